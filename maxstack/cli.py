@@ -1,0 +1,75 @@
+"""The console command: a table of subcommands, imported when they are called, and the mapping from errors to exit codes."""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from maxstack.data import DataError
+from maxstack.yaml_reader import ConfigError
+
+COMMANDS = {
+    "train": ("maxstack.train:main", "train a model from one YAML file"),
+    "data": ("maxstack.data.cli:main", "train a tokenizer, prepare token shards, show what the model is fed"),
+    "config": ("maxstack.config_cli:main", "show, compare and describe configurations"),
+}
+EXAMPLE = "example: maxstack train quickstart train.steps=100 run.name=first"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code of `maxstack ARGV`."""
+    return run(_dispatch, sys.argv[1:] if argv is None else argv)
+
+
+def run(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
+    """The exit code of a command: 1 for a user's error, 2 for bad data, each told on stderr without a traceback; other errors are bugs and go on."""
+    try:
+        code = command(argv)
+        sys.stdout.flush()
+        return code
+    except ConfigError as error:
+        return _fail(error, 1)
+    except DataError as error:
+        return _fail(error, 2)
+    except SystemExit as stop:
+        return _usage_is_1(stop)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _dispatch(argv: Sequence[str]) -> int:
+    width = max(map(len, COMMANDS))
+    table = "\n".join(f"  {name:<{width}}  {help}" for name, (_, help) in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="maxstack", usage="maxstack COMMAND ...", formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=f"Train large models from YAML.\n\ncommands:\n{table}\n\n`maxstack COMMAND --help` says more.", epilog=EXAMPLE)
+    parser.add_argument("command", help=argparse.SUPPRESS)
+    name = parser.parse_args(argv[:1]).command
+    if name not in COMMANDS:
+        from maxstack.compose import did_you_mean
+        raise ConfigError(f"no command {name}; the commands are {', '.join(COMMANDS)}{did_you_mean(name, COMMANDS)}")
+    module, function = COMMANDS[name][0].split(":")
+    return getattr(importlib.import_module(module), function)(argv[1:])
+
+
+def _fail(error: Exception, code: int) -> int:
+    for line in str(error).splitlines():
+        print(f"error: {line}", file=sys.stderr)
+    return code
+
+
+def _usage_is_1(stop: SystemExit) -> int:
+    """argparse leaves with 2 on wrong usage, which here means bad data."""
+    code = stop.code
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+        return 1
+    return {None: 0, 2: 1}.get(code, code or 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""Composing, validating and explaining YAML configurations; knows no field names and imports nothing heavy."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, TypeVar
+
+import pydantic
+from pydantic_core import PydanticCustomError
+
+from maxstack.compose import Presets, compose, plain, presets_dir
+from maxstack.explain import explain
+from maxstack.yaml_reader import ConfigError, Node
+from maxstack.yaml_writer import write_yaml
+
+__all__ = ["ConfigError", "Items", "Node", "Section", "annotated", "compose", "difference", "dump", "fault", "faults", "load", "load_tree", "plain",
+           "plain_data", "presets_dir"]
+
+Item = TypeVar("Item")
+Items = Annotated[tuple[Item, ...], pydantic.Field(strict=False)]
+ABSENT = "(absent)"
+
+
+class Section(pydantic.BaseModel):
+    """A mapping of the configuration: frozen, unknown keys refused, types not coerced; attribute docstrings document the keys."""
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+    PRESETS: ClassVar[Presets] = {}
+    """For a root section: top-level key -> folders inside configs/ with its presets; "" stands for whole files."""
+
+
+Root = TypeVar("Root", bound=Section)
+
+
+def fault(key: str, message: str) -> PydanticCustomError:
+    """The error that a validator raises about `key`, a dotted path relative to the section that it validates."""
+    return PydanticCustomError("fault", "{message}", {"key": key, "message": message})
+
+
+def faults(found: Sequence[tuple[str, str]]) -> PydanticCustomError:
+    """Several faults, as (key, message), in one error."""
+    return PydanticCustomError("faults", "several keys do not fit together", {"faults": tuple(found)})
+
+
+def load(schema: type[Root], path: str | Path, overrides: Sequence[str] = ()) -> Root:
+    """The validated configuration in a file, or a preset's name, with `a.b.c=value` overrides. ConfigError names every problem's place."""
+    return load_tree(schema, path, overrides)[0]
+
+
+def load_tree(schema: type[Root], path: str | Path, overrides: Sequence[str] = ()) -> tuple[Root, Node]:
+    """As `load`, with the merged tree that knows where each value came from."""
+    defaults = {name: plain_data(field.default) for name, field in schema.model_fields.items() if not field.is_required()}
+    tree = compose(schema.PRESETS, path, overrides, defaults)
+    try:
+        return schema.model_validate(plain(tree)), tree
+    except pydantic.ValidationError as error:
+        raise ConfigError(explain(schema, tree, error)) from None
+
+
+def dump(cfg: Section) -> str:
+    """The resolved configuration as YAML: every key, defaults too; loads back to an equal object."""
+    return "".join(f"{line}\n" for line, _ in write_yaml(plain_data(cfg)))
+
+
+def annotated(cfg: Section, tree: Node) -> str:
+    """As `dump`, with the place that gave each value in a comment."""
+    lines = [(line, "" if path is None else _origin(tree, path)) for line, path in write_yaml(plain_data(cfg))]
+    width = min(72, max((len(line) for line, origin in lines if origin), default=0))
+    return "".join(f"{line:<{width}}  # {origin}\n" if origin else f"{line}\n" for line, origin in lines)
+
+
+def difference(old: Section | Mapping[str, Any], new: Section | Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(key path, old value, new value) of whatever differs, ABSENT where one side has no such key."""
+    return list(_differences(plain_data(old), plain_data(new), ()))
+
+
+def plain_data(cfg: Any) -> Any:
+    """A section, or a mapping or list that may hold some, as dicts, lists and scalars."""
+    value = cfg.model_dump() if isinstance(cfg, pydantic.BaseModel) else cfg
+    if isinstance(value, Mapping):
+        return {str(key): plain_data(item) for key, item in value.items()}
+    return [plain_data(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _differences(old: Any, new: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in old | new:
+            yield from _differences(old.get(key, ABSENT), new.get(key, ABSENT), (*path, str(key)))
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for index, (before, after) in enumerate(zip(old, new, strict=True)):
+            yield from _differences(before, after, (*path, str(index)))
+    elif old != new or isinstance(old, bool) != isinstance(new, bool):
+        yield ".".join(path), old, new
+
+
+def _origin(tree: Node, path: tuple[str | int, ...]) -> str:
+    node = tree.at(*path)
+    if node is None:
+        return "default"
+    inside = node.value if isinstance(node.value, list) else []
+    return ", ".join(dict.fromkeys([node.where, *(item.where for item in inside)]))

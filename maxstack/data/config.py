@@ -1,0 +1,151 @@
+"""The data pipeline's configuration, apart from its code so that it is checked before jax or grain is imported."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from maxstack.config import Items, Section
+
+
+class BytesTokenizer(Section):
+    """Each byte is a token: ids 0-255, then 256 for the beginning and end of a document."""
+
+    kind: Literal["bytes"]
+    """The tokenizer."""
+    bos: bool = True
+    """Begin each document with id 256."""
+    eos: bool = False
+    """End each document with id 256."""
+
+
+class SentencePieceTokenizer(Section):
+    """A SentencePiece model file."""
+
+    kind: Literal["sentencepiece"]
+    """The tokenizer."""
+    path: str
+    """The .model file."""
+    bos: bool = True
+    """Begin each document with the model's BOS id."""
+    eos: bool = True
+    """End each document with the model's EOS id."""
+
+
+class HuggingFaceTokenizer(Section):
+    """A tokenizer.json file."""
+
+    kind: Literal["huggingface"]
+    """The tokenizer."""
+    path: str
+    """The tokenizer.json file."""
+    bos: str | None = None
+    """The token, by its text, that begins each document; null: none."""
+    eos: str | None = None
+    """The token, by its text, that ends each document; null: none."""
+
+
+Tokenizer = Annotated[BytesTokenizer | SentencePieceTokenizer | HuggingFaceTokenizer, Field(discriminator="kind")]
+
+
+class Source(Section):
+    """What every source of documents has."""
+
+    name: str | None = None
+    """Names the source in logs and metrics; null: its kind and place in the list."""
+    weight: float = Field(1.0, gt=0)
+    """Share of the documents drawn from this source, relative to the others."""
+    holdout: float = Field(0.0, ge=0, lt=1)
+    """Share of its documents (whole files, where a file is a document) kept from training for evaluation, chosen by a hash of their key."""
+
+
+class Files(Source):
+    """A source that reads files."""
+
+    files: Items[str] = Field(min_length=1)
+    """Paths or globs (** crosses folders), relative to the working folder; {stdlib} stands for Python's standard library."""
+    exclude: Items[str] = ()
+    """Globs of files to leave out."""
+
+
+class TextSource(Files):
+    """Text files, plain or compressed (.gz, .zst): one document a file, or split at a separator."""
+
+    kind: Literal["text"]
+    """The source."""
+    separator: str | None = Field(None, min_length=1)
+    """The text between documents; null: each file is one document."""
+
+
+class JsonlSource(Files):
+    """JSON lines, plain or compressed (.gz, .zst)."""
+
+    kind: Literal["jsonl"]
+    """The source."""
+    field: str = "text"
+    """The key that holds the text."""
+
+
+class ParquetSource(Files):
+    """Parquet files."""
+
+    kind: Literal["parquet"]
+    """The source."""
+    field: str = "text"
+    """The column that holds the text."""
+
+
+class ArrayRecordSource(Files):
+    """ArrayRecord files of UTF-8 text, or of tokens as `maxstack data prepare` writes them."""
+
+    kind: Literal["array_record"]
+    """The source."""
+    content: Literal["text", "tokens"] = "text"
+    """What a record holds."""
+
+
+class BagzSource(Files):
+    """Bagz files of UTF-8 text."""
+
+    kind: Literal["bagz"]
+    """The source."""
+
+
+class SyntheticSource(Source):
+    """Uniformly random token documents made in memory, the same on every machine."""
+
+    kind: Literal["synthetic"]
+    """The source."""
+    documents: int = Field(1024, ge=1)
+    """How many."""
+    length: int = Field(512, ge=1)
+    """Tokens in each, or at most if `ragged`."""
+    ragged: bool = False
+    """Lengths uniform in 1..length instead of all equal."""
+    vocab: int = Field(256, ge=2)
+    """Token ids are below this."""
+
+
+AnySource = Annotated[
+    TextSource | JsonlSource | ParquetSource | ArrayRecordSource | BagzSource | SyntheticSource, Field(discriminator="kind")]
+
+
+class DataConfig(Section):
+    """From documents to batches."""
+
+    sources: Items[AnySource] = Field(min_length=1)
+    """Where documents come from: a mixture by weight."""
+    tokenizer: Tokenizer = BytesTokenizer(kind="bytes")
+    """From text to token ids."""
+    seq_len: int = Field(1024, ge=1)
+    """Tokens in a row."""
+    packing: Literal["concat", "fit", "none"] = "concat"
+    """concat: documents follow each other and are split where a row ends; fit: a document that does not fit whole starts the next row, and
+    is split only if longer than a row; none: one document a row, cut at seq_len. Attention never crosses documents."""
+    shuffle: bool = True
+    """A new global order each epoch; false: the order of the source."""
+    seed: int = 0
+    """Of the shuffle and the mixture."""
+    workers: int = Field(0, ge=0)
+    """Background processes that read and tokenize; 0: a thread. The batches are the same whatever the number."""
+    prefetch: int = Field(2, ge=1)
+    """Batches made ahead."""

@@ -1,0 +1,135 @@
+"""The feed: batches made ahead by a thread or by worker processes, in an order that neither changes."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import grain
+import numpy as np
+from absl import flags
+
+from maxstack.data import DataError
+from maxstack.data.config import DataConfig
+from maxstack.data.lanes import KEYS, Batch, Mixture, Rows
+from maxstack.data.sources import open_sources
+from maxstack.data.tokenizers import open_tokenizer
+from maxstack.data.workers import settle
+
+
+class Feed:
+    """Iterates over batches {tokens, targets, positions, segments, mask (and bytes in an evaluation)}, arrays [lanes, seq_len].
+
+    `waited` is the seconds that next() has spent waiting in all. Order and state do not depend on `workers`, `prefetch` or which lanes are held.
+    """
+
+    def __init__(self, cfg: DataConfig, lanes: Sequence[int], batch_size: int, *, evaluation: bool = False, whole: bool = False):
+        if not lanes or min(lanes) < 0 or max(lanes) >= batch_size:
+            raise ValueError(f"lanes {list(lanes)} are not rows of a batch of {batch_size}")
+        self._cfg, self._lanes = cfg, list(lanes)
+        self._mixture = Mixture(cfg, open_sources(cfg, evaluation, whole), batch_size, evaluation)
+        self._token_bytes = open_tokenizer(cfg.tokenizer).token_bytes if evaluation else None
+        self._state = np.zeros((len(self._lanes), self._mixture.counters + 1), np.int64)
+        self._batches: Any = None
+        self.waited = 0.0
+
+    def __iter__(self) -> "Feed":
+        return self
+
+    def __next__(self) -> Batch:
+        """The next batch. DataError, with file and record, if a document cannot be read; RuntimeError if a worker process died."""
+        start = time.perf_counter()
+        self.start()
+        batch = self._joined()
+        self.waited += time.perf_counter() - start
+        self._state = batch.pop("state")
+        if self._token_bytes is not None:
+            batch["bytes"] = self._token_bytes[batch["targets"]] * batch["mask"]
+        return batch
+
+    def state(self) -> np.ndarray:
+        """int64 [lanes, K]: where each lane stands after the batch that next() returned last."""
+        return self._state.copy()
+
+    def restore(self, state: np.ndarray) -> None:
+        """Continue after the batch that `state` was taken after; its rows are this feed's lanes, from whatever split they come."""
+        if state.shape != self._state.shape:
+            raise DataError(f"the saved position has shape {state.shape}, this feed's is {self._state.shape}: the batch size or the number of "
+                            "data.sources changed since the checkpoint; restore them, or start a new run")
+        self.close()
+        self._state = np.array(state, np.int64)
+
+    def start(self) -> None:
+        """Begin to make batches in the background; next() does it too."""
+        if self._batches is None:
+            self._batches = iter(_background(_RowBatches(self._mixture, self._lanes, self._state), self._cfg))
+
+    def close(self) -> None:
+        """Stop the thread or the workers. The feed may be used again."""
+        if self._batches is not None:
+            self._batches.close()
+            self._batches = None
+
+    def describe(self) -> list[str]:
+        """A line for each source: its name and number of documents."""
+        return [f"{source.name}: {len(source)} documents" for source in self._mixture.sources]
+
+    def _groups(self) -> int:
+        return max(1, min(self._cfg.workers, len(self._lanes)))
+
+    def _joined(self) -> Batch:
+        groups = self._groups()
+        parts = [next(self._batches) for _ in range(groups)]
+        for part in parts:
+            if "error" in part:
+                self.close()
+                raise DataError(bytes(part["error"]).decode())
+        if groups == 1:
+            return parts[0]
+        batch = {key: np.empty((len(self._lanes), *parts[0][key].shape[1:]), parts[0][key].dtype) for key in (*KEYS, "state")}
+        for group, part in enumerate(parts):
+            for key, array in batch.items():
+                array[group::groups] = part[key]
+        return batch
+
+
+class _RowBatches(grain.IterDataset):
+    """The lanes' batches as a grain dataset; a slice of it, which is what a worker gets, is the batches of some of the lanes."""
+
+    def __init__(self, mixture: Mixture, lanes: list[int], state: np.ndarray):
+        super().__init__()
+        self._mixture, self._lanes, self._start = mixture, lanes, state
+
+    def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
+        self._lanes, self._start = self._lanes[sl], self._start[sl]
+
+    def __iter__(self) -> "_RowIterator":
+        return _RowIterator(Rows(self._mixture, self._lanes, self._start))
+
+
+class _RowIterator(grain.DatasetIterator):
+    """Errors travel as an element: an exception's text would be lost between processes."""
+
+    def __init__(self, rows: Rows):
+        super().__init__()
+        self._rows = rows
+
+    def __next__(self) -> Batch:
+        try:
+            return self._rows.next()
+        except DataError as error:
+            return {"error": np.frombuffer(str(error).encode(), np.uint8)}
+
+    def get_state(self) -> dict[str, Any]:
+        return {}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError("a feed restores by a new iterator")
+
+
+def _background(batches: _RowBatches, cfg: DataConfig) -> Any:
+    workers = min(cfg.workers, len(batches._lanes))
+    if not workers:
+        return grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=cfg.prefetch)
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
+    return batches.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=cfg.prefetch), worker_init_fn=settle)

@@ -1,0 +1,214 @@
+"""The files behind sources: matching globs, reading compressed files, finding where the records of a text file begin and end."""
+
+import fnmatch
+import functools
+import glob
+import gzip
+import hashlib
+import logging
+import mmap
+import os
+import re
+import sysconfig
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from maxstack.data import DataError
+from maxstack.data.config import Files
+
+log = logging.getLogger(__name__)
+_INSTALLED = ("site-packages", "dist-packages", "__pycache__")
+_ESCAPED = re.compile(r"\[([*?[])\]")
+_CHUNK = 1 << 24
+
+
+@dataclass(frozen=True)
+class File:
+    """A matched file; `key` is its path below the fixed part of its glob, the same on every machine."""
+
+    path: str
+    key: str
+
+
+def matched(cfg: Files) -> list[File]:
+    """The files of a source, sorted by key. DataError for a missing file or a glob without a match."""
+    excluded = {path for pattern in cfg.exclude for path in _expand(pattern)}
+    found: dict[str, File] = {}
+    for pattern in cfg.files:
+        paths = _expand(pattern)
+        if not paths:
+            missing = "no such file" if not glob.has_magic(_absolute(pattern)) else "the glob matches no file"
+            raise DataError(f"{pattern}: {missing} (relative paths start at {os.getcwd()}); correct the `files` of this source")
+        root = _rooted(_absolute(pattern))[0]
+        for path in paths:
+            found.setdefault(path, File(path, Path(os.path.relpath(path, root)).as_posix()))
+    files = sorted((file for path, file in found.items() if path not in excluded), key=lambda file: (file.key, file.path))
+    if not files:
+        raise DataError(f"{', '.join(cfg.files)}: every matching file is excluded by {', '.join(cfg.exclude)}; this source is empty")
+    return files
+
+
+def read(path: str) -> bytes:
+    """A whole file, decompressed if it ends in .gz or .zst. DataError if it cannot be read."""
+    return b"".join(_pieces(path))
+
+
+def plain(path: str) -> str:
+    """A path to the file's plain bytes: itself, or for .gz and .zst a decompressed copy in the cache folder, made once and shared by all processes.
+
+    The folder is $MAXSTACK_CACHE/data, by default ~/.cache/maxstack/data; a copy belongs to one path, size and modification time.
+    """
+    if not path.endswith((".gz", ".zst")):
+        return path
+    try:
+        stat = os.stat(path)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
+    identity = f"{os.path.abspath(path)}\0{stat.st_size}\0{stat.st_mtime_ns}"
+    folder = Path(os.environ.get("MAXSTACK_CACHE", "~/.cache/maxstack")).expanduser() / "data"
+    copy = folder / hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
+    if not copy.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        unfinished = copy.with_name(f"{copy.name}.{os.getpid()}.part")
+        try:
+            with open(unfinished, "wb") as file:
+                for piece in _pieces(path):
+                    file.write(piece)
+            os.replace(unfinished, copy)
+        except OSError as error:
+            raise DataError(f"{path}: its decompressed copy cannot be written to {folder}: {error.strerror}; "
+                            "set MAXSTACK_CACHE to a folder with room") from error
+        finally:
+            unfinished.unlink(missing_ok=True)
+        log.info("%s: decompressed once to %s (%.1f MB)", path, copy, copy.stat().st_size / 1e6)
+    return str(copy)
+
+
+def line_bounds(path: str) -> tuple[np.ndarray, np.ndarray]:
+    """Where the lines of a plain file that are not blank start and end, in bytes: two int64 arrays, from one scan."""
+    size = os.path.getsize(path)
+    if not size:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        breaks = [np.flatnonzero(np.frombuffer(data[at:at + _CHUNK], np.uint8) == 10) + at for at in range(0, size, _CHUNK)]
+        ends = np.append(np.concatenate(breaks), size)
+        starts = np.concatenate([[0], ends[:-1] + 1])
+        short = np.flatnonzero(ends - starts < 8)
+        blank = [i for i in short if not data[starts[i]:ends[i]].strip()]
+    return np.delete(starts, blank), np.delete(ends, blank)
+
+
+def line_number(path: str, offset: int) -> int:
+    """The number, from 1, of the line at a byte offset of a plain file."""
+    with open(path, "rb") as file:
+        pieces = (file.read(min(_CHUNK, offset - at)) for at in range(0, offset, _CHUNK))
+        return 1 + sum(piece.count(b"\n") for piece in pieces)
+
+
+def separated_bounds(path: str, separator: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """Where the documents between separators start and end in a plain file, blank ones left out: two int64 arrays, from one scan."""
+    size = os.path.getsize(path)
+    if not size:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        spans = [match.span() for match in re.finditer(re.escape(separator), data)]
+        starts = np.array([0, *(end for _, end in spans)], np.int64)
+        ends = np.array([*(start for start, _ in spans), size], np.int64)
+        blank = [i for i in np.flatnonzero(ends - starts < 64) if not data[starts[i]:ends[i]].strip()]
+    return np.delete(starts, blank), np.delete(ends, blank)
+
+
+def _absolute(pattern: str) -> str:
+    stdlib = glob.escape(os.path.realpath(sysconfig.get_path("stdlib")))
+    return os.path.expanduser(pattern.replace("{stdlib}", stdlib))
+
+
+def _expand(pattern: str) -> list[str]:
+    full = _absolute(pattern)
+    if not glob.has_magic(full):
+        return [os.path.normpath(full)] if os.path.isfile(full) else []
+    root, wanted = _rooted(full)
+    skipped = _INSTALLED if "{stdlib}" in pattern else ()
+    return [os.path.normpath(os.path.join(root, *parts)) for parts in _walk(root, wanted, skipped)]
+
+
+def _rooted(pattern: str) -> tuple[str, list[str]]:
+    """The folder before the first wildcard, and the parts of the pattern from there on."""
+    parts = pattern.split(os.sep)
+    magic = next((i for i, part in enumerate(parts) if glob.has_magic(_ESCAPED.sub("", part))), len(parts) - 1)
+    root = _ESCAPED.sub(r"\1", os.sep.join(parts[:magic])) or ("/" if pattern.startswith("/") else ".")
+    return root, [part for part in parts[magic:] if part]
+
+
+def _walk(root: str, wanted: list[str], skipped: tuple[str, ...]) -> Iterator[list[str]]:
+    """The paths, in parts, of files below `root` that match; folders that cannot hold a match, or named in `skipped`, are not entered."""
+    seen = {(place.st_dev, place.st_ino) for place in (os.stat(root),)} if os.path.isdir(root) else set()
+    folders: list[list[str]] = [[]]
+    while folders:
+        folder = folders.pop()
+        try:
+            entries = sorted(os.scandir(os.path.join(root, *folder)), key=lambda entry: entry.name, reverse=True)
+        except OSError:
+            if folder:
+                log.warning("%s cannot be listed and is left out", os.path.join(root, *folder))
+            continue
+        for entry in entries:
+            parts = [*folder, entry.name]
+            if entry.is_dir():
+                place = entry.stat()
+                if entry.name not in skipped and _may_lead_to(parts, wanted) and (place.st_dev, place.st_ino) not in seen:
+                    seen.add((place.st_dev, place.st_ino))
+                    folders.append(parts)
+            elif _matches(parts, wanted) and entry.is_file():
+                yield parts
+
+
+def _may_lead_to(parts: list[str], wanted: list[str]) -> bool:
+    before = wanted[:wanted.index("**")] if "**" in wanted else wanted[:-1]
+    return ("**" in wanted or len(parts) <= len(before)) and all(_matches([part], [want]) for part, want in zip(parts, before, strict=False))
+
+
+def _matches(parts: list[str], wanted: list[str]) -> bool:
+    """As the shell matches: ** stands for any folders, and a wildcard for no name that begins with a dot."""
+    if not wanted:
+        return not parts
+    if wanted[0] == "**":
+        visible = next((i for i, part in enumerate(parts) if part.startswith(".")), len(parts))
+        return any(_matches(parts[i:], wanted[1:]) for i in range(visible + 1))
+    if not parts or (parts[0].startswith(".") and not wanted[0].startswith(".")):
+        return False
+    return fnmatch.fnmatchcase(parts[0], wanted[0]) and _matches(parts[1:], wanted[1:])
+
+
+def _pieces(path: str) -> Iterator[bytes]:
+    try:
+        with open(path, "rb") as file:
+            if path.endswith(".zst"):
+                yield from _zstd_pieces(path, file)
+                return
+            stream = gzip.GzipFile(fileobj=file) if path.endswith(".gz") else file
+            yield from iter(functools.partial(stream.read, _CHUNK), b"")
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path}: corrupt gzip data: {error}") from error
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from error
+
+
+def _zstd_pieces(path: str, file) -> Iterator[bytes]:
+    import zstandard
+    frame = None
+    try:
+        for piece in iter(functools.partial(file.read, _CHUNK >> 4), b""):
+            while piece:
+                frame = zstandard.ZstdDecompressor().decompressobj() if frame is None else frame
+                yield frame.decompress(piece)
+                piece = frame.unused_data if frame.eof else b""
+                frame = None if frame.eof else frame
+    except zstandard.ZstdError as error:
+        raise DataError(f"{path}: corrupt zstd data: {error}") from error
+    if frame is not None:
+        raise DataError(f"{path}: the zstd data is cut short")

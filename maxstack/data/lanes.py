@@ -1,0 +1,156 @@
+"""Lanes: row i of every global batch is a deterministic stream of its own, whatever process or worker makes it.
+
+Lane i of B draws, from each source's global order, the documents at positions i, B + i, 2B + i, ... and packs them into its rows. Its state is a
+few integers: documents finished per source, and the tokens already used of the document at hand.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from maxstack.data import DataError
+from maxstack.data.config import DataConfig
+from maxstack.data.order import Order, number
+from maxstack.data.sources import Documents
+from maxstack.data.tokenizers import Tokenizer, open_tokenizer, tokens_of
+
+Batch = dict[str, np.ndarray]
+KEYS = {"tokens": np.int32, "targets": np.int32, "positions": np.int32, "segments": np.int32, "mask": np.float32}
+
+
+class Mixture:
+    """Which document a lane reads next: a function of the configuration, the lane and what the lane has finished."""
+
+    def __init__(self, cfg: DataConfig, sources: list[Documents], batch_size: int, evaluation: bool):
+        self.cfg, self.sources, self.batch_size, self.evaluation = cfg, sources, batch_size, evaluation
+        self.counters = 1 if evaluation else len(sources)
+        weights = np.array([source.weight for source in cfg.sources], np.float64)
+        self._shares = weights / weights.sum()
+        self._ends = np.cumsum([len(source) for source in sources])
+        self._orders: list[Order] | None = None
+        self._tokenizer: Tokenizer | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_orders": None, "_tokenizer": None}
+
+    @property
+    def documents(self) -> int:
+        """Documents in all sources."""
+        return int(self._ends[-1])
+
+    def phase(self, lane: int) -> np.ndarray:
+        """Float64 per source in [0, 1): where in the mixture's cycle a lane starts, so that lanes do not all draw from one source at once."""
+        return np.array([number(f"{self.cfg.seed} mixture {lane} {source}") * 2.0**-64 for source in range(self.counters)])
+
+    def pick(self, finished: np.ndarray, phase: np.ndarray) -> int:
+        """The counter of the next document: the source that is furthest behind its share of the lane's documents."""
+        if self.counters == 1:
+            return 0
+        return int(np.argmax(self._shares * (finished.sum() + 1) - finished + phase))
+
+    def tokens(self, counter: int, position: int) -> np.ndarray | None:
+        """The token ids at a position of a source's global order; None past the end of the one pass of an evaluation."""
+        if self.evaluation:
+            if position >= self.documents:
+                return None
+            source = int(np.searchsorted(self._ends, position, side="right"))
+            return self._encoded(source, position - (int(self._ends[source - 1]) if source else 0))
+        return self._encoded(counter, self._order(counter)[position] if self.cfg.shuffle else position % len(self.sources[counter]))
+
+    def _order(self, counter: int) -> Order:
+        if self._orders is None:
+            self._orders = [Order(f"{self.cfg.seed} shuffle {place}", len(source)) for place, source in enumerate(self.sources)]
+        return self._orders[counter]
+
+    def _encoded(self, source: int, index: int) -> np.ndarray:
+        self._tokenizer = self._tokenizer or open_tokenizer(self.cfg.tokenizer)
+        return tokens_of(self.sources[source], index, self._tokenizer)
+
+
+class Lane:
+    """One row of the global batch: draws documents and packs them."""
+
+    def __init__(self, mixture: Mixture, lane: int):
+        self._mixture, self._lane = mixture, lane
+        self._seq_len, self._packing = mixture.cfg.seq_len, mixture.cfg.packing
+        self._phase = mixture.phase(lane)
+        self._finished = np.zeros(mixture.counters, np.int64)
+        self._offset = 0
+        self._document: np.ndarray | None = None
+        self._counter = 0
+
+    def state(self) -> np.ndarray:
+        """int64 [K]: documents finished of each source, then tokens used of the one at hand."""
+        return np.append(self._finished, self._offset)
+
+    def restore(self, state: np.ndarray) -> None:
+        """Continue after the row that `state` was taken after; the document at hand is read again when needed."""
+        self._finished, self._offset, self._document = state[:-1].astype(np.int64), int(state[-1]), None
+
+    def fill(self, row: Batch) -> None:
+        """Write the next row into zeroed arrays of shape [seq_len].
+
+        A document of n tokens is n - 1 pairs of an input and its target, so each target counts once, in this row or the next.
+        """
+        at, segment = 0, 0
+        while at < self._seq_len:
+            document = self._at_hand()
+            if document is None:
+                return
+            left = len(document) - 1 - self._offset
+            if self._packing == "fit" and at and left > self._seq_len - at:
+                return
+            count, segment = min(left, self._seq_len - at), segment + 1
+            span = slice(at, at + count)
+            row["tokens"][span] = document[self._offset:self._offset + count]
+            row["targets"][span] = document[self._offset + 1:self._offset + count + 1]
+            row["positions"][span] = np.arange(count)
+            row["segments"][span] = segment
+            row["mask"][span] = 1
+            at, self._offset = at + count, self._offset + count
+            if count == left or self._packing == "none":
+                self._finish()
+            if self._packing == "none":
+                return
+
+    def _finish(self) -> None:
+        self._finished[self._counter] += 1
+        self._offset, self._document = 0, None
+
+    def _at_hand(self) -> np.ndarray | None:
+        """The document to read on in; documents without a target are passed over. None at the end of an evaluation."""
+        passed = 0
+        while self._document is None:
+            self._counter = self._mixture.pick(self._finished, self._phase)
+            position = int(self._finished[self._counter]) * self._mixture.batch_size + self._lane
+            document = self._mixture.tokens(self._counter, position)
+            if document is None or len(document) - self._offset > 1:
+                self._document = document
+                break
+            if self._offset:
+                raise DataError(f"the data changed since the checkpoint: document {position} of source "
+                                f"{self._mixture.sources[self._counter].name} has {len(document)} tokens, fewer than were already read")
+            self._finish()
+            passed += 1
+            if passed > 2 * self._mixture.documents + 100:
+                raise DataError(f"lane {self._lane} found no document of at least 2 tokens in "
+                                f"{', '.join(source.name for source in self._mixture.sources)}; there is nothing to predict")
+        return self._document
+
+
+class Rows:
+    """The rows that some lanes make, batch after batch, with each lane's state after its row."""
+
+    def __init__(self, mixture: Mixture, lanes: list[int], state: np.ndarray):
+        self._seq_len = mixture.cfg.seq_len
+        self._lanes = [Lane(mixture, lane) for lane in lanes]
+        for lane, after in zip(self._lanes, state, strict=True):
+            lane.restore(after)
+
+    def next(self) -> Batch:
+        """Arrays [lanes, seq_len] by the names in KEYS, and `state` int64 [lanes, K]."""
+        batch = {key: np.zeros((len(self._lanes), self._seq_len), dtype) for key, dtype in KEYS.items()}
+        for i, lane in enumerate(self._lanes):
+            lane.fill({key: array[i] for key, array in batch.items()})
+        batch["state"] = np.stack([lane.state() for lane in self._lanes])
+        return batch

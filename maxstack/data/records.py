@@ -1,0 +1,256 @@
+"""Sources whose files hold many documents each: JSON lines, separated text, Parquet, ArrayRecord, Bagz."""
+
+import hashlib
+import json
+import os
+from abc import abstractmethod
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+
+from maxstack.data import DataError
+from maxstack.data.config import ArrayRecordSource, BagzSource, Files, JsonlSource, ParquetSource, TextSource
+from maxstack.data.files import File, line_bounds, line_number, matched, plain, separated_bounds
+from maxstack.data.sources import Document, Documents, file_hashes, record_hashes
+
+_OPEN_FILES = 64
+_CACHED_BYTES = 1 << 28
+
+
+class Records(Documents):
+    """Files of records. A subclass counts a file's records, opens it, and reads a record from what it opened."""
+
+    def __init__(self, cfg: Files):
+        self._cfg: Any = cfg
+        self._files: list[File] = matched(cfg)
+        self._ends = np.cumsum([self._count(file) for file in range(len(self._files))], dtype=np.int64)
+        self._opened: OrderedDict[int, Any] = OrderedDict()
+
+    @abstractmethod
+    def _count(self, file: int) -> int:
+        """How many records `file` holds."""
+
+    @abstractmethod
+    def _open(self, file: int) -> Any:
+        """Whatever _read needs to read records of `file`."""
+
+    @abstractmethod
+    def _read(self, opened: Any, file: int, record: int) -> Document:
+        """A record of an open file."""
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> Document:
+        file, record = self._locate(index)
+        if file not in self._opened:
+            if len(self._opened) == _OPEN_FILES:
+                self._opened.popitem(last=False)
+            self._opened[file] = self._open(file)
+        self._opened.move_to_end(file)
+        return self._read(self._opened[file], file, record)
+
+    def where(self, index: int) -> str:
+        file, record = self._locate(index)
+        return self._where(file, record)
+
+    def paths(self) -> list[str]:
+        return [file.path for file in self._files]
+
+    def hashes(self) -> np.ndarray:
+        counts = np.diff(self._ends, prepend=0)
+        return np.concatenate([record_hashes(key, int(count)) for key, count in zip(file_hashes(self._files), counts, strict=True)])
+
+    def identity(self) -> str:
+        described = "\0".join(f"{file.key} {end}" for file, end in zip(self._files, self._ends, strict=True))
+        return hashlib.blake2b(described.encode(), digest_size=16).hexdigest()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_opened": OrderedDict()}
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        file = int(np.searchsorted(self._ends, index, side="right"))
+        return file, index - (int(self._ends[file - 1]) if file else 0)
+
+    def _where(self, file: int, record: int) -> str:
+        return f"{self._files[file].path}: record {record}"
+
+
+class Spans(Records):
+    """Plain text files cut at byte offsets that one scan at the start finds."""
+
+    def __init__(self, cfg: TextSource | JsonlSource):
+        self._spans: list[tuple[np.ndarray, np.ndarray]] = []
+        super().__init__(cfg)
+
+    @abstractmethod
+    def _bounds(self, path: str) -> tuple[np.ndarray, np.ndarray]:
+        """Where records start and end."""
+
+    def _count(self, file: int) -> int:
+        self._spans.append(self._bounds(plain(self._files[file].path)))
+        return len(self._spans[file][0])
+
+    def _open(self, file: int) -> Any:
+        return open(plain(self._files[file].path), "rb")
+
+    def _read(self, opened: Any, file: int, record: int) -> bytes:
+        start, end = (int(bound[record]) for bound in self._spans[file])
+        opened.seek(start)
+        data = opened.read(end - start)
+        if len(data) < end - start:
+            raise DataError(f"{self._where(file, record)}: the file became shorter while it was in use")
+        return data
+
+
+class Separated(Spans):
+    """Text files whose documents stand between separators."""
+
+    def _bounds(self, path: str) -> tuple[np.ndarray, np.ndarray]:
+        return separated_bounds(path, self._cfg.separator.encode())
+
+
+class Jsonl(Spans):
+    """A JSON object a line, with the text under one key."""
+
+    def _bounds(self, path: str) -> tuple[np.ndarray, np.ndarray]:
+        return line_bounds(path)
+
+    def _read(self, opened: Any, file: int, record: int) -> bytes:
+        data = super()._read(opened, file, record)
+        try:
+            value = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{self._where(file, record)}: not JSON: {error}") from error
+        if not isinstance(value, dict) or self._cfg.field not in value:
+            got = f"it has {', '.join(map(repr, value))}" if isinstance(value, dict) else f"the line is a {type(value).__name__}"
+            raise DataError(f"{self._where(file, record)}: no key '{self._cfg.field}'; {got}. Set `field` to the key of the text")
+        return _utf8(value[self._cfg.field], self._where(file, record), self._cfg.field)
+
+    def _where(self, file: int, record: int) -> str:
+        """JSON lines are known by their line number, blank lines included."""
+        path = self._files[file].path
+        return f"{path}: line {line_number(plain(path), int(self._spans[file][0][record]))}"
+
+
+class Parquet(Records):
+    """A string column of Parquet files. Row groups are decoded whole; the latest 256 MiB of them are kept."""
+
+    def __init__(self, cfg: ParquetSource):
+        self._groups: list[np.ndarray] = []
+        self._decoded: OrderedDict[tuple[int, int], Any] = OrderedDict()
+        super().__init__(cfg)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_decoded": OrderedDict()}
+
+    def _count(self, file: int) -> int:
+        opened = self._open(file)
+        meta = opened.metadata
+        self._groups.append(np.cumsum([meta.row_group(group).num_rows for group in range(meta.num_row_groups)], dtype=np.int64))
+        opened.close()
+        return meta.num_rows
+
+    def _open(self, file: int) -> Any:
+        import pyarrow
+        import pyarrow.parquet
+        path = self._files[file].path
+        try:
+            opened = pyarrow.parquet.ParquetFile(path)
+        except (OSError, pyarrow.ArrowException) as error:
+            raise DataError(f"{path}: not a readable Parquet file: {error}") from error
+        names = opened.schema_arrow.names
+        if self._cfg.field not in names:
+            raise DataError(f"{path}: no column '{self._cfg.field}'; it has {', '.join(names)}. Set `field` to the column of the text")
+        return opened
+
+    def _read(self, opened: Any, file: int, record: int) -> bytes:
+        group = int(np.searchsorted(self._groups[file], record, side="right"))
+        if (file, group) not in self._decoded:
+            self._decoded[file, group] = self._column(opened, file, group)
+            while len(self._decoded) > 1 and sum(column.nbytes for column in self._decoded.values()) > _CACHED_BYTES:
+                self._decoded.popitem(last=False)
+        self._decoded.move_to_end((file, group))
+        row = record - (int(self._groups[file][group - 1]) if group else 0)
+        value = self._decoded[file, group][row].as_py()
+        return _utf8(value, self._where(file, record), self._cfg.field)
+
+    def _column(self, opened: Any, file: int, group: int) -> Any:
+        import pyarrow
+        try:
+            return opened.read_row_group(group, columns=[self._cfg.field]).column(0)
+        except (OSError, pyarrow.ArrowException) as error:
+            raise DataError(f"{self._files[file].path}: row group {group} is corrupt: {error}") from error
+
+
+class ArrayRecords(Records):
+    """ArrayRecord files of UTF-8 text or of tokens; a manifest.json beside token files is checked against the file sizes."""
+
+    def __init__(self, cfg: ArrayRecordSource):
+        super().__init__(cfg)
+        if cfg.content == "tokens":
+            from maxstack.data.shards import check_sizes
+            check_sizes(self.paths())
+
+    def _count(self, file: int) -> int:
+        reader = self._open(file)
+        count = reader.num_records()
+        reader.close()
+        return count
+
+    def _open(self, file: int) -> Any:
+        from array_record.python.array_record_module import ArrayRecordReader
+        path = self._files[file].path
+        reader = ArrayRecordReader(path, "readahead_buffer_size:0")
+        if not reader.ok():
+            raise DataError(f"{path}: not an intact ArrayRecord file ({os.path.getsize(path)} bytes; cut short, or of another format)")
+        return reader
+
+    def _read(self, opened: Any, file: int, record: int) -> Document:
+        try:
+            data, = opened.read([record])
+        except (RuntimeError, ValueError) as error:
+            raise DataError(f"{self._where(file, record)}: corrupt: {error}") from error
+        if self._cfg.content == "text":
+            return data
+        from maxstack.data.shards import unpack
+        return unpack(data, self._where(file, record))
+
+
+class Bagz(Records):
+    """Bagz files of UTF-8 text."""
+
+    def __init__(self, cfg: BagzSource):
+        super().__init__(cfg)
+
+    def _count(self, file: int) -> int:
+        return len(self._open(file))
+
+    def _open(self, file: int) -> Any:
+        try:
+            import bagz
+        except ImportError as error:
+            raise DataError("Bagz files need the bagz package, which has wheels for Linux alone: pip install bagz") from error
+        path = self._files[file].path
+        try:
+            return bagz.Reader(path)
+        except (ValueError, OSError, RuntimeError) as error:
+            raise DataError(f"{path}: not an intact Bagz file: {error}") from error
+
+    def _read(self, opened: Any, file: int, record: int) -> bytes:
+        try:
+            return opened[record]
+        except (ValueError, OSError, RuntimeError) as error:
+            raise DataError(f"{self._where(file, record)}: corrupt: {error}") from error
+
+
+def _utf8(value: object, where: str, field: str) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    if not isinstance(value, str):
+        raise DataError(f"{where}: '{field}' is {'null' if value is None else 'a ' + type(value).__name__}, not text")
+    try:
+        return value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: '{field}' holds half a surrogate pair, which is not text: {error}") from error

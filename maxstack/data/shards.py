@@ -1,0 +1,69 @@
+"""Token shards: ArrayRecord files of token ids, and the manifest beside them."""
+
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxstack.data import DataError
+from maxstack.data.config import Tokenizer as TokenizerConfig
+
+MANIFEST = "manifest.json"
+
+
+def pack(ids: np.ndarray) -> bytes:
+    """A record: a byte that says how wide an id is (2 or 4 bytes), then the ids, little-endian."""
+    narrow = not len(ids) or int(ids.max()) < 1 << 16
+    return b"\2" + ids.astype("<u2").tobytes() if narrow else b"\4" + ids.astype("<u4").tobytes()
+
+
+def unpack(record: bytes, where: str) -> np.ndarray:
+    """The int32 ids of a record. DataError, naming `where`, if it is no record of tokens."""
+    width = record[0] if record else 0
+    if width not in (2, 4) or (len(record) - 1) % width:
+        raise DataError(f"{where}: not a record of tokens as `maxstack data prepare` writes them; set `content: text` if these are texts")
+    return np.frombuffer(record, f"<u{width}", offset=1).astype(np.int32)
+
+
+def check_sizes(paths: list[str]) -> None:
+    """DataError if a shard's size is not the one in the manifest beside it, or it is not in it."""
+    for path in paths:
+        manifest = _manifest(os.path.dirname(path))
+        if manifest is None:
+            continue
+        listed = manifest["shards"].get(os.path.basename(path))
+        if listed is None:
+            raise DataError(f"{path}: not listed in the {MANIFEST} beside it; it belongs to other data: remove it or narrow `files`")
+        if listed["size"] != os.path.getsize(path):
+            raise DataError(f"{path}: {os.path.getsize(path)} bytes, but {MANIFEST} says {listed['size']}; copy it again, "
+                            "or run `maxstack data prepare` again")
+
+
+def check_tokenizer(paths: list[str], cfg: TokenizerConfig) -> None:
+    """DataError if the manifest beside a shard names another tokenizer than the configured one."""
+    from maxstack.data.tokenizers import open_tokenizer
+    for folder in sorted({os.path.dirname(path) for path in paths}):
+        manifest, tokenizer = _manifest(folder), open_tokenizer(cfg)
+        if manifest is not None and manifest["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
+            made = manifest["tokenizer"]
+            raise DataError(f"{folder}: these shards were made by tokenizer {made['name']} ({made['fingerprint']}), data.tokenizer is "
+                            f"{tokenizer.name} ({tokenizer.fingerprint}); configure the tokenizer that they were made by, with the same bos and eos")
+
+
+def _manifest(folder: str) -> dict[str, Any] | None:
+    path = Path(folder) / MANIFEST
+    return _read_manifest(str(path), path.stat().st_mtime_ns) if path.exists() else None
+
+
+@functools.lru_cache(maxsize=16)
+def _read_manifest(path: str, modified: int) -> dict[str, Any]:
+    try:
+        manifest = json.loads(Path(path).read_text())
+        if not isinstance(manifest["shards"], dict) or not isinstance(manifest["tokenizer"]["fingerprint"], str):
+            raise DataError(f"{path}: not a manifest of `maxstack data prepare`")
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise DataError(f"{path}: not a manifest of `maxstack data prepare` ({error!r}); move it away or make the shards again") from error
+    return manifest

@@ -1,0 +1,191 @@
+"""Tokenizers: a document's bytes to token ids and back, and how many bytes each id stands for."""
+
+import functools
+import hashlib
+import json
+import os
+from typing import Any, Protocol
+
+import numpy as np
+
+from maxstack.data import DataError
+from maxstack.data.config import BytesTokenizer, DataConfig, HuggingFaceTokenizer, SentencePieceTokenizer, SyntheticSource
+from maxstack.data.config import Tokenizer as TokenizerConfig
+from maxstack.data.sources import Documents
+
+_LARGEST_FILE = 1 << 28
+
+
+class Tokenizer(Protocol):
+    """From a document's bytes to ids and back."""
+
+    name: str
+    """The file or kind, for messages."""
+    vocab_size: int
+    """Ids are below this."""
+    token_bytes: np.ndarray
+    """int32 [vocab_size]: UTF-8 bytes of text that each id stands for; 0 for special tokens."""
+    fingerprint: str
+    """A hash of everything that decides which ids a document gets."""
+
+    def encode(self, document: bytes) -> np.ndarray:
+        """int32 ids, with the beginning and end that the configuration asks for. UnicodeDecodeError if it needs UTF-8 and gets other bytes."""
+
+    def decode(self, ids: np.ndarray) -> bytes:
+        """The text of the ids, without special tokens."""
+
+
+class Bytes:
+    """Each byte is an id; 256 begins and ends a document."""
+
+    def __init__(self, cfg: BytesTokenizer):
+        self.name, self.vocab_size = "bytes", 257
+        self.token_bytes = np.append(np.ones(256, np.int32), np.int32(0))
+        self.fingerprint = _hash(f"bytes {cfg.bos} {cfg.eos}".encode())
+        self._bos, self._eos = int(cfg.bos), int(cfg.eos)
+
+    def encode(self, document: bytes) -> np.ndarray:
+        ids = np.full(len(document) + self._bos + self._eos, 256, np.int32)
+        ids[self._bos:self._bos + len(document)] = np.frombuffer(document, np.uint8)
+        return ids
+
+    def decode(self, ids: np.ndarray) -> bytes:
+        return ids[ids < 256].astype(np.uint8).tobytes()
+
+
+class SentencePiece:
+    """A SentencePiece model (Kudo and Richardson 2018, arXiv:1808.06226)."""
+
+    def __init__(self, cfg: SentencePieceTokenizer):
+        import sentencepiece
+        model = _read(cfg.path)
+        try:
+            self._model: Any = sentencepiece.SentencePieceProcessor(model_proto=model)
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise DataError(f"{cfg.path}: not a SentencePiece model: {error}") from error
+        self.name, self.vocab_size = cfg.path, self._model.vocab_size()
+        self.fingerprint = _hash(model + f" {cfg.bos} {cfg.eos}".encode())
+        self._bos = self._special("bos", cfg.bos, self._model.bos_id())
+        self._eos = self._special("eos", cfg.eos, self._model.eos_id())
+        self.token_bytes = np.array([self._bytes(i) for i in range(self.vocab_size)], np.int32)
+
+    def encode(self, document: bytes) -> np.ndarray:
+        return np.array([*self._bos, *self._model.encode(document.decode()), *self._eos], np.int32)
+
+    def decode(self, ids: np.ndarray) -> bytes:
+        return self._model.decode([int(i) for i in ids]).encode()
+
+    def _special(self, key: str, wanted: bool, token: int) -> list[int]:
+        if wanted and token < 0:
+            raise DataError(f"{self.name}: this model has no {key.upper()} token; set data.tokenizer.{key}=false")
+        return [token] if wanted else []
+
+    def _bytes(self, token: int) -> int:
+        if self._model.is_control(token) or self._model.is_unknown(token) or self._model.is_unused(token):
+            return 0
+        return 1 if self._model.is_byte(token) else len(self._model.id_to_piece(token).replace("\u2581", " ").encode())
+
+
+class HuggingFace:
+    """A tokenizer.json file of the Hugging Face tokenizers library. Special tokens spelt out in a document are plain text."""
+
+    def __init__(self, cfg: HuggingFaceTokenizer):
+        import tokenizers
+        text = _read(cfg.path)
+        try:
+            spec = json.loads(text)
+            self._model: Any = tokenizers.Tokenizer.from_buffer(text)
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(f"{cfg.path}: not a tokenizer.json file: {error}") from error
+        self._model.no_truncation()
+        self._model.no_padding()
+        self._model.encode_special_tokens = True
+        vocab = self._model.get_vocab(with_added_tokens=True)
+        self.name, self.vocab_size = cfg.path, max(vocab.values()) + 1
+        self.fingerprint = _hash(text + f" {cfg.bos} {cfg.eos}".encode())
+        self._bos, self._eos = self._special("bos", cfg.bos), self._special("eos", cfg.eos)
+        self.token_bytes = _hugging_face_bytes(spec, vocab, self.vocab_size)
+
+    def encode(self, document: bytes) -> np.ndarray:
+        return np.array([*self._bos, *self._model.encode(document.decode(), add_special_tokens=False).ids, *self._eos], np.int32)
+
+    def decode(self, ids: np.ndarray) -> bytes:
+        return self._model.decode([int(i) for i in ids], skip_special_tokens=True).encode()
+
+    def _special(self, key: str, token: str | None) -> list[int]:
+        if token is None:
+            return []
+        found = self._model.token_to_id(token)
+        if found is None:
+            raise DataError(f"{self.name}: no token {token!r} for data.tokenizer.{key}; its special tokens are "
+                            f"{', '.join(repr(added.content) for added in self._model.get_added_tokens_decoder().values()) or 'none'}")
+        return [found]
+
+
+@functools.lru_cache(maxsize=4)
+def open_tokenizer(cfg: TokenizerConfig) -> Tokenizer:
+    """The tokenizer of a configuration, its file read once a process. DataError if the file is missing or broken."""
+    if isinstance(cfg, BytesTokenizer):
+        return Bytes(cfg)
+    return SentencePiece(cfg) if isinstance(cfg, SentencePieceTokenizer) else HuggingFace(cfg)
+
+
+def tokens_of(documents: Documents, index: int, tokenizer: Tokenizer) -> np.ndarray:
+    """The int32 ids of a document of text or tokens. DataError, naming its file and record, if it cannot be read."""
+    try:
+        document = documents[index]
+        return document if isinstance(document, np.ndarray) else tokenizer.encode(document)
+    except DataError:
+        raise
+    except UnicodeDecodeError as error:
+        raise DataError(f"{documents.where(index)}: not UTF-8 at byte {error.start}: {error.reason}; tokenizer {tokenizer.name} reads text: "
+                        "exclude the document or use the bytes tokenizer") from error
+    except Exception as error:
+        raise DataError(f"{documents.where(index)}: cannot be read: {type(error).__name__}: {error}") from error
+
+
+def check_vocab(cfg: DataConfig, vocab: int) -> None:
+    """DataError if a tokenizer's or a synthetic source's ids do not fit into `vocab` embedding rows."""
+    for place, source in enumerate(cfg.sources):
+        if isinstance(source, SyntheticSource) and source.vocab > vocab:
+            raise DataError(f"data.sources.{place}: synthetic ids go up to {source.vocab - 1}, but model.vocab={vocab}; "
+                            f"set its vocab to at most {vocab}")
+    if all(isinstance(source, SyntheticSource) for source in cfg.sources):
+        return
+    tokenizer = open_tokenizer(cfg.tokenizer)
+    if tokenizer.vocab_size > vocab:
+        raise DataError(f"data.tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, but model.vocab={vocab}; "
+                        f"set model.vocab to at least {tokenizer.vocab_size}")
+
+
+def _read(path: str) -> bytes:
+    full = os.path.expanduser(path)
+    try:
+        if os.path.getsize(full) > _LARGEST_FILE:
+            raise DataError(f"{path}: {os.path.getsize(full)} bytes are too many for a tokenizer (at most {_LARGEST_FILE})")
+        with open(full, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise DataError(f"{path}: the tokenizer file cannot be read: {error.strerror} (relative paths start at {os.getcwd()})") from error
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _hugging_face_bytes(spec: dict[str, Any], vocab: dict[str, int], size: int) -> np.ndarray:
+    """Byte-level vocabularies write a byte as one character; the others write text, with marks for spaces and word beginnings."""
+    added = {token["id"]: 0 if token.get("special") else len(token["content"].encode()) for token in spec.get("added_tokens") or []}
+    described = json.dumps([spec.get("decoder"), spec.get("pre_tokenizer")])
+    byte_level, word_piece = '"ByteLevel"' in described, '"WordPiece"' in described
+    counts = np.zeros(size, np.int32)
+    for text, token in vocab.items():
+        if byte_level:
+            counts[token] = len(text)
+        elif len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+            counts[token] = 1
+        else:
+            counts[token] = len((text.removeprefix("##") if word_piece else text).replace("\u2581", " ").encode())
+    for token, count in added.items():
+        counts[token] = count
+    return counts

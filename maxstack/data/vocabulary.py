@@ -1,0 +1,63 @@
+"""Training a SentencePiece model on a config's documents."""
+
+import io
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import tqdm
+
+from maxstack.data import DataError
+from maxstack.data.config import DataConfig
+from maxstack.data.sources import open_sources
+
+_LONGEST_LINE = 4000
+
+
+def train(cfg: DataConfig, out: str, *, vocab: int, model: str = "bpe", megabytes: int = 100) -> None:
+    """Write a SentencePiece model of `vocab` tokens, learnt from at most `megabytes` of the training documents.
+
+    Text is kept as it is (no normalisation, spaces and line ends are tokens like others) and unknown characters fall back to bytes, so that decoding
+    gives back what was encoded. DataError if a document is not UTF-8 or there is too little text for so many tokens.
+    """
+    import sentencepiece
+    learnt = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=_lines(cfg, megabytes * 1_000_000), model_writer=learnt, vocab_size=vocab, model_type=model, byte_fallback=True,
+            normalization_rule_name="identity", add_dummy_prefix=False, remove_extra_whitespaces=False, allow_whitespace_only_pieces=True,
+            user_defined_symbols=["\n"], split_digits=True, max_sentence_length=8 * _LONGEST_LINE, minloglevel=2)
+    except RuntimeError as error:
+        reason = str(error).rsplit("] ", 1)[-1].split(" Increase", 1)[0].strip()
+        raise DataError(f"a vocabulary of {vocab} cannot be learnt from this text: {reason or error} Change --vocab, or give it more text") from error
+    unfinished = Path(f"{out}.{os.getpid()}.part")
+    unfinished.parent.mkdir(parents=True, exist_ok=True)
+    unfinished.write_bytes(learnt.getvalue())
+    os.replace(unfinished, out)
+    print(f"{out}: {vocab} tokens ({model}). In a config: data: {{tokenizer: {{kind: sentencepiece, path: {out}}}}} and model.vocab at least {vocab}")
+
+
+def _lines(cfg: DataConfig, limit: int) -> Iterator[str]:
+    """Lines of documents in random order until `limit` bytes, with a progress bar."""
+    sources = open_sources(cfg)
+    places = [(source, index) for source in sources for index in range(len(source))]
+    progress = tqdm.tqdm(total=len(places), unit=" documents", desc="reading", mininterval=0.1 if sys.stderr.isatty() else 10)
+    for i in np.random.default_rng(cfg.seed).permutation(len(places)):
+        source, index = places[i]
+        document = source[index]
+        if not isinstance(document, bytes):
+            raise DataError(f"{source.where(index)}: these are tokens; a tokenizer is learnt from text sources")
+        try:
+            text = document.decode()
+        except UnicodeDecodeError as error:
+            raise DataError(f"{source.where(index)}: not UTF-8 at byte {error.start}; exclude the document") from error
+        for line in text.split("\n"):
+            yield from (line[at:at + _LONGEST_LINE].replace("\0", "") for at in range(0, len(line), _LONGEST_LINE))
+        progress.update()
+        limit -= len(document)
+        if limit <= 0:
+            break
+    progress.set_description("learning")
+    progress.close()

@@ -1,0 +1,140 @@
+"""Turning pydantic's errors into paragraphs: file:line, key path, what was got, what is allowed, the nearest valid word."""
+
+import dataclasses
+from typing import Any
+
+import pydantic
+
+from maxstack.annotations import bare, choices, describe, item, kinds, listed, members, of_field, section, shape
+from maxstack.compose import did_you_mean
+from maxstack.yaml_reader import Node
+
+SHOWN = 5
+Path = tuple[str | int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where an error's location leads: the key path, and the annotation there."""
+
+    path: Path
+    annotation: Any
+    owner: Any
+    """The annotation of the mapping or list around it."""
+    vague: bool = False
+    """One alternative of a union failed, and not the one that the value's shape chose: only the union itself can be named."""
+
+
+def explain(schema: type[pydantic.BaseModel], tree: Node, error: pydantic.ValidationError) -> str:
+    """A paragraph for each problem, the first few of them."""
+    found: dict[Path, str] = {}
+    vague: dict[Path, str] = {}
+    for detail in error.errors(include_url=False):
+        place = _follow(schema, tree, detail["loc"])
+        for path, message in _messages(place, tree, dict(detail)):
+            (vague if place.vague or detail["type"] == "too_short" else found).setdefault(path, message)
+    for path, message in vague.items():
+        if not any(other[:len(path)] == path for other in found):
+            found[path] = message
+    lines = [f"{_where(tree, path)}: {'.'.join(map(str, path)) or 'the configuration'}: {message}" for path, message in found.items()]
+    more = [f"... and {len(lines) - SHOWN} more problems"] if len(lines) > SHOWN else []
+    return "\n".join(lines[:SHOWN] + more)
+
+
+def _where(tree: Node, path: Path) -> str:
+    for end in range(len(path), 0, -1):
+        if node := tree.at(*path[:end]):
+            return node.where
+    return tree.where
+
+
+def _follow(schema: Any, tree: Node, loc: Path) -> _Place:
+    place = _Place((), schema, None)
+    for segment in loc:
+        alternatives = members(place.annotation)
+        table = kinds(place.annotation)
+        if table:
+            if str(segment) in table:
+                place = dataclasses.replace(place, annotation=table[str(segment)])
+            continue
+        if len(alternatives) > 1:
+            chosen = next((member for member in alternatives if _labels(member, str(segment))), None)
+            node = tree.at(*place.path)
+            if chosen is None or shape(chosen) not in (dict, list) or not isinstance(node.value if node else None, shape(chosen)):
+                return dataclasses.replace(place, vague=True)
+            place = dataclasses.replace(place, annotation=chosen)
+            continue
+        only = alternatives[0] if alternatives else Any
+        inside = _inside(only, segment)
+        if inside is not None or tree.at(*place.path, segment) is not None or segment == loc[-1]:
+            place = _Place((*place.path, segment), Any if inside is None else inside, only)
+    return place
+
+
+def _labels(member: Any, label: str) -> bool:
+    if kinds(member):
+        return label.startswith("tagged-union")
+    named = bare(member)
+    return label == getattr(named, "__name__", "") or (shape(member) is list and label.startswith(("tuple[", "list["))) or (
+        shape(member) is dict and label.startswith("dict["))
+
+
+def _inside(annotation: Any, segment: str | int) -> Any | None:
+    if model := section(annotation):
+        field = model.model_fields.get(str(segment))
+        return of_field(field) if field else None
+    return item(annotation) if shape(annotation) in (dict, list) else None
+
+
+def _messages(place: _Place, tree: Node, detail: dict[str, Any]) -> list[tuple[Path, str]]:
+    kind, context = detail["type"], detail.get("ctx") or {}
+    if kind == "faults":
+        return [(place.path + tuple(key.split(".")), message) for key, message in context["faults"]]
+    if kind == "fault":
+        return [(place.path + tuple(part for part in context["key"].split(".") if part), context["message"])]
+    if kind == "extra_forbidden":
+        return [(place.path, _unknown_key(place))]
+    if kind == "missing":
+        return [(place.path, f"missing; wanted: {_wanted(place)}")]
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        tags = list(kinds(place.annotation)) or [tag.strip(" '") for tag in context.get("expected_tags", "").split(",")]
+        got = tree.at(*place.path, "kind")
+        if got is None:
+            return [((*place.path, "kind"), f"missing; allowed: {listed(tags)}")]
+        return [((*place.path, "kind"), f"got {_got(got)}; allowed: {listed(tags)}{did_you_mean(got.value, tags)}")]
+    if kind in ("value_error", "assertion_error"):
+        return [(place.path, str(context.get("error", detail["msg"])))]
+    return [(place.path, _wrong_value(place, tree, detail["msg"]))]
+
+
+def _unknown_key(place: _Place) -> str:
+    model = section(place.owner)
+    keys = list(model.model_fields) if model else []
+    return f"unknown key; allowed: {listed(keys, 40)}{did_you_mean(place.path[-1], keys)}"
+
+
+def _wanted(place: _Place) -> str:
+    model = section(place.owner)
+    field = model.model_fields.get(str(place.path[-1])) if model else None
+    meaning = (field.description or "").replace("\n", " ") if field else ""
+    return f"{describe(place.annotation)}{f' ({meaning})' if meaning else ''}"
+
+
+def _wrong_value(place: _Place, tree: Node, message: str) -> str:
+    node = tree.at(*place.path)
+    value = node.value if node else None
+    allowed = describe(place.annotation) if place.annotation is not Any else message
+    integral = isinstance(value, float) and value.is_integer() and abs(value) < 2 ** 53 and "whole number" in allowed
+    hint = f"; write {int(value)}" if integral and isinstance(value, float) else did_you_mean(value, choices(place.annotation))
+    return f"got {_got(node)}; allowed: {allowed}{hint}"
+
+
+def _got(node: Node | None) -> str:
+    value = node.value if node else None
+    if isinstance(value, bool):
+        return "true (a switch)" if value else "false (a switch)"
+    if isinstance(value, str):
+        return f"{value[:80]!r} (text)"
+    if value is None:
+        return "null"
+    return "a mapping" if isinstance(value, dict) else "a list" if isinstance(value, list) else f"{value}"

@@ -1,0 +1,44 @@
+"""The gated MLP of a block. Shapes: B batch  T time  D embed  F mlp hidden."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from maxstack.layers.config import MLPConfig
+from maxstack.layers.weight import project, weight
+from maxstack.sharding import constrain
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+}
+
+
+class MLP(nnx.Module):
+    """act(x gate) * (x up) down (Shazeer 2020, arXiv:2002.05202); `out_std` is the initial scale of `down`."""
+
+    def __init__(self, cfg: MLPConfig, embed: int, *, std: float, out_std: float, dtype: str, rngs: nnx.Rngs):
+        self.act = ACTIVATIONS[cfg.activation]
+        self.gate = weight(rngs, (embed, cfg.hidden), "embed mlp", std=std / embed**0.5, dtype=dtype)
+        self.up = weight(rngs, (embed, cfg.hidden), "embed mlp", std=std / embed**0.5, dtype=dtype)
+        self.down = weight(rngs, (cfg.hidden, embed), "mlp embed", std=out_std / cfg.hidden**0.5, dtype=dtype)
+        if cfg.bias:
+            self.gate_bias = weight(rngs, (cfg.hidden,), "mlp", std=0, dtype=dtype)
+            self.up_bias = weight(rngs, (cfg.hidden,), "mlp", std=0, dtype=dtype)
+            self.down_bias = weight(rngs, (embed,), "norm", std=0, dtype=dtype)
+        self.bias = cfg.bias
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        gate_BTF, up_BTF = project(x_BTD, self.gate), project(x_BTD, self.up)
+        if self.bias:
+            gate_BTF, up_BTF = gate_BTF + self.gate_bias.astype(x_BTD.dtype), up_BTF + self.up_bias.astype(x_BTD.dtype)
+        gate_BTF, up_BTF = checkpoint_name(gate_BTF, "mlp_gate"), checkpoint_name(up_BTF, "mlp_up")
+        h_BTF = constrain(self.act(gate_BTF) * up_BTF, "batch seq mlp")
+        out_BTD = project(h_BTF, self.down)
+        if self.bias:
+            out_BTD = out_BTD + self.down_bias.astype(x_BTD.dtype)
+        return checkpoint_name(out_BTD, "mlp_out")

@@ -1,0 +1,126 @@
+"""What a run reports: FLOPs and MFU, and the writers (console, metrics.jsonl, TensorBoard, log.txt)."""
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from maxstack.chips import PEAK_BF16
+
+if TYPE_CHECKING:
+    from maxstack.models.config import DecoderConfig
+
+
+def flops_per_token(model: "DecoderConfig", seq_len: int) -> float:
+    """Training FLOPs a token: 6 per weight of a matrix that multiplies it, and causal attention (masked scores not counted).
+
+    Source: Kaplan et al. 2020, arXiv:2001.08361, section 2.1, with the mean number of visible keys in place of the context.
+    """
+    weights, attention = model.embed * model.vocab, 0.0
+    for name in model.order:
+        mixer, mlp = model.blocks[name].mixer, model.blocks[name].mlp
+        weights += model.embed * mixer.head_dim * 2 * (mixer.heads + mixer.kv) + 3 * model.embed * mlp.hidden
+        span = min(mixer.window or seq_len, seq_len)
+        keys = (span * (span + 1) / 2 + (seq_len - span) * span) / seq_len
+        attention += 12 * mixer.heads * mixer.head_dim * keys
+    return 6 * weights + attention
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Dense bfloat16 FLOP/s of a device, None where its data sheet is not in chips.py."""
+    return PEAK_BF16.get(device_kind)
+
+
+class Log:
+    """log.txt and the console: a live line on a terminal, plain lines elsewhere. Other processes than the first write nothing."""
+
+    def __init__(self, folder: Path, steps: int, first: bool, seconds: float = 10.0):
+        self._file = (folder / "log.txt").open("a") if first else None
+        self._steps, self._seconds, self._last = steps, seconds, -math.inf
+        self._out: TextIO | None = sys.stdout if first else None
+        self._live = False
+
+    def say(self, text: str) -> None:
+        """A line for the console and the log."""
+        self._clear()
+        if self._out:
+            print(text, file=self._out, flush=True)
+        if self._file:
+            stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+            self._file.write("".join(f"{stamp} {line}\n" for line in text.splitlines()))
+            self._file.flush()
+
+    def step(self, row: dict[str, Any], left: float) -> None:
+        """One step's metrics: replaces the live line on a terminal; elsewhere a line at most every few seconds, and the first and the last."""
+        if not self._out:
+            return
+        number, now = row["step"], time.monotonic()
+        mfu = f"  mfu {row['mfu']:.1%}" if "mfu" in row else ""
+        wait = f"  data wait {row['data_wait']:.0%}" if row["data_wait"] >= 0.005 else ""
+        text = (f"step {number}/{self._steps} {number / self._steps:4.0%}  loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tokens/s"
+                f"{mfu}{wait}  {_clock(left)} left")
+        if self._out.isatty():
+            self._out.write(f"\r\x1b[K{text}")
+            self._out.flush()
+            self._live = True
+        if now - self._last >= self._seconds or number in (1, self._steps):
+            self._last = now
+            if not self._out.isatty():
+                print(text, file=self._out, flush=True)
+            if self._file:
+                self._file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+                self._file.flush()
+
+    def close(self) -> None:
+        """End the live line."""
+        self._clear()
+        if self._file:
+            self._file.close()
+
+    def _clear(self) -> None:
+        if self._live and self._out:
+            self._out.write("\n")
+            self._live = False
+
+
+class Writer:
+    """metrics.jsonl, one object a line with floats in full precision, appended and flushed; TensorBoard beside it."""
+
+    def __init__(self, folder: Path, tensorboard: bool, first: bool):
+        self._file = None
+        self._board = None
+        if not first:
+            return
+        path = folder / "metrics.jsonl"
+        torn = path.exists() and path.stat().st_size > 0 and path.read_bytes()[-1:] != b"\n"
+        self._file = path.open("a")
+        if torn:
+            self._file.write("\n")
+        if tensorboard:
+            from tensorboardX import SummaryWriter
+            self._board = SummaryWriter(str(folder / "tensorboard"), flush_secs=10)
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Append one object; `row["step"]` is its place on TensorBoard's axis."""
+        if self._file:
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+        if self._board:
+            for name, value in row.items():
+                if name != "step" and isinstance(value, int | float):
+                    self._board.add_scalar(f"{'eval' if name.startswith('eval_') else 'train'}/{name}", value, row["step"])
+
+    def close(self) -> None:
+        """Flush and close the files."""
+        if self._file:
+            self._file.close()
+        if self._board:
+            self._board.close()
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,137 @@
+"""One decoder-only model, composed of block kinds by a pattern. Shapes: B batch  T time  D embed  V vocab."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxstack.layers.attention import Attention
+from maxstack.layers.config import AttentionConfig
+from maxstack.layers.mlp import MLP
+from maxstack.layers.norm import RMSNorm
+from maxstack.layers.rope import rope_table
+from maxstack.layers.weight import project, weight
+from maxstack.models.config import BlockConfig, DecoderConfig, RematConfig
+from maxstack.sharding import constrain
+
+Batch = Mapping[str, jax.Array]
+
+
+class Block(nnx.Module):
+    """x + mixer(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, cfg: BlockConfig, model: DecoderConfig, *, rngs: nnx.Rngs):
+        scale, dtype = model.init_scale, model.param_dtype
+        out_scale = scale / (2 * model.layers) ** 0.5
+        self.mixer_norm = RMSNorm(cfg.norm, model.embed, dtype=dtype)
+        self.mixer = Attention(cfg.mixer, model.embed, std=scale, out_std=out_scale, dtype=dtype, rngs=rngs)
+        self.mlp_norm = RMSNorm(cfg.norm, model.embed, dtype=dtype)
+        self.mlp = MLP(cfg.mlp, model.embed, std=scale, out_std=out_scale, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array, tables: dict, segments_BT: jax.Array | None) -> jax.Array:
+        x_BTD = constrain(x_BTD + self.mixer(self.mixer_norm(x_BTD), tables, segments_BT), "batch seq embed")
+        return constrain(x_BTD + self.mlp(self.mlp_norm(x_BTD)), "batch seq embed")
+
+
+class Decoder(nnx.Module):
+    """Embedding, blocks, norm, head. Blocks of the pattern are stacked over its repetitions, along a leading axis named `layers`."""
+
+    def __init__(self, cfg: DecoderConfig, *, rngs: nnx.Rngs):
+        self.cfg = cfg
+        dtype, std = cfg.param_dtype, cfg.init_scale / cfg.embed**0.5
+        self.embed = weight(rngs, (cfg.vocab, cfg.embed), "vocab embed", std=std, dtype=dtype)
+        first, period, repeats = len(cfg.prefix), pattern_keys(cfg), periods(cfg)
+        rest = cfg.order[first + repeats * len(period):]
+        self.prefix = nnx.Dict({f"{i}": Block(cfg.blocks[name], cfg, rngs=rngs) for i, name in enumerate(cfg.prefix)})
+        self.blocks = nnx.Dict({key: _stack(cfg.blocks[name], cfg, repeats, rngs) for key, name in period.items()} if repeats else {})
+        self.rest = nnx.Dict({f"{i}": Block(cfg.blocks[name], cfg, rngs=rngs) for i, name in enumerate(rest)})
+        self.norm = RMSNorm(cfg.norm, cfg.embed, dtype=dtype)
+        if not cfg.head.tied:
+            self.head = weight(rngs, (cfg.embed, cfg.vocab), "embed vocab", std=std, dtype=dtype)
+        if cfg.head.bias:
+            self.head_bias = weight(rngs, (cfg.vocab,), "vocab", std=0, dtype=dtype)
+
+    def hidden(self, batch: Batch) -> jax.Array:
+        """The last hidden state [B, T, D] in the compute dtype.
+
+        `batch` holds tokens [B, T] and, where rows hold several documents, positions and segments [B, T].
+        """
+        cfg, tokens_BT, segments_BT = self.cfg, batch["tokens"], batch.get("segments")
+        positions_BT = batch.get("positions")
+        if positions_BT is None:
+            positions_BT = jnp.arange(tokens_BT.shape[1])[None]
+        tables = {(m.rope, m.head_dim): rope_table(m.rope, positions_BT, m.head_dim) for m in _mixers(cfg) if m.rope}
+        x_BTD = constrain(self.embed[...].astype(cfg.dtype)[tokens_BT], "batch seq embed")
+        if cfg.embed_scale:
+            x_BTD = x_BTD * jnp.asarray(cfg.embed_scale, x_BTD.dtype)
+
+        def run(block: Block, x_BTD: jax.Array) -> jax.Array:
+            graph, state = nnx.split(block)
+            return remat(cfg.remat, lambda state, x_BTD: nnx.merge(graph, state)(x_BTD, tables, segments_BT))(state, x_BTD)
+
+        for block in self.prefix.values():
+            x_BTD = run(block, x_BTD)
+        if periods(cfg):
+            graph, stacked = nnx.split(self.blocks)
+
+            def period(x_BTD: jax.Array, state: Any) -> tuple[jax.Array, None]:
+                blocks = nnx.merge(graph, state)
+                for key in pattern_keys(cfg):
+                    x_BTD = run(blocks[key], x_BTD)
+                return x_BTD, None
+
+            x_BTD, _ = jax.lax.scan(period, x_BTD, stacked, unroll=min(cfg.unroll, periods(cfg)))
+        for block in self.rest.values():
+            x_BTD = run(block, x_BTD)
+        return self.norm(x_BTD)
+
+    def logits(self, x_BTD: jax.Array) -> jax.Array:
+        """Hidden state -> float32 logits [B, T, V]."""
+        table = self.embed[...].T if self.cfg.head.tied else self.head[...]
+        logits_BTV = constrain(project(x_BTD, table), "batch seq vocab").astype(jnp.float32)
+        if self.cfg.head.bias:
+            logits_BTV = logits_BTV + self.head_bias.astype(jnp.float32)
+        cap = self.cfg.head.soft_cap
+        return cap * jnp.tanh(logits_BTV / cap) if cap else logits_BTV
+
+
+def periods(cfg: DecoderConfig) -> int:
+    """How often the whole pattern repeats."""
+    return (cfg.layers - len(cfg.prefix)) // len(pattern_keys(cfg))
+
+
+def pattern_keys(cfg: DecoderConfig) -> dict[str, str]:
+    """A unique key for each place of the pattern -> its block's name: the name itself, numbered where it repeats."""
+    names = cfg.pattern or tuple(cfg.blocks)
+    return {name if names.count(name) == 1 else f"{name}_{names[:i].count(name)}": name for i, name in enumerate(names)}
+
+
+def remat(cfg: RematConfig, f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`f`, keeping for its backward pass what the policy names."""
+    if cfg.policy == "none":
+        return f
+    known = jax.checkpoint_policies
+    policies = {
+        "full": lambda: known.nothing_saveable,
+        "dots": lambda: known.dots_saveable,
+        "dots_no_batch": lambda: known.dots_with_no_batch_dims_saveable,
+        "save": lambda: known.save_only_these_names(*cfg.names),
+        "offload": lambda: known.save_and_offload_only_these_names(
+            names_which_can_be_saved=[], names_which_can_be_offloaded=list(cfg.names), offload_src="device", offload_dst="pinned_host"),
+    }
+    return jax.checkpoint(f, policy=policies[cfg.policy](), prevent_cse=False)
+
+
+def _mixers(cfg: DecoderConfig) -> list[AttentionConfig]:
+    return [block.mixer for block in cfg.blocks.values()]
+
+
+def _stack(block: BlockConfig, cfg: DecoderConfig, repeats: int, rngs: nnx.Rngs) -> Block:
+    @nnx.split_rngs(splits=repeats)
+    @nnx.vmap(in_axes=(0,), out_axes=0)
+    def build(rngs: nnx.Rngs) -> Block:
+        return Block(block, cfg, rngs=rngs)
+
+    return build(rngs)

@@ -1,0 +1,175 @@
+"""What must hold between sections of a configuration, checked before jax is imported; each rule yields (key, what is wrong and what to do)."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from pydantic_core import PydanticCustomError
+
+from maxstack.compose import did_you_mean
+from maxstack.data.config import BytesTokenizer, DataConfig, SyntheticSource
+from maxstack.optim import check_schedules
+from maxstack.sharding import AXES, RULES
+
+if TYPE_CHECKING:
+    from maxstack.schema import Config
+
+Fault = tuple[str, str]
+
+
+def check(cfg: "Config") -> list[Fault]:
+    """Every broken rule, as far as it shows before the devices are counted."""
+    return list(_mesh(cfg)) or [fault for rule in (_sizes, _vocabulary, _schedules, _evaluation, _steps) for fault in rule(cfg)]
+
+
+def check_devices(cfg: "Config", devices: int) -> list[Fault]:
+    """The rules about sizes again, with the number of devices and so every axis of the mesh known."""
+    return list(_sizes(cfg, devices))
+
+
+def mesh_sizes(cfg: "Config", devices: int | None = None) -> dict[str, int]:
+    """Mesh axis -> size as far as it is known: -1 counts as 1 unless the number of devices is given, or run.virtual_devices is."""
+    known = math.prod(size for size in _asked(cfg).values() if size > 0)
+    left = (devices or cfg.run.virtual_devices or known) // known
+    return {axis: left if size == -1 else size for axis, size in _asked(cfg).items()}
+
+
+def _asked(cfg: "Config") -> dict[str, int]:
+    return {axis: getattr(cfg.mesh, axis) for axis in AXES}
+
+
+def _sizes(cfg: "Config", devices: int | None = None) -> Iterator[Fault]:
+    sizes = mesh_sizes(cfg, devices)
+    yield from _sharding(cfg, sizes)
+    yield from _batch(cfg, sizes)
+
+
+def _mesh(cfg: "Config") -> Iterator[Fault]:
+    sizes = _asked(cfg)
+    for axis, size in sizes.items():
+        if size == 0:
+            yield f"mesh.{axis}", "got 0; allowed: -1 for whatever devices are left, or a whole number >= 1"
+    free = [axis for axis, size in sizes.items() if size == -1]
+    if len(free) > 1:
+        yield f"mesh.{free[-1]}", f"{' and '.join(free)} are both -1, but only one axis can take whatever devices are left; give {free[-1]} a size"
+    for logical, axes in cfg.mesh.rules.items():
+        if logical not in RULES:
+            yield f"mesh.rules.{logical}", f"unknown logical axis; allowed: {', '.join(RULES)}{did_you_mean(logical, RULES)}"
+        named = _axes(axes)
+        for axis in dict.fromkeys(named):
+            if axis not in sizes:
+                yield f"mesh.rules.{logical}", (f"got mesh axis {axis!r}; allowed: {', '.join(sizes)}, a list of them, or null"
+                                                f"{did_you_mean(axis, sizes)}")
+            elif named.count(axis) > 1:
+                yield f"mesh.rules.{logical}", f"names mesh axis {axis} twice; a mesh axis splits a tensor once"
+    devices, known = cfg.run.virtual_devices, math.prod(size for size in sizes.values() if size > 0)
+    if devices and known and 0 not in sizes.values() and (devices % known if free else devices != known):
+        product = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 0)
+        wanted = f"a multiple of {known}" if free else f"{known}, or -1 for one of the axes"
+        yield "run.virtual_devices", f"{devices} devices do not fill the mesh {product} = {known}; use run.virtual_devices={wanted}"
+
+
+def _sharding(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:
+    seen: set[str] = set()
+    for tensor in _tensors(cfg):
+        spent: set[str] = set()
+        for logical, key, size in tensor:
+            axes = [axis for axis in _axes(cfg.mesh.rules[logical]) if axis not in spent]
+            spent.update(axes)
+            parts = math.prod(sizes[axis] for axis in axes)
+            if key and key not in seen and size % parts:
+                seen.add(key)
+                yield key, _indivisible(key, size, logical, [axis for axis in axes if sizes[axis] > 1], sizes)
+
+
+Dim = tuple[str, str, int]
+"""Logical axis, the key that sets its size ("" if checked elsewhere), size."""
+
+
+def _tensors(cfg: "Config") -> Iterator[tuple[Dim, ...]]:
+    """The weights and activations of the model, as far as their axes differ."""
+    model = cfg.model
+    embed, vocab = ("embed", "model.embed", model.embed), ("vocab", "model.vocab", model.vocab)
+    tokens = (("batch", "", 0), ("seq", "data.seq_len", cfg.data.seq_len))
+    periods = (model.layers - len(model.prefix)) // max(1, len(model.pattern))
+    stacks: tuple[tuple[Dim, ...], ...] = ((("layers", "model.layers", periods),), ()) if periods > 1 else ((),)
+    yield from ((vocab, embed), (embed, vocab), (*tokens, embed), (*tokens, vocab), (("norm", "model.embed", model.embed),))
+    for name, block in model.blocks.items():
+        mixer, where = block.mixer, f"model.blocks.{name}"
+        heads = ("heads", f"{where}.mixer.heads", mixer.heads)
+        kv_heads = ("kv_heads", f"{where}.mixer.{'kv_heads' if mixer.kv_heads else 'heads'}", mixer.kv)
+        head_dim = ("head_dim", f"{where}.mixer.head_dim", mixer.head_dim)
+        hidden = ("mlp", f"{where}.mlp.hidden", block.mlp.hidden)
+        for stack in stacks:
+            yield from ((*stack, embed, heads, head_dim), (*stack, embed, kv_heads, head_dim), (*stack, heads, head_dim, embed),
+                        (*stack, embed, hidden), (*stack, hidden, embed))
+        yield from ((*tokens, heads, head_dim), (*tokens, kv_heads, head_dim), (*tokens, hidden))
+
+
+def _indivisible(key: str, size: int, logical: str, axes: list[str], sizes: dict[str, int]) -> str:
+    parts = math.prod(sizes[axis] for axis in axes)
+    by = " x ".join(f"mesh.{axis}={sizes[axis]}" for axis in axes) + (f" = {parts}" if len(axes) > 1 else "")
+    fits = math.gcd(size, parts)
+    remedy = f"mesh.{axes[0]}={fits}" if len(axes) == 1 and logical in ("heads", "kv_heads", "layers") else f"{key}={-(-size // parts) * parts}"
+    return f"{key.rsplit('.', 1)[-1]}={size} is not divisible by {by}; use {remedy} or mesh.rules.{logical}: null"
+
+
+def _batch(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:
+    train = cfg.train
+    axes = _axes(cfg.mesh.rules["batch"])
+    parts = math.prod(sizes[axis] for axis in axes)
+    over = f"the {parts} devices that share a batch (mesh {' x '.join(f'{axis}={sizes[axis]}' for axis in axes)})"
+    if train.batch_size % train.accumulate:
+        yield "train.accumulate", f"batch_size={train.batch_size} does not split into accumulate={train.accumulate} equal microbatches; " \
+                                  f"use a divisor of {train.batch_size}"
+    elif train.batch_size // train.accumulate % parts:
+        rows = f"batch_size={train.batch_size}" + (f" / accumulate={train.accumulate} = {train.batch_size // train.accumulate} rows"
+                                                   if train.accumulate > 1 else "")
+        yield "train.batch_size", f"{rows} do not divide over {over}; use a batch_size that is a multiple of {parts * train.accumulate}"
+    if cfg.eval.batch_size and cfg.eval.batch_size % parts:
+        yield "eval.batch_size", f"batch_size={cfg.eval.batch_size} does not divide over {over}; use a multiple of {parts}"
+
+
+def _vocabulary(cfg: "Config") -> Iterator[Fault]:
+    for key, data in (("data", cfg.data), ("eval.data", cfg.eval.data)):
+        if data is not None:
+            yield from _vocabulary_of(key, data, cfg.model.vocab)
+
+
+def _vocabulary_of(key: str, data: DataConfig, vocab: int) -> Iterator[Fault]:
+    for index, source in enumerate(data.sources):
+        if isinstance(source, SyntheticSource) and source.vocab > vocab:
+            yield f"{key}.sources.{index}.vocab", f"vocab={source.vocab} makes token ids that model.vocab={vocab} has no embedding for; " \
+                                                  f"use {vocab} or less"
+    has_text = any(source.kind != "synthetic" and getattr(source, "content", "text") == "text" for source in data.sources)
+    if has_text and isinstance(data.tokenizer, BytesTokenizer) and vocab < 257:
+        yield "model.vocab", f"vocab={vocab} is too small for {key}.tokenizer kind bytes, which has 257 ids; use model.vocab=257 or more"
+
+
+def _schedules(cfg: "Config") -> Iterator[Fault]:
+    try:
+        check_schedules(cfg.optimizer, cfg.train.steps)
+    except PydanticCustomError as error:
+        found = error.context or {}
+        yield f"optimizer.{found['key']}", found["message"]
+
+
+def _evaluation(cfg: "Config") -> Iterator[Fault]:
+    held_out = any(source.holdout > 0 for source in cfg.data.sources)
+    if cfg.eval.every and cfg.eval.data is None and not held_out:
+        yield "eval.every", "evaluation has no documents: give one of data.sources a holdout above 0, or eval.data, or eval.every: 0"
+    if not cfg.eval.every:
+        if cfg.eval.baselines:
+            yield "eval.baselines", "baselines are measured on evaluation documents, but eval.every is 0; give it a number of steps"
+        if cfg.checkpoint.keep_best:
+            yield "checkpoint.keep_best", f"keep_best={cfg.checkpoint.keep_best} needs eval_loss, but eval.every is 0; give it a number of steps"
+
+
+def _steps(cfg: "Config") -> Iterator[Fault]:
+    profile = cfg.train.profile
+    if profile and profile.start + profile.steps > cfg.train.steps:
+        yield "train.profile", f"steps {profile.start} to {profile.start + profile.steps} reach beyond train.steps={cfg.train.steps}; start earlier"
+
+
+def _axes(axes: str | Sequence[str] | None) -> tuple[str, ...]:
+    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)

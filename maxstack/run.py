@@ -1,0 +1,197 @@
+"""assemble(cfg, mesh) -> Run: shapes, shardings and functions of one run, and no arrays. train.py runs it, tests lower it."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from maxstack import optim, sharding
+from maxstack.kernels.attention import choose
+from maxstack.models.decoder import Decoder
+from maxstack.objectives.next_token import Loss, next_token
+
+if TYPE_CHECKING:
+    from maxstack.schema import Config
+
+Tree = Any
+
+
+# Drawing the initial weights runs once, but on a CPU takes 4 s to compile at the default level of optimisation, 1.3 s at this one.
+QUICK = {"xla_backend_optimization_level": 1}
+
+
+class State(NamedTuple):
+    """What a step changes: updates done, weights by path, optimizer state."""
+
+    step: jax.Array
+    params: Tree
+    opt: Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run before any array exists."""
+
+    cfg: "Config"
+    mesh: Mesh
+    abstract: State
+    """Shapes, dtypes and shardings of the state."""
+    info: Tree
+    """optim.ParamInfo of every weight, in the shape of `abstract.params`."""
+    keys: tuple[str, ...]
+    """What the model wants of a batch."""
+    backends: dict[str, str]
+    """Block -> the attention kernel that serves it."""
+    init: Callable[[], State]
+    """Fresh weights and optimizer state, made where they will live."""
+    step: Any
+    """jitted (state, batch) -> (state, scalars); the state is donated. scalars: loss, weight, grad_norm, learning_rate, ..."""
+    eval_step: Any
+    """jitted (params, batch) -> sums: nll, weight, bytes."""
+
+    def rows(self, batch_size: int) -> list[int]:
+        """The rows of a global batch (its lanes) that this process's devices hold, in order."""
+        spans = self.batch_sharding.addressable_devices_indices_map((batch_size, 1)).values()
+        return sorted({row for span in spans for row in range(*span[0].indices(batch_size))})
+
+    def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and shardings of a training batch: [batch_size, seq_len] each."""
+        shape = self.cfg.train.batch_size, self.cfg.data.seq_len
+        return {name: jax.ShapeDtypeStruct(shape, jnp.float32 if name == "mask" else jnp.int32, sharding=self.batch_sharding) for name in self.keys}
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """Rows over the mesh axes of `batch`."""
+        return NamedSharding(self.mesh, sharding.spec(["batch"], self.cfg.mesh.rules))
+
+    def place(self, local: Mapping[str, np.ndarray], batch_size: int) -> dict[str, jax.Array]:
+        """This process's rows, [len(rows(batch_size)), ...] each -> global arrays [batch_size, ...], of whatever the step has use for."""
+        where = {row: i for i, row in enumerate(self.rows(batch_size))}
+
+        def put(name: str) -> jax.Array:
+            def piece(index: tuple[slice, ...]) -> np.ndarray:
+                span = range(*index[0].indices(batch_size))
+                return local[name][where[span[0]] : where[span[-1]] + 1]
+
+            return jax.make_array_from_callback((batch_size, *local[name].shape[1:]), self.batch_sharding, piece)
+
+        unused = {"positions", "segments"} - {*self.keys}
+        return {name: put(name) for name in local if name not in unused}
+
+
+def assemble(cfg: "Config", mesh: Mesh) -> Run:
+    """Resolve everything that a run is made of; raises ConfigError where the parts do not fit."""
+    graph, params, info = _abstract_model(cfg)
+    tx = optax.with_extra_args_support(optim.build(cfg.optimizer, cfg.train.steps, info))
+    abstract = State(jax.ShapeDtypeStruct((), jnp.int32), params, jax.eval_shape(tx.init, params))
+    shardings = _shardings(abstract, info, mesh, cfg.mesh.rules)
+    abstract = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def init() -> State:
+        params = nnx.to_pure_dict(nnx.state(Decoder(cfg.model, rngs=nnx.Rngs(cfg.train.seed)), nnx.Param))
+        return State(jnp.zeros((), jnp.int32), params, tx.init(params))
+
+    def loss(params: Tree, batch: dict[str, jax.Array]) -> Loss:
+        return next_token(nnx.merge(graph, nnx.State(params)), batch, cfg.objective.z_loss)
+
+    step = functools.partial(_step, cfg, tx, loss)
+    evaluate = functools.partial(_evaluate, loss)
+    packed = cfg.data.packing != "none" or (cfg.eval.data is not None and cfg.eval.data.packing != "none")
+    return Run(
+        cfg=cfg, mesh=mesh, abstract=abstract, info=info,
+        keys=("tokens", "targets", "mask", *(("positions", "segments") if packed else ())),
+        backends={name: choose(block.mixer.backend) for name, block in cfg.model.blocks.items()},
+        init=jax.jit(_within(mesh, cfg, init), out_shardings=shardings, compiler_options=QUICK if mesh.devices.flat[0].platform == "cpu" else None),
+        step=jax.jit(_within(mesh, cfg, step), donate_argnums=0, out_shardings=(shardings, everywhere)),
+        eval_step=jax.jit(_within(mesh, cfg, evaluate), out_shardings=everywhere),
+    )
+
+
+def _step(cfg: "Config", tx: optax.GradientTransformationExtraArgs, loss: Callable[..., Loss], state: State,
+          batch: dict[str, jax.Array]) -> tuple[State, dict[str, jax.Array]]:
+    summed, grads = _gradient(loss, state.params, batch, cfg.train.accumulate)
+    weight = jnp.maximum(summed.weight, 1.0)
+    grads = jax.tree.map(lambda g: g / weight, grads)
+    value = summed.total / weight
+    updates, opt = tx.update(grads, state.opt, state.params, value=value, grad=grads)
+    params = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), state.params, updates)
+    scalars = {name: total / weight for name, total in summed.metrics.items()}
+    scalars["loss"] = scalars.pop("nll")
+    scalars |= {"weight": summed.weight, "grad_norm": optax.global_norm(grads)}
+    if rate := optim.learning_rate_at(cfg.optimizer, cfg.train.steps):
+        scalars["learning_rate"] = jnp.asarray(rate(state.step))
+    return State(state.step + 1, params, opt), scalars
+
+
+def _gradient(loss: Callable[..., Loss], params: Tree, batch: dict[str, jax.Array], pieces: int) -> tuple[Loss, Tree]:
+    """Sums of the loss and of its gradient over the batch, `pieces` microbatches one after the other."""
+
+    def total(params: Tree, batch: dict[str, jax.Array]) -> tuple[jax.Array, Loss]:
+        result = loss(params, batch)
+        return result.total, result
+
+    def one(batch: dict[str, jax.Array]) -> tuple[Loss, Tree]:
+        (_, result), grads = jax.value_and_grad(total, has_aux=True)(params, batch)
+        return result, grads
+
+    if pieces == 1:
+        return one(batch)
+    # Row r goes to microbatch r % pieces, so that each device cuts its own rows and none moves.
+    cut = {name: x.reshape(-1, pieces, *x.shape[1:]).swapaxes(0, 1) for name, x in batch.items()}
+    zero = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), jax.eval_shape(one, jax.tree.map(lambda x: x[0], cut)))
+    return jax.lax.scan(lambda sums, piece: (jax.tree.map(jnp.add, sums, one(piece)), None), zero, cut)[0]
+
+
+def _evaluate(loss: Callable[..., Loss], params: Tree, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    result = loss(params, batch)
+    return {"nll": result.metrics["nll"], "weight": result.weight, "bytes": batch["bytes"].sum()}
+
+
+def _within(mesh: Mesh, cfg: "Config", f: Callable) -> Callable:
+    @functools.wraps(f)
+    def traced(*args: Any) -> Any:
+        with sharding.use(mesh, cfg.mesh.rules):
+            return f(*args)
+
+    return traced
+
+
+def _abstract_model(cfg: "Config") -> tuple[Any, Tree, Tree]:
+    """The model's graph, its weights as nested dicts of shapes, and the same dicts of ParamInfo."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(cfg.model, rngs=nnx.Rngs(0))))
+    info = {}
+    for path, variable in nnx.to_flat_state(state):
+        axes, shape = variable.get_metadata()["axes"], variable.get_value().shape
+        info[path] = optim.ParamInfo(shape, variable.get_value().dtype, ("layers",) * (len(shape) - len(axes)) + axes)
+    return graph, nnx.to_pure_dict(state), nnx.traversals.unflatten_mapping(info)
+
+
+def _shardings(abstract: State, info: Tree, mesh: Mesh, rules: dict[str, sharding.Axes]) -> State:
+    """Weights by their logical axes; optimizer leaves like the weight whose path they end in and whose shape they have; the rest everywhere."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    params = jax.tree.map(lambda i: NamedSharding(mesh, sharding.spec(i.axes, rules)), info)
+    by_path = {jax.tree_util.keystr(path): (i.shape, s) for (path, i), s in
+               zip(jax.tree_util.tree_leaves_with_path(info), jax.tree.leaves(params), strict=True)}
+
+    def like(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        for start in range(len(path)):
+            shape, found = by_path.get(jax.tree_util.keystr(path[start:]), (None, everywhere))
+            if shape == leaf.shape:
+                return found
+        return everywhere
+
+    return State(everywhere, params, jax.tree_util.tree_map_with_path(like, abstract.opt))
+
+
+def count(params: Tree) -> tuple[int, int]:
+    """Parameters and bytes of a tree of arrays or shapes."""
+    leaves = jax.tree.leaves(params)
+    return sum(leaf.size for leaf in leaves), sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)

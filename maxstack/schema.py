@@ -1,0 +1,121 @@
+"""The root of the configuration: a table of contents. Each component's section stands in its own package."""
+
+from typing import ClassVar, Literal
+
+import pydantic
+from pydantic import Field
+
+from maxstack import rules
+from maxstack.checkpoint.config import CheckpointConfig
+from maxstack.config import Section, faults
+from maxstack.data.config import DataConfig
+from maxstack.models.config import DecoderConfig
+from maxstack.optim import OptimizerConfig
+from maxstack.sharding import MeshConfig
+
+
+class RunConfig(Section):
+    """Where the run lives."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """The run's folder inside output_dir; the same name resumes."""
+    output_dir: str = "runs"
+    """The folder that holds runs."""
+    virtual_devices: int | None = Field(None, ge=1)
+    """Split the CPU into this many devices, to try a mesh; null: the real devices."""
+    tensorboard: bool = True
+    """Write TensorBoard events beside metrics.jsonl."""
+    compilation_cache: str | None = "~/.cache/maxstack/xla"
+    """Folder that keeps compiled programs between runs; null: none."""
+
+
+class DistributedConfig(Section):
+    """Several processes of one run; each is started with the same configuration and its own number."""
+
+    coordinator: str
+    """host:port of process 0."""
+    processes: int = Field(ge=1)
+    """How many."""
+    process: int = Field(ge=0)
+    """The number of this one, from 0."""
+
+
+class ProfileConfig(Section):
+    """A jax profiler trace of some steps."""
+
+    start: int = Field(10, ge=1)
+    """First step in the trace."""
+    steps: int = Field(3, ge=1)
+    """How many."""
+
+
+class TrainConfig(Section):
+    """The loop."""
+
+    steps: int = Field(1000, ge=1)
+    """Optimizer steps in the whole run."""
+    batch_size: int = Field(8, ge=1)
+    """Rows in a step, over all devices and accumulation."""
+    accumulate: int = Field(1, ge=1)
+    """Microbatches a step is split into, one after the other; the update is that of the whole batch."""
+    seed: int = 0
+    """Of the initial weights."""
+    profile: ProfileConfig | None = None
+    """Write a profiler trace into the run's folder; null: none."""
+
+
+class ObjectiveConfig(Section):
+    """What is minimised."""
+
+    kind: Literal["next_token"] = "next_token"
+    """Cross-entropy of the next token."""
+    z_loss: float = Field(0.0, ge=0)
+    """Weight of the squared log-partition (PaLM, arXiv:2204.02311, section 5)."""
+
+
+class EvalConfig(Section):
+    """Loss and bits per byte on held-out documents: at the start, during and at the end of training."""
+
+    every: int = Field(0, ge=0)
+    """Steps between evaluations; 0: none at all, not even at start and end."""
+    steps: int | None = Field(None, ge=1)
+    """Batches of an evaluation at most; null: all held-out documents."""
+    batch_size: int | None = Field(None, ge=1)
+    """Rows in a batch; null: as in training."""
+    data: DataConfig | None = None
+    """Documents to evaluate on; null: what data.sources hold out."""
+    baselines: bool = False
+    """At the end, print what gzip -9 and an order-2 byte model reach on the same documents."""
+
+
+class Config(Section):
+    """A whole run."""
+
+    PRESETS: ClassVar[dict[str, tuple[str, ...]]] = {"": ("recipes", "."), "model": ("models",), "mesh": ("meshes",), "optimizer": ("optimizers",)}
+
+    run: RunConfig = RunConfig()
+    """Names and folders."""
+    distributed: DistributedConfig | None = None
+    """Several processes; null: this one alone."""
+    model: DecoderConfig
+    """The architecture: a preset's name, or a mapping that may hold `preset:`."""
+    mesh: MeshConfig = MeshConfig()
+    """How devices are arranged and tensors spread over them: a preset's name or a mapping."""
+    data: DataConfig
+    """What is read."""
+    objective: ObjectiveConfig = ObjectiveConfig()
+    """What is minimised."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """How: a preset's name or a mapping."""
+    train: TrainConfig = TrainConfig()
+    """The loop."""
+    eval: EvalConfig = EvalConfig()
+    """Evaluation inside training."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Saving and resuming."""
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> "Config":
+        if found := rules.check(self):
+            raise faults(found)
+        return self

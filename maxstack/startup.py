@@ -1,0 +1,115 @@
+"""What happens before the first step: processes, compilation cache, the run folder's records, compiling the step."""
+
+import concurrent.futures
+import json
+import platform
+import subprocess
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+import maxstack
+from maxstack import config
+from maxstack.metrics import Log, flops_per_token, peak_flops
+from maxstack.run import Run, count
+
+if TYPE_CHECKING:
+    from maxstack.checkpoint.store import Checkpoints
+    from maxstack.schema import Config, DistributedConfig, ProfileConfig
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+def distribute(cfg: "DistributedConfig | None") -> None:
+    """Join the other processes of the run."""
+    if cfg:
+        jax.distributed.initialize(cfg.coordinator, cfg.processes, cfg.process)
+
+
+def cache(folder: str | None) -> None:
+    """Keep compiled programs in `folder`, for the next start."""
+    if folder:
+        jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def open_checkpoints(run: Run, folder: Path) -> "Checkpoints | None":
+    """The run's checkpoints; None where checkpoint.every is 0, so that orbax is not even imported."""
+    if not run.cfg.checkpoint.every:
+        return None
+    from maxstack.checkpoint.store import Checkpoints
+
+    return Checkpoints(run, folder / "checkpoints")
+
+
+def write_records(cfg: "Config", folder: Path) -> None:
+    """config.yml, resolved, and versions.json beside it."""
+    (folder / "config.yml").write_text(config.dump(cfg))
+    versions: dict[str, Any] = {"maxstack": version("maxstack"), "git": _git_revision(), "python": platform.python_version()}
+    versions |= {name: version(name) for name in PACKAGES}
+    versions["devices"] = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+    (folder / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
+
+
+def introduce(run: Run, sources: list[str], log: Log) -> None:
+    """What is about to run, in a few lines."""
+    cfg = run.cfg
+    number, size = count(run.abstract.params)
+    _, opt_size = count(run.abstract.opt)
+    mesh = " x ".join(f"{axis}={n}" for axis, n in run.mesh.shape.items() if n > 1) or "one device"
+    kind = run.mesh.devices.flat[0].device_kind
+    peak = peak_flops(kind)
+    log.say(f"{cfg.run.name}: {number:,} parameters, {size / 2**20:,.1f} MiB in {cfg.model.param_dtype}; optimizer state {opt_size / 2**20:,.1f} MiB")
+    log.say(f"devices: {run.mesh.size} x {kind} ({mesh}); peak {f'{peak / 1e12:.0f} TFLOP/s' if peak else 'unknown, so no MFU'}; "
+            f"{flops_per_token(cfg.model, cfg.data.seq_len) / 1e6:,.1f} MFLOP a token, causal")
+    log.say(f"attention: {', '.join(f'{name} {backend}' for name, backend in run.backends.items())}")
+    for line in sources:
+        log.say(f"data: {line}")
+
+
+def compile_step(run: Run) -> "concurrent.futures.Future[tuple[Any, float]]":
+    """Compile the step while the caller goes on -> (compiled step, seconds)."""
+
+    def work() -> tuple[Any, float]:
+        begin = time.perf_counter()
+        return run.step.lower(run.abstract, run.abstract_batch()).compile(), time.perf_counter() - begin
+
+    pool = concurrent.futures.ThreadPoolExecutor(1, "compile")
+    future = pool.submit(work)
+    pool.shutdown(wait=False)
+    return future
+
+
+class Profiler:
+    """jax's profiler over the steps that train.profile names; the trace lies in the run's folder."""
+
+    def __init__(self, cfg: "ProfileConfig | None", folder: Path, log: Log):
+        self._cfg, self._folder, self._log, self._on = cfg, folder / "profile", log, False
+
+    def before(self, step: int) -> None:
+        """Start the trace when its first step is about to run."""
+        if self._cfg and step == self._cfg.start:
+            jax.profiler.start_trace(str(self._folder))
+            self._on = True
+
+    def after(self, step: int, scalars: dict[str, jax.Array]) -> None:
+        """End the trace once its last step has run."""
+        if self._cfg and self._on and step == self._cfg.start + self._cfg.steps - 1:
+            jax.block_until_ready(scalars)
+            jax.profiler.stop_trace()
+            self._on = False
+            self._log.say(f"profile of steps {self._cfg.start} to {step} in {self._folder}")
+
+
+def _git_revision() -> str | None:
+    """The commit of the checkout that maxstack runs from; None for an installed package."""
+    root = Path(maxstack.__file__).parent.parent
+    if not (root / ".git").exists():
+        return None
+    found = subprocess.run(["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True, check=False)
+    return found.stdout.strip() or None
+

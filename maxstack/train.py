@@ -1,0 +1,114 @@
+"""`python -m maxstack.train CONFIG [key=value ...]`: main and the loop, top to bottom."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from maxstack import cli, config
+
+if TYPE_CHECKING:
+    from maxstack.schema import Config
+
+PREEMPTED = 42
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train as the arguments say; the exit code is 0 when all steps are done, 42 when a signal ended it and running it again goes on."""
+    parser = argparse.ArgumentParser(
+        prog="maxstack train", description="Train a model from one YAML file. The same command again resumes from the last checkpoint.",
+        epilog="example: maxstack train configs/quickstart.yml train.steps=200 run.name=short")
+    parser.add_argument("config", metavar="CONFIG", help="a YAML file, or the name of a preset such as quickstart")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="replaces a value of the file; typed like YAML")
+    args = parser.parse_args(argv)
+    from maxstack.schema import Config
+
+    return train(config.load(Config, args.config, args.overrides))
+
+
+def train(cfg: "Config") -> int:
+    """One whole run, in its folder."""
+    _environment(cfg)
+    import jax
+
+    from maxstack import sharding, startup
+    from maxstack.data import fits, make_feed
+    from maxstack.evaluate import Evaluator
+    from maxstack.faults import Preemption
+    from maxstack.meter import Meter
+    from maxstack.metrics import Log, Writer
+    from maxstack.run import assemble
+
+    startup.distribute(cfg.distributed)
+    startup.cache(cfg.run.compilation_cache)
+    fits(cfg.data, cfg.model.vocab)
+    run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()))
+    feed = make_feed(cfg.data, run.rows(cfg.train.batch_size), cfg.train.batch_size)
+
+    folder, first = Path(cfg.run.output_dir) / cfg.run.name, jax.process_index() == 0
+    folder.mkdir(parents=True, exist_ok=True)
+    log, writer = Log(folder, cfg.train.steps, first), Writer(folder, cfg.run.tensorboard, first)
+    startup.introduce(run, feed.describe(), log)
+    compiling = startup.compile_step(run)
+    saves = startup.open_checkpoints(run, folder)
+    state = saves.restore(feed) if saves else None
+    begin = int(state.step) if state else 0
+    if state is None:
+        state = run.init()
+    elif saves:
+        log.say(f"resumed from step {begin} of {saves.source}")
+    if first:
+        startup.write_records(cfg, folder)
+    evaluator = Evaluator(run, log, writer) if cfg.eval.every else None
+    compiled, seconds = compiling.result()
+    log.say(f"compiled the step in {seconds:.1f} s")
+
+    stop, meter = Preemption(), Meter(run, feed, log, writer)
+    profiler = startup.Profiler(cfg.train.profile, folder, log)
+    eval_loss = evaluator(0, state) if evaluator and begin == 0 else None
+    step, preempted = begin, False
+    meter.restart()
+    while step < cfg.train.steps and not preempted:
+        step += 1
+        profiler.before(step)
+        batch = run.place(next(feed), cfg.train.batch_size)
+        state, scalars = compiled(state, batch)
+        meter.add(step, scalars)
+        profiler.after(step, scalars)
+        done, preempted = step == cfg.train.steps, stop.requested(step)
+        evaluate = evaluator and (done or step % cfg.eval.every == 0)
+        save = saves and (done or preempted or step % cfg.checkpoint.every == 0)
+        if evaluate or save:
+            meter.flush()
+            if evaluate:
+                eval_loss = evaluator(step, state)
+            if save:
+                saves.save(step, state, feed, eval_loss)
+                eval_loss = None
+            meter.restart()
+    meter.flush()
+    feed.close()
+    if saves:
+        saves.close()
+    finished = step == cfg.train.steps
+    meter.summary(finished)
+    if finished and evaluator and cfg.eval.baselines:
+        evaluator.compare()
+    writer.close()
+    log.close()
+    return 0 if finished else PREEMPTED
+
+
+def _environment(cfg: "Config") -> None:
+    """What must stand in the environment before jax is imported."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    if cfg.run.virtual_devices:
+        flags = f"--xla_force_host_platform_device_count={cfg.run.virtual_devices}"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
+        os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main, sys.argv[1:]))

@@ -1,0 +1,109 @@
+import numpy as np
+import pytest
+import sentencepiece
+import tokenizers
+
+from maxstack.data import DataError, fits
+from maxstack.data.config import BytesTokenizer, DataConfig, HuggingFaceTokenizer, SentencePieceTokenizer, SyntheticSource, TextSource
+from maxstack.data.tokenizers import open_tokenizer
+from maxstack.data.vocabulary import train
+
+TEXT = "Hello,  w\u00f6rld!\n\n\tif x == 10:\r\n  return '\U0001f600'\n"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def folder(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("tokenizers")
+        patch.chdir(folder)
+        (folder / "corpus.txt").write_text("if the world is x then return the whole world, twice\n" * 20 + "for i in range(10):\n  print(i)\n" * 20)
+        train(DataConfig(sources=[TextSource(kind="text", files=["corpus.txt"])]), "sp.model", vocab=320)
+        for name, pre, decoder in (("byte_level", tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False), tokenizers.decoders.ByteLevel()),
+                                   ("metaspace", tokenizers.pre_tokenizers.Metaspace(prepend_scheme="never"), None)):
+            model = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=name == "metaspace", unk_token=None))
+            model.pre_tokenizer = pre
+            alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet() if decoder else sorted(set(TEXT.replace(" ", "\u2581")))
+            model.decoder = decoder or tokenizers.decoders.Metaspace(prepend_scheme="never")
+            trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=["<s>", "</s>"], show_progress=False)
+            model.train_from_iterator([(folder / "corpus.txt").read_text()], trainer)
+            model.enable_truncation(4)
+            model.enable_padding(length=64)
+            model.save(f"{name}.json")
+        yield folder
+
+
+def opened(name):
+    if name == "bytes":
+        return open_tokenizer(BytesTokenizer(kind="bytes", eos=True))
+    if name == "sentencepiece":
+        return open_tokenizer(SentencePieceTokenizer(kind="sentencepiece", path="sp.model"))
+    return open_tokenizer(HuggingFaceTokenizer(kind="huggingface", path=f"{name}.json", bos="<s>", eos="</s>"))
+
+
+@pytest.mark.parametrize("name", ["bytes", "sentencepiece", "byte_level", "metaspace"])
+def test_decoding_gives_back_the_text_and_token_bytes_add_up_to_its_size(name):
+    tokenizer = opened(name)
+    ids = tokenizer.encode(TEXT.encode())
+    assert ids.dtype == np.int32 and tokenizer.decode(ids).decode() == TEXT
+    assert tokenizer.token_bytes.shape == (tokenizer.vocab_size,) and tokenizer.token_bytes.dtype == np.int32
+    assert tokenizer.token_bytes[ids].sum() == len(TEXT.encode())
+    assert tokenizer.token_bytes[ids[0]] == tokenizer.token_bytes[ids[-1]] == 0
+
+
+def test_bytes_need_no_utf8():
+    assert opened("bytes").encode(b"\xff\x00").tolist() == [256, 255, 0, 256]
+
+
+def test_begin_and_end_are_left_out_unless_asked_for():
+    plain = open_tokenizer(BytesTokenizer(kind="bytes", bos=False)).encode(b"ab")
+    sentence = open_tokenizer(SentencePieceTokenizer(kind="sentencepiece", path="sp.model", bos=False, eos=False)).encode(b"")
+    hugging = open_tokenizer(HuggingFaceTokenizer(kind="huggingface", path="byte_level.json")).encode(b"")
+    assert plain.tolist() == [97, 98] and not len(sentence) and not len(hugging)
+
+
+def test_special_tokens_spelt_out_in_a_document_are_text():
+    tokenizer = open_tokenizer(HuggingFaceTokenizer(kind="huggingface", path="byte_level.json"))
+    ids = tokenizer.encode(b"a</s>b")
+    assert 1 not in ids and tokenizer.decode(ids) == b"a</s>b"
+
+
+def test_the_fingerprint_tells_models_and_their_ends_apart():
+    prints = {opened(name).fingerprint for name in ("bytes", "sentencepiece", "byte_level", "metaspace")}
+    prints.add(open_tokenizer(BytesTokenizer(kind="bytes", eos=False)).fingerprint)
+    prints.add(open_tokenizer(SentencePieceTokenizer(kind="sentencepiece", path="sp.model", eos=False)).fingerprint)
+    assert len(prints) == 6
+
+
+@pytest.mark.parametrize("kind", [SentencePieceTokenizer, HuggingFaceTokenizer])
+@pytest.mark.parametrize("data", [None, b"", b"{}", b"garbage \xff", b"[" * 300_000])
+def test_a_missing_or_broken_file_is_an_error_that_names_it(kind, data, folder):
+    path = folder / f"broken-{0 if data is None else len(data)}"
+    if data is not None:
+        path.write_bytes(data)
+    with pytest.raises(DataError, match=path.name):
+        open_tokenizer(kind(kind=kind.model_fields["kind"].annotation.__args__[0], path=str(path)))
+
+
+def test_a_begin_token_that_the_file_lacks_is_an_error():
+    with pytest.raises(DataError, match=r"byte_level.json.*'<bos>'.*data.tokenizer.bos.*'<s>'"):
+        open_tokenizer(HuggingFaceTokenizer(kind="huggingface", path="byte_level.json", bos="<bos>"))
+
+
+def test_a_begin_token_that_the_model_lacks_is_an_error(folder):
+    sentencepiece.SentencePieceTrainer.train(input="corpus.txt", model_prefix="nobos", vocab_size=35, bos_id=-1, minloglevel=2)
+    with pytest.raises(DataError, match=r"nobos.model.*BOS.*data.tokenizer.bos=false"):
+        open_tokenizer(SentencePieceTokenizer(kind="sentencepiece", path="nobos.model"))
+
+
+def test_fits_compares_the_vocabulary_with_the_models():
+    text = DataConfig(sources=[TextSource(kind="text", files=["corpus.txt"])], tokenizer=SentencePieceTokenizer(kind="sentencepiece", path="sp.model"))
+    fits(text, 320)
+    with pytest.raises(DataError, match=r"sp.model has 320 tokens, but model.vocab=319"):
+        fits(text, 319)
+
+
+def test_fits_looks_at_synthetic_ids_and_then_at_no_tokenizer():
+    synthetic = DataConfig(sources=[SyntheticSource(kind="synthetic", vocab=100)])
+    fits(synthetic, 100)
+    with pytest.raises(DataError, match=r"data.sources.0: .*99.*model.vocab=99"):
+        fits(synthetic, 99)

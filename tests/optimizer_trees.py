@@ -1,0 +1,50 @@
+"""Small parameter trees for the tests of the optimizer."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxstack.optim import OptimizerConfig, ParamInfo, build
+
+LAYERS, EMBED, HEADS, HEAD_DIM, MLP, VOCAB = 2, 6, 2, 4, 5, 7
+
+
+def info(*axes):
+    """What is known of a weight with these logical axes."""
+    sizes = {"layers": LAYERS, "embed": EMBED, "heads": HEADS, "head_dim": HEAD_DIM, "mlp": MLP, "vocab": VOCAB, "norm": EMBED, "expert": 3}
+    return ParamInfo(tuple(sizes[axis] for axis in axes), jnp.dtype("float32"), axes)
+
+
+INFO = {
+    "blocks": {"block": {
+        "mixer": {"query": info("layers", "embed", "heads", "head_dim"), "query_bias": info("layers", "heads", "head_dim"),
+                  "out": info("layers", "heads", "head_dim", "embed")},
+        "mlp": {"gate": info("layers", "embed", "mlp"), "down": info("layers", "mlp", "embed")},
+        "mixer_norm": {"scale": info("layers", "norm")},
+    }},
+    "embed": info("vocab", "embed"), "head": info("embed", "vocab"), "norm": {"scale": info("norm")},
+}
+SMALL = {"w": info("embed", "mlp"), "stack": info("layers", "embed", "mlp"), "norm": info("norm")}
+
+
+def tree(of, seed=0):
+    """Normal random arrays of the shapes in a tree of ParamInfo."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), of)
+
+
+def train(tx, of, steps=3, params=None):
+    """Parameters, last updates and state after some updates with random gradients, the same for every transformation."""
+    params = tree(of) if params is None else params
+    state, updates = tx.init(params), None
+    update = jax.jit(tx.update)
+    for step in range(steps):
+        grads = tree(of, seed=100 + step)
+        updates, state = update(grads, state, params, value=jnp.float32(1.0), grad=grads)
+        params = jax.tree.map(jnp.add, params, updates)
+    return params, updates, state
+
+
+def built(of=INFO, steps=100, **optimizer):
+    """The transformation of a configuration with a constant learning rate, unless it says otherwise."""
+    return build(OptimizerConfig(**{"schedule": None, **optimizer}), steps, of)

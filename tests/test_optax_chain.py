@@ -1,0 +1,196 @@
+"""What a configuration builds equals hand-written Optax."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from maxstack import optax_names
+from maxstack.config import ConfigError
+from maxstack.optax_args import REFUSED, sort_of
+from maxstack.optim import OptimizerConfig, build
+from tests.optimizer_trees import EMBED, INFO, MLP, SMALL, built, info, train, tree
+
+ALL = [{"path": "*", "ndim": 2}]
+
+
+def same(left, right, **tolerance):
+    for path, a in jax.tree_util.tree_leaves_with_path(left):
+        b = dict(jax.tree_util.tree_leaves_with_path(right))[path]
+        np.testing.assert_allclose(a, b, **({"rtol": 1e-6, "atol": 1e-7} | tolerance), err_msg=jax.tree_util.keystr(path))
+
+
+def minimal(name):
+    """An item of this kind with what it needs."""
+    special = {
+        "lbfgs": {"linesearch": None}, "add_noise": {"seed": 0}, "noisy_sgd": {"seed": 0}, "galore": {"rank": 2}, "scale_by_galore": {"rank": 2},
+        "flatten": {"inner": [{"kind": "adam"}]}, "lookahead": {"inner": [{"kind": "sgd"}], "sync_period": 2, "slow_step_size": 0.5},
+        "scale_by_schedule": {"step_size_fn": {"kind": "constant", "value": -0.1}}, "freeze": {"mask": ["norm"]},
+        "selective_transform": {"inner": {"kind": "sgd"}, "freeze_mask": ["norm"]},
+    }
+    needed = {"transform": [{"kind": "sgd"}], "mask": ["*"], "flag": True, "whole": 2, "rate": 0.1}
+    wanted = [a for a in optax_names.signature(name).arguments if a.default is None and a.name != "learning_rate"]
+    return {"kind": name} | special.get(name, {a.name: needed.get(sort_of(a), 0.5) for a in wanted})
+
+
+@pytest.mark.parametrize("name", sorted(set(optax_names.names("transform")) - set(REFUSED)))
+def test_every_transform_of_optax_builds_and_keeps_shapes_and_state_through_two_updates(name):
+    of = {path: leaf for path, leaf in SMALL.items() if name != "scale_by_muon" or leaf.ndim == 2}
+    items = [minimal(name)]
+    try:
+        cfg = OptimizerConfig(learning_rate=0.1, schedule=None, chain=items)
+    except ValueError:
+        cfg = OptimizerConfig(learning_rate=0.1, schedule=None, chain=[*items, {"kind": "scale_by_learning_rate"}])
+    tx = build(cfg, 10, of)
+
+    def run(params):
+        first = tx.init(params)
+        updates, second = tx.update(params, first, params, value=jnp.float32(1.0), grad=params)
+        updates, third = tx.update(params, second, params, value=jnp.float32(1.0), grad=params)
+        return first, third, updates
+
+    first, third, updates = jax.eval_shape(run, tree(of))
+    shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), (first, updates))
+    assert shapes == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), (third, tree(of)))
+
+
+def test_the_default_is_clipped_adamw_that_decays_matrices_under_a_warm_up_and_a_cosine():
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-4, 2, 100, 3e-5)
+    decayed = jax.tree.map(lambda leaf: leaf.ndim == 2, INFO)
+    by_hand = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.1, mask=decayed))
+    same(train(build(OptimizerConfig(), 100, INFO), INFO)[0], train(optax.with_extra_args_support(by_hand), INFO)[0])
+
+
+def test_biases_of_heads_and_norms_are_not_decayed():
+    marked = {jax.tree_util.keystr(path, simple=True, separator="/") for path, leaf in jax.tree_util.tree_leaves_with_path(INFO) if leaf.ndim < 2}
+    assert marked == {"blocks/block/mixer/query_bias", "blocks/block/mixer_norm/scale", "norm/scale"}
+
+
+def test_decay_patterns_replace_the_default_mask():
+    zero = jax.tree.map(jnp.zeros_like, tree(INFO))
+    tx = built(learning_rate=0.1, chain=[{"kind": "adamw", "weight_decay": 0.5}], decay=["blocks/*", "!*_bias"])
+    updates, _ = tx.update(zero, tx.init(tree(INFO)), tree(INFO))
+    moved = {path for path, leaf in zip(jax.tree.leaves(paths(updates)), jax.tree.leaves(updates), strict=True) if np.any(leaf)}
+    assert moved == {path for path in jax.tree.leaves(paths(updates)) if path.startswith("blocks/") and not path.endswith("_bias")}
+
+
+def paths(of):
+    return jax.tree_util.tree_map_with_path(lambda path, _: jax.tree_util.keystr(path, simple=True, separator="/"), of)
+
+
+def test_a_mask_of_one_item_takes_patterns():
+    tx = built(chain=[{"kind": "masked", "mask": ["embed"], "inner": [{"kind": "scale", "step_size": 0.0}]}, {"kind": "sgd"}], learning_rate=1.0)
+    updates, _ = tx.update(tree(INFO), tx.init(tree(INFO)), tree(INFO))
+    assert not np.any(updates["embed"]) and np.all(updates["head"] == -tree(INFO)["head"])
+
+
+def test_grouped_optimizers_equal_hand_written_partition_after_shared_clipping():
+    groups = [{"match": ALL, "chain": [{"kind": "lion", "b2": 0.98, "weight_decay": 0.0}]},
+              {"match": ["*"], "chain": [{"kind": "adam", "learning_rate": 0.01}]}]
+    labels = jax.tree.map(lambda leaf: "m" if leaf.ndim == 2 else "v", INFO)
+    by_hand = optax.chain(optax.clip_by_global_norm(1.0), optax.partition({"m": optax.lion(0.1, b2=0.98, weight_decay=0.0), "v": optax.adam(0.01)}, labels))
+    same(train(built(learning_rate=0.1, groups=groups), INFO)[0], train(optax.with_extra_args_support(by_hand), INFO)[0])
+
+
+def test_the_first_group_that_matches_takes_a_parameter():
+    groups = [{"match": ["embed"], "chain": [{"kind": "scale", "step_size": -2.0}]}, {"match": ["*"], "chain": [{"kind": "scale", "step_size": -3.0}]}]
+    tx = built(chain=[], groups=groups)
+    updates, _ = tx.update(tree(INFO), tx.init(tree(INFO)), tree(INFO))
+    assert np.allclose(updates["embed"], -2 * tree(INFO)["embed"]) and np.allclose(updates["head"], -3 * tree(INFO)["head"])
+
+
+@pytest.mark.parametrize("optimizer, words", [
+    ({"groups": [{"match": ["embed"], "chain": [{"kind": "sgd"}]}]}, "no group matches"),
+    ({"groups": [{"match": ["blocks/*/query", "block/*"], "chain": [{"kind": "sgd"}]}]}, "groups.0.match.1: 'block/*' matches no parameter; nearest paths: blocks/"),
+    ({"decay": [{"path": "norm/*", "ndim": 2}]}, "decay.0: 'norm/*' with ndim 2 matches no parameter; parameters on that path have ndim 1"),
+    ({"frozen": ["embd"]}, "nearest paths: embed"), ({"frozen": ["*"]}, "no parameter is left to train"),
+    ({"chain": [{"kind": "adamw", "mask": ["hed"]}]}, "chain.0.mask.0: 'hed' matches no parameter; nearest paths: head"),
+    ({"chain": [{"kind": "scale_by_muon"}, {"kind": "sgd"}]}, "takes matrices only"),
+    ({"chain": [{"kind": "add_noise", "eta": 0.1, "gamma": 0.1}, {"kind": "sgd"}]}, "chain.0: optax refuses"),
+    ({"schedule": {"kind": "warmup_cosine", "warmup_steps": 500}}, "schedule.warmup_steps"),
+])
+def test_what_does_not_fit_the_parameters_is_explained(optimizer, words):
+    with pytest.raises(ConfigError, match=r"^optimizer") as caught:
+        built(**optimizer)
+    assert words in str(caught.value)
+
+
+def test_a_pattern_may_be_allowed_to_match_nothing():
+    assert built(frozen=["embed", {"path": "lm_head", "optional": True}])
+
+
+@pytest.mark.parametrize("optimizer", [{"frozen": ["embed", "*_bias"]}, {"trainable": ["*", "!embed", "!*_bias"]}])
+def test_frozen_parameters_never_change_and_have_no_state(optimizer):
+    params, _, state = train(built(learning_rate=0.1, ema={"decay": 0.9}, **optimizer), INFO)
+    for leaf in ("embed", "query_bias"):
+        assert not [path for path, _ in jax.tree_util.tree_leaves_with_path(state) if leaf in jax.tree_util.keystr(path).split("'")]
+    assert np.array_equal(params["embed"], tree(INFO)["embed"]) and not np.allclose(params["head"], tree(INFO)["head"])
+
+
+def test_frozen_parameters_do_not_count_in_the_clipped_norm():
+    tx = built(of=SMALL, learning_rate=1.0, chain=[{"kind": "clip_by_global_norm", "max_norm": 1.0}, {"kind": "sgd"}], frozen=["stack", "norm"])
+    updates = train(tx, SMALL, steps=1)[1]
+    assert np.linalg.norm(updates["w"]) == pytest.approx(1.0, rel=1e-5)
+
+
+def matrices(leaf, of):
+    """The stacked tensors of a leaf as matrices: layers x rows x columns."""
+    return np.asarray(leaf).reshape(-1, *(int(np.prod([of.shape[i] for i in factor])) for factor in of.factors))
+
+
+@pytest.mark.parametrize("kind, by_hand, tolerance", [
+    ("muon", lambda: optax.contrib.muon(0.1, consistent_rms=0.2), 1e-4), ("adafactor", lambda: optax.adafactor(0.1, min_dim_size_to_factor=2), 1e-5),
+    ("adaptive_grad_clip", lambda: optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1)), 1e-5),
+    ("lamb", lambda: optax.lamb(0.1), 1e-5), ("galore", lambda: optax.contrib.galore(0.1, rank=2), 1e-3),
+])
+def test_stacked_weights_with_heads_are_treated_as_one_matrix_a_layer(kind, by_hand, tolerance):
+    mixer = {"mixer": {"query": INFO["blocks"]["block"]["mixer"]["query"], "out": INFO["blocks"]["block"]["mixer"]["out"]}}
+    arguments = {"muon": {"consistent_rms": 0.2}, "adafactor": {"min_dim_size_to_factor": 2}, "adaptive_grad_clip": {"clipping": 0.01}, "galore": {"rank": 2}}
+    chain = [{"kind": kind, **arguments.get(kind, {})}] + ([{"kind": "sgd"}] if kind == "adaptive_grad_clip" else [])
+    stacked = train(built(of=mixer, learning_rate=0.1, chain=chain), mixer)[0]
+    for name, of in mixer["mixer"].items():
+        params, state = list(matrices(tree(mixer)["mixer"][name], of)), None
+        state = [by_hand().init(layer) for layer in params]
+        for step in range(3):
+            grads = matrices(tree(mixer, seed=100 + step)["mixer"][name], of)
+            for i in range(len(params)):
+                updates, state[i] = by_hand().update(jnp.asarray(grads[i]), state[i], jnp.asarray(params[i]))
+                params[i] = params[i] + updates
+        np.testing.assert_allclose(matrices(stacked["mixer"][name], of), np.stack(params), rtol=tolerance, atol=tolerance)
+
+
+def test_experts_are_a_batch_of_matrices_for_muon():
+    of = {"w": info("layers", "expert", "embed", "mlp")}
+    moved = train(built(of=of, learning_rate=0.1, chain=[{"kind": "muon"}]), of, steps=1)[1]["w"]
+    grads = tree(of, seed=100)["w"]
+    one = {"w": info("embed", "mlp")}
+    tx = built(of=one, learning_rate=0.1, chain=[{"kind": "muon"}])
+    alone, _ = tx.update({"w": grads[1, 2]}, tx.init({"w": jnp.zeros((EMBED, MLP))}), {"w": jnp.zeros((EMBED, MLP))})
+    np.testing.assert_allclose(moved[1, 2], alone["w"], rtol=1e-4, atol=1e-6)
+
+
+def test_the_number_in_an_item_is_the_peak_of_the_shared_schedule():
+    cfg = OptimizerConfig(schedule={"kind": "linear", "end_value": 0.0}, chain=[{"kind": "sgd", "learning_rate": 8.0}])
+    params, updates, _ = train(build(cfg, 4, SMALL), SMALL, steps=4)
+    np.testing.assert_allclose(updates["w"], -2.0 * tree(SMALL, seed=103)["w"], rtol=1e-6)
+
+
+def test_a_weight_decay_may_follow_a_schedule():
+    decay = {"kind": "linear", "init_value": 1.0, "end_value": 0.0}
+    tx = built(of=SMALL, steps=2, learning_rate=1.0, chain=[{"kind": "add_decayed_weights", "weight_decay": decay}, {"kind": "sgd"}])
+    zero, params = jax.tree.map(jnp.zeros_like, tree(SMALL)), tree(SMALL)
+    first, state = tx.update(zero, tx.init(params), params)
+    second, _ = tx.update(zero, state, params)
+    np.testing.assert_allclose(second["w"], first["w"] / 2)
+    assert np.any(first["w"]) and not np.any(first["norm"])
+
+
+@pytest.mark.parametrize("kind", ["reduce_on_plateau", "polyak_sgd", "momo", "momo_adam"])
+def test_transforms_that_need_the_loss_get_it(kind):
+    chain = [{"kind": kind}, *([{"kind": "sgd"}] if kind == "reduce_on_plateau" else [])]
+    tx, params = built(of=SMALL, learning_rate=0.1, chain=chain), tree(SMALL)
+    with pytest.raises(TypeError, match="value"):
+        tx.update(params, tx.init(params), params)
+    updates, _ = tx.update(params, tx.init(params), params, value=jnp.float32(1.0), grad=params)
+    assert float(jnp.vdot(updates["w"], params["w"])) < 0

@@ -1,0 +1,23 @@
+"""A configuration small enough to read, for the tests of everything that takes one."""
+
+TINY = """\
+model:
+  vocab: 512
+  embed: 64
+  layers: 4
+  dtype: float32
+  blocks:
+    full:
+      mixer: {heads: 4, kv_heads: 2, head_dim: 16}
+      mlp: {hidden: 128}
+    local:
+      like: full
+      mixer: {window: 8}
+  pattern: [local, full]
+data:
+  sources:
+    - kind: synthetic
+      vocab: 512
+  seq_len: 32
+train: {steps: 100, batch_size: 8}
+"""
