@@ -42,7 +42,7 @@ def bare(annotation: Any) -> Any:
 
 def kinds(annotation: Any) -> dict[str, type[pydantic.BaseModel]]:
     """Tag -> section of a union that is told apart by a key; empty for anything else."""
-    discriminator = next((d for d in _discriminators(annotation)), None)
+    discriminator = next(_discriminators(annotation), "")
     found: dict[str, type[pydantic.BaseModel]] = {}
     for member in _flat(annotation) if discriminator else ():
         model = bare(member)
@@ -114,7 +114,7 @@ def _described(schema: dict[str, Any]) -> str:
 
 
 def _takes(member: Any, bounds: str) -> bool:
-    return bool(bounds) and bare(member) is not type(None) and not (bare(member) in (str, bool) and "=" in bounds)
+    return bool(bounds) and bare(member) is not type(None) and not (bare(member) in (str, bool) and bounds.strip()[0] in "<>")
 
 
 def _bounds(annotation: Any) -> Iterator[str]:

@@ -31,9 +31,12 @@ def compose(presets: Presets, path: str | Path, overrides: Sequence[str] = (), d
     composer = _Composer(presets)
     tree = composer.file(composer.find(str(path), "", Path.cwd(), "configuration"), "")
     for keys, node, text in sorted((_override(text) for text in overrides), key=lambda o: (len(o[0]), o[0][-1] not in ("kind", "preset"))):
+        if keys[1:] == ["preset"] and keys[0] in presets:
+            keys = keys[:1]
+        if len(keys) == 1:
+            node = composer.expanded(Node({keys[0]: node}, "override"), Path.cwd()).at(keys[0]) or node
         tree = _assign(tree, keys, node, text, 0, defaults)
-        tree = composer.expanded(tree, Path.cwd())
-    return _inherited(tree)
+    return _inherited(tree, "", {})
 
 
 def plain(node: Node) -> Any:
@@ -74,6 +77,21 @@ def merge(below: Node | None, above: Node) -> Node:
     return Node(merged, above.where, below.replaces)
 
 
+def underlay(tree: Node, path: Sequence[str], below: Mapping[str, Any]) -> Node:
+    """The tree with a default mapping beneath what is given at `path`, unless that is complete because it names its own `kind`."""
+    given = tree.at(*path)
+    if given is None or given.mapping is None or ("kind" in given.mapping and "kind" in below):
+        return tree
+    return _put(tree, path, merge(_sourced(dict(below), "default"), dataclasses.replace(given, replaces=False)))
+
+
+def _put(tree: Node, path: Sequence[str], node: Node) -> Node:
+    if not path:
+        return node
+    assert tree.mapping is not None
+    return dataclasses.replace(tree, value=tree.mapping | {path[0]: _put(tree.mapping[path[0]], path[1:], node)})
+
+
 def _kind_changes(under: dict[str, Node], over: dict[str, Node]) -> bool:
     return "kind" in under and "kind" in over and under["kind"].value != over["kind"].value
 
@@ -92,6 +110,8 @@ class _Composer:
         if real in self._open:
             circle = [*self._open[self._open.index(real):], real]
             raise ConfigError(f"{shown(path)}: extends itself in a circle: {' -> '.join(shown(p) for p in circle)}")
+        if len(self._open) > MAX_DEPTH:
+            raise ConfigError(f"{shown(path)}: more than {MAX_DEPTH} files extend one another in a row")
         if (real, section) not in self._read:
             self._open.append(real)
             self._read[real, section] = self._extended(read_file(path), path.parent, section)
@@ -113,9 +133,9 @@ class _Composer:
         names = sorted({file.stem for inside in folders for file in inside.glob("*.yml")})
         if is_path and os.path.isdir(as_path):
             raise ConfigError(f"{prefix}{name} is a folder, not a YAML file{did_you_mean(Path(name).name, names)}")
-        hint = did_you_mean(Path(name).stem, names) or "; give a path that ends in .yml, or a preset's name"
+        hint = did_you_mean(Path(name).stem, names) or ("" if is_path else "; give a preset's name, or a path that ends in .yml")
         there = f"; the presets are {', '.join(names[:20])}{', ...' if len(names) > 20 else ''}" if names else ""
-        raise ConfigError(f"{prefix}no {what} {'file' if is_path else 'preset'} {name}{there}{hint}")
+        raise ConfigError(f"{prefix}no {f'{what} ' if what else ''}{'file' if is_path else 'preset'} {name}{there}{hint}")
 
     def expanded(self, node: Node, folder: Path) -> Node:
         """The tree with preset names at the top-level keys that have presets replaced by what they name."""
@@ -135,7 +155,7 @@ class _Composer:
                 raise ConfigError(f"{name.where}: extends: got {name.value!r}; allowed: a preset's name, a path, or a list of them")
             sibling = folder / f"{name.value}.yml"
             own_folder = section and os.path.exists(sibling) and sibling.resolve() != self._open[-1]
-            path = sibling if own_folder else self.find(name.value, section, folder, f"{section} preset".strip(), name.where)
+            path = sibling if own_folder else self.find(name.value, section, folder, section, name.where)
             below = merge(below, self.file(path, section))
         own = dataclasses.replace(node, value=entries)
         return merge(below, own if section else self.expanded(own, folder))
@@ -146,7 +166,7 @@ class _Composer:
             return dataclasses.replace(base, where=node.where, replaces=True)
         entries = node.mapping or {}
         if "extends" in entries:
-            raise ConfigError(f"{entries['extends'].where}: {section}.extends: inside a section the key is preset; extends stands at the top of a file")
+            raise ConfigError(f"{entries['extends'].where}: {section}.extends: inside a section the key is preset; extends is for whole files")
         if "preset" not in entries:
             return node
         name = entries["preset"]
@@ -232,14 +252,22 @@ def _assign(tree: Node | None, keys: list[str], node: Node, text: str, depth: in
     return Node(entries | {key: child}, tree.where if tree else "override", tree.replaces if tree else False)
 
 
-def _inherited(node: Node, path: str = "") -> Node:
-    """The tree with every `like: name` replaced by the sibling of that name, beneath what is given beside it."""
-    if isinstance(node.value, list):
-        return dataclasses.replace(node, value=[_inherited(item, f"{path}{index}.") for index, item in enumerate(node.value)])
-    if node.mapping is None:
+def _inherited(node: Node, path: str, done: dict[int, tuple[Node, Node]]) -> Node:
+    """The tree with every `like: name` replaced by the sibling of that name, beneath what is given beside it.
+
+    `done` keeps each node with what became of it, so that a node that stands in many places costs once.
+    """
+    if not isinstance(node.value, dict | list):
         return node
-    entries = {key: _liked(key, node.mapping, (), path) for key in node.mapping}
-    return dataclasses.replace(node, value={key: _inherited(item, f"{path}{key}.") for key, item in entries.items()})
+    if id(node) not in done:
+        value: dict[str, Node] | list[Node]
+        if isinstance(node.value, list):
+            value = [_inherited(item, f"{path}{index}.", done) for index, item in enumerate(node.value)]
+        else:
+            entries = {key: _liked(key, node.value, (), path) for key in node.value}
+            value = {key: _inherited(item, f"{path}{key}.", done) for key, item in entries.items()}
+        done[id(node)] = node, dataclasses.replace(node, value=value)
+    return done[id(node)][1]
 
 
 def _liked(name: str, siblings: dict[str, Node], seen: tuple[str, ...], path: str) -> Node:
@@ -252,5 +280,7 @@ def _liked(name: str, siblings: dict[str, Node], seen: tuple[str, ...], path: st
         others = [other for other in siblings if other not in (name, *seen)]
         raise ConfigError(f"{like.where}: {path}{name}.like: got {like.value!r}; allowed: {', '.join(others) or 'nothing, as there is no other'}, "
                           f"without a circle{did_you_mean(like.value, others)}")
+    if len(seen) > MAX_DEPTH:
+        raise ConfigError(f"{like.where}: {path}{name}.like: more than {MAX_DEPTH} entries are like one another in a row")
     own = Node({key: item for key, item in entries.items() if key != "like"}, node.where)
     return merge(_liked(like.value, siblings, (*seen, name), path), own)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import pydantic
 from pydantic_core import PydanticCustomError
 
-from maxstack.compose import Presets, compose, plain, presets_dir
+from maxstack.compose import Presets, compose, plain, presets_dir, underlay
 from maxstack.explain import explain
 from maxstack.yaml_reader import ConfigError, Node
 from maxstack.yaml_writer import write_yaml
@@ -51,6 +51,8 @@ def load_tree(schema: type[Root], path: str | Path, overrides: Sequence[str] = (
     """As `load`, with the merged tree that knows where each value came from."""
     defaults = {name: plain_data(field.default) for name, field in schema.model_fields.items() if not field.is_required()}
     tree = compose(schema.PRESETS, path, overrides, defaults)
+    for where, below in _free_mappings(schema):
+        tree = underlay(tree, where, below)
     try:
         return schema.model_validate(plain(tree)), tree
     except pydantic.ValidationError as error:
@@ -80,6 +82,16 @@ def plain_data(cfg: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): plain_data(item) for key, item in value.items()}
     return [plain_data(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _free_mappings(schema: type[Section] | Section, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    """Default values that are mappings without a section of their own, whose keys pydantic would not fill in, with their paths."""
+    for name, field in (schema if isinstance(schema, type) else type(schema)).model_fields.items():
+        default = field.default if isinstance(schema, type) else getattr(schema, name)
+        if isinstance(default, Section):
+            yield from _free_mappings(default, (*path, name))
+        elif isinstance(default, dict) and default:
+            yield (*path, name), plain_data(default)
 
 
 def _differences(old: Any, new: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any, Any]]:

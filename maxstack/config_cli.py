@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from maxstack import config
+from maxstack.yaml_reader import ConfigError
 from maxstack.yaml_writer import inline
 
 
@@ -40,16 +40,19 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _show(args: argparse.Namespace) -> int:
+    from maxstack import config
     from maxstack.schema import Config
     print(config.annotated(*config.load_tree(Config, args.file, args.overrides)), end="")
     return 0
 
 
 def _diff(args: argparse.Namespace) -> int:
+    from maxstack import config
     from maxstack.schema import Config
     a, b = (config.load(Config, file, args.overrides) for file in (args.a, args.b))
     for key, old, new in config.difference(a, b):
-        print(f"{key}: {_shown(old)} -> {_shown(new)}")
+        before, after = (value if value == config.ABSENT else inline(value) for value in (old, new))
+        print(f"{key}: {before} -> {after}")
     return 0
 
 
@@ -63,10 +66,6 @@ def _schema(args: argparse.Namespace) -> int:
     try:
         args.out.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
-        raise config.ConfigError(f"--out {args.out}: cannot be written: {error.strerror or error}") from None
+        raise ConfigError(f"--out {args.out}: cannot be written: {error.strerror or error}") from None
     print(f"wrote {args.out}; in a YAML file, editors find it by the first line `# yaml-language-server: $schema={args.out}`")
     return 0
-
-
-def _shown(value: object) -> str:
-    return value if value == config.ABSENT and isinstance(value, str) else inline(value)

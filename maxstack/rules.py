@@ -65,8 +65,8 @@ def _mesh(cfg: "Config") -> Iterator[Fault]:
     devices, known = cfg.run.virtual_devices, math.prod(size for size in sizes.values() if size > 0)
     if devices and known and 0 not in sizes.values() and (devices % known if free else devices != known):
         product = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 0)
-        wanted = f"a multiple of {known}" if free else f"{known}, or -1 for one of the axes"
-        yield "run.virtual_devices", f"{devices} devices do not fill the mesh {product} = {known}; use run.virtual_devices={wanted}"
+        wanted = f"a multiple of {known}" if free else f"{known}, or -1 as the size of one axis"
+        yield "run.virtual_devices", f"{devices} devices do not fill the mesh {product} = {known}; use {wanted}"
 
 
 def _sharding(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:

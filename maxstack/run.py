@@ -125,7 +125,7 @@ def _step(cfg: "Config", tx: optax.GradientTransformationExtraArgs, loss: Callab
     params = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), state.params, updates)
     scalars = {name: total / weight for name, total in summed.metrics.items()}
     scalars["loss"] = scalars.pop("nll")
-    scalars |= {"weight": summed.weight, "grad_norm": optax.global_norm(grads)}
+    scalars |= {"weight": summed.weight, "grad_norm": optax.tree.norm(grads)}
     if rate := optim.learning_rate_at(cfg.optimizer, cfg.train.steps):
         scalars["learning_rate"] = jnp.asarray(rate(state.step))
     return State(state.step + 1, params, opt), scalars

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from typing import Any
 
 import yaml
 
@@ -49,8 +50,8 @@ class Node:
             inside = node.value if node else None
             if isinstance(inside, dict):
                 node = inside.get(str(key))
-            elif isinstance(inside, list) and isinstance(key, int) and key < len(inside):
-                node = inside[key]
+            elif isinstance(inside, list) and str(key).isdecimal() and int(key) < len(inside):
+                node = inside[int(key)]
             else:
                 return None
         return node
@@ -144,13 +145,13 @@ class _Builder:
         self._nodes = 0
         self._documents = 0
 
-    def where(self, mark: yaml.Mark | None) -> str:
+    def where(self, mark: Any) -> str:
         return f"{self._name}:{mark.line + 1}" if self._lines and mark else self._name
 
     def take(self, event: yaml.Event) -> None:
         where = self.where(event.start_mark)
-        if getattr(event, "tag", None) is not None:
-            raise ConfigError(f"{where}: tag {event.tag} is refused: a configuration holds plain values only; quote text that begins with !")
+        if (tag := getattr(event, "tag", None)) is not None:
+            raise ConfigError(f"{where}: tag {tag} is refused: a configuration holds plain values only; quote text that begins with !")
         if isinstance(event, yaml.DocumentStartEvent):
             self._documents += 1
             if self._documents > 1:

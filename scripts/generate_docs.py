@@ -59,7 +59,7 @@ def _section_lines(model: type[pydantic.BaseModel], values: dict[str, Any] | Non
 
 def _entry(name: str, field: Any, value: Any, seen: Seen, path: str) -> Iterator[str]:
     annotation = of_field(field)
-    nested = section(annotation) or (kinds(annotation).get(value.get("kind")) if isinstance(value, dict) else None)
+    nested = section(annotation) or (kinds(annotation).get(value.get("kind", "")) if isinstance(value, dict) else None)
     words = [_sentence(field.description), "Required." if value is REQUIRED and not nested else "", "" if section(annotation) else _type(annotation)]
     yield from _comment(" ".join(word for word in words if word))
     if nested and value is not None:
@@ -84,8 +84,9 @@ def _alternatives(name: str, annotation: Any, value: Any, seen: Seen, path: str)
     for model in new:
         seen[model] = f"{path}.N" if is_list else path
         tag = {"kind": next(tag for tag, found in tags.items() if found is model)} if tags else {}
-        again = [key for key, field in model.model_fields.items() if key not in tag and shown.get(key) == (field.description, inline(str(_default(field))))]
-        shown |= {key: (field.description, inline(str(_default(field)))) for key, field in model.model_fields.items()}
+        same = {key: (field.description, inline(str(_default(field)))) for key, field in model.model_fields.items()}
+        again = [key for key, meaning in same.items() if key not in tag and shown.get(key) == meaning]
+        shown |= same
         lines = [*(f"{key}: {word}" for key, word in tag.items()), *([f"# {', '.join(again)}: as above"] if again else []),
                  *_section_lines(model, None, seen, seen[model], {*tag, *again})]
         yield from [f"{name}:"] if (value is not REQUIRED and model is new[0]) or (tags and not is_list) else []
@@ -119,18 +120,22 @@ def _default(field: Any) -> Any:
 
 
 COMPOSITION = """
-A run is one YAML file. `maxstack config show FILE` prints it with every default filled in and the place that gave each value; `maxstack config diff A B`
-compares two; `maxstack config schema --out schema.json` writes a JSON schema that editors use to complete and check what you type.
+A run is one YAML file. `maxstack config show FILE` prints it with every default filled in and the place that gave each value;
+`maxstack config diff A B` compares two; `maxstack config schema --out schema.json` writes a JSON schema that editors use to complete
+and check what you type.
 
-- `extends: NAME` (or a path relative to the file, or a list) at the top of a file: this file is merged over that one. Mappings merge key by key; lists and
-  single values replace; `null` clears; a mapping with another `kind` replaces the whole mapping.
-- `model`, `mesh` and `optimizer` take a preset's name (`model: NAME` is configs/models/NAME.yml), a path that ends in .yml, or a mapping that may begin with
-  `preset: NAME` and gives what differs. Naming another preset replaces what an extended file said. A preset's file may extend its siblings.
-- `like: NAME` in an entry of a mapping, such as a block, takes over the entry of that name beside it; what is given beside `like` is merged over it.
-- `a.b.c=value` on the command line overrides; the value is YAML, `a.b.0.c=value` reaches into lists, and quotes hold a key with dots: `a."b.c"=value`.
-  Overrides with shorter paths come first, so that `model.layers=2 model=NAME` keeps both; `kind` and `preset` come before the keys beside them.
-- YAML is read as YAML 1.2 with care: `1e-4` and `1_000` are numbers, `1:30` is text, and `on`, `off`, `yes`, `no` and `012` must be written as `true`,
-  `false`, a number, or quoted text. Tags, duplicate keys, merge keys (`<<`) and more than one document are refused.
+- `extends: NAME` (or a path relative to the file, or a list) at the top of a file: this file is merged over that one. Mappings merge key
+  by key; lists and single values replace; `null` clears; a mapping with another `kind` replaces the whole mapping.
+- `model`, `mesh` and `optimizer` take a preset's name (`model: NAME` is configs/models/NAME.yml), a path that ends in .yml, or a mapping
+  that may begin with `preset: NAME` and gives what differs. Naming another preset replaces what an extended file said. A preset's file
+  may extend its siblings.
+- `like: NAME` in an entry of a mapping, such as a block, takes over the entry of that name beside it; what is given beside `like` is
+  merged over it.
+- `a.b.c=value` on the command line overrides; the value is YAML, `a.b.0.c=value` reaches into lists, and quotes hold a key with dots:
+  `a."b.c"=value`. Overrides with shorter paths come first, so that `model.layers=2 model=NAME` keeps both; `kind` and `preset` come
+  before the keys beside them.
+- YAML is read as YAML 1.2 with care: `1e-4` and `1_000` are numbers, `1:30` is text, and `on`, `off`, `yes`, `no` and `012` must be
+  written as `true`, `false`, a number, or quoted text. Tags, duplicate keys, merge keys (`<<`) and more than one document are refused.
 """.strip()
 
 

@@ -36,13 +36,18 @@ def tree(of, seed=0):
 def train(tx, of, steps=3, params=None):
     """Parameters, last updates and state after some updates with random gradients, the same for every transformation."""
     params = tree(of) if params is None else params
-    state, updates = tx.init(params), None
+    state, updates = jax.jit(tx.init)(params), None
     update = jax.jit(tx.update)
     for step in range(steps):
         grads = tree(of, seed=100 + step)
         updates, state = update(grads, state, params, value=jnp.float32(1.0), grad=grads)
         params = jax.tree.map(jnp.add, params, updates)
     return params, updates, state
+
+
+def first(tx, grads, params):
+    """The first updates that a transformation makes of these gradients."""
+    return jax.jit(lambda grads, params: tx.update(grads, tx.init(params), params)[0])(grads, params)
 
 
 def built(of=INFO, steps=100, **optimizer):

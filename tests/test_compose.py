@@ -15,7 +15,8 @@ PRESETS = {"": ("recipes", "."), "model": ("models",)}
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """An empty working folder beside a folder of presets."""
-    presets = {"start": "train: {steps: 10}", "recipes/text": "data: {path: a, rows: 4}\nmodel: small", "models/small": "size: 1\nnorm: {kind: rms, eps: 1}",
+    presets = {"start": "train: {steps: 10}", "recipes/text": "data: {path: a, rows: 4}\nmodel: small",
+        "models/small": "size: 1\nnorm: {kind: rms, eps: 1}",
                "models/large": "extends: small\nsize: 100", "models/other": "width: 7"}
     for name, text in presets.items():
         write(tmp_path / "presets" / f"{name}.yml", text)
@@ -72,7 +73,8 @@ def test_extended_paths_are_relative_to_the_file_that_names_them(folder):
 
 
 def test_extends_finds_recipes_and_runs_by_name(folder):
-    assert run("extends: [text, start]") == {"data": {"path": "a", "rows": 4}, "model": {"size": 1, "norm": {"kind": "rms", "eps": 1}}, "train": {"steps": 10}}
+    assert run("extends: [text, start]") == {"data": {"path": "a", "rows": 4}, "model": {"size": 1, "norm": {"kind": "rms", "eps": 1}},
+        "train": {"steps": 10}}
 
 
 @pytest.mark.parametrize("name", ["start", "start.yml", "configs/start.yml"])
@@ -116,7 +118,8 @@ def test_merging_is_the_same_in_one_step_and_in_two(folder):
 
 def test_like_takes_over_a_sibling_after_overrides(folder):
     text = "blocks:\n  a: {x: {p: 1, q: 2}}\n  b: {like: a, x: {q: 3}}\n  c: {like: b, y: 4}"
-    assert run(text, "blocks.a.x.p=9") == {"blocks": {"a": {"x": {"p": 9, "q": 2}}, "b": {"x": {"p": 9, "q": 3}}, "c": {"x": {"p": 9, "q": 3}, "y": 4}}}
+    assert run(text, "blocks.a.x.p=9") == {"blocks": {"a": {"x": {"p": 9, "q": 2}}, "b": {"x": {"p": 9, "q": 3}},
+        "c": {"x": {"p": 9, "q": 3}, "y": 4}}}
 
 
 def test_every_value_knows_which_file_or_override_gave_it(folder):
@@ -147,7 +150,8 @@ def test_overrides_are_typed_like_yaml(folder, overrides, changed):
     assert run("a:\n  b: 1\n  c: [{k: 1}, 5]", *overrides) == changed
 
 
-@pytest.mark.parametrize("overrides", [["model=large", "model.norm.eps=3"], ["model.norm.eps=3", "model=large"], ["model.norm.eps=3", "model.preset=large"]])
+@pytest.mark.parametrize("overrides", [["model=large", "model.norm.eps=3"], ["model.norm.eps=3", "model=large"],
+    ["model.norm.eps=3", "model.preset=large"]])
 def test_a_preset_on_the_command_line_keeps_the_keys_given_beside_it(folder, overrides):
     assert run("model: other", *overrides) == {"model": {"size": 100, "norm": {"kind": "rms", "eps": 3}}}
 
@@ -168,7 +172,7 @@ def test_an_index_reaches_into_a_default_list(folder):
     ("extends: run.yml", [], r"run.yml: extends itself in a circle: run.yml -> run.yml"),
     ("a: 1\nextends: strat", [], r"run.yml:2: no preset strat; the presets are start, text; did you mean start\?"),
     ("extends: 3", [], r"run.yml:1: extends: got 3; allowed: a preset's name, a path"),
-    ("extends: nowhere.yml", [], r"run.yml:1: no preset file nowhere.yml"),
+    ("extends: nowhere.yml", [], r"run.yml:1: no file nowhere.yml; the presets are start, text"),
     ("model: smal", [], r"run.yml:1: no model preset smal; the presets are large, other, small; did you mean small\?"),
     ("a: 1\nmodel: {preset: larg}", [], r"run.yml:2: no model preset larg.*did you mean large\?"),
     ("model: {preset: [small]}", [], "run.yml:1: model.preset: got"),
@@ -262,9 +266,11 @@ def test_a_bomb_of_likes_is_refused(folder):
     assert "expand to more than" in refusal(f"a: {text}")
 
 
-KEYS = st.lists(st.from_regex(r"[A-Za-z_][A-Za-z0-9_-]{0,5}", fullmatch=True).filter(lambda key: key not in ("extends", "model", "like", "preset", "kind")),
+KEYS = st.lists(st.from_regex(r"[A-Za-z_][A-Za-z0-9_-]{0,5}", fullmatch=True).filter(lambda key: key not in ("extends", "model", "like", "preset",
+    "kind")),
                 min_size=1, max_size=4)
-VALUES = st.one_of(st.none(), st.booleans(), st.integers(-2 ** 63, 2 ** 64 - 1), st.floats(allow_nan=False), st.text(st.characters(exclude_categories=["Cs"])),
+VALUES = st.one_of(st.none(), st.booleans(), st.integers(-2 ** 63, 2 ** 64 - 1), st.floats(allow_nan=False),
+    st.text(st.characters(exclude_categories=["Cs"])),
                    st.lists(st.integers(0, 9)))
 
 

@@ -22,7 +22,8 @@ def test_numbers_switches_and_null_are_read_as_written(text, meant):
     assert got == meant and type(got) is type(meant)
 
 
-@pytest.mark.parametrize("text", ["1:30", "12:30:45", "2024-01-01", "1.2.3", "e5", "1e", "y", "n", "nan", "inf", "08:30", "bfloat16", "1_", "_1", "0b11", "-x"])
+@pytest.mark.parametrize("text", ["1:30", "12:30:45", "2024-01-01", "1.2.3", "e5", "1e", "y", "n", "nan", "inf", "08:30", "bfloat16", "1_", "_1",
+    "0b11", "-x"])
 def test_what_is_no_number_in_yaml_1_2_is_text(text):
     assert value(text) == text
 
@@ -101,7 +102,8 @@ def test_an_alias_bomb_is_refused_without_being_expanded():
 def test_every_value_knows_its_line():
     tree = read_yaml("a:\n  b: 1\n  c:\n    - x\n    - k: >\n        folded\nd: {e: 2}", "file.yml")
     places = {path: tree.at(*path).where for path in [("a",), ("a", "b"), ("a", "c"), ("a", "c", 1, "k"), ("d", "e")]}
-    assert places == {("a",): "file.yml:1", ("a", "b"): "file.yml:2", ("a", "c"): "file.yml:3", ("a", "c", 1, "k"): "file.yml:5", ("d", "e"): "file.yml:7"}
+    assert places == {("a",): "file.yml:1", ("a", "b"): "file.yml:2", ("a", "c"): "file.yml:3", ("a", "c", 1, "k"): "file.yml:5",
+        ("d", "e"): "file.yml:7"}
 
 
 @settings(deadline=None, max_examples=300)

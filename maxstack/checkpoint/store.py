@@ -124,7 +124,7 @@ class Checkpoints:
 
 
 def _reader(folder: Path) -> Any:
-    return ocp.training.Checkpointer(folder.absolute(), lightweight_initialize=True)
+    return ocp.training.Checkpointer(folder)
 
 
 def _elsewhere(path: Path) -> tuple[Path, int]:

@@ -2,34 +2,21 @@
 
 import argparse
 import os
-import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
-
-from maxstack.config import ConfigError
-from maxstack.data import DataError
 
 if TYPE_CHECKING:
     from maxstack.schema import Config
 
 
-def main(argv: list[str]) -> int:
-    """Run a subcommand; the exit code is 0, 1 for a user's mistake, 2 for bad data."""
+def main(argv: Sequence[str]) -> int:
+    """Run a subcommand. ConfigError for a user's mistake, DataError for bad data; `maxstack` turns them into exit codes."""
     args = _arguments(argv)
-    try:
-        args.run(args)
-        sys.stdout.flush()
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 1
-    except DataError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    args.run(args)
     return 0
 
 
-def _arguments(argv: list[str]) -> argparse.Namespace:
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Overrides may also stand after options, where argparse alone does not look for them."""
     parser = _parser()
     args, rest = parser.parse_known_args(argv)

@@ -62,7 +62,8 @@ class Files(Source):
     """A source that reads files."""
 
     files: Items[str] = Field(min_length=1)
-    """Paths or globs (** crosses folders), relative to the working folder; {stdlib} stands for Python's standard library."""
+    """Paths or globs (** crosses folders), relative to the working folder; {stdlib} stands for Python's standard library without
+    installed packages."""
     exclude: Items[str] = ()
     """Globs of files to leave out."""
 

@@ -27,7 +27,7 @@ class Feed:
             raise ValueError(f"lanes {list(lanes)} are not rows of a batch of {batch_size}")
         self._cfg, self._lanes = cfg, list(lanes)
         self._mixture = Mixture(cfg, open_sources(cfg, evaluation, whole), batch_size, evaluation)
-        self._token_bytes = open_tokenizer(cfg.tokenizer).token_bytes if evaluation else None
+        self._token_bytes = open_tokenizer(cfg.tokenizer).token_bytes.astype(np.float32) if evaluation else None
         self._state = np.zeros((len(self._lanes), self._mixture.counters + 1), np.int64)
         self._batches: Any = None
         self.waited = 0.0
@@ -72,6 +72,10 @@ class Feed:
     def describe(self) -> list[str]:
         """A line for each source: its name and number of documents."""
         return [f"{source.name}: {len(source)} documents" for source in self._mixture.sources]
+
+    def identity(self) -> str:
+        """Changes when the documents of a source are other ones than before, so that saved positions mean something else."""
+        return " ".join(source.identity() for source in self._mixture.sources)
 
     def _groups(self) -> int:
         return max(1, min(self._cfg.workers, len(self._lanes)))

@@ -124,8 +124,8 @@ def _write_all(cfg: DataConfig, splits: list[tuple[str, Split, Documents]], shar
             for future in as_completed(futures):
                 yield futures[future], future.result()
         except BrokenProcessPool as error:
-            raise RuntimeError("a worker process died, perhaps for lack of memory; run the same command again to go on, "
-                               "with fewer --workers") from error
+            raise ConfigError("a worker process died, perhaps for lack of memory; run the same command again with fewer --workers: "
+                              "finished shards are kept") from error
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -157,6 +157,8 @@ class _Writer:
                 writer.write(pack(ids))
             writer.close()
             os.replace(unfinished, folder / shard.name)
+        except (RuntimeError, OSError) as error:
+            raise ConfigError(f"{folder / shard.name} cannot be written: {error}; finished shards are kept") from error
         finally:
             unfinished.unlink(missing_ok=True)
         with open(folder / shard.name, "rb") as file:

@@ -76,6 +76,18 @@ class Records(Documents):
     def _where(self, file: int, record: int) -> str:
         return f"{self._files[file].path}: record {record}"
 
+    def _utf8(self, value: object, file: int, record: int) -> bytes:
+        """The bytes of a record's text field."""
+        if isinstance(value, bytes):
+            return value
+        try:
+            if isinstance(value, str):
+                return value.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(f"{self._where(file, record)}: '{self._cfg.field}' holds half a surrogate pair, which is not text: {error}") from error
+        got = "null" if value is None else f"a {type(value).__name__}"
+        raise DataError(f"{self._where(file, record)}: '{self._cfg.field}' is {got}, not text")
+
 
 class Spans(Records):
     """Plain text files cut at byte offsets that one scan at the start finds."""
@@ -126,7 +138,7 @@ class Jsonl(Spans):
         if not isinstance(value, dict) or self._cfg.field not in value:
             got = f"it has {', '.join(map(repr, value))}" if isinstance(value, dict) else f"the line is a {type(value).__name__}"
             raise DataError(f"{self._where(file, record)}: no key '{self._cfg.field}'; {got}. Set `field` to the key of the text")
-        return _utf8(value[self._cfg.field], self._where(file, record), self._cfg.field)
+        return self._utf8(value[self._cfg.field], file, record)
 
     def _where(self, file: int, record: int) -> str:
         """JSON lines are known by their line number, blank lines included."""
@@ -153,8 +165,11 @@ class Parquet(Records):
         return meta.num_rows
 
     def _open(self, file: int) -> Any:
-        import pyarrow
-        import pyarrow.parquet
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError as error:
+            raise DataError("Parquet files need the pyarrow package: pip install 'maxstack[parquet]'") from error
         path = self._files[file].path
         try:
             opened = pyarrow.parquet.ParquetFile(path)
@@ -174,7 +189,7 @@ class Parquet(Records):
         self._decoded.move_to_end((file, group))
         row = record - (int(self._groups[file][group - 1]) if group else 0)
         value = self._decoded[file, group][row].as_py()
-        return _utf8(value, self._where(file, record), self._cfg.field)
+        return self._utf8(value, file, record)
 
     def _column(self, opened: Any, file: int, group: int) -> Any:
         import pyarrow
@@ -189,11 +204,11 @@ class ArrayRecords(Records):
 
     def __init__(self, cfg: ArrayRecordSource):
         super().__init__(cfg)
-        if cfg.content == "tokens":
-            from maxstack.data.shards import check_sizes
-            check_sizes(self.paths())
 
     def _count(self, file: int) -> int:
+        if self._cfg.content == "tokens":
+            from maxstack.data.shards import check_size
+            check_size(self._files[file].path)
         reader = self._open(file)
         count = reader.num_records()
         reader.close()
@@ -231,7 +246,7 @@ class Bagz(Records):
         try:
             import bagz
         except ImportError as error:
-            raise DataError("Bagz files need the bagz package, which has wheels for Linux alone: pip install bagz") from error
+            raise DataError("Bagz files need the bagz package: pip install 'maxstack[bagz]'") from error
         path = self._files[file].path
         try:
             return bagz.Reader(path)
@@ -243,14 +258,3 @@ class Bagz(Records):
             return opened[record]
         except (ValueError, OSError, RuntimeError) as error:
             raise DataError(f"{self._where(file, record)}: corrupt: {error}") from error
-
-
-def _utf8(value: object, where: str, field: str) -> bytes:
-    if isinstance(value, bytes):
-        return value
-    if not isinstance(value, str):
-        raise DataError(f"{where}: '{field}' is {'null' if value is None else 'a ' + type(value).__name__}, not text")
-    try:
-        return value.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"{where}: '{field}' holds half a surrogate pair, which is not text: {error}") from error

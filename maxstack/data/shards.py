@@ -28,18 +28,17 @@ def unpack(record: bytes, where: str) -> np.ndarray:
     return np.frombuffer(record, f"<u{width}", offset=1).astype(np.int32)
 
 
-def check_sizes(paths: list[str]) -> None:
+def check_size(path: str) -> None:
     """DataError if a shard's size is not the one in the manifest beside it, or it is not in it."""
-    for path in paths:
-        manifest = _manifest(os.path.dirname(path))
-        if manifest is None:
-            continue
-        listed = manifest["shards"].get(os.path.basename(path))
-        if listed is None:
-            raise DataError(f"{path}: not listed in the {MANIFEST} beside it; it belongs to other data: remove it or narrow `files`")
-        if listed["size"] != os.path.getsize(path):
-            raise DataError(f"{path}: {os.path.getsize(path)} bytes, but {MANIFEST} says {listed['size']}; copy it again, "
-                            "or run `maxstack data prepare` again")
+    manifest = _manifest(os.path.dirname(path))
+    if manifest is None:
+        return
+    listed = manifest["shards"].get(os.path.basename(path))
+    if listed is None:
+        raise DataError(f"{path}: not listed in the {MANIFEST} beside it; it belongs to other data: remove it or narrow `files`")
+    if listed["size"] != os.path.getsize(path):
+        raise DataError(f"{path}: {os.path.getsize(path)} bytes, but {MANIFEST} says {listed['size']}; copy it again, "
+                        "or run `maxstack data prepare` again")
 
 
 def check_tokenizer(paths: list[str], cfg: TokenizerConfig) -> None:

@@ -11,7 +11,7 @@ def test_each_epoch_is_a_permutation_and_no_two_are_the_same(documents):
     assert documents == 1 or epochs[0] != epochs[1]
 
 
-@pytest.mark.parametrize("documents", [1000, 70000])
+@pytest.mark.parametrize("documents", [1000, 65537, 70000])
 def test_a_position_far_ahead_needs_no_walk(documents):
     assert 0 <= Order("0", documents)[10**12] < documents
 

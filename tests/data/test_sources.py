@@ -3,6 +3,7 @@ import gzip
 import json
 import os
 import pickle
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -108,6 +109,14 @@ def test_bagz_reads_text():
         for text in TEXTS:
             writer.write(text.encode())
     assert texts(open_source(source("bagz", files=["a.bagz"]))) == TEXTS
+
+
+@pytest.mark.parametrize(("kind", "package"), [("parquet", "pyarrow"), ("bagz", "bagz")])
+def test_a_missing_package_is_named_with_the_extra_that_brings_it(kind, package, monkeypatch):
+    write("a.file", "x")
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(DataError, match=rf"{package} package: pip install 'maxstack\[{kind}\]'"):
+        open_source(source(kind, files=["a.file"]))
 
 
 def test_synthetic_documents_are_the_same_each_time_and_within_bounds():

@@ -96,7 +96,8 @@ def test_a_begin_token_that_the_model_lacks_is_an_error(folder):
 
 
 def test_fits_compares_the_vocabulary_with_the_models():
-    text = DataConfig(sources=[TextSource(kind="text", files=["corpus.txt"])], tokenizer=SentencePieceTokenizer(kind="sentencepiece", path="sp.model"))
+    tokenizer = SentencePieceTokenizer(kind="sentencepiece", path="sp.model")
+    text = DataConfig(sources=[TextSource(kind="text", files=["corpus.txt"])], tokenizer=tokenizer)
     fits(text, 320)
     with pytest.raises(DataError, match=r"sp.model has 320 tokens, but model.vocab=319"):
         fits(text, 319)

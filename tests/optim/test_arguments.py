@@ -45,6 +45,9 @@ def refused(**optimizer):
     ({"kind": "schedule_free_adamw", "warmup_steps": 0}, "chain.0.warmup_steps", "null for no warm-up"),
     ({"kind": "flatten", "inner": {"kind": "adamw"}}, "chain.0.inner.mask", "set mask: null"),
     ({"kind": "galore", "base_optimizer": {"kind": "adamw"}}, "chain.0.base_optimizer.mask", "set mask: null"),
+    ({"kind": "flatten", "inner": {"kind": "clip_by_block_rms", "threshold": 1.0}}, "chain.0.inner.kind", "outside flatten"),
+    ({"kind": "flatten", "inner": {"kind": "masked", "inner": {"kind": "sgd"}, "mask": ["*"]}}, "chain.0.inner.mask", "hides"),
+    ({"kind": "adamw", "b2": float("nan")}, "chain.0.b2", "wanted a number"),
     ({"kind": "scale_by_adam"}, "chain", "scale_by_learning_rate"),
 ])
 def test_a_mistaken_item_is_explained(item, key, words):
@@ -53,8 +56,8 @@ def test_a_mistaken_item_is_explained(item, key, words):
 
 
 @pytest.mark.parametrize("kind, words", [
-    ("sophia", "differentiates the loss again"), ("scale_by_zoom_linesearch", "several times"), ("dpsgd", "each example"), ("chain", "a list of items"),
-    ("partition", "optimizer.groups"), ("inject_hyperparams", "already"), ("monitor", "Python function"),
+    ("sophia", "differentiates the loss again"), ("scale_by_zoom_linesearch", "several times"), ("dpsgd", "each example"),
+    ("chain", "a list of items"), ("partition", "optimizer.groups"), ("inject_hyperparams", "already"), ("monitor", "Python function"),
 ])
 def test_what_cannot_work_in_one_jitted_step_is_refused_with_the_reason(kind, words):
     got, message = refused(chain=[{"kind": kind}])
@@ -67,11 +70,14 @@ def test_lbfgs_works_without_its_line_search_only():
 
 
 def test_sam_works_on_consecutive_batches_only():
-    assert "consecutive batches" in refused(chain=[{"kind": "sam", "opaque_mode": True, "optimizer": {"kind": "sgd"}, "adv_optimizer": {"kind": "sgd"}}])[1]
+    item = {"kind": "sam", "optimizer": {"kind": "sgd"}, "adv_optimizer": {"kind": "sgd"}}
+    assert "consecutive batches" in refused(chain=[item | {"opaque_mode": True}])[1]
+    assert OptimizerConfig(chain=[item])
 
 
 @pytest.mark.parametrize("optimizer, key", [
-    ({"learning_rate": "fast"}, "learning_rate"), ({"learning_rate": True}, "learning_rate"), ({"chain": []}, "chain"), ({"decay": "*"}, "decay"),
+    ({"learning_rate": "fast"}, "learning_rate"), ({"learning_rate": True}, "learning_rate"), ({"learning_rate": -1.0}, "learning_rate"),
+    ({"chain": []}, "chain"), ({"decay": "*"}, "decay"),
     ({"groups": [{"match": "*", "chain": [{"kind": "sgd"}]}]}, "groups.0.match"), ({"groups": [{"match": ["*"], "chain": []}]}, "groups.0.chain"),
     ({"ema": {"start": "soon"}}, "ema.start"),
 ])
@@ -105,5 +111,6 @@ def test_the_json_schema_names_the_kinds():
 
 
 def test_checking_a_configuration_imports_no_jax():
-    code = "import sys; from maxstack.optim import OptimizerConfig; OptimizerConfig(); print([m for m in ('jax', 'optax', 'numpy') if m in sys.modules])"
+    code = ("import sys; from maxstack.optim import OptimizerConfig; OptimizerConfig();"
+            "print([m for m in ('jax', 'optax', 'numpy') if m in sys.modules])")
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

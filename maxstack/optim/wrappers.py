@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from maxstack.param_paths import ParamInfo
+from maxstack.optim.paths import ParamInfo
 
 
 class LookaheadState(NamedTuple):

@@ -7,20 +7,15 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import optax
+from pydantic_core import PydanticCustomError
 
-from maxstack import optax_wrappers
 from maxstack.config import ConfigError
-from maxstack.optax_args import DECAY_MASKS, arguments_of, as_chain, sort_of
-from maxstack.optax_names import Argument, Signature, signature
-from maxstack.optim import OptimizerConfig, check_schedules, rate_function, updates_in
-from maxstack.param_paths import ParamInfo, Selector, check_matches, check_selectors, selected
-from maxstack.schedules import build_schedule, steps_of
+from maxstack.optim import OptimizerConfig, check_schedules, rate_function, updates_in, wrappers
+from maxstack.optim.arguments import DECAY_MASKS, PER_LAYER, PER_MATRIX, arguments_of, as_chain, sort_of
+from maxstack.optim.names import Argument, Signature, signature
+from maxstack.optim.paths import ParamInfo, Selector, check_matches, check_selectors, selected
+from maxstack.optim.schedules import build_schedule, steps_of
 
-PER_LAYER = ("clip_by_block_rms", "fromage", "lamb", "lars", "novograd", "scale_by_distance_over_gradients", "scale_by_novograd",
-             "scale_by_param_block_norm", "scale_by_param_block_rms", "scale_by_sm3", "scale_by_trust_ratio", "sm3")
-"""Transforms that take norms or statistics over a whole tensor: each layer of a stacked weight is a tensor."""
-PER_MATRIX = ("adafactor", "adaptive_grad_clip", "centralize", "galore", "scale_by_factored_rms", "scale_by_galore")
-"""Transforms that tell a tensor's dimensions apart: each layer is shown to them as a matrix."""
 SEQUENTIAL = ("galore", "scale_by_galore")
 Params = dict[str, ParamInfo]
 Transform: TypeAlias = optax.GradientTransformation
@@ -30,9 +25,10 @@ def assemble(cfg: OptimizerConfig, train_steps: int, params_info: Any) -> optax.
     """See maxstack.optim.build."""
     try:
         check_schedules(cfg, train_steps)
-    except ValueError as error:
-        raise ConfigError(f"optimizer: {error}") from None
-    paths = jax.tree.leaves(optax_wrappers.tree_paths(params_info))
+    except PydanticCustomError as error:
+        found = error.context or {}
+        raise ConfigError(f"optimizer.{found['key']}: {found['message']}") from None
+    paths = jax.tree.leaves(wrappers.tree_paths(params_info))
     params: Params = dict(zip(paths, jax.tree.leaves(params_info), strict=True))
     trained = _trained(cfg, params)
     for i, group in enumerate(cfg.groups):
@@ -41,7 +37,7 @@ def assemble(cfg: OptimizerConfig, train_steps: int, params_info: Any) -> optax.
     if cfg.groups:
         parts.append(_grouped(cfg, trained, train_steps))
     if cfg.ema:
-        parts.append(optax_wrappers.weight_ema(cfg.ema.decay, steps_of(cfg.ema.start, train_steps)))
+        parts.append(wrappers.weight_ema(cfg.ema.decay, steps_of(cfg.ema.start, train_steps)))
     chain = optax.chain(*parts)
     if len(trained) < len(params):
         labels = {path: "trained" if path in trained else "frozen" for path in params}
@@ -60,7 +56,7 @@ class _Scope:
         def flag(path: str) -> bool:
             return self.params[path].matrix is not None if selectors is None else selected(selectors, path, self.params[path])
 
-        return lambda tree: jax.tree.map(flag, optax_wrappers.tree_paths(tree))
+        return lambda tree: jax.tree.map(flag, wrappers.tree_paths(tree))
 
 
 def _trained(cfg: OptimizerConfig, params: Params) -> Params:
@@ -95,7 +91,7 @@ def _grouped(cfg: OptimizerConfig, params: Params, train_steps: int) -> Transfor
 
 def _partition(transforms: Any, labels: dict[str, Any]) -> Transform:
     def label(tree: Any) -> Any:
-        return jax.tree.map(labels.__getitem__, optax_wrappers.tree_paths(tree))
+        return jax.tree.map(labels.__getitem__, wrappers.tree_paths(tree))
 
     return optax.partition(transforms, label, mask_compatible_extra_args=True)
 
@@ -117,9 +113,9 @@ def _item(item: dict[str, Any], key: str, scope: _Scope) -> Transform:
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer.{key}: optax refuses these arguments of {found.name}: {error}") from error
     if found.name in PER_MATRIX:
-        transform = optax_wrappers.as_matrices(transform, scope.params)
+        transform = wrappers.as_matrices(transform, scope.params)
     if found.name in PER_MATRIX + PER_LAYER:
-        transform = optax_wrappers.per_layer(transform, scope.params, sequential=found.name in SEQUENTIAL)
+        transform = wrappers.per_layer(transform, scope.params, sequential=found.name in SEQUENTIAL)
     return transform
 
 
@@ -155,13 +151,13 @@ def _implied(found: Signature, given: dict[str, Any], item: dict[str, Any], key:
         if name in found and name not in given and found.name not in ("masked",):
             implied[name] = scope.mask(check_selectors(cfg.decay, "decay") if cfg.decay is not None else None)
     if found.name == "muon":
-        implied["muon_weight_dimension_numbers"] = optax_wrappers.muon_dimensions(scope.params)
+        implied["muon_weight_dimension_numbers"] = wrappers.muon_dimensions(scope.params)
     if found.name == "scale_by_muon":
         others = [path for path, info in scope.params.items() if info.matrix is None]
         if others:
             raise ConfigError(f"optimizer.{key}: scale_by_muon takes matrices only, but {others[0]} is none; put it in a group with "
                               "match: [{path: '*', ndim: 2}]")
-        implied["weight_dimension_numbers"] = optax_wrappers.muon_dimensions(scope.params)
+        implied["weight_dimension_numbers"] = wrappers.muon_dimensions(scope.params)
     return implied
 
 
@@ -183,7 +179,7 @@ def _selective(found: Signature, given: dict[str, Any], scope: _Scope) -> Transf
 
 
 BUILDERS: dict[str, Callable[[Signature, dict[str, Any], _Scope], Transform]] = {
-    "lookahead": lambda found, given, scope: optax_wrappers.lookahead(**given),
+    "lookahead": lambda found, given, scope: wrappers.lookahead(**given),
     "MultiSteps": lambda found, given, scope: optax.MultiSteps(**given).gradient_transformation(),
     "sam": _sam,
     "selective_transform": _selective,

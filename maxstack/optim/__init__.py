@@ -1,6 +1,5 @@
 """The optimizer's configuration: an Optax chain as data, with masks and groups by parameter path. Checked without importing jax."""
 
-import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -8,10 +7,21 @@ import pydantic
 from pydantic import Field
 
 from maxstack.config import Items, Section, fault
-from maxstack.optax_args import arguments_of, as_chain, check_chain, check_schedule, check_steps_value, schedule_kinds, sort_of, transform_kinds, walk
-from maxstack.optax_names import signature
-from maxstack.param_paths import ParamInfo, check_selectors
-from maxstack.schedules import build_schedule, check_steps, steps_of
+from maxstack.optim.arguments import (
+    arguments_of,
+    as_chain,
+    check_chain,
+    check_schedule,
+    check_steps_value,
+    is_number,
+    schedule_kinds,
+    sort_of,
+    transform_kinds,
+    walk,
+)
+from maxstack.optim.names import signature
+from maxstack.optim.paths import ParamInfo, check_selectors
+from maxstack.optim.schedules import build_schedule, check_steps, steps_of
 
 if TYPE_CHECKING:
     import optax
@@ -84,8 +94,9 @@ class OptimizerConfig(Section):
     """Peak learning rate of every chain item that takes one and sets none; or a whole schedule, and then `schedule` is null."""
     schedule: Shape = WARMUP_COSINE
     """Shape of every learning rate that is given as a number, which is its peak; by kind: any Optax schedule, wsd or inverse_sqrt; null: constant.
-    Steps may be shares of train.steps such as 2%, start and end values shares of the peak such as 10%."""
-    chain: Chain = [CLIP, ADAMW]  # noqa: RUF012
+    Steps may be shares of train.steps such as 2%, start and end values shares of the peak such as 10%. Without a kind, the given arguments replace
+    those of the default."""
+    chain: Chain = [CLIP, ADAMW]
     """Optax transforms by kind, applied in order to all trainable parameters. With groups it runs before them, and defaults to the clipping alone."""
     groups: Items[GroupConfig] = ()
     """Chains for some parameters each; the first group that matches a parameter takes it, and every parameter needs one."""
@@ -105,6 +116,8 @@ class OptimizerConfig(Section):
             data = {"schedule": None, **data}
         if isinstance(data, dict) and data.get("groups"):
             data = {"chain": [CLIP], **data}
+        if isinstance(data, dict) and isinstance(data.get("schedule"), dict) and "kind" not in data["schedule"]:
+            data = data | {"schedule": WARMUP_COSINE | data["schedule"]}
         return data
 
     @pydantic.model_validator(mode="after")
@@ -113,11 +126,11 @@ class OptimizerConfig(Section):
             check_schedule(self.learning_rate, "learning_rate", has_base=False)
             if self.schedule is not None:
                 raise fault("schedule", "learning_rate is a whole schedule already; set schedule: null, or learning_rate to the peak as a number")
-        elif not isinstance(self.learning_rate, int | float) or isinstance(self.learning_rate, bool):
-            raise fault("learning_rate", f"got {self.learning_rate!r}, wanted a number such as 3e-4, or a schedule")
+        elif not is_number(self.learning_rate) or self.learning_rate < 0:
+            raise fault("learning_rate", f"got {self.learning_rate!r}, wanted a number >= 0 such as 3e-4, or a schedule")
         if self.schedule is not None:
             check_schedule(self.schedule, "schedule", has_base=True)
-        if self.chain or not self.groups:
+        if self.chain != [] or not self.groups:
             check_chain(self.chain, "chain")
         for name in ("decay", "trainable", "frozen"):
             if getattr(self, name) is not None:
@@ -127,9 +140,9 @@ class OptimizerConfig(Section):
 
     def _check_rates(self) -> None:
         """Every parameter must be moved against its gradient, once, by a learning rate that its transform can take."""
-        shared = next((i for i, item in enumerate(self.chain) if _descends(item)), None)
+        shared = next((i for i, item in enumerate(as_chain(self.chain)) if _descends(item)), None)
         if self.groups and shared is not None:
-            raise fault(f"chain.{shared}", f"{self.chain[shared]['kind']} applies the learning rate, and the groups do so again; move it into them")
+            raise fault(f"chain.{shared}", "applies the learning rate, and the groups do so again; move this item into them")
         for where, chain in [(f"groups.{i}.chain", group.chain) for i, group in enumerate(self.groups)] or [("chain", self.chain)]:
             if not any(_descends(item) for item in as_chain(chain)):
                 raise fault(where, "no item moves weights against their gradients; end the chain with {kind: scale_by_learning_rate}")
@@ -177,12 +190,12 @@ def check_schedules(cfg: OptimizerConfig, train_steps: int) -> None:
         raise fault("ema.start", f"the average would start after the last step; train.steps={train_steps}")
 
 
-def learning_rate_at(cfg: OptimizerConfig, train_steps: int) -> Callable[[Any], Any]:
+def learning_rate_at(cfg: OptimizerConfig, train_steps: int) -> Callable[[Any], Any] | None:
     """The learning rate as a function of the step, for metrics: of the first item that uses optimizer.learning_rate, else of the first that takes
-    any; not a number when no item takes one."""
+    any; None when no item takes one."""
     uses = sorted(rate_uses(cfg), key=lambda use: not use.base)
     if not uses:
-        return lambda step: math.nan
+        return None
     rate = uses[0].item.get("learning_rate", cfg.learning_rate)
     found = rate_function(cfg, rate, updates_in(train_steps, uses[0].every), uses[0].fixed)
     return lambda step: found(step // uses[0].every) if callable(found) else found
@@ -205,24 +218,24 @@ def build(cfg: OptimizerConfig, train_steps: int, params_info: Any) -> "optax.Gr
 
     Its update takes the parameters, and value=loss and grad=gradients as extra arguments. A pattern that matches no parameter is a ConfigError.
     """
-    from maxstack import optax_chain
+    from maxstack.optim import chain
 
-    return optax_chain.assemble(cfg, train_steps, params_info)
+    return chain.assemble(cfg, train_steps, params_info)
 
 
 def eval_params(cfg: OptimizerConfig, opt_state: Any, params: Any) -> Any:
     """The weights to evaluate with: their moving average if ema.eval asks for it, else what Schedule-Free or Lookahead say, else the parameters."""
-    from maxstack import optax_wrappers
+    from maxstack.optim import wrappers
 
-    average = optax_wrappers.ema_params(opt_state, params) if cfg.ema and cfg.ema.eval else None
-    return optax_wrappers.wrapped_params(opt_state, params) if average is None else average
+    average = wrappers.ema_params(opt_state, params) if cfg.ema and cfg.ema.eval else None
+    return wrappers.wrapped_params(opt_state, params) if average is None else average
 
 
 def ema_params(opt_state: Any, params: Any) -> Any | None:
     """The moving average of the weights, with frozen parameters as they are; None when the optimizer keeps none."""
-    from maxstack import optax_wrappers
+    from maxstack.optim import wrappers
 
-    return optax_wrappers.ema_params(opt_state, params)
+    return wrappers.ema_params(opt_state, params)
 
 
 def _items(cfg: OptimizerConfig) -> Iterator[tuple[Mapping, str, int]]:

@@ -1,14 +1,15 @@
 """Checks of the transforms and schedules that a configuration names: known kinds, known and complete arguments, values of the right sort."""
 
 import ast
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
 
 from maxstack.config import fault
-from maxstack.optax_names import Argument, Signature, names, nearest, signature
-from maxstack.param_paths import check_selectors, hint_for
-from maxstack.schedules import ALIASES, OWN, STEPS, VALUES, filled, peak_argument, schedule_signature, share
+from maxstack.optim.names import Argument, Signature, names, nearest, signature
+from maxstack.optim.paths import check_selectors, hint_for
+from maxstack.optim.schedules import ALIASES, OWN, STEPS, VALUES, filled, peak_argument, schedule_signature, share
 
 PYTHON = "it takes a Python function, which a configuration cannot hold"
 LINESEARCH = "its line search evaluates the loss several times in one update, but the training step computes loss and gradients once"
@@ -25,6 +26,12 @@ REFUSED = {
     "snapshot": PYTHON, "monitor": PYTHON, "measure_with_ema": PYTHON,
 }
 DTYPES = ("float32", "bfloat16", "float16")
+PER_LAYER = ("clip_by_block_rms", "fromage", "lamb", "lars", "novograd", "scale_by_distance_over_gradients", "scale_by_novograd",
+             "scale_by_param_block_norm", "scale_by_param_block_rms", "scale_by_sm3", "scale_by_trust_ratio", "sm3")
+"""Transforms that take norms or statistics over a whole tensor: each layer of a stacked weight is a tensor."""
+PER_MATRIX = ("adafactor", "adaptive_grad_clip", "centralize", "galore", "scale_by_factored_rms", "scale_by_galore")
+"""Transforms that tell a tensor's dimensions apart: each layer is shown to them as a matrix."""
+MUON = ("muon", "scale_by_muon")
 RESHAPING = ("flatten", "galore", "scale_by_galore")
 DECAY_MASKS = ("mask", "weight_decay_mask")
 
@@ -122,7 +129,7 @@ def check_schedule(item: Any, key: str, has_base: bool) -> None:
     given = {name: value for name, value in item.items() if name != "kind"}
     peak = peak_argument(found)
     for name in (name for name in VALUES if share(given.get(name)) is not None):
-        if not has_base and (name == peak or not _is_number(given.get(peak or "")) or not given[peak or ""]):
+        if not has_base and (name == peak or not is_number(given.get(peak or "")) or not given[peak or ""]):
             raise fault(f"{key}.{name}", f"{given[name]} is a share of a learning rate, and none is given here; write {peak} as a number")
     _check_arguments(found, given, key, filled(found) | ({peak or ""} if has_base else set()), None, has_base)
 
@@ -140,7 +147,7 @@ def _check_arguments(found: Signature, given: dict[str, Any], key: str, supplied
     inside = reshaped or (found.name if found.name in RESHAPING else None)
     for name in given:
         if name not in known:
-            raise fault(f"{key}.{name}", f"{found.name} has no argument {name!r}{hint_for(name, known)}; it takes {', '.join(known) or 'none'}")
+            raise fault(f"{key}.{name}", f"{found.name} has no argument {name!r}; it takes {', '.join(known) or 'none'}{hint_for(name, known)}")
     for argument in found.arguments:
         if argument.name in given:
             _check_value(argument, given[argument.name], f"{key}.{argument.name}", inside, has_base)
@@ -197,8 +204,9 @@ def check_steps_value(value: Any, key: str) -> None:
         raise fault(key, f"got {value!r}, wanted {WANTED['steps']}")
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number, and not true or false."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_steps(value: Any) -> bool:
@@ -208,14 +216,14 @@ def _is_steps(value: Any) -> bool:
 def _fits(sort: str, value: Any) -> bool:
     if sort == "skip":
         large = isinstance(value, dict) and value.get("kind") == "skip_large_updates" and set(value) == {"kind", "max_squared_norm"}
-        return value == "skip_not_finite" or (large and _is_number(value["max_squared_norm"]))
+        return value == "skip_not_finite" or (large and is_number(value["max_squared_norm"]))
     checks = {
-        "number": _is_number, "rate": _is_number, "value": lambda v: _is_number(v) or share(v) is not None, "steps": _is_steps,
+        "number": is_number, "rate": is_number, "value": lambda v: is_number(v) or share(v) is not None, "steps": _is_steps,
         "whole": lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 0, "flag": lambda v: isinstance(v, bool),
         "text": lambda v: isinstance(v, str), "dtype": lambda v: v in DTYPES,
-        "sequence": lambda v: isinstance(v, list | tuple | str) or _is_number(v),
+        "sequence": lambda v: isinstance(v, list | tuple | str) or is_number(v),
         "boundaries": lambda v: isinstance(v, list | tuple) and all(map(_is_steps, v)),
-        "scales": lambda v: isinstance(v, dict) and all(map(_is_steps, v)) and all(map(_is_number, v.values())),
+        "scales": lambda v: isinstance(v, dict) and all(map(_is_steps, v)) and all(map(is_number, v.values())),
     }
     return sort in checks and checks[sort](value)
 
@@ -229,8 +237,16 @@ def _check_special(found: Signature, given: dict[str, Any], key: str, reshaped: 
         raise fault(f"{key}.every_k_schedule", "got 0, wanted at least 1")
     if given.get("warmup_steps") == 0:
         raise fault(f"{key}.warmup_steps", "got 0, wanted at least 1, or null for no warm-up")
-    mask = next((name for name in DECAY_MASKS if name in found), None)
+    if reshaped:
+        _check_reshaped(found, given, key, reshaped)
+
+
+def _check_reshaped(found: Signature, given: dict[str, Any], key: str, reshaped: str) -> None:
+    """Inside a wrapper that hides paths and shapes, nothing can depend on them."""
+    if found.name in PER_LAYER + PER_MATRIX + MUON:
+        raise fault(f"{key}.kind", f"{found.name} depends on the parameters' shapes, which {reshaped} hides; apply it outside {reshaped}")
     decays = given.get("weight_decay", ast.literal_eval(found["weight_decay"].default or "None") if "weight_decay" in found else None)
-    if reshaped and mask and given.get(mask, ...) is not None and (decays or found.name == "masked" or given.get(mask)):
-        raise fault(f"{key}.{mask}", f"{reshaped} hides the parameters' paths and shapes, so {found.name} cannot choose among them inside it; "
-                    f"set {mask}: null here, or decay weights outside {reshaped}")
+    for name in (argument.name for argument in found.arguments if sort_of(argument) == "mask"):
+        if isinstance(given.get(name), list | tuple) or (decays and name in DECAY_MASKS and name not in given):
+            raise fault(f"{key}.{name}", f"{reshaped} hides the parameters' paths and shapes, so {found.name} cannot choose among them inside it; "
+                        f"set {name}: null here, or decay weights outside {reshaped}")

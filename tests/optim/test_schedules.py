@@ -77,6 +77,10 @@ def test_a_learning_rate_may_be_a_whole_schedule_and_then_nothing_shapes_it():
     assert learning_rate_at(cfg, 10)(3) == 0.25
 
 
+def test_a_schedule_without_a_kind_changes_arguments_of_the_default():
+    assert OptimizerConfig(schedule={"warmup_steps": 3}).schedule == {"kind": "warmup_cosine", "warmup_steps": 3, "end_value": "10%"}
+
+
 def test_two_schedules_for_one_learning_rate_are_refused():
     assert refused(learning_rate={"kind": "constant", "value": 1.0}, schedule={"kind": "constant"})[0] == "schedule"
 
@@ -92,7 +96,7 @@ def test_the_reported_rate_is_that_of_the_item_when_none_uses_the_shared_one():
 
 
 def test_no_learning_rate_is_reported_where_no_item_takes_one():
-    assert math.isnan(learning_rate_at(OptimizerConfig(chain=[{"kind": "scale", "step_size": -0.1}]), 10)(0))
+    assert learning_rate_at(OptimizerConfig(chain=[{"kind": "scale", "step_size": -0.1}]), 10) is None
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 7])
@@ -136,7 +140,7 @@ def test_a_schedule_inside_multisteps_is_checked_against_the_updates_that_it_see
     ({"kind": "warmup_cosine", "warmup_steps": 2.5}, "schedule.warmup_steps", "a whole number of steps"),
     ({"kind": "wsd", "warmup_steps": 1, "decay_steps": 1, "shape": "sqroot"}, "schedule.shape", "'sqrt'"),
     ({"kind": "join", "boundaries": [1], "schedules": [{"kind": "constant"}, {"kind": "cosin"}]}, "schedule.schedules.1.kind", "'cosine'"),
-    ({"warmup_steps": 3}, "schedule", "kind"),
+    (3, "schedule", "kind"),
 ])
 def test_a_mistaken_schedule_is_explained(schedule, key, words):
     got, message = refused(schedule=schedule)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from maxstack.config import fault
-from maxstack.optax_names import Argument, Signature, signature
+from maxstack.optim.names import Argument, Signature, signature
 
 Schedule = Callable[[Any], Any]
 ALIASES = {

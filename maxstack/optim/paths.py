@@ -5,7 +5,7 @@ import fnmatch
 from typing import Any
 
 from maxstack.config import ConfigError, fault
-from maxstack.optax_names import nearest
+from maxstack.optim.names import nearest
 
 STACKED = ("layers", "expert")
 HEADS = ("heads", "kv_heads")

@@ -1,0 +1,251 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from maxstack.data import DataError, make_feed
+from maxstack.data.config import BytesTokenizer, DataConfig, JsonlSource, SyntheticSource, TextSource
+
+BATCH = 8
+
+
+@pytest.fixture(autouse=True, scope="module")
+def corpus(tmp_path_factory):
+    """Forty text files and a hundred JSON lines."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("corpus")
+        patch.chdir(folder)
+        (folder / "texts").mkdir()
+        for i in range(40):
+            (folder / "texts" / f"{i}.txt").write_text(f"file {i} " * (1 + i * i % 37))
+        (folder / "lines.jsonl").write_text("".join(json.dumps({"text": f"line {i} " * (1 + i % 5)}) + "\n" for i in range(100)))
+        yield folder
+
+
+def config(**fields):
+    sources = [TextSource(kind="text", files=["texts/*.txt"], weight=2.0, holdout=0.2), JsonlSource(kind="jsonl", files=["lines.jsonl"]),
+               SyntheticSource(kind="synthetic", length=50, ragged=True, weight=0.5)]
+    return DataConfig(**{"sources": sources, "seq_len": 32} | fields)
+
+
+def batches(feed, count):
+    return [next(feed) for _ in range(count)]
+
+
+def the_same(left, right, rows=slice(None)):
+    return len(left) == len(right) and all((a[key][rows] == b[key]).all() and a[key].dtype == b[key].dtype
+                                           for a, b in zip(left, right, strict=True) for key in a | b)
+
+
+@pytest.fixture
+def feeds():
+    """Makes feeds and closes them."""
+    made = []
+
+    def make(*args, **kwargs):
+        made.append(make_feed(*args, **kwargs))
+        return made[-1]
+    yield make
+    for feed in made:
+        feed.close()
+
+
+def test_a_batch_has_the_keys_shapes_and_types_of_the_contract(feeds):
+    batch = next(feeds(config(), range(BATCH), BATCH))
+    assert {key: (array.shape, array.dtype.name) for key, array in batch.items()} == {
+        "tokens": ((8, 32), "int32"), "targets": ((8, 32), "int32"), "positions": ((8, 32), "int32"), "segments": ((8, 32), "int32"),
+        "mask": ((8, 32), "float32")}
+
+
+@pytest.mark.parametrize("packing", ["concat", "fit", "none"])
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_the_global_batches_do_not_depend_on_the_number_of_processes(processes, packing, feeds):
+    expected = batches(feeds(config(packing=packing), range(BATCH), BATCH), 25)
+    share = BATCH // processes
+    for process in range(processes):
+        lanes = range(process * share, (process + 1) * share)
+        assert the_same(expected, batches(feeds(config(packing=packing), lanes, BATCH), 25), slice(lanes.start, lanes.stop))
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_the_global_batches_do_not_depend_on_two_workers_in_each_process(processes, feeds):
+    expected = batches(feeds(config(), range(BATCH), BATCH), 25)
+    share = BATCH // processes
+    made = [feeds(config(workers=2), range(process * share, (process + 1) * share), BATCH) for process in range(processes)]
+    for feed in made:
+        feed.start()
+    for process, feed in enumerate(made):
+        assert the_same(expected, batches(feed, 25), slice(process * share, (process + 1) * share))
+
+
+def test_workers_beyond_the_lanes_of_an_odd_split_change_nothing(feeds):
+    expected = batches(feeds(config(), range(BATCH), BATCH), 5)
+    assert the_same(expected, batches(feeds(config(workers=2, prefetch=1), [1, 4, 7], BATCH), 5), [1, 4, 7])
+
+
+@pytest.mark.parametrize(("packing", "workers"), [("concat", 0), ("fit", 0), ("none", 0), ("concat", 1)])
+def test_a_saved_position_continues_the_same_on_another_split_of_the_lanes(packing, workers, feeds):
+    cfg = config(packing=packing, workers=workers)
+    whole = feeds(config(packing=packing, prefetch=7), range(BATCH), BATCH)
+    batches(whole, 11)
+    state = whole.state()
+    expected = batches(whole, 6)
+    for lanes in (range(2), range(2, 8)):
+        part = feeds(cfg, lanes, BATCH)
+        part.restore(state[lanes.start:lanes.stop])
+        assert the_same(expected, batches(part, 6), slice(lanes.start, lanes.stop))
+        assert (part.state() == whole.state()[lanes.start:lanes.stop]).all()
+
+
+def test_batches_made_ahead_do_not_count_in_the_position(feeds):
+    eager, lazy = feeds(config(prefetch=9), range(BATCH), BATCH), feeds(config(prefetch=1), range(BATCH), BATCH)
+    batches(eager, 3), batches(lazy, 3)
+    time.sleep(0.2)
+    assert (eager.state() == lazy.state()).all() and eager.state().dtype == np.int64
+
+
+def test_restoring_rewinds_a_feed_in_use(feeds):
+    feed = feeds(config(), range(BATCH), BATCH)
+    next(feed)
+    state, expected = feed.state(), batches(feed, 4)
+    feed.restore(state)
+    assert the_same(expected, batches(feed, 4))
+
+
+def test_the_identity_changes_with_the_documents(corpus):
+    before = make_feed(config(), range(BATCH), BATCH).identity()
+    assert make_feed(config(seq_len=7), [2], 3).identity() == before
+    (corpus / "texts" / "new.txt").write_text("one more")
+    try:
+        assert make_feed(config(), range(BATCH), BATCH).identity() != before
+    finally:
+        (corpus / "texts" / "new.txt").unlink()
+
+
+def test_a_position_of_another_shape_is_refused(feeds):
+    feed = feeds(config(), range(BATCH), BATCH)
+    with pytest.raises(DataError, match="number of data.sources changed"):
+        feed.restore(np.zeros((BATCH, 3), np.int64))
+
+
+def test_evaluation_reads_each_held_out_document_once_and_then_pads_for_ever(feeds):
+    feed = feeds(config(), range(BATCH), BATCH, evaluation=True)
+    text, counted, empty = b"", 0, 0
+    while empty < 3:
+        batch = next(feed)
+        text += batch["targets"][batch["bytes"] == 1].astype(np.uint8).tobytes()
+        counted += int(batch["bytes"].sum())
+        empty += not batch["mask"].any()
+        assert batch["bytes"].dtype == np.float32 and not batch["bytes"][batch["mask"] == 0].any()
+    held = int(feed.describe()[0].split()[1])
+    assert 0 < held < 40 and len(feed.describe()) == 1 and text.count(b"file") > held
+    assert counted == len(text)
+
+
+def test_the_bytes_of_an_evaluation_are_those_of_the_documents(feeds):
+    cfg = DataConfig(sources=[TextSource(kind="text", files=["texts/*.txt"])], seq_len=32, tokenizer=BytesTokenizer(kind="bytes", eos=True))
+    total = sum(path.stat().st_size for path in Path("texts").iterdir())
+    for lanes in (1, 3):
+        feed, counted = feeds(cfg, range(lanes), lanes, evaluation=True, whole=True), 0.0
+        while (batch := next(feed))["mask"].any():
+            counted += batch["bytes"].sum()
+        assert counted == total
+
+
+def test_evaluation_without_held_out_documents_is_an_error():
+    with pytest.raises(DataError, match="holdout"):
+        make_feed(DataConfig(sources=[JsonlSource(kind="jsonl", files=["lines.jsonl"])]), range(2), 2, evaluation=True)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_bad_record_surfaces_from_the_background_with_its_name(workers, feeds, corpus):
+    (corpus / "bad.jsonl").write_text('{"text": "fine, fine, fine"}\n{"text": 3}\n')
+    feed = feeds(DataConfig(sources=[JsonlSource(kind="jsonl", files=["bad.jsonl"])], seq_len=16, workers=workers), range(2), 2)
+    with pytest.raises(DataError, match="bad.jsonl: line 2"):
+        batches(feed, 50)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in /proc")
+def test_a_worker_that_is_killed_is_an_error_and_no_hang(feeds):
+    feed = feeds(config(workers=1), range(BATCH), BATCH)
+    next(feed)
+    for child in children(os.getpid()):
+        if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+            os.kill(child, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="terminated unexpectedly"):
+        batches(feed, 100)
+
+
+def test_waiting_is_measured(feeds):
+    feed = feeds(config(), range(BATCH), BATCH)
+    start = time.perf_counter()
+    batches(feed, 20)
+    assert 0 < feed.waited <= time.perf_counter() - start
+
+
+def test_lanes_outside_the_batch_are_refused():
+    with pytest.raises(ValueError, match="not rows of a batch of 8"):
+        make_feed(config(), [7, 8], BATCH)
+
+
+PROGRAM = """
+import time
+from maxstack.data import make_feed
+from maxstack.data.config import DataConfig, SyntheticSource
+
+def main():
+    feed = make_feed(DataConfig(sources=[SyntheticSource(kind="synthetic")], seq_len=8, workers=2), range(4), 4)
+    print(next(feed)["tokens"].shape, flush=True)
+    time.sleep(60)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def children(parent):
+    return [int(child) for task in Path(f"/proc/{parent}/task").iterdir() for child in (task / "children").read_text().split()]
+
+
+@pytest.fixture(scope="module")
+def program(corpus):
+    """A main module of its own, run with arguments that grain's flags do not know; it waits after its first batch."""
+    package = corpus / "userpackage"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "train.py").write_text(PROGRAM)
+    environment = os.environ | {"PYTHONPATH": f"{Path(__file__).parents[2]}{os.pathsep}{corpus}"}
+    command = [sys.executable, "-m", "userpackage.train", "data.seq_len=3", "--unknown-flag"]
+    main = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    main.first_line = main.stdout.readline()
+    yield main
+    main.kill()
+    main.communicate()
+
+
+def test_workers_start_from_a_main_module_with_arguments_of_its_own(program):
+    assert program.first_line == "(4, 8)\n"
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in /proc")
+def test_workers_end_when_the_main_process_is_killed(program):
+    started = children(program.pid)
+    assert len(started) >= 2
+    program.kill()
+    deadline = time.time() + 20
+    while time.time() < deadline and any(alive(child) for child in started):
+        time.sleep(0.1)
+    assert not any(alive(child) for child in started)
+
+
+def alive(process):
+    try:
+        return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return False

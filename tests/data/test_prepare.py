@@ -1,0 +1,171 @@
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from maxstack.config import ConfigError
+from maxstack.data import DataError, make_feed
+from maxstack.data.config import ArrayRecordSource, BytesTokenizer, DataConfig, JsonlSource, SyntheticSource, TextSource
+from maxstack.data.prepare import prepare
+from maxstack.data.sources import open_source
+from maxstack.data.tokenizers import open_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("texts").mkdir()
+    for i in range(30):
+        Path("texts", f"{i}.txt").write_text(f"text number {i} " * (i + 1))
+    Path("lines.jsonl").write_text("".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(20)))
+    return tmp_path
+
+
+def config(**fields):
+    sources = [TextSource(kind="text", name="my texts", files=["texts/*.txt"], holdout=0.3), JsonlSource(kind="jsonl", files=["lines.jsonl"])]
+    return DataConfig(**{"sources": sources} | fields)
+
+
+def tokens(files, **fields):
+    return ArrayRecordSource(kind="array_record", files=[files], content="tokens", **fields)
+
+
+def all_of(documents):
+    return [documents[i] for i in range(len(documents))]
+
+
+def test_shards_hold_the_documents_of_each_source_and_split_in_order():
+    cfg = config()
+    prepare(cfg, "out", workers=2, shard_size=7)
+    tokenizer = open_tokenizer(cfg.tokenizer)
+    for files, place, split in (("my_texts-train", 0, "train"), ("my_texts-eval", 0, "eval"), ("jsonl-1-train", 1, "train")):
+        expected = [tokenizer.encode(text) for text in all_of(open_source(cfg.sources[place], split=split))]
+        got = all_of(open_source(tokens(f"out/{files}-*")))
+        assert len(got) == len(expected) > 0 and all(np.array_equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert len(list(Path("out").glob("jsonl-1-train-*-of-00003.array_record"))) == 3
+
+
+def test_the_manifest_counts_and_checksums_every_shard():
+    prepare(config(), "out")
+    manifest = json.loads(Path("out/manifest.json").read_text())
+    assert set(manifest["shards"]) == {path.name for path in Path("out").glob("*.array_record")} == set(os.listdir("out")) - {"manifest.json"}
+    for name, shard in manifest["shards"].items():
+        documents = all_of(open_source(tokens(f"out/{name}")))
+        assert shard["documents"] == len(documents) and shard["tokens"] == sum(map(len, documents))
+        assert shard["sha256"] == hashlib.sha256(Path("out", name).read_bytes()).hexdigest() and shard["size"] == os.path.getsize(f"out/{name}")
+    size = sum(path.stat().st_size for path in Path("texts").iterdir()) + sum(len(f"line {i}") for i in range(20))
+    assert manifest["totals"] == {"documents": 50, "tokens": size + 50, "bytes": size}
+    assert manifest["tokenizer"]["fingerprint"] == open_tokenizer(config().tokenizer).fingerprint
+
+
+def test_the_shards_feed_the_same_batches_as_the_text():
+    text = DataConfig(sources=[TextSource(kind="text", files=["texts/*.txt"])], seq_len=16)
+    prepare(text, "out", shard_size=4)
+    feeds = [make_feed(cfg, range(2), 2) for cfg in (text, DataConfig(sources=[tokens("out/*.array_record")], seq_len=16))]
+    for _ in range(20):
+        left, right = (next(feed) for feed in feeds)
+        assert all(np.array_equal(left[key], right[key]) for key in left)
+    for feed in feeds:
+        feed.close()
+
+
+PROGRAM = """
+import sys
+from maxstack.data.config import DataConfig, SyntheticSource
+from maxstack.data.prepare import prepare
+
+if __name__ == "__main__":
+    cfg = DataConfig(sources=[SyntheticSource(kind="synthetic", documents=int(sys.argv[1]), length=2000)])
+    prepare(cfg, "out", workers=1, shard_size=500)
+"""
+
+
+def test_after_a_kill_finished_shards_are_kept_and_the_rest_is_made(folder):
+    Path("program.py").write_text(PROGRAM)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "program.py", "20000"]
+    first = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    while len(list(Path("out").glob(".finished/synthetic-*.json"))) < 2:
+        assert first.poll() is None
+        time.sleep(0.005)
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    assert not Path("out/manifest.json").exists()
+    kept = {path.name.removesuffix(".json"): Path("out", path.name.removesuffix(".json")).stat().st_mtime_ns
+            for path in Path("out").glob(".finished/synthetic-*.json")}
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    manifest = json.loads(Path("out/manifest.json").read_text())
+    assert manifest["totals"]["documents"] == 20000 and len(manifest["shards"]) == 40 > len(kept) >= 2
+    assert {name: Path("out", name).stat().st_mtime_ns for name in kept} == kept
+    assert set(os.listdir("out")) == {"manifest.json", *manifest["shards"]}
+    made, plain = open_source(tokens("out/*.array_record")), open_source(SyntheticSource(kind="synthetic", documents=20000, length=2000))
+    assert all(np.array_equal(made[i], plain[i]) for i in range(0, 20000, 97))
+
+
+def test_a_shard_that_finds_no_room_is_an_error_that_names_it_and_leaves_no_piece():
+    Path("program.py").write_text("import resource, signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+                                  "resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))\n" + PROGRAM)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "program.py", "600"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and "out/synthetic-0-train-00000-of-00002.array_record cannot be written" in done.stderr
+    assert [path.name for path in Path("out").iterdir() if path.suffix != ".array_record"] == [".finished"]
+
+
+def test_a_finished_folder_is_left_alone_and_says_so(capsys):
+    prepare(config(), "out")
+    before = {path: path.stat().st_mtime_ns for path in Path("out").iterdir()}
+    prepare(config(), "out", workers=3)
+    assert "already complete" in capsys.readouterr().out and before == {path: path.stat().st_mtime_ns for path in Path("out").iterdir()}
+
+
+@pytest.mark.parametrize("change", ["tokenizer", "shard size", "documents"])
+def test_a_folder_with_shards_of_other_data_is_refused(change):
+    prepare(config(), "out")
+    if change == "documents":
+        Path("texts/3.txt").write_text("changed")
+    cfg = config(tokenizer=BytesTokenizer(kind="bytes", eos=True)) if change == "tokenizer" else config()
+    with pytest.raises(ConfigError, match="out: holds shards of other data"):
+        prepare(cfg, "out", shard_size=3 if change == "shard size" else None)
+
+
+def test_a_bad_record_is_named_and_a_corrected_one_completes():
+    Path("lines.jsonl").write_text('{"text": "good"}\n{"text": 3}\n')
+    with pytest.raises(DataError, match="lines.jsonl: line 2"):
+        prepare(config(), "out")
+    Path("lines.jsonl").write_text('{"text": "good"}\n{"text": "3"}\n')
+    prepare(config(), "out")
+    assert [bytes(ids[1:].astype(np.uint8)) for ids in all_of(open_source(tokens("out/jsonl-1-*")))] == [b"good", b"3"]
+
+
+def test_shards_of_another_tokenizer_are_refused_by_name():
+    prepare(config(), "out")
+    other = DataConfig(sources=[tokens("out/*-train-*")], tokenizer=BytesTokenizer(kind="bytes", eos=True))
+    with pytest.raises(DataError) as caught:
+        make_feed(other, range(2), 2)
+    assert all(open_tokenizer(cfg.tokenizer).fingerprint in str(caught.value) for cfg in (config(), other))
+
+
+def test_a_shard_cut_short_or_not_in_the_manifest_is_refused():
+    prepare(config(), "out")
+    shard = next(Path("out").glob("jsonl-1-train-00000*"))
+    Path("out/stray.array_record").write_bytes(shard.read_bytes())
+    with pytest.raises(DataError, match="stray.array_record: not listed"):
+        open_source(tokens("out/stray*"))
+    with open(shard, "ab") as file:
+        file.write(b"x" * 65536)
+    with pytest.raises(DataError, match=f"{shard.name}: .* bytes, but manifest.json says"):
+        open_source(tokens("out/jsonl*"))
+
+
+def test_a_manifest_of_something_else_is_an_error():
+    prepare(config(), "out")
+    Path("out/manifest.json").write_text('{"name": "a web app"}')
+    with pytest.raises(DataError, match="out/manifest.json: not a manifest"):
+        open_source(tokens("out/*.array_record"))

@@ -1,0 +1,75 @@
+"""Real `maxstack` processes for tests: started, watched, signalled, and their runs read back."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+TIMED = ("tokens_per_second", "step_seconds", "data_wait", "eval_seconds")
+FLAGS = "--xla_backend_optimization_level=1"
+
+
+def command(config: Path, *overrides: str) -> list[str]:
+    """The command line of a training run."""
+    return [sys.executable, "-m", "maxstack.train", str(config), *overrides]
+
+
+def environment() -> dict[str, str]:
+    """One CPU device, programs compiled quickly."""
+    return os.environ | {"XLA_FLAGS": FLAGS, "JAX_PLATFORMS": "cpu"}
+
+
+def train(config: Path, *overrides: str, code: int = 0) -> str:
+    """Run to the end; its output. Fails unless it leaves with `code`."""
+    done = subprocess.run(command(config, *overrides), capture_output=True, text=True, env=environment(), timeout=300, check=False)
+    assert done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr
+
+
+def interrupt(config: Path, folder: Path, after: int, number: int, *overrides: str) -> int:
+    """Start a run, send it a signal once it has reported step `after`; its exit code."""
+    process = subprocess.Popen(command(config, *overrides), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 240
+    while process.poll() is None and not any(row["step"] >= after for row in rows(folder)):
+        assert time.monotonic() < deadline, "the run never reached the step"
+        time.sleep(0.02)
+    process.send_signal(number)
+    return process.wait(timeout=120)
+
+
+def kill(config: Path, folder: Path, after: int, *overrides: str) -> None:
+    """SIGKILL a run once it has reported step `after`."""
+    assert interrupt(config, folder, after, signal.SIGKILL, *overrides) == -signal.SIGKILL
+
+
+def rows(folder: Path, key: str = "loss") -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl that hold `key`, in order, without a last one still being written."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [row for row in map(json.loads, lines) if key in row]
+
+
+def numbers(folder: Path, key: str = "loss") -> dict[int, dict[str, Any]]:
+    """Step -> everything in its last row that does not depend on the clock."""
+    return {row["step"]: {k: v for k, v in row.items() if k not in TIMED} for row in rows(folder, key)}
+
+
+def write_config(folder: Path, **sections: Any) -> Path:
+    """A tiny run over Python's own source text, packed, as a mixture of two sources, saved every 4 steps."""
+    block = {"mixer": {"kind": "attention", "heads": 4, "kv_heads": 2, "head_dim": 8}, "mlp": {"kind": "gated", "hidden": 64}}
+    base: dict[str, Any] = {
+        "run": {"name": "run", "output_dir": str(folder), "tensorboard": False, "compilation_cache": str(folder / "cache")},
+        "model": {"vocab": 320, "embed": 32, "layers": 2, "dtype": "float32", "blocks": {"block": block}},
+        "data": {"seq_len": 64, "sources": [
+            {"kind": "text", "files": ["{stdlib}/[a-f]*.py"], "holdout": 0.2, "weight": 3.0},
+            {"kind": "synthetic", "documents": 100, "length": 80, "ragged": True, "vocab": 320}]},
+        "optimizer": {"learning_rate": 0.01}, "train": {"steps": 24, "batch_size": 8}, "checkpoint": {"every": 4}}
+    path = folder / "config.yml"
+    path.write_text(yaml.safe_dump({key: base.get(key, {}) | sections.get(key, {}) for key in base | sections}))
+    return path

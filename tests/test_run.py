@@ -1,0 +1,87 @@
+"""The assembled step: the same numbers on any mesh and under accumulation, where the arrays lie, and what the compiler says."""
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+MESHES = {"data": {"data": 8}, "fsdp": {"data": 1, "fsdp": 8}, "tensor": {"data": 4, "tensor": 2}, "fsdp-tensor": {"data": 2, "fsdp": 2, "tensor": 2}}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Twenty steps on one device."""
+    return tiny.steps(tiny.make_run(tiny.config()), 20)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_twenty_steps_agree_with_one_device(mesh, alone, capfd):
+    rows = tiny.steps(tiny.make_run(tiny.config(mesh=MESHES[mesh]), 8), 20)
+    for ours, theirs in zip(rows, alone, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+    assert "rematerialization" not in capfd.readouterr().err
+
+
+def test_training_lowers_the_loss():
+    cfg = tiny.config()
+    run = tiny.make_run(cfg)
+    state, placed, losses = run.init(), run.place(tiny.batch(cfg), 8), []
+    for _ in range(60):
+        state, scalars = run.step(state, placed)
+        losses.append(float(scalars["loss"]))
+    assert losses[-1] < losses[0] / 2
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_one_microbatch_of_eight_rows_equals_eight_of_one(devices):
+    def first(accumulate):
+        run = tiny.make_run(tiny.config(train={"batch_size": 8 * devices, "accumulate": accumulate, "steps": 5}, objective={"z_loss": 1e-3},
+                                        optimizer={"learning_rate": 1.0, "chain": [{"kind": "sgd"}]}), devices)
+        state, scalars = run.step(run.init(), run.place(tiny.batch(run.cfg), 8 * devices))
+        return scalars, state.params
+
+    (whole, params), (split, parts) = first(1), first(8)
+    for name in whole:
+        np.testing.assert_allclose(whole[name], split[name], rtol=2e-6, err_msg=name)
+    for ours, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(parts), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-6)
+
+
+def test_the_weights_of_a_row_do_not_count_where_the_mask_is_zero():
+    cfg = tiny.config()
+    run, data = tiny.make_run(cfg), tiny.batch(cfg)
+    changed = data | {"targets": np.where(data["mask"] > 0, data["targets"], 0)}
+    losses = [float(run.step(run.init(), run.place(rows, 8))[1]["loss"]) for rows in (data, changed)]
+    assert losses[0] == losses[1]
+
+
+def test_weights_and_optimizer_state_are_made_in_shards():
+    run = tiny.make_run(tiny.config(mesh=MESHES["fsdp-tensor"]), 8)
+    state = run.init()
+    query = state.params["blocks"]["local"]["mixer"]["query"]
+    assert query.sharding.spec == jax.sharding.PartitionSpec(None, "fsdp", "tensor", None)
+    assert query.addressable_shards[0].data.size == query.size // 4
+    moments = [leaf for leaf in jax.tree.leaves(state.opt) if leaf.shape == query.shape]
+    assert moments and all(leaf.sharding.is_equivalent_to(query.sharding, query.ndim) for leaf in moments)
+
+
+def test_initial_weights_do_not_depend_on_the_mesh():
+    one, eight = (tiny.make_run(tiny.config(mesh=mesh), n).init() for mesh, n in (({}, 1), (MESHES["fsdp"], 8)))
+    for ours, theirs in zip(jax.tree.leaves(one.params), jax.tree.leaves(eight.params), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_rows_of_a_batch_come_back_as_they_went_in():
+    run = tiny.make_run(tiny.config(mesh=MESHES["fsdp-tensor"]), 8)
+    data = tiny.batch(run.cfg)
+    for name, array in run.place(data, 8).items():
+        np.testing.assert_array_equal(array, data[name])
+
+
+def test_bfloat16_compute_keeps_float32_weights_and_loss():
+    run = tiny.make_run(tiny.config(model=tiny.model(dtype="bfloat16")))
+    state, scalars = run.step(run.init(), run.place(tiny.batch(run.cfg), 8))
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {np.dtype("float32")}
+    assert scalars["loss"].dtype == np.float32
+    text = run.step.lower(run.abstract, run.abstract_batch()).as_text()
+    assert "dot_general" in text and "tensor<384x32xbf16>" in text

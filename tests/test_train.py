@@ -1,0 +1,157 @@
+"""Whole runs as real processes: what they leave behind, kills, signals, other device and process counts."""
+
+import random
+import signal
+import socket
+import subprocess
+
+import numpy as np
+import processes
+import pytest
+import yaml
+from processes import kill, numbers, rows, train, write_config
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """An uninterrupted run, and the configuration that made it."""
+    folder = tmp_path_factory.mktemp("base")
+    config = write_config(folder, eval={"every": 8, "steps": 3}, run={
+        "name": "base", "output_dir": str(folder), "tensorboard": True, "compilation_cache": str(folder / "cache")})
+    output = train(config)
+    return config, folder, output
+
+
+def final_state(folder, name, step=24):
+    """Every array of a checkpoint."""
+    from orbax.checkpoint import v1 as ocp
+
+    with ocp.training.Checkpointer(folder / name / "checkpoints") as saved:
+        return {key: np.asarray(value) for key, value in saved.load_checkpointables(step)["state"].items()}
+
+
+def test_a_run_leaves_its_records(base):
+    config, folder, output = base
+    run = folder / "base"
+    assert {"config.yml", "versions.json", "metrics.jsonl", "log.txt", "tensorboard", "checkpoints"} <= {path.name for path in run.iterdir()}
+    assert list((run / "tensorboard").glob("events*"))
+    assert [row["step"] for row in rows(run)] == list(range(1, 25))
+    assert {"loss", "learning_rate", "grad_norm", "tokens", "tokens_per_second", "step_seconds", "data_wait"} <= rows(run)[0].keys()
+    assert [row["step"] for row in rows(run, "eval_loss")] == [0, 8, 16, 24]
+    assert rows(run, "eval_loss")[-1]["eval_bits_per_byte"] > 0
+    assert "parameters" in output and "compiled the step in" in output and "step 24/24 100%" in output
+    assert "compiled the step in" in (run / "log.txt").read_text()
+
+
+def test_the_written_config_is_the_run(base):
+    config, folder, _ = base
+    train(folder / "base" / "config.yml", "run.name=again")
+    assert numbers(folder / "again") == numbers(folder / "base")
+
+
+def test_killed_at_random_steps_a_run_ends_bit_for_bit_as_if_it_had_not_been(base):
+    config, folder, _ = base
+    for after in sorted(random.Random().sample(range(5, 23), 2)):
+        kill(config, folder / "killed", after, "run.name=killed")
+    train(config, "run.name=killed")
+    assert numbers(folder / "killed") == numbers(folder / "base")
+    assert numbers(folder / "killed", "eval_loss") == numbers(folder / "base", "eval_loss")
+    ours, theirs = final_state(folder, "killed"), final_state(folder, "base")
+    assert ours.keys() == theirs.keys()
+    for key in ours:
+        np.testing.assert_array_equal(ours[key], theirs[key], err_msg=key)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_saves_leaves_with_42_and_the_same_command_goes_on(base, number):
+    config, folder, _ = base
+    name = f"run.name={number.name}"
+    assert processes.interrupt(config, folder / number.name, 5, number, name, "checkpoint.every=1000") == 42
+    last = rows(folder / number.name)[-1]["step"]
+    output = train(config, name, "checkpoint.every=1000")
+    assert f"resumed from step {last} " in output
+    assert [row["step"] for row in rows(folder / number.name)] == list(range(1, 25)), "no step was repeated"
+    assert numbers(folder / number.name) == numbers(folder / "base")
+
+
+def test_eight_then_four_then_one_device_continue_the_same_run(base):
+    config, folder, _ = base
+    for devices, steps in ((8, 8), (4, 16), (1, 24)):
+        train(config, "run.name=elastic", f"run.virtual_devices={devices}", f"mesh.fsdp={min(2, devices)}", f"train.steps={steps}",
+              "optimizer.learning_rate={kind: constant, value: 0.01}", "eval.every=0")
+    train(config, "run.name=steady", "optimizer.learning_rate={kind: constant, value: 0.01}", "eval.every=0")
+    ours, theirs = numbers(folder / "elastic"), numbers(folder / "steady")
+    assert ours.keys() == theirs.keys()
+    for step in ours:
+        assert ours[step]["loss"] == pytest.approx(theirs[step]["loss"], rel=1e-5)
+
+
+def test_a_changed_architecture_is_refused_with_a_diff(base):
+    config, folder, _ = base
+    output = train(config, "run.name=base", "model.embed=64", "train.steps=30", code=1)
+    assert "model.embed: 32 -> 64" in output and "Traceback" not in output
+    output = train(config, "run.name=base", "optimizer=lion", "train.steps=30", code=1)
+    assert "optimizer state" in output and "Traceback" not in output
+
+
+def test_restore_none_refuses_to_run_over_a_finished_run(base):
+    config, folder, _ = base
+    assert "already holds step 24" in train(config, "run.name=base", "checkpoint.restore=none", code=1)
+
+
+def test_restore_takes_a_step_or_the_path_of_another_run(base):
+    config, folder, _ = base
+    assert "resumed from step 24 of" in train(config, "run.name=from-path", f"checkpoint.restore={folder / 'base'}")
+    train(config, "run.name=rewound", "train.steps=16", "optimizer.learning_rate={kind: constant, value: 0.01}")
+    assert "resumed from step 8 of" in train(
+        config, "run.name=rewound", "checkpoint.restore=8", "train.steps=16", "optimizer.learning_rate={kind: constant, value: 0.01}")
+    assert "holds no step 5" in train(config, "run.name=rewound", "checkpoint.restore=5", code=1)
+
+
+def test_keep_rules_choose_the_checkpoints_that_stay(base):
+    config, folder, _ = base
+    train(config, "run.name=keep", "checkpoint={every: 2, keep: 2, keep_every: 10, keep_best: 1}")
+    stay = {int(path.name) for path in (folder / "keep" / "checkpoints").iterdir() if path.name.isdigit()}
+    best = min(numbers(folder / "keep", "eval_loss").values(), key=lambda row: row["eval_loss"] if row["step"] else 1e9)["step"]
+    assert stay == {10, 20, 22, 24, best}
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return s.getsockname()[1]
+
+
+@pytest.mark.parametrize(("processes_", "workers"), [(2, 2), (4, 0)])
+def test_several_processes_train_as_one_does(base, processes_, workers):
+    config, folder, _ = base
+    name, port = f"several-{processes_}-{workers}", free_port()
+    started = [subprocess.Popen(processes.command(
+        config, f"run.name={name}", f"data.workers={workers}", "checkpoint.every=0", "train.steps=12", "optimizer.learning_rate={kind: constant, value: 0.01}",
+        f"distributed={{coordinator: 'localhost:{port}', processes: {processes_}, process: {i}}}"),
+        env=processes.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for i in range(processes_)]
+    outputs = [process.communicate(timeout=300)[0] for process in started]
+    assert [process.returncode for process in started] == [0] * processes_, "\n".join(outputs)
+    train(config, "run.name=one", "checkpoint.every=0", "train.steps=12", "optimizer.learning_rate={kind: constant, value: 0.01}")
+    ours, theirs = numbers(folder / name), numbers(folder / "one")
+    assert ours.keys() == theirs.keys()
+    for step in ours:
+        assert ours[step]["loss"] == pytest.approx(theirs[step]["loss"], rel=1e-5)
+
+
+def test_a_profile_is_written_where_asked(base):
+    config, folder, _ = base
+    train(config, "run.name=profiled", "train.steps=5", "train.profile={start: 2, steps: 2}", "checkpoint.every=0", "eval.every=0")
+    assert list((folder / "profiled" / "profile").rglob("*.xplane.pb"))
+
+
+def test_a_diverging_run_stops_and_says_so(base):
+    config, folder, _ = base
+    output = train(config, "run.name=diverged", "optimizer={learning_rate: 1e30, chain: [{kind: sgd}]}", "eval.every=0", code=1)
+    assert "diverged" in output and "Traceback" not in output
+    assert not list((folder / "diverged" / "checkpoints").glob("[0-9]*"))
+
+
+def test_the_resolved_config_is_plain_yaml(base):
+    _, folder, _ = base
+    assert yaml.safe_load((folder / "base" / "config.yml").read_text())["train"]["steps"] == 24

@@ -1,0 +1,60 @@
+"""Tiny configurations for tests, and the batches to run them on."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from maxstack import sharding
+from maxstack.run import Run, assemble
+from maxstack.schema import Config
+
+VOCAB = 320
+
+
+def model(**changes: Any) -> dict[str, Any]:
+    """A model of two kinds of block, local and global attention."""
+    block = {"mixer": {"kind": "attention", "heads": 4, "kv_heads": 2, "head_dim": 8, "window": 12}, "mlp": {"kind": "gated", "hidden": 64}}
+    return {"vocab": VOCAB, "embed": 32, "layers": 3, "pattern": ["local", "global"], "dtype": "float32",
+            "blocks": {"local": block, "global": {"like": "local", "mixer": {"window": None}}}} | changes
+
+
+def config(**sections: Any) -> Config:
+    """A configuration of that model on ragged synthetic documents, packed."""
+    base: dict[str, Any] = {
+        "model": model(), "train": {"batch_size": 8, "steps": 20}, "optimizer": {"learning_rate": 1e-2, "chain": [
+            {"kind": "clip_by_global_norm", "max_norm": 1.0}, {"kind": "adamw", "b2": 0.95, "weight_decay": 0.1}]},
+        "data": {"sources": [{"kind": "synthetic", "documents": 64, "length": 50, "ragged": True, "vocab": VOCAB}], "seq_len": 48}}
+    return Config.model_validate({key: base.get(key, {}) | value for key, value in (base | sections).items()})
+
+
+def make_run(cfg: Config, devices: int = 1) -> Run:
+    """`cfg` on the first `devices` virtual devices."""
+    return assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()[:devices]))
+
+
+def batch(cfg: Config, seed: int = 0) -> dict[str, np.ndarray]:
+    """A whole batch: two documents a row, and uneven masks."""
+    rng = np.random.default_rng(seed)
+    shape = cfg.train.batch_size, cfg.data.seq_len
+    tokens = rng.integers(0, cfg.model.vocab, (shape[0], shape[1] + 1)).astype(np.int32)
+    cut = rng.integers(1, shape[1], (shape[0], 1))
+    place = np.arange(shape[1])[None]
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segments": (1 + (place >= cut)).astype(np.int32),
+            "positions": np.where(place >= cut, place - cut, place).astype(np.int32), "mask": (rng.random(shape) < rng.random((shape[0], 1))).astype(np.float32)}
+
+
+def steps(run: Run, number: int) -> list[dict[str, float]]:
+    """The scalars of the first `number` steps, each on a batch of its own."""
+    state, rows = run.init(), []
+    for i in range(number):
+        state, scalars = run.step(state, run.place(batch(run.cfg, i), run.cfg.train.batch_size))
+        rows.append({name: float(value) for name, value in scalars.items()})
+    return rows
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """The rows of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
