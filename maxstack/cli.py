@@ -6,13 +6,10 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from maxstack.data import DataError
-from maxstack.yaml_reader import ConfigError
-
 COMMANDS = {
-    "train": ("maxstack.train:main", "train a model from one YAML file"),
+    "train": ("maxstack.train:program", "train a model from one YAML file"),
     "data": ("maxstack.data.cli:main", "train a tokenizer, prepare token shards, show what the model is fed"),
-    "config": ("maxstack.config_cli:main", "show, compare and describe configurations"),
+    "config": ("maxstack.config.cli:main", "show, compare and describe configurations"),
 }
 EXAMPLE = "example: maxstack train quickstart train.steps=100 run.name=first"
 
@@ -28,10 +25,13 @@ def run(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
         code = command(argv)
         sys.stdout.flush()
         return code
-    except ConfigError as error:
-        return _fail(error, 1)
-    except DataError as error:
-        return _fail(error, 2)
+    except ValueError as error:
+        from maxstack.config import ConfigError
+        from maxstack.data import DataError
+
+        if not isinstance(error, ConfigError | DataError):
+            raise
+        return _fail(error, 1 if isinstance(error, ConfigError) else 2)
     except SystemExit as stop:
         return _usage_is_1(stop)
     except KeyboardInterrupt:
@@ -50,7 +50,8 @@ def _dispatch(argv: Sequence[str]) -> int:
     parser.add_argument("command", help=argparse.SUPPRESS)
     name = parser.parse_args(argv[:1]).command
     if name not in COMMANDS:
-        from maxstack.compose import did_you_mean
+        from maxstack.config import ConfigError
+        from maxstack.config.compose import did_you_mean
         raise ConfigError(f"no command {name}; the commands are {', '.join(COMMANDS)}{did_you_mean(name, COMMANDS)}")
     module, function = COMMANDS[name][0].split(":")
     return getattr(importlib.import_module(module), function)(argv[1:])

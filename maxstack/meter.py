@@ -52,8 +52,9 @@ class Meter:
         self._writer.write(row)
         self._log.step(row, (self._steps - step) * self._busy / self._count)
         if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
-            raise ConfigError(f"step {step}: loss {row['loss']}, gradient norm {row['grad_norm']}: training has diverged, and nothing was saved after "
-                              "it; lower optimizer.learning_rate or add clip_by_global_norm to optimizer.chain, then run again from the last checkpoint")
+            raise ConfigError(f"step {step}: loss {row['loss']}, gradient norm {row['grad_norm']}: training has diverged, and nothing was saved "
+                              "after it; lower optimizer.learning_rate or add clip_by_global_norm to optimizer.chain, then run again from the last "
+                              "checkpoint")
 
     def summary(self, finished: bool) -> None:
         """The last line: how many steps, how fast."""

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxstack import optim, sharding
 from maxstack.kernels.attention import choose
-from maxstack.models.decoder import Decoder
+from maxstack.models import decoder
 from maxstack.objectives.next_token import Loss, next_token
 
 if TYPE_CHECKING:
@@ -28,9 +28,9 @@ QUICK = {"xla_backend_optimization_level": 1}
 
 
 class State(NamedTuple):
-    """What a step changes: updates done, weights by path, optimizer state."""
+    """What a step changes: updates done, weights by path, optimizer state; as arrays, shapes or shardings."""
 
-    step: jax.Array
+    step: Any
     params: Tree
     opt: Tree
 
@@ -59,7 +59,7 @@ class Run:
     def rows(self, batch_size: int) -> list[int]:
         """The rows of a global batch (its lanes) that this process's devices hold, in order."""
         spans = self.batch_sharding.addressable_devices_indices_map((batch_size, 1)).values()
-        return sorted({row for span in spans for row in range(*span[0].indices(batch_size))})
+        return sorted({row for span in spans if span for row in range(*span[0].indices(batch_size))})
 
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and shardings of a training batch: [batch_size, seq_len] each."""
@@ -76,7 +76,8 @@ class Run:
         where = {row: i for i, row in enumerate(self.rows(batch_size))}
 
         def put(name: str) -> jax.Array:
-            def piece(index: tuple[slice, ...]) -> np.ndarray:
+            def piece(index: tuple[slice, ...] | None) -> np.ndarray:
+                assert index
                 span = range(*index[0].indices(batch_size))
                 return local[name][where[span[0]] : where[span[-1]] + 1]
 
@@ -96,7 +97,7 @@ def assemble(cfg: "Config", mesh: Mesh) -> Run:
     everywhere = NamedSharding(mesh, PartitionSpec())
 
     def init() -> State:
-        params = nnx.to_pure_dict(nnx.state(Decoder(cfg.model, rngs=nnx.Rngs(cfg.train.seed)), nnx.Param))
+        params = decoder.initial(cfg.model, cfg.train.seed)
         return State(jnp.zeros((), jnp.int32), params, tx.init(params))
 
     def loss(params: Tree, batch: dict[str, jax.Array]) -> Loss:
@@ -166,7 +167,7 @@ def _within(mesh: Mesh, cfg: "Config", f: Callable) -> Callable:
 
 def _abstract_model(cfg: "Config") -> tuple[Any, Tree, Tree]:
     """The model's graph, its weights as nested dicts of shapes, and the same dicts of ParamInfo."""
-    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(cfg.model, rngs=nnx.Rngs(0))))
+    graph, state = decoder.abstract(cfg.model)
     info = {}
     for path, variable in nnx.to_flat_state(state):
         axes, shape = variable.get_metadata()["axes"], variable.get_value().shape

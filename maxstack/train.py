@@ -7,12 +7,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from maxstack import cli, config
+from maxstack import cli
 
 if TYPE_CHECKING:
     from maxstack.schema import Config
 
 PREEMPTED = 42
+
+
+def program(argv: Sequence[str]) -> int:
+    """`main` as a process of its own."""
+    if not {"-h", "--help"} & {*argv}:
+        _use_huge_pages()
+    return main(argv)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -23,6 +30,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("config", metavar="CONFIG", help="a YAML file, or the name of a preset such as quickstart")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="replaces a value of the file; typed like YAML")
     args = parser.parse_args(argv)
+    from maxstack import config
     from maxstack.schema import Config
 
     return train(config.load(Config, args.config, args.overrides))
@@ -45,13 +53,13 @@ def train(cfg: "Config") -> int:
     startup.cache(cfg.run.compilation_cache)
     fits(cfg.data, cfg.model.vocab)
     run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()))
+    compiling = startup.compile_step(run)
     feed = make_feed(cfg.data, run.rows(cfg.train.batch_size), cfg.train.batch_size)
 
     folder, first = Path(cfg.run.output_dir) / cfg.run.name, jax.process_index() == 0
     folder.mkdir(parents=True, exist_ok=True)
     log, writer = Log(folder, cfg.train.steps, first), Writer(folder, cfg.run.tensorboard, first)
     startup.introduce(run, feed.describe(), log)
-    compiling = startup.compile_step(run)
     saves = startup.open_checkpoints(run, folder)
     state = saves.restore(feed) if saves else None
     begin = int(state.step) if state else 0
@@ -59,6 +67,7 @@ def train(cfg: "Config") -> int:
         state = run.init()
     elif saves:
         log.say(f"resumed from step {begin} of {saves.source}")
+    feed.start()
     if first:
         startup.write_records(cfg, folder)
     evaluator = Evaluator(run, log, writer) if cfg.eval.every else None
@@ -110,5 +119,15 @@ def _environment(cfg: "Config") -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"
 
 
+def _use_huge_pages() -> None:
+    """Start over with glibc's allocator in huge pages, where Linux leaves that choice to programs; the process stays the same one.
+
+    On a CPU, XLA takes and frees its temporaries at every step, and page faults in small pages cost a fifth of the step (EXPERIMENTS.md).
+    """
+    choice = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if sys.platform == "linux" and "GLIBC_TUNABLES" not in os.environ and choice.exists() and "[madvise]" in choice.read_text():
+        os.execve(sys.executable, sys.orig_argv, os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"})
+
+
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:]))
+    sys.exit(cli.run(program, sys.argv[1:]))

@@ -12,10 +12,10 @@ import pydantic
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from maxstack.annotations import describe, item, kinds, members, of_field, section, shape  # noqa: E402
 from maxstack.config import plain_data  # noqa: E402
+from maxstack.config.annotations import describe, item, kinds, members, of_field, section, shape  # noqa: E402
+from maxstack.config.writer import inline, write_yaml  # noqa: E402
 from maxstack.schema import Config  # noqa: E402
-from maxstack.yaml_writer import inline, write_yaml  # noqa: E402
 
 WIDTH = 120
 REQUIRED = object()

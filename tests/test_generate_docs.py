@@ -3,11 +3,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from maxstack.annotations import item, kinds, members, of_field, section
-from maxstack.compose import plain, presets_dir
 from maxstack.config import plain_data
+from maxstack.config.annotations import item, kinds, members, of_field, section
+from maxstack.config.compose import plain, presets_dir
+from maxstack.config.reader import read_yaml
 from maxstack.schema import Config
-from maxstack.yaml_reader import read_yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULTS = presets_dir() / "defaults.yml"

@@ -6,6 +6,7 @@ import pytest
 import tiny
 
 MESHES = {"data": {"data": 8}, "fsdp": {"data": 1, "fsdp": 8}, "tensor": {"data": 4, "tensor": 2}, "fsdp-tensor": {"data": 2, "fsdp": 2, "tensor": 2}}
+ONE_LAYER = tiny.model(layers=1, pattern=["local"])
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +35,11 @@ def test_training_lowers_the_loss():
 
 @pytest.mark.parametrize("devices", [1, 8])
 def test_one_microbatch_of_eight_rows_equals_eight_of_one(devices):
-    def first(accumulate):
-        run = tiny.make_run(tiny.config(train={"batch_size": 8 * devices, "accumulate": accumulate, "steps": 5}, objective={"z_loss": 1e-3},
-                                        optimizer={"learning_rate": 1.0, "chain": [{"kind": "sgd"}]}), devices)
-        state, scalars = run.step(run.init(), run.place(tiny.batch(run.cfg), 8 * devices))
-        return scalars, state.params
-
-    (whole, params), (split, parts) = first(1), first(8)
+    one, eight = (tiny.make_run(tiny.config(model=ONE_LAYER, train={"batch_size": 8 * devices, "accumulate": accumulate, "steps": 5},
+                                            objective={"z_loss": 1e-3}, optimizer={"learning_rate": 1.0, "chain": [{"kind": "sgd"}]}), devices)
+                  for accumulate in (1, 8))
+    ((_, params, _), whole), ((_, parts, _), split) = (
+        run.step(one.init(), run.place(tiny.batch(run.cfg), 8 * devices)) for run in (one, eight))
     for name in whole:
         np.testing.assert_allclose(whole[name], split[name], rtol=2e-6, err_msg=name)
     for ours, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(parts), strict=True):
@@ -79,7 +78,7 @@ def test_rows_of_a_batch_come_back_as_they_went_in():
 
 
 def test_bfloat16_compute_keeps_float32_weights_and_loss():
-    run = tiny.make_run(tiny.config(model=tiny.model(dtype="bfloat16")))
+    run = tiny.make_run(tiny.config(model=ONE_LAYER | {"dtype": "bfloat16"}))
     state, scalars = run.step(run.init(), run.place(tiny.batch(run.cfg), 8))
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {np.dtype("float32")}
     assert scalars["loss"].dtype == np.float32

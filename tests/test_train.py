@@ -125,14 +125,15 @@ def free_port():
 @pytest.mark.parametrize(("processes_", "workers"), [(2, 2), (4, 0)])
 def test_several_processes_train_as_one_does(base, processes_, workers):
     config, folder, _ = base
+    short = "checkpoint.every=0", "train.steps=12", "optimizer.learning_rate={kind: constant, value: 0.01}"
     name, port = f"several-{processes_}-{workers}", free_port()
     started = [subprocess.Popen(processes.command(
-        config, f"run.name={name}", f"data.workers={workers}", "checkpoint.every=0", "train.steps=12", "optimizer.learning_rate={kind: constant, value: 0.01}",
+        config, *short, f"run.name={name}", f"data.workers={workers}",
         f"distributed={{coordinator: 'localhost:{port}', processes: {processes_}, process: {i}}}"),
         env=processes.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for i in range(processes_)]
     outputs = [process.communicate(timeout=300)[0] for process in started]
     assert [process.returncode for process in started] == [0] * processes_, "\n".join(outputs)
-    train(config, "run.name=one", "checkpoint.every=0", "train.steps=12", "optimizer.learning_rate={kind: constant, value: 0.01}")
+    train(config, *short, "run.name=one")
     ours, theirs = numbers(folder / name), numbers(folder / "one")
     assert ours.keys() == theirs.keys()
     for step in ours:

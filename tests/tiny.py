@@ -8,17 +8,20 @@ import jax
 import numpy as np
 
 from maxstack import sharding
+from maxstack.config import dump
 from maxstack.run import Run, assemble
 from maxstack.schema import Config
 
 VOCAB = 320
+_RUNS: dict[tuple[str, int], Run] = {}
 
 
 def model(**changes: Any) -> dict[str, Any]:
     """A model of two kinds of block, local and global attention."""
-    block = {"mixer": {"kind": "attention", "heads": 4, "kv_heads": 2, "head_dim": 8, "window": 12}, "mlp": {"kind": "gated", "hidden": 64}}
+    local = {"kind": "attention", "heads": 4, "kv_heads": 2, "head_dim": 8, "window": 12}
+    mlp = {"kind": "gated", "hidden": 64}
     return {"vocab": VOCAB, "embed": 32, "layers": 3, "pattern": ["local", "global"], "dtype": "float32",
-            "blocks": {"local": block, "global": {"like": "local", "mixer": {"window": None}}}} | changes
+            "blocks": {"local": {"mixer": local, "mlp": mlp}, "global": {"mixer": local | {"window": None}, "mlp": mlp}}} | changes
 
 
 def config(**sections: Any) -> Config:
@@ -31,8 +34,11 @@ def config(**sections: Any) -> Config:
 
 
 def make_run(cfg: Config, devices: int = 1) -> Run:
-    """`cfg` on the first `devices` virtual devices."""
-    return assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()[:devices]))
+    """`cfg` on the first `devices` virtual devices; the same run again for an equal `cfg`, so that its functions are compiled once."""
+    key = dump(cfg), devices
+    if key not in _RUNS:
+        _RUNS[key] = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()[:devices]))
+    return _RUNS[key]
 
 
 def batch(cfg: Config, seed: int = 0) -> dict[str, np.ndarray]:
@@ -42,8 +48,9 @@ def batch(cfg: Config, seed: int = 0) -> dict[str, np.ndarray]:
     tokens = rng.integers(0, cfg.model.vocab, (shape[0], shape[1] + 1)).astype(np.int32)
     cut = rng.integers(1, shape[1], (shape[0], 1))
     place = np.arange(shape[1])[None]
+    mask = rng.random(shape) < rng.random((shape[0], 1))
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segments": (1 + (place >= cut)).astype(np.int32),
-            "positions": np.where(place >= cut, place - cut, place).astype(np.int32), "mask": (rng.random(shape) < rng.random((shape[0], 1))).astype(np.float32)}
+            "positions": np.where(place >= cut, place - cut, place).astype(np.int32), "mask": mask.astype(np.float32)}
 
 
 def steps(run: Run, number: int) -> list[dict[str, float]]:

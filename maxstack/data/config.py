@@ -65,7 +65,7 @@ class Files(Source):
     """Paths or globs (** crosses folders), relative to the working folder; {stdlib} stands for Python's standard library without
     installed packages."""
     exclude: Items[str] = ()
-    """Globs of files to leave out."""
+    """Globs of files to leave out; one that begins with **/ matches in any folder below the fixed part of `files`."""
 
 
 class TextSource(Files):

@@ -10,7 +10,7 @@ from absl import flags
 
 from maxstack.data import DataError
 from maxstack.data.config import DataConfig
-from maxstack.data.lanes import KEYS, Batch, Mixture, Rows
+from maxstack.data.lanes import KEYS, Batch, EvaluationRows, Mixture, Rows
 from maxstack.data.sources import open_sources
 from maxstack.data.tokenizers import open_tokenizer
 from maxstack.data.workers import settle
@@ -26,7 +26,8 @@ class Feed:
         if not lanes or min(lanes) < 0 or max(lanes) >= batch_size:
             raise ValueError(f"lanes {list(lanes)} are not rows of a batch of {batch_size}")
         self._cfg, self._lanes = cfg, list(lanes)
-        self._mixture = Mixture(cfg, open_sources(cfg, evaluation, whole), batch_size, evaluation)
+        self._mixture = Mixture(cfg, open_sources(cfg, evaluation, whole), 1 if evaluation else batch_size, evaluation)
+        self._batch_size = batch_size
         self._token_bytes = open_tokenizer(cfg.tokenizer).token_bytes.astype(np.float32) if evaluation else None
         self._state = np.zeros((len(self._lanes), self._mixture.counters + 1), np.int64)
         self._batches: Any = None
@@ -61,7 +62,7 @@ class Feed:
     def start(self) -> None:
         """Begin to make batches in the background; next() does it too."""
         if self._batches is None:
-            self._batches = iter(_background(_RowBatches(self._mixture, self._lanes, self._state), self._cfg))
+            self._batches = iter(_background(_RowBatches(self._mixture, self._lanes, self._batch_size, self._state), self._cfg))
 
     def close(self) -> None:
         """Stop the thread or the workers. The feed may be used again."""
@@ -99,21 +100,23 @@ class Feed:
 class _RowBatches(grain.IterDataset):
     """The lanes' batches as a grain dataset; a slice of it, which is what a worker gets, is the batches of some of the lanes."""
 
-    def __init__(self, mixture: Mixture, lanes: list[int], state: np.ndarray):
+    def __init__(self, mixture: Mixture, lanes: list[int], batch_size: int, state: np.ndarray):
         super().__init__()
-        self._mixture, self._lanes, self._start = mixture, lanes, state
+        self._mixture, self._lanes, self._batch_size, self._start = mixture, lanes, batch_size, state
 
     def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
         self._lanes, self._start = self._lanes[sl], self._start[sl]
 
     def __iter__(self) -> "_RowIterator":
+        if self._mixture.evaluation:
+            return _RowIterator(EvaluationRows(self._mixture, self._lanes, self._batch_size, self._start))
         return _RowIterator(Rows(self._mixture, self._lanes, self._start))
 
 
 class _RowIterator(grain.DatasetIterator):
     """Errors travel as an element: an exception's text would be lost between processes."""
 
-    def __init__(self, rows: Rows):
+    def __init__(self, rows: Rows | EvaluationRows):
         super().__init__()
         self._rows = rows
 

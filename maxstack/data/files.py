@@ -11,7 +11,7 @@ import os
 import re
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,10 +46,15 @@ def matched(cfg: Files) -> list[File]:
         root = _rooted(_absolute(pattern))[0]
         for path in paths:
             found.setdefault(path, File(path, Path(os.path.relpath(path, root)).as_posix()))
-    files = sorted((file for path, file in found.items() if path not in excluded), key=lambda file: (file.key, file.path))
+    files = sorted((file for path, file in found.items() if path not in excluded and not _anywhere(file, cfg.exclude)), key=lambda file: (file.key, file.path))
     if not files:
         raise DataError(f"{', '.join(cfg.files)}: every matching file is excluded by {', '.join(cfg.exclude)}; this source is empty")
     return files
+
+
+def _anywhere(file: File, patterns: Sequence[str]) -> bool:
+    """Whether a pattern that begins with **/ matches the file's path below the fixed part of its glob."""
+    return any(pattern.startswith("**/") and fnmatch.fnmatchcase(f"/{file.key}", pattern) for pattern in patterns)
 
 
 def read(path: str) -> bytes:

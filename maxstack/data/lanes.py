@@ -138,6 +138,25 @@ class Lane:
         return self._document
 
 
+class EvaluationRows:
+    """One pass over the documents, packed into rows one after the other; a batch is the next rows, so that long documents spread over all lanes.
+
+    Every process packs all rows and keeps those of its lanes. The state of each lane is that of the pass.
+    """
+
+    def __init__(self, mixture: Mixture, lanes: list[int], batch_size: int, state: np.ndarray):
+        self._lanes, self._shape = lanes, (batch_size, mixture.cfg.seq_len)
+        self._pass = Lane(mixture, 0)
+        self._pass.restore(state[0])
+
+    def next(self) -> Batch:
+        """As Rows.next."""
+        batch = {key: np.zeros(self._shape, dtype) for key, dtype in KEYS.items()}
+        for i in range(self._shape[0]):
+            self._pass.fill({key: array[i] for key, array in batch.items()})
+        return {key: array[self._lanes] for key, array in batch.items()} | {"state": np.tile(self._pass.state(), (len(self._lanes), 1))}
+
+
 class Rows:
     """The rows that some lanes make, batch after batch, with each lane's state after its row."""
 

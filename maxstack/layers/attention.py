@@ -18,19 +18,19 @@ from maxstack.sharding import constrain
 class Attention(nnx.Module):
     """Causal self-attention (Vaswani 2017; grouped queries: Ainslie 2023, arXiv:2305.13245)."""
 
-    def __init__(self, cfg: AttentionConfig, embed: int, *, std: float, out_std: float, dtype: str, rngs: nnx.Rngs):
+    def __init__(self, cfg: AttentionConfig, embed: int, *, std: float, out_std: float, dtype: str):
         self.cfg = cfg
         heads, kv, size = cfg.heads, cfg.kv, cfg.head_dim
-        self.query = weight(rngs, (embed, heads, size), "embed heads head_dim", std=std / embed**0.5, dtype=dtype)
-        self.key = weight(rngs, (embed, kv, size), "embed kv_heads head_dim", std=std / embed**0.5, dtype=dtype)
-        self.value = weight(rngs, (embed, kv, size), "embed kv_heads head_dim", std=std / embed**0.5, dtype=dtype)
-        self.out = weight(rngs, (heads, size, embed), "heads head_dim embed", std=out_std / (heads * size) ** 0.5, dtype=dtype)
+        self.query = weight((embed, heads, size), "embed heads head_dim", std=std / embed**0.5, dtype=dtype)
+        self.key = weight((embed, kv, size), "embed kv_heads head_dim", std=std / embed**0.5, dtype=dtype)
+        self.value = weight((embed, kv, size), "embed kv_heads head_dim", std=std / embed**0.5, dtype=dtype)
+        self.out = weight((heads, size, embed), "heads head_dim embed", std=out_std / (heads * size) ** 0.5, dtype=dtype)
         if cfg.qkv_bias:
-            self.query_bias = weight(rngs, (heads, size), "heads head_dim", std=0, dtype=dtype)
-            self.key_bias = weight(rngs, (kv, size), "kv_heads head_dim", std=0, dtype=dtype)
-            self.value_bias = weight(rngs, (kv, size), "kv_heads head_dim", std=0, dtype=dtype)
+            self.query_bias = weight((heads, size), "heads head_dim", dtype=dtype)
+            self.key_bias = weight((kv, size), "kv_heads head_dim", dtype=dtype)
+            self.value_bias = weight((kv, size), "kv_heads head_dim", dtype=dtype)
         if cfg.out_bias:
-            self.out_bias = weight(rngs, (embed,), "norm", std=0, dtype=dtype)
+            self.out_bias = weight((embed,), "norm", dtype=dtype)
         if cfg.qk_norm:
             self.query_norm = RMSNorm(cfg.qk_norm, size, dtype=dtype)
             self.key_norm = RMSNorm(cfg.qk_norm, size, dtype=dtype)

@@ -21,15 +21,15 @@ ACTIVATIONS = {
 class MLP(nnx.Module):
     """act(x gate) * (x up) down (Shazeer 2020, arXiv:2002.05202); `out_std` is the initial scale of `down`."""
 
-    def __init__(self, cfg: MLPConfig, embed: int, *, std: float, out_std: float, dtype: str, rngs: nnx.Rngs):
+    def __init__(self, cfg: MLPConfig, embed: int, *, std: float, out_std: float, dtype: str):
         self.act = ACTIVATIONS[cfg.activation]
-        self.gate = weight(rngs, (embed, cfg.hidden), "embed mlp", std=std / embed**0.5, dtype=dtype)
-        self.up = weight(rngs, (embed, cfg.hidden), "embed mlp", std=std / embed**0.5, dtype=dtype)
-        self.down = weight(rngs, (cfg.hidden, embed), "mlp embed", std=out_std / cfg.hidden**0.5, dtype=dtype)
+        self.gate = weight((embed, cfg.hidden), "embed mlp", std=std / embed**0.5, dtype=dtype)
+        self.up = weight((embed, cfg.hidden), "embed mlp", std=std / embed**0.5, dtype=dtype)
+        self.down = weight((cfg.hidden, embed), "mlp embed", std=out_std / cfg.hidden**0.5, dtype=dtype)
         if cfg.bias:
-            self.gate_bias = weight(rngs, (cfg.hidden,), "mlp", std=0, dtype=dtype)
-            self.up_bias = weight(rngs, (cfg.hidden,), "mlp", std=0, dtype=dtype)
-            self.down_bias = weight(rngs, (embed,), "norm", std=0, dtype=dtype)
+            self.gate_bias = weight((cfg.hidden,), "mlp", dtype=dtype)
+            self.up_bias = weight((cfg.hidden,), "mlp", dtype=dtype)
+            self.down_bias = weight((embed,), "norm", dtype=dtype)
         self.bias = cfg.bias
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:

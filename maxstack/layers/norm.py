@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxstack.layers.config import NormConfig
+from maxstack.layers.weight import weight
 
 
 class RMSNorm(nnx.Module):
@@ -12,8 +13,7 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, cfg: NormConfig, size: int, *, dtype: str):
         self.cfg = cfg
-        start = jnp.zeros if cfg.zero_centered else jnp.ones
-        self.scale = nnx.Param(start(size, jnp.dtype(dtype)), axes=("norm",))
+        self.scale = weight((size,), "norm", dtype=dtype, fill=0.0 if cfg.zero_centered else 1.0)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x32 = x.astype(jnp.float32)

@@ -1,20 +1,30 @@
-"""A weight says its shape, logical axes and initial scale once; `project` multiplies by it."""
+"""A weight says its shape, logical axes and initial values once; `draw` makes the values, `project` multiplies by them."""
 
+import hashlib
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 
-def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: str, *, std: float, dtype: str) -> nnx.Param:
-    """A parameter of `shape` with one logical axis name a dimension, drawn from a normal of `std` cut at three of it; std=0 gives zeros."""
+def weight(shape: tuple[int, ...], axes: str, *, dtype: str, std: float = 0.0, fill: float = 0.0) -> nnx.Param:
+    """A parameter of `shape` with one logical axis name a dimension. `draw` fills it from a normal of `std` cut at three of it, or with `fill`."""
     assert len(shape) == len(axes.split()), (shape, axes)
-    if std:
-        value = std * jax.random.truncated_normal(rngs.params(), -3.0, 3.0, shape, jnp.dtype(dtype))
-    else:
-        value = jnp.zeros(shape, jnp.dtype(dtype))
-    return nnx.Param(value, axes=tuple(axes.split()))
+    return nnx.Param(jnp.full(shape, fill, jnp.dtype(dtype)), axes=tuple(axes.split()), std=std, fill=fill)
+
+
+def draw(param: nnx.Param, path: Sequence[object], seed: int) -> jax.Array:
+    """Initial values for `param`: they depend on the seed, the path and the shape alone, so neither the mesh nor other weights change them."""
+    std, shape = param.get_metadata()["std"], param.get_value().shape
+    if not std:
+        return jnp.full(shape, param.get_metadata()["fill"], param.get_value().dtype)
+    name = "/".join(map(str, (seed, *path)))
+    words = np.frombuffer(hashlib.blake2b(name.encode(), digest_size=8).digest(), "<u4")
+    key = jax.random.wrap_key_data(jnp.asarray(words), impl="threefry2x32")
+    return std * jax.random.truncated_normal(key, -3.0, 3.0, shape, param.get_value().dtype)
 
 
 def project(x: jax.Array, w: nnx.Param | jax.Array, contract: int = 1) -> jax.Array:

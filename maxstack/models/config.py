@@ -1,6 +1,6 @@
 """The models' configuration: a decoder is a pattern of named block specs."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import pydantic
 from pydantic import Field
@@ -84,14 +84,6 @@ class DecoderConfig(Section):
     unroll: int = Field(1, ge=1)
     """Periods of the pattern unrolled in one step of the scan: more compile time, less copying."""
 
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def _like(cls, raw: Any) -> Any:
-        if not isinstance(raw, dict) or not isinstance(raw.get("blocks"), dict):
-            return raw
-        blocks = raw["blocks"]
-        return raw | {"blocks": {name: _inherit(name, blocks, ()) for name in blocks}}
-
     @pydantic.model_validator(mode="after")
     def _check(self) -> "DecoderConfig":
         if not self.pattern and len(self.blocks) > 1:
@@ -110,19 +102,3 @@ class DecoderConfig(Section):
         pattern = self.pattern or tuple(self.blocks)
         rest = self.layers - len(self.prefix)
         return self.prefix + tuple(pattern[i % len(pattern)] for i in range(rest))
-
-
-def _inherit(name: str, blocks: dict[str, Any], seen: tuple[str, ...]) -> Any:
-    spec = blocks[name]
-    if not isinstance(spec, dict) or "like" not in spec:
-        return spec
-    parent, own = spec["like"], {k: v for k, v in spec.items() if k != "like"}
-    if parent not in blocks or parent in (name, *seen):
-        raise fault(f"blocks.{name}.like", f"like: {parent!r} must name another block, without a circle; there are {', '.join(blocks)}")
-    return _merge(_inherit(parent, blocks, (*seen, name)), own)
-
-
-def _merge(below: Any, above: Any) -> Any:
-    if isinstance(below, dict) and isinstance(above, dict):
-        return below | {k: _merge(below[k], v) if k in below else v for k, v in above.items()}
-    return above

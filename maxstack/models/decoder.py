@@ -12,7 +12,7 @@ from maxstack.layers.config import AttentionConfig
 from maxstack.layers.mlp import MLP
 from maxstack.layers.norm import RMSNorm
 from maxstack.layers.rope import rope_table
-from maxstack.layers.weight import project, weight
+from maxstack.layers.weight import draw, project, weight
 from maxstack.models.config import BlockConfig, DecoderConfig, RematConfig
 from maxstack.sharding import constrain
 
@@ -22,13 +22,13 @@ Batch = Mapping[str, jax.Array]
 class Block(nnx.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, cfg: BlockConfig, model: DecoderConfig, *, rngs: nnx.Rngs):
+    def __init__(self, cfg: BlockConfig, model: DecoderConfig):
         scale, dtype = model.init_scale, model.param_dtype
         out_scale = scale / (2 * model.layers) ** 0.5
         self.mixer_norm = RMSNorm(cfg.norm, model.embed, dtype=dtype)
-        self.mixer = Attention(cfg.mixer, model.embed, std=scale, out_std=out_scale, dtype=dtype, rngs=rngs)
+        self.mixer = Attention(cfg.mixer, model.embed, std=scale, out_std=out_scale, dtype=dtype)
         self.mlp_norm = RMSNorm(cfg.norm, model.embed, dtype=dtype)
-        self.mlp = MLP(cfg.mlp, model.embed, std=scale, out_std=out_scale, dtype=dtype, rngs=rngs)
+        self.mlp = MLP(cfg.mlp, model.embed, std=scale, out_std=out_scale, dtype=dtype)
 
     def __call__(self, x_BTD: jax.Array, tables: dict, segments_BT: jax.Array | None) -> jax.Array:
         x_BTD = constrain(x_BTD + self.mixer(self.mixer_norm(x_BTD), tables, segments_BT), "batch seq embed")
@@ -36,22 +36,25 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Embedding, blocks, norm, head. Blocks of the pattern are stacked over its repetitions, along a leading axis named `layers`."""
+    """Embedding, blocks, norm, head. Blocks of the pattern are stacked over its repetitions, along a leading axis named `layers`.
 
-    def __init__(self, cfg: DecoderConfig, *, rngs: nnx.Rngs):
+    Built, it holds placeholders; `initial` draws the weights.
+    """
+
+    def __init__(self, cfg: DecoderConfig):
         self.cfg = cfg
         dtype, std = cfg.param_dtype, cfg.init_scale / cfg.embed**0.5
-        self.embed = weight(rngs, (cfg.vocab, cfg.embed), "vocab embed", std=std, dtype=dtype)
+        self.embed = weight((cfg.vocab, cfg.embed), "vocab embed", std=std, dtype=dtype)
         first, period, repeats = len(cfg.prefix), pattern_keys(cfg), periods(cfg)
         rest = cfg.order[first + repeats * len(period):]
-        self.prefix = nnx.Dict({f"{i}": Block(cfg.blocks[name], cfg, rngs=rngs) for i, name in enumerate(cfg.prefix)})
-        self.blocks = nnx.Dict({key: _stack(cfg.blocks[name], cfg, repeats, rngs) for key, name in period.items()} if repeats else {})
-        self.rest = nnx.Dict({f"{i}": Block(cfg.blocks[name], cfg, rngs=rngs) for i, name in enumerate(rest)})
+        self.prefix = nnx.Dict({f"{i}": Block(cfg.blocks[name], cfg) for i, name in enumerate(cfg.prefix)})
+        self.blocks = nnx.Dict({key: _stack(cfg.blocks[name], cfg, repeats) for key, name in period.items()} if repeats else {})
+        self.rest = nnx.Dict({f"{i}": Block(cfg.blocks[name], cfg) for i, name in enumerate(rest)})
         self.norm = RMSNorm(cfg.norm, cfg.embed, dtype=dtype)
         if not cfg.head.tied:
-            self.head = weight(rngs, (cfg.embed, cfg.vocab), "embed vocab", std=std, dtype=dtype)
+            self.head = weight((cfg.embed, cfg.vocab), "embed vocab", std=std, dtype=dtype)
         if cfg.head.bias:
-            self.head_bias = weight(rngs, (cfg.vocab,), "vocab", std=0, dtype=dtype)
+            self.head_bias = weight((cfg.vocab,), "vocab", dtype=dtype)
 
     def hidden(self, batch: Batch) -> jax.Array:
         """The last hidden state [B, T, D] in the compute dtype.
@@ -97,6 +100,17 @@ class Decoder(nnx.Module):
         return cap * jnp.tanh(logits_BTV / cap) if cap else logits_BTV
 
 
+def abstract(cfg: DecoderConfig) -> tuple[Any, nnx.State]:
+    """The model's graph and its weights as shapes."""
+    return nnx.split(nnx.eval_shape(lambda: Decoder(cfg)))
+
+
+def initial(cfg: DecoderConfig, seed: int) -> dict[str, Any]:
+    """Fresh weights by path, as nested dicts."""
+    drawn = {path: draw(param, path, seed) for path, param in nnx.to_flat_state(abstract(cfg)[1])}
+    return nnx.traversals.unflatten_mapping(drawn)
+
+
 def periods(cfg: DecoderConfig) -> int:
     """How often the whole pattern repeats."""
     return (cfg.layers - len(cfg.prefix)) // len(pattern_keys(cfg))
@@ -128,10 +142,6 @@ def _mixers(cfg: DecoderConfig) -> list[AttentionConfig]:
     return [block.mixer for block in cfg.blocks.values()]
 
 
-def _stack(block: BlockConfig, cfg: DecoderConfig, repeats: int, rngs: nnx.Rngs) -> Block:
-    @nnx.split_rngs(splits=repeats)
-    @nnx.vmap(in_axes=(0,), out_axes=0)
-    def build(rngs: nnx.Rngs) -> Block:
-        return Block(block, cfg, rngs=rngs)
-
-    return build(rngs)
+def _stack(block: BlockConfig, cfg: DecoderConfig, repeats: int) -> Block:
+    graph, state = nnx.split(Block(block, cfg))
+    return nnx.merge(graph, jax.tree.map(lambda x: jnp.broadcast_to(x, (repeats, *x.shape)), state))

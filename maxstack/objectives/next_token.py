@@ -1,13 +1,15 @@
 """Next-token cross-entropy. Shapes: B batch  T time  V vocab."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from maxstack.kernels.cross_entropy import cross_entropy
-from maxstack.models.decoder import Decoder
+
+if TYPE_CHECKING:
+    from maxstack.models.decoder import Decoder
 
 
 class Loss(NamedTuple):
@@ -18,7 +20,7 @@ class Loss(NamedTuple):
     metrics: dict[str, jax.Array]
 
 
-def next_token(model: Decoder, batch: Mapping[str, jax.Array], z_loss: float) -> Loss:
+def next_token(model: "Decoder", batch: Mapping[str, jax.Array], z_loss: float) -> Loss:
     """Sum over counted targets of -log p(target), plus z_loss * log(Z)^2 (PaLM, arXiv:2204.02311, section 5)."""
     nll_BT, log_z_BT = cross_entropy(model.logits(model.hidden(batch)), batch["targets"])
     mask_BT = batch["mask"].astype(jnp.float32)

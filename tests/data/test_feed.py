@@ -249,3 +249,15 @@ def alive(process):
         return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
     except OSError:
         return False
+
+
+def test_a_long_held_out_document_spreads_over_all_lanes_of_every_split(feeds, tmp_path):
+    (tmp_path / "long.txt").write_text("abcdefgh" * 64)
+    cfg = DataConfig(sources=[TextSource(kind="text", files=[str(tmp_path / "long.txt")])], seq_len=32)
+    whole, half = (feeds(cfg, lanes, 4, evaluation=True, whole=True) for lanes in (range(4), [1, 3]))
+    for _ in range(5):
+        ours, theirs = next(whole), next(half)
+        for key in ours:
+            np.testing.assert_array_equal(ours[key][[1, 3]], theirs[key])
+        assert (ours["mask"].sum(1) > 0).all() == ours["mask"].any()
+    assert not ours["mask"].any(), "512 bytes are four batches of 4 x 32"

@@ -90,7 +90,7 @@ if __name__ == "__main__":
 def test_after_a_kill_finished_shards_are_kept_and_the_rest_is_made(folder):
     Path("program.py").write_text(PROGRAM)
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "program.py", "20000"]
+    command = [sys.executable, "program.py", "8000"]
     first = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
     while len(list(Path("out").glob(".finished/synthetic-*.json"))) < 2:
         assert first.poll() is None
@@ -102,11 +102,11 @@ def test_after_a_kill_finished_shards_are_kept_and_the_rest_is_made(folder):
             for path in Path("out").glob(".finished/synthetic-*.json")}
     subprocess.run(command, env=environment, check=True, capture_output=True)
     manifest = json.loads(Path("out/manifest.json").read_text())
-    assert manifest["totals"]["documents"] == 20000 and len(manifest["shards"]) == 40 > len(kept) >= 2
+    assert manifest["totals"]["documents"] == 8000 and len(manifest["shards"]) == 16 > len(kept) >= 2
     assert {name: Path("out", name).stat().st_mtime_ns for name in kept} == kept
     assert set(os.listdir("out")) == {"manifest.json", *manifest["shards"]}
-    made, plain = open_source(tokens("out/*.array_record")), open_source(SyntheticSource(kind="synthetic", documents=20000, length=2000))
-    assert all(np.array_equal(made[i], plain[i]) for i in range(0, 20000, 97))
+    made, plain = open_source(tokens("out/*.array_record")), open_source(SyntheticSource(kind="synthetic", documents=8000, length=2000))
+    assert all(np.array_equal(made[i], plain[i]) for i in range(0, 8000, 97))
 
 
 def test_a_shard_that_finds_no_room_is_an_error_that_names_it_and_leaves_no_piece():

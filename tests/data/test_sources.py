@@ -288,3 +288,11 @@ def test_a_holdout_that_keeps_nothing_is_an_error():
     write("a.txt", "x")
     with pytest.raises(DataError, match="holdout=1e-09"):
         open_source(source("text", files=["a.txt"], holdout=1e-9), split="eval")
+
+
+def test_an_exclude_that_begins_with_two_stars_matches_in_any_folder(tmp_path):
+    for name in ("a.txt", "test/b.txt", "deep/test/c.txt", "deep/contest/d.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    cfg = TypeAdapter(AnySource).validate_python({"kind": "text", "files": [f"{tmp_path}/**/*.txt"], "exclude": ["**/test/**"]})
+    assert [file.key for file in matched(cfg)] == ["a.txt", "deep/contest/d.txt"]

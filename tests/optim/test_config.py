@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from optimizer_trees import INFO, built, first, tree
 
-from maxstack.compose import plain, presets_dir, read_file
+from maxstack.config.compose import plain, presets_dir, read_file
 from maxstack.optim import OptimizerConfig, build, check_schedules, learning_rate_at
 
 PRESETS = sorted(path.stem for path in (presets_dir() / "optimizers").glob("*.yml"))

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from maxstack.compose import presets_dir
 from maxstack.config import Section
+from maxstack.config.compose import presets_dir
 
 _NAME = {"type": "string", "description": "A preset's name, or a path that ends in .yml."}
 

@@ -7,12 +7,12 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import pydantic
 from pydantic_core import PydanticCustomError
 
-from maxstack.compose import Presets, compose, plain, presets_dir, underlay
-from maxstack.explain import explain
-from maxstack.yaml_reader import ConfigError, Node
-from maxstack.yaml_writer import write_yaml
+from maxstack.config.compose import Presets, merged_tree, plain, presets_dir, underlay
+from maxstack.config.explain import explanation
+from maxstack.config.reader import ConfigError, Node
+from maxstack.config.writer import write_yaml
 
-__all__ = ["ConfigError", "Items", "Node", "Section", "annotated", "compose", "difference", "dump", "fault", "faults", "load", "load_tree", "plain",
+__all__ = ["ConfigError", "Items", "Node", "Section", "annotated", "difference", "dump", "fault", "faults", "load", "load_tree", "plain",
            "plain_data", "presets_dir"]
 
 Item = TypeVar("Item")
@@ -50,13 +50,13 @@ def load(schema: type[Root], path: str | Path, overrides: Sequence[str] = ()) ->
 def load_tree(schema: type[Root], path: str | Path, overrides: Sequence[str] = ()) -> tuple[Root, Node]:
     """As `load`, with the merged tree that knows where each value came from."""
     defaults = {name: plain_data(field.default) for name, field in schema.model_fields.items() if not field.is_required()}
-    tree = compose(schema.PRESETS, path, overrides, defaults)
+    tree = merged_tree(schema.PRESETS, path, overrides, defaults)
     for where, below in _free_mappings(schema):
         tree = underlay(tree, where, below)
     try:
         return schema.model_validate(plain(tree)), tree
     except pydantic.ValidationError as error:
-        raise ConfigError(explain(schema, tree, error)) from None
+        raise ConfigError(explanation(schema, tree, error)) from None
 
 
 def dump(cfg: Section) -> str:

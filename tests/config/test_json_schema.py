@@ -2,10 +2,10 @@ import jsonschema
 import pytest
 from tiny_config import TINY
 
-from maxstack.compose import plain, presets_dir
-from maxstack.json_schema import json_schema
+from maxstack.config.compose import plain, presets_dir
+from maxstack.config.json_schema import json_schema
+from maxstack.config.reader import read_yaml
 from maxstack.schema import Config
-from maxstack.yaml_reader import read_yaml
 
 RUNS = sorted([*presets_dir().glob("*.yml"), *presets_dir().glob("recipes/*.yml")])
 

@@ -5,8 +5,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from maxstack.yaml_reader import ConfigError
-from maxstack.yaml_writer import inline
+from maxstack.config.reader import ConfigError
+from maxstack.config.writer import inline
 
 
 def main(argv: Sequence[str]) -> int:
@@ -57,7 +57,7 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _schema(args: argparse.Namespace) -> int:
-    from maxstack.json_schema import json_schema
+    from maxstack.config.json_schema import json_schema
     from maxstack.schema import Config
     text = json.dumps(json_schema(Config), indent=2)
     if args.out is None:

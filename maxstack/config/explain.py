@@ -5,9 +5,9 @@ from typing import Any
 
 import pydantic
 
-from maxstack.annotations import bare, choices, describe, item, kinds, listed, members, of_field, section, shape
-from maxstack.compose import did_you_mean
-from maxstack.yaml_reader import Node
+from maxstack.config.annotations import bare, choices, describe, item, kinds, listed, members, of_field, section, shape
+from maxstack.config.compose import did_you_mean
+from maxstack.config.reader import Node
 
 SHOWN = 5
 Path = tuple[str | int, ...]
@@ -25,7 +25,7 @@ class _Place:
     """One alternative of a union failed, and not the one that the value's shape chose: only the union itself can be named."""
 
 
-def explain(schema: type[pydantic.BaseModel], tree: Node, error: pydantic.ValidationError) -> str:
+def explanation(schema: type[pydantic.BaseModel], tree: Node, error: pydantic.ValidationError) -> str:
     """A paragraph for each problem, the first few of them."""
     found: dict[Path, str] = {}
     vague: dict[Path, str] = {}

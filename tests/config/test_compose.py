@@ -4,10 +4,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from maxstack import compose as composing
-from maxstack.compose import compose, plain
-from maxstack.yaml_reader import MAX_BYTES, ConfigError
-from maxstack.yaml_writer import inline
+from maxstack.config import compose
+from maxstack.config.compose import merged_tree, plain
+from maxstack.config.reader import MAX_BYTES, ConfigError
+from maxstack.config.writer import inline
 
 PRESETS = {"": ("recipes", "."), "model": ("models",)}
 
@@ -20,7 +20,7 @@ def folder(tmp_path, monkeypatch):
                "models/large": "extends: small\nsize: 100", "models/other": "width: 7"}
     for name, text in presets.items():
         write(tmp_path / "presets" / f"{name}.yml", text)
-    monkeypatch.setattr(composing, "presets_dir", lambda: tmp_path / "presets")
+    monkeypatch.setattr(compose, "presets_dir", lambda: tmp_path / "presets")
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     return tmp_path / "work"
@@ -33,7 +33,7 @@ def write(path: Path, text: str) -> Path:
 
 
 def composed(path: object, *overrides: str) -> object:
-    return plain(compose(PRESETS, str(path), overrides))
+    return plain(merged_tree(PRESETS, str(path), overrides))
 
 
 def run(text: str, *overrides: str) -> object:
@@ -125,7 +125,7 @@ def test_like_takes_over_a_sibling_after_overrides(folder):
 def test_every_value_knows_which_file_or_override_gave_it(folder):
     write(folder / "below.yml", "a:\n  x: 1\n  y: 2")
     write(folder / "run.yml", "extends: below.yml\nmodel: large\nblocks:\n  p: {k: 1}\n  q: {like: p}\na: {y: 3}")
-    tree = compose(PRESETS, "run.yml", ["a.z=1"])
+    tree = merged_tree(PRESETS, "run.yml", ["a.z=1"])
     places = {path: tree.at(*path).where for path in [("a", "x"), ("a", "y"), ("a", "z"), ("model", "size"), ("blocks", "q", "k")]}
     assert {path: where.replace(str(folder.parent) + "/", "") for path, where in places.items()} == {
         ("a", "x"): "below.yml:2", ("a", "y"): "run.yml:6", ("a", "z"): "override", ("model", "size"): "presets/models/large.yml:2",
@@ -163,7 +163,7 @@ def test_another_kind_on_the_command_line_replaces_the_mapping(folder, overrides
 
 def test_an_index_reaches_into_a_default_list(folder):
     write(folder / "run.yml", "a: 1")
-    tree = compose(PRESETS, "run.yml", ["o.chain.1.rate=5"], {"o": {"chain": [{"kind": "x"}, {"kind": "y", "rate": 1}]}})
+    tree = merged_tree(PRESETS, "run.yml", ["o.chain.1.rate=5"], {"o": {"chain": [{"kind": "x"}, {"kind": "y", "rate": 1}]}})
     assert plain(tree) == {"a": 1, "o": {"chain": [{"kind": "x"}, {"kind": "y", "rate": 5}]}}
     assert tree.at("o", "chain", 0, "kind").where == "default" and tree.at("o", "chain", 1, "rate").where == "override"
 

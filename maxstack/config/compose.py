@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from maxstack.yaml_reader import MAX_BYTES, MAX_DEPTH, MAX_NODES, ConfigError, Node, read_yaml
+from maxstack.config.reader import MAX_BYTES, MAX_DEPTH, MAX_NODES, ConfigError, Node, read_yaml
 
 Presets = Mapping[str, Sequence[str]]
 """Top-level key -> folders of the presets folder that hold its presets; "" stands for the whole file."""
@@ -18,12 +18,12 @@ _SEGMENT = re.compile(r'"([^"]*)"|([^."=]+)')
 
 def presets_dir() -> Path:
     """The folder of presets that ships with the package: configs/ inside it when installed, beside it in a checkout."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parent.parent
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
 
 
-def compose(presets: Presets, path: str | Path, overrides: Sequence[str] = (), defaults: Any = None) -> Node:
+def merged_tree(presets: Presets, path: str | Path, overrides: Sequence[str] = (), defaults: Any = None) -> Node:
     """The merged tree of a file (or a preset's name) and `a.b.c=value` overrides; each node knows the file and line that gave it.
 
     `defaults` is plain data that overrides with an index find a list in where the file gives none.

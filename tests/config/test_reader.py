@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxstack.compose import plain
-from maxstack.yaml_reader import MAX_NODES, ConfigError, read_yaml
+from maxstack.config.compose import plain
+from maxstack.config.reader import MAX_NODES, ConfigError, read_yaml
 
 
 def value(text: str) -> object:

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxstack.compose import plain
-from maxstack.yaml_reader import read_yaml
-from maxstack.yaml_writer import inline, write_yaml
+from maxstack.config.compose import plain
+from maxstack.config.reader import read_yaml
+from maxstack.config.writer import inline, write_yaml
 
 TEXT = st.one_of(st.text(st.characters(exclude_categories=["Cs"])),
     st.sampled_from(["on", "012", "1e-4", "null", "", "a: b", "- x", "2%", "1_0", "~"]))

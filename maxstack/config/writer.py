@@ -1,11 +1,11 @@
-"""Writing plain data as YAML that yaml_reader reads back unchanged."""
+"""Writing plain data as YAML that reader.py reads back unchanged."""
 
 import math
 import re
 from collections.abc import Iterator
 from typing import Any
 
-from maxstack.yaml_reader import scalar
+from maxstack.config.reader import scalar
 
 _PLAIN = re.compile(r"[A-Za-z0-9_./~][A-Za-z0-9_./~+-]*(?: [A-Za-z0-9_./~+-]+)*")
 _ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\r"}

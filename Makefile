@@ -1,0 +1,35 @@
+# `make train` learns from real text on this machine's CPU; `make test` runs the whole suite, lint and types included.
+PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do command -v $$p >/dev/null && $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && echo $$p && break; done)
+BIN := .venv/bin
+CONFIG ?= configs/quickstart.yml
+
+.PHONY: train test docs bench clean
+
+train: .venv/installed
+	$(BIN)/python -m maxstack.train $(CONFIG) $(ARGS)
+
+test: .venv/test-installed
+	$(BIN)/ruff check maxstack tests scripts
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+docs: .venv/installed
+	$(BIN)/python scripts/generate_docs.py
+
+bench: .venv/installed
+	$(BIN)/python scripts/bench_cpu.py
+
+clean:
+	rm -rf .venv
+
+.venv/bin/python:
+	@test -n "$(PYTHON)" || { echo "maxstack needs Python 3.11, 3.12 or 3.13 on the PATH, or: make PYTHON=/path/to/python3.12"; exit 1; }
+	$(PYTHON) -m venv .venv
+
+.venv/installed: .venv/bin/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+.venv/test-installed: .venv/bin/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	@touch $@ .venv/installed

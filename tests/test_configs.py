@@ -1,0 +1,33 @@
+"""Every file in configs/ loads, assembles and lowers: a whole run as it stands, a preset inside a tiny run."""
+
+import math
+
+import jax
+import pytest
+import tiny
+
+from maxstack import config, rules, sharding
+from maxstack.config import presets_dir
+from maxstack.run import assemble
+from maxstack.schema import Config
+
+FILES = sorted(path for path in presets_dir().rglob("*.yml") if path.name != "defaults.yml")  # the manual, which is no run: test_generate_docs.py
+SECTIONS = {folder: section for section, folders in Config.PRESETS.items() for folder in folders}
+
+
+def loaded(path, folder) -> Config:
+    """The run in a file, or a tiny run with the preset in it."""
+    section = SECTIONS[str(path.parent.relative_to(presets_dir()))]
+    if not section:
+        return config.load(Config, path)
+    (folder / "tiny.yml").write_text(config.dump(tiny.config()))
+    return config.load(Config, folder / "tiny.yml", [f"{section}={path.stem}"])
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(presets_dir())))
+def test_a_shipped_file_loads_assembles_and_lowers(path, tmp_path):
+    cfg = loaded(path, tmp_path)
+    run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()[:math.prod(rules.mesh_sizes(cfg).values())]))
+    state, scalars = run.step.lower(run.abstract, run.abstract_batch()).out_info
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(lambda x: (x.shape, x.dtype), run.abstract)
+    assert {"loss", "grad_norm"} <= scalars.keys()

@@ -1,0 +1,107 @@
+"""The house rules that a program can check: imports flow one way, files and functions stay short, names say something."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = sorted(path for folder in ("maxstack", "tests", "scripts") for path in (ROOT / folder).rglob("*.py"))
+MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES if path.is_relative_to(ROOT / "maxstack")}
+
+# From top to bottom. A module may import what stands below it, and its own package; not its peers in the same line. The longest name counts.
+LEVELS = (
+    ("train", "data.cli", "config.cli"),
+    ("cli",),
+    ("startup", "evaluate", "meter"),
+    ("schema",),
+    ("rules",),
+    ("run",),
+    ("models", "objectives", "data", "optim", "checkpoint", "metrics", "faults"),
+    ("layers", "chips"),
+    ("kernels",),
+    ("sharding",),
+    ("config",),
+)
+LEVEL = {f"maxstack.{name}": depth for depth, names in enumerate(LEVELS) for name in names}
+LONGEST_FILE, LONGEST_FUNCTION = 400, 50
+MAY_BE_LONG = {"maxstack.train.train"}
+SAY_NOTHING = {"util", "utils", "helper", "helpers", "manager", "base", "common", "misc"}
+
+
+def part_of(module: str) -> str:
+    """The entry of LEVELS that a module belongs to."""
+    while module not in LEVEL:
+        module = module.rpartition(".")[0]
+        assert module, "a module that LEVELS does not name"
+    return module
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, module of ours) for every import that can run, those inside functions too."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for_types = {id(inner) for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+                 for statement in node.body for inner in ast.walk(statement)}
+    for node in ast.walk(tree):
+        if id(node) in for_types:
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names if alias.name.startswith("maxstack."))
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}:{node.lineno}: a relative import; write the whole name"
+            if node.module == "maxstack" or (node.module or "").startswith("maxstack."):
+                inside = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+                yield from ((node.lineno, full if full in MODULES else node.module or "") for full in inside.values())
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name != "maxstack"])
+def test_imports_flow_one_way(module):
+    own = part_of(module)
+    wrong = [f"{MODULES[module].relative_to(ROOT)}:{line} imports {other}" for line, other in imports(MODULES[module])
+             if other != "maxstack" and part_of(other) != own and LEVEL[part_of(other)] <= LEVEL[own]]
+    assert wrong == []
+
+
+def test_every_level_names_modules_that_exist():
+    assert LEVEL.keys() <= MODULES.keys()
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_functions_are_short(path):
+    text = path.read_text(encoding="utf-8")
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    lengths = {f"{module}.{node.name}": node.end_lineno - node.lineno + 1 for node in functions}
+    assert text.count("\n") <= LONGEST_FILE
+    assert {name: length for name, length in lengths.items() if length > LONGEST_FUNCTION and name not in MAY_BE_LONG} == {}
+
+
+def test_names_of_files_and_folders_say_what_is_inside():
+    names = {part for path in FILES for part in path.relative_to(ROOT).with_suffix("").parts}
+    assert {name for name in names if SAY_NOTHING & set(name.split("_"))} == set()
+
+
+ONLY_OURS = """
+import sys
+before = {*sys.modules}
+from maxstack import cli
+code = cli.main(sys.argv[1:])
+foreign = {name.partition(".")[0] for name in {*sys.modules} - before} - sys.stdlib_module_names - {"maxstack"}
+assert not foreign, foreign
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["data", "--help"]])
+def test_help_imports_nothing_but_the_standard_library(arguments):
+    done = subprocess.run([sys.executable, "-c", ONLY_OURS, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_schema_is_imported_without_jax():
+    code = "import sys, maxstack.schema; assert not {'jax', 'flax', 'optax', 'orbax', 'grain'} & {*sys.modules}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
