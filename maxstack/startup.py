@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 import maxstack
-from maxstack import config
+from maxstack import config, rules, sharding
+from maxstack.config import ConfigError
 from maxstack.metrics import Log, flops_per_token, peak_flops
 from maxstack.run import Run, count
 
@@ -35,6 +36,14 @@ def cache(folder: str | None) -> None:
         jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def make_mesh(cfg: "Config") -> jax.sharding.Mesh:
+    """The mesh over all devices; ConfigError where a size does not divide by it, now that their number is known."""
+    mesh = sharding.make_mesh(cfg.mesh, jax.devices())
+    if found := rules.check_devices(cfg, mesh.size):
+        raise ConfigError("\n".join(f"{key}: {message}" for key, message in found))
+    return mesh
 
 
 def open_checkpoints(run: Run, folder: Path) -> "Checkpoints | None":

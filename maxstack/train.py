@@ -41,7 +41,7 @@ def train(cfg: "Config") -> int:
     _environment(cfg)
     import jax
 
-    from maxstack import sharding, startup
+    from maxstack import startup
     from maxstack.data import fits, make_feed
     from maxstack.evaluate import Evaluator
     from maxstack.faults import Preemption
@@ -52,7 +52,7 @@ def train(cfg: "Config") -> int:
     startup.distribute(cfg.distributed)
     startup.cache(cfg.run.compilation_cache)
     fits(cfg.data, cfg.model.vocab)
-    run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()))
+    run = assemble(cfg, startup.make_mesh(cfg))
     compiling = startup.compile_step(run)
     feed = make_feed(cfg.data, run.rows(cfg.train.batch_size), cfg.train.batch_size)
 

@@ -10,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted(path for folder in ("maxstack", "tests", "scripts") for path in (ROOT / folder).rglob("*.py"))
-MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES if path.is_relative_to(ROOT / "maxstack")}
+MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+           for path in FILES if path.is_relative_to(ROOT / "maxstack")}
 
 # From top to bottom. A module may import what stands below it, and its own package; not its peers in the same line. The longest name counts.
 LEVELS = (

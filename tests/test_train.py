@@ -94,6 +94,24 @@ def test_a_changed_architecture_is_refused_with_a_diff(base):
     assert "optimizer state" in output and "Traceback" not in output
 
 
+def test_a_batch_that_does_not_divide_over_the_devices_is_refused_once_they_are_known(base):
+    config, _, _ = base
+    environment = processes.environment() | {"XLA_FLAGS": processes.FLAGS + " --xla_force_host_platform_device_count=3"}
+    done = subprocess.run(processes.command(config, "run.name=odd"), capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 1 and "train.batch_size" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_changed_documents_are_refused_on_resume(base, tmp_path):
+    config, folder, _ = base
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(name * 500)
+    sources = f"data.sources=[{{kind: text, files: ['{tmp_path}/*.txt']}}]"
+    quick = ("run.name=corpus", sources, "eval.every=0", "optimizer.learning_rate={kind: constant, value: 0.01}")
+    train(config, *quick, "train.steps=4")
+    (tmp_path / "c.txt").write_text("c" * 500)
+    assert "documents of data.sources have changed" in train(config, *quick, "train.steps=8", code=1)
+
+
 def test_restore_none_refuses_to_run_over_a_finished_run(base):
     config, folder, _ = base
     assert "already holds step 24" in train(config, "run.name=base", "checkpoint.restore=none", code=1)

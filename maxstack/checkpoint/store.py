@@ -47,7 +47,7 @@ class Checkpoints:
     def save(self, step: int, state: Tree, feed: "Feed", eval_loss: float | None) -> None:
         """Copy the arrays off the devices, then write in the background; the step counts once all of it is on disk."""
         self.wait()
-        parts = {"state": _flat(state), "data": {"position": self._position(feed.state())}, "meta": {"config": self._run.cfg.model_dump(mode="json")}}
+        parts = {"state": _flat(state), "data": {"position": self._position(feed.state())}, "meta": {"config": self._run.cfg.model_dump(mode="json"), "sources": feed.identity()}}
         metrics = None if eval_loss is None else {"eval_loss": eval_loss}
         self._saving = self._checkpointer.save_checkpointables_async(step, parts, metrics=metrics)
 
@@ -68,7 +68,11 @@ class Checkpoints:
         where, run = f"{self.source}/{step}", self._run
         with contextlib.ExitStack() as stack:
             reader = self._checkpointer if self.source == Path(self._checkpointer.directory) else stack.enter_context(_reader(self.source))
-            _refuse_changes(where, reader.load_checkpointables(step, {"meta": None})["meta"]["config"], run.cfg)
+            meta = reader.load_checkpointables(step, {"meta": None})["meta"]
+            _refuse_changes(where, meta["config"], run.cfg)
+            if meta["sources"] != feed.identity():
+                raise ConfigError(f"{where}: the documents of data.sources have changed since (files added, removed or renamed), so the order of the "
+                                "data would too; put them back, or start a new run with another run.name")
             wanted = _flat(run.abstract)
             found = reader.checkpointables_metadata(step).metadata["state"]
             _refuse_shapes(where, {k: tuple(v.shape) for k, v in found.items()}, {k: tuple(v.shape) for k, v in wanted.items()})

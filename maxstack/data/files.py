@@ -46,7 +46,8 @@ def matched(cfg: Files) -> list[File]:
         root = _rooted(_absolute(pattern))[0]
         for path in paths:
             found.setdefault(path, File(path, Path(os.path.relpath(path, root)).as_posix()))
-    files = sorted((file for path, file in found.items() if path not in excluded and not _anywhere(file, cfg.exclude)), key=lambda file: (file.key, file.path))
+    kept = (file for path, file in found.items() if path not in excluded and not _anywhere(file, cfg.exclude))
+    files = sorted(kept, key=lambda file: (file.key, file.path))
     if not files:
         raise DataError(f"{', '.join(cfg.files)}: every matching file is excluded by {', '.join(cfg.exclude)}; this source is empty")
     return files
