@@ -91,9 +91,9 @@ def train(cfg: "Config") -> int:
         save = saves and (done or preempted or step % cfg.checkpoint.every == 0)
         if evaluate or save:
             meter.flush()
-            if evaluate:
+            if evaluator and evaluate:
                 eval_loss = evaluator(step, state)
-            if save:
+            if saves and save:
                 saves.save(step, state, feed, eval_loss)
                 eval_loss = None
             meter.restart()

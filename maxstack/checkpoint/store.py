@@ -47,7 +47,8 @@ class Checkpoints:
     def save(self, step: int, state: Tree, feed: "Feed", eval_loss: float | None) -> None:
         """Copy the arrays off the devices, then write in the background; the step counts once all of it is on disk."""
         self.wait()
-        parts = {"state": _flat(state), "data": {"position": self._position(feed.state())}, "meta": {"config": self._run.cfg.model_dump(mode="json"), "sources": feed.identity()}}
+        meta = {"config": self._run.cfg.model_dump(mode="json"), "sources": feed.identity()}
+        parts = {"state": _flat(state), "data": {"position": self._position(feed.state())}, "meta": meta}
         metrics = None if eval_loss is None else {"eval_loss": eval_loss}
         self._saving = self._checkpointer.save_checkpointables_async(step, parts, metrics=metrics)
 
