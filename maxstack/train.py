@@ -112,7 +112,7 @@ def train(cfg: "Config") -> int:
 
 def _environment(cfg: "Config") -> None:
     """What must stand in the environment before jax is imported."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     if cfg.run.virtual_devices:
         flags = f"--xla_force_host_platform_device_count={cfg.run.virtual_devices}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()

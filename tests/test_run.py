@@ -16,11 +16,19 @@ def alone():
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_twenty_steps_agree_with_one_device(mesh, alone, capfd):
+def test_twenty_steps_agree_with_one_device(mesh, alone):
     rows = tiny.steps(tiny.make_run(tiny.config(mesh=MESHES[mesh]), 8), 20)
     for ours, theirs in zip(rows, alone, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
-    assert "rematerialization" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("mesh", "warns"), [
+    ("data", False), ("fsdp", False), ("tensor", False), ("fsdp-tensor", False), ("vocab on tensor alone", True)])
+def test_only_a_known_bad_mesh_makes_xla_rematerialize_what_was_sharded(mesh, warns, capfd):
+    sizes = MESHES.get(mesh, MESHES["fsdp-tensor"] | {"rules": {"vocab": "tensor"}})
+    run = tiny.make_run(tiny.config(mesh=sizes), 8)
+    run.step.lower(run.abstract, run.abstract_batch()).compile(compiler_options={"xla_backend_optimization_level": 0})
+    assert ("Involuntary full rematerialization" in capfd.readouterr().err) is warns
 
 
 def test_training_lowers_the_loss():
