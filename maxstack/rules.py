@@ -125,7 +125,7 @@ def _batch(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:
     elif train.batch_size // train.accumulate % parts:
         rows = f"batch_size={train.batch_size}" + (f" / accumulate={train.accumulate} = {train.batch_size // train.accumulate} rows"
                                                    if train.accumulate > 1 else "")
-        yield "train.batch_size", f"{rows} do not divide over {over}; use a batch_size that is a multiple of {parts * train.accumulate}"
+        yield "train.batch_size", f"{rows} does not divide over {over}; use a batch_size that is a multiple of {parts * train.accumulate}"
     if cfg.eval.batch_size and cfg.eval.batch_size % parts:
         yield "eval.batch_size", f"batch_size={cfg.eval.batch_size} does not divide over {over}; use a multiple of {parts}"
 

@@ -1,7 +1,9 @@
 """What happens before the first step: processes, compilation cache, the run folder's records, compiling the step."""
 
 import concurrent.futures
+import fcntl
 import json
+import os
 import platform
 import subprocess
 import time
@@ -46,13 +48,29 @@ def make_mesh(cfg: "Config") -> jax.sharding.Mesh:
     return mesh
 
 
+def claim(cfg: "Config", first: bool) -> Path:
+    """The run's folder, made if need be, and held until this process ends; ConfigError if another process has it."""
+    folder = Path(cfg.run.output_dir) / cfg.run.name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if first:
+            lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(f"run.name: {folder} is in use by another process; wait for it, stop it, or choose another run.name") from error
+    except OSError as error:
+        raise ConfigError(f"run.output_dir: cannot write to {folder}: {error.strerror}; choose another run.output_dir") from error
+    return folder
+
+
 def open_checkpoints(run: Run, folder: Path) -> "Checkpoints | None":
-    """The run's checkpoints; None where checkpoint.every is 0, so that orbax is not even imported."""
-    if not run.cfg.checkpoint.every:
+    """The run's checkpoints; None where nothing is to be saved or restored, so that orbax is not even imported."""
+    cfg, folder = run.cfg.checkpoint, folder / "checkpoints"
+    if not cfg.every and cfg.restore in ("none", "latest") and not folder.exists():
         return None
     from maxstack.checkpoint.store import Checkpoints
 
-    return Checkpoints(run, folder / "checkpoints")
+    return Checkpoints(run, folder)
 
 
 def write_records(cfg: "Config", folder: Path) -> None:
@@ -78,6 +96,13 @@ def introduce(run: Run, sources: list[str], log: Log) -> None:
     log.say(f"attention: {', '.join(f'{name} {backend}' for name, backend in run.backends.items())}")
     for line in sources:
         log.say(f"data: {line}")
+
+
+def check_steps(cfg: "Config", begin: int) -> None:
+    """ConfigError where the checkpoint is already past train.steps."""
+    if begin > cfg.train.steps:
+        raise ConfigError(f"train.steps={cfg.train.steps}, but the run is already at step {begin}; raise train.steps, set checkpoint.restore to an "
+                          "earlier step, or choose another run.name")
 
 
 def compile_step(run: Run) -> "concurrent.futures.Future[tuple[Any, float]]":

@@ -53,21 +53,25 @@ def train(cfg: "Config") -> int:
     startup.cache(cfg.run.compilation_cache)
     fits(cfg.data, cfg.model.vocab)
     run = assemble(cfg, startup.make_mesh(cfg))
-    compiling = startup.compile_step(run)
+    first = jax.process_index() == 0
+    folder = startup.claim(cfg, first)
     feed = make_feed(cfg.data, run.rows(cfg.train.batch_size), cfg.train.batch_size)
-
-    folder, first = Path(cfg.run.output_dir) / cfg.run.name, jax.process_index() == 0
-    folder.mkdir(parents=True, exist_ok=True)
-    log, writer = Log(folder, cfg.train.steps, first), Writer(folder, cfg.run.tensorboard, first)
-    startup.introduce(run, feed.describe(), log)
     saves = startup.open_checkpoints(run, folder)
     state = saves.restore(feed) if saves else None
     begin = int(state.step) if state else 0
+    startup.check_steps(cfg, begin)
+
+    log, writer = Log(folder, cfg.train.steps, first), Writer(folder, cfg.run.tensorboard, first)
+    if saves and state is not None:
+        log.say(saves.told)
+    if begin == cfg.train.steps:
+        log.say(f"nothing left to do: train.steps={begin} are done")
+        return 0
+    compiling = startup.compile_step(run)
+    startup.introduce(run, feed.describe(), log)
+    feed.start()
     if state is None:
         state = run.init()
-    elif saves:
-        log.say(f"resumed from step {begin} of {saves.source}")
-    feed.start()
     if first:
         startup.write_records(cfg, folder)
     evaluator = Evaluator(run, log, writer) if cfg.eval.every else None
@@ -88,7 +92,7 @@ def train(cfg: "Config") -> int:
         profiler.after(step, scalars)
         done, preempted = step == cfg.train.steps, stop.requested(step)
         evaluate = evaluator and (done or step % cfg.eval.every == 0)
-        save = saves and (done or preempted or step % cfg.checkpoint.every == 0)
+        save = saves and cfg.checkpoint.every and (done or preempted or step % cfg.checkpoint.every == 0)
         if evaluate or save:
             meter.flush()
             if evaluator and evaluate:

@@ -4,6 +4,8 @@ import random
 import signal
 import socket
 import subprocess
+import sys
+import time
 
 import numpy as np
 import processes
@@ -174,3 +176,48 @@ def test_a_diverging_run_stops_and_says_so(base):
 def test_the_resolved_config_is_plain_yaml(base):
     _, folder, _ = base
     assert yaml.safe_load((folder / "base" / "config.yml").read_text())["train"]["steps"] == 24
+
+
+def test_a_run_in_use_is_refused(base):
+    config, folder, _ = base
+    holder = subprocess.Popen(processes.command(config, "run.name=held", "train.steps=100000", "eval.every=0"), env=processes.environment(),
+                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        while not rows(folder / "held") and holder.poll() is None:
+            time.sleep(0.05)
+        assert "in use by another process" in train(config, "run.name=held", "train.steps=100000", code=1)
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def test_a_finished_run_says_so_and_a_shorter_one_is_refused(base):
+    config, folder, _ = base
+    before = (folder / "base" / "config.yml").read_text()
+    output = train(config, "run.name=base")
+    assert "nothing left to do" in output and "compiled" not in output
+    assert "already at step 24" in train(config, "run.name=base", "train.steps=12", code=1)
+    assert (folder / "base" / "config.yml").read_text() == before
+
+
+def test_a_checkpoint_is_restored_even_where_none_will_be_written(base):
+    config, folder, _ = base
+    output = train(config, "run.name=unsaved", f"checkpoint={{every: 0, restore: '{folder / 'base'}'}}", "train.steps=26", "eval.every=0")
+    assert "resumed from step 24" in output and [row["step"] for row in rows(folder / "unsaved")] == [25, 26]
+
+
+def test_an_output_folder_that_cannot_be_made_is_an_error_of_one_line(base, tmp_path):
+    config, _, _ = base
+    (tmp_path / "file").write_text("")
+    output = train(config, f"run.output_dir={tmp_path / 'file'}", code=1)
+    assert "run.output_dir" in output and "Traceback" not in output
+
+
+def test_prepared_shards_are_neither_read_as_text_nor_trained_on_where_held_out(base, tmp_path):
+    config, _, _ = base
+    subprocess.run([sys.executable, "-m", "maxstack.cli", "data", "prepare", str(config), "--out", str(tmp_path / "shards")], check=True,
+                   capture_output=True, env=processes.environment())
+    source = f"data.sources=[{{kind: array_record, content: CONTENT, files: ['{tmp_path}/shards/*.array_record']}}]"
+    assert "set `content: tokens`" in train(config, "run.name=shards", source.replace("CONTENT", "text"), "eval.every=0", code=2)
+    assert "held-out documents among" in train(config, "run.name=shards", source.replace("CONTENT", "tokens"), "eval.every=0", code=2)
+    train(config, "run.name=shards", source.replace("CONTENT", "tokens").replace("*.array", "*-train-*.array"), "eval.every=0", "train.steps=4")

@@ -19,4 +19,5 @@ class CheckpointConfig(Section):
     keep_best: int = Field(0, ge=0)
     """This many checkpoints with the lowest eval_loss stay too."""
     restore: Literal["none", "latest"] | int | str = "latest"
-    """Where to start: none (from scratch; refused if the run already has checkpoints), latest, a step of this run, or another run's path."""
+    """Where to start: none (from scratch; refused if the run already has checkpoints), latest, a step of this run, or the path of another run or of
+    one of its steps, which is read only while this run has no checkpoint of its own."""

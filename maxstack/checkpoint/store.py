@@ -37,7 +37,7 @@ class Checkpoints:
         self._checkpointer = ocp.training.Checkpointer(
             folder.absolute(), save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
             preservation_policy=keep.AnyPreservationPolicy(policies), cleanup_tmp_directories=True)
-        self._restore, self.source = cfg.restore, folder
+        self._restore, self.source, self.told = cfg.restore, folder, ""
         self._saving: Any = None
 
     def steps(self) -> list[int]:
@@ -67,6 +67,9 @@ class Checkpoints:
         if step is None:
             return None
         where, run = f"{self.source}/{step}", self._run
+        self.told = f"resumed from step {step} of {self.source}"
+        if self._restore not in ("latest", step) and self.source == Path(self._checkpointer.directory):
+            self.told += f"; checkpoint.restore={self._restore} is where this run once began, or would have, and is not read again"
         with contextlib.ExitStack() as stack:
             reader = self._checkpointer if self.source == Path(self._checkpointer.directory) else stack.enter_context(_reader(self.source))
             meta = reader.load_checkpointables(step, {"meta": None})["meta"]

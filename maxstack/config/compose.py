@@ -133,7 +133,7 @@ class _Composer:
         names = sorted({file.stem for inside in folders for file in inside.glob("*.yml")})
         if is_path and os.path.isdir(as_path):
             raise ConfigError(f"{prefix}{name} is a folder, not a YAML file{did_you_mean(Path(name).name, names)}")
-        hint = did_you_mean(Path(name).stem, names) or ("" if is_path else "; give a preset's name, or a path that ends in .yml")
+        hint = did_you_mean(Path(name).stem, names) or ("" if is_path else "; give one of these, or a path that ends in .yml")
         there = f"; the presets are {', '.join(names[:20])}{', ...' if len(names) > 20 else ''}" if names else ""
         raise ConfigError(f"{prefix}no {f'{what} ' if what else ''}{'file' if is_path else 'preset'} {name}{there}{hint}")
 

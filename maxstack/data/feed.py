@@ -12,7 +12,7 @@ from maxstack.data import DataError
 from maxstack.data.config import DataConfig
 from maxstack.data.lanes import KEYS, Batch, EvaluationRows, Mixture, Rows
 from maxstack.data.sources import open_sources
-from maxstack.data.tokenizers import open_tokenizer
+from maxstack.data.tokenizers import bytes_of, open_tokenizer
 from maxstack.data.workers import settle
 
 
@@ -44,7 +44,7 @@ class Feed:
         self.waited += time.perf_counter() - start
         self._state = batch.pop("state")
         if self._token_bytes is not None:
-            batch["bytes"] = self._token_bytes[batch["targets"]] * batch["mask"]
+            batch["bytes"] = bytes_of(self._token_bytes, batch["targets"]) * batch["mask"]
         return batch
 
     def state(self) -> np.ndarray:

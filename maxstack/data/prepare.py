@@ -20,7 +20,7 @@ from maxstack.config import ConfigError
 from maxstack.data.config import DataConfig
 from maxstack.data.shards import MANIFEST, pack
 from maxstack.data.sources import Documents, Split, open_source
-from maxstack.data.tokenizers import Tokenizer, open_tokenizer, tokens_of
+from maxstack.data.tokenizers import Tokenizer, bytes_of, open_tokenizer, tokens_of
 from maxstack.data.workers import settle
 
 _LARGEST_SHARD = 10_000
@@ -66,6 +66,7 @@ def prepare(cfg: DataConfig, out: str, *, workers: int = 1, shard_size: int | No
     (folder / _FINISHED).rmdir()
     totals = manifest["totals"]
     print(f"{out}: {totals['documents']} documents, {totals['tokens']} tokens, {totals['bytes']} bytes of text in {len(shards)} shards")
+    print(f"train on them: data.sources=[{{kind: array_record, content: tokens, files: ['{out}/*-train-*.array_record']}}]")
 
 
 def _splits(cfg: DataConfig) -> list[tuple[str, Split, Documents]]:
@@ -153,7 +154,7 @@ class _Writer:
             for index in range(shard.start, shard.stop):
                 ids = tokens_of(documents, index, tokenizer)
                 counts["tokens"] += len(ids)
-                counts["bytes"] += int(tokenizer.token_bytes[ids].sum())
+                counts["bytes"] += int(bytes_of(tokenizer.token_bytes, ids).sum())
                 writer.write(pack(ids))
             writer.close()
             os.replace(unfinished, folder / shard.name)

@@ -206,9 +206,8 @@ class ArrayRecords(Records):
         super().__init__(cfg)
 
     def _count(self, file: int) -> int:
-        if self._cfg.content == "tokens":
-            from maxstack.data.shards import check_size
-            check_size(self._files[file].path)
+        from maxstack.data.shards import check_size, refuse_as_text
+        (check_size if self._cfg.content == "tokens" else refuse_as_text)(self._files[file].path)
         reader = self._open(file)
         count = reader.num_records()
         reader.close()

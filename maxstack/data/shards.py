@@ -41,6 +41,22 @@ def check_size(path: str) -> None:
                         "or run `maxstack data prepare` again")
 
 
+def refuse_as_text(path: str) -> None:
+    """DataError if the manifest beside a file says that it holds tokens."""
+    manifest = _manifest(os.path.dirname(path))
+    if manifest is not None and os.path.basename(path) in manifest["shards"]:
+        raise DataError(f"{path}: tokens that `maxstack data prepare` wrote, read as text; set `content: tokens` for this source")
+
+
+def refuse_held_out(paths: list[str]) -> None:
+    """DataError if training would read a shard that holds held-out documents."""
+    for path in paths:
+        manifest = _manifest(os.path.dirname(path))
+        if manifest is not None and manifest["shards"].get(os.path.basename(path), {}).get("split") == "eval":
+            raise DataError(f"{path}: held-out documents among those to train on; narrow `files` to *-train-*.array_record, "
+                            "and give *-eval-*.array_record to eval.data")
+
+
 def check_tokenizer(paths: list[str], cfg: TokenizerConfig) -> None:
     """DataError if the manifest beside a shard names another tokenizer than the configured one."""
     from maxstack.data.tokenizers import open_tokenizer

@@ -146,10 +146,13 @@ def open_source(cfg: AnySource, place: int = 0, split: Split = "train") -> Docum
 
 def open_sources(cfg: DataConfig, evaluation: bool = False, whole: bool = False) -> list[Documents]:
     """All sources of `cfg` for training, or what they hold out; `whole`: also all of the sources that hold nothing out."""
-    from maxstack.data.shards import check_tokenizer
+    from maxstack.data.shards import check_tokenizer, refuse_held_out
     for source in cfg.sources:
         if isinstance(source, ArrayRecordSource) and source.content == "tokens":
-            check_tokenizer([file.path for file in matched(source)], cfg.tokenizer)
+            paths = [file.path for file in matched(source)]
+            check_tokenizer(paths, cfg.tokenizer)
+            if not evaluation:
+                refuse_held_out(paths)
     if not evaluation:
         return [open_source(source, place) for place, source in enumerate(cfg.sources)]
     opened = [open_source(source, place, "eval" if source.holdout else "all")

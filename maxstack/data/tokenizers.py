@@ -130,6 +130,11 @@ def open_tokenizer(cfg: TokenizerConfig) -> Tokenizer:
     return SentencePiece(cfg) if isinstance(cfg, SentencePieceTokenizer) else HuggingFace(cfg)
 
 
+def bytes_of(token_bytes: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """How many bytes of text each id stands for; 0 beyond the tokenizer's vocabulary, where a source makes its tokens itself."""
+    return np.where(ids < len(token_bytes), token_bytes[np.minimum(ids, len(token_bytes) - 1)], 0)
+
+
 def tokens_of(documents: Documents, index: int, tokenizer: Tokenizer) -> np.ndarray:
     """The int32 ids of a document of text or tokens. DataError, naming its file and record, if it cannot be read."""
     try:
