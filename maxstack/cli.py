@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import importlib.metadata
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -47,11 +48,11 @@ def _dispatch(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="maxstack", usage="maxstack COMMAND ...", formatter_class=argparse.RawDescriptionHelpFormatter,
         description=f"Train large models from YAML.\n\ncommands:\n{table}\n\n`maxstack COMMAND --help` says more.", epilog=EXAMPLE)
+    parser.add_argument("--version", action="version", version=f"maxstack {importlib.metadata.version('maxstack')}")
     parser.add_argument("command", help=argparse.SUPPRESS)
     name = parser.parse_args(argv[:1]).command
     if name not in COMMANDS:
-        from maxstack.config import ConfigError
-        from maxstack.config.compose import did_you_mean
+        from maxstack.config import ConfigError, did_you_mean
         raise ConfigError(f"no command {name}; the commands are {', '.join(COMMANDS)}{did_you_mean(name, COMMANDS)}")
     module, function = COMMANDS[name][0].split(":")
     return getattr(importlib.import_module(module), function)(argv[1:])

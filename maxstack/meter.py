@@ -2,6 +2,7 @@
 
 import math
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -13,7 +14,8 @@ from maxstack.run import Run
 
 
 class Meter:
-    """Turns device scalars into rows of metrics.jsonl. A step's time ends when its results are ready and begins where the one before ended."""
+    """Turns device scalars into rows of metrics.jsonl. A step's time ends when its results are ready, which a thread waits for, and begins where the
+    one before ended."""
 
     def __init__(self, run: Run, feed: Feed, log: Log, writer: Writer):
         cfg = run.cfg
@@ -21,7 +23,8 @@ class Meter:
         self._tokens = cfg.train.batch_size * cfg.data.seq_len
         peak = peak_flops(run.mesh.devices.flat[0].device_kind)
         self._mfu = flops_per_token(cfg.model, cfg.data.seq_len) / (peak * run.mesh.size) if peak else None
-        self._pending: tuple[int, dict[str, jax.Array], float] | None = None
+        self._pending: tuple[int, dict[str, jax.Array], float, Future[float]] | None = None
+        self._watch = ThreadPoolExecutor(1, "meter")
         self._ready = self._waited = 0.0
         self._busy, self._count = 0.0, 0
 
@@ -32,15 +35,15 @@ class Meter:
     def add(self, step: int, scalars: dict[str, jax.Array]) -> None:
         """Note a step that was just dispatched, and report the one before it."""
         self.flush()
-        self._pending = step, scalars, self._feed.waited
+        self._pending = step, scalars, self._feed.waited, self._watch.submit(_ready, scalars)
 
     def flush(self) -> None:
         """Wait for the step noted last and report it; ConfigError if its loss or gradient is not finite."""
         if self._pending is None:
             return
-        (step, scalars, waited), self._pending = self._pending, None
+        (step, scalars, waited, ready), self._pending = self._pending, None
+        now = ready.result()
         values = {name: float(value) for name, value in jax.device_get(scalars).items()}
-        now = time.perf_counter()
         seconds, self._ready = now - self._ready, now
         row: dict[str, Any] = {"step": step, "loss": values.pop("loss")} | {k: v for k, v in values.items() if k != "weight"}
         row |= {"tokens": step * self._tokens, "tokens_per_second": self._tokens / seconds, "step_seconds": seconds}
@@ -62,3 +65,8 @@ class Meter:
             rate = self._tokens * self._count / self._busy
             self._log.say(f"{'done' if finished else 'stopped, to be resumed by the same command'}: "
                           f"{self._count} steps in {self._busy:.1f} s, {rate:,.0f} tokens/s on average")
+
+
+def _ready(scalars: dict[str, jax.Array]) -> float:
+    jax.block_until_ready(scalars)
+    return time.perf_counter()

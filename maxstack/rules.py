@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from pydantic_core import PydanticCustomError
 
-from maxstack.config.compose import did_you_mean
+from maxstack.config import did_you_mean
 from maxstack.data.config import BytesTokenizer, DataConfig, SyntheticSource
 from maxstack.optim import check_schedules
 from maxstack.sharding import AXES, RULES

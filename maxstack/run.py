@@ -16,6 +16,7 @@ from maxstack import optim, sharding
 from maxstack.kernels.attention import choose
 from maxstack.models import decoder
 from maxstack.objectives.next_token import Loss, next_token
+from maxstack.quantize.training import check_rules, quantized
 
 if TYPE_CHECKING:
     from maxstack.schema import Config
@@ -167,11 +168,12 @@ def _within(mesh: Mesh, cfg: "Config", f: Callable) -> Callable:
 
 def _abstract_model(cfg: "Config") -> tuple[Any, Tree, Tree]:
     """The model's graph, its weights as nested dicts of shapes, and the same dicts of ParamInfo."""
-    graph, state = decoder.abstract(cfg.model)
+    graph, state = decoder.abstract(cfg.model, quantized(cfg.quantization))
     info = {}
     for path, variable in nnx.to_flat_state(state):
         axes, shape = variable.get_metadata()["axes"], variable.get_value().shape
         info[path] = optim.ParamInfo(shape, variable.get_value().dtype, ("layers",) * (len(shape) - len(axes)) + axes)
+    check_rules(cfg.quantization, {"/".join(map(str, path[2:-1])) for path, found in info.items() if len(path) > 3 and len(found.axes) > 2})
     return graph, nnx.to_pure_dict(state), nnx.traversals.unflatten_mapping(info)
 
 

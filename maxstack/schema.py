@@ -11,6 +11,7 @@ from maxstack.config import Section, faults
 from maxstack.data.config import DataConfig
 from maxstack.models.config import DecoderConfig
 from maxstack.optim import OptimizerConfig
+from maxstack.quantize.config import QuantizationConfig
 from maxstack.sharding import MeshConfig
 
 
@@ -91,7 +92,8 @@ class EvalConfig(Section):
 class Config(Section):
     """A whole run."""
 
-    PRESETS: ClassVar[dict[str, tuple[str, ...]]] = {"": ("recipes", "."), "model": ("models",), "mesh": ("meshes",), "optimizer": ("optimizers",)}
+    PRESETS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "": ("recipes", "."), "model": ("models",), "mesh": ("meshes",), "quantization": ("quantization",), "optimizer": ("optimizers",)}
 
     run: RunConfig = RunConfig()
     """Names and folders."""
@@ -101,6 +103,8 @@ class Config(Section):
     """The architecture: a preset's name, or a mapping that may hold `preset:`."""
     mesh: MeshConfig = MeshConfig()
     """How devices are arranged and tensors spread over them: a preset's name or a mapping."""
+    quantization: QuantizationConfig = QuantizationConfig()
+    """Matmuls in low precision: a preset's name or a mapping."""
     data: DataConfig
     """What is read."""
     objective: ObjectiveConfig = ObjectiveConfig()

@@ -2,14 +2,19 @@
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from maxstack import cli
 
 if TYPE_CHECKING:
+    from maxstack.checkpoint.store import Checkpoints
+    from maxstack.data.feed import Feed
+    from maxstack.metrics import Log, Writer
     from maxstack.schema import Config
 
 PREEMPTED = 42
@@ -19,6 +24,7 @@ def program(argv: Sequence[str]) -> int:
     """`main` as a process of its own."""
     if not {"-h", "--help"} & {*argv}:
         _use_huge_pages()
+    signal.signal(signal.SIGTERM, _leave)
     return main(argv)
 
 
@@ -28,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         prog="maxstack train", description="Train a model from one YAML file. The same command again resumes from the last checkpoint.",
         epilog="example: maxstack train configs/quickstart.yml train.steps=200 run.name=short")
     parser.add_argument("config", metavar="CONFIG", help="a YAML file, or the name of a preset such as quickstart")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="replaces a value of the file; typed like YAML")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="replaces a value of the file; typed like YAML")
     args = parser.parse_args(argv)
     from maxstack import config
     from maxstack.schema import Config
@@ -66,6 +72,7 @@ def train(cfg: "Config") -> int:
         log.say(saves.told)
     if begin == cfg.train.steps:
         log.say(f"nothing left to do: train.steps={begin} are done")
+        _close(feed, saves, writer, log)
         return 0
     compiling = startup.compile_step(run)
     startup.introduce(run, feed.describe(), log)
@@ -102,16 +109,19 @@ def train(cfg: "Config") -> int:
                 eval_loss = None
             meter.restart()
     meter.flush()
-    feed.close()
-    if saves:
-        saves.close()
+    _close(feed, saves)
     finished = step == cfg.train.steps
     meter.summary(finished)
     if finished and evaluator and cfg.eval.baselines:
         evaluator.compare()
-    writer.close()
-    log.close()
+    _close(writer, log)
     return 0 if finished else PREEMPTED
+
+
+def _close(*parts: "Feed | Checkpoints | Writer | Log | None") -> None:
+    for part in parts:
+        if part is not None:
+            part.close()
 
 
 def _environment(cfg: "Config") -> None:
@@ -121,6 +131,12 @@ def _environment(cfg: "Config") -> None:
         flags = f"--xla_force_host_platform_device_count={cfg.run.virtual_devices}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
         os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """Before the loop there is nothing to save, and neither a compilation nor a restore under way is worth waiting for."""
+    os.write(sys.stderr.fileno(), b"SIGTERM: leaving before the first step\n")
+    os._exit(PREEMPTED)
 
 
 def _use_huge_pages() -> None:

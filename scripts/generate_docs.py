@@ -126,9 +126,9 @@ and check what you type.
 
 - `extends: NAME` (or a path relative to the file, or a list) at the top of a file: this file is merged over that one. Mappings merge key
   by key; lists and single values replace; `null` clears; a mapping with another `kind` replaces the whole mapping.
-- `model`, `mesh` and `optimizer` take a preset's name (`model: NAME` is configs/models/NAME.yml), a path that ends in .yml, or a mapping
-  that may begin with `preset: NAME` and gives what differs. Naming another preset replaces what an extended file said. A preset's file
-  may extend its siblings.
+- `model`, `mesh`, `quantization` and `optimizer` take a preset's name (`model: NAME` is configs/models/NAME.yml), a path that
+  ends in .yml, or a mapping that may begin with `preset: NAME` and gives what differs. Naming another preset replaces what an extended
+  file said. A preset's file may extend its siblings.
 - `like: NAME` in an entry of a mapping, such as a block, takes over the entry of that name beside it; what is given beside `like` is
   merged over it.
 - `a.b.c=value` on the command line overrides; the value is YAML, `a.b.0.c=value` reaches into lists, and quotes hold a key with dots:

@@ -33,10 +33,10 @@ def train(config: Path, *overrides: str, code: int = 0) -> str:
 
 
 def interrupt(config: Path, folder: Path, after: int, number: int, *overrides: str) -> int:
-    """Start a run, send it a signal once it has reported step `after`; its exit code."""
+    """Start a run, send it a signal once it has reported step `after`, or for 0 once it has its folder; its exit code."""
     process = subprocess.Popen(command(config, *overrides), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 240
-    while process.poll() is None and not any(row["step"] >= after for row in rows(folder)):
+    while process.poll() is None and not (any(row["step"] >= after for row in rows(folder)) if after else (folder / ".lock").exists()):
         assert time.monotonic() < deadline, "the run never reached the step"
         time.sleep(0.02)
     process.send_signal(number)

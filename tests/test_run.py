@@ -23,9 +23,9 @@ def test_twenty_steps_agree_with_one_device(mesh, alone):
 
 
 @pytest.mark.parametrize(("mesh", "warns"), [
-    ("data", False), ("fsdp", False), ("tensor", False), ("fsdp-tensor", False), ("vocab on tensor alone", True)])
+    ("data", False), ("fsdp", False), ("tensor", False), ("fsdp-tensor", False), ("embed on fsdp and tensor", True)])
 def test_only_a_known_bad_mesh_makes_xla_rematerialize_what_was_sharded(mesh, warns, capfd):
-    sizes = MESHES.get(mesh, MESHES["fsdp-tensor"] | {"rules": {"vocab": "tensor"}})
+    sizes = MESHES.get(mesh, MESHES["fsdp-tensor"] | {"rules": {"embed": ["fsdp", "tensor"]}})
     run = tiny.make_run(tiny.config(mesh=sizes), 8)
     run.step.lower(run.abstract, run.abstract_batch()).compile(compiler_options={"xla_backend_optimization_level": 0})
     assert ("Involuntary full rematerialization" in capfd.readouterr().err) is warns

@@ -21,7 +21,7 @@ LEVELS = (
     ("schema",),
     ("rules",),
     ("run",),
-    ("models", "objectives", "data", "optim", "checkpoint", "metrics", "faults"),
+    ("models", "objectives", "data", "optim", "checkpoint", "quantize", "metrics", "faults"),
     ("layers", "chips"),
     ("kernels",),
     ("sharding",),

@@ -1,7 +1,9 @@
 """Checkpoints of one run: weights, optimizer, data position and step in one atomic step folder, written by Orbax in the background."""
 
 import contextlib
+import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +21,9 @@ if TYPE_CHECKING:
     from maxstack.schema import Config
 
 Tree = Any
+FORMAT = 1
 FREE = ("model.dtype", "model.remat", "model.unroll", "data.workers", "data.prefetch")
-BOUND = ("model", "data", "objective", "train.batch_size")
+BOUND = ("model", "quantization", "data", "objective", "train.batch_size")
 
 
 class Checkpoints:
@@ -47,8 +50,8 @@ class Checkpoints:
     def save(self, step: int, state: Tree, feed: "Feed", eval_loss: float | None) -> None:
         """Copy the arrays off the devices, then write in the background; the step counts once all of it is on disk."""
         self.wait()
-        meta = {"config": self._run.cfg.model_dump(mode="json"), "sources": feed.identity()}
-        parts = {"state": _flat(state), "data": {"position": self._position(feed.state())}, "meta": meta}
+        meta = json.dumps({"config": self._run.cfg.model_dump(mode="json"), "sources": feed.identity()})
+        parts = {"state": _flat(state), "data": {"position": self._position(feed.state())}, "meta": {"format": FORMAT, "json": meta}}
         metrics = None if eval_loss is None else {"eval_loss": eval_loss}
         self._saving = self._checkpointer.save_checkpointables_async(step, parts, metrics=metrics)
 
@@ -72,14 +75,15 @@ class Checkpoints:
             self.told += f"; checkpoint.restore={self._restore} is where this run once began, or would have, and is not read again"
         with contextlib.ExitStack() as stack:
             reader = self._checkpointer if self.source == Path(self._checkpointer.directory) else stack.enter_context(_reader(self.source))
-            meta = reader.load_checkpointables(step, {"meta": None})["meta"]
+            meta = json.loads(reader.load_checkpointables(step, {"meta": None})["meta"]["json"])
             _refuse_changes(where, meta["config"], run.cfg)
             if meta["sources"] != feed.identity():
                 raise ConfigError(f"{where}: the documents of data.sources have changed since (files added, removed or renamed), so the order of the "
                                 "data would too; put them back, or start a new run with another run.name")
             wanted = _flat(run.abstract)
             found = reader.checkpointables_metadata(step).metadata["state"]
-            _refuse_shapes(where, {k: tuple(v.shape) for k, v in found.items()}, {k: tuple(v.shape) for k, v in wanted.items()})
+            if {k: tuple(v.shape) for k, v in found.items()} != {k: tuple(v.shape) for k, v in wanted.items()}:
+                raise _other_state(where, meta["config"], run.cfg, found, wanted)
             shape = run.cfg.train.batch_size, feed.state().shape[1]
             position = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=run.batch_sharding)
             loaded = reader.load_checkpointables(step, {"state": wanted, "data": {"position": position}})
@@ -169,21 +173,26 @@ def _bits(leaf: Any) -> Any:
 
 
 def _refuse_changes(where: str, saved: dict[str, Any], cfg: "Config") -> None:
-    changed = [(key, old, new) for key, old, new in config.difference(saved, cfg.model_dump(mode="json"))
-               if _under(key, BOUND) and not _under(key, FREE)]
-    if changed:
-        lines = "\n".join(f"  {key}: {old!r} -> {new!r}" for key, old, new in changed)
-        raise ConfigError(f"{where} was written by another configuration (checkpoint -> now):\n{lines}\n"
-                          "  Put these back, or start a new run with another run.name.")
+    if changed := [line for line in _changes(saved, cfg, BOUND) if not _under(line, FREE)]:
+        raise ConfigError(f"{where} was written by another configuration (checkpoint -> now):\n" + "\n".join(f"  {line}" for line in changed) +
+                          "\n  Put these back, or start a new run with another run.name.")
+
+
+def _changes(saved: dict[str, Any], cfg: "Config", keys: tuple[str, ...]) -> list[str]:
+    """`key: old -> new` of what differs below some keys."""
+    return [f"{key}: {old!r} -> {new!r}" for key, old, new in config.difference(saved, cfg.model_dump(mode="json")) if _under(key, keys)]
 
 
 def _under(key: str, prefixes: tuple[str, ...]) -> bool:
-    return any(key == prefix or key.startswith((prefix + ".", prefix + "[")) for prefix in prefixes)
+    return any(key == prefix or key.startswith((prefix + ".", prefix + ":")) for prefix in prefixes)
 
 
-def _refuse_shapes(where: str, old: dict[str, tuple[int, ...]], new: dict[str, tuple[int, ...]]) -> None:
-    changed = [f"  {key}: {old.get(key, 'absent')} -> {new.get(key, 'absent')}" for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
-    if changed:
-        more = f"\n  and {len(changed) - 10} more" if len(changed) > 10 else ""
-        raise ConfigError(f"{where} holds another optimizer state (checkpoint -> now):\n" + "\n".join(changed[:10]) + more +
-                          "\n  Put the optimizer back, or start a new run with another run.name.")
+def _other_state(where: str, saved: dict[str, Any], cfg: "Config", found: Mapping[str, Any], wanted: Mapping[str, Any]) -> ConfigError:
+    """Told by the keys of the optimizer that changed; by the arrays, where the keys are the same and so a library must have changed."""
+    shapes = [{key: tuple(leaf.shape) for key, leaf in tree.items()} for tree in (found, wanted)]
+    arrays = [f"{key}: {shapes[0].get(key, 'absent')} -> {shapes[1].get(key, 'absent')}" for key in sorted({*found, *wanted})
+              if shapes[0].get(key) != shapes[1].get(key)]
+    lines = _changes(saved, cfg, ("optimizer",)) or arrays
+    more = f"\n  and {len(lines) - 10} more" if len(lines) > 10 else ""
+    return ConfigError(f"{where} holds the state of another optimizer (checkpoint -> now):\n" + "\n".join(f"  {line}" for line in lines[:10]) + more +
+                       "\n  Put the optimizer back, or start a new run with another run.name.")

@@ -7,13 +7,13 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import pydantic
 from pydantic_core import PydanticCustomError
 
-from maxstack.config.compose import Presets, merged_tree, plain, presets_dir, underlay
+from maxstack.config.compose import Presets, did_you_mean, merged_tree, nearest, plain, presets_dir, underlay
 from maxstack.config.explain import explanation
 from maxstack.config.reader import ConfigError, Node
 from maxstack.config.writer import write_yaml
 
-__all__ = ["ConfigError", "Items", "Node", "Section", "annotated", "difference", "dump", "fault", "faults", "load", "load_tree", "plain",
-           "plain_data", "presets_dir"]
+__all__ = ["ConfigError", "Items", "Node", "Section", "annotated", "did_you_mean", "difference", "dump", "fault", "faults", "load", "load_tree",
+           "nearest", "plain", "plain_data", "presets_dir"]
 
 Item = TypeVar("Item")
 Items = Annotated[tuple[Item, ...], pydantic.Field(strict=False)]
@@ -23,7 +23,7 @@ ABSENT = "(absent)"
 class Section(pydantic.BaseModel):
     """A mapping of the configuration: frozen, unknown keys refused, types not coerced; attribute docstrings document the keys."""
 
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     PRESETS: ClassVar[Presets] = {}
     """For a root section: top-level key -> folders inside configs/ with its presets; "" stands for whole files."""
@@ -51,7 +51,7 @@ def load_tree(schema: type[Root], path: str | Path, overrides: Sequence[str] = (
     """As `load`, with the merged tree that knows where each value came from."""
     defaults = {name: plain_data(field.default) for name, field in schema.model_fields.items() if not field.is_required()}
     tree = merged_tree(schema.PRESETS, path, overrides, defaults)
-    for where, below in _free_mappings(schema):
+    for where, below in _beneath(schema):
         tree = underlay(tree, where, below)
     try:
         return schema.model_validate(plain(tree)), tree
@@ -84,12 +84,16 @@ def plain_data(cfg: Any) -> Any:
     return [plain_data(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _free_mappings(schema: type[Section] | Section, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-    """Default values that are mappings without a section of their own, whose keys pydantic would not fill in, with their paths."""
+def _beneath(schema: type[Section] | Section, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    """What pydantic would not fill in where a file gives a part of it, by path: the keys of default mappings, the kind of a default section."""
     for name, field in (schema if isinstance(schema, type) else type(schema)).model_fields.items():
         default = field.default if isinstance(schema, type) else getattr(schema, name)
-        if isinstance(default, Section):
-            yield from _free_mappings(default, (*path, name))
+        if field.is_required() and isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from _beneath(field.annotation, (*path, name))
+        elif isinstance(default, Section):
+            if (kind := type(default).model_fields.get("kind")) and kind.is_required():
+                yield (*path, name), {"kind": plain_data(default)["kind"]}
+            yield from _beneath(default, (*path, name))
         elif isinstance(default, dict) and default:
             yield (*path, name), plain_data(default)
 

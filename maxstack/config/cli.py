@@ -31,7 +31,7 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("b", help="another")
     diff.set_defaults(run=_diff)
     for command in (show, diff):
-        command.add_argument("overrides", nargs="*", metavar="a.b.c=value", help="values that replace the file's")
+        command.add_argument("overrides", nargs="*", default=[], metavar="a.b.c=value", help="values that replace the file's")
 
     schema = commands.add_parser("schema", help="write the JSON schema for editors", epilog="example: maxstack config schema --out schema.json")
     schema.add_argument("--out", type=Path, help="the file to write; by default the schema is printed")

@@ -54,16 +54,16 @@ def plain(node: Node) -> Any:
     return convert(node)
 
 
-def nearest(word: object, words: Iterable[str]) -> str | None:
-    """The most similar of `words`, None if none is similar."""
-    found = difflib.get_close_matches(str(word).lower(), names := {w.lower(): w for w in map(str, words)}, n=1, cutoff=0.6)
-    return names[found[0]] if found else None
+def nearest(word: object, words: Iterable[str], count: int = 1) -> list[str]:
+    """At most `count` of the words that a person who typed `word` may have meant, best first."""
+    names = {w.lower(): w for w in map(str, words)}
+    return [names[found] for found in difflib.get_close_matches(str(word).lower(), names, count, 0.6)]
 
 
 def did_you_mean(word: object, words: Iterable[str]) -> str:
     """`; did you mean X?`, or nothing."""
     best = nearest(word, words)
-    return f"; did you mean {best}?" if best else ""
+    return f"; did you mean {best[0]}?" if best else ""
 
 
 def merge(below: Node | None, above: Node) -> Node:

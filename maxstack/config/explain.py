@@ -1,6 +1,7 @@
 """Turning pydantic's errors into paragraphs: file:line, key path, what was got, what is allowed, the nearest valid word."""
 
 import dataclasses
+import math
 from typing import Any
 
 import pydantic
@@ -124,6 +125,8 @@ def _wrong_value(place: _Place, tree: Node, message: str) -> str:
     node = tree.at(*place.path)
     value = node.value if node else None
     allowed = describe(place.annotation) if place.annotation is not Any else message
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"got {_got(node)}; allowed: {allowed}, not infinite"
     integral = isinstance(value, float) and value.is_integer() and abs(value) < 2 ** 53 and "whole number" in allowed
     hint = f"; write {int(value)}" if integral and isinstance(value, float) else did_you_mean(value, choices(place.annotation))
     return f"got {_got(node)}; allowed: {allowed}{hint}"

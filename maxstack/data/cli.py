@@ -34,7 +34,8 @@ def _parser() -> argparse.ArgumentParser:
 
     tokenizer = _command(commands, "tokenizer", "Train a SentencePiece tokenizer on the training documents of a config.",
                          "maxstack data tokenizer configs/quickstart.yml --vocab 4096 --out python.model", _tokenizer)
-    tokenizer.add_argument("--vocab", type=_positive, required=True, help="number of tokens")
+    tokenizer.add_argument("--vocab", type=_positive, required=True,
+                           help="number of tokens; the 256 bytes, 4 special ones and the characters of the text come first")
     tokenizer.add_argument("--model", choices=("bpe", "unigram"), default="bpe", help="kind of model (default: bpe)")
     tokenizer.add_argument("--out", required=True, metavar="FILE", help="the .model file to write")
     tokenizer.add_argument("--megabytes", type=_positive, default=100, help="text to learn from at most, in MB, drawn evenly (default: 100)")
@@ -57,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
 def _command(commands, name: str, description: str, example: str, run) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=description, description=description, epilog=f"example: {example}")
     parser.add_argument("config", metavar="CONFIG", help="a YAML file, as for training")
-    parser.add_argument("overrides", nargs="*", metavar="a.b.c=value", help="change a value of the file")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="a.b.c=value", help="change a value of the file")
     parser.set_defaults(run=run)
     return parser
 

@@ -41,8 +41,7 @@ def matched(cfg: Files) -> list[File]:
     for pattern in cfg.files:
         paths = _expand(pattern)
         if not paths:
-            missing = "no such file" if not glob.has_magic(_absolute(pattern)) else "the glob matches no file"
-            raise DataError(f"{pattern}: {missing} (relative paths start at {os.getcwd()}); correct the `files` of this source")
+            raise DataError(f"{pattern}: {_missing(pattern)} (relative paths start at {os.getcwd()}); correct the `files` of this source")
         root = _rooted(_absolute(pattern))[0]
         for path in paths:
             found.setdefault(path, File(path, Path(os.path.relpath(path, root)).as_posix()))
@@ -51,6 +50,12 @@ def matched(cfg: Files) -> list[File]:
     if not files:
         raise DataError(f"{', '.join(cfg.files)}: every matching file is excluded by {', '.join(cfg.exclude)}; this source is empty")
     return files
+
+
+def _missing(pattern: str) -> str:
+    if glob.has_magic(_absolute(pattern)):
+        return "the glob matches no file"
+    return f"is a folder; {pattern.rstrip('/')}/** means all files in it" if os.path.isdir(_absolute(pattern)) else "no such file"
 
 
 def _anywhere(file: File, patterns: Sequence[str]) -> bool:

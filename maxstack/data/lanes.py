@@ -133,8 +133,8 @@ class Lane:
             self._finish()
             passed += 1
             if passed > 2 * self._mixture.documents + 100:
-                raise DataError(f"lane {self._lane} found no document of at least 2 tokens in "
-                                f"{', '.join(source.name for source in self._mixture.sources)}; there is nothing to predict")
+                short = "; ".join(f"{source.name} (such as {source.where(0)})" for source in self._mixture.sources)
+                raise DataError(f"nothing to predict: every document that was drawn is shorter than 2 tokens, from {short}")
         return self._document
 
 

@@ -62,7 +62,7 @@ class SentencePiece:
         try:
             self._model: Any = sentencepiece.SentencePieceProcessor(model_proto=model)
         except (RuntimeError, ValueError, TypeError) as error:
-            raise DataError(f"{cfg.path}: not a SentencePiece model: {error}") from error
+            raise DataError(f"{cfg.path}: not a SentencePiece model; `maxstack data tokenizer` makes one") from error
         self.name, self.vocab_size = cfg.path, self._model.vocab_size()
         self.fingerprint = _hash(model + f" {cfg.bos} {cfg.eos}".encode())
         self._bos = self._special("bos", cfg.bos, self._model.bos_id())

@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import tqdm
 
+from maxstack.config import ConfigError
 from maxstack.data import DataError
 from maxstack.data.config import DataConfig
 from maxstack.data.sources import open_sources
@@ -20,7 +22,7 @@ def train(cfg: DataConfig, out: str, *, vocab: int, model: str = "bpe", megabyte
     """Write a SentencePiece model of `vocab` tokens, learnt from at most `megabytes` of the training documents.
 
     Text is kept as it is (no normalisation, spaces and line ends are tokens like others) and unknown characters fall back to bytes, so that decoding
-    gives back what was encoded. DataError if a document is not UTF-8 or there is too little text for so many tokens.
+    gives back what was encoded. DataError if a document is not UTF-8, ConfigError if the text does not yield `vocab` tokens.
     """
     import sentencepiece
     learnt = io.BytesIO()
@@ -30,13 +32,22 @@ def train(cfg: DataConfig, out: str, *, vocab: int, model: str = "bpe", megabyte
             normalization_rule_name="identity", add_dummy_prefix=False, remove_extra_whitespaces=False, allow_whitespace_only_pieces=True,
             user_defined_symbols=["\n"], split_digits=True, max_sentence_length=8 * _LONGEST_LINE, minloglevel=2)
     except RuntimeError as error:
-        reason = str(error).rsplit("] ", 1)[-1].split(" Increase", 1)[0].strip()
-        raise DataError(f"a vocabulary of {vocab} cannot be learnt from this text: {reason or error} Change --vocab, or give it more text") from error
+        raise _explained(error, vocab) from error
     unfinished = Path(f"{out}.{os.getpid()}.part")
     unfinished.parent.mkdir(parents=True, exist_ok=True)
     unfinished.write_bytes(learnt.getvalue())
     os.replace(unfinished, out)
     print(f"{out}: {vocab} tokens ({model}). In a config: data: {{tokenizer: {{kind: sentencepiece, path: {out}}}}} and model.vocab at least {vocab}")
+
+
+def _explained(error: RuntimeError, vocab: int) -> ValueError:
+    """SentencePiece tells the sizes that are possible in English alone."""
+    if too_many := re.search(r"too high.*<= *(\d+)", str(error), re.DOTALL):
+        return ConfigError(f"--vocab {vocab}: this text yields {too_many[1]} tokens at most; use a --vocab of at most {too_many[1]}, or more text")
+    if too_few := re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error)):
+        return ConfigError(f"--vocab {vocab}: the 256 bytes, the special tokens and the characters of this text are {too_few[1]} tokens already; "
+                           f"use a --vocab above {too_few[1]}")
+    return DataError(f"SentencePiece cannot learn {vocab} tokens from this text: {error}")
 
 
 def _lines(cfg: DataConfig, limit: int) -> Iterator[str]:

@@ -34,4 +34,4 @@ def project(x: jax.Array, w: nnx.Param | jax.Array, contract: int = 1) -> jax.Ar
     """
     rows, out = x.shape[: x.ndim - contract], w.shape[contract:]
     matrix = w[...].astype(x.dtype).reshape(-1, math.prod(out))
-    return (x.reshape(-1, matrix.shape[0]) @ matrix).reshape(*rows, *out)
+    return jax.lax.dot_general(x.reshape(-1, matrix.shape[0]), matrix, (((1,), (0,)), ((), ()))).reshape(*rows, *out)

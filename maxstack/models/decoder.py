@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxstack.layers.attention import Attention
-from maxstack.layers.config import AttentionConfig
 from maxstack.layers.mlp import MLP
 from maxstack.layers.norm import RMSNorm
 from maxstack.layers.rope import rope_table
@@ -38,18 +37,23 @@ class Block(nnx.Module):
 class Decoder(nnx.Module):
     """Embedding, blocks, norm, head. Blocks of the pattern are stacked over its repetitions, along a leading axis named `layers`.
 
-    Built, it holds placeholders; `initial` draws the weights.
+    Built, it holds placeholders; `initial` draws the weights. `change` maps each new block and example inputs to the block that is used.
     """
 
-    def __init__(self, cfg: DecoderConfig):
+    def __init__(self, cfg: DecoderConfig, change: Callable[..., nnx.Module] | None = None):
         self.cfg = cfg
         dtype, std = cfg.param_dtype, cfg.init_scale / cfg.embed**0.5
         self.embed = weight((cfg.vocab, cfg.embed), "vocab embed", std=std, dtype=dtype)
         first, period, repeats = len(cfg.prefix), pattern_keys(cfg), periods(cfg)
         rest = cfg.order[first + repeats * len(period):]
-        self.prefix = nnx.Dict({f"{i}": Block(cfg.blocks[name], cfg) for i, name in enumerate(cfg.prefix)})
-        self.blocks = nnx.Dict({key: _stack(cfg.blocks[name], cfg, repeats) for key, name in period.items()} if repeats else {})
-        self.rest = nnx.Dict({f"{i}": Block(cfg.blocks[name], cfg) for i, name in enumerate(rest)})
+
+        def block(name: str) -> Any:
+            built, example = Block(cfg.blocks[name], cfg), jnp.zeros((1, 8, cfg.embed), cfg.dtype)
+            return change(built, example, _tables(cfg, jnp.arange(8)[None]), None) if change else built
+
+        self.prefix = nnx.Dict({f"{i}": block(name) for i, name in enumerate(cfg.prefix)})
+        self.blocks = nnx.Dict({key: _stack(block(name), repeats) for key, name in period.items()} if repeats else {})
+        self.rest = nnx.Dict({f"{i}": block(name) for i, name in enumerate(rest)})
         self.norm = RMSNorm(cfg.norm, cfg.embed, dtype=dtype)
         if not cfg.head.tied:
             self.head = weight((cfg.embed, cfg.vocab), "embed vocab", std=std, dtype=dtype)
@@ -65,7 +69,7 @@ class Decoder(nnx.Module):
         positions_BT = batch.get("positions")
         if positions_BT is None:
             positions_BT = jnp.arange(tokens_BT.shape[1])[None]
-        tables = {(m.rope, m.head_dim): rope_table(m.rope, positions_BT, m.head_dim) for m in _mixers(cfg) if m.rope}
+        tables = _tables(cfg, positions_BT)
         x_BTD = constrain(self.embed[...].astype(cfg.dtype)[tokens_BT], "batch seq embed")
         if cfg.embed_scale:
             x_BTD = x_BTD * jnp.asarray(cfg.embed_scale, x_BTD.dtype)
@@ -100,9 +104,9 @@ class Decoder(nnx.Module):
         return cap * jnp.tanh(logits_BTV / cap) if cap else logits_BTV
 
 
-def abstract(cfg: DecoderConfig) -> tuple[Any, nnx.State]:
-    """The model's graph and its weights as shapes."""
-    return nnx.split(nnx.eval_shape(lambda: Decoder(cfg)))
+def abstract(cfg: DecoderConfig, change: Callable[..., nnx.Module] | None = None) -> tuple[Any, nnx.State]:
+    """The model's graph and its weights as shapes; `change` as in Decoder."""
+    return nnx.split(nnx.eval_shape(lambda: Decoder(cfg, change)))
 
 
 def initial(cfg: DecoderConfig, seed: int) -> dict[str, Any]:
@@ -138,10 +142,11 @@ def remat(cfg: RematConfig, f: Callable[..., jax.Array]) -> Callable[..., jax.Ar
     return jax.checkpoint(f, policy=policies[cfg.policy](), prevent_cse=False)
 
 
-def _mixers(cfg: DecoderConfig) -> list[AttentionConfig]:
-    return [block.mixer for block in cfg.blocks.values()]
+def _tables(cfg: DecoderConfig, positions_BT: jax.Array) -> dict:
+    mixers = [block.mixer for block in cfg.blocks.values()]
+    return {(m.rope, m.head_dim): rope_table(m.rope, positions_BT, m.head_dim) for m in mixers if m.rope}
 
 
-def _stack(block: BlockConfig, cfg: DecoderConfig, repeats: int) -> Block:
-    graph, state = nnx.split(Block(block, cfg))
+def _stack(block: Block, repeats: int) -> Block:
+    graph, state = nnx.split(block)
     return nnx.merge(graph, jax.tree.map(lambda x: jnp.broadcast_to(x, (repeats, *x.shape)), state))

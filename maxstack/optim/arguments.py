@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from maxstack.config import fault
-from maxstack.optim.names import Argument, Signature, names, nearest, signature
-from maxstack.optim.paths import check_selectors, hint_for
+from maxstack.config import did_you_mean, fault, nearest
+from maxstack.optim.names import Argument, Signature, names, signature
+from maxstack.optim.paths import check_selectors
 from maxstack.optim.schedules import ALIASES, OWN, STEPS, VALUES, filled, peak_argument, schedule_signature, share
 
 PYTHON = "it takes a Python function, which a configuration cannot hold"
@@ -147,7 +147,7 @@ def _check_arguments(found: Signature, given: dict[str, Any], key: str, supplied
     inside = reshaped or (found.name if found.name in RESHAPING else None)
     for name in given:
         if name not in known:
-            raise fault(f"{key}.{name}", f"{found.name} has no argument {name!r}; it takes {', '.join(known) or 'none'}{hint_for(name, known)}")
+            raise fault(f"{key}.{name}", f"{found.name} has no argument {name!r}; it takes {', '.join(known) or 'none'}{did_you_mean(name, known)}")
     for argument in found.arguments:
         if argument.name in given:
             _check_value(argument, given[argument.name], f"{key}.{argument.name}", inside, has_base)
@@ -179,7 +179,7 @@ def _check_value(argument: Argument, value: Any, key: str, reshaped: str | None,
     elif sort == "choice":
         allowed = ast.literal_eval("[" + re.search(r"Literal\[(.*?)\]", argument.annotation)[1] + "]")  # type: ignore[index]
         if value not in allowed:
-            raise fault(key, f"got {value!r}, wanted one of {', '.join(allowed)}{hint_for(str(value), allowed)}")
+            raise fault(key, f"got {value!r}, wanted one of {', '.join(allowed)}{did_you_mean(value, allowed)}")
     elif sort == "dimensions":
         raise fault(key, f"{argument.name} follows from the parameters' axes and cannot be set")
     elif sort == "python":

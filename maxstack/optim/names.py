@@ -2,11 +2,9 @@
 
 import ast
 import dataclasses
-import difflib
 import functools
 import importlib.util
 import pathlib
-import typing
 
 PACKAGES = ("optax", "optax.contrib")
 
@@ -55,14 +53,6 @@ def names(role: str) -> tuple[str, ...]:
     """All public names of a role, sorted."""
     public = {name for package in PACKAGES for name in _bindings(_package_file(package)) if not name.startswith("_")}
     return tuple(sorted(name for name in public if (found := signature(name)) and found.role == role))
-
-
-def nearest(word: str, words: typing.Iterable[str], count: int = 1) -> list[str]:
-    """The words that a person who typed `word` may have meant, best first."""
-    lowered: dict[str, str] = {}
-    for candidate in words:
-        lowered.setdefault(candidate.lower(), candidate)
-    return [lowered[match] for match in difflib.get_close_matches(word.lower(), lowered, count, 0.5)]
 
 
 Found = tuple[ast.FunctionDef | ast.ClassDef, dict[str, str]]

@@ -4,8 +4,7 @@ import dataclasses
 import fnmatch
 from typing import Any
 
-from maxstack.config import ConfigError, fault
-from maxstack.optim.names import nearest
+from maxstack.config import ConfigError, did_you_mean, fault, nearest
 
 STACKED = ("layers", "expert")
 HEADS = ("heads", "kv_heads")
@@ -110,13 +109,7 @@ def _selector(entry: Any, key: str) -> Selector:
     wanted = {"path": "text", "ndim": "a whole number", "optional": "true or false"}
     for name, value in entry.items():
         if name not in kinds:
-            raise fault(f"{key}.{name}", f"unknown key {name!r}; a pattern has path, ndim and optional{hint_for(name, kinds)}")
+            raise fault(f"{key}.{name}", f"unknown key {name!r}; a pattern has path, ndim and optional{did_you_mean(name, kinds)}")
         if type(value) is not kinds[name]:
             raise fault(f"{key}.{name}", f"got {value!r}, wanted {wanted[name]}")
     return Selector(**{"path": "*", **entry})
-
-
-def hint_for(word: str, words: Any) -> str:
-    """', did you mean X?' with the nearest of the words, or nothing."""
-    found = nearest(word, words)
-    return f"; did you mean {found[0]!r}?" if found else ""

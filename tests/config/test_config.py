@@ -32,6 +32,11 @@ def test_a_part_of_a_default_mapping_is_merged_over_it_unless_it_names_its_kind(
         "warmup_steps"}
 
 
+def test_a_part_of_a_default_section_is_of_the_default_kind(tiny):
+    cfg = config.load(Config, tiny, ["data.tokenizer.eos=true"])
+    assert (cfg.data.tokenizer.kind, cfg.data.tokenizer.eos) == ("bytes", True)
+
+
 def test_mesh_rules_are_merged_over_the_defaults(tiny):
     rules = config.load(Config, tiny, ["mesh.rules.mlp=null"]).mesh.rules
     assert rules["mlp"] is None and rules["embed"] == "fsdp" and rules["heads"] == "tensor"

@@ -77,7 +77,8 @@ def test_tokenizer_trains_a_model_that_loses_nothing(model, capsys):
     (["show", "none.yml"], 1, "none.yml"),
     (["show", "run.yml", "data.seqlen=3"], 1, "seq_len"),
     (["show", "run.yml", "data.sources=[{kind: text, files: [none/*.txt]}]"], 2, "none/*.txt"),
-    (["tokenizer", "run.yml", "--vocab", "100000", "--out", "x.model"], 2, "100000"),
+    (["tokenizer", "run.yml", "--vocab", "100000", "--out", "x.model"], 1, "--vocab 100000: this text yields 374 tokens at most"),
+    (["tokenizer", "run.yml", "--vocab", "100", "--out", "x.model"], 1, "use a --vocab above 2"),
     (["tokenizer", "run.yml", "--vocab", "300", "--out", "x.model", "data.sources=[{kind: synthetic}]"], 2, "synthetic document"),
     (["prepare", "run.yml", "--out", "out", "data.sources=[{kind: jsonl, files: [run.yml]}]"], 2, "run.yml: line 2: not JSON"),
 ])

@@ -169,7 +169,7 @@ def test_documents_without_a_target_are_passed_over():
 
 
 def test_nothing_to_predict_at_all_is_an_error():
-    with pytest.raises(DataError, match="no document of at least 2 tokens in lists"):
+    with pytest.raises(DataError, match="nothing to predict: every document.*shorter than 2 tokens, from lists"):
         rows([[[7], []]], 2, seq_len=3).next()
 
 

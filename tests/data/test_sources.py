@@ -201,6 +201,9 @@ def broken(case):
     """Files for one kind of damage: (source, the words that the message must hold)."""
     if case == "missing":
         return source("text", files=["corpus/none.txt"]), ["corpus/none.txt", "no such file"]
+    if case == "folder":
+        Path("corpus").mkdir()
+        return source("text", files=["corpus/"]), ["corpus/: is a folder; corpus/** means all files in it"]
     if case == "no match":
         return source("text", files=["corpus/*.txt"]), ["corpus/*.txt", "matches no file"]
     if case == "all excluded":
@@ -271,7 +274,8 @@ def broken_shard(case):
 
 
 @pytest.mark.parametrize("case", [
-    "missing", "no match", "all excluded", "empty jsonl", "empty separated", "not json", "missing key", "number instead of text", "half a surrogate",
+    "missing", "folder", "no match", "all excluded", "empty jsonl", "empty separated",
+    "not json", "missing key", "number instead of text", "half a surrogate",
     "deep json", "cut gzip", "flipped gzip", "cut zstd", "not zstd", "not parquet", "missing column", "null", "flipped array record",
     "cut array record", "text for tokens", "cut bagz"])
 def test_damage_is_an_error_that_names_the_file_and_record(case):
