@@ -99,7 +99,7 @@ def test_a_changed_architecture_is_refused_with_a_diff(base):
     output = train(config, "run.name=base", "model.embed=64", "train.steps=30", code=1)
     assert "model.embed: 32 -> 64" in output and "Traceback" not in output
     output = train(config, "run.name=base", "optimizer=lion", "train.steps=30", code=1)
-    assert "optimizer.chain: [{'kind': " in output and "'kind': 'lion'" in output and "Traceback" not in output
+    assert "optimizer.chain" in output and "lion" in output and "Traceback" not in output
 
 
 def test_a_batch_that_does_not_divide_over_the_devices_is_refused_once_they_are_known(base):

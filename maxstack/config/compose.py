@@ -57,7 +57,7 @@ def plain(node: Node) -> Any:
 def nearest(word: object, words: Iterable[str], count: int = 1) -> list[str]:
     """At most `count` of the words that a person who typed `word` may have meant, best first."""
     names = {w.lower(): w for w in map(str, words)}
-    return [names[found] for found in difflib.get_close_matches(str(word).lower(), names, count, 0.6)]
+    return [names[found] for found in difflib.get_close_matches(str(word).lower(), names, count, 0.55)]
 
 
 def did_you_mean(word: object, words: Iterable[str]) -> str:

@@ -138,7 +138,7 @@ def test_a_schedule_inside_multisteps_is_checked_against_the_updates_that_it_see
     ({"kind": "warmup_cosine", "warmup_steps": "2"}, "schedule.warmup_steps", "a share of train.steps"),
     ({"kind": "warmup_cosine", "warmup_steps": "120%"}, "schedule.warmup_steps", "a share of train.steps"),
     ({"kind": "warmup_cosine", "warmup_steps": 2.5}, "schedule.warmup_steps", "a whole number of steps"),
-    ({"kind": "wsd", "warmup_steps": 1, "decay_steps": 1, "shape": "sqroot"}, "schedule.shape", "'sqrt'"),
+    ({"kind": "wsd", "warmup_steps": 1, "decay_steps": 1, "shape": "sqroot"}, "schedule.shape", "did you mean sqrt"),
     ({"kind": "join", "boundaries": [1], "schedules": [{"kind": "constant"}, {"kind": "cosin"}]}, "schedule.schedules.1.kind", "'cosine'"),
     (3, "schedule", "kind"),
 ])
