@@ -31,15 +31,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write every figure here")
     parser.add_argument("--peer-python", default=sys.executable, help="the interpreter that has torch and transformers, if another")
     args = parser.parse_args()
-    peers = {name: peer for name, peer in PEERS.items() if _available(name, peer[2], args.peer_python)}
+    pythons = {name: args.peer_python if "torch" in needs else sys.executable for name, (_, _, needs) in PEERS.items()}
+    peers = {name: peer for name, peer in PEERS.items() if _available(name, peer[2], pythons[name])}
     speeds: dict[str, list[float]] = {}
     for number in range(args.rounds):
         for dtype in DTYPES:
             print(f"round {number + 1}/{args.rounds} {dtype}", file=sys.stderr, flush=True)
             speeds.setdefault(f"maxstack {dtype}", []).append(_ours(dtype))
-            for name, (script, words, needs) in peers.items():
-                python = args.peer_python if "torch" in needs else sys.executable
-                speeds.setdefault(f"{name} {dtype}", []).append(_peer(python, script, [dtype, *words]))
+            for name, (script, words, _) in peers.items():
+                speeds.setdefault(f"{name} {dtype}", []).append(_peer(pythons[name], script, [dtype, *words]))
     table = {name: statistics.median(values) for name, values in speeds.items()}
     start = {kind: _first_loss(kind) for kind in ("cold", "warm")}
     print(f"\n{'program':26} {'tokens/s':>9} {'all rounds':>26}   maxstack is x times as fast")
