@@ -3,7 +3,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do command 
 BIN := .venv/bin
 CONFIG ?= configs/quickstart.yml
 
-.PHONY: train test docs bench clean
+.PHONY: train test oracle docs bench clean
 
 train: .venv/installed
 	$(BIN)/python -m maxstack.train $(CONFIG) $(ARGS)
@@ -13,6 +13,9 @@ test: .venv/test-installed
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
+oracle: .venv-oracle/installed
+	.venv-oracle/bin/python scripts/oracle.py
+
 docs: .venv/installed
 	$(BIN)/python scripts/generate_docs.py
 
@@ -20,7 +23,7 @@ bench: .venv/installed
 	$(BIN)/python scripts/bench_cpu.py
 
 clean:
-	rm -rf .venv
+	rm -rf .venv .venv-oracle
 
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "maxstack needs Python 3.11, 3.12 or 3.13 on the PATH, or: make PYTHON=/path/to/python3.12"; exit 1; }
@@ -33,3 +36,9 @@ clean:
 .venv/test-installed: .venv/bin/python pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
 	@touch $@ .venv/installed
+
+.venv-oracle/installed: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "maxstack needs Python 3.11, 3.12 or 3.13 on the PATH, or: make PYTHON=/path/to/python3.12"; exit 1; }
+	$(PYTHON) -m venv .venv-oracle
+	.venv-oracle/bin/python -m pip install --quiet --editable . torch==2.13.0 'transformers>=5.23' accelerate
+	@touch $@

@@ -9,6 +9,9 @@ from collections.abc import Callable, Sequence
 
 COMMANDS = {
     "train": ("maxstack.train:program", "train a model from one YAML file"),
+    "score": ("maxstack.score:main", "log-probabilities and perplexity of texts under a run or a Hugging Face folder"),
+    "import": ("maxstack.convert:import_model", "a Hugging Face folder as a run"),
+    "export": ("maxstack.convert:export_model", "a run or checkpoint as a Hugging Face folder"),
     "data": ("maxstack.data.cli:main", "train a tokenizer, prepare token shards, show what the model is fed"),
     "config": ("maxstack.config.cli:main", "show, compare and describe configurations"),
 }

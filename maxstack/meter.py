@@ -9,7 +9,8 @@ import jax
 
 from maxstack.config import ConfigError
 from maxstack.data.feed import Feed
-from maxstack.metrics import Log, Writer, flops_per_token, peak_flops
+from maxstack.metrics import Log, Writer, peak_flops
+from maxstack.models.flops import flops_per_token
 from maxstack.run import Run
 
 

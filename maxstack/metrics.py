@@ -1,31 +1,13 @@
-"""What a run reports: FLOPs and MFU, and the writers (console, metrics.jsonl, TensorBoard, log.txt)."""
+"""What a run reports: the chip's peak, and the writers (console, metrics.jsonl, TensorBoard, log.txt)."""
 
 import json
 import math
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from maxstack.chips import PEAK_BF16
-
-if TYPE_CHECKING:
-    from maxstack.models.config import DecoderConfig
-
-
-def flops_per_token(model: "DecoderConfig", seq_len: int) -> float:
-    """Training FLOPs a token: 6 per weight of a matrix that multiplies it, and causal attention (masked scores not counted).
-
-    Source: Kaplan et al. 2020, arXiv:2001.08361, section 2.1, with the mean number of visible keys in place of the context.
-    """
-    weights, attention = model.embed * model.vocab, 0.0
-    for name in model.order:
-        mixer, mlp = model.blocks[name].mixer, model.blocks[name].mlp
-        weights += model.embed * mixer.head_dim * 2 * (mixer.heads + mixer.kv) + 3 * model.embed * mlp.hidden
-        span = min(mixer.window or seq_len, seq_len)
-        keys = (span * (span + 1) / 2 + (seq_len - span) * span) / seq_len
-        attention += 12 * mixer.heads * mixer.head_dim * keys
-    return 6 * weights + attention
 
 
 def peak_flops(device_kind: str) -> float | None:

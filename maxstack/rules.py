@@ -8,6 +8,17 @@ from pydantic_core import PydanticCustomError
 
 from maxstack.config import did_you_mean
 from maxstack.data.config import BytesTokenizer, DataConfig, SyntheticSource
+from maxstack.layers.config import (
+    DenseMLPConfig,
+    GatedDeltaConfig,
+    GatedMLPConfig,
+    Mixer,
+    MLAConfig,
+    MLPKind,
+    MoEConfig,
+    ParallelMLPConfig,
+    SharedExpertConfig,
+)
 from maxstack.optim import check_schedules
 from maxstack.sharding import AXES, RULES
 
@@ -91,19 +102,47 @@ def _tensors(cfg: "Config") -> Iterator[tuple[Dim, ...]]:
     model = cfg.model
     embed, vocab = ("embed", "model.embed", model.embed), ("vocab", "model.vocab", model.vocab)
     tokens = (("batch", "", 0), ("seq", "data.seq_len", cfg.data.seq_len))
-    periods = (model.layers - len(model.prefix)) // max(1, len(model.pattern))
+    periods = (model.layers - len(model.prefix)) // len(model.period)
     stacks: tuple[tuple[Dim, ...], ...] = ((("layers", "model.layers", periods),), ()) if periods > 1 else ((),)
     yield from ((vocab, embed), (embed, vocab), (*tokens, embed), (*tokens, vocab), (("norm", "model.embed", model.embed),))
     for name, block in model.blocks.items():
-        mixer, where = block.mixer, f"model.blocks.{name}"
-        heads = ("heads", f"{where}.mixer.heads", mixer.heads)
-        kv_heads = ("kv_heads", f"{where}.mixer.{'kv_heads' if mixer.kv_heads else 'heads'}", mixer.kv)
-        head_dim = ("head_dim", f"{where}.mixer.head_dim", mixer.head_dim)
-        hidden = ("mlp", f"{where}.mlp.hidden", block.mlp.hidden)
-        for stack in stacks:
-            yield from ((*stack, embed, heads, head_dim), (*stack, embed, kv_heads, head_dim), (*stack, heads, head_dim, embed),
-                        (*stack, embed, hidden), (*stack, hidden, embed))
-        yield from ((*tokens, heads, head_dim), (*tokens, kv_heads, head_dim), (*tokens, hidden))
+        where = f"model.blocks.{name}"
+        weights, inside = _mixer(block.mixer, f"{where}.mixer", embed)
+        for kind, at in _mlps(block.mlp, f"{where}.mlp"):
+            hidden = ("mlp", f"{at}.hidden", kind.hidden)
+            experts = (("expert", f"{at}.experts", kind.experts),) if isinstance(kind, MoEConfig) else ()
+            weights += [(*experts, embed, hidden), (*experts, hidden, embed)]
+            inside.append((hidden,))
+        yield from ((*stack, *weight) for stack in stacks for weight in weights)
+        yield from ((*tokens, *activation) for activation in inside)
+
+
+def _mixer(mixer: Mixer, where: str, embed: Dim) -> tuple[list[tuple[Dim, ...]], list[tuple[Dim, ...]]]:
+    """A mixer's weights, and its activations without batch and sequence."""
+    if isinstance(mixer, MLAConfig):
+        heads, values = ("heads", f"{where}.heads", mixer.heads), ("head_dim", f"{where}.value_dim", mixer.value_dim)
+        keys = ("head_dim", f"{where}.nope_dim", mixer.nope_dim + mixer.rope_dim)
+        latents = [("latent", f"{where}.kv_lora", mixer.kv_lora), ("latent", f"{where}.q_lora", mixer.q_lora or mixer.kv_lora)]
+        return [(heads, values, embed), *((embed, latent) for latent in latents), *((latent, heads, keys) for latent in latents)], [
+            (heads, keys), (heads, values)]
+    if isinstance(mixer, GatedDeltaConfig):
+        pairs = (("kv_heads", "key_heads", mixer.key_heads, "key_dim", mixer.key_dim),
+                 ("heads", "value_heads", mixer.value_heads, "value_dim", mixer.value_dim))
+    else:
+        pairs = (("heads", "heads", mixer.heads, "head_dim", mixer.head_dim),
+                 ("kv_heads", "kv_heads" if mixer.kv_heads else "heads", mixer.kv, "head_dim", mixer.head_dim))
+    parts = [((axis, f"{where}.{key}", size), ("head_dim", f"{where}.{dim}", length)) for axis, key, size, dim, length in pairs]
+    return [*((embed, *part) for part in parts), *((*part, embed) for part in parts if part[0][0] == "heads")], list(parts)
+
+
+def _mlps(mlp: MLPKind, where: str) -> Iterator[tuple[GatedMLPConfig | DenseMLPConfig | MoEConfig | SharedExpertConfig, str]]:
+    """The parts of an MLP that have a hidden layer of their own, with their keys."""
+    if isinstance(mlp, ParallelMLPConfig):
+        yield mlp.dense, f"{where}.dense"
+        mlp, where = mlp.moe, f"{where}.moe"
+    yield mlp, where
+    if isinstance(mlp, MoEConfig) and mlp.shared:
+        yield mlp.shared, f"{where}.shared"
 
 
 def _indivisible(key: str, size: int, logical: str, axes: list[str], sizes: dict[str, int]) -> str:

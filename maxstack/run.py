@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxstack import optim, sharding
 from maxstack.kernels.attention import choose
+from maxstack.layers.config import GatedDeltaConfig
 from maxstack.models import decoder
 from maxstack.objectives.next_token import Loss, next_token
 from maxstack.quantize.training import check_rules, quantized
@@ -50,8 +51,12 @@ class Run:
     """What the model wants of a batch."""
     backends: dict[str, str]
     """Block -> the attention kernel that serves it."""
+    graph: Any
+    """The model's structure: nnx.merge(graph, nnx.State(params)) is the model."""
     init: Callable[[], State]
     """Fresh weights and optimizer state, made where they will live."""
+    start: Callable[[Tree], State]
+    """Given weights, which are donated, with fresh optimizer state."""
     step: Any
     """jitted (state, batch) -> (state, scalars); the state is donated. scalars: loss, weight, grad_norm, learning_rate, ..."""
     eval_step: Any
@@ -97,9 +102,11 @@ def assemble(cfg: "Config", mesh: Mesh) -> Run:
     abstract = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings)
     everywhere = NamedSharding(mesh, PartitionSpec())
 
-    def init() -> State:
-        params = decoder.initial(cfg.model, cfg.train.seed)
+    def start(params: Tree) -> State:
         return State(jnp.zeros((), jnp.int32), params, tx.init(params))
+
+    def init() -> State:
+        return start(decoder.initial(cfg.model, cfg.train.seed))
 
     def loss(params: Tree, batch: dict[str, jax.Array]) -> Loss:
         return next_token(nnx.merge(graph, nnx.State(params)), batch, cfg.objective.z_loss)
@@ -110,7 +117,8 @@ def assemble(cfg: "Config", mesh: Mesh) -> Run:
     return Run(
         cfg=cfg, mesh=mesh, abstract=abstract, info=info,
         keys=("tokens", "targets", "mask", *(("positions", "segments") if packed else ())),
-        backends={name: choose(block.mixer.backend) for name, block in cfg.model.blocks.items()},
+        backends={name: choose(block.mixer.backend) for name, block in cfg.model.blocks.items() if not isinstance(block.mixer, GatedDeltaConfig)},
+        graph=graph, start=jax.jit(_within(mesh, cfg, start), donate_argnums=0, out_shardings=shardings),
         init=jax.jit(_within(mesh, cfg, init), out_shardings=shardings, compiler_options=QUICK if mesh.devices.flat[0].platform == "cpu" else None),
         step=jax.jit(_within(mesh, cfg, step), donate_argnums=0, out_shardings=(shardings, everywhere)),
         eval_step=jax.jit(_within(mesh, cfg, evaluate), out_shardings=everywhere),
@@ -125,9 +133,12 @@ def _step(cfg: "Config", tx: optax.GradientTransformationExtraArgs, loss: Callab
     value = summed.total / weight
     updates, opt = tx.update(grads, state.opt, state.params, value=value, grad=grads)
     params = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), state.params, updates)
+    params = decoder.carry(cfg.model, params, summed.loads)
     scalars = {name: total / weight for name, total in summed.metrics.items()}
     scalars["loss"] = scalars.pop("nll")
     scalars |= {"weight": summed.weight, "grad_norm": optax.tree.norm(grads)}
+    if summed.loads:
+        scalars["expert_load"] = jnp.stack([(load.max(-1) / load.mean(-1)).max() for load in summed.loads.values()]).max()
     if rate := optim.learning_rate_at(cfg.optimizer, cfg.train.steps):
         scalars["learning_rate"] = jnp.asarray(rate(state.step))
     return State(state.step + 1, params, opt), scalars
@@ -171,9 +182,10 @@ def _abstract_model(cfg: "Config") -> tuple[Any, Tree, Tree]:
     graph, state = decoder.abstract(cfg.model, quantized(cfg.quantization))
     info = {}
     for path, variable in nnx.to_flat_state(state):
-        axes, shape = variable.get_metadata()["axes"], variable.get_value().shape
-        info[path] = optim.ParamInfo(shape, variable.get_value().dtype, ("layers",) * (len(shape) - len(axes)) + axes)
-    check_rules(cfg.quantization, {"/".join(map(str, path[2:-1])) for path, found in info.items() if len(path) > 3 and len(found.axes) > 2})
+        meta, shape = variable.get_metadata(), variable.get_value().shape
+        axes = ("layers",) * (len(shape) - len(meta["axes"])) + meta["axes"]
+        info[path] = optim.ParamInfo(shape, variable.get_value().dtype, axes, meta["carried"])
+    check_rules(cfg.quantization, {"/".join(map(str, path[2:-1])) for path, found in info.items() if len(path) > 3 and found.ndim > 1})
     return graph, nnx.to_pure_dict(state), nnx.traversals.unflatten_mapping(info)
 
 

@@ -1,13 +1,14 @@
 """The root of the configuration: a table of contents. Each component's section stands in its own package."""
 
-from typing import ClassVar, Literal
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 import pydantic
 from pydantic import Field
 
 from maxstack import rules
 from maxstack.checkpoint.config import CheckpointConfig
-from maxstack.config import Section, faults
+from maxstack.config import Node, Readers, Section, faults, supply
 from maxstack.data.config import DataConfig
 from maxstack.models.config import DecoderConfig
 from maxstack.optim import OptimizerConfig
@@ -89,18 +90,27 @@ class EvalConfig(Section):
     """At the end, print what gzip -9 and an order-2 byte model reach on the same documents."""
 
 
+def model_of_folder(path: Path) -> dict[str, Any]:
+    """What `model: {from: path}` means: the architecture in a Hugging Face folder's config.json, and its weights to start from."""
+    from maxstack.checkpoint.hf.contents import Contents
+
+    return Contents(path).mapping | {"weights": str(path)}
+
+
 class Config(Section):
     """A whole run."""
 
     PRESETS: ClassVar[dict[str, tuple[str, ...]]] = {
         "": ("recipes", "."), "model": ("models",), "mesh": ("meshes",), "quantization": ("quantization",), "optimizer": ("optimizers",)}
 
+    READERS: ClassVar[Readers] = {"model": model_of_folder}
+
     run: RunConfig = RunConfig()
     """Names and folders."""
     distributed: DistributedConfig | None = None
     """Several processes; null: this one alone."""
     model: DecoderConfig
-    """The architecture: a preset's name, or a mapping that may hold `preset:`."""
+    """The architecture: a preset's name, or a mapping that may hold `preset:`, or `from:` a Hugging Face model folder."""
     mesh: MeshConfig = MeshConfig()
     """How devices are arranged and tensors spread over them: a preset's name or a mapping."""
     quantization: QuantizationConfig = QuantizationConfig()
@@ -117,6 +127,17 @@ class Config(Section):
     """Evaluation inside training."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Saving and resuming."""
+
+    @classmethod
+    def completed(cls, tree: Node) -> Node:
+        """With the tokenizer of the folder that the weights come from, if no other is given."""
+        folder = tree.at("model", "weights")
+        if folder is None or not isinstance(folder.value, str):
+            return tree
+        from maxstack.checkpoint.hf.tokenizer import tokenizer_of
+
+        found = tokenizer_of(Path(folder.value))
+        return supply(tree, ("data", "tokenizer"), found, folder.where) if found else tree
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> "Config":

@@ -19,7 +19,7 @@ AXES = ("data", "fsdp", "tensor")
 Axes = str | tuple[str, ...] | list[str] | None
 RULES: dict[str, Axes] = {
     "batch": ["data", "fsdp"], "seq": None, "layers": None, "embed": "fsdp", "heads": "tensor", "kv_heads": "tensor", "head_dim": None,
-    "mlp": "tensor", "vocab": ["tensor", "fsdp"], "norm": None,
+    "mlp": "tensor", "vocab": ["tensor", "fsdp"], "norm": None, "expert": None, "latent": None,
 }
 
 
@@ -85,12 +85,17 @@ def spec(axes: Sequence[str | None], rules: dict[str, Axes]) -> "PartitionSpec":
     return PartitionSpec(*parts)
 
 
+def current() -> tuple["Mesh", dict[str, Axes]] | None:
+    """The mesh and rules that `use` set; None outside."""
+    return _current.get()
+
+
 def constrain(x: "jax.Array", axes: str) -> "jax.Array":
     """Pin an activation to the mesh by its logical axes, as in `constrain(x_BTD, "batch seq embed")`; nothing on one device."""
     import jax
 
-    current = _current.get()
-    if current is None or current[0].size == 1:
+    found = current()
+    if found is None or found[0].size == 1:
         return x
-    mesh, rules = current
+    mesh, rules = found
     return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, spec(axes.split(), rules)))

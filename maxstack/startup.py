@@ -16,8 +16,9 @@ import jax
 import maxstack
 from maxstack import config, rules, sharding
 from maxstack.config import ConfigError
-from maxstack.metrics import Log, flops_per_token, peak_flops
-from maxstack.run import Run, count
+from maxstack.metrics import Log, peak_flops
+from maxstack.models.flops import flops_per_token
+from maxstack.run import Run, State, count
 
 if TYPE_CHECKING:
     from maxstack.checkpoint.store import Checkpoints
@@ -103,6 +104,16 @@ def check_steps(cfg: "Config", begin: int) -> None:
     if begin > cfg.train.steps:
         raise ConfigError(f"train.steps={cfg.train.steps}, but the run is already at step {begin}; raise train.steps, set checkpoint.restore to an "
                           "earlier step, or choose another run.name")
+
+
+def fresh(run: Run) -> State:
+    """The state before the first step: random weights, or those of the folder that model.weights names."""
+    folder = run.cfg.model.weights
+    if folder is None:
+        return run.init()
+    from maxstack.checkpoint.hf.reader import load_params
+
+    return run.start(load_params(folder, run.abstract.params))
 
 
 def compile_step(run: Run) -> "concurrent.futures.Future[tuple[Any, float]]":

@@ -78,7 +78,7 @@ def train(cfg: "Config") -> int:
     startup.introduce(run, feed.describe(), log)
     feed.start()
     if state is None:
-        state = run.init()
+        state = startup.fresh(run)
     if first:
         startup.write_records(cfg, folder)
     evaluator = Evaluator(run, log, writer) if cfg.eval.every else None

@@ -1,6 +1,7 @@
 """Every file in configs/ loads, assembles and lowers: a whole run as it stands, a preset inside a tiny run."""
 
 import math
+import re
 
 import jax
 import pytest
@@ -12,6 +13,7 @@ from maxstack.run import assemble
 from maxstack.schema import Config
 
 FILES = sorted(path for path in presets_dir().rglob("*.yml") if path.name != "defaults.yml")  # the manual, which is no run: test_generate_docs.py
+KINDS = re.compile(r"kind: \w+|placement: \w+|scaling|prefix|per_layer|share_kv")
 SECTIONS = {folder: section for section, folders in Config.PRESETS.items() for folder in folders}
 
 
@@ -24,7 +26,17 @@ def loaded(path, folder) -> Config:
     return config.load(Config, folder / "tiny.yml", [f"{section}={path.stem}"])
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(presets_dir())))
+def representative(paths):
+    """Every file, but of the models one of each set of kinds; tests/models/test_presets.py builds them all."""
+    seen = set()
+    for path in paths:
+        kinds = frozenset(KINDS.findall(path.read_text())) if path.parent.name == "models" else path
+        if kinds not in seen and not (path.parent.name == "models" and "extends:" in path.read_text()):
+            seen.add(kinds)
+            yield path
+
+
+@pytest.mark.parametrize("path", list(representative(FILES)), ids=lambda path: str(path.relative_to(presets_dir())))
 def test_a_shipped_file_loads_assembles_and_lowers(path, tmp_path):
     cfg = loaded(path, tmp_path)
     run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()[:math.prod(rules.mesh_sizes(cfg).values())]))

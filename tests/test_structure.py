@@ -15,12 +15,13 @@ MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("
 
 # From top to bottom. A module may import what stands below it, and its own package; not its peers in the same line. The longest name counts.
 LEVELS = (
-    ("train", "data.cli", "config.cli"),
+    ("train", "score", "convert", "data.cli", "config.cli"),
     ("cli",),
     ("startup", "evaluate", "meter"),
     ("schema",),
     ("rules",),
     ("run",),
+    ("checkpoint.hf",),
     ("models", "objectives", "data", "optim", "checkpoint", "quantize", "metrics", "faults"),
     ("layers", "chips"),
     ("kernels",),

@@ -8,8 +8,8 @@ model:
   dtype: float32
   blocks:
     full:
-      mixer: {heads: 4, kv_heads: 2, head_dim: 16}
-      mlp: {hidden: 128}
+      mixer: {kind: attention, heads: 4, kv_heads: 2, head_dim: 16}
+      mlp: {kind: gated, hidden: 128}
     local:
       like: full
       mixer: {window: 8}

@@ -13,6 +13,7 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from maxstack import config
+from maxstack.checkpoint.weights import WeightsReader
 from maxstack.config import ConfigError
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 Tree = Any
 FORMAT = 1
-FREE = ("model.dtype", "model.remat", "model.unroll", "data.workers", "data.prefetch")
+FREE = ("model.dtype", "model.weights", "model.remat", "model.unroll", "data.workers", "data.prefetch")
 BOUND = ("model", "quantization", "data", "objective", "train.batch_size")
 
 
@@ -75,6 +76,9 @@ class Checkpoints:
             self.told += f"; checkpoint.restore={self._restore} is where this run once began, or would have, and is not read again"
         with contextlib.ExitStack() as stack:
             reader = self._checkpointer if self.source == Path(self._checkpointer.directory) else stack.enter_context(_reader(self.source))
+            if "meta" not in reader.checkpointables_metadata(step).metadata:
+                self.told = f"starting from the weights in {where}"
+                return run.start(WeightsReader(Path(where)).load(run.abstract.params))
             meta = json.loads(reader.load_checkpointables(step, {"meta": None})["meta"]["json"])
             _refuse_changes(where, meta["config"], run.cfg)
             if meta["sources"] != feed.identity():

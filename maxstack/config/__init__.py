@@ -7,13 +7,13 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import pydantic
 from pydantic_core import PydanticCustomError
 
-from maxstack.config.compose import Presets, did_you_mean, merged_tree, nearest, plain, presets_dir, underlay
+from maxstack.config.compose import Presets, Readers, did_you_mean, merged_tree, nearest, plain, presets_dir, supply, underlay
 from maxstack.config.explain import explanation
 from maxstack.config.reader import ConfigError, Node
 from maxstack.config.writer import write_yaml
 
-__all__ = ["ConfigError", "Items", "Node", "Section", "annotated", "did_you_mean", "difference", "dump", "fault", "faults", "load", "load_tree",
-           "nearest", "plain", "plain_data", "presets_dir"]
+__all__ = ["ConfigError", "Items", "Node", "Readers", "Section", "annotated", "did_you_mean", "difference", "dump", "fault", "faults", "load",
+           "load_tree", "nearest", "plain", "plain_data", "presets_dir", "supply"]
 
 Item = TypeVar("Item")
 Items = Annotated[tuple[Item, ...], pydantic.Field(strict=False)]
@@ -27,6 +27,13 @@ class Section(pydantic.BaseModel):
 
     PRESETS: ClassVar[Presets] = {}
     """For a root section: top-level key -> folders inside configs/ with its presets; "" stands for whole files."""
+    READERS: ClassVar[Readers] = {}
+    """For a root section: top-level key -> what `from: path` in it means."""
+
+    @classmethod
+    def completed(cls, tree: Node) -> Node:
+        """For a root section: the composed tree with what follows from it, before it is validated."""
+        return tree
 
 
 Root = TypeVar("Root", bound=Section)
@@ -42,15 +49,16 @@ def faults(found: Sequence[tuple[str, str]]) -> PydanticCustomError:
     return PydanticCustomError("faults", "several keys do not fit together", {"faults": tuple(found)})
 
 
-def load(schema: type[Root], path: str | Path, overrides: Sequence[str] = ()) -> Root:
-    """The validated configuration in a file, or a preset's name, with `a.b.c=value` overrides. ConfigError names every problem's place."""
+def load(schema: type[Root], path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Root:
+    """The validated configuration in a file, a preset's name or a mapping, with `a.b.c=value` overrides. ConfigError names every problem's place."""
     return load_tree(schema, path, overrides)[0]
 
 
-def load_tree(schema: type[Root], path: str | Path, overrides: Sequence[str] = ()) -> tuple[Root, Node]:
+def load_tree(schema: type[Root], path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> tuple[Root, Node]:
     """As `load`, with the merged tree that knows where each value came from."""
     defaults = {name: plain_data(field.default) for name, field in schema.model_fields.items() if not field.is_required()}
-    tree = merged_tree(schema.PRESETS, path, overrides, defaults)
+    tree = merged_tree(schema.PRESETS, path, overrides, defaults, schema.READERS)
+    tree = schema.completed(tree)
     for where, below in _beneath(schema):
         tree = underlay(tree, where, below)
     try:

@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ from maxstack.config.reader import MAX_BYTES, MAX_DEPTH, MAX_NODES, ConfigError,
 
 Presets = Mapping[str, Sequence[str]]
 """Top-level key -> folders of the presets folder that hold its presets; "" stands for the whole file."""
+Readers = Mapping[str, Callable[[Path], Mapping[str, Any]]]
+"""Top-level key -> what its `from: path` means: a function from the path to the section's content; ConfigError if it cannot be read."""
 
 _SEGMENT = re.compile(r'"([^"]*)"|([^."=]+)')
 
@@ -23,16 +25,22 @@ def presets_dir() -> Path:
     return installed if installed.is_dir() else package.parent / "configs"
 
 
-def merged_tree(presets: Presets, path: str | Path, overrides: Sequence[str] = (), defaults: Any = None) -> Node:
-    """The merged tree of a file (or a preset's name) and `a.b.c=value` overrides; each node knows the file and line that gave it.
+def merged_tree(presets: Presets, path: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), defaults: Any = None,
+                readers: Readers | None = None) -> Node:
+    """The merged tree of a file, a preset's name or what would stand in a file, and `a.b.c=value` overrides; each node knows what gave it.
 
     `defaults` is plain data that overrides with an index find a list in where the file gives none.
     """
-    composer = _Composer(presets)
-    tree = composer.file(composer.find(str(path), "", Path.cwd(), "configuration"), "")
-    for keys, node, text in sorted((_override(text) for text in overrides), key=lambda o: (len(o[0]), o[0][-1] not in ("kind", "preset"))):
+    composer = _Composer(presets, readers or {})
+    if isinstance(path, Mapping):
+        tree = composer.expanded(_sourced(path, "arguments"), Path.cwd())
+    else:
+        tree = composer.file(composer.find(str(path), "", Path.cwd(), "configuration"), "")
+    for keys, node, text in sorted((_override(text) for text in overrides), key=lambda o: (len(o[0]), o[0][-1] not in ("kind", "preset", "from"))):
         if keys[1:] == ["preset"] and keys[0] in presets:
             keys = keys[:1]
+        if keys[1:] == ["from"] and keys[0] in (readers or {}):
+            keys, node = keys[:1], Node({"from": node}, "override")
         if len(keys) == 1:
             node = composer.expanded(Node({keys[0]: node}, "override"), Path.cwd()).at(keys[0]) or node
         tree = _assign(tree, keys, node, text, 0, defaults)
@@ -85,6 +93,15 @@ def underlay(tree: Node, path: Sequence[str], below: Mapping[str, Any]) -> Node:
     return _put(tree, path, merge(_sourced(dict(below), "default"), dataclasses.replace(given, replaces=False)))
 
 
+def supply(tree: Node, path: Sequence[str], value: Mapping[str, Any], where: str) -> Node:
+    """The tree with a mapping at `path`, below a mapping that is there, if nothing is given at `path` yet."""
+    above = tree.at(*path[:-1])
+    if above is None or above.mapping is None or path[-1] in above.mapping:
+        return tree
+    grown = dataclasses.replace(above, value=above.mapping | {path[-1]: _sourced(dict(value), where)})
+    return _put(tree, path[:-1], grown)
+
+
 def _put(tree: Node, path: Sequence[str], node: Node) -> Node:
     if not path:
         return node
@@ -99,8 +116,8 @@ def _kind_changes(under: dict[str, Node], over: dict[str, Node]) -> bool:
 class _Composer:
     """Reads files, each once, and puts what they extend beneath them."""
 
-    def __init__(self, presets: Presets):
-        self._presets, self._root = presets, presets_dir()
+    def __init__(self, presets: Presets, readers: Readers):
+        self._presets, self._readers, self._root = presets, readers, presets_dir()
         self._read: dict[tuple[Path, str], Node] = {}
         self._open: list[Path] = []
 
@@ -167,6 +184,8 @@ class _Composer:
         entries = node.mapping or {}
         if "extends" in entries:
             raise ConfigError(f"{entries['extends'].where}: {section}.extends: inside a section the key is preset; extends is for whole files")
+        if "from" in entries and section in self._readers:
+            return self._read_from(entries, section, folder, node.where)
         if "preset" not in entries:
             return node
         name = entries["preset"]
@@ -175,6 +194,21 @@ class _Composer:
         base = self.file(self.find(name.value, section, folder, section, name.where), section)
         rest = Node({key: item for key, item in entries.items() if key != "preset"}, node.where)
         return dataclasses.replace(merge(base, rest), where=node.where, replaces=True)
+
+
+    def _read_from(self, entries: dict[str, Node], section: str, folder: Path, where: str) -> Node:
+        name = entries["from"]
+        if not isinstance(name.value, str):
+            raise ConfigError(f"{name.where}: {section}.from: got {name.value!r}; allowed: a path")
+        if "preset" in entries:
+            raise ConfigError(f"{name.where}: {section}.from: preset and from both say what the {section} is; give one")
+        path = shown(folder / os.path.expanduser(name.value))
+        try:
+            base = _sourced(self._readers[section](Path(path)), path)
+        except ConfigError as error:
+            raise ConfigError(f"{name.where}: {section}.from: {error}") from error
+        rest = Node({key: item for key, item in entries.items() if key != "from"}, where)
+        return dataclasses.replace(merge(base, rest), where=where, replaces=True)
 
 
 def read_file(path: Path) -> Node:
@@ -224,7 +258,7 @@ def _override(text: str) -> tuple[list[str], Node, str]:
 
 def _sourced(value: Any, where: str) -> Node:
     """Plain data as a tree that one place gave."""
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return Node({key: _sourced(item, where) for key, item in value.items()}, where)
     return Node([_sourced(item, where) for item in value], where) if isinstance(value, list | tuple) else Node(value, where)
 

@@ -14,6 +14,9 @@ def json_schema(schema: type[Section]) -> dict[str, Any]:
     definitions = found.setdefault("$defs", {})
     for name in _named_items(found):
         definitions[name]["properties"]["like"] = {"type": "string", "description": "Another entry beside this one, whose keys this one takes over."}
+    for key in schema.READERS:
+        definition = found["properties"][key]["$ref"].rsplit("/", 1)[-1]
+        definitions[definition]["properties"]["from"] = {"type": "string", "description": "A folder that gives this section."}
     for key in schema.PRESETS:
         if key:
             _accept_presets(found, key, schema.PRESETS[key])

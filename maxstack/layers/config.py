@@ -1,39 +1,133 @@
 """The layers' configuration, apart from their code so that a configuration is checked before jax is imported."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import pydantic
 from pydantic import Field
 
-from maxstack.config import Section, fault
+from maxstack.config import Items, Section, fault
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+Backend = Literal["auto", "reference", "blockwise"]
 
 
 class NormConfig(Section):
-    """Root-mean-square normalisation (Zhang & Sennrich 2019, arXiv:1910.07467), computed in float32."""
+    """A normalisation over the last axis, computed in float32."""
 
-    kind: Literal["rms"] = "rms"
-    """The normalisation."""
+    kind: Literal["rms", "layer"] = "rms"
+    """rms: root mean square (Zhang & Sennrich 2019, arXiv:1910.07467); layer: mean and variance (Ba 2016, arXiv:1607.06450)."""
     eps: float = Field(1e-6, gt=0)
-    """Added to the mean square."""
+    """Added to the mean square or variance."""
+    scale: bool = True
+    """A learned factor per channel."""
     zero_centered: bool = False
-    """Scale by 1 + weight with the weight starting at 0, as Gemma does, instead of by a weight that starts at 1."""
+    """The factor is 1 + weight with the weight starting at 0, as Gemma's is, instead of a weight that starts at 1."""
+    bias: bool = False
+    """A learned offset per channel."""
+
+
+class LinearScaling(Section):
+    """Positions divided by a factor (Chen et al. 2023, arXiv:2306.15595)."""
+
+    kind: Literal["linear"]
+    """The scaling."""
+    factor: float = Field(gt=0)
+    """Divides the frequencies."""
+
+
+class ProportionalScaling(Section):
+    """The rotated share of the frequencies keeps the spacing of the whole head, and the rest of the head stands still (Gemma 4)."""
+
+    kind: Literal["proportional"]
+    """The scaling."""
+    factor: float = Field(1.0, gt=0)
+    """Divides the frequencies."""
+
+
+class Llama3Scaling(Section):
+    """Long wavelengths divided by a factor, short ones kept, a ramp between them (Llama 3.1)."""
+
+    kind: Literal["llama3"]
+    """The scaling."""
+    factor: float = Field(gt=0)
+    """Divides the frequencies of long wavelengths."""
+    low_freq_factor: float = Field(1.0, gt=0)
+    """Wavelengths above original_length / this are scaled."""
+    high_freq_factor: float = Field(4.0, gt=0)
+    """Wavelengths below original_length / this are kept."""
+    original_length: int = Field(8192, ge=1)
+    """The context length of pretraining."""
+
+
+class YarnScaling(Section):
+    """YaRN (Peng et al. 2023, arXiv:2309.00071): a ramp by wavelength, and sharper attention."""
+
+    kind: Literal["yarn"]
+    """The scaling."""
+    factor: float = Field(gt=0)
+    """Extension of the context."""
+    original_length: int = Field(ge=1)
+    """The context length of pretraining."""
+    beta_fast: float = Field(32.0, gt=0)
+    """Dimensions that turn more often than this within original_length are kept."""
+    beta_slow: float = Field(1.0, gt=0)
+    """Dimensions that turn less often than this are scaled whole."""
+    truncate: bool = True
+    """Round the ends of the ramp to whole dimensions."""
+    attention_factor: float | None = Field(None, gt=0)
+    """Multiplies cosines and sines; null: from mscale and mscale_all_dim where given, else 0.1 ln(factor) + 1."""
+    mscale: float | None = None
+    """DeepSeek's numerator: 0.1 mscale ln(factor) + 1."""
+    mscale_all_dim: float | None = None
+    """DeepSeek's denominator, and the factor, squared, of the attention scale of MLA."""
+
+
+class LongRopeScaling(Section):
+    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): a divisor for each frequency, one list within the original length and one beyond."""
+
+    kind: Literal["longrope"]
+    """The scaling."""
+    short_factor: Items[float]
+    """Divisors for documents of at most original_length tokens."""
+    long_factor: Items[float]
+    """Divisors for longer documents."""
+    original_length: int = Field(ge=1)
+    """The context length of pretraining."""
+    factor: float = Field(1.0, gt=0)
+    """Extension of the context: sets the attention factor sqrt(1 + ln(factor) / ln(original_length))."""
+    attention_factor: float | None = Field(None, gt=0)
+    """Multiplies cosines and sines; null: from factor."""
+
+
+Scaling = Annotated[LinearScaling | ProportionalScaling | Llama3Scaling | YarnScaling | LongRopeScaling, Field(discriminator="kind")]
 
 
 class RopeConfig(Section):
-    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) over the two halves of a head."""
+    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864)."""
 
-    kind: Literal["default"] = "default"
-    """How the frequencies follow from theta."""
     theta: float = Field(10_000.0, gt=0)
     """Base of the geometric series of wavelengths."""
+    fraction: float = Field(1.0, gt=0, le=1)
+    """Share of a head, from its start, that is rotated."""
+    interleaved: bool = False
+    """Rotate the pairs (2i, 2i + 1) instead of (i, i + half)."""
+    scaling: Scaling | None = None
+    """How frequencies change for long contexts; null: not."""
+
+
+class TemperatureConfig(Section):
+    """Queries multiplied by 1 + scale * ln(1 + floor((position + 1) / length)), as Llama 4 does where there is no RoPE."""
+
+    scale: float = 0.1
+    """How much."""
+    length: int = Field(8192, ge=1)
+    """Positions up to which nothing changes."""
 
 
 class AttentionConfig(Section):
     """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245)."""
 
-    kind: Literal["attention"] = "attention"
+    kind: Literal["attention"]
     """The mixer."""
     heads: int = Field(ge=1)
     """Query heads."""
@@ -45,17 +139,35 @@ class AttentionConfig(Section):
     """Rotary positions; null: none."""
     window: int | None = Field(None, ge=1)
     """A query sees this many positions, itself included; null: all before it."""
+    chunk: int | None = Field(None, ge=1)
+    """A query sees only the positions of its own chunk of this many, counted from the start of its document; null: no chunks."""
     soft_cap: float | None = Field(None, gt=0)
     """Scores s become soft_cap * tanh(s / soft_cap); null: unchanged."""
     scale: float | None = Field(None, gt=0)
     """Multiplies the scores; null: 1 / sqrt(head_dim)."""
+    sinks: bool = False
+    """A learned score per head that takes a share of the softmax and gives nothing (gpt-oss)."""
+    temperature: TemperatureConfig | None = None
+    """Sharper attention at far positions; null: none."""
     qk_norm: NormConfig | None = None
-    """Norm over each head of the queries and keys before RoPE; null: none."""
+    """Norm of queries and keys; null: none."""
+    qk_norm_over: Literal["head", "all"] = "head"
+    """Over each head, or over all heads together (OLMo 2)."""
+    qk_norm_after_rope: bool = False
+    """Normalise after the rotation instead of before (Llama 4)."""
+    value_norm: NormConfig | None = None
+    """Norm over each head of the values; null: none."""
+    values_are_keys: bool = False
+    """The values are the keys as projected, before their norm and rotation (Gemma 4)."""
+    share_kv: str | None = None
+    """No keys and values, nor norms of them, of its own: those of the last earlier layer of the prefix that is this block (Gemma 4 E2B)."""
+    gate: bool = False
+    """Multiply the context by the sigmoid of a second query projection (Qwen3-Next)."""
     qkv_bias: bool = False
     """Biases on the query, key and value projections."""
     out_bias: bool = False
     """A bias on the output projection."""
-    backend: Literal["auto", "reference", "blockwise"] = "auto"
+    backend: Backend = "auto"
     """The attention kernel; auto: the fastest that can serve, which the log names."""
 
     @property
@@ -69,15 +181,82 @@ class AttentionConfig(Section):
             below = max(k for k in range(1, self.kv) if self.heads % k == 0)
             raise fault("kv_heads", f"heads={self.heads} is not a multiple of kv_heads={self.kv} (ratio {self.heads / self.kv:.2f}); "
                         f"kv_heads={below} would share each among {self.heads // below} query heads")
-        if self.rope and self.head_dim % 2:
-            raise fault("head_dim", f"head_dim={self.head_dim} is odd, but RoPE rotates pairs; use an even head_dim or rope: null")
+        if self.rope and self.head_dim * self.rope.fraction % 2:
+            raise fault("head_dim", f"RoPE rotates pairs, but head_dim={self.head_dim} times fraction={self.rope.fraction} is not even; "
+                        "use an even head_dim, another rope.fraction or rope: null")
+        if self.rope and isinstance(self.rope.scaling, LongRopeScaling):
+            pairs, found = int(self.head_dim * self.rope.fraction) // 2, (len(self.rope.scaling.short_factor), len(self.rope.scaling.long_factor))
+            if found != (pairs, pairs):
+                raise fault("rope.scaling", f"short_factor and long_factor hold {found[0]} and {found[1]} divisors; head_dim={self.head_dim} with "
+                            f"fraction={self.rope.fraction} rotates {pairs} pairs, and each needs one")
+        if self.window and self.chunk:
+            raise fault("chunk", f"chunk={self.chunk} and window={self.window} exclude each other; set one to null")
         return self
 
 
-class MLPConfig(Section):
+class MLAConfig(Section):
+    """Multi-head latent attention (DeepSeek-V2 2024, arXiv:2405.04434): keys and values come from a small shared latent."""
+
+    kind: Literal["mla"]
+    """The mixer."""
+    heads: int = Field(ge=1)
+    """Heads of queries, keys and values."""
+    q_lora: int | None = Field(None, ge=1)
+    """Size of the queries' latent; null: projected from the residual stream at once."""
+    kv_lora: int = Field(ge=1)
+    """Size of the latent of keys and values."""
+    nope_dim: int = Field(ge=1)
+    """Part of a query and key head without positions."""
+    rope_dim: int = Field(ge=2, multiple_of=2)
+    """Part with RoPE; the key's is shared by all heads."""
+    value_dim: int = Field(ge=1)
+    """Size of a value head."""
+    rope: RopeConfig = RopeConfig()
+    """Rotary positions of the rope part."""
+    norm: NormConfig = NormConfig()
+    """Of both latents."""
+    bias: bool = False
+    """Biases on the projections out of the residual stream and on the output."""
+    backend: Backend = "auto"
+    """The attention kernel."""
+
+
+class GatedDeltaConfig(Section):
+    """Gated delta rule (Yang et al. 2024, arXiv:2412.06464): a linear-time recurrence with a short convolution before it."""
+
+    kind: Literal["gated_delta"]
+    """The mixer."""
+    key_heads: int = Field(ge=1)
+    """Heads of queries and keys."""
+    value_heads: int = Field(ge=1)
+    """Heads of values; a multiple of key_heads."""
+    key_dim: int = Field(ge=1)
+    """Size of a key head."""
+    value_dim: int = Field(ge=1)
+    """Size of a value head."""
+    conv: int = Field(4, ge=1)
+    """Width of the causal convolution over queries, keys and values."""
+    norm: NormConfig = NormConfig()
+    """Over each value head of the output, before its gate."""
+    chunk: int = Field(64, ge=1)
+    """Positions handled as one block: a matter of speed, not of meaning."""
+    backend: Literal["auto", "reference", "chunked"] = "auto"
+    """The kernel of the recurrence; auto: the fastest that can serve."""
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> "GatedDeltaConfig":
+        if self.value_heads % self.key_heads:
+            raise fault("value_heads", f"value_heads={self.value_heads} is not a multiple of key_heads={self.key_heads}")
+        return self
+
+
+Mixer = Annotated[AttentionConfig | MLAConfig | GatedDeltaConfig, Field(discriminator="kind")]
+
+
+class GatedMLPConfig(Section):
     """Gated MLP (Shazeer 2020, arXiv:2002.05202)."""
 
-    kind: Literal["gated"] = "gated"
+    kind: Literal["gated"]
     """The feed-forward part of a block."""
     hidden: int = Field(ge=1)
     """Size of the hidden layer."""
@@ -85,3 +264,109 @@ class MLPConfig(Section):
     """Applied to the gate."""
     bias: bool = False
     """Biases on all three projections."""
+
+
+class DenseMLPConfig(Section):
+    """MLP of one hidden layer."""
+
+    kind: Literal["dense"]
+    """The feed-forward part of a block."""
+    hidden: int = Field(ge=1)
+    """Size of the hidden layer."""
+    activation: Activation = "gelu_tanh"
+    """Of the hidden layer."""
+    bias: bool = False
+    """Biases on both projections."""
+
+
+class RouterConfig(Section):
+    """Which experts a token goes to, and with what weights; computed in float32."""
+
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """Of the logits: over all experts, or each alone."""
+    normalize: bool = True
+    """Divide the weights of the chosen experts by their sum. (The softmax over chosen logits alone is this with score softmax.)"""
+    scale: float = Field(1.0, gt=0)
+    """Multiplies the weights of the chosen."""
+    bias: bool = False
+    """A learned bias on the logits."""
+    selection_bias: bool = False
+    """A bias that counts in choosing alone and follows the experts' load, not a gradient (Wang et al. 2024, arXiv:2408.15664)."""
+    groups: int | None = Field(None, ge=1)
+    """Experts are chosen from the best top_groups of this many groups; null: from all."""
+    top_groups: int | None = Field(None, ge=1)
+    """How many groups."""
+    group_score: Literal["max", "top2"] = "top2"
+    """A group is as good as its best expert, or as the sum of its two best."""
+    scale_input: bool = False
+    """Multiply an expert's input by its weight instead of its output (Llama 4)."""
+    normed: bool = False
+    """The router reads the residual stream, normalised and scaled per channel and by 1 / sqrt(embed); each expert's weight is scaled (Gemma 4)."""
+    norm_eps: float = Field(1e-6, gt=0)
+    """Added to the mean square where the router's input is normed."""
+    balance_loss: float = Field(0.0, ge=0)
+    """Weight of the load-balancing loss of each row: experts * sum(share of tokens * mean score) (Fedus 2021, arXiv:2101.03961, eq. 4)."""
+    z_loss: float = Field(0.0, ge=0)
+    """Weight of the squared log-partition of the logits (Zoph 2022, arXiv:2202.08906)."""
+    bias_update: float = Field(0.0, ge=0)
+    """Step of the selection bias towards balance; 0: it stays."""
+
+
+class SharedExpertConfig(Section):
+    """An expert that every token goes to."""
+
+    hidden: int = Field(ge=1)
+    """Size of its hidden layer."""
+    gate: bool = False
+    """Multiply its output by a sigmoid of a learned projection of the token (Qwen)."""
+
+
+class MoEConfig(Section):
+    """Mixture of gated experts, dropless: every token reaches its experts."""
+
+    kind: Literal["moe"]
+    """The feed-forward part of a block."""
+    experts: int = Field(ge=1)
+    """How many."""
+    top_k: int = Field(ge=1)
+    """Experts a token."""
+    hidden: int = Field(ge=1)
+    """Size of an expert's hidden layer."""
+    activation: Activation = "silu"
+    """Applied to the gate."""
+    clamp: float | None = Field(None, gt=0)
+    """gpt-oss: gate and up are cut at this, the gate's sigmoid is of 1.702 times it, and 1 is added to up; null: a plain gated MLP."""
+    bias: bool = False
+    """Biases on the experts' projections."""
+    router: RouterConfig = RouterConfig()
+    """Who goes where."""
+    shared: SharedExpertConfig | None = None
+    """Beside the chosen experts; null: none."""
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> "MoEConfig":
+        groups, chosen = self.router.groups or 1, self.router.top_groups or self.router.groups or 1
+        if self.experts % groups:
+            raise fault("router.groups", f"groups={groups} does not divide experts={self.experts}")
+        if chosen > groups:
+            raise fault("router.top_groups", f"top_groups={chosen} of groups={groups}")
+        if self.top_k > self.experts // groups * chosen:
+            raise fault("top_k", f"top_k={self.top_k} of {self.experts // groups * chosen} experts that can be chosen (experts={self.experts}"
+                        f"{f', {chosen} of {groups} groups' if self.router.groups else ''})")
+        return self
+
+
+class ParallelMLPConfig(Section):
+    """A gated MLP and a mixture of experts side by side, each with its own norms (Gemma 4)."""
+
+    kind: Literal["parallel"]
+    """The feed-forward part of a block."""
+    dense: GatedMLPConfig
+    """Reads the block's normed input; its output is normed."""
+    moe: MoEConfig
+    """Reads the residual stream through a norm of its own; its output is normed."""
+    norm: NormConfig = NormConfig()
+    """Of all three."""
+
+
+MLPKind = Annotated[GatedMLPConfig | DenseMLPConfig | MoEConfig | ParallelMLPConfig, Field(discriminator="kind")]

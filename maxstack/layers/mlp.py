@@ -1,11 +1,12 @@
-"""The gated MLP of a block. Shapes: B batch  T time  D embed  F mlp hidden."""
+"""The MLPs that every token goes through. Shapes: B batch  T time  D embed  F mlp hidden."""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from maxstack.layers.config import MLPConfig
+from maxstack.layers.config import DenseMLPConfig, GatedMLPConfig
+from maxstack.layers.context import Context
 from maxstack.layers.weight import project, weight
 from maxstack.sharding import constrain
 
@@ -18,10 +19,10 @@ ACTIVATIONS = {
 }
 
 
-class MLP(nnx.Module):
+class GatedMLP(nnx.Module):
     """act(x gate) * (x up) down (Shazeer 2020, arXiv:2002.05202); `out_std` is the initial scale of `down`."""
 
-    def __init__(self, cfg: MLPConfig, embed: int, *, std: float, out_std: float, dtype: str):
+    def __init__(self, cfg: GatedMLPConfig, embed: int, *, std: float, out_std: float, dtype: str):
         self.act = ACTIVATIONS[cfg.activation]
         self.gate = weight((embed, cfg.hidden), "embed mlp", std=std / embed**0.5, dtype=dtype)
         self.up = weight((embed, cfg.hidden), "embed mlp", std=std / embed**0.5, dtype=dtype)
@@ -32,7 +33,8 @@ class MLP(nnx.Module):
             self.down_bias = weight((embed,), "norm", dtype=dtype)
         self.bias = cfg.bias
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, residual_BTD: jax.Array, context: Context) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """-> ([B, T, D], no report); reads x alone."""
         gate_BTF, up_BTF = project(x_BTD, self.gate), project(x_BTD, self.up)
         if self.bias:
             gate_BTF, up_BTF = gate_BTF + self.gate_bias.astype(x_BTD.dtype), up_BTF + self.up_bias.astype(x_BTD.dtype)
@@ -41,4 +43,28 @@ class MLP(nnx.Module):
         out_BTD = project(h_BTF, self.down)
         if self.bias:
             out_BTD = out_BTD + self.down_bias.astype(x_BTD.dtype)
-        return checkpoint_name(out_BTD, "mlp_out")
+        return checkpoint_name(out_BTD, "mlp_out"), {}
+
+
+class DenseMLP(nnx.Module):
+    """act(x up) down; `out_std` is the initial scale of `down`."""
+
+    def __init__(self, cfg: DenseMLPConfig, embed: int, *, std: float, out_std: float, dtype: str):
+        self.act = ACTIVATIONS[cfg.activation]
+        self.up = weight((embed, cfg.hidden), "embed mlp", std=std / embed**0.5, dtype=dtype)
+        self.down = weight((cfg.hidden, embed), "mlp embed", std=out_std / cfg.hidden**0.5, dtype=dtype)
+        if cfg.bias:
+            self.up_bias = weight((cfg.hidden,), "mlp", dtype=dtype)
+            self.down_bias = weight((embed,), "norm", dtype=dtype)
+        self.bias = cfg.bias
+
+    def __call__(self, x_BTD: jax.Array, residual_BTD: jax.Array, context: Context) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """-> ([B, T, D], no report); reads x alone."""
+        up_BTF = project(x_BTD, self.up)
+        if self.bias:
+            up_BTF = up_BTF + self.up_bias.astype(x_BTD.dtype)
+        h_BTF = constrain(self.act(checkpoint_name(up_BTF, "mlp_up")), "batch seq mlp")
+        out_BTD = project(h_BTF, self.down)
+        if self.bias:
+            out_BTD = out_BTD + self.down_bias.astype(x_BTD.dtype)
+        return checkpoint_name(out_BTD, "mlp_out"), {}

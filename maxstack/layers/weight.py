@@ -10,10 +10,13 @@ import numpy as np
 from flax import nnx
 
 
-def weight(shape: tuple[int, ...], axes: str, *, dtype: str, std: float = 0.0, fill: float = 0.0) -> nnx.Param:
-    """A parameter of `shape` with one logical axis name a dimension. `draw` fills it from a normal of `std` cut at three of it, or with `fill`."""
+def weight(shape: tuple[int, ...], axes: str, *, dtype: str, std: float = 0.0, fill: float = 0.0, carried: bool = False) -> nnx.Param:
+    """A parameter of `shape` with one logical axis name a dimension. `draw` fills it from a normal of `std` cut at three of it, or with `fill`.
+
+    A `carried` one is not the optimizer's: the step updates it by a rule of its own.
+    """
     assert len(shape) == len(axes.split()), (shape, axes)
-    return nnx.Param(jnp.full(shape, fill, jnp.dtype(dtype)), axes=tuple(axes.split()), std=std, fill=fill)
+    return nnx.Param(jnp.full(shape, fill, jnp.dtype(dtype)), axes=tuple(axes.split()), std=std, fill=fill, carried=carried)
 
 
 def draw(param: nnx.Param, path: Sequence[object], seed: int) -> jax.Array:

@@ -6,21 +6,25 @@ import pydantic
 from pydantic import Field
 
 from maxstack.config import Items, Section, fault
-from maxstack.layers.config import AttentionConfig, MLPConfig, NormConfig
+from maxstack.layers.config import AttentionConfig, Mixer, MLPKind, NormConfig
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Remat = Literal["none", "full", "dots", "dots_no_batch", "save", "offload"]
 
 
 class BlockConfig(Section):
-    """One residual block: norm, mixer, norm, mlp."""
+    """One residual block: a mixer and an MLP, each with its norms."""
 
-    mixer: AttentionConfig
+    mixer: Mixer
     """What moves information between positions."""
-    mlp: MLPConfig
+    mlp: MLPKind
     """What transforms each position."""
     norm: NormConfig = NormConfig()
-    """Before the mixer and before the mlp."""
+    """Of both parts."""
+    placement: Literal["pre", "post", "sandwich"] = "pre"
+    """Norms before each part, after it (OLMo 2), or both (Gemma 2); the residual stream itself is never normed."""
+    out_scalar: bool = False
+    """A learned factor on the block's output (Gemma 4)."""
 
 
 class HeadConfig(Section):
@@ -32,6 +36,28 @@ class HeadConfig(Section):
     """A bias per vocabulary entry."""
     soft_cap: float | None = Field(None, gt=0)
     """Logits l become soft_cap * tanh(l / soft_cap); null: unchanged."""
+
+
+class PerLayerConfig(Section):
+    """A second, small embedding of each token for every layer, gated into the residual stream after the MLP (Gemma 4 E2B)."""
+
+    vocab: int = Field(ge=2)
+    """Rows of its table."""
+    size: int = Field(ge=1)
+    """Numbers a token and layer."""
+    activation: Literal["gelu_tanh", "gelu", "silu"] = "gelu_tanh"
+    """Of the gate."""
+
+
+class MTPConfig(Section):
+    """Multi-token prediction (DeepSeek-V3 2024, arXiv:2412.19437, section 2.2): a block that predicts one token further, kept for training."""
+
+    block: str
+    """The block spec that it uses."""
+    depth: int = Field(1, ge=1)
+    """How many tokens further, one block each."""
+    loss: float = Field(0.3, ge=0)
+    """Weight of its mean cross-entropy; 0: carried along, not computed."""
 
 
 class RematConfig(Section):
@@ -67,12 +93,20 @@ class DecoderConfig(Section):
     """Names of blocks, repeated until all layers are filled; whole periods are scanned. Empty: the only block."""
     prefix: Items[str] = ()
     """Names of blocks that come once before the pattern, unrolled."""
+    positions: int | None = Field(None, ge=1)
+    """Rows of a learned table of positions that is added to the embeddings; null: none."""
     norm: NormConfig = NormConfig()
     """The last norm, before the head."""
     head: HeadConfig = HeadConfig()
     """The output head."""
     embed_scale: float | None = Field(None, gt=0)
     """Multiplies the embeddings; null: 1."""
+    per_layer: PerLayerConfig | None = None
+    """Embeddings for every layer; null: none."""
+    mtp: MTPConfig | None = None
+    """Heads that predict further tokens in training; null: none."""
+    weights: str | None = None
+    """Hugging Face folder whose weights a fresh run starts from; `from:` sets it; null: random weights."""
     init_scale: float = Field(1.0, gt=0)
     """Multiplies the standard deviation of every initial matrix; 1: 1/sqrt(fan in), residual outputs divided by sqrt(2 layers)."""
     dtype: Dtype = "bfloat16"
@@ -86,19 +120,30 @@ class DecoderConfig(Section):
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> "DecoderConfig":
-        if not self.pattern and len(self.blocks) > 1:
+        used = (*self.prefix, *self.pattern, *((self.mtp.block,) if self.mtp else ()))
+        if not self.pattern and len({*self.blocks} - {*used}) > 1:
             raise fault("pattern", f"with {len(self.blocks)} blocks ({', '.join(self.blocks)}) the pattern must say their order")
-        for key in ("pattern", "prefix"):
-            for name in getattr(self, key):
+        for key, names in (("pattern", self.pattern), ("prefix", self.prefix), ("mtp.block", used[len(self.prefix) + len(self.pattern):])):
+            for name in names:
                 if name not in self.blocks:
                     raise fault(key, f"{key} names block {name!r}, but blocks holds {', '.join(self.blocks)}")
         if len(self.prefix) > self.layers:
             raise fault("prefix", f"prefix names {len(self.prefix)} blocks, but layers={self.layers}")
+        for name, block in self.blocks.items():
+            shared = block.mixer.share_kv if isinstance(block.mixer, AttentionConfig) else None
+            if shared is not None and shared not in self.prefix:
+                raise fault(f"blocks.{name}.mixer.share_kv", f"share_kv={shared!r} is no block of the prefix ({', '.join(self.prefix) or 'empty'}); "
+                            "keys and values are kept of layers in the prefix alone")
         return self
 
     @property
     def order(self) -> tuple[str, ...]:
         """The block name of every layer, in order."""
-        pattern = self.pattern or tuple(self.blocks)
         rest = self.layers - len(self.prefix)
-        return self.prefix + tuple(pattern[i % len(pattern)] for i in range(rest))
+        return self.prefix + tuple(self.period[i % len(self.period)] for i in range(rest))
+
+    @property
+    def period(self) -> tuple[str, ...]:
+        """The pattern; where none is given, the one block that has no other use, or the only one."""
+        used = {*self.prefix, *((self.mtp.block,) if self.mtp else ())}
+        return self.pattern or tuple(name for name in self.blocks if name not in used)[:1] or tuple(self.blocks)[:1]

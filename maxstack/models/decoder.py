@@ -1,5 +1,6 @@
-"""One decoder-only model, composed of block kinds by a pattern. Shapes: B batch  T time  D embed  V vocab."""
+"""One decoder-only model, composed of block kinds by a pattern. Shapes: B batch  T time  D embed  V vocab  P per-layer embedding  L layers."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -8,30 +9,68 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxstack.layers.attention import Attention
-from maxstack.layers.mlp import MLP
-from maxstack.layers.norm import RMSNorm
+from maxstack.layers.config import AttentionConfig, GatedDeltaConfig, MLAConfig, MoEConfig, ParallelMLPConfig, RouterConfig
+from maxstack.layers.context import Context
+from maxstack.layers.gated_delta import GatedDelta
+from maxstack.layers.mla import MLA
+from maxstack.layers.mlp import ACTIVATIONS, DenseMLP, GatedMLP
+from maxstack.layers.moe import MoE, ParallelMLP
+from maxstack.layers.norm import Norm
 from maxstack.layers.rope import rope_table
 from maxstack.layers.weight import draw, project, weight
 from maxstack.models.config import BlockConfig, DecoderConfig, RematConfig
 from maxstack.sharding import constrain
 
 Batch = Mapping[str, jax.Array]
+Aux = dict[str, Any]
+Change = Callable[..., nnx.Module]
+MIXERS: dict[str, Callable[..., nnx.Module]] = {"attention": Attention, "mla": MLA, "gated_delta": GatedDelta}
+MLPS: dict[str, Callable[..., nnx.Module]] = {"gated": GatedMLP, "dense": DenseMLP, "moe": MoE, "parallel": ParallelMLP}
 
 
 class Block(nnx.Module):
-    """x + mixer(norm(x)), then x + mlp(norm(x))."""
+    """x + mixer(x), then x + mlp(x), each with norms where the placement has them."""
 
     def __init__(self, cfg: BlockConfig, model: DecoderConfig):
-        scale, dtype = model.init_scale, model.param_dtype
-        out_scale = scale / (2 * model.layers) ** 0.5
-        self.mixer_norm = RMSNorm(cfg.norm, model.embed, dtype=dtype)
-        self.mixer = Attention(cfg.mixer, model.embed, std=scale, out_std=out_scale, dtype=dtype)
-        self.mlp_norm = RMSNorm(cfg.norm, model.embed, dtype=dtype)
-        self.mlp = MLP(cfg.mlp, model.embed, std=scale, out_std=out_scale, dtype=dtype)
+        size, dtype, scale = model.embed, model.param_dtype, model.init_scale
+        stds = {"std": scale, "out_std": scale / (2 * model.layers) ** 0.5, "dtype": dtype}
+        before, after = cfg.placement != "post", cfg.placement != "pre"
 
-    def __call__(self, x_BTD: jax.Array, tables: dict, segments_BT: jax.Array | None) -> jax.Array:
-        x_BTD = constrain(x_BTD + self.mixer(self.mixer_norm(x_BTD), tables, segments_BT), "batch seq embed")
-        return constrain(x_BTD + self.mlp(self.mlp_norm(x_BTD)), "batch seq embed")
+        def norm(wanted: bool) -> Norm | None:
+            return Norm(cfg.norm, size, dtype=dtype) if wanted else None
+
+        self.mixer_norm, self.mlp_norm = norm(before), norm(before)
+        self.mixer = MIXERS[cfg.mixer.kind](cfg.mixer, size, **stds)
+        self.mlp = MLPS[cfg.mlp.kind](cfg.mlp, size, **stds)
+        self.mixer_out_norm, self.mlp_out_norm = norm(after), norm(after)
+        self.out_scalar = weight((), "", dtype=dtype, fill=1.0) if cfg.out_scalar else None
+        if extra := model.per_layer:
+            self.act = ACTIVATIONS[extra.activation]
+            self.per_layer_gate = weight((size, extra.size), "embed latent", std=scale / size**0.5, dtype=dtype)
+            self.per_layer_out = weight((extra.size, size), "latent embed", std=stds["out_std"] / extra.size**0.5, dtype=dtype)
+            self.per_layer_norm = Norm(cfg.norm, size, dtype=dtype)
+
+    def __call__(self, x_BTD: jax.Array, context: Context, extra_BTP: jax.Array | None = None) -> tuple[jax.Array, Aux]:
+        """-> (x, what the MLP reports); `extra_BTP` is the layer's own embedding of the tokens."""
+        mixed_BTD = self.mixer(_apply(self.mixer_norm, x_BTD), context)
+        x_BTD = constrain(x_BTD + _apply(self.mixer_out_norm, mixed_BTD), "batch seq embed")
+        out_BTD, aux = self.mlp(_apply(self.mlp_norm, x_BTD), x_BTD, context)
+        x_BTD = constrain(x_BTD + _apply(self.mlp_out_norm, out_BTD), "batch seq embed")
+        if extra_BTP is not None:
+            gated_BTP = self.act(project(x_BTD, self.per_layer_gate)) * extra_BTP
+            x_BTD = x_BTD + self.per_layer_norm(project(gated_BTP, self.per_layer_out))
+        if self.out_scalar is not None:
+            x_BTD = x_BTD * self.out_scalar[...].astype(x_BTD.dtype)
+        return x_BTD, {"mlp": aux} if aux else {}
+
+    def keys_values(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
+        """What the mixer attends to, for later layers that have no keys and values of their own."""
+        assert isinstance(self.mixer, Attention)
+        return self.mixer.keys_values(_apply(self.mixer_norm, x_BTD), context)
+
+
+def _apply(norm: Norm | None, x: jax.Array) -> jax.Array:
+    return norm(x) if norm is not None else x
 
 
 class Decoder(nnx.Module):
@@ -40,62 +79,84 @@ class Decoder(nnx.Module):
     Built, it holds placeholders; `initial` draws the weights. `change` maps each new block and example inputs to the block that is used.
     """
 
-    def __init__(self, cfg: DecoderConfig, change: Callable[..., nnx.Module] | None = None):
+    def __init__(self, cfg: DecoderConfig, change: Change | None = None):
         self.cfg = cfg
         dtype, std = cfg.param_dtype, cfg.init_scale / cfg.embed**0.5
         self.embed = weight((cfg.vocab, cfg.embed), "vocab embed", std=std, dtype=dtype)
-        first, period, repeats = len(cfg.prefix), pattern_keys(cfg), periods(cfg)
-        rest = cfg.order[first + repeats * len(period):]
+        if cfg.positions:
+            self.positions = weight((cfg.positions, cfg.embed), "latent embed", std=std, dtype=dtype)
+        if extra := cfg.per_layer:
+            self.per_layer_embed = weight((extra.vocab, cfg.layers, extra.size), "vocab latent latent", std=extra.size**-0.5, dtype=dtype)
+            self.per_layer_project = weight((cfg.embed, cfg.layers, extra.size), "embed latent latent", std=std, dtype=dtype)
+            self.per_layer_norm = Norm(cfg.norm, extra.size, dtype=dtype)
 
         def block(name: str) -> Any:
-            built, example = Block(cfg.blocks[name], cfg), jnp.zeros((1, 8, cfg.embed), cfg.dtype)
-            return change(built, example, _tables(cfg, jnp.arange(8)[None]), None) if change else built
+            built = Block(cfg.blocks[name], cfg)
+            return change(built, *_example(cfg)) if change else built
 
+        first, period, repeats = len(cfg.prefix), pattern_keys(cfg), periods(cfg)
+        rest = cfg.order[first + repeats * len(period):]
         self.prefix = nnx.Dict({f"{i}": block(name) for i, name in enumerate(cfg.prefix)})
         self.blocks = nnx.Dict({key: _stack(block(name), repeats) for key, name in period.items()} if repeats else {})
         self.rest = nnx.Dict({f"{i}": block(name) for i, name in enumerate(rest)})
-        self.norm = RMSNorm(cfg.norm, cfg.embed, dtype=dtype)
+        self.norm = Norm(cfg.norm, cfg.embed, dtype=dtype)
+        self.mtp = nnx.Dict({f"{i}": FurtherToken(cfg, block) for i in range(cfg.mtp.depth)} if cfg.mtp else {})
         if not cfg.head.tied:
             self.head = weight((cfg.embed, cfg.vocab), "embed vocab", std=std, dtype=dtype)
         if cfg.head.bias:
             self.head_bias = weight((cfg.vocab,), "vocab", dtype=dtype)
 
-    def hidden(self, batch: Batch) -> jax.Array:
-        """The last hidden state [B, T, D] in the compute dtype.
+    def trunk(self, batch: Batch) -> tuple[jax.Array, Aux, Context]:
+        """The residual stream after the last block [B, T, D] in the compute dtype, what the blocks report by their paths, and the context.
 
         `batch` holds tokens [B, T] and, where rows hold several documents, positions and segments [B, T].
         """
-        cfg, tokens_BT, segments_BT = self.cfg, batch["tokens"], batch.get("segments")
-        positions_BT = batch.get("positions")
-        if positions_BT is None:
-            positions_BT = jnp.arange(tokens_BT.shape[1])[None]
-        tables = _tables(cfg, positions_BT)
-        x_BTD = constrain(self.embed[...].astype(cfg.dtype)[tokens_BT], "batch seq embed")
-        if cfg.embed_scale:
-            x_BTD = x_BTD * jnp.asarray(cfg.embed_scale, x_BTD.dtype)
+        cfg, tokens_BT = self.cfg, batch["tokens"]
+        context = _context(cfg, batch.get("positions"), batch.get("segments"), tokens_BT.shape[1])
+        x_BTD = self.embedded(tokens_BT)
+        if cfg.positions:
+            x_BTD = x_BTD + self.positions[...].astype(cfg.dtype)[context.positions_BT]
+        extra_LBTP = self._per_layer(tokens_BT, x_BTD) if cfg.per_layer else None
+        aux: Aux = {"prefix": {}, "blocks": {}, "rest": {}}
+        kept_names = {block.mixer.share_kv for block in cfg.blocks.values() if isinstance(block.mixer, AttentionConfig)}
 
-        def run(block: Block, x_BTD: jax.Array) -> jax.Array:
+        def run(block: Block, x_BTD: jax.Array, extra_BTP: jax.Array | None) -> tuple[jax.Array, Aux]:
             graph, state = nnx.split(block)
-            return remat(cfg.remat, lambda state, x_BTD: nnx.merge(graph, state)(x_BTD, tables, segments_BT))(state, x_BTD)
+            return remat(cfg.remat, lambda state, x, extra: nnx.merge(graph, state)(x, context, extra))(state, x_BTD, extra_BTP)
 
-        for block in self.prefix.values():
-            x_BTD = run(block, x_BTD)
-        if periods(cfg):
+        for i, (key, block) in enumerate(_numbered(self.prefix)):
+            if cfg.prefix[i] in kept_names:
+                context = dataclasses.replace(context, kept={**context.kept, cfg.prefix[i]: block.keys_values(x_BTD, context)})
+            x_BTD, aux["prefix"][key] = run(block, x_BTD, _layer(extra_LBTP, i))
+        if repeats := periods(cfg):
             graph, stacked = nnx.split(self.blocks)
+            first, size = len(self.prefix), len(pattern_keys(cfg))
 
-            def period(x_BTD: jax.Array, state: Any) -> tuple[jax.Array, None]:
+            def period(x_BTD: jax.Array, xs: Any) -> tuple[jax.Array, Aux]:
+                (state, extra), reports = xs, {}
                 blocks = nnx.merge(graph, state)
-                for key in pattern_keys(cfg):
-                    x_BTD = run(blocks[key], x_BTD)
-                return x_BTD, None
+                for place, key in enumerate(pattern_keys(cfg)):
+                    x_BTD, reports[key] = run(blocks[key], x_BTD, _layer(extra, place))
+                return x_BTD, reports
 
-            x_BTD, _ = jax.lax.scan(period, x_BTD, stacked, unroll=min(cfg.unroll, periods(cfg)))
-        for block in self.rest.values():
-            x_BTD = run(block, x_BTD)
-        return self.norm(x_BTD)
+            extra = None if extra_LBTP is None else extra_LBTP[first:first + repeats * size].reshape(repeats, size, *extra_LBTP.shape[1:])
+            x_BTD, aux["blocks"] = jax.lax.scan(period, x_BTD, (stacked, extra), unroll=min(cfg.unroll, repeats))
+        done = cfg.layers - len(self.rest)
+        for i, (key, block) in enumerate(_numbered(self.rest)):
+            x_BTD, aux["rest"][key] = run(block, x_BTD, _layer(extra_LBTP, done + i))
+        return x_BTD, aux, context
+
+    def hidden(self, batch: Batch) -> jax.Array:
+        """The normed residual stream that the head reads [B, T, D]."""
+        return self.norm(self.trunk(batch)[0])
+
+    def embedded(self, tokens_BT: jax.Array) -> jax.Array:
+        """Tokens -> [B, T, D] in the compute dtype."""
+        x_BTD = constrain(self.embed[...].astype(self.cfg.dtype)[tokens_BT], "batch seq embed")
+        return x_BTD * jnp.asarray(self.cfg.embed_scale, x_BTD.dtype) if self.cfg.embed_scale else x_BTD
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
-        """Hidden state -> float32 logits [B, T, V]."""
+        """Normed residual stream -> float32 logits [B, T, V]."""
         table = self.embed[...].T if self.cfg.head.tied else self.head[...]
         logits_BTV = constrain(project(x_BTD, table), "batch seq vocab").astype(jnp.float32)
         if self.cfg.head.bias:
@@ -103,8 +164,32 @@ class Decoder(nnx.Module):
         cap = self.cfg.head.soft_cap
         return cap * jnp.tanh(logits_BTV / cap) if cap else logits_BTV
 
+    def _per_layer(self, tokens_BT: jax.Array, x_BTD: jax.Array) -> jax.Array:
+        """[L, B, T, P]: the mean, times sqrt 2, of the layer's embedding of each token and of a projection of the model's (Gemma 4)."""
+        size = self.per_layer_embed.shape[-1]
+        own_BTLP = self.per_layer_embed[...].astype(x_BTD.dtype)[tokens_BT] * jnp.asarray(size**0.5, x_BTD.dtype)
+        seen_BTLP = self.per_layer_norm(project(x_BTD, self.per_layer_project) * jnp.asarray(self.cfg.embed**-0.5, x_BTD.dtype))
+        return jnp.moveaxis((own_BTLP + seen_BTLP) * jnp.asarray(0.5**0.5, x_BTD.dtype), 2, 0)
 
-def abstract(cfg: DecoderConfig, change: Callable[..., nnx.Module] | None = None) -> tuple[Any, nnx.State]:
+
+class FurtherToken(nnx.Module):
+    """A step of multi-token prediction: from position t's state and the embedding of the next token to a state that predicts the one after
+    (DeepSeek-V3 2024, arXiv:2412.19437, eq. 21-23)."""
+
+    def __init__(self, cfg: DecoderConfig, block: Callable[[str], Any]):
+        assert cfg.mtp
+        dtype = cfg.param_dtype
+        self.embed_norm, self.hidden_norm, self.norm = (Norm(cfg.norm, cfg.embed, dtype=dtype) for _ in range(3))
+        self.project = weight((2, cfg.embed, cfg.embed), "latent embed norm", std=(2 * cfg.embed) ** -0.5, dtype=dtype)
+        self.block = block(cfg.mtp.block)
+
+    def __call__(self, x_BTD: jax.Array, next_BTD: jax.Array, context: Context) -> tuple[jax.Array, Aux]:
+        """(state, embedding of the next token) -> (state one token further, the block's report)."""
+        both_BT2D = jnp.stack([self.embed_norm(next_BTD), self.hidden_norm(x_BTD)], axis=2)
+        return self.block(project(both_BT2D, self.project, contract=2), context)
+
+
+def abstract(cfg: DecoderConfig, change: Change | None = None) -> tuple[Any, nnx.State]:
     """The model's graph and its weights as shapes; `change` as in Decoder."""
     return nnx.split(nnx.eval_shape(lambda: Decoder(cfg, change)))
 
@@ -115,6 +200,28 @@ def initial(cfg: DecoderConfig, seed: int) -> dict[str, Any]:
     return nnx.traversals.unflatten_mapping(drawn)
 
 
+def carry(cfg: DecoderConfig, params: dict[str, Any], loads: Mapping[tuple[str, ...], jax.Array]) -> dict[str, Any]:
+    """The weights with each selection bias one step nearer to balance: up where fewer tokens than the mean chose the expert, down where more
+    (Wang et al. 2024, arXiv:2408.15664, algorithm 1)."""
+    flat = nnx.traversals.flatten_mapping(params)
+    for path, load in loads.items():
+        router = _router(cfg, path)
+        if router.selection_bias and router.bias_update:
+            bias = flat[*path, "selection_bias"]
+            flat[*path, "selection_bias"] = bias + router.bias_update * jnp.sign(load.mean(-1, keepdims=True) - load).astype(bias.dtype)
+    return nnx.traversals.unflatten_mapping(flat)
+
+
+def _router(cfg: DecoderConfig, path: tuple[str, ...]) -> RouterConfig:
+    """The routing of the mixture of experts at a path."""
+    part, key = path[:2]
+    names = {"prefix": lambda: cfg.order[int(key)], "blocks": lambda: pattern_keys(cfg)[key], "mtp": lambda: cfg.mtp.block,  # type: ignore[union-attr]
+             "rest": lambda: cfg.order[len(cfg.prefix) + periods(cfg) * len(cfg.period) + int(key)]}
+    mlp = cfg.blocks[names[part]()].mlp
+    assert isinstance(mlp, MoEConfig | ParallelMLPConfig)
+    return mlp.router if isinstance(mlp, MoEConfig) else mlp.moe.router
+
+
 def periods(cfg: DecoderConfig) -> int:
     """How often the whole pattern repeats."""
     return (cfg.layers - len(cfg.prefix)) // len(pattern_keys(cfg))
@@ -122,11 +229,11 @@ def periods(cfg: DecoderConfig) -> int:
 
 def pattern_keys(cfg: DecoderConfig) -> dict[str, str]:
     """A unique key for each place of the pattern -> its block's name: the name itself, numbered where it repeats."""
-    names = cfg.pattern or tuple(cfg.blocks)
+    names = cfg.period
     return {name if names.count(name) == 1 else f"{name}_{names[:i].count(name)}": name for i, name in enumerate(names)}
 
 
-def remat(cfg: RematConfig, f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+def remat(cfg: RematConfig, f: Callable[..., Any]) -> Callable[..., Any]:
     """`f`, keeping for its backward pass what the policy names."""
     if cfg.policy == "none":
         return f
@@ -142,9 +249,29 @@ def remat(cfg: RematConfig, f: Callable[..., jax.Array]) -> Callable[..., jax.Ar
     return jax.checkpoint(f, policy=policies[cfg.policy](), prevent_cse=False)
 
 
-def _tables(cfg: DecoderConfig, positions_BT: jax.Array) -> dict:
-    mixers = [block.mixer for block in cfg.blocks.values()]
-    return {(m.rope, m.head_dim): rope_table(m.rope, positions_BT, m.head_dim) for m in mixers if m.rope}
+def _numbered(blocks: nnx.Dict) -> list[tuple[str, Any]]:
+    """In the order of their numbers, in which a merged graph need not hold them."""
+    return sorted(blocks.items(), key=lambda item: int(item[0]))
+
+
+def _layer(extra: jax.Array | None, index: int) -> jax.Array | None:
+    return None if extra is None else extra[index]
+
+
+def _context(cfg: DecoderConfig, positions_BT: jax.Array | None, segments_BT: jax.Array | None, length: int) -> Context:
+    if positions_BT is None:
+        positions_BT = jnp.arange(length)[None]
+    mixers = [block.mixer for block in cfg.blocks.values() if not isinstance(block.mixer, GatedDeltaConfig)]
+    ropes = [(mixer.rope, mixer.rope_dim if isinstance(mixer, MLAConfig) else mixer.head_dim) for mixer in mixers if mixer.rope]
+    return Context(positions_BT, segments_BT, {key: rope_table(key[0], positions_BT, segments_BT, key[1]) for key in ropes})
+
+
+def _example(cfg: DecoderConfig) -> tuple[Any, ...]:
+    """Inputs of a block of the smallest size."""
+    extra = jnp.zeros((1, 8, cfg.per_layer.size), cfg.dtype) if cfg.per_layer else None
+    owners = {block.mixer.share_kv: block.mixer for block in cfg.blocks.values() if isinstance(block.mixer, AttentionConfig) and block.mixer.share_kv}
+    kept = {name: (jnp.zeros((1, 8, mixer.kv, mixer.head_dim), cfg.dtype),) * 2 for name, mixer in owners.items()}
+    return jnp.zeros((1, 8, cfg.embed), cfg.dtype), dataclasses.replace(_context(cfg, None, None, 8), kept=kept), extra
 
 
 def _stack(block: Block, repeats: int) -> Block:

@@ -1,33 +1,62 @@
-"""Next-token cross-entropy. Shapes: B batch  T time  V vocab."""
+"""Next-token cross-entropy. Shapes: B batch  T time  D embed  V vocab."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from maxstack.kernels.cross_entropy import cross_entropy
 
 if TYPE_CHECKING:
+    from maxstack.layers.context import Context
     from maxstack.models.decoder import Decoder
 
 
 class Loss(NamedTuple):
-    """Sums and a weight, never means: accumulation, padding and devices stay exact. All float32 scalars."""
+    """Sums and a weight, never means: accumulation, padding and devices stay exact. All float32."""
 
     total: jax.Array
     weight: jax.Array
     metrics: dict[str, jax.Array]
+    """The summands of `total`; nll is the cross-entropy itself."""
+    loads: dict[tuple[str, ...], jax.Array]
+    """Path of a mixture of experts -> how many tokens chose each expert."""
 
 
 def next_token(model: "Decoder", batch: Mapping[str, jax.Array], z_loss: float) -> Loss:
-    """Sum over counted targets of -log p(target), plus z_loss * log(Z)^2 (PaLM, arXiv:2204.02311, section 5)."""
-    nll_BT, log_z_BT = cross_entropy(model.logits(model.hidden(batch)), batch["targets"])
+    """Sum over counted targets of -log p(target), plus z_loss * log(Z)^2 (PaLM, arXiv:2204.02311, section 5) and what the model's parts add."""
+    x_BTD, aux, context = model.trunk(batch)
+    nll_BT, log_z_BT = cross_entropy(model.logits(model.norm(x_BTD)), batch["targets"])
     mask_BT = batch["mask"].astype(jnp.float32)
-    nll = (nll_BT * mask_BT).sum()
-    metrics = {"nll": nll}
-    total = nll
+    metrics = {"nll": (nll_BT * mask_BT).sum()}
     if z_loss:
         metrics["z_loss"] = z_loss * (jnp.square(log_z_BT) * mask_BT).sum()
-        total = total + metrics["z_loss"]
-    return Loss(total, mask_BT.sum(), metrics)
+    if model.cfg.mtp and model.cfg.mtp.loss:
+        further, aux["mtp"] = _further_tokens(model, x_BTD, batch, context)
+        metrics["mtp_loss"] = model.cfg.mtp.loss / model.cfg.mtp.depth * further
+    reports = nnx.traversals.flatten_mapping(aux)
+    if router := [value.sum() for path, value in reports.items() if path[-1] == "router_loss"]:
+        metrics["router_loss"] = sum(router[1:], router[0])
+    loads = {path[:-1]: value for path, value in reports.items() if path[-1] == "load"}
+    return Loss(sum(metrics.values(), jnp.zeros(())), mask_BT.sum(), metrics, loads)
+
+
+def _further_tokens(model: "Decoder", x_BTD: jax.Array, batch: Mapping[str, jax.Array], context: "Context") -> tuple[jax.Array, dict[str, Any]]:
+    """Sum over all depths of -log p of the token that lies one further each time, where it is in the same document; what the blocks report."""
+    targets_BT, mask_BT, reports = batch["targets"], batch["mask"].astype(jnp.float32), {}
+    total = jnp.zeros((), jnp.float32)
+    for key, further in sorted(model.mtp.items(), key=lambda item: int(item[0])):
+        x_BTD, aux = further(x_BTD, model.embedded(targets_BT), context)
+        reports[key] = {"block": aux}
+        same_BT = 1.0 if context.segments_BT is None else _shifted(context.segments_BT) == context.segments_BT
+        targets_BT, mask_BT = _shifted(targets_BT), mask_BT * _shifted(mask_BT) * same_BT
+        nll_BT, _ = cross_entropy(model.logits(further.norm(x_BTD)), targets_BT)
+        total = total + (nll_BT * mask_BT).sum()
+    return total, reports
+
+
+def _shifted(x_BT: jax.Array) -> jax.Array:
+    """What stands one position further; zero at the end."""
+    return jnp.pad(x_BT[:, 1:], ((0, 0), (0, 1)))

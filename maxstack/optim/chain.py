@@ -60,7 +60,7 @@ class _Scope:
 
 
 def _trained(cfg: OptimizerConfig, params: Params) -> Params:
-    found = dict(params)
+    found = {path: info for path, info in params.items() if not info.carried}
     for name, keep in (("trainable", True), ("frozen", False)):
         if getattr(cfg, name) is not None:
             selectors = check_selectors(getattr(cfg, name), name)

@@ -17,6 +17,8 @@ class ParamInfo:
     shape: tuple[int, ...]
     dtype: Any
     axes: tuple[str | None, ...]
+    carried: bool = False
+    """Updated by a rule of the model, never by the optimizer."""
 
     def __post_init__(self) -> None:
         assert len(self.axes) == len(self.shape), (self.axes, self.shape)

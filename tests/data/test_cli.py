@@ -9,7 +9,7 @@ import sentencepiece
 from maxstack.cli import main
 
 CONFIG = """
-model: {vocab: 512, embed: 8, layers: 1, blocks: {only: {mixer: {kind: attention, heads: 1, head_dim: 8}, mlp: {hidden: 8}}}}
+model: {vocab: 512, embed: 8, layers: 1, blocks: {only: {mixer: {kind: attention, heads: 1, head_dim: 8}, mlp: {kind: gated, hidden: 8}}}}
 data:
   sources: [{kind: text, name: poems, files: [texts/*.txt], holdout: 0.3}]
   seq_len: 64

@@ -1,0 +1,1 @@
+"""Hugging Face model folders: config.json and safetensors in, config.json and safetensors out."""

@@ -1,0 +1,175 @@
+"""A model folder as it lies on disk: config.json and the tensors of its safetensors files. Nothing in it is trusted, and nothing in it is run."""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from maxstack.checkpoint.hf.mxfp4 import Packed
+from maxstack.checkpoint.hf.safetensors_file import SafetensorsFile, check_name, read_json
+from maxstack.config import ConfigError
+from maxstack.data import DataError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+UNSAFE = {".bin": "pickled weights", ".pt": "pickled weights", ".pth": "pickled weights", ".ckpt": "pickled weights", ".pkl": "a pickle",
+          ".pickle": "a pickle", ".joblib": "a pickle", ".npy": "an array file that may hold a pickle", ".h5": "a Keras model, which may hold code",
+          ".keras": "a Keras model, which may hold code", ".py": "code"}
+INSTEAD = ("maxstack reads safetensors and never runs what a folder brings. Use the safetensors version of the model (transformers writes it with "
+           "save_pretrained), or, where the safetensors are there, delete the rest, or leave it aside with `maxstack import --ignore-unsafe`")
+# A wrapper with vision or audio: what the language model is called inside, and what is left aside.
+WRAPPERS = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.lm_head.", "lm_head."))
+OTHER_TOWERS = re.compile(r"(model\.)?(vision_tower|vision_model|visual|audio_tower|multi_modal_projector|embed_vision|embed_audio|mm_projector)\.")
+SMALL = 64 << 20
+
+
+class Tensor(Protocol):
+    """A tensor that is read when it is asked for."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its sizes."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of `array`."""
+
+    @property
+    def where(self) -> str:
+        """File and name, for messages."""
+
+    def array(self, index: int | None = None) -> np.ndarray:
+        """The whole, or one index of the first dimension; a view of the file where it can be."""
+
+    def forget(self) -> None:
+        """Give back the memory of what was read."""
+
+
+class Plain:
+    """A tensor as it lies in a file."""
+
+    def __init__(self, file: SafetensorsFile, name: str):
+        self._file, self._name = file, name
+        self.dtype, self.shape = file.entries[name].dtype, file.entries[name].shape
+        self.where = f"{file.path}: tensor {name}"
+
+    def array(self, index: int | None = None) -> np.ndarray:
+        whole = self._file.array(self._name)
+        return whole if index is None else whole[index]
+
+    def forget(self) -> None:
+        self._file.forget()
+
+
+class Folder:
+    """What a folder holds, checked. ConfigError for a mistake of its user, DataError for damage."""
+
+    def __init__(self, path: str | Path, *, ignore_unsafe: bool = False):
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise ConfigError(f"{path}: {'is a file; give the folder of a model' if self.path.exists() else 'no such folder'}")
+        outer = self._json("config.json")
+        if not isinstance(outer, dict):
+            raise DataError(f"{self.path / 'config.json'}: is no JSON object")
+        if not ignore_unsafe:
+            self._refuse_unsafe(outer)
+        inner = outer.get("text_config")
+        self.config: dict[str, Any] = _inner(outer, inner) if isinstance(inner, dict) else outer
+        """config.json, of the language model where the folder holds more."""
+        self.where = str(self.path / "config.json")
+        method = (outer.get("quantization_config") or {}).get("quant_method")
+        if method not in (None, "mxfp4"):
+            raise ConfigError(f"{self.where}: weights quantized by {method} are not supported; use the unquantized version of the model")
+        self.config.pop("quantization_config", None)
+
+    def tensors(self, body: str = "model.") -> dict[str, Tensor]:
+        """Name -> tensor, under the names of the language model alone; `body` is put before the names of a file that holds the bare body."""
+        found: dict[str, Tensor] = {name: Plain(file, name) for file, name in self._files()}
+        if not found:
+            raise DataError(f"{self.path}: its safetensors hold no tensor")
+        for outer, inner in WRAPPERS:
+            found = {inner + name.removeprefix(outer) if name.startswith(outer) else name: tensor for name, tensor in found.items()}
+        found = {name: tensor for name, tensor in found.items() if not OTHER_TOWERS.match(name)}
+        if not any(name.startswith(body) for name in found):
+            found = {name if name.startswith(("lm_head.", "mtp.")) else body + name: tensor for name, tensor in found.items()}
+        return _unpacked(found)
+
+    def _files(self) -> Iterator[tuple[SafetensorsFile, str]]:
+        index = self.path / INDEX
+        names = sorted(entry.name for entry in self.path.iterdir() if entry.name.endswith(".safetensors"))
+        if not index.exists():
+            if SINGLE not in names:
+                only = f" (only {', '.join(names[:3])})" if names else ""
+                raise ConfigError(f"{self.path}: has neither {SINGLE} nor {INDEX}{only}. {INSTEAD}")
+            file = SafetensorsFile(self.file(SINGLE))
+            yield from ((file, name) for name in file.entries)
+            return
+        shards = self._shards(index)
+        if SINGLE in names and SINGLE not in shards:
+            raise DataError(f"{index}: does not name {SINGLE}, which lies beside it; delete the one that is stale")
+        for shard, listed in sorted(shards.items()):
+            file = SafetensorsFile(self.file(shard))
+            if absent := sorted(listed - file.entries.keys()):
+                raise DataError(f"{index}: tensor {absent[0]}{_more(absent)} is said to be in {shard}, which does not hold it")
+            if unlisted := sorted(file.entries.keys() - listed):
+                raise DataError(f"{file.path}: tensor {unlisted[0]}{_more(unlisted)} is not listed in {INDEX} as being in this file")
+            yield from ((file, name) for name in file.entries)
+
+    def _shards(self, index: Path) -> dict[str, set[str]]:
+        listed = self._json(INDEX)
+        weights = listed.get("weight_map") if isinstance(listed, dict) else None
+        if not isinstance(weights, dict) or not weights or not all(isinstance(shard, str) for shard in weights.values()):
+            raise DataError(f"{index}: weight_map is not a mapping of tensors to files")
+        shards: dict[str, set[str]] = {}
+        for name, shard in weights.items():
+            check_name(name, str(index))
+            if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*\.safetensors", shard) or ".." in shard:
+                raise DataError(f"{index}: tensor {name} is said to be in {shard[:200]!r}, which is no name of a safetensors file of this folder")
+            shards.setdefault(shard, set()).add(name)
+        return shards
+
+    def _json(self, name: str) -> Any:
+        path = self.file(name)
+        if path.stat().st_size > SMALL:
+            raise DataError(f"{path}: {path.stat().st_size:,} bytes; at most {SMALL:,} are read")
+        return read_json(path.read_bytes(), str(path))
+
+    def file(self, name: str) -> Path:
+        """A file of the folder. A link must lead to another file of it, or to the blobs of the hub's cache that the folder is part of."""
+        path = self.path / name
+        if not path.is_file():
+            if name == "config.json":
+                raise ConfigError(f"{path}: no such file; give the folder of a model")
+            raise DataError(f"{path}: no such file")
+        target, folder = path.resolve(), self.path.resolve()
+        cache = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
+        if target.parent not in (folder, cache):
+            raise DataError(f"{path}: is a link that leads out of the folder, to {target}")
+        return path
+
+    def _refuse_unsafe(self, config: Mapping[str, Any]) -> None:
+        found = [f"{entry.name} is {UNSAFE[entry.suffix]}" for entry in sorted(self.path.iterdir()) if entry.suffix in UNSAFE]
+        if config.get("auto_map"):
+            found.append("config.json asks to run code (auto_map)")
+        if found:
+            raise ConfigError(f"{self.path}: refused: {'; '.join(found[:4])}{_more(found, 4)}. {INSTEAD}")
+
+
+def _inner(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]:
+    """The language model's config.json, told by its model_type, with what only the wrapper says."""
+    both = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
+    said = {key: outer[key] for key in both if key in outer}
+    return {**said, **inner, "architectures": inner.get("architectures") or []}
+
+
+def _unpacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Pairs of blocks and scales become one tensor."""
+    packed = [name.removesuffix("_blocks") for name in tensors if name.endswith("_blocks") and name.removesuffix("_blocks") + "_scales" in tensors]
+    for name in packed:
+        tensors[name] = Packed(tensors.pop(name + "_blocks"), tensors.pop(name + "_scales"))
+    return tensors
+
+
+def _more(found: list[str], shown: int = 1) -> str:
+    return f" (and {len(found) - shown} more)" if len(found) > shown else ""

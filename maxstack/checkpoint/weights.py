@@ -1,0 +1,128 @@
+"""Weights alone in a checkpoint: written a piece at a time, so that memory stays bounded, and read one at a time or into shards."""
+
+import itertools
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import tensorstore
+from orbax.checkpoint import v1 as ocp
+
+from maxstack.config import ConfigError
+
+Tree = Any
+Index = tuple[slice, ...]
+PREFIX = "params/"
+CHUNK = 64 << 20
+
+
+class WeightsWriter:
+    """Step 0 of a run's checkpoints, weights alone, that appears when `finish` is called. What a killed writer left is gone on with.
+
+    Orbax makes the checkpoint, with a placeholder for each weight; the arrays are then laid out and filled a chunk at a time, so that no weight
+    is ever whole in memory.
+    """
+
+    def __init__(self, run: Path, weights: Mapping[str, jax.ShapeDtypeStruct]):
+        self._run, self._partial, self._weights = run.absolute(), run.absolute() / ".importing", weights
+        self._journal = self._partial / "done.txt"
+        if not self._journal.exists():
+            shutil.rmtree(self._partial, ignore_errors=True)
+            self._partial.mkdir(parents=True)
+            blanks = {PREFIX + path: np.zeros((1,) * len(leaf.shape), leaf.dtype) for path, leaf in weights.items()}
+            ocp.save_checkpointables(self._partial / "0", {"state": blanks})
+            self._journal.touch()
+        lines = self._journal.read_text().splitlines(keepends=True)
+        self.done = {line[:-1] for line in lines if line.endswith("\n")}
+        """Paths of the weights that are on disk."""
+
+    def fill(self, path: str, lead: int, values: Callable[[Index], np.ndarray]) -> None:
+        """Write a weight; `values` gives what lies at an index of it, and `lead` is how many dimensions are of layers and experts."""
+        leaf = self._weights[path]
+        chunk = _chunk(leaf.shape, lead, np.dtype(leaf.dtype).itemsize)
+        metadata = {"shape": [*leaf.shape], "data_type": np.dtype(leaf.dtype).name, "fill_value": 0,
+                    "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
+                    "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}]}
+        base = {"driver": "ocdbt", "base": f"file://{self._partial}/0/state/", "path": f"{PREFIX}{path}/"}
+        spec = {"driver": "zarr3", "kvstore": base, "metadata": metadata, "store_data_equal_to_fill_value": True}
+        array = tensorstore.open(spec, create=True, delete_existing=True).result()
+        for corner in itertools.product(*(range(0, size, step) for size, step in zip(leaf.shape, chunk, strict=True))):
+            index = tuple(slice(at, min(at + step, size)) for at, step, size in zip(corner, chunk, leaf.shape, strict=True))
+            array[index].write(values(index)).result()
+        with self._journal.open("a") as file:
+            file.write(f"{path}\n")
+
+    def finish(self) -> None:
+        """Make the checkpoint visible."""
+        assert self.done | {*self._journal.read_text().splitlines()} >= self._weights.keys()
+        (self._run / "checkpoints").mkdir(exist_ok=True)
+        (self._partial / "0").rename(self._run / "checkpoints" / "0")
+        shutil.rmtree(self._partial)
+
+
+class WeightsReader:
+    """The weights of a checkpoint's step, whatever else it holds."""
+
+    def __init__(self, path: Path):
+        folder, self.step = _step(path)
+        self._checkpointer = ocp.training.Checkpointer(folder.absolute())
+        found = self._checkpointer.checkpointables_metadata(self.step).metadata
+        self.weights_only = "meta" not in found
+        self.shapes: dict[str, tuple[int, ...]] = {key.removeprefix(PREFIX): tuple(leaf.shape) for key, leaf in found["state"].items()
+                                                   if key.startswith(PREFIX)}
+        """Path -> shape."""
+        self._dtypes = {key.removeprefix(PREFIX): leaf.dtype for key, leaf in found["state"].items()}
+
+    def config(self) -> dict[str, Any] | None:
+        """The configuration of the run that wrote the checkpoint; None in one of weights alone."""
+        if self.weights_only:
+            return None
+        return json.loads(self._checkpointer.load_checkpointables(self.step, {"meta": None})["meta"]["json"])["config"]
+
+    def read(self, path: str) -> np.ndarray:
+        """One weight."""
+        return self._load({PREFIX + path: np.empty(self.shapes[path], self._dtypes[path])})[PREFIX + path]
+
+    def load(self, abstract: Tree) -> Tree:
+        """All weights as `abstract`, nested dicts of jax.ShapeDtypeStruct with shardings, asks for them; ConfigError where they are others."""
+        wanted = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(abstract)}
+        if {path: tuple(leaf.shape) for path, leaf in wanted.items()} != self.shapes:
+            odd = sorted(path for path in {*wanted, *self.shapes} if path not in wanted or self.shapes.get(path) != tuple(wanted[path].shape))
+            raise ConfigError(f"{self._checkpointer.directory}/{self.step}: holds the weights of another model: {', '.join(odd[:5])} differ")
+        loaded = self._load({PREFIX + path: leaf for path, leaf in wanted.items()})
+        return jax.tree_util.tree_map_with_path(lambda path, leaf: loaded[PREFIX + jax.tree_util.keystr(path, simple=True, separator="/")], abstract)
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        self._checkpointer.close()
+
+    def _load(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        context = ocp.Context()
+        context.pytree.loading.partial_load = True
+        with context:
+            return self._checkpointer.load_checkpointables(self.step, {"state": dict(wanted)})["state"]
+
+
+def _chunk(shape: tuple[int, ...], lead: int, itemsize: int) -> list[int]:
+    """One layer and expert, cut along its first dimensions to at most CHUNK bytes."""
+    chunk = [1] * lead + [*shape[lead:]]
+    for dim in range(lead, len(shape)):
+        rest = math.prod(chunk[lead:]) // max(chunk[dim], 1) * itemsize
+        chunk[dim] = max(1, min(chunk[dim], CHUNK // max(rest, 1)))
+    return [max(size, 1) for size in chunk]
+
+
+def _step(path: Path) -> tuple[Path, int]:
+    """The checkpoints folder and step that a run, its checkpoints folder or one step stands for."""
+    if path.name.isdigit() and path.is_dir():
+        return path.parent, int(path.name)
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    steps = sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit()) if folder.is_dir() else []
+    if not steps:
+        raise ConfigError(f"{path}: holds no checkpoint; give a run's folder, or one step inside its checkpoints folder")
+    return folder, steps[-1]

@@ -1,0 +1,27 @@
+"""What a layer may read besides its input, the same for all layers of a step. Shapes: B batch  T time."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+
+from maxstack.layers.config import RopeConfig
+
+Table = tuple[jax.Array, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """Positions and documents of the tokens, and what follows from them."""
+
+    positions_BT: jax.Array
+    """int32 [B or 1, T]: places within the document, from 0."""
+    segments_BT: jax.Array | None = None
+    """int32 [B, T]: equal numbers belong to one document, 0 is padding; None: one document a row, no padding known."""
+    tables: Mapping[tuple[RopeConfig, int], Table] = dataclasses.field(default_factory=dict)
+    """Cosines and sines by RoPE and head size."""
+    kept: Mapping[str, tuple[jax.Array, jax.Array]] = dataclasses.field(default_factory=dict)
+    """Keys and values of earlier layers, by block, for layers that have none of their own."""
+
+
+jax.tree_util.register_dataclass(Context, ["positions_BT", "segments_BT", "tables", "kept"], [])

@@ -1,0 +1,88 @@
+"""Gated delta rule: projections, a short convolution, decay and write strength around the recurrence, and a gated norm after it.
+
+Shapes: B batch  T time  D embed  K key heads  N value heads  H key dim  V value dim  W width of the convolution.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from maxstack.kernels.gated_delta import gated_delta
+from maxstack.layers.config import GatedDeltaConfig
+from maxstack.layers.context import Context
+from maxstack.layers.norm import Norm
+from maxstack.layers.weight import project, weight
+from maxstack.sharding import constrain
+
+RATE_SPREAD, RATE_OFFSET = 1.7, -2.8
+NORM_EPS = 1e-6
+
+
+class GatedDelta(nnx.Module):
+    """Linear attention by the gated delta rule (Yang et al. 2024, arXiv:2412.06464, section 3.4).
+
+    Fresh heads forget at rates of median 0.06 a position, one standard deviation being a factor of 5.5: the spread of the usual product of a time
+    step log-uniform in [0.001, 0.1] and a rate uniform in [0, 16].
+    """
+
+    def __init__(self, cfg: GatedDeltaConfig, embed: int, *, std: float, out_std: float, dtype: str):
+        self.cfg = cfg
+        keys, values = (cfg.key_heads, cfg.key_dim), (cfg.value_heads, cfg.value_dim)
+
+        def from_embed(shape: tuple[int, ...], axes: str) -> nnx.Param:
+            return weight((embed, *shape), f"embed {axes}", std=std / embed**0.5, dtype=dtype)
+
+        def convolution(shape: tuple[int, ...], axes: str) -> nnx.Param:
+            return weight((cfg.conv, *shape), f"norm {axes}", std=std / cfg.conv**0.5, dtype=dtype)
+
+        self.query, self.key = from_embed(keys, "kv_heads head_dim"), from_embed(keys, "kv_heads head_dim")
+        self.value, self.gate = from_embed(values, "heads head_dim"), from_embed(values, "heads head_dim")
+        self.beta, self.decay = from_embed((cfg.value_heads,), "heads"), from_embed((cfg.value_heads,), "heads")
+        self.conv_query, self.conv_key = convolution(keys, "kv_heads head_dim"), convolution(keys, "kv_heads head_dim")
+        self.conv_value = convolution(values, "heads head_dim")
+        self.a_log = weight((cfg.value_heads,), "heads", std=RATE_SPREAD, dtype=dtype)
+        self.dt_bias = weight((cfg.value_heads,), "heads", fill=RATE_OFFSET, dtype=dtype)
+        self.norm = Norm(cfg.norm, cfg.value_dim, dtype=dtype)
+        self.out = weight((*values, embed), "heads head_dim embed", std=out_std / (cfg.value_heads * cfg.value_dim) ** 0.5, dtype=dtype)
+
+    def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
+        """What each position reads from the state of its document, gated: [B, T, D]."""
+        cfg, segments_BT = self.cfg, context.segments_BT
+
+        def mixed(matrix: nnx.Param, taps: nnx.Param, axis: str) -> jax.Array:
+            return constrain(jax.nn.silu(convolve(project(x_BTD, matrix), taps[...], segments_BT)), f"batch seq {axis} head_dim")
+
+        q_BTKH = _unit(mixed(self.query, self.conv_query, "kv_heads")) * cfg.key_dim**-0.5
+        k_BTKH = _unit(mixed(self.key, self.conv_key, "kv_heads"))
+        q_BTKH, k_BTKH = checkpoint_name(q_BTKH.astype(x_BTD.dtype), "query"), checkpoint_name(k_BTKH.astype(x_BTD.dtype), "key")
+        v_BTNV = checkpoint_name(mixed(self.value, self.conv_value, "heads").astype(x_BTD.dtype), "value")
+        beta_BTN = jax.nn.sigmoid(project(x_BTD, self.beta).astype(jnp.float32))
+        step_BTN = jax.nn.softplus(project(x_BTD, self.decay).astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32))
+        decay_BTN = -jnp.exp(self.a_log[...].astype(jnp.float32)) * step_BTN
+        o_BTNV = gated_delta(q_BTKH, k_BTKH, v_BTNV, decay_BTN, beta_BTN, segments_BT, cfg.chunk, cfg.backend)
+        o_BTNV = checkpoint_name(constrain(o_BTNV, "batch seq heads head_dim"), "context")
+        gate_BTNV = constrain(project(x_BTD, self.gate), "batch seq heads head_dim").astype(jnp.float32)
+        o_BTNV = (self.norm(o_BTNV) * jax.nn.silu(gate_BTNV)).astype(x_BTD.dtype)
+        return checkpoint_name(project(o_BTNV, self.out, contract=2), "mixer_out")
+
+
+def convolve(x_BTKH: jax.Array, taps_WKH: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
+    """The causal convolution of each channel with its own taps, the last for the position itself: float32 [B, T, K, H].
+
+    Positions before the document of `segments_BT` count as zeros; None: one document a row.
+    """
+    width, length = taps_WKH.shape[0], x_BTKH.shape[1]
+    x_BTKH, taps_WKH = x_BTKH.astype(jnp.float32), taps_WKH.astype(jnp.float32)
+    y_BTKH = x_BTKH * taps_WKH[-1]
+    for back in range(1, min(width, length)):
+        earlier_BTKH = jnp.pad(x_BTKH, ((0, 0), (back, 0), (0, 0), (0, 0)))[:, :length]
+        if segments_BT is not None:
+            same_BT = jnp.pad(segments_BT[:, back:] == segments_BT[:, :-back], ((0, 0), (back, 0)))
+            earlier_BTKH = jnp.where(same_BT[:, :, None, None], earlier_BTKH, 0.0)
+        y_BTKH = y_BTKH + earlier_BTKH * taps_WKH[-1 - back]
+    return y_BTKH
+
+
+def _unit(x_BTKH: jax.Array) -> jax.Array:
+    return x_BTKH * jax.lax.rsqrt(jnp.sum(x_BTKH * x_BTKH, axis=-1, keepdims=True) + NORM_EPS)

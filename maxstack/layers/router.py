@@ -1,0 +1,81 @@
+"""Which experts each token goes to, with what weights, and how even that is; all in float32.
+
+Shapes: B batch  T time  D embed  E experts  C chosen experts of a token  G groups of experts  I experts of a group.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from maxstack.layers.config import RouterConfig
+
+SCORES = {"softmax": lambda logits_BTE: jax.nn.softmax(logits_BTE, axis=-1), "sigmoid": jax.nn.sigmoid}
+LEAST_SUM = 1e-20
+
+
+def normed(x_BTD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
+    """x / rms(x) * scale / sqrt(D), float32: what Gemma 4's router reads."""
+    x = x_BTD.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * (scale_D.astype(jnp.float32) * x.shape[-1] ** -0.5)
+
+
+def logits(x_BTD: jax.Array, router_DE: jax.Array, bias_E: jax.Array | None) -> jax.Array:
+    """x router + bias, float32 [B, T, E] at full precision on every device: a rounding here sends a token elsewhere."""
+    found_BTE = jnp.einsum("BTD,DE->BTE", x_BTD.astype(jnp.float32), router_DE.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    return found_BTE if bias_E is None else found_BTE + bias_E.astype(jnp.float32)
+
+
+def route(cfg: RouterConfig, top_k: int, logits_BTE: jax.Array, selection_bias_E: jax.Array | None = None,
+          expert_scale_E: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """-> (experts int32 [B, T, C], weights float32 [B, T, C]). Gradients reach the logits through the weights alone."""
+    scores_BTE = SCORES[cfg.score](logits_BTE)
+    experts_BTC = _choose(cfg, top_k, jax.lax.stop_gradient(scores_BTE), selection_bias_E)
+    weights_BTC = _pick(scores_BTE, experts_BTC)
+    if cfg.normalize:
+        weights_BTC = weights_BTC / (weights_BTC.sum(axis=-1, keepdims=True) + LEAST_SUM)
+    weights_BTC = weights_BTC * cfg.scale
+    if expert_scale_E is not None:
+        weights_BTC = weights_BTC * _pick(expert_scale_E.astype(jnp.float32)[None, None], experts_BTC)
+    return experts_BTC, weights_BTC
+
+
+def _pick(values_BTE: jax.Array, experts_BTC: jax.Array) -> jax.Array:
+    """By comparison, not by index, so that the gradient is no scatter."""
+    mine_BTCE = experts_BTC[..., None] == jnp.arange(values_BTE.shape[-1])
+    return jnp.where(mine_BTCE, values_BTE[:, :, None], 0.0).sum(axis=-1)
+
+
+def _choose(cfg: RouterConfig, top_k: int, scores_BTE: jax.Array, selection_bias_E: jax.Array | None) -> jax.Array:
+    """The best by score + selection bias, among the best groups where there are groups (DeepSeek-V3 2024, arXiv:2412.19437, section 2.1.2)."""
+    if selection_bias_E is not None:
+        scores_BTE = scores_BTE + jax.lax.stop_gradient(selection_bias_E).astype(jnp.float32)
+    if cfg.groups:
+        scores_BTGI = scores_BTE.reshape(*scores_BTE.shape[:2], cfg.groups, -1)
+        best = min(1 if cfg.group_score == "max" else 2, scores_BTGI.shape[-1])
+        group_BTG = jax.lax.top_k(scores_BTGI, best)[0].sum(axis=-1)
+        kept = jax.lax.top_k(group_BTG, cfg.top_groups or cfg.groups)[1]
+        kept_BTG = jax.nn.one_hot(kept, cfg.groups, dtype=bool).any(axis=-2)
+        scores_BTE = jnp.where(kept_BTG[..., None], scores_BTGI, -jnp.inf).reshape(scores_BTE.shape)
+    return jax.lax.top_k(scores_BTE, top_k)[1]
+
+
+def counts(experts_BTC: jax.Array, experts: int, real_BT: jax.Array) -> jax.Array:
+    """How many real tokens of each row chose each expert, float32 [B, E]; `real_BT` is true where a token is no padding."""
+    return (jax.nn.one_hot(experts_BTC, experts) * real_BT[:, :, None, None]).sum(axis=(1, 2))
+
+
+def loss(cfg: RouterConfig, top_k: int, logits_BTE: jax.Array, counts_BE: jax.Array, real_BT: jax.Array) -> jax.Array:
+    """balance_loss * balance + z_loss * z, a float32 scalar that is a sum over real tokens, so that parts of a batch add up.
+
+    balance of a row is E * sum_e(share of the row's choices * mean score), with scores that add up to 1 for a token (Fedus 2021,
+    arXiv:2101.03961, eq. 4; per row: DeepSeek-V3 2024, arXiv:2412.19437, eq. 17-20), times the row's real tokens; z of a token is the square of its
+    log-partition (Zoph 2022, arXiv:2202.08906, eq. 5).
+    """
+    real = real_BT.astype(jnp.float32)
+    scores_BTE = SCORES[cfg.score](logits_BTE)
+    if cfg.score == "sigmoid":
+        scores_BTE = scores_BTE / (scores_BTE.sum(axis=-1, keepdims=True) + LEAST_SUM)
+    sums_BE = jnp.einsum("BTE,BT->BE", scores_BTE, real)
+    tokens_B = jnp.maximum(real.sum(axis=-1), 1.0)
+    balance = logits_BTE.shape[-1] / top_k * ((counts_BE * sums_BE).sum(axis=-1) / tokens_B).sum()
+    z = (jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1)) * real).sum()
+    return cfg.balance_loss * balance + cfg.z_loss * z

@@ -1,0 +1,207 @@
+"""`maxstack score`: the log-probability of every token of some texts under a model. Shapes: B rows  T time  V vocab."""
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tqdm
+
+from maxstack.config import ConfigError
+from maxstack.data import DataError
+
+if TYPE_CHECKING:
+    from maxstack.run import Run
+
+ROUND = 32
+"""Rows are padded to a multiple of this many tokens, so that few shapes are compiled."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Token rows of unequal length, padded on the right with 0."""
+
+    tokens: np.ndarray
+    """int32 [B, T]."""
+    lengths: np.ndarray
+    """int32 [B]."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Score what the arguments say; the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="maxstack score", description="Write the log-probability of each token of some texts, and print the perplexity.",
+        epilog="example: maxstack score runs/quickstart --data texts.jsonl --out scores.npz")
+    parser.add_argument("model", metavar="MODEL", help="a run's folder, or a Hugging Face model folder")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value",
+                        help="replaces a value of the run's configuration, such as model.dtype=float32")
+    parser.add_argument("--data", metavar="FILE.jsonl", help='texts, one {"text": ...} a line; tokenized as the model says')
+    parser.add_argument("--tokens", metavar="FILE.npz", help="instead: tokens int32 [B, T] and lengths int32 [B]")
+    parser.add_argument("--out", required=True, metavar="FILE.npz", help="logprobs float32 [B, T], tokens and lengths")
+    parser.add_argument("--logits", action="store_true", help="also logits float32 [B, T, V]")
+    parser.add_argument("--batch-size", type=int, default=8, help="rows at a time (default: 8)")
+    args = parser.parse_intermixed_args(argv)
+    if (args.data is None) == (args.tokens is None):
+        raise ConfigError("maxstack score: give either --data FILE.jsonl or --tokens FILE.npz")
+    if args.batch_size < 1:
+        raise ConfigError(f"maxstack score: --batch-size {args.batch_size} is not positive")
+    out = Path(args.out)
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out {out}: the folder {out.parent} does not exist")
+    run, params = open_model(args.model, args.overrides)
+    rows = read_tokens(args.tokens, run.cfg.model.vocab) if args.tokens else read_texts(args.data, run)
+    logprobs = score(run, params, rows, out, batch_size=args.batch_size, logits=args.logits)
+    count = int(np.maximum(rows.lengths - 1, 0).sum())
+    mean = -float(logprobs.sum(dtype=np.float64)) / count
+    print(f"{out}: {len(rows.lengths)} rows, {count} scored tokens, mean negative log-likelihood {mean:.6f}, perplexity {np.exp(mean):.4f}")
+    return 0
+
+
+def open_model(model: str, overrides: Sequence[str]) -> tuple["Run", Any]:
+    """A run's folder, one of its checkpoints, or a Hugging Face folder -> the assembled run and its weights, spread over all devices (fsdp)."""
+    from maxstack import config
+    from maxstack.schema import Config
+
+    folder, overrides = Path(model), ["run.virtual_devices=null", "mesh.data=1", "mesh.fsdp=-1", "mesh.tensor=1", *overrides]
+    own = next((place for place in (folder, folder.parent, folder.parent.parent) if (place / "config.yml").is_file()), None)
+    if own is None:
+        cfg = config.load(Config, {"model": {"from": model}, "data": {"sources": [{"kind": "synthetic", "vocab": 2}]}}, overrides)
+    else:
+        cfg = config.load(Config, own / "config.yml", overrides)
+    import jax
+
+    from maxstack import sharding
+    from maxstack.checkpoint.hf.reader import load_params
+    from maxstack.checkpoint.weights import WeightsReader
+    from maxstack.run import assemble
+
+    run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()))
+    return run, load_params(folder, run.abstract.params) if own is None else WeightsReader(folder).load(run.abstract.params)
+
+
+def read_tokens(file: str, vocab: int) -> Rows:
+    """The arrays `tokens` and `lengths` of an npz file. DataError if they are missing, misshapen or beyond the vocabulary."""
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            tokens, lengths = arrays["tokens"], arrays["lengths"]
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise DataError(f"{file}: not an npz file of tokens: {error}") from error
+    except KeyError as error:
+        raise DataError(f"{file}: {error.args[0]}; wanted: tokens int32 [B, T] and lengths int32 [B]") from error
+    if tokens.ndim != 2 or lengths.shape != tokens.shape[:1] or tokens.dtype.kind not in "iu" or lengths.dtype.kind not in "iu":
+        raise DataError(f"{file}: tokens {tokens.dtype}{[*tokens.shape]}, lengths {lengths.dtype}{[*lengths.shape]}; "
+                        "wanted: int32 [B, T] and int32 [B]")
+    if lengths.size and not (0 <= lengths.min() and lengths.max() <= tokens.shape[1]):
+        raise DataError(f"{file}: lengths go from {lengths.min()} to {lengths.max()}, but rows hold {tokens.shape[1]} tokens")
+    real = np.arange(tokens.shape[1]) < lengths[:, None]
+    beyond = np.argwhere(real & ((tokens < 0) | (tokens >= vocab)))
+    if len(beyond):
+        row, place = beyond[0]
+        raise DataError(f"{file}: row {row}, position {place}: token {tokens[row, place]} is outside the model's vocabulary of {vocab}")
+    return _checked(file, np.where(real, tokens, 0), lengths)
+
+
+def read_texts(file: str, run: "Run") -> Rows:
+    """The texts of a JSONL file as tokens, with the run's tokenizer."""
+    from maxstack.data.config import JsonlSource
+    from maxstack.data.sources import open_source
+    from maxstack.data.tokenizers import open_tokenizer, tokens_of
+
+    documents, tokenizer = open_source(JsonlSource(kind="jsonl", files=(file,)), split="all"), open_tokenizer(run.cfg.data.tokenizer)
+    rows = [tokens_of(documents, i, tokenizer) for i in range(len(documents))]
+    lengths = np.array([len(row) for row in rows])
+    tokens = np.zeros((len(rows), max(lengths)), np.int32)
+    for i, row in enumerate(rows):
+        tokens[i, :len(row)] = row
+    return _checked(file, tokens, lengths)
+
+
+def _checked(file: str, tokens: np.ndarray, lengths: np.ndarray) -> Rows:
+    if not (lengths > 1).any():
+        raise DataError(f"{file}: no row has two tokens or more, so there is nothing to score")
+    return Rows(tokens.astype(np.int32), lengths.astype(np.int32))
+
+
+def score(run: "Run", params: Any, rows: Rows, out: Path, *, batch_size: int, logits: bool) -> np.ndarray:
+    """Write `out` and return logprobs float32 [B, T]: position t scores token t given those before it; 0 at position 0 and beyond a row's length.
+
+    A row's numbers do not depend on the rows and the padding beside it, but for rounding in the last place.
+    """
+    import jax
+
+    step = jax.jit(_scorer(run, logits))
+    logprobs = np.zeros(rows.tokens.shape, np.float32)
+    unfinished = out.with_name(f"{out.name}.{os.getpid()}.part")
+    try:
+        with zipfile.ZipFile(unfinished, "w") as archive:
+            with _entry(archive, "logits", (*rows.tokens.shape, run.cfg.model.vocab)) if logits else contextlib.nullcontext() as stream:
+                for begin, found in _batches(run, params, rows, batch_size, step):
+                    end = min(begin + batch_size, len(rows.lengths))
+                    width = min(found["logprobs"].shape[1], rows.tokens.shape[1])
+                    logprobs[begin:end, :width] = found["logprobs"][: end - begin, :width]
+                    if stream:
+                        _write_logits(stream, found["logits"][: end - begin, :width], rows.tokens.shape[1])
+            for name, array in (("logprobs", logprobs), ("tokens", rows.tokens), ("lengths", rows.lengths)):
+                with _entry(archive, name, array.shape, array.dtype) as entry:
+                    entry.write(array.tobytes())
+        os.replace(unfinished, out)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return logprobs
+
+
+def _scorer(run: "Run", logits: bool) -> Any:
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    from maxstack import sharding
+    from maxstack.kernels.cross_entropy import cross_entropy
+
+    def step(params: Any, tokens_BT: jax.Array, lengths_B: jax.Array) -> dict[str, jax.Array]:
+        with sharding.use(run.mesh, run.cfg.mesh.rules):
+            places_T = jnp.arange(tokens_BT.shape[1])
+            real_BT = places_T < lengths_B[:, None]
+            batch = {"tokens": tokens_BT, "positions": jnp.where(real_BT, places_T, 0), "segments": real_BT.astype(jnp.int32)}
+            model = nnx.merge(run.graph, nnx.State(params))
+            logits_BTV = model.logits(model.hidden(batch))
+            nll_BT, _ = cross_entropy(logits_BTV[:, :-1], tokens_BT[:, 1:])
+            found = {"logprobs": jnp.pad(jnp.where(real_BT[:, 1:], -nll_BT, 0.0), ((0, 0), (1, 0)))}
+            return found | {"logits": jnp.where(real_BT[..., None], logits_BTV, 0.0)} if logits else found
+
+    return step
+
+
+def _batches(run: "Run", params: Any, rows: Rows, batch_size: int, step: Any) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+    """(first row, results [batch_size, longest row rounded up, ...]) with a progress bar."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    everywhere = NamedSharding(run.mesh, PartitionSpec())
+    for begin in tqdm.tqdm(range(0, len(rows.lengths), batch_size), desc="scoring", unit=" batches", disable=None):
+        lengths = rows.lengths[begin:begin + batch_size]
+        width = -(-max(2, lengths.max()) // ROUND) * ROUND
+        tokens = np.zeros((batch_size, width), np.int32)
+        kept = rows.tokens[begin:begin + batch_size, :width]
+        tokens[: len(lengths), : kept.shape[1]] = kept
+        given = jax.device_put((tokens, np.pad(lengths, (0, batch_size - len(lengths)))), everywhere)
+        yield begin, jax.device_get(step(params, *given))
+
+
+@contextlib.contextmanager
+def _entry(archive: zipfile.ZipFile, name: str, shape: tuple[int, ...], dtype: Any = np.float32) -> Iterator[Any]:
+    """One array of an npz file, written piece by piece after its header."""
+    with archive.open(f"{name}.npy", "w", force_zip64=True) as stream:
+        header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": tuple(map(int, shape))}
+        np.lib.format.write_array_header_1_0(stream, header)  # type: ignore[arg-type]
+        yield stream
+
+
+def _write_logits(stream: Any, logits: np.ndarray, width: int) -> None:
+    for row in logits:
+        stream.write(np.pad(row, ((0, width - len(row)), (0, 0))).astype(np.float32).tobytes())

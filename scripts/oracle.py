@@ -1,0 +1,130 @@
+"""Holds every model family against transformers as it is installed, and writes the table in docs/MODELS.md.
+
+For each golden folder: the golden is made again and compared, our logits and gradients are compared, and the folder is imported, exported and loaded
+by transformers, tensor by tensor. One is trained on 8 virtual devices in between. Needs torch and transformers: `make oracle` makes an environment.
+
+example: python scripts/oracle.py --family llama gemma2
+"""
+
+import argparse
+import math
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+import parity  # noqa: E402
+from safetensors.numpy import load_file  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
+BEGIN, END = "<!-- written by make oracle -->", "<!-- end -->"
+HEAD = ["| Family | Parameters checked | Logits error | Same argmax | Gradient error | Round trip | transformers loads the export |",
+        "| --- " * 7 + "|"]
+TRAINED = "qwen3_moe"
+
+
+def main() -> int:
+    """Check the families that are asked for; 1 if one is not at par."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", nargs="*", choices=parity.FAMILIES, default=parity.FAMILIES, metavar="NAME",
+                        help="folders of tests/goldens (default: all)")
+    families = parser.parse_args().family
+    jax.config.update("jax_platforms", "cpu")
+    lines, bad = [], []
+    named = [word for family in families for word in ("--family", family)]
+    subprocess.run([sys.executable, str(ROOT / "scripts/make_goldens.py"), "--check", *named], check=True)
+    for family in tqdm(families, unit=" families"):
+        line, good = _row(family)
+        lines.append(line)
+        bad += [] if good else [family]
+    error = _trained()
+    lines += ["", f"{TRAINED}, imported, trained for 5 steps on 8 virtual devices (data 2 x fsdp 2 x tensor 2), exported and loaded by transformers: "
+              f"logits within {error:.1e} of maxstack's own."]
+    if families == parity.FAMILIES:
+        _write([*HEAD, *lines])
+    print("\n".join([*HEAD, *lines]))
+    if error > parity.LOGITS:
+        bad.append(f"{TRAINED} after training")
+    if bad:
+        print(f"not at par: {', '.join(bad)}", file=sys.stderr)
+    return 1 if bad else 0
+
+
+def _row(family: str) -> tuple[str, bool]:
+    folder = parity.GOLDENS / family
+    found = parity.measure(folder)
+    with tempfile.TemporaryDirectory() as temporary:
+        out = Path(temporary) / "out"
+        parity.export_again(folder, out)
+        exact, loads = _same_tensors(folder, out), _loads(folder, out)
+    good = found.argmax and found.logits <= parity.LOGITS and found.gradient <= parity.GRADIENT and exact and loads
+    cells = [family, f"{found.parameters:,}", f"{found.logits:.1e}", _yes(found.argmax), f"{found.gradient:.1e}",
+             "bit for bit" if exact else "**differs**", _yes(loads)]
+    return f"| {' | '.join(cells)} |", good
+
+
+def _same_tensors(folder: Path, out: Path) -> bool:
+    ours, theirs = (load_file(place / "model.safetensors") for place in (out, folder))
+    same = [ours[name].dtype == theirs[name].dtype and np.array_equal(ours[name], theirs[name]) for name in theirs if name in ours]
+    return ours.keys() == theirs.keys() and all(same)
+
+
+def _loads(folder: Path, out: Path) -> bool:
+    """Whether transformers finds every tensor of the export and no other, and gives the golden logits with them."""
+    return _distance(out, np.load(folder / "golden.npz")) <= parity.LOGITS
+
+
+def _distance(folder: Path, wanted: Mapping[str, np.ndarray]) -> float:
+    """Largest difference of transformers' logits to `logits` of `tokens`, over their deviation; infinite where it does not load every tensor."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, attn_implementation="eager", dtype=torch.float32)
+    if any(report.get(kind) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")):
+        return math.inf
+    errors, values = [], []
+    for row, length, logits in zip(wanted["tokens"].astype(np.int64), wanted["lengths"], wanted["logits"], strict=True):
+        with torch.no_grad():
+            found = model(torch.tensor(row[None, :length])).logits[0].numpy()
+        errors.append(np.abs(found - logits[:length]).max())
+        values.append(logits[:length].ravel())
+    return float(max(errors) / np.concatenate(values).std())
+
+
+def _trained() -> float:
+    """Error of transformers' logits for a model that was imported, trained on a mesh and exported."""
+    golden = np.load(parity.GOLDENS / TRAINED / "golden.npz")
+    with tempfile.TemporaryDirectory() as temporary:
+        run, out = Path(temporary) / "run", Path(temporary) / "out"
+        np.savez(Path(temporary) / "tokens.npz", tokens=golden["tokens"], lengths=golden["lengths"])
+        commands = [
+            ["import", str(parity.GOLDENS / TRAINED), "--out", str(run)],
+            ["train", str(run / "config.yml"), "train.steps=5", "train.batch_size=8", "data.seq_len=32", "model.dtype=float32",
+             "run.virtual_devices=8", "mesh.fsdp=2", "mesh.tensor=2", "optimizer.learning_rate=1e-2"],
+            ["score", str(run), "--tokens", f"{temporary}/tokens.npz", "--out", f"{temporary}/scores.npz", "--logits", "model.dtype=float32"],
+            ["export", str(run), "--out", str(out)]]
+        for command in commands:
+            subprocess.run([sys.executable, "-m", "maxstack.cli", *command], check=True)
+        with np.load(f"{temporary}/scores.npz") as scores:
+            return _distance(out, scores)
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "**no**"
+
+
+def _write(lines: list[str]) -> None:
+    path = ROOT / "docs/MODELS.md"
+    text = path.read_text()
+    before, rest = text.split(BEGIN, 1)
+    path.write_text(before + BEGIN + "\n" + "\n".join(lines) + "\n" + END + rest.split(END, 1)[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

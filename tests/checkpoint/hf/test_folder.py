@@ -1,0 +1,193 @@
+"""A model folder is refused, with the reason, where it is hostile, broken or not supported; nothing in it is run."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from maxstack.checkpoint.hf.contents import Contents
+from maxstack.checkpoint.hf.folder import INDEX
+from maxstack.config import ConfigError
+from maxstack.data import DataError
+
+GOLDENS = Path(__file__).parents[2] / "goldens"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(GOLDENS / "llama" / name, tmp_path / name)
+    return tmp_path
+
+
+def tensors(folder):
+    return dict(safetensors.numpy.load_file(folder / "model.safetensors"))
+
+
+def config(folder, **changes):
+    given = json.loads((folder / "config.json").read_text())
+    given = {key: value for key, value in (given | changes).items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(given))
+
+
+def sharded(folder):
+    """The folder with its tensors in two files and an index; -> the weight map."""
+    found = tensors(folder)
+    (folder / "model.safetensors").unlink()
+    names = sorted(found)
+    where = {name: f"model-0000{1 + (i % 2)}-of-00002.safetensors" for i, name in enumerate(names)}
+    for shard in {*where.values()}:
+        safetensors.numpy.save_file({name: found[name] for name in names if where[name] == shard}, folder / shard)
+    write_index(folder, where)
+    return where
+
+
+def write_index(folder, where):
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
+
+
+def test_shards_are_read_as_one(folder):
+    before = {name: tensor.array().copy() for name, tensor in Contents(folder).tensors.items()}
+    sharded(folder)
+    after = Contents(folder).tensors
+    assert before.keys() == after.keys()
+    assert all((before[name] == after[name].array()).all() for name in before)
+
+
+@pytest.mark.parametrize("shard", ["../model.safetensors", "/tmp/model.safetensors", "a/b.safetensors", "model.bin", "..safetensors", ""])
+def test_an_index_that_leads_elsewhere_is_refused(folder, shard):
+    where = sharded(folder)
+    write_index(folder, where | {"lm_head.weight": shard})
+    with pytest.raises(DataError, match=r"index.json: tensor lm_head.weight is said to be in"):
+        Contents(folder)
+
+
+def test_a_link_out_of_the_folder_is_refused(folder, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "model.safetensors"
+    shutil.move(folder / "model.safetensors", elsewhere)
+    os.symlink(elsewhere, folder / "model.safetensors")
+    with pytest.raises(DataError, match="leads out of the folder"):
+        Contents(folder)
+
+
+def test_a_snapshot_of_the_hub_may_link_to_its_own_blobs(tmp_path):
+    snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(GOLDENS / "llama" / name, blobs / name)
+        os.symlink(f"../../blobs/{name}", snapshot / name)
+    assert Contents(snapshot).family.architecture == "LlamaForCausalLM"
+
+
+def test_an_index_that_lies_about_its_shards_is_refused(folder):
+    where = sharded(folder)
+    write_index(folder, where | {"model.layers.99.mlp.up_proj.weight": where["lm_head.weight"]})
+    with pytest.raises(DataError, match=r"layers\.99.*which does not hold it"):
+        Contents(folder)
+    write_index(folder, {name: shard for name, shard in where.items() if name != "lm_head.weight"})
+    with pytest.raises(DataError, match=r"lm_head.weight is not listed"):
+        Contents(folder)
+
+
+def test_a_tensor_in_two_shards_is_refused(folder):
+    where = sharded(folder)
+    other = next(shard for shard in where.values() if shard != where["lm_head.weight"])
+    held = dict(safetensors.numpy.load_file(folder / other))
+    safetensors.numpy.save_file(held | {"lm_head.weight": np.zeros((2, 2), np.float32)}, folder / other)
+    with pytest.raises(DataError, match=r"lm_head.weight is not listed"):
+        Contents(folder)
+
+
+def test_a_missing_shard_is_named(folder):
+    where = sharded(folder)
+    (folder / where["lm_head.weight"]).unlink()
+    with pytest.raises(DataError, match=r"of-00002.safetensors: no such file"):
+        Contents(folder)
+
+
+def test_an_index_beside_a_single_file_that_it_does_not_name_is_refused(folder):
+    shutil.copyfile(folder / "model.safetensors", folder / "kept")
+    sharded(folder)
+    shutil.move(folder / "kept", folder / "model.safetensors")
+    with pytest.raises(DataError, match="stale"):
+        Contents(folder)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "training_args.bin", "model.pt", "weights.pkl", "modeling_llama.py", "tf_model.h5"])
+def test_pickles_and_code_are_refused_unless_left_aside(folder, name):
+    (folder / name).write_bytes(b"import os")
+    with pytest.raises(ConfigError, match="safetensors"):
+        Contents(folder)
+    assert Contents(folder, ignore_unsafe=True).model.layers
+
+
+def test_a_folder_that_wants_code_run_is_refused(folder):
+    config(folder, auto_map={"AutoModelForCausalLM": "modeling.Model"})
+    with pytest.raises(ConfigError, match=r"auto_map.*never runs"):
+        Contents(folder)
+
+
+def test_mistakes_are_told(folder, tmp_path):
+    with pytest.raises(ConfigError, match="no such folder"):
+        Contents(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="is a file"):
+        Contents(folder / "config.json")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="has neither"):
+        Contents(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"config.json: no such file"):
+        Contents(folder)
+
+
+def test_an_architecture_that_is_not_known_gives_the_ones_that_are(folder):
+    config(folder, architectures=["MambaForCausalLM"], model_type="mamba")
+    with pytest.raises(ConfigError, match=r"MambaForCausalLM.*not supported.*Qwen3ForCausalLM"):
+        Contents(folder)
+
+
+@pytest.mark.parametrize(("changes", "reason"), [
+    ({"hidden_act": "relu6"}, "hidden_act='relu6': not supported; supported: silu"),
+    ({"clip_qkv": 8.0}, "unknown keys: clip_qkv"),
+    ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "RoPE of type 'dynamic' is not supported"),
+    ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, "twist": 1}}, "not known: twist"),
+    ({"hidden_size": ...}, "key hidden_size is missing"),
+    ({"num_hidden_layers": "many"}, "must be the number of layers"),
+    ({"num_key_value_heads": 3}, "describes no model"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "quantized by fp8"),
+])
+def test_a_config_that_cannot_be_computed_is_refused(folder, changes, reason):
+    config(folder, **changes)
+    with pytest.raises(ConfigError, match=reason) as caught:
+        Contents(folder)
+    assert "config.json" in str(caught.value)
+
+
+def test_a_tied_flag_that_contradicts_the_tensors_is_refused(folder):
+    config(folder, tie_word_embeddings=True)
+    with pytest.raises(DataError, match="differs from the embedding table"):
+        Contents(folder)
+    found = tensors(folder)
+    safetensors.numpy.save_file(found | {"lm_head.weight": found["model.embed_tokens.weight"]}, folder / "model.safetensors")
+    assert Contents(folder).model.head.tied
+    config(folder, tie_word_embeddings=False)
+    del found["lm_head.weight"]
+    safetensors.numpy.save_file(found, folder / "model.safetensors")
+    with pytest.raises(DataError, match="no file holds lm_head.weight"):
+        Contents(folder)
+
+
+def test_the_language_model_inside_a_wrapper_is_read(folder):
+    plain = Contents(folder)
+    inner = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "text_config": inner}))
+    found = {f"language_model.{name}": array for name, array in tensors(folder).items()}
+    safetensors.numpy.save_file(found | {"vision_tower.patch.weight": np.zeros((2, 2), np.float32)}, folder / "model.safetensors")
+    inside = Contents(folder)
+    assert inside.model == plain.model
+    assert inside.tensors.keys() == plain.tensors.keys()

@@ -1,0 +1,113 @@
+"""Weights are read into the shards that a mesh wants, the same on any mesh; MXFP4 is unpacked."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from maxstack.checkpoint.hf.binding import bind
+from maxstack.checkpoint.hf.contents import Contents
+from maxstack.checkpoint.hf.families import FAMILIES
+from maxstack.checkpoint.hf.mxfp4 import VALUES
+from maxstack.checkpoint.hf.reader import load_params, pieces_of
+from maxstack.data import DataError
+from maxstack.models import decoder
+from maxstack.models.config import DecoderConfig
+
+GOLDENS = Path(__file__).parents[2] / "goldens"
+
+
+def abstract(contents, dtype="float32"):
+    return nnx.to_pure_dict(decoder.abstract(contents.model.model_copy(update={"param_dtype": dtype}))[1])
+
+
+def shapes_of(tree):
+    return {"/".join(map(str, path)): leaf.shape for path, leaf in nnx.traversals.flatten_mapping(tree).items()}
+
+
+def spread(leaf, mesh):
+    """The leaf with each mesh axis over the first dimension that it divides."""
+    axes = []
+    for size in leaf.shape:
+        free = [axis for axis in mesh.axis_names if axis not in axes and size % mesh.shape[axis] == 0]
+        axes.append(free[0] if free else None)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "qwen3_next"])
+def test_eight_devices_get_what_one_gets(name):
+    contents, mesh = Contents(GOLDENS / name), Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor"))
+    one = load_params(contents, abstract(contents), progress=False)
+    eight = load_params(contents, jax.tree.map(lambda leaf: spread(leaf, mesh), abstract(contents)), progress=False)
+    assert sum(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(eight)) > 5
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), one, eight)
+
+
+def test_numbers_are_cast_to_what_the_run_wants():
+    contents = Contents(GOLDENS / "llama")
+    exact, cast = (load_params(contents, abstract(contents, dtype), progress=False) for dtype in ("float32", "bfloat16"))
+    assert cast["embed"].dtype == "bfloat16"
+    np.testing.assert_array_equal(np.asarray(exact["embed"]).astype(ml_dtypes.bfloat16), np.asarray(cast["embed"]))
+
+
+@pytest.mark.parametrize(("change", "reason"), [
+    (lambda found: found.pop("model.norm.weight"), "missing model.norm.weight"),
+    (lambda found: found.update({"model.layers.0.mlp.extra.weight": np.zeros(3, np.float32)}), r"unknown .*tensor model.layers.0.mlp.extra.weight"),
+    (lambda found: found.update({"model.norm.weight": np.zeros(3, np.float32)}), r"tensor model.norm.weight has shape \[3\], config.json makes it"),
+    (lambda found: found.update({"model.norm.weight": found["model.norm.weight"].astype(np.int32)}), "tensor model.norm.weight has dtype int32"),
+])
+def test_missing_unknown_and_misshapen_tensors_are_refused(tmp_path, change, reason):
+    shutil.copyfile(GOLDENS / "llama" / "config.json", tmp_path / "config.json")
+    found = dict(safetensors.numpy.load_file(GOLDENS / "llama" / "model.safetensors"))
+    change(found)
+    safetensors.numpy.save_file(found, tmp_path / "model.safetensors")
+    contents = Contents(tmp_path)
+    with pytest.raises(DataError, match=reason):
+        pieces_of(contents, shapes_of(abstract(contents)))
+
+
+def packed(shape, rng):
+    """Blocks and scales of a tensor [experts, in, out], and what they mean."""
+    experts, size, out = shape
+    codes = rng.integers(0, 16, (experts, out, size // 32, 32), dtype=np.uint8)
+    scales = rng.integers(120, 130, (experts, out, size // 32), dtype=np.uint8)
+    meant = VALUES[codes] * 2.0 ** (scales[..., None].astype(np.float32) - 127)
+    return codes[..., ::2] | (codes[..., 1::2] << 4), scales, meant.reshape(experts, out, size).swapaxes(1, 2)
+
+
+def test_mxfp4_experts_are_unpacked(tmp_path):
+    rng = np.random.default_rng(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_local_experts": 4, "layer_types": None}
+    config = json.loads((GOLDENS / "gpt_oss" / "config.json").read_text()) | sizes
+    model = DecoderConfig.model_validate(FAMILIES["gpt_oss"].read(config, ""))
+    bound = bind(FAMILIES["gpt_oss"], model, shapes_of(nnx.to_pure_dict(decoder.abstract(model)[1])))
+    found, meant = {}, {}
+    for tensor in bound:
+        if tensor.name.endswith("_proj") and "experts" in tensor.name:
+            blocks, scales, meant[tensor.name] = packed(tensor.shape, rng)
+            found |= {f"{tensor.name}_blocks": blocks, f"{tensor.name}_scales": scales}
+        else:
+            found[tensor.name] = rng.standard_normal(tensor.shape).astype(np.float32)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    safetensors.numpy.save_file(found, tmp_path / "model.safetensors")
+    contents = Contents(tmp_path)
+    params = load_params(contents, abstract(contents), progress=False)
+    for layer, name in enumerate(contents.model.order):
+        experts = jax.tree.map(np.asarray, params["blocks"][name]["mlp"])
+        fused = meant[f"model.layers.{layer}.mlp.experts.gate_up_proj"]
+        np.testing.assert_array_equal(experts["gate"][0], fused[..., ::2])
+        np.testing.assert_array_equal(experts["up"][0], fused[..., 1::2])
+        np.testing.assert_array_equal(experts["down"][0], meant[f"model.layers.{layer}.mlp.experts.down_proj"])
+
+
+def test_a_weight_without_sharding_goes_to_one_device():
+    contents = Contents(GOLDENS / "gpt2")
+    params = load_params(contents, abstract(contents), progress=False)
+    assert {device for leaf in jax.tree.leaves(params) for device in leaf.devices()} == {jax.devices()[0]}

@@ -1,0 +1,50 @@
+"""Norms against their formulas in float64, and the switches of their configuration."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxstack.layers.config import NormConfig
+from maxstack.layers.norm import Norm
+
+X = np.random.default_rng(0).normal(1.0, 3.0, (2, 5, 8))
+SCALE, BIAS = np.linspace(0.5, 2, 8), np.linspace(-1, 1, 8)
+
+
+def run(x=X, **switches):
+    norm = Norm(NormConfig(**switches), 8, dtype="float32")
+    if norm.cfg.scale:
+        norm.scale.set_value(jnp.asarray(SCALE, jnp.float32))
+    if norm.cfg.bias:
+        norm.bias.set_value(jnp.asarray(BIAS, jnp.float32))
+    return norm(jnp.asarray(x, jnp.float32))
+
+
+RMS = X / np.sqrt((X**2).mean(-1, keepdims=True) + 1e-6)
+LAYER = (X - X.mean(-1, keepdims=True)) / np.sqrt(X.var(-1, keepdims=True) + 1e-6)
+CASES = [({}, RMS * SCALE), ({"zero_centered": True}, RMS * (1 + SCALE)), ({"scale": False}, RMS), ({"bias": True}, RMS * SCALE + BIAS),
+         ({"kind": "layer", "bias": True}, LAYER * SCALE + BIAS), ({"kind": "layer", "scale": False}, LAYER)]
+
+
+@pytest.mark.parametrize(("switches", "expected"), CASES, ids=[str(switches) for switches, _ in CASES])
+def test_a_norm_is_its_formula(switches, expected):
+    np.testing.assert_allclose(run(**switches), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_eps_bounds_the_norm_of_a_vector_of_almost_nothing():
+    np.testing.assert_allclose(run(np.full((1, 8), 1e-4), scale=False, eps=1e-2), 1e-4 / (1e-8 + 1e-2) ** 0.5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_a_fresh_norm_only_normalises_whether_zero_centred_or_not(kind):
+    x = jnp.asarray(X, jnp.float32)
+    fresh = [Norm(NormConfig(kind=kind, zero_centered=centred, bias=True), 8, dtype="float32")(x) for centred in (False, True)]
+    np.testing.assert_array_equal(*fresh)
+    np.testing.assert_allclose(np.square(fresh[0]).mean(-1), 1, rtol=1e-5)
+
+
+def test_the_sums_are_taken_in_float32_and_the_result_has_the_inputs_dtype():
+    x = jnp.asarray(X * 100, jnp.bfloat16)
+    norm = Norm(NormConfig(), 8, dtype="float32")
+    assert norm(x).dtype == jnp.bfloat16
+    np.testing.assert_array_equal(norm(x), norm(x.astype(jnp.float32)).astype(jnp.bfloat16))

@@ -1,0 +1,63 @@
+"""Twenty steps of a tiny model for every kind of mixer, MLP and norm: the losses stay what they were, and go down.
+
+`python tests/models/test_losses.py` writes them anew, with tests/ on the path.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+import tiny
+
+GOLDEN = Path(__file__).parent.parent / "goldens" / "losses.json"
+ATTENTION = {"kind": "attention", "heads": 4, "kv_heads": 2, "head_dim": 8}
+GATED = {"kind": "gated", "hidden": 64}
+MLA = {"kind": "mla", "heads": 4, "q_lora": 16, "kv_lora": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 8}
+DELTA = {"kind": "gated_delta", "key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 8, "chunk": 16}
+MOE = {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 32}
+LAYER = {"kind": "layer", "bias": True}
+DEEP = {"score": "sigmoid", "selection_bias": True, "bias_update": 0.01, "groups": 2, "top_groups": 1, "scale": 1.5, "balance_loss": 0.01,
+        "z_loss": 1e-3}
+PARALLEL = {"kind": "parallel", "dense": GATED, "moe": MOE | {"router": {"normed": True}}}
+
+
+def model(mixer=ATTENTION, mlp=GATED, placement="pre", norm=None, block=None, **changes):
+    spec = {"mixer": mixer, "mlp": mlp, "placement": placement, "norm": norm or {}} | (block or {})
+    return {"vocab": tiny.VOCAB, "embed": 32, "layers": 1, "dtype": "float32", "blocks": {"block": spec}, "pattern": [], "norm": norm or {}} | changes
+
+
+MODELS = {
+    "attention, gated, rms, a further token": model(mtp={"block": "block", "loss": 0.3}),
+    "sinks, window, dense, layer norm, sandwich, learned positions": model(
+        ATTENTION | {"rope": None, "sinks": True, "window": 12}, {"kind": "dense", "hidden": 64, "bias": True}, "sandwich", LAYER, positions=48),
+    "chunk, norm over all heads, output gate, clamped experts with biases, post": model(
+        ATTENTION | {"chunk": 16, "qk_norm": {}, "qk_norm_over": "all", "gate": True, "rope": {"fraction": 0.5, "interleaved": True}},
+        MOE | {"clamp": 7.0, "bias": True, "router": {"bias": True}}, "post"),
+    "latent attention, grouped experts, shared expert": model(MLA, MOE | {"router": DEEP, "shared": {"hidden": 16}}),
+    "gated delta, parallel MLP, embeddings for every layer": model(
+        DELTA, PARALLEL, norm={"zero_centered": True}, block={"out_scalar": True}, per_layer={"vocab": tiny.VOCAB, "size": 8}),
+}
+
+
+def losses(name: str) -> list[float]:
+    run = tiny.make_run(tiny.config(model=MODELS[name], optimizer={"learning_rate": 1e-2}))
+    data, state, found = run.place(tiny.batch(run.cfg), 8), run.init(), []
+    for _ in range(20):
+        state, scalars = run.step(state, data)
+        found.append(float(scalars["loss"]))
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_of_twenty_steps_are_the_golden_ones(name):
+    found = losses(name)
+    assert found == pytest.approx(json.loads(GOLDEN.read_text())[name], rel=1e-3)
+    assert found[-1] < 0.8 * found[0]
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    GOLDEN.write_text(json.dumps({name: losses(name) for name in MODELS}, indent=1) + "\n")
+    sys.exit(print(f"wrote {GOLDEN}"))

@@ -1,0 +1,73 @@
+"""A golden model folder against our decoder: logits and gradients as transformers computed them (scripts/make_goldens.py)."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from maxstack.checkpoint.hf.contents import Contents
+from maxstack.checkpoint.hf.reader import load_params
+from maxstack.kernels.cross_entropy import cross_entropy
+from maxstack.models.config import DecoderConfig
+from maxstack.models.decoder import abstract
+
+GOLDENS = Path(__file__).parent / "goldens"
+FAMILIES = sorted(path.name for path in GOLDENS.iterdir() if (path / "golden.npz").exists())
+LOGITS, GRADIENT = 2e-4, 1e-3
+"""Largest errors: of logits scaled to unit deviation, and of the embedding's gradient relative to its largest value."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Parity:
+    """How near a family is to transformers."""
+
+    parameters: int
+    logits: float
+    """Largest absolute difference of logits at real tokens, over their standard deviation."""
+    argmax: bool
+    """The likeliest token is the same everywhere."""
+    gradient: float
+    """Largest difference of the mean NLL's gradient for the embedding, over its largest value."""
+
+
+def model_and_params(folder: Path) -> tuple[DecoderConfig, object, object]:
+    """The architecture in float32, its graph and the folder's weights."""
+    contents = Contents(folder)
+    cfg = contents.model.model_copy(update={"dtype": "float32"})
+    graph, state = abstract(cfg)
+    return cfg, graph, load_params(contents, nnx.to_pure_dict(state), progress=False)
+
+
+def measure(folder: Path) -> Parity:
+    """Run the model of a golden folder and compare."""
+    golden = np.load(folder / "golden.npz")
+    tokens, lengths = jnp.asarray(golden["tokens"]), jnp.asarray(golden["lengths"])
+    _, graph, params = model_and_params(folder)
+    places = jnp.arange(tokens.shape[1])
+    real = places < lengths[:, None]
+    batch = {"tokens": tokens, "positions": jnp.where(real, places, 0), "segments": real.astype(jnp.int32)}
+
+    def mean_nll(params: object) -> tuple[jax.Array, jax.Array]:
+        model = nnx.merge(graph, nnx.State(params))
+        logits = model.logits(model.hidden(batch))
+        nll, _ = cross_entropy(logits[:, :-1], tokens[:, 1:])
+        return jnp.where(real[:, 1:], nll, 0).sum() / real[:, 1:].sum(), logits
+
+    (_, logits), grads = jax.jit(jax.value_and_grad(mean_nll, has_aux=True))(params)
+    ours, theirs = np.asarray(logits)[np.asarray(real)], golden["logits"][np.asarray(real)]
+    gradient, wanted = np.asarray(grads["embed"]), golden["embed_grad"]
+    return Parity(
+        parameters=sum(leaf.size for leaf in jax.tree.leaves(params)), logits=float(np.abs(ours - theirs).max() / theirs.std()),
+        argmax=bool((ours.argmax(-1) == theirs.argmax(-1)).all()), gradient=float(np.abs(gradient - wanted).max() / np.abs(wanted).max()))
+
+
+def export_again(folder: Path, out: Path) -> None:
+    """Import a folder as a run, and export the run."""
+    from maxstack.convert import export_model, import_model
+
+    run = out.with_name(f"{out.name}-run")
+    import_model([str(folder), "--out", str(run)])
+    export_model([str(run), "--out", str(out)])

@@ -1,0 +1,75 @@
+"""`model: {from: FOLDER}`: the architecture, weights and tokenizer of a Hugging Face folder in a run's configuration."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import parity
+import pytest
+import tokenizers
+
+from maxstack import cli, config, startup
+from maxstack.checkpoint.hf.reader import load_params
+from maxstack.config import ConfigError
+from maxstack.run import assemble
+from maxstack.schema import Config
+from maxstack.sharding import make_mesh
+
+LLAMA = parity.GOLDENS / "llama"
+SYNTHETIC = "data: {sources: [{kind: synthetic, vocab: 128}], seq_len: 16}\n"
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(LLAMA, tmp_path / "runs" / "llama")
+    (tmp_path / "runs" / "mine.yml").write_text(SYNTHETIC + "model: {from: llama, dtype: float32}\n")
+    return tmp_path
+
+
+def test_a_folder_beside_the_file_gives_the_architecture_and_the_weights(here):
+    cfg, tree = config.load_tree(Config, "runs/mine.yml")
+    assert (cfg.model.embed, cfg.model.layers, cfg.model.dtype, cfg.model.weights) == (16, 3, "float32", "runs/llama")
+    assert tree.at("model", "embed").where == "runs/llama" and tree.at("model", "dtype").where == "runs/mine.yml:2"
+
+
+def test_a_folder_replaces_the_model_of_an_extended_file_and_keeps_what_is_given_beside_it(here):
+    (here / "runs" / "more.yml").write_text("extends: mine.yml\nmodel: {remat: {policy: full}}\n")
+    cfg = config.load(Config, "runs/more.yml", ["model.from=runs/llama", "model.remat.policy=dots"])
+    assert cfg.model.vocab == 128 and cfg.model.remat.policy == "dots"
+    with pytest.raises(ConfigError, match="preset and from both say what the model is"):
+        config.load(Config, {"model": {"from": "runs/llama", "preset": "qwen3-0.6b"}})
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    (lambda folder: shutil.rmtree(folder), "no such folder"),
+    (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
+    (lambda folder: (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalML"]})), "did you mean LlamaForCausalLM"),
+    (lambda folder: (folder / "pytorch_model.bin").write_bytes(b"x"), "pytorch_model.bin"),
+])
+def test_a_folder_that_cannot_be_used_is_named(here, change, says, capsys):
+    change(here / "runs" / "llama")
+    assert cli.main(["config", "show", "runs/mine.yml"]) in (1, 2)
+    error = capsys.readouterr().err
+    assert says in error and "Traceback" not in error
+
+
+def test_a_run_starts_from_the_weights_on_any_mesh(here):
+    cfg = config.load(Config, "runs/mine.yml", ["mesh.fsdp=2", "mesh.tensor=2", "train.batch_size=8"])
+    alone = load_params(LLAMA, assemble(cfg, make_mesh(cfg.mesh, jax.devices()[:4])).abstract.params, progress=False)
+    run = assemble(cfg, make_mesh(cfg.mesh, jax.devices()))
+    state = startup.fresh(run)
+    assert int(state.step) == 0
+    for ours, wanted, asked in zip(*map(jax.tree.leaves, (state.params, alone, run.abstract.params)), strict=True):
+        np.testing.assert_array_equal(ours, wanted)
+        assert ours.sharding == asked.sharding
+
+
+def test_the_folders_tokenizer_comes_along_unless_another_is_given(here):
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "<unk>": 3}, unk_token="<unk>"))
+    words.save(str(here / "runs" / "llama" / "tokenizer.json"))
+    (here / "runs" / "llama" / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": {"content": "</s>"}}))
+    found = config.load(Config, "runs/mine.yml").data.tokenizer
+    assert (found.kind, found.path, found.bos, found.eos) == ("huggingface", "runs/llama/tokenizer.json", "<s>", "</s>")
+    assert config.load(Config, "runs/mine.yml", ["data.tokenizer.kind=bytes"]).data.tokenizer.kind == "bytes"
