@@ -84,7 +84,8 @@ def _proportional(scaling: ProportionalScaling, cfg: RopeConfig, rates: np.ndarr
 
 def _llama3(scaling: Llama3Scaling, cfg: RopeConfig, rates: np.ndarray) -> np.ndarray:
     turns = scaling.original_length * rates / (2 * math.pi)
-    kept = np.clip((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0, 1)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = np.clip((turns - low) / (high - low), 0, 1) if high > low else (turns > low).astype(float)
     return rates * (kept + (1 - kept) / scaling.factor)
 
 
