@@ -13,9 +13,10 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxstack import optim, sharding
-from maxstack.kernels.attention import choose
-from maxstack.layers.config import GatedDeltaConfig
+from maxstack.kernels import attention, gated_delta, grouped_matmul
+from maxstack.layers.config import GatedDeltaConfig, MoEConfig, ParallelMLPConfig
 from maxstack.models import decoder
+from maxstack.models.config import BlockConfig
 from maxstack.objectives.next_token import Loss, next_token
 from maxstack.quantize.training import check_rules, quantized
 
@@ -50,7 +51,7 @@ class Run:
     keys: tuple[str, ...]
     """What the model wants of a batch."""
     backends: dict[str, str]
-    """Block -> the attention kernel that serves it."""
+    """Block -> the kernels that serve it."""
     graph: Any
     """The model's structure: nnx.merge(graph, nnx.State(params)) is the model."""
     init: Callable[[], State]
@@ -117,7 +118,7 @@ def assemble(cfg: "Config", mesh: Mesh) -> Run:
     return Run(
         cfg=cfg, mesh=mesh, abstract=abstract, info=info,
         keys=("tokens", "targets", "mask", *(("positions", "segments") if packed else ())),
-        backends={name: choose(block.mixer.backend) for name, block in cfg.model.blocks.items() if not isinstance(block.mixer, GatedDeltaConfig)},
+        backends={name: _kernels(block, mesh.devices.flat[0].platform) for name, block in cfg.model.blocks.items()},
         graph=graph, start=jax.jit(_within(mesh, cfg, start), donate_argnums=0, out_shardings=shardings),
         init=jax.jit(_within(mesh, cfg, init), out_shardings=shardings, compiler_options=QUICK if mesh.devices.flat[0].platform == "cpu" else None),
         step=jax.jit(_within(mesh, cfg, step), donate_argnums=0, out_shardings=(shardings, everywhere)),
@@ -166,6 +167,13 @@ def _gradient(loss: Callable[..., Loss], params: Tree, batch: dict[str, jax.Arra
 def _evaluate(loss: Callable[..., Loss], params: Tree, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
     result = loss(params, batch)
     return {"nll": result.metrics["nll"], "weight": result.weight, "bytes": batch["bytes"].sum()}
+
+
+def _kernels(block: BlockConfig, platform: str) -> str:
+    mixer = block.mixer
+    chosen = gated_delta.choose(mixer.backend) if isinstance(mixer, GatedDeltaConfig) else attention.choose(mixer.backend)
+    experts = isinstance(block.mlp, MoEConfig | ParallelMLPConfig)
+    return f"{mixer.kind} {chosen}" + (f", experts {grouped_matmul.choose('auto', platform)}" if experts else "")
 
 
 def _within(mesh: Mesh, cfg: "Config", f: Callable) -> Callable:

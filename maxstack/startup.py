@@ -94,7 +94,7 @@ def introduce(run: Run, sources: list[str], log: Log) -> None:
     log.say(f"{cfg.run.name}: {number:,} parameters, {size / 2**20:,.1f} MiB in {cfg.model.param_dtype}; optimizer state {opt_size / 2**20:,.1f} MiB")
     log.say(f"devices: {run.mesh.size} x {kind} ({mesh}); peak {f'{peak / 1e12:.0f} TFLOP/s' if peak else 'unknown, so no MFU'}; "
             f"{flops_per_token(cfg.model, cfg.data.seq_len) / 1e6:,.1f} MFLOP a token, causal")
-    log.say(f"attention: {', '.join(f'{name} {backend}' for name, backend in run.backends.items())}")
+    log.say(f"kernels: {', '.join(f'{name}: {chosen}' for name, chosen in run.backends.items())}")
     for line in sources:
         log.say(f"data: {line}")
 

@@ -1,11 +1,13 @@
 """What many families share: tables of their parts, and rows."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from maxstack.checkpoint.hf.rows import rows
 from maxstack.checkpoint.hf.table import Key, Mismatch, Sink, Source
 
+log = logging.getLogger(__name__)
 Table = Mapping[str, Any]
 SILU = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
 HEAD_DIM = Key("head_dim", lambda source: source.need("hidden_size") // source.need("num_attention_heads"))
@@ -55,8 +57,8 @@ class Further:
         self.block, self.key = block, key
 
     def read(self, source: Source) -> dict[str, Any] | None:
-        if self.key:
-            source.get(self.key)
+        if self.key and (source.get(self.key) or 0) > source.mtp:
+            log.warning("%s: %s=%s, but the tensors hold %s such modules; the others are left out", source.where, self.key, source.get(self.key), source.mtp)
         return {"block": self.block, "depth": source.mtp} if source.mtp else None
 
     def write(self, value: Any, sink: Sink) -> None:
