@@ -58,7 +58,8 @@ class Further:
 
     def read(self, source: Source) -> dict[str, Any] | None:
         if self.key and (source.get(self.key) or 0) > source.mtp:
-            log.warning("%s: %s=%s, but the tensors hold %s such modules; the others are left out", source.where, self.key, source.get(self.key), source.mtp)
+            promised = source.get(self.key)
+            log.warning("%s: %s=%s, but the tensors hold %s such modules; the others are left out", source.where, self.key, promised, source.mtp)
         return {"block": self.block, "depth": source.mtp} if source.mtp else None
 
     def write(self, value: Any, sink: Sink) -> None:
