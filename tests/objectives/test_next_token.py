@@ -15,7 +15,7 @@ EXPERTS = BLOCK | {"mlp": {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 16
 
 
 def config(block, train=None, **changes):
-    return tiny.config(model={"layers": 2, "pattern": [], "blocks": {"block": block}} | changes, train=train or {},
+    return tiny.config(model={"layers": 1, "pattern": [], "blocks": {"block": block}} | changes, train=train or {},
                        optimizer={"learning_rate": 1.0, "chain": [{"kind": "sgd"}], "schedule": None})
 
 
@@ -41,7 +41,7 @@ def test_a_step_moves_the_selection_bias_towards_balance_and_the_optimizer_leave
     loads = jax.jit(lambda params, data: next_token(nnx.merge(graph, nnx.State(params)), data, 0.0).loads)(params, data)
     after, scalars = run.step(before, data)
     ((path, load),) = loads.items()
-    assert path == ("blocks", "block", "mlp") and load.shape == (2, 4) and load.sum() == 2 * 2 * 8 * 48
+    assert path == ("blocks", "block", "mlp") and load.shape == (1, 4) and load.sum() == 2 * 8 * 48
     bias = np.asarray(after.params["blocks"]["block"]["mlp"]["selection_bias"])
     np.testing.assert_array_equal(bias, 0.25 * np.sign(load.mean(-1, keepdims=True) - load))
     assert scalars["expert_load"] == pytest.approx((load.max(-1) / load.mean(-1)).max())
@@ -49,8 +49,8 @@ def test_a_step_moves_the_selection_bias_towards_balance_and_the_optimizer_leave
 
 def test_carry_leaves_a_bias_without_a_rate_where_it_is():
     cfg = config(EXPERTS | {"mlp": EXPERTS["mlp"] | {"router": ROUTER | {"bias_update": 0.0}}})
-    params = {"blocks": {"block": {"mlp": {"selection_bias": np.ones((2, 4))}}}}
-    after = carry(cfg.model, params, {("blocks", "block", "mlp"): np.arange(8.0).reshape(2, 4)})
+    params = {"blocks": {"block": {"mlp": {"selection_bias": np.ones((1, 4))}}}}
+    after = carry(cfg.model, params, {("blocks", "block", "mlp"): np.arange(4.0)[None]})
     assert (after["blocks"]["block"]["mlp"]["selection_bias"] == 1).all()
 
 

@@ -23,7 +23,7 @@ def test_the_modules_that_a_rule_names_multiply_in_int8_and_no_other(path, dots)
 @pytest.mark.parametrize(("weight", "rest"), [("int8", {}), ("int8", {"tile_size": 8}), ("int4", {"act_qtype": None}),
                                               ("float8_e4m3fn", {"bwd_qtype": "float8_e5m2"})])
 def test_quantized_training_follows_full_precision(weight, rest):
-    model = tiny.model(remat={"policy": "full"})
+    model = tiny.model(remat={"policy": "full"}, layers=1, pattern=["global"])
     exact, ours = (tiny.steps(tiny.make_run(tiny.config(quantization=q, model=model)), 8) for q in ({}, recipe(weight=weight, **rest)))
     for row, known in zip(ours, exact, strict=True):
         assert row["loss"] != known["loss"]
@@ -31,9 +31,9 @@ def test_quantized_training_follows_full_precision(weight, rest):
 
 
 def test_a_mesh_does_not_change_quantized_training():
-    quantization = recipe()
-    alone = tiny.steps(tiny.make_run(tiny.config(quantization=quantization)), 4)
-    spread = tiny.steps(tiny.make_run(tiny.config(quantization=quantization, mesh={"data": 2, "fsdp": 2, "tensor": 2}), 8), 4)
+    quantized = {"quantization": recipe(), "model": tiny.model(layers=1, pattern=["global"])}
+    alone = tiny.steps(tiny.make_run(tiny.config(**quantized)), 4)
+    spread = tiny.steps(tiny.make_run(tiny.config(**quantized, mesh={"data": 2, "fsdp": 2, "tensor": 2}), 8), 4)
     assert [row["loss"] for row in spread] == pytest.approx([row["loss"] for row in alone], rel=5e-3)  # a rounding that falls the other way
 
 
