@@ -35,15 +35,22 @@ def import_model(argv: Sequence[str]) -> int:
     args = parser.parse_intermixed_args(argv)
 
     from maxstack.checkpoint.hf.contents import Contents
+    from maxstack.config import ConfigError
     contents = Contents(args.folder, ignore_unsafe=args.ignore_unsafe)
     text = _configuration(contents, args.out, args.dtype or contents.dtype, args.overrides)
     state = _state(args.out, contents, args.dtype)
     if state == "done":
+        if args.overrides:
+            raise ConfigError(f"{args.out} is {args.folder} already, so {' '.join(args.overrides)} would not be applied; change its config.yml")
         print(f"{args.out} is {args.folder} already")
         return 0
+    _check_tokenizer(contents)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    _convert(contents, args.out, args.dtype)
-    (args.out / "config.yml").write_text(text)
+    try:
+        _convert(contents, args.out, args.dtype)
+        (args.out / "config.yml").write_text(text)
+    except OSError as error:
+        raise ConfigError(f"--out {args.out}: cannot be written: {error.strerror or error}") from error
     print(f"{args.folder} -> {args.out}: {contents.family.architecture}, weights in {args.dtype or contents.dtype}")
     return 0
 
@@ -116,7 +123,8 @@ def _leaves(state: Any) -> Any:
 
 def _configuration(contents: "Contents", out: Path, dtype: str, overrides: Sequence[str]) -> str:
     """The text of the run's config.yml, checked."""
-    from maxstack.config import dump, load
+    from maxstack.checkpoint.hf.family import meaning
+    from maxstack.config import ConfigError, dump, load
     from maxstack.schema import Config
 
     model = contents.mapping | {"dtype": "float32" if dtype == "float32" else "bfloat16", "param_dtype": dtype}
@@ -126,8 +134,12 @@ def _configuration(contents: "Contents", out: Path, dtype: str, overrides: Seque
     run = {"name": out.resolve().name, "output_dir": str(out.parent)}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.yml"
-        path.write_text(json.dumps({"run": run, "model": model, "data": data}))
-        return NOTE.format(folder=contents.folder.path) + dump(load(Config, path, overrides))
+        path.write_text(json.dumps({"run": run, "model": model, "data": data, "checkpoint": {"restore": str(out.resolve())}}))
+        cfg = load(Config, path, overrides)
+    if meaning(cfg.model) != meaning(contents.model):
+        raise ConfigError(f"{' '.join(overrides)}: changes the architecture, and the weights in {contents.folder.path} are not of that; leave what "
+                          "config.json says of the model as it is")
+    return NOTE.format(folder=contents.folder.path) + dump(cfg)
 
 
 def _tokenizer(contents: "Contents", out: Path) -> dict[str, Any]:
@@ -136,6 +148,18 @@ def _tokenizer(contents: "Contents", out: Path) -> dict[str, Any]:
 
     found = tokenizer_of(contents.folder.path)
     return {"tokenizer": found | {"path": str(out.resolve() / BESIDE / Path(found["path"]).name)}} if found else {}
+
+
+def _check_tokenizer(contents: "Contents") -> None:
+    """DataError for a tokenizer that is broken or has more tokens than the model."""
+    import pydantic
+
+    from maxstack.checkpoint.hf.tokenizer import tokenizer_of
+    from maxstack.data.config import Tokenizer
+    from maxstack.data.tokenizers import check_fits, open_tokenizer
+
+    if found := tokenizer_of(contents.folder.path):
+        check_fits(open_tokenizer(pydantic.TypeAdapter(Tokenizer).validate_python(found)), contents.model.vocab)
 
 
 def _state(out: Path, contents: "Contents", dtype: str | None) -> str:

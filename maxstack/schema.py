@@ -1,5 +1,6 @@
 """The root of the configuration: a table of contents. Each component's section stands in its own package."""
 
+import logging
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -14,6 +15,8 @@ from maxstack.models.config import DecoderConfig
 from maxstack.optim import OptimizerConfig
 from maxstack.quantize.config import QuantizationConfig
 from maxstack.sharding import MeshConfig
+
+log = logging.getLogger(__name__)
 
 
 class RunConfig(Section):
@@ -90,11 +93,17 @@ class EvalConfig(Section):
     """At the end, print what gzip -9 and an order-2 byte model reach on the same documents."""
 
 
+def _file(where: str) -> str:
+    return where.rsplit(":", 1)[0]
+
+
 def model_of_folder(path: Path) -> dict[str, Any]:
-    """What `model: {from: path}` means: the architecture in a Hugging Face folder's config.json, and its weights to start from."""
+    """What `model: {from: path}` means: the architecture in a Hugging Face folder's config.json, computed in float32 if its weights are that and in
+    bfloat16 if not, and its weights to start from."""
     from maxstack.checkpoint.hf.contents import Contents
 
-    return Contents(path).mapping | {"weights": str(path)}
+    contents = Contents(path)
+    return contents.mapping | {"weights": str(path), "dtype": "float32" if contents.dtype == "float32" else "bfloat16"}
 
 
 class Config(Section):
@@ -130,14 +139,16 @@ class Config(Section):
 
     @classmethod
     def completed(cls, tree: Node) -> Node:
-        """With the tokenizer of the folder that the weights come from, if no other is given."""
-        folder = tree.at("model", "weights")
-        if folder is None or not isinstance(folder.value, str):
+        """With the tokenizer of the folder that the weights come from, unless the same file or the command line gives another."""
+        folder, given = tree.at("model", "weights"), tree.at("data", "tokenizer")
+        if folder is None or not isinstance(folder.value, str) or (given and _file(given.where) in ("override", _file(folder.where))):
             return tree
         from maxstack.checkpoint.hf.tokenizer import tokenizer_of
 
         found = tokenizer_of(Path(folder.value))
-        return supply(tree, ("data", "tokenizer"), found, folder.where) if found else tree
+        if found and given:
+            log.warning("data.tokenizer: that of %s, in place of the one at %s", folder.value, given.where)
+        return supply(tree, ("data", "tokenizer"), found, folder.value) if found else tree
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> "Config":

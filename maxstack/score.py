@@ -37,10 +37,10 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="maxstack score", description="Write the log-probability of each token of some texts, and print the perplexity.",
         epilog="example: maxstack score runs/quickstart --data texts.jsonl --out scores.npz")
-    parser.add_argument("model", metavar="MODEL", help="a run's folder, or a Hugging Face model folder")
+    parser.add_argument("model", metavar="MODEL", help="a run's folder, one of its checkpoints, or a Hugging Face model folder")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value",
                         help="replaces a value of the run's configuration, such as model.dtype=float32")
-    parser.add_argument("--data", metavar="FILE.jsonl", help='texts, one {"text": ...} a line; tokenized as the model says')
+    parser.add_argument("--data", metavar="FILE.jsonl", help='texts, one {"text": ...} a line; BOS as the tokenizer says, no EOS')
     parser.add_argument("--tokens", metavar="FILE.npz", help="instead: tokens int32 [B, T] and lengths int32 [B]")
     parser.add_argument("--out", required=True, metavar="FILE.npz", help="logprobs float32 [B, T], tokens and lengths")
     parser.add_argument("--logits", action="store_true", help="also logits float32 [B, T, V]")
@@ -51,8 +51,11 @@ def main(argv: Sequence[str]) -> int:
     if args.batch_size < 1:
         raise ConfigError(f"maxstack score: --batch-size {args.batch_size} is not positive")
     out = Path(args.out)
-    if not out.parent.is_dir():
-        raise ConfigError(f"--out {out}: the folder {out.parent} does not exist")
+    if not out.parent.is_dir() or out.is_dir():
+        raise ConfigError(f"--out {out}: {'is a folder' if out.is_dir() else f'the folder {out.parent} does not exist'}")
+    for file in (args.data, args.tokens):
+        if file and not Path(file).is_file():
+            raise DataError(f"{file}: no such file")
     run, params = open_model(args.model, args.overrides)
     rows = read_tokens(args.tokens, run.cfg.model.vocab) if args.tokens else read_texts(args.data, run)
     logprobs = score(run, params, rows, out, batch_size=args.batch_size, logits=args.logits)
@@ -67,6 +70,10 @@ def open_model(model: str, overrides: Sequence[str]) -> tuple["Run", Any]:
     from maxstack import config
     from maxstack.schema import Config
 
+    if not Path(model).is_dir():
+        raise ConfigError(f"{model}: no such folder; give a run's folder, one of its checkpoints, or a Hugging Face model folder")
+    if (Path(model) / "hf" / "source.json").is_file() and not (Path(model) / "config.yml").is_file():
+        raise ConfigError(f"{model}: an import that was not finished; give the same `maxstack import` again")
     folder, overrides = Path(model), ["run.virtual_devices=null", "mesh.data=1", "mesh.fsdp=-1", "mesh.tensor=1", *overrides]
     own = next((place for place in (folder, folder.parent, folder.parent.parent) if (place / "config.yml").is_file()), None)
     if own is None:
@@ -90,7 +97,7 @@ def read_tokens(file: str, vocab: int) -> Rows:
         with np.load(file, allow_pickle=False) as arrays:
             tokens, lengths = arrays["tokens"], arrays["lengths"]
     except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise DataError(f"{file}: not an npz file of tokens: {error}") from error
+        raise DataError(f"{file}: not an npz file; numpy.savez(FILE, tokens=..., lengths=...) makes one") from error
     except KeyError as error:
         raise DataError(f"{file}: {error.args[0]}; wanted: tokens int32 [B, T] and lengths int32 [B]") from error
     if tokens.ndim != 2 or lengths.shape != tokens.shape[:1] or tokens.dtype.kind not in "iu" or lengths.dtype.kind not in "iu":
@@ -107,12 +114,17 @@ def read_tokens(file: str, vocab: int) -> Rows:
 
 
 def read_texts(file: str, run: "Run") -> Rows:
-    """The texts of a JSONL file as tokens, with the run's tokenizer."""
+    """The texts of a JSONL file as tokens, with the run's tokenizer; begun with BOS where it says so, never ended with EOS."""
     from maxstack.data.config import JsonlSource
     from maxstack.data.sources import open_source
-    from maxstack.data.tokenizers import open_tokenizer, tokens_of
+    from maxstack.data.tokenizers import check_fits, open_tokenizer, tokens_of
 
-    documents, tokenizer = open_source(JsonlSource(kind="jsonl", files=(file,)), split="all"), open_tokenizer(run.cfg.data.tokenizer)
+    given = run.cfg.data.tokenizer
+    if run.cfg.model.weights and given.kind == "bytes":
+        raise ConfigError(f"{run.cfg.model.weights} holds neither tokenizer.json nor tokenizer.model; give --tokens, or a data.tokenizer")
+    tokenizer = open_tokenizer(given.model_copy(update={"eos": None if given.kind == "huggingface" else False}))
+    check_fits(tokenizer, run.cfg.model.vocab)
+    documents = open_source(JsonlSource(kind="jsonl", files=(file,)), split="all")
     rows = [tokens_of(documents, i, tokenizer) for i in range(len(documents))]
     lengths = np.array([len(row) for row in rows])
     tokens = np.zeros((len(rows), max(lengths)), np.int32)

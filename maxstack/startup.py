@@ -106,6 +106,18 @@ def check_steps(cfg: "Config", begin: int) -> None:
                           "earlier step, or choose another run.name")
 
 
+def check_weights(run: Run) -> None:
+    """DataError where model.weights are not of this model; before anything is made, and only for a run that has not begun."""
+    cfg = run.cfg
+    if cfg.model.weights is None or (Path(cfg.run.output_dir) / cfg.run.name / "checkpoints").exists():
+        return
+    from maxstack.checkpoint.hf.contents import Contents
+    from maxstack.checkpoint.hf.reader import pieces_of
+
+    leaves = jax.tree_util.tree_leaves_with_path(run.abstract.params)
+    pieces_of(Contents(cfg.model.weights), {jax.tree_util.keystr(path, simple=True, separator="/"): leaf.shape for path, leaf in leaves})
+
+
 def fresh(run: Run) -> State:
     """The state before the first step: random weights, or those of the folder that model.weights names."""
     folder = run.cfg.model.weights

@@ -59,6 +59,7 @@ def train(cfg: "Config") -> int:
     startup.cache(cfg.run.compilation_cache)
     fits(cfg.data, cfg.model.vocab)
     run = assemble(cfg, startup.make_mesh(cfg))
+    startup.check_weights(run)
     first = jax.process_index() == 0
     folder = startup.claim(cfg, first)
     feed = make_feed(cfg.data, run.rows(cfg.train.batch_size), cfg.train.batch_size)

@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 
 from maxstack import cli, config, startup
+from maxstack.checkpoint.hf.exported import choose
 from maxstack.checkpoint.hf.reader import load_params
 from maxstack.config import ConfigError
 from maxstack.run import assemble
@@ -69,7 +70,17 @@ def test_a_run_starts_from_the_weights_on_any_mesh(here):
 def test_the_folders_tokenizer_comes_along_unless_another_is_given(here):
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "<unk>": 3}, unk_token="<unk>"))
     words.save(str(here / "runs" / "llama" / "tokenizer.json"))
-    (here / "runs" / "llama" / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": {"content": "</s>"}}))
+    (here / "runs" / "llama" / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "add_bos_token": True, "eos_token": {"content": "</s>"}}))
     found = config.load(Config, "runs/mine.yml").data.tokenizer
     assert (found.kind, found.path, found.bos, found.eos) == ("huggingface", "runs/llama/tokenizer.json", "<s>", "</s>")
     assert config.load(Config, "runs/mine.yml", ["data.tokenizer.kind=bytes"]).data.tokenizer.kind == "bytes"
+    more = "extends: quickstart\nmodel: {from: llama}\neval: {every: 0, baselines: false}\n"
+    (here / "runs" / "more.yml").write_text(more + "data: {tokenizer: {kind: bytes}}\n")
+    with pytest.raises(ConfigError, match="257 ids"):
+        config.load(Config, "runs/more.yml")
+    (here / "runs" / "more.yml").write_text(more)
+    assert config.load(Config, "runs/more.yml").data.tokenizer.kind == "huggingface"
+
+
+def test_such_a_run_has_an_architecture_to_be_exported_as(here):
+    assert choose(config.load(Config, "runs/mine.yml").model, None, False)[0].architecture == "LlamaForCausalLM"

@@ -54,7 +54,7 @@ def test_texts_are_read_with_the_folders_tokenizer(tmp_path, capsys):
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": "<s>"}}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": "<s>"}, "eos_token": "w9", "add_bos_token": True}))
     (tmp_path / "texts.jsonl").write_text('{"text": "w3 w5 w8"}\n{"text": "w1"}\n')
     assert cli.main(["score", str(folder), "--data", str(tmp_path / "texts.jsonl"), "--out", str(tmp_path / "out.npz")]) == 0
     found = np.load(tmp_path / "out.npz")
@@ -66,6 +66,8 @@ def test_texts_are_read_with_the_folders_tokenizer(tmp_path, capsys):
     (["{folder}", "--out", "o.npz"], 1, "give either --data FILE.jsonl or --tokens FILE.npz"),
     (["nowhere", "--tokens", "t.npz", "--out", "o.npz"], 1, "nowhere"),
     (["{folder}", "--tokens", "t.npz", "--out", "no/o.npz"], 1, "the folder no does not exist"),
+    (["{folder}", "--tokens", "t.npz", "--out", "."], 1, "is a folder"),
+    (["{folder}", "--data", "texts.jsonl", "--out", "o.npz"], 1, "holds neither tokenizer.json nor tokenizer.model"),
     (["{folder}", "--tokens", "beyond.npz", "--out", "o.npz"], 2, "row 1, position 2: token 128 is outside the model's vocabulary of 128"),
     (["{folder}", "--tokens", "names.npz", "--out", "o.npz"], 2, "wanted: tokens int32 [B, T] and lengths int32 [B]"),
     (["{folder}", "--tokens", "text.npz", "--out", "o.npz"], 2, "not an npz file"),
@@ -80,5 +82,6 @@ def test_a_mistake_is_named_and_nothing_is_written(arguments, code, says, tmp_pa
     tokens[1, 2] = 128
     np.savez("beyond.npz", tokens=tokens, lengths=[4, 4])
     (tmp_path / "text.npz").write_text("no")
+    (tmp_path / "texts.jsonl").write_text('{"text": "a"}')
     assert cli.main(["score", *(word.format(folder=FOLDER) for word in arguments)]) == code
     assert says in capsys.readouterr().err and not list(tmp_path.rglob("o.npz*"))

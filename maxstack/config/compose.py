@@ -94,9 +94,9 @@ def underlay(tree: Node, path: Sequence[str], below: Mapping[str, Any]) -> Node:
 
 
 def supply(tree: Node, path: Sequence[str], value: Mapping[str, Any], where: str) -> Node:
-    """The tree with a mapping at `path`, below a mapping that is there, if nothing is given at `path` yet."""
+    """The tree with a mapping at `path`, below a mapping that is there."""
     above = tree.at(*path[:-1])
-    if above is None or above.mapping is None or path[-1] in above.mapping:
+    if above is None or above.mapping is None:
         return tree
     grown = dataclasses.replace(above, value=above.mapping | {path[-1]: _sourced(dict(value), where)})
     return _put(tree, path[:-1], grown)
@@ -204,7 +204,8 @@ class _Composer:
             raise ConfigError(f"{name.where}: {section}.from: preset and from both say what the {section} is; give one")
         path = shown(folder / os.path.expanduser(name.value))
         try:
-            base = _sourced(self._readers[section](Path(path)), path)
+            base = Node({key: dataclasses.replace(_sourced(value, path), where=name.where if value == path else path)
+                         for key, value in self._readers[section](Path(path)).items()}, path)
         except ConfigError as error:
             raise ConfigError(f"{name.where}: {section}.from: {error}") from error
         rest = Node({key: item for key, item in entries.items() if key != "from"}, where)

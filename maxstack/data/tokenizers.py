@@ -157,7 +157,11 @@ def check_vocab(cfg: DataConfig, vocab: int) -> None:
                             f"set its vocab to at most {vocab}")
     if all(isinstance(source, SyntheticSource) for source in cfg.sources):
         return
-    tokenizer = open_tokenizer(cfg.tokenizer)
+    check_fits(open_tokenizer(cfg.tokenizer), vocab)
+
+
+def check_fits(tokenizer: Tokenizer, vocab: int) -> None:
+    """DataError if a tokenizer has ids beyond a model's `vocab` embedding rows."""
     if tokenizer.vocab_size > vocab:
         raise DataError(f"data.tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, but model.vocab={vocab}; "
                         f"set model.vocab to at least {tokenizer.vocab_size}")

@@ -51,7 +51,7 @@ def check_tensors(contents: Contents, bound: Iterable[Bound]) -> None:
     found, unused = contents.tensors, [re.compile(pattern) for pattern in contents.family.unused]
     missing = [name for name, tensor in wanted.items() if name not in found and not tensor.row.copy]
     unknown = [name for name in found if name not in wanted and not any(pattern.fullmatch(name) for pattern in unused)]
-    shapes = [f"{found[name].where} has shape {list(found[name].shape)}, config.json makes it {list(tensor.shape)}"
+    shapes = [f"{found[name].where} has shape {list(found[name].shape)}, and this model makes it {list(tensor.shape)}"
               for name, tensor in wanted.items() if name in found and found[name].shape != tensor.shape]
     kinds = [f"{found[name].where} has dtype {found[name].dtype.name}" for name in wanted
              if name in found and found[name].dtype.name not in FLOATS]
@@ -62,7 +62,7 @@ def check_tensors(contents: Contents, bound: Iterable[Bound]) -> None:
         said.append(f"unknown {_listed([found[name].where for name in unknown])}")
     if said:
         name = contents.family.architecture
-        raise DataError(f"{contents.folder.path}: the tensors are not those of {name} as config.json describes it: {'; '.join(said)}")
+        raise DataError(f"{contents.folder.path}: the tensors are not those of {name} that is wanted: {'; '.join(said)}")
 
 
 def _check_head(contents: Contents) -> None:

@@ -28,7 +28,7 @@ FLOATS = {"float32": np.dtype("<f4"), "bfloat16": np.dtype(ml_dtypes.bfloat16), 
 
 def export(model: DecoderConfig, shapes: Mapping[str, Shape], read: Read, out: Path, *, source: Path | None = None, dtype: str | None = None,
            shard_size: int = 5 * 10**9, architecture: str | None = None, length: int | None = None, tokenizer: Path | None = None,
-           done: Callable[[int], None] = lambda count: None) -> Family:
+           done: Callable[[int], object] = lambda count: None) -> Family:
     """Write `out`, whole or not at all. `shapes` are those of our weights by path, `read` gives a weight.
 
     `source` is a folder with the config.json, tokenizer and dtypes that the model once came with; `length` the longest input where there is none.

@@ -103,7 +103,7 @@ def meaning(model: DecoderConfig) -> dict[str, Any]:
             layers.append(blocks[name] | {"mixer": mixer | {"share_kv": owner}})
         else:
             layers.append(blocks[name])
-    free = ("blocks", "pattern", "prefix", "dtype", "param_dtype", "remat", "unroll", "init_scale", "layers", "mtp")
+    free = ("blocks", "pattern", "prefix", "dtype", "param_dtype", "remat", "unroll", "init_scale", "layers", "mtp", "weights")
     rest = {key: value for key, value in data.items() if key not in free}
     mtp = {"depth": model.mtp.depth, "block": blocks[model.mtp.block]} if model.mtp else None
     return rest | {"layers": layers, "mtp": mtp}

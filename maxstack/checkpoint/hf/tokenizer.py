@@ -4,19 +4,24 @@ import json
 from pathlib import Path
 from typing import Any
 
-LARGEST = 1 << 24
+LARGEST = 1 << 28
 
 
 def tokenizer_of(folder: Path) -> dict[str, Any] | None:
     """The mapping of a data.tokenizer for the folder's tokenizer.json, or else its SentencePiece model; None where it has neither.
 
-    Documents begin with the BOS token that tokenizer_config.json names, unless it says add_bos_token: false, and end with its EOS token.
+    Documents end with the EOS token that tokenizer_config.json names, and begin with its BOS token if add_bos_token says so, or, where that is not
+    said, the post-processor of tokenizer.json; a SentencePiece model's do unless it says not.
     """
-    said = _read(folder / "tokenizer_config.json")
-    bos = None if said.get("add_bos_token") is False else _text(said.get("bos_token"))
+    said, file = _read(folder / "tokenizer_config.json"), folder / "tokenizer.json"
+    bos = _text(said.get("bos_token"))
+    adds = said.get("add_bos_token")
+    if adds is None:
+        adds = json.dumps(bos) in json.dumps(_read(file).get("post_processor")) if bos and file.is_file() else True
+    bos = bos if adds else None
     eos = _text(said.get("eos_token"))
-    if (folder / "tokenizer.json").is_file():
-        return {"kind": "huggingface", "path": str(folder / "tokenizer.json"), "bos": bos, "eos": eos}
+    if file.is_file():
+        return {"kind": "huggingface", "path": str(file), "bos": bos, "eos": eos}
     if (folder / "tokenizer.model").is_file():
         return {"kind": "sentencepiece", "path": str(folder / "tokenizer.model"), "bos": bos is not None, "eos": eos is not None}
     return None

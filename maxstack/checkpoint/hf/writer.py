@@ -85,7 +85,7 @@ class Atomic:
 
 
 def write_tensors(folder: Path, bound: Sequence[Bound], dtypes: Mapping[str, np.dtype], read: Read, shard_size: int,
-                  done: Callable[[int], None]) -> None:
+                  done: Callable[[int], object]) -> None:
     """Write all tensors into shards of at most `shard_size` bytes (one tensor at least) and, where there are several, their index.
 
     `read` gives a weight of ours by its path and is called once for each; `done` is told the numbers in each weight that is written.

@@ -60,7 +60,7 @@ def test_numbers_are_cast_to_what_the_run_wants():
 @pytest.mark.parametrize(("change", "reason"), [
     (lambda found: found.pop("model.norm.weight"), "missing model.norm.weight"),
     (lambda found: found.update({"model.layers.0.mlp.extra.weight": np.zeros(3, np.float32)}), r"unknown .*tensor model.layers.0.mlp.extra.weight"),
-    (lambda found: found.update({"model.norm.weight": np.zeros(3, np.float32)}), r"tensor model.norm.weight has shape \[3\], config.json makes it"),
+    (lambda found: found.update({"model.norm.weight": np.zeros(3, np.float32)}), r"tensor model.norm.weight has shape \[3\], and this model"),
     (lambda found: found.update({"model.norm.weight": found["model.norm.weight"].astype(np.int32)}), "tensor model.norm.weight has dtype int32"),
 ])
 def test_missing_unknown_and_misshapen_tensors_are_refused(tmp_path, change, reason):
