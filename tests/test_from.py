@@ -70,7 +70,8 @@ def test_a_run_starts_from_the_weights_on_any_mesh(here):
 def test_the_folders_tokenizer_comes_along_unless_another_is_given(here):
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "<unk>": 3}, unk_token="<unk>"))
     words.save(str(here / "runs" / "llama" / "tokenizer.json"))
-    (here / "runs" / "llama" / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "add_bos_token": True, "eos_token": {"content": "</s>"}}))
+    said = {"bos_token": "<s>", "add_bos_token": True, "eos_token": {"content": "</s>"}}
+    (here / "runs" / "llama" / "tokenizer_config.json").write_text(json.dumps(said))
     found = config.load(Config, "runs/mine.yml").data.tokenizer
     assert (found.kind, found.path, found.bos, found.eos) == ("huggingface", "runs/llama/tokenizer.json", "<s>", "</s>")
     assert config.load(Config, "runs/mine.yml", ["data.tokenizer.kind=bytes"]).data.tokenizer.kind == "bytes"
