@@ -11,7 +11,7 @@ ORIGINAL = "original_max_position_embeddings"
 SCALINGS: Mapping[str, Mapping[str, tuple[str, Any]]] = {
     "linear": {"factor": ("factor", ...)},
     "proportional": {"factor": ("factor", 1.0)},
-    "llama3": {"factor": ("factor", ...), "low_freq_factor": ("low_freq_factor", 1.0), "high_freq_factor": ("high_freq_factor", 4.0),
+    "llama3": {"factor": ("factor", ...), "low_freq_factor": ("low_freq_factor", ...), "high_freq_factor": ("high_freq_factor", ...),
                "original_length": (ORIGINAL, ...)},
     "yarn": {"factor": ("factor", ...), "original_length": (ORIGINAL, ...), "beta_fast": ("beta_fast", 32.0), "beta_slow": ("beta_slow", 1.0),
              "truncate": ("truncate", True), "attention_factor": ("attention_factor", None), "mscale": ("mscale", None),
