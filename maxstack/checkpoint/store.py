@@ -13,7 +13,7 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from maxstack import config
-from maxstack.checkpoint.weights import WeightsReader
+from maxstack.checkpoint.weights import WeightsReader, step_of
 from maxstack.config import ConfigError
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class Checkpoints:
             return wanted
         if steps or wanted in ("none", "latest"):
             return steps[-1] if steps else None
-        self.source, step = _elsewhere(Path(wanted))
+        self.source, step = step_of(Path(wanted), f"checkpoint.restore: {wanted}")
         return step
 
     def _set_aside(self, steps: list[int]) -> None:
@@ -141,17 +141,6 @@ class Checkpoints:
 
 def _reader(folder: Path) -> Any:
     return ocp.training.Checkpointer(folder)
-
-
-def _elsewhere(path: Path) -> tuple[Path, int]:
-    """The checkpoints folder and step that a run's folder, its checkpoints folder or one step's folder stands for."""
-    if path.name.isdigit() and path.is_dir():
-        return path.parent.absolute(), int(path.name)
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    steps = sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit()) if folder.is_dir() else []
-    if not steps:
-        raise ConfigError(f"checkpoint.restore: {path} holds no checkpoint; give a run's folder, or one step inside its checkpoints folder")
-    return folder.absolute(), steps[-1]
 
 
 def _flat(state: Tree) -> dict[str, Any]:

@@ -69,8 +69,8 @@ class WeightsReader:
     """The weights of a checkpoint's step, whatever else it holds."""
 
     def __init__(self, path: Path):
-        folder, self.step = _step(path)
-        self._checkpointer = ocp.training.Checkpointer(folder.absolute())
+        folder, self.step = step_of(path, f"{path}:")
+        self._checkpointer = ocp.training.Checkpointer(folder)
         found = self._checkpointer.checkpointables_metadata(self.step).metadata
         self.weights_only = "meta" not in found
         self.shapes: dict[str, tuple[int, ...]] = {key.removeprefix(PREFIX): tuple(leaf.shape) for key, leaf in found["state"].items()
@@ -117,12 +117,12 @@ def _chunk(shape: tuple[int, ...], lead: int, itemsize: int) -> list[int]:
     return [max(size, 1) for size in chunk]
 
 
-def _step(path: Path) -> tuple[Path, int]:
-    """The checkpoints folder and step that a run, its checkpoints folder or one step stands for."""
+def step_of(path: Path, told: str) -> tuple[Path, int]:
+    """The checkpoints folder and step that a run, its checkpoints folder or one step is; ConfigError, begun with `told`, where there is none."""
     if path.name.isdigit() and path.is_dir():
-        return path.parent, int(path.name)
+        return path.parent.absolute(), int(path.name)
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     steps = sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit()) if folder.is_dir() else []
     if not steps:
-        raise ConfigError(f"{path}: holds no checkpoint; give a run's folder, or one step inside its checkpoints folder")
-    return folder, steps[-1]
+        raise ConfigError(f"{told} holds no checkpoint; give a run's folder, or one step inside its checkpoints folder")
+    return folder.absolute(), steps[-1]

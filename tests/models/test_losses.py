@@ -53,8 +53,9 @@ def losses(name: str) -> list[float]:
 @pytest.mark.parametrize("name", MODELS)
 def test_losses_of_twenty_steps_are_the_golden_ones(name):
     found, golden = losses(name), json.loads(GOLDEN.read_text())[name]
+    chosen = MODELS[name]["blocks"]["block"]["mlp"]["kind"] in ("moe", "parallel")
     assert found[:10] == pytest.approx(golden[:10], rel=1e-3)
-    assert found[10:] == pytest.approx(golden[10:], rel=0.05)  # a rounding may by then send a token to another expert
+    assert found[10:] == pytest.approx(golden[10:], rel=0.05 if chosen else 1e-3)  # a rounding may by then send a token to another expert
     assert found[-1] < 0.8 * found[0]
 
 
