@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,13 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxstack import optim, sharding
+from maxstack import optim, placement, sharding
 from maxstack.kernels import attention, gated_delta, grouped_matmul
 from maxstack.layers.config import GatedDeltaConfig, MoEConfig, ParallelMLPConfig
 from maxstack.models import decoder
 from maxstack.models.config import BlockConfig
 from maxstack.objectives.next_token import Loss, next_token
+from maxstack.placement import State
 from maxstack.quantize.training import check_rules, quantized
 
 if TYPE_CHECKING:
@@ -28,14 +29,6 @@ Tree = Any
 
 # Drawing the initial weights runs once, but on a CPU takes 4 s to compile at the default level of optimisation, 1.3 s at this one.
 QUICK = {"xla_backend_optimization_level": 1}
-
-
-class State(NamedTuple):
-    """What a step changes: updates done, weights by path, optimizer state; as arrays, shapes or shardings."""
-
-    step: Any
-    params: Tree
-    opt: Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +58,7 @@ class Run:
 
     def rows(self, batch_size: int) -> list[int]:
         """The rows of a global batch (its lanes) that this process's devices hold, in order."""
-        spans = self.batch_sharding.addressable_devices_indices_map((batch_size, 1)).values()
+        spans = self.lane_sharding.addressable_devices_indices_map((batch_size, 1)).values()
         return sorted({row for span in spans if span for row in range(*span[0].indices(batch_size))})
 
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -75,20 +68,29 @@ class Run:
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """Rows over the mesh axes of `batch`."""
+        """Rows over the mesh axes of `batch`, positions over those of `seq`."""
+        return NamedSharding(self.mesh, sharding.spec(["batch", "seq"], self.cfg.mesh.rules))
+
+    @property
+    def lane_sharding(self) -> NamedSharding:
+        """Rows over the mesh axes of `batch`; what belongs to a row as a whole."""
         return NamedSharding(self.mesh, sharding.spec(["batch"], self.cfg.mesh.rules))
 
-    def place(self, local: Mapping[str, np.ndarray], batch_size: int) -> dict[str, jax.Array]:
-        """This process's rows, [len(rows(batch_size)), ...] each -> global arrays [batch_size, ...], of whatever the step has use for."""
+    def place(self, local: Mapping[str, np.ndarray], batch_size: int, whole_rows: bool = False) -> dict[str, jax.Array]:
+        """This process's rows, [len(rows(batch_size)), ...] each -> global arrays [batch_size, ...], of whatever the step has use for.
+
+        `whole_rows`: their second dimension is not time, and no axis of the mesh splits it.
+        """
+        placement = self.lane_sharding if whole_rows else self.batch_sharding
         where = {row: i for i, row in enumerate(self.rows(batch_size))}
 
         def put(name: str) -> jax.Array:
             def piece(index: tuple[slice, ...] | None) -> np.ndarray:
                 assert index
                 span = range(*index[0].indices(batch_size))
-                return local[name][where[span[0]] : where[span[-1]] + 1]
+                return local[name][where[span[0]] : where[span[-1]] + 1][:, *index[1:]]
 
-            return jax.make_array_from_callback((batch_size, *local[name].shape[1:]), self.batch_sharding, piece)
+            return jax.make_array_from_callback((batch_size, *local[name].shape[1:]), placement, piece)
 
         unused = {"positions", "segments"} - {*self.keys}
         return {name: put(name) for name in local if name not in unused}
@@ -99,7 +101,7 @@ def assemble(cfg: "Config", mesh: Mesh) -> Run:
     graph, params, info = _abstract_model(cfg)
     tx = optax.with_extra_args_support(optim.build(cfg.optimizer, cfg.train.steps, info))
     abstract = State(jax.ShapeDtypeStruct((), jnp.int32), params, jax.eval_shape(tx.init, params))
-    shardings = _shardings(abstract, info, mesh, cfg.mesh.rules)
+    shardings = placement.of_state(abstract, info, mesh, cfg.mesh)
     abstract = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings)
     everywhere = NamedSharding(mesh, PartitionSpec())
 
@@ -112,7 +114,7 @@ def assemble(cfg: "Config", mesh: Mesh) -> Run:
     def loss(params: Tree, batch: dict[str, jax.Array]) -> Loss:
         return next_token(nnx.merge(graph, nnx.State(params)), batch, cfg.objective.z_loss)
 
-    step = functools.partial(_step, cfg, tx, loss)
+    step = functools.partial(_step, cfg, tx, loss, placement.Moves(shardings, abstract, info, mesh, cfg.mesh))
     evaluate = functools.partial(_evaluate, loss)
     packed = cfg.data.packing != "none" or (cfg.eval.data is not None and cfg.eval.data.packing != "none")
     return Run(
@@ -126,11 +128,12 @@ def assemble(cfg: "Config", mesh: Mesh) -> Run:
     )
 
 
-def _step(cfg: "Config", tx: optax.GradientTransformationExtraArgs, loss: Callable[..., Loss], state: State,
+def _step(cfg: "Config", tx: optax.GradientTransformationExtraArgs, loss: Callable[..., Loss], moves: placement.Moves, state: State,
           batch: dict[str, jax.Array]) -> tuple[State, dict[str, jax.Array]]:
+    state = moves.to_devices(state)
     summed, grads = _gradient(loss, state.params, batch, cfg.train.accumulate)
     weight = jnp.maximum(summed.weight, 1.0)
-    grads = jax.tree.map(lambda g: g / weight, grads)
+    grads = moves.like_optimizer(jax.tree.map(lambda g: g / weight, grads))
     value = summed.total / weight
     updates, opt = tx.update(grads, state.opt, state.params, value=value, grad=grads)
     params = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), state.params, updates)
@@ -142,7 +145,7 @@ def _step(cfg: "Config", tx: optax.GradientTransformationExtraArgs, loss: Callab
         scalars["expert_load"] = jnp.stack([(load.max(-1) / load.mean(-1)).max() for load in summed.loads.values()]).max()
     if rate := optim.learning_rate_at(cfg.optimizer, cfg.train.steps):
         scalars["learning_rate"] = jnp.asarray(rate(state.step))
-    return State(state.step + 1, params, opt), scalars
+    return moves.home(State(state.step + 1, params, opt)), scalars
 
 
 def _gradient(loss: Callable[..., Loss], params: Tree, batch: dict[str, jax.Array], pieces: int) -> tuple[Loss, Tree]:
@@ -179,7 +182,7 @@ def _kernels(block: BlockConfig, platform: str) -> str:
 def _within(mesh: Mesh, cfg: "Config", f: Callable) -> Callable:
     @functools.wraps(f)
     def traced(*args: Any) -> Any:
-        with sharding.use(mesh, cfg.mesh.rules):
+        with sharding.use(mesh, cfg.mesh):
             return f(*args)
 
     return traced
@@ -195,23 +198,6 @@ def _abstract_model(cfg: "Config") -> tuple[Any, Tree, Tree]:
         info[path] = optim.ParamInfo(shape, variable.get_value().dtype, axes, meta["carried"])
     check_rules(cfg.quantization, {"/".join(map(str, path[2:-1])) for path, found in info.items() if len(path) > 3 and found.ndim > 1})
     return graph, nnx.to_pure_dict(state), nnx.traversals.unflatten_mapping(info)
-
-
-def _shardings(abstract: State, info: Tree, mesh: Mesh, rules: dict[str, sharding.Axes]) -> State:
-    """Weights by their logical axes; optimizer leaves like the weight whose path they end in and whose shape they have; the rest everywhere."""
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    params = jax.tree.map(lambda i: NamedSharding(mesh, sharding.spec(i.axes, rules)), info)
-    by_path = {jax.tree_util.keystr(path): (i.shape, s) for (path, i), s in
-               zip(jax.tree_util.tree_leaves_with_path(info), jax.tree.leaves(params), strict=True)}
-
-    def like(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        for start in range(len(path)):
-            shape, found = by_path.get(jax.tree_util.keystr(path[start:]), (None, everywhere))
-            if shape == leaf.shape:
-                return found
-        return everywhere
-
-    return State(everywhere, params, jax.tree_util.tree_map_with_path(like, abstract.opt))
 
 
 def count(params: Tree) -> tuple[int, int]:

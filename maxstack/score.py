@@ -67,14 +67,14 @@ def main(argv: Sequence[str]) -> int:
 
 def open_model(model: str, overrides: Sequence[str]) -> tuple["Run", Any]:
     """A run's folder, one of its checkpoints, or a Hugging Face folder -> the assembled run and its weights, spread over all devices (fsdp)."""
-    from maxstack import config
+    from maxstack import config, sharding
     from maxstack.schema import Config
 
     if not Path(model).is_dir():
         raise ConfigError(f"{model}: no such folder; give a run's folder, one of its checkpoints, or a Hugging Face model folder")
     if (Path(model) / "hf" / "source.json").is_file() and not (Path(model) / "config.yml").is_file():
         raise ConfigError(f"{model}: an import that was not finished; give the same `maxstack import` again")
-    folder, overrides = Path(model), ["run.virtual_devices=null", "mesh.data=1", "mesh.fsdp=-1", "mesh.tensor=1", *overrides]
+    folder, overrides = Path(model), ["run.virtual_devices=null", *(f"mesh.{axis}=1" for axis in sharding.AXES), "mesh.fsdp=-1", *overrides]
     own = next((place for place in (folder, folder.parent, folder.parent.parent) if (place / "config.yml").is_file()), None)
     if own is None:
         cfg = config.load(Config, {"model": {"from": model}, "data": {"sources": [{"kind": "synthetic", "vocab": 2}]}}, overrides)
@@ -82,7 +82,6 @@ def open_model(model: str, overrides: Sequence[str]) -> tuple["Run", Any]:
         cfg = config.load(Config, own / "config.yml", overrides)
     import jax
 
-    from maxstack import sharding
     from maxstack.checkpoint.hf.reader import load_params
     from maxstack.checkpoint.weights import WeightsReader
     from maxstack.run import assemble
@@ -176,7 +175,7 @@ def _scorer(run: "Run", logits: bool) -> Any:
     from maxstack.kernels.cross_entropy import cross_entropy
 
     def step(params: Any, tokens_BT: jax.Array, lengths_B: jax.Array) -> dict[str, jax.Array]:
-        with sharding.use(run.mesh, run.cfg.mesh.rules):
+        with sharding.use(run.mesh, run.cfg.mesh):
             places_T = jnp.arange(tokens_BT.shape[1])
             real_BT = places_T < lengths_B[:, None]
             batch = {"tokens": tokens_BT, "positions": jnp.where(real_BT, places_T, 0), "segments": real_BT.astype(jnp.int32)}

@@ -3,37 +3,57 @@
 import contextlib
 import contextvars
 import math
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import pydantic
 from pydantic import Field
 
-from maxstack.config import ConfigError, Section
+from maxstack.config import ConfigError, Items, Section
 
 if TYPE_CHECKING:
     import jax
     from jax.sharding import Mesh, PartitionSpec
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("slices", "stage", "data", "fsdp", "expert", "context", "tensor")  # outermost first: neighbours along the last axes are nearest
 Axes = str | tuple[str, ...] | list[str] | None
 RULES: dict[str, Axes] = {
-    "batch": ["data", "fsdp"], "seq": None, "layers": None, "embed": "fsdp", "heads": "tensor", "kv_heads": "tensor", "head_dim": None,
-    "mlp": "tensor", "vocab": ["tensor", "fsdp"], "norm": None, "expert": None, "latent": None,
+    "batch": ["slices", "data", "fsdp", "expert", "stage"], "seq": "context", "residual": ["context", "tensor"], "layers": "stage",
+    "embed": ["fsdp", "expert", "context", "stage"], "heads": "tensor", "kv_heads": "tensor", "head_dim": None, "mlp": "tensor",
+    "vocab": ["tensor", "fsdp"], "norm": None, "expert": "expert", "latent": None,
 }
 
 
 class MeshConfig(Section):
-    """Sizes of the mesh axes; their product is the number of devices."""
+    """Sizes of the mesh axes; their product is the number of devices. One of them may be -1: whatever devices are left."""
 
+    slices: int = Field(1, ge=-1)
+    """Groups of devices with a slow network between them (TPU slices); the batch is split over them, and nothing else by default."""
+    stage: int = Field(1, ge=-1)
+    """Stages of a pipeline: each holds a share of the repetitions of the pattern; outside the pipeline the batch is split over them."""
     data: int = Field(-1, ge=-1)
-    """Replicas of the weights; -1: whatever devices are left."""
+    """Replicas of the weights, each with its own rows."""
     fsdp: int = Field(1, ge=-1)
-    """Shards of the weights, gathered when used; the batch is split over data x fsdp."""
+    """Shards of the weights, gathered when used, each with its own rows."""
+    expert: int = Field(1, ge=-1)
+    """Shards of the experts of a mixture, each with its own rows: tokens travel to their experts. Other weights are sharded as over fsdp."""
+    context: int = Field(1, ge=-1)
+    """Parts of each sequence."""
     tensor: int = Field(1, ge=-1)
     """Shards of heads, mlp hidden units and vocabulary."""
     rules: dict[str, Axes] = RULES
-    """Logical axis -> mesh axis, list of mesh axes, or null; merged over the defaults."""
+    """Logical axis -> mesh axis, list of mesh axes, or null; merged over the defaults. A mesh axis splits a tensor once, left to right."""
+    optimizer_rules: dict[str, Axes] = {}
+    """Rules for the optimizer's state alone, merged over `rules`: {embed: [data, fsdp]} shards it over replicas too (ZeRO-1); empty: like weights."""
+    offload: Items[Literal["optimizer", "params"]] = ()
+    """What lies in the host's memory between steps and comes to the devices for the update (optimizer) or for the whole step (params)."""
+    context_kind: Literal["ring", "ulysses"] = "ring"
+    """How attention sees a sequence that is split over context: keys and values go around in a ring, tokens in a balanced order, or an all-to-all
+    gives each device whole sequences of some heads."""
+    microbatches: int | None = Field(None, ge=1)
+    """Parts of a batch that follow each other through the stages; null: as many as stages."""
+    rounds: int = Field(1, ge=1)
+    """How often a microbatch passes through all stages, each holding as many separate runs of layers: a smaller bubble, more traffic."""
 
     @pydantic.field_validator("rules", mode="before")
     @classmethod
@@ -41,17 +61,23 @@ class MeshConfig(Section):
         return RULES | given if isinstance(given, dict) else given
 
 
-_current: contextvars.ContextVar[tuple["Mesh", dict[str, Axes]] | None] = contextvars.ContextVar("mesh", default=None)
+_current: contextvars.ContextVar[tuple["Mesh", MeshConfig] | None] = contextvars.ContextVar("mesh", default=None)
 
 
 @contextlib.contextmanager
-def use(mesh: "Mesh", rules: dict[str, Axes]) -> Iterator[None]:
-    """The mesh and rules that `constrain` applies inside."""
-    token = _current.set((mesh, rules))
+def use(mesh: "Mesh", cfg: MeshConfig) -> Iterator[None]:
+    """The mesh, and its configuration, that `constrain` and `per_device` apply inside."""
+    token = _current.set((mesh, cfg))
     try:
         yield
     finally:
         _current.reset(token)
+
+
+def current() -> tuple["Mesh", MeshConfig] | None:
+    """The mesh that `use` set, and its configuration; None outside, and on a mesh of one device."""
+    found = _current.get()
+    return None if found is None or found[0].size == 1 else found
 
 
 def make_mesh(cfg: MeshConfig, devices: Sequence[Any]) -> "Mesh":
@@ -71,31 +97,65 @@ def make_mesh(cfg: MeshConfig, devices: Sequence[Any]) -> "Mesh":
     return jax.sharding.Mesh(np.asarray(devices).reshape(sizes), AXES, axis_types=kinds)
 
 
-def spec(axes: Sequence[str | None], rules: dict[str, Axes]) -> "PartitionSpec":
+def spec(axes: Sequence[str | None], rules: Mapping[str, Any]) -> "PartitionSpec":
     """Logical axes -> PartitionSpec. A mesh axis is spent at most once, left to right."""
     from jax.sharding import PartitionSpec
 
     spent: set[str] = set()
     parts: list[Any] = []
     for axis in axes:
-        wanted = rules[axis] if axis else None
-        names = [name for name in ([wanted] if isinstance(wanted, str) else wanted or []) if name not in spent]
-        spent.update(names)
-        parts.append(tuple(names) if len(names) > 1 else names[0] if names else None)
+        free = [name for name in names(rules[axis] if axis else None) if name not in spent]
+        spent.update(free)
+        parts.append(tuple(free) if len(free) > 1 else free[0] if free else None)
     return PartitionSpec(*parts)
-
-
-def current() -> tuple["Mesh", dict[str, Axes]] | None:
-    """The mesh and rules that `use` set; None outside."""
-    return _current.get()
 
 
 def constrain(x: "jax.Array", axes: str) -> "jax.Array":
     """Pin an activation to the mesh by its logical axes, as in `constrain(x_BTD, "batch seq embed")`; nothing on one device."""
     import jax
 
-    found = current()
-    if found is None or found[0].size == 1:
+    if current() is None:
         return x
-    mesh, rules = found
-    return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, spec(axes.split(), rules)))
+    mesh, _ = _free()
+    return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, here(axes)))
+
+
+def here(axes: str) -> "PartitionSpec":
+    """The PartitionSpec of logical axes over what `per_device` leaves of the current mesh at this place of the program."""
+    found = current()
+    assert found is not None, "needs a mesh"
+    _, free = _free()
+    rules = {logical: [axis for axis in names(axes) if axis in free] for logical, axes in found[1].rules.items()}
+    return spec(axes.split(), rules)
+
+
+def per_device(f: "Callable[..., Any]", in_specs: Any, out_specs: Any, axes: frozenset[str] | None = None) -> "Callable[..., Any]":
+    """`f` as each device runs it on its own parts, with collectives by hand over `axes`; None: all that are left.
+
+    Inside another `per_device`, only axes that the outer one left to XLA are free.
+    """
+    import jax
+
+    mesh, free = _free()
+    return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes or free, check_vma=False)
+
+
+def size_of(*axes: str) -> int:
+    """Product of the sizes of mesh axes; 1 without a mesh."""
+    found = current()
+    return math.prod(found[0].shape[axis] for axis in axes) if found else 1
+
+
+def names(axes: Axes) -> tuple[str, ...]:
+    """The mesh axes of a rule."""
+    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def _free() -> tuple[Any, frozenset[str]]:
+    """The mesh as the program sees it here, and the axes that no surrounding `per_device` has taken."""
+    import jax
+
+    found, inside = current(), jax.sharding.get_abstract_mesh()
+    assert found is not None, "needs a mesh"
+    taken = frozenset(inside.manual_axes)
+    return (inside if taken else found[0]), frozenset(AXES) - taken

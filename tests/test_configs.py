@@ -7,7 +7,7 @@ import jax
 import pytest
 import tiny
 
-from maxstack import config, rules, sharding
+from maxstack import config, mesh_rules, sharding
 from maxstack.config import presets_dir
 from maxstack.run import assemble
 from maxstack.schema import Config
@@ -39,7 +39,7 @@ def representative(paths):
 @pytest.mark.parametrize("path", list(representative(FILES)), ids=lambda path: str(path.relative_to(presets_dir())))
 def test_a_shipped_file_loads_assembles_and_lowers(path, tmp_path):
     cfg = loaded(path, tmp_path)
-    run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()[:math.prod(rules.mesh_sizes(cfg).values())]))
+    run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()[:math.prod(mesh_rules.mesh_sizes(cfg).values())]))
     state, scalars = run.step.lower(run.abstract, run.abstract_batch()).out_info
     assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(lambda x: (x.shape, x.dtype), run.abstract)
     assert {"loss", "grad_norm"} <= scalars.keys()

@@ -1,7 +1,7 @@
 import pytest
 from tiny_config import TINY
 
-from maxstack import config, rules
+from maxstack import config, mesh_rules, rules
 from maxstack.schema import Config
 
 BYTES = "data.sources.0={kind: text, files: [a.txt]}"
@@ -13,11 +13,12 @@ BROKEN = {
     "empty_axis": (["mesh.tensor=0"], "mesh.tensor", "got 0", ["mesh.tensor=1"]),
     "unknown_logical_axis": (["mesh.rules.embde=fsdp"], "mesh.rules.embde", "did you mean embed?", None),
     "unknown_mesh_axis": (["mesh.rules.mlp=tensr"], "mesh.rules.mlp", "did you mean tensor?", ["mesh.rules.mlp=tensor"]),
-    "unknown_mesh_axis_in_list": (["mesh.rules.mlp=[fsdp, x]"], "mesh.rules.mlp", "got mesh axis 'x'; allowed: data, fsdp, tensor",
+    "unknown_mesh_axis_in_list": (["mesh.rules.mlp=[fsdp, x]"], "mesh.rules.mlp",
+                                  "got mesh axis 'x'; allowed: slices, stage, data, fsdp, expert, context, tensor",
                                   ["mesh.rules.mlp=[fsdp]"]),
     "axis_spent_twice_in_one_rule": (["mesh.rules.vocab=[fsdp, fsdp]"], "mesh.rules.vocab", "names mesh axis fsdp twice", ["mesh.rules.vocab=fsdp"]),
     "devices_do_not_fill_the_mesh": (["run.virtual_devices=8", "mesh.data=2", "mesh.tensor=2"], "run.virtual_devices",
-                                     "8 devices do not fill the mesh data=2 x fsdp=1 x tensor=2 = 4", ["run.virtual_devices=4"]),
+                                     "8 devices do not fill the mesh data=2 x tensor=2 = 4", ["run.virtual_devices=4"]),
     "devices_are_no_multiple": (["run.virtual_devices=3", "mesh.tensor=2"], "run.virtual_devices", "use a multiple of 2",
                                 ["run.virtual_devices=4"]),
     "heads": (["mesh.tensor=8", "mesh.rules.kv_heads=null"], "model.blocks.full.mixer.heads",
@@ -32,10 +33,9 @@ BROKEN = {
     "vocab": (["mesh.fsdp=2", "mesh.tensor=2", "model.vocab=514"], "model.vocab",
               "vocab=514 is not divisible by mesh.tensor=2 x mesh.fsdp=2 = 4; use model.vocab=516 or mesh.rules.vocab: null", ["model.vocab=516"]),
     "layers": (["mesh.rules.layers=tensor", "mesh.rules.heads=null", "mesh.rules.kv_heads=null", "mesh.rules.mlp=null", "mesh.rules.vocab=null",
-               "mesh.tensor=3"],
+               "mesh.tensor=3", "data.seq_len=33"],
                "model.layers", "mesh.tensor=3", ["model.layers=6"]),
-    "seq": (["mesh.rules.seq=tensor", "mesh.tensor=2", "data.seq_len=31"], "data.seq_len", "seq_len=31 is not divisible by mesh.tensor=2",
-            ["data.seq_len=32"]),
+    "seq": (["mesh.tensor=2", "data.seq_len=31"], "data.seq_len", "seq_len=31 is not divisible by mesh.tensor=2", ["data.seq_len=32"]),
     "free_axis_with_known_devices": (["run.virtual_devices=6", "mesh.tensor=2"], "train.batch_size", "does not divide over the 3 devices",
                                      ["train.batch_size=9"]),
     "batch_over_devices": (["mesh.data=2", "mesh.fsdp=2", "train.batch_size=6"], "train.batch_size",
@@ -108,7 +108,7 @@ def test_several_broken_rules_are_told_together(tiny):
 
 def test_what_hangs_on_the_number_of_devices_is_checked_once_it_is_known(tiny):
     cfg = config.load(Config, tiny, ["train.batch_size=6"])
-    assert rules.mesh_sizes(cfg, 4) == {"data": 4, "fsdp": 1, "tensor": 1}
+    assert {axis: size for axis, size in mesh_rules.mesh_sizes(cfg, 4).items() if size > 1} == {"data": 4}
     assert rules.check_devices(cfg, 3) == []
     assert [key for key, _ in rules.check_devices(cfg, 4)] == ["train.batch_size"]
 

@@ -89,7 +89,7 @@ class Checkpoints:
             if {k: tuple(v.shape) for k, v in found.items()} != {k: tuple(v.shape) for k, v in wanted.items()}:
                 raise _other_state(where, meta["config"], run.cfg, found, wanted)
             shape = run.cfg.train.batch_size, feed.state().shape[1]
-            position = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=run.batch_sharding)
+            position = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=run.lane_sharding)
             loaded = reader.load_checkpointables(step, {"state": wanted, "data": {"position": position}})
         feed.restore(self._local_position(loaded["data"]["position"]))
         return _unflat(run.abstract, loaded["state"])
@@ -124,7 +124,7 @@ class Checkpoints:
         """This process's lane positions int64 [rows, K] -> global int32 [batch_size, K], sharded like the batch."""
         if position.max() >= 2**31:
             raise OverflowError("a lane has read 2^31 documents or tokens; a checkpoint counts to 2^31 - 1")
-        return self._run.place({"position": position.astype(np.int32)}, self._run.cfg.train.batch_size)["position"]
+        return self._run.place({"position": position.astype(np.int32)}, self._run.cfg.train.batch_size, whole_rows=True)["position"]
 
     def _local_position(self, position: jax.Array) -> np.ndarray:
         """The lane positions of this process, int64 [rows, K]."""

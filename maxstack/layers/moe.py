@@ -68,7 +68,7 @@ class MoE(nnx.Module):
         given = {name: getattr(self, name)[...].astype(x_BTD.dtype) for name in names}
         given |= {name: getattr(self, name)[...] for name in ("selection_bias", "expert_scale") if hasattr(self, name)}
         out_BTD, experts_BTC = _on_own_tokens(functools.partial(_mixture, cfg), given, x_BTD, logits_BTE)
-        out_BTD = sharding.constrain(out_BTD, "batch seq embed")
+        out_BTD = sharding.constrain(out_BTD, "batch residual embed")
         if cfg.shared:
             shared_BTD = self.shared(x_BTD, residual_BTD, context)[0]
             if cfg.shared.gate:
@@ -158,11 +158,10 @@ def _on_own_tokens(mixture: Callable[..., Pair], given: Weights, x_BTD: jax.Arra
     Left to itself, XLA would gather all tokens on every device, to sort them.
     """
     current = sharding.current()
-    platform = current[0].devices.flat[0].platform if current else None
-    if current is None or current[0].size == 1:
-        return mixture(given, x_BTD, logits_BTE, platform, True)
-    mesh, rules = current
-    *tokens, hidden = sharding.spec(["batch", "seq", "mlp"], rules)
+    if current is None:
+        return mixture(given, x_BTD, logits_BTE, None, True)
+    platform = current[0].devices.flat[0].platform
+    *tokens, hidden = sharding.here("batch seq mlp")
     places = {name: PartitionSpec(*(hidden if i == HIDDEN.get(name) else None for i in range(value.ndim))) for name, value in given.items()}
 
     def local(given: Weights, x_BTD: jax.Array, logits_BTE: jax.Array) -> Pair:
@@ -171,4 +170,4 @@ def _on_own_tokens(mixture: Callable[..., Pair], given: Weights, x_BTD: jax.Arra
         return jax.lax.psum(out_BTD, hidden) if hidden else out_BTD, experts_BTC
 
     own = PartitionSpec(*tokens, None)
-    return jax.shard_map(local, mesh=mesh, in_specs=(places, own, own), out_specs=(own, own), check_vma=False)(given, x_BTD, logits_BTE)
+    return sharding.per_device(local, (places, own, own), (own, own))(given, x_BTD, logits_BTE)

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from maxstack.sharding import current
+
 
 def weight(shape: tuple[int, ...], axes: str, *, dtype: str, std: float = 0.0, fill: float = 0.0, carried: bool = False) -> nnx.Param:
     """A parameter of `shape` with one logical axis name a dimension. `draw` fills it from a normal of `std` cut at three of it, or with `fill`.
@@ -33,8 +35,11 @@ def draw(param: nnx.Param, path: Sequence[object], seed: int) -> jax.Array:
 def project(x: jax.Array, w: nnx.Param | jax.Array, contract: int = 1) -> jax.Array:
     """Contract the last `contract` dimensions of x with the first ones of w, in x's dtype: [..., in] x [in, out] -> [..., out].
 
-    Rows are flattened to one dimension: on a CPU, XLA transposes the whole operand of a weight gradient that contracts two.
+    On one device rows are flattened to one dimension: on a CPU, XLA transposes the whole operand of a weight gradient that contracts two. On a
+    mesh they keep their dimensions, which may be split over different axes.
     """
     rows, out = x.shape[: x.ndim - contract], w.shape[contract:]
+    if current():
+        return jax.lax.dot_general(x, w[...].astype(x.dtype), ((tuple(range(len(rows), x.ndim)), tuple(range(contract))), ((), ())))
     matrix = w[...].astype(x.dtype).reshape(-1, math.prod(out))
     return jax.lax.dot_general(x.reshape(-1, matrix.shape[0]), matrix, (((1,), (0,)), ((), ()))).reshape(*rows, *out)

@@ -53,9 +53,9 @@ class Block(nnx.Module):
     def __call__(self, x_BTD: jax.Array, context: Context, extra_BTP: jax.Array | None = None) -> tuple[jax.Array, Aux]:
         """-> (x, what the MLP reports); `extra_BTP` is the layer's own embedding of the tokens."""
         mixed_BTD = self.mixer(_apply(self.mixer_norm, x_BTD), context)
-        x_BTD = constrain(x_BTD + _apply(self.mixer_out_norm, mixed_BTD), "batch seq embed")
+        x_BTD = constrain(x_BTD + _apply(self.mixer_out_norm, mixed_BTD), "batch residual embed")
         out_BTD, aux = self.mlp(_apply(self.mlp_norm, x_BTD), x_BTD, context)
-        x_BTD = constrain(x_BTD + _apply(self.mlp_out_norm, out_BTD), "batch seq embed")
+        x_BTD = constrain(x_BTD + _apply(self.mlp_out_norm, out_BTD), "batch residual embed")
         if extra_BTP is not None:
             gated_BTP = self.act(project(x_BTD, self.per_layer_gate)) * extra_BTP
             x_BTD = x_BTD + self.per_layer_norm(project(gated_BTP, self.per_layer_out))
@@ -152,7 +152,7 @@ class Decoder(nnx.Module):
 
     def embedded(self, tokens_BT: jax.Array) -> jax.Array:
         """Tokens -> [B, T, D] in the compute dtype."""
-        x_BTD = constrain(self.embed[...].astype(self.cfg.dtype)[tokens_BT], "batch seq embed")
+        x_BTD = constrain(self.embed[...].astype(self.cfg.dtype)[tokens_BT], "batch residual embed")
         return x_BTD * jnp.asarray(self.cfg.embed_scale, x_BTD.dtype) if self.cfg.embed_scale else x_BTD
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:

@@ -39,7 +39,7 @@ def test_a_part_of_a_default_section_is_of_the_default_kind(tiny):
 
 def test_mesh_rules_are_merged_over_the_defaults(tiny):
     rules = config.load(Config, tiny, ["mesh.rules.mlp=null"]).mesh.rules
-    assert rules["mlp"] is None and rules["embed"] == "fsdp" and rules["heads"] == "tensor"
+    assert rules["mlp"] is None and rules["seq"] == "context" and rules["heads"] == "tensor"
 
 
 @pytest.mark.parametrize("overrides", [[], ["train.profile={start: 2, steps: 3}", "mesh.rules.seq=tensor", "run.name='1e-4'"],

@@ -138,7 +138,7 @@ def test_eight_devices_agree_with_one():
 
     wanted = _gradients(graph, state, X)
     state = nnx.map_state(lambda path, param: param.replace(place(param.get_value(), param.get_metadata()["axes"])), state)
-    with sharding.use(mesh, mesh_cfg.rules):
+    with sharding.use(mesh, mesh_cfg):
         step = jax.jit(jax.value_and_grad(lambda state, x: total(graph, state, x), (0, 1)))
         got = step(state, place(X, ["batch"]))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4), got, wanted)

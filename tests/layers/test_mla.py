@@ -138,6 +138,6 @@ def test_eight_devices_agree_with_one():
 
     wanted = jax.jit(jax.value_and_grad(total))(state, X)
     state = nnx.map_state(lambda path, param: param.replace(place(param.get_value(), param.get_metadata()["axes"])), state)
-    with sharding.use(mesh, mesh_cfg.rules):
+    with sharding.use(mesh, mesh_cfg):
         got = jax.jit(jax.value_and_grad(total))(state, place(X, ["batch"]))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4), got, wanted)

@@ -179,6 +179,6 @@ def test_eight_devices_agree_with_one():
         return jax.device_put(value, NamedSharding(mesh, sharding.spec(axes, mesh_cfg.rules)))
 
     state = nnx.map_state(lambda path, p: p.replace(place(p.get_value(), p.get_metadata()["axes"])), state)
-    with sharding.use(mesh, mesh_cfg.rules):
+    with sharding.use(mesh, mesh_cfg):
         got = jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))(state, place(x, ["batch"]))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, wanted)

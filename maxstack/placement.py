@@ -1,0 +1,82 @@
+"""Where the state lives: weights by their logical axes, optimizer state like its weights or spread further, either in the host's memory by key."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from maxstack import sharding
+from maxstack.sharding import MeshConfig
+
+Tree = Any
+HOST = "pinned_host"
+
+
+class State(NamedTuple):
+    """What a step changes: updates done, weights by path, optimizer state; as arrays, shapes or shardings."""
+
+    step: Any
+    params: Tree
+    opt: Tree
+
+
+def of_state(abstract: State, info: Tree, mesh: Mesh, cfg: MeshConfig) -> State:
+    """The sharding of every leaf of the state between steps. `info` is optim.ParamInfo in the shape of the parameters."""
+    on_devices = _on_devices(abstract, info, mesh, cfg)
+    return State(on_devices.step, *(_in_host(part, getattr(abstract, name)) if key in cfg.offload else part
+                                    for name, key, part in (("params", "params", on_devices.params), ("opt", "optimizer", on_devices.opt))))
+
+
+@dataclasses.dataclass(frozen=True)
+class Moves:
+    """What a step moves, and where to."""
+
+    between: State
+    """Shardings between steps."""
+    abstract: State
+    info: Tree
+    mesh: Mesh
+    cfg: MeshConfig
+
+    def to_devices(self, state: State) -> State:
+        """The state with what lay in the host's memory in the devices'."""
+        if not self.cfg.offload:
+            return state
+        return jax.device_put(state, _on_devices(self.abstract, self.info, self.mesh, self.cfg))
+
+    def home(self, state: State) -> State:
+        """Back to where it lies between steps."""
+        return jax.device_put(state, self.between) if self.cfg.offload else state
+
+    def like_optimizer(self, grads: Tree) -> Tree:
+        """Gradients sharded as the optimizer's state is, so that each device updates the share that it keeps."""
+        if not self.cfg.optimizer_rules or self.mesh.size == 1:
+            return grads
+        return jax.lax.with_sharding_constraint(grads, _of_weights(self.info, self.mesh, self.cfg.rules | self.cfg.optimizer_rules))
+
+
+def _of_weights(info: Tree, mesh: Mesh, rules: dict[str, sharding.Axes]) -> Tree:
+    return jax.tree.map(lambda i: NamedSharding(mesh, sharding.spec(i.axes, rules)), info)
+
+
+def _on_devices(abstract: State, info: Tree, mesh: Mesh, cfg: MeshConfig) -> State:
+    """Weights by their logical axes; optimizer leaves like the weight whose path they end in and whose shape they have; the rest everywhere."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    kept = _of_weights(info, mesh, cfg.rules | cfg.optimizer_rules)
+    by_path = {jax.tree_util.keystr(path): (i.shape, s) for (path, i), s in
+               zip(jax.tree_util.tree_leaves_with_path(info), jax.tree.leaves(kept), strict=True)}
+
+    def like(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        for start in range(len(path)):
+            shape, found = by_path.get(jax.tree_util.keystr(path[start:]), (None, everywhere))
+            if shape == leaf.shape:
+                return found
+        return everywhere
+
+    return State(everywhere, _of_weights(info, mesh, cfg.rules), jax.tree_util.tree_map_with_path(like, abstract.opt))
+
+
+def _in_host(shardings: Tree, abstract: Tree) -> Tree:
+    """In the host's memory, but for single numbers."""
+    return jax.tree.map(lambda s, leaf: s.with_memory_kind(HOST) if leaf.ndim else s, shardings, abstract)
