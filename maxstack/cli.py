@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 COMMANDS = {
     "train": ("maxstack.train:program", "train a model from one YAML file"),
+    "plan": ("maxstack.plan.cli:main", "whether a run fits its hardware, what it moves and how fast it can be, without the hardware"),
     "score": ("maxstack.score:main", "log-probabilities and perplexity of texts under a run or a Hugging Face folder"),
     "import": ("maxstack.convert:import_model", "a Hugging Face folder as a run"),
     "export": ("maxstack.convert:export_model", "a run or checkpoint as a Hugging Face folder"),

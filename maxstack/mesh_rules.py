@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from maxstack import parallel_rules
 from maxstack.config import did_you_mean
 from maxstack.layers.config import (
     DenseMLPConfig,
@@ -44,7 +45,9 @@ def sizes(cfg: "Config", devices: int | None = None) -> Iterator[Fault]:
     """Every size that does not divide over the mesh, as far as the mesh is known."""
     found = mesh_sizes(cfg, devices)
     yield from _sharding(cfg, found)
-    yield from _batch(cfg, found)
+    broken = list(_batch(cfg, found))
+    yield from broken
+    yield from (fault for fault in parallel_rules.check(cfg, found) if not broken or fault[0] != "train.batch_size")
 
 
 def axes(cfg: "Config") -> Iterator[Fault]:
@@ -87,7 +90,7 @@ def _sharding(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:
             axes = [axis for axis in names(cfg.mesh.rules[logical]) if axis not in spent]
             spent.update(axes)
             parts = math.prod(sizes[axis] for axis in axes)
-            if key and key not in seen and size % parts:
+            if key and key not in seen and size % parts and axes != ["stage"]:  # that one is for parallel_rules
                 seen.add(key)
                 yield key, _indivisible(key, size, logical, [axis for axis in axes if sizes[axis] > 1], sizes)
 

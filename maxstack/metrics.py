@@ -7,12 +7,13 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from maxstack.chips import PEAK_BF16
+from maxstack.chips import by_kind
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Dense bfloat16 FLOP/s of a device, None where its data sheet is not in chips.py."""
-    return PEAK_BF16.get(device_kind)
+    """Dense bfloat16 FLOP/s of a device, None where chips.yml does not have it."""
+    chip = by_kind(device_kind)
+    return chip.peak_flops if chip else None
 
 
 class Log:

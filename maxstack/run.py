@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxstack import optim, placement, sharding
 from maxstack.kernels import attention, gated_delta, grouped_matmul
-from maxstack.layers.config import GatedDeltaConfig, MoEConfig, ParallelMLPConfig
+from maxstack.layers.config import GatedDeltaConfig
 from maxstack.models import decoder
 from maxstack.models.config import BlockConfig
 from maxstack.objectives.next_token import Loss, next_token
@@ -98,7 +98,7 @@ class Run:
 
 def assemble(cfg: "Config", mesh: Mesh) -> Run:
     """Resolve everything that a run is made of; raises ConfigError where the parts do not fit."""
-    graph, params, info = _abstract_model(cfg)
+    graph, params, info = abstract_model(cfg)
     tx = optax.with_extra_args_support(optim.build(cfg.optimizer, cfg.train.steps, info))
     abstract = State(jax.ShapeDtypeStruct((), jnp.int32), params, jax.eval_shape(tx.init, params))
     shardings = placement.of_state(abstract, info, mesh, cfg.mesh)
@@ -116,7 +116,8 @@ def assemble(cfg: "Config", mesh: Mesh) -> Run:
 
     step = functools.partial(_step, cfg, tx, loss, placement.Moves(shardings, abstract, info, mesh, cfg.mesh))
     evaluate = functools.partial(_evaluate, loss)
-    packed = cfg.data.packing != "none" or (cfg.eval.data is not None and cfg.eval.data.packing != "none")
+    mixed = any(block.experts for block in cfg.model.blocks.values())  # padding goes to no expert, which segments tell
+    packed = mixed or cfg.data.packing != "none" or (cfg.eval.data is not None and cfg.eval.data.packing != "none")
     return Run(
         cfg=cfg, mesh=mesh, abstract=abstract, info=info,
         keys=("tokens", "targets", "mask", *(("positions", "segments") if packed else ())),
@@ -143,6 +144,8 @@ def _step(cfg: "Config", tx: optax.GradientTransformationExtraArgs, loss: Callab
     scalars |= {"weight": summed.weight, "grad_norm": optax.tree.norm(grads)}
     if summed.loads:
         scalars["expert_load"] = jnp.stack([(load.max(-1) / load.mean(-1)).max() for load in summed.loads.values()]).max()
+    if any(block.experts.capacity for block in cfg.model.blocks.values() if block.experts):
+        scalars["dropped"] = summed.dropped / sum(load.sum() for load in summed.loads.values())
     if rate := optim.learning_rate_at(cfg.optimizer, cfg.train.steps):
         scalars["learning_rate"] = jnp.asarray(rate(state.step))
     return moves.home(State(state.step + 1, params, opt)), scalars
@@ -175,8 +178,7 @@ def _evaluate(loss: Callable[..., Loss], params: Tree, batch: dict[str, jax.Arra
 def _kernels(block: BlockConfig, platform: str) -> str:
     mixer = block.mixer
     chosen = gated_delta.choose(mixer.backend) if isinstance(mixer, GatedDeltaConfig) else attention.choose(mixer.backend)
-    experts = isinstance(block.mlp, MoEConfig | ParallelMLPConfig)
-    return f"{mixer.kind} {chosen}" + (f", experts {grouped_matmul.choose('auto', platform)}" if experts else "")
+    return f"{mixer.kind} {chosen}" + (f", experts {grouped_matmul.choose('auto', platform)}" if block.experts else "")
 
 
 def _within(mesh: Mesh, cfg: "Config", f: Callable) -> Callable:
@@ -188,7 +190,7 @@ def _within(mesh: Mesh, cfg: "Config", f: Callable) -> Callable:
     return traced
 
 
-def _abstract_model(cfg: "Config") -> tuple[Any, Tree, Tree]:
+def abstract_model(cfg: "Config") -> tuple[Any, Tree, Tree]:
     """The model's graph, its weights as nested dicts of shapes, and the same dicts of ParamInfo."""
     graph, state = decoder.abstract(cfg.model, quantized(cfg.quantization))
     info = {}

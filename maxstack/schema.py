@@ -30,6 +30,8 @@ class RunConfig(Section):
     """Split the CPU into this many devices, to try a mesh; null: the real devices."""
     tensorboard: bool = True
     """Write TensorBoard events beside metrics.jsonl."""
+    executable: str | None = None
+    """A compiled step to load instead of compiling, as `maxstack plan --save-executable` writes it; null: compile."""
     compilation_cache: str | None = "~/.cache/maxstack/xla"
     """Folder that keeps compiled programs between runs; null: none."""
 

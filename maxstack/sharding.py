@@ -10,6 +10,7 @@ import pydantic
 from pydantic import Field
 
 from maxstack.config import ConfigError, Items, Section
+from maxstack.devices import arrange
 
 if TYPE_CHECKING:
     import jax
@@ -20,7 +21,7 @@ Axes = str | tuple[str, ...] | list[str] | None
 RULES: dict[str, Axes] = {
     "batch": ["slices", "data", "fsdp", "expert", "stage"], "seq": "context", "residual": ["context", "tensor"], "layers": "stage",
     "embed": ["fsdp", "expert", "context", "stage"], "heads": "tensor", "kv_heads": "tensor", "head_dim": None, "mlp": "tensor",
-    "vocab": ["tensor", "fsdp"], "norm": None, "expert": "expert", "latent": None,
+    "vocab": ["tensor", "fsdp", "expert"], "norm": None, "expert": "expert", "latent": None,
 }
 
 
@@ -83,7 +84,6 @@ def current() -> tuple["Mesh", MeshConfig] | None:
 def make_mesh(cfg: MeshConfig, devices: Sequence[Any]) -> "Mesh":
     """The mesh of `cfg` over `devices`; raises ConfigError where the sizes do not multiply to their number."""
     import jax
-    import numpy as np
 
     sizes = [getattr(cfg, axis) for axis in AXES]
     known = math.prod(size for size in sizes if size > 0)
@@ -94,7 +94,7 @@ def make_mesh(cfg: MeshConfig, devices: Sequence[Any]) -> "Mesh":
         raise ConfigError(f"{asked} needs a multiple of {known} devices, but there are {len(devices)}; "
                           f"set one axis to -1, or run.virtual_devices={known} to try the mesh on a CPU")
     kinds = (jax.sharding.AxisType.Auto,) * len(AXES)
-    return jax.sharding.Mesh(np.asarray(devices).reshape(sizes), AXES, axis_types=kinds)
+    return jax.sharding.Mesh(arrange(devices, sizes), AXES, axis_types=kinds)
 
 
 def spec(axes: Sequence[str | None], rules: Mapping[str, Any]) -> "PartitionSpec":

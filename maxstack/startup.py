@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 import maxstack
-from maxstack import config, rules, sharding
+from maxstack import config, executable, rules, sharding
 from maxstack.config import ConfigError
 from maxstack.metrics import Log, peak_flops
 from maxstack.models.flops import flops_per_token
@@ -129,10 +129,12 @@ def fresh(run: Run) -> State:
 
 
 def compile_step(run: Run) -> "concurrent.futures.Future[tuple[Any, float]]":
-    """Compile the step while the caller goes on -> (compiled step, seconds)."""
+    """Compile the step, or load it from run.executable, while the caller goes on -> (compiled step, seconds)."""
 
     def work() -> tuple[Any, float]:
         begin = time.perf_counter()
+        if run.cfg.run.executable:
+            return executable.load(run, Path(run.cfg.run.executable).expanduser()), time.perf_counter() - begin
         return run.step.lower(run.abstract, run.abstract_batch()).compile(), time.perf_counter() - begin
 
     pool = concurrent.futures.ThreadPoolExecutor(1, "compile")

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from maxstack import cli
+from maxstack import cli, devices
 
 if TYPE_CHECKING:
     from maxstack.checkpoint.store import Checkpoints
@@ -44,10 +44,10 @@ def main(argv: Sequence[str]) -> int:
 
 def train(cfg: "Config") -> int:
     """One whole run, in its folder."""
-    _environment(cfg)
+    devices.environment(cfg.run.virtual_devices)
     import jax
 
-    from maxstack import startup
+    from maxstack import fit, startup
     from maxstack.data import fits, make_feed
     from maxstack.evaluate import Evaluator
     from maxstack.faults import Preemption
@@ -59,6 +59,7 @@ def train(cfg: "Config") -> int:
     startup.cache(cfg.run.compilation_cache)
     fits(cfg.data, cfg.model.vocab)
     run = assemble(cfg, startup.make_mesh(cfg))
+    fit.check(run)
     startup.check_weights(run)
     first = jax.process_index() == 0
     folder = startup.claim(cfg, first)
@@ -84,7 +85,7 @@ def train(cfg: "Config") -> int:
         startup.write_records(cfg, folder)
     evaluator = Evaluator(run, log, writer) if cfg.eval.every else None
     compiled, seconds = compiling.result()
-    log.say(f"compiled the step in {seconds:.1f} s")
+    log.say(f"{'loaded' if cfg.run.executable else 'compiled'} the step in {seconds:.1f} s")
 
     stop, meter = Preemption(), Meter(run, feed, log, writer)
     profiler = startup.Profiler(cfg.train.profile, folder, log)
@@ -123,15 +124,6 @@ def _close(*parts: "Feed | Checkpoints | Writer | Log | None") -> None:
     for part in parts:
         if part is not None:
             part.close()
-
-
-def _environment(cfg: "Config") -> None:
-    """What must stand in the environment before jax is imported."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
-    if cfg.run.virtual_devices:
-        flags = f"--xla_force_host_platform_device_count={cfg.run.virtual_devices}"
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
-        os.environ["JAX_PLATFORMS"] = "cpu"
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -23,7 +23,11 @@ def loaded(path, folder) -> Config:
     if not section:
         return config.load(Config, path)
     (folder / "tiny.yml").write_text(config.dump(tiny.config()))
-    return config.load(Config, folder / "tiny.yml", [f"{section}={path.stem}"])
+    changes = [f"{section}={path.stem}"]
+    if section == "mesh":  # with two devices on each axis that it uses
+        cfg = config.load(Config, folder / "tiny.yml", [*changes, *(f"mesh.rules.{axis}=null" for axis in sharding.RULES), "train.batch_size=8192"])
+        changes += [f"mesh.{axis}={min(getattr(cfg.mesh, axis), 2)}" for axis in sharding.AXES]
+    return config.load(Config, folder / "tiny.yml", changes)
 
 
 def representative(paths):
@@ -43,3 +47,11 @@ def test_a_shipped_file_loads_assembles_and_lowers(path, tmp_path):
     state, scalars = run.step.lower(run.abstract, run.abstract_batch()).out_info
     assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(lambda x: (x.shape, x.dtype), run.abstract)
     assert {"loss", "grad_norm"} <= scalars.keys()
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.parent.name == "meshes"], ids=lambda path: path.stem)
+def test_no_shipped_mesh_makes_xla_rematerialize_what_was_sharded(path, tmp_path, capfd):
+    cfg = loaded(path, tmp_path)
+    run = tiny.make_run(cfg, math.prod(mesh_rules.mesh_sizes(cfg).values()))
+    run.step.lower(run.abstract, run.abstract_batch()).compile()
+    assert "Involuntary full rematerialization" not in capfd.readouterr().err

@@ -59,6 +59,18 @@ BROKEN = {
     "baselines_without_evaluation": (["eval.baselines=true"], "eval.baselines", "eval.every is 0", ["eval.every=10", "data.sources.0.holdout=0.1"]),
     "best_checkpoint_without_evaluation": (["checkpoint.keep_best=1"], "checkpoint.keep_best", "eval.every is 0",
                                            ["eval.every=10", "data.sources.0.holdout=0.1"]),
+    "rounds_without_stages": (["mesh.rounds=2"], "mesh.rounds", "rounds=2 is of a pipeline, but mesh.stage is 1", ["mesh.rounds=1"]),
+    "layers_over_stages": (["mesh.stage=4"], "mesh.stage", "repeats 2 times, which is not divisible by mesh.stage=4; use mesh.stage=2",
+                           ["mesh.stage=2"]),
+    "microbatches_over_stages": (["mesh.stage=2", "mesh.microbatches=3"], "mesh.microbatches", "is not a multiple of mesh.stage=2; use 4",
+                                 ["mesh.microbatches=4"]),
+    "rows_over_microbatches": (["mesh.stage=2", "mesh.fsdp=2", "mesh.microbatches=8"], "train.batch_size", "use a multiple of 16",
+                               ["train.batch_size=16"]),
+    "ring_over_an_odd_length": (["mesh.context=2", "data.seq_len=34"], "data.seq_len", "is not divisible by 2 x mesh.context=2", ["data.seq_len=36"]),
+    "ulysses_over_few_heads": (["mesh.context=8", "mesh.context_kind=ulysses"], "mesh.context_kind", "4 heads over mesh.context=8",
+                               ["mesh.context=4"]),
+    "experts_without_a_mixture": (["mesh.expert=2"], "mesh.expert", "no block of the model has a mixture of experts; use mesh.fsdp=2",
+                                  ["mesh.expert=1"]),
     "profile_beyond_the_run": (["train.profile={start: 98, steps: 3}"], "train.profile", "reach beyond train.steps=100", ["train.profile.start=97"]),
 }
 

@@ -15,12 +15,14 @@ MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("
 
 # From top to bottom. A module may import what stands below it, and its own package; not its peers in the same line. The longest name counts.
 LEVELS = (
-    ("train", "score", "convert", "data.cli", "config.cli"),
+    ("train", "plan", "score", "convert", "data.cli", "config.cli"),
     ("cli",),
     ("startup", "evaluate", "meter"),
+    ("fit", "executable"),
     ("schema",),
     ("rules",),
     ("mesh_rules",),
+    ("parallel_rules",),
     ("run",),
     ("placement",),
     ("checkpoint.hf",),
@@ -28,6 +30,7 @@ LEVELS = (
     ("layers", "chips"),
     ("kernels",),
     ("sharding",),
+    ("devices",),
     ("config",),
 )
 LEVEL = {f"maxstack.{name}": depth for depth, names in enumerate(LEVELS) for name in names}

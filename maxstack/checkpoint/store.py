@@ -1,6 +1,7 @@
 """Checkpoints of one run: weights, optimizer, data position and step in one atomic step folder, written by Orbax in the background."""
 
 import contextlib
+import fnmatch
 import json
 import time
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 Tree = Any
 FORMAT = 1
-FREE = ("model.dtype", "model.weights", "model.remat", "model.unroll", "data.workers", "data.prefetch")
+FREE = ("model.dtype", "model.weights", "model.remat", "model.unroll", "model.blocks.*.slack", "data.workers", "data.prefetch")
 BOUND = ("model", "quantization", "data", "objective", "train.batch_size")
 
 
@@ -177,7 +178,8 @@ def _changes(saved: dict[str, Any], cfg: "Config", keys: tuple[str, ...]) -> lis
 
 
 def _under(key: str, prefixes: tuple[str, ...]) -> bool:
-    return any(key == prefix or key.startswith((prefix + ".", prefix + ":")) for prefix in prefixes)
+    name = key.partition(":")[0]
+    return any(fnmatch.fnmatchcase(name, pattern) for prefix in prefixes for pattern in (prefix, f"{prefix}.*"))
 
 
 def _other_state(where: str, saved: dict[str, Any], cfg: "Config", found: Mapping[str, Any], wanted: Mapping[str, Any]) -> ConfigError:

@@ -4,12 +4,18 @@ Shapes: B batch  T query time  S key time  N heads  K kv heads  G heads / kv hea
 """
 
 import dataclasses
+import functools
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
 
-from maxstack.kernels.blockwise_attention import blockwise_attention
+from maxstack import sharding
+from maxstack.kernels import sequences
+from maxstack.kernels.blockwise_attention import Scoring, blockwise_attention
+from maxstack.kernels.ring_attention import ring_attention
 
 MASKED = -1e30
 
@@ -35,9 +41,13 @@ def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKV: jax.Array, segments_
     same = () if segments_BT is None else (segments_BT,)
     if request.chunk:
         if positions_BT is None:
+            assert not sequences.split_over(), "parts of a sequence cannot count its positions"
             positions_BT = _places(segments_BT, q_BTNH.shape[1])
         same = (*same, positions_BT // request.chunk)
-    return BACKENDS[choose(backend)](q_BTNH, k_BSKH, v_BSKV, sinks_N, same, request)
+    with jax.named_scope("attention"):
+        if sharding.current() is None:
+            return BACKENDS[choose(backend)](q_BTNH, k_BSKH, v_BSKV, sinks_N, same, request)
+        return _on_own_part(choose(backend), q_BTNH, k_BSKH, v_BSKV, sinks_N, same, request)
 
 
 def choose(backend: Literal["auto", "reference", "blockwise"]) -> str:
@@ -69,8 +79,61 @@ def reference(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKV: jax.Array, sinks_N: 
 
 def _blockwise(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKV: jax.Array, sinks_N: jax.Array | None, same: tuple[jax.Array, ...],
                request: Request) -> jax.Array:
+    return blockwise_attention(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, _scoring(request))
+
+
+def _scoring(request: Request) -> Scoring:
     reach = min((limit for limit in (request.window, request.chunk) if limit), default=None)
-    return blockwise_attention(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, request.scale, reach, request.soft_cap)
+    return Scoring(request.scale, reach, request.soft_cap)
+
+
+def _on_own_part(backend: str, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKV: jax.Array, sinks_N: jax.Array | None, same: tuple[jax.Array, ...],
+                 request: Request) -> jax.Array:
+    """Each device attends with its own rows and heads."""
+    batch, seq = sharding.here("batch seq")
+    heads, keys, inner = sequences.head_axes(q_BTNH.shape[2], k_BSKH.shape[2])
+    groups, serve = q_BTNH.shape[2] // k_BSKH.shape[2], functools.partial(KINDS[sequences.kind()], backend, sequences.split_over(), request)
+
+    def local(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKV: jax.Array, sinks_N: jax.Array | None, same: tuple[jax.Array, ...]) -> jax.Array:
+        k_BSKH, v_BSKV = (sequences.of_queries(x, q_BTNH.shape[2], groups, inner) for x in (k_BSKH, v_BSKV))
+        return serve(q_BTNH, k_BSKH, v_BSKV, sinks_N, same)
+
+    of_q, of_k = PartitionSpec(batch, seq, heads), PartitionSpec(batch, seq, keys)
+    specs = of_q, of_k, of_k, PartitionSpec(heads), tuple(sequences.place(x) for x in same)
+    return sharding.per_device(local, specs, of_q)(q_BTNH, k_BSKH, v_BSKV, sinks_N, same)
+
+
+def _whole(backend: str, axes: sequences.Axes, request: Request, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKV: jax.Array, sinks_N: jax.Array | None,
+           same: tuple[jax.Array, ...]) -> jax.Array:
+    return BACKENDS[backend](q_BTNH, k_BSKH, v_BSKV, sinks_N, same, request)
+
+
+def _by_heads(backend: str, axes: sequences.Axes, request: Request, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKV: jax.Array,
+              sinks_N: jax.Array | None, same: tuple[jax.Array, ...]) -> jax.Array:
+    """Whole sequences of some heads; back to all heads of this device's part."""
+    keys, values = (sequences.to_heads(sequences.repeated(x, axes), axes) for x in (k_BSKH, v_BSKV))
+    sinks_N = None if sinks_N is None else sequences.share(sinks_N, axes)
+    same = tuple(sequences.whole(x, axes) for x in same)
+    return sequences.to_parts(BACKENDS[backend](sequences.to_heads(q_BTNH, axes), keys, values, sinks_N, same, request), axes)
+
+
+def _in_ring(backend: str, axes: sequences.Axes, request: Request, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKV: jax.Array,
+             sinks_N: jax.Array | None, same: tuple[jax.Array, ...]) -> jax.Array:
+    """Around the ring; the reference gathers whole sequences on every device instead."""
+    if backend == "blockwise":
+        return ring_attention(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, _scoring(request), axes)
+    order = np.argsort(sequences.zigzag(jax.lax.axis_size(axes)))
+
+    def whole(x: jax.Array) -> jax.Array:
+        chunks = sequences.whole(x, axes).reshape(x.shape[0], len(order), -1, *x.shape[2:])
+        return chunks[:, order].reshape(x.shape[0], -1, *x.shape[2:])
+
+    o_BTNV = BACKENDS[backend](whole(q_BTNH), whole(k_BSKH), whole(v_BSKV), sinks_N, tuple(whole(x) for x in same), request)
+    chunks, device = jnp.stack(jnp.split(o_BTNV, len(order), axis=1)), jax.lax.axis_index(axes)
+    return jnp.concatenate([chunks[device], chunks[len(order) - 1 - device]], axis=1)
+
+
+KINDS = {None: _whole, "ulysses": _by_heads, "ring": _in_ring}
 
 
 def _places(segments_BT: jax.Array | None, t: int) -> jax.Array:

@@ -1,8 +1,7 @@
-"""Attention a block of queries at a time, in plain XLA: masked blocks are skipped and no score outlives its block.
+"""Attention a tile at a time, some queries against some keys, in plain XLA: tiles that the mask hides are skipped, and no score outlives its tile.
 
 The backward pass recomputes the scores from the saved log-sum-exp (FlashAttention, Dao et al. 2022, arXiv:2205.14135).
-Shapes: B batch  T query time  S key time  N heads  K kv heads  G heads / kv heads  H head dim  V value head dim  Q rows of a block, G x queries
-  R blocks of a run.
+Shapes: B batch  T query time  S key time  N heads  K kv heads  G heads / kv heads  H head dim  V value head dim  Q rows of a tile, G x queries.
 """
 
 import functools
@@ -11,153 +10,285 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from maxstack import sharding
 
 MASKED = -1e30
-BLOCK, MOST_RUNS = 128, 16
+SIZES = {"cpu": (256, 256)}
+"""Queries and keys of a tile by platform: on a CPU they stay in the cache."""
+OTHER_SIZES = (512, 1024)
 _cut, _dot = jax.lax.dynamic_slice_in_dim, functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def blockwise_attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKV: jax.Array, sinks_N: jax.Array | None, same: tuple[jax.Array, ...],
-                        scale: float, window: int | None, soft_cap: float | None) -> jax.Array:
-    """Causal grouped-query attention -> [B, T, N, V] in q's dtype; see kernels/attention.py for the meaning of the arguments.
+class Scoring(NamedTuple):
+    """Scores are q.k * scale, soft-capped, and a query sees the last `window` positions, itself included; None: neither."""
 
-    No score array has more than BLOCK rows a head, whatever T.
-    """
-    return _forward(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, scale, window, soft_cap)[0]
+    scale: float
+    window: int | None
+    soft_cap: float | None
 
 
-class Run(NamedTuple):
-    """Blocks of `rows` queries and the `keys` keys that they can see; `starts` and `firsts` say where those of each block begin."""
+class Numbers(NamedTuple):
+    """What tells which queries see which keys, int32 [B or 1, T or S] each."""
 
-    starts: tuple[int, ...]
-    firsts: tuple[int, ...]
+    place: jax.Array
+    """In the sequence, rising."""
+    same: tuple[jax.Array, ...]
+    """A query sees keys with equal numbers in each."""
+
+
+class Tiles(NamedTuple):
+    """Tiles of one size."""
+
+    starts: np.ndarray | jax.Array
+    """Where the queries of each begin."""
+    firsts: np.ndarray | jax.Array
+    """Where its keys begin."""
     rows: int
     keys: int
+    earlier: bool = False
+    """All keys come before all queries."""
 
 
-def _runs(t: int, window: int | None) -> Iterator[Run]:
-    """All queries in order. Runs are unrolled, and their blocks looped over: at most MOST_RUNS and a remainder."""
-    size = BLOCK * -(-t // (BLOCK * MOST_RUNS))
-    for start in range(0, t, size):
-        end = min(start + size, t)
-        whole = end - (end - start) % BLOCK
-        for begin, stop, rows in ((start, whole, BLOCK), (whole, end, end - whole)):
-            if begin < stop:
-                keys = min(stop, rows + window - 1) if window else stop
-                starts = tuple(range(begin, stop, rows))
-                yield Run(starts, tuple(max(0, at + rows - keys) for at in starts), rows, keys)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def blockwise_attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKV: jax.Array, sinks_N: jax.Array | None, same: tuple[jax.Array, ...],
+                        scoring: Scoring) -> jax.Array:
+    """Causal grouped-query attention -> [B, T, N, V] in q's dtype; see kernels/attention.py for the meaning of the arguments.
+
+    No score array has more than one tile a head, whatever T.
+    """
+    return _forward(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, scoring)[0]
 
 
-def _over(run: Run, step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, *given: jax.Array) -> tuple[Any, Any]:
-    """`step` over the blocks of a run as a scan: (carry, results stacked)."""
-    if len(run.starts) == 1:
-        carry, out = step(carry, (run.starts[0], run.firsts[0], *(x[0] for x in given)))
-        return carry, jax.tree.map(lambda x: x[None], out)
-    return jax.lax.scan(step, carry, (jnp.asarray(run.starts), jnp.asarray(run.firsts), *given))
+def _forward(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, scoring):
+    q_BKGTH, given = by_head(q_BTNH, k_BSKH, v_BSKV)
+    tiles, numbers = causal(q_BTNH.shape[1], scoring.window), _natural(q_BTNH, same)
+    o_BKGTV, log_BKGT = gather(nothing(q_BKGTH, given, sinks_N), q_BKGTH, given, (numbers, numbers), tiles, scoring)
+    o_BTNV = by_time(o_BKGTV).astype(q_BTNH.dtype)
+    return o_BTNV, (q_BTNH, k_BSKH, v_BSKV, sinks_N, same, o_BTNV, log_BKGT)
 
 
-def _by_head(x_BTNH: jax.Array, kv: int) -> jax.Array:
+def _backward(scoring, saved, do_BTNV):
+    q_BTNH, k_BSKH, v_BSKV, sinks_N, same, o_BTNV, log_BKGT = saved
+    q_BKGTH, given = by_head(q_BTNH, k_BSKH, v_BSKV)
+    tiles, numbers = causal(q_BTNH.shape[1], scoring.window), _natural(q_BTNH, same)
+    asked = ask(q_BKGTH, o_BTNV, do_BTNV, log_BKGT)
+    dq, dkv = spread((zeros(q_BKGTH), (zeros(given[0]), zeros(given[1]))), asked, given, (numbers, numbers), tiles, scoring)
+    return by_time(dq).astype(q_BTNH.dtype), *(by_time(x[:, :, None]).astype(k_BSKH.dtype) for x in dkv), of_sinks(sinks_N, asked), None
+
+
+blockwise_attention.defvjp(_forward, _backward)
+
+
+def _natural(q_BTNH: jax.Array, same: tuple[jax.Array, ...]) -> Numbers:
+    return Numbers(jnp.arange(q_BTNH.shape[1])[None], same)
+
+
+def sizes() -> tuple[int, int]:
+    """Queries and keys of a tile."""
+    found = sharding.current()
+    return SIZES.get(found[0].devices.flat[0].platform if found else jax.default_backend(), OTHER_SIZES)
+
+
+def spans(t: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """(begin, end, size) of whole tiles along t, and of a remainder."""
+    whole = t - t % size
+    yield from ((begin, end, size) for begin, end, size in ((0, whole, size), (whole, t, t - whole)) if begin < end)
+
+
+def causal(t: int, window: int | None) -> list[Tiles]:
+    """All of t queries against the keys up to themselves."""
+    most_rows, most_keys = sizes()
+    if window and window <= 4 * most_keys:  # one tile, of as many keys as its queries see: half the rows, so that fewer of them are masked
+        keys_of = {span: min(span[1], span[2] + window - 1) for span in spans(t, most_rows // 2)}
+        return [Tiles(np.arange(*span), np.maximum(0, np.arange(*span) + span[2] - keys), span[2], keys) for span, keys in keys_of.items()]
+    found = []
+    for begin, end, rows in spans(t, most_rows):
+        for first, last, keys in spans(t, most_keys):
+            start, key = np.meshgrid(np.arange(begin, end, rows), np.arange(first, last, keys), indexing="ij")
+            seen = (key < start + rows) & (start - (key + keys - 1) < (window or t))
+            if seen.any():
+                found.append(Tiles(start[seen], key[seen], rows, keys))
+    return found
+
+
+Keys = tuple[jax.Array, jax.Array]
+"""Keys [B, K, S, H] and values [B, K, S, V]."""
+
+
+def by_head(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKV: jax.Array) -> tuple[jax.Array, Keys]:
+    """[B, K, G, T, H] and keys and values."""
+    return _grouped(q_BTNH, k_BSKH.shape[2]), (k_BSKH.transpose(0, 2, 1, 3), v_BSKV.transpose(0, 2, 1, 3))
+
+
+def by_time(x_BKGTH: jax.Array) -> jax.Array:
+    """[B, T, N, H]."""
+    b, k, g, t, h = x_BKGTH.shape
+    return x_BKGTH.transpose(0, 3, 1, 2, 4).reshape(b, t, k * g, h)
+
+
+def _grouped(x_BTNH: jax.Array, kv: int) -> jax.Array:
     b, t, n, h = x_BTNH.shape
     return x_BTNH.reshape(b, t, kv, n // kv, h).transpose(0, 2, 3, 1, 4)
 
 
-def _rows(x_BKGTH: jax.Array, start: int | jax.Array, rows: int) -> jax.Array:
-    b, k, g, _, h = x_BKGTH.shape
-    return _cut(x_BKGTH, start, rows, 3).reshape(b, k, g * rows, h)
+def zeros(x: jax.Array) -> jax.Array:
+    """The gradient of x before the first tile: float32."""
+    return jnp.zeros(x.shape, jnp.float32)
 
 
-def _by_time(runs: list[jax.Array], groups: int) -> jax.Array:
-    """[R, B, K, Q, H] of each run -> [B, T, N, H]."""
-    _, b, k, _, h = runs[0].shape
-    parts = [x.reshape(x.shape[0], b, k, groups, -1, h).transpose(1, 2, 3, 0, 4, 5).reshape(b, k, groups, -1, h) for x in runs]
-    return jnp.concatenate(parts, axis=3).transpose(0, 3, 1, 2, 4).reshape(b, -1, k * groups, h)
+Pair = tuple[Numbers, Numbers]
+"""Of the queries, and of the keys."""
+Gathered = tuple[jax.Array, jax.Array]
+"""What queries have gathered from the keys so far [B, K, G, T, V], and the log-sum-exp of their scores [B, K, G, T], both float32."""
 
 
-def _scores(q_BKQH: jax.Array, k_BKSH: jax.Array, same: tuple[jax.Array, ...], start: int | jax.Array, first: int | jax.Array, rows: int,
-            window: int | None, soft_cap: float | None) -> tuple[jax.Array, jax.Array]:
-    """Masked scores, and the scores before the mask."""
-    keys = k_BKSH.shape[2]
-    raw = _dot("BKQH,BKSH->BKQS", q_BKQH, k_BKSH)
-    if soft_cap:
-        raw = soft_cap * jnp.tanh(raw / soft_cap)
-    distance = (start + jnp.arange(rows))[:, None] - (first + jnp.arange(keys))[None, :]
-    seen = (distance >= 0)[None]
-    if window:
-        seen = seen & (distance < window)[None]
-    for numbers in same:
-        seen = seen & (_cut(numbers, start, rows, 1)[:, :, None] == _cut(numbers, first, keys, 1)[:, None, :])
-    return jnp.where(jnp.tile(seen, (1, q_BKQH.shape[2] // rows, 1))[:, None], raw, MASKED), raw
+def nothing(q_BKGTH: jax.Array, given: Keys, sinks_N: jax.Array | None) -> Gathered:
+    """What queries have gathered before the first key: the sinks give nothing, but take their share of the softmax."""
+    k, g = q_BKGTH.shape[1:3]
+    log = jnp.asarray(MASKED, jnp.float32) if sinks_N is None else sinks_N.astype(jnp.float32).reshape(1, k, g, 1)
+    return jnp.zeros((*q_BKGTH.shape[:4], given[1].shape[3]), jnp.float32), jnp.broadcast_to(log, q_BKGTH.shape[:4])
 
 
-def _forward(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, scale, window, soft_cap):
-    kv = k_BSKH.shape[2]
-    q_BKGTH = _by_head(q_BTNH * jnp.asarray(scale, q_BTNH.dtype), kv)
-    k_BKSH, v_BKSV = k_BSKH.transpose(0, 2, 1, 3), v_BSKV.transpose(0, 2, 1, 3)
-    groups, outs, logs = q_BKGTH.shape[2], [], []
-    for run in _runs(q_BTNH.shape[1], window):
-        sinks = None if sinks_N is None else jnp.repeat(sinks_N.astype(jnp.float32).reshape(1, kv, groups, 1), run.rows, axis=2)
+def gather(before: Gathered, q_BKGTH: jax.Array, given: Keys, numbers: Pair, tiles: list[Tiles], scoring: Scoring) -> Gathered:
+    """What queries have gathered after the keys of `tiles` too."""
+    k_BKSH, v_BKSV = given
+    q_BKGTH = q_BKGTH * jnp.asarray(scoring.scale, q_BKGTH.dtype)
 
-        def step(_, at, run=run, sinks=sinks):
-            start, first = at
-            s_BKQS, _ = _scores(_rows(q_BKGTH, start, run.rows), _cut(k_BKSH, first, run.keys, 2), same, start, first, run.rows, window, soft_cap)
-            top = s_BKQS.max(axis=-1, keepdims=True)
-            top = top if sinks is None else jnp.maximum(top, sinks)
-            p_BKQS = jnp.exp(s_BKQS - top)
-            total = p_BKQS.sum(axis=-1, keepdims=True)
-            total = total if sinks is None else total + jnp.exp(sinks - top)
-            o_BKQV = _dot("BKQS,BKSV->BKQV", p_BKQS.astype(v_BSKV.dtype), _cut(v_BKSV, first, run.keys, 2))
-            return None, ((o_BKQV / total).astype(q_BTNH.dtype), top + jnp.log(total))
+    def tile(size: Tiles, state: Gathered, start: jax.Array, first: jax.Array) -> Gathered:
+        near = _near(numbers, start, first, size)
+        had_BKQV, had_BKQ = (_rows(x, start, size.rows) for x in state)
 
-        _, (out, log) = _over(run, step, None)
-        outs.append(out)
-        logs.append(log)
-    o_BTNV = _by_time(outs, groups)
-    return o_BTNV, (q_BTNH, k_BSKH, v_BSKV, sinks_N, same, o_BTNV, logs)
+        def seen() -> Gathered:
+            s_BKQS, _ = _scores(_rows(q_BKGTH, start, size.rows), _cut(k_BKSH, first, size.keys, 2), near, size, scoring)
+            top_BKQ = jnp.maximum(s_BKQS.max(axis=-1), had_BKQ)
+            p_BKQS, kept_BKQ = jnp.exp(s_BKQS - top_BKQ[..., None]), jnp.exp(had_BKQ - top_BKQ)
+            total_BKQ = p_BKQS.sum(axis=-1) + kept_BKQ
+            o_BKQV = _dot("BKQS,BKSV->BKQV", p_BKQS.astype(v_BKSV.dtype), _cut(v_BKSV, first, size.keys, 2))
+            return (o_BKQV + had_BKQV * kept_BKQ[..., None]) / total_BKQ[..., None], top_BKQ + jnp.log(total_BKQ)
+
+        o_BKQV, log_BKQ = _unless_past(scoring.window, near, size, seen, lambda: (had_BKQV, had_BKQ))
+        return _put(state[0], start, o_BKQV), _put(state[1], start, log_BKQ)
+
+    return _over(tiles, tile, before)
 
 
-def _backward(scale, window, soft_cap, saved, do_BTNV):
-    q_BTNH, k_BSKH, v_BSKV, sinks_N, same, o_BTNV, logs = saved
-    kv, dtype = k_BSKH.shape[2], q_BTNH.dtype
-    q_BKGTH = _by_head(q_BTNH * jnp.asarray(scale, dtype), kv)
-    do_BKGTV, o_BKGTV = _by_head(do_BTNV, kv), _by_head(o_BTNV, kv)
-    k_BKSH, v_BKSV = k_BSKH.transpose(0, 2, 1, 3), v_BSKV.transpose(0, 2, 1, 3)
-    groups, dqs, grads = q_BKGTH.shape[2], [], (jnp.zeros(k_BKSH.shape, jnp.float32), jnp.zeros(v_BKSV.shape, jnp.float32))
-    for run, logs_R in zip(_runs(q_BTNH.shape[1], window), logs, strict=True):
+class Asked(NamedTuple):
+    """Queries, the gradient of what they gathered, its product with that summed over V, and the log-sum-exp of their scores."""
 
-        def step(grads, at, run=run):
-            start, first, log = at
-            dk, dv = grads
-            q, do, o = (_rows(x, start, run.rows) for x in (q_BKGTH, do_BKGTV, o_BKGTV))
-            k, v = _cut(k_BKSH, first, run.keys, 2), _cut(v_BKSV, first, run.keys, 2)
-            s_BKQS, raw = _scores(q, k, same, start, first, run.rows, window, soft_cap)
-            p_BKQS = jnp.exp(s_BKQS - log)
-            dv = _add(dv, first, _dot("BKQS,BKQV->BKSV", p_BKQS.astype(dtype), do))
-            mean = (do.astype(jnp.float32) * o.astype(jnp.float32)).sum(axis=-1, keepdims=True)
-            ds = p_BKQS * (_dot("BKQV,BKSV->BKQS", do, v) - mean)
-            if soft_cap:
-                ds = ds * (1 - jnp.square(raw / soft_cap))
+    q_BKGTH: jax.Array
+    do_BKGTV: jax.Array
+    mean_BKGT: jax.Array
+    log_BKGT: jax.Array
+
+
+def ask(q_BKGTH: jax.Array, o_BTNV: jax.Array, do_BTNV: jax.Array, log_BKGT: jax.Array) -> Asked:
+    """What the backward pass needs to know of the queries."""
+    mean_BTN = (do_BTNV.astype(jnp.float32) * o_BTNV.astype(jnp.float32)).sum(axis=-1)
+    kv = q_BKGTH.shape[1]
+    return Asked(q_BKGTH, _grouped(do_BTNV, kv), _grouped(mean_BTN[..., None], kv)[..., 0], log_BKGT)
+
+
+Grads = tuple[jax.Array, Keys]
+"""Of queries [B, K, G, T, H], and of keys and values: float32."""
+
+
+def spread(before: Grads, asked: Asked, given: Keys, numbers: Pair, tiles: list[Tiles], scoring: Scoring) -> Grads:
+    """`before` and the gradients of what was gathered in `tiles`."""
+    (k_BKSH, v_BKSV), dtype = given, given[0].dtype
+    q_BKGTH = asked.q_BKGTH * jnp.asarray(scoring.scale, dtype)
+
+    def tile(size: Tiles, grads: Grads, start: jax.Array, first: jax.Array) -> Grads:
+        near = _near(numbers, start, first, size)
+        q, do, mean, log = (_rows(x, start, size.rows) for x in (q_BKGTH, *asked[1:]))
+        k, v = _cut(k_BKSH, first, size.keys, 2), _cut(v_BKSV, first, size.keys, 2)
+
+        def seen() -> Grads:
+            s_BKQS, raw = _scores(q, k, near, size, scoring)
+            p_BKQS = jnp.exp(s_BKQS - log[..., None])
+            dv = _dot("BKQS,BKQV->BKSV", p_BKQS.astype(dtype), do)
+            ds = p_BKQS * (_dot("BKQV,BKSV->BKQS", do, v) - mean[..., None])
+            if scoring.soft_cap:
+                ds = ds * (1 - jnp.square(raw / scoring.soft_cap))
             ds = ds.astype(dtype)
-            dk = _add(dk, first, _dot("BKQS,BKQH->BKSH", ds, q))
-            return (dk, dv), (_dot("BKQS,BKSH->BKQH", ds, k) * scale).astype(dtype)
+            return _dot("BKQS,BKSH->BKQH", ds, k) * scoring.scale, (_dot("BKQS,BKQH->BKSH", ds, q), dv)
 
-        grads, dq = _over(run, step, grads, logs_R)
-        dqs.append(dq)
-    dk, dv = (x.transpose(0, 2, 1, 3).astype(dtype) for x in grads)
-    return _by_time(dqs, groups), dk, dv, _of_sinks(sinks_N, _by_time(logs, groups), o_BTNV, do_BTNV), None
+        dq, dkv = _unless_past(scoring.window, near, size, seen, lambda: (zeros(q), (zeros(k), zeros(v))))
+        dq = _put(grads[0], start, dq + _rows(grads[0], start, size.rows))
+        return dq, (_add(grads[1][0], first, dkv[0]), _add(grads[1][1], first, dkv[1]))
 
-
-def _add(x_BKSH: jax.Array, first: int | jax.Array, part: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(x_BKSH, _cut(x_BKSH, first, part.shape[2], 2) + part, first, 2)
+    return _over(tiles, tile, before)
 
 
-def _of_sinks(sinks_N: jax.Array | None, logs_BTN1: jax.Array, o_BTNV: jax.Array, do_BTNV: jax.Array) -> jax.Array | None:
+def of_sinks(sinks_N: jax.Array | None, asked: Asked) -> jax.Array | None:
     """A sink gives nothing, so its gradient is minus its share of the softmax times what the others give."""
     if sinks_N is None:
         return None
-    given_BTN = (do_BTNV.astype(jnp.float32) * o_BTNV.astype(jnp.float32)).sum(axis=-1)
-    share_BTN = jnp.exp(sinks_N.astype(jnp.float32) - logs_BTN1[..., 0])
-    return -(share_BTN * given_BTN).sum(axis=(0, 1)).astype(sinks_N.dtype)
+    share_BKGT = jnp.exp(sinks_N.astype(jnp.float32).reshape(1, *asked.log_BKGT.shape[1:3], 1) - asked.log_BKGT)
+    return -(share_BKGT * asked.mean_BKGT).sum(axis=(0, 3)).reshape(-1).astype(sinks_N.dtype)
 
 
-blockwise_attention.defvjp(_forward, _backward)
+def _scores(q_BKQH: jax.Array, k_BKSH: jax.Array, near: Pair, size: Tiles, scoring: Scoring) -> tuple[jax.Array, jax.Array]:
+    """Masked scores, and the scores before the mask."""
+    raw = _dot("BKQH,BKSH->BKQS", q_BKQH, k_BKSH)
+    if scoring.soft_cap:
+        raw = scoring.soft_cap * jnp.tanh(raw / scoring.soft_cap)
+    of_q, of_k = near
+    distance = of_q.place[:, :, None] - of_k.place[:, None, :]
+    masks = [] if size.earlier else [distance >= 0]
+    if scoring.window:
+        masks.append(distance < scoring.window)
+    masks += [mine[:, :, None] == theirs[:, None, :] for mine, theirs in zip(of_q.same, of_k.same, strict=True)]
+    if not masks:
+        return raw, raw
+    seen = functools.reduce(jnp.logical_and, masks)
+    return jnp.where(jnp.tile(seen, (1, q_BKQH.shape[2] // size.rows, 1))[:, None], raw, MASKED), raw
+
+
+def _near(numbers: Pair, start: jax.Array, first: jax.Array, size: Tiles) -> Pair:
+    """The numbers of one tile's queries and keys."""
+    of_q, of_k = numbers
+    return jax.tree.map(lambda x: _cut(x, start, size.rows, 1), of_q), jax.tree.map(lambda x: _cut(x, first, size.keys, 1), of_k)
+
+
+def _unless_past(window: int | None, near: Pair, size: Tiles, seen: Callable[[], Any], passed: Callable[[], Any]) -> Any:
+    """`seen`, or `passed` where the last of earlier keys lies outside the first query's window."""
+    if not window or not size.earlier:
+        return seen()
+    return jax.lax.cond(near[0].place[0, 0] - near[1].place[0, -1] < window, seen, passed)
+
+
+def _over(tiles: list[Tiles], tile: Callable[..., Any], state: Any) -> Any:
+    """The state after every tile: a loop for each size.
+
+    No scan: differentiating a scan over layers takes what is the same for all of them out of a scan inside, and would keep the masks of all tiles.
+    """
+    for size in tiles:
+        if len(size.starts) == 1:
+            state = tile(size, state, size.starts[0], size.firsts[0])
+            continue
+        starts, firsts = jnp.asarray(size.starts, jnp.int32), jnp.asarray(size.firsts, jnp.int32)
+
+        def next_tile(at: tuple[jax.Array, Any], size: Tiles = size, starts: jax.Array = starts, firsts: jax.Array = firsts) -> Any:
+            return at[0] + 1, tile(size, at[1], starts[at[0]], firsts[at[0]])
+
+        _, state = jax.lax.while_loop(functools.partial(_before, len(size.starts)), next_tile, (jnp.zeros((), jnp.int32), state))
+    return state
+
+
+def _before(last: int, at: tuple[jax.Array, Any]) -> jax.Array:
+    return at[0] < last
+
+
+def _rows(x_BKGTH: jax.Array, start: jax.Array, rows: int) -> jax.Array:
+    b, k, g, _, *h = x_BKGTH.shape
+    return _cut(x_BKGTH, start, rows, 3).reshape(b, k, g * rows, *h)
+
+
+def _put(x_BKGTH: jax.Array, start: jax.Array, part: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(x_BKGTH, part.reshape(*x_BKGTH.shape[:3], -1, *x_BKGTH.shape[4:]), start, 3)
+
+
+def _add(x_BKSH: jax.Array, first: jax.Array, part: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(x_BKSH, _cut(x_BKSH, first, part.shape[2], 2) + part, first, 2)

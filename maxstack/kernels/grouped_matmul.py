@@ -16,7 +16,8 @@ LEAST_ROWS, MOST_ROWS = 8, 128
 def grouped_matmul(x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array, backend: Backend = "auto", platform: str | None = None) -> jax.Array:
     """The first sizes[0] rows of x times w[0], the next sizes[1] times w[1], ... -> [M, N] in x's dtype, which w shares.
 
-    `sizes_E` are integers that add up to M; zeros are fine. `platform` is where the program will run; None: jax's default backend.
+    `sizes_E` are integers that add up to M at most; zeros are fine. Rows past their sum belong to no group: whatever numbers they hold, they give
+    zeros and have no gradient. `platform` is where the program will run; None: jax's default backend.
     """
     return BACKENDS[choose(backend, platform or jax.default_backend())](x_MK, w_EKN, sizes_E)
 
@@ -38,7 +39,14 @@ def reference(x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> jax.Arra
 
 
 def _ragged_dot(x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    return jax.lax.ragged_dot(x_MK, w_EKN, sizes_E.astype(jnp.int32))
+    """Rows of no group are masked on both sides: what the hardware's own ragged matmuls leave there is not said."""
+    grouped_M1 = _grouped(x_MK.shape[0], sizes_E)
+    return jnp.where(grouped_M1, jax.lax.ragged_dot(jnp.where(grouped_M1, x_MK, 0), w_EKN, sizes_E.astype(jnp.int32)), 0)
+
+
+def _grouped(rows: int, sizes_E: jax.Array) -> jax.Array:
+    """True for the rows that belong to a group [rows, 1]."""
+    return jnp.arange(rows)[:, None] < sizes_E.sum()
 
 
 @jax.custom_vjp
@@ -53,7 +61,8 @@ def _rows(m: int, groups: int) -> int:
 
 
 def _by_blocks(x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array, transposed: bool) -> jax.Array:
-    """x times each matrix, or times its transpose. A last block runs over into the next group, whose own blocks then overwrite it.
+    """x times each matrix, or times its transpose. A last block runs over into the next group, whose own blocks then overwrite it, or
+    into rows of no group, which are cleared.
 
     In float32, which most CPUs multiply in any case: cast here, a matrix is cast once a group and not once a block.
     """
@@ -72,7 +81,8 @@ def _by_blocks(x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array, transposed
         return jax.lax.fori_loop(0, -(-size // rows), block, out_MN), None
 
     out_MN = jnp.zeros((padded.shape[0], w_EKN.shape[1 if transposed else 2]), jnp.float32)
-    return jax.lax.scan(group, out_MN, (w_EKN, jnp.cumsum(sizes_E) - sizes_E, sizes_E))[0][: x_MK.shape[0]].astype(x_MK.dtype)
+    out_MN = jax.lax.scan(group, out_MN, (w_EKN, jnp.cumsum(sizes_E) - sizes_E, sizes_E))[0][: x_MK.shape[0]]
+    return jnp.where(_grouped(x_MK.shape[0], sizes_E), out_MN, 0).astype(x_MK.dtype)
 
 
 def _outer_by_blocks(x_MK: jax.Array, y_MN: jax.Array, sizes_E: jax.Array) -> jax.Array:

@@ -52,7 +52,7 @@ class Attention(nnx.Module):
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
         """What each position gathers from the positions of its document that it sees: [B, T, D]."""
         cfg = self.cfg
-        q_BTNH = self._placed(_biased(project(x_BTD, self.query), self.query_bias), self.query_norm, context)
+        q_BTNH = self._placed(_projected(x_BTD, self.query, self.query_bias, "heads"), self.query_norm, context)
         if cfg.temperature:
             q_BTNH = (q_BTNH * temperature(cfg.temperature, context.positions_BT)[:, :, None, None]).astype(x_BTD.dtype)
         q_BTNH = checkpoint_name(constrain(q_BTNH, "batch seq heads head_dim"), "query")
@@ -67,8 +67,8 @@ class Attention(nnx.Module):
     def keys_values(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
         """Keys, normed and rotated, and values, normed: each [B, S, K, H]."""
         assert self.key is not None, "a block with share_kv has no keys of its own"
-        raw_BSKH = _biased(project(x_BTD, self.key), self.key_bias)
-        v_BSKH = raw_BSKH if self.value is None else _biased(project(x_BTD, self.value), self.value_bias)
+        raw_BSKH = _projected(x_BTD, self.key, self.key_bias, "kv_heads")
+        v_BSKH = raw_BSKH if self.value is None else _projected(x_BTD, self.value, self.value_bias, "kv_heads")
         v_BSKH = v_BSKH if self.value_norm is None else self.value_norm(v_BSKH)
         k_BSKH = checkpoint_name(constrain(self._placed(raw_BSKH, self.key_norm, context), "batch seq kv_heads head_dim"), "key")
         return k_BSKH, checkpoint_name(constrain(v_BSKH, "batch seq kv_heads head_dim"), "value")
@@ -97,6 +97,11 @@ def temperature(cfg: TemperatureConfig, positions_BT: jax.Array) -> jax.Array:
     """The factor of the queries at each position, float32 [B, T] (Nakanishi 2025, arXiv:2501.19399, in steps as Llama 4 takes it)."""
     steps_BT = jnp.floor((positions_BT.astype(jnp.float32) + 1) / cfg.length)
     return 1 + cfg.scale * jnp.log1p(steps_BT)
+
+
+def _projected(x_BTD: jax.Array, w: nnx.Param, bias: nnx.Param | None, axis: str) -> jax.Array:
+    """Heads, pinned to the mesh before norm and rotation, which are float32: else XLA may move them after."""
+    return _biased(constrain(project(x_BTD, w), f"batch seq {axis} head_dim"), bias)
 
 
 def _biased(x: jax.Array, bias: nnx.Param | None) -> jax.Array:

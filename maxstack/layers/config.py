@@ -1,5 +1,6 @@
 """The layers' configuration, apart from their code so that a configuration is checked before jax is imported."""
 
+import math
 from typing import Annotated, Literal
 
 import pydantic
@@ -322,7 +323,7 @@ class SharedExpertConfig(Section):
 
 
 class MoEConfig(Section):
-    """Mixture of gated experts, dropless: every token reaches its experts."""
+    """Mixture of gated experts."""
 
     kind: Literal["moe"]
     """The feed-forward part of a block."""
@@ -340,6 +341,12 @@ class MoEConfig(Section):
     """Biases on the experts' projections."""
     router: RouterConfig = RouterConfig()
     """Who goes where."""
+    capacity: float | None = Field(None, gt=0)
+    """An expert takes at most this many times its even share (seq_len * top_k / experts) of the tokens of a row, the earliest first, and the others
+    do without it (Lepikhin et al. 2020, arXiv:2006.16668); null: every token reaches its experts."""
+    slack: float = Field(1.25, gt=0)
+    """Without a capacity, over the mesh axis expert: rows that a device first sends to another, as a multiple of an even share; what does not fit
+    follows in rounds a quarter as large, as many as it needs. Speed and memory hang on it, results do not."""
     shared: SharedExpertConfig | None = None
     """Beside the chosen experts; null: none."""
 
@@ -354,6 +361,10 @@ class MoEConfig(Section):
             raise fault("top_k", f"top_k={self.top_k} of {self.experts // groups * chosen} experts that can be chosen (experts={self.experts}"
                         f"{f', {chosen} of {groups} groups' if self.router.groups else ''})")
         return self
+
+    def limit(self, length: int) -> int | None:
+        """How many tokens of a row of `length` an expert takes; None: all."""
+        return None if self.capacity is None else math.ceil(round(self.capacity * length * self.top_k / self.experts, 6))
 
 
 class ParallelMLPConfig(Section):

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 
@@ -15,7 +16,7 @@ class Context:
     """Positions and documents of the tokens, and what follows from them."""
 
     positions_BT: jax.Array
-    """int32 [B or 1, T]: places within the document, from 0."""
+    """int32 [B or 1, T]: places within the document, from 0; in the order of kernels/sequences.py, as all that follows."""
     segments_BT: jax.Array | None = None
     """int32 [B, T]: equal numbers belong to one document, 0 is padding; None: one document a row, no padding known."""
     tables: Mapping[tuple[RopeConfig, int], Table] = dataclasses.field(default_factory=dict)
@@ -24,4 +25,14 @@ class Context:
     """Keys and values of earlier layers, by block, for layers that have none of their own."""
 
 
-jax.tree_util.register_dataclass(Context, ["positions_BT", "segments_BT", "tables", "kept"], [])
+def _flat(context: Context) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Tables by their order: jax would sort their keys, which have none."""
+    return (context.positions_BT, context.segments_BT, tuple(context.tables.values()), context.kept), tuple(context.tables)
+
+
+def _whole(keys: tuple[Any, ...], parts: tuple[Any, ...]) -> Context:
+    positions_BT, segments_BT, tables, kept = parts
+    return Context(positions_BT, segments_BT, dict(zip(keys, tables, strict=True)), kept)
+
+
+jax.tree_util.register_pytree_node(Context, _flat, _whole)

@@ -7,7 +7,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
+from maxstack import sharding
+from maxstack.kernels import sequences
 from maxstack.kernels.gated_delta import gated_delta
 from maxstack.layers.config import GatedDeltaConfig
 from maxstack.layers.context import Context
@@ -17,6 +20,7 @@ from maxstack.sharding import constrain
 
 RATE_SPREAD, RATE_OFFSET = 1.7, -2.8
 NORM_EPS = 1e-6
+Arrays = tuple[jax.Array, ...]
 
 
 class GatedDelta(nnx.Module):
@@ -48,23 +52,57 @@ class GatedDelta(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
         """What each position reads from the state of its document, gated: [B, T, D]."""
-        cfg, segments_BT = self.cfg, context.segments_BT
+        def projected(matrix: nnx.Param, axis: str, name: str) -> jax.Array:
+            return checkpoint_name(constrain(project(x_BTD, matrix), f"batch seq {axis} head_dim"), name)
 
-        def mixed(matrix: nnx.Param, taps: nnx.Param, axis: str) -> jax.Array:
-            return constrain(jax.nn.silu(convolve(project(x_BTD, matrix), taps[...], segments_BT)), f"batch seq {axis} head_dim")
-
-        q_BTKH = _unit(mixed(self.query, self.conv_query, "kv_heads")) * cfg.key_dim**-0.5
-        k_BTKH = _unit(mixed(self.key, self.conv_key, "kv_heads"))
-        q_BTKH, k_BTKH = checkpoint_name(q_BTKH.astype(x_BTD.dtype), "query"), checkpoint_name(k_BTKH.astype(x_BTD.dtype), "key")
-        v_BTNV = checkpoint_name(mixed(self.value, self.conv_value, "heads").astype(x_BTD.dtype), "value")
+        q_BTKH, k_BTKH = projected(self.query, "kv_heads", "query"), projected(self.key, "kv_heads", "key")
         beta_BTN = jax.nn.sigmoid(project(x_BTD, self.beta).astype(jnp.float32))
         step_BTN = jax.nn.softplus(project(x_BTD, self.decay).astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32))
         decay_BTN = -jnp.exp(self.a_log[...].astype(jnp.float32)) * step_BTN
-        o_BTNV = gated_delta(q_BTKH, k_BTKH, v_BTNV, decay_BTN, beta_BTN, segments_BT, cfg.chunk, cfg.backend)
+        of_keys = q_BTKH, k_BTKH, self.conv_query[...], self.conv_key[...]
+        of_values = projected(self.value, "heads", "value"), decay_BTN, beta_BTN, self.conv_value[...]
+        o_BTNV = _on_own_heads(self.cfg, of_keys, of_values, context.segments_BT)
         o_BTNV = checkpoint_name(constrain(o_BTNV, "batch seq heads head_dim"), "context")
         gate_BTNV = constrain(project(x_BTD, self.gate), "batch seq heads head_dim").astype(jnp.float32)
         o_BTNV = (self.norm(o_BTNV) * jax.nn.silu(gate_BTNV)).astype(x_BTD.dtype)
         return checkpoint_name(project(o_BTNV, self.out, contract=2), "mixer_out")
+
+
+def _mix(cfg: GatedDeltaConfig, of_keys: Arrays, of_values: Arrays, segments_BT: jax.Array | None) -> jax.Array:
+    """Convolutions and the recurrence over whole sequences: [B, T, N, V]."""
+    (q_BTKH, k_BTKH, *taps), (v_BTNV, decay_BTN, beta_BTN, taps_v) = of_keys, of_values
+
+    def convolved(x_BTKH: jax.Array, taps_WKH: jax.Array) -> jax.Array:
+        return jax.nn.silu(convolve(x_BTKH, taps_WKH, segments_BT))
+
+    q, k, v = (_unit(convolved(q_BTKH, taps[0])) * cfg.key_dim**-0.5, _unit(convolved(k_BTKH, taps[1])), convolved(v_BTNV, taps_v))
+    q, k, v = (x.astype(v_BTNV.dtype) for x in (q, k, v))
+    return gated_delta(q, k, v, decay_BTN, beta_BTN, segments_BT, cfg.chunk, cfg.backend)
+
+
+def _on_own_heads(cfg: GatedDeltaConfig, of_keys: Arrays, of_values: Arrays, segments_BT: jax.Array | None) -> jax.Array:
+    """`_mix` by each device for its own rows and heads. Parts of sequences become whole ones of some of the heads, and parts again."""
+    if sharding.current() is None:
+        return _mix(cfg, of_keys, of_values, segments_BT)
+    batch, seq = sharding.here("batch seq")
+    heads, kv, inner = sequences.head_axes(cfg.value_heads, cfg.key_heads)
+    axes = sequences.split_over()
+    assert sequences.kind() != "ring", "a recurrence needs whole sequences, in order"
+
+    def local(of_keys: Arrays, of_values: Arrays, segments_BT: jax.Array | None) -> jax.Array:
+        queries, groups = of_values[0].shape[2], cfg.value_heads // cfg.key_heads
+        of_keys = tuple(sequences.of_queries(x, queries, groups, inner, axis) for x, axis in zip(of_keys, (2, 2, 1, 1), strict=True))
+        if not axes:
+            return _mix(cfg, of_keys, of_values, segments_BT)
+        q, k, taps_q, taps_k = (sequences.repeated(x, axes, axis) for x, axis in zip(of_keys, (2, 2, 1, 1), strict=True))
+        of_keys = *(sequences.to_heads(x, axes) for x in (q, k)), *(sequences.share(x, axes, 1) for x in (taps_q, taps_k))
+        of_values = *(sequences.to_heads(x, axes) for x in of_values[:3]), sequences.share(of_values[3], axes, 1)
+        return sequences.to_parts(_mix(cfg, of_keys, of_values, None if segments_BT is None else sequences.whole(segments_BT, axes)), axes)
+
+    own, shared = PartitionSpec(batch, seq, heads), PartitionSpec(batch, seq, kv)
+    specs = (shared, shared, PartitionSpec(None, kv), PartitionSpec(None, kv)), (own, own, own, PartitionSpec(None, heads))
+    return sharding.per_device(local, (*specs, PartitionSpec() if segments_BT is None else sequences.place(segments_BT)), own)(
+        of_keys, of_values, segments_BT)
 
 
 def convolve(x_BTKH: jax.Array, taps_WKH: jax.Array, segments_BT: jax.Array | None) -> jax.Array:

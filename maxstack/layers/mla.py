@@ -62,6 +62,7 @@ class MLA(nnx.Module):
             q_BTNH = project(constrain(latent_BTL, "batch seq latent"), self.query_up)
         else:
             q_BTNH = project(x_BTD, self.query)
+        q_BTNH = constrain(q_BTNH, "batch seq heads head_dim")
         nope, rope = q_BTNH[..., :self.cfg.nope_dim], q_BTNH[..., self.cfg.nope_dim:]
         q_BTNH = jnp.concatenate([nope, self._rotated(rope, context)], axis=-1)
         return checkpoint_name(constrain(q_BTNH, "batch seq heads head_dim"), "query")
@@ -69,8 +70,8 @@ class MLA(nnx.Module):
     def _keys_values(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
         latent_BSL = self.kv_norm(self._biased(project(x_BTD, self.kv_down), "kv_down_bias"))
         latent_BSL = constrain(latent_BSL, "batch seq latent")
-        shared_BSR = self._biased(project(x_BTD, self.key_rope), "key_rope_bias")
-        own_BSNH, v_BSNV = project(latent_BSL, self.key_up), project(latent_BSL, self.value_up)
+        shared_BSR = constrain(self._biased(project(x_BTD, self.key_rope), "key_rope_bias"), "batch seq head_dim")
+        own_BSNH, v_BSNV = constrain(project(latent_BSL, self.key_up), "batch seq heads head_dim"), project(latent_BSL, self.value_up)
         shared_BSNR = jnp.broadcast_to(self._rotated(shared_BSR[:, :, None], context), (*own_BSNH.shape[:3], self.cfg.rope_dim))
         k_BSNH = constrain(jnp.concatenate([own_BSNH, shared_BSNR], axis=-1), "batch seq heads head_dim")
         return checkpoint_name(k_BSNH, "key"), checkpoint_name(constrain(v_BSNV, "batch seq heads head_dim"), "value")

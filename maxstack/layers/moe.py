@@ -1,10 +1,10 @@
-"""Mixture of experts, dropless: tokens are sorted by expert, so that each expert is one matmul over the tokens that chose it.
+"""Mixture of experts: tokens are sorted by expert, so that each expert is one matmul over the tokens that chose it.
 
-Shapes: B batch  T time  D embed  E experts  C chosen experts of a token  F mlp hidden  N tokens  M tokens x chosen, sorted by expert.
+Shapes: B batch  T time  D embed  E experts  C chosen experts of a token  F mlp hidden  N tokens  S rows sorted by expert.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from maxstack import sharding
 from maxstack.kernels.grouped_matmul import grouped_matmul
-from maxstack.layers import router
+from maxstack.layers import dispatch, router
 from maxstack.layers.config import GatedMLPConfig, MoEConfig, ParallelMLPConfig
 from maxstack.layers.context import Context
 from maxstack.layers.mlp import ACTIVATIONS, GatedMLP
@@ -23,8 +23,8 @@ from maxstack.layers.weight import weight
 
 Report = dict[str, jax.Array]
 Weights = dict[str, jax.Array]
-Pair = tuple[jax.Array, jax.Array]
-HIDDEN = {"gate": 2, "up": 2, "down": 1, "gate_bias": 1, "up_bias": 1}  # the dimension of an expert's hidden units
+Mixed = tuple[jax.Array, jax.Array, jax.Array]
+HIDDEN = {"gate": 2, "up": 2, "down": 1, "gate_bias": 1, "up_bias": 1}  # a weight of each expert -> the dimension of its hidden units
 SIGMOID_SLOPE = 1.702  # gpt-oss: x sigmoid(1.702 x), a GELU nearly
 
 
@@ -58,8 +58,9 @@ class MoE(nnx.Module):
     def __call__(self, x_BTD: jax.Array, residual_BTD: jax.Array, context: Context) -> tuple[jax.Array, Report]:
         """-> ([B, T, D], report).
 
-        `load`, float32 [E], is how many real tokens chose each expert; `router_loss` is a sum over real tokens, and there where it has a weight.
-        A token is real unless its segment is 0.
+        `load`, float32 [E], is how many real tokens chose each expert; `dropped`, float32, how many of these choices were beyond the capacity, and
+        there where there is one; `rounds`, int32, in how many rounds tokens travelled, and there where they travel and all of them must;
+        `router_loss` is a sum over real tokens, and there where it has a weight. A token is real unless its segment is 0; no expert sees the others.
         """
         cfg, rules = self.cfg, self.cfg.router
         read_BTD = router.normed(residual_BTD, self.router_scale[...], rules.norm_eps) if rules.normed else x_BTD
@@ -67,7 +68,9 @@ class MoE(nnx.Module):
         names = ("gate", "up", "down", *(("gate_bias", "up_bias", "down_bias") if cfg.bias else ()))
         given = {name: getattr(self, name)[...].astype(x_BTD.dtype) for name in names}
         given |= {name: getattr(self, name)[...] for name in ("selection_bias", "expert_scale") if hasattr(self, name)}
-        out_BTD, experts_BTC = _on_own_tokens(functools.partial(_mixture, cfg), given, x_BTD, logits_BTE)
+        real_BT = jnp.ones(x_BTD.shape[:2], bool) if context.segments_BT is None else context.segments_BT > 0
+        place = _place(cfg, x_BTD.shape[1])
+        out_BTD, experts_BTC, rounds = _on_own_tokens(cfg, place, given, x_BTD, logits_BTE, real_BT)
         out_BTD = sharding.constrain(out_BTD, "batch residual embed")
         if cfg.shared:
             shared_BTD = self.shared(x_BTD, residual_BTD, context)[0]
@@ -75,12 +78,14 @@ class MoE(nnx.Module):
                 open_BT1 = jax.nn.sigmoid(jnp.einsum("BTD,D->BT", x_BTD, self.shared_gate[...].astype(x_BTD.dtype)))[:, :, None]
                 shared_BTD = shared_BTD * open_BT1
             out_BTD = out_BTD + shared_BTD
-        return checkpoint_name(out_BTD, "mlp_out"), self._report(logits_BTE, experts_BTC, context)
+        report = self._report(logits_BTE, experts_BTC, real_BT)
+        return checkpoint_name(out_BTD, "mlp_out"), report | ({"rounds": rounds} if place.experts and cfg.capacity is None else {})
 
-    def _report(self, logits_BTE: jax.Array, experts_BTC: jax.Array, context: Context) -> Report:
-        real_BT = jnp.ones(experts_BTC.shape[:2], bool) if context.segments_BT is None else context.segments_BT > 0
+    def _report(self, logits_BTE: jax.Array, experts_BTC: jax.Array, real_BT: jax.Array) -> Report:
         counts_BE = router.counts(experts_BTC, self.cfg.experts, real_BT)
         report = {"load": counts_BE.sum(axis=0)}
+        if limit := self.cfg.limit(experts_BTC.shape[1]):
+            report["dropped"] = jnp.maximum(counts_BE - limit, 0).sum()
         if self.cfg.router.balance_loss or self.cfg.router.z_loss:
             report["router_loss"] = router.loss(self.cfg.router, self.cfg.top_k, logits_BTE, counts_BE, real_BT)
         return report
@@ -101,31 +106,90 @@ class ParallelMLP(nnx.Module):
         return self.dense_norm(dense_BTD) + self.moe_norm(moe_BTD), report
 
 
-def _mixture(cfg: MoEConfig, given: Weights, x_BTD: jax.Array, logits_BTE: jax.Array, platform: str | None,
-             first: jax.Array | bool) -> tuple[jax.Array, jax.Array]:
-    """-> (the weighted sum over the chosen experts, of hidden units that are here; the chosen). `first` on the device that adds the sum's bias."""
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """How the mesh splits the work; by default not."""
+
+    platform: str | None = None
+    experts: tuple[str, ...] = ()
+    """Mesh axes that the experts are split over, and so their tokens travel over."""
+    hidden: tuple[str, ...] = ()
+    """Mesh axes that hidden units are split over."""
+    residual: tuple[str, ...] = ()
+    """Mesh axes over whose parts of time the sum over hidden units is left scattered; empty: it is not."""
+
+
+def _place(cfg: MoEConfig, length: int) -> Place:
+    """`Place` on the current mesh, for rows of `length`."""
+    current = sharding.current()
+    if current is None:
+        return Place()
+    batch, seq, mlp = (sharding.names(part) for part in sharding.here("batch seq mlp"))
+    experts, _, hidden = (sharding.names(part) for part in sharding.here("expert embed mlp"))
+    assert cfg.capacity is None or sharding.size_of(*seq) == 1, "a capacity is of whole rows"
+    assert hidden == mlp, "experts share no axis with their hidden units"
+    assert {*experts} <= {*batch, *seq}, "devices that share experts have tokens of their own"
+    residual = sharding.names(sharding.here("batch residual embed")[1])
+    scattered = bool(hidden) and residual == (*seq, *hidden) and length % sharding.size_of(*residual) == 0
+    return Place(current[0].devices.flat[0].platform, experts if sharding.size_of(*experts) > 1 else (), hidden, residual if scattered else ())
+
+
+def _on_own_tokens(cfg: MoEConfig, place: Place, given: Weights, x_BTD: jax.Array, logits_BTE: jax.Array, real_BT: jax.Array) -> Mixed:
+    """`_mixture` of each device's own tokens. Weights are gathered for it, but for experts and hidden units over axes of their own.
+
+    Left to itself, XLA would gather all tokens on every device, to sort them.
+    """
+    mixture = functools.partial(_mixture, cfg, cfg.limit(x_BTD.shape[1]), place)
+    if sharding.current() is None:
+        return mixture(given, x_BTD, logits_BTE, real_BT)
+    places = {name: _part(name, value.ndim, place) for name, value in given.items()}
+    batch, seq = sharding.here("batch seq")
+    tokens, own = PartitionSpec(batch, seq), PartitionSpec(batch, seq, None)
+    left = PartitionSpec(batch, place.residual, None) if place.residual else own
+    return sharding.per_device(mixture, (places, own, own, tokens), (left, own, PartitionSpec()))(given, x_BTD, logits_BTE, real_BT)
+
+
+def _part(name: str, dims: int, place: Place) -> PartitionSpec:
+    """What of a weight a device works with: its experts, and of those its hidden units."""
+    return PartitionSpec(*(place.hidden if i == HIDDEN[name] else place.experts if i == 0 else None for i in range(dims)) if name in HIDDEN else ())
+
+
+def _mixture(cfg: MoEConfig, limit: int | None, place: Place, given: Weights, x_BTD: jax.Array, logits_BTE: jax.Array, real_BT: jax.Array) -> Mixed:
+    """-> (the weighted sum over the chosen experts; the chosen; how many windows the dispatch took)."""
     experts_BTC, weights_BTC = router.route(cfg.router, cfg.top_k, logits_BTE, given.get("selection_bias"), given.get("expert_scale"))
-    x_ND, copies = x_BTD.reshape(-1, x_BTD.shape[-1]), cfg.top_k
-    expert_M, weight_M1 = experts_BTC.reshape(-1), weights_BTC.reshape(-1, 1)
-    order_M = jnp.argsort(expert_M)
-    inverse_M = jnp.zeros_like(order_M).at[order_M].set(jnp.arange(order_M.size, dtype=order_M.dtype), unique_indices=True)
-    mine_ME = expert_M[order_M][:, None] == jnp.arange(cfg.experts)
-    sizes_E = mine_ME.sum(axis=0, dtype=jnp.int32)
+    counted_BTC = router.within(experts_BTC, cfg.experts, real_BT, limit)
+    x_ND, weight_NC = x_BTD.reshape(-1, x_BTD.shape[-1]), jnp.where(counted_BTC, weights_BTC, 0).reshape(-1, cfg.top_k)
+    expert_NC = jnp.where(counted_BTC, experts_BTC, cfg.experts).reshape(weight_NC.shape)
+    how = dispatch.travel(cfg.experts, place.experts, x_ND.shape[0], cfg.top_k, cfg.slack, limit and limit * x_BTD.shape[0], cfg.router.scale_input)
+    own = {name: given[name] for name in HIDDEN if name in given}
+    out_ND, rounds = dispatch.mixture(functools.partial(_experts, cfg, place.platform), how, own, x_ND, weight_NC, expert_NC)
+    if cfg.bias:
+        once = jax.lax.axis_index(place.hidden) == 0 if place.hidden else True
+        chosen_NCE = (expert_NC[:, :, None] == jnp.arange(cfg.experts)) & once
+        share_NE = jnp.where(chosen_NCE, 1.0 if cfg.router.scale_input else weight_NC[:, :, None], 0.0).sum(axis=1)
+        out_ND = out_ND + jnp.einsum("NE,ED->ND", share_NE, given["down_bias"].astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    out_BTD = out_ND.astype(x_BTD.dtype).reshape(x_BTD.shape)
+    if place.residual:
+        out_BTD = jax.lax.psum_scatter(out_BTD, place.hidden, scatter_dimension=1, tiled=True)
+    elif place.hidden:
+        out_BTD = jax.lax.psum(out_BTD, place.hidden)
+    return out_BTD, experts_BTC, rounds
 
-    def times(x: jax.Array, name: str, biased: jax.Array | bool = True) -> jax.Array:
+
+def _experts(cfg: MoEConfig, platform: str | None, given: Weights, x_SD: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    """Each expert of its own rows, without the bias of its output."""
+    ends_E = jnp.cumsum(sizes_E)
+
+    def times(x: jax.Array, name: str) -> jax.Array:
         out = grouped_matmul(x, given[name], sizes_E, platform=platform)
-        if not cfg.bias:
+        if f"{name}_bias" not in given:
             return out
-        return out + jnp.einsum("ME,EF->MF", (mine_ME & biased).astype(x.dtype), given[f"{name}_bias"], precision=jax.lax.Precision.HIGHEST)
+        row_S1 = jnp.arange(x.shape[0])[:, None]
+        mine_SE = (row_S1 >= ends_E - sizes_E) & (row_S1 < ends_E)
+        return out + jnp.einsum("SE,EF->SF", mine_SE.astype(x.dtype), given[f"{name}_bias"], precision=jax.lax.Precision.HIGHEST)
 
-    x_MD = _take(x_ND, order_M, inverse_M, copies)
-    if cfg.router.scale_input:
-        x_MD = (x_MD * _take(weight_M1, order_M, inverse_M, 1)).astype(x_BTD.dtype)
-        weight_M1 = jnp.ones_like(weight_M1)
-    gate_MF, up_MF = checkpoint_name(times(x_MD, "gate"), "mlp_gate"), checkpoint_name(times(x_MD, "up"), "mlp_up")
-    out_MD = _take(times(_gated(cfg, gate_MF, up_MF), "down", first), inverse_M, order_M, 1)
-    out_ND = (out_MD * weight_M1).reshape(-1, copies, out_MD.shape[-1]).sum(axis=1)
-    return out_ND.astype(x_BTD.dtype).reshape(x_BTD.shape), experts_BTC
+    gate_SF, up_SF = checkpoint_name(times(x_SD, "gate"), "mlp_gate"), checkpoint_name(times(x_SD, "up"), "mlp_up")
+    return times(_gated(cfg, gate_SF, up_SF), "down")
 
 
 def _gated(cfg: MoEConfig, gate_MF: jax.Array, up_MF: jax.Array) -> jax.Array:
@@ -133,41 +197,3 @@ def _gated(cfg: MoEConfig, gate_MF: jax.Array, up_MF: jax.Array) -> jax.Array:
         return ACTIVATIONS[cfg.activation](gate_MF) * up_MF
     gate_MF, up_MF = jnp.minimum(gate_MF, cfg.clamp), jnp.clip(up_MF, -cfg.clamp, cfg.clamp)
     return (up_MF + 1) * gate_MF * jax.nn.sigmoid(SIGMOID_SLOPE * gate_MF)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _take(x: jax.Array, index_M: jax.Array, inverse_M: jax.Array, copies: int) -> jax.Array:
-    """Rows of x, each copied, in the order of the permutation `index_M`; its gradient is a gather by the inverse, not a scatter."""
-    return x[index_M // copies]
-
-
-def _take_forward(x, index_M, inverse_M, copies):
-    return x[index_M // copies], inverse_M
-
-
-def _take_backward(copies, inverse_M, dy):
-    return dy[inverse_M].reshape(-1, copies, dy.shape[-1]).sum(axis=1), None, None
-
-
-_take.defvjp(_take_forward, _take_backward)
-
-
-def _on_own_tokens(mixture: Callable[..., Pair], given: Weights, x_BTD: jax.Array, logits_BTE: jax.Array) -> Pair:
-    """`mixture` of each device's own tokens. Expert weights are gathered for it, apart from hidden units over axes that the tokens leave free.
-
-    Left to itself, XLA would gather all tokens on every device, to sort them.
-    """
-    current = sharding.current()
-    if current is None:
-        return mixture(given, x_BTD, logits_BTE, None, True)
-    platform = current[0].devices.flat[0].platform
-    *tokens, hidden = sharding.here("batch seq mlp")
-    places = {name: PartitionSpec(*(hidden if i == HIDDEN.get(name) else None for i in range(value.ndim))) for name, value in given.items()}
-
-    def local(given: Weights, x_BTD: jax.Array, logits_BTE: jax.Array) -> Pair:
-        first = jax.lax.axis_index(hidden) == 0 if hidden else True
-        out_BTD, experts_BTC = mixture(given, x_BTD, logits_BTE, platform, first)
-        return jax.lax.psum(out_BTD, hidden) if hidden else out_BTD, experts_BTC
-
-    own = PartitionSpec(*tokens, None)
-    return sharding.per_device(local, (places, own, own), (own, own))(given, x_BTD, logits_BTE)

@@ -63,6 +63,16 @@ def counts(experts_BTC: jax.Array, experts: int, real_BT: jax.Array) -> jax.Arra
     return (jax.nn.one_hot(experts_BTC, experts) * real_BT[:, :, None, None]).sum(axis=(1, 2))
 
 
+def within(experts_BTC: jax.Array, experts: int, real_BT: jax.Array, limit: int | None) -> jax.Array:
+    """Which choices count, bool [B, T, C]: those of real tokens, and of each row the first `limit` of an expert, if that is not None."""
+    real_BT1 = real_BT[:, :, None]
+    if limit is None:
+        return jnp.broadcast_to(real_BT1, experts_BTC.shape)
+    chosen_BTE = jax.nn.one_hot(experts_BTC, experts).sum(axis=2) * real_BT1
+    before_BTE = jnp.cumsum(chosen_BTE, axis=1) - chosen_BTE
+    return real_BT1 & (_pick(before_BTE, experts_BTC) < limit)
+
+
 def loss(cfg: RouterConfig, top_k: int, logits_BTE: jax.Array, counts_BE: jax.Array, real_BT: jax.Array) -> jax.Array:
     """balance_loss * balance + z_loss * z, a float32 scalar that is a sum over real tokens, so that parts of a batch add up.
 

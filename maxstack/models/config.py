@@ -6,7 +6,7 @@ import pydantic
 from pydantic import Field
 
 from maxstack.config import Items, Section, fault
-from maxstack.layers.config import AttentionConfig, Mixer, MLPKind, NormConfig
+from maxstack.layers.config import AttentionConfig, Mixer, MLPKind, MoEConfig, NormConfig, ParallelMLPConfig
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Remat = Literal["none", "full", "dots", "dots_no_batch", "save", "offload"]
@@ -25,6 +25,11 @@ class BlockConfig(Section):
     """Norms before each part, after it (OLMo 2), or both (Gemma 2); the residual stream itself is never normed."""
     out_scalar: bool = False
     """A learned factor on the block's output (Gemma 4)."""
+
+    @property
+    def experts(self) -> MoEConfig | None:
+        """The mixture of experts, wherever it stands in the block."""
+        return self.mlp if isinstance(self.mlp, MoEConfig) else self.mlp.moe if isinstance(self.mlp, ParallelMLPConfig) else None
 
 
 class HeadConfig(Section):

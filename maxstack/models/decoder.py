@@ -8,9 +8,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxstack.kernels.sequences import arrange, natural
 from maxstack.layers.attention import Attention
-from maxstack.layers.config import AttentionConfig, GatedDeltaConfig, MLAConfig, MoEConfig, ParallelMLPConfig, RouterConfig
-from maxstack.layers.context import Context
+from maxstack.layers.config import (
+    AttentionConfig,
+    GatedDeltaConfig,
+    LongRopeScaling,
+    MLAConfig,
+    RopeConfig,
+    RouterConfig,
+)
+from maxstack.layers.context import Context, Table
 from maxstack.layers.gated_delta import GatedDelta
 from maxstack.layers.mla import MLA
 from maxstack.layers.mlp import ACTIVATIONS, DenseMLP, GatedMLP
@@ -18,8 +26,9 @@ from maxstack.layers.moe import MoE, ParallelMLP
 from maxstack.layers.norm import Norm
 from maxstack.layers.rope import rope_table
 from maxstack.layers.weight import draw, project, weight
+from maxstack.models import pipeline
 from maxstack.models.config import BlockConfig, DecoderConfig, RematConfig
-from maxstack.sharding import constrain
+from maxstack.sharding import constrain, size_of
 
 Batch = Mapping[str, jax.Array]
 Aux = dict[str, Any]
@@ -109,9 +118,10 @@ class Decoder(nnx.Module):
     def trunk(self, batch: Batch) -> tuple[jax.Array, Aux, Context]:
         """The residual stream after the last block [B, T, D] in the compute dtype, what the blocks report by their paths, and the context.
 
-        `batch` holds tokens [B, T] and, where rows hold several documents, positions and segments [B, T].
+        `batch` holds tokens [B, T] and, where rows hold several documents, positions and segments [B, T]. What comes back lies in the order of
+        kernels/sequences.py, `arrange`.
         """
-        cfg, tokens_BT = self.cfg, batch["tokens"]
+        cfg, tokens_BT = self.cfg, arrange(batch["tokens"])
         context = _context(cfg, batch.get("positions"), batch.get("segments"), tokens_BT.shape[1])
         x_BTD = self.embedded(tokens_BT)
         if cfg.positions:
@@ -128,27 +138,38 @@ class Decoder(nnx.Module):
             if cfg.prefix[i] in kept_names:
                 context = dataclasses.replace(context, kept={**context.kept, cfg.prefix[i]: block.keys_values(x_BTD, context)})
             x_BTD, aux["prefix"][key] = run(block, x_BTD, _layer(extra_LBTP, i))
-        if repeats := periods(cfg):
-            graph, stacked = nnx.split(self.blocks)
-            first, size = len(self.prefix), len(pattern_keys(cfg))
-
-            def period(x_BTD: jax.Array, xs: Any) -> tuple[jax.Array, Aux]:
-                (state, extra), reports = xs, {}
-                blocks = nnx.merge(graph, state)
-                for place, key in enumerate(pattern_keys(cfg)):
-                    x_BTD, reports[key] = run(blocks[key], x_BTD, _layer(extra, place))
-                return x_BTD, reports
-
-            extra = None if extra_LBTP is None else extra_LBTP[first:first + repeats * size].reshape(repeats, size, *extra_LBTP.shape[1:])
-            x_BTD, aux["blocks"] = jax.lax.scan(period, x_BTD, (stacked, extra), unroll=min(cfg.unroll, repeats))
+        if periods(cfg):
+            x_BTD, aux["blocks"] = self._repeated(x_BTD, context, extra_LBTP)
         done = cfg.layers - len(self.rest)
         for i, (key, block) in enumerate(_numbered(self.rest)):
             x_BTD, aux["rest"][key] = run(block, x_BTD, _layer(extra_LBTP, done + i))
         return x_BTD, aux, context
 
+    def _repeated(self, x_BTD: jax.Array, context: Context, extra_LBTP: jax.Array | None) -> tuple[jax.Array, Aux]:
+        """The repetitions of the pattern, one after the other -> (x, reports, each with a leading axis of repetitions)."""
+        cfg, first, repeats, keys = self.cfg, len(self.prefix), periods(self.cfg), [*pattern_keys(self.cfg)]
+        graphs, stacked = zip(*(nnx.split(self.blocks[key]) for key in keys), strict=True)
+        staged = size_of(pipeline.STAGE) > 1
+
+        def period(x_BTD: jax.Array, read: pipeline.Read) -> tuple[jax.Array, Aux]:
+            reports = {}
+            for place, key in enumerate(keys):
+                def block(x_BTD: jax.Array, place: int = place) -> tuple[jax.Array, Aux]:
+                    state, context, extra_BTP = read(place)
+                    return nnx.merge(graphs[place], state)(x_BTD, context, extra_BTP)
+
+                x_BTD, reports[key] = remat(cfg.remat, block, staged)(x_BTD)
+            return x_BTD, reports
+
+        extra = None if extra_LBTP is None else extra_LBTP[first:first + repeats * len(keys)].reshape(repeats, len(keys), *extra_LBTP.shape[1:])
+        if staged:
+            return pipeline.pipelined(period, x_BTD, stacked, context, extra, cfg.unroll)
+        return jax.lax.scan(lambda x_BTD, xs: period(x_BTD, lambda place: (xs[0][place], context, _layer(xs[1], place))), x_BTD, (stacked, extra),
+                            unroll=min(cfg.unroll, repeats))
+
     def hidden(self, batch: Batch) -> jax.Array:
-        """The normed residual stream that the head reads [B, T, D]."""
-        return self.norm(self.trunk(batch)[0])
+        """The normed residual stream that the head reads [B, T, D], in natural order."""
+        return natural(self.norm(self.trunk(batch)[0]))
 
     def embedded(self, tokens_BT: jax.Array) -> jax.Array:
         """Tokens -> [B, T, D] in the compute dtype."""
@@ -217,9 +238,9 @@ def _router(cfg: DecoderConfig, path: tuple[str, ...]) -> RouterConfig:
     part, key = path[:2]
     names = {"prefix": lambda: cfg.order[int(key)], "blocks": lambda: pattern_keys(cfg)[key], "mtp": lambda: cfg.mtp.block,  # type: ignore[union-attr]
              "rest": lambda: cfg.order[len(cfg.prefix) + periods(cfg) * len(cfg.period) + int(key)]}
-    mlp = cfg.blocks[names[part]()].mlp
-    assert isinstance(mlp, MoEConfig | ParallelMLPConfig)
-    return mlp.router if isinstance(mlp, MoEConfig) else mlp.moe.router
+    moe = cfg.blocks[names[part]()].experts
+    assert moe
+    return moe.router
 
 
 def periods(cfg: DecoderConfig) -> int:
@@ -233,12 +254,13 @@ def pattern_keys(cfg: DecoderConfig) -> dict[str, str]:
     return {name if names.count(name) == 1 else f"{name}_{names[:i].count(name)}": name for i, name in enumerate(names)}
 
 
-def remat(cfg: RematConfig, f: Callable[..., Any]) -> Callable[..., Any]:
-    """`f`, keeping for its backward pass what the policy names."""
-    if cfg.policy == "none":
+def remat(cfg: RematConfig, f: Callable[..., Any], staged: bool = False) -> Callable[..., Any]:
+    """`f`, keeping for its backward pass what the policy names; `staged` inside a pipeline, where `f` takes its weights out of a stack."""
+    if cfg.policy == "none" and not staged:
         return f
     known = jax.checkpoint_policies
     policies = {
+        "none": lambda: pipeline.computed,
         "full": lambda: known.nothing_saveable,
         "dots": lambda: known.dots_saveable,
         "dots_no_batch": lambda: known.dots_with_no_batch_dims_saveable,
@@ -259,11 +281,19 @@ def _layer(extra: jax.Array | None, index: int) -> jax.Array | None:
 
 
 def _context(cfg: DecoderConfig, positions_BT: jax.Array | None, segments_BT: jax.Array | None, length: int) -> Context:
+    """From positions and segments in natural order; what it holds is arranged."""
     if positions_BT is None:
         positions_BT = jnp.arange(length)[None]
+    places_BT, documents_BT = arrange(positions_BT), arrange(segments_BT)
+
+    def table(rope: RopeConfig, size: int) -> Table:
+        if isinstance(rope.scaling, LongRopeScaling):  # it depends on where documents end, which only the natural order shows
+            return arrange(rope_table(rope, positions_BT, segments_BT, size))
+        return rope_table(rope, places_BT, documents_BT, size)
+
     mixers = [block.mixer for block in cfg.blocks.values() if not isinstance(block.mixer, GatedDeltaConfig)]
     ropes = [(mixer.rope, mixer.rope_dim if isinstance(mixer, MLAConfig) else mixer.head_dim) for mixer in mixers if mixer.rope]
-    return Context(positions_BT, segments_BT, {key: rope_table(key[0], positions_BT, segments_BT, key[1]) for key in ropes})
+    return Context(places_BT, documents_BT, {key: table(*key) for key in ropes})
 
 
 def _example(cfg: DecoderConfig) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxstack.kernels.cross_entropy import cross_entropy
+from maxstack.kernels.sequences import arrange
 
 if TYPE_CHECKING:
     from maxstack.layers.context import Context
@@ -23,13 +24,15 @@ class Loss(NamedTuple):
     """The summands of `total`; nll is the cross-entropy itself."""
     loads: dict[tuple[str, ...], jax.Array]
     """Path of a mixture of experts -> how many tokens chose each expert."""
+    dropped: jax.Array
+    """How many of those choices an expert's capacity left out, in all layers."""
 
 
 def next_token(model: "Decoder", batch: Mapping[str, jax.Array], z_loss: float) -> Loss:
     """Sum over counted targets of -log p(target), plus z_loss * log(Z)^2 (PaLM, arXiv:2204.02311, section 5) and what the model's parts add."""
     x_BTD, aux, context = model.trunk(batch)
-    nll_BT, log_z_BT = cross_entropy(model.logits(model.norm(x_BTD)), batch["targets"])
-    mask_BT = batch["mask"].astype(jnp.float32)
+    nll_BT, log_z_BT = cross_entropy(model.logits(model.norm(x_BTD)), arrange(batch["targets"]))
+    mask_BT = arrange(batch["mask"].astype(jnp.float32))
     metrics = {"nll": (nll_BT * mask_BT).sum()}
     if z_loss:
         metrics["z_loss"] = z_loss * (jnp.square(log_z_BT) * mask_BT).sum()
@@ -40,23 +43,24 @@ def next_token(model: "Decoder", batch: Mapping[str, jax.Array], z_loss: float) 
     if router := [value.sum() for path, value in reports.items() if path[-1] == "router_loss"]:
         metrics["router_loss"] = sum(router[1:], router[0])
     loads = {path[:-1]: value for path, value in reports.items() if path[-1] == "load"}
-    return Loss(sum(metrics.values(), jnp.zeros(())), mask_BT.sum(), metrics, loads)
+    dropped = sum((value.sum() for path, value in reports.items() if path[-1] == "dropped"), jnp.zeros(()))
+    return Loss(sum(metrics.values(), jnp.zeros(())), mask_BT.sum(), metrics, loads, dropped)
 
 
 def _further_tokens(model: "Decoder", x_BTD: jax.Array, batch: Mapping[str, jax.Array], context: "Context") -> tuple[jax.Array, dict[str, Any]]:
     """Sum over all depths of -log p of the token that lies one further each time, where it is in the same document; what the blocks report."""
     targets_BT, mask_BT, reports = batch["targets"], batch["mask"].astype(jnp.float32), {}
-    total = jnp.zeros((), jnp.float32)
+    segments_BT, total = batch.get("segments"), jnp.zeros((), jnp.float32)
+    same_BT = 1.0 if segments_BT is None else _shifted(segments_BT) == segments_BT
     for key, further in sorted(model.mtp.items(), key=lambda item: int(item[0])):
-        x_BTD, aux = further(x_BTD, model.embedded(targets_BT), context)
+        x_BTD, aux = further(x_BTD, model.embedded(arrange(targets_BT)), context)
         reports[key] = {"block": aux}
-        same_BT = 1.0 if context.segments_BT is None else _shifted(context.segments_BT) == context.segments_BT
         targets_BT, mask_BT = _shifted(targets_BT), mask_BT * _shifted(mask_BT) * same_BT
-        nll_BT, _ = cross_entropy(model.logits(further.norm(x_BTD)), targets_BT)
-        total = total + (nll_BT * mask_BT).sum()
+        nll_BT, _ = cross_entropy(model.logits(further.norm(x_BTD)), arrange(targets_BT))
+        total = total + (nll_BT * arrange(mask_BT)).sum()
     return total, reports
 
 
 def _shifted(x_BT: jax.Array) -> jax.Array:
-    """What stands one position further; zero at the end."""
+    """What stands one position further in natural order; zero at the end."""
     return jnp.pad(x_BT[:, 1:], ((0, 0), (0, 1)))

@@ -62,9 +62,7 @@ CASES = [(1, 2, Request(0.4, window=1), {}), (7, 1, Request(0.4, window=500), PA
 
 @pytest.mark.parametrize(("t", "kv", "asked", "features"), CASES)
 def test_blockwise_equals_the_reference_in_values_and_gradients(t, kv, asked, features, monkeypatch):
-    if t < 200:  # 70 are a loop over three blocks, one block, and a remainder of six queries
-        monkeypatch.setattr(blockwise_attention, "BLOCK", 16)
-        monkeypatch.setattr(blockwise_attention, "MOST_RUNS", 2)
+    monkeypatch.setitem(blockwise_attention.SIZES, "cpu", (32, 16))  # 70 are loops over tiles of four sizes, a window of 6 or 9 one of two
     q, k, v, segments = inputs(t, kv=kv, packed=features.get("packed", False), value_size=features.get("value_size"))
     weight = jnp.asarray(np.random.default_rng(1).normal(size=(*q.shape[:3], v.shape[3])), jnp.float32)
     sinks = SINKS if features.get("sinks") else None
@@ -122,17 +120,33 @@ def largest(t, window):
     """Numbers in the largest array of the gradient of attention over t positions, whether inside a loop or not."""
     q, k, v, _ = inputs(t, packed=False)
     grad = jax.grad(lambda q: attention(q, k, v, None, Request(0.35, window), "blockwise").sum())
-    inner = [jax.make_jaxpr(grad)(q).jaxpr]
-    sizes = []
+    return max(size_of(jax.make_jaxpr(grad)(q).jaxpr))
+
+
+def size_of(jaxpr):
+    """Numbers in every array of a program, whether inside a loop or not."""
+    inner, sizes = [jaxpr], []
     while inner:
         for eqn in inner.pop().eqns:
             sizes += [var.aval.size for var in eqn.outvars]
             inner += [value.jaxpr for value in eqn.params.values() if hasattr(value, "jaxpr")]
-    return max(sizes)
+    return sizes
+
+
+def test_what_layers_have_in_common_is_not_kept_for_each_tile(monkeypatch):
+    """Differentiating a scan over layers takes out of it what is the same for all layers: numbers of positions, but not the masks made of them."""
+    monkeypatch.setitem(blockwise_attention.SIZES, "cpu", (16, 16))
+    q, k, v, segments = inputs(512)
+
+    def layers(q):
+        def layer(q, _):
+            return jax.checkpoint(lambda q: attention(q, k, v, segments, Request(0.35)))(q), None
+        return jax.lax.scan(layer, q, None, length=2)[0].sum()
+
+    assert max(size_of(jax.make_jaxpr(jax.grad(layers))(q).jaxpr)) <= 2 * q.size
 
 
 @pytest.mark.parametrize("window", [None, 20])
 def test_blockwise_memory_grows_with_the_sequence_and_not_with_its_square(window, monkeypatch):
-    monkeypatch.setattr(blockwise_attention, "BLOCK", 16)
-    monkeypatch.setattr(blockwise_attention, "MOST_RUNS", 4)
+    monkeypatch.setitem(blockwise_attention.SIZES, "cpu", (16, 16))
     assert largest(1024, window) <= 2 * largest(512, window) < 2 * 4 * 512 * 512 / 10

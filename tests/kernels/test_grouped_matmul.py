@@ -9,26 +9,28 @@ from maxstack.kernels.grouped_matmul import BACKENDS, choose, grouped_matmul, re
 
 SIZES = {"one group": (5,), "odd": (3, 1, 9), "all to the last": (0, 0, 13), "more groups than rows": (1, 0, 0, 1, 0, 0, 0, 1),
          "several blocks": (300, 0, 5, 129, 128, 1)}
+REST = {"rows of no group": ((3, 0, 4), 6), "no row of a group": ((0, 0), 5), "blocks of no group": ((129, 5), 300)}
+CASES = {name: (sizes, 0) for name, sizes in SIZES.items()} | REST
 
 
-def inputs(sizes, k=5, n=3, dtype=jnp.float32):
+def inputs(sizes, rest=0, k=5, n=3, dtype=jnp.float32):
     rng = np.random.default_rng(0)
-    x, w = rng.normal(size=(sum(sizes), k)), rng.normal(size=(len(sizes), k, n))
+    x, w = rng.normal(size=(sum(sizes) + rest, k)), rng.normal(size=(len(sizes), k, n))
     return jnp.asarray(x, dtype), jnp.asarray(w, dtype), jnp.asarray(sizes, jnp.int32)
 
 
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_the_reference_is_the_definition(sizes):
-    x, w, sizes_E = inputs(sizes)
+@pytest.mark.parametrize(("sizes", "rest"), CASES.values(), ids=CASES)
+def test_the_reference_is_the_definition(sizes, rest):
+    x, w, sizes_E = inputs(sizes, rest)
     groups = np.repeat(np.arange(len(sizes)), sizes)
-    wanted = [row @ matrix for row, matrix in zip(np.asarray(x), np.asarray(w)[groups], strict=True)]
+    wanted = [row @ matrix for row, matrix in zip(np.asarray(x), np.asarray(w)[groups], strict=False)] + [np.zeros(w.shape[2])] * rest
     np.testing.assert_allclose(jax.jit(reference)(x, w, sizes_E), wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["ragged_dot", "blocks"])
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_backends_equal_the_reference_in_values_and_gradients(sizes, backend):
-    x, w, sizes_E = inputs(sizes)
+@pytest.mark.parametrize(("sizes", "rest"), CASES.values(), ids=CASES)
+def test_backends_equal_the_reference_in_values_and_gradients(sizes, rest, backend):
+    x, w, sizes_E = inputs(sizes, rest)
     dy = jnp.asarray(np.random.default_rng(1).normal(size=(x.shape[0], w.shape[2])), jnp.float32)
 
     def run(backend):

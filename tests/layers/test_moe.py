@@ -109,6 +109,18 @@ def test_one_expert_may_take_every_token():
     np.testing.assert_allclose(out, jax.nn.silu(x @ w["gate"][5]) * (x @ w["up"][5]) @ w["down"][5], rtol=1e-4, atol=1e-5)
 
 
+def test_dropped_choices_give_nothing_and_the_first_stay():
+    cfg, (x, residual) = config(top_k=1, capacity=2.0, router={"bias": True}), streams()
+    graph, state = drawn(cfg)
+    state["router_bias"] = state["router_bias"].replace(jnp.zeros(EXPERTS).at[5].set(100.0))
+    out, report = run(graph, state, x, residual, np.int32([[1] * TIME, [0, 1, 1, 1, 1, 1, 1]]))
+    free = run(*drawn(config(top_k=1, router={"bias": True}))[:1], state, x, residual)[0]
+    kept = np.zeros((2, TIME), bool)
+    kept[0, :2] = kept[1, 1:3] = True  # 2.0 x 7 tokens / 8 experts: two of a row
+    np.testing.assert_allclose(out, jnp.where(kept[:, :, None], free, 0.0), rtol=1e-6)
+    assert (report["load"][5], report["dropped"]) == (13, 9)
+
+
 LOSSES = {"balance_loss": 0.1, "z_loss": 0.01}
 SEGMENTS = np.int32([[1, 1, 1, 2, 2, 0, 0], [1, 2, 2, 2, 2, 2, 3], [1, 1, 1, 1, 1, 1, 1], [1, 0, 0, 0, 0, 0, 0]])
 

@@ -110,3 +110,11 @@ def test_an_even_load_costs_one_a_token():
     experts, _ = router.route(cfg := RouterConfig(balance_loss=1.0), 1, logits)
     real = np.ones((1, 6), bool)
     np.testing.assert_allclose(router.loss(cfg, 1, logits, router.counts(experts, 2, real), real), 6.0, rtol=1e-6)
+
+
+def test_an_expert_takes_the_first_real_tokens_of_each_row():
+    experts = np.int32([[[0, 1], [0, 2], [1, 0], [0, 1], [1, 2]], [[0, 1], [1, 0], [2, 0], [2, 1], [0, 2]]])
+    real = np.bool_([[True, False, True, True, True], [True] * 5])
+    kept = router.within(experts, 3, real, 2).astype(int).tolist()
+    assert kept == [[[1, 1], [0, 0], [1, 1], [0, 0], [0, 1]], [[1, 1], [1, 1], [1, 0], [1, 0], [0, 0]]]
+    np.testing.assert_array_equal(router.within(experts, 3, real, None), np.broadcast_to(real[:, :, None], experts.shape))

@@ -1,0 +1,137 @@
+"""Which device stands where in a mesh: neighbours along the inner axes are joined by the fastest links. The same rule for devices that are here and
+for those of a topology that is not."""
+
+import math
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+GPU_SHARE = 0.92
+"""Of a GPU's memory that jax takes for its programs, where XLA_PYTHON_CLIENT_MEM_FRACTION does not say otherwise; its own default is 0.75."""
+
+
+def environment(virtual_devices: int | None) -> None:
+    """What must stand in the environment before jax is imported. `virtual_devices`: parts of the CPU that count as devices; None: the real ones."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_SHARE))
+    if virtual_devices:
+        flags = f"--xla_force_host_platform_device_count={virtual_devices}"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
+        os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+def host_memory() -> int | None:
+    """Bytes of this machine's memory; None where the system does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return None
+
+
+def arrange(devices: Sequence[Any], shape: Sequence[int]) -> "np.ndarray":
+    """`devices` as an array of `shape`, whose axes are ordered outermost (slowest links) first.
+
+    TPU: the slices are laid over the outermost axes that can hold them (`over_slices`), and inside each slice mesh axes are assigned to axes of the
+    torus, innermost first: by jax where the slice's sides are powers of two, by prime factors otherwise, since jax fails on some of those. Devices
+    that fill no cuboid of each slice are taken by slice, coordinates and core, row by row.
+    GPU: by id, which counts through a host before the next. CPU: as given.
+    """
+    import numpy as np
+
+    assert math.prod(shape) == len(devices), f"{len(devices)} devices do not fill a mesh of {tuple(shape)}"
+    platform = devices[0].platform
+    if platform != "tpu":
+        ordered = sorted(devices, key=lambda device: device.id) if platform == "gpu" else devices
+        return _array(ordered).reshape(shape)
+    ordered = sorted(devices, key=_place)
+    slices = len({slice_of(device) for device in devices})
+    sides = _sides(ordered, slices)
+    if sides is None:
+        return _array(ordered).reshape(shape)
+    outer = over_slices(shape, slices)
+    inner = [size // part for size, part in zip(shape, outer, strict=True)]
+    size = len(devices) // slices
+    each = [_within(ordered[i * size:(i + 1) * size], sides, inner) for i in range(slices)]
+    axes = [axis + side * len(shape) for axis in range(len(shape)) for side in (0, 1)]
+    return np.stack(each).reshape(*outer, *inner).transpose(axes).reshape(shape)
+
+
+def over_slices(shape: Sequence[int], slices: int) -> list[int]:
+    """How many of the slices each mesh axis spans, outermost axes first; ConfigError where the axes cannot share them out."""
+    left, outer = slices, []
+    for size in shape:
+        outer.append(math.gcd(size, left))
+        left //= outer[-1]
+    if left > 1:
+        from maxstack.config import ConfigError
+
+        raise ConfigError(f"mesh: sizes {'x'.join(map(str, shape))} cannot be laid over {slices} slices; set mesh.slices={slices}")
+    return outer
+
+
+def slice_of(device: Any) -> int:
+    """The slice of a device: 0 where jax knows of none."""
+    return getattr(device, "slice_index", None) or 0
+
+
+def _place(device: Any) -> tuple[int, ...]:
+    return (slice_of(device), *reversed(device.coords), device.core_on_chip)
+
+
+def _sides(ordered: Sequence[Any], slices: int) -> tuple[int, ...] | None:
+    """Sides z, y, x and cores of the cuboid that each slice is; None where one is not, or they differ."""
+    by_slice: dict[int, list[tuple[int, ...]]] = {}
+    for device in ordered:
+        by_slice.setdefault(slice_of(device), []).append(_place(device)[1:])
+    boxes = {tuple(max(axis) - min(axis) + 1 for axis in zip(*places, strict=True)) for places in by_slice.values()}
+    sides = boxes.pop()
+    return sides if not boxes and all(len(places) == math.prod(sides) == len(ordered) // slices for places in by_slice.values()) else None
+
+
+def _within(ordered: Sequence[Any], sides: Sequence[int], shape: Sequence[int]) -> "np.ndarray":
+    """The devices of one slice, given row by row, as an array of `shape`."""
+    if all(side & (side - 1) == 0 for side in sides):
+        from jax.experimental import mesh_utils
+
+        return mesh_utils.create_device_mesh(shape, ordered, allow_split_physical_axes=True)
+    parts = _shares(sides, shape)
+    cut = _array(ordered).reshape([part for row in parts for part in row])
+    axes = [side * len(shape) + axis for axis in range(len(shape)) for side in range(len(sides))]
+    return cut.transpose(axes).reshape(shape)
+
+
+def _shares(sides: Sequence[int], shape: Sequence[int]) -> list[list[int]]:
+    """What each mesh axis takes of each side, [side][axis]: innermost axes first, one prime factor after the other, from a side that the axis already
+    has a part of, else from the last one that no axis has broken into, else from any."""
+    left = list(sides)
+    parts = [[1] * len(shape) for _ in sides]
+    for axis in reversed(range(len(shape))):
+        for prime in _primes(shape[axis]):
+            having = [side for side, size in enumerate(left) if size % prime == 0]
+            side = max(having, key=lambda side: (parts[side][axis] > 1, left[side] == sides[side], side))
+            left[side] //= prime
+            parts[side][axis] *= prime
+    return parts
+
+
+def _primes(number: int) -> list[int]:
+    """Prime factors, largest first."""
+    found, prime = [], 2
+    while number > 1:
+        while number % prime == 0:
+            found.append(prime)
+            number //= prime
+        prime += 1
+    return found[::-1]
+
+
+def _array(devices: Sequence[Any]) -> "np.ndarray":
+    """One dimension of objects, whatever the devices look like to numpy."""
+    import numpy as np
+
+    out = np.empty(len(devices), dtype=object)
+    out[:] = devices
+    return out

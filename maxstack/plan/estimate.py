@@ -1,0 +1,145 @@
+"""Memory and time of a step by arithmetic on shapes, without a compiler: coarse, but thousands a second, to choose what is worth compiling."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from maxstack.chips import Chip
+from maxstack.layers.config import AttentionConfig, GatedDeltaConfig, MLAConfig, MoEConfig, ParallelMLPConfig
+from maxstack.models.config import BlockConfig
+from maxstack.models.flops import components
+from maxstack.plan.topology import Link
+from maxstack.sharding import names, spec
+
+if TYPE_CHECKING:
+    from maxstack.schema import Config
+
+RECOMPUTED = {"none": 0.0, "dots": 0.0, "dots_no_batch": 0.05, "save": 0.2, "offload": 0.3, "full": 1.0}
+"""Share of the forward pass that the backward pass does again, by remat policy."""
+ELEMENTWISE = 30
+"""Times that the residual stream is read or written in a layer, forward and backward: norms, residual sums, rotations, activations."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """What of a run does not depend on the mesh: (logical axes, elements, bytes) of each weight and of the optimizer's state beside it."""
+
+    weights: tuple[tuple[tuple[str | None, ...], int, int], ...]
+    state: tuple[tuple[tuple[str | None, ...], int], ...]
+
+    @classmethod
+    def of(cls, cfg: "Config") -> "Shapes":
+        """From the model and optimizer, as shapes alone."""
+        import jax
+
+        from maxstack import optim, run
+
+        _, params, info = run.abstract_model(cfg)
+        flat = jax.tree.leaves(info)
+        weights = tuple((i.axes, math.prod(i.shape), math.prod(i.shape) * jax.numpy.dtype(i.dtype).itemsize) for i in flat)
+        state = jax.eval_shape(optim.build(cfg.optimizer, cfg.train.steps, info).init, params)
+        axes_of = {i.shape: i.axes for i in flat}
+        return cls(weights, tuple((axes_of.get(leaf.shape, (None,) * leaf.ndim), leaf.size * leaf.dtype.itemsize) for leaf in jax.tree.leaves(state)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """Bytes that one device needs, and seconds of a step."""
+
+    memory: float
+    seconds: float
+
+
+def estimate(shapes: Shapes, cfg: "Config", sizes: Mapping[str, int], chip: Chip, links: Mapping[str, Link]) -> Estimate:
+    """Both figures of `cfg` on a mesh of `sizes`. The time is the longer of the devices' work and the networks', which are taken to overlap."""
+    tokens = cfg.train.batch_size * cfg.data.seq_len
+    here = tokens / math.prod(sizes[axis] for axis in ("slices", "stage", "data", "fsdp", "expert", "context"))
+    return Estimate(_memory(shapes, cfg, sizes, here), max(_work(cfg, sizes, chip, tokens, here), *_networks(shapes, cfg, sizes, links, here)))
+
+
+def _parts(axes: tuple[str | None, ...], rules: Mapping[str, Any], sizes: Mapping[str, int]) -> int:
+    return math.prod(sizes[axis] for entry in spec(axes, rules) for axis in names(entry))
+
+
+def _memory(shapes: Shapes, cfg: "Config", sizes: Mapping[str, int], here: float) -> float:
+    mesh, model = cfg.mesh, cfg.model
+    kept = {"params": sum(size / _parts(axes, mesh.rules, sizes) for axes, _, size in shapes.weights),
+            "optimizer": sum(size / _parts(axes, mesh.rules | mesh.optimizer_rules, sizes) for axes, size in shapes.state)}
+    gradients = kept["params"]
+    state = sum(size for part, size in kept.items() if part not in mesh.offload)
+    at_once = here * sizes["stage"] / cfg.train.accumulate
+    width, tensor = 4 if model.dtype == "float32" else 2, sizes["tensor"]
+    blocks = [model.blocks[name] for name in model.order]
+    layers = sum(_saved(block, model.embed, model.remat.policy, tensor) for block in blocks) / sizes["stage"] * at_once * width
+    logits = at_once / sizes["stage"] * model.vocab / tensor * (width + 8)
+    widest = max(_saved(block, model.embed, "none", tensor) for block in blocks) * at_once / (cfg.mesh.microbatches or sizes["stage"]) * width
+    return state + gradients + layers + max(logits, widest) + _gathered(shapes, cfg, sizes, width)
+
+
+def _gathered(shapes: Shapes, cfg: "Config", sizes: Mapping[str, int], width: int) -> float:
+    """The weights of two layers of the mean size, gathered over everything but tensor and expert."""
+    stacked = sum(number / (sizes["expert"] if "expert" in axes else 1) for axes, number, _ in shapes.weights if "layers" in axes)
+    return 2 * stacked / cfg.model.layers * width / sizes["tensor"]
+
+
+def _saved(block: BlockConfig, embed: int, policy: str, tensor: int) -> float:
+    """Numbers a token that one layer keeps for the backward pass."""
+    stream = embed / tensor
+    if policy in ("full", "offload"):
+        return stream
+    mixer, mlp = block.mixer, block.mlp
+    if isinstance(mixer, AttentionConfig):
+        inside = mixer.head_dim * (2 * mixer.heads + 2 * mixer.kv)
+    elif isinstance(mixer, MLAConfig):
+        inside = mixer.heads * (2 * (mixer.nope_dim + mixer.rope_dim) + 2 * mixer.value_dim)
+    else:
+        assert isinstance(mixer, GatedDeltaConfig)
+        inside = 2 * mixer.key_heads * mixer.key_dim + 3 * mixer.value_heads * mixer.value_dim
+    moe = block.experts
+    hidden = moe.top_k * (moe.hidden * 3 + embed) if moe else 0
+    hidden += 3 * (mlp.dense.hidden if isinstance(mlp, ParallelMLPConfig) else 0 if moe else mlp.hidden)  # type: ignore[union-attr]
+    dots = 2 * stream + (inside + hidden) / tensor
+    return {"none": 1.6 * dots + 4 * stream, "save": 0.5 * dots + stream}.get(policy, dots)
+
+
+def _work(cfg: "Config", sizes: Mapping[str, int], chip: Chip, tokens: int, here: float) -> float:
+    """Matrix products and elementwise traffic of one device, stretched by the pipeline's idle turns."""
+    flops = sum(count.causal for count in components(cfg.model, cfg.data.seq_len).values())
+    again = 1 + RECOMPUTED[cfg.model.remat.policy] / 3
+    products = flops * again * tokens / math.prod(sizes.values()) / chip.flops(cfg.model.dtype)
+    stream = here * sizes["stage"] * cfg.model.embed * 2 / sizes["tensor"] * cfg.model.layers / sizes["stage"]
+    turns = (cfg.mesh.microbatches or sizes["stage"]) * cfg.mesh.rounds
+    return (products + ELEMENTWISE * again * stream / chip.memory_bandwidth_per_device) * (1 + (sizes["stage"] - 1) / turns)
+
+
+def _networks(shapes: Shapes, cfg: "Config", sizes: Mapping[str, int], links: Mapping[str, Link], here: float) -> list[float]:
+    """Seconds on each kind of link."""
+    width, model = 4 if cfg.model.dtype == "float32" else 2, cfg.model
+    total: dict[str, float] = {}
+    again = 3 if model.remat.policy == "full" else 2
+    sent: dict[str, float] = dict.fromkeys(sizes, 0.0)
+    for axes, number, _ in shapes.weights:
+        over = [axis for entry in spec(axes, cfg.mesh.rules) for axis in names(entry)]
+        own = number / math.prod(sizes[axis] for axis in over if axis in ("tensor", "expert", "stage") and ("layers" in axes or axis != "stage"))
+        for axis in ("fsdp", "context"):
+            if axis in over:
+                sent[axis] += own * (again * width + 4) * _ring(sizes[axis]) * cfg.train.accumulate
+        for axis in ("data", "slices"):
+            sent[axis] += 2 * 4 * number / _parts(axes, cfg.mesh.rules, sizes) * _ring(sizes[axis])
+    layers, stream = model.layers / sizes["stage"], here * sizes["stage"] * model.embed * width
+    sent["tensor"] += 4 * (again + 1) * layers * stream * _ring(sizes["tensor"])
+    mixers = [model.blocks[name].mixer for name in model.order]
+    keys = sum(2 * mixer.kv * mixer.head_dim if isinstance(mixer, AttentionConfig) else 0 for mixer in mixers) / sizes["stage"]
+    sent["context"] += (again + 1) * keys * here * sizes["stage"] * width * (sizes["context"] - 1) / sizes["tensor"]
+    moe = [block.mlp for block in (model.blocks[name] for name in model.order) if isinstance(block.mlp, MoEConfig)]
+    sent["expert"] += sum(mlp.top_k for mlp in moe) / sizes["stage"] * stream * 2 * (again + 1) * _ring(sizes["expert"])
+    sent["stage"] += 3 * cfg.mesh.rounds * stream / model.layers * layers
+    for axis, size in sent.items():
+        if axis in links and (bandwidth := links[axis].bandwidth):
+            total[links[axis].kind] = total.get(links[axis].kind, 0.0) + size / bandwidth
+    return [*total.values(), 0.0]
+
+
+def _ring(size: int) -> float:
+    return (size - 1) / size

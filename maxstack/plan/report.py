@@ -1,0 +1,217 @@
+"""What `maxstack plan` says of a compiled step: one object, as a screen of text or as JSON."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from maxstack.models.flops import Count, components
+from maxstack.plan.buffers import Buffer, Memory, largest, memory
+from maxstack.plan.program import parse
+from maxstack.plan.roofline import ATTENTION, OVERFLOW, Flow, Roofline, flows, roofline
+from maxstack.plan.step import Step
+from maxstack.plan.topology import Topology, links
+from maxstack.plan.traffic import collectives
+from maxstack.plan.work import operations
+
+if TYPE_CHECKING:
+    from maxstack.schema import Config
+
+GIB = 2**30
+SHOWN = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Figures of one device unless the name says otherwise: bytes, seconds, FLOPs."""
+
+    config: str
+    topology: str
+    chip: str
+    devices: int
+    mesh: dict[str, int]
+    batch_size: int
+    seq_len: int
+    parameters: int
+    """Of the whole model."""
+    memory: dict[str, int]
+    """Part -> bytes, as the compiler counts them."""
+    needed: int
+    usable: int | None
+    """What a program may use; None where it is not known."""
+    buffers: tuple[Buffer, ...]
+    flops: dict[str, Count]
+    """Component -> FLOPs of a whole step on all devices."""
+    flows: tuple[Flow, ...]
+    roofline: Roofline | None
+    """None where the step does not compile for want of memory."""
+    peak: float | None
+    bubble: float
+    """Share of a pipeline's turns in which a stage is idle."""
+    seconds: dict[str, float]
+    """What making the plan took."""
+
+    @property
+    def fits(self) -> bool | None:
+        """None where the device's memory is not known."""
+        return None if self.usable is None else self.needed <= self.usable
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step, on all devices."""
+        return self.batch_size * self.seq_len
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """At most, on all devices."""
+        return self.tokens / self.roofline.seconds if self.roofline and self.roofline.seconds else None
+
+    def mfu(self, kind: str = "causal") -> float | None:
+        """The bound on MFU, of the FLOPs that `causal` or `full` attention has."""
+        if not (self.roofline and self.roofline.seconds and self.peak):
+            return None
+        return sum(getattr(count, kind) for count in self.flops.values()) / (self.roofline.seconds * self.peak * self.devices)
+
+    def json(self) -> dict[str, Any]:
+        """Every figure, as JSON takes it."""
+        found = {**dataclasses.asdict(self), "flops": {name: count._asdict() for name, count in self.flops.items()}}
+        found |= {"fits": self.fits, "tokens_per_second": self.tokens_per_second, "mfu_causal": self.mfu(), "mfu_full": self.mfu("full")}
+        if self.roofline:
+            found["roofline"] |= {"seconds": self.roofline.seconds, "limit": self.roofline.limit}
+        return found
+
+
+def read(name: str, cfg: "Config", topology: Topology, sizes: Mapping[str, int], step: Step, dump: Path | None = None) -> Plan:
+    """The plan of a compiled step, or of one that was too large to compile; `dump` as in `compile_step`."""
+    from maxstack import fit
+    from maxstack.models.pipeline import bubble
+    from maxstack.run import count
+
+    chip, tokens = topology.chip, cfg.train.batch_size * cfg.data.seq_len
+    found: Roofline | None = None
+    parts, needed = _kept(step), step.too_large.needed if step.too_large else 0
+    buffers: tuple[Buffer, ...] = ()
+    sent: tuple[Flow, ...] = ()
+    if step.compiled is not None:
+        total = memory(step.compiled)
+        needed = total.needed
+        parts |= _rest(total, sum(parts.values()))
+        program = parse(step.compiled.as_text())
+        buffers = tuple(largest(step.compiled, SHOWN, dump, program))
+        sent = tuple(flows(collectives(program, sizes, without=(OVERFLOW,)), links(topology, tuple(sizes.values()), tuple(sizes))))
+        if chip:
+            found = roofline(cfg, chip, topology.size, operations(program, without=(ATTENTION, OVERFLOW)), sent)
+    return Plan(
+        config=name, topology=topology.name, chip=chip.kinds[0] if chip else topology.devices()[0].device_kind, devices=topology.size,
+        mesh={axis: size for axis, size in sizes.items() if size > 1}, batch_size=cfg.train.batch_size, seq_len=cfg.data.seq_len,
+        parameters=count(step.run.abstract.params)[0], memory=parts, needed=needed, buffers=buffers,
+        usable=fit.usable(step.run.mesh.devices.flat[0], topology.size),
+        flops={part: Count(each.causal * tokens, each.full * tokens) for part, each in components(cfg.model, cfg.data.seq_len).items()},
+        flows=sent, roofline=found, peak=chip.peak_flops if chip else None,
+        bubble=bubble(sizes["stage"], cfg.mesh.rounds, cfg.mesh.microbatches or sizes["stage"]),
+        seconds={"lowering": step.lowering, "compiling": step.compiling})
+
+
+def _kept(step: Step) -> dict[str, int]:
+    """Bytes of the state and the batch on one device; what lies in the host's memory is apart."""
+    from maxstack import fit
+
+    run, parts = step.run, {}
+    for name, tree in (("parameters", run.abstract.params), ("optimizer", run.abstract.opt), ("batch", run.abstract_batch())):
+        parts[name] = fit.shard_bytes(tree, host=False)
+    return parts
+
+
+def _rest(total: Memory, kept: int) -> dict[str, int]:
+    """What the compiled program needs beyond its state: padding of the arguments, the program itself, and all that lives while it runs."""
+    padding = max(0, total.arguments - kept)
+    return {"padding": padding, "code": total.code, "activations and temporaries": max(0, total.needed - kept - padding - total.code)}
+
+
+def text(plan: Plan) -> str:
+    """One screen."""
+    mesh = " x ".join(f"{axis}={size}" for axis, size in plan.mesh.items()) or "one device"
+    head = [f"{plan.config} on {plan.topology}: {plan.devices:,} x {plan.chip}, mesh {mesh}",
+            f"{plan.parameters:,} parameters, {plan.batch_size:,} x {plan.seq_len:,} = {plan.tokens:,} tokens a step"]
+    traffic = ["", *_traffic(plan)] if plan.flows else []
+    speed = ["", *_speed(plan)] if plan.roofline else []
+    return "\n".join([*head, "", *_memory(plan), "", *_flops(plan), *traffic, *speed, "", verdict(plan)])
+
+
+def verdict(plan: Plan) -> str:
+    """The last line: whether it fits, and by how much."""
+    if plan.usable is None:
+        return f"needs {plan.needed / GIB:.2f} GiB a device; how much the device has is not known"
+    left = plan.usable - plan.needed
+    share = f"{_size(plan.needed)} of {_size(plan.usable)} a device"
+    if left >= 0:
+        return f"FITS: {share}, {_size(left)} ({left / plan.usable:.0%}) left"
+    return f"DOES NOT FIT: {share}, {_size(-left)} ({-left / plan.usable:.0%}) too much"
+
+
+def _size(number: float) -> str:
+    """Bytes in GiB, or in smaller units where they are few."""
+    unit, scale = ("GiB", GIB) if number >= GIB / 10 else ("MiB", 2**20) if number >= 2**20 / 10 else ("KiB", 2**10)
+    return f"{number / scale:,.2f} {unit}"
+
+
+def _amount(number: float) -> str:
+    """FLOPs with a prefix."""
+    prefix = next((name for name in "kMGTPE" if number < 1000 ** ("kMGTPE".index(name) + 2)), "E")
+    return f"{number / 1000 ** ('kMGTPE'.index(prefix) + 1):,.2f} {prefix}FLOP"
+
+
+def _table(rows: Iterable[tuple[str, ...]], left: int = 1) -> Iterator[str]:
+    """Columns as wide as they need to be; the first `left` are aligned to the left."""
+    rows = list(rows)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        yield "  " + "  ".join(cell.ljust(width) if i < left else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True)))
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    yield "memory of one device"
+    yield from _table([(name, _size(size)) for name, size in plan.memory.items() if size])
+    if plan.buffers:
+        yield f"its largest buffers{'' if plan.buffers[0].exact else ', from the text of the program, not from its assignment of memory'}"
+        rows = [(_size(buffer.bytes), buffer.kind, _short(buffer.op_name or buffer.name), _place(buffer.source)) for buffer in plan.buffers]
+        yield from _table(rows, left=4)
+
+
+def _place(source: str) -> str:
+    """A file of this package from its root on."""
+    return f"maxstack{source.rpartition('/maxstack')[2]}" if "/maxstack/" in source else source
+
+
+def _short(name: str, most: int = 70) -> str:
+    return name if len(name) <= most else f"...{name[-most + 3:]}"
+
+
+def _flops(plan: Plan) -> Iterator[str]:
+    total = Count(*(sum(getattr(count, kind) for count in plan.flops.values()) for kind in Count._fields))
+    yield "multiplications of a step, all devices, without what is computed again"
+    rows = [(name, _amount(count.causal), f"{count.causal / total.causal:.1%}", _amount(count.full))
+            for name, count in (*plan.flops.items(), ("total", total))]
+    yield from _table([("", "causal", "", "full"), *rows])
+
+
+def _traffic(plan: Plan) -> Iterator[str]:
+    yield "sent by one device in a step"
+    ordered = sorted(plan.flows, key=lambda flow: (-(flow.seconds or 0), -flow.bytes))
+    rows = [(flow.kind, " x ".join(flow.axes) or "none", flow.link, f"{flow.times:,.0f}", _size(flow.bytes),
+             f"{flow.seconds * 1e3:,.1f}" if flow.seconds is not None else "?") for flow in ordered[:2 * SHOWN]]
+    yield from _table([("collective", "over", "link", "times", "bytes", "ms"), *rows], left=3)
+
+
+def _speed(plan: Plan) -> Iterator[str]:
+    found = plan.roofline
+    assert found
+    networks = "".join(f", {kind} {seconds * 1e3:,.1f}" for kind, seconds in found.network.items())
+    yield (f"ms of a step at the least: matrix products {found.compute * 1e3:,.1f} + attention {found.attention * 1e3:,.1f} + memory "
+           f"{found.memory * 1e3:,.1f} = {found.device * 1e3:,.1f}{networks}")
+    if plan.bubble:
+        yield f"pipeline: {plan.bubble:.1%} of the turns are idle, which is counted"
+    rate, causal, full = plan.tokens_per_second, plan.mfu(), plan.mfu("full")
+    assert rate and causal and full
+    yield (f"at most {rate:,.0f} tokens/s ({rate / plan.devices:,.0f} a device), MFU {causal:.1%} causal, {full:.1%} full; "
+           f"{found.seconds:.3f} s a step, limited by {found.limit}")

@@ -1,0 +1,110 @@
+"""How fast a compiled step can be at best: its matrix products, its memory traffic and its collectives against the chip and its links."""
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from maxstack.chips import Chip
+from maxstack.models.flops import Count, components
+from maxstack.plan.topology import Link
+from maxstack.plan.traffic import Collective
+from maxstack.plan.work import Operation
+
+if TYPE_CHECKING:
+    from maxstack.schema import Config
+
+ATTENTION, OVERFLOW = "attention", "further_windows"
+"""Scopes of the program: attention's kernels, and rounds of a dispatch to experts that balanced routing does not need."""
+BACKWARD = 2.5
+"""Products in attention's backward pass, scores made again included, by those in its forward pass: 5 to 2 (Dao 2023, arXiv:2307.08691)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Flow:
+    """Collectives of one kind over the same mesh axes: bytes that a device sends in a step, and seconds that its links need for them."""
+
+    kind: str
+    axes: tuple[str, ...]
+    link: str
+    times: float
+    bytes: float
+    seconds: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Roofline:
+    """Seconds of a step at the least, by what they are spent on. Compute, memory and attention follow each other on a device; networks run beside."""
+
+    compute: float
+    """Operations that the matrix units limit."""
+    memory: float
+    """Operations that the device's memory limits."""
+    attention: float
+    """A kernel that keeps its scores on the chip, at the peak of the matrix units."""
+    network: dict[str, float]
+    """Kind of link -> seconds."""
+
+    @property
+    def device(self) -> float:
+        """Seconds that a device works, a pipeline's idle turns included."""
+        return self.compute + self.memory + self.attention
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, with every byte on a network hidden behind the device's work, as far as that is long enough."""
+        return max(self.device, *self.network.values(), 0.0)
+
+    @property
+    def limit(self) -> str:
+        """What would have to be faster."""
+        slowest = max(self.network, key=lambda kind: self.network[kind], default="")
+        if slowest and self.network[slowest] > self.device:
+            return slowest
+        return "compute" if self.compute + self.attention > self.memory else "memory"
+
+
+def roofline(cfg: "Config", chip: Chip, devices: int, operations: Iterable[Operation], flows: Iterable[Flow]) -> Roofline:
+    """The bound. `operations` are one device's without attention's, which is counted as one kernel: a causal triangle of scores, in memory never.
+
+    An operation takes as long as its matrix products at the peak of their format or its bytes at the memory's bandwidth, whichever is longer
+    (Williams et al. 2009, Roofline). Collectives of one kind of link follow each other.
+    """
+    compute = memory = 0.0
+    for operation in operations:
+        by_flops = operation.flops / chip.flops(operation.dtype)
+        by_bytes = operation.bytes / chip.memory_bandwidth_per_device
+        compute, memory = (compute + by_flops, memory) if by_flops > by_bytes else (compute, memory + by_bytes)
+    attention = attention_flops(cfg, devices) / chip.flops(cfg.model.dtype)
+    network: dict[str, float] = collections.defaultdict(float)
+    for flow in flows:
+        network[flow.link] += flow.seconds or 0.0
+    return Roofline(compute, memory, attention, dict(network))
+
+
+def attention_flops(cfg: "Config", devices: int) -> float:
+    """FLOPs of attention's kernels on one device in a step: forward, backward with the scores made again, and forward once more where remat asks."""
+    count = components(cfg.model, cfg.data.seq_len).get(ATTENTION, Count(0.0, 0.0))
+    again = 1.0 if cfg.model.remat.policy in ("full", "dots_no_batch") or (
+        cfg.model.remat.policy in ("save", "offload") and "context" not in cfg.model.remat.names) else 0.0
+    tokens = cfg.train.batch_size * cfg.data.seq_len
+    return count.causal / 3 * (1 + again + BACKWARD) * tokens / devices
+
+
+def flows(found: Iterable[Collective], links: Mapping[str, Link]) -> Iterator[Flow]:
+    """Collectives of one kind over the same axes together, and what the links of those axes need for them."""
+    groups: dict[tuple[str, tuple[str, ...], bool], list[Collective]] = collections.defaultdict(list)
+    for collective in found:
+        groups[collective.kind, collective.axes, collective.between_slices].append(collective)
+    for (kind, axes, between), members in groups.items():
+        over = [links[axis] for axis in axes if axis in links and (not between or links[axis].kind == "DCN")]
+        slowest = min(over, key=lambda link: link.bandwidth or float("inf"), default=Link("memory", None))
+        sent = sum(member.sent for member in members)
+        seconds = sent / slowest.bandwidth if slowest.bandwidth else None
+        if seconds and len(over) > 1 and all(link.bandwidth for link in over):
+            # Each axis of a torus carries its own share at the same time; between domains the slowest carries all but what stays inside.
+            same = {link.kind for link in over} == {slowest.kind}
+            seconds = sent / sum(link.bandwidth or 0.0 for link in over) if same else seconds
+        if seconds and kind == "all-reduce" and slowest.in_switch:
+            seconds /= 2
+        yield Flow(kind, axes, slowest.kind, sum(member.times for member in members), sent, seconds)

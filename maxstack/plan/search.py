@@ -1,0 +1,162 @@
+"""`maxstack plan --search` and `--batch max`: many meshes by arithmetic, the best of them by the compiler."""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from maxstack import mesh_rules, parallel_rules, rules
+from maxstack.config import ConfigError
+from maxstack.plan.estimate import Estimate, Shapes, estimate
+from maxstack.plan.topology import Topology, links
+from maxstack.sharding import AXES
+
+if TYPE_CHECKING:
+    from maxstack.plan.report import Plan
+    from maxstack.schema import Config
+
+POLICIES = ("none", "dots", "full")
+SLACK = 1.5
+"""Estimates of memory up to this many times what a device has go to the compiler, which knows better."""
+MOST_TENSOR, MOST_CONTEXT = 64, 64
+MOST_COMPILED = 24
+
+Compile = Callable[["Config"], "Plan"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A configuration, what it changes, and what arithmetic says of it."""
+
+    cfg: "Config"
+    sizes: dict[str, int]
+    estimate: Estimate
+
+    @property
+    def label(self) -> str:
+        """Mesh, remat policy and batch size in a few words."""
+        return f"{mesh_rules.product_of(self.sizes)}, remat {self.cfg.model.remat.policy}, batch {self.cfg.train.batch_size}"
+
+    @property
+    def rate(self) -> float:
+        """Estimated tokens a second."""
+        return self.cfg.train.batch_size * self.cfg.data.seq_len / self.estimate.seconds
+
+
+def search(cfg: "Config", topology: Topology, make: Compile, finalists: int) -> list[tuple[Candidate, "Plan"]]:
+    """Candidates that were compiled and fit, the fastest first; the given configuration is always among those that are compiled.
+
+    ConfigError where none fits.
+    """
+    chip = topology.chip
+    if chip is None:
+        raise ConfigError(f"--search: ranks by the chip's figures, and {topology.name} has none in chips.yml; give --topology")
+    shapes = Shapes.of(cfg)
+    limit = chip.for_programs
+    over = functools.cache(lambda shape: links(topology, shape))
+    found = [Candidate(each, sizes, estimate(shapes, each, sizes, chip, over(tuple(sizes.values()))))
+             for each, sizes in tqdm(list(_candidates(cfg, topology)), desc="estimating", unit=" candidates", disable=None)]
+    likely = sorted((one for one in found if one.estimate.memory <= SLACK * limit), key=lambda one: -one.rate)
+    given = [one for one in found if one.cfg == cfg]
+    return _compiled([*given, *(one for one in likely if one.cfg != cfg)], make, finalists + len(given))
+
+
+def _compiled(queue: Sequence[Candidate], make: Compile, wanted: int) -> list[tuple[Candidate, "Plan"]]:
+    """The first `wanted` of the queue that fit, by predicted speed. One that needs more than another that did not fit is not tried."""
+    fits: list[tuple[Candidate, Plan]] = []
+    too_large: list[float] = []
+    with tqdm(total=wanted, desc="compiling", unit=" finalists", disable=None) as bar:
+        for tried, one in enumerate(queue):
+            if len(fits) == wanted or tried == MOST_COMPILED:
+                break
+            if any(one.estimate.memory >= size for size in too_large):
+                continue
+            bar.set_postfix_str(one.label)
+            plan = make(one.cfg)
+            if plan.fits:
+                fits.append((one, plan))
+                bar.update()
+            else:
+                too_large.append(one.estimate.memory)
+    if not fits:
+        raise ConfigError(f"--search: nothing fits: tried {len(too_large)} of {len(queue)} candidates; use more devices, a smaller train.batch_size, "
+                          "or mesh.offload")
+    return sorted(fits, key=lambda pair: -(pair[1].tokens_per_second or 0.0))
+
+
+def _candidates(cfg: "Config", topology: Topology) -> Iterator[tuple["Config", dict[str, int]]]:
+    """Every mesh that the model divides over, with every remat policy, at the given batch size and, where it is larger, at one row a device."""
+    given = mesh_rules.mesh_sizes(cfg, topology.size)
+    policies = dict.fromkeys([cfg.model.remat.policy, *POLICIES])
+    batches = sorted({cfg.train.batch_size, *(cfg.train.batch_size * 2**i for i in (1, 2))})
+    for sizes in ([given] if math.prod(given.values()) == topology.size else []):
+        yield cfg, sizes
+    for sizes, policy, batch in itertools.product(_meshes(cfg, topology), policies, batches):
+        changed = _changed(cfg, sizes, policy, batch)
+        if changed != cfg and not rules.check(changed):
+            yield changed, sizes
+
+
+def _meshes(cfg: "Config", topology: Topology) -> Iterator[dict[str, int]]:
+    experts = any(block.experts for block in cfg.model.blocks.values())
+    inside = topology.size // topology.slices
+    for tensor, context, expert, stage in itertools.product(_divisors(inside, MOST_TENSOR), _divisors(inside, MOST_CONTEXT),
+                                                            _divisors(inside, inside if experts else 1), _divisors(inside, cfg.model.layers)):
+        rest, over = divmod(inside, tensor * context * expert * stage)
+        if over or context > 1 and cfg.data.seq_len < 16384 or stage > 1 and inside < 512:
+            continue
+        for fsdp in _divisors(rest, rest):
+            sizes = {"slices": topology.slices, "stage": stage, "data": rest // fsdp, "fsdp": fsdp, "expert": expert, "context": context,
+                     "tensor": tensor}
+            yield {axis: sizes[axis] for axis in AXES}
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    return [size for size in range(1, min(number, most) + 1) if number % size == 0 and (size & (size - 1) == 0 or size == number)]
+
+
+def _changed(cfg: "Config", sizes: dict[str, int], policy: str, batch: int) -> "Config":
+    names = cfg.model.remat.names if policy == cfg.model.remat.policy else ()
+    remat = cfg.model.remat.model_copy(update={"policy": policy, "names": names})
+    return cfg.model_copy(update={
+        "mesh": cfg.mesh.model_copy(update=sizes), "model": cfg.model.model_copy(update={"remat": remat}),
+        "train": cfg.train.model_copy(update={"batch_size": batch})})
+
+
+def largest_batch(cfg: "Config", topology: Topology, make: Compile) -> tuple["Config", "Plan"]:
+    """The largest batch that fits, by compiling: bytes grow linearly with rows, so two sizes tell where to look. ConfigError where one row a device
+    does not fit."""
+    sizes = mesh_rules.mesh_sizes(cfg, topology.size)
+    unit = parallel_rules.batch_unit(cfg, sizes)
+    tried: dict[int, Plan] = {}
+
+    def at(rows: int) -> "Plan":
+        if rows not in tried:
+            tried[rows] = make(_changed(cfg, sizes, cfg.model.remat.policy, rows * unit))
+        return tried[rows]
+
+    if at(1).usable is None:
+        raise ConfigError("--batch max: how much memory the device has is not known; give --topology")
+    if not at(1).fits:
+        needed, has = at(1).needed / 2**30, (at(1).usable or 0) / 2**30
+        raise ConfigError(f"--batch max: not even batch_size={unit} fits: it needs {needed:.2f} of {has:.2f} GiB a device")
+    fits, over = 1, math.inf
+    while over - fits > 1:
+        guess = _next(at, fits, over)
+        fits, over = (guess, over) if at(guess).fits else (fits, guess)
+    return _changed(cfg, sizes, cfg.model.remat.policy, fits * unit), at(fits)
+
+
+def _next(at: Callable[[int], "Plan"], fits: int, over: float) -> int:
+    """Rows to try: twice as many first, then where a line through the two largest that are known meets the limit."""
+    if fits == 1 and over == math.inf:
+        return 2
+    other = fits // 2 if over == math.inf else int(over)
+    low, high = at(fits), at(other)
+    slope = (high.needed - low.needed) / (other - fits)
+    guess = int(fits + (low.usable - low.needed) / slope) if slope > 0 and low.usable else 2 * fits  # type: ignore[operator]
+    return int(min(max(guess, fits + 1), over - 1 if over < math.inf else 8 * fits))

@@ -1,0 +1,99 @@
+"""The very step that a run would take, compiled for a topology: what `maxstack plan` reads its figures from."""
+
+import dataclasses
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from maxstack.config import ConfigError
+from maxstack.plan.buffers import DUMP
+from maxstack.plan.topology import Topology
+
+if TYPE_CHECKING:
+    from maxstack.run import Run
+    from maxstack.schema import Config
+
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_OVER = re.compile(r"(?:Used |HLO temporaries \()([\d.]+)([KMGT]?)(?: of |\) exceeds available HBM \()([\d.]+)([KMGT]?)")
+_LARGE = re.compile(r"Size: ([\d.]+)([KMGT]?)\n(?:.*\n)*?\s+Shape: (\S+)(?:(?:\n(?!\s*={3}).*)*?op_name=\"([^\"]*)\")?")
+QUICK = {"exec_time_optimization_effort": -1.0}
+"""XLA's own key for less time in the compiler: the same partitioning and collectives, but less fused (EXPERIMENTS.md)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TooLarge:
+    """The compiler's refusal: bytes that one device would need and has, and the largest allocations as (bytes, shape, op_name)."""
+
+    needed: int
+    usable: int
+    largest: tuple[tuple[int, str, str], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A compiled step and how long it took to make, in seconds."""
+
+    run: "Run"
+    compiled: Any
+    """jax's Compiled; None where it does not fit."""
+    lowering: float
+    compiling: float
+    too_large: TooLarge | None = None
+
+
+def check(cfg: "Config", topology: Topology) -> dict[str, int]:
+    """Mesh axis -> size over the topology. ConfigError where the mesh does not fill it, or what the model, batch and mesh are does not divide."""
+    from maxstack import mesh_rules
+
+    sizes = mesh_rules.mesh_sizes(cfg, topology.size)
+    found = list(mesh_rules.sizes(cfg, topology.size))
+    wanted = 1
+    for size in sizes.values():
+        wanted *= size
+    if wanted != topology.size:
+        raise ConfigError(f"mesh: {mesh_rules.product_of(sizes)} is {wanted} devices, but {topology.name} has {topology.size}; set one axis to -1")
+    if found:
+        raise ConfigError("\n".join(f"{key}: {message}" for key, message in found))
+    return sizes
+
+
+def compile_step(cfg: "Config", topology: Topology, *, exact: bool = False, dump: Path | None = None) -> Step:
+    """Assemble, lower and compile. ConfigError where the configuration's parts do not fit each other.
+
+    `exact`: with all the effort that training would spend. `dump`: a folder for the compiler's assignment of buffers, where it gives it no other way.
+    """
+    check(cfg, topology)
+    devices = topology.devices()
+    from maxstack import sharding
+    from maxstack.run import assemble
+
+    begin = time.perf_counter()
+    run = assemble(cfg, sharding.make_mesh(cfg.mesh, devices))
+    lowered = run.step.lower(run.abstract, run.abstract_batch())
+    middle = time.perf_counter()
+    try:
+        options: dict[str, Any] = QUICK if devices[0].platform == "tpu" and not exact else {}
+        if dump and devices[0].platform != "cpu":
+            options = {**options, DUMP: str(dump)}
+        compiled = lowered.compile(compiler_options=options)
+    except Exception as error:  # jaxlib has no class of its own for this
+        over = too_large(str(error))
+        if over is None:
+            raise
+        return Step(run, None, middle - begin, time.perf_counter() - middle, over)
+    return Step(run, compiled, middle - begin, time.perf_counter() - middle)
+
+
+def too_large(message: str) -> TooLarge | None:
+    """What a TPU compiler's RESOURCE_EXHAUSTED says; None for another message."""
+    found = _OVER.search(message)
+    if not found:
+        return None
+    used, unit, limit, limit_unit = found.groups()
+    largest = tuple((_bytes(size, unit), shape, name or "") for size, unit, shape, name in _LARGE.findall(message))
+    return TooLarge(_bytes(used, unit), _bytes(limit, limit_unit), largest)
+
+
+def _bytes(number: str, unit: str) -> int:
+    return round(float(number) * UNITS[unit])

@@ -1,0 +1,110 @@
+"""Reading a compiled program's text: shapes, how often things run, and where they come from."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from captured import captured
+
+from maxstack.plan.program import parse, shapes
+
+
+def compiled(f, *arguments):
+    return jax.jit(f).lower(*arguments).compile().as_text()
+
+
+def matrix(*dims):
+    return jax.ShapeDtypeStruct(dims, jnp.float32)
+
+
+def times_of(program, opcode):
+    """How often each instruction of a kind runs, in fusions too."""
+    return sorted(program.times[c.name] for c in program.computations.values() for i in c.instructions.values() if i.opcode == opcode)
+
+
+@pytest.mark.parametrize("text, expected", [
+    ("f32[3,5]{1,0}", [("f32", 60, 60, 0)]),
+    ("bf16[1000,200]{1,0:T(8,128)(2,1)S(1)}", [("bf16", 400000, 1000 * 256 * 2, 1)]),
+    ("f32[4,64,1,64]{3,2,1,0:T(1,128)}", [("f32", 65536, 4 * 64 * 128 * 4, 0)]),
+    ("f32[4,512,1]{1,2,0:T(8,128)}", [("f32", 8192, 4 * 8 * 512 * 4, 0)]),
+    ("s8[5000]{0:T(1024)(128)(4,1)}", [("s8", 5000, 5120, 0)]),
+    ("s4[10,10]{1,0:E(4)}", [("s4", 50, 50, 0)]),
+    ("pred[]", [("pred", 1, 1, 0)]),
+    ("((f8e4m3fn[2,2]{1,0}), /*index=1*/token[], u32[]{:S(2)})", [("f8e4m3fn", 4, 4, 0), ("token", 0, 0, 0), ("u32", 4, 4, 2)]),
+])
+def test_bytes_of_a_shape_with_and_without_the_padding_of_its_tiles(text, expected):
+    assert [(s.dtype, s.bytes, s.padded, s.space) for s in shapes(text)] == expected
+
+
+def nested(x, w):
+    def outer(x, w):
+        return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=3)[0], None
+
+    return jax.lax.scan(outer, x, w)[0]
+
+
+def test_a_loop_in_a_loop_runs_the_product_of_their_turns():
+    text = compiled(nested, matrix(16, 16), matrix(5, 16, 16))
+    assert times_of(parse(text), "dot") == [15.0]
+
+
+@pytest.mark.parametrize("f, arguments, turns", [
+    (nested, (matrix(16, 16), matrix(5, 16, 16)), [15.0]),
+    (lambda x: jax.lax.fori_loop(3, 20, lambda i, x: x @ x, x), (matrix(8, 8),), [17.0]),
+    (lambda x: jax.lax.while_loop(lambda s: s[0] > 0, lambda s: (s[0] - 2, s[1] @ s[1]), (9, x))[1], (matrix(8, 8),), [5.0]),
+    (lambda x: jax.lax.fori_loop(0, 4, lambda i, s: (jax.lax.fori_loop(0, s[1], lambda j, x: x @ x, s[0]), s[1]), (x, 6))[0],
+     (matrix(8, 8),), [24.0]),
+])
+def test_turns_follow_from_the_condition_where_the_compiler_does_not_note_them(f, arguments, turns):
+    text = compiled(f, *arguments)
+    assert "known_trip_count" in text
+    program = parse(re.sub(r'"known_trip_count":\{[^}]*\},?', "", text))
+    assert times_of(program, "dot") == turns and not program.uncounted
+
+
+def test_a_tpu_loop_that_notes_nothing():
+    assert times_of(captured("tpu_loop"), "convolution") == [5.0, 5.0]
+
+
+def test_a_loop_that_the_data_ends_counts_once_and_is_named():
+    text = compiled(lambda x: jax.lax.while_loop(lambda x: x.sum() < 100, lambda x: x @ x, x), matrix(8, 8))
+    program = parse(text)
+    assert times_of(program, "dot") == [1.0] and len(program.uncounted) == 1
+
+
+def test_each_branch_of_a_conditional_counts_once_and_it_is_named():
+    def f(x, flag):
+        return jax.lax.cond(flag, lambda x: x @ x, lambda x: x @ x @ x, x)
+
+    program = parse(compiled(f, matrix(8, 8), jax.ShapeDtypeStruct((), jnp.bool_)))
+    assert times_of(program, "dot") == [1.0, 1.0, 1.0] and len(program.branching) == 1
+
+
+def test_the_inside_of_a_reduction_does_not_run():
+    program = parse(compiled(lambda x: x.sum(), matrix(64, 64)))
+    inside = {i.attribute("to_apply") for c in program.computations.values() for i in c.instructions.values() if i.opcode == "reduce"}
+    assert inside and all(program.times[name] == 0 for name in inside)
+
+
+def test_source_is_the_innermost_line_outside_packages():
+    def f(x):
+        return optax.tree.norm(x)
+
+    program = parse(compiled(f, matrix(8, 16)))
+    roots = [i for c in program.computations.values() for i in c.instructions.values() if i.opcode == "sqrt"]
+    assert [program.source(i).rsplit("/", 1)[-1] for i in roots] == [f"test_program.py:{f.__code__.co_firstlineno + 1}"]
+    assert any("optax" in file for file, _, _ in program.frames.values())
+    program = captured("tpu_loop")
+    assert {program.source(i) for c in program.computations.values() for i in c.instructions.values() if i.opcode == "convolution"} == {"step.py:45"}
+
+
+def test_arguments_are_named_by_their_path():
+    program = parse(compiled(lambda state: state["w"]["a"] @ state["b"], {"w": {"a": matrix(4, 4)}, "b": matrix(4, 4)}))
+    assert [i.op_name for i in program.entry.parameters] == ["state['b']", "state['w']['a']"]
+
+
+def test_text_that_is_no_program_is_refused():
+    with pytest.raises(ValueError, match="no ENTRY"):
+        parse("module @jit_f {\n}\n")

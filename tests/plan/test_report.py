@@ -1,0 +1,67 @@
+"""`maxstack plan` as a user calls it, on eight virtual CPU devices: its figures against sums made another way."""
+
+import json
+
+import pytest
+import tiny
+
+from maxstack import cli
+from maxstack.config import dump
+from maxstack.models.flops import flops_per_token
+
+MESH = {"data": 2, "fsdp": 2, "tensor": 2}
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    """The configuration, what the command printed, and its JSON."""
+    folder, cfg = tmp_path_factory.mktemp("plan"), tiny.config(mesh=MESH)
+    (folder / "run.yml").write_text(dump(cfg))
+    patch = pytest.MonkeyPatch()
+    said: list[str] = []
+    patch.setattr("builtins.print", lambda *text, **_: said.extend(map(str, text)))
+    code = cli.main(["plan", str(folder / "run.yml"), "--json", str(folder / "plan.json")])
+    patch.undo()
+    assert code == 0
+    return cfg, "\n".join(said), json.loads((folder / "plan.json").read_text())
+
+
+def test_the_parts_of_memory_add_up_to_what_is_needed(planned):
+    _, _, found = planned
+    assert sum(found["memory"].values()) == found["needed"] <= found["usable"]
+    assert found["fits"] is True
+
+
+def test_state_is_counted_by_its_shards(planned):
+    cfg, _, found = planned
+    state = tiny.make_run(cfg, 8).init()
+    for part, tree in (("parameters", state.params), ("optimizer", state.opt)):
+        import jax
+
+        assert found["memory"][part] == sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def test_flops_are_those_of_mfu(planned):
+    cfg, _, found = planned
+    total = sum(count["causal"] for count in found["flops"].values())
+    assert total == pytest.approx(flops_per_token(cfg.model, cfg.data.seq_len) * cfg.train.batch_size * cfg.data.seq_len)
+
+
+def test_gradients_are_seen_to_be_summed_over_the_replicas(planned):
+    _, _, found = planned
+    assert any(flow["kind"] == "all-reduce" and "data" in flow["axes"] and flow["bytes"] > 0 for flow in found["flows"])
+
+
+def test_the_screen_ends_with_the_verdict_and_names_source_lines(planned):
+    _, said, _ = planned
+    assert said.splitlines()[-1].startswith("FITS: ") and "maxstack/layers/" in said and len(said.splitlines()) < 60
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (["--topology", "v5e:16x17"], "nearest: v5e:16x16"), (["--topology", "v9:2x2"], "chip v9: is not in the table"),
+    (["--search", "--batch", "max"], "exclude each other"), (["--search"], "has none in chips.yml")])
+def test_a_mistake_is_one_line(arguments, says, tmp_path, capsys):
+    (tmp_path / "run.yml").write_text(dump(tiny.config(mesh=MESH)))
+    assert cli.main(["plan", str(tmp_path / "run.yml"), *arguments]) == 1
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1
