@@ -32,7 +32,7 @@ def least(run: Run) -> dict[str, int]:
     gradients = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(run.abstract.params))
     rows = jax.ShapeDtypeStruct((cfg.train.batch_size // cfg.train.accumulate, cfg.data.seq_len), "int32", sharding=run.batch_sharding)
     stream = shard_bytes(rows, host=False) // 4 * cfg.model.embed * jax.numpy.dtype(cfg.model.dtype).itemsize
-    inputs = 0 if cfg.model.remat.policy == "offload" else stream * cfg.model.layers // run.mesh.shape["tensor"]
+    inputs = 0 if "input" in cfg.model.remat.names and cfg.model.remat.policy == "offload" else stream * cfg.model.layers // run.mesh.shape["tensor"]
     return {"parameters": shard_bytes(run.abstract.params, host=False), "optimizer": shard_bytes(run.abstract.opt, host=False),
             "gradients": gradients, "layer inputs": inputs}
 

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import math
 import os
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -189,18 +190,22 @@ def _scorer(run: "Run", logits: bool) -> Any:
 
 
 def _batches(run: "Run", params: Any, rows: Rows, batch_size: int, step: Any) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-    """(first row, results [batch_size, longest row rounded up, ...]) with a progress bar."""
+    """(first row, results [batch_size and longest row, rounded up to what the mesh divides, ...]) with a progress bar."""
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
-    everywhere = NamedSharding(run.mesh, PartitionSpec())
+    from maxstack.sharding import names
+
+    everywhere, rules = NamedSharding(run.mesh, PartitionSpec()), run.cfg.mesh.rules
+    over, parts = (math.prod(run.mesh.shape[axis] for axis in names(rules[logical])) for logical in ("batch", "seq"))
+    height, multiple = -(-batch_size // over) * over, math.lcm(ROUND, 2 * parts)
     for begin in tqdm.tqdm(range(0, len(rows.lengths), batch_size), desc="scoring", unit=" batches", disable=None):
         lengths = rows.lengths[begin:begin + batch_size]
-        width = -(-max(2, lengths.max()) // ROUND) * ROUND
-        tokens = np.zeros((batch_size, width), np.int32)
+        width = -(-max(2, lengths.max()) // multiple) * multiple
+        tokens = np.zeros((height, width), np.int32)
         kept = rows.tokens[begin:begin + batch_size, :width]
         tokens[: len(lengths), : kept.shape[1]] = kept
-        given = jax.device_put((tokens, np.pad(lengths, (0, batch_size - len(lengths)))), everywhere)
+        given = jax.device_put((tokens, np.pad(lengths, (0, height - len(lengths)))), everywhere)
         yield begin, jax.device_get(step(params, *given))
 
 

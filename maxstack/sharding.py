@@ -21,7 +21,7 @@ Axes = str | tuple[str, ...] | list[str] | None
 RULES: dict[str, Axes] = {
     "batch": ["slices", "data", "fsdp", "expert", "stage"], "seq": "context", "residual": ["context", "tensor"], "layers": "stage",
     "embed": ["fsdp", "expert", "context", "stage"], "heads": "tensor", "kv_heads": "tensor", "head_dim": None, "mlp": "tensor",
-    "vocab": ["tensor", "fsdp", "expert"], "norm": None, "expert": "expert", "latent": None,
+    "vocab": ["tensor", "fsdp", "expert", "stage"], "norm": None, "expert": "expert", "latent": None,
 }
 
 

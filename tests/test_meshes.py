@@ -21,6 +21,7 @@ MODELS = {
         "dense": {"mixer": MLA, "mlp": GATED}, "moe": {"mixer": MLA, "mlp": MOE | {"shared": {"hidden": 32}}}},
         "mtp": {"block": "dense"}},
 }
+FIRST = 5  # batches in which no token stands so near a tie between experts that rounding decides
 GRADIENT = {"learning_rate": 0.1, "chain": [{"kind": "trace", "decay": 0.0}, {"kind": "scale_by_learning_rate"}]}
 
 CASES = {
@@ -60,9 +61,10 @@ def five_steps(model: str, mesh: dict):
     """-> (losses, gradients of each step)."""
     cfg = config(model, mesh)
     run = tiny.make_run(cfg, math.prod(getattr(cfg.mesh, axis) for axis in AXES))
-    state, losses, gradients = run.init(), [], []
+    begin = tiny.make_run(config(model, {})).init()
+    state, losses, gradients = jax.device_put(begin, jax.tree.map(lambda leaf: leaf.sharding, run.abstract)), [], []
     for i in range(5):
-        state, scalars = run.step(state, run.place(tiny.batch(cfg, i), 16))
+        state, scalars = run.step(state, run.place(tiny.batch(cfg, FIRST + i), 16))
         losses.append(float(scalars["loss"]))
         gradients.append([jax.device_get(leaf) for leaf in jax.tree.leaves(state.opt) if leaf.ndim])
     return losses, gradients
@@ -76,9 +78,10 @@ def alone():
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_losses_and_gradients_equal_those_of_one_device(case, alone):
+def test_losses_and_gradients_equal_those_of_one_device(case, alone, capfd):
     model, mesh = CASES[case]
     (ours, our_gradients), (theirs, their_gradients) = five_steps(model, mesh), alone(model)
+    assert "Involuntary full rematerialization" not in capfd.readouterr().err
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
     for (path, mine), other in zip(jax.tree_util.tree_leaves_with_path(our_gradients), jax.tree.leaves(their_gradients), strict=True):
         assert np.linalg.norm(mine - other) <= 1e-5 * np.linalg.norm(other), (path, mine.shape)

@@ -9,16 +9,9 @@ MESHES = {"data": {"data": 8}, "fsdp": {"data": 1, "fsdp": 8}, "tensor": {"data"
 ONE_LAYER = tiny.model(layers=1, pattern=["local"])
 
 
-@pytest.fixture(scope="module")
-def alone():
-    """Twenty steps on one device."""
-    return tiny.steps(tiny.make_run(tiny.config()), 20)
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-def test_twenty_steps_agree_with_one_device(mesh, alone):
-    rows = tiny.steps(tiny.make_run(tiny.config(mesh=MESHES[mesh]), 8), 20)
-    for ours, theirs in zip(rows, alone, strict=True):
+def test_twenty_steps_agree_with_one_device():
+    rows = tiny.steps(tiny.make_run(tiny.config(mesh=MESHES["fsdp-tensor"]), 8), 20)
+    for ours, theirs in zip(rows, tiny.steps(tiny.make_run(tiny.config()), 20), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
 
 

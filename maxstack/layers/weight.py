@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from maxstack.sharding import current
+from maxstack.sharding import constrain, current
 
 
 def weight(shape: tuple[int, ...], axes: str, *, dtype: str, std: float = 0.0, fill: float = 0.0, carried: bool = False) -> nnx.Param:
@@ -36,10 +36,22 @@ def project(x: jax.Array, w: nnx.Param | jax.Array, contract: int = 1) -> jax.Ar
     """Contract the last `contract` dimensions of x with the first ones of w, in x's dtype: [..., in] x [in, out] -> [..., out].
 
     On one device rows are flattened to one dimension: on a CPU, XLA transposes the whole operand of a weight gradient that contracts two. On a
-    mesh they keep their dimensions, which may be split over different axes.
+    mesh they keep their dimensions, which may be split over different axes, and the weight is gathered along `embed`, for the backward pass once
+    more: left to itself, XLA may split activations like the shards of a weight's gradient, or copy them whole to every device.
     """
     rows, out = x.shape[: x.ndim - contract], w.shape[contract:]
     if current():
-        return jax.lax.dot_general(x, w[...].astype(x.dtype), ((tuple(range(len(rows), x.ndim)), tuple(range(contract))), ((), ())))
+        axes = " ".join("norm" if axis == "embed" else axis for axis in _axes(w))
+
+        def product(x: jax.Array, w: jax.Array) -> jax.Array:
+            used = constrain(w.astype(x.dtype), axes) if axes else w.astype(x.dtype)
+            return jax.lax.dot_general(x, used, ((tuple(range(len(rows), x.ndim)), tuple(range(contract))), ((), ())))
+
+        return jax.checkpoint(product, prevent_cse=False)(x, w[...])
     matrix = w[...].astype(x.dtype).reshape(-1, math.prod(out))
     return jax.lax.dot_general(x.reshape(-1, matrix.shape[0]), matrix, (((1,), (0,)), ((), ()))).reshape(*rows, *out)
+
+
+def _axes(w: nnx.Param | jax.Array) -> tuple[str, ...]:
+    """Of the weight itself, without those of a stack; none where they are not known."""
+    return w.get_metadata()["axes"][-w.ndim:] if isinstance(w, nnx.Param) else ()

@@ -71,8 +71,8 @@ class RematConfig(Section):
     policy: Remat = "none"
     """none keeps everything; full keeps a block's input alone; dots keeps matmul outputs; dots_no_batch those without a batch dimension (no
     attention scores); save keeps the tensors in `names`; offload moves the tensors in `names` to host memory."""
-    names: Items[Literal["query", "key", "value", "context", "mixer_out", "mlp_gate", "mlp_up", "mlp_out"]] = ()
-    """The tensors of a block that save and offload keep."""
+    names: Items[Literal["input", "query", "key", "value", "context", "mixer_out", "mlp_gate", "mlp_up", "mlp_out"]] = ()
+    """The tensors of a block that save and offload keep; its input is kept on the device, unless offload names it."""
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> "RematConfig":

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from maxstack.kernels.sequences import arrange, natural
 from maxstack.layers.attention import Attention
@@ -61,6 +62,7 @@ class Block(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, context: Context, extra_BTP: jax.Array | None = None) -> tuple[jax.Array, Aux]:
         """-> (x, what the MLP reports); `extra_BTP` is the layer's own embedding of the tokens."""
+        x_BTD = checkpoint_name(x_BTD, "input")
         mixed_BTD = self.mixer(_apply(self.mixer_norm, x_BTD), context)
         x_BTD = constrain(x_BTD + _apply(self.mixer_out_norm, mixed_BTD), "batch residual embed")
         out_BTD, aux = self.mlp(_apply(self.mlp_norm, x_BTD), x_BTD, context)

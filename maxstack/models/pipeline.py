@@ -21,7 +21,7 @@ Tree = Any
 Read = Callable[[int], tuple[Any, Context, jax.Array | None]]
 Period = Callable[[jax.Array, Read], tuple[jax.Array, Tree]]
 STAGE = "stage"
-MOVING = frozenset({"dynamic_slice", "squeeze", "reshape", "transpose", "broadcast_in_dim", "convert_element_type"})
+MOVING = frozenset({"dynamic_slice", "squeeze", "reshape", "transpose", "broadcast_in_dim", "convert_element_type", "sharding_constraint"})
 
 
 def ticks(stages: int, rounds: int, microbatches: int) -> int:

@@ -37,7 +37,8 @@ class Memory:
     """The most in use at one time, of all but code; None on a CPU, where XLA leaves temporaries out, and where jaxlib does not tell."""
     needed: int
     """What the device must have. TPU: peak and code, since temporaries are packed as loosely as the chip allows, and the compiler holds the peak
-    against its memory. Elsewhere, and without a peak: the sum of the parts, since temporaries are one block that is taken whole."""
+    against its memory; where the host's temporaries hide the peak, the loose sum. Elsewhere, and without a peak: the sum of the parts, since
+    temporaries are one block that is taken whole."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +74,12 @@ def memory(compiled: Any) -> Memory:
         raise ValueError("this backend gives no memory analysis")
     host = (stats.host_argument_size_in_bytes + stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes + stats.host_temp_size_in_bytes)
     platform = _platform(compiled)
-    peak = None if platform == "cpu" else getattr(stats, "peak_memory_in_bytes", None)
     arguments, outputs, aliased = stats.argument_size_in_bytes, stats.output_size_in_bytes, stats.alias_size_in_bytes
     temporaries, code = stats.temp_size_in_bytes, stats.generated_code_size_in_bytes
+    peak = getattr(stats, "peak_memory_in_bytes", None) if platform != "cpu" else None
+    if peak and platform == "tpu":  # measured: all arguments, the host's too, and the temporaries of that memory which has more of them
+        at_once = peak - arguments - stats.host_argument_size_in_bytes
+        peak = arguments + (at_once if at_once > stats.host_temp_size_in_bytes else temporaries)
     needed = peak + code if peak and platform == "tpu" else arguments + outputs - aliased + temporaries + code
     return Memory(arguments, outputs, aliased, temporaries, code, host, peak or None, needed)
 

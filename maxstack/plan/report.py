@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxstack.models.flops import Count, components
+from maxstack.plan.activations import activations
 from maxstack.plan.buffers import Buffer, Memory, largest, memory
 from maxstack.plan.program import parse
 from maxstack.plan.roofline import ATTENTION, OVERFLOW, Flow, Roofline, flows, roofline
@@ -94,9 +95,8 @@ def read(name: str, cfg: "Config", topology: Topology, sizes: Mapping[str, int],
     sent: tuple[Flow, ...] = ()
     if step.compiled is not None:
         total = memory(step.compiled)
-        needed = total.needed
-        parts |= _rest(total, sum(parts.values()))
-        program = parse(step.compiled.as_text())
+        needed, program = total.needed, parse(step.compiled.as_text())
+        parts |= _rest(total, sum(parts.values()), activations(program))
         buffers = tuple(largest(step.compiled, SHOWN, dump, program))
         sent = tuple(flows(collectives(program, sizes, without=(OVERFLOW,)), links(topology, tuple(sizes.values()), tuple(sizes))))
         if chip:
@@ -122,10 +122,12 @@ def _kept(step: Step) -> dict[str, int]:
     return parts
 
 
-def _rest(total: Memory, kept: int) -> dict[str, int]:
-    """What the compiled program needs beyond its state: padding of the arguments, the program itself, and all that lives while it runs."""
+def _rest(total: Memory, kept: int, saved: int) -> dict[str, int]:
+    """What the compiled program needs beyond its state: padding of the arguments, the program itself, what the forward pass saves for the backward
+    pass, and the rest of what the compiler assigns."""
     padding = max(0, total.arguments - kept)
-    return {"padding": padding, "code": total.code, "activations and temporaries": max(0, total.needed - kept - padding - total.code)}
+    runs = max(0, total.needed - kept - padding - total.code)
+    return {"padding": padding, "code": total.code, "activations": min(saved, runs), "temporaries": max(0, runs - saved)}
 
 
 def text(plan: Plan) -> str:

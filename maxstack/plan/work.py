@@ -14,6 +14,8 @@ FREE_CALLS = {"AllocateBuffer", "ConcatBitcast", "SliceId", "ZeroCrop", "AssumeG
               "Sharding", "LayoutConstraint", "PrepareAsyncCallStart", "PrepareAsyncCallDone"}
 SELECTS = {"slice", "dynamic-slice", "gather"}
 VIEWS = {"bitcast", "reshape", "get-tuple-element"}
+RELAYOUT = {*VIEWS, "copy", "parameter"}
+"""Inside a fusion none of these touches memory: a copy there is another way to read the same tiles."""
 IN_PLACE = {"dynamic-update-slice": 1, "scatter": -1}
 """Operations that overwrite part of their first operand, and which operand says with what."""
 MATMULS = ("__cublas$", "__onednn$matmul")
@@ -158,7 +160,7 @@ def _seen(program: Program, computation: Computation, made: Instruction) -> int 
     """Bytes of a value inside a fusion that its users look at; None: all."""
     total = 0
     for user, place in computation.users[made.name]:
-        if user.opcode in VIEWS:
+        if _relayout(program, user):
             seen = _seen(program, computation, user)
         elif user.opcode in IN_PLACE and place == 0 and any(later.opcode not in (*VIEWS, "tuple") for later, _ in computation.users[user.name]):
             seen = None  # what was not overwritten is looked at later
@@ -168,6 +170,12 @@ def _seen(program: Program, computation: Computation, made: Instruction) -> int 
             return None
         total += seen
     return total
+
+
+def _relayout(program: Program, user: Instruction) -> bool:
+    """Whether an instruction inside a fusion gives its operand as it is, but for the layout; alone or as a fusion of its own."""
+    called = program.inside(user)
+    return user.opcode in RELAYOUT or called is not None and all(one.opcode in RELAYOUT for one in called.instructions.values())
 
 
 def _writes(program: Program, computation: Computation, made: Instruction) -> Iterator[tuple[int, int]]:

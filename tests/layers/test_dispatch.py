@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -16,7 +15,6 @@ from maxstack.layers import dispatch
 from maxstack.layers.config import MoEConfig
 from maxstack.layers.context import Context
 from maxstack.layers.moe import MoE
-from maxstack.objectives.next_token import next_token
 
 EMBED, EXPERTS, BATCH, TIME = 8, 8, 8, 32
 MESHES = {"expert": {"expert": 8}, "expert-tensor": {"expert": 4, "tensor": 2}, "data-fsdp-expert": {"data": 2, "fsdp": 2, "expert": 2},
@@ -162,22 +160,3 @@ def test_a_window_is_no_larger_than_what_can_come():
     assert travel(slack=100.0)[2:4] == (64 * 4, 0)  # a token has four experts on a peer at most
     assert travel(taken=3)[2:4] == (3 * 4, 0)
     assert travel(taken=1000)[2:4] == (64 * 4, 0)
-
-
-def test_a_decoder_whose_tokens_travel_equals_one_device():
-    mlp = {"kind": "moe", "experts": 8, "top_k": 2, "hidden": 16, "router": {"balance_loss": 0.01}}
-    mixer = {"kind": "attention", "heads": 2, "kv_heads": 2, "head_dim": 8}
-    model = tiny.model(layers=2, pattern=["block"], remat={"policy": "full"}, blocks={"block": {"mixer": mixer, "mlp": mlp}})
-    weights, found = None, []
-    for mesh, devices in (({}, 1), ({"data": 1, "fsdp": 2, "expert": 4}, 8)):
-        cfg = tiny.config(model=model, mesh=mesh)
-        run = tiny.make_run(cfg, devices)
-        weights = weights or run.init().params
-
-        def loss(params, batch, run=run):
-            with sharding.use(run.mesh, run.cfg.mesh):
-                return next_token(nnx.merge(run.graph, nnx.State(params)), batch, 0.0).total
-
-        placed = jax.device_put(weights, jax.tree.map(lambda a: a.sharding, run.abstract.params))
-        found.append(jax.jit(jax.value_and_grad(loss))(placed, run.place(tiny.batch(cfg), 8)))
-    assert_same(found[1], found[0])

@@ -28,9 +28,6 @@ MIXED = model(10, ["b", "a"], {"a": {"mixer": ATTENTION | {"window": 4}, "mlp": 
                                "p": {"mixer": ATTENTION, "mlp": MLP}},
               prefix=["p"], per_layer={"vocab": tiny.VOCAB, "size": 4})
 MESHES = {
-    "stage=8": (DENSE, {"stage": 8}),
-    "stage=4, tensor=2": (DENSE, {"stage": 4, "tensor": 2, "microbatches": 8}),
-    "stage=4, rounds=2": (DENSE, {"stage": 4, "rounds": 2, "microbatches": 8, "data": 2}),
     "stage=2, fsdp=2, data=2": (DENSE | {"unroll": 2, "remat": {"policy": "full"}}, {"stage": 2, "fsdp": 2, "data": 2}),
     "stage=2, rounds=2": (MIXED, {"stage": 2, "rounds": 2, "microbatches": 4, "data": 2, "expert": 2}),
 }

@@ -40,9 +40,9 @@ def test_the_assignment_adds_up_to_the_totals(compiled):
 
 
 def test_a_tpu_needs_its_peak_and_other_hardware_the_sum():
-    def needed(platform):
+    def needed(platform, **on_host):
         figures = {"argument": 100, "output": 50, "alias": 40, "temp": 70, "generated_code": 5}
-        stats = {f"{where}{name}_size_in_bytes": size * (not where) for where in ("", "host_") for name, size in figures.items()}
+        stats = {f"{where}{name}_size_in_bytes": on_host.get(name, 0) if where else size for where in ("", "host_") for name, size in figures.items()}
         device = type("Device", (), {"platform": platform})
         sharding = type("Sharding", (), {"device_set": {device}})
         made = type("Compiled", (), {"input_shardings": sharding, "output_shardings": None})
@@ -50,6 +50,8 @@ def test_a_tpu_needs_its_peak_and_other_hardware_the_sum():
         return memory(made).needed
 
     assert (needed("tpu"), needed("gpu"), needed("cpu")) == (155, 185, 185)
+    assert needed("tpu", argument=20) == 135  # the peak that XLA tells includes arguments in the host's memory
+    assert needed("tpu", temp=50) == 175  # and is that of the host's temporaries, where they are more
 
 
 def test_arguments_are_as_large_as_their_shards(run, compiled):

@@ -1,0 +1,71 @@
+"""What a compiled step keeps from its forward pass for the backward pass: activations, as against what lives for a moment."""
+
+import functools
+from collections.abc import Iterator
+
+from maxstack.plan.program import HOST, PLAIN, Computation, Instruction, Program
+
+BATCH = "batch["
+"""How the names of a step's arguments begin that hold its rows."""
+PASSES_ON = {"tuple", "get-tuple-element", "bitcast", "copy", "copy-start", "copy-done", "opt-barrier", "async-done"}
+ORIGINS = {"parameter", "constant", "iota"}
+
+
+def activations(program: Program) -> int:
+    """Bytes on one device, with the padding of layouts, of the values that depend on the batch, are made by the forward pass (jax names it `jvp`)
+    and read by the backward pass (`transpose(jvp)`): all of them are there when the one turns into the other."""
+    return sum(_bytes(program, made) for computation, _ in program.running() for made in _made_forward(program, computation)
+               if _read_backward(computation, made.name) and _of_batch(program, computation, made.name))
+
+
+def _backward(instruction: Instruction) -> bool:
+    return "transpose(" in instruction.op_name
+
+
+def _made_forward(program: Program, computation: Computation) -> Iterator[Instruction]:
+    for made in computation.instructions.values():
+        source = made
+        if made.opcode == "get-tuple-element":
+            source = computation.instructions[made.operands[0]]
+            if source.opcode in PASSES_ON | ORIGINS or _passed_through(program, source, _index(made)):
+                continue
+        elif made.opcode in PASSES_ON | ORIGINS or len(made.shapes) != 1:
+            continue
+        if "jvp(" in source.op_name and not _backward(source):
+            yield made
+
+
+def _bytes(program: Program, made: Instruction) -> int:
+    return sum(shape.padded for shape in made.shapes if shape.space == PLAIN or shape.space != HOST and not program.tiled)
+
+
+def _index(made: Instruction) -> int:
+    return int(made.attribute("index") or 0)
+
+
+def _passed_through(program: Program, loop: Instruction, index: int) -> bool:
+    """Whether a loop gives back at `index` what it was given there."""
+    if loop.opcode != "while":
+        return False
+    body = program.computations[loop.attribute("body") or ""]
+    root = body.instructions[body.root]
+    if root.opcode != "tuple":
+        return False
+    last = body.instructions[root.operands[index]]
+    return last.opcode == "get-tuple-element" and _index(last) == index and body.instructions[last.operands[0]].opcode == "parameter"
+
+
+def _read_backward(computation: Computation, name: str) -> bool:
+    return any(_read_backward(computation, user.name) if user.opcode in PASSES_ON else _backward(user) for user, _ in computation.users[name])
+
+
+def _of_batch(program: Program, computation: Computation, name: str) -> bool:
+    """Whether a value depends on the rows of the batch."""
+    @functools.cache
+    def depends(name: str) -> bool:
+        made = computation.instructions[name]
+        if made.opcode == "parameter":
+            return computation is not program.entry or made.op_name.startswith(BATCH)
+        return any(depends(operand) for operand in made.operands)
+
+    return depends(name)
