@@ -11,7 +11,8 @@ from maxstack.config import ConfigError, Items, Section, did_you_mean, plain
 from maxstack.config.reader import read_yaml
 from maxstack.devices import GPU_SHARE
 
-PEAK_OF = {"bfloat16": "bf16", "float16": "bf16", "int8": "int8", "uint8": "int8", "int4": "int8", "uint4": "int8", "float32": "tf32"}
+PEAK_OF = {"bfloat16": "bf16", "float16": "bf16", "int8": "int8", "uint8": "int8", "int4": "int8", "uint4": "int8", "float32": "tf32",
+           "s8": "int8", "u8": "int8", "s4": "int8", "u4": "int8", "f32": "tf32"}
 
 
 class Torus(Section):
@@ -60,8 +61,8 @@ class Chip(Section):
         return self.flops("bfloat16")
 
     def flops(self, dtype: str) -> float:
-        """Peak FLOP/s of one device for matmuls whose operands have a dtype of jax's name; a format without units of its own runs as bfloat16."""
-        unit = "fp8" if dtype.startswith("float8") else PEAK_OF.get(dtype, "bf16")
+        """Peak FLOP/s of one device for matmuls on a dtype by jax's or XLA's name; a format without units of its own runs as bfloat16."""
+        unit = "fp8" if dtype.startswith(("float8", "f8")) else PEAK_OF.get(dtype, "bf16")
         return self.peak.get(unit, self.peak["bf16"]) / self.devices
 
     @property

@@ -130,6 +130,8 @@ def _place(cfg: MoEConfig, length: int) -> Place:
     assert hidden == mlp, "experts share no axis with their hidden units"
     assert {*experts} <= {*batch, *seq}, "devices that share experts have tokens of their own"
     residual = sharding.names(sharding.here("batch residual embed")[1])
+    if sharding.size_of(*hidden) == 1:  # libtpu aborts on a reduce-scatter among one device
+        hidden = ()
     scattered = bool(hidden) and residual == (*seq, *hidden) and length % sharding.size_of(*residual) == 0
     return Place(current[0].devices.flat[0].platform, experts if sharding.size_of(*experts) > 1 else (), hidden, residual if scattered else ())
 

@@ -79,7 +79,7 @@ def memory(compiled: Any) -> Memory:
     peak = getattr(stats, "peak_memory_in_bytes", None) if platform != "cpu" else None
     if peak and platform == "tpu":  # measured: all arguments, the host's too, and the temporaries of that memory which has more of them
         at_once = peak - arguments - stats.host_argument_size_in_bytes
-        peak = arguments + (at_once if at_once > stats.host_temp_size_in_bytes else temporaries)
+        peak = arguments + (at_once if at_once > 1.01 * stats.host_temp_size_in_bytes else temporaries)
     needed = peak + code if peak and platform == "tpu" else arguments + outputs - aliased + temporaries + code
     return Memory(arguments, outputs, aliased, temporaries, code, host, peak or None, needed)
 

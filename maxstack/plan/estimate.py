@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from maxstack.chips import Chip
-from maxstack.layers.config import AttentionConfig, GatedDeltaConfig, MLAConfig, MoEConfig, ParallelMLPConfig
+from maxstack.layers.config import AttentionConfig, GatedDeltaConfig, MLAConfig, ParallelMLPConfig
 from maxstack.models.config import BlockConfig
 from maxstack.models.flops import components
 from maxstack.plan.topology import Link
@@ -36,11 +36,16 @@ class Shapes:
         from maxstack import optim, run
 
         _, params, info = run.abstract_model(cfg)
-        flat = jax.tree.leaves(info)
-        weights = tuple((i.axes, math.prod(i.shape), math.prod(i.shape) * jax.numpy.dtype(i.dtype).itemsize) for i in flat)
+        weights = tuple((i.axes, math.prod(i.shape), math.prod(i.shape) * jax.numpy.dtype(i.dtype).itemsize) for i in jax.tree.leaves(info))
         state = jax.eval_shape(optim.build(cfg.optimizer, cfg.train.steps, info).init, params)
-        axes_of = {i.shape: i.axes for i in flat}
-        return cls(weights, tuple((axes_of.get(leaf.shape, (None,) * leaf.ndim), leaf.size * leaf.dtype.itemsize) for leaf in jax.tree.leaves(state)))
+        by_path = {jax.tree_util.keystr(path): i for path, i in jax.tree_util.tree_leaves_with_path(info)}
+
+        def axes(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> tuple[str | None, ...]:
+            ends = (by_path.get(jax.tree_util.keystr(path[start:])) for start in range(len(path)))
+            return next((i.axes for i in ends if i and i.shape == leaf.shape), (None,) * leaf.ndim)
+
+        leaves = jax.tree_util.tree_leaves_with_path(state)
+        return cls(weights, tuple((axes(path, leaf), leaf.size * leaf.dtype.itemsize) for path, leaf in leaves))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +129,8 @@ def _networks(shapes: Shapes, cfg: "Config", sizes: Mapping[str, int], links: Ma
         own = number / math.prod(sizes[axis] for axis in over if axis in ("tensor", "expert", "stage") and ("layers" in axes or axis != "stage"))
         for axis in ("fsdp", "context"):
             if axis in over:
-                sent[axis] += own * (again * width + 4) * _ring(sizes[axis]) * cfg.train.accumulate
+                times = (cfg.mesh.microbatches or sizes["stage"]) if "layers" in axes and sizes["stage"] > 1 else 1
+                sent[axis] += own * (2 * width + 4) * _ring(sizes[axis]) * cfg.train.accumulate * times
         for axis in ("data", "slices"):
             sent[axis] += 2 * 4 * number / _parts(axes, cfg.mesh.rules, sizes) * _ring(sizes[axis])
     layers, stream = model.layers / sizes["stage"], here * sizes["stage"] * model.embed * width
@@ -132,9 +138,9 @@ def _networks(shapes: Shapes, cfg: "Config", sizes: Mapping[str, int], links: Ma
     mixers = [model.blocks[name].mixer for name in model.order]
     keys = sum(2 * mixer.kv * mixer.head_dim if isinstance(mixer, AttentionConfig) else 0 for mixer in mixers) / sizes["stage"]
     sent["context"] += (again + 1) * keys * here * sizes["stage"] * width * (sizes["context"] - 1) / sizes["tensor"]
-    moe = [block.mlp for block in (model.blocks[name] for name in model.order) if isinstance(block.mlp, MoEConfig)]
-    sent["expert"] += sum(mlp.top_k for mlp in moe) / sizes["stage"] * stream * 2 * (again + 1) * _ring(sizes["expert"])
-    sent["stage"] += 3 * cfg.mesh.rounds * stream / model.layers * layers
+    chosen = sum(moe.top_k for name in model.order if (moe := model.blocks[name].experts))
+    sent["expert"] += chosen / sizes["stage"] * stream * 2 * (again + 1) * _ring(sizes["expert"])
+    sent["stage"] += 2 * cfg.mesh.rounds * stream
     for axis, size in sent.items():
         if axis in links and (bandwidth := links[axis].bandwidth):
             total[links[axis].kind] = total.get(links[axis].kind, 0.0) + size / bandwidth

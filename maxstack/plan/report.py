@@ -91,7 +91,7 @@ def read(name: str, cfg: "Config", topology: Topology, sizes: Mapping[str, int],
     chip, tokens = topology.chip, cfg.train.batch_size * cfg.data.seq_len
     found: Roofline | None = None
     parts, needed = _kept(step), step.too_large.needed if step.too_large else 0
-    buffers: tuple[Buffer, ...] = ()
+    buffers = tuple(Buffer(size, shape, name, "", "temporary") for size, shape, name in step.too_large.largest[:SHOWN]) if step.too_large else ()
     sent: tuple[Flow, ...] = ()
     if step.compiled is not None:
         total = memory(step.compiled)

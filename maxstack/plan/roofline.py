@@ -103,8 +103,8 @@ def flows(found: Iterable[Collective], links: Mapping[str, Link]) -> Iterator[Fl
         seconds = sent / slowest.bandwidth if slowest.bandwidth else None
         if seconds and len(over) > 1 and all(link.bandwidth for link in over):
             # Each axis of a torus carries its own share at the same time; between domains the slowest carries all but what stays inside.
-            same = {link.kind for link in over} == {slowest.kind}
-            seconds = sent / sum(link.bandwidth or 0.0 for link in over) if same else seconds
+            torus = {link.kind for link in over} == {"ICI"}
+            seconds = sent / sum(link.bandwidth or 0.0 for link in over) if torus else seconds
         if seconds and kind == "all-reduce" and slowest.in_switch:
             seconds /= 2
         yield Flow(kind, axes, slowest.kind, sum(member.times for member in members), sent, seconds)

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
@@ -48,7 +48,7 @@ class Candidate:
 
 
 def search(cfg: "Config", topology: Topology, make: Compile, finalists: int) -> list[tuple[Candidate, "Plan"]]:
-    """Candidates that were compiled and fit, the fastest first; the given configuration is always among those that are compiled.
+    """Candidates that were compiled and fit, the fastest first; where the given configuration divides over the devices, it is compiled too.
 
     ConfigError where none fits.
     """
@@ -70,8 +70,8 @@ def _compiled(queue: Sequence[Candidate], make: Compile, wanted: int) -> list[tu
     fits: list[tuple[Candidate, Plan]] = []
     too_large: list[float] = []
     with tqdm(total=wanted, desc="compiling", unit=" finalists", disable=None) as bar:
-        for tried, one in enumerate(queue):
-            if len(fits) == wanted or tried == MOST_COMPILED:
+        for one in queue:
+            if len(fits) == wanted or len(fits) + len(too_large) == MOST_COMPILED:
                 break
             if any(one.estimate.memory >= size for size in too_large):
                 continue
@@ -89,15 +89,16 @@ def _compiled(queue: Sequence[Candidate], make: Compile, wanted: int) -> list[tu
 
 
 def _candidates(cfg: "Config", topology: Topology) -> Iterator[tuple["Config", dict[str, int]]]:
-    """Every mesh that the model divides over, with every remat policy, at the given batch size and, where it is larger, at one row a device."""
+    """Every mesh that the model divides over, with every remat policy, at the given batch size, twice and four times that."""
     given = mesh_rules.mesh_sizes(cfg, topology.size)
+    resolved = _changed(cfg, given, cfg.model.remat.policy, cfg.train.batch_size)
     policies = dict.fromkeys([cfg.model.remat.policy, *POLICIES])
     batches = sorted({cfg.train.batch_size, *(cfg.train.batch_size * 2**i for i in (1, 2))})
-    for sizes in ([given] if math.prod(given.values()) == topology.size else []):
-        yield cfg, sizes
+    if math.prod(given.values()) == topology.size and not rules.check_devices(cfg, topology.size):
+        yield cfg, given
     for sizes, policy, batch in itertools.product(_meshes(cfg, topology), policies, batches):
         changed = _changed(cfg, sizes, policy, batch)
-        if changed != cfg and not rules.check(changed):
+        if changed != resolved and not rules.check(changed):
             yield changed, sizes
 
 
@@ -122,8 +123,9 @@ def _divisors(number: int, most: int) -> list[int]:
 def _changed(cfg: "Config", sizes: dict[str, int], policy: str, batch: int) -> "Config":
     names = cfg.model.remat.names if policy == cfg.model.remat.policy else ()
     remat = cfg.model.remat.model_copy(update={"policy": policy, "names": names})
+    pipeline = {} if sizes["stage"] > 1 else {"microbatches": None, "rounds": 1}
     return cfg.model_copy(update={
-        "mesh": cfg.mesh.model_copy(update=sizes), "model": cfg.model.model_copy(update={"remat": remat}),
+        "mesh": cfg.mesh.model_copy(update=sizes | pipeline), "model": cfg.model.model_copy(update={"remat": remat}),
         "train": cfg.train.model_copy(update={"batch_size": batch})})
 
 
@@ -146,17 +148,20 @@ def largest_batch(cfg: "Config", topology: Topology, make: Compile) -> tuple["Co
         raise ConfigError(f"--batch max: not even batch_size={unit} fits: it needs {needed:.2f} of {has:.2f} GiB a device")
     fits, over = 1, math.inf
     while over - fits > 1:
-        guess = _next(at, fits, over)
+        guess = _next(tried, fits, over)
         fits, over = (guess, over) if at(guess).fits else (fits, guess)
     return _changed(cfg, sizes, cfg.model.remat.policy, fits * unit), at(fits)
 
 
-def _next(at: Callable[[int], "Plan"], fits: int, over: float) -> int:
-    """Rows to try: twice as many first, then where a line through the two largest that are known meets the limit."""
+def _next(tried: Mapping[int, "Plan"], fits: int, over: float) -> int:
+    """Rows to try: twice as many first, then where a line through the two nearest that are known meets the limit. Once there is one that does not
+    fit, every other time the middle: a compiler that spares memory near the limit bends the line."""
     if fits == 1 and over == math.inf:
         return 2
-    other = fits // 2 if over == math.inf else int(over)
-    low, high = at(fits), at(other)
+    if over < math.inf and len(tried) % 2:
+        return (fits + int(over)) // 2
+    other = max(rows for rows in tried if rows < fits) if over == math.inf else int(over)
+    low, high = tried[fits], tried[other]
     slope = (high.needed - low.needed) / (other - fits)
     guess = int(fits + (low.usable - low.needed) / slope) if slope > 0 and low.usable else 2 * fits  # type: ignore[operator]
     return int(min(max(guess, fits + 1), over - 1 if over < math.inf else 8 * fits))

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from maxstack.schema import Config
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_OVER = re.compile(r"(?:Used |HLO temporaries \()([\d.]+)([KMGT]?)(?: of |\) exceeds available HBM \()([\d.]+)([KMGT]?)")
-_LARGE = re.compile(r"Size: ([\d.]+)([KMGT]?)\n(?:.*\n)*?\s+Shape: (\S+)(?:(?:\n(?!\s*={3}).*)*?op_name=\"([^\"]*)\")?")
+_OVER = re.compile(r"(?:Used |HLO temporaries \()([\d.]+)([KMGT]?)(?: of |\) exceeds available HBM \()([\d.]+)([KMGT]?)(?: hbm|\))")
+_LARGE = re.compile(r"Size: ([\d.]+)([KMGT]?)\n(?:\s+Operator: (?:.*?op_name=\"([^\"]*)\")?.*\n)?\s+Shape: (\S+)")
 QUICK = {"exec_time_optimization_effort": -1.0}
 """XLA's own key for less time in the compiler: the same partitioning and collectives, but less fused (EXPERIMENTS.md)."""
 
@@ -47,13 +47,12 @@ def check(cfg: "Config", topology: Topology) -> dict[str, int]:
     from maxstack import mesh_rules
 
     sizes = mesh_rules.mesh_sizes(cfg, topology.size)
-    found = list(mesh_rules.sizes(cfg, topology.size))
     wanted = 1
     for size in sizes.values():
         wanted *= size
     if wanted != topology.size:
         raise ConfigError(f"mesh: {mesh_rules.product_of(sizes)} is {wanted} devices, but {topology.name} has {topology.size}; set one axis to -1")
-    if found:
+    if found := list(mesh_rules.sizes(cfg, topology.size)):
         raise ConfigError("\n".join(f"{key}: {message}" for key, message in found))
     return sizes
 
@@ -91,7 +90,7 @@ def too_large(message: str) -> TooLarge | None:
     if not found:
         return None
     used, unit, limit, limit_unit = found.groups()
-    largest = tuple((_bytes(size, unit), shape, name or "") for size, unit, shape, name in _LARGE.findall(message))
+    largest = tuple((_bytes(size, unit), shape, name) for size, unit, name, shape in _LARGE.findall(message))
     return TooLarge(_bytes(used, unit), _bytes(limit, limit_unit), largest)
 
 

@@ -1,0 +1,99 @@
+"""`maxstack plan` for published presets and for runs whose speed is published: its figures, how long it took and how much memory.
+
+Writes the tables of docs/PLAN.md between their marks. example: python scripts/measure_plans.py --only "8B" (needs the extras plan-tpu and plan-cuda)
+"""
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import yaml
+from tqdm import tqdm
+
+HERE = Path(__file__).parent
+PAGE = HERE.parent / "docs" / "PLAN.md"
+CASES = yaml.safe_load((HERE / "plans.yml").read_text())
+GIB = 2**30
+
+
+def main() -> None:
+    """Run the cases, keep what they say beside those that ran before, and write both tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--kept", type=Path, default=Path("plans.json"), help="results of all cases so far (default: plans.json)")
+    args = parser.parse_args()
+    kept = json.loads(args.kept.read_text()) if args.kept.exists() else {}
+    chosen = [(name, case) for table in CASES.values() for name, case in table.items() if args.only in name]
+    for name, case in tqdm(chosen, unit=" plans"):
+        kept[name] = measure(case["plan"])
+        args.kept.write_text(json.dumps(kept, indent=1))
+    page = PAGE.read_text()
+    for table, write in (("presets", preset_rows), ("published", published_rows)):
+        page = replaced(page, table, write({name: case for name, case in CASES[table].items() if name in kept}, kept))
+    PAGE.write_text(page)
+
+
+def measure(arguments: str) -> dict:
+    """The plan's own JSON, with the seconds and the peak bytes of the command's largest process."""
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "plan.json"
+        command = [str(Path(sys.executable).with_name("maxstack")), "plan", *shlex.split(arguments), "--json", str(target)]
+        begin = time.perf_counter()
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        said = process.stderr.read() if process.stderr else ""
+        _, status, used = os.wait4(process.pid, 0)
+        if os.waitstatus_to_exitcode(status) > 1 or not target.exists():
+            raise SystemExit(f"maxstack plan {arguments}\n{said}")
+        return json.loads(target.read_text()) | {"took": time.perf_counter() - begin, "peak_rss": used.ru_maxrss * 1024}
+
+
+def preset_rows(cases: dict, kept: dict) -> list[str]:
+    """A row for each preset, and its command below the table."""
+    rows = ["| | Run | Chips | A device needs | of | Tokens/s at most | MFU at most, causal | limited by | Plan took | Memory of plan |",
+            "|---|---|---|---|---|---|---|---|---|---|"]
+    for number, name in enumerate(cases, 1):
+        found = kept[name]
+        fits = "" if found["fits"] else " **too much**"
+        speed = (f"{found['tokens_per_second']:,.0f} | {found['mfu_causal']:.1%} | {found['roofline']['limit']}" if found["tokens_per_second"]
+                 else "| | ")
+        rows.append(f"| {number} | {name} | {chips(found)} | {found['needed'] / GIB:.1f} GiB{fits} | {found['usable'] / GIB:.1f} GiB | {speed} | "
+                    f"{found['took']:.0f} s | {found['peak_rss'] / GIB:.1f} GiB |")
+    return [*rows, "", *commands(cases)]
+
+
+def published_rows(cases: dict, kept: dict) -> list[str]:
+    """In the order of the published figures."""
+    rows = ["| | Run | Chips | Published MFU | The bound, counted alike | Published, causal | The bound, causal | Plan took |",
+            "|---|---|---|---|---|---|---|---|"]
+    for number, (name, case) in enumerate(cases.items(), 1):
+        found, counts = kept[name], case["counts"]
+        rows.append(f"| {number} | {name} | {chips(found)} | {case['published']} % {counts} | {found[f'mfu_{counts}']:.1%} | {case['causal']} % | "
+                    f"{found['mfu_causal']:.1%} | {found['took']:.0f} s |")
+    return [*rows, "", *commands(cases)]
+
+
+def chips(found: dict) -> str:
+    """Topology and mesh in a few words."""
+    return f"`{found['topology']}`, " + " x ".join(f"{axis} {size}" for axis, size in found["mesh"].items())
+
+
+def commands(cases: dict) -> list[str]:
+    """The numbered commands as one block."""
+    return ["```bash", *(f"maxstack plan {case['plan']}  # {number}" for number, case in enumerate(cases.values(), 1)), "```"]
+
+
+def replaced(page: str, table: str, rows: list[str]) -> str:
+    """The page with new rows between the marks of `table`."""
+    begin, end = f"<!-- {table} -->", f"<!-- end of {table} -->"
+    before, rest = page.split(begin, 1)
+    return "\n".join([before + begin, *rows, end + rest.split(end, 1)[1]])
+
+
+if __name__ == "__main__":
+    main()

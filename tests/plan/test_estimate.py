@@ -1,0 +1,109 @@
+"""Estimates of memory and time: against the real state, counts by hand and the compiler."""
+
+import functools
+import math
+
+import jax
+import pytest
+import tiny
+
+from maxstack.plan.buffers import memory
+from maxstack.plan.estimate import Shapes, estimate
+from maxstack.plan.program import parse as read
+from maxstack.plan.topology import Link, links, parse
+from maxstack.plan.traffic import collectives
+from maxstack.sharding import AXES
+
+MIXER = {"kind": "attention", "heads": 4, "kv_heads": 2, "head_dim": 8}
+GATED = {"kind": "gated", "hidden": 64}
+MOE = {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 32}
+PER_LAYER, TABLES = 32 * 8 * (4 + 2 + 2 + 4) + 3 * 32 * 64, 2 * tiny.VOCAB * 32
+NORMS = 32 * (2 * 4 + 1)
+
+
+def model(mixer=MIXER, mlp=GATED, **changes):
+    return tiny.model(**{"layers": 4, "pattern": ["block"], "blocks": {"block": {"mixer": mixer, "mlp": mlp}}} | changes)
+
+
+def sizes_of(mesh):
+    return {axis: mesh.get(axis, 1) for axis in AXES}
+
+
+def of(cfg, mesh, over=None):
+    """The estimate on v5e chips, with the links `over`; by default none takes time."""
+    return estimate(Shapes.of(cfg), cfg, sizes_of(mesh), parse("v5e:4x4").chip, over or {})
+
+
+def sent(cfg, mesh, axis):
+    """Bytes over one axis: seconds on a link of one byte a second."""
+    return of(cfg, mesh, {axis: Link("ICI", 1.0)}).seconds
+
+
+@pytest.mark.parametrize("mesh, shape", [
+    ({"fsdp": 8}, model()),
+    ({"data": 2, "fsdp": 2, "tensor": 2}, model()),
+    ({"data": 4, "fsdp": 2, "optimizer_rules": {"embed": ["data", "fsdp"]}}, model()),
+    ({"expert": 4, "fsdp": 2}, model(mlp=MOE)),
+    ({"stage": 2, "fsdp": 4}, model()),
+    ({"data": 4, "tensor": 2, "rules": {"kv_heads": None}}, model(mixer=MIXER | {"kv_heads": 4})),
+], ids=["fsdp", "three axes", "zero 1", "expert", "stage", "one shape, two rules"])
+def test_state_is_that_of_its_shards(mesh, shape):
+    cfg = tiny.config(mesh={"data": 1} | mesh, model=shape)
+    away = cfg.model_copy(update={"mesh": cfg.mesh.model_copy(update={"offload": ("optimizer", "params")})})
+    state = jax.tree.leaves(tiny.make_run(cfg, 8).abstract[1:])
+    shards = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in state)
+    assert of(cfg, mesh).memory - of(away, mesh).memory == pytest.approx(shards)
+
+
+def test_memory_grows_with_rows_and_with_what_is_kept():
+    def needed(rows, policy):
+        return of(tiny.config(model=model(remat={"policy": policy}), train={"batch_size": rows}), {"fsdp": 8}).memory
+
+    for policy in ("full", "dots", "none"):
+        assert needed(8, policy) < needed(16, policy) < needed(32, policy)
+    assert needed(32, "full") < needed(32, "dots") < needed(32, "none")
+
+
+def test_over_fsdp_weights_are_gathered_twice_and_gradients_scattered_once():
+    topology, mesh = parse("v5e:4x4"), {"fsdp": 16}
+    found = of(tiny.config(model=model(), train={"batch_size": 16}), mesh, links(topology, tuple(sizes_of(mesh).values())))
+    assert found.seconds == pytest.approx(3 * 4 * (4 * PER_LAYER + TABLES) * 15 / 16 / 100e9)  # two sides of 50 GB/s
+
+
+def test_over_data_gradients_are_summed():
+    assert sent(tiny.config(model=model()), {"data": 8}, "data") == pytest.approx(2 * 4 * (4 * PER_LAYER + TABLES + NORMS) * 7 / 8)
+
+
+def test_a_stage_passes_its_rows_on_and_gathers_its_weights_for_each_microbatch():
+    mesh = {"stage": 2, "fsdp": 4}
+    cfg = tiny.config(model=model(), mesh={"data": 1, "microbatches": 4} | mesh, train={"batch_size": 16})
+    assert sent(cfg, mesh, "stage") == pytest.approx(2 * 4 * (16 // 4) * 48 * 32)
+    assert sent(cfg, mesh, "fsdp") == pytest.approx(3 * 4 * (4 * 2 * PER_LAYER + TABLES) * 3 / 4)
+
+
+def test_tokens_travel_to_experts_wherever_they_stand_in_a_block():
+    alone, beside = (sent(tiny.config(model=model(mlp=mlp)), {"expert": 4, "fsdp": 2}, "expert")
+                     for mlp in (MOE, {"kind": "parallel", "dense": GATED, "moe": MOE}))
+    once = 4 * 2 * 48 * 32 * 4 * 3 / 4  # layers, choices, a device's tokens, numbers, bytes, of which a quarter stay
+    assert alone == beside == pytest.approx(6 * once)  # there and back, forward and for both gradients
+
+
+@functools.cache
+def compiled(policy, **mesh):
+    """A configuration whose memory is not that of its smallest parts, and its step."""
+    shape = model(MIXER | {"heads": 8, "kv_heads": 4, "head_dim": 32}, GATED | {"hidden": 512}, embed=256, vocab=1024, remat={"policy": policy})
+    cfg = tiny.config(model=shape, mesh={"data": 1} | mesh, train={"batch_size": 16}, data={"seq_len": 256})
+    run = tiny.make_run(cfg, 8)
+    return cfg, run.step.lower(run.abstract, run.abstract_batch()).compile()
+
+
+@pytest.mark.parametrize("policy, mesh", [("full", {"fsdp": 8}), ("none", {"data": 2, "fsdp": 2, "tensor": 2})], ids=str)
+def test_memory_is_within_a_factor_of_1_5_of_the_compiler_s_count(policy, mesh):
+    cfg, made = compiled(policy, **mesh)
+    assert 1 / 1.5 < of(cfg, mesh).memory / memory(made).needed < 1.5
+
+
+def test_traffic_is_within_a_factor_of_1_5_of_the_compiler_s():
+    cfg, made = compiled("full", fsdp=8)
+    real = sum(one.sent for one in collectives(read(made.as_text()), sizes_of({"fsdp": 8})))
+    assert 1 / 1.5 < sent(cfg, {"fsdp": 8}, "fsdp") / real < 1.5
