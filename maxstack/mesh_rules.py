@@ -154,7 +154,9 @@ def _indivisible(key: str, size: int, logical: str, axes: list[str], sizes: dict
     by = " x ".join(f"mesh.{axis}={sizes[axis]}" for axis in axes) + (f" = {parts}" if len(axes) > 1 else "")
     fits = math.gcd(size, parts)
     remedy = f"mesh.{axes[0]}={fits}" if len(axes) == 1 and logical in ("heads", "kv_heads", "layers") else f"{key}={-(-size // parts) * parts}"
-    return f"{key.rsplit('.', 1)[-1]}={size} is not divisible by {by}; use {remedy} or mesh.rules.{logical}: null"
+    kept = [axis for i, axis in enumerate(axes) if size % math.prod(sizes[one] for one in axes[:i + 1]) == 0]
+    fewer = f"[{', '.join(kept)}]" if kept else "null"
+    return f"{key.rsplit('.', 1)[-1]}={size} is not divisible by {by}; use {remedy} or mesh.rules.{logical}: {fewer}"
 
 
 def _batch(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:

@@ -1,0 +1,68 @@
+"""What plan says of memory beside what a step really takes, on eight virtual devices of this machine's CPU: bytes of all eight together.
+
+Each run is a process of its own. Measured is the peak of its resident memory while the state is made and two steps run, above what it held before.
+example: python scripts/measure_memory.py
+"""
+
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+
+DEVICES = 8
+ATTENTION = {"kind": "attention", "heads": 8, "kv_heads": 4, "head_dim": 64}
+MLPS = {"dense": {"kind": "gated", "hidden": 2048}, "moe": {"kind": "moe", "experts": 8, "top_k": 2, "hidden": 1024}}
+RUNS = {
+    "dense, fsdp 8, no remat": ("dense", {"fsdp": 8}, "none"),
+    "dense, fsdp 8, full remat": ("dense", {"fsdp": 8}, "full"),
+    "dense, fsdp 4 x tensor 2": ("dense", {"fsdp": 4, "tensor": 2}, "none"),
+    "dense, stage 4 x data 2": ("dense", {"stage": 4, "data": 2}, "full"),
+    "MoE, expert 8": ("moe", {"expert": 8}, "none"),
+    "MoE, fsdp 2 x expert 4, full remat": ("moe", {"fsdp": 2, "expert": 4}, "full"),
+}
+
+
+def main() -> None:
+    """Print a Markdown table."""
+    print("| Run | Plan | Measured | Measured / plan |\n|---|---|---|---|")
+    for name, run in RUNS.items():
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            planned, measured = pool.apply(measure, run)
+        print(f"| {name} | {planned / 2**20:,.0f} MiB | {measured / 2**20:,.0f} MiB | {measured / planned:.2f} |", flush=True)
+
+
+def measure(kind: str, mesh: dict[str, int], remat: str) -> tuple[int, int]:
+    """-> (bytes that plan predicts, bytes measured), each on all devices."""
+    os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}"}
+    import jax
+    import numpy as np
+
+    from maxstack import sharding
+    from maxstack.plan.buffers import memory
+    from maxstack.run import assemble
+    from maxstack.schema import Config
+
+    model = {"vocab": 8192, "embed": 512, "layers": 8, "blocks": {"block": {"mixer": ATTENTION, "mlp": MLPS[kind]}}, "remat": {"policy": remat}}
+    cfg = Config.model_validate({"model": model, "mesh": {"data": 1} | mesh, "train": {"batch_size": 16, "steps": 2}, "data": {
+        "sources": [{"kind": "synthetic", "vocab": 8192}], "seq_len": 512}, "optimizer": {"chain": [{"kind": "adamw"}]}})
+    run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()))
+    compiled = run.step.lower(run.abstract, run.abstract_batch()).compile()
+    rows = {name: np.ones(leaf.shape, leaf.dtype) for name, leaf in run.abstract_batch().items()}
+    held = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    state = jax.tree.map(lambda leaf: jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index, leaf=leaf: np.ones(
+        leaf.sharding.shard_shape(leaf.shape), leaf.dtype)), run.abstract)
+    for _ in range(2):
+        state, scalars = compiled(state, run.place(rows, cfg.train.batch_size))
+        jax.block_until_ready((state, scalars))
+    return memory(compiled).needed * DEVICES, resident("VmHWM") - held
+
+
+def resident(line: str) -> int:
+    """A line of /proc/self/status in bytes."""
+    found = next(row for row in Path("/proc/self/status").read_text().splitlines() if row.startswith(line))
+    return int(found.split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    sys.exit(main())
