@@ -1,8 +1,10 @@
 """Which device stands where in a mesh: neighbours along the inner axes are joined by the fastest links. The same rule for devices that are here and
 for those of a topology that is not."""
 
+import glob
 import math
 import os
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,9 @@ if TYPE_CHECKING:
 
 GPU_SHARE = 0.92
 """Of a GPU's memory that jax takes for its programs, where XLA_PYTHON_CLIENT_MEM_FRACTION does not say otherwise; its own default is 0.75."""
+
+ACCELERATORS = ("/dev/nvidia[0-9]*", "/dev/accel*", "/dev/vfio/[0-9]*", "/dev/dxg", "/dev/kfd")
+"""Where Linux shows GPUs and TPUs."""
 
 
 def environment(virtual_devices: int | None) -> None:
@@ -21,6 +26,8 @@ def environment(virtual_devices: int | None) -> None:
         flags = f"--xla_force_host_platform_device_count={virtual_devices}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
         os.environ["JAX_PLATFORMS"] = "cpu"
+    elif sys.platform == "linux" and not any(map(glob.glob, ACCELERATORS)):  # where plan's compilers are installed, jax would complain of each
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
 def host_memory() -> int | None:

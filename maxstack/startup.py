@@ -18,6 +18,7 @@ from maxstack import config, executable, rules, sharding
 from maxstack.config import ConfigError
 from maxstack.metrics import Log, peak_flops
 from maxstack.models.flops import flops_per_token
+from maxstack.models.pipeline import bubble
 from maxstack.run import Run, State, count
 
 if TYPE_CHECKING:
@@ -94,6 +95,9 @@ def introduce(run: Run, sources: list[str], log: Log) -> None:
     log.say(f"{cfg.run.name}: {number:,} parameters, {size / 2**20:,.1f} MiB in {cfg.model.param_dtype}; optimizer state {opt_size / 2**20:,.1f} MiB")
     log.say(f"devices: {run.mesh.size} x {kind} ({mesh}); peak {f'{peak / 1e12:.0f} TFLOP/s' if peak else 'unknown, so no MFU'}; "
             f"{flops_per_token(cfg.model, cfg.data.seq_len) / 1e6:,.1f} MFLOP a token, causal")
+    if (stages := run.mesh.shape["stage"]) > 1:
+        idle = bubble(stages, cfg.mesh.rounds, cfg.mesh.microbatches or stages)
+        log.say(f"pipeline: {stages} stages, idle in {idle:.1%} of their turns; more mesh.microbatches or mesh.rounds make that less")
     log.say(f"kernels: {', '.join(f'{name}: {chosen}' for name, chosen in run.backends.items())}")
     for line in sources:
         log.say(f"data: {line}")

@@ -26,13 +26,14 @@ def main() -> None:
     """Run the cases, keep what they say beside those that ran before, and write both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--kept", type=Path, default=Path("plans.json"), help="results of all cases so far (default: plans.json)")
+    parser.add_argument("--kept", type=Path, default=Path("plans.json"), help="results so far; what stands there is not run again")
     args = parser.parse_args()
     kept = json.loads(args.kept.read_text()) if args.kept.exists() else {}
     chosen = [(name, case) for table in CASES.values() for name, case in table.items() if args.only in name]
     for name, case in tqdm(chosen, unit=" plans"):
-        kept[name] = measure(case["plan"])
-        args.kept.write_text(json.dumps(kept, indent=1))
+        if kept.get(name, {}).get("command") != case["plan"]:
+            kept[name] = measure(case["plan"])
+            args.kept.write_text(json.dumps(kept, indent=1))
     page = PAGE.read_text()
     for table, write in (("presets", preset_rows), ("published", published_rows)):
         page = replaced(page, table, write({name: case for name, case in CASES[table].items() if name in kept}, kept))
@@ -50,7 +51,7 @@ def measure(arguments: str) -> dict:
         _, status, used = os.wait4(process.pid, 0)
         if os.waitstatus_to_exitcode(status) > 1 or not target.exists():
             raise SystemExit(f"maxstack plan {arguments}\n{said}")
-        return json.loads(target.read_text()) | {"took": time.perf_counter() - begin, "peak_rss": used.ru_maxrss * 1024}
+        return json.loads(target.read_text()) | {"command": arguments, "took": time.perf_counter() - begin, "peak_rss": used.ru_maxrss * 1024}
 
 
 def preset_rows(cases: dict, kept: dict) -> list[str]:

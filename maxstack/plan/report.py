@@ -11,7 +11,7 @@ from maxstack.plan.buffers import Buffer, Memory, largest, memory
 from maxstack.plan.program import parse
 from maxstack.plan.roofline import ATTENTION, OVERFLOW, Flow, Roofline, flows, roofline
 from maxstack.plan.step import Step
-from maxstack.plan.topology import Topology, links
+from maxstack.plan.topology import Topology, groups
 from maxstack.plan.traffic import collectives
 from maxstack.plan.work import operations
 
@@ -98,7 +98,7 @@ def read(name: str, cfg: "Config", topology: Topology, sizes: Mapping[str, int],
         needed, program = total.needed, parse(step.compiled.as_text())
         parts |= _rest(total, sum(parts.values()), activations(program))
         buffers = tuple(largest(step.compiled, SHOWN, dump, program))
-        sent = tuple(flows(collectives(program, sizes, without=(OVERFLOW,)), links(topology, tuple(sizes.values()), tuple(sizes))))
+        sent = tuple(flows(collectives(program, sizes, without=(OVERFLOW,)), groups(topology, tuple(sizes.values()), tuple(sizes))))
         if chip:
             found = roofline(cfg, chip, topology.size, operations(program, without=(ATTENTION, OVERFLOW)), sent)
     return Plan(

@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from maxstack.chips import Chip
@@ -91,20 +91,15 @@ def attention_flops(cfg: "Config", devices: int) -> float:
     return count.causal / 3 * (1 + again + BACKWARD) * tokens / devices
 
 
-def flows(found: Iterable[Collective], links: Mapping[str, Link]) -> Iterator[Flow]:
-    """Collectives of one kind over the same axes together, and what the links of those axes need for them."""
-    groups: dict[tuple[str, tuple[str, ...], bool], list[Collective]] = collections.defaultdict(list)
+def flows(found: Iterable[Collective], link: Callable[[tuple[str, ...]], Link]) -> Iterator[Flow]:
+    """Collectives of one kind over the same axes together, and what the links between such devices need for them."""
+    members: dict[tuple[str, tuple[str, ...], bool], list[Collective]] = collections.defaultdict(list)
     for collective in found:
-        groups[collective.kind, collective.axes, collective.between_slices].append(collective)
-    for (kind, axes, between), members in groups.items():
-        over = [links[axis] for axis in axes if axis in links and (not between or links[axis].kind == "DCN")]
-        slowest = min(over, key=lambda link: link.bandwidth or float("inf"), default=Link("memory", None))
-        sent = sum(member.sent for member in members)
-        seconds = sent / slowest.bandwidth if slowest.bandwidth else None
-        if seconds and len(over) > 1 and all(link.bandwidth for link in over):
-            # Each axis of a torus carries its own share at the same time; between domains the slowest carries all but what stays inside.
-            torus = {link.kind for link in over} == {"ICI"}
-            seconds = sent / sum(link.bandwidth or 0.0 for link in over) if torus else seconds
-        if seconds and kind == "all-reduce" and slowest.in_switch:
+        members[collective.kind, collective.axes, collective.between_slices].append(collective)
+    for (kind, axes, between), each in members.items():
+        over = link(tuple(axis for axis in axes if link((axis,)).kind == "DCN") if between else axes)
+        sent = sum(one.sent for one in each)
+        seconds = sent / over.bandwidth if over.bandwidth else None
+        if seconds and kind == "all-reduce" and over.in_switch:
             seconds /= 2
-        yield Flow(kind, axes, slowest.kind, sum(member.times for member in members), sent, seconds)
+        yield Flow(kind, axes, over.kind, sum(one.times for one in each), sent, seconds)

@@ -8,7 +8,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from maxstack.chips import Chip, by_kind
@@ -88,10 +88,19 @@ def links(topology: Topology, mesh_shape: Sequence[int], axis_names: Sequence[st
       share its links like the GPUs of a domain. Twisted tori count as plain ones.
     Wraparounds: sides of 16 in two dimensions; in three, all sides of slices of whole 4x4x4 cubes (Austin et al. 2025, How To Scale Your Model).
     """
+    of = groups(topology, mesh_shape, axis_names)
+    return {name: of((name,)) for name, size in zip(axis_names, mesh_shape, strict=True) if size > 1}
+
+
+def groups(topology: Topology, mesh_shape: Sequence[int], axis_names: Sequence[str] = AXES) -> Callable[[tuple[str, ...]], Link]:
+    """As `links`, for groups of devices that differ along several mesh axes."""
     grid = arrange(_places(topology), mesh_shape)
-    lines = {name: [grid[tuple(k if i == axis else 0 for i in range(grid.ndim))] for k in range(size)]
-             for axis, (name, size) in enumerate(zip(axis_names, mesh_shape, strict=True)) if size > 1}
-    return {name: _link(topology, line) for name, line in lines.items()}
+
+    @functools.cache
+    def of(axes: tuple[str, ...]) -> Link:
+        return _link(topology, [*grid[tuple(slice(None) if name in axes else 0 for name in axis_names)].reshape(-1)])
+
+    return of
 
 
 def parse(text: str) -> Topology:

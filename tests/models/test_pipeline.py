@@ -12,6 +12,7 @@ from jax.extend.core import jaxprs_in_params
 from maxstack import sharding
 from maxstack.models import pipeline
 from maxstack.objectives.next_token import next_token
+from maxstack.startup import introduce
 
 GRID = [(1, 1), (2, 1), (2, 2), (3, 2), (2, 3), (4, 2), (4, 4), (4, 6), (6, 4), (5, 7), (8, 3), (16, 8)]
 ATTENTION = {"kind": "attention", "heads": 2, "head_dim": 8, "backend": "reference"}
@@ -118,3 +119,9 @@ def test_the_bubble_is_that_of_a_simulated_schedule(stages, rounds, groups):
     assert len(done) == work * stages
     assert max(free) == pipeline.ticks(stages, rounds, groups * stages)
     assert pipeline.bubble(stages, rounds, groups * stages) == pytest.approx(1 - work / max(free))
+
+
+def test_a_run_says_how_much_its_stages_idle():
+    said = []
+    introduce(run_of(DENSE, {"stage": 4, "data": 2, "microbatches": 8}, 8), [], type("Log", (), {"say": said.append}))
+    assert any("4 stages, idle in 27.3% of their turns" in line for line in said)  # 3 of 11

@@ -6,7 +6,7 @@ from captured import captured
 
 from maxstack.chips import chip
 from maxstack.plan.roofline import Flow, attention_flops, flows, roofline
-from maxstack.plan.topology import Link, links, parse
+from maxstack.plan.topology import Link, groups, parse
 from maxstack.plan.traffic import Collective, collectives, sent
 from maxstack.plan.work import Operation, operations
 from maxstack.sharding import AXES
@@ -27,7 +27,7 @@ def bound(operations=(), over=(), name="v5e"):
 
 
 def over(name, *found, **sizes):
-    return list(flows(found, links(parse(name), tuple(sizes.get(axis, 1) for axis in AXES))))
+    return list(flows(found, groups(parse(name), tuple(sizes.get(axis, 1) for axis in AXES))))
 
 
 def collective(kind, payload, size, *axes):
@@ -79,6 +79,12 @@ def test_axes_of_a_torus_add_and_those_of_a_switch_share_its_port(name, sizes, b
     assert found.seconds == pytest.approx(1e9 * (n - 1) / n / bandwidth)
 
 
+def test_a_group_over_hosts_and_within_them_sends_each_byte_over_the_network_once():
+    both, one = (over("h100:4x8", collective("all-gather", 1e9, 32, *sizes), **sizes)[0] for sizes in ({"data": 4, "fsdp": 8}, {"fsdp": 32}))
+    assert (both.link, both.seconds) == ("network", pytest.approx(one.seconds))
+    assert both.seconds >= 1e9 * 24 / 32 / (8 * chip("h100").network)  # what the other hosts hold, through a host's eight ports
+
+
 def test_collectives_of_one_kind_and_axes_are_one_flow():
     gather = collective("all-gather", 1e9, 8, "fsdp")
     found = over("h100:1x8", gather, collective("all-reduce", 1e9, 8, "fsdp"), gather, fsdp=8)
@@ -86,7 +92,7 @@ def test_collectives_of_one_kind_and_axes_are_one_flow():
 
 
 def test_a_link_of_unknown_speed_has_no_time():
-    found, = flows([collective("all-gather", 1e9, 8, "fsdp")], {"fsdp": Link("memory", None)})
+    found, = flows([collective("all-gather", 1e9, 8, "fsdp")], lambda axes: Link("memory", None))
     assert (found.link, found.seconds) == ("memory", None)
 
 

@@ -130,3 +130,30 @@ def test_host_memory_is_apart():
         "  ROOT %away = (bf16[64,16]{1,0:S(5)}, bf16[64,16]{1,0}, u32[]) copy-start(%kernel)\n")
     away = operations(parse(text))[-1]
     assert (away.bytes, away.host_bytes) == (2048, 2048)
+
+
+def test_a_stack_that_a_fusion_only_tiles_anew_is_not_read_whole():
+    """As a TPU's compiler writes it: a fusion inside the fusion changes the tiles of all layers, and a slice of one follows."""
+    program = parse("""HloModule m, is_scheduled=true
+
+%tiled (p: bf16[80,16,128]) -> bf16[80,16,128] {
+  %p = bf16[80,16,128]{2,1,0:T(16,128)(2,1)} parameter(0)
+  ROOT %c = bf16[80,16,128]{2,1,0:T(8,128)(2,1)} copy(%p)
+}
+
+%inside (stack: bf16[80,16,128], i: s32[]) -> bf16[1,16,128] {
+  %stack = bf16[80,16,128]{2,1,0:T(16,128)(2,1)} parameter(0)
+  %i = s32[]{:T(128)} parameter(1)
+  %zero = s32[]{:T(128)} constant(0)
+  %again = bf16[80,16,128]{2,1,0:T(8,128)(2,1)} fusion(%stack), kind=kLoop, calls=%tiled
+  ROOT %layer = bf16[1,16,128]{2,1,0:T(8,128)(2,1)} dynamic-slice(%again, %i, %zero, %zero), dynamic_slice_sizes={1,16,128}
+}
+
+ENTRY %main (a: bf16[80,16,128], b: s32[]) -> bf16[1,16,128] {
+  %a = bf16[80,16,128]{2,1,0:T(16,128)(2,1)} parameter(0)
+  %b = s32[]{:T(128)} parameter(1)
+  ROOT %f = bf16[1,16,128]{2,1,0:T(8,128)(2,1)} fusion(%a, %b), kind=kLoop, calls=%inside
+}
+""")
+    layer = 16 * 128 * 2
+    assert 2 * layer <= memory(program) <= 2 * layer + 512
