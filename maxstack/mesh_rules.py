@@ -44,7 +44,8 @@ def _asked(cfg: "Config") -> dict[str, int]:
 def sizes(cfg: "Config", devices: int | None = None) -> Iterator[Fault]:
     """Every size that does not divide over the mesh, as far as the mesh is known."""
     found = mesh_sizes(cfg, devices)
-    yield from _sharding(cfg, found)
+    faults = list(_sharding(cfg, found))
+    yield from faults or _sharding(cfg, found, "optimizer_rules")
     broken = list(_batch(cfg, found))
     yield from broken
     yield from (fault for fault in parallel_rules.check(cfg, found) if not broken or fault[0] != "train.batch_size")
@@ -82,17 +83,21 @@ def _rules(cfg: "Config") -> Iterator[tuple[str, str, Axes]]:
         yield from ((key, logical, given) for logical, given in getattr(cfg.mesh, key).items())
 
 
-def _sharding(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:
+def _sharding(cfg: "Config", sizes: dict[str, int], table: str = "rules") -> Iterator[Fault]:
+    """By one of the two tables; that of the optimizer is for weights alone."""
     seen: set[str] = set()
+    rules = cfg.mesh.rules | getattr(cfg.mesh, table)
     for tensor in _tensors(cfg):
+        if table != "rules" and tensor[0][0] == "batch":
+            continue
         spent: set[str] = set()
         for logical, key, size in tensor:
-            axes = [axis for axis in names(cfg.mesh.rules[logical]) if axis not in spent]
+            axes = [axis for axis in names(rules[logical]) if axis not in spent]
             spent.update(axes)
             parts = math.prod(sizes[axis] for axis in axes)
             if key and key not in seen and size % parts and axes != ["stage"]:  # that one is for parallel_rules
                 seen.add(key)
-                yield key, _indivisible(key, size, logical, [axis for axis in axes if sizes[axis] > 1], sizes)
+                yield key, _indivisible(key, size, logical, f"mesh.{table}", [axis for axis in axes if sizes[axis] > 1], sizes)
 
 
 Dim = tuple[str, str, int]
@@ -149,14 +154,14 @@ def _mlps(mlp: MLPKind, where: str) -> Iterator[tuple[GatedMLPConfig | DenseMLPC
         yield mlp.shared, f"{where}.shared"
 
 
-def _indivisible(key: str, size: int, logical: str, axes: list[str], sizes: dict[str, int]) -> str:
+def _indivisible(key: str, size: int, logical: str, table: str, axes: list[str], sizes: dict[str, int]) -> str:
     parts = math.prod(sizes[axis] for axis in axes)
     by = " x ".join(f"mesh.{axis}={sizes[axis]}" for axis in axes) + (f" = {parts}" if len(axes) > 1 else "")
     fits = math.gcd(size, parts)
     remedy = f"mesh.{axes[0]}={fits}" if len(axes) == 1 and logical in ("heads", "kv_heads", "layers") else f"{key}={-(-size // parts) * parts}"
     kept = [axis for i, axis in enumerate(axes) if size % math.prod(sizes[one] for one in axes[:i + 1]) == 0]
     fewer = f"[{', '.join(kept)}]" if kept else "null"
-    return f"{key.rsplit('.', 1)[-1]}={size} is not divisible by {by}; use {remedy} or mesh.rules.{logical}: {fewer}"
+    return f"{key.rsplit('.', 1)[-1]}={size} is not divisible by {by}; use {remedy} or {table}.{logical}: {fewer}"
 
 
 def _batch(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:

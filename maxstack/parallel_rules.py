@@ -57,7 +57,7 @@ def _experts(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:
     if sizes["expert"] > 1 and not any(block.experts for block in cfg.model.blocks.values()):
         yield "mesh.expert", f"expert={sizes['expert']}, but no block of the model has a mixture of experts; use mesh.fsdp={sizes['expert']} instead"
     rules = cfg.mesh.rules
-    for axis in names(rules["expert"]):
+    for axis in (axis for axis in names(rules["expert"]) if sizes[axis] > 1):
         if axis not in (*names(rules["batch"]), *names(rules["seq"])):
             yield "mesh.rules.expert", f"{axis} splits experts but not tokens, so that none can travel over it; add it to mesh.rules.batch"
         if axis in names(rules["mlp"]):

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -13,20 +14,18 @@ if TYPE_CHECKING:
     from maxstack.plan.topology import Topology
     from maxstack.schema import Config
 
-RANKED = 10
+RANKED, FINALISTS = 10, 3
 
 
 def main(argv: Sequence[str]) -> int:
     """Print the plan; 0 where the run fits or its device's memory is not known, 1 where it does not fit."""
     args = _arguments(argv)
     from maxstack import config, devices
-    from maxstack.config import ConfigError
     from maxstack.plan import topology
     from maxstack.schema import Config
 
     cfg = config.load(Config, args.config, [*args.overrides, *([] if args.topology == "here" else ["run.virtual_devices=null"])])
-    if args.search and args.batch:
-        raise ConfigError("--search and --batch max exclude each other; search tries batch sizes too")
+    _check(args)
     devices.environment(cfg.run.virtual_devices)
     where = topology.parse(args.topology)
     from maxstack.plan import report
@@ -34,14 +33,31 @@ def main(argv: Sequence[str]) -> int:
     chosen, found = _chosen(args, cfg, where)
     print(report.text(found))
     if args.search or args.batch:
-        args.out.write_text(config.dump(chosen))
-        print(f"written to {args.out}: maxstack train {args.out}")
+        out = args.out or Path("planned.yml")
+        out.write_text(config.dump(chosen))
+        print(f"written to {out}: maxstack train {out}")
     if args.save_executable:
         size = _save(chosen, where, args.save_executable)
         print(f"compiled step, {size / 2**20:.1f} MiB: maxstack train ... run.executable={args.save_executable}")
     if args.json:
         args.json.write_text(json.dumps(found.json(), indent=1) + "\n")
     return 1 if found.fits is False else 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """ConfigError for options that do not go together, and for files that could not be written in the end."""
+    from maxstack.config import ConfigError
+
+    if args.search and args.batch:
+        raise ConfigError("--search and --batch max exclude each other; search tries batch sizes too")
+    if args.finalists is not None and (not args.search or args.finalists < 1):
+        raise ConfigError(f"--finalists {args.finalists}: how many candidates --search compiles; give both, and a number of 1 or more")
+    if args.out and not (args.search or args.batch):
+        raise ConfigError(f"--out {args.out}: only --search and --batch max write a configuration; --json writes the figures")
+    for option, path in (("--json", args.json), ("--out", args.out), ("--save-executable", args.save_executable)):
+        if path and (path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK)):
+            wrong = "is a folder" if path.is_dir() else "cannot be written there"
+            raise ConfigError(f"{option} {path}: {wrong}; give a file in a folder that exists")
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -55,10 +71,10 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", metavar="FILE", type=Path, help="write every figure to FILE")
     parser.add_argument("--exact", action="store_true", help="let a TPU's compiler spend all its effort, as training does: some minutes")
     parser.add_argument("--search", action="store_true", help="try meshes, remat policies and batch sizes, and write the fastest that fits")
-    parser.add_argument("--finalists", type=int, default=3, metavar="N", help="how many candidates of a search are compiled (default: 3)")
+    parser.add_argument("--finalists", type=int, metavar="N", help="how many candidates of a search are compiled (default: 3)")
     parser.add_argument("--batch", choices=["max"], help="find the largest train.batch_size that fits")
     parser.add_argument("--save-executable", metavar="FILE", type=Path, help="write the compiled step, for run.executable of `maxstack train`")
-    parser.add_argument("--out", metavar="FILE", type=Path, default=Path("planned.yml"), help="where search and batch write (default: planned.yml)")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="where search and batch write (default: planned.yml)")
     return parser.parse_intermixed_args(argv)
 
 
@@ -74,7 +90,7 @@ def _chosen(args: argparse.Namespace, cfg: "Config", where: "Topology") -> tuple
     if not args.search:
         print(f"compiling the step for {where.name}", file=sys.stderr, flush=True)
         return cfg, make(cfg)
-    ranked = search.search(cfg, where, make, args.finalists)
+    ranked = search.search(cfg, where, make, args.finalists or FINALISTS)
     for candidate, plan in ranked[:RANKED]:
         given = "  (as given)" if candidate.cfg == cfg else ""
         print(f"{plan.tokens_per_second:>14,.0f} tokens/s  {plan.needed / 2**30:6.2f} GiB  {candidate.label}{given}")

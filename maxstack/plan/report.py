@@ -137,6 +137,8 @@ def text(plan: Plan) -> str:
             f"{plan.parameters:,} parameters, {plan.batch_size:,} x {plan.seq_len:,} = {plan.tokens:,} tokens a step"]
     traffic = ["", *_traffic(plan)] if plan.flows else []
     speed = ["", *_speed(plan)] if plan.roofline else []
+    if plan.bubble:
+        speed += ["", f"pipeline: {plan.bubble:.1%} of the turns of a stage are idle{', which is counted' if plan.roofline else ''}"]
     return "\n".join([*head, "", *_memory(plan), "", *_flops(plan), *traffic, *speed, "", verdict(plan)])
 
 
@@ -176,7 +178,8 @@ def _memory(plan: Plan) -> Iterator[str]:
     yield from _table([(name, _size(size)) for name, size in plan.memory.items() if size])
     if plan.buffers:
         yield f"its largest buffers{'' if plan.buffers[0].exact else ', from the text of the program, not from its assignment of memory'}"
-        rows = [(_size(buffer.bytes), buffer.kind, _short(buffer.op_name or buffer.name), _place(buffer.source)) for buffer in plan.buffers]
+        rows = [(_size(buffer.bytes), "" if buffer.kind == "temporary" else buffer.kind, _short(buffer.op_name or buffer.name), _place(buffer.source))
+                for buffer in plan.buffers]
         yield from _table(rows, left=4)
 
 
@@ -211,8 +214,6 @@ def _speed(plan: Plan) -> Iterator[str]:
     networks = "".join(f", {kind} {seconds * 1e3:,.1f}" for kind, seconds in found.network.items())
     yield (f"ms of a step at the least: matrix products {found.compute * 1e3:,.1f} + attention {found.attention * 1e3:,.1f} + memory "
            f"{found.memory * 1e3:,.1f} = {found.device * 1e3:,.1f}{networks}")
-    if plan.bubble:
-        yield f"pipeline: {plan.bubble:.1%} of the turns are idle, which is counted"
     rate, causal, full = plan.tokens_per_second, plan.mfu(), plan.mfu("full")
     assert rate and causal and full
     yield (f"at most {rate:,.0f} tokens/s ({rate / plan.devices:,.0f} a device), MFU {causal:.1%} causal, {full:.1%} full; "

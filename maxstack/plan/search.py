@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -69,6 +70,7 @@ def _compiled(queue: Sequence[Candidate], make: Compile, wanted: int) -> list[tu
     """The first `wanted` of the queue that fit, by predicted speed. One that needs more than another that did not fit is not tried."""
     fits: list[tuple[Candidate, Plan]] = []
     too_large: list[float] = []
+    nearest: Plan | None = None
     with tqdm(total=wanted, desc="compiling", unit=" finalists", disable=None) as bar:
         for one in queue:
             if len(fits) == wanted or len(fits) + len(too_large) == MOST_COMPILED:
@@ -82,9 +84,11 @@ def _compiled(queue: Sequence[Candidate], make: Compile, wanted: int) -> list[tu
                 bar.update()
             else:
                 too_large.append(one.estimate.memory)
+                nearest = plan if nearest is None or plan.needed < nearest.needed else nearest
     if not fits:
-        raise ConfigError(f"--search: nothing fits: tried {len(too_large)} of {len(queue)} candidates; use more devices, a smaller train.batch_size, "
-                          "or mesh.offload")
+        least = f"; the smallest needs {nearest.needed / 2**30:.2f} of {(nearest.usable or 0) / 2**30:.2f} GiB a device" if nearest else ""
+        raise ConfigError(f"--search: nothing fits: compiled {len(too_large)} of {len(queue)} candidates{least}; use more devices, a smaller "
+                          "train.batch_size, or mesh.offload")
     return sorted(fits, key=lambda pair: -(pair[1].tokens_per_second or 0.0))
 
 
@@ -138,6 +142,7 @@ def largest_batch(cfg: "Config", topology: Topology, make: Compile) -> tuple["Co
 
     def at(rows: int) -> "Plan":
         if rows not in tried:
+            print(f"compiling with train.batch_size={rows * unit}", file=sys.stderr, flush=True)
             tried[rows] = make(_changed(cfg, sizes, cfg.model.remat.policy, rows * unit))
         return tried[rows]
 
@@ -163,5 +168,5 @@ def _next(tried: Mapping[int, "Plan"], fits: int, over: float) -> int:
     other = max(rows for rows in tried if rows < fits) if over == math.inf else int(over)
     low, high = tried[fits], tried[other]
     slope = (high.needed - low.needed) / (other - fits)
-    guess = int(fits + (low.usable - low.needed) / slope) if slope > 0 and low.usable else 2 * fits  # type: ignore[operator]
+    guess = int(fits + (low.usable - low.needed) / slope) if slope > 0 and low.usable else 8 * fits  # type: ignore[operator]
     return int(min(max(guess, fits + 1), over - 1 if over < math.inf else 8 * fits))

@@ -108,6 +108,8 @@ def parse(text: str) -> Topology:
     if text == "here":
         return _describe(_here())
     found = _NAME.fullmatch(text)
+    if text.startswith("here"):
+        raise ConfigError(f"--topology {text}: here takes no size; run.virtual_devices=8 makes eight devices of this machine's CPU")
     if not found:
         raise ConfigError(f"--topology {text}: is not a topology; write a chip and its shape, as v5p:8x8x16, v5e:16x16*4 for 4 slices, "
                           "h100:32x8 for 32 hosts of 8 GPUs, or here")

@@ -64,7 +64,7 @@ def collectives(program: Program, mesh: Mapping[str, int], without: Sequence[str
                 found.append(_within(program, computation, instruction, mesh))
             elif instruction.opcode == "send" and "_xla_megascale_target" in instruction.attributes:
                 found.append(_between(program, computation, instruction, mesh))
-    return [one for one in found if one.size > 1 and one.payload and not any(scope in one.op_name for scope in without)]
+    return [one for one in found if one.axes and one.size > 1 and one.payload and not any(scope in one.op_name for scope in without)]
 
 
 def summary(found: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]], tuple[float, float]]:

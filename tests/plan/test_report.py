@@ -9,7 +9,7 @@ from maxstack import cli
 from maxstack.config import dump
 from maxstack.models.flops import flops_per_token
 
-MESH = {"data": 2, "fsdp": 2, "tensor": 2}
+MESH = {"data": 2, "context": 2, "tensor": 2}
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,9 @@ def test_the_screen_ends_with_the_verdict_and_names_source_lines(planned):
 
 @pytest.mark.parametrize(("arguments", "says"), [
     (["--topology", "v5e:16x17"], "nearest: v5e:16x16"), (["--topology", "v9:2x2"], "chip v9: is not in the table"),
-    (["--search", "--batch", "max"], "exclude each other"), (["--search"], "has none in chips.yml")])
+    (["--search", "--batch", "max"], "exclude each other"), (["--search"], "has none in chips.yml"), (["--topology", "here:8"], "takes no size"),
+    (["--search", "--finalists", "0"], "a number of 1 or more"), (["--out", "x.yml"], "only --search and --batch max write"),
+    (["--json", "no/such/x.json"], "give a file in a folder that exists"), (["--save-executable", "."], "is a folder")])
 def test_a_mistake_is_one_line(arguments, says, tmp_path, capsys):
     (tmp_path / "run.yml").write_text(dump(tiny.config(mesh=MESH)))
     assert cli.main(["plan", str(tmp_path / "run.yml"), *arguments]) == 1

@@ -123,7 +123,7 @@ def test_candidates_that_are_passed_over_do_not_count_as_tried(monkeypatch):
 
 def test_where_nothing_fits_it_says_so():
     fake = Compiler(lambda _: (USABLE + 1, 1.0))
-    with pytest.raises(ConfigError, match=r"nothing fits: tried \d+ of \d+ candidates; use more devices"):
+    with pytest.raises(ConfigError, match=r"nothing fits: compiled \d+ of \d+ candidates; the smallest needs [\d.]+ of [\d.]+ GiB"):
         search(config(), parse("v5e:4x4"), fake, 3)
     assert 1 < len(fake.asked) <= module.MOST_COMPILED
 
