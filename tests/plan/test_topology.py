@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from topologies import needs
 
 from maxstack.config import ConfigError
 from maxstack.devices import arrange
@@ -118,11 +119,6 @@ def test_no_ring_exceeds_what_links_says(name):
 def test_a_ring_around_a_whole_side_reaches_it():
     found, shape = parse("v5e:16x16"), (1, 1, 16, 16, 1, 1, 1)
     assert ring_bandwidth(found, arrange(topology._places(found), shape), 3) == links(found, shape)["fsdp"].bandwidth
-
-
-def needs(name):
-    modules, extra = topology._PLUGINS[parse(name).chip.platform]
-    return pytest.mark.skipif(not any(map(topology._importable, modules)), reason=f"the extra {extra} is not installed")
 
 
 @pytest.mark.parametrize("name, sizes", [
