@@ -1,11 +1,10 @@
 """Which ways of spreading a model over a mesh do not go together; each rule yields (key, what is wrong and what to do)."""
 
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from maxstack.layers.config import AttentionConfig, GatedDeltaConfig, MLAConfig
-from maxstack.sharding import names
+from maxstack.sharding import names, parts
 
 if TYPE_CHECKING:
     from maxstack.schema import Config
@@ -48,9 +47,8 @@ def _pipeline(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:
 
 def batch_unit(cfg: "Config", sizes: dict[str, int]) -> int:
     """The smallest batch that divides over the mesh, accumulation and a pipeline's microbatches."""
-    parts = math.prod(sizes[axis] for axis in names(cfg.mesh.rules["batch"]))
     groups = (cfg.mesh.microbatches or sizes["stage"]) // sizes["stage"] if sizes["stage"] > 1 else 1
-    return parts * max(groups, 1) * cfg.train.accumulate
+    return parts(cfg.mesh.rules["batch"], sizes) * max(groups, 1) * cfg.train.accumulate
 
 
 def _experts(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:
@@ -65,21 +63,21 @@ def _experts(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:
 
 
 def _context(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:
-    parts, ring = sizes["context"], cfg.mesh.context_kind == "ring"
-    if ring and cfg.data.seq_len % (2 * parts):
-        fits = -(-cfg.data.seq_len // (2 * parts)) * 2 * parts
-        yield "data.seq_len", (f"seq_len={cfg.data.seq_len} is not divisible by 2 x mesh.context={parts}: in a ring each device holds two pieces; "
+    pieces, ring = sizes["context"], cfg.mesh.context_kind == "ring"
+    if ring and cfg.data.seq_len % (2 * pieces):
+        fits = -(-cfg.data.seq_len // (2 * pieces)) * 2 * pieces
+        yield "data.seq_len", (f"seq_len={cfg.data.seq_len} is not divisible by 2 x mesh.context={pieces}: in a ring each device holds two pieces; "
                                f"use {fits} or mesh.context_kind=ulysses")
     for name, block in cfg.model.blocks.items():
         where, mixer = f"model.blocks.{name}.mixer", block.mixer
         if ring and isinstance(mixer, GatedDeltaConfig):
             yield "mesh.context_kind", f"a ring cannot carry the recurrence of {where} (gated_delta); use ulysses, or mesh.context=1"
         if not ring:
-            over = parts * math.prod(sizes[axis] for axis in names(cfg.mesh.rules["heads"]))
+            over = pieces * parts(cfg.mesh.rules["heads"], sizes)
             heads = mixer.heads if isinstance(mixer, AttentionConfig | MLAConfig) else mixer.value_heads
             if heads % over:
-                yield "mesh.context_kind", (f"ulysses splits {where}'s {heads} heads over mesh.context={parts} and the axes of heads, {over} in all; "
-                                            "use mesh.context_kind=ring or a smaller mesh.context")
+                yield "mesh.context_kind", (f"ulysses splits {where}'s {heads} heads over mesh.context={pieces} and the axes of heads, {over} in "
+                                            "all; use mesh.context_kind=ring or a smaller mesh.context")
         moe = block.experts
         if moe and moe.capacity:
             yield "mesh.context", f"capacity={moe.capacity} of model.blocks.{name}.mlp counts whole rows; set it to null, or mesh.context=1"

@@ -60,21 +60,22 @@ def _of_weights(info: Tree, mesh: Mesh, rules: dict[str, sharding.Axes]) -> Tree
     return jax.tree.map(lambda i: NamedSharding(mesh, sharding.spec(i.axes, rules)), info)
 
 
+def weights_behind(opt: Tree, info: Tree) -> list[Any]:
+    """For every leaf of an optimizer's state, the ParamInfo of the weight whose path it ends in and whose shape it has; None for the rest."""
+    by_path = {jax.tree_util.keystr(path): i for path, i in jax.tree_util.tree_leaves_with_path(info)}
+
+    def behind(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Any:
+        ends = (by_path.get(jax.tree_util.keystr(path[start:])) for start in range(len(path)))
+        return next((i for i in ends if i and i.shape == leaf.shape), None)
+
+    return [behind(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(opt)]
+
+
 def _on_devices(abstract: State, info: Tree, mesh: Mesh, cfg: MeshConfig) -> State:
-    """Weights by their logical axes; optimizer leaves like the weight whose path they end in and whose shape they have; the rest everywhere."""
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    kept = _of_weights(info, mesh, cfg.rules | cfg.optimizer_rules)
-    by_path = {jax.tree_util.keystr(path): (i.shape, s) for (path, i), s in
-               zip(jax.tree_util.tree_leaves_with_path(info), jax.tree.leaves(kept), strict=True)}
-
-    def like(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        for start in range(len(path)):
-            shape, found = by_path.get(jax.tree_util.keystr(path[start:]), (None, everywhere))
-            if shape == leaf.shape:
-                return found
-        return everywhere
-
-    return State(everywhere, _of_weights(info, mesh, cfg.rules), jax.tree_util.tree_map_with_path(like, abstract.opt))
+    """Weights by their logical axes; optimizer leaves like the weights behind them; the rest everywhere."""
+    everywhere, rules = NamedSharding(mesh, PartitionSpec()), cfg.rules | cfg.optimizer_rules
+    opt = [NamedSharding(mesh, sharding.spec(i.axes, rules)) if i else everywhere for i in weights_behind(abstract.opt, info)]
+    return State(everywhere, _of_weights(info, mesh, cfg.rules), jax.tree.unflatten(jax.tree.structure(abstract.opt), opt))
 
 
 def _in_host(shardings: Tree, abstract: Tree) -> Tree:

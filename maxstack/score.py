@@ -194,11 +194,11 @@ def _batches(run: "Run", params: Any, rows: Rows, batch_size: int, step: Any) ->
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from maxstack.sharding import names
+    from maxstack.sharding import parts
 
-    everywhere, rules = NamedSharding(run.mesh, PartitionSpec()), run.cfg.mesh.rules
-    over, parts = (math.prod(run.mesh.shape[axis] for axis in names(rules[logical])) for logical in ("batch", "seq"))
-    height, multiple = -(-batch_size // over) * over, math.lcm(ROUND, 2 * parts)
+    everywhere = NamedSharding(run.mesh, PartitionSpec())
+    over, pieces = (parts(run.cfg.mesh.rules[logical], run.mesh.shape) for logical in ("batch", "seq"))
+    height, multiple = -(-batch_size // over) * over, math.lcm(ROUND, 2 * pieces)
     for begin in tqdm.tqdm(range(0, len(rows.lengths), batch_size), desc="scoring", unit=" batches", disable=None):
         lengths = rows.lengths[begin:begin + batch_size]
         width = -(-max(2, lengths.max()) // multiple) * multiple

@@ -146,6 +146,11 @@ def size_of(*axes: str) -> int:
     return math.prod(found[0].shape[axis] for axis in axes) if found else 1
 
 
+def parts(axes: Axes, sizes: Mapping[str, int]) -> int:
+    """Into how many parts a rule splits a dimension on a mesh of these sizes."""
+    return math.prod(sizes[axis] for axis in names(axes))
+
+
 def names(axes: Axes) -> tuple[str, ...]:
     """The mesh axes of a rule."""
     return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)

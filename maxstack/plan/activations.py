@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Iterator
 
+from maxstack.plan import loops
 from maxstack.plan.program import HOST, PLAIN, Computation, Instruction, Program
 
 BATCH = "batch["
@@ -27,7 +28,8 @@ def _made_forward(program: Program, computation: Computation) -> Iterator[Instru
         source = made
         if made.opcode == "get-tuple-element":
             source = computation.instructions[made.operands[0]]
-            if source.opcode in PASSES_ON | ORIGINS or _passed_through(program, source, _index(made)):
+            index = int(made.attribute("index") or 0)
+            if source.opcode in PASSES_ON | ORIGINS or source.opcode == "while" and loops.passes_through(program, source, index):
                 continue
         elif made.opcode in PASSES_ON | ORIGINS or len(made.shapes) != 1:
             continue
@@ -37,22 +39,6 @@ def _made_forward(program: Program, computation: Computation) -> Iterator[Instru
 
 def _bytes(program: Program, made: Instruction) -> int:
     return sum(shape.padded for shape in made.shapes if shape.space == PLAIN or shape.space != HOST and not program.tiled)
-
-
-def _index(made: Instruction) -> int:
-    return int(made.attribute("index") or 0)
-
-
-def _passed_through(program: Program, loop: Instruction, index: int) -> bool:
-    """Whether a loop gives back at `index` what it was given there."""
-    if loop.opcode != "while":
-        return False
-    body = program.computations[loop.attribute("body") or ""]
-    root = body.instructions[body.root]
-    if root.opcode != "tuple":
-        return False
-    last = body.instructions[root.operands[index]]
-    return last.opcode == "get-tuple-element" and _index(last) == index and body.instructions[last.operands[0]].opcode == "parameter"
 
 
 def _read_backward(computation: Computation, name: str) -> bool:

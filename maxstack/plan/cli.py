@@ -121,9 +121,8 @@ def _apart(name: str, cfg: "Config", where: "Topology", *, exact: bool) -> "Plan
 def _make(name: str, cfg: "Config", where: "Topology", exact: bool) -> "Plan":
     from maxstack.plan import report, step
 
-    sizes = step.check(cfg, where)
     with tempfile.TemporaryDirectory() as folder:
-        return report.read(name, cfg, where, sizes, step.compile_step(cfg, where, exact=exact, dump=Path(folder)), Path(folder))
+        return report.read(name, cfg, where, step.compile_step(cfg, where, exact=exact, dump=Path(folder)), Path(folder))
 
 
 def _save(cfg: "Config", where: "Topology", path: Path) -> int:

@@ -33,19 +33,14 @@ class Shapes:
         """From the model and optimizer, as shapes alone."""
         import jax
 
-        from maxstack import optim, run
+        from maxstack import optim, placement, run
 
         _, params, info = run.abstract_model(cfg)
         weights = tuple((i.axes, math.prod(i.shape), math.prod(i.shape) * jax.numpy.dtype(i.dtype).itemsize) for i in jax.tree.leaves(info))
         state = jax.eval_shape(optim.build(cfg.optimizer, cfg.train.steps, info).init, params)
-        by_path = {jax.tree_util.keystr(path): i for path, i in jax.tree_util.tree_leaves_with_path(info)}
-
-        def axes(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> tuple[str | None, ...]:
-            ends = (by_path.get(jax.tree_util.keystr(path[start:])) for start in range(len(path)))
-            return next((i.axes for i in ends if i and i.shape == leaf.shape), (None,) * leaf.ndim)
-
-        leaves = jax.tree_util.tree_leaves_with_path(state)
-        return cls(weights, tuple((axes(path, leaf), leaf.size * leaf.dtype.itemsize) for path, leaf in leaves))
+        kept = [((i.axes if i else (None,) * leaf.ndim), leaf.size * leaf.dtype.itemsize)
+                for i, leaf in zip(placement.weights_behind(state, info), jax.tree.leaves(state), strict=True)]
+        return cls(weights, tuple(kept))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -119,13 +119,18 @@ def _from_caller(program: "Program", computation: "Computation", number: int, pl
     caller, instruction = program.callers[computation.name]
     if instruction.opcode != "while":
         return _value(program, caller, instruction.operands[number], None, place) if instruction.opcode == "call" else None
-    body = program.computations[instruction.attribute("body") or ""]
+    unchanged = place is not None and passes_through(program, instruction, place)
+    return _value(program, caller, instruction.operands[0], None, place) if unchanged else None
+
+
+def passes_through(program: "Program", loop: "Instruction", place: int) -> bool:
+    """Whether a while loop gives back at `place` of its tuple what it was given there."""
+    body = program.computations[loop.attribute("body") or ""]
     root = body.instructions[body.root]
-    if place is None or root.opcode != "tuple":
-        return None
-    passed = body.instructions[root.operands[place]]
-    while passed.opcode in SAME:
-        passed = body.instructions[passed.operands[0]]
-    same = passed.opcode == "get-tuple-element" and body.instructions[passed.operands[0]].opcode == "parameter" \
-        and passed.attribute("index") == str(place)
-    return _value(program, caller, instruction.operands[0], None, place) if same else None
+    if root.opcode != "tuple":
+        return False
+    last = body.instructions[root.operands[place]]
+    while last.opcode in SAME:
+        last = body.instructions[last.operands[0]]
+    return (last.opcode == "get-tuple-element" and body.instructions[last.operands[0]].opcode == "parameter"
+            and last.attribute("index") == str(place))

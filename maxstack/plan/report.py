@@ -1,7 +1,7 @@
 """What `maxstack plan` says of a compiled step: one object, as a screen of text or as JSON."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,13 +82,13 @@ class Plan:
         return found
 
 
-def read(name: str, cfg: "Config", topology: Topology, sizes: Mapping[str, int], step: Step, dump: Path | None = None) -> Plan:
+def read(name: str, cfg: "Config", topology: Topology, step: Step, dump: Path | None = None) -> Plan:
     """The plan of a compiled step, or of one that was too large to compile; `dump` as in `compile_step`."""
     from maxstack import fit
     from maxstack.models.pipeline import bubble
     from maxstack.run import count
 
-    chip, tokens = topology.chip, cfg.train.batch_size * cfg.data.seq_len
+    chip, tokens, sizes = topology.chip, cfg.train.batch_size * cfg.data.seq_len, dict(step.run.mesh.shape)
     found: Roofline | None = None
     parts, needed = _kept(step), step.too_large.needed if step.too_large else 0
     buffers = tuple(Buffer(size, shape, name, "", "temporary") for size, shape, name in step.too_large.largest[:SHOWN]) if step.too_large else ()

@@ -1,6 +1,7 @@
 """The very step that a run would take, compiled for a topology: what `maxstack plan` reads its figures from."""
 
 import dataclasses
+import math
 import re
 import time
 from pathlib import Path
@@ -44,15 +45,12 @@ class Step:
 
 def check(cfg: "Config", topology: Topology) -> dict[str, int]:
     """Mesh axis -> size over the topology. ConfigError where the mesh does not fill it, or what the model, batch and mesh are does not divide."""
-    from maxstack import mesh_rules
+    from maxstack import mesh_rules, rules
 
     sizes = mesh_rules.mesh_sizes(cfg, topology.size)
-    wanted = 1
-    for size in sizes.values():
-        wanted *= size
-    if wanted != topology.size:
+    if (wanted := math.prod(sizes.values())) != topology.size:
         raise ConfigError(f"mesh: {mesh_rules.product_of(sizes)} is {wanted} devices, but {topology.name} has {topology.size}; set one axis to -1")
-    if found := list(mesh_rules.sizes(cfg, topology.size)):
+    if found := rules.check_devices(cfg, topology.size):
         raise ConfigError("\n".join(f"{key}: {message}" for key, message in found))
     return sizes
 
