@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 COMMANDS = {
     "train": ("maxstack.train:program", "train a model from one YAML file"),
     "plan": ("maxstack.plan.cli:main", "whether a run fits its hardware, what it moves and how fast it can be, without the hardware"),
+    "kernels": ("maxstack.plan.kernels:main", "which kernel serves each op of a run, and why each other one does not"),
+    "tune": ("maxstack.tune:main", "measure the kernels of a run on this device, and keep their best block sizes"),
     "score": ("maxstack.score:main", "log-probabilities and perplexity of texts under a run or a Hugging Face folder"),
     "import": ("maxstack.convert:import_model", "a Hugging Face folder as a run"),
     "export": ("maxstack.convert:export_model", "a run or checkpoint as a Hugging Face folder"),

@@ -6,17 +6,8 @@ from typing import TYPE_CHECKING
 
 from maxstack import parallel_rules
 from maxstack.config import did_you_mean
-from maxstack.layers.config import (
-    DenseMLPConfig,
-    GatedDeltaConfig,
-    GatedMLPConfig,
-    Mixer,
-    MLAConfig,
-    MLPKind,
-    MoEConfig,
-    ParallelMLPConfig,
-    SharedExpertConfig,
-)
+from maxstack.layers.config import GatedDeltaConfig, Mixer, MLAConfig
+from maxstack.layers.mlp_config import DenseMLPConfig, GatedMLPConfig, MLPKind, MoEConfig, ParallelMLPConfig, SharedExpertConfig
 from maxstack.sharding import AXES, RULES, Axes, names
 
 if TYPE_CHECKING:

@@ -2,21 +2,23 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxstack import optim, placement, sharding
-from maxstack.kernels import attention, gated_delta, grouped_matmul
-from maxstack.layers.config import GatedDeltaConfig
+from maxstack.config import ConfigError
+from maxstack.kernels import tuning
+from maxstack.kernels.backends import Choice, recording
 from maxstack.models import decoder
-from maxstack.models.config import BlockConfig
 from maxstack.objectives.next_token import Loss, next_token
 from maxstack.placement import State
 from maxstack.quantize.training import check_rules, quantized
@@ -29,6 +31,7 @@ Tree = Any
 
 # Drawing the initial weights runs once, but on a CPU takes 4 s to compile at the default level of optimisation, 1.3 s at this one.
 QUICK = {"xla_backend_optimization_level": 1}
+_REFUSED = re.compile(r"No such compile option: '(\w+)'|While setting option (\w+), ('.*?') is not a valid (\w+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +46,6 @@ class Run:
     """optim.ParamInfo of every weight, in the shape of `abstract.params`."""
     keys: tuple[str, ...]
     """What the model wants of a batch."""
-    backends: dict[str, str]
-    """Block -> the kernels that serve it."""
     graph: Any
     """The model's structure: nnx.merge(graph, nnx.State(params)) is the model."""
     init: Callable[[], State]
@@ -65,6 +66,24 @@ class Run:
         """Shapes and shardings of a training batch: [batch_size, seq_len] each."""
         shape = self.cfg.train.batch_size, self.cfg.data.seq_len
         return {name: jax.ShapeDtypeStruct(shape, jnp.float32 if name == "mask" else jnp.int32, sharding=self.batch_sharding) for name in self.keys}
+
+    @functools.cached_property
+    def traced(self) -> tuple[Any, list[Choice]]:
+        """The step as jax traced it, to be lowered, and the kernels chosen on the way. ConfigError where one is asked for that cannot serve."""
+        with recording() as choices:
+            return self.step.trace(self.abstract, self.abstract_batch()), choices
+
+    def compile(self, lowered: Any, options: Mapping[str, Any] | None = None) -> Any:
+        """The lowered step compiled with `options` beside the configuration's. ConfigError for a flag that the compiler does not know."""
+        try:
+            return lowered.compile(compiler_options={**options} if options else None)
+        except jax.errors.JaxRuntimeError as error:
+            if not (found := _REFUSED.search(str(error))):
+                raise
+            kind = self.mesh.devices.flat[0].device_kind
+            wrong = f"{found[3]} is not a valid {found[4]}" if found[2] else "there is no such flag"
+            raise ConfigError(f"xla.flags.{found[1] or found[2]}: {wrong}, says the compiler of jaxlib {jaxlib.__version__} for {kind}; "
+                              "correct it or remove it") from error
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -118,15 +137,20 @@ def assemble(cfg: "Config", mesh: Mesh) -> Run:
     evaluate = functools.partial(_evaluate, loss)
     mixed = any(block.experts for block in cfg.model.blocks.values())  # padding goes to no expert, which segments tell
     packed = mixed or cfg.data.packing != "none" or (cfg.eval.data is not None and cfg.eval.data.packing != "none")
+    flags = flags_for(cfg, mesh.devices.flat[0].platform)
     return Run(
         cfg=cfg, mesh=mesh, abstract=abstract, info=info,
         keys=("tokens", "targets", "mask", *(("positions", "segments") if packed else ())),
-        backends={name: _kernels(block, mesh.devices.flat[0].platform) for name, block in cfg.model.blocks.items()},
         graph=graph, start=jax.jit(_within(mesh, cfg, start), donate_argnums=0, out_shardings=shardings),
         init=jax.jit(_within(mesh, cfg, init), out_shardings=shardings, compiler_options=QUICK if mesh.devices.flat[0].platform == "cpu" else None),
-        step=jax.jit(_within(mesh, cfg, step), donate_argnums=0, out_shardings=(shardings, everywhere)),
-        eval_step=jax.jit(_within(mesh, cfg, evaluate), out_shardings=everywhere),
+        step=jax.jit(_within(mesh, cfg, step), donate_argnums=0, out_shardings=(shardings, everywhere), compiler_options=flags),
+        eval_step=jax.jit(_within(mesh, cfg, evaluate), out_shardings=everywhere, compiler_options=flags),
     )
+
+
+def flags_for(cfg: "Config", platform: str) -> dict[str, Any] | None:
+    """The compiler's flags on a platform; None where there are none, or they are meant for another."""
+    return dict(cfg.xla.flags) if cfg.xla.flags and cfg.xla.platform in (None, platform) else None
 
 
 def _step(cfg: "Config", tx: optax.GradientTransformationExtraArgs, loss: Callable[..., Loss], moves: placement.Moves, state: State,
@@ -175,16 +199,10 @@ def _evaluate(loss: Callable[..., Loss], params: Tree, batch: dict[str, jax.Arra
     return {"nll": result.metrics["nll"], "weight": result.weight, "bytes": batch["bytes"].sum()}
 
 
-def _kernels(block: BlockConfig, platform: str) -> str:
-    mixer = block.mixer
-    chosen = gated_delta.choose(mixer.backend) if isinstance(mixer, GatedDeltaConfig) else attention.choose(mixer.backend)
-    return f"{mixer.kind} {chosen}" + (f", experts {grouped_matmul.choose('auto', platform)}" if block.experts else "")
-
-
 def _within(mesh: Mesh, cfg: "Config", f: Callable) -> Callable:
     @functools.wraps(f)
     def traced(*args: Any) -> Any:
-        with sharding.use(mesh, cfg.mesh):
+        with sharding.use(mesh, cfg.mesh), tuning.use(cfg.run.tuned):
             return f(*args)
 
     return traced

@@ -32,6 +32,8 @@ class RunConfig(Section):
     """Write TensorBoard events beside metrics.jsonl."""
     executable: str | None = None
     """A compiled step to load instead of compiling, as `maxstack plan --save-executable` writes it; null: compile."""
+    tuned: str | None = "~/.cache/maxstack/tuned.json"
+    """Table of kernels' block sizes that `maxstack tune` writes and that goes before those that ship; it need not exist. null: none."""
     compilation_cache: str | None = "~/.cache/maxstack/xla"
     """Folder that keeps compiled programs between runs; null: none."""
 
@@ -80,6 +82,15 @@ class ObjectiveConfig(Section):
     """Weight of the squared log-partition (PaLM, arXiv:2204.02311, section 5)."""
 
 
+class XlaConfig(Section):
+    """Options of the compiler. None is needed for a correct run."""
+
+    platform: Literal["cpu", "gpu", "tpu"] | None = None
+    """Where the flags count; elsewhere they are left out, and the log says so. null: everywhere."""
+    flags: dict[str, bool | int | float | str] = {}
+    """Of XLA, by name without dashes, for the step and for evaluation; the log shows them. One that this XLA does not know is an error."""
+
+
 class EvalConfig(Section):
     """Loss and bits per byte on held-out documents: at the start, during and at the end of training."""
 
@@ -112,7 +123,8 @@ class Config(Section):
     """A whole run."""
 
     PRESETS: ClassVar[dict[str, tuple[str, ...]]] = {
-        "": ("recipes", "."), "model": ("models",), "mesh": ("meshes",), "quantization": ("quantization",), "optimizer": ("optimizers",)}
+        "": ("recipes", "."), "model": ("models",), "mesh": ("meshes",), "xla": ("xla",),
+        "quantization": ("quantization",), "optimizer": ("optimizers",)}
 
     READERS: ClassVar[Readers] = {"model": model_of_folder}
 
@@ -124,6 +136,8 @@ class Config(Section):
     """The architecture: a preset's name, or a mapping that may hold `preset:`, or `from:` a Hugging Face model folder."""
     mesh: MeshConfig = MeshConfig()
     """How devices are arranged and tensors spread over them: a preset's name or a mapping."""
+    xla: XlaConfig = XlaConfig()
+    """Options of the compiler: a preset's name or a mapping."""
     quantization: QuantizationConfig = QuantizationConfig()
     """Matmuls in low precision: a preset's name or a mapping."""
     data: DataConfig

@@ -81,6 +81,12 @@ def current() -> tuple["Mesh", MeshConfig] | None:
     return None if found is None or found[0].size == 1 else found
 
 
+def mesh() -> "Mesh | None":
+    """The mesh that `use` set, whatever its size."""
+    found = _current.get()
+    return found[0] if found else None
+
+
 def make_mesh(cfg: MeshConfig, devices: Sequence[Any]) -> "Mesh":
     """The mesh of `cfg` over `devices`; raises ConfigError where the sizes do not multiply to their number."""
     import jax

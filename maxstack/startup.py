@@ -19,7 +19,7 @@ from maxstack.config import ConfigError
 from maxstack.metrics import Log, peak_flops
 from maxstack.models.flops import flops_per_token
 from maxstack.models.pipeline import bubble
-from maxstack.run import Run, State, count
+from maxstack.run import Run, State, count, flags_for
 
 if TYPE_CHECKING:
     from maxstack.checkpoint.store import Checkpoints
@@ -75,9 +75,10 @@ def open_checkpoints(run: Run, folder: Path) -> "Checkpoints | None":
     return Checkpoints(run, folder)
 
 
-def write_records(cfg: "Config", folder: Path) -> None:
-    """config.yml, resolved, and versions.json beside it."""
-    (folder / "config.yml").write_text(config.dump(cfg))
+def write_records(run: Run, folder: Path) -> None:
+    """config.yml, resolved, with the kernels that serve it in comments, and versions.json beside it."""
+    kernels = "".join(f"# kernel: {choice}\n" for choice in run.traced[1])
+    (folder / "config.yml").write_text(kernels + config.dump(run.cfg))
     versions: dict[str, Any] = {"maxstack": version("maxstack"), "git": _git_revision(), "python": platform.python_version()}
     versions |= {name: version(name) for name in PACKAGES}
     versions["devices"] = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
@@ -98,7 +99,12 @@ def introduce(run: Run, sources: list[str], log: Log) -> None:
     if (stages := run.mesh.shape["stage"]) > 1:
         idle = bubble(stages, cfg.mesh.rounds, cfg.mesh.microbatches or stages)
         log.say(f"pipeline: {stages} stages, idle in {idle:.1%} of their turns; more mesh.microbatches or mesh.rounds make that less")
-    log.say(f"kernels: {', '.join(f'{name}: {chosen}' for name, chosen in run.backends.items())}")
+    for choice in run.traced[1]:
+        log.say(f"kernel: {choice}")
+    if cfg.xla.flags:
+        given = " ".join(f"--{name}={value}" for name, value in cfg.xla.flags.items())
+        unused = not flags_for(cfg, run.mesh.devices.flat[0].platform)
+        log.say(f"xla: {f'flags for {cfg.xla.platform}, left out here: ' if unused else ''}{given}")
     for line in sources:
         log.say(f"data: {line}")
 
@@ -110,9 +116,10 @@ def check_steps(cfg: "Config", begin: int) -> None:
                           "earlier step, or choose another run.name")
 
 
-def check_weights(run: Run) -> None:
-    """DataError where model.weights are not of this model; before anything is made, and only for a run that has not begun."""
-    cfg = run.cfg
+def check(run: Run) -> None:
+    """Before anything is made: ConfigError where a kernel is asked for that cannot serve; for a run that has not begun, DataError where
+    model.weights are not of this model."""
+    cfg, _ = run.cfg, run.traced
     if cfg.model.weights is None or (Path(cfg.run.output_dir) / cfg.run.name / "checkpoints").exists():
         return
     from maxstack.checkpoint.hf.contents import Contents
@@ -139,7 +146,7 @@ def compile_step(run: Run) -> "concurrent.futures.Future[tuple[Any, float]]":
         begin = time.perf_counter()
         if run.cfg.run.executable:
             return executable.load(run, Path(run.cfg.run.executable).expanduser()), time.perf_counter() - begin
-        return run.step.lower(run.abstract, run.abstract_batch()).compile(), time.perf_counter() - begin
+        return run.compile(run.traced[0].lower()), time.perf_counter() - begin
 
     pool = concurrent.futures.ThreadPoolExecutor(1, "compile")
     future = pool.submit(work)

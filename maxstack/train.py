@@ -60,7 +60,7 @@ def train(cfg: "Config") -> int:
     fits(cfg.data, cfg.model.vocab)
     run = assemble(cfg, startup.make_mesh(cfg))
     fit.check(run)
-    startup.check_weights(run)
+    startup.check(run)
     first = jax.process_index() == 0
     folder = startup.claim(cfg, first)
     feed = make_feed(cfg.data, run.rows(cfg.train.batch_size), cfg.train.batch_size)
@@ -82,7 +82,7 @@ def train(cfg: "Config") -> int:
     if state is None:
         state = startup.fresh(run)
     if first:
-        startup.write_records(cfg, folder)
+        startup.write_records(run, folder)
     evaluator = Evaluator(run, log, writer) if cfg.eval.every else None
     compiled, seconds = compiling.result()
     log.say(f"{'loaded' if cfg.run.executable else 'compiled'} the step in {seconds:.1f} s")

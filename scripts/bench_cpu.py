@@ -1,6 +1,9 @@
 """The reference work on this machine's CPU: maxstack and its peers in turn, several rounds interleaved, as tokens/s and ratios.
 
-example: python scripts/bench_cpu.py --rounds 3 --json bench.json
+Then attention over one long row, forward and backward, beside jax.nn.dot_product_attention: seconds, and memory as it grows with the row.
+
+example: python scripts/bench_cpu.py --rounds 3 --json bench.json --peer-python ../torch/bin/python
+         python scripts/bench_cpu.py --only attention
 """
 
 import argparse
@@ -12,7 +15,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 PEERS = {
@@ -22,24 +27,38 @@ PEERS = {
     "torch_llama compile": ("torch_llama.py", ["compile"], ["torch", "transformers"]),
 }
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
+LENGTHS, CALLS = (2048, 8192), 3
+"""Rows of the long attention, and calls in each process."""
+RETURNED = {"MALLOC_MMAP_THRESHOLD_": f"{1 << 20}"}
+"""glibc then gives back what is freed, so that the peak of a process is what its arrays take."""
 
 
 def main() -> None:
     """Run everything, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="each program runs this often; the median counts")
+    parser.add_argument("--only", choices=["step", "attention"], help="one half of it")
     parser.add_argument("--json", type=Path, help="also write every figure here")
     parser.add_argument("--peer-python", default=sys.executable, help="the interpreter that has torch and transformers, if another")
     args = parser.parse_args()
-    pythons = {name: args.peer_python if "torch" in needs else sys.executable for name, (_, _, needs) in PEERS.items()}
+    found = {} if args.only == "attention" else _reference_work(args.rounds, args.peer_python)
+    if args.only != "step":
+        found["attention"] = _long_attention(args.rounds)
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def _reference_work(rounds: int, peer_python: str) -> dict[str, Any]:
+    """Tokens/s of every program in every round, and seconds and GB to the first loss."""
+    pythons = {name: peer_python if "torch" in needs else sys.executable for name, (_, _, needs) in PEERS.items()}
     peers = {name: peer for name, peer in PEERS.items() if _available(name, peer[2], pythons[name])}
     speeds: dict[str, list[float]] = {}
-    for number in range(args.rounds):
+    for number in range(rounds):
         for dtype in DTYPES:
-            print(f"round {number + 1}/{args.rounds} {dtype}", file=sys.stderr, flush=True)
+            print(f"round {number + 1}/{rounds} {dtype}", file=sys.stderr, flush=True)
             speeds.setdefault(f"maxstack {dtype}", []).append(_ours(dtype))
             for name, (script, words, _) in peers.items():
-                speeds.setdefault(f"{name} {dtype}", []).append(_peer(pythons[name], script, [dtype, *words]))
+                speeds.setdefault(f"{name} {dtype}", []).append(_peer(pythons[name], script, [dtype, *words])["tokens_per_second"])
     table = {name: statistics.median(values) for name, values in speeds.items()}
     start = {kind: _first_loss(kind) for kind in ("cold", "warm")}
     print(f"\n{'program':26} {'tokens/s':>9} {'all rounds':>26}   maxstack is x times as fast")
@@ -48,8 +67,23 @@ def main() -> None:
         print(f"{name:26} {value:9,.0f} {' '.join(f'{v:,.0f}' for v in speeds[name]):>26}   {ratio:.2f}")
     for kind, (seconds, gigabytes) in start.items():
         print(f"process start to first loss, {kind} compilation cache: {seconds:.1f} s, peak memory {gigabytes:.2f} GB")
-    if args.json:
-        args.json.write_text(json.dumps({"tokens_per_second": speeds, "start": start}, indent=2) + "\n")
+    return {"tokens_per_second": speeds, "start": start}
+
+
+def _long_attention(rounds: int) -> dict[str, dict[str, Any]]:
+    """`ours 8192` -> seconds of every round, and by how much memory grew, each in a process of its own."""
+    found: dict[str, dict[str, Any]] = {f"{kind} {length}": {"seconds": []} for length in LENGTHS for kind in ("ours", "jax")}
+    for number in range(rounds):
+        print(f"round {number + 1}/{rounds} attention", file=sys.stderr, flush=True)
+        for name, figures in found.items():
+            figures["seconds"].append(_peer(sys.executable, "attention_cpu.py", [*name.split(), f"{CALLS}"])["seconds"])
+    print(f"\n{'attention, length':26} {'seconds':>9} {'x of jax.nn':>11} {'memory grew':>12}")
+    for name, figures in found.items():
+        figures["grown_bytes"] = _peer(sys.executable, "attention_cpu.py", [*name.split(), "1"], RETURNED)["grown_bytes"]
+        theirs = statistics.median(found[f"jax {name.split()[1]}"]["seconds"])
+        seconds = statistics.median(figures["seconds"])
+        print(f"{name:26} {seconds:9.3f} {theirs / seconds:11.2f} {figures['grown_bytes'] / 2**20:8,.0f} MiB", flush=True)
+    return found
 
 
 def _available(name: str, packages: list[str], python: str) -> bool:
@@ -63,11 +97,13 @@ def _available(name: str, packages: list[str], python: str) -> bool:
     return not missing
 
 
-def _peer(python: str, script: str, words: list[str]) -> float:
-    done = subprocess.run([python, str(HERE / "bench" / script), *words], capture_output=True, text=True, check=False)
+def _peer(python: str, script: str, words: list[str], environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """What the script's last line says."""
+    done = subprocess.run([python, str(HERE / "bench" / script), *words], capture_output=True, text=True, check=False,
+                          env=os.environ | (environment or {}))
     if done.returncode:
         sys.exit(f"{script} {' '.join(words)} failed:\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])["tokens_per_second"]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def _ours(dtype: str) -> float:

@@ -15,7 +15,7 @@ MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("
 
 # From top to bottom. A module may import what stands below it, and its own package; not its peers in the same line. The longest name counts.
 LEVELS = (
-    ("train", "plan", "score", "convert", "data.cli", "config.cli"),
+    ("train", "plan", "tune", "score", "convert", "data.cli", "config.cli"),
     ("cli",),
     ("startup", "evaluate", "meter"),
     ("fit", "executable"),

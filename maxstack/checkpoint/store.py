@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Tree = Any
 FORMAT = 1
-FREE = ("model.dtype", "model.weights", "model.remat", "model.unroll", "model.blocks.*.slack", "data.workers", "data.prefetch")
+FREE = ("model.dtype", "model.weights", "model.remat", "model.unroll", "model.blocks.*.slack", "model.*.backend", "data.workers", "data.prefetch")
 BOUND = ("model", "quantization", "data", "objective", "train.batch_size")
 
 

@@ -1,12 +1,15 @@
 """The MLPs that every token goes through. Shapes: B batch  T time  D embed  F mlp hidden."""
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from maxstack.layers.config import DenseMLPConfig, GatedMLPConfig
 from maxstack.layers.context import Context
+from maxstack.layers.mlp_config import DenseMLPConfig, GatedMLPConfig
 from maxstack.layers.weight import project, weight
 from maxstack.sharding import constrain
 
@@ -39,7 +42,7 @@ class GatedMLP(nnx.Module):
         if self.bias:
             gate_BTF, up_BTF = gate_BTF + self.gate_bias.astype(x_BTD.dtype), up_BTF + self.up_bias.astype(x_BTD.dtype)
         gate_BTF, up_BTF = checkpoint_name(gate_BTF, "mlp_gate"), checkpoint_name(up_BTF, "mlp_up")
-        h_BTF = constrain(self.act(gate_BTF) * up_BTF, "batch seq mlp")
+        h_BTF = constrain(gated(self.act, gate_BTF, up_BTF), "batch seq mlp")
         out_BTD = project(h_BTF, self.down)
         if self.bias:
             out_BTD = out_BTD + self.down_bias.astype(x_BTD.dtype)
@@ -68,3 +71,21 @@ class DenseMLP(nnx.Module):
         if self.bias:
             out_BTD = out_BTD + self.down_bias.astype(x_BTD.dtype)
         return checkpoint_name(out_BTD, "mlp_out"), {}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gated(act: Callable[[jax.Array], jax.Array], gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
+    """act(gate) * up. Its backward pass keeps gate and up alone and does the activation again, which costs less than to keep what it went through."""
+    return act(gate_BTF) * up_BTF
+
+
+def _forward(act, gate_BTF, up_BTF):
+    return act(gate_BTF) * up_BTF, (gate_BTF, up_BTF)
+
+
+def _backward(act, saved, dh_BTF):
+    saved, dh_BTF = jax.lax.optimization_barrier((saved, dh_BTF))  # else XLA finds the first activation again, and keeps it
+    return jax.vjp(lambda gate_BTF, up_BTF: act(gate_BTF) * up_BTF, *saved)[1](dh_BTF)
+
+
+gated.defvjp(_forward, _backward)

@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec
 from maxstack import sharding
 from maxstack.kernels.grouped_matmul import grouped_matmul
 from maxstack.layers import dispatch, router
-from maxstack.layers.config import GatedMLPConfig, MoEConfig, ParallelMLPConfig
 from maxstack.layers.context import Context
 from maxstack.layers.mlp import ACTIVATIONS, GatedMLP
+from maxstack.layers.mlp_config import GatedMLPConfig, MoEConfig, ParallelMLPConfig
 from maxstack.layers.norm import Norm
 from maxstack.layers.weight import weight
 
@@ -110,7 +110,6 @@ class ParallelMLP(nnx.Module):
 class Place:
     """How the mesh splits the work; by default not."""
 
-    platform: str | None = None
     experts: tuple[str, ...] = ()
     """Mesh axes that the experts are split over, and so their tokens travel over."""
     hidden: tuple[str, ...] = ()
@@ -121,8 +120,7 @@ class Place:
 
 def _place(cfg: MoEConfig, length: int) -> Place:
     """`Place` on the current mesh, for rows of `length`."""
-    current = sharding.current()
-    if current is None:
+    if sharding.current() is None:
         return Place()
     batch, seq, mlp = (sharding.names(part) for part in sharding.here("batch seq mlp"))
     experts, _, hidden = (sharding.names(part) for part in sharding.here("expert embed mlp"))
@@ -133,7 +131,7 @@ def _place(cfg: MoEConfig, length: int) -> Place:
     if sharding.size_of(*hidden) == 1:  # libtpu aborts on a reduce-scatter among one device
         hidden = ()
     scattered = bool(hidden) and residual == (*seq, *hidden) and length % sharding.size_of(*residual) == 0
-    return Place(current[0].devices.flat[0].platform, experts if sharding.size_of(*experts) > 1 else (), hidden, residual if scattered else ())
+    return Place(experts if sharding.size_of(*experts) > 1 else (), hidden, residual if scattered else ())
 
 
 def _on_own_tokens(cfg: MoEConfig, place: Place, given: Weights, x_BTD: jax.Array, logits_BTE: jax.Array, real_BT: jax.Array) -> Mixed:
@@ -164,7 +162,7 @@ def _mixture(cfg: MoEConfig, limit: int | None, place: Place, given: Weights, x_
     expert_NC = jnp.where(counted_BTC, experts_BTC, cfg.experts).reshape(weight_NC.shape)
     how = dispatch.travel(cfg.experts, place.experts, x_ND.shape[0], cfg.top_k, cfg.slack, limit and limit * x_BTD.shape[0], cfg.router.scale_input)
     own = {name: given[name] for name in HIDDEN if name in given}
-    out_ND, rounds = dispatch.mixture(functools.partial(_experts, cfg, place.platform), how, own, x_ND, weight_NC, expert_NC)
+    out_ND, rounds = dispatch.mixture(functools.partial(_experts, cfg), how, own, x_ND, weight_NC, expert_NC)
     if cfg.bias:
         once = jax.lax.axis_index(place.hidden) == 0 if place.hidden else True
         chosen_NCE = (expert_NC[:, :, None] == jnp.arange(cfg.experts)) & once
@@ -178,12 +176,12 @@ def _mixture(cfg: MoEConfig, limit: int | None, place: Place, given: Weights, x_
     return out_BTD, experts_BTC, rounds
 
 
-def _experts(cfg: MoEConfig, platform: str | None, given: Weights, x_SD: jax.Array, sizes_E: jax.Array) -> jax.Array:
+def _experts(cfg: MoEConfig, given: Weights, x_SD: jax.Array, sizes_E: jax.Array) -> jax.Array:
     """Each expert of its own rows, without the bias of its output."""
     ends_E = jnp.cumsum(sizes_E)
 
     def times(x: jax.Array, name: str) -> jax.Array:
-        out = grouped_matmul(x, given[name], sizes_E, platform=platform)
+        out = grouped_matmul(x, given[name], sizes_E, cfg.backend, where="model.blocks.*.mlp.backend or mlp.moe.backend")
         if f"{name}_bias" not in given:
             return out
         row_S1 = jnp.arange(x.shape[0])[:, None]

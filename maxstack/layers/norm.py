@@ -1,5 +1,7 @@
 """Normalisation over the last dimension, in float32."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -20,12 +22,36 @@ class Norm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., size] -> the same shape and dtype."""
-        y = x.astype(jnp.float32)
-        if self.cfg.kind == "layer":
-            y = y - jnp.mean(y, axis=-1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.cfg.eps)
-        if self.cfg.scale:
-            y = y * (self.scale[...].astype(jnp.float32) + float(self.cfg.zero_centered))
+        scale = self.scale[...].astype(jnp.float32) + float(self.cfg.zero_centered) if self.cfg.scale else None
+        y = _normed(x, scale, self.cfg.kind == "layer", self.cfg.eps)
         if self.cfg.bias:
             y = y + self.bias[...].astype(jnp.float32)
         return y.astype(x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _normed(x: jax.Array, scale: jax.Array | None, centered: bool, eps: float) -> jax.Array:
+    """float32 [..., size]. Its backward pass keeps x and one number a row, not the normed x in float32 that automatic differentiation keeps."""
+    return _forward(x, scale, centered, eps)[0]
+
+
+def _forward(x, scale, centered, eps):
+    y = x.astype(jnp.float32)
+    mean = jnp.mean(y, axis=-1, keepdims=True) if centered else None
+    y = y if mean is None else y - mean
+    inverse = jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    y = y * inverse
+    return y if scale is None else y * scale, (x, scale, mean, inverse)
+
+
+def _backward(centered, eps, saved, dy):
+    """With n = (x - mean) * inverse and g = dy * scale: dx = inverse * (g - mean(g) - n * mean(g * n)), mean(g) where the mean was taken from x."""
+    x, scale, mean, inverse = saved
+    n = (x.astype(jnp.float32) if mean is None else x.astype(jnp.float32) - mean) * inverse
+    g = dy if scale is None else dy * scale
+    dx = g - n * jnp.mean(g * n, axis=-1, keepdims=True)
+    dx = dx if mean is None else dx - jnp.mean(g, axis=-1, keepdims=True)
+    return (dx * inverse).astype(x.dtype), None if scale is None else (dy * n).sum(axis=tuple(range(n.ndim - 1)))
+
+
+_normed.defvjp(_forward, _backward)

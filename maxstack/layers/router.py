@@ -6,7 +6,7 @@ Shapes: B batch  T time  D embed  E experts  C chosen experts of a token  G grou
 import jax
 import jax.numpy as jnp
 
-from maxstack.layers.config import RouterConfig
+from maxstack.layers.mlp_config import RouterConfig
 
 SCORES = {"softmax": lambda logits_BTE: jax.nn.softmax(logits_BTE, axis=-1), "sigmoid": jax.nn.sigmoid}
 LEAST_SUM = 1e-20

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from maxstack.kernels.backends import Device
 from maxstack.sharding import constrain, current
 
 
@@ -49,9 +50,20 @@ def project(x: jax.Array, w: nnx.Param | jax.Array, contract: int = 1) -> jax.Ar
 
         return jax.checkpoint(product, prevent_cse=False)(x, w[...])
     matrix = w[...].astype(x.dtype).reshape(-1, math.prod(out))
+    if isinstance(matrix, jax.Array) and matrix.shape[0] > matrix.shape[1] and Device.here().platform == "cpu":
+        matrix = _with_turned_gradient(matrix)
     return jax.lax.dot_general(x.reshape(-1, matrix.shape[0]), matrix, (((1,), (0,)), ((), ()))).reshape(*rows, *out)
 
 
 def _axes(w: nnx.Param | jax.Array) -> tuple[str, ...]:
     """Of the weight itself, without those of a stack; none where they are not known."""
     return w.get_metadata()["axes"][-w.ndim:] if isinstance(w, nnx.Param) else ()
+
+
+@jax.custom_vjp
+def _with_turned_gradient(matrix: jax.Array) -> jax.Array:
+    """The matrix [in, out], whose gradient is multiplied as [out, in] and then turned: on a CPU, XLA takes 1.5 x as long for it where in > out."""
+    return matrix
+
+
+_with_turned_gradient.defvjp(lambda matrix: (matrix, None), lambda _, gradient: (jax.lax.optimization_barrier(gradient.T).T,))

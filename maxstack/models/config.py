@@ -6,7 +6,9 @@ import pydantic
 from pydantic import Field
 
 from maxstack.config import Items, Section, fault
-from maxstack.layers.config import AttentionConfig, Mixer, MLPKind, MoEConfig, NormConfig, ParallelMLPConfig
+from maxstack.kernels import names
+from maxstack.layers.config import AttentionConfig, Mixer, NormConfig
+from maxstack.layers.mlp_config import MLPKind, MoEConfig, ParallelMLPConfig
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Remat = Literal["none", "full", "dots", "dots_no_batch", "save", "offload"]
@@ -41,6 +43,8 @@ class HeadConfig(Section):
     """A bias per vocabulary entry."""
     soft_cap: float | None = Field(None, gt=0)
     """Logits l become soft_cap * tanh(l / soft_cap); null: unchanged."""
+    backend: names.CrossEntropy = "auto"
+    """The kernel that makes the loss of hidden states and this matrix; auto: the first that can serve."""
 
 
 class PerLayerConfig(Section):
@@ -128,8 +132,8 @@ class DecoderConfig(Section):
         used = (*self.prefix, *self.pattern, *((self.mtp.block,) if self.mtp else ()))
         if not self.pattern and len({*self.blocks} - {*used}) > 1:
             raise fault("pattern", f"with {len(self.blocks)} blocks ({', '.join(self.blocks)}) the pattern must say their order")
-        for key, names in (("pattern", self.pattern), ("prefix", self.prefix), ("mtp.block", used[len(self.prefix) + len(self.pattern):])):
-            for name in names:
+        for key, listed in (("pattern", self.pattern), ("prefix", self.prefix), ("mtp.block", used[len(self.prefix) + len(self.pattern):])):
+            for name in listed:
                 if name not in self.blocks:
                     raise fault(key, f"{key} names block {name!r}, but blocks holds {', '.join(self.blocks)}")
         if len(self.prefix) > self.layers:

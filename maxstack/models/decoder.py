@@ -11,18 +11,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxstack.kernels.sequences import arrange, natural
 from maxstack.layers.attention import Attention
-from maxstack.layers.config import (
-    AttentionConfig,
-    GatedDeltaConfig,
-    LongRopeScaling,
-    MLAConfig,
-    RopeConfig,
-    RouterConfig,
-)
+from maxstack.layers.config import AttentionConfig, GatedDeltaConfig, LongRopeScaling, MLAConfig, RopeConfig
 from maxstack.layers.context import Context, Table
 from maxstack.layers.gated_delta import GatedDelta
 from maxstack.layers.mla import MLA
 from maxstack.layers.mlp import ACTIVATIONS, DenseMLP, GatedMLP
+from maxstack.layers.mlp_config import RouterConfig
 from maxstack.layers.moe import MoE, ParallelMLP
 from maxstack.layers.norm import Norm
 from maxstack.layers.rope import rope_table
@@ -177,6 +171,11 @@ class Decoder(nnx.Module):
         """Tokens -> [B, T, D] in the compute dtype."""
         x_BTD = constrain(self.embed[...].astype(self.cfg.dtype)[tokens_BT], "batch residual embed")
         return x_BTD * jnp.asarray(self.cfg.embed_scale, x_BTD.dtype) if self.cfg.embed_scale else x_BTD
+
+    def readout(self) -> tuple[jax.Array, jax.Array | None, str]:
+        """The head's matrix [D, V], its bias [V], and the logical axes by which the matrix is kept."""
+        bias_V = self.head_bias[...] if self.cfg.head.bias else None
+        return (self.embed[...].T, bias_V, "vocab embed") if self.cfg.head.tied else (self.head[...], bias_V, "embed vocab")
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """Normed residual stream -> float32 logits [B, T, V]."""

@@ -5,7 +5,8 @@ import collections
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from maxstack.layers.config import AttentionConfig, DenseMLPConfig, GatedDeltaConfig, GatedMLPConfig, MLAConfig, MLPKind, MoEConfig
+from maxstack.layers.config import AttentionConfig, GatedDeltaConfig, MLAConfig
+from maxstack.layers.mlp_config import DenseMLPConfig, GatedMLPConfig, MLPKind, MoEConfig
 from maxstack.models.config import BlockConfig, DecoderConfig
 
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from maxstack.chips import Chip
-from maxstack.layers.config import AttentionConfig, GatedDeltaConfig, MLAConfig, ParallelMLPConfig
+from maxstack.layers.config import AttentionConfig, GatedDeltaConfig, MLAConfig
+from maxstack.layers.mlp_config import ParallelMLPConfig
 from maxstack.models.config import BlockConfig
 from maxstack.models.flops import components
 from maxstack.plan.topology import Link

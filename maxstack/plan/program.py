@@ -151,7 +151,7 @@ def parse(text: str) -> Program:
     tables: dict[str, list[str]] = {}
     entry, current, section = "", None, ""
     header, _, body = text.partition("\n")
-    for line in body.splitlines():
+    for line in _whole_lines(body):
         if current is not None and line.startswith("  "):
             _read(current, line)
         elif line.endswith("{") and line[:1] in "%E":
@@ -171,6 +171,19 @@ def parse(text: str) -> Program:
     program = Program(header, computations, computations[entry], _frames(tables))
     _count(program)
     return program
+
+
+def _whole_lines(body: str) -> Iterator[str]:
+    """One line an instruction: a kernel's own metadata may hold line breaks."""
+    whole = None
+    for line in body.splitlines():
+        if whole is not None and line.startswith(('"', "}}")):
+            whole += line
+            continue
+        if whole is not None:
+            yield whole
+        whole = line
+    yield whole or ""
 
 
 @functools.lru_cache(maxsize=65536)

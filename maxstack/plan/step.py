@@ -67,13 +67,13 @@ def compile_step(cfg: "Config", topology: Topology, *, exact: bool = False, dump
 
     begin = time.perf_counter()
     run = assemble(cfg, sharding.make_mesh(cfg.mesh, devices))
-    lowered = run.step.lower(run.abstract, run.abstract_batch())
+    lowered = run.traced[0].lower()
     middle = time.perf_counter()
     try:
         options: dict[str, Any] = QUICK if devices[0].platform == "tpu" and not exact else {}
         if dump and devices[0].platform != "cpu":
             options = {**options, DUMP: str(dump)}
-        compiled = lowered.compile(compiler_options=options)
+        compiled = run.compile(lowered, options)
     except Exception as error:  # jaxlib has no class of its own for this
         over = too_large(str(error))
         if over is None:

@@ -18,6 +18,8 @@ RELAYOUT = {*VIEWS, "copy", "parameter"}
 """Inside a fusion none of these touches memory: a copy there is another way to read the same tiles."""
 IN_PLACE = {"dynamic-update-slice": 1, "scatter": -1}
 """Operations that overwrite part of their first operand, and which operand says with what."""
+DECLARED = re.compile(r'(?:\\*"|\\22)flops(?:\\*"|\\22): ?(?:\\*"|\\22)?(\d+)')
+"""A kernel's own count, in the backend_config of a TPU's call or the metadata of a Triton call, whose quotes are written as \\22."""
 MATMULS = ("__cublas$", "__onednn$matmul")
 
 
@@ -96,7 +98,7 @@ def _products(program: Program, computation: Computation, instruction: Instructi
     operands = [computation.instructions[name].shapes for name in instruction.operands[:2]] if kind in (
         "dot", "convolution", "ragged-dot", "custom-call") else []
     if kind == "custom-call" and not target.startswith(MATMULS):
-        declared = re.search(r'\\*"flops\\*": ?\\*"?(\d+)', instruction.attributes)
+        declared = DECLARED.search(instruction.attributes)
         if declared and int(declared[1]):
             given = [shape for name in instruction.operands for shape in computation.instructions[name].shapes]
             yield float(declared[1]), max(given, key=lambda shape: shape.bytes).dtype if given else "", instruction.op_name

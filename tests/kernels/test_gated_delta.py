@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxstack.kernels.gated_delta import BACKENDS, gated_delta
+from maxstack.kernels.gated_delta import OP, gated_delta
 
 T, SEGMENTS = 50, jnp.asarray([[1] * 13 + [2] * 24 + [3] * 13, [7] * 50], jnp.int32)
 
@@ -58,14 +58,14 @@ def assert_same(x, chunk):
         np.testing.assert_allclose(got, want, rtol=0, atol=5e-6 * float(jnp.abs(want).max()))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", OP.names)
 @pytest.mark.parametrize(("t", "chunk"), [(1, 64), (21, 1), (T, 16), (130, 64)])
 def test_every_backend_is_the_definition(t, chunk, backend):
     x, segments = inputs(t), jnp.asarray(np.sort(np.random.default_rng(0).integers(1, 4, (2, t)), axis=1), jnp.int32)
     np.testing.assert_allclose(run(*x, segments, chunk, backend), by_loop(*x, segments), atol=3e-6)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", OP.names)
 def test_no_segments_mean_one_document_a_row(backend):
     np.testing.assert_allclose(run(*inputs(), None, 16, backend), by_loop(*inputs(), None), atol=3e-6)
 
@@ -96,7 +96,7 @@ def test_repeated_keys_that_never_fade_keep_their_digits():
     np.testing.assert_allclose(run(*x, None, 64, "chunked"), by_loop(*x, None), atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", OP.names)
 def test_changing_one_document_never_changes_its_neighbours(backend):
     x = inputs()
     changed = [part.at[0, 13:37].multiply(1.7) for part in x]
@@ -106,14 +106,14 @@ def test_changing_one_document_never_changes_its_neighbours(backend):
     assert not np.array_equal(before[13:37], after[13:37])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", OP.names)
 def test_gradients_of_one_document_never_reach_its_neighbours(backend):
     weight = jnp.zeros(inputs()[2].shape).at[0, 13:37].set(1.0)
     for grad in gradients(inputs(), SEGMENTS, weight, 16, backend)[1]:
         assert not grad[0, :13].any() and not grad[0, 37:].any() and grad[0, 13:37].any()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", OP.names)
 def test_bfloat16_inputs_are_only_rounded(backend):
     x = inputs()
     short = [part.astype(jnp.bfloat16) for part in x[:3]] + x[3:]

@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from maxstack import sharding
 from maxstack.layers import dispatch
-from maxstack.layers.config import MoEConfig
 from maxstack.layers.context import Context
+from maxstack.layers.mlp_config import MoEConfig
 from maxstack.layers.moe import MoE
 
 EMBED, EXPERTS, BATCH, TIME = 8, 8, 8, 32

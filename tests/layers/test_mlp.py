@@ -6,9 +6,9 @@ import pytest
 from flax import nnx
 from scipy.special import erf
 
-from maxstack.layers.config import DenseMLPConfig, GatedMLPConfig
 from maxstack.layers.context import Context
 from maxstack.layers.mlp import ACTIVATIONS, DenseMLP, GatedMLP
+from maxstack.layers.mlp_config import DenseMLPConfig, GatedMLPConfig
 
 FORMULAS = {
     "silu": lambda x: x / (1 + np.exp(-x)),

@@ -11,9 +11,9 @@ from jax.sharding import NamedSharding
 
 from maxstack import sharding
 from maxstack.layers import router
-from maxstack.layers.config import GatedMLPConfig, MoEConfig, ParallelMLPConfig
 from maxstack.layers.context import Context
 from maxstack.layers.mlp import ACTIVATIONS
+from maxstack.layers.mlp_config import GatedMLPConfig, MoEConfig, ParallelMLPConfig
 from maxstack.layers.moe import MoE, ParallelMLP
 
 EMBED, EXPERTS, HIDDEN, TIME = 8, 8, 4, 7

@@ -8,7 +8,8 @@ import tiny
 from flax import nnx
 
 from maxstack.checkpoint.hf.contents import Contents
-from maxstack.layers.config import AttentionConfig, MLAConfig, MoEConfig, ParallelMLPConfig
+from maxstack.layers.config import AttentionConfig, MLAConfig
+from maxstack.layers.mlp_config import MoEConfig, ParallelMLPConfig
 from maxstack.models.decoder import abstract, pattern_keys, periods
 from maxstack.models.flops import flops_per_token
 

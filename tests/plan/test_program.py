@@ -108,3 +108,19 @@ def test_arguments_are_named_by_their_path():
 def test_text_that_is_no_program_is_refused():
     with pytest.raises(ValueError, match="no ENTRY"):
         parse("module @jit_f {\n}\n")
+
+
+def test_a_kernels_metadata_that_holds_line_breaks_ends_no_computation():
+    text = """HloModule m
+
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  %kernel = f32[4]{0} custom-call(%x), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"blocks":"512"
+}}, metadata={op_name="jit(f)/kernel"}
+  ROOT %negate = f32[4]{0} negate(%kernel)
+}
+"""
+    program = parse(text)
+    assert program.computations["main"].instructions["kernel"].op_name == "jit(f)/kernel"
+    assert program.computations["main"].root == "negate"

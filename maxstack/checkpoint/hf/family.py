@@ -106,7 +106,8 @@ def meaning(model: DecoderConfig) -> dict[str, Any]:
     free = ("blocks", "pattern", "prefix", "dtype", "param_dtype", "remat", "unroll", "init_scale", "layers", "mtp", "weights")
     rest = {key: value for key, value in data.items() if key not in free}
     mtp = {"depth": model.mtp.depth, "block": blocks[model.mtp.block]} if model.mtp else None
-    return rest | {"layers": layers, "mtp": mtp}
+    head = {key: value for key, value in data["head"].items() if key != "backend"}
+    return rest | {"layers": layers, "mtp": mtp, "head": head}
 
 
 def _block(block: dict[str, Any]) -> dict[str, Any]:
@@ -127,7 +128,7 @@ def _mlp(mlp: dict[str, Any]) -> dict[str, Any]:
     groups = router["groups"] or 1
     chosen = router["top_groups"] or groups
     limited = {"groups": groups, "top_groups": chosen} if chosen < groups else {"groups": 1, "top_groups": 1, "group_score": "top2"}
-    return mlp | {"router": router | limited}
+    return {key: value for key, value in mlp.items() if key != "backend"} | {"router": router | limited}
 
 
 def _different(one: Any, other: Any, path: str) -> Collection[str]:

@@ -1,13 +1,17 @@
 """Attention backends against the dense reference, and the reference against a loop."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxstack.kernels import blockwise_attention
-from maxstack.kernels.attention import BACKENDS, Request, attention
+from maxstack.kernels.attention import OP, attention, blockwise
+from maxstack.kernels.attention.request import Case, Request, visible
+from maxstack.kernels.backends import Device
 
+BACKENDS = ["reference", "blockwise"]
 compiled = jax.jit(attention, static_argnums=(4, 5))
 
 
@@ -62,7 +66,7 @@ CASES = [(1, 2, Request(0.4, window=1), {}), (7, 1, Request(0.4, window=500), PA
 
 @pytest.mark.parametrize(("t", "kv", "asked", "features"), CASES)
 def test_blockwise_equals_the_reference_in_values_and_gradients(t, kv, asked, features, monkeypatch):
-    monkeypatch.setitem(blockwise_attention.SIZES, "cpu", (32, 16))  # 70 are loops over tiles of four sizes, a window of 6 or 9 one of two
+    monkeypatch.setitem(blockwise.SIZES, "cpu", (32, 16))  # 70 are loops over tiles of four sizes, a window of 6 or 9 one of two
     q, k, v, segments = inputs(t, kv=kv, packed=features.get("packed", False), value_size=features.get("value_size"))
     weight = jnp.asarray(np.random.default_rng(1).normal(size=(*q.shape[:3], v.shape[3])), jnp.float32)
     sinks = SINKS if features.get("sinks") else None
@@ -77,6 +81,44 @@ def test_blockwise_equals_the_reference_in_values_and_gradients(t, kv, asked, fe
     np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-3)
     for got, want in zip(grads, wanted, strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-4, atol=4e-5)
+
+
+ELSEWHERE = {"all keys": (40, 70, Request(0.4, causal=False), None), "after the keys": (20, 90, Request(0.4, offset=70), SINKS),
+             "more queries than keys, both sides": (70, 33, Request(0.4, window=9, causal=False, offset=-5), None),
+             "a wide window on both sides": (60, 85, Request(0.4, window=40, causal=False, offset=20), SINKS),
+             "some before every key": (50, 45, Request(0.4, window=30, soft_cap=2.0, offset=-20), None),
+             "some beyond every window": (70, 20, Request(0.4, window=8), None)}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_blockwise_serves_queries_anywhere_among_other_keys(name):
+    """Documents lie in no order, and some queries' hold no key. A query that sees none gives exactly nothing, and adds to no gradient of theirs."""
+    t, s, asked, sinks = ELSEWHERE[name]
+    rng = np.random.default_rng(3)
+    q, k, v, do = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, t, 4, 8), (2, s, 2, 8), (2, s, 2, 5), (2, t, 4, 5)))
+    same = tuple((jnp.asarray(rng.integers(0, 4, (rows, t)), jnp.int32), jnp.asarray(rng.integers(0, 3, (rows, s)), jnp.int32)) for rows in (1, 2))
+    blind = ~np.asarray(visible(asked, jnp.arange(t), jnp.arange(s), same)).any(axis=2)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def both(backend, do):
+        more = {"blocks": {"rows": 16, "keys": 8}} if backend == "blockwise" else {}
+        floats = (q, k, v) if sinks is None else (q, k, v, sinks)
+        out, pull = jax.vjp(lambda *given: OP[backend].run(*given, *(() if sinks is not None else (None,)), same, asked, **more), *floats)
+        return out, *pull(do)
+
+    for got, want in zip(both("blockwise", do), both("reference", do), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-4, atol=4e-5)
+    out, dq, dk, dv, *_ = map(np.asarray, both("blockwise", do * blind[:, :, None, None]))
+    assert blind.any() and not blind.all()
+    assert not out[blind].any() and not any(x.any() for x in (dq, dk, dv))
+
+
+def test_candidates_are_sizes_that_differ_for_the_sequence():
+    case = Case(Request(1.0), 200, 200, 4, 2, 8, 8, "float32", 0, False, Device("cpu", "cpu"))
+    found = blockwise.candidates(case)
+    assert found[0] == {"rows": 256, "keys": 256}
+    reached = [(min(sizes["rows"], 200), min(sizes["keys"], 256)) for sizes in found]
+    assert len({*reached}) == len(reached) > 2
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -135,7 +177,7 @@ def size_of(jaxpr):
 
 def test_what_layers_have_in_common_is_not_kept_for_each_tile(monkeypatch):
     """Differentiating a scan over layers takes out of it what is the same for all layers: numbers of positions, but not the masks made of them."""
-    monkeypatch.setitem(blockwise_attention.SIZES, "cpu", (16, 16))
+    monkeypatch.setitem(blockwise.SIZES, "cpu", (16, 16))
     q, k, v, segments = inputs(512)
 
     def layers(q):
@@ -148,5 +190,5 @@ def test_what_layers_have_in_common_is_not_kept_for_each_tile(monkeypatch):
 
 @pytest.mark.parametrize("window", [None, 20])
 def test_blockwise_memory_grows_with_the_sequence_and_not_with_its_square(window, monkeypatch):
-    monkeypatch.setitem(blockwise_attention.SIZES, "cpu", (16, 16))
+    monkeypatch.setitem(blockwise.SIZES, "cpu", (16, 16))
     assert largest(1024, window) <= 2 * largest(512, window) < 2 * 4 * 512 * 512 / 10

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxstack.kernels import blockwise_attention as blocks
-from maxstack.kernels.blockwise_attention import Gathered, Grads, Keys, Numbers, Scoring, Tiles, zeros
+from maxstack.kernels.attention import blockwise as blocks
+from maxstack.kernels.attention.blockwise import Gathered, Grads, Keys, Numbers, Scoring, Tiles, zeros
 from maxstack.kernels.sequences import Axes, whole
 
 Step = Any
@@ -66,6 +66,10 @@ class Ring:
                 found.append(Tiles(starts, firsts, rows, keys, earlier=True))
         return found
 
+    def own(self) -> list[Tiles]:
+        """The device's queries against its own keys."""
+        return blocks.tiled(2 * self.chunk, 2 * self.chunk, self.scoring, blocks.sizes())
+
     def numbers(self, shift: Step) -> tuple[Numbers, Numbers]:
         """Of the queries, and of the keys of the device `shift` places before this one."""
         return self._of(self.device), self._of((self.device - shift) % self.parts)
@@ -87,7 +91,7 @@ def _ring(q_BTNH: jax.Array, same: tuple[jax.Array, ...], scoring: Scoring, axes
 def _forward(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, scoring, axes):
     ring = _ring(q_BTNH, same, scoring, axes)
     q_BKGTH, here = blocks.by_head(q_BTNH, k_BSKH, v_BSKV)
-    own, ways = blocks.causal(q_BTNH.shape[1], scoring.window), routes(ring.parts, ring.chunk, scoring.window)
+    own, ways = ring.own(), routes(ring.parts, ring.chunk, scoring.window)
     arriving = [ring.send(here, direction) for direction, _ in ways]
     found = blocks.gather(blocks.nothing(q_BKGTH, here, sinks_N), q_BKGTH, here, ring.numbers(0), own, scoring)
 
@@ -114,7 +118,7 @@ def _backward(scoring, axes, saved, do_BTNV):
     ring = _ring(q_BTNH, same, scoring, axes)
     q_BKGTH, here = blocks.by_head(q_BTNH, k_BSKH, v_BSKV)
     asked = blocks.ask(q_BKGTH, o_BTNV, do_BTNV, log_BKGT)
-    own, ways = blocks.causal(q_BTNH.shape[1], scoring.window), routes(ring.parts, ring.chunk, scoring.window)
+    own, ways = ring.own(), routes(ring.parts, ring.chunk, scoring.window)
     arriving = [ring.send(here, direction) for direction, _ in ways]
     none = zeros(here[0]), zeros(here[1])
     dq, home = blocks.spread((zeros(q_BKGTH), none), asked, here, ring.numbers(0), own, scoring)

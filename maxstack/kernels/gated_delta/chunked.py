@@ -1,57 +1,24 @@
-"""The gated delta rule: one meaning, the recurrence over time, and the backends that compute it.
+"""The gated delta rule by chunks: matrix products instead of a step a token.
 
 Shapes: B batch  T time  K key heads  G value heads / key heads  H key dim  V value dim  X chunks  C place in a chunk  S another place in it.
 """
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 
+from maxstack.kernels.gated_delta.reference import EXACT, runs
+
 LOWEST = -1e30
-EXACT = jax.lax.Precision.HIGHEST
 
 
-def gated_delta(q_BTKH: jax.Array, k_BTKH: jax.Array, v_BTNV: jax.Array, decay_BTN: jax.Array, beta_BTN: jax.Array, segments_BT: jax.Array | None,
-                chunk: int = 64, backend: Literal["auto", "reference", "chunked"] = "auto") -> jax.Array:
-    """The gated delta rule (Yang et al. 2024, arXiv:2412.06464, eq. 10) -> [B, T, N, V] in v's dtype, computed in float32.
-
-    A value head n reads queries and keys of head n // (N / K); its state S [H, V] starts at 0 with each document, and at each place becomes
-    a S + b k (v - a S^T k)^T, of which S^T q is the output. a = exp(decay), decay <= 0 and float32; b = beta. Queries and keys come normalised
-    and scaled as they are to be used. `segments_BT` numbers the documents of a row, None: one a row.
-    """
-    return BACKENDS[choose(backend)](q_BTKH, k_BTKH, v_BTNV, decay_BTN, beta_BTN, segments_BT, chunk)
+def supports(case: object) -> str | None:
+    """It serves everything."""
+    return None
 
 
-def choose(backend: Literal["auto", "reference", "chunked"]) -> str:
-    """The backend that `auto` stands for; chunked serves every request, by matrix products instead of a step a token."""
-    return "chunked" if backend == "auto" else backend
-
-
-def reference(q_BTKH: jax.Array, k_BTKH: jax.Array, v_BTNV: jax.Array, decay_BTN: jax.Array, beta_BTN: jax.Array, segments_BT: jax.Array | None,
-              chunk: int = 64) -> jax.Array:
-    """The definition, one place after the other."""
-    k, n = k_BTKH.shape[2], v_BTNV.shape[2]
-    q, key = (jnp.repeat(x.astype(jnp.float32), n // k, axis=2) for x in (q_BTKH, k_BTKH))
-    runs_BT = jnp.broadcast_to(_runs(segments_BT, v_BTNV.shape[1]), v_BTNV.shape[:2])
-    fresh_BT = jnp.diff(runs_BT, axis=1, prepend=-1) != 0
-
-    def step(s_BNHV: jax.Array, now: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        q_BNH, k_BNH, v_BNV, decay_BN, beta_BN, fresh_B = now
-        s_BNHV = jnp.where(fresh_B[:, None, None, None], 0.0, s_BNHV) * jnp.exp(decay_BN)[..., None, None]
-        missed_BNV = v_BNV - jnp.einsum("BNHV,BNH->BNV", s_BNHV, k_BNH, precision=EXACT)
-        s_BNHV = s_BNHV + (beta_BN[..., None] * k_BNH)[..., None] * missed_BNV[..., None, :]
-        return s_BNHV, jnp.einsum("BNHV,BNH->BNV", s_BNHV, q_BNH, precision=EXACT)
-
-    places = [q, key, *(x.astype(jnp.float32) for x in (v_BTNV, decay_BTN, beta_BTN)), fresh_BT]
-    start = jnp.zeros((v_BTNV.shape[0], n, k_BTKH.shape[3], v_BTNV.shape[3]))
-    _, o_TBNV = jax.lax.scan(step, start, tuple(jnp.moveaxis(x, 1, 0) for x in places))
-    return jnp.moveaxis(o_TBNV, 0, 1).astype(v_BTNV.dtype)
-
-
-def chunked(q_BTKH: jax.Array, k_BTKH: jax.Array, v_BTNV: jax.Array, decay_BTN: jax.Array, beta_BTN: jax.Array, segments_BT: jax.Array | None,
-            chunk: int = 64) -> jax.Array:
-    """The same by chunks: what places of a chunk do to each other is a triangular system (the UT transform of Yang et al. 2024,
+def run(q_BTKH: jax.Array, k_BTKH: jax.Array, v_BTNV: jax.Array, decay_BTN: jax.Array, beta_BTN: jax.Array, segments_BT: jax.Array | None,
+        chunk: int = 64) -> jax.Array:
+    """What places of a chunk do to each other is a triangular system (the UT transform of Yang et al. 2024,
     arXiv:2406.06484, section 3.2, with decay as in arXiv:2412.06464, section 3.3), and only states go from chunk to chunk.
     """
     b, t, n, v = v_BTNV.shape
@@ -59,7 +26,7 @@ def chunked(q_BTKH: jax.Array, k_BTKH: jax.Array, v_BTNV: jax.Array, decay_BTN: 
     q_XBKCH, k_XBKCH = (_chunks(x.astype(jnp.float32), chunk, 1) for x in (q_BTKH, k_BTKH))
     v_XBKGCV, decay_XBKGC, beta_XBKGC = (
         _chunks(x.astype(jnp.float32).reshape(b, t, *heads, *x.shape[3:]), chunk, 2) for x in (v_BTNV, decay_BTN, beta_BTN))
-    within_XBKGCS, since_XBKGC = _decays(jnp.maximum(decay_XBKGC, LOWEST), _chunks(_runs(segments_BT, t), chunk, 0))
+    within_XBKGCS, since_XBKGC = _decays(jnp.maximum(decay_XBKGC, LOWEST), _chunks(runs(segments_BT, t), chunk, 0))
 
     likeness_XBKCS = jnp.tril(_product("XBKCH,XBKSH->XBKCS", k_XBKCH, k_XBKCH), -1)
     solved_XBKGCS = _unit_inverse(within_XBKGCS * likeness_XBKCS[:, :, :, None] * beta_XBKGC[..., None]) * beta_XBKGC[..., None, :]
@@ -134,19 +101,9 @@ def _product(equation: str, *x: jax.Array) -> jax.Array:
     return jnp.einsum(equation, *x, precision=jax.lax.Precision.HIGH)
 
 
-def _runs(segments_BT: jax.Array | None, length: int) -> jax.Array:
-    """The number of the document of each place, from 0, counted by their boundaries; [1, T] of zeros for None."""
-    if segments_BT is None:
-        return jnp.zeros((1, length), jnp.int32)
-    return jnp.cumsum(jnp.diff(segments_BT, axis=1, prepend=segments_BT[:, :1]) != 0, axis=1)
-
-
 def _chunks(x: jax.Array, chunk: int, heads: int) -> jax.Array:
     """[B, T, heads.., ..] -> [X, B, heads.., C, ..]; `heads` says how many dimensions they are. Past the end: zeros, of the last document."""
     rest = -x.shape[1] % chunk
     x = jnp.pad(x, ((0, 0), (0, rest), *((0, 0),) * (x.ndim - 2)), mode="constant" if heads else "edge")
     x = jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
     return jnp.moveaxis(x, 2, 2 + heads)
-
-
-BACKENDS = {"reference": reference, "chunked": chunked}

@@ -1,57 +1,24 @@
-"""Matmul of rows that are sorted by group, each group with a matrix of its own; the matmul of a mixture of experts.
+"""A loop over the groups and, inside, over blocks of a group's rows; so are both gradients. Shapes as in the package, and R rows of a block.
 
-Shapes: M rows  E groups  K contracted  N columns  R rows of a block.
+On a CPU XLA computes a ragged_dot as one dense matmul for every group.
 """
-
-from collections.abc import Callable
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-Backend = Literal["auto", "reference", "ragged_dot", "blocks"]
+from maxstack.kernels.grouped_matmul.case import Case, grouped
+
 LEAST_ROWS, MOST_ROWS = 8, 128
 
 
-def grouped_matmul(x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array, backend: Backend = "auto", platform: str | None = None) -> jax.Array:
-    """The first sizes[0] rows of x times w[0], the next sizes[1] times w[1], ... -> [M, N] in x's dtype, which w shares.
-
-    `sizes_E` are integers that add up to M at most; zeros are fine. Rows past their sum belong to no group: whatever numbers they hold, they give
-    zeros and have no gradient. `platform` is where the program will run; None: jax's default backend.
-    """
-    return BACKENDS[choose(backend, platform or jax.default_backend())](x_MK, w_EKN, sizes_E)
-
-
-def choose(backend: Backend, platform: str) -> str:
-    """The backend that `auto` stands for. On a CPU, XLA computes a ragged_dot as one dense matmul for every group."""
-    if backend != "auto":
-        return backend
-    return "blocks" if platform == "cpu" else "ragged_dot"
-
-
-def reference(x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    """The definition: every row times every matrix, and a mask."""
-    ends_E = jnp.cumsum(sizes_E)
-    row_M1 = jnp.arange(x_MK.shape[0])[:, None]
-    mine_ME = (row_M1 >= ends_E - sizes_E) & (row_M1 < ends_E)
-    out_MEN = jnp.einsum("MK,EKN->MEN", x_MK, w_EKN, preferred_element_type=jnp.float32)
-    return jnp.where(mine_ME[:, :, None], out_MEN, 0.0).sum(axis=1).astype(x_MK.dtype)
-
-
-def _ragged_dot(x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    """Rows of no group are masked on both sides: what the hardware's own ragged matmuls leave there is not said."""
-    grouped_M1 = _grouped(x_MK.shape[0], sizes_E)
-    return jnp.where(grouped_M1, jax.lax.ragged_dot(jnp.where(grouped_M1, x_MK, 0), w_EKN, sizes_E.astype(jnp.int32)), 0)
-
-
-def _grouped(rows: int, sizes_E: jax.Array) -> jax.Array:
-    """True for the rows that belong to a group [rows, 1]."""
-    return jnp.arange(rows)[:, None] < sizes_E.sum()
+def supports(case: Case) -> str | None:
+    """All shapes, in types that float32 holds."""
+    return f"sums in float32, which cannot hold {case.dtype}" if case.dtype == "float64" else None
 
 
 @jax.custom_vjp
-def blocks(x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    """A loop over the groups and, inside, over blocks of a group's rows; so are both gradients."""
+def run(x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    """[M, N]."""
     return _by_blocks(x_MK, w_EKN, sizes_E, False)
 
 
@@ -82,7 +49,7 @@ def _by_blocks(x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array, transposed
 
     out_MN = jnp.zeros((padded.shape[0], w_EKN.shape[1 if transposed else 2]), jnp.float32)
     out_MN = jax.lax.scan(group, out_MN, (w_EKN, jnp.cumsum(sizes_E) - sizes_E, sizes_E))[0][: x_MK.shape[0]]
-    return jnp.where(_grouped(x_MK.shape[0], sizes_E), out_MN, 0).astype(x_MK.dtype)
+    return jnp.where(grouped(x_MK.shape[0], sizes_E), out_MN, 0).astype(x_MK.dtype)
 
 
 def _outer_by_blocks(x_MK: jax.Array, y_MN: jax.Array, sizes_E: jax.Array) -> jax.Array:
@@ -113,5 +80,4 @@ def _backward(saved, dy_MN):
     return _by_blocks(dy_MN, w_EKN, sizes_E, True), _outer_by_blocks(x_MK, dy_MN, sizes_E).astype(w_EKN.dtype), None
 
 
-blocks.defvjp(_forward, _backward)
-BACKENDS: dict[str, Callable[..., jax.Array]] = {"reference": reference, "ragged_dot": _ragged_dot, "blocks": blocks}
+run.defvjp(_forward, _backward)

@@ -5,28 +5,62 @@ Shapes: B batch  T query time  S key time  N heads  K kv heads  G heads / kv hea
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxstack import sharding
+from maxstack.kernels.attention.request import Case, Request, Same
+from maxstack.kernels.backends import Device
 
-MASKED = -1e30
+MASKED, NOTHING = -1e30, -5e29
+"""The score of a key that is not seen, and the log-sum-exp of a query that has seen none: between the first and every score, so that a query that
+never sees a key gathers exp(MASKED - NOTHING) = 0 of each."""
 SIZES = {"cpu": (256, 256)}
 """Queries and keys of a tile by platform: on a CPU they stay in the cache."""
 OTHER_SIZES = (512, 1024)
+MANY = 3
+"""Beyond as many tiles that need no mask they have a loop of their own."""
+OTHERS = ((64, 64), (128, 128), (128, 256), (256, 256), (256, 512), (512, 512), (512, 1024), (1024, 1024))
+"""What else is worth measuring."""
 _cut, _dot = jax.lax.dynamic_slice_in_dim, functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
+def supports(case: Case) -> str | None:
+    """It serves everything on one device."""
+    if case.ring and (not case.request.causal or case.request.offset or case.queries != case.keys):
+        return "around a ring of devices it serves causal self-attention alone; mesh.context_kind: ulysses would give it whole sequences"
+    return None
+
+
+def candidates(case: Case) -> list[dict[str, int]]:
+    """Sizes of a tile, the default first; of those that a short sequence makes equal one alone."""
+    span = int(case.shape_class["span"])
+    found: dict[tuple[int, int], dict[str, int]] = {}
+    for rows, keys in (SIZES.get(case.device.platform, OTHER_SIZES), *OTHERS):
+        found.setdefault((min(rows, case.queries), min(keys, span)), {"rows": rows, "keys": keys})
+    return list(found.values())
+
+
+def run(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKV: jax.Array, sinks_N: jax.Array | None, same: Same, request: Request,
+        blocks: Mapping[str, int] | None = None) -> jax.Array:
+    """softmax(scores) v -> [B, T, N, V] in q's dtype, by tiles of at most blocks["rows"] queries and blocks["keys"] keys."""
+    window = request.reach if request.causal else request.window
+    scoring = Scoring(request.scale, window, request.soft_cap, request.causal, request.offset)
+    return blockwise_attention(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, scoring, (blocks["rows"], blocks["keys"]) if blocks else sizes())
+
+
 class Scoring(NamedTuple):
-    """Scores are q.k * scale, soft-capped, and a query sees the last `window` positions, itself included; None: neither."""
+    """Scores are q.k * scale, soft-capped. Query i stands at place i + offset among the keys; a causal one sees the last `window` places, its own
+    included, another the places less than `window` away. None: neither."""
 
     scale: float
     window: int | None
     soft_cap: float | None
+    causal: bool = True
+    offset: int = 0
 
 
 class Numbers(NamedTuple):
@@ -35,7 +69,7 @@ class Numbers(NamedTuple):
     place: jax.Array
     """In the sequence, rising."""
     same: tuple[jax.Array, ...]
-    """A query sees keys with equal numbers in each."""
+    """A query sees keys with equal numbers in each; of the queries or of the keys."""
 
 
 class Tiles(NamedTuple):
@@ -49,46 +83,45 @@ class Tiles(NamedTuple):
     keys: int
     earlier: bool = False
     """All keys come before all queries."""
+    clear: bool = False
+    """Every query sees every key, as far as places go."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def blockwise_attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKV: jax.Array, sinks_N: jax.Array | None, same: tuple[jax.Array, ...],
-                        scoring: Scoring) -> jax.Array:
-    """Causal grouped-query attention -> [B, T, N, V] in q's dtype; see kernels/attention.py for the meaning of the arguments.
-
-    No score array has more than one tile a head, whatever T.
-    """
-    return _forward(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, scoring)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def blockwise_attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKV: jax.Array, sinks_N: jax.Array | None, same: Same, scoring: Scoring,
+                        most: tuple[int, int]) -> jax.Array:
+    """`run`, with `most` queries and keys a tile. No score array has more than one tile a head, whatever T."""
+    return _forward(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, scoring, most)[0]
 
 
-def _forward(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, scoring):
+def _forward(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, scoring, most):
     q_BKGTH, given = by_head(q_BTNH, k_BSKH, v_BSKV)
-    tiles, numbers = causal(q_BTNH.shape[1], scoring.window), _natural(q_BTNH, same)
-    o_BKGTV, log_BKGT = gather(nothing(q_BKGTH, given, sinks_N), q_BKGTH, given, (numbers, numbers), tiles, scoring)
+    tiles, numbers = tiled(q_BTNH.shape[1], k_BSKH.shape[1], scoring, most), _natural(q_BTNH, k_BSKH, same, scoring)
+    o_BKGTV, log_BKGT = gather(nothing(q_BKGTH, given, sinks_N), q_BKGTH, given, numbers, tiles, scoring)
     o_BTNV = by_time(o_BKGTV).astype(q_BTNH.dtype)
     return o_BTNV, (q_BTNH, k_BSKH, v_BSKV, sinks_N, same, o_BTNV, log_BKGT)
 
 
-def _backward(scoring, saved, do_BTNV):
+def _backward(scoring, most, saved, do_BTNV):
     q_BTNH, k_BSKH, v_BSKV, sinks_N, same, o_BTNV, log_BKGT = saved
     q_BKGTH, given = by_head(q_BTNH, k_BSKH, v_BSKV)
-    tiles, numbers = causal(q_BTNH.shape[1], scoring.window), _natural(q_BTNH, same)
+    tiles, numbers = tiled(q_BTNH.shape[1], k_BSKH.shape[1], scoring, most), _natural(q_BTNH, k_BSKH, same, scoring)
     asked = ask(q_BKGTH, o_BTNV, do_BTNV, log_BKGT)
-    dq, dkv = spread((zeros(q_BKGTH), (zeros(given[0]), zeros(given[1]))), asked, given, (numbers, numbers), tiles, scoring)
+    dq, dkv = spread((zeros(q_BKGTH), (zeros(given[0]), zeros(given[1]))), asked, given, numbers, tiles, scoring)
     return by_time(dq).astype(q_BTNH.dtype), *(by_time(x[:, :, None]).astype(k_BSKH.dtype) for x in dkv), of_sinks(sinks_N, asked), None
 
 
 blockwise_attention.defvjp(_forward, _backward)
 
 
-def _natural(q_BTNH: jax.Array, same: tuple[jax.Array, ...]) -> Numbers:
-    return Numbers(jnp.arange(q_BTNH.shape[1])[None], same)
+def _natural(q_BTNH: jax.Array, k_BSKH: jax.Array, same: Same, scoring: Scoring) -> "Pair":
+    of_q, of_k = (tuple(pair[side] for pair in same) for side in (0, 1))
+    return Numbers(jnp.arange(q_BTNH.shape[1])[None] + scoring.offset, of_q), Numbers(jnp.arange(k_BSKH.shape[1])[None], of_k)
 
 
 def sizes() -> tuple[int, int]:
     """Queries and keys of a tile."""
-    found = sharding.current()
-    return SIZES.get(found[0].devices.flat[0].platform if found else jax.default_backend(), OTHER_SIZES)
+    return SIZES.get(Device.here().platform, OTHER_SIZES)
 
 
 def spans(t: int, size: int) -> Iterator[tuple[int, int, int]]:
@@ -97,19 +130,25 @@ def spans(t: int, size: int) -> Iterator[tuple[int, int, int]]:
     yield from ((begin, end, size) for begin, end, size in ((0, whole, size), (whole, t, t - whole)) if begin < end)
 
 
-def causal(t: int, window: int | None) -> list[Tiles]:
-    """All of t queries against the keys up to themselves."""
-    most_rows, most_keys = sizes()
-    if window and window <= 4 * most_keys:  # one tile, of as many keys as its queries see: half the rows, so that fewer of them are masked
-        keys_of = {span: min(span[1], span[2] + window - 1) for span in spans(t, most_rows // 2)}
-        return [Tiles(np.arange(*span), np.maximum(0, np.arange(*span) + span[2] - keys), span[2], keys) for span, keys in keys_of.items()]
+def tiled(t: int, s: int, scoring: Scoring, most: tuple[int, int]) -> list[Tiles]:
+    """All of t queries against the keys of s that places let them see."""
+    most_rows, most_keys = most
+    window, offset, ahead = scoring.window, scoring.offset, 0 if scoring.causal else s + t + abs(scoring.offset)
+    if window:
+        back, ahead = window - 1, min(ahead, window - 1)
+        if back + ahead < 4 * most_keys:  # one tile, of as many keys as its queries see: half the rows, so that fewer of them are masked
+            keys_of = {span: min(s, span[2] + back + ahead) for span in spans(t, max(1, most_rows // 2))}
+            return [Tiles(at, np.clip(at + offset - back, 0, s - keys), span[2], keys)
+                    for span, keys in keys_of.items() for at in [np.arange(*span)]]
     found = []
     for begin, end, rows in spans(t, most_rows):
-        for first, last, keys in spans(t, most_keys):
-            start, key = np.meshgrid(np.arange(begin, end, rows), np.arange(first, last, keys), indexing="ij")
-            seen = (key < start + rows) & (start - (key + keys - 1) < (window or t))
-            if seen.any():
-                found.append(Tiles(start[seen], key[seen], rows, keys))
+        for first, last, keys in spans(s, most_keys):
+            start, key = (x.reshape(-1) for x in np.meshgrid(np.arange(begin, end, rows), np.arange(first, last, keys), indexing="ij"))
+            place = start + offset
+            seen = (key - (place + rows - 1) <= ahead) & ((place - (key + keys - 1) < window) if window else True)
+            clear = seen & (key + keys - 1 - place <= ahead) & (not window)
+            split = [(seen & ~clear, False), (clear, True)] if clear.sum() > MANY else [(seen, bool(seen.any() and clear[seen].all()))]
+            found += [Tiles(start[these], key[these], rows, keys, clear=whole) for these, whole in split if these.any()]
     return found
 
 
@@ -147,7 +186,7 @@ Gathered = tuple[jax.Array, jax.Array]
 def nothing(q_BKGTH: jax.Array, given: Keys, sinks_N: jax.Array | None) -> Gathered:
     """What queries have gathered before the first key: the sinks give nothing, but take their share of the softmax."""
     k, g = q_BKGTH.shape[1:3]
-    log = jnp.asarray(MASKED, jnp.float32) if sinks_N is None else sinks_N.astype(jnp.float32).reshape(1, k, g, 1)
+    log = jnp.asarray(NOTHING, jnp.float32) if sinks_N is None else sinks_N.astype(jnp.float32).reshape(1, k, g, 1)
     return jnp.zeros((*q_BKGTH.shape[:4], given[1].shape[3]), jnp.float32), jnp.broadcast_to(log, q_BKGTH.shape[:4])
 
 
@@ -236,9 +275,9 @@ def _scores(q_BKQH: jax.Array, k_BKSH: jax.Array, near: Pair, size: Tiles, scori
         raw = scoring.soft_cap * jnp.tanh(raw / scoring.soft_cap)
     of_q, of_k = near
     distance = of_q.place[:, :, None] - of_k.place[:, None, :]
-    masks = [] if size.earlier else [distance >= 0]
-    if scoring.window:
-        masks.append(distance < scoring.window)
+    masks = [distance >= 0] if scoring.causal and not (size.earlier or size.clear) else []
+    if scoring.window and not size.clear:
+        masks.append((distance if scoring.causal else jnp.abs(distance)) < scoring.window)
     masks += [mine[:, :, None] == theirs[:, None, :] for mine, theirs in zip(of_q.same, of_k.same, strict=True)]
     if not masks:
         return raw, raw

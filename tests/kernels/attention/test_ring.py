@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from maxstack import sharding
-from maxstack.kernels import blockwise_attention, sequences
-from maxstack.kernels.attention import Request, attention
-from maxstack.kernels.ring_attention import halves, routes
+from maxstack.kernels import sequences
+from maxstack.kernels.attention import attention, blockwise
+from maxstack.kernels.attention.request import Request
+from maxstack.kernels.attention.ring import halves, routes
 
 T = 64
 
@@ -56,7 +57,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_split_sequences_give_what_whole_ones_do(name, monkeypatch):
-    monkeypatch.setitem(blockwise_attention.SIZES, "cpu", (8, 8))
+    monkeypatch.setitem(blockwise.SIZES, "cpu", (8, 8))
     given, asked, heads, kv, features = CASES[name]
     backend = given.get("backend", "auto")
     cfg = sharding.MeshConfig(**{key: value for key, value in given.items() if key != "backend"})

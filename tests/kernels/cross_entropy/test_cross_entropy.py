@@ -1,4 +1,4 @@
-"""Cross-entropy against jax's log-softmax."""
+"""Cross-entropy of given logits against jax's log-softmax."""
 
 import jax
 import jax.numpy as jnp

@@ -1,0 +1,43 @@
+"""The gated delta rule: one meaning, the recurrence over time, and the backends that compute it.
+
+Shapes: B batch  T time  K key heads  N value heads  H key dim  V value dim.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+
+from maxstack.kernels.backends import Backend, Device, Op
+
+OP = Op("gated_delta", (Backend("chunked", "maxstack.kernels.gated_delta.chunked"), Backend("reference", "maxstack.kernels.gated_delta.reference")))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call on one device."""
+
+    length: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: str
+    device: Device
+
+    @property
+    def shape_class(self) -> Mapping[str, int | str]:
+        """Neither backend has sizes to tune: `chunk` is the model's."""
+        return {}
+
+
+def gated_delta(q_BTKH: jax.Array, k_BTKH: jax.Array, v_BTNV: jax.Array, decay_BTN: jax.Array, beta_BTN: jax.Array, segments_BT: jax.Array | None,
+                chunk: int = 64, backend: str = "auto", where: str = "gated_delta") -> jax.Array:
+    """The gated delta rule (Yang et al. 2024, arXiv:2412.06464, eq. 10) -> [B, T, N, V] in v's dtype, computed in float32.
+
+    A value head n reads queries and keys of head n // (N / K); its state S [H, V] starts at 0 with each document, and at each place becomes
+    a S + b k (v - a S^T k)^T, of which S^T q is the output. a = exp(decay), decay <= 0 and float32; b = beta. Queries and keys come normalised
+    and scaled as they are to be used. `segments_BT` numbers the documents of a row, None: one a row. ConfigError, which names `where`, if a
+    backend is asked for that cannot serve.
+    """
+    case = Case(v_BTNV.shape[1], v_BTNV.shape[2], k_BTKH.shape[3], v_BTNV.shape[3], v_BTNV.dtype.name, Device.here())
+    return OP[OP.choose(case, backend, where).backend].run(q_BTKH, k_BTKH, v_BTNV, decay_BTN, beta_BTN, segments_BT, chunk)

@@ -1,0 +1,50 @@
+"""Causal attention over one long row, forward and backward, on a CPU: 4 heads, 2 kv heads, head_dim 64, float32.
+
+usage: attention_cpu.py ours|jax LENGTH CALLS     prints one JSON line: least seconds of a call, and of processor time, bytes of XLA's temporaries,
+and by how many bytes the process's resident memory peaked above what it held before the first call
+"""
+import json
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+KIND, T, CALLS = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+N, K, H = 4, 2, 64
+
+
+def attend(q, k, v):
+    if KIND == "jax":
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    from maxstack.kernels.attention import attention
+    from maxstack.kernels.attention.request import Request
+
+    return attention(q, k, v, None, Request(H**-0.5))
+
+
+def both(q, k, v, do):
+    out, pull = jax.vjp(attend, q, k, v)
+    return out, pull(do)
+
+
+def resident(field):
+    return next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field + ":"))
+
+
+keys = jax.random.split(jax.random.key(0), 4)
+given = [jax.random.normal(key, (1, T, heads, H), jnp.float32) for key, heads in zip(keys, (N, K, K, N), strict=True)]
+run = jax.jit(both).lower(*given).compile()
+jax.block_until_ready(given)
+held = resident("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+seconds, processor = [], []
+for _ in range(CALLS):
+    begin, busy = time.perf_counter(), time.process_time()
+    out = jax.block_until_ready(run(*given))
+    seconds.append(time.perf_counter() - begin)
+    processor.append(time.process_time() - busy)
+    del out
+print(json.dumps({"seconds": min(seconds), "temporary_bytes": run.memory_analysis().temp_size_in_bytes, "grown_bytes": resident("VmHWM") - held,
+                  "processor_seconds": min(processor)}))

@@ -1,0 +1,173 @@
+"""One process of bench_gpu.py: makes the jobs of some sections, runs them, and prints a line of JSON for whatever happens.
+
+usage: python -m bench.gpu_worker, with the specification that bench_gpu.py makes, JSON, on standard input
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bench.gpu_blocks import Sizes
+
+MARK = "@bench "
+"""Begins the lines that are for bench_gpu.py: libraries print too."""
+MODULES = {"attention": "bench.gpu_attention", "cross_entropy": "bench.gpu_cross_entropy",
+           "linear_cross_entropy": "bench.gpu_cross_entropy", "grouped_matmul": "bench.gpu_grouped", "ceilings": "bench.gpu_ceilings"}
+"""Of a section, and of what is checked of an op."""
+
+
+def tell(**event: Any) -> None:
+    """One event."""
+    print(MARK + json.dumps(event), flush=True)
+
+
+def main() -> None:
+    """Run the sections of the specification, without the jobs that it says are done."""
+    from bench import gpu_without_pydantic
+
+    given = json.load(sys.stdin)
+    gpu_without_pydantic.install()
+    from maxstack import devices
+
+    devices.environment(None)
+    import jax
+    from bench.gpu_blocks import Sizes
+
+    tell(device=describe(jax.devices()[0]))
+    verdicts, sizes, rows = Verdicts(given["rows"]), Sizes(given["tune"], given["tuned"]), []
+    for section in given["sections"]:
+        begin = time.time()
+        order = [*given["shares"]]
+        left = sum(given["shares"][name] for name in order[order.index(section):])
+        limit = max(0.0, given["end"] - begin) * given["shares"][section] / left
+        for job, figures in _figures(section, given, verdicts, sizes, limit):
+            verdicts.add(job.row, figures)
+            rows.append({"section": section, **job.row, **figures})
+            tell(row=rows[-1], key=job.key)
+            if figures["status"] == "failed" and not healthy():
+                sys.exit("the device answers no more after this; starting over")
+        sizes.keep(rows, jax.devices()[0].device_kind)
+        tell(section=section, seconds=round(time.time() - begin, 1))
+
+
+class Verdicts:
+    """What the checks found of every backend."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self._found: dict[tuple[str, str, str], str] = {}
+        for row in rows:
+            self.add(row, row)
+
+    def add(self, row: dict[str, Any], figures: dict[str, Any]) -> None:
+        """The result of a check; other rows are passed over."""
+        if "case" in row:
+            self._found[row["op"], row["backend"], row["case"]] = figures["status"]
+
+    def refusal(self, op: str, backend: str, case: str) -> str | None:
+        """Why a speed may not be shown: a check of the backend was wrong, or the one that is meant by `case` did not pass."""
+        if wrong := self.wrong(op, backend):
+            return f"wrong: {wrong}"
+        found = self._found.get((op, backend, case), "not reached")
+        return None if found == "ok" else f"unchecked: its check {case} is {found}"
+
+    def right(self, op: str, backend: str) -> bool:
+        """Whether a backend passed any check."""
+        return any((o, b) == (op, backend) and status == "ok" for (o, b, _), status in self._found.items())
+
+    def wrong(self, op: str, backend: str) -> str | None:
+        """Which checks of a backend gave wrong numbers; None: none did."""
+        names = [name for (o, b, name), status in self._found.items() if (o, b) == (op, backend) and status == "wrong"]
+        return f"{op} {backend} is wrong on this device: {', '.join(names)}" if names else None
+
+
+def _figures(section: str, given: dict[str, Any], verdicts: Verdicts, sizes: "Sizes", limit: float) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """(job, its figures) of a section's jobs that are not done; no job begins after `limit` seconds."""
+    from bench import gpu_programs
+
+    done, waiting, end = {*given["done"]}, [], time.time() + limit
+    for job in jobs(section, given, verdicts, sizes):
+        if job.key in done:
+            continue
+        if job.refused is None:
+            waiting.append(job)
+            continue
+        status, _, reason = job.refused.partition(": ")
+        status, reason = (status, reason) if status in ("wrong", "unchecked", "failed") else ("unsupported", job.refused)
+        yield job, {"status": status, "reason": reason}
+
+    def begin(job: Any, phase: str) -> None:
+        tell(begin=job.key, phase=phase, row=job.row)
+
+    waiting.sort(key=lambda job: job.late)
+    yield from gpu_programs.run(_until(waiting, end), given["threads"], given["repeats"], begin)
+    yield from ((job, {"status": "not reached", "reason": f"the section's {limit:.0f} s were over"}) for job in waiting)
+
+
+def _until(waiting: list[Any], end: float) -> Iterator[Any]:
+    """Jobs, as long as there is time; those that it gave are no longer waiting."""
+    while waiting and time.time() < end:
+        yield waiting.pop(0)
+
+
+def jobs(section: str, given: dict[str, Any], verdicts: Verdicts, sizes: "Sizes") -> Iterator[Any]:
+    """The jobs of a section."""
+    import jax
+    from bench import gpu_programs
+
+    from maxstack.kernels.backends import Device
+
+    size, device, peak = given["size"], Device.of(jax.devices()[0]), peak_of(jax.devices()[0])
+    if section == "check":
+        for op in given["ops"]:
+            try:
+                yield from importlib.import_module(MODULES[op]).checks(size, device)
+            except ImportError as error:
+                yield gpu_programs.Job("check", {"op": op, "case": "every case", "backend": "all"}, dict, lambda ran: {}, f"failed: {error}")
+    elif section == "train":
+        from bench import gpu_train
+
+        yield from gpu_train.jobs(given, peak, verdicts)
+    else:
+        yield from importlib.import_module(MODULES[section]).speeds(size, device, peak, verdicts.refusal, sizes)
+
+
+def peak_of(device: Any) -> float | None:
+    """bfloat16 FLOP/s by the datasheet; None on a CPU and for a chip that chips.yml does not have."""
+    from maxstack import chips
+
+    found = chips.by_kind(device.device_kind)
+    return found.peak_flops if found else None
+
+
+def describe(device: Any) -> dict[str, Any]:
+    """What the results hang on."""
+    import importlib.metadata
+
+    packages = "jax", "jaxlib", "flax", "optax", "tokamax", "nvidia-cudnn-cu13", "jax-cuda13-plugin"
+    versions = {}
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    memory = (device.memory_stats() or {}).get("bytes_limit")
+    return {"platform": device.platform, "kind": device.device_kind, "capability": getattr(device, "compute_capability", None), "memory": memory,
+            "peak_bf16_flops": peak_of(device), "python": sys.version.split()[0], "versions": versions, "xla_flags": os.environ.get("XLA_FLAGS", "")}
+
+
+def healthy() -> bool:
+    """Whether the device still computes: after an illegal access a CUDA context does not."""
+    import jax.numpy as jnp
+
+    try:
+        return float(jnp.ones(8).sum()) == 8
+    except Exception:
+        return False
+
+
+if __name__ == "__main__":
+    main()

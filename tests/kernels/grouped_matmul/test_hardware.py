@@ -1,0 +1,55 @@
+"""The kernels of the grouped matmul compile for TPUs and GPUs that are not here, on a mesh, and their compiled programs tell what they compute."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from topologies import needs
+
+from maxstack import sharding
+from maxstack.kernels.grouped_matmul import grouped_matmul
+from maxstack.plan.program import parse as read
+from maxstack.plan.topology import parse
+from maxstack.plan.work import operations
+
+M, E, K, N = 100, 2, 160, 128
+KERNELS = {"megablox": "tpu_custom_call", "pallas_gpu": "__gpu$xla.gpu.triton"}
+
+
+def compiled(name, backend, dtype):
+    """Of the result and both gradients, each device with its own rows and groups' sizes."""
+    devices = parse(name).devices()
+    cfg = sharding.MeshConfig(data=len(devices), fsdp=1)
+    mesh, split, whole = sharding.make_mesh(cfg, devices), PartitionSpec("data"), PartitionSpec()
+
+    def local(x, w, dy, sizes_E):
+        y, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes_E, backend), x, w)
+        dx, dw = pull(dy)
+        return y, dx, jax.lax.psum(dw, "data")
+
+    def shape(of, spec, dtype=dtype):
+        return jax.ShapeDtypeStruct(of, dtype, sharding=NamedSharding(mesh, spec))
+
+    n = len(devices)
+    given = shape((n * M, K), split), shape((E, K, N), whole), shape((n * M, N), split), shape((n * E,), split, jnp.int32)
+    with sharding.use(mesh, cfg):
+        f = sharding.per_device(local, (split, whole, split, split), (split, split, whole))
+        return jax.jit(f).lower(*given).compile().as_text()
+
+
+TARGETS = (("v5e:2x2", "megablox", "bfloat16"), ("v5p:2x2x1", "megablox", "float32"), ("v6e:2x2", "megablox", "bfloat16"),
+           ("tpu7x:2x2x1", "megablox", "float32"), ("a100-80:1x2", "pallas_gpu", "bfloat16"), ("h100:1x2", "pallas_gpu", "float32"),
+           ("h100:1x2", "pallas_gpu", "bfloat16"), ("b200:1x2", "pallas_gpu", "bfloat16"))
+DECLARED = re.compile(r'serialized_metadata = "\{\\22flops\\22: \\22(\d+)\\22\}"')
+
+
+@pytest.mark.parametrize("name, backend, dtype", [pytest.param(*target, marks=needs(target[0])) for target in TARGETS])
+def test_the_three_kernels_declare_the_products_of_their_rows(name, backend, dtype):
+    text = compiled(name, backend, dtype)
+    kernels = [operation for operation in operations(read(text)) if operation.kernel == KERNELS[backend]]
+    rows = 128 if backend == "megablox" else M  # whole tiles
+    assert len(kernels) == 3
+    declared = [kernel.flops for kernel in kernels] if backend == "megablox" else [*map(float, DECLARED.findall(text))]
+    assert declared == [2 * rows * K * N] * 3

@@ -1,0 +1,84 @@
+"""The choice among backends: told, pinned, refused; and the names that the configuration knows."""
+
+import dataclasses
+import typing
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from maxstack.config import ConfigError
+from maxstack.kernels import attention, cross_entropy, gated_delta, grouped_matmul, names, tuning
+from maxstack.kernels.attention.request import Case, Request
+from maxstack.kernels.backends import Device, describe, recording
+
+CASE = Case(Request(0.125, window=64), 256, 256, 4, 2, 64, 64, "float32", 1, False, Device("cpu", "cpu"))
+
+
+@pytest.mark.parametrize(("op", "known"), [(attention.OP, names.Attention), (cross_entropy.OP, names.CrossEntropy),
+                                           (gated_delta.OP, names.GatedDelta), (grouped_matmul.OP, names.GroupedMatmul)])
+def test_the_configuration_knows_every_backend_in_the_order_of_the_op(op, known):
+    assert ["auto", *op.names] == [*typing.get_args(known)]
+
+
+def test_auto_takes_the_first_that_can_serve_and_says_why_each_other_does_not():
+    choice = attention.OP.choose(CASE)
+    assert choice.backend == "blockwise"
+    assert choice.reasons["splash"] == "runs on tpu, and this is a cpu"
+    assert choice.reasons["reference"] == "could serve; auto prefers blockwise"
+    assert {choice.backend, *choice.reasons} == {*attention.OP.names}
+
+
+def test_a_pinned_backend_that_cannot_serve_is_an_error_with_its_reason_and_who_can():
+    with pytest.raises(ConfigError) as told:
+        attention.OP.choose(CASE, "cudnn", "model.blocks.*.mixer.backend")
+    assert str(told.value) == ("model.blocks.*.mixer.backend: backend cudnn cannot serve: runs on gpu, and this is a cpu; "
+                               "blockwise or reference can, and auto takes blockwise")
+    with pytest.raises(ConfigError, match="no backend blokwise; did you mean blockwise"):
+        attention.OP.choose(CASE, "blokwise")
+
+
+@pytest.mark.parametrize("device", [Device("gpu", "NVIDIA H100 80GB HBM3", (9, 0)), Device("tpu", "TPU v5p")], ids=lambda device: device.platform)
+def test_keys_that_go_around_a_ring_are_served_by_those_alone_that_can(device):
+    choice = attention.OP.choose(dataclasses.replace(CASE, device=device, ring=True))
+    assert choice.backend == "blockwise"
+    assert choice.reasons["pallas_gpu" if device.platform == "gpu" else "pallas_tpu"].startswith("keys and values go around a ring")
+
+
+def test_what_is_chosen_while_a_program_is_traced_is_recorded_once():
+    def layers(x):
+        for window in (None, 4, 4):
+            x = attention.attention(x, x, x, None, Request(0.5, window))
+        return x
+
+    with recording() as choices:
+        jax.make_jaxpr(layers)(jnp.zeros((1, 8, 2, 4)))
+    assert [describe(choice.case).split(", queries")[0] for choice in choices] == ["scale=0.5, causal", "scale=0.5, window=4, causal"]
+
+
+ROW = {"device": "cpu", "op": "attention", "backend": "blockwise", "shape": dict(CASE.shape_class), "blocks": {"rows": 32, "keys": 64}}
+
+
+def test_measured_sizes_are_found_by_device_op_and_shape_class(tmp_path):
+    path = tmp_path / "own" / "tuned.json"
+    with tuning.use(str(path)):
+        assert attention.OP.choose(CASE).blocks is None
+        tuning.keep(path, [ROW | {"blocks": {"rows": 8, "keys": 8}}])
+        tuning.keep(path, [ROW, ROW | {"device": "another"}])
+        assert attention.OP.choose(CASE).blocks == {"rows": 32, "keys": 64}
+        assert attention.OP.choose(dataclasses.replace(CASE, head_dim=32)).blocks is None
+    assert len(tuning.rows(path)) == 2
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '[{"device": "cpu"}]', '{"a": 1}'])
+def test_a_file_that_is_no_table_is_an_error_and_not_a_default(tmp_path, text):
+    path = tmp_path / "tuned.json"
+    path.write_text(text)
+    with tuning.use(str(path)), pytest.raises(ConfigError, match="is no table of block sizes"):
+        attention.OP.choose(CASE)
+
+
+def test_every_shipped_row_has_a_device_an_op_a_shape_and_where_it_was_measured():
+    ops = {op.name: op for op in (attention.OP, cross_entropy.OP, grouped_matmul.OP)}
+    for row in tuning.rows(tuning.SHIPPED):
+        assert row["backend"] in ops[row["op"]].names and row["microseconds"] > 0 and row["date"]
