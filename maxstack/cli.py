@@ -48,6 +48,12 @@ def run(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
         return 141
 
 
+def takes_config(parser: argparse.ArgumentParser) -> None:
+    """The arguments of every command that loads a run's configuration: `config` and `overrides`."""
+    parser.add_argument("config", metavar="CONFIG", help="a YAML file, or the name of a preset such as quickstart")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="replaces a value of the file; typed like YAML")
+
+
 def _dispatch(argv: Sequence[str]) -> int:
     width = max(map(len, COMMANDS))
     table = "\n".join(f"  {name:<{width}}  {help}" for name, (_, help) in COMMANDS.items())

@@ -33,8 +33,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="maxstack train", description="Train a model from one YAML file. The same command again resumes from the last checkpoint.",
         epilog="example: maxstack train configs/quickstart.yml train.steps=200 run.name=short")
-    parser.add_argument("config", metavar="CONFIG", help="a YAML file, or the name of a preset such as quickstart")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="replaces a value of the file; typed like YAML")
+    cli.takes_config(parser)
     args = parser.parse_args(argv)
     from maxstack import config
     from maxstack.schema import Config

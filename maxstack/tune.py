@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import tqdm
 
+from maxstack import cli
+
 if TYPE_CHECKING:
     from maxstack.kernels.backends import Backend, Choice
     from maxstack.schema import Config
@@ -37,8 +39,7 @@ def main(argv: Sequence[str]) -> int:
         "block size worth trying, forward and backward; values are checked against the reference first. The best sizes go into a table that later "
         "runs read.",
         epilog="example: maxstack tune synthetic model=llama-3.2-1b train.batch_size=8 --ops attention")
-    parser.add_argument("config", metavar="CONFIG", help="a YAML file, or the name of a preset such as quickstart")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="replaces a value of the file; typed like YAML")
+    cli.takes_config(parser)
     parser.add_argument("--ops", metavar="A,B", help="only these ops (default: all that the run uses)")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"how often each is timed, in turn; the fastest counts (default: {ROUNDS})")
     parser.add_argument("--out", metavar="FILE", type=Path, help="the table (default: run.tuned)")

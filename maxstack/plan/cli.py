@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from maxstack import cli
+
 if TYPE_CHECKING:
     from maxstack.plan.report import Plan
     from maxstack.plan.topology import Topology
@@ -65,8 +67,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         prog="maxstack plan", description="Compile the step that a run would take, for hardware that need not be here, and say whether it fits, what "
         "it moves and how fast it can be. Needs nothing but a CPU, and for other hardware the extra plan-tpu or plan-cuda.",
         epilog="example: maxstack plan synthetic model=llama-3.1-8b mesh=v5e-256 train.batch_size=256 --topology v5e:16x16")
-    parser.add_argument("config", metavar="CONFIG", help="a YAML file, or the name of a preset such as quickstart")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="replaces a value of the file; typed like YAML")
+    cli.takes_config(parser)
     parser.add_argument("--topology", default="here", help="v5p:8x8x16, v5e:16x16*4 (4 slices), tpu7x:8x16x16, h100:32x8 (hosts x GPUs), or here")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write every figure to FILE")
     parser.add_argument("--exact", action="store_true", help="let a TPU's compiler spend all its effort, as training does: some minutes")

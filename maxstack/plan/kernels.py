@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from maxstack import cli
+
 if TYPE_CHECKING:
     from maxstack.kernels.backends import Choice
 
@@ -16,8 +18,7 @@ def main(argv: Sequence[str]) -> int:
         prog="maxstack kernels", description="Trace the step that a run would take and say which kernel serves each op, and why each other one does "
         "not. For other hardware than this machine's it needs the extra plan-tpu or plan-cuda.",
         epilog="example: maxstack kernels synthetic model=gpt-oss-20b mesh=v5p-64 train.batch_size=64 --topology v5p:4x4x4")
-    parser.add_argument("config", metavar="CONFIG", help="a YAML file, or the name of a preset such as quickstart")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="replaces a value of the file; typed like YAML")
+    cli.takes_config(parser)
     parser.add_argument("--topology", default="here", help="v5p:8x8x16, v5e:16x16*4 (4 slices), tpu7x:8x16x16, h100:32x8 (hosts x GPUs), or here")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the choices to FILE too")
     args = parser.parse_intermixed_args(argv)

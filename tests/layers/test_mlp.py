@@ -1,5 +1,6 @@
 """The gated and the dense MLP against their formulas in numpy."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -50,3 +51,24 @@ def test_an_mlp_is_its_formula(kind, bias):
     out, report = module(jnp.asarray(x, jnp.float32), jnp.zeros((2, 4, 5)), CONTEXT)
     np.testing.assert_allclose(out, line(hidden, "down"), rtol=1e-4, atol=1e-4)
     assert report == {}
+
+
+@pytest.mark.parametrize("kind", ["gated", "dense"])
+def test_the_gradients_of_an_mlp_are_those_of_its_formula(kind):
+    """Wide and narrow: the gradient of a matrix with more rows than columns is multiplied another way."""
+    configs, modules = {"gated": GatedMLPConfig, "dense": DenseMLPConfig}, {"gated": GatedMLP, "dense": DenseMLP}
+    module, _ = drawn(modules[kind](configs[kind](kind=kind, hidden=12, activation="silu"), 5, std=1.0, out_std=1.0, dtype="float32"))
+    graph, state = nnx.split(module)
+    x_BTD = jnp.asarray(np.random.default_rng(1).normal(size=(2, 4, 5)), jnp.float32)
+
+    def formula(state, x):
+        w = {path[-1]: p.get_value() for path, p in nnx.to_flat_state(state)}
+        inner = x @ w["gate"] if kind == "gated" else x @ w["up"]
+        return jnp.sin((inner * jax.nn.sigmoid(inner) * (x @ w["up"] if kind == "gated" else 1)) @ w["down"]).sum()
+
+    def ours(state, x):
+        return jnp.sin(nnx.merge(graph, state)(x, x, CONTEXT)[0]).sum()
+
+    got, wanted = (jax.tree.leaves(jax.grad(f, (0, 1))(state, x_BTD)) for f in (ours, formula))
+    for mine, theirs in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)

@@ -1,5 +1,6 @@
 """Norms against their formulas in float64, and the switches of their configuration."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -29,6 +30,26 @@ CASES = [({}, RMS * SCALE), ({"zero_centered": True}, RMS * (1 + SCALE)), ({"sca
 @pytest.mark.parametrize(("switches", "expected"), CASES, ids=[str(switches) for switches, _ in CASES])
 def test_a_norm_is_its_formula(switches, expected):
     np.testing.assert_allclose(run(**switches), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("switches", [switches for switches, _ in CASES], ids=str)
+def test_a_norms_gradient_is_that_of_its_formula(switches):
+    norm = NormConfig(**switches)
+
+    def formula(x, scale):
+        x = x - x.mean(-1, keepdims=True) if norm.kind == "layer" else x
+        y = x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-6)
+        return jnp.sin(y * (scale + norm.zero_centered) if norm.scale else y).sum()
+
+    def ours(x, scale):
+        layer = Norm(norm.model_copy(update={"bias": False}), 8, dtype="float32")
+        if norm.scale:
+            layer.scale.set_value(scale)
+        return jnp.sin(layer(x)).sum()
+
+    x, scale = jnp.asarray(X, jnp.float32), jnp.asarray(SCALE, jnp.float32)
+    for got, want in zip(jax.grad(ours, (0, 1))(x, scale), jax.grad(formula, (0, 1))(x, scale), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
 def test_eps_bounds_the_norm_of_a_vector_of_almost_nothing():
