@@ -1,6 +1,7 @@
 """The root of the configuration: a table of contents. Each component's section stands in its own package."""
 
 import logging
+import re
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -9,7 +10,7 @@ from pydantic import Field
 
 from maxstack import rules
 from maxstack.checkpoint.config import CheckpointConfig
-from maxstack.config import Node, Readers, Section, faults, supply
+from maxstack.config import Node, Readers, Section, fault, faults, supply
 from maxstack.data.config import DataConfig
 from maxstack.models.config import DecoderConfig
 from maxstack.optim import OptimizerConfig
@@ -89,6 +90,13 @@ class XlaConfig(Section):
     """Where the flags count; elsewhere they are left out, and the log says so. null: everywhere."""
     flags: dict[str, bool | int | float | str] = {}
     """Of XLA, by name without dashes, for the step and for evaluation; the log shows them. One that this XLA does not know is an error."""
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> "XlaConfig":
+        for name in self.flags:
+            if not re.fullmatch(r"\w+", name):
+                raise fault(f"flags.{name}", f"is no flag's name; write it without dashes, as {name.strip('-').replace('-', '_')}")
+        return self
 
 
 class EvalConfig(Section):

@@ -102,7 +102,7 @@ def introduce(run: Run, sources: list[str], log: Log) -> None:
     for choice in run.traced[1]:
         log.say(f"kernel: {choice}")
     if cfg.xla.flags:
-        given = " ".join(f"--{name}={value}" for name, value in cfg.xla.flags.items())
+        given = " ".join(f"{name}={value}" for name, value in cfg.xla.flags.items())
         unused = not flags_for(cfg, run.mesh.devices.flat[0].platform)
         log.say(f"xla: {f'flags for {cfg.xla.platform}, left out here: ' if unused else ''}{given}")
     for line in sources:

@@ -3,6 +3,8 @@
 import argparse
 import dataclasses
 import datetime
+import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,10 +59,20 @@ def main(argv: Sequence[str]) -> int:
     devices.environment(cfg.run.virtual_devices)
     from maxstack.kernels import tuning
 
-    tuning.rows(out)
+    tuning.claim(out)
+    try:
+        return _tune(cfg, args.ops, args.rounds, out)
+    except KeyboardInterrupt:
+        print(f"interrupted; what was finished is in {out}", file=sys.stderr, flush=True)
+        os._exit(130)  # jax may crash when Python ends while its threads compute
+
+
+def _tune(cfg: "Config", ops: str | None, rounds: int, out: Path) -> int:
+    from maxstack.kernels import tuning
+
     any_wrong = False
-    for choice in _choices(cfg, args.ops):
-        results = measured(choice, args.rounds)
+    for choice in _choices(cfg, ops):
+        results = measured(choice, rounds)
         print("\n".join(report(choice, results)), flush=True)
         tuning.keep(out, best(choice, results))
         any_wrong |= any(one.wrong for one in results)
@@ -74,8 +86,11 @@ def _choices(cfg: "Config", ops: str | None) -> "list[Choice]":
     from maxstack.kernels.examples import OPS
     from maxstack.run import assemble
 
-    found = [choice for choice in assemble(cfg, startup.make_mesh(cfg)).traced[1] if choice.op in OPS and not getattr(choice.case, "ring", False)]
-    if not ops:
+    every = assemble(cfg, startup.make_mesh(cfg)).traced[1]
+    found = [choice for choice in every if choice.op in OPS and not getattr(choice.case, "ring", False)]
+    if len(found) < len(every):
+        print(f"not measured: {', '.join(str(choice) for choice in every if choice not in found)}", file=sys.stderr)
+    if ops is None:
         return found
     have = sorted({choice.op for choice in found})
     if unknown := [name for name in ops.split(",") if name not in have]:
@@ -137,12 +152,13 @@ def report(choice: "Choice", results: list[Measured]) -> Iterator[str]:
     """The case, and a line for each kernel, the fastest first."""
     from maxstack.kernels.backends import describe
 
+    defaults = {one.backend: one for one in reversed(results)}
     yield f"{choice.op} on {choice.case.device.kind}: {describe(choice.case)}"
     for one in sorted(results, key=lambda one: one.seconds):
         sizes = " ".join(f"{name}={size}" for name, size in one.blocks.items())
         told = one.wrong and f"WRONG: {one.wrong}" or one.failed and f"failed: {one.failed}" or f"{one.seconds * 1e6:,.0f} us"
-        yield f"  {one.backend:<11} {sizes:<40} {told}"
+        yield f"  {one.backend:<11} {sizes:<40} {told}{'  (default)' if one.blocks and one is defaults[one.backend] else ''}"
     fastest = min(results, key=lambda one: one.seconds, default=None)
-    if fastest and fastest.seconds < float("inf") and fastest.backend != choice.backend:
+    if fastest and fastest.seconds < float("inf") and fastest.backend != choice.backend and choice.backend not in LEAVES_OUT:
         yield f"  the run takes {choice.backend}; {fastest.backend} was faster here, and can be pinned"
     yield ""

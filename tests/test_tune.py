@@ -41,7 +41,8 @@ def test_a_kernel_with_wrong_values_is_told_and_not_kept(file, tmp_path, capsys,
 
 @pytest.mark.parametrize(("words", "told"), [
     (["--ops", "atention"], "this run has nothing to tune named atention; it has attention"), (["--rounds", "0"], "must be 1 or more"),
-    (["run.tuned=null"], "so there is no table to write")])
+    (["run.tuned=null"], "so there is no table to write"), (["--out", "/proc/nowhere/tuned.json"], "/proc/nowhere/tuned.json: cannot be written"),
+    (["--out", "/proc"], "/proc: cannot be read as a table")])
 def test_what_cannot_be_done_is_told(file, words, told, capsys):
     assert cli.main(["tune", str(file), *words]) == 1
     assert told in capsys.readouterr().err

@@ -110,10 +110,18 @@ class Op:
             raise ConfigError(f"{where}: backend {asked} cannot serve: {reasons[asked]}; {' or '.join(serving)} can, and auto takes {serving[0]}")
         chosen = serving[0] if asked == "auto" else asked
         others = {name: reason or _passed_over(asked, chosen) for name, reason in reasons.items() if name != chosen}
-        choice = Choice(self.name, case, asked, chosen, others, tuning.blocks(self.name, chosen, case.device.kind, case.shape_class))
+        choice = Choice(self.name, case, asked, chosen, others, self._blocks(chosen, case))
         if (made := _made.get()) is not None and choice not in made:
             made.append(choice)
         return choice
+
+
+    def _blocks(self, name: str, case: Case) -> dict[str, int] | None:
+        found = tuning.blocks(self.name, name, case.device.kind, case.shape_class)
+        if found and (known := next(iter(self[name].candidates(case)), {})).keys() != found.keys():
+            raise ConfigError(f"run.tuned: blocks of {self.name} {name} for {dict(case.shape_class)} are {', '.join(found)}, and should be "
+                              f"{', '.join(known) or 'none'}; delete that row, or measure again with maxstack tune")
+        return found
 
 
 @dataclasses.dataclass(frozen=True)

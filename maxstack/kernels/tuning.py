@@ -42,29 +42,53 @@ def blocks(op: str, backend: str, device: str, shape: Mapping[str, int | str]) -
 def rows(path: Path) -> list[Mapping[str, Any]]:
     """The rows of a table, none where there is no file; ConfigError where it is no table."""
     try:
-        changed = path.stat().st_mtime_ns
-    except OSError:
+        return _read(path, path.stat().st_mtime_ns)
+    except FileNotFoundError:
         return []
-    return _read(path, changed)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read as a table of block sizes: {error.strerror}; give a file, or set run.tuned: null") from error
 
 
 @functools.lru_cache(maxsize=4)
 def _read(path: Path, changed: int) -> list[Mapping[str, Any]]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        if all(isinstance(row[name], str) for row in found for name in KEYS[:3]) and all(isinstance(row["blocks"], dict) for row in found):
-            return found
-        wrong = "a row has no device, op, backend, shape or blocks"
-    except (ValueError, KeyError, TypeError) as error:
-        wrong = f"{type(error).__name__}: {error}"
-    raise ConfigError(f"run.tuned: {path} is no table of block sizes ({wrong}); delete it, or write it again with maxstack tune")
+        wrong = None if isinstance(found, list) else "it is no list"
+    except ValueError as error:
+        found, wrong = [], f"no JSON: {error}"
+    wrong = wrong or next((f"row {number}: {told}" for number, row in enumerate(found, 1) if (told := _wrong(row))), None)
+    if wrong:
+        raise ConfigError(f"{path}: is no table of block sizes ({wrong}); delete it, and maxstack tune makes it anew")
+    return found
+
+
+def _wrong(row: Any) -> str | None:
+    if not isinstance(row, dict):
+        return "no mapping"
+    if missing := [name for name in KEYS[:3] if not isinstance(row.get(name), str)]:
+        return f"{missing[0]} is no text"
+    if missing := [name for name in ("shape", "blocks") if not isinstance(row.get(name), dict)]:
+        return f"{missing[0]} is no mapping"
+    odd = (name for name, size in row["blocks"].items() if type(size) is not int or size < 1)
+    return next((f"blocks.{name}={row['blocks'][name]!r} is no whole number of 1 or more" for name in odd), None)
+
+
+def claim(path: Path) -> None:
+    """ConfigError where the table at `path` is none, or could not be written."""
+    rows(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.touch()
+        unfinished.unlink()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}; give --out FILE in a folder that can") from error
 
 
 def keep(path: Path, found: list[dict[str, Any]]) -> None:
     """Put rows into a table, in place of those with the same keys; other rows stay, and a reader never sees half a file."""
     same = [[row[name] for name in KEYS] for row in found]
     kept = [row for row in rows(path) if [row[name] for name in KEYS] not in same]
-    path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text("[\n" + ",\n".join(f"  {json.dumps(row)}" for row in [*kept, *found]) + "\n]\n", encoding="utf-8")
     unfinished.replace(path)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,8 +28,9 @@ def main(argv: Sequence[str]) -> int:
     from maxstack.plan import step, topology
     from maxstack.schema import Config
 
-    if args.json and not args.json.parent.is_dir():
-        raise ConfigError(f"--json {args.json}: there is no folder {args.json.parent}; give a file in a folder that exists")
+    if args.json and (args.json.is_dir() or not os.access(args.json.parent, os.W_OK | os.X_OK)):
+        wrong = "is a folder" if args.json.is_dir() else "cannot be written there"
+        raise ConfigError(f"--json {args.json}: {wrong}; give a file in a folder that exists")
     cfg = config.load(Config, args.config, [*args.overrides, *([] if args.topology == "here" else ["run.virtual_devices=null"])])
     devices.environment(cfg.run.virtual_devices)
     where = topology.parse(args.topology)

@@ -1,6 +1,8 @@
 """The choice among backends: told, pinned, refused; and the names that the configuration knows."""
 
 import dataclasses
+import json
+import re
 import typing
 
 import jax
@@ -63,6 +65,7 @@ def test_measured_sizes_are_found_by_device_op_and_shape_class(tmp_path):
     path = tmp_path / "own" / "tuned.json"
     with tuning.use(str(path)):
         assert attention.OP.choose(CASE).blocks is None
+        tuning.claim(path)
         tuning.keep(path, [ROW | {"blocks": {"rows": 8, "keys": 8}}])
         tuning.keep(path, [ROW, ROW | {"device": "another"}])
         assert attention.OP.choose(CASE).blocks == {"rows": 32, "keys": 64}
@@ -70,11 +73,14 @@ def test_measured_sizes_are_found_by_device_op_and_shape_class(tmp_path):
     assert len(tuning.rows(path)) == 2
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", '[{"device": "cpu"}]', '{"a": 1}'])
-def test_a_file_that_is_no_table_is_an_error_and_not_a_default(tmp_path, text):
+@pytest.mark.parametrize(("text", "told"), [
+    ("{", "no JSON"), ("[1]", "row 1: no mapping"), ('[{"device": "cpu"}]', "row 1: op is no text"), ('{"a": 1}', "it is no list"),
+    *((json.dumps([ROW, ROW | {"blocks": {"rows": size}}]), f"row 2: blocks.rows={size!r} is no whole number") for size in (-1, 0, 1.5, "a", True)),
+    (json.dumps([ROW | {"blocks": {"cows": 8, "keys": 8}}]), "are cows, keys, and should be rows, keys")])
+def test_a_table_that_says_something_else_is_an_error_and_not_a_default(tmp_path, text, told):
     path = tmp_path / "tuned.json"
     path.write_text(text)
-    with tuning.use(str(path)), pytest.raises(ConfigError, match="is no table of block sizes"):
+    with tuning.use(str(path)), pytest.raises(ConfigError, match=re.escape(told)):
         attention.OP.choose(CASE)
 
 

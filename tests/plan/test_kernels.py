@@ -63,7 +63,7 @@ def test_the_command_names_what_serves_and_why_each_other_does_not(tmp_path, cap
 @pytest.mark.parametrize(("words", "told"), [
     (["model.head.backend=pallas_gpu"], "model.head.backend: backend pallas_gpu cannot serve: runs on gpu, and this is a cpu; blockwise or"),
     (["model.blocks.local.mixer.backend=cudnn"], "model.blocks.*.mixer.backend: backend cudnn cannot serve"),
-    (["--json", "nowhere/kernels.json"], "--json nowhere/kernels.json: there is no folder nowhere")])
+    (["--json", "nowhere/kernels.json"], "--json nowhere/kernels.json: cannot be written there")])
 def test_a_pinned_kernel_that_cannot_serve_is_an_error(tmp_path, capsys, words, told):
     (tmp_path / "run.yml").write_text(dump(tiny.config()))
     assert cli.main(["kernels", str(tmp_path / "run.yml"), *words]) == 1
