@@ -67,9 +67,18 @@ class Run:
         shape = self.cfg.train.batch_size, self.cfg.data.seq_len
         return {name: jax.ShapeDtypeStruct(shape, jnp.float32 if name == "mask" else jnp.int32, sharding=self.batch_sharding) for name in self.keys}
 
+    @property
+    def kernels(self) -> list[Choice]:
+        """The kernels that serve the step. ConfigError where one is asked for that cannot serve."""
+        return self._traced[1]
+
+    def lower(self) -> Any:
+        """The step for the compiler: jax's Lowered."""
+        return self._traced[0].lower()
+
     @functools.cached_property
-    def traced(self) -> tuple[Any, list[Choice]]:
-        """The step as jax traced it, to be lowered, and the kernels chosen on the way. ConfigError where one is asked for that cannot serve."""
+    def _traced(self) -> tuple[Any, list[Choice]]:
+        """The step as jax traces it, once, and the choices that are made on the way."""
         with recording() as choices:
             return self.step.trace(self.abstract, self.abstract_batch()), choices
 

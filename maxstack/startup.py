@@ -77,7 +77,7 @@ def open_checkpoints(run: Run, folder: Path) -> "Checkpoints | None":
 
 def write_records(run: Run, folder: Path) -> None:
     """config.yml, resolved, with the kernels that serve it in comments, and versions.json beside it."""
-    kernels = "".join(f"# kernel: {choice}\n" for choice in run.traced[1])
+    kernels = "".join(f"# kernel: {choice}\n" for choice in run.kernels)
     (folder / "config.yml").write_text(kernels + config.dump(run.cfg))
     versions: dict[str, Any] = {"maxstack": version("maxstack"), "git": _git_revision(), "python": platform.python_version()}
     versions |= {name: version(name) for name in PACKAGES}
@@ -99,7 +99,7 @@ def introduce(run: Run, sources: list[str], log: Log) -> None:
     if (stages := run.mesh.shape["stage"]) > 1:
         idle = bubble(stages, cfg.mesh.rounds, cfg.mesh.microbatches or stages)
         log.say(f"pipeline: {stages} stages, idle in {idle:.1%} of their turns; more mesh.microbatches or mesh.rounds make that less")
-    for choice in run.traced[1]:
+    for choice in run.kernels:
         log.say(f"kernel: {choice}")
     if cfg.xla.flags:
         given = " ".join(f"{name}={value}" for name, value in cfg.xla.flags.items())
@@ -119,7 +119,7 @@ def check_steps(cfg: "Config", begin: int) -> None:
 def check(run: Run) -> None:
     """Before anything is made: ConfigError where a kernel is asked for that cannot serve; for a run that has not begun, DataError where
     model.weights are not of this model."""
-    cfg, _ = run.cfg, run.traced
+    cfg, _ = run.cfg, run.kernels
     if cfg.model.weights is None or (Path(cfg.run.output_dir) / cfg.run.name / "checkpoints").exists():
         return
     from maxstack.checkpoint.hf.contents import Contents
@@ -146,7 +146,7 @@ def compile_step(run: Run) -> "concurrent.futures.Future[tuple[Any, float]]":
         begin = time.perf_counter()
         if run.cfg.run.executable:
             return executable.load(run, Path(run.cfg.run.executable).expanduser()), time.perf_counter() - begin
-        return run.compile(run.traced[0].lower()), time.perf_counter() - begin
+        return run.compile(run.lower()), time.perf_counter() - begin
 
     pool = concurrent.futures.ThreadPoolExecutor(1, "compile")
     future = pool.submit(work)

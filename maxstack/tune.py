@@ -86,7 +86,7 @@ def _choices(cfg: "Config", ops: str | None) -> "list[Choice]":
     from maxstack.kernels.examples import OPS
     from maxstack.run import assemble
 
-    every = assemble(cfg, startup.make_mesh(cfg)).traced[1]
+    every = assemble(cfg, startup.make_mesh(cfg)).kernels
     found = [choice for choice in every if choice.op in OPS and not getattr(choice.case, "ring", False)]
     if len(found) < len(every):
         print(f"not measured: {', '.join(str(choice) for choice in every if choice not in found)}", file=sys.stderr)

@@ -115,7 +115,6 @@ class Op:
             made.append(choice)
         return choice
 
-
     def _blocks(self, name: str, case: Case) -> dict[str, int] | None:
         found = tuning.blocks(self.name, name, case.device.kind, case.shape_class)
         if found and (known := next(iter(self[name].candidates(case)), {})).keys() != found.keys():

@@ -19,7 +19,7 @@ LEAST_SECONDS = 0.02
 Call = Callable[..., Any]
 
 
-def call(backend: Backend, blocks: Mapping[str, int] | None, example: Example, gradients: bool = True) -> tuple[Call, tuple[Any, ...]]:
+def call(backend: Backend, blocks: Mapping[str, int] | None, example: Example) -> tuple[Call, tuple[Any, ...]]:
     """A compiled function and its arguments: the result, and the gradients of its sum with fixed weights."""
     floats = tuple(example.args[i] for i in example.floats)
 
@@ -33,7 +33,7 @@ def call(backend: Backend, blocks: Mapping[str, int] | None, example: Example, g
         out, pull = jax.vjp(outputs, *floats)
         return out, pull(jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape).astype(out.dtype))
 
-    return jax.jit(both if gradients else outputs).lower(*floats).compile(), floats
+    return jax.jit(both).lower(*floats).compile(), floats
 
 
 def deviation(reference: Backend, backend: Backend, blocks: Mapping[str, int] | None, example: Example) -> float:

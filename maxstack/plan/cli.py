@@ -22,14 +22,10 @@ RANKED, FINALISTS = 10, 3
 def main(argv: Sequence[str]) -> int:
     """Print the plan; 0 where the run fits or its device's memory is not known, 1 where it does not fit."""
     args = _arguments(argv)
-    from maxstack import config, devices
-    from maxstack.plan import topology
-    from maxstack.schema import Config
-
-    cfg = config.load(Config, args.config, [*args.overrides, *([] if args.topology == "here" else ["run.virtual_devices=null"])])
+    cfg = configured(args)
     _check(args)
-    devices.environment(cfg.run.virtual_devices)
-    where = topology.parse(args.topology)
+    where = topology_of(args, cfg)
+    from maxstack import config
     from maxstack.plan import report
 
     chosen, found = _chosen(args, cfg, where)
@@ -57,9 +53,39 @@ def _check(args: argparse.Namespace) -> None:
     if args.out and not (args.search or args.batch):
         raise ConfigError(f"--out {args.out}: only --search and --batch max write a configuration; --json writes the figures")
     for option, path in (("--json", args.json), ("--out", args.out), ("--save-executable", args.save_executable)):
-        if path and (path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK)):
-            wrong = "is a folder" if path.is_dir() else "cannot be written there"
-            raise ConfigError(f"{option} {path}: {wrong}; give a file in a folder that exists")
+        check_writable(option, path)
+
+
+def check_writable(option: str, path: Path | None) -> None:
+    """ConfigError for an option's file that could not be written."""
+    from maxstack.config import ConfigError
+
+    if path and (path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK)):
+        wrong = "is a folder" if path.is_dir() else "cannot be written there"
+        raise ConfigError(f"{option} {path}: {wrong}; give a file in a folder that exists")
+
+
+def takes_topology(parser: argparse.ArgumentParser) -> None:
+    """The arguments of a command that looks at a configuration on hardware that may not be here."""
+    cli.takes_config(parser)
+    parser.add_argument("--topology", default="here", help="v5p:8x8x16, v5e:16x16*4 (4 slices), tpu7x:8x16x16, h100:32x8 (hosts x GPUs), or here")
+
+
+def configured(args: argparse.Namespace) -> "Config":
+    """The configuration; virtual devices are of this machine alone."""
+    from maxstack import config
+    from maxstack.schema import Config
+
+    return config.load(Config, args.config, [*args.overrides, *([] if args.topology == "here" else ["run.virtual_devices=null"])])
+
+
+def topology_of(args: argparse.Namespace, cfg: "Config") -> "Topology":
+    """The hardware that is asked for. From here on jax may be imported."""
+    from maxstack import devices
+    from maxstack.plan import topology
+
+    devices.environment(cfg.run.virtual_devices)
+    return topology.parse(args.topology)
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -67,8 +93,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         prog="maxstack plan", description="Compile the step that a run would take, for hardware that need not be here, and say whether it fits, what "
         "it moves and how fast it can be. Needs nothing but a CPU, and for other hardware the extra plan-tpu or plan-cuda.",
         epilog="example: maxstack plan synthetic model=llama-3.1-8b mesh=v5e-256 train.batch_size=256 --topology v5e:16x16")
-    cli.takes_config(parser)
-    parser.add_argument("--topology", default="here", help="v5p:8x8x16, v5e:16x16*4 (4 slices), tpu7x:8x16x16, h100:32x8 (hosts x GPUs), or here")
+    takes_topology(parser)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write every figure to FILE")
     parser.add_argument("--exact", action="store_true", help="let a TPU's compiler spend all its effort, as training does: some minutes")
     parser.add_argument("--search", action="store_true", help="try meshes, remat policies and batch sizes, and write the fastest that fits")

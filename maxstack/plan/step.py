@@ -67,7 +67,7 @@ def compile_step(cfg: "Config", topology: Topology, *, exact: bool = False, dump
 
     begin = time.perf_counter()
     run = assemble(cfg, sharding.make_mesh(cfg.mesh, devices))
-    lowered = run.traced[0].lower()
+    lowered = run.lower()
     middle = time.perf_counter()
     try:
         options: dict[str, Any] = QUICK if devices[0].platform == "tpu" and not exact else {}

@@ -82,9 +82,9 @@ def _measured(cfg: Config, options: dict[str, Any], peak: float | None, verdicts
     if (share := fitting.get(batch // 2, 0.0)) > 1:
         return {"status": "skipped", "reason": f"it would take {share:.1f} times the memory, to judge by a batch of {batch // 2}"}
     run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()[:1]))
-    traced, choices = run.traced
+    choices = run.kernels
     begin = time.perf_counter()
-    compiled = run.compile(traced.lower(), options)
+    compiled = run.compile(run.lower(), options)
     about = {"compile_seconds": round(time.perf_counter() - begin, 1), "kernels": sorted({f"{choice.op} {choice.backend}" for choice in choices}),
              "unchecked": sorted({f"{choice.op} {choice.backend}" for choice in choices if not verdicts.right(choice.op, choice.backend)}),
              "parameters": sum(leaf.size for leaf in jax.tree.leaves(run.abstract.params))}

@@ -37,7 +37,7 @@ def compiled(name, **changes):
     flops = {"attention": 0.0, "cross_entropy": 0.0, "experts": 0.0}
     for one in calls:
         flops[next((scope for scope in flops if scope in one.op_name), "experts")] += one.flops
-    return {choice.op: choice.backend for choice in step.run.traced[1]}, flops
+    return {choice.op: choice.backend for choice in step.run.kernels}, flops
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=needs(name)) for name in ("v5e:2x2", "h100:1x4")])

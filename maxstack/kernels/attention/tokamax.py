@@ -5,11 +5,11 @@ as a dense mask, which is why packed batches are refused.
 Shapes: B batch  T query time  S key time  N heads  K kv heads  H head dim  V value head dim.
 """
 
-import importlib.util
 from collections.abc import Mapping
 
 import jax
 
+from maxstack.kernels import tokamax
 from maxstack.kernels.attention.request import Case, Request, Same
 from maxstack.kernels.backends import Device
 
@@ -21,8 +21,8 @@ MULTIPLE = 128
 def supports(case: Case) -> str | None:
     """Why tokamax cannot serve `case`; None: it can."""
     request, device = case.request, case.device
-    if importlib.util.find_spec("tokamax") is None:
-        return "tokamax is not installed; pip install tokamax"
+    if reason := tokamax.absent():
+        return reason
     if device.platform == "gpu" and device.capability < (8, 0):
         return f"its kernels need compute capability 8.0, and {device.kind} has {device.capability[0]}.{device.capability[1]}"
     if case.numbered:
@@ -37,7 +37,7 @@ def supports(case: Case) -> str | None:
         return f"head_dim {case.head_dim} with value head dim {case.value_dim} is none of {', '.join(map(str, HEAD_DIMS[device.platform]))} for both"
     if case.queries % MULTIPLE:
         return f"{case.queries} positions are not a multiple of {MULTIPLE}"
-    return _of_features(request, device) or _of_place(device)
+    return _of_features(request, device) or tokamax.elsewhere(device)
 
 
 def run(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKV: jax.Array, sinks_N: jax.Array | None, same: Same, request: Request,
@@ -47,14 +47,8 @@ def run(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKV: jax.Array, sinks_N: jax.Ar
     Tests give `implementation`: on a CPU only xla and xla_chunked run.
     """
     assert sinks_N is None and not same and not request.offset, "supports() refuses these"
-    from absl import flags
-
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()  # tokamax would parse this process's arguments
-    import tokamax
-
     back = None if request.window is None else request.window - 1
-    return tokamax.dot_product_attention(
+    return tokamax.package().dot_product_attention(
         q_BTNH, k_BSKH, v_BSKV, scale=request.scale, is_causal=request.causal, logits_soft_cap=request.soft_cap,
         local_window_size=None if back is None else (back, 0 if request.causal else back), implementation=implementation or _named(Device.here()))
 
@@ -69,12 +63,4 @@ def _of_features(request: Request, device: Device) -> str | None:
         return "its TPU kernel takes no window"
     if request.soft_cap and _named(device) == "triton":
         return "its Triton kernel has no backward pass with a soft cap"
-    return None
-
-
-def _of_place(device: Device) -> str | None:
-    """It asks the process's own device what it may use, so that a program for devices that are not here cannot hold it."""
-    own = Device.of(jax.devices()[0])
-    if (own.platform, own.capability) != (device.platform, device.capability):
-        return f"it looks at the {own.platform} of this process ({own.kind}), so nothing can be compiled for {device.kind} ahead of time"
     return None

@@ -6,14 +6,13 @@ Shapes: M rows  D embed  V vocab.
 
 import functools
 import importlib.metadata
-import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from maxstack.kernels.backends import Device
+from maxstack.kernels import tokamax
 from maxstack.kernels.cross_entropy.differentiable import on_one_device
 from maxstack.kernels.cross_entropy.request import Case, Gradients, Request
 
@@ -23,8 +22,8 @@ LEAST = (0, 0, 17)
 
 def supports(case: Case) -> str | None:
     """Why tokamax cannot serve `case`; None: it can."""
-    if importlib.util.find_spec("tokamax") is None:
-        return "tokamax is not installed; pip install tokamax"
+    if reason := tokamax.absent():
+        return reason
     if _version() < LEAST:
         return f"tokamax {importlib.metadata.version('tokamax')} gives no loss of each token; {'.'.join(map(str, LEAST))} does"
     for name, asked in (("soft cap", case.request.soft_cap), ("z-loss", case.request.z_loss), ("bias", case.bias)):
@@ -37,10 +36,7 @@ def supports(case: Case) -> str | None:
     for name, size, multiple in (("tokens", case.rows, 1024), ("embed", case.embed, 512), ("vocabulary", case.vocab, 2048)):
         if size % multiple:
             return f"{name} {size} is not a multiple of {multiple}, so that it would meet parts of its blocks"
-    own = Device.of(jax.devices()[0])
-    if own.kind != case.device.kind:
-        return f"it looks at the {own.platform} of this process ({own.kind}), so nothing can be compiled for {case.device.kind} ahead of time"
-    return None
+    return tokamax.elsewhere(case.device)
 
 
 def forward(x_MD: jax.Array, head_DV: jax.Array, bias_V: jax.Array | None, targets_M: jax.Array, request: Request, axes: tuple[str, ...] = (),
@@ -66,13 +62,7 @@ def _version() -> tuple[int, ...]:
 
 
 def _nll(x_MD: jax.Array, head_DV: jax.Array, targets_M: jax.Array, implementation: str) -> jax.Array:
-    from absl import flags
-
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()  # tokamax would parse this process's arguments
-    import tokamax
-
-    return tokamax.linear_softmax_cross_entropy_loss(x_MD, targets_M, head_DV, reduction="none", implementation=implementation)  # type: ignore[arg-type]
+    return tokamax.package().linear_softmax_cross_entropy_loss(x_MD, targets_M, head_DV, reduction="none", implementation=implementation)
 
 
 def _with_log_z(nll_M: jax.Array, x_MD: jax.Array, head_DV: jax.Array, targets_M: jax.Array) -> tuple[jax.Array, jax.Array]:

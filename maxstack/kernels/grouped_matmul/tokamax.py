@@ -1,11 +1,9 @@
 """tokamax's kernels, an optional package, each asked for by name so that nothing else can take its place. Shapes as in the package."""
 
-import importlib.util
-
 import jax
 import jax.numpy as jnp
-from jax.extend import backend
 
+from maxstack.kernels import tokamax
 from maxstack.kernels.backends import Device
 from maxstack.kernels.grouped_matmul.case import Case, grouped
 
@@ -19,12 +17,7 @@ MOST_ROWS = 1 << 17
 
 def supports(case: Case) -> str | None:
     """What its kernels surely compute right, forward and backward, where the program runs on the devices of this process."""
-    if importlib.util.find_spec("tokamax") is None:
-        return "the package tokamax is not installed; pip install tokamax"
-    default = Device.of(backend.get_default_device())
-    if (default.platform, default.capability) != (case.device.platform, case.device.capability):
-        return f"asks this process's own device what it can do, and that is a {default.kind}; compiles only where it runs"
-    return case.unusual or (_gpu(case) if case.device.platform == "gpu" else _tpu(case))
+    return tokamax.absent() or tokamax.elsewhere(case.device) or case.unusual or (_gpu(case) if case.device.platform == "gpu" else _tpu(case))
 
 
 def _gpu(case: Case) -> str | None:
@@ -43,13 +36,8 @@ def _tpu(case: Case) -> str | None:
 
 def run(x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
     """[M, N]. Rows of no group are masked on both sides: what the kernels leave there is anything."""
-    import tokamax
-    from absl import flags
-
-    if not flags.FLAGS.is_parsed():  # it would read this program's arguments as its own
-        flags.FLAGS.mark_as_parsed()
     tpu = Device.here().platform == "tpu"
     x_MK, rows = jnp.where(grouped(x_MK.shape[0], sizes_E), x_MK, 0), x_MK.shape[0]
     padded = jnp.pad(x_MK, ((0, -rows % PADDED if tpu else 0), (0, 0)))
-    out_MN = tokamax.ragged_dot(padded, w_EKN, sizes_E, implementation="mosaic_tpu" if tpu else "mosaic_gpu")
+    out_MN = tokamax.package().ragged_dot(padded, w_EKN, sizes_E, implementation="mosaic_tpu" if tpu else "mosaic_gpu")
     return jnp.where(grouped(rows, sizes_E), out_MN[:rows], 0)

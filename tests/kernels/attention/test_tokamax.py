@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxstack.kernels import tokamax as library
 from maxstack.kernels.attention import reference, tokamax
 from maxstack.kernels.attention.request import Case, Request
 from maxstack.kernels.backends import Device
@@ -20,7 +21,7 @@ CASE = Case(Request(0.1), 256, 256, 4, 2, 128, 128, "bfloat16", 0, False, H100)
 def installed(monkeypatch):
     """As if tokamax were there, and the process ran on the case's device."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(tokamax, "_of_place", lambda device: None)
+    monkeypatch.setattr(library, "elsewhere", lambda device: None)
 
 
 def test_a_missing_package_is_told_with_what_installs_it(monkeypatch):
