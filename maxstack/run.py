@@ -65,7 +65,8 @@ class Run:
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and shardings of a training batch: [batch_size, seq_len] each."""
         shape = self.cfg.train.batch_size, self.cfg.data.seq_len
-        return {name: jax.ShapeDtypeStruct(shape, jnp.float32 if name == "mask" else jnp.int32, sharding=self.batch_sharding) for name in self.keys}
+        dtypes = {"mask": jnp.float32, "real": jnp.bool_}
+        return {name: jax.ShapeDtypeStruct(shape, dtypes.get(name, jnp.int32), sharding=self.batch_sharding) for name in self.keys}
 
     @property
     def kernels(self) -> list[Choice]:
@@ -94,6 +95,16 @@ class Run:
             raise ConfigError(f"xla.flags.{found[1] or found[2]}: {wrong}, says the compiler of jaxlib {jaxlib.__version__} for {kind}; "
                               "correct it or remove it") from error
 
+    def check_flags(self) -> None:
+        """ConfigError for a flag that the compiler does not know, told by a program that compiles in no time."""
+        if flags := flags_for(self.cfg, self.mesh.devices.flat[0].platform):
+            number = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(self.mesh, PartitionSpec()))
+            self.compile(jax.jit(lambda x: x + 1, compiler_options=flags).lower(number))
+
+    def within(self, f: Callable) -> Callable:
+        """`f`, traced as the step is: on the run's mesh, with its table of block sizes."""
+        return _within(self.mesh, self.cfg, f)
+
     @property
     def batch_sharding(self) -> NamedSharding:
         """Rows over the mesh axes of `batch`, positions over those of `seq`."""
@@ -120,7 +131,8 @@ class Run:
 
             return jax.make_array_from_callback((batch_size, *local[name].shape[1:]), placement, piece)
 
-        unused = {"positions", "segments"} - {*self.keys}
+        local = {"real": local["segments"] > 0, **local} if "segments" in local else local
+        unused = {"positions", "segments", "real"} - {*self.keys}
         return {name: put(name) for name in local if name not in unused}
 
 
@@ -144,12 +156,13 @@ def assemble(cfg: "Config", mesh: Mesh) -> Run:
 
     step = functools.partial(_step, cfg, tx, loss, placement.Moves(shardings, abstract, info, mesh, cfg.mesh))
     evaluate = functools.partial(_evaluate, loss)
-    mixed = any(block.experts for block in cfg.model.blocks.values())  # padding goes to no expert, which segments tell
-    packed = mixed or cfg.data.packing != "none" or (cfg.eval.data is not None and cfg.eval.data.packing != "none")
+    mixed = any(block.experts for block in cfg.model.blocks.values())
+    packed = cfg.data.packing != "none" or (cfg.eval.data is not None and cfg.eval.data.packing != "none")
+    more = ("positions", "segments") if packed else ("real",) if mixed else ()  # padding goes to no expert
     flags = flags_for(cfg, mesh.devices.flat[0].platform)
     return Run(
         cfg=cfg, mesh=mesh, abstract=abstract, info=info,
-        keys=("tokens", "targets", "mask", *(("positions", "segments") if packed else ())),
+        keys=("tokens", "targets", "mask", *more),
         graph=graph, start=jax.jit(_within(mesh, cfg, start), donate_argnums=0, out_shardings=shardings),
         init=jax.jit(_within(mesh, cfg, init), out_shardings=shardings, compiler_options=QUICK if mesh.devices.flat[0].platform == "cpu" else None),
         step=jax.jit(_within(mesh, cfg, step), donate_argnums=0, out_shardings=(shardings, everywhere), compiler_options=flags),

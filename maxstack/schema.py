@@ -96,6 +96,10 @@ class XlaConfig(Section):
         for name in self.flags:
             if not re.fullmatch(r"\w+", name):
                 raise fault(f"flags.{name}", f"is no flag's name; write it without dashes, as {name.strip('-').replace('-', '_')}")
+            owner = re.match(r"xla_(cpu|gpu|tpu)_", name)
+            if owner and owner[1] != self.platform:
+                raise fault(f"flags.{name}", f"is a flag for {owner[1]}, and xla.platform is {self.platform or 'null, for all'}; "
+                            f"set xla.platform: {owner[1]}")
         return self
 
 

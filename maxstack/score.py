@@ -172,21 +172,19 @@ def _scorer(run: "Run", logits: bool) -> Any:
     import jax.numpy as jnp
     from flax import nnx
 
-    from maxstack import sharding
     from maxstack.kernels.cross_entropy import cross_entropy
 
     def step(params: Any, tokens_BT: jax.Array, lengths_B: jax.Array) -> dict[str, jax.Array]:
-        with sharding.use(run.mesh, run.cfg.mesh):
-            places_T = jnp.arange(tokens_BT.shape[1])
-            real_BT = places_T < lengths_B[:, None]
-            batch = {"tokens": tokens_BT, "positions": jnp.where(real_BT, places_T, 0), "segments": real_BT.astype(jnp.int32)}
-            model = nnx.merge(run.graph, nnx.State(params))
-            logits_BTV = model.logits(model.hidden(batch))
-            nll_BT, _ = cross_entropy(logits_BTV[:, :-1], tokens_BT[:, 1:])
-            found = {"logprobs": jnp.pad(jnp.where(real_BT[:, 1:], -nll_BT, 0.0), ((0, 0), (1, 0)))}
-            return found | {"logits": jnp.where(real_BT[..., None], logits_BTV, 0.0)} if logits else found
+        places_T = jnp.arange(tokens_BT.shape[1])
+        real_BT = places_T < lengths_B[:, None]
+        batch = {"tokens": tokens_BT, "positions": jnp.where(real_BT, places_T, 0), "segments": real_BT.astype(jnp.int32)}
+        model = nnx.merge(run.graph, nnx.State(params))
+        logits_BTV = model.logits(model.hidden(batch))
+        nll_BT, _ = cross_entropy(logits_BTV[:, :-1], tokens_BT[:, 1:])
+        found = {"logprobs": jnp.pad(jnp.where(real_BT[:, 1:], -nll_BT, 0.0), ((0, 0), (1, 0)))}
+        return found | {"logits": jnp.where(real_BT[..., None], logits_BTV, 0.0)} if logits else found
 
-    return step
+    return run.within(step)
 
 
 def _batches(run: "Run", params: Any, rows: Rows, batch_size: int, step: Any) -> Iterator[tuple[int, dict[str, np.ndarray]]]:

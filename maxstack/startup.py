@@ -117,9 +117,10 @@ def check_steps(cfg: "Config", begin: int) -> None:
 
 
 def check(run: Run) -> None:
-    """Before anything is made: ConfigError where a kernel is asked for that cannot serve; for a run that has not begun, DataError where
-    model.weights are not of this model."""
+    """Before anything is made: ConfigError where a kernel is asked for that cannot serve, or a flag that the compiler does not know; for a run
+    that has not begun, DataError where model.weights are not of this model."""
     cfg, _ = run.cfg, run.kernels
+    run.check_flags()
     if cfg.model.weights is None or (Path(cfg.run.output_dir) / cfg.run.name / "checkpoints").exists():
         return
     from maxstack.checkpoint.hf.contents import Contents

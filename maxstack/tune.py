@@ -72,6 +72,7 @@ def _tune(cfg: "Config", ops: str | None, rounds: int, out: Path) -> int:
 
     any_wrong = False
     for choice in _choices(cfg, ops):
+        print(f"measuring {choice}", file=sys.stderr, flush=True)
         results = measured(choice, rounds)
         print("\n".join(report(choice, results)), flush=True)
         tuning.keep(out, best(choice, results))

@@ -181,7 +181,7 @@ def of_model(run: Any, params: Any, batch: Any) -> Iterator[Part]:
     from maxstack.objectives.next_token import next_token
 
     cfg, model, pieces = run.cfg, nnx.merge(run.graph, nnx.State(params)), run.cfg.train.accumulate
-    context = _context(cfg.model, batch.get("positions"), batch.get("segments"), cfg.data.seq_len)
+    context = _context(cfg.model, batch, cfg.data.seq_len)
     shape = (*batch["tokens"].shape, cfg.model.embed)
     x_BTD = jax.numpy.asarray(np.random.default_rng(1).normal(size=shape), cfg.model.dtype)
     yield both("embedding", pieces, lambda table: (table.astype(cfg.model.dtype))[batch["tokens"]], params["embed"])

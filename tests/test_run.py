@@ -86,3 +86,18 @@ def test_bfloat16_compute_keeps_float32_weights_and_loss():
     assert scalars["loss"].dtype == np.float32
     text = run.step.lower(run.abstract, run.abstract_batch()).as_text()
     assert "dot_general" in text and "tensor<384x32xbf16>" in text
+
+
+def test_padding_after_a_document_reaches_no_expert_and_attention_asks_for_no_segments():
+    moe = {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 16, "router": {"balance_loss": 0.1}}
+    layer = ONE_LAYER["blocks"]["local"] | {"mlp": moe}
+    cfg = tiny.config(model=ONE_LAYER | {"pattern": ["local"], "blocks": {"local": layer}}, data={"packing": "none"})
+    run, data = tiny.make_run(cfg), tiny.batch(cfg)
+    assert [choice.case.packed for choice in run.kernels if choice.op == "attention"] == [False]
+    real = np.arange(48) < np.arange(3, 43, 5)[:, None]
+    rows = data | {"segments": real.astype(np.int32), "mask": data["mask"] * real}
+    changed = rows | {"tokens": np.where(real, rows["tokens"], 7)}
+    (_, before), (_, after) = (run.step(run.init(), run.place(given, 8)) for given in (rows, changed))
+    assert {name: float(value) for name, value in before.items()} == pytest.approx({name: float(value) for name, value in after.items()}, rel=1e-6)
+    (_, without) = run.step(run.init(), run.place(changed | {"segments": np.ones_like(rows["segments"])}, 8))
+    assert without["expert_load"] != after["expert_load"]

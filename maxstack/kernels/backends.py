@@ -99,9 +99,10 @@ class Op:
         """Of its backends, the preferred first."""
         return [backend.name for backend in self.backends]
 
-    def choose(self, case: Case, asked: str = "auto", where: str = "") -> "Choice":
-        """The backend for `case`. ConfigError where the one that was asked for cannot serve; `where` is the key that asked for it."""
-        where = where or self.name
+    def choose(self, case: Case, asked: str = "auto") -> "Choice":
+        """The backend for `case`. ConfigError where the one that was asked for cannot serve, which names the key of the part that asks."""
+        part = ".".join(_asking.get())
+        where = f"{part}.backend" if part else self.name
         if asked != "auto" and asked not in self.names:
             raise ConfigError(f"{where}: no backend {asked}{did_you_mean(asked, self.names)}; there are auto, {', '.join(self.names)}")
         reasons = {backend.name: backend.supports(case) for backend in self.backends}
@@ -110,9 +111,9 @@ class Op:
             raise ConfigError(f"{where}: backend {asked} cannot serve: {reasons[asked]}; {' or '.join(serving)} can, and auto takes {serving[0]}")
         chosen = serving[0] if asked == "auto" else asked
         others = {name: reason or _passed_over(asked, chosen) for name, reason in reasons.items() if name != chosen}
-        choice = Choice(self.name, case, asked, chosen, others, self._blocks(chosen, case))
-        if (made := _made.get()) is not None and choice not in made:
-            made.append(choice)
+        choice = Choice(self.name, case, asked, chosen, others, self._blocks(chosen, case), (part,) if part else ())
+        if (made := _made.get()) is not None:
+            _add(made, choice)
         return choice
 
     def _blocks(self, name: str, case: Case) -> dict[str, int] | None:
@@ -135,25 +136,48 @@ class Choice:
     """Why each other backend does not."""
     blocks: dict[str, int] | None = None
     """Measured sizes of its blocks; None: its default."""
+    parts: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    """Keys of the parts of the configuration that ask."""
 
     def __str__(self) -> str:
         sizes = "".join(f" {name}={size}" for name, size in (self.blocks or {}).items())
         pinned = "" if self.asked == "auto" else ", which is pinned"
-        return f"{self.op} by {self.backend}{pinned}{f', tuned blocks{sizes}' if sizes else ''}: {describe(self.case)}"
+        of = f" for {', '.join(self.parts)}" if self.parts else ""
+        return f"{self.op} by {self.backend}{pinned}{f', tuned blocks{sizes}' if sizes else ''}{of}: {describe(self.case)}"
 
 
 _made: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar("choices", default=None)
+_asking: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("asking", default=())
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Choice]]:
     """The different choices that are made while programs are traced inside, in their order."""
     made: list[Choice] = []
-    token = _made.set(made)
-    try:
+    with _holding(_made, made):
         yield made
+
+
+def asking(part: str) -> contextlib.AbstractContextManager[None]:
+    """Inside, ops are asked for by the part of the configuration that `part` names, within that of the `asking` around it."""
+    return _holding(_asking, (*_asking.get(), part))
+
+
+@contextlib.contextmanager
+def _holding(variable: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
     finally:
-        _made.reset(token)
+        variable.reset(token)
+
+
+def _add(made: list[Choice], choice: Choice) -> None:
+    if choice not in made:
+        made.append(choice)
+        return
+    at = made.index(choice)
+    made[at] = dataclasses.replace(choice, parts=tuple(dict.fromkeys(made[at].parts + choice.parts)))
 
 
 def describe(case: Any) -> str:

@@ -42,7 +42,7 @@ def of_attention(case: AttentionCase, batch: int = 1, seed: int = 0) -> Example:
                                              (case.keys, case.kv_heads, case.value_dim)))
     sinks = jnp.asarray(rng.normal(size=case.heads), jnp.float32) if case.sinks else None
     chunk = case.request.chunk
-    own = [documents(case.queries) for _ in range(case.numbered - bool(chunk))]
+    own = [documents(case.queries)] * case.packed
     same = [(mine, mine if case.queries == case.keys else documents(case.keys)) for mine in own]
     if chunk:
         same.append(((jnp.arange(case.queries)[None] + case.request.offset) // chunk, jnp.arange(case.keys)[None] // chunk))

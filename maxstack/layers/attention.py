@@ -59,8 +59,7 @@ class Attention(nnx.Module):
         q_BTNH = checkpoint_name(constrain(q_BTNH, "batch seq heads head_dim"), "query")
         k_BSKH, v_BSKH = context.kept[cfg.share_kv] if cfg.share_kv is not None else self.keys_values(x_BTD, context)
         sinks_N = None if self.sinks is None else self.sinks[...]
-        o_BTNH = attention(q_BTNH, k_BSKH, v_BSKH, context.segments_BT, request(cfg), cfg.backend, sinks_N, context.positions_BT,
-                           where="model.blocks.*.mixer.backend")
+        o_BTNH = attention(q_BTNH, k_BSKH, v_BSKH, context.segments_BT, request(cfg), cfg.backend, sinks_N, context.positions_BT)
         o_BTNH = checkpoint_name(constrain(o_BTNH, "batch seq heads head_dim"), "context")
         if self.gate is not None:
             o_BTNH = o_BTNH * jax.nn.sigmoid(constrain(project(x_BTD, self.gate), "batch seq heads head_dim"))

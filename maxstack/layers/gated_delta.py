@@ -77,7 +77,7 @@ def _mix(cfg: GatedDeltaConfig, of_keys: Arrays, of_values: Arrays, segments_BT:
 
     q, k, v = (_unit(convolved(q_BTKH, taps[0])) * cfg.key_dim**-0.5, _unit(convolved(k_BTKH, taps[1])), convolved(v_BTNV, taps_v))
     q, k, v = (x.astype(v_BTNV.dtype) for x in (q, k, v))
-    return gated_delta(q, k, v, decay_BTN, beta_BTN, segments_BT, cfg.chunk, cfg.backend, "model.blocks.*.mixer.backend")
+    return gated_delta(q, k, v, decay_BTN, beta_BTN, segments_BT, cfg.chunk, cfg.backend)
 
 
 def _on_own_heads(cfg: GatedDeltaConfig, of_keys: Arrays, of_values: Arrays, segments_BT: jax.Array | None) -> jax.Array:

@@ -53,8 +53,7 @@ class MLA(nnx.Module):
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
         """What each position gathers from itself and the earlier ones of its document: [B, T, D]."""
         k_BSNH, v_BSNV = self._keys_values(x_BTD, context)
-        o_BTNV = attention(self._queries(x_BTD, context), k_BSNH, v_BSNV, context.segments_BT, request(self.cfg), self.cfg.backend,
-                           where="model.blocks.*.mixer.backend")
+        o_BTNV = attention(self._queries(x_BTD, context), k_BSNH, v_BSNV, context.segments_BT, request(self.cfg), self.cfg.backend)
         o_BTNV = checkpoint_name(constrain(o_BTNV, "batch seq heads head_dim"), "context")
         return checkpoint_name(self._biased(project(o_BTNV, self.out, contract=2), "out_bias"), "mixer_out")
 

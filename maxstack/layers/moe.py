@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from maxstack import sharding
+from maxstack.kernels.backends import asking
 from maxstack.kernels.grouped_matmul import grouped_matmul
 from maxstack.layers import dispatch, router
 from maxstack.layers.context import Context
@@ -68,7 +69,7 @@ class MoE(nnx.Module):
         names = ("gate", "up", "down", *(("gate_bias", "up_bias", "down_bias") if cfg.bias else ()))
         given = {name: getattr(self, name)[...].astype(x_BTD.dtype) for name in names}
         given |= {name: getattr(self, name)[...] for name in ("selection_bias", "expert_scale") if hasattr(self, name)}
-        real_BT = jnp.ones(x_BTD.shape[:2], bool) if context.segments_BT is None else context.segments_BT > 0
+        real_BT = jnp.ones(x_BTD.shape[:2], bool) if context.real_BT is None else context.real_BT
         place = _place(cfg, x_BTD.shape[1])
         out_BTD, experts_BTC, rounds = _on_own_tokens(cfg, place, given, x_BTD, logits_BTE, real_BT)
         out_BTD = sharding.constrain(out_BTD, "batch residual embed")
@@ -102,7 +103,8 @@ class ParallelMLP(nnx.Module):
     def __call__(self, x_BTD: jax.Array, residual_BTD: jax.Array, context: Context) -> tuple[jax.Array, Report]:
         """-> ([B, T, D], the report of the experts)."""
         dense_BTD, _ = self.dense(x_BTD, residual_BTD, context)
-        moe_BTD, report = self.moe(self.moe_in_norm(residual_BTD), residual_BTD, context)
+        with asking("moe"):
+            moe_BTD, report = self.moe(self.moe_in_norm(residual_BTD), residual_BTD, context)
         return self.dense_norm(dense_BTD) + self.moe_norm(moe_BTD), report
 
 
@@ -181,7 +183,7 @@ def _experts(cfg: MoEConfig, given: Weights, x_SD: jax.Array, sizes_E: jax.Array
     ends_E = jnp.cumsum(sizes_E)
 
     def times(x: jax.Array, name: str) -> jax.Array:
-        out = grouped_matmul(x, given[name], sizes_E, cfg.backend, where="model.blocks.*.mlp.backend or mlp.moe.backend")
+        out = grouped_matmul(x, given[name], sizes_E, cfg.backend)
         if f"{name}_bias" not in given:
             return out
         row_S1 = jnp.arange(x.shape[0])[:, None]

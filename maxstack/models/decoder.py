@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from maxstack.kernels.backends import asking
 from maxstack.kernels.sequences import arrange, natural
 from maxstack.layers.attention import Attention
 from maxstack.layers.config import AttentionConfig, GatedDeltaConfig, LongRopeScaling, MLAConfig, RopeConfig
@@ -22,7 +23,7 @@ from maxstack.layers.norm import Norm
 from maxstack.layers.rope import rope_table
 from maxstack.layers.weight import draw, project, weight
 from maxstack.models import pipeline
-from maxstack.models.config import BlockConfig, DecoderConfig, RematConfig
+from maxstack.models.config import DecoderConfig, RematConfig
 from maxstack.sharding import constrain, size_of
 
 Batch = Mapping[str, jax.Array]
@@ -35,7 +36,8 @@ MLPS: dict[str, Callable[..., nnx.Module]] = {"gated": GatedMLP, "dense": DenseM
 class Block(nnx.Module):
     """x + mixer(x), then x + mlp(x), each with norms where the placement has them."""
 
-    def __init__(self, cfg: BlockConfig, model: DecoderConfig):
+    def __init__(self, name: str, model: DecoderConfig):
+        self.name, cfg = name, model.blocks[name]
         size, dtype, scale = model.embed, model.param_dtype, model.init_scale
         stds = {"std": scale, "out_std": scale / (2 * model.layers) ** 0.5, "dtype": dtype}
         before, after = cfg.placement != "post", cfg.placement != "pre"
@@ -57,9 +59,11 @@ class Block(nnx.Module):
     def __call__(self, x_BTD: jax.Array, context: Context, extra_BTP: jax.Array | None = None) -> tuple[jax.Array, Aux]:
         """-> (x, what the MLP reports); `extra_BTP` is the layer's own embedding of the tokens."""
         x_BTD = checkpoint_name(x_BTD, "input")
-        mixed_BTD = self.mixer(_apply(self.mixer_norm, x_BTD), context)
+        with asking(f"model.blocks.{self.name}"), asking("mixer"):
+            mixed_BTD = self.mixer(_apply(self.mixer_norm, x_BTD), context)
         x_BTD = constrain(x_BTD + _apply(self.mixer_out_norm, mixed_BTD), "batch residual embed")
-        out_BTD, aux = self.mlp(_apply(self.mlp_norm, x_BTD), x_BTD, context)
+        with asking(f"model.blocks.{self.name}"), asking("mlp"):
+            out_BTD, aux = self.mlp(_apply(self.mlp_norm, x_BTD), x_BTD, context)
         x_BTD = constrain(x_BTD + _apply(self.mlp_out_norm, out_BTD), "batch residual embed")
         if extra_BTP is not None:
             gated_BTP = self.act(project(x_BTD, self.per_layer_gate)) * extra_BTP
@@ -96,7 +100,7 @@ class Decoder(nnx.Module):
             self.per_layer_norm = Norm(cfg.norm, extra.size, dtype=dtype)
 
         def block(name: str) -> Any:
-            built = Block(cfg.blocks[name], cfg)
+            built = Block(name, cfg)
             return change(built, *_example(cfg)) if change else built
 
         first, period, repeats = len(cfg.prefix), pattern_keys(cfg), periods(cfg)
@@ -114,11 +118,11 @@ class Decoder(nnx.Module):
     def trunk(self, batch: Batch) -> tuple[jax.Array, Aux, Context]:
         """The residual stream after the last block [B, T, D] in the compute dtype, what the blocks report by their paths, and the context.
 
-        `batch` holds tokens [B, T] and, where rows hold several documents, positions and segments [B, T]. What comes back lies in the order of
-        kernels/sequences.py, `arrange`.
+        `batch` holds tokens [B, T] and, where rows hold several documents, positions and segments [B, T]; where they hold one and padding, and that
+        counts, `real`, bool [B, T]. What comes back lies in the order of kernels/sequences.py, `arrange`.
         """
         cfg, tokens_BT = self.cfg, arrange(batch["tokens"])
-        context = _context(cfg, batch.get("positions"), batch.get("segments"), tokens_BT.shape[1])
+        context = _context(cfg, batch, tokens_BT.shape[1])
         x_BTD = self.embedded(tokens_BT)
         if cfg.positions:
             x_BTD = x_BTD + self.positions[...].astype(cfg.dtype)[context.positions_BT]
@@ -281,11 +285,11 @@ def _layer(extra: jax.Array | None, index: int) -> jax.Array | None:
     return None if extra is None else extra[index]
 
 
-def _context(cfg: DecoderConfig, positions_BT: jax.Array | None, segments_BT: jax.Array | None, length: int) -> Context:
-    """From positions and segments in natural order; what it holds is arranged."""
-    if positions_BT is None:
-        positions_BT = jnp.arange(length)[None]
+def _context(cfg: DecoderConfig, batch: Batch, length: int) -> Context:
+    """From a batch in natural order; what it holds is arranged."""
+    positions_BT, segments_BT = batch.get("positions", jnp.arange(length)[None]), batch.get("segments")
     places_BT, documents_BT = arrange(positions_BT), arrange(segments_BT)
+    real_BT = arrange(batch.get("real")) if documents_BT is None else documents_BT > 0
 
     def table(rope: RopeConfig, size: int) -> Table:
         if isinstance(rope.scaling, LongRopeScaling):  # it depends on where documents end, which only the natural order shows
@@ -294,7 +298,7 @@ def _context(cfg: DecoderConfig, positions_BT: jax.Array | None, segments_BT: ja
 
     mixers = [block.mixer for block in cfg.blocks.values() if not isinstance(block.mixer, GatedDeltaConfig)]
     ropes = [(mixer.rope, mixer.rope_dim if isinstance(mixer, MLAConfig) else mixer.head_dim) for mixer in mixers if mixer.rope]
-    return Context(places_BT, documents_BT, {key: table(*key) for key in ropes})
+    return Context(places_BT, documents_BT, {key: table(*key) for key in ropes}, real_BT=real_BT)
 
 
 def _example(cfg: DecoderConfig) -> tuple[Any, ...]:
@@ -302,7 +306,7 @@ def _example(cfg: DecoderConfig) -> tuple[Any, ...]:
     extra = jnp.zeros((1, 8, cfg.per_layer.size), cfg.dtype) if cfg.per_layer else None
     owners = {block.mixer.share_kv: block.mixer for block in cfg.blocks.values() if isinstance(block.mixer, AttentionConfig) and block.mixer.share_kv}
     kept = {name: (jnp.zeros((1, 8, mixer.kv, mixer.head_dim), cfg.dtype),) * 2 for name, mixer in owners.items()}
-    return jnp.zeros((1, 8, cfg.embed), cfg.dtype), dataclasses.replace(_context(cfg, None, None, 8), kept=kept), extra
+    return jnp.zeros((1, 8, cfg.embed), cfg.dtype), dataclasses.replace(_context(cfg, {}, 8), kept=kept), extra
 
 
 def _stack(block: Block, repeats: int) -> Block:

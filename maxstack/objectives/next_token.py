@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxstack.kernels.backends import asking
 from maxstack.kernels.cross_entropy import Losses, Request, linear_cross_entropy
 from maxstack.kernels.sequences import arrange
 
@@ -53,7 +54,8 @@ def _losses(model: "Decoder", x_BTD: jax.Array, targets_BT: jax.Array, weights_B
     """Of a normed residual stream, by the model's head."""
     head_DV, bias_V, kept = model.readout()
     request, backend = Request(model.cfg.head.soft_cap, z_loss), model.cfg.head.backend
-    return linear_cross_entropy(x_BTD, head_DV, targets_BT, weights_BT, request, backend, bias_V, kept, "model.head.backend")
+    with asking("model.head"):
+        return linear_cross_entropy(x_BTD, head_DV, targets_BT, weights_BT, request, backend, bias_V, kept)
 
 
 def _further_tokens(model: "Decoder", x_BTD: jax.Array, batch: Mapping[str, jax.Array], context: "Context") -> tuple[jax.Array, dict[str, Any]]:

@@ -30,7 +30,9 @@ def main(argv: Sequence[str]) -> int:
     from maxstack import sharding
     from maxstack.run import assemble
 
-    choices = assemble(cfg, sharding.make_mesh(cfg.mesh, where.devices())).kernels
+    run = assemble(cfg, sharding.make_mesh(cfg.mesh, where.devices()))
+    choices = run.kernels
+    run.check_flags()
     print("\n".join(lines(choices)))
     if args.json:
         args.json.write_text(json.dumps([as_json(choice) for choice in choices], indent=1) + "\n")
@@ -44,7 +46,8 @@ def lines(choices: "Sequence[Choice]") -> Iterator[str]:
     for choice in choices:
         sizes = ", ".join(f"{name}={size}" for name, size in (choice.blocks or {}).items())
         yield f"{choice.op} on {choice.case.device.kind}: {describe(choice.case)}"
-        yield f"  {choice.backend:<11} {'chosen' if choice.asked == 'auto' else 'pinned'}; {f'tuned blocks {sizes}' if sizes else 'default blocks'}"
+        yield from (f"  for {', '.join(choice.parts)}" for _ in choice.parts[:1])
+        yield f"  {choice.backend:<11} {'chosen' if choice.asked == 'auto' else 'pinned'}{f'; tuned blocks {sizes}' if sizes else ''}"
         yield from (f"  {name:<11} no: {reason}" for name, reason in choice.reasons.items())
         yield ""
 
@@ -53,5 +56,5 @@ def as_json(choice: "Choice") -> dict[str, Any]:
     """A choice as plain data."""
     from maxstack.kernels.backends import describe
 
-    return {"op": choice.op, "device": choice.case.device.kind, "case": describe(choice.case), "asked": choice.asked, "backend": choice.backend,
-            "blocks": choice.blocks, "reasons": choice.reasons}
+    return {"op": choice.op, "device": choice.case.device.kind, "case": describe(choice.case), "parts": choice.parts, "asked": choice.asked,
+            "backend": choice.backend, "blocks": choice.blocks, "reasons": choice.reasons}

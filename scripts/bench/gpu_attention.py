@@ -49,7 +49,7 @@ class Asked:
     def case(self, device: Device) -> Case:
         """As backends see it."""
         return Case(self.request, self.length, self.keys or self.length, self.heads, self.kv_heads, self.head_dim, self.value_dim or self.head_dim,
-                    self.dtype, int(self.documents), self.sinks, device)
+                    self.dtype, self.documents, self.sinks, device)
 
     def call(self, run: Callable[..., jax.Array], blocks: Blocks = None) -> Callable[..., jax.Array]:
         """(q, k, v, sinks?) -> o of a backend."""

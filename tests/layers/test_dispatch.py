@@ -45,7 +45,7 @@ def batch(seed=1):
 
 
 def total(graph, weights, x, segments, probe):
-    out, report = nnx.merge(graph, nnx.State(weights))(x, x, Context(jnp.arange(TIME)[None], segments))
+    out, report = nnx.merge(graph, nnx.State(weights))(x, x, Context(jnp.arange(TIME)[None], segments, real_BT=segments > 0))
     return (out * probe).sum(), (out, report)
 
 

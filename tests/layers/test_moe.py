@@ -41,7 +41,7 @@ def streams(batch=2, time=TIME, seed=1):
 
 
 def context(segments=None):
-    return Context(jnp.arange(TIME)[None], segments)
+    return Context(jnp.arange(TIME)[None], segments, real_BT=None if segments is None else segments > 0)
 
 
 @functools.partial(jax.jit, static_argnums=0)

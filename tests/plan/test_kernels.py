@@ -57,14 +57,16 @@ def test_the_command_names_what_serves_and_why_each_other_does_not(tmp_path, cap
     told, found = capsys.readouterr().out, json.loads((tmp_path / "kernels.json").read_text())
     assert {(one["op"], one["backend"]) for one in found} == {("attention", "blockwise"), ("linear_cross_entropy", "blockwise")}
     assert "splash      no: runs on tpu, and this is a cpu" in told
-    assert "window=12, causal" in told
+    assert "window=12, causal" in told and "  for model.blocks.local.mixer\n" in told
 
 
 @pytest.mark.parametrize(("words", "told"), [
     (["model.head.backend=pallas_gpu"], "model.head.backend: backend pallas_gpu cannot serve: runs on gpu, and this is a cpu; blockwise or"),
-    (["model.blocks.local.mixer.backend=cudnn"], "model.blocks.*.mixer.backend: backend cudnn cannot serve"),
+    (["model.blocks.local.mixer.backend=cudnn"], "model.blocks.local.mixer.backend: backend cudnn cannot serve"),
+    (["xla.flags={xla_gpu_nonsense: 1}"], "xla.flags.xla_gpu_nonsense: is a flag for gpu, and xla.platform is null"),
+    (["xla.flags={xla_nonsense: 1}"], "xla.flags.xla_nonsense: there is no such flag, says the compiler of jaxlib"),
     (["--json", "nowhere/kernels.json"], "--json nowhere/kernels.json: cannot be written there")])
-def test_a_pinned_kernel_that_cannot_serve_is_an_error(tmp_path, capsys, words, told):
+def test_a_pinned_kernel_that_cannot_serve_and_a_flag_that_is_none_are_errors(tmp_path, capsys, words, told):
     (tmp_path / "run.yml").write_text(dump(tiny.config()))
     assert cli.main(["kernels", str(tmp_path / "run.yml"), *words]) == 1
     assert told in capsys.readouterr().err

@@ -29,26 +29,26 @@ OP = Op("attention", (
     Backend("tokamax", "maxstack.kernels.attention.tokamax", ("gpu", "tpu"), _whole_sequences),
     Backend("hopper", "maxstack.kernels.attention.hopper", ("gpu",), _whole_sequences),
     Backend("blockwise", "maxstack.kernels.attention.blockwise"),
-    Backend("reference", "maxstack.kernels.attention.reference")))
+    Backend("reference", "maxstack.kernels.attention.reference", refuses=_whole_sequences)))
 """Libraries that others have measured stand before our own kernels, which no hardware has run yet."""
 
 
 def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKV: jax.Array, segments_BT: jax.Array | None, request: Request, backend: str = "auto",
-              sinks_N: jax.Array | None = None, positions_BT: jax.Array | None = None, keys: tuple[jax.Array | None, jax.Array | None] | None = None,
-              where: str = "attention") -> jax.Array:
+              sinks_N: jax.Array | None = None, positions_BT: jax.Array | None = None,
+              keys: tuple[jax.Array | None, jax.Array | None] | None = None) -> jax.Array:
     """softmax(scores) v with float32 softmax -> [B, T, N, V] in q's dtype; a query sees what `Request` says, of its own segment.
 
     `sinks_N` is one more score for each head, neither scaled nor capped, that takes its share of the softmax and gives nothing. Chunks are
     counted by `positions_BT`, places within the document; None: by the place since the segment number last changed. `keys` are segments and positions
-    [B, S] of the keys where they are others than the queries'. ConfigError, which names `where`, if a backend is asked for that cannot serve.
+    [B, S] of the keys where they are others than the queries'. ConfigError if a backend is asked for that cannot serve.
     """
     same = _same(segments_BT, positions_BT, q_BTNH.shape[1], keys, request)
     assert same or not request.chunk
     with jax.named_scope("attention"):
-        serve = functools.partial(_serve, backend, where)
+        serve = functools.partial(_serve, backend)
         if sharding.current() is None:
             return serve(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, request)
-        return on_mesh(serve, functools.partial(_ring, backend, where), q_BTNH, k_BSKH, v_BSKV, sinks_N, same, request)
+        return on_mesh(serve, functools.partial(_check_ring, backend), q_BTNH, k_BSKH, v_BSKV, sinks_N, same, request)
 
 
 def _same(segments_BT: jax.Array | None, positions_BT: jax.Array | None, queries: int, keys: tuple[jax.Array | None, jax.Array | None] | None,
@@ -66,20 +66,22 @@ def _same(segments_BT: jax.Array | None, positions_BT: jax.Array | None, queries
 
 
 def _case(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, same: Same, request: Request) -> Case:
-    return Case(request, q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype.name, len(same), sinks is not None,
+    return Case(request, q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype.name, len(same) > bool(request.chunk),
+                sinks is not None,
                 Device.here())
 
 
-def _serve(backend: str, where: str, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKV: jax.Array, sinks_N: jax.Array | None, same: Same,
+def _serve(backend: str, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKV: jax.Array, sinks_N: jax.Array | None, same: Same,
            request: Request) -> jax.Array:
     """One device's attention by the backend that is chosen for it."""
     case = _case(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, request)
-    choice = OP.choose(case, backend, where)
+    choice = OP.choose(case, backend)
     return OP[choice.backend].run(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, request, blocks=choice.blocks)
 
 
-def _ring(backend: str, where: str, *call: Any) -> str:
-    return OP.choose(dataclasses.replace(_case(*call), ring=True), backend, where).backend
+def _check_ring(backend: str, *call: Any) -> None:
+    chosen = OP.choose(dataclasses.replace(_case(*call), ring=True), backend).backend
+    assert chosen == "blockwise", "ring.py is made of it"
 
 
 def _places(segments_BT: jax.Array | None, t: int) -> jax.Array:

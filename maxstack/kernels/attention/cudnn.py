@@ -29,7 +29,7 @@ def supports(case: Case) -> str | None:
 
 
 def _device(case: Case) -> str | None:
-    if case.device.platform != "gpu" or case.device.capability < (8, 0):
+    if case.device.capability < (8, 0):
         return f"needs a GPU of compute capability 8.0 (A100) or later; {case.device.kind} has {'.'.join(map(str, case.device.capability))}"
     if case.device.capability > (10, 0):
         return f"compute capability {'.'.join(map(str, case.device.capability))} is later than 10.0 (B200), the last that it was compiled for"
@@ -40,16 +40,14 @@ def _request(case: Case) -> str | None:
     request = case.request
     if case.dtype != "bfloat16":
         return f"dtype {case.dtype}: cuDNN computes in bfloat16 alone"
-    if case.numbered or request.chunk:
-        return "documents or chunks: jax passes no numbers of them to cuDNN, which would attend across them"
+    if case.numbered:
+        return f"{'packed rows' if case.packed else 'chunks'}: jax passes no numbers of documents or chunks to cuDNN, which would attend across them"
     if request.soft_cap:
         return f"soft_cap {request.soft_cap}: cuDNN does not cap scores"
     if case.sinks:
         return "sinks: jax does not pass them to cuDNN"
     if request.window and not request.causal:
         return f"window {request.window} without a causal mask: cuDNN bounds its left alone"
-    if case.ring:
-        return "keys and values go around a ring of devices; blockwise can"
     if request.scale <= 0:
         return f"scale {request.scale} is not positive"
     return None

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from maxstack.kernels.attention.hopper_tiles import BLOCK, COMPUTE, OF_ROWS, ROWS, Call, Refs, Ring, buffers, launch, same_numbers, walk
+from maxstack.kernels.attention.hopper_tiles import BLOCK, COMPUTE, OF_ROWS, ROWS, Call, Refs, Ring, buffers, launch, load_keys, same_numbers, walk
 
 Residual = tuple[jax.Array, jax.Array, jax.Array]
 """Output's gradient [B, T, N, H]; log2 of the sum of exp(scores), inf where nothing is seen, and delta, float32 [B, N, T]."""
@@ -166,18 +166,8 @@ def _queries_kernel(call: Call, refs: Refs, scratch: Any) -> None:
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(warpgroup == COMPUTE)
-    def load_ahead() -> None:
-        plgpu.set_max_registers(40, action="decrease")
-        kv_head = lax.div(head, jnp.int32(call.groups))
-
-        def load(tile: Any, _: None) -> None:
-            there = pl.ds(tile * STEP, STEP)
-            keys.fill(tile - lo, [k.at[row, there, kv_head], *(x.at[row, there] for x in theirs)])
-            values.fill(tile - lo, [v.at[row, there, kv_head]])
-
-        lax.fori_loop(lo, end, load, None)
-        keys.drain(end - lo)
-        values.drain(end - lo)
+    def load() -> None:
+        load_keys(call, keys, values, (k, v, theirs), (lo, end), STEP)
 
 
 def _visit_keys(call: Call, tiles: tuple[Any, Any], fixed: tuple[jax.Array, jax.Array], own: Sequence[jax.Array], keys: Ring, values: Ring,

@@ -12,7 +12,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from maxstack.kernels.attention.hopper_tiles import BLOCK, COMPUTE, LOG2E, OF_ROWS, ROWS, Call, Refs, Ring, buffers, launch, same_numbers, walk
+from maxstack.kernels.attention import hopper_tiles as tiles
+from maxstack.kernels.attention.hopper_tiles import BLOCK, COMPUTE, LOG2E, OF_ROWS, ROWS, Call, Refs, Ring, buffers, same_numbers
 
 LOWEST = -1e30
 """Maximum of no scores: finite, so that exp2(score - maximum) is 0 for a hidden one."""
@@ -31,8 +32,8 @@ def forward(call: Call, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array,
     }
     out = [jax.ShapeDtypeStruct(q_BTNH.shape, call.dtype), jax.ShapeDtypeStruct((call.batch, call.heads, call.queries), jnp.float32)]
 
-    operands, tiles = (q_BTNH, k_BSKH, v_BSKH, *mine, *theirs), (call.heads, call.queries // BLOCK)
-    return tuple(launch(call, "attention_forward", _kernel, operands, out, tiles, scratch, flops))
+    operands, count = (q_BTNH, k_BSKH, v_BSKH, *mine, *theirs), (call.heads, call.queries // BLOCK)
+    return tuple(tiles.launch(call, "attention_forward", _kernel, operands, out, count, scratch, flops))
 
 
 def _kernel(call: Call, refs: Refs, scratch: Any) -> None:
@@ -55,7 +56,7 @@ def _kernel(call: Call, refs: Refs, scratch: Any) -> None:
         _, whole, cut, _ = call.keys_of(first, ROWS, call.forward_keys)
         bounds = lo, jnp.clip(whole, lo, end), jnp.clip(cut, lo, end), end
         nothing = call.full((ROWS, call.dim), 0), call.full((ROWS,), LOWEST), call.full((ROWS,), 0)
-        gathered, highest, total = walk(call, bounds, _visit(call, query_tile, own, keys, values, first, lo), nothing)
+        gathered, highest, total = tiles.walk(call, bounds, _visit(call, query_tile, own, keys, values, first, lo), nothing)
         inverse = jnp.where(total > 0, 1 / total, 0.0)
         query_tile[...] = (gathered * lax.broadcast_in_dim(inverse, gathered.shape, [0])).astype(call.dtype)
         log_tile[...] = jnp.where(total > 0, highest + jnp.log(total) * LOG2E, -jnp.inf)
@@ -65,18 +66,8 @@ def _kernel(call: Call, refs: Refs, scratch: Any) -> None:
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(warpgroup == COMPUTE)
-    def load_ahead() -> None:
-        plgpu.set_max_registers(40, action="decrease")
-        kv_head = lax.div(head, jnp.int32(call.groups))
-
-        def load(tile: Any, _: None) -> None:
-            there = pl.ds(tile * call.forward_keys, call.forward_keys)
-            keys.fill(tile - lo, [k.at[row, there, kv_head], *(x.at[row, there] for x in theirs)])
-            values.fill(tile - lo, [v.at[row, there, kv_head]])
-
-        lax.fori_loop(lo, end, load, None)
-        keys.drain(end - lo)
-        values.drain(end - lo)
+    def load() -> None:
+        tiles.load_keys(call, keys, values, (k, v, theirs), (lo, end), call.forward_keys)
 
 
 def _visit(call: Call, query_tile: Any, own: Sequence[jax.Array], keys: Ring, values: Ring, first: Any, lo: Any) -> Callable[[bool], Any]:

@@ -188,6 +188,22 @@ class Ring:
         lax.fori_loop(most(steps - self.stages, 0), steps, wait, None)
 
 
+def load_keys(call: Call, keys: Ring, values: Ring, sources: tuple[Any, Any, Refs], bounds: tuple[Bound, Bound], block: int) -> None:
+    """The loading warpgroup of queries: `sources`, keys, values and the keys' numbers in device memory, go into the rings, tile by tile."""
+    plgpu.set_max_registers(40, action="decrease")
+    (k, v, theirs), (lo, end) = sources, bounds
+    row, kv_head = lax.axis_index("batch"), lax.div(lax.axis_index("head"), jnp.int32(call.groups))
+
+    def load(tile: Any, _: None) -> None:
+        there = pl.ds(tile * block, block)
+        keys.fill(tile - lo, [k.at[row, there, kv_head], *(x.at[row, there] for x in theirs)])
+        values.fill(tile - lo, [v.at[row, there, kv_head]])
+
+    lax.fori_loop(lo, end, load, None)
+    keys.drain(end - lo)
+    values.drain(end - lo)
+
+
 def walk(call: Call, bounds: tuple[Bound, Bound, Bound, Bound], visit: Callable[[bool], Callable[[Bound, Any], Any]], carry: Any) -> Any:
     """`visit(masked)(tile, carry)` over the tiles of `keys_of` or `queries_of`, with masks only where one is needed."""
     lo, whole, cut, end = bounds

@@ -7,8 +7,6 @@ import functools
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from maxstack import sharding
@@ -21,15 +19,15 @@ Serve = Callable[..., jax.Array]
 """(q, k, v, sinks, same, request) -> o, of whole sequences on one device."""
 
 
-def on_mesh(serve: Serve, ring: Callable[..., str], q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKV: jax.Array, sinks_N: jax.Array | None, same: Same,
-            request: Request) -> jax.Array:
-    """[B, T, N, V]. `ring` takes the arrays of one device and gives the name of the backend for a ring of devices."""
+def on_mesh(serve: Serve, check_ring: Callable[..., None], q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKV: jax.Array, sinks_N: jax.Array | None,
+            same: Same, request: Request) -> jax.Array:
+    """[B, T, N, V]. `check_ring` takes the arrays of one device of a ring, and raises ConfigError where that cannot be served."""
     batch, seq = sharding.here("batch seq")
     heads, keys, inner = sequences.head_axes(q_BTNH.shape[2], k_BSKH.shape[2])
     groups, axes = q_BTNH.shape[2] // k_BSKH.shape[2], sequences.split_over()
     assert not axes or request.causal and not request.offset and q_BTNH.shape[1] == k_BSKH.shape[1], "parts of sequences are of self-attention"
     kinds: dict[str | None, Serve] = {None: serve, "ulysses": functools.partial(_by_heads, serve, axes),
-                                      "ring": functools.partial(_in_ring, serve, ring, axes)}
+                                      "ring": functools.partial(_in_ring, check_ring, axes)}
     split = kinds[sequences.kind()]
 
     def local(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKV: jax.Array, sinks_N: jax.Array | None, same: Same) -> jax.Array:
@@ -50,18 +48,8 @@ def _by_heads(serve: Serve, axes: sequences.Axes, q_BTNH: jax.Array, k_BSKH: jax
     return sequences.to_parts(serve(sequences.to_heads(q_BTNH, axes), keys, values, sinks_N, same, request), axes)
 
 
-def _in_ring(serve: Serve, ring: Callable[..., str], axes: sequences.Axes, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKV: jax.Array,
-             sinks_N: jax.Array | None, same: Same, request: Request) -> jax.Array:
-    """Around the ring; the reference gathers whole sequences on every device instead."""
-    if ring(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, request) == "blockwise":
-        scoring = Scoring(request.scale, request.reach, request.soft_cap)
-        return ring_attention(q_BTNH, k_BSKH, v_BSKV, sinks_N, tuple(mine for mine, _ in same), scoring, axes)
-    order = np.argsort(sequences.zigzag(jax.lax.axis_size(axes)))
-
-    def whole(x: jax.Array) -> jax.Array:
-        chunks = sequences.whole(x, axes).reshape(x.shape[0], len(order), -1, *x.shape[2:])
-        return chunks[:, order].reshape(x.shape[0], -1, *x.shape[2:])
-
-    o_BTNV = serve(whole(q_BTNH), whole(k_BSKH), whole(v_BSKV), sinks_N, jax.tree.map(whole, same), request)
-    chunks, device = jnp.stack(jnp.split(o_BTNV, len(order), axis=1)), jax.lax.axis_index(axes)
-    return jnp.concatenate([chunks[device], chunks[len(order) - 1 - device]], axis=1)
+def _in_ring(check: Callable[..., None], axes: sequences.Axes, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKV: jax.Array, sinks_N: jax.Array | None,
+             same: Same, request: Request) -> jax.Array:
+    check(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, request)
+    scoring = Scoring(request.scale, request.reach, request.soft_cap)
+    return ring_attention(q_BTNH, k_BSKH, v_BSKV, sinks_N, tuple(mine for mine, _ in same), scoring, axes)

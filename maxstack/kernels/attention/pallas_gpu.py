@@ -39,7 +39,7 @@ FLOAT32 = {128: ((64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2)), 256: ((32, 32,
 
 def supports(case: Case) -> str | None:
     """Why these kernels cannot serve."""
-    if case.device.platform != "gpu" or case.device.capability < (8, 0):
+    if case.device.capability < (8, 0):
         return f"needs a GPU of compute capability 8.0 (A100) or later; {case.device.kind} has {'.'.join(map(str, case.device.capability))}"
     if case.dtype not in ("bfloat16", "float32"):
         return f"dtype {case.dtype} is neither bfloat16 nor float32"
@@ -50,8 +50,6 @@ def supports(case: Case) -> str | None:
         return f"{case.heads} heads are not a multiple of {case.kv_heads} kv_heads"
     if case.request.scale <= 0:
         return f"scale {case.request.scale} is not positive"
-    if case.ring:
-        return "keys and values go around a ring of devices; blockwise can"
     if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
         return "this jax has no Triton backend for Pallas"
     return None

@@ -46,12 +46,17 @@ class Case:
     value_dim: int
     dtype: str
     """Of queries, keys and values: bfloat16 or float32."""
-    numbered: int
-    """How many pairs of numbers (documents, chunks) tell who sees whom."""
+    packed: bool
+    """Rows hold several documents."""
     sinks: bool
     device: Device
     ring: bool = False
     """Keys and values go around a ring of devices."""
+
+    @property
+    def numbered(self) -> int:
+        """How many pairs of numbers (of documents, of chunks) tell who sees whom."""
+        return self.packed + bool(self.request.chunk)
 
     @property
     def shape_class(self) -> Mapping[str, int | str]:

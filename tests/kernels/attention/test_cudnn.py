@@ -13,12 +13,12 @@ from maxstack.kernels.attention.request import Case, Request
 from maxstack.kernels.backends import Device
 
 H100 = Device("gpu", "NVIDIA H100", (9, 0))
-LLAMA = Case(Request(0.25), 4096, 4096, 32, 8, 128, 128, "bfloat16", 0, False, H100)
+LLAMA = Case(Request(0.25), 4096, 4096, 32, 8, 128, 128, "bfloat16", False, False, H100)
 REFUSED = {
     "cpu has 0.0": {"device": Device("cpu", "cpu")}, "8.0": {"device": Device("gpu", "Tesla V100", (7, 0))},
-    "later than 10.0": {"device": Device("gpu", "RTX 5090", (12, 0))}, "float32": {"dtype": "float32"}, "documents": {"numbered": 1},
+    "later than 10.0": {"device": Device("gpu", "RTX 5090", (12, 0))}, "float32": {"dtype": "float32"}, "documents": {"packed": True},
     "chunks": {"request": Request(0.25, chunk=512)}, "soft_cap 30": {"request": Request(0.25, soft_cap=30.0)}, "sinks": {"sinks": True},
-    "without a causal mask": {"request": Request(0.25, window=512, causal=False)}, "ring": {"ring": True}, "scale": {"request": Request(0.0)},
+    "without a causal mask": {"request": Request(0.25, window=512, causal=False)}, "scale": {"request": Request(0.0)},
     "from place 1": {"request": Request(0.25, offset=1)}, "4096 causal queries of 8192": {"keys": 8192},
     "4000 queries": {"queries": 4000, "keys": 4000},
     "4032 keys": {"keys": 4032, "request": Request(0.25, causal=False)}, "value_dim 64": {"value_dim": 64},

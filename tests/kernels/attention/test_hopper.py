@@ -16,7 +16,7 @@ from maxstack.kernels.backends import Device
 from maxstack.plan.topology import parse
 
 H100 = Device("gpu", "NVIDIA H100 80GB HBM3", (9, 0))
-CASE = Case(Request(0.1), 1000, 1000, 4, 2, 128, 128, "bfloat16", 2, True, H100)
+CASE = Case(Request(0.1), 1000, 1000, 4, 2, 128, 128, "bfloat16", True, True, H100)
 REQUESTS = [Request(1, window=window, causal=causal, offset=offset)
             for causal in (True, False) for window in (None, 1, 70, 500) for offset in (0, 90, -90)]
 GPU = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
@@ -25,7 +25,7 @@ GPU = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
 @pytest.mark.parametrize("changes, reason", [
     ({}, None), ({"request": Request(0.1, window=100, soft_cap=30.0, causal=False, offset=7)}, None),
     ({"device": dataclasses.replace(H100, capability=(10, 0))}, "has 10.0"), ({"dtype": "float32"}, "not bfloat16"),
-    ({"head_dim": 192}, "head_dim 192 with value head dim 128"), ({"request": Request(-0.1)}, "not positive"), ({"ring": True}, "ring")])
+    ({"head_dim": 192}, "head_dim 192 with value head dim 128"), ({"request": Request(-0.1)}, "not positive")])
 def test_reasons_name_what_the_kernels_do_not_do(changes, reason):
     found = hopper.supports(dataclasses.replace(CASE, **changes))
     assert found is None if reason is None else reason in found
@@ -66,7 +66,10 @@ VALUES = {"packed, with sinks": (150, 150, {}, 1, 4, {}),
           "both directions, other lengths": (70, 200, {"causal": False, "offset": 100, "window": 90}, 0, 4, {"keys": 64, "stages": 3})}
 
 
-@pytest.mark.skipif(not hasattr(GPU, "InterpretGPUParams"), reason="the GPU interpreter of this jax is not public, and takes minutes")
+INTERPRETED = pytest.mark.skipif(not hasattr(GPU, "InterpretGPUParams"), reason="the GPU interpreter of this jax is not public, and takes minutes")
+
+
+@INTERPRETED
 @pytest.mark.parametrize("t, s, features, numbered, arguments, blocks", VALUES.values(), ids=VALUES)
 def test_values_and_gradients_are_the_reference_s_and_nothing_races(t, s, features, numbered, arguments, blocks):
     given, do, same = inputs(t, s, 2, 1, 64)
@@ -76,6 +79,22 @@ def test_values_and_gradients_are_the_reference_s_and_nothing_races(t, s, featur
     found = with_gradients(hopper.run, given, do, same[:numbered], request, blocks=blocks, interpret=interpret)
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(np.asarray(ours, np.float32), theirs, atol=0.01 * float(jnp.abs(theirs).max()))
+
+
+@INTERPRETED
+def test_changing_one_document_never_changes_another():
+    """Bit for bit, forward and backward."""
+    given, do, _ = inputs(150, 150, 2, 1, 64)
+    first = np.arange(150) < 70
+    numbers = jnp.where(first, 7, 3)[None].astype(jnp.int32)
+
+    def both(*floats):
+        return with_gradients(hopper.run, floats, do, ((numbers, numbers),), Request(0.125), interpret=GPU.InterpretGPUParams())
+
+    before, after = both(*given[:3]), both(*(jnp.where(first[None, :, None, None], x + 1, x) for x in given[:3]))
+    for old, new in zip(before, after, strict=True):
+        np.testing.assert_array_equal(old[:, ~first], new[:, ~first])
+        assert not np.array_equal(old[:, first], new[:, first])
 
 
 @needs("h100:1x1")

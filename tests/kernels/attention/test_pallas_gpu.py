@@ -18,7 +18,7 @@ from maxstack.kernels.backends import Device
 from maxstack.plan.topology import parse
 
 H100 = Device("gpu", "NVIDIA H100", (9, 0))
-LLAMA = Case(Request(0.1), 4096, 4096, 32, 8, 128, 128, "bfloat16", 0, False, H100)
+LLAMA = Case(Request(0.1), 4096, 4096, 32, 8, 128, 128, "bfloat16", False, False, H100)
 SMALL = {prefix + name: size for prefix in pallas_gpu.PREFIXES for name, size in (("q", 16), ("k", 16), ("warps", 4), ("stages", 2))}
 
 
@@ -95,7 +95,7 @@ def test_blocks_of_other_documents_are_skipped_and_blocks_of_one_need_no_mask():
 
 
 REFUSED = {"cpu has 0.0": {"device": Device("cpu", "cpu")}, "8.0": {"device": Device("gpu", "Tesla V100", (7, 0))}, "float16": {"dtype": "float16"},
-           "head_dim 512": {"head_dim": 512}, "value_dim 300": {"value_dim": 300}, "scale": {"request": Request(-1.0)}, "ring": {"ring": True}}
+           "head_dim 512": {"head_dim": 512}, "value_dim 300": {"value_dim": 300}, "scale": {"request": Request(-1.0)}}
 
 
 @pytest.mark.parametrize("reason", REFUSED)

@@ -131,7 +131,7 @@ def sizes(jaxpr):
 
 @pytest.mark.parametrize("change, reason", [({"head_dim": 320}, "head_dim 320"), ({"dtype": "float16"}, "float16"), ({"keys": 1 << 23}, "tiles")])
 def test_what_does_not_fit_is_refused(change, reason):
-    case = dict(request=Request(1.0), queries=4096, keys=4096, heads=8, kv_heads=2, head_dim=128, value_dim=128, dtype="bfloat16", numbered=1,
+    case = dict(request=Request(1.0), queries=4096, keys=4096, heads=8, kv_heads=2, head_dim=128, value_dim=128, dtype="bfloat16", packed=True,
                 sinks=False, device=Device("tpu", "TPU v5p"))
     assert pallas_tpu.supports(Case(**case)) is None
     assert reason in pallas_tpu.supports(Case(**{**case, **change}))

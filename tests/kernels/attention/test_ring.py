@@ -51,7 +51,6 @@ CASES = {
     "ulysses of 4, fewer keys than devices": (ULYSSES | {"data": 2, "context": 4}, Request(1.5, 20, 2.0), 8, 2, SINKS),
     "ulysses of 8, chunks": (ULYSSES | {"data": 1, "context": 8}, Request(0.4, chunk=24), 8, 8, PACKED),
     "tensor alone, keys not split": ({"data": 2, "tensor": 4} | NO_RULE, Request(0.4, 20), 8, 2, SINKS),
-    "reference in a ring": (RING | {"data": 2, "context": 4, "backend": "reference"}, Request(0.4, 20), 4, 2, SINKS),
 }
 
 
@@ -59,13 +58,12 @@ CASES = {
 def test_split_sequences_give_what_whole_ones_do(name, monkeypatch):
     monkeypatch.setitem(blockwise.SIZES, "cpu", (8, 8))
     given, asked, heads, kv, features = CASES[name]
-    backend = given.get("backend", "auto")
-    cfg = sharding.MeshConfig(**{key: value for key, value in given.items() if key != "backend"})
+    cfg = sharding.MeshConfig(**given)
     mesh = sharding.make_mesh(cfg, jax.devices())
 
     def on_mesh(*arrays):
         with sharding.use(mesh, cfg):
-            return results(asked, features.get("sinks", False), backend, *arrays)
+            return results(asked, features.get("sinks", False), "auto", *arrays)
 
     found = jax.jit(on_mesh)(*inputs(heads, kv, features.get("packed", False)))
     for ours, wanted in zip(found, alone(asked, features.get("sinks", False), heads, kv, features.get("packed", False)), strict=True):

@@ -12,7 +12,7 @@ from maxstack.kernels.attention.request import Case, Request
 from maxstack.kernels.backends import Device
 
 SMALL = dict(block_q=128, block_k=128, block_q_dkv=128, block_k_dkv=128)
-CASE = dict(request=Request(0.2), queries=256, keys=256, heads=4, kv_heads=2, head_dim=64, value_dim=64, dtype="bfloat16", numbered=1, sinks=False,
+CASE = dict(request=Request(0.2), queries=256, keys=256, heads=4, kv_heads=2, head_dim=64, value_dim=64, dtype="bfloat16", packed=True, sinks=False,
             device=Device("tpu", "TPU v5p"))
 REQUESTS = {"queries without keys and keys without queries": (256, 384, Request(0.25, offset=-140)),
             "window": (256, 384, Request(0.25, window=100, soft_cap=2.0, offset=128)),
@@ -41,7 +41,8 @@ def test_values_and_gradients_are_the_reference_also_where_documents_hide_all_ke
 
 
 @pytest.mark.parametrize("change, reason", [
-    ({"dtype": "float32"}, "rounds float32"), ({"numbered": 2}, "one number"), ({"queries": 300}, "300 queries"), ({"keys": 300}, "300 keys"),
+    ({"dtype": "float32"}, "rounds float32"), ({"request": Request(0.2, chunk=64)}, "one number"), ({"queries": 300}, "300 queries"),
+    ({"keys": 300}, "300 keys"),
     ({"head_dim": 320}, "head_dim 320"), ({"request": Request(0.2, offset=-256)}, "offset -256"), ({"queries": 1 << 17, "keys": 1 << 17}, "traces"),
     ({"request": Request(0.2, window=10, offset=300)}, "offset 300")])
 def test_what_it_cannot_do_is_refused(change, reason):

@@ -14,7 +14,7 @@ from maxstack.kernels.attention.request import Case, Request
 from maxstack.kernels.backends import Device
 
 H100, A100, TPU = Device("gpu", "NVIDIA H100 80GB HBM3", (9, 0)), Device("gpu", "NVIDIA A100", (8, 0)), Device("tpu", "TPU v5p")
-CASE = Case(Request(0.1), 256, 256, 4, 2, 128, 128, "bfloat16", 0, False, H100)
+CASE = Case(Request(0.1), 256, 256, 4, 2, 128, 128, "bfloat16", False, False, H100)
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_a_process_without_the_device_cannot_compile_for_it(monkeypatch):
 
 @pytest.mark.parametrize("changes, reason", [
     ({}, None), ({"device": A100}, None), ({"device": TPU}, None), ({"request": Request(0.1, window=100, soft_cap=30.0)}, None),
-    ({"numbered": 1}, "dense mask"), ({"sinks": True}, "no sinks"), ({"request": Request(0.1, offset=8)}, "offset 8"), ({"keys": 512}, "512 keys"),
+    ({"packed": True}, "dense mask"), ({"sinks": True}, "no sinks"), ({"request": Request(0.1, offset=8)}, "offset 8"), ({"keys": 512}, "512 keys"),
     ({"dtype": "float32"}, "bfloat16 would do"), ({"head_dim": 192}, "head_dim 192"), ({"queries": 200, "keys": 200}, "multiple of 128"),
     ({"device": TPU, "request": Request(0.1, window=100)}, "no window"), ({"device": A100, "request": Request(0.1, soft_cap=30.0)}, "soft cap"),
     ({"device": dataclasses.replace(A100, capability=(7, 5))}, "compute capability 8.0")])
