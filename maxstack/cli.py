@@ -15,6 +15,8 @@ COMMANDS = {
     "score": ("maxstack.score:main", "log-probabilities and perplexity of texts under a run or a Hugging Face folder"),
     "import": ("maxstack.convert:import_model", "a Hugging Face folder as a run"),
     "export": ("maxstack.convert:export_model", "a run or checkpoint as a Hugging Face folder"),
+    "checkpoint": ("maxstack.checkpoint.cli:main", "list, verify, show, copy and prune what a run has saved"),
+    "goodput": ("maxstack.goodput:main", "where the time of a run went, over all its restarts"),
     "data": ("maxstack.data.cli:main", "train a tokenizer, prepare token shards, show what the model is fed"),
     "config": ("maxstack.config.cli:main", "show, compare and describe configurations"),
 }

@@ -83,7 +83,6 @@ def export_model(argv: Sequence[str]) -> int:
     with tqdm(total=total, unit=" weights", unit_scale=True, desc="writing") as bar:
         family = export(model, reader.shapes, reader.read, args.out, source=_source(args.run, model), dtype=args.dtype, shard_size=size,
                         architecture=args.architecture, length=length, tokenizer=tokenizer, done=bar.update)
-    reader.close()
     print(f"{args.run} step {reader.step} -> {args.out}: {family.architecture}")
     return 0
 

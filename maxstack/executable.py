@@ -13,7 +13,7 @@ from maxstack.config import ConfigError, dump
 from maxstack.run import Run
 
 MAGIC = b"maxstack step 1\n"
-SECTIONS = ("model", "mesh", "quantization", "objective", "optimizer")
+SECTIONS = ("model", "mesh", "quantization", "objective", "optimizer", "faults")
 
 
 def save(run: Run, compiled: Any, path: Path) -> int:

@@ -14,18 +14,23 @@ HOST = "pinned_host"
 
 
 class State(NamedTuple):
-    """What a step changes: updates done, weights by path, optimizer state; as arrays, shapes or shardings."""
+    """What a step changes, as arrays, shapes or shardings."""
 
     step: Any
+    """The number of the last batch that was taken, whether its update was accepted or not."""
     params: Tree
+    """Weights by path."""
     opt: Tree
+    guard: Tree
+    """faults.guard.Guard."""
 
 
 def of_state(abstract: State, info: Tree, mesh: Mesh, cfg: MeshConfig) -> State:
     """The sharding of every leaf of the state between steps. `info` is optim.ParamInfo in the shape of the parameters."""
     on_devices = _on_devices(abstract, info, mesh, cfg)
-    return State(on_devices.step, *(_in_host(part, getattr(abstract, name)) if key in cfg.offload else part
-                                    for name, key, part in (("params", "params", on_devices.params), ("opt", "optimizer", on_devices.opt))))
+    moved = {name: _in_host(getattr(on_devices, name), getattr(abstract, name))
+             for name, key in (("params", "params"), ("opt", "optimizer")) if key in cfg.offload}
+    return on_devices._replace(**moved)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +80,8 @@ def _on_devices(abstract: State, info: Tree, mesh: Mesh, cfg: MeshConfig) -> Sta
     """Weights by their logical axes; optimizer leaves like the weights behind them; the rest everywhere."""
     everywhere, rules = NamedSharding(mesh, PartitionSpec()), cfg.rules | cfg.optimizer_rules
     opt = [NamedSharding(mesh, sharding.spec(i.axes, rules)) if i else everywhere for i in weights_behind(abstract.opt, info)]
-    return State(everywhere, _of_weights(info, mesh, cfg.rules), jax.tree.unflatten(jax.tree.structure(abstract.opt), opt))
+    return State(everywhere, _of_weights(info, mesh, cfg.rules), jax.tree.unflatten(jax.tree.structure(abstract.opt), opt),
+                 jax.tree.map(lambda leaf: everywhere, abstract.guard))
 
 
 def _in_host(shardings: Tree, abstract: Tree) -> Tree:

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxstack import optim, placement, sharding
 from maxstack.config import ConfigError
+from maxstack.faults import guard
 from maxstack.kernels import tuning
 from maxstack.kernels.backends import Choice, recording
 from maxstack.models import decoder
@@ -53,7 +54,10 @@ class Run:
     start: Callable[[Tree], State]
     """Given weights, which are donated, with fresh optimizer state."""
     step: Any
-    """jitted (state, batch) -> (state, scalars); the state is donated. scalars: loss, weight, grad_norm, learning_rate, ..."""
+    """jitted (state, batch) -> (state, scalars); the state is donated. scalars: loss, weight, grad_norm, learning_rate, ...; skipped (0: the update
+    was accepted, 1: not finite, 2: a spike) and refused (updates in a row)."""
+    passed: Callable[[State], State]
+    """The state with one more batch passed over: nothing but its step changes."""
     eval_step: Any
     """jitted (params, batch) -> sums: nll, weight, bytes."""
 
@@ -140,13 +144,13 @@ def assemble(cfg: "Config", mesh: Mesh) -> Run:
     """Resolve everything that a run is made of; raises ConfigError where the parts do not fit."""
     graph, params, info = abstract_model(cfg)
     tx = optax.with_extra_args_support(optim.build(cfg.optimizer, cfg.train.steps, info))
-    abstract = State(jax.ShapeDtypeStruct((), jnp.int32), params, jax.eval_shape(tx.init, params))
+    abstract = State(jax.ShapeDtypeStruct((), jnp.int32), params, jax.eval_shape(tx.init, params), jax.eval_shape(guard.fresh))
     shardings = placement.of_state(abstract, info, mesh, cfg.mesh)
     abstract = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings)
     everywhere = NamedSharding(mesh, PartitionSpec())
 
     def start(params: Tree) -> State:
-        return State(jnp.zeros((), jnp.int32), params, tx.init(params))
+        return State(jnp.zeros((), jnp.int32), params, tx.init(params), guard.fresh())
 
     def init() -> State:
         return start(decoder.initial(cfg.model, cfg.train.seed))
@@ -160,12 +164,14 @@ def assemble(cfg: "Config", mesh: Mesh) -> Run:
     packed = cfg.data.packing != "none" or (cfg.eval.data is not None and cfg.eval.data.packing != "none")
     more = ("positions", "segments") if packed else ("real",) if mixed else ()  # padding goes to no expert
     flags = flags_for(cfg, mesh.devices.flat[0].platform)
+    following = jax.jit(lambda step: step + 1, out_shardings=everywhere)
     return Run(
         cfg=cfg, mesh=mesh, abstract=abstract, info=info,
         keys=("tokens", "targets", "mask", *more),
         graph=graph, start=jax.jit(_within(mesh, cfg, start), donate_argnums=0, out_shardings=shardings),
         init=jax.jit(_within(mesh, cfg, init), out_shardings=shardings, compiler_options=QUICK if mesh.devices.flat[0].platform == "cpu" else None),
         step=jax.jit(_within(mesh, cfg, step), donate_argnums=0, out_shardings=(shardings, everywhere), compiler_options=flags),
+        passed=lambda state: state._replace(step=following(state.step)),
         eval_step=jax.jit(_within(mesh, cfg, evaluate), out_shardings=everywhere, compiler_options=flags),
     )
 
@@ -182,19 +188,22 @@ def _step(cfg: "Config", tx: optax.GradientTransformationExtraArgs, loss: Callab
     weight = jnp.maximum(summed.weight, 1.0)
     grads = moves.like_optimizer(jax.tree.map(lambda g: g / weight, grads))
     value = summed.total / weight
-    updates, opt = tx.update(grads, state.opt, state.params, value=value, grad=grads)
+    norm = optax.tree.norm(grads)
+    skipped, guarded = guard.judge(cfg.faults, state.guard, value, norm, summed.weight)
+    accepted = skipped == guard.ACCEPTED
+    updates, opt = guard.update(accepted, tx.update, grads, state.opt, state.params, value=value, grad=grads)
     params = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), state.params, updates)
-    params = decoder.carry(cfg.model, params, summed.loads)
+    params = guard.chosen(accepted, decoder.carry(cfg.model, params, summed.loads), state.params)
     scalars = {name: total / weight for name, total in summed.metrics.items()}
     scalars["loss"] = scalars.pop("nll")
-    scalars |= {"weight": summed.weight, "grad_norm": optax.tree.norm(grads)}
+    scalars |= {"weight": summed.weight, "grad_norm": norm, "skipped": skipped, "refused": guarded.refused}
     if summed.loads:
         scalars["expert_load"] = jnp.stack([(load.max(-1) / load.mean(-1)).max() for load in summed.loads.values()]).max()
     if any(block.experts.capacity for block in cfg.model.blocks.values() if block.experts):
         scalars["dropped"] = summed.dropped / sum(load.sum() for load in summed.loads.values())
     if rate := optim.learning_rate_at(cfg.optimizer, cfg.train.steps):
-        scalars["learning_rate"] = jnp.asarray(rate(state.step))
-    return moves.home(State(state.step + 1, params, opt)), scalars
+        scalars["learning_rate"] = jnp.asarray(rate(state.guard.updates))
+    return moves.home(State(state.step + 1, params, opt, guarded)), scalars
 
 
 def _gradient(loss: Callable[..., Loss], params: Tree, batch: dict[str, jax.Array], pieces: int) -> tuple[Loss, Tree]:

@@ -12,6 +12,7 @@ from maxstack import rules
 from maxstack.checkpoint.config import CheckpointConfig
 from maxstack.config import Node, Readers, Section, fault, faults, supply
 from maxstack.data.config import DataConfig
+from maxstack.faults.config import FaultsConfig
 from maxstack.models.config import DecoderConfig
 from maxstack.optim import OptimizerConfig
 from maxstack.quantize.config import QuantizationConfig
@@ -164,6 +165,8 @@ class Config(Section):
     """Evaluation inside training."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Saving and resuming."""
+    faults: FaultsConfig = FaultsConfig()
+    """What is done about values that are not finite, and about spikes."""
 
     @classmethod
     def completed(cls, tree: Node) -> Node:

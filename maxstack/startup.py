@@ -7,11 +7,13 @@ import os
 import platform
 import subprocess
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 import maxstack
 from maxstack import config, executable, rules, sharding
@@ -23,6 +25,8 @@ from maxstack.run import Run, State, count, flags_for
 
 if TYPE_CHECKING:
     from maxstack.checkpoint.store import Checkpoints
+    from maxstack.data.feed import Feed
+    from maxstack.faults.policy import Rewind
     from maxstack.schema import Config, DistributedConfig, ProfileConfig
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -65,14 +69,14 @@ def claim(cfg: "Config", first: bool) -> Path:
     return folder
 
 
-def open_checkpoints(run: Run, folder: Path) -> "Checkpoints | None":
+def open_checkpoints(run: Run, folder: Path, say: Callable[[str], None]) -> "Checkpoints | None":
     """The run's checkpoints; None where nothing is to be saved or restored, so that orbax is not even imported."""
     cfg, folder = run.cfg.checkpoint, folder / "checkpoints"
-    if not cfg.every and cfg.restore in ("none", "latest") and not folder.exists():
+    if not cfg.every and not cfg.tiers and cfg.restore in ("none", "latest") and not folder.exists():
         return None
     from maxstack.checkpoint.store import Checkpoints
 
-    return Checkpoints(run, folder)
+    return Checkpoints(run, folder, say)
 
 
 def write_records(run: Run, folder: Path) -> None:
@@ -138,6 +142,18 @@ def fresh(run: Run) -> State:
     from maxstack.checkpoint.hf.reader import load_params
 
     return run.start(load_params(folder, run.abstract.params))
+
+
+def go_back(rewind: "Rewind", run: Run, saves: "Checkpoints | None", feed: "Feed", start: np.ndarray, log: Log) -> State:
+    """The state at the newest checkpoint before the batches of a rewind, with the feed set to go on there; `start`: where the feed began."""
+    state = saves.restore(feed, before=rewind.first) if saves else None
+    if state is None:
+        feed.restore(start)
+        given = run.cfg.checkpoint.restore
+        state = saves.restore(feed) if saves and isinstance(given, str) and given not in ("none", "latest") else fresh(run)
+        assert state is not None, "a path gives a state or an error"
+    log.say(f"rewound to step {int(state.step)}; the batches of steps {rewind.first} to {rewind.last} will be passed over (faults.spike)")
+    return state
 
 
 def compile_step(run: Run) -> "concurrent.futures.Future[tuple[Any, float]]":

@@ -1,9 +1,11 @@
 """`python -m maxstack.train CONFIG [key=value ...]`: main and the loop, top to bottom."""
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -38,18 +40,22 @@ def main(argv: Sequence[str]) -> int:
     from maxstack import config
     from maxstack.schema import Config
 
-    return train(config.load(Config, args.config, args.overrides))
+    with contextlib.ExitStack() as ending:
+        return train(config.load(Config, args.config, args.overrides), ending)
 
 
-def train(cfg: "Config") -> int:
-    """One whole run, in its folder."""
+def train(cfg: "Config", ending: contextlib.ExitStack) -> int:
+    """One whole run, in its folder. `ending` is closed however it ends: a save that is under way is not lost."""
+    started = time.monotonic()
     devices.environment(cfg.run.virtual_devices)
     import jax
 
-    from maxstack import fit, startup
+    from maxstack import fit, goodput, startup
     from maxstack.data import fits, make_feed
     from maxstack.evaluate import Evaluator
-    from maxstack.faults import Preemption
+    from maxstack.faults.policy import Policy
+    from maxstack.faults.preemption import Preemption
+    from maxstack.ledger import Ledger
     from maxstack.meter import Meter
     from maxstack.metrics import Log, Writer
     from maxstack.run import assemble
@@ -62,18 +68,27 @@ def train(cfg: "Config") -> int:
     startup.check(run)
     first = jax.process_index() == 0
     folder = startup.claim(cfg, first)
+    ledger = Ledger(folder, first, started)
     feed = make_feed(cfg.data, run.rows(cfg.train.batch_size), cfg.train.batch_size)
-    saves = startup.open_checkpoints(run, folder)
-    state = saves.restore(feed) if saves else None
+    log = Log(folder, cfg.train.steps, first)
+    start = feed.state()
+    with ledger.spent("restore"):
+        saves = startup.open_checkpoints(run, folder, log.say)
+        if saves:
+            ending.callback(saves.wait)
+        state = saves.restore(feed) if saves else None
+    policy = Policy.from_json(cfg.faults, saves.notes) if saves and saves.notes else Policy(cfg.faults)
     begin = int(state.step) if state else 0
+    ledger.resume(begin)
     startup.check_steps(cfg, begin)
 
-    log, writer = Log(folder, cfg.train.steps, first), Writer(folder, cfg.run.tensorboard, first)
+    writer = Writer(folder, cfg.run.tensorboard, first)
     if saves and state is not None:
         log.say(saves.told)
     if begin == cfg.train.steps:
         log.say(f"nothing left to do: train.steps={begin} are done")
         _close(feed, saves, writer, log)
+        ledger.close()
         return 0
     compiling = startup.compile_step(run)
     startup.introduce(run, feed.describe(), log)
@@ -83,38 +98,61 @@ def train(cfg: "Config") -> int:
     if first:
         startup.write_records(run, folder)
     evaluator = Evaluator(run, log, writer) if cfg.eval.every else None
-    compiled, seconds = compiling.result()
+    with ledger.spent("compile"):
+        compiled, seconds = compiling.result()
     log.say(f"{'loaded' if cfg.run.executable else 'compiled'} the step in {seconds:.1f} s")
 
-    stop, meter = Preemption(), Meter(run, feed, log, writer)
+    stop, meter = Preemption(), Meter(run, feed, log, writer, ledger, policy)
     profiler = startup.Profiler(cfg.train.profile, folder, log)
-    eval_loss = evaluator(0, state) if evaluator and begin == 0 else None
+    eval_loss = None
+    if evaluator and begin == 0:
+        with ledger.spent("evaluation"):
+            eval_loss = evaluator(0, state)
     step, preempted = begin, False
+    ledger.begin_steps()
     meter.restart()
     while step < cfg.train.steps and not preempted:
         step += 1
-        profiler.before(step)
-        batch = run.place(next(feed), cfg.train.batch_size)
-        state, scalars = compiled(state, batch)
-        meter.add(step, scalars)
-        profiler.after(step, scalars)
+        batch = next(feed)
+        if policy.skips(step):
+            state, rewind = run.passed(state), meter.passed_over(step)
+        else:
+            profiler.before(step)
+            state, scalars = compiled(state, run.place(batch, cfg.train.batch_size))
+            rewind = meter.add(step, scalars)
+            profiler.after(step, scalars)
         done, preempted = step == cfg.train.steps, stop.requested(step)
         evaluate = evaluator and (done or step % cfg.eval.every == 0)
-        save = saves and cfg.checkpoint.every and (done or preempted or step % cfg.checkpoint.every == 0)
-        if evaluate or save:
-            meter.flush()
+        save = saves and saves.due(step, done or preempted)
+        if evaluate or save or done or preempted:
+            rewind = meter.flush() or rewind
+        if rewind:
+            meter.drop()
+            jax.tree.map(lambda leaf: leaf.delete(), state)  # else the devices would hold two
+            with ledger.spent("restore"):
+                state = startup.go_back(rewind, run, saves, feed, start, log)
+            step = int(state.step)
+            ledger.resume(step)
+            meter.restart()
+        elif evaluate or save:
             if evaluator and evaluate:
-                eval_loss = evaluator(step, state)
+                with ledger.spent("evaluation"):
+                    eval_loss = evaluator(step, state)
             if saves and save:
-                saves.save(step, state, feed, eval_loss)
+                with ledger.spent("save"):
+                    saves.save(step, state, feed, policy.to_json(), eval_loss, done or preempted)
                 eval_loss = None
             meter.restart()
-    meter.flush()
-    _close(feed, saves)
+    with ledger.spent("save"):
+        _close(feed, saves)
     finished = step == cfg.train.steps
     meter.summary(finished)
     if finished and evaluator and cfg.eval.baselines:
-        evaluator.compare()
+        with ledger.spent("evaluation"):
+            evaluator.compare()
+    if total := ledger.close():
+        writer.write({"step": step, "goodput": total.share})
+        log.say(goodput.lines(total)[0])
     _close(writer, log)
     return 0 if finished else PREEMPTED
 

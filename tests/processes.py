@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -46,6 +47,24 @@ def interrupt(config: Path, folder: Path, after: int, number: int, *overrides: s
 def kill(config: Path, folder: Path, after: int, *overrides: str) -> None:
     """SIGKILL a run once it has reported step `after`."""
     assert interrupt(config, folder, after, signal.SIGKILL, *overrides) == -signal.SIGKILL
+
+
+def several(config: Path, count: int, *overrides: str) -> list[subprocess.Popen[str]]:
+    """The processes of one run, started."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    joined = f"distributed={{coordinator: 'localhost:{port}', processes: {count}, process: "
+    return [subprocess.Popen(command(config, *overrides, f"{joined}{i}}}"), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                             text=True) for i in range(count)]
+
+
+def together(config: Path, count: int, *overrides: str, code: int = 0) -> list[str]:
+    """Run as several processes to the end; their outputs. Fails unless all leave with `code`."""
+    started = several(config, count, *overrides)
+    outputs = [process.communicate(timeout=300)[0] for process in started]
+    assert [process.returncode for process in started] == [code] * count, "\n".join(outputs)
+    return outputs
 
 
 def rows(folder: Path, key: str = "loss") -> list[dict[str, Any]]:

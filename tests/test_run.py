@@ -39,7 +39,7 @@ def test_one_microbatch_of_eight_rows_equals_eight_of_one(devices):
     one, eight = (tiny.make_run(tiny.config(model=ONE_LAYER, train={"batch_size": 8 * devices, "accumulate": accumulate, "steps": 5},
                                             objective={"z_loss": 1e-3}, optimizer={"learning_rate": 1.0, "chain": [{"kind": "sgd"}]}), devices)
                   for accumulate in (1, 8))
-    ((_, params, _), whole), ((_, parts, _), split) = (
+    ((_, params, *_), whole), ((_, parts, *_), split) = (
         run.step(one.init(), run.place(tiny.batch(run.cfg), 8 * devices)) for run in (one, eight))
     for name in whole:
         np.testing.assert_allclose(whole[name], split[name], rtol=2e-6, err_msg=name)

@@ -4,20 +4,40 @@ from typing import Literal
 
 from pydantic import Field
 
-from maxstack.config import Section
+from maxstack.config import Items, Section
+
+
+class TierConfig(Section):
+    """Another place for checkpoints, in a folder of the run's name below `path`."""
+
+    path: str
+    """A folder. Without `replicate` all processes see the same there; with it, it is on each host's own disk."""
+    every: int = Field(100, ge=1)
+    """Steps between saves there. The last save of a run goes to every tier that all processes see."""
+    keep: int = Field(2, ge=1)
+    """The newest checkpoints that stay there."""
+    replicate: int | None = Field(None, ge=0)
+    """On each host's own disk: how many other processes' disks get a copy of a process's shards. Such checkpoints are read on the mesh and the number
+    of processes that wrote them. null: a folder that all see, in a format that any mesh reads."""
 
 
 class CheckpointConfig(Section):
     """Model, optimizer, data position and step, saved together."""
 
     every: int = Field(1000, ge=0)
-    """Steps between saves; 0: never, not even at the end or on SIGTERM."""
+    """Steps between saves into the run's own folder; 0: never, not even at the end or on SIGTERM."""
+    tiers: Items[TierConfig] = ()
+    """More places, each with its own pace: `{path: /local/ssd, every: 20, keep: 2, replicate: 1}`. A run goes on from the newest intact step of all;
+    of equal ones, from a host's own disk, then from the run's folder, then from the others in their order."""
     keep: int = Field(3, ge=1)
     """The newest checkpoints that stay."""
     keep_every: int | None = Field(None, ge=1)
     """Checkpoints at multiples of this step stay for good; null: none."""
     keep_best: int = Field(0, ge=0)
     """This many checkpoints with the lowest eval_loss stay too."""
+    on_failure: Literal["continue", "stop"] = "continue"
+    """What a save that fails, for want of room or a lost disk, does to the run: it is told and the run goes on to the next, or stops. The last
+    save of a run, at its end or on a signal, must succeed."""
     restore: Literal["none", "latest"] | int | str = "latest"
     """Where to start: none (from scratch; refused if the run already has checkpoints), latest, a step of this run, or the path of another run or of
     one of its steps, which is read only while this run has no checkpoint of its own."""

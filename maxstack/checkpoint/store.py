@@ -1,19 +1,24 @@
-"""Checkpoints of one run: weights, optimizer, data position and step in one atomic step folder, written by Orbax in the background."""
+"""The checkpoints of one run, over its tiers: weights, optimizer, data position and step, saved together, checked, and found again."""
 
 import contextlib
 import fnmatch
 import json
-import time
-from collections.abc import Mapping
+import threading
+import zlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from orbax.checkpoint import v1 as ocp
 
 from maxstack import config
+from maxstack.checkpoint.agree import Processes
+from maxstack.checkpoint.config import CheckpointConfig, TierConfig
+from maxstack.checkpoint.local import Local
+from maxstack.checkpoint.manifest import Damage
+from maxstack.checkpoint.shared import Shared
 from maxstack.checkpoint.weights import WeightsReader, step_of
 from maxstack.config import ConfigError
 
@@ -23,103 +28,190 @@ if TYPE_CHECKING:
     from maxstack.schema import Config
 
 Tree = Any
-FORMAT = 1
+FORMAT = 2
 FREE = ("model.dtype", "model.weights", "model.remat", "model.unroll", "model.blocks.*.slack", "model.*.backend", "data.workers", "data.prefetch")
 BOUND = ("model", "quantization", "data", "objective", "train.batch_size")
 
 
-class Checkpoints:
-    """The `checkpoints/` folder of a run. One save at a time runs in the background; the next waits for it and raises if it failed."""
+class Tier(NamedTuple):
+    """One place of a run's checkpoints, and when and what it keeps."""
 
-    def __init__(self, run: "Run", folder: Path):
-        self._run, cfg = run, run.cfg.checkpoint
-        keep = ocp.training.preservation_policies
-        policies: list[Any] = [keep.LatestN(cfg.keep)]
-        if cfg.keep_every:
-            policies.append(keep.EveryNSteps(cfg.keep_every))
-        if cfg.keep_best:
-            policies.append(keep.BestN(get_metric_fn=lambda m: m["eval_loss"], reverse=True, n=cfg.keep_best, keep_checkpoints_without_metrics=False))
-        self._checkpointer = ocp.training.Checkpointer(
-            folder.absolute(), save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
-            preservation_policy=keep.AnyPreservationPolicy(policies), cleanup_tmp_directories=True)
-        self._restore, self.source, self.told = cfg.restore, folder, ""
-        self._saving: Any = None
+    place: Shared | Local
+    every: int
+    rule: "CheckpointConfig | TierConfig"
+
+    def due(self, step: int, last: bool) -> bool:
+        """Whether a step is saved here; the last one goes to every tier that all processes see."""
+        return self.every > 0 and (step % self.every == 0 or (last and isinstance(self.place, Shared)))
+
+
+class Checkpoints:
+    """Saves and restores. One save at a time runs in the background; the next waits for it.
+
+    `say` is told, at once and from any thread, what a user should not miss. A step that could not be written, or is not what was written, is
+    never the latest: the run goes on from the newest intact one.
+    """
+
+    def __init__(self, run: "Run", folder: Path, say: Callable[[str], None]):
+        self._run, self._cfg, self._say = run, run.cfg.checkpoint, say
+        self._processes = Processes()
+        self._own = Shared(folder.absolute(), self._processes)
+        self._tiers = self._opened()
+        self._told = folder.parent / "saved.json"
+        self._saving: threading.Thread | None = None
+        self._failed: str | None = None
+        self.told, self.notes = "", dict[str, Any]()
+        for tier in self._tiers:
+            tier.place.clear()
+
+    def _opened(self) -> list[Tier]:
+        """Nearest first."""
+        cfg, run = self._cfg, self._run.cfg.run
+        own, others = [], []
+        for tier in cfg.tiers:
+            path = Path(tier.path).expanduser().absolute() / run.name
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(f"checkpoint.tiers: cannot write to {path}: {error.strerror}; give another path") from error
+            if tier.replicate is None:
+                others.append(Tier(Shared(path, self._processes), tier.every, tier))
+            else:
+                distributed = self._run.cfg.distributed
+                local = Local(path, self._processes, tier.replicate, self._layout(), distributed.coordinator if distributed else None)
+                own.append(Tier(local, tier.every, tier))
+        return [*own, Tier(self._own, cfg.every, cfg), *others]
+
+    def _layout(self) -> str:
+        """Of the shards on this mesh: others than these cannot be read from hosts' own disks."""
+        places = [f"{path} {leaf.shape} {leaf.dtype} {leaf.sharding.spec}" for path, leaf in _flat(self._run.abstract).items()]
+        return f"{dict(self._run.mesh.shape)} {zlib.crc32(' '.join(places).encode()):08x}"
 
     def steps(self) -> list[int]:
-        """The finished steps, oldest first."""
-        return sorted(found.step for found in self._checkpointer.checkpoints)
+        """The finished steps of all tiers, oldest first."""
+        return sorted({step for tier in self._tiers for step in tier.place.steps()})
 
-    def save(self, step: int, state: Tree, feed: "Feed", eval_loss: float | None) -> None:
-        """Copy the arrays off the devices, then write in the background; the step counts once all of it is on disk."""
+    def due(self, step: int, last: bool = False) -> bool:
+        """Whether any tier wants this step."""
+        return any(tier.due(step, last) for tier in self._tiers)
+
+    def save(self, step: int, state: Tree, feed: "Feed", notes: Mapping[str, Any], eval_loss: float | None = None, last: bool = False) -> None:
+        """Copy the arrays off the devices for each tier that is due, then write in the background; a step counts where all of it is on disk, with its
+        checksums. `notes` are plain data that `restore` leaves in `self.notes`."""
         self.wait()
-        meta = json.dumps({"config": self._run.cfg.model_dump(mode="json"), "sources": feed.identity()})
+        meta = json.dumps({"config": self._run.cfg.model_dump(mode="json"), "sources": feed.identity(), "notes": dict(notes)})
         parts = {"state": _flat(state), "data": {"position": self._position(feed.state())}, "meta": {"format": FORMAT, "json": meta}}
-        metrics = None if eval_loss is None else {"eval_loss": eval_loss}
-        self._saving = self._checkpointer.save_checkpointables_async(step, parts, metrics=metrics)
+        begun = [(tier, tier.place.begin(step, parts)) for tier in self._tiers if tier.due(step, last)]
+        self._saving = threading.Thread(target=self._finish, args=(step, begun, {"eval_loss": eval_loss}), name="checkpoint")
+        self._saving.start()
 
-    def wait(self) -> None:
-        """Until the save under way is on disk; raises what went wrong with it."""
+    def _finish(self, step: int, begun: list[tuple[Tier, Callable[[], None]]], facts: Mapping[str, Any]) -> None:
+        for tier, written in begun:
+            try:
+                tier.place.finish(step, written, facts)
+                tier.place.remove(removable(tier.place.steps(), tier.place.facts, tier.rule))
+            except OSError as error:
+                self._failed = f"checkpoint of step {step} was not saved to {tier.place.folder}: {error}"
+                kept = tier.place.steps()
+                self._say(f"{self._failed}; {f'step {kept[-1]} remains the latest there' if kept else 'there is none yet'}")
+            else:
+                if self._processes.number == 0:
+                    with contextlib.suppress(OSError):  # it serves a better error alone
+                        self._told.parent.mkdir(parents=True, exist_ok=True)
+                        self._told.write_text(json.dumps({"step": step}))
+
+    def wait(self, last: bool = False) -> None:
+        """Until the save under way is on disk. ConfigError where it failed, and it was the last or `checkpoint.on_failure` is stop."""
         if self._saving is not None:
-            saving, self._saving = self._saving, None
-            saving.result()
+            self._saving.join()
+            self._saving = None
+        told, self._failed = self._failed, None
+        if told and (last or self._cfg.on_failure == "stop"):
+            raise ConfigError(f"{told}; make room there, and run the same command again")
 
-    def restore(self, feed: "Feed") -> Tree | None:
+    def restore(self, feed: "Feed", before: int | None = None) -> Tree | None:
         """What `checkpoint.restore` asks for, on this run's mesh whatever mesh wrote it, with the feed set to go on; None: start from scratch.
+        `before`: the newest step before this one instead, with a save that is under way awaited; None: there is none.
 
-        Raises ConfigError where there is no such checkpoint, or, with the differences, where it is of another architecture, data or optimizer.
+        A step that is damaged is said to be and put aside, and the next one taken. Raises ConfigError where there is no such checkpoint, where
+        none is intact, or, with the differences, where it is of another architecture, data or optimizer.
         """
-        step = self._chosen()
-        if step is None:
+        self.wait()
+        wanted, found = self._cfg.restore, self._candidates(before)
+        if not found and before is not None:
+            self._set_aside(0, [])
             return None
-        where, run = f"{self.source}/{step}", self._run
-        self.told = f"resumed from step {step} of {self.source}"
-        if self._restore not in ("latest", step) and self.source == Path(self._checkpointer.directory):
-            self.told += f"; checkpoint.restore={self._restore} is where this run once began, or would have, and is not read again"
-        with contextlib.ExitStack() as stack:
-            reader = self._checkpointer if self.source == Path(self._checkpointer.directory) else stack.enter_context(_reader(self.source))
-            if "meta" not in reader.checkpointables_metadata(step).metadata:
+        if not found and isinstance(wanted, str) and wanted not in ("none", "latest"):
+            folder, step = step_of(Path(wanted), f"checkpoint.restore: {wanted}")
+            try:
+                return self._load(Shared(folder, self._processes), step, feed)
+            except Damage as error:
+                raise ConfigError(f"checkpoint.restore: {wanted} is damaged: {error}; name another step of it") from error
+        damaged: list[tuple[Tier, int]] = []
+        for tier, step in found:
+            try:
+                state = self._load(tier.place, step, feed)
+            except Damage as error:
+                self._say(f"DAMAGED CHECKPOINT, step {step}: {error}")
+                damaged.append((tier, step))
+                continue
+            self._set_aside(step, damaged)
+            return state
+        if damaged:
+            raise ConfigError(f"{self._own.folder}: damaged are all of the steps {[step for _, step in damaged]} that checkpoint.restore={wanted} "
+                              f"may take; name another of {self.steps()}, or start a new run with another run.name")
+        if wanted != "none" and self._told.exists():
+            raise ConfigError(f"{self._told} says that step {json.loads(self._told.read_text())['step']} was saved, but no tier holds a checkpoint: "
+                              f"{', '.join(str(tier.place.folder) for tier in self._tiers)}; put one back, or start a new run with another run.name")
+        return None
+
+    def _candidates(self, before: int | None) -> list[tuple[Tier, int]]:
+        """What to restore from, the best first."""
+        wanted, found = self._cfg.restore, [(tier, step) for tier in self._tiers for step in tier.place.steps()]
+        if before is not None:
+            return sorted((one for one in found if one[1] < before), key=lambda one: -one[1])
+        if wanted == "none" and found:
+            raise ConfigError(f"checkpoint.restore: none starts from scratch, but {found[-1][0].place.folder} already holds step {found[-1][1]}; "
+                              "choose another run.name, delete that folder, or use checkpoint.restore: latest")
+        if isinstance(wanted, int) and not (asked := [one for one in found if one[1] == wanted]):
+            raise ConfigError(f"checkpoint.restore: {self._own.folder} holds no step {wanted}; it holds {self.steps() or 'none'}")
+        return asked if isinstance(wanted, int) else sorted(found, key=lambda one: -one[1])
+
+    def _set_aside(self, step: int, damaged: list[tuple[Tier, int]]) -> None:
+        """Move what is damaged, and what is later than the step that the run goes on from, out of the way of steps to come."""
+        for tier in self._tiers:
+            for other in tier.place.steps():
+                if (tier, other) in damaged:
+                    self._say(f"step {other} was put aside as {tier.place.set_aside(other, 'damaged')}; going on from step {step}")
+                elif other > step:
+                    tier.place.set_aside(other, "abandoned")
+        if not self.steps() and self._processes.number == 0:
+            self._told.unlink(missing_ok=True)
+
+    def _load(self, tier: Shared | Local, step: int, feed: "Feed") -> Tree:
+        """A step of a tier; Damage where it is not what was written."""
+        where, run = f"{tier.folder}/{step}", self._run
+        with tier.verified(step):
+            if "meta" not in (parts := tier.holds(step)):
                 self.told = f"starting from the weights in {where}"
                 return run.start(WeightsReader(Path(where)).load(run.abstract.params))
-            meta = json.loads(reader.load_checkpointables(step, {"meta": None})["meta"]["json"])
+            meta = json.loads(tier.load(step, {"meta": None})["meta"]["json"])
             _refuse_changes(where, meta["config"], run.cfg)
             if meta["sources"] != feed.identity():
                 raise ConfigError(f"{where}: the documents of data.sources have changed since (files added, removed or renamed), so the order of the "
-                                "data would too; put them back, or start a new run with another run.name")
-            wanted = _flat(run.abstract)
-            found = reader.checkpointables_metadata(step).metadata["state"]
+                                  "data would too; put them back, or start a new run with another run.name")
+            wanted, found = _flat(run.abstract), parts["state"]
             if {k: tuple(v.shape) for k, v in found.items()} != {k: tuple(v.shape) for k, v in wanted.items()}:
                 raise _other_state(where, meta["config"], run.cfg, found, wanted)
             shape = run.cfg.train.batch_size, feed.state().shape[1]
             position = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=run.lane_sharding)
-            loaded = reader.load_checkpointables(step, {"state": wanted, "data": {"position": position}})
+            loaded = tier.load(step, {"state": wanted, "data": {"position": position}})
         feed.restore(self._local_position(loaded["data"]["position"]))
+        self.notes = meta["notes"]
+        self.told = f"resumed from step {step} of {tier.folder}"
+        if self._cfg.restore not in ("latest", step) and any(tier is one.place for one in self._tiers):
+            self.told += f"; checkpoint.restore={self._cfg.restore} is where this run once began, or would have, and is not read again"
         return _unflat(run.abstract, loaded["state"])
-
-    def _chosen(self) -> int | None:
-        """The step to restore; `source` becomes the folder that holds it."""
-        self.source = own = Path(self._checkpointer.directory)
-        steps, wanted = self.steps(), self._restore
-        if wanted == "none" and steps:
-            raise ConfigError(f"checkpoint.restore: none starts from scratch, but {own} already holds step {steps[-1]}; "
-                              "choose another run.name, delete that folder, or use checkpoint.restore: latest")
-        if isinstance(wanted, int):
-            if wanted not in steps:
-                raise ConfigError(f"checkpoint.restore: {own} holds no step {wanted}; it holds {steps or 'none'}")
-            self._set_aside([step for step in steps if step > wanted])
-            return wanted
-        if steps or wanted in ("none", "latest"):
-            return steps[-1] if steps else None
-        self.source, step = step_of(Path(wanted), f"checkpoint.restore: {wanted}")
-        return step
-
-    def _set_aside(self, steps: list[int]) -> None:
-        """Move the steps after the one that is restored out of the way, so that the new ones take their names."""
-        own = Path(self._checkpointer.directory)
-        aside = own.parent / "abandoned" / str(time.time_ns())
-        for step in steps if jax.process_index() == 0 else []:
-            aside.mkdir(parents=True, exist_ok=True)
-            (own / str(step)).rename(aside / str(step))
-        self._checkpointer.reload()
 
     def _position(self, position: np.ndarray) -> jax.Array:
         """This process's lane positions int64 [rows, K] -> global int32 [batch_size, K], sharded like the batch."""
@@ -135,13 +227,18 @@ class Checkpoints:
         return np.stack([found[row] for row in sorted(found)]).astype(np.int64)
 
     def close(self) -> None:
-        """Wait for the save under way."""
-        self.wait()
-        self._checkpointer.close()
+        """Wait for the save under way. ConfigError where it failed."""
+        self.wait(last=True)
 
 
-def _reader(folder: Path) -> Any:
-    return ocp.training.Checkpointer(folder)
+def removable(steps: list[int], facts: Callable[[int], Mapping[str, Any]], cfg: CheckpointConfig | TierConfig) -> list[int]:
+    """The steps that no rule keeps: of the newest, of multiples of keep_every, of the lowest eval_loss."""
+    stay = {*steps[-cfg.keep:]}
+    if isinstance(cfg, TierConfig):
+        return [step for step in steps if step not in stay]
+    stay |= {step for step in steps if cfg.keep_every and step % cfg.keep_every == 0}
+    losses = {step: loss for step in steps if cfg.keep_best and (loss := facts(step)["eval_loss"]) is not None}
+    return [step for step in steps if step not in stay | {*sorted(losses, key=losses.__getitem__)[:cfg.keep_best]}]
 
 
 def _flat(state: Tree) -> dict[str, Any]:

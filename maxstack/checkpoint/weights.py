@@ -13,6 +13,7 @@ import numpy as np
 import tensorstore
 from orbax.checkpoint import v1 as ocp
 
+from maxstack.checkpoint import manifest
 from maxstack.config import ConfigError
 
 Tree = Any
@@ -58,20 +59,24 @@ class WeightsWriter:
             file.write(f"{path}\n")
 
     def finish(self) -> None:
-        """Make the checkpoint visible."""
+        """Make the checkpoint visible, with its manifest."""
         assert self.done | {*self._journal.read_text().splitlines()} >= self._weights.keys()
+        step = self._partial / "0"
+        manifest.write(step, manifest.checksums(step, manifest.files(step)), {"eval_loss": None})
         (self._run / "checkpoints").mkdir(exist_ok=True)
         (self._partial / "0").rename(self._run / "checkpoints" / "0")
         shutil.rmtree(self._partial)
 
 
 class WeightsReader:
-    """The weights of a checkpoint's step, whatever else it holds."""
+    """The weights of a checkpoint's step, whatever else it holds; ConfigError where its files are not what was written."""
 
     def __init__(self, path: Path):
         folder, self.step = step_of(path, f"{path}:")
-        self._checkpointer = ocp.training.Checkpointer(folder)
-        found = self._checkpointer.checkpointables_metadata(self.step).metadata
+        self._path = folder / f"{self.step}"
+        if wrong := list(manifest.damages(self._path)):
+            raise ConfigError("\n".join([f"{self._path} is damaged:", *wrong]) + "\ngive another step")
+        found = ocp.checkpointables_metadata(self._path).metadata
         self.weights_only = "meta" not in found
         self.shapes: dict[str, tuple[int, ...]] = {key.removeprefix(PREFIX): tuple(leaf.shape) for key, leaf in found["state"].items()
                                                    if key.startswith(PREFIX)}
@@ -82,7 +87,7 @@ class WeightsReader:
         """The configuration of the run that wrote the checkpoint; None in one of weights alone."""
         if self.weights_only:
             return None
-        return json.loads(self._checkpointer.load_checkpointables(self.step, {"meta": None})["meta"]["json"])["config"]
+        return json.loads(ocp.load_checkpointables(self._path, {"meta": None})["meta"]["json"])["config"]
 
     def read(self, path: str) -> np.ndarray:
         """One weight."""
@@ -93,19 +98,15 @@ class WeightsReader:
         wanted = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(abstract)}
         if {path: tuple(leaf.shape) for path, leaf in wanted.items()} != self.shapes:
             odd = sorted(path for path in {*wanted, *self.shapes} if path not in wanted or self.shapes.get(path) != tuple(wanted[path].shape))
-            raise ConfigError(f"{self._checkpointer.directory}/{self.step}: holds the weights of another model: {', '.join(odd[:5])} differ")
+            raise ConfigError(f"{self._path}: holds the weights of another model: {', '.join(odd[:5])} differ")
         loaded = self._load({PREFIX + path: leaf for path, leaf in wanted.items()})
         return jax.tree_util.tree_map_with_path(lambda path, leaf: loaded[PREFIX + jax.tree_util.keystr(path, simple=True, separator="/")], abstract)
-
-    def close(self) -> None:
-        """Let go of the folder."""
-        self._checkpointer.close()
 
     def _load(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
         context = ocp.Context()
         context.pytree.loading.partial_load = True
         with context:
-            return self._checkpointer.load_checkpointables(self.step, {"state": dict(wanted)})["state"]
+            return ocp.load_checkpointables(self._path, {"state": dict(wanted)})["state"]
 
 
 def _chunk(shape: tuple[int, ...], lead: int, itemsize: int) -> list[int]:
@@ -122,7 +123,7 @@ def step_of(path: Path, told: str) -> tuple[Path, int]:
     if path.name.isdigit() and path.is_dir():
         return path.parent.absolute(), int(path.name)
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    steps = sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit()) if folder.is_dir() else []
+    steps = manifest.steps(folder)
     if not steps:
         raise ConfigError(f"{told} holds no checkpoint; give a run's folder, or one step inside its checkpoints folder")
     return folder.absolute(), steps[-1]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from maxstack import sharding
 from maxstack.config import ConfigError, did_you_mean
@@ -42,6 +43,11 @@ class Device:
         """Of the mesh around this place of the program, else jax's default."""
         mesh = sharding.mesh()
         return cls.of(jax.devices()[0] if mesh is None else mesh.devices.flat[0])
+
+
+def multiplied(dtype: Any) -> Any:
+    """The type in which blocks of `dtype` are best multiplied: float32 on a CPU, where XLA would convert each block around each product."""
+    return jnp.promote_types(dtype, jnp.float32) if Device.here().platform == "cpu" else dtype
 
 
 class Case(Protocol):

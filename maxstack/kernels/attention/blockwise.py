@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxstack.kernels.attention.request import Case, Request, Same
-from maxstack.kernels.backends import Device
+from maxstack.kernels.backends import Device, multiplied
 
 MASKED, NOTHING = -1e30, -5e29
 """The score of a key that is not seen, and the log-sum-exp of a query that has seen none: between the first and every score, so that a query that
@@ -157,7 +157,8 @@ Keys = tuple[jax.Array, jax.Array]
 
 
 def by_head(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKV: jax.Array) -> tuple[jax.Array, Keys]:
-    """[B, K, G, T, H] and keys and values."""
+    """[B, K, G, T, H] and keys and values, in the type that products are made in."""
+    q_BTNH, k_BSKH, v_BSKV = (x.astype(multiplied(x.dtype)) for x in (q_BTNH, k_BSKH, v_BSKV))
     return _grouped(q_BTNH, k_BSKH.shape[2]), (k_BSKH.transpose(0, 2, 1, 3), v_BSKV.transpose(0, 2, 1, 3))
 
 
@@ -226,7 +227,7 @@ def ask(q_BKGTH: jax.Array, o_BTNV: jax.Array, do_BTNV: jax.Array, log_BKGT: jax
     """What the backward pass needs to know of the queries."""
     mean_BTN = (do_BTNV.astype(jnp.float32) * o_BTNV.astype(jnp.float32)).sum(axis=-1)
     kv = q_BKGTH.shape[1]
-    return Asked(q_BKGTH, _grouped(do_BTNV, kv), _grouped(mean_BTN[..., None], kv)[..., 0], log_BKGT)
+    return Asked(q_BKGTH, _grouped(do_BTNV.astype(q_BKGTH.dtype), kv), _grouped(mean_BTN[..., None], kv)[..., 0], log_BKGT)
 
 
 Grads = tuple[jax.Array, Keys]

@@ -1,4 +1,4 @@
-"""Faults that a run survives: preemption."""
+"""Preemption: a signal asks the run to save and leave."""
 
 import os
 import signal

@@ -1,0 +1,174 @@
+"""`maxstack checkpoint`: what a run has saved and where, whether it is intact, copies of it, and room made."""
+
+import argparse
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tqdm
+import yaml
+
+from maxstack.checkpoint import manifest
+from maxstack.checkpoint.manifest import Damage
+from maxstack.config import ConfigError
+
+Held = dict[int, list[Path]]
+"""Step -> the folders that hold it, or the parts of it that are on this host."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do what the arguments say; 1 where a checkpoint is damaged."""
+    parser = argparse.ArgumentParser(
+        prog="maxstack checkpoint", description="The checkpoints of a run, in all its tiers that this host sees.",
+        epilog="example: maxstack checkpoint verify runs/quickstart")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, words in (("list", "every step: where, how large, of when"), ("verify", "hold every file against the checksum of when it was written"),
+                        ("show", "what one step holds"), ("copy", "a step to another folder, checked there"),
+                        ("prune", "delete all but the newest steps of the run's own folder")):
+        command = commands.add_parser(name, help=words, description=f"{words[0].upper()}{words[1:]}.")
+        command.add_argument("run", metavar="RUN", type=Path, help="a run's folder")
+        if name in ("verify", "show", "copy"):
+            command.add_argument("--step", type=int, metavar="N", help=f"this one (default: {'all' if name == 'verify' else 'the newest'})")
+    commands.choices["copy"].add_argument("to", metavar="FOLDER", type=Path, help="gets a folder of the step's number")
+    commands.choices["prune"].add_argument("--keep", type=int, required=True, metavar="N", help="how many of the newest stay, 1 or more")
+    commands.choices["prune"].add_argument("--dry-run", action="store_true", help="only say what would go")
+    args = parser.parse_args(argv)
+    held = found(args.run)
+    return {"list": _list, "verify": _verify, "show": _show, "copy": _copy, "prune": _prune}[args.command](args, held)
+
+
+def found(run: Path) -> Held:
+    """The finished steps of a run on this host, newest last. ConfigError where there is no such run, or nothing saved."""
+    if not run.is_dir():
+        raise ConfigError(f"{run}: no such folder; give a run's folder, as runs/quickstart")
+    held: Held = {}
+    for folder in (run / "checkpoints", *_tiers(run)):
+        for step in manifest.steps(folder):
+            held.setdefault(step, []).append(folder / f"{step}")
+        for part in folder.glob(f"host_*/*/of_*/{manifest.NAME}"):
+            held.setdefault(int(part.parent.parent.name), []).append(part.parent)
+    if not held:
+        raise ConfigError(f"{run}: holds no finished checkpoint, nor do its tiers on this host")
+    return dict(sorted(held.items()))
+
+
+def _tiers(run: Path) -> list[Path]:
+    """The run's folders in its other tiers, as its config.yml names them."""
+    path = run / "config.yml"
+    config = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return [Path(tier["path"]).expanduser() / config["run"]["name"] for tier in config.get("checkpoint", {}).get("tiers") or ()]
+
+
+def _chosen(args: argparse.Namespace, held: Held) -> tuple[int, list[Path]]:
+    step = max(held) if args.step is None else args.step
+    if step not in held:
+        raise ConfigError(f"{args.run}: holds no step {step}; it holds {', '.join(map(str, held))}")
+    return step, held[step]
+
+
+def _list(args: argparse.Namespace, held: Held) -> int:
+    print(f"{'step':>10}  {'size':>10}  {'eval loss':>9}  {'saved':19}  where")
+    for step, paths in held.items():
+        for path in paths:
+            try:
+                facts, files = manifest.read(path)
+            except Damage as error:
+                print(f"{step:>10}  DAMAGED: {error}")
+                continue
+            loss = "" if facts.get("eval_loss") is None else f"{facts['eval_loss']:.4f}"
+            saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime((path / manifest.NAME).stat().st_mtime))
+            print(f"{step:>10}  {_size(sum(entry['bytes'] for entry in files.values())):>10}  {loss:>9}  {saved}  {path}")
+    return 0
+
+
+def _verify(args: argparse.Namespace, held: Held) -> int:
+    chosen = held if args.step is None else dict([_chosen(args, held)])
+    paths = [path for paths in chosen.values() for path in paths]
+    wrong: list[str] = []
+    with tqdm.tqdm(total=sum(_bytes(path) for path in paths), unit="B", unit_scale=True, desc="verifying", disable=None) as bar:
+        for path in paths:
+            wrong += manifest.damages(path, done=bar.update)
+    for line in wrong:
+        print(f"DAMAGED: {line}")
+    print(f"{len(paths)} places of {len(chosen)} steps: {f'{len(wrong)} files are damaged' if wrong else 'all intact'}")
+    return 1 if wrong else 0
+
+
+def _show(args: argparse.Namespace, held: Held) -> int:
+    step, paths = _chosen(args, held)
+    whole = next((path for path in paths if (path / "_CHECKPOINT_METADATA").exists()), None)
+    if whole is None:
+        raise ConfigError(f"{args.run}: step {step} is only on hosts' own disks here ({paths[0]}), which hold shards; its files: "
+                          "maxstack checkpoint list")
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from orbax.checkpoint import v1 as ocp
+
+    held_there = ocp.checkpointables_metadata(whole).metadata
+    arrays: dict[str, Any] = held_there["state"]
+    count = sum(math.prod(leaf.shape) for name, leaf in arrays.items() if name.startswith("params/"))
+    print(f"step {step} of {args.run}: {len(arrays)} arrays, {count:,} parameters, {_size(_bytes(whole))} in {whole}")
+    if "meta" in held_there:
+        meta = json.loads(ocp.load_checkpointables(whole, {"meta": None})["meta"]["json"])
+        passed = meta["notes"].get("skipped") if meta.get("notes") else None
+        print("\n".join(f"batches {first} to {last} were passed over" for first, last in passed or []))
+    width = max(map(len, arrays))
+    for name, leaf in arrays.items():
+        print(f"  {name:<{width}}  {leaf.dtype}{list(leaf.shape)}")
+    return 0
+
+
+def _copy(args: argparse.Namespace, held: Held) -> int:
+    step, paths = _chosen(args, held)
+    source = next((path for path in paths if path.name == f"{step}"), None)
+    if source is None:
+        raise ConfigError(f"{args.run}: step {step} is only on hosts' own disks, which hold shards; copy a step of the run's own folder")
+    if wrong := list(manifest.damages(source)):
+        raise ConfigError("\n".join([f"{source} is damaged, and was not copied:", *wrong]))
+    to = args.to / f"{step}"
+    if to.exists():
+        raise ConfigError(f"{to}: is there already; give another folder, or delete it")
+    unfinished = args.to / f".{step}.unfinished"
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.copytree(source, unfinished)
+    except OSError as error:
+        raise ConfigError(f"{args.to}: cannot be written: {error}; what was copied is in {unfinished}") from error
+    if wrong := list(manifest.damages(unfinished)):
+        raise ConfigError("\n".join([f"{unfinished}: the copy is not what was read:", *wrong]))
+    unfinished.rename(to)
+    print(f"{to}: step {step}, checked; checkpoint.restore={to} starts from it")
+    return 0
+
+
+def _prune(args: argparse.Namespace, held: Held) -> int:
+    if args.keep < 1:
+        raise ConfigError(f"--keep {args.keep}: must be 1 or more; to delete all of a run, delete its folder")
+    own = args.run / "checkpoints"
+    gone = manifest.steps(own)[:-args.keep]
+    freed = sum(_bytes(own / f"{step}") for step in gone)
+    for step in gone if not args.dry_run else []:
+        (own / f"{step}" / manifest.NAME).unlink()
+        shutil.rmtree(own / f"{step}")
+    print(f"{own}: {'would delete' if args.dry_run else 'deleted'} {len(gone)} steps, {_size(freed)}"
+          f"{': ' + ', '.join(map(str, gone)) if gone else ''}")
+    return 0
+
+
+def _bytes(path: Path) -> int:
+    try:
+        return sum(entry["bytes"] for entry in manifest.read(path)[1].values())
+    except Damage:
+        return 0
+
+
+def _size(number: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:,.1f} {unit}" if unit != "B" else f"{number:.0f} B"
+        number /= 1024
+    return f"{number:,.1f} TiB"

@@ -1,0 +1,128 @@
+"""A tier that every process sees: steps in Orbax's format, which any mesh reads whatever mesh wrote them, each with a manifest."""
+
+import contextlib
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from orbax.checkpoint import v1 as ocp
+
+from maxstack.checkpoint import manifest
+from maxstack.checkpoint.agree import Processes
+from maxstack.checkpoint.manifest import Damage
+
+logging.getLogger("absl").addFilter(lambda record: "_SignalingThread.run() raised" not in record.getMessage())  # what went wrong is told in one line
+
+
+class Shared:
+    """The steps below `folder`. A step is a folder of that number with a manifest; what has none was never finished.
+
+    `begin` and all that reads belong to one thread, `finish` to another, in all processes alike.
+    """
+
+    def __init__(self, folder: Path, processes: Processes):
+        self.folder, self._processes = folder, processes
+
+    def steps(self) -> list[int]:
+        """The finished steps, oldest first."""
+        return manifest.steps(self.folder)
+
+    def path(self, step: int) -> Path:
+        """Where a step lies."""
+        return self.folder / f"{step}"
+
+    def clear(self) -> None:
+        """Remove what was never finished: a killed process's leavings."""
+        if self._processes.number == 0 and self.folder.exists():
+            for path in self.folder.iterdir():
+                if path.name.partition(".")[0].isdigit() and not (path / manifest.NAME).exists():
+                    shutil.rmtree(path)
+        self._processes.wait("clear")
+
+    def begin(self, step: int, parts: Mapping[str, Any]) -> Callable[[], None]:
+        """Copy the arrays off the devices and write on in the background; what comes back waits for that, and raises what went wrong."""
+        try:
+            saving = ocp.save_checkpointables_async(self.path(step), dict(parts))
+        except Exception as error:  # told by `finish`, where every process hears of it
+            raised = error
+
+            def failed() -> None:
+                raise raised
+
+            return failed
+        return saving.result
+
+    def finish(self, step: int, written: Callable[[], None], facts: Mapping[str, Any]) -> None:
+        """Wait for what `begin` began and make it count: a checksum of each file, then the manifest. OSError where any process could not."""
+        each, folder = self._processes, self.path(step)
+        files, wrong = {}, ""
+        try:
+            written()
+            files = manifest.checksums(folder, manifest.files(folder)[each.number::each.count])
+        except Exception as error:  # whatever a file system, tensorstore or Orbax has to say
+            wrong = _first_line(error)
+        told = each.tell("written", {"wrong": wrong, "files": files})
+        failures = [one["wrong"] for one in told if one["wrong"]]
+        if not failures and each.number == 0:
+            try:
+                manifest.write(folder, {name: entry for one in told for name, entry in one["files"].items()}, facts)
+            except OSError as error:
+                failures = [_first_line(error)]
+        if failures := each.tell("finished", failures)[0]:
+            if each.number == 0:
+                for path in self.folder.glob(f"{step}*"):
+                    shutil.rmtree(path, ignore_errors=True)
+            raise OSError("; ".join(dict.fromkeys(failures)))
+
+    def facts(self, step: int) -> dict[str, Any]:
+        """What the manifest says of a step."""
+        return manifest.read(self.path(step))[0]
+
+    def holds(self, step: int) -> Mapping[str, Any]:
+        """Names of a step's parts -> Orbax's metadata of them."""
+        return ocp.checkpointables_metadata(self.path(step)).metadata
+
+    def load(self, step: int, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        """Parts of a step."""
+        return ocp.load_checkpointables(self.path(step), dict(wanted))
+
+    @contextlib.contextmanager
+    def verified(self, step: int) -> Iterator[None]:
+        """While the step is read inside, its files are held against their checksums, each process taking a share. Damage, the same in every
+        process, where a file is not what was written, whatever reading it led to."""
+        each, found, raised = self._processes, list[str](), None
+        reading = threading.Thread(target=lambda: found.extend(manifest.damages(self.path(step), slice(each.number, None, each.count))))
+        reading.start()
+        try:
+            yield
+        except Exception as error:  # a damaged file may make any library fail
+            raised = error
+        reading.join()
+        if wrong := [line for one in each.tell("verified", found) for line in one]:
+            raise Damage("\n".join(wrong))
+        if raised:
+            raise raised
+
+    def set_aside(self, step: int, name: str) -> Path:
+        """Move a step out of the way, into a folder `name` beside `folder`, where it no longer counts."""
+        to = self.folder.parent / name / f"{time.time_ns()}" / f"{step}"
+        if self._processes.number == 0:
+            to.parent.mkdir(parents=True)
+            self.path(step).rename(to)
+        self._processes.wait("aside")
+        return to
+
+    def remove(self, steps: list[int]) -> None:
+        """Delete finished steps: first the manifest, so that half of one never counts."""
+        if self._processes.number == 0:
+            for step in steps:
+                (self.path(step) / manifest.NAME).unlink(missing_ok=True)
+                shutil.rmtree(self.path(step), ignore_errors=True)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().partition("\n")[0][:500]) or type(error).__name__

@@ -1,0 +1,40 @@
+"""What a run does about faults: its configuration."""
+
+import pydantic
+from pydantic import Field
+
+from maxstack.config import Section, fault
+
+
+class SpikeConfig(Section):
+    """What counts as a spike, and when the run goes back before it."""
+
+    deviations: float = Field(6.0, gt=0)
+    """A spike is a loss, or the logarithm of a gradient norm, that lies more than this many standard deviations above the running mean."""
+    window: int = Field(128, ge=2)
+    """Steps of the exponential mean and deviation. Values of refused updates are not among them."""
+    warm_up: int = Field(100, ge=2)
+    """Accepted updates before anything is judged a spike."""
+    rewind_after: int | None = Field(None, ge=1)
+    """Spikes among the refused updates in a row after which the run goes back to a checkpoint before them and passes over their batches; null:
+    never."""
+    before: int = Field(100, ge=0)
+    """Batches before the first of these spikes that are passed over too (PaLM, arXiv:2204.02311, section 5.1)."""
+    max_rewinds: int = Field(3, ge=0)
+    """Rewinds in the whole run; where one more would be needed the run ends with an error."""
+
+
+class FaultsConfig(Section):
+    """An update whose loss or gradient norm is not finite is refused: weights and optimizer state stay as they were, and the run goes on."""
+
+    max_skips: int = Field(10, ge=0)
+    """Refused updates in a row that a run may survive; with one more it ends with an error. 0: the first one ends it."""
+    spike: SpikeConfig | None = None
+    """Refuse spikes of the loss and of the gradient norm too; null: only what is not finite."""
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> "FaultsConfig":
+        if self.spike and self.spike.rewind_after and self.spike.rewind_after > self.max_skips:
+            raise fault("spike.rewind_after", f"{self.spike.rewind_after} spikes in a row are never reached, because faults.max_skips="
+                        f"{self.max_skips} ends the run before; use {self.max_skips} or less, or a larger faults.max_skips")
+        return self

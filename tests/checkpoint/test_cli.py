@@ -1,0 +1,75 @@
+"""`maxstack checkpoint` on the real checkpoints of a tiny run."""
+
+import os
+
+import pytest
+import tiny
+
+from maxstack import cli
+from maxstack.checkpoint.store import Checkpoints
+from maxstack.config import dump
+from maxstack.data import make_feed
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run's folder with steps 1 to 3, and all of them in another tier."""
+    cfg = tiny.config(run={"name": "tiny"}, checkpoint={"every": 1, "keep": 9, "tiers": [{"path": str(tmp_path / "far"), "every": 2}]})
+    made, folder = tiny.make_run(cfg), tmp_path / "runs" / "tiny"
+    folder.mkdir(parents=True)
+    (folder / "config.yml").write_text(dump(cfg))
+    feed, state = make_feed(cfg.data, made.rows(8), 8), made.init()
+    saves = Checkpoints(made, folder / "checkpoints", print)
+    for step in (1, 2, 3):
+        saves.save(step, state, feed, {"skipped": [[4, 6]]}, 2.5)
+    saves.close()
+    return folder
+
+
+def said(capsys, *words, code=0):
+    assert cli.main(["checkpoint", *map(str, words)]) == code
+    out = capsys.readouterr()
+    return out.err if code and not out.out else out.out
+
+
+def test_list_names_every_step_in_every_tier(run, capsys):
+    told = said(capsys, "list", run)
+    assert [line.split()[0] for line in told.splitlines()[1:]] == ["1", "2", "2", "3"] and "2.5000" in told and "far/tiny/2" in told
+
+
+def test_verify_says_what_is_damaged_and_leaves_with_1(run, capsys):
+    assert "4 places of 3 steps: all intact" in said(capsys, "verify", run)
+    victim = max((run / "checkpoints" / "2").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+    os.truncate(victim, 10)
+    told = said(capsys, "verify", run, "--step", 2, code=1)
+    assert f"DAMAGED: {victim}: has 10 bytes" in told and "1 files are damaged" in told
+    assert "is damaged, and was not copied" in said(capsys, "copy", run, run.parent / "copy", "--step", 2, code=1)
+
+
+def test_show_tells_the_arrays_of_a_step_and_the_batches_it_passed_over(run, capsys):
+    told = said(capsys, "show", run)
+    assert told.startswith("step 3 of") and "batches 4 to 6 were passed over" in told and "params/embed" in told and "float32[320, 32]" in told
+
+
+def test_a_copy_is_whole_and_can_be_started_from(run, capsys):
+    told = said(capsys, "copy", run, run.parent / "copy", "--step", 1)
+    assert "checkpoint.restore=" in told
+    assert {p.name for p in (run.parent / "copy" / "1").iterdir()} == {p.name for p in (run / "checkpoints" / "1").iterdir()}
+    assert "is there already" in said(capsys, "copy", run, run.parent / "copy", "--step", 1, code=1)
+
+
+def test_prune_keeps_the_newest(run, capsys):
+    assert "would delete 2 steps" in said(capsys, "prune", run, "--keep", 1, "--dry-run")
+    assert "deleted 2 steps" in said(capsys, "prune", run, "--keep", 1)
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["3"]
+    assert "must be 1 or more" in said(capsys, "prune", run, "--keep", 0, code=1)
+
+
+@pytest.mark.parametrize(("words", "told"), [(["list", "nowhere"], "nowhere: no such folder"), (["list", "."], "holds no finished checkpoint")])
+def test_mistakes_are_told(words, told, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert told in said(capsys, *words, code=1)
+
+
+def test_a_step_that_is_not_there_is_told(run, capsys):
+    assert "holds no step 7; it holds 1, 2, 3" in said(capsys, "show", run, "--step", 7, code=1)

@@ -1,0 +1,237 @@
+"""Checkpoints on real files: what a manifest finds, which step a run goes on from, and a disk that is full."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from maxstack.checkpoint import manifest
+from maxstack.checkpoint.config import CheckpointConfig
+from maxstack.checkpoint.store import Checkpoints, removable
+from maxstack.config import ConfigError
+from maxstack.data import make_feed
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A function that makes the run's checkpoints again, as a new process would; three steps are saved, with a state of each."""
+    said = []
+
+    def again(**checkpoint):
+        run = tiny.make_run(tiny.config(checkpoint={"every": 1} | checkpoint))
+        feed = make_feed(run.cfg.data, run.rows(8), 8)
+        return Checkpoints(run, tmp_path / "checkpoints", said.append), feed, run
+
+    saves, feed, run = again()
+    states, state = {}, run.init()
+    for step in (1, 2, 3):
+        state, _ = run.step(state, run.place(next(feed), 8))
+        states[step] = jax.tree.map(np.array, state)
+        saves.save(step, state, feed, {})
+    saves.close()
+    feed.close()
+    return again, states, tmp_path / "checkpoints", said
+
+
+def largest(folder):
+    """The file with the most bytes."""
+    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def flip(path):
+    """One bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+FAULTS = {"one bit": (flip, "its checksum is"), "cut": (lambda path: os.truncate(path, path.stat().st_size - 1), "bytes were written"),
+          "deleted": (os.unlink, "is missing"), "empty": (lambda path: os.truncate(path, 0), "has 0 bytes")}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_damaged_step_is_named_put_aside_and_the_one_before_is_taken(saved, fault):
+    again, states, folder, said = saved
+    (harm, told), victim = FAULTS[fault], largest(folder / "3")
+    harm(victim)
+    saves, feed, _ = again()
+    state = saves.restore(feed)
+    assert int(state.step) == 2
+    jax.tree.map(np.testing.assert_array_equal, state, states[2])
+    assert "DAMAGED CHECKPOINT, step 3" in said[0] and victim.name in said[0] and told.split()[-1] in said[0]
+    assert saves.steps() == [1, 2] and [path.name for path in (folder.parent / "damaged").glob("*/*")] == ["3"]
+    state, _ = tiny.make_run(tiny.config()).step(state, tiny.make_run(tiny.config()).place(next(feed), 8))
+    jax.tree.map(np.testing.assert_array_equal, state, states[3])
+    feed.close()
+
+
+def test_where_no_step_is_intact_the_run_does_not_start_from_scratch(saved):
+    again, _, folder, _ = saved
+    for step in (1, 2, 3):
+        flip(largest(folder / f"{step}"))
+    for _ in range(2):
+        saves, feed, _ = again()
+        with pytest.raises(ConfigError, match=r"damaged are all of the steps \[3, 2, 1\]"):
+            saves.restore(feed)
+
+
+def test_a_step_that_was_asked_for_is_not_replaced_by_another(saved):
+    again, _, folder, _ = saved
+    flip(largest(folder / "2"))
+    saves, feed, _ = again(restore=2)
+    with pytest.raises(ConfigError, match=r"damaged are all of the steps \[2\] that checkpoint.restore=2 may take; name another of \[1, 2, 3\]"):
+        saves.restore(feed)
+
+
+def test_a_step_without_a_manifest_was_never_finished_and_is_cleared_away(saved):
+    again, _, folder, _ = saved
+    (folder / "3" / manifest.NAME).unlink()
+    (folder / "4.orbax-checkpoint-tmp").mkdir()
+    (folder / "5").mkdir()
+    saves, feed, _ = again()
+    assert int(saves.restore(feed).step) == 2
+    assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
+
+
+def test_every_file_of_a_step_is_in_its_manifest(saved):
+    folder = saved[2] / "3"
+    facts, files = manifest.read(folder)
+    assert {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} == {*files, manifest.NAME}
+    assert facts == {"eval_loss": None} and list(manifest.damages(folder)) == []
+
+
+def test_a_manifest_that_is_damaged_itself_is_damage(saved):
+    folder = saved[2] / "3"
+    for text in ("", "{", json.dumps({"files": {}})):
+        (folder / manifest.NAME).write_text(text)
+        assert [line.startswith(str(folder / manifest.NAME)) for line in manifest.damages(folder)] == [True]
+
+
+def test_the_newest_the_multiples_and_the_best_stay():
+    losses = {2: 3.0, 4: 1.0, 6: None, 8: 2.0, 10: 2.5}
+    cfg = CheckpointConfig(keep=1, keep_every=6, keep_best=2)
+    assert removable([*losses], lambda step: {"eval_loss": losses[step]}, cfg) == [2]
+
+
+FULL = """
+import sys
+from pathlib import Path
+sys.path[:0] = ["tests"]
+import conftest, tiny
+from maxstack.checkpoint.store import Checkpoints
+from maxstack.config import ConfigError
+from maxstack.data import make_feed
+run = tiny.make_run(tiny.config(checkpoint={"every": 1, "on_failure": sys.argv[2]}))
+feed, said, room, state = make_feed(run.cfg.data, run.rows(8), 8), [], Path(sys.argv[1]), run.init()
+saves = Checkpoints(run, room / "checkpoints", said.append)
+saves.save(1, state, feed, {})
+saves.wait()
+(room / "ballast").write_bytes(bytes(0))
+with (room / "ballast").open("wb", buffering=0) as ballast:
+    try:
+        while ballast.write(bytes(4096)): pass
+    except OSError as error:
+        print(error.strerror)
+saves.save(2, state, feed, {})
+try:
+    saves.wait()
+except ConfigError as error:
+    print("stopped:", error)
+print(said[0], saves.steps(), sorted(path.name for path in (room / "checkpoints").iterdir()))
+(room / "ballast").unlink()
+saves.save(3, state, feed, {})
+saves.close()
+print(saves.steps())
+"""
+
+
+@pytest.mark.skipif(subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode != 0,
+                    reason="a full file system needs a mount of one's own")
+@pytest.mark.parametrize("policy", ["continue", "stop"])
+def test_a_full_disk_costs_the_step_that_did_not_fit_and_no_other(tmp_path, policy):
+    command = f"mount -t tmpfs -o size=3m none {tmp_path} && exec {sys.executable} -c '{FULL}' {tmp_path} {policy}"
+    done = subprocess.run(["unshare", "--mount", "sh", "-c", command], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "No space left on device" and ("stopped:" in lines[1]) is (policy == "stop")
+    assert "checkpoint of step 2 was not saved to" in lines[-2] and "step 1 remains the latest there [1] ['1']" in lines[-2]
+    assert lines[-1] == "[1, 3]"
+
+
+TIERS = ({"path": "ssd", "every": 1, "keep": 2, "replicate": 0}, {"path": "far", "every": 2, "keep": 5})
+
+
+@pytest.fixture
+def tiered(tmp_path, monkeypatch):
+    """A function that opens the run's tiers again: the host's own disk at every step, the run's folder at every third, another at every second;
+    seven steps are saved on 8 devices."""
+    monkeypatch.chdir(tmp_path)
+    said = []
+
+    def again(tiers=TIERS, **checkpoint):
+        run = tiny.make_run(tiny.config(mesh={"data": 2, "fsdp": 2, "tensor": 2}, checkpoint={"every": 3, "tiers": tiers} | checkpoint), 8)
+        feed = make_feed(run.cfg.data, run.rows(8), 8)
+        return Checkpoints(run, tmp_path / "run" / "checkpoints", said.append), feed, run
+
+    saves, feed, run = again()
+    states, state = {}, run.init()
+    for step in range(1, 8):
+        state, _ = run.step(state, run.place(next(feed), 8))
+        states[step] = jax.tree.map(np.array, state)
+        if saves.due(step):
+            saves.save(step, state, feed, {})
+    saves.close()
+    feed.close()
+    return again, states, tmp_path, said
+
+
+def test_each_tier_has_its_own_pace_and_keeps_its_own(tiered):
+    again, _, folder, said = tiered
+    assert said == []
+    assert [tier.place.steps() for tier in again()[0]._tiers] == [[6, 7], [3, 6], [2, 4, 6]]
+    assert {path.name for path in folder.glob("ssd/run/host_0/*")} == {"6", "7"}
+
+
+@pytest.mark.parametrize(("lost", "step", "place"), [
+    ([], 7, "ssd"), (["ssd"], 6, "run"), (["ssd", "run/checkpoints"], 6, "far"), (["run/checkpoints", "far"], 7, "ssd")], ids=str)
+def test_the_newest_step_of_the_nearest_tier_that_is_left_is_restored_bit_for_bit(tiered, lost, step, place):
+    again, states, folder, _ = tiered
+    for name in lost:
+        shutil.rmtree(folder / name)
+    saves, feed, run = again()
+    state = saves.restore(feed)
+    jax.tree.map(np.testing.assert_array_equal, state, states[step])
+    assert all(jax.tree.leaves(jax.tree.map(lambda leaf, wanted: leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim), state, run.abstract)))
+    assert f"resumed from step {step} of {folder / place}" in saves.told
+
+
+def test_where_all_tiers_are_lost_the_run_says_so_and_does_not_start_anew(tiered):
+    again, _, folder, _ = tiered
+    for name in ("ssd", "run/checkpoints", "far"):
+        shutil.rmtree(folder / name)
+    saves, feed, _ = again()
+    with pytest.raises(ConfigError, match="says that step 7 was saved, but no tier holds a checkpoint"):
+        saves.restore(feed)
+
+
+def test_a_damaged_step_of_one_tier_is_taken_from_the_next(tiered):
+    again, states, folder, said = tiered
+    flip(folder / "ssd/run/host_0/7/of_0/shards.bin")
+    flip(folder / "ssd/run/host_0/6/of_0/shards.bin")
+    saves, feed, _ = again()
+    jax.tree.map(np.testing.assert_array_equal, saves.restore(feed), states[6])
+    assert str(folder / "run") in saves.told and sum("DAMAGED CHECKPOINT" in line for line in said) == 2
+    assert saves._tiers[0].place.steps() == []
+
+
+def test_another_mesh_reads_what_all_processes_see_and_not_a_disk_of_shards_cut_otherwise(tiered):
+    again, states, folder, _ = tiered
+    run = tiny.make_run(tiny.config(mesh={"data": 2, "fsdp": 4}, checkpoint={"tiers": TIERS}), 8)
+    saves, feed = Checkpoints(run, folder / "run" / "checkpoints", print), make_feed(run.cfg.data, run.rows(8), 8)
+    jax.tree.map(np.testing.assert_array_equal, saves.restore(feed), states[6])
