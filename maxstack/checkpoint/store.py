@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxstack import config
+from maxstack.checkpoint import manifest
 from maxstack.checkpoint.agree import Processes
 from maxstack.checkpoint.config import CheckpointConfig, TierConfig
 from maxstack.checkpoint.local import Local
@@ -110,10 +111,10 @@ class Checkpoints:
             try:
                 tier.place.finish(step, written, facts)
                 tier.place.remove(removable(tier.place.steps(), tier.place.facts, tier.rule))
-            except OSError as error:
+            except Exception as error:  # in a thread of its own, where it would go unheard
                 self._failed = f"checkpoint of step {step} was not saved to {tier.place.folder}: {error}"
-                kept = tier.place.steps()
-                self._say(f"{self._failed}; {f'step {kept[-1]} remains the latest there' if kept else 'there is none yet'}")
+                kept = manifest.steps(tier.place.folder)
+                self._say(f"{self._failed}{f'; step {kept[-1]} remains the latest there' if kept else ''}")
             else:
                 if self._processes.number == 0:
                     with contextlib.suppress(OSError):  # it serves a better error alone
