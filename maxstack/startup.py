@@ -7,7 +7,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,14 +69,14 @@ def claim(cfg: "Config", first: bool) -> Path:
     return folder
 
 
-def open_checkpoints(run: Run, folder: Path, say: Callable[[str], None]) -> "Checkpoints | None":
+def open_checkpoints(run: Run, folder: Path, say: Callable[[str], None], forced: Sequence[str]) -> "Checkpoints | None":
     """The run's checkpoints; None where nothing is to be saved or restored, so that orbax is not even imported."""
     cfg, folder = run.cfg.checkpoint, folder / "checkpoints"
     if not cfg.every and not cfg.tiers and cfg.restore in ("none", "latest") and not folder.exists():
         return None
     from maxstack.checkpoint.store import Checkpoints
 
-    return Checkpoints(run, folder, say)
+    return Checkpoints(run, folder, say, forced)
 
 
 def write_records(run: Run, folder: Path) -> None:

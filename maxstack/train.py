@@ -36,16 +36,20 @@ def main(argv: Sequence[str]) -> int:
         prog="maxstack train", description="Train a model from one YAML file. The same command again resumes from the last checkpoint.",
         epilog="example: maxstack train configs/quickstart.yml train.steps=200 run.name=short")
     cli.takes_config(parser)
-    args = parser.parse_args(argv)
+    parser.add_argument("--force-config", metavar="KEY", action="append", default=[],
+                        help="go on from a checkpoint although this key, or one below it, "
+                        "changed; may be given several times")
+    args = parser.parse_intermixed_args(argv)
     from maxstack import config
     from maxstack.schema import Config
 
     with contextlib.ExitStack() as ending:
-        return train(config.load(Config, args.config, args.overrides), ending)
+        return train(config.load(Config, args.config, args.overrides), ending, args.force_config)
 
 
-def train(cfg: "Config", ending: contextlib.ExitStack) -> int:
-    """One whole run, in its folder. `ending` is closed however it ends: a save that is under way is not lost."""
+def train(cfg: "Config", ending: contextlib.ExitStack, forced: Sequence[str] = ()) -> int:
+    """One whole run, in its folder. `ending` is closed however it ends: a save that is under way is not lost. `forced`: keys that may have changed
+    since the checkpoint."""
     started = time.monotonic()
     devices.environment(cfg.run.virtual_devices)
     import jax
@@ -73,7 +77,7 @@ def train(cfg: "Config", ending: contextlib.ExitStack) -> int:
     log = Log(folder, cfg.train.steps, first)
     start = feed.state()
     with ledger.spent("restore"):
-        saves = startup.open_checkpoints(run, folder, log.say)
+        saves = startup.open_checkpoints(run, folder, log.say, forced)
         if saves:
             ending.callback(saves.wait)
         state = saves.restore(feed) if saves else None

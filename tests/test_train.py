@@ -101,6 +101,16 @@ def test_a_changed_architecture_is_refused_with_a_diff(base):
     assert "optimizer.chain" in output and "lion" in output and "Traceback" not in output
 
 
+def test_a_changed_key_is_gone_on_in_spite_of_where_it_is_forced_by_name(base):
+    config, folder, _ = base
+    short = "run.name=forced", "eval.every=0", "optimizer.learning_rate={kind: constant, value: 0.01}"
+    train(config, *short, "train.steps=4")
+    changed = *short, "train.steps=6", "objective.z_loss=0.01"
+    assert "objective.z_loss: 0.0 -> 0.01" in train(config, *changed, "--force-config", "data", code=1)
+    assert "no key that a checkpoint binds" in train(config, *changed, "--force-config", "optimizer", code=1)
+    assert "resumed from step 4" in train(config, *changed, "--force-config", "objective.z_loss")
+
+
 def test_a_batch_that_does_not_divide_over_the_devices_is_refused_once_they_are_known(base):
     config, _, _ = base
     environment = processes.environment() | {"XLA_FLAGS": processes.FLAGS + " --xla_force_host_platform_device_count=3"}

@@ -5,7 +5,7 @@ import fnmatch
 import json
 import threading
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -50,11 +50,14 @@ class Checkpoints:
     """Saves and restores. One save at a time runs in the background; the next waits for it.
 
     `say` is told, at once and from any thread, what a user should not miss. A step that could not be written, or is not what was written, is
-    never the latest: the run goes on from the newest intact one.
+    never the latest: the run goes on from the newest intact one. `forced` are keys that may have changed since a checkpoint.
     """
 
-    def __init__(self, run: "Run", folder: Path, say: Callable[[str], None]):
-        self._run, self._cfg, self._say = run, run.cfg.checkpoint, say
+    def __init__(self, run: "Run", folder: Path, say: Callable[[str], None], forced: Sequence[str] = ()):
+        self._run, self._cfg, self._say, self._free = run, run.cfg.checkpoint, say, (*FREE, *forced)
+        for key in forced:
+            if not _under(key, BOUND):
+                raise ConfigError(f"--force-config {key}: no key that a checkpoint binds; those are {', '.join(BOUND)} and what is below them")
         self._processes = Processes()
         self._own = Shared(folder.absolute(), self._processes)
         self._tiers = self._opened()
@@ -197,8 +200,8 @@ class Checkpoints:
                 self.told = f"starting from the weights in {where}"
                 return run.start(WeightsReader(Path(where)).load(run.abstract.params))
             meta = json.loads(tier.load(step, {"meta": None})["meta"]["json"])
-            _refuse_changes(where, meta["config"], run.cfg)
-            if meta["sources"] != feed.identity():
+            _refuse_changes(where, meta["config"], run.cfg, self._free)
+            if meta["sources"] != feed.identity() and not _under("data.sources", self._free):
                 raise ConfigError(f"{where}: the documents of data.sources have changed since (files added, removed or renamed), so the order of the "
                                   "data would too; put them back, or start a new run with another run.name")
             wanted, found = _flat(run.abstract), parts["state"]
@@ -264,10 +267,10 @@ def _bits(leaf: Any) -> Any:
     return jax.random.key_data(leaf)
 
 
-def _refuse_changes(where: str, saved: dict[str, Any], cfg: "Config") -> None:
-    if changed := [line for line in _changes(saved, cfg, BOUND) if not _under(line, FREE)]:
+def _refuse_changes(where: str, saved: dict[str, Any], cfg: "Config", free: tuple[str, ...]) -> None:
+    if changed := [line for line in _changes(saved, cfg, BOUND) if not _under(line, free)]:
         raise ConfigError(f"{where} was written by another configuration (checkpoint -> now):\n" + "\n".join(f"  {line}" for line in changed) +
-                          "\n  Put these back, or start a new run with another run.name.")
+                          "\n  Put these back, start a new run with another run.name, or go on in spite of a key with --force-config KEY.")
 
 
 def _changes(saved: dict[str, Any], cfg: "Config", keys: tuple[str, ...]) -> list[str]:
