@@ -135,8 +135,8 @@ class Run:
 
             return jax.make_array_from_callback((batch_size, *local[name].shape[1:]), placement, piece)
 
-        local = {"real": local["segments"] > 0, **local} if "segments" in local else local
-        unused = {"positions", "segments", "real"} - {*self.keys}
+        local = {"real": local["segments"] > 0, **local} if "real" in self.keys and "segments" in local else local
+        unused = {"positions", "segments"} - {*self.keys}
         return {name: put(name) for name in local if name not in unused}
 
 

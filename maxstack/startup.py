@@ -149,8 +149,7 @@ def go_back(rewind: "Rewind", run: Run, saves: "Checkpoints | None", feed: "Feed
     state = saves.restore(feed, before=rewind.first) if saves else None
     if state is None:
         feed.restore(start)
-        given = run.cfg.checkpoint.restore
-        state = saves.restore(feed) if saves and isinstance(given, str) and given not in ("none", "latest") else fresh(run)
+        state = saves.restore(feed) if saves and run.cfg.checkpoint.elsewhere else fresh(run)
         assert state is not None, "a path gives a state or an error"
     log.say(f"rewound to step {int(state.step)}; the batches of steps {rewind.first} to {rewind.last} will be passed over (faults.spike)")
     return state

@@ -41,3 +41,8 @@ class CheckpointConfig(Section):
     restore: Literal["none", "latest"] | int | str = "latest"
     """Where to start: none (from scratch; refused if the run already has checkpoints), latest, a step of this run, or the path of another run or of
     one of its steps, which is read only while this run has no checkpoint of its own."""
+
+    @property
+    def elsewhere(self) -> str | None:
+        """The path that `restore` names; None where it names none."""
+        return self.restore if isinstance(self.restore, str) and self.restore not in ("none", "latest") else None

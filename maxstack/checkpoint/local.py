@@ -66,14 +66,14 @@ class Local:
         try:
             written()
             self._seal(self._part(step, each.number), {**facts, **more})
-        except OSError as error:
+        except Exception as error:  # the others wait to hear of it
             wrong = f"process {each.number}: {error}"
         failures = [told for told in each.tell("local written", wrong) if told]
         if not failures:
             for back in range(1, self._copies + 1):
                 try:
                     self._fetch(step, (each.number - back) % each.count, (each.number - back) % each.count)
-                except OSError as error:
+                except (OSError, Damage) as error:
                     wrong = f"no copy on process {each.number}: {error}"
             failures = [told for told in each.tell("local copied", wrong) if told]
         if failures:
@@ -113,9 +113,8 @@ class Local:
     def verified(self, step: int) -> Iterator[None]:
         """Before the step is read inside, this process's shards are held against their checksums, and fetched from a peer where they are lost or
         damaged. Damage, the same in every process, where no intact ones are left."""
-        each, wrong = self._processes, ""
-        here = self._part(step, each.number)
-        found = list(manifest.damages(here))
+        each = self._processes
+        found = list(manifest.damages(self._part(step, each.number)))
         sources = [j for j in self._holders.get(step, [[]] * each.count)[each.number] if j != each.number]
         while found and sources:
             try:
@@ -124,8 +123,7 @@ class Local:
             except (OSError, Damage) as error:
                 found.append(str(error))
             sources = sources[1:]
-        wrong = "\n".join(found)
-        if told := [one for one in each.tell("local verified", wrong) if one]:
+        if told := [line for one in each.tell("local verified", found) for line in one]:
             raise Damage("\n".join(told))
         yield
 

@@ -36,11 +36,14 @@ class Shared:
         return self.folder / f"{step}"
 
     def clear(self) -> None:
-        """Remove what was never finished: a killed process's leavings."""
+        """Remove a killed process's leavings. What Orbax finished and has no manifest is moved aside: it may be of a version that wrote none."""
         if self._processes.number == 0 and self.folder.exists():
-            for path in self.folder.iterdir():
+            for path in [*self.folder.iterdir()]:
                 if path.name.partition(".")[0].isdigit() and not (path / manifest.NAME).exists():
-                    shutil.rmtree(path)
+                    if path.name.isdigit() and (path / "_CHECKPOINT_METADATA").exists():
+                        self._move(path, "unfinished")
+                    else:
+                        shutil.rmtree(path)
         self._processes.wait("clear")
 
     def begin(self, step: int, parts: Mapping[str, Any]) -> Callable[[], None]:
@@ -74,7 +77,7 @@ class Shared:
                 failures = [_first_line(error)]
         if failures := each.tell("finished", failures)[0]:
             if each.number == 0:
-                for path in self.folder.glob(f"{step}*"):
+                for path in (folder, *self.folder.glob(f"{step}.*")):
                     shutil.rmtree(path, ignore_errors=True)
             raise OSError("; ".join(dict.fromkeys(failures)))
 
@@ -109,12 +112,14 @@ class Shared:
 
     def set_aside(self, step: int, name: str) -> Path:
         """Move a step out of the way, into a folder `name` beside `folder`, where it no longer counts."""
-        to = self.folder.parent / name / f"{time.time_ns()}" / f"{step}"
-        if self._processes.number == 0:
-            to.parent.mkdir(parents=True)
-            self.path(step).rename(to)
+        to = self._move(self.path(step), name) if self._processes.number == 0 else self.folder.parent / name
         self._processes.wait("aside")
         return to
+
+    def _move(self, path: Path, name: str) -> Path:
+        to = self.folder.parent / name / f"{time.time_ns()}" / path.name
+        to.parent.mkdir(parents=True)
+        return path.rename(to)
 
     def remove(self, steps: list[int]) -> None:
         """Delete finished steps: first the manifest, so that half of one never counts."""

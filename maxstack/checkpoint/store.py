@@ -145,8 +145,8 @@ class Checkpoints:
         if not found and before is not None:
             self._set_aside(0, [])
             return None
-        if not found and isinstance(wanted, str) and wanted not in ("none", "latest"):
-            folder, step = step_of(Path(wanted), f"checkpoint.restore: {wanted}")
+        if not found and (path := self._cfg.elsewhere):
+            folder, step = step_of(Path(path), f"checkpoint.restore: {path}")
             try:
                 return self._load(Shared(folder, self._processes), step, feed)
             except Damage as error:

@@ -59,10 +59,10 @@ class Block(nnx.Module):
     def __call__(self, x_BTD: jax.Array, context: Context, extra_BTP: jax.Array | None = None) -> tuple[jax.Array, Aux]:
         """-> (x, what the MLP reports); `extra_BTP` is the layer's own embedding of the tokens."""
         x_BTD = checkpoint_name(x_BTD, "input")
-        with asking(f"model.blocks.{self.name}"), asking("mixer"):
+        with asking(f"model.blocks.{self.name}.mixer"):
             mixed_BTD = self.mixer(_apply(self.mixer_norm, x_BTD), context)
         x_BTD = constrain(x_BTD + _apply(self.mixer_out_norm, mixed_BTD), "batch residual embed")
-        with asking(f"model.blocks.{self.name}"), asking("mlp"):
+        with asking(f"model.blocks.{self.name}.mlp"):
             out_BTD, aux = self.mlp(_apply(self.mlp_norm, x_BTD), x_BTD, context)
         x_BTD = constrain(x_BTD + _apply(self.mlp_out_norm, out_BTD), "batch residual embed")
         if extra_BTP is not None:

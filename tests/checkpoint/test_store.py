@@ -130,7 +130,7 @@ from maxstack.data import make_feed
 run = tiny.make_run(tiny.config(checkpoint={"every": 1, "on_failure": sys.argv[2]}))
 feed, said, room, state = make_feed(run.cfg.data, run.rows(8), 8), [], Path(sys.argv[1]), run.init()
 saves = Checkpoints(run, room / "checkpoints", said.append)
-saves.save(1, state, feed, {})
+saves.save(20, state, feed, {})
 saves.wait()
 (room / "ballast").write_bytes(bytes(0))
 with (room / "ballast").open("wb", buffering=0) as ballast:
@@ -160,8 +160,8 @@ def test_a_full_disk_costs_the_step_that_did_not_fit_and_no_other(tmp_path, poli
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "No space left on device" and ("stopped:" in lines[1]) is (policy == "stop")
-    assert "checkpoint of step 2 was not saved to" in lines[-2] and "step 1 remains the latest there [1] ['1']" in lines[-2]
-    assert lines[-1] == "[1, 3]"
+    assert "checkpoint of step 2 was not saved to" in lines[-2] and "step 20 remains the latest there [20] ['20']" in lines[-2]
+    assert lines[-1] == "[3, 20]"
 
 
 TIERS = ({"path": "ssd", "every": 1, "keep": 2, "replicate": 0}, {"path": "far", "every": 2, "keep": 5})
