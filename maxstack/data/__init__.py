@@ -9,7 +9,9 @@ if TYPE_CHECKING:
 
 
 class DataError(ValueError):
-    """Data that cannot be used: one paragraph that names the file and record and says what to do. Exit code 2."""
+    """Data that cannot be used: one paragraph that names the file and record and says what to do."""
+
+    exit_code = 2
 
 
 def make_feed(cfg: "DataConfig", lanes: Sequence[int], batch_size: int, *, evaluation: bool = False, whole: bool = False) -> "Feed":

@@ -7,6 +7,7 @@ import numpy as np
 
 from maxstack.data import DataError
 from maxstack.data.config import DataConfig
+from maxstack.data.lanes import Quarantine
 from maxstack.data.sources import Documents, open_sources
 from maxstack.data.tokenizers import open_tokenizer
 
@@ -76,9 +77,14 @@ def _texts(cfg: DataConfig, sources: list[Documents], shuffle: bool = False) -> 
     tokenizer = open_tokenizer(cfg.tokenizer)
     places = [(source, index) for source in sources for index in range(len(source))]
     order = np.random.default_rng(0).permutation(len(places)) if shuffle else range(len(places))
+    quarantine = Quarantine(cfg.quarantine, "data.quarantine")
     for i in order:
         source, index = places[i]
-        document = source[index]
+        try:
+            document = source[index]
+        except DataError as error:
+            quarantine.add(source.where(index), str(error))
+            continue
         yield document if isinstance(document, bytes) else tokenizer.decode(document)
 
 

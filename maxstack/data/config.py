@@ -146,6 +146,9 @@ class DataConfig(Section):
     """A new global order each epoch; false: the order of the source."""
     seed: int = 0
     """Of the shuffle and the mixture."""
+    quarantine: int = Field(0, ge=0)
+    """Records that each process may pass over because they cannot be read, each named in the log; one more ends the run. The order of the others
+    does not change. 0: the first one ends it."""
     workers: int = Field(0, ge=0)
     """Background processes that read and tokenize; 0: a thread. The batches are the same whatever the number."""
     prefetch: int = Field(2, ge=1)

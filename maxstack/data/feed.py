@@ -1,5 +1,6 @@
 """The feed: batches made ahead by a thread or by worker processes, in an order that neither changes."""
 
+import json
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +27,9 @@ class Feed:
         if not lanes or min(lanes) < 0 or max(lanes) >= batch_size:
             raise ValueError(f"lanes {list(lanes)} are not rows of a batch of {batch_size}")
         self._cfg, self._lanes = cfg, list(lanes)
-        self._mixture = Mixture(cfg, open_sources(cfg, evaluation, whole), 1 if evaluation else batch_size, evaluation)
+        section = "eval.data" if whole else "data"
+        self._mixture = Mixture(cfg, open_sources(cfg, evaluation, whole), 1 if evaluation else batch_size, evaluation, section)
+        self._quarantine = self._mixture.quarantine()
         self._batch_size = batch_size
         self._token_bytes = open_tokenizer(cfg.tokenizer).token_bytes.astype(np.float32) if evaluation else None
         self._state = np.zeros((len(self._lanes), self._mixture.counters + 1), np.int64)
@@ -37,7 +40,8 @@ class Feed:
         return self
 
     def __next__(self) -> Batch:
-        """The next batch. DataError, with file and record, if a document cannot be read; RuntimeError if a worker process died."""
+        """The next batch. DataError, with file and record, if a document cannot be read and may not be passed over; RuntimeError if a worker
+        process died."""
         start = time.perf_counter()
         self.start()
         batch = self._joined()
@@ -50,6 +54,11 @@ class Feed:
     def state(self) -> np.ndarray:
         """int64 [lanes, K]: where each lane stands after the batch that next() returned last."""
         return self._state.copy()
+
+    def damaged(self) -> list[str]:
+        """A line for each record that cannot be read and was passed over since the last call, each record once in the life of this feed."""
+        lines = (f"{self._mixture.section}.quarantine: passed over {reason}" for reason in self._quarantine.news().values())
+        return [line.encode(errors="backslashreplace").decode() for line in lines]
 
     def restore(self, state: np.ndarray) -> None:
         """Continue after the batch that `state` was taken after; its rows are this feed's lanes, from whatever split they come."""
@@ -84,10 +93,15 @@ class Feed:
     def _joined(self) -> Batch:
         groups = self._groups()
         parts = [next(self._batches) for _ in range(groups)]
-        for part in parts:
-            if "error" in part:
-                self.close()
-                raise DataError(bytes(part["error"]).decode())
+        try:
+            for part in parts:
+                if "error" in part:
+                    raise DataError(json.loads(bytes(part["error"])))
+                for record, reason in json.loads(bytes(part.pop("damaged", b"{}"))).items():
+                    self._quarantine.add(record, reason)
+        except DataError:
+            self.close()
+            raise
         if groups == 1:
             return parts[0]
         batch = {key: np.empty((len(self._lanes), *parts[0][key].shape[1:]), parts[0][key].dtype) for key in (*KEYS, "state")}
@@ -114,7 +128,7 @@ class _RowBatches(grain.IterDataset):
 
 
 class _RowIterator(grain.DatasetIterator):
-    """Errors travel as an element: an exception's text would be lost between processes."""
+    """An error travels as an element, since an exception's text would be lost between processes, and what was passed over beside its batch."""
 
     def __init__(self, rows: Rows | EvaluationRows):
         super().__init__()
@@ -122,15 +136,21 @@ class _RowIterator(grain.DatasetIterator):
 
     def __next__(self) -> Batch:
         try:
-            return self._rows.next()
+            batch = self._rows.next()
         except DataError as error:
-            return {"error": np.frombuffer(str(error).encode(), np.uint8)}
+            return {"error": _packed(str(error))}
+        damaged = self._rows.quarantine.news()
+        return batch | {"damaged": _packed(damaged)} if damaged else batch
 
     def get_state(self) -> dict[str, Any]:
         return {}
 
     def set_state(self, state: dict[str, Any]) -> None:
         raise NotImplementedError("a feed restores by a new iterator")
+
+
+def _packed(value: Any) -> np.ndarray:
+    return np.frombuffer(json.dumps(value).encode(), np.uint8)
 
 
 def _background(batches: _RowBatches, cfg: DataConfig) -> Any:

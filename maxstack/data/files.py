@@ -63,6 +63,12 @@ def _anywhere(file: File, patterns: Sequence[str]) -> bool:
     return any(pattern.startswith("**/") and fnmatch.fnmatchcase(f"/{file.key}", pattern) for pattern in patterns)
 
 
+def brief(text: object) -> str:
+    """What a library says about damaged bytes as one printable line of at most 300 characters."""
+    line = " ".join("".join(char if char.isprintable() else " " for char in str(text)).split())
+    return line if len(line) <= 300 else f"{line[:297]}..."
+
+
 def read(path: str) -> bytes:
     """A whole file, decompressed if it ends in .gz or .zst. DataError if it cannot be read."""
     return b"".join(_pieces(path))
@@ -198,6 +204,8 @@ def _matches(parts: list[str], wanted: list[str]) -> bool:
 def _pieces(path: str) -> Iterator[bytes]:
     try:
         with open(path, "rb") as file:
+            if path.endswith((".gz", ".zst")) and not os.fstat(file.fileno()).st_size:
+                raise DataError(f"{path}: empty, which no compressed file is; it was cut short")
             if path.endswith(".zst"):
                 yield from _zstd_pieces(path, file)
                 return

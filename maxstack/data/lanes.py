@@ -15,14 +15,43 @@ from maxstack.data.sources import Documents
 from maxstack.data.tokenizers import Tokenizer, open_tokenizer, tokens_of
 
 Batch = dict[str, np.ndarray]
+_NAMED = 5
 KEYS = {"tokens": np.int32, "targets": np.int32, "positions": np.int32, "segments": np.int32, "mask": np.float32}
 
 
-class Mixture:
-    """Which document a lane reads next: a function of the configuration, the lane and what the lane has finished."""
+class Quarantine:
+    """The records of one feed that cannot be read and are passed over, each counted and told once. `key` allows at most `most` of them."""
 
-    def __init__(self, cfg: DataConfig, sources: list[Documents], batch_size: int, evaluation: bool):
-        self.cfg, self.sources, self.batch_size, self.evaluation = cfg, sources, batch_size, evaluation
+    def __init__(self, most: int, key: str):
+        self._most, self._key = most, key
+        self._reasons: dict[str, str] = {}
+        self._told = 0
+
+    def add(self, record: str, reason: str) -> None:
+        """Pass over a record; `reason` holds its file and its place there. DataError if it is one too many."""
+        self._reasons.setdefault(record, reason)
+        if len(self._reasons) > self._most:
+            untold = list(self._reasons.values())[self._told:]
+            last = f"{'; '.join(untold[-_NAMED:])}. Repair the file, leave it out with `exclude`, or "
+            if not self._most:
+                raise DataError(f"{last}set {self._key} to the number of such records that may be passed over")
+            raise DataError(f"{len(self._reasons)} records cannot be read, but {self._key}={self._most} passes over at most that many; the last: "
+                            f"{last}raise {self._key}")
+
+    def news(self) -> dict[str, str]:
+        """Those that were added since the last call, and why they cannot be read."""
+        told, self._told = self._told, len(self._reasons)
+        return dict(list(self._reasons.items())[told:])
+
+
+class Mixture:
+    """Which document a lane reads next: a function of the configuration, the lane and what the lane has finished.
+
+    `section`: the configuration's key of `cfg`, for messages.
+    """
+
+    def __init__(self, cfg: DataConfig, sources: list[Documents], batch_size: int, evaluation: bool, section: str = "data"):
+        self.cfg, self.sources, self.batch_size, self.evaluation, self.section = cfg, sources, batch_size, evaluation, section
         self.counters = 1 if evaluation else len(sources)
         weights = np.array([source.weight for source in cfg.sources], np.float64)
         self._shares = weights / weights.sum()
@@ -48,30 +77,39 @@ class Mixture:
             return 0
         return int(np.argmax(self._shares * (finished.sum() + 1) - finished + phase))
 
-    def tokens(self, counter: int, position: int) -> np.ndarray | None:
-        """The token ids at a position of a source's global order; None past the end of the one pass of an evaluation."""
+    def quarantine(self) -> Quarantine:
+        """An empty one."""
+        return Quarantine(self.cfg.quarantine, f"{self.section}.quarantine")
+
+    def locate(self, counter: int, position: int) -> tuple[int, int] | None:
+        """(source, index) of the document at a position of a source's global order; None past the end of the one pass of an evaluation."""
         if self.evaluation:
             if position >= self.documents:
                 return None
             source = int(np.searchsorted(self._ends, position, side="right"))
-            return self._encoded(source, position - (int(self._ends[source - 1]) if source else 0))
-        return self._encoded(counter, self._order(counter)[position] if self.cfg.shuffle else position % len(self.sources[counter]))
+            return source, position - (int(self._ends[source - 1]) if source else 0)
+        return counter, self._order(counter)[position] if self.cfg.shuffle else position % len(self.sources[counter])
+
+    def tokens(self, source: int, index: int, quarantine: Quarantine) -> np.ndarray | None:
+        """A document's token ids; None where it cannot be read and is passed over. DataError if it may not be."""
+        self._tokenizer = self._tokenizer or open_tokenizer(self.cfg.tokenizer)
+        try:
+            return tokens_of(self.sources[source], index, self._tokenizer)
+        except DataError as error:
+            quarantine.add(f"{source} {index}", str(error))
+            return None
 
     def _order(self, counter: int) -> Order:
         if self._orders is None:
             self._orders = [Order(f"{self.cfg.seed} shuffle {place}", len(source)) for place, source in enumerate(self.sources)]
         return self._orders[counter]
 
-    def _encoded(self, source: int, index: int) -> np.ndarray:
-        self._tokenizer = self._tokenizer or open_tokenizer(self.cfg.tokenizer)
-        return tokens_of(self.sources[source], index, self._tokenizer)
-
 
 class Lane:
     """One row of the global batch: draws documents and packs them."""
 
-    def __init__(self, mixture: Mixture, lane: int):
-        self._mixture, self._lane = mixture, lane
+    def __init__(self, mixture: Mixture, lane: int, quarantine: Quarantine):
+        self._mixture, self._lane, self._quarantine = mixture, lane, quarantine
         self._seq_len, self._packing = mixture.cfg.seq_len, mixture.cfg.packing
         self._phase = mixture.phase(lane)
         self._finished = np.zeros(mixture.counters, np.int64)
@@ -118,16 +156,19 @@ class Lane:
         self._offset, self._document = 0, None
 
     def _at_hand(self) -> np.ndarray | None:
-        """The document to read on in; documents without a target are passed over. None at the end of an evaluation."""
+        """The document to read on in; those without a target, or that cannot be read, are passed over. None at the end of an evaluation."""
         passed = 0
         while self._document is None:
             self._counter = self._mixture.pick(self._finished, self._phase)
             position = int(self._finished[self._counter]) * self._mixture.batch_size + self._lane
-            document = self._mixture.tokens(self._counter, position)
-            if document is None or len(document) - self._offset > 1:
+            place = self._mixture.locate(self._counter, position)
+            if place is None:
+                break
+            document = self._mixture.tokens(*place, self._quarantine)
+            if document is not None and len(document) - self._offset > 1:
                 self._document = document
                 break
-            if self._offset:
+            if document is not None and self._offset:
                 raise DataError(f"the data changed since the checkpoint: document {position} of source "
                                 f"{self._mixture.sources[self._counter].name} has {len(document)} tokens, fewer than were already read")
             self._finish()
@@ -145,8 +186,8 @@ class EvaluationRows:
     """
 
     def __init__(self, mixture: Mixture, lanes: list[int], batch_size: int, state: np.ndarray):
-        self._lanes, self._shape = lanes, (batch_size, mixture.cfg.seq_len)
-        self._pass = Lane(mixture, 0)
+        self._lanes, self._shape, self.quarantine = lanes, (batch_size, mixture.cfg.seq_len), mixture.quarantine()
+        self._pass = Lane(mixture, 0, self.quarantine)
         self._pass.restore(state[0])
 
     def next(self) -> Batch:
@@ -161,8 +202,8 @@ class Rows:
     """The rows that some lanes make, batch after batch, with each lane's state after its row."""
 
     def __init__(self, mixture: Mixture, lanes: list[int], state: np.ndarray):
-        self._seq_len = mixture.cfg.seq_len
-        self._lanes = [Lane(mixture, lane) for lane in lanes]
+        self._seq_len, self.quarantine = mixture.cfg.seq_len, mixture.quarantine()
+        self._lanes = [Lane(mixture, lane, self.quarantine) for lane in lanes]
         for lane, after in zip(self._lanes, state, strict=True):
             lane.restore(after)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from maxstack.data import DataError
 from maxstack.data.config import ArrayRecordSource, BagzSource, Files, JsonlSource, ParquetSource, TextSource
-from maxstack.data.files import File, line_bounds, line_number, matched, plain, separated_bounds
+from maxstack.data.files import File, brief, line_bounds, line_number, matched, plain, separated_bounds
 from maxstack.data.sources import Document, Documents, file_hashes, record_hashes
 
 _OPEN_FILES = 64
@@ -24,7 +24,8 @@ class Records(Documents):
     def __init__(self, cfg: Files):
         self._cfg: Any = cfg
         self._files: list[File] = matched(cfg)
-        self._ends = np.cumsum([self._count(file) for file in range(len(self._files))], dtype=np.int64)
+        self._sizes: list[int] = []
+        self._ends = np.cumsum([self._counted(file) for file in range(len(self._files))], dtype=np.int64)
         self._opened: OrderedDict[int, Any] = OrderedDict()
 
     @abstractmethod
@@ -37,19 +38,22 @@ class Records(Documents):
 
     @abstractmethod
     def _read(self, opened: Any, file: int, record: int) -> Document:
-        """A record of an open file."""
+        """A record of an open file. DataError, in whose place the caller names file and record, or any other exception if it cannot be read."""
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> Document:
         file, record = self._locate(index)
-        if file not in self._opened:
-            if len(self._opened) == _OPEN_FILES:
-                self._opened.popitem(last=False)
-            self._opened[file] = self._open(file)
-        self._opened.move_to_end(file)
-        return self._read(self._opened[file], file, record)
+        try:
+            if file not in self._opened:
+                if len(self._opened) == _OPEN_FILES:
+                    self._opened.popitem(last=False)
+                self._opened[file] = self._open(file)
+            self._opened.move_to_end(file)
+            return self._read(self._opened[file], file, record)
+        except Exception as error:  # readers raise all kinds of exceptions over damaged bytes
+            raise DataError(f"{self._where(file, record)}: {self._reason(error, file)}") from error
 
     def where(self, index: int) -> str:
         file, record = self._locate(index)
@@ -69,6 +73,25 @@ class Records(Documents):
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_opened": OrderedDict()}
 
+    def _counted(self, file: int) -> int:
+        try:
+            self._sizes.append(os.path.getsize(self._files[file].path))
+            return self._count(file)
+        except OSError as error:
+            raise DataError(f"{self._files[file].path}: {self._reason(error, file)}") from error
+
+    def _reason(self, error: Exception, file: int) -> str:
+        """What an error says, but for the file's name."""
+        if isinstance(error, DataError):
+            return brief(str(error).removeprefix(f"{self._files[file].path}: "))
+        said = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+        return f"cannot be read: {brief(said)}"
+
+    def _became_shorter(self, file: int) -> None:
+        """DataError if a file has fewer bytes than when its records were counted."""
+        if os.path.getsize(self._files[file].path) < self._sizes[file]:
+            raise DataError("the file became shorter while it was in use")
+
     def _locate(self, index: int) -> tuple[int, int]:
         file = int(np.searchsorted(self._ends, index, side="right"))
         return file, index - (int(self._ends[file - 1]) if file else 0)
@@ -76,7 +99,7 @@ class Records(Documents):
     def _where(self, file: int, record: int) -> str:
         return f"{self._files[file].path}: record {record}"
 
-    def _utf8(self, value: object, file: int, record: int) -> bytes:
+    def _utf8(self, value: object) -> bytes:
         """The bytes of a record's text field."""
         if isinstance(value, bytes):
             return value
@@ -84,9 +107,9 @@ class Records(Documents):
             if isinstance(value, str):
                 return value.encode()
         except UnicodeEncodeError as error:
-            raise DataError(f"{self._where(file, record)}: '{self._cfg.field}' holds half a surrogate pair, which is not text: {error}") from error
+            raise DataError(f"'{self._cfg.field}' holds half a surrogate pair, which is not text: {error}") from error
         got = "null" if value is None else f"a {type(value).__name__}"
-        raise DataError(f"{self._where(file, record)}: '{self._cfg.field}' is {got}, not text")
+        raise DataError(f"'{self._cfg.field}' is {got}, not text")
 
 
 class Spans(Records):
@@ -112,7 +135,7 @@ class Spans(Records):
         opened.seek(start)
         data = opened.read(end - start)
         if len(data) < end - start:
-            raise DataError(f"{self._where(file, record)}: the file became shorter while it was in use")
+            raise DataError("the file became shorter while it was in use")
         return data
 
 
@@ -134,16 +157,20 @@ class Jsonl(Spans):
         try:
             value = json.loads(data)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{self._where(file, record)}: not JSON: {error}") from error
+            raise DataError(f"not JSON: {error}") from error
         if not isinstance(value, dict) or self._cfg.field not in value:
-            got = f"it has {', '.join(map(repr, value))}" if isinstance(value, dict) else f"the line is a {type(value).__name__}"
-            raise DataError(f"{self._where(file, record)}: no key '{self._cfg.field}'; {got}. Set `field` to the key of the text")
-        return self._utf8(value[self._cfg.field], file, record)
+            got = f"it has {brief(', '.join(map(repr, value)))}" if isinstance(value, dict) else f"the line is a {type(value).__name__}"
+            raise DataError(f"no key '{self._cfg.field}'; {got}. Set `field` to the key of the text")
+        return self._utf8(value[self._cfg.field])
 
     def _where(self, file: int, record: int) -> str:
-        """JSON lines are known by their line number, blank lines included."""
-        path = self._files[file].path
-        return f"{path}: line {line_number(plain(path), int(self._spans[file][0][record]))}"
+        """JSON lines are known by their line number, blank lines included, as long as the file can be read up to there."""
+        path, start = self._files[file].path, int(self._spans[file][0][record])
+        try:
+            self._became_shorter(file)
+            return f"{path}: line {line_number(plain(path), start)}"
+        except (OSError, DataError):
+            return super()._where(file, record)
 
 
 class Parquet(Records):
@@ -172,10 +199,10 @@ class Parquet(Records):
             raise DataError("Parquet files need the pyarrow package: pip install 'maxstack[parquet]'") from error
         path = self._files[file].path
         try:
-            opened = pyarrow.parquet.ParquetFile(path)
-        except (OSError, pyarrow.ArrowException) as error:
-            raise DataError(f"{path}: not a readable Parquet file: {error}") from error
-        names = opened.schema_arrow.names
+            opened = pyarrow.parquet.ParquetFile(path, page_checksum_verification=True)
+            names = opened.schema_arrow.names
+        except (OSError, ValueError, pyarrow.ArrowException) as error:
+            raise DataError(f"{path}: not a readable Parquet file: {brief(error)}") from error
         if self._cfg.field not in names:
             raise DataError(f"{path}: no column '{self._cfg.field}'; it has {', '.join(names)}. Set `field` to the column of the text")
         return opened
@@ -188,15 +215,14 @@ class Parquet(Records):
                 self._decoded.popitem(last=False)
         self._decoded.move_to_end((file, group))
         row = record - (int(self._groups[file][group - 1]) if group else 0)
-        value = self._decoded[file, group][row].as_py()
-        return self._utf8(value, file, record)
+        return self._utf8(self._decoded[file, group][row].as_py())
 
     def _column(self, opened: Any, file: int, group: int) -> Any:
         import pyarrow
         try:
             return opened.read_row_group(group, columns=[self._cfg.field]).column(0)
         except (OSError, pyarrow.ArrowException) as error:
-            raise DataError(f"{self._files[file].path}: row group {group} is corrupt: {error}") from error
+            raise DataError(f"its row group {group} is corrupt: {error}") from error
 
 
 class ArrayRecords(Records):
@@ -225,11 +251,13 @@ class ArrayRecords(Records):
         try:
             data, = opened.read([record])
         except (RuntimeError, ValueError) as error:
-            raise DataError(f"{self._where(file, record)}: corrupt: {error}") from error
+            raise DataError(f"corrupt: {error}") from error
+        if not data:  # so the library reads whatever lies past the end of the file
+            self._became_shorter(file)
         if self._cfg.content == "text":
             return data
         from maxstack.data.shards import unpack
-        return unpack(data, self._where(file, record))
+        return unpack(data, self._files[file].path)
 
 
 class Bagz(Records):
@@ -250,10 +278,11 @@ class Bagz(Records):
         try:
             return bagz.Reader(path)
         except (ValueError, OSError, RuntimeError) as error:
-            raise DataError(f"{path}: not an intact Bagz file: {error}") from error
+            raise DataError(f"{path}: not an intact Bagz file: {brief(error)}") from error
 
     def _read(self, opened: Any, file: int, record: int) -> bytes:
+        self._became_shorter(file)  # the file is mapped into memory: reading past its end would end the process
         try:
             return opened[record]
         except (ValueError, OSError, RuntimeError) as error:
-            raise DataError(f"{self._where(file, record)}: corrupt: {error}") from error
+            raise DataError(f"corrupt: {error}") from error

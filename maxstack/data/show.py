@@ -22,6 +22,8 @@ def show(cfg: DataConfig, batch_size: int, *, batches: int = 1, rows: int = 4, f
     try:
         for number in range(batches):
             batch = next(feed)
+            for line in feed.damaged():
+                print(line, file=sys.stderr)
             for row in range(len(batch["tokens"])):
                 print(_styled("head", f"\nbatch {number}, row {row} of {batch_size}"), _summary({key: array[row] for key, array in batch.items()}))
                 _print_row({key: array[row] for key, array in batch.items()}, tokenizer, full)

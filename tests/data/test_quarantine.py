@@ -1,0 +1,214 @@
+"""Records that are really damaged: named, and passed over without a change to anything else where data.quarantine allows it."""
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+from array_record.python.array_record_module import ArrayRecordWriter
+from pydantic import TypeAdapter
+
+from maxstack.data import DataError, make_feed
+from maxstack.data.config import AnySource, DataConfig, SyntheticSource
+from maxstack.data.shards import pack
+from maxstack.data.sources import open_source
+
+BATCH, ROW = 4, 128
+TEXTS = [f"document {i} " + " ".join(map(str, range(i, 30 + i))) for i in range(24)]
+
+
+def one_a_file(ending, compress):
+    for i, text in enumerate(TEXTS):
+        Path(f"{i:02}.txt{ending}").write_bytes(compress(text.encode()))
+    return {"kind": "text", "files": [f"*.txt{ending}"]}, f"07.txt{ending}"
+
+
+def jsonl():
+    Path("a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return {"kind": "jsonl", "files": ["a.jsonl"]}, "a.jsonl"
+
+
+def separated():
+    Path("a.txt").write_text("<|doc|>".join(TEXTS))
+    return {"kind": "text", "files": ["a.txt"], "separator": "<|doc|>"}, "a.txt"
+
+
+def parquet():
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), "a.parquet", row_group_size=3, compression="none", write_page_checksum=True)
+    return {"kind": "parquet", "files": ["a.parquet"]}, "a.parquet"
+
+
+def array_record(content):
+    writer = ArrayRecordWriter("a.array_record", "group_size:1,uncompressed")
+    for text in TEXTS:
+        writer.write(text.encode() if content == "text" else pack(np.frombuffer(text.encode(), np.uint8).astype(np.int32)))
+    writer.close()
+    return {"kind": "array_record", "files": ["a.array_record"], "content": content}, "a.array_record"
+
+
+def bagz():
+    with pytest.importorskip("bagz").Writer("a.bagz") as writer:
+        for text in TEXTS:
+            writer.write(text.encode())
+    return {"kind": "bagz", "files": ["a.bagz"]}, "a.bagz"
+
+
+def place_of(data, document):
+    """Where a document of a file is sure to stand."""
+    for sought in (TEXTS[document].encode(), pack(np.frombuffer(TEXTS[document].encode(), np.uint8).astype(np.int32))):
+        if sought in data:
+            return data.index(sought) + len(sought) // 2
+    return len(data) * document // len(TEXTS)
+
+
+def flip(name):
+    data = bytearray(Path(name).read_bytes())
+    data[place_of(data, 7)] ^= 0x80
+    Path(name).write_bytes(data)
+
+
+def cut(name):
+    data = Path(name).read_bytes()
+    with open(name, "r+b") as file:
+        file.truncate(place_of(data, 15))
+
+
+CASES = {
+    "flipped gzip": (lambda: one_a_file(".gz", gzip.compress), flip, {7}, "07.txt.gz: corrupt gzip"),
+    "cut zstd": (lambda: one_a_file(".zst", zstandard.compress), cut, {7}, "07.txt.zst: the zstd data is cut short"),
+    "emptied gzip": (lambda: one_a_file(".gz", gzip.compress), lambda name: Path(name).write_bytes(b""), {7}, "07.txt.gz: empty"),
+    "deleted": (lambda: one_a_file("", bytes), lambda name: Path(name).unlink(), {7}, "07.txt: No such file"),
+    "flipped jsonl": (jsonl, flip, {7}, "a.jsonl: line 8: not JSON"),
+    "cut jsonl": (jsonl, cut, {*range(15, 24)}, "a.jsonl: record {}: the file became shorter"),
+    "cut separated": (separated, cut, {*range(15, 24)}, "a.txt: record {}: the file became shorter"),
+    "flipped parquet": (parquet, flip, {6, 7, 8}, "a.parquet: record {}: its row group 2 is corrupt"),
+    "flipped array record": (lambda: array_record("text"), flip, {7}, "a.array_record: record 7: corrupt"),
+    "flipped tokens": (lambda: array_record("tokens"), flip, {7}, "a.array_record: record 7: corrupt"),
+    "cut array record": (lambda: array_record("text"), cut, {*range(24)}, "a.array_record: record {}: not an intact ArrayRecord file"),
+    "flipped bagz": (bagz, flip, None, "a.bagz: record {}: corrupt"),
+    "cut bagz": (bagz, cut, {*range(24)}, "a.bagz: record {}: not an intact Bagz file"),
+}
+
+
+@pytest.fixture(autouse=True)
+def feeds(tmp_path, monkeypatch):
+    """Makes feeds, in a folder of their own, and closes them."""
+    monkeypatch.chdir(tmp_path)
+    made = []
+
+    def make(source, lanes=range(BATCH), evaluation=False, whole=False, **fields):
+        cfg = DataConfig(sources=[TypeAdapter(AnySource).validate_python(source), SyntheticSource(kind="synthetic", length=20)],
+                         **{"seq_len": ROW, "packing": "none"} | fields)
+        made.append(make_feed(cfg, lanes, BATCH, evaluation=evaluation, whole=whole))
+        return made[-1]
+    yield make
+    for feed in made:
+        feed.close()
+
+
+def documents(feed, batches):
+    """Lane -> the first tokens of its documents, in order."""
+    drawn = [next(feed)["tokens"] for _ in range(batches)]
+    return [[tuple(row[:20]) for row in rows] for rows in zip(*drawn, strict=True)]
+
+
+def number(document):
+    """Of a document of TEXTS; None of a synthetic one."""
+    text = bytes(token for token in document if token < 128)
+    return int(text.split()[1]) if text.startswith(b"document") else None
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_damaged_record_is_named_and_where_it_may_be_passed_over_all_others_keep_their_places(case, feeds):
+    make, damage, lost, words = CASES[case]
+    source, name = make()
+    intact = documents(feeds(source), 30)
+    whole, strict = feeds(source, quarantine=24), feeds(source)
+    halves = [feeds(source, quarantine=24, lanes=lanes) for lanes in (range(2), range(2, BATCH))]
+    damage(name)
+    with pytest.raises(DataError, match="set data.quarantine to the number") as caught:
+        documents(strict, 30)
+    assert words.split("{}")[0] in str(caught.value) and words.split("{}")[-1] in str(caught.value) and "\n" not in str(caught.value)
+
+    got, told = documents(whole, 20), whole.damaged()
+    lost = lost or {number for number in range(24) if any(f"record {number}:" in line for line in told)}
+    assert lost and len(told) == len(lost) and all(any(words.format(record) in line for line in told) for record in lost)
+    for lane in range(BATCH):
+        left = [document for document in intact[lane] if number(document) not in lost]
+        assert got[lane][:len(left)] == left[:20] and len(left) >= 10
+    assert [*documents(halves[0], 20), *documents(halves[1], 20)] == got
+
+
+@pytest.mark.parametrize("make", [lambda: array_record("text"), bagz])
+def test_a_file_that_is_cut_while_it_is_open_gives_an_error_and_neither_an_empty_document_nor_a_crash(make):
+    source, name = make()
+    opened = open_source(TypeAdapter(AnySource).validate_python(source))
+    assert opened[20] == TEXTS[20].encode()
+    with open(name, "r+b") as file:
+        file.truncate(0)
+    with pytest.raises(DataError, match=f"{name}: record 20: the file became shorter while it was in use"):
+        opened[20]
+
+
+def test_workers_tell_what_they_pass_over_once_and_change_nothing(feeds):
+    source, name = jsonl()
+    flip(name)
+    alone, several = feeds(source, quarantine=1, packing="concat"), feeds(source, quarantine=1, packing="concat", workers=2)
+    for _ in range(40):
+        expected, got = next(alone), next(several)
+        assert all((expected[key] == got[key]).all() for key in {*expected, *got})
+    told = several.damaged()
+    assert told == alone.damaged() and len(told) == 1 and told[0].startswith("data.quarantine: passed over a.jsonl: line 8: not JSON")
+    assert several.damaged() == []
+
+
+def test_a_run_goes_on_the_same_from_any_batch_of_damaged_data(feeds):
+    source, name = parquet()
+    flip(name)
+    feed = feeds(source, quarantine=3, packing="fit")
+    states, batches = zip(*[(feed.state(), next(feed)) for _ in range(30)], strict=True)
+    for k in range(0, 25, 6):
+        again = feeds(source, quarantine=3, packing="fit")
+        again.restore(states[k])
+        for expected in batches[k:k + 5]:
+            got = next(again)
+            assert all((expected[key] == got[key]).all() for key in expected)
+
+
+def test_a_document_damaged_while_it_is_half_read_is_passed_over(feeds):
+    Path("a.jsonl").write_text('{"text": "%s"}\n{"text": "short"}\n' % ("long" * 100))
+    source = {"kind": "jsonl", "files": ["a.jsonl"]}
+    feed = feeds(source, quarantine=1, packing="concat")
+    while not feed.state()[0, -1] > 128:
+        next(feed)
+    again = feeds(source, quarantine=1, packing="concat")
+    again.restore(feed.state())
+    Path("a.jsonl").write_text(Path("a.jsonl").read_text().replace("longlong", "long\\ong", 1))
+    assert next(again)["positions"][0, 0] == 0 and "line 1" in again.damaged()[0]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_one_damaged_record_too_many_ends_the_run_however_they_spread_over_workers(workers, feeds):
+    source, name = parquet()
+    flip(name)
+    feed = feeds(source, quarantine=2, workers=workers)
+    with pytest.raises(DataError, match=r"^3 records cannot be read, but data.quarantine=2 passes over at most .*raise data.quarantine$"):
+        documents(feed, 60)
+
+
+def test_every_evaluation_passes_over_the_same_and_tells_it_once(feeds):
+    source, name = jsonl()
+    flip(name)
+    feed = feeds(source | {"holdout": 0.9}, evaluation=True, quarantine=1)
+    start = feed.state()
+    passes = []
+    for _ in range(2):
+        feed.restore(start)
+        passes.append(documents(feed, 8))
+    assert passes[0] == passes[1] and len(feed.damaged()) == 1
+    with pytest.raises(DataError, match="set eval.data.quarantine"):
+        documents(feeds(source, evaluation=True, whole=True), 8)
