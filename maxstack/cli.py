@@ -35,12 +35,9 @@ def run(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
         sys.stdout.flush()
         return code
     except ValueError as error:
-        from maxstack.config import ConfigError
-        from maxstack.data import DataError
-
-        if not isinstance(error, ConfigError | DataError):
+        if not hasattr(error, "exit_code"):
             raise
-        return _fail(error, 1 if isinstance(error, ConfigError) else 2)
+        return _fail(error, error.exit_code)
     except SystemExit as stop:
         return _usage_is_1(stop)
     except KeyboardInterrupt:

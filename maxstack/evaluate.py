@@ -34,6 +34,8 @@ class Evaluator:
             if not float(sums["weight"]):
                 break
             total = {name: total[name] + float(sums[name]) for name in total}
+        for line in self._feed.damaged():
+            self._log.warn(line)
         loss = total["nll"] / total["weight"]
         self._bits = total["nll"] / math.log(2) / total["bytes"] if total["bytes"] else None
         row: dict[str, Any] = {"step": step, "eval_loss": loss, "eval_tokens": int(total["weight"]), "eval_seconds": time.perf_counter() - begin}

@@ -26,6 +26,7 @@ SPENT = {
     "restore": "reading a checkpoint",
     "save": "steps held up by a save",
     "evaluation": "held-out documents",
+    "check": "comparing what devices hold alike, and the processes' speeds",
 }
 CAUSES = {
     "useful": "steps that count", "data wait": "devices idle because no batch was ready", **SPENT,

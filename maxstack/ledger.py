@@ -23,9 +23,11 @@ class Ledger:
     is told once and tried again.
     """
 
-    def __init__(self, folder: Path, first: bool, started: float | None = None, every: float = 1.0):
-        """Begin the process, in start-up. `started`: time.monotonic() when it began, by default now. `every`: seconds between rows, at first."""
-        self._path, self._every = folder / FILE, every
+    def __init__(self, folder: Path, first: bool, started: float | None = None, every: float = 1.0,
+                 doing: Callable[..., None] = lambda what, step=None, seconds=0.0: None):
+        """Begin the process, in start-up. `started`: time.monotonic() when it began, by default now. `every`: seconds between rows, at first.
+        `doing`: told of what begins, and of steps that are done, as heartbeat.Heartbeat.doing is."""
+        self._path, self._every, self._doing = folder / FILE, every, doing
         self._account, self._rows = Account(), ""
         self._lock, self._stop, self._failing = threading.Lock(), threading.Event(), False
         self._stack, self._spent, self._steps = ["start-up"], dict[str, float](), dict[str, Any]()
@@ -50,12 +52,14 @@ class Ledger:
         with self._lock:
             self._charge()
             self._stack.append(cause)
+        self._doing(cause)
         try:
             yield
         finally:
             with self._lock:
                 self._charge()
                 self._stack.pop()
+            self._doing(self._stack[-1] if self._stack else "steps")
 
     def resume(self, step: int) -> None:
         """The run goes on from `step`, after a restore, a rewind, or (0) from scratch: later steps that were done are lost work."""
@@ -68,9 +72,11 @@ class Ledger:
             assert self._stack == ["start-up"], self._stack
             self._charge()
             self._stack.pop()
+        self._doing("first step")
 
     def step(self, step: int, seconds: float, waited: float, counts: bool = True) -> None:
         """A step that is done, its seconds, and those of them that devices were idle for want of its batch. One that was refused does not count."""
+        self._doing("steps", step, seconds)
         with self._lock:
             assert not self._stack, self._stack
             if self._steps and (not counts or self._steps["steps"][1] != step - 1):

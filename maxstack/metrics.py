@@ -35,6 +35,12 @@ class Log:
             self._file.write("".join(f"{stamp} {line}\n" for line in text.splitlines()))
             self._file.flush()
 
+    def warn(self, text: str) -> None:
+        """As `say`; other processes than the first tell it too, on stderr."""
+        if self._out is None:
+            print(text, file=sys.stderr, flush=True)
+        self.say(text)
+
     def step(self, row: dict[str, Any], left: float) -> None:
         """One step's metrics: replaces the live line on a terminal; elsewhere a line at most every few seconds, and the first and the last."""
         if not self._out:

@@ -17,7 +17,9 @@ import numpy as np
 
 import maxstack
 from maxstack import config, executable, rules, sharding
+from maxstack.agree import Processes
 from maxstack.config import ConfigError
+from maxstack.faults.policy import Rewind
 from maxstack.metrics import Log, peak_flops
 from maxstack.models.flops import flops_per_token
 from maxstack.models.pipeline import bubble
@@ -26,7 +28,9 @@ from maxstack.run import Run, State, count, flags_for
 if TYPE_CHECKING:
     from maxstack.checkpoint.store import Checkpoints
     from maxstack.data.feed import Feed
-    from maxstack.faults.policy import Rewind
+    from maxstack.faults.heartbeat import Heartbeat
+    from maxstack.faults.policy import Policy
+    from maxstack.faults.replicas import Corruption, Recompute
     from maxstack.schema import Config, DistributedConfig, ProfileConfig
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -67,6 +71,15 @@ def claim(cfg: "Config", first: bool) -> Path:
     except OSError as error:
         raise ConfigError(f"run.output_dir: cannot write to {folder}: {error.strerror}; choose another run.output_dir") from error
     return folder
+
+
+def watched(cfg: "Config", folder: Path) -> "Heartbeat | None":
+    """What tells the watchdog of this process what is being done; None where nobody watches."""
+    if cfg.faults.watchdog is None:
+        return None
+    from maxstack.faults.heartbeat import Heartbeat
+
+    return Heartbeat(cfg.faults.watchdog, folder / "log.txt", Processes(), cfg.distributed.coordinator if cfg.distributed else None)
 
 
 def open_checkpoints(run: Run, folder: Path, say: Callable[[str], None], forced: Sequence[str]) -> "Checkpoints | None":
@@ -144,14 +157,31 @@ def fresh(run: Run) -> State:
     return run.start(load_params(folder, run.abstract.params))
 
 
-def go_back(rewind: "Rewind", run: Run, saves: "Checkpoints | None", feed: "Feed", start: np.ndarray, log: Log) -> State:
-    """The state at the newest checkpoint before the batches of a rewind, with the feed set to go on there; `start`: where the feed began."""
-    state = saves.restore(feed, before=rewind.first) if saves else None
+def corruption(run: Run, log: Log) -> "Corruption | None":
+    """What compares the devices' copies of the state; None where that is not asked for, or nothing exists twice."""
+    if not run.cfg.faults.check_every or run.mesh.size == 1:
+        return None
+    from maxstack.faults.replicas import Corruption, Replicas
+
+    replicas = Replicas(run.abstract, run.mesh)
+    log.say(replicas.describe(run.cfg.faults.check_every))
+    return Corruption(replicas, run.cfg.faults.check_every, log.say)
+
+
+def go_back(found: "Rewind | Recompute", run: Run, saves: "Checkpoints | None", feed: "Feed", start: np.ndarray, policy: "Policy", log: Log) -> State:
+    """The state at the newest checkpoint before the batches of a rewind, or before the step to recompute, with the feed set to go on there.
+    `start`: where the feed began."""
+    state = saves.restore(feed, before=found.first) if saves else None
+    notes = saves.notes if saves and state is not None else {}
     if state is None:
         feed.restore(start)
         state = saves.restore(feed) if saves and run.cfg.checkpoint.elsewhere else fresh(run)
         assert state is not None, "a path gives a state or an error"
-    log.say(f"rewound to step {int(state.step)}; the batches of steps {rewind.first} to {rewind.last} will be passed over (faults.spike)")
+    if isinstance(found, Rewind):
+        log.say(f"rewound to step {int(state.step)}; the batches of steps {found.first} to {found.last} will be passed over (faults.spike)")
+    else:
+        policy.restore(notes)
+        log.say(f"back to step {int(state.step)}")
     return state
 
 

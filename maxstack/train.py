@@ -6,45 +6,64 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from maxstack import cli, devices
+from maxstack import cli, devices, supervise
+from maxstack.faults.watchdog import CRASHED, RETRY
 
 if TYPE_CHECKING:
     from maxstack.checkpoint.store import Checkpoints
     from maxstack.data.feed import Feed
+    from maxstack.faults.policy import Rewind
+    from maxstack.faults.replicas import Recompute
     from maxstack.metrics import Log, Writer
     from maxstack.schema import Config
 
-PREEMPTED = 42
-
 
 def program(argv: Sequence[str]) -> int:
-    """`main` as a process of its own."""
-    if not {"-h", "--help"} & {*argv}:
-        _use_huge_pages()
+    """`main` as a process of its own; an error that is no mistake of the user's leaves with 70, so that a supervisor tries again."""
+    if {"-h", "--help", "--supervise"} & {*argv}:
+        return main(argv)
+    _use_huge_pages()
     signal.signal(signal.SIGTERM, _leave)
-    return main(argv)
+    supervise.follow_parent()
+    try:
+        return main(argv)
+    except Exception as error:
+        if hasattr(error, "exit_code") or isinstance(error, BrokenPipeError):
+            raise
+        traceback.print_exc()
+        return CRASHED
 
 
 def main(argv: Sequence[str]) -> int:
     """Train as the arguments say; the exit code is 0 when all steps are done, 42 when a signal ended it and running it again goes on."""
     parser = argparse.ArgumentParser(
         prog="maxstack train", description="Train a model from one YAML file. The same command again resumes from the last checkpoint.",
+        allow_abbrev=False,
         epilog="example: maxstack train configs/quickstart.yml train.steps=200 run.name=short")
     cli.takes_config(parser)
     parser.add_argument("--force-config", metavar="KEY", action="append", default=[],
                         help="go on from a checkpoint although this key, or one below it, "
                         "changed; may be given several times")
+    parser.add_argument("--supervise", action="store_true", help="stay as the parent of the run, one on each host, and start it again after a crash, "
+                        "a hang or a lost peer, with a growing pause")
+    parser.add_argument("--max-restarts", type=int, default=10, metavar="N", help="with --supervise: in a row without progress; by default 10")
     args = parser.parse_intermixed_args(argv)
     from maxstack import config
     from maxstack.schema import Config
 
+    cfg = config.load(Config, args.config, args.overrides)
+    if args.supervise:
+        forced = [part for key in args.force_config for part in ("--force-config", key)]
+        command = [sys.executable, "-m", "maxstack.train", args.config, *args.overrides, *forced]
+        return supervise.run(command, Path(cfg.run.output_dir) / cfg.run.name, args.max_restarts)
     with contextlib.ExitStack() as ending:
-        return train(config.load(Config, args.config, args.overrides), ending, args.force_config)
+        return train(cfg, ending, args.force_config)
 
 
 def train(cfg: "Config", ending: contextlib.ExitStack, forced: Sequence[str] = ()) -> int:
@@ -72,7 +91,8 @@ def train(cfg: "Config", ending: contextlib.ExitStack, forced: Sequence[str] = (
     startup.check(run)
     first = jax.process_index() == 0
     folder = startup.claim(cfg, first)
-    ledger = Ledger(folder, first, started)
+    heart = startup.watched(cfg, folder)
+    ledger = Ledger(folder, first, started, doing=ending.enter_context(heart).doing) if heart else Ledger(folder, first, started)
     feed = make_feed(cfg.data, run.rows(cfg.train.batch_size), cfg.train.batch_size)
     log = Log(folder, cfg.train.steps, first)
     start = feed.state()
@@ -102,6 +122,7 @@ def train(cfg: "Config", ending: contextlib.ExitStack, forced: Sequence[str] = (
     if first:
         startup.write_records(run, folder)
     evaluator = Evaluator(run, log, writer) if cfg.eval.every else None
+    corruption = startup.corruption(run, log)
     with ledger.spent("compile"):
         compiled, seconds = compiling.result()
     log.say(f"{'loaded' if cfg.run.executable else 'compiled'} the step in {seconds:.1f} s")
@@ -113,32 +134,39 @@ def train(cfg: "Config", ending: contextlib.ExitStack, forced: Sequence[str] = (
         with ledger.spent("evaluation"):
             eval_loss = evaluator(0, state)
     step, preempted = begin, False
+    back: Rewind | Recompute | None
     ledger.begin_steps()
     meter.restart()
     while step < cfg.train.steps and not preempted:
         step += 1
         batch = next(feed)
+        for line in feed.damaged():
+            log.warn(line)
         if policy.skips(step):
-            state, rewind = run.passed(state), meter.passed_over(step)
+            state, back = run.passed(state), meter.passed_over(step)
         else:
             profiler.before(step)
             state, scalars = compiled(state, run.place(batch, cfg.train.batch_size))
-            rewind = meter.add(step, scalars)
+            back = meter.add(step, scalars)
             profiler.after(step, scalars)
         done, preempted = step == cfg.train.steps, stop.requested(step)
         evaluate = evaluator and (done or step % cfg.eval.every == 0)
         save = saves and saves.due(step, done or preempted)
-        if evaluate or save or done or preempted:
-            rewind = meter.flush() or rewind
-        if rewind:
+        check = corruption and corruption.due(step, bool(save))
+        if evaluate or save or check or done or preempted:
+            back = meter.flush() or back
+        if corruption and check and not back:
+            with ledger.spent("check"):
+                back = corruption.check(step, state)
+        if back:
             meter.drop()
             jax.tree.map(lambda leaf: leaf.delete(), state)  # else the devices would hold two
             with ledger.spent("restore"):
-                state = startup.go_back(rewind, run, saves, feed, start, log)
+                state = startup.go_back(back, run, saves, feed, start, policy, log)
             step = int(state.step)
             ledger.resume(step)
             meter.restart()
-        elif evaluate or save:
+        elif evaluate or save or check:
             if evaluator and evaluate:
                 with ledger.spent("evaluation"):
                     eval_loss = evaluator(step, state)
@@ -158,7 +186,7 @@ def train(cfg: "Config", ending: contextlib.ExitStack, forced: Sequence[str] = (
         writer.write({"step": step, "goodput": total.share})
         log.say(goodput.lines(total)[0])
     _close(writer, log)
-    return 0 if finished else PREEMPTED
+    return 0 if finished else RETRY
 
 
 def _close(*parts: "Feed | Checkpoints | Writer | Log | None") -> None:
@@ -170,7 +198,7 @@ def _close(*parts: "Feed | Checkpoints | Writer | Log | None") -> None:
 def _leave(number: int, frame: FrameType | None) -> None:
     """Before the loop there is nothing to save, and neither a compilation nor a restore under way is worth waiting for."""
     os.write(sys.stderr.fileno(), b"SIGTERM: leaving before the first step\n")
-    os._exit(PREEMPTED)
+    os._exit(RETRY)
 
 
 def _use_huge_pages() -> None:

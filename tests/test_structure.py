@@ -16,7 +16,7 @@ MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("
 # From top to bottom. A module may import what stands below it, and its own package; not its peers in the same line. The longest name counts.
 LEVELS = (
     ("train", "plan", "tune", "score", "convert", "data.cli", "config.cli"),
-    ("cli",),
+    ("cli", "supervise"),
     ("startup", "evaluate", "meter"),
     ("fit", "executable"),
     ("schema",),
@@ -27,7 +27,7 @@ LEVELS = (
     ("placement",),
     ("checkpoint.hf",),
     ("models", "objectives", "data", "optim", "checkpoint", "quantize", "metrics", "faults", "ledger"),
-    ("layers", "chips", "goodput"),
+    ("layers", "chips", "goodput", "agree", "stacks"),
     ("kernels",),
     ("sharding",),
     ("devices",),

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxstack.agree import Processes
 from maxstack.checkpoint import manifest
-from maxstack.checkpoint.agree import Processes
 from maxstack.checkpoint.manifest import Damage
 from maxstack.checkpoint.peers import Peers
 

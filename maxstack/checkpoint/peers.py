@@ -6,13 +6,12 @@ Each process serves the files below one folder, to those alone that know a key w
 import contextlib
 import json
 import secrets
-import socket
 import threading
 from collections.abc import Iterator
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 
-from maxstack.checkpoint.agree import Processes
+from maxstack.agree import Processes, own_address
 
 BLOCK = 1 << 22
 """Bytes of a message."""
@@ -24,7 +23,7 @@ class Peers:
     def __init__(self, folder: Path, processes: Processes, coordinator: str | None):
         self._folder = folder.resolve()
         self._key = bytes.fromhex(processes.tell("peers", secrets.token_hex(32) if processes.number == 0 else "")[0])
-        self._listener = Listener((_own_address(coordinator), 0), authkey=self._key)
+        self._listener = Listener((own_address(coordinator), 0), authkey=self._key)
         threading.Thread(target=self._serve, name="peers", daemon=True).start()
         self._addresses = [(str(host), int(port)) for host, port in processes.tell("peers", [*self._listener.address])]
 
@@ -59,11 +58,3 @@ class Peers:
                 while block := file.read(BLOCK):
                     connection.send_bytes(block)
                 connection.send_bytes(b"")
-
-
-def _own_address(coordinator: str | None) -> str:
-    """Of the interface by which the coordinator is reached; loopback where the run has none."""
-    host = (coordinator or "127.0.0.1:1").rpartition(":")[0]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting sends nothing
-        probe.connect((host, 1))
-        return probe.getsockname()[0]

@@ -11,8 +11,8 @@ from typing import Any
 
 from orbax.checkpoint import v1 as ocp
 
+from maxstack.agree import Processes
 from maxstack.checkpoint import manifest
-from maxstack.checkpoint.agree import Processes
 from maxstack.checkpoint.manifest import Damage
 
 logging.getLogger("absl").addFilter(lambda record: "_SignalingThread.run() raised" not in record.getMessage())  # what went wrong is told in one line

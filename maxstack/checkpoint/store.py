@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxstack import config
+from maxstack.agree import Processes
 from maxstack.checkpoint import manifest
-from maxstack.checkpoint.agree import Processes
 from maxstack.checkpoint.config import CheckpointConfig, TierConfig
 from maxstack.checkpoint.local import Local
 from maxstack.checkpoint.manifest import Damage
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 Tree = Any
 FORMAT = 2
-FREE = ("model.dtype", "model.weights", "model.remat", "model.unroll", "model.blocks.*.slack", "model.*.backend", "data.workers", "data.prefetch")
+FREE = ("model.dtype", "model.weights", "model.remat", "model.unroll", "model.blocks.*.slack", "model.*.backend", "data.workers", "data.prefetch",
+        "data.quarantine")
 BOUND = ("model", "quantization", "data", "objective", "train.batch_size")
 
 

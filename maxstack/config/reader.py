@@ -28,6 +28,8 @@ _OLD_BOOL = re.compile(r"on|off|yes|no", re.IGNORECASE)
 class ConfigError(ValueError):
     """A user's mistake in a configuration: one paragraph that says what, where and what to do. Exit code 1."""
 
+    exit_code = 1
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Node:

@@ -24,6 +24,15 @@ class SpikeConfig(Section):
     """Rewinds in the whole run; where one more would be needed the run ends with an error."""
 
 
+class WatchdogConfig(Section):
+    """A process of its own beside each process of the run, which writes the stacks of all threads into the log and ends a run that hangs."""
+
+    step: float = Field(600.0, gt=0)
+    """Seconds without a finished step after which the run hangs; ten times the slowest step so far where that is longer."""
+    other: float = Field(3600.0, gt=0)
+    """The same for anything but steps: start-up, compiling, restoring, an evaluation, waiting for a save."""
+
+
 class FaultsConfig(Section):
     """An update whose loss or gradient norm is not finite is refused: weights and optimizer state stay as they were, and the run goes on."""
 
@@ -31,6 +40,12 @@ class FaultsConfig(Section):
     """Refused updates in a row that a run may survive; with one more it ends with an error. 0: the first one ends it."""
     spike: SpikeConfig | None = None
     """Refuse spikes of the loss and of the gradient norm too; null: only what is not finite."""
+    watchdog: WatchdogConfig | None = WatchdogConfig()
+    """Ends a run that hangs, and all processes of one that lost one; null: nobody watches."""
+    check_every: int = Field(100, ge=0)
+    """Steps between comparisons of what the devices hold alike (silent data corruption) and of the processes' speeds; 0: never."""
+    slow: float = Field(1.5, gt=1)
+    """A process is named as slow where its share of the work takes this many times what the others need."""
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> "FaultsConfig":

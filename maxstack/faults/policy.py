@@ -59,8 +59,13 @@ class Policy:
     def from_json(cls, cfg: FaultsConfig, saved: Mapping[str, Any]) -> "Policy":
         """As it was when `to_json` gave `saved`."""
         policy = cls(cfg)
-        policy.skipped, policy.rewinds, policy._spikes = [list(span) for span in saved["skipped"]], saved["rewinds"], list(saved["spikes"])
+        policy.restore(saved)
         return policy
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Back to what it was when `to_json` gave `saved`; the beginning, where that is empty."""
+        self.skipped = [list(span) for span in saved.get("skipped", [])]
+        self.rewinds, self._spikes = saved.get("rewinds", 0), list(saved.get("spikes", []))
 
     def _go_back(self, first: int, last: int, bound: int) -> Rewind:
         if self.rewinds == bound:

@@ -5,6 +5,7 @@ No device takes part, so a background thread may tell while steps run. Every pro
 
 import itertools
 import json
+import socket
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -28,11 +29,22 @@ class Processes:
             return [json.loads(json.dumps(value))]
         from jax._src import distributed
 
-        client, key = distributed.global_state.client, f"maxstack/{topic}/{next(self._turns[topic])}"
+        client, turn = distributed.global_state.client, next(self._turns[topic])
         assert client is not None, "several processes have joined"
-        client.key_value_set(f"{key}/{self.number}", json.dumps(value))
-        return [json.loads(client.blocking_key_value_get(f"{key}/{number}", WAIT_MS)) for number in range(self.count)]
+        client.key_value_set(f"maxstack/{topic}/{turn}/{self.number}", json.dumps(value))
+        told = [json.loads(client.blocking_key_value_get(f"maxstack/{topic}/{turn}/{number}", WAIT_MS)) for number in range(self.count)]
+        if turn:  # all have told this turn, so all have read the one before
+            client.key_value_delete(f"maxstack/{topic}/{turn - 1}/{self.number}")
+        return told
 
     def wait(self, topic: str) -> None:
         """Until all processes are here."""
         self.tell(topic, None)
+
+
+def own_address(coordinator: str | None) -> str:
+    """Of the interface by which the coordinator, host:port, is reached; loopback where the run has none."""
+    host = (coordinator or "127.0.0.1:1").rpartition(":")[0]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting sends nothing
+        probe.connect((host, 1))
+        return probe.getsockname()[0]

@@ -1,0 +1,111 @@
+"""The process's side of the watchdog: tells it what is being done, hands it the stacks, and leaves when it says so."""
+
+import atexit
+import contextlib
+import json
+import os
+import secrets
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from maxstack import stacks
+from maxstack.agree import Processes, own_address
+from maxstack.faults import watchdog
+from maxstack.faults.config import WatchdogConfig
+from maxstack.faults.watchdog import CRASHED
+
+OFTEN = 0.2
+"""Seconds between two signs of life that say nothing new but a step's number."""
+VERDICT = 8.0
+"""Seconds to wait, after an error of jax's, for word that a peer is lost, which it then comes of."""
+TOLD = 2.0
+"""Seconds to tell the user of an error, before the process ends without waiting for the others, as jax would."""
+
+
+class Heartbeat:
+    """A context: whatever ends it but `done` ends the other processes too. `at`: the coordinator, host:port, where there are several."""
+
+    def __init__(self, cfg: WatchdogConfig, log: Path, processes: Processes, at: str | None):
+        self._cfg, self._several = cfg, processes.count > 1
+        self._said, self._slowest, self._alone = 0.0, 0.0, False
+        file = stacks.new_file()
+        atexit.register(file.unlink, missing_ok=True)
+        stacks.show()
+        self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 5, 0))
+        given = {"line": theirs.fileno(), "process": processes.number, "processes": processes.count, "log": str(log.absolute()), "stacks": str(file),
+                 "host": own_address(at) if self._several else None}
+        self._process = subprocess.Popen([sys.executable, "-I", "-S", watchdog.__file__, json.dumps(given)], pass_fds=[theirs.fileno()],
+                                         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
+        theirs.close()
+        self.doing("start-up")
+        if self._several:
+            self._connect(processes)
+        threading.Thread(target=self._obey, name="heartbeat", daemon=True).start()
+
+    def _connect(self, processes: Processes) -> None:
+        key = processes.tell("watchdog", secrets.token_hex(32) if processes.number == 0 else "")[0]
+        at = None
+        if processes.number == 0:
+            self._send({"key": key, "at": None})
+            at = json.loads(self._line.recv(1 << 16))["at"]
+        at = processes.tell("watchdog", at)[0]
+        if processes.number:
+            self._send({"key": key, "at": at})
+
+    def __enter__(self) -> "Heartbeat":
+        return self
+
+    def doing(self, what: str, step: int | None = None, seconds: float = 0.0) -> None:
+        """What the main thread begins; with `step`, that this step is done and took `seconds`."""
+        now = time.monotonic()
+        message: dict[str, Any] = {"doing": what, "limit": self._cfg.other}
+        if step is not None:
+            self._slowest = max(self._slowest, seconds)
+            message |= {"step": step, "limit": max(self._cfg.step, 10 * self._slowest)}
+            if now - self._said < OFTEN:
+                return
+        self._said = now
+        self._send(message, socket.MSG_DONTWAIT)
+
+    def done(self) -> None:
+        """All that is left is to end."""
+        self._send({"end": "done", "doing": "ending", "limit": self._cfg.other})
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None or not self._several:
+            self.done()
+            return
+        if isinstance(error, RuntimeError):
+            time.sleep(VERDICT)
+        code = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", CRASHED)
+        self._send({"end": "failed", "code": code, "why": f"{type(error).__name__}: {error}"[:1000]})
+        threading.Thread(target=_leave, args=(code, TOLD), daemon=True).start()
+
+    def _send(self, message: dict[str, Any], flags: int = 0) -> None:
+        try:
+            self._line.send(json.dumps(message).encode(), flags)
+        except BlockingIOError:
+            pass  # it has enough to read
+        except OSError:
+            if not self._alone:
+                print("the watchdog is gone: nobody ends this run if it hangs", file=sys.stderr, flush=True)
+            self._alone = True
+
+    def _obey(self) -> None:
+        with contextlib.suppress(OSError):
+            _leave(json.loads(self._line.recv(1 << 16))["leave"])
+
+
+def _leave(code: int, after: float = 0.0) -> None:
+    time.sleep(after)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

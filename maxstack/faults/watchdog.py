@@ -1,0 +1,259 @@
+"""The watchdog: a process of its own beside each process of a run. heartbeat.py starts it as a script, so it imports the standard library alone.
+
+It ends its process where no step is done in time, with the stacks of all threads in the log, and all processes of the run where one is lost: each
+watchdog has a line to that of process 0, which tells the others. What it needs of a process it reads from the system, so it does not matter
+what that hangs in.
+"""
+
+import contextlib
+import json
+import os
+import platform
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import Client, Connection, Listener, wait
+from pathlib import Path
+from typing import Any
+
+RETRY, CRASHED = 42, 70
+"""Exit codes: stopped, hung or lost a peer; an error that is no mistake of the user's. The same command goes on after both."""
+TICK = 0.25
+SILENCE = 30.0
+"""Seconds after which a host that says nothing is lost: its network or its power is gone."""
+ASKED, FAILED = 2.0, 10.0
+"""Seconds that a process has to leave when asked to, and after an error of its own."""
+
+
+class Watchdog:
+    """Of the process that started it. `line`: the socket to that; `given`: process, processes, host (to listen at), log, stacks (a file)."""
+
+    def __init__(self, line: socket.socket, given: Mapping[str, Any]):
+        self._line, self._given, self._pid = line, given, os.getppid()
+        self._own: dict[str, Any] = {"process": given["process"], "host": platform.node(), "pid": self._pid, "doing": "start-up", "step": 0,
+                                     "state": "", "done": False}
+        self._beat, self._limit, self._failed = time.monotonic(), float("inf"), False
+        self._first: Connection | None = None
+        self._first_done = False
+        self._others: dict[Connection, dict[str, Any]] = {}
+        self._heard: dict[Connection, float] = {}
+        self._joining: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+        self._told = 0.0
+
+    def watch(self) -> None:
+        """Until the process has ended, by itself or by this."""
+        while True:
+            for ready in wait([self._line, *self._heard], TICK):
+                self._listen() if ready is self._line else self._hear(ready)  # type: ignore[arg-type]
+            self._join()
+            now, self._own["state"] = time.monotonic(), state_of(self._pid)
+            if os.getppid() != self._pid:
+                if not self._own["done"]:
+                    self._alarm(f"{_name(self._own)} ended without a word: killed, out of memory, or crashed", stacks=False)
+                return
+            if self._own["state"] == "stopped" and self._given["processes"] == 1:
+                self._beat = now  # by whoever wants it to be, and nobody waits
+            if now - self._beat > self._limit:
+                self._alarm(f"no sign of life from {_name(self._own)} for {self._limit:.0f} s", stacks=True)
+            for link, heard in list(self._heard.items()):
+                if now - heard > SILENCE:
+                    self._alarm(f"{_name(self._others.get(link, {'process': 0}))}: its host was silent for {SILENCE:.0f} s", stacks=False)
+            if now - self._told >= 1.0:
+                self._told = now
+                self._tell({"status": self._own})
+
+    def _listen(self) -> None:
+        """What the process says."""
+        try:
+            said = json.loads(self._line.recv(1 << 16, socket.MSG_DONTWAIT))
+        except OSError:  # its end of the line is closed
+            return
+        self._beat = time.monotonic()
+        if "key" in said:
+            self._open(bytes.fromhex(said["key"]), said["at"])
+        self._limit = said.get("limit", self._limit)
+        self._own |= {name: said[name] for name in ("doing", "step") if name in said}
+        if said.get("end") == "done":
+            self._own["done"] = True
+            self._tell({"status": self._own})
+        elif said.get("end") == "failed":
+            self._failed = True
+            self._alarm(f"{_name(self._own)} ended with an error: {said['why']}", stacks=False, code=said["code"])
+
+    def _open(self, key: bytes, at: list[Any] | None) -> None:
+        """The lines between the watchdogs: process 0's listens and says where, the others call it there."""
+        if at is not None:
+            self._first = Client((at[0], at[1]), authkey=key)
+            self._heard[self._first] = time.monotonic()
+            self._tell({"status": self._own})
+            return
+        listener = Listener((self._given["host"], 0), authkey=key, backlog=self._given["processes"])
+        self._line.send(json.dumps({"at": [*listener.address]}).encode())
+
+        def accept() -> None:
+            while True:
+                with contextlib.suppress(Exception):  # a stranger without the key, or a connection that broke
+                    self._joining.put(listener.accept())
+
+        threading.Thread(target=accept, daemon=True).start()
+
+    def _join(self) -> None:
+        while not self._joining.empty():
+            link = self._joining.get()
+            self._others[link], self._heard[link] = {"process": "?"}, time.monotonic()
+
+    def _hear(self, link: Connection) -> None:
+        """What another watchdog says, or that it is gone."""
+        try:
+            said = json.loads(link.recv_bytes())
+        except (EOFError, OSError):
+            self._heard.pop(link)
+            status = self._others.pop(link, None)
+            if link is self._first:
+                self._first = None
+                status = {"process": 0, "done": self._own["done"] or self._first_done}
+            if status and not status.get("done"):
+                self._alarm(f"the watchdog of {_name(status)} is gone", stacks=False)
+            return
+        self._heard[link] = time.monotonic()
+        if "verdict" in said:
+            self._end(**said["verdict"])
+        elif "alarm" in said:
+            self._alarm(**said["alarm"])
+        elif link is self._first:
+            self._first_done = said["status"]["done"]
+        else:
+            self._others[link] = said["status"]
+
+    def _tell(self, message: Mapping[str, Any]) -> None:
+        data = json.dumps(message).encode()
+        for link in self._heard:
+            with contextlib.suppress(OSError):  # its end is noticed where it is read
+                link.send_bytes(data)
+
+    def _alarm(self, text: str, stacks: bool, code: int = RETRY) -> None:
+        """Something that ends the run. Process 0's watchdog decides for all; where it does not answer, each for itself."""
+        found: dict[str, Any] = {"text": text, "code": code, "stacks": stacks}
+        if self._first:
+            self._tell({"status": self._own})
+            self._tell({"alarm": found})
+            for _ in range(20):
+                if self._first and wait([self._first], TICK):
+                    self._hear(self._first)
+        elif len(self._others):
+            all_of_us = sorted([self._own, *self._others.values()], key=_number)
+            stopped = [f"{_name(status)} is {status['state']}" for status in all_of_us if stacks and status.get("state")]
+            found["text"] = "\n".join([": ".join([text, *stopped]), *map(_line, all_of_us)])
+            self._tell({"verdict": found})
+        self._end(**found)
+
+    def _end(self, text: str, code: int, stacks: bool) -> None:
+        """End the process, and this one."""
+        gone = os.getppid() != self._pid
+        self._say(f"WATCHDOG: {text}", log=self._own["process"] == 0)
+        if stacks and not gone:
+            self._say("".join(stacks_of(self._pid, Path(self._given["stacks"]))), log=True)
+        if not gone and not self._failed:
+            with contextlib.suppress(OSError):
+                self._line.send(json.dumps({"leave": code}).encode())
+        deadline = time.monotonic() + (FAILED if self._failed else ASKED)
+        while os.getppid() == self._pid and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if os.getppid() == self._pid:
+            os.kill(self._pid, signal.SIGKILL)
+        sys.exit()
+
+    def _say(self, text: str, log: bool) -> None:
+        print(text, file=sys.stderr, flush=True)
+        if log:
+            stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+            with contextlib.suppress(OSError), open(self._given["log"], "a") as file:
+                file.write("".join(f"{stamp} {line}\n" for line in text.splitlines()))
+
+
+def _number(status: Mapping[str, Any]) -> int:
+    return status["process"] if isinstance(status["process"], int) else sys.maxsize
+
+
+def _name(status: Mapping[str, Any]) -> str:
+    where = f" (pid {status['pid']} on {status['host']})" if "pid" in status else ""
+    return f"process {status['process']}{where}"
+
+
+def _line(status: Mapping[str, Any]) -> str:
+    if "pid" not in status:
+        return f"  {_name(status)}: has said nothing yet"
+    return f"  {_name(status)}: {status['doing']}, step {status['step']}{', ' + status['state'] if status['state'] else ''}"
+
+
+def state_of(pid: int) -> str:
+    """What the system says of a process that does not run: stopped, held by a debugger, ended; else nothing."""
+    found = _stat(pid)
+    return {"T": "stopped", "t": "held by a debugger", "Z": "ended", "X": "ended"}.get(found[0] if found else "", "")
+
+
+def stacks_of(pid: int, file: Path) -> list[str]:
+    """The stacks of all threads of a process and of those that it started. Each appends its own to `file` when it gets SIGUSR2."""
+    told = []
+    for one in [pid, *_children(pid)]:
+        try:
+            name = " ".join(Path(f"/proc/{one}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").split())[:150]
+        except OSError:
+            name = "this run's"
+        told.append(f"stacks of process {one} ({name}):\n{_stacks(one, file)}")
+    return told
+
+
+def _stacks(pid: int, file: Path) -> str:
+    if state_of(pid) == "stopped":
+        return "  none: it is stopped by a signal\n"
+    if not _catches(pid):
+        return "  none: it is no process of Python's, or has only begun\n"
+    before = size = file.stat().st_size
+    with contextlib.suppress(OSError):
+        os.kill(pid, signal.SIGUSR2)
+    for _ in range(20):
+        time.sleep(0.1)
+        if (now := file.stat().st_size) == size > before:
+            break
+        size = now
+    with file.open("rb") as opened:
+        opened.seek(before)
+        return opened.read().decode(errors="replace") or "  none: it did not answer\n"
+
+
+def _stat(pid: int) -> list[str]:
+    """State, parent, and so on, of a process; empty where the system does not say."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    except OSError:
+        return []
+
+
+def _children(pid: int) -> list[int]:
+    parents = {int(path.name): int(found[1]) for path in Path("/proc").glob("[0-9]*") if (found := _stat(int(path.name)))}
+    family, more = {pid}, {pid}
+    while more:
+        more = {child for child, parent in parents.items() if parent in more and child != os.getpid()}
+        family |= more
+    return sorted(family - {pid})
+
+
+def _catches(pid: int) -> bool:
+    """Whether SIGUSR2 does not simply kill a process; without /proc, that of the process itself is known to."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return pid == os.getppid()
+    return any(int(line.split()[1], 16) >> (signal.SIGUSR2 - 1) & 1 for line in lines if line.startswith("SigCgt:"))
+
+
+if __name__ == "__main__":
+    for ignored in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)
+    arguments = json.loads(sys.argv[1])
+    Watchdog(socket.socket(fileno=arguments["line"]), arguments).watch()

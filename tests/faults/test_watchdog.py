@@ -1,0 +1,128 @@
+"""The watchdog beside real processes of one run, which need no devices for it: what ends whom, with which code, and what is in the log."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+PROGRAM = """
+import json, os, sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from maxstack import cli
+from maxstack.data import DataError
+from maxstack.faults.config import WatchdogConfig
+from maxstack.faults.heartbeat import Heartbeat
+
+number, count, folder, fault, who = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], int(sys.argv[5])
+turn = iter(range(9))
+
+def tell(topic, value):
+    at = next(turn)
+    for path in (folder / f"{at}-{number}.tmp",):
+        path.write_text(json.dumps(value))
+        path.rename(path.with_suffix(".told"))
+    while not all((folder / f"{at}-{n}.told").exists() for n in range(count)):
+        time.sleep(0.01)
+    return [json.loads((folder / f"{at}-{n}.told").read_text()) for n in range(count)]
+
+def hang_here():
+    while True:
+        time.sleep(1)
+
+def main(_):
+    others = SimpleNamespace(number=number, count=count, tell=tell)
+    with Heartbeat(WatchdogConfig(step=3.0), folder / "log.txt", others, "localhost:1" if count > 1 else None) as heart:
+        for step in range(1, 21 if fault == "none" else 10_000):
+            heart.doing("steps", step, 0.01)
+            time.sleep(0.05)
+            if step == 8:
+                (folder / f"at-{number}").touch()
+            if fault == "orphan" and step == 8:
+                os.kill(heart._process.pid, 9)
+                time.sleep(0.5)
+                heart.doing("steps", step + 1, 0.01)
+                return 0
+            if step > 8 and who == number and all((folder / f"at-{n}").exists() for n in range(count)):
+                if fault == "error":
+                    raise DataError("line 7 of x.jsonl is not JSON")
+                if fault == "hang":
+                    hang_here()
+    return 0
+
+sys.exit(cli.run(main, []))
+"""
+
+
+def run(folder, count, fault="none", who=-1):
+    """The processes, once each has done some steps."""
+    started = [subprocess.Popen([sys.executable, "-c", PROGRAM, f"{i}", f"{count}", str(folder), fault, f"{who}"], stdout=subprocess.PIPE,
+                                stderr=subprocess.STDOUT, text=True) for i in range(count)]
+    deadline = time.monotonic() + 60
+    while not all((folder / f"at-{i}").exists() for i in range(count)):
+        assert time.monotonic() < deadline, [process.communicate() for process in started]
+        time.sleep(0.02)
+    return started
+
+
+def ended(started):
+    """Exit codes and outputs."""
+    outputs = [process.communicate(timeout=60)[0] for process in started]
+    return [process.returncode for process in started], outputs
+
+
+def test_a_run_that_ends_is_left_alone(tmp_path):
+    assert ended(run(tmp_path, 3)) == ([0] * 3, [""] * 3)
+    assert not (tmp_path / "log.txt").exists()
+
+
+def test_an_error_in_one_process_ends_all_with_its_code_and_says_where(tmp_path):
+    codes, outputs = ended(run(tmp_path, 3, "error", who=2))
+    assert codes == [2] * 3 and "error: line 7 of x.jsonl is not JSON\n" in outputs[2]
+    assert all("process 2" in output and "ended with an error: DataError: line 7 of x.jsonl" in output for output in outputs)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_hang_ends_all_to_be_started_again_with_every_stack_in_the_log(tmp_path, count):
+    codes, _ = ended(run(tmp_path, count, "hang", who=0))
+    log = (tmp_path / "log.txt").read_text()
+    assert codes == [42] * count and "no sign of life from process 0" in log and "in hang_here" in log
+    assert log.count("stacks of process") == count
+    if count > 1:
+        assert all(re.search(rf"  process {i} .*: steps, step \d+\n", log) for i in range(3))
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_where_one_is_killed_the_others_leave_at_once(tmp_path, who):
+    started = run(tmp_path, 3)
+    began = time.monotonic()
+    started[who].kill()
+    codes, outputs = ended(started)
+    assert time.monotonic() - began < 10
+    assert codes == [-signal.SIGKILL if i == who else 42 for i in range(3)]
+    assert all(f"process {who}" in output and "ended without a word" in output for output in outputs)
+
+
+def test_one_of_several_that_is_stopped_is_named_and_ended_with_the_others(tmp_path):
+    started = run(tmp_path, 3, "wait")
+    started[1].send_signal(signal.SIGSTOP)
+    codes, outputs = ended(started)
+    assert codes == [42, -signal.SIGKILL, 42] and f"process 1 (pid {started[1].pid}" in outputs[0] and "is stopped" in outputs[0]
+
+
+def test_a_run_of_one_process_that_is_stopped_goes_on_when_it_is_continued(tmp_path):
+    started = run(tmp_path, 1)
+    started[0].send_signal(signal.SIGSTOP)
+    time.sleep(4)
+    assert started[0].poll() is None
+    os.kill(started[0].pid, signal.SIGCONT)
+    assert ended(started) == ([0], [""])
+
+
+def test_a_process_that_lost_its_watchdog_says_so_once(tmp_path):
+    codes, outputs = ended(run(tmp_path, 1, "orphan"))
+    assert codes == [0] and outputs[0].count("the watchdog is gone") == 1
