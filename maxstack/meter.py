@@ -8,6 +8,7 @@ import jax
 
 from maxstack.data.feed import Feed
 from maxstack.faults.policy import NOT_FINITE, Policy, Rewind
+from maxstack.faults.stragglers import Lag
 from maxstack.ledger import Ledger
 from maxstack.metrics import Log, Writer, peak_flops
 from maxstack.models.flops import flops_per_token
@@ -28,6 +29,7 @@ class Meter:
         self._watch = ThreadPoolExecutor(1, "meter")
         self._ready = self._waited = 0.0
         self._busy, self._count = 0.0, 0
+        self._lag = Lag(0, 0.0, 0.0, 0.0)
 
     def restart(self) -> None:
         """The next step's time begins now."""
@@ -58,7 +60,8 @@ class Meter:
         (step, scalars, waited, dispatched, ready), self._pending = self._pending, None
         now = ready.result()
         values = {name: float(value) for name, value in jax.device_get(scalars).items()}
-        starved = min(max(0.0, min(waited - self._waited, dispatched - self._ready)), now - self._ready)
+        late = min(max(0.0, dispatched - self._ready), now - self._ready)
+        starved = max(0.0, min(waited - self._waited, late))
         seconds, self._ready = now - self._ready, now
         row: dict[str, Any] = {"step": step, "loss": values.pop("loss")} | {k: v for k, v in values.items() if k != "weight"}
         row |= {"tokens": step * self._tokens, "tokens_per_second": self._tokens / seconds, "step_seconds": seconds}
@@ -67,6 +70,7 @@ class Meter:
         row["data_wait"] = starved / seconds
         self._waited = waited
         self._busy, self._count = self._busy + seconds, self._count + 1
+        self._lag = Lag(self._lag.steps + 1, self._lag.seconds + seconds, self._lag.late + late, self._lag.starved + starved)
         self._ledger.step(step, seconds, starved, counts=not values["skipped"])
         self._writer.write(row)
         if (share := self._ledger.news()) is not None:
@@ -76,6 +80,11 @@ class Meter:
             self._log.say(f"step {step}: loss {row['loss']:.6g}, gradient norm {row['grad_norm']:.6g}: "
                           f"{'not finite' if row['skipped'] == NOT_FINITE else 'a spike'}; the update was refused")
         return self._policy.read(row)
+
+    def lag(self) -> Lag:
+        """How this process kept up with its devices in the steps since the last call."""
+        lag, self._lag = self._lag, Lag(0, 0.0, 0.0, 0.0)
+        return lag
 
     def summary(self, finished: bool) -> None:
         """The last line: how many steps, how fast."""

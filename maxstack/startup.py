@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from maxstack.data.feed import Feed
     from maxstack.faults.heartbeat import Heartbeat
     from maxstack.faults.policy import Policy
-    from maxstack.faults.replicas import Corruption, Recompute
+    from maxstack.faults.replicas import Recompute
     from maxstack.schema import Config, DistributedConfig, ProfileConfig
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -155,17 +155,6 @@ def fresh(run: Run) -> State:
     from maxstack.checkpoint.hf.reader import load_params
 
     return run.start(load_params(folder, run.abstract.params))
-
-
-def corruption(run: Run, log: Log) -> "Corruption | None":
-    """What compares the devices' copies of the state; None where that is not asked for, or nothing exists twice."""
-    if not run.cfg.faults.check_every or run.mesh.size == 1:
-        return None
-    from maxstack.faults.replicas import Corruption, Replicas
-
-    replicas = Replicas(run.abstract, run.mesh)
-    log.say(replicas.describe(run.cfg.faults.check_every))
-    return Corruption(replicas, run.cfg.faults.check_every, log.say)
 
 
 def go_back(found: "Rewind | Recompute", run: Run, saves: "Checkpoints | None", feed: "Feed", start: np.ndarray, policy: "Policy", log: Log) -> State:

@@ -74,6 +74,7 @@ def train(cfg: "Config", ending: contextlib.ExitStack, forced: Sequence[str] = (
     import jax
 
     from maxstack import fit, goodput, startup
+    from maxstack.checks import Checks
     from maxstack.data import fits, make_feed
     from maxstack.evaluate import Evaluator
     from maxstack.faults.policy import Policy
@@ -122,12 +123,12 @@ def train(cfg: "Config", ending: contextlib.ExitStack, forced: Sequence[str] = (
     if first:
         startup.write_records(run, folder)
     evaluator = Evaluator(run, log, writer) if cfg.eval.every else None
-    corruption = startup.corruption(run, log)
     with ledger.spent("compile"):
         compiled, seconds = compiling.result()
     log.say(f"{'loaded' if cfg.run.executable else 'compiled'} the step in {seconds:.1f} s")
 
     stop, meter = Preemption(), Meter(run, feed, log, writer, ledger, policy)
+    checks = Checks(run, meter, log, writer)
     profiler = startup.Profiler(cfg.train.profile, folder, log)
     eval_loss = None
     if evaluator and begin == 0:
@@ -152,12 +153,12 @@ def train(cfg: "Config", ending: contextlib.ExitStack, forced: Sequence[str] = (
         done, preempted = step == cfg.train.steps, stop.requested(step)
         evaluate = evaluator and (done or step % cfg.eval.every == 0)
         save = saves and saves.due(step, done or preempted)
-        check = corruption and corruption.due(step, bool(save))
+        check = checks.due(step, bool(save))
         if evaluate or save or check or done or preempted:
             back = meter.flush() or back
-        if corruption and check and not back:
+        if check and not back:
             with ledger.spent("check"):
-                back = corruption.check(step, state)
+                back = checks(step, state, bool(save))
         if back:
             meter.drop()
             jax.tree.map(lambda leaf: leaf.delete(), state)  # else the devices would hold two

@@ -17,6 +17,7 @@ MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("
 LEVELS = (
     ("train", "plan", "tune", "score", "convert", "data.cli", "config.cli"),
     ("cli", "supervise"),
+    ("checks",),
     ("startup", "evaluate", "meter"),
     ("fit", "executable"),
     ("schema",),
