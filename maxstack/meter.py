@@ -52,6 +52,7 @@ class Meter:
     def drop(self) -> None:
         """Forget the step noted last: the run goes back before it."""
         self._pending = None
+        self.lag()
 
     def flush(self) -> Rewind | None:
         """Wait for the step noted last and report it -> what the policy for faults makes of it. ConfigError where that ends the run."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from maxstack import goodput
-from maxstack.faults.watchdog import CRASHED, RETRY
+from maxstack.exit_codes import CRASHED, RETRY
 
 PARENT = "MAXSTACK_SUPERVISED"
 """In the child's environment: the parent's process id."""

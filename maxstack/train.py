@@ -13,7 +13,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from maxstack import cli, devices, supervise
-from maxstack.faults.watchdog import CRASHED, RETRY
+from maxstack.exit_codes import CRASHED, RETRY
 
 if TYPE_CHECKING:
     from maxstack.checkpoint.store import Checkpoints

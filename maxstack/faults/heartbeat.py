@@ -17,9 +17,9 @@ from typing import Any
 
 from maxstack import stacks
 from maxstack.agree import Processes, own_address
+from maxstack.exit_codes import CRASHED, RETRY
 from maxstack.faults import watchdog
 from maxstack.faults.config import WatchdogConfig
-from maxstack.faults.watchdog import CRASHED
 
 OFTEN = 0.2
 """Seconds between two signs of life that say nothing new but a step's number."""
@@ -41,7 +41,7 @@ class Heartbeat:
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 5, 0))
         given = {"line": theirs.fileno(), "process": processes.number, "processes": processes.count, "log": str(log.absolute()), "stacks": str(file),
-                 "host": own_address(at) if self._several else None}
+                 "retry": RETRY, "host": own_address(at) if self._several else None}
         self._process = subprocess.Popen([sys.executable, "-I", "-S", watchdog.__file__, json.dumps(given)], pass_fds=[theirs.fileno()],
                                          stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
         theirs.close()

@@ -94,10 +94,10 @@ class Replicas:
         """Whatever differs in `hashes`; nothing, where all copies are the same."""
         found = []
         for column, part in enumerate(self.parts):
-            for shard in np.unique(part.where):
-                held = {int(device): int(hashes[device, column]) for device in np.flatnonzero(part.where == shard)}
-                if len({*held.values()}) > 1:
-                    found.append(Difference(part, column, held))
+            _, first, shards = np.unique(part.where, return_index=True, return_inverse=True)
+            for shard in np.unique(shards[hashes[:, column] != hashes[first[shards], column]]):
+                held = {int(device): int(hashes[device, column]) for device in np.flatnonzero(shards == shard)}
+                found.append(Difference(part, column, held))
         return found
 
     def named(self, devices: Iterable[int]) -> str:

@@ -20,8 +20,6 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
-RETRY, CRASHED = 42, 70
-"""Exit codes: stopped, hung or lost a peer; an error that is no mistake of the user's. The same command goes on after both."""
 TICK = 0.25
 SILENCE = 30.0
 """Seconds after which a host that says nothing is lost: its network or its power is gone."""
@@ -30,7 +28,8 @@ ASKED, FAILED = 2.0, 10.0
 
 
 class Watchdog:
-    """Of the process that started it. `line`: the socket to that; `given`: process, processes, host (to listen at), log, stacks (a file)."""
+    """Of the process that started it. `line`: the socket to that; `given`: process, processes, host (to listen at), log, stacks (a file), retry
+    (the exit code where the run is to be started again)."""
 
     def __init__(self, line: socket.socket, given: Mapping[str, Any]):
         self._line, self._given, self._pid = line, given, os.getppid()
@@ -135,9 +134,9 @@ class Watchdog:
             with contextlib.suppress(OSError):  # its end is noticed where it is read
                 link.send_bytes(data)
 
-    def _alarm(self, text: str, stacks: bool, code: int = RETRY) -> None:
+    def _alarm(self, text: str, stacks: bool, code: int | None = None) -> None:
         """Something that ends the run. Process 0's watchdog decides for all; where it does not answer, each for itself."""
-        found: dict[str, Any] = {"text": text, "code": code, "stacks": stacks}
+        found: dict[str, Any] = {"text": text, "code": self._given["retry"] if code is None else code, "stacks": stacks}
         if self._first:
             self._tell({"status": self._own})
             self._tell({"alarm": found})
