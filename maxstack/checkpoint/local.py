@@ -52,11 +52,12 @@ class Local:
         return sorted(self._holders)
 
     def begin(self, step: int, parts: Mapping[str, Any]) -> Callable[[], None]:
-        """Copy this process's shards off its devices; what comes back writes them."""
+        """Copy this process's shards off its devices; what comes back writes them. On a CPU they are looked at where they are: jax gives the next
+        step other memory while somebody looks."""
         arrays = {f"{part}/{name}": array for part in ("state", "data") for name, array in parts[part].items()}
         for array in arrays.values():
             array.copy_to_host_async()
-        shards = [(name, index, array.shape, np.array(data)) for name, array in arrays.items() for index, data in _own_shards(array)]
+        shards = [(name, index, array.shape, np.asarray(data)) for name, array in arrays.items() for index, data in _own_shards(array)]
         return lambda: self._write(step, shards, dict(parts["meta"]))
 
     def finish(self, step: int, written: Callable[[], None], facts: Mapping[str, Any]) -> None:
