@@ -24,10 +24,10 @@ class Ledger:
     """
 
     def __init__(self, folder: Path, first: bool, started: float | None = None, every: float = 1.0,
-                 doing: Callable[..., None] = lambda what, step=None, seconds=0.0: None):
+                 doing: Callable[..., None] | None = None):
         """Begin the process, in start-up. `started`: time.monotonic() when it began, by default now. `every`: seconds between rows, at first.
         `doing`: told of what begins, and of steps that are done, as heartbeat.Heartbeat.doing is."""
-        self._path, self._every, self._doing = folder / FILE, every, doing
+        self._path, self._every, self._doing = folder / FILE, every, doing or (lambda *_: None)
         self._account, self._rows = Account(), ""
         self._lock, self._stop, self._failing = threading.Lock(), threading.Event(), False
         self._stack, self._spent, self._steps = ["start-up"], dict[str, float](), dict[str, Any]()

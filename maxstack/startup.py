@@ -1,6 +1,7 @@
 """What happens before the first step: processes, compilation cache, the run folder's records, compiling the step."""
 
 import concurrent.futures
+import contextlib
 import fcntl
 import json
 import os
@@ -58,9 +59,14 @@ def make_mesh(cfg: "Config") -> jax.sharding.Mesh:
     return mesh
 
 
+def folder_of(cfg: "Config") -> Path:
+    """Where a run keeps everything."""
+    return Path(cfg.run.output_dir) / cfg.run.name
+
+
 def claim(cfg: "Config", first: bool) -> Path:
     """The run's folder, made if need be, and held until this process ends; ConfigError if another process has it."""
-    folder = Path(cfg.run.output_dir) / cfg.run.name
+    folder = folder_of(cfg)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if first:
@@ -73,13 +79,14 @@ def claim(cfg: "Config", first: bool) -> Path:
     return folder
 
 
-def watched(cfg: "Config", folder: Path) -> "Heartbeat | None":
-    """What tells the watchdog of this process what is being done; None where nobody watches."""
+def watched(cfg: "Config", ending: contextlib.ExitStack) -> "Heartbeat | None":
+    """What tells the watchdog of this process what is being done, until `ending` is closed; None where nobody watches."""
     if cfg.faults.watchdog is None:
         return None
     from maxstack.faults.heartbeat import Heartbeat
 
-    return Heartbeat(cfg.faults.watchdog, folder / "log.txt", Processes(), cfg.distributed.coordinator if cfg.distributed else None)
+    at = cfg.distributed.coordinator if cfg.distributed else None
+    return ending.enter_context(Heartbeat(cfg.faults.watchdog, folder_of(cfg) / "log.txt", Processes(), at))
 
 
 def open_checkpoints(run: Run, folder: Path, say: Callable[[str], None], forced: Sequence[str]) -> "Checkpoints | None":
@@ -138,7 +145,7 @@ def check(run: Run) -> None:
     that has not begun, DataError where model.weights are not of this model."""
     cfg, _ = run.cfg, run.kernels
     run.check_flags()
-    if cfg.model.weights is None or (Path(cfg.run.output_dir) / cfg.run.name / "checkpoints").exists():
+    if cfg.model.weights is None or (folder_of(cfg) / "checkpoints").exists():
         return
     from maxstack.checkpoint.hf.contents import Contents
     from maxstack.checkpoint.hf.reader import pieces_of

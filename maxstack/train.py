@@ -85,6 +85,7 @@ def train(cfg: "Config", ending: contextlib.ExitStack, forced: Sequence[str] = (
     from maxstack.run import assemble
 
     startup.distribute(cfg.distributed)
+    heart = startup.watched(cfg, ending)
     startup.cache(cfg.run.compilation_cache)
     fits(cfg.data, cfg.model.vocab)
     run = assemble(cfg, startup.make_mesh(cfg))
@@ -92,8 +93,7 @@ def train(cfg: "Config", ending: contextlib.ExitStack, forced: Sequence[str] = (
     startup.check(run)
     first = jax.process_index() == 0
     folder = startup.claim(cfg, first)
-    heart = startup.watched(cfg, folder)
-    ledger = Ledger(folder, first, started, doing=ending.enter_context(heart).doing) if heart else Ledger(folder, first, started)
+    ledger = Ledger(folder, first, started, doing=heart.doing if heart else None)
     feed = make_feed(cfg.data, run.rows(cfg.train.batch_size), cfg.train.batch_size)
     log = Log(folder, cfg.train.steps, first)
     start = feed.state()
