@@ -1,9 +1,10 @@
-# `make train` learns from real text on this machine's CPU; `make test` runs the whole suite, lint and types included.
+# `make train` learns from real text on this machine's CPU; `make test` runs the whole suite, lint and types
+# included; `make drills` breaks runs in every way that the README names, for an hour.
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do command -v $$p >/dev/null && $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 CONFIG ?= configs/quickstart.yml
 
-.PHONY: train test oracle docs bench clean
+.PHONY: train test drills oracle docs bench clean
 
 train: .venv/installed
 	$(BIN)/python -m maxstack.train $(CONFIG) $(ARGS)
@@ -12,6 +13,9 @@ test: .venv/test-installed
 	$(BIN)/ruff check maxstack tests scripts
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+drills: .venv/test-installed
+	$(BIN)/python scripts/drills.py $(ARGS)
 
 oracle: .venv-oracle/installed
 	.venv-oracle/bin/python scripts/oracle.py
