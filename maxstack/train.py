@@ -112,6 +112,8 @@ def train(cfg: "Config", ending: contextlib.ExitStack, forced: Sequence[str] = (
         log.say(saves.told)
     if begin == cfg.train.steps:
         log.say(f"nothing left to do: train.steps={begin} are done")
+        if saves:
+            saves.complete(begin, state, feed, policy.to_json())
         _close(feed, saves, writer, log)
         ledger.close()
         return 0

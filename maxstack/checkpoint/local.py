@@ -41,6 +41,9 @@ class Local:
         for path in self._own.glob("*/*"):
             if not (path / manifest.NAME).exists():
                 shutil.rmtree(path)
+        for path in self._own.iterdir():
+            if not any(path.iterdir()):
+                path.rmdir()
 
     def steps(self) -> list[int]:
         """The whole steps, oldest first. Every process asks at the same time."""

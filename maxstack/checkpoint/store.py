@@ -103,10 +103,20 @@ class Checkpoints:
     def save(self, step: int, state: Tree, feed: "Feed", notes: Mapping[str, Any], eval_loss: float | None = None, last: bool = False) -> None:
         """Copy the arrays off the devices for each tier that is due, then write in the background; a step counts where all of it is on disk, with its
         checksums. `notes` are plain data that `restore` leaves in `self.notes`."""
+        self._save([tier for tier in self._tiers if tier.due(step, last)], step, state, feed, notes, eval_loss)
+
+    def complete(self, step: int, state: Tree, feed: "Feed", notes: Mapping[str, Any]) -> None:
+        """Save the last step of a run where a kill kept it from a place that all processes see, and wait for it."""
+        lacking = [tier for tier in self._tiers if tier.every and isinstance(tier.place, Shared) and step not in tier.place.steps()]
+        if lacking:
+            self._save(lacking, step, state, feed, notes, None)
+        self.wait(last=True)
+
+    def _save(self, tiers: list[Tier], step: int, state: Tree, feed: "Feed", notes: Mapping[str, Any], eval_loss: float | None) -> None:
         self.wait()
         meta = json.dumps({"config": self._run.cfg.model_dump(mode="json"), "sources": feed.identity(), "notes": dict(notes)})
         parts = {"state": _flat(state), "data": {"position": self._position(feed.state())}, "meta": {"format": FORMAT, "json": meta}}
-        begun = [(tier, tier.place.begin(step, parts)) for tier in self._tiers if tier.due(step, last)]
+        begun = [(tier, tier.place.begin(step, parts)) for tier in tiers]
         self._saving = threading.Thread(target=self._finish, args=(step, begun, {"eval_loss": eval_loss}), name="checkpoint")
         self._saving.start()
 

@@ -198,6 +198,15 @@ def test_each_tier_has_its_own_pace_and_keeps_its_own(tiered):
     assert {path.name for path in folder.glob("ssd/run/host_0/*")} == {"6", "7"}
 
 
+def test_a_last_step_that_a_kill_left_on_a_host_s_own_disk_is_saved_where_all_see_it(tiered):
+    again, states, folder, _ = tiered
+    saves, feed, _ = again()
+    saves.complete(7, saves.restore(feed), feed, {})
+    assert [tier.place.steps()[-1] for tier in saves._tiers] == [7, 7, 7]
+    shutil.rmtree(folder / "ssd")
+    jax.tree.map(np.testing.assert_array_equal, again()[0].restore(feed), states[7])
+
+
 @pytest.mark.parametrize(("lost", "step", "place"), [
     ([], 7, "ssd"), (["ssd"], 6, "run"), (["ssd", "run/checkpoints"], 6, "far"), (["run/checkpoints", "far"], 7, "ssd")], ids=str)
 def test_the_newest_step_of_the_nearest_tier_that_is_left_is_restored_bit_for_bit(tiered, lost, step, place):
