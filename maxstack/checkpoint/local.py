@@ -36,14 +36,22 @@ class Local:
         self._peers = Peers(self._own, processes, coordinator) if processes.count > 1 else None
         self._holders: dict[int, list[list[int]]] = {}
 
-    def clear(self) -> None:
-        """Remove what was never finished."""
-        for path in self._own.glob("*/*"):
-            if not (path / manifest.NAME).exists():
-                shutil.rmtree(path)
+    def clear(self) -> list[str]:
+        """Remove what was never finished, and put aside what has a damaged manifest -> a line for each, of all processes."""
+        found = []
+        for path in sorted(self._own.glob("*/*")):
+            try:
+                manifest.read(path)
+            except Damage as error:
+                if (path / manifest.NAME).exists():
+                    found.append(f"DAMAGED CHECKPOINT: {error}; put aside as {self._move(path, f'damaged_{self._processes.number}')}")
+                else:
+                    shutil.rmtree(path)
+                    found.append(f"cleared away: {error}")
         for path in self._own.iterdir():
             if not any(path.iterdir()):
                 path.rmdir()
+        return [line for lines in self._processes.tell("local cleared", found) for line in lines]
 
     def steps(self) -> list[int]:
         """The whole steps, oldest first. Every process asks at the same time."""
@@ -133,13 +141,17 @@ class Local:
 
     def set_aside(self, step: int, name: str) -> Path:
         """Move a step out of the way, where it no longer counts."""
-        to = self._own.parent / f"{name}_{self._processes.number}" / f"{step}"
+        name = f"{name}_{self._processes.number}"
         if (self._own / f"{step}").exists():
-            shutil.rmtree(to, ignore_errors=True)
-            to.parent.mkdir(parents=True, exist_ok=True)
-            (self._own / f"{step}").rename(to)
+            self._move(self._own / f"{step}", name)
         self._processes.wait("local aside")
-        return to
+        return self._own.parent / name / f"{step}"
+
+    def _move(self, path: Path, name: str) -> Path:
+        to = self._own.parent / name / path.relative_to(self._own)
+        shutil.rmtree(to, ignore_errors=True)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        return path.rename(to)
 
     def remove(self, steps: list[int]) -> None:
         """Delete steps."""

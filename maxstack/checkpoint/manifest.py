@@ -12,6 +12,8 @@ from typing import Any
 import xxhash
 
 NAME = "manifest.json"
+UNKNOWN = "0" * 16
+"""Stands for the manifest's own checksum where that is made."""
 READERS, BLOCK = 8, 1 << 22
 """Files are read by so many threads, so many bytes at a time."""
 
@@ -44,18 +46,21 @@ def steps(folder: Path) -> list[int]:
 def write(folder: Path, found: Mapping[str, Entry], facts: Mapping[str, Any]) -> None:
     """Put the manifest into place, whole or not at all; with it the step counts. `facts` are plain data about the step."""
     unfinished = folder / f"{NAME}.unfinished"
-    text = json.dumps({"facts": dict(facts), "files": dict(sorted(found.items()))}, indent=1)
-    unfinished.write_text(text, encoding="utf-8")
+    text = json.dumps({"xxh3": UNKNOWN, "facts": dict(facts), "files": dict(sorted(found.items()))}, indent=1)
+    unfinished.write_text(text.replace(UNKNOWN, xxhash.xxh3_64_hexdigest(text.encode()), 1), encoding="utf-8")
     unfinished.replace(folder / NAME)
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
     """(facts, files). Damage where the manifest cannot be understood."""
     try:
-        found = json.loads((folder / NAME).read_text(encoding="utf-8"))
+        text = (folder / NAME).read_text(encoding="utf-8")
+        found = json.loads(text)
+        if xxhash.xxh3_64_hexdigest(text.replace(found["xxh3"], UNKNOWN, 1).encode()) != found["xxh3"]:
+            raise ValueError("its own checksum is another one")
         return found["facts"], {name: {"bytes": int(entry["bytes"]), "xxh3": str(entry["xxh3"])} for name, entry in found["files"].items()}
     except FileNotFoundError:
-        raise Damage(f"{folder}: has no {NAME}, so it was never finished") from None
+        raise Damage(f"{folder / NAME}: is missing, so the save was never finished") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damage(f"{folder / NAME}: cannot be read: {error}") from error
 

@@ -35,16 +35,21 @@ class Shared:
         """Where a step lies."""
         return self.folder / f"{step}"
 
-    def clear(self) -> None:
-        """Remove a killed process's leavings. What Orbax finished and has no manifest is moved aside: it may be of a version that wrote none."""
+    def clear(self) -> list[str]:
+        """Remove a killed process's leavings -> a line for each. What Orbax finished and has no manifest is moved aside: it may be of a version that
+        wrote none."""
+        found = []
         if self._processes.number == 0 and self.folder.exists():
             for path in [*self.folder.iterdir()]:
                 if path.name.partition(".")[0].isdigit() and not (path / manifest.NAME).exists():
+                    why = f"{path / manifest.NAME}: is missing, so the save was never finished"
                     if path.name.isdigit() and (path / "_CHECKPOINT_METADATA").exists():
-                        self._move(path, "unfinished")
+                        found.append(f"{why}; put aside as {self._move(path, 'unfinished')}")
                     else:
                         shutil.rmtree(path)
+                        found.append(f"cleared away: {why}")
         self._processes.wait("clear")
+        return found
 
     def begin(self, step: int, parts: Mapping[str, Any]) -> Callable[[], None]:
         """Copy the arrays off the devices and write on in the background; what comes back waits for that, and raises what went wrong."""

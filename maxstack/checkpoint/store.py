@@ -67,7 +67,8 @@ class Checkpoints:
         self._failed: str | None = None
         self.told, self.notes = "", dict[str, Any]()
         for tier in self._tiers:
-            tier.place.clear()
+            for line in tier.place.clear():
+                self._say(line)
 
     def _opened(self) -> list[Tier]:
         """Nearest first."""
