@@ -23,7 +23,7 @@ class Processes:
         self.number, self.count = jax.process_index(), jax.process_count()
         self._turns: dict[str, Iterator[int]] = defaultdict(itertools.count)
 
-    def tell(self, topic: str, value: Any) -> list[Any]:
+    def tell(self, topic: str, value: Any, wait_ms: int = WAIT_MS) -> list[Any]:
         """Every process's `value`, plain data, in their order. A topic belongs to one thread. RuntimeError where a process stays away."""
         if self.count == 1:
             return [json.loads(json.dumps(value))]
@@ -32,7 +32,7 @@ class Processes:
         client, turn = distributed.global_state.client, next(self._turns[topic])
         assert client is not None, "several processes have joined"
         client.key_value_set(f"maxstack/{topic}/{turn}/{self.number}", json.dumps(value))
-        told = [json.loads(client.blocking_key_value_get(f"maxstack/{topic}/{turn}/{number}", WAIT_MS)) for number in range(self.count)]
+        told = [json.loads(client.blocking_key_value_get(f"maxstack/{topic}/{turn}/{number}", wait_ms)) for number in range(self.count)]
         if turn:  # all have told this turn, so all have read the one before
             client.key_value_delete(f"maxstack/{topic}/{turn - 1}/{self.number}")
         return told

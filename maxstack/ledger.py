@@ -1,9 +1,7 @@
 """The books of one process of a run: what it spends its time on, written to goodput.jsonl. goodput.py adds them up and describes the rows."""
 
 import contextlib
-import errno
 import json
-import os
 import sys
 import threading
 import time
@@ -12,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from maxstack.appending import Appender
 from maxstack.goodput import FILE, SPENT, Account, Goodput
 
 
@@ -29,13 +28,16 @@ class Ledger:
         `doing`: told of what begins, and of steps that are done, as heartbeat.Heartbeat.doing is."""
         self._path, self._every, self._doing = folder / FILE, every, doing or (lambda *_: None)
         self._account, self._rows = Account(), ""
-        self._lock, self._stop, self._failing = threading.Lock(), threading.Event(), False
+        self._lock, self._stop, self._file = threading.Lock(), threading.Event(), Appender(folder / FILE)
         self._stack, self._spent, self._steps = ["start-up"], dict[str, float](), dict[str, Any]()
         self._share: float | None = None
         self._thread = threading.Thread(target=_keep_writing, args=(weakref.ref(self), self._stop), daemon=True, name="ledger") if first else None
         now, boot = time.monotonic(), _boot()
         if first and self._path.exists():
-            self._try(lambda: self._account.read_file(self._path))
+            try:
+                self._account.read_file(self._path)
+            except OSError as error:
+                print(f"{self._path}: {error.strerror}; what was spent before is not counted", file=sys.stderr, flush=True)
         self._began = now if started is None else started
         if self._began < (seen := self._account.seen_on(boot)) <= now:
             self._began = seen
@@ -136,20 +138,7 @@ class Ledger:
     def _write_rows(self) -> None:
         with self._lock:
             data, self._rows = self._rows, ""
-        if not self._try(lambda: _append(self._path, data.encode())):
-            with self._lock:
-                self._rows = data + self._rows
-
-    def _try(self, work: Callable[[], None]) -> bool:
-        """Whether it could be done; the first of several failures in a row is told."""
-        failed, self._failing = self._failing, False
-        try:
-            work()
-        except OSError as error:
-            self._failing = True
-            if not failed:
-                print(f"{self._path}: {error.strerror}; the run goes on, and writes there when it can", file=sys.stderr, flush=True)
-        return not self._failing
+        self._file.add(data)
 
     def _pause(self) -> float:
         return max(self._every, min(30.0, (time.monotonic() - self._began) / 100))
@@ -165,17 +154,6 @@ def _keep_writing(ledger: "weakref.ref[Ledger]", stop: threading.Event) -> None:
         if (books := ledger()) is not None:
             books._write()
         del books
-
-
-def _append(path: Path, data: bytes) -> None:
-    """All of it or nothing, on a line of its own; OSError."""
-    with path.open("ab+", buffering=0) as file:
-        size = file.seek(0, os.SEEK_END)
-        if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
-            data = b"\n" + data
-        if file.write(data) != len(data):
-            file.truncate(size)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _boot() -> str:

@@ -5,8 +5,10 @@ import math
 import sys
 import time
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TextIO
 
+from maxstack.appending import Appender
 from maxstack.chips import by_kind
 
 
@@ -20,7 +22,7 @@ class Log:
     """log.txt and the console: a live line on a terminal, plain lines elsewhere. Other processes than the first write nothing."""
 
     def __init__(self, folder: Path, steps: int, first: bool, seconds: float = 10.0):
-        self._file = (folder / "log.txt").open("a") if first else None
+        self._file = Appender(folder / "log.txt") if first else None
         self._steps, self._seconds, self._last = steps, seconds, -math.inf
         self._out: TextIO | None = sys.stdout if first else None
         self._live = False
@@ -32,8 +34,7 @@ class Log:
             print(text, file=self._out, flush=True)
         if self._file:
             stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-            self._file.write("".join(f"{stamp} {line}\n" for line in text.splitlines()))
-            self._file.flush()
+            self._file.add("".join(f"{stamp} {line}\n" for line in text.splitlines()))
 
     def warn(self, text: str) -> None:
         """As `say`; other processes than the first tell it too, on stderr."""
@@ -59,14 +60,17 @@ class Log:
             if not self._out.isatty():
                 print(text, file=self._out, flush=True)
             if self._file:
-                self._file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
-                self._file.flush()
+                self._file.add(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+
+    def ended(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Keep in log.txt what ended the run, as the end of a context; the console has it from elsewhere."""
+        self._clear()
+        if error is not None and self._file:
+            self._file.add(f"{time.strftime('%Y-%m-%d %H:%M:%S')} ended by {kind.__name__ if kind else ''}: {error}\n")
 
     def close(self) -> None:
         """End the live line."""
         self._clear()
-        if self._file:
-            self._file.close()
 
     def _clear(self) -> None:
         if self._live and self._out:
@@ -82,11 +86,7 @@ class Writer:
         self._board = None
         if not first:
             return
-        path = folder / "metrics.jsonl"
-        torn = path.exists() and path.stat().st_size > 0 and path.read_bytes()[-1:] != b"\n"
-        self._file = path.open("a")
-        if torn:
-            self._file.write("\n")
+        self._file = Appender(folder / "metrics.jsonl")
         if tensorboard:
             from tensorboardX import SummaryWriter
             self._board = SummaryWriter(str(folder / "tensorboard"), flush_secs=10)
@@ -94,17 +94,14 @@ class Writer:
     def write(self, row: dict[str, Any]) -> None:
         """Append one object; `row["step"]` is its place on TensorBoard's axis."""
         if self._file:
-            self._file.write(json.dumps(row) + "\n")
-            self._file.flush()
+            self._file.add(json.dumps(row) + "\n")
         if self._board:
             for name, value in row.items():
                 if name != "step" and isinstance(value, int | float):
                     self._board.add_scalar(f"{'eval' if name.startswith('eval_') else 'train'}/{name}", value, row["step"])
 
     def close(self) -> None:
-        """Flush and close the files."""
-        if self._file:
-            self._file.close()
+        """Flush and close TensorBoard's file."""
         if self._board:
             self._board.close()
 

@@ -20,5 +20,5 @@ def new_file() -> Path:
 
 def show() -> None:
     """From now on a signal shows this process's stacks, if a file for them is known."""
-    if FILE in os.environ and hasattr(signal, "SIGUSR2"):
+    if hasattr(signal, "SIGUSR2") and os.path.exists(os.environ.get(FILE, "")):
         faulthandler.register(signal.SIGUSR2, file=os.open(os.environ[FILE], os.O_WRONLY | os.O_APPEND), all_threads=True)

@@ -34,13 +34,15 @@ if TYPE_CHECKING:
     from maxstack.faults.replicas import Recompute
     from maxstack.schema import Config, DistributedConfig, ProfileConfig
 
+JAX_WAITS = {False: 100, True: 24 * 3600}
+"""Seconds until jax itself ends the process, from C++, because it has not heard of another one: its default, and with a watchdog."""
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
-def distribute(cfg: "DistributedConfig | None") -> None:
-    """Join the other processes of the run."""
+def distribute(cfg: "DistributedConfig | None", watched: bool) -> None:
+    """Join the other processes of the run; where a watchdog looks after them, jax leaves it the decision who is lost."""
     if cfg:
-        jax.distributed.initialize(cfg.coordinator, cfg.processes, cfg.process)
+        jax.distributed.initialize(cfg.coordinator, cfg.processes, cfg.process, heartbeat_timeout_seconds=JAX_WAITS[watched])
 
 
 def cache(folder: str | None) -> None:

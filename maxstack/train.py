@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from maxstack.schema import Config
 
 
+GRACE = 5.0
+"""Seconds that a process has to end after an error."""
+
+
 def program(argv: Sequence[str]) -> int:
     """`main` as a process of its own; an error that is no mistake of the user's leaves with 70, so that a supervisor tries again."""
     if {"-h", "--help", "--supervise"} & {*argv}:
@@ -34,10 +39,12 @@ def program(argv: Sequence[str]) -> int:
     try:
         return main(argv)
     except Exception as error:
+        code = getattr(error, "exit_code", CRASHED)
+        threading.Thread(target=_end_anyway, args=(code,), daemon=True).start()
         if hasattr(error, "exit_code") or isinstance(error, BrokenPipeError):
             raise
         traceback.print_exc()
-        return CRASHED
+        return code
 
 
 def main(argv: Sequence[str]) -> int:
@@ -84,7 +91,7 @@ def train(cfg: "Config", ending: contextlib.ExitStack, forced: Sequence[str] = (
     from maxstack.metrics import Log, Writer
     from maxstack.run import assemble
 
-    startup.distribute(cfg.distributed)
+    startup.distribute(cfg.distributed, cfg.faults.watchdog is not None)
     heart = startup.watched(cfg, ending)
     startup.cache(cfg.run.compilation_cache)
     fits(cfg.data, cfg.model.vocab)
@@ -96,6 +103,7 @@ def train(cfg: "Config", ending: contextlib.ExitStack, forced: Sequence[str] = (
     ledger = Ledger(folder, first, started, doing=heart.doing if heart else None)
     feed = make_feed(cfg.data, run.rows(cfg.train.batch_size), cfg.train.batch_size)
     log = Log(folder, cfg.train.steps, first)
+    ending.push(log.ended)
     start = feed.state()
     with ledger.spent("restore"):
         saves = startup.open_checkpoints(run, folder, log.say, forced)
@@ -202,6 +210,13 @@ def _leave(number: int, frame: FrameType | None) -> None:
     """Before the loop there is nothing to save, and neither a compilation nor a restore under way is worth waiting for."""
     os.write(sys.stderr.fileno(), b"SIGTERM: leaving before the first step\n")
     os._exit(RETRY)
+
+
+def _end_anyway(code: int) -> None:
+    """A library may have left a thread behind that nobody ends, as Orbax does where it cannot write."""
+    time.sleep(GRACE)
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def _use_huge_pages() -> None:

@@ -28,7 +28,7 @@ LEVELS = (
     ("placement",),
     ("checkpoint.hf",),
     ("models", "objectives", "data", "optim", "checkpoint", "quantize", "metrics", "faults", "ledger"),
-    ("layers", "chips", "goodput", "agree", "stacks", "exit_codes"),
+    ("layers", "chips", "goodput", "agree", "stacks", "exit_codes", "appending"),
     ("kernels",),
     ("sharding",),
     ("devices",),

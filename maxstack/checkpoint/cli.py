@@ -108,6 +108,7 @@ def _show(args: argparse.Namespace, held: Held) -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from orbax.checkpoint import v1 as ocp
 
+    whole = whole.absolute()
     held_there = ocp.checkpointables_metadata(whole).metadata
     arrays: dict[str, Any] = held_there["state"]
     count = sum(math.prod(leaf.shape) for name, leaf in arrays.items() if name.startswith("params/"))

@@ -36,18 +36,19 @@ class Shared:
         return self.folder / f"{step}"
 
     def clear(self) -> list[str]:
-        """Remove a killed process's leavings -> a line for each. What Orbax finished and has no manifest is moved aside: it may be of a version that
-        wrote none."""
+        """Remove a killed process's leavings -> a line for each. Whatever else has a step's name and no manifest is moved aside: it may be of a
+        version that wrote none, or no step at all."""
         found = []
         if self._processes.number == 0 and self.folder.exists():
             for path in [*self.folder.iterdir()]:
-                if path.name.partition(".")[0].isdigit() and not (path / manifest.NAME).exists():
+                number, _, more = path.name.partition(".")
+                if number.isdigit() and path.is_dir() and not (path / manifest.NAME).exists():
                     why = f"{path / manifest.NAME}: is missing, so the save was never finished"
-                    if path.name.isdigit() and (path / "_CHECKPOINT_METADATA").exists():
-                        found.append(f"{why}; put aside as {self._move(path, 'unfinished')}")
-                    else:
+                    if more.startswith("orbax-checkpoint-tmp") or not any(path.iterdir()):
                         shutil.rmtree(path)
                         found.append(f"cleared away: {why}")
+                    elif not more:
+                        found.append(f"{why}; put aside as {self._move(path, 'unfinished')}")
         self._processes.wait("clear")
         return found
 

@@ -1,8 +1,10 @@
 """The checkpoints of one run, over its tiers: weights, optimizer, data position and step, saved together, checked, and found again."""
 
 import contextlib
+import errno
 import fnmatch
 import json
+import os
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -59,6 +61,9 @@ class Checkpoints:
         for key in forced:
             if not _under(key, BOUND):
                 raise ConfigError(f"--force-config {key}: no key that a checkpoint binds; those are {', '.join(BOUND)} and what is below them")
+            if key == "train.batch_size":
+                raise ConfigError("--force-config train.batch_size: cannot be forced, because each row of a batch has its own place in the data; "
+                                  "start a new run with another run.name")
         self._processes = Processes()
         self._own = Shared(folder.absolute(), self._processes)
         self._tiers = self._opened()
@@ -78,6 +83,8 @@ class Checkpoints:
             path = Path(tier.path).expanduser().absolute() / run.name
             try:
                 path.mkdir(parents=True, exist_ok=True)
+                if not os.access(path, os.W_OK):
+                    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
             except OSError as error:
                 raise ConfigError(f"checkpoint.tiers: cannot write to {path}: {error.strerror}; give another path") from error
             if tier.replicate is None:
@@ -143,7 +150,7 @@ class Checkpoints:
             self._saving = None
         told, self._failed = self._failed, None
         if told and (last or self._cfg.on_failure == "stop"):
-            raise ConfigError(f"{told}; make room there, and run the same command again")
+            raise ConfigError(f"{told}; make room there or repair that place, and run the same command again")
 
     def restore(self, feed: "Feed", before: int | None = None) -> Tree | None:
         """What `checkpoint.restore` asks for, on this run's mesh whatever mesh wrote it, with the feed set to go on; None: start from scratch.

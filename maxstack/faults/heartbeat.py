@@ -1,6 +1,5 @@
 """The process's side of the watchdog: tells it what is being done, hands it the stacks, and leaves when it says so."""
 
-import atexit
 import contextlib
 import json
 import os
@@ -25,6 +24,8 @@ OFTEN = 0.2
 """Seconds between two signs of life that say nothing new but a step's number."""
 VERDICT = 8.0
 """Seconds to wait, after an error of jax's, for word that a peer is lost, which it then comes of."""
+JOINED_MS = 60_000
+"""How long those that have joined take at most to say so."""
 TOLD = 2.0
 """Seconds to tell the user of an error, before the process ends without waiting for the others, as jax would."""
 
@@ -36,12 +37,11 @@ class Heartbeat:
         self._cfg, self._several = cfg, processes.count > 1
         self._said, self._slowest, self._alone = 0.0, 0.0, False
         file = stacks.new_file()
-        atexit.register(file.unlink, missing_ok=True)
         stacks.show()
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 5, 0))
         given = {"line": theirs.fileno(), "process": processes.number, "processes": processes.count, "log": str(log.absolute()), "stacks": str(file),
-                 "retry": RETRY, "host": own_address(at) if self._several else None}
+                 "step": cfg.step, "retry": RETRY, "host": own_address(at) if self._several else None}
         self._process = subprocess.Popen([sys.executable, "-I", "-S", watchdog.__file__, json.dumps(given)], pass_fds=[theirs.fileno()],
                                          stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
         theirs.close()
@@ -51,12 +51,12 @@ class Heartbeat:
         threading.Thread(target=self._obey, name="heartbeat", daemon=True).start()
 
     def _connect(self, processes: Processes) -> None:
-        key = processes.tell("watchdog", secrets.token_hex(32) if processes.number == 0 else "")[0]
+        key = processes.tell("watchdog", secrets.token_hex(32) if processes.number == 0 else "", JOINED_MS)[0]
         at = None
         if processes.number == 0:
             self._send({"key": key, "at": None})
             at = json.loads(self._line.recv(1 << 16))["at"]
-        at = processes.tell("watchdog", at)[0]
+        at = processes.tell("watchdog", at, JOINED_MS)[0]
         if processes.number:
             self._send({"key": key, "at": at})
 

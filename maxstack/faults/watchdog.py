@@ -28,8 +28,8 @@ ASKED, FAILED = 2.0, 10.0
 
 
 class Watchdog:
-    """Of the process that started it. `line`: the socket to that; `given`: process, processes, host (to listen at), log, stacks (a file), retry
-    (the exit code where the run is to be started again)."""
+    """Of the process that started it. `line`: the socket to that; `given`: process, processes, host (to listen at), log, stacks (a file), step
+    (seconds that it may be stopped), retry (the exit code where the run is to be started again)."""
 
     def __init__(self, line: socket.socket, given: Mapping[str, Any]):
         self._line, self._given, self._pid = line, given, os.getppid()
@@ -41,7 +41,7 @@ class Watchdog:
         self._others: dict[Connection, dict[str, Any]] = {}
         self._heard: dict[Connection, float] = {}
         self._joining: queue.SimpleQueue[Connection] = queue.SimpleQueue()
-        self._told = 0.0
+        self._told, self._ran = 0.0, time.monotonic()
 
     def watch(self) -> None:
         """Until the process has ended, by itself or by this."""
@@ -55,9 +55,14 @@ class Watchdog:
                     self._alarm(f"{_name(self._own)} ended without a word: killed, out of memory, or crashed", stacks=False)
                 return
             if self._own["state"] == "stopped" and self._given["processes"] == 1:
-                self._beat = now  # by whoever wants it to be, and nobody waits
+                self._beat = self._ran = now  # by whoever wants it to be, and nobody waits
+            if self._own["state"] != "stopped":
+                self._ran = now
+            if now - self._ran > self._given["step"]:
+                self._alarm(f"{_name(self._own)} is stopped by a signal for {self._given['step']:.0f} s", stacks=True)
             if now - self._beat > self._limit:
-                self._alarm(f"no sign of life from {_name(self._own)} for {self._limit:.0f} s", stacks=True)
+                self._alarm(f"no sign of life from {_name(self._own)} for {self._limit:.0f} s (faults.watchdog), in {self._own['doing']} after "
+                            f"step {self._own['step']}", stacks=True)
             for link, heard in list(self._heard.items()):
                 if now - heard > SILENCE:
                     self._alarm(f"{_name(self._others.get(link, {'process': 0}))}: its host was silent for {SILENCE:.0f} s", stacks=False)
@@ -145,7 +150,7 @@ class Watchdog:
                     self._hear(self._first)
         elif len(self._others):
             all_of_us = sorted([self._own, *self._others.values()], key=_number)
-            stopped = [f"{_name(status)} is {status['state']}" for status in all_of_us if stacks and status.get("state")]
+            stopped = [f"{_name(status)} is {status['state']}" for status in all_of_us if status.get("state") not in (None, "", "ended")]
             found["text"] = "\n".join([": ".join([text, *stopped]), *map(_line, all_of_us)])
             self._tell({"verdict": found})
         self._end(**found)
@@ -255,4 +260,7 @@ if __name__ == "__main__":
     for ignored in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     arguments = json.loads(sys.argv[1])
-    Watchdog(socket.socket(fileno=arguments["line"]), arguments).watch()
+    try:
+        Watchdog(socket.socket(fileno=arguments["line"]), arguments).watch()
+    finally:
+        Path(arguments["stacks"]).unlink(missing_ok=True)

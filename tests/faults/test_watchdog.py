@@ -21,7 +21,7 @@ from maxstack.faults.heartbeat import Heartbeat
 number, count, folder, fault, who = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], int(sys.argv[5])
 turn = iter(range(9))
 
-def tell(topic, value):
+def tell(topic, value, wait_ms=0):
     at = next(turn)
     for path in (folder / f"{at}-{number}.tmp",):
         path.write_text(json.dumps(value))

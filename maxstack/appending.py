@@ -1,0 +1,37 @@
+"""Text files that grow by whole lines, on disks that may be full: what cannot be written is told once, kept, and written when it can be."""
+
+import errno
+import os
+import sys
+import threading
+from pathlib import Path
+
+
+class Appender:
+    """Of one file. A line that someone else left unfinished is ended first."""
+
+    def __init__(self, path: Path):
+        self._path, self._waiting, self._failing, self._lock = path, b"", False, threading.Lock()
+
+    def add(self, text: str) -> None:
+        """Write whole lines, and what still waits before them. From any thread."""
+        with self._lock:
+            self._waiting += text.encode()
+            try:
+                _append(self._path, self._waiting)
+                self._waiting, self._failing = b"", False
+            except OSError as error:
+                if not self._failing:
+                    print(f"{self._path}: {error.strerror}; the run goes on, and writes there when it can", file=sys.stderr, flush=True)
+                self._failing = True
+
+
+def _append(path: Path, data: bytes) -> None:
+    """All of it or nothing, on a line of its own; OSError."""
+    with path.open("ab+", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+            data = b"\n" + data
+        if file.write(data) != len(data):
+            file.truncate(size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
