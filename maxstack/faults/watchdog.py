@@ -23,6 +23,8 @@ from typing import Any
 TICK = 0.25
 SILENCE = 30.0
 """Seconds after which a host that says nothing is lost: its network or its power is gone."""
+PAUSED = 5.0
+"""Seconds without a turn of its own after which a watchdog trusts no clock: a machine that was stopped or moved."""
 ASKED, FAILED = 2.0, 10.0
 """Seconds that a process has to leave when asked to, and after an error of its own."""
 
@@ -41,7 +43,8 @@ class Watchdog:
         self._others: dict[Connection, dict[str, Any]] = {}
         self._heard: dict[Connection, float] = {}
         self._joining: queue.SimpleQueue[Connection] = queue.SimpleQueue()
-        self._told, self._ran = 0.0, time.monotonic()
+        self._told = 0.0
+        self._looked = self._ran = time.monotonic()
 
     def watch(self) -> None:
         """Until the process has ended, by itself or by this."""
@@ -50,6 +53,9 @@ class Watchdog:
                 self._listen() if ready is self._line else self._hear(ready)  # type: ignore[arg-type]
             self._join()
             now, self._own["state"] = time.monotonic(), state_of(self._pid)
+            if now - self._looked > PAUSED:  # the whole machine stood still, and may have done so to all
+                self._beat, self._heard = now, dict.fromkeys(self._heard, now)
+            self._looked = now
             if os.getppid() != self._pid:
                 if not self._own["done"]:
                     self._alarm(f"{_name(self._own)} ended without a word: killed, out of memory, or crashed", stacks=False)
