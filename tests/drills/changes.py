@@ -1,0 +1,111 @@
+"""A run that goes on under other circumstances: devices, configuration, clock."""
+
+import functools
+import random
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+from drills.runs import Fault, Outcome, Started, across, baseline, chain, complete, newest, outcome, settings, state
+from processes import numbers, rows
+
+STEADY = {"learning_rate": {"kind": "constant", "value": 0.01}}
+NEAR = 1e-5
+"""Relative: what losses may differ by on another number of devices."""
+
+
+def elastic(folder: Path, count: int, dice: random.Random) -> Outcome:
+    """12: 4, 2 and 8 devices one after the other, of one process or as many processes, against one device throughout."""
+    found = outcome(folder)
+    config = across(folder, checkpoint={"every": 4}, optimizer=STEADY)
+    base = baseline(config)
+    for number in range(count):
+        name = f"run-{number}"
+        stops = [*sorted(dice.sample(range(3, 22), 2)), 24]
+        apart = [dice.random() < 0.5 for _ in stops]
+        for devices, stop, several in zip((4, 2, 8), stops, apart, strict=True):
+            several = several and devices < 8 and count > 1
+            shape = [f"mesh={{data: {dice.choice((1, 2))}, fsdp: -1}}", f"train.steps={stop}"]
+            complete(config, name, *shape, *([] if several else [f"run.virtual_devices={devices}"]), count=devices if several else 1)
+        found.add([f"{name}, stops at {stops}: {text}" for text in _other_devices(config.parent / name, base)])
+    return found
+
+
+def _other_devices(folder: Path, base: Path) -> list[str]:
+    ours, theirs = rows(folder), numbers(base)
+    if [row["step"] for row in ours] != [*theirs]:
+        return [f"the steps are {[row['step'] for row in ours]}"]
+    wrong = [f"step {row['step']}: loss {row['loss']}, and the baseline has {theirs[row['step']]['loss']}" for row in ours
+             if abs(row["loss"] / theirs[row["step"]]["loss"] - 1) > NEAR or row["tokens"] != theirs[row["step"]]["tokens"]]
+    step = newest(base)
+    if not np.array_equal(state(folder, step)["position"], state(base, step)["position"]):
+        wrong.append("the lanes do not stand at the same documents in the end")
+    return wrong
+
+
+FREE = (
+    ["data.workers=1"], ["data.prefetch=5"], ["model.remat.policy=full"], ["model.unroll=2"], ["run.virtual_devices=2", "mesh.fsdp=2"],
+    ["train.accumulate=2"], ["checkpoint.every=3"], ["optimizer.learning_rate=0.02"], ["faults.max_skips=3"], ["run.tensorboard=true"],
+    ["model.dtype=bfloat16"])
+BOUND = (
+    (["model.embed=64"], "model.embed: 32 -> 64"), (["model.layers=3"], "model.layers: 2 -> 3"), (["data.seq_len=32"], "data.seq_len: 64 -> 32"),
+    (["data.seed=7"], "data.seed: 0 -> 7"), (["train.batch_size=16"], "train.batch_size: 8 -> 16"),
+    (["data.shuffle=false"], "data.shuffle: True -> False"),
+    (["objective.z_loss=0.01"], "objective.z_loss: 0.0 -> 0.01"), (["model.blocks.block.mixer.window=8"], "mixer.window: None -> 8"),
+    (["data.sources.0.weight=5"], "weight: 3.0 -> 5.0"), (["data.sources.1.documents=50"], "documents: 100 -> 50"),
+    (["data.packing=none"], "data.packing"))
+FORCED = (("objective.z_loss=0.01", "objective"), ("data.sources.0.weight=5", "data.sources.0.weight"))
+"""Keys that may change, those that may not with what is said of them, and those that are gone on in spite of."""
+
+
+def changed(folder: Path, count: int, dice: random.Random) -> Outcome:
+    """13: a run stopped after its first steps goes on under every kind of change."""
+    found, config = outcome(folder), settings(folder, train={"steps": 12, "batch_size": 8}, eval={"every": 0}, optimizer=STEADY)
+    with Started(config, "run", "train.steps=4") as started:
+        assert started.wait() == [0], started.output()
+    kinds = [*(("free", given, "") for given in FREE), *(("bound", given, said) for given, said in BOUND),
+             *(("forced", [given], key) for given, key in FORCED)]
+    for number, (kind, given, said) in enumerate(_some(kinds, count, dice)):
+        name = f"run-{number}"
+        shutil.copytree(folder / "run", folder / name)
+        before = _files(folder / name)
+        with Started(config, name, *given, "train.steps=5", *(["--force-config", said] if kind == "forced" else [])) as started:
+            codes, output = started.wait(), started.output()
+        if kind == "bound":
+            good = codes == [1] and said in output and "Traceback" not in output and _files(folder / name) == before
+        else:
+            good = codes == [0] and "resumed from step 4" in output
+        found.add([] if good else [f"{kind} {given}: exit {codes}: {output[-600:]}"])
+    return found
+
+
+def _some(kinds: list, count: int, dice: random.Random) -> list:
+    """`count` of them, of each kind in turn."""
+    apart = [dice.sample(part, len(part)) for kind in ("bound", "free", "forced") if (part := [one for one in kinds if one[0] == kind])]
+    turns = [part[i] for i in range(max(map(len, apart))) for part in apart if i < len(part)]
+    return turns[:count]
+
+
+def _files(folder: Path) -> dict[str, int]:
+    """What lies in a run's folder, but for its books, which note every start."""
+    return {f"{path.relative_to(folder)}": path.stat().st_mtime_ns for path in folder.rglob("*")
+            if path.is_file() and path.name not in ("goodput.jsonl", "log.txt", ".lock")}
+
+
+def clock(folder: Path, count: int, dice: random.Random) -> Outcome:
+    """0: the wall clock is a day ahead or behind in processes that are killed and go on."""
+    found, config = outcome(folder), settings(folder, checkpoint={"every": 4})
+
+    def plan(begin: int) -> tuple[Fault, functools.partial]:
+        return {"kind": "clock", "seconds": dice.choice((-86400, 86400))}, functools.partial(_killed_at, begin + dice.randrange(2, 12))
+
+    chain(found, config, count, plan)
+    return found
+
+
+def _killed_at(step: int, started: Started) -> list[str] | None:
+    started.reach(step)
+    started.send(signal.SIGKILL)
+    codes = started.wait()
+    return None if codes == [0] else [f"exit {codes}: {started.output()[-1500:]}"] * (codes != [-signal.SIGKILL])

@@ -1,0 +1,258 @@
+"""`maxstack train` with a fault in it: DRILL_FAULT holds its `kind` and arguments as JSON. Worker processes that import this file have it too.
+
+example: DRILL_FAULT='{"kind": "clock", "seconds": 86400}' python tests/drills/faulty.py quickstart train.steps=5
+"""
+
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+
+class Moment:
+    """A phase of the save of a step, in which the process gets SIGKILL."""
+
+    def __init__(self, phase: str, step: int):
+        self.phase, self._step, self._saving = phase, step, 0
+        self.removing = ""
+
+    def begins(self, begin: Callable) -> Callable:
+        """A `begin` that tells which step is being saved."""
+        def noting(place: Any, step: int, parts: Any) -> Any:
+            self._saving = step
+            return begin(place, step, parts)
+        return noting
+
+    def comes(self, phase: str) -> bool:
+        """Whether this is it."""
+        return phase == self.phase and self._saving == self._step
+
+    def reached(self, phase: str) -> None:
+        """Be killed, if this is it."""
+        if self.comes(phase):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save(phase: str, step: int) -> None:
+    """SIGKILL in a phase of the save of a step: one of SHARED or LOCAL."""
+    from maxstack.checkpoint import local, shared
+
+    moment = Moment(phase, step)
+    for kind in (shared.Shared, local.Local):
+        kind.begin = moment.begins(kind.begin)
+    _in_orbax(moment)
+    _in_manifest(moment)
+    _in_shards(moment)
+    _in_removal(moment)
+
+
+def _in_orbax(moment: Moment) -> None:
+    from orbax.checkpoint._src.path.atomicity import AtomicRenameTemporaryPath as Temporary
+
+    create, finalize = Temporary.create, Temporary.finalize
+
+    async def created(self: Any, *args: Any, **more: Any) -> Any:
+        found = await create(self, *args, **more)
+        moment.reached("begun")
+        return found
+
+    async def finalized(self: Any, *args: Any, **more: Any) -> Any:
+        moment.reached("written")
+        found = await finalize(self, *args, **more)
+        moment.reached("renamed")
+        return found
+
+    Temporary.create, Temporary.finalize = created, finalized
+
+
+def _in_manifest(moment: Moment) -> None:
+    from maxstack.checkpoint import manifest
+
+    checksums, write = manifest.checksums, manifest.write
+
+    def summed(folder: Path, names: Any) -> Any:
+        found = checksums(folder, names)
+        moment.reached("checksums")
+        return found
+
+    def half_written(folder: Path, found: Any, facts: Any) -> None:
+        if moment.comes("manifest"):
+            (folder / f"{manifest.NAME}.unfinished").write_text('{"facts": {"eval_')
+        moment.reached("manifest")
+        moment.reached("local sealing")
+        write(folder, found, facts)
+        moment.reached("sealed")
+
+    manifest.checksums, manifest.write = summed, half_written
+
+
+def _in_shards(moment: Moment) -> None:
+    from maxstack.checkpoint import local
+
+    write = local.Local._write
+
+    def writing(self: Any, step: int, shards: list[Any], meta: Any) -> None:
+        def some() -> Iterator[Any]:
+            for i, shard in enumerate(shards):
+                if i == len(shards) // 2:
+                    moment.reached("local writing")
+                yield shard
+        write(self, step, some(), meta)
+
+    local.Local._write = writing
+
+
+def _in_removal(moment: Moment) -> None:
+    from maxstack.checkpoint import local, shared
+
+    def marked(phase: str, remove: Callable) -> Callable:
+        def removing(self: Any, steps: list[int]) -> None:
+            moment.removing = phase
+            remove(self, steps)
+            moment.removing = ""
+        return removing
+
+    whole = shutil.rmtree
+
+    def rmtree(path: Any, *args: Any, **more: Any) -> None:
+        if moment.removing and moment.comes(moment.removing):
+            next(found for found in Path(path).rglob("*") if found.is_file()).unlink()
+            moment.reached(moment.removing)
+        whole(path, *args, **more)
+
+    shared.Shared.remove = marked("removing", shared.Shared.remove)
+    local.Local.remove = marked("local removing", local.Local.remove)
+    shutil.rmtree = rmtree
+
+
+SHARED = ("begun", "written", "renamed", "checksums", "manifest", "sealed", "removing")
+LOCAL = ("local writing", "local sealing", "sealed", "local removing")
+"""Phases of a save: orbax has its temporary folder; has written it; has renamed it; we have the checksums; half of the manifest is written; the
+step counts; an old one is being removed. Of a host's own disk: half of the shards, no manifest yet, it counts, removing."""
+
+
+def poison(steps: list[int], where: str, value: float = float("nan")) -> None:
+    """Inside the compiled step, at these batches: the loss, all gradients (`gradient`), or one element of one (`element`) becomes `value`."""
+    import jax
+    import jax.numpy as jnp
+
+    from maxstack import run
+
+    plain = run._gradient, run._step
+
+    def tainted(loss: Callable, params: Any, batch: Any, pieces: int, bad: Any) -> Any:
+        summed, grads = plain[0](loss, params, batch, pieces)
+        if where == "loss":
+            return summed._replace(total=jnp.where(bad, value, summed.total)), grads
+        leaves, tree = jax.tree.flatten(grads)
+        if where == "gradient":
+            leaves = [jnp.where(bad, value, leaf) for leaf in leaves]
+        else:
+            leaves[-1] = leaves[-1].at[(0,) * leaves[-1].ndim].set(jnp.where(bad, value, leaves[-1][(0,) * leaves[-1].ndim]))
+        return summed, jax.tree.unflatten(tree, leaves)
+
+    def step(cfg: Any, tx: Any, loss: Any, moves: Any, state: Any, batch: Any) -> Any:
+        bad = jnp.isin(state.step + 1, jnp.asarray(steps))
+        run._gradient = lambda loss, params, batch, pieces: tainted(loss, params, batch, pieces, bad)
+        try:
+            return plain[1](cfg, tx, loss, moves, state, batch)
+        finally:
+            run._gradient = plain[0]
+
+    run._step = step
+
+
+def clock(seconds: float) -> None:
+    """The wall clock is wrong by so much; the steady one is not."""
+    plain, nanoseconds, local_time, shown = time.time, time.time_ns, time.localtime, time.strftime
+    time.time = lambda: plain() + seconds
+    time.time_ns = lambda: nanoseconds() + int(seconds * 1e9)
+    time.localtime = lambda at=None: local_time(time.time() if at is None else at)
+    time.strftime = lambda text, at=None: shown(text, time.localtime() if at is None else at)
+
+
+def hang(after: int, seconds: float = 1e9) -> None:
+    """The data source stands still at the document that it is asked for after so many others, whichever process reads it."""
+    from maxstack.data import records, sources
+
+    asked = [0]
+
+    def standing(plain: Callable) -> Callable:
+        def get(self: Any, index: int) -> Any:
+            asked[0] += 1
+            if asked[0] > after:
+                time.sleep(seconds)
+            return plain(self, index)
+        return get
+
+    for kind in (sources.Synthetic, sources.WholeFiles, records.Jsonl):
+        kind.__getitem__ = standing(kind.__getitem__)
+
+
+def flip(step: int, replica: int, often: str, leaf: int, element: int, bit: int) -> None:
+    """A bit of a gradient, in the update that one replica (by its place on the axis `data`) computes of this batch: `once` or `always`."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec
+
+    from maxstack import run, sharding, startup
+
+    plain, hit, spoiling = run._gradient, [0], [False]
+
+    def spoiled(grad: jax.Array) -> jax.Array:
+        def local(grad: jax.Array) -> jax.Array:
+            bits = jax.lax.bitcast_convert_type(grad, jnp.uint32).reshape(-1)
+            mask = (jax.lax.axis_index("data") == replica).astype(jnp.uint32) << bit
+            at = element % bits.size
+            return jax.lax.bitcast_convert_type(bits.at[at].set(bits[at] ^ mask).reshape(grad.shape), jnp.float32)
+
+        mesh, _ = sharding.current()  # type: ignore[misc]
+        return jax.shard_map(local, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)(grad)
+
+    def gradient(*args: Any) -> Any:
+        summed, grads = plain(*args)
+        leaves, tree = jax.tree.flatten(grads)
+        if spoiling[0]:
+            leaves[leaf % len(leaves)] = spoiled(leaves[leaf % len(leaves)])
+        return summed, jax.tree.unflatten(tree, leaves)
+
+    run._gradient = gradient
+    compile_step = startup.compile_step
+
+    class Both:
+        """The compiled step, and that with the fault for the batch that it hits."""
+
+        def __init__(self, one: run.Run):
+            self._one, self._honest = one, compile_step(one)
+
+        def result(self) -> Any:
+            honest, seconds = self._honest.result()
+            spoiling[0] = True
+            jax.clear_caches()
+            bad = self._one.step.lower(self._one.abstract, self._one.abstract_batch()).compile()
+
+            def compiled(state: Any, batch: Any) -> Any:
+                now = int(state.step) + 1 == step and (often == "always" or not hit[0])
+                hit[0] += now
+                return (bad if now else honest)(state, batch)
+
+            return compiled, seconds
+
+    startup.compile_step = Both
+
+
+FAULTS: dict[str, Callable[..., None]] = {"save": save, "poison": poison, "clock": clock, "hang": hang, "flip": flip}
+
+if "DRILL_FAULT" in os.environ:
+    given = json.loads(os.environ["DRILL_FAULT"])
+    FAULTS[given.pop("kind")](**given)
+
+if __name__ == "__main__":
+    from maxstack import cli, train
+
+    sys.exit(cli.run(train.program, sys.argv[1:]))

@@ -1,0 +1,155 @@
+"""Processes of a run that die, stop, hang or are slow, and the data workers that they wait for."""
+
+import contextlib
+import functools
+import itertools
+import os
+import random
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+
+from drills.kills import RETRY
+from drills.runs import Fault, Harm, Outcome, Started, across, chain, last_step, outcome, settings, sizes, told
+from processes import rows
+
+PEERS_LEAVE = 10.0
+"""Seconds."""
+WATCHDOG = {"step": 5.0, "other": 120.0}
+ABORTED = -signal.SIGABRT
+"""Of peers of process 0, where jax's coordination service runs: jax itself ends a process that lost that, sometimes before the watchdog does."""
+ENDING = 10.0
+"""Seconds that the watchdog takes beyond its limit, to write the stacks and to end everything, on a machine with too much to do."""
+
+
+def worker(folder: Path, count: int, dice: random.Random) -> Outcome:
+    """9: the source stands still at some document, in the process itself and in a worker process."""
+    found, source = outcome(folder), {"kind": "synthetic", "documents": 1000, "length": 60, "ragged": True, "vocab": 320}
+    for workers in (0, 1):
+        config = settings(folder, data={"seq_len": 64, "sources": [source], "workers": workers}, eval={"every": 0},
+                          faults={"watchdog": WATCHDOG}, checkpoint={"every": 4})
+
+        def plan(begin: int) -> tuple[Fault, Harm]:
+            return {"kind": "hang", "after": dice.randrange(100, 300)}, _hung
+
+        chain(found, config, count // 2 if workers else count - count // 2, plan, prefix=f"of-{workers}")
+    return found
+
+
+def _hung(started: Started) -> list[str] | None:
+    before = len(told(started.folder))
+    codes = started.wait()
+    if codes == [0]:
+        return None
+    took, log = time.time() - (started.folder / "metrics.jsonl").stat().st_mtime, told(started.folder)[before:]
+    missing = [frame for frame in ("faulty.py", "in get\n", "train.py") if frame not in log]
+    return _in_time(took, started) + [f"exit {codes}: {started.output()[-800:]}"] * (codes != [RETRY]) + \
+        [f"no stack in the log has {missing}"] * bool(missing) + started.leftovers()
+
+
+def _in_time(took: float, started: Started) -> list[str]:
+    """The limit is `faults.watchdog.step`, or ten times the slowest step."""
+    limit = max(WATCHDOG["step"], *(10 * row["step_seconds"] for row in rows(started.folder)))
+    return [f"ended after {took:.1f} s, and the limit is {limit:.1f} s"] * (took > limit + ENDING)
+
+
+def killed(folder: Path, count: int, dice: random.Random) -> Outcome:
+    """10: SIGKILL to one of 2, 4 or 8 processes; the first is among them in turn."""
+    return _one_of_several(folder, count, dice, signal.SIGKILL, {})
+
+
+def stopped(folder: Path, count: int, dice: random.Random) -> Outcome:
+    """11: SIGSTOP to one of 2, 4 or 8 processes."""
+    return _one_of_several(folder, count, dice, signal.SIGSTOP, {"watchdog": WATCHDOG})
+
+
+def _one_of_several(folder: Path, count: int, dice: random.Random, number: int, faults: dict) -> Outcome:
+    found, times = outcome(folder), list[float]()
+    of = list(itertools.islice(sizes(), count))
+    for many in sorted({*of}):
+        victims = itertools.cycle([0, *dice.sample(range(1, many), many - 1)] if dice.random() < 0.5 else [*dice.sample(range(1, many), many - 1), 0])
+
+        def plan(begin: int, many: int = many, victims: itertools.cycle = victims) -> tuple[None, Harm]:
+            return None, functools.partial(_lost, next(victims), begin + dice.randrange(2, 9), number, times)
+
+        chain(found, across(folder, checkpoint={"every": 4}, faults=faults), of.count(many), plan, processes=many, prefix=f"of-{many}")
+    found.notes.append(f"seconds until the last process had ended: {', '.join(f'{seconds:.1f}' for seconds in times)}")
+    found.write()
+    return found
+
+
+def _lost(victim: int, step: int, number: int, times: list[float], started: Started) -> list[str] | None:
+    if not started.reach(step):
+        return None
+    before = len(told(started.folder))
+    started.send(number, victim)
+    codes, many = started.wait(120), len(started.processes)
+    if RETRY not in codes and None not in codes and codes.count(0):
+        return None
+    times.append(started.took)
+    wrong = started.leftovers()
+    log, right = told(started.folder)[before:], {RETRY, ABORTED} if victim == 0 else {RETRY}
+    wrong += [] if all(code == -signal.SIGKILL if i == victim else code in right for i, code in enumerate(codes)) else [
+        f"process {victim} of {many}: exit {codes} after {started.took:.1f} s: " + "".join(started.output(i)[-600:] for i in range(many))]
+    wrong += [f"the log does not name process {victim}: {log[-800:]}"] * (f"process {victim}" not in log)
+    if number == signal.SIGKILL:
+        wrong += [f"all had ended after {started.took:.1f} s"] * (started.took > PEERS_LEAVE)
+    else:
+        wrong += _in_time(started.took, started) + ["the log does not say who is stopped"] * (" is stopped" not in log) + \
+            [f"{log.count('stacks of process')} stacks in the log"] * (log.count("stacks of process") < many)
+    return wrong
+
+
+EVERY, WITHIN = 10, 30
+"""Steps between comparisons, and the K of the promise: two comparisons in a row, and the one that was under way."""
+
+
+def straggler(folder: Path, count: int, dice: random.Random) -> Outcome:
+    """15: one of 2 or 4 processes is stopped again and again for 20 of 21 ms, or its documents come slowly."""
+    found, source = outcome(folder), {"kind": "synthetic", "documents": 1000, "length": 60, "ragged": True, "vocab": 320}
+    for number in range(count):
+        many, kind = (2, 4)[number % 2], ("stopped", "documents")[number // 2 % 2]
+        who = dice.randrange(many)
+        config = across(folder, train={"steps": 100000, "batch_size": 8}, checkpoint={"every": 0}, faults={"check_every": EVERY},
+                        data={"seq_len": 64, "sources": [source]})
+        slow = {"kind": "hang", "after": 400, "seconds": 0.1} if kind == "documents" else None
+        with Started(config, f"run-{number}", count=many, fault=slow, at=who) as started:
+            wrong, others = _named(started, who, slow is None)
+            found.add([f"{kind}, process {who} of {many}: {text}" for text in wrong])
+            found.notes += [f"{kind}, process {who} of {many}: also {text}" for text in others]
+    found.write()
+    return found
+
+
+def _named(started: Started, who: int, by_signals: bool) -> tuple[list[str], list[str]]:
+    """What was wrong with the naming of process `who`, which is slow after some steps, by signals or of itself; and what others were named, which
+    a machine with too much to do may slow down as well."""
+    if not started.reach(2 * EVERY):
+        return [f"the run ended: {started.output()[-1500:]}"], []
+    stop, begin = threading.Event(), last_step(started.folder)
+    slowing = threading.Thread(target=_slow, args=(started.processes[who].pid, stop)) if by_signals else threading.Thread(target=stop.wait)
+    slowing.start()
+    try:
+        started.until(lambda: f"process {who} (" in told(started.folder) or last_step(started.folder) > begin + 5 * WITHIN)
+    finally:
+        stop.set()
+        slowing.join()
+    lines = re.findall(r"step (\d+): process (\d+) \(.*? is slow: (.*)", told(started.folder))
+    right = [int(step) for step, process, _ in lines if int(process) == who]
+    others = [f"process {process} at step {step}: {text}" for step, process, text in lines if int(process) != who]
+    if not right:
+        return [f"never named in {last_step(started.folder) - begin} steps"], others
+    return [f"named at step {right[0]}, slow since {begin}"] * (by_signals and right[0] > begin + WITHIN), others
+
+
+def _slow(pid: int, stop: threading.Event) -> None:
+    """Let a process run for a millisecond at a time. This thread goes before all others where it may, or it would come too late."""
+    with contextlib.suppress(PermissionError):
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    while not stop.is_set():
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(0.02)
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.001)
