@@ -50,6 +50,7 @@ class Goodput:
     wall: float
     seconds: dict[str, float]
     restarts: int
+    """Processes but for the first that had steps to do; those that a mistake ended before, or that found nothing left, are none."""
     steps: int
     lost_steps: int
     remarks: tuple[str, ...]
@@ -70,7 +71,8 @@ class Account:
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(CAUSES, 0.0)
         self._steps: list[tuple[int, int, float, float]] = []
-        self._done = self._lost = self._processes = self._damaged = 0
+        self._done = self._lost = self._processes = self._restarts = self._damaged = 0
+        self._resumed = False
         self._first = self._begin = self._last = self._monotonic = self._claimed = self._past = 0.0
         self._boot = ""
         self._moved: list[float] = []
@@ -102,6 +104,7 @@ class Account:
             self._spend("useful", stepping - waited)
             self._spend("data wait", waited)
         if row["event"] == "resume":
+            self._restarts, self._resumed = self._restarts + (not self._resumed), True
             self._undo(row.get("step", math.inf))
 
     def seen_on(self, boot: str) -> float:
@@ -112,7 +115,7 @@ class Account:
         """What the rows come to. Zero seconds where there are none."""
         lived = max(self._last - self._begin, self._claimed)
         seconds = self._seconds | {"other": self._seconds["other"] + lived - self._claimed}
-        return Goodput(self._first, self._last, self._past + lived, seconds, max(0, self._processes - 1), self._done, self._lost, self._remarks())
+        return Goodput(self._first, self._last, self._past + lived, seconds, max(0, self._restarts - 1), self._done, self._lost, self._remarks())
 
     def _spend(self, cause: str, seconds: float) -> None:
         self._seconds[cause] += seconds
@@ -126,7 +129,7 @@ class Account:
             self._past += lived + gap
         else:
             self._first = row["time"]
-        self._processes += 1
+        self._processes, self._resumed = self._processes + 1, False
         self._begin = self._last = row["time"]
         self._boot, self._monotonic, self._claimed = row.get("boot", ""), row.get("monotonic", 0.0), 0.0
 

@@ -1,5 +1,6 @@
 """What must hold between sections of a configuration, checked before jax is imported; each rule yields (key, what is wrong and what to do)."""
 
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 
 def check(cfg: "Config") -> list[Fault]:
     """Every broken rule, as far as it shows before the devices are counted."""
-    return list(mesh_rules.axes(cfg)) or [fault for rule in (mesh_rules.sizes, _vocabulary, _schedules, _evaluation, _steps) for fault in rule(cfg)]
+    rules = mesh_rules.sizes, _vocabulary, _schedules, _evaluation, _steps, _tiers
+    return list(mesh_rules.axes(cfg)) or [fault for rule in rules for fault in rule(cfg)]
 
 
 def check_devices(cfg: "Config", devices: int) -> list[Fault]:
@@ -58,6 +60,15 @@ def _evaluation(cfg: "Config") -> Iterator[Fault]:
             yield "eval.baselines", "baselines are measured on evaluation documents, but eval.every is 0; give it a number of steps"
         if cfg.checkpoint.keep_best:
             yield "checkpoint.keep_best", f"keep_best={cfg.checkpoint.keep_best} needs eval_loss, but eval.every is 0; give it a number of steps"
+
+
+def _tiers(cfg: "Config") -> Iterator[Fault]:
+    taken = {os.path.realpath(os.path.expanduser(cfg.run.output_dir)): "run.output_dir"}
+    for index, tier in enumerate(cfg.checkpoint.tiers):
+        key, path = f"checkpoint.tiers.{index}", os.path.realpath(os.path.expanduser(tier.path))
+        if path in taken:
+            yield f"{key}.path", f"path={tier.path} is also that of {taken[path]}; give each tier a folder of its own"
+        taken[path] = key
 
 
 def _steps(cfg: "Config") -> Iterator[Fault]:

@@ -83,7 +83,8 @@ class Supervisor:
                     return self._end(code)
                 self._wait(code, lived)
                 if self._asked:
-                    return self._end(RETRY)
+                    self._say(f"{signal.Signals(self._asked[0]).name}; no restart follows")
+                    return RETRY
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -127,11 +128,13 @@ class Supervisor:
         if code == 0:
             self._say(f"done, after {restarts}")
         elif self._asked:
-            self._say(f"{signal.Signals(self._asked[0]).name} was passed on, and no restart follows: {_reason(code)}")
+            left = "killed at the second" if code == -signal.SIGKILL and len(self._asked) > 1 else _reason(code)
+            self._say(f"{signal.Signals(self._asked[0]).name} was passed on, and no restart follows: {left}")
         elif code in MISTAKES:
             self._say(f"{_reason(code)}; a restart would not help")
         else:
-            self._say(f"gave up: {_reason(code)}; {self._in_a_row} restarts in a row (--max-restarts) made no progress")
+            many = f"{self._in_a_row} restart{'s' * (self._in_a_row != 1)} in a row (--max-restarts) made no progress"
+            self._say(f"gave up: {_reason(code)}; {many if self._most else '--max-restarts 0 allows no restart'}")
         return code if code >= 0 else 128 - code
 
     def _say(self, text: str) -> None:

@@ -61,6 +61,8 @@ def main(argv: Sequence[str]) -> int:
                         "a hang or a lost peer, with a growing pause")
     parser.add_argument("--max-restarts", type=int, default=10, metavar="N", help="with --supervise: in a row without progress; by default 10")
     args = parser.parse_intermixed_args(argv)
+    if args.max_restarts < 0:
+        parser.error(f"--max-restarts {args.max_restarts}: must be 0 or more")
     from maxstack import config
     from maxstack.schema import Config
 
@@ -112,7 +114,6 @@ def train(cfg: "Config", ending: contextlib.ExitStack, forced: Sequence[str] = (
         state = saves.restore(feed) if saves else None
     policy = Policy.from_json(cfg.faults, saves.notes) if saves and saves.notes else Policy(cfg.faults)
     begin = int(state.step) if state else 0
-    ledger.resume(begin)
     startup.check_steps(cfg, begin)
 
     writer = Writer(folder, cfg.run.tensorboard, first)
@@ -125,6 +126,7 @@ def train(cfg: "Config", ending: contextlib.ExitStack, forced: Sequence[str] = (
         _close(feed, saves, writer, log)
         ledger.close()
         return 0
+    ledger.resume(begin)
     compiling = startup.compile_step(run)
     startup.introduce(run, feed.describe(), log)
     feed.start()

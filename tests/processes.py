@@ -51,12 +51,18 @@ def kill(config: Path, folder: Path, after: int, *overrides: str) -> None:
 
 def several(config: Path, count: int, *overrides: str) -> list[subprocess.Popen[str]]:
     """The processes of one run, started."""
+    return [subprocess.Popen(command(config, *overrides, *own), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            for own in joined(count)]
+
+
+def joined(count: int) -> list[list[str]]:
+    """The overrides that make one run of so many processes; none for one."""
+    if count == 1:
+        return [[]]
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    joined = f"distributed={{coordinator: 'localhost:{port}', processes: {count}, process: "
-    return [subprocess.Popen(command(config, *overrides, f"{joined}{i}}}"), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                             text=True) for i in range(count)]
+    return [[f"distributed={{coordinator: 'localhost:{port}', processes: {count}, process: {i}}}"] for i in range(count)]
 
 
 def together(config: Path, count: int, *overrides: str, code: int = 0) -> list[str]:

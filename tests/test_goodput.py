@@ -140,8 +140,13 @@ def test_a_damaged_line_within_is_passed_over_and_told(tmp_path, line):
     assert found.seconds == whole.seconds and "1 damaged line of goodput.jsonl passed over" in found.remarks[0]
 
 
+def test_a_process_that_ended_before_it_had_a_step_to_do_is_no_restart():
+    found = reckoned(*KILLED, begin(1041), spent(1043, "end", **{"start-up": 2}))
+    assert found.restarts == 0 and parts(found)["start-up"] == 6
+
+
 def test_people_are_shown_a_sentence_and_a_bar_for_each_cause():
-    head, *rest = lines(reckoned(*KILLED, begin(1041 + 9), spent(1050, "end")))
+    head, *rest = lines(reckoned(*KILLED, begin(1041 + 9), resume(1050, 30), spent(1050, "end")))
     assert head.startswith("goodput 56.0% of 0:00:50 since ") and head.endswith(": 30 steps that count, 0 lost, 1 restart")
     assert [line.split()[0] for line in rest] == [cause.split()[0] for cause in CAUSES]
     assert rest[0].split() == ["useful", "28.0", "s", "56.0%", "#" * 22]

@@ -62,6 +62,8 @@ BROKEN = {
     "baselines_without_evaluation": (["eval.baselines=true"], "eval.baselines", "eval.every is 0", ["eval.every=10", "data.sources.0.holdout=0.1"]),
     "best_checkpoint_without_evaluation": (["checkpoint.keep_best=1"], "checkpoint.keep_best", "eval.every is 0",
                                            ["eval.every=10", "data.sources.0.holdout=0.1"]),
+    "two_tiers_in_one_folder": (["checkpoint.tiers=[{path: a}, {path: ./a}]"], "checkpoint.tiers.1.path", "is also that of checkpoint.tiers.0",
+                                ["checkpoint.tiers.1.path=b"]),
     "rounds_without_stages": (["mesh.rounds=2"], "mesh.rounds", "rounds=2 is of a pipeline, but mesh.stage is 1", ["mesh.rounds=1"]),
     "layers_over_stages": (["mesh.stage=4"], "mesh.stage", "repeats 2 times, which is not divisible by mesh.stage=4; use mesh.stage=2",
                            ["mesh.stage=2"]),

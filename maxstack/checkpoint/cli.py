@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
                         ("show", "what one step holds"), ("copy", "a step to another folder, checked there"),
                         ("prune", "delete all but the newest steps of the run's own folder")):
         command = commands.add_parser(name, help=words, description=f"{words[0].upper()}{words[1:]}.")
-        command.add_argument("run", metavar="RUN", type=Path, help="a run's folder")
+        command.add_argument("run", metavar="RUN", type=Path, help="a run's folder, or where a step was copied to")
         if name in ("verify", "show", "copy"):
             command.add_argument("--step", type=int, metavar="N", help=f"this one (default: {'all' if name == 'verify' else 'the newest'})")
     commands.choices["copy"].add_argument("to", metavar="FOLDER", type=Path, help="gets a folder of the step's number")
@@ -46,8 +46,10 @@ def found(run: Path) -> Held:
     """The finished steps of a run on this host, newest last. ConfigError where there is no such run, or nothing saved."""
     if not run.is_dir():
         raise ConfigError(f"{run}: no such folder; give a run's folder, as runs/quickstart")
+    if (run / manifest.NAME).exists() and run.name.isdigit():
+        return {int(run.name): [run]}
     held: Held = {}
-    for folder in (run / "checkpoints", *_tiers(run)):
+    for folder in (run / "checkpoints", run, *_tiers(run)):
         for step in manifest.steps(folder):
             held.setdefault(step, []).append(folder / f"{step}")
         for part in folder.glob(f"host_*/*/of_*/{manifest.NAME}"):
@@ -95,7 +97,7 @@ def _verify(args: argparse.Namespace, held: Held) -> int:
             wrong += manifest.damages(path, done=bar.update)
     for line in wrong:
         print(f"DAMAGED: {line}")
-    print(f"{len(paths)} places of {len(chosen)} steps: {f'{len(wrong)} files are damaged' if wrong else 'all intact'}")
+    print(f"{_many(len(paths), 'place')} of {_many(len(chosen), 'step')}: {_many(len(wrong), 'damaged file') if wrong else 'all intact'}")
     return 1 if wrong else 0
 
 
@@ -155,9 +157,13 @@ def _prune(args: argparse.Namespace, held: Held) -> int:
     for step in gone if not args.dry_run else []:
         (own / f"{step}" / manifest.NAME).unlink()
         shutil.rmtree(own / f"{step}")
-    print(f"{own}: {'would delete' if args.dry_run else 'deleted'} {len(gone)} steps, {_size(freed)}"
+    print(f"{own}: {'would delete' if args.dry_run else 'deleted'} {_many(len(gone), 'step')}, {_size(freed)}"
           f"{': ' + ', '.join(map(str, gone)) if gone else ''}")
     return 0
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
 
 
 def _bytes(path: Path) -> int:

@@ -10,7 +10,7 @@ from maxstack.config import Items, Section
 class TierConfig(Section):
     """Another place for checkpoints, in a folder of the run's name below `path`."""
 
-    path: str
+    path: str = Field(min_length=1)
     """A folder. Without `replicate` all processes see the same there; with it, it is on each host's own disk."""
     every: int = Field(100, ge=1)
     """Steps between saves there. The last save of a run goes to every tier that all processes see."""

@@ -91,6 +91,9 @@ class Checkpoints:
                 others.append(Tier(Shared(path, self._processes), tier.every, tier))
             else:
                 distributed = self._run.cfg.distributed
+                if tier.replicate >= self._processes.count:
+                    self._say(f"checkpoint.tiers: replicate={tier.replicate} for {tier.path}, but the run has {self._processes.count} process"
+                              f"{'es' * (self._processes.count > 1)}: {self._processes.count - 1 or 'no'} other disk holds a copy")
                 local = Local(path, self._processes, tier.replicate, self._layout(), distributed.coordinator if distributed else None)
                 own.append(Tier(local, tier.every, tier))
         return [*own, Tier(self._own, cfg.every, cfg), *others]
@@ -303,11 +306,13 @@ def _under(key: str, prefixes: tuple[str, ...]) -> bool:
 
 
 def _other_state(where: str, saved: dict[str, Any], cfg: "Config", found: Mapping[str, Any], wanted: Mapping[str, Any]) -> ConfigError:
-    """Told by the keys of the optimizer that changed; by the arrays, where the keys are the same and so a library must have changed."""
+    """Told by the keys of the optimizer that changed, or of a model that was forced; by the arrays, where no key changed, so a library must have."""
     shapes = [{key: tuple(leaf.shape) for key, leaf in tree.items()} for tree in (found, wanted)]
     arrays = [f"{key}: {shapes[0].get(key, 'absent')} -> {shapes[1].get(key, 'absent')}" for key in sorted({*found, *wanted})
               if shapes[0].get(key) != shapes[1].get(key)]
-    lines = _changes(saved, cfg, ("optimizer",)) or arrays
+    model = any(line.startswith("params/") for line in arrays)
+    what, key = ("weights of another model", "model") if model else ("the state of another optimizer", "optimizer")
+    lines = _changes(saved, cfg, (key,)) or arrays
     more = f"\n  and {len(lines) - 10} more" if len(lines) > 10 else ""
-    return ConfigError(f"{where} holds the state of another optimizer (checkpoint -> now):\n" + "\n".join(f"  {line}" for line in lines[:10]) + more +
-                       "\n  Put the optimizer back, or start a new run with another run.name.")
+    return ConfigError(f"{where} holds {what} (checkpoint -> now):\n" + "\n".join(f"  {line}" for line in lines[:10]) + more +
+                       f"\n  Arrays of other shapes cannot be forced: put the {key} back, or start a new run with another run.name.")

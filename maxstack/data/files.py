@@ -55,7 +55,9 @@ def matched(cfg: Files) -> list[File]:
 def _missing(pattern: str) -> str:
     if glob.has_magic(_absolute(pattern)):
         return "the glob matches no file"
-    return f"is a folder; {pattern.rstrip('/')}/** means all files in it" if os.path.isdir(_absolute(pattern)) else "no such file"
+    if os.path.isdir(_absolute(pattern)):
+        return f"is a folder; {pattern.rstrip('/')}/** means all files in it"
+    return "is a pipe, a socket or a device, and only files can be read in any order" if os.path.exists(_absolute(pattern)) else "no such file"
 
 
 def _anywhere(file: File, patterns: Sequence[str]) -> bool:

@@ -42,7 +42,7 @@ def test_verify_says_what_is_damaged_and_leaves_with_1(run, capsys):
     victim = max((run / "checkpoints" / "2").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
     os.truncate(victim, 10)
     told = said(capsys, "verify", run, "--step", 2, code=1)
-    assert f"DAMAGED: {victim}: has 10 bytes" in told and "1 files are damaged" in told
+    assert f"DAMAGED: {victim}: has 10 bytes" in told and "2 places of 1 step: 1 damaged file" in told
     assert "is damaged, and was not copied" in said(capsys, "copy", run, run.parent / "copy", "--step", 2, code=1)
 
 
@@ -51,10 +51,17 @@ def test_show_tells_the_arrays_of_a_step_and_the_batches_it_passed_over(run, cap
     assert told.startswith("step 3 of") and "batches 4 to 6 were passed over" in told and "params/embed" in told and "float32[320, 32]" in told
 
 
+def test_a_run_is_named_by_a_relative_path_too(run, capsys, monkeypatch):
+    monkeypatch.chdir(run.parent)
+    assert said(capsys, "show", "tiny").startswith("step 3 of tiny")
+
+
 def test_a_copy_is_whole_and_can_be_started_from(run, capsys):
     told = said(capsys, "copy", run, run.parent / "copy", "--step", 1)
     assert "checkpoint.restore=" in told
     assert {p.name for p in (run.parent / "copy" / "1").iterdir()} == {p.name for p in (run / "checkpoints" / "1").iterdir()}
+    assert "1 place of 1 step: all intact" in said(capsys, "verify", run.parent / "copy")
+    assert "1 place of 1 step: all intact" in said(capsys, "verify", run.parent / "copy" / "1")
     assert "is there already" in said(capsys, "copy", run, run.parent / "copy", "--step", 1, code=1)
 
 

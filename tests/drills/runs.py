@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -99,7 +98,7 @@ class Started:
         self._before = _size(self.folder / "metrics.jsonl")
         (config.parent / "output").mkdir(exist_ok=True)
         self.outputs = [config.parent / "output" / f"{name}-{time.time_ns()}-{i}.txt" for i in range(count)]
-        joined = _joined(count)
+        joined = processes.joined(count)
         self.processes = []
         for i, path in enumerate(self.outputs):
             command = processes.command(config, f"run.name={name}", *overrides, *joined[i])
@@ -165,15 +164,6 @@ class Started:
             found = _left({process.pid for process in self.processes}, f"{self.folder}/")
             time.sleep(0.02)
         return [f"still runs: {command}" for command in found]
-
-
-def _joined(count: int) -> list[list[str]]:
-    if count == 1:
-        return [[]]
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    return [[f"distributed={{coordinator: 'localhost:{port}', processes: {count}, process: {i}}}"] for i in range(count)]
 
 
 def _left(leaders: set[int], name: str) -> list[str]:
