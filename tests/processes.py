@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -42,11 +41,6 @@ def interrupt(config: Path, folder: Path, after: int, number: int, *overrides: s
         time.sleep(0.02)
     process.send_signal(number)
     return process.wait(timeout=120)
-
-
-def kill(config: Path, folder: Path, after: int, *overrides: str) -> None:
-    """SIGKILL a run once it has reported step `after`."""
-    assert interrupt(config, folder, after, signal.SIGKILL, *overrides) == -signal.SIGKILL
 
 
 def several(config: Path, count: int, *overrides: str) -> list[subprocess.Popen[str]]:

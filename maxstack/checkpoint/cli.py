@@ -49,7 +49,7 @@ def found(run: Path) -> Held:
     if (run / manifest.NAME).exists() and run.name.isdigit():
         return {int(run.name): [run]}
     held: Held = {}
-    for folder in (run / "checkpoints", run, *_tiers(run)):
+    for folder in _folders(run):
         for step in manifest.steps(folder):
             held.setdefault(step, []).append(folder / f"{step}")
         for part in folder.glob(f"host_*/*/of_*/{manifest.NAME}"):
@@ -59,11 +59,20 @@ def found(run: Path) -> Held:
     return dict(sorted(held.items()))
 
 
-def _tiers(run: Path) -> list[Path]:
-    """The run's folders in its other tiers, as its config.yml names them."""
+def _folders(run: Path) -> list[Path]:
+    """Where a run's steps lie, or a copy's: also in the other tiers that the run's config.yml names."""
     path = run / "config.yml"
     config = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return [Path(tier["path"]).expanduser() / config["run"]["name"] for tier in config.get("checkpoint", {}).get("tiers") or ()]
+    tiers = config.get("checkpoint", {}).get("tiers") or ()
+    return [run / "checkpoints", run, *(Path(tier["path"]).expanduser() / config["run"]["name"] for tier in tiers)]
+
+
+def _unsealed(run: Path, step: int | None) -> list[str]:
+    """What is wrong with steps that have no manifest: of one, or of all for None."""
+    parts = [(path.name, path) for folder in _folders(run) for path in folder.glob("[0-9]*")]
+    parts += [(path.parent.name, path) for folder in _folders(run) for path in folder.glob("host_*/*/of_*")]
+    return [f"{path / manifest.NAME}: is missing, so this step does not count: it is being written, was never finished, or lost this file"
+            for name, path in parts if name.isdecimal() and step in (None, int(name)) and path.is_dir() and not (path / manifest.NAME).exists()]
 
 
 def _chosen(args: argparse.Namespace, held: Held) -> tuple[int, list[Path]]:
@@ -91,7 +100,7 @@ def _list(args: argparse.Namespace, held: Held) -> int:
 def _verify(args: argparse.Namespace, held: Held) -> int:
     chosen = held if args.step is None else dict([_chosen(args, held)])
     paths = [path for paths in chosen.values() for path in paths]
-    wrong: list[str] = []
+    wrong = _unsealed(args.run, args.step)
     with tqdm.tqdm(total=sum(_bytes(path) for path in paths), unit="B", unit_scale=True, desc="verifying", disable=None) as bar:
         for path in paths:
             wrong += manifest.damages(path, done=bar.update)

@@ -51,6 +51,11 @@ def test_show_tells_the_arrays_of_a_step_and_the_batches_it_passed_over(run, cap
     assert told.startswith("step 3 of") and "batches 4 to 6 were passed over" in told and "params/embed" in told and "float32[320, 32]" in told
 
 
+def test_verify_names_a_step_that_lost_its_manifest(run, capsys):
+    (run / "checkpoints" / "3" / "manifest.json").unlink()
+    assert f"DAMAGED: {run / 'checkpoints' / '3' / 'manifest.json'}: is missing" in said(capsys, "verify", run, code=1)
+
+
 def test_a_run_is_named_by_a_relative_path_too(run, capsys, monkeypatch):
     monkeypatch.chdir(run.parent)
     assert said(capsys, "show", "tiny").startswith("step 3 of tiny")

@@ -54,7 +54,7 @@ BOUND = (
     (["data.shuffle=false"], "data.shuffle: True -> False"),
     (["objective.z_loss=0.01"], "objective.z_loss: 0.0 -> 0.01"), (["model.blocks.block.mixer.window=8"], "mixer.window: None -> 8"),
     (["data.sources.0.weight=5"], "weight: 3.0 -> 5.0"), (["data.sources.1.documents=50"], "documents: 100 -> 50"),
-    (["data.packing=none"], "data.packing"))
+    (["data.packing=none"], "data.packing"), (["optimizer=lion"], "optimizer.chain"))
 FORCED = (("objective.z_loss=0.01", "objective"), ("data.sources.0.weight=5", "data.sources.0.weight"))
 """Keys that may change, those that may not with what is said of them, and those that are gone on in spite of."""
 

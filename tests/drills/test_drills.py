@@ -1,0 +1,35 @@
+"""Every drill once or twice; `make drills` runs them many times. What they promise stands in the README, word for word."""
+
+import random
+from pathlib import Path
+
+import pytest
+from drills import disks
+from drills.promises import PROMISES
+from drills.table import DRILLS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def beside(tmp_path_factory):
+    """One folder for all drills, of all of pytest's processes, so that they share what is made once."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if own.name.startswith("popen") else own) / "drills"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.mark.parametrize("number", DRILLS)
+def test_drill(number, beside):
+    drill = DRILLS[number]
+    if number == 4 and not disks.can_mount():
+        pytest.skip("a full file system needs a mount of one's own")
+    found = drill.function(beside / f"{number}", drill.short, random.Random())
+    assert found.injected >= drill.short and found.lost == 0, "\n".join(found.notes)
+
+
+def test_every_promise_is_drilled_and_stands_in_the_readme():
+    assert {promise.number for promise in PROMISES} == DRILLS.keys()
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [promise for promise in PROMISES if f"| {promise.fault} | {promise.promise} |" not in readme] == []
