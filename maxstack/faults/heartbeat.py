@@ -26,15 +26,13 @@ VERDICT = 8.0
 """Seconds to wait, after an error of jax's, for word that a peer is lost, which it then comes of."""
 JOINED_MS = 60_000
 """How long those that have joined take at most to say so."""
-TOLD = 2.0
-"""Seconds to tell the user of an error, before the process ends without waiting for the others, as jax would."""
 
 
 class Heartbeat:
     """A context: whatever ends it but `done` ends the other processes too. `at`: the coordinator, host:port, where there are several."""
 
     def __init__(self, cfg: WatchdogConfig, log: Path, processes: Processes, at: str | None):
-        self._cfg, self._several = cfg, processes.count > 1
+        self._cfg, self._several, self._first = cfg, processes.count > 1, processes.number == 0
         self._said, self._slowest, self._alone = 0.0, 0.0, False
         file = stacks.new_file()
         stacks.show()
@@ -87,7 +85,8 @@ class Heartbeat:
             time.sleep(VERDICT)
         code = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", CRASHED)
         self._send({"end": "failed", "code": code, "why": f"{type(error).__name__}: {error}"[:1000]})
-        threading.Thread(target=_leave, args=(code, TOLD), daemon=True).start()
+        after = watchdog.FAILED if self._first else watchdog.TOLD  # unless the watchdog asks before
+        threading.Thread(target=_leave, args=(code, after), daemon=True).start()
 
     def _send(self, message: dict[str, Any], flags: int = 0) -> None:
         try:

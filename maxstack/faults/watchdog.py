@@ -27,6 +27,8 @@ PAUSED = 5.0
 """Seconds without a turn of its own after which a watchdog trusts no clock: a machine that was stopped or moved."""
 ASKED, FAILED = 2.0, 10.0
 """Seconds that a process has to leave when asked to, and after an error of its own."""
+TOLD, LAST = 2.0, 8.0
+"""Seconds that process 0 has to tell the user of an error of its own, and at most for the others to leave before it: jax aborts those it leaves."""
 
 
 class Watchdog:
@@ -167,7 +169,10 @@ class Watchdog:
         self._say(f"WATCHDOG: {text}", log=self._own["process"] == 0)
         if stacks and not gone:
             self._say("".join(stacks_of(self._pid, Path(self._given["stacks"]))), log=True)
-        if not gone and not self._failed:
+        first = self._given["process"] == 0
+        if first and not gone:
+            self._let_others_leave()
+        if not gone and (first or not self._failed):
             with contextlib.suppress(OSError):
                 self._line.send(json.dumps({"leave": code}).encode())
         deadline = time.monotonic() + (FAILED if self._failed else ASKED)
@@ -176,6 +181,17 @@ class Watchdog:
         if os.getppid() == self._pid:
             os.kill(self._pid, signal.SIGKILL)
         sys.exit()
+
+    def _let_others_leave(self) -> None:
+        begin, links = time.monotonic(), [*self._heard]
+        while links and time.monotonic() < begin + LAST:
+            for link in wait(links, TICK):
+                try:
+                    link.recv_bytes()  # type: ignore[union-attr]
+                except (EOFError, OSError):
+                    links.remove(link)  # type: ignore[arg-type]
+        if self._failed:
+            time.sleep(max(0.0, begin + TOLD - time.monotonic()))
 
     def _say(self, text: str, log: bool) -> None:
         print(text, file=sys.stderr, flush=True)

@@ -80,10 +80,15 @@ def test_a_run_that_ends_is_left_alone(tmp_path):
     assert not (tmp_path / "log.txt").exists()
 
 
-def test_an_error_in_one_process_ends_all_with_its_code_and_says_where(tmp_path):
-    codes, outputs = ended(run(tmp_path, 3, "error", who=2))
-    assert codes == [2] * 3 and "error: line 7 of x.jsonl is not JSON\n" in outputs[2]
-    assert all("process 2" in output and "ended with an error: DataError: line 7 of x.jsonl" in output for output in outputs)
+@pytest.mark.parametrize("who", [0, 2])
+def test_an_error_in_one_process_ends_all_with_its_code_and_says_where(tmp_path, who):
+    started = run(tmp_path, 3, "error", who)
+    while started[0].poll() is None:
+        time.sleep(0.005)
+    assert all(process.poll() is not None for process in started), "process 0, whose loss jax answers with an abort, leaves last"
+    codes, outputs = ended(started)
+    assert codes == [2] * 3 and "error: line 7 of x.jsonl is not JSON\n" in outputs[who]
+    assert all(f"process {who}" in output and "ended with an error: DataError: line 7 of x.jsonl" in output for output in outputs)
 
 
 @pytest.mark.parametrize("count", [1, 3])
