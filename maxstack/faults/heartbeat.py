@@ -33,7 +33,7 @@ class Heartbeat:
 
     def __init__(self, cfg: WatchdogConfig, log: Path, processes: Processes, at: str | None):
         self._cfg, self._several, self._first = cfg, processes.count > 1, processes.number == 0
-        self._said, self._slowest, self._alone = 0.0, 0.0, False
+        self._said, self._slowest, self._alone, self._doing = 0.0, 0.0, False, ""
         file = stacks.new_file()
         stacks.show()
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -62,15 +62,14 @@ class Heartbeat:
         return self
 
     def doing(self, what: str, step: int | None = None, seconds: float = 0.0) -> None:
-        """What the main thread begins; with `step`, that this step is done and took `seconds`."""
-        now = time.monotonic()
-        message: dict[str, Any] = {"doing": what, "limit": self._cfg.other}
+        """What the main thread begins: `steps`, or what may take longer; with `step`, that this step is done and took `seconds`."""
+        now, self._slowest = time.monotonic(), max(self._slowest, seconds)
+        message: dict[str, Any] = {"doing": what, "limit": max(self._cfg.step, 10 * self._slowest) if what == "steps" else self._cfg.other}
         if step is not None:
-            self._slowest = max(self._slowest, seconds)
-            message |= {"step": step, "limit": max(self._cfg.step, 10 * self._slowest)}
-            if now - self._said < OFTEN:
+            message |= {"step": step}
+            if now - self._said < OFTEN and what == self._doing:
                 return
-        self._said = now
+        self._said, self._doing = now, what
         self._send(message, socket.MSG_DONTWAIT)
 
     def done(self) -> None:

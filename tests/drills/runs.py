@@ -272,13 +272,13 @@ def chain(found: Outcome, config: Path, count: int, plan: Callable[[int], tuple[
         assert number < 2 * count + 10, "no run lives long enough to be harmed"
 
 
-def divergent(folder: Path, base: Path) -> list[str]:
-    """Every row of losses or evaluations, those that were done again too, that is not bit for bit the baseline's."""
+def divergent(folder: Path, base: Path, last: bool = False) -> list[str]:
+    """Every row of losses or evaluations, those that were done again too, that is not bit for bit the baseline's; or the last row of each step."""
     wrong = []
     for key in ("loss", "eval_loss"):
         wanted = processes.numbers(base, key)
         try:
-            written = rows(folder, key)
+            written = [*processes.numbers(folder, key).values()] if last else rows(folder, key)
         except ValueError as error:
             return [f"{folder.name}: metrics.jsonl has a line that is no row: {error}"]
         for row in written:
@@ -288,9 +288,9 @@ def divergent(folder: Path, base: Path) -> list[str]:
     return wrong
 
 
-def unlike(folder: Path, base: Path) -> list[str]:
-    """What is different in a run that has ended: a row, a step that is missing, an array of its last state."""
-    if wrong := divergent(folder, base):
+def unlike(folder: Path, base: Path, last: bool = False) -> list[str]:
+    """What is different in a run that has ended: a row (of several of a step, only the `last`), a missing step, an array of its last state."""
+    if wrong := divergent(folder, base, last):
         return wrong
     for key in ("loss", "eval_loss"):
         if missing := processes.numbers(base, key).keys() - processes.numbers(folder, key).keys():

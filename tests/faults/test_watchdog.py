@@ -51,6 +51,8 @@ def main(_):
                 if fault == "error":
                     raise DataError("line 7 of x.jsonl is not JSON")
                 if fault == "hang":
+                    heart.doing("save")
+                    heart.doing("steps")
                     hang_here()
     return 0
 
