@@ -219,7 +219,11 @@ def main(argv: Sequence[str]) -> int:
         head, *rest = lines(goodput)
         print("\n".join((f"{name}: {head}", *rest)))
     if args.json:
-        args.json.write_text(json.dumps({name: goodput.json() for name, goodput in found.items()}, indent=1) + "\n")
+        try:
+            args.json.write_text(json.dumps({name: goodput.json() for name, goodput in found.items()}, indent=1) + "\n")
+        except OSError as error:
+            from maxstack.config import ConfigError
+            raise ConfigError(f"--json {args.json}: cannot be written: {error.strerror}") from error
     return 0
 
 

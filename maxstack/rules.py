@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def check(cfg: "Config") -> list[Fault]:
     """Every broken rule, as far as it shows before the devices are counted."""
-    rules = mesh_rules.sizes, _vocabulary, _schedules, _evaluation, _steps, _tiers
+    rules = mesh_rules.sizes, _vocabulary, _schedules, _evaluation, _steps, _tiers, _processes
     return list(mesh_rules.axes(cfg)) or [fault for rule in rules for fault in rule(cfg)]
 
 
@@ -69,6 +69,13 @@ def _tiers(cfg: "Config") -> Iterator[Fault]:
         if path in taken:
             yield f"{key}.path", f"path={tier.path} is also that of {taken[path]}; give each tier a folder of its own"
         taken[path] = key
+
+
+def _processes(cfg: "Config") -> Iterator[Fault]:
+    given = cfg.distributed
+    if given and given.process >= given.processes:
+        yield "distributed.process", f"process={given.process} is none of the {given.processes} that distributed.processes counts from 0; " \
+                                     f"use {given.processes - 1} or less"
 
 
 def _steps(cfg: "Config") -> Iterator[Fault]:

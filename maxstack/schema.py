@@ -43,7 +43,7 @@ class RunConfig(Section):
 class DistributedConfig(Section):
     """Several processes of one run; each is started with the same configuration and its own number."""
 
-    coordinator: str
+    coordinator: str = Field(pattern=r"^.+:[0-9]+$")
     """host:port of process 0."""
     processes: int = Field(ge=1)
     """How many."""

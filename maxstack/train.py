@@ -139,7 +139,7 @@ def train(cfg: "Config", ending: contextlib.ExitStack, forced: Sequence[str] = (
         compiled, seconds = compiling.result()
     log.say(f"{'loaded' if cfg.run.executable else 'compiled'} the step in {seconds:.1f} s")
 
-    stop, meter = Preemption(), Meter(run, feed, log, writer, ledger, policy)
+    stop, meter = Preemption(heart.interrupted) if heart else Preemption(), Meter(run, feed, log, writer, ledger, policy)
     checks = Checks(run, meter, log, writer)
     profiler = startup.Profiler(cfg.train.profile, folder, log)
     eval_loss = None

@@ -52,6 +52,21 @@ def test_an_interrupt_saves_leaves_with_42_and_the_same_command_goes_on(base):
     assert numbers(folder / "interrupted") == numbers(folder / "base")
 
 
+def test_a_second_interrupt_leaves_at_once_with_130(base):
+    config, folder, _ = base
+    command = processes.command(config, "run.name=twice", "checkpoint.every=1000", "train.steps=100000")
+    with subprocess.Popen(command, env=processes.environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        while not rows(folder / "twice"):
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        while "leaving after this step" not in process.stderr.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        told = process.communicate(timeout=20)[1]
+    assert process.returncode == 130 and "SIGINT again: leaving at once" in told and "Traceback" not in told and "WATCHDOG" not in told
+
+
 def test_a_signal_before_the_first_step_leaves_at_once_with_42(base):
     config, folder, _ = base
     assert processes.interrupt(config, folder / "early", 0, signal.SIGTERM, "run.name=early") == 42
@@ -65,7 +80,8 @@ def test_a_batch_that_does_not_divide_over_the_devices_is_refused_once_they_are_
     assert done.returncode == 1 and "train.batch_size" in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(("forced", "said"), [("optimizer", "no key that a checkpoint binds"), ("model", "model.embed: 32 -> 64")])
+@pytest.mark.parametrize(("forced", "said"), [("optimizer", "no key that a checkpoint binds"), ("model", "model.embed: 32 -> 64"),
+                                              ("model.lyers", "unknown key model.lyers; did you mean layers?")])
 def test_what_cannot_be_forced_is_told(base, forced, said):
     output = train(base[0], "run.name=base", "model.embed=64", "train.steps=30", "--force-config", forced, code=1)
     assert said in output and "Traceback" not in output
@@ -84,7 +100,7 @@ def test_changed_documents_are_refused_on_resume(base, tmp_path):
 
 def test_restore_none_refuses_to_run_over_a_finished_run(base):
     config, folder, _ = base
-    assert "already holds step 24" in train(config, "run.name=base", "checkpoint.restore=none", code=1)
+    assert "step 24 is already in" in train(config, "run.name=base", "checkpoint.restore=none", code=1)
 
 
 def test_restore_takes_a_step_or_the_path_of_another_run(base):

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,6 +50,8 @@ def found(run: Path) -> Held:
     if (run / manifest.NAME).exists() and run.name.isdigit():
         return {int(run.name): [run]}
     held: Held = {}
+    for folder in (folder for folder in _folders(run)[2:] if not folder.is_dir()):
+        print(f"{folder}: a tier that is not seen from here; its steps are left out", file=sys.stderr)
     for folder in _folders(run):
         for step in manifest.steps(folder):
             held.setdefault(step, []).append(folder / f"{step}")
@@ -63,8 +66,8 @@ def _folders(run: Path) -> list[Path]:
     """Where a run's steps lie, or a copy's: also in the other tiers that the run's config.yml names."""
     path = run / "config.yml"
     config = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
-    tiers = config.get("checkpoint", {}).get("tiers") or ()
-    return [run / "checkpoints", run, *(Path(tier["path"]).expanduser() / config["run"]["name"] for tier in tiers)]
+    tiers = [Path(tier["path"]).expanduser() / config["run"]["name"] for tier in config.get("checkpoint", {}).get("tiers") or ()]
+    return [run / "checkpoints", run, *tiers]
 
 
 def _unsealed(run: Path, step: int | None) -> list[str]:
@@ -142,6 +145,8 @@ def _copy(args: argparse.Namespace, held: Held) -> int:
     if wrong := list(manifest.damages(source)):
         raise ConfigError("\n".join([f"{source} is damaged, and was not copied:", *wrong]))
     to = args.to / f"{step}"
+    if within := [folder for folder in _folders(args.run) if args.to.resolve().is_relative_to(folder.resolve())]:
+        raise ConfigError(f"{args.to}: is in {within[-1]}, where the run's own steps lie; give a folder elsewhere")
     if to.exists():
         raise ConfigError(f"{to}: is there already; give another folder, or delete it")
     unfinished = args.to / f".{step}.unfinished"
@@ -149,7 +154,8 @@ def _copy(args: argparse.Namespace, held: Held) -> int:
         shutil.rmtree(unfinished, ignore_errors=True)
         shutil.copytree(source, unfinished)
     except OSError as error:
-        raise ConfigError(f"{args.to}: cannot be written: {error}; what was copied is in {unfinished}") from error
+        left = f"; what was copied is in {unfinished}" if os.path.exists(unfinished) else ""
+        raise ConfigError(f"{args.to}: cannot be written: {error}{left}") from error
     if wrong := list(manifest.damages(unfinished)):
         raise ConfigError("\n".join([f"{unfinished}: the copy is not what was read:", *wrong]))
     unfinished.rename(to)

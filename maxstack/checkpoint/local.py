@@ -1,12 +1,13 @@
 """A tier on each host's own disk: every process writes the shards it holds, and fetches copies of its neighbours'.
 
 HOST/STEP/of_Q are the shards that process Q held, one file and its index, with a manifest; HOST is the process that wrote or fetched them. A step
-is whole where the disks together hold the shards of every process. It is read by as many processes on the same mesh as wrote it.
+is whole where the disks together hold the shards of every process, all of one save. It is read by as many processes on the same mesh as wrote it.
 """
 
 import contextlib
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ class Local:
         self._copies = min(copies, processes.count - 1)
         self._peers = Peers(self._own, processes, coordinator) if processes.count > 1 else None
         self._holders: dict[int, list[list[int]]] = {}
+        self._saves: dict[int, str] = {}
+        self._turn, self._began = 0, processes.tell("local began", f"{time.time_ns():020}")[0]
 
     def clear(self) -> list[str]:
         """Remove what was never finished, and put aside what has a damaged manifest -> a line for each, of all processes."""
@@ -55,12 +58,20 @@ class Local:
 
     def steps(self) -> list[int]:
         """The whole steps, oldest first. Every process asks at the same time."""
-        here = {path.name: [int(part.name[3:]) for part in path.glob("of_*") if self._usable(part)] for path in self._own.iterdir()}
+        here = {path.name: {part.name[3:]: save for part in path.glob("of_*") if (save := self._save_of(part))} for path in self._own.iterdir()}
         told = self._processes.tell("local steps", here)
-        count, names = self._processes.count, {name for one in told for name in one}
-        holders = {int(name): [[j for j, one in enumerate(told) if q in one.get(name, [])] for q in range(count)] for name in names}
-        self._holders = {step: each for step, each in holders.items() if all(each)}
+        self._holders, self._saves = {}, {}
+        for name in {name for one in told for name in one}:
+            for save in sorted({save for one in told for save in one.get(name, {}).values()}):  # of several whole ones the last
+                each = [[j for j, one in enumerate(told) if one.get(name, {}).get(f"{q}") == save] for q in range(self._processes.count)]
+                if all(each):
+                    self._holders[int(name)], self._saves[int(name)] = each, save
         return sorted(self._holders)
+
+    def there(self) -> list[int]:
+        """Every step of which anything lies on any disk, whole or not, oldest first. Every process asks at the same time."""
+        told = self._processes.tell("local there", [int(path.name) for path in self._own.iterdir() if path.name.isdigit()])
+        return sorted({step for one in told for step in one})
 
     def begin(self, step: int, parts: Mapping[str, Any]) -> Callable[[], None]:
         """Copy this process's shards off its devices; what comes back writes them. On a CPU they are looked at where they are: jax gives the next
@@ -73,8 +84,8 @@ class Local:
 
     def finish(self, step: int, written: Callable[[], None], facts: Mapping[str, Any]) -> None:
         """Write, with checksums; then fetch the neighbours'. OSError where any process could not."""
-        each, wrong = self._processes, ""
-        more = {"layout": self._layout, "processes": each.count}
+        each, wrong, self._turn = self._processes, "", self._turn + 1
+        more = {"layout": self._layout, "processes": each.count, "save": f"{self._began} {self._turn:06}"}
         try:
             written()
             self._seal(self._part(step, each.number), {**facts, **more})
@@ -125,8 +136,8 @@ class Local:
     def verified(self, step: int) -> Iterator[None]:
         """Before the step is read inside, this process's shards are held against their checksums, and fetched from a peer where they are lost or
         damaged. Damage, the same in every process, where no intact ones are left."""
-        each = self._processes
-        found = list(manifest.damages(self._part(step, each.number)))
+        each, part = self._processes, self._part(step, self._processes.number)
+        found = list(manifest.damages(part)) or [f"{part}: is of another save"] * (self._save_of(part) != self._saves.get(step))
         sources = [j for j in self._holders.get(step, [[]] * each.count)[each.number] if j != each.number]
         while found and sources:
             try:
@@ -161,12 +172,13 @@ class Local:
     def _part(self, step: int, owner: int) -> Path:
         return self._own / f"{step}" / f"of_{owner}"
 
-    def _usable(self, part: Path) -> bool:
+    def _save_of(self, part: Path) -> str | None:
+        """Which save wrote these shards, if they are for this mesh and number of processes; later saves have greater names."""
         try:
             facts, _ = manifest.read(part)
         except Damage:
-            return False
-        return facts.get("layout") == self._layout and facts.get("processes") == self._processes.count
+            return None
+        return facts.get("save", "0") if (facts.get("layout"), facts.get("processes")) == (self._layout, self._processes.count) else None
 
     def _index(self, step: int) -> dict[str, Any]:
         return json.loads((self._part(step, self._processes.number) / INDEX).read_text())

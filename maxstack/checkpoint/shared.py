@@ -5,6 +5,7 @@ import logging
 import shutil
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from maxstack.agree import Processes
 from maxstack.checkpoint import manifest
 from maxstack.checkpoint.manifest import Damage
 
-logging.getLogger("absl").addFilter(lambda record: "_SignalingThread.run() raised" not in record.getMessage())  # what went wrong is told in one line
+# What goes wrong in a save is told in one line.
+logging.getLogger("absl").addFilter(lambda record: "_SignalingThread.run() raised" not in record.getMessage())
+warnings.filterwarnings("ignore", r"coroutine '\w*\.?save_checkpointables", RuntimeWarning)
 
 
 class Shared:
@@ -30,6 +33,8 @@ class Shared:
     def steps(self) -> list[int]:
         """The finished steps, oldest first."""
         return manifest.steps(self.folder)
+
+    there = steps
 
     def path(self, step: int) -> Path:
         """Where a step lies."""

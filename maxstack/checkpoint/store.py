@@ -23,7 +23,7 @@ from maxstack.checkpoint.local import Local
 from maxstack.checkpoint.manifest import Damage
 from maxstack.checkpoint.shared import Shared
 from maxstack.checkpoint.weights import WeightsReader, step_of
-from maxstack.config import ConfigError
+from maxstack.config import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from maxstack.data.feed import Feed
@@ -34,6 +34,8 @@ Tree = Any
 FORMAT = 2
 FREE = ("model.dtype", "model.weights", "model.remat", "model.unroll", "model.blocks.*.slack", "model.*.backend", "data.workers", "data.prefetch",
         "data.quarantine")
+OWNER = "run.json"
+"""In a tier's folder: the folder of the run whose steps these are."""
 BOUND = ("model", "quantization", "data", "objective", "train.batch_size")
 
 
@@ -61,6 +63,7 @@ class Checkpoints:
         for key in forced:
             if not _under(key, BOUND):
                 raise ConfigError(f"--force-config {key}: no key that a checkpoint binds; those are {', '.join(BOUND)} and what is below them")
+            _check_key(key, run.cfg.model_dump(mode="json"))
             if key == "train.batch_size":
                 raise ConfigError("--force-config train.batch_size: cannot be forced, because each row of a batch has its own place in the data; "
                                   "start a new run with another run.name")
@@ -85,8 +88,11 @@ class Checkpoints:
                 path.mkdir(parents=True, exist_ok=True)
                 if not os.access(path, os.W_OK):
                     raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+                _claim(path, self._own.folder.parent)
+                if tier.replicate is not None:
+                    (path / f"host_{self._processes.number}").mkdir(exist_ok=True)
             except OSError as error:
-                raise ConfigError(f"checkpoint.tiers: cannot write to {path}: {error.strerror}; give another path") from error
+                raise ConfigError(f"checkpoint.tiers: cannot write to {error.filename or path}: {error.strerror}; give another path") from error
             if tier.replicate is None:
                 others.append(Tier(Shared(path, self._processes), tier.every, tier))
             else:
@@ -141,10 +147,19 @@ class Checkpoints:
                 kept = manifest.steps(tier.place.folder)
                 self._say(f"{self._failed}{f'; step {kept[-1]} remains the latest there' if kept else ''}")
             else:
-                if self._processes.number == 0:
-                    with contextlib.suppress(OSError):  # it serves a better error alone
-                        self._told.parent.mkdir(parents=True, exist_ok=True)
-                        self._told.write_text(json.dumps({"step": step}))
+                self._tell_saved(step)
+
+    def _tell_saved(self, step: int) -> None:
+        if self._processes.number == 0:
+            with contextlib.suppress(OSError):  # it serves better messages alone
+                self._told.parent.mkdir(parents=True, exist_ok=True)
+                self._told.write_text(json.dumps({"step": step}))
+
+    def _last_saved(self) -> int | None:
+        """The newest step that a save of this run told of."""
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads(self._told.read_text())["step"]
+        return None
 
     def wait(self, last: bool = False) -> None:
         """Until the save under way is on disk. ConfigError where it failed, and it was the last or `checkpoint.on_failure` is stop."""
@@ -181,13 +196,16 @@ class Checkpoints:
                 self._say(f"DAMAGED CHECKPOINT, step {step}: {error}")
                 damaged.append((tier, step))
                 continue
+            last = self._last_saved() or 0
+            if last > step and last not in {other for _, other in damaged} and wanted == "latest" and before is None:
+                self._say(f"step {last} was saved, but no tier holds it for this mesh and number of processes; going on from step {step}")
             self._set_aside(step, damaged)
             return state
         if damaged:
             raise ConfigError(f"{self._own.folder}: damaged are all of the steps {[step for _, step in damaged]} that checkpoint.restore={wanted} "
                               f"may take; name another of {self.steps()}, or start a new run with another run.name")
-        if wanted != "none" and self._told.exists():
-            raise ConfigError(f"{self._told} says that step {json.loads(self._told.read_text())['step']} was saved, but no tier holds a checkpoint: "
+        if wanted != "none" and (told := self._last_saved()):
+            raise ConfigError(f"{self._told} says that step {told} was saved, but no tier holds a checkpoint: "
                               f"{', '.join(str(tier.place.folder) for tier in self._tiers)}; put one back, or start a new run with another run.name")
         return None
 
@@ -197,8 +215,9 @@ class Checkpoints:
         if before is not None:
             return sorted((one for one in found if one[1] < before), key=lambda one: -one[1])
         if wanted == "none" and found:
-            raise ConfigError(f"checkpoint.restore: none starts from scratch, but {found[-1][0].place.folder} already holds step {found[-1][1]}; "
-                              "choose another run.name, delete that folder, or use checkpoint.restore: latest")
+            places = ", ".join({f"{tier.place.folder}": 0 for tier, _ in found})
+            raise ConfigError(f"checkpoint.restore: none starts from scratch, but step {max(step for _, step in found)} is already in {places}; "
+                              "choose another run.name, delete these, or use checkpoint.restore: latest")
         if isinstance(wanted, int) and not (asked := [one for one in found if one[1] == wanted]):
             raise ConfigError(f"checkpoint.restore: {self._own.folder} holds no step {wanted}; it holds {self.steps() or 'none'}")
         return asked if isinstance(wanted, int) else sorted(found, key=lambda one: -one[1])
@@ -206,12 +225,14 @@ class Checkpoints:
     def _set_aside(self, step: int, damaged: list[tuple[Tier, int]]) -> None:
         """Move what is damaged, and what is later than the step that the run goes on from, out of the way of steps to come."""
         for tier in self._tiers:
-            for other in tier.place.steps():
+            for other in tier.place.there():
                 if (tier, other) in damaged:
                     self._say(f"step {other} was put aside as {tier.place.set_aside(other, 'damaged')}; going on from step {step}")
                 elif other > step:
                     tier.place.set_aside(other, "abandoned")
-        if not self.steps() and self._processes.number == 0:
+        if self.steps():
+            self._tell_saved(step)
+        elif self._processes.number == 0:
             self._told.unlink(missing_ok=True)
 
     def _load(self, tier: Shared | Local, step: int, feed: "Feed") -> Tree:
@@ -292,7 +313,7 @@ def _bits(leaf: Any) -> Any:
 def _refuse_changes(where: str, saved: dict[str, Any], cfg: "Config", free: tuple[str, ...]) -> None:
     if changed := [line for line in _changes(saved, cfg, BOUND) if not _under(line, free)]:
         raise ConfigError(f"{where} was written by another configuration (checkpoint -> now):\n" + "\n".join(f"  {line}" for line in changed) +
-                          "\n  Put these back, start a new run with another run.name, or go on in spite of a key with --force-config KEY.")
+                          "\n  Put these back, start a new run with another run.name, or, where no array changes its shape, --force-config KEY.")
 
 
 def _changes(saved: dict[str, Any], cfg: "Config", keys: tuple[str, ...]) -> list[str]:
@@ -303,6 +324,37 @@ def _changes(saved: dict[str, Any], cfg: "Config", keys: tuple[str, ...]) -> lis
 def _under(key: str, prefixes: tuple[str, ...]) -> bool:
     name = key.partition(":")[0]
     return any(fnmatch.fnmatchcase(name, pattern) for prefix in prefixes for pattern in (prefix, f"{prefix}.*"))
+
+
+def _check_key(key: str, cfg: Any) -> None:
+    """ConfigError where the configuration has no such key."""
+    for i, part in enumerate(parts := key.split(".")):
+        names = [*map(str, range(len(cfg)))] if isinstance(cfg, list | tuple) else [*cfg] if isinstance(cfg, dict) else []
+        if part == "*":
+            return
+        if part not in names:
+            raise ConfigError(f"--force-config {key}: unknown key {'.'.join(parts[:i + 1])}{did_you_mean(part, names)}")
+        cfg = cfg[int(part)] if isinstance(cfg, list | tuple) else cfg[part]
+
+
+def _claim(path: Path, run: Path) -> None:
+    """Note in a tier's folder whose it is. ConfigError where it is that of another run which is still there: their steps would take turns."""
+    mark, text = path / OWNER, json.dumps({"run": str(run.resolve())})
+    try:
+        with mark.open("x") as file:
+            file.write(text)
+        return
+    except FileExistsError:
+        found = mark.read_text()
+    try:
+        other = Path(json.loads(found)["run"])
+    except (ValueError, KeyError, TypeError):  # cut off by a kill
+        other = run
+    if other != run.resolve() and other.exists():
+        raise ConfigError(f"checkpoint.tiers: {path} holds the steps of {other}; choose another run.name, or another path for the tier. If it is "
+                          f"a copy for this run, delete {mark}")
+    if found != text:
+        mark.write_text(text)
 
 
 def _other_state(where: str, saved: dict[str, Any], cfg: "Config", found: Mapping[str, Any], wanted: Mapping[str, Any]) -> ConfigError:

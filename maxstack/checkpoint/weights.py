@@ -124,6 +124,8 @@ def step_of(path: Path, told: str) -> tuple[Path, int]:
         return path.parent.absolute(), int(path.name)
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     steps = manifest.steps(folder)
+    if not steps and any(folder.glob("host_*")):
+        raise ConfigError(f"{told} holds the shards of hosts' own disks, which only the run that wrote them reads; give that run's folder")
     if not steps:
         raise ConfigError(f"{told} holds no checkpoint; give a run's folder, or one step inside its checkpoints folder")
     return folder.absolute(), steps[-1]

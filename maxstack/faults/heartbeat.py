@@ -19,6 +19,7 @@ from maxstack.agree import Processes, own_address
 from maxstack.exit_codes import CRASHED, RETRY
 from maxstack.faults import watchdog
 from maxstack.faults.config import WatchdogConfig
+from maxstack.faults.preemption import INTERRUPTED
 
 OFTEN = 0.2
 """Seconds between two signs of life that say nothing new but a step's number."""
@@ -76,13 +77,20 @@ class Heartbeat:
         """All that is left is to end."""
         self._send({"end": "done", "doing": "ending", "limit": self._cfg.other})
 
+    def interrupted(self) -> None:
+        """The user ends this process at once."""
+        if not self._several:
+            self.done()
+        else:
+            self._send({"end": "failed", "code": INTERRUPTED, "why": "interrupted twice"})
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None or not self._several:
             self.done()
             return
         if isinstance(error, RuntimeError):
             time.sleep(VERDICT)
-        code = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", CRASHED)
+        code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", CRASHED)
         self._send({"end": "failed", "code": code, "why": f"{type(error).__name__}: {error}"[:1000]})
         after = watchdog.FAILED if self._first else watchdog.TOLD  # unless the watchdog asks before
         threading.Thread(target=_leave, args=(code, after), daemon=True).start()

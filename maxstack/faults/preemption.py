@@ -3,19 +3,23 @@
 import os
 import signal
 import sys
+from collections.abc import Callable
 from types import FrameType
 
 import jax
 
+INTERRUPTED = 130
+"""The exit code after a second SIGINT."""
+
 
 class Preemption:
-    """SIGTERM or SIGINT asks the run to save and leave; a second SIGINT leaves at once.
+    """SIGTERM or SIGINT asks the run to save and leave; a second SIGINT leaves at once, once `last_word` is said.
 
     With several processes one signalled process is enough: jax's preemption service makes all of them agree on one step.
     """
 
-    def __init__(self) -> None:
-        self._asked = False
+    def __init__(self, last_word: Callable[[], None] = lambda: None) -> None:
+        self._asked, self._last_word = False, last_word
         self._several = jax.process_count() > 1
         if not self._several:
             signal.signal(signal.SIGTERM, self._ask)
@@ -30,7 +34,13 @@ class Preemption:
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self._asked = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, self._leave)
         os.write(sys.stderr.fileno(), f"\n{signal.Signals(number).name}: leaving after this step\n".encode())
         if self._several:
             os.kill(os.getpid(), signal.SIGTERM)
+
+    def _leave(self, number: int, frame: FrameType | None) -> None:
+        """Without an exception: the threads that it would wait for may hold locks."""
+        os.write(sys.stderr.fileno(), b"\nSIGINT again: leaving at once; what was not saved before is lost\n")
+        self._last_word()
+        os._exit(INTERRUPTED)

@@ -67,6 +67,7 @@ def test_a_copy_is_whole_and_can_be_started_from(run, capsys):
     assert {p.name for p in (run.parent / "copy" / "1").iterdir()} == {p.name for p in (run / "checkpoints" / "1").iterdir()}
     assert "1 place of 1 step: all intact" in said(capsys, "verify", run.parent / "copy")
     assert "1 place of 1 step: all intact" in said(capsys, "verify", run.parent / "copy" / "1")
+    assert "where the run's own steps lie" in said(capsys, "copy", run, run / "checkpoints" / "kept", code=1)
     assert "is there already" in said(capsys, "copy", run, run.parent / "copy", "--step", 1, code=1)
 
 

@@ -209,7 +209,7 @@ def test_a_last_step_that_a_kill_left_on_a_host_s_own_disk_is_saved_where_all_se
 @pytest.mark.parametrize(("lost", "step", "place"), [
     ([], 7, "ssd"), (["ssd"], 6, "run"), (["ssd", "run/checkpoints"], 6, "far"), (["run/checkpoints", "far"], 7, "ssd")], ids=str)
 def test_the_newest_step_of_the_nearest_tier_that_is_left_is_restored_bit_for_bit(tiered, lost, step, place):
-    again, states, folder, _ = tiered
+    again, states, folder, said = tiered
     for name in lost:
         shutil.rmtree(folder / name)
     saves, feed, run = again()
@@ -217,6 +217,7 @@ def test_the_newest_step_of_the_nearest_tier_that_is_left_is_restored_bit_for_bi
     jax.tree.map(np.testing.assert_array_equal, state, states[step])
     assert all(jax.tree.leaves(jax.tree.map(lambda leaf, wanted: leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim), state, run.abstract)))
     assert f"resumed from step {step} of {folder / place}" in saves.told
+    assert any("step 7 was saved, but no tier holds it" in line for line in said) is (step == 6)
 
 
 def test_where_all_tiers_are_lost_the_run_says_so_and_does_not_start_anew(tiered):
@@ -226,6 +227,18 @@ def test_where_all_tiers_are_lost_the_run_says_so_and_does_not_start_anew(tiered
     saves, feed, _ = again()
     with pytest.raises(ConfigError, match="says that step 7 was saved, but no tier holds a checkpoint"):
         saves.restore(feed)
+
+
+def test_a_tier_of_another_run_is_refused_until_that_is_gone(tiered):
+    again, _, folder, _ = tiered
+    (folder / "run").rename(folder / "first")
+    for path in ("ssd", "far"):
+        (folder / path / "run" / "run.json").write_text(json.dumps({"run": str(folder / "first")}))
+    with pytest.raises(ConfigError, match=f"ssd/run holds the steps of {folder}/first; choose another run.name"):
+        again()
+    shutil.rmtree(folder / "first")
+    saves, feed, _ = again()
+    assert int(saves.restore(feed).step) == 7
 
 
 def test_a_damaged_step_of_one_tier_is_taken_from_the_next(tiered):

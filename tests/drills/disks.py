@@ -9,9 +9,10 @@ from pathlib import Path
 
 from drills.runs import Outcome, Started, baseline, maxstack, newest, outcome, settings, unlike
 
-from maxstack.checkpoint import manifest
+from maxstack.checkpoint import manifest, store
 
 EVERY = 4
+OWNER = shutil.ignore_patterns(store.OWNER)
 DAMAGE = ("bit", "cut", "deleted")
 
 
@@ -43,7 +44,7 @@ def _killed_after(config: Path, name: str, step: int) -> None:
 def _copied(folder: Path, disk: Path, name: str, to: str) -> None:
     shutil.copytree(folder / name, folder / to)
     if (disk / name).exists():
-        shutil.copytree(disk / name, disk / to)
+        shutil.copytree(disk / name, disk / to, ignore=OWNER)
 
 
 def _harmed(config: Path, name: str, steps: Path, kind: str, dice: random.Random, base: Path) -> list[str]:

@@ -7,6 +7,7 @@ import shutil
 import signal
 from pathlib import Path
 
+from drills.disks import OWNER
 from drills.runs import Outcome, Started, across, baseline, outcome, unlike, whole
 
 from maxstack.checkpoint import manifest
@@ -32,7 +33,7 @@ def tiers(folder: Path, count: int, dice: random.Random) -> Outcome:
         for number, (_, kind) in enumerate(one for one in plan if one[0] == many):
             again = f"{name}-{kind}-{number}"
             for top in (folder, disk, far):
-                shutil.copytree(top / name, top / again)
+                shutil.copytree(top / name, top / again, ignore=OWNER)
             found.add([f"{again}: {text}" for text in _without(config, again, kind, many, dice)])
     return found
 

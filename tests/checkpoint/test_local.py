@@ -1,0 +1,34 @@
+"""What counts as a whole step on the disks of two hosts, one of which is played here."""
+
+import json
+
+from maxstack.checkpoint import local, manifest
+
+
+class Two:
+    """This process and another one, which has `theirs` of each step: shards' owner -> save."""
+
+    number, count = 0, 2
+
+    def __init__(self):
+        self.theirs = {}
+
+    def tell(self, topic, value):
+        return json.loads(json.dumps([value, self.theirs if topic == "local steps" else value]))
+
+
+def test_shards_of_different_saves_make_no_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "Peers", lambda *_: None)
+    processes = Two()
+    disk = local.Local(tmp_path, processes, 1, "layout")
+    for owner, save in ((0, "7 000002"), (1, "7 000001")):
+        part = tmp_path / "host_0" / "5" / f"of_{owner}"
+        part.mkdir(parents=True)
+        manifest.write(part, {}, {"layout": "layout", "processes": 2, "save": save})
+    steps = {}
+    for name, theirs in {"none": {}, "of the same save": {"1": "7 000002"}, "of an older one": {"1": "7 000001"},
+                         "whole, of an older one": {"0": "7 000001"}, "both whole": {"0": "7 000001", "1": "7 000002"}}.items():
+        processes.theirs = {"5": theirs}
+        steps[name] = [(step, disk._saves[step]) for step in disk.steps()]
+    assert steps == {"none": [], "of the same save": [(5, "7 000002")], "of an older one": [], "whole, of an older one": [(5, "7 000001")],
+                     "both whole": [(5, "7 000002")]}
