@@ -1,20 +1,21 @@
 """`maxstack checkpoint`: what a run has saved and where, whether it is intact, copies of it, and room made."""
 
 import argparse
+import contextlib
 import json
 import math
 import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import tqdm
 import yaml
 
-from maxstack.checkpoint import manifest
+from maxstack.checkpoint import manifest, owner
 from maxstack.checkpoint.manifest import Damage
 from maxstack.config import ConfigError
 
@@ -67,7 +68,7 @@ def _folders(run: Path) -> list[Path]:
     path = run / "config.yml"
     config = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
     tiers = [Path(tier["path"]).expanduser() / config["run"]["name"] for tier in config.get("checkpoint", {}).get("tiers") or ()]
-    return [run / "checkpoints", run, *tiers]
+    return [run / "checkpoints", run, *(path for path in tiers if owner.of(path) in (None, run.resolve()))]
 
 
 def _unsealed(run: Path, step: int | None) -> list[str]:
@@ -76,6 +77,18 @@ def _unsealed(run: Path, step: int | None) -> list[str]:
     parts += [(path.parent.name, path) for folder in _folders(run) for path in folder.glob("host_*/*/of_*")]
     return [f"{path / manifest.NAME}: is missing, so this step does not count: it is being written, was never finished, or lost this file"
             for name, path in parts if name.isdecimal() and step in (None, int(name)) and path.is_dir() and not (path / manifest.NAME).exists()]
+
+
+def _mixed(held: Held) -> Iterator[str]:
+    """Steps of which this host sees shards of different saves."""
+    for step, paths in held.items():
+        saves: dict[str, Path] = {}
+        for path in paths:
+            with contextlib.suppress(Damage):  # told where its files are
+                if save := manifest.read(path)[0].get("save"):
+                    saves.setdefault(save, path)
+        if len(saves) > 1:
+            yield f"step {step}: shards of different saves, of which only one counts: {', '.join(map(str, saves.values()))}"
 
 
 def _chosen(args: argparse.Namespace, held: Held) -> tuple[int, list[Path]]:
@@ -103,7 +116,7 @@ def _list(args: argparse.Namespace, held: Held) -> int:
 def _verify(args: argparse.Namespace, held: Held) -> int:
     chosen = held if args.step is None else dict([_chosen(args, held)])
     paths = [path for paths in chosen.values() for path in paths]
-    wrong = _unsealed(args.run, args.step)
+    wrong = [*_unsealed(args.run, args.step), *_mixed(chosen)]
     with tqdm.tqdm(total=sum(_bytes(path) for path in paths), unit="B", unit_scale=True, desc="verifying", disable=None) as bar:
         for path in paths:
             wrong += manifest.damages(path, done=bar.update)

@@ -17,7 +17,7 @@ import numpy as np
 
 from maxstack import config
 from maxstack.agree import Processes
-from maxstack.checkpoint import manifest
+from maxstack.checkpoint import manifest, owner
 from maxstack.checkpoint.config import CheckpointConfig, TierConfig
 from maxstack.checkpoint.local import Local
 from maxstack.checkpoint.manifest import Damage
@@ -34,8 +34,6 @@ Tree = Any
 FORMAT = 2
 FREE = ("model.dtype", "model.weights", "model.remat", "model.unroll", "model.blocks.*.slack", "model.*.backend", "data.workers", "data.prefetch",
         "data.quarantine")
-OWNER = "run.json"
-"""In a tier's folder: the folder of the run whose steps these are."""
 BOUND = ("model", "quantization", "data", "objective", "train.batch_size")
 
 
@@ -88,7 +86,7 @@ class Checkpoints:
                 path.mkdir(parents=True, exist_ok=True)
                 if not os.access(path, os.W_OK):
                     raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-                _claim(path, self._own.folder.parent)
+                owner.claim(path, self._own.folder.parent)
                 if tier.replicate is not None:
                     (path / f"host_{self._processes.number}").mkdir(exist_ok=True)
             except OSError as error:
@@ -335,26 +333,6 @@ def _check_key(key: str, cfg: Any) -> None:
         if part not in names:
             raise ConfigError(f"--force-config {key}: unknown key {'.'.join(parts[:i + 1])}{did_you_mean(part, names)}")
         cfg = cfg[int(part)] if isinstance(cfg, list | tuple) else cfg[part]
-
-
-def _claim(path: Path, run: Path) -> None:
-    """Note in a tier's folder whose it is. ConfigError where it is that of another run which is still there: their steps would take turns."""
-    mark, text = path / OWNER, json.dumps({"run": str(run.resolve())})
-    try:
-        with mark.open("x") as file:
-            file.write(text)
-        return
-    except FileExistsError:
-        found = mark.read_text()
-    try:
-        other = Path(json.loads(found)["run"])
-    except (ValueError, KeyError, TypeError):  # cut off by a kill
-        other = run
-    if other != run.resolve() and other.exists():
-        raise ConfigError(f"checkpoint.tiers: {path} holds the steps of {other}; choose another run.name, or another path for the tier. If it is "
-                          f"a copy for this run, delete {mark}")
-    if found != text:
-        mark.write_text(text)
 
 
 def _other_state(where: str, saved: dict[str, Any], cfg: "Config", found: Mapping[str, Any], wanted: Mapping[str, Any]) -> ConfigError:

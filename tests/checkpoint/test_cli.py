@@ -1,11 +1,13 @@
 """`maxstack checkpoint` on the real checkpoints of a tiny run."""
 
 import os
+import shutil
 
 import pytest
 import tiny
 
 from maxstack import cli
+from maxstack.checkpoint import manifest
 from maxstack.checkpoint.store import Checkpoints
 from maxstack.config import dump
 from maxstack.data import make_feed
@@ -54,6 +56,20 @@ def test_show_tells_the_arrays_of_a_step_and_the_batches_it_passed_over(run, cap
 def test_verify_names_a_step_that_lost_its_manifest(run, capsys):
     (run / "checkpoints" / "3" / "manifest.json").unlink()
     assert f"DAMAGED: {run / 'checkpoints' / '3' / 'manifest.json'}: is missing" in said(capsys, "verify", run, code=1)
+
+
+def test_verify_names_shards_of_different_saves(run, capsys):
+    for number, save in enumerate(("7 000001", "7 000002")):
+        part = run / "checkpoints" / "host_0" / "9" / f"of_{number}"
+        part.mkdir(parents=True)
+        manifest.write(part, {}, {"save": save})
+    assert "DAMAGED: step 9: shards of different saves" in said(capsys, "verify", run, code=1)
+
+
+def test_the_tiers_of_the_run_that_it_was_copied_from_are_not_a_copy_s(run, capsys):
+    assert "far/tiny" in said(capsys, "list", run)
+    shutil.copytree(run, run.parent / "copy")
+    assert "far/tiny" not in said(capsys, "list", run.parent / "copy")
 
 
 def test_a_run_is_named_by_a_relative_path_too(run, capsys, monkeypatch):

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from drills.runs import Outcome, Started, baseline, maxstack, newest, outcome, settings, unlike
 
-from maxstack.checkpoint import manifest, store
+from maxstack.checkpoint import manifest, owner
 
 EVERY = 4
-OWNER = shutil.ignore_patterns(store.OWNER)
+OWNER = shutil.ignore_patterns(owner.NAME)
 DAMAGE = ("bit", "cut", "deleted")
 
 

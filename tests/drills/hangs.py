@@ -114,7 +114,7 @@ def straggler(folder: Path, count: int, dice: random.Random) -> Outcome:
         who = dice.randrange(many)
         config = across(folder, train={"steps": 100000, "batch_size": 8}, checkpoint={"every": 0}, faults={"check_every": EVERY},
                         data={"seq_len": 64, "sources": [source]})
-        slow = {"kind": "hang", "after": 400, "seconds": 0.1} if kind == "documents" else None
+        slow = {"kind": "hang", "after": 400, "seconds": 0.4} if kind == "documents" else None
         with Started(config, f"run-{number}", count=many, fault=slow, at=who) as started:
             wrong, others = _named(started, who, slow is None)
             found.add([f"{kind}, process {who} of {many}: {text}" for text in wrong])
