@@ -1,4 +1,4 @@
-"""All fault drills at full count, on this machine's CPU: under an hour on 2 cores. The table that results is written into docs/RELIABILITY.md,
+"""All fault drills at full count, on this machine's CPU: an hour or two on 2 cores. The table that results is written into docs/RELIABILITY.md,
 between its markers. A drill that is done stays done, in drills.json, until --again; the exit code is 1 where anything was lost.
 
 example: python scripts/drills.py --only 1,5 --jobs 1
