@@ -31,11 +31,13 @@ class Processes:
 
         client, turn = distributed.global_state.client, next(self._turns[topic])
         assert client is not None, "several processes have joined"
-        client.key_value_set(f"maxstack/{topic}/{turn}/{self.number}", json.dumps(value))
-        told = [json.loads(client.blocking_key_value_get(f"maxstack/{topic}/{turn}/{number}", wait_ms)) for number in range(self.count)]
+        path = f"maxstack/{topic}"
+        client.key_value_set(f"{path}/{turn}/{self.number}", json.dumps(value))
+        client.wait_at_barrier(path, wait_ms)
+        told = {int(key.rpartition("/")[2]): text for key, text in client.key_value_dir_get(f"{path}/{turn}")}
         if turn:  # all have told this turn, so all have read the one before
-            client.key_value_delete(f"maxstack/{topic}/{turn - 1}/{self.number}")
-        return told
+            client.key_value_delete(f"{path}/{turn - 1}/{self.number}")
+        return [json.loads(told[number]) for number in range(self.count)]
 
     def wait(self, topic: str) -> None:
         """Until all processes are here."""

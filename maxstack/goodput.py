@@ -211,8 +211,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder, or the name of one in runs/")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write every figure to FILE: an object by RUN, seconds in full precision")
     args = parser.parse_args(argv)
+    from maxstack.config import ConfigError
+
     if args.json and (args.json.is_dir() or not args.json.parent.is_dir()):
-        from maxstack.config import ConfigError
         raise ConfigError(f"--json {args.json}: {'is a folder' if args.json.is_dir() else f'the folder {args.json.parent} does not exist'}")
     found = {name: summary(_folder(name)) for name in args.runs}
     for name, goodput in found.items():
@@ -222,7 +223,6 @@ def main(argv: Sequence[str]) -> int:
         try:
             args.json.write_text(json.dumps({name: goodput.json() for name, goodput in found.items()}, indent=1) + "\n")
         except OSError as error:
-            from maxstack.config import ConfigError
             raise ConfigError(f"--json {args.json}: cannot be written: {error.strerror}") from error
     return 0
 

@@ -32,7 +32,6 @@ class Local:
     def __init__(self, folder: Path, processes: Processes, copies: int, layout: str, coordinator: str | None = None):
         self.folder, self._processes, self._layout = folder, processes, layout
         self._own = folder / f"host_{processes.number}"
-        self._own.mkdir(parents=True, exist_ok=True)
         self._copies = min(copies, processes.count - 1)
         self._peers = Peers(self._own, processes, coordinator) if processes.count > 1 else None
         self._holders: dict[int, list[list[int]]] = {}

@@ -29,7 +29,10 @@ class Preemption:
         """Whether to save after `step` and leave; the same in every process."""
         if self._several:
             from jax.experimental import multihost_utils
-            return multihost_utils.reached_preemption_sync_point(step)
+            reached = multihost_utils.reached_preemption_sync_point(step)
+            if reached:
+                os.write(sys.stderr.fileno(), f"\nleaving after step {step}: a signal asked a process of the run to\n".encode())
+            return reached
         return self._asked
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
