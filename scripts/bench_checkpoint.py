@@ -17,14 +17,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
-from orbax.checkpoint import v1 as ocp
+from maxstack import devices
 
-from maxstack import sharding
-from maxstack.checkpoint.store import Checkpoints, _flat
-from maxstack.data import make_feed
-from maxstack.run import Run, assemble
-from maxstack.schema import Config
+devices.environment(None)
+
+import jax  # noqa: E402
+from orbax.checkpoint import v1 as ocp  # noqa: E402
+
+from maxstack import sharding  # noqa: E402
+from maxstack.checkpoint.store import Checkpoints, _flat  # noqa: E402
+from maxstack.data import make_feed  # noqa: E402
+from maxstack.run import Run, assemble  # noqa: E402
+from maxstack.schema import Config  # noqa: E402
 
 BYTES_A_WEIGHT = 12
 """In float32, with two moments."""

@@ -39,8 +39,9 @@ class Heartbeat:
         stacks.show()
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 5, 0))
-        given = {"line": theirs.fileno(), "process": processes.number, "processes": processes.count, "log": str(log.absolute()), "stacks": str(file),
-                 "step": cfg.step, "retry": RETRY, "host": own_address(at) if self._several else None}
+        given = {"line": theirs.fileno(), "pid": os.getpid(), "process": processes.number, "processes": processes.count,
+                 "log": str(log.absolute()), "stacks": str(file), "step": cfg.step, "retry": RETRY,
+                 "host": own_address(at) if self._several else None}
         self._process = subprocess.Popen([sys.executable, "-I", "-S", watchdog.__file__, json.dumps(given)], pass_fds=[theirs.fileno()],
                                          stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
         theirs.close()

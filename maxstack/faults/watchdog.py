@@ -32,11 +32,11 @@ TOLD, LAST = 2.0, 8.0
 
 
 class Watchdog:
-    """Of the process that started it. `line`: the socket to that; `given`: process, processes, host (to listen at), log, stacks (a file), step
-    (seconds that it may be stopped), retry (the exit code where the run is to be started again)."""
+    """Of the process that started it. `line`: the socket to that; `given`: its pid (it may be gone by now), process, processes, host (to listen at),
+    log, stacks (a file), step (seconds that it may be stopped), retry (the exit code where the run is to be started again)."""
 
     def __init__(self, line: socket.socket, given: Mapping[str, Any]):
-        self._line, self._given, self._pid = line, given, os.getppid()
+        self._line, self._given, self._pid = line, given, given["pid"]
         self._own: dict[str, Any] = {"process": given["process"], "host": platform.node(), "pid": self._pid, "doing": "start-up", "step": 0,
                                      "state": "", "done": False}
         self._beat, self._limit, self._failed = time.monotonic(), float("inf"), False

@@ -1,13 +1,17 @@
 """The watchdog beside real processes of one run, which need no devices for it: what ends whom, with which code, and what is in the log."""
 
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 
 import pytest
+
+from maxstack.faults import watchdog
 
 PROGRAM = """
 import json, os, sys, time
@@ -80,6 +84,18 @@ def ended(started):
 def test_a_run_that_ends_is_left_alone(tmp_path):
     assert ended(run(tmp_path, 3)) == ([0] * 3, [""] * 3)
     assert not (tmp_path / "log.txt").exists()
+
+
+def test_a_watchdog_that_begins_after_its_process_is_gone_leaves_too(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    given = {"line": theirs.fileno(), "pid": process.pid, "process": 0, "processes": 1, "log": str(tmp_path / "log.txt"),
+             "stacks": str(tmp_path / "stacks"), "step": 3.0, "retry": 42, "host": None}
+    done = subprocess.run([sys.executable, watchdog.__file__, json.dumps(given)], pass_fds=[theirs.fileno()], capture_output=True, text=True,
+                          check=False, timeout=30)
+    assert f"process 0 (pid {process.pid} on " in done.stderr and "ended without a word" in done.stderr
+    line.close()
 
 
 @pytest.mark.parametrize("who", [0, 2])
