@@ -91,6 +91,10 @@ class Ledger:
             self._steps = {"steps": [sums["steps"][0], step], "stepping": sums["stepping"] + seconds,
                            "waited": sums["waited"] + min(max(waited, 0.0), seconds)}
 
+    def passed_over(self, step: int) -> None:
+        """A step whose batch was read and not trained on: a sign of life."""
+        self._doing("steps", step)
+
     def news(self) -> float | None:
         """Goodput over all processes of the run so far, once each time that it was reckoned anew; None in between."""
         with self._lock:

@@ -46,6 +46,7 @@ class Meter:
         """Report the step before, and note one whose batch was not trained on."""
         rewind = self.flush()
         self._writer.write({"step": step, "passed_over": 1})
+        self._ledger.passed_over(step)
         self.restart()
         return rewind
 

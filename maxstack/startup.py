@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import platform
+import secrets
 import subprocess
 import sys
 import threading
@@ -41,6 +42,8 @@ JAX_WAITS = {False: 100, True: 24 * 3600}
 """Seconds until jax itself ends the process, from C++, because it has not heard of another one: its default, and with a watchdog."""
 JOIN, WAITING = 300.0, 30.0
 """Seconds that a process waits at most for the others to join, and between two lines that say so."""
+SEEN = 30.0
+"""Seconds that a file may take until other hosts see it."""
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
@@ -93,14 +96,32 @@ def claim(cfg: "Config", first: bool) -> Path:
     folder = folder_of(cfg)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if first:
-            lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
+        lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT) if first else None
+        if lock is not None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise ConfigError(f"run.name: {folder} is in use by another process; wait for it, stop it, or choose another run.name") from error
     except OSError as error:
         raise ConfigError(f"run.output_dir: cannot write to {folder}: {error.strerror}; choose another run.output_dir") from error
+    _check_seen_by_all(folder, lock)
     return folder
+
+
+def _check_seen_by_all(folder: Path, lock: int | None) -> None:
+    """ConfigError in a process that does not read in the folder what process 0 writes there, into its lock."""
+    if (processes := Processes()).count == 1:
+        return
+    token = processes.tell("folder", secrets.token_hex(8))[0]
+    if lock is not None:
+        os.pwrite(lock, token.encode(), 0)
+        os.fsync(lock)
+    processes.wait("folder")
+    deadline = time.monotonic() + SEEN
+    while not ((folder / ".lock").exists() and (folder / ".lock").read_text() == token):
+        if time.monotonic() > deadline:
+            raise ConfigError(f"run.output_dir: process {processes.number} on {platform.node()} does not see in {folder} what process 0 writes "
+                              "there; with several hosts, give a folder that all of them see")
+        time.sleep(0.2)
 
 
 def watched(cfg: "Config", ending: contextlib.ExitStack) -> "Heartbeat | None":

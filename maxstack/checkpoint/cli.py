@@ -183,8 +183,7 @@ def _prune(args: argparse.Namespace, held: Held) -> int:
     gone = manifest.steps(own)[:-args.keep]
     freed = sum(_bytes(own / f"{step}") for step in gone)
     for step in gone if not args.dry_run else []:
-        (own / f"{step}" / manifest.NAME).unlink()
-        shutil.rmtree(own / f"{step}")
+        manifest.delete(own / f"{step}")
     print(f"{own}: {'would delete' if args.dry_run else 'deleted'} {_many(len(gone), 'step')}, {_size(freed)}"
           f"{': ' + ', '.join(map(str, gone)) if gone else ''}")
     return 0

@@ -102,10 +102,6 @@ class Local:
             shutil.rmtree(self._own / f"{step}", ignore_errors=True)
             raise OSError("; ".join(failures))
 
-    def facts(self, step: int) -> dict[str, Any]:
-        """What the manifest says of a step."""
-        return manifest.read(self._part(step, self._processes.number))[0]
-
     def holds(self, step: int) -> Mapping[str, Any]:
         """Names of a step's parts; of the state, name -> what has a shape."""
         found = self._index(step)
@@ -163,8 +159,15 @@ class Local:
         to.parent.mkdir(parents=True, exist_ok=True)
         return path.rename(to)
 
+    def trim(self, chosen: Callable[[list[int]], list[int]]) -> None:
+        """Delete those of the whole steps that are chosen, and whatever is older than all that stay: parts, and steps of another mesh. Every process
+        does at the same time."""
+        gone = chosen(steps := self.steps())
+        oldest = min({*steps} - {*gone}, default=0)
+        self.remove([step for path in self._own.iterdir() if path.name.isdigit() and ((step := int(path.name)) in gone or step < oldest)])
+
     def remove(self, steps: list[int]) -> None:
-        """Delete steps."""
+        """Delete steps from this host's disk."""
         for step in steps:
             shutil.rmtree(self._own / f"{step}", ignore_errors=True)
 

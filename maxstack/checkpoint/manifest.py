@@ -4,7 +4,9 @@ xxh3 with 64 bits: it finds what disks, networks and copies do to files, not wha
 """
 
 import concurrent.futures
+import contextlib
 import json
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ from typing import Any
 import xxhash
 
 NAME = "manifest.json"
+UNFINISHED = ".unfinished"
+"""STEP.unfinished, a file beside a step's folder: that is being written or deleted, or was when its process was killed."""
 UNKNOWN = "0" * 16
 """Stands for the manifest's own checksum where that is made."""
 READERS, BLOCK = 8, 1 << 22
@@ -41,6 +45,17 @@ def steps(folder: Path) -> list[int]:
     """The steps in a folder that have a manifest, oldest first; none where there is no folder."""
     found = folder.iterdir() if folder.is_dir() else ()
     return sorted(int(path.name) for path in found if path.name.isdigit() and (path / NAME).exists())
+
+
+def delete(step: Path) -> None:
+    """Delete a finished step: first the manifest, so that half of one never counts."""
+    mark = step.with_name(f"{step.name}{UNFINISHED}")
+    with contextlib.suppress(OSError):  # there may be no room
+        mark.touch()
+    (step / NAME).unlink(missing_ok=True)
+    shutil.rmtree(step, ignore_errors=True)
+    if not step.exists():
+        mark.unlink(missing_ok=True)
 
 
 def write(folder: Path, found: Mapping[str, Entry], facts: Mapping[str, Any]) -> None:

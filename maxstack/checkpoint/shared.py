@@ -27,12 +27,13 @@ class Shared:
     `begin` and all that reads belong to one thread, `finish` to another, in all processes alike.
     """
 
-    def __init__(self, folder: Path, processes: Processes):
-        self.folder, self._processes = folder, processes
+    def __init__(self, folder: Path, processes: Processes, aside: Path | None = None):
+        """`aside`: where steps are put that no longer count, by default beside `folder`."""
+        self.folder, self._processes, self._aside = folder, processes, aside or folder.parent
 
     def steps(self) -> list[int]:
-        """The finished steps, oldest first."""
-        return manifest.steps(self.folder)
+        """The finished steps that process 0 sees, oldest first. Every process asks at the same time."""
+        return self._processes.tell("steps", manifest.steps(self.folder) if self._processes.number == 0 else [])[0]
 
     there = steps
 
@@ -49,17 +50,23 @@ class Shared:
                 number, _, more = path.name.partition(".")
                 if number.isdigit() and path.is_dir() and not (path / manifest.NAME).exists():
                     why = f"{path / manifest.NAME}: is missing, so the save was never finished"
-                    if more.startswith("orbax-checkpoint-tmp") or not any(path.iterdir()):
+                    begun = path.with_name(f"{path.name}{manifest.UNFINISHED}").exists()
+                    if begun or more.startswith("orbax-checkpoint-tmp") or not any(path.iterdir()):
                         shutil.rmtree(path)
                         found.append(f"cleared away: {why}")
                     elif not more:
                         found.append(f"{why}; put aside as {self._move(path, 'unfinished')}")
+            for mark in self.folder.glob(f"*{manifest.UNFINISHED}"):
+                mark.unlink()
         self._processes.wait("clear")
         return found
 
     def begin(self, step: int, parts: Mapping[str, Any]) -> Callable[[], None]:
         """Copy the arrays off the devices and write on in the background; what comes back waits for that, and raises what went wrong."""
         try:
+            if self._processes.number == 0:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._mark(step).touch()
             saving = ocp.save_checkpointables_async(self.path(step), dict(parts))
         except Exception as error:  # told by `finish`, where every process hears of it
             raised = error
@@ -84,12 +91,14 @@ class Shared:
         if not failures and each.number == 0:
             try:
                 manifest.write(folder, {name: entry for one in told for name, entry in one["files"].items()}, facts)
+                self._mark(step).unlink(missing_ok=True)
             except OSError as error:
                 failures = [_first_line(error)]
         if failures := each.tell("finished", failures)[0]:
             if each.number == 0:
-                for path in (folder, *self.folder.glob(f"{step}.*")):
+                for path in (folder, *self.folder.glob(f"{step}.orbax-checkpoint-tmp*")):
                     shutil.rmtree(path, ignore_errors=True)
+                self._mark(step).unlink(missing_ok=True)
             raise OSError("; ".join(dict.fromkeys(failures)))
 
     def facts(self, step: int) -> dict[str, Any]:
@@ -122,22 +131,28 @@ class Shared:
             raise raised
 
     def set_aside(self, step: int, name: str) -> Path:
-        """Move a step out of the way, into a folder `name` beside `folder`, where it no longer counts."""
-        to = self._move(self.path(step), name) if self._processes.number == 0 else self.folder.parent / name
+        """Move a step out of the way, into a folder `name`, where it no longer counts."""
+        to = self._move(self.path(step), name) if self._processes.number == 0 else self._aside / name
         self._processes.wait("aside")
         return to
 
     def _move(self, path: Path, name: str) -> Path:
-        to = self.folder.parent / name / f"{time.time_ns()}" / path.name
+        to = self._aside / name / f"{time.time_ns()}" / path.name
         to.parent.mkdir(parents=True)
         return path.rename(to)
 
-    def remove(self, steps: list[int]) -> None:
-        """Delete finished steps: first the manifest, so that half of one never counts."""
+    def trim(self, chosen: Callable[[list[int]], list[int]]) -> None:
+        """Delete those of the finished steps that are chosen; process 0 does."""
         if self._processes.number == 0:
-            for step in steps:
-                (self.path(step) / manifest.NAME).unlink(missing_ok=True)
-                shutil.rmtree(self.path(step), ignore_errors=True)
+            self.remove(chosen(manifest.steps(self.folder)))
+
+    def remove(self, steps: list[int]) -> None:
+        """Delete steps."""
+        for step in steps:
+            manifest.delete(self.path(step))
+
+    def _mark(self, step: int) -> Path:
+        return self.folder / f"{step}{manifest.UNFINISHED}"
 
 
 def _first_line(error: Exception) -> str:

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fnmatch
+import functools
 import json
 import os
 import threading
@@ -69,6 +70,7 @@ class Checkpoints:
         self._own = Shared(folder.absolute(), self._processes)
         self._tiers = self._opened()
         self._told = folder.parent / "saved.json"
+        self._went_back = self._said_saved().get("went_back")
         self._saving: threading.Thread | None = None
         self._failed: str | None = None
         self.told, self.notes = "", dict[str, Any]()
@@ -92,7 +94,7 @@ class Checkpoints:
             except OSError as error:
                 raise ConfigError(f"checkpoint.tiers: cannot write to {error.filename or path}: {error.strerror}; give another path") from error
             if tier.replicate is None:
-                others.append(Tier(Shared(path, self._processes), tier.every, tier))
+                others.append(Tier(Shared(path, self._processes, aside=path), tier.every, tier))
             else:
                 distributed = self._run.cfg.distributed
                 if tier.replicate >= self._processes.count:
@@ -139,7 +141,7 @@ class Checkpoints:
         for tier, written in begun:
             try:
                 tier.place.finish(step, written, facts)
-                tier.place.remove(removable(tier.place.steps(), tier.place.facts, tier.rule))
+                tier.place.trim(functools.partial(removable, tier.place, tier.rule))
             except Exception as error:  # in a thread of its own, where it would go unheard
                 self._failed = f"checkpoint of step {step} was not saved to {tier.place.folder}: {error}"
                 kept = manifest.steps(tier.place.folder)
@@ -151,13 +153,14 @@ class Checkpoints:
         if self._processes.number == 0:
             with contextlib.suppress(OSError):  # it serves better messages alone
                 self._told.parent.mkdir(parents=True, exist_ok=True)
-                self._told.write_text(json.dumps({"step": step}))
+                self._told.write_text(json.dumps({"step": step, "went_back": self._went_back}))
 
-    def _last_saved(self) -> int | None:
-        """The newest step that a save of this run told of."""
+    def _said_saved(self) -> dict[str, Any]:
+        """`step`: the newest that a save of this run told of; `went_back`: the step that checkpoint.restore made it go back to."""
         with contextlib.suppress(OSError, ValueError):
-            return json.loads(self._told.read_text())["step"]
-        return None
+            if isinstance(found := json.loads(self._told.read_text()), dict):
+                return found
+        return {}
 
     def wait(self, last: bool = False) -> None:
         """Until the save under way is on disk. ConfigError where it failed, and it was the last or `checkpoint.on_failure` is stop."""
@@ -172,14 +175,22 @@ class Checkpoints:
         """What `checkpoint.restore` asks for, on this run's mesh whatever mesh wrote it, with the feed set to go on; None: start from scratch.
         `before`: the newest step before this one instead, with a save that is under way awaited; None: there is none.
 
-        A step that is damaged is said to be and put aside, and the next one taken. Raises ConfigError where there is no such checkpoint, where
+        A step that is damaged is said to be and put aside, and the next one taken. A step that is asked for is gone back to once: the same command
+        again goes on from what was saved since. Raises ConfigError where there is no such checkpoint, where
         none is intact, or, with the differences, where it is of another architecture, data or optimizer.
         """
         self.wait()
-        wanted, found = self._cfg.restore, self._candidates(before)
+        wanted = self._cfg.restore
+        if isinstance(wanted, int) and wanted == self._went_back and before is None:
+            self._say(f"checkpoint.restore={wanted}: this run went back to it before, and goes on from there; to go back again, delete {self._told}")
+            wanted = "latest"
+        found = self._candidates(wanted, before)
         if not found and before is not None:
             self._set_aside(0, [])
             return None
+        if not found and wanted != "none" and (told := self._said_saved().get("step")) is not None:
+            raise ConfigError(f"{self._told} says that step {told} was saved, but no tier holds a checkpoint: "
+                              f"{', '.join(str(tier.place.folder) for tier in self._tiers)}; put one back, or start a new run with another run.name")
         if not found and (path := self._cfg.elsewhere):
             folder, step = step_of(Path(path), f"checkpoint.restore: {path}")
             try:
@@ -194,22 +205,21 @@ class Checkpoints:
                 self._say(f"DAMAGED CHECKPOINT, step {step}: {error}")
                 damaged.append((tier, step))
                 continue
-            last = self._last_saved() or 0
+            last = self._said_saved().get("step") or 0
             if last > step and last not in {other for _, other in damaged} and wanted == "latest" and before is None:
                 self._say(f"step {last} was saved, but no tier holds it for this mesh and number of processes; going on from step {step}")
+            if before is None:
+                self._went_back = wanted if isinstance(wanted, int) else self._went_back if isinstance(self._cfg.restore, int) else None
             self._set_aside(step, damaged)
             return state
         if damaged:
             raise ConfigError(f"{self._own.folder}: damaged are all of the steps {[step for _, step in damaged]} that checkpoint.restore={wanted} "
                               f"may take; name another of {self.steps()}, or start a new run with another run.name")
-        if wanted != "none" and (told := self._last_saved()):
-            raise ConfigError(f"{self._told} says that step {told} was saved, but no tier holds a checkpoint: "
-                              f"{', '.join(str(tier.place.folder) for tier in self._tiers)}; put one back, or start a new run with another run.name")
         return None
 
-    def _candidates(self, before: int | None) -> list[tuple[Tier, int]]:
+    def _candidates(self, wanted: int | str, before: int | None) -> list[tuple[Tier, int]]:
         """What to restore from, the best first."""
-        wanted, found = self._cfg.restore, [(tier, step) for tier in self._tiers for step in tier.place.steps()]
+        found = [(tier, step) for tier in self._tiers for step in tier.place.steps()]
         if before is not None:
             return sorted((one for one in found if one[1] < before), key=lambda one: -one[1])
         if wanted == "none" and found:
@@ -249,12 +259,15 @@ class Checkpoints:
             if {k: tuple(v.shape) for k, v in found.items()} != {k: tuple(v.shape) for k, v in wanted.items()}:
                 raise _other_state(where, meta["config"], run.cfg, found, wanted)
             shape = run.cfg.train.batch_size, feed.state().shape[1]
+            if tuple(parts["data"]["position"].shape) != shape:
+                raise ConfigError(f"{where}: has positions in another number of data.sources, which cannot be forced: put these back, or start a new "
+                                  "run with another run.name")
             position = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=run.lane_sharding)
             loaded = tier.load(step, {"state": wanted, "data": {"position": position}})
         feed.restore(self._local_position(loaded["data"]["position"]))
         self.notes = meta["notes"]
         self.told = f"resumed from step {step} of {tier.folder}"
-        if self._cfg.restore not in ("latest", step) and any(tier is one.place for one in self._tiers):
+        if self._cfg.elsewhere and any(tier is one.place for one in self._tiers):
             self.told += f"; checkpoint.restore={self._cfg.restore} is where this run once began, or would have, and is not read again"
         return _unflat(run.abstract, loaded["state"])
 
@@ -276,13 +289,17 @@ class Checkpoints:
         self.wait(last=True)
 
 
-def removable(steps: list[int], facts: Callable[[int], Mapping[str, Any]], cfg: CheckpointConfig | TierConfig) -> list[int]:
-    """The steps that no rule keeps: of the newest, of multiples of keep_every, of the lowest eval_loss."""
+def removable(place: Shared | Local, cfg: CheckpointConfig | TierConfig, steps: list[int]) -> list[int]:
+    """Of the finished steps of a place those that no rule keeps: of the newest, of multiples of keep_every, of the lowest eval_loss."""
     stay = {*steps[-cfg.keep:]}
-    if isinstance(cfg, TierConfig):
+    if isinstance(cfg, TierConfig) or isinstance(place, Local):
         return [step for step in steps if step not in stay]
     stay |= {step for step in steps if cfg.keep_every and step % cfg.keep_every == 0}
-    losses = {step: loss for step in steps if cfg.keep_best and (loss := facts(step)["eval_loss"]) is not None}
+    losses: dict[int, float] = {}
+    for step in steps if cfg.keep_best else ():
+        with contextlib.suppress(Damage):  # told when it is restored or verified
+            if (loss := place.facts(step).get("eval_loss")) is not None:
+                losses[step] = loss
     return [step for step in steps if step not in stay | {*sorted(losses, key=losses.__getitem__)[:cfg.keep_best]}]
 
 

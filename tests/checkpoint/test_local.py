@@ -17,6 +17,19 @@ class Two:
         return json.loads(json.dumps([value, self.theirs if topic == "local steps" else value]))
 
 
+def test_what_is_older_than_all_whole_steps_that_stay_goes(tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "Peers", lambda *_: None)
+    processes = Two()
+    disk, steps = local.Local(tmp_path, processes, 0, "layout"), {3: "another mesh", 4: "layout", 5: "another mesh", 6: "layout", 7: "another mesh"}
+    for step, layout in steps.items():
+        part = tmp_path / "host_0" / f"{step}" / "of_0"
+        part.mkdir(parents=True)
+        manifest.write(part, {}, {"layout": layout, "processes": 2, "save": "7 000001"})
+    processes.theirs = {f"{step}": {"1": "7 000001"} for step in steps}
+    disk.trim(lambda steps: steps[:-1])
+    assert sorted(path.name for path in (tmp_path / "host_0").iterdir()) == ["6", "7"]
+
+
 def test_shards_of_different_saves_make_no_step(tmp_path, monkeypatch):
     monkeypatch.setattr(local, "Peers", lambda *_: None)
     processes = Two()

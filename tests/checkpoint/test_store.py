@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -94,9 +95,55 @@ def test_a_step_without_a_manifest_was_never_finished_and_is_cleared_away(saved)
     (folder / "3" / manifest.NAME).unlink()
     (folder / "4.orbax-checkpoint-tmp").mkdir()
     (folder / "5").mkdir()
+    (folder / "6" / "part").mkdir(parents=True)
+    (folder / "6.unfinished").touch()
     saves, feed, _ = again()
     assert int(saves.restore(feed).step) == 2
     assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
+    assert [path.name for path in (folder.parent / "unfinished").glob("*/*")] == ["3"], "it may be of another program"
+
+
+def test_a_step_that_is_deleted_counts_no_more_from_the_first_moment_and_what_a_kill_left_goes(saved, monkeypatch):
+    again, _, folder, _ = saved
+    with monkeypatch.context() as killed:
+        killed.setattr(shutil, "rmtree", lambda *_, **__: None)
+        manifest.delete(folder / "3")
+    assert manifest.steps(folder) == [1, 2] and (folder / "3").is_dir()
+    again()
+    assert sorted(path.name for path in folder.iterdir()) == ["1", "2"] and not (folder.parent / "unfinished").exists()
+
+
+def test_the_same_command_goes_back_to_a_step_once(saved):
+    again, states, folder, said = saved
+    saves, feed, run = again(restore=2)
+    state = saves.restore(feed)
+    assert int(state.step) == 2 and saves.steps() == [1, 2]
+    state, _ = run.step(state, run.place(next(feed), 8))
+    saves.save(3, state, feed, {})
+    saves.close()
+    for config, step in (({"restore": 2}, 3), ({"restore": 2}, 3), ({}, 3), ({"restore": 2}, 2)):  # another command in between: go back again
+        saves, feed, _ = again(**config)
+        assert int(saves.restore(feed).step) == step
+    assert any(f"went back to it before, and goes on from there; to go back again, delete {folder.parent / 'saved.json'}" in line for line in said)
+
+
+@pytest.mark.parametrize("told", [0, 3])
+def test_a_run_whose_steps_are_lost_is_not_begun_again_from_where_it_once_began(saved, tmp_path, told):
+    again, _, folder, _ = saved
+    shutil.copytree(folder / "1", tmp_path / "origin" / "1")
+    (folder.parent / "saved.json").write_text(json.dumps({"step": told}))
+    shutil.rmtree(folder)
+    for restore in ("latest", str(tmp_path / "origin")):
+        saves, feed, _ = again(restore=restore)
+        with pytest.raises(ConfigError, match=f"says that step {told} was saved, but no tier holds a checkpoint"):
+            saves.restore(feed)
+
+
+def test_positions_in_other_sources_cannot_be_forced(saved):
+    again, _, folder, _ = saved
+    run = tiny.make_run(tiny.config(checkpoint={"every": 1}, data={"sources": [{"kind": "synthetic", "vocab": 64}] * 2}))
+    with pytest.raises(ConfigError, match="has positions in another number of data.sources, which cannot be forced"):
+        Checkpoints(run, folder, print, ["data"]).restore(make_feed(run.cfg.data, run.rows(8), 8))
 
 
 def test_every_file_of_a_step_is_in_its_manifest(saved):
@@ -114,9 +161,15 @@ def test_a_manifest_that_is_damaged_itself_is_damage(saved):
 
 
 def test_the_newest_the_multiples_and_the_best_stay():
-    losses = {2: 3.0, 4: 1.0, 6: None, 8: 2.0, 10: 2.5}
+    losses = {1: None, 2: 3.0, 4: 1.0, 6: None, 8: 2.0, 10: 2.5}
+
+    def facts(step):
+        if step == 1:
+            raise manifest.Damage("its manifest cannot be read")
+        return {"eval_loss": losses[step]}
+
     cfg = CheckpointConfig(keep=1, keep_every=6, keep_best=2)
-    assert removable([*losses], lambda step: {"eval_loss": losses[step]}, cfg) == [2]
+    assert removable(SimpleNamespace(facts=facts), cfg, [*losses]) == [1, 2]
 
 
 FULL = """

@@ -7,7 +7,7 @@ import signal
 import subprocess
 from pathlib import Path
 
-from drills.runs import Outcome, Started, baseline, maxstack, newest, outcome, settings, unlike
+from drills.runs import Outcome, Started, across, baseline, maxstack, newest, outcome, settings, unlike
 
 from maxstack.checkpoint import manifest, owner
 
@@ -17,28 +17,30 @@ DAMAGE = ("bit", "cut", "deleted")
 
 
 def damaged(folder: Path, count: int, dice: random.Random) -> Outcome:
-    """3: in any file of the newest steps of a run that was killed, at any byte; the folder that all see, and a host's own disk."""
+    """3: in any file of the newest steps of a run that was killed, at any byte; in the folder that all see, of one process and of two, and on a
+    host's own disk."""
     found, disk = outcome(folder), folder / "disk"
     own = {"every": 1000, "tiers": [{"path": str(disk), "every": EVERY, "keep": 3, "replicate": 0}]}
-    config = settings(folder, checkpoint={"every": EVERY, "keep": 3})
-    base, kinds = baseline(config), itertools.cycle(dice.sample(DAMAGE, len(DAMAGE)))
-    for place, settings_of in (("seen", None), ("own", own)):
-        many = count // 2 if place == "own" else count - count // 2
-        config = settings(folder, checkpoint=settings_of) if settings_of else config
-        if many:
-            _killed_after(config, place, 3 * EVERY)
-        for number in range(many):
+    seen, kinds = {"every": EVERY, "keep": 3}, itertools.cycle(dice.sample(DAMAGE, len(DAMAGE)))
+    for place, checkpoint, share in (("seen", seen, count - count // 5 - count * 2 // 5), ("two", seen, count // 5), ("own", own, count * 2 // 5)):
+        processes = 2 if place == "two" else 1
+        config = (across if processes > 1 else settings)(folder, checkpoint=checkpoint)
+        if share:
+            _killed_after(config, place, 3 * EVERY, processes)
+        for number in range(share):
             name = f"{place}-{number}"
             _copied(folder, disk, place, name)
-            steps = folder / name / "checkpoints" if place == "seen" else disk / name / "host_0"
-            found.add(_harmed(config, name, steps, next(kinds), dice, base))
+            steps = disk / name / "host_0" if place == "own" else folder / name / "checkpoints"
+            found.add(_harmed(config, name, steps, next(kinds), dice, processes))
     return found
 
 
-def _killed_after(config: Path, name: str, step: int) -> None:
-    with Started(config, name) as started:
+def _killed_after(config: Path, name: str, step: int, processes: int) -> None:
+    with Started(config, name, count=processes) as started:
         assert started.until(lambda: newest(started.folder, config.parent / "disk") >= step), started.output()
-        started.send(signal.SIGKILL)
+        for i in range(processes):
+            started.send(signal.SIGKILL, i)
+        started.wait()
 
 
 def _copied(folder: Path, disk: Path, name: str, to: str) -> None:
@@ -47,19 +49,21 @@ def _copied(folder: Path, disk: Path, name: str, to: str) -> None:
         shutil.copytree(disk / name, disk / to, ignore=OWNER)
 
 
-def _harmed(config: Path, name: str, steps: Path, kind: str, dice: random.Random, base: Path) -> list[str]:
+def _harmed(config: Path, name: str, steps: Path, kind: str, dice: random.Random, processes: int) -> list[str]:
     """Damage a file of one or two of the newest steps, go on to the end -> what was wrong."""
-    there = sorted((int(path.name) for path in steps.iterdir()), reverse=True)
+    depth = "*/" * (steps.name == "host_0")
+    there = sorted({int(path.relative_to(steps).parts[0]) for path in steps.glob(f"[0-9]*/{depth}{manifest.NAME}")}, reverse=True)
     bad = there[:dice.choice((1, 1, 2))]
     victims = [_harm(dice, kind, [path for path in (steps / f"{step}").rglob("*") if path.is_file()]) for step in bad]
     verified, said = maxstack("checkpoint", "verify", str(config.parent / name)) if steps.name == "checkpoints" else (1, f"{victims}")
-    with Started(config, name) as started:
+    with Started(config, name, count=processes) as started:
         codes, output = started.wait(), started.output()
-    wrong = [] if codes == [0] else [f"exit {codes}: {output[-1500:]}"]
+    wrong = [] if codes == [0] * processes else [f"exit {codes}: {output[-1500:]}"]
     wrong += [f"the run does not name {path}" for path in victims if str(path) not in output]
     wrong += [f"verify says {verified} and does not name {path}" for path in victims if verified != 1 or str(path) not in said]
     wrong += [f"not resumed from step {there[len(bad)]}"] * (f"resumed from step {there[len(bad)]} of" not in output)
-    return [f"{name}: {kind} of {', '.join(map(str, victims))}: {text}" for text in [*wrong, *unlike(config.parent / name, base)]]
+    wrong += unlike(config.parent / name, baseline(config, count=processes))
+    return [f"{name}: {kind} of {', '.join(map(str, victims))}: {text}" for text in wrong]
 
 
 def _harm(dice: random.Random, kind: str, files: list[Path]) -> Path:
