@@ -27,7 +27,7 @@ class RunConfig(Section):
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """The run's folder inside output_dir; the same name resumes."""
     output_dir: str = "runs"
-    """The folder that holds runs."""
+    """The folder that holds runs. With several hosts it must be one that all of them see."""
     virtual_devices: int | None = Field(None, ge=1)
     """Split the CPU into this many devices, to try a mesh; null: the real devices."""
     tensorboard: bool = True
@@ -44,7 +44,7 @@ class DistributedConfig(Section):
     """Several processes of one run; each is started with the same configuration and its own number."""
 
     coordinator: str = Field(pattern=r"^.+:[0-9]+$")
-    """host:port of process 0."""
+    """host:port on the host of process 0; the port is free there, and all processes reach it."""
     processes: int = Field(ge=1)
     """How many."""
     process: int = Field(ge=0)

@@ -1,4 +1,4 @@
-"""`maxstack train --supervise`: one parent a host, which starts the training as its child and starts it again after a crash or a preemption.
+"""`maxstack train --supervise`: one parent a process, which starts the training as its child and starts it again after a crash or a preemption.
 
 The parent imports nothing heavy and knows of its child only how it left and what its goodput.jsonl says.
 """
@@ -20,7 +20,7 @@ from maxstack.exit_codes import CRASHED, RETRY
 
 PARENT = "MAXSTACK_SUPERVISED"
 """In the child's environment: the parent's process id."""
-MISTAKES = {1: "a mistake in the command or the configuration", 2: "bad data"}
+MISTAKES = {1: "a mistake in the configuration, or what else a restart does not mend, told above", 2: "bad data"}
 REASONS = {RETRY: "stopped, hung or lost a peer", CRASHED: "an error in the program, told above", 130: "interrupted"}
 KILLED = {signal.SIGKILL: " (out of memory?)", signal.SIGBUS: " (a mapped file that became shorter?)"}
 PAUSE, LONGEST_PAUSE = 1.0, 60.0

@@ -55,11 +55,12 @@ def main(argv: Sequence[str]) -> int:
         epilog="example: maxstack train configs/quickstart.yml train.steps=200 run.name=short")
     cli.takes_config(parser)
     parser.add_argument("--force-config", metavar="KEY", action="append", default=[],
-                        help="go on from a checkpoint although this key, or one below it, "
+                        help="go on from a checkpoint although KEY, or a key below it, "
                         "changed; may be given several times")
-    parser.add_argument("--supervise", action="store_true", help="stay as the parent of the run, one on each host, and start it again after a crash, "
-                        "a hang or a lost peer, with a growing pause")
-    parser.add_argument("--max-restarts", type=int, default=10, metavar="N", help="with --supervise: in a row without progress; by default 10")
+    parser.add_argument("--supervise", action="store_true", help="stay as the parent of the process, and start it again after a crash, "
+                        "a hang or a lost peer, with a growing pause; to end the run, signal every parent")
+    parser.add_argument("--max-restarts", type=int, default=10, metavar="N", help="with --supervise: give up after so many restarts in a row "
+                        "without a new step; by default 10")
     args = parser.parse_intermixed_args(argv)
     if args.max_restarts < 0:
         parser.error(f"--max-restarts {args.max_restarts}: must be 0 or more")

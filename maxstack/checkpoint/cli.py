@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
         prog="maxstack checkpoint", description="The checkpoints of a run, in all its tiers that this host sees.",
         epilog="example: maxstack checkpoint verify runs/quickstart")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, words in (("list", "every step: where, how large, of when"), ("verify", "hold every file against the checksum of when it was written"),
+    for name, words in (("list", "every step: its place, size and time"), ("verify", "hold every file against its checksum; exit code 1 for damage"),
                         ("show", "what one step holds"), ("copy", "a step to another folder, checked there"),
                         ("prune", "delete all but the newest steps of the run's own folder")):
         command = commands.add_parser(name, help=words, description=f"{words[0].upper()}{words[1:]}.")
@@ -72,11 +72,16 @@ def _folders(run: Path) -> list[Path]:
 
 
 def _unsealed(run: Path, step: int | None) -> list[str]:
-    """What is wrong with steps that have no manifest: of one, or of all for None."""
+    """What is wrong with steps that have no manifest: of one, or of all for None. Those that are marked as unfinished are only told."""
     parts = [(path.name, path) for folder in _folders(run) for path in folder.glob("[0-9]*")]
     parts += [(path.parent.name, path) for folder in _folders(run) for path in folder.glob("host_*/*/of_*")]
+    found = [path for name, path in parts
+             if name.isdecimal() and step in (None, int(name)) and path.is_dir() and not (path / manifest.NAME).exists()]
+    marked = [path for path in found if path.with_name(f"{path.name}{manifest.UNFINISHED}").exists()]
+    for path in marked:
+        print(f"unfinished: {path}: is being written or deleted, or was when its process was killed")
     return [f"{path / manifest.NAME}: is missing, so this step does not count: it is being written, was never finished, or lost this file"
-            for name, path in parts if name.isdecimal() and step in (None, int(name)) and path.is_dir() and not (path / manifest.NAME).exists()]
+            for path in found if path not in marked]
 
 
 def _mixed(held: Held) -> Iterator[str]:

@@ -17,8 +17,9 @@ class TierConfig(Section):
     keep: int = Field(2, ge=1)
     """The newest checkpoints that stay there."""
     replicate: int | None = Field(None, ge=0)
-    """On each host's own disk: how many other processes' disks get a copy of a process's shards. Such checkpoints are read on the mesh and the number
-    of processes that wrote them. null: a folder that all see, in a format that any mesh reads."""
+    """On each host's own disk: how many other processes, those with the next numbers, get a copy of a process's shards; at least as many as a host
+    has processes, or no copy is on another host. Such checkpoints are read on the mesh and by the number of processes that wrote them, each on the
+    host where it was. null: a folder that all see, in a format that any mesh reads."""
 
 
 class CheckpointConfig(Section):
@@ -36,11 +37,11 @@ class CheckpointConfig(Section):
     keep_best: int = Field(0, ge=0)
     """This many checkpoints with the lowest eval_loss stay too."""
     on_failure: Literal["continue", "stop"] = "continue"
-    """What a save that fails, for want of room or a lost disk, does to the run: it is told and the run goes on to the next, or stops. The last
-    save of a run, at its end or on a signal, must succeed."""
+    """What a save that fails, for want of room or a lost disk, does to the run: it is told and the run goes on, or it stops where the next one is
+    due. The last save of a run, at its end or on a signal, must succeed."""
     restore: Literal["none", "latest"] | int | str = "latest"
-    """Where to start: none (from scratch; refused if the run already has checkpoints), latest, a step of this run, or the path of another run or of
-    one of its steps, which is read only while this run has no checkpoint of its own."""
+    """Where to start: none (from scratch; refused if the run already has checkpoints), latest, a step of this run (the first time; the same command
+    again goes on from what was saved since), or the path of another run or of one of its steps, which is read only until this run has saved."""
 
     @property
     def elsewhere(self) -> str | None:

@@ -45,7 +45,8 @@ class FaultsConfig(Section):
     check_every: int = Field(100, ge=0)
     """Steps between comparisons of what the devices hold alike (silent data corruption) and of the processes' speeds; 0: never."""
     slow: float = Field(1.5, gt=1)
-    """A process is named as slow where its share of the work takes this many times what the others need."""
+    """A process is named as slow where its devices take this many times as long as the others', or where waiting for it makes steps this many times
+    as long; two comparisons in a row must say so."""
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> "FaultsConfig":

@@ -56,6 +56,8 @@ def test_show_tells_the_arrays_of_a_step_and_the_batches_it_passed_over(run, cap
 def test_verify_names_a_step_that_lost_its_manifest(run, capsys):
     (run / "checkpoints" / "3" / "manifest.json").unlink()
     assert f"DAMAGED: {run / 'checkpoints' / '3' / 'manifest.json'}: is missing" in said(capsys, "verify", run, code=1)
+    (run / "checkpoints" / "3.unfinished").touch()
+    assert f"unfinished: {run / 'checkpoints' / '3'}: is being written" in said(capsys, "verify", run), "of a run that is saving just now"
 
 
 def test_verify_names_shards_of_different_saves(run, capsys):
