@@ -34,6 +34,7 @@ class Evaluator:
             if not float(sums["weight"]):
                 break
             total = {name: total[name] + float(sums[name]) for name in total}
+        self._feed.close()
         for line in self._feed.damaged():
             self._log.warn(line)
         loss = total["nll"] / total["weight"]

@@ -1,6 +1,10 @@
 """The feed: batches made ahead by a thread or by worker processes, in an order that neither changes."""
 
 import json
+import multiprocessing
+import os
+import sys
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +19,9 @@ from maxstack.data.lanes import KEYS, Batch, EvaluationRows, Mixture, Rows
 from maxstack.data.sources import open_sources
 from maxstack.data.tokenizers import bytes_of, open_tokenizer
 from maxstack.data.workers import settle
+
+PATIENCE = 5.0
+"""Seconds that a feed which is closed waits for the batch that is being made."""
 
 
 class Feed:
@@ -34,6 +41,8 @@ class Feed:
         self._token_bytes = open_tokenizer(cfg.tokenizer).token_bytes.astype(np.float32) if evaluation else None
         self._state = np.zeros((len(self._lanes), self._mixture.counters + 1), np.int64)
         self._batches: Any = None
+        self._closing: threading.Thread | None = None
+        self._makers: set[int] = set()
         self.waited = 0.0
 
     def __iter__(self) -> "Feed":
@@ -69,15 +78,31 @@ class Feed:
         self._state = np.array(state, np.int64)
 
     def start(self) -> None:
-        """Begin to make batches in the background; next() does it too."""
+        """Begin to make batches in the background; next() does it too. A thread that close() did not wait for is waited for now, since two must not
+        read the same files."""
         if self._batches is None:
+            if self._closing:
+                self._closing.join()
             self._batches = iter(_background(_RowBatches(self._mixture, self._lanes, self._batch_size, self._state), self._cfg))
 
     def close(self) -> None:
-        """Stop the thread or the workers. The feed may be used again."""
-        if self._batches is not None:
-            self._batches.close()
-            self._batches = None
+        """Stop the thread or the workers. The feed may be used again. Where a source does not answer in PATIENCE seconds this says so and goes on:
+        workers are killed, and a thread is left to itself."""
+        if self._batches is None:
+            return
+        self._closing, self._batches = threading.Thread(target=self._batches.close, name="closing feed", daemon=True), None
+        self._closing.start()
+        self._closing.join(PATIENCE)
+        if self._closing.is_alive():
+            names = " or ".join(source.name for source in self._mixture.sources)
+            print(f"{self._mixture.section}.sources: {names} does not answer: a batch was not made in {PATIENCE:.0f} s, and is not waited for",
+                  file=sys.stderr, flush=True)
+            workers = [process for process in multiprocessing.active_children() if process.pid in self._makers]
+            for worker in workers:
+                worker.kill()
+            if workers:
+                self._closing.join(PATIENCE)
+        self._makers.clear()
 
     def describe(self) -> list[str]:
         """A line for each source: its name and number of documents."""
@@ -93,6 +118,7 @@ class Feed:
     def _joined(self) -> Batch:
         groups = self._groups()
         parts = [next(self._batches) for _ in range(groups)]
+        self._makers |= {part.pop("maker") for part in parts}
         try:
             for part in parts:
                 if "error" in part:
@@ -128,19 +154,21 @@ class _RowBatches(grain.IterDataset):
 
 
 class _RowIterator(grain.DatasetIterator):
-    """An error travels as an element, since an exception's text would be lost between processes, and what was passed over beside its batch."""
+    """An error travels as an element, since an exception's text would be lost between processes, and what was passed over beside its batch. `maker`
+    is the process that made it."""
 
     def __init__(self, rows: Rows | EvaluationRows):
         super().__init__()
         self._rows = rows
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> dict[str, Any]:
         try:
             batch = self._rows.next()
+            if damaged := self._rows.quarantine.news():
+                batch["damaged"] = _packed(damaged)
         except DataError as error:
-            return {"error": _packed(str(error))}
-        damaged = self._rows.quarantine.news()
-        return batch | {"damaged": _packed(damaged)} if damaged else batch
+            batch = {"error": _packed(str(error))}
+        return batch | {"maker": os.getpid()}
 
     def get_state(self) -> dict[str, Any]:
         return {}

@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 
 from maxstack.data import DataError, make_feed
+from maxstack.data import feed as feed_module
 from maxstack.data.config import BytesTokenizer, DataConfig, JsonlSource, SyntheticSource, TextSource
+from maxstack.data.sources import Synthetic
 
 BATCH = 8
 
@@ -242,6 +245,79 @@ def test_workers_end_when_the_main_process_is_killed(program):
     while time.time() < deadline and any(alive(child) for child in started):
         time.sleep(0.1)
     assert not any(alive(child) for child in started)
+
+
+HANGING = """
+import multiprocessing, sys, time
+from pathlib import Path
+from maxstack.data import make_feed, sources
+from maxstack.data.config import DataConfig, SyntheticSource
+
+asked, plain = [0], sources.Synthetic.__getitem__
+
+def standing(self, index):
+    asked[0] += 1
+    if asked[0] > 4:
+        Path("hung").touch()
+        time.sleep(1e9)
+    return plain(self, index)
+
+sources.Synthetic.__getitem__ = standing
+
+def main():
+    feed = make_feed(DataConfig(sources=[SyntheticSource(kind="synthetic")], seq_len=8, packing="none", workers=int(sys.argv[1])), range(4), 4)
+    next(feed)
+    print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+    while not Path("hung").exists():
+        time.sleep(0.01)
+    feed.close()
+    print("closed", len(multiprocessing.active_children()), flush=True)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in /proc")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_source_that_hangs_over_a_batch_that_nobody_needs_holds_up_no_end(workers, tmp_path):
+    (tmp_path / "hanging.py").write_text(HANGING)
+    with subprocess.Popen([sys.executable, "hanging.py", f"{workers}"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": f"{Path(__file__).parents[2]}"},
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as main:
+        try:
+            first, told = main.communicate(timeout=40)
+        finally:
+            main.kill()
+    started, closed = first.splitlines()
+    assert main.returncode == 0 and closed == "closed 0" and len(started.split()) == workers and not any(map(alive, started.split()))
+    assert told.startswith("data.sources: synthetic-0 does not answer: a batch was not made in 5 s, and is not waited for\n")
+
+
+def test_a_feed_that_goes_on_waits_for_the_thread_that_it_left_behind(feeds, monkeypatch, capsys):
+    hung, asked, plain = threading.Event(), [0], Synthetic.__getitem__
+
+    def standing(self, index):
+        asked[0] += 1
+        if asked[0] > BATCH:
+            hung.wait(60)
+        return plain(self, index)
+
+    cfg = DataConfig(sources=[SyntheticSource(kind="synthetic")], seq_len=8, packing="none")
+    undisturbed = feeds(cfg, range(BATCH), BATCH)
+    expected = batches(undisturbed, 3)
+    undisturbed.close()
+    monkeypatch.setattr(Synthetic, "__getitem__", standing)
+    monkeypatch.setattr(feed_module, "PATIENCE", 0.1)
+    feed = feeds(cfg, range(BATCH), BATCH)
+    start = feed.state()
+    next(feed)
+    while asked[0] <= BATCH:
+        time.sleep(0.01)
+    feed.restore(start)
+    assert "synthetic-0 does not answer" in capsys.readouterr().err
+    threading.Timer(0.3, hung.set).start()
+    begin = time.monotonic()
+    assert the_same(expected, batches(feed, 3)) and time.monotonic() - begin > 0.25, "two threads would have read the same source"
 
 
 def alive(process):

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from drills.kills import RETRY
-from drills.runs import STEPS, Fault, Harm, Outcome, Started, across, chain, last_step, outcome, settings, sizes, told
+from drills.runs import Fault, Harm, Outcome, Started, across, chain, last_step, outcome, settings, sizes, told
 from processes import rows
 
 PEERS_LEAVE = 10.0
@@ -50,11 +50,8 @@ def _hung(started: Started) -> list[str] | None:
 
 
 def _in_time(took: float, started: Started) -> list[str]:
-    """The limit is `faults.watchdog.step`, or ten times the slowest step; of a batch that is read ahead and waited for where all steps are done,
-    `faults.watchdog.other`."""
+    """The limit is `faults.watchdog.step`, or ten times the slowest step."""
     limit = max(WATCHDOG["step"], *(10 * row["step_seconds"] for row in rows(started.folder)))
-    if last_step(started.folder) == STEPS:
-        limit = WATCHDOG["other"]
     return [f"ended after {took:.1f} s, and the limit is {limit:.1f} s"] * (took > limit + ENDING)
 
 
