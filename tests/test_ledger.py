@@ -8,11 +8,15 @@ import sys
 import threading
 import time
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
+import tiny
 
 from maxstack.goodput import FILE, summary
 from maxstack.ledger import Ledger
+from maxstack.meter import Meter
+from maxstack.metrics import Writer
 
 
 def rows(folder):
@@ -110,6 +114,15 @@ def test_other_processes_than_the_first_keep_no_books(tmp_path):
     ledger.begin_steps()
     ledger.step(1, 0.1, 0.0)
     assert ledger.close() is None and ledger.news() is None and not list(tmp_path.iterdir())
+
+
+def test_a_batch_that_is_passed_over_is_a_sign_of_life(tmp_path):
+    told = []
+    ledger = Ledger(tmp_path, False, doing=lambda *what: told.append(what))
+    ledger.begin_steps()
+    meter = Meter(tiny.make_run(tiny.config()), SimpleNamespace(waited=0.0), None, Writer(tmp_path, False, False), ledger, None)
+    meter.passed_over(7)
+    assert told == [("first step",), ("steps", 7)]
 
 
 def test_a_torn_last_line_is_left_and_the_next_process_begins_on_its_own(tmp_path):

@@ -102,4 +102,6 @@ def _preempted(process: int, step: int, started: Started) -> list[str] | None:
     if codes == [0] * len(codes):
         return None
     return [f"exit {codes}: " + "".join(started.output(i)[-800:] for i in range(len(codes)))] * (codes != [RETRY] * len(codes)) + \
-        [f"step {newest(started.folder)} was saved, and {last} was the last"] * (newest(started.folder) != last)
+        [f"step {newest(started.folder)} was saved, and {last} was the last"] * (newest(started.folder) != last) + \
+        [f"process {i} does not say that it was asked to leave: {started.output(i)[-800:]}" for i in range(len(codes))
+         if f"leaving after step {last}: a signal asked" not in started.output(i)]
