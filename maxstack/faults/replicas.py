@@ -156,8 +156,8 @@ class Corruption:
         suspects, text = _suspects(found), f"step {step}: SILENT DATA CORRUPTION in {self._told(found)}"
         self._found += 1
         if self._found > MOST:
-            raise ConfigError(f"{text}; it is the fault number {self._found} of this run, and {MOST} are passed over: test these devices, or take "
-                              "them out of service, and run the same command again")
+            raise ConfigError(f"{text}; it is the fault number {self._found} since this process began, and {MOST} are passed over: test these "
+                              "devices, or take them out of service, and run the same command again")
         which = "not as most replicas" if _certain(found) else "not alike, and nothing says yet which is right"
         self._say(f"{text}: {self._replicas.named(suspects)}: {which}; the steps since the last checkpoint are computed again")
         self._suspected = step, hashes

@@ -163,7 +163,7 @@ def test_passing_faults_are_passed_over_three_times(many):
     health = Corruption(replicas, 5, lambda text: None)
     for step in (5, 10, 15):
         assert health.check(step, flipped(state, "step", 1, 0, 7)) == Recompute(step) and health.check(step, state) is None
-    with pytest.raises(ConfigError, match="step 20: .*fault number 4 of this run"):
+    with pytest.raises(ConfigError, match="step 20: .*fault number 4 since this process began"):
         health.check(20, flipped(state, "step", 1, 0, 7))
 
 
