@@ -40,20 +40,21 @@ def main(argv: Sequence[str]) -> int:
     commands.choices["prune"].add_argument("--keep", type=int, required=True, metavar="N", help="how many of the newest stay, 1 or more")
     commands.choices["prune"].add_argument("--dry-run", action="store_true", help="only say what would go")
     args = parser.parse_args(argv)
-    held = found(args.run)
+    args.folders = _folders(args.run)
+    held = found(args.run, args.folders)
     return {"list": _list, "verify": _verify, "show": _show, "copy": _copy, "prune": _prune}[args.command](args, held)
 
 
-def found(run: Path) -> Held:
-    """The finished steps of a run on this host, newest last. ConfigError where there is no such run, or nothing saved."""
+def found(run: Path, folders: Sequence[Path]) -> Held:
+    """The finished steps of a run on this host, in its folders, newest last. ConfigError where there is no such run, or nothing saved."""
     if not run.is_dir():
         raise ConfigError(f"{run}: no such folder; give a run's folder, as runs/quickstart")
     if (run / manifest.NAME).exists() and run.name.isdigit():
         return {int(run.name): [run]}
     held: Held = {}
-    for folder in (folder for folder in _folders(run)[2:] if not folder.is_dir()):
+    for folder in (folder for folder in folders[2:] if not folder.is_dir()):
         print(f"{folder}: a tier that is not seen from here; its steps are left out", file=sys.stderr)
-    for folder in _folders(run):
+    for folder in folders:
         for step in manifest.steps(folder):
             held.setdefault(step, []).append(folder / f"{step}")
         for part in folder.glob(f"host_*/*/of_*/{manifest.NAME}"):
@@ -71,13 +72,13 @@ def _folders(run: Path) -> list[Path]:
     return [run / "checkpoints", run, *(path for path in tiers if owner.of(path) in (None, run.resolve()))]
 
 
-def _unsealed(run: Path, step: int | None) -> list[str]:
+def _unsealed(folders: Sequence[Path], step: int | None) -> list[str]:
     """What is wrong with steps that have no manifest: of one, or of all for None. Those that are marked as unfinished are only told."""
-    parts = [(path.name, path) for folder in _folders(run) for path in folder.glob("[0-9]*")]
-    parts += [(path.parent.name, path) for folder in _folders(run) for path in folder.glob("host_*/*/of_*")]
+    parts = [(path.name, path) for folder in folders for path in folder.glob("[0-9]*")]
+    parts += [(path.parent.name, path) for folder in folders for path in folder.glob("host_*/*/of_*")]
     found = [path for name, path in parts
              if name.isdecimal() and step in (None, int(name)) and path.is_dir() and not (path / manifest.NAME).exists()]
-    marked = [path for path in found if path.with_name(f"{path.name}{manifest.UNFINISHED}").exists()]
+    marked = [path for path in found if manifest.mark(path).exists()]
     for path in marked:
         print(f"unfinished: {path}: is being written or deleted, or was when its process was killed")
     return [f"{path / manifest.NAME}: is missing, so this step does not count: it is being written, was never finished, or lost this file"
@@ -121,7 +122,7 @@ def _list(args: argparse.Namespace, held: Held) -> int:
 def _verify(args: argparse.Namespace, held: Held) -> int:
     chosen = held if args.step is None else dict([_chosen(args, held)])
     paths = [path for paths in chosen.values() for path in paths]
-    wrong = [*_unsealed(args.run, args.step), *_mixed(chosen)]
+    wrong = [*_unsealed(args.folders, args.step), *_mixed(chosen)]
     with tqdm.tqdm(total=sum(_bytes(path) for path in paths), unit="B", unit_scale=True, desc="verifying", disable=None) as bar:
         for path in paths:
             wrong += manifest.damages(path, done=bar.update)
@@ -163,7 +164,7 @@ def _copy(args: argparse.Namespace, held: Held) -> int:
     if wrong := list(manifest.damages(source)):
         raise ConfigError("\n".join([f"{source} is damaged, and was not copied:", *wrong]))
     to = args.to / f"{step}"
-    if within := [folder for folder in _folders(args.run) if args.to.resolve().is_relative_to(folder.resolve())]:
+    if within := [folder for folder in args.folders if args.to.resolve().is_relative_to(folder.resolve())]:
         raise ConfigError(f"{args.to}: is in {within[-1]}, where the run's own steps lie; give a folder elsewhere")
     if to.exists():
         raise ConfigError(f"{to}: is there already; give another folder, or delete it")

@@ -15,7 +15,7 @@ import xxhash
 
 NAME = "manifest.json"
 UNFINISHED = ".unfinished"
-"""STEP.unfinished, a file beside a step's folder: that is being written or deleted, or was when its process was killed."""
+"""The end of a mark's name."""
 UNKNOWN = "0" * 16
 """Stands for the manifest's own checksum where that is made."""
 READERS, BLOCK = 8, 1 << 22
@@ -47,15 +47,19 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(path.name) for path in found if path.name.isdigit() and (path / NAME).exists())
 
 
+def mark(step: Path) -> Path:
+    """STEP.unfinished, a file beside a step's folder: that is being written or deleted, or was when its process was killed."""
+    return step.with_name(f"{step.name}{UNFINISHED}")
+
+
 def delete(step: Path) -> None:
     """Delete a finished step: first the manifest, so that half of one never counts."""
-    mark = step.with_name(f"{step.name}{UNFINISHED}")
     with contextlib.suppress(OSError):  # there may be no room
-        mark.touch()
+        mark(step).touch()
     (step / NAME).unlink(missing_ok=True)
     shutil.rmtree(step, ignore_errors=True)
     if not step.exists():
-        mark.unlink(missing_ok=True)
+        mark(step).unlink(missing_ok=True)
 
 
 def write(folder: Path, found: Mapping[str, Entry], facts: Mapping[str, Any]) -> None:

@@ -50,7 +50,7 @@ class Shared:
                 number, _, more = path.name.partition(".")
                 if number.isdigit() and path.is_dir() and not (path / manifest.NAME).exists():
                     why = f"{path / manifest.NAME}: is missing, so the save was never finished"
-                    begun = path.with_name(f"{path.name}{manifest.UNFINISHED}").exists()
+                    begun = manifest.mark(path).exists()
                     if begun or more.startswith("orbax-checkpoint-tmp") or not any(path.iterdir()):
                         shutil.rmtree(path)
                         found.append(f"cleared away: {why}")
@@ -66,7 +66,7 @@ class Shared:
         try:
             if self._processes.number == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                self._mark(step).touch()
+                manifest.mark(self.path(step)).touch()
             saving = ocp.save_checkpointables_async(self.path(step), dict(parts))
         except Exception as error:  # told by `finish`, where every process hears of it
             raised = error
@@ -91,14 +91,14 @@ class Shared:
         if not failures and each.number == 0:
             try:
                 manifest.write(folder, {name: entry for one in told for name, entry in one["files"].items()}, facts)
-                self._mark(step).unlink(missing_ok=True)
+                manifest.mark(folder).unlink(missing_ok=True)
             except OSError as error:
                 failures = [_first_line(error)]
         if failures := each.tell("finished", failures)[0]:
             if each.number == 0:
                 for path in (folder, *self.folder.glob(f"{step}.orbax-checkpoint-tmp*")):
                     shutil.rmtree(path, ignore_errors=True)
-                self._mark(step).unlink(missing_ok=True)
+                manifest.mark(folder).unlink(missing_ok=True)
             raise OSError("; ".join(dict.fromkeys(failures)))
 
     def facts(self, step: int) -> dict[str, Any]:
@@ -150,9 +150,6 @@ class Shared:
         """Delete steps."""
         for step in steps:
             manifest.delete(self.path(step))
-
-    def _mark(self, step: int) -> Path:
-        return self.folder / f"{step}{manifest.UNFINISHED}"
 
 
 def _first_line(error: Exception) -> str:

@@ -184,12 +184,12 @@ class Checkpoints:
         if isinstance(wanted, int) and wanted == self._went_back and before is None:
             self._say(f"checkpoint.restore={wanted}: this run went back to it before, and goes on from there; to go back again, delete {self._told}")
             wanted = "latest"
-        found = self._candidates(wanted, before)
+        found, saved = self._candidates(wanted, before), self._said_saved().get("step")
         if not found and before is not None:
             self._set_aside(0, [])
             return None
-        if not found and wanted != "none" and (told := self._said_saved().get("step")) is not None:
-            raise ConfigError(f"{self._told} says that step {told} was saved, but no tier holds a checkpoint: "
+        if not found and wanted != "none" and saved is not None:
+            raise ConfigError(f"{self._told} says that step {saved} was saved, but no tier holds a checkpoint: "
                               f"{', '.join(str(tier.place.folder) for tier in self._tiers)}; put one back, or start a new run with another run.name")
         if not found and (path := self._cfg.elsewhere):
             folder, step = step_of(Path(path), f"checkpoint.restore: {path}")
@@ -205,11 +205,10 @@ class Checkpoints:
                 self._say(f"DAMAGED CHECKPOINT, step {step}: {error}")
                 damaged.append((tier, step))
                 continue
-            last = self._said_saved().get("step") or 0
-            if last > step and last not in {other for _, other in damaged} and wanted == "latest" and before is None:
-                self._say(f"step {last} was saved, but no tier holds it for this mesh and number of processes; going on from step {step}")
+            if (saved or 0) > step and saved not in {other for _, other in damaged} and wanted == "latest" and before is None:
+                self._say(f"step {saved} was saved, but no tier holds it for this mesh and number of processes; going on from step {step}")
             if before is None:
-                self._went_back = wanted if isinstance(wanted, int) else self._went_back if isinstance(self._cfg.restore, int) else None
+                self._went_back = self._cfg.restore if isinstance(self._cfg.restore, int) else None
             self._set_aside(step, damaged)
             return state
         if damaged:
