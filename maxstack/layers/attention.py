@@ -28,7 +28,7 @@ class Attention(nnx.Module):
         values = keys and not cfg.values_are_keys
 
         def matrix(number: int, axis: str) -> nnx.Param:
-            return weight((embed, number, size), f"embed {axis} head_dim", std=std / embed**0.5, dtype=dtype)
+            return weight((embed, number, size), f"embed {axis} head_dim", std=std / embed**0.5, dtype=dtype, use="matmul")
 
         def bias(number: int, axis: str) -> nnx.Param:
             return weight((number, size), f"{axis} head_dim", dtype=dtype)
@@ -40,7 +40,8 @@ class Attention(nnx.Module):
         self.key = matrix(kv, "kv_heads") if keys else None
         self.value = matrix(kv, "kv_heads") if values else None
         self.gate = matrix(heads, "heads") if cfg.gate else None
-        self.out = weight((heads, size, embed), "heads head_dim embed", std=out_std / (heads * size) ** 0.5, dtype=dtype)
+        self.out = weight((heads, size, embed), "heads head_dim embed", std=out_std / (heads * size) ** 0.5, dtype=dtype,
+                          use="matmul", contract=2)
         self.query_bias = bias(heads, "heads") if cfg.qkv_bias else None
         self.key_bias = bias(kv, "kv_heads") if cfg.qkv_bias and keys else None
         self.value_bias = bias(kv, "kv_heads") if cfg.qkv_bias and values else None
@@ -63,7 +64,7 @@ class Attention(nnx.Module):
         o_BTNH = checkpoint_name(constrain(o_BTNH, "batch seq heads head_dim"), "context")
         if self.gate is not None:
             o_BTNH = o_BTNH * jax.nn.sigmoid(constrain(project(x_BTD, self.gate), "batch seq heads head_dim"))
-        return checkpoint_name(_biased(project(o_BTNH, self.out, contract=2), self.out_bias), "mixer_out")
+        return checkpoint_name(_biased(project(o_BTNH, self.out), self.out_bias), "mixer_out")
 
     def keys_values(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
         """Keys, normed and rotated, and values, normed: each [B, S, K, H]."""

@@ -35,7 +35,7 @@ class GatedDelta(nnx.Module):
         keys, values = (cfg.key_heads, cfg.key_dim), (cfg.value_heads, cfg.value_dim)
 
         def from_embed(shape: tuple[int, ...], axes: str) -> nnx.Param:
-            return weight((embed, *shape), f"embed {axes}", std=std / embed**0.5, dtype=dtype)
+            return weight((embed, *shape), f"embed {axes}", std=std / embed**0.5, dtype=dtype, use="matmul")
 
         def convolution(shape: tuple[int, ...], axes: str) -> nnx.Param:
             return weight((cfg.conv, *shape), f"norm {axes}", std=std / cfg.conv**0.5, dtype=dtype)
@@ -48,7 +48,8 @@ class GatedDelta(nnx.Module):
         self.a_log = weight((cfg.value_heads,), "heads", std=RATE_SPREAD, dtype=dtype)
         self.dt_bias = weight((cfg.value_heads,), "heads", fill=RATE_OFFSET, dtype=dtype)
         self.norm = Norm(cfg.norm, cfg.value_dim, dtype=dtype)
-        self.out = weight((*values, embed), "heads head_dim embed", std=out_std / (cfg.value_heads * cfg.value_dim) ** 0.5, dtype=dtype)
+        self.out = weight((*values, embed), "heads head_dim embed", std=out_std / (cfg.value_heads * cfg.value_dim) ** 0.5, dtype=dtype,
+                          use="matmul", contract=2)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
         """What each position reads from the state of its document, gated: [B, T, D]."""
@@ -65,7 +66,7 @@ class GatedDelta(nnx.Module):
         o_BTNV = checkpoint_name(constrain(o_BTNV, "batch seq heads head_dim"), "context")
         gate_BTNV = constrain(project(x_BTD, self.gate), "batch seq heads head_dim").astype(jnp.float32)
         o_BTNV = (self.norm(o_BTNV) * jax.nn.silu(gate_BTNV)).astype(x_BTD.dtype)
-        return checkpoint_name(project(o_BTNV, self.out, contract=2), "mixer_out")
+        return checkpoint_name(project(o_BTNV, self.out), "mixer_out")
 
 
 def _mix(cfg: GatedDeltaConfig, of_keys: Arrays, of_values: Arrays, segments_BT: jax.Array | None) -> jax.Array:

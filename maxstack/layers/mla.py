@@ -28,21 +28,22 @@ class MLA(nnx.Module):
         size = cfg.nope_dim + cfg.rope_dim
 
         def down(out: int, axis: str = "latent") -> nnx.Param:
-            return weight((embed, out), f"embed {axis}", std=std / embed**0.5, dtype=dtype)
+            return weight((embed, out), f"embed {axis}", std=std / embed**0.5, dtype=dtype, use="matmul")
 
         def up(latent: int, out: int) -> nnx.Param:
-            return weight((latent, cfg.heads, out), "latent heads head_dim", std=std / latent**0.5, dtype=dtype)
+            return weight((latent, cfg.heads, out), "latent heads head_dim", std=std / latent**0.5, dtype=dtype, use="matmul")
 
         if cfg.q_lora:
             self.query_down = down(cfg.q_lora)
             self.query_norm = Norm(cfg.norm, cfg.q_lora, dtype=dtype)
             self.query_up = up(cfg.q_lora, size)
         else:
-            self.query = weight((embed, cfg.heads, size), "embed heads head_dim", std=std / embed**0.5, dtype=dtype)
+            self.query = weight((embed, cfg.heads, size), "embed heads head_dim", std=std / embed**0.5, dtype=dtype, use="matmul")
         self.kv_down, self.key_rope = down(cfg.kv_lora), down(cfg.rope_dim, "head_dim")
         self.kv_norm = Norm(cfg.norm, cfg.kv_lora, dtype=dtype)
         self.key_up, self.value_up = up(cfg.kv_lora, cfg.nope_dim), up(cfg.kv_lora, cfg.value_dim)
-        self.out = weight((cfg.heads, cfg.value_dim, embed), "heads head_dim embed", std=out_std / (cfg.heads * cfg.value_dim) ** 0.5, dtype=dtype)
+        self.out = weight((cfg.heads, cfg.value_dim, embed), "heads head_dim embed", std=out_std / (cfg.heads * cfg.value_dim) ** 0.5,
+                          dtype=dtype, use="matmul", contract=2)
         if cfg.bias:
             if cfg.q_lora:
                 self.query_down_bias = weight((cfg.q_lora,), "latent", dtype=dtype)
@@ -55,7 +56,7 @@ class MLA(nnx.Module):
         k_BSNH, v_BSNV = self._keys_values(x_BTD, context)
         o_BTNV = attention(self._queries(x_BTD, context), k_BSNH, v_BSNV, context.segments_BT, request(self.cfg), self.cfg.backend)
         o_BTNV = checkpoint_name(constrain(o_BTNV, "batch seq heads head_dim"), "context")
-        return checkpoint_name(self._biased(project(o_BTNV, self.out, contract=2), "out_bias"), "mixer_out")
+        return checkpoint_name(self._biased(project(o_BTNV, self.out), "out_bias"), "mixer_out")
 
     def _queries(self, x_BTD: jax.Array, context: Context) -> jax.Array:
         if self.cfg.q_lora:

@@ -27,9 +27,9 @@ class GatedMLP(nnx.Module):
 
     def __init__(self, cfg: GatedMLPConfig, embed: int, *, std: float, out_std: float, dtype: str):
         self.act = ACTIVATIONS[cfg.activation]
-        self.gate = weight((embed, cfg.hidden), "embed mlp", std=std / embed**0.5, dtype=dtype)
-        self.up = weight((embed, cfg.hidden), "embed mlp", std=std / embed**0.5, dtype=dtype)
-        self.down = weight((cfg.hidden, embed), "mlp embed", std=out_std / cfg.hidden**0.5, dtype=dtype)
+        self.gate = weight((embed, cfg.hidden), "embed mlp", std=std / embed**0.5, dtype=dtype, use="matmul")
+        self.up = weight((embed, cfg.hidden), "embed mlp", std=std / embed**0.5, dtype=dtype, use="matmul")
+        self.down = weight((cfg.hidden, embed), "mlp embed", std=out_std / cfg.hidden**0.5, dtype=dtype, use="matmul")
         if cfg.bias:
             self.gate_bias = weight((cfg.hidden,), "mlp", dtype=dtype)
             self.up_bias = weight((cfg.hidden,), "mlp", dtype=dtype)
@@ -54,8 +54,8 @@ class DenseMLP(nnx.Module):
 
     def __init__(self, cfg: DenseMLPConfig, embed: int, *, std: float, out_std: float, dtype: str):
         self.act = ACTIVATIONS[cfg.activation]
-        self.up = weight((embed, cfg.hidden), "embed mlp", std=std / embed**0.5, dtype=dtype)
-        self.down = weight((cfg.hidden, embed), "mlp embed", std=out_std / cfg.hidden**0.5, dtype=dtype)
+        self.up = weight((embed, cfg.hidden), "embed mlp", std=std / embed**0.5, dtype=dtype, use="matmul")
+        self.down = weight((cfg.hidden, embed), "mlp embed", std=out_std / cfg.hidden**0.5, dtype=dtype, use="matmul")
         if cfg.bias:
             self.up_bias = weight((cfg.hidden,), "mlp", dtype=dtype)
             self.down_bias = weight((embed,), "norm", dtype=dtype)

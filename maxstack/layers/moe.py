@@ -20,7 +20,7 @@ from maxstack.layers.context import Context
 from maxstack.layers.mlp import ACTIVATIONS, GatedMLP
 from maxstack.layers.mlp_config import GatedMLPConfig, MoEConfig, ParallelMLPConfig
 from maxstack.layers.norm import Norm
-from maxstack.layers.weight import weight
+from maxstack.layers.weight import grouped, weight
 
 Report = dict[str, jax.Array]
 Weights = dict[str, jax.Array]
@@ -43,9 +43,9 @@ class MoE(nnx.Module):
         if cfg.router.normed:
             self.router_scale = weight((embed,), "norm", fill=1.0, dtype=dtype)
             self.expert_scale = weight((e,), "norm", fill=1.0, dtype=dtype)
-        self.gate = weight((e, embed, f), "expert embed mlp", std=fan_in, dtype=dtype)
-        self.up = weight((e, embed, f), "expert embed mlp", std=fan_in, dtype=dtype)
-        self.down = weight((e, f, embed), "expert mlp embed", std=out_std / f**0.5, dtype=dtype)
+        self.gate = weight((e, embed, f), "expert embed mlp", std=fan_in, dtype=dtype, use="experts")
+        self.up = weight((e, embed, f), "expert embed mlp", std=fan_in, dtype=dtype, use="experts")
+        self.down = weight((e, f, embed), "expert mlp embed", std=out_std / f**0.5, dtype=dtype, use="experts")
         if cfg.bias:
             self.gate_bias = weight((e, f), "expert mlp", dtype=dtype)
             self.up_bias = weight((e, f), "expert mlp", dtype=dtype)
@@ -67,7 +67,7 @@ class MoE(nnx.Module):
         read_BTD = router.normed(residual_BTD, self.router_scale[...], rules.norm_eps) if rules.normed else x_BTD
         logits_BTE = router.logits(read_BTD, self.router[...], self.router_bias[...] if rules.bias else None)
         names = ("gate", "up", "down", *(("gate_bias", "up_bias", "down_bias") if cfg.bias else ()))
-        given = {name: getattr(self, name)[...].astype(x_BTD.dtype) for name in names}
+        given = {name: grouped(getattr(self, name), x_BTD.dtype) for name in names}
         given |= {name: getattr(self, name)[...] for name in ("selection_bias", "expert_scale") if hasattr(self, name)}
         real_BT = jnp.ones(x_BTD.shape[:2], bool) if context.real_BT is None else context.real_BT
         place = _place(cfg, x_BTD.shape[1])

@@ -1,8 +1,9 @@
-"""A weight says its shape, logical axes and initial values once; `draw` makes the values, `project` multiplies by them."""
+"""A weight says its shape, logical axes, use and initial values once; `draw` makes the values, `project` and `lookup` read them."""
 
 import hashlib
 import math
 from collections.abc import Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +13,47 @@ from flax import nnx
 from maxstack.kernels.backends import Device
 from maxstack.sharding import constrain, current
 
+Use = Literal["matmul", "experts", "rows", "head"]
+"""matmul: `project` multiplies by it. experts: a grouped matmul does. rows: `lookup` takes rows of it. head: the loss multiplies by it."""
 
-def weight(shape: tuple[int, ...], axes: str, *, dtype: str, std: float = 0.0, fill: float = 0.0, carried: bool = False) -> nnx.Param:
+
+def weight(shape: tuple[int, ...], axes: str, *, dtype: str, std: float = 0.0, fill: float = 0.0, carried: bool = False, use: Use | None = None,
+           contract: int = 1) -> nnx.Param:
     """A parameter of `shape` with one logical axis name a dimension. `draw` fills it from a normal of `std` cut at three of it, or with `fill`.
 
-    A `carried` one is not the optimizer's: the step updates it by a rule of its own.
+    A `carried` one is not the optimizer's: the step updates it by a rule of its own. `use` says what multiplies by it, if what does may do so in
+    another way than in the compute dtype; a matmul contracts its first `contract` dimensions.
     """
     assert len(shape) == len(axes.split()), (shape, axes)
-    return nnx.Param(jnp.full(shape, fill, jnp.dtype(dtype)), axes=tuple(axes.split()), std=std, fill=fill, carried=carried)
+    return nnx.Param(jnp.full(shape, fill, jnp.dtype(dtype)), axes=tuple(axes.split()), std=std, fill=fill, carried=carried, use=use, contract=contract,
+                     frozen=False)
+
+
+class Treated:
+    """What stands in a layer for a weight that is kept, or multiplied by, in a way of its own. A layer need not know that it holds one."""
+
+    def project(self, x: jax.Array) -> jax.Array:
+        """As `project`."""
+        raise NotImplementedError
+
+    def lookup(self, index: jax.Array, dtype: Any) -> jax.Array:
+        """As `lookup`."""
+        raise NotImplementedError
+
+    def values(self, dtype: Any) -> jax.Array:
+        """All of it as an array, for what multiplies in full precision."""
+        raise NotImplementedError
+
+    def grouped(self, dtype: Any) -> Any:
+        """As `grouped`."""
+        raise NotImplementedError
+
+    def read(self, x: jax.Array) -> jax.Array:
+        """Rows as what multiplies them by `values` is to read them."""
+        return x
+
+
+Weight = nnx.Param | Treated
 
 
 def draw(param: nnx.Param, path: Sequence[object], seed: int) -> jax.Array:
@@ -33,31 +67,62 @@ def draw(param: nnx.Param, path: Sequence[object], seed: int) -> jax.Array:
     return std * jax.random.truncated_normal(key, -3.0, 3.0, shape, param.get_value().dtype)
 
 
-def project(x: jax.Array, w: nnx.Param | jax.Array, contract: int = 1) -> jax.Array:
-    """Contract the last `contract` dimensions of x with the first ones of w, in x's dtype: [..., in] x [in, out] -> [..., out].
+def values(w: Weight, dtype: Any) -> jax.Array:
+    """All of a weight."""
+    return w.values(dtype) if isinstance(w, Treated) else w[...].astype(dtype)
+
+
+def lookup(w: Weight, index: jax.Array, dtype: Any) -> jax.Array:
+    """The rows of a table [rows, ...] at `index` [...]: [..., ...]."""
+    return w.lookup(index, dtype) if isinstance(w, Treated) else w[...].astype(dtype)[index]
+
+
+def grouped(w: Weight, dtype: Any) -> Any:
+    """The matrices of all experts, as an array [E, in, out] or what grouped_matmul takes in its place: a pytree of arrays of as many dimensions."""
+    return w.grouped(dtype) if isinstance(w, Treated) else w[...].astype(dtype)
+
+
+def project(x: jax.Array, w: Weight) -> jax.Array:
+    """Contract the last dimensions of x with the first ones of w, in x's dtype: [..., in] x [in, out] -> [..., out].
 
     On one device rows are flattened to one dimension: on a CPU, XLA transposes the whole operand of a weight gradient that contracts two. On a
     mesh they keep their dimensions, which may be split over different axes, and the weight is gathered along `embed`, for the backward pass once
     more: left to itself, XLA may split activations like the shards of a weight's gradient, or copy them whole to every device.
     """
+    if isinstance(w, Treated):
+        return w.project(x)
+    contract = w.get_metadata()["contract"]
     rows, out = x.shape[: x.ndim - contract], w.shape[contract:]
     if current():
-        axes = " ".join("norm" if axis == "embed" else axis for axis in _axes(w))
+        axes = whole(axes_of(w))
 
         def product(x: jax.Array, w: jax.Array) -> jax.Array:
-            used = constrain(w.astype(x.dtype), axes) if axes else w.astype(x.dtype)
+            used = constrain(w.astype(x.dtype), axes)
             return jax.lax.dot_general(x, used, ((tuple(range(len(rows), x.ndim)), tuple(range(contract))), ((), ())))
 
         return jax.checkpoint(product, prevent_cse=False)(x, w[...])
-    matrix = w[...].astype(x.dtype).reshape(-1, math.prod(out))
-    if isinstance(matrix, jax.Array) and matrix.shape[0] > matrix.shape[1] and Device.here().platform == "cpu":
+    return multiply(x.reshape(*rows, -1), w[...].reshape(-1, *out))
+
+
+def multiply(x: jax.Array, w: jax.Array) -> jax.Array:
+    """[..., in] x [in, ...] -> [..., ...], in x's dtype."""
+    if current():
+        return jax.lax.dot_general(x, w.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())))
+    matrix = w.astype(x.dtype).reshape(w.shape[0], -1)
+    if matrix.shape[0] > matrix.shape[1] and Device.here().platform == "cpu":
         matrix = _with_turned_gradient(matrix)
-    return jax.lax.dot_general(x.reshape(-1, matrix.shape[0]), matrix, (((1,), (0,)), ((), ()))).reshape(*rows, *out)
+    return jax.lax.dot_general(x.reshape(-1, x.shape[-1]), matrix, (((1,), (0,)), ((), ()))).reshape(*x.shape[:-1], *w.shape[1:])
 
 
-def _axes(w: nnx.Param | jax.Array) -> tuple[str, ...]:
-    """Of the weight itself, without those of a stack; none where they are not known."""
-    return w.get_metadata()["axes"][-w.ndim:] if isinstance(w, nnx.Param) else ()
+def axes_of(w: nnx.Param) -> tuple[str, ...]:
+    """Logical axes of a weight itself, without those of a stack."""
+    axes = w.get_metadata()["axes"]
+    return axes[-w.ndim:] if w.ndim else ()
+
+
+def whole(axes: Sequence[str]) -> str:
+    """Axes of a weight that is gathered along `embed`."""
+    return " ".join("norm" if axis == "embed" else axis for axis in axes)
 
 
 @jax.custom_vjp

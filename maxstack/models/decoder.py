@@ -21,7 +21,7 @@ from maxstack.layers.mlp_config import RouterConfig
 from maxstack.layers.moe import MoE, ParallelMLP
 from maxstack.layers.norm import Norm
 from maxstack.layers.rope import rope_table
-from maxstack.layers.weight import draw, project, weight
+from maxstack.layers.weight import Treated, Weight, draw, lookup, multiply, project, values, weight
 from maxstack.models import pipeline
 from maxstack.models.config import DecoderConfig, RematConfig
 from maxstack.sharding import constrain, size_of
@@ -52,8 +52,8 @@ class Block(nnx.Module):
         self.out_scalar = weight((), "", dtype=dtype, fill=1.0) if cfg.out_scalar else None
         if extra := model.per_layer:
             self.act = ACTIVATIONS[extra.activation]
-            self.per_layer_gate = weight((size, extra.size), "embed latent", std=scale / size**0.5, dtype=dtype)
-            self.per_layer_out = weight((extra.size, size), "latent embed", std=stds["out_std"] / extra.size**0.5, dtype=dtype)
+            self.per_layer_gate = weight((size, extra.size), "embed latent", std=scale / size**0.5, dtype=dtype, use="matmul")
+            self.per_layer_out = weight((extra.size, size), "latent embed", std=stds["out_std"] / extra.size**0.5, dtype=dtype, use="matmul")
             self.per_layer_norm = Norm(cfg.norm, size, dtype=dtype)
 
     def __call__(self, x_BTD: jax.Array, context: Context, extra_BTP: jax.Array | None = None) -> tuple[jax.Array, Aux]:
@@ -91,12 +91,13 @@ class Decoder(nnx.Module):
     def __init__(self, cfg: DecoderConfig, change: Change | None = None):
         self.cfg = cfg
         dtype, std = cfg.param_dtype, cfg.init_scale / cfg.embed**0.5
-        self.embed = weight((cfg.vocab, cfg.embed), "vocab embed", std=std, dtype=dtype)
+        self.embed = weight((cfg.vocab, cfg.embed), "vocab embed", std=std, dtype=dtype, use="rows")
         if cfg.positions:
             self.positions = weight((cfg.positions, cfg.embed), "latent embed", std=std, dtype=dtype)
         if extra := cfg.per_layer:
-            self.per_layer_embed = weight((extra.vocab, cfg.layers, extra.size), "vocab latent latent", std=extra.size**-0.5, dtype=dtype)
-            self.per_layer_project = weight((cfg.embed, cfg.layers, extra.size), "embed latent latent", std=std, dtype=dtype)
+            self.per_layer_embed = weight((extra.vocab, cfg.layers, extra.size), "vocab latent latent", std=extra.size**-0.5, dtype=dtype,
+                                          use="rows")
+            self.per_layer_project = weight((cfg.embed, cfg.layers, extra.size), "embed latent latent", std=std, dtype=dtype, use="matmul")
             self.per_layer_norm = Norm(cfg.norm, extra.size, dtype=dtype)
 
         def block(name: str) -> Any:
@@ -111,7 +112,7 @@ class Decoder(nnx.Module):
         self.norm = Norm(cfg.norm, cfg.embed, dtype=dtype)
         self.mtp = nnx.Dict({f"{i}": FurtherToken(cfg, block) for i in range(cfg.mtp.depth)} if cfg.mtp else {})
         if not cfg.head.tied:
-            self.head = weight((cfg.embed, cfg.vocab), "embed vocab", std=std, dtype=dtype)
+            self.head = weight((cfg.embed, cfg.vocab), "embed vocab", std=std, dtype=dtype, use="head")
         if cfg.head.bias:
             self.head_bias = weight((cfg.vocab,), "vocab", dtype=dtype)
 
@@ -173,27 +174,29 @@ class Decoder(nnx.Module):
 
     def embedded(self, tokens_BT: jax.Array) -> jax.Array:
         """Tokens -> [B, T, D] in the compute dtype."""
-        x_BTD = constrain(self.embed[...].astype(self.cfg.dtype)[tokens_BT], "batch residual embed")
+        x_BTD = constrain(lookup(self.embed, tokens_BT, self.cfg.dtype), "batch residual embed")
         return x_BTD * jnp.asarray(self.cfg.embed_scale, x_BTD.dtype) if self.cfg.embed_scale else x_BTD
 
-    def readout(self) -> tuple[jax.Array, jax.Array | None, str]:
-        """The head's matrix [D, V], its bias [V], and the logical axes by which the matrix is kept."""
-        bias_V = self.head_bias[...] if self.cfg.head.bias else None
-        return (self.embed[...].T, bias_V, "vocab embed") if self.cfg.head.tied else (self.head[...], bias_V, "embed vocab")
+    def readout(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None, str]:
+        """The normed residual stream as the head reads it, its matrix [D, V], its bias [V], and the logical axes by which the matrix is kept."""
+        kept: Weight = self.embed if self.cfg.head.tied else self.head
+        table, bias_V = values(kept, self.cfg.param_dtype), self.head_bias[...] if self.cfg.head.bias else None
+        x_BTD = kept.read(x_BTD) if isinstance(kept, Treated) else x_BTD
+        return (x_BTD, table.T, bias_V, "vocab embed") if self.cfg.head.tied else (x_BTD, table, bias_V, "embed vocab")
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """Normed residual stream -> float32 logits [B, T, V]."""
-        table = self.embed[...].T if self.cfg.head.tied else self.head[...]
-        logits_BTV = constrain(project(x_BTD, table), "batch seq vocab").astype(jnp.float32)
-        if self.cfg.head.bias:
-            logits_BTV = logits_BTV + self.head_bias.astype(jnp.float32)
+        x_BTD, head_DV, bias_V, _ = self.readout(x_BTD)
+        logits_BTV = constrain(multiply(x_BTD, head_DV), "batch seq vocab").astype(jnp.float32)
+        if bias_V is not None:
+            logits_BTV = logits_BTV + bias_V.astype(jnp.float32)
         cap = self.cfg.head.soft_cap
         return cap * jnp.tanh(logits_BTV / cap) if cap else logits_BTV
 
     def _per_layer(self, tokens_BT: jax.Array, x_BTD: jax.Array) -> jax.Array:
         """[L, B, T, P]: the mean, times sqrt 2, of the layer's embedding of each token and of a projection of the model's (Gemma 4)."""
         size = self.per_layer_embed.shape[-1]
-        own_BTLP = self.per_layer_embed[...].astype(x_BTD.dtype)[tokens_BT] * jnp.asarray(size**0.5, x_BTD.dtype)
+        own_BTLP = lookup(self.per_layer_embed, tokens_BT, x_BTD.dtype) * jnp.asarray(size**0.5, x_BTD.dtype)
         seen_BTLP = self.per_layer_norm(project(x_BTD, self.per_layer_project) * jnp.asarray(self.cfg.embed**-0.5, x_BTD.dtype))
         return jnp.moveaxis((own_BTLP + seen_BTLP) * jnp.asarray(0.5**0.5, x_BTD.dtype), 2, 0)
 
@@ -206,13 +209,14 @@ class FurtherToken(nnx.Module):
         assert cfg.mtp
         dtype = cfg.param_dtype
         self.embed_norm, self.hidden_norm, self.norm = (Norm(cfg.norm, cfg.embed, dtype=dtype) for _ in range(3))
-        self.project = weight((2, cfg.embed, cfg.embed), "latent embed norm", std=(2 * cfg.embed) ** -0.5, dtype=dtype)
+        self.project = weight((2, cfg.embed, cfg.embed), "latent embed norm", std=(2 * cfg.embed) ** -0.5, dtype=dtype, use="matmul",
+                              contract=2)
         self.block = block(cfg.mtp.block)
 
     def __call__(self, x_BTD: jax.Array, next_BTD: jax.Array, context: Context) -> tuple[jax.Array, Aux]:
         """(state, embedding of the next token) -> (state one token further, the block's report)."""
         both_BT2D = jnp.stack([self.embed_norm(next_BTD), self.hidden_norm(x_BTD)], axis=2)
-        return self.block(project(both_BT2D, self.project, contract=2), context)
+        return self.block(project(both_BT2D, self.project), context)
 
 
 def abstract(cfg: DecoderConfig, change: Change | None = None) -> tuple[Any, nnx.State]:

@@ -52,7 +52,7 @@ def next_token(model: "Decoder", batch: Mapping[str, jax.Array], z_loss: float) 
 
 def _losses(model: "Decoder", x_BTD: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array, z_loss: float) -> Losses:
     """Of a normed residual stream, by the model's head."""
-    head_DV, bias_V, kept = model.readout()
+    x_BTD, head_DV, bias_V, kept = model.readout(x_BTD)
     request, backend = Request(model.cfg.head.soft_cap, z_loss), model.cfg.head.backend
     with asking("model.head"):
         return linear_cross_entropy(x_BTD, head_DV, targets_BT, weights_BT, request, backend, bias_V, kept)
