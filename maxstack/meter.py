@@ -24,7 +24,7 @@ class Meter:
         self._feed, self._log, self._writer, self._ledger, self._policy, self._steps = feed, log, writer, ledger, policy, cfg.train.steps
         self._tokens = cfg.train.batch_size * cfg.data.seq_len
         peak = peak_flops(run.mesh.devices.flat[0].device_kind)
-        self._mfu = flops_per_token(cfg.model, cfg.data.seq_len) / (peak * run.mesh.size) if peak else None
+        self._mfu = flops_per_token(cfg.model, cfg.data.seq_len, run.adapters) / (peak * run.mesh.size) if peak else None
         self._pending: tuple[int, dict[str, jax.Array], float, float, Future[float]] | None = None
         self._watch = ThreadPoolExecutor(1, "meter")
         self._ready = self._waited = 0.0

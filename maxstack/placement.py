@@ -58,11 +58,20 @@ class Moves:
         """Gradients sharded as the optimizer's state is, so that each device updates the share that it keeps."""
         if not self.cfg.optimizer_rules or self.mesh.size == 1:
             return grads
-        return jax.lax.with_sharding_constraint(grads, _of_weights(self.info, self.mesh, self.cfg.rules | self.cfg.optimizer_rules))
+        return jax.lax.with_sharding_constraint(grads, of_weights(self.info, self.mesh, self.cfg.rules | self.cfg.optimizer_rules))
 
 
-def _of_weights(info: Tree, mesh: Mesh, rules: dict[str, sharding.Axes]) -> Tree:
-    return jax.tree.map(lambda i: NamedSharding(mesh, sharding.spec(i.axes, rules)), info)
+def of_weights(info: Tree, mesh: Mesh, rules: dict[str, sharding.Axes]) -> Tree:
+    """The sharding of each weight, by its logical axes."""
+    return jax.tree.map(lambda i: NamedSharding(mesh, _spec(i, mesh, rules)), info)
+
+
+def _spec(info: Any, mesh: Mesh, rules: dict[str, sharding.Axes]) -> PartitionSpec:
+    """Of a weight; one that is frozen is not split where its size does not divide, as those of scales and packed values need not."""
+    found = sharding.spec(info.axes, rules)
+    if not info.frozen:
+        return found
+    return PartitionSpec(*(part if size % sharding.parts(part, mesh.shape) == 0 else None for part, size in zip(found, info.shape, strict=True)))
 
 
 def weights_behind(opt: Tree, info: Tree) -> list[Any]:
@@ -79,8 +88,8 @@ def weights_behind(opt: Tree, info: Tree) -> list[Any]:
 def _on_devices(abstract: State, info: Tree, mesh: Mesh, cfg: MeshConfig) -> State:
     """Weights by their logical axes; optimizer leaves like the weights behind them; the rest everywhere."""
     everywhere, rules = NamedSharding(mesh, PartitionSpec()), cfg.rules | cfg.optimizer_rules
-    opt = [NamedSharding(mesh, sharding.spec(i.axes, rules)) if i else everywhere for i in weights_behind(abstract.opt, info)]
-    return State(everywhere, _of_weights(info, mesh, cfg.rules), jax.tree.unflatten(jax.tree.structure(abstract.opt), opt),
+    opt = [NamedSharding(mesh, _spec(i, mesh, rules)) if i else everywhere for i in weights_behind(abstract.opt, info)]
+    return State(everywhere, of_weights(info, mesh, cfg.rules), jax.tree.unflatten(jax.tree.structure(abstract.opt), opt),
                  jax.tree.map(lambda leaf: everywhere, abstract.guard))
 
 

@@ -1,9 +1,12 @@
 """assemble(cfg, mesh) -> Run: shapes, shardings and functions of one run, and no arrays. train.py runs it, tests lower it."""
 
+import contextlib
 import dataclasses
 import functools
+import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,16 +22,18 @@ from maxstack.config import ConfigError
 from maxstack.faults import guard
 from maxstack.kernels import tuning
 from maxstack.kernels.backends import Choice, recording
+from maxstack.lora import adapter
 from maxstack.models import decoder
 from maxstack.objectives.next_token import Loss, next_token
 from maxstack.placement import State
-from maxstack.quantize.training import check_rules, quantized
+from maxstack.treatment import Treatment
 
 if TYPE_CHECKING:
+    from maxstack.checkpoint.hf.binding import Bound
+    from maxstack.checkpoint.hf.peft import Adapter
     from maxstack.schema import Config
 
 Tree = Any
-
 
 # Drawing the initial weights runs once, but on a CPU takes 4 s to compile at the default level of optimisation, 1.3 s at this one.
 QUICK = {"xla_backend_optimization_level": 1}
@@ -47,6 +52,8 @@ class Run:
     """optim.ParamInfo of every weight, in the shape of `abstract.params`."""
     keys: tuple[str, ...]
     """What the model wants of a batch."""
+    treatment: Treatment
+    """Which weights are quantized or have adapters."""
     graph: Any
     """The model's structure: nnx.merge(graph, nnx.State(params)) is the model."""
     init: Callable[[], State]
@@ -60,6 +67,70 @@ class Run:
     """The state with one more batch passed over: nothing but its step changes."""
     eval_step: Any
     """jitted (params, batch) -> sums: nll, weight, bytes."""
+
+    @property
+    def weights(self) -> dict[str, Any]:
+        """Shapes, dtypes and shardings of the weights, by path."""
+        return nnx.traversals.flatten_mapping(self.abstract.params, sep="/")
+
+    @property
+    def adapters(self) -> int:
+        """Parameters of low-rank adapters."""
+        return sum(leaf.size for path, leaf in self.weights.items() if path.rpartition("/")[2] in ("lora_a", "lora_b"))
+
+    @functools.cached_property
+    def untreated(self) -> dict[str, Any]:
+        """The same of the model before its weights are quantized and get adapters."""
+        return self._placed(decoder.abstract(self.cfg.model)[1])
+
+    @property
+    def sources(self) -> tuple[tuple[Mapping[str, Any], Callable[..., dict[str, jax.Array]]], ...]:
+        """Weights that those of the run can be made of, and how: untreated ones, and without adapters."""
+        if not self.treatment.treats:
+            return ()
+        quantized = self._placed(Treatment(self.cfg.model_copy(update={"lora": None})).state)
+        return (self.untreated, self.treated), (quantized, self.beside)
+
+    def beside(self, weights: Iterable[tuple[str, jax.Array]] | Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Fresh adapters beside weights of the run's quantization, by path."""
+        return self._made(self.treatment.with_adapters, dict(weights))
+
+    def treated(self, weights: Iterable[tuple[str, jax.Array]]) -> dict[str, jax.Array]:
+        """What the run keeps of untreated weights, by path, where it will live; one is treated before the next is read."""
+        found: dict[str, jax.Array] = {}
+        for path, array in weights:
+            found |= self._made(functools.partial(self.treatment.kept, path), array) if path not in self.weights else {path: array}
+        return found
+
+    def with_adapter(self, weights: dict[str, Any], folder: str) -> dict[str, Any]:
+        """The weights by path, with the adapter of a folder in PEFT's format in place of a fresh one. ConfigError where it is not lora's."""
+        from maxstack.checkpoint.hf import peft
+
+        lora, adapted = self.cfg.lora, {path: place.contract for path, place in self.treatment.adapted.items()}
+        assert lora
+        adapter = peft.Adapter(Path(folder))
+        names = {f"{path}/{name}" for path in adapted for name in ("lora_a", "lora_b", "magnitude")}
+        found = peft.read(adapter, lora, adapted, self.bound(adapter), {path: leaf.shape for path, leaf in self.weights.items() if path in names})
+        return weights | {path: jax.device_put(leaf, self.weights[path].sharding) for path, leaf in found.items()}
+
+    def bound(self, adapter: "Adapter") -> "list[Bound]":
+        """The tensors of the first family that is this model and has an adapter's modules; ConfigError where there is none."""
+        from maxstack.checkpoint.hf import peft
+
+        return peft.bound_to(adapter, self.cfg.model, {path: leaf.shape for path, leaf in self.untreated.items()})
+
+    def tree(self, weights: Mapping[str, Any]) -> Tree:
+        """Weights by path as nested dicts."""
+        return nnx.traversals.unflatten_mapping(dict(weights), sep="/")
+
+    def _placed(self, state: nnx.State) -> dict[str, Any]:
+        params, info = of_weights(state)
+        places = placement.of_weights(info, self.mesh, self.cfg.mesh.rules)
+        placed = jax.tree.map(lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), params, places)
+        return nnx.traversals.flatten_mapping(placed, sep="/")
+
+    def _made(self, make: Callable[..., dict[str, jax.Array]], given: Any) -> dict[str, jax.Array]:
+        return jax.jit(make, out_shardings={path: self.weights[path].sharding for path in jax.eval_shape(make, given)})(given)
 
     def rows(self, batch_size: int) -> list[int]:
         """The rows of a global batch (its lanes) that this process's devices hold, in order."""
@@ -142,23 +213,25 @@ class Run:
 
 def assemble(cfg: "Config", mesh: Mesh) -> Run:
     """Resolve everything that a run is made of; raises ConfigError where the parts do not fit."""
-    graph, params, info = abstract_model(cfg)
-    tx = optax.with_extra_args_support(optim.build(cfg.optimizer, cfg.train.steps, info))
-    abstract = State(jax.ShapeDtypeStruct((), jnp.int32), params, jax.eval_shape(tx.init, params), jax.eval_shape(guard.fresh))
+    treatment = Treatment(cfg)
+    graph, params, info = treatment.graph, *of_weights(treatment.state)
+    trained = optim.trained(cfg.optimizer, info)
+    tx = optax.with_extra_args_support(optim.build(cfg.optimizer, cfg.train.steps, only(trained, info)))
+    abstract = State(jax.ShapeDtypeStruct((), jnp.int32), params, jax.eval_shape(tx.init, only(trained, params)), jax.eval_shape(guard.fresh))
     shardings = placement.of_state(abstract, info, mesh, cfg.mesh)
     abstract = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings)
     everywhere = NamedSharding(mesh, PartitionSpec())
 
     def start(params: Tree) -> State:
-        return State(jnp.zeros((), jnp.int32), params, tx.init(params), guard.fresh())
+        return State(jnp.zeros((), jnp.int32), params, tx.init(only(trained, params)), guard.fresh())
 
     def init() -> State:
-        return start(decoder.initial(cfg.model, cfg.train.seed))
+        return start(treatment.initial(cfg.train.seed))
 
     def loss(params: Tree, batch: dict[str, jax.Array]) -> Loss:
         return next_token(nnx.merge(graph, nnx.State(params)), batch, cfg.objective.z_loss)
 
-    step = functools.partial(_step, cfg, tx, loss, placement.Moves(shardings, abstract, info, mesh, cfg.mesh))
+    step = functools.partial(_step, cfg, tx, trained, _dropping(cfg, loss), placement.Moves(shardings, abstract, info, mesh, cfg.mesh))
     evaluate = functools.partial(_evaluate, loss)
     mixed = any(block.experts for block in cfg.model.blocks.values())
     packed = cfg.data.packing != "none" or (cfg.eval.data is not None and cfg.eval.data.packing != "none")
@@ -168,7 +241,7 @@ def assemble(cfg: "Config", mesh: Mesh) -> Run:
     return Run(
         cfg=cfg, mesh=mesh, abstract=abstract, info=info,
         keys=("tokens", "targets", "mask", *more),
-        graph=graph, start=jax.jit(_within(mesh, cfg, start), donate_argnums=0, out_shardings=shardings),
+        treatment=treatment, graph=graph, start=jax.jit(_within(mesh, cfg, start), donate_argnums=0, out_shardings=shardings),
         init=jax.jit(_within(mesh, cfg, init), out_shardings=shardings, compiler_options=QUICK if mesh.devices.flat[0].platform == "cpu" else None),
         step=jax.jit(_within(mesh, cfg, step), donate_argnums=0, out_shardings=(shardings, everywhere), compiler_options=flags),
         passed=lambda state: state._replace(step=following(state.step)),
@@ -181,19 +254,23 @@ def flags_for(cfg: "Config", platform: str) -> dict[str, Any] | None:
     return dict(cfg.xla.flags) if cfg.xla.flags and cfg.xla.platform in (None, platform) else None
 
 
-def _step(cfg: "Config", tx: optax.GradientTransformationExtraArgs, loss: Callable[..., Loss], moves: placement.Moves, state: State,
+def _step(cfg: "Config", tx: optax.GradientTransformationExtraArgs, trained: Tree, loss: Callable[..., Loss], moves: placement.Moves, state: State,
           batch: dict[str, jax.Array]) -> tuple[State, dict[str, jax.Array]]:
     state = moves.to_devices(state)
-    summed, grads = _gradient(loss, state.params, batch, cfg.train.accumulate)
+    params, rest = only(trained, state.params), only(jax.tree.map(operator.not_, trained), state.params)
+    key = jax.random.fold_in(jax.random.key(cfg.train.seed), state.step)
+    summed, grads = _gradient(lambda params, batch, piece: loss(joined(params, rest), batch, jax.random.fold_in(key, piece)), params, batch,
+                              cfg.train.accumulate)
     weight = jnp.maximum(summed.weight, 1.0)
     grads = moves.like_optimizer(jax.tree.map(lambda g: g / weight, grads))
     value = summed.total / weight
     norm = optax.tree.norm(grads)
     skipped, guarded = guard.judge(cfg.faults, state.guard, value, norm, summed.weight)
     accepted = skipped == guard.ACCEPTED
-    updates, opt = guard.update(accepted, tx.update, grads, state.opt, state.params, value=value, grad=grads)
-    params = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), state.params, updates)
-    params = guard.chosen(accepted, decoder.carry(cfg.model, params, summed.loads), state.params)
+    updates, opt = guard.update(accepted, tx.update, grads, state.opt, params, value=value, grad=grads)
+    params = joined(jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates), rest)
+    carried = params if cfg.lora else decoder.carry(cfg.model, params, summed.loads)
+    params = guard.chosen(accepted, carried, state.params)
     scalars = {name: total / weight for name, total in summed.metrics.items()}
     scalars["loss"] = scalars.pop("nll")
     scalars |= {"weight": summed.weight, "grad_norm": norm, "skipped": skipped, "refused": guarded.refused}
@@ -209,20 +286,30 @@ def _step(cfg: "Config", tx: optax.GradientTransformationExtraArgs, loss: Callab
 def _gradient(loss: Callable[..., Loss], params: Tree, batch: dict[str, jax.Array], pieces: int) -> tuple[Loss, Tree]:
     """Sums of the loss and of its gradient over the batch, `pieces` microbatches one after the other."""
 
-    def total(params: Tree, batch: dict[str, jax.Array]) -> tuple[jax.Array, Loss]:
-        result = loss(params, batch)
+    def total(params: Tree, batch: dict[str, jax.Array], piece: jax.Array | int) -> tuple[jax.Array, Loss]:
+        result = loss(params, batch, piece)
         return result.total, result
 
-    def one(batch: dict[str, jax.Array]) -> tuple[Loss, Tree]:
-        (_, result), grads = jax.value_and_grad(total, has_aux=True)(params, batch)
+    def one(batch: dict[str, jax.Array], piece: jax.Array | int) -> tuple[Loss, Tree]:
+        (_, result), grads = jax.value_and_grad(total, has_aux=True)(params, batch, piece)
         return result, grads
 
     if pieces == 1:
-        return one(batch)
+        return one(batch, 0)
     # Row r goes to microbatch r % pieces, so that each device cuts its own rows and none moves.
     cut = {name: x.reshape(-1, pieces, *x.shape[1:]).swapaxes(0, 1) for name, x in batch.items()}
-    zero = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), jax.eval_shape(one, jax.tree.map(lambda x: x[0], cut)))
-    return jax.lax.scan(lambda sums, piece: (jax.tree.map(jnp.add, sums, one(piece)), None), zero, cut)[0]
+    zero = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), jax.eval_shape(one, jax.tree.map(lambda x: x[0], cut), 0))
+    return jax.lax.scan(lambda sums, cut: (jax.tree.map(jnp.add, sums, one(*cut)), None), zero, (cut, jnp.arange(pieces)))[0]
+
+
+def _dropping(cfg: "Config", loss: Callable[..., Loss]) -> Callable[..., Loss]:
+    """The loss in training: with a key, by which adapters drop."""
+
+    def dropping(params: Tree, batch: dict[str, jax.Array], key: jax.Array) -> Loss:
+        with adapter.dropping(key) if cfg.lora and cfg.lora.dropout else contextlib.nullcontext():
+            return loss(params, batch)
+
+    return dropping
 
 
 def _evaluate(loss: Callable[..., Loss], params: Tree, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -239,16 +326,24 @@ def _within(mesh: Mesh, cfg: "Config", f: Callable) -> Callable:
     return traced
 
 
-def abstract_model(cfg: "Config") -> tuple[Any, Tree, Tree]:
-    """The model's graph, its weights as nested dicts of shapes, and the same dicts of ParamInfo."""
-    graph, state = decoder.abstract(cfg.model, quantized(cfg.quantization))
+def of_weights(state: nnx.State) -> tuple[Tree, Tree]:
+    """A model's weights as nested dicts of shapes, and the same dicts of ParamInfo."""
     info = {}
     for path, variable in nnx.to_flat_state(state):
         meta, shape = variable.get_metadata(), variable.get_value().shape
         axes = ("layers",) * (len(shape) - len(meta["axes"])) + meta["axes"]
-        info[path] = optim.ParamInfo(shape, variable.get_value().dtype, axes, meta["carried"])
-    check_rules(cfg.quantization, {"/".join(map(str, path[2:-1])) for path, found in info.items() if len(path) > 3 and found.ndim > 1})
-    return graph, nnx.to_pure_dict(state), nnx.traversals.unflatten_mapping(info)
+        info[path] = optim.ParamInfo(shape, variable.get_value().dtype, axes, meta["carried"], meta["frozen"])
+    return nnx.to_pure_dict(state), nnx.traversals.unflatten_mapping(info)
+
+
+def only(chosen: Tree, tree: Tree) -> Tree:
+    """The leaves of `tree` that are chosen, None in place of the others; `chosen` is as `tree`, of booleans."""
+    return jax.tree.map(lambda wanted, leaf: leaf if wanted else None, chosen, tree)
+
+
+def joined(first: Tree, second: Tree) -> Tree:
+    """The tree of which each has the leaves that are None in the other."""
+    return jax.tree.map(lambda a, b: b if a is None else a, first, second, is_leaf=lambda leaf: leaf is None)
 
 
 def count(params: Tree) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from maxstack.checkpoint.config import CheckpointConfig
 from maxstack.config import Node, Readers, Section, fault, faults, supply
 from maxstack.data.config import DataConfig
 from maxstack.faults.config import FaultsConfig
+from maxstack.lora.config import LoraConfig
 from maxstack.models.config import DecoderConfig
 from maxstack.optim import OptimizerConfig
 from maxstack.quantize.config import QuantizationConfig
@@ -153,6 +154,8 @@ class Config(Section):
     """Options of the compiler: a preset's name or a mapping."""
     quantization: QuantizationConfig = QuantizationConfig()
     """Matmuls in low precision: a preset's name or a mapping."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters and nothing else; null: train the weights."""
     data: DataConfig
     """What is read."""
     objective: ObjectiveConfig = ObjectiveConfig()

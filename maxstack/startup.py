@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from flax import nnx
 
 import maxstack
 from maxstack import config, executable, rules, sharding
@@ -164,7 +165,7 @@ def introduce(run: Run, sources: list[str], log: Log) -> None:
     peak = peak_flops(kind)
     log.say(f"{cfg.run.name}: {number:,} parameters, {size / 2**20:,.1f} MiB in {cfg.model.param_dtype}; optimizer state {opt_size / 2**20:,.1f} MiB")
     log.say(f"devices: {run.mesh.size} x {kind} ({mesh}); peak {f'{peak / 1e12:.0f} TFLOP/s' if peak else 'unknown, so no MFU'}; "
-            f"{flops_per_token(cfg.model, cfg.data.seq_len) / 1e6:,.1f} MFLOP a token, causal")
+            f"{flops_per_token(cfg.model, cfg.data.seq_len, run.adapters) / 1e6:,.1f} MFLOP a token, causal")
     if (stages := run.mesh.shape["stage"]) > 1:
         idle = bubble(stages, cfg.mesh.rounds, cfg.mesh.microbatches or stages)
         log.say(f"pipeline: {stages} stages, idle in {idle:.1%} of their turns; more mesh.microbatches or mesh.rounds make that less")
@@ -195,18 +196,18 @@ def check(run: Run) -> None:
     from maxstack.checkpoint.hf.contents import Contents
     from maxstack.checkpoint.hf.reader import pieces_of
 
-    leaves = jax.tree_util.tree_leaves_with_path(run.abstract.params)
-    pieces_of(Contents(cfg.model.weights), {jax.tree_util.keystr(path, simple=True, separator="/"): leaf.shape for path, leaf in leaves})
+    pieces_of(Contents(cfg.model.weights), {path: leaf.shape for path, leaf in run.untreated.items()})
 
 
 def fresh(run: Run) -> State:
-    """The state before the first step: random weights, or those of the folder that model.weights names."""
-    folder = run.cfg.model.weights
-    if folder is None:
+    """The state before the first step: random weights, or those of the folder that model.weights names, and the adapter that lora.adapter does."""
+    folder, adapter = run.cfg.model.weights, run.cfg.lora and run.cfg.lora.adapter
+    if folder is None and not adapter:
         return run.init()
     from maxstack.checkpoint.hf.reader import load_params
 
-    return run.start(load_params(folder, run.abstract.params))
+    loaded = run.treated(load_params(folder, run.untreated)) if folder else nnx.traversals.flatten_mapping(run.init().params, sep="/")
+    return run.start(run.tree(run.with_adapter(loaded, adapter) if adapter else loaded))
 
 
 def go_back(found: "Rewind | Recompute", run: Run, saves: "Checkpoints | None", feed: "Feed", start: np.ndarray, policy: "Policy", log: Log) -> State:

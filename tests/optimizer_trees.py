@@ -1,10 +1,14 @@
 """Small parameter trees for the tests of the optimizer."""
 
+import operator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from maxstack.optim import OptimizerConfig, ParamInfo, build
+from maxstack.optim import OptimizerConfig, ParamInfo, build, trained
+from maxstack.run import joined, only
 
 LAYERS, EMBED, HEADS, HEAD_DIM, MLP, VOCAB = 2, 6, 2, 4, 5, 7
 
@@ -51,5 +55,17 @@ def first(tx, grads, params):
 
 
 def built(of=INFO, steps=100, **optimizer):
-    """The transformation of a configuration with a constant learning rate, unless it says otherwise."""
-    return build(OptimizerConfig(**{"schedule": None, **optimizer}), steps, of)
+    """The transformation of a configuration with a constant learning rate, unless it says otherwise, on whole trees, as a step uses it."""
+    return of_whole(OptimizerConfig(**{"schedule": None, **optimizer}), steps, of)
+
+
+def of_whole(cfg, steps, of):
+    """A configuration's transformation, given all parameters: those that are not trained have no state, and their updates are zero."""
+    chosen = trained(cfg, of)
+    tx = build(cfg, steps, only(chosen, of))
+
+    def update(grads, state, params, **extra):
+        updates, state = tx.update(only(chosen, grads), state, only(chosen, params), **extra)
+        return joined(updates, jax.tree.map(jnp.zeros_like, only(jax.tree.map(operator.not_, chosen), params))), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: tx.init(only(chosen, params)), update)

@@ -14,6 +14,8 @@ from maxstack.schema import Config
 
 FILES = sorted(path for path in presets_dir().rglob("*.yml") if path.name != "defaults.yml")  # the manual, which is no run: test_generate_docs.py
 KINDS = re.compile(r"kind: \w+|placement: \w+|scaling|prefix|per_layer|share_kv")
+WIDE = tiny.model(embed=128, layers=1, pattern=[], blocks={"b": {"mixer": {"kind": "attention", "heads": 4, "head_dim": 32}, "mlp": {
+    "kind": "gated", "hidden": 128}}})  # recipes share scales among up to 128 inputs
 SECTIONS = {folder: section for section, folders in Config.PRESETS.items() for folder in folders}
 
 
@@ -22,7 +24,8 @@ def loaded(path, folder) -> Config:
     section = SECTIONS[str(path.parent.relative_to(presets_dir()))]
     if not section:
         return config.load(Config, path)
-    (folder / "tiny.yml").write_text(config.dump(tiny.config()))
+    sizes = {"model": WIDE} if section == "quantization" else {}
+    (folder / "tiny.yml").write_text(config.dump(tiny.config(**sizes)))
     changes = [f"{section}={path.stem}"]
     if section == "mesh":  # with two devices on each axis that it uses
         cfg = config.load(Config, folder / "tiny.yml", [*changes, *(f"mesh.rules.{axis}=null" for axis in sharding.RULES), "train.batch_size=8192"])

@@ -15,6 +15,7 @@ MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("
 
 # From top to bottom. A module may import what stands below it, and its own package; not its peers in the same line. The longest name counts.
 LEVELS = (
+    ("quantize.cli", "lora.cli"),
     ("train", "plan", "tune", "score", "convert", "data.cli", "config.cli"),
     ("cli", "supervise"),
     ("checks",),
@@ -25,9 +26,9 @@ LEVELS = (
     ("mesh_rules",),
     ("parallel_rules",),
     ("run",),
-    ("placement",),
+    ("treatment", "placement"),
     ("checkpoint.hf",),
-    ("models", "objectives", "data", "optim", "checkpoint", "quantize", "metrics", "faults", "ledger"),
+    ("models", "objectives", "data", "optim", "checkpoint", "quantize", "lora", "metrics", "faults", "ledger"),
     ("layers", "chips", "goodput", "agree", "stacks", "exit_codes", "appending"),
     ("kernels",),
     ("sharding",),

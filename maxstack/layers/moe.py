@@ -5,6 +5,7 @@ Shapes: B batch  T time  D embed  E experts  C chosen experts of a token  F mlp 
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +15,16 @@ from jax.sharding import PartitionSpec
 
 from maxstack import sharding
 from maxstack.kernels.backends import asking
-from maxstack.kernels.grouped_matmul import grouped_matmul
 from maxstack.layers import dispatch, router
 from maxstack.layers.context import Context
 from maxstack.layers.mlp import ACTIVATIONS, GatedMLP
 from maxstack.layers.mlp_config import GatedMLPConfig, MoEConfig, ParallelMLPConfig
 from maxstack.layers.norm import Norm
-from maxstack.layers.weight import grouped, weight
+from maxstack.layers.weight import experts, multiply_each, weight
 
 Report = dict[str, jax.Array]
-Weights = dict[str, jax.Array]
+Weights = dict[str, Any]
+"""Arrays, and what `experts` makes of the matrices, by name."""
 Mixed = tuple[jax.Array, jax.Array, jax.Array]
 HIDDEN = {"gate": 2, "up": 2, "down": 1, "gate_bias": 1, "up_bias": 1}  # a weight of each expert -> the dimension of its hidden units
 SIGMOID_SLOPE = 1.702  # gpt-oss: x sigmoid(1.702 x), a GELU nearly
@@ -67,7 +68,7 @@ class MoE(nnx.Module):
         read_BTD = router.normed(residual_BTD, self.router_scale[...], rules.norm_eps) if rules.normed else x_BTD
         logits_BTE = router.logits(read_BTD, self.router[...], self.router_bias[...] if rules.bias else None)
         names = ("gate", "up", "down", *(("gate_bias", "up_bias", "down_bias") if cfg.bias else ()))
-        given = {name: grouped(getattr(self, name), x_BTD.dtype) for name in names}
+        given = {name: experts(getattr(self, name), x_BTD.dtype) for name in names}
         given |= {name: getattr(self, name)[...] for name in ("selection_bias", "expert_scale") if hasattr(self, name)}
         real_BT = jnp.ones(x_BTD.shape[:2], bool) if context.real_BT is None else context.real_BT
         place = _place(cfg, x_BTD.shape[1])
@@ -144,16 +145,17 @@ def _on_own_tokens(cfg: MoEConfig, place: Place, given: Weights, x_BTD: jax.Arra
     mixture = functools.partial(_mixture, cfg, cfg.limit(x_BTD.shape[1]), place)
     if sharding.current() is None:
         return mixture(given, x_BTD, logits_BTE, real_BT)
-    places = {name: _part(name, value.ndim, place) for name, value in given.items()}
+    places = {name: jax.tree.map(functools.partial(_part, name, place), value) for name, value in given.items()}
     batch, seq = sharding.here("batch seq")
     tokens, own = PartitionSpec(batch, seq), PartitionSpec(batch, seq, None)
     left = PartitionSpec(batch, place.residual, None) if place.residual else own
     return sharding.per_device(mixture, (places, own, own, tokens), (left, own, PartitionSpec()))(given, x_BTD, logits_BTE, real_BT)
 
 
-def _part(name: str, dims: int, place: Place) -> PartitionSpec:
+def _part(name: str, place: Place, value: jax.Array) -> PartitionSpec:
     """What of a weight a device works with: its experts, and of those its hidden units."""
-    return PartitionSpec(*(place.hidden if i == HIDDEN[name] else place.experts if i == 0 else None for i in range(dims)) if name in HIDDEN else ())
+    parts = {HIDDEN[name]: place.hidden, 0: place.experts} if name in HIDDEN else {}
+    return PartitionSpec(*(parts.get(i) if size > 1 else None for i, size in enumerate(value.shape)))
 
 
 def _mixture(cfg: MoEConfig, limit: int | None, place: Place, given: Weights, x_BTD: jax.Array, logits_BTE: jax.Array, real_BT: jax.Array) -> Mixed:
@@ -183,7 +185,7 @@ def _experts(cfg: MoEConfig, given: Weights, x_SD: jax.Array, sizes_E: jax.Array
     ends_E = jnp.cumsum(sizes_E)
 
     def times(x: jax.Array, name: str) -> jax.Array:
-        out = grouped_matmul(x, given[name], sizes_E, cfg.backend)
+        out = multiply_each(x, given[name], sizes_E, cfg.backend)
         if f"{name}_bias" not in given:
             return out
         row_S1 = jnp.arange(x.shape[0])[:, None]

@@ -1,7 +1,6 @@
 """A weight says its shape, logical axes, use and initial values once; `draw` makes the values, `project` and `lookup` read them."""
 
 import hashlib
-import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -11,6 +10,8 @@ import numpy as np
 from flax import nnx
 
 from maxstack.kernels.backends import Device
+from maxstack.kernels.grouped_matmul import grouped_matmul
+from maxstack.kernels.names import GroupedMatmul
 from maxstack.sharding import constrain, current
 
 Use = Literal["matmul", "experts", "rows", "head"]
@@ -25,8 +26,8 @@ def weight(shape: tuple[int, ...], axes: str, *, dtype: str, std: float = 0.0, f
     another way than in the compute dtype; a matmul contracts its first `contract` dimensions.
     """
     assert len(shape) == len(axes.split()), (shape, axes)
-    return nnx.Param(jnp.full(shape, fill, jnp.dtype(dtype)), axes=tuple(axes.split()), std=std, fill=fill, carried=carried, use=use, contract=contract,
-                     frozen=False)
+    return nnx.Param(jnp.full(shape, fill, jnp.dtype(dtype)), axes=tuple(axes.split()), std=std, fill=fill, carried=carried, use=use,
+                     contract=contract, frozen=False)
 
 
 class Treated:
@@ -44,13 +45,23 @@ class Treated:
         """All of it as an array, for what multiplies in full precision."""
         raise NotImplementedError
 
-    def grouped(self, dtype: Any) -> Any:
-        """As `grouped`."""
+    def experts(self, dtype: Any) -> Any:
+        """As `experts`."""
         raise NotImplementedError
 
     def read(self, x: jax.Array) -> jax.Array:
         """Rows as what multiplies them by `values` is to read them."""
         return x
+
+
+class Experts:
+    """What stands for the matrices of all experts [E, in, out]: a pytree of arrays of as many dimensions, which may be one long."""
+
+    ndim = 3
+
+    def multiply(self, x: jax.Array, sizes: jax.Array, backend: GroupedMatmul) -> jax.Array:
+        """As grouped_matmul."""
+        raise NotImplementedError
 
 
 Weight = nnx.Param | Treated
@@ -77,9 +88,14 @@ def lookup(w: Weight, index: jax.Array, dtype: Any) -> jax.Array:
     return w.lookup(index, dtype) if isinstance(w, Treated) else w[...].astype(dtype)[index]
 
 
-def grouped(w: Weight, dtype: Any) -> Any:
-    """The matrices of all experts, as an array [E, in, out] or what grouped_matmul takes in its place: a pytree of arrays of as many dimensions."""
-    return w.grouped(dtype) if isinstance(w, Treated) else w[...].astype(dtype)
+def experts(w: Weight, dtype: Any) -> jax.Array | Experts:
+    """The matrices of all experts [E, in, out], for `multiply_each`."""
+    return w.experts(dtype) if isinstance(w, Treated) else w[...].astype(dtype)
+
+
+def multiply_each(x: jax.Array, w: jax.Array | Experts, sizes: jax.Array, backend: GroupedMatmul) -> jax.Array:
+    """The rows of each expert [rows, in], sorted, by its matrix: [rows, out]; see grouped_matmul."""
+    return w.multiply(x, sizes, backend) if isinstance(w, Experts) else grouped_matmul(x, w, sizes, backend)
 
 
 def project(x: jax.Array, w: Weight) -> jax.Array:

@@ -28,7 +28,6 @@ from maxstack.sharding import constrain, size_of
 
 Batch = Mapping[str, jax.Array]
 Aux = dict[str, Any]
-Change = Callable[..., nnx.Module]
 MIXERS: dict[str, Callable[..., nnx.Module]] = {"attention": Attention, "mla": MLA, "gated_delta": GatedDelta}
 MLPS: dict[str, Callable[..., nnx.Module]] = {"gated": GatedMLP, "dense": DenseMLP, "moe": MoE, "parallel": ParallelMLP}
 
@@ -85,10 +84,10 @@ def _apply(norm: Norm | None, x: jax.Array) -> jax.Array:
 class Decoder(nnx.Module):
     """Embedding, blocks, norm, head. Blocks of the pattern are stacked over its repetitions, along a leading axis named `layers`.
 
-    Built, it holds placeholders; `initial` draws the weights. `change` maps each new block and example inputs to the block that is used.
+    Built, it holds placeholders; `initial` draws the weights.
     """
 
-    def __init__(self, cfg: DecoderConfig, change: Change | None = None):
+    def __init__(self, cfg: DecoderConfig):
         self.cfg = cfg
         dtype, std = cfg.param_dtype, cfg.init_scale / cfg.embed**0.5
         self.embed = weight((cfg.vocab, cfg.embed), "vocab embed", std=std, dtype=dtype, use="rows")
@@ -100,17 +99,13 @@ class Decoder(nnx.Module):
             self.per_layer_project = weight((cfg.embed, cfg.layers, extra.size), "embed latent latent", std=std, dtype=dtype, use="matmul")
             self.per_layer_norm = Norm(cfg.norm, extra.size, dtype=dtype)
 
-        def block(name: str) -> Any:
-            built = Block(name, cfg)
-            return change(built, *_example(cfg)) if change else built
-
         first, period, repeats = len(cfg.prefix), pattern_keys(cfg), periods(cfg)
         rest = cfg.order[first + repeats * len(period):]
-        self.prefix = nnx.Dict({f"{i}": block(name) for i, name in enumerate(cfg.prefix)})
-        self.blocks = nnx.Dict({key: _stack(block(name), repeats) for key, name in period.items()} if repeats else {})
-        self.rest = nnx.Dict({f"{i}": block(name) for i, name in enumerate(rest)})
+        self.prefix = nnx.Dict({f"{i}": Block(name, cfg) for i, name in enumerate(cfg.prefix)})
+        self.blocks = nnx.Dict({key: _stack(Block(name, cfg), repeats) for key, name in period.items()} if repeats else {})
+        self.rest = nnx.Dict({f"{i}": Block(name, cfg) for i, name in enumerate(rest)})
         self.norm = Norm(cfg.norm, cfg.embed, dtype=dtype)
-        self.mtp = nnx.Dict({f"{i}": FurtherToken(cfg, block) for i in range(cfg.mtp.depth)} if cfg.mtp else {})
+        self.mtp = nnx.Dict({f"{i}": FurtherToken(cfg) for i in range(cfg.mtp.depth)} if cfg.mtp else {})
         if not cfg.head.tied:
             self.head = weight((cfg.embed, cfg.vocab), "embed vocab", std=std, dtype=dtype, use="head")
         if cfg.head.bias:
@@ -195,7 +190,8 @@ class Decoder(nnx.Module):
 
     def _per_layer(self, tokens_BT: jax.Array, x_BTD: jax.Array) -> jax.Array:
         """[L, B, T, P]: the mean, times sqrt 2, of the layer's embedding of each token and of a projection of the model's (Gemma 4)."""
-        size = self.per_layer_embed.shape[-1]
+        assert self.cfg.per_layer
+        size = self.cfg.per_layer.size
         own_BTLP = lookup(self.per_layer_embed, tokens_BT, x_BTD.dtype) * jnp.asarray(size**0.5, x_BTD.dtype)
         seen_BTLP = self.per_layer_norm(project(x_BTD, self.per_layer_project) * jnp.asarray(self.cfg.embed**-0.5, x_BTD.dtype))
         return jnp.moveaxis((own_BTLP + seen_BTLP) * jnp.asarray(0.5**0.5, x_BTD.dtype), 2, 0)
@@ -205,13 +201,13 @@ class FurtherToken(nnx.Module):
     """A step of multi-token prediction: from position t's state and the embedding of the next token to a state that predicts the one after
     (DeepSeek-V3 2024, arXiv:2412.19437, eq. 21-23)."""
 
-    def __init__(self, cfg: DecoderConfig, block: Callable[[str], Any]):
+    def __init__(self, cfg: DecoderConfig):
         assert cfg.mtp
         dtype = cfg.param_dtype
         self.embed_norm, self.hidden_norm, self.norm = (Norm(cfg.norm, cfg.embed, dtype=dtype) for _ in range(3))
         self.project = weight((2, cfg.embed, cfg.embed), "latent embed norm", std=(2 * cfg.embed) ** -0.5, dtype=dtype, use="matmul",
                               contract=2)
-        self.block = block(cfg.mtp.block)
+        self.block = Block(cfg.mtp.block, cfg)
 
     def __call__(self, x_BTD: jax.Array, next_BTD: jax.Array, context: Context) -> tuple[jax.Array, Aux]:
         """(state, embedding of the next token) -> (state one token further, the block's report)."""
@@ -219,9 +215,9 @@ class FurtherToken(nnx.Module):
         return self.block(project(both_BT2D, self.project), context)
 
 
-def abstract(cfg: DecoderConfig, change: Change | None = None) -> tuple[Any, nnx.State]:
-    """The model's graph and its weights as shapes; `change` as in Decoder."""
-    return nnx.split(nnx.eval_shape(lambda: Decoder(cfg, change)))
+def abstract(cfg: DecoderConfig) -> tuple[Any, nnx.State]:
+    """The model's graph and its weights as shapes."""
+    return nnx.split(nnx.eval_shape(lambda: Decoder(cfg)))
 
 
 def initial(cfg: DecoderConfig, seed: int) -> dict[str, Any]:
@@ -303,14 +299,6 @@ def _context(cfg: DecoderConfig, batch: Batch, length: int) -> Context:
     mixers = [block.mixer for block in cfg.blocks.values() if not isinstance(block.mixer, GatedDeltaConfig)]
     ropes = [(mixer.rope, mixer.rope_dim if isinstance(mixer, MLAConfig) else mixer.head_dim) for mixer in mixers if mixer.rope]
     return Context(places_BT, documents_BT, {key: table(*key) for key in ropes}, real_BT=real_BT)
-
-
-def _example(cfg: DecoderConfig) -> tuple[Any, ...]:
-    """Inputs of a block of the smallest size."""
-    extra = jnp.zeros((1, 8, cfg.per_layer.size), cfg.dtype) if cfg.per_layer else None
-    owners = {block.mixer.share_kv: block.mixer for block in cfg.blocks.values() if isinstance(block.mixer, AttentionConfig) and block.mixer.share_kv}
-    kept = {name: (jnp.zeros((1, 8, mixer.kv, mixer.head_dim), cfg.dtype),) * 2 for name, mixer in owners.items()}
-    return jnp.zeros((1, 8, cfg.embed), cfg.dtype), dataclasses.replace(_context(cfg, {}, 8), kept=kept), extra
 
 
 def _stack(block: Block, repeats: int) -> Block:

@@ -17,45 +17,46 @@ class Count(NamedTuple):
     full: float
 
 
-def flops_per_token(model: DecoderConfig, seq_len: int) -> float:
+def flops_per_token(model: DecoderConfig, seq_len: int, adapters: int = 0) -> float:
     """Causal training FLOPs a token, all components."""
-    return sum(count.causal for count in components(model, seq_len).values())
+    return sum(count.causal for count in components(model, seq_len, adapters).values())
 
 
-def components(model: DecoderConfig, seq_len: int) -> dict[str, Count]:
+def components(model: DecoderConfig, seq_len: int, adapters: int = 0) -> dict[str, Count]:
     """6 per weight that multiplies a token (forward 2, backward 4), and what attention does with the keys that it sees, by component.
 
+    With `adapters`, parameters of low-rank adapters, these count so, and other weights, which are frozen and have no gradient of their own, 4.
     Source: Kaplan et al. 2020, arXiv:2001.08361, section 2.1, with the mean number of visible keys in place of the context.
     """
     total: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
-    for name, count in _parts(model, seq_len):
+    for name, count in [*_parts(model, seq_len, 4.0 if adapters else 6.0), *([("adapters", _weights(adapters, 6.0))] if adapters else [])]:
         total[name][0] += count.causal
         total[name][1] += count.full
     return {name: Count(*sums) for name, sums in total.items()}
 
 
-def _parts(model: DecoderConfig, seq_len: int) -> Iterator[tuple[str, Count]]:
-    yield "head", _weights(model.embed * model.vocab)
+def _parts(model: DecoderConfig, seq_len: int, each: float) -> Iterator[tuple[str, Count]]:
+    yield "head", _weights(model.embed * model.vocab, each)
     for name in model.order:
-        yield from _block(model.blocks[name], model.embed, seq_len)
+        yield from _block(model.blocks[name], model.embed, seq_len, each)
     if extra := model.per_layer:
-        yield "per-layer embeddings", _weights(model.layers * 3 * model.embed * extra.size)
+        yield "per-layer embeddings", _weights(model.layers * 3 * model.embed * extra.size, each)
     if model.mtp and model.mtp.loss:
         for _ in range(model.mtp.depth):
-            yield "further tokens", _weights(2 * model.embed**2 + model.embed * model.vocab)
-            yield from (("further tokens", count) for _, count in _block(model.blocks[model.mtp.block], model.embed, seq_len))
+            yield "further tokens", _weights(2 * model.embed**2 + model.embed * model.vocab, each)
+            yield from (("further tokens", count) for _, count in _block(model.blocks[model.mtp.block], model.embed, seq_len, each))
 
 
-def _weights(number: float) -> Count:
-    return Count(6.0 * number, 6.0 * number)
+def _weights(number: float, each: float) -> Count:
+    return Count(each * number, each * number)
 
 
-def _block(block: BlockConfig, embed: int, seq_len: int) -> Iterator[tuple[str, Count]]:
+def _block(block: BlockConfig, embed: int, seq_len: int, each: float) -> Iterator[tuple[str, Count]]:
     kinds = {AttentionConfig: _attention, MLAConfig: _mla, GatedDeltaConfig: _gated_delta}
     projections, inside = kinds[type(block.mixer)](block.mixer, embed, seq_len)  # type: ignore[operator]
-    yield "projections", _weights(projections)
+    yield "projections", _weights(projections, each)
     yield "attention" if not isinstance(block.mixer, GatedDeltaConfig) else "recurrence", inside
-    yield from _mlp(block.mlp, embed)
+    yield from _mlp(block.mlp, embed, each)
 
 
 def _attention(cfg: AttentionConfig, embed: int, seq_len: int) -> tuple[float, Count]:
@@ -84,12 +85,12 @@ def _gated_delta(cfg: GatedDeltaConfig, embed: int, seq_len: int) -> tuple[float
     return weights, Count(*(18.0 * cfg.value_heads * cfg.key_dim * cfg.value_dim,) * 2)
 
 
-def _mlp(cfg: MLPKind, embed: int) -> Iterator[tuple[str, Count]]:
+def _mlp(cfg: MLPKind, embed: int, each: float) -> Iterator[tuple[str, Count]]:
     if isinstance(cfg, GatedMLPConfig | DenseMLPConfig):
-        yield "mlp", _weights((3 if isinstance(cfg, GatedMLPConfig) else 2) * embed * cfg.hidden)
+        yield "mlp", _weights((3 if isinstance(cfg, GatedMLPConfig) else 2) * embed * cfg.hidden, each)
     elif isinstance(cfg, MoEConfig):
-        yield "experts", _weights(embed * (cfg.experts + 3 * cfg.top_k * cfg.hidden))
+        yield "experts", _weights(embed * (cfg.experts + 3 * cfg.top_k * cfg.hidden), each)
         if cfg.shared:
-            yield "shared experts", _weights(embed * 3 * cfg.shared.hidden)
+            yield "shared experts", _weights(embed * 3 * cfg.shared.hidden, each)
     else:
-        yield from (*_mlp(cfg.dense, embed), *_mlp(cfg.moe, embed))
+        yield from (*_mlp(cfg.dense, embed, each), *_mlp(cfg.moe, embed, each))

@@ -214,13 +214,20 @@ def updates_in(train_steps: int, every: int) -> int:
 
 
 def build(cfg: OptimizerConfig, train_steps: int, params_info: Any) -> "optax.GradientTransformationExtraArgs":
-    """The transformation that the configuration describes, for parameters given as a tree of ParamInfo.
+    """The transformation that the configuration describes, for the trained parameters, given as a tree of ParamInfo with None for the others.
 
     Its update takes the parameters, and value=loss and grad=gradients as extra arguments. A pattern that matches no parameter is a ConfigError.
     """
     from maxstack.optim import chain
 
     return chain.assemble(cfg, train_steps, params_info)
+
+
+def trained(cfg: OptimizerConfig, params_info: Any) -> Any:
+    """Which parameters the optimizer moves, as a tree of booleans. ConfigError for a pattern that matches no parameter, or if none is left."""
+    from maxstack.optim import chain
+
+    return chain.trained(cfg, params_info)
 
 
 def eval_params(cfg: OptimizerConfig, opt_state: Any, params: Any) -> Any:

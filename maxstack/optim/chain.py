@@ -30,19 +30,14 @@ def assemble(cfg: OptimizerConfig, train_steps: int, params_info: Any) -> optax.
         raise ConfigError(f"optimizer.{found['key']}: {found['message']}") from None
     paths = jax.tree.leaves(wrappers.tree_paths(params_info))
     params: Params = dict(zip(paths, jax.tree.leaves(params_info), strict=True))
-    trained = _trained(cfg, params)
     for i, group in enumerate(cfg.groups):
         check_matches(check_selectors(group.match, "match"), params, f"groups.{i}.match")
-    parts = [_chain(cfg.chain, "chain", _Scope(cfg, trained, train_steps))] if cfg.chain else []
+    parts = [_chain(cfg.chain, "chain", _Scope(cfg, params, train_steps))] if cfg.chain else []
     if cfg.groups:
-        parts.append(_grouped(cfg, trained, train_steps))
+        parts.append(_grouped(cfg, params, train_steps))
     if cfg.ema:
         parts.append(wrappers.weight_ema(cfg.ema.decay, steps_of(cfg.ema.start, train_steps)))
-    chain = optax.chain(*parts)
-    if len(trained) < len(params):
-        labels = {path: "trained" if path in trained else "frozen" for path in params}
-        chain = _partition({"trained": chain, "frozen": optax.set_to_zero()}, labels)
-    return optax.with_extra_args_support(chain)
+    return optax.with_extra_args_support(optax.chain(*parts))
 
 
 class _Scope:
@@ -59,8 +54,11 @@ class _Scope:
         return lambda tree: jax.tree.map(flag, wrappers.tree_paths(tree))
 
 
-def _trained(cfg: OptimizerConfig, params: Params) -> Params:
-    found = {path: info for path, info in params.items() if not info.carried}
+def trained(cfg: OptimizerConfig, params_info: Any) -> Any:
+    """See maxstack.optim.trained."""
+    paths = wrappers.tree_paths(params_info)
+    params: Params = dict(zip(jax.tree.leaves(paths), jax.tree.leaves(params_info), strict=True))
+    found = {path: info for path, info in params.items() if not info.carried and not info.frozen}
     for name, keep in (("trainable", True), ("frozen", False)):
         if getattr(cfg, name) is not None:
             selectors = check_selectors(getattr(cfg, name), name)
@@ -69,8 +67,10 @@ def _trained(cfg: OptimizerConfig, params: Params) -> Params:
     if cfg.decay is not None:
         check_matches(check_selectors(cfg.decay, "decay"), params, "decay")
     if not found:
-        raise ConfigError("optimizer.frozen: no parameter is left to train; freeze fewer, or make optimizer.trainable wider")
-    return found
+        kept = all(info.carried or info.frozen for info in params.values())
+        raise ConfigError("quantization.mode: ptq keeps every weight as it is, and none is left to train; add lora, or use mode: qat" if kept else
+                          "optimizer.frozen: no parameter is left to train; freeze fewer, or make optimizer.trainable wider")
+    return jax.tree.map(lambda path: path in found, paths)
 
 
 def _grouped(cfg: OptimizerConfig, params: Params, train_steps: int) -> Transform:

@@ -19,6 +19,8 @@ class ParamInfo:
     axes: tuple[str | None, ...]
     carried: bool = False
     """Updated by a rule of the model, never by the optimizer."""
+    frozen: bool = False
+    """Never updated: it is kept in low precision, or adapters are trained in its place."""
 
     def __post_init__(self) -> None:
         assert len(self.axes) == len(self.shape), (self.axes, self.shape)

@@ -35,10 +35,13 @@ class Shapes:
         import jax
 
         from maxstack import optim, placement, run
+        from maxstack.treatment import Treatment
 
-        _, params, info = run.abstract_model(cfg)
+        params, info = run.of_weights(Treatment(cfg).state)
+        trained = optim.trained(cfg.optimizer, info)
         weights = tuple((i.axes, math.prod(i.shape), math.prod(i.shape) * jax.numpy.dtype(i.dtype).itemsize) for i in jax.tree.leaves(info))
-        state = jax.eval_shape(optim.build(cfg.optimizer, cfg.train.steps, info).init, params)
+        tx = optim.build(cfg.optimizer, cfg.train.steps, run.only(trained, info))
+        state = jax.eval_shape(tx.init, run.only(trained, params))
         kept = [((i.axes if i else (None,) * leaf.ndim), leaf.size * leaf.dtype.itemsize)
                 for i, leaf in zip(placement.weights_behind(state, info), jax.tree.leaves(state), strict=True)]
         return cls(weights, tuple(kept))
@@ -106,7 +109,7 @@ def _saved(block: BlockConfig, embed: int, policy: str, tensor: int) -> float:
 
 def _work(cfg: "Config", sizes: Mapping[str, int], chip: Chip, tokens: int, here: float) -> float:
     """Matrix products and elementwise traffic of one device, stretched by the pipeline's idle turns."""
-    flops = sum(count.causal for count in components(cfg.model, cfg.data.seq_len).values())
+    flops = sum(count.causal for count in components(cfg.model, cfg.data.seq_len, int(cfg.lora is not None)).values())  # an adapter's own are few
     again = 1 + RECOMPUTED[cfg.model.remat.policy] / 3
     products = flops * again * tokens / math.prod(sizes.values()) / chip.flops(cfg.model.dtype)
     stream = here * sizes["stage"] * cfg.model.embed * 2 / sizes["tensor"] * cfg.model.layers / sizes["stage"]

@@ -106,7 +106,8 @@ def read(name: str, cfg: "Config", topology: Topology, step: Step, dump: Path | 
         mesh={axis: size for axis, size in sizes.items() if size > 1}, batch_size=cfg.train.batch_size, seq_len=cfg.data.seq_len,
         parameters=count(step.run.abstract.params)[0], memory=parts, needed=needed, buffers=buffers,
         usable=fit.usable(step.run.mesh.devices.flat[0], topology.size),
-        flops={part: Count(each.causal * tokens, each.full * tokens) for part, each in components(cfg.model, cfg.data.seq_len).items()},
+        flops={part: Count(each.causal * tokens, each.full * tokens) for part, each in components(
+            cfg.model, cfg.data.seq_len, step.run.adapters).items()},
         flows=sent, roofline=found, peak=chip.peak_flops if chip else None,
         bubble=bubble(sizes["stage"], cfg.mesh.rounds, cfg.mesh.microbatches or sizes["stage"]),
         seconds={"lowering": step.lowering, "compiling": step.compiling})

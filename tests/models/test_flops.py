@@ -24,6 +24,14 @@ def test_flops_are_six_per_weight_plus_the_visible_scores():
     assert flops_per_token(cfg.model, 48) == pytest.approx(6 * matrices + attention)
 
 
+def test_frozen_weights_count_four_and_adapters_six():
+    cfg = tiny.config(lora={"rank": 4})
+    run, whole = tiny.make_run(cfg), flops_per_token(cfg.model, 48)
+    base = sum(leaf.size for path, leaf in run.untreated.items() if "norm" not in path) - cfg.model.vocab * cfg.model.embed
+    assert run.adapters == sum(leaf.size for path, leaf in run.weights.items() if "lora" in path) > 0
+    assert flops_per_token(cfg.model, 48, run.adapters) == pytest.approx(whole - 2 * base + 6 * run.adapters)
+
+
 def scores(mixer) -> float:
     """Training FLOPs inside a mixer for a token that sees one key."""
     if isinstance(mixer, AttentionConfig):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizer_trees import SMALL, built, first, train, tree
+from optimizer_trees import SMALL, built, first, of_whole, train, tree
 
 from maxstack.optim import EmaConfig, OptimizerConfig, build, ema_params, eval_params
 
@@ -86,7 +86,7 @@ def test_bfloat16_weights_are_averaged_in_float32():
 @pytest.mark.parametrize("frozen", [None, ["norm"]])
 def test_schedule_free_is_evaluated_at_its_mean(frozen):
     cfg = OptimizerConfig(learning_rate=0.1, schedule=None, frozen=frozen, chain=[{"kind": "schedule_free_sgd"}])
-    params, _, state = train(build(cfg, 10, SMALL), SMALL)
+    params, _, state = train(of_whole(cfg, 10, SMALL), SMALL)
     by_hand = optax.contrib.schedule_free_sgd(0.1)
     expected, hand_state = tree(SMALL), by_hand.init(tree(SMALL))
     for step in range(3):

@@ -1,0 +1,89 @@
+"""What quantization changes in each layer: a weight multiplies as before, and is told of beside it as a recipe would have it."""
+
+import collections
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxstack.kernels.names import GroupedMatmul
+from maxstack.layers.weight import Experts, Treated, experts, lookup, multiply_each, project, values
+from maxstack.quantize.arithmetic import How
+from maxstack.quantize.place import Place
+from maxstack.quantize.weights import Stored, frozen, stored
+
+
+class Errors:
+    """Sums of squares of what each layer gives, and of what it would give otherwise less that."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, int], list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
+
+    def add(self, path: str, layer: Any, given: Any, change: Any) -> None:
+        """Of one product."""
+        sums = self._sums[path, int(layer)]
+        sums[0] += float(given)
+        sums[1] += float(change)
+
+    def relative(self) -> dict[tuple[str, int], float]:
+        """(path, number in its stack) -> root mean square of the change over that of what is given."""
+        jax.effects_barrier()
+        return {key: (change / given) ** 0.5 if given else 0.0 for key, (given, change) in sorted(self._sums.items())}
+
+
+class Observed(Treated, nnx.Module):
+    """A float weight that a rule would take."""
+
+    def __init__(self, param: nnx.Param, how: How, place: Place, path: str, errors: Errors):
+        self.base, self.how, self.place, self.path, self.errors = param, how, place, path, errors
+        self.layer = frozen(param.shape[:param.ndim - len(place.shape)], jnp.int32)
+        """The layer's number in its stack."""
+
+    def project(self, x: jax.Array) -> jax.Array:
+        """See weight.project."""
+        return self._told(project(x, self.base), self._changed().project(x))
+
+    def lookup(self, index: jax.Array, dtype: Any) -> jax.Array:
+        """See weight.lookup."""
+        return self._told(lookup(self.base, index, dtype), self._changed().lookup(index, dtype))
+
+    def values(self, dtype: Any) -> jax.Array:
+        """See weight.values; the change is that of the weight itself."""
+        return self._told(values(self.base, dtype), self._changed().values(dtype))
+
+    def experts(self, dtype: Any) -> "ObservedExperts":
+        """See weight.experts."""
+        return ObservedExperts(experts(self.base, dtype), self._changed().experts(dtype), self.layer[...].reshape(1, 1, 1), self.path, self.errors)
+
+    def _changed(self) -> Stored:
+        found = Stored(self.base, self.how)
+        for name, leaf in stored(self.base[...], self.place, self.how).items():
+            getattr(found, name).set_value(leaf)
+        return found
+
+    def _told(self, given: jax.Array, changed: jax.Array) -> jax.Array:
+        _tell(self.errors, self.path, self.layer[...], given, changed)
+        return given
+
+
+@flax.struct.dataclass
+class ObservedExperts(Experts):
+    """The matrices of all experts, and as a rule would have them."""
+
+    given: Any
+    changed: Any
+    layer: jax.Array
+    path: str = flax.struct.field(pytree_node=False)
+    errors: Errors = flax.struct.field(pytree_node=False)
+
+    def multiply(self, x: jax.Array, sizes: jax.Array, backend: GroupedMatmul) -> jax.Array:
+        given, changed = (multiply_each(x, w, sizes, backend) for w in (self.given, self.changed))
+        _tell(self.errors, self.path, self.layer.reshape(()), given, changed)
+        return given
+
+
+def _tell(errors: Errors, path: str, layer: jax.Array, given: jax.Array, changed: jax.Array) -> None:
+    given, changed = given.astype(jnp.float32), changed.astype(jnp.float32)
+    jax.debug.callback(lambda *numbers: errors.add(path, *numbers), layer, jnp.sum(given * given), jnp.sum(jnp.square(changed - given)))

@@ -1,0 +1,72 @@
+"""`maxstack quantize`: what a recipe takes; a trained run in low precision, its report, and what else reads it."""
+
+import json
+
+import numpy as np
+import pytest
+import tiny
+
+from maxstack import cli, config, train
+
+MODEL = tiny.model(layers=2, pattern=[], blocks={"b": {"mixer": {"kind": "attention", "heads": 4, "head_dim": 8}, "mlp": {
+    "kind": "moe", "experts": 4, "top_k": 2, "hidden": 16}}})
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with a run of four steps, and tokens."""
+    folder = tmp_path_factory.mktemp("quantize")
+    cfg = tiny.config(model=MODEL, train={"steps": 4}, checkpoint={"every": 4}, eval={"every": 0}, faults={"watchdog": None},
+                      run={"output_dir": str(folder), "name": "run", "tensorboard": False, "compilation_cache": None})
+    (folder / "run.yml").write_text(config.dump(cfg))
+    assert train.main([str(folder / "run.yml"), "optimizer.schedule=null"]) == 0
+    rng = np.random.default_rng(0)
+    np.savez(folder / "tokens.npz", tokens=rng.integers(0, tiny.VOCAB, (4, 24)).astype(np.int32), lengths=np.array([24, 20, 24, 8], np.int32))
+    return folder
+
+
+def test_show_lists_every_weight_with_its_rule_and_bytes(trained, capsys):
+    rule = "quantization={mode: ptq, rules: [{module_path: '.*/mlp', weight_qtype: int4}]}"
+    assert cli.main(["quantize", "show", str(trained / "run.yml"), rule, "lora={targets: ['.*/query']}"]) == 0
+    rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines()}
+    assert rows["blocks/b/mlp/gate"] == ["blocks/b/mlp/gate", "2x4x32x16", "0", "ptq", "int4", "-", "-", "16,384", f"{2048 + 2 * 4 * 16 * 4:,}"]
+    assert rows["blocks/b/mixer/query"][2:5] == ["-", "adapter", "float32"] and rows["blocks/b/mlp/router"][2] == "-"
+    assert {"embed", "head", "norm/scale", "all"} <= rows.keys()
+
+
+def test_a_trained_run_becomes_one_in_low_precision_that_others_read(trained, capsys):
+    out, tokens = trained / "int8", str(trained / "tokens.npz")
+    assert cli.main(["quantize", str(trained / "run"), "--recipe", "int8", "--calibrate", tokens, "--out", str(out)]) == 0
+    told, report = capsys.readouterr().out, json.loads((out / "quantization.json").read_text())
+    assert "perplexity on 72 tokens" in told and report["bytes"]["before"] > 1.5 * report["bytes"]["after"]
+    errors = {(row["weight"], row["layer"]): row["error"] for row in report["layers"]}
+    names = "mixer/query", "mixer/key", "mixer/value", "mixer/out", "mlp/gate", "mlp/up", "mlp/down"
+    assert {path for path, _ in errors} == {f"blocks/b/{name}" for name in names}
+    assert {layer for _, layer in errors} == {0, 1} and all(0 < error < 0.05 for error in errors.values())
+    assert 0 < abs(report["perplexity"]["after"] / report["perplexity"]["before"] - 1) < 0.01
+    assert cli.main(["score", str(out), "--tokens", tokens, "--out", str(trained / "s.npz")]) == 0
+    assert float(capsys.readouterr().out.rsplit("perplexity ", 1)[1]) == pytest.approx(report["perplexity"]["after"], rel=1e-4)
+    other = "quantization={mode: ptq, rules: [{module_path: '.*/(mixer|mlp)/.*', weight_qtype: float8_e4m3fn}]}"
+    assert cli.main(["score", str(out), other, "--tokens", tokens, "--out", str(trained / "f.npz")]) == 1
+    assert "holds the weights of another model: blocks/b/mixer/key/float8_e4m3fn" in capsys.readouterr().err
+
+
+def test_adapters_are_trained_on_a_run_in_low_precision(trained):
+    out = trained / "nf4"
+    (trained / "nf4.yml").write_text("mode: ptq\nrules:\n  - {module_path: '.*/(mixer|mlp)/.*', weight_qtype: nf4, tile_size: 8}\n")
+    assert cli.main(["quantize", str(trained / "run"), "--recipe", str(trained / "nf4.yml"), "--calibrate", str(trained / "tokens.npz"),
+                     "--out", str(out)]) == 0
+    given = [str(out / "config.yml"), "run.name=tuned", "train.steps=6", "optimizer.schedule=null", "lora={rank: 2, targets: ['.*/mixer']}"]
+    assert train.main(given) == 0
+    assert len([row for row in tiny.metrics(trained / "tuned") if "loss" in row]) == 6
+
+
+@pytest.mark.parametrize(("given", "says"), [
+    (["--recipe", "int8", "--calibrate", "none.npz"], "--calibrate none.npz: no such file"),
+    (["--recipe", "int9", "--calibrate", "tokens.npz"], "did you mean int8"),
+    (["--recipe", "int8", "--calibrate", "tokens.npz", "--out", "run"], "--out run: is there already"),
+    (["--recipe", "mixed", "--calibrate", "tokens.npz"], "quantization.rules.1.tile_size: 128 does not divide")])
+def test_a_mistake_is_told_in_a_line(given, says, trained, monkeypatch, capsys):
+    monkeypatch.chdir(trained)
+    assert cli.main(["quantize", "run", *given]) == 1
+    assert says in capsys.readouterr().err
