@@ -13,6 +13,8 @@ COMMANDS = {
     "kernels": ("maxstack.plan.kernels:main", "which kernel serves each op of a run, and why each other one does not"),
     "tune": ("maxstack.tune:main", "measure the kernels of a run on this device, and keep their best block sizes"),
     "score": ("maxstack.score:main", "log-probabilities and perplexity of texts under a run or a Hugging Face folder"),
+    "quantize": ("maxstack.quantize.cli:main", "a trained model with weights in low precision, and what that changes; what a recipe takes"),
+    "lora": ("maxstack.lora.cli:main", "adapters in PEFT's format: out of runs, into and out of model folders"),
     "import": ("maxstack.convert:import_model", "a Hugging Face folder as a run"),
     "export": ("maxstack.convert:export_model", "a run or checkpoint as a Hugging Face folder"),
     "checkpoint": ("maxstack.checkpoint.cli:main", "list, verify, show, copy and prune what a run has saved"),

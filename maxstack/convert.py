@@ -5,11 +5,13 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from maxstack.checkpoint.hf.contents import Contents
     from maxstack.checkpoint.weights import WeightsReader
     from maxstack.models.config import DecoderConfig
@@ -78,10 +80,13 @@ def export_model(argv: Sequence[str]) -> int:
 
     from maxstack.checkpoint.weights import WeightsReader
     reader = WeightsReader(args.run)
-    model, length, tokenizer = _model(args.run, reader)
-    total = sum(_count(shape) for shape in reader.shapes.values())
+    data = configured(args.run, reader)
+    model, length, tokenizer = _model(data)
+    cfg = data if data.get("lora") or data["quantization"]["rules"] else None
+    shapes, read = (reader.shapes, reader.read) if cfg is None else _untreated(cfg, reader)
+    total = sum(_count(shape) for shape in shapes.values())
     with tqdm(total=total, unit=" weights", unit_scale=True, desc="writing") as bar:
-        family = export(model, reader.shapes, reader.read, args.out, source=_source(args.run, model), dtype=args.dtype, shard_size=size,
+        family = export(model, shapes, read, args.out, source=source_of(args.run, model), dtype=args.dtype, shard_size=size,
                         architecture=args.architecture, length=length, tokenizer=tokenizer, done=bar.update)
     print(f"{args.run} step {reader.step} -> {args.out}: {family.architecture}")
     return 0
@@ -186,23 +191,47 @@ def _run_folder(path: Path) -> Path:
     return path.parent.parent if path.name.isdigit() else path.parent if path.name == "checkpoints" else path
 
 
-def _model(path: Path, reader: "WeightsReader") -> tuple["DecoderConfig", int, Path | None]:
-    """The model of a checkpoint, the length of its rows, and the file of its tokenizer."""
+def configured(path: Path, reader: "WeightsReader") -> dict[str, Any]:
+    """The configuration of the run that a checkpoint is of."""
     from maxstack.config import ConfigError, load, plain_data
-    from maxstack.models.config import DecoderConfig
     from maxstack.schema import Config
 
-    data = reader.config()
-    if data is None:
-        file = _run_folder(path) / "config.yml"
-        if not file.is_file():
-            raise ConfigError(f"{path}: a checkpoint of weights alone, and there is no {file} that says of what model")
-        data = plain_data(load(Config, file))
+    if data := reader.config():
+        return data
+    file = _run_folder(path) / "config.yml"
+    if not file.is_file():
+        raise ConfigError(f"{path}: a checkpoint of weights alone, and there is no {file} that says of what model")
+    return plain_data(load(Config, file))
+
+
+def _untreated(data: Mapping[str, Any], reader: "WeightsReader") -> tuple[dict[str, tuple[int, ...]], Callable[[str], "np.ndarray"]]:
+    """Shapes of the weights that those of a run stand for, and how to read one: out of low precision, with its adapter merged into it."""
+    import numpy as np
+    from flax import nnx
+
+    from maxstack.models import decoder
+    from maxstack.schema import Config
+    from maxstack.treatment import Treatment
+
+    cfg = Config.model_validate(data)
+    treatment = Treatment(cfg)
+    plain = nnx.traversals.flatten_mapping(nnx.to_pure_dict(decoder.abstract(cfg.model)[1]), sep="/")
+
+    def read(path: str) -> np.ndarray:
+        return np.asarray(treatment.untreated(path, reader.under(path))).astype(plain[path].dtype)
+
+    return {path: leaf.shape for path, leaf in plain.items()}, read
+
+
+def _model(data: Mapping[str, Any]) -> tuple["DecoderConfig", int, Path | None]:
+    """The model of a run, the length of its rows, and the file of its tokenizer."""
+    from maxstack.models.config import DecoderConfig
+
     tokenizer = data["data"].get("tokenizer", {}).get("path")
     return DecoderConfig.model_validate(data["model"]), data["data"]["seq_len"], Path(tokenizer) if tokenizer else None
 
 
-def _source(path: Path, model: "DecoderConfig") -> Path | None:
+def source_of(path: Path, model: "DecoderConfig") -> Path | None:
     """The folder with what the model once came with."""
     beside = _run_folder(path) / BESIDE
     if (beside / "config.json").is_file():

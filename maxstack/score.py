@@ -18,6 +18,7 @@ from maxstack.data import DataError
 
 if TYPE_CHECKING:
     from maxstack.run import Run
+    from maxstack.schema import Config
 
 ROUND = 32
 """Rows are padded to a multiple of this many tokens, so that few shapes are compiled."""
@@ -32,6 +33,11 @@ class Rows:
     lengths: np.ndarray
     """int32 [B]."""
 
+    @property
+    def scored(self) -> int:
+        """How many tokens have one before them, by which they are scored."""
+        return int(np.maximum(self.lengths - 1, 0).sum())
+
 
 def main(argv: Sequence[str]) -> int:
     """Score what the arguments say; the exit code."""
@@ -45,6 +51,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--tokens", metavar="FILE.npz", help="instead: tokens int32 [B, T] and lengths int32 [B]")
     parser.add_argument("--out", required=True, metavar="FILE.npz", help="logprobs float32 [B, T], tokens and lengths")
     parser.add_argument("--logits", action="store_true", help="also logits float32 [B, T, V]")
+    parser.add_argument("--adapter", action="append", default=[], metavar="FOLDER",
+                        help="in PEFT's format: score with it too, into FILE.NAME.npz; may be given several times")
     parser.add_argument("--batch-size", type=int, default=8, help="rows at a time (default: 8)")
     args = parser.parse_intermixed_args(argv)
     if (args.data is None) == (args.tokens is None):
@@ -59,15 +67,56 @@ def main(argv: Sequence[str]) -> int:
             raise DataError(f"{file}: no such file")
     run, params = open_model(args.model, args.overrides)
     rows = read_tokens(args.tokens, run.cfg.model.vocab) if args.tokens else read_texts(args.data, run)
-    logprobs = score(run, params, rows, out, batch_size=args.batch_size, logits=args.logits)
-    count = int(np.maximum(rows.lengths - 1, 0).sum())
-    mean = -float(logprobs.sum(dtype=np.float64)) / count
-    print(f"{out}: {len(rows.lengths)} rows, {count} scored tokens, mean negative log-likelihood {mean:.6f}, perplexity {np.exp(mean):.4f}")
+    places = {folder: out.with_suffix(f".{Path(folder).resolve().name}{out.suffix}") for folder in args.adapter}
+    if len({out, *places.values()}) <= len(places):
+        raise ConfigError("--adapter: two folders of one name; their results would lie in one file")
+    _report(score(run, params, rows, out, batch_size=args.batch_size, logits=args.logits), rows, out)
+    for folder, place in places.items():
+        adapted = with_adapter(run, params, folder)
+        _report(score(*adapted, rows, place, batch_size=args.batch_size, logits=args.logits), rows, place)
     return 0
+
+
+def _report(logprobs: np.ndarray, rows: Rows, out: Path) -> None:
+    mean = -float(logprobs.sum(dtype=np.float64)) / rows.scored
+    print(f"{out}: {len(rows.lengths)} rows, {rows.scored} scored tokens, mean negative log-likelihood {mean:.6f}, perplexity {np.exp(mean):.4f}")
+
+
+def with_adapter(run: "Run", params: Any, folder: str) -> tuple["Run", Any]:
+    """The run with an adapter of PEFT beside its weights, which are shared; ConfigError where the adapter is of another model."""
+    from flax import nnx
+
+    from maxstack.checkpoint.hf.peft import Adapter
+    from maxstack.lora.config import LoraConfig
+    from maxstack.run import assemble
+
+    if run.cfg.lora:
+        raise ConfigError("--adapter: the run has adapters of its own; merge them first: maxstack export RUN --out FOLDER")
+    adapter = Adapter(Path(folder))
+    tensors = (tensor for tensor in run.bound(adapter) if tensor.name.removesuffix(".weight") in adapter.modules)
+    paths = sorted({target.path for tensor in tensors for target in tensor.targets})
+    adapted = assemble(run.cfg.model_copy(update={"lora": LoraConfig.model_validate(adapter.settings(paths))}), run.mesh)
+    weights = adapted.beside(nnx.traversals.flatten_mapping(params, sep="/"))
+    return adapted, adapted.tree(adapted.with_adapter(weights, folder))
 
 
 def open_model(model: str, overrides: Sequence[str]) -> tuple["Run", Any]:
     """A run's folder, one of its checkpoints, or a Hugging Face folder -> the assembled run and its weights, spread over all devices (fsdp)."""
+    cfg, own = config_of(model, overrides)
+    import jax
+
+    from maxstack import sharding
+    from maxstack.checkpoint.hf.reader import load_params
+    from maxstack.checkpoint.weights import WeightsReader
+    from maxstack.run import assemble
+
+    run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()))
+    loaded = run.treated(load_params(model, run.untreated)) if own is None else WeightsReader(Path(model)).load(run.weights, run.sources)
+    return run, run.tree(loaded)
+
+
+def config_of(model: str, overrides: Sequence[str]) -> tuple["Config", Path | None]:
+    """The configuration that a model is opened with, and the run's folder, None for a Hugging Face folder."""
     from maxstack import config, sharding
     from maxstack.schema import Config
 
@@ -81,14 +130,7 @@ def open_model(model: str, overrides: Sequence[str]) -> tuple["Run", Any]:
         cfg = config.load(Config, {"model": {"from": model}, "data": {"sources": [{"kind": "synthetic", "vocab": 2}]}}, overrides)
     else:
         cfg = config.load(Config, own / "config.yml", overrides)
-    import jax
-
-    from maxstack.checkpoint.hf.reader import load_params
-    from maxstack.checkpoint.weights import WeightsReader
-    from maxstack.run import assemble
-
-    run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()))
-    return run, load_params(folder, run.abstract.params) if own is None else WeightsReader(folder).load(run.abstract.params)
+    return cfg, own
 
 
 def read_tokens(file: str, vocab: int) -> Rows:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,13 @@ def model_and_params(folder: Path) -> tuple[DecoderConfig, object, object]:
     contents = Contents(folder)
     cfg = contents.model.model_copy(update={"dtype": "float32"})
     graph, state = abstract(cfg)
-    return cfg, graph, load_params(contents, nnx.to_pure_dict(state), progress=False)
+    return cfg, graph, loaded(contents, nnx.to_pure_dict(state))
+
+
+def loaded(contents: Contents | Path, abstract: Any) -> Any:
+    """The weights of a folder in the shape of nested dicts."""
+    wanted = nnx.traversals.flatten_mapping(abstract, sep="/")
+    return nnx.traversals.unflatten_mapping(dict(load_params(contents, wanted, progress=False)), sep="/")
 
 
 def measure(folder: Path) -> Parity:

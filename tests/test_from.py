@@ -11,7 +11,6 @@ import tokenizers
 
 from maxstack import cli, config, startup
 from maxstack.checkpoint.hf.exported import choose
-from maxstack.checkpoint.hf.reader import load_params
 from maxstack.config import ConfigError
 from maxstack.run import assemble
 from maxstack.schema import Config
@@ -58,7 +57,7 @@ def test_a_folder_that_cannot_be_used_is_named(here, change, says, capsys):
 
 def test_a_run_starts_from_the_weights_on_any_mesh(here):
     cfg = config.load(Config, "runs/mine.yml", ["mesh.fsdp=2", "mesh.tensor=2", "train.batch_size=8"])
-    alone = load_params(LLAMA, assemble(cfg, make_mesh(cfg.mesh, jax.devices()[:4])).abstract.params, progress=False)
+    alone = parity.loaded(LLAMA, assemble(cfg, make_mesh(cfg.mesh, jax.devices()[:4])).abstract.params)
     run = assemble(cfg, make_mesh(cfg.mesh, jax.devices()))
     state = startup.fresh(run)
     assert int(state.step) == 0

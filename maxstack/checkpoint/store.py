@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 Tree = Any
 FORMAT = 2
 FREE = ("model.dtype", "model.weights", "model.remat", "model.unroll", "model.blocks.*.slack", "model.*.backend", "data.workers", "data.prefetch",
-        "data.quarantine")
-BOUND = ("model", "quantization", "data", "objective", "train.batch_size")
+        "data.quarantine", "lora.dropout", "lora.adapter")
+BOUND = ("model", "quantization", "lora", "data", "objective", "train.batch_size")
 
 
 class Tier(NamedTuple):
@@ -248,7 +248,7 @@ class Checkpoints:
         with tier.verified(step):
             if "meta" not in (parts := tier.holds(step)):
                 self.told = f"starting from the weights in {where}"
-                return run.start(WeightsReader(Path(where)).load(run.abstract.params))
+                return run.start(run.tree(WeightsReader(Path(where)).load(run.weights, run.sources)))
             meta = json.loads(tier.load(step, {"meta": None})["meta"]["json"])
             _refuse_changes(where, meta["config"], run.cfg, self._free)
             if meta["sources"] != feed.identity() and not _under("data.sources", self._free):

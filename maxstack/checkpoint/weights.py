@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ from orbax.checkpoint import v1 as ocp
 from maxstack.checkpoint import manifest
 from maxstack.config import ConfigError
 
-Tree = Any
 Index = tuple[slice, ...]
+Made = Callable[[Iterable[tuple[str, jax.Array]]], dict[str, jax.Array]]
 PREFIX = "params/"
 CHUNK = 64 << 20
 
@@ -93,14 +93,20 @@ class WeightsReader:
         """One weight."""
         return self._load({PREFIX + path: np.empty(self.shapes[path], self._dtypes[path])})[PREFIX + path]
 
-    def load(self, abstract: Tree) -> Tree:
-        """All weights as `abstract`, nested dicts of jax.ShapeDtypeStruct with shardings, asks for them; ConfigError where they are others."""
-        wanted = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(abstract)}
-        if {path: tuple(leaf.shape) for path, leaf in wanted.items()} != self.shapes:
-            odd = sorted(path for path in {*wanted, *self.shapes} if path not in wanted or self.shapes.get(path) != tuple(wanted[path].shape))
-            raise ConfigError(f"{self._path}: holds the weights of another model: {', '.join(odd[:5])} differ")
-        loaded = self._load({PREFIX + path: leaf for path, leaf in wanted.items()})
-        return jax.tree_util.tree_map_with_path(lambda path, leaf: loaded[PREFIX + jax.tree_util.keystr(path, simple=True, separator="/")], abstract)
+    def under(self, path: str) -> dict[str, np.ndarray]:
+        """All that is kept of one weight, by path."""
+        return {name: self.read(name) for name in self.shapes if name == path or name.startswith(f"{path}/")}
+
+    def load(self, wanted: Mapping[str, Any], sources: Sequence[tuple[Mapping[str, Any], Made]] = ()) -> dict[str, Any]:
+        """All weights by path, as jax.ShapeDtypeStruct with shardings ask for them; ConfigError where the checkpoint holds others.
+
+        It may also hold what one of the `sources` asks for, of which the wanted weights are made as they are read.
+        """
+        for abstract, made in ((wanted, dict), *sources):
+            if {path: tuple(leaf.shape) for path, leaf in abstract.items()} == self.shapes:
+                return made((path, self._load({PREFIX + path: leaf})[PREFIX + path]) for path, leaf in abstract.items())
+        odd = sorted(path for path in {*wanted, *self.shapes} if path not in wanted or self.shapes.get(path) != tuple(wanted[path].shape))
+        raise ConfigError(f"{self._path}: holds the weights of another model: {', '.join(odd[:5])} differ")
 
     def _load(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
         context = ocp.Context()

@@ -40,10 +40,9 @@ def test_weights_are_read_onto_a_mesh(tmp_path):
     axes = {"blocks/block/up": PartitionSpec(None, None, "fsdp")}
     wanted = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, axes.get(path, PartitionSpec())))
               for path, leaf in SHAPES.items()}
-    tree = {"blocks": {"block": {"up": wanted["blocks/block/up"]}}, "norm": wanted["norm"], "scalar": wanted["scalar"]}
-    loaded = written(tmp_path).load(tree)
-    assert loaded["blocks"]["block"]["up"].addressable_shards[0].data.shape == (4, 6, 1)
-    np.testing.assert_array_equal(loaded["blocks"]["block"]["up"], WEIGHTS["blocks/block/up"])
+    loaded = written(tmp_path).load(wanted)
+    assert loaded["blocks/block/up"].addressable_shards[0].data.shape == (4, 6, 1)
+    np.testing.assert_array_equal(loaded["blocks/block/up"], WEIGHTS["blocks/block/up"])
 
 
 def test_the_weights_of_another_model_are_refused(tmp_path):

@@ -42,7 +42,7 @@ def export(model: DecoderConfig, shapes: Mapping[str, Shape], read: Read, out: P
         raise ConfigError(f"cannot be exported: {error}") from error
     dtypes = _dtypes(source, dtype or model.param_dtype, [tensor.name for tensor in bound], dtype is None)
     kept = {key: value for key, value in given.items() if key in SILENT and key not in ("auto_map", "torch_dtype")}
-    config = {"max_position_embeddings": length or 2048, **kept, **config, "dtype": _usual(dtypes)}
+    config = {"max_position_embeddings": model.positions or length or 2048, **kept, **config, "dtype": _usual(dtypes)}
     with Atomic(out) as folder:
         (folder / "config.json").write_text(json.dumps(dict(sorted(config.items())), indent=2) + "\n")
         _copy(source, tokenizer, folder, config)

@@ -52,7 +52,7 @@ class Plain:
     def __init__(self, file: SafetensorsFile, name: str):
         self._file, self._name = file, name
         self.dtype, self.shape = file.entries[name].dtype, file.entries[name].shape
-        self.where = f"{file.path}: tensor {name}"
+        self.file, self.where = file.path, f"{file.path}: tensor {name}"
 
     def array(self, index: int | None = None) -> np.ndarray:
         whole = self._file.array(self._name)
@@ -82,6 +82,10 @@ class Folder:
         if method not in (None, "mxfp4"):
             raise ConfigError(f"{self.where}: weights quantized by {method} are not supported; use the unquantized version of the model")
         self.config.pop("quantization_config", None)
+
+    def raw(self) -> dict[str, "Plain"]:
+        """Name -> tensor, as the files have them."""
+        return {name: Plain(file, name) for file, name in self._files()}
 
     def tensors(self, body: str = "model.") -> dict[str, Tensor]:
         """Name -> tensor, under the names of the language model alone; `body` is put before the names of a file that holds the bare body."""

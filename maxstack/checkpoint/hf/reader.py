@@ -1,7 +1,7 @@
 """Weights out of a model folder, straight into shards: each process touches only what its devices hold, one weight at a time."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +13,21 @@ from maxstack.checkpoint.hf.binding import Bound, Target, bind
 from maxstack.checkpoint.hf.contents import Contents, check_tensors
 from maxstack.checkpoint.hf.folder import Tensor
 
-Tree = Any
 Index = tuple[slice, ...]
 
 
-def load_params(source: Contents | str | Path, abstract: Tree, *, progress: bool = True) -> Tree:
-    """The weights of a model folder as `abstract`, nested dicts of jax.ShapeDtypeStruct with a sharding (or none: one device), asks for them.
+def load_params(source: Contents | str | Path, wanted: Mapping[str, Any], *, progress: bool = True) -> Iterator[tuple[str, jax.Array]]:
+    """The weights of a model folder by path, one after the other, as jax.ShapeDtypeStruct with a sharding (or none: one device) ask for them.
 
     Numbers are cast to the dtype of each leaf. DataError, before anything is read, lists tensors that are missing, unknown or of another shape.
     """
     contents = source if isinstance(source, Contents) else Contents(source)
-    wanted = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(abstract)}
     pieces = pieces_of(contents, {path: leaf.shape for path, leaf in wanted.items()})
     total = sum(leaf.size for leaf in wanted.values())
     with tqdm(total=total, unit=" weights", unit_scale=True, desc="reading", disable=not progress or jax.process_index() > 0) as bar:
-        loaded = {}
         for path, leaf in wanted.items():
-            loaded[path] = _place(pieces[path], leaf)
+            yield path, _place(pieces[path], leaf)
             bar.update(leaf.size)
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: loaded[jax.tree_util.keystr(path, simple=True, separator="/")], abstract)
 
 
 class Piece:

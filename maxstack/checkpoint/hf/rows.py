@@ -141,6 +141,11 @@ def _row(line: str) -> Row:
     return Row(name, tuple(parts), theirs, tuple(hints), more == ["copy"])
 
 
+def axes_in(layout: str) -> list[tuple[str, ...]]:
+    """The names of the axes in each dimension of a layout."""
+    return [axis if isinstance(axis, tuple) else (axis,) for axis in _parse(layout)]
+
+
 def _parse(layout: str) -> Axes:
     return tuple(tuple(group.split()) if group else atom for group, atom in re.findall(r"\(([^)]*)\)|(\S+)", layout))
 

@@ -11,12 +11,13 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from parity import loaded
 
 from maxstack.checkpoint.hf.binding import bind
 from maxstack.checkpoint.hf.contents import Contents
 from maxstack.checkpoint.hf.families import FAMILIES
 from maxstack.checkpoint.hf.mxfp4 import VALUES
-from maxstack.checkpoint.hf.reader import load_params, pieces_of
+from maxstack.checkpoint.hf.reader import pieces_of
 from maxstack.data import DataError
 from maxstack.models import decoder
 from maxstack.models.config import DecoderConfig
@@ -44,15 +45,15 @@ def spread(leaf, mesh):
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "qwen3_next"])
 def test_eight_devices_get_what_one_gets(name):
     contents, mesh = Contents(GOLDENS / name), Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor"))
-    one = load_params(contents, abstract(contents), progress=False)
-    eight = load_params(contents, jax.tree.map(lambda leaf: spread(leaf, mesh), abstract(contents)), progress=False)
+    one = loaded(contents, abstract(contents))
+    eight = loaded(contents, jax.tree.map(lambda leaf: spread(leaf, mesh), abstract(contents)))
     assert sum(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(eight)) > 5
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), one, eight)
 
 
 def test_numbers_are_cast_to_what_the_run_wants():
     contents = Contents(GOLDENS / "llama")
-    exact, cast = (load_params(contents, abstract(contents, dtype), progress=False) for dtype in ("float32", "bfloat16"))
+    exact, cast = (loaded(contents, abstract(contents, dtype)) for dtype in ("float32", "bfloat16"))
     assert cast["embed"].dtype == "bfloat16"
     np.testing.assert_array_equal(np.asarray(exact["embed"]).astype(ml_dtypes.bfloat16), np.asarray(cast["embed"]))
 
@@ -98,7 +99,7 @@ def test_mxfp4_experts_are_unpacked(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
     safetensors.numpy.save_file(found, tmp_path / "model.safetensors")
     contents = Contents(tmp_path)
-    params = load_params(contents, abstract(contents), progress=False)
+    params = loaded(contents, abstract(contents))
     for layer, name in enumerate(contents.model.order):
         experts = jax.tree.map(np.asarray, params["blocks"][name]["mlp"])
         fused = meant[f"model.layers.{layer}.mlp.experts.gate_up_proj"]
@@ -109,5 +110,5 @@ def test_mxfp4_experts_are_unpacked(tmp_path):
 
 def test_a_weight_without_sharding_goes_to_one_device():
     contents = Contents(GOLDENS / "gpt2")
-    params = load_params(contents, abstract(contents), progress=False)
+    params = loaded(contents, abstract(contents))
     assert {device for leaf in jax.tree.leaves(params) for device in leaf.devices()} == {jax.devices()[0]}

@@ -1,0 +1,58 @@
+"""An adapter of PEFT merged into the tensors of a model folder, or taken out of them again, tensor by tensor."""
+
+import fnmatch
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from maxstack.checkpoint.hf.folder import Folder, Plain
+from maxstack.checkpoint.hf.peft import Adapter
+from maxstack.checkpoint.hf.writer import Atomic, Shard
+from maxstack.config import ConfigError
+
+TINY = 1e-12
+
+
+def merge(source: Path, adapter: Adapter, out: Path, sign: int, done: Callable[[int], object]) -> int:
+    """Write `out`, whole or not at all: the model folder with the adapter's change added, or with `sign` -1 subtracted; the number of tensors that
+    changed. `done` is told the bytes of each tensor. ConfigError where the adapter is of another model."""
+    if sign < 0 and adapter.dora:
+        raise ConfigError(f"{adapter.folder}: is DoRA, whose merging forgets the length of W's columns; keep the folder that it was merged into")
+    folder = Folder(source)
+    files: dict[Path, dict[str, Plain]] = {}
+    for name, tensor in folder.raw().items():
+        files.setdefault(tensor.file, {})[name] = tensor
+    names = {name for tensors in files.values() for name in tensors}
+    if odd := sorted(f"{module}.weight" for module in adapter.modules if f"{module}.weight" not in names):
+        more = f" (and {len(odd) - 1} more)" if len(odd) > 1 else ""
+        raise ConfigError(f"{adapter.folder}: is of another model: {source} has no {odd[0]}{more}")
+    with Atomic(out) as made:
+        for entry in sorted(source.iterdir()):
+            if entry.is_file() and not fnmatch.fnmatch(entry.name, "*.safetensors"):
+                shutil.copyfile(entry, made / entry.name)
+        for path, tensors in files.items():
+            shard = Shard(made / path.name, {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
+            for name, tensor in tensors.items():
+                values, module = tensor.array(None), name.removesuffix(".weight")
+                shard.array(name)[...] = _merged(values, adapter, module, sign, folder.path) if module in adapter.modules else values
+                done(values.nbytes)
+                tensor.forget()
+                shard.forget()
+            shard.close()
+    return len(adapter.modules)
+
+
+def _merged(values: np.ndarray, adapter: Adapter, module: str, sign: int, source: Path) -> np.ndarray:
+    change, lengths = adapter.change(module)
+    change = change.T if adapter.inputs_first else change
+    if change.shape != values.shape:
+        raise ConfigError(f"{adapter.folder}: is of another model: its change of {module} is {list(change.shape)}, and in {source} that is "
+                          f"{list(values.shape)}")
+    whole = values.astype(np.float32) + sign * change
+    if lengths is not None:
+        axis = 0 if adapter.inputs_first else 1
+        factor = lengths / np.maximum(np.sqrt(np.square(whole).sum(axis=axis)), TINY)
+        whole = whole * np.expand_dims(factor, axis)
+    return whole.astype(values.dtype)

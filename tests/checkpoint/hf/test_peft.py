@@ -1,0 +1,136 @@
+"""Adapters in PEFT's format: those that peft made compute here what they do there, and ours are read, merged and told as what they are."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import parity
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from maxstack import cli, config
+from maxstack.checkpoint.hf import peft
+from maxstack.checkpoint.hf.binding import bind
+from maxstack.checkpoint.hf.contents import Contents
+from maxstack.checkpoint.hf.merge import merge
+from maxstack.checkpoint.hf.peft import Adapter
+from maxstack.config import ConfigError
+from maxstack.run import assemble
+from maxstack.schema import Config
+from maxstack.score import open_model, with_adapter
+from maxstack.sharding import make_mesh
+
+ADAPTERS = parity.GOLDENS / "adapters"
+FLOAT = ["model.dtype=float32", "mesh.fsdp=1", "mesh.data=8"]
+
+
+def logits(run, params, golden):
+    """[B, T, V] of the model of a run."""
+    real = np.arange(golden["tokens"].shape[1]) < golden["lengths"][:, None]
+    batch = {"tokens": jnp.asarray(golden["tokens"]), "positions": jnp.where(real, np.arange(real.shape[1]), 0),
+             "segments": jnp.asarray(real, jnp.int32)}
+
+    def of(params):
+        model = nnx.merge(run.graph, nnx.State(params))
+        return model.logits(model.hidden(batch))
+
+    return np.where(real[:, :, None], np.asarray(jax.jit(of)(params)), 0.0)
+
+
+def far(found, wanted):
+    return float(np.abs(found - wanted).max() / wanted.std())
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in ADAPTERS.iterdir()))
+def test_an_adapter_of_peft_computes_what_it_does_there(name):
+    golden = np.load(ADAPTERS / name / "golden.npz")
+    run, params = open_model(str(parity.GOLDENS / name.partition("-")[2]), FLOAT)
+    assert far(logits(run, params, golden), golden["logits"]) > 0.1
+    assert far(logits(*with_adapter(run, params, str(ADAPTERS / name)), golden), golden["logits"]) < parity.LOGITS
+
+
+def trained(family: str, lora: dict):
+    """A run of a golden folder with random adapters: its configuration, weights by path, and its family's tensors."""
+    given = {"model": {"from": str(parity.GOLDENS / family)}, "data": {"sources": [{"kind": "synthetic", "vocab": 2}]}, "lora": lora}
+    cfg = config.load(Config, given, ["model.dtype=float32"])
+    run = assemble(cfg, make_mesh(cfg.mesh, jax.devices()[:1]))
+    rng, names = np.random.default_rng(0), ("lora_a", "lora_b", "magnitude")
+    leaves = {path: rng.normal(size=leaf.shape).astype(np.float32) for path, leaf in run.weights.items() if path.endswith(names)}
+    plain = nnx.traversals.flatten_mapping(parity.model_and_params(parity.GOLDENS / family)[2], sep="/")
+    weights = {path: np.asarray(leaf) for path, leaf in run.beside(plain).items()} | leaves
+    return run, weights, bind(Contents(parity.GOLDENS / family).family, cfg.model, {path: leaf.shape for path, leaf in run.untreated.items()})
+
+
+def written(folder, family: str, lora: dict):
+    run, weights, bound = trained(family, lora)
+    folder.mkdir()
+    adapted = {path: place.contract for path, place in run.treatment.adapted.items()}
+    peft.write(folder, run.cfg.lora, adapted, bound, weights.__getitem__, lambda path: run.treatment.floats(path, weights), family)
+    return run, weights, bound, adapted
+
+
+@pytest.mark.parametrize(("family", "lora"), [
+    ("llama", {"rank": 3}), ("phi3", {"rank": 2, "dora": True, "rslora": True}), ("gpt2", {"rank": 2}),
+    ("qwen3_next", {"rank": 2, "dora": True, "targets": [".*/mixer"]}), ("gemma3", {"targets": [".*/query", ".*/mlp"]})])
+def test_an_adapter_of_ours_is_read_back_and_merges_alike_in_both_layouts(family, lora, tmp_path):
+    run, weights, bound, adapted = written(tmp_path / "adapter", family, lora)
+    ours = {path: leaf for path, leaf in weights.items() if path.endswith(("lora_a", "lora_b", "magnitude"))}
+    shapes = {path: leaf.shape for path, leaf in ours.items()}
+    for path, leaf in peft.read(Adapter(tmp_path / "adapter"), run.cfg.lora, adapted, bound, shapes).items():
+        np.testing.assert_array_equal(leaf, ours[path], err_msg=path)
+    merge(parity.GOLDENS / family, Adapter(tmp_path / "adapter"), tmp_path / "merged", 1, lambda size: None)
+    merged = nnx.traversals.flatten_mapping(parity.model_and_params(tmp_path / "merged")[2], sep="/")
+    for path, leaf in run.treatment.merged(weights).items():
+        np.testing.assert_allclose(np.asarray(leaf), np.asarray(merged[path]), rtol=1e-4, atol=1e-5, err_msg=path)
+
+
+def test_an_adapter_that_peft_would_take_for_that_of_an_expert_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="takes an adapter of model.layers.0.mlp.shared_expert.gate_proj for one of the experts; merge it"):
+        written(tmp_path / "adapter", "qwen3_next", {"rank": 2})
+
+
+def test_what_was_merged_is_taken_out_again_but_not_dora(tmp_path, capsys):
+    given = ["--adapter", str(ADAPTERS / "lora-llama")]
+    assert cli.main(["lora", "merge", str(parity.GOLDENS / "llama"), *given, "--out", str(tmp_path / "merged")]) == 0
+    assert cli.main(["lora", "unmerge", str(tmp_path / "merged"), *given, "--out", str(tmp_path / "again")]) == 0
+    folders = parity.GOLDENS / "llama", tmp_path / "merged", tmp_path / "again"
+    before, merged, after = (load_file(folder / "model.safetensors") for folder in folders)
+    assert {name for name in before if not np.array_equal(before[name], merged[name])} == {name for name in before if "_proj" in name}
+    for name in before:
+        np.testing.assert_allclose(after[name], before[name], atol=1e-6)
+    dora = ["--adapter", str(ADAPTERS / "dora-qwen3"), "--out", str(tmp_path / "no")]
+    assert cli.main(["lora", "unmerge", str(parity.GOLDENS / "qwen3"), *dora]) == 1
+    assert "is DoRA, whose merging forgets" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    ({"lora_alpha": 7}, "was trained otherwise; set lora.alpha=7"), ({"peft_type": "IA3"}, "peft_type IA3 is not LORA"),
+    ({"bias": "all"}, "bias='all' in adapter_config.json is not supported"), ("file", "cannot be read as an adapter of PEFT"),
+    ("rank", "has rank 4 for model.layers.0.self_attn.k_proj, and lora.rank is 2; set it to 4"),
+    ("more", "has an adapter for model.layers.0.mlp.down_proj, which lora.targets leaves out"),
+    ("less", r"has no adapter for model.layers.0.self_attn.q_proj, which lora.targets names \(blocks/block/mixer/query\)")])
+def test_an_adapter_that_is_another_is_refused_by_name(change, says, tmp_path):
+    folder = tmp_path / "adapter"
+    shutil.copytree(ADAPTERS / "lora-llama", folder)
+    lora = {"rank": 2 if change == "rank" else 4, "alpha": 6.0, **({"targets": [".*/mixer"]} if change == "more" else {})}
+    if isinstance(change, dict):
+        said = json.loads((folder / "adapter_config.json").read_text())
+        (folder / "adapter_config.json").write_text(json.dumps(said | change))
+    if change == "file":
+        (folder / "adapter_model.safetensors").write_bytes(b"nothing")
+    if change == "less":
+        save_file({name: leaf for name, leaf in load_file(folder / "adapter_model.safetensors").items() if "layers.0.self_attn.q_proj" not in name},
+                  folder / "adapter_model.safetensors")
+    run, weights, *_ = trained("llama", lora)
+    with pytest.raises(ConfigError, match=says):
+        run.with_adapter(weights, str(folder))
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="is of another model: .* has no model.layers.0"):
+        merge(parity.GOLDENS / "gpt2", Adapter(ADAPTERS / "lora-llama"), tmp_path / "merged", 1, lambda size: None)
+    with pytest.raises(ConfigError, match="is of another model"):
+        with_adapter(*open_model(str(parity.GOLDENS / "gpt2"), FLOAT), str(ADAPTERS / "lora-llama"))
