@@ -40,7 +40,8 @@ def main() -> None:
     results = Results(args)
     given = {"size": args.size, "repeats": 3 if args.size == "tiny" else 5, "rows": [], "shares": shares(args.only, args.tune),
              "batches": args.batch, "attention": args.attention, "xla": args.xla.split(","), "tune": args.tune,
-             "tuned": str(args.tuned or args.out / "tuned.json"), "threads": max(1, min(8, (os.cpu_count() or 1) // 2)),
+             "quantization": args.quantization.split(","), "tuned": str(args.tuned or args.out / "tuned.json"),
+             "threads": max(1, min(8, (os.cpu_count() or 1) // 2)),
              "end": time.time() + args.budget,
              "ops": [op for op in EVERY if not {*args.only} & {*OPS} or any(op in OPS.get(section, ()) for section in args.only)]}
     waiting: list[str] = []
@@ -71,6 +72,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=lambda text: [int(part) for part in text.split(",")], help="batch sizes to train with, in this order")
     parser.add_argument("--attention", default="auto", help="attention backend of the training step")
     parser.add_argument("--xla", default="none", help="presets of configs/xla for the training step, separated by commas; none: no flags")
+    parser.add_argument("--quantization", default="none", help="presets of configs/quantization for the training step, separated by commas, as "
+                        "none,int8,fp8; none: bfloat16")
     parser.add_argument("--tune", action="store_true", help="before training, measure every block size that a kernel offers; the best go to --tuned")
     parser.add_argument("--tuned", type=Path, help="table of block sizes, as `maxstack tune` writes it (default: tuned.json in --out)")
     parser.add_argument("--silence", type=float, default=200.0, help="seconds after which a job that says nothing is given up")

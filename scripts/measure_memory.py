@@ -1,17 +1,23 @@
 """What plan says of memory beside what a step really takes, on eight virtual devices of this machine's CPU: bytes of all eight together.
 
 Each run is a process of its own. Measured is the peak of its resident memory while the state is made and two steps run, above what it held before.
-example: python scripts/measure_memory.py
+example: python scripts/measure_memory.py 'fine-tuning, all weights' 'fine-tuning, QLoRA: nf4 under rank 16'
 """
 
 import multiprocessing
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 DEVICES = 8
 ATTENTION = {"kind": "attention", "heads": 8, "kv_heads": 4, "head_dim": 64}
-MLPS = {"dense": {"kind": "gated", "hidden": 2048}, "moe": {"kind": "moe", "experts": 8, "top_k": 2, "hidden": 1024}}
+MLPS = {"dense": {"kind": "gated", "hidden": 2048}, "moe": {"kind": "moe", "experts": 8, "top_k": 2, "hidden": 1024},
+        "wide": {"kind": "gated", "hidden": 16384}}
+FEW = {"train": {"batch_size": 8, "steps": 2}}
+NF4 = {"mode": "ptq", "rules": [{"module_path": ".*/(mixer|mlp)/.*", "weight_qtype": "nf4", "tile_size": 64}]}
 RUNS = {
     "dense, fsdp 8, no remat": ("dense", {"fsdp": 8}, "none"),
     "dense, fsdp 8, full remat": ("dense", {"fsdp": 8}, "full"),
@@ -19,20 +25,23 @@ RUNS = {
     "dense, stage 4 x data 2": ("dense", {"stage": 4, "data": 2}, "full"),
     "MoE, expert 8": ("moe", {"expert": 8}, "none"),
     "MoE, fsdp 2 x expert 4, full remat": ("moe", {"fsdp": 2, "expert": 4}, "full"),
+    "fine-tuning, all weights": ("wide", {"fsdp": 8}, "full", FEW),
+    "fine-tuning, LoRA of rank 16": ("wide", {"fsdp": 8}, "full", FEW | {"lora": {"rank": 16}}),
+    "fine-tuning, QLoRA: nf4 under rank 16": ("wide", {"fsdp": 8}, "full", FEW | {"lora": {"rank": 16}, "quantization": NF4}),
 }
 
 
 def main() -> None:
     """Print a Markdown table."""
     print("| Run | Plan | Measured | Measured / plan |\n|---|---|---|---|")
-    for name, run in RUNS.items():
+    for name, run in RUNS.items() if not sys.argv[1:] else ((name, RUNS[name]) for name in sys.argv[1:]):
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             planned, measured = pool.apply(measure, run)
         print(f"| {name} | {planned / 2**20:,.0f} MiB | {measured / 2**20:,.0f} MiB | {measured / planned:.2f} |", flush=True)
 
 
-def measure(kind: str, mesh: dict[str, int], remat: str) -> tuple[int, int]:
-    """-> (bytes that plan predicts, bytes measured), each on all devices."""
+def measure(kind: str, mesh: dict[str, int], remat: str, more: Mapping[str, Any] = MappingProxyType({})) -> tuple[int, int]:
+    """-> (bytes that plan predicts, bytes measured), each on all devices, with `more` sections of the configuration."""
     os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}"}
     import jax
     import numpy as np
@@ -44,7 +53,7 @@ def measure(kind: str, mesh: dict[str, int], remat: str) -> tuple[int, int]:
 
     model = {"vocab": 8192, "embed": 512, "layers": 8, "blocks": {"block": {"mixer": ATTENTION, "mlp": MLPS[kind]}}, "remat": {"policy": remat}}
     cfg = Config.model_validate({"model": model, "mesh": {"data": 1} | mesh, "train": {"batch_size": 16, "steps": 2}, "data": {
-        "sources": [{"kind": "synthetic", "vocab": 8192}], "seq_len": 512}, "optimizer": {"chain": [{"kind": "adamw"}]}})
+        "sources": [{"kind": "synthetic", "vocab": 8192}], "seq_len": 512}, "optimizer": {"chain": [{"kind": "adamw"}]}, **more})
     run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()))
     compiled = run.step.lower(run.abstract, run.abstract_batch()).compile()
     rows = {name: np.ones(leaf.shape, leaf.dtype) for name, leaf in run.abstract_batch().items()}

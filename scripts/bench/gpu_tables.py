@@ -16,7 +16,7 @@ LINEAR = {"8,192 tokens, H 2048, V 131072": "Liger-Kernel #1422, CuTe, H100: bac
                                           "19 ms if that counts 6 M H V, 2.9 GiB",
           "32,768 tokens, H 2560, V 128256": "marin #6572, H100, JAX: 33.7 ms forward, 123.6 ms backward, 5.05 GiB",
           "8,192 tokens, H 2304, V 256000": "CCE (arXiv:2411.09009), A100: 134.8 ms for both, 1.16 GB"}
-NAMES = "op", "case", "program", "mask", "shape", "what", "head_dim", "length", "batch", "backend", "blocks", "xla"
+NAMES = "op", "case", "program", "mask", "shape", "what", "head_dim", "length", "batch", "backend", "blocks", "xla", "quantization"
 FIGURES = ("step_ms", "tokens_per_second", "mfu_causal", "forward_ms", "backward_ms", "both_ms", "forward_tflops", "backward_tflops",
            "both_tflops", "tflops", "gigabytes_per_second")
 

@@ -1,6 +1,7 @@
 """Training steps of a Llama-3.2-1B shape for bench_gpu.py: the step that `maxstack train` runs, on random tokens that lie on the device."""
 
 import functools
+import itertools
 import statistics
 import time
 from collections.abc import Iterator
@@ -13,12 +14,14 @@ import yaml
 from bench.gpu_programs import Job, Ran
 
 from maxstack import sharding
+from maxstack.config import presets_dir
 from maxstack.data.config import DataConfig, SyntheticSource
 from maxstack.layers.config import AttentionConfig, Llama3Scaling, NormConfig, RopeConfig
 from maxstack.layers.mlp_config import GatedMLPConfig
 from maxstack.models.config import BlockConfig, DecoderConfig, HeadConfig
 from maxstack.models.flops import flops_per_token
 from maxstack.optim import OptimizerConfig
+from maxstack.quantize.config import QuantizationConfig
 from maxstack.run import Run, assemble
 from maxstack.schema import Config, RunConfig, TrainConfig
 
@@ -41,14 +44,17 @@ def shape_of(size: str) -> dict[str, int]:
     return SHAPES["full" if size == "quick" else size]
 
 
-def configuration(shape: dict[str, int], batch: int, attention: str = "auto", tuned: str | None = None) -> Config:
-    """bfloat16 compute, float32 weights and AdamW, a constant learning rate, nothing recomputed. `tuned`: a table of block sizes."""
+def configuration(shape: dict[str, int], batch: int, attention: str = "auto", tuned: str | None = None,
+                  recipe: str = "none") -> Config:
+    """bfloat16 compute, float32 weights and AdamW, a constant learning rate, nothing recomputed. `tuned`: a table of block sizes; `recipe`: a preset
+    of configs/quantization."""
+    quantization = yaml.safe_load((presets_dir() / "quantization" / f"{recipe}.yml").read_text(encoding="utf-8")) if recipe != "none" else {}
     norm, scaling = NormConfig(eps=1e-5), Llama3Scaling(kind="llama3", factor=32.0)
     mixer = AttentionConfig(kind="attention", heads=shape["heads"], kv_heads=shape["kv_heads"], head_dim=shape["head_dim"], backend=attention,
                             rope=RopeConfig(theta=500000.0, scaling=scaling))
     block = BlockConfig(mixer=mixer, mlp=GatedMLPConfig(kind="gated", hidden=shape["hidden"]), norm=norm)
     return Config(
-        run=RunConfig(tuned=tuned),
+        run=RunConfig(tuned=tuned), quantization=QuantizationConfig.model_validate(quantization),
         model=DecoderConfig(vocab=shape["vocab"], embed=shape["embed"], layers=shape["layers"], blocks={"block": block}, norm=norm,
                             head=HeadConfig(tied=True)),
         data=DataConfig(sources=(SyntheticSource(kind="synthetic", vocab=shape["vocab"]),), seq_len=shape["length"], packing="none"),
@@ -57,13 +63,13 @@ def configuration(shape: dict[str, int], batch: int, attention: str = "auto", tu
 
 
 def jobs(given: dict[str, Any], peak: float | None, verdicts: "Verdicts") -> Iterator[Job]:
-    """One job for each preset of XLA's flags and batch size; kernels that `verdicts` has found wrong make the result wrong."""
+    """One job for each preset of XLA's flags, recipe and batch size; kernels that `verdicts` has found wrong make the result wrong."""
     shape = shape_of(given["size"])
-    for xla in given["xla"]:
+    for xla, recipe in itertools.product(given["xla"], given["quantization"]):
         fitting: dict[int, float] = {}
         for batch in given["batches"] or BATCHES[given["size"]]:
-            row = {"program": "maxstack", "batch": batch, "attention": given["attention"], "xla": xla, **shape}
-            cfg = configuration(shape, batch, given["attention"], given["tuned"])
+            row = {"program": "maxstack", "batch": batch, "attention": given["attention"], "xla": xla, "quantization": recipe, **shape}
+            cfg = configuration(shape, batch, given["attention"], given["tuned"], recipe)
             yield Job("train", row, dict, functools.partial(_measured, cfg, flags(xla), peak, verdicts, fitting))
 
 
