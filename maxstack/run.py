@@ -68,7 +68,7 @@ class Run:
     eval_step: Any
     """jitted (params, batch) -> sums: nll, weight, bytes."""
 
-    @property
+    @functools.cached_property
     def weights(self) -> dict[str, Any]:
         """Shapes, dtypes and shardings of the weights, by path."""
         return nnx.traversals.flatten_mapping(self.abstract.params, sep="/")

@@ -65,11 +65,11 @@ def main(argv: Sequence[str]) -> int:
     for file in (args.data, args.tokens):
         if file and not Path(file).is_file():
             raise DataError(f"{file}: no such file")
-    run, params = open_model(args.model, args.overrides)
-    rows = read_tokens(args.tokens, run.cfg.model.vocab) if args.tokens else read_texts(args.data, run)
     places = {folder: out.with_suffix(f".{Path(folder).resolve().name}{out.suffix}") for folder in args.adapter}
     if len({out, *places.values()}) <= len(places):
         raise ConfigError("--adapter: two folders of one name; their results would lie in one file")
+    run, params = open_model(args.model, args.overrides)
+    rows = read_tokens(args.tokens, run.cfg.model.vocab) if args.tokens else read_texts(args.data, run)
     _report(score(run, params, rows, out, batch_size=args.batch_size, logits=args.logits), rows, out)
     for folder, place in places.items():
         adapted = with_adapter(run, params, folder)

@@ -2,7 +2,6 @@
 
 import contextlib
 import contextvars
-import dataclasses
 import hashlib
 import math
 from collections.abc import Iterable, Iterator
@@ -29,29 +28,21 @@ def dropping(key: jax.Array) -> Iterator[None]:
         _key.reset(token)
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """Of the matrix that an adapter stands beside."""
-
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-
-
 class Adapted(Treated, nnx.Module):
     """W x + scale B A x, and with `magnitude` m (W + scale B A) x / |W + scale B A|, column by column; W is frozen."""
 
     def __init__(self, base: Weight, param: nnx.Param, path: str, cfg: LoraConfig):
         meta = param.get_metadata()
         shape, axes, contract = param.shape[-len(meta["axes"]):], meta["axes"], meta["contract"]
-        self.base, self.path, self.cfg, self.shape = base, path, cfg, Shape(shape[:contract], shape[contract:])
+        self.base, self.path, self.cfg, self.contract = base, path, cfg, contract
         lead = param.shape[:param.ndim - len(shape)]
         before, after = " ".join(axes[:contract]), " ".join(axes[contract:])
-        std = (3 * math.prod(self.shape.inputs)) ** -0.5
-        self.lora_a = _stacked(weight((*self.shape.inputs, cfg.rank), f"{before} latent", dtype="float32", std=std, use="matmul", contract=contract),
-                               lead)
-        self.lora_b = _stacked(weight((cfg.rank, *self.shape.outputs), f"latent {after}", dtype="float32", use="matmul"), lead)
+        inputs, outputs = shape[:contract], shape[contract:]
+        std = (3 * math.prod(inputs)) ** -0.5
+        self.lora_a = _stacked(weight((*inputs, cfg.rank), f"{before} latent", dtype="float32", std=std, use="matmul", contract=contract), lead)
+        self.lora_b = _stacked(weight((cfg.rank, *outputs), f"latent {after}", dtype="float32", use="matmul"), lead)
         if cfg.dora:
-            self.magnitude = _stacked(weight(self.shape.outputs, after, dtype="float32"), lead)
+            self.magnitude = _stacked(weight(outputs, after, dtype="float32"), lead)
 
     def project(self, x: jax.Array) -> jax.Array:
         """See weight.project."""
@@ -61,12 +52,12 @@ class Adapted(Treated, nnx.Module):
     def values(self, dtype: Any) -> jax.Array:
         """The merged weight."""
         magnitude = (self.magnitude[...],) if self.cfg.dora else ()
-        return merged(self.cfg, len(self.shape.inputs), values(self.base, jnp.float32), self.lora_a[...], self.lora_b[...], *magnitude).astype(dtype)
+        return merged(self.cfg, self.contract, values(self.base, jnp.float32), self.lora_a[...], self.lora_b[...], *magnitude).astype(dtype)
 
     def _lengthened(self) -> jax.Array:
         """m / |W + scale B A| of each column; the length is no variable of the gradient (section 4.3 of the paper)."""
         whole = jax.lax.stop_gradient(values(self.base, jnp.float32) + self.cfg.scale * multiply(self.lora_a[...], self.lora_b[...]))
-        return self.magnitude[...] / jnp.maximum(column_lengths(whole, range(len(self.shape.inputs))), TINY)
+        return _lengthening(whole, self.magnitude[...], self.contract)
 
     def _dropped(self, x: jax.Array) -> jax.Array:
         """The key is of the step, the weight and, by the bits of A, the layer of a stack."""
@@ -81,7 +72,12 @@ class Adapted(Treated, nnx.Module):
 def merged(cfg: LoraConfig, contract: int, w: jax.Array, a: jax.Array, b: jax.Array, magnitude: jax.Array | None = None) -> jax.Array:
     """W + scale B A, with columns as long as `magnitude` says where it is given, float32; the weight contracts its first dimensions."""
     whole = w + cfg.scale * multiply(a, b)
-    return whole if magnitude is None else whole * (magnitude / jnp.maximum(column_lengths(whole, range(contract)), TINY))
+    return whole if magnitude is None else whole * _lengthening(whole, magnitude, contract)
+
+
+def _lengthening(whole: jax.Array, magnitude: jax.Array, contract: int) -> jax.Array:
+    """What each column is to be multiplied by."""
+    return magnitude / jnp.maximum(column_lengths(whole, range(contract)), TINY)
 
 
 def column_lengths(w: jax.Array, contracted: Iterable[int]) -> jax.Array:

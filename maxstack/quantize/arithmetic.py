@@ -82,8 +82,8 @@ def dequantize(x: Array, dtype: Any) -> jax.Array:
 def inside(x: jax.Array, q: QArray, how: Operand) -> jax.Array:
     """Where x lies in the range that `q`, quantized from it, can tell apart."""
     low, high = _bounds(how)
-    zero = 0.0 if q.zero_point is None else _broadcast(q.zero_point.astype(jnp.float32), x.shape)
-    scale = _broadcast(q.scale, x.shape)
+    zero = 0.0 if q.zero_point is None else spread(q.zero_point.astype(jnp.float32), x.shape)
+    scale = spread(q.scale, x.shape)
     return (x >= (low - zero) * scale) & (x <= (high - zero) * scale)
 
 
@@ -97,7 +97,8 @@ def _bounds(how: Operand) -> tuple[float, float]:
     return -largest, largest
 
 
-def _broadcast(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def spread(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The scale of each value of an array of `shape`."""
     for i, size in enumerate(shape):
         scale = jnp.repeat(scale, size // scale.shape[i], axis=i) if scale.shape[i] != size else scale
     return scale

@@ -13,7 +13,7 @@ from maxstack.kernels.grouped_matmul import grouped_matmul
 from maxstack.kernels.grouped_matmul.case import grouped
 from maxstack.kernels.names import GroupedMatmul
 from maxstack.layers.weight import Experts
-from maxstack.quantize.arithmetic import How, Operand, faked, inside, quantize
+from maxstack.quantize.arithmetic import How, Operand, faked, inside, quantize, spread
 
 
 @flax.struct.dataclass
@@ -54,7 +54,7 @@ def _codes_forward(w_EKN: jax.Array, how: Operand, dtype: Any) -> tuple[jax.Arra
 
 def _codes_backward(how: Operand, dtype: Any, kept: Any, g_EKN: jax.Array) -> tuple[jax.Array]:
     scale_EKN, within = kept
-    g_EKN = g_EKN.astype(jnp.float32) / jnp.repeat(scale_EKN, g_EKN.shape[1] // scale_EKN.shape[1], axis=1)
+    g_EKN = g_EKN.astype(jnp.float32) / spread(scale_EKN, g_EKN.shape)
     return (g_EKN if within is None else jnp.where(within, g_EKN, 0),)
 
 
@@ -79,7 +79,7 @@ def _forward(how: How, backend: GroupedMatmul, x_SK: jax.Array, codes_EKN: jax.A
 def _backward(how: How, backend: GroupedMatmul, kept: Any, g_SN: jax.Array) -> tuple[Any, ...]:
     """In the compute dtype, on rounded gradients where the rule says so. Rows of no group have none."""
     x_SK, codes_EKN, scale_EKN, sizes_E = kept
-    scales_EKN = jnp.repeat(scale_EKN, codes_EKN.shape[1] // scale_EKN.shape[1], axis=1)
+    scales_EKN = spread(scale_EKN, codes_EKN.shape)
     w_EKN = (codes_EKN.astype(jnp.float32) * scales_EKN).astype(x_SK.dtype)
     pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes_E, backend), x_SK, w_EKN)[1]
     dx_SK = pull(faked(g_SN, how.grad, -1) if how.grad else g_SN)[0]

@@ -15,6 +15,7 @@ from maxstack import cli, config
 from maxstack.checkpoint.hf import peft
 from maxstack.checkpoint.hf.binding import bind
 from maxstack.checkpoint.hf.contents import Contents
+from maxstack.checkpoint.hf.exported import export
 from maxstack.checkpoint.hf.merge import merge
 from maxstack.checkpoint.hf.peft import Adapter
 from maxstack.config import ConfigError
@@ -90,6 +91,14 @@ def test_an_adapter_of_ours_is_read_back_and_merges_alike_in_both_layouts(family
 def test_an_adapter_that_peft_would_take_for_that_of_an_expert_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="takes an adapter of model.layers.0.mlp.shared_expert.gate_proj for one of the experts; merge it"):
         written(tmp_path / "adapter", "qwen3_next", {"rank": 2})
+
+
+def test_a_learned_table_of_positions_is_exported_with_its_own_length_not_that_of_rows(tmp_path):
+    run, weights, _ = trained("gpt2", {"rank": 2})
+    merged = run.treatment.merged(weights)
+    export(run.cfg.model, {path: leaf.shape for path, leaf in merged.items()}, lambda path: np.asarray(merged[path]), tmp_path / "out", length=16)
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert said["max_position_embeddings"] == run.cfg.model.positions > 16
 
 
 def test_what_was_merged_is_taken_out_again_but_not_dora(tmp_path, capsys):
