@@ -156,11 +156,12 @@ def poison(steps: list[int], where: str, value: float = float("nan")) -> None:
             leaves[-1] = leaves[-1].at[(0,) * leaves[-1].ndim].set(jnp.where(bad, value, leaves[-1][(0,) * leaves[-1].ndim]))
         return summed, jax.tree.unflatten(tree, leaves)
 
-    def step(cfg: Any, tx: Any, loss: Any, moves: Any, state: Any, batch: Any) -> Any:
+    def step(*arguments: Any) -> Any:
+        *_, state, _ = arguments
         bad = jnp.isin(state.step + 1, jnp.asarray(steps))
         run._gradient = lambda loss, params, batch, pieces: tainted(loss, params, batch, pieces, bad)
         try:
-            return plain[1](cfg, tx, loss, moves, state, batch)
+            return plain[1](*arguments)
         finally:
             run._gradient = plain[0]
 
