@@ -113,6 +113,11 @@ class Run:
         found = peft.read(adapter, lora, adapted, self.bound(adapter), {path: leaf.shape for path, leaf in self.weights.items() if path in names})
         return weights | {path: jax.device_put(leaf, self.weights[path].sharding) for path, leaf in found.items()}
 
+    def begun(self, weights: dict[str, Any]) -> State:
+        """The state before the first step: the weights by path, with the adapter that lora.adapter names, and fresh optimizer state."""
+        folder = self.cfg.lora and self.cfg.lora.adapter
+        return self.start(self.tree(self.with_adapter(weights, folder) if folder else weights))
+
     def bound(self, adapter: "Adapter") -> "list[Bound]":
         """The tensors of the first family that is this model and has an adapter's modules; ConfigError where there is none."""
         from maxstack.checkpoint.hf import peft

@@ -207,7 +207,7 @@ def fresh(run: Run) -> State:
     from maxstack.checkpoint.hf.reader import load_params
 
     loaded = run.treated(load_params(folder, run.untreated)) if folder else nnx.traversals.flatten_mapping(run.init().params, sep="/")
-    return run.start(run.tree(run.with_adapter(loaded, adapter) if adapter else loaded))
+    return run.begun(loaded)
 
 
 def go_back(found: "Rewind | Recompute", run: Run, saves: "Checkpoints | None", feed: "Feed", start: np.ndarray, policy: "Policy", log: Log) -> State:

@@ -247,8 +247,11 @@ class Checkpoints:
         where, run = f"{tier.folder}/{step}", self._run
         with tier.verified(step):
             if "meta" not in (parts := tier.holds(step)):
-                self.told = f"starting from the weights in {where}"
-                return run.start(run.tree(WeightsReader(Path(where)).load(run.weights, run.sources)))
+                reader, adapter = WeightsReader(Path(where)), run.cfg.lora and run.cfg.lora.adapter
+                if adapter and reader.shapes.keys() == run.weights.keys():
+                    raise ConfigError(f"lora.adapter: {adapter} and {where} both give adapters; drop lora.adapter, or restore weights without any")
+                self.told = f"starting from the weights in {where}" + f" and the adapter in {adapter}" * bool(adapter)
+                return run.begun(reader.load(run.weights, run.sources))
             meta = json.loads(tier.load(step, {"meta": None})["meta"]["json"])
             _refuse_changes(where, meta["config"], run.cfg, self._free)
             if meta["sources"] != feed.identity() and not _under("data.sources", self._free):

@@ -37,7 +37,7 @@ class Order2:
         counts = np.zeros(1 << 24, np.int32)
         for stretch in _stretches(texts):
             counts += np.bincount(stretch, minlength=1 << 24).astype(np.int32)
-        self._counts = [counts.reshape(65536, 256)]
+        self._counts: list[np.ndarray] = [counts.reshape(65536, 256)]
         self._counts.append(self._counts[0].reshape(256, 256, 256).sum(0, np.int64))
         self._counts.append(self._counts[1].sum(0, keepdims=True))
         self._totals = [table.sum(1, np.int64) for table in self._counts]

@@ -17,7 +17,7 @@ from maxstack.layers.context import Context, Table
 from maxstack.layers.gated_delta import GatedDelta
 from maxstack.layers.mla import MLA
 from maxstack.layers.mlp import ACTIVATIONS, DenseMLP, GatedMLP
-from maxstack.layers.mlp_config import RouterConfig
+from maxstack.layers.mlp_config import MoEConfig
 from maxstack.layers.moe import MoE, ParallelMLP
 from maxstack.layers.norm import Norm
 from maxstack.layers.rope import rope_table
@@ -231,21 +231,21 @@ def carry(cfg: DecoderConfig, params: dict[str, Any], loads: Mapping[tuple[str, 
     (Wang et al. 2024, arXiv:2408.15664, algorithm 1)."""
     flat = nnx.traversals.flatten_mapping(params)
     for path, load in loads.items():
-        router = _router(cfg, path)
+        router = mixture(cfg, path).router
         if router.selection_bias and router.bias_update:
             bias = flat[*path, "selection_bias"]
             flat[*path, "selection_bias"] = bias + router.bias_update * jnp.sign(load.mean(-1, keepdims=True) - load).astype(bias.dtype)
     return nnx.traversals.unflatten_mapping(flat)
 
 
-def _router(cfg: DecoderConfig, path: tuple[str, ...]) -> RouterConfig:
-    """The routing of the mixture of experts at a path."""
+def mixture(cfg: DecoderConfig, path: tuple[str, ...]) -> MoEConfig:
+    """The mixture of experts that holds the weight, or is, at a path."""
     part, key = path[:2]
     names = {"prefix": lambda: cfg.order[int(key)], "blocks": lambda: pattern_keys(cfg)[key], "mtp": lambda: cfg.mtp.block,  # type: ignore[union-attr]
              "rest": lambda: cfg.order[len(cfg.prefix) + periods(cfg) * len(cfg.period) + int(key)]}
     moe = cfg.blocks[names[part]()].experts
     assert moe
-    return moe.router
+    return moe
 
 
 def periods(cfg: DecoderConfig) -> int:

@@ -1,5 +1,6 @@
 """Memory and time of a step by arithmetic on shapes, without a compiler: coarse, but thousands a second, to choose what is worth compiling."""
 
+import collections
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from maxstack.sharding import names, spec
 
 if TYPE_CHECKING:
     from maxstack.schema import Config
+    from maxstack.treatment import Treatment
 
 RECOMPUTED = {"none": 0.0, "dots": 0.0, "dots_no_batch": 0.05, "save": 0.2, "offload": 0.3, "full": 1.0}
 """Share of the forward pass that the backward pass does again, by remat policy."""
@@ -24,10 +26,12 @@ ELEMENTWISE = 30
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """What of a run does not depend on the mesh: (logical axes, elements, bytes) of each weight and of the optimizer's state beside it."""
+    """What of a run does not depend on the mesh: (logical axes, elements, bytes) of each weight and of the optimizer's state beside it, and by type
+    the FLOPs of a token that a recipe has in low precision."""
 
     weights: tuple[tuple[tuple[str | None, ...], int, int], ...]
     state: tuple[tuple[tuple[str | None, ...], int], ...]
+    low: Mapping[str, float]
 
     @classmethod
     def of(cls, cfg: "Config") -> "Shapes":
@@ -37,14 +41,15 @@ class Shapes:
         from maxstack import optim, placement, run
         from maxstack.treatment import Treatment
 
-        params, info = run.of_weights(Treatment(cfg).state)
+        treatment = Treatment(cfg)
+        params, info = run.of_weights(treatment.state)
         trained = optim.trained(cfg.optimizer, info)
         weights = tuple((i.axes, math.prod(i.shape), math.prod(i.shape) * jax.numpy.dtype(i.dtype).itemsize) for i in jax.tree.leaves(info))
         tx = optim.build(cfg.optimizer, cfg.train.steps, run.only(trained, info))
         state = jax.eval_shape(tx.init, run.only(trained, params))
         kept = [((i.axes if i else (None,) * leaf.ndim), leaf.size * leaf.dtype.itemsize)
                 for i, leaf in zip(placement.weights_behind(state, info), jax.tree.leaves(state), strict=True)]
-        return cls(weights, tuple(kept))
+        return cls(weights, tuple(kept), _low(cfg, treatment))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +64,28 @@ def estimate(shapes: Shapes, cfg: "Config", sizes: Mapping[str, int], chip: Chip
     """Both figures of `cfg` on a mesh of `sizes`. The time is the longer of the devices' work and the networks', which are taken to overlap."""
     tokens = cfg.train.batch_size * cfg.data.seq_len
     here = tokens / math.prod(sizes[axis] for axis in ("slices", "stage", "data", "fsdp", "expert", "context"))
-    return Estimate(_memory(shapes, cfg, sizes, here), max(_work(cfg, sizes, chip, tokens, here), *_networks(shapes, cfg, sizes, links, here)))
+    seconds = _work(shapes, cfg, sizes, chip, tokens, here), *_networks(shapes, cfg, sizes, links, here)
+    return Estimate(_memory(shapes, cfg, sizes, here), max(seconds))
+
+
+def _low(cfg: "Config", treatment: "Treatment") -> Mapping[str, float]:
+    """FLOPs of a token by type, of the products that run in low precision: 2 per weight forward, and for each gradient that a rule quantizes, but for
+    those of experts."""
+    from flax import nnx
+
+    from maxstack import run
+    from maxstack.models import decoder
+
+    found: collections.Counter[str] = collections.Counter()
+    plain = nnx.traversals.flatten_mapping(run.of_weights(decoder.abstract(cfg.model)[1])[0], sep="/")
+    for path, use in treatment.taken.items():
+        if not use.how.low or use.place.use not in ("matmul", "experts"):
+            continue
+        mixture = decoder.mixture(cfg.model, tuple(path.split("/"))) if use.place.use == "experts" else None
+        products = [use.how.weight, None if mixture else use.how.grad, None if mixture or cfg.lora else use.how.weight_grad]
+        for operand in filter(None, products):
+            found[operand.qtype] += 2 * plain[path].size * (mixture.top_k / mixture.experts if mixture else 1)
+    return found
 
 
 def _parts(axes: tuple[str | None, ...], rules: Mapping[str, Any], sizes: Mapping[str, int]) -> int:
@@ -107,11 +133,12 @@ def _saved(block: BlockConfig, embed: int, policy: str, tensor: int) -> float:
     return {"none": 1.6 * dots + 4 * stream, "save": 0.5 * dots + stream}.get(policy, dots)
 
 
-def _work(cfg: "Config", sizes: Mapping[str, int], chip: Chip, tokens: int, here: float) -> float:
+def _work(shapes: Shapes, cfg: "Config", sizes: Mapping[str, int], chip: Chip, tokens: int, here: float) -> float:
     """Matrix products and elementwise traffic of one device, stretched by the pipeline's idle turns."""
     flops = sum(count.causal for count in components(cfg.model, cfg.data.seq_len, int(cfg.lora is not None)).values())  # an adapter's own are few
     again = 1 + RECOMPUTED[cfg.model.remat.policy] / 3
-    products = flops * again * tokens / math.prod(sizes.values()) / chip.flops(cfg.model.dtype)
+    each = (flops - sum(shapes.low.values())) / chip.flops(cfg.model.dtype) + sum(low / chip.flops(dtype) for dtype, low in shapes.low.items())
+    products = each * again * tokens / math.prod(sizes.values())
     stream = here * sizes["stage"] * cfg.model.embed * 2 / sizes["tensor"] * cfg.model.layers / sizes["stage"]
     turns = (cfg.mesh.microbatches or sizes["stage"]) * cfg.mesh.rounds
     return (products + ELEMENTWISE * again * stream / chip.memory_bandwidth_per_device) * (1 + (sizes["stage"] - 1) / turns)

@@ -20,11 +20,25 @@ HALF = {"nf4": jnp.uint4, "mxfp4": jnp.float4_e2m1fn, **{qtype: jnp.int4 for qty
 """The types of which two values lie in a byte, and what XLA calls them."""
 
 
-class Trained(Treated, nnx.Param):
+class Quantized(Treated):
+    """What both have in common."""
+
+    how: How
+
+    def read(self, x: jax.Array) -> jax.Array:
+        """Rounded as the rule says of activations."""
+        return faked(x, self.how.act, -1) if self.how.act else x
+
+    def _rounded(self, values: jax.Array) -> jax.Array | Experts:
+        """Experts whose products are not of low precision."""
+        return RoundedExperts(values, self.how.act) if self.how.act else values
+
+
+class Trained(Quantized, nnx.Param):
     """Floats that the optimizer updates; what multiplies by them rounds them on the way (Qwix's quantized training)."""
 
     @property
-    def how(self) -> How:
+    def how(self) -> How:  # type: ignore[override]
         return self.get_metadata()["how"]
 
     def project(self, x: jax.Array) -> jax.Array:
@@ -41,21 +55,16 @@ class Trained(Treated, nnx.Param):
         place = Place.of(self)
         return faked(self[...].reshape(place.matrix), self.how.weight, place.contracted).reshape(place.shape).astype(dtype)
 
-    def read(self, x: jax.Array) -> jax.Array:
-        """Rounded as the rule says of activations."""
-        return faked(x, self.how.act, -1) if self.how.act else x
-
     def experts(self, dtype: Any) -> jax.Array | Experts:
         """See weight.experts."""
         how = self.how
         if not how.low:
-            found = faked(self[...], how.weight, 1).astype(dtype)
-            return RoundedExperts(found, how.act) if how.act else found
+            return self._rounded(faked(self[...], how.weight, 1).astype(dtype))
         scale = jax.lax.stop_gradient(quantize(self[...], how.weight, 1).scale)
         return QuantizedExperts(codes(self[...], how.weight, dtype), scale, how)
 
 
-class Stored(Treated, nnx.Module):
+class Stored(Quantized, nnx.Module):
     """A weight in low precision: its values, two in a byte where they have four bits, and their scales. It is not trained."""
 
     def __init__(self, param: nnx.Param, how: How):
@@ -90,17 +99,12 @@ class Stored(Treated, nnx.Module):
         """See weight.values."""
         return dequantize(self.array, dtype).reshape(self.place.shape)
 
-    def read(self, x: jax.Array) -> jax.Array:
-        """Rounded as the rule says of activations."""
-        return faked(x, self.how.act, -1) if self.how.act else x
-
     def experts(self, dtype: Any) -> jax.Array | Experts:
         """See weight.experts."""
         if self.how.low:
             whole = self.array
             return QuantizedExperts(whole.qvalue.astype(dtype), whole.scale, self.how)
-        found = self.values(dtype)
-        return RoundedExperts(found, self.how.act) if self.how.act else found
+        return self._rounded(self.values(dtype))
 
 
 SCALES = "scale", "zero_point"

@@ -88,6 +88,16 @@ def test_tokens_travel_to_experts_wherever_they_stand_in_a_block():
     assert alone == beside == pytest.approx(6 * once)  # there and back, forward and for both gradients
 
 
+@pytest.mark.parametrize("mlp, products", [
+    (GATED, 6 * PER_LAYER), (MOE, 6 * 32 * 8 * 12 + 2 * 2 * 3 * 32 * 32)], ids=["dense", "two experts of four, forward alone"])
+def test_products_in_low_precision_take_the_time_of_their_type(mlp, products):
+    shape, chip = model(mlp=mlp, dtype="bfloat16", remat={"policy": "none"}), parse("v5e:4x4").chip
+    low = {"rules": [{"module_path": ".*/(mixer|mlp)/.*", "weight_qtype": "int8", "act_qtype": "int8", "bwd_qtype": "int8"}]}
+    plain, quantized = (of(tiny.config(model=shape, quantization=chosen), {"fsdp": 8}).seconds for chosen in ({}, low))
+    tokens = tiny.config().train.batch_size * tiny.config().data.seq_len / 8
+    assert plain - quantized == pytest.approx(4 * products * tokens * (1 / chip.flops("bfloat16") - 1 / chip.flops("int8")), rel=1e-3)
+
+
 @functools.cache
 def compiled(policy, **mesh):
     """A configuration whose memory is not that of its smallest parts, and its step."""

@@ -5,8 +5,10 @@ import json
 import numpy as np
 import pytest
 import tiny
+from safetensors.numpy import load_file
 
 from maxstack import cli, config, train
+from maxstack.checkpoint.weights import WeightsReader
 
 MODEL = tiny.model(layers=2, pattern=[], blocks={"b": {"mixer": {"kind": "attention", "heads": 4, "head_dim": 8}, "mlp": {
     "kind": "moe", "experts": 4, "top_k": 2, "hidden": 16}}})
@@ -46,19 +48,40 @@ def test_a_trained_run_becomes_one_in_low_precision_that_others_read(trained, ca
     assert 0 < abs(report["perplexity"]["after"] / report["perplexity"]["before"] - 1) < 0.01
     assert cli.main(["score", str(out), "--tokens", tokens, "--out", str(trained / "s.npz")]) == 0
     assert float(capsys.readouterr().out.rsplit("perplexity ", 1)[1]) == pytest.approx(report["perplexity"]["after"], rel=1e-4)
+    assert "blocks/b/mlp/gate/int8" in WeightsReader(out).shapes
     other = "quantization={mode: ptq, rules: [{module_path: '.*/(mixer|mlp)/.*', weight_qtype: float8_e4m3fn}]}"
     assert cli.main(["score", str(out), other, "--tokens", tokens, "--out", str(trained / "f.npz")]) == 1
     assert "holds the weights of another model: blocks/b/mixer/key/float8_e4m3fn" in capsys.readouterr().err
 
 
-def test_adapters_are_trained_on_a_run_in_low_precision(trained):
+@pytest.fixture(scope="module")
+def nf4(trained):
+    """The run again, its weights in four bits."""
     out = trained / "nf4"
     (trained / "nf4.yml").write_text("mode: ptq\nrules:\n  - {module_path: '.*/(mixer|mlp)/.*', weight_qtype: nf4, tile_size: 8}\n")
     assert cli.main(["quantize", str(trained / "run"), "--recipe", str(trained / "nf4.yml"), "--calibrate", str(trained / "tokens.npz"),
                      "--out", str(out)]) == 0
-    given = [str(out / "config.yml"), "run.name=tuned", "train.steps=6", "optimizer.schedule=null", "lora={rank: 2, targets: ['.*/mixer']}"]
-    assert train.main(given) == 0
+    return out
+
+
+def test_weights_in_low_precision_are_exported_as_floats_that_compute_the_same(trained, nf4, capsys):
+    assert "blocks/b/mlp/gate/nf4" in WeightsReader(nf4).shapes
+    assert cli.main(["export", str(nf4), "--out", str(trained / "floats")]) == 0
+    assert cli.main(["score", str(trained / "floats"), "--tokens", str(trained / "tokens.npz"), "--out", str(trained / "s.npz")]) == 0
+    wanted = json.loads((nf4 / "quantization.json").read_text())["perplexity"]["after"]
+    assert float(capsys.readouterr().out.rsplit("perplexity ", 1)[1]) == pytest.approx(wanted, rel=1e-4)
+
+
+def test_adapters_are_trained_on_a_run_in_low_precision_and_begin_from_those_of_a_folder(trained, nf4):
+    given = [str(nf4 / "config.yml"), "optimizer.schedule=null", "lora={rank: 2, targets: ['.*/mixer']}"]
+    assert train.main([*given, "run.name=tuned", "train.steps=6"]) == 0
     assert len([row for row in tiny.metrics(trained / "tuned") if "loss" in row]) == 6
+    for source, target, further in (("tuned", "adapter", ["run.name=again", "train.steps=1", "optimizer.learning_rate=0"]), ("again", "twice", [])):
+        assert cli.main(["lora", "export", str(trained / source), "--out", str(trained / target)]) == 0
+        if further:
+            assert train.main([*given, *further, f"lora.adapter={trained / target}"]) == 0
+    before, after = (load_file(trained / name / "adapter_model.safetensors") for name in ("adapter", "twice"))
+    assert all(np.array_equal(before[name], after[name]) for name in before | after)
 
 
 @pytest.mark.parametrize(("given", "says"), [

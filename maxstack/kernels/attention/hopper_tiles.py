@@ -26,7 +26,7 @@ BLOCK = ROWS * COMPUTE
 LOG2E = float(np.log2(np.e))
 Bound = Any
 Refs = Sequence[Any]
-TILED = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+TILED = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)  # type: ignore[abstract]  # newer jax types a protocol as abstract
 WGMMA = plgpu.Layout.WGMMA
 OF_ROWS, OF_COLUMNS = WGMMA.reduce(1), WGMMA.reduce(0)
 
