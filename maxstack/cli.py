@@ -55,6 +55,13 @@ def takes_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="replaces a value of the file; typed like YAML")
 
 
+def positive(text: str) -> int:
+    """The type of an argument that counts from 1."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
+    return int(text)
+
+
 def _dispatch(argv: Sequence[str]) -> int:
     width = max(map(len, COMMANDS))
     table = "\n".join(f"  {name:<{width}}  {help}" for name, (_, help) in COMMANDS.items())

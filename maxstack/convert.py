@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16")
 BESIDE = "hf"
 SOURCE = "source.json"
-NOTE = """# Imported by maxstack from {folder}.
-# Its data is a placeholder: give data.sources, here or on the command line, before training.
-"""
+PLACEHOLDER = "# Its data is a placeholder: give data.sources, here or on the command line, before training.\n"
 
 
 def import_model(argv: Sequence[str]) -> int:
@@ -143,7 +141,7 @@ def _configuration(contents: "Contents", out: Path, dtype: str, overrides: Seque
     if meaning(cfg.model) != meaning(contents.model):
         raise ConfigError(f"{' '.join(overrides)}: changes the architecture, and the weights in {contents.folder.path} are not of that; leave what "
                           "config.json says of the model as it is")
-    return NOTE.format(folder=contents.folder.path) + dump(cfg)
+    return f"# Imported by maxstack from {contents.folder.path}.\n{PLACEHOLDER}" + dump(cfg)
 
 
 def _tokenizer(contents: "Contents", out: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def check(cfg: "Config") -> list[Fault]:
     """Every broken rule, as far as it shows before the devices are counted."""
-    rules = mesh_rules.sizes, _vocabulary, _schedules, _evaluation, _steps, _tiers, _processes
+    rules = mesh_rules.sizes, _vocabulary, _schedules, _evaluation, _steps, _tiers, _tiles, _processes
     return list(mesh_rules.axes(cfg)) or [fault for rule in rules for fault in rule(cfg)]
 
 
@@ -69,6 +69,14 @@ def _tiers(cfg: "Config") -> Iterator[Fault]:
         if path in taken:
             yield f"{key}.path", f"path={tier.path} is also that of {taken[path]}; give each tier a folder of its own"
         taken[path] = key
+
+
+def _tiles(cfg: "Config") -> Iterator[Fault]:
+    for i, rule in enumerate(cfg.quantization.rules):
+        tile = rule.bwd_weight_grad_tile_size
+        parts = (1 / tile if isinstance(tile, float) else cfg.data.seq_len / tile) if tile else 1.0
+        if not parts.is_integer() or cfg.data.seq_len % parts:
+            yield f"quantization.rules.{i}.bwd_weight_grad_tile_size", f"{tile} does not divide data.seq_len={cfg.data.seq_len}; use a divisor"
 
 
 def _processes(cfg: "Config") -> Iterator[Fault]:

@@ -93,7 +93,11 @@ class Run:
 
     def beside(self, weights: Iterable[tuple[str, jax.Array]] | Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Fresh adapters beside weights of the run's quantization, by path."""
-        return self._made(self.treatment.with_adapters, dict(weights))
+        found = self.treatment.under_adapters(dict(weights))
+        for path in self.treatment.adapted:
+            base = {name: leaf for name, leaf in found.items() if name == f"{path}/base" or name.startswith(f"{path}/base/")}
+            found |= self._made(functools.partial(self.treatment.adapters, path), base)
+        return found
 
     def treated(self, weights: Iterable[tuple[str, jax.Array]]) -> dict[str, jax.Array]:
         """What the run keeps of untreated weights, by path, where it will live; one is treated before the next is read."""
@@ -216,12 +220,12 @@ class Run:
         return {name: put(name) for name in local if name not in unused}
 
 
-def assemble(cfg: "Config", mesh: Mesh) -> Run:
-    """Resolve everything that a run is made of; raises ConfigError where the parts do not fit."""
+def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
+    """Resolve everything that a run is made of; raises ConfigError where the parts do not fit. One that never trains has no optimizer."""
     treatment = Treatment(cfg)
     graph, params, info = treatment.graph, *of_weights(treatment.state)
-    trained = optim.trained(cfg.optimizer, info)
-    tx = optax.with_extra_args_support(optim.build(cfg.optimizer, cfg.train.steps, only(trained, info)))
+    trained = optim.trained(cfg.optimizer, info) if trains else jax.tree.map(lambda _: False, info)
+    tx = optax.with_extra_args_support(optim.build(cfg.optimizer, cfg.train.steps, only(trained, info)) if trains else optax.identity())
     abstract = State(jax.ShapeDtypeStruct((), jnp.int32), params, jax.eval_shape(tx.init, only(trained, params)), jax.eval_shape(guard.fresh))
     shardings = placement.of_state(abstract, info, mesh, cfg.mesh)
     abstract = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tqdm
 
+from maxstack import cli, sharding
 from maxstack.config import ConfigError
 from maxstack.data import DataError
 
@@ -53,12 +54,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--logits", action="store_true", help="also logits float32 [B, T, V]")
     parser.add_argument("--adapter", action="append", default=[], metavar="FOLDER",
                         help="in PEFT's format: score with it too, into FILE.NAME.npz; may be given several times")
-    parser.add_argument("--batch-size", type=int, default=8, help="rows at a time (default: 8)")
+    parser.add_argument("--batch-size", type=cli.positive, default=8, help="rows at a time (default: 8)")
     args = parser.parse_intermixed_args(argv)
     if (args.data is None) == (args.tokens is None):
         raise ConfigError("maxstack score: give either --data FILE.jsonl or --tokens FILE.npz")
-    if args.batch_size < 1:
-        raise ConfigError(f"maxstack score: --batch-size {args.batch_size} is not positive")
     out = Path(args.out)
     if not out.parent.is_dir() or out.is_dir():
         raise ConfigError(f"--out {out}: {'is a folder' if out.is_dir() else f'the folder {out.parent} does not exist'}")
@@ -95,36 +94,36 @@ def with_adapter(run: "Run", params: Any, folder: str) -> tuple["Run", Any]:
     adapter = Adapter(Path(folder))
     tensors = (tensor for tensor in run.bound(adapter) if tensor.name.removesuffix(".weight") in adapter.modules)
     paths = sorted({target.path for tensor in tensors for target in tensor.targets})
-    adapted = assemble(run.cfg.model_copy(update={"lora": LoraConfig.model_validate(adapter.settings(paths))}), run.mesh)
+    adapted = assemble(run.cfg.model_copy(update={"lora": LoraConfig.model_validate(adapter.settings(paths))}), run.mesh, trains=False)
     weights = adapted.beside(nnx.traversals.flatten_mapping(params, sep="/"))
     return adapted, adapted.tree(adapted.with_adapter(weights, folder))
 
 
 def open_model(model: str, overrides: Sequence[str]) -> tuple["Run", Any]:
     """A run's folder, one of its checkpoints, or a Hugging Face folder -> the assembled run and its weights, spread over all devices (fsdp)."""
-    cfg, own = config_of(model, overrides)
+    placed = [f"mesh.{axis}=1" for axis in sharding.AXES]
+    cfg, own = config_of(model, ["run.virtual_devices=null", *placed, "mesh.fsdp=-1", *overrides])
     import jax
 
-    from maxstack import sharding
     from maxstack.checkpoint.hf.reader import load_params
     from maxstack.checkpoint.weights import WeightsReader
     from maxstack.run import assemble
 
-    run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()))
+    run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()), trains=False)
     loaded = run.treated(load_params(model, run.untreated)) if own is None else WeightsReader(Path(model)).load(run.weights, run.sources)
     return run, run.tree(loaded)
 
 
 def config_of(model: str, overrides: Sequence[str]) -> tuple["Config", Path | None]:
-    """The configuration that a model is opened with, and the run's folder, None for a Hugging Face folder."""
-    from maxstack import config, sharding
+    """The configuration of a model, and the run's folder, None for a Hugging Face folder."""
+    from maxstack import config
     from maxstack.schema import Config
 
     if not Path(model).is_dir():
         raise ConfigError(f"{model}: no such folder; give a run's folder, one of its checkpoints, or a Hugging Face model folder")
     if (Path(model) / "hf" / "source.json").is_file() and not (Path(model) / "config.yml").is_file():
         raise ConfigError(f"{model}: an import that was not finished; give the same `maxstack import` again")
-    folder, overrides = Path(model), ["run.virtual_devices=null", *(f"mesh.{axis}=1" for axis in sharding.AXES), "mesh.fsdp=-1", *overrides]
+    folder = Path(model)
     own = next((place for place in (folder, folder.parent, folder.parent.parent) if (place / "config.yml").is_file()), None)
     if own is None:
         cfg = config.load(Config, {"model": {"from": model}, "data": {"sources": [{"kind": "synthetic", "vocab": 2}]}}, overrides)
@@ -221,7 +220,8 @@ def _scorer(run: "Run", logits: bool) -> Any:
         real_BT = places_T < lengths_B[:, None]
         batch = {"tokens": tokens_BT, "positions": jnp.where(real_BT, places_T, 0), "segments": real_BT.astype(jnp.int32)}
         model = nnx.merge(run.graph, nnx.State(params))
-        logits_BTV = model.logits(model.hidden(batch))
+        with run.treatment.counting(real_BT):
+            logits_BTV = model.logits(model.hidden(batch))
         nll_BT, _ = cross_entropy(logits_BTV[:, :-1], tokens_BT[:, 1:])
         found = {"logprobs": jnp.pad(jnp.where(real_BT[:, 1:], -nll_BT, 0.0), ((0, 0), (1, 0)))}
         return found | {"logits": jnp.where(real_BT[..., None], logits_BTV, 0.0)} if logits else found

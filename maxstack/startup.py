@@ -169,6 +169,8 @@ def introduce(run: Run, sources: list[str], log: Log) -> None:
     if (stages := run.mesh.shape["stage"]) > 1:
         idle = bubble(stages, cfg.mesh.rounds, cfg.mesh.microbatches or stages)
         log.say(f"pipeline: {stages} stages, idle in {idle:.1%} of their turns; more mesh.microbatches or mesh.rounds make that less")
+    if run.treatment.passed:
+        log.say(f"lora: no adapters beside {', '.join(run.treatment.passed)}, which lora.targets match: experts, tables and the head take none")
     for choice in run.kernels:
         log.say(f"kernel: {choice}")
     if cfg.xla.flags:
@@ -191,6 +193,10 @@ def check(run: Run) -> None:
     that has not begun, DataError where model.weights are not of this model."""
     cfg, _ = run.cfg, run.kernels
     run.check_flags()
+    kept = [path for path, use in run.treatment.taken.items() if use.mode == "ptq"]
+    if kept and not cfg.lora and not cfg.optimizer.trainable:
+        raise ConfigError(f"quantization: {len(kept)} weights, {kept[0]} first, would be kept in low precision and never trained (mode ptq), and the "
+                          "rest would be; set lora to train adapters, mode: qt to train in low precision, or optimizer.trainable for what is meant")
     if cfg.model.weights is None or (folder_of(cfg) / "checkpoints").exists():
         return
     from maxstack.checkpoint.hf.contents import Contents

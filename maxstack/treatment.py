@@ -1,5 +1,6 @@
 """What a run does to the weights of a model: which are multiplied or kept in low precision, and which have adapters. Models know nothing of it."""
 
+import contextlib
 import functools
 import math
 import re
@@ -35,8 +36,18 @@ class Treatment:
         self._cfg, self._errors = cfg, errors
         self.taken: dict[str, Taken] = {}
         self.adapted: dict[str, Place] = {}
+        self.passed: dict[str, None] = {}
+        """What else the targets of adapters match, and gets none."""
         self.graph, self.state = nnx.split(nnx.eval_shape(self._built))
         self._params = {"/".join(map(str, path)): param for path, param in nnx.to_flat_state(self.state)}
+
+    def counting(self, real_BT: jax.Array) -> contextlib.AbstractContextManager[None]:
+        """Inside, errors are of these positions alone."""
+        if self._errors is None:
+            return contextlib.nullcontext()
+        from maxstack.quantize.observe import counting
+
+        return counting(real_BT)
 
     @property
     def treats(self) -> bool:
@@ -63,22 +74,25 @@ class Treatment:
             return {f"{path}/base": array, f"{path}/layer": jnp.arange(math.prod(lead), dtype=jnp.int32).reshape(lead)}
         if use and use.mode == "ptq":
             found = {f"{path}/{name}": leaf for name, leaf in use.stored(array).items()}
-        return self.with_adapters(found)
+        found = self.under_adapters(found)
+        return found | self.adapters(path, found) if path in self.adapted else found
 
-    def with_adapters(self, kept: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Weights in float or low precision, by path, with fresh adapters beside those that get them."""
-        found: dict[str, jax.Array] = {}
+    def under_adapters(self, kept: Mapping[str, Any]) -> dict[str, Any]:
+        """Weights in float or low precision, by the paths that they have where some of them get adapters."""
+        found: dict[str, Any] = {}
         for name, leaf in kept.items():
             path = next((path for path in (name, name.rpartition("/")[0]) if path in self.adapted), None)
             found[name if path is None else f"{path}/base{name.removeprefix(path)}"] = leaf
-        for path, place in self.adapted.items():
-            if path in kept or f"{path}/scale" in kept:
-                for name in ("lora_a", "lora_b"):
-                    found[f"{path}/{name}"] = draw(self._params[f"{path}/{name}"], (path, name), self._cfg.train.seed)
-                if f"{path}/magnitude" in self._params:
-                    whole = jnp.asarray(self.floats(path, found), jnp.float32)
-                    lead = whole.ndim - len(place.shape)
-                    found[f"{path}/magnitude"] = adapter.column_lengths(whole, range(lead, lead + place.contract))
+        return found
+
+    def adapters(self, path: str, kept: Mapping[str, Array]) -> dict[str, jax.Array]:
+        """A fresh adapter beside the weight at a path, of which `kept` is what is kept."""
+        place = self.adapted[path]
+        found = {f"{path}/{name}": draw(self._params[f"{path}/{name}"], (path, name), self._cfg.train.seed) for name in ("lora_a", "lora_b")}
+        if f"{path}/magnitude" in self._params:
+            whole = jnp.asarray(self.floats(path, kept), jnp.float32)
+            lead = whole.ndim - len(place.shape)
+            found[f"{path}/magnitude"] = adapter.column_lengths(whole, range(lead, lead + place.contract))
         return found
 
     def floats(self, path: str, kept: Mapping[str, Array]) -> Array:
@@ -115,6 +129,9 @@ class Treatment:
 
             self.taken = taken(cfg.quantization, params)
         self.adapted = {path: Place.of(params[path]) for path in self._targets(params)}
+        if cfg.lora and cfg.lora.dora and (rounded := [path for path in self.adapted if path in self.taken and self.taken[path].mode != "ptq"]):
+            raise ConfigError(f"lora.dora: {rounded[0]} is rounded as it is used (mode {self.taken[rounded[0]].mode}), so its columns have no length "
+                              "of their own; keep it in low precision with mode: ptq, or set lora.dora=false")
         for path, module, name in list(_params(model)):
             param = params[path]
             if cfg.lora:
@@ -135,6 +152,7 @@ class Treatment:
         for i, pattern in enumerate(self._cfg.lora.targets if self._cfg.lora else ()):
             matching = [path for path in params if re.fullmatch(pattern, path) or re.fullmatch(pattern, path.rpartition("/")[0])]
             mine = [path for path in matching if uses[path] == "matmul"]
+            self.passed |= dict.fromkeys(path for path in matching if uses[path] in ("experts", "rows", "head"))
             if not mine:
                 modules = {part for path, use in uses.items() if use == "matmul" for part in (path, path.rpartition("/")[0])}
                 why = f"matches only {', '.join(matching[:3])}: experts, tables, the head and what is no matrix take no adapters" if matching else \

@@ -194,7 +194,7 @@ class Checkpoints:
         if not found and (path := self._cfg.elsewhere):
             folder, step = step_of(Path(path), f"checkpoint.restore: {path}")
             try:
-                return self._load(Shared(folder, self._processes), step, feed)
+                return self._load(Shared(folder, self._processes), step, feed, elsewhere=True)
             except Damage as error:
                 raise ConfigError(f"checkpoint.restore: {wanted} is damaged: {error}; name another step of it") from error
         damaged: list[tuple[Tier, int]] = []
@@ -242,11 +242,13 @@ class Checkpoints:
         elif self._processes.number == 0:
             self._told.unlink(missing_ok=True)
 
-    def _load(self, tier: Shared | Local, step: int, feed: "Feed") -> Tree:
-        """A step of a tier; Damage where it is not what was written."""
+    def _load(self, tier: Shared | Local, step: int, feed: "Feed", elsewhere: bool = False) -> Tree:
+        """A step of a tier; Damage where it is not what was written. Of another run's step that has not the weights of this one, but those that they
+        are made of, the weights alone."""
         where, run = f"{tier.folder}/{step}", self._run
         with tier.verified(step):
-            if "meta" not in (parts := tier.holds(step)):
+            parts = tier.holds(step)
+            if "meta" not in parts or (elsewhere and run.treatment.treats and not {f"params/{path}" for path in run.weights} <= {*parts["state"]}):
                 reader, adapter = WeightsReader(Path(where)), run.cfg.lora and run.cfg.lora.adapter
                 if adapter and reader.shapes.keys() == run.weights.keys():
                     raise ConfigError(f"lora.adapter: {adapter} and {where} both give adapters; drop lora.adapter, or restore weights without any")

@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from maxstack import sharding
+from maxstack.config import ConfigError
 from maxstack.kernels.backends import asking
 from maxstack.layers import dispatch, router
 from maxstack.layers.context import Context
@@ -155,6 +156,10 @@ def _on_own_tokens(cfg: MoEConfig, place: Place, given: Weights, x_BTD: jax.Arra
 def _part(name: str, place: Place, value: jax.Array) -> PartitionSpec:
     """What of a weight a device works with: its experts, and of those its hidden units."""
     parts = {HIDDEN[name]: place.hidden, 0: place.experts} if name in HIDDEN else {}
+    for i, axes in parts.items():
+        if value.shape[i] > 1 and value.shape[i] % sharding.size_of(*axes):
+            raise ConfigError(f"quantization: {value.shape[i]} scales along the hidden units of experts' {name} do not divide over the mesh's "
+                              f"{' x '.join(axes)} of {sharding.size_of(*axes)}; choose a tile_size that divides the hidden units of one device")
     return PartitionSpec(*(parts.get(i) if size > 1 else None for i, size in enumerate(value.shape)))
 
 

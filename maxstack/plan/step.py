@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _OVER = re.compile(r"(?:Used |HLO temporaries \()([\d.]+)([KMGT]?)(?: of |\) exceeds available HBM \()([\d.]+)([KMGT]?)(?: hbm|\))")
 _LARGE = re.compile(r"Size: ([\d.]+)([KMGT]?)\n(?:\s+Operator: (?:.*?op_name=\"([^\"]*)\")?.*\n)?\s+Shape: (\S+)")
-QUICK = {"exec_time_optimization_effort": -1.0}
-"""XLA's own key for less time in the compiler: the same partitioning and collectives, but less fused (EXPERIMENTS.md)."""
+QUICK = {"exec_time_optimization_effort": -1.0}, {"optimization_level": "O1"}
+"""XLA's own keys for less time in the compiler, up to jax 0.11 and since 0.12: the same partitioning and collectives, but less fused
+(EXPERIMENTS.md)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +71,7 @@ def compile_step(cfg: "Config", topology: Topology, *, exact: bool = False, dump
     lowered = run.lower()
     middle = time.perf_counter()
     try:
-        options: dict[str, Any] = QUICK if devices[0].platform == "tpu" and not exact else {}
+        options: dict[str, Any] = _quick() if devices[0].platform == "tpu" and not exact else {}
         if dump and devices[0].platform != "cpu":
             options = {**options, DUMP: str(dump)}
         compiled = run.compile(lowered, options)
@@ -80,6 +81,12 @@ def compile_step(cfg: "Config", topology: Topology, *, exact: bool = False, dump
             raise
         return Step(run, None, middle - begin, time.perf_counter() - middle, over)
     return Step(run, compiled, middle - begin, time.perf_counter() - middle)
+
+
+def _quick() -> dict[str, Any]:
+    import jax
+
+    return QUICK[not hasattr(jax.config, "jax_exec_time_optimization_effort")]
 
 
 def too_large(message: str) -> TooLarge | None:

@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--calibrate", required=True, metavar="FILE",
                         help='texts to measure on: JSONL with {"text": ...} a line, or tokens in an npz file as maxstack score takes them')
     parser.add_argument("--out", metavar="RUN", type=Path, help="the run to make; without it, only the report")
-    parser.add_argument("--batch-size", type=int, default=8, help="rows at a time (default: 8)")
+    parser.add_argument("--batch-size", type=cli.positive, default=8, help="rows at a time (default: 8)")
     args = parser.parse_intermixed_args(argv)
     if args.out and args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
         raise ConfigError(f"--out {args.out}: is there already; choose another name, or delete it")
@@ -45,17 +45,20 @@ def main(argv: Sequence[str]) -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from maxstack.score import config_of, open_model, read_texts, read_tokens
 
-    whole, params = open_model(args.model, [*args.overrides, "quantization={mode: qt, rules: []}"])
-    if whole.cfg.lora:
+    saved, own = config_of(args.model, args.overrides)
+    if saved.lora:
         raise ConfigError(f"{args.model}: has adapters; merge them first: maxstack export {args.model} --out FOLDER")
-    given, own = config_of(args.model, [*args.overrides, f"quantization={args.recipe}"])
-    cfg = _kept(given)
+    if any((rule.mode or saved.quantization.mode) == "ptq" for rule in saved.quantization.rules):
+        raise ConfigError(f"{args.model}: is in low precision already; quantize what it was made of")
+    whole, params = open_model(args.model, [*args.overrides, "quantization={mode: qt, rules: []}"])
+    cfg = _kept(config_of(args.model, [*args.overrides, f"quantization={args.recipe}"])[0])
     rows = read_tokens(args.calibrate, cfg.model.vocab) if args.calibrate.endswith(".npz") else read_texts(args.calibrate, whole)
     report = _measured(whole, params, cfg, rows, args.batch_size, args.out)
     print("\n".join(lines(report)))
     if args.out:
         _finish(Path(args.model), own, args.out, cfg, report)
-        print(f"{args.out}: maxstack score {args.out} --data FILE, or train adapters on it with lora={{rank: 8}}")
+        further = "" if own else ", once data.sources in its config.yml are yours"
+        print(f"{args.out}: maxstack score {args.out} --data FILE, or train adapters on it with lora={{rank: 8}}{further}")
     return 0
 
 
@@ -121,10 +124,10 @@ def _measured(whole: "Run", params: Any, cfg: "Config", rows: "Rows", batch_size
     from maxstack.run import assemble, count
     from maxstack.treatment import Treatment
 
-    errors = Errors()
+    errors, cfg = Errors(), whole.cfg.model_copy(update={"quantization": cfg.quantization})
     observed = Treatment(cfg, errors)
     before = _perplexity(dataclasses.replace(whole, treatment=observed, graph=observed.graph), observed.applied(params), rows, batch_size)
-    quantized = assemble(cfg, whole.mesh)
+    quantized = assemble(cfg, whole.mesh, trains=False)
     kept = quantized.treated(nnx.traversals.flatten_mapping(params, sep="/").items())
     if out:
         _write(out, kept)
@@ -160,7 +163,7 @@ def _finish(model: Path, own: Path | None, out: Path, cfg: "Config", report: Map
     from maxstack import config
     from maxstack.checkpoint.hf.contents import Contents
     from maxstack.checkpoint.hf.exported import record
-    from maxstack.convert import BESIDE
+    from maxstack.convert import BESIDE, PLACEHOLDER
 
     if own is None:
         record(Contents(model), out / BESIDE)
@@ -170,7 +173,8 @@ def _finish(model: Path, own: Path | None, out: Path, cfg: "Config", report: Map
     cfg = cfg.model_copy(update={"run": run, "model": cfg.model.model_copy(update={"weights": None}),
                                  "checkpoint": cfg.checkpoint.model_copy(update={"restore": str(out.resolve())})})
     (out / "quantization.json").write_text(json.dumps(report, indent=1) + "\n")
-    (out / "config.yml").write_text(f"# Quantized by maxstack of {model}.\n" + config.dump(cfg))
+    placeholder = "" if own else PLACEHOLDER
+    (out / "config.yml").write_text(f"# Quantized by maxstack of {model}.\n{placeholder}" + config.dump(cfg))
 
 
 def lines(report: Mapping[str, Any]) -> list[str]:

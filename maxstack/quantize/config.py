@@ -22,7 +22,8 @@ class RuleConfig(Section):
     """Regular expression that a weight's whole path must match, or that of the module that holds it: 'blocks/.*/mlp', '.*/mixer/query', embed, head.
     `maxstack quantize show CONFIG` lists the paths."""
     op_names: Items[Op] = ()
-    """Only weights that are used so: dot_general and einsum are projections and the head, ragged_dot experts, take tables. Empty: all."""
+    """Only weights that are used so: dot_general is projections and a head of its own, einsum projections, ragged_dot experts, take tables, with or
+    without a tied head. Empty: all."""
     mode: Mode | None = None
     """qt: float weights are trained, and their matmuls run in low precision. qat: the same with an unquantized backward pass, so that what is trained
     is what ptq gives. ptq: weights are kept in low precision and not trained. null: quantization.mode."""
@@ -41,7 +42,7 @@ class RuleConfig(Section):
     bwd_calibration_method: str = Field("absmax", pattern=CALIBRATION)
     """The same for gradients."""
     bwd_weight_grad_tile_size: int | float | None = Field(None, gt=0)
-    """Positions that share a scale where the gradient of the weights is made; null: all."""
+    """Positions of a sequence that share a scale, with those of the other sequences, where the gradient of the weights is made; null: all."""
     disable_channelwise_axes: bool = False
     """One scale for a whole tensor, or tile, in place of one for each row or column."""
 

@@ -32,13 +32,31 @@ class QuantizedExperts(Experts):
 
 @flax.struct.dataclass
 class RoundedExperts(Experts):
-    """Matrices whose values are those of low precision, multiplied in the compute dtype by rows that are rounded too."""
+    """Matrices whose values are those of low precision, multiplied in the compute dtype by rows that a rule may round too."""
 
     values_EKN: jax.Array
-    act: Operand = flax.struct.field(pytree_node=False)
+    how: How = flax.struct.field(pytree_node=False)
 
     def multiply(self, x_SK: jax.Array, sizes_E: jax.Array, backend: GroupedMatmul) -> jax.Array:
-        return grouped_matmul(faked(x_SK, self.act, -1), self.values_EKN, sizes_E, backend)
+        rows_SK = faked(x_SK, self.how.act, -1) if self.how.act else x_SK
+        return _in_compute_dtype(self.how, backend, rows_SK, self.values_EKN, sizes_E)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _in_compute_dtype(how: How, backend: GroupedMatmul, x_SK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    return grouped_matmul(x_SK, w_EKN, sizes_E, backend)
+
+
+def _of_rounded(how: How, backend: GroupedMatmul, kept: tuple[jax.Array, jax.Array, jax.Array], g_SN: jax.Array) -> tuple[Any, ...]:
+    """Gradients in the compute dtype, of incoming ones that are rounded where the rule says so."""
+    x_SK, w_EKN, sizes_E = kept
+    pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes_E, backend), x_SK, w_EKN)[1]
+    dx_SK = pull(faked(g_SN, how.grad, -1) if how.grad else g_SN)[0]
+    dw_EKN = pull(faked(g_SN, how.weight_grad, 0) if how.weight_grad else g_SN)[1]
+    return dx_SK, dw_EKN, None
+
+
+_in_compute_dtype.defvjp(lambda how, backend, x, w, sizes: (grouped_matmul(x, w, sizes, backend), (x, w, sizes)), _of_rounded)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -77,13 +95,11 @@ def _forward(how: How, backend: GroupedMatmul, x_SK: jax.Array, codes_EKN: jax.A
 
 
 def _backward(how: How, backend: GroupedMatmul, kept: Any, g_SN: jax.Array) -> tuple[Any, ...]:
-    """In the compute dtype, on rounded gradients where the rule says so. Rows of no group have none."""
+    """As `_of_rounded`. Rows of no group have none."""
     x_SK, codes_EKN, scale_EKN, sizes_E = kept
     scales_EKN = spread(scale_EKN, codes_EKN.shape)
     w_EKN = (codes_EKN.astype(jnp.float32) * scales_EKN).astype(x_SK.dtype)
-    pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes_E, backend), x_SK, w_EKN)[1]
-    dx_SK = pull(faked(g_SN, how.grad, -1) if how.grad else g_SN)[0]
-    dw_EKN = pull(faked(g_SN, how.weight_grad, 0) if how.weight_grad else g_SN)[1]
+    dx_SK, dw_EKN, _ = _of_rounded(how, backend, (x_SK, w_EKN, sizes_E), g_SN)
     if how.act and how.act.clips:
         dx_SK = jnp.where(inside(x_SK, quantize(x_SK, how.act, -1), how.act), dx_SK, 0)
     return dx_SK, (dw_EKN * scales_EKN).astype(codes_EKN.dtype), None, None

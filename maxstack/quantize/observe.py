@@ -1,6 +1,9 @@
 """What quantization changes in each layer: a weight multiplies as before, and is told of beside it as a recipe would have it."""
 
 import collections
+import contextlib
+import contextvars
+from collections.abc import Iterator
 from typing import Any
 
 import flax.struct
@@ -13,6 +16,18 @@ from maxstack.layers.weight import Experts, Treated, experts, lookup, multiply_e
 from maxstack.quantize.arithmetic import How
 from maxstack.quantize.place import Place
 from maxstack.quantize.weights import Stored, frozen, stored
+
+_real: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar("real", default=None)
+
+
+@contextlib.contextmanager
+def counting(real_BT: jax.Array) -> Iterator[None]:
+    """Inside, what is given at other positions than these is padding, and not told of."""
+    token = _real.set(real_BT)
+    try:
+        yield
+    finally:
+        _real.reset(token)
 
 
 class Errors:
@@ -85,5 +100,7 @@ class ObservedExperts(Experts):
 
 
 def _tell(errors: Errors, path: str, layer: jax.Array, given: jax.Array, changed: jax.Array) -> None:
-    given, changed = given.astype(jnp.float32), changed.astype(jnp.float32)
+    given, changed, real_BT = given.astype(jnp.float32), changed.astype(jnp.float32), _real.get()
+    if real_BT is not None and given.shape[:2] == real_BT.shape:  # not experts, which have no rows of padding, nor weights themselves
+        given, changed = (jnp.where(real_BT.reshape(*real_BT.shape, *(1,) * (given.ndim - 2)), x, 0) for x in (given, changed))
     jax.debug.callback(lambda *numbers: errors.add(path, *numbers), layer, jnp.sum(given * given), jnp.sum(jnp.square(changed - given)))

@@ -91,6 +91,12 @@ def _of(number: int, rule: RuleConfig, mode: str, path: str, place: Place) -> Ta
     if rule.weight_qtype in HALF and mode == "ptq" and place.matrix[place.packed] % 2:
         raise ConfigError(f"{where}.weight_qtype: {rule.weight_qtype} keeps two values in a byte, and {path} {[*place.shape]} has no even dimension "
                           "for that; use int8 for it, in a rule before this one")
+    if rule.disable_channelwise_axes and place.use == "rows":
+        raise ConfigError(f"{where}.disable_channelwise_axes: {path} is a table, of which each lookup rounds the rows that it takes; "
+                          "give it a rule of its own before this one, with scales for its rows")
+    if rule.bwd_weight_grad_tile_size and place.use == "experts":
+        raise ConfigError(f"{where}.bwd_weight_grad_tile_size: {path} is of experts, whose rows lie in no sequence; give it a rule of its own before "
+                          "this one, without tiles")
     if rule.bwd_qtype and place.use in ("rows", "head"):
         head = "the head, which the loss multiplies in the compute dtype, forward and backward"
         what = head if place.use == "head" else "a lookup, which has no matmul"

@@ -29,10 +29,6 @@ class Quantized(Treated):
         """Rounded as the rule says of activations."""
         return faked(x, self.how.act, -1) if self.how.act else x
 
-    def _rounded(self, values: jax.Array) -> jax.Array | Experts:
-        """Experts whose products are not of low precision."""
-        return RoundedExperts(values, self.how.act) if self.how.act else values
-
 
 class Trained(Quantized, nnx.Param):
     """Floats that the optimizer updates; what multiplies by them rounds them on the way (Qwix's quantized training)."""
@@ -55,11 +51,11 @@ class Trained(Quantized, nnx.Param):
         place = Place.of(self)
         return faked(self[...].reshape(place.matrix), self.how.weight, place.contracted).reshape(place.shape).astype(dtype)
 
-    def experts(self, dtype: Any) -> jax.Array | Experts:
+    def experts(self, dtype: Any) -> Experts:
         """See weight.experts."""
         how = self.how
         if not how.low:
-            return self._rounded(faked(self[...], how.weight, 1).astype(dtype))
+            return RoundedExperts(faked(self[...], how.weight, 1).astype(dtype), how)
         scale = jax.lax.stop_gradient(quantize(self[...], how.weight, 1).scale)
         return QuantizedExperts(codes(self[...], how.weight, dtype), scale, how)
 
@@ -99,12 +95,12 @@ class Stored(Quantized, nnx.Module):
         """See weight.values."""
         return dequantize(self.array, dtype).reshape(self.place.shape)
 
-    def experts(self, dtype: Any) -> jax.Array | Experts:
+    def experts(self, dtype: Any) -> Experts:
         """See weight.experts."""
         if self.how.low:
             whole = self.array
             return QuantizedExperts(whole.qvalue.astype(dtype), whole.scale, self.how)
-        return self._rounded(self.values(dtype))
+        return RoundedExperts(self.values(dtype), self.how)
 
 
 SCALES = "scale", "zero_point"
@@ -156,7 +152,8 @@ def _unpacked(x: jax.Array | np.ndarray, dim: int, dtype: Any) -> jax.Array:
 def _projected(how: How, place: Place, x: jax.Array, kept: Any, matrix: Any) -> jax.Array:
     """x times the weight that `matrix` makes of what is kept. It is made once more for the backward pass where it would else be kept for that."""
     rows = x.shape[:x.ndim - place.contract]
-    x = x.reshape(*(rows if current() else (math.prod(rows),)), -1)
+    apart = current() or (how.weight_grad and how.weight_grad.tile)  # tiles of positions lie along a sequence
+    x = x.reshape(*(rows if apart else (math.prod(rows),)), -1)
     axes = whole(place.matrix_axes)
 
     def run(x: jax.Array, kept: Any) -> jax.Array:

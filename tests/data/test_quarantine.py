@@ -135,7 +135,7 @@ def test_a_damaged_record_is_named_and_where_it_may_be_passed_over_all_others_ke
     assert words.split("{}")[0] in str(caught.value) and words.split("{}")[-1] in str(caught.value) and "\n" not in str(caught.value)
 
     got, told = documents(whole, 20), whole.damaged()
-    lost = lost or {number for number in range(24) if any(f"record {number}:" in line for line in told)}
+    lost = lost or {record for record in range(24) if any(f"record {record}:" in line for line in told)}
     assert lost and len(told) == len(lost) and all(any(words.format(record) in line for line in told) for record in lost)
     for lane in range(BATCH):
         left = [document for document in intact[lane] if number(document) not in lost]

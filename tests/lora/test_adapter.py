@@ -118,6 +118,12 @@ def test_a_target_that_takes_nothing_is_refused_by_name(targets, says):
         Treatment(tiny.config(lora={"targets": targets}))
 
 
+def test_lengths_of_columns_that_are_rounded_as_they_are_used_are_refused():
+    rules = [{"module_path": ".*/gate", "weight_qtype": "int4"}]
+    with pytest.raises(ConfigError, match="lora.dora: blocks/global/mlp/gate is rounded as it is used .*; keep it in low precision with mode: ptq"):
+        Treatment(tiny.config(lora={"dora": True}, quantization={"rules": rules}))
+
+
 @pytest.mark.parametrize(("override", "says"), [
     ("lora={targets: []}", "give at least one pattern"), ("lora={targets: ['(']}", "no regular expression"), ("lora={rank: 0}", "lora.rank"),
     ("lora={dropout: 0.1} mesh={stage: 2}", "lora.dropout: dropout=0.1 with mesh.stage=2")])

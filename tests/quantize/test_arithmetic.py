@@ -9,7 +9,7 @@ from flax import nnx
 
 from maxstack.kernels.grouped_matmul import grouped_matmul
 from maxstack.quantize.arithmetic import How, Operand, dequantize, faked, inside, product, quantize
-from maxstack.quantize.experts import QuantizedExperts, codes
+from maxstack.quantize.experts import QuantizedExperts, RoundedExperts, codes
 
 ROWS, INPUTS, OUTPUTS = 24, 32, 16
 RULES = [
@@ -100,7 +100,7 @@ def test_experts_in_low_precision_are_products_one_by_one(tile, bwd):
 
     def one_by_one(x, w):
         ends = np.cumsum(sizes)
-        parts = [product(how("int8", "int8", None, tile), "", x[end - size:end], w[e]) 
+        parts = [product(how("int8", "int8", None, tile), "", x[end - size:end], w[e])
                  for e, (end, size) in enumerate(zip(ends, sizes, strict=True)) if size]
         return jnp.concatenate([*parts, jnp.zeros((ROWS - ends[-1], OUTPUTS))])
 
@@ -109,3 +109,15 @@ def test_experts_in_low_precision_are_products_one_by_one(tile, bwd):
     plain = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, "reference"), x, w)[1](g)
     for ours_, theirs, float_ in zip(mine, known, plain, strict=True):
         assert np.abs(ours_ - theirs).max() <= (0.02 if bwd is None else 0.05) * np.abs(theirs).max() and not np.array_equal(ours_, float_)
+
+
+def test_gradients_of_experts_are_rounded_where_activations_are_not():
+    rng = np.random.default_rng(0)
+    sizes = np.array([5, 0, 12, 7])
+    x, w, g = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((ROWS, INPUTS), (4, INPUTS, OUTPUTS), (ROWS, OUTPUTS)))
+    rule, of = how("int4", None, "int4"), np.repeat(np.arange(4), sizes)
+    dx, dw = jax.vjp(lambda x, w: RoundedExperts(w, rule).multiply(x, jnp.asarray(sizes), "reference"), x, w)[1](g)
+    by_rows, by_columns = faked(g, rule.grad, -1), faked(g, rule.weight_grad, 0)
+    np.testing.assert_allclose(dx, jnp.einsum("SN,SKN->SK", by_rows, w[of]), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(dw, jnp.stack([x[of == e].T @ by_columns[of == e] for e in range(4)]), rtol=1e-4, atol=1e-4)
+    assert jnp.abs(by_rows - g).max() > 0.1

@@ -9,6 +9,8 @@ from safetensors.numpy import load_file
 
 from maxstack import cli, config, train
 from maxstack.checkpoint.weights import WeightsReader
+from maxstack.config import ConfigError
+from maxstack.schema import Config
 
 MODEL = tiny.model(layers=2, pattern=[], blocks={"b": {"mixer": {"kind": "attention", "heads": 4, "head_dim": 8}, "mlp": {
     "kind": "moe", "experts": 4, "top_k": 2, "hidden": 16}}})
@@ -18,12 +20,12 @@ MODEL = tiny.model(layers=2, pattern=[], blocks={"b": {"mixer": {"kind": "attent
 def trained(tmp_path_factory):
     """A folder with a run of four steps, and tokens."""
     folder = tmp_path_factory.mktemp("quantize")
-    cfg = tiny.config(model=MODEL, train={"steps": 4}, checkpoint={"every": 4}, eval={"every": 0}, faults={"watchdog": None},
+    cfg = tiny.config(model=MODEL, mesh={"tensor": 2}, train={"steps": 4}, checkpoint={"every": 4}, eval={"every": 0}, faults={"watchdog": None},
                       run={"output_dir": str(folder), "name": "run", "tensorboard": False, "compilation_cache": None})
     (folder / "run.yml").write_text(config.dump(cfg))
     assert train.main([str(folder / "run.yml"), "optimizer.schedule=null"]) == 0
     rng = np.random.default_rng(0)
-    np.savez(folder / "tokens.npz", tokens=rng.integers(0, tiny.VOCAB, (4, 24)).astype(np.int32), lengths=np.array([24, 20, 24, 8], np.int32))
+    np.savez(folder / "tokens.npz", tokens=rng.integers(0, tiny.VOCAB, (4, 32)).astype(np.int32), lengths=np.array([32, 20, 24, 8], np.int32))
     return folder
 
 
@@ -40,7 +42,7 @@ def test_a_trained_run_becomes_one_in_low_precision_that_others_read(trained, ca
     out, tokens = trained / "int8", str(trained / "tokens.npz")
     assert cli.main(["quantize", str(trained / "run"), "--recipe", "int8", "--calibrate", tokens, "--out", str(out)]) == 0
     told, report = capsys.readouterr().out, json.loads((out / "quantization.json").read_text())
-    assert "perplexity on 72 tokens" in told and report["bytes"]["before"] > 1.5 * report["bytes"]["after"]
+    assert "perplexity on 80 tokens" in told and report["bytes"]["before"] > 1.5 * report["bytes"]["after"]
     errors = {(row["weight"], row["layer"]): row["error"] for row in report["layers"]}
     names = "mixer/query", "mixer/key", "mixer/value", "mixer/out", "mlp/gate", "mlp/up", "mlp/down"
     assert {path for path, _ in errors} == {f"blocks/b/{name}" for name in names}
@@ -49,6 +51,12 @@ def test_a_trained_run_becomes_one_in_low_precision_that_others_read(trained, ca
     assert cli.main(["score", str(out), "--tokens", tokens, "--out", str(trained / "s.npz")]) == 0
     assert float(capsys.readouterr().out.rsplit("perplexity ", 1)[1]) == pytest.approx(report["perplexity"]["after"], rel=1e-4)
     assert "blocks/b/mlp/gate/int8" in WeightsReader(out).shapes
+    assert config.load(Config, out / "config.yml").mesh == config.load(Config, trained / "run.yml").mesh
+    assert cli.main(["quantize", str(trained / "run"), "--recipe", "int8", "--calibrate", tokens, "--out", str(trained / "1"), "--batch-size=1"]) == 0
+    one_by_one = json.loads((trained / "1" / "quantization.json").read_text())["layers"]
+    assert [row["error"] for row in one_by_one] == pytest.approx([row["error"] for row in report["layers"]], rel=1e-4)  # padding has no part in them
+    assert cli.main(["quantize", str(out), "--recipe", "int4", "--calibrate", tokens]) == 1
+    assert "is in low precision already; quantize what it was made of" in capsys.readouterr().err
     other = "quantization={mode: ptq, rules: [{module_path: '.*/(mixer|mlp)/.*', weight_qtype: float8_e4m3fn}]}"
     assert cli.main(["score", str(out), other, "--tokens", tokens, "--out", str(trained / "f.npz")]) == 1
     assert "holds the weights of another model: blocks/b/mixer/key/float8_e4m3fn" in capsys.readouterr().err
@@ -73,8 +81,9 @@ def test_weights_in_low_precision_are_exported_as_floats_that_compute_the_same(t
 
 
 def test_adapters_are_trained_on_a_run_in_low_precision_and_begin_from_those_of_a_folder(trained, nf4):
-    given = [str(nf4 / "config.yml"), "optimizer.schedule=null", "lora={rank: 2, targets: ['.*/mixer']}"]
+    given = [str(nf4 / "config.yml"), "optimizer.schedule=null", "lora={rank: 2, targets: ['.*/(mixer|mlp)/.*']}"]
     assert train.main([*given, "run.name=tuned", "train.steps=6"]) == 0
+    assert "no adapters beside blocks/b/mlp/down, blocks/b/mlp/gate, blocks/b/mlp/up, which" in (trained / "tuned" / "log.txt").read_text()
     assert len([row for row in tiny.metrics(trained / "tuned") if "loss" in row]) == 6
     for source, target, further in (("tuned", "adapter", ["run.name=again", "train.steps=1", "optimizer.learning_rate=0"]), ("again", "twice", [])):
         assert cli.main(["lora", "export", str(trained / source), "--out", str(trained / target)]) == 0
@@ -84,8 +93,22 @@ def test_adapters_are_trained_on_a_run_in_low_precision_and_begin_from_those_of_
     assert all(np.array_equal(before[name], after[name]) for name in before | after)
 
 
+def test_weights_that_nobody_could_train_are_not_trained_around(nf4):
+    with pytest.raises(ConfigError, match="would be kept in low precision and never trained .* set lora to train adapters"):
+        train.main([str(nf4 / "config.yml"), "run.name=alone"])
+
+
+def test_adapters_begin_on_the_weights_of_a_whole_run(trained):
+    given = [str(trained / "run.yml"), "run.name=over", f"checkpoint.restore={trained / 'run'}", "optimizer.schedule=null", "train.steps=1"]
+    assert train.main([*given, "lora={rank: 2, targets: ['.*/mixer/query']}"]) == 0
+    assert f"starting from the weights in {trained / 'run' / 'checkpoints' / '4'}" in (trained / "over" / "log.txt").read_text()
+    before, after = (WeightsReader(trained / name) for name in ("run", "over"))
+    np.testing.assert_array_equal(before.read("blocks/b/mixer/query"), after.read("blocks/b/mixer/query/base"))
+
+
 @pytest.mark.parametrize(("given", "says"), [
     (["--recipe", "int8", "--calibrate", "none.npz"], "--calibrate none.npz: no such file"),
+    (["--recipe", "int8", "--calibrate", "tokens.npz", "--batch-size", "0"], "--batch-size: 0 is no number above 0"),
     (["--recipe", "int9", "--calibrate", "tokens.npz"], "did you mean int8"),
     (["--recipe", "int8", "--calibrate", "tokens.npz", "--out", "run"], "--out run: is there already"),
     (["--recipe", "mixed", "--calibrate", "tokens.npz"], "quantization.rules.1.tile_size: 128 does not divide")])

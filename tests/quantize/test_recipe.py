@@ -53,6 +53,7 @@ def test_a_rule_has_its_own_mode_or_that_of_the_recipe():
      r"rules.0.module_path: '\.\*norm/scale' matches only blocks/global/mixer_norm/scale, .* which no quantized matmul can serve"),
     ([rule(tile_size=24)], r"rules.0.tile_size: 24 does not divide the 32 inputs of \w+"),
     ([rule(bwd_qtype="int8")], "rules.0.bwd_qtype: embed is a lookup, which has no matmul; give it a rule of its own before this one"),
+    ([rule(disable_channelwise_axes=True)], "rules.0.disable_channelwise_axes: embed is a table, of which each lookup rounds the rows that it takes"),
     ([rule("head", bwd_qtype="int8")],
      "rules.0.bwd_qtype: head is the head, which the loss multiplies in the compute dtype, forward and backward; give it a rule of its own"),
 ])
@@ -78,6 +79,7 @@ def test_four_bits_need_an_even_dimension():
     ("quantization.rules=[{weight_qtype: int8, weight_calibration_method: 'fixed,1,2'}]", "the range must hold 0"),
     ("quantization.rules=[{weight_qtype: mxfp4}]", "set tile_size: 32"),
     ("quantization.rules=[{weight_qtype: int8, tile_size: 0.3}]", "no whole part"),
+    ("quantization.rules=[{weight_qtype: int8, bwd_qtype: int8, bwd_weight_grad_tile_size: 7}]", "weight_grad_tile_size: 7 does not divide"),
     ("quantization.rules=[{weight_qtype: int8, mode: qat, bwd_qtype: int8}]", "no quantized backward pass; use mode: qt"),
     ("quantization={mode: ptq, rules: [{weight_qtype: int8, bwd_qtype: int8}]}", "no quantized backward pass; use mode: qt"),
 ])

@@ -6,6 +6,7 @@ import pytest
 import tiny
 from flax import nnx
 
+from maxstack.config import ConfigError
 from maxstack.treatment import Treatment
 
 ATTENTION = {"kind": "attention", "heads": 4, "kv_heads": 2, "head_dim": 8}
@@ -23,6 +24,7 @@ KINDS = {
             "b": {"mixer": DELTA, "mlp": {"kind": "dense", "hidden": 64}}}},
 }
 MESHES = {"latent, experts, further": {"fsdp": 2, "expert": 2, "tensor": 2}, "delta, dense, parallel, per layer, tied": {"fsdp": 4, "tensor": 2}}
+SGD = {"schedule": None, "chain": [{"kind": "sgd", "learning_rate": 1.0}]}
 FAR = {"int8": 0.1, "int4": 0.4}
 """Root mean square of what logits change by, over their deviation, in models of random weights with everything quantized, embedding and head too."""
 W8A8, W4 = {"weight_qtype": "int8", "act_qtype": "int8"}, {"weight_qtype": "int4", "tile_size": 8}
@@ -105,3 +107,20 @@ def test_four_bit_weights_take_half_a_byte():
     run = tiny.make_run(config("attention", recipe("ptq", module_path=".*/gate", weight_qtype="nf4")))
     leaf = run.abstract.params["blocks"]["global"]["mlp"]["gate"]["nf4"]
     assert (leaf.dtype, leaf.shape) == (np.uint8, (2, 32, 32))
+
+
+def test_tiles_of_experts_divide_over_the_devices_that_share_them():
+    moe = {"layers": 1, "pattern": [], "blocks": {"b": {"mixer": ATTENTION, "mlp": MOE | {"hidden": 48}}}}
+    cfg = tiny.config(model=tiny.model(**moe), quantization=recipe("qt", module_path=".*/mlp", tile_size=16, **W8A8), mesh={"tensor": 2})
+    with pytest.raises(ConfigError, match="3 scales along the hidden units of experts' down do not divide over the mesh's tensor of 2"):
+        tiny.steps(tiny.make_run(cfg, 2), 1)
+
+
+def test_tiles_of_positions_lie_along_a_sequence_on_a_mesh_and_on_one_device():
+    rule = recipe("qt", module_path=".*/head|.*/mlp/down", weight_qtype="int8", bwd_qtype="int4", bwd_weight_grad_tile_size=16)
+    weights = []
+    for mesh, devices in ((None, 1), ({"fsdp": 4}, 4)):
+        run = tiny.make_run(tiny.config(model=tiny.model(layers=2), quantization=rule, mesh=mesh or {}, optimizer=SGD), devices)
+        state, _ = run.step(run.init(), run.place(tiny.batch(run.cfg), run.cfg.train.batch_size))
+        weights.append(np.asarray(state.params["blocks"]["global"]["mlp"]["down"]))
+    assert np.isclose(*weights, rtol=1e-4, atol=1e-5).mean() > 0.5  # in four bits, a rounding that falls the other way is seen

@@ -50,7 +50,9 @@ def test_an_adapter_of_peft_computes_what_it_does_there(name):
     golden = np.load(ADAPTERS / name / "golden.npz")
     run, params = open_model(str(parity.GOLDENS / name.partition("-")[2]), FLOAT)
     assert far(logits(run, params, golden), golden["logits"]) > 0.1
-    assert far(logits(*with_adapter(run, params, str(ADAPTERS / name)), golden), golden["logits"]) < parity.LOGITS
+    adapted = with_adapter(run, params, str(ADAPTERS / name))
+    assert far(logits(*adapted, golden), golden["logits"]) < parity.LOGITS
+    assert adapted[1]["embed"] is params["embed"]  # no second base
 
 
 def trained(family: str, lora: dict):

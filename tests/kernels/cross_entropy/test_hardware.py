@@ -5,6 +5,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 from topologies import needs
 
+from maxstack import sharding
 from maxstack.kernels.backends import Device
 from maxstack.kernels.cross_entropy import OP, Case, Request
 from maxstack.plan import program, topology, work
@@ -28,7 +29,9 @@ def compiled(name, dtype, sizes):
         return backend.run(x, head, targets, weights, REQUEST, bias, blocks=blocks).total
 
     floats = given((ROWS, EMBED), dtype), given((EMBED, VOCAB), "float32"), given((VOCAB,), "float32")
-    return jax.jit(jax.grad(total, (0, 1, 2))).lower(*floats, given((ROWS,), "int32"), given((ROWS,), "float32")).compile()
+    alone = sharding.MeshConfig(data=1)
+    with sharding.use(sharding.make_mesh(alone, [device]), alone):
+        return jax.jit(jax.grad(total, (0, 1, 2))).lower(*floats, given((ROWS,), "int32"), given((ROWS,), "float32")).compile()
 
 
 @pytest.mark.parametrize("name, dtype", [pytest.param(name, dtype, marks=needs(name)) for name, dtype in zip(
