@@ -35,6 +35,7 @@ def assemble(cfg: OptimizerConfig, train_steps: int, params_info: Any) -> optax.
     parts = [_chain(cfg.chain, "chain", _Scope(cfg, params, train_steps))] if cfg.chain else []
     if cfg.groups:
         parts.append(_grouped(cfg, params, train_steps))
+    parts = [wrappers.in_float32(part) for part in parts]
     if cfg.ema:
         parts.append(wrappers.weight_ema(cfg.ema.decay, steps_of(cfg.ema.start, train_steps)))
     return optax.with_extra_args_support(optax.chain(*parts))
