@@ -62,5 +62,7 @@ def _made_for(run: Run) -> dict[str, Any]:
     cfg, device = run.cfg, run.mesh.devices.flat[0]
     shape = {name: list(leaf.shape) for name, leaf in run.abstract_batch().items()}
     program = "".join(dump(section) if (section := getattr(cfg, name)) else "" for name in SECTIONS)
+    seed = cfg.train.seed if cfg.lora and cfg.lora.dropout else None
     return {"configuration": hashlib.sha256(program.encode()).hexdigest()[:16], "steps": cfg.train.steps, "accumulate": cfg.train.accumulate,
-            "seed": cfg.train.seed if cfg.lora and cfg.lora.dropout else None, "batch": shape, "mesh": dict(run.mesh.shape), "device": device.device_kind, "jax": version("jax"), "jaxlib": version("jaxlib")}
+            "seed": seed, "batch": shape, "mesh": dict(run.mesh.shape), "device": device.device_kind, "jax": version("jax"),
+            "jaxlib": version("jaxlib")}
