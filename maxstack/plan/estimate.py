@@ -42,11 +42,11 @@ class Shapes:
         from maxstack.treatment import Treatment
 
         treatment = Treatment(cfg)
-        params, info = run.of_weights(treatment.state)
+        params, info = run.of_weights(treatment.state, treatment.replaced)
         trained = optim.trained(cfg.optimizer, info)
         weights = tuple((i.axes, math.prod(i.shape), math.prod(i.shape) * jax.numpy.dtype(i.dtype).itemsize, updated)
                         for i, updated in zip(jax.tree.leaves(info), jax.tree.leaves(trained), strict=True))
-        tx = optim.build(cfg.optimizer, cfg.train.steps, run.only(trained, info))
+        tx = optim.build(cfg.optimizer, cfg.train.steps, info)
         state = jax.eval_shape(tx.init, run.only(trained, params))
         kept = [((i.axes if i else (None,) * leaf.ndim), leaf.size * leaf.dtype.itemsize)
                 for i, leaf in zip(placement.weights_behind(state, info), jax.tree.leaves(state), strict=True)]
