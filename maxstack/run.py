@@ -79,6 +79,18 @@ class Run:
         return sum(leaf.size for path, leaf in self.weights.items() if path.rpartition("/")[2] in ("lora_a", "lora_b"))
 
     @functools.cached_property
+    def parameters(self) -> int:
+        """Parameters of the model, whatever is kept in their place, and of adapters."""
+        added = {path: leaf for path, leaf in self.weights.items() if path.rpartition("/")[2] in ("lora_a", "lora_b", "magnitude")}
+        return count(self.untreated)[0] + count(added)[0] if self.treatment.treats else count(self.weights)[0]
+
+    @functools.cached_property
+    def trained(self) -> int:
+        """Parameters that a step changes: by the optimizer, or by a rule of the model."""
+        changed = jax.tree.map(lambda moved, i: moved or i.carried and not i.frozen, optim.trained(self.cfg.optimizer, self.info), self.info)
+        return count(only(changed, self.abstract.params))[0]
+
+    @functools.cached_property
     def untreated(self) -> dict[str, Any]:
         """The same of the model before its weights are quantized and get adapters."""
         return self._placed(decoder.abstract(self.cfg.model)[1])
