@@ -13,7 +13,7 @@ from maxstack.config import ConfigError, dump
 from maxstack.run import Run
 
 MAGIC = b"maxstack step 1\n"
-SECTIONS = ("model", "mesh", "quantization", "objective", "optimizer", "faults")
+SECTIONS = ("model", "mesh", "quantization", "lora", "objective", "optimizer", "faults")
 
 
 def save(run: Run, compiled: Any, path: Path) -> int:
@@ -58,9 +58,11 @@ def _scalars(out_tree: Any) -> list[tuple[Any, Any]]:
 
 
 def _made_for(run: Run) -> dict[str, Any]:
-    """What decides the program, and where it can run."""
+    """What decides the program, and where it can run; the program of a run with dropout holds its seed."""
     cfg, device = run.cfg, run.mesh.devices.flat[0]
     shape = {name: list(leaf.shape) for name, leaf in run.abstract_batch().items()}
-    program = "".join(dump(getattr(cfg, name)) for name in SECTIONS)
+    program = "".join(dump(section) if (section := getattr(cfg, name)) else "" for name in SECTIONS)
+    seed = cfg.train.seed if cfg.lora and cfg.lora.dropout else None
     return {"configuration": hashlib.sha256(program.encode()).hexdigest()[:16], "steps": cfg.train.steps, "accumulate": cfg.train.accumulate,
-            "batch": shape, "mesh": dict(run.mesh.shape), "device": device.device_kind, "jax": version("jax"), "jaxlib": version("jaxlib")}
+            "seed": seed, "batch": shape, "mesh": dict(run.mesh.shape), "device": device.device_kind, "jax": version("jax"),
+            "jaxlib": version("jaxlib")}

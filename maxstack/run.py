@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +77,18 @@ class Run:
     def adapters(self) -> int:
         """Parameters of low-rank adapters."""
         return sum(leaf.size for path, leaf in self.weights.items() if path.rpartition("/")[2] in ("lora_a", "lora_b"))
+
+    @functools.cached_property
+    def parameters(self) -> int:
+        """Parameters of the model, whatever is kept in their place, and of adapters."""
+        added = {path: leaf for path, leaf in self.weights.items() if path.rpartition("/")[2] in ("lora_a", "lora_b", "magnitude")}
+        return count(self.untreated)[0] + count(added)[0] if self.treatment.treats else count(self.weights)[0]
+
+    @functools.cached_property
+    def trained(self) -> int:
+        """Parameters that a step changes: by the optimizer, or by a rule of the model."""
+        changed = jax.tree.map(lambda moved, i: moved or i.carried and not i.frozen, optim.trained(self.cfg.optimizer, self.info), self.info)
+        return count(only(changed, self.abstract.params))[0]
 
     @functools.cached_property
     def untreated(self) -> dict[str, Any]:
@@ -223,9 +235,9 @@ class Run:
 def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
     """Resolve everything that a run is made of; raises ConfigError where the parts do not fit. One that never trains has no optimizer."""
     treatment = Treatment(cfg)
-    graph, params, info = treatment.graph, *of_weights(treatment.state)
+    graph, params, info = treatment.graph, *of_weights(treatment.state, treatment.replaced)
     trained = optim.trained(cfg.optimizer, info) if trains else jax.tree.map(lambda _: False, info)
-    tx = optax.with_extra_args_support(optim.build(cfg.optimizer, cfg.train.steps, only(trained, info)) if trains else optax.identity())
+    tx = optax.with_extra_args_support(optim.build(cfg.optimizer, cfg.train.steps, info) if trains else optax.identity())
     abstract = State(jax.ShapeDtypeStruct((), jnp.int32), params, jax.eval_shape(tx.init, only(trained, params)), jax.eval_shape(guard.fresh))
     shardings = placement.of_state(abstract, info, mesh, cfg.mesh)
     abstract = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings)
@@ -335,13 +347,15 @@ def _within(mesh: Mesh, cfg: "Config", f: Callable) -> Callable:
     return traced
 
 
-def of_weights(state: nnx.State) -> tuple[Tree, Tree]:
-    """A model's weights as nested dicts of shapes, and the same dicts of ParamInfo."""
+def of_weights(state: nnx.State, replaced: Collection[str] = ()) -> tuple[Tree, Tree]:
+    """A model's weights as nested dicts of shapes, and the same dicts of ParamInfo; `replaced` are weights in whose place others are kept below."""
     info = {}
     for path, variable in nnx.to_flat_state(state):
         meta, shape = variable.get_metadata(), variable.get_value().shape
         axes = ("layers",) * (len(shape) - len(meta["axes"])) + meta["axes"]
-        info[path] = optim.ParamInfo(shape, variable.get_value().dtype, axes, meta["carried"], meta["frozen"])
+        above = ("/".join(map(str, path[:end])) for end in range(1, len(path)))
+        info[path] = optim.ParamInfo(shape, variable.get_value().dtype, axes, meta["carried"], meta["frozen"],
+                                     next((name for name in above if name in replaced), None))
     return nnx.to_pure_dict(state), nnx.traversals.unflatten_mapping(info)
 
 

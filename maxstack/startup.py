@@ -158,12 +158,14 @@ def write_records(run: Run, folder: Path) -> None:
 def introduce(run: Run, sources: list[str], log: Log) -> None:
     """What is about to run, in a few lines."""
     cfg = run.cfg
-    number, size = count(run.abstract.params)
-    _, opt_size = count(run.abstract.opt)
+    size, opt_size = (count(tree)[1] for tree in (run.abstract.params, run.abstract.opt))
+    trained = f", {run.trained:,} of them trained" if run.trained < run.parameters else ""
+    types = ", ".join([cfg.model.param_dtype, *sorted({use.rule.weight_qtype or "" for use in run.treatment.taken.values() if use.mode == "ptq"})])
     mesh = " x ".join(f"{axis}={n}" for axis, n in run.mesh.shape.items() if n > 1) or "one device"
     kind = run.mesh.devices.flat[0].device_kind
     peak = peak_flops(kind)
-    log.say(f"{cfg.run.name}: {number:,} parameters, {size / 2**20:,.1f} MiB in {cfg.model.param_dtype}; optimizer state {opt_size / 2**20:,.1f} MiB")
+    log.say(f"{cfg.run.name}: {run.parameters:,} parameters{trained}, {size / 2**20:,.1f} MiB in {types}; "
+            f"optimizer state {opt_size / 2**20:,.1f} MiB")
     log.say(f"devices: {run.mesh.size} x {kind} ({mesh}); peak {f'{peak / 1e12:.0f} TFLOP/s' if peak else 'unknown, so no MFU'}; "
             f"{flops_per_token(cfg.model, cfg.data.seq_len, run.adapters) / 1e6:,.1f} MFLOP a token, causal")
     if (stages := run.mesh.shape["stage"]) > 1:

@@ -50,9 +50,14 @@ class Treatment:
         return counting(real_BT)
 
     @property
+    def replaced(self) -> set[str]:
+        """Paths of the weights of the untreated model in whose place the treated one keeps others."""
+        return {*self.adapted, *(path for path, use in self.taken.items() if use.mode == "ptq")}
+
+    @property
     def treats(self) -> bool:
         """Whether the treated model keeps anything else than the untreated one."""
-        return bool(self.adapted) or any(use.mode == "ptq" for use in self.taken.values())
+        return bool(self.replaced)
 
     def initial(self, seed: int) -> Tree:
         """Fresh weights: those of the untreated model, treated."""

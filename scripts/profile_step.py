@@ -140,8 +140,10 @@ def optimizer(run: Any, params: Any) -> Part:
     import jax
 
     from maxstack import optim
+    from maxstack.run import only
 
     tx = optim.build(run.cfg.optimizer, run.cfg.train.steps, run.info)
+    params = only(optim.trained(run.cfg.optimizer, run.info), params)
 
     def update(params: Any, opt: Any, grads: Any) -> Any:
         updates, opt = tx.update(grads, opt, params)

@@ -62,7 +62,7 @@ def built(of=INFO, steps=100, **optimizer):
 def of_whole(cfg, steps, of):
     """A configuration's transformation, given all parameters: those that are not trained have no state, and their updates are zero."""
     chosen = trained(cfg, of)
-    tx = build(cfg, steps, only(chosen, of))
+    tx = build(cfg, steps, of)
 
     def update(grads, state, params, **extra):
         updates, state = tx.update(only(chosen, grads), state, only(chosen, params), **extra)

@@ -35,6 +35,17 @@ def test_a_step_of_another_configuration_is_refused_with_what_differs(saved):
         executable.load(other, path)
 
 
+def test_a_step_of_other_adapters_or_of_dropout_by_another_seed_is_refused(tmp_path):
+    def made(alpha, seed):
+        return tiny.make_run(tiny.config(model=CONFIG["model"], lora={"alpha": alpha, "dropout": 0.1}, train={"seed": seed}))
+
+    run = made(16.0, 0)
+    executable.save(run, run.compile(run.lower()), tmp_path / "step")
+    for other, says in ((made(8.0, 0), "compiled for configuration"), (made(16.0, 1), "compiled for seed 0, not 1; make it again")):
+        with pytest.raises(ConfigError, match=says):
+            executable.load(other, tmp_path / "step")
+
+
 def test_what_is_no_step_is_refused(saved, tmp_path):
     run, _, path = saved
     (tmp_path / "text").write_text("no step")

@@ -34,6 +34,19 @@ def test_training_lowers_the_loss():
     assert losses[-1] < losses[0] / 2
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("optimizer", [{"ema": {"decay": 0.9}}, {"chain": [{"kind": "sgd", "momentum": 0.9}], "learning_rate": 0.3}], ids=str)
+def test_weights_in_half_precision_are_trained_and_stay_so_with_optimizer_state_in_float32(dtype, optimizer):
+    run = tiny.make_run(tiny.config(model=ONE_LAYER | {"param_dtype": dtype}, optimizer=optimizer))
+    state, placed, losses = run.init(), run.place(tiny.batch(run.cfg), 8), []
+    for _ in range(20):
+        state, scalars = run.step(state, placed)
+        losses.append(float(scalars["loss"]))
+    assert losses[-1] < losses[0] - 0.5 and np.isfinite(losses).all()
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state.params)} == {dtype}
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state.opt) if leaf.ndim} == {"float32"}
+
+
 @pytest.mark.parametrize("devices", [1, 8])
 def test_one_microbatch_of_eight_rows_equals_eight_of_one(devices):
     one, eight = (tiny.make_run(tiny.config(model=ONE_LAYER, train={"batch_size": 8 * devices, "accumulate": accumulate, "steps": 5},

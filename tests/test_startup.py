@@ -1,9 +1,16 @@
-"""What happens before the first step, where it needs more than one process."""
+"""What happens before the first step: where it needs more than one process, and what is said of the run."""
 
 import subprocess
 import sys
 
+import pytest
+import tiny
 from processes import environment, joined, write_config
+
+from maxstack import startup
+from maxstack.plan import report
+from maxstack.plan.step import Step
+from maxstack.plan.topology import parse
 
 HURRIED = """
 import sys
@@ -30,3 +37,26 @@ def test_processes_that_do_not_see_one_run_folder_are_refused(tmp_path):
     assert [process.returncode for process in started] == [1, 1], outputs
     assert "error: run.output_dir: process 1 on " in outputs[1] and " does not see in runs/run what process 0 writes there" in outputs[1]
     assert "process 1" in outputs[0] and "does not see in runs/run" in outputs[0] and "Traceback" not in outputs[0] + outputs[1]
+
+
+ROUTED = {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 32, "router": {"selection_bias": True, "bias_update": 1e-3}}
+NF4 = {"mode": "ptq", "rules": [{"module_path": ".*/(mixer|mlp)/.*", "weight_qtype": "nf4", "tile_size": 8}]}
+PER_LAYER = 32 * 8 * (4 + 2 + 2 + 4) + 3 * 32 * 64
+ADAPTERS = 4 * (32 + 32 + 2 * (32 + 16) + 32 + 32 + 3 * (32 + 64))
+ALL, TABLES, NORMS = 3 * (PER_LAYER + 2 * 32) + (2 * tiny.VOCAB + 1) * 32, 2 * tiny.VOCAB * 32, 7 * 32
+
+
+@pytest.mark.parametrize(("sections", "parameters", "says"), [
+    ({}, ALL, " parameters, "), ({"quantization": NF4}, ALL, f" parameters, {TABLES + NORMS:,} of them trained, "),
+    ({"quantization": NF4, "lora": {"rank": 4}}, ALL + 3 * ADAPTERS, f" parameters, {3 * ADAPTERS:,} of them trained, "),
+    ({"optimizer": {"frozen": ["embed"]}}, ALL, f" parameters, {ALL - tiny.VOCAB * 32:,} of them trained, "),
+    ({"model": tiny.model(layers=1, pattern=[], blocks={"b": {"mixer": tiny.model()["blocks"]["global"]["mixer"], "mlp": ROUTED}})},
+     32 * 8 * 12 + 4 * 3 * 32 * 32 + 32 * 4 + 4 + 2 * 32 + (2 * tiny.VOCAB + 1) * 32, " parameters, ")],
+    ids=["whole", "ptq", "qlora", "frozen", "carried"])
+def test_parameters_are_those_of_the_model_and_its_adapters_however_they_are_kept(sections, parameters, says):
+    run, said = tiny.make_run(tiny.config(**sections)), []
+    startup.introduce(run, [], type("Said", (), {"say": lambda self, text: said.append(text)})())
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in run.weights.values()) / 2**20
+    types = "float32, nf4" if "quantization" in sections else "float32"
+    assert said[0].startswith(f"{run.cfg.run.name}: {parameters:,}{says}{size:,.1f} MiB in {types}; optimizer state ")
+    assert report.read("", run.cfg, parse("v5e:1x1"), Step(run, None, 0.0, 0.0)).parameters == parameters

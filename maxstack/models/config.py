@@ -121,7 +121,7 @@ class DecoderConfig(Section):
     dtype: Dtype = "bfloat16"
     """Of activations and matmuls; softmax, norms and the loss are float32 whatever this says."""
     param_dtype: Dtype = "float32"
-    """Of the weights that the optimizer updates."""
+    """Of the weights that the optimizer updates; it computes in float32, and so is its state unless a transform says otherwise."""
     remat: RematConfig = RematConfig()
     """What the backward pass recomputes."""
     unroll: int = Field(1, ge=1)

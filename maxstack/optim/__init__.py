@@ -60,7 +60,8 @@ class GroupConfig(Section):
 
     match: Patterns
     """Patterns over parameter paths, such as 'blocks/*' or {path: 'blocks/*', ndim: 2}; a leading ! excludes. Layers do not count in ndim, and
-    heads x head_dim count as one; optional: true allows a pattern to match nothing."""
+    heads x head_dim count as one; optional: true allows a pattern to match nothing. What is kept of a weight in low precision, and its adapter, are
+    matched by the weight's path (blocks/global/mlp/gate) and by their own (*/lora_b)."""
     chain: Chain
     """Optax transforms, applied in order, as in optimizer.chain."""
 
@@ -214,9 +215,10 @@ def updates_in(train_steps: int, every: int) -> int:
 
 
 def build(cfg: OptimizerConfig, train_steps: int, params_info: Any) -> "optax.GradientTransformationExtraArgs":
-    """The transformation that the configuration describes, for the trained parameters, given as a tree of ParamInfo with None for the others.
+    """The transformation that the configuration describes, of the parameters that it trains among those of a tree of ParamInfo.
 
-    Its update takes the parameters, and value=loss and grad=gradients as extra arguments. A pattern that matches no parameter is a ConfigError.
+    Its update takes these, None in place of the others, and value=loss and grad=gradients as extra arguments. A pattern that matches no parameter,
+    trained or not, is a ConfigError.
     """
     from maxstack.optim import chain
 

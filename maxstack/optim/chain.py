@@ -28,23 +28,25 @@ def assemble(cfg: OptimizerConfig, train_steps: int, params_info: Any) -> optax.
     except PydanticCustomError as error:
         found = error.context or {}
         raise ConfigError(f"optimizer.{found['key']}: {found['message']}") from None
-    paths = jax.tree.leaves(wrappers.tree_paths(params_info))
-    params: Params = dict(zip(paths, jax.tree.leaves(params_info), strict=True))
+    known, chosen = _by_path(params_info), jax.tree.leaves(trained(cfg, params_info))
     for i, group in enumerate(cfg.groups):
-        check_matches(check_selectors(group.match, "match"), params, f"groups.{i}.match")
-    parts = [_chain(cfg.chain, "chain", _Scope(cfg, params, train_steps))] if cfg.chain else []
+        check_matches(check_selectors(group.match, "match"), known, f"groups.{i}.match")
+    params = {path: info for (path, info), updated in zip(known.items(), chosen, strict=True) if updated}
+    rest = {path: info for path, info in known.items() if path not in params}
+    parts = [_chain(cfg.chain, "chain", _Scope(cfg, params, rest, train_steps))] if cfg.chain else []
     if cfg.groups:
-        parts.append(_grouped(cfg, params, train_steps))
+        parts.append(_grouped(cfg, params, rest, train_steps))
+    parts = [wrappers.in_float32(part) for part in parts]
     if cfg.ema:
         parts.append(wrappers.weight_ema(cfg.ema.decay, steps_of(cfg.ema.start, train_steps)))
     return optax.with_extra_args_support(optax.chain(*parts))
 
 
 class _Scope:
-    """What the items of one chain act on."""
+    """What the items of one chain act on, and the parameters that are not trained, which patterns may name too."""
 
-    def __init__(self, cfg: OptimizerConfig, params: Params, updates: int) -> None:
-        self.cfg, self.params, self.updates = cfg, params, updates
+    def __init__(self, cfg: OptimizerConfig, params: Params, rest: Params, updates: int) -> None:
+        self.cfg, self.params, self.rest, self.updates = cfg, params, rest, updates
 
     def mask(self, selectors: tuple[Selector, ...] | None) -> Callable[[Any], Any]:
         """A tree of flags; without patterns it marks the matrices."""
@@ -56,8 +58,7 @@ class _Scope:
 
 def trained(cfg: OptimizerConfig, params_info: Any) -> Any:
     """See maxstack.optim.trained."""
-    paths = wrappers.tree_paths(params_info)
-    params: Params = dict(zip(jax.tree.leaves(paths), jax.tree.leaves(params_info), strict=True))
+    paths, params = wrappers.tree_paths(params_info), _by_path(params_info)
     found = {path: info for path, info in params.items() if not info.carried and not info.frozen}
     for name, keep in (("trainable", True), ("frozen", False)):
         if getattr(cfg, name) is not None:
@@ -73,7 +74,11 @@ def trained(cfg: OptimizerConfig, params_info: Any) -> Any:
     return jax.tree.map(lambda path: path in found, paths)
 
 
-def _grouped(cfg: OptimizerConfig, params: Params, train_steps: int) -> Transform:
+def _by_path(params_info: Any) -> Params:
+    return dict(zip(jax.tree.leaves(wrappers.tree_paths(params_info)), jax.tree.leaves(params_info), strict=True))
+
+
+def _grouped(cfg: OptimizerConfig, params: Params, rest: Params, train_steps: int) -> Transform:
     matchers = [check_selectors(group.match, "match") for group in cfg.groups]
     labels: dict[str, str] = {}
     for path, info in params.items():
@@ -85,7 +90,7 @@ def _grouped(cfg: OptimizerConfig, params: Params, train_steps: int) -> Transfor
     for i, group in enumerate(cfg.groups):
         members = {path: params[path] for path, label in labels.items() if label == f"group_{i}"}
         if members:
-            chains[f"group_{i}"] = _chain(group.chain, f"groups.{i}.chain", _Scope(cfg, members, train_steps))
+            chains[f"group_{i}"] = _chain(group.chain, f"groups.{i}.chain", _Scope(cfg, members, rest, train_steps))
     return _partition(chains, labels)
 
 
@@ -105,7 +110,7 @@ def _chain(value: Any, key: str, scope: _Scope) -> Transform:
 def _item(item: dict[str, Any], key: str, scope: _Scope) -> Transform:
     found = signature(item["kind"])
     assert found is not None
-    inside = _Scope(scope.cfg, scope.params, updates_in(scope.updates, item["every_k_schedule"])) if found.name == "MultiSteps" else scope
+    inside = _Scope(scope.cfg, scope.params, scope.rest, updates_in(scope.updates, item["every_k_schedule"])) if found.name == "MultiSteps" else scope
     given = {name: _value(found, found[name], value, f"{key}.{name}", inside) for name, value in arguments_of(item).items()}
     given |= _implied(found, given, item, key, scope)
     try:
@@ -132,7 +137,7 @@ def _value(found: Signature, argument: Argument, value: Any, key: str, scope: _S
         return build_schedule(value, scope.updates, None) if isinstance(value, dict) else value
     if sort == "mask" and not isinstance(value, bool):
         selectors = check_selectors(value, key)
-        check_matches(selectors, scope.params, key)
+        check_matches(selectors, scope.params | scope.rest, key)
         return scope.mask(selectors)
     if sort == "skip":
         large = functools.partial(optax.skip_large_updates, max_squared_norm=value["max_squared_norm"]) if isinstance(value, dict) else None

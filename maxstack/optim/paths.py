@@ -21,6 +21,8 @@ class ParamInfo:
     """Updated by a rule of the model, never by the optimizer."""
     frozen: bool = False
     """Never updated: it is kept in low precision, or adapters are trained in its place."""
+    weight: str | None = None
+    """Path of the model's weight for which it is kept, in low precision or as an adapter; None: it is that weight."""
 
     def __post_init__(self) -> None:
         assert len(self.axes) == len(self.shape), (self.axes, self.shape)
@@ -68,9 +70,13 @@ class Selector:
     def excludes(self) -> bool:
         return self.path.startswith("!")
 
+    def names(self, path: str, info: ParamInfo) -> bool:
+        """Whether the path fits the glob (without its `!`), or that of the model's weight for which the parameter is kept."""
+        return any(fnmatch.fnmatchcase(name, self.path.removeprefix("!")) for name in (path, info.weight) if name is not None)
+
     def matches(self, path: str, info: ParamInfo) -> bool:
-        """Whether the path fits the glob (without its `!`) and the dimensions fit."""
-        return fnmatch.fnmatchcase(path, self.path.removeprefix("!")) and self.ndim in (None, info.ndim)
+        """Whether the path fits, and the dimensions."""
+        return self.names(path, info) and self.ndim in (None, info.ndim)
 
 
 def check_selectors(value: Any, key: str) -> tuple[Selector, ...]:
@@ -94,12 +100,12 @@ def check_matches(selectors: tuple[Selector, ...], params: dict[str, ParamInfo],
     for i, selector in enumerate(selectors):
         if selector.optional or any(selector.matches(path, info) for path, info in params.items()):
             continue
-        glob = selector.path.removeprefix("!")
-        of_any_rank = sorted({info.ndim for path, info in params.items() if fnmatch.fnmatchcase(path, glob)})
+        of_any_rank = sorted({info.ndim for path, info in params.items() if selector.names(path, info)})
         if of_any_rank:
             hint = f"parameters on that path have ndim {', '.join(map(str, of_any_rank))} (layers do not count, heads x head_dim count as one)"
         else:
-            hint = "nearest paths: " + ", ".join(nearest(glob, params, 3) or sorted(params)[:3])
+            paths = {info.weight or path for path, info in params.items()}
+            hint = "nearest paths: " + ", ".join(nearest(selector.path.removeprefix("!"), paths, 3) or sorted(paths)[:3])
         wanted = f"{selector.path!r}" + (f" with ndim {selector.ndim}" if selector.ndim is not None else "")
         raise ConfigError(f"optimizer.{key}.{i}: {wanted} matches no parameter; {hint}; to allow that, write {{path: ..., optional: true}}")
 

@@ -70,6 +70,19 @@ def weight_ema(decay: float, start: int) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
+def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Shows a transform weights and gradients in float32 at least, so that its state and its updates are; what is float32 it sees as it is."""
+    inner = optax.with_extra_args_support(inner)
+
+    def wide(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), tree)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        return inner.update(wide(updates), state, wide(params), **extra)
+
+    return optax.GradientTransformationExtraArgs(lambda params: inner.init(wide(params)), update)
+
+
 def per_layer(inner: optax.GradientTransformation, params: dict[str, ParamInfo], *, sequential: bool = False
               ) -> optax.GradientTransformationExtraArgs:
     """Applies a transform that treats each tensor by itself to every layer (and expert) of stacked parameters separately.

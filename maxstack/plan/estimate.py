@@ -26,10 +26,10 @@ ELEMENTWISE = 30
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """What of a run does not depend on the mesh: (logical axes, elements, bytes) of each weight and of the optimizer's state beside it, and by type
-    the FLOPs of a token that a recipe has in low precision."""
+    """What of a run does not depend on the mesh: (logical axes, elements, bytes, whether it is trained) of each weight, (logical axes, bytes) of the
+    optimizer's state beside it, and by type the FLOPs of a token that a recipe has in low precision."""
 
-    weights: tuple[tuple[tuple[str | None, ...], int, int], ...]
+    weights: tuple[tuple[tuple[str | None, ...], int, int, bool], ...]
     state: tuple[tuple[tuple[str | None, ...], int], ...]
     low: Mapping[str, float]
 
@@ -42,10 +42,11 @@ class Shapes:
         from maxstack.treatment import Treatment
 
         treatment = Treatment(cfg)
-        params, info = run.of_weights(treatment.state)
+        params, info = run.of_weights(treatment.state, treatment.replaced)
         trained = optim.trained(cfg.optimizer, info)
-        weights = tuple((i.axes, math.prod(i.shape), math.prod(i.shape) * jax.numpy.dtype(i.dtype).itemsize) for i in jax.tree.leaves(info))
-        tx = optim.build(cfg.optimizer, cfg.train.steps, run.only(trained, info))
+        weights = tuple((i.axes, math.prod(i.shape), math.prod(i.shape) * jax.numpy.dtype(i.dtype).itemsize, updated)
+                        for i, updated in zip(jax.tree.leaves(info), jax.tree.leaves(trained), strict=True))
+        tx = optim.build(cfg.optimizer, cfg.train.steps, info)
         state = jax.eval_shape(tx.init, run.only(trained, params))
         kept = [((i.axes if i else (None,) * leaf.ndim), leaf.size * leaf.dtype.itemsize)
                 for i, leaf in zip(placement.weights_behind(state, info), jax.tree.leaves(state), strict=True)]
@@ -94,9 +95,9 @@ def _parts(axes: tuple[str | None, ...], rules: Mapping[str, Any], sizes: Mappin
 
 def _memory(shapes: Shapes, cfg: "Config", sizes: Mapping[str, int], here: float) -> float:
     mesh, model = cfg.mesh, cfg.model
-    kept = {"params": sum(size / _parts(axes, mesh.rules, sizes) for axes, _, size in shapes.weights),
+    kept = {"params": sum(size / _parts(axes, mesh.rules, sizes) for axes, _, size, _ in shapes.weights),
             "optimizer": sum(size / _parts(axes, mesh.rules | mesh.optimizer_rules, sizes) for axes, size in shapes.state)}
-    gradients = kept["params"]
+    gradients = sum(size / _parts(axes, mesh.rules, sizes) for axes, _, size, updated in shapes.weights if updated)
     state = sum(size for part, size in kept.items() if part not in mesh.offload)
     at_once = here * sizes["stage"] / cfg.train.accumulate
     width, tensor = 4 if model.dtype == "float32" else 2, sizes["tensor"]
@@ -109,7 +110,7 @@ def _memory(shapes: Shapes, cfg: "Config", sizes: Mapping[str, int], here: float
 
 def _gathered(shapes: Shapes, cfg: "Config", sizes: Mapping[str, int], width: int) -> float:
     """The weights of two layers of the mean size, gathered over everything but tensor and expert."""
-    stacked = sum(number / (sizes["expert"] if "expert" in axes else 1) for axes, number, _ in shapes.weights if "layers" in axes)
+    stacked = sum(number / (sizes["expert"] if "expert" in axes else 1) for axes, number, *_ in shapes.weights if "layers" in axes)
     return 2 * stacked / cfg.model.layers * width / sizes["tensor"]
 
 
@@ -150,15 +151,16 @@ def _networks(shapes: Shapes, cfg: "Config", sizes: Mapping[str, int], links: Ma
     total: dict[str, float] = {}
     again = 3 if model.remat.policy == "full" else 2
     sent: dict[str, float] = dict.fromkeys(sizes, 0.0)
-    for axes, number, _ in shapes.weights:
+    for axes, number, _, updated in shapes.weights:
+        gradient = 4 * updated
         over = [axis for entry in spec(axes, cfg.mesh.rules) for axis in names(entry)]
         own = number / math.prod(sizes[axis] for axis in over if axis in ("tensor", "expert", "stage") and ("layers" in axes or axis != "stage"))
         for axis in ("fsdp", "context"):
             if axis in over:
                 times = (cfg.mesh.microbatches or sizes["stage"]) if "layers" in axes and sizes["stage"] > 1 else 1
-                sent[axis] += own * (2 * width + 4) * _ring(sizes[axis]) * cfg.train.accumulate * times
+                sent[axis] += own * (2 * width + gradient) * _ring(sizes[axis]) * cfg.train.accumulate * times
         for axis in ("data", "slices"):
-            sent[axis] += 2 * 4 * number / _parts(axes, cfg.mesh.rules, sizes) * _ring(sizes[axis])
+            sent[axis] += 2 * gradient * number / _parts(axes, cfg.mesh.rules, sizes) * _ring(sizes[axis])
     layers, stream = model.layers / sizes["stage"], here * sizes["stage"] * model.embed * width
     sent["tensor"] += 4 * (again + 1) * layers * stream * _ring(sizes["tensor"])
     mixers = [model.blocks[name].mixer for name in model.order]

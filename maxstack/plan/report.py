@@ -86,7 +86,6 @@ def read(name: str, cfg: "Config", topology: Topology, step: Step, dump: Path | 
     """The plan of a compiled step, or of one that was too large to compile; `dump` as in `compile_step`."""
     from maxstack import fit
     from maxstack.models.pipeline import bubble
-    from maxstack.run import count
 
     chip, tokens, sizes = topology.chip, cfg.train.batch_size * cfg.data.seq_len, dict(step.run.mesh.shape)
     found: Roofline | None = None
@@ -104,7 +103,7 @@ def read(name: str, cfg: "Config", topology: Topology, step: Step, dump: Path | 
     return Plan(
         config=name, topology=topology.name, chip=chip.kinds[0] if chip else topology.devices()[0].device_kind, devices=topology.size,
         mesh={axis: size for axis, size in sizes.items() if size > 1}, batch_size=cfg.train.batch_size, seq_len=cfg.data.seq_len,
-        parameters=count(step.run.abstract.params)[0], memory=parts, needed=needed, buffers=buffers,
+        parameters=step.run.parameters, memory=parts, needed=needed, buffers=buffers,
         usable=fit.usable(step.run.mesh.devices.flat[0], topology.size),
         flops={part: Count(each.causal * tokens, each.full * tokens) for part, each in components(
             cfg.model, cfg.data.seq_len, step.run.adapters).items()},

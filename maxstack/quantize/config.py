@@ -11,8 +11,10 @@ from maxstack.config import Items, Section, fault
 QType = Literal["int8", "int7", "int6", "int5", "int4", "int3", "int2", "float8_e4m3fn", "float8_e5m2", "nf4", "mxfp8", "mxfp4"]
 Mode = Literal["qt", "qat", "ptq"]
 Op = Literal["dot_general", "einsum", "ragged_dot", "take"]
-CALIBRATION = r"^(absmax(,[0-9.]+)?|minmax(,[0-9.]+)?|rms,[0-9.]+|fixed(,-?[0-9.]+){1,2})$"
+CALIBRATION = r"^(absmax(,\d*\.?\d+)?|minmax(,\d*\.?\d+)?|rms,\d*\.?\d+|fixed(,-?\d*\.?\d+){1,2})$"
 BLOCK = {"mxfp8": 32, "mxfp4": 32}
+WEIGHTS_ALONE = {"nf4": "int4 or int8", "mxfp4": "mxfp8 or int8"}
+"""Types of weights alone, and what to use of other operands."""
 
 
 class RuleConfig(Section):
@@ -55,8 +57,8 @@ class RuleConfig(Section):
         for key in ("act_qtype", "bwd_qtype"):
             if getattr(self, key) and not self.weight_qtype:
                 raise fault(key, f"{key}={getattr(self, key)} without weight_qtype; give one, or drop this key to leave the weights as they are")
-            if getattr(self, key) == "nf4":
-                raise fault(key, f"{key}=nf4: nf4 is a type of weights alone; use int4 or int8")
+            if instead := WEIGHTS_ALONE.get(qtype := getattr(self, key)):
+                raise fault(key, f"{key}={qtype}: {qtype} is a type of weights alone; use {instead if key == 'act_qtype' else 'float8_e5m2 or int8'}")
         for name in ("weight", "act", "bwd"):
             self._check_operand(name)
         if self.bwd_qtype and self.mode in ("qat", "ptq"):
@@ -74,8 +76,10 @@ class RuleConfig(Section):
             raise fault(key, f"{method} needs a zero point, which {what} cannot have; use absmax, or int8 or int4")
         if shifted and self.bwd_qtype:
             raise fault(key, f"{method} needs a zero point, which a quantized backward pass cannot undo; use absmax, or drop bwd_qtype")
-        if method.startswith("fixed") and not (len(numbers) == 1 or numbers[0] <= 0 <= numbers[1] and numbers[0] < numbers[1]):
+        if len(numbers) == 2 and not (numbers[0] <= 0 <= numbers[1] and numbers[0] < numbers[1]):
             raise fault(key, f"{method}: the range must hold 0 and not be empty, as in fixed,-10,10")
+        if len(numbers) == 1 and numbers[0] <= 0:
+            raise fault(key, f"{method}: the number must be more than 0, as in absmax,0.8, rms,7 and fixed,10")
         if qtype in BLOCK and name != "bwd" and self.tile_size != BLOCK[qtype]:
             raise fault("tile_size", f"tile_size={self.tile_size} with {qtype}, which has blocks of {BLOCK[qtype]}; set tile_size: {BLOCK[qtype]}")
         if qtype in BLOCK and name == "bwd":

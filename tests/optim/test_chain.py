@@ -1,5 +1,7 @@
 """What a configuration builds equals hand-written Optax."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 from optimizer_trees import EMBED, INFO, MLP, SMALL, built, first, info, train, tree
 
 from maxstack.config import ConfigError
-from maxstack.optim import OptimizerConfig, ParamInfo, build, names
+from maxstack.optim import OptimizerConfig, ParamInfo, build, names, trained
 from maxstack.optim.arguments import REFUSED, sort_of
 
 ALL = [{"path": "*", "ndim": 2}]
@@ -142,6 +144,21 @@ def test_frozen_parameters_never_change_and_have_no_state(optimizer):
     for leaf in ("embed", "query_bias"):
         assert not [path for path, _ in jax.tree_util.tree_leaves_with_path(state) if leaf in jax.tree_util.keystr(path).split("'")]
     assert np.array_equal(params["embed"], tree(INFO)["embed"]) and not np.allclose(params["head"], tree(INFO)["head"])
+
+
+def test_patterns_name_weights_by_their_path_in_the_model_and_those_that_are_not_trained():
+    leaf = dataclasses.replace(SMALL["w"], weight="gate")
+    frozen = dataclasses.replace(SMALL["w"], frozen=True)
+    of = {"gate": {"base": dataclasses.replace(frozen, weight="gate"), "lora_a": leaf, "lora_b": leaf}, "embed": frozen}
+    groups = [{"match": ["embed"], "chain": [{"kind": "lion"}]}, {"match": ["*", "!gate", "!embed"], "chain": [{"kind": "lion"}]},
+              {"match": ["gate", "!*/lora_b"], "chain": [{"kind": "scale", "step_size": -2.0}]},
+              {"match": ["*"], "chain": [{"kind": "adamw", "mask": ["gate", "!embed"]}]}]
+    tx = built(of=of, chain=[], groups=groups, decay=["gate"])
+    params, grads = tree(of), tree(of, seed=1)
+    updates, _ = tx.update(grads, tx.init(params), params)
+    np.testing.assert_array_equal(updates["gate"]["lora_a"], -2 * grads["gate"]["lora_a"])
+    assert not np.any(updates["gate"]["base"]) and not np.any(updates["embed"]) and np.any(updates["gate"]["lora_b"])
+    assert [*jax.tree.leaves(trained(OptimizerConfig(frozen=["gate"]), of | {"head": SMALL["w"]}))] == [False, False, False, False, True]
 
 
 def test_frozen_parameters_do_not_count_in_the_clipped_norm():

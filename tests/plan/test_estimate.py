@@ -74,6 +74,20 @@ def test_over_data_gradients_are_summed():
     assert sent(tiny.config(model=model()), {"data": 8}, "data") == pytest.approx(2 * 4 * (4 * PER_LAYER + TABLES + NORMS) * 7 / 8)
 
 
+def test_a_frozen_weight_is_gathered_but_has_no_gradient_and_no_state():
+    whole, frozen = (tiny.config(model=model(), optimizer=chosen) for chosen in ({}, {"frozen": ["embed"]}))
+    size = 4 * tiny.VOCAB * 32
+    assert of(whole, {"fsdp": 8}).memory - of(frozen, {"fsdp": 8}).memory == pytest.approx(3 * size / 8)  # gradient and two moments
+    assert sent(whole, {"fsdp": 8}, "fsdp") - sent(frozen, {"fsdp": 8}, "fsdp") == pytest.approx(size * 7 / 8)
+    assert sent(whole, {"data": 8}, "data") - sent(frozen, {"data": 8}, "data") == pytest.approx(2 * size * 7 / 8)
+
+
+@pytest.mark.parametrize("quantization", [{}, {"mode": "ptq", "rules": [{"module_path": "blocks/.*", "weight_qtype": "int8"}]}], ids=str)
+def test_of_adapters_alone_gradients_are_summed(quantization):
+    cfg = tiny.config(model=model(), lora={"rank": 4}, quantization=quantization)
+    assert sent(cfg, {"data": 8}, "data") == pytest.approx(2 * 4 * tiny.make_run(cfg).adapters * 7 / 8)
+
+
 def test_a_stage_passes_its_rows_on_and_gathers_its_weights_for_each_microbatch():
     mesh = {"stage": 2, "fsdp": 4}
     cfg = tiny.config(model=model(), mesh={"data": 1, "microbatches": 4} | mesh, train={"batch_size": 16})

@@ -10,13 +10,15 @@ from maxstack import config, train
 NF4 = {"mode": "ptq", "rules": [{"module_path": ".*/(mixer|mlp)/.*", "weight_qtype": "nf4", "tile_size": 8}]}
 CASES = {
     "int8 training": {"quantization": {"rules": [{"module_path": "blocks/.*", "weight_qtype": "int8", "act_qtype": "int8", "bwd_qtype": "int8"}]}},
+    "bfloat16 weights": {"model": {"param_dtype": "bfloat16"}},
     "adapters with dropout on nf4": {"quantization": NF4, "lora": {"rank": 4, "dropout": 0.3, "dora": True}},
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(case, tmp_path):
-    cfg = tiny.config(**CASES[case], model=tiny.model(layers=1, pattern=["global"]), train={"steps": 6}, checkpoint={"every": 3}, eval={"every": 0},
+    shape = tiny.model(layers=1, pattern=["global"]) | CASES[case].get("model", {})
+    cfg = tiny.config(**CASES[case] | {"model": shape}, train={"steps": 6}, checkpoint={"every": 3}, eval={"every": 0},
                       run={"output_dir": str(tmp_path), "tensorboard": False, "compilation_cache": str(tmp_path / "xla")}, faults={"watchdog": None})
     (tmp_path / "run.yml").write_text(config.dump(cfg))
     for name, steps in (("whole", 6), ("half", 3), ("rest", 6)):

@@ -7,6 +7,8 @@ import tiny
 from flax import nnx
 
 from maxstack.config import ConfigError
+from maxstack.config.compose import plain, presets_dir, read_file
+from maxstack.optim import OptimizerConfig
 from maxstack.treatment import Treatment
 
 ATTENTION = {"kind": "attention", "heads": 4, "kv_heads": 2, "head_dim": 8}
@@ -101,6 +103,25 @@ def test_weights_that_are_kept_in_low_precision_are_not_trained_and_have_no_opti
     assert moved == before.keys() - frozen
     states = {jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree_util.tree_leaves_with_path(run.abstract.opt)}
     assert not [name for name in states if name.endswith("/int4")] and [name for name in states if name.endswith("/embed")]
+
+
+@pytest.mark.parametrize(("sections", "optimizer"), [
+    ({"lora": {"rank": 4, "dora": True}}, "muon"), ({"quantization": recipe("ptq", **W4)}, "muon"),
+    ({"quantization": recipe("ptq", **W4), "lora": {"rank": 4}}, {"frozen": ["blocks/global/mlp/gate"], "groups": [
+        {"match": ["*/mixer/query", "*/mixer/*"], "chain": [{"kind": "sgd"}]}, {"match": ["*", "!embed"], "chain": [{"kind": "adamw"}]}]})], ids=str)
+def test_patterns_of_optimizers_fit_models_whose_weights_are_kept_in_another_way(sections, optimizer):
+    chosen = plain(read_file(presets_dir() / "optimizers" / f"{optimizer}.yml")) if isinstance(optimizer, str) else optimizer
+    cfg = tiny.config(**sections)
+    cfg = cfg.model_copy(update={"optimizer": OptimizerConfig(**chosen | {"learning_rate": 1e-2, "schedule": None})})
+    run = tiny.make_run(cfg)
+    state, placed, losses = run.init(), run.place(tiny.batch(cfg), 8), []
+    frozen = jax.device_get(state.params["blocks"]["global"]["mlp"]["gate"])
+    for _ in range(6):
+        state, scalars = run.step(state, placed)
+        losses.append(float(scalars["loss"]))
+    assert losses[-1] < losses[0]
+    if "frozen" in chosen:
+        jax.tree.map(np.testing.assert_array_equal, frozen, jax.device_get(state.params["blocks"]["global"]["mlp"]["gate"]))
 
 
 def test_four_bit_weights_take_half_a_byte():

@@ -27,8 +27,11 @@ from maxstack.models.config import DecoderConfig
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 OUTER = "base_model.model."
 REFUSED = {"bias": "none", "modules_to_save": None, "lora_bias": False, "layer_replication": None, "megatron_config": None,
-           "trainable_token_indices": None, "target_parameters": None}
+           "trainable_token_indices": None, "target_parameters": None, "alora_invocation_tokens": None, "use_qalora": False, "use_bdlora": None,
+           "arrow_config": None, "kasa_config": None, "monteclora_config": None}
 """Settings of PEFT that say more than we know, and what they must be."""
+REWRITING = ("pissa", "corda", "olora", "loftq")
+"""How values of init_lora_weights begin for which peft takes something out of the base's weights whenever it loads the adapter."""
 FUSED = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 Read = Callable[[str], np.ndarray]
 
@@ -42,17 +45,47 @@ class Adapter:
             self.said, tensors = json.loads((folder / CONFIG).read_text()), load_file(folder / TENSORS)
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise ConfigError(f"{folder}: cannot be read as an adapter of PEFT ({CONFIG} and {TENSORS}): {error}") from error
-        if self.said.get("peft_type") != "LORA":
-            raise ConfigError(f"{folder}: peft_type {self.said.get('peft_type')} is not LORA")
-        for key, must in REFUSED.items():
-            if self.said.get(key, must) not in (must, None, [], False):
-                raise ConfigError(f"{folder}: {key}={self.said[key]!r} in {CONFIG} is not supported")
+        self._check_said()
         self.tensors = {name.removeprefix(OUTER): array.astype(np.float32) for name, array in tensors.items()}
         self.modules = {name.removesuffix(".lora_A.weight") for name in self.tensors if name.endswith(".lora_A.weight")}
         if odd := [name for name in self.tensors if name.rpartition(".lora_")[0] not in self.modules]:
             raise ConfigError(f"{folder}: holds {odd[0]}, which is no part of an adapter of a linear module")
         self.dora, self.rslora = bool(self.said.get("use_dora")), bool(self.said.get("use_rslora"))
         self.inputs_first = bool(self.said.get("fan_in_fan_out"))
+        self._check_tensors()
+
+    def _check_said(self) -> None:
+        said, where = self.said, f"in {CONFIG}"
+        if not isinstance(said, dict) or said.get("peft_type") != "LORA":
+            raise ConfigError(f"{self.folder}: peft_type {said.get('peft_type') if isinstance(said, dict) else None} is not LORA")
+        for key, must in REFUSED.items():
+            if said.get(key, must) not in (must, None, [], False):
+                raise ConfigError(f"{self.folder}: {key}={said[key]!r} {where} is not supported")
+        if str(init := said.get("init_lora_weights")).lower().startswith(REWRITING):
+            raise ConfigError(f"{self.folder}: init_lora_weights={init!r} {where} means that peft changes the base's weights when it loads the "
+                              "adapter, which is not supported; let peft save it as plain LoRA first (path_initial_model_for_weight_conversion)")
+        if type(said.get("r")) is not int or said["r"] < 1:
+            raise ConfigError(f"{self.folder}: r={said.get('r')!r} {where} is not a whole number of at least 1; save the adapter with peft again")
+        alphas = {"lora_alpha": said.get("lora_alpha"), **{f"alpha_pattern.{key}": value for key, value in (said.get("alpha_pattern") or {}).items()}}
+        for key, value in alphas.items():
+            if type(value) not in (int, float) or not 0 < value < math.inf:
+                raise ConfigError(f"{self.folder}: {key}={value!r} {where} is not a number of more than 0; save the adapter with peft again")
+        dropout = said.get("lora_dropout") or 0.0
+        if type(dropout) not in (int, float) or not 0 <= dropout < 1:
+            raise ConfigError(f"{self.folder}: lora_dropout={dropout!r} {where} is not a number of at least 0 and less than 1; save the adapter with "
+                              "peft again")
+
+    def _check_tensors(self) -> None:
+        if not self.modules:
+            raise ConfigError(f"{self.folder}: {TENSORS} holds no adapter")
+        for module in sorted(self.modules):
+            leaves = ("lora_A.weight", "lora_B.weight", *(("lora_magnitude_vector",) if self.dora else ()))
+            if missing := [leaf for leaf in leaves if f"{module}.{leaf}" not in self.tensors]:
+                raise ConfigError(f"{self.folder}: {TENSORS} has no {module}.{missing[0]}; save the adapter with peft again")
+            a, b = (self.tensors[f"{module}.{leaf}"].shape for leaf in leaves[:2])
+            if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
+                raise ConfigError(f"{self.folder}: lora_A {[*a]} and lora_B {[*b]} of {module} are no pair of matrices [rank, inputs] and "
+                                  "[outputs, rank]")
 
     def change(self, module: str) -> tuple[np.ndarray, np.ndarray | None]:
         """scale B A [O, I], and with DoRA the lengths [O] that columns are to have."""

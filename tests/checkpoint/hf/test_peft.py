@@ -118,6 +118,34 @@ def test_what_was_merged_is_taken_out_again_but_not_dora(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("change", "says"), [
+    *(({"init_lora_weights": init}, f"init_lora_weights='{init}' .* peft changes the base's weights")
+      for init in ("pissa", "pissa_niter_4", "corda", "olora", "loftq")),
+    *(({key: value}, f"{key}=.* in adapter_config.json is not supported") for key, value in (
+        ("alora_invocation_tokens", [5, 6]), ("use_qalora", True), ("use_bdlora", {"nblocks": 2}), ("kasa_config", {"beta": 1e-4}))),
+    ({"r": None}, "r=None in adapter_config.json is not a whole number"), ({"lora_alpha": 0}, "lora_alpha=0 .* is not a number of more than 0"),
+    ({"lora_alpha": None}, "lora_alpha=None"), ({"lora_dropout": 1.5}, "lora_dropout=1.5 .* less than 1"),
+    ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern.q_proj='x'"),
+    ({"use_dora": True}, "adapter_model.safetensors has no model.layers.0.mlp.down_proj.lora_magnitude_vector")])
+def test_an_adapter_that_says_what_we_do_not_know_is_refused_by_name(change, says, tmp_path):
+    shutil.copytree(ADAPTERS / "lora-llama", tmp_path / "adapter")
+    said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(said | change))
+    with pytest.raises(ConfigError, match=says):
+        Adapter(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    (lambda b: None, "has no model.layers.0.self_attn.q_proj.lora_B.weight; save"), (lambda b: b[:, :2], r"lora_A \[4, \d+\] and lora_B \[\d+, 2\]")])
+def test_an_adapter_whose_matrices_are_no_pair_is_refused(change, says, tmp_path):
+    shutil.copytree(ADAPTERS / "lora-llama", tmp_path / "adapter")
+    file, name = tmp_path / "adapter" / "adapter_model.safetensors", "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
+    given = (tensors := load_file(file)) | {name: change(tensors[name])}
+    save_file({key: np.ascontiguousarray(leaf) for key, leaf in given.items() if leaf is not None}, file)
+    with pytest.raises(ConfigError, match=says):
+        Adapter(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(("change", "says"), [
     ({"lora_alpha": 7}, "was trained otherwise; set lora.alpha=7"), ({"peft_type": "IA3"}, "peft_type IA3 is not LORA"),
     ({"bias": "all"}, "bias='all' in adapter_config.json is not supported"), ("file", "cannot be read as an adapter of PEFT"),
     ("rank", "has rank 4 for model.layers.0.self_attn.k_proj, and lora.rank is 2; set it to 4"),
