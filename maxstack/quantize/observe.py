@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import contextvars
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,12 +36,13 @@ class Errors:
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, int], list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
+        self._adding = threading.Lock()
 
     def add(self, path: str, layer: Any, given: Any, change: Any) -> None:
-        """Of one product."""
-        sums = self._sums[path, int(layer)]
-        sums[0] += float(given)
-        sums[1] += float(change)
+        """Of one product, or a device's part of one; devices may add at once."""
+        key, squares = (path, int(layer)), (float(given), float(change))
+        with self._adding:
+            self._sums[key] = [have + more for have, more in zip(self._sums[key], squares, strict=True)]
 
     def relative(self) -> dict[tuple[str, int], float]:
         """(path, number in its stack) -> root mean square of the change over that of what is given."""
