@@ -43,10 +43,13 @@ class Processes:
         """Until all processes are here."""
         self.tell(topic, None)
 
+    def own_address(self) -> str:
+        """Of the interface by which process 0 is reached; loopback where this one is alone."""
+        from jax._src import distributed
 
-def own_address(coordinator: str | None) -> str:
-    """Of the interface by which the coordinator, host:port, is reached; loopback where the run has none."""
-    host = (coordinator or "127.0.0.1:1").rpartition(":")[0]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting sends nothing
-        probe.connect((host, 1))
-        return probe.getsockname()[0]
+        host = (distributed.global_state.coordinator_address or "127.0.0.1:1").rpartition(":")[0]
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting sends nothing
+            probe.connect((host, 1))
+            return probe.getsockname()[0]
+
+

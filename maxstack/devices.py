@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 GPU_SHARE = 0.92
 """Of a GPU's memory that jax takes for its programs, where XLA_PYTHON_CLIENT_MEM_FRACTION does not say otherwise; its own default is 0.75."""
 
-ACCELERATORS = ("/dev/nvidia[0-9]*", "/dev/accel*", "/dev/vfio/[0-9]*", "/dev/dxg", "/dev/kfd")
+GPUS = "/dev/nvidia[0-9]*"
+ACCELERATORS = (GPUS, "/dev/accel*", "/dev/vfio/[0-9]*", "/dev/dxg", "/dev/kfd")
 """Where Linux shows GPUs and TPUs."""
 
 

@@ -8,8 +8,6 @@ import os
 import platform
 import secrets
 import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -24,7 +22,6 @@ import maxstack
 from maxstack import config, executable, rules, sharding
 from maxstack.agree import Processes
 from maxstack.config import ConfigError
-from maxstack.exit_codes import RETRY
 from maxstack.faults.policy import Rewind
 from maxstack.metrics import Log, peak_flops
 from maxstack.models.flops import flops_per_token
@@ -37,38 +34,11 @@ if TYPE_CHECKING:
     from maxstack.faults.heartbeat import Heartbeat
     from maxstack.faults.policy import Policy
     from maxstack.faults.replicas import Recompute
-    from maxstack.schema import Config, DistributedConfig, ProfileConfig
+    from maxstack.schema import Config, ProfileConfig
 
-JAX_WAITS = {False: 100, True: 24 * 3600}
-"""Seconds until jax itself ends the process, from C++, because it has not heard of another one: its default, and with a watchdog."""
-JOIN, WAITING = 300.0, 30.0
-"""Seconds that a process waits at most for the others to join, and between two lines that say so."""
 SEEN = 30.0
 """Seconds that a file may take until other hosts see it."""
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
-
-
-def distribute(cfg: "DistributedConfig | None", watched: bool) -> None:
-    """Join the other processes of the run; where a watchdog looks after them, jax leaves it the decision who is lost."""
-    if cfg is None:
-        return
-    joined = threading.Event()
-    threading.Thread(target=_wait_for_others, args=(cfg, joined), daemon=True, name="joining").start()
-    jax.distributed.initialize(cfg.coordinator, cfg.processes, cfg.process, heartbeat_timeout_seconds=JAX_WAITS[watched],
-                               initialization_timeout=round(2 * JOIN))
-    joined.set()
-
-
-def _wait_for_others(cfg: "DistributedConfig", joined: threading.Event) -> None:
-    """Say what is waited for, and leave when it is too long; jax itself would say nothing and then abort."""
-    begin, state = time.monotonic(), f"process {cfg.process} of {cfg.processes}: not all have joined at {cfg.coordinator}"
-    while not joined.wait(min(WAITING, JOIN)):
-        waited = time.monotonic() - begin
-        if waited > JOIN - 1:
-            print(f"{state} in {JOIN:.0f} s. Start one process for each number from 0 to {cfg.processes - 1}, all with this coordinator, and see "
-                  "that each host reaches it; or look at what ended the others.", file=sys.stderr, flush=True)
-            os._exit(RETRY)
-        print(f"{state} (distributed.processes={cfg.processes}), after {waited:.0f} s of at most {JOIN:.0f}", file=sys.stderr, flush=True)
 
 
 def cache(folder: str | None) -> None:
@@ -131,8 +101,7 @@ def watched(cfg: "Config", ending: contextlib.ExitStack) -> "Heartbeat | None":
         return None
     from maxstack.faults.heartbeat import Heartbeat
 
-    at = cfg.distributed.coordinator if cfg.distributed else None
-    return ending.enter_context(Heartbeat(cfg.faults.watchdog, folder_of(cfg) / "log.txt", Processes(), at))
+    return ending.enter_context(Heartbeat(cfg.faults.watchdog, folder_of(cfg) / "log.txt", Processes()))
 
 
 def open_checkpoints(run: Run, folder: Path, say: Callable[[str], None], forced: Sequence[str]) -> "Checkpoints | None":

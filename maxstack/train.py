@@ -85,6 +85,7 @@ def train(cfg: "Config", ending: contextlib.ExitStack, forced: Sequence[str] = (
 
     from maxstack import fit, goodput, startup
     from maxstack.checks import Checks
+    from maxstack.cluster import joining
     from maxstack.data import fits, make_feed
     from maxstack.evaluate import Evaluator
     from maxstack.faults.policy import Policy
@@ -94,7 +95,7 @@ def train(cfg: "Config", ending: contextlib.ExitStack, forced: Sequence[str] = (
     from maxstack.metrics import Log, Writer
     from maxstack.run import assemble
 
-    startup.distribute(cfg.distributed, cfg.faults.watchdog is not None)
+    joining.join(cfg)
     heart = startup.watched(cfg, ending)
     startup.cache(cfg.run.compilation_cache)
     fits(cfg.data, cfg.model.vocab)

@@ -29,11 +29,11 @@ Index = list[list[int]]
 class Local:
     """The steps on the disks of all hosts below `folder`, with `copies` of each process's shards on the disks of those after it."""
 
-    def __init__(self, folder: Path, processes: Processes, copies: int, layout: str, coordinator: str | None = None):
+    def __init__(self, folder: Path, processes: Processes, copies: int, layout: str):
         self.folder, self._processes, self._layout = folder, processes, layout
         self._own = folder / f"host_{processes.number}"
         self._copies = min(copies, processes.count - 1)
-        self._peers = Peers(self._own, processes, coordinator) if processes.count > 1 else None
+        self._peers = Peers(self._own, processes) if processes.count > 1 else None
         self._holders: dict[int, list[list[int]]] = {}
         self._saves: dict[int, str] = {}
         self._turn, self._began = 0, processes.tell("local began", f"{time.time_ns():020}")[0]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 
-from maxstack.agree import Processes, own_address
+from maxstack.agree import Processes
 
 BLOCK = 1 << 22
 """Bytes of a message."""
@@ -20,10 +20,10 @@ BLOCK = 1 << 22
 class Peers:
     """This process's files for the others, and theirs for it. Made by all processes at the same time."""
 
-    def __init__(self, folder: Path, processes: Processes, coordinator: str | None):
+    def __init__(self, folder: Path, processes: Processes):
         self._folder = folder.resolve()
         self._key = bytes.fromhex(processes.tell("peers", secrets.token_hex(32) if processes.number == 0 else "")[0])
-        self._listener = Listener((own_address(coordinator), 0), authkey=self._key)
+        self._listener = Listener((processes.own_address(), 0), authkey=self._key)
         threading.Thread(target=self._serve, name="peers", daemon=True).start()
         self._addresses = [(str(host), int(port)) for host, port in processes.tell("peers", [*self._listener.address])]
 

@@ -96,11 +96,10 @@ class Checkpoints:
             if tier.replicate is None:
                 others.append(Tier(Shared(path, self._processes, aside=path), tier.every, tier))
             else:
-                distributed = self._run.cfg.distributed
                 if tier.replicate >= self._processes.count:
                     self._say(f"checkpoint.tiers: replicate={tier.replicate} for {tier.path}, but the run has {self._processes.count} process"
                               f"{'es' * (self._processes.count > 1)}: {self._processes.count - 1 or 'no'} other disk holds a copy")
-                local = Local(path, self._processes, tier.replicate, self._layout(), distributed.coordinator if distributed else None)
+                local = Local(path, self._processes, tier.replicate, self._layout())
                 own.append(Tier(local, tier.every, tier))
         return [*own, Tier(self._own, cfg.every, cfg), *others]
 

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from maxstack import stacks
-from maxstack.agree import Processes, own_address
+from maxstack.agree import Processes
 from maxstack.exit_codes import CRASHED, RETRY
 from maxstack.faults import watchdog
 from maxstack.faults.config import WatchdogConfig
@@ -30,9 +30,9 @@ JOINED_MS = 60_000
 
 
 class Heartbeat:
-    """A context: whatever ends it but `done` ends the other processes too. `at`: the coordinator, host:port, where there are several."""
+    """A context: whatever ends it but `done` ends the other processes too."""
 
-    def __init__(self, cfg: WatchdogConfig, log: Path, processes: Processes, at: str | None):
+    def __init__(self, cfg: WatchdogConfig, log: Path, processes: Processes):
         self._cfg, self._several, self._first = cfg, processes.count > 1, processes.number == 0
         self._said, self._slowest, self._alone, self._doing = 0.0, 0.0, False, ""
         file = stacks.new_file()
@@ -41,7 +41,7 @@ class Heartbeat:
         self._line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 5, 0))
         given = {"line": theirs.fileno(), "pid": os.getpid(), "process": processes.number, "processes": processes.count,
                  "log": str(log.absolute()), "stacks": str(file), "step": cfg.step, "retry": RETRY,
-                 "host": own_address(at) if self._several else None}
+                 "host": processes.own_address() if self._several else None}
         self._process = subprocess.Popen([sys.executable, "-I", "-S", watchdog.__file__, json.dumps(given)], pass_fds=[theirs.fileno()],
                                          stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
         theirs.close()

@@ -39,8 +39,8 @@ def hang_here():
         time.sleep(1)
 
 def main(_):
-    others = SimpleNamespace(number=number, count=count, tell=tell)
-    with Heartbeat(WatchdogConfig(step=3.0), folder / "log.txt", others, "localhost:1" if count > 1 else None) as heart:
+    others = SimpleNamespace(number=number, count=count, tell=tell, own_address=lambda: "127.0.0.1")
+    with Heartbeat(WatchdogConfig(step=3.0), folder / "log.txt", others) as heart:
         for step in range(1, 21 if fault == "none" else 10_000):
             heart.doing("steps", step, 0.01)
             time.sleep(0.05)

@@ -1,0 +1,65 @@
+"""Join the other processes of the run, whoever started them."""
+
+import glob
+import os
+import platform
+import sys
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from maxstack.cluster import environment
+from maxstack.cluster.roll_call import Card, bind_address, roll_call
+from maxstack.config import ConfigError
+from maxstack.devices import GPUS
+
+if TYPE_CHECKING:
+    from maxstack.schema import Config
+
+JAX_WAITS = {False: 100, True: 24 * 3600}
+"""Seconds until jax itself ends the process, from C++, because it has not heard of another one: its default, and with a watchdog."""
+JOIN, WAITING = 300.0, 30.0
+"""Seconds that a process waits at most for the others, and between two lines that say who is missing."""
+OWN = "run", "distributed"
+"""Sections that may differ between processes: hosts may see a folder in several places."""
+PACKAGES = ("maxstack", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
+
+
+def join(cfg: "Config") -> None:
+    """Find the others, and let jax join them; where a watchdog looks after them, jax leaves it the decision who is lost. Nothing where this process
+    is alone. ConfigError or Missing, which ends the process so that a supervisor tries again."""
+    if (own := member(cfg)) is None:
+        return
+    import jax
+
+    say(own.told())
+    settings = {key: value for key, value in cfg.model_dump(mode="json").items() if key not in OWN}
+    card = Card(own.process, own.processes, platform.node(), {"packages": {name: version(name) for name in PACKAGES}, "configuration": settings})
+    roll_call(card, own.coordinator, JOIN, WAITING, say)
+    jax.distributed.initialize(
+        own.coordinator, own.processes, own.process, devices_of(own.here), cluster_detection_method="deactivate",
+        initialization_timeout=round(2 * JOIN), heartbeat_timeout_seconds=JAX_WAITS[cfg.faults.watchdog is not None],
+        coordinator_bind_address=bind_address(own.coordinator))
+
+
+def member(cfg: "Config") -> environment.Member | None:
+    """As which of how many this process was started: by the configuration, or as the environment says."""
+    if given := cfg.distributed:
+        return environment.Member("the configuration", given.coordinator, given.processes, given.process)
+    return environment.member(os.environ, bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*")))
+
+
+def devices_of(here: tuple[int, int]) -> list[int] | None:
+    """This process's part of the GPUs of a host that it shares with others; None: all that it sees."""
+    number, count = here
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    there = len(given.split(",")) if given else len(glob.glob(GPUS))
+    if count == 1 or not there:
+        return None
+    if there % count:
+        raise ConfigError(f"distributed: {count} processes on {platform.node()} cannot share its {there} GPUs; start one a host, or one a GPU")
+    return [*range(number * there // count, (number + 1) * there // count)]
+
+
+def say(text: str) -> None:
+    """On stderr: the log is not open yet."""
+    print(f"distributed: {text}", file=sys.stderr, flush=True)

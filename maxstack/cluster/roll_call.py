@@ -1,0 +1,213 @@
+"""The roll call before jax joins the processes: process 0 hears of every other one, says who is missing, and that all were started alike.
+
+jax itself says nothing while it waits, and in the end aborts. A caller sends one line of JSON, its `Card`; process 0 answers with lines:
+`{"missing": [...]}` now and then, and at last `{"go": true}` or `{"error": "..."}`. It listens where jax's service will afterwards.
+"""
+
+import contextlib
+import errno
+import json
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from maxstack.config import ConfigError, difference
+from maxstack.exit_codes import RETRY
+
+OFTEN = 0.3
+"""Seconds between two attempts to reach process 0."""
+LONGEST = 1 << 20
+"""Bytes of a line."""
+NAMED = 8
+"""Missing processes that are named, of more."""
+LOOPBACK = "localhost", "127.0.0.1", "::1"
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a process says of itself."""
+
+    process: int
+    processes: int
+    host: str
+    alike: dict[str, Any] = field(default_factory=dict)
+    """What must be the same in all, plain data."""
+
+
+class Missing(ValueError):
+    """Not all came; the message says who did not."""
+
+    exit_code = RETRY
+
+
+def roll_call(card: Card, at: str, wait: float, between: float, say: Say) -> None:
+    """Until all are there. ConfigError where two say that they are the same, or were started otherwise; Missing after `wait` seconds. `at`: host:port
+    of process 0; every `between` seconds it is said who is missing."""
+    host, _, port = at.rpartition(":")
+    deadline = time.monotonic() + wait
+    if card.process == 0:
+        _Caller(card, deadline, between, say).call(host, int(port))
+    else:
+        _answer(card, host, int(port), deadline, between, say)
+
+
+def bind_address(at: str) -> str | None:
+    """Where jax's service of process 0 is to listen: on loopback where it is reached by it; None: everywhere."""
+    host, _, port = at.rpartition(":")
+    return f"127.0.0.1:{port}" if host in LOOPBACK else None
+
+
+class _Caller:
+    """Process 0."""
+
+    def __init__(self, card: Card, deadline: float, between: float, say: Say):
+        self._card, self._deadline, self._between, self._say = card, deadline, between, say
+        self._here: dict[int, tuple[socket.socket, Card]] = {}
+        self._begin = time.monotonic()
+
+    @property
+    def _missing(self) -> list[int]:
+        return [number for number in range(1, self._card.processes) if number not in self._here]
+
+    def call(self, host: str, port: int) -> None:
+        with contextlib.ExitStack() as ending, selectors.DefaultSelector() as ready:
+            listener = ending.enter_context(self._listen(host, port))
+            ready.register(listener, selectors.EVENT_READ)
+            told = time.monotonic()
+            while self._missing:
+                for key, _ in ready.select(OFTEN):
+                    if key.fileobj is listener:
+                        ending.enter_context(connection := listener.accept()[0])
+                        connection.settimeout(5.0)
+                        ready.register(connection, selectors.EVENT_READ)
+                    elif not self._hear(key.fileobj):  # type: ignore[arg-type]
+                        ready.unregister(key.fileobj)
+                if (now := time.monotonic()) > self._deadline:
+                    self._tell({"missing": self._missing, "over": True})
+                    raise Missing(_absent(self._missing, self._card.processes))
+                if now - told >= self._between:
+                    told = now
+                    self._say(f"{_absent(self._missing, self._card.processes)}, after {now - self._begin:.0f} s of at most "
+                              f"{self._deadline - self._begin:.0f}; here: {self._present()}")
+                    self._tell({"missing": self._missing})
+            self._tell({"go": True})
+
+    def _listen(self, host: str, port: int) -> socket.socket:
+        while True:
+            try:
+                if host in LOOPBACK:
+                    return socket.create_server(("127.0.0.1", port), backlog=1024)
+                if socket.has_dualstack_ipv6():
+                    return socket.create_server(("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
+                return socket.create_server(("", port), backlog=1024)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or time.monotonic() > self._deadline:
+                    what = f"process 0 cannot listen on port {port}: {error.strerror}"
+                    raise ConfigError(f"distributed.coordinator: {what}; choose a free port of its host") from error
+                time.sleep(OFTEN)  # the process before this one may not have ended
+
+    def _hear(self, connection: socket.socket) -> bool:
+        """A caller's card -> True, or that it has gone, or is none of ours."""
+        try:
+            card = Card(**json.loads(connection.makefile("rb").readline(LONGEST)))
+        except (ValueError, TypeError, OSError):
+            self._here = {number: entry for number, entry in self._here.items() if entry[0] is not connection}
+            return False
+        if wrong := self._wrong(card):
+            _send(connection, {"error": wrong})
+            self._tell({"error": wrong})
+            raise ConfigError(wrong)
+        self._here[card.process] = connection, card
+        return True
+
+    def _wrong(self, card: Card) -> str | None:
+        mine = self._card
+        if card.processes != mine.processes:
+            return (f"distributed.processes: {card.processes} for process {card.process} on {card.host}, but {mine.processes} for process 0 on "
+                    f"{mine.host}; give all the same")
+        if card.process == 0 or (card.process in self._here and not _gone(self._here[card.process][0])):
+            other = mine if card.process == 0 else self._here[card.process][1]
+            return f"distributed.process: two processes have number {card.process}, on {other.host} and on {card.host}; give each its own"
+        if odd := difference(mine.alike, card.alike):
+            pairs = "; ".join(f"{key.replace('configuration.', '').replace('packages.', '')} {old!r} and {new!r}" for key, old, new in odd[:NAMED])
+            return (f"distributed: process 0 on {mine.host} and process {card.process} on {card.host} were started otherwise: {pairs}; "
+                    "give all the same configuration and packages")
+        return None
+
+    def _present(self) -> str:
+        hosts: dict[str, list[int]] = {}
+        for number, host in [(0, self._card.host), *((number, card.host) for number, (_, card) in sorted(self._here.items()))]:
+            hosts.setdefault(host, []).append(number)
+        return ", ".join(f"{_numbers(numbers)} on {host}" for host, numbers in hosts.items())
+
+    def _tell(self, word: dict[str, Any]) -> None:
+        for connection, _ in self._here.values():
+            _send(connection, word)
+
+
+def _answer(card: Card, host: str, port: int, deadline: float, between: float, say: Say) -> None:
+    """The other processes: call process 0, again if it goes away, until it says go."""
+    begin = told = time.monotonic()
+    why = "nobody answers"
+    while time.monotonic() < deadline:
+        try:
+            with socket.create_connection((host, port), timeout=min(5.0, between)) as connection:
+                _send(connection, asdict(card))
+                connection.settimeout(3 * between)
+                for line in connection.makefile("rb"):
+                    word = json.loads(line)
+                    if "error" in word:
+                        raise ConfigError(word["error"])
+                    if "go" in word:
+                        return
+                    if word.get("over"):
+                        raise Missing(_absent(word["missing"], card.processes))
+                    say(f"{_absent(word['missing'], card.processes)}, says process 0 at {host}:{port}")
+                    told = time.monotonic()
+        except ValueError as error:
+            if isinstance(error, ConfigError | Missing):
+                raise
+            why = "what answers is not process 0 of this run"
+        except OSError as error:
+            why = error.strerror or str(error) or "nobody answers"
+        if (now := time.monotonic()) - told >= between:
+            told = now
+            say(f"process 0 is not reached at {host}:{port} ({why}), after {now - begin:.0f} s of at most {deadline - begin:.0f}")
+        time.sleep(OFTEN)
+    raise Missing(f"process 0 was not reached at {host}:{port} ({why})")
+
+
+def _gone(connection: socket.socket) -> bool:
+    """Whether the other side has closed it."""
+    try:
+        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def _send(connection: socket.socket, word: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):
+        connection.sendall(json.dumps(word).encode() + b"\n")
+
+
+def _absent(missing: list[int], processes: int) -> str:
+    more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+    return f"missing of {processes} processes: {_numbers(missing[:NAMED])}{more}"
+
+
+def _numbers(numbers: list[int]) -> str:
+    """1, 2, 3, 7 as `1-3, 7`."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)

@@ -1,0 +1,122 @@
+"""The roll call over real sockets: each process a thread."""
+
+import dataclasses
+import json
+import socket
+import threading
+import time
+
+import pytest
+
+from maxstack.cluster.roll_call import Card, Missing, roll_call
+from maxstack.config import ConfigError
+
+ALIKE = {"packages": {"jax": "1"}, "configuration": {"train": {"steps": 10}}}
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def called(cards, wait=20.0, between=0.2, late=0.0):
+    """What each process came to, an error or None, and what it said; those after the first come `late`."""
+    at, ends, said = f"127.0.0.1:{free_port()}", [None] * len(cards), [[] for _ in cards]
+
+    def come(i):
+        time.sleep(late if i else 0)
+        try:
+            roll_call(cards[i], at, wait, between, said[i].append)
+        except Exception as error:
+            ends[i] = error
+
+    threads = [threading.Thread(target=come, args=(i,)) for i in range(len(cards))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return ends, said
+
+
+def test_all_go_once_all_are_there_and_those_who_wait_are_told_who_is_missing():
+    ends, said = called([Card(i, 4, f"host{i % 2}", ALIKE) for i in range(4)], late=0.7)
+    assert ends == [None] * 4
+    assert said[0][0] == "missing of 4 processes: 1-3, after 0 s of at most 20; here: 0 on host0"
+
+
+def test_who_never_comes_is_named_in_every_process():
+    ends, said = called([Card(i, 12, "host", ALIKE) for i in (0, 1, 3)], wait=1.5)
+    assert all(isinstance(end, Missing) and str(end) == "missing of 12 processes: 2, 4-10 and 1 more" and end.exit_code == 42 for end in ends)
+    assert "missing of 12 processes: 2, 4-10 and 1 more, says process 0 at 127.0.0.1" in said[1][-1]
+    assert "here: 0-1, 3 on host" in said[0][-1]
+
+
+def test_that_process_0_is_not_there_is_told():
+    (end,), (said,) = called([Card(1, 2, "host", ALIKE)], wait=1.0)
+    assert isinstance(end, Missing) and "process 0 was not reached at 127.0.0.1" in str(end) and "Connection refused" in said[0]
+
+
+@pytest.mark.parametrize(("other", "says"), [
+    (Card(1, 3, "b", ALIKE), "distributed.processes: 3 for process 1 on b, but 2 for process 0 on a"),
+    (Card(0, 2, "b", ALIKE), "two processes have number 0, on a and on b"),
+    (Card(1, 2, "b", ALIKE | {"configuration": {"train": {"steps": 20}}}), "were started otherwise: train.steps 10 and 20; give all the same"),
+    (Card(1, 2, "b", ALIKE | {"packages": {"jax": "2"}}), "jax '1' and '2'")])
+def test_processes_that_were_started_otherwise_are_refused_by_all(other, says):
+    if other.process == 0:
+        at, ends = f"127.0.0.1:{free_port()}", []
+
+        def first():
+            with pytest.raises(ConfigError, match=says):
+                roll_call(Card(0, 2, "a", ALIKE), at, 20.0, 5.0, print)
+            ends.append(True)
+
+        thread = threading.Thread(target=first)
+        thread.start()
+        with socket.create_connection(_when_open(at)) as connection:
+            connection.sendall(b'{"process": 0, "processes": 2, "host": "b"}\n')
+            thread.join(30)
+        assert ends
+        return
+    ends, _ = called([Card(0, 2, "a", ALIKE), other])
+    assert all(isinstance(end, ConfigError) and says in str(end) for end in ends), ends
+
+
+def _when_open(at):
+    host, _, port = at.rpartition(":")
+    for _ in range(200):
+        try:
+            socket.create_connection((host, int(port))).close()
+            return host, int(port)
+        except OSError:
+            time.sleep(0.05)
+    raise AssertionError("nobody listens")
+
+
+def test_a_process_that_died_and_came_again_is_the_same_one():
+    at, ends = f"127.0.0.1:{free_port()}", []
+    cards = [Card(i, 3, "host", ALIKE) for i in range(3)]
+    first = threading.Thread(target=lambda: ends.append(roll_call(cards[0], at, 20.0, 5.0, print)))
+    first.start()
+    connection = socket.create_connection(_when_open(at))
+    connection.sendall(json.dumps(dataclasses.asdict(cards[1])).encode() + b"\n")
+    time.sleep(0.5)
+    connection.close()
+    others = [threading.Thread(target=roll_call, args=(card, at, 20.0, 5.0, print)) for card in cards[1:]]
+    for thread in others:
+        thread.start()
+    for thread in (first, *others):
+        thread.join(30)
+    assert ends == [None] and not any(thread.is_alive() for thread in others)
+
+
+def test_strangers_do_not_disturb():
+    at, ends = f"127.0.0.1:{free_port()}", []
+    first = threading.Thread(target=lambda: ends.append(roll_call(Card(0, 2, "host", ALIKE), at, 20.0, 5.0, print)))
+    first.start()
+    for words in (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"\n", b"\xff\xfe\n"):
+        with socket.create_connection(_when_open(at)) as stranger:
+            stranger.sendall(words)
+    roll_call(Card(1, 2, "host", ALIKE), at, 20.0, 5.0, print)
+    first.join(30)
+    assert ends == [None]
