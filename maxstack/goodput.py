@@ -8,6 +8,7 @@ was spent since the row before: `seconds` by cause; `steps` [first, last] that c
 """
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -170,6 +171,14 @@ class Account:
         if self._damaged:
             told.append(f"{self._damaged} damaged line{'s' * (self._damaged > 1)} of {FILE} passed over; what stood there counts as other or idle")
         return tuple(told)
+
+
+def so_far(folder: Path) -> Goodput:
+    """Of the run in a folder, whatever of it is there."""
+    account = Account()
+    with contextlib.suppress(OSError):  # not there yet, or on another host's disk
+        account.read_file(folder / FILE)
+    return account.goodput()
 
 
 def summary(folder: Path) -> Goodput:

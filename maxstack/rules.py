@@ -1,5 +1,6 @@
 """What must hold between sections of a configuration, checked before jax is imported; each rule yields (key, what is wrong and what to do)."""
 
+import math
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING
 from pydantic_core import PydanticCustomError
 
 from maxstack import mesh_rules
+from maxstack.config import ConfigError
 from maxstack.data.config import BytesTokenizer, DataConfig, SyntheticSource
 from maxstack.mesh_rules import Fault
 from maxstack.optim import check_schedules
@@ -25,6 +27,16 @@ def check(cfg: "Config") -> list[Fault]:
 def check_devices(cfg: "Config", devices: int) -> list[Fault]:
     """The rules about sizes again, with the number of devices and so every axis of the mesh known."""
     return list(mesh_rules.sizes(cfg, devices))
+
+
+def sizes_on(cfg: "Config", devices: int, where: str) -> dict[str, int]:
+    """Mesh axis -> size on so many devices. ConfigError where the mesh does not fill them, or what the model, batch and mesh are does not divide."""
+    sizes = mesh_rules.mesh_sizes(cfg, devices)
+    if (wanted := math.prod(sizes.values())) != devices:
+        raise ConfigError(f"mesh: {mesh_rules.product_of(sizes)} is {wanted} devices, but {where} has {devices}; set one axis to -1")
+    if found := check_devices(cfg, devices):
+        raise ConfigError("\n".join(f"{key}: {message}" for key, message in found))
+    return sizes
 
 
 def _vocabulary(cfg: "Config") -> Iterator[Fault]:

@@ -61,11 +61,11 @@ class Supervisor:
     """One call of `run`."""
 
     def __init__(self, command: Sequence[str], folder: Path, most: int, pause: float):
-        self._command, self._books, self._most, self._pause = command, folder / goodput.FILE, most, pause
+        self._command, self._folder, self._most, self._pause = command, folder, most, pause
         self._child: subprocess.Popen[bytes] | None = None
         self._asked: list[int] = []
         self._restarts = self._in_a_row = 0
-        self._steps = self._account().steps
+        self._steps = goodput.so_far(self._folder).steps
 
     def run(self) -> int:
         """As the function."""
@@ -109,7 +109,7 @@ class Supervisor:
         """Whether the child that ended came further than any before it. `size`: bytes in the books before it."""
         if self._size() == size:
             return lived >= LONG
-        steps, self._steps = self._steps, max(self._steps, self._account().steps)
+        steps, self._steps = self._steps, max(self._steps, goodput.so_far(self._folder).steps)
         return self._steps > steps
 
     def _wait(self, code: int, lived: float) -> None:
@@ -138,20 +138,14 @@ class Supervisor:
         return code if code >= 0 else 128 - code
 
     def _say(self, text: str) -> None:
-        found = self._account()
+        found = goodput.so_far(self._folder)
         books = f"; {goodput.lines(found)[0]}" if found.began else ""
         with contextlib.suppress(OSError):  # whoever read it may be gone
             print(f"supervise: {text}{books}", file=sys.stderr, flush=True)
 
-    def _account(self) -> goodput.Goodput:
-        account = goodput.Account()
-        with contextlib.suppress(OSError):  # not there yet, or on another host's disk
-            account.read_file(self._books)
-        return account.goodput()
-
     def _size(self) -> int:
         try:
-            return self._books.stat().st_size
+            return (self._folder / goodput.FILE).stat().st_size
         except OSError:
             return 0
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -10,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from maxstack.cluster.local import members
 
 TIMED = ("tokens_per_second", "step_seconds", "data_wait", "eval_seconds")
 FLAGS = "--xla_backend_optimization_level=1"
@@ -45,18 +46,8 @@ def interrupt(config: Path, folder: Path, after: int, number: int, *overrides: s
 
 def several(config: Path, count: int, *overrides: str) -> list[subprocess.Popen[str]]:
     """The processes of one run, started."""
-    return [subprocess.Popen(command(config, *overrides, *own), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            for own in joined(count)]
-
-
-def joined(count: int) -> list[list[str]]:
-    """The overrides that make one run of so many processes; none for one."""
-    if count == 1:
-        return [[]]
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    return [[f"distributed={{coordinator: 'localhost:{port}', processes: {count}, process: {i}}}"] for i in range(count)]
+    return [subprocess.Popen(command(config, *overrides), env=environment() | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            for own in members(count)]
 
 
 def together(config: Path, count: int, *overrides: str, code: int = 0) -> list[str]:

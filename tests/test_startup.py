@@ -5,9 +5,10 @@ import sys
 
 import pytest
 import tiny
-from processes import environment, joined, write_config
+from processes import environment, write_config
 
 from maxstack import startup
+from maxstack.cluster.local import members
 from maxstack.plan import report
 from maxstack.plan.step import Step
 from maxstack.plan.topology import parse
@@ -22,7 +23,8 @@ sys.exit(cli.run(train.program, sys.argv[1:]))
 
 
 def test_a_process_says_what_it_waits_for_and_leaves_where_another_one_never_joins(tmp_path):
-    command = [sys.executable, "-c", HURRIED.format("joining.JOIN, joining.WAITING = 3.0, 1.0"), str(write_config(tmp_path)), *joined(2)[0]]
+    command = [sys.executable, "-c", HURRIED.format("joining.JOIN, joining.WAITING = 3.0, 1.0"), str(write_config(tmp_path)),
+               f"distributed={{coordinator: {members(2)[0]['JAX_COORDINATOR_ADDRESS']!r}, processes: 2, process: 0}}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment(), check=False)
     assert done.returncode == 42 and "distributed: process 0 of 2, says the configuration; process 0 at localhost:" in done.stderr
     assert "missing of 2 processes: 1, after 1 s of at most 3; here: 0 on " in done.stderr and "error: missing of 2 processes: 1\n" in done.stderr
@@ -31,9 +33,9 @@ def test_a_process_says_what_it_waits_for_and_leaves_where_another_one_never_joi
 
 def test_processes_that_do_not_see_one_run_folder_are_refused(tmp_path):
     config, program, started = write_config(tmp_path, run={"output_dir": "runs"}), HURRIED.format("startup.SEEN = 1.0"), []
-    for host, own in zip(("one", "other"), joined(2), strict=True):
+    for host, own in zip(("one", "other"), members(2), strict=True):
         (tmp_path / host).mkdir()
-        started.append(subprocess.Popen([sys.executable, "-c", program, str(config), *own], cwd=tmp_path / host, env=environment(),
+        started.append(subprocess.Popen([sys.executable, "-c", program, str(config)], cwd=tmp_path / host, env=environment() | own,
                                         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
     outputs = [process.communicate(timeout=120)[1] for process in started]
     assert [process.returncode for process in started] == [1, 1], outputs

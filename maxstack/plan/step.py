@@ -1,13 +1,11 @@
 """The very step that a run would take, compiled for a topology: what `maxstack plan` reads its figures from."""
 
 import dataclasses
-import math
 import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxstack.config import ConfigError
 from maxstack.plan.buffers import DUMP
 from maxstack.plan.topology import Topology
 
@@ -46,14 +44,9 @@ class Step:
 
 def check(cfg: "Config", topology: Topology) -> dict[str, int]:
     """Mesh axis -> size over the topology. ConfigError where the mesh does not fill it, or what the model, batch and mesh are does not divide."""
-    from maxstack import mesh_rules, rules
+    from maxstack import rules
 
-    sizes = mesh_rules.mesh_sizes(cfg, topology.size)
-    if (wanted := math.prod(sizes.values())) != topology.size:
-        raise ConfigError(f"mesh: {mesh_rules.product_of(sizes)} is {wanted} devices, but {topology.name} has {topology.size}; set one axis to -1")
-    if found := rules.check_devices(cfg, topology.size):
-        raise ConfigError("\n".join(f"{key}: {message}" for key, message in found))
-    return sizes
+    return rules.sizes_on(cfg, topology.size, topology.name)
 
 
 def compile_step(cfg: "Config", topology: Topology, *, exact: bool = False, dump: Path | None = None) -> Step:

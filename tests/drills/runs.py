@@ -22,6 +22,7 @@ import yaml
 from processes import TIMED, rows
 
 from maxstack.checkpoint import manifest
+from maxstack.cluster import local
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, SEVERAL = 40, 24
@@ -98,11 +99,11 @@ class Started:
         self._before = _size(self.folder / "metrics.jsonl")
         (config.parent / "output").mkdir(exist_ok=True)
         self.outputs = [config.parent / "output" / f"{name}-{time.time_ns()}-{i}.txt" for i in range(count)]
-        joined = processes.joined(count)
+        members = local.members(count)
         self.processes = []
         for i, path in enumerate(self.outputs):
-            command = processes.command(config, f"run.name={name}", *overrides, *joined[i])
-            environment = processes.environment() | {"PYTHONPATH": f"{ROOT}"}
+            command = processes.command(config, f"run.name={name}", *overrides)
+            environment = processes.environment() | members[i] | {"PYTHONPATH": f"{ROOT}"}
             if fault and at in (None, i):
                 command[1:3] = [str(Path(__file__).with_name("faulty.py"))]
                 environment |= {"DRILL_FAULT": json.dumps(fault), "GLIBC_TUNABLES": ""}

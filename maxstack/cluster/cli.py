@@ -1,0 +1,148 @@
+"""`maxstack submit`, `status`, `logs` and `stop`: the same file on a laptop and on a cluster."""
+
+import argparse
+import datetime
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from maxstack import cli, goodput
+from maxstack.cluster import local, records
+from maxstack.cluster.names import safe
+from maxstack.config import ConfigError
+
+if TYPE_CHECKING:
+    from maxstack.schema import Config
+
+LOG = "submit.log"
+PATIENCE = 120.0
+"""Seconds that a run on this machine has to save and end."""
+
+
+def submit(argv: Sequence[str]) -> int:
+    """Start a run where `--target` says; the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="maxstack submit", description="Start the run of a configuration as several processes on this machine, supervised, with one log. "
+        "`maxstack status`, `logs` and `stop` look after it.",
+        epilog="example: maxstack submit configs/quickstart.yml --target local --processes 2")
+    cli.takes_config(parser)
+    parser.add_argument("--target", required=True, choices=["local"], help="local: processes on this machine")
+    parser.add_argument("--name", help="what it is called later (default: run.name, as a name that DNS takes)")
+    parser.add_argument("--processes", type=cli.positive, default=1, metavar="N", help="how many; they share the GPUs, or run.virtual_devices")
+    parser.add_argument("--max-restarts", type=int, default=10, metavar="N", help="in a row without a new step (default: 10)")
+    parser.add_argument("--dry-run", action="store_true", help="show what would be started")
+    parser.add_argument("--detach", action="store_true", help="start it in the background")
+    args = parser.parse_intermixed_args(argv)
+    from maxstack import config
+    from maxstack.schema import Config
+
+    cfg = config.load(Config, args.config, args.overrides)
+    if cfg.distributed:
+        raise ConfigError("distributed: is what submit finds out by itself; leave it out of the configuration")
+    return _local(cfg, args, argv)
+
+
+def _local(cfg: "Config", args: argparse.Namespace, argv: Sequence[str]) -> int:
+    from maxstack import mesh_rules, rules
+
+    devices, overrides, environments = local.shares(cfg, args.processes)
+    sizes = rules.sizes_on(cfg, devices, "this machine")
+    name, folder = args.name or safe(cfg.run.name), Path(cfg.run.output_dir) / cfg.run.name
+    if name != safe(name):
+        raise ConfigError(f"--name {name}: give at most 40 lower case letters, digits and hyphens, beginning with a letter, such as {safe(name)}")
+    mesh = mesh_rules.product_of(sizes)
+    print(f"{name}: {args.processes} process{'es' * (args.processes > 1)} on this machine, {devices} devices ({mesh}), in {folder}", flush=True)
+    command = local.command(args.config, [*args.overrides, *overrides], args.max_restarts)
+    environments = [own | member for own, member in zip(environments, local.members(args.processes), strict=True)]
+    if args.dry_run:
+        for own in environments:
+            print(shlex.join(["env", *(f"{key}={value}" for key, value in own.items()), *command]))
+        return 0
+    record = {"target": "local", "folder": str(folder.resolve()), "processes": args.processes, "pid": os.getpid(),
+              "started": datetime.datetime.now().isoformat(timespec="seconds"), "steps": cfg.train.steps}
+    if args.detach:
+        return _detached(name, folder, argv)
+    with records.held(name, record):
+        code = local.Group(folder / LOG, sys.stdout).run(command, environments)
+    print(f"{name}: left with {code}")
+    return code
+
+
+def _detached(name: str, folder: Path, argv: Sequence[str]) -> int:
+    """The same command in a session of its own, and word once it looks after the run."""
+    again = [sys.executable, "-m", "maxstack.cli", "submit", *(word for word in argv if word != "--detach"), "--name", name]
+    process = subprocess.Popen(again, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stderr
+    while process.poll() is None:
+        if name in records.names() and records.is_held(name) and records.read(name)["pid"] == process.pid:
+            print(f"in the background: maxstack logs {name} --follow, maxstack status {name}, maxstack stop {name}; all of it in {folder / LOG}")
+            return 0
+        time.sleep(0.05)
+    sys.stderr.write(process.stderr.read())
+    return process.returncode
+
+
+def status(argv: Sequence[str]) -> int:
+    """What became of what was submitted."""
+    parser = argparse.ArgumentParser(prog="maxstack status", description="What runs, and how far it is.",
+                                     epilog="example: maxstack status quickstart")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="as submit told it (default: all)")
+    args = parser.parse_args(argv)
+    for name in [args.name] if args.name else records.names():
+        print(f"{name}: {_state(name, records.read(name))}")
+    return 0
+
+
+def logs(argv: Sequence[str]) -> int:
+    """The log of what was submitted."""
+    parser = argparse.ArgumentParser(prog="maxstack logs", description="The lines of all processes of a run that was submitted.",
+                                     epilog="example: maxstack logs quickstart --follow")
+    parser.add_argument("name", metavar="NAME", help="as submit told it")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on until it ends")
+    args = parser.parse_args(argv)
+    record = records.read(args.name)
+    path = Path(record["folder"]) / LOG
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file; {args.name} has not begun, or its folder was removed")
+    with path.open(encoding="utf-8", errors="replace") as file:
+        while True:
+            running = records.is_held(args.name)
+            sys.stdout.write(file.read())
+            sys.stdout.flush()
+            if not args.follow or not running:
+                return 0
+            time.sleep(0.3)
+
+
+def stop(argv: Sequence[str]) -> int:
+    """End what was submitted; a run on this machine saves before."""
+    parser = argparse.ArgumentParser(prog="maxstack stop", description="End a run that was submitted. It saves a checkpoint first; submitting it "
+                                     "again goes on.", epilog="example: maxstack stop quickstart")
+    parser.add_argument("name", metavar="NAME", help="as submit told it")
+    args = parser.parse_args(argv)
+    record = records.read(args.name)
+    if not records.is_held(args.name):
+        print(f"{args.name}: does not run")
+        return 0
+    os.kill(record["pid"], signal.SIGTERM)
+    deadline = time.monotonic() + PATIENCE
+    while records.is_held(args.name):
+        if time.monotonic() > deadline:
+            raise ConfigError(f"{args.name}: has not ended in {PATIENCE:.0f} s after SIGTERM; its process is {record['pid']}")
+        time.sleep(0.1)
+    print(f"{args.name}: {_state(args.name, record)}")
+    return 0
+
+
+def _state(name: str, record: dict[str, Any]) -> str:
+    """In a line."""
+    running, step = records.is_held(name), goodput.so_far(Path(record["folder"])).steps
+    many = f"{record['processes']} process{'es' * (record['processes'] > 1)} here"
+    state = "running" if running else "done" if step >= record["steps"] else "ended"
+    return f"{state}, step {step} of {record['steps']}, {many}, since {record['started']}, in {record['folder']}"

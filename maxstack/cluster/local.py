@@ -1,0 +1,135 @@
+"""A cluster on this machine: the processes of one run, each supervised, with one log; the rehearsal of a run on many hosts."""
+
+import contextlib
+import glob
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import IO, TYPE_CHECKING
+
+from maxstack.config import ConfigError
+from maxstack.devices import GPUS
+
+if TYPE_CHECKING:
+    from maxstack.schema import Config
+
+PATIENCE, KILL = 20.0, 60.0
+"""Seconds that the others have to end by themselves once one has ended for good, and then when they are asked to."""
+
+
+def members(count: int) -> list[dict[str, str]]:
+    """The variables by which so many processes on this machine find each other, at a port that is free now; none for one."""
+    if count == 1:
+        return [{}]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        at = f"localhost:{free.getsockname()[1]}"
+    return [{"JAX_COORDINATOR_ADDRESS": at, "JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(i)} for i in range(count)]
+
+
+def shares(cfg: "Config", count: int) -> tuple[int, list[str], list[dict[str, str]]]:
+    """(devices in all, what a process's command line gets, what each process's environment gets) where `count` processes share this machine's GPUs,
+    or the run's virtual devices, or have one CPU device each."""
+    virtual = cfg.run.virtual_devices or count
+    flags = os.environ.get("XLA_FLAGS", ""), f"--xla_force_host_platform_device_count={virtual // count}"
+    on_cpu = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(filter(None, flags))}
+    if virtual % count:
+        raise ConfigError(f"--processes {count}: do not divide run.virtual_devices={virtual}; give a divisor")
+    if cfg.run.virtual_devices:
+        return virtual, ["run.virtual_devices=null"], [on_cpu] * count
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = given.split(",") if given else [str(i) for i in range(len(glob.glob(GPUS)))]
+    if os.environ.get("JAX_PLATFORMS") == "cpu" or not gpus:
+        return count, [], [on_cpu] * count
+    if len(gpus) % count:
+        raise ConfigError(f"--processes {count}: cannot share {len(gpus)} GPUs; give a divisor, or run.virtual_devices for a rehearsal on the CPU")
+    each = len(gpus) // count
+    return len(gpus), [], [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * each:(i + 1) * each])} for i in range(count)]
+
+
+class Group:
+    """Processes that are one run: their lines go to one log, each with its process's number, and they end together."""
+
+    def __init__(self, log: Path, out: IO[str] | None):
+        self._log, self._out, self._lock = log, out, threading.Lock()
+        self._started: list[subprocess.Popen[str]] = []
+        self._asked: list[int] = []
+
+    def run(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> int:
+        """Start one process for each environment, and wait for all -> the exit code of the run: 0 where all left with that, a mistake's before
+        others. SIGTERM and SIGINT are passed on; a second SIGINT kills. Call it from the main thread."""
+        before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            with self._log.open("a", encoding="utf-8") as self._file:
+                readers = [self._start(i, command, own) for i, own in enumerate(environments)]
+                for number in self._asked:  # while they were being started
+                    self._send(number)
+                codes = self._wait()
+                for reader in readers:
+                    reader.join(5)
+                return _code(codes)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _start(self, number: int, command: Sequence[str], own: Mapping[str, str]) -> threading.Thread:
+        process = subprocess.Popen(command, env=os.environ | own, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                   text=True, errors="replace", process_group=0)
+        self._started.append(process)
+        reader = threading.Thread(target=self._read, args=(number, process), daemon=True, name=f"process {number}")
+        reader.start()
+        return reader
+
+    def _read(self, number: int, process: subprocess.Popen[str]) -> None:
+        assert process.stdout
+        for line in process.stdout:
+            self.say(f"[{number}] {line.rstrip()}")
+
+    def say(self, text: str) -> None:
+        """A line of the log."""
+        with self._lock:
+            self._file.write(f"{text}\n")
+            self._file.flush()
+            with contextlib.suppress(OSError):  # whoever read it may be gone
+                print(text, file=self._out, flush=True) if self._out else None
+
+    def _wait(self) -> list[int]:
+        """Until all have ended. Once one has for good, with an error that nobody asked for, the others are asked to, and at last killed."""
+        over, left = 0.0, [(PATIENCE, signal.SIGTERM), (PATIENCE + KILL, signal.SIGKILL)]
+        while any(process.poll() is None for process in self._started):
+            failed = [i for i, process in enumerate(self._started) if process.returncode and not self._asked]
+            over = over or (time.monotonic() if failed else 0.0)
+            if failed and left and time.monotonic() - over > left[0][0]:
+                number = left.pop(0)[1]
+                self.say(f"submit: process {failed[0]} left with {self._started[failed[0]].returncode}; the others get {number.name}")
+                self._send(number)
+            time.sleep(0.05)
+        return [process.returncode for process in self._started]
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        again, self._asked = number in self._asked, [*self._asked, number]
+        self._send(signal.SIGKILL if again and number == signal.SIGINT else number)
+
+    def _send(self, number: int) -> None:
+        for process in self._started:
+            if process.poll() is None:
+                process.send_signal(number)
+
+
+def _code(codes: Sequence[int]) -> int:
+    """The code of the run: of its processes' the one that says most."""
+    left = [code if code >= 0 else 128 - code for code in codes]
+    return next((code for code in (1, 2) if code in left), max(left))
+
+
+def command(config: str, overrides: Sequence[str], restarts: int) -> list[str]:
+    """What each process is: a supervisor over a training."""
+    return [sys.executable, "-m", "maxstack.train", config, *overrides, "--supervise", "--max-restarts", str(restarts)]

@@ -1,0 +1,65 @@
+"""What was submitted from this machine: a file for each name, by which it is looked after later."""
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from maxstack.config import ConfigError, did_you_mean
+
+SUFFIX = ".json"
+
+
+def folder() -> Path:
+    """Where the files lie: below XDG_STATE_HOME, ~/.local/state by default."""
+    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "maxstack" / "submitted"
+
+
+@contextlib.contextmanager
+def held(name: str, record: dict[str, Any]) -> Iterator[None]:
+    """The record written, and locked for as long as this process looks after what it tells of; ConfigError where another one does."""
+    place = folder() / f"{name}{SUFFIX}"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with place.open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"{name}: is running already; see maxstack status {name}, or maxstack stop {name}") from error
+        file.truncate(0)
+        file.write(json.dumps(record, indent=1))
+        file.flush()
+        yield
+
+
+def write(name: str, record: dict[str, Any]) -> None:
+    """A record of what runs elsewhere."""
+    with held(name, record):
+        pass
+
+
+def read(name: str) -> dict[str, Any]:
+    """The record of a name; ConfigError where there is none."""
+    try:
+        return json.loads((folder() / f"{name}{SUFFIX}").read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        known = names()
+        there = f"there are {', '.join(known)}" if known else "nothing was"
+        raise ConfigError(f"{name}: nothing was submitted by that name from this machine{did_you_mean(name, known)}; {there}") from error
+
+
+def names() -> list[str]:
+    """All names, the newest last."""
+    return [path.name.removesuffix(SUFFIX) for path in sorted(folder().glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)]
+
+
+def is_held(name: str) -> bool:
+    """Whether a process on this machine looks after it."""
+    with (folder() / f"{name}{SUFFIX}").open(encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

@@ -1,0 +1,124 @@
+"""`maxstack submit --target local`: real processes, one of which is killed; and what looks after them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from processes import environment, rows, write_config
+
+from maxstack import cli
+from maxstack.cluster.names import LONGEST, PLAIN, safe
+
+SHORT = ["run.virtual_devices=2", "data.workers=0", "train.steps=16"]
+
+
+@pytest.fixture(autouse=True)
+def records(tmp_path, monkeypatch):
+    """Records of this test alone."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+def maxstack(*words: object) -> list[str]:
+    return [sys.executable, "-m", "maxstack.cli", *map(str, words)]
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def until(true, seconds=240.0):
+    deadline = time.monotonic() + seconds
+    while not (found := true()):
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.05)
+    return found
+
+
+def test_processes_train_as_one_with_as_many_devices_though_one_is_killed(tmp_path):
+    config = write_config(tmp_path)
+    alone = subprocess.run([*maxstack("train", config), *SHORT, "run.name=alone"], env=environment(), capture_output=True, text=True, check=False)
+    assert alone.returncode == 0, alone.stderr
+    submitted = subprocess.Popen([*maxstack("submit", config, "--target", "local", "--processes", 2), *SHORT, "run.name=both"], env=environment(),
+                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    output: list[str] = []
+    reader = threading.Thread(target=lambda: output.extend(submitted.stdout))
+    reader.start()
+    until(lambda: any(row["step"] >= 6 for row in rows(tmp_path / "both")))
+    supervisor = next(pid for pid in children(submitted.pid) if b"JAX_PROCESS_ID=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+    os.kill(children(supervisor)[0], signal.SIGKILL)
+    assert submitted.wait(300) == 0, "".join(output)
+    reader.join()
+    text = "".join(output)
+    assert "both: 2 processes on this machine, 2 devices (data=2)" in text and "[1] supervise: killed by SIGKILL" in text
+    assert "[0] done: " in text and text.splitlines()[-1] == "both: left with 0"
+    assert (tmp_path / "both" / "submit.log").read_text() in text
+    found, wanted = ({row["step"]: row["loss"] for row in rows(tmp_path / name)} for name in ("both", "alone"))
+    assert found == pytest.approx(wanted, rel=1e-5) and len(found) == 16
+
+
+def test_a_run_in_the_background_is_looked_after_by_its_name(tmp_path, capsys):
+    config, name = write_config(tmp_path, checkpoint={"every": 1000}), "long-run-c0ffee"
+    words = "submit", str(config), "--target", "local", "train.steps=100000", "data.workers=0", "run.name=Long_Run", "--detach"
+    assert cli.main(words) == 0
+    name = capsys.readouterr().out.split(":")[0]
+    assert name.startswith("long-run-") and PLAIN.fullmatch(name)
+    assert cli.main(words) == 1 and f"{name}: is running already; see maxstack status" in capsys.readouterr().err
+    until(lambda: rows(tmp_path / "Long_Run"))
+    assert cli.main(["status"]) == 0 and f"{name}: running, step " in capsys.readouterr().out
+    assert cli.main(["stop", name]) == 0
+    assert f"{name}: ended, step " in capsys.readouterr().out and list((tmp_path / "Long_Run" / "checkpoints").glob("[0-9]*"))
+    assert cli.main(["logs", name, "--follow"]) == 0
+    text = capsys.readouterr().out
+    assert "[0] step 1/100000" in text and "SIGTERM was passed on, and no restart follows" in text
+    assert cli.main(["stop", name]) == 0 and f"{name}: does not run" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("words", "says"), [
+    (["--processes", "3", "run.virtual_devices=4"], "--processes 3: do not divide run.virtual_devices=4; give a divisor"),
+    (["--processes", "0"], "--processes: 0 is no number above 0"),
+    (["--processes", "2", "mesh.data=4"], "mesh: data=4 is 4 devices, but this machine has 2; set one axis to -1"),
+    (["--name", "My Run"], "such as my-run-"),
+    (["distributed={coordinator: 'h:1', processes: 2, process: 0}"], "leave it out of the configuration"),
+    (["--target", "moon"], "invalid choice: 'moon'")])
+def test_what_cannot_start_is_refused_before_anything_does(words, says, tmp_path, capsys):
+    config = write_config(tmp_path)
+    assert cli.main(["submit", str(config), "--target", "local", *words]) == 1
+    assert says in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_a_mistake_in_one_process_ends_all_and_is_the_run_s(tmp_path):
+    config = write_config(tmp_path, data={"sources": [{"kind": "text", "files": [str(tmp_path / "none*.txt")]}]})
+    command = [*maxstack("submit", config, "--target", "local", "--processes", 2), "eval.every=0"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2 and "none*.txt" in done.stdout and "a restart would not help" in done.stdout and "Traceback" not in done.stdout
+
+
+def test_what_a_dry_run_shows_is_what_a_shell_takes(tmp_path, capsys):
+    (folder := tmp_path / "it's; $HOME\n a folder").mkdir()
+    config = write_config(folder)
+    assert cli.main(["submit", str(config), "--target", "local", "--processes", "2", "--dry-run", "run.virtual_devices=2"]) == 0
+    shown = capsys.readouterr().out.split("\nenv ")[2]
+    script = f"set -- env {shown}\n{sys.executable} -c 'import json, sys; print(json.dumps(sys.argv[1:]))' \"$@\""
+    words = json.loads(subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout)
+    assert words[0] == "env" and "JAX_PROCESS_ID=1" in words and words[words.index("-m") + 1] == "maxstack.train" and str(config) in words
+
+
+@pytest.mark.parametrize("command", ["status", "logs", "stop"])
+def test_a_name_that_nobody_submitted(command, capsys):
+    assert cli.main([command, "nobody"]) == 1
+    assert "nobody: nothing was submitted by that name from this machine; nothing was" in capsys.readouterr().err
+
+
+@given(st.text(max_size=80), st.text(max_size=80))
+def test_any_name_becomes_one_that_clusters_take_and_two_stay_two(one, other):
+    first, second = safe(one), safe(other)
+    assert PLAIN.fullmatch(first) and len(first) <= LONGEST and safe(first) == first
+    assert first != second or one == other or other == first or one == second
