@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 
 COMMANDS = {
     "train": ("maxstack.train:program", "train a model from one YAML file"),
-    "submit": ("maxstack.cluster.cli:submit", "the same run as several processes, on this machine or a cluster"),
-    "status": ("maxstack.cluster.cli:status", "how far what was submitted is"),
-    "logs": ("maxstack.cluster.cli:logs", "what it says"),
-    "stop": ("maxstack.cluster.cli:stop", "end it; it saves first"),
+    "submit": ("maxstack.submit.cli:submit", "the same run as several processes, on this machine or a cluster"),
+    "status": ("maxstack.submit.cli:status", "how far what was submitted is"),
+    "logs": ("maxstack.submit.cli:logs", "what it says"),
+    "stop": ("maxstack.submit.cli:stop", "end it; it saves first"),
     "plan": ("maxstack.plan.cli:main", "whether a run fits its hardware, what it moves and how fast it can be, without the hardware"),
     "kernels": ("maxstack.plan.kernels:main", "which kernel serves each op of a run, and why each other one does not"),
     "tune": ("maxstack.tune:main", "measure the kernels of a run on this device, and keep their best block sizes"),

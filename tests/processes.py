@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from maxstack.cluster.local import members
+from maxstack.submit.local import members
 
 TIMED = ("tokens_per_second", "step_seconds", "data_wait", "eval_seconds")
 FLAGS = "--xla_backend_optimization_level=1"

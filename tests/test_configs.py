@@ -12,7 +12,7 @@ from maxstack.config import presets_dir
 from maxstack.run import assemble
 from maxstack.schema import Config
 
-FILES = sorted(path for path in presets_dir().rglob("*.yml") if path.name != "defaults.yml")  # the manual, which is no run: test_generate_docs.py
+FILES = sorted(path for path in presets_dir().rglob("*.yml") if path.name != "defaults.yml" and path.parent.name != "clusters")  # which are no runs
 KINDS = re.compile(r"kind: \w+|placement: \w+|scaling|prefix|per_layer|share_kv")
 WIDE = tiny.model(embed=128, layers=1, pattern=[], blocks={"b": {"mixer": {"kind": "attention", "heads": 4, "head_dim": 32}, "mlp": {
     "kind": "gated", "hidden": 128}}})  # recipes share scales among up to 128 inputs

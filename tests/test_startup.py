@@ -8,10 +8,10 @@ import tiny
 from processes import environment, write_config
 
 from maxstack import startup
-from maxstack.cluster.local import members
 from maxstack.plan import report
 from maxstack.plan.step import Step
 from maxstack.plan.topology import parse
+from maxstack.submit.local import members
 
 HURRIED = """
 import sys

@@ -15,7 +15,7 @@ MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("
 
 # From top to bottom. A module may import what stands below it, and its own package; not its peers in the same line. The longest name counts.
 LEVELS = (
-    ("quantize.cli", "lora.cli"),
+    ("quantize.cli", "lora.cli", "submit"),
     ("train", "plan", "tune", "score", "convert", "data.cli", "config.cli"),
     ("cli", "supervise"),
     ("checks",),
@@ -28,7 +28,7 @@ LEVELS = (
     ("run",),
     ("treatment", "placement"),
     ("checkpoint.hf",),
-    ("models", "objectives", "data", "optim", "checkpoint", "quantize", "lora", "metrics", "faults", "ledger"),
+    ("models", "objectives", "data", "optim", "checkpoint", "quantize", "lora", "metrics", "faults", "ledger", "cluster"),
     ("layers", "chips", "goodput", "agree", "stacks", "exit_codes", "appending"),
     ("kernels",),
     ("sharding",),
@@ -104,7 +104,7 @@ sys.exit(code)
 """
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["data", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["data", "--help"], ["submit", "--help"]])
 def test_help_imports_nothing_but_the_standard_library(arguments):
     done = subprocess.run([sys.executable, "-c", ONLY_OURS, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

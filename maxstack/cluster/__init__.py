@@ -1,1 +1,1 @@
-"""Several processes of one run: who they are, how they find each other, and how they are started on a laptop or a cluster."""
+"""Several processes of one run: who they are, and how they find each other."""

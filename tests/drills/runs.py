@@ -22,7 +22,7 @@ import yaml
 from processes import TIMED, rows
 
 from maxstack.checkpoint import manifest
-from maxstack.cluster import local
+from maxstack.submit import local
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, SEVERAL = 40, 24

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from processes import environment, rows, write_config
 
 from maxstack import cli
-from maxstack.cluster.names import LONGEST, PLAIN, safe
+from maxstack.submit.names import LONGEST, PLAIN, safe
 
 SHORT = ["run.virtual_devices=2", "data.workers=0", "train.steps=16"]
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxstack import cli, goodput
-from maxstack.cluster import local, records
-from maxstack.cluster.names import safe
 from maxstack.config import ConfigError
+from maxstack.submit import local, records, remote
+from maxstack.submit.names import safe
 
 if TYPE_CHECKING:
     from maxstack.schema import Config
@@ -28,11 +28,16 @@ PATIENCE = 120.0
 def submit(argv: Sequence[str]) -> int:
     """Start a run where `--target` says; the exit code."""
     parser = argparse.ArgumentParser(
-        prog="maxstack submit", description="Start the run of a configuration as several processes on this machine, supervised, with one log. "
-        "`maxstack status`, `logs` and `stop` look after it.",
-        epilog="example: maxstack submit configs/quickstart.yml --target local --processes 2")
+        prog="maxstack submit", description="Start the run of a configuration: as several processes on this machine, supervised, with one log, or on "
+        "a cluster, by its own commands. `maxstack status`, `logs` and `stop` look after it.",
+        epilog="example: maxstack submit configs/quickstart.yml --target local --processes 2; "
+        "maxstack submit run.yml --target gke --cluster tpu-v5e --dry-run")
     cli.takes_config(parser)
-    parser.add_argument("--target", required=True, choices=["local"], help="local: processes on this machine")
+    parser.add_argument("--target", required=True, choices=["local", *remote.TARGETS], help="local: processes on this machine; xpk; gke: a JobSet by "
+                        "kubectl; slurm: a script by sbatch")
+    parser.add_argument("--cluster", metavar="FILE", help="facts of the cluster: a YAML file, or the name of one of configs/clusters")
+    parser.add_argument("--set", action="append", default=[], metavar="key=value", help="replaces a fact of the cluster")
+    parser.add_argument("--pathways", action="store_true", help="with xpk: create-pathways")
     parser.add_argument("--name", help="what it is called later (default: run.name, as a name that DNS takes)")
     parser.add_argument("--processes", type=cli.positive, default=1, metavar="N", help="how many; they share the GPUs, or run.virtual_devices")
     parser.add_argument("--max-restarts", type=int, default=10, metavar="N", help="in a row without a new step (default: 10)")
@@ -45,17 +50,22 @@ def submit(argv: Sequence[str]) -> int:
     cfg = config.load(Config, args.config, args.overrides)
     if cfg.distributed:
         raise ConfigError("distributed: is what submit finds out by itself; leave it out of the configuration")
-    return _local(cfg, args, argv)
+    name = args.name or safe(cfg.run.name)
+    if name != safe(name):
+        raise ConfigError(f"--name {name}: give at most 40 lower case letters, digits and hyphens, beginning with a letter, such as {safe(name)}")
+    if args.target != "local":
+        return remote.submit(name, cfg, args)
+    if args.cluster or args.set or args.pathways:
+        raise ConfigError("--cluster, --set and --pathways: are of clusters, and --target local is this machine; leave them out")
+    return _local(name, cfg, args, argv)
 
 
-def _local(cfg: "Config", args: argparse.Namespace, argv: Sequence[str]) -> int:
+def _local(name: str, cfg: "Config", args: argparse.Namespace, argv: Sequence[str]) -> int:
     from maxstack import mesh_rules, rules
 
     devices, overrides, environments = local.shares(cfg, args.processes)
     sizes = rules.sizes_on(cfg, devices, "this machine")
-    name, folder = args.name or safe(cfg.run.name), Path(cfg.run.output_dir) / cfg.run.name
-    if name != safe(name):
-        raise ConfigError(f"--name {name}: give at most 40 lower case letters, digits and hyphens, beginning with a letter, such as {safe(name)}")
+    folder = Path(cfg.run.output_dir) / cfg.run.name
     mesh = mesh_rules.product_of(sizes)
     print(f"{name}: {args.processes} process{'es' * (args.processes > 1)} on this machine, {devices} devices ({mesh}), in {folder}", flush=True)
     command = local.command(args.config, [*args.overrides, *overrides], args.max_restarts)
@@ -94,9 +104,12 @@ def status(argv: Sequence[str]) -> int:
                                      epilog="example: maxstack status quickstart")
     parser.add_argument("name", nargs="?", metavar="NAME", help="as submit told it (default: all)")
     args = parser.parse_args(argv)
+    code = 0
     for name in [args.name] if args.name else records.names():
-        print(f"{name}: {_state(name, records.read(name))}")
-    return 0
+        record = records.read(name)
+        print(f"{name}: {_state(name, record) if record['target'] == 'local' else remote.told(record)}", flush=True)
+        code = max(code, remote.look("status", record))
+    return code
 
 
 def logs(argv: Sequence[str]) -> int:
@@ -107,6 +120,8 @@ def logs(argv: Sequence[str]) -> int:
     parser.add_argument("-f", "--follow", action="store_true", help="go on until it ends")
     args = parser.parse_args(argv)
     record = records.read(args.name)
+    if record["target"] != "local":
+        return remote.look("follow" if args.follow else "logs", record)
     path = Path(record["folder"]) / LOG
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; {args.name} has not begun, or its folder was removed")
@@ -127,6 +142,8 @@ def stop(argv: Sequence[str]) -> int:
     parser.add_argument("name", metavar="NAME", help="as submit told it")
     args = parser.parse_args(argv)
     record = records.read(args.name)
+    if record["target"] != "local":
+        return remote.look("stop", record)
     if not records.is_held(args.name):
         print(f"{args.name}: does not run")
         return 0

@@ -1,0 +1,99 @@
+"""The facts of a cluster: configs/clusters/*.yml, apart from what is trained there."""
+
+from typing import Annotated, ClassVar
+
+import pydantic
+from pydantic import Field
+
+from maxstack.config import Items, Section, fault
+from maxstack.config.compose import Presets
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$", max_length=253)]
+Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+Line = Annotated[str, Field(pattern=r"^[^\x00\r\n]*$")]
+
+
+class SecretConfig(Section):
+    """One key of a Kubernetes secret."""
+
+    name: Name
+    """Of the secret."""
+    key: Name
+    """In it."""
+
+
+class BucketConfig(Section):
+    """A bucket of Google Cloud Storage that is mounted in every pod."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]$")]
+    """Without gs://."""
+    mount: Annotated[str, Field(pattern=r"^/[A-Za-z0-9._/-]+$")] = "/gcs"
+    """Where pods see it; run.output_dir lies below."""
+
+
+class SlurmConfig(Section):
+    """What sbatch is told."""
+
+    partition: Name | None = None
+    """null: the cluster's default."""
+    account: Name | None = None
+    """null: yours."""
+    qos: Name | None = None
+    """Quality of service."""
+    reservation: Name | None = None
+    """A reservation of nodes."""
+    time: Annotated[str, Field(pattern=r"^[0-9][0-9:-]*$")] = "24:00:00"
+    """Limit of one run of the job; it is queued again, and goes on, where it ends unfinished."""
+    per_gpu: bool = False
+    """One process a GPU in place of one a host."""
+    setup: Items[Line] = ()
+    """Lines of shell before training, as they are: module load cuda, source .venv/bin/activate."""
+
+
+class ClusterConfig(Section):
+    """One cluster. `maxstack submit CONFIG --target T --cluster FILE` reads it."""
+
+    PRESETS: ClassVar[Presets] = {"": ("clusters",)}
+
+    topology: str
+    """The hardware of a run, as `maxstack plan` writes it: v5p:8x8x16, v5e:16x16*4 (4 slices), h100:32x8 (32 hosts of 8)."""
+    project: Name | None = None
+    """Google Cloud project; null: gcloud's own. For xpk."""
+    zone: Name | None = None
+    """Of the cluster; for xpk."""
+    cluster: Name | None = None
+    """Its name; for xpk, and as context of kubectl where `context` gives none."""
+    reservation: Name | None = None
+    """Nodes that are kept for you (cloud.google.com/reservation-name)."""
+    namespace: Name = "default"
+    """Of Kubernetes."""
+    context: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@/-]*$")] | None = None
+    """Of kubectl; null: the current one."""
+    queue: Name | None = None
+    """Kueue's local queue."""
+    priority: Name | None = None
+    """Kueue's priority class, or xpk's --priority."""
+    image: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$", max_length=500)] | None = None
+    """The container that holds maxstack (scripts/Dockerfile); for gke and xpk."""
+    accelerator: Name | None = None
+    """GKE's name of the accelerator; null: the usual one of the topology's chip."""
+    service_account: Name | None = None
+    """Kubernetes service account of the pods, which may read and write the bucket."""
+    bucket: BucketConfig | None = None
+    """null: nothing is mounted."""
+    secrets: dict[Variable, SecretConfig] = {}
+    """Environment variable -> where its value lies."""
+    env: dict[Variable, Line] = {}
+    """Environment variables of every process."""
+    grace: int = Field(600, ge=30)
+    """Seconds that a process has to save after SIGTERM, before it is killed."""
+    max_restarts: int = Field(100, ge=0)
+    """How often a run is started again, after anything but its end (0) or a mistake (1, 2)."""
+    slurm: SlurmConfig = SlurmConfig()
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> "ClusterConfig":
+        for name in self.env:
+            if name in self.secrets:
+                raise fault(f"env.{name}", f"{name} is in secrets too; give it once")
+        return self

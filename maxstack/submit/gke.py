@@ -1,0 +1,90 @@
+"""A JobSet for GKE: a job a slice, a pod a host, restarted as a whole on any exit but 0 and a mistake's."""
+
+from typing import Any
+
+import yaml
+
+from maxstack.submit.job import CONFIG, Job, machine
+
+FOLDER = "/etc/maxstack"
+WORKERS, CONTAINER = "w", "train"
+MISTAKES = [1, 2]
+INDEX = "metadata.annotations['jobset.sigs.k8s.io/job-index']"
+
+
+def manifest(job: Job) -> str:
+    """The YAML of a ConfigMap that holds the run's configuration, and the JobSet."""
+    place = {"namespace": job.cluster.namespace}
+    files = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": job.name, **place}, "data": {CONFIG: job.text}}
+    return yaml.dump_all([files, jobset(job, place)], Dumper=_Dumper, sort_keys=False, width=10**6)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Texts of several lines as such."""
+
+
+_Dumper.add_representer(str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None))
+
+
+def jobset(job: Job, place: dict[str, str]) -> dict[str, Any]:
+    """As Kubernetes reads it."""
+    cluster = job.cluster
+    queue = {"kueue.x-k8s.io/queue-name": cluster.queue, "kueue.x-k8s.io/priority-class": cluster.priority}
+    metadata: dict[str, Any] = {"name": job.name, **place}
+    if labels := {key: value for key, value in queue.items() if value}:
+        metadata["labels"] = labels
+    if job.tpu and job.hosts > 1:  # a slice is a node pool: no two jobs share one
+        metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata,
+        "spec": {
+            "failurePolicy": {"maxRestarts": cluster.max_restarts, "restartStrategy": "BlockingRecreate", "rules": [
+                {"name": "mistakes", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]},
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            "replicatedJobs": [{"name": WORKERS, "replicas": job.topology.slices, "template": {"spec": {
+                "parallelism": job.hosts, "completions": job.hosts, "completionMode": "Indexed", "backoffLimit": 0,
+                "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": {
+                    "containerName": CONTAINER, "operator": "In", "values": MISTAKES}}]},
+                "template": _pod(job)}}}]}}
+
+
+def _pod(job: Job) -> dict[str, Any]:
+    cluster, mounted = job.cluster, job.cluster.bucket
+    volumes: list[dict[str, Any]] = [{"name": "config", "configMap": {"name": job.name}},
+                                     {"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
+    mounts = [{"name": "config", "mountPath": FOLDER, "readOnly": True}, {"name": "shared-memory", "mountPath": "/dev/shm"}]
+    if mounted:
+        volumes.append({"name": "bucket", "csi": {"driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": {
+            "bucketName": mounted.name, "mountOptions": "implicit-dirs"}}})
+        mounts.append({"name": "bucket", "mountPath": mounted.mount})
+    resource = {"google.com/tpu" if job.tpu else "nvidia.com/gpu": job.chips_of_a_host}
+    container = {"name": CONTAINER, "image": job.needs("image"), "command": ["maxstack", "train", f"{FOLDER}/{CONFIG}"], "env": _environment(job),
+                 "resources": {"limits": resource, "requests": dict(resource)}, "volumeMounts": mounts}
+    spec: dict[str, Any] = {
+        "restartPolicy": "Never", "terminationGracePeriodSeconds": cluster.grace, "nodeSelector": _nodes(job), "containers": [container],
+        "volumes": volumes}
+    if cluster.service_account:
+        spec["serviceAccountName"] = cluster.service_account
+    if not job.tpu:
+        spec["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    metadata = {"metadata": {"annotations": {"gke-gcsfuse/volumes": "true"}}} if mounted else {}
+    return {**metadata, "spec": spec}
+
+
+def _nodes(job: Job) -> dict[str, str]:
+    name = job.cluster.accelerator or machine(job, "accelerator")
+    chosen = {"cloud.google.com/gke-accelerator": name}
+    if job.tpu:
+        chosen = {"cloud.google.com/gke-tpu-accelerator": name, "cloud.google.com/gke-tpu-topology": "x".join(map(str, job.topology.sides))}
+    return chosen | ({"cloud.google.com/reservation-name": job.cluster.reservation} if job.cluster.reservation else {})
+
+
+def _environment(job: Job) -> list[dict[str, Any]]:
+    """What cluster/environment.py reads, JOB_COMPLETION_INDEX being Kubernetes' own, and the cluster's."""
+    plain = {"JOBSET_NAME": job.name, "JAX_COORDINATOR_ADDRESS": f"{job.name}-{WORKERS}-0-0.{job.name}", "PROCESSES_IN_JOB": str(job.hosts),
+             "JAX_PROCESS_COUNT": str(job.topology.hosts), **job.cluster.env}
+    found: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in plain.items()]
+    found.append({"name": "JOB_INDEX", "valueFrom": {"fieldRef": {"fieldPath": INDEX}}})
+    for name, secret in job.cluster.secrets.items():
+        found.append({"name": name, "valueFrom": {"secretKeyRef": {"name": secret.name, "key": secret.key}}})
+    return found

@@ -1,0 +1,108 @@
+"""A run and the cluster that it is to run on, checked before anything is booked."""
+
+import base64
+import dataclasses
+import functools
+import gzip
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from maxstack import rules
+from maxstack.config import ConfigError, dump, plain
+from maxstack.config.reader import read_yaml
+from maxstack.submit.config import ClusterConfig
+
+if TYPE_CHECKING:
+    from maxstack.chips import Chip
+    from maxstack.plan.topology import Topology
+    from maxstack.schema import Config
+
+SLACK = 1.5
+"""The estimate of memory may be off by this factor (docs/PLAN.md)."""
+CONFIG = "run.yml"
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is submitted: `text` is the resolved configuration."""
+
+    name: str
+    cfg: "Config"
+    cluster: ClusterConfig
+    topology: "Topology"
+
+    @property
+    def chip(self) -> "Chip":
+        """What it runs on."""
+        assert self.topology.chip
+        return self.topology.chip
+
+    @property
+    def tpu(self) -> bool:
+        """TPUs, not GPUs."""
+        return self.chip.platform == "tpu"
+
+    @property
+    def hosts(self) -> int:
+        """Of one slice."""
+        return self.topology.hosts // self.topology.slices
+
+    @property
+    def chips_of_a_host(self) -> int:
+        """How many chips a pod asks for."""
+        if not self.tpu:
+            return self.topology.sides[-1]
+        chips = self.topology.size // self.topology.slices // self.chip.devices
+        return min(chips, self.chip.chips_per_host)
+
+    @functools.cached_property
+    def text(self) -> str:
+        """config.yml, resolved: the same file, wherever it runs."""
+        return f"# {self.name}: submitted by maxstack for {self.topology.name}\n{dump(self.cfg)}"
+
+    @property
+    def packed(self) -> str:
+        """`text` in letters that mean nothing to a shell or to YAML."""
+        return base64.b64encode(gzip.compress(self.text.encode(), 9, mtime=0)).decode()
+
+    def needs(self, key: str) -> Any:
+        """A fact of the cluster that the target cannot do without."""
+        if (value := getattr(self.cluster, key)) is None:
+            raise ConfigError(f"{key}: the cluster's file gives none, and this target needs it; add `{key}: ...`, or give --set {key}=...")
+        return value
+
+
+def checked(name: str, cfg: "Config", cluster: ClusterConfig) -> tuple[Job, str]:
+    """The job, and what plan's arithmetic says of it in a line. ConfigError where the mesh is not the topology's, or memory far from enough."""
+    from maxstack.plan.estimate import Shapes, estimate
+    from maxstack.plan.topology import links, parse
+
+    if cfg.run.virtual_devices:
+        raise ConfigError(f"run.virtual_devices={cfg.run.virtual_devices}: is for a CPU (--target local); give run.virtual_devices=null")
+    topology = parse(cluster.topology)
+    sizes = rules.sizes_on(cfg, topology.size, topology.name)
+    job = Job(name, cfg, cluster, topology)
+    found = estimate(Shapes.of(cfg), cfg, sizes, job.chip, links(topology, tuple(sizes.values())))
+    share = found.memory / job.chip.for_programs
+    told = (f"estimated {found.memory / 2**30:.1f} of {job.chip.for_programs / 2**30:.1f} GiB a device, {found.seconds:.2f} s a step at best; "
+            "maxstack plan says it exactly")
+    if share > SLACK:
+        raise ConfigError(f"{name} does not fit {topology.name}: {told}; choose a larger topology, another mesh or model.remat.policy, which "
+                          "maxstack plan --search tries")
+    if cluster.bucket and not Path(cfg.run.output_dir).is_relative_to(cluster.bucket.mount):
+        raise ConfigError(f"run.output_dir={cfg.run.output_dir}: is lost with the container; give a folder in the bucket, {cluster.bucket.mount}/...")
+    return job, told
+
+
+@functools.cache
+def machines() -> dict[str, dict[str, str]]:
+    """machines.yml."""
+    path = Path(__file__).with_name("machines.yml")
+    return plain(read_yaml(path.read_text(encoding="utf-8"), path.name))
+
+
+def machine(job: Job, key: str) -> str:
+    """What a target calls the job's hardware; ConfigError where nobody knows."""
+    if job.chip.name not in machines():
+        raise ConfigError(f"topology: {job.chip.name} has no name there; there are {', '.join(machines())}")
+    return machines()[job.chip.name][key]

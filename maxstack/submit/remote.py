@@ -1,0 +1,107 @@
+"""Runs on clusters, by the clusters' own commands, which also look after them later."""
+
+import argparse
+import datetime
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from maxstack.config import ConfigError
+from maxstack.submit import records
+
+if TYPE_CHECKING:
+    from maxstack.schema import Config
+    from maxstack.submit.job import Job
+
+TARGETS = "xpk", "gke", "slurm"
+JOB = "{job}"
+"""In a command that looks after a job: the number that Slurm gave it."""
+
+
+def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
+    """Check the run against the cluster, and hand it over; with --dry-run show what would be handed over."""
+    from maxstack import config
+    from maxstack.submit.config import ClusterConfig
+    from maxstack.submit.job import checked
+
+    if not args.cluster:
+        raise ConfigError(f"--target {args.target}: give --cluster FILE, the facts of the cluster; configs/clusters has examples")
+    if args.detach or args.processes != 1:
+        raise ConfigError(f"--processes and --detach: are of --target local; on {args.target} the topology says how many processes there are")
+    if args.pathways and args.target != "xpk":
+        raise ConfigError(f"--pathways: goes with --target xpk, not with {args.target}")
+    cluster = config.load(ClusterConfig, args.cluster, args.set)
+    job, told = checked(name, cfg, cluster)
+    words, text, after = {"xpk": _xpk, "gke": _gke, "slurm": _slurm}[args.target](job, args.pathways)
+    hosts = f"{job.topology.hosts} host{'s' * (job.topology.hosts > 1)}"
+    print(f"{name}: {job.topology.name}, {job.topology.size} devices on {hosts}; {told}", file=sys.stderr)
+    sys.stdout.write(text)
+    sys.stdout.flush()
+    if args.dry_run:
+        return 0
+    done = _run(words, text if args.target != "xpk" else None, capture=args.target == "slurm")
+    if done.returncode:
+        raise ConfigError(f"{words[0]} left with {done.returncode}; what it said is above, and nothing is noted of {name}")
+    number = done.stdout.strip().split(";")[0] if done.stdout else ""
+    after = {verb: [word.replace(JOB, number) for word in command] for verb, command in after.items()}
+    records.write(name, {"target": args.target, "cluster": args.cluster, "topology": job.topology.name, "commands": after,
+                         "folder": str(Path(cfg.run.output_dir) / cfg.run.name), "started": datetime.datetime.now().isoformat(timespec="seconds")})
+    print(f"{name}: submitted{f' as job {number}' * bool(number)}; maxstack status {name}, logs {name} or stop {name}", file=sys.stderr)
+    return 0
+
+
+def told(record: dict[str, Any]) -> str:
+    """What was submitted, in a line."""
+    return f"on {record['target']} ({record['cluster']}, {record['topology']}), since {record['started']}, in {record['folder']}; it says:"
+
+
+def look(verb: str, record: dict[str, Any]) -> int:
+    """Run the cluster's own command for a verb; nothing for a run on this machine."""
+    if record["target"] == "local":
+        return 0
+    if verb not in record["commands"]:
+        raise ConfigError(f"{verb}: {record['target']} has no command for that")
+    return _run(record["commands"][verb]).returncode
+
+
+Handed = tuple[list[str], str, dict[str, list[str]]]
+"""The command, what it reads or, of xpk, is; and the commands that look after it."""
+
+
+def _xpk(job: "Job", pathways: bool) -> Handed:
+    from maxstack.submit import xpk
+
+    words = xpk.command(job, pathways)
+    place = [word for word in words if word.startswith(("--cluster=", "--project=", "--zone="))]
+    logs = ["kubectl", "logs", "--selector", f"jobset.sigs.k8s.io/jobset-name={job.name}", "--all-containers", "--prefix", "--tail=-1"]
+    return words, f"{xpk.shown(words)}\n", {
+        "status": ["xpk", "workload", "list", *place, f"--filter-by-job=^{job.name}$"], "logs": logs, "follow": [*logs, "--follow"],
+        "stop": ["xpk", "workload", "delete", f"--workload={job.name}", *place, "--force"]}
+
+
+def _gke(job: "Job", _: bool) -> Handed:
+    from maxstack.submit import gke
+
+    kubectl = ["kubectl", *([f"--context={job.cluster.context}"] if job.cluster.context else []), f"--namespace={job.cluster.namespace}"]
+    logs = [*kubectl, "logs", "--selector", f"jobset.sigs.k8s.io/jobset-name={job.name}", "--container", gke.CONTAINER, "--prefix", "--tail=-1",
+            f"--max-log-requests={job.topology.hosts}"]
+    return [*kubectl, "apply", "--filename", "-"], gke.manifest(job), {
+        "status": [*kubectl, "get", "jobset", job.name], "logs": logs, "follow": [*logs, "--follow"],
+        "stop": [*kubectl, "delete", f"jobset/{job.name}", f"configmap/{job.name}"]}
+
+
+def _slurm(job: "Job", _: bool) -> Handed:
+    from maxstack.submit import slurm
+
+    log = str(Path.cwd() / f"{job.name}-{JOB}.log")
+    return ["sbatch", "--parsable"], slurm.script(job), {
+        "status": ["squeue", "--jobs", JOB], "logs": ["cat", log], "follow": ["tail", "--lines=+1", "--follow", log], "stop": ["scancel", JOB]}
+
+
+def _run(words: Sequence[str], given: str | None = None, capture: bool = False) -> "subprocess.CompletedProcess[str]":
+    if not shutil.which(words[0]):
+        raise ConfigError(f"{words[0]} is not installed here, or not on the PATH; --dry-run shows what it would be given")
+    return subprocess.run(words, input=given, stdout=subprocess.PIPE if capture else None, text=True, check=False)

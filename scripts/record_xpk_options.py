@@ -1,0 +1,48 @@
+"""Write tests/submit/xpk-options.json: the options of the xpk commands that maxstack writes, as xpk's own parser has them.
+
+`pip install xpk` into an environment of its own, and run this there. With --check WORDS... that parser reads a command line instead; the exit code
+says whether it takes it.
+"""
+
+import argparse
+import json
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+OUT = Path(__file__).resolve().parent.parent / "tests/submit/xpk-options.json"
+COMMANDS = "create", "create-pathways", "list", "delete"
+
+
+def main() -> int:
+    """Write the file, or check a command line; the exit code."""
+    from xpk.parser.core import set_parser
+
+    parser = argparse.ArgumentParser(prog="xpk")
+    set_parser(parser)
+    if sys.argv[1:2] == ["--check"]:
+        parser.parse_args(sys.argv[2:])
+        return 0
+    workload = _commands(_commands(parser)["workload"])
+    found: dict[str, Any] = {"version": version("xpk")}
+    for name in COMMANDS:
+        found[name] = [_option(action) for action in workload[name]._actions if action.option_strings and action.dest != "help"]
+    OUT.write_text(json.dumps(found, indent=1) + "\n")
+    print(f"{OUT}: {', '.join(f'{name}: {len(found[name])} options' for name in COMMANDS)}")
+    return 0
+
+
+def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    return next(action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+
+
+def _option(action: argparse.Action) -> dict[str, Any]:
+    """What a recorded parser needs: names, whether it takes a value, how many, which."""
+    return {"names": action.option_strings, "flag": action.nargs == 0, "required": action.required,
+            "append": isinstance(action, argparse._AppendAction), "choices": list(action.choices) if action.choices else None,
+            "type": getattr(action.type, "__name__", None)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,274 @@
+"""What clusters are given: JobSets, sbatch scripts and xpk's command line, for any name and value; handed to stand-ins that note it."""
+
+import argparse
+import base64
+import gzip
+import json
+import os
+import re
+import stat
+import subprocess
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from processes import write_config
+
+from maxstack import cli, config
+from maxstack.cluster.environment import PORT, member
+from maxstack.config import ConfigError
+from maxstack.config.compose import presets_dir
+from maxstack.plan.topology import parse
+from maxstack.schema import Config
+from maxstack.submit import gke, slurm, xpk
+from maxstack.submit.config import ClusterConfig
+from maxstack.submit.job import checked, machines
+
+HERE = Path(__file__).parent
+SCHEMA = jsonschema.Draft202012Validator(json.loads((HERE / "jobset-v1alpha2.json").read_text()))
+OPTIONS = json.loads((HERE / "xpk-options.json").read_text())
+FACTS = {"image": "repo/maxstack:1", "cluster": "c"}
+
+
+@pytest.fixture(scope="module")
+def cfg(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("targets")
+    return config.load(Config, write_config(folder, train={"batch_size": 256, "steps": 10}), ["run.output_dir=/gcs/runs"])
+
+
+@pytest.fixture
+def job(cfg):
+    def make(topology: str, name: str = "a-run", **facts):
+        return checked(name, cfg, ClusterConfig.model_validate(FACTS | {"topology": topology} | facts))[0]
+
+    return make
+
+
+def pod(jobset):
+    return jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+
+
+def documents(job):
+    files, jobset = yaml.safe_load_all(gke.manifest(job))
+    SCHEMA.validate(jobset)
+    assert files["data"] == {"run.yml": job.text} and jobset["metadata"]["name"] == files["metadata"]["name"]
+    return files, jobset
+
+
+def test_the_text_of_a_job_is_the_same_configuration(job, tmp_path):
+    (tmp_path / "run.yml").write_text(job("v5e:4x4").text)
+    assert config.load(Config, tmp_path / "run.yml") == job("v5e:4x4").cfg
+
+
+def environment_of(jobset, index: int, completion: int) -> dict[str, str]:
+    """What a pod's processes see."""
+    fields = {gke.INDEX: str(index)}
+    return {"JOB_COMPLETION_INDEX": str(completion)} | {
+        entry["name"]: entry["value"] if "value" in entry else fields[entry["valueFrom"]["fieldRef"]["fieldPath"]]
+        for entry in pod(jobset)["containers"][0]["env"] if "secretKeyRef" not in entry.get("valueFrom", {})}
+
+
+@pytest.mark.parametrize(("topology", "label", "limit", "each"), [
+    ("v5e:4x4", {"tpu-accelerator": "tpu-v5-lite-podslice", "tpu-topology": "4x4"}, {"google.com/tpu": 4}, (1, 4)),
+    ("v5p:2x2x2*2", {"tpu-accelerator": "tpu-v5p-slice", "tpu-topology": "2x2x2"}, {"google.com/tpu": 4}, (2, 2)),
+    ("tpu7x:2x2x1", {"tpu-accelerator": "tpu7x", "tpu-topology": "2x2x1"}, {"google.com/tpu": 4}, (1, 1)),
+    ("h100:4x8", {"accelerator": "nvidia-h100-mega-80gb"}, {"nvidia.com/gpu": 8}, (1, 4))])
+def test_a_jobset_asks_for_the_topology_and_every_pod_knows_who_it_is(topology, label, limit, each, job):
+    secret, bucket = {"HF_TOKEN": {"name": "s", "key": "k"}}, {"name": "bucket"}
+    one = job(topology, queue="q", reservation="mine", secrets=secret, service_account="me", bucket=bucket)
+    _, jobset = documents(one)
+    spec, (slices, hosts) = pod(jobset), each
+    chosen = {key.removeprefix("cloud.google.com/").removeprefix("gke-"): value for key, value in spec["nodeSelector"].items()}
+    assert chosen == label | {"reservation-name": "mine"}
+    assert spec["containers"][0]["resources"]["limits"] == limit and spec["terminationGracePeriodSeconds"] == 600
+    assert jobset["spec"]["replicatedJobs"][0]["replicas"] == slices and jobset["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "q"}
+    assert ("annotations" in jobset["metadata"]) == (one.tpu and hosts > 1)
+    found = [member(environment_of(jobset, i, j), on_tpu=False) for i in range(slices) for j in range(hosts)]
+    if slices * hosts == 1:
+        assert found == [None]
+    else:
+        assert [(one.process, one.processes, one.coordinator) for one in found] == [
+            (number, slices * hosts, f"a-run-w-0-0.a-run:{PORT}") for number in range(slices * hosts)]
+
+
+def test_a_jobset_ends_on_a_mistake_and_begins_again_on_anything_else(job):
+    _, jobset = documents(job("v5e:4x4", max_restarts=7))
+    inner, policy = jobset["spec"]["replicatedJobs"][0]["template"]["spec"], jobset["spec"]["failurePolicy"]
+    (rule,) = inner["podFailurePolicy"]["rules"]
+    assert rule == {"action": "FailJob", "onExitCodes": {"containerName": "train", "operator": "In", "values": [1, 2]}}
+    assert inner["backoffLimit"] == 0 and pod(jobset)["restartPolicy"] == "Never" and policy["maxRestarts"] == 7
+    assert policy["rules"] == [{"name": "mistakes", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]
+
+
+def test_the_schema_refuses_what_is_not_of_a_jobset(job):
+    for change in ({"maxRestart": 3}, {"restartStrategy": "Later"}):
+        _, jobset = documents(job("v5e:4x4"))
+        jobset["spec"]["failurePolicy"] |= change
+        with pytest.raises(jsonschema.ValidationError):
+            SCHEMA.validate(jobset)
+
+
+def recorded(name: str) -> argparse.ArgumentParser:
+    """xpk's parser of a command, from the record of its options."""
+    parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    for option in OPTIONS[name]:
+        more = {"action": "store_true"} if option["flag"] else {"choices": option["choices"], **({"action": "append"} if option["append"] else {})}
+        parser.add_argument(*option["names"], required=option["required"], **more)
+    return parser
+
+
+@pytest.mark.parametrize(("topology", "kind"), [
+    ("v5e:4x4", {"tpu_type": "v5litepod-4x4", "num_slices": "1"}), ("v5p:4x4x4*2", {"tpu_type": "v5p-4x4x4", "num_slices": "2"}),
+    ("h200:4x8", {"device_type": "h200-141gb-8", "num_nodes": "4"})])
+def test_xpk_takes_the_command_and_its_containers_the_configuration(topology, kind, job):
+    one = job(topology, project="p", zone="z", env={"A": "b c"}, max_restarts=3)
+    for pathways in (False, True)[:1 + one.tpu]:
+        program, area, verb, *words = xpk.command(one, pathways)
+        found = vars(recorded(verb).parse_args(words))
+        assert (program, area, found["workload"], found["cluster"], found["project"]) == ("xpk", "workload", "a-run", "c", "p")
+        assert {key: found[key] for key in kind if key in found} == {key: kind[key] for key in kind if key in found}
+        assert found["max_restarts"] == "3" and found["termination_grace_period_seconds"] == "600" and found["env"] == ["A=b c"]
+        assert found.get("restart_on_exit_codes", "42,70") == "42,70"
+        packed = re.fullmatch(r"echo (\S+) \| base64 -d \| gunzip > /tmp/run.yml && exec maxstack train /tmp/run.yml", found["command"])[1]
+        assert gzip.decompress(base64.b64decode(packed)).decode() == one.text
+
+
+@pytest.mark.parametrize(("topology", "facts", "says"), [
+    ("v5e:4x4", {"env": {"A": 'a"b'}}, "env.A: xpk does not quote '\"'"),
+    ("v5e:4x4", {"secrets": {"A": {"name": "n", "key": "k"}}}, "secrets: xpk hands none"),
+    ("h100:4x4", {}, "xpk has whole hosts of 8 GPUs"), ("v5e:4x4", {"image": None}, "image: the cluster's file gives none"),
+    ("a100-80:2x8", {}, "a100-80 has no name there; there are v4")])
+def test_what_xpk_cannot_be_given_is_refused(topology, facts, says, job):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        xpk.command(job(topology, **facts))
+
+
+@pytest.mark.parametrize("per_gpu", [False, True])
+def test_an_sbatch_script_is_one_for_bash_and_shellcheck(per_gpu, job, tmp_path):
+    script = slurm.script(job("h200:4x8", slurm={"partition": "p", "per_gpu": per_gpu, "setup": ["module load cuda"]}, env={"A": "it's"}))
+    path = tmp_path / "run.sbatch"
+    path.write_text(script)
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    subprocess.run(["shellcheck", str(path)], check=True)
+    given = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", script, re.M))
+    assert (given["nodes"], given["ntasks-per-node"], given["gpus-per-node"]) == ("4", "8" if per_gpu else "1", "8")
+    assert given["signal"] == "TERM@660" and given["partition"] == "p" and "requeue" in given
+
+
+STUBS = {"srun": 'while [ "$1" != bash ]; do shift; done; exec "$@"', "maxstack": 'cp "$2" "$OUT"; exit "$(head -1 "$CODES"; sed -i 1d "$CODES")"',
+         "scontrol": 'echo "$*" >> "$OUT.requeued"'}
+
+
+def stubs(folder, programs):
+    for name, text in programs.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(stat.S_IRWXU)
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+@pytest.mark.parametrize(("code", "restarts", "left", "again"), [
+    (0, 0, 0, False), (1, 0, 1, False), (2, 5, 2, False), (42, 0, 0, True), (70, 2, 0, True), (137, 0, 0, True), (42, 3, 42, False)])
+def test_a_job_is_queued_again_as_the_exit_code_says(code, restarts, left, again, job, tmp_path):
+    one = job("h100:2x8", max_restarts=3)
+    (tmp_path / "codes").write_text(f"{code}\n")
+    own = {"OUT": str(tmp_path / "out"), "CODES": str(tmp_path / "codes"), "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7",
+           "SLURM_RESTART_COUNT": str(restarts)}
+    script = slurm.script(one)
+    done = subprocess.run(["bash", "-c", script], env=os.environ | stubs(tmp_path, STUBS) | own, capture_output=True, text=True, check=False)
+    assert done.returncode == left, done.stderr
+    assert (tmp_path / "out").read_text() == one.text and (tmp_path / "out.requeued").exists() == again
+
+
+def test_a_mistake_counts_though_other_processes_left_with_a_larger_code(job, tmp_path):
+    (tmp_path / "codes").write_text("1\n42\n")
+    two = 'while [ "$1" != bash ]; do shift; done; "$@"; "$@"'
+    own = {"OUT": str(tmp_path / "out"), "CODES": str(tmp_path / "codes"), "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7"}
+    script = slurm.script(job("h100:2x8"))
+    done = subprocess.run(["bash", "-c", script], env=os.environ | stubs(tmp_path, STUBS | {"srun": two}) | own, check=False)
+    assert done.returncode == 1 and not (tmp_path / "out.requeued").exists()
+
+
+NASTY = st.text(st.sampled_from("a'\"$`;|&<>(){}[]*?!#~ \\\t-=:%@,é\u2028"), max_size=30)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40)
+@given(value=NASTY, line=NASTY)
+def test_no_value_becomes_shell_or_yaml(value, line, job, tmp_path):
+    one = job("h100:2x8", env={"A": value, "B": line})
+    environment = {entry["name"]: entry.get("value") for entry in pod(documents(one)[1])["containers"][0]["env"]}
+    assert (environment["A"], environment["B"]) == (value, line)
+    show = {"srun": f'printf "%s\\0%s" "$A" "$B" > {tmp_path}/seen'}
+    own = stubs(tmp_path, show) | {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", "-c", slurm.script(one)], env=os.environ | own, check=False)
+    assert done.returncode == 0 and (tmp_path / "seen").read_text() == f"{value}\0{line}"
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("image", "a b"), ("image", "a;rm"), ("project", "$(x)"), ("queue", "a\nb"), ("env", {"A B": "c"}), ("env", {"A": "b\nc"}), ("reservation", "x'"),
+    ("slurm", {"partition": "a b"}), ("bucket", {"name": "gs://b"})])
+def test_facts_that_no_cluster_has_are_refused(key, value):
+    with pytest.raises(ValueError, match=key):
+        ClusterConfig.model_validate(FACTS | {"topology": "v5e:4x4", key: value})
+
+
+def test_the_examples_of_clusters_load_and_their_topologies_are_there():
+    files = sorted((presets_dir() / "clusters").glob("*.yml"))
+    assert len(files) >= 3
+    for file in files:
+        parse(config.load(ClusterConfig, file.stem).topology)
+    for name in machines():
+        assert parse({"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1", "tpu7x": "tpu7x:2x2x1"}.get(name, f"{name}:1x8")).chip
+
+
+NOTE = 'printf "%s\\n" "$0" "$@" >> "$NOTED"; [ -t 0 ] || cat > "$NOTED.given"; case "$1" in --parsable) echo "77;c" ;; esac'
+
+
+@pytest.mark.parametrize(("target", "program", "stop"), [
+    ("gke", "kubectl", "kubectl --context=ctx --namespace=ns delete jobset/run configmap/run"), ("slurm", "sbatch", "scancel 77"),
+    ("xpk", "xpk", "xpk workload delete --workload=run --cluster=c --force")])
+def test_a_cluster_s_own_commands_are_run_and_look_after_the_run_later(target, program, stop, tmp_path, monkeypatch, capfd):
+    path = write_config(tmp_path, train={"batch_size": 64, "steps": 10})
+    facts = FACTS | {"topology": "h100:2x8", "namespace": "ns", "context": "ctx"}
+    (tmp_path / "cluster.yml").write_text(yaml.safe_dump(facts))
+    programs = {name: NOTE for name in ("kubectl", "sbatch", "scancel", "squeue", "xpk")}
+    (tmp_path / "bin").mkdir()
+    for key, value in (stubs(tmp_path / "bin", programs) | {"NOTED": str(tmp_path / "noted"), "XDG_STATE_HOME": str(tmp_path / "state")}).items():
+        monkeypatch.setenv(key, value)
+    words = ["submit", str(path), "--target", target, "--cluster", str(tmp_path / "cluster.yml")]
+    assert cli.main([*words, "--dry-run"]) == 0
+    shown = capfd.readouterr().out
+    assert not (tmp_path / "noted").exists()
+    assert cli.main(words) == 0
+    first = (tmp_path / "noted").read_text().splitlines()
+    assert Path(first[0]).name == program
+    if target == "xpk":
+        assert shown.split()[:3] == ["xpk", "workload", "create"] and first[1:3] == ["workload", "create"]
+    else:
+        assert (tmp_path / "noted.given").read_text() == shown
+    for verb in ("status", "stop"):
+        (tmp_path / "noted").unlink()
+        assert cli.main([verb, "run"]) == 0
+    said = (tmp_path / "noted").read_text().split("\n")[:-1]
+    assert [Path(said[0]).name, *said[1:]] == stop.split()
+
+
+@pytest.mark.parametrize(("words", "says"), [
+    (["--target", "gke"], "give --cluster FILE"), (["--target", "gke", "--cluster", "tpu-v5"], "tpu-v5e"),
+    (["--target", "gke", "--cluster", "tpu-v5e", "mesh.data=8"], "mesh: data=8 is 8 devices, but v5e:8x8 has 64; set one axis to -1"),
+    (["--target", "gke", "--cluster", "tpu-v5e"], "run.output_dir="),
+    (["--target", "slurm", "--cluster", "tpu-v5e", "run.output_dir=/gcs/x"], "has TPUs"),
+    (["--target", "gke", "--cluster", "tpu-v5e", "run.virtual_devices=8"], "is for a CPU"),
+    (["--target", "gke", "--cluster", "tpu-v5e", "model.embed=65536", "model.layers=64"], "run does not fit v5e:8x8: estimated"),
+    (["--target", "gke", "--cluster", "tpu-v5e", "--processes", "2"], "are of --target local"),
+    (["--target", "local", "--cluster", "tpu-v5e"], "--target local is this machine"),
+    (["--target", "gke", "--cluster", "tpu-v5e", "--set", "topology=v5e:3x3"], "v5e"),
+    (["--target", "gke", "--cluster", "tpu-v5e", "run.output_dir=/gcs/x"], "kubectl is not installed here")])
+def test_what_a_cluster_cannot_take_is_refused_before_it_is_asked(words, says, tmp_path, monkeypatch, capsys):
+    path = write_config(tmp_path, train={"batch_size": 64, "steps": 10})
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert cli.main(["submit", str(path), *words]) == 1
+    assert says in capsys.readouterr().err
