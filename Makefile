@@ -17,8 +17,10 @@ test: .venv/test-installed
 drills: .venv/test-installed
 	$(BIN)/python scripts/drills.py $(ARGS)
 
-oracle: .venv-oracle/installed
+oracle: .venv-oracle/installed .venv-xpk/installed
 	.venv-oracle/bin/python scripts/oracle.py
+	.venv-oracle/bin/maxstack submit synthetic --target xpk --cluster tpu-v5e --dry-run mesh.data=1 mesh.fsdp=64 train.batch_size=64 \
+		run.output_dir=/gcs/runs | .venv-xpk/bin/python scripts/record_xpk_options.py --check
 
 docs: .venv/installed
 	$(BIN)/python scripts/generate_docs.py
@@ -27,7 +29,7 @@ bench: .venv/installed
 	$(BIN)/python scripts/bench_cpu.py
 
 clean:
-	rm -rf .venv .venv-oracle
+	rm -rf .venv .venv-oracle .venv-xpk
 
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "maxstack needs Python 3.11, 3.12 or 3.13 on the PATH, or: make PYTHON=/path/to/python3.12"; exit 1; }
@@ -45,4 +47,10 @@ clean:
 	@test -n "$(PYTHON)" || { echo "maxstack needs Python 3.11, 3.12 or 3.13 on the PATH, or: make PYTHON=/path/to/python3.12"; exit 1; }
 	$(PYTHON) -m venv .venv-oracle
 	.venv-oracle/bin/python -m pip install --quiet --editable . torch==2.13.0 'transformers>=5.23' 'peft>=0.21' accelerate
+	@touch $@
+
+.venv-xpk/installed:
+	@test -n "$(PYTHON)" || { echo "maxstack needs Python 3.11, 3.12 or 3.13 on the PATH, or: make PYTHON=/path/to/python3.12"; exit 1; }
+	$(PYTHON) -m venv .venv-xpk
+	.venv-xpk/bin/python -m pip install --quiet xpk==1.16.0
 	@touch $@

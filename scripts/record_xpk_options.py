@@ -1,11 +1,12 @@
 """Write tests/submit/xpk-options.json: the options of the xpk commands that maxstack writes, as xpk's own parser has them.
 
-`pip install xpk` into an environment of its own, and run this there. With --check WORDS... that parser reads a command line instead; the exit code
-says whether it takes it.
+`pip install xpk` into an environment of its own, and run this there. With --check that parser reads the command line that comes by standard input; the exit
+code says whether it takes it.
 """
 
 import argparse
 import json
+import shlex
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +23,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="xpk")
     set_parser(parser)
     if sys.argv[1:2] == ["--check"]:
-        parser.parse_args(sys.argv[2:])
+        found = parser.parse_args(shlex.split(sys.stdin.read())[1:])
+        print(f"xpk {version('xpk')} takes it: workload {found.workload} on {found.tpu_type or found.device_type}")
         return 0
     workload = _commands(_commands(parser)["workload"])
     found: dict[str, Any] = {"version": version("xpk")}

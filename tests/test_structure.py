@@ -104,7 +104,7 @@ sys.exit(code)
 """
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["data", "--help"], ["submit", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["data", "--help"]])
 def test_help_imports_nothing_but_the_standard_library(arguments):
     done = subprocess.run([sys.executable, "-c", ONLY_OURS, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
