@@ -1,7 +1,7 @@
 """Write tests/submit/xpk-options.json: the options of the xpk commands that maxstack writes, as xpk's own parser has them.
 
-`pip install xpk` into an environment of its own, and run this there. With --check that parser reads the command line that comes by standard input; the exit
-code says whether it takes it.
+`pip install xpk` into an environment of its own, and run this there. With --check that parser reads a command line from standard input; the exit code
+says whether it takes it.
 """
 
 import argparse
