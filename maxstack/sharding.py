@@ -66,13 +66,18 @@ _current: contextvars.ContextVar[tuple["Mesh", MeshConfig] | None] = contextvars
 
 
 @contextlib.contextmanager
-def use(mesh: "Mesh", cfg: MeshConfig) -> Iterator[None]:
-    """The mesh, and its configuration, that `constrain` and `per_device` apply inside."""
-    token = _current.set((mesh, cfg))
+def holding(variable: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
+    """Inside, a variable has a value."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _current.reset(token)
+        variable.reset(token)
+
+
+def use(mesh: "Mesh", cfg: MeshConfig) -> contextlib.AbstractContextManager[None]:
+    """The mesh, and its configuration, that `constrain` and `per_device` apply inside."""
+    return holding(_current, (mesh, cfg))
 
 
 def current() -> tuple["Mesh", MeshConfig] | None:

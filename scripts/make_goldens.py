@@ -22,6 +22,8 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDENS = ROOT / "tests" / "goldens"
+ROUNDING = 1e-4
+"""Of the deviation: what another CPU may compute otherwise, measured up to 3.4e-5 between two."""
 MAX_BYTES = 200_000
 VOCAB = 128
 LENGTHS = (28, 13)
@@ -221,7 +223,7 @@ def differences(made: Path, kept: Path) -> list[str]:
         if new.keys() != old.keys():
             faults.append(f"{name}: tensors {sorted(new.keys() ^ old.keys())} are in one alone")
         faults += [f"{name}: {key} differs" for key in sorted(new.keys() & old.keys())
-                   if new[key].shape != old[key].shape or not np.allclose(new[key], old[key], rtol=1e-4, atol=1e-5)]
+                   if new[key].shape != old[key].shape or not np.allclose(new[key], old[key], rtol=1e-4, atol=ROUNDING * old[key].std())]
     return faults
 
 

@@ -160,22 +160,13 @@ _asking: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("askin
 def recording() -> Iterator[list[Choice]]:
     """The different choices that are made while programs are traced inside, in their order."""
     made: list[Choice] = []
-    with _holding(_made, made):
+    with sharding.holding(_made, made):
         yield made
 
 
 def asking(part: str) -> contextlib.AbstractContextManager[None]:
     """Inside, ops are asked for by the part of the configuration that `part` names, within that of the `asking` around it."""
-    return _holding(_asking, (*_asking.get(), part))
-
-
-@contextlib.contextmanager
-def _holding(variable: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
+    return sharding.holding(_asking, (*_asking.get(), part))
 
 
 def _add(made: list[Choice], choice: Choice) -> None:

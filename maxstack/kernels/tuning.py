@@ -8,25 +8,21 @@ import contextlib
 import contextvars
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from maxstack.config import ConfigError
+from maxstack.sharding import holding
 
 SHIPPED = Path(__file__).with_name("tuned.json")
 KEYS = ("device", "op", "backend", "shape")
 _own: contextvars.ContextVar[Path | None] = contextvars.ContextVar("tuned", default=None)
 
 
-@contextlib.contextmanager
-def use(path: str | None) -> Iterator[None]:
+def use(path: str | None) -> contextlib.AbstractContextManager[None]:
     """The table of one's own for kernels that are traced inside; it need not exist."""
-    token = _own.set(Path(path).expanduser() if path else None)
-    try:
-        yield
-    finally:
-        _own.reset(token)
+    return holding(_own, Path(path).expanduser() if path else None)
 
 
 def blocks(op: str, backend: str, device: str, shape: Mapping[str, int | str]) -> dict[str, int] | None:

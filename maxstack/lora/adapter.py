@@ -4,7 +4,7 @@ import contextlib
 import contextvars
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -13,19 +13,15 @@ from flax import nnx
 
 from maxstack.layers.weight import Treated, Weight, multiply, project, values, weight
 from maxstack.lora.config import LoraConfig
+from maxstack.sharding import holding
 
 _key: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar("dropout", default=None)
 TINY = 1e-12
 
 
-@contextlib.contextmanager
-def dropping(key: jax.Array) -> Iterator[None]:
+def dropping(key: jax.Array) -> contextlib.AbstractContextManager[None]:
     """Inside, adapters drop some of what they read, chosen by `key`."""
-    token = _key.set(key)
-    try:
-        yield
-    finally:
-        _key.reset(token)
+    return holding(_key, key)
 
 
 class Adapted(Treated, nnx.Module):

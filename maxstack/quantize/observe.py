@@ -4,7 +4,6 @@ import collections
 import contextlib
 import contextvars
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import flax.struct
@@ -17,18 +16,14 @@ from maxstack.layers.weight import Experts, Treated, experts, lookup, multiply_e
 from maxstack.quantize.arithmetic import How
 from maxstack.quantize.place import Place
 from maxstack.quantize.weights import Stored, frozen, stored
+from maxstack.sharding import holding
 
 _real: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar("real", default=None)
 
 
-@contextlib.contextmanager
-def counting(real_BT: jax.Array) -> Iterator[None]:
+def counting(real_BT: jax.Array) -> contextlib.AbstractContextManager[None]:
     """Inside, what is given at other positions than these is padding, and not told of."""
-    token = _real.set(real_BT)
-    try:
-        yield
-    finally:
-        _real.reset(token)
+    return holding(_real, real_BT)
 
 
 class Errors:

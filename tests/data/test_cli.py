@@ -80,7 +80,7 @@ def test_tokenizer_trains_a_model_that_loses_nothing(model, capsys):
     (["tokenizer", "run.yml", "--vocab", "100000", "--out", "x.model"], 1, "--vocab 100000: this text yields 374 tokens at most"),
     (["tokenizer", "run.yml", "--vocab", "100", "--out", "x.model"], 1, "use a --vocab above 2"),
     (["tokenizer", "run.yml", "--vocab", "300", "--out", "x.model", "data.sources=[{kind: synthetic}]"], 2, "synthetic document"),
-    (["prepare", "run.yml", "--out", "out", "data.sources=[{kind: jsonl, files: [run.yml]}]"], 2, "run.yml: line 2: not JSON"),
+    (["prepare", "run.yml", "--out", "out", "--workers", "1", "data.sources=[{kind: jsonl, files: [run.yml]}]"], 2, "run.yml: line 2: not JSON"),
 ])
 def test_mistakes_and_bad_data_end_with_their_exit_code_and_one_paragraph(arguments, code, words, capsys):
     assert main(["data", *arguments]) == code
