@@ -93,6 +93,8 @@ def _tiles(cfg: "Config") -> Iterator[Fault]:
 
 def _processes(cfg: "Config") -> Iterator[Fault]:
     given = cfg.distributed
+    if cfg.runtime == "pathways" and (given or cfg.run.virtual_devices):
+        yield "runtime", f"pathways is one process over devices elsewhere; leave out {'distributed' if given else 'run.virtual_devices'}"
     if given and given.process >= given.processes:
         yield "distributed.process", f"process={given.process} is none of the {given.processes} that distributed.processes counts from 0; " \
                                      f"use {given.processes - 1} or less"

@@ -145,7 +145,9 @@ class Config(Section):
     run: RunConfig = RunConfig()
     """Names and folders."""
     distributed: DistributedConfig | None = None
-    """Several processes; null: this one alone."""
+    """Several processes; null: as the launcher says, or this one alone."""
+    runtime: Literal["jax", "pathways"] = "jax"
+    """jax: each process drives the devices of its host. pathways: this process drives all devices, through the proxy at JAX_BACKEND_TARGET."""
     model: DecoderConfig
     """The architecture: a preset's name, or a mapping that may hold `preset:`, or `from:` a Hugging Face model folder."""
     mesh: MeshConfig = MeshConfig()

@@ -80,6 +80,10 @@ def train(cfg: "Config", ending: contextlib.ExitStack, forced: Sequence[str] = (
     """One whole run, in its folder. `ending` is closed however it ends: a save that is under way is not lost. `forced`: keys that may have changed
     since the checkpoint."""
     started = time.monotonic()
+    if cfg.runtime == "pathways":
+        from maxstack.cluster import pathways
+
+        pathways.environment()
     devices.environment(cfg.run.virtual_devices)
     import jax
 

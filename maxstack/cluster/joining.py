@@ -7,7 +7,7 @@ import sys
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from maxstack.cluster import environment
+from maxstack.cluster import environment, pathways
 from maxstack.cluster.roll_call import Card, bind_address, roll_call
 from maxstack.config import ConfigError
 from maxstack.devices import GPUS
@@ -27,8 +27,10 @@ PACKAGES = ("maxstack", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "g
 def join(cfg: "Config") -> None:
     """Find the others, and let jax join them; where a watchdog looks after them, jax leaves it the decision who is lost. Nothing where this process
     is alone. ConfigError or Missing, which ends the process so that a supervisor tries again."""
+    if cfg.runtime == "pathways":
+        return pathways.initialize()
     if (own := member(cfg)) is None:
-        return
+        return None
     import jax
 
     say(own.told())

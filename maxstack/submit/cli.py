@@ -37,7 +37,6 @@ def submit(argv: Sequence[str]) -> int:
                         "kubectl; slurm: a script by sbatch")
     parser.add_argument("--cluster", metavar="FILE", help="facts of the cluster: a YAML file, or the name of one of configs/clusters")
     parser.add_argument("--set", action="append", default=[], metavar="key=value", help="replaces a fact of the cluster")
-    parser.add_argument("--pathways", action="store_true", help="with xpk: create-pathways")
     parser.add_argument("--name", help="what it is called later (default: run.name, as a name that DNS takes)")
     parser.add_argument("--processes", type=cli.positive, default=1, metavar="N", help="how many; they share the GPUs, or run.virtual_devices")
     parser.add_argument("--max-restarts", type=int, default=10, metavar="N", help="in a row without a new step (default: 10)")
@@ -53,10 +52,12 @@ def submit(argv: Sequence[str]) -> int:
     name = args.name or safe(cfg.run.name)
     if name != safe(name):
         raise ConfigError(f"--name {name}: give at most 40 lower case letters, digits and hyphens, beginning with a letter, such as {safe(name)}")
+    if cfg.runtime == "pathways" and args.target != "xpk":
+        raise ConfigError(f"runtime: pathways: needs a proxy and servers, which --target xpk starts, and {args.target} does not")
     if args.target != "local":
         return remote.submit(name, cfg, args)
-    if args.cluster or args.set or args.pathways:
-        raise ConfigError("--cluster, --set and --pathways: are of clusters, and --target local is this machine; leave them out")
+    if args.cluster or args.set:
+        raise ConfigError("--cluster and --set: are of clusters, and --target local is this machine; leave them out")
     return _local(name, cfg, args, argv)
 
 

@@ -31,11 +31,9 @@ def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
         raise ConfigError(f"--target {args.target}: give --cluster FILE, the facts of the cluster; configs/clusters has examples")
     if args.detach or args.processes != 1:
         raise ConfigError(f"--processes and --detach: are of --target local; on {args.target} the topology says how many processes there are")
-    if args.pathways and args.target != "xpk":
-        raise ConfigError(f"--pathways: goes with --target xpk, not with {args.target}")
     cluster = config.load(ClusterConfig, args.cluster, args.set)
     job, told = checked(name, cfg, cluster)
-    words, text, after = {"xpk": _xpk, "gke": _gke, "slurm": _slurm}[args.target](job, args.pathways)
+    words, text, after = {"xpk": _xpk, "gke": _gke, "slurm": _slurm}[args.target](job)
     hosts = f"{job.topology.hosts} host{'s' * (job.topology.hosts > 1)}"
     print(f"{name}: {job.topology.name}, {job.topology.size} devices on {hosts}; {told}", file=sys.stderr)
     sys.stdout.write(text)
@@ -71,10 +69,10 @@ Handed = tuple[list[str], str, dict[str, list[str]]]
 """The command, what it reads or, of xpk, is; and the commands that look after it."""
 
 
-def _xpk(job: "Job", pathways: bool) -> Handed:
+def _xpk(job: "Job") -> Handed:
     from maxstack.submit import xpk
 
-    words = xpk.command(job, pathways)
+    words = xpk.command(job)
     place = [word for word in words if word.startswith(("--cluster=", "--project=", "--zone="))]
     logs = ["kubectl", "logs", "--selector", f"jobset.sigs.k8s.io/jobset-name={job.name}", "--all-containers", "--prefix", "--tail=-1"]
     return words, f"{xpk.shown(words)}\n", {
@@ -82,7 +80,7 @@ def _xpk(job: "Job", pathways: bool) -> Handed:
         "stop": ["xpk", "workload", "delete", f"--workload={job.name}", *place, "--force"]}
 
 
-def _gke(job: "Job", _: bool) -> Handed:
+def _gke(job: "Job") -> Handed:
     from maxstack.submit import gke
 
     kubectl = ["kubectl", *([f"--context={job.cluster.context}"] if job.cluster.context else []), f"--namespace={job.cluster.namespace}"]
@@ -93,7 +91,7 @@ def _gke(job: "Job", _: bool) -> Handed:
         "stop": [*kubectl, "delete", f"jobset/{job.name}", f"configmap/{job.name}"]}
 
 
-def _slurm(job: "Job", _: bool) -> Handed:
+def _slurm(job: "Job") -> Handed:
     from maxstack.submit import slurm
 
     log = str(Path.cwd() / f"{job.name}-{JOB}.log")

@@ -10,9 +10,9 @@ UNSAFE = set("\"'\\`$\n")
 """What xpk would hand on into YAML and a shell without quoting it."""
 
 
-def command(job: Job, pathways: bool = False) -> list[str]:
-    """The words of the command. ConfigError for a value that xpk does not quote."""
-    cluster, tpu = job.cluster, job.tpu
+def command(job: Job) -> list[str]:
+    """The words of the command; `create-pathways` where the run's runtime is that. ConfigError for a value that xpk does not quote."""
+    cluster, tpu, pathways = job.cluster, job.tpu, job.cfg.runtime == "pathways"
     for name, value in cluster.env.items():
         if odd := sorted(UNSAFE & {*value}):
             raise ConfigError(f"env.{name}: xpk does not quote {' '.join(map(repr, odd))}; put the value into a secret, or use --target gke")

@@ -2,6 +2,7 @@
 
 import argparse
 import base64
+import dataclasses
 import gzip
 import json
 import os
@@ -125,15 +126,16 @@ def recorded(name: str) -> argparse.ArgumentParser:
     ("h200:4x8", {"device_type": "h200-141gb-8", "num_nodes": "4"})])
 def test_xpk_takes_the_command_and_its_containers_the_configuration(topology, kind, job):
     one = job(topology, project="p", zone="z", env={"A": "b c"}, max_restarts=3)
-    for pathways in (False, True)[:1 + one.tpu]:
-        program, area, verb, *words = xpk.command(one, pathways)
+    for runtime in ("jax", "pathways")[:1 + one.tpu]:
+        program, area, verb, *words = xpk.command(dataclasses.replace(one, cfg=one.cfg.model_copy(update={"runtime": runtime})))
+        assert verb == {"jax": "create", "pathways": "create-pathways"}[runtime]
         found = vars(recorded(verb).parse_args(words))
         assert (program, area, found["workload"], found["cluster"], found["project"]) == ("xpk", "workload", "a-run", "c", "p")
         assert {key: found[key] for key in kind if key in found} == {key: kind[key] for key in kind if key in found}
         assert found["max_restarts"] == "3" and found["termination_grace_period_seconds"] == "600" and found["env"] == ["A=b c"]
         assert found.get("restart_on_exit_codes", "42,70") == "42,70"
         packed = re.fullmatch(r"echo (\S+) \| base64 -d \| gunzip > /tmp/run.yml && exec maxstack train /tmp/run.yml", found["command"])[1]
-        assert gzip.decompress(base64.b64decode(packed)).decode() == one.text
+        assert gzip.decompress(base64.b64decode(packed)).decode() == one.text.replace("runtime: jax", f"runtime: {runtime}")
 
 
 @pytest.mark.parametrize(("topology", "facts", "says"), [
@@ -264,6 +266,7 @@ def test_a_cluster_s_own_commands_are_run_and_look_after_the_run_later(target, p
     (["--target", "gke", "--cluster", "tpu-v5e", "model.embed=65536", "model.layers=64"], "run does not fit v5e:8x8: estimated"),
     (["--target", "gke", "--cluster", "tpu-v5e", "--processes", "2"], "are of --target local"),
     (["--target", "local", "--cluster", "tpu-v5e"], "--target local is this machine"),
+    (["--target", "gke", "--cluster", "tpu-v5e", "runtime=pathways"], "which --target xpk starts, and gke does not"),
     (["--target", "gke", "--cluster", "tpu-v5e", "--set", "topology=v5e:3x3"], "v5e"),
     (["--target", "gke", "--cluster", "tpu-v5e", "run.output_dir=/gcs/x"], "kubectl is not installed here")])
 def test_what_a_cluster_cannot_take_is_refused_before_it_is_asked(words, says, tmp_path, monkeypatch, capsys):

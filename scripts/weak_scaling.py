@@ -1,0 +1,141 @@
+"""Weak scaling: 1, 2, 4 and 8 processes on this machine, each with the same rows, and what they communicate; beside it plan's word on slices.
+
+The share of communication is measured against as many processes at the same time that train the same rows each, but each by itself: they contend for
+this machine's cores alike, and send nothing. Writes docs/cluster/scaling.json, and with it the plot and the tables of docs/CLUSTER.md; --plot makes
+these again of figures that are there.
+example: python scripts/weak_scaling.py --rounds 3
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench.svg import Panel, line_chart
+from tqdm import tqdm
+
+from maxstack.submit.local import members
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+COUNTS = 1, 2, 4, 8
+STEPS, WARM = 24, 8
+ROWS = 4
+MODEL = ["model.blocks.block.mlp.hidden=1024", "model.embed=256", "data.seq_len=256", "train.accumulate=1"]
+SLICES = 1, 2, 4, 8, 16, 32, 64
+PLAN = "synthetic model=llama-3.1-8b mesh.slices={slices} mesh.data=1 mesh.fsdp=256 data.seq_len=4096 train.batch_size={rows} " \
+    "model.remat.policy=full --topology v5e:16x16*{slices}"
+
+
+def main() -> None:
+    """Measure, plan, plot."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, help="each count so often, in turn; the fastest counts")
+    parser.add_argument("--only", choices=["processes", "plan"], help="the other keeps the figures that are there")
+    parser.add_argument("--plot", action="store_true", help="run nothing")
+    args = parser.parse_args()
+    path = DOCS / "cluster" / "scaling.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    if not args.plot and args.only != "plan":
+        found["processes"] = processes(args.rounds)
+        found["machine"] = f"{os.cpu_count()} cores, {platform.machine()}"
+    if not args.plot and args.only != "processes":
+        found["plan"] = {slices: planned(slices) for slices in tqdm(SLICES, unit=" plans", disable=None)}
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    found = json.loads(path.read_text())
+    path.with_suffix(".svg").write_text(plot(found))
+    page = DOCS / "CLUSTER.md"
+    text, count = re.subn(r"(?<=<!-- scaling -->\n).*?(?=<!-- end -->)", lambda _: f"\n{table(found)}\n\n", page.read_text(), flags=re.S)
+    assert count == 1, f"{page} has {count} places for the table"
+    page.write_text(text)
+
+
+def processes(rounds: int) -> dict[int, dict[str, float]]:
+    """Count -> seconds of a step where the processes are one run, and where each is its own."""
+    found: dict[int, dict[str, float]] = {count: {} for count in COUNTS}
+    for _ in tqdm(range(rounds), unit=" rounds", disable=None):
+        for count in COUNTS:
+            for kind, together in (("together", True), ("apart", False)):
+                seconds = measured(count, together)
+                found[count][kind] = min(seconds, found[count].get(kind, seconds))
+    return found
+
+
+def measured(count: int, together: bool) -> float:
+    """Median seconds of a step, of the slowest process."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as ending:
+        rows = ROWS * (count if together else 1)
+        common = [sys.executable, "-m", "maxstack.train", "quickstart", f"run.output_dir={folder}", "run.tensorboard=false", *MODEL,
+                  "eval.every=0", "eval.baselines=false", "checkpoint.every=0", f"train.steps={STEPS}", f"train.batch_size={rows}",
+                  "faults.watchdog=null"]
+        started = []
+        for i, own in enumerate(members(count) if together else [{}] * count):
+            name = "run.name=one" if together else f"run.name=run-{i}"
+            process = subprocess.Popen([*common, name], env=os.environ | own | {"JAX_PLATFORMS": "cpu"}, stdout=subprocess.DEVNULL,
+                                       stderr=subprocess.DEVNULL)
+            started.append(ending.enter_context(process))
+        for process in started:
+            if process.wait():
+                raise SystemExit(f"{count} processes: one left with {process.returncode}")
+        files = sorted(Path(folder).glob("*/metrics.jsonl"))
+        return max(statistics.median(_steps(file)) for file in files)
+
+
+def _steps(file: Path) -> list[float]:
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    return [row["step_seconds"] for row in rows if "step_seconds" in row and row["step"] > WARM]
+
+
+def planned(slices: int) -> dict[str, float]:
+    """What `maxstack plan` says of so many slices of 256 chips, with the same rows on each chip."""
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "plan.json"
+        words = PLAN.format(slices=slices, rows=256 * slices).split()
+        subprocess.run([sys.executable, "-m", "maxstack.cli", "plan", *words, "--json", str(target)], check=True, stdout=subprocess.DEVNULL,
+                       stderr=subprocess.DEVNULL)
+        plan = json.loads(target.read_text())
+        return {"chips": plan["devices"], "seconds": plan["roofline"]["seconds"], "tokens_per_second": plan["tokens_per_second"],
+                "limit": plan["roofline"]["limit"]}
+
+
+def plot(found: dict[str, Any]) -> str:
+    """Efficiency: tokens a second of one process, or chip, over those of the smallest run."""
+    panels = []
+    if "processes" in found:
+        given = {int(count): row for count, row in found["processes"].items()}
+        share = {count: 1 - row["apart"] / row["together"] for count, row in given.items()}
+        panels.append(Panel(f"measured: processes on {found['machine']}", "processes", "share of a step", {
+            "communication": [(count, max(0.0, part)) for count, part in share.items()]}))
+    if "plan" in found:
+        rows = [*found["plan"].values()]
+        first = rows[0]["tokens_per_second"] / rows[0]["chips"]
+        panels.append(Panel("plan: Llama 3.1 8B on slices of 256 TPU v5e", "chips", "tokens/s of a chip, over one slice", {
+            "plan's bound": [(row["chips"], row["tokens_per_second"] / row["chips"] / first) for row in rows]}))
+    return line_chart("Weak scaling", "the same rows for each process, or chip, however many there are", panels)
+
+
+def table(found: dict[str, Any]) -> str:
+    """Both figures in rows."""
+    lines = ["![weak scaling](cluster/scaling.svg)", "", "| Processes | A step together | A step each by itself, at once | Communication |",
+             "|---|---|---|---|"]
+    for count, row in found.get("processes", {}).items():
+        lines.append(f"| {count} | {row['together'] * 1e3:.0f} ms | {row['apart'] * 1e3:.0f} ms | {1 - row['apart'] / row['together']:.0%} |")
+    lines += ["", "| Slices of TPU v5e:16x16 | Chips | A step at best | Tokens/s of a chip, over one slice | Limited by |", "|---|---|---|---|---|"]
+    rows = found.get("plan", {})
+    for slices, row in rows.items():
+        each = row["tokens_per_second"] / row["chips"]
+        first = rows["1"]["tokens_per_second"] / rows["1"]["chips"]
+        lines.append(f"| {slices} | {row['chips']:,} | {row['seconds']:.3f} s | {each / first:.1%} | {row['limit']} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
