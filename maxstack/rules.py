@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def check(cfg: "Config") -> list[Fault]:
     """Every broken rule, as far as it shows before the devices are counted."""
-    rules = mesh_rules.sizes, _vocabulary, _schedules, _evaluation, _steps, _tiers, _tiles, _processes
+    rules = mesh_rules.sizes, _vocabulary, _schedules, _evaluation, _steps, _tiers, _tiles, _elastic, _processes
     return list(mesh_rules.axes(cfg)) or [fault for rule in rules for fault in rule(cfg)]
 
 
@@ -89,6 +89,17 @@ def _tiles(cfg: "Config") -> Iterator[Fault]:
         parts = (1 / tile if isinstance(tile, float) else cfg.data.seq_len / tile) if tile else 1.0
         if not parts.is_integer() or cfg.data.seq_len % parts:
             yield f"quantization.rules.{i}.bwd_weight_grad_tile_size", f"{tile} does not divide data.seq_len={cfg.data.seq_len}; use a divisor"
+
+
+def _elastic(cfg: "Config") -> Iterator[Fault]:
+    if (given := cfg.faults.elastic) is None:
+        return
+    if cfg.mesh.slices <= given.least:
+        yield "faults.elastic", f"mesh.slices={cfg.mesh.slices} with least={given.least} leaves none to lose; give mesh.slices a larger number"
+    if cfg.distributed:
+        yield "faults.elastic", "is for one process that drives all slices; leave out distributed"
+    if not cfg.checkpoint.every:
+        yield "faults.elastic", "goes on from the newest checkpoint, but checkpoint.every is 0; give it a number of steps"
 
 
 def _processes(cfg: "Config") -> Iterator[Fault]:

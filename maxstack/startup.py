@@ -49,9 +49,11 @@ def cache(folder: str | None) -> None:
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def make_mesh(cfg: "Config") -> jax.sharding.Mesh:
-    """The mesh over all devices; ConfigError where a size does not divide by it, now that their number is known."""
-    mesh = sharding.make_mesh(cfg.mesh, jax.devices())
+def make_mesh(cfg: "Config", devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
+    """The mesh over all devices, or these; ConfigError where a size does not divide by it, now that their number is known."""
+    if cfg.faults.elastic and jax.process_count() > 1:
+        raise ConfigError("faults.elastic: is for one process that drives all slices, and there are several; leave it out, they are started again")
+    mesh = sharding.make_mesh(cfg.mesh, devices or jax.devices())
     if found := rules.check_devices(cfg, mesh.size):
         raise ConfigError("\n".join(f"{key}: {message}" for key, message in found))
     return mesh
@@ -62,13 +64,14 @@ def folder_of(cfg: "Config") -> Path:
     return Path(cfg.run.output_dir) / cfg.run.name
 
 
-def claim(cfg: "Config", first: bool) -> Path:
-    """The run's folder, made if need be, and held until this process ends; ConfigError if another process has it."""
+def claim(cfg: "Config", first: bool, ending: contextlib.ExitStack) -> Path:
+    """The run's folder, made if need be, and held until `ending` is closed; ConfigError if another process, or another run of this one, has it."""
     folder = folder_of(cfg)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT) if first else None
         if lock is not None:
+            ending.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise ConfigError(f"run.name: {folder} is in use by another process; wait for it, stop it, or choose another run.name") from error

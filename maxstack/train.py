@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from maxstack import cli, devices, supervise
 from maxstack.exit_codes import CRASHED, RETRY
@@ -72,13 +72,18 @@ def main(argv: Sequence[str]) -> int:
         forced = [part for key in args.force_config for part in ("--force-config", key)]
         command = [sys.executable, "-m", "maxstack.train", args.config, *args.overrides, *forced]
         return supervise.run(command, Path(cfg.run.output_dir) / cfg.run.name, args.max_restarts)
-    with contextlib.ExitStack() as ending:
-        return train(cfg, ending, args.force_config)
+    from maxstack.faults import elastic
+
+    def once(cfg: "Config", left: Sequence[Any] | None) -> int:
+        with contextlib.ExitStack() as ending:
+            return train(cfg, ending, args.force_config, left)
+
+    return elastic.train(cfg, once)
 
 
-def train(cfg: "Config", ending: contextlib.ExitStack, forced: Sequence[str] = ()) -> int:
+def train(cfg: "Config", ending: contextlib.ExitStack, forced: Sequence[str] = (), left: Sequence[Any] | None = None) -> int:
     """One whole run, in its folder. `ending` is closed however it ends: a save that is under way is not lost. `forced`: keys that may have changed
-    since the checkpoint."""
+    since the checkpoint. `left`: the devices that are left of all."""
     started = time.monotonic()
     if cfg.runtime == "pathways":
         from maxstack.cluster import pathways
@@ -103,13 +108,14 @@ def train(cfg: "Config", ending: contextlib.ExitStack, forced: Sequence[str] = (
     heart = startup.watched(cfg, ending)
     startup.cache(cfg.run.compilation_cache)
     fits(cfg.data, cfg.model.vocab)
-    run = assemble(cfg, startup.make_mesh(cfg))
+    run = assemble(cfg, startup.make_mesh(cfg, left))
     fit.check(run)
     startup.check(run)
     first = jax.process_index() == 0
-    folder = startup.claim(cfg, first)
+    folder = startup.claim(cfg, first, ending)
     ledger = Ledger(folder, first, started, doing=heart.doing if heart else None)
     feed = make_feed(cfg.data, run.rows(cfg.train.batch_size), cfg.train.batch_size)
+    ending.callback(feed.close)
     log = Log(folder, cfg.train.steps, first)
     ending.push(log.ended)
     start = feed.state()

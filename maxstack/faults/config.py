@@ -33,6 +33,16 @@ class WatchdogConfig(Section):
     """The same for anything but steps: start-up, compiling, restoring, an evaluation, waiting for a save."""
 
 
+class ElasticConfig(Section):
+    """A run of several slices that one process drives (runtime: pathways) goes on without lost ones: on fewer, from the newest checkpoint, with the
+    same batches."""
+
+    least: int = Field(1, ge=1)
+    """Slices without which the run ends."""
+    attempts: int = Field(10, ge=1)
+    """How often one process goes on so."""
+
+
 class FaultsConfig(Section):
     """An update whose loss or gradient norm is not finite is refused: weights and optimizer state stay as they were, and the run goes on."""
 
@@ -42,6 +52,8 @@ class FaultsConfig(Section):
     """Refuse spikes of the loss and of the gradient norm too; null: only what is not finite."""
     watchdog: WatchdogConfig | None = WatchdogConfig()
     """Ends a run that hangs, and all processes of one that lost one; null: nobody watches."""
+    elastic: ElasticConfig | None = None
+    """Go on without lost slices; null: their loss ends the process, and it is started again."""
     check_every: int = Field(100, ge=0)
     """Steps between comparisons of what the devices hold alike (silent data corruption) and of the processes' speeds; 0: never."""
     slow: float = Field(1.5, gt=1)

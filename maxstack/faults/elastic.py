@@ -1,0 +1,96 @@
+"""A run of several slices that one process drives goes on without those that are lost: a smaller mesh, the newest checkpoint, the same batches."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from maxstack.config import ConfigError
+from maxstack.devices import slice_of
+
+if TYPE_CHECKING:
+    from maxstack.schema import Config
+
+LOSS = "DATA_LOSS", "DEADLINE_EXCEEDED", "NOT_FOUND", "UNAVAILABLE", "INTERNAL"
+"""What jax's errors begin with where a slice may be lost; whether one is, its devices are asked."""
+ANSWER = 60.0
+"""Seconds that a slice has to compute something small."""
+
+
+def train(cfg: "Config", once: Callable[["Config", Sequence[Any] | None], int]) -> int:
+    """The run by `once(configuration, devices, None: all)`, again on the slices that are left whenever some are lost. What is no such loss is raised,
+    as is one of more slices, or more often, than faults.elastic allows."""
+    elastic, lost = cfg.faults.elastic, frozenset[int]()
+    for attempt in range(elastic.attempts + 1 if elastic else 1):
+        try:
+            return once(*on_slices(cfg, lost))
+        except RuntimeError as error:
+            if elastic is None or attempt == elastic.attempts or not is_loss(error):
+                raise
+            lost |= gone({number: devices for number, devices in slices(cfg.mesh.slices).items() if number not in lost})
+            print(f"elastic: {str(error).splitlines()[0][:200]}; lost of {cfg.mesh.slices} slices: {', '.join(map(str, sorted(lost))) or 'none'}; "
+                  f"attempt {attempt + 1} of at most {elastic.attempts} to go on", file=sys.stderr, flush=True)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def on_slices(cfg: "Config", lost: frozenset[int]) -> tuple["Config", Sequence[Any] | None]:
+    """The configuration on as many of the slices that are left as everything divides over, and their devices; ConfigError where there are too few."""
+    if not lost:
+        return cfg, None
+    from maxstack import rules
+
+    assert cfg.faults.elastic
+    left, least = [devices for number, devices in slices(cfg.mesh.slices).items() if number not in lost], cfg.faults.elastic.least
+    for count in range(len(left), least - 1, -1):
+        smaller = cfg.model_copy(update={"mesh": cfg.mesh.model_copy(update={"slices": count})})
+        devices = [device for each in left[:count] for device in each]
+        if not rules.check_devices(smaller, len(devices)):
+            return smaller, devices
+    raise ConfigError(f"faults.elastic: {len(left)} of {cfg.mesh.slices} slices are left, and no number of them from faults.elastic.least={least} on "
+                      "serves this run; start it again when the others are back")
+
+
+def slices(count: int) -> dict[int, list[Any]]:
+    """Number -> devices. As the devices say; where they know of no slices, equal parts in their order."""
+    import jax
+
+    found: dict[int, list[Any]] = {}
+    devices = jax.devices()
+    if len({slice_of(device) for device in devices}) == count:
+        for device in devices:
+            found.setdefault(slice_of(device), []).append(device)
+        return found
+    each = len(devices) // count
+    return {number: devices[number * each:(number + 1) * each] for number in range(count)}
+
+
+def is_loss(error: RuntimeError) -> bool:
+    """Whether an error of jax's may be that of a lost slice."""
+    import jax
+
+    return isinstance(error, jax.errors.JaxRuntimeError) and str(error).lstrip().startswith(LOSS)
+
+
+def gone(asked: Mapping[int, Sequence[Any]]) -> frozenset[int]:
+    """The numbers of the slices that do not answer in time."""
+    answers: dict[int, bool] = {}
+    threads = [threading.Thread(target=lambda number=number: answers.update({number: answer(asked[number])}), daemon=True) for number in asked]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + ANSWER
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return frozenset(number for number in asked if not answers.get(number))
+
+
+def answer(devices: Sequence[Any]) -> bool:
+    """Whether all devices of a slice compute a sum."""
+    import jax
+    import numpy as np
+
+    try:
+        parts = [jax.device_put(np.float32(1.0), device) + 1.0 for device in devices]
+        return all(float(part) == 2.0 for part in parts)
+    except jax.errors.JaxRuntimeError:
+        return False
