@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
         forced = [part for key in args.force_config for part in ("--force-config", key)]
         command = [sys.executable, "-m", "maxstack.train", args.config, *args.overrides, *forced]
         return supervise.run(command, Path(cfg.run.output_dir) / cfg.run.name, args.max_restarts)
-    from maxstack.faults import elastic
+    from maxstack import elastic
 
     def once(cfg: "Config", left: Sequence[Any] | None) -> int:
         with contextlib.ExitStack() as ending:

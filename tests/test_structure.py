@@ -19,7 +19,7 @@ LEVELS = (
     ("train", "plan", "tune", "score", "convert", "data.cli", "config.cli"),
     ("cli", "supervise"),
     ("checks",),
-    ("startup", "evaluate", "meter"),
+    ("startup", "evaluate", "meter", "elastic"),
     ("fit", "executable"),
     ("schema",),
     ("rules",),

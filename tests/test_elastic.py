@@ -5,10 +5,9 @@ import numpy as np
 import pytest
 import tiny
 
-from maxstack import config, startup, train
+from maxstack import config, elastic, startup, train
 from maxstack.checkpoint.weights import WeightsReader
 from maxstack.config import ConfigError
-from maxstack.faults import elastic
 from maxstack.schema import Config
 
 STEPS = 12
