@@ -192,14 +192,18 @@ def check_steps(cfg: "Config", begin: int) -> None:
 
 def check(run: Run) -> None:
     """Before anything is made: ConfigError where a kernel is asked for that cannot serve, or a flag that the compiler does not know; for a run
-    that has not begun, DataError where model.weights are not of this model."""
+    that has not begun, DataError where model.weights are not of this model, and ConfigError where lora.adapter is not lora's."""
     cfg, _ = run.cfg, run.kernels
     run.check_flags()
     kept = [path for path, use in run.treatment.taken.items() if use.mode == "ptq"]
     if kept and not cfg.lora and not cfg.optimizer.trainable:
         raise ConfigError(f"quantization: {len(kept)} weights, {kept[0]} first, would be kept in low precision and never trained (mode ptq), and the "
                           "rest would be; set lora to train adapters, mode: qt to train in low precision, or optimizer.trainable for what is meant")
-    if cfg.model.weights is None or (folder_of(cfg) / "checkpoints").exists():
+    if (folder_of(cfg) / "checkpoints").exists():
+        return
+    if cfg.lora and cfg.lora.adapter:
+        run.adapter(cfg.lora.adapter)
+    if cfg.model.weights is None:
         return
     from maxstack.checkpoint.hf.contents import Contents
     from maxstack.checkpoint.hf.reader import pieces_of
