@@ -50,9 +50,10 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"{args.model}: has adapters; merge them first: maxstack export {args.model} --out FOLDER")
     if any((rule.mode or saved.quantization.mode) == "ptq" for rule in saved.quantization.rules):
         raise ConfigError(f"{args.model}: is in low precision already; quantize what it was made of")
-    whole, params = open_model(args.model, [*args.overrides, "quantization={mode: qt, rules: []}"])
     cfg = _kept(config_of(args.model, [*args.overrides, f"quantization={args.recipe}"])[0])
-    rows = read_tokens(args.calibrate, cfg.model.vocab) if args.calibrate.endswith(".npz") else read_texts(args.calibrate, whole)
+    tokens = args.calibrate.endswith(".npz")
+    rows = read_tokens(args.calibrate, cfg.model.vocab) if tokens else read_texts(args.calibrate, args.model, args.overrides, "--calibrate FILE.npz")
+    whole, params = open_model(args.model, [*args.overrides, "quantization={mode: qt, rules: []}"])
     report = _measured(whole, params, cfg, rows, args.batch_size, args.out)
     print("\n".join(lines(report)))
     if args.out:

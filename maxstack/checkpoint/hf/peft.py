@@ -42,6 +42,8 @@ class Adapter:
 
     def __init__(self, folder: Path):
         self.folder = folder
+        if not folder.is_dir():
+            raise ConfigError(f"{folder}: no such folder; give one in PEFT's format, with {CONFIG} and {TENSORS}")
         try:
             self.said, tensors = json.loads((folder / CONFIG).read_text()), load_file(folder / TENSORS)
         except (OSError, ValueError, KeyError, SafetensorError) as error:

@@ -21,7 +21,7 @@ from maxstack.checkpoint.hf.peft import Adapter
 from maxstack.config import ConfigError
 from maxstack.run import assemble
 from maxstack.schema import Config
-from maxstack.score import open_model, with_adapter
+from maxstack.score import adapted_run, assembled, open_model, with_adapter
 from maxstack.sharding import make_mesh
 
 ADAPTERS = parity.GOLDENS / "adapters"
@@ -50,9 +50,10 @@ def test_an_adapter_of_peft_computes_what_it_does_there(name):
     golden = np.load(ADAPTERS / name / "golden.npz")
     run, params = open_model(str(parity.GOLDENS / name.partition("-")[2]), FLOAT)
     assert far(logits(run, params, golden), golden["logits"]) > 0.1
-    adapted = with_adapter(run, params, str(ADAPTERS / name))
-    assert far(logits(*adapted, golden), golden["logits"]) < parity.LOGITS
-    assert adapted[1]["embed"] is params["embed"]  # no second base
+    adapted = adapted_run(run, str(ADAPTERS / name))
+    beside = with_adapter(adapted, params, str(ADAPTERS / name))
+    assert far(logits(adapted, beside, golden), golden["logits"]) < parity.LOGITS
+    assert beside["embed"] is params["embed"]  # no second base
 
 
 def trained(family: str, lora: dict):
@@ -180,11 +181,11 @@ def test_an_adapter_of_another_size_is_refused_by_its_first_module(adapter, says
         file = tmp_path / "adapter" / "adapter_model.safetensors"
         save_file({name: np.ones((4, 128), np.float32) if name.endswith("A.weight") else leaf for name, leaf in load_file(file).items()}, file)
     with pytest.raises(ConfigError, match=f"adapter: is of another model: {says}"):
-        with_adapter(*open_model(str(parity.GOLDENS / "llama"), FLOAT), str(tmp_path / "adapter"))
+        adapted_run(assembled(str(parity.GOLDENS / "llama"), FLOAT)[0], str(tmp_path / "adapter"))
 
 
 def test_an_adapter_of_another_model_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="is of another model: .* has no model.layers.0"):
         merge(parity.GOLDENS / "gpt2", Adapter(ADAPTERS / "lora-llama"), tmp_path / "merged", 1, lambda size: None)
     with pytest.raises(ConfigError, match="is of another model"):
-        with_adapter(*open_model(str(parity.GOLDENS / "gpt2"), FLOAT), str(ADAPTERS / "lora-llama"))
+        adapted_run(assembled(str(parity.GOLDENS / "gpt2"), FLOAT)[0], str(ADAPTERS / "lora-llama"))
