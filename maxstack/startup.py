@@ -194,6 +194,9 @@ def check(run: Run) -> None:
     """Before anything is made: ConfigError where a kernel is asked for that cannot serve, or a flag that the compiler does not know; for a run
     that has not begun, DataError where model.weights are not of this model, and ConfigError where lora.adapter is not lora's."""
     cfg, _ = run.cfg, run.kernels
+    if (folder_of(cfg) / "quantization.json").is_file():
+        raise ConfigError(f"run.name: {folder_of(cfg)} holds weights in low precision that maxstack quantize made, and stays as it is; give a "
+                          f"run.name of its own: run.name={cfg.run.name}-lora")
     run.check_flags()
     kept = [path for path, use in run.treatment.taken.items() if use.mode == "ptq"]
     if kept and not cfg.lora and not cfg.optimizer.trainable:

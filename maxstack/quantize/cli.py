@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -51,6 +52,8 @@ def main(argv: Sequence[str]) -> int:
     if any((rule.mode or saved.quantization.mode) == "ptq" for rule in saved.quantization.rules):
         raise ConfigError(f"{args.model}: is in low precision already; quantize what it was made of")
     cfg = _kept(config_of(args.model, [*args.overrides, f"quantization={args.recipe}"])[0])
+    if not any(rule.weight_qtype for rule in cfg.quantization.rules):
+        raise ConfigError(f"--recipe {args.recipe}: takes nothing, for want of a rule with weight_qtype; give one, or a preset such as int8")
     tokens = args.calibrate.endswith(".npz")
     rows = read_tokens(args.calibrate, cfg.model.vocab) if tokens else read_texts(args.calibrate, args.model, args.overrides, "--calibrate FILE.npz")
     whole, params = open_model(args.model, [*args.overrides, "quantization={mode: qt, rules: []}"])
@@ -58,9 +61,16 @@ def main(argv: Sequence[str]) -> int:
     print("\n".join(lines(report)))
     if args.out:
         _finish(Path(args.model), own, args.out, cfg, report)
-        further = "" if own else ", once data.sources in its config.yml are yours"
-        print(f"{args.out}: maxstack score {args.out} --data FILE, or train adapters on it with lora={{rank: 8}}{further}")
+        print("\n".join(further(args.out, own is not None)))
     return 0
+
+
+def further(out: Path, has_data: bool) -> list[str]:
+    """Commands for the run that was made."""
+    run, file, name = (shlex.quote(f"{word}") for word in (out, out / "config.yml", f"run.name={out.name}-lora"))
+    first = "" if has_data else f"; first give data.sources in {out / 'config.yml'}"
+    return [f"{out} holds the weights; to score texts, and to train adapters beside them{first}:",
+            f"  maxstack score {run} --data FILE.jsonl --out scores.npz", f"  maxstack train {file} {name} lora='{{rank: 8}}'"]
 
 
 def show(argv: Sequence[str]) -> int:

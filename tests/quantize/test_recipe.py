@@ -70,6 +70,7 @@ def test_four_bits_need_an_even_dimension():
 
 
 @pytest.mark.parametrize(("override", "says"), [
+    ("quantization={mode: ptq}", "quantization.mode: mode=ptq without rules takes nothing"),
     ("quantization=int7", "did you mean int8"), ("quantization.rules=[{module_path: '(', weight_qtype: int8}]", "no regular expression"),
     ("quantization.rules=[{weight_qtype: int9}]", "int4"), ("quantization.rules=[{act_qtype: int8}]", "act_qtype=int8 without weight_qtype"),
     ("quantization.rules=[{weight_qtype: int8, act_qtype: nf4}]", "nf4 is a type of weights alone"),
