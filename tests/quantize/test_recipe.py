@@ -49,6 +49,7 @@ def test_a_rule_has_its_own_mode_or_that_of_the_recipe():
 @pytest.mark.parametrize(("rules", "says"), [
     ([rule("blocks/globl/mlp")], "rules.0.module_path: 'blocks/globl/mlp' matches no weight; nearest paths: blocks/global/mlp"),
     ([rule(), rule("embed", "int4")], "rules.1.module_path: 'embed' takes nothing: rule 0 comes first and takes embed; put this rule before it"),
+    ([rule(op_names=["ragged_dot"])], r"rules.0.module_path: '\.\*' takes nothing: no weight that module_path matches is used so"),
     ([rule(".*norm/scale")],
      r"rules.0.module_path: '\.\*norm/scale' matches only blocks/global/mixer_norm/scale, .* which no quantized matmul can serve"),
     ([rule(tile_size=24)], r"rules.0.tile_size: 24 does not divide the 32 inputs of \w+"),
