@@ -116,6 +116,14 @@ def test_adapters_begin_on_the_weights_of_a_whole_run(trained):
     np.testing.assert_array_equal(before.read("blocks/b/mixer/query"), after.read("blocks/b/mixer/query/base"))
 
 
+def test_a_whole_run_that_another_recipe_cannot_go_on_from_says_how_its_weights_are_had(trained):
+    rules = "quantization.rules=[{module_path: '.*/mixer/.*', weight_qtype: int8}]"
+    with pytest.raises(ConfigError) as told:
+        train.main([str(trained / "run.yml"), "run.name=other", "optimizer.schedule=null", f"checkpoint.restore={trained / 'run'}", rules])
+    assert 'quantization.rules: [] -> [{module_path: ".*/mixer/.*", weight_qtype: int8}]' in str(told.value)
+    assert f"(maxstack export {trained / 'run' / 'checkpoints' / '4'} --out FOLDER, then model.from=FOLDER)" in str(told.value)
+
+
 @pytest.mark.parametrize(("given", "says"), [
     (["--recipe", "int8", "--calibrate", "none.npz"], "--calibrate none.npz: no such file"),
     (["--recipe", "int8", "--calibrate", "tokens.npz", "--batch-size", "0"], "--batch-size: 0 is no number above 0"),
