@@ -196,4 +196,9 @@ def lines(report: Mapping[str, Any]) -> list[str]:
              f"perplexity on {report['tokens']:,} tokens: {perplexity['before']:.4f} -> {perplexity['after']:.4f} ({change:+.2%})",
              "what each weight gives, root mean square of the change over that of the whole, where it is largest:"]
     worst = sorted(report["layers"], key=lambda row: -row["error"])[:WORST]
-    return [*found, *(f"  {row['error']:8.2%}  {row['weight']}, layer {row['layer']} of its stack" for row in worst)]
+    return [*found, *(f"  {row['error']:8.2%}  {row['weight']}{_layer(row)}" for row in worst)]
+
+
+def _layer(row: Mapping[str, Any]) -> str:
+    """Nothing of a weight that is in no stack."""
+    return f", layer {row['layer']} of its stack" if row["weight"].startswith("blocks/") else ""

@@ -4,6 +4,7 @@ import json
 import shlex
 
 import numpy as np
+import parity
 import pytest
 import tiny
 from safetensors.numpy import load_file
@@ -11,6 +12,7 @@ from safetensors.numpy import load_file
 from maxstack import cli, config, train
 from maxstack.checkpoint.weights import WeightsReader
 from maxstack.config import ConfigError
+from maxstack.quantize.cli import lines
 from maxstack.schema import Config
 
 MODEL = tiny.model(layers=2, pattern=[], blocks={"b": {"mixer": {"kind": "attention", "heads": 4, "head_dim": 8}, "mlp": {
@@ -136,3 +138,15 @@ def test_a_mistake_is_told_in_a_line(given, says, trained, monkeypatch, capsys):
     (trained / "nothing.yml").write_text("rules: []\n")
     assert cli.main(["quantize", "run", *given]) == 1
     assert says in capsys.readouterr().err
+
+
+def test_texts_without_a_tokenizer_are_asked_for_as_tokens_to_calibrate_on(tmp_path, capsys):
+    (tmp_path / "texts.jsonl").write_text('{"text": "a"}')
+    assert cli.main(["quantize", str(parity.GOLDENS / "llama"), "--recipe", "int8", "--calibrate", str(tmp_path / "texts.jsonl")]) == 1
+    assert "holds neither tokenizer.json nor tokenizer.model; give --calibrate FILE.npz, or data.tokenizer=" in capsys.readouterr().err
+
+
+def test_a_report_tells_layers_of_stacks_alone():
+    rows = [{"weight": "blocks/b/mlp/up", "layer": 1, "error": 0.02}, {"weight": "head", "layer": 0, "error": 0.01}]
+    told = lines({"bytes": {"before": 2, "after": 1}, "perplexity": {"before": 1, "after": 1}, "tokens": 1, "layers": rows})
+    assert told[-2:] == ["     2.00%  blocks/b/mlp/up, layer 1 of its stack", "     1.00%  head"]
