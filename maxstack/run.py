@@ -118,16 +118,19 @@ class Run:
             found |= self._made(functools.partial(self.treatment.kept, path), array) if path not in self.weights else {path: array}
         return found
 
-    def with_adapter(self, weights: dict[str, Any], folder: str) -> dict[str, Any]:
-        """The weights by path, with the adapter of a folder in PEFT's format in place of a fresh one. ConfigError where it is not lora's."""
+    def adapter(self, folder: str) -> dict[str, np.ndarray]:
+        """What a folder in PEFT's format holds of the run's adapters, by path. ConfigError where it is not lora's."""
         from maxstack.checkpoint.hf import peft
 
         lora, adapted = self.cfg.lora, {path: place.contract for path, place in self.treatment.adapted.items()}
         assert lora
-        adapter = peft.Adapter(Path(folder))
-        names = {f"{path}/{name}" for path in adapted for name in ("lora_a", "lora_b", "magnitude")}
-        found = peft.read(adapter, lora, adapted, self.bound(adapter), {path: leaf.shape for path, leaf in self.weights.items() if path in names})
-        return weights | {path: jax.device_put(leaf, self.weights[path].sharding) for path, leaf in found.items()}
+        adapter, names = peft.Adapter(Path(folder)), {f"{path}/{name}" for path in adapted for name in ("lora_a", "lora_b", "magnitude")}
+        shapes = {path: leaf.shape for path, leaf in self.weights.items() if path in names}
+        return peft.read(adapter, lora, adapted, self.bound(adapter), shapes, self.cfg.model.weights or "this model")
+
+    def with_adapter(self, weights: dict[str, Any], folder: str) -> dict[str, Any]:
+        """The weights by path, with the adapter of a folder in place of a fresh one. ConfigError where it is not lora's."""
+        return weights | {path: jax.device_put(leaf, self.weights[path].sharding) for path, leaf in self.adapter(folder).items()}
 
     def begun(self, weights: dict[str, Any]) -> State:
         """The state before the first step: the weights by path, with the adapter that lora.adapter names, and fresh optimizer state."""

@@ -64,15 +64,19 @@ def main(argv: Sequence[str]) -> int:
     for file in (args.data, args.tokens):
         if file and not Path(file).is_file():
             raise DataError(f"{file}: no such file")
+    if args.data and args.data.endswith(".npz"):
+        raise ConfigError(f"--data {args.data}: npz goes to --tokens; --data takes texts as JSONL")
     places = {folder: out.with_suffix(f".{Path(folder).resolve().name}{out.suffix}") for folder in args.adapter}
     if len({out, *places.values()}) <= len(places):
         raise ConfigError("--adapter: two folders of one name; their results would lie in one file")
-    run, params = open_model(args.model, args.overrides)
-    rows = read_tokens(args.tokens, run.cfg.model.vocab) if args.tokens else read_texts(args.data, run)
+    run, own = assembled(args.model, args.overrides)
+    adapted = {folder: adapted_run(run, folder) for folder in places}
+    rows = read_tokens(args.tokens, run.cfg.model.vocab) if args.tokens else read_texts(args.data, args.model, args.overrides, "--tokens FILE.npz")
+    params = read_weights(args.model, run, own)
     _report(score(run, params, rows, out, batch_size=args.batch_size, logits=args.logits), rows, out)
     for folder, place in places.items():
-        adapted = with_adapter(run, params, folder)
-        _report(score(*adapted, rows, place, batch_size=args.batch_size, logits=args.logits), rows, place)
+        further = with_adapter(adapted[folder], params, folder)
+        _report(score(adapted[folder], further, rows, place, batch_size=args.batch_size, logits=args.logits), rows, place)
     return 0
 
 
@@ -81,10 +85,8 @@ def _report(logprobs: np.ndarray, rows: Rows, out: Path) -> None:
     print(f"{out}: {len(rows.lengths)} rows, {rows.scored} scored tokens, mean negative log-likelihood {mean:.6f}, perplexity {np.exp(mean):.4f}")
 
 
-def with_adapter(run: "Run", params: Any, folder: str) -> tuple["Run", Any]:
-    """The run with an adapter of PEFT beside its weights, which are shared; ConfigError where the adapter is of another model."""
-    from flax import nnx
-
+def adapted_run(run: "Run", folder: str) -> "Run":
+    """The run with adapters as a folder in PEFT's format has them; ConfigError where that is no adapter of this model."""
     from maxstack.checkpoint.hf.peft import Adapter
     from maxstack.lora.config import LoraConfig
     from maxstack.run import assemble
@@ -95,23 +97,40 @@ def with_adapter(run: "Run", params: Any, folder: str) -> tuple["Run", Any]:
     tensors = (tensor for tensor in run.bound(adapter) if tensor.name.removesuffix(".weight") in adapter.modules)
     paths = sorted({target.path for tensor in tensors for target in tensor.targets})
     adapted = assemble(run.cfg.model_copy(update={"lora": LoraConfig.model_validate(adapter.settings(paths))}), run.mesh, trains=False)
-    weights = adapted.beside(nnx.traversals.flatten_mapping(params, sep="/"))
-    return adapted, adapted.tree(adapted.with_adapter(weights, folder))
+    adapted.adapter(folder)
+    return adapted
+
+
+def with_adapter(adapted: "Run", params: Any, folder: str) -> Any:
+    """Weights of the run without adapters, which are shared, with the adapter of a folder beside them."""
+    from flax import nnx
+
+    return adapted.tree(adapted.with_adapter(adapted.beside(nnx.traversals.flatten_mapping(params, sep="/")), folder))
 
 
 def open_model(model: str, overrides: Sequence[str]) -> tuple["Run", Any]:
     """A run's folder, one of its checkpoints, or a Hugging Face folder -> the assembled run and its weights, spread over all devices (fsdp)."""
+    run, own = assembled(model, overrides)
+    return run, read_weights(model, run, own)
+
+
+def assembled(model: str, overrides: Sequence[str]) -> tuple["Run", Path | None]:
+    """The run of a model over all devices, and its folder, None for a Hugging Face folder."""
     placed = [f"mesh.{axis}=1" for axis in sharding.AXES]
     cfg, own = config_of(model, ["run.virtual_devices=null", *placed, "mesh.fsdp=-1", *overrides])
     import jax
 
-    from maxstack.checkpoint.hf.reader import load_params
-    from maxstack.checkpoint.weights import WeightsReader
     from maxstack.run import assemble
 
-    run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()), trains=False)
-    loaded = run.treated(load_params(model, run.untreated)) if own is None else WeightsReader(Path(model)).load(run.weights, run.sources)
-    return run, run.tree(loaded)
+    return assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()), trains=False), own
+
+
+def read_weights(model: str, run: "Run", own: Path | None) -> Any:
+    """The weights of an assembled run."""
+    from maxstack.checkpoint.hf.reader import load_params
+    from maxstack.checkpoint.weights import WeightsReader
+
+    return run.tree(run.treated(load_params(model, run.untreated)) if own is None else WeightsReader(Path(model)).load(run.weights, run.sources))
 
 
 def config_of(model: str, overrides: Sequence[str]) -> tuple["Config", Path | None]:
@@ -154,17 +173,22 @@ def read_tokens(file: str, vocab: int) -> Rows:
     return _checked(file, np.where(real, tokens, 0), lengths)
 
 
-def read_texts(file: str, run: "Run") -> Rows:
-    """The texts of a JSONL file as tokens, with the run's tokenizer; begun with BOS where it says so, never ended with EOS."""
+def read_texts(file: str, model: str, overrides: Sequence[str], instead: str) -> Rows:
+    """The texts of a JSONL file as tokens, with a model's tokenizer; begun with BOS where it says so, never ended with EOS. ConfigError where no
+    tokenizer is known, DataError where it is not the model's; `instead` is the option that takes tokens."""
     from maxstack.data.config import JsonlSource
     from maxstack.data.sources import open_source
-    from maxstack.data.tokenizers import check_fits, open_tokenizer, tokens_of
+    from maxstack.data.tokenizers import open_tokenizer, tokens_of
 
-    given = run.cfg.data.tokenizer
-    if run.cfg.model.weights and given.kind == "bytes":
-        raise ConfigError(f"{run.cfg.model.weights} holds neither tokenizer.json nor tokenizer.model; give --tokens, or a data.tokenizer")
+    cfg, own = config_of(model, overrides)
+    if not _names_tokenizer(cfg, own, overrides):
+        raise ConfigError(f"{model} holds neither tokenizer.json nor tokenizer.model; give {instead}, or "
+                          "data.tokenizer='{kind: huggingface, path: FILE}'")
+    given = cfg.data.tokenizer
     tokenizer = open_tokenizer(given.model_copy(update={"eos": None if given.kind == "huggingface" else False}))
-    check_fits(tokenizer, run.cfg.model.vocab)
+    if tokenizer.vocab_size > cfg.model.vocab:
+        raise DataError(f"data.tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens and {model} only {cfg.model.vocab}, so it is not the "
+                        f"model's; give {instead}, or the right data.tokenizer")
     documents = open_source(JsonlSource(kind="jsonl", files=(file,)), split="all")
     rows = [tokens_of(documents, i, tokenizer) for i in range(len(documents))]
     lengths = np.array([len(row) for row in rows])
@@ -172,6 +196,15 @@ def read_texts(file: str, run: "Run") -> Rows:
     for i, row in enumerate(rows):
         tokens[i, :len(row)] = row
     return _checked(file, tokens, lengths)
+
+
+def _names_tokenizer(cfg: "Config", own: Path | None, overrides: Sequence[str]) -> bool:
+    """Whether data.tokenizer is more than a default: it is given, or came with a model folder, or served the texts of a run."""
+    if own is None:
+        return "tokenizer" in cfg.data.model_fields_set
+    said = cfg.data.tokenizer.kind != "bytes" or any(word.startswith("data.tokenizer") for word in overrides)
+    imported = cfg.model.weights is not None or (own / "hf").is_dir()
+    return said or not imported or any(source.kind != "synthetic" for source in cfg.data.sources)
 
 
 def _checked(file: str, tokens: np.ndarray, lengths: np.ndarray) -> Rows:

@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import fcntl
 import json
+import math
 import os
 import platform
 import secrets
@@ -127,8 +128,8 @@ def write_records(run: Run, folder: Path) -> None:
     (folder / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
 
 
-def introduce(run: Run, sources: list[str], log: Log) -> None:
-    """What is about to run, in a few lines."""
+def introduce(run: Run, sources: list[str], log: Log, begins: bool = False) -> None:
+    """What is about to run, in a few lines; `begins`: from weights that no checkpoint holds."""
     cfg = run.cfg
     size, opt_size = (count(tree)[1] for tree in (run.abstract.params, run.abstract.opt))
     trained = f", {run.trained:,} of them trained" if run.trained < run.parameters else ""
@@ -145,6 +146,8 @@ def introduce(run: Run, sources: list[str], log: Log) -> None:
         log.say(f"pipeline: {stages} stages, idle in {idle:.1%} of their turns; more mesh.microbatches or mesh.rounds make that less")
     if run.treatment.passed:
         log.say(f"lora: no adapters beside {', '.join(run.treatment.passed)}, which lora.targets match: experts, tables and the head take none")
+    if begins and cfg.lora and cfg.model.weights is None:
+        log.say("lora: the base is random: neither model.from nor checkpoint.restore gives its weights, and adapters alone are trained")
     for choice in run.kernels:
         log.say(f"kernel: {choice}")
     if cfg.xla.flags:
@@ -164,19 +167,38 @@ def check_steps(cfg: "Config", begin: int) -> None:
 
 def check(run: Run) -> None:
     """Before anything is made: ConfigError where a kernel is asked for that cannot serve, or a flag that the compiler does not know; for a run
-    that has not begun, DataError where model.weights are not of this model."""
+    that has not begun, DataError where model.weights are not of this model, and ConfigError where lora.adapter is not lora's."""
     cfg, _ = run.cfg, run.kernels
+    if (folder_of(cfg) / "quantization.json").is_file():
+        raise ConfigError(f"run.name: {folder_of(cfg)} holds weights in low precision that maxstack quantize made, and stays as it is; give a "
+                          f"run.name of its own: run.name={cfg.run.name}-lora")
     run.check_flags()
     kept = [path for path, use in run.treatment.taken.items() if use.mode == "ptq"]
+    _check_rank(run)
     if kept and not cfg.lora and not cfg.optimizer.trainable:
         raise ConfigError(f"quantization: {len(kept)} weights, {kept[0]} first, would be kept in low precision and never trained (mode ptq), and the "
                           "rest would be; set lora to train adapters, mode: qt to train in low precision, or optimizer.trainable for what is meant")
-    if cfg.model.weights is None or (folder_of(cfg) / "checkpoints").exists():
+    if (folder_of(cfg) / "checkpoints").exists():
+        return
+    if cfg.lora and cfg.lora.adapter:
+        run.adapter(cfg.lora.adapter)
+    if cfg.model.weights is None:
         return
     from maxstack.checkpoint.hf.contents import Contents
     from maxstack.checkpoint.hf.reader import pieces_of
 
     pieces_of(Contents(cfg.model.weights), {path: leaf.shape for path, leaf in run.untreated.items()})
+
+
+def _check_rank(run: Run) -> None:
+    """ConfigError where an adapter has as many parameters as any weight that it could be beside."""
+    smaller = {path: (min(place.matrix[0], math.prod(place.matrix[1:])), [*place.matrix]) for path, place in run.treatment.adapted.items()}
+    if not smaller or not run.cfg.lora:
+        return
+    path, (most, shape) = max(smaller.items(), key=lambda item: item[1][0])
+    if run.cfg.lora.rank > most:
+        raise ConfigError(f"lora.rank={run.cfg.lora.rank}: {path} has {shape}, and no target more; an adapter of rank {most} is the whole weight, so "
+                          "give a smaller rank")
 
 
 def fresh(run: Run) -> State:

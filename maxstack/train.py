@@ -140,7 +140,7 @@ def train(cfg: "Config", ending: contextlib.ExitStack, forced: Sequence[str] = (
         return 0
     ledger.resume(begin)
     compiling = startup.compile_step(run)
-    startup.introduce(run, feed.describe(), log)
+    startup.introduce(run, feed.describe(), log, begins=state is None)
     feed.start()
     if state is None:
         state = startup.fresh(run)

@@ -84,3 +84,9 @@ def test_the_folders_tokenizer_comes_along_unless_another_is_given(here):
 
 def test_such_a_run_has_an_architecture_to_be_exported_as(here):
     assert choose(config.load(Config, "runs/mine.yml").model, None, False)[0].architecture == "LlamaForCausalLM"
+
+
+def test_an_adapter_that_is_not_loras_is_refused_before_any_weight_is_read(here):
+    cfg = config.load(Config, "runs/mine.yml", [f"lora={{dora: true, targets: ['.*/query'], adapter: {parity.GOLDENS / 'adapters' / 'lora-llama'}}}"])
+    with pytest.raises(ConfigError, match=r"set lora.rank=4, lora.alpha=6, lora.dora=false, lora.targets=\[blocks/block/mixer/key, .*mlp/up\]"):
+        startup.check(assemble(cfg, make_mesh(cfg.mesh, jax.devices()[:1])))

@@ -9,6 +9,7 @@ import pytest
 import tokenizers
 
 from maxstack import cli
+from maxstack.score import read_texts
 
 FOLDER = parity.GOLDENS / "qwen3"
 GOLDEN = np.load(FOLDER / "golden.npz")
@@ -62,12 +63,24 @@ def test_texts_are_read_with_the_folders_tokenizer(tmp_path, capsys):
     assert (found["logprobs"] < 0).tolist() == [[False, True, True, True], [False, True, False, False]]
 
 
+def test_a_tokenizer_that_is_given_is_used_for_a_folder_without_one(tmp_path):
+    (tmp_path / "texts.jsonl").write_text('{"text": "ab"}\n')
+    rows = read_texts(str(tmp_path / "texts.jsonl"), str(FOLDER), ["data.tokenizer={kind: bytes}", "model.vocab=320"], "--tokens FILE.npz")
+    assert rows.tokens.tolist() == [[256, 97, 98]]
+
+
 @pytest.mark.parametrize(("arguments", "code", "says"), [
     (["{folder}", "--out", "o.npz"], 1, "give either --data FILE.jsonl or --tokens FILE.npz"),
     (["nowhere", "--tokens", "t.npz", "--out", "o.npz"], 1, "nowhere"),
     (["{folder}", "--tokens", "t.npz", "--out", "no/o.npz"], 1, "the folder no does not exist"),
     (["{folder}", "--tokens", "t.npz", "--out", "."], 1, "is a folder"),
-    (["{folder}", "--data", "texts.jsonl", "--out", "o.npz"], 1, "holds neither tokenizer.json nor tokenizer.model"),
+    (["{folder}", "--data", "texts.jsonl", "--out", "o.npz"], 1, "holds neither tokenizer.json nor tokenizer.model; give --tokens FILE.npz, or data"),
+    (["{folder}", "data.tokenizer.kind=bytes", "--data", "texts.jsonl", "--out", "o.npz"], 2,
+     "only 128, so it is not the model's; give --tokens FILE.npz, or the right data.tokenizer"),
+    (["{folder}", "--data", "t.npz", "--out", "o.npz"], 1, "--data t.npz: npz goes to --tokens"),
+    (["{folder}", "--tokens", "t.npz", "--out", "o.npz", "--adapter", "none"], 1, "none: no such folder"),
+    (["{folder}", "--tokens", "t.npz", "--out", "o.npz", "--adapter", "{folder}/../adapters/dora-qwen3", "--adapter",
+      "{folder}/../adapters/fused-phi3"], 1, "fused-phi3: is of another model"),
     (["{folder}", "--tokens", "beyond.npz", "--out", "o.npz"], 2, "row 1, position 2: token 128 is outside the model's vocabulary of 128"),
     (["{folder}", "--tokens", "names.npz", "--out", "o.npz"], 2, "wanted: tokens int32 [B, T] and lengths int32 [B]"),
     (["{folder}", "--tokens", "text.npz", "--out", "o.npz"], 2, "not an npz file"),

@@ -8,6 +8,7 @@ import tiny
 from processes import environment, write_config
 
 from maxstack import startup
+from maxstack.config import ConfigError
 from maxstack.plan import report
 from maxstack.plan.step import Step
 from maxstack.plan.topology import parse
@@ -64,3 +65,16 @@ def test_parameters_are_those_of_the_model_and_its_adapters_however_they_are_kep
     types = "float32, nf4" if "quantization" in sections else "float32"
     assert said[0].startswith(f"{run.cfg.run.name}: {parameters:,}{says}{size:,.1f} MiB in {types}; optimizer state ")
     assert report.read("", run.cfg, parse("v5e:1x1"), Step(run, None, 0.0, 0.0)).parameters == parameters
+
+
+def test_a_rank_beyond_every_target_is_refused():
+    with pytest.raises(ConfigError, match=r"lora.rank=33: blocks/\S+ has \[32, .*; an adapter of rank 32 is the whole weight"):
+        startup.check(tiny.make_run(tiny.config(lora={"rank": 33})))
+
+
+@pytest.mark.parametrize(("weights", "begins"), [(None, True), (None, False), ("folder", True)])
+def test_adapters_on_a_random_base_are_told(weights, begins):
+    said = []
+    run = tiny.make_run(tiny.config(lora={"rank": 4}, model=tiny.model(weights=weights)))
+    startup.introduce(run, [], type("Said", (), {"say": lambda self, text: said.append(text)})(), begins)
+    assert any("lora: the base is random" in line for line in said) == (weights is None and begins)

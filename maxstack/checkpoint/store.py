@@ -25,6 +25,8 @@ from maxstack.checkpoint.manifest import Damage
 from maxstack.checkpoint.shared import Shared
 from maxstack.checkpoint.weights import WeightsReader, step_of
 from maxstack.config import ConfigError, did_you_mean
+from maxstack.config.writer import inline
+from maxstack.quantize.config import RuleConfig
 
 if TYPE_CHECKING:
     from maxstack.data.feed import Feed
@@ -254,17 +256,17 @@ class Checkpoints:
                 self.told = f"starting from the weights in {where}" + f" and the adapter in {adapter}" * bool(adapter)
                 return run.begun(reader.load(run.weights, run.sources))
             meta = json.loads(tier.load(step, {"meta": None})["meta"]["json"])
-            _refuse_changes(where, meta["config"], run.cfg, self._free)
+            _refuse_changes(where, meta["config"], run.cfg, self._free, elsewhere)
             if meta["sources"] != feed.identity() and not _under("data.sources", self._free):
                 raise ConfigError(f"{where}: the documents of data.sources have changed since (files added, removed or renamed), so the order of the "
-                                  "data would too; put them back, or start a new run with another run.name")
+                                  f"data would too; put them back, or {_otherwise(where, elsewhere)}")
             wanted, found = _flat(run.abstract), parts["state"]
             if {k: tuple(v.shape) for k, v in found.items()} != {k: tuple(v.shape) for k, v in wanted.items()}:
-                raise _other_state(where, meta["config"], run.cfg, found, wanted)
+                raise _other_state(where, meta["config"], run.cfg, found, wanted, elsewhere)
             shape = run.cfg.train.batch_size, feed.state().shape[1]
             if tuple(parts["data"]["position"].shape) != shape:
-                raise ConfigError(f"{where}: has positions in another number of data.sources, which cannot be forced: put these back, or start a new "
-                                  "run with another run.name")
+                raise ConfigError(f"{where}: has positions in another number of data.sources, which cannot be forced: put these back, or "
+                                  f"{_otherwise(where, elsewhere)}")
             position = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=run.lane_sharding)
             loaded = tier.load(step, {"state": wanted, "data": {"position": position}})
         feed.restore(self._local_position(loaded["data"]["position"]))
@@ -328,15 +330,30 @@ def _bits(leaf: Any) -> Any:
     return jax.random.key_data(leaf)
 
 
-def _refuse_changes(where: str, saved: dict[str, Any], cfg: "Config", free: tuple[str, ...]) -> None:
+def _refuse_changes(where: str, saved: dict[str, Any], cfg: "Config", free: tuple[str, ...], elsewhere: bool) -> None:
     if changed := [line for line in _changes(saved, cfg, BOUND) if not _under(line, free)]:
         raise ConfigError(f"{where} was written by another configuration (checkpoint -> now):\n" + "\n".join(f"  {line}" for line in changed) +
-                          "\n  Put these back, start a new run with another run.name, or, where no array changes its shape, --force-config KEY.")
+                          f"\n  Put these back, {_otherwise(where, elsewhere)}, or, where no array changes its shape, --force-config KEY.")
+
+
+def _otherwise(where: str, elsewhere: bool) -> str:
+    """What else can be done where a run does not go on from a checkpoint: of another run, its weights can be had whatever was trained on them."""
+    return f"begin on its weights alone (maxstack export {where} --out FOLDER, then model.from=FOLDER)" if elsewhere else \
+        "start a new run with another run.name"
 
 
 def _changes(saved: dict[str, Any], cfg: "Config", keys: tuple[str, ...]) -> list[str]:
     """`key: old -> new` of what differs below some keys."""
-    return [f"{key}: {old!r} -> {new!r}" for key, old, new in config.difference(saved, cfg.model_dump(mode="json")) if _under(key, keys)]
+    return [f"{key}: {_shown(key, old)} -> {_shown(key, new)}" for key, old, new in config.difference(saved, cfg.model_dump(mode="json"))
+            if _under(key, keys)]
+
+
+def _shown(key: str, value: Any) -> str:
+    """In YAML's flow style; of the rules of a recipe what is no default."""
+    if key == "quantization.rules" and isinstance(value, list):
+        defaults = {name: field.get_default() for name, field in RuleConfig.model_fields.items()}
+        value = [{name: item for name, item in rule.items() if item not in (defaults.get(name), [])} for rule in value]
+    return value if value == config.ABSENT else inline(value)
 
 
 def _under(key: str, prefixes: tuple[str, ...]) -> bool:
@@ -355,7 +372,8 @@ def _check_key(key: str, cfg: Any) -> None:
         cfg = cfg[int(part)] if isinstance(cfg, list | tuple) else cfg[part]
 
 
-def _other_state(where: str, saved: dict[str, Any], cfg: "Config", found: Mapping[str, Any], wanted: Mapping[str, Any]) -> ConfigError:
+def _other_state(where: str, saved: dict[str, Any], cfg: "Config", found: Mapping[str, Any], wanted: Mapping[str, Any],
+                 elsewhere: bool) -> ConfigError:
     """Told by the keys of the optimizer that changed, or of a model that was forced; by the arrays, where no key changed, so a library must have."""
     shapes = [{key: tuple(leaf.shape) for key, leaf in tree.items()} for tree in (found, wanted)]
     arrays = [f"{key}: {shapes[0].get(key, 'absent')} -> {shapes[1].get(key, 'absent')}" for key in sorted({*found, *wanted})
@@ -365,4 +383,4 @@ def _other_state(where: str, saved: dict[str, Any], cfg: "Config", found: Mappin
     lines = _changes(saved, cfg, (key,)) or arrays
     more = f"\n  and {len(lines) - 10} more" if len(lines) > 10 else ""
     return ConfigError(f"{where} holds {what} (checkpoint -> now):\n" + "\n".join(f"  {line}" for line in lines[:10]) + more +
-                       f"\n  Arrays of other shapes cannot be forced: put the {key} back, or start a new run with another run.name.")
+                       f"\n  Arrays of other shapes cannot be forced: put the {key} back, or {_otherwise(where, elsewhere)}.")

@@ -106,7 +106,8 @@ class WeightsReader:
             if {path: tuple(leaf.shape) for path, leaf in abstract.items()} == self.shapes:
                 return made((path, self._load({PREFIX + path: leaf})[PREFIX + path]) for path, leaf in abstract.items())
         odd = sorted(path for path in {*wanted, *self.shapes} if path not in wanted or self.shapes.get(path) != tuple(wanted[path].shape))
-        raise ConfigError(f"{self._path}: holds the weights of another model: {', '.join(odd[:5])} differ")
+        low = ", or its quantization and lora, where these are what differs (maxstack export makes floats of all)" if sources else ""
+        raise ConfigError(f"{self._path}: holds the weights of another model: {', '.join(odd[:5])} differ; give the model that it is of{low}")
 
     def _load(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
         context = ocp.Context()

@@ -148,8 +148,10 @@ class _Composer:
                 return candidate
         prefix = f"{where}: " if where else ""
         names = sorted({file.stem for inside in folders for file in inside.glob("*.yml")})
-        if is_path and os.path.isdir(as_path):
-            raise ConfigError(f"{prefix}{name} is a folder, not a YAML file{did_you_mean(Path(name).name, names)}")
+        run = os.path.exists(as_path / "config.yml")
+        if os.path.isdir(as_path) and (is_path or run):
+            instead = f"; give {name.rstrip('/')}/config.yml" if run else did_you_mean(Path(name).name, names)
+            raise ConfigError(f"{prefix}{name} is a folder, not a YAML file{instead}")
         hint = did_you_mean(Path(name).stem, names) or ("" if is_path else "; give one of these, or a path that ends in .yml")
         there = f"; the presets are {', '.join(names[:20])}{', ...' if len(names) > 20 else ''}" if names else ""
         raise ConfigError(f"{prefix}no {f'{what} ' if what else ''}{'file' if is_path else 'preset'} {name}{there}{hint}")

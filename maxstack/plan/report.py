@@ -1,10 +1,13 @@
 """What `maxstack plan` says of a compiled step: one object, as a screen of text or as JSON."""
 
+import collections
 import dataclasses
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from maxstack import chips
 from maxstack.models.flops import Count, components
 from maxstack.plan.activations import activations
 from maxstack.plan.buffers import Buffer, Memory, largest, memory
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 SHOWN = 6
+LOW = re.compile(r"[su][1-8]$|f[48]e")
+"""Element types of low precision, by XLA's names."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +48,8 @@ class Plan:
     buffers: tuple[Buffer, ...]
     flops: dict[str, Count]
     """Component -> FLOPs of a whole step on all devices."""
+    products: dict[str, float]
+    """Element type by XLA's name -> FLOPs of one device in the compiled program, without attention's."""
     flows: tuple[Flow, ...]
     roofline: Roofline | None
     """None where the step does not compile for want of memory."""
@@ -92,14 +99,18 @@ def read(name: str, cfg: "Config", topology: Topology, step: Step, dump: Path | 
     parts, needed = _kept(step), step.too_large.needed if step.too_large else 0
     buffers = tuple(Buffer(size, shape, name, "", "temporary") for size, shape, name in step.too_large.largest[:SHOWN]) if step.too_large else ()
     sent: tuple[Flow, ...] = ()
+    products: dict[str, float] = collections.defaultdict(float)
     if step.compiled is not None:
         total = memory(step.compiled)
         needed, program = total.needed, parse(step.compiled.as_text())
         parts |= _rest(total, sum(parts.values()), activations(program))
         buffers = tuple(largest(step.compiled, SHOWN, dump, program))
         sent = tuple(flows(collectives(program, sizes, without=(OVERFLOW,)), groups(topology, tuple(sizes.values()), tuple(sizes))))
+        work = operations(program, without=(ATTENTION, OVERFLOW))
+        for operation in work:
+            products[operation.dtype] += operation.flops
         if chip:
-            found = roofline(cfg, chip, topology.size, operations(program, without=(ATTENTION, OVERFLOW)), sent)
+            found = roofline(cfg, chip, topology.size, work, sent)
     return Plan(
         config=name, topology=topology.name, chip=chip.kinds[0] if chip else topology.devices()[0].device_kind, devices=topology.size,
         mesh={axis: size for axis, size in sizes.items() if size > 1}, batch_size=cfg.train.batch_size, seq_len=cfg.data.seq_len,
@@ -107,7 +118,7 @@ def read(name: str, cfg: "Config", topology: Topology, step: Step, dump: Path | 
         usable=fit.usable(step.run.mesh.devices.flat[0], topology.size),
         flops={part: Count(each.causal * tokens, each.full * tokens) for part, each in components(
             cfg.model, cfg.data.seq_len, step.run.adapters).items()},
-        flows=sent, roofline=found, peak=chip.peak_flops if chip else None,
+        products={dtype: flops for dtype, flops in products.items() if flops}, flows=sent, roofline=found, peak=chip.peak_flops if chip else None,
         bubble=bubble(sizes["stage"], cfg.mesh.rounds, cfg.mesh.microbatches or sizes["stage"]),
         seconds={"lowering": step.lowering, "compiling": step.compiling})
 
@@ -198,6 +209,11 @@ def _flops(plan: Plan) -> Iterator[str]:
     rows = [(name, _amount(count.causal), f"{count.causal / total.causal:.1%}", _amount(count.full))
             for name, count in (*plan.flops.items(), ("total", total))]
     yield from _table([("", "causal", "", "full"), *rows])
+    low = {dtype: flops for dtype, flops in plan.products.items() if LOW.match(dtype)}
+    found, whole = chips.by_kind(plan.chip), _amount(sum(plan.products.values()))
+    for dtype, flops in sorted(low.items()):
+        peak = f" (peak {found.flops(dtype) / 1e12:,.0f} TFLOP/s)" if found else ""
+        yield f"in {dtype}: {_amount(flops)} of {whole} a step and device as compiled, without attention{peak}"
 
 
 def _traffic(plan: Plan) -> Iterator[str]:

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -50,16 +51,26 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"{args.model}: has adapters; merge them first: maxstack export {args.model} --out FOLDER")
     if any((rule.mode or saved.quantization.mode) == "ptq" for rule in saved.quantization.rules):
         raise ConfigError(f"{args.model}: is in low precision already; quantize what it was made of")
-    whole, params = open_model(args.model, [*args.overrides, "quantization={mode: qt, rules: []}"])
     cfg = _kept(config_of(args.model, [*args.overrides, f"quantization={args.recipe}"])[0])
-    rows = read_tokens(args.calibrate, cfg.model.vocab) if args.calibrate.endswith(".npz") else read_texts(args.calibrate, whole)
+    if not any(rule.weight_qtype for rule in cfg.quantization.rules):
+        raise ConfigError(f"--recipe {args.recipe}: takes nothing, for want of a rule with weight_qtype; give one, or a preset such as int8")
+    tokens = args.calibrate.endswith(".npz")
+    rows = read_tokens(args.calibrate, cfg.model.vocab) if tokens else read_texts(args.calibrate, args.model, args.overrides, "--calibrate FILE.npz")
+    whole, params = open_model(args.model, [*args.overrides, "quantization={mode: qt, rules: []}"])
     report = _measured(whole, params, cfg, rows, args.batch_size, args.out)
     print("\n".join(lines(report)))
     if args.out:
         _finish(Path(args.model), own, args.out, cfg, report)
-        further = "" if own else ", once data.sources in its config.yml are yours"
-        print(f"{args.out}: maxstack score {args.out} --data FILE, or train adapters on it with lora={{rank: 8}}{further}")
+        print("\n".join(further(args.out, own is not None)))
     return 0
+
+
+def further(out: Path, has_data: bool) -> list[str]:
+    """Commands for the run that was made."""
+    run, file, name = (shlex.quote(f"{word}") for word in (out, out / "config.yml", f"run.name={out.name}-lora"))
+    first = "" if has_data else f"; first give data.sources in {out / 'config.yml'}"
+    return [f"{out} holds the weights; to score texts, and to train adapters beside them{first}:",
+            f"  maxstack score {run} --data FILE.jsonl --out scores.npz", f"  maxstack train {file} {name} lora='{{rank: 8}}'"]
 
 
 def show(argv: Sequence[str]) -> int:
@@ -185,4 +196,9 @@ def lines(report: Mapping[str, Any]) -> list[str]:
              f"perplexity on {report['tokens']:,} tokens: {perplexity['before']:.4f} -> {perplexity['after']:.4f} ({change:+.2%})",
              "what each weight gives, root mean square of the change over that of the whole, where it is largest:"]
     worst = sorted(report["layers"], key=lambda row: -row["error"])[:WORST]
-    return [*found, *(f"  {row['error']:8.2%}  {row['weight']}, layer {row['layer']} of its stack" for row in worst)]
+    return [*found, *(f"  {row['error']:8.2%}  {row['weight']}{_layer(row)}" for row in worst)]
+
+
+def _layer(row: Mapping[str, Any]) -> str:
+    """Nothing of a weight that is in no stack."""
+    return f", layer {row['layer']} of its stack" if row["weight"].startswith("blocks/") else ""

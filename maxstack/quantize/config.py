@@ -99,6 +99,8 @@ class QuantizationConfig(Section):
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> "QuantizationConfig":
+        if self.mode != "qt" and not self.rules:
+            raise fault("mode", f"mode={self.mode} without rules takes nothing; give rules, or a preset: quantization={{preset: nf4}}")
         for i, rule in enumerate(self.rules):
             if rule.bwd_qtype and (rule.mode or self.mode) != "qt":
                 raise fault(f"rules.{i}.bwd_qtype", f"bwd_qtype={rule.bwd_qtype} with mode={rule.mode or self.mode}, which has no quantized backward "

@@ -70,6 +70,9 @@ def _nothing(rule: RuleConfig, users: dict[int, list[str]], first: dict[str, int
              weights: Mapping[str, Place]) -> str:
     if users[number]:
         return f"takes nothing: rule {first[users[number][0]]} comes first and takes {users[number][0]}; put this rule before it"
+    if rule.op_names and any(_matches(rule.model_copy(update={"op_names": ()}), path, place) for path, place in weights.items()):
+        return (f"takes nothing: no weight that module_path matches is used so (op_names {', '.join(rule.op_names)}); drop op_names, or see "
+                "`maxstack quantize show CONFIG` for what there is")
     others = [path for path in params if path not in weights and re.fullmatch(rule.module_path, path)]
     if others:
         return (f"matches only {', '.join(others[:3])}, which no quantized matmul can serve: "

@@ -219,6 +219,14 @@ def test_a_folder_is_not_a_file(folder):
         composed("./")
 
 
+@pytest.mark.parametrize("name", ["run", "./run/"])
+def test_a_runs_folder_is_told_to_hold_a_file(folder, name):
+    (folder / "run").mkdir()
+    (folder / "run" / "config.yml").touch()
+    with pytest.raises(ConfigError, match=f"^{name} is a folder, not a YAML file; give {name.rstrip('/')}/config.yml$"):
+        composed(name)
+
+
 @pytest.mark.parametrize("name", ["x\0.yml", "x" * 5000 + ".yml", "~nobody/x.yml", ""])
 def test_impossible_paths_are_refused(folder, name):
     with pytest.raises(ConfigError, match="no configuration"):

@@ -48,6 +48,15 @@ def test_flops_are_those_of_mfu(planned):
     assert total == pytest.approx(flops_per_token(cfg.model, cfg.data.seq_len) * cfg.train.batch_size * cfg.data.seq_len)
 
 
+def test_products_in_low_precision_are_told_by_their_type(planned, tmp_path, capsys):
+    rule = {"module_path": ".*/(mixer|mlp)/.*", "weight_qtype": "int8", "act_qtype": "int8"}
+    (tmp_path / "run.yml").write_text(dump(tiny.config(mesh=MESH, quantization={"rules": [rule]})))
+    assert cli.main(["plan", str(tmp_path / "run.yml"), "--json", str(tmp_path / "plan.json")]) == 0
+    weights, tokens = 3 * (32 * 8 * (4 + 2 + 2 + 4) + 3 * 32 * 64), 8 * 48
+    assert json.loads((tmp_path / "plan.json").read_text())["products"]["s8"] == 2 * weights * tokens / 8
+    assert "in s8: 2.65 MFLOP of " in capsys.readouterr().out and not any("in s8" in line for line in planned[1].splitlines())
+
+
 def test_gradients_are_seen_to_be_summed_over_the_replicas(planned):
     _, _, found = planned
     assert any(flow["kind"] == "all-reduce" and "data" in flow["axes"] and flow["bytes"] > 0 for flow in found["flows"])

@@ -24,8 +24,8 @@ USABLE = 2**34
 
 def plan(cfg, needed=USABLE, seconds=1.0, usable=USABLE):
     return Plan(config="", topology="", chip="", devices=16, mesh={}, batch_size=cfg.train.batch_size, seq_len=cfg.data.seq_len, parameters=0,
-                memory={}, needed=needed, usable=usable, buffers=(), flops={}, flows=(), roofline=Roofline(seconds, 0.0, 0.0, {}), peak=None,
-                bubble=0.0, seconds={})
+                memory={}, needed=needed, usable=usable, buffers=(), flops={}, products={}, flows=(), roofline=Roofline(seconds, 0.0, 0.0, {}),
+                peak=None, bubble=0.0, seconds={})
 
 
 class Compiler:

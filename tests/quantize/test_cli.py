@@ -1,8 +1,10 @@
 """`maxstack quantize`: what a recipe takes; a trained run in low precision, its report, and what else reads it."""
 
 import json
+import shlex
 
 import numpy as np
+import parity
 import pytest
 import tiny
 from safetensors.numpy import load_file
@@ -10,6 +12,7 @@ from safetensors.numpy import load_file
 from maxstack import cli, config, train
 from maxstack.checkpoint.weights import WeightsReader
 from maxstack.config import ConfigError
+from maxstack.quantize.cli import lines
 from maxstack.schema import Config
 
 MODEL = tiny.model(layers=2, pattern=[], blocks={"b": {"mixer": {"kind": "attention", "heads": 4, "head_dim": 8}, "mlp": {
@@ -42,6 +45,8 @@ def test_a_trained_run_becomes_one_in_low_precision_that_others_read(trained, ca
     out, tokens = trained / "int8", str(trained / "tokens.npz")
     assert cli.main(["quantize", str(trained / "run"), "--recipe", "int8", "--calibrate", tokens, "--out", str(out)]) == 0
     told, report = capsys.readouterr().out, json.loads((out / "quantization.json").read_text())
+    score, tune = (shlex.split(line)[1:] for line in told.splitlines()[-2:])
+    assert score[:2] == ["score", str(out)] and train.main([*tune[1:], "optimizer.schedule=null", "train.steps=1"]) == 0
     assert "perplexity on 80 tokens" in told and report["bytes"]["before"] > 1.5 * report["bytes"]["after"]
     errors = {(row["weight"], row["layer"]): row["error"] for row in report["layers"]}
     names = "mixer/query", "mixer/key", "mixer/value", "mixer/out", "mlp/gate", "mlp/up", "mlp/down"
@@ -93,6 +98,13 @@ def test_adapters_are_trained_on_a_run_in_low_precision_and_begin_from_those_of_
     assert all(np.array_equal(before[name], after[name]) for name in before | after)
 
 
+def test_the_run_that_quantize_made_is_not_trained_into(nf4):
+    before = sorted(nf4.rglob("*"))
+    with pytest.raises(ConfigError, match="run.name: .*nf4 holds weights in low precision that maxstack quantize made.*: run.name=nf4-lora"):
+        train.main([str(nf4 / "config.yml"), "optimizer.schedule=null", "lora={rank: 2}", "checkpoint.restore=latest"])
+    assert sorted(nf4.rglob("*")) == before
+
+
 def test_weights_that_nobody_could_train_are_not_trained_around(nf4):
     with pytest.raises(ConfigError, match="would be kept in low precision and never trained .* set lora to train adapters"):
         train.main([str(nf4 / "config.yml"), "run.name=alone"])
@@ -106,13 +118,35 @@ def test_adapters_begin_on_the_weights_of_a_whole_run(trained):
     np.testing.assert_array_equal(before.read("blocks/b/mixer/query"), after.read("blocks/b/mixer/query/base"))
 
 
+def test_a_whole_run_that_another_recipe_cannot_go_on_from_says_how_its_weights_are_had(trained):
+    rules = "quantization.rules=[{module_path: '.*/mixer/.*', weight_qtype: int8}]"
+    with pytest.raises(ConfigError) as told:
+        train.main([str(trained / "run.yml"), "run.name=other", "optimizer.schedule=null", f"checkpoint.restore={trained / 'run'}", rules])
+    assert 'quantization.rules: [] -> [{module_path: ".*/mixer/.*", weight_qtype: int8}]' in str(told.value)
+    assert f"(maxstack export {trained / 'run' / 'checkpoints' / '4'} --out FOLDER, then model.from=FOLDER)" in str(told.value)
+
+
 @pytest.mark.parametrize(("given", "says"), [
     (["--recipe", "int8", "--calibrate", "none.npz"], "--calibrate none.npz: no such file"),
     (["--recipe", "int8", "--calibrate", "tokens.npz", "--batch-size", "0"], "--batch-size: 0 is no number above 0"),
+    (["--recipe", "nothing.yml", "--calibrate", "tokens.npz"], "--recipe nothing.yml: takes nothing, for want of a rule with weight_qtype"),
     (["--recipe", "int9", "--calibrate", "tokens.npz"], "did you mean int8"),
     (["--recipe", "int8", "--calibrate", "tokens.npz", "--out", "run"], "--out run: is there already"),
     (["--recipe", "mixed", "--calibrate", "tokens.npz"], "quantization.rules.1.tile_size: 128 does not divide")])
 def test_a_mistake_is_told_in_a_line(given, says, trained, monkeypatch, capsys):
     monkeypatch.chdir(trained)
+    (trained / "nothing.yml").write_text("rules: []\n")
     assert cli.main(["quantize", "run", *given]) == 1
     assert says in capsys.readouterr().err
+
+
+def test_texts_without_a_tokenizer_are_asked_for_as_tokens_to_calibrate_on(tmp_path, capsys):
+    (tmp_path / "texts.jsonl").write_text('{"text": "a"}')
+    assert cli.main(["quantize", str(parity.GOLDENS / "llama"), "--recipe", "int8", "--calibrate", str(tmp_path / "texts.jsonl")]) == 1
+    assert "holds neither tokenizer.json nor tokenizer.model; give --calibrate FILE.npz, or data.tokenizer=" in capsys.readouterr().err
+
+
+def test_a_report_tells_layers_of_stacks_alone():
+    rows = [{"weight": "blocks/b/mlp/up", "layer": 1, "error": 0.02}, {"weight": "head", "layer": 0, "error": 0.01}]
+    told = lines({"bytes": {"before": 2, "after": 1}, "perplexity": {"before": 1, "after": 1}, "tokens": 1, "layers": rows})
+    assert told[-2:] == ["     2.00%  blocks/b/mlp/up, layer 1 of its stack", "     1.00%  head"]

@@ -49,6 +49,7 @@ def test_a_rule_has_its_own_mode_or_that_of_the_recipe():
 @pytest.mark.parametrize(("rules", "says"), [
     ([rule("blocks/globl/mlp")], "rules.0.module_path: 'blocks/globl/mlp' matches no weight; nearest paths: blocks/global/mlp"),
     ([rule(), rule("embed", "int4")], "rules.1.module_path: 'embed' takes nothing: rule 0 comes first and takes embed; put this rule before it"),
+    ([rule(op_names=["ragged_dot"])], r"rules.0.module_path: '\.\*' takes nothing: no weight that module_path matches is used so"),
     ([rule(".*norm/scale")],
      r"rules.0.module_path: '\.\*norm/scale' matches only blocks/global/mixer_norm/scale, .* which no quantized matmul can serve"),
     ([rule(tile_size=24)], r"rules.0.tile_size: 24 does not divide the 32 inputs of \w+"),
@@ -70,6 +71,7 @@ def test_four_bits_need_an_even_dimension():
 
 
 @pytest.mark.parametrize(("override", "says"), [
+    ("quantization={mode: ptq}", "quantization.mode: mode=ptq without rules takes nothing"),
     ("quantization=int7", "did you mean int8"), ("quantization.rules=[{module_path: '(', weight_qtype: int8}]", "no regular expression"),
     ("quantization.rules=[{weight_qtype: int9}]", "int4"), ("quantization.rules=[{act_qtype: int8}]", "act_qtype=int8 without weight_qtype"),
     ("quantization.rules=[{weight_qtype: int8, act_qtype: nf4}]", "nf4 is a type of weights alone"),

@@ -27,3 +27,4 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(case, tmp_path):
         assert train.main([str(tmp_path / "run.yml"), f"run.name={name}", f"train.steps={steps}", "optimizer.schedule=null"]) == 0
     whole, rest = ([row["loss"] for row in tiny.metrics(tmp_path / name) if "loss" in row] for name in ("whole", "rest"))
     assert whole == rest and len(whole) == 6
+    assert [("lora: the base is random" in (tmp_path / name / "log.txt").read_text()) for name in ("whole", "half")] == 2 * ["lora" in CASES[case]]

@@ -21,6 +21,7 @@ from maxstack.checkpoint.hf.families import ALL
 from maxstack.checkpoint.hf.rows import Part, Shape, axes_in
 from maxstack.checkpoint.hf.table import Mismatch
 from maxstack.config import ConfigError
+from maxstack.config.writer import inline
 from maxstack.lora.config import LoraConfig
 from maxstack.models.config import DecoderConfig
 
@@ -41,6 +42,8 @@ class Adapter:
 
     def __init__(self, folder: Path):
         self.folder = folder
+        if not folder.is_dir():
+            raise ConfigError(f"{folder}: no such folder; give one in PEFT's format, with {CONFIG} and {TENSORS}")
         try:
             self.said, tensors = json.loads((folder / CONFIG).read_text()), load_file(folder / TENSORS)
         except (OSError, ValueError, KeyError, SafetensorError) as error:
@@ -136,10 +139,12 @@ def write(out: Path, lora: LoraConfig, adapted: Mapping[str, int], bound: Sequen
     return len(modules)
 
 
-def read(adapter: Adapter, lora: LoraConfig, adapted: Mapping[str, int], bound: Sequence[Bound],
-         shapes: Mapping[str, Shape]) -> dict[str, np.ndarray]:
-    """The leaves of our adapters by path, float32, of `shapes`. ConfigError where the folder's adapter is another than `lora` says."""
-    tensors, folder = _checked(adapter, lora), adapter.folder
+def read(adapter: Adapter, lora: LoraConfig, adapted: Mapping[str, int], bound: Sequence[Bound], shapes: Mapping[str, Shape],
+         where: str = "this model") -> dict[str, np.ndarray]:
+    """The leaves of our adapters by path, float32, of `shapes`. ConfigError where the folder's adapter is another than `lora` says, or of another
+    model than `where`."""
+    tensors, folder = adapter.tensors, adapter.folder
+    _refuse_others(adapter, lora, adapted, bound)
     found = {path: np.zeros(shape, np.float32) for path, shape in shapes.items()}
     for tensor in bound:
         for target in () if tensor.row.copy else tensor.targets:
@@ -149,13 +154,14 @@ def read(adapter: Adapter, lora: LoraConfig, adapted: Mapping[str, int], bound: 
             a, b, m = (tensors.get(f"{module}.{name}") for name in ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector"))
             if a is None or b is None or (lora.dora and m is None):
                 raise ConfigError(f"lora.adapter: {folder} has no adapter for {module}, which lora.targets names ({target.path}); narrow it")
+            _check_sizes(adapter, tensor, target.part, contract, where)
             mine = [other for other in tensor.targets if other.path in adapted]
             if len(mine) > 1 and a.shape[0] == lora.rank * len(mine):
                 a, b = _own(tensor, target, mine, contract, a, b, lora.rank)
             if a.shape[0] != lora.rank:
                 anew = ", or train the weights that this tensor holds together anew" if len(tensor.targets) > 1 else ""
-                raise ConfigError(f"lora.adapter: {folder} has rank {a.shape[0]} for {module}, and lora.rank is {lora.rank}; set it to "
-                                  f"{a.shape[0]}{anew}")
+                raise ConfigError(f"lora.adapter: {folder} has rank {a.shape[0]} for {module}, and lora one rank for all, {lora.rank}; merge it "
+                                  f"instead: maxstack lora merge{anew}")
             if abs(adapter.scale(module) - lora.scale) > 1e-6:
                 raise ConfigError(f"lora.adapter: {folder} multiplies {module} by {adapter.scale(module):g}, and lora by {lora.scale:g}; merge it "
                                   "instead: maxstack lora merge")
@@ -163,9 +169,6 @@ def read(adapter: Adapter, lora: LoraConfig, adapted: Mapping[str, int], bound: 
             found[f"{target.path}/lora_b"][target.lead] = _taken(tensor, target, contract, b)
             if m is not None and lora.dora:
                 found[f"{target.path}/magnitude"][target.lead] = _taken(tensor, target, contract, m.reshape(-1, 1))[0]
-    known = {_module(tensor) for tensor in bound if any(target.path in adapted for target in tensor.targets)}
-    if odd := sorted({name.rpartition(".lora_")[0] for name in tensors} - known):
-        raise ConfigError(f"lora.adapter: {folder} has an adapter for {odd[0]}, which lora.targets leaves out; widen lora.targets")
     return found
 
 
@@ -182,12 +185,29 @@ def bound_to(adapter: Adapter, model: DecoderConfig, shapes: Mapping[str, Shape]
     raise ConfigError(f"{adapter.folder}: is of another model: no family of ours that is this one has {min(adapter.modules)}")
 
 
-def _checked(adapter: Adapter, lora: LoraConfig) -> dict[str, np.ndarray]:
-    """Module and leaf -> array; ConfigError where the configuration says something else than ours."""
-    theirs = {"alpha": adapter.said["lora_alpha"], "rslora": adapter.rslora, "dora": adapter.dora}
-    if wrong := [f"lora.{key}={value}" for key, value in theirs.items() if getattr(lora, key) != value]:
-        raise ConfigError(f"lora.adapter: {adapter.folder} was trained otherwise; set {', '.join(wrong)}")
-    return adapter.tensors
+def _refuse_others(adapter: Adapter, lora: LoraConfig, adapted: Mapping[str, int], bound: Sequence[Bound]) -> None:
+    """ConfigError with all that the adapter and `lora` say differently."""
+    theirs = {"rank": adapter.said["r"], "alpha": adapter.said["lora_alpha"], "rslora": adapter.rslora, "dora": adapter.dora}
+    wrong = {key: value for key, value in theirs.items() if getattr(lora, key) != value}
+    paths = [{target.path for target in tensor.targets} for tensor in bound if _module(tensor) in adapter.modules]
+    if not all(held & adapted.keys() for held in paths) or not adapted.keys() <= set().union(*paths):
+        wrong["targets"] = sorted({path for held in paths for path in held & adapted.keys() or held})
+    if wrong:
+        said = ", ".join(f"lora.{key}={inline(value)}" for key, value in wrong.items())
+        raise ConfigError(f"lora.adapter: {adapter.folder} was trained otherwise; set {said}")
+
+
+def _check_sizes(adapter: Adapter, tensor: Bound, part: Part, contract: int, where: str) -> None:
+    """ConfigError where a module of the adapter has not the inputs and outputs of the tensor."""
+    module, wanted = _module(tensor), [*tensor.row.shape(tensor.sizes)]
+    change = [adapter.tensors[f"{module}.lora_B.weight"].shape[0], adapter.tensors[f"{module}.lora_A.weight"].shape[1]]
+    lengths = adapter.tensors[f"{module}.lora_magnitude_vector"].size if adapter.dora else change[0]
+    if lengths != change[0]:
+        raise ConfigError(f"{adapter.folder}: has {lengths} lengths of columns for {module}, which has {change[0]} outputs; save it with peft again")
+    if _inputs_first(tensor, part, contract):
+        change.reverse()
+    if change != wanted:
+        raise ConfigError(f"{adapter.folder}: is of another model: its change of {module} is {change}, and in {where} that is {wanted}")
 
 
 def _module(tensor: Bound) -> str:

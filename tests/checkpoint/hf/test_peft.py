@@ -21,7 +21,7 @@ from maxstack.checkpoint.hf.peft import Adapter
 from maxstack.config import ConfigError
 from maxstack.run import assemble
 from maxstack.schema import Config
-from maxstack.score import open_model, with_adapter
+from maxstack.score import adapted_run, assembled, open_model, with_adapter
 from maxstack.sharding import make_mesh
 
 ADAPTERS = parity.GOLDENS / "adapters"
@@ -50,9 +50,10 @@ def test_an_adapter_of_peft_computes_what_it_does_there(name):
     golden = np.load(ADAPTERS / name / "golden.npz")
     run, params = open_model(str(parity.GOLDENS / name.partition("-")[2]), FLOAT)
     assert far(logits(run, params, golden), golden["logits"]) > 0.1
-    adapted = with_adapter(run, params, str(ADAPTERS / name))
-    assert far(logits(*adapted, golden), golden["logits"]) < parity.LOGITS
-    assert adapted[1]["embed"] is params["embed"]  # no second base
+    adapted = adapted_run(run, str(ADAPTERS / name))
+    beside = with_adapter(adapted, params, str(ADAPTERS / name))
+    assert far(logits(adapted, beside, golden), golden["logits"]) < parity.LOGITS
+    assert beside["embed"] is params["embed"]  # no second base
 
 
 def trained(family: str, lora: dict):
@@ -148,8 +149,8 @@ def test_an_adapter_whose_matrices_are_no_pair_is_refused(change, says, tmp_path
 @pytest.mark.parametrize(("change", "says"), [
     ({"lora_alpha": 7}, "was trained otherwise; set lora.alpha=7"), ({"peft_type": "IA3"}, "peft_type IA3 is not LORA"),
     ({"bias": "all"}, "bias='all' in adapter_config.json is not supported"), ("file", "cannot be read as an adapter of PEFT"),
-    ("rank", "has rank 4 for model.layers.0.self_attn.k_proj, and lora.rank is 2; set it to 4"),
-    ("more", "has an adapter for model.layers.0.mlp.down_proj, which lora.targets leaves out"),
+    ("rank", "was trained otherwise; set lora.rank=4$"),
+    ("more", r"was trained otherwise; set lora.rslora=true, lora.targets=\[blocks/block/mixer/.*, blocks/block/mlp/down, .*\]"),
     ("less", r"has no adapter for model.layers.0.self_attn.q_proj, which lora.targets names \(blocks/block/mixer/query\)")])
 def test_an_adapter_that_is_another_is_refused_by_name(change, says, tmp_path):
     folder = tmp_path / "adapter"
@@ -158,6 +159,9 @@ def test_an_adapter_that_is_another_is_refused_by_name(change, says, tmp_path):
     if isinstance(change, dict):
         said = json.loads((folder / "adapter_config.json").read_text())
         (folder / "adapter_config.json").write_text(json.dumps(said | change))
+    if change == "more":
+        said = json.loads((folder / "adapter_config.json").read_text())
+        (folder / "adapter_config.json").write_text(json.dumps(said | {"use_rslora": True}))
     if change == "file":
         (folder / "adapter_model.safetensors").write_bytes(b"nothing")
     if change == "less":
@@ -168,8 +172,20 @@ def test_an_adapter_that_is_another_is_refused_by_name(change, says, tmp_path):
         run.with_adapter(weights, str(folder))
 
 
+@pytest.mark.parametrize(("adapter", "says"), [
+    ("fused-phi3", r"its change of model.layers.0.self_attn.o_proj is \[16, 16\], and in \S+llama that is \[16, 32\]"),
+    ("wider", r"its change of model.layers.0.self_attn.\w_proj is \[\d+, 128\], and in \S+llama that is \[\d+, \d+\]")])
+def test_an_adapter_of_another_size_is_refused_by_its_first_module(adapter, says, tmp_path):
+    shutil.copytree(ADAPTERS / ("lora-llama" if adapter == "wider" else adapter), tmp_path / "adapter")
+    if adapter == "wider":
+        file = tmp_path / "adapter" / "adapter_model.safetensors"
+        save_file({name: np.ones((4, 128), np.float32) if name.endswith("A.weight") else leaf for name, leaf in load_file(file).items()}, file)
+    with pytest.raises(ConfigError, match=f"adapter: is of another model: {says}"):
+        adapted_run(assembled(str(parity.GOLDENS / "llama"), FLOAT)[0], str(tmp_path / "adapter"))
+
+
 def test_an_adapter_of_another_model_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="is of another model: .* has no model.layers.0"):
         merge(parity.GOLDENS / "gpt2", Adapter(ADAPTERS / "lora-llama"), tmp_path / "merged", 1, lambda size: None)
     with pytest.raises(ConfigError, match="is of another model"):
-        with_adapter(*open_model(str(parity.GOLDENS / "gpt2"), FLOAT), str(ADAPTERS / "lora-llama"))
+        adapted_run(assembled(str(parity.GOLDENS / "gpt2"), FLOAT)[0], str(ADAPTERS / "lora-llama"))
