@@ -24,9 +24,8 @@ from maxstack.checkpoint.local import Local
 from maxstack.checkpoint.manifest import Damage
 from maxstack.checkpoint.shared import Shared
 from maxstack.checkpoint.weights import WeightsReader, step_of
-from maxstack.config import ConfigError, did_you_mean
+from maxstack.config import ConfigError, annotations, did_you_mean
 from maxstack.config.writer import inline
-from maxstack.quantize.config import RuleConfig
 
 if TYPE_CHECKING:
     from maxstack.data.feed import Feed
@@ -344,15 +343,16 @@ def _otherwise(where: str, elsewhere: bool) -> str:
 
 def _changes(saved: dict[str, Any], cfg: "Config", keys: tuple[str, ...]) -> list[str]:
     """`key: old -> new` of what differs below some keys."""
-    return [f"{key}: {_shown(key, old)} -> {_shown(key, new)}" for key, old, new in config.difference(saved, cfg.model_dump(mode="json"))
+    return [f"{key}: {_shown(key, old, cfg)} -> {_shown(key, new, cfg)}" for key, old, new in config.difference(saved, cfg.model_dump(mode="json"))
             if _under(key, keys)]
 
 
-def _shown(key: str, value: Any) -> str:
+def _shown(key: str, value: Any, cfg: "Config") -> str:
     """In YAML's flow style; of the rules of a recipe what is no default."""
     if key == "quantization.rules" and isinstance(value, list):
-        defaults = {name: field.get_default() for name, field in RuleConfig.model_fields.items()}
-        value = [{name: item for name, item in rule.items() if item not in (defaults.get(name), [])} for rule in value]
+        rule = annotations.section(annotations.item(annotations.of_field(type(cfg.quantization).model_fields["rules"])))
+        defaults = {name: field.get_default() for name, field in rule.model_fields.items()} if rule else {}
+        value = [{name: item for name, item in each.items() if item not in (defaults.get(name), [])} for each in value]
     return value if value == config.ABSENT else inline(value)
 
 
