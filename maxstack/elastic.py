@@ -1,5 +1,7 @@
 """A run of several slices that one process drives goes on without those that are lost: a smaller mesh, the newest checkpoint, the same batches."""
 
+import contextlib
+import signal
 import sys
 import threading
 import time
@@ -8,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from maxstack.config import ConfigError
 from maxstack.devices import slice_of
+from maxstack.exit_codes import RETRY
 
 if TYPE_CHECKING:
     from maxstack.schema import Config
@@ -18,24 +21,38 @@ ANSWER = 60.0
 """Seconds that a slice has to compute something small."""
 
 
+class TooFew(ValueError):
+    """Not enough slices are left; they may come back."""
+
+    exit_code = RETRY
+
+
 def train(cfg: "Config", once: Callable[["Config", Sequence[Any] | None], int]) -> int:
     """The run by `once(configuration, devices, None: all)`, again on the slices that are left whenever some are lost. What is no such loss is raised,
     as is one of more slices, or more often, than faults.elastic allows."""
     elastic, lost = cfg.faults.elastic, frozenset[int]()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     for attempt in range(elastic.attempts + 1 if elastic else 1):
         try:
             return once(*on_slices(cfg, lost))
-        except RuntimeError as error:
-            if elastic is None or attempt == elastic.attempts or not is_loss(error):
+        except Exception as error:
+            loss = None if elastic is None or attempt == elastic.attempts else loss_in(error)
+            if loss is None:
                 raise
+            assert elastic
+            from maxstack.faults.heartbeat import retire  # with jax, which must not be imported before its environment stands
+
+            retire()
+            for number, handler in handlers.items():  # who handled them until now has ended
+                signal.signal(number, handler)
             lost |= gone({number: devices for number, devices in slices(cfg.mesh.slices).items() if number not in lost})
-            print(f"elastic: {str(error).splitlines()[0][:200]}; lost of {cfg.mesh.slices} slices: {', '.join(map(str, sorted(lost))) or 'none'}; "
+            print(f"elastic: {str(loss).splitlines()[0][:200]}; lost of {cfg.mesh.slices} slices: {', '.join(map(str, sorted(lost))) or 'none'}; "
                   f"attempt {attempt + 1} of at most {elastic.attempts} to go on", file=sys.stderr, flush=True)
     raise AssertionError("the last attempt returns or raises")
 
 
 def on_slices(cfg: "Config", lost: frozenset[int]) -> tuple["Config", Sequence[Any] | None]:
-    """The configuration on as many of the slices that are left as everything divides over, and their devices; ConfigError where there are too few."""
+    """The configuration on as many of the slices that are left as everything divides over, and their devices; TooFew where there are not enough."""
     if not lost:
         return cfg, None
     from maxstack import rules
@@ -45,10 +62,11 @@ def on_slices(cfg: "Config", lost: frozenset[int]) -> tuple["Config", Sequence[A
     for count in range(len(left), least - 1, -1):
         smaller = cfg.model_copy(update={"mesh": cfg.mesh.model_copy(update={"slices": count})})
         devices = [device for each in left[:count] for device in each]
-        if not rules.check_devices(smaller, len(devices)):
+        with contextlib.suppress(ConfigError):
+            rules.sizes_on(smaller, len(devices), f"{count} slices")
             return smaller, devices
-    raise ConfigError(f"faults.elastic: {len(left)} of {cfg.mesh.slices} slices are left, and no number of them from faults.elastic.least={least} on "
-                      "serves this run; start it again when the others are back")
+    raise TooFew(f"faults.elastic: {len(left)} of {cfg.mesh.slices} slices are left, and no number of them from faults.elastic.least={least} on "
+                 "serves this run; start it again when the others are back")
 
 
 def slices(count: int) -> dict[int, list[Any]]:
@@ -65,11 +83,13 @@ def slices(count: int) -> dict[int, list[Any]]:
     return {number: devices[number * each:(number + 1) * each] for number in range(count)}
 
 
-def is_loss(error: RuntimeError) -> bool:
-    """Whether an error of jax's may be that of a lost slice."""
+def loss_in(error: BaseException | None) -> BaseException | None:
+    """The error of jax's that may be of a lost slice, this one or one that it came of, as where a save then failed too."""
     import jax
 
-    return isinstance(error, jax.errors.JaxRuntimeError) and str(error).lstrip().startswith(LOSS)
+    while error and not (isinstance(error, jax.errors.JaxRuntimeError) and str(error).lstrip().startswith(LOSS)):
+        error = error.__context__
+    return error
 
 
 def gone(asked: Mapping[int, Sequence[Any]]) -> frozenset[int]:

@@ -70,6 +70,7 @@ class Supervisor:
     def run(self) -> int:
         """As the function."""
         before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        follow_parent()
         try:
             while True:
                 began, size = time.monotonic(), self._size()

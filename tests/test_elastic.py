@@ -1,5 +1,8 @@
 """Slices that are lost in the middle of a run, simulated: four of two CPU devices each, of which some raise and answer no more."""
 
+import os
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -58,6 +61,12 @@ def write(folder, name, **sections):
     return [str(path), "optimizer.schedule=null"]
 
 
+def watchdogs():
+    """Processes that watch this one."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return [child for child in children if b"watchdog.py" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
 def losses(folder):
     return {row["step"]: row["loss"] for row in tiny.metrics(folder) if "loss" in row}
 
@@ -65,8 +74,9 @@ def losses(folder):
 def test_a_run_goes_on_without_lost_slices_and_neither_loses_nor_repeats_a_batch(tmp_path, losing, capfd):
     assert train.main(write(tmp_path, "whole")) == 0
     losing.ran.clear()
-    losing.losses = {8: {1}, 11: {0}}
+    losing.losses, before = {8: {1}, 11: {0}}, watchdogs()
     assert train.main(write(tmp_path, "fewer", faults={"elastic": {}})) == 0
+    assert len(watchdogs()) == len(before) + 1  # of the runs that slices were lost to none is left
     assert losing.ran == [*((step, 8) for step in range(1, 8)), *((step, 4) for step in range(6, 11)), (11, 4), (12, 4)]
     found, wanted = losses(tmp_path / "fewer"), losses(tmp_path / "whole")
     assert found == pytest.approx(wanted, rel=1e-5) and len(found) == STEPS
@@ -80,7 +90,7 @@ def test_a_run_goes_on_without_lost_slices_and_neither_loses_nor_repeats_a_batch
 
 def test_more_losses_than_are_allowed_end_the_run(tmp_path, losing):
     losing.losses = {2: {0, 1, 2}}
-    with pytest.raises(ConfigError, match="faults.elastic: 1 of 4 slices are left, and no number of them from faults.elastic.least=2 on serves"):
+    with pytest.raises(elastic.TooFew, match="faults.elastic: 1 of 4 slices are left, and no number of them from faults.elastic.least=2 on serves"):
         train.main(write(tmp_path, "few", faults={"elastic": {"least": 2}}))
     losing.lost, losing.losses = set(), {3: {3}}
     with pytest.raises(jax.errors.JaxRuntimeError, match="DATA_LOSS"):

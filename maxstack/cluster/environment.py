@@ -43,7 +43,7 @@ Variables = Mapping[str, str]
 def member(variables: Variables, on_tpu: bool) -> Member | None:
     """The first launcher that the environment tells of; None where this process is alone. `on_tpu`: TPUs are here, so that Google's metadata server
     may be asked. ConfigError where a launcher left half of what is needed."""
-    for launcher in (_plain, _torchrun, _slurm, _open_mpi, _jobset, _gke_tpu):
+    for launcher in (_plain, _torchrun, _open_mpi, _slurm, _jobset, _gke_tpu):
         if found := launcher(variables):
             if found.process >= found.processes:
                 raise ConfigError(f"{found.told()}: there is no such process; look at what set these numbers")
@@ -70,8 +70,11 @@ def _torchrun(variables: Variables) -> Member | None:
     if not {"MASTER_ADDR", "WORLD_SIZE", "RANK"} <= variables.keys():
         return None
     here = (_first(variables, "LOCAL_RANK"), _first(variables, "LOCAL_WORLD_SIZE")) if "LOCAL_WORLD_SIZE" in variables else (0, 1)
-    return Member("variables (MASTER_ADDR, RANK)", f"{variables['MASTER_ADDR']}:{variables.get('MASTER_PORT', PORT)}",
-                  _first(variables, "WORLD_SIZE"), _first(variables, "RANK"), here)
+    port = variables.get("MASTER_PORT", str(PORT))
+    if variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun itself listens there
+        port = _port_of(f"{variables.get('TORCHELASTIC_RUN_ID')} {port}")
+    at = f"{variables['MASTER_ADDR']}:{port}"
+    return Member("variables (MASTER_ADDR, RANK)", at, _first(variables, "WORLD_SIZE"), _first(variables, "RANK"), here)
 
 
 def _slurm(variables: Variables) -> Member | None:
@@ -79,10 +82,12 @@ def _slurm(variables: Variables) -> Member | None:
     if not {"SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"} <= variables.keys():
         return None
     job = _first(variables, "SLURM_JOB_ID")
-    address = variables.get("JAX_COORDINATOR_ADDRESS") or f"{first_host(variables['SLURM_STEP_NODELIST'])}:{PORTS[job % len(PORTS)]}"
+    step = int(variables.get("SLURM_STEP_ID", 0))
+    address = variables.get("JAX_COORDINATOR_ADDRESS") or f"{first_host(variables['SLURM_STEP_NODELIST'])}:{PORTS[(job + 97 * step) % len(PORTS)]}"
     tasks = tasks_per_node(variables.get("SLURM_STEP_TASKS_PER_NODE", "1"))
     node = int(variables.get("SLURM_NODEID", 0))
-    bound = {"SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK"} & variables.keys()
+    bind = variables.get("SLURM_GPU_BIND", "none")
+    bound = not bind.startswith(("none", "verbose")) or "SLURM_GPUS_PER_TASK" in variables or "gpu" in variables.get("SLURM_TRES_PER_TASK", "")
     here = (0, 1) if bound else (int(variables.get("SLURM_LOCALID", 0)), tasks[node] if node < len(tasks) else 1)
     number = _first(variables, "SLURM_PROCID")
     return Member(f"Slurm job {job}", _with_port(address, variables), _first(variables, "SLURM_STEP_NUM_TASKS"), number, here)
@@ -106,7 +111,7 @@ def _open_mpi(variables: Variables) -> Member | None:
         return None
     size, local = _first(variables, "OMPI_COMM_WORLD_SIZE"), int(variables.get("OMPI_COMM_WORLD_LOCAL_SIZE", 1))
     job = variables.get("PMIX_NAMESPACE") or variables.get("OMPI_MCA_orte_hnp_uri", "").partition(";")[0]
-    port = PORTS[int.from_bytes(hashlib.blake2b(job.encode(), digest_size=4).digest()) % len(PORTS)]
+    port = _port_of(job)
     launcher = re.search(r"tcp://([\d.]+)", variables.get("OMPI_MCA_orte_hnp_uri", ""))
     if address := variables.get("JAX_COORDINATOR_ADDRESS"):
         address = _with_port(address, variables)
@@ -164,6 +169,11 @@ def _metadata(host: str) -> Callable[[str], str | None]:
             return None
 
     return attribute
+
+
+def _port_of(job: str) -> str:
+    """A port that follows from the name of a job."""
+    return str(PORTS[int.from_bytes(hashlib.blake2b(job.encode(), digest_size=4).digest()) % len(PORTS)])
 
 
 def _with_port(address: str, variables: Variables) -> str:

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
 JAX_WAITS = {False: 100, True: 24 * 3600}
 """Seconds until jax itself ends the process, from C++, because it has not heard of another one: its default, and with a watchdog."""
-JOIN, WAITING = 300.0, 30.0
-"""Seconds that a process waits at most for the others, and between two lines that say who is missing."""
+JOIN, WAITING, AFTER = 300.0, 30.0, 90
+"""Seconds that a process waits at most for the others, between two lines that say who is missing, and for jax once all are there."""
+WAIT = "MAXSTACK_WAIT_FOR_PEERS"
+"""In the environment: another number of seconds to wait for the others."""
 OWN = "run", "distributed"
 """Sections that may differ between processes: hosts may see a folder in several places."""
 PACKAGES = ("maxstack", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
@@ -36,10 +38,10 @@ def join(cfg: "Config") -> None:
     say(own.told())
     settings = {key: value for key, value in cfg.model_dump(mode="json").items() if key not in OWN}
     card = Card(own.process, own.processes, platform.node(), {"packages": {name: version(name) for name in PACKAGES}, "configuration": settings})
-    roll_call(card, own.coordinator, JOIN, WAITING, say)
+    roll_call(card, own.coordinator, float(os.environ.get(WAIT, JOIN)), WAITING, say)
     jax.distributed.initialize(
         own.coordinator, own.processes, own.process, devices_of(own.here), cluster_detection_method="deactivate",
-        initialization_timeout=round(2 * JOIN), heartbeat_timeout_seconds=JAX_WAITS[cfg.faults.watchdog is not None],
+        initialization_timeout=AFTER, heartbeat_timeout_seconds=JAX_WAITS[cfg.faults.watchdog is not None],
         coordinator_bind_address=bind_address(own.coordinator))
 
 
@@ -53,9 +55,9 @@ def member(cfg: "Config") -> environment.Member | None:
 def devices_of(here: tuple[int, int]) -> list[int] | None:
     """This process's part of the GPUs of a host that it shares with others; None: all that it sees."""
     number, count = here
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    there = len(given.split(",")) if given else len(glob.glob(GPUS))
-    if count == 1 or not there:
+    given, all_of_host = os.environ.get("CUDA_VISIBLE_DEVICES"), len(glob.glob(GPUS))
+    there = len(given.split(",")) if given else all_of_host
+    if count == 1 or not there or there < all_of_host:  # where some are hidden, it has been given its own
         return None
     if there % count:
         raise ConfigError(f"distributed: {count} processes on {platform.node()} cannot share its {there} GPUs; start one a host, or one a GPU")

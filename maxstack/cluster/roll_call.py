@@ -49,7 +49,7 @@ def roll_call(card: Card, at: str, wait: float, between: float, say: Say) -> Non
     """Until all are there. ConfigError where two say that they are the same, or were started otherwise; Missing after `wait` seconds. `at`: host:port
     of process 0; every `between` seconds it is said who is missing."""
     host, _, port = at.rpartition(":")
-    deadline = time.monotonic() + wait
+    host, deadline = host.strip("[]"), time.monotonic() + wait
     if card.process == 0:
         _Caller(card, deadline, between, say).call(host, int(port))
     else:
@@ -87,6 +87,7 @@ class _Caller:
                         ready.register(connection, selectors.EVENT_READ)
                     elif not self._hear(key.fileobj):  # type: ignore[arg-type]
                         ready.unregister(key.fileobj)
+                        key.fileobj.close()  # type: ignore[union-attr]
                 if (now := time.monotonic()) > self._deadline:
                     self._tell({"missing": self._missing, "over": True})
                     raise Missing(_absent(self._missing, self._card.processes))
@@ -106,9 +107,11 @@ class _Caller:
                     return socket.create_server(("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
                 return socket.create_server(("", port), backlog=1024)
             except OSError as error:
-                if error.errno != errno.EADDRINUSE or time.monotonic() > self._deadline:
-                    what = f"process 0 cannot listen on port {port}: {error.strerror}"
-                    raise ConfigError(f"distributed.coordinator: {what}; choose a free port of its host") from error
+                what = f"process 0 cannot listen on port {port}: {error.strerror}"
+                if error.errno != errno.EADDRINUSE:
+                    raise ConfigError(f"distributed.coordinator: {what}; choose another port of its host") from error
+                if time.monotonic() > self._deadline:
+                    raise Missing(f"{what}; end what has it, or choose another port") from error
                 time.sleep(OFTEN)  # the process before this one may not have ended
 
     def _hear(self, connection: socket.socket) -> bool:

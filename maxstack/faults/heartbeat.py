@@ -29,12 +29,21 @@ JOINED_MS = 60_000
 """How long those that have joined take at most to say so."""
 
 
+_current: "Heartbeat | None" = None
+
+
+def retire() -> None:
+    """End the watchdog of a run that has ended, where this process goes on with another."""
+    if _current:
+        _current.retire()
+
+
 class Heartbeat:
     """A context: whatever ends it but `done` ends the other processes too."""
 
     def __init__(self, cfg: WatchdogConfig, log: Path, processes: Processes):
         self._cfg, self._several, self._first = cfg, processes.count > 1, processes.number == 0
-        self._said, self._slowest, self._alone, self._doing = 0.0, 0.0, False, ""
+        self._said, self._slowest, self._alone, self._retired, self._doing = 0.0, 0.0, False, False, ""
         file = stacks.new_file()
         stacks.show()
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -49,6 +58,14 @@ class Heartbeat:
         if self._several:
             self._connect(processes)
         threading.Thread(target=self._obey, name="heartbeat", daemon=True).start()
+        global _current
+        _current = self
+
+    def retire(self) -> None:
+        """End the watchdog's process."""
+        self._retired = True
+        self._process.kill()
+        self._process.wait()
 
     def _connect(self, processes: Processes) -> None:
         key = processes.tell("watchdog", secrets.token_hex(32) if processes.number == 0 else "", JOINED_MS)[0]
@@ -108,7 +125,8 @@ class Heartbeat:
 
     def _obey(self) -> None:
         with contextlib.suppress(OSError):
-            _leave(json.loads(self._line.recv(1 << 16))["leave"])
+            if (word := self._line.recv(1 << 16)) and not self._retired:
+                _leave(json.loads(word)["leave"])
 
 
 def _leave(code: int, after: float = 0.0) -> None:

@@ -3,6 +3,7 @@
 import argparse
 import datetime
 import os
+import platform
 import shlex
 import signal
 import subprocess
@@ -28,7 +29,8 @@ PATIENCE = 120.0
 def submit(argv: Sequence[str]) -> int:
     """Start a run where `--target` says; the exit code."""
     parser = argparse.ArgumentParser(
-        prog="maxstack submit", description="Start the run of a configuration: as several processes on this machine, supervised, with one log, or on "
+        prog="maxstack submit", allow_abbrev=False,
+        description="Start the run of a configuration: as several processes on this machine, supervised, with one log, or on "
         "a cluster, by its own commands. `maxstack status`, `logs` and `stop` look after it.",
         epilog="example: maxstack submit configs/quickstart.yml --target local --processes 2; "
         "maxstack submit run.yml --target gke --cluster tpu-v5e --dry-run")
@@ -91,7 +93,7 @@ def _detached(name: str, folder: Path, argv: Sequence[str]) -> int:
     process = subprocess.Popen(again, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stderr
     while process.poll() is None:
-        if name in records.names() and records.is_held(name) and records.read(name)["pid"] == process.pid:
+        if name in records.names() and records.is_held(name) and records.read(name).get("pid") == process.pid:
             print(f"in the background: maxstack logs {name} --follow, maxstack status {name}, maxstack stop {name}; all of it in {folder / LOG}")
             return 0
         time.sleep(0.05)
@@ -148,6 +150,8 @@ def stop(argv: Sequence[str]) -> int:
     if not records.is_held(args.name):
         print(f"{args.name}: does not run")
         return 0
+    if record["host"] != platform.node():
+        raise ConfigError(f"{args.name}: runs on {record['host']}; stop it there")
     os.kill(record["pid"], signal.SIGTERM)
     deadline = time.monotonic() + PATIENCE
     while records.is_held(args.name):

@@ -4,11 +4,14 @@ from typing import Any
 
 import yaml
 
+from maxstack.cluster.joining import WAIT
 from maxstack.submit.job import CONFIG, Job, machine
 
 FOLDER = "/etc/maxstack"
 WORKERS, CONTAINER = "w", "train"
 MISTAKES = [1, 2]
+PATIENCE = 3600
+"""Seconds that a pod waits for the others: nodes of other slices may still be on their way."""
 INDEX = "metadata.annotations['jobset.sigs.k8s.io/job-index']"
 
 
@@ -80,10 +83,10 @@ def _nodes(job: Job) -> dict[str, str]:
 
 
 def _environment(job: Job) -> list[dict[str, Any]]:
-    """What cluster/environment.py reads, JOB_COMPLETION_INDEX being Kubernetes' own, and the cluster's."""
+    """What cluster/environment.py reads, JOB_COMPLETION_INDEX being Kubernetes' own, and the cluster's; Kubernetes takes $$ for $."""
     plain = {"JOBSET_NAME": job.name, "JAX_COORDINATOR_ADDRESS": f"{job.name}-{WORKERS}-0-0.{job.name}", "PROCESSES_IN_JOB": str(job.hosts),
-             "JAX_PROCESS_COUNT": str(job.topology.hosts), **job.cluster.env}
-    found: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in plain.items()]
+             "JAX_PROCESS_COUNT": str(job.topology.hosts), WAIT: str(PATIENCE), **job.cluster.env}
+    found: list[dict[str, Any]] = [{"name": name, "value": value.replace("$", "$$")} for name, value in plain.items()]
     found.append({"name": "JOB_INDEX", "valueFrom": {"fieldRef": {"fieldPath": INDEX}}})
     for name, secret in job.cluster.secrets.items():
         found.append({"name": name, "valueFrom": {"secretKeyRef": {"name": secret.name, "key": secret.key}}})

@@ -2,6 +2,7 @@
 
 import contextlib
 import glob
+import math
 import os
 import signal
 import socket
@@ -14,8 +15,10 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING
 
+from maxstack import mesh_rules
 from maxstack.config import ConfigError
-from maxstack.devices import GPUS
+from maxstack.devices import ACCELERATORS, GPUS
+from maxstack.supervise import PARENT
 
 if TYPE_CHECKING:
     from maxstack.schema import Config
@@ -46,6 +49,10 @@ def shares(cfg: "Config", count: int) -> tuple[int, list[str], list[dict[str, st
         return virtual, ["run.virtual_devices=null"], [on_cpu] * count
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = given.split(",") if given else [str(i) for i in range(len(glob.glob(GPUS)))]
+    if os.environ.get("JAX_PLATFORMS") != "cpu" and not gpus and any(map(glob.glob, ACCELERATORS)):
+        if count > 1:
+            raise ConfigError(f"--processes {count}: cannot share this machine's accelerators; give 1, or JAX_PLATFORMS=cpu for a rehearsal")
+        return math.prod(mesh_rules.mesh_sizes(cfg).values()), [], [{}]
     if os.environ.get("JAX_PLATFORMS") == "cpu" or not gpus:
         return count, [], [on_cpu] * count
     if len(gpus) % count:
@@ -65,7 +72,7 @@ class Group:
     def run(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> int:
         """Start one process for each environment, and wait for all -> the exit code of the run: 0 where all left with that, a mistake's before
         others. SIGTERM and SIGINT are passed on; a second SIGINT kills. Call it from the main thread."""
-        before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
         try:
             self._log.parent.mkdir(parents=True, exist_ok=True)
             with self._log.open("a", encoding="utf-8") as self._file:
@@ -81,8 +88,9 @@ class Group:
                 signal.signal(number, handler)
 
     def _start(self, number: int, command: Sequence[str], own: Mapping[str, str]) -> threading.Thread:
-        process = subprocess.Popen(command, env=os.environ | own, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                   text=True, errors="replace", process_group=0)
+        environment = os.environ | own | {PARENT: str(os.getpid())}
+        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                                   errors="replace", process_group=0)
         self._started.append(process)
         reader = threading.Thread(target=self._read, args=(number, process), daemon=True, name=f"process {number}")
         reader.start()
@@ -116,7 +124,7 @@ class Group:
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         again, self._asked = number in self._asked, [*self._asked, number]
-        self._send(signal.SIGKILL if again and number == signal.SIGINT else number)
+        self._send(signal.SIGKILL if again and number == signal.SIGINT else signal.SIGTERM if number == signal.SIGHUP else number)
 
     def _send(self, number: int) -> None:
         for process in self._started:

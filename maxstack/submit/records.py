@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import os
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def held(name: str, record: dict[str, Any]) -> Iterator[None]:
         except BlockingIOError as error:
             raise ConfigError(f"{name}: is running already; see maxstack status {name}, or maxstack stop {name}") from error
         file.truncate(0)
-        file.write(json.dumps(record, indent=1))
+        file.write(json.dumps(record | {"host": platform.node()}, indent=1))
         file.flush()
         yield
 
@@ -43,7 +44,8 @@ def write(name: str, record: dict[str, Any]) -> None:
 def read(name: str) -> dict[str, Any]:
     """The record of a name; ConfigError where there is none."""
     try:
-        return json.loads((folder() / f"{name}{SUFFIX}").read_text(encoding="utf-8"))
+        text = (folder() / f"{name}{SUFFIX}").read_text(encoding="utf-8")
+        return json.loads(text) if text else {}  # being written
     except FileNotFoundError as error:
         known = names()
         there = f"there are {', '.join(known)}" if known else "nothing was"

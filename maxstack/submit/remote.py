@@ -31,6 +31,8 @@ def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
         raise ConfigError(f"--target {args.target}: give --cluster FILE, the facts of the cluster; configs/clusters has examples")
     if args.detach or args.processes != 1:
         raise ConfigError(f"--processes and --detach: are of --target local; on {args.target} the topology says how many processes there are")
+    if name in records.names() and records.is_held(name):
+        raise ConfigError(f"{name}: runs on this machine already; give another --name, or maxstack stop {name} first")
     cluster = config.load(ClusterConfig, args.cluster, args.set)
     job, told = checked(name, cfg, cluster)
     words, text, after = {"xpk": _xpk, "gke": _gke, "slurm": _slurm}[args.target](job)
@@ -42,7 +44,8 @@ def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
         return 0
     done = _run(words, text if args.target != "xpk" else None, capture=args.target == "slurm")
     if done.returncode:
-        raise ConfigError(f"{words[0]} left with {done.returncode}; what it said is above, and nothing is noted of {name}")
+        raise ConfigError(f"{words[0]} left with {done.returncode}; what it said is above, and nothing is noted of {name}. Where that name is there "
+                          f"already: maxstack stop {name} first, or give another --name")
     number = done.stdout.strip().split(";")[0] if done.stdout else ""
     after = {verb: [word.replace(JOB, number) for word in command] for verb, command in after.items()}
     records.write(name, {"target": args.target, "cluster": args.cluster, "topology": job.topology.name, "commands": after,
@@ -86,7 +89,7 @@ def _gke(job: "Job") -> Handed:
     kubectl = ["kubectl", *([f"--context={job.cluster.context}"] if job.cluster.context else []), f"--namespace={job.cluster.namespace}"]
     logs = [*kubectl, "logs", "--selector", f"jobset.sigs.k8s.io/jobset-name={job.name}", "--container", gke.CONTAINER, "--prefix", "--tail=-1",
             f"--max-log-requests={job.topology.hosts}"]
-    return [*kubectl, "apply", "--filename", "-"], gke.manifest(job), {
+    return [*kubectl, "create", "--filename", "-"], gke.manifest(job), {
         "status": [*kubectl, "get", "jobset", job.name], "logs": logs, "follow": [*logs, "--follow"],
         "stop": [*kubectl, "delete", f"jobset/{job.name}", f"configmap/{job.name}"]}
 
@@ -96,7 +99,8 @@ def _slurm(job: "Job") -> Handed:
 
     log = str(Path.cwd() / f"{job.name}-{JOB}.log")
     return ["sbatch", "--parsable"], slurm.script(job), {
-        "status": ["squeue", "--jobs", JOB], "logs": ["cat", log], "follow": ["tail", "--lines=+1", "--follow", log], "stop": ["scancel", JOB]}
+        "status": ["squeue", "--jobs", JOB], "logs": ["cat", log], "follow": ["tail", "--lines=+1", "--follow", log],
+        "stop": ["bash", "-c", 'touch "$1" && scancel --signal=TERM "$2"', "stop", log.removesuffix("log") + "stop", JOB]}
 
 
 def _run(words: Sequence[str], given: str | None = None, capture: bool = False) -> "subprocess.CompletedProcess[str]":

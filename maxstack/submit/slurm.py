@@ -5,8 +5,6 @@ import shlex
 from maxstack.config import ConfigError
 from maxstack.submit.job import CONFIG, Job
 
-PROCESS = 'maxstack train "$1"; code=$?; case "$code" in 1 | 2) echo "$code" > "$1.mistake" ;; esac; exit "$code"'
-"""What each task of the step is."""
 MARGIN = 60
 """Seconds between the end of the grace and Slurm's limit."""
 
@@ -17,23 +15,22 @@ def script(job: Job) -> str:
     if job.tpu:
         raise ConfigError(f"topology: {job.topology.name} has TPUs; Slurm is for GPUs, such as h100:4x8")
     gpus = job.chips_of_a_host
-    options = {"job-name": job.name, "nodes": job.hosts, "ntasks-per-node": gpus if slurm.per_gpu else 1, "gpus-per-node": gpus, "exclusive": None,
-               "time": slurm.time, "signal": f"TERM@{cluster.grace + MARGIN}", "requeue": None, "open-mode": "append", "output": f"{job.name}-%j.log",
-               "partition": slurm.partition, "account": slurm.account, "qos": slurm.qos, "reservation": slurm.reservation or cluster.reservation}
+    options = {"job-name": job.name, "nodes": job.hosts, "ntasks-per-node": gpus if slurm.per_gpu else 1, "gpus-per-node": gpus, "mem": 0,
+               "exclusive": None, "time": slurm.time, "signal": f"TERM@{cluster.grace + MARGIN}", "requeue": None, "open-mode": "append",
+               "output": f"{job.name}-%j.log", "partition": slurm.partition, "account": slurm.account, "qos": slurm.qos,
+               "reservation": slurm.reservation or cluster.reservation}
     bare = {"exclusive", "requeue"}
     lines = [f"#SBATCH --{key}" if key in bare else f"#SBATCH --{key}={value}" for key, value in options.items() if value is not None or key in bare]
     exports = [f"export {name}={shlex.quote(value)}" for name, value in cluster.env.items()]
     return "\n".join([
-        "#!/usr/bin/env bash", *lines, "", "set -u",
+        "#!/usr/bin/env bash", *lines, "", *exports, *slurm.setup,
         "# The job's own copy of the configuration, in the folder that it was submitted from, which all nodes see.",
-        f'config="$SLURM_SUBMIT_DIR/{job.name}-{CONFIG}"', f'echo {job.packed} | base64 -d | gunzip > "$config"', *exports, *slurm.setup,
-        'rm -f "$config.mistake"',
-        "# srun leaves with the largest code of all processes: a mistake's is smaller than that of those who lost the process that made it.",
-        "# shellcheck disable=SC2016 # the inner shell expands it",
-        f"srun --kill-on-bad-exit=0 bash -c {shlex.quote(PROCESS)} process \"$config\"", "code=$?",
-        '[ -s "$config.mistake" ] && code=$(cat "$config.mistake")',
-        "# 0: done. 1, 2: a mistake, which a restart does not mend. Anything else goes on from the last checkpoint.",
-        'case "$code" in', '  0 | 1 | 2) exit "$code" ;;', "esac",
+        f'config="$SLURM_SUBMIT_DIR/{job.name}-{CONFIG}"', f'echo {job.packed} | base64 -d | gunzip > "$config"',
+        "# Each task is maxstack itself, with no shell around it that would get Slurm's SIGTERM in its place.",
+        'srun --kill-on-bad-exit=0 maxstack train "$config"', "code=$?",
+        "# 0: done. 1, 2: a mistake, 126, 127: no such program, which a restart does not mend. Anything else goes on from the last checkpoint.",
+        'case "$code" in', '  0 | 1 | 2 | 126 | 127) exit "$code" ;;', "esac", f'if [ -e "$SLURM_SUBMIT_DIR/{job.name}-$SLURM_JOB_ID.stop" ]; then',
+        '  echo "left with $code; stopped, and not queued again" >&2', "  exit 0", "fi",
         f'if [ "${{SLURM_RESTART_COUNT:-0}}" -ge {cluster.max_restarts} ]; then',
         f'  echo "left with $code after {cluster.max_restarts} restarts; not queued again" >&2', '  exit "$code"', "fi",
         'echo "left with $code; queued again" >&2', 'scontrol requeue "$SLURM_JOB_ID"', ""])

@@ -28,6 +28,8 @@ PLAIN = {"JAX_COORDINATOR_ADDRESS": "here:1234", "JAX_NUM_PROCESSES": "3", "JAX_
     ({"MASTER_ADDR": "m", "MASTER_PORT": "29500", "WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
      Member("variables (MASTER_ADDR, RANK)", "m:29500", 4, 3, (1, 2))),
     (SLURM, Member("Slurm job 123456", f"gpu03:{PORTS[123456 % len(PORTS)]}", 6, 3, (1, 2))),
+    (SLURM | {"SLURM_TRES_PER_TASK": "cpu=8", "SLURM_GPU_BIND": "none"},
+     Member("Slurm job 123456", f"gpu03:{PORTS[123456 % len(PORTS)]}", 6, 3, (1, 2))),
     (SLURM | {"SLURM_GPUS_PER_TASK": "1"}, Member("Slurm job 123456", f"gpu03:{PORTS[123456 % len(PORTS)]}", 6, 3)),
     (SLURM | {"JAX_COORDINATOR_ADDRESS": "gpu03-ib:9999"}, Member("Slurm job 123456", "gpu03-ib:9999", 6, 3, (1, 2))),
     ({name: value for name, value in SLURM.items() if "STEP" not in name}, None),
@@ -43,6 +45,7 @@ def test_open_mpi_says_where_process_0_is_on_one_host_or_by_its_launcher():
     alone = member(MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": "prterun-h-1@1"}, on_tpu=False)
     assert (alone.processes, alone.process, alone.coordinator.split(":")[0]) == (4, 2, "localhost")
     assert member(MPI | URI, on_tpu=False).coordinator.startswith("10.96.0.1:6")
+    assert member(SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"} | MPI | URI, on_tpu=False).found == "Open MPI"  # mpirun inside a job
     with pytest.raises(ConfigError, match="mpirun -x JAX_COORDINATOR_ADDRESS=HOST:PORT"):
         member(MPI, on_tpu=False)
 
@@ -60,6 +63,12 @@ def test_half_of_what_is_needed_is_told(variables, says):
 @pytest.mark.parametrize(("hosts", "first"), [("node1", "node1"), ("a,b[1-2]", "a"), ("n[007-009,012],m3", "n007"), ("n[3]-ib,x", "n3-ib")])
 def test_the_first_host_of_slurm_s_lists(hosts, first):
     assert first_host(hosts) == first
+
+
+def test_torchrun_keeps_its_own_port_where_it_listens_there():
+    given = {"MASTER_ADDR": "m", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "RANK": "1", "TORCHELASTIC_RUN_ID": "x"}
+    found = member(given | {"TORCHELASTIC_USE_AGENT_STORE": "True"}, on_tpu=False)
+    assert found.coordinator.startswith("m:6") and found.coordinator != "m:29500"
 
 
 def test_slurm_s_counts_of_tasks():
