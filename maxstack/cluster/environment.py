@@ -137,9 +137,10 @@ def _jobset(variables: Variables) -> Member | None:
 
 def _gke_tpu(variables: Variables) -> Member | None:
     """A pod of a TPU node pool: GKE adds the hosts of its slice and, of several slices, which one this is."""
-    if not {"TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"} <= variables.keys():
+    hosts = variables.get("TPU_WORKER_HOSTNAMES", "").split(",")
+    if "TPU_WORKER_ID" not in variables or (len(hosts) == 1 and "MEGASCALE_NUM_SLICES" not in variables):  # libtpu leaves both where it is alone
         return None
-    return _of_slices("GKE, TPU", variables["TPU_WORKER_HOSTNAMES"].split(","), _first(variables, "TPU_WORKER_ID"), variables)
+    return _of_slices("GKE, TPU", hosts, _first(variables, "TPU_WORKER_ID"), variables)
 
 
 def _tpu_pod(attribute: Callable[[str], str | None]) -> Member | None:

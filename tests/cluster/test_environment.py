@@ -36,7 +36,7 @@ PLAIN = {"JAX_COORDINATOR_ADDRESS": "here:1234", "JAX_NUM_PROCESSES": "3", "JAX_
     ({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
     (JOBSET, Member("JobSet run", f"run-w-0-0.run:{PORT}", 12, 9)),
     (TPU, Member("GKE, TPU", f"a:{PORT}", 4, 2)), (TPU | SLICES, Member("GKE, TPU, slice 1 of 2", f"first:{PORT}", 8, 6)),
-    ({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}, None)])
+    ({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "WARNING: could not determine TPU worker number"}, None)])
 def test_a_launcher_s_variables_say_who_this_process_is(variables, wanted):
     assert member(variables, on_tpu=False) == wanted
 
