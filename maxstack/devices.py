@@ -31,6 +31,12 @@ def environment(virtual_devices: int | None) -> None:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
+def visible_gpus() -> list[str]:
+    """The GPUs that this process is shown, as CUDA_VISIBLE_DEVICES names them."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return given.split(",") if given else [str(i) for i in range(len(glob.glob(GPUS)))]
+
+
 def host_memory() -> int | None:
     """Bytes of this machine's memory; None where the system does not say."""
     try:

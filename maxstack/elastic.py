@@ -46,7 +46,7 @@ def train(cfg: "Config", once: Callable[["Config", Sequence[Any] | None], int]) 
             for number, handler in handlers.items():  # who handled them until now has ended
                 signal.signal(number, handler)
             lost |= gone({number: devices for number, devices in slices(cfg.mesh.slices).items() if number not in lost})
-            print(f"elastic: {str(loss).splitlines()[0][:200]}; lost of {cfg.mesh.slices} slices: {', '.join(map(str, sorted(lost))) or 'none'}; "
+            print(f"elastic: {loss}; lost of {cfg.mesh.slices} slices: {', '.join(map(str, sorted(lost))) or 'none'}; "
                   f"attempt {attempt + 1} of at most {elastic.attempts} to go on", file=sys.stderr, flush=True)
     raise AssertionError("the last attempt returns or raises")
 
@@ -83,13 +83,14 @@ def slices(count: int) -> dict[int, list[Any]]:
     return {number: devices[number * each:(number + 1) * each] for number in range(count)}
 
 
-def loss_in(error: BaseException | None) -> BaseException | None:
-    """The error of jax's that may be of a lost slice, this one or one that it came of, as where a save then failed too."""
+def loss_in(error: BaseException | None) -> str | None:
+    """What an error of jax's says that may be of a lost slice, this one or one that it came of, as where a save then failed too. Not the error, whose
+    frames hold the state on the devices."""
     import jax
 
     while error and not (isinstance(error, jax.errors.JaxRuntimeError) and str(error).lstrip().startswith(LOSS)):
         error = error.__context__
-    return error
+    return str(error).splitlines()[0][:200] if error else None
 
 
 def gone(asked: Mapping[int, Sequence[Any]]) -> frozenset[int]:

@@ -124,8 +124,9 @@ def plot(found: dict[str, Any]) -> str:
 
 def table(found: dict[str, Any]) -> str:
     """Both figures in rows."""
-    lines = ["![weak scaling](cluster/scaling.svg)", "", "| Processes | A step together | A step each by itself, at once | Communication |",
-             "|---|---|---|---|"]
+    lines = ["![weak scaling](cluster/scaling.svg)", ""]
+    if "processes" in found:
+        lines += ["| Processes | A step together | A step each by itself, at once | Communication |", "|---|---|---|---|"]
     for count, row in found.get("processes", {}).items():
         lines.append(f"| {count} | {row['together'] * 1e3:.0f} ms | {row['apart'] * 1e3:.0f} ms | {1 - row['apart'] / row['together']:.0%} |")
     lines += ["", "| Slices of TPU v5e:16x16 | Chips | A step at best | Tokens/s of a chip, over one slice | Limited by |", "|---|---|---|---|---|"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from maxstack.cluster import environment, pathways
 from maxstack.cluster.roll_call import Card, bind_address, roll_call
 from maxstack.config import ConfigError
-from maxstack.devices import GPUS
+from maxstack.devices import GPUS, visible_gpus
 
 if TYPE_CHECKING:
     from maxstack.schema import Config
@@ -55,9 +55,8 @@ def member(cfg: "Config") -> environment.Member | None:
 def devices_of(here: tuple[int, int]) -> list[int] | None:
     """This process's part of the GPUs of a host that it shares with others; None: all that it sees."""
     number, count = here
-    given, all_of_host = os.environ.get("CUDA_VISIBLE_DEVICES"), len(glob.glob(GPUS))
-    there = len(given.split(",")) if given else all_of_host
-    if count == 1 or not there or there < all_of_host:  # where some are hidden, it has been given its own
+    there = len(visible_gpus())
+    if count == 1 or not there or there < len(glob.glob(GPUS)):  # where some are hidden, it has been given its own
         return None
     if there % count:
         raise ConfigError(f"distributed: {count} processes on {platform.node()} cannot share its {there} GPUs; start one a host, or one a GPU")

@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING
 
 from maxstack import mesh_rules
 from maxstack.config import ConfigError
-from maxstack.devices import ACCELERATORS, GPUS
+from maxstack.devices import ACCELERATORS, visible_gpus
 from maxstack.supervise import PARENT
 
 if TYPE_CHECKING:
@@ -47,8 +47,7 @@ def shares(cfg: "Config", count: int) -> tuple[int, list[str], list[dict[str, st
         raise ConfigError(f"--processes {count}: do not divide run.virtual_devices={virtual}; give a divisor")
     if cfg.run.virtual_devices:
         return virtual, ["run.virtual_devices=null"], [on_cpu] * count
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = given.split(",") if given else [str(i) for i in range(len(glob.glob(GPUS)))]
+    gpus = visible_gpus()
     if os.environ.get("JAX_PLATFORMS") != "cpu" and not gpus and any(map(glob.glob, ACCELERATORS)):
         if count > 1:
             raise ConfigError(f"--processes {count}: cannot share this machine's accelerators; give 1, or JAX_PLATFORMS=cpu for a rehearsal")

@@ -9,6 +9,7 @@ import os
 import re
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import jsonschema
@@ -154,7 +155,7 @@ def test_an_sbatch_script_is_one_for_bash_and_shellcheck(per_gpu, job, tmp_path)
     path = tmp_path / "run.sbatch"
     path.write_text(script)
     subprocess.run(["bash", "-n", str(path)], check=True)
-    subprocess.run(["shellcheck", str(path)], check=True)
+    subprocess.run([str(Path(sys.executable).parent / "shellcheck"), str(path)], check=True)  # by its path: the environment need not be activated
     given = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", script, re.M))
     assert (given["nodes"], given["ntasks-per-node"], given["gpus-per-node"]) == ("4", "8" if per_gpu else "1", "8")
     assert given["signal"] == "TERM@660" and given["partition"] == "p" and "requeue" in given
