@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 
+from maxstack.config import ConfigError
+
 WAIT_MS = 600_000
 """How long a process waits for the slowest."""
 
@@ -44,12 +46,16 @@ class Processes:
         self.tell(topic, None)
 
     def own_address(self) -> str:
-        """Of the interface by which process 0 is reached; loopback where this one is alone."""
+        """Of the interface by which process 0 is reached, IPv4; loopback where this one is alone. ConfigError where there is none."""
         from jax._src import distributed
 
         host = (distributed.global_state.coordinator_address or "127.0.0.1:1").rpartition(":")[0]
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting sends nothing
-            probe.connect((host, 1))
+            try:
+                probe.connect((host, 1))
+            except OSError as error:
+                raise ConfigError(f"distributed: {host}, where process 0 is, is not reached by IPv4 ({error.strerror}), which watchdogs and copies "
+                                  "of checkpoints use; give the hosts such addresses, and one of them or its name as coordinator") from error
             return probe.getsockname()[0]
 
 

@@ -45,7 +45,7 @@ def train(cfg: "Config", once: Callable[["Config", Sequence[Any] | None], int]) 
             retire()
             for number, handler in handlers.items():  # who handled them until now has ended
                 signal.signal(number, handler)
-            lost |= gone({number: devices for number, devices in slices(cfg.mesh.slices).items() if number not in lost})
+            lost = gone(slices(cfg.mesh.slices))  # some may be back
             print(f"elastic: {loss}; lost of {cfg.mesh.slices} slices: {', '.join(map(str, sorted(lost))) or 'none'}; "
                   f"attempt {attempt + 1} of at most {elastic.attempts} to go on", file=sys.stderr, flush=True)
     raise AssertionError("the last attempt returns or raises")

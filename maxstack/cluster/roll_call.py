@@ -1,7 +1,8 @@
 """The roll call before jax joins the processes: process 0 hears of every other one, says who is missing, and that all were started alike.
 
 jax itself says nothing while it waits, and in the end aborts. A caller sends one line of JSON, its `Card`; process 0 answers with lines:
-`{"missing": [...]}` now and then, and at last `{"go": true}` or `{"error": "..."}`. It listens where jax's service will afterwards.
+`{"missing": [...]}` now and then, `{"again": true}` for the same card once more, and at last `{"go": true}` or `{"error": "..."}`. It listens where
+jax's service will afterwards.
 """
 
 import contextlib
@@ -23,6 +24,8 @@ LONGEST = 1 << 20
 """Bytes of a line."""
 NAMED = 8
 """Missing processes that are named, of more."""
+ALIVE = 5.0
+"""Seconds that a process has to say that it is still there, where another one comes with its number: its host may have lost its power."""
 LOOPBACK = "localhost", "127.0.0.1", "::1"
 
 Say = Callable[[str], None]
@@ -83,7 +86,7 @@ class _Caller:
                 for key, _ in ready.select(OFTEN):
                     if key.fileobj is listener:
                         ending.enter_context(connection := listener.accept()[0])
-                        connection.settimeout(5.0)
+                        connection.settimeout(ALIVE)
                         ready.register(connection, selectors.EVENT_READ)
                     elif not self._hear(key.fileobj):  # type: ignore[arg-type]
                         ready.unregister(key.fileobj)
@@ -133,7 +136,7 @@ class _Caller:
         if card.processes != mine.processes:
             return (f"distributed.processes: {card.processes} for process {card.process} on {card.host}, but {mine.processes} for process 0 on "
                     f"{mine.host}; give all the same")
-        if card.process == 0 or (card.process in self._here and not _gone(self._here[card.process][0])):
+        if card.process == 0 or (card.process in self._here and _alive(self._here[card.process][0])):
             other = mine if card.process == 0 else self._here[card.process][1]
             return f"distributed.process: two processes have number {card.process}, on {other.host} and on {card.host}; give each its own"
         if odd := difference(mine.alike, card.alike):
@@ -164,6 +167,9 @@ def _answer(card: Card, host: str, port: int, deadline: float, between: float, s
                 connection.settimeout(3 * between)
                 for line in connection.makefile("rb"):
                     word = json.loads(line)
+                    if "again" in word:
+                        _send(connection, asdict(card))
+                        continue
                     if "error" in word:
                         raise ConfigError(word["error"])
                     if "go" in word:
@@ -185,14 +191,13 @@ def _answer(card: Card, host: str, port: int, deadline: float, between: float, s
     raise Missing(f"process 0 was not reached at {host}:{port} ({why})")
 
 
-def _gone(connection: socket.socket) -> bool:
-    """Whether the other side has closed it."""
+def _alive(connection: socket.socket) -> bool:
+    """Whether the other side answers."""
+    _send(connection, {"again": True})
     try:
-        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-    except BlockingIOError:
-        return False
+        return bool(connection.makefile("rb").readline(LONGEST))
     except OSError:
-        return True
+        return False
 
 
 def _send(connection: socket.socket, word: dict[str, Any]) -> None:

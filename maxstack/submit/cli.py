@@ -77,6 +77,7 @@ def _local(name: str, cfg: "Config", args: argparse.Namespace, argv: Sequence[st
         for own in environments:
             print(shlex.join(["env", *(f"{key}={value}" for key, value in own.items()), *command]))
         return 0
+    remote.ended(name)
     record = {"target": "local", "folder": str(folder.resolve()), "processes": args.processes, "pid": os.getpid(),
               "started": datetime.datetime.now().isoformat(timespec="seconds"), "steps": cfg.train.steps}
     if args.detach:

@@ -10,6 +10,8 @@ from maxstack.config.compose import Presets
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$", max_length=253)]
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+MARGIN = 60
+"""Seconds between the end of the grace and Slurm's limit."""
 Line = Annotated[str, Field(pattern=r"^[^\x00\r\n]*$")]
 
 
@@ -42,12 +44,20 @@ class SlurmConfig(Section):
     """Quality of service."""
     reservation: Name | None = None
     """A reservation of nodes."""
-    time: Annotated[str, Field(pattern=r"^[0-9][0-9:-]*$")] = "24:00:00"
+    time: Annotated[str, Field(pattern=r"^(\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2})$")] = "24:00:00"
     """Limit of one run of the job; it is queued again, and goes on, where it ends unfinished."""
     per_gpu: bool = False
     """One process a GPU in place of one a host."""
     setup: Items[Line] = ()
     """Lines of shell before training, as they are: module load cuda, source .venv/bin/activate."""
+
+    @property
+    def seconds(self) -> int:
+        """`time`, 0 for no limit. Slurm's forms: M, M:S, H:M:S, D-H, D-H:M and D-H:M:S (sbatch's manual, --time)."""
+        days, _, rest = self.time.rpartition("-")
+        parts = [int(part or 0) for part in rest.split(":")]
+        units = [3600, 60, 1] if days or len(parts) == 3 else [60, 1]
+        return 86400 * int(days or 0) + sum(part * unit for part, unit in zip(parts, units, strict=False))
 
 
 class ClusterConfig(Section):
@@ -93,6 +103,9 @@ class ClusterConfig(Section):
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> "ClusterConfig":
+        if 0 < self.slurm.seconds <= self.grace + MARGIN:
+            raise fault("slurm.time", f"{self.slurm.time} is {self.slurm.seconds} s, and the run would be asked to save {self.grace + MARGIN} s "
+                        "before its end: at once, again and again; give more, or a smaller grace")
         for name in self.env:
             if name in self.secrets:
                 raise fault(f"env.{name}", f"{name} is in secrets too; give it once")

@@ -31,8 +31,6 @@ def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
         raise ConfigError(f"--target {args.target}: give --cluster FILE, the facts of the cluster; configs/clusters has examples")
     if args.detach or args.processes != 1:
         raise ConfigError(f"--processes and --detach: are of --target local; on {args.target} the topology says how many processes there are")
-    if name in records.names() and records.is_held(name):
-        raise ConfigError(f"{name}: runs on this machine already; give another --name, or maxstack stop {name} first")
     cluster = config.load(ClusterConfig, args.cluster, args.set)
     job, told = checked(name, cfg, cluster)
     words, text, after = {"xpk": _xpk, "gke": _gke, "slurm": _slurm}[args.target](job)
@@ -42,6 +40,9 @@ def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
     sys.stdout.flush()
     if args.dry_run:
         return 0
+    if name in records.names() and records.is_held(name):
+        raise ConfigError(f"{name}: runs on this machine already; give another --name and run.name, or maxstack stop {name} first")
+    ended(name)
     done = _run(words, text if args.target != "xpk" else None, capture=args.target == "slurm")
     if done.returncode:
         raise ConfigError(f"{words[0]} left with {done.returncode}; what it said is above, and nothing is noted of {name}. Where that name is there "
@@ -52,6 +53,14 @@ def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
                          "folder": str(Path(cfg.run.output_dir) / cfg.run.name), "started": datetime.datetime.now().isoformat(timespec="seconds")})
     print(f"{name}: submitted{f' as job {number}' * bool(number)}; maxstack status {name}, logs {name} or stop {name}", file=sys.stderr)
     return 0
+
+
+def ended(name: str) -> None:
+    """ConfigError where a cluster still has what was submitted by that name: two would write into one folder, and only one could be looked after."""
+    record = records.read(name) if name in records.names() else {"target": "local"}
+    if record["target"] != "local" and _run(record["commands"]["there"], capture=True).stdout.strip():
+        raise ConfigError(f"{name}: is on {record['target']} ({record['cluster']}) already; give another --name and run.name, or maxstack stop "
+                          f"{name} first")
 
 
 def told(record: dict[str, Any]) -> str:
@@ -79,6 +88,7 @@ def _xpk(job: "Job") -> Handed:
     place = [word for word in words if word.startswith(("--cluster=", "--project=", "--zone="))]
     logs = ["kubectl", "logs", "--selector", f"jobset.sigs.k8s.io/jobset-name={job.name}", "--all-containers", "--prefix", "--tail=-1"]
     return words, f"{xpk.shown(words)}\n", {
+        "there": ["kubectl", "get", "jobset", job.name, "--ignore-not-found", "--output=name"],
         "status": ["xpk", "workload", "list", *place, f"--filter-by-job=^{job.name}$"], "logs": logs, "follow": [*logs, "--follow"],
         "stop": ["xpk", "workload", "delete", f"--workload={job.name}", *place, "--force"]}
 
@@ -90,6 +100,7 @@ def _gke(job: "Job") -> Handed:
     logs = [*kubectl, "logs", "--selector", f"jobset.sigs.k8s.io/jobset-name={job.name}", "--container", gke.CONTAINER, "--prefix", "--tail=-1",
             f"--max-log-requests={job.topology.hosts}"]
     return [*kubectl, "create", "--filename", "-"], gke.manifest(job), {
+        "there": [*kubectl, "get", "jobset", job.name, "--ignore-not-found", "--output=name"],
         "status": [*kubectl, "get", "jobset", job.name], "logs": logs, "follow": [*logs, "--follow"],
         "stop": [*kubectl, "delete", f"jobset/{job.name}", f"configmap/{job.name}"]}
 
@@ -99,7 +110,8 @@ def _slurm(job: "Job") -> Handed:
 
     log = str(Path.cwd() / f"{job.name}-{JOB}.log")
     return ["sbatch", "--parsable"], slurm.script(job), {
-        "status": ["squeue", "--jobs", JOB], "logs": ["cat", log], "follow": ["tail", "--lines=+1", "--follow", log],
+        "there": ["squeue", "--noheader", "--jobs", JOB], "status": ["squeue", "--jobs", JOB],
+        "logs": ["cat", log], "follow": ["tail", "--lines=+1", "--follow", log],
         "stop": ["bash", "-c", 'touch "$1" && scancel --signal=TERM "$2"', "stop", log.removesuffix("log") + "stop", JOB]}
 
 

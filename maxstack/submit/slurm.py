@@ -3,10 +3,8 @@
 import shlex
 
 from maxstack.config import ConfigError
+from maxstack.submit.config import MARGIN
 from maxstack.submit.job import CONFIG, Job
-
-MARGIN = 60
-"""Seconds between the end of the grace and Slurm's limit."""
 
 
 def script(job: Job) -> str:
@@ -27,7 +25,7 @@ def script(job: Job) -> str:
         "# The job's own copy of the configuration, in the folder that it was submitted from, which all nodes see.",
         f'config="$SLURM_SUBMIT_DIR/{job.name}-{CONFIG}"', f'echo {job.packed} | base64 -d | gunzip > "$config"',
         "# Each task is maxstack itself, with no shell around it that would get Slurm's SIGTERM in its place.",
-        'srun --kill-on-bad-exit=0 maxstack train "$config"', "code=$?",
+        'srun --label --kill-on-bad-exit=0 maxstack train "$config"', "code=$?",
         "# 0: done. 1, 2: a mistake, 126, 127: no such program, which a restart does not mend. Anything else goes on from the last checkpoint.",
         'case "$code" in', '  0 | 1 | 2 | 126 | 127) exit "$code" ;;', "esac", f'if [ -e "$SLURM_SUBMIT_DIR/{job.name}-$SLURM_JOB_ID.stop" ]; then',
         '  echo "left with $code; stopped, and not queued again" >&2', "  exit 0", "fi",

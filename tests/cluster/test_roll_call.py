@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from maxstack.cluster import roll_call as roll_call_module
 from maxstack.cluster.roll_call import Card, Missing, roll_call
 from maxstack.config import ConfigError
 
@@ -93,7 +94,10 @@ def _when_open(at):
     raise AssertionError("nobody listens")
 
 
-def test_a_process_that_died_and_came_again_is_the_same_one():
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_process_that_died_and_came_again_is_the_same_one(closes, monkeypatch):
+    """Closed by its kernel, or not at all, as where its host has lost its power."""
+    monkeypatch.setattr(roll_call_module, "ALIVE", 1.0)
     at, ends = f"127.0.0.1:{free_port()}", []
     cards = [Card(i, 3, "host", ALIKE) for i in range(3)]
     first = threading.Thread(target=lambda: ends.append(roll_call(cards[0], at, 20.0, 5.0, print)))
@@ -101,13 +105,22 @@ def test_a_process_that_died_and_came_again_is_the_same_one():
     connection = socket.create_connection(_when_open(at))
     connection.sendall(json.dumps(dataclasses.asdict(cards[1])).encode() + b"\n")
     time.sleep(0.5)
-    connection.close()
+    if closes:
+        connection.close()
     others = [threading.Thread(target=roll_call, args=(card, at, 20.0, 5.0, print)) for card in cards[1:]]
     for thread in others:
         thread.start()
     for thread in (first, *others):
         thread.join(30)
     assert ends == [None] and not any(thread.is_alive() for thread in others)
+    connection.close()
+
+
+def test_two_living_processes_of_one_number_are_refused():
+    cards = [Card(i, 3, f"host{j}", ALIKE) for j, i in enumerate((0, 1, 1))]
+    ends, _ = called(cards)
+    assert all(isinstance(end, ConfigError) for end in ends) and "two processes have number 1, on host1 and on host2" in str(ends[0]).replace(
+        "on host2 and on host1", "on host1 and on host2")
 
 
 def test_strangers_do_not_disturb():

@@ -1,13 +1,9 @@
-"""`maxstack submit --target local`: real processes, one of which is killed; and what looks after them."""
+"""`maxstack submit --target local`, and what looks after its processes."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import threading
 import time
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -16,8 +12,6 @@ from processes import environment, rows, write_config
 
 from maxstack import cli
 from maxstack.submit.names import LONGEST, PLAIN, safe
-
-SHORT = ["run.virtual_devices=2", "data.workers=0", "train.steps=16"]
 
 
 @pytest.fixture(autouse=True)
@@ -30,38 +24,12 @@ def maxstack(*words: object) -> list[str]:
     return [sys.executable, "-m", "maxstack.cli", *map(str, words)]
 
 
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 def until(true, seconds=240.0):
     deadline = time.monotonic() + seconds
     while not (found := true()):
         assert time.monotonic() < deadline, "it never came to that"
         time.sleep(0.05)
     return found
-
-
-def test_processes_train_as_one_with_as_many_devices_though_one_is_killed(tmp_path):
-    config = write_config(tmp_path)
-    alone = subprocess.run([*maxstack("train", config), *SHORT, "run.name=alone"], env=environment(), capture_output=True, text=True, check=False)
-    assert alone.returncode == 0, alone.stderr
-    submitted = subprocess.Popen([*maxstack("submit", config, "--target", "local", "--processes", 2), *SHORT, "run.name=both"], env=environment(),
-                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    output: list[str] = []
-    reader = threading.Thread(target=lambda: output.extend(submitted.stdout))
-    reader.start()
-    until(lambda: any(row["step"] >= 6 for row in rows(tmp_path / "both")))
-    supervisor = next(pid for pid in children(submitted.pid) if b"JAX_PROCESS_ID=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
-    os.kill(children(supervisor)[0], signal.SIGKILL)
-    assert submitted.wait(300) == 0, "".join(output)
-    reader.join()
-    text = "".join(output)
-    assert "both: 2 processes on this machine, 2 devices (data=2)" in text and "[1] supervise: killed by SIGKILL" in text
-    assert "[0] done: " in text and text.splitlines()[-1] == "both: left with 0"
-    assert (tmp_path / "both" / "submit.log").read_text() in text
-    found, wanted = ({row["step"]: row["loss"] for row in rows(tmp_path / name)} for name in ("both", "alone"))
-    assert found == pytest.approx(wanted, rel=1e-5) and len(found) == 16
 
 
 def test_a_run_in_the_background_is_looked_after_by_its_name(tmp_path, capsys):

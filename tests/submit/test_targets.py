@@ -218,6 +218,16 @@ def test_facts_that_no_cluster_has_are_refused(key, value):
         ClusterConfig.model_validate(FACTS | {"topology": "v5e:4x4", key: value})
 
 
+@pytest.mark.parametrize(("time", "seconds"), [("0", 0), ("12", 720), ("12:30", 750), ("1:00:10", 3610), ("1-2", 93600), ("1-2:03", 93780),
+                                               ("1-02:03:04", 93784)])
+def test_slurm_s_forms_of_a_time_limit(time, seconds):
+    facts = FACTS | {"topology": "h100:1x8", "slurm": {"time": time}}
+    assert ClusterConfig.model_validate(facts | {"grace": 30}).slurm.seconds == seconds
+    if 0 < seconds <= 3660:
+        with pytest.raises(ValueError, match=f"{time} is {seconds} s, and the run would be asked to save 3660 s before its end"):
+            ClusterConfig.model_validate(facts | {"grace": 3600})
+
+
 def test_the_examples_of_clusters_load_and_their_topologies_are_there():
     files = sorted((presets_dir() / "clusters").glob("*.yml"))
     assert len(files) >= 3
@@ -227,7 +237,8 @@ def test_the_examples_of_clusters_load_and_their_topologies_are_there():
         assert parse({"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1", "tpu7x": "tpu7x:2x2x1"}.get(name, f"{name}:1x8")).chip
 
 
-NOTE = 'printf "%s\\n" "$0" "$@" >> "$NOTED"; [ -t 0 ] || cat > "$NOTED.given"; case "$1" in --parsable) echo "77;c" ;; esac'
+NOTE = 'printf "%s\\n" "$0" "$@" >> "$NOTED"; [ -t 0 ] || cat > "$NOTED.given"; ' \
+    'case "$*" in *parsable*) echo "77;c" ;; *noheader*|*ignore*) cat "$NOTED.there" ;; esac'
 
 
 @pytest.mark.parametrize(("target", "program", "stop"), [
@@ -242,6 +253,7 @@ def test_a_cluster_s_own_commands_are_run_and_look_after_the_run_later(target, p
     for key, value in (stubs(tmp_path / "bin", programs) | {"NOTED": str(tmp_path / "noted"), "XDG_STATE_HOME": str(tmp_path / "state")}).items():
         monkeypatch.setenv(key, value)
     monkeypatch.chdir(tmp_path)
+    (there := tmp_path / "noted.there").touch()
     words = ["submit", str(path), "--target", target, "--cluster", str(tmp_path / "cluster.yml")]
     assert cli.main([*words, "--dry-run"]) == 0
     shown = capfd.readouterr().out
@@ -253,6 +265,11 @@ def test_a_cluster_s_own_commands_are_run_and_look_after_the_run_later(target, p
         assert shown.split()[:3] == ["xpk", "workload", "create"] and first[1:3] == ["workload", "create"]
     else:
         assert (tmp_path / "noted.given").read_text() == shown
+    there.write_text("77 run\n")
+    for again in (words, ["submit", str(path), "--target", "local"]):
+        assert cli.main(again) == 1 and f"run: is on {target} ({tmp_path}/cluster.yml) already; give another --name" in capfd.readouterr().err
+    there.write_text("")
+    assert cli.main(words) == 0
     for verb in ("status", "stop"):
         (tmp_path / "noted").unlink()
         assert cli.main([verb, "run"]) == 0

@@ -1,0 +1,157 @@
+"""Real processes as each target starts them, on this machine and in what Slurm and Kubernetes would give them: with the losses of one process."""
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from processes import environment, rows, write_config
+
+from maxstack import cli
+from maxstack.submit import gke
+
+SHORT = ["data.workers=0", "train.steps=16"]
+AFTER = 6
+"""The step after which something happens."""
+FACTS = {"topology": "h100:2x1", "image": "repo/maxstack:1", "env": {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=1"}}
+PROGRAMS = {
+    "maxstack": f'exec {sys.executable} -m maxstack.cli "$@"',
+    "scontrol": 'echo "$*" > "$SLURM_SUBMIT_DIR/requeued"',
+    "srun": f"""exec {sys.executable} - "${{@:3}}" <<'program'
+import os, subprocess, sys
+from pathlib import Path
+names = {{"SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}}
+started = [subprocess.Popen(sys.argv[1:], env=os.environ | names | {{"SLURM_PROCID": str(i), "SLURM_NODEID": str(i)}}) for i in range(2)]
+Path(os.environ["SLURM_SUBMIT_DIR"], "pids").write_text(" ".join(str(process.pid) for process in started))
+sys.exit(max(code if code >= 0 else 128 - code for code in [process.wait() for process in started]))
+program"""}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where all runs of this file lie, with a configuration, stand-ins for a cluster's programs, and what was compiled."""
+    found = tmp_path_factory.mktemp("rehearsals")
+    (found / "bin").mkdir()
+    for name, text in PROGRAMS.items():
+        (found / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (found / "bin" / name).chmod(stat.S_IRWXU)
+    (found / "cluster.yml").write_text(yaml.safe_dump(FACTS))
+    write_config(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """Devices -> the losses of one process that has so many."""
+    found = {}
+
+    def train(devices):
+        if devices not in found:
+            name = f"alone-{devices}"
+            words = [*SHORT, f"run.virtual_devices={devices}", f"run.name={name}"]
+            done = subprocess.run([*maxstack("train", folder / "config.yml"), *words], env=environment(), capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr
+            found[devices] = losses(folder / name)
+        return found[devices]
+
+    return train
+
+
+@pytest.fixture(autouse=True)
+def records(tmp_path, monkeypatch):
+    """Records of this test alone."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+def maxstack(*words: object) -> list[str]:
+    return [sys.executable, "-m", "maxstack.cli", *map(str, words)]
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {row["step"]: row["loss"] for row in rows(run)}
+
+
+def until_step(run: Path, running) -> None:
+    deadline = time.monotonic() + 240
+    while not any(row["step"] >= AFTER for row in rows(run)):
+        assert time.monotonic() < deadline and running(), "it never came to the step"
+        time.sleep(0.02)
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_local_processes_train_as_one_with_as_many_devices_though_one_is_killed(count, folder, alone):
+    name = f"local-{count}"
+    words = [*maxstack("submit", folder / "config.yml", "--target", "local", "--processes", count), *SHORT, f"run.virtual_devices={count}"]
+    submitted = subprocess.Popen([*words, f"run.name={name}"], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    output: list[str] = []
+    reader = threading.Thread(target=lambda: output.extend(submitted.stdout))
+    reader.start()
+    until_step(folder / name, lambda: submitted.poll() is None)
+    supervisor = next(pid for pid in children(submitted.pid) if b"JAX_PROCESS_ID=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+    os.kill(children(supervisor)[0], signal.SIGKILL)
+    assert submitted.wait(300) == 0, "".join(output)
+    reader.join()
+    text = "".join(output)
+    assert f"{name}: {count} processes on this machine, {count} devices (data={count})" in text and "[1] supervise: killed by SIGKILL" in text
+    assert "[0] done: " in text and text.splitlines()[-1] == f"{name}: left with 0"
+    assert (folder / name / "submit.log").read_text() in text
+    assert losses(folder / name) == pytest.approx(alone(count), rel=1e-5) and len(alone(count)) == 16
+
+
+def shown(folder, target, name, capsys):
+    """What a cluster would be given."""
+    words = ["submit", str(folder / "config.yml"), "--target", target, "--cluster", str(folder / "cluster.yml"), "--dry-run"]
+    assert cli.main([*words, *SHORT, f"run.name={name}"]) == 0
+    return capsys.readouterr().out
+
+
+def test_tasks_of_slurm_train_as_one_and_the_job_is_queued_again_where_one_was_killed(folder, alone, tmp_path, capsys):
+    script = shown(folder, "slurm", "slurm", capsys)
+    own = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": str(os.getpid())}
+    job = subprocess.Popen(["bash", "-c", script], env=os.environ | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    until_step(folder / "slurm", lambda: job.poll() is None)
+    os.kill(int((tmp_path / "pids").read_text().split()[1]), signal.SIGKILL)
+    output = job.communicate(timeout=300)[0]
+    assert "process 1 of 2, says Slurm job" in output and "left with 137; queued again" in output, output
+    assert (tmp_path / "requeued").read_text() == f"requeue {os.getpid()}\n"
+    subprocess.run(["bash", "-c", script], env=os.environ | own | {"SLURM_RESTART_COUNT": "1"}, check=True, stdout=subprocess.DEVNULL)
+    assert losses(folder / "slurm") == pytest.approx(alone(2), rel=1e-5)
+
+
+def test_pods_of_a_jobset_train_as_one_and_go_on_after_one_was_told_to_leave(folder, alone, tmp_path, capsys):
+    files, jobset = yaml.safe_load_all(shown(folder, "gke", "gke", capsys))
+    (tmp_path / "run.yml").write_text(files["data"]["run.yml"])
+    job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
+    container = job["template"]["spec"]["containers"][0]
+    mistakes = job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"]
+
+    def pods():
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            at = f"localhost:{free.getsockname()[1]}"  # a cluster's DNS knows the name of the first pod
+        for i in range(job["completions"]):
+            own = {entry["name"]: entry.get("value", "0") for entry in container["env"]}
+            own |= {"JAX_COORDINATOR_ADDRESS": at, "JOB_COMPLETION_INDEX": str(i), "PATH": f"{folder}/bin:{os.environ['PATH']}"}
+            words = [word.replace(gke.FOLDER, str(tmp_path)) for word in container["command"]]
+            yield subprocess.Popen(words, env=os.environ | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    first = [*pods()]
+    until_step(folder / "gke", lambda: all(pod.poll() is None for pod in first))
+    first[1].send_signal(signal.SIGTERM)
+    outputs = [pod.communicate(timeout=300)[0] for pod in first]
+    assert [pod.returncode for pod in first] == [42, 42] and not {42} & {*mistakes}, "\n".join(outputs)
+    assert "process 1 of 2, says JobSet gke" in outputs[1]
+    second = [*pods()]
+    outputs = [pod.communicate(timeout=300)[0] for pod in second]
+    assert [pod.returncode for pod in second] == [0, 0], "\n".join(outputs)
+    assert losses(folder / "gke") == pytest.approx(alone(2), rel=1e-5)
