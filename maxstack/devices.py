@@ -2,6 +2,7 @@
 for those of a topology that is not."""
 
 import glob
+import itertools
 import math
 import os
 import sys
@@ -34,7 +35,9 @@ def environment(virtual_devices: int | None) -> None:
 def visible_gpus() -> list[str]:
     """The GPUs that this process is shown, as CUDA_VISIBLE_DEVICES names them."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return given.split(",") if given else [str(i) for i in range(len(glob.glob(GPUS)))]
+    if given is None:
+        return [str(i) for i in range(len(glob.glob(GPUS)))]
+    return [*itertools.takewhile(lambda name: name and not name.startswith("-"), map(str.strip, given.split(",")))]  # as CUDA does
 
 
 def host_memory() -> int | None:

@@ -1,6 +1,7 @@
 """A run of several slices that one process drives goes on without those that are lost: a smaller mesh, the newest checkpoint, the same batches."""
 
 import contextlib
+import gc
 import signal
 import sys
 import threading
@@ -39,16 +40,27 @@ def train(cfg: "Config", once: Callable[["Config", Sequence[Any] | None], int]) 
             loss = None if elastic is None or attempt == elastic.attempts else loss_in(error)
             if loss is None:
                 raise
-            assert elastic
-            from maxstack.faults.heartbeat import retire  # with jax, which must not be imported before its environment stands
-
-            retire()
-            for number, handler in handlers.items():  # who handled them until now has ended
-                signal.signal(number, handler)
-            lost = gone(slices(cfg.mesh.slices))  # some may be back
-            print(f"elastic: {loss}; lost of {cfg.mesh.slices} slices: {', '.join(map(str, sorted(lost))) or 'none'}; "
-                  f"attempt {attempt + 1} of at most {elastic.attempts} to go on", file=sys.stderr, flush=True)
+        assert elastic
+        for number, handler in handlers.items():  # who handled them until now has ended
+            signal.signal(number, handler)
+        clear()
+        lost = gone(slices(cfg.mesh.slices))  # some may be back
+        print(f"elastic: {loss}; lost of {cfg.mesh.slices} slices: {', '.join(map(str, sorted(lost))) or 'none'}; "
+              f"attempt {attempt + 1} of at most {elastic.attempts} to go on", file=sys.stderr, flush=True)
     raise AssertionError("the last attempt returns or raises")
+
+
+def clear() -> None:
+    """Let go of what the attempt that ended leaves behind: its watchdog, a trace being recorded, programs, and the state that only they held."""
+    import jax
+
+    from maxstack.faults.heartbeat import retire
+
+    retire()
+    with contextlib.suppress(RuntimeError):  # none is
+        jax.profiler.stop_trace()
+    jax.clear_caches()
+    gc.collect()
 
 
 def on_slices(cfg: "Config", lost: frozenset[int]) -> tuple["Config", Sequence[Any] | None]:

@@ -78,21 +78,20 @@ def claim(cfg: "Config", first: bool, ending: contextlib.ExitStack) -> Path:
         raise ConfigError(f"run.name: {folder} is in use by another process; wait for it, stop it, or choose another run.name") from error
     except OSError as error:
         raise ConfigError(f"run.output_dir: cannot write to {folder}: {error.strerror}; choose another run.output_dir") from error
-    _check_seen_by_all(folder, lock)
+    _check_seen_by_all(folder)
     return folder
 
 
-def _check_seen_by_all(folder: Path, lock: int | None) -> None:
-    """ConfigError in a process that does not read in the folder what process 0 writes there, into its lock."""
+def _check_seen_by_all(folder: Path) -> None:
+    """ConfigError in a process that does not read in the folder what process 0 writes there: a file that is closed, which a mounted bucket shows."""
     if (processes := Processes()).count == 1:
         return
-    token = processes.tell("folder", secrets.token_hex(8))[0]
-    if lock is not None:
-        os.pwrite(lock, token.encode(), 0)
-        os.fsync(lock)
+    token, file = processes.tell("folder", secrets.token_hex(8))[0], folder / ".seen"
+    if processes.number == 0:
+        file.write_text(token)
     processes.wait("folder")
     deadline = time.monotonic() + SEEN
-    while not ((folder / ".lock").exists() and (folder / ".lock").read_text() == token):
+    while not (file.exists() and file.read_text() == token):
         if time.monotonic() > deadline:
             raise ConfigError(f"run.output_dir: process {processes.number} on {platform.node()} does not see in {folder} what process 0 writes "
                               "there; with several hosts, give a folder that all of them see")

@@ -58,6 +58,16 @@ def together(config: Path, count: int, *overrides: str, code: int = 0) -> list[s
     return outputs
 
 
+def training(submitted: int, number: int) -> int:
+    """The pid of training process `number` below its supervisor, below the process of `maxstack submit --target local`."""
+    def children(pid: int) -> list[int]:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    own = f"JAX_PROCESS_ID={number}".encode()
+    supervisor = next(pid for pid in children(submitted) if own in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+    return children(supervisor)[0]
+
+
 def rows(folder: Path, key: str = "loss") -> list[dict[str, Any]]:
     """The rows of metrics.jsonl that hold `key`, in order, without a last one still being written."""
     path = folder / "metrics.jsonl"

@@ -3,6 +3,7 @@
 import glob
 import os
 import platform
+import resource
 import sys
 from importlib.metadata import version
 from typing import TYPE_CHECKING
@@ -38,11 +39,28 @@ def join(cfg: "Config") -> None:
     say(own.told())
     settings = {key: value for key, value in cfg.model_dump(mode="json").items() if key not in OWN}
     card = Card(own.process, own.processes, platform.node(), {"packages": {name: version(name) for name in PACKAGES}, "configuration": settings})
-    roll_call(card, own.coordinator, float(os.environ.get(WAIT, JOIN)), WAITING, say)
+    allow_connections(own.processes)
+    roll_call(card, own.coordinator, seconds_to_wait(), WAITING, say)
     jax.distributed.initialize(
         own.coordinator, own.processes, own.process, devices_of(own.here), cluster_detection_method="deactivate",
         initialization_timeout=AFTER, heartbeat_timeout_seconds=JAX_WAITS[cfg.faults.watchdog is not None],
         coordinator_bind_address=bind_address(own.coordinator))
+
+
+def seconds_to_wait() -> float:
+    """For the others, as the environment says."""
+    try:
+        return float(os.environ.get(WAIT, JOIN))
+    except ValueError as error:
+        raise ConfigError(f"{WAIT}={os.environ[WAIT]!r} in the environment: is no number of seconds") from error
+
+
+def allow_connections(processes: int) -> None:
+    """Let this process have a connection to each of the others, twice, beside its files: systems begin with 1,024 of all."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * processes + 1024
+    if now != resource.RLIM_INFINITY and now < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if most == resource.RLIM_INFINITY else min(wanted, most), most))
 
 
 def member(cfg: "Config") -> environment.Member | None:

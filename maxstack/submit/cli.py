@@ -1,6 +1,7 @@
 """`maxstack submit`, `status`, `logs` and `stop`: the same file on a laptop and on a cluster."""
 
 import argparse
+import contextlib
 import datetime
 import os
 import platform
@@ -21,7 +22,6 @@ from maxstack.submit.names import safe
 if TYPE_CHECKING:
     from maxstack.schema import Config
 
-LOG = "submit.log"
 PATIENCE = 120.0
 """Seconds that a run on this machine has to save and end."""
 
@@ -83,7 +83,7 @@ def _local(name: str, cfg: "Config", args: argparse.Namespace, argv: Sequence[st
     if args.detach:
         return _detached(name, folder, argv)
     with records.held(name, record):
-        code = local.Group(folder / LOG, sys.stdout).run(command, environments)
+        code = local.Group(folder / local.LOG, sys.stdout).run(command, environments)
     print(f"{name}: left with {code}")
     return code
 
@@ -93,9 +93,12 @@ def _detached(name: str, folder: Path, argv: Sequence[str]) -> int:
     again = [sys.executable, "-m", "maxstack.cli", "submit", *(word for word in argv if word != "--detach"), "--name", name]
     process = subprocess.Popen(again, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stderr
+    there = False
     while process.poll() is None:
-        if name in records.names() and records.is_held(name) and records.read(name).get("pid") == process.pid:
-            print(f"in the background: maxstack logs {name} --follow, maxstack status {name}, maxstack stop {name}; all of it in {folder / LOG}")
+        with contextlib.suppress(ConfigError):  # it is being written
+            there = name in records.names() and records.is_held(name) and records.read(name)["pid"] == process.pid
+        if there:
+            print(f"in the background: maxstack logs {name} --follow, maxstack status {name}, maxstack stop {name}; the log is {folder / local.LOG}")
             return 0
         time.sleep(0.05)
     sys.stderr.write(process.stderr.read())
@@ -110,9 +113,15 @@ def status(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     code = 0
     for name in [args.name] if args.name else records.names():
-        record = records.read(name)
-        print(f"{name}: {_state(name, record) if record['target'] == 'local' else remote.told(record)}", flush=True)
-        code = max(code, remote.look("status", record))
+        try:
+            record = records.read(name)
+            print(f"{name}: {_state(name, record) if record['target'] == 'local' else remote.told(record)}", flush=True)
+            code = max(code, remote.look("status", record))
+        except ConfigError as error:
+            if args.name:
+                raise
+            print(f"{name}: {error}", flush=True)
+            code = 1
     return code
 
 
@@ -126,7 +135,7 @@ def logs(argv: Sequence[str]) -> int:
     record = records.read(args.name)
     if record["target"] != "local":
         return remote.look("follow" if args.follow else "logs", record)
-    path = Path(record["folder"]) / LOG
+    path = Path(record["folder"]) / local.LOG
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; {args.name} has not begun, or its folder was removed")
     with path.open(encoding="utf-8", errors="replace") as file:

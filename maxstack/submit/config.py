@@ -31,6 +31,8 @@ class BucketConfig(Section):
     """Without gs://."""
     mount: Annotated[str, Field(pattern=r"^/[A-Za-z0-9._/-]+$")] = "/gcs"
     """Where pods see it; run.output_dir lies below."""
+    storage: Name | None = None
+    """What `xpk storage attach` called it; xpk mounts it by that name."""
 
 
 class SlurmConfig(Section):
@@ -72,13 +74,13 @@ class ClusterConfig(Section):
     zone: Name | None = None
     """Of the cluster; for xpk."""
     cluster: Name | None = None
-    """Its name; for xpk, and as context of kubectl where `context` gives none."""
+    """Its name; for xpk."""
     reservation: Name | None = None
     """Nodes that are kept for you (cloud.google.com/reservation-name)."""
     namespace: Name = "default"
     """Of Kubernetes."""
     context: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@/-]*$")] | None = None
-    """Of kubectl; null: the current one."""
+    """Of kubectl, such as gke_PROJECT_REGION_CLUSTER (`kubectl config get-contexts`); null: the current one."""
     queue: Name | None = None
     """Kueue's local queue."""
     priority: Name | None = None

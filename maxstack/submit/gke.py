@@ -5,21 +5,24 @@ from typing import Any
 import yaml
 
 from maxstack.cluster.joining import WAIT
-from maxstack.submit.job import CONFIG, Job, machine
+from maxstack.submit.job import Job, machine
 
-FOLDER = "/etc/maxstack"
+TEXT = "MAXSTACK_CONFIG"
+COMMAND = f'printf %s "${TEXT}" > /tmp/run.yml && exec maxstack train /tmp/run.yml --supervise --max-restarts 0'
+"""What a container runs. Linux shields a container's first process, the supervisor here, from SIGKILL by others: the training must not be that, or
+its watchdog could not end it."""
 WORKERS, CONTAINER = "w", "train"
 MISTAKES = [1, 2]
+MOUNT_OPTIONS = "implicit-dirs,rename-dir-limit=200000"
+"""Of GCS FUSE: a checkpoint is finished by renaming its folder, which is refused by default where that is not empty (its --rename-dir-limit)."""
 PATIENCE = 3600
 """Seconds that a pod waits for the others: nodes of other slices may still be on their way."""
 INDEX = "metadata.annotations['jobset.sigs.k8s.io/job-index']"
 
 
 def manifest(job: Job) -> str:
-    """The YAML of a ConfigMap that holds the run's configuration, and the JobSet."""
-    place = {"namespace": job.cluster.namespace}
-    files = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": job.name, **place}, "data": {CONFIG: job.text}}
-    return yaml.dump_all([files, jobset(job, place)], Dumper=_Dumper, sort_keys=False, width=10**6)
+    """The YAML of the JobSet, which holds the run's configuration."""
+    return yaml.dump(jobset(job), Dumper=_Dumper, sort_keys=False, width=10**6)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -29,11 +32,11 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None))
 
 
-def jobset(job: Job, place: dict[str, str]) -> dict[str, Any]:
+def jobset(job: Job) -> dict[str, Any]:
     """As Kubernetes reads it."""
     cluster = job.cluster
     queue = {"kueue.x-k8s.io/queue-name": cluster.queue, "kueue.x-k8s.io/priority-class": cluster.priority}
-    metadata: dict[str, Any] = {"name": job.name, **place}
+    metadata: dict[str, Any] = {"name": job.name, "namespace": cluster.namespace}
     if labels := {key: value for key, value in queue.items() if value}:
         metadata["labels"] = labels
     if job.tpu and job.hosts > 1:  # a slice is a node pool: no two jobs share one
@@ -52,16 +55,12 @@ def jobset(job: Job, place: dict[str, str]) -> dict[str, Any]:
 
 
 def _pod(job: Job) -> dict[str, Any]:
-    cluster, mounted = job.cluster, job.cluster.bucket
-    volumes: list[dict[str, Any]] = [{"name": "config", "configMap": {"name": job.name}},
-                                     {"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
-    mounts = [{"name": "config", "mountPath": FOLDER, "readOnly": True}, {"name": "shared-memory", "mountPath": "/dev/shm"}]
-    if mounted:
-        volumes.append({"name": "bucket", "csi": {"driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": {
-            "bucketName": mounted.name, "mountOptions": "implicit-dirs"}}})
-        mounts.append({"name": "bucket", "mountPath": mounted.mount})
+    cluster, mounted = job.cluster, job.bucket()
+    volumes = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}, {"name": "bucket", "csi": {
+        "driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": {"bucketName": mounted.name, "mountOptions": MOUNT_OPTIONS}}}]
+    mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}, {"name": "bucket", "mountPath": mounted.mount}]
     resource = {"google.com/tpu" if job.tpu else "nvidia.com/gpu": job.chips_of_a_host}
-    container = {"name": CONTAINER, "image": job.needs("image"), "command": ["maxstack", "train", f"{FOLDER}/{CONFIG}"], "env": _environment(job),
+    container = {"name": CONTAINER, "image": job.needs("image"), "command": ["sh", "-c", COMMAND], "env": _environment(job),
                  "resources": {"limits": resource, "requests": dict(resource)}, "volumeMounts": mounts}
     spec: dict[str, Any] = {
         "restartPolicy": "Never", "terminationGracePeriodSeconds": cluster.grace, "nodeSelector": _nodes(job), "containers": [container],
@@ -70,8 +69,8 @@ def _pod(job: Job) -> dict[str, Any]:
         spec["serviceAccountName"] = cluster.service_account
     if not job.tpu:
         spec["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
-    metadata = {"metadata": {"annotations": {"gke-gcsfuse/volumes": "true"}}} if mounted else {}
-    return {**metadata, "spec": spec}
+    limits = {f"gke-gcsfuse/{what}-limit": "0" for what in ("cpu", "memory", "ephemeral-storage")}  # none: it may take what the node has
+    return {"metadata": {"annotations": {"gke-gcsfuse/volumes": "true", **limits}}, "spec": spec}
 
 
 def _nodes(job: Job) -> dict[str, str]:
@@ -85,7 +84,7 @@ def _nodes(job: Job) -> dict[str, str]:
 def _environment(job: Job) -> list[dict[str, Any]]:
     """What cluster/environment.py reads, JOB_COMPLETION_INDEX being Kubernetes' own, and the cluster's; Kubernetes takes $$ for $."""
     plain = {"JOBSET_NAME": job.name, "JAX_COORDINATOR_ADDRESS": f"{job.name}-{WORKERS}-0-0.{job.name}", "PROCESSES_IN_JOB": str(job.hosts),
-             "JAX_PROCESS_COUNT": str(job.topology.hosts), WAIT: str(PATIENCE), **job.cluster.env}
+             "JAX_PROCESS_COUNT": str(job.topology.hosts), WAIT: str(PATIENCE), TEXT: job.text, **job.cluster.env}
     found: list[dict[str, Any]] = [{"name": name, "value": value.replace("$", "$$")} for name, value in plain.items()]
     found.append({"name": "JOB_INDEX", "valueFrom": {"fieldRef": {"fieldPath": INDEX}}})
     for name, secret in job.cluster.secrets.items():

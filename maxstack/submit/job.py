@@ -4,13 +4,14 @@ import base64
 import dataclasses
 import functools
 import gzip
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxstack import rules
 from maxstack.config import ConfigError, dump, plain
 from maxstack.config.reader import read_yaml
-from maxstack.submit.config import ClusterConfig
+from maxstack.submit.config import BucketConfig, ClusterConfig
 
 if TYPE_CHECKING:
     from maxstack.chips import Chip
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
 SLACK = 1.5
 """The estimate of memory may be off by this factor (docs/PLAN.md)."""
 CONFIG = "run.yml"
+USED = {"xpk": {"project", "zone", "cluster", "context", "priority", "image", "bucket", "env", "grace", "max_restarts"},
+        "gke": {*ClusterConfig.model_fields} - {"slurm", "project", "zone", "cluster"},
+        "slurm": {"reservation", "env", "grace", "max_restarts", "slurm"}}
+"""The facts that a target takes, beside the topology."""
+MATTER = {"secrets", "accelerator", "bucket"}
+"""Those without which a run would be another."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +58,7 @@ class Job:
     def chips_of_a_host(self) -> int:
         """How many chips a pod asks for."""
         if not self.tpu:
-            return self.topology.sides[-1]
+            return min(self.topology.sides[-1], self.chip.chips_per_host)
         chips = self.topology.size // self.topology.slices // self.chip.devices
         return min(chips, self.chip.chips_per_host)
 
@@ -64,6 +71,13 @@ class Job:
     def packed(self) -> str:
         """`text` in letters that mean nothing to a shell or to YAML."""
         return base64.b64encode(gzip.compress(self.text.encode(), 9, mtime=0)).decode()
+
+    def bucket(self) -> BucketConfig:
+        """The bucket in which the run's folder lies; ConfigError where it does not, and would be lost with its container."""
+        found: BucketConfig = self.needs("bucket")
+        if not Path(self.cfg.run.output_dir).is_relative_to(found.mount):
+            raise ConfigError(f"run.output_dir={self.cfg.run.output_dir}: is lost with the container; give a folder in the bucket, {found.mount}/...")
+        return found
 
     def needs(self, key: str) -> Any:
         """A fact of the cluster that the target cannot do without."""
@@ -80,6 +94,8 @@ def checked(name: str, cfg: "Config", cluster: ClusterConfig) -> tuple[Job, str]
     if cfg.run.virtual_devices:
         raise ConfigError(f"run.virtual_devices={cfg.run.virtual_devices}: is for a CPU (--target local); give run.virtual_devices=null")
     topology = parse(cluster.topology)
+    if not topology.chip:
+        raise ConfigError(f"topology: {cluster.topology} is this machine; give the cluster's, such as v5e:8x8 or h100:4x8")
     sizes = rules.sizes_on(cfg, topology.size, topology.name)
     job = Job(name, cfg, cluster, topology)
     found = estimate(Shapes.of(cfg), cfg, sizes, job.chip, links(topology, tuple(sizes.values())))
@@ -89,9 +105,17 @@ def checked(name: str, cfg: "Config", cluster: ClusterConfig) -> tuple[Job, str]
     if share > SLACK:
         raise ConfigError(f"{name} does not fit {topology.name}: {told}; choose a larger topology, another mesh or model.remat.policy, which "
                           "maxstack plan --search tries")
-    if cluster.bucket and not Path(cfg.run.output_dir).is_relative_to(cluster.bucket.mount):
-        raise ConfigError(f"run.output_dir={cfg.run.output_dir}: is lost with the container; give a folder in the bucket, {cluster.bucket.mount}/...")
     return job, told
+
+
+def tell_unused(cluster: ClusterConfig, target: str) -> None:
+    """Say which facts the target does not take; ConfigError for one that matters."""
+    fields = ClusterConfig.model_fields
+    unused = [key for key, field in fields.items() if getattr(cluster, key) != field.default and key not in {*USED[target], "topology"}]
+    if odd := sorted(MATTER.intersection(unused)):
+        raise ConfigError(f"{', '.join(odd)}: --target {target} takes none; leave it out of the cluster's file, or use another target")
+    if unused:
+        print(f"{target} does not take {', '.join(unused)}", file=sys.stderr)
 
 
 @functools.cache

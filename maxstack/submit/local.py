@@ -23,6 +23,8 @@ from maxstack.supervise import PARENT
 if TYPE_CHECKING:
     from maxstack.schema import Config
 
+LOG = "submit.log"
+"""In a run's folder: the lines of all its processes."""
 PATIENCE, KILL = 20.0, 60.0
 """Seconds that the others have to end by themselves once one has ended for good, and then when they are asked to."""
 

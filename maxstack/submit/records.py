@@ -44,8 +44,9 @@ def write(name: str, record: dict[str, Any]) -> None:
 def read(name: str) -> dict[str, Any]:
     """The record of a name; ConfigError where there is none."""
     try:
-        text = (folder() / f"{name}{SUFFIX}").read_text(encoding="utf-8")
-        return json.loads(text) if text else {}  # being written
+        return json.loads((place := folder() / f"{name}{SUFFIX}").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{place}: is no whole record of a run; remove it") from error
     except FileNotFoundError as error:
         known = names()
         there = f"there are {', '.join(known)}" if known else "nothing was"

@@ -14,24 +14,28 @@ from maxstack.submit import records
 
 if TYPE_CHECKING:
     from maxstack.schema import Config
+    from maxstack.submit.config import ClusterConfig
     from maxstack.submit.job import Job
 
 TARGETS = "xpk", "gke", "slurm"
 JOB = "{job}"
 """In a command that looks after a job: the number that Slurm gave it."""
+STOP = 'touch "$1"; scancel --state=PENDING "$2"; scancel --signal=TERM --state=RUNNING "$2"'
+"""Slurm gives a job that waits no other signal than SIGKILL."""
 
 
 def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
     """Check the run against the cluster, and hand it over; with --dry-run show what would be handed over."""
     from maxstack import config
     from maxstack.submit.config import ClusterConfig
-    from maxstack.submit.job import checked
+    from maxstack.submit.job import checked, tell_unused
 
     if not args.cluster:
         raise ConfigError(f"--target {args.target}: give --cluster FILE, the facts of the cluster; configs/clusters has examples")
     if args.detach or args.processes != 1:
         raise ConfigError(f"--processes and --detach: are of --target local; on {args.target} the topology says how many processes there are")
     cluster = config.load(ClusterConfig, args.cluster, args.set)
+    tell_unused(cluster, args.target)
     job, told = checked(name, cfg, cluster)
     words, text, after = {"xpk": _xpk, "gke": _gke, "slurm": _slurm}[args.target](job)
     hosts = f"{job.topology.hosts} host{'s' * (job.topology.hosts > 1)}"
@@ -57,8 +61,13 @@ def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
 
 def ended(name: str) -> None:
     """ConfigError where a cluster still has what was submitted by that name: two would write into one folder, and only one could be looked after."""
-    record = records.read(name) if name in records.names() else {"target": "local"}
-    if record["target"] != "local" and _run(record["commands"]["there"], capture=True).stdout.strip():
+    if name not in records.names() or (record := records.read(name))["target"] == "local":
+        return
+    asked = _run(record["commands"]["there"], capture=True)
+    if asked.returncode:
+        raise ConfigError(f"{name}: was submitted to {record['target']} ({record['cluster']}), and whether it is still there is not known: "
+                          f"{record['commands']['there'][0]} left with {asked.returncode}; mend that, or give another --name and run.name")
+    if asked.stdout.strip():
         raise ConfigError(f"{name}: is on {record['target']} ({record['cluster']}) already; give another --name and run.name, or maxstack stop "
                           f"{name} first")
 
@@ -84,11 +93,12 @@ Handed = tuple[list[str], str, dict[str, list[str]]]
 def _xpk(job: "Job") -> Handed:
     from maxstack.submit import xpk
 
-    words = xpk.command(job)
+    words, kubectl = xpk.command(job), _kubectl(job.cluster)
     place = [word for word in words if word.startswith(("--cluster=", "--project=", "--zone="))]
-    logs = ["kubectl", "logs", "--selector", f"jobset.sigs.k8s.io/jobset-name={job.name}", "--all-containers", "--prefix", "--tail=-1"]
+    logs = [*kubectl, "logs", "--selector", f"jobset.sigs.k8s.io/jobset-name={job.name}", "--all-containers", "--prefix", "--tail=-1",
+            f"--max-log-requests={4 * job.topology.hosts + 4}"]
     return words, f"{xpk.shown(words)}\n", {
-        "there": ["kubectl", "get", "jobset", job.name, "--ignore-not-found", "--output=name"],
+        "there": [*kubectl, "get", "jobset", job.name, "--ignore-not-found", "--output=name"],
         "status": ["xpk", "workload", "list", *place, f"--filter-by-job=^{job.name}$"], "logs": logs, "follow": [*logs, "--follow"],
         "stop": ["xpk", "workload", "delete", f"--workload={job.name}", *place, "--force"]}
 
@@ -96,13 +106,18 @@ def _xpk(job: "Job") -> Handed:
 def _gke(job: "Job") -> Handed:
     from maxstack.submit import gke
 
-    kubectl = ["kubectl", *([f"--context={job.cluster.context}"] if job.cluster.context else []), f"--namespace={job.cluster.namespace}"]
+    kubectl = _kubectl(job.cluster)
     logs = [*kubectl, "logs", "--selector", f"jobset.sigs.k8s.io/jobset-name={job.name}", "--container", gke.CONTAINER, "--prefix", "--tail=-1",
             f"--max-log-requests={job.topology.hosts}"]
     return [*kubectl, "create", "--filename", "-"], gke.manifest(job), {
         "there": [*kubectl, "get", "jobset", job.name, "--ignore-not-found", "--output=name"],
         "status": [*kubectl, "get", "jobset", job.name], "logs": logs, "follow": [*logs, "--follow"],
-        "stop": [*kubectl, "delete", f"jobset/{job.name}", f"configmap/{job.name}"]}
+        "stop": [*kubectl, "delete", "jobset", job.name, "--cascade=foreground"]}
+
+
+def _kubectl(cluster: "ClusterConfig") -> list[str]:
+    """kubectl, of the cluster."""
+    return ["kubectl", *([f"--context={cluster.context}"] if cluster.context else []), f"--namespace={cluster.namespace}"]
 
 
 def _slurm(job: "Job") -> Handed:
@@ -110,9 +125,9 @@ def _slurm(job: "Job") -> Handed:
 
     log = str(Path.cwd() / f"{job.name}-{JOB}.log")
     return ["sbatch", "--parsable"], slurm.script(job), {
-        "there": ["squeue", "--noheader", "--jobs", JOB], "status": ["squeue", "--jobs", JOB],
+        "there": ["squeue", "--me", "--noheader", "--name", job.name], "status": ["squeue", "--jobs", JOB],
         "logs": ["cat", log], "follow": ["tail", "--lines=+1", "--follow", log],
-        "stop": ["bash", "-c", 'touch "$1" && scancel --signal=TERM "$2"', "stop", log.removesuffix("log") + "stop", JOB]}
+        "stop": ["bash", "-c", STOP, "stop", log.removesuffix("log") + "stop", JOB]}
 
 
 def _run(words: Sequence[str], given: str | None = None, capture: bool = False) -> "subprocess.CompletedProcess[str]":

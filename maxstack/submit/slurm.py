@@ -19,15 +19,20 @@ def script(job: Job) -> str:
                "reservation": slurm.reservation or cluster.reservation}
     bare = {"exclusive", "requeue"}
     lines = [f"#SBATCH --{key}" if key in bare else f"#SBATCH --{key}={value}" for key, value in options.items() if value is not None or key in bare]
+    hosts = f"--nodes={job.hosts} --ntasks={job.hosts} --ntasks-per-node=1"
     exports = [f"export {name}={shlex.quote(value)}" for name, value in cluster.env.items()]
     return "\n".join([
-        "#!/usr/bin/env bash", *lines, "", *exports, *slurm.setup,
+        "#!/usr/bin/env bash", *lines, "", f'stop="$SLURM_SUBMIT_DIR/{job.name}-$SLURM_JOB_ID.stop"',
+        'if [ -e "$stop" ]; then', '  echo "stopped before it began again" >&2', "  exit 0", "fi", *exports, *slurm.setup,
         "# The job's own copy of the configuration, in the folder that it was submitted from, which all nodes see.",
         f'config="$SLURM_SUBMIT_DIR/{job.name}-{CONFIG}"', f'echo {job.packed} | base64 -d | gunzip > "$config"',
+        "# A mistake of one host alone is told here: of several codes srun tells the largest, and those who wait would leave with 42.",
+        f'srun --label {hosts} maxstack config show "$config" > /dev/null', "code=$?",
+        'case "$code" in', '  1 | 2 | 126 | 127) exit "$code" ;;', "esac",
         "# Each task is maxstack itself, with no shell around it that would get Slurm's SIGTERM in its place.",
         'srun --label --kill-on-bad-exit=0 maxstack train "$config"', "code=$?",
         "# 0: done. 1, 2: a mistake, 126, 127: no such program, which a restart does not mend. Anything else goes on from the last checkpoint.",
-        'case "$code" in', '  0 | 1 | 2 | 126 | 127) exit "$code" ;;', "esac", f'if [ -e "$SLURM_SUBMIT_DIR/{job.name}-$SLURM_JOB_ID.stop" ]; then',
+        'case "$code" in', '  0 | 1 | 2 | 126 | 127) exit "$code" ;;', "esac", 'if [ -e "$stop" ]; then',
         '  echo "left with $code; stopped, and not queued again" >&2', "  exit 0", "fi",
         f'if [ "${{SLURM_RESTART_COUNT:-0}}" -ge {cluster.max_restarts} ]; then',
         f'  echo "left with $code after {cluster.max_restarts} restarts; not queued again" >&2', '  exit "$code"', "fi",

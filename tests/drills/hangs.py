@@ -7,13 +7,17 @@ import os
 import random
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 from drills.kills import RETRY
-from drills.runs import Fault, Harm, Outcome, Started, across, chain, last_step, outcome, settings, sizes, told
-from processes import rows
+from drills.runs import LIMIT, ROOT, Fault, Harm, Outcome, Started, across, baseline, chain, last_step, outcome, settings, sizes, told, unlike
+from processes import environment, rows, training
+
+from maxstack.submit import local
 
 PEERS_LEAVE = 10.0
 """Seconds."""
@@ -56,8 +60,29 @@ def _in_time(took: float, started: Started) -> list[str]:
 
 
 def killed(folder: Path, count: int, dice: random.Random) -> Outcome:
-    """10: SIGKILL to one of 2, 4 or 8 processes; the first is among them in turn."""
-    return _one_of_several(folder, count, dice, signal.SIGKILL, {})
+    """10: SIGKILL to one of 2, 4 or 8 processes; the first is among them in turn. At last one of each number under `maxstack submit`."""
+    found = _one_of_several(folder, count, dice, signal.SIGKILL, {})
+    for many in sorted({*itertools.islice(sizes(), count)}):
+        found.add(_submitted(across(folder, checkpoint={"every": 4}), f"submitted-{many}", many, dice))
+    return found
+
+
+def _submitted(config: Path, name: str, many: int, dice: random.Random) -> list[str]:
+    """What is wrong after one process was killed, and nothing was done but wait."""
+    folder, step, victim = config.parent / name, dice.randrange(2, 16), dice.randrange(many)
+    words = [sys.executable, "-m", "maxstack.cli", "submit", f"{config}", "--target", "local", "--processes", f"{many}", f"run.name={name}",
+             f"run.virtual_devices={many}"]
+    with subprocess.Popen(words, env=environment() | {"XDG_STATE_HOME": f"{config.parent}"}, cwd=ROOT, stdout=subprocess.DEVNULL) as submitted:
+        try:
+            while submitted.poll() is None and last_step(folder) < step:
+                time.sleep(0.005)
+            os.kill(training(submitted.pid, victim), signal.SIGKILL)
+            code = submitted.wait(LIMIT)
+        finally:
+            submitted.terminate()
+    log = (folder / local.LOG).read_text()
+    return unlike(folder, baseline(config, count=many), last=True) + [f"exit {code}: {log[-1500:]}"] * bool(code) + \
+        [f"process {victim} was not started again: {log[-1500:]}"] * (f"[{victim}] supervise: killed by SIGKILL" not in log)
 
 
 def stopped(folder: Path, count: int, dice: random.Random) -> Outcome:

@@ -12,19 +12,19 @@ from pathlib import Path
 
 import pytest
 import yaml
-from processes import environment, rows, write_config
+from processes import environment, rows, training, write_config
 
 from maxstack import cli
-from maxstack.submit import gke
 
-SHORT = ["data.workers=0", "train.steps=16"]
+SHORT = ["data.workers=0", "train.steps=48"]
 AFTER = 6
 """The step after which something happens."""
-FACTS = {"topology": "h100:2x1", "image": "repo/maxstack:1", "env": {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=1"}}
+FACTS = {"topology": "h100:2x1", "env": {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=1"}}
 PROGRAMS = {
     "maxstack": f'exec {sys.executable} -m maxstack.cli "$@"',
     "scontrol": 'echo "$*" > "$SLURM_SUBMIT_DIR/requeued"',
-    "srun": f"""exec {sys.executable} - "${{@:3}}" <<'program'
+    "srun": f"""while [[ "$1" = --* ]]; do shift; done
+exec {sys.executable} - "$@" <<'program'
 import os, subprocess, sys
 from pathlib import Path
 names = {{"SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}}
@@ -42,7 +42,8 @@ def folder(tmp_path_factory):
     for name, text in PROGRAMS.items():
         (found / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
         (found / "bin" / name).chmod(stat.S_IRWXU)
-    (found / "cluster.yml").write_text(yaml.safe_dump(FACTS))
+    (found / "slurm.yml").write_text(yaml.safe_dump(FACTS))
+    (found / "gke.yml").write_text(yaml.safe_dump(FACTS | {"image": "repo/maxstack:1", "bucket": {"name": "bucket", "mount": str(found)}}))
     write_config(found)
     return found
 
@@ -85,10 +86,6 @@ def until_step(run: Path, running) -> None:
         time.sleep(0.02)
 
 
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 @pytest.mark.parametrize("count", [2, 4])
 def test_local_processes_train_as_one_with_as_many_devices_though_one_is_killed(count, folder, alone):
     name = f"local-{count}"
@@ -98,20 +95,19 @@ def test_local_processes_train_as_one_with_as_many_devices_though_one_is_killed(
     reader = threading.Thread(target=lambda: output.extend(submitted.stdout))
     reader.start()
     until_step(folder / name, lambda: submitted.poll() is None)
-    supervisor = next(pid for pid in children(submitted.pid) if b"JAX_PROCESS_ID=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
-    os.kill(children(supervisor)[0], signal.SIGKILL)
+    os.kill(training(submitted.pid, 1), signal.SIGKILL)
     assert submitted.wait(300) == 0, "".join(output)
     reader.join()
     text = "".join(output)
     assert f"{name}: {count} processes on this machine, {count} devices (data={count})" in text and "[1] supervise: killed by SIGKILL" in text
     assert "[0] done: " in text and text.splitlines()[-1] == f"{name}: left with 0"
     assert (folder / name / "submit.log").read_text() in text
-    assert losses(folder / name) == pytest.approx(alone(count), rel=1e-5) and len(alone(count)) == 16
+    assert losses(folder / name) == pytest.approx(alone(count), rel=1e-5) and len(alone(count)) == 48
 
 
 def shown(folder, target, name, capsys):
     """What a cluster would be given."""
-    words = ["submit", str(folder / "config.yml"), "--target", target, "--cluster", str(folder / "cluster.yml"), "--dry-run"]
+    words = ["submit", str(folder / "config.yml"), "--target", target, "--cluster", str(folder / f"{target}.yml"), "--dry-run"]
     assert cli.main([*words, *SHORT, f"run.name={name}"]) == 0
     return capsys.readouterr().out
 
@@ -130,9 +126,7 @@ def test_tasks_of_slurm_train_as_one_and_the_job_is_queued_again_where_one_was_k
 
 
 def test_pods_of_a_jobset_train_as_one_and_go_on_after_one_was_told_to_leave(folder, alone, tmp_path, capsys):
-    files, jobset = yaml.safe_load_all(shown(folder, "gke", "gke", capsys))
-    (tmp_path / "run.yml").write_text(files["data"]["run.yml"])
-    job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
+    job = yaml.safe_load(shown(folder, "gke", "gke", capsys))["spec"]["replicatedJobs"][0]["template"]["spec"]
     container = job["template"]["spec"]["containers"][0]
     mistakes = job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"]
 
@@ -140,9 +134,9 @@ def test_pods_of_a_jobset_train_as_one_and_go_on_after_one_was_told_to_leave(fol
         with socket.create_server(("127.0.0.1", 0)) as free:
             at = f"localhost:{free.getsockname()[1]}"  # a cluster's DNS knows the name of the first pod
         for i in range(job["completions"]):
-            own = {entry["name"]: entry.get("value", "0") for entry in container["env"]}
+            own = {entry["name"]: entry.get("value", "0").replace("$$", "$") for entry in container["env"]}
             own |= {"JAX_COORDINATOR_ADDRESS": at, "JOB_COMPLETION_INDEX": str(i), "PATH": f"{folder}/bin:{os.environ['PATH']}"}
-            words = [word.replace(gke.FOLDER, str(tmp_path)) for word in container["command"]]
+            words = [word.replace("/tmp/run.yml", f"{tmp_path}/run-{i}.yml") for word in container["command"]]
             yield subprocess.Popen(words, env=os.environ | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     first = [*pods()]

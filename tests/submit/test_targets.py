@@ -2,6 +2,7 @@
 
 import argparse
 import base64
+import contextlib
 import dataclasses
 import gzip
 import json
@@ -23,16 +24,17 @@ from maxstack import cli, config
 from maxstack.cluster.environment import PORT, member
 from maxstack.config import ConfigError
 from maxstack.config.compose import presets_dir
+from maxstack.faults.config import ElasticConfig
 from maxstack.plan.topology import parse
 from maxstack.schema import Config
 from maxstack.submit import gke, slurm, xpk
 from maxstack.submit.config import ClusterConfig
-from maxstack.submit.job import checked, machines
+from maxstack.submit.job import checked, machines, tell_unused
 
 HERE = Path(__file__).parent
 SCHEMA = jsonschema.Draft202012Validator(json.loads((HERE / "jobset-v1alpha2.json").read_text()))
 OPTIONS = json.loads((HERE / "xpk-options.json").read_text())
-FACTS = {"image": "repo/maxstack:1", "cluster": "c"}
+FACTS = {"image": "repo/maxstack:1", "cluster": "c", "bucket": {"name": "bucket", "storage": "stored"}}
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +55,11 @@ def pod(jobset):
     return jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
 
 
-def documents(job):
-    files, jobset = yaml.safe_load_all(gke.manifest(job))
+def written(job):
+    """The JobSet, as Kubernetes reads it."""
+    jobset = yaml.safe_load(gke.manifest(job))
     SCHEMA.validate(jobset)
-    assert files["data"] == {"run.yml": job.text} and jobset["metadata"]["name"] == files["metadata"]["name"]
-    return files, jobset
+    return jobset
 
 
 def test_the_text_of_a_job_is_the_same_configuration(job, tmp_path):
@@ -79,9 +81,9 @@ def environment_of(jobset, index: int, completion: int) -> dict[str, str]:
     ("tpu7x:2x2x1", {"tpu-accelerator": "tpu7x", "tpu-topology": "2x2x1"}, {"google.com/tpu": 4}, (1, 1)),
     ("h100:4x8", {"accelerator": "nvidia-h100-mega-80gb"}, {"nvidia.com/gpu": 8}, (1, 4))])
 def test_a_jobset_asks_for_the_topology_and_every_pod_knows_who_it_is(topology, label, limit, each, job):
-    secret, bucket = {"HF_TOKEN": {"name": "s", "key": "k"}}, {"name": "bucket"}
-    one = job(topology, queue="q", reservation="mine", secrets=secret, service_account="me", bucket=bucket)
-    _, jobset = documents(one)
+    secret = {"HF_TOKEN": {"name": "s", "key": "k"}}
+    one = job(topology, queue="q", reservation="mine", secrets=secret, service_account="me")
+    jobset = written(one)
     spec, (slices, hosts) = pod(jobset), each
     chosen = {key.removeprefix("cloud.google.com/").removeprefix("gke-"): value for key, value in spec["nodeSelector"].items()}
     assert chosen == label | {"reservation-name": "mine"}
@@ -97,7 +99,7 @@ def test_a_jobset_asks_for_the_topology_and_every_pod_knows_who_it_is(topology, 
 
 
 def test_a_jobset_ends_on_a_mistake_and_begins_again_on_anything_else(job):
-    _, jobset = documents(job("v5e:4x4", max_restarts=7))
+    jobset = written(job("v5e:4x4", max_restarts=7))
     inner, policy = jobset["spec"]["replicatedJobs"][0]["template"]["spec"], jobset["spec"]["failurePolicy"]
     (rule,) = inner["podFailurePolicy"]["rules"]
     assert rule == {"action": "FailJob", "onExitCodes": {"containerName": "train", "operator": "In", "values": [1, 2]}}
@@ -107,7 +109,7 @@ def test_a_jobset_ends_on_a_mistake_and_begins_again_on_anything_else(job):
 
 def test_the_schema_refuses_what_is_not_of_a_jobset(job):
     for change in ({"maxRestart": 3}, {"restartStrategy": "Later"}):
-        _, jobset = documents(job("v5e:4x4"))
+        jobset = written(job("v5e:4x4"))
         jobset["spec"]["failurePolicy"] |= change
         with pytest.raises(jsonschema.ValidationError):
             SCHEMA.validate(jobset)
@@ -122,31 +124,65 @@ def recorded(name: str) -> argparse.ArgumentParser:
     return parser
 
 
+def pathways(one, folder="/tmp/runs"):
+    """The same run by one process."""
+    run, faults = one.cfg.run.model_copy(update={"output_dir": folder}), one.cfg.faults.model_copy(update={"elastic": ElasticConfig()})
+    cfg = one.cfg.model_copy(update={"runtime": "pathways", "run": run, "faults": faults})
+    return dataclasses.replace(one, cfg=cfg, cluster=one.cluster.model_copy(update={"bucket": None}))
+
+
 @pytest.mark.parametrize(("topology", "kind"), [
     ("v5e:4x4", {"tpu_type": "v5litepod-4x4", "num_slices": "1"}), ("v5p:4x4x4*2", {"tpu_type": "v5p-4x4x4", "num_slices": "2"}),
     ("h200:4x8", {"device_type": "h200-141gb-8", "num_nodes": "4"})])
 def test_xpk_takes_the_command_and_its_containers_the_configuration(topology, kind, job):
     one = job(topology, project="p", zone="z", env={"A": "b c"}, max_restarts=3)
     for runtime in ("jax", "pathways")[:1 + one.tpu]:
-        program, area, verb, *words = xpk.command(dataclasses.replace(one, cfg=one.cfg.model_copy(update={"runtime": runtime})))
+        one = one if runtime == "jax" else pathways(one)
+        program, area, verb, *words = xpk.command(one)
         assert verb == {"jax": "create", "pathways": "create-pathways"}[runtime]
         found = vars(recorded(verb).parse_args(words))
+        given = found["storage"], found.get("elastic_slices")
+        assert given == {"jax": (["stored"], None), "pathways": (None, str(one.topology.slices - 1))}[runtime]
         assert (program, area, found["workload"], found["cluster"], found["project"]) == ("xpk", "workload", "a-run", "c", "p")
         assert {key: found[key] for key in kind if key in found} == {key: kind[key] for key in kind if key in found}
         assert found["max_restarts"] == "3" and found["termination_grace_period_seconds"] == "600" and found["env"] == ["A=b c"]
         assert found.get("restart_on_exit_codes", "42,70") == "42,70"
-        packed = re.fullmatch(r"echo (\S+) \| base64 -d \| gunzip > /tmp/run.yml && exec maxstack train /tmp/run.yml", found["command"])[1]
-        assert gzip.decompress(base64.b64decode(packed)).decode() == one.text.replace("runtime: jax", f"runtime: {runtime}")
+        train = r"echo (\S+) \| base64 -d \| gunzip > /tmp/run.yml && exec maxstack train /tmp/run.yml"
+        packed = re.fullmatch(train + {"jax": "", "pathways": " --supervise --max-restarts 3"}[runtime], found["command"])[1]
+        assert gzip.decompress(base64.b64decode(packed)).decode() == one.text
 
 
 @pytest.mark.parametrize(("topology", "facts", "says"), [
     ("v5e:4x4", {"env": {"A": 'a"b'}}, "env.A: xpk does not quote '\"'"),
-    ("v5e:4x4", {"secrets": {"A": {"name": "n", "key": "k"}}}, "secrets: xpk hands none"),
+    ("v5e:4x4", {"env": {"A": "a\x85b"}}, "env.A: xpk does not quote '\\x85'"),
+    ("v5e:4x4", {"bucket": {"name": "b12"}}, "by `xpk storage attach NAME --cluster=c --type=gcsfuse --bucket=b12 --mount-point=/gcs"),
+    ("v5e:4x4", {"bucket": {"name": "b12", "mount": "/other"}}, "is lost with the container; give a folder in the bucket, /other"),
+    ("v5e:4x4", {"bucket": None}, "bucket: the cluster's file gives none"),
     ("h100:4x4", {}, "xpk has whole hosts of 8 GPUs"), ("v5e:4x4", {"image": None}, "image: the cluster's file gives none"),
     ("a100-80:2x8", {}, "a100-80 has no name there; there are v4")])
 def test_what_xpk_cannot_be_given_is_refused(topology, facts, says, job):
     with pytest.raises(ConfigError, match=re.escape(says)):
         xpk.command(job(topology, **facts))
+
+
+@pytest.mark.parametrize(("topology", "folder", "env", "says"), [
+    ("h200:4x8", "/tmp/x", {}, "Pathways runs on TPUs, not on h200"), ("v5e:4x4", "/gcs/x", {}, "xpk mounts /tmp of the head's host"),
+    ("v5e:4x4", "/tmp/x", {"A": "b env: c"}, "env.A: xpk takes `env:` for its own")])
+def test_what_pathways_cannot_be_given_is_refused(topology, folder, env, says, job):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        xpk.command(pathways(job(topology, env=env), folder))
+
+
+def test_facts_that_a_target_does_not_take_are_told_and_refused_where_they_matter(capsys):
+    facts = {"topology": "v5e:4x4", "image": "i"}
+    tell_unused(ClusterConfig.model_validate(facts | {"queue": "q", "service_account": "s"}), "xpk")
+    assert capsys.readouterr().err == "xpk does not take queue, service_account\n"
+    tell_unused(ClusterConfig.model_validate(facts | {"queue": "q"}), "gke")
+    assert not capsys.readouterr().err
+    secret = {"secrets": {"A": {"name": "n", "key": "k"}}}
+    for target, odd in (("xpk", secret), ("xpk", {"accelerator": "a"}), ("slurm", {"bucket": {"name": "b12"}})):
+        with pytest.raises(ConfigError, match=f"{next(iter(odd))}: --target {target} takes none"):
+            tell_unused(ClusterConfig.model_validate(facts | odd), target)
 
 
 @pytest.mark.parametrize("per_gpu", [False, True])
@@ -159,10 +195,12 @@ def test_an_sbatch_script_is_one_for_bash_and_shellcheck(per_gpu, job, tmp_path)
     given = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", script, re.M))
     assert (given["nodes"], given["ntasks-per-node"], given["gpus-per-node"]) == ("4", "8" if per_gpu else "1", "8")
     assert given["signal"] == "TERM@660" and given["partition"] == "p" and "requeue" in given
+    rack = dataclasses.replace(job("h200:4x8"), topology=parse("gb200:1x72"))  # of hosts with 4
+    assert "--nodes=18\n#SBATCH --ntasks-per-node=1\n#SBATCH --gpus-per-node=4\n" in slurm.script(rack)
 
 
 STUBS = {"srun": 'while [ "$1" != maxstack ]; do shift; done; exec "$@"',
-         "maxstack": 'cp "$2" "$OUT"; exit "$(head -1 "$CODES"; sed -i 1d "$CODES")"',
+         "maxstack": '[ "$1" = config ] && exit "${CHECKED:-0}"; cp "$2" "$OUT"; exit "$(head -1 "$CODES"; sed -i 1d "$CODES")"',
          "scontrol": 'echo "$*" >> "$OUT.requeued"'}
 
 
@@ -187,12 +225,20 @@ def test_a_job_is_queued_again_as_the_exit_code_says(code, restarts, left, again
     assert (tmp_path / "out").read_text() == one.text and (tmp_path / "out.requeued").exists() == again
 
 
-def test_a_job_that_was_stopped_is_not_queued_again(job, tmp_path):
+@pytest.mark.parametrize(("when", "left", "said"), [
+    ("before", 0, "stopped before it began again"), ("meanwhile", 0, "left with 42; stopped, and not queued again"), ("mistake", 1, "")])
+def test_a_job_that_was_stopped_or_has_a_mistake_on_one_host_is_not_queued_again(when, left, said, job, tmp_path):
     (tmp_path / "codes").write_text("42\n")
-    (tmp_path / "a-run-7.stop").touch()
-    own = {"OUT": str(tmp_path / "out"), "CODES": str(tmp_path / "codes"), "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7"}
-    done = subprocess.run(["bash", "-c", slurm.script(job("h100:2x8"))], env=os.environ | stubs(tmp_path, STUBS) | own, check=False)
-    assert done.returncode == 0 and not (tmp_path / "out.requeued").exists()
+    stop, programs = tmp_path / "a-run-7.stop", dict(STUBS)
+    if when == "before":
+        stop.touch()
+    programs["maxstack"] = f'[ "$1" = train ] && touch {stop}; {STUBS["maxstack"]}'
+    own = {"OUT": str(tmp_path / "out"), "CODES": str(tmp_path / "codes"), "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7",
+           "CHECKED": "1" if when == "mistake" else "0"}
+    done = subprocess.run(["bash", "-c", slurm.script(job("h100:2x8"))], env=os.environ | stubs(tmp_path, programs) | own, capture_output=True,
+                          text=True, check=False)
+    assert (done.returncode, done.stderr.strip()) == (left, said) and not (tmp_path / "out.requeued").exists()
+    assert (tmp_path / "out").exists() == (when == "meanwhile")
 
 
 NASTY = st.text(st.sampled_from("a'\"$`;|&<>(){}[]*?!#~ \\\t-=:%@,é\u2028"), max_size=30)
@@ -202,12 +248,31 @@ NASTY = st.text(st.sampled_from("a'\"$`;|&<>(){}[]*?!#~ \\\t-=:%@,é\u2028"), ma
 @given(value=NASTY, line=NASTY)
 def test_no_value_becomes_shell_or_yaml(value, line, job, tmp_path):
     one = job("h100:2x8", env={"A": value, "B": line})
-    environment = environment_of(documents(one)[1], 0, 0)
+    environment = environment_of(written(one), 0, 0)
     assert (environment["A"], environment["B"]) == (value, line)
     show = {"srun": f'printf "%s\\0%s" "$A" "$B" > {tmp_path}/seen'}
     own = stubs(tmp_path, show) | {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7"}
     done = subprocess.run(["bash", "-c", slurm.script(one)], env=os.environ | own, check=False)
     assert done.returncode == 0 and (tmp_path / "seen").read_text() == f"{value}\0{line}"
+    with contextlib.suppress(ConfigError):  # xpk quotes nothing: what could be more than a value is refused
+        given = [word.removeprefix("--env=").partition("=") for word in xpk.command(job("v5e:4x4", env={"A": value})) if word.startswith("--env=")]
+        assert [yaml.safe_load(f'- name: {name}\n  value: "{text}"') for name, _, text in given] == [[{"name": "A", "value": value}]]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=25)
+@given(text=st.text(max_size=3000))
+def test_no_text_of_the_configuration_becomes_shell_or_yaml(text, job, tmp_path):
+    """Any text at all in it, through the shell that each target hands the configuration to."""
+    one = job("v5e:4x4")
+    one = dataclasses.replace(one, cfg=one.cfg.model_copy(update={"run": one.cfg.run.model_copy(update={"tuned": text})}))
+    gpus, jobset = dataclasses.replace(one, topology=parse("h100:2x8")), written(one)
+    own = os.environ | stubs(tmp_path, {"maxstack": f'[ "$1" = config ] || cat "$2" > {tmp_path}/seen', "srun": STUBS["srun"]})
+    own |= {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7"}
+    for words, wanted in ((pod(jobset)["containers"][0]["command"], one.text), (["bash", "-c", slurm.script(gpus)], gpus.text),
+                          (["bash", "-c", xpk.command(one)[-1].removeprefix("--command=")], one.text)):
+        subprocess.run(words, env=own | environment_of(jobset, 0, 0), check=True)
+        assert (tmp_path / "seen").read_bytes().decode() == wanted
+    assert yaml.safe_load(one.text)["run"]["tuned"] == text
 
 
 @pytest.mark.parametrize(("key", "value"), [
@@ -242,11 +307,12 @@ NOTE = 'printf "%s\\n" "$0" "$@" >> "$NOTED"; [ -t 0 ] || cat > "$NOTED.given"; 
 
 
 @pytest.mark.parametrize(("target", "program", "stop"), [
-    ("gke", "kubectl", "kubectl --context=ctx --namespace=ns delete jobset/run configmap/run"), ("slurm", "sbatch", "scancel --signal=TERM 77"),
+    ("gke", "kubectl", "kubectl --context=ctx --namespace=ns delete jobset run --cascade=foreground"),
+    ("slurm", "sbatch", "scancel --state=PENDING 77 scancel --signal=TERM --state=RUNNING 77"),
     ("xpk", "xpk", "xpk workload delete --workload=run --cluster=c --force")])
 def test_a_cluster_s_own_commands_are_run_and_look_after_the_run_later(target, program, stop, tmp_path, monkeypatch, capfd):
     path = write_config(tmp_path, train={"batch_size": 64, "steps": 10})
-    facts = FACTS | {"topology": "h100:2x8", "namespace": "ns", "context": "ctx"}
+    facts = {"topology": "h100:2x8"} | ({} if target == "slurm" else FACTS | {"context": "ctx"}) | ({"namespace": "ns"} if target == "gke" else {})
     (tmp_path / "cluster.yml").write_text(yaml.safe_dump(facts))
     programs = {name: NOTE for name in ("kubectl", "sbatch", "scancel", "squeue", "xpk")}
     (tmp_path / "bin").mkdir()
@@ -254,7 +320,7 @@ def test_a_cluster_s_own_commands_are_run_and_look_after_the_run_later(target, p
         monkeypatch.setenv(key, value)
     monkeypatch.chdir(tmp_path)
     (there := tmp_path / "noted.there").touch()
-    words = ["submit", str(path), "--target", target, "--cluster", str(tmp_path / "cluster.yml")]
+    words = ["submit", str(path), "--target", target, "--cluster", str(tmp_path / "cluster.yml"), "run.output_dir=/gcs/runs"]
     assert cli.main([*words, "--dry-run"]) == 0
     shown = capfd.readouterr().out
     assert not (tmp_path / "noted").exists()
@@ -268,26 +334,30 @@ def test_a_cluster_s_own_commands_are_run_and_look_after_the_run_later(target, p
     there.write_text("77 run\n")
     for again in (words, ["submit", str(path), "--target", "local"]):
         assert cli.main(again) == 1 and f"run: is on {target} ({tmp_path}/cluster.yml) already; give another --name" in capfd.readouterr().err
-    there.write_text("")
+    there.unlink()
+    assert cli.main(words) == 1 and "and whether it is still there is not known: " in capfd.readouterr().err
+    there.touch()
     assert cli.main(words) == 0
     for verb in ("status", "stop"):
         (tmp_path / "noted").unlink()
         assert cli.main([verb, "run"]) == 0
     said = (tmp_path / "noted").read_text().split("\n")[:-1]
-    assert [Path(said[0]).name, *said[1:]] == stop.split()
+    assert [Path(word).name if word.startswith("/") else word for word in said] == stop.split()
 
 
 @pytest.mark.parametrize(("words", "says"), [
     (["--target", "gke"], "give --cluster FILE"), (["--target", "gke", "--cluster", "tpu-v5"], "tpu-v5e"),
     (["--target", "gke", "--cluster", "tpu-v5e", "mesh.data=8"], "mesh: data=8 is 8 devices, but v5e:8x8 has 64; set one axis to -1"),
     (["--target", "gke", "--cluster", "tpu-v5e"], "run.output_dir="),
-    (["--target", "slurm", "--cluster", "tpu-v5e", "run.output_dir=/gcs/x"], "has TPUs"),
+    (["--target", "slurm", "--cluster", "slurm-h200", "--set", "topology=v5e:8x8"], "has TPUs"),
+    (["--target", "slurm", "--cluster", "tpu-v5e"], "bucket: --target slurm takes none"),
     (["--target", "gke", "--cluster", "tpu-v5e", "run.virtual_devices=8"], "is for a CPU"),
     (["--target", "gke", "--cluster", "tpu-v5e", "model.embed=65536", "model.layers=64"], "run does not fit v5e:8x8: estimated"),
     (["--target", "gke", "--cluster", "tpu-v5e", "--processes", "2"], "are of --target local"),
     (["--target", "local", "--cluster", "tpu-v5e"], "--target local is this machine"),
     (["--target", "gke", "--cluster", "tpu-v5e", "runtime=pathways"], "which --target xpk starts, and gke does not"),
     (["--target", "gke", "--cluster", "tpu-v5e", "--set", "topology=v5e:3x3"], "v5e"),
+    (["--target", "gke", "--cluster", "tpu-v5e", "--set", "topology=here"], "topology: here is this machine; give the cluster's"),
     (["--target", "gke", "--cluster", "tpu-v5e", "run.output_dir=/gcs/x"], "kubectl is not installed here")])
 def test_what_a_cluster_cannot_take_is_refused_before_it_is_asked(words, says, tmp_path, monkeypatch, capsys):
     path = write_config(tmp_path, train={"batch_size": 64, "steps": 10})
