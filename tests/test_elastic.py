@@ -53,7 +53,8 @@ def losing(monkeypatch):
 
 
 def write(folder, name, **sections):
-    cfg = tiny.config(mesh={"slices": 4, "fsdp": 2, "data": 1}, train={"steps": STEPS, "batch_size": 8}, checkpoint={"every": 5}, eval={"every": 0},
+    cfg = tiny.config(mesh={"slices": 4, "fsdp": 2, "data": 1}, train={"steps": STEPS, "batch_size": 8} | sections.pop("train", {}),
+                      checkpoint={"every": 5}, eval={"every": 0},
                       run={"output_dir": str(folder), "name": name, "tensorboard": False, "compilation_cache": None},
                       faults=sections.pop("faults", {}), **sections)
     path = folder / f"{name}.yml"
@@ -75,7 +76,8 @@ def test_a_run_goes_on_without_lost_slices_and_neither_loses_nor_repeats_a_batch
     assert train.main(write(tmp_path, "whole")) == 0
     losing.ran.clear()
     losing.losses, before = {8: {0, 1}, 11: {2}}, watchdogs()
-    assert train.main(write(tmp_path, "fewer", faults={"elastic": {}})) == 0
+    traced = {"profile": {"start": 6, "steps": 3}}  # slices are lost in the middle of it
+    assert train.main(write(tmp_path, "fewer", faults={"elastic": {}}, train=traced)) == 0
     assert len(watchdogs()) == len(before) + 1  # of the runs that slices were lost to none is left
     assert losing.ran == [*((step, 8) for step in range(1, 8)), *((step, 4) for step in range(6, 11)), (11, 4), (12, 4)]  # 0 and 1 were back
     found, wanted = losses(tmp_path / "fewer"), losses(tmp_path / "whole")
