@@ -120,19 +120,6 @@ def test_keep_rules_choose_the_checkpoints_that_stay(base):
     assert stay == {10, 20, 22, 24, best}
 
 
-@pytest.mark.parametrize(("processes_", "workers"), [(2, 2), (4, 0)])
-def test_several_processes_train_as_one_does(base, processes_, workers):
-    config, folder, _ = base
-    short = "checkpoint.every=0", "train.steps=12", "optimizer.learning_rate={kind: constant, value: 0.01}"
-    name = f"several-{processes_}-{workers}"
-    processes.together(config, processes_, *short, f"run.name={name}", f"data.workers={workers}")
-    train(config, *short, "run.name=one")
-    ours, theirs = numbers(folder / name), numbers(folder / "one")
-    assert ours.keys() == theirs.keys()
-    for step in ours:
-        assert ours[step]["loss"] == pytest.approx(theirs[step]["loss"], rel=1e-5)
-
-
 def test_a_profile_is_written_where_asked(base):
     config, folder, _ = base
     train(config, "run.name=profiled", "train.steps=5", "train.profile={start: 2, steps: 2}", "checkpoint.every=0", "eval.every=0")

@@ -16,7 +16,7 @@ from processes import environment, rows, training, write_config
 
 from maxstack import cli
 
-SHORT = ["data.workers=0", "train.steps=48"]
+SHORT = ["train.steps=48"]
 AFTER = 6
 """The step after which something happens."""
 FACTS = {"topology": "h100:2x1", "env": {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=1"}}
@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
         (found / "bin" / name).chmod(stat.S_IRWXU)
     (found / "slurm.yml").write_text(yaml.safe_dump(FACTS))
     (found / "gke.yml").write_text(yaml.safe_dump(FACTS | {"image": "repo/maxstack:1", "bucket": {"name": "bucket", "mount": str(found)}}))
-    write_config(found)
+    write_config(found, eval={"every": 16, "steps": 2})
     return found
 
 
@@ -75,8 +75,8 @@ def maxstack(*words: object) -> list[str]:
     return [sys.executable, "-m", "maxstack.cli", *map(str, words)]
 
 
-def losses(run: Path) -> dict[int, float]:
-    return {row["step"]: row["loss"] for row in rows(run)}
+def losses(run: Path) -> dict[tuple[str, int], float]:
+    return {(key, row["step"]): row[key] for key in ("loss", "eval_loss") for row in rows(run, key)}
 
 
 def until_step(run: Path, running) -> None:
@@ -86,10 +86,11 @@ def until_step(run: Path, running) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_local_processes_train_as_one_with_as_many_devices_though_one_is_killed(count, folder, alone):
+@pytest.mark.parametrize(("count", "workers"), [(2, 2), (4, 0)])
+def test_local_processes_train_as_one_with_as_many_devices_though_one_is_killed(count, workers, folder, alone):
     name = f"local-{count}"
-    words = [*maxstack("submit", folder / "config.yml", "--target", "local", "--processes", count), *SHORT, f"run.virtual_devices={count}"]
+    words = [*maxstack("submit", folder / "config.yml", "--target", "local", "--processes", count), *SHORT, f"run.virtual_devices={count}",
+             f"data.workers={workers}"]
     submitted = subprocess.Popen([*words, f"run.name={name}"], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     output: list[str] = []
     reader = threading.Thread(target=lambda: output.extend(submitted.stdout))
@@ -102,7 +103,7 @@ def test_local_processes_train_as_one_with_as_many_devices_though_one_is_killed(
     assert f"{name}: {count} processes on this machine, {count} devices (data={count})" in text and "[1] supervise: killed by SIGKILL" in text
     assert "[0] done: " in text and text.splitlines()[-1] == f"{name}: left with 0"
     assert (folder / name / "submit.log").read_text() in text
-    assert losses(folder / name) == pytest.approx(alone(count), rel=1e-5) and len(alone(count)) == 48
+    assert losses(folder / name) == pytest.approx(alone(count), rel=1e-5) and len(alone(count)) >= 48 + 3
 
 
 def shown(folder, target, name, capsys):
