@@ -222,7 +222,7 @@ def _close(*parts: "Feed | Checkpoints | Writer | Log | None") -> None:
 
 def _leave(number: int, frame: FrameType | None) -> None:
     """Before the loop there is nothing to save, and neither a compilation nor a restore under way is worth waiting for."""
-    os.write(sys.stderr.fileno(), b"SIGTERM: leaving before the first step\n")
+    supervise.tell("SIGTERM: leaving before the first step\n")
     os._exit(RETRY)
 
 

@@ -16,6 +16,7 @@ from maxstack.config import plain_data  # noqa: E402
 from maxstack.config.annotations import describe, item, kinds, members, of_field, section, shape  # noqa: E402
 from maxstack.config.writer import inline, write_yaml  # noqa: E402
 from maxstack.schema import Config  # noqa: E402
+from maxstack.submit.config import ClusterConfig  # noqa: E402
 
 WIDTH = 120
 REQUIRED = object()
@@ -144,8 +145,8 @@ and check what you type.
 def config_md() -> str:
     """A table for every section, kinds included, in the order of the schema."""
     lines = ["# Configuration", "", f"<!-- {ANNOUNCE} -->", "", COMPOSITION, ""]
-    for model, paths, tag in _sections():
-        title = " and ".join(f"`{path}`" for path in paths) if paths else "The file"
+    sections = [*_sections(Config, "The file"), *_sections(ClusterConfig, "The facts of a cluster")]
+    for model, title, tag in sections:
         lines += [f"## {title}{f', kind {tag}' if tag else ''}", "", _sentence(model.__doc__), "", "| key | type | default | meaning |",
                   "| --- | --- | --- | --- |"]
         for name, field in model.model_fields.items():
@@ -165,11 +166,11 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def _sections() -> list[tuple[type[pydantic.BaseModel], list[str], str]]:
-    """Each section once, with the paths where it may stand and its tag if its kind must be given."""
-    found: dict[type[pydantic.BaseModel], tuple[list[str], str]] = {Config: ([], "")}
-    _visit(Config, "", found)
-    return [(model, paths, tag) for model, (paths, tag) in found.items()]
+def _sections(root: type[pydantic.BaseModel], title: str) -> list[tuple[type[pydantic.BaseModel], str, str]]:
+    """Each section once, with the paths where it may stand, or for the whole file its title, and its tag if its kind must be given."""
+    found: dict[type[pydantic.BaseModel], tuple[list[str], str]] = {root: ([], "")}
+    _visit(root, "", found)
+    return [(model, " and ".join(f"`{path}`" for path in paths) or title, tag) for model, (paths, tag) in found.items()]
 
 
 def _visit(model: type[pydantic.BaseModel], path: str, found: dict[type[pydantic.BaseModel], tuple[list[str], str]]) -> None:

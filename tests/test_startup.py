@@ -28,7 +28,8 @@ def test_a_process_says_what_it_waits_for_and_leaves_where_another_one_never_joi
                f"distributed={{coordinator: {members(2)[0]['JAX_COORDINATOR_ADDRESS']!r}, processes: 2, process: 0}}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment(), check=False)
     assert done.returncode == 42 and "distributed: process 0 of 2, says the configuration; process 0 at localhost:" in done.stderr
-    assert "missing of 2 processes: 1, after 1 s of at most 3; here: 0 on " in done.stderr and "error: missing of 2 processes: 1\n" in done.stderr
+    assert "process 1 of 2 is missing, after 1 s of at most 3; here: 0 on " in done.stderr
+    assert "error: process 1 of 2 is missing, in 3 s; MAX" in done.stderr
     assert "Traceback" not in done.stderr and "***" not in done.stderr
 
 

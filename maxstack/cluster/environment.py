@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ PORT = 8476
 """Where process 0 is reached if nothing says otherwise."""
 PORTS = range(61440, 65536)
 """Of jobs that share hosts: one of these, by the job's number."""
+TORCHRUN = {"MASTER_ADDR", "WORLD_SIZE", "RANK"}
 METADATA = "metadata.google.internal"
 METADATA_WAIT = 3.0
 """Seconds that a machine of Google's cloud has to tell of itself."""
@@ -51,6 +53,9 @@ def member(variables: Variables, on_tpu: bool) -> Member | None:
     if "JAX_COORDINATOR_ADDRESS" in variables:
         raise ConfigError("JAX_COORDINATOR_ADDRESS is in the environment, but not how many processes there are and which this is; set "
                           "JAX_NUM_PROCESSES and JAX_PROCESS_ID, or unset it")
+    missing = TORCHRUN - variables.keys()
+    if len(missing) == 1 and variables.get("WORLD_SIZE") != "1":
+        raise ConfigError(f"{' and '.join(sorted(TORCHRUN - missing))} are in the environment, but not {', '.join(missing)}; set it, or unset them")
     if on_tpu and "TPU_SKIP_MDS_QUERY" not in variables:
         found = _tpu_pod(_metadata(variables.get("GCE_METADATA_HOST", METADATA)))
         return found if found and found.processes > 1 else None
@@ -67,7 +72,7 @@ def _plain(variables: Variables) -> Member | None:
 
 
 def _torchrun(variables: Variables) -> Member | None:
-    if not {"MASTER_ADDR", "WORLD_SIZE", "RANK"} <= variables.keys():
+    if not TORCHRUN <= variables.keys():
         return None
     here = (_first(variables, "LOCAL_RANK"), _first(variables, "LOCAL_WORLD_SIZE")) if "LOCAL_WORLD_SIZE" in variables else (0, 1)
     port = variables.get("MASTER_PORT", str(PORT))
@@ -80,6 +85,9 @@ def _torchrun(variables: Variables) -> Member | None:
 def _slurm(variables: Variables) -> Member | None:
     """A task of an srun step; not the batch script itself, which has no step's variables."""
     if not {"SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"} <= variables.keys():
+        if int(many := variables.get("SLURM_NTASKS", "1")) > 1:
+            print(f"distributed: Slurm job {variables.get('SLURM_JOB_ID')} has {many} tasks, but this is none of an srun step's; if nothing else "
+                  "says with whom, it trains alone", file=sys.stderr, flush=True)
         return None
     job = _first(variables, "SLURM_JOB_ID")
     step = int(variables.get("SLURM_STEP_ID", 0))

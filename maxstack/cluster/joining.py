@@ -9,7 +9,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from maxstack.cluster import environment, pathways
-from maxstack.cluster.roll_call import Card, bind_address, roll_call
+from maxstack.cluster.roll_call import Card, Missing, bind_address, roll_call
 from maxstack.config import ConfigError
 from maxstack.devices import GPUS, visible_gpus
 
@@ -23,7 +23,7 @@ JOIN, WAITING, AFTER = 300.0, 30.0, 90
 WAIT = "MAXSTACK_WAIT_FOR_PEERS"
 """In the environment: another number of seconds to wait for the others."""
 OWN = "run", "distributed"
-"""Sections that may differ between processes: hosts may see a folder in several places."""
+"""Sections that may differ between processes, but for the run's name: hosts may see a folder in several places."""
 PACKAGES = ("maxstack", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 
 
@@ -37,10 +37,13 @@ def join(cfg: "Config") -> None:
     import jax
 
     say(own.told())
-    settings = {key: value for key, value in cfg.model_dump(mode="json").items() if key not in OWN}
+    settings = {key: value for key, value in cfg.model_dump(mode="json").items() if key not in OWN} | {"run": {"name": cfg.run.name}}
     card = Card(own.process, own.processes, platform.node(), {"packages": {name: version(name) for name in PACKAGES}, "configuration": settings})
     allow_connections(own.processes)
-    roll_call(card, own.coordinator, seconds_to_wait(), WAITING, say)
+    try:
+        roll_call(card, own.coordinator, wait := seconds_to_wait(), WAITING, say)
+    except Missing as error:
+        raise Missing(f"{error}, in {wait:.0f} s; {WAIT} in the environment gives another number") from error
     jax.distributed.initialize(
         own.coordinator, own.processes, own.process, devices_of(own.here), cluster_detection_method="deactivate",
         initialization_timeout=AFTER, heartbeat_timeout_seconds=JAX_WAITS[cfg.faults.watchdog is not None],

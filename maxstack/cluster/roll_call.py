@@ -207,7 +207,7 @@ def _send(connection: socket.socket, word: dict[str, Any]) -> None:
 
 def _absent(missing: list[int], processes: int) -> str:
     more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
-    return f"missing of {processes} processes: {_numbers(missing[:NAMED])}{more}"
+    return f"process{'es' * (len(missing) > 1)} {_numbers(missing[:NAMED])}{more} of {processes} {'are' if len(missing) > 1 else 'is'} missing"
 
 
 def _numbers(numbers: list[int]) -> str:

@@ -2,11 +2,12 @@
 
 import os
 import signal
-import sys
 from collections.abc import Callable
 from types import FrameType
 
 import jax
+
+from maxstack.supervise import tell
 
 INTERRUPTED = 130
 """The exit code after a second SIGINT."""
@@ -31,19 +32,19 @@ class Preemption:
             from jax.experimental import multihost_utils
             reached = multihost_utils.reached_preemption_sync_point(step)
             if reached:
-                os.write(sys.stderr.fileno(), f"\nleaving after step {step}: a signal asked a process of the run to\n".encode())
+                tell(f"\nleaving after step {step}: a signal asked a process of the run to\n")
             return reached
         return self._asked
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self._asked = True
         signal.signal(signal.SIGINT, self._leave)
-        os.write(sys.stderr.fileno(), f"\n{signal.Signals(number).name}: leaving after this step\n".encode())
+        tell(f"\n{signal.Signals(number).name}: leaving after this step\n")
         if self._several:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _leave(self, number: int, frame: FrameType | None) -> None:
         """Without an exception: the threads that it would wait for may hold locks."""
-        os.write(sys.stderr.fileno(), b"\nSIGINT again: leaving at once; what was not saved before is lost\n")
+        tell("\nSIGINT again: leaving at once; what was not saved before is lost\n")
         self._last_word()
         os._exit(INTERRUPTED)

@@ -194,7 +194,8 @@ class Watchdog:
             time.sleep(max(0.0, begin + TOLD - time.monotonic()))
 
     def _say(self, text: str, log: bool) -> None:
-        print(text, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # who read it may be gone
+            print(text, file=sys.stderr, flush=True)
         if log:
             stamp = time.strftime("%Y-%m-%d %H:%M:%S")
             with contextlib.suppress(OSError), open(self._given["log"], "a") as file:

@@ -66,7 +66,7 @@ def estimate(shapes: Shapes, cfg: "Config", sizes: Mapping[str, int], chip: Chip
     tokens = cfg.train.batch_size * cfg.data.seq_len
     here = tokens / math.prod(sizes[axis] for axis in ("slices", "stage", "data", "fsdp", "expert", "context"))
     seconds = _work(shapes, cfg, sizes, chip, tokens, here), *_networks(shapes, cfg, sizes, links, here)
-    return Estimate(_memory(shapes, cfg, sizes, here), max(seconds))
+    return Estimate(_memory(shapes, cfg, sizes, here, chip.platform), max(seconds))
 
 
 def _low(cfg: "Config", treatment: "Treatment") -> Mapping[str, float]:
@@ -93,7 +93,9 @@ def _parts(axes: tuple[str | None, ...], rules: Mapping[str, Any], sizes: Mappin
     return math.prod(sizes[axis] for entry in spec(axes, rules) for axis in names(entry))
 
 
-def _memory(shapes: Shapes, cfg: "Config", sizes: Mapping[str, int], here: float) -> float:
+def _memory(shapes: Shapes, cfg: "Config", sizes: Mapping[str, int], here: float, platform: str) -> float:
+    from maxstack.kernels.cross_entropy.by_rows import rows_of
+
     mesh, model = cfg.mesh, cfg.model
     kept = {"params": sum(size / _parts(axes, mesh.rules, sizes) for axes, _, size, _ in shapes.weights),
             "optimizer": sum(size / _parts(axes, mesh.rules | mesh.optimizer_rules, sizes) for axes, size in shapes.state)}
@@ -103,7 +105,8 @@ def _memory(shapes: Shapes, cfg: "Config", sizes: Mapping[str, int], here: float
     width, tensor = 4 if model.dtype == "float32" else 2, sizes["tensor"]
     blocks = [model.blocks[name] for name in model.order]
     layers = sum(_saved(block, model.embed, model.remat.policy, tensor) for block in blocks) / sizes["stage"] * at_once * width
-    logits = at_once / sizes["stage"] * model.vocab / tensor * (width + 8)
+    vocab = model.vocab // tensor
+    logits = min(at_once / sizes["stage"], rows_of(vocab, {"cuda": "gpu"}.get(platform, platform))) * vocab * (width + 8)
     widest = max(_saved(block, model.embed, "none", tensor) for block in blocks) * at_once / (cfg.mesh.microbatches or sizes["stage"]) * width
     return state + gradients + layers + max(logits, widest) + _gathered(shapes, cfg, sizes, width)
 

@@ -103,22 +103,23 @@ def groups(topology: Topology, mesh_shape: Sequence[int], axis_names: Sequence[s
     return of
 
 
-def parse(text: str) -> Topology:
-    """`v5p:8x8x16`, `v5e:16x16*4` (4 slices), `h100:32x8` (32 hosts of 8), or `here`. ConfigError for what does not exist, with what does."""
+def parse(text: str, what: str = "--topology") -> Topology:
+    """`v5p:8x8x16`, `v5e:16x16*4` (4 slices), `h100:32x8` (32 hosts of 8), or `here`. ConfigError, which begins with `what`, for what does not
+    exist, with what does."""
     if text == "here":
         return _describe(_here())
     found = _NAME.fullmatch(text)
     if text.startswith("here"):
-        raise ConfigError(f"--topology {text}: here takes no size; run.virtual_devices=8 makes eight devices of this machine's CPU")
+        raise ConfigError(f"{what} {text}: here takes no size; run.virtual_devices=8 makes eight devices of this machine's CPU")
     if not found:
-        raise ConfigError(f"--topology {text}: is not a topology; write a chip and its shape, as v5p:8x8x16, v5e:16x16*4 for 4 slices, "
+        raise ConfigError(f"{what} {text}: is not a topology; write a chip and its shape, as v5p:8x8x16, v5e:16x16*4 for 4 slices, "
                           "h100:32x8 for 32 hosts of 8 GPUs, or here")
     chip, sides, slices = find_chip(found[1]), tuple(map(int, found[2].split("x"))), int(found[3] or 1)
     if chip.nvlink and found[3]:
-        raise ConfigError(f"--topology {text}: GPUs have no slices; write hosts x GPUs of a host, as {chip.name}:{slices * sides[0]}x{sides[-1]}")
+        raise ConfigError(f"{what} {text}: GPUs have no slices; write hosts x GPUs of a host, as {chip.name}:{slices * sides[0]}x{sides[-1]}")
     if sides not in _near(chip, sides, 1):
         near = ", ".join(f"{chip.name}:{_words(shape)}{f'*{slices}' if slices > 1 else ''}" for shape in _near(chip, sides, 4))
-        raise ConfigError(f"--topology {text}: there is no such {chip.name}; {_rule(chip)}; nearest: {near}")
+        raise ConfigError(f"{what} {text}: there is no such {chip.name}; {_rule(chip)}; nearest: {near}")
     return Topology(text, chip, sides, slices)
 
 

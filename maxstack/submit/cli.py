@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from maxstack import cli, goodput
 from maxstack.config import ConfigError
+from maxstack.exit_codes import RETRY
 from maxstack.submit import local, records, remote
 from maxstack.submit.names import safe
 
@@ -41,7 +42,9 @@ def submit(argv: Sequence[str]) -> int:
     parser.add_argument("--set", action="append", default=[], metavar="key=value", help="replaces a fact of the cluster")
     parser.add_argument("--name", help="what it is called later (default: run.name, as a name that DNS takes)")
     parser.add_argument("--processes", type=cli.positive, default=1, metavar="N", help="how many; they share the GPUs, or run.virtual_devices")
-    parser.add_argument("--max-restarts", type=int, default=10, metavar="N", help="in a row without a new step (default: 10)")
+    parser.add_argument("--max-restarts", type=int, metavar="N", help="here: in a row without a new step (default: 10); on a cluster: in all "
+                        "(default: max_restarts of its facts)")
+    parser.add_argument("--force", action="store_true", help="on a cluster: although the estimate of its memory is far above what is there")
     parser.add_argument("--dry-run", action="store_true", help="show what would be started")
     parser.add_argument("--detach", action="store_true", help="start it in the background")
     args = parser.parse_intermixed_args(argv)
@@ -51,11 +54,14 @@ def submit(argv: Sequence[str]) -> int:
     cfg = config.load(Config, args.config, args.overrides)
     if cfg.distributed:
         raise ConfigError("distributed: is what submit finds out by itself; leave it out of the configuration")
-    name = args.name or safe(cfg.run.name)
+    name = safe(cfg.run.name) if args.name is None else args.name
     if name != safe(name):
-        raise ConfigError(f"--name {name}: give at most 40 lower case letters, digits and hyphens, beginning with a letter, such as {safe(name)}")
+        raise ConfigError(f"--name {name[:60]!r}: give at most 40 lower case letters, digits and hyphens, beginning with a letter, such as "
+                          f"{safe(name)}")
     if cfg.runtime == "pathways" and args.target != "xpk":
         raise ConfigError(f"runtime: pathways: needs a proxy and servers, which --target xpk starts, and {args.target} does not")
+    if cfg.faults.elastic and args.processes > 1:
+        raise ConfigError(f"faults.elastic: is for one process that drives all slices, and --processes is {args.processes}; leave one out")
     if args.target != "local":
         return remote.submit(name, cfg, args)
     if args.cluster or args.set:
@@ -70,8 +76,9 @@ def _local(name: str, cfg: "Config", args: argparse.Namespace, argv: Sequence[st
     sizes = rules.sizes_on(cfg, devices, "this machine")
     folder = Path(cfg.run.output_dir) / cfg.run.name
     mesh = mesh_rules.product_of(sizes)
-    print(f"{name}: {args.processes} process{'es' * (args.processes > 1)} on this machine, {devices} devices ({mesh}), in {folder}", flush=True)
-    command = local.command(args.config, [*args.overrides, *overrides], args.max_restarts)
+    many = f"{args.processes} process{'es' * (args.processes > 1)} on this machine, {devices} device{'s' * (devices > 1)}"
+    print(f"{name}: {many} ({mesh}), in {folder}", flush=True)
+    command = local.command(args.config, [*args.overrides, *overrides], 10 if args.max_restarts is None else args.max_restarts)
     environments = [own | member for own, member in zip(environments, local.members(args.processes), strict=True)]
     if args.dry_run:
         for own in environments:
@@ -82,8 +89,9 @@ def _local(name: str, cfg: "Config", args: argparse.Namespace, argv: Sequence[st
               "started": datetime.datetime.now().isoformat(timespec="seconds"), "steps": cfg.train.steps}
     if args.detach:
         return _detached(name, folder, argv)
-    with records.held(name, record):
-        code = local.Group(folder / local.LOG, sys.stdout).run(command, environments)
+    with records.held(name, record) as write, local.Group(folder / local.LOG, sys.stdout) as group:
+        code = group.run(command, environments)
+        write(code=code)
     print(f"{name}: left with {code}")
     return code
 
@@ -112,11 +120,11 @@ def status(argv: Sequence[str]) -> int:
     parser.add_argument("name", nargs="?", metavar="NAME", help="as submit told it (default: all)")
     args = parser.parse_args(argv)
     code = 0
-    for name in [args.name] if args.name else records.names():
+    for name in [safe(args.name)] if args.name else records.names():
         try:
             record = records.read(name)
             print(f"{name}: {_state(name, record) if record['target'] == 'local' else remote.told(record)}", flush=True)
-            code = max(code, remote.look("status", record))
+            code = max(code, 0 if "stopped" in record and not args.name else remote.look("status", record))
         except ConfigError as error:
             if args.name:
                 raise
@@ -132,15 +140,16 @@ def logs(argv: Sequence[str]) -> int:
     parser.add_argument("name", metavar="NAME", help="as submit told it")
     parser.add_argument("-f", "--follow", action="store_true", help="go on until it ends")
     args = parser.parse_args(argv)
-    record = records.read(args.name)
+    name = safe(args.name)
+    record = records.read(name)
     if record["target"] != "local":
         return remote.look("follow" if args.follow else "logs", record)
     path = Path(record["folder"]) / local.LOG
     if not path.is_file():
-        raise ConfigError(f"{path}: no such file; {args.name} has not begun, or its folder was removed")
+        raise ConfigError(f"{path}: no such file; {name} has not begun, or its folder was removed")
     with path.open(encoding="utf-8", errors="replace") as file:
         while True:
-            running = records.is_held(args.name)
+            running = records.is_held(name)
             sys.stdout.write(file.read())
             sys.stdout.flush()
             if not args.follow or not running:
@@ -154,27 +163,32 @@ def stop(argv: Sequence[str]) -> int:
                                      "again goes on.", epilog="example: maxstack stop quickstart")
     parser.add_argument("name", metavar="NAME", help="as submit told it")
     args = parser.parse_args(argv)
-    record = records.read(args.name)
+    name = safe(args.name)
+    record = records.read(name)
     if record["target"] != "local":
-        return remote.look("stop", record)
-    if not records.is_held(args.name):
-        print(f"{args.name}: does not run")
+        return remote.stop(name, record)
+    if not records.is_held(name):
+        print(f"{name}: does not run")
         return 0
     if record["host"] != platform.node():
-        raise ConfigError(f"{args.name}: runs on {record['host']}; stop it there")
+        raise ConfigError(f"{name}: runs on {record['host']}; stop it there")
     os.kill(record["pid"], signal.SIGTERM)
     deadline = time.monotonic() + PATIENCE
-    while records.is_held(args.name):
+    while records.is_held(name):
         if time.monotonic() > deadline:
-            raise ConfigError(f"{args.name}: has not ended in {PATIENCE:.0f} s after SIGTERM; its process is {record['pid']}")
+            raise ConfigError(f"{name}: has not ended in {PATIENCE:.0f} s after SIGTERM; its process is {record['pid']}")
         time.sleep(0.1)
-    print(f"{args.name}: {_state(args.name, record)}")
+    print(f"{name}: {_state(name, records.read(name))}")
     return 0
+
+
+ENDS = {0: "done", RETRY: "stopped; submit it again to go on", 130: "interrupted; submit it again to go on"}
 
 
 def _state(name: str, record: dict[str, Any]) -> str:
     """In a line."""
-    running, step = records.is_held(name), goodput.so_far(Path(record["folder"])).steps
+    step, code = goodput.so_far(Path(record["folder"])).steps, record.get("code")
+    ended = "killed without a word" if code is None else ENDS.get(code, f"failed with {code} (maxstack logs {name})")
     many = f"{record['processes']} process{'es' * (record['processes'] > 1)} here"
-    state = "running" if running else "done" if step >= record["steps"] else "ended"
+    state = "running" if records.is_held(name) else ended
     return f"{state}, step {step} of {record['steps']}, {many}, since {record['started']}, in {record['folder']}"

@@ -1,5 +1,6 @@
 """The facts of a cluster: configs/clusters/*.yml, apart from what is trained there."""
 
+import re
 from typing import Annotated, ClassVar
 
 import pydantic
@@ -12,6 +13,8 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$", max_length
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 MARGIN = 60
 """Seconds between the end of the grace and Slurm's limit."""
+RESERVED = re.compile(r"MAXSTACK_CONFIG$|JAX_(COORDINATOR|PROCESS|NUM_PROCESSES)|PROCESSES_IN_JOB$|JOB_|JOBSET_|TPU_WORKER|MEGASCALE_|SLURM_|OMPI_|"
+                      r"NNODES$|NODE_RANK$|MASTER_|(LOCAL_)?(RANK|WORLD_SIZE)$")
 Line = Annotated[str, Field(pattern=r"^[^\x00\r\n]*$")]
 
 
@@ -92,7 +95,7 @@ class ClusterConfig(Section):
     service_account: Name | None = None
     """Kubernetes service account of the pods, which may read and write the bucket."""
     bucket: BucketConfig | None = None
-    """null: nothing is mounted."""
+    """Where gke and xpk keep what a run writes."""
     secrets: dict[Variable, SecretConfig] = {}
     """Environment variable -> where its value lies."""
     env: dict[Variable, Line] = {}
@@ -109,6 +112,8 @@ class ClusterConfig(Section):
             raise fault("slurm.time", f"{self.slurm.time} is {self.slurm.seconds} s, and the run would be asked to save {self.grace + MARGIN} s "
                         "before its end: at once, again and again; give more, or a smaller grace")
         for name in self.env:
+            if RESERVED.match(name):
+                raise fault(f"env.{name}", "is how a process learns of the others, or of its configuration; leave it out")
             if name in self.secrets:
                 raise fault(f"env.{name}", f"{name} is in secrets too; give it once")
         return self

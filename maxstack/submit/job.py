@@ -4,7 +4,9 @@ import base64
 import dataclasses
 import functools
 import gzip
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +77,7 @@ class Job:
     def bucket(self) -> BucketConfig:
         """The bucket in which the run's folder lies; ConfigError where it does not, and would be lost with its container."""
         found: BucketConfig = self.needs("bucket")
-        if not Path(self.cfg.run.output_dir).is_relative_to(found.mount):
+        if not within(self.cfg.run.output_dir, found.mount):
             raise ConfigError(f"run.output_dir={self.cfg.run.output_dir}: is lost with the container; give a folder in the bucket, {found.mount}/...")
         return found
 
@@ -86,25 +88,53 @@ class Job:
         return value
 
 
-def checked(name: str, cfg: "Config", cluster: ClusterConfig) -> tuple[Job, str]:
-    """The job, and what plan's arithmetic says of it in a line. ConfigError where the mesh is not the topology's, or memory far from enough."""
+def within(path: str, folder: str) -> bool:
+    """Whether a path lies in a folder of the cluster."""
+    return Path(os.path.normpath(path)).is_relative_to(folder)
+
+
+def elsewhere(job: Job) -> list[str]:
+    """Files and folders that the run names, and that do not lie in the bucket."""
+    def texts(value: Any) -> Iterator[str]:
+        if isinstance(value, dict | list):
+            for one in value.values() if isinstance(value, dict) else value:
+                yield from texts(one)
+        elif isinstance(value, str):
+            yield value
+
+    found = job.cfg.model_dump(mode="json", exclude={"run"})
+    globs = [glob for data in (job.cfg.data, job.cfg.eval.data) if data for source in data.sources for glob in getattr(source, "files", ())]
+    paths = [path for path in (*globs, *texts(found)) if path in globs or path.startswith(("/", "~/", "./", "../"))]
+    mount = job.cluster.bucket.mount if job.cluster.bucket else None
+    return [path for path in dict.fromkeys(paths) if not (mount and within(path, mount)) and not path.startswith("{stdlib}")]
+
+
+def checked(name: str, cfg: "Config", cluster: ClusterConfig, force: bool = False) -> tuple[Job, str]:
+    """The job, and what plan's arithmetic says of it in a line. ConfigError where the mesh is not the topology's, or memory far from enough, but for
+    `force`."""
     from maxstack.plan.estimate import Shapes, estimate
     from maxstack.plan.topology import links, parse
 
     if cfg.run.virtual_devices:
         raise ConfigError(f"run.virtual_devices={cfg.run.virtual_devices}: is for a CPU (--target local); give run.virtual_devices=null")
-    topology = parse(cluster.topology)
+    topology = parse(cluster.topology, "topology:")
     if not topology.chip:
         raise ConfigError(f"topology: {cluster.topology} is this machine; give the cluster's, such as v5e:8x8 or h100:4x8")
-    sizes = rules.sizes_on(cfg, topology.size, topology.name)
     job = Job(name, cfg, cluster, topology)
+    if job.tpu and cfg.mesh.slices != topology.slices:
+        raise ConfigError(f"mesh.slices={cfg.mesh.slices}: but {topology.name} has {topology.slices}; give that number, so that what crosses slices "
+                          "is what you mean")
+    if cfg.faults.elastic and cfg.runtime != "pathways" and topology.hosts > 1:
+        raise ConfigError(f"faults.elastic: is for one process that drives all slices, and {topology.name} has {topology.hosts} hosts; leave it out, "
+                          "or give runtime: pathways")
+    sizes = rules.sizes_on(cfg, topology.size, topology.name)
     found = estimate(Shapes.of(cfg), cfg, sizes, job.chip, links(topology, tuple(sizes.values())))
     share = found.memory / job.chip.for_programs
     told = (f"estimated {found.memory / 2**30:.1f} of {job.chip.for_programs / 2**30:.1f} GiB a device, {found.seconds:.2f} s a step at best; "
             "maxstack plan says it exactly")
-    if share > SLACK:
+    if share > SLACK and not force:
         raise ConfigError(f"{name} does not fit {topology.name}: {told}; choose a larger topology, another mesh or model.remat.policy, which "
-                          "maxstack plan --search tries")
+                          "maxstack plan --search tries; where maxstack plan says that it fits, --force")
     return job, told
 
 

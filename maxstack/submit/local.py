@@ -1,6 +1,7 @@
 """A cluster on this machine: the processes of one run, each supervised, with one log; the rehearsal of a run on many hosts."""
 
 import contextlib
+import fcntl
 import glob
 import math
 import os
@@ -63,27 +64,40 @@ def shares(cfg: "Config", count: int) -> tuple[int, list[str], list[dict[str, st
 
 
 class Group:
-    """Processes that are one run: their lines go to one log, each with its process's number, and they end together."""
+    """Processes that are one run: their lines go to one log, each with its process's number, and they end together. A context, which holds the log:
+    ConfigError where another one does."""
 
     def __init__(self, log: Path, out: IO[str] | None):
         self._log, self._out, self._lock = log, out, threading.Lock()
         self._started: list[subprocess.Popen[str]] = []
         self._asked: list[int] = []
 
+    def __enter__(self) -> "Group":
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._log.open("a", encoding="utf-8")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._file.close()
+            raise ConfigError(f"run.name: {self._log.parent} is what another submission is writing; see maxstack status, or choose another run.name"
+                              ) from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
     def run(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> int:
         """Start one process for each environment, and wait for all -> the exit code of the run: 0 where all left with that, a mistake's before
         others. SIGTERM and SIGINT are passed on; a second SIGINT kills. Call it from the main thread."""
         before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
         try:
-            self._log.parent.mkdir(parents=True, exist_ok=True)
-            with self._log.open("a", encoding="utf-8") as self._file:
-                readers = [self._start(i, command, own) for i, own in enumerate(environments)]
-                for number in self._asked:  # while they were being started
-                    self._send(number)
-                codes = self._wait()
-                for reader in readers:
-                    reader.join(5)
-                return _code(codes)
+            readers = [self._start(i, command, own) for i, own in enumerate(environments)]
+            for number in self._asked:  # while they were being started
+                self._send(number)
+            codes = self._wait()
+            for reader in readers:
+                reader.join(5)
+            return _code(codes)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

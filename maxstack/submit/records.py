@@ -5,7 +5,7 @@ import fcntl
 import json
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ def folder() -> Path:
 
 
 @contextlib.contextmanager
-def held(name: str, record: dict[str, Any]) -> Iterator[None]:
-    """The record written, and locked for as long as this process looks after what it tells of; ConfigError where another one does."""
+def held(name: str, record: dict[str, Any]) -> Iterator[Callable[..., None]]:
+    """The record written, and locked for as long as this process looks after what it tells of; ConfigError where another one does. What it gives
+    writes more into it."""
     place = folder() / f"{name}{SUFFIX}"
     place.parent.mkdir(parents=True, exist_ok=True)
     with place.open("a+", encoding="utf-8") as file:
@@ -29,10 +30,18 @@ def held(name: str, record: dict[str, Any]) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(f"{name}: is running already; see maxstack status {name}, or maxstack stop {name}") from error
-        file.truncate(0)
-        file.write(json.dumps(record | {"host": platform.node()}, indent=1))
-        file.flush()
-        yield
+
+        def write(**more: Any) -> None:
+            file.truncate(0)
+            file.write(json.dumps(record | {"host": platform.node()} | more, indent=1))
+            file.flush()
+
+        write()
+        try:
+            yield write
+        except ConfigError:
+            write(code=1)
+            raise
 
 
 def write(name: str, record: dict[str, Any]) -> None:

@@ -28,22 +28,26 @@ def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
     """Check the run against the cluster, and hand it over; with --dry-run show what would be handed over."""
     from maxstack import config
     from maxstack.submit.config import ClusterConfig
-    from maxstack.submit.job import checked, tell_unused
+    from maxstack.submit.job import checked, elsewhere, tell_unused
 
     if not args.cluster:
         raise ConfigError(f"--target {args.target}: give --cluster FILE, the facts of the cluster; configs/clusters has examples")
     if args.detach or args.processes != 1:
         raise ConfigError(f"--processes and --detach: are of --target local; on {args.target} the topology says how many processes there are")
-    cluster = config.load(ClusterConfig, args.cluster, args.set)
+    more = [] if args.max_restarts is None else [f"max_restarts={args.max_restarts}"]
+    cluster = config.load(ClusterConfig, args.cluster, [*args.set, *more])
     tell_unused(cluster, args.target)
-    job, told = checked(name, cfg, cluster)
+    job, told = checked(name, cfg, cluster, args.force)
     words, text, after = {"xpk": _xpk, "gke": _gke, "slurm": _slurm}[args.target](job)
     hosts = f"{job.topology.hosts} host{'s' * (job.topology.hosts > 1)}"
     print(f"{name}: {job.topology.name}, {job.topology.size} devices on {hosts}; {told}", file=sys.stderr)
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    if away := elsewhere(job):
+        print(f"not in the bucket, so every host must have them, by its image or a disk that all see: {', '.join(away)}", file=sys.stderr)
     if args.dry_run:
+        sys.stdout.write(text)
         return 0
+    if args.target == "xpk":
+        sys.stderr.write(text)
     if name in records.names() and records.is_held(name):
         raise ConfigError(f"{name}: runs on this machine already; give another --name and run.name, or maxstack stop {name} first")
     ended(name)
@@ -74,7 +78,16 @@ def ended(name: str) -> None:
 
 def told(record: dict[str, Any]) -> str:
     """What was submitted, in a line."""
-    return f"on {record['target']} ({record['cluster']}, {record['topology']}), since {record['started']}, in {record['folder']}; it says:"
+    now = f"stopped {record['stopped']}" if "stopped" in record else "it says:"
+    return f"on {record['target']} ({record['cluster']}, {record['topology']}), since {record['started']}, in {record['folder']}; {now}"
+
+
+def stop(name: str, record: dict[str, Any]) -> int:
+    """End it by the cluster's own command, and note that."""
+    if code := look("stop", record):
+        return code
+    records.write(name, record | {"stopped": datetime.datetime.now().isoformat(timespec="seconds")})
+    return 0
 
 
 def look(verb: str, record: dict[str, Any]) -> int:

@@ -54,6 +54,7 @@ def test_open_mpi_says_where_process_0_is_on_one_host_or_by_its_launcher():
     ({"JAX_COORDINATOR_ADDRESS": "h:1"}, "set JAX_NUM_PROCESSES and JAX_PROCESS_ID"),
     ({"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_PROCESS_ID": "0"}, "JAX_NUM_PROCESSES is not in the environment"),
     (PLAIN | {"JAX_PROCESS_ID": "two"}, "JAX_PROCESS_ID='two' in the environment: is no whole number"),
+    ({"WORLD_SIZE": "4", "RANK": "1"}, "RANK and WORLD_SIZE are in the environment, but not MASTER_ADDR"),
     (PLAIN | {"JAX_PROCESS_ID": "3"}, "process 3 of 3, says variables .*there is no such process")])
 def test_half_of_what_is_needed_is_told(variables, says):
     with pytest.raises(ConfigError, match=says):
@@ -63,6 +64,11 @@ def test_half_of_what_is_needed_is_told(variables, says):
 @pytest.mark.parametrize(("hosts", "first"), [("node1", "node1"), ("a,b[1-2]", "a"), ("n[007-009,012],m3", "n007"), ("n[3]-ib,x", "n3-ib")])
 def test_the_first_host_of_slurm_s_lists(hosts, first):
     assert first_host(hosts) == first
+
+
+def test_a_slurm_job_of_several_tasks_without_srun_is_told(capsys):
+    assert member({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, on_tpu=False) is None
+    assert "Slurm job 7 has 2 tasks, but this is none of an srun step's" in capsys.readouterr().err
 
 
 def test_torchrun_keeps_its_own_port_where_it_listens_there():

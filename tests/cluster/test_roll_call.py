@@ -43,13 +43,13 @@ def called(cards, wait=20.0, between=0.2, late=0.0):
 def test_all_go_once_all_are_there_and_those_who_wait_are_told_who_is_missing():
     ends, said = called([Card(i, 4, f"host{i % 2}", ALIKE) for i in range(4)], late=0.7)
     assert ends == [None] * 4
-    assert said[0][0] == "missing of 4 processes: 1-3, after 0 s of at most 20; here: 0 on host0"
+    assert said[0][0] == "processes 1-3 of 4 are missing, after 0 s of at most 20; here: 0 on host0"
 
 
 def test_who_never_comes_is_named_in_every_process():
     ends, said = called([Card(i, 12, "host", ALIKE) for i in (0, 1, 3)], wait=1.5)
-    assert all(isinstance(end, Missing) and str(end) == "missing of 12 processes: 2, 4-10 and 1 more" and end.exit_code == 42 for end in ends)
-    assert "missing of 12 processes: 2, 4-10 and 1 more, says process 0 at 127.0.0.1" in said[1][-1]
+    assert all(isinstance(end, Missing) and str(end) == "processes 2, 4-10 and 1 more of 12 are missing" and end.exit_code == 42 for end in ends)
+    assert "processes 2, 4-10 and 1 more of 12 are missing, says process 0 at 127.0.0.1" in said[1][-1]
     assert "here: 0-1, 3 on host" in said[0][-1]
 
 

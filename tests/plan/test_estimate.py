@@ -55,6 +55,14 @@ def test_state_is_that_of_its_shards(mesh, shape):
     assert of(cfg, mesh).memory - of(away, mesh).memory == pytest.approx(shards)
 
 
+def test_logits_are_those_of_a_block_of_rows_however_many_there_are():
+    def needed(rows, vocab):
+        cfg = tiny.config(model=model(vocab=vocab, embed=8, remat={"policy": "full"}), train={"batch_size": rows}, data={"seq_len": 4096})
+        return of(cfg, {"fsdp": 8}).memory
+
+    assert (needed(512, 2**17) - needed(512, 2**16)) == pytest.approx(needed(256, 2**17) - needed(256, 2**16), rel=0.01)
+
+
 def test_memory_grows_with_rows_and_with_what_is_kept():
     def needed(rows, policy):
         return of(tiny.config(model=model(remat={"policy": policy}), train={"batch_size": rows}), {"fsdp": 8}).memory

@@ -41,8 +41,9 @@ def test_a_run_in_the_background_is_looked_after_by_its_name(tmp_path, capsys):
     assert cli.main(words) == 1 and f"{name}: is running already; see maxstack status" in capsys.readouterr().err
     until(lambda: rows(tmp_path / "Long_Run"))
     assert cli.main(["status"]) == 0 and f"{name}: running, step " in capsys.readouterr().out
-    assert cli.main(["stop", name]) == 0
-    assert f"{name}: ended, step " in capsys.readouterr().out and list((tmp_path / "Long_Run" / "checkpoints").glob("[0-9]*"))
+    assert cli.main(["stop", "Long_Run"]) == 0  # by the run's name too
+    assert f"{name}: stopped; submit it again to go on, step " in capsys.readouterr().out
+    assert list((tmp_path / "Long_Run" / "checkpoints").glob("[0-9]*"))
     assert cli.main(["logs", name, "--follow"]) == 0
     text = capsys.readouterr().out
     assert "[0] step 1/100000" in text and "SIGTERM was passed on, and no restart follows" in text
@@ -60,6 +61,28 @@ def test_what_cannot_start_is_refused_before_anything_does(words, says, tmp_path
     config = write_config(tmp_path)
     assert cli.main(["submit", str(config), "--target", "local", *words]) == 1
     assert says in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_a_run_whose_submission_is_killed_saves_and_leaves(tmp_path, capfd):
+    config = write_config(tmp_path, checkpoint={"every": 100000})
+    words = maxstack("submit", config, "--target", "local", "--processes", 2, "train.steps=100000", "data.workers=0")
+    submitted = subprocess.Popen(words, env=environment(), stdout=subprocess.DEVNULL)
+    until(lambda: rows(tmp_path / "run"))
+    assert cli.main(["submit", str(config), "--target", "local", "--name", "other"]) == 1  # the same folder
+    assert f"{tmp_path}/run is what another submission is writing" in capfd.readouterr().err
+    submitted.kill()
+    submitted.wait()
+    until(lambda: list((tmp_path / "run" / "checkpoints").glob("[0-9]*")), 60)
+    assert cli.main(["status", "run"]) == 0 and "run: killed without a word, step " in capfd.readouterr().out
+
+
+def test_files_that_a_cluster_may_not_have_are_told(tmp_path, monkeypatch, capfd):
+    source = {"kind": "text", "files": ["notes/*.md", "/gcs/corpus/*.txt", "{stdlib}/*.py"]}
+    config = write_config(tmp_path, data={"sources": [source]},
+                          eval={"every": 0}, train={"batch_size": 64, "steps": 10})
+    words = ["submit", str(config), "--target", "gke", "--cluster", "tpu-v5e", "--dry-run", "run.output_dir=/gcs/runs"]
+    assert cli.main(words) == 0
+    assert "not in the bucket, so every host must have them, by its image or a disk that all see: notes/*.md\n" in capfd.readouterr().err
 
 
 def test_a_mistake_in_one_process_ends_all_and_is_the_run_s(tmp_path):

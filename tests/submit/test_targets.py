@@ -46,7 +46,8 @@ def cfg(tmp_path_factory):
 @pytest.fixture
 def job(cfg):
     def make(topology: str, name: str = "a-run", **facts):
-        return checked(name, cfg, ClusterConfig.model_validate(FACTS | {"topology": topology} | facts))[0]
+        slices = cfg.mesh.model_copy(update={"slices": parse(topology).slices})
+        return checked(name, cfg.model_copy(update={"mesh": slices}), ClusterConfig.model_validate(FACTS | {"topology": topology} | facts))[0]
 
     return make
 
@@ -283,6 +284,12 @@ def test_facts_that_no_cluster_has_are_refused(key, value):
         ClusterConfig.model_validate(FACTS | {"topology": "v5e:4x4", key: value})
 
 
+@pytest.mark.parametrize("name", ["JAX_PROCESS_ID", "JAX_COORDINATOR_ADDRESS", "SLURM_PROCID", "MAXSTACK_CONFIG", "WORLD_SIZE", "TPU_WORKER_ID"])
+def test_the_cluster_s_facts_do_not_say_who_a_process_is(name):
+    with pytest.raises(ConfigError, match=rf"env\.{name}.* is how a process learns of the others"):
+        config.load(ClusterConfig, "tpu-v5e", [f"env={{{name}: '0'}}"])
+
+
 @pytest.mark.parametrize(("time", "seconds"), [("0", 0), ("12", 720), ("12:30", 750), ("1:00:10", 3610), ("1-2", 93600), ("1-2:03", 93780),
                                                ("1-02:03:04", 93784)])
 def test_slurm_s_forms_of_a_time_limit(time, seconds):
@@ -300,6 +307,17 @@ def test_the_examples_of_clusters_load_and_their_topologies_are_there():
         parse(config.load(ClusterConfig, file.stem).topology)
     for name in machines():
         assert parse({"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1", "tpu7x": "tpu7x:2x2x1"}.get(name, f"{name}:1x8")).chip
+
+
+DOCUMENTED = [line.split("#")[0].split()[1:] for page in ("README.md", "docs/CLUSTER.md") for line in (HERE.parents[1] / page).read_text().splitlines()
+              if line.startswith("maxstack submit synthetic") and "--dry-run" in line]
+
+
+@pytest.mark.parametrize("words", DOCUMENTED, ids=" ".join)
+def test_what_the_documents_say_to_try_shows_what_a_cluster_gets(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(words) == 0 and "maxstack train" in capsys.readouterr().out
+    assert len(DOCUMENTED) == 5
 
 
 NOTE = 'printf "%s\\n" "$0" "$@" >> "$NOTED"; [ -t 0 ] || cat > "$NOTED.given"; ' \
@@ -323,6 +341,7 @@ def test_a_cluster_s_own_commands_are_run_and_look_after_the_run_later(target, p
     words = ["submit", str(path), "--target", target, "--cluster", str(tmp_path / "cluster.yml"), "run.output_dir=/gcs/runs"]
     assert cli.main([*words, "--dry-run"]) == 0
     shown = capfd.readouterr().out
+    assert "100" in shown and cli.main([*words, "--dry-run", "--max-restarts", "7"]) == 0 and "7" in set(re.findall(r"\d+", capfd.readouterr().out))
     assert not (tmp_path / "noted").exists()
     assert cli.main(words) == 0
     first = (tmp_path / "noted").read_text().splitlines()
@@ -352,11 +371,17 @@ def test_a_cluster_s_own_commands_are_run_and_look_after_the_run_later(target, p
     (["--target", "slurm", "--cluster", "slurm-h200", "--set", "topology=v5e:8x8"], "has TPUs"),
     (["--target", "slurm", "--cluster", "tpu-v5e"], "bucket: --target slurm takes none"),
     (["--target", "gke", "--cluster", "tpu-v5e", "run.virtual_devices=8"], "is for a CPU"),
+    (["--target", "gke", "--cluster", "tpu-v5e", "run.output_dir=/gcs/../tmp"], "is lost with the container"),
+    (["--target", "gke", "--cluster", "tpu-v5e", "mesh.slices=2"], "mesh.slices=2: but v5e:8x8 has 1"),
+    (["--target", "gke", "--cluster", "tpu-v5e", "--set", "topology=v5e:8x8*2"], "mesh.slices=1: but v5e:8x8*2 has 2"),
+    (["--target", "gke", "--cluster", "tpu-v5e", "--set", "topology=v5e:8x8*2", "mesh.slices=2", "faults.elastic={}"],
+     "and v5e:8x8*2 has 32 hosts"),
+    (["--target", "local", "--processes", "2", "faults.elastic={}", "mesh.slices=2"], "faults.elastic: is for one process that drives all slices"),
     (["--target", "gke", "--cluster", "tpu-v5e", "model.embed=65536", "model.layers=64"], "run does not fit v5e:8x8: estimated"),
     (["--target", "gke", "--cluster", "tpu-v5e", "--processes", "2"], "are of --target local"),
     (["--target", "local", "--cluster", "tpu-v5e"], "--target local is this machine"),
     (["--target", "gke", "--cluster", "tpu-v5e", "runtime=pathways"], "which --target xpk starts, and gke does not"),
-    (["--target", "gke", "--cluster", "tpu-v5e", "--set", "topology=v5e:3x3"], "v5e"),
+    (["--target", "gke", "--cluster", "tpu-v5e", "--set", "topology=v5e:3x3"], "topology: v5e:3x3: there is no such v5e"),
     (["--target", "gke", "--cluster", "tpu-v5e", "--set", "topology=here"], "topology: here is this machine; give the cluster's"),
     (["--target", "gke", "--cluster", "tpu-v5e", "run.output_dir=/gcs/x"], "kubectl is not installed here")])
 def test_what_a_cluster_cannot_take_is_refused_before_it_is_asked(words, says, tmp_path, monkeypatch, capsys):
