@@ -14,9 +14,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
 
 from maxstack import goodput
+from maxstack.console import Lasting
 from maxstack.exit_codes import CRASHED, RETRY
 
 PARENT = "MAXSTACK_SUPERVISED"
@@ -57,33 +57,6 @@ def follow_parent() -> None:
         threading.Thread(target=_watch, args=(parent,), daemon=True, name="parent").start()
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGTERM)
-
-
-def tell(text: str) -> None:
-    """Words on stderr from a handler of a signal; who reads them may be gone."""
-    with contextlib.suppress(OSError):
-        os.write(sys.stderr.fileno(), text.encode())
-
-
-class Lasting:
-    """A stream whose reader may go away, which ends nobody: what is written then is lost, and log.txt has it."""
-
-    def __init__(self, stream: TextIO):
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        """As the stream does."""
-        with contextlib.suppress(BrokenPipeError):
-            return self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        """As the stream does."""
-        with contextlib.suppress(BrokenPipeError):
-            self._stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 class Supervisor:

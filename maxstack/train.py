@@ -14,6 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from maxstack import cli, devices, supervise
+from maxstack.console import tell
 from maxstack.exit_codes import CRASHED, RETRY
 
 if TYPE_CHECKING:
@@ -222,7 +223,7 @@ def _close(*parts: "Feed | Checkpoints | Writer | Log | None") -> None:
 
 def _leave(number: int, frame: FrameType | None) -> None:
     """Before the loop there is nothing to save, and neither a compilation nor a restore under way is worth waiting for."""
-    supervise.tell("SIGTERM: leaving before the first step\n")
+    tell("SIGTERM: leaving before the first step\n")
     os._exit(RETRY)
 
 

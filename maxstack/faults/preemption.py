@@ -7,7 +7,7 @@ from types import FrameType
 
 import jax
 
-from maxstack.supervise import tell
+from maxstack.console import tell
 
 INTERRUPTED = 130
 """The exit code after a second SIGINT."""

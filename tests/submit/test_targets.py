@@ -309,7 +309,8 @@ def test_the_examples_of_clusters_load_and_their_topologies_are_there():
         assert parse({"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1", "tpu7x": "tpu7x:2x2x1"}.get(name, f"{name}:1x8")).chip
 
 
-DOCUMENTED = [line.split("#")[0].split()[1:] for page in ("README.md", "docs/CLUSTER.md") for line in (HERE.parents[1] / page).read_text().splitlines()
+PAGES = "README.md", "docs/CLUSTER.md"
+DOCUMENTED = [line.split("#")[0].split()[1:] for page in PAGES for line in (HERE.parents[1] / page).read_text().splitlines()
               if line.startswith("maxstack submit synthetic") and "--dry-run" in line]
 
 
