@@ -1,8 +1,8 @@
 """The roll call before jax joins the processes: process 0 hears of every other one, says who is missing, and that all were started alike.
 
 jax itself says nothing while it waits, and in the end aborts. A caller sends one line of JSON, its `Card`; process 0 answers with lines:
-`{"missing": [...]}` now and then, `{"again": true}` for the same card once more, and at last `{"go": true}` or `{"error": "..."}`. It listens where
-jax's service will afterwards.
+`{"missing": [...]}` now and then, `{"again": true}` for the same card once more, and at last `{"go": true}`, `{"replaced": host}` or
+`{"error": "..."}`. It listens where jax's service will afterwards.
 """
 
 import contextlib
@@ -71,6 +71,7 @@ class _Caller:
     def __init__(self, card: Card, deadline: float, between: float, say: Say):
         self._card, self._deadline, self._between, self._say = card, deadline, between, say
         self._here: dict[int, tuple[socket.socket, Card]] = {}
+        self._replaced: list[socket.socket] = []
         self._begin = time.monotonic()
 
     @property
@@ -119,6 +120,8 @@ class _Caller:
 
     def _hear(self, connection: socket.socket) -> bool:
         """A caller's card -> True, or that it has gone, or is none of ours."""
+        if connection in self._replaced:  # its host froze, and is back
+            return False
         try:
             card = Card(**json.loads(connection.makefile("rb").readline(LONGEST)))
         except (ValueError, TypeError, OSError):
@@ -128,6 +131,9 @@ class _Caller:
             _send(connection, {"error": wrong})
             self._tell({"error": wrong})
             raise ConfigError(wrong)
+        if card.process in self._here and (old := self._here[card.process][0]) is not connection:
+            _send(old, {"replaced": card.host})
+            self._replaced.append(old)
         self._here[card.process] = connection, card
         return True
 
@@ -170,6 +176,8 @@ def _answer(card: Card, host: str, port: int, deadline: float, between: float, s
                     if "again" in word:
                         _send(connection, asdict(card))
                         continue
+                    if "replaced" in word:
+                        raise Missing(f"this process did not answer for {ALIVE:.0f} s, and one on {word['replaced']} has its number now")
                     if "error" in word:
                         raise ConfigError(word["error"])
                     if "go" in word:

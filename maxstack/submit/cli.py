@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from maxstack import cli, goodput
 from maxstack.config import ConfigError
-from maxstack.exit_codes import RETRY
 from maxstack.submit import local, records, remote
 from maxstack.submit.names import safe
 
@@ -84,14 +83,15 @@ def _local(name: str, cfg: "Config", args: argparse.Namespace, argv: Sequence[st
         for own in environments:
             print(shlex.join(["env", *(f"{key}={value}" for key, value in own.items()), *command]))
         return 0
-    remote.ended(name)
+    records.check_free(name)
+    remote.ended(name, str(folder.resolve()), "local")
     record = {"target": "local", "folder": str(folder.resolve()), "processes": args.processes, "pid": os.getpid(),
               "started": datetime.datetime.now().isoformat(timespec="seconds"), "steps": cfg.train.steps}
     if args.detach:
         return _detached(name, folder, argv)
-    with records.held(name, record) as write, local.Group(folder / local.LOG, sys.stdout) as group:
+    with local.Group(folder / local.LOG, sys.stdout) as group, records.held(name, record) as write:
         code = group.run(command, environments)
-        write(code=code)
+        write(code=code, asked=group.asked)
     print(f"{name}: left with {code}")
     return code
 
@@ -182,13 +182,12 @@ def stop(argv: Sequence[str]) -> int:
     return 0
 
 
-ENDS = {0: "done", RETRY: "stopped; submit it again to go on", 130: "interrupted; submit it again to go on"}
-
-
 def _state(name: str, record: dict[str, Any]) -> str:
     """In a line."""
     step, code = goodput.so_far(Path(record["folder"])).steps, record.get("code")
-    ended = "killed without a word" if code is None else ENDS.get(code, f"failed with {code} (maxstack logs {name})")
+    stopped = record.get("asked") and code not in (1, 2)
+    ended = "killed without a word" if code is None else "done" if code == 0 else "stopped; submit it again to go on" if stopped else \
+        f"failed with {code} (maxstack logs {name})"
     many = f"{record['processes']} process{'es' * (record['processes'] > 1)} here"
     state = "running" if records.is_held(name) else ended
     return f"{state}, step {step} of {record['steps']}, {many}, since {record['started']}, in {record['folder']}"

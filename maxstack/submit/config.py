@@ -18,6 +18,10 @@ RESERVED = re.compile(r"MAXSTACK_CONFIG$|JAX_(COORDINATOR|PROCESS|NUM_PROCESSES)
 Line = Annotated[str, Field(pattern=r"^[^\x00\r\n]*$")]
 
 
+Time = Annotated[str, Field(pattern=r"^([0-9]+(:[0-9]+){0,2}|[0-9]+-[0-9]+(:[0-9]+){0,2})$"),
+                 pydantic.BeforeValidator(lambda value: str(value) if isinstance(value, int) else value)]
+
+
 class SecretConfig(Section):
     """One key of a Kubernetes secret."""
 
@@ -49,7 +53,7 @@ class SlurmConfig(Section):
     """Quality of service."""
     reservation: Name | None = None
     """A reservation of nodes."""
-    time: Annotated[str, Field(pattern=r"^(\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2})$")] = "24:00:00"
+    time: Time = "24:00:00"
     """Limit of one run of the job; it is queued again, and goes on, where it ends unfinished."""
     per_gpu: bool = False
     """One process a GPU in place of one a host."""
@@ -111,9 +115,9 @@ class ClusterConfig(Section):
         if 0 < self.slurm.seconds <= self.grace + MARGIN:
             raise fault("slurm.time", f"{self.slurm.time} is {self.slurm.seconds} s, and the run would be asked to save {self.grace + MARGIN} s "
                         "before its end: at once, again and again; give more, or a smaller grace")
-        for name in self.env:
+        for section, name in [("env", name) for name in self.env] + [("secrets", name) for name in self.secrets]:
             if RESERVED.match(name):
-                raise fault(f"env.{name}", "is how a process learns of the others, or of its configuration; leave it out")
-            if name in self.secrets:
+                raise fault(f"{section}.{name}", "is how a process learns of the others, or of its configuration; leave it out")
+            if section == "env" and name in self.secrets:
                 raise fault(f"env.{name}", f"{name} is in secrets too; give it once")
         return self

@@ -6,7 +6,6 @@ import functools
 import gzip
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 SLACK = 1.5
 """The estimate of memory may be off by this factor (docs/PLAN.md)."""
 CONFIG = "run.yml"
-USED = {"xpk": {"project", "zone", "cluster", "context", "priority", "image", "bucket", "env", "grace", "max_restarts"},
+USED = {"xpk": {"project", "zone", "cluster", "context", "namespace", "priority", "image", "bucket", "env", "grace", "max_restarts"},
         "gke": {*ClusterConfig.model_fields} - {"slurm", "project", "zone", "cluster"},
         "slurm": {"reservation", "env", "grace", "max_restarts", "slurm"}}
 """The facts that a target takes, beside the topology."""
@@ -95,18 +94,13 @@ def within(path: str, folder: str) -> bool:
 
 def elsewhere(job: Job) -> list[str]:
     """Files and folders that the run names, and that do not lie in the bucket."""
-    def texts(value: Any) -> Iterator[str]:
-        if isinstance(value, dict | list):
-            for one in value.values() if isinstance(value, dict) else value:
-                yield from texts(one)
-        elif isinstance(value, str):
-            yield value
-
-    found = job.cfg.model_dump(mode="json", exclude={"run"})
-    globs = [glob for data in (job.cfg.data, job.cfg.eval.data) if data for source in data.sources for glob in getattr(source, "files", ())]
-    paths = [path for path in (*globs, *texts(found)) if path in globs or path.startswith(("/", "~/", "./", "../"))]
+    cfg, paths = job.cfg, list[str | None]()
+    for data in filter(None, (cfg.data, cfg.eval.data)):
+        paths += [glob for source in data.sources for glob in getattr(source, "files", ())]
+        paths += [getattr(data.tokenizer, "path", None)]
+    paths += [cfg.model.weights, cfg.lora.adapter if cfg.lora else None, cfg.checkpoint.elsewhere, cfg.run.executable]
     mount = job.cluster.bucket.mount if job.cluster.bucket else None
-    return [path for path in dict.fromkeys(paths) if not (mount and within(path, mount)) and not path.startswith("{stdlib}")]
+    return [path for path in dict.fromkeys(filter(None, paths)) if not (mount and within(path, mount)) and not path.startswith("{stdlib}")]
 
 
 def checked(name: str, cfg: "Config", cluster: ClusterConfig, force: bool = False) -> tuple[Job, str]:

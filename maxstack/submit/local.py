@@ -73,8 +73,11 @@ class Group:
         self._asked: list[int] = []
 
     def __enter__(self) -> "Group":
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._log.open("a", encoding="utf-8")
+        try:
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._log.open("a", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"run.output_dir: cannot write to {self._log.parent}: {error.strerror}; choose another run.output_dir") from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -85,6 +88,11 @@ class Group:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+
+    @property
+    def asked(self) -> bool:
+        """Whether a signal has asked it to end."""
+        return bool(self._asked)
 
     def run(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> int:
         """Start one process for each environment, and wait for all -> the exit code of the run: 0 where all left with that, a mistake's before

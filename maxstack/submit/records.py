@@ -12,6 +12,7 @@ from typing import Any
 from maxstack.config import ConfigError, did_you_mean
 
 SUFFIX = ".json"
+RUNS = "{name}: is running already on this machine; see maxstack status {name}, maxstack stop {name}, or give another --name and run.name"
 
 
 def folder() -> Path:
@@ -19,17 +20,27 @@ def folder() -> Path:
     return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "maxstack" / "submitted"
 
 
+def place(name: str) -> Path:
+    """The file of a record."""
+    return folder() / f"{name}{SUFFIX}"
+
+
+def check_free(name: str) -> None:
+    """ConfigError where a process on this machine looks after a run of that name."""
+    if place(name).exists() and is_held(name):
+        raise ConfigError(RUNS.format(name=name))
+
+
 @contextlib.contextmanager
 def held(name: str, record: dict[str, Any]) -> Iterator[Callable[..., None]]:
     """The record written, and locked for as long as this process looks after what it tells of; ConfigError where another one does. What it gives
     writes more into it."""
-    place = folder() / f"{name}{SUFFIX}"
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with place.open("a+", encoding="utf-8") as file:
+    place(name).parent.mkdir(parents=True, exist_ok=True)
+    with place(name).open("a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ConfigError(f"{name}: is running already; see maxstack status {name}, or maxstack stop {name}") from error
+            raise ConfigError(RUNS.format(name=name)) from error
 
         def write(**more: Any) -> None:
             file.truncate(0)
@@ -37,11 +48,7 @@ def held(name: str, record: dict[str, Any]) -> Iterator[Callable[..., None]]:
             file.flush()
 
         write()
-        try:
-            yield write
-        except ConfigError:
-            write(code=1)
-            raise
+        yield write
 
 
 def write(name: str, record: dict[str, Any]) -> None:
@@ -53,9 +60,9 @@ def write(name: str, record: dict[str, Any]) -> None:
 def read(name: str) -> dict[str, Any]:
     """The record of a name; ConfigError where there is none."""
     try:
-        return json.loads((place := folder() / f"{name}{SUFFIX}").read_text(encoding="utf-8"))
+        return json.loads(place(name).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(f"{place}: is no whole record of a run; remove it") from error
+        raise ConfigError(f"{place(name)}: is no whole record of a run; remove it") from error
     except FileNotFoundError as error:
         known = names()
         there = f"there are {', '.join(known)}" if known else "nothing was"
@@ -69,7 +76,7 @@ def names() -> list[str]:
 
 def is_held(name: str) -> bool:
     """Whether a process on this machine looks after it."""
-    with (folder() / f"{name}{SUFFIX}").open(encoding="utf-8") as file:
+    with place(name).open(encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 TARGETS = "xpk", "gke", "slurm"
 JOB = "{job}"
 """In a command that looks after a job: the number that Slurm gave it."""
-STOP = 'touch "$1"; scancel --state=PENDING "$2"; scancel --signal=TERM --state=RUNNING "$2"'
+STOP = 'touch "$1" || exit; scancel --state=PENDING "$2"; scancel --signal=TERM --state=RUNNING "$2"'
 """Slurm gives a job that waits no other signal than SIGKILL."""
 
 
@@ -48,13 +48,12 @@ def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
         return 0
     if args.target == "xpk":
         sys.stderr.write(text)
-    if name in records.names() and records.is_held(name):
-        raise ConfigError(f"{name}: runs on this machine already; give another --name and run.name, or maxstack stop {name} first")
-    ended(name)
+    records.check_free(name)
+    ended(name, str(Path(cfg.run.output_dir) / cfg.run.name), args.target)
     done = _run(words, text if args.target != "xpk" else None, capture=args.target == "slurm")
     if done.returncode:
         raise ConfigError(f"{words[0]} left with {done.returncode}; what it said is above, and nothing is noted of {name}. Where that name is there "
-                          f"already: maxstack stop {name} first, or give another --name")
+                          f"already: maxstack stop {name} first, or give another --name and run.name")
     number = done.stdout.strip().split(";")[0] if done.stdout else ""
     after = {verb: [word.replace(JOB, number) for word in command] for verb, command in after.items()}
     records.write(name, {"target": args.target, "cluster": args.cluster, "topology": job.topology.name, "commands": after,
@@ -63,17 +62,22 @@ def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
     return 0
 
 
-def ended(name: str) -> None:
-    """ConfigError where a cluster still has what was submitted by that name: two would write into one folder, and only one could be looked after."""
-    if name not in records.names() or (record := records.read(name))["target"] == "local":
-        return
-    asked = _run(record["commands"]["there"], capture=True)
-    if asked.returncode:
-        raise ConfigError(f"{name}: was submitted to {record['target']} ({record['cluster']}), and whether it is still there is not known: "
-                          f"{record['commands']['there'][0]} left with {asked.returncode}; mend that, or give another --name and run.name")
-    if asked.stdout.strip():
-        raise ConfigError(f"{name}: is on {record['target']} ({record['cluster']}) already; give another --name and run.name, or maxstack stop "
-                          f"{name} first")
+def ended(name: str, folder: str, target: str) -> None:
+    """ConfigError where a cluster still has what was submitted by that name, or what writes into that folder there: two would write into one folder,
+    or only one could be looked after."""
+    for other in records.names():
+        record = records.read(other)
+        if record["target"] == "local" or ("stopped" in record and record["target"] != "slurm"):
+            continue
+        if other != name and (record["target"], record["folder"]) != (target, folder):
+            continue
+        where = f"{other}: was submitted to {record['target']} ({record['cluster']}, {record['folder']})"
+        asked = _run(record["commands"]["there"], capture=True)
+        if asked.returncode:
+            raise ConfigError(f"{where}, and whether it is still there is not known: {record['commands']['there'][0]} left with {asked.returncode}; "
+                              f"mend that, give another --name and run.name, or, where you know that it has ended, remove {records.place(other)}")
+        if asked.stdout.strip():
+            raise ConfigError(f"{where}, and is still there; maxstack stop {other} first, or give another --name and run.name")
 
 
 def told(record: dict[str, Any]) -> str:
@@ -107,7 +111,7 @@ def _xpk(job: "Job") -> Handed:
     from maxstack.submit import xpk
 
     words, kubectl = xpk.command(job), _kubectl(job.cluster)
-    place = [word for word in words if word.startswith(("--cluster=", "--project=", "--zone="))]
+    place = [word for word in words if word.startswith(("--cluster=", "--project=", "--zone=", "--namespace="))]
     logs = [*kubectl, "logs", "--selector", f"jobset.sigs.k8s.io/jobset-name={job.name}", "--all-containers", "--prefix", "--tail=-1",
             f"--max-log-requests={4 * job.topology.hosts + 4}"]
     return words, f"{xpk.shown(words)}\n", {

@@ -26,7 +26,7 @@ def script(job: Job) -> str:
         'if [ -e "$stop" ]; then', '  echo "stopped before it began again" >&2', "  exit 0", "fi", *exports, *slurm.setup,
         "# The job's own copy of the configuration, in the folder that it was submitted from, which all nodes see.",
         f'config="$SLURM_SUBMIT_DIR/{job.name}-{CONFIG}"', f'echo {job.packed} | base64 -d | gunzip > "$config"',
-        "# A mistake of one host alone is told here: of several codes srun tells the largest, and those who wait would leave with 42.",
+        "# Whether maxstack runs and reads this on every host: of several codes srun tells the largest, and those who wait would leave with 42.",
         f'srun --label {hosts} maxstack config show "$config" > /dev/null', "code=$?",
         'case "$code" in', '  1 | 2 | 126 | 127) exit "$code" ;;', "esac",
         "# Each task is maxstack itself, with no shell around it that would get Slurm's SIGTERM in its place.",

@@ -1,12 +1,11 @@
 """The command line of xpk, which is no dependency: `xpk workload create` and `create-pathways`."""
 
 import shlex
-from pathlib import Path
 
 from maxstack.config import ConfigError
 from maxstack.exit_codes import CRASHED, RETRY
 from maxstack.submit.gke import MOUNT_OPTIONS
-from maxstack.submit.job import Job, machine
+from maxstack.submit.job import Job, machine, within
 
 UNSAFE = set("\"'\\`$")
 """What xpk would hand on into YAML and a shell without quoting it, beside what cannot be printed."""
@@ -25,12 +24,14 @@ def command(job: Job) -> list[str]:
         raise ConfigError(f"topology: xpk has whole hosts of {job.chip.chips_per_host} GPUs; give {job.chip.name}:HOSTSx{job.chip.chips_per_host}")
     if pathways and not tpu:
         raise ConfigError(f"topology: Pathways runs on TPUs, not on {job.chip.name}")
-    if pathways and not Path(job.cfg.run.output_dir).is_relative_to(HEAD):
+    if pathways and cluster.bucket:
+        raise ConfigError("bucket: xpk mounts none with Pathways; leave it out (--set bucket=null)")
+    if pathways and not within(job.cfg.run.output_dir, HEAD):
         raise ConfigError(f"run.output_dir={job.cfg.run.output_dir}: with Pathways xpk mounts {HEAD} of the head's host and nothing else; give "
                           f"{HEAD}/runs, and copy what is to be kept")
     kind = [f"--tpu-type={machine(job, 'xpk')}-{'x'.join(map(str, job.topology.sides))}", f"--num-slices={job.topology.slices}"] if tpu else \
         [f"--device-type={machine(job, 'xpk')}", f"--num-nodes={job.topology.hosts}"]
-    given = {"project": cluster.project, "zone": cluster.zone, "priority": cluster.priority}
+    given = {"project": cluster.project, "zone": cluster.zone, "namespace": cluster.namespace, "priority": cluster.priority}
     return ["xpk", "workload", "create-pathways" if pathways else "create", f"--workload={job.name}", f"--cluster={job.needs('cluster')}",
             *(f"--{key}={value}" for key, value in given.items() if value), *kind, f"--docker-image={job.needs('image')}",
             f"--max-restarts={cluster.max_restarts}", f"--termination-grace-period-seconds={cluster.grace}",

@@ -113,6 +113,8 @@ def test_a_process_that_died_and_came_again_is_the_same_one(closes, monkeypatch)
     for thread in (first, *others):
         thread.join(30)
     assert ends == [None] and not any(thread.is_alive() for thread in others)
+    if not closes:  # it is back, and told to leave
+        assert b'"again"' in (said := connection.recv(1000)) and b'"replaced": "host"' in said
     connection.close()
 
 

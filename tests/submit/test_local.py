@@ -4,7 +4,9 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+import processes
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,7 +40,7 @@ def test_a_run_in_the_background_is_looked_after_by_its_name(tmp_path, capsys):
     assert cli.main(words) == 0
     name = capsys.readouterr().out.split(":")[0]
     assert name.startswith("long-run-") and PLAIN.fullmatch(name)
-    assert cli.main(words) == 1 and f"{name}: is running already; see maxstack status" in capsys.readouterr().err
+    assert cli.main(words) == 1 and f"{name}: is running already on this machine; see maxstack status" in capsys.readouterr().err
     until(lambda: rows(tmp_path / "Long_Run"))
     assert cli.main(["status"]) == 0 and f"{name}: running, step " in capsys.readouterr().out
     assert cli.main(["stop", "Long_Run"]) == 0  # by the run's name too
@@ -70,9 +72,12 @@ def test_a_run_whose_submission_is_killed_saves_and_leaves(tmp_path, capfd):
     until(lambda: rows(tmp_path / "run"))
     assert cli.main(["submit", str(config), "--target", "local", "--name", "other"]) == 1  # the same folder
     assert f"{tmp_path}/run is what another submission is writing" in capfd.readouterr().err
+    trained = [processes.training(submitted.pid, i) for i in range(2)]
     submitted.kill()
     submitted.wait()
-    until(lambda: list((tmp_path / "run" / "checkpoints").glob("[0-9]*")), 60)
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in trained), 60)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdecimal()]
+    assert "stopped, to be resumed by the same command" in (tmp_path / "run" / "log.txt").read_text()
     assert cli.main(["status", "run"]) == 0 and "run: killed without a word, step " in capfd.readouterr().out
 
 

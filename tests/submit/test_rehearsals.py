@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import threading
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from processes import environment, rows, training, write_config
+from processes import environment, rows, stand_ins, training, write_config
 
 from maxstack import cli
 
@@ -38,10 +37,7 @@ program"""}
 def folder(tmp_path_factory):
     """Where all runs of this file lie, with a configuration, stand-ins for a cluster's programs, and what was compiled."""
     found = tmp_path_factory.mktemp("rehearsals")
-    (found / "bin").mkdir()
-    for name, text in PROGRAMS.items():
-        (found / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
-        (found / "bin" / name).chmod(stat.S_IRWXU)
+    stand_ins(found / "bin", PROGRAMS)
     (found / "slurm.yml").write_text(yaml.safe_dump(FACTS))
     (found / "gke.yml").write_text(yaml.safe_dump(FACTS | {"image": "repo/maxstack:1", "bucket": {"name": "bucket", "mount": str(found)}}))
     write_config(found, eval={"every": 16, "steps": 2})

@@ -1,4 +1,4 @@
-"""What clusters are given: JobSets, sbatch scripts and xpk's command line, for any name and value; handed to stand-ins that note it."""
+"""What clusters are given: JobSets, sbatch scripts and xpk's command line, for any name and value."""
 
 import argparse
 import base64
@@ -8,7 +8,6 @@ import gzip
 import json
 import os
 import re
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -18,9 +17,9 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from processes import write_config
+from processes import stand_ins, write_config
 
-from maxstack import cli, config
+from maxstack import config
 from maxstack.cluster.environment import PORT, member
 from maxstack.config import ConfigError
 from maxstack.config.compose import presets_dir
@@ -167,11 +166,13 @@ def test_what_xpk_cannot_be_given_is_refused(topology, facts, says, job):
 
 
 @pytest.mark.parametrize(("topology", "folder", "env", "says"), [
-    ("h200:4x8", "/tmp/x", {}, "Pathways runs on TPUs, not on h200"), ("v5e:4x4", "/gcs/x", {}, "xpk mounts /tmp of the head's host"),
+    ("h200:4x8", "/tmp/x", {}, "Pathways runs on TPUs, not on h200"), ("v5e:4x4", "/tmp/../gcs/x", {}, "xpk mounts /tmp of the head's host"),
     ("v5e:4x4", "/tmp/x", {"A": "b env: c"}, "env.A: xpk takes `env:` for its own")])
 def test_what_pathways_cannot_be_given_is_refused(topology, folder, env, says, job):
     with pytest.raises(ConfigError, match=re.escape(says)):
         xpk.command(pathways(job(topology, env=env), folder))
+    with pytest.raises(ConfigError, match="bucket: xpk mounts none with Pathways"):
+        xpk.command(dataclasses.replace(pathways(one := job("v5e:4x4")), cluster=one.cluster))
 
 
 def test_facts_that_a_target_does_not_take_are_told_and_refused_where_they_matter(capsys):
@@ -205,13 +206,6 @@ STUBS = {"srun": 'while [ "$1" != maxstack ]; do shift; done; exec "$@"',
          "scontrol": 'echo "$*" >> "$OUT.requeued"'}
 
 
-def stubs(folder, programs):
-    for name, text in programs.items():
-        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
-        (folder / name).chmod(stat.S_IRWXU)
-    return {"PATH": f"{folder}:{os.environ['PATH']}"}
-
-
 @pytest.mark.parametrize(("code", "restarts", "left", "again"), [
     (0, 0, 0, False), (1, 0, 1, False), (2, 5, 2, False), (42, 0, 0, True), (70, 2, 0, True), (137, 0, 0, True), (42, 3, 42, False),
     (127, 0, 127, False)])
@@ -221,7 +215,7 @@ def test_a_job_is_queued_again_as_the_exit_code_says(code, restarts, left, again
     own = {"OUT": str(tmp_path / "out"), "CODES": str(tmp_path / "codes"), "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7",
            "SLURM_RESTART_COUNT": str(restarts)}
     script = slurm.script(one)
-    done = subprocess.run(["bash", "-c", script], env=os.environ | stubs(tmp_path, STUBS) | own, capture_output=True, text=True, check=False)
+    done = subprocess.run(["bash", "-c", script], env=os.environ | stand_ins(tmp_path, STUBS) | own, capture_output=True, text=True, check=False)
     assert done.returncode == left, done.stderr
     assert (tmp_path / "out").read_text() == one.text and (tmp_path / "out.requeued").exists() == again
 
@@ -236,7 +230,7 @@ def test_a_job_that_was_stopped_or_has_a_mistake_on_one_host_is_not_queued_again
     programs["maxstack"] = f'[ "$1" = train ] && touch {stop}; {STUBS["maxstack"]}'
     own = {"OUT": str(tmp_path / "out"), "CODES": str(tmp_path / "codes"), "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7",
            "CHECKED": "1" if when == "mistake" else "0"}
-    done = subprocess.run(["bash", "-c", slurm.script(job("h100:2x8"))], env=os.environ | stubs(tmp_path, programs) | own, capture_output=True,
+    done = subprocess.run(["bash", "-c", slurm.script(job("h100:2x8"))], env=os.environ | stand_ins(tmp_path, programs) | own, capture_output=True,
                           text=True, check=False)
     assert (done.returncode, done.stderr.strip()) == (left, said) and not (tmp_path / "out.requeued").exists()
     assert (tmp_path / "out").exists() == (when == "meanwhile")
@@ -252,7 +246,7 @@ def test_no_value_becomes_shell_or_yaml(value, line, job, tmp_path):
     environment = environment_of(written(one), 0, 0)
     assert (environment["A"], environment["B"]) == (value, line)
     show = {"srun": f'printf "%s\\0%s" "$A" "$B" > {tmp_path}/seen'}
-    own = stubs(tmp_path, show) | {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7"}
+    own = stand_ins(tmp_path, show) | {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7"}
     done = subprocess.run(["bash", "-c", slurm.script(one)], env=os.environ | own, check=False)
     assert done.returncode == 0 and (tmp_path / "seen").read_text() == f"{value}\0{line}"
     with contextlib.suppress(ConfigError):  # xpk quotes nothing: what could be more than a value is refused
@@ -267,10 +261,11 @@ def test_no_text_of_the_configuration_becomes_shell_or_yaml(text, job, tmp_path)
     one = job("v5e:4x4")
     one = dataclasses.replace(one, cfg=one.cfg.model_copy(update={"run": one.cfg.run.model_copy(update={"tuned": text})}))
     gpus, jobset = dataclasses.replace(one, topology=parse("h100:2x8")), written(one)
-    own = os.environ | stubs(tmp_path, {"maxstack": f'[ "$1" = config ] || cat "$2" > {tmp_path}/seen', "srun": STUBS["srun"]})
+    own = os.environ | stand_ins(tmp_path, {"maxstack": f'[ "$1" = config ] || cat "$2" > {tmp_path}/seen', "srun": STUBS["srun"]})
     own |= {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7"}
     for words, wanted in ((pod(jobset)["containers"][0]["command"], one.text), (["bash", "-c", slurm.script(gpus)], gpus.text),
                           (["bash", "-c", xpk.command(one)[-1].removeprefix("--command=")], one.text)):
+        words = [word.replace("/tmp/run.yml", f"{tmp_path}/run.yml") for word in words]
         subprocess.run(words, env=own | environment_of(jobset, 0, 0), check=True)
         assert (tmp_path / "seen").read_bytes().decode() == wanted
     assert yaml.safe_load(one.text)["run"]["tuned"] == text
@@ -288,12 +283,14 @@ def test_facts_that_no_cluster_has_are_refused(key, value):
 def test_the_cluster_s_facts_do_not_say_who_a_process_is(name):
     with pytest.raises(ConfigError, match=rf"env\.{name}.* is how a process learns of the others"):
         config.load(ClusterConfig, "tpu-v5e", [f"env={{{name}: '0'}}"])
+    with pytest.raises(ConfigError, match=rf"secrets\.{name}.* is how a process learns of the others"):
+        config.load(ClusterConfig, "tpu-v5e", [f"secrets={{{name}: {{name: n, key: k}}}}"])
 
 
 @pytest.mark.parametrize(("time", "seconds"), [("0", 0), ("12", 720), ("12:30", 750), ("1:00:10", 3610), ("1-2", 93600), ("1-2:03", 93780),
                                                ("1-02:03:04", 93784)])
 def test_slurm_s_forms_of_a_time_limit(time, seconds):
-    facts = FACTS | {"topology": "h100:1x8", "slurm": {"time": time}}
+    facts = FACTS | {"topology": "h100:1x8", "slurm": {"time": int(time) if time.isdecimal() else time}}
     assert ClusterConfig.model_validate(facts | {"grace": 30}).slurm.seconds == seconds
     if 0 < seconds <= 3660:
         with pytest.raises(ValueError, match=f"{time} is {seconds} s, and the run would be asked to save 3660 s before its end"):
@@ -307,87 +304,3 @@ def test_the_examples_of_clusters_load_and_their_topologies_are_there():
         parse(config.load(ClusterConfig, file.stem).topology)
     for name in machines():
         assert parse({"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1", "tpu7x": "tpu7x:2x2x1"}.get(name, f"{name}:1x8")).chip
-
-
-PAGES = "README.md", "docs/CLUSTER.md"
-DOCUMENTED = [line.split("#")[0].split()[1:] for page in PAGES for line in (HERE.parents[1] / page).read_text().splitlines()
-              if line.startswith("maxstack submit synthetic") and "--dry-run" in line]
-
-
-@pytest.mark.parametrize("words", DOCUMENTED, ids=" ".join)
-def test_what_the_documents_say_to_try_shows_what_a_cluster_gets(words, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(words) == 0 and "maxstack train" in capsys.readouterr().out
-    assert len(DOCUMENTED) == 5
-
-
-NOTE = 'printf "%s\\n" "$0" "$@" >> "$NOTED"; [ -t 0 ] || cat > "$NOTED.given"; ' \
-    'case "$*" in *parsable*) echo "77;c" ;; *noheader*|*ignore*) cat "$NOTED.there" ;; esac'
-
-
-@pytest.mark.parametrize(("target", "program", "stop"), [
-    ("gke", "kubectl", "kubectl --context=ctx --namespace=ns delete jobset run --cascade=foreground"),
-    ("slurm", "sbatch", "scancel --state=PENDING 77 scancel --signal=TERM --state=RUNNING 77"),
-    ("xpk", "xpk", "xpk workload delete --workload=run --cluster=c --force")])
-def test_a_cluster_s_own_commands_are_run_and_look_after_the_run_later(target, program, stop, tmp_path, monkeypatch, capfd):
-    path = write_config(tmp_path, train={"batch_size": 64, "steps": 10})
-    facts = {"topology": "h100:2x8"} | ({} if target == "slurm" else FACTS | {"context": "ctx"}) | ({"namespace": "ns"} if target == "gke" else {})
-    (tmp_path / "cluster.yml").write_text(yaml.safe_dump(facts))
-    programs = {name: NOTE for name in ("kubectl", "sbatch", "scancel", "squeue", "xpk")}
-    (tmp_path / "bin").mkdir()
-    for key, value in (stubs(tmp_path / "bin", programs) | {"NOTED": str(tmp_path / "noted"), "XDG_STATE_HOME": str(tmp_path / "state")}).items():
-        monkeypatch.setenv(key, value)
-    monkeypatch.chdir(tmp_path)
-    (there := tmp_path / "noted.there").touch()
-    words = ["submit", str(path), "--target", target, "--cluster", str(tmp_path / "cluster.yml"), "run.output_dir=/gcs/runs"]
-    assert cli.main([*words, "--dry-run"]) == 0
-    shown = capfd.readouterr().out
-    assert "100" in shown and cli.main([*words, "--dry-run", "--max-restarts", "7"]) == 0 and "7" in set(re.findall(r"\d+", capfd.readouterr().out))
-    assert not (tmp_path / "noted").exists()
-    assert cli.main(words) == 0
-    first = (tmp_path / "noted").read_text().splitlines()
-    assert Path(first[0]).name == program
-    if target == "xpk":
-        assert shown.split()[:3] == ["xpk", "workload", "create"] and first[1:3] == ["workload", "create"]
-    else:
-        assert (tmp_path / "noted.given").read_text() == shown
-    there.write_text("77 run\n")
-    for again in (words, ["submit", str(path), "--target", "local"]):
-        assert cli.main(again) == 1 and f"run: is on {target} ({tmp_path}/cluster.yml) already; give another --name" in capfd.readouterr().err
-    there.unlink()
-    assert cli.main(words) == 1 and "and whether it is still there is not known: " in capfd.readouterr().err
-    there.touch()
-    assert cli.main(words) == 0
-    for verb in ("status", "stop"):
-        (tmp_path / "noted").unlink()
-        assert cli.main([verb, "run"]) == 0
-    said = (tmp_path / "noted").read_text().split("\n")[:-1]
-    assert [Path(word).name if word.startswith("/") else word for word in said] == stop.split()
-
-
-@pytest.mark.parametrize(("words", "says"), [
-    (["--target", "gke"], "give --cluster FILE"), (["--target", "gke", "--cluster", "tpu-v5"], "tpu-v5e"),
-    (["--target", "gke", "--cluster", "tpu-v5e", "mesh.data=8"], "mesh: data=8 is 8 devices, but v5e:8x8 has 64; set one axis to -1"),
-    (["--target", "gke", "--cluster", "tpu-v5e"], "run.output_dir="),
-    (["--target", "slurm", "--cluster", "slurm-h200", "--set", "topology=v5e:8x8"], "has TPUs"),
-    (["--target", "slurm", "--cluster", "tpu-v5e"], "bucket: --target slurm takes none"),
-    (["--target", "gke", "--cluster", "tpu-v5e", "run.virtual_devices=8"], "is for a CPU"),
-    (["--target", "gke", "--cluster", "tpu-v5e", "run.output_dir=/gcs/../tmp"], "is lost with the container"),
-    (["--target", "gke", "--cluster", "tpu-v5e", "mesh.slices=2"], "mesh.slices=2: but v5e:8x8 has 1"),
-    (["--target", "gke", "--cluster", "tpu-v5e", "--set", "topology=v5e:8x8*2"], "mesh.slices=1: but v5e:8x8*2 has 2"),
-    (["--target", "gke", "--cluster", "tpu-v5e", "--set", "topology=v5e:8x8*2", "mesh.slices=2", "faults.elastic={}"],
-     "and v5e:8x8*2 has 32 hosts"),
-    (["--target", "local", "--processes", "2", "faults.elastic={}", "mesh.slices=2"], "faults.elastic: is for one process that drives all slices"),
-    (["--target", "gke", "--cluster", "tpu-v5e", "model.embed=65536", "model.layers=64"], "run does not fit v5e:8x8: estimated"),
-    (["--target", "gke", "--cluster", "tpu-v5e", "--processes", "2"], "are of --target local"),
-    (["--target", "local", "--cluster", "tpu-v5e"], "--target local is this machine"),
-    (["--target", "gke", "--cluster", "tpu-v5e", "runtime=pathways"], "which --target xpk starts, and gke does not"),
-    (["--target", "gke", "--cluster", "tpu-v5e", "--set", "topology=v5e:3x3"], "topology: v5e:3x3: there is no such v5e"),
-    (["--target", "gke", "--cluster", "tpu-v5e", "--set", "topology=here"], "topology: here is this machine; give the cluster's"),
-    (["--target", "gke", "--cluster", "tpu-v5e", "run.output_dir=/gcs/x"], "kubectl is not installed here")])
-def test_what_a_cluster_cannot_take_is_refused_before_it_is_asked(words, says, tmp_path, monkeypatch, capsys):
-    path = write_config(tmp_path, train={"batch_size": 64, "steps": 10})
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setenv("PATH", "/nonexistent")
-    assert cli.main(["submit", str(path), *words]) == 1
-    assert says in capsys.readouterr().err
