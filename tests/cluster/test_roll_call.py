@@ -98,24 +98,33 @@ def _when_open(at):
 def test_a_process_that_died_and_came_again_is_the_same_one(closes, monkeypatch):
     """Closed by its kernel, or not at all, as where its host has lost its power."""
     monkeypatch.setattr(roll_call_module, "ALIVE", 1.0)
-    at, ends = f"127.0.0.1:{free_port()}", []
+    at, ends, said = f"127.0.0.1:{free_port()}", [], []
     cards = [Card(i, 3, "host", ALIKE) for i in range(3)]
-    first = threading.Thread(target=lambda: ends.append(roll_call(cards[0], at, 20.0, 5.0, print)))
+    first = threading.Thread(target=lambda: ends.append(roll_call(cards[0], at, 60.0, 0.1, said.append)))
     first.start()
     connection = socket.create_connection(_when_open(at))
     connection.sendall(json.dumps(dataclasses.asdict(cards[1])).encode() + b"\n")
-    time.sleep(0.5)
+    _until(said, "here: 0-1 on host")
     if closes:
         connection.close()
-    others = [threading.Thread(target=roll_call, args=(card, at, 20.0, 5.0, print)) for card in cards[1:]]
-    for thread in others:
-        thread.start()
+        said.clear()
+        _until(said, "here: 0 on host")
+    others = [threading.Thread(target=roll_call, args=(card, at, 60.0, 5.0, print)) for card in cards[1:]]
+    others[0].start()
+    if not closes:  # it is told to leave, should it come back
+        words = iter(connection.makefile("rb").readline, b"")
+        assert json.loads(next(word for word in words if b"missing" not in word)) == {"again": True}
+        assert json.loads(next(word for word in words if b"missing" not in word)) == {"replaced": "host"}
+    others[1].start()
     for thread in (first, *others):
-        thread.join(30)
+        thread.join(60)
     assert ends == [None] and not any(thread.is_alive() for thread in others)
-    if not closes:  # it is back, and told to leave
-        assert b'"again"' in (said := connection.recv(1000)) and b'"replaced": "host"' in said
     connection.close()
+
+
+def _until(said, words):
+    while not any(words in line for line in said):
+        time.sleep(0.05)
 
 
 def test_two_living_processes_of_one_number_are_refused():
