@@ -12,8 +12,6 @@ from typing import Any
 
 import yaml
 
-from maxstack.submit.local import members
-
 TIMED = ("tokens_per_second", "step_seconds", "data_wait", "eval_seconds")
 FLAGS = "--xla_backend_optimization_level=1"
 
@@ -44,20 +42,6 @@ def interrupt(config: Path, folder: Path, after: int, number: int, *overrides: s
         time.sleep(0.02)
     process.send_signal(number)
     return process.wait(timeout=120)
-
-
-def several(config: Path, count: int, *overrides: str) -> list[subprocess.Popen[str]]:
-    """The processes of one run, started."""
-    return [subprocess.Popen(command(config, *overrides), env=environment() | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            for own in members(count)]
-
-
-def together(config: Path, count: int, *overrides: str, code: int = 0) -> list[str]:
-    """Run as several processes to the end; their outputs. Fails unless all leave with `code`."""
-    started = several(config, count, *overrides)
-    outputs = [process.communicate(timeout=300)[0] for process in started]
-    assert [process.returncode for process in started] == [code] * count, "\n".join(outputs)
-    return outputs
 
 
 def stand_ins(folder: Path, programs: Mapping[str, str]) -> dict[str, str]:

@@ -22,6 +22,8 @@ RECOMPUTED = {"none": 0.0, "dots": 0.0, "dots_no_batch": 0.05, "save": 0.2, "off
 """Share of the forward pass that the backward pass does again, by remat policy."""
 ELEMENTWISE = 30
 """Times that the residual stream is read or written in a layer, forward and backward: norms, residual sums, rotations, activations."""
+SLACK = 1.5
+"""Estimates of memory up to this many times what a device has go to the compiler, which knows better."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from maxstack import mesh_rules, parallel_rules, rules
 from maxstack.config import ConfigError
-from maxstack.plan.estimate import Estimate, Shapes, estimate
+from maxstack.plan.estimate import SLACK, Estimate, Shapes, estimate
 from maxstack.plan.topology import Topology, links
 from maxstack.sharding import AXES
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from maxstack.schema import Config
 
 POLICIES = ("none", "dots", "full")
-SLACK = 1.5
-"""Estimates of memory up to this many times what a device has go to the compiler, which knows better."""
 MOST_TENSOR, MOST_CONTEXT = 64, 64
 MOST_COMPILED = 24
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from maxstack.plan.topology import Topology
     from maxstack.schema import Config
 
-SLACK = 1.5
-"""The estimate of memory may be off by this factor (docs/PLAN.md)."""
 CONFIG = "run.yml"
 USED = {"xpk": {"project", "zone", "cluster", "context", "namespace", "priority", "image", "bucket", "env", "grace", "max_restarts"},
         "gke": {*ClusterConfig.model_fields} - {"slurm", "project", "zone", "cluster"},
@@ -106,7 +104,7 @@ def elsewhere(job: Job) -> list[str]:
 def checked(name: str, cfg: "Config", cluster: ClusterConfig, force: bool = False) -> tuple[Job, str]:
     """The job, and what plan's arithmetic says of it in a line. ConfigError where the mesh is not the topology's, or memory far from enough, but for
     `force`."""
-    from maxstack.plan.estimate import Shapes, estimate
+    from maxstack.plan.estimate import SLACK, Shapes, estimate
     from maxstack.plan.topology import links, parse
 
     if cfg.run.virtual_devices:

@@ -110,13 +110,11 @@ Handed = tuple[list[str], str, dict[str, list[str]]]
 def _xpk(job: "Job") -> Handed:
     from maxstack.submit import xpk
 
-    words, kubectl = xpk.command(job), _kubectl(job.cluster)
+    words = xpk.command(job)
     place = [word for word in words if word.startswith(("--cluster=", "--project=", "--zone=", "--namespace="))]
-    logs = [*kubectl, "logs", "--selector", f"jobset.sigs.k8s.io/jobset-name={job.name}", "--all-containers", "--prefix", "--tail=-1",
-            f"--max-log-requests={4 * job.topology.hosts + 4}"]
     return words, f"{xpk.shown(words)}\n", {
-        "there": [*kubectl, "get", "jobset", job.name, "--ignore-not-found", "--output=name"],
-        "status": ["xpk", "workload", "list", *place, f"--filter-by-job=^{job.name}$"], "logs": logs, "follow": [*logs, "--follow"],
+        **_jobset(job, ["--all-containers"], 4 * job.topology.hosts + 4),
+        "status": ["xpk", "workload", "list", *place, f"--filter-by-job=^{job.name}$"],
         "stop": ["xpk", "workload", "delete", f"--workload={job.name}", *place, "--force"]}
 
 
@@ -124,12 +122,18 @@ def _gke(job: "Job") -> Handed:
     from maxstack.submit import gke
 
     kubectl = _kubectl(job.cluster)
-    logs = [*kubectl, "logs", "--selector", f"jobset.sigs.k8s.io/jobset-name={job.name}", "--container", gke.CONTAINER, "--prefix", "--tail=-1",
-            f"--max-log-requests={job.topology.hosts}"]
     return [*kubectl, "create", "--filename", "-"], gke.manifest(job), {
-        "there": [*kubectl, "get", "jobset", job.name, "--ignore-not-found", "--output=name"],
-        "status": [*kubectl, "get", "jobset", job.name], "logs": logs, "follow": [*logs, "--follow"],
+        **_jobset(job, ["--container", gke.CONTAINER], job.topology.hosts),
+        "status": [*kubectl, "get", "jobset", job.name],
         "stop": [*kubectl, "delete", "jobset", job.name, "--cascade=foreground"]}
+
+
+def _jobset(job: "Job", containers: list[str], streams: int) -> dict[str, list[str]]:
+    """What kubectl says of a job that is a JobSet."""
+    kubectl = _kubectl(job.cluster)
+    logs = [*kubectl, "logs", "--selector", f"jobset.sigs.k8s.io/jobset-name={job.name}", *containers, "--prefix", "--tail=-1",
+            f"--max-log-requests={streams}"]
+    return {"there": [*kubectl, "get", "jobset", job.name, "--ignore-not-found", "--output=name"], "logs": logs, "follow": [*logs, "--follow"]}
 
 
 def _kubectl(cluster: "ClusterConfig") -> list[str]:
