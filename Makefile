@@ -1,18 +1,24 @@
-# `make train` learns from real text on this machine's CPU; `make test` runs the whole suite, lint and types
-# included; `make drills` breaks runs in every way that the README names, for an hour or two.
+# `make train` learns from real text on this machine's CPU; `make test` runs lint, types and the tests of
+# ten minutes, `make test-all` every test; `make drills` breaks runs in every way that the README names.
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do command -v $$p >/dev/null && $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 CONFIG ?= configs/quickstart.yml
 
-.PHONY: train test drills oracle docs bench clean
+.PHONY: train test test-all drills oracle docs bench clean
 
 train: .venv/installed
 	$(BIN)/python -m maxstack.train $(CONFIG) $(ARGS)
 
+CHECK = $(BIN)/ruff check maxstack tests scripts && $(BIN)/mypy
+PYTEST = $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
+
 test: .venv/test-installed
-	$(BIN)/ruff check maxstack tests scripts
-	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(CHECK)
+	$(PYTEST) -m 'not slow and not compiler' $(ARGS)
+
+test-all: .venv/test-all-installed
+	$(CHECK)
+	$(PYTEST) $(ARGS)
 
 drills: .venv/test-installed
 	$(BIN)/python scripts/drills.py $(ARGS)
@@ -42,6 +48,10 @@ clean:
 .venv/test-installed: .venv/bin/python pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
 	@touch $@ .venv/installed
+
+.venv/test-all-installed: .venv/bin/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable '.[test-all]'
+	@touch $@ .venv/test-installed .venv/installed
 
 .venv-oracle/installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "maxstack needs Python 3.11, 3.12 or 3.13 on the PATH, or: make PYTHON=/path/to/python3.12"; exit 1; }

@@ -23,7 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:1] = [str(ROOT), str(ROOT / "tests")]  # and not this folder, where `drills` is this file
-os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ |= {"JAX_PLATFORMS": "cpu", "MAXSTACK_DRILLS": "fresh"}
 
 from drills import disks  # noqa: E402
 from drills.promises import PROMISES  # noqa: E402

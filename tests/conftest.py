@@ -1,19 +1,73 @@
-"""Eight virtual CPU devices for the whole session, and compiled programs let go before there are too many."""
+"""Eight virtual CPU devices and one folder of compiled programs for the whole session."""
 
+import collections
+import json
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "1"  # XLA warns of what it had to replicate
-if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):  # tiny programs: compiling them costs more than running them
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8").strip()
+FLAGS = {"xla_backend_optimization_level": "0", "xla_cpu_use_fusion_emitters": "false",
+         "xla_force_host_platform_device_count": "8"}
+"""Tiny programs: compiling them costs more than running them."""
+given = os.environ.get("XLA_FLAGS", "")
+os.environ["XLA_FLAGS"] = " ".join(
+    [given, *(f"--{name}={value}" for name, value in FLAGS.items() if name not in given)]).strip()
 
+COMPILED = "MAXSTACK_TESTS_COMPILED"
 MAPPED = 25_000
 """Mappings of memory, of which Linux allows a process 65,530; each compiled program takes some, and XLA aborts where it gets no more."""
+
+
+def pytest_configure(config):
+    """Make the folder of compiled programs, once for all workers of xdist."""
+    if not hasattr(config, "workerinput"):
+        os.environ[COMPILED] = tempfile.mkdtemp(prefix="maxstack-compiled-")
+
+
+def pytest_collection_modifyitems(items):
+    """The longest files first, each on one worker, because its tests compile the same programs."""
+    seconds = json.loads((Path(__file__).parent / "durations.json").read_text())
+    items.sort(key=lambda item: -seconds.get(_file(item), 0.0))
+    for item in items:
+        if not item.get_closest_marker("alone"):
+            item.add_marker(pytest.mark.xdist_group(_file(item)))
+        if (needed := item.get_closest_marker("compiler")) and (missing := _missing(*needed.args)):
+            item.add_marker(pytest.mark.skip(reason=f"the extra {missing} is not installed"))
+
+
+def _file(item):
+    return item.nodeid.partition("::")[0]
+
+
+def _missing(name):
+    """The extra that brings the compiler of a topology, where it is not installed."""
+    from maxstack.plan import topology
+
+    modules, extra = topology._PLUGINS[topology.parse(name).chip.platform]
+    return "" if any(map(topology._importable, modules)) else extra
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Write what each file took, in seconds, where MAXSTACK_TESTS_DURATIONS says."""
+    if path := os.environ.get("MAXSTACK_TESTS_DURATIONS"):
+        taken = collections.Counter()
+        for reports in terminalreporter.stats.values():
+            for report in reports:
+                if hasattr(report, "duration"):
+                    taken[report.nodeid.partition("::")[0]] += report.duration
+        rounded = {file: round(seconds, 1) for file, seconds in taken.most_common()}
+        Path(path).write_text(json.dumps(rounded, indent=0) + "\n")
+
+
+def pytest_unconfigure(config):
+    """Remove it."""
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ.pop(COMPILED), ignore_errors=True)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -3,17 +3,20 @@
 import json
 import os
 import stat
-import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
+from forked import Forked
 
 TIMED = ("tokens_per_second", "step_seconds", "data_wait", "eval_seconds")
-FLAGS = "--xla_backend_optimization_level=1"
+FLAGS = "--xla_backend_optimization_level=1 --xla_cpu_use_fusion_emitters=false"
+COMPILED = os.environ.get("MAXSTACK_TESTS_COMPILED", "")
+"""The folder of compiled programs of this session of tests, of all its processes (conftest.py)."""
 
 
 def command(config: Path, *overrides: str) -> list[str]:
@@ -28,14 +31,26 @@ def environment() -> dict[str, str]:
 
 def train(config: Path, *overrides: str, code: int = 0) -> str:
     """Run to the end; its output. Fails unless it leaves with `code`."""
-    done = subprocess.run(command(config, *overrides), capture_output=True, text=True, env=environment(), timeout=300, check=False)
-    assert done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done.stdout + done.stderr
+    return run(command(config, *overrides), environment(), code)
+
+
+def run(words: list[str], env: Mapping[str, str], code: int = 0, cwd: Path | None = None) -> str:
+    """A Python command in a fork, to its end; its output. Fails unless it leaves with `code`."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "output"
+        process = Forked(words, env, output, cwd=cwd)
+        try:
+            found = process.wait(300)
+        finally:
+            process.kill()
+        text = output.read_text(errors="replace")
+    assert found == code, f"exit {found}\n{text}"
+    return text
 
 
 def interrupt(config: Path, folder: Path, after: int, number: int, *overrides: str) -> int:
     """Start a run, send it a signal once it has reported step `after`, or for 0 once it has its folder; its exit code."""
-    process = subprocess.Popen(command(config, *overrides), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = Forked(command(config, *overrides), environment(), Path(os.devnull))
     deadline = time.monotonic() + 240
     while process.poll() is None and not (any(row["step"] >= after for row in rows(folder)) if after else (folder / ".lock").exists()):
         assert time.monotonic() < deadline, "the run never reached the step"
@@ -79,7 +94,7 @@ def write_config(folder: Path, **sections: Any) -> Path:
     """A tiny run over Python's own source text, packed, as a mixture of two sources, saved every 4 steps."""
     block = {"mixer": {"kind": "attention", "heads": 4, "kv_heads": 2, "head_dim": 8}, "mlp": {"kind": "gated", "hidden": 64}}
     base: dict[str, Any] = {
-        "run": {"name": "run", "output_dir": str(folder), "tensorboard": False, "compilation_cache": str(folder / "cache")},
+        "run": {"name": "run", "output_dir": str(folder), "tensorboard": False, "compilation_cache": COMPILED or str(folder / "cache")},
         "model": {"vocab": 320, "embed": 32, "layers": 2, "dtype": "float32", "blocks": {"block": block}},
         "data": {"seq_len": 64, "sources": [
             {"kind": "text", "files": ["{stdlib}/[a-f]*.py"], "holdout": 0.2, "weight": 3.0},

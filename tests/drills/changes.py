@@ -1,6 +1,7 @@
 """A run that goes on under other circumstances: devices, configuration, clock."""
 
 import functools
+import itertools
 import random
 import shutil
 import signal
@@ -51,12 +52,14 @@ FREE = (
 BOUND = (
     (["model.embed=64"], "model.embed: 32 -> 64"), (["model.layers=3"], "model.layers: 2 -> 3"), (["data.seq_len=32"], "data.seq_len: 64 -> 32"),
     (["data.seed=7"], "data.seed: 0 -> 7"), (["train.batch_size=16"], "train.batch_size: 8 -> 16"),
-    (["data.shuffle=false"], "data.shuffle: True -> False"),
-    (["objective.z_loss=0.01"], "objective.z_loss: 0.0 -> 0.01"), (["model.blocks.block.mixer.window=8"], "mixer.window: None -> 8"),
+    (["data.shuffle=false"], "data.shuffle: true -> false"),
+    (["objective.z_loss=0.01"], "objective.z_loss: 0.0 -> 0.01"), (["model.blocks.block.mixer.window=8"], "mixer.window: null -> 8"),
     (["data.sources.0.weight=5"], "weight: 3.0 -> 5.0"), (["data.sources.1.documents=50"], "documents: 100 -> 50"),
     (["data.packing=none"], "data.packing"), (["optimizer=lion"], "optimizer.chain"))
 FORCED = (("objective.z_loss=0.01", "objective"), ("data.sources.0.weight=5", "data.sources.0.weight"))
 """Keys that may change, those that may not with what is said of them, and those that are gone on in spite of."""
+TABLE = (*(("free", given, "") for given in FREE), *(("bound", given, said) for given, said in BOUND),
+         *(("forced", [given], key) for given, key in FORCED))
 
 
 def changed(folder: Path, count: int, dice: random.Random) -> Outcome:
@@ -64,9 +67,7 @@ def changed(folder: Path, count: int, dice: random.Random) -> Outcome:
     found, config = outcome(folder), settings(folder, train={"steps": 12, "batch_size": 8}, eval={"every": 0}, optimizer=STEADY)
     with Started(config, "run", "train.steps=4") as started:
         assert started.wait() == [0], started.output()
-    kinds = [*(("free", given, "") for given in FREE), *(("bound", given, said) for given, said in BOUND),
-             *(("forced", [given], key) for given, key in FORCED)]
-    for number, (kind, given, said) in enumerate(_some(kinds, count, dice)):
+    for number, (kind, given, said) in enumerate(_some(TABLE, count, dice)):
         name = f"run-{number}"
         shutil.copytree(folder / "run", folder / name)
         before = _files(folder / name)
@@ -80,7 +81,7 @@ def changed(folder: Path, count: int, dice: random.Random) -> Outcome:
     return found
 
 
-def _some(kinds: list, count: int, dice: random.Random) -> list:
+def _some(kinds: tuple, count: int, dice: random.Random) -> list:
     """`count` of them, of each kind in turn."""
     apart = [dice.sample(part, len(part)) for kind in ("bound", "free", "forced") if (part := [one for one in kinds if one[0] == kind])]
     turns = [part[i] for i in range(max(map(len, apart))) for part in apart if i < len(part)]
@@ -96,9 +97,10 @@ def _files(folder: Path) -> dict[str, int]:
 def clock(folder: Path, count: int, dice: random.Random) -> Outcome:
     """0: the wall clock is a day ahead or behind in processes that are killed and go on."""
     found, config = outcome(folder), settings(folder, checkpoint={"every": 4})
+    days = itertools.cycle(dice.sample((-86400, 86400), 2))
 
     def plan(begin: int) -> tuple[Fault, functools.partial]:
-        return {"kind": "clock", "seconds": dice.choice((-86400, 86400))}, functools.partial(_killed_at, begin + dice.randrange(2, 12))
+        return {"kind": "clock", "seconds": next(days)}, functools.partial(_killed_at, begin + dice.randrange(2, 12))
 
     chain(found, config, count, plan)
     return found

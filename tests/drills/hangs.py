@@ -135,7 +135,7 @@ def straggler(folder: Path, count: int, dice: random.Random) -> Outcome:
     """15: one of 2 or 4 processes is stopped again and again for 20 of 21 ms, or its documents come slowly."""
     found, source = outcome(folder), {"kind": "synthetic", "documents": 1000, "length": 60, "ragged": True, "vocab": 320}
     for number in range(count):
-        many, kind = (2, 4)[number % 2], ("stopped", "documents")[number // 2 % 2]
+        many, kind = (2, 4)[number // 2 % 2], ("stopped", "documents")[number % 2]
         who = dice.randrange(many)
         config = across(folder, train={"steps": 100000, "batch_size": 8}, checkpoint={"every": 0}, faults={"check_every": EVERY},
                         data={"seq_len": 64, "sources": [source]})

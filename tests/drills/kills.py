@@ -19,12 +19,13 @@ RETRY = 42
 
 
 def sigkill(folder: Path, count: int, dice: random.Random) -> Outcome:
-    """1: at random moments, half of them before the first step (a third of those with everything to compile), half among the steps."""
+    """1: at random moments, by turns among the steps and before the first."""
     config, found, start = settings(folder, checkpoint={"every": 4}), outcome(folder), [5.0]
+    turns = itertools.cycle((False, True))
 
     def plan(begin: int) -> tuple[Fault | None, Callable[[Started], list[str] | None]]:
         wait, further = dice.random(), dice.randrange(1, 25)
-        early = count > 1 and bool(dice.randrange(2))
+        early = next(turns)
 
         def harm(started: Started) -> list[str] | None:
             if early:

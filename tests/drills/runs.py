@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import processes
 import yaml
+from forked import Forked
 from processes import TIMED, rows
 
 from maxstack.checkpoint import manifest
@@ -27,6 +29,8 @@ from maxstack.submit import local
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, SEVERAL = 40, 24
 """Steps of a run of one process, and of several."""
+FORKS = os.environ.get("MAXSTACK_DRILLS") != "fresh"
+"""Whether training processes may be forks (tests/forked.py); `make drills` starts each anew."""
 LIMIT = 300.0
 """Seconds after which a run that should have ended counts as hung."""
 Fault = dict[str, Any]
@@ -79,7 +83,7 @@ def outcome(folder: Path) -> Outcome:
 def settings(folder: Path, **sections: Any) -> Path:
     """The tiny run of tests/processes.py with an evaluation now and then; all drills beside each other share one cache of compiled programs."""
     folder.mkdir(parents=True, exist_ok=True)
-    run = {"name": "run", "output_dir": str(folder), "tensorboard": False, "compilation_cache": str(folder.parent / "cache")}
+    run = {"name": "run", "output_dir": str(folder), "tensorboard": False, "compilation_cache": processes.COMPILED or str(folder.parent / "cache")}
     return processes.write_config(folder, run=run, **{"train": {"steps": STEPS, "batch_size": 8}, "eval": {"every": 20, "steps": 2}} | sections)
 
 
@@ -107,9 +111,7 @@ class Started:
             if fault and at in (None, i):
                 command[1:3] = [str(Path(__file__).with_name("faulty.py"))]
                 environment |= {"DRILL_FAULT": json.dumps(fault), "GLIBC_TUNABLES": ""}
-            with path.open("w") as file:
-                self.processes.append(subprocess.Popen([*within, *command], env=environment, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT,
-                                                       start_new_session=True))
+            self.processes.append(_start([*within, *command], environment, path))
             RUNNING.add(self.processes[-1].pid)
 
     def __enter__(self) -> "Started":
@@ -165,6 +167,15 @@ class Started:
             found = _left({process.pid for process in self.processes}, f"{self.folder}/")
             time.sleep(0.02)
         return [f"still runs: {command}" for command in found]
+
+
+def _start(command: Sequence[str], env: dict[str, str], output: Path) -> subprocess.Popen | Forked:
+    """A process in a session of its own: in a fork where tests may, and it is plain Python."""
+    if FORKS and command[0] == sys.executable:
+        return Forked(command, env, output, cwd=ROOT)
+    with output.open("w") as file:
+        return subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT,
+                                start_new_session=True)
 
 
 def _left(leaders: set[int], name: str) -> list[str]:
@@ -321,9 +332,10 @@ def state(folder: Path, step: int) -> dict[str, np.ndarray]:
 
 def maxstack(*arguments: str) -> tuple[int, str]:
     """A command of maxstack -> exit code and output."""
-    done = subprocess.run([sys.executable, "-m", "maxstack.cli", *arguments], capture_output=True, text=True, env=processes.environment(), cwd=ROOT,
-                          timeout=LIMIT, check=False)
-    return done.returncode, done.stdout + done.stderr
+    command = [sys.executable, "-m", "maxstack.cli", *arguments]
+    with tempfile.NamedTemporaryFile() as output:
+        process = _start(command, processes.environment(), Path(output.name))
+        return process.wait(LIMIT), Path(output.name).read_text()
 
 
 def told(folder: Path) -> str:

@@ -16,7 +16,7 @@ def corrupt(folder: Path, count: int, dice: random.Random) -> Outcome:
     """8: one record of a shard, of three kinds of file; the baseline has an empty document in its place, which is passed over too."""
     found, kinds = outcome(folder), itertools.cycle(dice.sample(KINDS, len(KINDS)))
     for number in range(count):
-        kind, bad, workers, top = next(kinds), dice.randrange(TEXTS), dice.randrange(3), folder / f"{number}"
+        kind, bad, workers, top = next(kinds), dice.randrange(TEXTS), number % 3, folder / f"{number}"
         texts = [f"document {i} " + "".join(dice.choices("abcdefgh ", k=dice.randrange(60, 200))) for i in range(TEXTS)]
         source, name = _written(top / "data", kind, texts, bad, empty=True)
         config = settings(top, eval={"every": 0}, train={"steps": 24, "batch_size": 8}, data={

@@ -1,4 +1,5 @@
-"""Every drill once or twice; `make drills` runs them many times. What they promise stands in the README, word for word."""
+"""Every kind of every drill once, from fixed seeds; `make drills` draws others, many times. What they
+promise stands in the README, word for word."""
 
 import random
 from pathlib import Path
@@ -20,13 +21,16 @@ def beside(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("number", DRILLS)
-def test_drill(number, beside):
+@pytest.mark.alone
+@pytest.mark.parametrize("number", [
+    pytest.param(number, marks=[] if drill.short else pytest.mark.slow) for number, drill in DRILLS.items()])
+def test_drill(number, beside, request):
     drill = DRILLS[number]
     if number == 4 and not disks.can_mount():
         pytest.skip("a full file system needs a mount of one's own")
-    found = drill.function(beside / f"{number}", drill.short, random.Random())
-    assert found.injected >= drill.short and found.lost == 0, "\n".join(found.notes)
+    count = drill.short if "not slow" in request.config.option.markexpr else drill.table
+    found = drill.function(beside / f"{number}", count, random.Random(f"suite {number}"))
+    assert found.injected >= count and found.lost == 0, "\n".join(found.notes)
 
 
 def test_every_promise_is_drilled_and_stands_in_the_readme():

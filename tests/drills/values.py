@@ -1,6 +1,7 @@
 """Bad values: not finite, spikes."""
 
 import json
+import itertools
 import random
 import signal
 from pathlib import Path
@@ -10,6 +11,7 @@ from drills.runs import Outcome, Started, complete, last_step, newest, outcome, 
 from processes import numbers, rows
 
 BATCH, WARM_UP, LAST = 8, 8, 18
+PLACES = "loss", "gradient", "element"
 STEPS, EVERY = 36, 4
 """Of the run with spikes."""
 
@@ -17,6 +19,8 @@ STEPS, EVERY = 36, 4
 def poisoned(folder: Path, count: int, dice: random.Random) -> Outcome:
     """6: batches in the warm-up and later make the loss, all gradients or one element of one not a number or infinite, inside the compiled step."""
     found, number = outcome(folder), 0
+    values = float("nan"), float("inf"), float("-inf")
+    kinds = itertools.cycle(zip(dice.sample(PLACES, 3), dice.sample(values, 3), strict=True))
     config = settings(folder, checkpoint={"every": 1, "keep": 1000}, eval={"every": 0}, train={"steps": LAST, "batch_size": BATCH},
                       faults={"max_skips": 3, "spike": {"window": 8, "warm_up": WARM_UP, "deviations": 50.0}})
     first = LAST - 5
@@ -25,9 +29,8 @@ def poisoned(folder: Path, count: int, dice: random.Random) -> Outcome:
     wrong = [] if "4 updates in a row are refused, and faults.max_skips=3" in output and "Traceback" not in output else [output[-800:]]
     found.add(wrong + _not_finite(many, newest(many)))
     while found.injected < count:
-        name, where = f"run-{number}", dice.choice(("loss", "gradient", "element"))
+        name, (where, value) = f"run-{number}", next(kinds)
         bad = sorted({dice.randrange(2, WARM_UP), dice.randrange(WARM_UP + 2, LAST)})
-        value = dice.choice((float("nan"), float("inf"), float("-inf")))
         output = complete(config, name, fault={"kind": "poison", "steps": bad, "where": where, "value": value})
         wrong = _refused(config.parent / name, bad, output)
         for step in bad:
