@@ -43,6 +43,7 @@ def representative(paths):
             yield path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", list(representative(FILES)), ids=lambda path: str(path.relative_to(presets_dir())))
 def test_a_shipped_file_loads_assembles_and_lowers(path, tmp_path):
     cfg = loaded(path, tmp_path)
@@ -52,6 +53,7 @@ def test_a_shipped_file_loads_assembles_and_lowers(path, tmp_path):
     assert {"loss", "grad_norm"} <= scalars.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [path for path in FILES if path.parent.name == "meshes"], ids=lambda path: path.stem)
 def test_no_shipped_mesh_makes_xla_rematerialize_what_was_sharded(path, tmp_path, capfd):
     cfg = loaded(path, tmp_path)

@@ -72,6 +72,7 @@ def losses(folder):
     return {row["step"]: row["loss"] for row in tiny.metrics(folder) if "loss" in row}
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_without_lost_slices_and_neither_loses_nor_repeats_a_batch(tmp_path, losing, capfd):
     assert train.main(write(tmp_path, "whole")) == 0
     losing.ran.clear()

@@ -1,11 +1,8 @@
 """A folder becomes a run, is trained on a mesh, and becomes a folder again: the same model all the way."""
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import parity
+import processes
 import pytest
 
 from maxstack import cli
@@ -18,12 +15,11 @@ def trained(tmp_path_factory):
     """The run of an imported folder after five steps on 8 virtual devices under fsdp x tensor."""
     folder = tmp_path_factory.mktemp("convert")
     assert cli.main(["import", str(FOLDER), "--out", str(folder / "run")]) == 0
-    done = subprocess.run([sys.executable, "-m", "maxstack.train", str(folder / "run" / "config.yml"), "train.steps=5", "train.batch_size=8",
-                           "data.seq_len=16", "model.dtype=float32", "run.virtual_devices=8", "mesh.fsdp=2", "mesh.tensor=2", "run.tensorboard=false",
-                           "run.compilation_cache=null"], capture_output=True, text=True, check=False, timeout=300,
-                          env=os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=1"})
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder, done.stdout
+    output = processes.train(
+        folder / "run" / "config.yml", "train.steps=5", "train.batch_size=8", "data.seq_len=16",
+        "model.dtype=float32", "run.virtual_devices=8", "mesh.fsdp=2", "mesh.tensor=2",
+        "run.tensorboard=false", "run.compilation_cache=null")
+    return folder, output
 
 
 def test_a_run_of_an_imported_folder_starts_from_its_weights(trained):

@@ -5,6 +5,7 @@ import math
 import jax
 import numpy as np
 import pytest
+import tiers
 import tiny
 
 from maxstack.sharding import AXES
@@ -77,7 +78,8 @@ def alone():
     return lambda model: done.setdefault(model, five_steps(model, {})) if model not in done else done[model]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", tiers.of(
+    CASES, "slices", "stage", "data", "fsdp", "expert", "context ring", "context ulysses", "tensor"))
 def test_losses_and_gradients_equal_those_of_one_device(case, alone, capfd):
     model, mesh = CASES[case]
     (ours, our_gradients), (theirs, their_gradients) = five_steps(model, mesh), alone(model)

@@ -1,16 +1,19 @@
 """Whole runs as real processes: what they leave behind, kills, signals, other device and process counts."""
 
+import os
 import signal
-import subprocess
-import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import processes
 import pytest
 import yaml
+from forked import Forked
 from orbax.checkpoint import v1 as ocp
 from processes import numbers, rows, train, write_config
+
+from maxstack import cli
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +21,7 @@ def base(tmp_path_factory):
     """An uninterrupted run, and the configuration that made it."""
     folder = tmp_path_factory.mktemp("base")
     config = write_config(folder, eval={"every": 8, "steps": 3}, run={
-        "name": "base", "output_dir": str(folder), "tensorboard": True, "compilation_cache": str(folder / "cache")})
+        "name": "base", "output_dir": str(folder), "tensorboard": True, "compilation_cache": processes.COMPILED})
     output = train(config)
     return config, folder, output
 
@@ -52,19 +55,29 @@ def test_an_interrupt_saves_leaves_with_42_and_the_same_command_goes_on(base):
     assert numbers(folder / "interrupted") == numbers(folder / "base")
 
 
-def test_a_second_interrupt_leaves_at_once_with_130(base):
+def test_a_second_interrupt_leaves_at_once_with_130(base, tmp_path):
     config, folder, _ = base
     command = processes.command(config, "run.name=twice", "checkpoint.every=1000", "train.steps=100000")
-    with subprocess.Popen(command, env=processes.environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-        while not rows(folder / "twice"):
-            assert process.poll() is None
-            time.sleep(0.02)
+    told = tmp_path / "told"
+    process = Forked(command, processes.environment(), Path(os.devnull), errors=told)
+    try:
+        until(lambda: rows(folder / "twice"), process)
         process.send_signal(signal.SIGINT)
-        while "leaving after this step" not in process.stderr.readline():
-            assert process.poll() is None
+        until(lambda: "leaving after this step" in told.read_text(), process)
         process.send_signal(signal.SIGINT)
-        told = process.communicate(timeout=20)[1]
-    assert process.returncode == 130 and "SIGINT again: leaving at once" in told and "Traceback" not in told and "WATCHDOG" not in told
+        assert process.wait(timeout=20) == 130
+    finally:
+        process.kill()
+    text = told.read_text()
+    assert "SIGINT again: leaving at once" in text
+    assert "Traceback" not in text and "WATCHDOG" not in text
+
+
+def until(condition, process):
+    """Wait for it; it must come before the process ends."""
+    while not condition():
+        assert process.poll() is None
+        time.sleep(0.02)
 
 
 def test_a_signal_before_the_first_step_leaves_at_once_with_42(base):
@@ -76,8 +89,8 @@ def test_a_signal_before_the_first_step_leaves_at_once_with_42(base):
 def test_a_batch_that_does_not_divide_over_the_devices_is_refused_once_they_are_known(base):
     config, _, _ = base
     environment = processes.environment() | {"XLA_FLAGS": processes.FLAGS + " --xla_force_host_platform_device_count=3"}
-    done = subprocess.run(processes.command(config, "run.name=odd"), capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 1 and "train.batch_size" in done.stderr and "Traceback" not in done.stderr
+    told = processes.run(processes.command(config, "run.name=odd"), environment, code=1)
+    assert "train.batch_size" in told and "Traceback" not in told
 
 
 @pytest.mark.parametrize(("forced", "said"), [("optimizer", "no key that a checkpoint binds"), ("model", "model.embed: 32 -> 64"),
@@ -141,11 +154,10 @@ def test_the_resolved_config_is_plain_yaml(base):
 
 def test_a_run_in_use_is_refused(base):
     config, folder, _ = base
-    holder = subprocess.Popen(processes.command(config, "run.name=held", "train.steps=100000", "eval.every=0"), env=processes.environment(),
-                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    words = processes.command(config, "run.name=held", "train.steps=100000", "eval.every=0")
+    holder = Forked(words, processes.environment(), Path(os.devnull))
     try:
-        while not rows(folder / "held") and holder.poll() is None:
-            time.sleep(0.05)
+        until(lambda: rows(folder / "held"), holder)
         assert "in use by another process" in train(config, "run.name=held", "train.steps=100000", code=1)
     finally:
         holder.kill()
@@ -176,8 +188,7 @@ def test_an_output_folder_that_cannot_be_made_is_an_error_of_one_line(base, tmp_
 
 def test_prepared_shards_are_neither_read_as_text_nor_trained_on_where_held_out(base, tmp_path):
     config, _, _ = base
-    subprocess.run([sys.executable, "-m", "maxstack.cli", "data", "prepare", str(config), "--out", str(tmp_path / "shards")], check=True,
-                   capture_output=True, env=processes.environment())
+    assert cli.main(["data", "prepare", str(config), "--out", str(tmp_path / "shards")]) == 0
     source = f"data.sources=[{{kind: array_record, content: CONTENT, files: ['{tmp_path}/shards/*.array_record']}}]"
     assert "set `content: tokens`" in train(config, "run.name=shards", source.replace("CONTENT", "text"), "eval.every=0", code=2)
     assert "held-out documents among" in train(config, "run.name=shards", source.replace("CONTENT", "tokens"), "eval.every=0", code=2)

@@ -1,5 +1,6 @@
 """Tiny configurations for tests, and the batches to run them on."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import jax
 import numpy as np
 
 from maxstack import sharding
+from maxstack.checkpoint.config import CheckpointConfig
 from maxstack.config import dump
 from maxstack.run import Run, assemble
 from maxstack.schema import Config
@@ -34,11 +36,14 @@ def config(**sections: Any) -> Config:
 
 
 def make_run(cfg: Config, devices: int = 1) -> Run:
-    """`cfg` on the first `devices` virtual devices; the same run again for an equal `cfg`, so that its functions are compiled once."""
-    key = dump(cfg), devices
+    """`cfg` on the first `devices` virtual devices. Equal configurations share compiled functions;
+    where a run lies and what it saves is no part of them."""
+    same = {"run": Config.model_fields["run"].default, "checkpoint": CheckpointConfig()}
+    key = dump(cfg.model_copy(update=same)), devices
     if key not in _RUNS:
-        _RUNS[key] = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()[:devices]))
-    return _RUNS[key]
+        mesh = sharding.make_mesh(cfg.mesh, jax.devices()[:devices])
+        _RUNS[key] = assemble(cfg, mesh)
+    return dataclasses.replace(_RUNS[key], cfg=cfg)
 
 
 def batch(cfg: Config, seed: int = 0) -> dict[str, np.ndarray]:

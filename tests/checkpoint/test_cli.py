@@ -13,11 +13,13 @@ from maxstack.config import dump
 from maxstack.data import make_feed
 
 
-@pytest.fixture
-def run(tmp_path):
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
     """A run's folder with steps 1 to 3, and all of them in another tier."""
-    cfg = tiny.config(run={"name": "tiny"}, checkpoint={"every": 1, "keep": 9, "tiers": [{"path": str(tmp_path / "far"), "every": 2}]})
-    made, folder = tiny.make_run(cfg), tmp_path / "runs" / "tiny"
+    top = tmp_path_factory.mktemp("made")
+    tiers = [{"path": str(top / "far"), "every": 2}]
+    cfg = tiny.config(run={"name": "tiny"}, checkpoint={"every": 1, "keep": 9, "tiers": tiers})
+    made, folder = tiny.make_run(cfg), top / "runs" / "tiny"
     folder.mkdir(parents=True)
     (folder / "config.yml").write_text(dump(cfg))
     feed, state = make_feed(cfg.data, made.rows(8), 8), made.init()
@@ -25,7 +27,16 @@ def run(tmp_path):
     for step in (1, 2, 3):
         saves.save(step, state, feed, {"skipped": [[4, 6]]}, 2.5)
     saves.close()
-    return folder
+    return top
+
+
+@pytest.fixture
+def run(made, tmp_path):
+    """A copy of it that knows its own place."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    for path in (tmp_path / "runs" / "tiny" / "config.yml", tmp_path / "far" / "tiny" / "run.json"):
+        path.write_text(path.read_text().replace(str(made), str(tmp_path)))
+    return tmp_path / "runs" / "tiny"
 
 
 def said(capsys, *words, code=0):

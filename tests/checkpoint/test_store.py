@@ -1,5 +1,7 @@
 """Checkpoints on real files: what a manifest finds, which step a run goes on from, and a disk that is full."""
 
+import contextlib
+import functools
 import json
 import os
 import shutil
@@ -19,17 +21,18 @@ from maxstack.config import ConfigError
 from maxstack.data import make_feed
 
 
-@pytest.fixture
-def saved(tmp_path):
-    """A function that makes the run's checkpoints again, as a new process would; three steps are saved, with a state of each."""
-    said = []
+def checkpoints(folder, said, **changes):
+    """(the run's checkpoints in a folder, its feed, the run) as a new process would make them."""
+    run = tiny.make_run(tiny.config(checkpoint={"every": 1} | changes))
+    feed = make_feed(run.cfg.data, run.rows(8), 8)
+    return Checkpoints(run, folder, said), feed, run
 
-    def again(**checkpoint):
-        run = tiny.make_run(tiny.config(checkpoint={"every": 1} | checkpoint))
-        feed = make_feed(run.cfg.data, run.rows(8), 8)
-        return Checkpoints(run, tmp_path / "checkpoints", said.append), feed, run
 
-    saves, feed, run = again()
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    """(A folder with three saved steps, the state of each)."""
+    folder = tmp_path_factory.mktemp("three")
+    saves, feed, run = checkpoints(folder / "checkpoints", print)
     states, state = {}, run.init()
     for step in (1, 2, 3):
         state, _ = run.step(state, run.place(next(feed), 8))
@@ -37,6 +40,15 @@ def saved(tmp_path):
         saves.save(step, state, feed, {})
     saves.close()
     feed.close()
+    return folder, states
+
+
+@pytest.fixture
+def saved(three, tmp_path):
+    """(What opens a copy of these checkpoints, the states, the copy, what was said)."""
+    (made, states), said = three, []
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    again = functools.partial(checkpoints, tmp_path / "checkpoints", said.append)
     return again, states, tmp_path / "checkpoints", said
 
 
@@ -219,33 +231,49 @@ def test_a_full_disk_costs_the_step_that_did_not_fit_and_no_other(tmp_path):
 TIERS = ({"path": "ssd", "every": 1, "keep": 2, "replicate": 0}, {"path": "far", "every": 2, "keep": 5})
 
 
-@pytest.fixture
-def tiered(tmp_path, monkeypatch):
-    """A function that opens the run's tiers again: the host's own disk at every step, the run's folder at every third, another at every second;
-    seven steps are saved on 8 devices."""
-    monkeypatch.chdir(tmp_path)
-    said = []
+MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 
-    def again(tiers=TIERS, **checkpoint):
-        run = tiny.make_run(tiny.config(mesh={"data": 2, "fsdp": 2, "tensor": 2}, checkpoint={"every": 3, "tiers": tiers} | checkpoint), 8)
-        feed = make_feed(run.cfg.data, run.rows(8), 8)
-        return Checkpoints(run, tmp_path / "run" / "checkpoints", said.append), feed, run
 
-    saves, feed, run = again()
-    states, state = {}, run.init()
-    for step in range(1, 8):
-        state, _ = run.step(state, run.place(next(feed), 8))
-        states[step] = jax.tree.map(np.array, state)
-        if saves.due(step):
-            saves.save(step, state, feed, {})
-    saves.close()
+def tiers_of(folder, said, tiers=TIERS, **changes):
+    """`checkpoints` on 8 devices: the host's own disk at every step, the run's folder at every third,
+    another at every second."""
+    sections = {"checkpoint": {"every": 3, "tiers": tiers} | changes}
+    run = tiny.make_run(tiny.config(mesh=MESH, **sections), 8)
+    feed = make_feed(run.cfg.data, run.rows(8), 8)
+    return Checkpoints(run, folder / "run" / "checkpoints", said), feed, run
+
+
+@pytest.fixture(scope="module")
+def seven(tmp_path_factory):
+    """(A folder with the tiers of seven steps, the state of each)."""
+    folder, said = tmp_path_factory.mktemp("seven"), []
+    with contextlib.chdir(folder):
+        saves, feed, run = tiers_of(folder, said.append)
+        states, state = {}, run.init()
+        for step in range(1, 8):
+            state, _ = run.step(state, run.place(next(feed), 8))
+            states[step] = jax.tree.map(np.array, state)
+            if saves.due(step):
+                saves.save(step, state, feed, {})
+        saves.close()
     feed.close()
-    return again, states, tmp_path, said
+    assert said == []
+    return folder, states
+
+
+@pytest.fixture
+def tiered(seven, tmp_path, monkeypatch):
+    """(What opens a copy of these tiers, the states, the copy's folder, what was said)."""
+    (made, states), said = seven, []
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    for mark in tmp_path.rglob("run.json"):
+        mark.write_text(mark.read_text().replace(str(made), str(tmp_path)))
+    monkeypatch.chdir(tmp_path)
+    return functools.partial(tiers_of, tmp_path, said.append), states, tmp_path, said
 
 
 def test_each_tier_has_its_own_pace_and_keeps_its_own(tiered):
     again, _, folder, said = tiered
-    assert said == []
     assert [tier.place.steps() for tier in again()[0]._tiers] == [[6, 7], [3, 6], [2, 4, 6]]
     assert {path.name for path in folder.glob("ssd/run/host_0/*")} == {"6", "7"}
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiers
 
 from maxstack.data import DataError, make_feed
 from maxstack.data import feed as feed_module
@@ -76,7 +77,7 @@ def test_the_global_batches_do_not_depend_on_the_number_of_processes(processes, 
         assert the_same(expected, batches(feeds(config(packing=packing), lanes, BATCH), 25), slice(lanes.start, lanes.stop))
 
 
-@pytest.mark.parametrize("processes", [1, 2, 4])
+@pytest.mark.parametrize("processes", tiers.of([1, 2, 4], 2))
 def test_the_global_batches_do_not_depend_on_two_workers_in_each_process(processes, feeds):
     expected = batches(feeds(config(), range(BATCH), BATCH), 25)
     share = BATCH // processes

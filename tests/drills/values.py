@@ -1,7 +1,7 @@
 """Bad values: not finite, spikes."""
 
-import json
 import itertools
+import json
 import random
 import signal
 from pathlib import Path

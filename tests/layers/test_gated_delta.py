@@ -128,6 +128,7 @@ def test_fresh_heads_forget_at_many_rates():
     assert 0.02 < np.median(rates) < 0.2 and rates.min() < 0.01 and rates.max() > 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "context": 2, "tensor": 2, "context_kind": "ulysses"}], ids=str)
 def test_eight_devices_agree_with_one(sizes):
     graph, state = nnx.split(build())

@@ -5,6 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+import tiers
 import tiny
 from flax import nnx
 
@@ -36,7 +37,7 @@ def on_one_device():
     return loss_and_gradients({}, 1)
 
 
-@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+@pytest.mark.parametrize("kind", tiers.of(["ring", "ulysses"], "ring"))
 def test_a_model_of_split_sequences_is_that_of_whole_ones(kind):
     wanted, gradients = on_one_device()
     loss, found = loss_and_gradients({"data": 2, "context": 2, "tensor": 2, "context_kind": kind}, 8)

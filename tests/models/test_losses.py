@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 import pytest
+import tiers
 import tiny
 
 GOLDEN = Path(__file__).parent.parent / "goldens" / "losses.json"
@@ -50,7 +51,7 @@ def losses(name: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", tiers.of(MODELS, "attention, gated, rms, a further token"))
 def test_losses_of_twenty_steps_are_the_golden_ones(name):
     found, golden = losses(name), json.loads(GOLDEN.read_text())[name]
     chosen = MODELS[name]["blocks"]["block"]["mlp"]["kind"] in ("moe", "parallel")

@@ -2,9 +2,15 @@
 
 import parity
 import pytest
+import tiers
+
+EVERY_KIND = ("gpt2", "gemma2", "gpt_oss", "deepseek_v3", "llama4", "mixtral", "olmo2", "qwen3_next",
+              "gemma4_per_layer", "phi3")
+"""A family of each structural kind."""
 
 
-@pytest.mark.parametrize("family", parity.FAMILIES)
+@pytest.mark.alone
+@pytest.mark.parametrize("family", tiers.of(parity.FAMILIES, *EVERY_KIND))
 def test_logits_and_gradients_are_those_of_transformers(family):
     found = parity.measure(parity.GOLDENS / family)
     assert found.argmax and found.logits <= parity.LOGITS and found.gradient <= parity.GRADIENT, found

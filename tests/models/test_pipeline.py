@@ -5,6 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+import tiers
 import tiny
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
@@ -60,7 +61,7 @@ def alone(mixed):
     return loss_and_gradients(run_of(MIXED if mixed else DENSE, {}, 1))
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", tiers.of(MESHES, "stage=2, fsdp=2, data=2"))
 def test_loss_and_gradients_are_those_of_one_device_and_nothing_is_rematerialized(name, capfd):
     spec, mesh = MESHES[name]
     ours, theirs = loss_and_gradients(run_of(spec, mesh, 8)), alone(spec is MIXED)

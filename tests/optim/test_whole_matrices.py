@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+import tiers
 import tiny
 
 GROUPS = [{"match": ["*mlp*"], "chain": [{"kind": "scale_by_factored_rms", "min_dim_size_to_factor": 8}, {"kind": "scale_by_trust_ratio"},
@@ -27,7 +28,7 @@ def after_three_steps(optimizer, mesh, devices):
     return jax.tree.map(np.subtract, jax.device_get(state.params), begin)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", tiers.of(OPTIMIZERS, "muon"))
 def test_a_mesh_moves_weights_as_one_device_does(optimizer):
     ours, alone = after_three_steps(optimizer, {"data": 1, "fsdp": 4, "tensor": 2}, 8), after_three_steps(optimizer, {}, 1)
     for (path, moved), wanted in zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(alone), strict=True):

@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+import tiers
 import tiny
 
 from maxstack import config, train
@@ -15,7 +16,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", tiers.of(CASES, "int8 training"))
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(case, tmp_path):
     shape = tiny.model(layers=1, pattern=["global"]) | CASES[case].get("model", {})
     cfg = tiny.config(**CASES[case] | {"model": shape}, train={"steps": 6}, checkpoint={"every": 3}, eval={"every": 0},

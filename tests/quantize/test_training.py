@@ -69,6 +69,7 @@ def test_weights_trained_for_low_precision_compute_what_quantized_ones_do(kind, 
 
 @pytest.mark.parametrize("kind", MESHES)
 @pytest.mark.parametrize("mode", ["qt", "ptq"])
+@pytest.mark.slow
 def test_a_mesh_computes_what_one_device_does(kind, mode):
     quantization = recipe(mode, **(W8A8 if mode == "qt" else W4))
     runs = (tiny.make_run(config(kind, quantization, mesh), devices) for mesh, devices in ((None, 1), (MESHES[kind], 8)))

@@ -15,6 +15,7 @@ from processes import environment, rows, stand_ins, training, write_config
 
 from maxstack import cli
 
+pytestmark = pytest.mark.slow
 SHORT = ["train.steps=48"]
 AFTER = 6
 """The step after which something happens."""

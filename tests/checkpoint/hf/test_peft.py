@@ -78,7 +78,8 @@ def written(folder, family: str, lora: dict):
 
 @pytest.mark.parametrize(("family", "lora"), [
     ("llama", {"rank": 3}), ("phi3", {"rank": 2, "dora": True, "rslora": True}), ("gpt2", {"rank": 2}),
-    ("qwen3_next", {"rank": 2, "dora": True, "targets": [".*/mixer"]}), ("gemma3", {"targets": [".*/query", ".*/mlp"]})])
+    pytest.param("qwen3_next", {"rank": 2, "dora": True, "targets": [".*/mixer"]}, marks=pytest.mark.slow),
+    pytest.param("gemma3", {"targets": [".*/query", ".*/mlp"]}, marks=pytest.mark.slow)])
 def test_an_adapter_of_ours_is_read_back_and_merges_alike_in_both_layouts(family, lora, tmp_path):
     run, weights, bound, adapted = written(tmp_path / "adapter", family, lora)
     ours = {path: leaf for path, leaf in weights.items() if path.endswith(("lora_a", "lora_b", "magnitude"))}

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
@@ -52,7 +53,7 @@ def outputs(run, example, dtype):
     return [np.asarray(x, np.float64) for x in jax.jit(both)(*(args[place] for place in example.floats))]
 
 
-@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("name", tiers.of(DEVICES, "blockwise"))
 def test_values_and_gradients_are_those_of_the_reference_in_float64(name):
     backend = OP[name]
     run = backend.run if DEVICES[name].platform == "cpu" else functools.partial(backend.run, interpret=True)
@@ -71,7 +72,7 @@ def test_values_and_gradients_are_those_of_the_reference_in_float64(name):
     check()
 
 
-@pytest.mark.parametrize("name", ["reference", *DEVICES])
+@pytest.mark.parametrize("name", tiers.of(["reference", *DEVICES], "blockwise"))
 def test_changing_one_document_never_changes_another(name):
     """Bit for bit, forward and backward, in both directions."""
     device = DEVICES.get(name, DEVICES["blockwise"])
