@@ -15,9 +15,8 @@ from absl import flags
 
 from maxstack.data import DataError
 from maxstack.data.config import DataConfig
-from maxstack.data.lanes import KEYS, Batch, EvaluationRows, Mixture, Rows
+from maxstack.data.lanes import Batch, EvaluationRows, Mixture, Rows
 from maxstack.data.sources import open_sources
-from maxstack.data.tokenizers import bytes_of, open_tokenizer
 from maxstack.data.workers import settle
 
 PATIENCE = 5.0
@@ -38,7 +37,6 @@ class Feed:
         self._mixture = Mixture(cfg, open_sources(cfg, evaluation, whole), 1 if evaluation else batch_size, evaluation, section)
         self._quarantine = self._mixture.quarantine()
         self._batch_size = batch_size
-        self._token_bytes = open_tokenizer(cfg.tokenizer).token_bytes.astype(np.float32) if evaluation else None
         self._state = np.zeros((len(self._lanes), self._mixture.counters + 1), np.int64)
         self._batches: Any = None
         self._closing: threading.Thread | None = None
@@ -56,8 +54,6 @@ class Feed:
         batch = self._joined()
         self.waited += time.perf_counter() - start
         self._state = batch.pop("state")
-        if self._token_bytes is not None:
-            batch["bytes"] = bytes_of(self._token_bytes, batch["targets"]) * batch["mask"]
         return batch
 
     def state(self) -> np.ndarray:
@@ -130,7 +126,7 @@ class Feed:
             raise
         if groups == 1:
             return parts[0]
-        batch = {key: np.empty((len(self._lanes), *parts[0][key].shape[1:]), parts[0][key].dtype) for key in (*KEYS, "state")}
+        batch = {key: np.empty((len(self._lanes), *parts[0][key].shape[1:]), parts[0][key].dtype) for key in parts[0]}
         for group, part in enumerate(parts):
             for key, array in batch.items():
                 array[group::groups] = part[key]

@@ -2,7 +2,7 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -11,9 +11,21 @@ from maxstack.data.config import AnySource, ArrayRecordSource, DataConfig, Synth
 from maxstack.data.files import File, matched, read
 
 Split = Literal["train", "eval", "all"]
-Document = bytes | np.ndarray
-"""UTF-8 text as bytes, or token ids as an int32 array."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+class Tokens(NamedTuple):
+    """A document that was kept as tokens."""
+
+    ids: np.ndarray
+    """int32 [N]."""
+    sizes: np.ndarray | None
+    """int64 [K, 2]: a place in ids, and how many bytes of text that token stands for where these
+    are not the vocabulary's; None: not known."""
+
+
+Document = bytes | np.ndarray | Tokens
+"""UTF-8 text as bytes, or token ids, int32 [N] if there never was a text."""
 
 
 class Documents(ABC):

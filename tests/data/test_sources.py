@@ -19,7 +19,7 @@ from maxstack.data import DataError
 from maxstack.data.config import AnySource
 from maxstack.data.files import matched
 from maxstack.data.shards import pack
-from maxstack.data.sources import open_source
+from maxstack.data.sources import Tokens, open_source
 
 TEXTS = ["first\nlines", "zweites d\u00f6kument", "3rd", "\U0001f600 fourth"]
 
@@ -98,9 +98,10 @@ def test_array_record_reads_text():
 @pytest.mark.parametrize("largest", [255, 65535, 65536, 2**31 - 1])
 def test_array_record_reads_tokens_of_any_width(largest):
     ids = np.array([0, largest, 7], np.int32)
-    write_array_records("a.array_record", [pack(ids), pack(ids[:0])])
+    write_array_records("a.array_record", [pack(Tokens(ids, None)), pack(Tokens(ids[:0], np.array([[0, 70_000]])))])
     documents = open_source(source("array_record", files=["a.array_record"], content="tokens"))
-    assert documents[0].dtype == np.int32 and documents[0].tolist() == ids.tolist() and documents[1].size == 0
+    assert documents[0].ids.dtype == np.int32 and documents[0].ids.tolist() == ids.tolist() and documents[0].sizes is None
+    assert documents[1].ids.size == 0 and documents[1].sizes.tolist() == [[0, 70_000]]
 
 
 def test_bagz_reads_text():
