@@ -28,6 +28,8 @@ from maxstack.data.workers import settle
 _LARGEST_SHARD = 10_000
 _FINISHED = ".finished"
 _FORMAT = 2
+_ELSEWHERE = {"name", "weight", "holdout", "files", "exclude"}
+"""Keys of a source that the documents' identity and the names of the shards answer for."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ def prepare(cfg: DataConfig, out: str, *, workers: int = 1, shard_size: int | No
     folder = Path(out)
     tokenizer, splits = open_tokenizer(cfg.tokenizer), _splits(cfg)
     shards = [shard for name, split, documents in splits for shard in _shards(name, split, len(documents), shard_size)]
-    plan = _plan(tokenizer, splits, shards)
+    plan = _plan(cfg, tokenizer, splits, shards)
     if _complete(folder, plan, shards):
         print(f"{out}: already complete")
         return
@@ -90,11 +92,12 @@ def _shards(source: str, split: str, documents: int, size: int | None) -> list[S
             for n in range(count)]
 
 
-def _plan(tokenizer: Tokenizer, splits: list[tuple[str, Split, Documents]], shards: list[Shard]) -> str:
+def _plan(cfg: DataConfig, tokenizer: Tokenizer, splits: list[tuple[str, Split, Documents]], shards: list[Shard]) -> str:
     """A hash of everything that the shards depend on, the source files' sizes and times included."""
     files = [(path, os.path.getsize(path), os.stat(path).st_mtime_ns) for _, _, documents in splits for path in documents.paths()]
     sources = [(name, split, documents.identity()) for name, split, documents in splits]
-    described = json.dumps([_FORMAT, tokenizer.fingerprint, sources, files, [asdict(shard) for shard in shards]])
+    read = [source.model_dump(mode="json", exclude=_ELSEWHERE) for source in cfg.sources]
+    described = json.dumps([_FORMAT, read, tokenizer.fingerprint, sources, files, [asdict(shard) for shard in shards]])
     return hashlib.blake2b(described.encode(), digest_size=16).hexdigest()
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from maxstack.data import DataError
 from maxstack.data.config import AnySource, ArrayRecordSource, DataConfig, SyntheticSource, TextSource
-from maxstack.data.files import File, matched, read
+from maxstack.data.files import File, matched, read, text_of
 
 Split = Literal["train", "eval", "all"]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -88,13 +88,14 @@ class WholeFiles(Documents):
     """Each file is a document."""
 
     def __init__(self, cfg: TextSource):
-        self._files = matched(cfg)
+        self._cfg, self._files = cfg, matched(cfg)
 
     def __len__(self) -> int:
         return len(self._files)
 
     def __getitem__(self, index: int) -> bytes:
-        return read(self._files[index].path)
+        path = self._files[index].path
+        return text_of(read(path), self._cfg, path)
 
     def where(self, index: int) -> str:
         return self._files[index].path

@@ -198,9 +198,6 @@ def _read_document(
         return read(documents[index])
     except DataError:
         raise
-    except UnicodeDecodeError as error:
-        raise DataError(f"{documents.where(index)}: not UTF-8 at byte {error.start}: {error.reason}; this tokenizer reads text: "
-                        "exclude the document or use the bytes tokenizer") from error
     except Exception as error:
         raise DataError(f"{documents.where(index)}: cannot be read: {type(error).__name__}: {error}") from error
 

@@ -86,7 +86,7 @@ CASES = {
     "cut zstd": (lambda: one_a_file(".zst", zstandard.compress), cut, {7}, "07.txt.zst: the zstd data is cut short"),
     "emptied gzip": (lambda: one_a_file(".gz", gzip.compress), lambda name: Path(name).write_bytes(b""), {7}, "07.txt.gz: empty"),
     "deleted": (lambda: one_a_file("", bytes), lambda name: Path(name).unlink(), {7}, "07.txt: No such file"),
-    "flipped jsonl": (jsonl, flip, {7}, "a.jsonl: line 8: not JSON"),
+    "flipped jsonl": (jsonl, flip, {7}, "a.jsonl: line 8: not UTF-8 at byte"),
     "cut jsonl": (jsonl, cut, {*range(15, 24)}, "a.jsonl: record {}: the file became shorter"),
     "cut separated": (separated, cut, {*range(15, 24)}, "a.txt: record {}: the file became shorter"),
     "flipped parquet": (parquet, flip, {6, 7, 8}, "a.parquet: record {}: its row group 2 is corrupt"),
@@ -166,7 +166,7 @@ def test_workers_tell_what_they_pass_over_once_and_change_nothing(feeds):
         expected, got = next(alone), next(several)
         assert all((expected[key] == got[key]).all() for key in {*expected, *got})
     told = several.damaged()
-    assert told == alone.damaged() and len(told) == 1 and told[0].startswith("data.quarantine: passed over a.jsonl: line 8: not JSON")
+    assert told == alone.damaged() and len(told) == 1 and told[0].startswith("data.quarantine: passed over a.jsonl: line 8: not UTF-8")
     assert several.damaged() == []
 
 
