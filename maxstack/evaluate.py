@@ -1,5 +1,6 @@
 """Evaluation inside training: loss and bits per byte on held-out documents."""
 
+import contextlib
 import math
 import sys
 import time
@@ -29,12 +30,12 @@ class Evaluator:
         params = optim.eval_params(self._run.cfg.optimizer, state.opt, state.params)
         self._feed.restore(self._start)
         total = {"nll": 0.0, "weight": 0.0, "bytes": 0.0}
-        for _ in range(self._run.cfg.eval.steps or sys.maxsize):
-            sums = self._run.eval_step(params, self._run.place(next(self._feed), self._batch_size))
-            if not float(sums["weight"]):
-                break
-            total = {name: total[name] + float(sums[name]) for name in total}
-        self._feed.close()
+        with contextlib.closing(self._feed):
+            for _ in range(self._run.cfg.eval.steps or sys.maxsize):
+                sums = self._run.eval_step(params, self._run.place(next(self._feed), self._batch_size))
+                if not float(sums["weight"]):
+                    break
+                total = {name: total[name] + float(sums[name]) for name in total}
         for line in self._feed.damaged():
             self._log.warn(line)
         loss = total["nll"] / total["weight"]

@@ -36,7 +36,7 @@ Tree = Any
 FORMAT = 2
 FREE = ("model.dtype", "model.weights", "model.remat", "model.unroll", "model.blocks.*.slack", "model.*.backend", "data.workers", "data.prefetch",
         "data.quarantine", "lora.dropout", "lora.adapter")
-HARMLESS = {
+HARMLESS: dict[str, list[tuple[Any, Any]]] = {
     "data.sources.*.encoding_errors": [
         (config.ABSENT, "refuse"), (config.ABSENT, "keep"), ("refuse", "keep"), ("refuse", "replace")],
     "data.sources.*.normalize": [(config.ABSENT, [])]}

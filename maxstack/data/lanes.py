@@ -4,6 +4,7 @@ Lane i of B draws, from each source's global order, the documents at positions i
 few integers: documents finished per source, and the tokens already used of the document at hand.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -199,8 +200,12 @@ class EvaluationRows:
 
     def __init__(self, mixture: Mixture, lanes: list[int], batch_size: int, state: np.ndarray):
         self._lanes, self._shape, self.quarantine = lanes, (batch_size, mixture.cfg.seq_len), mixture.quarantine()
+        self.row_type = _row_type(mixture, EVALUATION_KEYS)
         self._pass = Lane(mixture, 0, self.quarantine)
         self._pass.restore(state[0])
+
+    def __len__(self) -> int:
+        return len(self._lanes)
 
     def next(self) -> Batch:
         """As Rows.next, and `bytes` float32: those of text that a target stands for."""
@@ -215,9 +220,13 @@ class Rows:
 
     def __init__(self, mixture: Mixture, lanes: list[int], state: np.ndarray):
         self._seq_len, self.quarantine = mixture.cfg.seq_len, mixture.quarantine()
+        self.row_type = _row_type(mixture, KEYS)
         self._lanes = [Lane(mixture, lane, self.quarantine) for lane in lanes]
         for lane, after in zip(self._lanes, state, strict=True):
             lane.restore(after)
+
+    def __len__(self) -> int:
+        return len(self._lanes)
 
     def next(self) -> Batch:
         """Arrays [lanes, seq_len] by the names in KEYS, and `state` int64 [lanes, K]."""
@@ -226,3 +235,9 @@ class Rows:
             lane.fill({key: array[i] for key, array in batch.items()})
         batch["state"] = np.stack([lane.state() for lane in self._lanes])
         return batch
+
+
+def _row_type(mixture: Mixture, keys: Mapping[str, type]) -> np.dtype:
+    """A row of a batch with the position after it, as one record."""
+    arrays = [(key, kind, (mixture.cfg.seq_len,)) for key, kind in keys.items()]
+    return np.dtype([*arrays, ("state", np.int64, (mixture.counters + 1,))])
