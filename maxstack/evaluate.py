@@ -1,12 +1,13 @@
 """Evaluation inside training: loss and bits per byte on held-out documents."""
 
+import contextlib
 import math
 import sys
 import time
 from typing import Any
 
 from maxstack import optim
-from maxstack.data import make_feed
+from maxstack.data import DataError, make_feed
 from maxstack.metrics import Log, Writer
 from maxstack.run import Run, State
 
@@ -29,16 +30,19 @@ class Evaluator:
         params = optim.eval_params(self._run.cfg.optimizer, state.opt, state.params)
         self._feed.restore(self._start)
         total = {"nll": 0.0, "weight": 0.0, "bytes": 0.0}
-        for _ in range(self._run.cfg.eval.steps or sys.maxsize):
-            sums = self._run.eval_step(params, self._run.place(next(self._feed), self._batch_size))
-            if not float(sums["weight"]):
-                break
-            total = {name: total[name] + float(sums[name]) for name in total}
-        self._feed.close()
+        with contextlib.closing(self._feed):
+            for _ in range(self._run.cfg.eval.steps or sys.maxsize):
+                sums = self._run.eval_step(params, self._run.place(next(self._feed), self._batch_size))
+                if not float(sums["weight"]):
+                    break
+                total = {name: total[name] + float(sums[name]) for name in total}
         for line in self._feed.damaged():
             self._log.warn(line)
         loss = total["nll"] / total["weight"]
-        self._bits = total["nll"] / math.log(2) / total["bytes"] if total["bytes"] else None
+        self._bits = total["nll"] / math.log(2) / total["bytes"] if total["bytes"] > 0 else None
+        if math.isnan(total["bytes"]):
+            self._log.warn("no bits per byte: held-out token shards of an older version do not say how "
+                           "large their texts were; make them again with `maxstack data prepare`")
         row: dict[str, Any] = {"step": step, "eval_loss": loss, "eval_tokens": int(total["weight"]), "eval_seconds": time.perf_counter() - begin}
         if self._bits is not None:
             row["eval_bits_per_byte"] = self._bits
@@ -52,6 +56,10 @@ class Evaluator:
         from maxstack.data.baselines import baselines
 
         cfg = self._run.cfg
-        known = baselines(cfg.data, cfg.eval.data)
+        try:
+            known = baselines(cfg.data, cfg.eval.data)
+        except DataError as error:
+            self._log.warn(f"no compressors beside this model's bits per byte: {error}")
+            return
         ours = "not measured in bytes" if self._bits is None else f"{self._bits:.3f}"
         self._log.say(f"held-out bits per byte: this model {ours}, gzip -9 {known['gzip']:.3f}, order-2 bytes {known['order2']:.3f}")

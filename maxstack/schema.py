@@ -106,7 +106,8 @@ class XlaConfig(Section):
 
 
 class EvalConfig(Section):
-    """Loss and bits per byte on held-out documents: at the start, during and at the end of training."""
+    """Loss and bits per byte on held-out documents: at the start, during and at the end of training.
+    The bytes are those of the documents as UTF-8, whatever a tokenizer makes of them."""
 
     every: int = Field(0, ge=0)
     """Steps between evaluations; 0: none at all, not even at start and end."""

@@ -36,6 +36,11 @@ Tree = Any
 FORMAT = 2
 FREE = ("model.dtype", "model.weights", "model.remat", "model.unroll", "model.blocks.*.slack", "model.*.backend", "data.workers", "data.prefetch",
         "data.quarantine", "lora.dropout", "lora.adapter")
+HARMLESS: dict[str, list[tuple[Any, Any]]] = {
+    "data.sources.*.encoding_errors": [
+        (config.ABSENT, "refuse"), (config.ABSENT, "keep"), ("refuse", "keep"), ("refuse", "replace")],
+    "data.sources.*.normalize": [(config.ABSENT, [])]}
+"""Changes, old and new, that leave alone every document which was read before; ABSENT: older checkpoints lack the key."""
 BOUND = ("model", "quantization", "lora", "data", "objective", "train.batch_size")
 
 
@@ -344,7 +349,11 @@ def _otherwise(where: str, elsewhere: bool) -> str:
 def _changes(saved: dict[str, Any], cfg: "Config", keys: tuple[str, ...]) -> list[str]:
     """`key: old -> new` of what differs below some keys."""
     return [f"{key}: {_shown(key, old, cfg)} -> {_shown(key, new, cfg)}" for key, old, new in config.difference(saved, cfg.model_dump(mode="json"))
-            if _under(key, keys)]
+            if _under(key, keys) and not _harmless(key, old, new)]
+
+
+def _harmless(key: str, old: Any, new: Any) -> bool:
+    return any((old, new) in changes for pattern, changes in HARMLESS.items() if fnmatch.fnmatchcase(key, pattern))
 
 
 def _shown(key: str, value: Any, cfg: "Config") -> str:

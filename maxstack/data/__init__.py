@@ -17,8 +17,10 @@ class DataError(ValueError):
 def make_feed(cfg: "DataConfig", lanes: Sequence[int], batch_size: int, *, evaluation: bool = False, whole: bool = False) -> "Feed":
     """The batches of `cfg`, rows `lanes` of each global batch of `batch_size` rows.
 
-    Training repeats forever. With `evaluation` the held-out documents pass once, in order, and batches carry `bytes`; rows past the end are
-    padding. `whole` also evaluates sources that hold nothing out, all of them (for `eval.data`). DataError if a source or tokenizer cannot be used.
+    Training repeats forever. With `evaluation` the held-out documents pass once, in order, and batches
+    carry `bytes`, those of text that each target stands for (NaN: not known); rows past the end are
+    padding. `whole` also evaluates sources that hold nothing out, all of them (for `eval.data`).
+    DataError if a source or tokenizer cannot be used.
     """
     from maxstack.data.feed import Feed
     return Feed(cfg, lanes, batch_size, evaluation=evaluation, whole=whole)

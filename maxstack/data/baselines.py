@@ -9,7 +9,7 @@ from maxstack.data import DataError
 from maxstack.data.config import DataConfig
 from maxstack.data.lanes import Quarantine
 from maxstack.data.sources import Documents, open_sources
-from maxstack.data.tokenizers import open_tokenizer
+from maxstack.data.tokenizers import Tokenizer, open_tokenizer, sized_tokens_of
 
 _LONGEST_STRETCH = 1 << 22
 
@@ -85,7 +85,17 @@ def _texts(cfg: DataConfig, sources: list[Documents], shuffle: bool = False) -> 
         except DataError as error:
             quarantine.add(source.where(index), str(error))
             continue
-        yield document if isinstance(document, bytes) else tokenizer.decode(document)
+        yield document if isinstance(document, bytes) else _decoded(source, index, tokenizer)
+
+
+def _decoded(source: Documents, index: int, tokenizer: Tokenizer) -> bytes:
+    """The text of a document of tokens. DataError where decoding does not give it back."""
+    ids, sizes = sized_tokens_of(source, index, tokenizer)
+    text = tokenizer.decode(ids)
+    if len(text) != sizes.sum(dtype=np.float64):
+        raise DataError(f"{source.where(index)}: tokens of {tokenizer.name}, which do not give their "
+                        "text back, so that compressors have nothing to be measured on")
+    return text
 
 
 def _limited(texts: Iterable[bytes], limit: int) -> Iterable[bytes]:

@@ -2,9 +2,10 @@
 
 from typing import Annotated, Literal
 
+import pydantic
 from pydantic import Field
 
-from maxstack.config import Items, Section
+from maxstack.config import Items, Section, fault
 
 
 class BytesTokenizer(Section):
@@ -66,10 +67,17 @@ class Files(Source):
     installed packages."""
     exclude: Items[str] = ()
     """Globs of files to leave out; one that begins with **/ matches in any folder below the fixed part of `files`."""
+    encoding_errors: Literal["refuse", "replace", "keep"] = "refuse"
+    """Of text that is not UTF-8. refuse: a bad record, which ends the run unless data.quarantine
+    allows it; replace: U+FFFD for what is wrong; keep: the bytes as they are, for the bytes tokenizer
+    alone."""
+    normalize: Items[Literal["bom", "newlines"]] = ()
+    """What is changed in each document. bom: a byte order mark at its start is dropped; newlines:
+    CRLF and CR become LF. Otherwise text is as it is in the file."""
 
 
 class TextSource(Files):
-    """Text files, plain or compressed (.gz, .zst): one document a file, or split at a separator."""
+    """Text files, plain or compressed (.gz, .zst): one document a file, or split at a separator, blank ones left out."""
 
     kind: Literal["text"]
     """The source."""
@@ -78,7 +86,7 @@ class TextSource(Files):
 
 
 class JsonlSource(Files):
-    """JSON lines, plain or compressed (.gz, .zst)."""
+    """JSON lines, plain or compressed (.gz, .zst). Blank lines and a byte order mark before the first are left out."""
 
     kind: Literal["jsonl"]
     """The source."""
@@ -153,3 +161,12 @@ class DataConfig(Section):
     """Background processes that read and tokenize; 0: a thread. The batches are the same whatever the number."""
     prefetch: int = Field(2, ge=1)
     """Batches made ahead."""
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> "DataConfig":
+        for place, source in enumerate(self.sources):
+            kept = isinstance(source, Files) and source.encoding_errors == "keep"
+            if kept and self.tokenizer.kind != "bytes":
+                raise fault(f"sources.{place}.encoding_errors", f"is keep, but data.tokenizer is of kind "
+                            f"{self.tokenizer.kind}, which reads UTF-8 alone; set refuse or replace")
+        return self

@@ -1,8 +1,5 @@
 """The feed: batches made ahead by a thread or by worker processes, in an order that neither changes."""
 
-import json
-import multiprocessing
-import os
 import sys
 import threading
 import time
@@ -11,14 +8,12 @@ from typing import Any
 
 import grain
 import numpy as np
-from absl import flags
 
 from maxstack.data import DataError
 from maxstack.data.config import DataConfig
-from maxstack.data.lanes import KEYS, Batch, EvaluationRows, Mixture, Rows
+from maxstack.data.lanes import Batch, EvaluationRows, Mixture, Rows
 from maxstack.data.sources import open_sources
-from maxstack.data.tokenizers import bytes_of, open_tokenizer
-from maxstack.data.workers import settle
+from maxstack.data.workers import Made, Workers, made
 
 PATIENCE = 5.0
 """Seconds that a feed which is closed waits for the batch that is being made."""
@@ -38,11 +33,9 @@ class Feed:
         self._mixture = Mixture(cfg, open_sources(cfg, evaluation, whole), 1 if evaluation else batch_size, evaluation, section)
         self._quarantine = self._mixture.quarantine()
         self._batch_size = batch_size
-        self._token_bytes = open_tokenizer(cfg.tokenizer).token_bytes.astype(np.float32) if evaluation else None
         self._state = np.zeros((len(self._lanes), self._mixture.counters + 1), np.int64)
         self._batches: Any = None
         self._closing: threading.Thread | None = None
-        self._makers: set[int] = set()
         self.waited = 0.0
 
     def __iter__(self) -> "Feed":
@@ -53,11 +46,17 @@ class Feed:
         process died."""
         start = time.perf_counter()
         self.start()
-        batch = self._joined()
+        batch, damaged, error = next(self._batches)
         self.waited += time.perf_counter() - start
+        try:
+            if error is not None:
+                raise DataError(error)
+            for record, reason in damaged.items():
+                self._quarantine.add(record, reason)
+        except DataError:
+            self.close()
+            raise
         self._state = batch.pop("state")
-        if self._token_bytes is not None:
-            batch["bytes"] = bytes_of(self._token_bytes, batch["targets"]) * batch["mask"]
         return batch
 
     def state(self) -> np.ndarray:
@@ -83,26 +82,33 @@ class Feed:
         if self._batches is None:
             if self._closing:
                 self._closing.join()
-            self._batches = iter(_background(_RowBatches(self._mixture, self._lanes, self._batch_size, self._state), self._cfg))
+            workers, ahead = min(self._cfg.workers, len(self._lanes)), self._cfg.prefetch
+            if workers:
+                parts = [slice(worker, None, workers) for worker in range(workers)]
+                self._batches = Workers([self._maker(part) for part in parts], ahead)
+            else:
+                batches = _Batches(self._maker(slice(None)))
+                self._batches = iter(grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=ahead))
 
     def close(self) -> None:
-        """Stop the thread or the workers. The feed may be used again. Where a source does not answer in PATIENCE seconds this says so and goes on:
-        workers are killed, and a thread is left to itself."""
-        if self._batches is None:
+        """Stop the thread or the workers. The feed may be used again.
+
+        Workers are killed, whatever they do. Where a source does not answer a thread in PATIENCE
+        seconds this says so, and leaves the thread to itself.
+        """
+        batches, self._batches = self._batches, None
+        if batches is None:
             return
-        self._closing, self._batches = threading.Thread(target=self._batches.close, name="closing feed", daemon=True), None
+        if isinstance(batches, Workers):
+            batches.close()
+            return
+        self._closing = threading.Thread(target=batches.close, name="closing feed", daemon=True)
         self._closing.start()
         self._closing.join(PATIENCE)
         if self._closing.is_alive():
             names = " or ".join(source.name for source in self._mixture.sources)
             print(f"{self._mixture.section}.sources: {names} does not answer: a batch was not made in {PATIENCE:.0f} s, and is not waited for",
                   file=sys.stderr, flush=True)
-            workers = [process for process in multiprocessing.active_children() if process.pid in self._makers]
-            for worker in workers:
-                worker.kill()
-            if workers:
-                self._closing.join(PATIENCE)
-        self._makers.clear()
 
     def describe(self) -> list[str]:
         """A line for each source: its name and number of documents."""
@@ -112,79 +118,35 @@ class Feed:
         """Changes when the documents of a source are other ones than before, so that saved positions mean something else."""
         return " ".join(source.identity() for source in self._mixture.sources)
 
-    def _groups(self) -> int:
-        return max(1, min(self._cfg.workers, len(self._lanes)))
-
-    def _joined(self) -> Batch:
-        groups = self._groups()
-        parts = [next(self._batches) for _ in range(groups)]
-        self._makers |= {part.pop("maker") for part in parts}
-        try:
-            for part in parts:
-                if "error" in part:
-                    raise DataError(json.loads(bytes(part["error"])))
-                for record, reason in json.loads(bytes(part.pop("damaged", b"{}"))).items():
-                    self._quarantine.add(record, reason)
-        except DataError:
-            self.close()
-            raise
-        if groups == 1:
-            return parts[0]
-        batch = {key: np.empty((len(self._lanes), *parts[0][key].shape[1:]), parts[0][key].dtype) for key in (*KEYS, "state")}
-        for group, part in enumerate(parts):
-            for key, array in batch.items():
-                array[group::groups] = part[key]
-        return batch
-
-
-class _RowBatches(grain.IterDataset):
-    """The lanes' batches as a grain dataset; a slice of it, which is what a worker gets, is the batches of some of the lanes."""
-
-    def __init__(self, mixture: Mixture, lanes: list[int], batch_size: int, state: np.ndarray):
-        super().__init__()
-        self._mixture, self._lanes, self._batch_size, self._start = mixture, lanes, batch_size, state
-
-    def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
-        self._lanes, self._start = self._lanes[sl], self._start[sl]
-
-    def __iter__(self) -> "_RowIterator":
+    def _maker(self, part: slice) -> Rows | EvaluationRows:
+        """What makes the rows of some of the lanes, from where the feed stands."""
+        lanes, state = self._lanes[part], self._state[part]
         if self._mixture.evaluation:
-            return _RowIterator(EvaluationRows(self._mixture, self._lanes, self._batch_size, self._start))
-        return _RowIterator(Rows(self._mixture, self._lanes, self._start))
+            return EvaluationRows(self._mixture, lanes, self._batch_size, state)
+        return Rows(self._mixture, lanes, state)
 
 
-class _RowIterator(grain.DatasetIterator):
-    """An error travels as an element, since an exception's text would be lost between processes, and what was passed over beside its batch. `maker`
-    is the process that made it."""
+class _Batches(grain.IterDataset):
+    """A maker's batches as a grain dataset."""
 
-    def __init__(self, rows: Rows | EvaluationRows):
+    def __init__(self, maker: Rows | EvaluationRows):
         super().__init__()
-        self._rows = rows
+        self._maker = maker
 
-    def __next__(self) -> dict[str, Any]:
-        try:
-            batch = self._rows.next()
-            if damaged := self._rows.quarantine.news():
-                batch["damaged"] = _packed(damaged)
-        except DataError as error:
-            batch = {"error": _packed(str(error))}
-        return batch | {"maker": os.getpid()}
+    def __iter__(self) -> "_BatchIterator":
+        return _BatchIterator(self._maker)
+
+
+class _BatchIterator(grain.DatasetIterator):
+    def __init__(self, maker: Rows | EvaluationRows):
+        super().__init__()
+        self._maker = maker
+
+    def __next__(self) -> Made:
+        return made(self._maker)
 
     def get_state(self) -> dict[str, Any]:
         return {}
 
     def set_state(self, state: dict[str, Any]) -> None:
         raise NotImplementedError("a feed restores by a new iterator")
-
-
-def _packed(value: Any) -> np.ndarray:
-    return np.frombuffer(json.dumps(value).encode(), np.uint8)
-
-
-def _background(batches: _RowBatches, cfg: DataConfig) -> Any:
-    workers = min(cfg.workers, len(batches._lanes))
-    if not workers:
-        return grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=cfg.prefetch)
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()
-    return batches.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=cfg.prefetch), worker_init_fn=settle)

@@ -1,5 +1,6 @@
 """The files behind sources: matching globs, reading compressed files, finding where the records of a text file begin and end."""
 
+import codecs
 import fnmatch
 import functools
 import glob
@@ -24,6 +25,8 @@ log = logging.getLogger(__name__)
 _INSTALLED = ("site-packages", "dist-packages", "__pycache__")
 _ESCAPED = re.compile(r"\[([*?[])\]")
 _CHUNK = 1 << 24
+DECODE_ERRORS = {"refuse": "strict", "replace": "replace", "keep": "surrogateescape"}
+"""Of str.decode, by `encoding_errors`."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,28 @@ def brief(text: object) -> str:
 def read(path: str) -> bytes:
     """A whole file, decompressed if it ends in .gz or .zst. DataError if it cannot be read."""
     return b"".join(_pieces(path))
+
+
+def text_of(data: bytes, cfg: Files, path: str) -> bytes:
+    """A document as `encoding_errors` and `normalize` want it. DataError, naming the file, if it is refused."""
+    if cfg.encoding_errors != "keep":
+        data = decoded(data, cfg, path).encode()
+    if "bom" in cfg.normalize:
+        data = data.removeprefix(codecs.BOM_UTF8)
+    return data.replace(b"\r\n", b"\n").replace(b"\r", b"\n") if "newlines" in cfg.normalize else data
+
+
+def decoded(data: bytes, cfg: Files, path: str) -> str:
+    """Text as `encoding_errors` wants it; bytes that are kept become surrogates (PEP 383)."""
+    try:
+        return data.decode(errors=DECODE_ERRORS[cfg.encoding_errors])
+    except UnicodeDecodeError as error:
+        utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        raise DataError(
+            f"{path}: not UTF-8 at byte {error.start}: {error.reason}"
+            f"{', and it begins as UTF-16 does' if utf16 else ''}; convert it to UTF-8, leave it out with "
+            "`exclude`, or set encoding_errors of this source to replace, or to keep for the bytes "
+            "tokenizer") from error
 
 
 def plain(path: str) -> str:
@@ -129,12 +154,13 @@ def line_number(path: str, offset: int) -> int:
 
 
 def separated_bounds(path: str, separator: bytes) -> tuple[np.ndarray, np.ndarray]:
-    """Where the documents between separators start and end in a plain file, blank ones left out: two int64 arrays, from one scan."""
+    """Where the documents between matches of a regular expression start and end in a plain file, blank ones left out: two int64 arrays,
+    from one scan."""
     size = os.path.getsize(path)
     if not size:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        spans = [match.span() for match in re.finditer(re.escape(separator), data)]
+        spans = [match.span() for match in re.finditer(separator, data)]
         starts = np.array([0, *(end for _, end in spans)], np.int64)
         ends = np.array([*(start for start, _ in spans), size], np.int64)
         blank = [i for i in np.flatnonzero(ends - starts < 64) if not data[starts[i]:ends[i]].strip()]

@@ -4,6 +4,7 @@ Lane i of B draws, from each source's global order, the documents at positions i
 few integers: documents finished per source, and the tokens already used of the document at hand.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,12 @@ from maxstack.data import DataError
 from maxstack.data.config import DataConfig
 from maxstack.data.order import Order, number
 from maxstack.data.sources import Documents
-from maxstack.data.tokenizers import Tokenizer, open_tokenizer, tokens_of
+from maxstack.data.tokenizers import Tokenizer, open_tokenizer, sized_tokens_of, tokens_of
 
 Batch = dict[str, np.ndarray]
 _NAMED = 5
 KEYS = {"tokens": np.int32, "targets": np.int32, "positions": np.int32, "segments": np.int32, "mask": np.float32}
+EVALUATION_KEYS = KEYS | {"bytes": np.float32}
 
 
 class Quarantine:
@@ -90,11 +92,18 @@ class Mixture:
             return source, position - (int(self._ends[source - 1]) if source else 0)
         return counter, self._order(counter)[position] if self.cfg.shuffle else position % len(self.sources[counter])
 
-    def tokens(self, source: int, index: int, quarantine: Quarantine) -> np.ndarray | None:
-        """A document's token ids; None where it cannot be read and is passed over. DataError if it may not be."""
+    def tokens(
+        self, source: int, index: int, quarantine: Quarantine
+    ) -> tuple[np.ndarray, np.ndarray | None] | None:
+        """A document's ids, and in an evaluation the bytes of text that each stands for.
+
+        None where it cannot be read and is passed over. DataError if it may not be.
+        """
         self._tokenizer = self._tokenizer or open_tokenizer(self.cfg.tokenizer)
         try:
-            return tokens_of(self.sources[source], index, self._tokenizer)
+            if self.evaluation:
+                return sized_tokens_of(self.sources[source], index, self._tokenizer)
+            return tokens_of(self.sources[source], index, self._tokenizer), None
         except DataError as error:
             quarantine.add(f"{source} {index}", str(error))
             return None
@@ -115,6 +124,7 @@ class Lane:
         self._finished = np.zeros(mixture.counters, np.int64)
         self._offset = 0
         self._document: np.ndarray | None = None
+        self._sizes: np.ndarray | None = None
         self._counter = 0
 
     def state(self) -> np.ndarray:
@@ -145,6 +155,8 @@ class Lane:
             row["positions"][span] = np.arange(count)
             row["segments"][span] = segment
             row["mask"][span] = 1
+            if self._sizes is not None and "bytes" in row:
+                row["bytes"][span] = self._sizes[self._offset + 1:self._offset + count + 1]
             at, self._offset = at + count, self._offset + count
             if count == left or self._packing == "none":
                 self._finish()
@@ -164,9 +176,10 @@ class Lane:
             place = self._mixture.locate(self._counter, position)
             if place is None:
                 break
-            document = self._mixture.tokens(*place, self._quarantine)
+            found = self._mixture.tokens(*place, self._quarantine)
+            document, sizes = found or (None, None)
             if document is not None and len(document) - self._offset > 1:
-                self._document = document
+                self._document, self._sizes = document, sizes
                 break
             if document is not None and self._offset:
                 raise DataError(f"the data changed since the checkpoint: document {position} of source "
@@ -187,12 +200,16 @@ class EvaluationRows:
 
     def __init__(self, mixture: Mixture, lanes: list[int], batch_size: int, state: np.ndarray):
         self._lanes, self._shape, self.quarantine = lanes, (batch_size, mixture.cfg.seq_len), mixture.quarantine()
+        self.row_type = _row_type(mixture, EVALUATION_KEYS)
         self._pass = Lane(mixture, 0, self.quarantine)
         self._pass.restore(state[0])
 
+    def __len__(self) -> int:
+        return len(self._lanes)
+
     def next(self) -> Batch:
-        """As Rows.next."""
-        batch = {key: np.zeros(self._shape, dtype) for key, dtype in KEYS.items()}
+        """As Rows.next, and `bytes` float32: those of text that a target stands for."""
+        batch = {key: np.zeros(self._shape, dtype) for key, dtype in EVALUATION_KEYS.items()}
         for i in range(self._shape[0]):
             self._pass.fill({key: array[i] for key, array in batch.items()})
         return {key: array[self._lanes] for key, array in batch.items()} | {"state": np.tile(self._pass.state(), (len(self._lanes), 1))}
@@ -203,9 +220,13 @@ class Rows:
 
     def __init__(self, mixture: Mixture, lanes: list[int], state: np.ndarray):
         self._seq_len, self.quarantine = mixture.cfg.seq_len, mixture.quarantine()
+        self.row_type = _row_type(mixture, KEYS)
         self._lanes = [Lane(mixture, lane, self.quarantine) for lane in lanes]
         for lane, after in zip(self._lanes, state, strict=True):
             lane.restore(after)
+
+    def __len__(self) -> int:
+        return len(self._lanes)
 
     def next(self) -> Batch:
         """Arrays [lanes, seq_len] by the names in KEYS, and `state` int64 [lanes, K]."""
@@ -214,3 +235,9 @@ class Rows:
             lane.fill({key: array[i] for key, array in batch.items()})
         batch["state"] = np.stack([lane.state() for lane in self._lanes])
         return batch
+
+
+def _row_type(mixture: Mixture, keys: Mapping[str, type]) -> np.dtype:
+    """A row of a batch with the position after it, as one record."""
+    arrays = [(key, kind, (mixture.cfg.seq_len,)) for key, kind in keys.items()]
+    return np.dtype([*arrays, ("state", np.int64, (mixture.counters + 1,))])

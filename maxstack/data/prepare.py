@@ -14,17 +14,22 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tqdm
 
 from maxstack.config import ConfigError
+from maxstack.data import DataError
 from maxstack.data.config import DataConfig
 from maxstack.data.shards import MANIFEST, pack
-from maxstack.data.sources import Documents, Split, open_source
-from maxstack.data.tokenizers import Tokenizer, bytes_of, open_tokenizer, tokens_of
+from maxstack.data.sources import Documents, Split, Tokens, open_source
+from maxstack.data.tokenizers import Tokenizer, bytes_of, open_tokenizer, sized_tokens_of
 from maxstack.data.workers import settle
 
 _LARGEST_SHARD = 10_000
 _FINISHED = ".finished"
+_FORMAT = 2
+_ELSEWHERE = {"name", "weight", "holdout", "files", "exclude"}
+"""Keys of a source that the documents' identity and the names of the shards answer for."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ def prepare(cfg: DataConfig, out: str, *, workers: int = 1, shard_size: int | No
     folder = Path(out)
     tokenizer, splits = open_tokenizer(cfg.tokenizer), _splits(cfg)
     shards = [shard for name, split, documents in splits for shard in _shards(name, split, len(documents), shard_size)]
-    plan = _plan(tokenizer, splits, shards)
+    plan = _plan(cfg, tokenizer, splits, shards)
     if _complete(folder, plan, shards):
         print(f"{out}: already complete")
         return
@@ -87,11 +92,12 @@ def _shards(source: str, split: str, documents: int, size: int | None) -> list[S
             for n in range(count)]
 
 
-def _plan(tokenizer: Tokenizer, splits: list[tuple[str, Split, Documents]], shards: list[Shard]) -> str:
+def _plan(cfg: DataConfig, tokenizer: Tokenizer, splits: list[tuple[str, Split, Documents]], shards: list[Shard]) -> str:
     """A hash of everything that the shards depend on, the source files' sizes and times included."""
     files = [(path, os.path.getsize(path), os.stat(path).st_mtime_ns) for _, _, documents in splits for path in documents.paths()]
     sources = [(name, split, documents.identity()) for name, split, documents in splits]
-    described = json.dumps([tokenizer.fingerprint, sources, files, [asdict(shard) for shard in shards]])
+    read = [source.model_dump(mode="json", exclude=_ELSEWHERE) for source in cfg.sources]
+    described = json.dumps([_FORMAT, read, tokenizer.fingerprint, sources, files, [asdict(shard) for shard in shards]])
     return hashlib.blake2b(described.encode(), digest_size=16).hexdigest()
 
 
@@ -101,7 +107,8 @@ def _complete(folder: Path, plan: str, shards: list[Shard]) -> bool:
         return False
     manifest = json.loads(path.read_text())
     if manifest.get("plan") != plan:
-        raise ConfigError(f"{folder}: holds shards of other data (other documents, tokenizer or shard size than this config's); "
+        raise ConfigError(f"{folder}: holds shards of other data (other documents, tokenizer or shard size than this config's) "
+                          "or of an older version; "
                           "choose another --out, or delete the folder")
     return all((folder / shard.name).exists() and (folder / shard.name).stat().st_size == manifest["shards"][shard.name]["size"] for shard in shards)
 
@@ -152,10 +159,14 @@ class _Writer:
         writer = ArrayRecordWriter(str(unfinished), "group_size:1")
         try:
             for index in range(shard.start, shard.stop):
-                ids = tokens_of(documents, index, tokenizer)
+                ids, sizes = sized_tokens_of(documents, index, tokenizer)
+                if np.isnan(sizes).any():
+                    raise DataError(f"{documents.where(index)}: tokens without the size of their "
+                                    "text, as older versions kept them; prepare from the text")
                 counts["tokens"] += len(ids)
-                counts["bytes"] += int(bytes_of(tokenizer.token_bytes, ids).sum())
-                writer.write(pack(ids))
+                counts["bytes"] += int(sizes.sum(dtype=np.float64))
+                places = np.flatnonzero(sizes != bytes_of(tokenizer.token_bytes, ids))
+                writer.write(pack(Tokens(ids, np.stack([places, sizes[places]], 1))))
             writer.close()
             os.replace(unfinished, folder / shard.name)
         except (RuntimeError, OSError) as error:
@@ -171,7 +182,7 @@ class _Writer:
 
 def _manifest(cfg: DataConfig, tokenizer: Tokenizer, plan: str, shards: list[Shard], made: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {
-        "format": 1,
+        "format": _FORMAT,
         "plan": plan,
         "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size},
         "sources": [source.model_dump(mode="json") for source in cfg.sources],

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 from abc import abstractmethod
 from collections import OrderedDict
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 
 from maxstack.data import DataError
 from maxstack.data.config import ArrayRecordSource, BagzSource, Files, JsonlSource, ParquetSource, TextSource
-from maxstack.data.files import File, brief, line_bounds, line_number, matched, plain, separated_bounds
+from maxstack.data.files import DECODE_ERRORS, File, brief, decoded, line_bounds, line_number, matched, plain, separated_bounds, text_of
 from maxstack.data.sources import Document, Documents, file_hashes, record_hashes
 
 _OPEN_FILES = 64
@@ -51,7 +52,8 @@ class Records(Documents):
                     self._opened.popitem(last=False)
                 self._opened[file] = self._open(file)
             self._opened.move_to_end(file)
-            return self._read(self._opened[file], file, record)
+            document = self._read(self._opened[file], file, record)
+            return text_of(document, self._cfg, self._files[file].path) if isinstance(document, bytes) else document
         except Exception as error:  # readers raise all kinds of exceptions over damaged bytes
             raise DataError(f"{self._where(file, record)}: {self._reason(error, file)}") from error
 
@@ -104,8 +106,10 @@ class Records(Documents):
         if isinstance(value, bytes):
             return value
         try:
+            if isinstance(value, str) and self._cfg.encoding_errors == "replace":
+                value = value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             if isinstance(value, str):
-                return value.encode()
+                return value.encode(errors=DECODE_ERRORS[self._cfg.encoding_errors])
         except UnicodeEncodeError as error:
             raise DataError(f"'{self._cfg.field}' holds half a surrogate pair, which is not text: {error}") from error
         got = "null" if value is None else f"a {type(value).__name__}"
@@ -143,7 +147,9 @@ class Separated(Spans):
     """Text files whose documents stand between separators."""
 
     def _bounds(self, path: str) -> tuple[np.ndarray, np.ndarray]:
-        return separated_bounds(path, self._cfg.separator.encode())
+        separator = re.escape(self._cfg.separator.encode())
+        any_newline = "newlines" in self._cfg.normalize
+        return separated_bounds(path, separator.replace(b"\\\n", b"(?:\r\n?|\n)") if any_newline else separator)
 
 
 class Jsonl(Spans):
@@ -153,9 +159,9 @@ class Jsonl(Spans):
         return line_bounds(path)
 
     def _read(self, opened: Any, file: int, record: int) -> bytes:
-        data = super()._read(opened, file, record)
+        line = decoded(super()._read(opened, file, record), self._cfg, self._files[file].path)
         try:
-            value = json.loads(data)
+            value = json.loads(line.removeprefix("\ufeff"))
         except (ValueError, RecursionError) as error:
             raise DataError(f"not JSON: {error}") from error
         if not isinstance(value, dict) or self._cfg.field not in value:
@@ -220,9 +226,18 @@ class Parquet(Records):
     def _column(self, opened: Any, file: int, group: int) -> Any:
         import pyarrow
         try:
-            return opened.read_row_group(group, columns=[self._cfg.field]).column(0)
+            column = opened.read_row_group(group, columns=[self._cfg.field]).column(0)
+            if pyarrow.types.is_dictionary(column.type):
+                column = column.cast(column.type.value_type)
+            return column.cast(pyarrow.large_binary()) if _is_text(column.type) else column
         except (OSError, pyarrow.ArrowException) as error:
             raise DataError(f"its row group {group} is corrupt: {error}") from error
+
+
+def _is_text(kind: Any) -> bool:
+    """Whether a column is of strings; these are checked where those of the other sources are."""
+    import pyarrow.types as types
+    return types.is_string(kind) or types.is_large_string(kind)
 
 
 class ArrayRecords(Records):

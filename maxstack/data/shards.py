@@ -10,22 +10,39 @@ import numpy as np
 
 from maxstack.data import DataError
 from maxstack.data.config import Tokenizer as TokenizerConfig
+from maxstack.data.sources import Tokens
 
 MANIFEST = "manifest.json"
+_SIZED = 0x10
 
 
-def pack(ids: np.ndarray) -> bytes:
-    """A record: a byte that says how wide an id is (2 or 4 bytes), then the ids, little-endian."""
-    narrow = not len(ids) or int(ids.max()) < 1 << 16
-    return b"\2" + ids.astype("<u2").tobytes() if narrow else b"\4" + ids.astype("<u4").tobytes()
+def pack(tokens: Tokens) -> bytes:
+    """A record of little-endian integers.
+
+    A byte with the width of an id (2 or 4 bytes), then the ids. Where sizes are known, _SIZED is
+    added to that byte, and after it stand K in 4 bytes and the sizes, 4 bytes each.
+    """
+    ids, sizes = tokens
+    width = 2 if not len(ids) or int(ids.max()) < 1 << 16 else 4
+    begin = bytes([width])
+    if sizes is not None:
+        begin = bytes([width | _SIZED]) + np.append(len(sizes), sizes.ravel()).astype("<u4").tobytes()
+    return begin + ids.astype(f"<u{width}").tobytes()
 
 
-def unpack(record: bytes, where: str) -> np.ndarray:
-    """The int32 ids of a record. DataError, naming `where`, if it is no record of tokens."""
-    width = record[0] if record else 0
-    if width not in (2, 4) or (len(record) - 1) % width:
-        raise DataError(f"{where}: not a record of tokens as `maxstack data prepare` writes them; set `content: text` if these are texts")
-    return np.frombuffer(record, f"<u{width}", offset=1).astype(np.int32)
+def unpack(record: bytes, where: str) -> Tokens:
+    """The tokens of a record. DataError, naming `where`, if it is no record of tokens."""
+    kind = record[0] if record else 0
+    width, at, sizes = kind & ~_SIZED, 1, None
+    if kind & _SIZED and len(record) >= 5:
+        at = 5 + 8 * int.from_bytes(record[1:5], "little")
+        sizes = np.frombuffer(record[5:at], np.uint8)
+    known = width in (2, 4) and (sizes is not None) == bool(kind & _SIZED)
+    if not known or len(record) < at or (len(record) - at) % width:
+        raise DataError(f"{where}: not a record of tokens as `maxstack data prepare` writes them; "
+                        "set `content: text` if these are texts")
+    ids = np.frombuffer(record, f"<u{width}", offset=at).astype(np.int32)
+    return Tokens(ids, None if sizes is None else sizes.view("<u4").reshape(-1, 2).astype(np.int64))
 
 
 def check_size(path: str) -> None:

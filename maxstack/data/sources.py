@@ -2,18 +2,30 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from maxstack.data import DataError
 from maxstack.data.config import AnySource, ArrayRecordSource, DataConfig, SyntheticSource, TextSource
-from maxstack.data.files import File, matched, read
+from maxstack.data.files import File, matched, read, text_of
 
 Split = Literal["train", "eval", "all"]
-Document = bytes | np.ndarray
-"""UTF-8 text as bytes, or token ids as an int32 array."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+class Tokens(NamedTuple):
+    """A document that was kept as tokens."""
+
+    ids: np.ndarray
+    """int32 [N]."""
+    sizes: np.ndarray | None
+    """int64 [K, 2]: a place in ids, and how many bytes of text that token stands for where these
+    are not the vocabulary's; None: not known."""
+
+
+Document = bytes | np.ndarray | Tokens
+"""UTF-8 text as bytes, or token ids, int32 [N] if there never was a text."""
 
 
 class Documents(ABC):
@@ -76,13 +88,14 @@ class WholeFiles(Documents):
     """Each file is a document."""
 
     def __init__(self, cfg: TextSource):
-        self._files = matched(cfg)
+        self._cfg, self._files = cfg, matched(cfg)
 
     def __len__(self) -> int:
         return len(self._files)
 
     def __getitem__(self, index: int) -> bytes:
-        return read(self._files[index].path)
+        path = self._files[index].path
+        return text_of(read(path), self._cfg, path)
 
     def where(self, index: int) -> str:
         return self._files[index].path

@@ -4,16 +4,18 @@ import functools
 import hashlib
 import json
 import os
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from maxstack.data import DataError
 from maxstack.data.config import BytesTokenizer, DataConfig, HuggingFaceTokenizer, SentencePieceTokenizer, SyntheticSource
 from maxstack.data.config import Tokenizer as TokenizerConfig
-from maxstack.data.sources import Documents
+from maxstack.data.sources import Document, Documents, Tokens
 
 _LARGEST_FILE = 1 << 28
+Result = TypeVar("Result")
 
 
 class Tokenizer(Protocol):
@@ -30,6 +32,9 @@ class Tokenizer(Protocol):
 
     def encode(self, document: bytes) -> np.ndarray:
         """int32 ids, with the beginning and end that the configuration asks for. UnicodeDecodeError if it needs UTF-8 and gets other bytes."""
+
+    def ends(self, document: bytes) -> np.ndarray:
+        """int64 [N]: the byte of the document at which the text of each id of `encode` ends."""
 
     def decode(self, ids: np.ndarray) -> bytes:
         """The text of the ids, without special tokens."""
@@ -48,6 +53,10 @@ class Bytes:
         ids = np.full(len(document) + self._bos + self._eos, 256, np.int32)
         ids[self._bos:self._bos + len(document)] = np.frombuffer(document, np.uint8)
         return ids
+
+    def ends(self, document: bytes) -> np.ndarray:
+        text = range(1, len(document) + 1)
+        return _stretched([0] * self._bos, text, [256] * self._eos, len(document))
 
     def decode(self, ids: np.ndarray) -> bytes:
         return ids[ids < 256].astype(np.uint8).tobytes()
@@ -71,6 +80,10 @@ class SentencePiece:
 
     def encode(self, document: bytes) -> np.ndarray:
         return np.array([*self._bos, *self._model.encode(document.decode()), *self._eos], np.int32)
+
+    def ends(self, document: bytes) -> np.ndarray:
+        offsets = self._model.encode(document, return_type="offset_mapping")["offsets"]
+        return _stretched(self._bos, [end for _, end in offsets], self._eos, len(document))
 
     def decode(self, ids: np.ndarray) -> bytes:
         return self._model.decode([int(i) for i in ids]).encode()
@@ -109,6 +122,13 @@ class HuggingFace:
     def encode(self, document: bytes) -> np.ndarray:
         return np.array([*self._bos, *self._model.encode(document.decode(), add_special_tokens=False).ids, *self._eos], np.int32)
 
+    def ends(self, document: bytes) -> np.ndarray:
+        offsets = self._model.encode(document.decode(), add_special_tokens=False).offsets
+        continued = np.frombuffer(document, np.uint8) & 0xC0 == 0x80
+        characters = np.append(np.flatnonzero(~continued), len(document))
+        text = [int(characters[end]) for _, end in offsets]
+        return _stretched(self._bos, text, self._eos, len(document))
+
     def decode(self, ids: np.ndarray) -> bytes:
         return self._model.decode([int(i) for i in ids], skip_special_tokens=True).encode()
 
@@ -137,14 +157,47 @@ def bytes_of(token_bytes: np.ndarray, ids: np.ndarray) -> np.ndarray:
 
 def tokens_of(documents: Documents, index: int, tokenizer: Tokenizer) -> np.ndarray:
     """The int32 ids of a document of text or tokens. DataError, naming its file and record, if it cannot be read."""
+    return _read_document(documents, index, lambda document: _ids(document, tokenizer))
+
+
+def sized_tokens_of(
+    documents: Documents, index: int, tokenizer: Tokenizer
+) -> tuple[np.ndarray, np.ndarray]:
+    """The ids of a document as `tokens_of`, and how many bytes of its text each stands for.
+
+    float32 [N]: 0 for the beginning and the end, and over a document of text in all its size; NaN
+    where the tokens were kept without sizes. Where the vocabulary's pieces are as long as the text
+    these count; else (normalized text, unknown characters) each id counts from the end of the one
+    before it to its own.
+    """
+    def sized(document: Document) -> tuple[np.ndarray, np.ndarray]:
+        ids = _ids(document, tokenizer)
+        sizes = bytes_of(tokenizer.token_bytes, ids)
+        if isinstance(document, bytes) and sizes.sum() != len(document):
+            sizes = np.diff(tokenizer.ends(document), prepend=0)
+        sizes = sizes.astype(np.float32)
+        if isinstance(document, Tokens) and document.sizes is not None:
+            sizes[document.sizes[:, 0]] = document.sizes[:, 1]
+        elif isinstance(document, Tokens) and not isinstance(tokenizer, Bytes):
+            sizes[:] = np.nan
+        return ids, sizes
+
+    return _read_document(documents, index, sized)
+
+
+def _ids(document: Document, tokenizer: Tokenizer) -> np.ndarray:
+    if isinstance(document, bytes):
+        return tokenizer.encode(document)
+    return document.ids if isinstance(document, Tokens) else document
+
+
+def _read_document(
+    documents: Documents, index: int, read: Callable[[Document], Result]
+) -> Result:
     try:
-        document = documents[index]
-        return document if isinstance(document, np.ndarray) else tokenizer.encode(document)
+        return read(documents[index])
     except DataError:
         raise
-    except UnicodeDecodeError as error:
-        raise DataError(f"{documents.where(index)}: not UTF-8 at byte {error.start}: {error.reason}; tokenizer {tokenizer.name} reads text: "
-                        "exclude the document or use the bytes tokenizer") from error
     except Exception as error:
         raise DataError(f"{documents.where(index)}: cannot be read: {type(error).__name__}: {error}") from error
 
@@ -176,6 +229,12 @@ def _read(path: str) -> bytes:
             return file.read()
     except OSError as error:
         raise DataError(f"{path}: the tokenizer file cannot be read: {error.strerror} (relative paths start at {os.getcwd()})") from error
+
+
+def _stretched(bos: Sequence[int], text: Sequence[int], eos: Sequence[int], size: int) -> np.ndarray:
+    """int64 [N]: `text`, ends that do not go back and the last of which is that of the document."""
+    ends = np.maximum.accumulate(np.array([*text[:-1], size] if len(text) else [], np.int64))
+    return np.concatenate([np.zeros(len(bos), np.int64), ends, np.full(len(eos), size)])
 
 
 def _hash(data: bytes) -> str:

@@ -21,8 +21,10 @@ _LONGEST_LINE = 4000
 def train(cfg: DataConfig, out: str, *, vocab: int, model: str = "bpe", megabytes: int = 100) -> None:
     """Write a SentencePiece model of `vocab` tokens, learnt from at most `megabytes` of the training documents.
 
-    Text is kept as it is (no normalisation, spaces and line ends are tokens like others) and unknown characters fall back to bytes, so that decoding
-    gives back what was encoded. DataError if a document is not UTF-8, ConfigError if the text does not yield `vocab` tokens.
+    Text is kept as it is (no normalisation, spaces and line ends are tokens like others) and unknown
+    characters fall back to bytes, so that decoding gives back what was encoded. NUL alone is left out
+    of what is learnt from, since the trainer ends a line there. DataError if a document is not UTF-8,
+    ConfigError if the text does not yield `vocab` tokens.
     """
     import sentencepiece
     learnt = io.BytesIO()

@@ -1,16 +1,93 @@
-"""What every worker process does first: leave interrupts to the main process, and never outlive it; its stacks can be seen."""
+"""Worker processes: those that make a feed's batches, and what every worker of any kind does first."""
 
+import contextlib
+import itertools
 import os
 import signal
 import threading
-from multiprocessing import parent_process
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import get_context, parent_process, util
+from typing import Any
+
+import numpy as np
 
 from maxstack import stacks
+from maxstack.data import DataError
+from maxstack.data.lanes import Batch, EvaluationRows, Rows
 
 _GRACE_SECONDS = 30
+Made = tuple[Batch, dict[str, str], str | None]
+"""A batch; what was passed over for it, by record; the error in its place."""
 
 
-def settle(worker: int = 0, workers: int = 1) -> None:
+class Workers:
+    """Iterates over the batches of several rows' makers, each in a process of its own.
+
+    A process writes its rows into memory that it was born with and that has no name, `ahead`
+    batches before they are asked for, so that it can be killed at any moment and leaves nothing.
+    Row i of the whole batch is row i // n of maker i % n, of n makers.
+    """
+
+    def __init__(self, makers: Sequence[Rows | EvaluationRows], ahead: int):
+        context = get_context("spawn")
+        sizes = [len(maker) * maker.row_type.itemsize for maker in makers]
+        memories = [context.RawArray("b", size * ahead) for size in sizes]
+        pipes = [context.Pipe() for _ in makers]
+        self._slots = [_slots(maker, memory) for maker, memory in zip(makers, memories, strict=True)]
+        self._connections = [ours for ours, _ in pipes]
+        self._processes = [context.Process(target=_serve, args=(theirs, memory, maker), daemon=True)
+                           for (_, theirs), memory, maker in zip(pipes, memories, makers, strict=True)]
+        self._end = util.Finalize(self, _kill, (self._processes,), exitpriority=10)
+        with ThreadPoolExecutor(len(makers)) as pool:  # each waits for its process to read
+            list(pool.map(lambda process: process.start(), self._processes))
+        for _, theirs in pipes:
+            theirs.close()
+        self._made = 0
+
+    def __next__(self) -> Made:
+        """The next batch. RuntimeError if a process died."""
+        notes = [self._note(worker) for worker in range(len(self._processes))]
+        for _, error in notes:
+            if error is not None:
+                return {}, {}, error
+        kind, rows = self._slots[0].dtype, sum(slots.shape[1] for slots in self._slots)
+        names = kind.names or ()
+        batch = {key: np.empty((rows, *kind[key].shape), kind[key].base) for key in names}
+        for worker, slots in enumerate(self._slots):
+            made = slots[self._made % len(slots)]
+            for key, array in batch.items():
+                array[worker::len(self._slots)] = made[key]
+        for connection in self._connections:
+            with contextlib.suppress(OSError):  # it died since, and the next batch will say so
+                connection.send_bytes(b"read")
+        self._made += 1
+        return batch, {key: line for damaged, _ in notes for key, line in damaged.items()}, None
+
+    def close(self) -> None:
+        """Kill the processes; a batch that is being made is not waited for."""
+        self._end()
+
+    def _note(self, worker: int) -> tuple[dict[str, str], str | None]:
+        try:
+            return self._connections[worker].recv()
+        except (EOFError, OSError) as error:
+            process = self._processes[worker]
+            process.join()
+            raise RuntimeError(f"data worker {worker} of {len(self._processes)} (process {process.pid}) "
+                               f"terminated unexpectedly with exit code {process.exitcode}") from error
+
+
+def made(rows: Rows | EvaluationRows) -> Made:
+    """The next batch of a maker. An error travels as a value, since its text would be lost between threads and processes."""
+    try:
+        batch = rows.next()
+    except DataError as error:
+        return {}, {}, str(error)
+    return batch, rows.quarantine.news(), None
+
+
+def settle() -> None:
     """Call in a worker as it starts.
 
     A terminal or a scheduler signals the whole process group; the main process may still want batches while it saves, so an interrupt is ignored
@@ -20,6 +97,35 @@ def settle(worker: int = 0, workers: int = 1) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_GRACE_SECONDS))
     threading.Thread(target=_follow_parent, daemon=True).start()
+
+
+def _serve(connection: Any, memory: Any, maker: Rows | EvaluationRows) -> None:
+    """What a process does: fill the slots in turn, each once it was read, and tell of each."""
+    settle()
+    slots = _slots(maker, memory)
+    try:
+        for n in itertools.count():
+            if n >= len(slots):
+                connection.recv_bytes()
+            batch, damaged, error = made(maker)
+            for key, array in batch.items():
+                slots[n % len(slots)][key] = array
+            connection.send((damaged, error))
+    except (EOFError, ConnectionError):  # the main process has ended
+        return
+
+
+def _slots(maker: Rows | EvaluationRows, memory: Any) -> np.ndarray:
+    """Row types [slots, rows], over memory."""
+    return np.frombuffer(memory, maker.row_type).reshape(-1, len(maker))
+
+
+def _kill(processes: list[Any]) -> None:
+    """SIGKILL, which stopped processes obey too."""
+    for process in processes:
+        if process.pid is not None:
+            process.kill()
+            process.join()
 
 
 def _follow_parent() -> None:

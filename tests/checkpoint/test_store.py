@@ -16,7 +16,7 @@ import tiny
 
 from maxstack.checkpoint import manifest
 from maxstack.checkpoint.config import CheckpointConfig
-from maxstack.checkpoint.store import Checkpoints, removable
+from maxstack.checkpoint.store import FREE, Checkpoints, _refuse_changes, removable
 from maxstack.config import ConfigError
 from maxstack.data import make_feed
 
@@ -156,6 +156,23 @@ def test_positions_in_other_sources_cannot_be_forced(saved):
     run = tiny.make_run(tiny.config(checkpoint={"every": 1}, data={"sources": [{"kind": "synthetic", "vocab": 64}] * 2}))
     with pytest.raises(ConfigError, match="has positions in another number of data.sources, which cannot be forced"):
         Checkpoints(run, folder, print, ["data"]).restore(make_feed(run.cfg.data, run.rows(8), 8))
+
+
+@pytest.mark.parametrize(("chosen", "refused"), [
+    ({}, None), ({"encoding_errors": "keep"}, None), ({"encoding_errors": "replace"}, "encoding_errors"), ({"normalize": ["bom"]}, "normalize")])
+def test_a_checkpoint_of_before_a_key_of_text_goes_on_where_its_batches_are_the_same(chosen, refused):
+    text = {"kind": "text", "files": ["a.txt"]}
+    old = tiny.config(data={"sources": [text]}).model_dump(mode="json")
+    for key in ("encoding_errors", "normalize"):
+        del old["data"]["sources"][0][key]
+    cfg = tiny.config(data={"sources": [text | chosen]})
+    if refused is None:
+        _refuse_changes("1", old, cfg, FREE, False)
+        return
+    _refuse_changes("1", tiny.config(data={"sources": [text]}).model_dump(mode="json"), tiny.config(
+        data={"sources": [text | {"encoding_errors": "replace"}]}), FREE, False)
+    with pytest.raises(ConfigError, match=rf"data.sources.0.{refused}: \(absent\) -> "):
+        _refuse_changes("1", old, cfg, FREE, False)
 
 
 def test_every_file_of_a_step_is_in_its_manifest(saved):

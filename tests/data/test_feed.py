@@ -249,7 +249,7 @@ def test_workers_end_when_the_main_process_is_killed(program):
 
 
 HANGING = """
-import multiprocessing, sys, time
+import multiprocessing, os, signal, sys, time
 from pathlib import Path
 from maxstack.data import make_feed, sources
 from maxstack.data.config import DataConfig, SyntheticSource
@@ -266,31 +266,61 @@ def standing(self, index):
 sources.Synthetic.__getitem__ = standing
 
 def main():
-    feed = make_feed(DataConfig(sources=[SyntheticSource(kind="synthetic")], seq_len=8, packing="none", workers=int(sys.argv[1])), range(4), 4)
+    cfg = DataConfig(sources=[SyntheticSource(kind="synthetic")], seq_len=8, packing="none", workers=int(sys.argv[2]))
+    feed = make_feed(cfg, range(4), 4, evaluation=sys.argv[1] == "evaluation", whole=sys.argv[1] == "evaluation")
     next(feed)
-    print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+    workers = multiprocessing.active_children()
+    print(*(worker.pid for worker in workers), flush=True)
     while not Path("hung").exists():
         time.sleep(0.01)
+    if sys.argv[1] == "error":
+        raise SystemError("in the loop")
+    if sys.argv[1] == "leaves":
+        os._exit(42)
+    if sys.argv[1] == "stopped":
+        for worker in workers:
+            os.kill(worker.pid, signal.SIGSTOP)
+    begin = time.monotonic()
     feed.close()
-    print("closed", len(multiprocessing.active_children()), flush=True)
+    print(time.monotonic() - begin < 5, len(multiprocessing.active_children()), flush=True)
 
 if __name__ == "__main__":
     main()
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in /proc")
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_source_that_hangs_over_a_batch_that_nobody_needs_holds_up_no_end(workers, tmp_path):
-    (tmp_path / "hanging.py").write_text(HANGING)
-    with subprocess.Popen([sys.executable, "hanging.py", f"{workers}"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": f"{Path(__file__).parents[2]}"},
+def hanging(folder, *arguments):
+    """What a program says whose source hangs over a batch that nobody needs: (exit code, workers, further lines, stderr)."""
+    (folder / "hanging.py").write_text(HANGING)
+    with subprocess.Popen([sys.executable, "hanging.py", *arguments], cwd=folder, env=os.environ | {"PYTHONPATH": f"{Path(__file__).parents[2]}"},
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as main:
         try:
-            first, told = main.communicate(timeout=40)
+            said, told = main.communicate(timeout=40)
         finally:
             main.kill()
-    started, closed = first.splitlines()
-    assert main.returncode == 0 and closed == "closed 0" and len(started.split()) == workers and not any(map(alive, started.split()))
+    started, *lines = said.splitlines()
+    return main.returncode, started.split(), lines, told
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in /proc")
+@pytest.mark.parametrize(("ending", "code"), [("closed", 0), ("stopped", 0), ("evaluation", 0), ("error", 1), ("leaves", 42)])
+def test_workers_that_hang_or_are_stopped_hold_up_no_end_and_leave_no_memory_and_no_warning(ending, code, tmp_path):
+    before = {*Path("/dev/shm").iterdir()}
+
+    def left():
+        return any(map(alive, workers)) or {*Path("/dev/shm").iterdir()} - before
+
+    found, workers, lines, told = hanging(tmp_path, ending, "2")
+    deadline = time.time() + 10
+    while time.time() < deadline and left():  # by others who use the memory just now, too
+        time.sleep(0.02)
+    assert found == code and len(workers) == 2 and not left() and lines == ([] if code else ["True 0"])
+    assert told.endswith("SystemError: in the loop\n") and "resource_tracker" not in told if ending == "error" else told == ""
+
+
+def test_a_thread_whose_source_hangs_holds_up_no_end_and_the_source_is_named(tmp_path):
+    code, _, lines, told = hanging(tmp_path, "closed", "0")
+    assert code == 0 and lines == ["False 0"]
     assert told.startswith("data.sources: synthetic-0 does not answer: a batch was not made in 5 s, and is not waited for\n")
 
 

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sentencepiece
+from array_record.python.array_record_module import ArrayRecordWriter
 
 from maxstack.config import ConfigError
 from maxstack.data import DataError, make_feed
-from maxstack.data.config import ArrayRecordSource, BytesTokenizer, DataConfig, JsonlSource, SyntheticSource, TextSource
+from maxstack.data.baselines import baselines
+from maxstack.data.config import ArrayRecordSource, BytesTokenizer, DataConfig, JsonlSource, SentencePieceTokenizer, SyntheticSource, TextSource
 from maxstack.data.prepare import prepare
 from maxstack.data.sources import open_source
 from maxstack.data.tokenizers import open_tokenizer
@@ -47,7 +50,7 @@ def test_shards_hold_the_documents_of_each_source_and_split_in_order():
     tokenizer = open_tokenizer(cfg.tokenizer)
     for files, place, split in (("my_texts-train", 0, "train"), ("my_texts-eval", 0, "eval"), ("jsonl-1-train", 1, "train")):
         expected = [tokenizer.encode(text) for text in all_of(open_source(cfg.sources[place], split=split))]
-        got = all_of(open_source(tokens(f"out/{files}-*")))
+        got = [document.ids for document in all_of(open_source(tokens(f"out/{files}-*")))]
         assert len(got) == len(expected) > 0 and all(np.array_equal(a, b) for a, b in zip(got, expected, strict=True))
     assert len(list(Path("out").glob("jsonl-1-train-*-of-00003.array_record"))) == 3
 
@@ -58,7 +61,7 @@ def test_the_manifest_counts_and_checksums_every_shard():
     assert set(manifest["shards"]) == {path.name for path in Path("out").glob("*.array_record")} == set(os.listdir("out")) - {"manifest.json"}
     for name, shard in manifest["shards"].items():
         documents = all_of(open_source(tokens(f"out/{name}")))
-        assert shard["documents"] == len(documents) and shard["tokens"] == sum(map(len, documents))
+        assert shard["documents"] == len(documents) and shard["tokens"] == sum(len(document.ids) for document in documents)
         assert shard["sha256"] == hashlib.sha256(Path("out", name).read_bytes()).hexdigest() and shard["size"] == os.path.getsize(f"out/{name}")
     size = sum(path.stat().st_size for path in Path("texts").iterdir()) + sum(len(f"line {i}") for i in range(20))
     assert manifest["totals"] == {"documents": 50, "tokens": size + 50, "bytes": size}
@@ -74,6 +77,46 @@ def test_the_shards_feed_the_same_batches_as_the_text():
         assert all(np.array_equal(left[key], right[key]) for key in left)
     for feed in feeds:
         feed.close()
+
+
+def passed(cfg, lanes=2):
+    """The batches of one pass over everything."""
+    feed, made = make_feed(cfg, range(lanes), lanes, evaluation=True, whole=True), []
+    while (batch := next(feed))["mask"].any():
+        made.append(batch)
+    feed.close()
+    return made
+
+
+def test_an_evaluation_counts_the_bytes_of_the_documents_from_text_and_from_shards_of_a_lossy_tokenizer():
+    for path in Path("texts").iterdir():
+        path.write_text(f"  \u4e2d\u6587 {path.read_text()}   ")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["text number 1 2 3"] * 20), model_prefix="sp", vocab_size=30, hard_vocab_limit=False, minloglevel=2)
+    tokenizer = SentencePieceTokenizer(kind="sentencepiece", path="sp.model")
+    text = DataConfig(sources=[TextSource(kind="text", files=["texts/*.txt"])], seq_len=16, tokenizer=tokenizer)
+    prepare(text, "out")
+    shards = text.model_copy(update={"sources": (tokens("out/*.array_record"),)})
+    size = sum(path.stat().st_size for path in Path("texts").iterdir())
+    assert json.loads(Path("out/manifest.json").read_text())["totals"]["bytes"] == size
+    for cfg, lanes in ((text, 2), (text, 3), (shards, 2)):
+        assert sum(batch["bytes"].sum(dtype=np.float64) for batch in passed(cfg, lanes)) == size
+    for left, right in zip(passed(text), passed(shards), strict=True):
+        assert all(np.array_equal(left[key], right[key]) for key in left)
+    with pytest.raises(DataError, match=r"out/.*record 0: tokens of sp.model, which do not give their text back"):
+        baselines(text, shards)
+
+
+def test_tokens_that_older_versions_kept_have_no_bytes_but_where_each_token_is_one(tmp_path):
+    writer = ArrayRecordWriter("old.array_record", "group_size:1")
+    writer.write(b"\2" + np.array([1, 5, 6, 7], "<u2").tobytes())
+    writer.close()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["text number 1 2 3"] * 20), model_prefix="sp", vocab_size=30, hard_vocab_limit=False, minloglevel=2)
+    lossy = SentencePieceTokenizer(kind="sentencepiece", path="sp.model")
+    for tokenizer, expected in ((BytesTokenizer(kind="bytes"), 3), (lossy, np.nan)):
+        batches = passed(DataConfig(sources=[tokens("old.array_record")], seq_len=16, tokenizer=tokenizer))
+        np.testing.assert_equal(sum(batch["bytes"].sum() for batch in batches), expected)
 
 
 PROGRAM = """
@@ -106,7 +149,7 @@ def test_after_a_kill_finished_shards_are_kept_and_the_rest_is_made(folder):
     assert {name: Path("out", name).stat().st_mtime_ns for name in kept} == kept
     assert set(os.listdir("out")) == {"manifest.json", *manifest["shards"]}
     made, plain = open_source(tokens("out/*.array_record")), open_source(SyntheticSource(kind="synthetic", documents=8000, length=2000))
-    assert all(np.array_equal(made[i], plain[i]) for i in range(0, 8000, 97))
+    assert all(np.array_equal(made[i].ids, plain[i]) for i in range(0, 8000, 97))
 
 
 def test_a_shard_that_finds_no_room_is_an_error_that_names_it_and_leaves_no_piece():
@@ -141,7 +184,7 @@ def test_a_bad_record_is_named_and_a_corrected_one_completes():
         prepare(config(), "out")
     Path("lines.jsonl").write_text('{"text": "good"}\n{"text": "3"}\n')
     prepare(config(), "out")
-    assert [bytes(ids[1:].astype(np.uint8)) for ids in all_of(open_source(tokens("out/jsonl-1-*")))] == [b"good", b"3"]
+    assert [bytes(document.ids[1:].astype(np.uint8)) for document in all_of(open_source(tokens("out/jsonl-1-*")))] == [b"good", b"3"]
 
 
 def test_shards_of_another_tokenizer_are_refused_by_name():

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from maxstack.data import DataError, make_feed
 from maxstack.data.config import AnySource, DataConfig, SyntheticSource
 from maxstack.data.shards import pack
-from maxstack.data.sources import open_source
+from maxstack.data.sources import Tokens, open_source
 
 BATCH, ROW = 4, 128
 TEXTS = [f"document {i} " + " ".join(map(str, range(i, 30 + i))) for i in range(24)]
@@ -42,10 +42,14 @@ def parquet():
     return {"kind": "parquet", "files": ["a.parquet"]}, "a.parquet"
 
 
+def tokens_record(text):
+    return pack(Tokens(np.frombuffer(text.encode(), np.uint8).astype(np.int32), None))
+
+
 def array_record(content):
     writer = ArrayRecordWriter("a.array_record", "group_size:1,uncompressed")
     for text in TEXTS:
-        writer.write(text.encode() if content == "text" else pack(np.frombuffer(text.encode(), np.uint8).astype(np.int32)))
+        writer.write(text.encode() if content == "text" else tokens_record(text))
     writer.close()
     return {"kind": "array_record", "files": ["a.array_record"], "content": content}, "a.array_record"
 
@@ -59,7 +63,7 @@ def bagz():
 
 def place_of(data, document):
     """Where a document of a file is sure to stand."""
-    for sought in (TEXTS[document].encode(), pack(np.frombuffer(TEXTS[document].encode(), np.uint8).astype(np.int32))):
+    for sought in (TEXTS[document].encode(), tokens_record(TEXTS[document])):
         if sought in data:
             return data.index(sought) + len(sought) // 2
     return len(data) * document // len(TEXTS)
@@ -82,7 +86,7 @@ CASES = {
     "cut zstd": (lambda: one_a_file(".zst", zstandard.compress), cut, {7}, "07.txt.zst: the zstd data is cut short"),
     "emptied gzip": (lambda: one_a_file(".gz", gzip.compress), lambda name: Path(name).write_bytes(b""), {7}, "07.txt.gz: empty"),
     "deleted": (lambda: one_a_file("", bytes), lambda name: Path(name).unlink(), {7}, "07.txt: No such file"),
-    "flipped jsonl": (jsonl, flip, {7}, "a.jsonl: line 8: not JSON"),
+    "flipped jsonl": (jsonl, flip, {7}, "a.jsonl: line 8: not UTF-8 at byte"),
     "cut jsonl": (jsonl, cut, {*range(15, 24)}, "a.jsonl: record {}: the file became shorter"),
     "cut separated": (separated, cut, {*range(15, 24)}, "a.txt: record {}: the file became shorter"),
     "flipped parquet": (parquet, flip, {6, 7, 8}, "a.parquet: record {}: its row group 2 is corrupt"),
@@ -162,7 +166,7 @@ def test_workers_tell_what_they_pass_over_once_and_change_nothing(feeds):
         expected, got = next(alone), next(several)
         assert all((expected[key] == got[key]).all() for key in {*expected, *got})
     told = several.damaged()
-    assert told == alone.damaged() and len(told) == 1 and told[0].startswith("data.quarantine: passed over a.jsonl: line 8: not JSON")
+    assert told == alone.damaged() and len(told) == 1 and told[0].startswith("data.quarantine: passed over a.jsonl: line 8: not UTF-8")
     assert several.damaged() == []
 
 

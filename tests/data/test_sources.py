@@ -16,10 +16,10 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from pydantic import TypeAdapter
 
 from maxstack.data import DataError
-from maxstack.data.config import AnySource
+from maxstack.data.config import AnySource, DataConfig
 from maxstack.data.files import matched
 from maxstack.data.shards import pack
-from maxstack.data.sources import open_source
+from maxstack.data.sources import Tokens, open_source
 
 TEXTS = ["first\nlines", "zweites d\u00f6kument", "3rd", "\U0001f600 fourth"]
 
@@ -98,9 +98,10 @@ def test_array_record_reads_text():
 @pytest.mark.parametrize("largest", [255, 65535, 65536, 2**31 - 1])
 def test_array_record_reads_tokens_of_any_width(largest):
     ids = np.array([0, largest, 7], np.int32)
-    write_array_records("a.array_record", [pack(ids), pack(ids[:0])])
+    write_array_records("a.array_record", [pack(Tokens(ids, None)), pack(Tokens(ids[:0], np.array([[0, 70_000]])))])
     documents = open_source(source("array_record", files=["a.array_record"], content="tokens"))
-    assert documents[0].dtype == np.int32 and documents[0].tolist() == ids.tolist() and documents[1].size == 0
+    assert documents[0].ids.dtype == np.int32 and documents[0].ids.tolist() == ids.tolist() and documents[0].sizes is None
+    assert documents[1].ids.size == 0 and documents[1].sizes.tolist() == [[0, 70_000]]
 
 
 def test_bagz_reads_text():
@@ -117,6 +118,74 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(kind, package,
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(DataError, match=rf"{package} package: pip install 'maxstack\[{kind}\]'"):
         open_source(source(kind, files=["a.file"]))
+
+
+WRONG = b"caf\xe9 \xff!"
+
+
+def not_utf8(kind):
+    """A file whose second document is not UTF-8; the words that tell where."""
+    texts = [b"caf\xc3\xa9", WRONG]
+    if kind == "text":
+        Path("b.txt").write_bytes(WRONG)
+        return {"files": ["b.txt"]}, "b.txt: not UTF-8 at byte 3"
+    if kind == "separated":
+        Path("a.txt").write_bytes(b"---".join(texts))
+        return {"kind": "text", "files": ["a.txt"], "separator": "---"}, "a.txt: record 1: not UTF-8 at byte 3"
+    if kind == "jsonl":
+        Path("a.jsonl").write_bytes(b"".join(b'{"text": "%s"}\n' % text for text in texts))
+        return {"files": ["a.jsonl"]}, "a.jsonl: line 2: not UTF-8 at byte 13"
+    if kind == "parquet":
+        offsets = pyarrow.py_buffer(np.cumsum([0, *map(len, texts)], dtype=np.int32).tobytes())
+        column = pyarrow.StringArray.from_buffers(2, offsets, pyarrow.py_buffer(b"".join(texts)))
+        pyarrow.parquet.write_table(pyarrow.table({"text": column}), "a.parquet")
+        return {"files": ["a.parquet"]}, "a.parquet: record 1: not UTF-8 at byte 3"
+    if kind == "bagz":
+        with pytest.importorskip("bagz").Writer("a.bagz") as writer:
+            for text in texts:
+                writer.write(text)
+        return {"files": ["a.bagz"]}, "a.bagz: record 1: not UTF-8 at byte 3"
+    write_array_records("a.array_record", texts)
+    return {"files": ["a.array_record"]}, "a.array_record: record 1: not UTF-8 at byte 3"
+
+
+@pytest.mark.parametrize("kind", ["text", "separated", "jsonl", "parquet", "array_record", "bagz"])
+def test_text_that_is_not_utf8_is_refused_replaced_or_kept_alike_in_every_kind_of_source(kind):
+    fields, words = not_utf8(kind)
+    fields = {"kind": kind} | fields
+    with pytest.raises(DataError, match=f"{words}: invalid .* set encoding_errors of this source"):
+        texts(open_source(source(**fields)))
+    opened = {policy: open_source(source(**fields, encoding_errors=policy)) for policy in ("replace", "keep")}
+    assert {policy: documents[len(documents) - 1] for policy, documents in opened.items()} == {
+        "replace": "caf\ufffd \ufffd!".encode(), "keep": WRONG}
+
+
+def test_half_a_surrogate_pair_is_replaced_where_that_is_asked_for():
+    write("a.jsonl", '{"text": "a\\ud800b"}\n')
+    assert texts(open_source(source("jsonl", files=["a.jsonl"], encoding_errors="replace"))) == ["a\ufffdb"]
+
+
+def test_keeping_what_is_not_utf8_is_refused_for_a_tokenizer_that_reads_text():
+    kept = {"kind": "text", "files": ["a.txt"], "encoding_errors": "keep"}
+    DataConfig(sources=[kept])
+    with pytest.raises(ValueError, match="is keep, but data.tokenizer is of kind sentencepiece"):
+        DataConfig(sources=[kept], tokenizer={"kind": "sentencepiece", "path": "x"})
+
+
+@pytest.mark.parametrize(("normalize", "expected"), [
+    ([], ["\ufeffa\r\nb\rc\n"]), (["bom"], ["a\r\nb\rc\n"]), (["newlines"], ["\ufeffa\nb\nc\n"]), (["bom", "newlines"], ["a\nb\nc\n"])])
+def test_marks_and_line_ends_are_as_in_the_file_unless_they_are_normalized(normalize, expected):
+    Path("a.txt").write_bytes(b"\xef\xbb\xbfa\r\nb\rc\n")
+    Path("a.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps({"text": "\ufeffa\r\nb\rc\n"}).encode() + b"\r\n")
+    assert texts(open_source(source("text", files=["a.txt"], normalize=normalize))) == expected
+    assert texts(open_source(source("jsonl", files=["a.jsonl"], normalize=normalize))) == expected
+
+
+def test_a_separator_with_a_line_end_is_found_in_any_line_ends_that_are_normalized():
+    Path("a.txt").write_bytes(b"one\r\n--\r\ntwo\n--\nthree")
+    cfg = {"files": ["a.txt"], "separator": "\n--\n"}
+    assert texts(open_source(source("text", **cfg, normalize=["newlines"]))) == ["one", "two", "three"]
+    assert texts(open_source(source("text", **cfg))) == ["one\r\n--\r\ntwo", "three"]
 
 
 def test_synthetic_documents_are_the_same_each_time_and_within_bounds():

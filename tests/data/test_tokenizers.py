@@ -5,7 +5,8 @@ import tokenizers
 
 from maxstack.data import DataError, fits
 from maxstack.data.config import BytesTokenizer, DataConfig, HuggingFaceTokenizer, SentencePieceTokenizer, SyntheticSource, TextSource
-from maxstack.data.tokenizers import open_tokenizer
+from maxstack.data.sources import open_source
+from maxstack.data.tokenizers import open_tokenizer, sized_tokens_of
 from maxstack.data.vocabulary import train
 
 TEXT = "Hello,  w\u00f6rld!\n\n\tif x == 10:\r\n  return '\U0001f600'\n"
@@ -48,6 +49,39 @@ def test_decoding_gives_back_the_text_and_token_bytes_add_up_to_its_size(name):
     assert tokenizer.token_bytes.shape == (tokenizer.vocab_size,) and tokenizer.token_bytes.dtype == np.int32
     assert tokenizer.token_bytes[ids].sum() == len(TEXT.encode())
     assert tokenizer.token_bytes[ids[0]] == tokenizer.token_bytes[ids[-1]] == 0
+
+
+def lossy(kind):
+    """A tokenizer that normalises, collapses or drops spaces, and does not know all characters."""
+    text = (folder_text := "hello world how are you the fi world is x ") * 20
+    if kind == "sentencepiece":
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(text.split()), model_prefix="lossy", vocab_size=30, hard_vocab_limit=False, minloglevel=2)
+        return open_tokenizer(SentencePieceTokenizer(kind="sentencepiece", path="lossy.model"))
+    words = ["[UNK]", "<s>", *sorted({*folder_text.split()})]
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    model.normalizer, model.pre_tokenizer = tokenizers.normalizers.NFKC(), tokenizers.pre_tokenizers.Whitespace()
+    model.save("lossy.json")
+    return open_tokenizer(HuggingFaceTokenizer(kind="huggingface", path="lossy.json", bos="<s>", eos="<s>"))
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "huggingface"])
+def test_the_ids_of_a_lossy_tokenizer_stand_for_the_documents_own_bytes_up_to_where_each_ends(kind):
+    start, document = "  hello   \ufb01 ", "  hello   \ufb01 world \u4e2d\u4e2d you  "
+    with open("document.txt", "w", newline="") as file:
+        file.write(document)
+    tokenizer = lossy(kind)
+    ids, sizes = sized_tokens_of(open_source(TextSource(kind="text", files=["document.txt"])), 0, tokenizer)
+    plain = tokenizer.token_bytes[ids].sum()
+    assert sizes.sum() == len(document.encode()) != plain and sizes.min() == 0 == sizes[0] == sizes[-1]
+    before = [i for i in range(1, len(ids)) if b"world" in tokenizer.decode(ids[:i + 1])][0]
+    assert sizes[:before + 1].sum() == len(f"{start}world".encode())
+
+
+def test_a_document_of_which_nothing_is_left_gives_its_bytes_to_its_end(folder):
+    (folder / "blank.txt").write_text("   ")
+    ids, sizes = sized_tokens_of(open_source(TextSource(kind="text", files=["blank.txt"])), 0, lossy("huggingface"))
+    assert ids.tolist() == [1, 1] and sizes.tolist() == [0, 3]
 
 
 def test_bytes_need_no_utf8():
