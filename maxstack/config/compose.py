@@ -1,14 +1,14 @@
 """Composing a configuration from files: extends, presets, like, overrides. Knows no field names, only the words of composition."""
 
 import dataclasses
-import difflib
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from maxstack.config.reader import MAX_BYTES, MAX_DEPTH, MAX_NODES, ConfigError, Node, read_yaml
+from maxstack.config.spelling import did_you_mean
 
 Presets = Mapping[str, Sequence[str]]
 """Top-level key -> folders of the presets folder that hold its presets; "" stands for the whole file."""
@@ -60,18 +60,6 @@ def plain(node: Node) -> Any:
         return [convert(item) for item in node.value] if isinstance(node.value, list) else node.value
 
     return convert(node)
-
-
-def nearest(word: object, words: Iterable[str], count: int = 1) -> list[str]:
-    """At most `count` of the words that a person who typed `word` may have meant, best first."""
-    names = {w.lower(): w for w in map(str, words)}
-    return [names[found] for found in difflib.get_close_matches(str(word).lower(), names, count, 0.55)]
-
-
-def did_you_mean(word: object, words: Iterable[str]) -> str:
-    """`; did you mean X?`, or nothing."""
-    best = nearest(word, words)
-    return f"; did you mean {best[0]}?" if best else ""
 
 
 def merge(below: Node | None, above: Node) -> Node:

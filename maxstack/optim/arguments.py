@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from maxstack.config import did_you_mean, fault, nearest
+from maxstack.config import did_you_mean, fault
+from maxstack.foreign import equivalent
 from maxstack.optim.names import Argument, Signature, names, signature
 from maxstack.optim.paths import check_selectors
 from maxstack.optim.schedules import ALIASES, OWN, STEPS, VALUES, filled, peak_argument, schedule_signature, share
@@ -108,9 +109,8 @@ def check_transform(item: Any, key: str, reshaped: str | None = None) -> None:
     found = signature(kind)
     if found is None or found.role != "transform":
         what = f"{kind!r} is a public name of Optax but not a transform" if found else f"no transform {kind!r} in optax or optax.contrib"
-        near = nearest(kind, transform_kinds(), 3)
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "see the API reference of Optax for the names"
-        raise fault(f"{key}.kind", f"{what}; {hint}")
+        hint = did_you_mean(kind, transform_kinds(), 3) or "; see the API reference of Optax for the names"
+        raise fault(f"{key}.kind", f"{what}{hint}")
     given = arguments_of(item)
     if "inner" in item and len(given) + 1 < len(item):
         raise fault(f"{key}.inner", f"inner and {wrapped_argument(found)} are the same argument; give one")
@@ -124,8 +124,8 @@ def check_schedule(item: Any, key: str, has_base: bool) -> None:
     kind = _kind(item, key, "{kind: warmup_cosine, warmup_steps: 2%}")
     found = schedule_signature(kind)
     if found is None:
-        near = nearest(kind, schedule_kinds(), 3)
-        raise fault(f"{key}.kind", f"no schedule {kind!r}; did you mean {' or '.join(map(repr, near or ['warmup_cosine', 'wsd']))}?")
+        hint = did_you_mean(kind, schedule_kinds(), 3) or "; warmup_cosine and wsd are two of them"
+        raise fault(f"{key}.kind", f"no schedule {kind!r}{hint}")
     given = {name: value for name, value in item.items() if name != "kind"}
     peak = peak_argument(found)
     for name in (name for name in VALUES if share(given.get(name)) is not None):
@@ -147,7 +147,8 @@ def _check_arguments(found: Signature, given: dict[str, Any], key: str, supplied
     inside = reshaped or (found.name if found.name in RESHAPING else None)
     for name in given:
         if name not in known:
-            raise fault(f"{key}.{name}", f"{found.name} has no argument {name!r}; it takes {', '.join(known) or 'none'}{did_you_mean(name, known)}")
+            hint = did_you_mean(name, known) or (f"; {foreign}" if (foreign := equivalent(name)) else "")
+            raise fault(f"{key}.{name}", f"{found.name} has no argument {name!r}; it takes {', '.join(known) or 'none'}{hint}")
     for argument in found.arguments:
         if argument.name in given:
             _check_value(argument, given[argument.name], f"{key}.{argument.name}", inside, has_base)
