@@ -9,12 +9,13 @@ from pydantic_core import PydanticCustomError
 
 from maxstack.config.compose import Presets, Readers, merged_tree, plain, presets_dir, supply, underlay
 from maxstack.config.explain import explanation
+from maxstack.config.quoting import quoted, shortened
 from maxstack.config.reader import ConfigError, Node
 from maxstack.config.spelling import did_you_mean, nearest
 from maxstack.config.writer import write_yaml
 
 __all__ = ["ConfigError", "Items", "Node", "Readers", "Section", "annotated", "did_you_mean", "difference", "dump", "fault", "faults", "load",
-           "load_tree", "nearest", "plain", "plain_data", "presets_dir", "supply"]
+           "load_tree", "nearest", "plain", "plain_data", "presets_dir", "quoted", "shortened", "supply"]
 
 Item = TypeVar("Item")
 Items = Annotated[tuple[Item, ...], pydantic.Field(strict=False)]

@@ -8,6 +8,7 @@ from typing import Any
 import pydantic
 
 from maxstack.config.annotations import bare, choices, describe, item, kinds, listed, members, of_field, section, shape
+from maxstack.config.quoting import quoted, shortened
 from maxstack.config.reader import Node
 from maxstack.config.spelling import did_you_mean
 
@@ -39,7 +40,7 @@ def explanation(schema: type[pydantic.BaseModel], tree: Node, error: pydantic.Va
     for path, message in vague.items():
         if not any(other[:len(path)] == path for other in found):
             found[path] = message
-    lines = [f"{_where(tree, path)}: {'.'.join(map(str, path)) or 'the configuration'}: {message}" for path, message in found.items()]
+    lines = [f"{_where(tree, path)}: {shortened('.'.join(map(str, path))) or 'the configuration'}: {message}" for path, message in found.items()]
     more = [f"... and {len(lines) - SHOWN} more problems"] if len(lines) > SHOWN else []
     return "\n".join(lines[:SHOWN] + more)
 
@@ -114,7 +115,7 @@ def _unknown_key(place: _Place, tree: Node, foreign: Foreign) -> str:
     model = section(place.owner)
     keys = list(model.model_fields) if model else []
     paths = [".".join(map(str, path)) for path in _leaves(tree.at(*place.path), place.path)]
-    told = [f"{path}: {said}" if len(paths) > 1 else said for path in paths if (said := foreign(path))]
+    told = [f"{shortened(path)}: {said}" if len(paths) > 1 else said for path in paths if (said := foreign(path))]
     hint = f"; {'; '.join(told[:SHOWN])}" if told else did_you_mean(place.path[-1], keys)
     return f"unknown key; allowed: {listed(keys, 40)}{hint}"
 
@@ -150,7 +151,7 @@ def _got(node: Node | None) -> str:
     if isinstance(value, bool):
         return "true (a switch)" if value else "false (a switch)"
     if isinstance(value, str):
-        return f"{value[:80]!r} (text)"
+        return f"{quoted(value)} (text)"
     if value is None:
         return "null"
     return "a mapping" if isinstance(value, dict) else "a list" if isinstance(value, list) else f"{value}"
