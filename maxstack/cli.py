@@ -26,6 +26,7 @@ COMMANDS = {
     "data": ("maxstack.data.cli:main", "train a tokenizer, prepare token shards, show what the model is fed"),
     "config": ("maxstack.config.cli:main", "show, compare and describe configurations"),
 }
+LONGEST_LINE = 3000
 EXAMPLE = "example: maxstack train quickstart train.steps=100 run.name=first"
 
 
@@ -83,8 +84,9 @@ def _dispatch(argv: Sequence[str]) -> int:
 
 
 def _fail(error: Exception, code: int) -> int:
+    from maxstack.config.quoting import shortened
     for line in str(error).splitlines():
-        print(f"error: {line}", file=sys.stderr)
+        print(f"error: {shortened(line, LONGEST_LINE)}", file=sys.stderr)
     return code
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from maxstack import parallel_rules
-from maxstack.config import did_you_mean
+from maxstack.config import did_you_mean, quoted
 from maxstack.layers.config import GatedDeltaConfig, Mixer, MLAConfig
 from maxstack.layers.mlp_config import DenseMLPConfig, GatedMLPConfig, MLPKind, MoEConfig, ParallelMLPConfig, SharedExpertConfig
 from maxstack.sharding import AXES, RULES, Axes, names
@@ -57,7 +57,7 @@ def axes(cfg: "Config") -> Iterator[Fault]:
         named = names(given)
         for axis in dict.fromkeys(named):
             if axis not in sizes:
-                yield f"mesh.{key}.{logical}", (f"got mesh axis {axis!r}; allowed: {', '.join(sizes)}, a list of them, or null"
+                yield f"mesh.{key}.{logical}", (f"got mesh axis {quoted(axis)}; allowed: {', '.join(sizes)}, a list of them, or null"
                                                 f"{did_you_mean(axis, sizes)}")
             elif named.count(axis) > 1:
                 yield f"mesh.{key}.{logical}", f"names mesh axis {axis} twice; a mesh axis splits a tensor once"

@@ -13,6 +13,7 @@ from maxstack.checkpoint.config import CheckpointConfig
 from maxstack.config import Node, Readers, Section, fault, faults, supply
 from maxstack.data.config import DataConfig
 from maxstack.faults.config import FaultsConfig
+from maxstack.foreign import equivalent
 from maxstack.lora.config import LoraConfig
 from maxstack.models.config import DecoderConfig
 from maxstack.optim import OptimizerConfig
@@ -186,6 +187,11 @@ class Config(Section):
         if found and given:
             log.warning("data.tokenizer: that of %s, in place of the one at %s", folder.value, given.where)
         return supply(tree, ("data", "tokenizer"), found, folder.value) if found else tree
+
+    @classmethod
+    def foreign(cls, path: str) -> str:
+        """What another framework's key is called here."""
+        return equivalent(path)
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> "Config":

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from maxstack.config import ConfigError, nearest
+from maxstack.config import ConfigError, nearest, quoted
 from maxstack.layers.weight import Weight, draw
 from maxstack.lora import adapter
 from maxstack.models import decoder
@@ -162,7 +162,7 @@ class Treatment:
                 modules = {part for path, use in uses.items() if use == "matmul" for part in (path, path.rpartition("/")[0])}
                 why = f"matches only {', '.join(matching[:3])}: experts, tables, the head and what is no matrix take no adapters" if matching else \
                     f"matches no weight; nearest paths: {', '.join(nearest(pattern, modules, 3) or sorted(modules)[:6])}"
-                raise ConfigError(f"lora.targets.{i}: {pattern!r} {why}")
+                raise ConfigError(f"lora.targets.{i}: {quoted(pattern)} {why}")
             found |= dict.fromkeys(mine)
         return [*found]
 

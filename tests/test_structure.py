@@ -29,7 +29,7 @@ LEVELS = (
     ("treatment", "placement"),
     ("checkpoint.hf",),
     ("models", "objectives", "data", "optim", "checkpoint", "quantize", "lora", "metrics", "faults", "ledger", "cluster"),
-    ("layers", "chips", "goodput", "agree", "stacks", "exit_codes", "appending", "console"),
+    ("layers", "chips", "goodput", "agree", "stacks", "exit_codes", "appending", "console", "foreign"),
     ("kernels",),
     ("sharding",),
     ("devices",),

@@ -8,7 +8,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from maxstack.config import ConfigError
+from maxstack.config import ConfigError, quoted
 
 PORT = 8476
 """Where process 0 is reached if nothing says otherwise."""
@@ -105,7 +105,7 @@ def first_host(hosts: str) -> str:
     """Of Slurm's list of hosts: `n[007-009,012],m3` begins with n007."""
     found = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,]*))?", hosts)
     if not found:
-        raise ConfigError(f"SLURM_STEP_NODELIST={hosts!r}: is no list of hosts; set JAX_COORDINATOR_ADDRESS=HOST:PORT of the first one")
+        raise ConfigError(f"SLURM_STEP_NODELIST={quoted(hosts)}: is no list of hosts; set JAX_COORDINATOR_ADDRESS=HOST:PORT of the first one")
     return found[1] + (found[2] or "") + (found[3] or "")
 
 
@@ -194,6 +194,6 @@ def _first(variables: Variables, *names: str) -> int:
     for name in names:
         if name in variables:
             if not variables[name].isdecimal():
-                raise ConfigError(f"{name}={variables[name]!r} in the environment: is no whole number")
+                raise ConfigError(f"{name}={quoted(variables[name])} in the environment: is no whole number")
             return int(variables[name])
     raise ConfigError(f"{names[0]} is not in the environment, beside what says that there are several processes; set it")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from maxstack.cluster import environment, pathways
 from maxstack.cluster.roll_call import Card, Missing, bind_address, roll_call
-from maxstack.config import ConfigError
+from maxstack.config import ConfigError, quoted
 from maxstack.devices import GPUS, visible_gpus
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def seconds_to_wait() -> float:
     try:
         return float(os.environ.get(WAIT, JOIN))
     except ValueError as error:
-        raise ConfigError(f"{WAIT}={os.environ[WAIT]!r} in the environment: is no number of seconds") from error
+        raise ConfigError(f"{WAIT}={quoted(os.environ[WAIT])} in the environment: is no number of seconds") from error
 
 
 def allow_connections(processes: int) -> None:

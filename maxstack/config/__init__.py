@@ -7,13 +7,15 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import pydantic
 from pydantic_core import PydanticCustomError
 
-from maxstack.config.compose import Presets, Readers, did_you_mean, merged_tree, nearest, plain, presets_dir, supply, underlay
+from maxstack.config.compose import Presets, Readers, merged_tree, plain, presets_dir, supply, underlay
 from maxstack.config.explain import explanation
+from maxstack.config.quoting import quoted, shortened
 from maxstack.config.reader import ConfigError, Node
+from maxstack.config.spelling import did_you_mean, nearest
 from maxstack.config.writer import write_yaml
 
 __all__ = ["ConfigError", "Items", "Node", "Readers", "Section", "annotated", "did_you_mean", "difference", "dump", "fault", "faults", "load",
-           "load_tree", "nearest", "plain", "plain_data", "presets_dir", "supply"]
+           "load_tree", "nearest", "plain", "plain_data", "presets_dir", "quoted", "shortened", "supply"]
 
 Item = TypeVar("Item")
 Items = Annotated[tuple[Item, ...], pydantic.Field(strict=False)]
@@ -34,6 +36,11 @@ class Section(pydantic.BaseModel):
     def completed(cls, tree: Node) -> Node:
         """For a root section: the composed tree with what follows from it, before it is validated."""
         return tree
+
+    @classmethod
+    def foreign(cls, path: str) -> str:
+        """For a root section: what another framework's key at a dotted path is called here; "" if that is not known."""
+        return ""
 
 
 Root = TypeVar("Root", bound=Section)
@@ -64,7 +71,7 @@ def load_tree(schema: type[Root], path: str | Path | Mapping[str, Any], override
     try:
         return schema.model_validate(plain(tree)), tree
     except pydantic.ValidationError as error:
-        raise ConfigError(explanation(schema, tree, error)) from None
+        raise ConfigError(explanation(schema, tree, error, schema.foreign)) from None
 
 
 def dump(cfg: Section) -> str:

@@ -8,6 +8,8 @@ import annotated_types
 import pydantic
 from pydantic.fields import FieldInfo
 
+from maxstack.config.quoting import shortened
+
 _SCALARS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
 _BOUNDS = ((annotated_types.Ge, "ge", ">="), (annotated_types.Gt, "gt", ">"), (annotated_types.Le, "le", "<="), (annotated_types.Lt, "lt", "<"))
 
@@ -99,7 +101,7 @@ def describe(annotation: Any) -> str:
 
 def listed(words: list[str], limit: int = 24) -> str:
     """The words with commas, the rest counted if there are many."""
-    return ", ".join(words[:limit]) + (f" and {len(words) - limit} more" if len(words) > limit else "")
+    return ", ".join(shortened(word, 60) for word in words[:limit]) + (f" and {len(words) - limit} more" if len(words) > limit else "")
 
 
 def _described(schema: dict[str, Any]) -> str:

@@ -1,14 +1,15 @@
 """Composing a configuration from files: extends, presets, like, overrides. Knows no field names, only the words of composition."""
 
 import dataclasses
-import difflib
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from maxstack.config.quoting import quoted, shortened
 from maxstack.config.reader import MAX_BYTES, MAX_DEPTH, MAX_NODES, ConfigError, Node, read_yaml
+from maxstack.config.spelling import did_you_mean
 
 Presets = Mapping[str, Sequence[str]]
 """Top-level key -> folders of the presets folder that hold its presets; "" stands for the whole file."""
@@ -60,18 +61,6 @@ def plain(node: Node) -> Any:
         return [convert(item) for item in node.value] if isinstance(node.value, list) else node.value
 
     return convert(node)
-
-
-def nearest(word: object, words: Iterable[str], count: int = 1) -> list[str]:
-    """At most `count` of the words that a person who typed `word` may have meant, best first."""
-    names = {w.lower(): w for w in map(str, words)}
-    return [names[found] for found in difflib.get_close_matches(str(word).lower(), names, count, 0.55)]
-
-
-def did_you_mean(word: object, words: Iterable[str]) -> str:
-    """`; did you mean X?`, or nothing."""
-    best = nearest(word, words)
-    return f"; did you mean {best[0]}?" if best else ""
 
 
 def merge(below: Node | None, above: Node) -> Node:
@@ -151,10 +140,10 @@ class _Composer:
         run = os.path.exists(as_path / "config.yml")
         if os.path.isdir(as_path) and (is_path or run):
             instead = f"; give {name.rstrip('/')}/config.yml" if run else did_you_mean(Path(name).name, names)
-            raise ConfigError(f"{prefix}{name} is a folder, not a YAML file{instead}")
+            raise ConfigError(f"{prefix}{shortened(name)} is a folder, not a YAML file{instead}")
         hint = did_you_mean(Path(name).stem, names) or ("" if is_path else "; give one of these, or a path that ends in .yml")
         there = f"; the presets are {', '.join(names[:20])}{', ...' if len(names) > 20 else ''}" if names else ""
-        raise ConfigError(f"{prefix}no {f'{what} ' if what else ''}{'file' if is_path else 'preset'} {name}{there}{hint}")
+        raise ConfigError(f"{prefix}no {f'{what} ' if what else ''}{'file' if is_path else 'preset'} {shortened(name)}{there}{hint}")
 
     def expanded(self, node: Node, folder: Path) -> Node:
         """The tree with preset names at the top-level keys that have presets replaced by what they name."""
@@ -171,7 +160,7 @@ class _Composer:
         below: Node | None = None
         for name in names:
             if not isinstance(name.value, str):
-                raise ConfigError(f"{name.where}: extends: got {name.value!r}; allowed: a preset's name, a path, or a list of them")
+                raise ConfigError(f"{name.where}: extends: got {quoted(name.value)}; allowed: a preset's name, a path, or a list of them")
             sibling = folder / f"{name.value}.yml"
             own_folder = section and os.path.exists(sibling) and sibling.resolve() != self._open[-1]
             path = sibling if own_folder else self.find(name.value, section, folder, section, name.where)
@@ -192,7 +181,7 @@ class _Composer:
             return node
         name = entries["preset"]
         if not isinstance(name.value, str):
-            raise ConfigError(f"{name.where}: {section}.preset: got {name.value!r}; allowed: a preset's name or a path")
+            raise ConfigError(f"{name.where}: {section}.preset: got {quoted(name.value)}; allowed: a preset's name or a path")
         base = self.file(self.find(name.value, section, folder, section, name.where), section)
         rest = Node({key: item for key, item in entries.items() if key != "preset"}, node.where)
         return dataclasses.replace(merge(base, rest), where=node.where, replaces=True)
@@ -201,7 +190,7 @@ class _Composer:
     def _read_from(self, entries: dict[str, Node], section: str, folder: Path, where: str) -> Node:
         name = entries["from"]
         if not isinstance(name.value, str):
-            raise ConfigError(f"{name.where}: {section}.from: got {name.value!r}; allowed: a path")
+            raise ConfigError(f"{name.where}: {section}.from: got {quoted(name.value)}; allowed: a path")
         if "preset" in entries:
             raise ConfigError(f"{name.where}: {section}.from: preset and from both say what the {section} is; give one")
         path = shown(folder / os.path.expanduser(name.value))
@@ -231,8 +220,8 @@ def read_file(path: Path) -> Node:
         raise ConfigError(f"{name}:{line}: byte 0x{raw[error.start]:02x} is not UTF-8; save the file as UTF-8") from None
     node = read_yaml(text, name)
     if node.mapping is None:
-        raise ConfigError(f"{node.where}: holds {'a list' if isinstance(node.value, list) else repr(node.value)}; a configuration is a mapping of "
-                          "keys to values")
+        held = {list: "a list", str: "text", type(None): "nothing"}.get(type(node.value), "a number or a switch")
+        raise ConfigError(f"{node.where}: holds {held}; a configuration is a mapping of keys to values")
     return node
 
 
@@ -251,11 +240,11 @@ def _override(text: str) -> tuple[list[str], Node, str]:
             break
         at += 1
     if not keys or len(keys) > MAX_DEPTH or text[at:at + 1] != "=":
-        raise ConfigError(f"override {text!r}: overrides have the form a.b.c=value")
+        raise ConfigError(f"override {quoted(text)}: overrides have the form a.b.c=value")
     if keys[0] == "extends":
-        raise ConfigError(f"override {text!r}: extends: cannot be overridden; name another file instead")
+        raise ConfigError(f"override {quoted(text)}: extends: cannot be overridden; name another file instead")
     value = text[at + 1:]
-    node = read_yaml(value, f"override {text}", lines=False) if value.strip() else Node(None, "override")
+    node = read_yaml(value, f"override {shortened(text)}", lines=False) if value.strip() else Node(None, "override")
     return keys, _sourced(plain(node), "override"), text
 
 
@@ -276,12 +265,12 @@ def _assign(tree: Node | None, keys: list[str], node: Node, text: str, depth: in
     if isinstance(inside, list):
         if not re.fullmatch(r"[0-9]{1,6}", key) or int(key) >= len(inside):
             allowed = f"0 to {len(inside) - 1}" if inside else "nothing, as it is empty"
-            raise ConfigError(f"override {text!r}: {done} is a list; after {done}. came {key}; allowed: {allowed}")
+            raise ConfigError(f"override {quoted(text)}: {shortened(done)} is a list; after it came {shortened(key)}; allowed: {allowed}")
         items = list(inside)
         items[int(key)] = _assign(items[int(key)], keys, node, text, depth + 1, None)
         return Node(items, tree.where if tree else "override", tree.replaces if tree else False)
     if inside is not None and not isinstance(inside, dict):
-        raise ConfigError(f"override {text!r}: {done} is {inside!r}, which has no {key}")
+        raise ConfigError(f"override {quoted(text)}: {shortened(done)} is {quoted(inside)}, which has no {shortened(key)}")
     entries = inside or {}
     if depth + 1 == len(keys) and _kind_changes(entries, {key: node}):
         return Node({key: node}, "override", replaces=True)
@@ -315,9 +304,10 @@ def _liked(name: str, siblings: dict[str, Node], seen: tuple[str, ...], path: st
     like = entries["like"]
     if not isinstance(like.value, str) or like.value not in siblings or like.value in (name, *seen):
         others = [other for other in siblings if other not in (name, *seen)]
-        raise ConfigError(f"{like.where}: {path}{name}.like: got {like.value!r}; allowed: {', '.join(others) or 'nothing, as there is no other'}, "
+        raise ConfigError(f"{like.where}: {shortened(path + name)}.like: got {quoted(like.value)}; allowed: "
+                          f"{shortened(', '.join(others)) or 'nothing, as there is no other'}, "
                           f"without a circle{did_you_mean(like.value, others)}")
     if len(seen) > MAX_DEPTH:
-        raise ConfigError(f"{like.where}: {path}{name}.like: more than {MAX_DEPTH} entries are like one another in a row")
+        raise ConfigError(f"{like.where}: {shortened(path + name)}.like: more than {MAX_DEPTH} entries are like one another in a row")
     own = Node({key: item for key, item in entries.items() if key != "like"}, node.where)
     return merge(_liked(like.value, siblings, (*seen, name), path), own)

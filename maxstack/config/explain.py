@@ -2,16 +2,19 @@
 
 import dataclasses
 import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pydantic
 
 from maxstack.config.annotations import bare, choices, describe, item, kinds, listed, members, of_field, section, shape
-from maxstack.config.compose import did_you_mean
+from maxstack.config.quoting import quoted, shortened
 from maxstack.config.reader import Node
+from maxstack.config.spelling import did_you_mean
 
 SHOWN = 5
 Path = tuple[str | int, ...]
+Foreign = Callable[[str], str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,18 +29,18 @@ class _Place:
     """One alternative of a union failed, and not the one that the value's shape chose: only the union itself can be named."""
 
 
-def explanation(schema: type[pydantic.BaseModel], tree: Node, error: pydantic.ValidationError) -> str:
-    """A paragraph for each problem, the first few of them."""
+def explanation(schema: type[pydantic.BaseModel], tree: Node, error: pydantic.ValidationError, foreign: Foreign) -> str:
+    """A paragraph for each problem, the first few of them; `foreign` says what a key of another framework is called here."""
     found: dict[Path, str] = {}
     vague: dict[Path, str] = {}
     for detail in error.errors(include_url=False):
         place = _follow(schema, tree, detail["loc"])
-        for path, message in _messages(place, tree, dict(detail)):
+        for path, message in _messages(place, tree, dict(detail), foreign):
             (vague if place.vague or detail["type"] == "too_short" else found).setdefault(path, message)
     for path, message in vague.items():
         if not any(other[:len(path)] == path for other in found):
             found[path] = message
-    lines = [f"{_where(tree, path)}: {'.'.join(map(str, path)) or 'the configuration'}: {message}" for path, message in found.items()]
+    lines = [f"{_where(tree, path)}: {shortened('.'.join(map(str, path))) or 'the configuration'}: {message}" for path, message in found.items()]
     more = [f"... and {len(lines) - SHOWN} more problems"] if len(lines) > SHOWN else []
     return "\n".join(lines[:SHOWN] + more)
 
@@ -87,14 +90,14 @@ def _inside(annotation: Any, segment: str | int) -> Any | None:
     return item(annotation) if shape(annotation) in (dict, list) else None
 
 
-def _messages(place: _Place, tree: Node, detail: dict[str, Any]) -> list[tuple[Path, str]]:
+def _messages(place: _Place, tree: Node, detail: dict[str, Any], foreign: Foreign) -> list[tuple[Path, str]]:
     kind, context = detail["type"], detail.get("ctx") or {}
     if kind == "faults":
         return [(place.path + tuple(key.split(".")), message) for key, message in context["faults"]]
     if kind == "fault":
         return [(place.path + tuple(part for part in context["key"].split(".") if part), context["message"])]
     if kind == "extra_forbidden":
-        return [(place.path, _unknown_key(place))]
+        return [(place.path, _unknown_key(place, tree, foreign))]
     if kind == "missing":
         return [(place.path, f"missing; wanted: {_wanted(place)}")]
     if kind in ("union_tag_invalid", "union_tag_not_found"):
@@ -108,10 +111,21 @@ def _messages(place: _Place, tree: Node, detail: dict[str, Any]) -> list[tuple[P
     return [(place.path, _wrong_value(place, tree, detail["msg"]))]
 
 
-def _unknown_key(place: _Place) -> str:
+def _unknown_key(place: _Place, tree: Node, foreign: Foreign) -> str:
     model = section(place.owner)
     keys = list(model.model_fields) if model else []
-    return f"unknown key; allowed: {listed(keys, 40)}{did_you_mean(place.path[-1], keys)}"
+    paths = [".".join(map(str, path)) for path in _leaves(tree.at(*place.path), place.path)]
+    told = [f"{shortened(path)}: {said}" if len(paths) > 1 else said for path in paths if (said := foreign(path))]
+    hint = f"; {'; '.join(told[:SHOWN])}" if told else did_you_mean(place.path[-1], keys)
+    return f"unknown key; allowed: {listed(keys, 40)}{hint}"
+
+
+def _leaves(node: Node | None, path: Path) -> Iterator[Path]:
+    """Paths of what is no mapping, or an empty one, at and below a node."""
+    for key, inside in (node.mapping or {}).items() if node else ():
+        yield from _leaves(inside, (*path, key))
+    if not (node and node.mapping):
+        yield path
 
 
 def _wanted(place: _Place) -> str:
@@ -137,7 +151,7 @@ def _got(node: Node | None) -> str:
     if isinstance(value, bool):
         return "true (a switch)" if value else "false (a switch)"
     if isinstance(value, str):
-        return f"{value[:80]!r} (text)"
+        return f"{quoted(value)} (text)"
     if value is None:
         return "null"
     return "a mapping" if isinstance(value, dict) else "a list" if isinstance(value, list) else f"{value}"

@@ -7,6 +7,8 @@ from typing import Any
 
 import yaml
 
+from maxstack.config.quoting import quoted, shortened
+
 MAX_BYTES = 1 << 20
 MAX_NODES = 100_000
 MAX_DEPTH = 64
@@ -89,27 +91,28 @@ def scalar(text: str) -> Scalar:
     if _BASED.fullmatch(text):
         return _bounded(int(text, 0), text)
     if _PADDED.fullmatch(text) and _FLOAT.fullmatch(text):
-        raise ValueError(f"number {text} starts with 0, which YAML versions read differently; drop the 0, or quote it ('{text}') if text is meant")
+        raise ValueError(f"number {shortened(text)} starts with 0, which YAML versions read differently; drop the 0, "
+                         f"or quote it ({quoted(text)}) if text is meant")
     if _INTEGER.fullmatch(text):
         if len(text) > 40:
-            raise ValueError(f"number {text[:20]}... is too large")
+            raise ValueError(f"number {shortened(text, 40)} is too large")
         return _bounded(int(text.replace("_", "")), text)
     if _FLOAT.fullmatch(text):
         number = float(text.replace("_", ""))
         if math.isinf(number):
-            raise ValueError(f"number {text[:40]} is too large for a float; write .inf for infinity")
+            raise ValueError(f"number {shortened(text, 40)} is too large for a float; write .inf for infinity")
         return number
     return text
 
 
 def _bounded(number: int, text: str) -> int:
     if not -2 ** 63 <= number < 2 ** 64:
-        raise ValueError(f"number {text[:40]} does not fit in 64 bits")
+        raise ValueError(f"number {shortened(text, 40)} does not fit in 64 bits")
     return number
 
 
 def _problem(error: yaml.MarkedYAMLError, text: str) -> str:
-    said = " ".join(part for part in (error.context, error.problem) if part)
+    said = shortened(" ".join(part for part in (error.context, error.problem) if part))
     line = text.splitlines()[error.problem_mark.line:][:1] if error.problem_mark else []
     if "\\t" in said or (line and line[0][:len(line[0]) - len(line[0].lstrip())].count("\t")):
         return "a tab where YAML wants spaces; indent with spaces"
@@ -153,7 +156,7 @@ class _Builder:
     def take(self, event: yaml.Event) -> None:
         where = self.where(event.start_mark)
         if (tag := getattr(event, "tag", None)) is not None:
-            raise ConfigError(f"{where}: tag {tag} is refused: a configuration holds plain values only; quote text that begins with !")
+            raise ConfigError(f"{where}: tag {shortened(tag)} is refused: a configuration holds plain values only; quote text that begins with !")
         if isinstance(event, yaml.DocumentStartEvent):
             self._documents += 1
             if self._documents > 1:
@@ -175,7 +178,7 @@ class _Builder:
         try:
             value = scalar(event.value) if event.implicit[0] else event.value
         except ValueError as error:
-            key = f"{frame.key}: " if frame and frame.key else ""
+            key = f"{shortened(frame.key)}: " if frame and frame.key else ""
             raise ConfigError(f"{where}: {key}{error}") from None
         self._add(Node(value, where), event.anchor, 1)
 
@@ -186,12 +189,13 @@ class _Builder:
             raise ConfigError(f"{where}: a key is missing before the colon")
         assert isinstance(frame.value, dict)
         if event.value in frame.value:
-            raise ConfigError(f"{where}: key {event.value} comes twice in one mapping (first at {frame.value[event.value].where}); keep one")
+            raise ConfigError(f"{where}: key {shortened(event.value)} comes twice in one mapping (first at "
+                              f"{frame.value[event.value].where}); keep one")
         frame.key, frame.key_where = event.value, where
 
     def _alias(self, event: yaml.AliasEvent, where: str) -> None:
         if event.anchor not in self._anchors:
-            raise ConfigError(f"{where}: *{event.anchor} refers to no anchor that ends before it; text that begins with * must be quoted")
+            raise ConfigError(f"{where}: *{shortened(str(event.anchor))} refers to no anchor that ends before it; text that begins with * must be quoted")
         node, count = self._anchors[event.anchor]
         self._add(dataclasses.replace(node, where=where), None, count)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from maxstack.config.annotations import listed
 from maxstack.data import DataError
 from maxstack.data.config import ArrayRecordSource, BagzSource, Files, JsonlSource, ParquetSource, TextSource
 from maxstack.data.files import DECODE_ERRORS, File, brief, decoded, line_bounds, line_number, matched, plain, separated_bounds, text_of
@@ -210,7 +211,7 @@ class Parquet(Records):
         except (OSError, ValueError, pyarrow.ArrowException) as error:
             raise DataError(f"{path}: not a readable Parquet file: {brief(error)}") from error
         if self._cfg.field not in names:
-            raise DataError(f"{path}: no column '{self._cfg.field}'; it has {', '.join(names)}. Set `field` to the column of the text")
+            raise DataError(f"{path}: no column '{self._cfg.field}'; it has {listed(names)}. Set `field` to the column of the text")
         return opened
 
     def _read(self, opened: Any, file: int, record: int) -> bytes:

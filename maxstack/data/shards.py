@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from maxstack.config import quoted
 from maxstack.data import DataError
 from maxstack.data.config import Tokenizer as TokenizerConfig
 from maxstack.data.sources import Tokens
@@ -97,5 +98,5 @@ def _read_manifest(path: str, modified: int) -> dict[str, Any]:
         if not isinstance(manifest["shards"], dict) or not isinstance(manifest["tokenizer"]["fingerprint"], str):
             raise DataError(f"{path}: not a manifest of `maxstack data prepare`")
     except (ValueError, KeyError, TypeError, OSError) as error:
-        raise DataError(f"{path}: not a manifest of `maxstack data prepare` ({error!r}); move it away or make the shards again") from error
+        raise DataError(f"{path}: not a manifest of `maxstack data prepare` ({quoted(error)}); move it away or make the shards again") from error
     return manifest

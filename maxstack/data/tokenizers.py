@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from maxstack.config import quoted
 from maxstack.data import DataError
 from maxstack.data.config import BytesTokenizer, DataConfig, HuggingFaceTokenizer, SentencePieceTokenizer, SyntheticSource
 from maxstack.data.config import Tokenizer as TokenizerConfig
@@ -137,7 +138,7 @@ class HuggingFace:
             return []
         found = self._model.token_to_id(token)
         if found is None:
-            raise DataError(f"{self.name}: no token {token!r} for data.tokenizer.{key}; its special tokens are "
+            raise DataError(f"{self.name}: no token {quoted(token)} for data.tokenizer.{key}; its special tokens are "
                             f"{', '.join(repr(added.content) for added in self._model.get_added_tokens_decoder().values()) or 'none'}")
         return [found]
 

@@ -5,7 +5,7 @@ import re
 import pydantic
 from pydantic import Field
 
-from maxstack.config import Items, Section, fault
+from maxstack.config import Items, Section, fault, quoted
 
 
 class LoraConfig(Section):
@@ -41,5 +41,5 @@ class LoraConfig(Section):
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise fault(f"targets.{i}", f"{pattern!r} is no regular expression: {error}") from error
+                raise fault(f"targets.{i}", f"{quoted(pattern)} is no regular expression: {error}") from error
         return self

@@ -5,7 +5,8 @@ from typing import Literal
 import pydantic
 from pydantic import Field
 
-from maxstack.config import Items, Section, fault
+from maxstack.config import Items, Section, fault, quoted
+from maxstack.config.annotations import listed
 from maxstack.kernels import names
 from maxstack.layers.config import AttentionConfig, Mixer, NormConfig
 from maxstack.layers.mlp_config import MLPKind, MoEConfig, ParallelMLPConfig
@@ -131,17 +132,18 @@ class DecoderConfig(Section):
     def _check(self) -> "DecoderConfig":
         used = (*self.prefix, *self.pattern, *((self.mtp.block,) if self.mtp else ()))
         if not self.pattern and len({*self.blocks} - {*used}) > 1:
-            raise fault("pattern", f"with {len(self.blocks)} blocks ({', '.join(self.blocks)}) the pattern must say their order")
-        for key, listed in (("pattern", self.pattern), ("prefix", self.prefix), ("mtp.block", used[len(self.prefix) + len(self.pattern):])):
-            for name in listed:
+            raise fault("pattern", f"with {len(self.blocks)} blocks ({listed([*self.blocks])}) the pattern must say their order")
+        for key, given in (("pattern", self.pattern), ("prefix", self.prefix), ("mtp.block", used[len(self.prefix) + len(self.pattern):])):
+            for name in given:
                 if name not in self.blocks:
-                    raise fault(key, f"{key} names block {name!r}, but blocks holds {', '.join(self.blocks)}")
+                    raise fault(key, f"{key} names block {quoted(name)}, but blocks holds {listed([*self.blocks])}")
         if len(self.prefix) > self.layers:
             raise fault("prefix", f"prefix names {len(self.prefix)} blocks, but layers={self.layers}")
         for name, block in self.blocks.items():
             shared = block.mixer.share_kv if isinstance(block.mixer, AttentionConfig) else None
             if shared is not None and shared not in self.prefix:
-                raise fault(f"blocks.{name}.mixer.share_kv", f"share_kv={shared!r} is no block of the prefix ({', '.join(self.prefix) or 'empty'}); "
+                raise fault(f"blocks.{name}.mixer.share_kv", f"share_kv={quoted(shared)} is no block of the prefix "
+                            f"({listed([*self.prefix]) or 'empty'}); "
                             "keys and values are kept of layers in the prefix alone")
         return self
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import pydantic
 from pydantic import Field
 
-from maxstack.config import Items, Section, fault
+from maxstack.config import Items, Section, fault, quoted
 from maxstack.optim.arguments import (
     arguments_of,
     as_chain,
@@ -128,7 +128,7 @@ class OptimizerConfig(Section):
             if self.schedule is not None:
                 raise fault("schedule", "learning_rate is a whole schedule already; set schedule: null, or learning_rate to the peak as a number")
         elif not is_number(self.learning_rate) or self.learning_rate < 0:
-            raise fault("learning_rate", f"got {self.learning_rate!r}, wanted a number >= 0 such as 3e-4, or a schedule")
+            raise fault("learning_rate", f"got {quoted(self.learning_rate)}, wanted a number >= 0 such as 3e-4, or a schedule")
         if self.schedule is not None:
             check_schedule(self.schedule, "schedule", has_base=True)
         if self.chain != [] or not self.groups:

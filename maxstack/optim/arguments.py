@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from maxstack.config import did_you_mean, fault, nearest
+from maxstack.config import did_you_mean, fault, quoted
+from maxstack.foreign import equivalent
 from maxstack.optim.names import Argument, Signature, names, signature
 from maxstack.optim.paths import check_selectors
 from maxstack.optim.schedules import ALIASES, OWN, STEPS, VALUES, filled, peak_argument, schedule_signature, share
@@ -95,7 +96,7 @@ def check_chain(value: Any, key: str, reshaped: str | None = None) -> None:
     if isinstance(value, dict):
         return check_transform(value, key, reshaped)
     if not isinstance(value, list | tuple) or not value:
-        raise fault(key, f"got {value!r}, wanted a list of items such as [{{kind: clip_by_global_norm, max_norm: 1.0}}, {{kind: adamw}}]")
+        raise fault(key, f"got {quoted(value)}, wanted a list of items such as [{{kind: clip_by_global_norm, max_norm: 1.0}}, {{kind: adamw}}]")
     for i, item in enumerate(value):
         check_transform(item, f"{key}.{i}", reshaped)
 
@@ -107,10 +108,9 @@ def check_transform(item: Any, key: str, reshaped: str | None = None) -> None:
         raise fault(f"{key}.kind", f"{kind} cannot be used here: {REFUSED[kind]}")
     found = signature(kind)
     if found is None or found.role != "transform":
-        what = f"{kind!r} is a public name of Optax but not a transform" if found else f"no transform {kind!r} in optax or optax.contrib"
-        near = nearest(kind, transform_kinds(), 3)
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "see the API reference of Optax for the names"
-        raise fault(f"{key}.kind", f"{what}; {hint}")
+        what = f"{quoted(kind)} is a public name of Optax but not a transform" if found else f"no transform {quoted(kind)} in optax or optax.contrib"
+        hint = did_you_mean(kind, transform_kinds(), 3) or "; see the API reference of Optax for the names"
+        raise fault(f"{key}.kind", f"{what}{hint}")
     given = arguments_of(item)
     if "inner" in item and len(given) + 1 < len(item):
         raise fault(f"{key}.inner", f"inner and {wrapped_argument(found)} are the same argument; give one")
@@ -124,8 +124,8 @@ def check_schedule(item: Any, key: str, has_base: bool) -> None:
     kind = _kind(item, key, "{kind: warmup_cosine, warmup_steps: 2%}")
     found = schedule_signature(kind)
     if found is None:
-        near = nearest(kind, schedule_kinds(), 3)
-        raise fault(f"{key}.kind", f"no schedule {kind!r}; did you mean {' or '.join(map(repr, near or ['warmup_cosine', 'wsd']))}?")
+        hint = did_you_mean(kind, schedule_kinds(), 3) or "; warmup_cosine and wsd are two of them"
+        raise fault(f"{key}.kind", f"no schedule {quoted(kind)}{hint}")
     given = {name: value for name, value in item.items() if name != "kind"}
     peak = peak_argument(found)
     for name in (name for name in VALUES if share(given.get(name)) is not None):
@@ -136,9 +136,9 @@ def check_schedule(item: Any, key: str, has_base: bool) -> None:
 
 def _kind(item: Any, key: str, example: str) -> str:
     if not isinstance(item, dict) or "kind" not in item:
-        raise fault(key, f"got {item!r}, wanted a mapping with a kind, such as {example}")
+        raise fault(key, f"got {quoted(item)}, wanted a mapping with a kind, such as {example}")
     if not isinstance(item["kind"], str):
-        raise fault(f"{key}.kind", f"got {item['kind']!r}, wanted a name as text")
+        raise fault(f"{key}.kind", f"got {quoted(item['kind'])}, wanted a name as text")
     return item["kind"]
 
 
@@ -147,7 +147,8 @@ def _check_arguments(found: Signature, given: dict[str, Any], key: str, supplied
     inside = reshaped or (found.name if found.name in RESHAPING else None)
     for name in given:
         if name not in known:
-            raise fault(f"{key}.{name}", f"{found.name} has no argument {name!r}; it takes {', '.join(known) or 'none'}{did_you_mean(name, known)}")
+            hint = did_you_mean(name, known) or (f"; {foreign}" if (foreign := equivalent(name)) else "")
+            raise fault(f"{key}.{name}", f"{found.name} has no argument {quoted(name)}; it takes {', '.join(known) or 'none'}{hint}")
     for argument in found.arguments:
         if argument.name in given:
             _check_value(argument, given[argument.name], f"{key}.{argument.name}", inside, has_base)
@@ -179,13 +180,13 @@ def _check_value(argument: Argument, value: Any, key: str, reshaped: str | None,
     elif sort == "choice":
         allowed = ast.literal_eval("[" + re.search(r"Literal\[(.*?)\]", argument.annotation)[1] + "]")  # type: ignore[index]
         if value not in allowed:
-            raise fault(key, f"got {value!r}, wanted one of {', '.join(allowed)}{did_you_mean(value, allowed)}")
+            raise fault(key, f"got {quoted(value)}, wanted one of {', '.join(allowed)}{did_you_mean(value, allowed)}")
     elif sort == "dimensions":
         raise fault(key, f"{argument.name} follows from the parameters' axes and cannot be set")
     elif sort == "python":
         raise fault(key, f"{argument.name} takes a Python function, which a configuration cannot hold; leave it out")
     elif not _fits(sort, value):
-        raise fault(key, f"got {value!r}, wanted {WANTED[sort]}")
+        raise fault(key, f"got {quoted(value)}, wanted {WANTED[sort]}")
 
 
 WANTED = {
@@ -201,7 +202,7 @@ WANTED = {
 def check_steps_value(value: Any, key: str) -> None:
     """Refuses what is neither a number of steps nor a share of train.steps."""
     if not _is_steps(value):
-        raise fault(key, f"got {value!r}, wanted {WANTED['steps']}")
+        raise fault(key, f"got {quoted(value)}, wanted {WANTED['steps']}")
 
 
 def is_number(value: Any) -> bool:

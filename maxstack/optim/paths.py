@@ -4,7 +4,7 @@ import dataclasses
 import fnmatch
 from typing import Any
 
-from maxstack.config import ConfigError, did_you_mean, fault, nearest
+from maxstack.config import ConfigError, did_you_mean, fault, nearest, quoted
 
 STACKED = ("layers", "expert")
 HEADS = ("heads", "kv_heads")
@@ -82,7 +82,8 @@ class Selector:
 def check_selectors(value: Any, key: str) -> tuple[Selector, ...]:
     """The pattern list that a configuration holds at `key`, or an error that says how to write one."""
     if isinstance(value, str) or not isinstance(value, list | tuple):
-        raise fault(key, f"got {value!r}; write a list of patterns over parameter paths, such as ['blocks/*'] or [{{path: 'blocks/*', ndim: 2}}]")
+        raise fault(key, f"got {quoted(value)}; write a list of patterns over parameter paths, such as ['blocks/*'] or "
+                    "[{path: 'blocks/*', ndim: 2}]")
     found = tuple(_selector(entry, f"{key}.{i}") for i, entry in enumerate(value))
     if all(selector.excludes for selector in found):
         raise fault(key, "selects nothing: at least one pattern must not start with '!'; write ['*', '!embed/*'] for all but the embedding")
@@ -114,12 +115,12 @@ def _selector(entry: Any, key: str) -> Selector:
     if isinstance(entry, str):
         return Selector(entry)
     if not isinstance(entry, dict):
-        raise fault(key, f"got {entry!r}; a pattern is text, or a mapping with path, ndim and optional")
+        raise fault(key, f"got {quoted(entry)}; a pattern is text, or a mapping with path, ndim and optional")
     kinds: dict[str, type] = {"path": str, "ndim": int, "optional": bool}
     wanted = {"path": "text", "ndim": "a whole number", "optional": "true or false"}
     for name, value in entry.items():
         if name not in kinds:
-            raise fault(f"{key}.{name}", f"unknown key {name!r}; a pattern has path, ndim and optional{did_you_mean(name, kinds)}")
+            raise fault(f"{key}.{name}", f"unknown key {quoted(name)}; a pattern has path, ndim and optional{did_you_mean(name, kinds)}")
         if type(value) is not kinds[name]:
-            raise fault(f"{key}.{name}", f"got {value!r}, wanted {wanted[name]}")
+            raise fault(f"{key}.{name}", f"got {quoted(value)}, wanted {wanted[name]}")
     return Selector(**{"path": "*", **entry})

@@ -6,7 +6,7 @@ from typing import Literal
 import pydantic
 from pydantic import Field
 
-from maxstack.config import Items, Section, fault
+from maxstack.config import Items, Section, fault, quoted
 
 QType = Literal["int8", "int7", "int6", "int5", "int4", "int3", "int2", "float8_e4m3fn", "float8_e5m2", "nf4", "mxfp8", "mxfp4"]
 Mode = Literal["qt", "qat", "ptq"]
@@ -53,7 +53,7 @@ class RuleConfig(Section):
         try:
             re.compile(self.module_path)
         except re.error as error:
-            raise fault("module_path", f"{self.module_path!r} is no regular expression: {error}") from error
+            raise fault("module_path", f"{quoted(self.module_path)} is no regular expression: {error}") from error
         for key in ("act_qtype", "bwd_qtype"):
             if getattr(self, key) and not self.weight_qtype:
                 raise fault(key, f"{key}={getattr(self, key)} without weight_qtype; give one, or drop this key to leave the weights as they are")

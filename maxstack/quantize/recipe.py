@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from maxstack.config import ConfigError, nearest
+from maxstack.config import ConfigError, nearest, quoted
 from maxstack.quantize.arithmetic import How, Operand
 from maxstack.quantize.config import QuantizationConfig, RuleConfig
 from maxstack.quantize.observe import Errors, Observed
@@ -55,7 +55,7 @@ def taken(cfg: QuantizationConfig, params: Mapping[str, nnx.Param]) -> dict[str,
         mine = [path for path in users[number] if first[path] == number]
         if not mine:
             why = _nothing(rule, users, first, number, params, weights)
-            raise ConfigError(f"quantization.rules.{number}.module_path: {rule.module_path!r} {why}")
+            raise ConfigError(f"quantization.rules.{number}.module_path: {quoted(rule.module_path)} {why}")
         for path in mine if rule.weight_qtype else ():
             found[path] = _of(number, rule, rule.mode or cfg.mode, path, weights[path])
     return found

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxstack import cli, goodput
-from maxstack.config import ConfigError
+from maxstack.config import ConfigError, quoted
 from maxstack.submit import local, records, remote
 from maxstack.submit.names import safe
 
@@ -55,7 +55,7 @@ def submit(argv: Sequence[str]) -> int:
         raise ConfigError("distributed: is what submit finds out by itself; leave it out of the configuration")
     name = safe(cfg.run.name) if args.name is None else args.name
     if name != safe(name):
-        raise ConfigError(f"--name {name[:60]!r}: give at most 40 lower case letters, digits and hyphens, beginning with a letter, such as "
+        raise ConfigError(f"--name {quoted(name)}: give at most 40 lower case letters, digits and hyphens, beginning with a letter, such as "
                           f"{safe(name)}")
     if cfg.runtime == "pathways" and args.target != "xpk":
         raise ConfigError(f"runtime: pathways: needs a proxy and servers, which --target xpk starts, and {args.target} does not")

@@ -131,7 +131,7 @@ def test_a_schedule_inside_multisteps_is_checked_against_the_updates_that_it_see
 
 
 @pytest.mark.parametrize("schedule, key, words", [
-    ({"kind": "warmup_cosin", "warmup_steps": 1}, "schedule.kind", "'warmup_cosine'"),
+    ({"kind": "warmup_cosin", "warmup_steps": 1}, "schedule.kind", "did you mean warmup_cosine"),
     ({"kind": "adamw"}, "schedule.kind", "no schedule 'adamw'"),
     ({"kind": "warmup_cosine", "warmup": 1}, "schedule.warmup", "warmup_steps"),
     ({"kind": "warmup_cosine"}, "schedule", "needs warmup_steps"),
@@ -139,7 +139,7 @@ def test_a_schedule_inside_multisteps_is_checked_against_the_updates_that_it_see
     ({"kind": "warmup_cosine", "warmup_steps": "120%"}, "schedule.warmup_steps", "a share of train.steps"),
     ({"kind": "warmup_cosine", "warmup_steps": 2.5}, "schedule.warmup_steps", "a whole number of steps"),
     ({"kind": "wsd", "warmup_steps": 1, "decay_steps": 1, "shape": "sqroot"}, "schedule.shape", "did you mean sqrt"),
-    ({"kind": "join", "boundaries": [1], "schedules": [{"kind": "constant"}, {"kind": "cosin"}]}, "schedule.schedules.1.kind", "'cosine'"),
+    ({"kind": "join", "boundaries": [1], "schedules": [{"kind": "constant"}, {"kind": "cosin"}]}, "schedule.schedules.1.kind", "did you mean cosine"),
     (3, "schedule", "kind"),
 ])
 def test_a_mistaken_schedule_is_explained(schedule, key, words):

@@ -8,7 +8,8 @@ from maxstack.checkpoint.hf import table
 from maxstack.checkpoint.hf.blocks import Layers
 from maxstack.checkpoint.hf.rows import Row
 from maxstack.checkpoint.hf.table import Mismatch, Sink, Source
-from maxstack.config import ConfigError, did_you_mean, plain_data
+from maxstack.config import ConfigError, did_you_mean, plain_data, quoted
+from maxstack.config.annotations import listed
 from maxstack.models.config import DecoderConfig
 
 # Keys that say nothing about the computation of logits.
@@ -81,11 +82,11 @@ class Family:
     def _refuse(self, source: Source, config: Mapping[str, Any]) -> None:
         fixed = {**NEVER, **self.fixed}
         known = source.used | SILENT | STALE | self.silent | fixed.keys()
-        wrong = [f"{key}={config[key]!r} (supported: {value!r})" for key, value in fixed.items()
+        wrong = [f"{key}={quoted(config[key])} (supported: {quoted(value)})" for key, value in fixed.items()
                  if config.get(key) is not None and config[key] not in (value if isinstance(value, tuple) else (value,))]
         unknown = sorted(key for key, value in config.items() if key not in known and not key.startswith("_") and value is not None)
         if wrong or unknown:
-            said = [f"{', '.join(wrong)}" if wrong else "", f"unknown keys: {', '.join(unknown)}" if unknown else ""]
+            said = [f"{'; '.join(wrong[:3])}" if wrong else "", f"unknown keys: {listed(unknown)}" if unknown else ""]
             raise ConfigError(f"{source.where}: {self.architecture} with something that maxstack does not compute: {'; '.join(filter(None, said))}. "
                               "Remove a key only if it does not change the model's output")
 
@@ -146,6 +147,6 @@ def of_config(config: Mapping[str, Any], families: Mapping[str, Family], where: 
     for name in names:
         if isinstance(name, str) and name in families:
             return families[name]
-    said = f"architectures={named!r}, model_type={config.get('model_type')!r}"
+    said = f"architectures={quoted(named)}, model_type={quoted(config.get('model_type'))}"
     supported = sorted({family.architecture for family in families.values()})
     raise ConfigError(f"{where}: {said} is not supported{did_you_mean(names[0], families)}; supported: {', '.join(supported)}")

@@ -1,5 +1,6 @@
 """A model folder as it lies on disk: config.json and the tensors of its safetensors files. Nothing in it is trusted, and nothing in it is run."""
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,7 +10,7 @@ import numpy as np
 
 from maxstack.checkpoint.hf.mxfp4 import Packed
 from maxstack.checkpoint.hf.safetensors_file import SafetensorsFile, check_name, read_json
-from maxstack.config import ConfigError
+from maxstack.config import ConfigError, quoted, shortened
 from maxstack.data import DataError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -67,8 +68,8 @@ class Folder:
 
     def __init__(self, path: str | Path, *, ignore_unsafe: bool = False):
         self.path = Path(path)
-        if not self.path.is_dir():
-            raise ConfigError(f"{path}: {'is a file; give the folder of a model' if self.path.exists() else 'no such folder'}")
+        if not os.path.isdir(self.path):  # False, too, for what can be no path
+            raise ConfigError(f"{shortened(str(path), 200)}: {'is a file; give the folder of a model' if os.path.exists(path) else 'no such folder'}")
         outer = self._json("config.json")
         if not isinstance(outer, dict):
             raise DataError(f"{self.path / 'config.json'}: is no JSON object")
@@ -80,7 +81,7 @@ class Folder:
         self.where = str(self.path / "config.json")
         method = (outer.get("quantization_config") or {}).get("quant_method")
         if method not in (None, "mxfp4"):
-            raise ConfigError(f"{self.where}: weights quantized by {method} are not supported; use the unquantized version of the model")
+            raise ConfigError(f"{self.where}: weights quantized by {shortened(str(method))} are not supported; use the unquantized version of the model")
         self.config.pop("quantization_config", None)
 
     def raw(self) -> dict[str, "Plain"]:
@@ -129,7 +130,7 @@ class Folder:
         for name, shard in weights.items():
             check_name(name, str(index))
             if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*\.safetensors", shard) or ".." in shard:
-                raise DataError(f"{index}: tensor {name} is said to be in {shard[:200]!r}, which is no name of a safetensors file of this folder")
+                raise DataError(f"{index}: tensor {name} is said to be in {quoted(shard)}, which is no name of a safetensors file of this folder")
             shards.setdefault(shard, set()).add(name)
         return shards
 

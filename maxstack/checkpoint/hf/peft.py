@@ -20,7 +20,7 @@ from maxstack.checkpoint.hf.binding import Bound, Target, bind
 from maxstack.checkpoint.hf.families import ALL
 from maxstack.checkpoint.hf.rows import Part, Shape, axes_in
 from maxstack.checkpoint.hf.table import Mismatch
-from maxstack.config import ConfigError
+from maxstack.config import ConfigError, quoted, shortened
 from maxstack.config.writer import inline
 from maxstack.lora.config import LoraConfig
 from maxstack.models.config import DecoderConfig
@@ -60,23 +60,24 @@ class Adapter:
     def _check_said(self) -> None:
         said, where = self.said, f"in {CONFIG}"
         if not isinstance(said, dict) or said.get("peft_type") != "LORA":
-            raise ConfigError(f"{self.folder}: peft_type {said.get('peft_type') if isinstance(said, dict) else None} is not LORA")
+            raise ConfigError(f"{self.folder}: peft_type {shortened(str(said.get('peft_type'))) if isinstance(said, dict) else None} is not LORA")
         for key, must in REFUSED.items():
             if said.get(key, must) not in (must, None, [], False):
-                raise ConfigError(f"{self.folder}: {key}={said[key]!r} {where} is not supported")
+                raise ConfigError(f"{self.folder}: {key}={quoted(said[key])} {where} is not supported")
         if str(init := said.get("init_lora_weights")).lower().startswith(REWRITING):
-            raise ConfigError(f"{self.folder}: init_lora_weights={init!r} {where} means that peft changes the base's weights when it loads the "
+            raise ConfigError(f"{self.folder}: init_lora_weights={quoted(init)} {where} means that peft changes the base's weights when it loads the "
                               "adapter, which is not supported; let peft save it as plain LoRA first (path_initial_model_for_weight_conversion)")
         if type(said.get("r")) is not int or said["r"] < 1:
-            raise ConfigError(f"{self.folder}: r={said.get('r')!r} {where} is not a whole number of at least 1; save the adapter with peft again")
+            raise ConfigError(f"{self.folder}: r={quoted(said.get('r'))} {where} is not a whole number of at least 1; "
+                              "save the adapter with peft again")
         alphas = {"lora_alpha": said.get("lora_alpha"), **{f"alpha_pattern.{key}": value for key, value in (said.get("alpha_pattern") or {}).items()}}
         for key, value in alphas.items():
             if type(value) not in (int, float) or not 0 < value < math.inf:
-                raise ConfigError(f"{self.folder}: {key}={value!r} {where} is not a number of more than 0; save the adapter with peft again")
+                raise ConfigError(f"{self.folder}: {key}={quoted(value)} {where} is not a number of more than 0; save the adapter with peft again")
         dropout = said.get("lora_dropout") or 0.0
         if type(dropout) not in (int, float) or not 0 <= dropout < 1:
-            raise ConfigError(f"{self.folder}: lora_dropout={dropout!r} {where} is not a number of at least 0 and less than 1; save the adapter with "
-                              "peft again")
+            raise ConfigError(f"{self.folder}: lora_dropout={quoted(dropout)} {where} is not a number of at least 0 and less than 1; "
+                              "save the adapter with peft again")
 
     def _check_tensors(self) -> None:
         if not self.modules:

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from maxstack.checkpoint.hf.table import Mismatch, Sink, Source
-from maxstack.config import ConfigError
+from maxstack.config import ConfigError, quoted
+from maxstack.config.annotations import listed
 
 ORIGINAL = "original_max_position_embeddings"
 # Kind -> our key -> (theirs, default); a key without a default is needed, one whose default is null may stay away.
@@ -92,10 +93,10 @@ class Rope:
     def _scaling(self, source: Source, kind: str, given: Mapping[str, Any]) -> dict[str, Any] | None:
         keys = SCALINGS.get(kind, {})
         if kind != "default" and not keys:
-            raise ConfigError(f"{source.where}: RoPE of type {kind!r} is not supported; supported: default, {', '.join(SCALINGS)}")
+            raise ConfigError(f"{source.where}: RoPE of type {quoted(kind)} is not supported; supported: default, {', '.join(SCALINGS)}")
         known = HARMLESS | {theirs for theirs, _ in keys.values()} | {ORIGINAL, "finetuned"}
         if unknown := sorted(given.keys() - known):
-            raise ConfigError(f"{source.where}: RoPE of type {kind} has keys that are not known: {', '.join(unknown)}")
+            raise ConfigError(f"{source.where}: RoPE of type {kind} has keys that are not known: {listed(unknown)}")
         length = source.get("max_position_embeddings")
         original = (source.get(ORIGINAL) if self.outside else None) or given.get(ORIGINAL) or length
         found: dict[str, Any] = {"kind": kind}

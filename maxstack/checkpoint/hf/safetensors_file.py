@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from maxstack.config import quoted
 from maxstack.data import DataError
 
 DTYPES: dict[str, np.dtype] = {
@@ -75,7 +76,7 @@ def check_name(name: str, where: str) -> None:
     """DataError for a tensor name that could be a path out of a folder, or could not be printed."""
     parts = name.replace("\\", "/").split("/")
     if not name or len(name) > LONGEST_NAME or not name.isprintable() or ".." in parts or name.startswith(("/", "\\", "~")) or ":" in parts[0]:
-        raise DataError(f"{where}: tensor name {name[:80]!r} is none that a model has (empty, a path, unprintable, over {LONGEST_NAME} characters)")
+        raise DataError(f"{where}: tensor name {quoted(name)} is none that a model has (empty, a path, unprintable, over {LONGEST_NAME} characters)")
 
 
 def _entries(path: Path, file: Any, size: int) -> dict[str, Entry]:
@@ -103,7 +104,7 @@ def _entry(where: str, spec: Any, begin: int, size: int) -> Entry:
         raise DataError(f"{where}: must have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = spec["dtype"], spec["shape"], spec["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise DataError(f"{where}: dtype {str(dtype)[:40]!r}; known are {', '.join(DTYPES)}")
+        raise DataError(f"{where}: dtype {quoted(str(dtype))}; known are {', '.join(DTYPES)}")
     if not isinstance(shape, list) or len(shape) > MOST_DIMS or not all(type(n) is int and 0 <= n < 2**48 for n in shape):
         raise DataError(f"{where}: shape {str(shape)[:80]} is no list of at most {MOST_DIMS} sizes")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(n) is int and n >= 0 for n in offsets):
@@ -132,7 +133,7 @@ def _unique(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise DataError(f"{where}: key {key[:80]!r} is given twice")
+            raise DataError(f"{where}: key {quoted(key)} is given twice")
         found[key] = value
     return found
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from maxstack.config import ConfigError, did_you_mean
+from maxstack.config import ConfigError, did_you_mean, quoted
 
 Values = dict[str, Any]
 _MISSING = object()
@@ -37,7 +37,7 @@ class Source:
 
     def fail(self, key: str, message: str) -> ConfigError:
         """The error about a value."""
-        return ConfigError(f"{self.where}: {key}={self._config.get(key)!r}: {message}")
+        return ConfigError(f"{self.where}: {key}={quoted(self._config.get(key))}: {message}")
 
 
 class Sink(Values):
@@ -46,7 +46,7 @@ class Sink(Values):
     def put(self, key: str, value: Any) -> None:
         """Set a key; Mismatch where it already says something else."""
         if key in self and not same(self[key], value):
-            raise Mismatch(f"{key} would have to be both {self[key]!r} and {value!r}")
+            raise Mismatch(f"{key} would have to be both {quoted(self[key])} and {quoted(value)}")
         self[key] = value
 
 
@@ -87,7 +87,7 @@ class Key:
         if self.words is not None:
             found = [word for word, meaning in self.words.items() if meaning == value]
             if not found:
-                raise Mismatch(f"{self.name} cannot say {value!r}")
+                raise Mismatch(f"{self.name} cannot say {quoted(value)}")
             sink.put(self.name, found[0])
         elif value is None and self.default not in (None, _MISSING) and not self.null:
             raise Mismatch(f"{self.name} cannot be null")
@@ -132,7 +132,7 @@ class Case:
                 continue
             sink.update(trial)
             return
-        raise Mismatch(f"no value of {self.key} says {value!r}")
+        raise Mismatch(f"no value of {self.key} says {quoted(value)}")
 
 
 class Optional:
@@ -162,7 +162,7 @@ def write(table: Any, value: Any, sink: Sink) -> None:
     """Put what says `value`; Mismatch where the table cannot."""
     if isinstance(table, Mapping):
         if not isinstance(value, Mapping):
-            raise Mismatch(f"{value!r} where there is a mapping")
+            raise Mismatch(f"{quoted(value)} where there is a mapping")
         for key, inner in table.items():
             try:
                 write(inner, value.get(key), sink)
@@ -171,7 +171,7 @@ def write(table: Any, value: Any, sink: Sink) -> None:
     elif hasattr(table, "write"):
         table.write(value, sink)
     elif not same(table, value):
-        raise Mismatch(f"{value!r} instead of {table!r}")
+        raise Mismatch(f"{quoted(value)} instead of {quoted(table)}")
 
 
 def same(one: Any, other: Any) -> bool:

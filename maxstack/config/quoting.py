@@ -1,0 +1,20 @@
+"""What a person typed or a file holds, as an error shows it: short, on one line, without control characters."""
+
+import reprlib
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 80
+_REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = 4
+_REPR.maxlevel = 3
+
+
+def quoted(value: object) -> str:
+    """A value in Python's notation, with `...` for what is left out."""
+    return shortened(_REPR.repr(value))
+
+
+def shortened(text: str, most: int = 120) -> str:
+    """A name or a line as it is; beyond `most` characters without its middle, and with escapes for what is not printable."""
+    if len(text) > most:
+        text = f"{text[:most * 2 // 3]}...{text[-(most // 3):]}"
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

@@ -1,0 +1,70 @@
+import json
+
+import pytest
+
+from maxstack import cli
+from maxstack.config.quoting import quoted, shortened
+
+LONG = "x" * 200_000
+ODD = "\x1b[31mred\x1b[0m\u202eback"
+
+
+@pytest.fixture
+def told(tmp_path, monkeypatch, capsys):
+    """What `config show run.yml` says on stderr, the file holding some lines after a working preset."""
+    monkeypatch.chdir(tmp_path)
+
+    def show(text: str, *overrides: str) -> str:
+        (tmp_path / "run.yml").write_text(text)
+        assert cli.main(["config", "show", "run.yml", *overrides]) == 1
+        return capsys.readouterr().err
+    return show
+
+
+@pytest.mark.parametrize("lines", [
+    f"train: {{steps: {LONG}}}", f"train: {{steps: 0{'1' * 100_000}}}", f"train: {{steps: {'1' * 100_000}}}", f"train: {{{LONG}: 1}}",
+    f"train: {{steps: !{LONG} 1}}", f"train: {{steps: *{LONG}}}", f"optimizer: {{learning_rate: {LONG}}}",
+    f"optimizer: {{chain: [{{kind: {LONG}}}]}}", f"optimizer: {{chain: [{{kind: adamw, {LONG}: 1}}]}}",
+    f"optimizer: {{schedule: {{kind: {LONG}}}}}", f"optimizer: {{chain: [{', '.join([LONG[:1000]] * 100)}]}}",
+    f"optimizer: {{decay: [{{path: a, {LONG}: 1}}]}}", f"mesh: {LONG}", f"model: {{preset: {LONG}}}", f"model: {{from: {LONG}}}",
+    f"model: {{blocks: {{a: {{like: {LONG}}}}}}}", f"model: {{pattern: [{LONG}]}}", f"quantization: {{rules: [{{module_path: '({LONG}'}}]}}",
+    f"lora: {{targets: ['({LONG}']}}", f"mesh: {{rules: {{{LONG}: fsdp}}}}", f"mesh: {{rules: {{mlp: {LONG}}}}}", f"run: {{name: '{LONG}/'}}",
+    f"xla: {{flags: {{'-{LONG}': 1}}}}",
+    *(f"{key}: {{{name}: \"{json.dumps(ODD)[1:-1]}\"}}" for key, name in (("run", "name"), ("train", "steps"), ("mesh", "preset"))),
+    f"train: {{\"{json.dumps(ODD)[1:-1]}\": 1}}"])
+def test_an_error_about_a_long_or_unprintable_value_stays_one_short_printable_paragraph(told, lines):
+    said = told(f"extends: synthetic\n{lines}")
+    assert len(said) < 1500 and said.replace("\n", "").isprintable() and said.count("\n") == 1
+    assert "run.yml:2" in said
+
+
+@pytest.mark.parametrize("override", [f"train.steps={LONG}", f"train.{LONG}=1", LONG, f"train.steps=[{LONG}", f"train.steps.{LONG}=1",
+                                      f"mesh={LONG}", f"data.sources.{LONG}=1", f"extends={LONG}", f"train.{ODD}=1", f"mesh={ODD}"])
+def test_an_error_about_a_long_or_unprintable_override_stays_one_short_printable_paragraph(told, override):
+    said = told("extends: synthetic", override)
+    assert len(said) < 1500 and said.replace("\n", "").isprintable() and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("content", ["root:x:0:0:secret:/root:/bin/bash\ndaemon:x:1:1:secret:/usr/sbin:/usr/sbin/nologin\n", "- secret\n", "secret"])
+def test_what_is_extended_and_is_no_mapping_is_named_without_its_content(told, tmp_path, content):
+    (tmp_path / "passwd.yml").write_text(content)
+    said = told("extends: ./passwd.yml")
+    assert "passwd.yml:1: holds " in said and "a configuration is a mapping" in said and "secret" not in said
+
+
+def test_any_line_of_any_error_is_cut_and_printable(capsys):
+    def fails(argv):
+        error = ValueError(f"{LONG}\n{ODD}")
+        error.exit_code = 2
+        raise error
+    assert cli.run(fails, []) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 2 and len(said) < 4000 and said.replace("\n", "").isprintable()
+
+
+def test_short_text_is_quoted_as_it_is():
+    assert quoted("a b") == "'a b'" and shortened("runs/ä b") == "runs/ä b" and quoted({"a": [1, None]}) == "{'a': [1, None]}"
+
+
+def test_both_ends_of_long_text_are_kept():
+    assert shortened("a" * 90 + "b" * 90, 30) == "a" * 20 + "..." + "b" * 10

@@ -1,0 +1,61 @@
+from typing import Any
+
+import pytest
+
+from maxstack.config import ConfigError, load, plain_data
+from maxstack.config.annotations import item, kinds, members, of_field, section, shape
+from maxstack.foreign import ROWS, equivalent
+from maxstack.schema import Config
+
+
+def exists(annotation: Any, default: Any, path: list[str]) -> bool:
+    """Whether the schema has a key, NAME standing for any; below what is free, the default must have it."""
+    if not path:
+        return True
+    for member in members(annotation):
+        for model in kinds(member).values() if kinds(member) else filter(None, [section(member)]):
+            field = model.model_fields.get(path[0])
+            if field and exists(of_field(field), field.default, path[1:]):
+                return True
+        if shape(member) in (dict, list) and path[0] == "NAME" and exists(item(member), None, path[1:]):
+            return True
+    inside = plain_data(default)
+    inside = dict(enumerate(inside)) if isinstance(inside, list) else inside
+    keys = {str(key): value for key, value in inside.items()} if isinstance(inside, dict) else {}
+    return path[0] in keys and exists(Any, keys[path[0]], path[1:])
+
+
+@pytest.mark.parametrize("key", sorted({key for row in ROWS for key in row[1].split()}))
+def test_what_a_foreign_name_leads_to_is_a_key_of_the_schema(key):
+    assert exists(Config, None, key.split("."))
+
+
+def test_a_key_that_is_not_there_is_noticed():
+    assert not exists(Config, None, ["optimizer", "chain", "1", "beta2"]) and not exists(Config, None, ["model", "blocks", "NAME", "heads"])
+
+
+def test_no_foreign_name_stands_in_two_rows():
+    names = [name for row in ROWS for name in row[0].split()]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_a_row_without_keys_says_why():
+    assert all(row[1] or row[2] for row in ROWS)
+
+
+@pytest.mark.parametrize(("override", "says"), [
+    ("optimizer.lr=1e-3", "here that is optimizer.learning_rate (the peak)"),
+    ("train.epochs=3", "here that is train.steps (steps, not epochs: epochs x tokens of the data / (train.batch_size x data.seq_len))"),
+    ("per_device_train_batch_size=4", "here that is train.batch_size (rows in a step: per device x devices x train.accumulate)"),
+    ("training={local-batch-size: 4, seq_len: 8}", "training.seq_len: here that is data.seq_len"),
+    ("checkpoint.interval=5", "here that is checkpoint.every (steps)"), ("model.hidden_size=8", "here that is model.embed"),
+    ("train.logging_steps=10", "every step is logged"),
+    ("optimizer.schedule.warmup_ratio=0.1", "here that is optimizer.schedule.warmup_steps (a share of train.steps as 2%)")])
+def test_a_key_of_another_framework_is_told_by_our_name(override, says):
+    with pytest.raises(ConfigError) as caught:
+        load(Config, "synthetic", [override])
+    assert says in str(caught.value)
+
+
+def test_our_own_key_in_a_section_of_another_kind_is_not_called_foreign():
+    assert equivalent("model.blocks.block.mixer.window") == "" != equivalent("model.window")
