@@ -8,8 +8,11 @@ from pydantic import Field
 
 from maxstack.config import Items, Section, fault
 from maxstack.config.compose import Presets
+from maxstack.submit.limits import ENVIRONMENT, STRING
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$", max_length=253)]
+Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$", max_length=63)]
+"""The value of a Kubernetes label (Kubernetes, "Labels and Selectors")."""
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 MARGIN = 60
 """Seconds between the end of the grace and Slurm's limit."""
@@ -82,19 +85,19 @@ class ClusterConfig(Section):
     """Of the cluster; for xpk."""
     cluster: Name | None = None
     """Its name; for xpk."""
-    reservation: Name | None = None
+    reservation: Label | None = None
     """Nodes that are kept for you (cloud.google.com/reservation-name)."""
-    namespace: Name = "default"
+    namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)] = "default"
     """Of Kubernetes."""
     context: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@/-]*$")] | None = None
     """Of kubectl, such as gke_PROJECT_REGION_CLUSTER (`kubectl config get-contexts`); null: the current one."""
-    queue: Name | None = None
+    queue: Label | None = None
     """Kueue's local queue."""
-    priority: Name | None = None
+    priority: Label | None = None
     """Kueue's priority class, or xpk's --priority."""
     image: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$", max_length=500)] | None = None
     """The container that holds maxstack (scripts/Dockerfile); for gke and xpk."""
-    accelerator: Name | None = None
+    accelerator: Label | None = None
     """GKE's name of the accelerator; null: the usual one of the topology's chip."""
     service_account: Name | None = None
     """Kubernetes service account of the pods, which may read and write the bucket."""
@@ -104,6 +107,9 @@ class ClusterConfig(Section):
     """Environment variable -> where its value lies."""
     env: dict[Variable, Line] = {}
     """Environment variables of every process."""
+    config: Annotated[str, Field(pattern=r"^/[A-Za-z0-9._/-]+$")] | None = None
+    """Where every host finds the resolved configuration, for one that is too large to be handed over: the file that `maxstack submit --out` writes,
+    copied into the bucket or the image. A host where it differs ends the run. null: the configuration is handed over with the job."""
     grace: int = Field(600, ge=30)
     """Seconds that a process has to save after SIGTERM, before it is killed."""
     max_restarts: int = Field(100, ge=0)
@@ -120,4 +126,10 @@ class ClusterConfig(Section):
                 raise fault(f"{section}.{name}", "is how a process learns of the others, or of its configuration; leave it out")
             if section == "env" and name in self.secrets:
                 raise fault(f"env.{name}", f"{name} is in secrets too; give it once")
+        sizes = {name: len(f"{name}={value}".encode()) + 1 for name, value in self.env.items()}
+        for name, size in sizes.items():
+            if size > STRING:
+                raise fault(f"env.{name}", f"has {size:,} bytes with its name, and Linux gives a process {STRING:,} at most; put it into a file")
+        if sum(sizes.values()) > ENVIRONMENT:
+            raise fault("env", f"has {sum(sizes.values()):,} bytes, and {ENVIRONMENT:,} is the most; put the values into a file")
         return self

@@ -6,11 +6,9 @@ import yaml
 
 from maxstack.cluster.joining import WAIT
 from maxstack.submit.job import Job, machine
+from maxstack.submit.limits import check_object, check_strings
 
 TEXT = "MAXSTACK_CONFIG"
-COMMAND = f'printf %s "${TEXT}" > /tmp/run.yml && exec maxstack train /tmp/run.yml --supervise --max-restarts 0'
-"""What a container runs. Linux shields a container's first process, the supervisor here, from SIGKILL by others: the training must not be that, or
-its watchdog could not end it."""
 WORKERS, CONTAINER = "w", "train"
 MISTAKES = [1, 2]
 MOUNT_OPTIONS = "implicit-dirs,rename-dir-limit=200000"
@@ -21,15 +19,19 @@ INDEX = "metadata.annotations['jobset.sigs.k8s.io/job-index']"
 
 
 def manifest(job: Job) -> str:
-    """The YAML of the JobSet, which holds the run's configuration."""
-    return yaml.dump(jobset(job), Dumper=_Dumper, sort_keys=False, width=10**6)
+    """The YAML of the JobSet, which holds the run's configuration, packed."""
+    made = jobset(job)
+    check_object(job, made)
+    return yaml.safe_dump(made, sort_keys=False, width=10**6)
 
 
-class _Dumper(yaml.SafeDumper):
-    """Texts of several lines as such."""
+def command(job: Job) -> str:
+    """What a container runs.
 
-
-_Dumper.add_representer(str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None))
+    Linux shields a container's first process, the supervisor here, from SIGKILL by others: the
+    training must not be that, or its watchdog could not end it."""
+    unpack, path = job.unpacking(f'printf %s "${TEXT}"', "/tmp/run.yml")
+    return f"{unpack} && exec maxstack train {path} --supervise --max-restarts 0"
 
 
 def jobset(job: Job) -> dict[str, Any]:
@@ -60,7 +62,7 @@ def _pod(job: Job) -> dict[str, Any]:
         "driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": {"bucketName": mounted.name, "mountOptions": MOUNT_OPTIONS}}}]
     mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}, {"name": "bucket", "mountPath": mounted.mount}]
     resource = {"google.com/tpu" if job.tpu else "nvidia.com/gpu": job.chips_of_a_host}
-    container = {"name": CONTAINER, "image": job.needs("image"), "command": ["sh", "-c", COMMAND], "env": _environment(job),
+    container = {"name": CONTAINER, "image": job.needs("image"), "command": ["sh", "-c", command(job)], "env": _environment(job),
                  "resources": {"limits": resource, "requests": dict(resource)}, "volumeMounts": mounts}
     spec: dict[str, Any] = {
         "restartPolicy": "Never", "terminationGracePeriodSeconds": cluster.grace, "nodeSelector": _nodes(job), "containers": [container],
@@ -84,7 +86,10 @@ def _nodes(job: Job) -> dict[str, str]:
 def _environment(job: Job) -> list[dict[str, Any]]:
     """What cluster/environment.py reads, JOB_COMPLETION_INDEX being Kubernetes' own, and the cluster's; Kubernetes takes $$ for $."""
     plain = {"JOBSET_NAME": job.name, "JAX_COORDINATOR_ADDRESS": f"{job.name}-{WORKERS}-0-0.{job.name}", "PROCESSES_IN_JOB": str(job.hosts),
-             "JAX_PROCESS_COUNT": str(job.topology.hosts), WAIT: str(PATIENCE), TEXT: job.text, **job.cluster.env}
+             "JAX_PROCESS_COUNT": str(job.topology.hosts), WAIT: str(PATIENCE), **job.cluster.env}
+    if not job.cluster.config:
+        plain[TEXT] = job.packed
+    check_strings(job, "gke", ((name, f"{name}={value}") for name, value in plain.items()))
     found: list[dict[str, Any]] = [{"name": name, "value": value.replace("$", "$$")} for name, value in plain.items()]
     found.append({"name": "JOB_INDEX", "valueFrom": {"fieldRef": {"fieldPath": INDEX}}})
     for name, secret in job.cluster.secrets.items():

@@ -4,6 +4,7 @@ import base64
 import dataclasses
 import functools
 import gzip
+import hashlib
 import os
 import sys
 from pathlib import Path
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
     from maxstack.schema import Config
 
 CONFIG = "run.yml"
-USED = {"xpk": {"project", "zone", "cluster", "context", "namespace", "priority", "image", "bucket", "env", "grace", "max_restarts"},
+USED = {"xpk": {"project", "zone", "cluster", "context", "namespace", "priority", "image", "bucket", "env", "grace", "max_restarts", "config"},
         "gke": {*ClusterConfig.model_fields} - {"slurm", "project", "zone", "cluster"},
-        "slurm": {"reservation", "env", "grace", "max_restarts", "slurm"}}
+        "slurm": {"reservation", "env", "grace", "max_restarts", "slurm", "config"}}
 """The facts that a target takes, beside the topology."""
 MATTER = {"secrets", "accelerator", "bucket"}
 """Those without which a run would be another."""
@@ -66,10 +67,18 @@ class Job:
         """config.yml, resolved: the same file, wherever it runs."""
         return f"# {self.name}: submitted by maxstack for {self.topology.name}\n{dump(self.cfg)}"
 
-    @property
+    @functools.cached_property
     def packed(self) -> str:
         """`text` in letters that mean nothing to a shell or to YAML."""
         return base64.b64encode(gzip.compress(self.text.encode(), 9, mtime=0)).decode()
+
+    def unpacking(self, given: str, place: str) -> tuple[str, str]:
+        """(command, file) for a shell: the command leaves `text` in the file, from what the command
+        `given` prints, packed. The cluster's own file stays, and must be the same to the letter."""
+        if path := self.cluster.config:
+            digest = hashlib.sha256(self.text.encode()).hexdigest()
+            return f"echo '{digest}  {path}' | sha256sum --check --quiet", path
+        return f"{given} | base64 -d | gunzip > {place}", place
 
     def bucket(self) -> BucketConfig:
         """The bucket in which the run's folder lies; ConfigError where it does not, and would be lost with its container."""
@@ -96,7 +105,8 @@ def elsewhere(job: Job) -> list[str]:
     for data in filter(None, (cfg.data, cfg.eval.data)):
         paths += [glob for source in data.sources for glob in getattr(source, "files", ())]
         paths += [getattr(data.tokenizer, "path", None)]
-    paths += [cfg.model.weights, cfg.lora.adapter if cfg.lora else None, cfg.checkpoint.elsewhere, cfg.run.executable]
+    paths += [cfg.model.weights, cfg.lora.adapter if cfg.lora else None, cfg.checkpoint.elsewhere, cfg.run.executable,
+              job.cluster.config]
     mount = job.cluster.bucket.mount if job.cluster.bucket else None
     return [path for path in dict.fromkeys(filter(None, paths)) if not (mount and within(path, mount)) and not path.startswith("{stdlib}")]
 

@@ -5,6 +5,7 @@ import shlex
 from maxstack.config import ConfigError
 from maxstack.submit.config import MARGIN
 from maxstack.submit.job import CONFIG, Job
+from maxstack.submit.limits import check_script
 
 
 def script(job: Job) -> str:
@@ -21,11 +22,13 @@ def script(job: Job) -> str:
     lines = [f"#SBATCH --{key}" if key in bare else f"#SBATCH --{key}={value}" for key, value in options.items() if value is not None or key in bare]
     hosts = f"--nodes={job.hosts} --ntasks={job.hosts} --ntasks-per-node=1"
     exports = [f"export {name}={shlex.quote(value)}" for name, value in cluster.env.items()]
-    return "\n".join([
+    copy = f'"$SLURM_SUBMIT_DIR/{job.name}-{CONFIG}"'
+    unpack, path = job.unpacking(f"echo {job.packed}", copy)
+    text = "\n".join([
         "#!/usr/bin/env bash", *lines, "", f'stop="$SLURM_SUBMIT_DIR/{job.name}-$SLURM_JOB_ID.stop"',
         'if [ -e "$stop" ]; then', '  echo "stopped before it began again" >&2', "  exit 0", "fi", *exports, *slurm.setup,
         "# The job's own copy of the configuration, in the folder that it was submitted from, which all nodes see.",
-        f'config="$SLURM_SUBMIT_DIR/{job.name}-{CONFIG}"', f'echo {job.packed} | base64 -d | gunzip > "$config"',
+        f"{unpack} || exit 1", f"config={path}",
         "# Whether maxstack runs and reads this on every host: of several codes srun tells the largest, and those who wait would leave with 42.",
         f'srun --label {hosts} maxstack config show "$config" > /dev/null', "code=$?",
         'case "$code" in', '  1 | 2 | 126 | 127) exit "$code" ;;', "esac",
@@ -37,3 +40,5 @@ def script(job: Job) -> str:
         f'if [ "${{SLURM_RESTART_COUNT:-0}}" -ge {cluster.max_restarts} ]; then',
         f'  echo "left with $code after {cluster.max_restarts} restarts; not queued again" >&2', '  exit "$code"', "fi",
         'echo "left with $code; queued again" >&2', 'scontrol requeue "$SLURM_JOB_ID"', ""])
+    check_script(job, text)
+    return text

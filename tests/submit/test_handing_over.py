@@ -1,13 +1,17 @@
 """`maxstack submit` to a cluster: its own commands, stand-ins that note what they are given, and what is refused before they are asked."""
 
+import os
 import re
+import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
 from processes import stand_ins, write_config
 
-from maxstack import cli
+from maxstack import cli, config
+from maxstack.schema import Config
 
 FACTS = {"image": "repo/maxstack:1", "cluster": "c", "bucket": {"name": "bucket", "storage": "stored"}}
 PAGES = "README.md", "docs/CLUSTER.md"
@@ -69,6 +73,29 @@ def test_a_cluster_s_own_commands_are_run_and_look_after_the_run_later(target, p
         assert cli.main([verb, "run"]) == 0
     said = (tmp_path / "noted").read_text().split("\n")[:-1]
     assert [Path(word).name if word.startswith("/") else word for word in said] == stop.split()
+
+
+@pytest.mark.parametrize(("target", "file"), [("gke", "jobset.yml"), ("slurm", "job.sbatch"), ("xpk", None)])
+def test_a_dry_run_writes_all_that_a_cluster_would_get_to_be_read(target, file, tmp_path, monkeypatch, capsys):
+    path = write_config(tmp_path, train={"batch_size": 64, "steps": 10})
+    facts = {"topology": "h100:2x8"} | ({} if target == "slurm" else FACTS)
+    (tmp_path / "cluster.yml").write_text(yaml.safe_dump(facts))
+    words = ["submit", str(path), "--target", target, "--cluster", str(tmp_path / "cluster.yml"), "--dry-run", "run.output_dir=/gcs/runs"]
+    assert cli.main(words) == 0
+    shown = capsys.readouterr().out
+    assert cli.main([*words, "--out", str(out := tmp_path / "out")]) == 0
+    files = {found.name: found.read_text() for found in out.iterdir()}
+    assert {line.removeprefix("wrote ").split(":")[0] for line in capsys.readouterr().out.splitlines()} == {str(out / name) for name in files}
+    assert files.keys() == {"run.yml", "submit.sh", *filter(None, [file])} and "# stop: " in files["submit.sh"]
+    assert config.load(Config, out / "run.yml") == config.load(Config, path, ["run.output_dir=/gcs/runs"])
+    given = stand_ins(tmp_path / "bin", {name: 'cat "${@: -1}" > given || echo "$*" > given' for name in ("kubectl", "sbatch")}
+                      | {"xpk": 'printf "%s\\n" "$@" > given'})
+    subprocess.run(["bash", "submit.sh"], cwd=out, env=os.environ | given, check=True)
+    if file:
+        assert files[file] == shown == (out / "given").read_text()
+    else:
+        assert shlex.split(shown)[1:] == (out / "given").read_text().splitlines()
+    assert cli.main([*words, "--out", str(out)]) == 1 and f"{out}/run.yml" in capsys.readouterr().err
 
 
 def test_what_the_estimate_refuses_goes_by_force(tmp_path, capsys):
