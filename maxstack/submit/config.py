@@ -114,6 +114,9 @@ class ClusterConfig(Section):
     """Seconds that a process has to save after SIGTERM, before it is killed."""
     max_restarts: int = Field(100, ge=0)
     """How often a run is started again, after anything but its end (0) or a mistake (1, 2)."""
+    restart_from_zero: bool = False
+    """A restart may begin at step 0. Otherwise a run that saves nothing, or nothing that lasts, is
+    refused, unless max_restarts is 0."""
     slurm: SlurmConfig = SlurmConfig()
 
     @pydantic.model_validator(mode="after")

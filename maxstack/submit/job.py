@@ -21,12 +21,18 @@ if TYPE_CHECKING:
     from maxstack.schema import Config
 
 CONFIG = "run.yml"
-USED = {"xpk": {"project", "zone", "cluster", "context", "namespace", "priority", "image", "bucket", "env", "grace", "max_restarts", "config"},
+EVERY = {"topology", "env", "grace", "max_restarts", "restart_from_zero", "config"}
+USED = {"xpk": EVERY | {"project", "zone", "cluster", "context", "namespace", "priority", "image",
+                        "bucket"},
         "gke": {*ClusterConfig.model_fields} - {"slurm", "project", "zone", "cluster"},
-        "slurm": {"reservation", "env", "grace", "max_restarts", "slurm", "config"}}
-"""The facts that a target takes, beside the topology."""
+        "slurm": EVERY | {"reservation", "slurm"}}
+"""The facts that a target takes."""
 MATTER = {"secrets", "accelerator", "bucket"}
 """Those without which a run would be another."""
+
+
+NODES_OWN = "/tmp", "/var/tmp", "/dev/shm", "/run"
+"""Folders that each node has for itself (Filesystem Hierarchy Standard 3.0)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,10 +146,50 @@ def checked(name: str, cfg: "Config", cluster: ClusterConfig, force: bool = Fals
     return job, told
 
 
+def check_restarts(job: Job, target: str) -> None:
+    """ConfigError where a restart would begin at step 0 again, or be refused, unless that is told."""
+    cluster, saved, steps = job.cluster, job.cfg.checkpoint, job.cfg.train.steps
+    if not cluster.max_restarts:
+        return
+    places = {"checkpoint.every": (job.cfg.run.output_dir, saved.every)} if saved.every else {}
+    places |= {f"checkpoint.tiers.{index}.every": (tier.path, tier.every)
+               for index, tier in enumerate(saved.tiers) if tier.replicate is None}
+    lasting = {key: every for key, (path, every) in places.items() if _lasts(job, target, path)}
+    if lasting and saved.restore == "none":
+        raise ConfigError("checkpoint.restore=none: would refuse a restart, because of what the run "
+                          "has saved; give latest, or --set max_restarts=0")
+    if cluster.restart_from_zero:
+        return
+    if not lasting and (saved.every or saved.tiers):
+        found = ", ".join(path for path, _ in places.values()) or "hosts' own disks alone"
+        what = f"checkpoint: is saved where a restart may not find it ({found})"
+        mend = "save with checkpoint.every or a tier without replicate where all hosts see it"
+    elif not lasting:
+        what, mend = "checkpoint.every=0: nothing is saved", "give it a number of steps"
+    elif min(lasting.values()) >= steps > 1:
+        key, every = min(lasting.items(), key=lambda item: item[1])
+        what = f"{key}={every}: the first save is at the end (train.steps={steps})"
+        mend = "give it a smaller number"
+    else:
+        return
+    raise ConfigError(f"{what}, so that each of max_restarts={cluster.max_restarts} would begin at "
+                      f"step 0; {mend}, or --set max_restarts=0, or, where that is wanted, "
+                      "--set restart_from_zero=true")
+
+
+def _lasts(job: Job, target: str, path: str) -> bool:
+    """Whether what is written there is seen by the processes of a restart, on whatever hosts."""
+    if target == "slurm":
+        return not any(within(os.path.abspath(path), folder) for folder in NODES_OWN)
+    if job.cfg.runtime == "pathways":
+        return True  # a supervisor restarts it in the same pod
+    return within(path, job.bucket().mount)
+
+
 def tell_unused(cluster: ClusterConfig, target: str) -> None:
     """Say which facts the target does not take; ConfigError for one that matters."""
     fields = ClusterConfig.model_fields
-    unused = [key for key, field in fields.items() if getattr(cluster, key) != field.default and key not in {*USED[target], "topology"}]
+    unused = [key for key, field in fields.items() if getattr(cluster, key) != field.default and key not in USED[target]]
     if odd := sorted(MATTER.intersection(unused)):
         raise ConfigError(f"{', '.join(odd)}: --target {target} takes none; leave it out of the cluster's file, or use another target")
     if unused:

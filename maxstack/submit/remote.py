@@ -29,7 +29,7 @@ def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
     """Check the run against the cluster, and hand it over; with --dry-run show what would be handed over."""
     from maxstack import config
     from maxstack.submit.config import ClusterConfig
-    from maxstack.submit.job import checked, elsewhere, tell_unused
+    from maxstack.submit.job import check_restarts, checked, elsewhere, tell_unused
 
     if not args.cluster:
         raise ConfigError(f"--target {args.target}: give --cluster FILE, the facts of the cluster; configs/clusters has examples")
@@ -40,6 +40,7 @@ def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
     tell_unused(cluster, args.target)
     job, told = checked(name, cfg, cluster, args.force)
     words, text, after = {"xpk": _xpk, "gke": _gke, "slurm": _slurm}[args.target](job)
+    check_restarts(job, args.target)
     hosts = f"{job.topology.hosts} host{'s' * (job.topology.hosts > 1)}"
     print(f"{name}: {job.topology.name}, {job.topology.size} devices on {hosts}; {told}", file=sys.stderr)
     if away := elsewhere(job):
