@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from maxstack import rules
 from maxstack.config import ConfigError, dump, plain
 from maxstack.config.reader import read_yaml
-from maxstack.submit.config import BucketConfig, ClusterConfig
+from maxstack.submit.config import ClusterConfig
 
 if TYPE_CHECKING:
     from maxstack.chips import Chip
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 CONFIG = "run.yml"
 EVERY = {"topology", "env", "grace", "max_restarts", "restart_from_zero", "config"}
 USED = {"xpk": EVERY | {"project", "zone", "cluster", "context", "namespace", "priority", "image",
-                        "bucket"},
+                        "bucket", "ttl_seconds_after_finished"},
         "gke": {*ClusterConfig.model_fields} - {"slurm", "project", "zone", "cluster"},
         "slurm": EVERY | {"reservation", "slurm"}}
 """The facts that a target takes."""
-MATTER = {"secrets", "accelerator", "bucket"}
+MATTER = {"secrets", "accelerator", "bucket", "volumes"}
 """Those without which a run would be another."""
 
 
@@ -86,12 +86,19 @@ class Job:
             return f"echo '{digest}  {path}' | sha256sum --check --quiet", path
         return f"{given} | base64 -d | gunzip > {place}", place
 
-    def bucket(self) -> BucketConfig:
-        """The bucket in which the run's folder lies; ConfigError where it does not, and would be lost with its container."""
-        found: BucketConfig = self.needs("bucket")
-        if not within(self.cfg.run.output_dir, found.mount):
-            raise ConfigError(f"run.output_dir={self.cfg.run.output_dir}: is lost with the container; give a folder in the bucket, {found.mount}/...")
-        return found
+    @property
+    def lasting(self) -> list[str]:
+        """Where pods see what outlasts them: the bucket, and volumes that are claims."""
+        volumes = [volume.mount for volume in self.cluster.volumes if volume.claim]
+        return [self.cluster.bucket.mount, *volumes] if self.cluster.bucket else volumes
+
+    def check_output(self) -> None:
+        """ConfigError where the run's folder would be lost with its container."""
+        if not self.lasting:
+            self.needs("bucket")
+        if not any(within(self.cfg.run.output_dir, mount) for mount in self.lasting):
+            raise ConfigError(f"run.output_dir={self.cfg.run.output_dir}: is lost with the "
+                              f"container; give a folder in the bucket, {self.lasting[0]}/...")
 
     def needs(self, key: str) -> Any:
         """A fact of the cluster that the target cannot do without."""
@@ -113,8 +120,9 @@ def elsewhere(job: Job) -> list[str]:
         paths += [getattr(data.tokenizer, "path", None)]
     paths += [cfg.model.weights, cfg.lora.adapter if cfg.lora else None, cfg.checkpoint.elsewhere, cfg.run.executable,
               job.cluster.config]
-    mount = job.cluster.bucket.mount if job.cluster.bucket else None
-    return [path for path in dict.fromkeys(filter(None, paths)) if not (mount and within(path, mount)) and not path.startswith("{stdlib}")]
+    mounts = [place.mount for place in (job.cluster.bucket, *job.cluster.volumes) if place]
+    return [path for path in dict.fromkeys(filter(None, paths))
+            if not any(within(path, mount) for mount in mounts) and not path.startswith("{stdlib}")]
 
 
 def checked(name: str, cfg: "Config", cluster: ClusterConfig, force: bool = False) -> tuple[Job, str]:
@@ -183,7 +191,32 @@ def _lasts(job: Job, target: str, path: str) -> bool:
         return not any(within(os.path.abspath(path), folder) for folder in NODES_OWN)
     if job.cfg.runtime == "pathways":
         return True  # a supervisor restarts it in the same pod
-    return within(path, job.bucket().mount)
+    return any(within(path, mount) for mount in job.lasting)
+
+
+def with_cache(cfg: "Config", cluster: ClusterConfig) -> "Config":
+    """The configuration with compiled programs kept in the bucket, so that a restart finds them,
+    where it has the default, which is lost with the container."""
+    default = type(cfg.run).model_fields["compilation_cache"].default
+    if not cluster.bucket or cfg.run.compilation_cache != default or cfg.runtime == "pathways":
+        return cfg
+    folder = f"{cluster.bucket.mount}/.cache/maxstack/xla"
+    print(f"run.compilation_cache={folder}: the default is lost with the container", file=sys.stderr)
+    run = cfg.run.model_copy(update={"compilation_cache": folder})
+    return cfg.model_copy(update={"run": run})
+
+
+def tell_changing(job: Job, target: str) -> None:
+    """Say what may differ between a run and its restart."""
+    image, cache = job.cluster.image, job.cfg.run.compilation_cache
+    if target == "slurm":
+        return
+    if image and "@sha256:" not in image and job.cluster.max_restarts:
+        print(f"image: {image} has no digest, so that hosts and restarts may get another image when "
+              "its tag moves; give NAME@sha256:...", file=sys.stderr)
+    if cache and not any(within(cache, mount) for mount in job.lasting) and job.lasting:
+        print(f"run.compilation_cache={cache}: is lost with the container, so that each restart "
+              f"compiles again; give a folder below {job.lasting[0]}", file=sys.stderr)
 
 
 def tell_unused(cluster: ClusterConfig, target: str) -> None:

@@ -29,7 +29,7 @@ def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
     """Check the run against the cluster, and hand it over; with --dry-run show what would be handed over."""
     from maxstack import config
     from maxstack.submit.config import ClusterConfig
-    from maxstack.submit.job import check_restarts, checked, elsewhere, tell_unused
+    from maxstack.submit.job import check_restarts, checked, elsewhere, tell_changing, tell_unused, with_cache
 
     if not args.cluster:
         raise ConfigError(f"--target {args.target}: give --cluster FILE, the facts of the cluster; configs/clusters has examples")
@@ -38,9 +38,11 @@ def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
     more = [] if args.max_restarts is None else [f"max_restarts={args.max_restarts}"]
     cluster = config.load(ClusterConfig, args.cluster, [*args.set, *more])
     tell_unused(cluster, args.target)
+    cfg = with_cache(cfg, cluster)
     job, told = checked(name, cfg, cluster, args.force)
     words, text, after = {"xpk": _xpk, "gke": _gke, "slurm": _slurm}[args.target](job)
     check_restarts(job, args.target)
+    tell_changing(job, args.target)
     hosts = f"{job.topology.hosts} host{'s' * (job.topology.hosts > 1)}"
     print(f"{name}: {job.topology.name}, {job.topology.size} devices on {hosts}; {told}", file=sys.stderr)
     if away := elsewhere(job):
