@@ -34,6 +34,7 @@ def main() -> int:
             schema["$defs"][name]["properties"][field] = more
     for resources in ("limits", "requests"):
         schema["$defs"]["IoK8sApiCoreV1ResourceRequirements"]["properties"][resources] = {"type": "object", "additionalProperties": QUANTITY}
+    schema["$defs"]["IoK8sApimachineryPkgApiResourceQuantity"] = QUANTITY
     found = {"$comment": f"kubeflow-trainer-api {version('kubeflow-trainer-api')} by scripts/make_jobset_schema.py", **_strict(schema)}
     OUT.write_text(json.dumps(found, sort_keys=True, separators=(",", ":")) + "\n")
     print(f"{OUT}: {OUT.stat().st_size:,} bytes")

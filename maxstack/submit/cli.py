@@ -45,6 +45,8 @@ def submit(argv: Sequence[str]) -> int:
                         "(default: max_restarts of its facts)")
     parser.add_argument("--force", action="store_true", help="on a cluster: although the estimate of its memory is far above what is there")
     parser.add_argument("--dry-run", action="store_true", help="show what would be started")
+    parser.add_argument("--out", metavar="DIR", help="on a cluster: write the configuration, what the cluster gets and the commands into a folder, "
+                        "to be read")
     parser.add_argument("--detach", action="store_true", help="start it in the background")
     args = parser.parse_intermixed_args(argv)
     from maxstack import config
@@ -63,8 +65,8 @@ def submit(argv: Sequence[str]) -> int:
         raise ConfigError(f"faults.elastic: is for one process that drives all slices, and --processes is {args.processes}; leave one out")
     if args.target != "local":
         return remote.submit(name, cfg, args)
-    if args.cluster or args.set:
-        raise ConfigError("--cluster and --set: are of clusters, and --target local is this machine; leave them out")
+    if args.cluster or args.set or args.out:
+        raise ConfigError("--cluster, --set and --out: are of clusters, and --target local is this machine; leave them out")
     return _local(name, cfg, args, argv)
 
 

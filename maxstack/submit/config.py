@@ -1,5 +1,6 @@
 """The facts of a cluster: configs/clusters/*.yml, apart from what is trained there."""
 
+import posixpath
 import re
 from typing import Annotated, ClassVar
 
@@ -8,8 +9,11 @@ from pydantic import Field
 
 from maxstack.config import Items, Section, fault
 from maxstack.config.compose import Presets
+from maxstack.submit.limits import ENVIRONMENT, STRING
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$", max_length=253)]
+Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$", max_length=63)]
+"""The value of a Kubernetes label (Kubernetes, "Labels and Selectors")."""
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 MARGIN = 60
 """Seconds between the end of the grace and Slurm's limit."""
@@ -20,6 +24,39 @@ Line = Annotated[str, Field(pattern=r"^[^\x00\r\n]*$")]
 
 Time = Annotated[str, Field(pattern=r"^([0-9]+(:[0-9]+){0,2}|[0-9]+-[0-9]+(:[0-9]+){0,2})$"),
                  pydantic.BeforeValidator(lambda value: str(value) if isinstance(value, int) else value)]
+
+
+SYSTEM = "/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/proc", "/root", "/run", "/sbin", "/sys", "/usr", "/var/run"
+"""Folders that an image or Linux needs, with all below them (Filesystem Hierarchy Standard 3.0)."""
+PARENTS = "/", "/home", "/maxstack", "/opt", "/tmp", "/var", "/var/lib", "/work"
+"""Folders that hold others of the image's, of scripts/Dockerfile's too; a folder below is free."""
+
+
+def _mount(path: str) -> str:
+    """The path, normalized; an error for a folder that a container needs as the image has it."""
+    plain = "/" + posixpath.normpath(path).lstrip("/")
+    if ".." in path.split("/"):
+        raise ValueError(f"{path} has `..`; give the whole path")
+    if plain in PARENTS or any(f"{plain}/".startswith(f"{folder}/") for folder in SYSTEM):
+        raise ValueError(f"{path} is a folder that the image or the system needs; give one of its "
+                         "own, such as /gcs")
+    return plain
+
+
+def _written(value: object) -> object:
+    """A number as text."""
+    return str(value) if type(value) in (int, float) else value
+
+
+Mount = Annotated[str, Field(pattern=r"^/[A-Za-z0-9._/-]*$"), pydantic.AfterValidator(_mount)]
+Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|[kMGTP]|[KMGTP]i)?$"),
+                     pydantic.BeforeValidator(_written)]
+"""An amount as Kubernetes writes it: 500m, 4, 16Gi (Kubernetes, "Quantity")."""
+LabelKey = Annotated[str, Field(max_length=317, pattern=r"^([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?"
+                                r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")]
+OURS = re.compile(r"(kueue\.x-k8s\.io|jobset\.sigs\.k8s\.io|batch\.kubernetes\.io)/|"
+                  r"app\.kubernetes\.io/(name|instance|managed-by)$")
+"""Labels that submit or a controller writes."""
 
 
 class SecretConfig(Section):
@@ -36,10 +73,65 @@ class BucketConfig(Section):
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]$")]
     """Without gs://."""
-    mount: Annotated[str, Field(pattern=r"^/[A-Za-z0-9._/-]+$")] = "/gcs"
-    """Where pods see it; run.output_dir lies below."""
+    mount: Mount = "/gcs"
+    """Where pods see it; run.output_dir lies below. No folder that the image or the system needs."""
     storage: Name | None = None
     """What `xpk storage attach` called it; xpk mounts it by that name."""
+
+
+class SidecarConfig(Section):
+    """Limits of the container that GKE adds to a pod for the bucket, gke-gcsfuse-sidecar."""
+
+    cpu: Quantity = "4"
+    """CPUs; 0: no limit."""
+    memory: Quantity = "4Gi"
+    """Memory; 0: no limit."""
+    disk: Quantity = "30Gi"
+    """Of the node's disk, for files that are being written; 0: no limit."""
+
+
+class VolumeConfig(Section):
+    """A volume of every pod, beside the bucket; exactly one of claim, config_map, secret and size."""
+
+    mount: Mount
+    """Where pods see it. No folder that the image or the system needs."""
+    claim: Name | None = None
+    """A PersistentVolumeClaim; with several hosts one that all can write (ReadWriteMany)."""
+    config_map: Name | None = None
+    """A ConfigMap, whose keys are files."""
+    secret: Name | None = None
+    """A Secret, whose keys are files."""
+    size: Quantity | None = None
+    """An empty folder on the node's disk, of this size at most, lost with the pod."""
+    read_only: bool = False
+    """Nothing is written there."""
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> "VolumeConfig":
+        kinds = "claim", "config_map", "secret", "size"
+        if len(given := [kind for kind in kinds if getattr(self, kind) is not None]) != 1:
+            raise fault("mount", f"{self.mount} has {' and '.join(given) or 'nothing to mount'}; "
+                        f"give one of {', '.join(kinds)}")
+        return self
+
+
+class PodConfig(Section):
+    """What a pod on GKE asks for and may do."""
+
+    cpu: Quantity | None = None
+    """CPUs that a pod asks for, and has at most; null: three quarters of what its machine has."""
+    memory: Quantity | None = None
+    """Memory that a pod asks for, and has at most; null: three quarters of what its machine has."""
+    shared_memory: Quantity = "16Gi"
+    """Size of /dev/shm, a part of the memory."""
+    user: int | None = Field(1000, ge=1)
+    """User and group of the processes, without any privilege, as the `restricted` Pod Security
+    Standard asks. null: the image's own user, and what the cluster allows it."""
+    service_account_token: bool = False
+    """Mount a token for Kubernetes' API, which neither maxstack nor the bucket needs."""
+    labels: dict[LabelKey, Label] = {}
+    """Labels of the JobSet and its pods."""
+    sidecar: SidecarConfig = SidecarConfig()
 
 
 class SlurmConfig(Section):
@@ -55,6 +147,11 @@ class SlurmConfig(Section):
     """A reservation of nodes."""
     time: Time = "24:00:00"
     """Limit of one run of the job; it is queued again, and goes on, where it ends unfinished."""
+    mem: Annotated[str, Field(pattern=r"^[0-9]+[KMGT]?$"),
+                   pydantic.BeforeValidator(_written)] = "0"
+    """Memory of a node, as sbatch has it: megabytes, or a number with K, M, G or T; 0: all of it."""
+    cpus_per_task: int | None = Field(None, ge=1)
+    """CPUs of a process; null: what the cluster gives, of nodes that the job has for itself."""
     per_gpu: bool = False
     """One process a GPU in place of one a host."""
     setup: Items[Line] = ()
@@ -82,19 +179,19 @@ class ClusterConfig(Section):
     """Of the cluster; for xpk."""
     cluster: Name | None = None
     """Its name; for xpk."""
-    reservation: Name | None = None
+    reservation: Label | None = None
     """Nodes that are kept for you (cloud.google.com/reservation-name)."""
-    namespace: Name = "default"
+    namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)] = "default"
     """Of Kubernetes."""
     context: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@/-]*$")] | None = None
     """Of kubectl, such as gke_PROJECT_REGION_CLUSTER (`kubectl config get-contexts`); null: the current one."""
-    queue: Name | None = None
+    queue: Label | None = None
     """Kueue's local queue."""
-    priority: Name | None = None
+    priority: Label | None = None
     """Kueue's priority class, or xpk's --priority."""
     image: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$", max_length=500)] | None = None
-    """The container that holds maxstack (scripts/Dockerfile); for gke and xpk."""
-    accelerator: Name | None = None
+    """The container that holds maxstack (scripts/Dockerfile), best by its digest, NAME@sha256:...; for gke and xpk."""
+    accelerator: Label | None = None
     """GKE's name of the accelerator; null: the usual one of the topology's chip."""
     service_account: Name | None = None
     """Kubernetes service account of the pods, which may read and write the bucket."""
@@ -104,10 +201,21 @@ class ClusterConfig(Section):
     """Environment variable -> where its value lies."""
     env: dict[Variable, Line] = {}
     """Environment variables of every process."""
+    config: Annotated[str, Field(pattern=r"^/[A-Za-z0-9._/-]+$")] | None = None
+    """Where every host finds the resolved configuration, for one that is too large to be handed over: the file that `maxstack submit --out` writes,
+    copied into the bucket or the image. A host where it differs ends the run. null: the configuration is handed over with the job."""
     grace: int = Field(600, ge=30)
     """Seconds that a process has to save after SIGTERM, before it is killed."""
     max_restarts: int = Field(100, ge=0)
     """How often a run is started again, after anything but its end (0) or a mistake (1, 2)."""
+    ttl_seconds_after_finished: int = Field(604_800, ge=0)
+    """Seconds for which gke and xpk keep what has ended, with its pods and their logs; a week."""
+    restart_from_zero: bool = False
+    """A restart may begin at step 0. Otherwise a run that saves nothing, or nothing that lasts, is
+    refused, unless max_restarts is 0."""
+    volumes: Items[VolumeConfig] = ()
+    """Volumes of every pod beside the bucket; for gke."""
+    pod: PodConfig = PodConfig()
     slurm: SlurmConfig = SlurmConfig()
 
     @pydantic.model_validator(mode="after")
@@ -115,9 +223,21 @@ class ClusterConfig(Section):
         if 0 < self.slurm.seconds <= self.grace + MARGIN:
             raise fault("slurm.time", f"{self.slurm.time} is {self.slurm.seconds} s, and the run would be asked to save {self.grace + MARGIN} s "
                         "before its end: at once, again and again; give more, or a smaller grace")
+        mounts = [place.mount for place in (self.bucket, *self.volumes) if place]
+        if twice := sorted({path for path in mounts if mounts.count(path) > 1}):
+            raise fault("volumes", f"{', '.join(twice)}: mounted twice; give each a folder of its own")
+        if ours := sorted(key for key in self.pod.labels if OURS.match(key)):
+            raise fault("pod.labels", f"{', '.join(ours)}: written by submit or by the cluster's "
+                        "controllers; leave it out")
         for section, name in [("env", name) for name in self.env] + [("secrets", name) for name in self.secrets]:
             if RESERVED.match(name):
                 raise fault(f"{section}.{name}", "is how a process learns of the others, or of its configuration; leave it out")
             if section == "env" and name in self.secrets:
                 raise fault(f"env.{name}", f"{name} is in secrets too; give it once")
+        sizes = {name: len(f"{name}={value}".encode()) + 1 for name, value in self.env.items()}
+        for name, size in sizes.items():
+            if size > STRING:
+                raise fault(f"env.{name}", f"has {size:,} bytes with its name, and Linux gives a process {STRING:,} at most; put it into a file")
+        if sum(sizes.values()) > ENVIRONMENT:
+            raise fault("env", f"has {sum(sizes.values()):,} bytes, and {ENVIRONMENT:,} is the most; put the values into a file")
         return self

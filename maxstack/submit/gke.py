@@ -5,45 +5,50 @@ from typing import Any
 import yaml
 
 from maxstack.cluster.joining import WAIT
-from maxstack.submit.job import Job, machine
+from maxstack.config import ConfigError
+from maxstack.submit.config import SidecarConfig
+from maxstack.submit.job import Job, machine, machines
+from maxstack.submit.limits import check_object, check_strings
 
 TEXT = "MAXSTACK_CONFIG"
-COMMAND = f'printf %s "${TEXT}" > /tmp/run.yml && exec maxstack train /tmp/run.yml --supervise --max-restarts 0'
-"""What a container runs. Linux shields a container's first process, the supervisor here, from SIGKILL by others: the training must not be that, or
-its watchdog could not end it."""
 WORKERS, CONTAINER = "w", "train"
 MISTAKES = [1, 2]
-MOUNT_OPTIONS = "implicit-dirs,rename-dir-limit=200000"
-"""Of GCS FUSE: a checkpoint is finished by renaming its folder, which is refused by default where that is not empty (its --rename-dir-limit)."""
 PATIENCE = 3600
 """Seconds that a pod waits for the others: nodes of other slices may still be on their way."""
+HOME = "/tmp"
+"""A folder that a user without an entry in the image's /etc/passwd can write."""
 INDEX = "metadata.annotations['jobset.sigs.k8s.io/job-index']"
 
 
 def manifest(job: Job) -> str:
-    """The YAML of the JobSet, which holds the run's configuration."""
-    return yaml.dump(jobset(job), Dumper=_Dumper, sort_keys=False, width=10**6)
+    """The YAML of the JobSet, which holds the run's configuration, packed."""
+    made = jobset(job)
+    check_object(job, made)
+    return yaml.safe_dump(made, sort_keys=False, width=10**6)
 
 
-class _Dumper(yaml.SafeDumper):
-    """Texts of several lines as such."""
+def command(job: Job) -> str:
+    """What a container runs.
 
-
-_Dumper.add_representer(str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None))
+    Linux shields a container's first process, the supervisor here, from SIGKILL by others: the
+    training must not be that, or its watchdog could not end it."""
+    unpack, path = job.unpacking(f'printf %s "${TEXT}"', "/tmp/run.yml")
+    return f"{unpack} && exec maxstack train {path} --supervise --max-restarts 0"
 
 
 def jobset(job: Job) -> dict[str, Any]:
     """As Kubernetes reads it."""
     cluster = job.cluster
     queue = {"kueue.x-k8s.io/queue-name": cluster.queue, "kueue.x-k8s.io/priority-class": cluster.priority}
-    metadata: dict[str, Any] = {"name": job.name, "namespace": cluster.namespace}
-    if labels := {key: value for key, value in queue.items() if value}:
-        metadata["labels"] = labels
+    metadata: dict[str, Any] = {
+        "name": job.name, "namespace": cluster.namespace,
+        "labels": labels(job) | {key: value for key, value in queue.items() if value}}
     if job.tpu and job.hosts > 1:  # a slice is a node pool: no two jobs share one
         metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata,
         "spec": {
+            "ttlSecondsAfterFinished": cluster.ttl_seconds_after_finished,
             "failurePolicy": {"maxRestarts": cluster.max_restarts, "restartStrategy": "BlockingRecreate", "rules": [
                 {"name": "mistakes", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]},
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
@@ -55,22 +60,89 @@ def jobset(job: Job) -> dict[str, Any]:
 
 
 def _pod(job: Job) -> dict[str, Any]:
-    cluster, mounted = job.cluster, job.bucket()
-    volumes = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}, {"name": "bucket", "csi": {
-        "driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": {"bucketName": mounted.name, "mountOptions": MOUNT_OPTIONS}}}]
-    mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}, {"name": "bucket", "mountPath": mounted.mount}]
-    resource = {"google.com/tpu" if job.tpu else "nvidia.com/gpu": job.chips_of_a_host}
-    container = {"name": CONTAINER, "image": job.needs("image"), "command": ["sh", "-c", COMMAND], "env": _environment(job),
-                 "resources": {"limits": resource, "requests": dict(resource)}, "volumeMounts": mounts}
+    """The template of a pod; it is one that the `restricted` Pod Security Standard takes, unless
+    pod.user is null."""
+    cluster, pod = job.cluster, job.cluster.pod
+    volumes, mounts = _volumes(job)
+    container: dict[str, Any] = {
+        "name": CONTAINER, "image": job.needs("image"), "command": ["sh", "-c", command(job)],
+        "env": _environment(job), "resources": _resources(job), "volumeMounts": mounts}
     spec: dict[str, Any] = {
-        "restartPolicy": "Never", "terminationGracePeriodSeconds": cluster.grace, "nodeSelector": _nodes(job), "containers": [container],
-        "volumes": volumes}
+        "restartPolicy": "Never", "terminationGracePeriodSeconds": cluster.grace,
+        "automountServiceAccountToken": pod.service_account_token, "nodeSelector": _nodes(job),
+        "containers": [container], "volumes": volumes}
+    if pod.user:
+        spec["securityContext"] = {
+            "runAsNonRoot": True, "runAsUser": pod.user, "runAsGroup": pod.user,
+            "fsGroup": pod.user, "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"}}
+        container["securityContext"] = {"allowPrivilegeEscalation": False,
+                                        "capabilities": {"drop": ["ALL"]}}
     if cluster.service_account:
         spec["serviceAccountName"] = cluster.service_account
     if not job.tpu:
         spec["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
-    limits = {f"gke-gcsfuse/{what}-limit": "0" for what in ("cpu", "memory", "ephemeral-storage")}  # none: it may take what the node has
-    return {"metadata": {"annotations": {"gke-gcsfuse/volumes": "true", **limits}}, "spec": spec}
+    annotations = {"annotations": _sidecar(pod.sidecar)} if cluster.bucket else {}
+    return {"metadata": {"labels": labels(job), **annotations}, "spec": spec}
+
+
+def labels(job: Job) -> dict[str, str]:
+    """Labels of the JobSet and its pods: Kubernetes' recommended ones, and the cluster's file's."""
+    return {"app.kubernetes.io/name": "maxstack", "app.kubernetes.io/instance": job.name,
+            "app.kubernetes.io/managed-by": "maxstack-submit", **job.cluster.pod.labels}
+
+
+def _resources(job: Job) -> dict[str, dict[str, Any]]:
+    """Requests and limits of the container, which are equal."""
+    pod, chips = job.cluster.pod, job.chips_of_a_host
+    asked = {"google.com/tpu" if job.tpu else "nvidia.com/gpu": chips}
+    for key, given, unit in (("cpu", pod.cpu, ""), ("memory", pod.memory, "Gi")):
+        if given is None:
+            if job.chip.name not in machines():
+                raise ConfigError(f"pod.{key}: no machine of {job.chip.name} is known here; give "
+                                  "pod.cpu and pod.memory")
+            given = f"{int(machines()[job.chip.name][key]) * chips * 3 // 4}{unit}"
+        asked[key] = given
+    return {"limits": asked, "requests": dict(asked)}
+
+
+def _volumes(job: Job) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The volumes of a pod, and where its container sees them."""
+    cluster, pod = job.cluster, job.cluster.pod
+    job.check_output()
+    memory = {"medium": "Memory", "sizeLimit": pod.shared_memory}
+    found: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("shared-memory", {"emptyDir": memory}, {"mountPath": "/dev/shm"})]
+    if bucket := cluster.bucket:
+        source = {"driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": {
+            "bucketName": bucket.name, "mountOptions": mount_options(pod.user)}}
+        found.append(("bucket", {"csi": source}, {"mountPath": bucket.mount}))
+    for index, volume in enumerate(cluster.volumes):
+        made = {"persistentVolumeClaim": volume.claim and {"claimName": volume.claim},
+                "configMap": volume.config_map and {"name": volume.config_map},
+                "secret": volume.secret and {"secretName": volume.secret},
+                "emptyDir": volume.size and {"sizeLimit": volume.size}}
+        place = {"mountPath": volume.mount} | ({"readOnly": True} if volume.read_only else {})
+        found.append((f"volume-{index}", {kind: it for kind, it in made.items() if it}, place))
+    return ([{"name": name, **source} for name, source, _ in found],
+            [{"name": name, **place} for name, _, place in found])
+
+
+def mount_options(user: int | None) -> str:
+    """Options of GCS FUSE for a bucket whose files belong to a user; None is root.
+
+    A checkpoint is finished by renaming its folder, which is refused by default where that is not
+    empty (--rename-dir-limit). A user other than root needs ids and modes (gcs-fuse-csi-driver,
+    docs/authentication.md; the modes are those that it takes from a pod's fsGroup)."""
+    own = f",uid={user},gid={user},file-mode=664,dir-mode=775" if user else ""
+    return f"implicit-dirs,rename-dir-limit=200000{own}"
+
+
+def _sidecar(limits: SidecarConfig) -> dict[str, str]:
+    """Annotations by which GKE adds GCS FUSE to a pod, with its limits."""
+    given = {"cpu": limits.cpu, "memory": limits.memory, "ephemeral-storage": limits.disk}
+    return {"gke-gcsfuse/volumes": "true",
+            **{f"gke-gcsfuse/{key}-limit": value for key, value in given.items()}}
 
 
 def _nodes(job: Job) -> dict[str, str]:
@@ -84,7 +156,10 @@ def _nodes(job: Job) -> dict[str, str]:
 def _environment(job: Job) -> list[dict[str, Any]]:
     """What cluster/environment.py reads, JOB_COMPLETION_INDEX being Kubernetes' own, and the cluster's; Kubernetes takes $$ for $."""
     plain = {"JOBSET_NAME": job.name, "JAX_COORDINATOR_ADDRESS": f"{job.name}-{WORKERS}-0-0.{job.name}", "PROCESSES_IN_JOB": str(job.hosts),
-             "JAX_PROCESS_COUNT": str(job.topology.hosts), WAIT: str(PATIENCE), TEXT: job.text, **job.cluster.env}
+             "JAX_PROCESS_COUNT": str(job.topology.hosts), WAIT: str(PATIENCE), "HOME": HOME, **job.cluster.env}
+    if not job.cluster.config:
+        plain[TEXT] = job.packed
+    check_strings(job, "gke", ((name, f"{name}={value}") for name, value in plain.items()))
     found: list[dict[str, Any]] = [{"name": name, "value": value.replace("$", "$$")} for name, value in plain.items()]
     found.append({"name": "JOB_INDEX", "valueFrom": {"fieldRef": {"fieldPath": INDEX}}})
     for name, secret in job.cluster.secrets.items():

@@ -4,6 +4,7 @@ import base64
 import dataclasses
 import functools
 import gzip
+import hashlib
 import os
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from maxstack import rules
 from maxstack.config import ConfigError, dump, plain
 from maxstack.config.reader import read_yaml
-from maxstack.submit.config import BucketConfig, ClusterConfig
+from maxstack.submit.config import ClusterConfig
 
 if TYPE_CHECKING:
     from maxstack.chips import Chip
@@ -20,12 +21,18 @@ if TYPE_CHECKING:
     from maxstack.schema import Config
 
 CONFIG = "run.yml"
-USED = {"xpk": {"project", "zone", "cluster", "context", "namespace", "priority", "image", "bucket", "env", "grace", "max_restarts"},
+EVERY = {"topology", "env", "grace", "max_restarts", "restart_from_zero", "config"}
+USED = {"xpk": EVERY | {"project", "zone", "cluster", "context", "namespace", "priority", "image",
+                        "bucket", "ttl_seconds_after_finished"},
         "gke": {*ClusterConfig.model_fields} - {"slurm", "project", "zone", "cluster"},
-        "slurm": {"reservation", "env", "grace", "max_restarts", "slurm"}}
-"""The facts that a target takes, beside the topology."""
-MATTER = {"secrets", "accelerator", "bucket"}
+        "slurm": EVERY | {"reservation", "slurm"}}
+"""The facts that a target takes."""
+MATTER = {"secrets", "accelerator", "bucket", "volumes"}
 """Those without which a run would be another."""
+
+
+NODES_OWN = "/tmp", "/var/tmp", "/dev/shm", "/run"
+"""Folders that each node has for itself (Filesystem Hierarchy Standard 3.0)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,17 +73,32 @@ class Job:
         """config.yml, resolved: the same file, wherever it runs."""
         return f"# {self.name}: submitted by maxstack for {self.topology.name}\n{dump(self.cfg)}"
 
-    @property
+    @functools.cached_property
     def packed(self) -> str:
         """`text` in letters that mean nothing to a shell or to YAML."""
         return base64.b64encode(gzip.compress(self.text.encode(), 9, mtime=0)).decode()
 
-    def bucket(self) -> BucketConfig:
-        """The bucket in which the run's folder lies; ConfigError where it does not, and would be lost with its container."""
-        found: BucketConfig = self.needs("bucket")
-        if not within(self.cfg.run.output_dir, found.mount):
-            raise ConfigError(f"run.output_dir={self.cfg.run.output_dir}: is lost with the container; give a folder in the bucket, {found.mount}/...")
-        return found
+    def unpacking(self, given: str, place: str) -> tuple[str, str]:
+        """(command, file) for a shell: the command leaves `text` in the file, from what the command
+        `given` prints, packed. The cluster's own file stays, and must be the same to the letter."""
+        if path := self.cluster.config:
+            digest = hashlib.sha256(self.text.encode()).hexdigest()
+            return f"echo '{digest}  {path}' | sha256sum --check --quiet", path
+        return f"{given} | base64 -d | gunzip > {place}", place
+
+    @property
+    def lasting(self) -> list[str]:
+        """Where pods see what outlasts them: the bucket, and volumes that are claims."""
+        volumes = [volume.mount for volume in self.cluster.volumes if volume.claim]
+        return [self.cluster.bucket.mount, *volumes] if self.cluster.bucket else volumes
+
+    def check_output(self) -> None:
+        """ConfigError where the run's folder would be lost with its container."""
+        if not self.lasting:
+            self.needs("bucket")
+        if not any(within(self.cfg.run.output_dir, mount) for mount in self.lasting):
+            raise ConfigError(f"run.output_dir={self.cfg.run.output_dir}: is lost with the "
+                              f"container; give a folder in the bucket, {self.lasting[0]}/...")
 
     def needs(self, key: str) -> Any:
         """A fact of the cluster that the target cannot do without."""
@@ -96,9 +118,11 @@ def elsewhere(job: Job) -> list[str]:
     for data in filter(None, (cfg.data, cfg.eval.data)):
         paths += [glob for source in data.sources for glob in getattr(source, "files", ())]
         paths += [getattr(data.tokenizer, "path", None)]
-    paths += [cfg.model.weights, cfg.lora.adapter if cfg.lora else None, cfg.checkpoint.elsewhere, cfg.run.executable]
-    mount = job.cluster.bucket.mount if job.cluster.bucket else None
-    return [path for path in dict.fromkeys(filter(None, paths)) if not (mount and within(path, mount)) and not path.startswith("{stdlib}")]
+    paths += [cfg.model.weights, cfg.lora.adapter if cfg.lora else None, cfg.checkpoint.elsewhere, cfg.run.executable,
+              job.cluster.config]
+    mounts = [place.mount for place in (job.cluster.bucket, *job.cluster.volumes) if place]
+    return [path for path in dict.fromkeys(filter(None, paths))
+            if not any(within(path, mount) for mount in mounts) and not path.startswith("{stdlib}")]
 
 
 def checked(name: str, cfg: "Config", cluster: ClusterConfig, force: bool = False) -> tuple[Job, str]:
@@ -130,10 +154,75 @@ def checked(name: str, cfg: "Config", cluster: ClusterConfig, force: bool = Fals
     return job, told
 
 
+def check_restarts(job: Job, target: str) -> None:
+    """ConfigError where a restart would begin at step 0 again, or be refused, unless that is told."""
+    cluster, saved, steps = job.cluster, job.cfg.checkpoint, job.cfg.train.steps
+    if not cluster.max_restarts:
+        return
+    places = {"checkpoint.every": (job.cfg.run.output_dir, saved.every)} if saved.every else {}
+    places |= {f"checkpoint.tiers.{index}.every": (tier.path, tier.every)
+               for index, tier in enumerate(saved.tiers) if tier.replicate is None}
+    lasting = {key: every for key, (path, every) in places.items() if _lasts(job, target, path)}
+    if lasting and saved.restore == "none":
+        raise ConfigError("checkpoint.restore=none: would refuse a restart, because of what the run "
+                          "has saved; give latest, or --set max_restarts=0")
+    if cluster.restart_from_zero:
+        return
+    if not lasting and (saved.every or saved.tiers):
+        found = ", ".join(path for path, _ in places.values()) or "hosts' own disks alone"
+        what = f"checkpoint: is saved where a restart may not find it ({found})"
+        mend = "save with checkpoint.every or a tier without replicate where all hosts see it"
+    elif not lasting:
+        what, mend = "checkpoint.every=0: nothing is saved", "give it a number of steps"
+    elif min(lasting.values()) >= steps > 1:
+        key, every = min(lasting.items(), key=lambda item: item[1])
+        what = f"{key}={every}: the first save is at the end (train.steps={steps})"
+        mend = "give it a smaller number"
+    else:
+        return
+    raise ConfigError(f"{what}, so that each of max_restarts={cluster.max_restarts} would begin at "
+                      f"step 0; {mend}, or --set max_restarts=0, or, where that is wanted, "
+                      "--set restart_from_zero=true")
+
+
+def _lasts(job: Job, target: str, path: str) -> bool:
+    """Whether what is written there is seen by the processes of a restart, on whatever hosts."""
+    if target == "slurm":
+        return not any(within(os.path.abspath(path), folder) for folder in NODES_OWN)
+    if job.cfg.runtime == "pathways":
+        return True  # a supervisor restarts it in the same pod
+    return any(within(path, mount) for mount in job.lasting)
+
+
+def with_cache(cfg: "Config", cluster: ClusterConfig) -> "Config":
+    """The configuration with compiled programs kept in the bucket, so that a restart finds them,
+    where it has the default, which is lost with the container."""
+    default = type(cfg.run).model_fields["compilation_cache"].default
+    if not cluster.bucket or cfg.run.compilation_cache != default or cfg.runtime == "pathways":
+        return cfg
+    folder = f"{cluster.bucket.mount}/.cache/maxstack/xla"
+    print(f"run.compilation_cache={folder}: the default is lost with the container", file=sys.stderr)
+    run = cfg.run.model_copy(update={"compilation_cache": folder})
+    return cfg.model_copy(update={"run": run})
+
+
+def tell_changing(job: Job, target: str) -> None:
+    """Say what may differ between a run and its restart."""
+    image, cache = job.cluster.image, job.cfg.run.compilation_cache
+    if target == "slurm":
+        return
+    if image and "@sha256:" not in image and job.cluster.max_restarts:
+        print(f"image: {image} has no digest, so that hosts and restarts may get another image when "
+              "its tag moves; give NAME@sha256:...", file=sys.stderr)
+    if cache and not any(within(cache, mount) for mount in job.lasting) and job.lasting:
+        print(f"run.compilation_cache={cache}: is lost with the container, so that each restart "
+              f"compiles again; give a folder below {job.lasting[0]}", file=sys.stderr)
+
+
 def tell_unused(cluster: ClusterConfig, target: str) -> None:
     """Say which facts the target does not take; ConfigError for one that matters."""
     fields = ClusterConfig.model_fields
-    unused = [key for key, field in fields.items() if getattr(cluster, key) != field.default and key not in {*USED[target], "topology"}]
+    unused = [key for key, field in fields.items() if getattr(cluster, key) != field.default and key not in USED[target]]
     if odd := sorted(MATTER.intersection(unused)):
         raise ConfigError(f"{', '.join(odd)}: --target {target} takes none; leave it out of the cluster's file, or use another target")
     if unused:

@@ -2,6 +2,7 @@
 
 import argparse
 import datetime
+import shlex
 import shutil
 import subprocess
 import sys
@@ -28,7 +29,7 @@ def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
     """Check the run against the cluster, and hand it over; with --dry-run show what would be handed over."""
     from maxstack import config
     from maxstack.submit.config import ClusterConfig
-    from maxstack.submit.job import checked, elsewhere, tell_unused
+    from maxstack.submit.job import check_restarts, checked, elsewhere, tell_changing, tell_unused, with_cache
 
     if not args.cluster:
         raise ConfigError(f"--target {args.target}: give --cluster FILE, the facts of the cluster; configs/clusters has examples")
@@ -37,14 +38,21 @@ def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
     more = [] if args.max_restarts is None else [f"max_restarts={args.max_restarts}"]
     cluster = config.load(ClusterConfig, args.cluster, [*args.set, *more])
     tell_unused(cluster, args.target)
+    cfg = with_cache(cfg, cluster)
     job, told = checked(name, cfg, cluster, args.force)
     words, text, after = {"xpk": _xpk, "gke": _gke, "slurm": _slurm}[args.target](job)
+    check_restarts(job, args.target)
+    tell_changing(job, args.target)
     hosts = f"{job.topology.hosts} host{'s' * (job.topology.hosts > 1)}"
     print(f"{name}: {job.topology.name}, {job.topology.size} devices on {hosts}; {told}", file=sys.stderr)
     if away := elsewhere(job):
         print(f"not in the bucket, so every host must have them, by its image or a disk that all see: {', '.join(away)}", file=sys.stderr)
+    if args.out:
+        for path, what in _write(Path(args.out), job, args.target, (words, text, after)):
+            print(f"wrote {path}: {what}")
     if args.dry_run:
-        sys.stdout.write(text)
+        if not args.out:
+            sys.stdout.write(text)
         return 0
     if args.target == "xpk":
         sys.stderr.write(text)
@@ -60,6 +68,28 @@ def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
                          "folder": str(Path(cfg.run.output_dir) / cfg.run.name), "started": datetime.datetime.now().isoformat(timespec="seconds")})
     print(f"{name}: submitted{f' as job {number}' * bool(number)}; maxstack status {name}, logs {name} or stop {name}", file=sys.stderr)
     return 0
+
+
+def _write(folder: Path, job: "Job", target: str, handed: "Handed") -> list[tuple[Path, str]]:
+    """All that a cluster would get, as files: the path of each, and what it is."""
+    words, text, after = handed
+    files = [(f"{job.name}.yml", "the configuration, resolved", job.text)]
+    if target == "gke":
+        files.append(("jobset.yml", "what kubectl reads", text))
+        words = [*words[:-1], "jobset.yml"]
+    elif target == "slurm":
+        files.append(("job.sbatch", "the script", text))
+        words = [*words, "job.sbatch"]
+    later = "".join(f"# {verb}: {shlex.join(command)}\n" for verb, command in after.items())
+    files.append(("submit.sh", "the command that hands it over, and those for later in comments",
+                  f"#!/usr/bin/env bash\n# In this folder.\n{shlex.join(words)}\n{later}"))
+    if there := [str(folder / name) for name, _, _ in files if (folder / name).exists()]:
+        raise ConfigError(f"--out {folder}: {', '.join(there)}: there already; remove it, or give "
+                          "another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, _, content in files:
+        (folder / name).write_text(content, encoding="utf-8")
+    return [(folder / name, what) for name, what, _ in files]
 
 
 def ended(name: str, folder: str, target: str) -> None:

@@ -4,8 +4,9 @@ import shlex
 
 from maxstack.config import ConfigError
 from maxstack.exit_codes import CRASHED, RETRY
-from maxstack.submit.gke import MOUNT_OPTIONS
+from maxstack.submit.gke import mount_options
 from maxstack.submit.job import Job, machine, within
+from maxstack.submit.limits import STRING, WRAPPER, check_strings
 
 UNSAFE = set("\"'\\`$")
 """What xpk would hand on into YAML and a shell without quoting it, beside what cannot be printed."""
@@ -32,17 +33,21 @@ def command(job: Job) -> list[str]:
     kind = [f"--tpu-type={machine(job, 'xpk')}-{'x'.join(map(str, job.topology.sides))}", f"--num-slices={job.topology.slices}"] if tpu else \
         [f"--device-type={machine(job, 'xpk')}", f"--num-nodes={job.topology.hosts}"]
     given = {"project": cluster.project, "zone": cluster.zone, "namespace": cluster.namespace, "priority": cluster.priority}
-    return ["xpk", "workload", "create-pathways" if pathways else "create", f"--workload={job.name}", f"--cluster={job.needs('cluster')}",
+    words = ["xpk", "workload", "create-pathways" if pathways else "create", f"--workload={job.name}", f"--cluster={job.needs('cluster')}",
             *(f"--{key}={value}" for key, value in given.items() if value), *kind, f"--docker-image={job.needs('image')}",
             f"--max-restarts={cluster.max_restarts}", f"--termination-grace-period-seconds={cluster.grace}",
+            f"--ttl-seconds-after-finished={cluster.ttl_seconds_after_finished}",
             *(_elastic(job) if pathways else [f"--restart-on-exit-codes={RETRY},{CRASHED}", f"--storage={_storage(job)}"]),
             *(f"--env={name}={value}" for name, value in cluster.env.items()), f"--command={_inside(job)}"]
+    check_strings(job, "xpk", ((word.partition("=")[0], word) for word in words), STRING - WRAPPER)
+    return words
 
 
 def _inside(job: Job) -> str:
     """What each container runs: the configuration unpacked, and training in its place. xpk restarts no head of Pathways, so a supervisor does."""
     again = f" --supervise --max-restarts {job.cluster.max_restarts}" if job.cfg.runtime == "pathways" else ""
-    return f"echo {job.packed} | base64 -d | gunzip > /tmp/run.yml && exec maxstack train /tmp/run.yml{again}"
+    unpack, path = job.unpacking(f"echo {job.packed}", "/tmp/run.yml")
+    return f"{unpack} && exec maxstack train {path}{again}"
 
 
 def _elastic(job: Job) -> list[str]:
@@ -54,10 +59,11 @@ def _elastic(job: Job) -> list[str]:
 
 def _storage(job: Job) -> str:
     """The bucket, as xpk knows it."""
-    bucket = job.bucket()
+    bucket = job.needs("bucket")
+    job.check_output()
     if not bucket.storage:
         attach = (f"xpk storage attach NAME --cluster={job.needs('cluster')} --type=gcsfuse --bucket={bucket.name} --mount-point={bucket.mount} "
-                  f"--mount-options={MOUNT_OPTIONS} --readonly=false --auto-mount=false --size=1000")
+                  f"--mount-options={mount_options(job.cluster.pod.user)} --readonly=false --auto-mount=false --size=1000")
         raise ConfigError(f"bucket.storage: xpk mounts what it was told of once, by `{attach}`; do that, and give the NAME")
     return bucket.storage
 

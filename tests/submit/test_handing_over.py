@@ -1,13 +1,17 @@
 """`maxstack submit` to a cluster: its own commands, stand-ins that note what they are given, and what is refused before they are asked."""
 
+import os
 import re
+import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
 from processes import stand_ins, write_config
 
-from maxstack import cli
+from maxstack import cli, config
+from maxstack.schema import Config
 
 FACTS = {"image": "repo/maxstack:1", "cluster": "c", "bucket": {"name": "bucket", "storage": "stored"}}
 PAGES = "README.md", "docs/CLUSTER.md"
@@ -71,9 +75,32 @@ def test_a_cluster_s_own_commands_are_run_and_look_after_the_run_later(target, p
     assert [Path(word).name if word.startswith("/") else word for word in said] == stop.split()
 
 
+@pytest.mark.parametrize(("target", "file"), [("gke", "jobset.yml"), ("slurm", "job.sbatch"), ("xpk", None)])
+def test_a_dry_run_writes_all_that_a_cluster_would_get_to_be_read(target, file, tmp_path, monkeypatch, capsys):
+    path = write_config(tmp_path, train={"batch_size": 64, "steps": 10})
+    facts = {"topology": "h100:2x8"} | ({} if target == "slurm" else FACTS)
+    (tmp_path / "cluster.yml").write_text(yaml.safe_dump(facts))
+    words = ["submit", str(path), "--target", target, "--cluster", str(tmp_path / "cluster.yml"), "--dry-run", "run.output_dir=/gcs/runs"]
+    assert cli.main(words) == 0
+    shown = capsys.readouterr().out
+    assert cli.main([*words, "--out", str(out := tmp_path / "out")]) == 0
+    files = {found.name: found.read_text() for found in out.iterdir()}
+    assert {line.removeprefix("wrote ").split(":")[0] for line in capsys.readouterr().out.splitlines()} == {str(out / name) for name in files}
+    assert files.keys() == {"run.yml", "submit.sh", *filter(None, [file])} and "# stop: " in files["submit.sh"]
+    assert config.load(Config, out / "run.yml") == config.load(Config, path, ["run.output_dir=/gcs/runs"])
+    given = stand_ins(tmp_path / "bin", {name: 'cat "${@: -1}" > given || echo "$*" > given' for name in ("kubectl", "sbatch")}
+                      | {"xpk": 'printf "%s\\n" "$@" > given'})
+    subprocess.run(["bash", "submit.sh"], cwd=out, env=os.environ | given, check=True)
+    if file:
+        assert files[file] == shown == (out / "given").read_text()
+    else:
+        assert shlex.split(shown)[1:] == (out / "given").read_text().splitlines()
+    assert cli.main([*words, "--out", str(out)]) == 1 and f"{out}/run.yml" in capsys.readouterr().err
+
+
 def test_what_the_estimate_refuses_goes_by_force(tmp_path, capsys):
     words = ["submit", "synthetic", "--target", "gke", "--cluster", "tpu-v5e", "--dry-run", "mesh.data=1", "mesh.fsdp=-1", "train.batch_size=64",
-             "model.embed=65536", "model.layers=64", "run.output_dir=/gcs/x"]
+             "model.embed=65536", "model.layers=64", "run.output_dir=/gcs/x", "checkpoint.every=10"]
     assert cli.main(words) == 1 and "where maxstack plan says that it fits, --force" in capsys.readouterr().err
     assert cli.main([*words, "--force"]) == 0
 
@@ -104,3 +131,32 @@ def test_what_a_cluster_cannot_take_is_refused_before_it_is_asked(words, says, t
     monkeypatch.setenv("PATH", "/nonexistent")
     assert cli.main(["submit", str(path), *words]) == 1
     assert says in capsys.readouterr().err
+
+
+ZERO = ", so that each of max_restarts=100 would begin at step 0; "
+TIER = "checkpoint.tiers=[{path: %s, every: 2%s}]"
+
+
+@pytest.mark.parametrize(("target", "words", "says"), [
+    ("gke", ["checkpoint.every=0"], f"checkpoint.every=0: nothing is saved{ZERO}give it a number of steps, or --set max_restarts=0"),
+    ("xpk", ["checkpoint.every=0"], f"checkpoint.every=0: nothing is saved{ZERO}"),
+    ("slurm", ["checkpoint.every=0"], f"checkpoint.every=0: nothing is saved{ZERO}"),
+    ("gke", ["checkpoint.every=0", TIER % ("/ssd", "")], f"is saved where a restart may not find it (/ssd){ZERO}"),
+    ("slurm", ["checkpoint.every=0", TIER % ("/gcs/t", ", replicate: 1")], f"may not find it (hosts' own disks alone){ZERO}"),
+    ("slurm", ["run.output_dir=/tmp/../tmp/runs"], f"may not find it (/tmp/../tmp/runs){ZERO}"),
+    ("gke", ["checkpoint.every=10"], f"checkpoint.every=10: the first save is at the end (train.steps=10){ZERO}give it a smaller number"),
+    ("gke", ["checkpoint.every=0", TIER % ("/gcs/t", "00")], "checkpoint.tiers.0.every=200: the first save is at the end"),
+    ("gke", ["checkpoint.restore=none"], "checkpoint.restore=none: would refuse a restart")])
+def test_restarts_that_would_begin_at_step_0_are_refused_unless_they_are_wanted(target, words, says, tmp_path, monkeypatch, capsys):
+    path = write_config(tmp_path, train={"batch_size": 64, "steps": 10})
+    (tmp_path / "cluster.yml").write_text(yaml.safe_dump({"topology": "h100:2x8"} | ({} if target == "slurm" else FACTS)))
+    given = ["submit", str(path), "--target", target, "--cluster", str(tmp_path / "cluster.yml"), "--dry-run", "run.output_dir=/gcs/runs", *words]
+    assert cli.main(given) == 1 and says in capsys.readouterr().err
+    assert cli.main([*given, "--max-restarts", "0"]) == 0
+    assert cli.main([*given, "--set", "restart_from_zero=true"]) == int("restore" in says)
+
+
+@pytest.mark.parametrize("words", [["checkpoint.every=9"], ["train.steps=1"], ["checkpoint.every=0", TIER % ("/gcs/t", "")]])
+def test_restarts_that_go_on_are_not_refused(words, tmp_path):
+    path = write_config(tmp_path, train={"batch_size": 64, "steps": 10})
+    assert cli.main(["submit", str(path), "--target", "gke", "--cluster", "tpu-v5e", "--dry-run", "run.output_dir=/gcs/runs", *words]) == 0

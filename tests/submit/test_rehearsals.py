@@ -39,7 +39,8 @@ def folder(tmp_path_factory):
     """Where all runs of this file lie, with a configuration, stand-ins for a cluster's programs, and what was compiled."""
     found = tmp_path_factory.mktemp("rehearsals")
     stand_ins(found / "bin", PROGRAMS)
-    (found / "slurm.yml").write_text(yaml.safe_dump(FACTS))
+    own_disk = {"restart_from_zero": True}  # each node's /tmp, for all that submit knows; here they share it
+    (found / "slurm.yml").write_text(yaml.safe_dump(FACTS | own_disk))
     (found / "gke.yml").write_text(yaml.safe_dump(FACTS | {"image": "repo/maxstack:1", "bucket": {"name": "bucket", "mount": str(found)}}))
     write_config(found, eval={"every": 16, "steps": 2})
     return found

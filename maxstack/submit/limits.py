@@ -1,0 +1,61 @@
+"""How much each target takes, checked before anything is handed over.
+
+A value that is too large fails only on the cluster otherwise, once for each restart."""
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from maxstack.config import ConfigError
+
+if TYPE_CHECKING:
+    from maxstack.submit.job import Job
+
+STRING = 131_072
+"""Bytes of one argument or `NAME=value` of a process, with the zero byte at its end: Linux's
+MAX_ARG_STRLEN, 32 pages of 4 KiB (execve(2))."""
+ENVIRONMENT = 1_048_576
+"""Bytes of all variables of the cluster's file. Linux has a quarter of the stack's limit, 2 MiB as
+a rule, for arguments and environment together (execve(2))."""
+OBJECT = 1_572_864 - 131_072
+"""Bytes of a Kubernetes object as JSON. etcd's --max-request-bytes is 1.5 MiB by default, which is
+below the API server's 3 MiB for a request; an eighth of a MiB is left to what the API server adds
+(status, managedFields)."""
+SCRIPT = 4_194_304
+"""Bytes of a batch script: Slurm's max_script_size by default (slurm.conf, SchedulerParameters)."""
+WRAPPER = 4096
+"""Bytes for the shell script that xpk wraps around a command, as one argument of bash in the
+container (xpk 1.16.0, core/docker_container.py)."""
+
+
+def check_strings(job: "Job", target: str, named: Iterable[tuple[str, str]],
+                  limit: int = STRING) -> None:
+    """ConfigError where one of the (name, text) is more than a process can be given."""
+    for name, text in named:
+        if (size := len(text.encode()) + 1) > limit:
+            raise _too_large(job, target, name, size, limit)
+
+
+def check_object(job: "Job", manifest: Mapping[str, Any]) -> None:
+    """ConfigError where a Kubernetes object is larger than etcd stores."""
+    text = json.dumps(manifest, ensure_ascii=False, separators=(",", ":"))
+    if (size := len(text.encode())) > OBJECT:
+        raise _too_large(job, "gke", "the JobSet", size, OBJECT)
+
+
+def check_script(job: "Job", script: str) -> None:
+    """ConfigError where a script is larger than sbatch takes."""
+    if (size := len(script.encode())) > SCRIPT:
+        raise _too_large(job, "slurm", "the script", size, SCRIPT)
+
+
+def _too_large(job: "Job", target: str, what: str, size: int, limit: int) -> ConfigError:
+    """What is too large, by how much, and the way around it."""
+    found = f"--target {target}: {what} has {size:,} bytes, and {limit:,} is the most"
+    if job.cluster.config or len(job.packed) < limit // 2:
+        return ConfigError(f"{found}; shorten env and secrets of the cluster's file")
+    return ConfigError(
+        f"{found} (the configuration is {len(job.packed):,} of them, packed from "
+        f"{len(job.text.encode()):,}); name the sources by fewer patterns, or put it where every "
+        f"host sees it: --dry-run --out DIR --set config=/PATH/{job.name}.yml writes it as "
+        f"DIR/{job.name}.yml, to be copied to that path in the bucket or the image")

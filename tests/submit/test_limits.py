@@ -1,0 +1,200 @@
+"""What is too large for a process, a Kubernetes object or sbatch: it is refused before it is handed over, and what is below the limit arrives."""
+
+import dataclasses
+import hashlib
+import os
+import re
+import subprocess
+
+import pytest
+import yaml
+from processes import stand_ins, write_config
+
+from maxstack import config
+from maxstack.config import ConfigError
+from maxstack.plan.topology import parse
+from maxstack.schema import Config
+from maxstack.submit import gke, limits, slurm, xpk
+from maxstack.submit.config import ClusterConfig
+from maxstack.submit.job import Job
+
+MANY = 4000
+FACTS = {
+    "image": "repo/maxstack:1",
+    "cluster": "c",
+    "bucket": {"name": "bucket", "storage": "stored"},
+}
+TARGETS = {
+    "gke": ("v5e:4x4", gke.manifest),
+    "xpk": ("v5e:4x4", xpk.command),
+    "slurm": ("h100:2x8", slurm.script),
+}
+
+
+@pytest.fixture(scope="module")
+def cfg(tmp_path_factory):
+    return config.load(
+        Config, write_config(tmp_path_factory.mktemp("limits")), ["run.output_dir=/gcs/runs"]
+    )
+
+
+def job(cfg, topology="v5e:4x4", sources=2, **facts):
+    """A job of so many sources, each with a file of a name that does not compress to nothing."""
+    text = cfg.data.sources[0]
+    files = (hashlib.sha256(str(i).encode()).hexdigest()[:24] for i in range(sources))
+    data = cfg.data.model_copy(
+        update={
+            "sources": tuple(
+                text.model_copy(update={"files": (f"/gcs/data/{name}.txt",)}) for name in files
+            )
+        }
+    )
+    facts = ClusterConfig.model_validate(FACTS | {"topology": topology} | facts)
+    return Job("a-run", cfg.model_copy(update={"data": data}), facts, parse(topology))
+
+
+def padded(one, size):
+    """The job, with a packed configuration of that many letters."""
+    made = dataclasses.replace(one)
+    made.__dict__["packed"] = "A" * size
+    return made
+
+
+def container(one):
+    return yaml.safe_load(gke.manifest(one))["spec"]["replicatedJobs"][0]["template"]["spec"][
+        "template"
+    ]["spec"]["containers"][0]
+
+
+def started(words, folder, **environment):
+    """What `maxstack train` was given as its file, by a shell with those words."""
+    programs = {
+        "maxstack": f'[ "$1" = config ] || cp "$2" {folder}/seen',
+        "srun": 'while [ "$1" != maxstack ]; do shift; done; exec "$@"',
+    }
+    own = (
+        os.environ
+        | stand_ins(folder, programs)
+        | {"SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_ID": "7"}
+        | environment
+    )
+    done = subprocess.run(
+        [word.replace("/tmp/run.yml", f"{folder}/run.yml") for word in words],
+        env=own,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, (folder / "seen").read_text() if (folder / "seen").exists() else None
+
+
+def test_thousands_of_sources_reach_the_processes_of_every_target(cfg, tmp_path):
+    many = job(cfg, sources=MANY)
+    assert len(many.text) > 4 * limits.STRING  # as it is, no process could be started with it
+    given = {entry["name"]: entry["value"] for entry in container(many)["env"] if "value" in entry}
+    assert started(container(many)["command"], tmp_path, **given) == (0, many.text)
+    (tmp_path / "seen").unlink()
+    few = job(cfg, sources=MANY // 2)
+    assert started(["bash", "-c", xpk.command(few)[-1].removeprefix("--command=")], tmp_path) == (
+        0,
+        few.text,
+    )
+    gpus = dataclasses.replace(many, topology=parse("h100:2x8"))
+    (tmp_path / "run.sbatch").write_text(slurm.script(gpus))
+    assert started(["bash", str(tmp_path / "run.sbatch")], tmp_path) == (0, gpus.text)
+
+
+def test_a_variable_at_the_limit_starts_a_process_and_a_byte_more_is_refused(cfg):
+    room = limits.STRING - len("MAXSTACK_CONFIG=") - 1
+    one = job(cfg)
+    (value,) = (
+        entry["value"]
+        for entry in container(padded(one, room))["env"]
+        if entry["name"] == "MAXSTACK_CONFIG"
+    )
+    assert (
+        subprocess.run(
+            ["true"], env={"MAXSTACK_CONFIG": value, "PATH": os.environ["PATH"]}, check=False
+        ).returncode
+        == 0
+    )
+    with pytest.raises(OSError, match="Argument list too long"):
+        subprocess.run(
+            ["true"], env={"MAXSTACK_CONFIG": f"{value}A", "PATH": os.environ["PATH"]}, check=False
+        )
+    with pytest.raises(
+        ConfigError,
+        match=r"^--target gke: MAXSTACK_CONFIG has 131,073 bytes, and 131,072 is the most \(the configuration is 131,056 of "
+        r"them, packed from .*--dry-run --out DIR --set config=/PATH/a-run.yml",
+    ):
+        gke.manifest(padded(one, room + 1))
+
+
+def test_the_command_of_xpk_leaves_room_for_the_script_around_it(cfg):
+    one = job(cfg)
+    room = limits.STRING - limits.WRAPPER - len(xpk.command(padded(one, 0))[-1]) - 1
+    assert len(xpk.command(padded(one, room))[-1]) == limits.STRING - limits.WRAPPER - 1
+    with pytest.raises(
+        ConfigError, match="--target xpk: --command has 126,977 bytes, and 126,976 is the most"
+    ):
+        xpk.command(padded(one, room + 1))
+
+
+def test_a_script_and_an_object_that_no_cluster_stores_are_refused(cfg):
+    gpus = job(cfg, "h100:2x8")
+    room = limits.SCRIPT - len(slurm.script(padded(gpus, 0)))
+    assert len(slurm.script(padded(gpus, room))) == limits.SCRIPT
+    with pytest.raises(
+        ConfigError,
+        match="--target slurm: the script has 4,194,305 bytes, and 4,194,304 is the most",
+    ):
+        slurm.script(padded(gpus, room + 1))
+    facts = {f"S{i}": {"name": "n" * 200, "key": "k" * 200} for i in range(4000)}
+    with pytest.raises(
+        ConfigError,
+        match=r"--target gke: the JobSet has 1,8.* bytes, and 1,441,792 is the most; shorten env and secrets",
+    ):
+        gke.manifest(job(cfg, secrets=facts))
+
+
+def test_variables_that_no_process_can_be_given_are_refused():
+    room = limits.STRING - len("A=") - 1
+    ClusterConfig.model_validate(
+        {"topology": "v5e:4x4", "env": {"A": "é" * (room // 2) + "a" * (room % 2)}}
+    )
+    with pytest.raises(ValueError, match=r"has 131,073 bytes with its name"):
+        ClusterConfig.model_validate({"topology": "v5e:4x4", "env": {"A": "a" * (room + 1)}})
+    with pytest.raises(ValueError, match=r"1,048,576 is the most"):
+        ClusterConfig.model_validate(
+            {"topology": "v5e:4x4", "env": {f"A{i}": "a" * 120_000 for i in range(9)}}
+        )
+
+
+@pytest.mark.parametrize("key", ["queue", "priority", "accelerator", "reservation", "namespace"])
+def test_names_that_become_labels_are_as_short_as_labels(key):
+    assert getattr(ClusterConfig.model_validate({"topology": "v5e:4x4", key: "a" * 63}), key)
+    for odd in ("a" * 64, "a/b", "a-"):
+        with pytest.raises(ValueError, match=key):
+            ClusterConfig.model_validate({"topology": "v5e:4x4", key: odd})
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_configuration_in_a_file_of_the_cluster_is_taken_only_where_it_is_the_same(
+    target, cfg, tmp_path
+):
+    topology, make = TARGETS[target]
+    path = tmp_path / "there.yml"
+    one = padded(job(cfg, topology, config=str(path)), limits.SCRIPT)  # however large
+    words = {
+        "gke": lambda: container(one)["command"],
+        "xpk": lambda: ["bash", "-c", make(one)[-1].removeprefix("--command=")],
+        "slurm": lambda: ["bash", "-c", make(one)],
+    }[target]()
+    assert started(words, tmp_path) == (1, None)  # a mistake, which no restart mends
+    path.write_text(f"{one.text}\n")
+    assert started(words, tmp_path) == (1, None)
+    path.write_text(one.text)
+    assert started(words, tmp_path) == (0, one.text)
+    assert re.search(
+        rf"maxstack train .*{re.escape(str(path))}|config={re.escape(str(path))}", words[-1]
+    )

@@ -1,0 +1,393 @@
+"""What the owners of a cluster ask of a JobSet's pods: security, resources, volumes, names."""
+
+import copy
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+from processes import write_config
+
+from maxstack import cli, config
+from maxstack.config import ConfigError
+from maxstack.plan.topology import parse
+from maxstack.schema import Config
+from maxstack.submit import gke, slurm, xpk
+from maxstack.submit.config import BucketConfig, ClusterConfig
+from maxstack.submit.job import Job
+
+SCHEMA = jsonschema.Draft202012Validator(
+    json.loads(Path(__file__).with_name("jobset-v1alpha2.json").read_text())
+)
+FACTS = {
+    "image": "repo/maxstack:1",
+    "cluster": "c",
+    "bucket": {"name": "bucket", "storage": "stored"},
+}
+BASELINE_CAPABILITIES = {
+    "AUDIT_WRITE",
+    "CHOWN",
+    "DAC_OVERRIDE",
+    "FOWNER",
+    "FSETID",
+    "KILL",
+    "MKNOD",
+    "NET_BIND_SERVICE",
+    "SETFCAP",
+    "SETGID",
+    "SETPCAP",
+    "SETUID",
+    "SYS_CHROOT",
+}
+RESTRICTED_VOLUMES = {
+    "configMap",
+    "csi",
+    "downwardAPI",
+    "emptyDir",
+    "ephemeral",
+    "persistentVolumeClaim",
+    "projected",
+    "secret",
+}
+
+
+def violations(spec):
+    """The controls of the `restricted` profile that a pod's spec breaks, for pods of Linux.
+
+    Source: Kubernetes, "Pod Security Standards", the tables Baseline and Restricted, of which
+    Restricted takes the first in (kubernetes.io/docs/concepts/security/pod-security-standards).
+    """
+    pod = spec.get("securityContext", {})
+    found = {key for key in ("hostNetwork", "hostPID", "hostIPC") if spec.get(key)}
+    for volume in spec.get("volumes", ()):
+        found |= {f"volume {key}" for key in volume.keys() - {"name"} - RESTRICTED_VOLUMES}
+    if pod.get("sysctls"):
+        found.add("sysctls")
+    for container in [*spec["containers"], *spec.get("initContainers", ())]:
+        own = container.get("securityContext", {})
+        both = pod | own
+        capabilities = own.get("capabilities", {})
+        added = set(capabilities.get("add", ()))
+        profile = both.get("seccompProfile", {}).get("type")
+        checks = {
+            "privileged": own.get("privileged"),
+            "capabilities.add": added - {"NET_BIND_SERVICE"} or added - BASELINE_CAPABILITIES,
+            "capabilities.drop": "ALL" not in capabilities.get("drop", ()),
+            "allowPrivilegeEscalation": own.get("allowPrivilegeEscalation") is not False,
+            "runAsNonRoot": both.get("runAsNonRoot") is not True,
+            "runAsUser": both.get("runAsUser") == 0,
+            "seccompProfile": profile not in ("RuntimeDefault", "Localhost"),
+            "appArmorProfile": both.get("appArmorProfile", {}).get("type", "RuntimeDefault")
+            == "Unconfined",
+            "seLinuxOptions": {"user", "role"} & {*both.get("seLinuxOptions", {})},
+            "procMount": own.get("procMount", "Default") != "Default",
+            "hostPort": any(port.get("hostPort") for port in container.get("ports", ())),
+            "windowsOptions": both.get("windowsOptions", {}).get("hostProcess"),
+        }
+        found |= {name for name, broken in checks.items() if broken}
+    return found
+
+
+@pytest.fixture(scope="module")
+def cfg(tmp_path_factory):
+    path = write_config(tmp_path_factory.mktemp("policies"), train={"batch_size": 64})
+    return config.load(Config, path, ["run.output_dir=/gcs/runs"])
+
+
+def job(cfg, topology="v5e:4x4", **facts):
+    return Job(
+        "a-run",
+        cfg,
+        ClusterConfig.model_validate(FACTS | {"topology": topology} | facts),
+        parse(topology),
+    )
+
+
+def template(one):
+    jobset = yaml.safe_load(gke.manifest(one))
+    SCHEMA.validate(jobset)
+    return jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
+
+
+EVERYTHING = {
+    "volumes": [
+        {"mount": "/data", "claim": "c", "read_only": True},
+        {"mount": "/certs", "config_map": "m"},
+        {"mount": "/keys", "secret": "s"},
+        {"mount": "/scratch", "size": "1Ti"},
+    ]
+}
+
+
+@pytest.mark.parametrize("topology", ["v5e:4x4", "h100:2x8"])
+@pytest.mark.parametrize("facts", [{}, EVERYTHING])
+def test_a_pod_is_one_that_the_restricted_standard_takes(topology, facts, cfg):
+    assert violations(template(job(cfg, topology, **facts))["spec"]) == set()
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda spec: spec.update(hostNetwork=True), "hostNetwork"),
+        (
+            lambda spec: spec["volumes"].append({"name": "v", "hostPath": {"path": "/"}}),
+            "volume hostPath",
+        ),
+        (lambda spec: spec["securityContext"].update(runAsNonRoot=None), "runAsNonRoot"),
+        (lambda spec: spec["securityContext"].update(runAsUser=0), "runAsUser"),
+        (lambda spec: spec["securityContext"].pop("seccompProfile"), "seccompProfile"),
+        (
+            lambda spec: spec["containers"][0]["securityContext"].pop("capabilities"),
+            "capabilities.drop",
+        ),
+        (
+            lambda spec: spec["containers"][0]["securityContext"]["capabilities"].update(
+                add=["SYS_RESOURCE"]
+            ),
+            "capabilities.add",
+        ),
+        (
+            lambda spec: spec["containers"][0]["securityContext"].update(privileged=True),
+            "privileged",
+        ),
+        (
+            lambda spec: spec["containers"][0]["securityContext"].pop("allowPrivilegeEscalation"),
+            "allowPrivilegeEscalation",
+        ),
+    ],
+)
+def test_the_checker_of_the_standard_finds_what_breaks_it(change, found, cfg):
+    spec = copy.deepcopy(template(job(cfg))["spec"])
+    change(spec)
+    assert violations(spec) == {found}
+
+
+def test_the_image_s_own_user_is_a_choice_that_breaks_the_standard(cfg):
+    spec = template(job(cfg, pod={"user": None}))["spec"]
+    assert "runAsNonRoot" in violations(spec) and "uid=" not in str(spec["volumes"])
+
+
+@pytest.mark.parametrize(
+    ("topology", "cpu", "memory"), [("v5e:4x4", "72", "144Gi"), ("h100:2x8", "156", "1404Gi")]
+)
+def test_a_pod_asks_for_what_it_may_have(topology, cpu, memory, cfg):
+    found = template(job(cfg, topology))["spec"]["containers"][0]["resources"]
+    assert found["limits"] == found["requests"] and (
+        found["limits"]["cpu"],
+        found["limits"]["memory"],
+    ) == (cpu, memory)
+    own = template(job(cfg, topology, pod={"cpu": 8, "memory": "1500Mi"}))["spec"]["containers"][0][
+        "resources"
+    ]
+    assert own["limits"] == own["requests"] == found["limits"] | {"cpu": "8", "memory": "1500Mi"}
+    with pytest.raises(
+        ConfigError,
+        match="pod.cpu: no machine of a100-80 is known here; give pod.cpu and pod.memory",
+    ):
+        gke.manifest(job(cfg, "a100-80:2x8", accelerator="nvidia-a100-80gb"))
+
+
+def test_shared_memory_and_the_sidecar_have_limits(cfg):
+    facts = {"shared_memory": "2Gi", "sidecar": {"cpu": "500m", "memory": 0}}
+    found = template(job(cfg, pod=facts))
+    shared = {volume["name"]: volume for volume in found["spec"]["volumes"]}["shared-memory"]
+    assert shared["emptyDir"] == {"medium": "Memory", "sizeLimit": "2Gi"}
+    limits = {
+        key: value for key, value in found["metadata"]["annotations"].items() if "limit" in key
+    }
+    assert limits == {
+        "gke-gcsfuse/cpu-limit": "500m",
+        "gke-gcsfuse/memory-limit": "0",
+        "gke-gcsfuse/ephemeral-storage-limit": "30Gi",
+    }
+
+
+def test_no_token_of_the_service_account_is_mounted_unless_asked_for(cfg):
+    assert template(job(cfg))["spec"]["automountServiceAccountToken"] is False
+    assert (
+        template(job(cfg, pod={"service_account_token": True}))["spec"][
+            "automountServiceAccountToken"
+        ]
+        is True
+    )
+
+
+def test_a_jobset_that_ended_goes_and_has_labels_as_its_pods_do(cfg):
+    one = job(
+        cfg,
+        pod={"labels": {"team": "llm", "example.com/cost": "a1"}},
+        queue="q",
+        ttl_seconds_after_finished=60,
+    )
+    jobset = yaml.safe_load(gke.manifest(one))
+    assert jobset["spec"][
+        "ttlSecondsAfterFinished"
+    ] == 60 and "--ttl-seconds-after-finished=60" in xpk.command(one)
+    labels = template(one)["metadata"]["labels"]
+    assert jobset["metadata"]["labels"] == labels | {"kueue.x-k8s.io/queue-name": "q"}
+    assert (
+        labels["team"] == "llm"
+        and labels["example.com/cost"] == "a1"
+        and labels["app.kubernetes.io/instance"] == "a-run"
+    )
+
+
+def test_volumes_are_mounted_and_a_claim_may_hold_the_run(cfg):
+    spec = template(job(cfg, **EVERYTHING))["spec"]
+    volumes = {volume.pop("name"): volume for volume in spec["volumes"]}
+    mounts = {mount.pop("mountPath"): mount for mount in spec["containers"][0]["volumeMounts"]}
+    assert mounts["/data"]["readOnly"] and volumes[mounts["/data"]["name"]] == {
+        "persistentVolumeClaim": {"claimName": "c"}
+    }
+    assert volumes[mounts["/certs"]["name"]] == {"configMap": {"name": "m"}}
+    assert volumes[mounts["/keys"]["name"]] == {"secret": {"secretName": "s"}}
+    assert volumes[mounts["/scratch"]["name"]] == {"emptyDir": {"sizeLimit": "1Ti"}}
+    found = template(job(cfg, bucket=None, volumes=[{"mount": "/gcs", "claim": "filestore"}]))
+    assert "annotations" not in found["metadata"] and "csi" not in str(found["spec"]["volumes"])
+    with pytest.raises(ConfigError, match="is lost with the container"):
+        gke.manifest(
+            job(
+                cfg,
+                bucket={"name": "bucket", "mount": "/b"},
+                volumes=[{"mount": "/gcs", "size": "1Ti"}],
+            )
+        )
+
+
+@pytest.mark.parametrize(
+    ("facts", "says"),
+    [
+        (
+            {"volumes": [{"mount": "/data"}]},
+            "/data has nothing to mount; give one of claim, config_map, secret, size",
+        ),
+        (
+            {"volumes": [{"mount": "/data", "claim": "c", "size": "1Gi"}]},
+            "/data has claim and size; give one of",
+        ),
+        ({"volumes": [{"mount": "/gcs/", "claim": "c"}]}, "/gcs: mounted twice"),
+        (
+            {"volumes": [{"mount": "/etc/ssl", "config_map": "c"}]},
+            "/etc/ssl is a folder that the image or the system needs",
+        ),
+        (
+            {"pod": {"labels": {"kueue.x-k8s.io/queue-name": "q"}}},
+            "written by submit or by the cluster's controllers",
+        ),
+        ({"pod": {"labels": {"team": "a" * 64}}}, "at most 63"),
+        ({"pod": {"memory": "16GB"}}, "pattern"),
+        ({"pod": {"user": 0}}, "greater than or equal to 1"),
+    ],
+)
+def test_what_no_pod_can_have_is_refused(facts, says):
+    with pytest.raises(ValueError, match=says):
+        ClusterConfig.model_validate(FACTS | {"topology": "v5e:4x4"} | facts)
+
+
+@pytest.mark.parametrize(
+    "mount",
+    [
+        "/",
+        "//",
+        "/.",
+        "/etc",
+        "/etc/",
+        "//etc",
+        "/etc/../etc/x",
+        "/gcs/../usr",
+        "/usr/local",
+        "/bin",
+        "/lib64",
+        "/proc",
+        "/sys/fs",
+        "/dev/shm",
+        "/var",
+        "/var/run/secrets",
+        "/run",
+        "/root",
+        "/root/x",
+        "/home",
+        "/opt",
+        "/tmp",
+        "/work",
+    ],
+)
+def test_a_bucket_does_not_hide_a_folder_of_the_system(mount):
+    with pytest.raises(ValueError, match="is a folder that the image or the system needs|has `..`"):
+        BucketConfig(name="bucket", mount=mount)
+
+
+@pytest.mark.parametrize(
+    ("mount", "plain"),
+    [
+        ("/gcs/", "/gcs"),
+        ("/var/data", "/var/data"),
+        ("/home/me/gcs", "/home/me/gcs"),
+        ("/devices", "/devices"),
+    ],
+)
+def test_a_bucket_is_mounted_in_any_other_folder(mount, plain):
+    assert BucketConfig(name="bucket", mount=mount).mount == plain
+
+
+def test_slurm_is_told_of_memory_and_cpus(cfg):
+    assert (
+        "#SBATCH --mem=0\n" in (script := slurm.script(job(cfg, "h100:2x8")))
+        and "cpus-per-task" not in script
+    )
+    script = slurm.script(job(cfg, "h100:2x8", slurm={"mem": "900G", "cpus_per_task": 12}))
+    assert "#SBATCH --mem=900G\n" in script and "#SBATCH --cpus-per-task=12\n" in script
+    assert "--kill-on-bad-exit=0 --cpus-per-task=12 maxstack train" in script
+
+
+WORDS = [
+    "submit",
+    "synthetic",
+    "checkpoint.every=100",
+    "mesh.data=1",
+    "mesh.fsdp=-1",
+    "train.batch_size=64",
+    "run.output_dir=/gcs/runs",
+    "--target",
+    "gke",
+    "--cluster",
+    "tpu-v5e",
+    "--dry-run",
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "says", "not_said"),
+    [
+        (
+            [],
+            [
+                "run.compilation_cache=/gcs/.cache/maxstack/xla: the default is lost",
+                "maxstack:latest has no digest",
+            ],
+            [],
+        ),
+        (["--set", f"image=a/b@sha256:{'0' * 64}"], [], ["digest"]),
+        (["--max-restarts", "0"], [], ["digest"]),
+        (
+            ["run.compilation_cache=/cache"],
+            ["run.compilation_cache=/cache: is lost with the container"],
+            [],
+        ),
+        (["run.compilation_cache=/gcs/xla"], [], ["compilation_cache"]),
+        (["run.compilation_cache=null"], [], ["compilation_cache"]),
+    ],
+)
+def test_what_a_restart_would_lose_or_find_changed_is_told(words, says, not_said, capsys):
+    assert cli.main([*WORDS, *words]) == 0
+    told = capsys.readouterr().err
+    assert all(text in told for text in says) and not any(text in told for text in not_said)
+
+
+def test_programs_are_compiled_into_the_bucket_by_default(tmp_path):
+    assert cli.main([*WORDS, "--out", str(tmp_path / "out")]) == 0
+    assert (
+        config.load(Config, tmp_path / "out" / "run.yml").run.compilation_cache
+        == "/gcs/.cache/maxstack/xla"
+    )
