@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import numpy as np
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from maxstack.checkpoint.hf.contents import Contents
     from maxstack.checkpoint.weights import WeightsReader
     from maxstack.models.config import DecoderConfig
+    from maxstack.schema import Config
 
 DTYPES = ("float32", "bfloat16", "float16")
 BESIDE = "hf"
@@ -126,7 +127,7 @@ def _leaves(state: Any) -> Any:
 def _configuration(contents: "Contents", out: Path, dtype: str, overrides: Sequence[str]) -> str:
     """The text of the run's config.yml, checked."""
     from maxstack.checkpoint.hf.family import meaning
-    from maxstack.config import ConfigError, dump, load
+    from maxstack.config import ConfigError, load
     from maxstack.schema import Config
 
     model = contents.mapping | {"dtype": "float32" if dtype == "float32" else "bfloat16", "param_dtype": dtype}
@@ -141,7 +142,18 @@ def _configuration(contents: "Contents", out: Path, dtype: str, overrides: Seque
     if meaning(cfg.model) != meaning(contents.model):
         raise ConfigError(f"{' '.join(overrides)}: changes the architecture, and the weights in {contents.folder.path} are not of that; leave what "
                           "config.json says of the model as it is")
-    return f"# Imported by maxstack from {contents.folder.path}.\n{PLACEHOLDER}" + dump(cfg)
+    return f"# Imported by maxstack from {contents.folder.path}.\n{PLACEHOLDER}" + resolved(cfg)
+
+
+def resolved(cfg: "Config") -> str:
+    """The text of a config.yml beside weights; without a data.tokenizer that nobody gave, so that
+    text is refused until somebody does."""
+    from maxstack.config import dump, plain_data
+
+    settings = plain_data(cfg)
+    if "tokenizer" not in cfg.data.model_fields_set:
+        del settings["data"]["tokenizer"]
+    return dump(settings)
 
 
 def _tokenizer(contents: "Contents", out: Path) -> dict[str, Any]:
@@ -221,12 +233,20 @@ def _untreated(data: Mapping[str, Any], reader: "WeightsReader") -> tuple[dict[s
     return {path: leaf.shape for path, leaf in plain.items()}, read
 
 
-def _model(data: Mapping[str, Any]) -> tuple["DecoderConfig", int, Path | None]:
-    """The model of a run, the length of its rows, and the file of its tokenizer."""
+def _model(
+    data: Mapping[str, Any],
+) -> tuple["DecoderConfig", int, 'Path | Literal["source", "none"]']:
+    """The model of a run, the length of its rows, and the file of its tokenizer; bytes have none,
+    and tokens that came ready are of the source's."""
+    from maxstack.data.config import holds_text
     from maxstack.models.config import DecoderConfig
 
-    tokenizer = data["data"].get("tokenizer", {}).get("path")
-    return DecoderConfig.model_validate(data["model"]), data["data"]["seq_len"], Path(tokenizer) if tokenizer else None
+    path = data["data"].get("tokenizer", {}).get("path")
+    without: Literal["source", "none"] = (
+        "none" if any(map(holds_text, data["data"]["sources"])) else "source"
+    )
+    tokenizer = Path(path).expanduser() if path else without
+    return DecoderConfig.model_validate(data["model"]), data["data"]["seq_len"], tokenizer
 
 
 def source_of(path: Path, model: "DecoderConfig") -> Path | None:

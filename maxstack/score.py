@@ -176,14 +176,16 @@ def read_tokens(file: str, vocab: int) -> Rows:
 def read_texts(file: str, model: str, overrides: Sequence[str], instead: str) -> Rows:
     """The texts of a JSONL file as tokens, with a model's tokenizer; begun with BOS where it says so, never ended with EOS. ConfigError where no
     tokenizer is known, DataError where it is not the model's; `instead` is the option that takes tokens."""
+    from maxstack.checkpoint.hf.tokenizer import unread
     from maxstack.data.config import JsonlSource
     from maxstack.data.sources import open_source
     from maxstack.data.tokenizers import open_tokenizer, tokens_of
 
     cfg, own = config_of(model, overrides)
     if not _names_tokenizer(cfg, own, overrides):
-        raise ConfigError(f"{model} holds neither tokenizer.json nor tokenizer.model; give {instead}, or "
-                          "data.tokenizer='{kind: huggingface, path: FILE}'")
+        beside = own / "hf" if own else Path(model)
+        folder = beside if beside.is_dir() else Path(cfg.model.weights or model)
+        raise ConfigError(f"{unread(folder)}; or give {instead}")
     given = cfg.data.tokenizer
     tokenizer = open_tokenizer(given.model_copy(update={"eos": None if given.kind == "huggingface" else False}))
     if tokenizer.vocab_size > cfg.model.vocab:

@@ -171,10 +171,9 @@ def _write(out: Path, kept: Mapping[str, Any]) -> None:
 
 def _finish(model: Path, own: Path | None, out: Path, cfg: "Config", report: Mapping[str, Any]) -> None:
     """The run's configuration, what the model came with, and the report."""
-    from maxstack import config
     from maxstack.checkpoint.hf.contents import Contents
     from maxstack.checkpoint.hf.exported import record
-    from maxstack.convert import BESIDE, PLACEHOLDER
+    from maxstack.convert import BESIDE, PLACEHOLDER, resolved
 
     if own is None:
         record(Contents(model), out / BESIDE)
@@ -185,7 +184,9 @@ def _finish(model: Path, own: Path | None, out: Path, cfg: "Config", report: Map
                                  "checkpoint": cfg.checkpoint.model_copy(update={"restore": str(out.resolve())})})
     (out / "quantization.json").write_text(json.dumps(report, indent=1) + "\n")
     placeholder = "" if own else PLACEHOLDER
-    (out / "config.yml").write_text(f"# Quantized by maxstack of {model}.\n{placeholder}" + config.dump(cfg))
+    (out / "config.yml").write_text(
+        f"# Quantized by maxstack of {model}.\n{placeholder}" + resolved(cfg)
+    )
 
 
 def lines(report: Mapping[str, Any]) -> list[str]:
