@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from maxstack import cli
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -33,10 +35,13 @@ def import_model(argv: Sequence[str]) -> int:
     parser.add_argument("--out", required=True, metavar="RUN", type=Path, help="the run's folder, to be made")
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as in the folder)")
     parser.add_argument("--ignore-unsafe", action="store_true", help="leave pickles and code in the folder aside instead of refusing it")
+    cli.takes_weights(parser)
     args = parser.parse_intermixed_args(argv)
 
     from maxstack.checkpoint.hf.contents import Contents
     from maxstack.config import ConfigError
+    from maxstack.data import DataError
+
     contents = Contents(args.folder, ignore_unsafe=args.ignore_unsafe)
     text = _configuration(contents, args.out, args.dtype or contents.dtype, args.overrides)
     state = _state(args.out, contents, args.dtype)
@@ -48,10 +53,16 @@ def import_model(argv: Sequence[str]) -> int:
     _check_tokenizer(contents)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     try:
-        _convert(contents, args.out, args.dtype)
+        _convert(contents, args.out, args.dtype, not args.allow_nonfinite)
         (args.out / "config.yml").write_text(text)
+    except DataError:
+        if state == "new":
+            shutil.rmtree(args.out, ignore_errors=True)
+        raise
     except OSError as error:
-        raise ConfigError(f"--out {args.out}: cannot be written: {error.strerror or error}") from error
+        raise ConfigError(
+            f"--out {args.out}: cannot be written: {error.strerror or error}"
+        ) from error
     print(f"{args.folder} -> {args.out}: {contents.family.architecture}, weights in {args.dtype or contents.dtype}")
     return 0
 
@@ -91,7 +102,7 @@ def export_model(argv: Sequence[str]) -> int:
     return 0
 
 
-def _convert(contents: "Contents", out: Path, dtype: str | None) -> None:
+def _convert(contents: "Contents", out: Path, dtype: str | None, finite: bool) -> None:
     import jax
     import numpy as np
     from tqdm import tqdm
@@ -113,7 +124,8 @@ def _convert(contents: "Contents", out: Path, dtype: str | None) -> None:
     with tqdm(total=sum(leaf.size for leaf in shapes.values()), unit=" weights", unit_scale=True, desc="importing") as bar:
         for path, leaf in shapes.items():
             if path not in writer.done:
-                writer.fill(path, leading(pieces[path]), reading(pieces[path], leaf.shape, np.dtype(leaf.dtype)))
+                read = reading(pieces[path], leaf.shape, np.dtype(leaf.dtype), finite)
+                writer.fill(path, leading(pieces[path]), read)
             bar.update(leaf.size)
     writer.finish()
 

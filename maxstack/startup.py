@@ -212,7 +212,12 @@ def fresh(run: Run) -> State:
         return run.init()
     from maxstack.checkpoint.hf.reader import load_params
 
-    loaded = run.treated(load_params(folder, run.untreated)) if folder else nnx.traversals.flatten_mapping(run.init().params, sep="/")
+    finite = not run.cfg.checkpoint.allow_nonfinite
+    loaded = (
+        run.treated(load_params(folder, run.untreated, finite=finite))
+        if folder
+        else nnx.traversals.flatten_mapping(run.init().params, sep="/")
+    )
     return run.begun(loaded)
 
 

@@ -14,6 +14,7 @@ from flax import nnx
 from maxstack import cli, config, startup
 from maxstack.checkpoint.hf.exported import choose, export
 from maxstack.config import ConfigError
+from maxstack.data import DataError
 from maxstack.models import decoder
 from maxstack.run import assemble
 from maxstack.schema import Config
@@ -194,3 +195,18 @@ def test_a_run_names_its_tokenizer_and_the_folder_of_its_weights(here):
     )
     startup.introduce(run, [], SimpleNamespace(say=said.append), begins=True)
     assert said[-2:] == ["tokenizer: x", "weights: those of runs/llama"]
+
+
+def test_a_fresh_run_refuses_weights_that_are_not_finite_by_name(here):
+    name = parity.poisoned(LLAMA, here / "runs" / "nan", np.nan)
+    cfg = config.load(Config, "runs/mine.yml", ["model.from=runs/nan"])
+    mesh = make_mesh(cfg.mesh, jax.devices()[:1])
+    with pytest.raises(DataError, match=f"tensor {name}: 1 of .*checkpoint.allow_nonfinite=true"):
+        startup.fresh(assemble(cfg, mesh))
+    allowed = config.load(
+        Config, "runs/mine.yml", ["model.from=runs/nan", "checkpoint.allow_nonfinite=true"]
+    )
+    assert any(
+        np.isnan(leaf).any()
+        for leaf in jax.tree.leaves(startup.fresh(assemble(allowed, mesh)).params)
+    )

@@ -38,7 +38,9 @@ def main(argv: Sequence[str]) -> int:
                         help='texts to measure on: JSONL with {"text": ...} a line, or tokens in an npz file as maxstack score takes them')
     parser.add_argument("--out", metavar="RUN", type=Path, help="the run to make; without it, only the report")
     parser.add_argument("--batch-size", type=cli.positive, default=8, help="rows at a time (default: 8)")
+    cli.takes_weights(parser)
     args = parser.parse_intermixed_args(argv)
+    args.overrides += ["checkpoint.allow_nonfinite=true"] * args.allow_nonfinite
     if args.out and args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
         raise ConfigError(f"--out {args.out}: is there already; choose another name, or delete it")
     if not Path(args.calibrate).is_file():
