@@ -60,6 +60,15 @@ def takes_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="replaces a value of the file; typed like YAML")
 
 
+def takes_weights(parser: argparse.ArgumentParser) -> None:
+    """The argument of every command that reads weights out of folders: `allow_nonfinite`."""
+    parser.add_argument(
+        "--allow-nonfinite",
+        action="store_true",
+        help="take NaN and infinities among weights, instead of refusing them",
+    )
+
+
 def positive(text: str) -> int:
     """The type of an argument that counts from 1."""
     if not text.isdecimal() or not int(text):

@@ -7,7 +7,9 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+from maxstack import cli
 
 if TYPE_CHECKING:
     import numpy as np
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from maxstack.checkpoint.hf.contents import Contents
     from maxstack.checkpoint.weights import WeightsReader
     from maxstack.models.config import DecoderConfig
+    from maxstack.schema import Config
 
 DTYPES = ("float32", "bfloat16", "float16")
 BESIDE = "hf"
@@ -32,10 +35,13 @@ def import_model(argv: Sequence[str]) -> int:
     parser.add_argument("--out", required=True, metavar="RUN", type=Path, help="the run's folder, to be made")
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as in the folder)")
     parser.add_argument("--ignore-unsafe", action="store_true", help="leave pickles and code in the folder aside instead of refusing it")
+    cli.takes_weights(parser)
     args = parser.parse_intermixed_args(argv)
 
     from maxstack.checkpoint.hf.contents import Contents
     from maxstack.config import ConfigError
+    from maxstack.data import DataError
+
     contents = Contents(args.folder, ignore_unsafe=args.ignore_unsafe)
     text = _configuration(contents, args.out, args.dtype or contents.dtype, args.overrides)
     state = _state(args.out, contents, args.dtype)
@@ -47,10 +53,16 @@ def import_model(argv: Sequence[str]) -> int:
     _check_tokenizer(contents)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     try:
-        _convert(contents, args.out, args.dtype)
+        _convert(contents, args.out, args.dtype, not args.allow_nonfinite)
         (args.out / "config.yml").write_text(text)
+    except DataError:
+        if state == "new":
+            shutil.rmtree(args.out, ignore_errors=True)
+        raise
     except OSError as error:
-        raise ConfigError(f"--out {args.out}: cannot be written: {error.strerror or error}") from error
+        raise ConfigError(
+            f"--out {args.out}: cannot be written: {error.strerror or error}"
+        ) from error
     print(f"{args.folder} -> {args.out}: {contents.family.architecture}, weights in {args.dtype or contents.dtype}")
     return 0
 
@@ -90,7 +102,7 @@ def export_model(argv: Sequence[str]) -> int:
     return 0
 
 
-def _convert(contents: "Contents", out: Path, dtype: str | None) -> None:
+def _convert(contents: "Contents", out: Path, dtype: str | None, finite: bool) -> None:
     import jax
     import numpy as np
     from tqdm import tqdm
@@ -112,7 +124,8 @@ def _convert(contents: "Contents", out: Path, dtype: str | None) -> None:
     with tqdm(total=sum(leaf.size for leaf in shapes.values()), unit=" weights", unit_scale=True, desc="importing") as bar:
         for path, leaf in shapes.items():
             if path not in writer.done:
-                writer.fill(path, leading(pieces[path]), reading(pieces[path], leaf.shape, np.dtype(leaf.dtype)))
+                read = reading(pieces[path], leaf.shape, np.dtype(leaf.dtype), finite)
+                writer.fill(path, leading(pieces[path]), read)
             bar.update(leaf.size)
     writer.finish()
 
@@ -126,7 +139,7 @@ def _leaves(state: Any) -> Any:
 def _configuration(contents: "Contents", out: Path, dtype: str, overrides: Sequence[str]) -> str:
     """The text of the run's config.yml, checked."""
     from maxstack.checkpoint.hf.family import meaning
-    from maxstack.config import ConfigError, dump, load
+    from maxstack.config import ConfigError, load
     from maxstack.schema import Config
 
     model = contents.mapping | {"dtype": "float32" if dtype == "float32" else "bfloat16", "param_dtype": dtype}
@@ -141,7 +154,18 @@ def _configuration(contents: "Contents", out: Path, dtype: str, overrides: Seque
     if meaning(cfg.model) != meaning(contents.model):
         raise ConfigError(f"{' '.join(overrides)}: changes the architecture, and the weights in {contents.folder.path} are not of that; leave what "
                           "config.json says of the model as it is")
-    return f"# Imported by maxstack from {contents.folder.path}.\n{PLACEHOLDER}" + dump(cfg)
+    return f"# Imported by maxstack from {contents.folder.path}.\n{PLACEHOLDER}" + resolved(cfg)
+
+
+def resolved(cfg: "Config") -> str:
+    """The text of a config.yml beside weights; without a data.tokenizer that nobody gave, so that
+    text is refused until somebody does."""
+    from maxstack.config import dump, plain_data
+
+    settings = plain_data(cfg)
+    if "tokenizer" not in cfg.data.model_fields_set:
+        del settings["data"]["tokenizer"]
+    return dump(settings)
 
 
 def _tokenizer(contents: "Contents", out: Path) -> dict[str, Any]:
@@ -221,12 +245,20 @@ def _untreated(data: Mapping[str, Any], reader: "WeightsReader") -> tuple[dict[s
     return {path: leaf.shape for path, leaf in plain.items()}, read
 
 
-def _model(data: Mapping[str, Any]) -> tuple["DecoderConfig", int, Path | None]:
-    """The model of a run, the length of its rows, and the file of its tokenizer."""
+def _model(
+    data: Mapping[str, Any],
+) -> tuple["DecoderConfig", int, 'Path | Literal["source", "none"]']:
+    """The model of a run, the length of its rows, and the file of its tokenizer; bytes have none,
+    and tokens that came ready are of the source's."""
+    from maxstack.data.config import holds_text
     from maxstack.models.config import DecoderConfig
 
-    tokenizer = data["data"].get("tokenizer", {}).get("path")
-    return DecoderConfig.model_validate(data["model"]), data["data"]["seq_len"], Path(tokenizer) if tokenizer else None
+    path = data["data"].get("tokenizer", {}).get("path")
+    without: Literal["source", "none"] = (
+        "none" if any(map(holds_text, data["data"]["sources"])) else "source"
+    )
+    tokenizer = Path(path).expanduser() if path else without
+    return DecoderConfig.model_validate(data["model"]), data["data"]["seq_len"], tokenizer
 
 
 def source_of(path: Path, model: "DecoderConfig") -> Path | None:

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from maxstack import mesh_rules
 from maxstack.config import ConfigError
-from maxstack.data.config import BytesTokenizer, DataConfig, SyntheticSource
+from maxstack.data.config import BytesTokenizer, DataConfig, SyntheticSource, holds_text
 from maxstack.mesh_rules import Fault
 from maxstack.optim import check_schedules
 
@@ -50,7 +50,7 @@ def _vocabulary_of(key: str, data: DataConfig, vocab: int) -> Iterator[Fault]:
         if isinstance(source, SyntheticSource) and source.vocab > vocab:
             yield f"{key}.sources.{index}.vocab", f"vocab={source.vocab} makes token ids that model.vocab={vocab} has no embedding for; " \
                                                   f"use {vocab} or less"
-    has_text = any(source.kind != "synthetic" and getattr(source, "content", "text") == "text" for source in data.sources)
+    has_text = any(holds_text(dict(source)) for source in data.sources)
     if has_text and isinstance(data.tokenizer, BytesTokenizer) and vocab < 257:
         yield "model.vocab", f"vocab={vocab} is too small for {key}.tokenizer kind bytes, which has 257 ids; use model.vocab=257 or more"
 

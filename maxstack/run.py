@@ -124,7 +124,8 @@ class Run:
 
         lora, adapted = self.cfg.lora, {path: place.contract for path, place in self.treatment.adapted.items()}
         assert lora
-        adapter, names = peft.Adapter(Path(folder)), {f"{path}/{name}" for path in adapted for name in ("lora_a", "lora_b", "magnitude")}
+        adapter = peft.Adapter(Path(folder), finite=not self.cfg.checkpoint.allow_nonfinite)
+        names = {f"{path}/{name}" for path in adapted for name in ("lora_a", "lora_b", "magnitude")}
         shapes = {path: leaf.shape for path, leaf in self.weights.items() if path in names}
         return peft.read(adapter, lora, adapted, self.bound(adapter), shapes, self.cfg.model.weights or "this model")
 

@@ -1,5 +1,6 @@
 """The root of the configuration: a table of contents. Each component's section stands in its own package."""
 
+import dataclasses
 import logging
 import re
 from pathlib import Path
@@ -10,8 +11,8 @@ from pydantic import Field
 
 from maxstack import rules
 from maxstack.checkpoint.config import CheckpointConfig
-from maxstack.config import Node, Readers, Section, fault, faults, supply
-from maxstack.data.config import DataConfig
+from maxstack.config import ConfigError, Node, Readers, Section, fault, faults, plain, supply
+from maxstack.data.config import DataConfig, holds_text
 from maxstack.faults.config import FaultsConfig
 from maxstack.foreign import equivalent
 from maxstack.lora.config import LoraConfig
@@ -117,13 +118,38 @@ class EvalConfig(Section):
     batch_size: int | None = Field(None, ge=1)
     """Rows in a batch; null: as in training."""
     data: DataConfig | None = None
-    """Documents to evaluate on; null: what data.sources hold out."""
+    """Documents to evaluate on, with data.tokenizer unless another is given; null: what
+    data.sources hold out."""
     baselines: bool = False
     """At the end, print what gzip -9 and an order-2 byte model reach on the same documents."""
 
 
 def _file(where: str) -> str:
     return where.rsplit(":", 1)[0]
+
+
+def _with_tokenizer(tree: Node) -> Node:
+    """With the tokenizer of model.weights, or of the import that checkpoint.restore names."""
+    folder, given = tree.at("model", "weights"), tree.at("data", "tokenizer")
+    restored, sources = tree.at("checkpoint", "restore"), tree.at("data", "sources")
+    if (folder is None or folder.value is None) and restored and not given:
+        beside = Path(f"{restored.value}").expanduser() / "hf"
+        folder = dataclasses.replace(restored, value=str(beside)) if beside.is_dir() else None
+    own = ("override", _file(folder.where)) if folder else ()
+    if not folder or not isinstance(folder.value, str) or (given and _file(given.where) in own):
+        return tree
+    from maxstack.checkpoint.hf.tokenizer import tokenizer_of, unread
+
+    if found := tokenizer_of(Path(folder.value)):
+        if given:
+            log.warning(
+                "data.tokenizer: that of %s, in place of the one at %s", folder.value, given.where
+            )
+        return supply(tree, ("data", "tokenizer"), found, folder.value)
+    listed = sources.value if sources and isinstance(sources.value, list) else []
+    if any(holds_text(plain(source)) for source in listed if source.mapping):
+        raise ConfigError(f"{folder.where}: {unread(Path(folder.value))}")
+    return tree
 
 
 def model_of_folder(path: Path) -> dict[str, Any]:
@@ -177,16 +203,19 @@ class Config(Section):
 
     @classmethod
     def completed(cls, tree: Node) -> Node:
-        """With the tokenizer of the folder that the weights come from, unless the same file or the command line gives another."""
-        folder, given = tree.at("model", "weights"), tree.at("data", "tokenizer")
-        if folder is None or not isinstance(folder.value, str) or (given and _file(given.where) in ("override", _file(folder.where))):
+        """With the tokenizer of the folder that the weights come from, unless the same file or the
+        command line gives another, and with that for eval.data too. ConfigError where the folder
+        has none to be read and there is text: tokens of another would spoil the weights."""
+        tree = _with_tokenizer(tree)
+        tokenizer, evaluated = tree.at("data", "tokenizer"), tree.at("eval", "data")
+        if (
+            tokenizer is None
+            or tokenizer.mapping is None
+            or evaluated is None
+            or evaluated.at("tokenizer")
+        ):
             return tree
-        from maxstack.checkpoint.hf.tokenizer import tokenizer_of
-
-        found = tokenizer_of(Path(folder.value))
-        if found and given:
-            log.warning("data.tokenizer: that of %s, in place of the one at %s", folder.value, given.where)
-        return supply(tree, ("data", "tokenizer"), found, folder.value) if found else tree
+        return supply(tree, ("eval", "data", "tokenizer"), plain(tokenizer), tokenizer.where)
 
     @classmethod
     def foreign(cls, path: str) -> str:

@@ -55,7 +55,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--adapter", action="append", default=[], metavar="FOLDER",
                         help="in PEFT's format: score with it too, into FILE.NAME.npz; may be given several times")
     parser.add_argument("--batch-size", type=cli.positive, default=8, help="rows at a time (default: 8)")
+    cli.takes_weights(parser)
     args = parser.parse_intermixed_args(argv)
+    args.overrides += ["checkpoint.allow_nonfinite=true"] * args.allow_nonfinite
     if (args.data is None) == (args.tokens is None):
         raise ConfigError("maxstack score: give either --data FILE.jsonl or --tokens FILE.npz")
     out = Path(args.out)
@@ -73,14 +75,41 @@ def main(argv: Sequence[str]) -> int:
     adapted = {folder: adapted_run(run, folder) for folder in places}
     rows = read_tokens(args.tokens, run.cfg.model.vocab) if args.tokens else read_texts(args.data, args.model, args.overrides, "--tokens FILE.npz")
     params = read_weights(args.model, run, own)
-    _report(score(run, params, rows, out, batch_size=args.batch_size, logits=args.logits), rows, out)
+    _report(
+        score(run, params, rows, out, batch_size=args.batch_size, logits=args.logits),
+        rows,
+        out,
+        run.cfg.checkpoint.allow_nonfinite,
+    )
     for folder, place in places.items():
         further = with_adapter(adapted[folder], params, folder)
-        _report(score(adapted[folder], further, rows, place, batch_size=args.batch_size, logits=args.logits), rows, place)
+        _report(
+            score(
+                adapted[folder],
+                further,
+                rows,
+                place,
+                batch_size=args.batch_size,
+                logits=args.logits,
+            ),
+            rows,
+            place,
+            run.cfg.checkpoint.allow_nonfinite,
+        )
     return 0
 
 
-def _report(logprobs: np.ndarray, rows: Rows, out: Path) -> None:
+def _report(logprobs: np.ndarray, rows: Rows, out: Path, nonfinite: bool) -> None:
+    """Print the perplexity. DataError for a token without one, unless these are allowed."""
+    odd = np.argwhere(~np.isfinite(logprobs))
+    if len(odd) and not nonfinite:
+        row, place = odd[0]
+        raise DataError(
+            f"{out}: {len(odd)} of {rows.scored} scored tokens have a log-probability that is NaN "
+            f"or infinite, the first at row {row}, position {place}; the weights are damaged, or "
+            "too large for model.dtype: try model.dtype=float32, or take it as it is with "
+            "--allow-nonfinite"
+        )
     mean = -float(logprobs.sum(dtype=np.float64)) / rows.scored
     print(f"{out}: {len(rows.lengths)} rows, {rows.scored} scored tokens, mean negative log-likelihood {mean:.6f}, perplexity {np.exp(mean):.4f}")
 
@@ -93,7 +122,7 @@ def adapted_run(run: "Run", folder: str) -> "Run":
 
     if run.cfg.lora:
         raise ConfigError("--adapter: the run has adapters of its own; merge them first: maxstack export RUN --out FOLDER")
-    adapter = Adapter(Path(folder))
+    adapter = Adapter(Path(folder), finite=not run.cfg.checkpoint.allow_nonfinite)
     tensors = (tensor for tensor in run.bound(adapter) if tensor.name.removesuffix(".weight") in adapter.modules)
     paths = sorted({target.path for tensor in tensors for target in tensor.targets})
     adapted = assemble(run.cfg.model_copy(update={"lora": LoraConfig.model_validate(adapter.settings(paths))}), run.mesh, trains=False)
@@ -130,7 +159,10 @@ def read_weights(model: str, run: "Run", own: Path | None) -> Any:
     from maxstack.checkpoint.hf.reader import load_params
     from maxstack.checkpoint.weights import WeightsReader
 
-    return run.tree(run.treated(load_params(model, run.untreated)) if own is None else WeightsReader(Path(model)).load(run.weights, run.sources))
+    if own is not None:
+        return run.tree(WeightsReader(Path(model)).load(run.weights, run.sources))
+    finite = not run.cfg.checkpoint.allow_nonfinite
+    return run.tree(run.treated(load_params(model, run.untreated, finite=finite)))
 
 
 def config_of(model: str, overrides: Sequence[str]) -> tuple["Config", Path | None]:
@@ -176,14 +208,16 @@ def read_tokens(file: str, vocab: int) -> Rows:
 def read_texts(file: str, model: str, overrides: Sequence[str], instead: str) -> Rows:
     """The texts of a JSONL file as tokens, with a model's tokenizer; begun with BOS where it says so, never ended with EOS. ConfigError where no
     tokenizer is known, DataError where it is not the model's; `instead` is the option that takes tokens."""
+    from maxstack.checkpoint.hf.tokenizer import unread
     from maxstack.data.config import JsonlSource
     from maxstack.data.sources import open_source
     from maxstack.data.tokenizers import open_tokenizer, tokens_of
 
     cfg, own = config_of(model, overrides)
     if not _names_tokenizer(cfg, own, overrides):
-        raise ConfigError(f"{model} holds neither tokenizer.json nor tokenizer.model; give {instead}, or "
-                          "data.tokenizer='{kind: huggingface, path: FILE}'")
+        beside = own / "hf" if own else Path(model)
+        folder = beside if beside.is_dir() else Path(cfg.model.weights or model)
+        raise ConfigError(f"{unread(folder)}; or give {instead}")
     given = cfg.data.tokenizer
     tokenizer = open_tokenizer(given.model_copy(update={"eos": None if given.kind == "huggingface" else False}))
     if tokenizer.vocab_size > cfg.model.vocab:

@@ -23,6 +23,7 @@ import maxstack
 from maxstack import config, executable, rules, sharding
 from maxstack.agree import Processes
 from maxstack.config import ConfigError
+from maxstack.data.config import holds_text
 from maxstack.faults.policy import Rewind
 from maxstack.metrics import Log, peak_flops
 from maxstack.models.flops import flops_per_token
@@ -155,6 +156,10 @@ def introduce(run: Run, sources: list[str], log: Log, begins: bool = False) -> N
         log.say(f"xla: {f'flags for {cfg.xla.platform}, left out here: ' if unused else ''}{given}")
     for line in sources:
         log.say(f"data: {line}")
+    if any(holds_text(dict(source)) for source in cfg.data.sources):
+        log.say(f"tokenizer: {getattr(cfg.data.tokenizer, 'path', 'none, bytes are the tokens')}")
+    if begins and cfg.model.weights:
+        log.say(f"weights: those of {cfg.model.weights}")
 
 
 def check_steps(cfg: "Config", begin: int) -> None:
@@ -207,7 +212,12 @@ def fresh(run: Run) -> State:
         return run.init()
     from maxstack.checkpoint.hf.reader import load_params
 
-    loaded = run.treated(load_params(folder, run.untreated)) if folder else nnx.traversals.flatten_mapping(run.init().params, sep="/")
+    finite = not run.cfg.checkpoint.allow_nonfinite
+    loaded = (
+        run.treated(load_params(folder, run.untreated, finite=finite))
+        if folder
+        else nnx.traversals.flatten_mapping(run.init().params, sep="/")
+    )
     return run.begun(loaded)
 
 

@@ -7,7 +7,9 @@ example: python scripts/oracle.py --family llama gemma2
 """
 
 import argparse
+import json
 import math
+import random
 import subprocess
 import sys
 import tempfile
@@ -29,6 +31,9 @@ HEAD = ["| Family | Parameters checked | Logits error | Same argmax | Gradient e
 TRAINED = "qwen3_moe"
 ADAPTED = (("llama", "{rank: 4}"), ("qwen3", "{rank: 4, dora: true, rslora: true}"), ("phi3", "{rank: 2}"), ("gpt2", "{rank: 2, dora: true}"),
            ("deepseek_v3", "{rank: 2, targets: ['.*/mixer']}"), ("qwen3_next", "{rank: 2, targets: ['.*/mixer']}"))
+TEXTS, ADDED = 4000, ("<|im_end|>", "<tool>")
+TOKENIZERS = tuple((kind, named) for kind in ("gpt2", "qwen2", "qwen3", "qwen3_moe")
+                   for named in ("defaults", "added_tokens.json", "tokenizer_config.json"))
 
 
 def main() -> int:
@@ -53,6 +58,11 @@ def main() -> int:
               f"logits within {error:.1e} of maxstack's own.", "",
               "Adapters trained by maxstack, exported, and loaded by peft over its model; logits of that, and of the merged export, against "
               f"maxstack's own: {'; '.join(f'{name}: {error:.1e}' for name, error in adapters.items())}."]
+    ids = {f"{kind} ({named})": _tokenized(kind, named) for kind, named in TOKENIZERS}
+    bad += [name for name, wrong in ids.items() if wrong]
+    said = "; ".join(f"{name}: {wrong or 'none'}" for name, wrong in ids.items())
+    lines += ["", f"Tokenizers read from vocab.json and merges.txt: of {TEXTS:,} texts, those whose "
+              f"ids are not transformers': {said}."]
     if families == parity.FAMILIES:
         _write([*HEAD, *lines])
     print("\n".join([*HEAD, *lines]))
@@ -142,6 +152,45 @@ def _adapted(family: str, settings: str) -> float:
             adapted = logits(parity.GOLDENS / family, folder / "adapter", scores["tokens"], scores["lengths"])
             far = np.abs(adapted - scores["logits"]).max() / adapted.std()
             return float(max(far, _distance(folder / "merged", scores)))
+
+
+def _tokenized(model_type: str, named: str) -> int:
+    """How many of TEXTS random texts get other ids than from transformers, by vocab.json and
+    merges.txt; added tokens are `named` in a file, or by default alone."""
+    import tokenizers
+    from transformers import AutoTokenizer
+
+    from maxstack.data.byte_level import tokenizer_json
+
+    rng, source = random.Random(0), Path(__file__).read_text()
+    ranges = ((9, 14), (32, 127), (160, 192), (768, 832), (2309, 2382), (4352, 4470), (8192, 8234),
+              (12353, 12439), (44032, 44100), (64256, 64262), (65, 91), (128512, 128592))
+    characters = [chr(code) for low, high in ranges for code in range(low, high)]
+    texts = ["".join(rng.choices(characters, k=rng.randint(1, 60))) for _ in range(TEXTS // 2)]
+    for start in rng.choices(range(len(source) - 200), k=TEXTS - len(texts)):
+        texts.append(source[start:start + rng.randint(1, 200)] + rng.choice(("", *ADDED)))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        trained = tokenizers.ByteLevelBPETokenizer()
+        trained.train_from_iterator([source], vocab_size=700, show_progress=False,
+                                    special_tokens=["<|endoftext|>"])
+        trained.save_model(temporary)
+        size = trained.get_vocab_size()
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+        if named == "added_tokens.json":
+            ids = {token: size + i for i, token in enumerate(ADDED)}
+            (folder / "added_tokens.json").write_text(json.dumps(ids))
+            special = {"eos_token": ADDED[0], "additional_special_tokens": [ADDED[0]]}
+            (folder / "special_tokens_map.json").write_text(json.dumps(special))
+        elif named == "tokenizer_config.json":
+            decoder = {str(size + i): {"content": token, "special": i == 0}
+                       for i, token in enumerate(ADDED)}
+            (folder / named).write_text(json.dumps({"added_tokens_decoder": decoder}))
+        theirs = AutoTokenizer.from_pretrained(folder)
+        ours = tokenizers.Tokenizer.from_buffer(tokenizer_json(folder / "vocab.json"))
+        found = (ours.encode(text, add_special_tokens=False).ids for text in texts)
+        wanted = (theirs(text, add_special_tokens=False)["input_ids"] for text in texts)
+        return sum(one != other for one, other in zip(found, wanted, strict=True))
 
 
 def _yes(value: bool) -> str:

@@ -1,12 +1,14 @@
 """A golden model folder against our decoder: logits and gradients as transformers computed them (scripts/make_goldens.py)."""
 
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import safetensors.numpy
 from flax import nnx
 
 from maxstack.checkpoint.hf.contents import Contents
@@ -40,6 +42,16 @@ def model_and_params(folder: Path) -> tuple[DecoderConfig, object, object]:
     cfg = contents.model.model_copy(update={"dtype": "float32"})
     graph, state = abstract(cfg)
     return cfg, graph, loaded(contents, nnx.to_pure_dict(state))
+
+
+def poisoned(folder: Path, out: Path, value: float, file: str = "model.safetensors") -> str:
+    """Copy a folder, with `value` at one place of one tensor; the tensor's name."""
+    shutil.copytree(folder, out)
+    tensors = safetensors.numpy.load_file(out / file)
+    name = sorted(tensors)[-2]
+    tensors[name].reshape(-1)[1] = value
+    safetensors.numpy.save_file(tensors, out / file, {"format": "pt"})
+    return name
 
 
 def loaded(contents: Contents | Path, abstract: Any) -> Any:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import parity
 import pytest
 
 from maxstack import cli, convert
@@ -156,3 +157,10 @@ def synthetic(folder, *, layers, embed, hidden, vocab):
 def test_shard_sizes(text, wanted):
     from maxstack.checkpoint.hf.exported import shard_bytes
     assert shard_bytes(text) == wanted
+
+
+def test_nan_is_imported_only_if_it_is_asked_for(tmp_path, capsys):
+    name = parity.poisoned(GOLDENS / "llama", tmp_path / "source", np.nan)
+    assert imported(tmp_path / "source", tmp_path / "run") == 2
+    assert f"tensor {name}: 1 of" in capsys.readouterr().err and not (tmp_path / "run").exists()
+    assert imported(tmp_path / "source", tmp_path / "run", "--allow-nonfinite") == 0

@@ -2,16 +2,20 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import parity
 import pytest
 import tokenizers
+from flax import nnx
 
 from maxstack import cli, config, startup
-from maxstack.checkpoint.hf.exported import choose
+from maxstack.checkpoint.hf.exported import choose, export
 from maxstack.config import ConfigError
+from maxstack.data import DataError
+from maxstack.models import decoder
 from maxstack.run import assemble
 from maxstack.schema import Config
 from maxstack.sharding import make_mesh
@@ -90,3 +94,119 @@ def test_an_adapter_that_is_not_loras_is_refused_before_any_weight_is_read(here)
     cfg = config.load(Config, "runs/mine.yml", [f"lora={{dora: true, targets: ['.*/query'], adapter: {parity.GOLDENS / 'adapters' / 'lora-llama'}}}"])
     with pytest.raises(ConfigError, match=r"set lora.rank=4, lora.alpha=6, lora.dora=false, lora.targets=\[blocks/block/mixer/key, .*mlp/up\]"):
         startup.check(assemble(cfg, make_mesh(cfg.mesh, jax.devices()[:1])))
+
+
+TEXTS = "data: {sources: [{kind: text, files: [runs/mine.yml]}], seq_len: 16}\n"
+
+
+@pytest.mark.parametrize("form", ["nothing", "vocab.json", "tokenizer.json"])
+def test_text_without_the_folders_tokenizer_is_refused_unless_another_is_given(here, form):
+    folder = here / "runs" / "llama"
+    if form == "vocab.json":
+        (folder / form).write_text("{}")
+        (folder / "merges.txt").touch()
+    elif form == "tokenizer.json":
+        (folder / form).mkdir()
+    (here / "runs" / "text.yml").write_text(TEXTS + "model: {from: llama, dtype: float32}\n")
+    with pytest.raises(
+        ConfigError, match=r"runs/llama brings no tokenizer that maxstack reads.*data.tokenizer="
+    ):
+        config.load(Config, "runs/text.yml")
+    assert config.load(Config, "runs/mine.yml").data.tokenizer.kind == "bytes"
+    with pytest.raises(ConfigError, match="257 ids"):  # taken at its word
+        config.load(Config, "runs/text.yml", ["data.tokenizer.kind=bytes"])
+
+
+def test_an_import_without_a_tokenizer_refuses_text_too(here):
+    assert cli.main(["import", "runs/llama", "--out", "runs/imported"]) == 0
+    config.load(Config, "runs/imported/config.yml")
+    with pytest.raises(ConfigError, match="brings no tokenizer"):
+        config.load(
+            Config,
+            "runs/imported/config.yml",
+            ["data.sources=[{kind: text, files: [runs/mine.yml]}]"],
+        )
+
+
+def test_eval_data_is_read_with_the_tokenizer_of_the_training_data(here):
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>")
+    )
+    words.save(str(here / "runs" / "llama" / "tokenizer.json"))
+    cfg = config.load(
+        Config,
+        "runs/mine.yml",
+        [
+            "eval.every=5",
+            "eval.data={sources: [{kind: text, files: [runs/mine.yml]}], seq_len: 16}",
+        ],
+    )
+    assert (
+        cfg.eval.data.tokenizer == cfg.data.tokenizer
+        and cfg.data.tokenizer.path == "runs/llama/tokenizer.json"
+    )
+
+
+def flat(state):
+    return nnx.traversals.flatten_mapping(nnx.to_pure_dict(state), sep="/")
+
+
+def test_an_export_brings_the_tokenizer_that_the_model_was_trained_with(here):
+    for name, token in (("llama/tokenizer.json", "a"), ("other.json", "b")):
+        tokenizers.Tokenizer(
+            tokenizers.models.WordLevel({token: 0, "<unk>": 1}, unk_token="<unk>")
+        ).save(str(here / "runs" / name))
+    model = config.load(Config, "runs/mine.yml").model
+    shapes = {path: leaf.shape for path, leaf in flat(decoder.abstract(model)[1]).items()}
+    for tokenizer, wanted in (
+        ("source", "llama/tokenizer.json"),
+        (here / "runs" / "other.json", "other.json"),
+        ("none", None),
+    ):
+        shutil.rmtree(here / "out", ignore_errors=True)
+        export(
+            model,
+            shapes,
+            lambda path: np.zeros(shapes[path], np.float32),
+            here / "out",
+            source=here / "runs" / "llama",
+            tokenizer=tokenizer,
+        )
+        made = here / "out" / "tokenizer.json"
+        assert (
+            made.read_text() == (here / "runs" / wanted).read_text()
+            if wanted
+            else not made.exists()
+        )
+
+
+def test_a_run_names_its_tokenizer_and_the_folder_of_its_weights(here):
+    said = []
+    run = assemble(
+        config.load(
+            Config,
+            "runs/mine.yml",
+            [
+                "data.sources=[{kind: text, files: [a]}]",
+                "data.tokenizer={kind: sentencepiece, path: x}",
+            ],
+        ),
+        make_mesh(config.load(Config, "runs/mine.yml").mesh, jax.devices()[:1]),
+    )
+    startup.introduce(run, [], SimpleNamespace(say=said.append), begins=True)
+    assert said[-2:] == ["tokenizer: x", "weights: those of runs/llama"]
+
+
+def test_a_fresh_run_refuses_weights_that_are_not_finite_by_name(here):
+    name = parity.poisoned(LLAMA, here / "runs" / "nan", np.nan)
+    cfg = config.load(Config, "runs/mine.yml", ["model.from=runs/nan"])
+    mesh = make_mesh(cfg.mesh, jax.devices()[:1])
+    with pytest.raises(DataError, match=f"tensor {name}: 1 of .*checkpoint.allow_nonfinite=true"):
+        startup.fresh(assemble(cfg, mesh))
+    allowed = config.load(
+        Config, "runs/mine.yml", ["model.from=runs/nan", "checkpoint.allow_nonfinite=true"]
+    )
+    assert any(
+        np.isnan(leaf).any()
+        for leaf in jax.tree.leaves(startup.fresh(assemble(allowed, mesh)).params)
+    )

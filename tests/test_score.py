@@ -74,7 +74,7 @@ def test_a_tokenizer_that_is_given_is_used_for_a_folder_without_one(tmp_path):
     (["nowhere", "--tokens", "t.npz", "--out", "o.npz"], 1, "nowhere"),
     (["{folder}", "--tokens", "t.npz", "--out", "no/o.npz"], 1, "the folder no does not exist"),
     (["{folder}", "--tokens", "t.npz", "--out", "."], 1, "is a folder"),
-    (["{folder}", "--data", "texts.jsonl", "--out", "o.npz"], 1, "holds neither tokenizer.json nor tokenizer.model; give --tokens FILE.npz, or data"),
+    (["{folder}", "--data", "texts.jsonl", "--out", "o.npz"], 1, "brings no tokenizer that maxstack reads"),
     (["{folder}", "data.tokenizer.kind=bytes", "--data", "texts.jsonl", "--out", "o.npz"], 2,
      "only 128, so it is not the model's; give --tokens FILE.npz, or the right data.tokenizer"),
     (["{folder}", "--data", "t.npz", "--out", "o.npz"], 1, "--data t.npz: npz goes to --tokens"),
@@ -98,3 +98,16 @@ def test_a_mistake_is_named_and_nothing_is_written(arguments, code, says, tmp_pa
     (tmp_path / "texts.jsonl").write_text('{"text": "a"}')
     assert cli.main(["score", *(word.format(folder=FOLDER) for word in arguments)]) == code
     assert says in capsys.readouterr().err and not list(tmp_path.rglob("o.npz*"))
+
+
+def test_a_folder_with_nan_is_not_scored_and_results_with_nan_are_no_success(tmp_path, capsys):
+    name = parity.poisoned(FOLDER, tmp_path / "model", np.nan)
+    np.savez(tmp_path / "t.npz", tokens=np.ones((1, 4), np.int32), lengths=[4])
+    command = ["score", str(tmp_path / "model"), "--tokens", str(tmp_path / "t.npz")]
+    command += ["--out", str(tmp_path / "o.npz")]
+    assert cli.main(command) == 2 and f"tensor {name}: 1 of" in capsys.readouterr().err
+    assert cli.main([*command, "--allow-nonfinite"]) == 0
+    parity.poisoned(FOLDER, tmp_path / "large", 3e38)
+    command[1] = str(tmp_path / "large")
+    assert cli.main(command) == 2
+    assert "3 of 3 scored tokens have a log-probability that is NaN" in capsys.readouterr().err

@@ -43,6 +43,10 @@ class CheckpointConfig(Section):
     """Where to start: none (from scratch; refused if the run already has checkpoints), latest, a step of this run (the first time; the same command
     again goes on from what was saved since), or the path of another run or of one of its steps, which is read only until this run has saved."""
 
+    allow_nonfinite: bool = False
+    """Take NaN and infinities among the weights of a model folder or an adapter that a fresh run
+    starts from; false: such a tensor is refused by name."""
+
     @property
     def elsewhere(self) -> str | None:
         """The path that `restore` names; None where it names none."""

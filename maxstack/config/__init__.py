@@ -74,7 +74,7 @@ def load_tree(schema: type[Root], path: str | Path | Mapping[str, Any], override
         raise ConfigError(explanation(schema, tree, error, schema.foreign)) from None
 
 
-def dump(cfg: Section) -> str:
+def dump(cfg: Section | Mapping[str, Any]) -> str:
     """The resolved configuration as YAML: every key, defaults too; loads back to an equal object."""
     return "".join(f"{line}\n" for line, _ in write_yaml(plain_data(cfg)))
 

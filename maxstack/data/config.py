@@ -1,6 +1,7 @@
 """The data pipeline's configuration, apart from its code so that it is checked before jax or grain is imported."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
@@ -33,12 +34,13 @@ class SentencePieceTokenizer(Section):
 
 
 class HuggingFaceTokenizer(Section):
-    """A tokenizer.json file."""
+    """A tokenizer.json file, or byte-level BPE of GPT-2 or Qwen in vocab.json and merges.txt."""
 
     kind: Literal["huggingface"]
     """The tokenizer."""
     path: str
-    """The tokenizer.json file."""
+    """The tokenizer.json file; or vocab.json, with merges.txt, config.json and the other files of
+    the tokenizer beside it."""
     bos: str | None = None
     """The token, by its text, that begins each document; null: none."""
     eos: str | None = None
@@ -136,6 +138,11 @@ class SyntheticSource(Source):
 
 AnySource = Annotated[
     TextSource | JsonlSource | ParquetSource | ArrayRecordSource | BagzSource | SyntheticSource, Field(discriminator="kind")]
+
+
+def holds_text(source: Mapping[str, Any]) -> bool:
+    """Whether a source, as plain data, gives text and not tokens."""
+    return source.get("kind") != "synthetic" and source.get("content", "text") == "text"
 
 
 class DataConfig(Section):

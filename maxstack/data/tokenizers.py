@@ -5,12 +5,13 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from maxstack.config import quoted
-from maxstack.data import DataError
+from maxstack.data import DataError, byte_level
 from maxstack.data.config import BytesTokenizer, DataConfig, HuggingFaceTokenizer, SentencePieceTokenizer, SyntheticSource
 from maxstack.data.config import Tokenizer as TokenizerConfig
 from maxstack.data.sources import Document, Documents, Tokens
@@ -101,20 +102,40 @@ class SentencePiece:
 
 
 class HuggingFace:
-    """A tokenizer.json file of the Hugging Face tokenizers library. Special tokens spelt out in a document are plain text."""
+    """A tokenizer.json file of the Hugging Face tokenizers library, or vocab.json with merges.txt.
+
+    Special tokens spelt out in a document are plain text.
+    """
 
     def __init__(self, cfg: HuggingFaceTokenizer):
         import tokenizers
-        text = _read(cfg.path)
+
+        text, spelt_out = _read(cfg.path), Path(cfg.path).name == byte_level.VOCAB
         try:
+            text = byte_level.tokenizer_json(Path(cfg.path).expanduser()) if spelt_out else text
             spec = json.loads(text)
             self._model: Any = tokenizers.Tokenizer.from_buffer(text)
+        except DataError:
+            raise
         except Exception as error:  # the library raises bare Exception
-            raise DataError(f"{cfg.path}: not a tokenizer.json file: {error}") from error
+            what = (
+                f"not a {byte_level.VOCAB} with {byte_level.MERGES} beside it"
+                if spelt_out
+                else "not a tokenizer.json file"
+            )
+            raise DataError(f"{cfg.path}: {what}: {error}") from error
         self._model.no_truncation()
         self._model.no_padding()
         self._model.encode_special_tokens = True
         vocab = self._model.get_vocab(with_added_tokens=True)
+        for token in spec.get("added_tokens") or ():
+            if vocab[token["content"]] != token["id"]:
+                raise DataError(
+                    f"{cfg.path}: added token {token['content']!r} has id {token['id']}, "
+                    "but the tokenizers library, which numbers such tokens on from the "
+                    f"vocabulary, makes it {vocab[token['content']]}; give it that id, "
+                    "or fill the gap"
+                )
         self.name, self.vocab_size = cfg.path, max(vocab.values()) + 1
         self.fingerprint = _hash(text + f" {cfg.bos} {cfg.eos}".encode())
         self._bos, self._eos = self._special("bos", cfg.bos), self._special("eos", cfg.eos)

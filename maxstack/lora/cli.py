@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from maxstack import cli
 from maxstack.config import ConfigError
 
 
@@ -23,6 +24,7 @@ def main(argv: Sequence[str]) -> int:
         command = commands.add_parser(name, help=words, description=f"Make {words}.")
         command.add_argument("model", metavar="FOLDER", type=Path, help="a Hugging Face model folder")
         command.add_argument("--adapter", required=True, metavar="FOLDER", type=Path, help="in PEFT's format")
+        cli.takes_weights(command)
     for command in commands.choices.values():
         command.add_argument("--out", required=True, metavar="FOLDER", type=Path, help="the folder to make")
     args = parser.parse_args(argv)
@@ -74,6 +76,8 @@ def _merge(args: argparse.Namespace, sign: int) -> int:
     from maxstack.checkpoint.hf.peft import Adapter
 
     with tqdm(unit="B", unit_scale=True, desc="writing", disable=None) as bar:
-        count = merge(args.model, Adapter(args.adapter), args.out, sign, bar.update)
+        finite = not args.allow_nonfinite
+        adapter = Adapter(args.adapter, finite=finite)
+        count = merge(args.model, adapter, args.out, sign, bar.update, finite)
     print(f"{args.out}: {args.adapter} {'merged into' if sign > 0 else 'taken out of'} {count} tensors of {args.model}")
     return 0

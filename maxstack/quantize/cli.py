@@ -38,7 +38,9 @@ def main(argv: Sequence[str]) -> int:
                         help='texts to measure on: JSONL with {"text": ...} a line, or tokens in an npz file as maxstack score takes them')
     parser.add_argument("--out", metavar="RUN", type=Path, help="the run to make; without it, only the report")
     parser.add_argument("--batch-size", type=cli.positive, default=8, help="rows at a time (default: 8)")
+    cli.takes_weights(parser)
     args = parser.parse_intermixed_args(argv)
+    args.overrides += ["checkpoint.allow_nonfinite=true"] * args.allow_nonfinite
     if args.out and args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
         raise ConfigError(f"--out {args.out}: is there already; choose another name, or delete it")
     if not Path(args.calibrate).is_file():
@@ -171,10 +173,9 @@ def _write(out: Path, kept: Mapping[str, Any]) -> None:
 
 def _finish(model: Path, own: Path | None, out: Path, cfg: "Config", report: Mapping[str, Any]) -> None:
     """The run's configuration, what the model came with, and the report."""
-    from maxstack import config
     from maxstack.checkpoint.hf.contents import Contents
     from maxstack.checkpoint.hf.exported import record
-    from maxstack.convert import BESIDE, PLACEHOLDER
+    from maxstack.convert import BESIDE, PLACEHOLDER, resolved
 
     if own is None:
         record(Contents(model), out / BESIDE)
@@ -185,7 +186,9 @@ def _finish(model: Path, own: Path | None, out: Path, cfg: "Config", report: Map
                                  "checkpoint": cfg.checkpoint.model_copy(update={"restore": str(out.resolve())})})
     (out / "quantization.json").write_text(json.dumps(report, indent=1) + "\n")
     placeholder = "" if own else PLACEHOLDER
-    (out / "config.yml").write_text(f"# Quantized by maxstack of {model}.\n{placeholder}" + config.dump(cfg))
+    (out / "config.yml").write_text(
+        f"# Quantized by maxstack of {model}.\n{placeholder}" + resolved(cfg)
+    )
 
 
 def lines(report: Mapping[str, Any]) -> list[str]:

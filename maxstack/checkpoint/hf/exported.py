@@ -1,11 +1,12 @@
 """A model of ours as a model folder: which family holds it, its config.json, the dtypes of its tensors, the files that come along."""
 
+import filecmp
 import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -18,20 +19,47 @@ from maxstack.checkpoint.hf.rows import Shape
 from maxstack.checkpoint.hf.table import Mismatch
 from maxstack.checkpoint.hf.writer import Atomic, Read, write_tensors
 from maxstack.config import ConfigError, did_you_mean
+from maxstack.data import byte_level
 from maxstack.models.config import DecoderConfig
 
-ALONG = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt",
-         "vocab.txt", "spiece.model", "chat_template.jinja", "chat_template.json", "generation_config.json", "tiktoken.model")
+TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "spiece.model",
+    "tiktoken.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+MORE = ("generation_config.json",)
 RECORD = "tensors.json"
 FLOATS = {"float32": np.dtype("<f4"), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype("<f2")}
 
 
-def export(model: DecoderConfig, shapes: Mapping[str, Shape], read: Read, out: Path, *, source: Path | None = None, dtype: str | None = None,
-           shard_size: int = 5 * 10**9, architecture: str | None = None, length: int | None = None, tokenizer: Path | None = None,
-           done: Callable[[int], object] = lambda count: None) -> Family:
+def export(
+    model: DecoderConfig,
+    shapes: Mapping[str, Shape],
+    read: Read,
+    out: Path,
+    *,
+    source: Path | None = None,
+    dtype: str | None = None,
+    shard_size: int = 5 * 10**9,
+    architecture: str | None = None,
+    length: int | None = None,
+    tokenizer: Path | Literal["source", "none"] = "source",
+    done: Callable[[int], object] = lambda count: None,
+) -> Family:
     """Write `out`, whole or not at all. `shapes` are those of our weights by path, `read` gives a weight.
 
-    `source` is a folder with the config.json, tokenizer and dtypes that the model once came with; `length` the longest input where there is none.
+    `source` is a folder with the config.json, tokenizer and dtypes that the model once came with;
+    `length` the longest input where there is none; `tokenizer` the file of that which the model was
+    trained with, or that of `source`, or none that has a file.
     ConfigError where no family, or not the one of that architecture, can say the model.
     """
     given = _json(source / "config.json") if source else {}
@@ -71,7 +99,7 @@ def record(contents: Contents, folder: Path) -> None:
     """Keep what an export will want to give back: config.json, tokenizer files, dtypes of tensors."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(contents.folder.config, indent=2) + "\n")
-    for name in ALONG:
+    for name in TOKENIZER + MORE:
         if (contents.folder.path / name).is_file():
             shutil.copyfile(contents.folder.file(name), folder / name)
     dtypes = {name: tensor.dtype.name for name, tensor in contents.tensors.items()}
@@ -93,12 +121,24 @@ def _usual(dtypes: Mapping[str, np.dtype]) -> str:
     return max({*names}, key=names.count)
 
 
-def _copy(source: Path | None, tokenizer: Path | None, folder: Path, config: Mapping[str, Any]) -> None:
-    for name in ALONG:
+def _copy(
+    source: Path | None, tokenizer: Path | str, folder: Path, config: Mapping[str, Any]
+) -> None:
+    path = tokenizer if isinstance(tokenizer, Path) and tokenizer.is_file() else None
+    came = source / path.name if source and path else None
+    same = tokenizer != "none" and (
+        path is None or (came and came.is_file() and filecmp.cmp(path, came, shallow=False))
+    )
+    for name in TOKENIZER + MORE if same else MORE:
         if source and (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-    if tokenizer and tokenizer.is_file() and not source:
-        shutil.copyfile(tokenizer, folder / ("tokenizer.json" if tokenizer.suffix == ".json" else "tokenizer.model"))
+    if path and not same and path.name == byte_level.VOCAB:
+        for name in (name for name in TOKENIZER if (path.parent / name).is_file()):
+            shutil.copyfile(path.parent / name, folder / name)
+    elif path and not same:
+        shutil.copyfile(
+            path, folder / ("tokenizer.json" if path.suffix == ".json" else "tokenizer.model")
+        )
     if not (folder / "generation_config.json").exists():
         ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key) is not None}
         (folder / "generation_config.json").write_text(json.dumps({"_from_model_config": True, **ids}, indent=2) + "\n")

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import ml_dtypes
 import numpy as np
 
 from maxstack.checkpoint.hf.mxfp4 import Packed
@@ -23,6 +24,15 @@ INSTEAD = ("maxstack reads safetensors and never runs what a folder brings. Use 
 WRAPPERS = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.lm_head.", "lm_head."))
 OTHER_TOWERS = re.compile(r"(model\.)?(vision_tower|vision_model|visual|audio_tower|multi_modal_projector|embed_vision|embed_audio|mm_projector)\.")
 SMALL = 64 << 20
+EXPONENTS: dict[np.dtype, np.unsignedinteger] = {
+    np.dtype(np.float32): np.uint32(0x7F800000),
+    np.dtype(ml_dtypes.bfloat16): np.uint16(0x7F80),
+    np.dtype(np.float16): np.uint16(0x7C00),
+    np.dtype(np.float64): np.uint64(0x7FF0000000000000),
+}
+"""Bits that are all set in NaN and infinities, and in no other number (IEEE 754)."""
+BLOCK = 1 << 16
+"""Numbers that are looked at together; they stay in a core's cache."""
 
 
 class Tensor(Protocol):
@@ -45,6 +55,21 @@ class Tensor(Protocol):
 
     def forget(self) -> None:
         """Give back the memory of what was read."""
+
+
+def check_finite(values: np.ndarray, where: str) -> None:
+    """DataError if any of the numbers, which are contiguous, is NaN or infinite."""
+    if (mask := EXPONENTS.get(values.dtype)) is None:
+        return
+    bits = values.reshape(-1).view(mask.dtype)
+    for begin in range(0, bits.size, BLOCK):
+        if (bits[begin : begin + BLOCK] & mask).max() == mask:
+            odd = int((~np.isfinite(values)).sum())
+            raise DataError(
+                f"{where}: {odd:,} of {values.size:,} numbers are NaN or infinite in "
+                f"{values.dtype}; get the weights anew, or take them as they are: "
+                "checkpoint.allow_nonfinite=true in a configuration, --allow-nonfinite for commands"
+            )
 
 
 class Plain:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from maxstack.checkpoint.hf.folder import Folder, Plain
+from maxstack.checkpoint.hf.folder import Folder, Plain, check_finite
 from maxstack.checkpoint.hf.peft import Adapter
 from maxstack.checkpoint.hf.writer import Atomic, Shard
 from maxstack.config import ConfigError
@@ -15,9 +15,20 @@ from maxstack.config import ConfigError
 TINY = 1e-12
 
 
-def merge(source: Path, adapter: Adapter, out: Path, sign: int, done: Callable[[int], object]) -> int:
-    """Write `out`, whole or not at all: the model folder with the adapter's change added, or with `sign` -1 subtracted; the number of tensors that
-    changed. `done` is told the bytes of each tensor. ConfigError where the adapter is of another model."""
+def merge(
+    source: Path,
+    adapter: Adapter,
+    out: Path,
+    sign: int,
+    done: Callable[[int], object],
+    finite: bool = True,
+) -> int:
+    """Write `out`, whole or not at all: the model folder with the adapter's change added, or with
+    `sign` -1 subtracted; the number of tensors that changed.
+
+    `done` is told the bytes of each tensor. ConfigError where the adapter is of another model;
+    DataError where a tensor is, or becomes, NaN or infinite, if `finite`.
+    """
     if sign < 0 and adapter.dora:
         raise ConfigError(f"{adapter.folder}: is DoRA, whose merging forgets the length of W's columns; keep the folder that it was merged into")
     folder = Folder(source)
@@ -36,7 +47,11 @@ def merge(source: Path, adapter: Adapter, out: Path, sign: int, done: Callable[[
             shard = Shard(made / path.name, {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
             for name, tensor in tensors.items():
                 values, module = tensor.array(None), name.removesuffix(".weight")
-                shard.array(name)[...] = _merged(values, adapter, module, sign, folder.path) if module in adapter.modules else values
+                if module in adapter.modules:
+                    values = _merged(values, adapter, module, sign, folder.path)
+                if finite:
+                    check_finite(values, tensor.where)
+                shard.array(name)[...] = values
                 done(values.nbytes)
                 tensor.forget()
                 shard.forget()

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from maxstack.checkpoint.hf.binding import Bound, Target, bind
 from maxstack.checkpoint.hf.families import ALL
+from maxstack.checkpoint.hf.folder import check_finite
 from maxstack.checkpoint.hf.rows import Part, Shape, axes_in
 from maxstack.checkpoint.hf.table import Mismatch
 from maxstack.config import ConfigError, quoted, shortened
@@ -38,9 +39,12 @@ Read = Callable[[str], np.ndarray]
 
 
 class Adapter:
-    """A folder in PEFT's format, checked; ConfigError for what it is not, or we do not know."""
+    """A folder in PEFT's format, checked; ConfigError for what it is not, or we do not know.
 
-    def __init__(self, folder: Path):
+    DataError for a tensor with NaN or infinities, if `finite`.
+    """
+
+    def __init__(self, folder: Path, *, finite: bool = True):
         self.folder = folder
         if not folder.is_dir():
             raise ConfigError(f"{folder}: no such folder; give one in PEFT's format, with {CONFIG} and {TENSORS}")
@@ -49,6 +53,8 @@ class Adapter:
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise ConfigError(f"{folder}: cannot be read as an adapter of PEFT ({CONFIG} and {TENSORS}): {error}") from error
         self._check_said()
+        for name, array in tensors.items() if finite else ():
+            check_finite(array, f"{folder / TENSORS}: tensor {name}")
         self.tensors = {name.removeprefix(OUTER): array.astype(np.float32) for name, array in tensors.items()}
         self.modules = {name.removesuffix(".lora_A.weight") for name in self.tensors if name.endswith(".lora_A.weight")}
         if odd := [name for name in self.tensors if name.rpartition(".lora_")[0] not in self.modules]:

@@ -11,22 +11,30 @@ from tqdm import tqdm
 
 from maxstack.checkpoint.hf.binding import Bound, Target, bind
 from maxstack.checkpoint.hf.contents import Contents, check_tensors
-from maxstack.checkpoint.hf.folder import Tensor
+from maxstack.checkpoint.hf.folder import Tensor, check_finite
 
 Index = tuple[slice, ...]
 
 
-def load_params(source: Contents | str | Path, wanted: Mapping[str, Any], *, progress: bool = True) -> Iterator[tuple[str, jax.Array]]:
+def load_params(
+    source: Contents | str | Path,
+    wanted: Mapping[str, Any],
+    *,
+    progress: bool = True,
+    finite: bool = True,
+) -> Iterator[tuple[str, jax.Array]]:
     """The weights of a model folder by path, one after the other, as jax.ShapeDtypeStruct with a sharding (or none: one device) ask for them.
 
-    Numbers are cast to the dtype of each leaf. DataError, before anything is read, lists tensors that are missing, unknown or of another shape.
+    Numbers are cast to the dtype of each leaf. DataError, before anything is read, lists tensors
+    that are missing, unknown or of another shape; and, if `finite`, names the first tensor with a
+    number that is NaN or infinite after the cast.
     """
     contents = source if isinstance(source, Contents) else Contents(source)
     pieces = pieces_of(contents, {path: leaf.shape for path, leaf in wanted.items()})
     total = sum(leaf.size for leaf in wanted.values())
     with tqdm(total=total, unit=" weights", unit_scale=True, desc="reading", disable=not progress or jax.process_index() > 0) as bar:
         for path, leaf in wanted.items():
-            yield path, _place(pieces[path], leaf)
+            yield path, _place(pieces[path], leaf, finite)
             bar.update(leaf.size)
 
 
@@ -64,8 +72,10 @@ def leading(pieces: Sequence[Piece]) -> int:
     return len(pieces[0].target.lead) + (pieces[0].bound.experts is not None)
 
 
-def reading(pieces: Sequence[Piece], shape: tuple[int, ...], dtype: np.dtype) -> Callable[[Index], np.ndarray]:
-    """index -> the values there, read when asked for."""
+def reading(
+    pieces: Sequence[Piece], shape: tuple[int, ...], dtype: np.dtype, finite: bool = True
+) -> Callable[[Index], np.ndarray]:
+    """index -> the values there, read when asked for; DataError as in load_params."""
     lead = len(pieces[0].target.lead)
     by_lead = {piece.target.lead: piece for piece in pieces}
 
@@ -77,15 +87,17 @@ def reading(pieces: Sequence[Piece], shape: tuple[int, ...], dtype: np.dtype) ->
             piece = by_lead[tuple(span[i] for span, i in zip(spans, place, strict=False))]
             slab: Any = (*place, ...)
             piece.fill(out[slab], inner)
+            if finite:
+                check_finite(out[slab], piece.tensor.where)
             piece.tensor.forget()
         return out
 
     return values
 
 
-def _place(pieces: Sequence[Piece], leaf: Any) -> jax.Array:
+def _place(pieces: Sequence[Piece], leaf: Any, finite: bool) -> jax.Array:
     sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    values = reading(pieces, leaf.shape, leaf.dtype)
+    values = reading(pieces, leaf.shape, leaf.dtype, finite)
     kept: dict[str, np.ndarray] = {}
 
     def once(index: Index | None) -> np.ndarray:

@@ -1,41 +1,64 @@
 """The tokenizer of a model folder, as a section of the configuration."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
-LARGEST = 1 << 28
+from maxstack.data import byte_level
+from maxstack.data.byte_level import content, read, special_tokens
 
 
 def tokenizer_of(folder: Path) -> dict[str, Any] | None:
-    """The mapping of a data.tokenizer for the folder's tokenizer.json, or else its SentencePiece model; None where it has neither.
+    """The mapping of a data.tokenizer for the folder's tokenizer.json, or else its SentencePiece
+    model, or its vocab.json with merges.txt; None where it has none that can be read, as `unread`
+    explains. DataError for a file that is damaged.
 
-    Documents end with the EOS token that tokenizer_config.json names, and begin with its BOS token if add_bos_token says so, or, where that is not
-    said, the post-processor of tokenizer.json; a SentencePiece model's do unless it says not.
+    Documents end with the EOS token that tokenizer_config.json or special_tokens_map.json names.
+    They begin with its BOS token if add_bos_token says so, or, where that is not said, the
+    post-processor of tokenizer.json; a SentencePiece model's do unless it says not.
     """
-    said, file = _read(folder / "tokenizer_config.json"), folder / "tokenizer.json"
-    bos = _text(said.get("bos_token"))
+    split, file = byte_level.split_of(folder), folder / "tokenizer.json"
+    said = (split.defaults if split else {}) | special_tokens(folder)
+    eos, bos = (content(said.get(key)) for key in ("eos_token", "bos_token"))
     adds = said.get("add_bos_token")
-    if adds is None:
-        adds = json.dumps(bos) in json.dumps(_read(file).get("post_processor")) if bos and file.is_file() else True
-    bos = bos if adds else None
-    eos = _text(said.get("eos_token"))
     if file.is_file():
-        return {"kind": "huggingface", "path": str(file), "bos": bos, "eos": eos}
+        if adds is None and bos:
+            adds = json.dumps(bos) in json.dumps(read(file).get("post_processor"))
+        return {"kind": "huggingface", "path": str(file), "bos": bos if adds else None, "eos": eos}
+    if os.path.lexists(file):
+        return None
     if (folder / "tokenizer.model").is_file():
-        return {"kind": "sentencepiece", "path": str(folder / "tokenizer.model"), "bos": bos is not None, "eos": eos is not None}
+        return {
+            "kind": "sentencepiece",
+            "path": str(folder / "tokenizer.model"),
+            "bos": bool(bos) and adds is not False,
+            "eos": eos is not None,
+        }
+    if split and _spelt_out(folder):
+        return {
+            "kind": "huggingface",
+            "path": str(folder / byte_level.VOCAB),
+            "bos": bos if adds else None,
+            "eos": eos,
+        }
     return None
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        said = json.loads(path.read_bytes()) if path.is_file() and path.stat().st_size < LARGEST else {}
-    except ValueError:
-        return {}
-    return said if isinstance(said, dict) else {}
+def unread(folder: Path) -> str:
+    """Why `tokenizer_of` gives nothing, and what helps."""
+    if os.path.lexists(folder / "tokenizer.json"):
+        why = "tokenizer.json is no file (a folder, or a link that leads nowhere)"
+    elif _spelt_out(folder):
+        why = byte_level.unknown(folder)
+    else:
+        why = "it holds neither tokenizer.json, tokenizer.model, nor vocab.json with merges.txt"
+    return (
+        f"{folder} brings no tokenizer that maxstack reads: {why}; save it there as "
+        "tokenizer.json (transformers: AutoTokenizer.from_pretrained(FOLDER)"
+        ".save_pretrained(FOLDER)), or give data.tokenizer='{kind: huggingface, path: FILE}'"
+    )
 
 
-def _text(token: Any) -> str | None:
-    """A token is written as text, or as a mapping with its content."""
-    found = token.get("content") if isinstance(token, dict) else token
-    return found if isinstance(found, str) else None
+def _spelt_out(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in (byte_level.VOCAB, byte_level.MERGES))

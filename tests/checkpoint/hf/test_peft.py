@@ -17,7 +17,7 @@ from maxstack.checkpoint.hf.binding import bind
 from maxstack.checkpoint.hf.contents import Contents
 from maxstack.checkpoint.hf.exported import export
 from maxstack.checkpoint.hf.merge import merge
-from maxstack.checkpoint.hf.peft import Adapter
+from maxstack.checkpoint.hf.peft import TENSORS, Adapter
 from maxstack.config import ConfigError
 from maxstack.run import assemble
 from maxstack.schema import Config
@@ -190,3 +190,17 @@ def test_an_adapter_of_another_model_is_refused(tmp_path):
         merge(parity.GOLDENS / "gpt2", Adapter(ADAPTERS / "lora-llama"), tmp_path / "merged", 1, lambda size: None)
     with pytest.raises(ConfigError, match="is of another model"):
         adapted_run(assembled(str(parity.GOLDENS / "gpt2"), FLOAT)[0], str(ADAPTERS / "lora-llama"))
+
+
+def test_an_adapter_or_a_model_that_is_not_finite_is_not_merged(tmp_path, capsys):
+    adapter = parity.poisoned(ADAPTERS / "lora-llama", tmp_path / "adapter", np.inf, TENSORS)
+    model = parity.poisoned(parity.GOLDENS / "llama", tmp_path / "model", np.nan)
+    intact = (str(parity.GOLDENS / "llama"), str(ADAPTERS / "lora-llama"))
+    for folder, beside, name in (
+        (intact[0], tmp_path / "adapter", adapter),
+        (tmp_path / "model", intact[1], model),
+    ):
+        command = ["lora", "merge", str(folder), "--adapter", str(beside), "--out"]
+        assert cli.main([*command, str(tmp_path / "out")]) == 2
+        assert f"tensor {name}: " in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert cli.main([*command, str(tmp_path / "out"), "--allow-nonfinite"]) == 0

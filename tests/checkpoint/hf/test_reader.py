@@ -11,13 +11,14 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from parity import loaded
+from parity import loaded, poisoned
 
 from maxstack.checkpoint.hf.binding import bind
 from maxstack.checkpoint.hf.contents import Contents
 from maxstack.checkpoint.hf.families import FAMILIES
+from maxstack.checkpoint.hf.folder import check_finite
 from maxstack.checkpoint.hf.mxfp4 import VALUES
-from maxstack.checkpoint.hf.reader import pieces_of
+from maxstack.checkpoint.hf.reader import load_params, pieces_of
 from maxstack.data import DataError
 from maxstack.models import decoder
 from maxstack.models.config import DecoderConfig
@@ -112,3 +113,37 @@ def test_a_weight_without_sharding_goes_to_one_device():
     contents = Contents(GOLDENS / "gpt2")
     params = loaded(contents, abstract(contents))
     assert {device for leaf in jax.tree.leaves(params) for device in leaf.devices()} == {jax.devices()[0]}
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt_oss"])
+def test_a_tensor_that_is_not_finite_is_named_unless_such_are_allowed(family, value, tmp_path):
+    name = poisoned(GOLDENS / family, tmp_path / "model", value)
+    contents = Contents(tmp_path / "model")
+    wanted = nnx.traversals.flatten_mapping(abstract(contents), sep="/")
+    with pytest.raises(DataError, match=rf"model.safetensors: tensor {name}: 1 of [0-9,]+ numbers"):
+        dict(load_params(contents, wanted, progress=False))
+    assert any(
+        np.isnan(leaf).any() or np.isinf(leaf).any()
+        for _, leaf in load_params(contents, wanted, progress=False, finite=False)
+    )
+
+
+def test_a_number_too_large_for_the_runs_dtype_is_told(tmp_path):
+    name = poisoned(GOLDENS / "llama", tmp_path / "model", 1e6)
+    contents = Contents(tmp_path / "model")
+    wanted = nnx.traversals.flatten_mapping(abstract(contents, "float16"), sep="/")
+    with np.errstate(over="ignore"), pytest.raises(DataError, match=f"{name}.*in float16"):
+        dict(load_params(contents, wanted, progress=False))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16, np.float64])
+def test_the_largest_and_smallest_numbers_are_finite_wherever_they_stand(dtype):
+    limits = ml_dtypes.finfo(dtype)
+    values = np.array([limits.max, limits.min, limits.smallest_subnormal, -0.0] * 40_000, dtype)
+    check_finite(values, "here")
+    for place in (0, 65_535, 65_536, values.size - 1):
+        odd = values.copy()
+        odd[place] = np.nan
+        with pytest.raises(DataError, match="here: 1 of 160,000"):
+            check_finite(odd, "here")
