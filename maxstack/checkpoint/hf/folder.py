@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
-from maxstack.checkpoint.hf.mxfp4 import Packed
+from maxstack.checkpoint.hf.quantized import unpacking
 from maxstack.checkpoint.hf.safetensors_file import SafetensorsFile, check_name, read_json
 from maxstack.config import ConfigError, quoted, shortened
 from maxstack.data import DataError
@@ -44,7 +44,7 @@ class Tensor(Protocol):
 
     @property
     def dtype(self) -> np.dtype:
-        """Of `array`."""
+        """Of the weight; `array` may have more digits."""
 
     @property
     def where(self) -> str:
@@ -104,10 +104,10 @@ class Folder:
         self.config: dict[str, Any] = _inner(outer, inner) if isinstance(inner, dict) else outer
         """config.json, of the language model where the folder holds more."""
         self.where = str(self.path / "config.json")
-        method = (outer.get("quantization_config") or {}).get("quant_method")
-        if method not in (None, "mxfp4"):
-            raise ConfigError(f"{self.where}: weights quantized by {shortened(str(method))} are not supported; use the unquantized version of the model")
-        self.config.pop("quantization_config", None)
+        said = self.config.pop("quantization_config", None) or outer.get("quantization_config")
+        self._unpack = unpacking(said, self.where)
+        self.quantized: str | None = said["quant_method"] if said else None
+        """What the tensors are quantized by."""
 
     def raw(self) -> dict[str, "Plain"]:
         """Name -> tensor, as the files have them."""
@@ -123,7 +123,7 @@ class Folder:
         found = {name: tensor for name, tensor in found.items() if not OTHER_TOWERS.match(name)}
         if not any(name.startswith(body) for name in found):
             found = {name if name.startswith(("lm_head.", "mtp.")) else body + name: tensor for name, tensor in found.items()}
-        return _unpacked(found)
+        return self._unpack(found)
 
     def _files(self) -> Iterator[tuple[SafetensorsFile, str]]:
         index = self.path / INDEX
@@ -191,14 +191,6 @@ def _inner(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]
     both = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
     said = {key: outer[key] for key in both if key in outer}
     return {**said, **inner, "architectures": inner.get("architectures") or []}
-
-
-def _unpacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Pairs of blocks and scales become one tensor."""
-    packed = [name.removesuffix("_blocks") for name in tensors if name.endswith("_blocks") and name.removesuffix("_blocks") + "_scales" in tensors]
-    for name in packed:
-        tensors[name] = Packed(tensors.pop(name + "_blocks"), tensors.pop(name + "_scales"))
-    return tensors
 
 
 def _more(found: list[str], shown: int = 1) -> str:

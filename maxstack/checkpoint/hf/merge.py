@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from maxstack.checkpoint.hf.contents import FLOATS
 from maxstack.checkpoint.hf.folder import Folder, Plain, check_finite
 from maxstack.checkpoint.hf.peft import Adapter
 from maxstack.checkpoint.hf.writer import Atomic, Shard
@@ -35,9 +36,12 @@ def merge(
     files: dict[Path, dict[str, Plain]] = {}
     for name, tensor in folder.raw().items():
         files.setdefault(tensor.file, {})[name] = tensor
-    names = {name for tensors in files.values() for name in tensors}
-    if odd := sorted(f"{module}.weight" for module in adapter.modules if f"{module}.weight" not in names):
+    dtypes = {name: tensor.dtype.name for tensors in files.values() for name, tensor in tensors.items()}
+    if odd := sorted(f"{module}.weight" for module in adapter.modules if dtypes.get(f"{module}.weight") not in FLOATS):
         more = f" (and {len(odd) - 1} more)" if len(odd) > 1 else ""
+        if folder.quantized:
+            raise ConfigError(f"{source}: keeps {odd[0]}{more} quantized by {folder.quantized}, and an adapter is merged into floats; make them of "
+                              f"it first: maxstack import {source} --out RUN, maxstack export RUN --out FOLDER")
         raise ConfigError(f"{adapter.folder}: is of another model: {source} has no {odd[0]}{more}")
     with Atomic(out) as made:
         for entry in sorted(source.iterdir()):

@@ -159,7 +159,6 @@ def test_an_architecture_that_is_not_known_gives_the_ones_that_are(folder):
     ({"hidden_size": ...}, "key hidden_size is missing"),
     ({"num_hidden_layers": "many"}, "must be the number of layers"),
     ({"num_key_value_heads": 3}, "describes no model"),
-    ({"quantization_config": {"quant_method": "fp8"}}, "quantized by fp8"),
 ])
 def test_a_config_that_cannot_be_computed_is_refused(folder, changes, reason):
     config(folder, **changes)

@@ -1,6 +1,5 @@
-"""Weights are read into the shards that a mesh wants, the same on any mesh; MXFP4 is unpacked."""
+"""Weights are read into the shards that a mesh wants, the same on any mesh."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -13,15 +12,11 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from parity import loaded, poisoned
 
-from maxstack.checkpoint.hf.binding import bind
 from maxstack.checkpoint.hf.contents import Contents
-from maxstack.checkpoint.hf.families import FAMILIES
 from maxstack.checkpoint.hf.folder import check_finite
-from maxstack.checkpoint.hf.mxfp4 import VALUES
 from maxstack.checkpoint.hf.reader import load_params, pieces_of
 from maxstack.data import DataError
 from maxstack.models import decoder
-from maxstack.models.config import DecoderConfig
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 
@@ -73,40 +68,6 @@ def test_missing_unknown_and_misshapen_tensors_are_refused(tmp_path, change, rea
     contents = Contents(tmp_path)
     with pytest.raises(DataError, match=reason):
         pieces_of(contents, shapes_of(abstract(contents)))
-
-
-def packed(shape, rng):
-    """Blocks and scales of a tensor [experts, in, out], and what they mean."""
-    experts, size, out = shape
-    codes = rng.integers(0, 16, (experts, out, size // 32, 32), dtype=np.uint8)
-    scales = rng.integers(120, 130, (experts, out, size // 32), dtype=np.uint8)
-    meant = VALUES[codes] * 2.0 ** (scales[..., None].astype(np.float32) - 127)
-    return codes[..., ::2] | (codes[..., 1::2] << 4), scales, meant.reshape(experts, out, size).swapaxes(1, 2)
-
-
-def test_mxfp4_experts_are_unpacked(tmp_path):
-    rng = np.random.default_rng(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_local_experts": 4, "layer_types": None}
-    config = json.loads((GOLDENS / "gpt_oss" / "config.json").read_text()) | sizes
-    model = DecoderConfig.model_validate(FAMILIES["gpt_oss"].read(config, ""))
-    bound = bind(FAMILIES["gpt_oss"], model, shapes_of(nnx.to_pure_dict(decoder.abstract(model)[1])))
-    found, meant = {}, {}
-    for tensor in bound:
-        if tensor.name.endswith("_proj") and "experts" in tensor.name:
-            blocks, scales, meant[tensor.name] = packed(tensor.shape, rng)
-            found |= {f"{tensor.name}_blocks": blocks, f"{tensor.name}_scales": scales}
-        else:
-            found[tensor.name] = rng.standard_normal(tensor.shape).astype(np.float32)
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
-    safetensors.numpy.save_file(found, tmp_path / "model.safetensors")
-    contents = Contents(tmp_path)
-    params = loaded(contents, abstract(contents))
-    for layer, name in enumerate(contents.model.order):
-        experts = jax.tree.map(np.asarray, params["blocks"][name]["mlp"])
-        fused = meant[f"model.layers.{layer}.mlp.experts.gate_up_proj"]
-        np.testing.assert_array_equal(experts["gate"][0], fused[..., ::2])
-        np.testing.assert_array_equal(experts["up"][0], fused[..., 1::2])
-        np.testing.assert_array_equal(experts["down"][0], meant[f"model.layers.{layer}.mlp.experts.down_proj"])
 
 
 def test_a_weight_without_sharding_goes_to_one_device():
