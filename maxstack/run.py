@@ -4,21 +4,18 @@ import contextlib
 import dataclasses
 import functools
 import operator
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxstack import optim, placement, sharding
-from maxstack.config import ConfigError
+from maxstack import compiling, optim, placement, sharding
 from maxstack.faults import guard
 from maxstack.kernels import tuning
 from maxstack.kernels.backends import Choice, recording
@@ -34,10 +31,6 @@ if TYPE_CHECKING:
     from maxstack.schema import Config
 
 Tree = Any
-
-# Drawing the initial weights runs once, but on a CPU takes 4 s to compile at the default level of optimisation, 1.3 s at this one.
-QUICK = {"xla_backend_optimization_level": 1}
-_REFUSED = re.compile(r"No such compile option: '(\w+)'|While setting option (\w+), ('.*?') is not a valid (\w+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +148,8 @@ class Run:
         return nnx.traversals.flatten_mapping(placed, sep="/")
 
     def _made(self, make: Callable[..., dict[str, jax.Array]], given: Any) -> dict[str, jax.Array]:
-        return jax.jit(make, out_shardings={path: self.weights[path].sharding for path in jax.eval_shape(make, given)})(given)
+        places = {path: self.weights[path].sharding for path in jax.eval_shape(make, given)}
+        return jax.jit(make, out_shardings=places, compiler_options=compiling.in_order(self.mesh))(given)
 
     def rows(self, batch_size: int) -> list[int]:
         """The rows of a global batch (its lanes) that this process's devices hold, in order."""
@@ -185,19 +179,11 @@ class Run:
 
     def compile(self, lowered: Any, options: Mapping[str, Any] | None = None) -> Any:
         """The lowered step compiled with `options` beside the configuration's. ConfigError for a flag that the compiler does not know."""
-        try:
-            return lowered.compile(compiler_options={**options} if options else None)
-        except jax.errors.JaxRuntimeError as error:
-            if not (found := _REFUSED.search(str(error))):
-                raise
-            kind = self.mesh.devices.flat[0].device_kind
-            wrong = f"{found[3]} is not a valid {found[4]}" if found[2] else "there is no such flag"
-            raise ConfigError(f"xla.flags.{found[1] or found[2]}: {wrong}, says the compiler of jaxlib {jaxlib.__version__} for {kind}; "
-                              "correct it or remove it") from error
+        return compiling.compiled(lowered, options, self.mesh)
 
     def check_flags(self) -> None:
         """ConfigError for a flag that the compiler does not know, told by a program that compiles in no time."""
-        if flags := flags_for(self.cfg, self.mesh.devices.flat[0].platform):
+        if flags := compiling.flags_for(self.cfg, self.mesh.devices.flat[0].platform):
             number = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(self.mesh, PartitionSpec()))
             self.compile(jax.jit(lambda x: x + 1, compiler_options=flags).lower(number))
 
@@ -261,22 +247,19 @@ def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
     mixed = any(block.experts for block in cfg.model.blocks.values())
     packed = cfg.data.packing != "none" or (cfg.eval.data is not None and cfg.eval.data.packing != "none")
     more = ("positions", "segments") if packed else ("real",) if mixed else ()  # padding goes to no expert
-    flags = flags_for(cfg, mesh.devices.flat[0].platform)
+    options, ordered = compiling.options_for(cfg, mesh), compiling.in_order(mesh)
+    quick = compiling.QUICK if mesh.devices.flat[0].platform == "cpu" else {}
     following = jax.jit(lambda step: step + 1, out_shardings=everywhere)
     return Run(
         cfg=cfg, mesh=mesh, abstract=abstract, info=info,
         keys=("tokens", "targets", "mask", *more),
-        treatment=treatment, graph=graph, start=jax.jit(_within(mesh, cfg, start), donate_argnums=0, out_shardings=shardings),
-        init=jax.jit(_within(mesh, cfg, init), out_shardings=shardings, compiler_options=QUICK if mesh.devices.flat[0].platform == "cpu" else None),
-        step=jax.jit(_within(mesh, cfg, step), donate_argnums=0, out_shardings=(shardings, everywhere), compiler_options=flags),
+        treatment=treatment, graph=graph,
+        start=jax.jit(_within(mesh, cfg, start), donate_argnums=0, out_shardings=shardings, compiler_options=ordered),
+        init=jax.jit(_within(mesh, cfg, init), out_shardings=shardings, compiler_options=ordered | quick),
+        step=jax.jit(_within(mesh, cfg, step), donate_argnums=0, out_shardings=(shardings, everywhere), compiler_options=options),
         passed=lambda state: state._replace(step=following(state.step)),
-        eval_step=jax.jit(_within(mesh, cfg, evaluate), out_shardings=everywhere, compiler_options=flags),
+        eval_step=jax.jit(_within(mesh, cfg, evaluate), out_shardings=everywhere, compiler_options=options),
     )
-
-
-def flags_for(cfg: "Config", platform: str) -> dict[str, Any] | None:
-    """The compiler's flags on a platform; None where there are none, or they are meant for another."""
-    return dict(cfg.xla.flags) if cfg.xla.flags and cfg.xla.platform in (None, platform) else None
 
 
 def _step(cfg: "Config", tx: optax.GradientTransformationExtraArgs, trained: Tree, loss: Callable[..., Loss], moves: placement.Moves, state: State,

@@ -254,7 +254,9 @@ def score(run: "Run", params: Any, rows: Rows, out: Path, *, batch_size: int, lo
     """
     import jax
 
-    step = jax.jit(_scorer(run, logits))
+    from maxstack.compiling import in_order
+
+    step = jax.jit(_scorer(run, logits), compiler_options=in_order(run.mesh))
     logprobs = np.zeros(rows.tokens.shape, np.float32)
     unfinished = out.with_name(f"{out.name}.{os.getpid()}.part")
     try:

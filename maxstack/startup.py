@@ -22,13 +22,14 @@ from flax import nnx
 import maxstack
 from maxstack import config, executable, rules, sharding
 from maxstack.agree import Processes
+from maxstack.compiling import flags_for
 from maxstack.config import ConfigError
 from maxstack.data.config import holds_text
 from maxstack.faults.policy import Rewind
 from maxstack.metrics import Log, peak_flops
 from maxstack.models.flops import flops_per_token
 from maxstack.models.pipeline import bubble
-from maxstack.run import Run, State, count, flags_for
+from maxstack.run import Run, State, count
 
 if TYPE_CHECKING:
     from maxstack.checkpoint.store import Checkpoints

@@ -26,7 +26,7 @@ LEVELS = (
     ("mesh_rules",),
     ("parallel_rules",),
     ("run",),
-    ("treatment", "placement"),
+    ("treatment", "placement", "compiling"),
     ("checkpoint.hf",),
     ("models", "objectives", "data", "optim", "checkpoint", "quantize", "lora", "metrics", "faults", "ledger", "cluster"),
     ("layers", "chips", "goodput", "agree", "stacks", "exit_codes", "appending", "console", "foreign"),
