@@ -129,7 +129,7 @@ def _ticks(low: float, high: float) -> list[float]:
     rough = (high - low) / 5 or 1.0
     size = 10.0 ** math.floor(math.log10(rough))
     step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= rough * 0.999)
-    return [low + step * n for n in range(math.ceil((high - low) / step - 1e-9) + 1)]
+    return [low + step * n for n in range(max(1, math.ceil((high - low) / step - 1e-9)) + 1)]
 
 
 def _decades(values: Sequence[float]) -> list[float]:
