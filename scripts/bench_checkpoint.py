@@ -67,8 +67,8 @@ def main() -> None:
 def _run(gigabytes: float, folder: Path) -> Run:
     vocab = max(256, round((gigabytes * 1e9 / BYTES_A_WEIGHT - LAYERS * (3 * EMBED * HIDDEN + 4 * EMBED * EMBED)) / (2 * EMBED)))
     block = {"mixer": {"kind": "attention", "heads": 16, "kv_heads": 16, "head_dim": 64}, "mlp": {"kind": "gated", "hidden": HIDDEN}}
-    if gigabytes < 0.5:
-        sys.exit("--gigabytes: at least 0.5")
+    if gigabytes < 0.2:
+        sys.exit("--gigabytes: at least 0.2, of one layer")
     cfg = Config.model_validate({
         "model": {"vocab": vocab, "embed": EMBED, "layers": min(LAYERS, int(gigabytes * 5)), "dtype": "float32", "blocks": {"block": block}},
         "data": {"seq_len": 64, "sources": [{"kind": "synthetic", "vocab": 256}]}, "train": {"batch_size": 1},

@@ -4,6 +4,7 @@ Then attention over one long row, forward and backward, beside jax.nn.dot_produc
 
 example: python scripts/bench_cpu.py --rounds 3 --json bench.json --peer-python ../torch/bin/python
          python scripts/bench_cpu.py --only attention
+         python scripts/bench_cpu.py --tiny
 """
 
 import argparse
@@ -19,6 +20,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bench.metrics import rows
+
 HERE = Path(__file__).parent
 PEERS = {
     "plain_jax scan": ("plain_jax.py", ["scan"], ["jax", "optax"]),
@@ -27,8 +30,9 @@ PEERS = {
     "torch_llama compile": ("torch_llama.py", ["compile"], ["torch", "transformers"]),
 }
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
-LENGTHS, CALLS = (2048, 8192), 3
-"""Rows of the long attention, and calls in each process."""
+CALLS = 3
+"""Of the long attention, in each process."""
+TINY = ("train.steps=3", "model.embed=32", "model.layers=1", "model.blocks.block.mlp.hidden=32", "data.seq_len=32")
 RETURNED = {"MALLOC_MMAP_THRESHOLD_": f"{1 << 20}"}
 """glibc then gives back what is freed, so that the peak of a process is what its arrays take."""
 
@@ -38,29 +42,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="each program runs this often; the median counts")
     parser.add_argument("--only", choices=["step", "attention"], help="one half of it")
+    parser.add_argument("--tiny", action="store_true", help="one round, at sizes that only show that everything runs")
     parser.add_argument("--json", type=Path, help="also write every figure here")
     parser.add_argument("--peer-python", default=sys.executable, help="the interpreter that has torch and transformers, if another")
     args = parser.parse_args()
-    found = {} if args.only == "attention" else _reference_work(args.rounds, args.peer_python)
+    rounds, dtypes = (1, ("f32",)) if args.tiny else (args.rounds, tuple(DTYPES))
+    found = {} if args.only == "attention" else _reference_work(rounds, dtypes, args.peer_python, args.tiny)
     if args.only != "step":
-        found["attention"] = _long_attention(args.rounds)
+        found["attention"] = _long_attention(rounds, (64,) if args.tiny else (2048, 8192))
     if args.json:
         args.json.write_text(json.dumps(found, indent=2) + "\n")
 
 
-def _reference_work(rounds: int, peer_python: str) -> dict[str, Any]:
+def _reference_work(rounds: int, dtypes: tuple[str, ...], peer_python: str, tiny: bool) -> dict[str, Any]:
     """Tokens/s of every program in every round, and seconds and GB to the first loss."""
     pythons = {name: peer_python if "torch" in needs else sys.executable for name, (_, _, needs) in PEERS.items()}
     peers = {name: peer for name, peer in PEERS.items() if _available(name, peer[2], pythons[name])}
     speeds: dict[str, list[float]] = {}
     for number in range(rounds):
-        for dtype in DTYPES:
+        for dtype in dtypes:
             print(f"round {number + 1}/{rounds} {dtype}", file=sys.stderr, flush=True)
-            speeds.setdefault(f"maxstack {dtype}", []).append(_ours(dtype))
+            speeds.setdefault(f"maxstack {dtype}", []).append(_ours(dtype, *TINY * tiny))
             for name, (script, words, _) in peers.items():
-                speeds.setdefault(f"{name} {dtype}", []).append(_peer(pythons[name], script, [dtype, *words])["tokens_per_second"])
+                words = [dtype, *words, *["--tiny"] * tiny]
+                speeds.setdefault(f"{name} {dtype}", []).append(_peer(pythons[name], script, words)["tokens_per_second"])
     table = {name: statistics.median(values) for name, values in speeds.items()}
-    start = {kind: _first_loss(kind) for kind in ("cold", "warm")}
+    with tempfile.TemporaryDirectory() as cache:
+        start = {kind: _first_loss(kind, f"run.compilation_cache={cache}", *TINY * tiny) for kind in ("cold", "warm")}
     print(f"\n{'program':26} {'tokens/s':>9} {'all rounds':>26}   maxstack is x times as fast")
     for name, value in table.items():
         ratio = table[f"maxstack {name.split()[-1]}"] / value
@@ -70,9 +78,9 @@ def _reference_work(rounds: int, peer_python: str) -> dict[str, Any]:
     return {"tokens_per_second": speeds, "start": start}
 
 
-def _long_attention(rounds: int) -> dict[str, dict[str, Any]]:
+def _long_attention(rounds: int, lengths: tuple[int, ...]) -> dict[str, dict[str, Any]]:
     """`ours 8192` -> seconds of every round, and by how much memory grew, each in a process of its own."""
-    found: dict[str, dict[str, Any]] = {f"{kind} {length}": {"seconds": []} for length in LENGTHS for kind in ("ours", "jax")}
+    found: dict[str, dict[str, Any]] = {f"{kind} {length}": {"seconds": []} for length in lengths for kind in ("ours", "jax")}
     for number in range(rounds):
         print(f"round {number + 1}/{rounds} attention", file=sys.stderr, flush=True)
         for name, figures in found.items():
@@ -106,29 +114,26 @@ def _peer(python: str, script: str, words: list[str], environment: Mapping[str, 
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _ours(dtype: str) -> float:
+def _ours(dtype: str, *overrides: str) -> float:
     """The same figure that the peers print: batch tokens over the median step of 20 after the first."""
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(_command(folder, f"model.dtype={DTYPES[dtype]}"), capture_output=True, text=True, check=False)
+        done = subprocess.run(_command(folder, f"model.dtype={DTYPES[dtype]}", *overrides), capture_output=True, text=True, check=False)
         if done.returncode:
             sys.exit(f"maxstack failed:\n{done.stdout}{done.stderr}")
-        rows = [json.loads(line) for line in (Path(folder) / "bench-reference" / "metrics.jsonl").read_text().splitlines()]
-    seconds = sorted(row["step_seconds"] for row in rows[1:])
-    return rows[0]["tokens"] / seconds[len(seconds) // 2]
+        steps = rows(Path(folder) / "bench-reference" / "metrics.jsonl", "step_seconds")
+    seconds = sorted(step["step_seconds"] for step in steps[1:])
+    return steps[0]["tokens"] / seconds[len(seconds) // 2]
 
 
 def _command(folder: str, *overrides: str) -> list[str]:
     return [sys.executable, "-m", "maxstack.train", "bench-reference", f"run.output_dir={folder}", *overrides]
 
 
-CACHE = tempfile.TemporaryDirectory()
-
-
-def _first_loss(kind: str) -> tuple[float, float]:
+def _first_loss(kind: str, *overrides: str) -> tuple[float, float]:
     """Seconds from the start of the process to the first line of metrics.jsonl, and the process's peak memory in GB."""
     with tempfile.TemporaryDirectory() as folder:
         begin, metrics = time.perf_counter(), Path(folder) / "bench-reference" / "metrics.jsonl"
-        command = _command(folder, "train.steps=3", f"run.compilation_cache={CACHE.name}")
+        command = _command(folder, "train.steps=3", *overrides)
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
             time.sleep(0.01)

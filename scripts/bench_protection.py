@@ -15,6 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from bench.metrics import rows
+
 PROGRAM = """
 import os, sys, time
 from maxstack import cli, metrics, train
@@ -41,11 +43,12 @@ KINDS = {"one device": (), "8 virtual devices": ("run.virtual_devices=8", "mesh.
 def main() -> None:
     """Run everything, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="replaces a value of the run's configuration")
     parser.add_argument("--rounds", type=int, default=5, help="each variant runs this often; the median of the ratios counts")
     parser.add_argument("--steps", type=int, default=100, help="of each run")
     parser.add_argument("--only", choices=KINDS, help="one kind of run")
     parser.add_argument("--json", type=Path, help="also write every figure here")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for kind in [args.only] if args.only else KINDS:
@@ -65,7 +68,8 @@ def _round(folder: Path, kind: str, number: int, args: argparse.Namespace) -> di
     """Both, the one first in even rounds and the other in odd ones."""
     print(f"{kind}: round {number + 1}/{args.rounds}", file=sys.stderr, flush=True)
     order = ("on", "off") if number % 2 == 0 else ("off", "on")
-    return {which: _measured(folder, which, f"{which}-{kind.replace(' ', '-')}-{number}", args.steps, KINDS[kind]) for which in order}
+    more = *KINDS[kind], *args.overrides
+    return {which: _measured(folder, which, f"{which}-{kind.replace(' ', '-')}-{number}", args.steps, more) for which in order}
 
 
 def _measured(folder: Path, which: str, name: str, steps: int, more: tuple[str, ...]) -> dict[str, float]:
@@ -76,10 +80,10 @@ def _measured(folder: Path, which: str, name: str, steps: int, more: tuple[str, 
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
     if done.returncode:
         sys.exit(f"{' '.join(command[3:])}: exit {done.returncode}\n{done.stdout}{done.stderr}")
-    rows = [row for line in (folder / name / "metrics.jsonl").read_text().splitlines() if "at" in (row := json.loads(line))]
-    first, last = rows[EARLY - 1], rows[-2]
+    steps_done = rows(folder / name / "metrics.jsonl", "at")
+    first, last = steps_done[EARLY - 1], steps_done[-2]
     seconds = last["at"] - first["at"]
-    held_up = seconds - sum(row["step_seconds"] for row in rows[EARLY:-1])
+    held_up = seconds - sum(row["step_seconds"] for row in steps_done[EARLY:-1])
     return {"tokens_per_second": (last["step"] - first["step"]) * BATCH * LENGTH / seconds, "blocked": held_up / seconds}
 
 

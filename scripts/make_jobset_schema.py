@@ -3,8 +3,11 @@
 `pip install kubeflow-trainer-api==2.3.0` into an environment of its own, and run this there. That package holds the types that JobSet's own OpenAPI
 description gives for v1alpha2; what the CRD (kubernetes-sigs/jobset, config/components/crd/bases) says beyond types of our fields is in CRD
 below.
+
+example: python scripts/make_jobset_schema.py
 """
 
+import argparse
 import json
 import sys
 from importlib.metadata import version
@@ -26,6 +29,7 @@ QUANTITY = {"anyOf": [{"type": "integer"}, {"type": "string", "pattern": r"^[0-9
 
 def main() -> int:
     """Write the file; the exit code."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
     schema = _plain(JobsetV1alpha2JobSet.model_json_schema(by_alias=True))

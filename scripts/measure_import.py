@@ -20,7 +20,7 @@ sys.exit(code)
 
 def main() -> None:
     """Measure in a temporary folder."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, epilog="example: python scripts/measure_import.py --gigabytes 4 --layers 16")
     parser.add_argument("--gigabytes", type=float, default=4)
     parser.add_argument("--layers", type=int, default=16)
     args = parser.parse_args()

@@ -4,9 +4,9 @@ Each run is a process of its own. Measured is the peak of its resident memory wh
 example: python scripts/measure_memory.py 'fine-tuning, all weights' 'fine-tuning, QLoRA: nf4 under rank 16'
 """
 
+import argparse
 import multiprocessing
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -33,14 +33,21 @@ RUNS = {
 
 def main() -> None:
     """Print a Markdown table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="*", default=[*RUNS], metavar="NAME", help=f"these alone: {'; '.join(RUNS)}")
+    parser.add_argument("--layers", type=int, default=8, help="of the model (default: 8)")
+    args = parser.parse_intermixed_args()
+    names = args.runs
+    if unknown := {*names} - RUNS.keys():
+        parser.error(f"there are no runs {', '.join(sorted(unknown))}; there are {'; '.join(RUNS)}")
     print("| Run | Plan | Measured | Measured / plan |\n|---|---|---|---|")
-    for name, run in RUNS.items() if not sys.argv[1:] else ((name, RUNS[name]) for name in sys.argv[1:]):
+    for name in names:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            planned, measured = pool.apply(measure, run)
+            planned, measured = pool.apply(measure, (args.layers, *RUNS[name]))
         print(f"| {name} | {planned / 2**20:,.0f} MiB | {measured / 2**20:,.0f} MiB | {measured / planned:.2f} |", flush=True)
 
 
-def measure(kind: str, mesh: dict[str, int], remat: str, more: Mapping[str, Any] = MappingProxyType({})) -> tuple[int, int]:
+def measure(layers: int, kind: str, mesh: dict[str, int], remat: str, more: Mapping[str, Any] = MappingProxyType({})) -> tuple[int, int]:
     """-> (bytes that plan predicts, bytes measured), each on all devices, with `more` sections of the configuration."""
     os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}"}
     import jax
@@ -51,7 +58,7 @@ def measure(kind: str, mesh: dict[str, int], remat: str, more: Mapping[str, Any]
     from maxstack.run import assemble
     from maxstack.schema import Config
 
-    model = {"vocab": 8192, "embed": 512, "layers": 8, "blocks": {"block": {"mixer": ATTENTION, "mlp": MLPS[kind]}}, "remat": {"policy": remat}}
+    model = {"vocab": 8192, "embed": 512, "layers": layers, "blocks": {"block": {"mixer": ATTENTION, "mlp": MLPS[kind]}}, "remat": {"policy": remat}}
     cfg = Config.model_validate({"model": model, "mesh": {"data": 1} | mesh, "train": {"batch_size": 16, "steps": 2}, "data": {
         "sources": [{"kind": "synthetic", "vocab": 8192}], "seq_len": 512}, "optimizer": {"chain": [{"kind": "adamw"}]}, **more})
     run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()))
@@ -74,4 +81,4 @@ def resident(line: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

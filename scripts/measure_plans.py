@@ -27,6 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--kept", type=Path, default=Path("plans.json"), help="results so far; what stands there is not run again")
+    parser.add_argument("--page", type=Path, default=PAGE, help="the page that holds both tables")
     args = parser.parse_args()
     kept = json.loads(args.kept.read_text()) if args.kept.exists() else {}
     chosen = [(name, case) for table in CASES.values() for name, case in table.items() if args.only in name]
@@ -34,10 +35,10 @@ def main() -> None:
         if kept.get(name, {}).get("command") != case["plan"]:
             kept[name] = measure(case["plan"])
             args.kept.write_text(json.dumps(kept, indent=1))
-    page = PAGE.read_text()
+    page = args.page.read_text()
     for table, write in (("presets", preset_rows), ("published", published_rows)):
         page = replaced(page, table, write({name: case for name, case in CASES[table].items() if name in kept}, kept))
-    PAGE.write_text(page)
+    args.page.write_text(page)
 
 
 def measure(arguments: str) -> dict:

@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="replaces a value of the file")
     parser.add_argument("--rounds", type=int, default=5, help="every part runs in turn this often; the median counts")
     parser.add_argument("--json", type=Path, help="also write every figure here")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     if sys.platform == "linux" and "GLIBC_TUNABLES" not in os.environ:  # as `maxstack train` starts itself
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"})
     import jax

@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from bench.metrics import rows
 from bench.svg import Panel, line_chart
 from tqdm import tqdm
 
@@ -36,15 +37,16 @@ SHOWN = (10, 20, 40, 75, 150, 300)
 def main() -> None:
     """Run, keep, plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="replaces a value of the quickstart's configuration")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--only", choices=RECIPES, action="append", help="these alone; the others keep the figures that are there")
     parser.add_argument("--plot", action="store_true", help="run nothing")
     parser.add_argument("--docs", type=Path, default=DOCS)
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     path = args.docs / "quantization" / "curves.json"
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     for name in tqdm([] if args.plot else args.only or RECIPES, unit=" runs", disable=None):
-        found[name] = run(RECIPES[name], args.steps) | {"steps": args.steps, "machine": f"{platform.machine()}, CPU"}
+        found[name] = run(RECIPES[name], args.steps, args.overrides) | {"steps": args.steps, "machine": f"{platform.machine()}, CPU"}
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(found) + "\n")
     path.with_suffix(".svg").write_text(plot(found))
@@ -54,15 +56,15 @@ def main() -> None:
     page.write_text(text)
 
 
-def run(recipe: str, steps: int) -> dict[str, Any]:
+def run(recipe: str, steps: int, overrides: list[str]) -> dict[str, Any]:
     """Losses of the steps, and held-out losses, of one recipe."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, "-m", "maxstack.train", "quickstart", f"run.output_dir={folder}", "run.name=curve", "run.tensorboard=false",
                         "model.dtype=bfloat16", f"quantization={recipe}", f"train.steps={steps}", f"eval={{every: {steps // 4}, baselines: false}}",
-                        "checkpoint.every=0"], check=True, stdout=subprocess.DEVNULL)
-        rows = [json.loads(line) for line in (Path(folder) / "curve" / "metrics.jsonl").read_text().splitlines()]
-    return {"losses": [row["loss"] for row in rows if "loss" in row],
-            "held_out": {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}}
+                        "checkpoint.every=0", *overrides], check=True, stdout=subprocess.DEVNULL)
+        metrics = Path(folder) / "curve" / "metrics.jsonl"
+        return {"losses": [row["loss"] for row in rows(metrics, "loss")],
+                "held_out": {row["step"]: row["eval_loss"] for row in rows(metrics, "eval_loss")}}
 
 
 def plot(found: dict[str, Any]) -> str:

@@ -2,6 +2,9 @@
 
 `pip install xpk` into an environment of its own, and run this there. With --check that parser reads a command line from standard input; the exit code
 says whether it takes it.
+
+example: maxstack submit synthetic --target xpk --cluster tpu-v5e --dry-run mesh.data=1 mesh.fsdp=64 train.batch_size=64 run.output_dir=/gcs/runs
+         | python scripts/record_xpk_options.py --check
 """
 
 import argparse
@@ -18,11 +21,14 @@ COMMANDS = "create", "create-pathways", "list", "delete"
 
 def main() -> int:
     """Write the file, or check a command line; the exit code."""
+    own = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    own.add_argument("--check", action="store_true", help="parse the command on standard input, and write nothing")
+    check = own.parse_args().check
     from xpk.parser.core import set_parser
 
     parser = argparse.ArgumentParser(prog="xpk")
     set_parser(parser)
-    if sys.argv[1:2] == ["--check"]:
+    if check:
         found = parser.parse_args(shlex.split(sys.stdin.read())[1:])
         print(f"xpk {version('xpk')} takes it: workload {found.workload} on {found.tpu_type or found.device_type}")
         return 0

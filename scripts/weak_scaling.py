@@ -19,13 +19,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from bench.metrics import rows
 from bench.svg import Panel, line_chart
 from tqdm import tqdm
 
 from maxstack.submit.local import members
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-COUNTS = 1, 2, 4, 8
 STEPS, WARM = 24, 8
 ROWS = 4
 MODEL = ["model.blocks.block.mlp.hidden=1024", "model.embed=256", "data.seq_len=256", "train.accumulate=1"]
@@ -37,14 +37,17 @@ PLAN = "synthetic model=llama-3.1-8b mesh.slices={slices} mesh.data=1 mesh.fsdp=
 def main() -> None:
     """Measure, plan, plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="replaces a value of the processes' configuration")
+    parser.add_argument("--counts", type=_counts, default=[1, 2, 4, 8], metavar="N,N", help="of processes (default: 1,2,4,8)")
     parser.add_argument("--rounds", type=int, default=3, help="each count so often, in turn; the fastest counts")
     parser.add_argument("--only", choices=["processes", "plan"], help="the other keeps the figures that are there")
     parser.add_argument("--plot", action="store_true", help="run nothing")
-    args = parser.parse_args()
-    path = DOCS / "cluster" / "scaling.json"
+    parser.add_argument("--docs", type=Path, default=DOCS, help="the folder that holds CLUSTER.md and cluster/")
+    args = parser.parse_intermixed_args()
+    path = args.docs / "cluster" / "scaling.json"
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if not args.plot and args.only != "plan":
-        found["processes"] = processes(args.rounds)
+        found["processes"] = processes(args.counts, args.rounds, args.overrides)
         found["machine"] = f"{os.cpu_count()} cores, {platform.machine()}"
     if not args.plot and args.only != "processes":
         found["plan"] = {slices: planned(slices) for slices in tqdm(SLICES, unit=" plans", disable=None)}
@@ -52,30 +55,34 @@ def main() -> None:
     path.write_text(json.dumps(found, indent=1) + "\n")
     found = json.loads(path.read_text())
     path.with_suffix(".svg").write_text(plot(found))
-    page = DOCS / "CLUSTER.md"
+    page = args.docs / "CLUSTER.md"
     text, count = re.subn(r"(?<=<!-- scaling -->\n).*?(?=<!-- end -->)", lambda _: f"\n{table(found)}\n\n", page.read_text(), flags=re.S)
     assert count == 1, f"{page} has {count} places for the table"
     page.write_text(text)
 
 
-def processes(rounds: int) -> dict[int, dict[str, float]]:
+def _counts(text: str) -> list[int]:
+    return [*map(int, text.split(","))]
+
+
+def processes(counts: list[int], rounds: int, overrides: list[str]) -> dict[int, dict[str, float]]:
     """Count -> seconds of a step where the processes are one run, and where each is its own."""
-    found: dict[int, dict[str, float]] = {count: {} for count in COUNTS}
+    found: dict[int, dict[str, float]] = {count: {} for count in counts}
     for _ in tqdm(range(rounds), unit=" rounds", disable=None):
-        for count in COUNTS:
+        for count in counts:
             for kind, together in (("together", True), ("apart", False)):
-                seconds = measured(count, together)
+                seconds = measured(count, together, overrides)
                 found[count][kind] = min(seconds, found[count].get(kind, seconds))
     return found
 
 
-def measured(count: int, together: bool) -> float:
+def measured(count: int, together: bool, overrides: list[str]) -> float:
     """Median seconds of a step, of the slowest process."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as ending:
-        rows = ROWS * (count if together else 1)
+        batch = ROWS * (count if together else 1)
         common = [sys.executable, "-m", "maxstack.train", "quickstart", f"run.output_dir={folder}", "run.tensorboard=false", *MODEL,
-                  "eval.every=0", "eval.baselines=false", "checkpoint.every=0", f"train.steps={STEPS}", f"train.batch_size={rows}",
-                  "faults.watchdog=null"]
+                  "eval.every=0", "eval.baselines=false", "checkpoint.every=0", f"train.steps={STEPS}", f"train.batch_size={batch}",
+                  "faults.watchdog=null", *overrides]
         started = []
         for i, own in enumerate(members(count) if together else [{}] * count):
             name = "run.name=one" if together else f"run.name=run-{i}"
@@ -86,12 +93,7 @@ def measured(count: int, together: bool) -> float:
             if process.wait():
                 raise SystemExit(f"{count} processes: one left with {process.returncode}")
         files = sorted(Path(folder).glob("*/metrics.jsonl"))
-        return max(statistics.median(_steps(file)) for file in files)
-
-
-def _steps(file: Path) -> list[float]:
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    return [row["step_seconds"] for row in rows if "step_seconds" in row and row["step"] > WARM]
+        return max(statistics.median(row["step_seconds"] for row in rows(file, "step_seconds") if row["step"] > WARM) for file in files)
 
 
 def planned(slices: int) -> dict[str, float]:
@@ -115,10 +117,10 @@ def plot(found: dict[str, Any]) -> str:
         panels.append(Panel(f"measured: processes on {found['machine']}", "processes", "share of a step", {
             "communication": [(count, max(0.0, part)) for count, part in share.items()]}))
     if "plan" in found:
-        rows = [*found["plan"].values()]
-        first = rows[0]["tokens_per_second"] / rows[0]["chips"]
+        plans = [*found["plan"].values()]
+        first = plans[0]["tokens_per_second"] / plans[0]["chips"]
         panels.append(Panel("plan: Llama 3.1 8B on slices of 256 TPU v5e", "chips", "tokens/s of a chip, over one slice", {
-            "plan's bound": [(row["chips"], row["tokens_per_second"] / row["chips"] / first) for row in rows]}))
+            "plan's bound": [(row["chips"], row["tokens_per_second"] / row["chips"] / first) for row in plans]}))
     return line_chart("Weak scaling", "the same rows for each process, or chip, however many there are", panels)
 
 
@@ -130,10 +132,10 @@ def table(found: dict[str, Any]) -> str:
     for count, row in found.get("processes", {}).items():
         lines.append(f"| {count} | {row['together'] * 1e3:.0f} ms | {row['apart'] * 1e3:.0f} ms | {1 - row['apart'] / row['together']:.0%} |")
     lines += ["", "| Slices of TPU v5e:16x16 | Chips | A step at best | Tokens/s of a chip, over one slice | Limited by |", "|---|---|---|---|---|"]
-    rows = found.get("plan", {})
-    for slices, row in rows.items():
+    plans = found.get("plan", {})
+    for slices, row in plans.items():
         each = row["tokens_per_second"] / row["chips"]
-        first = rows["1"]["tokens_per_second"] / rows["1"]["chips"]
+        first = plans["1"]["tokens_per_second"] / plans["1"]["chips"]
         lines.append(f"| {slices} | {row['chips']:,} | {row['seconds']:.3f} s | {each / first:.1%} | {row['limit']} |")
     return "\n".join(lines)
 

@@ -26,10 +26,11 @@ def main(argv: Sequence[str]) -> int:
     _check(args)
     where = topology_of(args, cfg)
     from maxstack import config
-    from maxstack.plan import report
+    from maxstack.plan import cost, report
 
+    asked = cost.asked(args, where)
     chosen, found = _chosen(args, cfg, where)
-    print(report.text(found))
+    print(report.text(found, [*cost.lines(found, asked)] if asked else []))
     if args.search or args.batch:
         out = args.out or Path("planned.yml")
         out.write_text(config.dump(chosen))
@@ -38,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
         size = _save(chosen, where, args.save_executable)
         print(f"compiled step, {size / 2**20:.1f} MiB: maxstack train ... run.executable={args.save_executable}")
     if args.json:
-        args.json.write_text(json.dumps(found.json(), indent=1) + "\n")
+        args.json.write_text(json.dumps(found.json() | cost.json(found, asked), indent=1) + "\n")
     return 1 if found.fits is False else 0
 
 
@@ -92,9 +93,12 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="maxstack plan", description="Compile the step that a run would take, for hardware that need not be here, and say whether it fits, what "
         "it moves and how fast it can be. Needs nothing but a CPU, and for other hardware the extra plan-tpu or plan-cuda.",
-        epilog="example: maxstack plan synthetic model=llama-3.1-8b mesh=v5e-256 train.batch_size=256 --topology v5e:16x16")
+        epilog="example: maxstack plan synthetic model=llama-3.1-8b mesh=v5e-256 train.batch_size=256 --topology v5e:16x16 --tokens 15T --mfu 0.4")
     takes_topology(parser)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write every figure to FILE")
+    parser.add_argument("--tokens", metavar="N", help="also say days and chip-hours for N tokens, at the bound on speed; K, M, B and T count: 15T")
+    parser.add_argument("--mfu", metavar="SHARE", help="with --tokens, also at this MFU, causal as training measures it, such as 0.4")
+    parser.add_argument("--price", metavar="PRICE", help="with --tokens, also the cost, where a chip-hour has this price in any currency")
     parser.add_argument("--exact", action="store_true", help="let a TPU's compiler spend all its effort, as training does: some minutes")
     parser.add_argument("--search", action="store_true", help="try meshes, remat policies and batch sizes, and write the fastest that fits")
     parser.add_argument("--finalists", type=int, metavar="N", help="how many candidates of a search are compiled (default: 3)")

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -141,8 +141,8 @@ def _rest(total: Memory, kept: int, saved: int) -> dict[str, int]:
     return {"padding": padding, "code": total.code, "activations": min(saved, runs), "temporaries": max(0, runs - saved)}
 
 
-def text(plan: Plan) -> str:
-    """One screen."""
+def text(plan: Plan, cost: Sequence[str] = ()) -> str:
+    """One screen, with the lines of `cost` before its verdict."""
     mesh = " x ".join(f"{axis}={size}" for axis, size in plan.mesh.items()) or "one device"
     head = [f"{plan.config} on {plan.topology}: {plan.devices:,} x {plan.chip}, mesh {mesh}",
             f"{plan.parameters:,} parameters, {plan.batch_size:,} x {plan.seq_len:,} = {plan.tokens:,} tokens a step"]
@@ -150,6 +150,8 @@ def text(plan: Plan) -> str:
     speed = ["", *_speed(plan)] if plan.roofline else []
     if plan.bubble:
         speed += ["", f"pipeline: {plan.bubble:.1%} of the turns of a stage are idle{', which is counted' if plan.roofline else ''}"]
+    if cost:
+        speed += ["", *cost]
     return "\n".join([*head, "", *_memory(plan), "", *_flops(plan), *traffic, *speed, "", verdict(plan)])
 
 

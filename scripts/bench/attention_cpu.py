@@ -1,22 +1,29 @@
 """Causal attention over one long row, forward and backward, on a CPU: 4 heads, 2 kv heads, head_dim 64, float32.
 
-usage: attention_cpu.py ours|jax LENGTH CALLS     prints one JSON line: least seconds of a call, and of processor time, bytes of XLA's temporaries,
-and by how many bytes the process's resident memory peaked above what it held before the first call
+Prints one JSON line: least seconds of a call, and of processor time, bytes of XLA's temporaries, and by how many bytes the process's resident
+memory peaked above what it held before the first call.
+example: python scripts/bench/attention_cpu.py ours 2048 3
 """
+import argparse
 import json
-import sys
 import time
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("kind", choices=("ours", "jax"))
+parser.add_argument("length", type=int)
+parser.add_argument("calls", type=int)
+args = parser.parse_args()
 
-KIND, T, CALLS = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+
+T = args.length
 N, K, H = 4, 2, 64
 
 
 def attend(q, k, v):
-    if KIND == "jax":
+    if args.kind == "jax":
         return jax.nn.dot_product_attention(q, k, v, is_causal=True)
     from maxstack.kernels.attention import attention
     from maxstack.kernels.attention.request import Request
@@ -40,7 +47,7 @@ jax.block_until_ready(given)
 held = resident("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
 seconds, processor = [], []
-for _ in range(CALLS):
+for _ in range(args.calls):
     begin, busy = time.perf_counter(), time.process_time()
     out = jax.block_until_ready(run(*given))
     seconds.append(time.perf_counter() - begin)

@@ -1,8 +1,9 @@
 """One process of bench_gpu.py: makes the jobs of some sections, runs them, and prints a line of JSON for whatever happens.
 
-usage: python -m bench.gpu_worker, with the specification that bench_gpu.py makes, JSON, on standard input
+example: cd scripts; python -m bench.gpu_worker < specification.json    (the JSON that bench_gpu.py makes, on standard input)
 """
 
+import argparse
 import contextlib
 import importlib
 import json
@@ -29,6 +30,7 @@ def tell(**event: Any) -> None:
 
 def main() -> None:
     """Run the sections of the specification, without the jobs that it says are done."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     from bench import gpu_without_pydantic
 
     given = json.load(sys.stdin)

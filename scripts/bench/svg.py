@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import textwrap
 from collections.abc import Sequence
 from html import escape
 
@@ -13,9 +14,13 @@ PANEL, HEIGHT, MARGIN = 300, 230, (62, 70)
 """Width and height of a panel's plane; what its labels take left and below."""
 
 
+MANY = 20
+"""Points of a line, from which on a linear panel marks none of them."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """One plane of a line chart; both axes are logarithmic where it says so, x always by powers of two."""
+    """One plane of a line chart; y is logarithmic where it says so, x by powers of two unless it is linear."""
 
     title: str
     x_label: str
@@ -24,6 +29,8 @@ class Panel:
     log: bool = False
     dashed: tuple[str, ...] = ()
     """Series that others published."""
+    linear: bool = False
+    """Of x: from 0 on, with round numbers below; a series of many points is a bare line."""
 
 
 def line_chart(title: str, note: str, panels: Sequence[Panel]) -> str:
@@ -54,6 +61,15 @@ def bar_chart(title: str, note: str, unit: str, parts: Sequence[str], rows: Sequ
         body.append(_text(x + 6, y + 14, _number(sum(values)), "start", SOFT))
     body.append(_text(left + width / 2, bottom + 40, unit, "middle", SOFT))
     return _page(left + width + 70, bottom + 56, title, note, body)
+
+
+def screen(title: str, lines: Sequence[str]) -> str:
+    """Lines of text as a terminal shows them; those that begin with `$` are commands, and wrapped."""
+    width = max(len(line) for line in lines if not line.startswith("$ "))
+    shown = [part for line in lines for part in (textwrap.wrap(line, width, subsequent_indent="    ") if line.startswith("$ ") else [line])]
+    body = [f'<text x="16" y="{70 + 17 * n}" font-family="ui-monospace, Menlo, Consolas, monospace" xml:space="preserve" fill="{INK}">'
+            f'{escape(line)}</text>' for n, line in enumerate(shown) if line]
+    return _page(32 + 7.3 * width, 80 + 17 * len(shown), title, "", body)
 
 
 def _page(width: float, height: float, title: str, note: str, body: Sequence[str]) -> str:
@@ -97,11 +113,14 @@ def _mark(kind: str, x: float, y: float, colour: str) -> str:
 def _panel(panel: Panel, names: Sequence[str], left: float, top: float) -> str:
     points = [point for series in panel.series.values() for point in series]
     xs = sorted({x for x, _ in points})
-    first, span = math.log2(xs[0]), math.log2(xs[-1] / xs[0]) or 1.0
+    if panel.linear:
+        xs = _ticks(0, xs[-1])
+    else:
+        first, span = math.log2(xs[0]), math.log2(xs[-1] / xs[0]) or 1.0
     ticks = _decades([y for _, y in points]) if panel.log else _ticks(0, max(y for _, y in points))
 
     def place(x: float, y: float) -> tuple[float, float]:
-        across = (math.log2(x) - first) / span
+        across = x / xs[-1] if panel.linear else (math.log2(x) - first) / span
         up = math.log(y / ticks[0]) / math.log(ticks[-1] / ticks[0]) if panel.log else y / ticks[-1]
         return left + 14 + across * (PANEL - 28), top + HEIGHT * (1 - up)
 
@@ -120,7 +139,7 @@ def _panel(panel: Panel, names: Sequence[str], left: float, top: float) -> str:
         stroke = ' stroke-dasharray="5 4"' if name in panel.dashed else ""
         route = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
         parts.append(f'<path d="M{route}" fill="none" stroke="{colour}" stroke-width="2"{stroke}/>')
-        parts += [_mark(mark, x, y, colour) for x, y in places]
+        parts += [_mark(mark, x, y, colour) for x, y in places if not panel.linear or len(places) < MANY]
     return "\n".join(parts)
 
 
@@ -129,7 +148,7 @@ def _ticks(low: float, high: float) -> list[float]:
     rough = (high - low) / 5 or 1.0
     size = 10.0 ** math.floor(math.log10(rough))
     step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= rough * 0.999)
-    return [low + step * n for n in range(math.ceil((high - low) / step - 1e-9) + 1)]
+    return [low + step * n for n in range(max(1, math.ceil((high - low) / step - 1e-9)) + 1)]
 
 
 def _decades(values: Sequence[float]) -> list[float]:

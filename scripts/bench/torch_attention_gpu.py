@@ -1,9 +1,11 @@
 """torch.nn.functional.scaled_dot_product_attention on the shapes of gpu_attention.py, its flash and cuDNN backends.
 
-usage: python -m bench.torch_attention_gpu, with JSON such as {"cases": [{"length": ...}], "calls": 20} on standard input; a line
-`@bench {...}` for each case and backend
+bench_gpu.py gives the cases as JSON on standard input, and reads a line `@bench {...}` for each case and backend.
+example: cd scripts; echo '{"cases": [{"batch": 1, "heads": 16, "length": 4096, "head_dim": 128, "window": null, "dtype": "bfloat16"}],
+         "calls": 20}' | python -m bench.torch_attention_gpu
 """
 
+import argparse
 import json
 import statistics
 import sys
@@ -11,8 +13,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
+if __name__ == "__main__":  # before torch is imported, which --help does not need
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+
+import torch  # noqa: E402
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 BACKENDS = {"torch flash": SDPBackend.FLASH_ATTENTION, "torch cudnn": SDPBackend.CUDNN_ATTENTION}
 REPEATS = 5

@@ -1,19 +1,24 @@
 """The training step of gpu_train.py as a PyTorch user would run it: transformers' LlamaForCausalLM, torch.compile, flash SDPA, autocast to bfloat16
 over float32 weights, fused AdamW. On a CPU, to try the path, it is not compiled.
 
-usage: python -m bench.torch_llama_gpu, with JSON such as {"shape": {...}, "batches": [8]} on standard input; a line
-`@bench {...}` for each batch size
+bench_gpu.py gives the shape as JSON on standard input, and reads a line `@bench {...}` for each batch size.
+example: cd scripts; echo '{"shape": {"vocab": 4096, "embed": 256, "hidden": 1024, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 64,
+         "length": 512}, "batches": [8]}' | python -m bench.torch_llama_gpu
 """
 
+import argparse
 import json
 import statistics
 import sys
 import time
 from typing import Any
 
-import torch
-import transformers
-from torch.nn.attention import SDPBackend, sdpa_kernel
+if __name__ == "__main__":  # before torch is imported, which --help does not need
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 WARM_UP, GROUPS, STEPS = 3, 3, 5
 

@@ -1,0 +1,137 @@
+"""Cost of training on a number of tokens: steps, days, chip-hours and money.
+
+Counted at a plan's bound on speed, and at an MFU. report.py prints it.
+"""
+
+import argparse
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from maxstack.chips import by_kind
+from maxstack.config import ConfigError
+
+if TYPE_CHECKING:
+    from maxstack.plan.report import Plan
+    from maxstack.plan.topology import Topology
+
+SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What --tokens, --mfu and --price ask for."""
+
+    tokens: int
+    mfu: float | None
+    """Causal, as training measures it: a share of the chips' dense bfloat16 peak."""
+    price: float | None
+    """Of an hour of one chip, in any currency."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """A whole run at one speed."""
+
+    steps: int
+    days: float
+    chip_hours: float
+    price: float | None
+
+
+def asked(args: argparse.Namespace, where: "Topology") -> Asked | None:
+    """What the arguments ask for; None without --tokens. ConfigError for nonsense."""
+    if args.tokens is None:
+        for option, value in (("--mfu", args.mfu), ("--price", args.price)):
+            if value is not None:
+                raise ConfigError(
+                    f"{option} {value}: says what --tokens take or cost; "
+                    f"give both, as in --tokens 15T {option} {value}"
+                )
+        return None
+    if where.chip is None:
+        raise ConfigError(
+            f"--tokens {args.tokens}: this device has no figures in chips.yml, "
+            "so no bound on speed to count with; "
+            "give --topology, such as --topology v5p:8x8x8"
+        )
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMBT]?)", args.tokens)
+    tokens = round(float(found[1]) * SUFFIXES[found[2]]) if found else 0
+    if tokens < 1:
+        raise ConfigError(
+            f"--tokens {args.tokens}: is no number of tokens; give 1 or more, "
+            "with K, M, B or T for thousands to trillions, such as 15T"
+        )
+    return Asked(
+        tokens,
+        _number("--mfu", args.mfu, 1.0, "a share of the peak between 0 and 1, such as 0.4"),
+        _number(
+            "--price", args.price, math.inf, "what an hour of one chip costs, above 0, such as 2.5"
+        ),
+    )
+
+
+def _number(option: str, text: str | None, most: float, meaning: str) -> float | None:
+    if text is None:
+        return None
+    value = float(text) if re.fullmatch(r"[0-9]*\.?[0-9]+(e-?[0-9]+)?", text) else 0.0
+    if not 0 < value <= most or math.isinf(value):
+        raise ConfigError(f"{option} {text}: must be {meaning}")
+    return value
+
+
+def costs(plan: "Plan", asked: Asked) -> dict[str, Cost]:
+    """`bound` -> the least that tokens cost; `mfu` -> at that MFU, where the bound allows it."""
+    rates = {"bound": plan.tokens_per_second}
+    bound = plan.mfu()
+    if asked.mfu and bound and rates["bound"] and asked.mfu <= bound:
+        rates["mfu"] = rates["bound"] * asked.mfu / bound
+    return {name: _cost(plan, asked, rate) for name, rate in rates.items() if rate}
+
+
+def _cost(plan: "Plan", asked: Asked, rate: float) -> Cost:
+    """Whole steps, at `rate` tokens/s of all devices."""
+    chip = by_kind(plan.chip)
+    chips = plan.devices / (chip.devices if chip else 1)
+    steps = math.ceil(asked.tokens / plan.tokens)
+    seconds = steps * plan.tokens / rate
+    hours = chips * seconds / 3600
+    return Cost(steps, seconds / 86400, hours, asked.price and hours * asked.price)
+
+
+def lines(plan: "Plan", asked: Asked) -> Iterator[str]:
+    """The lines of the screen."""
+    found = costs(plan, asked)
+    if "bound" not in found:
+        yield f"{asked.tokens:,} tokens: a step that does not fit has no bound on speed, so no days"
+        return
+    yield f"{asked.tokens:,} tokens are {found['bound'].steps:,} steps"
+    yield f"at the bound, which nothing real reaches: at least {_told(found['bound'])}"
+    if "mfu" in found:
+        yield f"at an MFU of {asked.mfu:.1%} causal: {_told(found['mfu'])}"
+    elif asked.mfu:
+        yield (
+            f"at an MFU of {asked.mfu:.1%} causal: not on these chips, "
+            f"the bound is {plan.mfu():.1%}"
+        )
+
+
+def _told(cost: Cost) -> str:
+    money = "" if cost.price is None else f", {_amount(cost.price)} in the currency of --price"
+    return f"{_amount(cost.days)} days, {_amount(cost.chip_hours)} chip-hours{money}"
+
+
+def _amount(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def json(plan: "Plan", asked: Asked | None) -> dict[str, Any]:
+    """`cost` of the plan's JSON; empty without --tokens."""
+    if asked is None:
+        return {}
+    return {
+        "cost": dataclasses.asdict(asked)
+        | {name: dataclasses.asdict(cost) for name, cost in costs(plan, asked).items()}
+    }

@@ -1,0 +1,98 @@
+"""The pictures of README.md, from the data beside them in docs/pictures.
+
+loss.svg: the quickstart's loss, from loss.json. plan.svg: a screen of `maxstack plan`, from plan.txt.
+--metrics makes loss.json anew of a run's metrics.jsonl, --plan runs the plan again into plan.txt.
+example: python scripts/plot_readme.py --metrics runs/quickstart/metrics.jsonl
+         python scripts/plot_readme.py --check
+"""
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from bench.metrics import rows
+from bench.svg import Panel, line_chart, screen
+
+PICTURES = Path(__file__).resolve().parent.parent / "docs" / "pictures"
+PLAN = (
+    "maxstack plan synthetic model=llama-3.1-8b mesh=v5e-256 data.seq_len=8192 "
+    "train.batch_size=256 model.remat.policy=full --topology v5e:16x16 --tokens 15T --mfu 0.4"
+)
+MEAN = 10
+"""Steps in one point of the curve."""
+
+
+def main() -> None:
+    """Take new data where some is given, and draw what changed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--metrics", type=Path, metavar="FILE", help="of a run of the quickstart")
+    parser.add_argument("--plan", action="store_true", help="run the plan again (extra plan-tpu)")
+    parser.add_argument("--pictures", type=Path, default=PICTURES, help="the folder")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; 1 if one is not up to date"
+    )
+    args = parser.parse_args()
+    if args.metrics:
+        (args.pictures / "loss.json").write_text(json.dumps(thinned(args.metrics)) + "\n")
+    if args.plan:
+        (args.pictures / "plan.txt").write_text(planned())
+    stale = [path for path, text in drawn(args.pictures).items() if not same(path, text)]
+    if args.check:
+        raise SystemExit(f"not up to date: {', '.join(map(str, stale))}" if stale else 0)
+    for path in stale:
+        path.write_text(drawn(args.pictures)[path], encoding="utf-8")
+        print(path)
+
+
+def same(path: Path, text: str) -> bool:
+    """Whether a file holds this text."""
+    return path.exists() and path.read_text(encoding="utf-8") == text
+
+
+def thinned(metrics: Path) -> dict[str, Any]:
+    """The training loss as means of MEAN steps, and every held-out loss, as (step, nats a byte)."""
+    losses = [(row["step"], row["loss"]) for row in rows(metrics, "loss")]
+    groups = [losses[i : i + MEAN] for i in range(0, len(losses) - MEAN + 1, MEAN)]
+    return {
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "training": [(group[-1][0], round(sum(x for _, x in group) / MEAN, 4)) for group in groups],
+        "held_out": [
+            (row["step"], round(row["eval_loss"], 4)) for row in rows(metrics, "eval_loss")
+        ],
+    }
+
+
+def planned() -> str:
+    """The command and what it prints."""
+    words = shlex.split(PLAN)[1:]
+    command = [sys.executable, "-m", "maxstack.cli", *words]
+    said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return "".join(f"{line.rstrip()}\n" for line in [f"$ {PLAN}", *said.splitlines()])
+
+
+def drawn(pictures: Path) -> dict[Path, str]:
+    """The files and what they should hold."""
+    found = json.loads((pictures / "loss.json").read_text())
+    series = {
+        f"training, mean of {MEAN} steps": found["training"],
+        "held-out files": found["held_out"],
+    }
+    loss = line_chart(
+        "maxstack train quickstart",
+        f"loss, nats a byte; {found['machine']}, CPU",
+        [Panel("Python's standard library", "step", "nats", series, linear=True)],
+    )
+    plan = screen("maxstack plan", (pictures / "plan.txt").read_text().splitlines())
+    return {pictures / "loss.svg": loss, pictures / "plan.svg": plan}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""The commands that README.md and docs/*.md show, and a folder in which they can be run."""
+
+import dataclasses
+import gzip
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import parity
+import tokenizers
+
+from maxstack import cli
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.M | re.S)
+RUN = "{extends: synthetic, mesh: {data: 1, fsdp: -1}, train: {batch_size: 32}}"
+WORDS = ("alpha", "beta", "gamma", "delta", "learning", "rate", "the", "a", "of", "gradient")
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """One line of a page, its comment left out."""
+
+    page: str
+    line: str
+
+    @property
+    def words(self) -> list[str]:
+        """As a shell splits it."""
+        return shlex.split(self.line)
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """A command that a page shows with what it prints."""
+
+    page: str
+    line: str
+    printed: str
+
+
+def blocks(page: Path, *languages: str) -> Iterator[str]:
+    """The fenced blocks of a page in these languages."""
+    for language, text in FENCE.findall(page.read_text(encoding="utf-8")):
+        if language in languages:
+            yield text
+
+
+def commands() -> list[Command]:
+    """Every line of the blocks for a shell, once for each page."""
+    found = [
+        Command(page.name, shlex.join(words))
+        for page in PAGES
+        for block in blocks(page, "", "sh", "bash")
+        for line in block.replace("\\\n", " ").splitlines()
+        if not block.startswith("$ ") and (words := shlex.split(line, comments=True))
+    ]
+    return [*dict.fromkeys(found)]
+
+
+def examples() -> list[Example]:
+    """Every block that begins with `$ `."""
+    return [
+        Example(page.name, lines[0].removeprefix("$ "), "\n".join(lines[1:]) + "\n")
+        for page in PAGES
+        for block in blocks(page, "")
+        if (lines := block.splitlines())[0].startswith("$ ")
+    ]
+
+
+def inline(program: str) -> set[tuple[str, str]]:
+    """(page, command) of every `program ...` in a page's prose."""
+    return {
+        (page.name, found)
+        for page in PAGES
+        for found in re.findall(
+            rf"`({program} [^`]+)`", FENCE.sub("", page.read_text(encoding="utf-8"))
+        )
+    }
+
+
+def write_files(page: Path, folder: Path) -> None:
+    """The YAML files of a page, whose first line is their name, with texts in place of theirs."""
+    for block in blocks(page, "yaml"):
+        if name := re.match(r"# ([\w./-]+\.yml)\b", block):
+            text = block.replace("/my/notes", "notes").replace("/gcs/", "gcs/")
+            (folder / name[1]).write_text(text)
+
+
+def make_folder(folder: Path) -> None:
+    """Stand-ins for everything else that the pages name: texts, a model folder, runs of it."""
+    text = [" ".join(WORDS[(i + j) % len(WORDS)] for j in range(40 + i % 7)) for i in range(300)]
+    rows = "".join(json.dumps({"text": line}) + "\n" for line in text)
+    (folder / "notes").mkdir()
+    for i, line in enumerate(text[:100]):
+        (folder / "notes" / f"{i}.md").write_text(line)
+    (folder / "more").mkdir()
+    (folder / "more" / "a.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
+    for name in ("texts", "mine", "held-out"):
+        (folder / f"{name}.jsonl").write_text(
+            rows if name == "mine" else rows[:2000].rpartition("\n")[0] + "\n"
+        )
+    for name in ("text", "held-out"):
+        (folder / "gcs" / name).mkdir(parents=True)
+        (folder / "gcs" / name / "a.jsonl").write_text(rows)
+    (folder / "configs").symlink_to(ROOT / "configs")
+    (folder / "scripts").symlink_to(ROOT / "scripts")
+    model = shutil.copytree(parity.GOLDENS / "qwen3", folder / "Qwen3-0.6B")
+    (model / "golden.npz").unlink()
+    write_tokenizer(model)
+    shutil.copytree(parity.GOLDENS / "adapters" / "dora-qwen3", folder / "adapter")
+    (folder / "adapter" / "golden.npz").unlink()
+    for run in ("mine", "quickstart", "tuned"):
+        assert cli.main(["import", str(model), "--out", str(folder / "runs" / run)]) == 0
+    (folder / "RUN.yml").write_text(RUN)
+    shutil.copytree(model, folder / "Llama-3.1-70B")
+
+
+def write_tokenizer(model: Path) -> None:
+    """A tokenizer.json of 128 words."""
+    words = ["<unk>", "</s>", "<|end_of_text|>", *WORDS]
+    words += [f"w{i}" for i in range(128 - len(words))]
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    )
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(model / "tokenizer.json"))
+    (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))

@@ -1,0 +1,70 @@
+"""scripts/plot_readme.py: the pictures of README.md from the data beside them."""
+
+import json
+import runpy
+import shlex
+import shutil
+import sys
+import xml.etree.ElementTree
+from pathlib import Path
+
+import pytest
+
+from maxstack.plan import cli as plan_cli
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "plot_readme.py"
+
+
+@pytest.fixture
+def plot(monkeypatch, tmp_path):
+    """The script, run in this process on a copy of the pictures -> what it left with."""
+    shutil.copytree(ROOT / "docs" / "pictures", tmp_path / "pictures")
+    monkeypatch.setattr(sys, "path", [str(SCRIPT.parent), *sys.path])
+
+    def run(*words):
+        given = [str(SCRIPT), "--pictures", str(tmp_path / "pictures"), *map(str, words)]
+        monkeypatch.setattr(sys, "argv", given)
+        try:
+            return runpy.run_path(str(SCRIPT), run_name="__main__") and 0
+        except SystemExit as left:
+            return left.code
+
+    return run
+
+
+def words(path):
+    """The texts of a picture."""
+    root = xml.etree.ElementTree.parse(path).getroot()
+    return [element.text for element in root.iter() if element.text]
+
+
+def test_the_pictures_are_up_to_date_and_readme_shows_them(plot):
+    assert plot("--check") == 0
+    for name in ("loss", "plan"):
+        assert f"(docs/pictures/{name}.svg)" in (ROOT / "README.md").read_text()
+
+
+def test_new_metrics_make_a_new_curve(plot, tmp_path):
+    rows = [{"step": n, "loss": 2.0 * n} for n in range(1, 31)]
+    rows += [{"step": 1, "goodput": 0.5}, {"step": 30, "eval_loss": 1.5}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert plot("--metrics", tmp_path / "metrics.jsonl") == 0 and plot("--check") == 0
+    found = json.loads((tmp_path / "pictures" / "loss.json").read_text())
+    assert found["training"] == [[10, 11.0], [20, 31.0], [30, 51.0]]
+    assert found["held_out"] == [[30, 1.5]]
+
+
+def test_a_changed_screen_is_drawn_line_by_line(plot, tmp_path):
+    (tmp_path / "pictures" / "plan.txt").write_text("$ maxstack plan x\n  a <b>\n\nFITS: all\n")
+    assert "plan.svg" in plot("--check")
+    assert plot() == 0 and {"  a <b>", "FITS: all"} <= {*words(tmp_path / "pictures" / "plan.svg")}
+
+
+def test_the_command_of_the_screen_is_the_one_that_the_script_runs(plot, monkeypatch):
+    shown = (ROOT / "docs" / "pictures" / "plan.txt").read_text().splitlines()[0]
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import plot_readme
+
+    assert shown == f"$ {plot_readme.PLAN}"
+    assert plan_cli.configured(plan_cli._arguments(shlex.split(shown)[3:])).train.batch_size == 256

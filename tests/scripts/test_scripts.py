@@ -1,0 +1,281 @@
+"""Every program of scripts/: its --help, a refusal, and a real run at its smallest size.
+
+Of these only the arguments are tried: what needs torch, transformers or peft (make_goldens,
+make_adapter_goldens, make_preset_goldens, oracle, torch_*; `make oracle` runs them), another
+package (make_jobset_schema: kubeflow; record_xpk_options: xpk), or hours (drills; tests/drills
+runs each).
+bench_gpu with its worker, plot_performance and generate_docs have tests of their own.
+"""
+
+import json
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "scripts"
+FILES = [*SCRIPTS.glob("*.py"), *SCRIPTS.glob("bench/*.py")]
+PROGRAMS = sorted(
+    path for path in FILES if path.parent == SCRIPTS or "ArgumentParser(" in path.read_text()
+)
+SMALL = (
+    "model={vocab: 264, embed: 16, layers: 1, unroll: 1, dtype: float32, blocks: {block: {"
+    "mixer: {kind: attention, heads: 2, kv_heads: 1, head_dim: 8, qk_norm: null}, "
+    "mlp: {kind: gated, hidden: 16}}}}",
+    "data.seq_len=32",
+    "train.batch_size=2",
+)
+RANDOM = "data.sources=[{kind: synthetic, vocab: 264}]"
+TEXT = 'data.sources=[{kind: text, files: ["{stdlib}/[a-f]*.py"], holdout: 0.2}]'
+
+
+def run(monkeypatch, path, *arguments):
+    """What the exit code of a program is, run in this process."""
+    monkeypatch.setattr(sys, "path", [str(SCRIPTS), *sys.path])
+    monkeypatch.setattr(sys, "argv", [str(path), *arguments])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(path), run_name="__main__")
+    return left.value.code
+
+
+def process(*arguments, folder=ROOT):
+    """The output of a program in a process of its own, on one CPU device."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "PYTHONPATH": str(ROOT),
+        "GLIBC_TUNABLES": "",
+    }
+    name, *words = map(str, arguments)
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / name), *words],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
+def test_every_program_has_help_with_an_example(monkeypatch, capsys, path):
+    assert run(monkeypatch, path, "--help") == 0
+    assert re.search(rf"example: .*{path.stem}", capsys.readouterr().out, re.S)
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
+def test_every_program_refuses_an_option_that_it_has_not(monkeypatch, capsys, path):
+    assert run(monkeypatch, path, "--no-such-option") == 2
+    assert capsys.readouterr().err.startswith("usage: ")
+
+
+def test_a_file_that_is_no_program_is_imported_by_one():
+    texts = {path: path.read_text() for path in FILES}
+    unused = [
+        path.stem
+        for path in {*FILES} - {*PROGRAMS}
+        if not any(
+            re.search(rf"bench(\.| import .*){path.stem}", text)
+            for other, text in texts.items()
+            if other != path
+        )
+    ]
+    assert unused == []
+
+
+def test_rows_without_a_steps_figures_are_passed_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(SCRIPTS), *sys.path])
+    from bench.metrics import rows
+
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "step_seconds": 2}\n{"step": 1, "goodput": 0.5}\n{"step": 0, "eval_loss": 1}\n'
+    )
+    assert rows(tmp_path / "metrics.jsonl", "step_seconds") == [{"step": 1, "step_seconds": 2}]
+
+
+def test_quantization_curves_and_weak_scaling_are_plotted_again_from_their_figures(
+    tmp_path, monkeypatch
+):
+    docs = shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    for name, plot in (
+        ("quantization_curves", "quantization/curves.svg"),
+        ("weak_scaling", "cluster/scaling.svg"),
+    ):
+        (docs / plot).unlink()
+        monkeypatch.setattr(sys, "path", [str(SCRIPTS), *sys.path])
+        monkeypatch.setattr(sys, "argv", [name, "--plot", "--docs", str(docs)])
+        runpy.run_path(str(SCRIPTS / f"{name}.py"), run_name="__main__")
+        assert (docs / plot).read_text() == (ROOT / "docs" / plot).read_text()
+
+
+def test_drills_print_the_promises_of_the_readme(monkeypatch, capsys):
+    assert run(monkeypatch, SCRIPTS / "drills.py", "--promises") == 0
+    assert capsys.readouterr().out.strip() in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_bench_cpu_measures_steps_starts_and_attention(tmp_path):
+    said = process("bench_cpu.py", "--tiny", "--json", tmp_path / "found.json")
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert {"maxstack f32", "plain_jax scan f32", "plain_jax unroll f32"} <= found[
+        "tokens_per_second"
+    ].keys()
+    assert found["start"].keys() == {"cold", "warm"} and found["attention"].keys() == {
+        "ours 64",
+        "jax 64",
+    }
+    assert "process start to first loss, warm compilation cache" in said
+
+
+@pytest.mark.slow
+def test_bench_protection_compares_on_and_off(tmp_path):
+    said = process(
+        "bench_protection.py",
+        "--rounds",
+        "1",
+        "--steps",
+        "8",
+        "--only",
+        "one device",
+        *SMALL[:1],
+        RANDOM,
+        "--json",
+        tmp_path / "found.json",
+    )
+    assert said.count("one device") == 1
+    [found] = json.loads((tmp_path / "found.json").read_text())["one device"]
+    assert found.keys() == {"on", "off"} and all(
+        one["tokens_per_second"] > 0 for one in found.values()
+    )
+
+
+@pytest.mark.slow
+def test_bench_checkpoint_times_each_tier(tmp_path):
+    said = process(
+        "bench_checkpoint.py",
+        "--rounds",
+        "1",
+        "--gigabytes",
+        "0.2",
+        "--json",
+        tmp_path / "found.json",
+    )
+    assert json.loads((tmp_path / "found.json").read_text())["seconds"].keys() == {
+        "a folder that all see",
+        "the host's own disk",
+        "Orbax, no checksums",
+    }
+    assert said.startswith("0.2")
+
+
+@pytest.mark.slow
+def test_a_training_curve_is_measured_and_kept_beside_the_others(tmp_path):
+    docs = shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    process(
+        "quantization_curves.py",
+        "--steps",
+        "12",
+        "--only",
+        "int8 QAT",
+        "--docs",
+        docs,
+        *SMALL,
+        TEXT,
+    )
+    found = json.loads((docs / "quantization/curves.json").read_text())
+    assert (
+        len(found["int8 QAT"]["losses"]) == 12
+        and [*found["int8 QAT"]["held_out"]][-1] == "12"
+        and len(found["bfloat16"]["losses"]) == 300
+    )
+
+
+@pytest.mark.slow
+def test_weak_scaling_measures_processes_together_and_apart(tmp_path):
+    docs = shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    process(
+        "weak_scaling.py",
+        "--only",
+        "processes",
+        "--counts",
+        "1",
+        "--rounds",
+        "1",
+        "--docs",
+        docs,
+        *SMALL[:1],
+        TEXT,
+    )
+    assert json.loads((docs / "cluster/scaling.json").read_text())["processes"]["1"].keys() == {
+        "together",
+        "apart",
+    }
+
+
+@pytest.mark.slow
+def test_an_import_and_an_export_are_measured():
+    said = process("measure_import.py", "--gigabytes", "0.31", "--layers", "1")
+    assert re.search(r"import_model: peak [\d.]+ GiB.*\nexport_model: peak [\d.]+ GiB", said)
+
+
+@pytest.mark.slow
+def test_memory_of_a_run_is_measured_beside_its_plan():
+    assert "| dense, fsdp 4 x tensor 2 |" in process(
+        "measure_memory.py", "dense, fsdp 4 x tensor 2"
+    )
+
+
+@pytest.mark.slow
+def test_a_step_is_measured_by_component(tmp_path):
+    process(
+        "profile_step.py",
+        "bench-reference",
+        "--rounds",
+        "1",
+        "--json",
+        tmp_path / "step.json",
+        *SMALL,
+        RANDOM,
+    )
+    parts = json.loads((tmp_path / "step.json").read_text())["components"]
+    assert any("attention" in part["name"] for part in parts)
+
+
+def test_plans_that_were_kept_are_written_into_the_page_and_not_made_again(tmp_path, monkeypatch):
+    page, kept = tmp_path / "PLAN.md", tmp_path / "plans.json"
+    page.write_text((ROOT / "docs/PLAN.md").read_text())
+    name = "Llama-3.1 8B on v6e"
+    command = yaml.safe_load((SCRIPTS / "plans.yml").read_text())["published"][name]["plan"]
+    kept.write_text(
+        json.dumps(
+            {
+                name: {
+                    "command": command,
+                    "mfu_causal": 0.744,
+                    "mfu_full": 0.837,
+                    "topology": "v6e:16x16",
+                    "mesh": {"fsdp": 256},
+                    "took": 55,
+                    "devices": 256,
+                }
+            }
+        )
+    )
+    monkeypatch.setattr(sys, "path", [str(SCRIPTS), *sys.path])
+    monkeypatch.setattr(
+        sys, "argv", ["measure_plans.py", "--only", name, "--kept", str(kept), "--page", str(page)]
+    )
+    runpy.run_path(str(SCRIPTS / "measure_plans.py"), run_name="__main__")
+    assert (
+        f"| 1 | {name} | `v6e:16x16`, fsdp 256 | 45.5 % full | 83.7% | 40.4 % | 74.4% | 55 s |"
+        in page.read_text()
+    )

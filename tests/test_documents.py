@@ -1,0 +1,280 @@
+"""Every command that README.md and docs/*.md show is taken as it stands, and run in small.
+
+The ordinary tests stop where training, compiling for other hardware or a cluster would begin. The slow
+ones (`make test-all`) run the pages of PAGES from top to bottom, as a reader would.
+"""
+
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+
+import documents
+import pytest
+from documents import ROOT
+
+from maxstack import cli, elastic, train
+from maxstack.models.flops import Count
+from maxstack.plan import cli as plan_cli
+from maxstack.plan import report, step
+from maxstack.plan.roofline import Roofline
+
+COMMANDS = documents.commands()
+NOT_RUN = {
+    "docker": "there is no Docker here; the file that it builds must exist",
+    "gcloud": "there is no cloud here",
+}
+"""Programs that are no part of the project, and why they are not run."""
+LATER = (
+    "maxstack tune",
+    "maxstack quantize runs/quickstart",
+    "maxstack plan 70b.yml --topology v5p:8x8x8 --search",
+    "maxstack score ./Qwen3-0.6B --adapter",
+    "maxstack goodput runs/tuned",
+    "maxstack lora export",
+    "maxstack score runs/tuned-lora",
+    "maxstack lora merge",
+    "maxstack export runs/tuned-lora",
+    "maxstack export runs/rehearsal",
+    "maxstack checkpoint list runs/rehearsal",
+    "maxstack checkpoint verify runs/rehearsal",
+    "maxstack checkpoint verify /gcs/runs/llama-70b",
+    "maxstack export /gcs/runs/llama-70b",
+    "maxstack score runs/quickstart-int4",
+    "maxstack train runs/quickstart-int4/config.yml",
+    "maxstack train planned.yml",
+    "maxstack status",
+    "maxstack logs",
+    "maxstack stop",
+)
+"""Commands that need what one before them on their page makes, or that take seconds."""
+MAKE = ("make", "-n", f"PYTHON={sys.executable}")
+INSTEAD = {
+    "--step 400": "--step 0",
+    "--recipe int4": "--recipe int8",
+    "--workers 32": "--workers 1",
+}
+"""What the stand-ins have, for what a page's run would have."""
+PAGES = {
+    "README.md": (),
+    "CLUSTER.md": (),
+    "KERNELS.md": (),
+    "QUANTIZATION.md": (),
+    "RELIABILITY.md": ("maxstack train mine.yml train.steps=500 checkpoint.every=100",),
+    "FINE_TUNING.md": (),
+    "70B.md": (),
+}
+"""Pages whose commands are run one after the other, and what comes before them."""
+TINY = ("model.embed=32", "model.layers=1", "data.sources=[{kind: text, files: ['notes/*.md']}]")
+NF4 = "quantization={mode: ptq, rules: [{weight_qtype: nf4, tile_size: 8}]}"
+SHORT = (
+    "train.batch_size=8",
+    "data.seq_len=32",
+    "eval={every: 0, baselines: false}",
+    "run.tensorboard=false",
+)
+NARROW = (
+    "model.layers=1",
+    "model.vocab=1024",
+    "model.embed=1024",
+    "model.blocks.block.mlp.hidden=2048",
+    "data.seq_len=512",
+)
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_backend_optimization_level=0",
+    "GLIBC_TUNABLES": "",
+    "PYTHONPATH": str(ROOT),
+}
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory):
+    """A folder with everything that the pages name but their own files."""
+    folder = tmp_path_factory.mktemp("documents")
+    documents.make_folder(folder)
+    return folder
+
+
+@pytest.fixture
+def here(prepared, tmp_path, monkeypatch):
+    """A copy of it with README's files, as the working folder."""
+    folder = shutil.copytree(prepared, tmp_path / "here", symlinks=True)
+    documents.write_files(ROOT / "README.md", folder)
+    monkeypatch.chdir(folder)
+    for name in ("JAX_PLATFORMS", "XLA_FLAGS"):
+        monkeypatch.setenv(name, os.environ[name])
+    return folder
+
+
+@pytest.fixture
+def ended_early(monkeypatch):
+    """Training ends before its first step; a plan, once the compiler would be asked."""
+
+    def planned(name, cfg, where, *, exact):
+        step.check(cfg, where)
+        sizes = {"batch_size": cfg.train.batch_size, "seq_len": cfg.data.seq_len}
+        return report.Plan(
+            **sizes, config=name, topology=where.name, chip=where.chip.kinds[0], devices=where.size,
+            flops={"all": Count(where.size / 2, where.size)}, mesh={}, parameters=1, memory={}, needed=1, usable=2, buffers=(), products={},
+            flows=(), roofline=Roofline(1.0, 0.0, 0.0, {}), peak=1.0, bubble=0.0, seconds={},
+        )  # fmt: skip
+
+    monkeypatch.setattr(elastic, "train", lambda cfg, once: 0)
+    monkeypatch.setattr("maxstack.supervise.run", lambda command, folder, restarts: 0)
+    monkeypatch.setattr(plan_cli, "_apart", planned)
+    monkeypatch.setattr(report, "text", lambda plan, cost=(): "")
+
+
+@pytest.mark.parametrize(
+    "command", COMMANDS, ids=lambda command: f"{command.page}: {command.line[:60]}"
+)
+def test_a_command_is_taken_as_it_stands(command, here, ended_early, monkeypatch):
+    documents.write_files(next(page for page in documents.PAGES if page.name == command.page), here)
+    program, *words = command.words
+    if program == "maxstack" and not command.line.startswith(LATER):
+        assert maxstack(words) == 0
+    elif program == "maxstack":
+        known_options(words)
+    elif program == "make":
+        subprocess.run([*MAKE, *words], cwd=ROOT, check=True, capture_output=True)
+    elif program == "pip":
+        assert words[0] == "install" and extras(words[-1]) <= all_extras()
+    elif program == "python":
+        known_options_of_a_script(words, monkeypatch)
+    else:
+        assert program in NOT_RUN, f"{command}: no test knows how to run {program}"
+        assert all((ROOT / word).exists() for word in words if word.startswith("scripts/"))
+
+
+def maxstack(words):
+    """The exit code of `maxstack WORDS`, ended early, or with the stand-ins' values."""
+    line = shlex.join(words)
+    for shown, ours in INSTEAD.items():
+        line = line.replace(shown, ours)
+    if words[0] != "submit":
+        line = line.replace("/gcs/", "gcs/")
+    words = shlex.split(line)
+    if words[0] == "train":
+        return train.main(words[1:])
+    if words[0] == "submit" and "--dry-run" not in words:
+        words.append("--dry-run")
+    return cli.main(words)
+
+
+def known_options(words):
+    """The command is there, with the options that are given."""
+    depth = next((n for n in (2, 1) if help_of(words[:n])), 0)
+    assert depth, f"maxstack {' '.join(words)}: no such command"
+    text = help_of(words[:depth])
+    assert [word for word in words if re.match("--[a-z]", word) and word not in text] == []
+
+
+def help_of(words):
+    """What `maxstack WORDS --help` prints; empty where it is refused."""
+    import contextlib
+    import io
+
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+        return out.getvalue() if cli.main([*words, "--help"]) == 0 else ""
+
+
+def known_options_of_a_script(words, monkeypatch):
+    """The script is there, with the options that are given; tests/scripts runs it."""
+    import contextlib
+    import io
+
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "path", [str(ROOT / "scripts"), *sys.path])
+    monkeypatch.setattr(sys, "argv", [words[0], "--help"])
+    with contextlib.redirect_stdout(out), pytest.raises(SystemExit):
+        runpy.run_path(str(ROOT / words[0]), run_name="__main__")
+    text = out.getvalue()
+    assert [word for word in words if word.startswith("--") and word not in text] == []
+
+
+def extras(word):
+    """The extras in '.[a,b]'."""
+    found = re.fullmatch(r"[\w./-]+(?:\[(.*)\])?", word)
+    return set(found[1].split(",")) if found and found[1] else set()
+
+
+def all_extras():
+    """Those of pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return project["optional-dependencies"].keys()
+
+
+@pytest.mark.parametrize("example", documents.examples(), ids=lambda example: example.line)
+def test_an_example_prints_what_its_page_says(example, here, capsys):
+    program, *words = shlex.split(example.line)
+    assert program == "maxstack" and cli.run(train.main, words[1:]) == 1
+    assert capsys.readouterr().err == example.printed
+
+
+def test_commands_within_sentences_have_the_options_that_they_show():
+    for page, line in sorted(documents.inline("maxstack")):
+        words = [word.strip("'\"") for word in line.split()[1:]]
+        print(page, line)
+        known_options(words)
+
+
+def test_scripts_and_targets_within_sentences_exist(monkeypatch):
+    for _, line in sorted(documents.inline("python")):
+        known_options_of_a_script(line.split()[1:], monkeypatch)
+    for target in sorted({line.split()[1] for _, line in documents.inline("make")}):
+        subprocess.run([*MAKE, target], cwd=ROOT, check=True, capture_output=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_works_from_top_to_bottom(page, here):
+    documents.write_files(ROOT / "docs" / page if page != "README.md" else ROOT / page, here)
+    shutil.rmtree("runs")
+    shutil.rmtree("adapter")
+    shown = [command.line for command in COMMANDS if command.page == page]
+    for line in (*PAGES[page], *shown):
+        words = in_small(shlex.split(line))
+        if words[0] == "maxstack" and words[1:] and not needs_a_cluster(words):
+            command = [sys.executable, "-m", "maxstack.cli", *words[1:]]
+            done = subprocess.run(
+                command, capture_output=True, text=True, env=os.environ | ENVIRONMENT, check=False
+            )
+            assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}{done.stderr}"
+
+
+def needs_a_cluster(words):
+    """Whether it would be sent to one, or ask one."""
+    sent = words[1] == "submit" and "local" not in words and "--dry-run" not in words
+    return sent or words[-1].startswith("llama-70b") or any("/llama-70b" in word for word in words)
+
+
+def in_small(words):
+    """A fiftieth of the steps, and a model that a CPU trains in a moment."""
+    words = [re.sub(r"(?<=(?:steps|every)=)\d+", fiftieth, word) for word in words]
+    words = [word if words[1] == "submit" else word.replace("/gcs/", "gcs/") for word in words]
+    words = [NF4 if word == "quantization=nf4" else word for word in words]
+    if "--step" in words:
+        words[-1] = str(int(words[-1]) // 50)
+    if words[1] == "plan":
+        return [*words, *NARROW]
+    if words[1] == "tune":
+        return [*words, "model.layers=1", "data.seq_len=64", "--rounds", "1"]
+    local = words[1] == "submit" and "local" in words
+    if words[1] == "train" or local:
+        words += [*SHORT, *(["train.steps=12"] if "train.steps" not in " ".join(words) else [])]
+        if any(word.endswith(("mine.yml", "quickstart", "quickstart.yml")) for word in words):
+            words += TINY if "model.from" not in " ".join(words) else TINY[-1:]
+        if "planned.yml" in words:
+            words.append("run.virtual_devices=8")
+    return words
+
+
+def fiftieth(found):
+    """A fiftieth, and at least one."""
+    return str(max(1, int(found[0]) // 50))
