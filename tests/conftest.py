@@ -8,15 +8,14 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from flags import flags
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "1"  # XLA warns of what it had to replicate
-FLAGS = {"xla_backend_optimization_level": "0", "xla_cpu_use_fusion_emitters": "false",
-         "xla_force_host_platform_device_count": "8"}
-"""Tiny programs: compiling them costs more than running them."""
-given = os.environ.get("XLA_FLAGS", "")
-os.environ["XLA_FLAGS"] = " ".join(
-    [given, *(f"--{name}={value}" for name, value in FLAGS.items() if name not in given)]).strip()
+os.environ["XLA_FLAGS"] = " ".join([
+    flags(xla_backend_optimization_level="0", xla_force_host_platform_device_count="8",
+          xla_cpu_enable_concurrency_optimized_scheduler="false"),
+    os.environ.get("XLA_FLAGS", "")])
 
 COMPILED = "MAXSTACK_TESTS_COMPILED"
 MAPPED = 25_000

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from flags import flags
 from forked import Forked
 
 TIMED = ("tokens_per_second", "step_seconds", "data_wait", "eval_seconds")
-FLAGS = "--xla_backend_optimization_level=1 --xla_cpu_use_fusion_emitters=false"
+FLAGS = flags(xla_backend_optimization_level="1")
 COMPILED = os.environ.get("MAXSTACK_TESTS_COMPILED", "")
 """The folder of compiled programs of this session of tests, of all its processes (conftest.py)."""
 
