@@ -42,6 +42,28 @@ class Rows:
 
 def main(argv: Sequence[str]) -> int:
     """Score what the arguments say; the exit code."""
+    args = _arguments(argv)
+    out = Path(args.out)
+    places = {folder: out.with_suffix(f".{Path(folder).resolve().name}{out.suffix}") for folder in args.adapter}
+    if len({out, *places.values()}) <= len(places):
+        raise ConfigError("--adapter: two folders of one name; their results would lie in one file")
+    run, own = assembled(args.model, args.overrides)
+    adapted = {folder: adapted_run(run, folder) for folder in places}
+    rows = read_tokens(args.tokens, run.cfg.model.vocab) if args.tokens else read_texts(args.data, args.model, args.overrides, "--tokens FILE.npz")
+    params = read_weights(args.model, run, own)
+
+    def write(run: "Run", params: Any, place: Path) -> None:
+        logprobs = score(run, params, rows, place, batch_size=args.batch_size, logits=args.logits)
+        _report(logprobs, rows, place, run.cfg.checkpoint.allow_nonfinite)
+
+    write(run, params, out)
+    for folder, place in places.items():
+        write(adapted[folder], with_adapter(adapted[folder], params, folder), place)
+    return 0
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments, checked as far as no run is needed."""
     parser = argparse.ArgumentParser(
         prog="maxstack score", description="Write the log-probability of each token of some texts, and print the perplexity.",
         epilog="example: maxstack score runs/quickstart --data texts.jsonl --out scores.npz")
@@ -68,35 +90,7 @@ def main(argv: Sequence[str]) -> int:
             raise DataError(f"{file}: no such file")
     if args.data and args.data.endswith(".npz"):
         raise ConfigError(f"--data {args.data}: npz goes to --tokens; --data takes texts as JSONL")
-    places = {folder: out.with_suffix(f".{Path(folder).resolve().name}{out.suffix}") for folder in args.adapter}
-    if len({out, *places.values()}) <= len(places):
-        raise ConfigError("--adapter: two folders of one name; their results would lie in one file")
-    run, own = assembled(args.model, args.overrides)
-    adapted = {folder: adapted_run(run, folder) for folder in places}
-    rows = read_tokens(args.tokens, run.cfg.model.vocab) if args.tokens else read_texts(args.data, args.model, args.overrides, "--tokens FILE.npz")
-    params = read_weights(args.model, run, own)
-    _report(
-        score(run, params, rows, out, batch_size=args.batch_size, logits=args.logits),
-        rows,
-        out,
-        run.cfg.checkpoint.allow_nonfinite,
-    )
-    for folder, place in places.items():
-        further = with_adapter(adapted[folder], params, folder)
-        _report(
-            score(
-                adapted[folder],
-                further,
-                rows,
-                place,
-                batch_size=args.batch_size,
-                logits=args.logits,
-            ),
-            rows,
-            place,
-            run.cfg.checkpoint.allow_nonfinite,
-        )
-    return 0
+    return args
 
 
 def _report(logprobs: np.ndarray, rows: Rows, out: Path, nonfinite: bool) -> None:
