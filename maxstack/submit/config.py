@@ -26,7 +26,8 @@ Time = Annotated[str, Field(pattern=r"^([0-9]+(:[0-9]+){0,2}|[0-9]+-[0-9]+(:[0-9
                  pydantic.BeforeValidator(lambda value: str(value) if isinstance(value, int) else value)]
 
 
-SYSTEM = "/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/proc", "/root", "/run", "/sbin", "/sys", "/usr", "/var/run"
+SYSTEM = ("/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/proc", "/root", "/run",
+          "/sbin", "/sys", "/usr", "/var/run")
 """Folders that an image or Linux needs, with all below them (Filesystem Hierarchy Standard 3.0)."""
 PARENTS = "/", "/home", "/maxstack", "/opt", "/tmp", "/var", "/var/lib", "/work"
 """Folders that hold others of the image's, of scripts/Dockerfile's too; a folder below is free."""
@@ -181,7 +182,8 @@ class ClusterConfig(Section):
     """Its name; for xpk."""
     reservation: Label | None = None
     """Nodes that are kept for you (cloud.google.com/reservation-name)."""
-    namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)] = "default"
+    namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$",
+                                    max_length=63)] = "default"
     """Of Kubernetes."""
     context: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@/-]*$")] | None = None
     """Of kubectl, such as gke_PROJECT_REGION_CLUSTER (`kubectl config get-contexts`); null: the current one."""
@@ -190,7 +192,8 @@ class ClusterConfig(Section):
     priority: Label | None = None
     """Kueue's priority class, or xpk's --priority."""
     image: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$", max_length=500)] | None = None
-    """The container that holds maxstack (scripts/Dockerfile), best by its digest, NAME@sha256:...; for gke and xpk."""
+    """The container that holds maxstack (scripts/Dockerfile), best by its digest, NAME@sha256:...;
+    for gke and xpk."""
     accelerator: Label | None = None
     """GKE's name of the accelerator; null: the usual one of the topology's chip."""
     service_account: Name | None = None
@@ -202,8 +205,9 @@ class ClusterConfig(Section):
     env: dict[Variable, Line] = {}
     """Environment variables of every process."""
     config: Annotated[str, Field(pattern=r"^/[A-Za-z0-9._/-]+$")] | None = None
-    """Where every host finds the resolved configuration, for one that is too large to be handed over: the file that `maxstack submit --out` writes,
-    copied into the bucket or the image. A host where it differs ends the run. null: the configuration is handed over with the job."""
+    """Where every host finds the resolved configuration, for one that is too large to be handed
+    over: the file that `maxstack submit --out` writes, copied into the bucket or the image. A host
+    where it differs ends the run. null: the configuration is handed over with the job."""
     grace: int = Field(600, ge=30)
     """Seconds that a process has to save after SIGTERM, before it is killed."""
     max_restarts: int = Field(100, ge=0)
@@ -237,7 +241,9 @@ class ClusterConfig(Section):
         sizes = {name: len(f"{name}={value}".encode()) + 1 for name, value in self.env.items()}
         for name, size in sizes.items():
             if size > STRING:
-                raise fault(f"env.{name}", f"has {size:,} bytes with its name, and Linux gives a process {STRING:,} at most; put it into a file")
+                raise fault(f"env.{name}", f"has {size:,} bytes with its name, and Linux gives a "
+                            f"process {STRING:,} at most; put it into a file")
         if sum(sizes.values()) > ENVIRONMENT:
-            raise fault("env", f"has {sum(sizes.values()):,} bytes, and {ENVIRONMENT:,} is the most; put the values into a file")
+            raise fault("env", f"has {sum(sizes.values()):,} bytes, and {ENVIRONMENT:,} is the "
+                        "most; put the values into a file")
         return self

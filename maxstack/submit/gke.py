@@ -95,7 +95,7 @@ def labels(job: Job) -> dict[str, str]:
 def _resources(job: Job) -> dict[str, dict[str, Any]]:
     """Requests and limits of the container, which are equal."""
     pod, chips = job.cluster.pod, job.chips_of_a_host
-    asked = {"google.com/tpu" if job.tpu else "nvidia.com/gpu": chips}
+    asked: dict[str, Any] = {"google.com/tpu" if job.tpu else "nvidia.com/gpu": chips}
     for key, given, unit in (("cpu", pod.cpu, ""), ("memory", pod.memory, "Gi")):
         if given is None:
             if job.chip.name not in machines():

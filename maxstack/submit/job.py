@@ -30,7 +30,6 @@ USED = {"xpk": EVERY | {"project", "zone", "cluster", "context", "namespace", "p
 MATTER = {"secrets", "accelerator", "bucket", "volumes"}
 """Those without which a run would be another."""
 
-
 NODES_OWN = "/tmp", "/var/tmp", "/dev/shm", "/run"
 """Folders that each node has for itself (Filesystem Hierarchy Standard 3.0)."""
 
@@ -89,7 +88,8 @@ class Job:
     @property
     def lasting(self) -> list[str]:
         """Where pods see what outlasts them: the bucket, and volumes that are claims."""
-        volumes = [volume.mount for volume in self.cluster.volumes if volume.claim]
+        volumes = [volume.mount for volume in self.cluster.volumes
+                   if volume.claim and not volume.read_only]
         return [self.cluster.bucket.mount, *volumes] if self.cluster.bucket else volumes
 
     def check_output(self) -> None:
@@ -118,8 +118,8 @@ def elsewhere(job: Job) -> list[str]:
     for data in filter(None, (cfg.data, cfg.eval.data)):
         paths += [glob for source in data.sources for glob in getattr(source, "files", ())]
         paths += [getattr(data.tokenizer, "path", None)]
-    paths += [cfg.model.weights, cfg.lora.adapter if cfg.lora else None, cfg.checkpoint.elsewhere, cfg.run.executable,
-              job.cluster.config]
+    paths += [cfg.model.weights, cfg.lora.adapter if cfg.lora else None, cfg.checkpoint.elsewhere,
+              cfg.run.executable, job.cluster.config]
     mounts = [place.mount for place in (job.cluster.bucket, *job.cluster.volumes) if place]
     return [path for path in dict.fromkeys(filter(None, paths))
             if not any(within(path, mount) for mount in mounts) and not path.startswith("{stdlib}")]
@@ -155,7 +155,8 @@ def checked(name: str, cfg: "Config", cluster: ClusterConfig, force: bool = Fals
 
 
 def check_restarts(job: Job, target: str) -> None:
-    """ConfigError where a restart would begin at step 0 again, or be refused, unless that is told."""
+    """ConfigError where a restart would begin at step 0 again, or be refused, without a word
+    that this is wanted."""
     cluster, saved, steps = job.cluster, job.cfg.checkpoint, job.cfg.train.steps
     if not cluster.max_restarts:
         return
@@ -164,8 +165,8 @@ def check_restarts(job: Job, target: str) -> None:
                for index, tier in enumerate(saved.tiers) if tier.replicate is None}
     lasting = {key: every for key, (path, every) in places.items() if _lasts(job, target, path)}
     if lasting and saved.restore == "none":
-        raise ConfigError("checkpoint.restore=none: would refuse a restart, because of what the run "
-                          "has saved; give latest, or --set max_restarts=0")
+        raise ConfigError("checkpoint.restore=none: would refuse a restart, because of what the "
+                          "run has saved; give latest, or --set max_restarts=0")
     if cluster.restart_from_zero:
         return
     if not lasting and (saved.every or saved.tiers):
@@ -212,8 +213,8 @@ def tell_changing(job: Job, target: str) -> None:
     if target == "slurm":
         return
     if image and "@sha256:" not in image and job.cluster.max_restarts:
-        print(f"image: {image} has no digest, so that hosts and restarts may get another image when "
-              "its tag moves; give NAME@sha256:...", file=sys.stderr)
+        print(f"image: {image} has no digest, so that hosts and restarts may get another image "
+              "when its tag moves; give NAME@sha256:...", file=sys.stderr)
     if cache and not any(within(cache, mount) for mount in job.lasting) and job.lasting:
         print(f"run.compilation_cache={cache}: is lost with the container, so that each restart "
               f"compiles again; give a folder below {job.lasting[0]}", file=sys.stderr)
@@ -222,7 +223,8 @@ def tell_changing(job: Job, target: str) -> None:
 def tell_unused(cluster: ClusterConfig, target: str) -> None:
     """Say which facts the target does not take; ConfigError for one that matters."""
     fields = ClusterConfig.model_fields
-    unused = [key for key, field in fields.items() if getattr(cluster, key) != field.default and key not in USED[target]]
+    unused = [key for key, field in fields.items()
+              if key not in USED[target] and getattr(cluster, key) != field.default]
     if odd := sorted(MATTER.intersection(unused)):
         raise ConfigError(f"{', '.join(odd)}: --target {target} takes none; leave it out of the cluster's file, or use another target")
     if unused:

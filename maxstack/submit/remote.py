@@ -28,8 +28,8 @@ STOP = 'touch "$1" || exit; scancel --state=PENDING "$2"; scancel --signal=TERM 
 def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
     """Check the run against the cluster, and hand it over; with --dry-run show what would be handed over."""
     from maxstack import config
+    from maxstack.submit import job as jobs
     from maxstack.submit.config import ClusterConfig
-    from maxstack.submit.job import check_restarts, checked, elsewhere, tell_changing, tell_unused, with_cache
 
     if not args.cluster:
         raise ConfigError(f"--target {args.target}: give --cluster FILE, the facts of the cluster; configs/clusters has examples")
@@ -37,15 +37,15 @@ def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
         raise ConfigError(f"--processes and --detach: are of --target local; on {args.target} the topology says how many processes there are")
     more = [] if args.max_restarts is None else [f"max_restarts={args.max_restarts}"]
     cluster = config.load(ClusterConfig, args.cluster, [*args.set, *more])
-    tell_unused(cluster, args.target)
-    cfg = with_cache(cfg, cluster)
-    job, told = checked(name, cfg, cluster, args.force)
+    jobs.tell_unused(cluster, args.target)
+    cfg = jobs.with_cache(cfg, cluster)
+    job, told = jobs.checked(name, cfg, cluster, args.force)
     words, text, after = {"xpk": _xpk, "gke": _gke, "slurm": _slurm}[args.target](job)
-    check_restarts(job, args.target)
-    tell_changing(job, args.target)
+    jobs.check_restarts(job, args.target)
+    jobs.tell_changing(job, args.target)
     hosts = f"{job.topology.hosts} host{'s' * (job.topology.hosts > 1)}"
     print(f"{name}: {job.topology.name}, {job.topology.size} devices on {hosts}; {told}", file=sys.stderr)
-    if away := elsewhere(job):
+    if away := jobs.elsewhere(job):
         print(f"not in the bucket, so every host must have them, by its image or a disk that all see: {', '.join(away)}", file=sys.stderr)
     if args.out:
         for path, what in _write(Path(args.out), job, args.target, (words, text, after)):

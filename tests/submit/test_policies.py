@@ -163,6 +163,19 @@ def test_the_checker_of_the_standard_finds_what_breaks_it(change, found, cfg):
     assert violations(spec) == {found}
 
 
+def test_the_bucket_belongs_to_the_user_of_the_pods(cfg):
+    spec = template(job(cfg, pod={"user": 1234}))["spec"]
+    (options,) = (
+        volume["csi"]["volumeAttributes"]["mountOptions"]
+        for volume in spec["volumes"]
+        if "csi" in volume
+    )
+    assert {"uid=1234", "gid=1234", "file-mode=664", "dir-mode=775"} <= {*options.split(",")}
+    assert {spec["securityContext"][key] for key in ("runAsUser", "runAsGroup", "fsGroup")} == {
+        1234
+    }
+
+
 def test_the_image_s_own_user_is_a_choice_that_breaks_the_standard(cfg):
     spec = template(job(cfg, pod={"user": None}))["spec"]
     assert "runAsNonRoot" in violations(spec) and "uid=" not in str(spec["volumes"])
@@ -245,14 +258,10 @@ def test_volumes_are_mounted_and_a_claim_may_hold_the_run(cfg):
     assert volumes[mounts["/scratch"]["name"]] == {"emptyDir": {"sizeLimit": "1Ti"}}
     found = template(job(cfg, bucket=None, volumes=[{"mount": "/gcs", "claim": "filestore"}]))
     assert "annotations" not in found["metadata"] and "csi" not in str(found["spec"]["volumes"])
-    with pytest.raises(ConfigError, match="is lost with the container"):
-        gke.manifest(
-            job(
-                cfg,
-                bucket={"name": "bucket", "mount": "/b"},
-                volumes=[{"mount": "/gcs", "size": "1Ti"}],
-            )
-        )
+    for lost in ({"size": "1Ti"}, {"claim": "c", "read_only": True}):
+        facts = {"bucket": {"name": "bucket", "mount": "/b"}, "volumes": [{"mount": "/gcs", **lost}]}
+        with pytest.raises(ConfigError, match="is lost with the container"):
+            gke.manifest(job(cfg, **facts))
 
 
 @pytest.mark.parametrize(
