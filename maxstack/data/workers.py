@@ -14,11 +14,11 @@ import numpy as np
 
 from maxstack import stacks
 from maxstack.data import DataError
-from maxstack.data.lanes import Batch, EvaluationRows, Rows
+from maxstack.data.lanes import Batch, EvaluationRows, News, Rows
 
 _GRACE_SECONDS = 30
-Made = tuple[Batch, dict[str, str], str | None]
-"""A batch; what was passed over for it, by record; the error in its place."""
+Made = tuple[Batch, News, str | None]
+"""A batch; what was passed over for it; the error in its place."""
 
 
 class Workers:
@@ -50,10 +50,9 @@ class Workers:
         notes = [self._note(worker) for worker in range(len(self._processes))]
         for _, error in notes:
             if error is not None:
-                return {}, {}, error
-        kind, rows = self._slots[0].dtype, sum(slots.shape[1] for slots in self._slots)
-        names = kind.names or ()
-        batch = {key: np.empty((rows, *kind[key].shape), kind[key].base) for key in names}
+                return {}, News({}, {}), error
+        row_type, rows = self._slots[0].dtype, sum(slots.shape[1] for slots in self._slots)
+        batch = {key: np.empty((rows, *row_type[key].shape), row_type[key].base) for key in row_type.names or ()}
         for worker, slots in enumerate(self._slots):
             made = slots[self._made % len(slots)]
             for key, array in batch.items():
@@ -62,13 +61,14 @@ class Workers:
             with contextlib.suppress(OSError):  # it died since, and the next batch will say so
                 connection.send_bytes(b"read")
         self._made += 1
-        return batch, {key: line for damaged, _ in notes for key, line in damaged.items()}, None
+        damaged, empty = ({key: line for news, _ in notes for key, line in news[kind].items()} for kind in range(2))
+        return batch, News(damaged, empty), None
 
     def close(self) -> None:
         """Kill the processes; a batch that is being made is not waited for."""
         self._end()
 
-    def _note(self, worker: int) -> tuple[dict[str, str], str | None]:
+    def _note(self, worker: int) -> tuple[News, str | None]:
         try:
             return self._connections[worker].recv()
         except (EOFError, OSError) as error:
@@ -83,7 +83,7 @@ def made(rows: Rows | EvaluationRows) -> Made:
     try:
         batch = rows.next()
     except DataError as error:
-        return {}, {}, str(error)
+        return {}, News({}, {}), str(error)
     return batch, rows.quarantine.news(), None
 
 
@@ -107,10 +107,10 @@ def _serve(connection: Any, memory: Any, maker: Rows | EvaluationRows) -> None:
         for n in itertools.count():
             if n >= len(slots):
                 connection.recv_bytes()
-            batch, damaged, error = made(maker)
+            batch, news, error = made(maker)
             for key, array in batch.items():
                 slots[n % len(slots)][key] = array
-            connection.send((damaged, error))
+            connection.send((news, error))
     except (EOFError, ConnectionError):  # the main process has ended
         return
 
