@@ -24,8 +24,8 @@ Made = tuple[Batch, News, str | None]
 class Workers:
     """Iterates over the batches of several rows' makers, each in a process of its own.
 
-    A process writes its rows into memory that it was born with and that has no name, `ahead`
-    batches before they are asked for, so that it can be killed at any moment and leaves nothing.
+    A process writes its rows, `ahead` batches before they are asked for, into shared memory that has
+    no name and that it gets as it starts, so it can be killed at any moment and leaves nothing behind.
     Row i of the whole batch is row i // n of maker i % n, of n makers.
     """
 
@@ -100,7 +100,7 @@ def settle() -> None:
 
 
 def _serve(connection: Any, memory: Any, maker: Rows | EvaluationRows) -> None:
-    """What a process does: fill the slots in turn, each once it was read, and tell of each."""
+    """Main function of a process: fill the slots in turn, each after it was read, and tell of each."""
     settle()
     slots = _slots(maker, memory)
     try:
@@ -116,7 +116,7 @@ def _serve(connection: Any, memory: Any, maker: Rows | EvaluationRows) -> None:
 
 
 def _slots(maker: Rows | EvaluationRows, memory: Any) -> np.ndarray:
-    """Row types [slots, rows], over memory."""
+    """The batches in shared memory: records of the maker's row_type, [slots, rows]."""
     return np.frombuffer(memory, maker.row_type).reshape(-1, len(maker))
 
 
