@@ -46,12 +46,14 @@ class Feed:
         process died."""
         start = time.perf_counter()
         self.start()
-        batch, damaged, error = next(self._batches)
+        batch, news, error = next(self._batches)
         self.waited += time.perf_counter() - start
         try:
             if error is not None:
                 raise DataError(error)
-            for record, reason in damaged.items():
+            for source, document in news.empty.items():
+                self._quarantine.empty(source, document)
+            for record, reason in news.damaged.items():
                 self._quarantine.add(record, reason)
         except DataError:
             self.close()
@@ -64,8 +66,15 @@ class Feed:
         return self._state.copy()
 
     def damaged(self) -> list[str]:
-        """A line for each record that cannot be read and was passed over since the last call, each record once in the life of this feed."""
-        lines = (f"{self._mixture.section}.quarantine: passed over {reason}" for reason in self._quarantine.news().values())
+        """Lines to tell of what was passed over since the last call, each once in the life of this feed.
+
+        One for every record that cannot be read, and for each source one for its first document
+        without anything to predict.
+        """
+        news, section = self._quarantine.news(), self._mixture.section
+        lines = [f"{section}.quarantine: passed over {reason}" for reason in news.damaged.values()]
+        lines += [f"{section}.sources: {document} is empty: it has nothing to predict and is passed over, as all such documents of {source} are"
+                  for source, document in news.empty.items()]
         return [line.encode(errors="backslashreplace").decode() for line in lines]
 
     def restore(self, state: np.ndarray) -> None:

@@ -5,14 +5,14 @@ few integers: documents finished per source, and the tokens already used of the 
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from maxstack.data import DataError
 from maxstack.data.config import DataConfig
 from maxstack.data.order import Order, number
-from maxstack.data.sources import Documents
+from maxstack.data.sources import Documents, Synthetic
 from maxstack.data.tokenizers import Tokenizer, open_tokenizer, sized_tokens_of, tokens_of
 
 Batch = dict[str, np.ndarray]
@@ -21,29 +21,44 @@ KEYS = {"tokens": np.int32, "targets": np.int32, "positions": np.int32, "segment
 EVALUATION_KEYS = KEYS | {"bytes": np.float32}
 
 
+class News(NamedTuple):
+    """What is to be told of documents that were passed over."""
+
+    damaged: dict[str, str]
+    """Records that cannot be read, and why."""
+    empty: dict[str, str]
+    """Sources, and their first document without anything to predict."""
+
+
 class Quarantine:
-    """The records of one feed that cannot be read and are passed over, each counted and told once. `key` allows at most `most` of them."""
+    """The records of one feed that are passed over. Those that cannot be read are counted and told
+    once each, and `key` allows at most `most` of them; of empty ones the first of a source is told."""
 
     def __init__(self, most: int, key: str):
         self._most, self._key = most, key
         self._reasons: dict[str, str] = {}
-        self._told = 0
+        self._empty: dict[str, str] = {}
+        self._told = 0, 0
 
     def add(self, record: str, reason: str) -> None:
         """Pass over a record; `reason` holds its file and its place there. DataError if it is one too many."""
         self._reasons.setdefault(record, reason)
         if len(self._reasons) > self._most:
-            untold = list(self._reasons.values())[self._told:]
+            untold = list(self._reasons.values())[self._told[0]:]
             last = f"{'; '.join(untold[-_NAMED:])}. Repair the file, leave it out with `exclude`, or "
             if not self._most:
                 raise DataError(f"{last}set {self._key} to the number of such records that may be passed over")
             raise DataError(f"{len(self._reasons)} records cannot be read, but {self._key}={self._most} passes over at most that many; the last: "
                             f"{last}raise {self._key}")
 
-    def news(self) -> dict[str, str]:
-        """Those that were added since the last call, and why they cannot be read."""
-        told, self._told = self._told, len(self._reasons)
-        return dict(list(self._reasons.items())[told:])
+    def empty(self, source: str, document: str) -> None:
+        """Pass over a document without anything to predict; `document` is its file and place."""
+        self._empty.setdefault(source, document)
+
+    def news(self) -> News:
+        """What came since the last call."""
+        (damaged, empty), self._told = self._told, (len(self._reasons), len(self._empty))
+        return News(dict([*self._reasons.items()][damaged:]), dict([*self._empty.items()][empty:]))
 
 
 class Mixture:
@@ -184,6 +199,8 @@ class Lane:
             if document is not None and self._offset:
                 raise DataError(f"the data changed since the checkpoint: document {position} of source "
                                 f"{self._mixture.sources[self._counter].name} has {len(document)} tokens, fewer than were already read")
+            if document is not None and not isinstance(source := self._mixture.sources[place[0]], Synthetic):
+                self._quarantine.empty(source.name, source.where(place[1]))
             self._finish()
             passed += 1
             if passed > 2 * self._mixture.documents + 100:

@@ -254,7 +254,7 @@ def _read(path: str) -> bytes:
 
 
 def _stretched(bos: Sequence[int], text: Sequence[int], eos: Sequence[int], size: int) -> np.ndarray:
-    """int64 [N]: `text`, ends that do not go back and the last of which is that of the document."""
+    """int64 [N]: ends of the text's tokens, made to increase and to finish at `size`, between those of special tokens."""
     ends = np.maximum.accumulate(np.array([*text[:-1], size] if len(text) else [], np.int64))
     return np.concatenate([np.zeros(len(bos), np.int64), ends, np.full(len(eos), size)])
 

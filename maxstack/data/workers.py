@@ -14,18 +14,18 @@ import numpy as np
 
 from maxstack import stacks
 from maxstack.data import DataError
-from maxstack.data.lanes import Batch, EvaluationRows, Rows
+from maxstack.data.lanes import Batch, EvaluationRows, News, Rows
 
 _GRACE_SECONDS = 30
-Made = tuple[Batch, dict[str, str], str | None]
-"""A batch; what was passed over for it, by record; the error in its place."""
+Made = tuple[Batch, News, str | None]
+"""A batch; what was passed over for it; the error in its place."""
 
 
 class Workers:
     """Iterates over the batches of several rows' makers, each in a process of its own.
 
-    A process writes its rows into memory that it was born with and that has no name, `ahead`
-    batches before they are asked for, so that it can be killed at any moment and leaves nothing.
+    A process writes its rows, `ahead` batches before they are asked for, into shared memory that has
+    no name and that it gets as it starts, so it can be killed at any moment and leaves nothing behind.
     Row i of the whole batch is row i // n of maker i % n, of n makers.
     """
 
@@ -50,10 +50,9 @@ class Workers:
         notes = [self._note(worker) for worker in range(len(self._processes))]
         for _, error in notes:
             if error is not None:
-                return {}, {}, error
-        kind, rows = self._slots[0].dtype, sum(slots.shape[1] for slots in self._slots)
-        names = kind.names or ()
-        batch = {key: np.empty((rows, *kind[key].shape), kind[key].base) for key in names}
+                return {}, News({}, {}), error
+        row_type, rows = self._slots[0].dtype, sum(slots.shape[1] for slots in self._slots)
+        batch = {key: np.empty((rows, *row_type[key].shape), row_type[key].base) for key in row_type.names or ()}
         for worker, slots in enumerate(self._slots):
             made = slots[self._made % len(slots)]
             for key, array in batch.items():
@@ -62,13 +61,14 @@ class Workers:
             with contextlib.suppress(OSError):  # it died since, and the next batch will say so
                 connection.send_bytes(b"read")
         self._made += 1
-        return batch, {key: line for damaged, _ in notes for key, line in damaged.items()}, None
+        damaged, empty = ({key: line for news, _ in notes for key, line in news[kind].items()} for kind in range(2))
+        return batch, News(damaged, empty), None
 
     def close(self) -> None:
         """Kill the processes; a batch that is being made is not waited for."""
         self._end()
 
-    def _note(self, worker: int) -> tuple[dict[str, str], str | None]:
+    def _note(self, worker: int) -> tuple[News, str | None]:
         try:
             return self._connections[worker].recv()
         except (EOFError, OSError) as error:
@@ -83,7 +83,7 @@ def made(rows: Rows | EvaluationRows) -> Made:
     try:
         batch = rows.next()
     except DataError as error:
-        return {}, {}, str(error)
+        return {}, News({}, {}), str(error)
     return batch, rows.quarantine.news(), None
 
 
@@ -100,23 +100,23 @@ def settle() -> None:
 
 
 def _serve(connection: Any, memory: Any, maker: Rows | EvaluationRows) -> None:
-    """What a process does: fill the slots in turn, each once it was read, and tell of each."""
+    """Main function of a process: fill the slots in turn, each after it was read, and tell of each."""
     settle()
     slots = _slots(maker, memory)
     try:
         for n in itertools.count():
             if n >= len(slots):
                 connection.recv_bytes()
-            batch, damaged, error = made(maker)
+            batch, news, error = made(maker)
             for key, array in batch.items():
                 slots[n % len(slots)][key] = array
-            connection.send((damaged, error))
+            connection.send((news, error))
     except (EOFError, ConnectionError):  # the main process has ended
         return
 
 
 def _slots(maker: Rows | EvaluationRows, memory: Any) -> np.ndarray:
-    """Row types [slots, rows], over memory."""
+    """The batches in shared memory: records of the maker's row_type, [slots, rows]."""
     return np.frombuffer(memory, maker.row_type).reshape(-1, len(maker))
 
 

@@ -170,6 +170,18 @@ def test_workers_tell_what_they_pass_over_once_and_change_nothing(feeds):
     assert several.damaged() == []
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_first_empty_document_of_a_source_is_told_and_the_others_are_not(workers, feeds):
+    source, _ = one_a_file("", bytes)
+    for name in ("03.txt", "09.txt"):
+        Path(name).write_text("")
+    feed = feeds(source, shuffle=False, workers=workers)
+    documents(feed, 30)
+    assert feed.damaged() == ["data.sources: 03.txt is empty: it has nothing to predict and is passed over, as all such documents of text-0 are"]
+    documents(feed, 30)
+    assert feed.damaged() == []
+
+
 def test_a_run_goes_on_the_same_from_any_batch_of_damaged_data(feeds):
     source, name = parquet()
     flip(name)

@@ -48,7 +48,7 @@ def _hung(started: Started) -> list[str] | None:
     if codes == [0]:
         return None
     took, log = time.time() - (started.folder / "metrics.jsonl").stat().st_mtime, told(started.folder)[before:]
-    missing = [frame for frame in ("faulty.py", "in get\n", "train.py") if frame not in log]
+    missing = [frame for frame in ("faulty.py", "feed.py", "train.py") if frame not in log]
     return _in_time(took, started) + [f"exit {codes}: {started.output()[-800:]}"] * (codes != [RETRY]) + \
         [f"no stack in the log has {missing}"] * bool(missing) + started.leftovers()
 
