@@ -195,7 +195,8 @@ class _Builder:
 
     def _alias(self, event: yaml.AliasEvent, where: str) -> None:
         if event.anchor not in self._anchors:
-            raise ConfigError(f"{where}: *{shortened(str(event.anchor))} refers to no anchor that ends before it; text that begins with * must be quoted")
+            raise ConfigError(f"{where}: *{shortened(str(event.anchor))} refers to no anchor that ends before it; "
+                              "text that begins with * must be quoted")
         node, count = self._anchors[event.anchor]
         self._add(dataclasses.replace(node, where=where), None, count)
 

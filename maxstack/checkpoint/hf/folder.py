@@ -81,7 +81,8 @@ class Folder:
         self.where = str(self.path / "config.json")
         method = (outer.get("quantization_config") or {}).get("quant_method")
         if method not in (None, "mxfp4"):
-            raise ConfigError(f"{self.where}: weights quantized by {shortened(str(method))} are not supported; use the unquantized version of the model")
+            raise ConfigError(f"{self.where}: weights quantized by {shortened(str(method))} are not supported; "
+                              "use the unquantized version of the model")
         self.config.pop("quantization_config", None)
 
     def raw(self) -> dict[str, "Plain"]:
