@@ -207,7 +207,7 @@ class FurtherToken(nnx.Module):
         self.embed_norm, self.hidden_norm, self.norm = (Norm(cfg.norm, cfg.embed, dtype=dtype) for _ in range(3))
         self.project = weight((2, cfg.embed, cfg.embed), "latent embed norm", std=(2 * cfg.embed) ** -0.5, dtype=dtype, use="matmul",
                               contract=2)
-        self.block = Block(cfg.mtp.block, cfg)
+        self.block = Block(cfg.mtp.block, cfg.model_copy(update={"per_layer": None}))  # its token is in no layer's table
 
     def __call__(self, x_BTD: jax.Array, next_BTD: jax.Array, context: Context) -> tuple[jax.Array, Aux]:
         """(state, embedding of the next token) -> (state one token further, the block's report)."""
