@@ -106,6 +106,9 @@ class Decoder(nnx.Module):
         self.rest = nnx.Dict({f"{i}": Block(name, cfg) for i, name in enumerate(rest)})
         self.norm = Norm(cfg.norm, cfg.embed, dtype=dtype)
         self.mtp = nnx.Dict({f"{i}": FurtherToken(cfg) for i in range(cfg.mtp.depth)} if cfg.mtp else {})
+        for _, param in nnx.iter_graph(self.mtp) if cfg.mtp and not cfg.mtp.loss else ():
+            if isinstance(param, nnx.Param):
+                param.set_metadata(frozen=True)  # no gradient reaches it, and weight decay alone would shrink it
         if not cfg.head.tied:
             self.head = weight((cfg.embed, cfg.vocab), "embed vocab", std=std, dtype=dtype, use="head")
         if cfg.head.bias:

@@ -14,8 +14,10 @@ import tiny
 from flax import nnx
 from jax.interpreters import partial_eval
 
+from maxstack import optim
 from maxstack.models import decoder
 from maxstack.objectives.next_token import next_token
+from maxstack.run import of_weights
 
 GOLDEN = Path(__file__).parent.parent / "goldens" / "losses.json"
 ATTENTION = {"kind": "attention", "heads": 4, "kv_heads": 2, "head_dim": 8}
@@ -81,6 +83,13 @@ def test_the_loss_depends_on_every_weight(name):
     _, used = partial_eval.dce_jaxpr(traced.jaxpr, [True])
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(weights))]
     assert [path for path, needed in zip(paths, used, strict=True) if not needed] == []
+
+
+def test_further_tokens_without_a_loss_are_not_trained():
+    cfg = tiny.config(model=model(mtp={"block": "block", "loss": 0.0}))
+    _, info = of_weights(decoder.abstract(cfg.model)[1])
+    moved = nnx.traversals.flatten_mapping(optim.trained(cfg.optimizer, info))
+    assert {path for path, trained in moved.items() if not trained} == {path for path in moved if path[0] == "mtp"} != set()
 
 
 if __name__ == "__main__":
