@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def check(cfg: "Config") -> list[Fault]:
     """Every broken rule, as far as it shows before the devices are counted."""
-    rules = mesh_rules.sizes, _vocabulary, _schedules, _evaluation, _steps, _tiers, _tiles, _elastic, _processes
+    rules = mesh_rules.sizes, _vocabulary, _positions, _schedules, _evaluation, _steps, _tiers, _tiles, _elastic, _processes
     return list(mesh_rules.axes(cfg)) or [fault for rule in rules for fault in rule(cfg)]
 
 
@@ -53,6 +53,13 @@ def _vocabulary_of(key: str, data: DataConfig, vocab: int) -> Iterator[Fault]:
     has_text = any(holds_text(dict(source)) for source in data.sources)
     if has_text and isinstance(data.tokenizer, BytesTokenizer) and vocab < 257:
         yield "model.vocab", f"vocab={vocab} is too small for {key}.tokenizer kind bytes, which has 257 ids; use model.vocab=257 or more"
+
+
+def _positions(cfg: "Config") -> Iterator[Fault]:
+    for key, data in (("data", cfg.data), ("eval.data", cfg.eval.data)):
+        if data is not None and cfg.model.positions and data.seq_len > cfg.model.positions:
+            yield f"{key}.seq_len", f"seq_len={data.seq_len} is longer than the learned table of model.positions={cfg.model.positions}; " \
+                                    f"use {cfg.model.positions} or less"
 
 
 def _schedules(cfg: "Config") -> Iterator[Fault]:

@@ -67,7 +67,8 @@ class TrainConfig(Section):
     """The loop."""
 
     steps: int = Field(1000, ge=1)
-    """Optimizer steps in the whole run."""
+    """Optimizer steps in the whole run. A run may be given more; where that moves the learning rate of its next step, the log says from what to
+    what."""
     batch_size: int = Field(8, ge=1)
     """Rows in a step, over all devices and accumulation."""
     accumulate: int = Field(1, ge=1)

@@ -20,10 +20,10 @@ import numpy as np
 from flax import nnx
 
 import maxstack
-from maxstack import config, executable, rules, sharding
+from maxstack import config, executable, optim, rules, sharding
 from maxstack.agree import Processes
 from maxstack.compiling import flags_for
-from maxstack.config import ConfigError
+from maxstack.config import ConfigError, shortened
 from maxstack.data.config import holds_text
 from maxstack.faults.policy import Rewind
 from maxstack.metrics import Log, peak_flops
@@ -149,6 +149,8 @@ def introduce(run: Run, sources: list[str], log: Log, begins: bool = False) -> N
         log.say(f"lora: no adapters beside {', '.join(run.treatment.passed)}, which lora.targets match: experts, tables and the head take none")
     if begins and cfg.lora and cfg.model.weights is None:
         log.say("lora: the base is random: neither model.from nor checkpoint.restore gives its weights, and adapters alone are trained")
+    if begins and cfg.model.weights and (longer := longer_rows(cfg.model.weights, cfg.data.seq_len)):
+        log.say(longer)
     for choice in run.kernels:
         log.say(f"kernel: {choice}")
     if cfg.xla.flags:
@@ -168,6 +170,25 @@ def check_steps(cfg: "Config", begin: int) -> None:
     if begin > cfg.train.steps:
         raise ConfigError(f"train.steps={cfg.train.steps}, but the run is already at step {begin}; raise train.steps, set checkpoint.restore to an "
                           "earlier step, or choose another run.name")
+
+
+def moved_rate(written: dict[str, Any], cfg: "Config", updates: int) -> str:
+    """What is said where the next update has another learning rate than by the configuration that wrote the checkpoint; "" where it has not."""
+    if not written or not (said := optim.moved_rate(written, cfg.optimizer, cfg.train.steps, updates)):
+        return ""
+    changed = [f"{key}: {old} -> {new}" for key, old, new in config.difference(written, cfg.model_dump(mode="json"))
+               if key == "train.steps" or key.startswith("optimizer.")]
+    return f"{said}; changed: {shortened(', '.join(changed), 400)}"
+
+
+def longer_rows(weights: str, seq_len: int) -> str:
+    """What is said where rows are longer than what the model of a folder was made for; "" where they are not."""
+    from maxstack.checkpoint.hf.folder import Folder
+
+    most = Folder(weights).config.get("max_position_embeddings")
+    if not isinstance(most, int) or seq_len <= most:
+        return ""
+    return f"data.seq_len={seq_len} is more than max_position_embeddings={most} of {weights}: later positions are new to these weights"
 
 
 def check(run: Run) -> None:

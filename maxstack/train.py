@@ -132,6 +132,8 @@ def train(cfg: "Config", ending: contextlib.ExitStack, forced: Sequence[str] = (
     writer = Writer(folder, cfg.run.tensorboard, first)
     if saves and state is not None:
         log.say(saves.told)
+        if moved := startup.moved_rate(saves.written, cfg, int(state.guard.updates)):
+            log.say(moved)
     if begin == cfg.train.steps:
         log.say(f"nothing left to do: train.steps={begin} are done")
         if saves:

@@ -7,6 +7,8 @@ from maxstack.schema import Config
 BYTES = "data.sources.0={kind: text, files: [a.txt]}"
 BROKEN = {
     "infinity": (["model.norm.eps=.inf"], "model.norm.eps", "got inf; allowed: a number > 0, not infinite", []),
+    "learned_positions": (["model.positions=31"], "data.seq_len", "seq_len=32 is longer than the learned table of model.positions=31",
+                          ["model.positions=32"]),
     "kv_ratio": (["model.blocks.full.mixer.kv_heads=3"], "model.blocks.full.mixer.kv_heads",
                  "heads=4 is not a multiple of kv_heads=3 (ratio 1.33)", ["model.blocks.full.mixer.kv_heads=2"]),
     "two_free_axes": (["mesh.fsdp=-1"], "mesh.fsdp", "data and fsdp are both -1", ["mesh.fsdp=2"]),

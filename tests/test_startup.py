@@ -1,7 +1,9 @@
 """What happens before the first step: where it needs more than one process, and what is said of the run."""
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import tiny
@@ -9,11 +11,13 @@ from processes import environment, write_config
 
 from maxstack import startup
 from maxstack.config import ConfigError
+from maxstack.optim import learning_rate_at
 from maxstack.plan import report
 from maxstack.plan.step import Step
 from maxstack.plan.topology import parse
 from maxstack.submit.local import members
 
+LLAMA = Path(__file__).parent / "goldens" / "llama"
 HURRIED = """
 import sys
 from maxstack import cli, startup, train
@@ -73,9 +77,34 @@ def test_a_rank_beyond_every_target_is_refused():
         startup.check(tiny.make_run(tiny.config(lora={"rank": 33})))
 
 
-@pytest.mark.parametrize(("weights", "begins"), [(None, True), (None, False), ("folder", True)])
+@pytest.mark.parametrize(("weights", "begins"), [(None, True), (None, False), (str(LLAMA), True)])
 def test_adapters_on_a_random_base_are_told(weights, begins):
     said = []
     run = tiny.make_run(tiny.config(lora={"rank": 4}, model=tiny.model(weights=weights)))
     startup.introduce(run, [], type("Said", (), {"say": lambda self, text: said.append(text)})(), begins)
     assert any("lora: the base is random" in line for line in said) == (weights is None and begins)
+
+
+def test_rows_longer_than_the_imported_model_was_made_for_are_told():
+    most = json.loads((LLAMA / "config.json").read_text())["max_position_embeddings"]
+    assert startup.longer_rows(str(LLAMA), most) == ""
+    assert f"data.seq_len={most + 1} is more than max_position_embeddings={most} of " in startup.longer_rows(str(LLAMA), most + 1)
+
+
+@pytest.mark.parametrize(("change", "update"), [({"train": {"steps": 40}}, 17), ({"optimizer": {"schedule": {"decay_steps": "10%"}}}, 17),
+                                                ({"optimizer": {"schedule": {"warmup_steps": 9}}}, 4), ({"optimizer": {"learning_rate": 0.02}}, 4)])
+def test_a_change_that_moves_the_learning_rate_of_the_next_update_is_told_with_both_values(change, update):
+    wsd = {"learning_rate": 0.01, "schedule": {"kind": "wsd", "warmup_steps": 2, "decay_steps": 6}}
+    written = tiny.config(train={"batch_size": 8, "steps": 20}, optimizer=wsd)
+    given = wsd | change.get("optimizer", {})
+    given["schedule"] = wsd["schedule"] | given["schedule"]
+    now = tiny.config(train={"batch_size": 8, "steps": 20} | change.get("train", {}), optimizer=given)
+    before, after = (float(learning_rate_at(cfg.optimizer, cfg.train.steps)(update)) for cfg in (written, now))
+    said = startup.moved_rate(written.model_dump(mode="json"), now, update)
+    assert said.startswith(f"the learning rate goes on at {after:.4g}; by the checkpoint's schedule it would be {before:.4g} (optimizer.chain.1); ")
+    assert startup.moved_rate(written.model_dump(mode="json"), written, update) == ""
+
+
+def test_more_steps_of_a_constant_learning_rate_say_nothing():
+    written, now = (tiny.config(train={"batch_size": 8, "steps": steps}, optimizer={"schedule": None}) for steps in (20, 40))
+    assert startup.moved_rate(written.model_dump(mode="json"), now, 17) == ""

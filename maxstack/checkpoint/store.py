@@ -79,7 +79,7 @@ class Checkpoints:
         self._went_back = self._said_saved().get("went_back")
         self._saving: threading.Thread | None = None
         self._failed: str | None = None
-        self.told, self.notes = "", dict[str, Any]()
+        self.told, self.notes, self.written = "", dict[str, Any](), dict[str, Any]()
         for tier in self._tiers:
             for line in tier.place.clear():
                 self._say(line)
@@ -124,7 +124,7 @@ class Checkpoints:
 
     def save(self, step: int, state: Tree, feed: "Feed", notes: Mapping[str, Any], eval_loss: float | None = None, last: bool = False) -> None:
         """Copy the arrays off the devices for each tier that is due, then write in the background; a step counts where all of it is on disk, with its
-        checksums. `notes` are plain data that `restore` leaves in `self.notes`."""
+        checksums. `notes` are plain data that `restore` leaves in `self.notes`, beside the configuration `self.written`."""
         self._save([tier for tier in self._tiers if tier.due(step, last)], step, state, feed, notes, eval_loss)
 
     def complete(self, step: int, state: Tree, feed: "Feed", notes: Mapping[str, Any]) -> None:
@@ -274,7 +274,7 @@ class Checkpoints:
             position = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=run.lane_sharding)
             loaded = tier.load(step, {"state": wanted, "data": {"position": position}})
         feed.restore(self._local_position(loaded["data"]["position"]))
-        self.notes = meta["notes"]
+        self.notes, self.written = meta["notes"], meta["config"]
         self.told = f"resumed from step {step} of {tier.folder}"
         if self._cfg.elsewhere and any(tier is one.place for one in self._tiers):
             self.told += f"; checkpoint.restore={self._cfg.restore} is where this run once began, or would have, and is not read again"

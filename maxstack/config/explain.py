@@ -25,6 +25,8 @@ class _Place:
     annotation: Any
     owner: Any
     """The annotation of the mapping or list around it."""
+    entry: Path = ()
+    """The entry of a mapping of named sections that the path leads into, the innermost one."""
     vague: bool = False
     """One alternative of a union failed, and not the one that the value's shape chose: only the union itself can be named."""
 
@@ -33,16 +35,40 @@ def explanation(schema: type[pydantic.BaseModel], tree: Node, error: pydantic.Va
     """A paragraph for each problem, the first few of them; `foreign` says what a key of another framework is called here."""
     found: dict[Path, str] = {}
     vague: dict[Path, str] = {}
+    lacking: dict[Path, list[str]] = {}
     for detail in error.errors(include_url=False):
         place = _follow(schema, tree, detail["loc"])
         for path, message in _messages(place, tree, dict(detail), foreign):
             (vague if place.vague or detail["type"] == "too_short" else found).setdefault(path, message)
+            if place.entry and detail["type"] in ("missing", "union_tag_not_found"):
+                lacking.setdefault(place.entry, []).append(".".join(map(str, path[len(place.entry):])))
     for path, message in vague.items():
         if not any(other[:len(path)] == path for other in found):
             found[path] = message
+    for entry, keys in lacking.items():
+        if names := _apart(tree, entry):
+            found = {path: message for path, message in found.items() if path[:len(entry)] != entry}
+            found[entry] = f"is not there; there is {listed(names)}; a new one needs {listed(keys)} too{did_you_mean(entry[-1], names)}"
     lines = [f"{_where(tree, path)}: {shortened('.'.join(map(str, path))) or 'the configuration'}: {message}" for path, message in found.items()]
     more = [f"... and {len(lines) - SHOWN} more problems"] if len(lines) > SHOWN else []
     return "\n".join(lines[:SHOWN] + more)
+
+
+def _apart(tree: Node, entry: Path) -> list[str]:
+    """Names beside an entry that other files gave than the entry, which so may have been meant for one of them."""
+    own, around = tree.at(*entry), tree.at(*entry[:-1])
+    if own is None or around is None:
+        return []
+    given = _files(own)
+    return [name for name, node in (around.mapping or {}).items() if name != entry[-1] and _files(node) - given]
+
+
+def _files(node: Node) -> set[str]:
+    """The files, or `override`, that gave what stands at and below a node."""
+    if not isinstance(node.value, dict | list) or not node.value:
+        return {node.where.rpartition(":")[0] or node.where}
+    inside = node.value.values() if isinstance(node.value, dict) else node.value
+    return {file for below in inside for file in _files(below)}
 
 
 def _where(tree: Node, path: Path) -> str:
@@ -71,7 +97,9 @@ def _follow(schema: Any, tree: Node, loc: Path) -> _Place:
         only = alternatives[0] if alternatives else Any
         inside = _inside(only, segment)
         if inside is not None or tree.at(*place.path, segment) is not None or segment == loc[-1]:
-            place = _Place((*place.path, segment), Any if inside is None else inside, only)
+            path = *place.path, segment
+            named = shape(only) is dict and not section(only) and section(item(only)) is not None
+            place = _Place(path, Any if inside is None else inside, only, path if named else place.entry)
     return place
 
 

@@ -195,8 +195,7 @@ class _Builder:
 
     def _alias(self, event: yaml.AliasEvent, where: str) -> None:
         if event.anchor not in self._anchors:
-            name = shortened(str(event.anchor))
-            raise ConfigError(f"{where}: *{name} refers to no anchor that ends before it; "
+            raise ConfigError(f"{where}: *{shortened(str(event.anchor))} refers to no anchor that ends before it; "
                               "text that begins with * must be quoted")
         node, count = self._anchors[event.anchor]
         self._add(dataclasses.replace(node, where=where), None, count)

@@ -67,7 +67,7 @@ class MTPConfig(Section):
     depth: int = Field(1, ge=1)
     """How many tokens further, one block each."""
     loss: float = Field(0.3, ge=0)
-    """Weight of its mean cross-entropy; 0: carried along, not computed."""
+    """Weight of its mean cross-entropy; 0: carried along, neither computed nor changed."""
 
 
 class RematConfig(Section):

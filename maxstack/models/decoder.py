@@ -106,6 +106,9 @@ class Decoder(nnx.Module):
         self.rest = nnx.Dict({f"{i}": Block(name, cfg) for i, name in enumerate(rest)})
         self.norm = Norm(cfg.norm, cfg.embed, dtype=dtype)
         self.mtp = nnx.Dict({f"{i}": FurtherToken(cfg) for i in range(cfg.mtp.depth)} if cfg.mtp else {})
+        for _, param in nnx.iter_graph(self.mtp) if cfg.mtp and not cfg.mtp.loss else ():
+            if isinstance(param, nnx.Param):
+                param.set_metadata(frozen=True)  # no gradient reaches it, and weight decay alone would shrink it
         if not cfg.head.tied:
             self.head = weight((cfg.embed, cfg.vocab), "embed vocab", std=std, dtype=dtype, use="head")
         if cfg.head.bias:
@@ -207,7 +210,7 @@ class FurtherToken(nnx.Module):
         self.embed_norm, self.hidden_norm, self.norm = (Norm(cfg.norm, cfg.embed, dtype=dtype) for _ in range(3))
         self.project = weight((2, cfg.embed, cfg.embed), "latent embed norm", std=(2 * cfg.embed) ** -0.5, dtype=dtype, use="matmul",
                               contract=2)
-        self.block = Block(cfg.mtp.block, cfg)
+        self.block = Block(cfg.mtp.block, cfg.model_copy(update={"per_layer": None}))  # its token is in no layer's table
 
     def __call__(self, x_BTD: jax.Array, next_BTD: jax.Array, context: Context) -> tuple[jax.Array, Aux]:
         """(state, embedding of the next token) -> (state one token further, the block's report)."""

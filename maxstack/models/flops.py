@@ -91,6 +91,6 @@ def _mlp(cfg: MLPKind, embed: int, each: float) -> Iterator[tuple[str, Count]]:
     elif isinstance(cfg, MoEConfig):
         yield "experts", _weights(embed * (cfg.experts + 3 * cfg.top_k * cfg.hidden), each)
         if cfg.shared:
-            yield "shared experts", _weights(embed * 3 * cfg.shared.hidden, each)
+            yield "shared experts", _weights(embed * (3 * cfg.shared.hidden + cfg.shared.gate), each)
     else:
         yield from (*_mlp(cfg.dense, embed, each), *_mlp(cfg.moe, embed, each))

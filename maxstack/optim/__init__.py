@@ -1,5 +1,6 @@
 """The optimizer's configuration: an Optax chain as data, with masks and groups by parameter path. Checked without importing jax."""
 
+import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -200,6 +201,29 @@ def learning_rate_at(cfg: OptimizerConfig, train_steps: int) -> Callable[[Any], 
     rate = uses[0].item.get("learning_rate", cfg.learning_rate)
     found = rate_function(cfg, rate, updates_in(train_steps, uses[0].every), uses[0].fixed)
     return lambda step: found(step // uses[0].every) if callable(found) else found
+
+
+def rates_at(cfg: OptimizerConfig, train_steps: int, updates: int) -> dict[str, float]:
+    """The learning rate of every item that takes one, by the item's key, after so many updates of the weights."""
+    found = {}
+    for use in rate_uses(cfg):
+        given = use.item.get("learning_rate", cfg.learning_rate)
+        rate = rate_function(cfg, given, updates_in(train_steps, use.every), use.fixed)
+        if rate is not None:
+            found[use.key] = float(rate(updates // use.every) if callable(rate) else rate)
+    return found
+
+
+def moved_rate(saved: dict[str, Any], cfg: OptimizerConfig, train_steps: int, updates: int) -> str:
+    """What the schedules of a saved configuration and of this one say of the next update, "" where it is the same."""
+    try:
+        old = rates_at(OptimizerConfig.model_validate(saved["optimizer"]), saved["train"]["steps"], updates)
+    except (pydantic.ValidationError, KeyError):
+        return "the learning rate by the checkpoint's schedule is not known: another version of maxstack wrote its optimizer"
+    for key, now in rates_at(cfg, train_steps, updates).items():
+        if key in old and not math.isclose(old[key], now, rel_tol=1e-5, abs_tol=1e-12):
+            return f"the learning rate goes on at {now:.4g}; by the checkpoint's schedule it would be {old[key]:.4g} (optimizer.{key})"
+    return ""
 
 
 def rate_function(cfg: OptimizerConfig, rate: Any, updates: int, fixed: bool = False) -> Any:

@@ -20,7 +20,7 @@ class ParamInfo:
     carried: bool = False
     """Updated by a rule of the model, never by the optimizer."""
     frozen: bool = False
-    """Never updated: it is kept in low precision, or adapters are trained in its place."""
+    """Never updated: it is kept in low precision, adapters are trained in its place, or the loss does not depend on it."""
     weight: str | None = None
     """Path of the model's weight for which it is kept, in low precision or as an adapter; None: it is that weight."""
 

@@ -136,6 +136,41 @@ def test_a_problem_from_the_command_line_says_so(problems):
     assert problems("size: 1", "size=0") == ["override: size: got 0; allowed: a whole number >= 1"]
 
 
+class Block(Section):
+    heads: int
+    """How many."""
+    pair: Pair
+    """Two numbers."""
+
+
+class Model(Section):
+    PRESETS: ClassVar[dict[str, tuple[str, ...]]] = {}
+
+    blocks: dict[str, Block]
+    """By name."""
+
+
+@pytest.mark.parametrize(("extra", "overrides", "paragraph"), [
+    ("", ["blocks.blok.heads=3"], "override: blocks.blok: is not there; there is block; a new one needs pair too; did you mean block?"),
+    ("blocks: {other: {pair: {hig: 1}}}", [], "run.yml:2: blocks.other: is not there; there is block; a new one needs heads too"),
+    ("blocks: {block: {heads: 3}, other: {pair: {}}}", [], "run.yml:2: blocks.other: is not there; there is block; a new one needs heads too"),
+    ("blocks: {first: {heads: 3, pair: {}}, other: {pair: {}}}", [],
+     "run.yml:2: blocks.other: is not there; there is block; a new one needs heads too")])
+def test_an_incomplete_entry_beside_those_of_another_file_is_told_their_names(tmp_path, monkeypatch, extra, overrides, paragraph):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "below.yml").write_text("blocks: {block: {heads: 2, pair: {low: 0}}}")
+    (tmp_path / "run.yml").write_text(f"extends: ./below.yml\n{extra}")
+    with pytest.raises(ConfigError) as caught:
+        load(Model, "run.yml", overrides)
+    assert str(caught.value) == paragraph
+
+
+def test_an_incomplete_entry_beside_those_of_its_own_file_is_told_what_it_lacks(tmp_path):
+    (tmp_path / "run.yml").write_text("blocks: {block: {heads: 2, pair: {}}, other: {pair: {}}}")
+    with pytest.raises(ConfigError, match=r"run.yml:1: blocks.other.heads: missing; wanted: a whole number \(How many.\)$"):
+        load(Model, tmp_path / "run.yml")
+
+
 def test_all_problems_are_told_up_to_five(problems):
     assert [line.split(":")[2].strip() for line in problems("size: x\nflag: x\nname: 3")] == ["name", "flag", "size"]
     many = problems("size: 1\n" + "".join(f"unknown{i}: 1\n" for i in range(8)))

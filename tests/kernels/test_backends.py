@@ -4,16 +4,19 @@ import dataclasses
 import json
 import re
 import typing
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from maxstack import cli, train
 from maxstack.config import ConfigError
 from maxstack.kernels import attention, cross_entropy, gated_delta, grouped_matmul, names, tuning
 from maxstack.kernels.attention.request import Case, Request
 from maxstack.kernels.backends import Device, asking, describe, recording
 
+ROOT = Path(__file__).resolve().parents[2]
 CASE = Case(Request(0.125, window=64), 256, 256, 4, 2, 64, 64, "float32", True, False, Device("cpu", "cpu"))
 
 
@@ -91,3 +94,12 @@ def test_every_shipped_row_has_a_device_an_op_a_shape_and_where_it_was_measured(
     ops = {op.name: op for op in (attention.OP, cross_entropy.OP, grouped_matmul.OP)}
     for row in tuning.rows(tuning.SHIPPED):
         assert row["backend"] in ops[row["op"]].names and row["microseconds"] > 0 and row["date"]
+
+
+def test_the_refusal_that_the_manual_shows_is_what_the_readmes_file_gets(tmp_path, monkeypatch, capsys):
+    readme, manual = ((ROOT / name).read_text() for name in ("README.md", "docs/KERNELS.md"))
+    (tmp_path / "mine.yml").write_text(re.search(r"```yaml\n(# mine.yml\n.*?)```", readme, re.DOTALL)[1])
+    arguments, told = re.search(r"^\$ maxstack train (mine.yml .*)\n(error: .*\n)", manual, re.MULTILINE).groups()
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(train.main, arguments.split()) == 1
+    assert capsys.readouterr().err.endswith(told) and sorted(tmp_path.iterdir()) == [tmp_path / "mine.yml"]

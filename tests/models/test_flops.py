@@ -45,7 +45,7 @@ def share(path: str, model) -> float:
     """The part of a weight that a token meets: of experts those that it goes to, of tables none."""
     name = path.rsplit("/", 1)[-1]
     if name in ("embed", "positions", "per_layer_embed") or "norm" in path or name.endswith(("bias", "scale", "scalar")) or name in (
-            "sinks", "a_log", "dt_bias", "shared_gate"):
+            "sinks", "a_log", "dt_bias"):
         return 0.0
     if name not in ("gate", "up", "down") or "/mlp/" not in path or "/shared/" in path or "/dense/" in path:
         return 1.0

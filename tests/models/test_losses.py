@@ -8,9 +8,17 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 import tiers
 import tiny
+from flax import nnx
+from jax.interpreters import partial_eval
+
+from maxstack import optim
+from maxstack.models import decoder
+from maxstack.objectives.next_token import next_token
+from maxstack.run import of_weights
 
 GOLDEN = Path(__file__).parent.parent / "goldens" / "losses.json"
 ATTENTION = {"kind": "attention", "heads": 4, "kv_heads": 2, "head_dim": 8}
@@ -58,6 +66,31 @@ def test_losses_of_twenty_steps_are_the_golden_ones(name):
     assert found[:10] == pytest.approx(golden[:10], rel=1e-3)
     assert found[10:] == pytest.approx(golden[10:], rel=0.05 if chosen else 1e-3)  # a rounding may by then send a token to another expert
     assert found[-1] < 0.8 * found[0]
+
+
+EVERYTHING = MODELS | {
+    "further tokens beside embeddings for every layer": model(mtp={"block": "block", "depth": 2}, per_layer={"vocab": tiny.VOCAB, "size": 8}),
+    "gated shared expert, norms of queries, keys and values, biases": model(
+        ATTENTION | {"qk_norm": {}, "value_norm": {}, "qkv_bias": True, "out_bias": True}, MOE | {"shared": {"hidden": 16, "gate": True}},
+        head={"tied": True, "bias": True})}
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_the_loss_depends_on_every_weight(name):
+    cfg = tiny.config(model=EVERYTHING[name])
+    graph, weights = decoder.abstract(cfg.model)
+    data = {key: jnp.asarray(value) for key, value in tiny.batch(cfg).items()}
+    traced = jax.make_jaxpr(lambda params: next_token(nnx.merge(graph, nnx.State(params)), data, 0.0).total)(nnx.to_pure_dict(weights))
+    _, used = partial_eval.dce_jaxpr(traced.jaxpr, [True])
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(weights))]
+    assert [path for path, needed in zip(paths, used, strict=True) if not needed] == []
+
+
+def test_further_tokens_without_a_loss_are_not_trained():
+    cfg = tiny.config(model=model(mtp={"block": "block", "loss": 0.0}))
+    _, info = of_weights(decoder.abstract(cfg.model)[1])
+    moved = nnx.traversals.flatten_mapping(optim.trained(cfg.optimizer, info))
+    assert {path for path, trained in moved.items() if not trained} == {path for path in moved if path[0] == "mtp"} != set()
 
 
 if __name__ == "__main__":

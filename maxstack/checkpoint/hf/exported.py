@@ -20,6 +20,7 @@ from maxstack.checkpoint.hf.table import Mismatch
 from maxstack.checkpoint.hf.writer import Atomic, Read, write_tensors
 from maxstack.config import ConfigError, did_you_mean
 from maxstack.data import byte_level
+from maxstack.layers.config import LongRopeScaling
 from maxstack.models.config import DecoderConfig
 
 TOKENIZER = (
@@ -58,7 +59,7 @@ def export(
     """Write `out`, whole or not at all. `shapes` are those of our weights by path, `read` gives a weight.
 
     `source` is a folder with the config.json, tokenizer and dtypes that the model once came with;
-    `length` the longest input where there is none; `tokenizer` the file of that which the model was
+    `length` the longest input that it was trained on; `tokenizer` the file of that which the model was
     trained with, or that of `source`, or none that has a file.
     ConfigError where no family, or not the one of that architecture, can say the model.
     """
@@ -70,13 +71,25 @@ def export(
         raise ConfigError(f"cannot be exported: {error}") from error
     dtypes = _dtypes(source, dtype or model.param_dtype, [tensor.name for tensor in bound], dtype is None)
     kept = {key: value for key, value in given.items() if key in SILENT and key not in ("auto_map", "torch_dtype")}
-    config = {"max_position_embeddings": model.positions or length or 2048, **kept, **config, "dtype": _usual(dtypes)}
+    config = {**kept, "max_position_embeddings": model.positions or _longest(model, given, length or 0), **config, "dtype": _usual(dtypes)}
     with Atomic(out) as folder:
         (folder / "config.json").write_text(json.dumps(dict(sorted(config.items())), indent=2) + "\n")
         _copy(source, tokenizer, folder, config)
         write_tensors(folder, bound, dtypes, read, shard_size, done)
         check_tensors(Contents(folder), bound)
     return family
+
+
+def _longest(model: DecoderConfig, given: Mapping[str, Any], length: int) -> int:
+    """max_position_embeddings: what the model came with, or the longest input in training if that is more.
+
+    With LongRoPE it stays, because transformers' attention factor follows from it.
+    """
+    came = (given.get("text_config") or given).get("max_position_embeddings") or 0
+    ropes = [getattr(block.mixer, "rope", None) for block in model.blocks.values()]
+    if came and any(rope and isinstance(rope.scaling, LongRopeScaling) for rope in ropes):
+        return came
+    return max(came, length) or 2048
 
 
 def choose(model: DecoderConfig, wanted: str | None, must: bool) -> tuple[Family, dict[str, Any]]:

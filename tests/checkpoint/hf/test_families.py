@@ -133,3 +133,14 @@ def test_a_weight_that_no_row_holds_is_an_error():
     ("sfsfxyxy", 4, ("sfsf", "xy"))])
 def test_layers_become_the_shortest_prefix_and_pattern(names, unrolled, wanted):
     assert arranged(names, unrolled) == (list(wanted[0]), list(wanted[1]))
+
+
+@pytest.mark.parametrize(("family", "length", "wanted"), [("llama", 4096, 4096), ("llama", 8, None), ("phi3", 10**6, None)])
+def test_an_export_says_the_longest_rows_in_training_unless_longrope_hangs_on_what_it_says(family, length, wanted, tmp_path):
+    contents = Contents(GOLDENS[family])
+    pieces = pieces_of(contents, shapes_of(contents.model))
+    read = {path: reading(pieces[path], shape, np.dtype(np.float32)) for path, shape in shapes_of(contents.model).items()}
+    export(contents.model, shapes_of(contents.model), lambda path: read[path](tuple(slice(0, n) for n in shapes_of(contents.model)[path])),
+           tmp_path / "out", source=GOLDENS[family], length=length)
+    said = json.loads((tmp_path / "out" / "config.json").read_text())["max_position_embeddings"]
+    assert said == (wanted or contents.folder.config["max_position_embeddings"])
