@@ -1,6 +1,7 @@
 """The console command: a table of subcommands, imported when they are called, and the mapping from errors to exit codes."""
 
 import argparse
+import errno
 import importlib
 import importlib.metadata
 import os
@@ -27,6 +28,16 @@ COMMANDS = {
     "config": ("maxstack.config.cli:main", "show, compare and describe configurations"),
 }
 LONGEST_LINE = 3000
+LASTING = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENAMETOOLONG,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ELOOP,
+)
+"""Errors of paths that are the user's to mend."""
 EXAMPLE = "example: maxstack train quickstart train.steps=100 run.name=first"
 
 
@@ -45,6 +56,10 @@ def run(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
         if not hasattr(error, "exit_code"):
             raise
         return _fail(error, error.exit_code)
+    except OSError as error:
+        if not lasting(error):
+            raise
+        return _fail(OSError(f"{error.filename}: {error.strerror}"), 1)
     except SystemExit as stop:
         return _usage_is_1(stop)
     except KeyboardInterrupt:
@@ -52,6 +67,11 @@ def run(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def lasting(error: Exception) -> bool:
+    """Whether an error says of a path what a restart does not mend."""
+    return isinstance(error, OSError) and error.filename is not None and error.errno in LASTING
 
 
 def takes_config(parser: argparse.ArgumentParser) -> None:

@@ -51,14 +51,10 @@ def main(argv: Sequence[str]) -> int:
     adapted = {folder: adapted_run(run, folder) for folder in places}
     rows = read_tokens(args.tokens, run.cfg.model.vocab) if args.tokens else read_texts(args.data, args.model, args.overrides, "--tokens FILE.npz")
     params = read_weights(args.model, run, own)
-
-    def write(run: "Run", params: Any, place: Path) -> None:
-        logprobs = score(run, params, rows, place, batch_size=args.batch_size, logits=args.logits)
-        _report(logprobs, rows, place, run.cfg.checkpoint.allow_nonfinite)
-
-    write(run, params, out)
+    _report(run, params, rows, out, args)
     for folder, place in places.items():
-        write(adapted[folder], with_adapter(adapted[folder], params, folder), place)
+        further = with_adapter(adapted[folder], params, folder)
+        _report(adapted[folder], further, rows, place, args)
     return 0
 
 
@@ -93,10 +89,12 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _report(logprobs: np.ndarray, rows: Rows, out: Path, nonfinite: bool) -> None:
-    """Print the perplexity. DataError for a token without one, unless these are allowed."""
+def _report(run: "Run", params: Any, rows: Rows, out: Path, args: argparse.Namespace) -> None:
+    """Score, and print the perplexity. DataError for a token without a finite log-probability,
+    unless weights that are not finite are allowed."""
+    logprobs = score(run, params, rows, out, batch_size=args.batch_size, logits=args.logits)
     odd = np.argwhere(~np.isfinite(logprobs))
-    if len(odd) and not nonfinite:
+    if len(odd) and not run.cfg.checkpoint.allow_nonfinite:
         row, place = odd[0]
         raise DataError(
             f"{out}: {len(odd)} of {rows.scored} scored tokens have a log-probability that is NaN "

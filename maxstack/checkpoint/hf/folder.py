@@ -128,7 +128,7 @@ class Folder:
     def _files(self) -> Iterator[tuple[SafetensorsFile, str]]:
         index = self.path / INDEX
         names = sorted(entry.name for entry in self.path.iterdir() if entry.name.endswith(".safetensors"))
-        if not index.exists():
+        if not os.path.lexists(index):
             if SINGLE not in names:
                 only = f" (only {', '.join(names[:3])})" if names else ""
                 raise ConfigError(f"{self.path}: has neither {SINGLE} nor {INDEX}{only}. {INSTEAD}")
@@ -168,10 +168,11 @@ class Folder:
     def file(self, name: str) -> Path:
         """A file of the folder. A link must lead to another file of it, or to the blobs of the hub's cache that the folder is part of."""
         path = self.path / name
+        if not os.path.lexists(path) and name == "config.json":
+            raise ConfigError(f"{path}: no such file; give the folder of a model")
         if not path.is_file():
-            if name == "config.json":
-                raise ConfigError(f"{path}: no such file; give the folder of a model")
-            raise DataError(f"{path}: no such file")
+            leads = "is a link that leads nowhere" if path.is_symlink() else "is no file"
+            raise DataError(f"{path}: {leads if os.path.lexists(path) else 'no such file'}")
         target, folder = path.resolve(), self.path.resolve()
         cache = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
         if target.parent not in (folder, cache):
