@@ -22,5 +22,5 @@ DRILLS = {
     5: Drill(kills.preempt, 6, 1), 6: Drill(values.poisoned, 20, 2), 7: Drill(values.spikes, 4, 1), 8: Drill(silent.corrupt, 9, 1),
     9: Drill(hangs.worker, 8, 1), 10: Drill(hangs.killed, 9, 1), 11: Drill(hangs.stopped, 6, 1), 12: Drill(changes.elastic, 4, 1),
     13: Drill(changes.changed, 24, 2), 14: Drill(silent.flipped, 8, 1), 15: Drill(hangs.straggler, 6, 1), 16: Drill(tiers.tiers, 12, 1),
-    0: Drill(changes.clock, 6, 1),
+    17: Drill(changes.crowded, 10, 1), 0: Drill(changes.clock, 6, 1),
 }
