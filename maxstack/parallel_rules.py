@@ -34,9 +34,6 @@ def _pipeline(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:
         fits = [size for size in range(1, periods + 1) if periods % (size * rounds) == 0]
         remedy = f"mesh.stage={max(size for size in fits if size <= stages)}" if fits else "mesh.rounds=1"
         yield "mesh.stage", f"the pattern of blocks repeats {periods} times, which is not divisible by {by}; use {remedy}, or another model.prefix"
-    if cfg.lora and cfg.lora.dropout:
-        yield "lora.dropout", (f"dropout={cfg.lora.dropout} with mesh.stage={stages}: all microbatches would drop the same; "
-                               "set dropout to 0, or mesh.stage=1")
     if "stage" not in names(cfg.mesh.rules["layers"]):
         yield "mesh.rules.layers", f"with mesh.stage={stages} the layers lie on the stages; leave mesh.rules.layers as it is"
     if microbatches and microbatches % stages:

@@ -1,6 +1,5 @@
 """assemble(cfg, mesh) -> Run: shapes, shardings and functions of one run, and no arrays. train.py runs it, tests lower it."""
 
-import contextlib
 import dataclasses
 import functools
 import operator
@@ -19,7 +18,6 @@ from maxstack import compiling, optim, placement, sharding
 from maxstack.faults import guard
 from maxstack.kernels import tuning
 from maxstack.kernels.backends import Choice, recording
-from maxstack.lora import adapter
 from maxstack.models import decoder
 from maxstack.objectives.next_token import Loss, next_token
 from maxstack.placement import State
@@ -242,7 +240,7 @@ def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
     def loss(params: Tree, batch: dict[str, jax.Array]) -> Loss:
         return next_token(nnx.merge(graph, nnx.State(params)), batch, cfg.objective.z_loss)
 
-    step = functools.partial(_step, cfg, tx, trained, _dropping(cfg, loss), placement.Moves(shardings, abstract, info, mesh, cfg.mesh))
+    step = functools.partial(_step, cfg, tx, trained, loss, placement.Moves(shardings, abstract, info, mesh, cfg.mesh))
     evaluate = functools.partial(_evaluate, loss)
     mixed = any(block.experts for block in cfg.model.blocks.values())
     packed = cfg.data.packing != "none" or (cfg.eval.data is not None and cfg.eval.data.packing != "none")
@@ -266,9 +264,9 @@ def _step(cfg: "Config", tx: optax.GradientTransformationExtraArgs, trained: Tre
           batch: dict[str, jax.Array]) -> tuple[State, dict[str, jax.Array]]:
     state = moves.to_devices(state)
     params, rest = only(trained, state.params), only(jax.tree.map(operator.not_, trained), state.params)
-    key = jax.random.fold_in(jax.random.key(cfg.train.seed), state.step)
-    summed, grads = _gradient(lambda params, batch, piece: loss(joined(params, rest), batch, jax.random.fold_in(key, piece)), params, batch,
-                              cfg.train.accumulate)
+    if cfg.lora and cfg.lora.dropout:
+        batch = {**batch, "keys": _row_keys(cfg, state.step)}
+    summed, grads = _gradient(lambda params, batch: loss(joined(params, rest), batch), params, batch, cfg.train.accumulate)
     weight = jnp.maximum(summed.weight, 1.0)
     grads = moves.like_optimizer(jax.tree.map(lambda g: g / weight, grads))
     value = summed.total / weight
@@ -294,30 +292,27 @@ def _step(cfg: "Config", tx: optax.GradientTransformationExtraArgs, trained: Tre
 def _gradient(loss: Callable[..., Loss], params: Tree, batch: dict[str, jax.Array], pieces: int) -> tuple[Loss, Tree]:
     """Sums of the loss and of its gradient over the batch, `pieces` microbatches one after the other."""
 
-    def total(params: Tree, batch: dict[str, jax.Array], piece: jax.Array | int) -> tuple[jax.Array, Loss]:
-        result = loss(params, batch, piece)
+    def total(params: Tree, batch: dict[str, jax.Array]) -> tuple[jax.Array, Loss]:
+        result = loss(params, batch)
         return result.total, result
 
-    def one(batch: dict[str, jax.Array], piece: jax.Array | int) -> tuple[Loss, Tree]:
-        (_, result), grads = jax.value_and_grad(total, has_aux=True)(params, batch, piece)
+    def one(batch: dict[str, jax.Array]) -> tuple[Loss, Tree]:
+        (_, result), grads = jax.value_and_grad(total, has_aux=True)(params, batch)
         return result, grads
 
     if pieces == 1:
-        return one(batch, 0)
+        return one(batch)
     # Row r goes to microbatch r % pieces, so that each device cuts its own rows and none moves.
     cut = {name: x.reshape(-1, pieces, *x.shape[1:]).swapaxes(0, 1) for name, x in batch.items()}
-    zero = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), jax.eval_shape(one, jax.tree.map(lambda x: x[0], cut), 0))
-    return jax.lax.scan(lambda sums, cut: (jax.tree.map(jnp.add, sums, one(*cut)), None), zero, (cut, jnp.arange(pieces)))[0]
+    zero = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), jax.eval_shape(one, jax.tree.map(lambda x: x[0], cut)))
+    return jax.lax.scan(lambda sums, cut: (jax.tree.map(jnp.add, sums, one(cut)), None), zero, cut)[0]
 
 
-def _dropping(cfg: "Config", loss: Callable[..., Loss]) -> Callable[..., Loss]:
-    """The loss in training: with a key, by which adapters drop."""
-
-    def dropping(params: Tree, batch: dict[str, jax.Array], key: jax.Array) -> Loss:
-        with adapter.dropping(key) if cfg.lora and cfg.lora.dropout else contextlib.nullcontext():
-            return loss(params, batch)
-
-    return dropping
+def _row_keys(cfg: "Config", step: jax.Array) -> jax.Array:
+    """uint32 [batch_size, 2]: a random key for each row of the step's global batch, on any mesh and in any microbatch the same."""
+    of_step = jax.random.fold_in(jax.random.key(cfg.train.seed, impl="threefry2x32"), step)
+    keys = jax.vmap(lambda row: jax.random.fold_in(of_step, row))(jnp.arange(cfg.train.batch_size))
+    return sharding.constrain(jax.random.key_data(keys), "batch")
 
 
 def _evaluate(loss: Callable[..., Loss], params: Tree, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:

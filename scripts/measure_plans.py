@@ -23,7 +23,7 @@ GIB = 2**30
 
 
 def main() -> None:
-    """Run the cases, keep what they say beside those that ran before, and write both tables."""
+    """Run the cases, keep what they say beside those that ran before, and write both tables; rows of cases that were not run stay as they are."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--kept", type=Path, default=Path("plans.json"), help="results so far; what stands there is not run again")
@@ -36,8 +36,8 @@ def main() -> None:
             kept[name] = measure(case["plan"])
             args.kept.write_text(json.dumps(kept, indent=1))
     page = args.page.read_text()
-    for table, write in (("presets", preset_rows), ("published", published_rows)):
-        page = replaced(page, table, write({name: case for name, case in CASES[table].items() if name in kept}, kept))
+    for table in CASES:
+        page = replaced(page, table, kept)
     args.page.write_text(page)
 
 
@@ -55,29 +55,27 @@ def measure(arguments: str) -> dict:
         return json.loads(target.read_text()) | {"command": arguments, "took": time.perf_counter() - begin, "peak_rss": used.ru_maxrss * 1024}
 
 
-def preset_rows(cases: dict, kept: dict) -> list[str]:
-    """A row for each preset, and its command below the table."""
-    rows = ["| | Run | Chips | A device needs | of | Tokens/s at most | MFU at most, causal | limited by | Plan took | Memory of plan |",
-            "|---|---|---|---|---|---|---|---|---|---|"]
-    for number, name in enumerate(cases, 1):
-        found = kept[name]
-        fits = "" if found["fits"] else " **too much**"
-        speed = (f"{found['tokens_per_second']:,.0f} | {found['mfu_causal']:.1%} | {found['roofline']['limit']}" if found["tokens_per_second"]
-                 else "| | ")
-        rows.append(f"| {number} | {name} | {chips(found)} | {found['needed'] / GIB:.1f} GiB{fits} | {found['usable'] / GIB:.1f} GiB | {speed} | "
-                    f"{found['took']:.0f} s | {found['peak_rss'] / GIB:.1f} GiB |")
-    return [*rows, "", *commands(cases)]
+def preset_row(case: dict, found: dict) -> str:
+    """A preset: what it needs, and its bound."""
+    fits = "" if found["fits"] else " **too much**"
+    speed = (f"{found['tokens_per_second']:,.0f} | {found['mfu_causal']:.1%} | {found['roofline']['limit']}" if found["tokens_per_second"]
+             else "| | ")
+    return (f"{found['needed'] / GIB:.1f} GiB{fits} | {found['usable'] / GIB:.1f} GiB | {speed} | {found['took']:.0f} s | "
+            f"{found['peak_rss'] / GIB:.1f} GiB |")
 
 
-def published_rows(cases: dict, kept: dict) -> list[str]:
-    """In the order of the published figures."""
-    rows = ["| | Run | Chips | Published MFU | The bound, counted alike | Published, causal | The bound, causal | Plan took |",
-            "|---|---|---|---|---|---|---|---|"]
-    for number, (name, case) in enumerate(cases.items(), 1):
-        found, counts = kept[name], case["counts"]
-        rows.append(f"| {number} | {name} | {chips(found)} | {case['published']} % {counts} | {found[f'mfu_{counts}']:.1%} | {case['causal']} % | "
-                    f"{found['mfu_causal']:.1%} | {found['took']:.0f} s |")
-    return [*rows, "", *commands(cases)]
+def published_row(case: dict, found: dict) -> str:
+    """A published run: its MFU and the bound."""
+    counts = case["counts"]
+    return (f"{case['published']} % {counts} | {found[f'mfu_{counts}']:.1%} | {case['causal']} % | {found['mfu_causal']:.1%} | "
+            f"{found['took']:.0f} s |")
+
+
+TABLES = {
+    "presets": (preset_row, "| | Run | Chips | A device needs | of | Tokens/s at most | MFU at most, causal | limited by | Plan took | "
+                            "Memory of plan |"),
+    "published": (published_row, "| | Run | Chips | Published MFU | The bound, counted alike | Published, causal | The bound, causal | "
+                                 "Plan took |")}
 
 
 def chips(found: dict) -> str:
@@ -90,11 +88,17 @@ def commands(cases: dict) -> list[str]:
     return ["```bash", *(f"maxstack plan {case['plan']}  # {number}" for number, case in enumerate(cases.values(), 1)), "```"]
 
 
-def replaced(page: str, table: str, rows: list[str]) -> str:
-    """The page with new rows between the marks of `table`."""
+def replaced(page: str, table: str, kept: dict) -> str:
+    """The page with a row between the marks of `table` for each of its cases: as measured, or as it stands there."""
     begin, end = f"<!-- {table} -->", f"<!-- end of {table} -->"
     before, rest = page.split(begin, 1)
-    return "\n".join([before + begin, *rows, end + rest.split(end, 1)[1]])
+    old, after = rest.split(end, 1)
+    standing = {line.split(" | ")[1]: line.split(" | ", 2)[2] for line in old.splitlines() if line.startswith("| ") and " | Run | " not in line}
+    row, head = TABLES[table]
+    cases = {name: case for name, case in CASES[table].items() if name in kept or name in standing}
+    rows = [f"| {number} | {name} | " + (f"{chips(kept[name])} | {row(case, kept[name])}" if name in kept else standing[name])
+            for number, (name, case) in enumerate(cases.items(), 1)]
+    return "\n".join([before + begin, head, "|---" * (head.count("|") - 1) + "|", *rows, "", *commands(cases), end + after])
 
 
 if __name__ == "__main__":

@@ -1,14 +1,19 @@
 """What a layer may read besides its input, the same for all layers of a step. Shapes: B batch  T time."""
 
+import contextlib
+import contextvars
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from maxstack.layers.config import RopeConfig
+from maxstack.sharding import holding
 
 Table = tuple[jax.Array, jax.Array]
+_keys: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar("keys", default=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,16 +30,46 @@ class Context:
     """Keys and values of earlier layers, by block, for layers that have none of their own."""
     real_BT: jax.Array | None = None
     """bool [B, T]: what is no padding; None: nothing depends on it, or all is real."""
+    keys_BT2: jax.Array | None = None
+    """uint32 [B, T, 2]: random keys of row and position, with the repetition of the pattern folded in; None: nothing is drawn."""
+
+    def drawing(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, what draws random numbers does so by these keys."""
+        return holding(_keys, self.keys_BT2)
+
+    def repeated(self, index: jax.Array) -> "Context":
+        """The context in repetition `index` of the pattern."""
+        return self if self.keys_BT2 is None else dataclasses.replace(self, keys_BT2=_folded(self.keys_BT2, index))
+
+
+def position_keys() -> jax.Array | None:
+    """The keys [B, T, 2] of the positions that are being computed; None where nothing is drawn."""
+    return _keys.get()
+
+
+def keys_of(rows_B2: jax.Array, length: int) -> jax.Array:
+    """Keys of rows -> those of their positions [B, T, 2], in natural order."""
+    return _folded(rows_B2[:, None], jnp.arange(length))
+
+
+def _folded(keys: jax.Array, number: jax.Array) -> jax.Array:
+    """Raw keys [..., 2], each with a number folded in; both are broadcast."""
+    def one(key: jax.Array, number: jax.Array) -> jax.Array:
+        return jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), number))
+
+    return jnp.vectorize(one, signature="(k),()->(k)")(keys, number)
 
 
 def _flat(context: Context) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Tables by their order: jax would sort their keys, which have none."""
-    return (context.positions_BT, context.segments_BT, tuple(context.tables.values()), context.kept, context.real_BT), tuple(context.tables)
+    tables = context.tables
+    return (context.positions_BT, context.segments_BT, tuple(tables.values()), context.kept, context.real_BT,
+            context.keys_BT2), tuple(tables)
 
 
 def _whole(keys: tuple[Any, ...], parts: tuple[Any, ...]) -> Context:
-    positions_BT, segments_BT, tables, kept, real_BT = parts
-    return Context(positions_BT, segments_BT, dict(zip(keys, tables, strict=True)), kept, real_BT)
+    positions_BT, segments_BT, tables, kept, *more = parts
+    return Context(positions_BT, segments_BT, dict(zip(keys, tables, strict=True)), kept, *more)
 
 
 jax.tree_util.register_pytree_node(Context, _flat, _whole)

@@ -1,7 +1,5 @@
 """A weight with an adapter beside it. Shapes: K contracted dimensions  N others  R rank."""
 
-import contextlib
-import contextvars
 import hashlib
 import math
 from collections.abc import Iterable
@@ -11,17 +9,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxstack.layers.context import position_keys
 from maxstack.layers.weight import Treated, Weight, multiply, project, values, weight
 from maxstack.lora.config import LoraConfig
-from maxstack.sharding import holding
 
-_key: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar("dropout", default=None)
 TINY = 1e-12
-
-
-def dropping(key: jax.Array) -> contextlib.AbstractContextManager[None]:
-    """Inside, adapters drop some of what they read, chosen by `key`."""
-    return holding(_key, key)
 
 
 class Adapted(Treated, nnx.Module):
@@ -56,13 +48,18 @@ class Adapted(Treated, nnx.Module):
         return _lengthening(whole, self.magnitude[...], self.contract)
 
     def _dropped(self, x: jax.Array) -> jax.Array:
-        """The key is of the step, the weight and, by the bits of A, the layer of a stack."""
-        if (key := _key.get()) is None or not self.cfg.dropout:
+        """x [B, T, ...] with some of it zero in training, drawn by the key of the position, which has
+        the layer in it, and by the weight's path."""
+        if not self.cfg.dropout or (keys_BT2 := position_keys()) is None:
             return x
         word = int.from_bytes(hashlib.blake2b(self.path.encode(), digest_size=4).digest(), "little")
-        layer = jax.lax.bitcast_convert_type(self.lora_a[...].reshape(-1)[0], jnp.uint32)
-        kept = jax.random.bernoulli(jax.random.fold_in(jax.random.fold_in(key, word), layer), 1 - self.cfg.dropout, x.shape)
-        return jnp.where(kept, x / jnp.asarray(1 - self.cfg.dropout, x.dtype), 0)
+
+        def kept(key: jax.Array) -> jax.Array:
+            own = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), word)
+            return jax.random.bernoulli(own, 1 - self.cfg.dropout, x.shape[2:])
+
+        keep = jax.vmap(jax.vmap(kept))(keys_BT2)
+        return jnp.where(keep, x / jnp.asarray(1 - self.cfg.dropout, x.dtype), 0)
 
 
 def merged(cfg: LoraConfig, contract: int, w: jax.Array, a: jax.Array, b: jax.Array, magnitude: jax.Array | None = None) -> jax.Array:

@@ -17,7 +17,7 @@ class LoraConfig(Section):
     alpha: float = Field(16.0, gt=0)
     """How much an adapter counts."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Share of what adapters read that is set to zero in training."""
+    """Share of what adapters read that is set to zero in training: the same on any mesh."""
     targets: Items[str] = (".*/(mixer|mlp)/.*",)
     """Regular expressions that a weight's whole path must match, or that of the module that holds it, as in quantization.rules: projections alone,
     neither experts nor tables."""

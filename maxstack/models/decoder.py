@@ -13,7 +13,7 @@ from maxstack.kernels.backends import asking
 from maxstack.kernels.sequences import arrange, natural
 from maxstack.layers.attention import Attention
 from maxstack.layers.config import AttentionConfig, GatedDeltaConfig, LongRopeScaling, MLAConfig, RopeConfig
-from maxstack.layers.context import Context, Table
+from maxstack.layers.context import Context, Table, keys_of
 from maxstack.layers.gated_delta import GatedDelta
 from maxstack.layers.mla import MLA
 from maxstack.layers.mlp import ACTIVATIONS, DenseMLP, GatedMLP
@@ -57,6 +57,10 @@ class Block(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, context: Context, extra_BTP: jax.Array | None = None) -> tuple[jax.Array, Aux]:
         """-> (x, what the MLP reports); `extra_BTP` is the layer's own embedding of the tokens."""
+        with context.drawing():
+            return self._computed(x_BTD, context, extra_BTP)
+
+    def _computed(self, x_BTD: jax.Array, context: Context, extra_BTP: jax.Array | None) -> tuple[jax.Array, Aux]:
         x_BTD = checkpoint_name(x_BTD, "input")
         with asking(f"model.blocks.{self.name}.mixer"):
             mixed_BTD = self.mixer(_apply(self.mixer_norm, x_BTD), context)
@@ -74,7 +78,8 @@ class Block(nnx.Module):
     def keys_values(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
         """What the mixer attends to, for later layers that have no keys and values of their own."""
         assert isinstance(self.mixer, Attention)
-        return self.mixer.keys_values(_apply(self.mixer_norm, x_BTD), context)
+        with context.drawing():
+            return self.mixer.keys_values(_apply(self.mixer_norm, x_BTD), context)
 
 
 def _apply(norm: Norm | None, x: jax.Array) -> jax.Array:
@@ -118,14 +123,16 @@ class Decoder(nnx.Module):
         """The residual stream after the last block [B, T, D] in the compute dtype, what the blocks report by their paths, and the context.
 
         `batch` holds tokens [B, T] and, where rows hold several documents, positions and segments [B, T]; where they hold one and padding, and that
-        counts, `real`, bool [B, T]. What comes back lies in the order of kernels/sequences.py, `arrange`.
+        counts, `real`, bool [B, T]; in training with dropout `keys`, uint32 [B, 2], random keys of rows. What comes back lies in the order of
+        kernels/sequences.py, `arrange`.
         """
         cfg, tokens_BT = self.cfg, arrange(batch["tokens"])
         context = _context(cfg, batch, tokens_BT.shape[1])
         x_BTD = self.embedded(tokens_BT)
         if cfg.positions:
             x_BTD = x_BTD + self.positions[...].astype(cfg.dtype)[context.positions_BT]
-        extra_LBTP = self._per_layer(tokens_BT, x_BTD) if cfg.per_layer else None
+        with context.drawing():
+            extra_LBTP = self._per_layer(tokens_BT, x_BTD) if cfg.per_layer else None
         aux: Aux = {"prefix": {}, "blocks": {}, "rest": {}}
         kept_names = {block.mixer.share_kv for block in cfg.blocks.values() if isinstance(block.mixer, AttentionConfig)}
 
@@ -163,8 +170,14 @@ class Decoder(nnx.Module):
         extra = None if extra_LBTP is None else extra_LBTP[first:first + repeats * len(keys)].reshape(repeats, len(keys), *extra_LBTP.shape[1:])
         if staged:
             return pipeline.pipelined(period, x_BTD, stacked, context, extra, cfg.unroll)
-        return jax.lax.scan(lambda x_BTD, xs: period(x_BTD, lambda place: (xs[0][place], context, _layer(xs[1], place))), x_BTD, (stacked, extra),
-                            unroll=min(cfg.unroll, repeats))
+
+        def repetition(x_BTD: jax.Array, xs: tuple[Any, jax.Array | None, jax.Array | None]) -> tuple[jax.Array, Aux]:
+            states, extra, number = xs
+            here = context if number is None else context.repeated(number)
+            return period(x_BTD, lambda place: (states[place], here, _layer(extra, place)))
+
+        numbers = None if context.keys_BT2 is None else jnp.arange(repeats)
+        return jax.lax.scan(repetition, x_BTD, (stacked, extra, numbers), unroll=min(cfg.unroll, repeats))
 
     def hidden(self, batch: Batch) -> jax.Array:
         """The normed residual stream that the head reads [B, T, D], in natural order."""
@@ -215,7 +228,8 @@ class FurtherToken(nnx.Module):
     def __call__(self, x_BTD: jax.Array, next_BTD: jax.Array, context: Context) -> tuple[jax.Array, Aux]:
         """(state, embedding of the next token) -> (state one token further, the block's report)."""
         both_BT2D = jnp.stack([self.embed_norm(next_BTD), self.hidden_norm(x_BTD)], axis=2)
-        return self.block(project(both_BT2D, self.project), context)
+        with context.drawing():
+            return self.block(project(both_BT2D, self.project), context)
 
 
 def abstract(cfg: DecoderConfig) -> tuple[Any, nnx.State]:
@@ -301,7 +315,8 @@ def _context(cfg: DecoderConfig, batch: Batch, length: int) -> Context:
 
     mixers = [block.mixer for block in cfg.blocks.values() if not isinstance(block.mixer, GatedDeltaConfig)]
     ropes = [(mixer.rope, mixer.rope_dim if isinstance(mixer, MLAConfig) else mixer.head_dim) for mixer in mixers if mixer.rope]
-    return Context(places_BT, documents_BT, {key: table(*key) for key in ropes}, real_BT=real_BT)
+    keys_BT2 = arrange(keys_of(batch["keys"], length)) if "keys" in batch else None
+    return Context(places_BT, documents_BT, {key: table(*key) for key in ropes}, real_BT=real_BT, keys_BT2=keys_BT2)
 
 
 def _stack(block: Block, repeats: int) -> Block:

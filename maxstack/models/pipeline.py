@@ -150,9 +150,12 @@ def pipelined(period: Period, x_BTD: jax.Array, stacked: Tree, context: Context,
         def work(x_NTD: jax.Array, group: jax.Array, turn: jax.Array, member: jax.Array, i: jax.Array) -> tuple[jax.Array, Tree]:
             mine = (jnp.asarray(moves(stages, cfg.rounds)[2])[jax.lax.axis_index(STAGE), turn] * length + i).astype(jnp.uint32)
 
+            period_of_all = (turn * stages + jax.lax.axis_index(STAGE)) * length + i
+
             def read(place: int) -> tuple[Any, Context, jax.Array | None]:
+                here: Context = jax.tree.map(lambda leaf, own: leaf[group, member] if own else leaf, context, per_row)
                 return (jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, mine, keepdims=False), stacked[place]),
-                        jax.tree.map(lambda leaf, own: leaf[group, member] if own else leaf, context, per_row),
+                        here.repeated(period_of_all),
                         None if extra is None else extra[turn, 0, i, place, group, member])
 
             return period(sharding.constrain(x_NTD, "batch residual embed"), read)

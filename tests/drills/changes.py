@@ -1,10 +1,15 @@
-"""A run that goes on under other circumstances: devices, configuration, clock."""
+"""A run that goes on under other circumstances: devices, configuration, clock, a machine with too much to do."""
 
+import contextlib
 import functools
 import itertools
+import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -111,3 +116,34 @@ def _killed_at(step: int, started: Started) -> list[str] | None:
     started.send(signal.SIGKILL)
     codes = started.wait()
     return None if codes == [0] else [f"exit {codes}: {started.output()[-1500:]}"] * (codes != [-signal.SIGKILL])
+
+
+MANY_COLLECTIVES = {"learning_rate": 0.01, "ema": {"decay": 0.99}, "chain": [
+    {"kind": "MultiSteps", "every_k_schedule": 2, "inner": [{"kind": "adafactor", "momentum": 0.9}]}]}
+"""An optimizer whose update has many independent collectives where weights are split."""
+CROWDED = 120
+"""Steps on a crowded machine; a collective that waits for ever ends the process, by XLA itself."""
+
+
+def crowded(folder: Path, count: int, dice: random.Random) -> Outcome:
+    """17: eight virtual devices, while other processes take the processors."""
+    found, mesh, train = outcome(folder), {"data": 1, "fsdp": 8}, {"steps": CROWDED, "batch_size": 16, "accumulate": 2}
+    config = settings(folder, model={"layers": 1}, data={"seq_len": 32}, optimizer=MANY_COLLECTIVES, eval={"every": 0}, train=train, mesh=mesh)
+    for number in range(count):
+        with _busy(dice.randint(1, 2) * (os.cpu_count() or 1)), Started(config, f"run-{number}", "run.virtual_devices=8") as started:
+            codes, output = started.wait(), started.output()
+        taken = [row["step"] for row in rows(folder / f"run-{number}")]
+        found.add([] if codes == [0] and taken == [*range(1, CROWDED + 1)] else [f"exit {codes} after {len(taken)} steps: {output[-600:]}"])
+    return found
+
+
+@contextlib.contextmanager
+def _busy(count: int) -> Iterator[None]:
+    """Inside, so many other processes never rest."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()

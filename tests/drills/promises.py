@@ -40,5 +40,6 @@ PROMISES = (
     Promise(15, "one straggling process", "named within K steps in the log"),
     Promise(16, "lose the local, the peer and the durable checkpoint tier, one at a time",
             "the right tier restores; with all lost, a clear error"),
+    Promise(17, "processes that take the processors from eight virtual devices", "every step is taken; no collective waits for another for ever"),
     Promise(0, "a clock skewed by a day", "changes nothing but log timestamps"),
 )
