@@ -102,10 +102,12 @@ def prepared(tmp_path_factory):
 
 @pytest.fixture
 def here(prepared, tmp_path, monkeypatch):
-    """A copy of it with README's files, as the working folder."""
+    """A copy of it with README's files, as the working folder, and a home of its own."""
     folder = shutil.copytree(prepared, tmp_path / "here", symlinks=True)
     documents.write_files(ROOT / "README.md", folder)
     monkeypatch.chdir(folder)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home" / "state"))
     for name in ("JAX_PLATFORMS", "XLA_FLAGS"):
         monkeypatch.setenv(name, os.environ[name])
     return folder
@@ -251,7 +253,7 @@ def test_a_page_works_from_top_to_bottom(page, here):
 def needs_a_cluster(words):
     """Whether it would be sent to one, or ask one."""
     sent = words[1] == "submit" and "local" not in words and "--dry-run" not in words
-    return sent or words[-1].startswith("llama-70b") or any("/llama-70b" in word for word in words)
+    return sent or any(re.match("llama-70b|gcs/runs/llama-70b", word) for word in words)
 
 
 def in_small(words):
@@ -262,7 +264,7 @@ def in_small(words):
     if "--step" in words:
         words[-1] = str(int(words[-1]) // 50)
     if words[1] == "plan":
-        return [*words, *NARROW]
+        return [*words, *NARROW, *["--finalists", "1"] * ("--search" in words)]
     if words[1] == "tune":
         return [*words, "model.layers=1", "data.seq_len=64", "--rounds", "1"]
     local = words[1] == "submit" and "local" in words
