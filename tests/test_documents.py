@@ -4,6 +4,8 @@ The ordinary tests stop where training, compiling for other hardware or a cluste
 ones (`make test-all`) run the pages of PAGES from top to bottom, as a reader would.
 """
 
+import contextlib
+import io
 import os
 import re
 import runpy
@@ -178,9 +180,6 @@ def known_options(words):
 
 def help_of(words):
     """What `maxstack WORDS --help` prints; empty where it is refused."""
-    import contextlib
-    import io
-
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
         return out.getvalue() if cli.main([*words, "--help"]) == 0 else ""
@@ -188,9 +187,6 @@ def help_of(words):
 
 def known_options_of_a_script(words, monkeypatch):
     """The script is there, with the options that are given; tests/scripts runs it."""
-    import contextlib
-    import io
-
     out = io.StringIO()
     monkeypatch.setattr(sys, "path", [str(ROOT / "scripts"), *sys.path])
     monkeypatch.setattr(sys, "argv", [words[0], "--help"])
