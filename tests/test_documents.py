@@ -4,6 +4,8 @@ The ordinary tests stop where training, compiling for other hardware or a cluste
 ones (`make test-all`) run the pages of PAGES from top to bottom, as a reader would.
 """
 
+import contextlib
+import io
 import os
 import re
 import runpy
@@ -102,10 +104,12 @@ def prepared(tmp_path_factory):
 
 @pytest.fixture
 def here(prepared, tmp_path, monkeypatch):
-    """A copy of it with README's files, as the working folder."""
+    """A copy of it with README's files, as the working folder, and a home of its own."""
     folder = shutil.copytree(prepared, tmp_path / "here", symlinks=True)
     documents.write_files(ROOT / "README.md", folder)
     monkeypatch.chdir(folder)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home" / "state"))
     for name in ("JAX_PLATFORMS", "XLA_FLAGS"):
         monkeypatch.setenv(name, os.environ[name])
     return folder
@@ -176,9 +180,6 @@ def known_options(words):
 
 def help_of(words):
     """What `maxstack WORDS --help` prints; empty where it is refused."""
-    import contextlib
-    import io
-
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
         return out.getvalue() if cli.main([*words, "--help"]) == 0 else ""
@@ -186,9 +187,6 @@ def help_of(words):
 
 def known_options_of_a_script(words, monkeypatch):
     """The script is there, with the options that are given; tests/scripts runs it."""
-    import contextlib
-    import io
-
     out = io.StringIO()
     monkeypatch.setattr(sys, "path", [str(ROOT / "scripts"), *sys.path])
     monkeypatch.setattr(sys, "argv", [words[0], "--help"])
@@ -251,7 +249,7 @@ def test_a_page_works_from_top_to_bottom(page, here):
 def needs_a_cluster(words):
     """Whether it would be sent to one, or ask one."""
     sent = words[1] == "submit" and "local" not in words and "--dry-run" not in words
-    return sent or words[-1].startswith("llama-70b") or any("/llama-70b" in word for word in words)
+    return sent or any(re.match("llama-70b|gcs/runs/llama-70b", word) for word in words)
 
 
 def in_small(words):
@@ -262,7 +260,7 @@ def in_small(words):
     if "--step" in words:
         words[-1] = str(int(words[-1]) // 50)
     if words[1] == "plan":
-        return [*words, *NARROW]
+        return [*words, *NARROW, *["--finalists", "1"] * ("--search" in words)]
     if words[1] == "tune":
         return [*words, "model.layers=1", "data.seq_len=64", "--rounds", "1"]
     local = words[1] == "submit" and "local" in words
