@@ -49,7 +49,9 @@ def check(config: Mapping[str, Any], where: str) -> None:
             said = f"must be {kind} from {limit.low:g} to {limit.high:g}"
             raise ConfigError(f"{where}: {path}={value!r:.80}: {said}")
     vocab = config.get("vocab_size")
-    for key in IDS if isinstance(vocab, int) else ():
+    if not isinstance(vocab, int):
+        return
+    for key in IDS:
         given = config.get(key)
         for token in given if isinstance(given, list) else [given]:
             none = token is None or (token == -1 and key == "pad_token_id")
