@@ -1,6 +1,7 @@
 """The console command: a table of subcommands, imported when they are called, and the mapping from errors to exit codes."""
 
 import argparse
+import errno
 import importlib
 import importlib.metadata
 import os
@@ -26,6 +27,16 @@ COMMANDS = {
     "data": ("maxstack.data.cli:main", "train a tokenizer, prepare token shards, show what the model is fed"),
     "config": ("maxstack.config.cli:main", "show, compare and describe configurations"),
 }
+LASTING = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENAMETOOLONG,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ELOOP,
+)
+"""Errors of paths that are the user's to mend."""
 EXAMPLE = "example: maxstack train quickstart train.steps=100 run.name=first"
 
 
@@ -51,6 +62,15 @@ def run(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        if not lasting(error):
+            raise
+        return _fail(OSError(f"{error.filename}: {error.strerror}"), 1)
+
+
+def lasting(error: Exception) -> bool:
+    """Whether an error says of a path what a restart does not mend."""
+    return isinstance(error, OSError) and error.filename is not None and error.errno in LASTING
 
 
 def takes_config(parser: argparse.ArgumentParser) -> None:

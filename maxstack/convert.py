@@ -204,7 +204,11 @@ def _state(out: Path, contents: "Contents", dtype: str | None) -> str:
 
 
 def _fingerprint(contents: "Contents", dtype: str | None) -> dict[str, Any]:
-    files = sorted(entry for entry in contents.folder.path.iterdir() if entry.suffix in (".safetensors", ".json"))
+    files = sorted(
+        entry
+        for entry in contents.folder.path.iterdir()
+        if entry.suffix in (".safetensors", ".json") and entry.is_file()
+    )
     return {"folder": str(contents.folder.path.resolve()), "dtype": dtype or "kept",
             "files": {entry.name: [entry.stat().st_size, entry.stat().st_mtime_ns] for entry in files}}
 

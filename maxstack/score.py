@@ -75,34 +75,19 @@ def main(argv: Sequence[str]) -> int:
     adapted = {folder: adapted_run(run, folder) for folder in places}
     rows = read_tokens(args.tokens, run.cfg.model.vocab) if args.tokens else read_texts(args.data, args.model, args.overrides, "--tokens FILE.npz")
     params = read_weights(args.model, run, own)
-    _report(
-        score(run, params, rows, out, batch_size=args.batch_size, logits=args.logits),
-        rows,
-        out,
-        run.cfg.checkpoint.allow_nonfinite,
-    )
+    _report(run, params, rows, out, args)
     for folder, place in places.items():
         further = with_adapter(adapted[folder], params, folder)
-        _report(
-            score(
-                adapted[folder],
-                further,
-                rows,
-                place,
-                batch_size=args.batch_size,
-                logits=args.logits,
-            ),
-            rows,
-            place,
-            run.cfg.checkpoint.allow_nonfinite,
-        )
+        _report(adapted[folder], further, rows, place, args)
     return 0
 
 
-def _report(logprobs: np.ndarray, rows: Rows, out: Path, nonfinite: bool) -> None:
-    """Print the perplexity. DataError for a token without one, unless these are allowed."""
+def _report(run: "Run", params: Any, rows: Rows, out: Path, args: argparse.Namespace) -> None:
+    """Score, and print the perplexity. DataError for a token without a finite log-probability,
+    unless weights that are not finite are allowed."""
+    logprobs = score(run, params, rows, out, batch_size=args.batch_size, logits=args.logits)
     odd = np.argwhere(~np.isfinite(logprobs))
-    if len(odd) and not nonfinite:
+    if len(odd) and not run.cfg.checkpoint.allow_nonfinite:
         row, place = odd[0]
         raise DataError(
             f"{out}: {len(odd)} of {rows.scored} scored tokens have a log-probability that is NaN "

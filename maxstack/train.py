@@ -40,9 +40,12 @@ def program(argv: Sequence[str]) -> int:
     try:
         return main(argv)
     except Exception as error:
-        code = getattr(error, "exit_code", CRASHED)
+        told = (
+            hasattr(error, "exit_code") or isinstance(error, BrokenPipeError) or cli.lasting(error)
+        )
+        code = 1 if cli.lasting(error) else getattr(error, "exit_code", CRASHED)
         threading.Thread(target=_end_anyway, args=(code,), daemon=True).start()
-        if hasattr(error, "exit_code") or isinstance(error, BrokenPipeError):
+        if told:
             raise
         traceback.print_exc()
         return code

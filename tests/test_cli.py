@@ -1,4 +1,5 @@
 import os
+import re
 import subprocess
 import sys
 
@@ -73,3 +74,21 @@ def test_a_closed_pipe_ends_quietly():
         process.stdout.close()
         told = process.stderr.read()
         assert (process.wait(), told) == (141, "")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["import", "x" * 300, "--out", "o"],
+        ["export", "x" * 300, "--out", "o"],
+        ["config", "show", "file/c.yml"],
+        ["score", "x" * 300, "--tokens", "file", "--out", "o.npz"],
+    ],
+)
+def test_a_path_that_cannot_be_is_one_sentence(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    assert cli.main(command) == 1
+    assert re.match(
+        r"error: .*(too long|ot a directory|no .*file)", capsys.readouterr().err.splitlines()[-1]
+    )

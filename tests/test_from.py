@@ -210,3 +210,29 @@ def test_a_fresh_run_refuses_weights_that_are_not_finite_by_name(here):
         np.isnan(leaf).any()
         for leaf in jax.tree.leaves(startup.fresh(assemble(allowed, mesh)).params)
     )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"blocks": "other"},
+        {"layers": 2},
+        {"prefix": ["block"]},
+        {"weights": "gpt2"},
+        {"weights": "qwen3_moe"},
+    ],
+)
+def test_weights_of_another_model_than_the_configured_are_told_as_bad_data(here, change):
+    model = config.plain_data(config.load(Config, "runs/mine.yml").model)
+    if "blocks" in change:
+        model |= {"blocks": {"other": model["blocks"]["block"]}, "pattern": []}
+    elif "weights" in change:
+        model["weights"] = str(parity.GOLDENS / change["weights"])
+    else:
+        model |= change
+    given = {"model": model, "data": {"sources": [{"kind": "synthetic", "vocab": 128}]}}
+    run = assemble(
+        config.load(Config, given), make_mesh(config.load(Config, given).mesh, jax.devices()[:1])
+    )
+    with pytest.raises(DataError, match=f"{model['weights']}: .*(another model|are not those of)"):
+        startup.check(run)

@@ -85,6 +85,18 @@ def _unsealed(folders: Sequence[Path], step: int | None) -> list[str]:
             for path in found if path not in marked]
 
 
+def _unlisted(path: Path) -> list[str]:
+    """Files of a step that its save did not write."""
+    with contextlib.suppress(Damage):  # told where its files are
+        odd = sorted({*manifest.files(path)} - manifest.read(path)[1].keys())
+        return [
+            f"{path / name}: is not in {manifest.NAME}, so the save did not write it; "
+            "move it elsewhere"
+            for name in odd
+        ]
+    return []
+
+
 def _mixed(held: Held) -> Iterator[str]:
     """Steps of which this host sees shards of different saves."""
     for step, paths in held.items():
@@ -125,7 +137,7 @@ def _verify(args: argparse.Namespace, held: Held) -> int:
     wrong = [*_unsealed(args.folders, args.step), *_mixed(chosen)]
     with tqdm.tqdm(total=sum(_bytes(path) for path in paths), unit="B", unit_scale=True, desc="verifying", disable=None) as bar:
         for path in paths:
-            wrong += manifest.damages(path, done=bar.update)
+            wrong += [*manifest.damages(path, done=bar.update), *_unlisted(path)]
     for line in wrong:
         print(f"DAMAGED: {line}")
     print(f"{_many(len(paths), 'place')} of {_many(len(chosen), 'step')}: {_many(len(wrong), 'damaged file') if wrong else 'all intact'}")

@@ -18,6 +18,9 @@ from maxstack.checkpoint.manifest import Damage
 
 # What goes wrong in a save is told in one line.
 logging.getLogger("absl").addFilter(lambda record: "_SignalingThread.run() raised" not in record.getMessage())
+logging.getLogger("asyncio").addFilter(
+    lambda record: "exception was never retrieved" not in record.getMessage()
+)
 warnings.filterwarnings("ignore", r"coroutine '\w*\.?save_checkpointables", RuntimeWarning)
 
 

@@ -1,6 +1,7 @@
 """Byte-level BPE (Radford et al. 2019) in vocab.json and merges.txt, without tokenizer.json."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -118,7 +119,7 @@ def content(token: Any) -> str | None:
 def read(path: Path) -> dict[str, Any]:
     """A JSON object beside a model, empty where there is no such file; DataError for damage."""
     try:
-        if not path.exists():
+        if not os.path.lexists(path):
             return {}
         if path.stat().st_size > LARGEST:
             raise DataError(f"{path}: {path.stat().st_size:,} bytes; at most {LARGEST:,} are read")

@@ -61,6 +61,8 @@ class SentencePiece:
         import sentencepiece
         model = _read(cfg.path)
         try:
+            if not model:
+                raise ValueError("an empty file, which the library takes for none")
             self._model: Any = sentencepiece.SentencePieceProcessor(model_proto=model)
         except (RuntimeError, ValueError, TypeError) as error:
             raise DataError(f"{cfg.path}: not a SentencePiece model; `maxstack data tokenizer` makes one") from error

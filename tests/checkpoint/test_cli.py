@@ -104,3 +104,10 @@ def test_mistakes_are_told(words, told, tmp_path, monkeypatch, capsys):
 
 def test_a_step_that_is_not_there_is_told(run, capsys):
     assert "holds no step 7; it holds 1, 2, 3" in said(capsys, "show", run, "--step", 7, code=1)
+
+
+def test_verify_names_a_file_that_the_manifest_does_not_list(run, capsys):
+    odd = run / "checkpoints" / "2" / "state" / "odd"
+    odd.write_text("x")
+    told = said(capsys, "verify", run, "--step", 2, code=1)
+    assert f"DAMAGED: {odd}: is not in manifest.json" in told and "1 damaged file" in told

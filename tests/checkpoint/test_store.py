@@ -1,5 +1,7 @@
 """Checkpoints on real files: what a manifest finds, which step a run goes on from, and a disk that is full."""
 
+import asyncio
+import gc
 import json
 import os
 import shutil
@@ -309,3 +311,16 @@ def test_another_mesh_reads_what_all_processes_see_and_not_a_disk_of_shards_cut_
     run = tiny.make_run(tiny.config(mesh={"data": 2, "fsdp": 4}, checkpoint={"tiers": TIERS}), 8)
     saves, feed = Checkpoints(run, folder / "run" / "checkpoints", print), make_feed(run.cfg.data, run.rows(8), 8)
     jax.tree.map(np.testing.assert_array_equal, saves.restore(feed), states[6])
+
+
+def test_a_task_of_orbax_that_fails_prints_no_traceback(caplog):
+    async def fails():
+        raise OSError("No space left on device")
+
+    async def leaves():
+        asyncio.create_task(fails())  # noqa: RUF006
+        await asyncio.sleep(0.01)
+
+    asyncio.run(leaves())
+    gc.collect()
+    assert caplog.records == []

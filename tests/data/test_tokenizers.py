@@ -108,3 +108,9 @@ def test_fits_looks_at_synthetic_ids_and_then_at_no_tokenizer():
     fits(synthetic, 100)
     with pytest.raises(DataError, match=r"data.sources.0: .*99.*model.vocab=99"):
         fits(synthetic, 99)
+
+
+def test_an_empty_sentencepiece_file_is_refused(folder):
+    (folder / "empty.model").touch()
+    with pytest.raises(DataError, match="empty.model: not a SentencePiece model"):
+        open_tokenizer(SentencePieceTokenizer(kind="sentencepiece", path="empty.model"))

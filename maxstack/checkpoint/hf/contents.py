@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pydantic
 
+from maxstack.checkpoint.hf import limits
 from maxstack.checkpoint.hf.binding import Bound
 from maxstack.checkpoint.hf.families import FAMILIES
 from maxstack.checkpoint.hf.family import Family, of_config
@@ -25,6 +26,7 @@ class Contents:
     def __init__(self, path: str | Path, *, ignore_unsafe: bool = False):
         self.folder = Folder(path, ignore_unsafe=ignore_unsafe)
         self.family: Family = of_config(self.folder.config, FAMILIES, self.folder.where)
+        limits.check(self.folder.config, self.folder.where)
         self.tensors = self.folder.tensors(self.family.body)
         self.mapping = self.family.read(self.folder.config, self.folder.where, _further(self.family, self.folder.config, self.tensors))
         """The mapping of a DecoderConfig."""

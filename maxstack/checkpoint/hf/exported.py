@@ -2,6 +2,7 @@
 
 import filecmp
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -100,7 +101,7 @@ def record(contents: Contents, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(contents.folder.config, indent=2) + "\n")
     for name in TOKENIZER + MORE:
-        if (contents.folder.path / name).is_file():
+        if os.path.lexists(contents.folder.path / name):
             shutil.copyfile(contents.folder.file(name), folder / name)
     dtypes = {name: tensor.dtype.name for name, tensor in contents.tensors.items()}
     (folder / RECORD).write_text(json.dumps(dtypes) + "\n")

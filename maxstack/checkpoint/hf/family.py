@@ -140,12 +140,17 @@ def _different(one: Any, other: Any, path: str) -> Collection[str]:
 
 
 def of_config(config: Mapping[str, Any], families: Mapping[str, Family], where: str) -> Family:
-    """The family that a config.json names; ConfigError lists those that are supported."""
+    """The family that a config.json names; ConfigError lists those that are supported, or says that
+    `architectures` and `model_type` name two."""
     named = config.get("architectures") or []
     names = [*(named if isinstance(named, list) else [named]), config.get("model_type")]
-    for name in names:
-        if isinstance(name, str) and name in families:
-            return families[name]
     said = f"architectures={named!r}, model_type={config.get('model_type')!r}"
+    found = [families[name] for name in names if isinstance(name, str) and name in families]
+    if any(name is not None and not isinstance(name, str) for name in names):
+        raise ConfigError(f"{where}: {said}: these are names, written as text")
+    if any(family is not found[0] for family in found):
+        raise ConfigError(f"{where}: {said}: contradict each other; correct the one that is wrong")
+    if found:
+        return found[0]
     supported = sorted({family.architecture for family in families.values()})
     raise ConfigError(f"{where}: {said} is not supported{did_you_mean(names[0], families)}; supported: {', '.join(supported)}")

@@ -1,5 +1,6 @@
 """A model folder as it lies on disk: config.json and the tensors of its safetensors files. Nothing in it is trusted, and nothing in it is run."""
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -103,7 +104,8 @@ class Folder:
         self.config: dict[str, Any] = _inner(outer, inner) if isinstance(inner, dict) else outer
         """config.json, of the language model where the folder holds more."""
         self.where = str(self.path / "config.json")
-        method = (outer.get("quantization_config") or {}).get("quant_method")
+        quantized = outer.get("quantization_config") or {}
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else str(quantized)
         if method not in (None, "mxfp4"):
             raise ConfigError(f"{self.where}: weights quantized by {method} are not supported; use the unquantized version of the model")
         self.config.pop("quantization_config", None)
@@ -127,7 +129,7 @@ class Folder:
     def _files(self) -> Iterator[tuple[SafetensorsFile, str]]:
         index = self.path / INDEX
         names = sorted(entry.name for entry in self.path.iterdir() if entry.name.endswith(".safetensors"))
-        if not index.exists():
+        if not os.path.lexists(index):
             if SINGLE not in names:
                 only = f" (only {', '.join(names[:3])})" if names else ""
                 raise ConfigError(f"{self.path}: has neither {SINGLE} nor {INDEX}{only}. {INSTEAD}")
@@ -167,10 +169,11 @@ class Folder:
     def file(self, name: str) -> Path:
         """A file of the folder. A link must lead to another file of it, or to the blobs of the hub's cache that the folder is part of."""
         path = self.path / name
+        if not os.path.lexists(path) and name == "config.json":
+            raise ConfigError(f"{path}: no such file; give the folder of a model")
         if not path.is_file():
-            if name == "config.json":
-                raise ConfigError(f"{path}: no such file; give the folder of a model")
-            raise DataError(f"{path}: no such file")
+            leads = "is a link that leads nowhere" if path.is_symlink() else "is no file"
+            raise DataError(f"{path}: {leads if os.path.lexists(path) else 'no such file'}")
         target, folder = path.resolve(), self.path.resolve()
         cache = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
         if target.parent not in (folder, cache):

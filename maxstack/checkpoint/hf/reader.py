@@ -12,6 +12,7 @@ from tqdm import tqdm
 from maxstack.checkpoint.hf.binding import Bound, Target, bind
 from maxstack.checkpoint.hf.contents import Contents, check_tensors
 from maxstack.checkpoint.hf.folder import Tensor, check_finite
+from maxstack.data import DataError
 
 Index = tuple[slice, ...]
 
@@ -58,7 +59,14 @@ class Piece:
 
 def pieces_of(contents: Contents, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[Piece]]:
     """Our path -> the pieces that make it up. DataError as in load_params."""
-    bound = bind(contents.family, contents.model, shapes)
+    try:
+        bound = bind(contents.family, contents.model, shapes)
+    except ValueError as error:
+        raise DataError(
+            f"{contents.folder.path}: holds the weights of another model than the configured one: "
+            f"{error}; with `model: {{from: {contents.folder.path}}}` alone, the architecture, "
+            "the number of layers and the names of blocks are those of the folder"
+        ) from error
     check_tensors(contents, bound)
     pieces: dict[str, list[Piece]] = {path: [] for path in shapes}
     for tensor in bound:

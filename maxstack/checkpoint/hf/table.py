@@ -76,7 +76,7 @@ class Key:
                 return source.need(self.name)
             value = self.default(source) if callable(self.default) else self.default
         if self.words is not None:
-            if value not in self.words:
+            if not isinstance(value, str | bool) or value not in self.words:
                 raise source.fail(self.name, f"not supported; supported: {', '.join(map(str, self.words))}")
             return self.words[value]
         return value if value is None else self.to(value)

@@ -157,7 +157,7 @@ def test_an_architecture_that_is_not_known_gives_the_ones_that_are(folder):
     ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "RoPE of type 'dynamic' is not supported"),
     ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, "twist": 1}}, "not known: twist"),
     ({"hidden_size": ...}, "key hidden_size is missing"),
-    ({"num_hidden_layers": "many"}, "must be the number of layers"),
+    ({"num_hidden_layers": "many"}, "must be a whole number from 1"),
     ({"num_key_value_heads": 3}, "describes no model"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantized by fp8"),
 ])
@@ -191,3 +191,54 @@ def test_the_language_model_inside_a_wrapper_is_read(folder):
     inside = Contents(folder)
     assert inside.model == plain.model
     assert inside.tensors.keys() == plain.tensors.keys()
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize("kind", ["folder", "dangling", "loop"])
+def test_what_is_no_file_is_not_taken_for_absent(folder, name, kind):
+    (folder / name).unlink(missing_ok=True)
+    if kind == "folder":
+        (folder / name).mkdir()
+    else:
+        (folder / name).symlink_to("nowhere" if kind == "dangling" else name)
+    with pytest.raises(DataError, match=f"{name}: is (no file|a link that leads nowhere)"):
+        Contents(folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("rms_norm_eps", 1e300, "must be a number from 1e-30 to 0.1"),
+        ("rms_norm_eps", 0, "must be"),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 0}, "rope_theta=0: must be"),
+        ("rope_parameters", {"rope_type": "linear", "rope_theta": 1e4, "factor": 1e300}, "factor="),
+        ("num_attention_heads", 0, "whole number from 1"),
+        ("num_attention_heads", "4", "whole number"),
+        ("hidden_size", -16, "whole number"),
+        ("intermediate_size", -1, "from 0"),
+        ("max_position_embeddings", "x", "whole number"),
+        ("initializer_range", -1, "from 0"),
+        ("eos_token_id", 128, "must be an id of the vocabulary, which has 128"),
+        ("eos_token_id", [1, 999], "must be an id"),
+        ("bos_token_id", "x", "must be an id"),
+        ("pad_token_id", -2, "must be an id"),
+        ("attention_dropout", 1e999, "is no finite number"),
+        ("initializer_range", "x", "from 0"), ("model_type", 3, "written as text"),
+    ("model_type", "qwen3", "contradict each other"),
+        ("hidden_act", ["silu"], "not supported"),
+        ("quantization_config", 3, "weights quantized by 3"),
+    ],
+)
+def test_a_value_that_no_model_has_is_refused_by_file_and_key(folder, key, value, says):
+    config(folder, **{key: value})
+    text = (folder / "config.json").read_text().replace("Infinity", "1e999")
+    (folder / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=f"config.json: .*{says}") as raised:
+        Contents(folder)
+    assert key in str(raised.value) or key == "quantization_config"
+
+
+@pytest.mark.parametrize("value", [-1, None, 127])
+def test_padding_may_be_none_in_either_spelling(folder, value):
+    config(folder, pad_token_id=value)
+    Contents(folder)

@@ -1,0 +1,71 @@
+"""Values of config.json that no model has, refused by file and key."""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from maxstack.config import ConfigError
+
+
+class Limit(NamedTuple):
+    """What a key's number may be; null means that the key is not given."""
+
+    keys: str
+    """A pattern."""
+    low: float
+    high: float
+    whole: bool = False
+
+
+LIMITS = (
+    Limit(r".*_eps|.*_epsilon", 1e-30, 0.1),
+    Limit(r"rope_theta|rope_local_base_freq", 1.0, 1e12),
+    Limit(r"factor", 1e-3, 1e6),
+    Limit(r"initializer_range", 0.0, 100.0),
+    Limit(
+        r"num_(attention_heads|key_value_heads|hidden_layers)|n_(head|layer)", 1, 1e5, whole=True
+    ),
+    Limit(r"(hidden|vocab)_size|head_dim|n_embd", 1, 1e9, whole=True),
+    Limit(r"max_position_embeddings|n_positions", 1, 1e12, whole=True),
+    Limit(r"num_\w+|n_\w+|\w+_size|\w+_dim", 0, 1e12),
+)
+"""The first whose pattern is the key's counts. Published models lie far inside of these."""
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def check(config: Mapping[str, Any], where: str) -> None:
+    """ConfigError for a number that is out of LIMITS or infinite, and for ids of special tokens
+    outside of the vocabulary; -1 for padding is transformers' word for none."""
+    for path, key, value in _values(config, ""):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if number and not math.isfinite(value):
+            raise ConfigError(f"{where}: {path}={value}: is no finite number")
+        limit = next((one for one in LIMITS if re.fullmatch(one.keys, key)), None)
+        if limit is None or value is None or (isinstance(value, list) and not limit.whole):
+            continue
+        if not number or not limit.low <= value <= limit.high or (limit.whole and value % 1):
+            kind = "a whole number" if limit.whole else "a number"
+            said = f"must be {kind} from {limit.low:g} to {limit.high:g}"
+            raise ConfigError(f"{where}: {path}={value!r:.80}: {said}")
+    vocab = config.get("vocab_size")
+    if not isinstance(vocab, int):
+        return  # a family's table says that it is needed
+    for key in IDS:
+        given = config.get(key)
+        for token in given if isinstance(given, list) else [given]:
+            none = token is None or (token == -1 and key == "pad_token_id")
+            if not none and (type(token) is not int or not 0 <= token < vocab):
+                raise ConfigError(
+                    f"{where}: {key}={given!r:.80}: must be an id of the vocabulary, which has "
+                    f"{vocab} (vocab_size)"
+                )
+
+
+def _values(config: Mapping[str, Any], before: str) -> Iterator[tuple[str, str, Any]]:
+    """(path, key, value) of whatever is no mapping, also in mappings."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _values(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", key, value
