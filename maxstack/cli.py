@@ -56,10 +56,6 @@ def run(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
         if not hasattr(error, "exit_code"):
             raise
         return _fail(error, error.exit_code)
-    except OSError as error:
-        if not lasting(error):
-            raise
-        return _fail(OSError(f"{error.filename}: {error.strerror}"), 1)
     except SystemExit as stop:
         return _usage_is_1(stop)
     except KeyboardInterrupt:
@@ -67,6 +63,10 @@ def run(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        if not lasting(error):
+            raise
+        return _fail(OSError(f"{error.filename}: {error.strerror}"), 1)
 
 
 def lasting(error: Exception) -> bool:

@@ -147,6 +147,8 @@ def of_config(config: Mapping[str, Any], families: Mapping[str, Family], where: 
     names = [*(named if isinstance(named, list) else [named]), config.get("model_type")]
     said = f"architectures={quoted(named)}, model_type={quoted(config.get('model_type'))}"
     found = [families[name] for name in names if isinstance(name, str) and name in families]
+    if any(name is not None and not isinstance(name, str) for name in names):
+        raise ConfigError(f"{where}: {said}: these are names, written as text")
     if any(family is not found[0] for family in found):
         raise ConfigError(f"{where}: {said}: contradict each other; correct the one that is wrong")
     if found:

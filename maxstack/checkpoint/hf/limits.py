@@ -42,7 +42,7 @@ def check(config: Mapping[str, Any], where: str) -> None:
         if number and not math.isfinite(value):
             raise ConfigError(f"{where}: {path}={value}: is no finite number")
         limit = next((one for one in LIMITS if re.fullmatch(one.keys, key)), None)
-        if limit is None or value is None or (isinstance(value, list | str) and not limit.whole):
+        if limit is None or value is None or (isinstance(value, list) and not limit.whole):
             continue
         if not number or not limit.low <= value <= limit.high or (limit.whole and value % 1):
             kind = "a whole number" if limit.whole else "a number"
@@ -50,7 +50,7 @@ def check(config: Mapping[str, Any], where: str) -> None:
             raise ConfigError(f"{where}: {path}={value!r:.80}: {said}")
     vocab = config.get("vocab_size")
     if not isinstance(vocab, int):
-        return
+        return  # a family's table says that it is needed
     for key in IDS:
         given = config.get(key)
         for token in given if isinstance(given, list) else [given]:

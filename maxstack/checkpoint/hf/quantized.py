@@ -130,8 +130,8 @@ def unpacking(said: Any, where: str) -> Unpack:
     `said` as quantization_config. ConfigError where it names what is not read here."""
     if not said:
         return lambda tensors: tensors
-    method = said.get("quant_method") if isinstance(said, Mapping) else [said]
-    if not isinstance(method, str) or method not in METHODS:
+    method = said.get("quant_method") if isinstance(said, Mapping) else said
+    if not isinstance(said, Mapping) or method not in METHODS:
         raise ConfigError(f"{where}: weights quantized by {shortened(str(method))} are not supported; those by "
                           f"{', '.join(METHODS)} are; use the unquantized version of the model")
     try:

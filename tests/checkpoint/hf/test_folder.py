@@ -157,7 +157,7 @@ def test_an_architecture_that_is_not_known_gives_the_ones_that_are(folder):
     ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "RoPE of type 'dynamic' is not supported"),
     ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, "twist": 1}}, "not known: twist"),
     ({"hidden_size": ...}, "key hidden_size is missing"),
-    ({"num_hidden_layers": "many"}, "must be the number of layers"),
+    ({"num_hidden_layers": "many"}, "must be a whole number from 1"),
     ({"num_key_value_heads": 3}, "describes no model"),
 ])
 def test_a_config_that_cannot_be_computed_is_refused(folder, changes, reason):
@@ -222,6 +222,8 @@ def test_what_is_no_file_is_not_taken_for_absent(folder, name, kind):
         ("bos_token_id", "x", "must be an id"),
         ("pad_token_id", -2, "must be an id"),
         ("attention_dropout", 1e999, "is no finite number"),
+        ("initializer_range", "x", "from 0"),
+        ("model_type", 3, "written as text"),
         ("model_type", "qwen3", "contradict each other"),
         ("hidden_act", ["silu"], "not supported"),
         ("quantization_config", 3, "weights quantized by 3"),
