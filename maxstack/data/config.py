@@ -37,7 +37,7 @@ class HuggingFaceTokenizer(Section):
     kind: Literal["huggingface"]
     """The tokenizer."""
     path: str
-    """The tokenizer.json file."""
+    """The tokenizer.json file; Org/Name@COMMIT/tokenizer.json: of a model of the hub."""
     bos: str | None = None
     """The token, by its text, that begins each document; null: none."""
     eos: str | None = None

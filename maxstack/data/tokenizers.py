@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from maxstack import hub
 from maxstack.data import DataError
 from maxstack.data.config import BytesTokenizer, DataConfig, HuggingFaceTokenizer, SentencePieceTokenizer, SyntheticSource
 from maxstack.data.config import Tokenizer as TokenizerConfig
@@ -168,7 +169,7 @@ def check_fits(tokenizer: Tokenizer, vocab: int) -> None:
 
 
 def _read(path: str) -> bytes:
-    full = os.path.expanduser(path)
+    full = os.path.expanduser(hub.file_of(path))
     try:
         if os.path.getsize(full) > _LARGEST_FILE:
             raise DataError(f"{path}: {os.path.getsize(full)} bytes are too many for a tokenizer (at most {_LARGEST_FILE})")

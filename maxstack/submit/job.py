@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxstack import rules
+from maxstack import hub, rules
 from maxstack.config import ConfigError, dump, plain
 from maxstack.config.reader import read_yaml
 from maxstack.submit.config import BucketConfig, ClusterConfig
@@ -98,7 +98,8 @@ def elsewhere(job: Job) -> list[str]:
         paths += [getattr(data.tokenizer, "path", None)]
     paths += [cfg.model.weights, cfg.lora.adapter if cfg.lora else None, cfg.checkpoint.elsewhere, cfg.run.executable]
     mount = job.cluster.bucket.mount if job.cluster.bucket else None
-    return [path for path in dict.fromkeys(filter(None, paths)) if not (mount and within(path, mount)) and not path.startswith("{stdlib}")]
+    found = [path for path in dict.fromkeys(filter(None, paths)) if not path.startswith("{stdlib}")]
+    return [path for path in found if not (mount and within(path, mount)) and not hub.PINNED.fullmatch(path)]
 
 
 def checked(name: str, cfg: "Config", cluster: ClusterConfig, force: bool = False) -> tuple[Job, str]:

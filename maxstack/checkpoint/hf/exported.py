@@ -18,10 +18,9 @@ from maxstack.checkpoint.hf.rows import Shape
 from maxstack.checkpoint.hf.table import Mismatch
 from maxstack.checkpoint.hf.writer import Atomic, Read, write_tensors
 from maxstack.config import ConfigError, did_you_mean
+from maxstack.hub import ALONG
 from maxstack.models.config import DecoderConfig
 
-ALONG = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt",
-         "vocab.txt", "spiece.model", "chat_template.jinja", "chat_template.json", "generation_config.json", "tiktoken.model")
 RECORD = "tensors.json"
 FLOATS = {"float32": np.dtype("<f4"), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype("<f2")}
 

@@ -16,7 +16,7 @@ from maxstack.config import ConfigError
 TINY = 1e-12
 
 
-def merge(source: Path, adapter: Adapter, out: Path, sign: int, done: Callable[[int], object]) -> int:
+def merge(source: str | Path, adapter: Adapter, out: Path, sign: int, done: Callable[[int], object]) -> int:
     """Write `out`, whole or not at all: the model folder with the adapter's change added, or with `sign` -1 subtracted; the number of tensors that
     changed. `done` is told the bytes of each tensor. ConfigError where the adapter is of another model."""
     if sign < 0 and adapter.dora:
@@ -33,7 +33,7 @@ def merge(source: Path, adapter: Adapter, out: Path, sign: int, done: Callable[[
                               f"it first: maxstack import {source} --out RUN, maxstack export RUN --out FOLDER")
         raise ConfigError(f"{adapter.folder}: is of another model: {source} has no {odd[0]}{more}")
     with Atomic(out) as made:
-        for entry in sorted(source.iterdir()):
+        for entry in sorted(folder.path.iterdir()):
             if entry.is_file() and not fnmatch.fnmatch(entry.name, "*.safetensors"):
                 shutil.copyfile(entry, made / entry.name)
         for path, tensors in files.items():
