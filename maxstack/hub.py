@@ -73,7 +73,6 @@ def snapshot(name: str, weights: bool) -> Path:
         first = huggingface_hub.hf_hub_download(repo, "config.json", revision=revision)
         commit = Path(first).parent.name
         siblings = huggingface_hub.HfApi().model_info(repo, revision=commit).siblings or ()
-        return _download(repo, commit, {sibling.rfilename for sibling in siblings}, weights)
     except ConfigError:
         raise
     except Exception as error:  # each version of the library has its own of the network
@@ -82,6 +81,12 @@ def snapshot(name: str, weights: bool) -> Path:
         log.warning("%s: read from %s, as the hub could not be asked: %s", name, cached,
                     _line(error))
         return cached
+    try:
+        return _download(repo, commit, {sibling.rfilename for sibling in siblings}, weights)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise _failed(repo, commit, error) from error
 
 
 def _line(error: Exception) -> str:
@@ -94,7 +99,7 @@ def _download(repo: str, commit: str, files: set[str], weights: bool) -> Path:
     get = functools.partial(hf_hub_download, repo, revision=commit)
     small = ["config.json", *(file for file in (INDEX, *ALONG) if file in files)]
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
-        folder = Path(next(iter([*pool.map(get, small)]))).parent
+        folder = Path([*pool.map(get, small)][0]).parent
         if weights:
             if not {INDEX, SINGLE} & files:
                 raise ConfigError(f"{repo}: has no safetensors on the hub, and maxstack reads "
