@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from maxstack import cli
+from maxstack import cli, hub
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,7 +30,7 @@ def import_model(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="maxstack import", description="Make a run of a Hugging Face model folder. Stopped, it goes on where it was when started again.",
         epilog="example: maxstack import ./Qwen3-0.6B --out runs/qwen && maxstack train runs/qwen/config.yml train.steps=100")
-    parser.add_argument("folder", metavar="FOLDER", help="holds config.json and safetensors")
+    parser.add_argument("folder", metavar="FOLDER", help="holds config.json and safetensors; or a model of the hub, Org/Name or Org/Name@REVISION")
     parser.add_argument("overrides", nargs="*", default=[], metavar="a.b.c=value", help="change a value of the run's configuration")
     parser.add_argument("--out", required=True, metavar="RUN", type=Path, help="the run's folder, to be made")
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as in the folder)")
@@ -270,6 +270,8 @@ def source_of(path: Path, model: "DecoderConfig") -> Path | None:
     beside = _run_folder(path) / BESIDE
     if (beside / "config.json").is_file():
         return beside
+    if model.weights and hub.named(model.weights):
+        return hub.snapshot(model.weights, weights=True)
     return Path(model.weights) if model.weights and (Path(model.weights) / "config.json").is_file() else None
 
 

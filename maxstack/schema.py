@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 import re
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -9,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import pydantic
 from pydantic import Field
 
-from maxstack import rules
+from maxstack import hub, rules
 from maxstack.checkpoint.config import CheckpointConfig
 from maxstack.config import ConfigError, Node, Readers, Section, fault, faults, plain, supply
 from maxstack.data.config import DataConfig, holds_text
@@ -141,7 +142,11 @@ def _with_tokenizer(tree: Node) -> Node:
         return tree
     from maxstack.checkpoint.hf.tokenizer import tokenizer_of, unread
 
-    if found := tokenizer_of(Path(folder.value)):
+    of_hub = hub.named(folder.value)
+    place = hub.snapshot(folder.value, weights=False) if of_hub else Path(folder.value)
+    if found := tokenizer_of(place):
+        if of_hub:
+            found["path"] = f"{folder.value}/{Path(found['path']).name}"
         if given:
             log.warning(
                 "data.tokenizer: that of %s, in place of the one at %s", folder.value, given.where
@@ -149,17 +154,21 @@ def _with_tokenizer(tree: Node) -> Node:
         return supply(tree, ("data", "tokenizer"), found, folder.value)
     listed = sources.value if sources and isinstance(sources.value, list) else []
     if any(holds_text(plain(source)) for source in listed if source.mapping):
-        raise ConfigError(f"{folder.where}: {unread(Path(folder.value))}")
+        raise ConfigError(f"{folder.where}: {unread(place)}")
     return tree
 
 
-def model_of_folder(path: Path) -> dict[str, Any]:
-    """What `model: {from: path}` means: the architecture in a Hugging Face folder's config.json, computed in float32 if its weights are that and in
-    bfloat16 if not, and its weights to start from."""
+def model_of_folder(path: str, name: str) -> tuple[str, dict[str, Any]]:
+    """What `model: {from: name}` means, and the folder at `path`, or else the model of the hub, pinned, that it names: the architecture that its
+    config.json says, computed in float32 if its weights are that and in bfloat16 if not, and its weights to start from."""
     from maxstack.checkpoint.hf.contents import Contents
 
-    contents = Contents(path)
-    return contents.mapping | {"weights": str(path), "dtype": "float32" if contents.dtype == "float32" else "bfloat16"}
+    of_hub = hub.NAME.fullmatch(name) is not None and not os.path.exists(path)
+    if not of_hub and not os.path.exists(path):
+        raise ConfigError(f"{path}: {hub.NOWHERE}")
+    where = hub.pinned(name) if of_hub else path
+    contents = Contents(where, weights=not of_hub)
+    return where, contents.mapping | {"weights": where, "dtype": "float32" if contents.dtype == "float32" else "bfloat16"}
 
 
 class Config(Section):
@@ -178,7 +187,7 @@ class Config(Section):
     runtime: Literal["jax", "pathways"] = "jax"
     """jax: each process drives the devices of its host. pathways: this process drives all devices, through the proxy at JAX_BACKEND_TARGET."""
     model: DecoderConfig
-    """The architecture: a preset's name, or a mapping that may hold `preset:`, or `from:` a Hugging Face model folder."""
+    """The architecture: a preset's name, or a mapping that may hold `preset:`, or `from:` a Hugging Face folder, or Org/Name of the hub."""
     mesh: MeshConfig = MeshConfig()
     """How devices are arranged and tensors spread over them: a preset's name or a mapping."""
     xla: XlaConfig = XlaConfig()

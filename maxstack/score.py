@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tqdm
 
-from maxstack import cli, sharding
+from maxstack import cli, hub, sharding
 from maxstack.config import ConfigError
 from maxstack.data import DataError
 
@@ -63,7 +63,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="maxstack score", description="Write the log-probability of each token of some texts, and print the perplexity.",
         epilog="example: maxstack score runs/quickstart --data texts.jsonl --out scores.npz")
-    parser.add_argument("model", metavar="MODEL", help="a run's folder, one of its checkpoints, or a Hugging Face model folder")
+    parser.add_argument("model", metavar="MODEL", help="a run's folder, one of its checkpoints, a Hugging Face model folder, or Org/Name of the hub")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value",
                         help="replaces a value of the run's configuration, such as model.dtype=float32")
     parser.add_argument("--data", metavar="FILE.jsonl", help='texts, one {"text": ...} a line; BOS as the tokenizer says, no EOS')
@@ -153,8 +153,9 @@ def read_weights(model: str, run: "Run", own: Path | None) -> Any:
 
     if own is not None:
         return run.tree(WeightsReader(Path(model)).load(run.weights, run.sources))
+    assert run.cfg.model.weights
     finite = not run.cfg.checkpoint.allow_nonfinite
-    return run.tree(run.treated(load_params(model, run.untreated, finite=finite)))
+    return run.tree(run.treated(load_params(run.cfg.model.weights, run.untreated, finite=finite)))
 
 
 def config_of(model: str, overrides: Sequence[str]) -> tuple["Config", Path | None]:
@@ -162,12 +163,13 @@ def config_of(model: str, overrides: Sequence[str]) -> tuple["Config", Path | No
     from maxstack import config
     from maxstack.schema import Config
 
-    if not Path(model).is_dir():
-        raise ConfigError(f"{model}: no such folder; give a run's folder, one of its checkpoints, or a Hugging Face model folder")
+    if not Path(model).is_dir() and not hub.named(model):
+        raise ConfigError(f"{model}: {hub.NOWHERE}; give a run's folder, one of its checkpoints, a Hugging Face folder, or such a name")
     if (Path(model) / "hf" / "source.json").is_file() and not (Path(model) / "config.yml").is_file():
         raise ConfigError(f"{model}: an import that was not finished; give the same `maxstack import` again")
     folder = Path(model)
-    own = next((place for place in (folder, folder.parent, folder.parent.parent) if (place / "config.yml").is_file()), None)
+    places = (folder, folder.parent, folder.parent.parent) if folder.is_dir() else ()
+    own = next((place for place in places if (place / "config.yml").is_file()), None)
     if own is None:
         cfg = config.load(Config, {"model": {"from": model}, "data": {"sources": [{"kind": "synthetic", "vocab": 2}]}}, overrides)
     else:

@@ -130,7 +130,8 @@ and check what you type.
 - `model`, `mesh`, `quantization` and `optimizer` take a preset's name (`model: NAME` is configs/models/NAME.yml), a path that
   ends in .yml, or a mapping that may begin with `preset: NAME` and gives what differs. Naming another preset replaces what an extended
   file said. A preset's file may extend its siblings.
-- `model: {from: FOLDER}` reads a Hugging Face model folder, relative to the file: its architecture stands beneath what else `model` gives,
+- `model: {from: FOLDER}` reads a Hugging Face model folder, relative to the file, or, where there is none of that name, the model of the hub that
+  Org/Name or Org/Name@REVISION is ([MODELS.md](MODELS.md#from-the-hub)): its architecture stands beneath what else `model` gives,
   its weights are where a fresh run starts (`model.weights`), and its tokenizer is `data.tokenizer` if no other is given.
 - `like: NAME` in an entry of a mapping, such as a block, takes over the entry of that name beside it; what is given beside `like` is
   merged over it.

@@ -32,7 +32,7 @@ LEVELS = (
     ("layers", "chips", "goodput", "agree", "stacks", "exit_codes", "appending", "console", "foreign"),
     ("kernels",),
     ("sharding",),
-    ("devices",),
+    ("devices", "hub"),
     ("config",),
 )
 LEVEL = {f"maxstack.{name}": depth for depth, names in enumerate(LEVELS) for name in names}

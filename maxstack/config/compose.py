@@ -13,8 +13,9 @@ from maxstack.config.spelling import did_you_mean
 
 Presets = Mapping[str, Sequence[str]]
 """Top-level key -> folders of the presets folder that hold its presets; "" stands for the whole file."""
-Readers = Mapping[str, Callable[[Path], Mapping[str, Any]]]
-"""Top-level key -> what its `from: path` means: a function from the path to the section's content; ConfigError if it cannot be read."""
+Readers = Mapping[str, Callable[[str, str], tuple[str, Mapping[str, Any]]]]
+"""Top-level key -> what its `from: name` means: a function from the path that it is, if it is one, and the name to what was read, by name, and
+the section's content; ConfigError if it cannot be read."""
 
 _SEGMENT = re.compile(r'"([^"]*)"|([^."=]+)')
 
@@ -190,15 +191,16 @@ class _Composer:
     def _read_from(self, entries: dict[str, Node], section: str, folder: Path, where: str) -> Node:
         name = entries["from"]
         if not isinstance(name.value, str):
-            raise ConfigError(f"{name.where}: {section}.from: got {quoted(name.value)}; allowed: a path")
+            raise ConfigError(f"{name.where}: {section}.from: got {quoted(name.value)}; allowed: a path, or a name")
         if "preset" in entries:
             raise ConfigError(f"{name.where}: {section}.from: preset and from both say what the {section} is; give one")
         path = shown(folder / os.path.expanduser(name.value))
         try:
-            base = Node({key: dataclasses.replace(_sourced(value, path), where=name.where if value == path else path)
-                         for key, value in self._readers[section](Path(path)).items()}, path)
+            source, content = self._readers[section](path, name.value)
         except ConfigError as error:
             raise ConfigError(f"{name.where}: {section}.from: {error}") from error
+        base = Node({key: dataclasses.replace(_sourced(value, source), where=name.where if value == source else source)
+                     for key, value in content.items()}, source)
         rest = Node({key: item for key, item in entries.items() if key != "from"}, where)
         return dataclasses.replace(merge(base, rest), where=where, replaces=True)
 

@@ -40,7 +40,7 @@ class HuggingFaceTokenizer(Section):
     """The tokenizer."""
     path: str
     """The tokenizer.json file; or vocab.json, with merges.txt, config.json and the other files of
-    the tokenizer beside it."""
+    the tokenizer beside it. Org/Name@COMMIT/tokenizer.json: of a model of the hub."""
     bos: str | None = None
     """The token, by its text, that begins each document; null: none."""
     eos: str | None = None

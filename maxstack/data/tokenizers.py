@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from maxstack import hub
 from maxstack.config import quoted
 from maxstack.data import DataError, byte_level
 from maxstack.data.config import BytesTokenizer, DataConfig, HuggingFaceTokenizer, SentencePieceTokenizer, SyntheticSource
@@ -114,7 +115,7 @@ class HuggingFace:
 
         text, spelt_out = _read(cfg.path), Path(cfg.path).name == byte_level.VOCAB
         try:
-            text = byte_level.tokenizer_json(Path(cfg.path).expanduser()) if spelt_out else text
+            text = byte_level.tokenizer_json(Path(hub.file_of(cfg.path)).expanduser()) if spelt_out else text
             spec = json.loads(text)
             self._model: Any = tokenizers.Tokenizer.from_buffer(text)
         except DataError:
@@ -245,7 +246,7 @@ def check_fits(tokenizer: Tokenizer, vocab: int) -> None:
 
 
 def _read(path: str) -> bytes:
-    full = os.path.expanduser(path)
+    full = os.path.expanduser(hub.file_of(path))
     try:
         if os.path.getsize(full) > _LARGEST_FILE:
             raise DataError(f"{path}: {os.path.getsize(full)} bytes are too many for a tokenizer (at most {_LARGEST_FILE})")

@@ -22,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
     export.add_argument("--architecture", metavar="NAME", help="the class of transformers to write for (default: the one that fits)")
     for name, words in (("merge", "a model folder with an adapter merged into it"), ("unmerge", "a merged model folder without it again")):
         command = commands.add_parser(name, help=words, description=f"Make {words}.")
-        command.add_argument("model", metavar="FOLDER", type=Path, help="a Hugging Face model folder")
+        command.add_argument("model", metavar="FOLDER", help="a Hugging Face model folder, or a model of the hub, Org/Name")
         command.add_argument("--adapter", required=True, metavar="FOLDER", type=Path, help="in PEFT's format")
         cli.takes_weights(command)
     for command in commands.choices.values():

@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
         prog="maxstack quantize", description="Post-training quantization: a run whose weights are kept in low precision, and a report of what that "
         "changes on your texts. `maxstack quantize show CONFIG` lists what a recipe takes.",
         epilog="example: maxstack quantize runs/quickstart --recipe int4 --calibrate texts.jsonl --out runs/quickstart-int4")
-    parser.add_argument("model", metavar="RUN_OR_HF", help="a run's folder, one of its checkpoints, or a Hugging Face model folder")
+    parser.add_argument("model", metavar="RUN_OR_HF", help="a run's folder, one of its checkpoints, a Hugging Face folder, or Org/Name of the hub")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="replaces a value of the run's configuration")
     parser.add_argument("--recipe", required=True, metavar="NAME", help="a preset of configs/quantization, or a YAML file with rules")
     parser.add_argument("--calibrate", required=True, metavar="FILE",
@@ -178,7 +178,8 @@ def _finish(model: Path, own: Path | None, out: Path, cfg: "Config", report: Map
     from maxstack.convert import BESIDE, PLACEHOLDER, resolved
 
     if own is None:
-        record(Contents(model), out / BESIDE)
+        assert cfg.model.weights
+        record(Contents(cfg.model.weights), out / BESIDE)
     elif (own / BESIDE).is_dir():
         shutil.copytree(own / BESIDE, out / BESIDE)
     run = cfg.run.model_copy(update={"name": out.resolve().name, "output_dir": str(out.parent)})

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxstack import rules
+from maxstack import hub, rules
 from maxstack.config import ConfigError, dump, plain
 from maxstack.config.reader import read_yaml
 from maxstack.submit.config import ClusterConfig
@@ -121,8 +121,9 @@ def elsewhere(job: Job) -> list[str]:
     paths += [cfg.model.weights, cfg.lora.adapter if cfg.lora else None, cfg.checkpoint.elsewhere,
               cfg.run.executable, job.cluster.config]
     mounts = [place.mount for place in (job.cluster.bucket, *job.cluster.volumes) if place]
-    return [path for path in dict.fromkeys(filter(None, paths))
-            if not any(within(path, mount) for mount in mounts) and not path.startswith("{stdlib}")]
+    found = [path for path in dict.fromkeys(filter(None, paths))
+             if not path.startswith("{stdlib}") and not hub.PINNED.fullmatch(path)]
+    return [path for path in found if not any(within(path, mount) for mount in mounts)]
 
 
 def checked(name: str, cfg: "Config", cluster: ClusterConfig, force: bool = False) -> tuple[Job, str]:

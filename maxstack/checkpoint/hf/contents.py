@@ -21,26 +21,33 @@ FLOATS = ("float64", "float32", "bfloat16", "float16")
 
 
 class Contents:
-    """What a folder means. ConfigError for a family or key that is not supported, DataError for damage."""
+    """What a folder, or a model of the hub by its name, means. ConfigError for a family or key that is not supported, DataError for damage.
 
-    def __init__(self, path: str | Path, *, ignore_unsafe: bool = False):
-        self.folder = Folder(path, ignore_unsafe=ignore_unsafe)
+    Without `weights` no tensor is read, or downloaded: `tensors` is empty, and config.json and the index are believed.
+    """
+
+    def __init__(self, path: str | Path, *, ignore_unsafe: bool = False, weights: bool = True):
+        self.folder = Folder(path, ignore_unsafe=ignore_unsafe, weights=weights)
         self.family: Family = of_config(self.folder.config, FAMILIES, self.folder.where)
         limits.check(self.folder.config, self.folder.where)
-        self.tensors = self.folder.tensors(self.family.body)
-        self.mapping = self.family.read(self.folder.config, self.folder.where, _further(self.family, self.folder.config, self.tensors))
+        self.tensors = self.folder.tensors(self.family.body) if weights else {}
+        names = self.tensors if weights else self.folder.listed(self.family.body)
+        further = None if names is None else _further(self.family, self.folder.config, names)
+        self.mapping = self.family.read(self.folder.config, self.folder.where, further)
         """The mapping of a DecoderConfig."""
         try:
             self.model = DecoderConfig.model_validate(self.mapping)
         except pydantic.ValidationError as error:
             first = error.errors()[0]
             raise ConfigError(f"{self.folder.where}: describes no model: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-        _check_head(self)
+        if weights:
+            _check_head(self)
 
     @property
     def dtype(self) -> str:
-        """The dtype that most numbers of the folder have, as a config calls it."""
-        sizes: dict[str, int] = {}
+        """The dtype that most numbers of the folder have, as a config calls it; without weights, what config.json says."""
+        said = self.folder.config.get("dtype") or self.folder.config.get("torch_dtype") or "float32"
+        sizes: dict[str, int] = {} if self.tensors else {str(said): 1}
         for tensor in self.tensors.values():
             sizes[tensor.dtype.name] = sizes.get(tensor.dtype.name, 0) + int(np.prod(tensor.shape))
         found = max(sizes, key=lambda name: sizes[name])

@@ -21,24 +21,10 @@ from maxstack.checkpoint.hf.table import Mismatch
 from maxstack.checkpoint.hf.writer import Atomic, Read, write_tensors
 from maxstack.config import ConfigError, did_you_mean
 from maxstack.data import byte_level
+from maxstack.hub import MORE, TOKENIZER
 from maxstack.layers.config import LongRopeScaling
 from maxstack.models.config import DecoderConfig
 
-TOKENIZER = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "spiece.model",
-    "tiktoken.model",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-MORE = ("generation_config.json",)
 RECORD = "tensors.json"
 FLOATS = {"float32": np.dtype("<f4"), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype("<f2")}
 

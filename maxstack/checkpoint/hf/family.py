@@ -60,7 +60,7 @@ class Family:
     unused: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
     """Patterns of tensors that carry nothing."""
 
-    def read(self, config: Mapping[str, Any], where: str, mtp: int = 0) -> dict[str, Any]:
+    def read(self, config: Mapping[str, Any], where: str, mtp: int | None = 0) -> dict[str, Any]:
         """config.json -> the mapping of a DecoderConfig. ConfigError lists keys and values that are not known."""
         source = Source(config, where, mtp)
         model = table.read(self.model, source) | self.layers.read(source)

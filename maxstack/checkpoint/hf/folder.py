@@ -2,19 +2,21 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import ml_dtypes
 import numpy as np
 
+from maxstack import hub
 from maxstack.checkpoint.hf.quantized import unpacking
 from maxstack.checkpoint.hf.safetensors_file import SafetensorsFile, check_name, read_json
 from maxstack.config import ConfigError, quoted, shortened
 from maxstack.data import DataError
+from maxstack.hub import INDEX, SINGLE
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+T = TypeVar("T")
 UNSAFE = {".bin": "pickled weights", ".pt": "pickled weights", ".pth": "pickled weights", ".ckpt": "pickled weights", ".pkl": "a pickle",
           ".pickle": "a pickle", ".joblib": "a pickle", ".npy": "an array file that may hold a pickle", ".h5": "a Keras model, which may hold code",
           ".keras": "a Keras model, which may hold code", ".py": "code"}
@@ -89,12 +91,18 @@ class Plain:
 
 
 class Folder:
-    """What a folder holds, checked. ConfigError for a mistake of its user, DataError for damage."""
+    """What a folder, or a model of the hub by its name, holds, checked. ConfigError for a mistake of its user, DataError for damage.
 
-    def __init__(self, path: str | Path, *, ignore_unsafe: bool = False):
+    Of the hub, only files that are read are downloaded, safetensors only for `weights`, so what else its repository holds is left aside.
+    """
+
+    def __init__(self, path: str | Path, *, ignore_unsafe: bool = False, weights: bool = True):
         self.path = Path(path)
+        if hub.named(path):
+            self.path, ignore_unsafe = hub.snapshot(str(path), weights), True
         if not os.path.isdir(self.path):  # False, too, for what can be no path
-            raise ConfigError(f"{shortened(str(path), 200)}: {'is a file; give the folder of a model' if os.path.exists(path) else 'no such folder'}")
+            what = "is a file; give the folder of a model" if os.path.exists(path) else hub.NOWHERE
+            raise ConfigError(f"{shortened(str(path), 200)}: {what}")
         outer = self._json("config.json")
         if not isinstance(outer, dict):
             raise DataError(f"{self.path / 'config.json'}: is no JSON object")
@@ -118,24 +126,23 @@ class Folder:
         found: dict[str, Tensor] = {name: Plain(file, name) for file, name in self._files()}
         if not found:
             raise DataError(f"{self.path}: its safetensors hold no tensor")
-        for outer, inner in WRAPPERS:
-            found = {inner + name.removeprefix(outer) if name.startswith(outer) else name: tensor for name, tensor in found.items()}
-        found = {name: tensor for name, tensor in found.items() if not OTHER_TOWERS.match(name)}
-        if not any(name.startswith(body) for name in found):
-            found = {name if name.startswith(("lm_head.", "mtp.")) else body + name: tensor for name, tensor in found.items()}
-        return self._unpack(found)
+        return self._unpack(_own(found, body))
+
+    def listed(self, body: str = "model.") -> Iterable[str] | None:
+        """The names of the tensors that the index has, as `tensors` has them without reading any; None where there is no index."""
+        shards = self.shards()
+        return _own({name: None for names in shards.values() for name in names}, body) if shards else None
 
     def _files(self) -> Iterator[tuple[SafetensorsFile, str]]:
-        index = self.path / INDEX
+        index, shards = self.path / INDEX, self.shards()
         names = sorted(entry.name for entry in self.path.iterdir() if entry.name.endswith(".safetensors"))
-        if not os.path.lexists(index):
+        if not shards:
             if SINGLE not in names:
                 only = f" (only {', '.join(names[:3])})" if names else ""
                 raise ConfigError(f"{self.path}: has neither {SINGLE} nor {INDEX}{only}. {INSTEAD}")
             file = SafetensorsFile(self.file(SINGLE))
             yield from ((file, name) for name in file.entries)
             return
-        shards = self._shards(index)
         if SINGLE in names and SINGLE not in shards:
             raise DataError(f"{index}: does not name {SINGLE}, which lies beside it; delete the one that is stale")
         for shard, listed in sorted(shards.items()):
@@ -146,7 +153,11 @@ class Folder:
                 raise DataError(f"{file.path}: tensor {unlisted[0]}{_more(unlisted)} is not listed in {INDEX} as being in this file")
             yield from ((file, name) for name in file.entries)
 
-    def _shards(self, index: Path) -> dict[str, set[str]]:
+    def shards(self) -> dict[str, set[str]]:
+        """The tensors that the index says are in each file; nothing where there is no index."""
+        index = self.path / INDEX
+        if not index.exists():
+            return {}
         listed = self._json(INDEX)
         weights = listed.get("weight_map") if isinstance(listed, dict) else None
         if not isinstance(weights, dict) or not weights or not all(isinstance(shard, str) for shard in weights.values()):
@@ -192,6 +203,16 @@ def _inner(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]
     both = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
     said = {key: outer[key] for key in both if key in outer}
     return {**said, **inner, "architectures": inner.get("architectures") or []}
+
+
+def _own(found: dict[str, T], body: str) -> dict[str, T]:
+    """What belongs to the language model, under its own names."""
+    for outer, inner in WRAPPERS:
+        found = {inner + name.removeprefix(outer) if name.startswith(outer) else name: tensor for name, tensor in found.items()}
+    found = {name: tensor for name, tensor in found.items() if not OTHER_TOWERS.match(name)}
+    if any(name.startswith(body) for name in found):
+        return found
+    return {name if name.startswith(("lm_head.", "mtp.")) else body + name: tensor for name, tensor in found.items()}
 
 
 def _more(found: list[str], shown: int = 1) -> str:

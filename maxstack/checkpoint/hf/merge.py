@@ -17,7 +17,7 @@ TINY = 1e-12
 
 
 def merge(
-    source: Path,
+    source: str | Path,
     adapter: Adapter,
     out: Path,
     sign: int,
@@ -44,7 +44,7 @@ def merge(
                               f"it first: maxstack import {source} --out RUN, maxstack export RUN --out FOLDER")
         raise ConfigError(f"{adapter.folder}: is of another model: {source} has no {odd[0]}{more}")
     with Atomic(out) as made:
-        for entry in sorted(source.iterdir()):
+        for entry in sorted(folder.path.iterdir()):
             if entry.is_file() and not fnmatch.fnmatch(entry.name, "*.safetensors"):
                 shutil.copyfile(entry, made / entry.name)
         for path, tensors in files.items():

@@ -18,10 +18,10 @@ class Mismatch(ValueError):
 class Source:
     """A config.json that is being read; remembers what was."""
 
-    def __init__(self, config: Mapping[str, Any], where: str, mtp: int = 0):
+    def __init__(self, config: Mapping[str, Any], where: str, mtp: int | None = 0):
         self._config, self.where, self.used = config, where, set[str]()
         self.mtp = mtp
-        """How many modules of multi-token prediction the tensors hold."""
+        """How many modules of multi-token prediction the tensors hold; None where they are not known."""
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value; the default where the key is absent."""

@@ -58,6 +58,15 @@ def test_shards_are_read_as_one(folder):
     assert all((before[name] == after[name].array()).all() for name in before)
 
 
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_without_weights_config_and_index_say_what_the_tensors_do(folder, family):
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(GOLDENS / family / name, folder / name)
+    sharded(folder)
+    whole, said = Contents(folder), Contents(folder, weights=False)
+    assert said.mapping == whole.mapping and said.dtype == whole.dtype and not said.tensors
+
+
 @pytest.mark.parametrize("shard", ["../model.safetensors", "/tmp/model.safetensors", "a/b.safetensors", "model.bin", "..safetensors", ""])
 def test_an_index_that_leads_elsewhere_is_refused(folder, shard):
     where = sharded(folder)

@@ -57,10 +57,11 @@ class Further:
         self.block, self.key = block, key
 
     def read(self, source: Source) -> dict[str, Any] | None:
-        if self.key and (source.get(self.key) or 0) > source.mtp:
-            promised = source.get(self.key)
-            log.warning("%s: %s=%s, but the tensors hold %s such modules; the others are left out", source.where, self.key, promised, source.mtp)
-        return {"block": self.block, "depth": source.mtp} if source.mtp else None
+        promised = self.key and source.get(self.key) or 0
+        depth = promised if source.mtp is None else source.mtp
+        if promised > depth:
+            log.warning("%s: %s=%s, but the tensors hold %s such modules; the others are left out", source.where, self.key, promised, depth)
+        return {"block": self.block, "depth": depth} if depth else None
 
     def write(self, value: Any, sink: Sink) -> None:
         if self.key:

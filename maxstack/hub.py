@@ -1,0 +1,148 @@
+"""Models of the Hugging Face hub by name: pinned to a commit, and read from the hub's own cache."""
+
+import concurrent.futures
+import functools
+import json
+import logging
+import os
+import re
+from pathlib import Path
+
+from maxstack.config import ConfigError
+
+log = logging.getLogger(__name__)
+
+NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w.-]+(?:/[\w.-]+)*))?")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+PINNED = re.compile(r"(?P<model>[A-Za-z0-9][\w.-]*/[\w.-]+@[0-9a-f]{40})(/(?P<file>[\w.-]+))?")
+"""Org/Name@COMMIT, or a file of it."""
+NOWHERE = ("no such folder, and no name of a model of the hub, which is Org/Name or "
+           "Org/Name@REVISION")
+SHARD = re.compile(r"\w[\w.-]*\.safetensors")
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+             "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model", "tiktoken.model",
+             "chat_template.jinja", "chat_template.json")
+MORE = ("generation_config.json",)
+ALONG = TOKENIZER + MORE
+"""What comes along with a model: its tokenizer and what generation is told."""
+AT_ONCE = 8
+
+
+def named(path: str | Path) -> bool:
+    """Whether a text means a model of the hub, Org/Name or Org/Name@REVISION: a folder of that
+    name, where there is one, comes first."""
+    return NAME.fullmatch(str(path)) is not None and not os.path.isdir(path)
+
+
+def pinned(name: str) -> str:
+    """Org/Name@COMMIT, the model as it is now, for good."""
+    return f"{name.partition('@')[0]}@{snapshot(name, weights=False).name}"
+
+
+def file_of(path: str) -> str:
+    """The path itself, or of a file of the cache where `path` is Org/Name@COMMIT/FILE."""
+    found = PINNED.fullmatch(path)
+    if found is None or not found["file"] or os.path.exists(path):
+        return path
+    from huggingface_hub import try_to_load_from_cache
+
+    repo, _, commit = found["model"].partition("@")
+    cached = try_to_load_from_cache(repo, found["file"], revision=commit)
+    return cached if isinstance(cached, str) else str(
+        snapshot(found["model"], weights=False) / found["file"])
+
+
+@functools.cache
+def snapshot(name: str, weights: bool) -> Path:
+    """The folder of the cache with the files of a model that are read: config.json and those
+    of its tokenizer, with `weights` its safetensors too. What is not there is downloaded, with
+    a bar. ConfigError where that cannot be done says the command to run and where the cache is.
+    """
+    repo, _, revision = name.partition("@")
+    revision = revision or "main"
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise ConfigError(f"{name}: no such folder, and models of the hub are downloaded by "
+                          "huggingface_hub: pip install 'maxstack[hub]'") from None
+    cached = None
+    try:
+        known = huggingface_hub.try_to_load_from_cache(repo, "config.json", revision=revision)
+        cached = Path(known).parent if isinstance(known, str) else None
+        if cached and weights and COMMIT.fullmatch(revision) and not _absent(cached):
+            return cached
+        first = huggingface_hub.hf_hub_download(repo, "config.json", revision=revision)
+        commit = Path(first).parent.name
+        siblings = huggingface_hub.HfApi().model_info(repo, revision=commit).siblings or ()
+    except ConfigError:
+        raise
+    except Exception as error:  # each version of the library has its own of the network
+        if cached is None or (weights and _absent(cached)):
+            raise _failed(repo, revision, error) from error
+        log.warning("%s: read from %s, as the hub could not be asked: %s", name, cached,
+                    _line(error))
+        return cached
+    try:
+        return _download(repo, commit, {sibling.rfilename for sibling in siblings}, weights)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise _failed(repo, commit, error) from error
+
+
+def _line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)[:200]
+
+
+def _download(repo: str, commit: str, files: set[str], weights: bool) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    get = functools.partial(hf_hub_download, repo, revision=commit)
+    small = ["config.json", *(file for file in (INDEX, *ALONG) if file in files)]
+    with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+        folder = Path([*pool.map(get, small)][0]).parent
+        if weights:
+            if not {INDEX, SINGLE} & files:
+                raise ConfigError(f"{repo}: has no safetensors on the hub, and maxstack reads "
+                                  "nothing else; choose another version of the model")
+            [*pool.map(get, _absent(folder))]
+    return folder
+
+
+def _absent(folder: Path) -> list[str]:
+    """The files with weights that are not in the folder yet; names that are not plain ones are
+    left to those who read the folder."""
+    index = folder / INDEX
+    try:
+        given = json.loads(index.read_bytes())["weight_map"].values() if index.is_file() else [SINGLE]
+        shards = sorted({shard for shard in given if SHARD.fullmatch(shard)})
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ConfigError(f"{index}: is no index of safetensors") from None
+    return [shard for shard in shards if not (folder / shard).is_file()]
+
+
+def _failed(repo: str, revision: str, error: Exception) -> ConfigError:
+    """What went wrong, the command that downloads the model, and where it puts it."""
+    from huggingface_hub import constants, errors
+
+    page, log_in = f"{constants.ENDPOINT}/{repo}", "`hf auth login` (or HF_TOKEN)"
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, errors.GatedRepoError):
+        said = f"is gated: ask for access at {page}, and log in with {log_in}"
+    elif isinstance(error, errors.RevisionNotFoundError):
+        said = f"has no revision {revision}; {page}/commits lists them"
+    elif isinstance(error, errors.RepositoryNotFoundError):
+        said = (f"no such folder, and no model at {page}; check the name, or, if it is a private "
+                f"one, log in with {log_in}")
+    elif status == 404:
+        said = f"has no config.json at {page}, so it is no model that maxstack can read"
+    elif status in (401, 403):
+        said = f"{page} answers {status}: log in with {log_in}"
+    elif isinstance(error, errors.HFValidationError):
+        said = f"no such folder, and no name that the hub allows: {_line(error)}"
+    else:
+        said = (f"no such folder, and not to be had from {page} ({_line(error)}); download it "
+                "where there is a network, and bring the cache here (HF_HUB_CACHE says where)")
+    return ConfigError(f"{repo}: {said}. `hf download {repo} --revision {revision}` downloads it "
+                       f"into the cache, {constants.HF_HUB_CACHE}")
