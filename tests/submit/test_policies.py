@@ -396,7 +396,5 @@ def test_what_a_restart_would_lose_or_find_changed_is_told(words, says, not_said
 
 def test_programs_are_compiled_into_the_bucket_by_default(tmp_path):
     assert cli.main([*WORDS, "--out", str(tmp_path / "out")]) == 0
-    assert (
-        config.load(Config, tmp_path / "out" / "run.yml").run.compilation_cache
-        == "/gcs/.cache/maxstack/xla"
-    )
+    cfg = config.load(Config, tmp_path / "out" / "run.yml")
+    assert cfg.run.compilation_cache == "/gcs/.cache/maxstack/xla"
