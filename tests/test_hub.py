@@ -198,8 +198,8 @@ def test_a_folder_of_that_name_comes_first(server, tmp_path):
     [
         (
             "Some/Lama",
-            "Some/Lama: no such folder, and no model at http://127.0.0.1:.*/Some/Lama; check the name, or"
-            ".*`hf auth login`.*`hf download "
+            "Some/Lama: no such folder, and no model at http://127.0.0.1:.*/Some/Lama; check the "
+            "name, or.*`hf auth login`.*`hf download "
             "Some/Lama --revision main`.*cache",
         ),
         (
