@@ -16,8 +16,9 @@ NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w.-]+(?:/[\w.-]+)*))?")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 PINNED = re.compile(r"(?P<model>[A-Za-z0-9][\w.-]*/[\w.-]+@[0-9a-f]{40})(/(?P<file>[\w.-]+))?")
 """Org/Name@COMMIT, or a file of it."""
-NOWHERE = ("no such folder, and no name of a model of the hub, which is Org/Name or "
-           "Org/Name@REVISION")
+NOWHERE = (
+    "no such folder, and no name of a model of the hub, which is Org/Name or Org/Name@REVISION"
+)
 SHARD = re.compile(r"\w[\w.-]*\.safetensors")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -49,8 +50,11 @@ def file_of(path: str) -> str:
 
     repo, _, commit = found["model"].partition("@")
     cached = try_to_load_from_cache(repo, found["file"], revision=commit)
-    return cached if isinstance(cached, str) else str(
-        snapshot(found["model"], weights=False) / found["file"])
+    return (
+        cached
+        if isinstance(cached, str)
+        else str(snapshot(found["model"], weights=False) / found["file"])
+    )
 
 
 @functools.cache
@@ -64,8 +68,10 @@ def snapshot(name: str, weights: bool) -> Path:
     try:
         import huggingface_hub
     except ImportError:
-        raise ConfigError(f"{name}: no such folder, and models of the hub are downloaded by "
-                          "huggingface_hub: pip install 'maxstack[hub]'") from None
+        raise ConfigError(
+            f"{name}: no such folder, and models of the hub are downloaded by "
+            "huggingface_hub: pip install 'maxstack[hub]'"
+        ) from None
     cached = None
     try:
         known = huggingface_hub.try_to_load_from_cache(repo, "config.json", revision=revision)
@@ -80,8 +86,9 @@ def snapshot(name: str, weights: bool) -> Path:
     except Exception as error:  # each version of the library has its own of the network
         if cached is None or (weights and _absent(cached)):
             raise _failed(repo, revision, error) from error
-        log.warning("%s: read from %s, as the hub could not be asked: %s", name, cached,
-                    _line(error))
+        log.warning(
+            "%s: read from %s, as the hub could not be asked: %s", name, cached, _line(error)
+        )
         return cached
     try:
         return _download(repo, commit, {sibling.rfilename for sibling in siblings}, weights)
@@ -104,8 +111,10 @@ def _download(repo: str, commit: str, files: set[str], weights: bool) -> Path:
         folder = Path([*pool.map(get, small)][0]).parent
         if weights:
             if not {INDEX, SINGLE} & files:
-                raise ConfigError(f"{repo}: has no safetensors on the hub, and maxstack reads "
-                                  "nothing else; choose another version of the model")
+                raise ConfigError(
+                    f"{repo}: has no safetensors on the hub, and maxstack reads "
+                    "nothing else; choose another version of the model"
+                )
             [*pool.map(get, _absent(folder))]
     return folder
 
@@ -115,7 +124,9 @@ def _absent(folder: Path) -> list[str]:
     left to those who read the folder."""
     index = folder / INDEX
     try:
-        given = json.loads(index.read_bytes())["weight_map"].values() if index.is_file() else [SINGLE]
+        given = (
+            json.loads(index.read_bytes())["weight_map"].values() if index.is_file() else [SINGLE]
+        )
         shards = sorted({shard for shard in given if SHARD.fullmatch(shard)})
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError(f"{index}: is no index of safetensors") from None
@@ -133,8 +144,10 @@ def _failed(repo: str, revision: str, error: Exception) -> ConfigError:
     elif isinstance(error, errors.RevisionNotFoundError):
         said = f"has no revision {revision}; {page}/commits lists them"
     elif isinstance(error, errors.RepositoryNotFoundError):
-        said = (f"no such folder, and no model at {page}; check the name, or, if it is a private "
-                f"one, log in with {log_in}")
+        said = (
+            f"no such folder, and no model at {page}; check the name, or, if it is a private "
+            f"one, log in with {log_in}"
+        )
     elif status == 404:
         said = f"has no config.json at {page}, so it is no model that maxstack can read"
     elif status in (401, 403):
@@ -142,7 +155,11 @@ def _failed(repo: str, revision: str, error: Exception) -> ConfigError:
     elif isinstance(error, errors.HFValidationError):
         said = f"no such folder, and no name that the hub allows: {_line(error)}"
     else:
-        said = (f"no such folder, and not to be had from {page} ({_line(error)}); download it "
-                "where there is a network, and bring the cache here (HF_HUB_CACHE says where)")
-    return ConfigError(f"{repo}: {said}. `hf download {repo} --revision {revision}` downloads it "
-                       f"into the cache, {constants.HF_HUB_CACHE}")
+        said = (
+            f"no such folder, and not to be had from {page} ({_line(error)}); download it "
+            "where there is a network, and bring the cache here (HF_HUB_CACHE says where)"
+        )
+    return ConfigError(
+        f"{repo}: {said}. `hf download {repo} --revision {revision}` downloads it "
+        f"into the cache, {constants.HF_HUB_CACHE}"
+    )

@@ -48,7 +48,10 @@ class Answer(BaseHTTPRequestHandler):
     def do_GET(self):
         api, _, revision = self.path.partition("/revision/")
         name, _, rest = self.path[1:].partition("/resolve/")
-        if api not in ("/api/models/Some/Llama", self.path) or name not in ("Some/Llama", self.path[1:]):
+        if api not in ("/api/models/Some/Llama", self.path) or name not in (
+            "Some/Llama",
+            self.path[1:],
+        ):
             return self.refuse(401, "RepoNotFound")
         revision, _, file = (rest or revision).partition("/")
         commit = {"main": COMMIT, COMMIT: COMMIT, "v1": OLD, OLD: OLD}.get(revision)
@@ -58,13 +61,23 @@ class Answer(BaseHTTPRequestHandler):
             return self.refuse(403, "GatedRepo")
         files = sorted(path.name for path in self.server.folder.iterdir())
         if not file:
-            body = json.dumps({"id": "Some/Llama", "sha": commit, "siblings": [{"rfilename": name} for name in files]}).encode()
+            body = json.dumps(
+                {
+                    "id": "Some/Llama",
+                    "sha": commit,
+                    "siblings": [{"rfilename": name} for name in files],
+                }
+            ).encode()
         elif file not in files:
             return self.refuse(404, "EntryNotFound")
         else:
             body = (self.server.folder / file).read_bytes()
         self.send_response(200)
-        for key, value in (("ETag", f'"{file}-{len(body)}"'), ("X-Repo-Commit", commit), ("Content-Length", str(len(body)))):
+        for key, value in (
+            ("ETag", f'"{file}-{len(body)}"'),
+            ("X-Repo-Commit", commit),
+            ("Content-Length", str(len(body))),
+        ):
             self.send_header(key, value)
         self.end_headers()
         if self.command == "GET":
@@ -79,8 +92,12 @@ def server(tmp_path, monkeypatch):
     folder = tmp_path / "served"
     shutil.copytree(GOLDENS / "llama", folder)
     described = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(described | {"auto_map": {"AutoModel": "modeling.Model"}}))
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "<unk>": 3}, unk_token="<unk>"))
+    (folder / "config.json").write_text(
+        json.dumps(described | {"auto_map": {"AutoModel": "modeling.Model"}})
+    )
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "<unk>": 3}, unk_token="<unk>")
+    )
     words.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     for name in ("modeling.py", "pytorch_model.bin", "consolidated.safetensors", "README.md"):
@@ -88,7 +105,11 @@ def server(tmp_path, monkeypatch):
     served = Hub(folder)
     threading.Thread(target=served.serve_forever, args=(0.02,), daemon=True).start()
     monkeypatch.setattr(constants, "ENDPOINT", served.url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", served.url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(
+        constants,
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        served.url + "/{repo_id}/resolve/{revision}/{filename}",
+    )
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
@@ -113,7 +134,10 @@ def test_a_configuration_pins_the_commit_and_downloads_no_weights(server):
     assert cfg.data.tokenizer.path == f"Some/Llama@{COMMIT}/tokenizer.json"
     assert sorted(server.asked) == ["config.json", "tokenizer.json", "tokenizer_config.json"]
     assert open_tokenizer(cfg.data.tokenizer).vocab_size == 4
-    assert config.load(Config, {"model": {"from": "Some/Llama@v1"}, "data": DATA}).model.weights == f"Some/Llama@{OLD}"
+    assert (
+        config.load(Config, {"model": {"from": "Some/Llama@v1"}, "data": DATA}).model.weights
+        == f"Some/Llama@{OLD}"
+    )
 
 
 def test_only_files_that_are_read_are_downloaded_and_each_once(server, monkeypatch):
@@ -127,7 +151,9 @@ def test_only_files_that_are_read_are_downloaded_and_each_once(server, monkeypat
     assert sorted(server.asked) == wanted
 
 
-def test_what_a_pinned_configuration_says_is_read_by_a_machine_that_has_nothing_yet(server, tmp_path):
+def test_what_a_pinned_configuration_says_is_read_by_a_machine_that_has_nothing_yet(
+    server, tmp_path
+):
     text = config.dump(config.load(Config, {"model": {"from": "Some/Llama"}, "data": DATA}))
     (tmp_path / "config.yml").write_text(text)
     shutil.rmtree(tmp_path / "cache")
@@ -143,7 +169,9 @@ def test_shards_are_those_of_the_index(server):
     names = list(Contents(GOLDENS / "llama").tensors)
     shard = "model-00001-of-00001.safetensors"
     (server.folder / WEIGHTS).rename(server.folder / shard)
-    (server.folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, shard)}))
+    (server.folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, shard)})
+    )
     assert Contents("Some/Llama").tensors.keys() == {*names}
     assert shard in server.asked and "consolidated.safetensors" not in server.asked
 
@@ -165,15 +193,25 @@ def test_a_folder_of_that_name_comes_first(server, tmp_path):
     assert cfg.model.weights == "Some/Llama" and not server.asked
 
 
-@pytest.mark.parametrize(("name", "says"), [
-    ("Some/Lama", "Some/Lama: no such folder, and no model at http://127.0.0.1:.*/Some/Lama; check the name, or.*`hf auth login`.*`hf download "
-     "Some/Lama --revision main`.*cache"),
-    ("Some/Llama@v9", "Some/Llama: has no revision v9; .*`hf download Some/Llama --revision v9`"),
-    ("Llama", "Llama: no such folder, and no name of a model of the hub, which is Org/Name"),
-    ("a/b/c", "a/b/c: no such folder, and no name of a model of the hub"),
-    ("./Some/Llama", "no such folder"),
-    ("Some/L--lama", "Some/L--lama: no such folder, and no name that the hub allows"),
-])
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        (
+            "Some/Lama",
+            "Some/Lama: no such folder, and no model at http://127.0.0.1:.*/Some/Lama; check the "
+            "name, or.*`hf auth login`.*`hf download "
+            "Some/Lama --revision main`.*cache",
+        ),
+        (
+            "Some/Llama@v9",
+            "Some/Llama: has no revision v9; .*`hf download Some/Llama --revision v9`",
+        ),
+        ("Llama", "Llama: no such folder, and no name of a model of the hub, which is Org/Name"),
+        ("a/b/c", "a/b/c: no such folder, and no name of a model of the hub"),
+        ("./Some/Llama", "no such folder"),
+        ("Some/L--lama", "Some/L--lama: no such folder, and no name that the hub allows"),
+    ],
+)
 def test_a_name_that_leads_nowhere_is_told_in_a_sentence(server, name, says):
     with pytest.raises(ConfigError, match=says) as caught:
         config.load(Config, {"model": {"from": name}, "data": DATA})
@@ -182,14 +220,21 @@ def test_a_name_that_leads_nowhere_is_told_in_a_sentence(server, name, says):
 
 def test_a_gated_model_asks_to_log_in(server):
     server.gated = True
-    with pytest.raises(ConfigError, match="Some/Llama: is gated: ask for access at .*, and log in with `hf auth login`"):
+    with pytest.raises(
+        ConfigError,
+        match="Some/Llama: is gated: ask for access at .*, and log in with `hf auth login`",
+    ):
         Contents("Some/Llama")
 
 
 def test_without_a_network_the_message_says_what_to_run_and_where_the_cache_is(server, monkeypatch):
     cfg = config.load(Config, {"model": {"from": "Some/Llama"}, "data": DATA})
     offline(server, monkeypatch)
-    with pytest.raises(ConfigError, match=f"Some/Llama: .*not to be had.*`hf download Some/Llama --revision {COMMIT}`.*{constants.HF_HUB_CACHE}"):
+    with pytest.raises(
+        ConfigError,
+        match=f"Some/Llama: .*not to be had.*`hf download Some/Llama --revision {COMMIT}`.*"
+        + constants.HF_HUB_CACHE,
+    ):
         Contents(f"Some/Llama@{COMMIT}")
     assert Path(open_tokenizer.__wrapped__(cfg.data.tokenizer).name).name == "tokenizer.json"
 

@@ -18,6 +18,7 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 E8M0_BIAS = 127
 E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 INT4_ZERO = 8
+SCALES = ("float32", "bfloat16", "float16")
 
 Tensors = dict[str, "Tensor"]
 Unpack = Callable[[Tensors], Tensors]
@@ -52,11 +53,14 @@ class MXFP4(Quantized):
 
     def __init__(self, blocks: "Tensor", scales: "Tensor"):
         super().__init__(blocks, scales)
-        shaped = (len(blocks.shape) == 4 and blocks.shape[-1] == 16
-                  and blocks.shape[:3] == scales.shape)
+        shaped = (
+            len(blocks.shape) == 4 and blocks.shape[-1] == 16 and blocks.shape[:3] == scales.shape
+        )
         if not shaped or blocks.dtype != np.uint8 or scales.dtype != np.uint8:
-            raise DataError(f"{blocks.where}: MXFP4 has uint8 blocks [experts, out, n, 16] and "
-                            f"scales [experts, out, n], not {_said(blocks)} and {_said(scales)}")
+            raise DataError(
+                f"{blocks.where}: MXFP4 has uint8 blocks [experts, out, n, 16] and "
+                f"scales [experts, out, n], not {_said(blocks)} and {_said(scales)}"
+            )
         experts, out, groups, _ = blocks.shape
         self.shape = experts, groups * 32, out
 
@@ -78,8 +82,9 @@ class BlockFP8(Quantized):
         super().__init__(weight, scale)
         self.shape, self._block = weight.shape, block
         if weight.dtype != ml_dtypes.float8_e4m3fn:
-            raise DataError(f"{weight.where}: is {_said(weight)}, and {scale.where} scales "
-                            "float8_e4m3fn")
+            raise DataError(
+                f"{weight.where}: is {_said(weight)}, and {scale.where} scales float8_e4m3fn"
+            )
         blocks = tuple(-(-n // b) for n, b in zip(self.shape, block, strict=False))
         _check_scale(scale, weight, blocks, f"weight_block_size {list(block)}")
 
@@ -88,7 +93,7 @@ class BlockFP8(Quantized):
         values = E4M3[codes.view(np.uint8)]
         rows, columns = self._block
         for i, of_block in enumerate(scale):
-            values[i * rows:(i + 1) * rows] *= of_block.repeat(columns)[:self.shape[1]]
+            values[i * rows : (i + 1) * rows] *= of_block.repeat(columns)[: self.shape[1]]
         return values if index is None else values[index]
 
 
@@ -102,9 +107,11 @@ class GroupInt4(Quantized):
         matrices = len(packed.shape) == len(scale.shape) == 2
         sizes = shape.shape == (2,) and shape.dtype.kind == "i"
         if packed.dtype != np.int32 or not matrices or not sizes:
-            raise DataError(f"{packed.where}: int4 weights are int32 [out, in / 8] with scales "
-                            f"[out, in / {group}] and the two sizes, not {_said(packed)}, "
-                            f"{_said(scale)} and {_said(shape)}")
+            raise DataError(
+                f"{packed.where}: int4 weights are int32 [out, in / 8] with scales "
+                f"[out, in / {group}] and the two sizes, not {_said(packed)}, "
+                f"{_said(scale)} and {_said(shape)}"
+            )
         out, words = packed.shape
         whole = words * 8 == scale.shape[1] * group
         # Where it must be so, the size is not read: a page of a file for each of many experts.
@@ -115,12 +122,14 @@ class GroupInt4(Quantized):
     def array(self, index: int | None = None) -> np.ndarray:
         packed, scales, shape = self._parts
         if (said := tuple(shape.array())) != self.shape:
-            raise DataError(f"{shape.where}: says {list(map(int, said))}, and the numbers are of "
-                            f"{list(self.shape)}")
+            raise DataError(
+                f"{shape.where}: says {list(map(int, said))}, and the numbers are of "
+                f"{list(self.shape)}"
+            )
         codes = packed.array().view(np.uint8)
         halves = np.stack([codes & 15, codes >> 4], axis=-1)
-        values = halves.reshape(len(codes), -1)[:, :self.shape[1]].astype(np.float32)
-        scale = _finite(scales).repeat(self._group, axis=1)[:, :self.shape[1]]
+        values = halves.reshape(len(codes), -1)[:, : self.shape[1]].astype(np.float32)
+        scale = _finite(scales).repeat(self._group, axis=1)[:, : self.shape[1]]
         values = ((values - INT4_ZERO) * scale).astype(self.dtype)
         return values if index is None else values[index]
 
@@ -132,13 +141,16 @@ def unpacking(said: Any, where: str) -> Unpack:
         return lambda tensors: tensors
     method = said.get("quant_method") if isinstance(said, Mapping) else said
     if not isinstance(said, Mapping) or method not in METHODS:
-        raise ConfigError(f"{where}: weights quantized by {shortened(str(method))} are not supported; those by "
-                          f"{', '.join(METHODS)} are; use the unquantized version of the model")
+        raise ConfigError(
+            f"{where}: weights quantized by {shortened(str(method))} are not supported; those by "
+            f"{', '.join(METHODS)} are; use the unquantized version of the model"
+        )
     try:
         return METHODS[method](said)
     except ValueError as error:
-        raise ConfigError(f"{where}: quantization_config: {error}; use the unquantized version of "
-                          "the model") from None
+        raise ConfigError(
+            f"{where}: quantization_config: {error}; use the unquantized version of the model"
+        ) from None
 
 
 def _mxfp4(said: Mapping[str, Any]) -> Unpack:
@@ -155,8 +167,9 @@ def _fp8(said: Mapping[str, Any]) -> Unpack:
     def unpack(tensors: Tensors) -> Tensors:
         for name, tensor in tensors.items():
             if tensor.dtype == ml_dtypes.float8_e4m3fn and f"{name}_scale_inv" not in tensors:
-                raise DataError(f"{tensor.where}: is float8_e4m3fn without its scales "
-                                f"{name}_scale_inv")
+                raise DataError(
+                    f"{tensor.where}: is float8_e4m3fn without its scales {name}_scale_inv"
+                )
         return _joined(tensors, "_scale_inv", ("",), functools.partial(BlockFP8, tuple(block)))
 
     return unpack
@@ -173,14 +186,17 @@ def _compressed(said: Mapping[str, Any]) -> Unpack:
         weights = group.get("weights") if isinstance(group, dict) else None
         if not isinstance(weights, dict):
             raise ValueError(f"config_groups.{name}.weights={quoted(weights)}: must be a mapping")
-        _expect({"num_bits": 8, **weights},
-                {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"})
+        _expect(
+            {"num_bits": 8, **weights},
+            {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"},
+        )
         sizes.add(weights.get("group_size"))
     size = sizes.pop()
     if sizes or type(size) is not int or size < 1:
         raise ValueError("config_groups: must have one group_size for all weights")
-    return lambda tensors: _joined(tensors, "_packed", ("_scale", "_shape"),
-                                   functools.partial(GroupInt4, size))
+    return lambda tensors: _joined(
+        tensors, "_packed", ("_scale", "_shape"), functools.partial(GroupInt4, size)
+    )
 
 
 METHODS = {"mxfp4": _mxfp4, "fp8": _fp8, "compressed-tensors": _compressed}
@@ -192,27 +208,29 @@ def _expect(said: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
             raise ValueError(f"{key}={quoted(said[key])}: only {value!r} is read")
 
 
-def _joined(tensors: Tensors, first: str, others: tuple[str, ...],
-            make: Callable[..., Quantized]) -> Tensors:
+def _joined(
+    tensors: Tensors, first: str, others: tuple[str, ...], make: Callable[..., Quantized]
+) -> Tensors:
     """`tensors` with each that ends in `first`, and those of `others`, as one weight."""
     for name in [name for name in tensors if name.endswith(first)]:
         own = name.removesuffix(first)
         if absent := [own + other for other in others if own + other not in tensors]:
-            raise DataError(f"{tensors[name].where}: is of no use without {absent[0]}, which no "
-                            "file holds")
+            raise DataError(
+                f"{tensors[name].where}: is of no use without {absent[0]}, which no file holds"
+            )
         parts = [tensors.pop(own + part) for part in (first, *others)]
         tensors[own] = make(*parts)
     return tensors
 
 
-def _check_scale(scale: "Tensor", weight: "Tensor | Quantized", shape: tuple[int, ...],
-                 why: str) -> None:
+def _check_scale(
+    scale: "Tensor", weight: "Tensor | Quantized", shape: tuple[int, ...], why: str
+) -> None:
     if len(weight.shape) != 2 or scale.shape != shape or scale.dtype.name not in SCALES:
-        raise DataError(f"{scale.where}: is {_said(scale)}; {why} in config.json, on a weight "
-                        f"{list(weight.shape)}, needs {' or '.join(SCALES)} {list(shape)}")
-
-
-SCALES = ("float32", "bfloat16", "float16")
+        raise DataError(
+            f"{scale.where}: is {_said(scale)}; {why} in config.json, on a weight "
+            f"{list(weight.shape)}, needs {' or '.join(SCALES)} {list(shape)}"
+        )
 
 
 def _finite(scale: "Tensor") -> np.ndarray:
