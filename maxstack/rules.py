@@ -50,7 +50,7 @@ def _vocabulary_of(key: str, data: DataConfig, vocab: int) -> Iterator[Fault]:
         if isinstance(source, SyntheticSource) and source.vocab > vocab:
             yield f"{key}.sources.{index}.vocab", f"vocab={source.vocab} makes token ids that model.vocab={vocab} has no embedding for; " \
                                                   f"use {vocab} or less"
-    has_text = any(holds_text(dict(source)) for source in data.sources)
+    has_text = any(holds_text(vars(source)) for source in data.sources)
     if has_text and isinstance(data.tokenizer, BytesTokenizer) and vocab < 257:
         yield "model.vocab", f"vocab={vocab} is too small for {key}.tokenizer kind bytes, which has 257 ids; use model.vocab=257 or more"
 

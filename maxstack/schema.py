@@ -12,7 +12,7 @@ from pydantic import Field
 
 from maxstack import hub, rules
 from maxstack.checkpoint.config import CheckpointConfig
-from maxstack.config import ConfigError, Node, Readers, Section, fault, faults, plain, supply
+from maxstack.config import ConfigError, Node, Readers, Section, fault, faults, plain, shortened, supply
 from maxstack.data.config import DataConfig, holds_text
 from maxstack.faults.config import FaultsConfig
 from maxstack.foreign import equivalent
@@ -165,7 +165,7 @@ def model_of_folder(path: str, name: str) -> tuple[str, dict[str, Any]]:
 
     of_hub = hub.NAME.fullmatch(name) is not None and not os.path.exists(path)
     if not of_hub and not os.path.exists(path):
-        raise ConfigError(f"{path}: {hub.NOWHERE}")
+        raise ConfigError(f"{shortened(path, 200)}: {hub.NOWHERE}")
     where = hub.pinned(name) if of_hub else path
     contents = Contents(where, weights=not of_hub)
     return where, contents.mapping | {"weights": where, "dtype": "float32" if contents.dtype == "float32" else "bfloat16"}

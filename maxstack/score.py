@@ -14,7 +14,7 @@ import numpy as np
 import tqdm
 
 from maxstack import cli, hub, sharding
-from maxstack.config import ConfigError
+from maxstack.config import ConfigError, shortened
 from maxstack.data import DataError
 
 if TYPE_CHECKING:
@@ -164,14 +164,16 @@ def config_of(model: str, overrides: Sequence[str]) -> tuple["Config", Path | No
     from maxstack.schema import Config
 
     if not Path(model).is_dir() and not hub.named(model):
-        raise ConfigError(f"{model}: {hub.NOWHERE}; give a run's folder, one of its checkpoints, a Hugging Face folder, or such a name")
+        raise ConfigError(f"{shortened(model, 200)}: {hub.NOWHERE}; give a run's folder, one of its checkpoints, "
+                          "a Hugging Face folder, or such a name")
     if (Path(model) / "hf" / "source.json").is_file() and not (Path(model) / "config.yml").is_file():
         raise ConfigError(f"{model}: an import that was not finished; give the same `maxstack import` again")
     folder = Path(model)
     places = (folder, folder.parent, folder.parent.parent) if folder.is_dir() else ()
     own = next((place for place in places if (place / "config.yml").is_file()), None)
     if own is None:
-        cfg = config.load(Config, {"model": {"from": model}, "data": {"sources": [{"kind": "synthetic", "vocab": 2}]}}, overrides)
+        data = {"sources": [{"kind": "synthetic", "vocab": 2}], "seq_len": 1}  # rows have lengths of their own
+        cfg = config.load(Config, {"model": {"from": model}, "data": data}, overrides)
     else:
         cfg = config.load(Config, own / "config.yml", overrides)
     return cfg, own

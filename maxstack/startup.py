@@ -159,7 +159,7 @@ def introduce(run: Run, sources: list[str], log: Log, begins: bool = False) -> N
         log.say(f"xla: {f'flags for {cfg.xla.platform}, left out here: ' if unused else ''}{given}")
     for line in sources:
         log.say(f"data: {line}")
-    if any(holds_text(dict(source)) for source in cfg.data.sources):
+    if any(holds_text(vars(source)) for source in cfg.data.sources):
         log.say(f"tokenizer: {getattr(cfg.data.tokenizer, 'path', 'none, bytes are the tokens')}")
     if begins and cfg.model.weights:
         log.say(f"weights: those of {cfg.model.weights}")

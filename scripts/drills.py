@@ -22,7 +22,8 @@ from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:1] = [str(ROOT), str(ROOT / "tests")]  # and not this folder, where `drills` is this file
+others = [path for path in sys.path if Path(path or ".").resolve() != ROOT / "scripts"]
+sys.path[:] = [str(ROOT), str(ROOT / "tests"), *others]  # here `drills` is this file
 os.environ |= {"JAX_PLATFORMS": "cpu", "MAXSTACK_DRILLS": "fresh"}
 
 from drills import disks  # noqa: E402

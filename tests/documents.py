@@ -17,7 +17,10 @@ from maxstack import cli
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.M | re.S)
-RUN = "{extends: synthetic, mesh: {data: 1, fsdp: -1}, train: {batch_size: 32}}"
+RUN = (
+    "{extends: synthetic, mesh: {data: 1, fsdp: -1}, train: {batch_size: 32}, "
+    "checkpoint: {every: 100}}"
+)
 WORDS = ("alpha", "beta", "gamma", "delta", "learning", "rate", "the", "a", "of", "gradient")
 
 

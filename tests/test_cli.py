@@ -90,5 +90,5 @@ def test_a_path_that_cannot_be_is_one_sentence(command, tmp_path, monkeypatch, c
     (tmp_path / "file").touch()
     assert cli.main(command) == 1
     assert re.match(
-        r"error: .*(too long|ot a directory|no .*file)", capsys.readouterr().err.splitlines()[-1]
+        r"error: .*(too long|ot a directory|no .*file|no such folder)", capsys.readouterr().err.splitlines()[-1]
     )

@@ -19,7 +19,7 @@ import documents
 import pytest
 from documents import ROOT
 
-from maxstack import cli, elastic, train
+from maxstack import cli, elastic, hub, train
 from maxstack.models.flops import Count
 from maxstack.plan import cli as plan_cli
 from maxstack.plan import report, step
@@ -104,10 +104,12 @@ def prepared(tmp_path_factory):
 
 @pytest.fixture
 def here(prepared, tmp_path, monkeypatch):
-    """A copy of it with README's files, as the working folder, and a home of its own."""
+    """A copy of it with README's files, as the working folder, a home of its own, and a hub where
+    every name means its model folder."""
     folder = shutil.copytree(prepared, tmp_path / "here", symlinks=True)
     documents.write_files(ROOT / "README.md", folder)
     monkeypatch.chdir(folder)
+    monkeypatch.setattr(hub, "snapshot", lambda name, weights: folder / "Qwen3-0.6B")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home" / "state"))
     for name in ("JAX_PLATFORMS", "XLA_FLAGS"):

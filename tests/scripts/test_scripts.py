@@ -276,6 +276,6 @@ def test_plans_that_were_kept_are_written_into_the_page_and_not_made_again(tmp_p
     )
     runpy.run_path(str(SCRIPTS / "measure_plans.py"), run_name="__main__")
     assert (
-        f"| 1 | {name} | `v6e:16x16`, fsdp 256 | 45.5 % full | 83.7% | 40.4 % | 74.4% | 55 s |"
+        f"| {name} | `v6e:16x16`, fsdp 256 | 45.5 % full | 83.7% | 40.4 % | 74.4% | 55 s |"
         in page.read_text()
     )

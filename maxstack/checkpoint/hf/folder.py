@@ -156,7 +156,7 @@ class Folder:
     def shards(self) -> dict[str, set[str]]:
         """The tensors that the index says are in each file; nothing where there is no index."""
         index = self.path / INDEX
-        if not index.exists():
+        if not os.path.lexists(index):
             return {}
         listed = self._json(INDEX)
         weights = listed.get("weight_map") if isinstance(listed, dict) else None

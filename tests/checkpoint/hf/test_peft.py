@@ -58,7 +58,7 @@ def test_an_adapter_of_peft_computes_what_it_does_there(name):
 
 def trained(family: str, lora: dict):
     """A run of a golden folder with random adapters: its configuration, weights by path, and its family's tensors."""
-    given = {"model": {"from": str(parity.GOLDENS / family)}, "data": {"sources": [{"kind": "synthetic", "vocab": 2}]}, "lora": lora}
+    given = {"model": {"from": str(parity.GOLDENS / family)}, "data": {"sources": [{"kind": "synthetic", "vocab": 2}], "seq_len": 16}, "lora": lora}
     cfg = config.load(Config, given, ["model.dtype=float32"])
     run = assemble(cfg, make_mesh(cfg.mesh, jax.devices()[:1]))
     rng, names = np.random.default_rng(0), ("lora_a", "lora_b", "magnitude")
