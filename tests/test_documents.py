@@ -26,6 +26,7 @@ from maxstack.plan import report, step
 from maxstack.plan.roofline import Roofline
 
 COMMANDS = documents.commands()
+COMMIT = "a" * 40
 NOT_RUN = {
     "docker": "there is no Docker here; the file that it builds must exist",
     "gcloud": "there is no cloud here",
@@ -109,7 +110,8 @@ def here(prepared, tmp_path, monkeypatch):
     folder = shutil.copytree(prepared, tmp_path / "here", symlinks=True)
     documents.write_files(ROOT / "README.md", folder)
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(hub, "snapshot", lambda name, weights: folder / "Qwen3-0.6B")
+    (folder / COMMIT).symlink_to("Qwen3-0.6B")
+    monkeypatch.setattr(hub, "snapshot", lambda name, weights: folder / COMMIT)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home" / "state"))
     for name in ("JAX_PLATFORMS", "XLA_FLAGS"):
