@@ -1,5 +1,6 @@
 """The feed: batches made ahead by a thread or by worker processes, in an order that neither changes."""
 
+import codecs
 import sys
 import threading
 import time
@@ -12,9 +13,11 @@ import numpy as np
 from maxstack.data import DataError
 from maxstack.data.config import DataConfig
 from maxstack.data.lanes import Batch, EvaluationRows, Mixture, Rows
-from maxstack.data.sources import open_sources
+from maxstack.data.sources import Documents, open_sources
 from maxstack.data.workers import Made, Workers, made
 
+SAMPLED = 16
+"""Documents of a source that are looked at when a run begins."""
 PATIENCE = 5.0
 """Seconds that a feed which is closed waits for the batch that is being made."""
 
@@ -120,8 +123,8 @@ class Feed:
                   file=sys.stderr, flush=True)
 
     def describe(self) -> list[str]:
-        """A line for each source: its name and number of documents."""
-        return [f"{source.name}: {len(source)} documents" for source in self._mixture.sources]
+        """A line for each source: its name, number of documents, and marks of other systems in them."""
+        return [f"{source.name}: {len(source)} documents{_marks(source)}" for source in self._mixture.sources]
 
     def identity(self) -> str:
         """Changes when the documents of a source are other ones than before, so that saved positions mean something else."""
@@ -133,6 +136,21 @@ class Feed:
         if self._mixture.evaluation:
             return EvaluationRows(self._mixture, lanes, self._batch_size, state)
         return Rows(self._mixture, lanes, state)
+
+
+def _marks(source: Documents) -> str:
+    """What is said of byte order marks and CRLF in a few documents, spread over a source."""
+    said: dict[str, str] = {}
+    for index in range(0, len(source), max(1, len(source) // SAMPLED)):
+        try:
+            document = source[index]
+        except Exception:  # told, with its place, where it is read
+            continue
+        if isinstance(document, bytes) and document.startswith(codecs.BOM_UTF8):
+            said.setdefault("a byte order mark", f"{source.where(index)} (normalize: [bom] drops it)")
+        if isinstance(document, bytes) and b"\r\n" in document:
+            said.setdefault("CRLF", f"{source.where(index)} (normalize: [newlines] makes it LF)")
+    return "".join(f"; {mark} is kept, as in {where}" for mark, where in said.items())
 
 
 class _Batches(grain.IterDataset):

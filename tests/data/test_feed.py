@@ -138,6 +138,19 @@ def test_a_position_of_another_shape_is_refused(feeds):
         feed.restore(np.zeros((BATCH, 3), np.int64))
 
 
+def test_marks_of_other_systems_are_told_where_they_are_kept(feeds):
+    Path("marked").mkdir()
+    Path("marked/a.txt").write_bytes(b"plain\n")
+    Path("marked/b.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n")
+    for normalize, said in ((["bom"], ["CRLF"]), ([], ["a byte order mark", "CRLF"])):
+        source = TextSource(kind="text", files=["marked/*.txt"], normalize=normalize)
+        line = feeds(config(sources=[source]), range(BATCH), BATCH).describe()[0]
+        assert [part.partition(" is kept, as in ")[::2] for part in line.split("; ")[1:]] == [
+            (mark, f"marked/b.txt ({how})") for mark, how in (
+                ("a byte order mark", "normalize: [bom] drops it"),
+                ("CRLF", "normalize: [newlines] makes it LF")) if mark in said]
+
+
 def test_evaluation_reads_each_held_out_document_once_and_then_pads_for_ever(feeds):
     feed = feeds(config(), range(BATCH), BATCH, evaluation=True)
     text, counted, empty = b"", 0, 0
