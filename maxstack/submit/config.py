@@ -9,12 +9,17 @@ from pydantic import Field
 
 from maxstack.config import Items, Section, fault
 from maxstack.config.compose import Presets
-from maxstack.submit.limits import ENVIRONMENT, STRING
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$", max_length=253)]
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$", max_length=63)]
 """The value of a Kubernetes label (Kubernetes, "Labels and Selectors")."""
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+STRING = 131_072
+"""Bytes of one argument or `NAME=value` of a process, with the zero byte at its end: Linux's
+MAX_ARG_STRLEN, 32 pages of 4 KiB (execve(2))."""
+ENVIRONMENT = 1_048_576
+"""Bytes of all variables of the cluster's file. Linux has a quarter of the stack's limit, 2 MiB as
+a rule, for arguments and environment together (execve(2))."""
 MARGIN = 60
 """Seconds between the end of the grace and Slurm's limit."""
 RESERVED = re.compile(r"MAXSTACK_CONFIG$|JAX_(COORDINATOR|PROCESS|NUM_PROCESSES)|PROCESSES_IN_JOB$|JOB_|JOBSET_|TPU_WORKER|MEGASCALE_|SLURM_|OMPI_|"

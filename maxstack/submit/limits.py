@@ -7,16 +7,11 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from maxstack.config import ConfigError
+from maxstack.submit.config import STRING
 
 if TYPE_CHECKING:
     from maxstack.submit.job import Job
 
-STRING = 131_072
-"""Bytes of one argument or `NAME=value` of a process, with the zero byte at its end: Linux's
-MAX_ARG_STRLEN, 32 pages of 4 KiB (execve(2))."""
-ENVIRONMENT = 1_048_576
-"""Bytes of all variables of the cluster's file. Linux has a quarter of the stack's limit, 2 MiB as
-a rule, for arguments and environment together (execve(2))."""
 OBJECT = 1_572_864 - 131_072
 """Bytes of a Kubernetes object as JSON. etcd's --max-request-bytes is 1.5 MiB by default, which is
 below the API server's 3 MiB for a request; an eighth of a MiB is left to what the API server adds
