@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from maxstack.config import shortened
 from maxstack.data import DataError
 from maxstack.data.config import Files
 
@@ -69,9 +70,8 @@ def _anywhere(file: File, patterns: Sequence[str]) -> bool:
 
 
 def brief(text: object) -> str:
-    """What a library says about damaged bytes as one printable line of at most 300 characters."""
-    line = " ".join("".join(char if char.isprintable() else " " for char in str(text)).split())
-    return line if len(line) <= 300 else f"{line[:297]}..."
+    """What a library says about damaged bytes as one printable line of some 300 characters."""
+    return shortened(" ".join(str(text).split()), 300)
 
 
 def read(path: str) -> bytes:
