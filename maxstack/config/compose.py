@@ -142,7 +142,8 @@ class _Composer:
         if os.path.isdir(as_path) and (is_path or run):
             instead = f"; give {name.rstrip('/')}/config.yml" if run else did_you_mean(Path(name).name, names)
             raise ConfigError(f"{prefix}{shortened(name)} is a folder, not a YAML file{instead}")
-        hint = did_you_mean(Path(name).stem, names) or ("" if is_path else "; give one of these, or a path that ends in .yml")
+        typed = re.sub(r"\.ya?ml$", "", Path(name).name)
+        hint = did_you_mean(typed, names) or ("" if is_path else "; give one of these, or a path that ends in .yml")
         there = f"; the presets are {', '.join(names[:20])}{', ...' if len(names) > 20 else ''}" if names else ""
         raise ConfigError(f"{prefix}no {f'{what} ' if what else ''}{'file' if is_path else 'preset'} {shortened(name)}{there}{hint}")
 

@@ -43,3 +43,9 @@ def test_an_unwritable_schema_file_is_a_users_error(tiny, capsys):
 def test_an_error_in_a_file_ends_with_1(tiny, capsys):
     assert cli.main(["config", "show", tiny, "modle.layers=3"]) == 1
     assert capsys.readouterr().err.startswith("error: override: modle: unknown key; ")
+
+
+@pytest.mark.parametrize("typed", ["lama-3.1-8b", "lama-3.1-8b.yml", "./lama-3.1-8b.yaml"])
+def test_a_point_in_a_presets_name_begins_no_ending(typed, capsys):
+    assert cli.main(["config", "show", "synthetic", f"model={typed}"]) == 1
+    assert capsys.readouterr().err.endswith("; did you mean llama-3.1-8b?\n")
