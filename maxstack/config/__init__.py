@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import pydantic
 from pydantic_core import PydanticCustomError
 
+from maxstack.config.annotations import kinds, members, of_field, section
 from maxstack.config.compose import Presets, Readers, merged_tree, plain, presets_dir, supply, underlay
 from maxstack.config.explain import explanation
 from maxstack.config.quoting import quoted, shortened
@@ -64,7 +65,7 @@ def load(schema: type[Root], path: str | Path | Mapping[str, Any], overrides: Se
 def load_tree(schema: type[Root], path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> tuple[Root, Node]:
     """As `load`, with the merged tree that knows where each value came from."""
     defaults = {name: plain_data(field.default) for name, field in schema.model_fields.items() if not field.is_required()}
-    tree = merged_tree(schema.PRESETS, path, overrides, defaults, schema.READERS)
+    tree = merged_tree(schema.PRESETS, path, overrides, defaults, schema.READERS, _keys(schema))
     tree = schema.completed(tree)
     for where, below in _beneath(schema):
         tree = underlay(tree, where, below)
@@ -72,6 +73,15 @@ def load_tree(schema: type[Root], path: str | Path | Mapping[str, Any], override
         return schema.model_validate(plain(tree)), tree
     except pydantic.ValidationError as error:
         raise ConfigError(explanation(schema, tree, error, schema.foreign)) from None
+
+
+def _keys(schema: type[Section]) -> dict[str, set[str]]:
+    """The keys of each section, "" for those of the root."""
+    found = {"": {*schema.model_fields}}
+    for name, field in schema.model_fields.items():
+        models = [model for member in members(of_field(field)) for model in (section(member), *kinds(member).values()) if model]
+        found[name] = {key for model in models for key in model.model_fields}
+    return found
 
 
 def dump(cfg: Section | Mapping[str, Any]) -> str:

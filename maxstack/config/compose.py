@@ -3,12 +3,12 @@
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from maxstack.config.quoting import quoted, shortened
-from maxstack.config.reader import MAX_BYTES, MAX_DEPTH, MAX_NODES, ConfigError, Node, read_yaml
+from maxstack.config.reader import MAX_BYTES, MAX_DEPTH, MAX_NODES, ConfigError, Node, no_configuration, read_yaml
 from maxstack.config.spelling import did_you_mean
 
 Presets = Mapping[str, Sequence[str]]
@@ -17,6 +17,7 @@ Readers = Mapping[str, Callable[[str, str], tuple[str, Mapping[str, Any]]]]
 """Top-level key -> what its `from: name` means: a function from the path that it is, if it is one, and the name to what was read, by name, and
 the section's content; ConfigError if it cannot be read."""
 
+_WORDS = ("extends", "preset", "from", "kind")
 _SEGMENT = re.compile(r'"([^"]*)"|([^."=]+)')
 
 
@@ -28,12 +29,14 @@ def presets_dir() -> Path:
 
 
 def merged_tree(presets: Presets, path: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), defaults: Any = None,
-                readers: Readers | None = None) -> Node:
+                readers: Readers | None = None, known: Mapping[str, Collection[str]] | None = None) -> Node:
     """The merged tree of a file, a preset's name or what would stand in a file, and `a.b.c=value` overrides; each node knows what gave it.
 
     `defaults` is plain data that overrides with an index find a list in where the file gives none.
+    `known` is the keys of each section, "" for the whole file: a file that is extended, or that a section
+    names, and has none of them is refused without quoting any of its own.
     """
-    composer = _Composer(presets, readers or {})
+    composer = _Composer(presets, readers or {}, known or {})
     if isinstance(path, Mapping):
         tree = composer.expanded(_sourced(path, "arguments"), Path.cwd())
     else:
@@ -106,8 +109,8 @@ def _kind_changes(under: dict[str, Node], over: dict[str, Node]) -> bool:
 class _Composer:
     """Reads files, each once, and puts what they extend beneath them."""
 
-    def __init__(self, presets: Presets, readers: Readers):
-        self._presets, self._readers, self._root = presets, readers, presets_dir()
+    def __init__(self, presets: Presets, readers: Readers, known: Mapping[str, Collection[str]]):
+        self._presets, self._readers, self._known, self._root = presets, readers, known, presets_dir()
         self._read: dict[tuple[Path, str], Node] = {}
         self._open: list[Path] = []
 
@@ -120,8 +123,11 @@ class _Composer:
         if len(self._open) > MAX_DEPTH:
             raise ConfigError(f"{shown(path)}: more than {MAX_DEPTH} files extend one another in a row")
         if (real, section) not in self._read:
+            node, known = read_file(path), self._known.get(section)
+            if (self._open or section) and known and node.mapping and not node.mapping.keys() & {*known, *_WORDS}:
+                raise no_configuration(next(iter(node.mapping.values())).where)
             self._open.append(real)
-            self._read[real, section] = self._extended(read_file(path), path.parent, section)
+            self._read[real, section] = self._extended(node, path.parent, section)
             self._open.pop()
         return self._read[real, section]
 
@@ -221,7 +227,7 @@ def read_file(path: Path) -> Node:
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise ConfigError(f"{name}:{line}: byte 0x{raw[error.start]:02x} is not UTF-8; save the file as UTF-8") from None
-    node = read_yaml(text, name)
+    node = read_yaml(text, name, sections=True)
     if node.mapping is None:
         held = {list: "a list", str: "text", type(None): "nothing"}.get(type(node.value), "a number or a switch")
         raise ConfigError(f"{node.where}: holds {held}; a configuration is a mapping of keys to values")

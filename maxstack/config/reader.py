@@ -24,6 +24,7 @@ _INTEGER = re.compile(rf"[-+]?{_DIGITS}")
 _BASED = re.compile(r"0x[0-9a-fA-F]+|0o[0-7]+")
 _FLOAT = re.compile(rf"[-+]?(?:\.{_DIGITS}|{_DIGITS}(?:\.(?:{_DIGITS})?)?)(?:[eE][-+]?[0-9]+)?")
 _PADDED = re.compile(r"[-+]?0_?[0-9].*")
+_NAME = re.compile(r"[A-Za-z_][\w.-]*")
 _OLD_BOOL = re.compile(r"on|off|yes|no", re.IGNORECASE)
 
 
@@ -31,6 +32,12 @@ class ConfigError(ValueError):
     """A user's mistake in a configuration: one paragraph that says what, where and what to do. Exit code 1."""
 
     exit_code = 1
+
+
+def no_configuration(where: str) -> ConfigError:
+    """The error about a file whose keys must not be quoted, as they may be another program's secrets."""
+    name, _, line = where.rpartition(":")
+    return ConfigError(f"{name}: is no configuration of maxstack: its line {line} is not `section: ...`")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,9 +68,10 @@ class Node:
         return node
 
 
-def read_yaml(text: str, name: str, *, lines: bool = True) -> Node:
-    """The one document in `text`; places are `name:line`, or just `name` if not `lines`. ConfigError on whatever is not plain YAML."""
-    builder = _Builder(name, lines)
+def read_yaml(text: str, name: str, *, lines: bool = True, sections: bool = False) -> Node:
+    """The one document in `text`; places are `name:line`, or just `name` if not `lines`. ConfigError on whatever is not plain YAML,
+    and, with `sections`, on a key at the top that is no identifier, which is not quoted."""
+    builder = _Builder(name, lines, sections)
     try:
         for event in yaml.parse(text, Loader=_PARSER):
             builder.take(event)
@@ -142,9 +150,9 @@ class _Open:
 class _Builder:
     """Turns parser events into Nodes without recursion, counting nodes as if every alias were written out."""
 
-    def __init__(self, name: str, lines: bool):
+    def __init__(self, name: str, lines: bool, sections: bool):
         self.root: Node | None = None
-        self._name, self._lines = name, lines
+        self._name, self._lines, self._sections = name, lines, sections
         self._stack: list[_Open] = []
         self._anchors: dict[str, tuple[Node, int]] = {}
         self._nodes = 0
@@ -188,6 +196,8 @@ class _Builder:
         if event.value == "":
             raise ConfigError(f"{where}: a key is missing before the colon")
         assert isinstance(frame.value, dict)
+        if self._sections and len(self._stack) == 1 and not _NAME.fullmatch(event.value):
+            raise no_configuration(where)
         if event.value in frame.value:
             raise ConfigError(f"{where}: key {shortened(event.value)} comes twice in one mapping (first at "
                               f"{frame.value[event.value].where}); keep one")

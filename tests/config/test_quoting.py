@@ -52,6 +52,16 @@ def test_what_is_extended_and_is_no_mapping_is_named_without_its_content(told, t
     assert "passwd.yml:1: holds " in said and "a configuration is a mapping" in said and "secret" not in said
 
 
+@pytest.mark.parametrize("content", ["root:$y$j9T$secret:19000:0:99999:7:::\ndaemon:*:19000:0:99999:7:::\n", "secret: 1\n",
+                                     "a secret: 1\ntrain: {}\n", "sec/ret: 1\nsec/ret: 2\n"])
+@pytest.mark.parametrize("text", ["extends: ./foreign.txt.yml", "extends: ./between.yml", "extends: synthetic\nmodel: ./foreign.txt.yml",
+                                  "extends: synthetic\nmesh: {preset: ./foreign.txt.yml}"])
+def test_a_foreign_file_is_refused_without_its_keys(told, tmp_path, content, text):
+    (tmp_path / "foreign.txt.yml").write_text(content)
+    (tmp_path / "between.yml").write_text("extends: ./foreign.txt.yml")
+    assert told(text) == "error: foreign.txt.yml: is no configuration of maxstack: its line 1 is not `section: ...`\n"
+
+
 def test_any_line_of_any_error_is_cut_and_printable(capsys):
     def fails(argv):
         error = ValueError(f"{LONG}\n{ODD}")
