@@ -2,12 +2,13 @@
 
 The names are those of transformers' TrainingArguments and config.json, MaxText's base.yml, torchtitan's
 job configuration, nanoGPT and Megatron-LM, as their users type them. NAME stands for a block of the
-model, 1 after optimizer.chain for the second item of its default, AdamW.
+model. An optimizer's arguments are those of transforms that stand in other places in each optimizer.
 """
 
 Row = tuple[str, str, str]
 """Foreign names, our keys, a remark; the first two separated by spaces. Without keys, the remark says it all."""
 
+_TAKES_IT = "of the transform that takes it, there or in optimizer.groups; maxstack config show has its place"
 ROWS: tuple[Row, ...] = (
     # The loop.
     ("steps max_steps max_iters train_iters num_train_steps total_steps", "train.steps", ""),
@@ -33,13 +34,13 @@ ROWS: tuple[Row, ...] = (
      "optimizer.schedule.warmup_steps", "a share of train.steps as 2%"),
     ("min_lr min_lr_ratio min_lr_factor cosine_learning_rate_final_fraction",
      "optimizer.schedule.end_value", "a value, or a share of the peak as 10%"),
-    ("weight_decay wd adam_weight_decay", "optimizer.chain.1.weight_decay", "of adamw in optimizer.chain"),
-    ("beta1 adam_beta1 adam_b1", "optimizer.chain.1.b1", "of adamw in optimizer.chain"),
-    ("beta2 adam_beta2 adam_b2", "optimizer.chain.1.b2", "of adamw in optimizer.chain"),
-    ("betas", "optimizer.chain.1.b1 optimizer.chain.1.b2", "of adamw in optimizer.chain"),
-    ("adam_epsilon adam_eps", "optimizer.chain", "eps of its item adamw"),
+    ("weight_decay wd adam_weight_decay", "optimizer.chain", f"weight_decay {_TAKES_IT}"),
+    ("beta1 adam_beta1 adam_b1", "optimizer.chain", f"b1 {_TAKES_IT}"),
+    ("beta2 adam_beta2 adam_b2", "optimizer.chain", f"b2 {_TAKES_IT}"),
+    ("betas", "optimizer.chain", f"b1 and b2 {_TAKES_IT}"),
+    ("adam_epsilon adam_eps", "optimizer.chain", f"eps {_TAKES_IT}"),
     ("max_grad_norm grad_clip gradient_clipping clip_grad gradient_clipping_threshold max_norm",
-     "optimizer.chain.0.max_norm", "of clip_by_global_norm in optimizer.chain"),
+     "optimizer.chain", "max_norm of its item clip_by_global_norm; maxstack config show has its place"),
     ("optim opt_type optimizer_name", "optimizer", "a preset's name, or a mapping with a chain of Optax transforms"),
     # Numbers and memory.
     ("bf16 fp16 tf32 mixed_precision mixed_precision_param compute_dtype torch_dtype precision",

@@ -57,5 +57,14 @@ def test_a_key_of_another_framework_is_told_by_our_name(override, says):
     assert says in str(caught.value)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
+@pytest.mark.parametrize(("key", "ours"), [("weight_decay", "weight_decay"), ("betas", "b1 and b2"), ("max_grad_norm", "max_norm")])
+def test_an_argument_of_a_transform_is_told_without_a_place_that_another_optimizer_lacks(optimizer, key, ours):
+    with pytest.raises(ConfigError) as caught:
+        load(Config, "synthetic", [f"optimizer={optimizer}", f"optimizer.{key}=0.1"])
+    said = str(caught.value)
+    assert f"here that is optimizer.chain ({ours} of " in said and "maxstack config show has its place" in said and "chain.1" not in said
+
+
 def test_our_own_key_in_a_section_of_another_kind_is_not_called_foreign():
     assert equivalent("model.blocks.block.mixer.window") == "" != equivalent("model.window")
