@@ -2,7 +2,8 @@
 
 The names are those of transformers' TrainingArguments and config.json, MaxText's base.yml, torchtitan's
 job configuration, nanoGPT and Megatron-LM, as their users type them. NAME stands for a block of the
-model. An optimizer's arguments are those of transforms that stand in other places in each optimizer.
+model, N for the place in a list. An optimizer's arguments are those of transforms, whose places differ
+from optimizer to optimizer.
 """
 
 Row = tuple[str, str, str]
@@ -29,7 +30,7 @@ ROWS: tuple[Row, ...] = (
     ("lr learning_rate peak_lr max_lr base_lr", "optimizer.learning_rate", "the peak"),
     ("lr_scheduler_type lr_scheduler scheduler lr_schedule_type schedule", "optimizer.schedule",
      "a mapping with a kind: warmup_cosine, wsd, inverse_sqrt or any of Optax"),
-    ("warmup_steps warmup_iters num_warmup_steps lr_warmup_iters", "optimizer.schedule.warmup_steps", ""),
+    ("warmup_steps warmup_iters num_warmup_steps lr_warmup_iters warmup", "optimizer.schedule.warmup_steps", ""),
     ("warmup_ratio warmup_steps_fraction warmup_fraction lr_warmup_fraction",
      "optimizer.schedule.warmup_steps", "a share of train.steps as 2%"),
     ("min_lr min_lr_ratio min_lr_factor cosine_learning_rate_final_fraction",
@@ -41,7 +42,8 @@ ROWS: tuple[Row, ...] = (
     ("adam_epsilon adam_eps", "optimizer.chain", f"eps {_TAKES_IT}"),
     ("max_grad_norm grad_clip gradient_clipping clip_grad gradient_clipping_threshold max_norm",
      "optimizer.chain", "max_norm of its item clip_by_global_norm; maxstack config show has its place"),
-    ("optim opt_type optimizer_name", "optimizer", "a preset's name, or a mapping with a chain of Optax transforms"),
+    ("optim opt_type optimizer_name optimizer.name optimizer.type optimizer.kind", "optimizer",
+     "a preset's name, or a mapping with a chain of Optax transforms"),
     # Numbers and memory.
     ("bf16 fp16 tf32 mixed_precision mixed_precision_param compute_dtype torch_dtype precision",
      "model.dtype", "bfloat16, float16 or float32"),
@@ -79,16 +81,28 @@ ROWS: tuple[Row, ...] = (
      "tokens in a row; model.positions is for learned tables alone"),
     ("dropout attention_dropout hidden_dropout resid_pdrop attn_pdrop embd_pdrop dropout_rate", "",
      "there is no dropout but that of adapters, lora.dropout"),
+    # Adapters, as peft calls them.
+    ("peft peft_config lora_config", "lora", ""),
+    ("lora.r lora_r lora_rank", "lora.rank", ""),
+    ("lora_alpha", "lora.alpha", ""),
+    ("lora_dropout", "lora.dropout", ""),
+    ("target_modules lora_target_modules lora_target", "lora.targets", "regular expressions over paths of weights"),
+    ("use_rslora", "lora.rslora", ""),
+    ("use_dora", "lora.dora", ""),
     # The data.
     ("seq_len seq_length max_seq_length max_seq_len max_length block_size sequence_length "
      "max_target_length cutoff_len context_length", "data.seq_len", ""),
     ("dataset dataset_name dataset_path train_file data_path train_files hf_path datasets", "data.sources",
      "a list of files, each with its kind"),
+    ("data.path data.paths data.file data.files sources.N.path sources.N.paths sources.N.file", "data.sources.N.files",
+     "a list"),
+    ("text_field text_column dataset_text_field", "data.sources.N.field", ""),
+    ("tokenizer.name tokenizer.name_or_path", "data.tokenizer.path", ""),
     ("tokenizer tokenizer_path tokenizer_name tokenizer_model", "data.tokenizer", "a mapping with a kind"),
     ("dataloader_num_workers num_workers grain_worker_count", "data.workers", ""),
-    ("sample_packing", "data.packing", "concat, fit or none"),
+    ("sample_packing packing", "data.packing", "concat, fit or none"),
     # Saving and looking.
-    ("save_steps checkpoint_period save_interval checkpointing_steps checkpoint.interval "
+    ("save_steps save_every checkpoint_period save_interval checkpointing_steps checkpoint.interval "
      "checkpoint.save_interval", "checkpoint.every", "steps"),
     ("save_total_limit keep_latest_k max_to_keep", "checkpoint.keep", ""),
     ("save_strategy evaluation_strategy eval_strategy", "checkpoint.every eval.every", "steps; 0: never"),
@@ -103,7 +117,7 @@ ROWS: tuple[Row, ...] = (
     ("logging_steps log_interval log_freq log_period", "", "every step is logged, in metrics.jsonl"),
     ("report_to wandb wandb_project wandb_log enable_wandb", "run.tensorboard",
      "and metrics.jsonl; there is no other tracker"),
-    ("eval_steps eval_interval", "eval.every", "steps between evaluations; eval.steps is how many batches one has"),
+    ("eval_steps eval_interval eval.interval", "eval.every", "steps between evaluations; eval.steps is how many batches one has"),
     ("eval_iters max_eval_steps", "eval.steps", "batches in an evaluation; eval.every is the steps between them"),
     ("per_device_eval_batch_size eval_batch_size", "eval.batch_size", "rows over all devices"),
     ("compile torch_compile", "", "the step is always compiled"),
@@ -128,13 +142,14 @@ _BY_NAME = {name: row for row in ROWS for name in row[0].split()}
 
 
 def equivalent(path: str) -> str:
-    """The words about the foreign key at a dotted path, by all of it or by its last name.
+    """The words about the foreign key at a dotted path, by as much of its end as a row has.
 
     Empty where no row has it, and where it is our own key, which another kind of section has.
     """
-    path = path.lower().replace("-", "_")
-    row = _BY_NAME.get(path) or _BY_NAME.get(path.rpartition(".")[2])
-    here = path.split(".")[-2:]
+    parts = ["N" if part.isdecimal() else part for part in path.lower().replace("-", "_").split(".")]
+    ends = (".".join(parts[start:]) for start in range(len(parts)))
+    row = next((_BY_NAME[end] for end in ends if end in _BY_NAME), None)
+    here = parts[-2:]
     if row is None or any(key.split(".")[-2:] == here for key in row[1].split()):
         return ""
     keys, remark = " and ".join(row[1].split()), row[2]
