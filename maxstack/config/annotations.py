@@ -126,6 +126,8 @@ def _bounds(annotation: Any) -> Iterator[str]:
                 yield f" {sign} {getattr(constraint, name):g}"
         if isinstance(constraint, annotated_types.MinLen) and constraint.min_length:
             yield " that is not empty" if constraint.min_length == 1 else f" of at least {constraint.min_length}"
+        if isinstance(constraint, annotated_types.MaxLen):
+            yield f" of at most {constraint.max_length} characters"
         if pattern := getattr(constraint, "pattern", None):
             yield f" that matches {pattern}"
 

@@ -60,6 +60,14 @@ def test_every_resolved_value_carries_its_origin(tiny):
     assert {line: origins[line] for line in wanted} == wanted
 
 
+@pytest.mark.parametrize(("key", "most"), [("run.name", 128), ("run.output_dir", 1024)])
+def test_a_run_whose_folder_no_system_takes_is_refused_by_key(tiny, key, most):
+    config.load(Config, tiny, [f"{key}={'x' * most}"])
+    for letters in (most + 1, 300_000):
+        with pytest.raises(config.ConfigError, match=rf"override: {key}: got 'x+\.\.\.x+' \(text\); allowed: text .*of at most {most} char"):
+            config.load(Config, tiny, [f"{key}={'x' * letters}"])
+
+
 def test_difference_names_the_keys_that_differ(tiny):
     a = config.load(Config, tiny)
     assert config.difference(a, a) == []
