@@ -22,13 +22,16 @@ RANKED, FINALISTS = 10, 3
 def main(argv: Sequence[str]) -> int:
     """Print the plan; 0 where the run fits or its device's memory is not known, 1 where it does not fit."""
     args = _arguments(argv)
+    from maxstack import config
+    from maxstack.plan import cost
+
+    asked = cost.asked(args)
     cfg = configured(args)
     _check(args)
     where = topology_of(args, cfg)
-    from maxstack import config
-    from maxstack.plan import cost, report
+    from maxstack.plan import report
 
-    asked = cost.asked(args, where)
+    cost.check(asked, where)
     chosen, found = _chosen(args, cfg, where)
     print(report.text(found, [*cost.lines(found, asked)] if asked else []))
     if args.search or args.batch:

@@ -41,7 +41,7 @@ class Cost:
     price: float | None
 
 
-def asked(args: argparse.Namespace, where: "Topology") -> Asked | None:
+def asked(args: argparse.Namespace) -> Asked | None:
     """What the arguments ask for; None without --tokens. ConfigError for nonsense."""
     if args.tokens is None:
         for option, value in (("--mfu", args.mfu), ("--price", args.price)):
@@ -51,12 +51,6 @@ def asked(args: argparse.Namespace, where: "Topology") -> Asked | None:
                     f"give both, as in --tokens 15T {option} {value}"
                 )
         return None
-    if where.chip is None:
-        raise ConfigError(
-            f"--tokens {args.tokens}: this device has no figures in chips.yml, "
-            "so no bound on speed to count with; "
-            "give --topology, such as --topology v5p:8x8x8"
-        )
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMBT]?)", args.tokens)
     tokens = round(float(found[1]) * SUFFIXES[found[2]]) if found else 0
     if tokens < 1:
@@ -71,6 +65,16 @@ def asked(args: argparse.Namespace, where: "Topology") -> Asked | None:
             "--price", args.price, math.inf, "what an hour of one chip costs, above 0, such as 2.5"
         ),
     )
+
+
+def check(asked: Asked | None, where: "Topology") -> None:
+    """ConfigError where there is something to count, and no figures of the chip to count with."""
+    if asked and where.chip is None:
+        raise ConfigError(
+            f"--tokens {asked.tokens}: this device has no figures in chips.yml, "
+            "so no bound on speed to count with; "
+            "give --topology, such as --topology v5p:8x8x8"
+        )
 
 
 def _number(option: str, text: str | None, most: float, meaning: str) -> float | None:

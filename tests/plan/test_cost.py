@@ -99,7 +99,7 @@ def test_a_step_that_does_not_fit_has_no_days():
     [("15T", 15 * 10**12), ("1.5B", 1_500_000_000), ("300M", 300_000_000), ("2K", 2000), ("7", 7)],
 )
 def test_suffixes_count(text, tokens):
-    assert cost.asked(_arguments("--tokens", text), _where()).tokens == tokens
+    assert cost.asked(_arguments("--tokens", text)).tokens == tokens
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,20 @@ def test_suffixes_count(text, tokens):
 )
 def test_nonsense_is_refused_by_name(words, says):
     with pytest.raises(ConfigError, match=says.replace(".", r"\.")):
-        cost.asked(_arguments(*words), _where())
+        cost.asked(_arguments(*words))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--tokens=-1"], "--tokens -1: is no number"),
+        (["--tokens", "15X"], "--tokens 15X: is no number"),
+        (["--tokens", "1T", "--price", "abc"], "--price abc: must be"),
+    ],
+)
+def test_nonsense_is_refused_before_configuration_and_device_are_looked_at(words, says, capsys):
+    assert cli.main(["plan", "no/such/file.yml", *words]) == 1
+    assert capsys.readouterr().err.startswith(f"error: {says}")
 
 
 def test_a_device_without_figures_is_refused_before_anything_is_compiled(
@@ -167,9 +180,3 @@ def _arguments(*words):
     from maxstack.plan import cli as plan_cli
 
     return plan_cli._arguments(["run.yml", *words])
-
-
-def _where():
-    from maxstack.plan import topology
-
-    return topology.parse("v5e:2x2")
