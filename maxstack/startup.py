@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 SEEN = 30.0
 """Seconds that a file may take until other hosts see it."""
+TAIL = 1 << 16
+"""Bytes at the end of metrics.jsonl that hold a row."""
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
@@ -151,6 +153,8 @@ def introduce(run: Run, sources: list[str], log: Log, begins: bool = False) -> N
         log.say("lora: the base is random: neither model.from nor checkpoint.restore gives its weights, and adapters alone are trained")
     if begins and cfg.model.weights and (longer := longer_rows(cfg.model.weights, cfg.data.seq_len)):
         log.say(longer)
+    if begins and (done := last_step(folder_of(cfg))):
+        log.say(f"this run has metrics up to step {done} and no checkpoint: from step 0; checkpoint.every={cfg.checkpoint.every}")
     for choice in run.kernels:
         log.say(f"kernel: {choice}")
     if cfg.xla.flags:
@@ -163,6 +167,20 @@ def introduce(run: Run, sources: list[str], log: Log, begins: bool = False) -> N
         log.say(f"tokenizer: {getattr(cfg.data.tokenizer, 'path', 'none, bytes are the tokens')}")
     if begins and cfg.model.weights:
         log.say(f"weights: those of {cfg.model.weights}")
+
+
+def last_step(folder: Path) -> int:
+    """The step of the last whole row in metrics.jsonl; 0 where there is none."""
+    try:
+        with (folder / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+            lines = file.read().splitlines()
+    except OSError:
+        return 0
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            return int(json.loads(line)["step"])
+    return 0
 
 
 def check_steps(cfg: "Config", begin: int) -> None:

@@ -85,6 +85,17 @@ def test_adapters_on_a_random_base_are_told(weights, begins):
     assert any("lora: the base is random" in line for line in said) == (weights is None and begins)
 
 
+@pytest.mark.parametrize(("rows", "begins", "told"), [
+    ('{"step": 3}\n{"step": 4}\n', True, True), ('{"step": 4}\n{"step": 5, "lo', True, True), ('{"step": 4}\n', False, False),
+    ("", True, False), ("torn", True, False)])
+def test_a_run_with_metrics_that_no_checkpoint_holds_is_told_to_begin_again(tmp_path, rows, begins, told):
+    said, run = [], tiny.make_run(tiny.config(run={"output_dir": str(tmp_path)}))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").write_text(rows)
+    startup.introduce(run, [], type("Said", (), {"say": lambda self, text: said.append(text)})(), begins)
+    assert any(line.startswith("this run has metrics up to step 4 and no checkpoint: from step 0") for line in said) == told
+
+
 def test_rows_longer_than_the_imported_model_was_made_for_are_told():
     most = json.loads((LLAMA / "config.json").read_text())["max_position_embeddings"]
     assert startup.longer_rows(str(LLAMA), most) == ""
