@@ -24,7 +24,8 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
              "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model", "tiktoken.model",
              "chat_template.jinja", "chat_template.json")
-MORE = ("generation_config.json",)
+GENERATION = "generation_config.json"
+MORE = (GENERATION,)
 ALONG = TOKENIZER + MORE
 """What comes along with a model: its tokenizer and what generation is told."""
 AT_ONCE = 8
