@@ -8,7 +8,7 @@ import os
 import re
 from pathlib import Path
 
-from maxstack.config import ConfigError
+from maxstack.config import ConfigError, shortened
 
 log = logging.getLogger(__name__)
 
@@ -24,9 +24,13 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
              "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model", "tiktoken.model",
              "chat_template.jinja", "chat_template.json")
-MORE = ("generation_config.json",)
+GENERATION = "generation_config.json"
+MORE = (GENERATION,)
 ALONG = TOKENIZER + MORE
 """What comes along with a model: its tokenizer and what generation is told."""
+READ = "*.json", "model*.safetensors", "tokenizer*", "merges.txt"
+"""Patterns of what is read of nearly every model; without consolidated.safetensors, which holds the
+same weights again."""
 AT_ONCE = 8
 
 
@@ -98,8 +102,16 @@ def snapshot(name: str, weights: bool) -> Path:
         raise _failed(repo, commit, error) from error
 
 
-def _line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)[:200]
+def _causes(error: BaseException) -> list[BaseException]:
+    """The error and what it came of, the first cause last."""
+    cause = error.__cause__ or error.__context__
+    return [error, *(_causes(cause) if cause else ())]
+
+
+def _line(error: BaseException) -> str:
+    """The first cause that says something, as one line."""
+    said = [text for one in _causes(error) if (text := " ".join(str(one).split()))]
+    return shortened((said or [type(error).__name__])[-1], 300)
 
 
 def _download(repo: str, commit: str, files: set[str], weights: bool) -> Path:
@@ -134,13 +146,17 @@ def _absent(folder: Path) -> list[str]:
 
 
 def _failed(repo: str, revision: str, error: Exception) -> ConfigError:
-    """What went wrong, the command that downloads the model, and where it puts it."""
+    """What went wrong; where a download can work, its command and where it puts the model."""
     from huggingface_hub import constants, errors
 
     page, log_in = f"{constants.ENDPOINT}/{repo}", "`hf auth login` (or HF_TOKEN)"
+    only = " ".join(f"--include '{pattern}'" for pattern in READ)
+    command = f"`hf download {repo} --revision {revision} {only}`"
+    download = f". {command} downloads it into the cache, {constants.HF_HUB_CACHE}"
+    elsewhere = "where there is a network, and bring the cache here (HF_HUB_CACHE says where)"
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, errors.GatedRepoError):
-        said = f"is gated: ask for access at {page}, and log in with {log_in}"
+        said = f"is gated: ask for access at {page}, and log in with {log_in}{download}"
     elif isinstance(error, errors.RevisionNotFoundError):
         said = f"has no revision {revision}; {page}/commits lists them"
     elif isinstance(error, errors.RepositoryNotFoundError):
@@ -151,15 +167,17 @@ def _failed(repo: str, revision: str, error: Exception) -> ConfigError:
     elif status == 404:
         said = f"has no config.json at {page}, so it is no model that maxstack can read"
     elif status in (401, 403):
-        said = f"{page} answers {status}: log in with {log_in}"
+        said = f"{page} answers {status}: log in with {log_in}{download}"
     elif isinstance(error, errors.HFValidationError):
         said = f"no such folder, and no name that the hub allows: {_line(error)}"
+    elif any(isinstance(one, errors.OfflineModeIsEnabled) for one in _causes(error)):
+        said = (
+            f"no such folder, and HF_HUB_OFFLINE is set while the model is not (or not all) in "
+            f"the cache, {constants.HF_HUB_CACHE}: unset it, or run {command} {elsewhere}"
+        )
     else:
         said = (
             f"no such folder, and not to be had from {page} ({_line(error)}); download it "
-            "where there is a network, and bring the cache here (HF_HUB_CACHE says where)"
+            f"{elsewhere}{download}"
         )
-    return ConfigError(
-        f"{repo}: {said}. `hf download {repo} --revision {revision}` downloads it "
-        f"into the cache, {constants.HF_HUB_CACHE}"
-    )
+    return ConfigError(f"{repo}: {said}")

@@ -199,12 +199,11 @@ def test_a_folder_of_that_name_comes_first(server, tmp_path):
         (
             "Some/Lama",
             "Some/Lama: no such folder, and no model at http://127.0.0.1:.*/Some/Lama; check the "
-            "name, or.*`hf auth login`.*`hf download "
-            "Some/Lama --revision main`.*cache",
+            "name, or.*`hf auth login` ",
         ),
         (
             "Some/Llama@v9",
-            "Some/Llama: has no revision v9; .*`hf download Some/Llama --revision v9`",
+            "Some/Llama: has no revision v9; http://.*/commits lists them",
         ),
         ("Llama", "Llama: no such folder, and no name of a model of the hub, which is Org/Name"),
         ("a/b/c", "a/b/c: no such folder, and no name of a model of the hub"),
@@ -215,28 +214,39 @@ def test_a_folder_of_that_name_comes_first(server, tmp_path):
 def test_a_name_that_leads_nowhere_is_told_in_a_sentence(server, name, says):
     with pytest.raises(ConfigError, match=says) as caught:
         config.load(Config, {"model": {"from": name}, "data": DATA})
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and "hf download" not in str(caught.value)
 
 
 def test_a_gated_model_asks_to_log_in(server):
     server.gated = True
     with pytest.raises(
         ConfigError,
-        match="Some/Llama: is gated: ask for access at .*, and log in with `hf auth login`",
+        match="Some/Llama: is gated: ask for access at .*, and log in with `hf auth login`.*"
+        "`hf download Some/Llama --revision main --include",
     ):
         Contents("Some/Llama")
 
 
-def test_without_a_network_the_message_says_what_to_run_and_where_the_cache_is(server, monkeypatch):
+def test_offline_the_message_names_the_variable_what_to_run_and_the_cache(server, monkeypatch):
     cfg = config.load(Config, {"model": {"from": "Some/Llama"}, "data": DATA})
     offline(server, monkeypatch)
     with pytest.raises(
         ConfigError,
-        match=f"Some/Llama: .*not to be had.*`hf download Some/Llama --revision {COMMIT}`.*"
-        + constants.HF_HUB_CACHE,
+        match=f"Some/Llama: .*HF_HUB_OFFLINE is set .*{constants.HF_HUB_CACHE}: unset it, or run "
+        rf"`hf download Some/Llama --revision {COMMIT} --include '\*.json' --include 'model",
     ):
         Contents(f"Some/Llama@{COMMIT}")
     assert Path(open_tokenizer.__wrapped__(cfg.data.tokenizer).name).name == "tokenizer.json"
+
+
+def test_a_hub_that_does_not_answer_is_told_with_the_first_cause(server, monkeypatch):
+    def unreachable(*args, **keys):
+        error = huggingface_hub.errors.LocalEntryNotFoundError("Please check your connection")
+        raise error from ConnectionError("refused")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
+    with pytest.raises(ConfigError, match=r"\(refused\); download it .*`hf download Some/Llama"):
+        Contents("Some/Llama")
 
 
 def test_a_repository_without_safetensors_or_config_is_refused(server):

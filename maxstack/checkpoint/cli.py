@@ -5,6 +5,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import time
@@ -17,19 +18,20 @@ import yaml
 
 from maxstack.checkpoint import manifest, owner
 from maxstack.checkpoint.manifest import Damage
-from maxstack.config import ConfigError
+from maxstack.config import ConfigError, shortened
 
 Held = dict[int, list[Path]]
 """Step -> the folders that hold it, or the parts of it that are on this host."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what the arguments say; 1 where a checkpoint is damaged."""
+    """Do what the arguments say; 1 where a checkpoint is damaged or has files that are not its own."""
     parser = argparse.ArgumentParser(
         prog="maxstack checkpoint", description="The checkpoints of a run, in all its tiers that this host sees.",
         epilog="example: maxstack checkpoint verify runs/quickstart")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, words in (("list", "every step: its place, size and time"), ("verify", "hold every file against its checksum; exit code 1 for damage"),
+    for name, words in (("list", "every step: its place, size and time"),
+                        ("verify", "hold every file against its checksum; exit code 1 for damage, or files that no manifest lists"),
                         ("show", "what one step holds"), ("copy", "a step to another folder, checked there"),
                         ("prune", "delete all but the newest steps of the run's own folder")):
         command = commands.add_parser(name, help=words, description=f"{words[0].upper()}{words[1:]}.")
@@ -48,12 +50,13 @@ def main(argv: Sequence[str]) -> int:
 def found(run: Path, folders: Sequence[Path]) -> Held:
     """The finished steps of a run on this host, in its folders, newest last. ConfigError where there is no such run, or nothing saved."""
     if not run.is_dir():
-        raise ConfigError(f"{run}: no such folder; give a run's folder, as runs/quickstart")
+        what = "is a file" if run.exists() else "no such folder"
+        raise ConfigError(f"{_plain(run)}: {what}; give a run's folder, as runs/quickstart")
     if (run / manifest.NAME).exists() and run.name.isdigit():
         return {int(run.name): [run]}
     held: Held = {}
     for folder in (folder for folder in folders[2:] if not folder.is_dir()):
-        print(f"{folder}: a tier that is not seen from here; its steps are left out", file=sys.stderr)
+        print(f"{_plain(folder)}: a tier that is not seen from here; its steps are left out", file=sys.stderr)
     for folder in folders:
         for step in manifest.steps(folder):
             held.setdefault(step, []).append(folder / f"{step}")
@@ -80,7 +83,7 @@ def _unsealed(folders: Sequence[Path], step: int | None) -> list[str]:
              if name.isdecimal() and step in (None, int(name)) and path.is_dir() and not (path / manifest.NAME).exists()]
     marked = [path for path in found if manifest.mark(path).exists()]
     for path in marked:
-        print(f"unfinished: {path}: is being written or deleted, or was when its process was killed")
+        print(f"unfinished: {_plain(path)}: is being written or deleted, or was when its process was killed")
     return [f"{path / manifest.NAME}: is missing, so this step does not count: it is being written, was never finished, or lost this file"
             for path in found if path not in marked]
 
@@ -95,6 +98,13 @@ def _unlisted(path: Path) -> list[str]:
             for name in odd
         ]
     return []
+
+
+def _stray(folder: Path) -> list[Path]:
+    """Files beside the steps of a run's own folder that no save writes."""
+    beside = folder.iterdir() if folder.is_dir() else ()
+    marks = re.compile(rf"[0-9]+{re.escape(manifest.UNFINISHED)}")
+    return sorted(path for path in beside if path.is_file() and not marks.fullmatch(path.name))
 
 
 def _mixed(held: Held) -> Iterator[str]:
@@ -123,11 +133,11 @@ def _list(args: argparse.Namespace, held: Held) -> int:
             try:
                 facts, files = manifest.read(path)
             except Damage as error:
-                print(f"{step:>10}  DAMAGED: {error}")
+                print(f"{step:>10}  DAMAGED: {_plain(error)}")
                 continue
             loss = "" if facts.get("eval_loss") is None else f"{facts['eval_loss']:.4f}"
             saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime((path / manifest.NAME).stat().st_mtime))
-            print(f"{step:>10}  {_size(sum(entry['bytes'] for entry in files.values())):>10}  {loss:>9}  {saved}  {path}")
+            print(f"{step:>10}  {_size(sum(entry['bytes'] for entry in files.values())):>10}  {loss:>9}  {saved}  {_plain(path)}")
     return 0
 
 
@@ -135,13 +145,18 @@ def _verify(args: argparse.Namespace, held: Held) -> int:
     chosen = held if args.step is None else dict([_chosen(args, held)])
     paths = [path for paths in chosen.values() for path in paths]
     wrong = [*_unsealed(args.folders, args.step), *_mixed(chosen)]
+    more = [line for path in paths for line in _unlisted(path)]
     with tqdm.tqdm(total=sum(_bytes(path) for path in paths), unit="B", unit_scale=True, desc="verifying", disable=None) as bar:
         for path in paths:
-            wrong += [*manifest.damages(path, done=bar.update), *_unlisted(path)]
-    for line in wrong:
-        print(f"DAMAGED: {line}")
-    print(f"{_many(len(paths), 'place')} of {_many(len(chosen), 'step')}: {_many(len(wrong), 'damaged file') if wrong else 'all intact'}")
-    return 1 if wrong else 0
+            wrong += manifest.damages(path, done=bar.update)
+    for word, lines in (("DAMAGED", wrong), ("UNLISTED", more)):
+        print("".join(f"{word}: {_plain(line)}\n" for line in lines), end="")
+    for path in _stray(args.folders[0]) if args.step is None else ():
+        print(f"stray: {_plain(path)}: is of no step")
+    said = _many(len(wrong), "damaged file") if wrong else "all intact"
+    unlisted = f", {_many(len(more), 'file')} that no manifest lists" if more else ""
+    print(f"{_many(len(paths), 'place')} of {_many(len(chosen), 'step')}: {said}{unlisted}")
+    return 1 if wrong or more else 0
 
 
 def _show(args: argparse.Namespace, held: Held) -> int:
@@ -174,7 +189,7 @@ def _copy(args: argparse.Namespace, held: Held) -> int:
     if source is None:
         raise ConfigError(f"{args.run}: step {step} is only on hosts' own disks, which hold shards; copy a step of the run's own folder")
     if wrong := list(manifest.damages(source)):
-        raise ConfigError("\n".join([f"{source} is damaged, and was not copied:", *wrong]))
+        raise ConfigError("\n".join([f"{source} is damaged, and was not copied:", *map(_plain, wrong)]))
     to = args.to / f"{step}"
     if within := [folder for folder in args.folders if args.to.resolve().is_relative_to(folder.resolve())]:
         raise ConfigError(f"{args.to}: is in {within[-1]}, where the run's own steps lie; give a folder elsewhere")
@@ -188,9 +203,9 @@ def _copy(args: argparse.Namespace, held: Held) -> int:
         left = f"; what was copied is in {unfinished}" if os.path.exists(unfinished) else ""
         raise ConfigError(f"{args.to}: cannot be written: {error}{left}") from error
     if wrong := list(manifest.damages(unfinished)):
-        raise ConfigError("\n".join([f"{unfinished}: the copy is not what was read:", *wrong]))
+        raise ConfigError("\n".join([f"{unfinished}: the copy is not what was read:", *map(_plain, wrong)]))
     unfinished.rename(to)
-    print(f"{to}: step {step}, checked; checkpoint.restore={to} starts from it")
+    print(f"{_plain(to)}: step {step}, checked; checkpoint.restore={_plain(to)} starts from it")
     return 0
 
 
@@ -202,9 +217,14 @@ def _prune(args: argparse.Namespace, held: Held) -> int:
     freed = sum(_bytes(own / f"{step}") for step in gone)
     for step in gone if not args.dry_run else []:
         manifest.delete(own / f"{step}")
-    print(f"{own}: {'would delete' if args.dry_run else 'deleted'} {_many(len(gone), 'step')}, {_size(freed)}"
+    print(f"{_plain(own)}: {'would delete' if args.dry_run else 'deleted'} {_many(len(gone), 'step')}, {_size(freed)}"
           f"{': ' + ', '.join(map(str, gone)) if gone else ''}")
     return 0
+
+
+def _plain(text: object) -> str:
+    """A path or a line, whole, with escapes for what is not printable."""
+    return shortened(line := str(text), len(line))
 
 
 def _many(count: int, what: str) -> str:

@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from maxstack.config import quoted
 from maxstack.data import DataError
 
 VOCAB, MERGES = "vocab.json", "merges.txt"
@@ -64,6 +66,7 @@ def tokenizer_json(vocab: Path) -> bytes:
     folder, split = vocab.parent, split_of(vocab.parent)
     if split is None:
         raise DataError(f"{vocab}: {unknown(folder)}")
+    _check_vocabulary(vocab)
     made: Any = Tokenizer(BPE.from_file(str(vocab), str(folder / MERGES)))
     space = bool(read(folder / "tokenizer_config.json").get("add_prefix_space"))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(
@@ -135,6 +138,51 @@ def read(path: Path) -> dict[str, Any]:
     return said
 
 
+def _check_vocabulary(vocab: Path) -> None:
+    """DataError for a vocabulary of which the tokenizers library would leave tokens out."""
+    if not (ids := read(vocab)):
+        raise DataError(f"{vocab}: holds no token; get the file anew")
+    _check_ids(ids, vocab)
+
+
+def _check_ids(ids: dict[str, Any], path: Path) -> None:
+    """DataError for a token -> id of which an id is no whole number >= 0, or is of two tokens."""
+    tokens: dict[int, str] = {}
+    for token, number in ids.items():
+        if type(number) is not int or number < 0:
+            raise DataError(
+                f"{path}: token {quoted(token)} has id {quoted(number)}, and ids are whole numbers "
+                "from 0 on; get the file anew"
+            )
+        if number in tokens:
+            raise DataError(
+                f"{path}: tokens {quoted(tokens[number])} and {quoted(token)} have the same id, "
+                f"{number}; get the file anew"
+            )
+        tokens[number] = token
+
+
+def _decoded(said: Any, path: Path) -> dict[int, Any]:
+    """Id -> token, of the added_tokens_decoder in the tokenizer_config.json at `path`."""
+    from tokenizers import AddedToken
+
+    if not isinstance(said, dict):
+        raise DataError(f"{path}: added_tokens_decoder={quoted(said)}: must be a mapping of ids")
+    found = {}
+    for key, token in said.items():
+        where = f"{path}: added_tokens_decoder: key {quoted(key)}"
+        if re.fullmatch("[0-9]{1,9}", key) is None:
+            raise DataError(f"{where} is no id, which is a whole number from 0 on")
+        try:
+            found[int(key)] = AddedToken(**token)
+        except TypeError as error:
+            raise DataError(
+                f"{where} has {quoted(token)}, which is no mapping of a token's content and "
+                f"settings: {error}"
+            ) from error
+    return found
+
+
 def _added(folder: Path, split: Split) -> Iterator[tuple[Any, int | None]]:
     """Added tokens by their ids, and then special ones for which no file has an id."""
     from tokenizers import AddedToken
@@ -145,13 +193,13 @@ def _added(folder: Path, split: Split) -> Iterator[tuple[Any, int | None]]:
         listed += said.get(more) or ()
     named = [text for text in dict.fromkeys(map(content, listed)) if text]
     if "added_tokens_decoder" in said:
-        found = {
-            int(key): AddedToken(**token) for key, token in said["added_tokens_decoder"].items()
-        }
+        found = _decoded(said["added_tokens_decoder"], folder / "tokenizer_config.json")
     else:
+        given = read(folder / "added_tokens.json")
+        _check_ids(given, folder / "added_tokens.json")
         found = {
             key: AddedToken(text, special=text in named, normalized=text not in named)
-            for text, key in read(folder / "added_tokens.json").items()
+            for text, key in given.items()
         }
     for key in sorted(found):
         found[key].special |= found[key].content in named

@@ -93,12 +93,21 @@ def decoded(data: bytes, cfg: Files, path: str) -> str:
     try:
         return data.decode(errors=DECODE_ERRORS[cfg.encoding_errors])
     except UnicodeDecodeError as error:
-        utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        if other := other_encoding(data[:4]):
+            raise DataError(f"{path}: {other}") from error
         raise DataError(
-            f"{path}: not UTF-8 at byte {error.start}: {error.reason}"
-            f"{', and it begins as UTF-16 does' if utf16 else ''}; convert it to UTF-8, leave it out with "
+            f"{path}: not UTF-8 at byte {error.start}: {error.reason}; convert it to UTF-8, leave it out with "
             "`exclude`, or set encoding_errors of this source to replace, or to keep for the bytes "
             "tokenizer") from error
+
+
+def other_encoding(begin: bytes) -> str | None:
+    """What to do about text whose first four bytes are those of UTF-16 or UTF-32: a byte order mark, or the zeros of characters below U+0100
+    (The Unicode Standard, section 23.8)."""
+    marks = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32", codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
+    zeros = {1: "UTF-16", 2: "UTF-16", 3: "UTF-32"}.get(begin.count(0))
+    found = next((name for mark, name in marks.items() if begin.startswith(mark)), zeros)
+    return found and f"not UTF-8: it begins as {found} does; convert it to UTF-8 (a file: iconv -f {found} -t UTF-8), or leave it out with `exclude`"
 
 
 def plain(path: str) -> str:

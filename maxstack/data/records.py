@@ -1,5 +1,6 @@
 """Sources whose files hold many documents each: JSON lines, separated text, Parquet, ArrayRecord, Bagz."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -13,7 +14,19 @@ import numpy as np
 from maxstack.config.annotations import listed
 from maxstack.data import DataError
 from maxstack.data.config import ArrayRecordSource, BagzSource, Files, JsonlSource, ParquetSource, TextSource
-from maxstack.data.files import DECODE_ERRORS, File, brief, decoded, line_bounds, line_number, matched, plain, separated_bounds, text_of
+from maxstack.data.files import (
+    DECODE_ERRORS,
+    File,
+    brief,
+    decoded,
+    line_bounds,
+    line_number,
+    matched,
+    other_encoding,
+    plain,
+    separated_bounds,
+    text_of,
+)
 from maxstack.data.sources import Document, Documents, file_hashes, record_hashes
 
 _OPEN_FILES = 64
@@ -142,6 +155,15 @@ class Spans(Records):
         if len(data) < end - start:
             raise DataError("the file became shorter while it was in use")
         return data
+
+
+    def _reason(self, error: Exception, file: int) -> str:
+        """Of a file in another encoding, its encoding: lines of it are damaged in all kinds of ways."""
+        if isinstance(error, DataError):
+            with contextlib.suppress(OSError, DataError), self._open(file) as opened:
+                if other := other_encoding(opened.read(4)):
+                    return other
+        return super()._reason(error, file)
 
 
 class Separated(Spans):

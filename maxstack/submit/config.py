@@ -54,6 +54,9 @@ def _written(value: object) -> object:
     return str(value) if type(value) in (int, float) else value
 
 
+Image = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]*(@sha256:[0-9a-f]{64})?$",
+                             max_length=500)]
+"""A container's name, and its digest where it has one."""
 Mount = Annotated[str, Field(pattern=r"^/[A-Za-z0-9._/-]*$"), pydantic.AfterValidator(_mount)]
 Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|[kMGTP]|[KMGTP]i)?$"),
                      pydantic.BeforeValidator(_written)]
@@ -196,7 +199,7 @@ class ClusterConfig(Section):
     """Kueue's local queue."""
     priority: Label | None = None
     """Kueue's priority class, or xpk's --priority."""
-    image: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$", max_length=500)] | None = None
+    image: Image | None = None
     """The container that holds maxstack (scripts/Dockerfile), best by its digest, NAME@sha256:...;
     for gke and xpk."""
     accelerator: Label | None = None

@@ -107,7 +107,8 @@ def test_prune_keeps_the_newest(run, capsys):
     assert "must be 1 or more" in said(capsys, "prune", run, "--keep", 0, code=1)
 
 
-@pytest.mark.parametrize(("words", "told"), [(["list", "nowhere"], "nowhere: no such folder"), (["list", "."], "holds no finished checkpoint")])
+@pytest.mark.parametrize(("words", "told"), [(["list", "nowhere"], "nowhere: no such folder"),
+    (["verify", "/etc/passwd"], "/etc/passwd: is a file; give a run's folder"), (["list", "."], "holds no finished checkpoint")])
 def test_mistakes_are_told(words, told, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert told in said(capsys, *words, code=1)
@@ -117,8 +118,19 @@ def test_a_step_that_is_not_there_is_told(run, capsys):
     assert "holds no step 7; it holds 1, 2, 3" in said(capsys, "show", run, "--step", 7, code=1)
 
 
-def test_verify_names_a_file_that_the_manifest_does_not_list(run, capsys):
+def test_verify_names_a_file_that_the_manifest_does_not_list_and_counts_it_apart(run, capsys):
     odd = run / "checkpoints" / "2" / "state" / "odd"
     odd.write_text("x")
     told = said(capsys, "verify", run, "--step", 2, code=1)
-    assert f"DAMAGED: {odd}: is not in manifest.json" in told and "1 damaged file" in told
+    assert f"UNLISTED: {odd}: is not in manifest.json" in told and "DAMAGED" not in told
+    assert "2 places of 1 step: all intact, 1 file that no manifest lists" in told
+
+
+def test_verify_prints_names_with_escapes_and_names_what_lies_beside_the_steps(run, capsys):
+    (run / "checkpoints" / "2" / "od\x1b[31md").write_text("x")
+    (run / "checkpoints" / "notes\n.txt").write_text("x")
+    (run / "checkpoints" / "9.unfinished").touch()
+    told = said(capsys, "verify", run, code=1)
+    assert "/2/od\\x1b[31md: is not in" in told and "\x1b" not in told
+    strays = [line for line in told.splitlines() if line.startswith("stray")]
+    assert strays == [f"stray: {run}/checkpoints/notes\\n.txt: is of no step"]

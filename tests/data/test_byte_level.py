@@ -122,3 +122,36 @@ def test_damaged_files_are_named(folder, file, text):
     (folder / file).write_bytes(text.encode("latin-1"))
     with pytest.raises(DataError, match=r"vocab.json with merges.txt|" + file):
         opened(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "keys", "says"),
+    [
+        ("vocab.json", {}, "vocab.json: holds no token"),
+        ("vocab.json", {"d": 3, "zz": 3}, "vocab.json: tokens 'd' and 'zz' have the same id, 3"),
+        ("vocab.json", {"zz": "5"}, "vocab.json: token 'zz' has id '5'"),
+        ("vocab.json", {"zz": -1}, "vocab.json: token 'zz' has id -1"),
+        ("added_tokens.json", {"<a>": "5"}, "added_tokens.json: token '<a>' has id '5'"),
+        (
+            "tokenizer_config.json",
+            {"added_tokens_decoder": {"x": 1}},
+            "tokenizer_config.json: added_tokens_decoder: key 'x' is no id",
+        ),
+        (
+            "tokenizer_config.json",
+            {"added_tokens_decoder": {"5": 1}},
+            "tokenizer_config.json: added_tokens_decoder: key '5' has 1",
+        ),
+        (
+            "tokenizer_config.json",
+            {"added_tokens_decoder": 3},
+            "tokenizer_config.json: added_tokens_decoder=3",
+        ),
+    ],
+)
+def test_ids_that_are_not_distinct_whole_numbers_are_refused_by_file_and_token(
+    folder, file, keys, says
+):
+    say(folder, file, **keys)
+    with pytest.raises(DataError, match=says):
+        opened(folder)

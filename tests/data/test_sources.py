@@ -160,6 +160,29 @@ def test_text_that_is_not_utf8_is_refused_replaced_or_kept_alike_in_every_kind_o
         "replace": "caf\ufffd \ufffd!".encode(), "keep": WRONG}
 
 
+WIDE = "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"
+
+
+@pytest.mark.parametrize(
+    ("kind", "encoding", "policy"),
+    [
+        *(("jsonl", encoding, policy) for encoding in WIDE for policy in ("refuse", "replace")),
+        *(("text", encoding, "refuse") for encoding in ("utf-16", "utf-16-le", "utf-32")),
+    ],
+)
+def test_a_file_in_utf16_or_utf32_is_told_its_encoding_and_not_to_replace_bytes(
+    kind, encoding, policy
+):
+    lines = '{"text": "one"}\n' * 3 + '{"text": "caf\u00e9"}\n'
+    Path("a.file").write_bytes(lines.encode(encoding))
+    documents = open_source(source(kind, files=["a.file"], encoding_errors=policy))
+    name = encoding[:6].upper()
+    says = f"not UTF-8: it begins as {name} does; .*iconv -f {name} -t UTF-8"
+    with pytest.raises(DataError, match=says) as caught:
+        texts(documents)
+    assert "replace" not in str(caught.value)
+
+
 def test_half_a_surrogate_pair_is_replaced_where_that_is_asked_for():
     write("a.jsonl", '{"text": "a\\ud800b"}\n')
     assert texts(open_source(source("jsonl", files=["a.jsonl"], encoding_errors="replace"))) == ["a\ufffdb"]

@@ -30,6 +30,7 @@ class Contents:
         self.folder = Folder(path, ignore_unsafe=ignore_unsafe, weights=weights)
         self.family: Family = of_config(self.folder.config, FAMILIES, self.folder.where)
         limits.check(self.folder.config, self.folder.where)
+        self.folder.check_generation()
         self.tensors = self.folder.tensors(self.family.body) if weights else {}
         names = self.tensors if weights else self.folder.listed(self.family.body)
         further = None if names is None else _further(self.family, self.folder.config, names)

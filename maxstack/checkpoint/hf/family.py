@@ -142,7 +142,8 @@ def _different(one: Any, other: Any, path: str) -> Collection[str]:
 
 def of_config(config: Mapping[str, Any], families: Mapping[str, Family], where: str) -> Family:
     """The family that a config.json names; ConfigError lists those that are supported, or says that
-    `architectures` and `model_type` name two."""
+    `architectures` and `model_type` name two, or that `model_type` is not known. Unknown
+    `architectures` beside a known `model_type` are other heads on the same body."""
     named = config.get("architectures") or []
     names = [*(named if isinstance(named, list) else [named]), config.get("model_type")]
     said = f"architectures={quoted(named)}, model_type={quoted(config.get('model_type'))}"
@@ -151,6 +152,12 @@ def of_config(config: Mapping[str, Any], families: Mapping[str, Family], where: 
         raise ConfigError(f"{where}: {said}: these are names, written as text")
     if any(family is not found[0] for family in found):
         raise ConfigError(f"{where}: {said}: contradict each other; correct the one that is wrong")
+    if found and names[-1] not in (None, *families):
+        raise ConfigError(
+            f"{where}: {said}: model_type is of no family that is supported"
+            f"{did_you_mean(names[-1], families)}; if the model computes what "
+            f"{found[0].architecture} does, set it to {found[0].model_type}"
+        )
     if found:
         return found[0]
     supported = sorted({family.architecture for family in families.values()})

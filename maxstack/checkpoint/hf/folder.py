@@ -10,11 +10,12 @@ import ml_dtypes
 import numpy as np
 
 from maxstack import hub
+from maxstack.checkpoint.hf import limits
 from maxstack.checkpoint.hf.quantized import unpacking
 from maxstack.checkpoint.hf.safetensors_file import SafetensorsFile, check_name, read_json
 from maxstack.config import ConfigError, quoted, shortened
 from maxstack.data import DataError
-from maxstack.hub import INDEX, SINGLE
+from maxstack.hub import GENERATION, INDEX, SINGLE
 
 T = TypeVar("T")
 UNSAFE = {".bin": "pickled weights", ".pt": "pickled weights", ".pth": "pickled weights", ".ckpt": "pickled weights", ".pkl": "a pickle",
@@ -169,6 +170,17 @@ class Folder:
                 raise DataError(f"{index}: tensor {name} is said to be in {quoted(shard)}, which is no name of a safetensors file of this folder")
             shards.setdefault(shard, set()).add(name)
         return shards
+
+    def check_generation(self) -> None:
+        """ConfigError where generation_config.json, which exports bring along, ends or begins
+        texts with what is no id of the vocabulary; DataError where it is no JSON object."""
+        path, vocab = self.path / GENERATION, self.config.get("vocab_size")
+        if not os.path.lexists(path):
+            return
+        if not isinstance(said := self._json(GENERATION), dict):
+            raise DataError(f"{path}: is no JSON object")
+        if isinstance(vocab, int):
+            limits.check_ids(said, ("bos_token_id", "eos_token_id"), vocab, str(path))
 
     def _json(self, name: str) -> Any:
         path = self.file(name)

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from maxstack.config import ConfigError
@@ -48,10 +48,13 @@ def check(config: Mapping[str, Any], where: str) -> None:
             kind = "a whole number" if limit.whole else "a number"
             said = f"must be {kind} from {limit.low:g} to {limit.high:g}"
             raise ConfigError(f"{where}: {path}={value!r:.80}: {said}")
-    vocab = config.get("vocab_size")
-    if not isinstance(vocab, int):
-        return  # a family's table says that it is needed
-    for key in IDS:
+    if isinstance(vocab := config.get("vocab_size"), int):  # a family's table needs it
+        check_ids(config, IDS, vocab, where)
+
+
+def check_ids(config: Mapping[str, Any], keys: Iterable[str], vocab: int, where: str) -> None:
+    """ConfigError where one of the keys has what is no id of a vocabulary of that size."""
+    for key in keys:
         given = config.get(key)
         for token in given if isinstance(given, list) else [given]:
             none = token is None or (token == -1 and key == "pad_token_id")

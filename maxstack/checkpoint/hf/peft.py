@@ -35,6 +35,7 @@ REFUSED = {"bias": "none", "modules_to_save": None, "lora_bias": False, "layer_r
 REWRITING = ("pissa", "corda", "olora", "loftq")
 """How values of init_lora_weights begin for which peft takes something out of the base's weights whenever it loads the adapter."""
 FUSED = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+LARGEST = float(np.finfo(np.float32).max)
 Read = Callable[[str], np.ndarray]
 
 
@@ -78,8 +79,9 @@ class Adapter:
                               "save the adapter with peft again")
         alphas = {"lora_alpha": said.get("lora_alpha"), **{f"alpha_pattern.{key}": value for key, value in (said.get("alpha_pattern") or {}).items()}}
         for key, value in alphas.items():
-            if type(value) not in (int, float) or not 0 < value < math.inf:
-                raise ConfigError(f"{self.folder}: {key}={quoted(value)} {where} is not a number of more than 0; save the adapter with peft again")
+            if type(value) not in (int, float) or not 0 < value <= LARGEST:
+                raise ConfigError(f"{self.folder}: {key}={quoted(value)} {where} is not a number of more than 0 that float32 holds; "
+                                  "save the adapter with peft again")
         dropout = said.get("lora_dropout") or 0.0
         if type(dropout) not in (int, float) or not 0 <= dropout < 1:
             raise ConfigError(f"{self.folder}: lora_dropout={quoted(dropout)} {where} is not a number of at least 0 and less than 1; "

@@ -37,7 +37,7 @@ class Quantized:
 
     def array(self, index: int | None = None) -> np.ndarray:
         """The weight, or one index of its first dimension; DataError for a scale that is not
-        finite."""
+        finite, or negative."""
         raise NotImplementedError
 
     def forget(self) -> None:
@@ -90,6 +90,13 @@ class BlockFP8(Quantized):
 
     def array(self, index: int | None = None) -> np.ndarray:
         codes, scale = self._parts[0].array(), _finite(self._parts[1])
+        # Largest number of the block / 448; zero for a block of zeros. Those of int4 may be negative,
+        # where an exporter turns the larger end of a group to -8.
+        if (least := scale.min(initial=0)) < 0:
+            raise DataError(
+                f"{self._parts[1].where}: holds {least:g}, and no scale of float8_e4m3fn is "
+                "negative; get the weights anew"
+            )
         values = E4M3[codes.view(np.uint8)]
         rows, columns = self._block
         for i, of_block in enumerate(scale):
@@ -161,7 +168,10 @@ def _fp8(said: Mapping[str, Any]) -> Unpack:
     """Layers that modules_to_not_convert or ignored_layers name need no rule: theirs are floats."""
     block = said.get("weight_block_size")
     if not isinstance(block, list) or [type(n) for n in block] != [int, int] or min(block) < 1:
-        raise ValueError(f"weight_block_size={quoted(block)}: fp8 is read in blocks of two sizes alone")
+        raise ValueError(
+            f"weight_block_size={quoted(block)}: must be two whole numbers above 0; fp8 is read in "
+            "blocks alone"
+        )
     _expect(said, {"fmt": "e4m3", "activation_scheme": "dynamic"})
 
     def unpack(tensors: Tensors) -> Tensors:

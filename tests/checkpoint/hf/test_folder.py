@@ -10,6 +10,8 @@ import pytest
 import safetensors.numpy
 
 from maxstack.checkpoint.hf.contents import Contents
+from maxstack.checkpoint.hf.families import FAMILIES
+from maxstack.checkpoint.hf.family import of_config
 from maxstack.checkpoint.hf.folder import INDEX
 from maxstack.config import ConfigError
 from maxstack.data import DataError
@@ -234,6 +236,7 @@ def test_what_is_no_file_is_not_taken_for_absent(folder, name, kind):
         ("initializer_range", "x", "from 0"),
         ("model_type", 3, "written as text"),
         ("model_type", "qwen3", "contradict each other"),
+        ("model_type", "qwen99", "model_type is of no family that is supported.*set it to llama"),
         ("hidden_act", ["silu"], "not supported"),
         ("quantization_config", 3, "weights quantized by 3"),
     ],
@@ -251,3 +254,36 @@ def test_a_value_that_no_model_has_is_refused_by_file_and_key(folder, key, value
 def test_padding_may_be_none_in_either_spelling(folder, value):
     config(folder, pad_token_id=value)
     Contents(folder)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"architectures": ["LlamaForSequenceClassification"]},
+        {"architectures": None},
+        {"model_type": None},
+        {"model_type": ...},
+    ],
+)
+def test_one_known_name_of_a_family_is_enough(folder, names):
+    config(folder, **names)
+    assert Contents(folder).family.model_type == "llama"
+
+
+def test_kimi_k2_has_a_type_of_its_own():
+    published = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2"}
+    assert of_config(published, FAMILIES, "").model_type == "deepseek_v3"
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "says"),
+    [
+        ({"eos_token_id": [1, 999]}, ConfigError, "eos_token_id=.*: must be an id"),
+        ({"bos_token_id": "x"}, ConfigError, "bos_token_id='x': must be an id"),
+        ([], DataError, "is no JSON object"),
+    ],
+)
+def test_generation_settings_that_are_of_another_vocabulary_are_refused(folder, said, error, says):
+    (folder / "generation_config.json").write_text(json.dumps(said))
+    with pytest.raises(error, match=f"generation_config.json: {says}"):
+        Contents(folder)

@@ -126,6 +126,9 @@ def test_what_was_merged_is_taken_out_again_but_not_dora(tmp_path, capsys):
         ("alora_invocation_tokens", [5, 6]), ("use_qalora", True), ("use_bdlora", {"nblocks": 2}), ("kasa_config", {"beta": 1e-4}))),
     ({"r": None}, "r=None in adapter_config.json is not a whole number"), ({"lora_alpha": 0}, "lora_alpha=0 .* is not a number of more than 0"),
     ({"lora_alpha": None}, "lora_alpha=None"), ({"lora_dropout": 1.5}, "lora_dropout=1.5 .* less than 1"),
+    ({"lora_alpha": 1e300}, "adapter: lora_alpha=1e.300 .* not a number .* that float32 holds"),
+    ({"lora_alpha": 10**400}, "lora_alpha=1000"),
+    ({"alpha_pattern": {"q_proj": 1e300}}, "alpha_pattern.q_proj=1e.300"),
     ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern.q_proj='x'"),
     ({"use_dora": True}, "adapter_model.safetensors has no model.layers.0.mlp.down_proj.lora_magnitude_vector")])
 def test_an_adapter_that_says_what_we_do_not_know_is_refused_by_name(change, says, tmp_path):

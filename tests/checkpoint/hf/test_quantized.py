@@ -207,6 +207,11 @@ GATE = "model.layers.1.mlp.experts.0.gate_proj.weight"
             f"{GATE}_scale_inv: holds a number that is not finite",
         ),
         (
+            "fp8",
+            lambda held: held.update({f"{GATE}_scale_inv": np.float32([[1, -0.5]])}),
+            f"{GATE}_scale_inv: holds -0.5, and no scale of float8_e4m3fn is negative",
+        ),
+        (
             "int4",
             lambda held: held.pop(f"{GATE}_scale"),
             f"{GATE}_packed: is of no use without {GATE}_scale",
@@ -247,7 +252,8 @@ def test_tensors_that_do_not_fit_each_other_are_named(tmp_path, name, change, sa
             FP8 | {"quant_method": "gptq"},
             "quantized by gptq are not supported; those by mxfp4, fp8, ",
         ),
-        (FP8 | {"weight_block_size": None}, "weight_block_size=None: fp8 is read in blocks of two"),
+        (FP8 | {"weight_block_size": None}, "weight_block_size=None: must be two whole numbers"),
+        (FP8 | {"weight_block_size": [0, 128]}, "must be two whole numbers above 0"),
         (FP8 | {"weight_block_size": [16]}, r"weight_block_size=\[16\]"),
         (FP8 | {"fmt": "e5m2"}, "fmt='e5m2': only 'e4m3' is read"),
         (FP8 | {"activation_scheme": "static"}, "activation_scheme='static': only 'dynamic'"),
