@@ -304,3 +304,19 @@ def test_the_examples_of_clusters_load_and_their_topologies_are_there():
         parse(config.load(ClusterConfig, file.stem).topology)
     for name in machines():
         assert parse({"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1", "tpu7x": "tpu7x:2x2x1"}.get(name, f"{name}:1x8")).chip
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        "a/b@sha256:123",
+        f"a/b@sha256:{'G' * 64}",
+        f"a@b@sha256:{'0' * 64}",
+        f"a/b@sha512:{'0' * 64}",
+    ],
+)
+def test_an_image_is_pinned_by_a_whole_sha256_digest(image):
+    facts = FACTS | {"topology": "v5e:4x4"}
+    assert ClusterConfig.model_validate(facts | {"image": f"a/b:1@sha256:{'0' * 64}"}).image
+    with pytest.raises(ValueError, match=r"image\n.*pattern"):
+        ClusterConfig.model_validate(facts | {"image": image})
