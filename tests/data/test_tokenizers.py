@@ -17,6 +17,7 @@ def folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("tokenizers")
         patch.chdir(folder)
+        open_tokenizer.cache_clear()  # of files of the same names in another folder
         (folder / "corpus.txt").write_text("if the world is x then return the whole world, twice\n" * 20 + "for i in range(10):\n  print(i)\n" * 20)
         train(DataConfig(sources=[TextSource(kind="text", files=["corpus.txt"])]), "sp.model", vocab=320)
         for name, pre, decoder in (("byte_level", tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False), tokenizers.decoders.ByteLevel()),
