@@ -45,7 +45,7 @@ def run(words: list[str], env: Mapping[str, str], code: int = 0, cwd: Path | Non
         finally:
             process.kill()
         text = output.read_text(errors="replace")
-    assert found == code, f"exit {found}\n{text}"
+    assert found == code, f"exit {found} of {' '.join(words)}\n{text}"
     return text
 
 

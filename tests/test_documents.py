@@ -16,8 +16,10 @@ import sys
 import tomllib
 
 import documents
+import processes
 import pytest
 from documents import ROOT
+from flags import flags
 
 from maxstack import cli, elastic, hub, train
 from maxstack.models.flops import Count
@@ -79,6 +81,7 @@ SHORT = (
     "data.seq_len=32",
     "eval={every: 0, baselines: false}",
     "run.tensorboard=false",
+    f"run.compilation_cache={processes.COMPILED}",
 )
 NARROW = (
     "model.layers=1",
@@ -89,7 +92,7 @@ NARROW = (
 )
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "--xla_backend_optimization_level=0",
+    "XLA_FLAGS": flags(xla_backend_optimization_level="0"),
     "GLIBC_TUNABLES": "",
     "PYTHONPATH": str(ROOT),
 }
@@ -244,10 +247,7 @@ def test_a_page_works_from_top_to_bottom(page, here):
         words = in_small(shlex.split(line))
         if words[0] == "maxstack" and words[1:] and not needs_a_cluster(words):
             command = [sys.executable, "-m", "maxstack.cli", *words[1:]]
-            done = subprocess.run(
-                command, capture_output=True, text=True, env=os.environ | ENVIRONMENT, check=False
-            )
-            assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}{done.stderr}"
+            processes.run(command, os.environ | ENVIRONMENT)
 
 
 def needs_a_cluster(words):

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from flags import flags
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
@@ -49,7 +50,7 @@ def process(*arguments, folder=ROOT):
     """The output of a program in a process of its own, on one CPU device."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "XLA_FLAGS": flags(xla_backend_optimization_level="0"),
         "PYTHONPATH": str(ROOT),
         "GLIBC_TUNABLES": "",
     }
