@@ -28,9 +28,9 @@ DRILLS = {
     3: Drill(disks.damaged, 40, 5, 1),
     4: Drill(disks.full, 12, 4),
     5: Drill(kills.preempt, 6, 1),
-    6: Drill(values.poisoned, 20, 7, 2),
+    6: Drill(values.poisoned, 20, 7),
     7: Drill(values.spikes, 4, 1),
-    8: Drill(silent.corrupt, 9, 3, 1),
+    8: Drill(silent.corrupt, 9, 3),
     9: Drill(hangs.worker, 8, 2),
     10: Drill(hangs.killed, 9, 1),
     11: Drill(hangs.stopped, 6, 1),
@@ -40,5 +40,5 @@ DRILLS = {
     15: Drill(hangs.straggler, 6, 2),
     16: Drill(tiers.tiers, 12, 5),
     17: Drill(changes.crowded, 10, 1),
-    0: Drill(changes.clock, 6, 2, 1),
+    0: Drill(changes.clock, 6, 2),
 }

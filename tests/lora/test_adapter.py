@@ -26,7 +26,7 @@ def flat(params) -> dict:
 
 
 @pytest.mark.parametrize("quantization", [{}, NF4], ids=["float", "nf4"])
-@pytest.mark.parametrize("lora", [{}, {"dora": True}], ids=["lora", "dora"])
+@pytest.mark.parametrize("lora", [{}, pytest.param({"dora": True}, marks=pytest.mark.slow)], ids=["lora", "dora"])
 def test_a_fresh_adapter_changes_nothing(lora, quantization):
     own, base = run_of(lora, quantization=quantization), run_of(None, quantization=quantization)
     batch = own.place(tiny.batch(own.cfg), 8)
@@ -49,6 +49,7 @@ def test_adapters_alone_are_trained_and_have_optimizer_state():
     assert {name.split("/", 2)[-1].partition("/")[2] for name in states} and all(name.endswith(("lora_a", "lora_b")) for name in states)
 
 
+@pytest.mark.slow
 def test_a_mesh_trains_adapters_as_one_device_does():
     alone, spread = (tiny.steps(run_of({"dora": True}, devices, quantization=NF4, mesh=mesh), 3) for devices, mesh in ((1, {}), (8, MESH)))
     assert [row["loss"] for row in spread] == pytest.approx([row["loss"] for row in alone], rel=2e-3)  # Adam makes much of little

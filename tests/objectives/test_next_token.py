@@ -54,6 +54,7 @@ def test_carry_leaves_a_bias_without_a_rate_where_it_is():
     assert (after["blocks"]["block"]["mlp"]["selection_bias"] == 1).all()
 
 
+@pytest.mark.slow
 def test_experts_under_accumulation_and_on_a_mesh_are_those_of_one_batch():
     runs = [tiny.make_run(config(EXPERTS, {"accumulate": pieces}), devices)
             for pieces, devices in ((1, 1), (4, 1), (1, 8))]

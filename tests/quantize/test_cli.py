@@ -42,6 +42,7 @@ def test_show_lists_every_weight_with_its_rule_and_bytes(trained, capsys):
     assert {"embed", "head", "norm/scale", "all"} <= rows.keys()
 
 
+@pytest.mark.slow
 def test_a_trained_run_becomes_one_in_low_precision_that_others_read(trained, capsys):
     out, tokens = trained / "int8", str(trained / "tokens.npz")
     assert cli.main(["quantize", str(trained / "run"), "--recipe", "int8", "--calibrate", tokens, "--out", str(out)]) == 0
@@ -86,6 +87,7 @@ def test_weights_in_low_precision_are_exported_as_floats_that_compute_the_same(t
     assert float(capsys.readouterr().out.rsplit("perplexity ", 1)[1]) == pytest.approx(wanted, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_on_a_run_in_low_precision_and_begin_from_those_of_a_folder(trained, nf4):
     given = [str(nf4 / "config.yml"), "optimizer.schedule=null", "lora={rank: 2, targets: ['.*/(mixer|mlp)/.*']}"]
     assert train.main([*given, "run.name=tuned", "train.steps=6"]) == 0

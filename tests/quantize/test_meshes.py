@@ -22,6 +22,7 @@ def one_step(recipe: str, devices: int, **mesh: int):
     return float(scalars["loss"]), np.concatenate(gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "loss", "gradient"), [
     ({"data": 2, "fsdp": 4}, 1e-6, 2e-6), ({"fsdp": 2, "tensor": 4}, 5e-4, 1e-2)], ids=["rows split", "contractions split"])
 def test_int8_on_a_mesh_is_as_near_to_one_device_as_documented(mesh, loss, gradient):

@@ -56,7 +56,9 @@ def logits(run, params) -> np.ndarray:
     return np.asarray(jax.jit(of)(params))
 
 
-@pytest.mark.parametrize(("kind", "rule"), [*((kind, W8A8) for kind in KINDS), ("latent, experts, further", W4)])
+@pytest.mark.parametrize(("kind", "rule"), [("attention", W8A8), *(
+    pytest.param(kind, rule, marks=pytest.mark.slow) for kind, rule in (
+        *((kind, W8A8) for kind in KINDS if kind != "attention"), ("latent, experts, further", W4)))])
 def test_weights_trained_for_low_precision_compute_what_quantized_ones_do(kind, rule):
     trained, kept = (tiny.make_run(config(kind, recipe(mode, **rule))) for mode in ("qat", "ptq"))
     floats = trained.init().params
@@ -78,6 +80,7 @@ def test_a_mesh_computes_what_one_device_does(kind, mode):
     assert spread["grad_norm"] == pytest.approx(alone["grad_norm"], rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_pipeline_computes_what_one_device_does():
     runs = (tiny.make_run(config("attention", recipe("qt", **W8A8), mesh), devices) for mesh, devices in ((None, 1), ({"stage": 2, "fsdp": 2}, 4)))
     (alone,), (staged,) = (tiny.steps(run, 1) for run in runs)
