@@ -28,6 +28,7 @@ def pytest_configure(config):
         os.environ[COMPILED] = tempfile.mkdtemp(prefix="maxstack-compiled-")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
     """The longest files first, each on one worker, because its tests compile the same programs."""
     seconds = json.loads((Path(__file__).parent / "durations.json").read_text())
