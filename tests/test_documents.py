@@ -149,7 +149,7 @@ def asks_a_compiler(command):
 
 @pytest.mark.parametrize(
     "command",
-    map(asks_a_compiler, COMMANDS),
+    [*map(asks_a_compiler, COMMANDS)],
     ids=lambda command: f"{command.page}: {command.line[:60]}",
 )
 def test_a_command_is_taken_as_it_stands(command, here, ended_early, monkeypatch):
