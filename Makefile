@@ -1,5 +1,5 @@
-# `make train` learns from real text on this machine's CPU; `make test` runs lint, types and the tests of
-# ten minutes, `make test-all` every test; `make drills` breaks runs in every way that the README names.
+# `make train` learns from real text on this machine's CPU; `make test` runs lint, types and all but the
+# long tests, `make test-all` every test; `make drills` breaks runs in every way that the README names.
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do command -v $$p >/dev/null && $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 CONFIG ?= configs/quickstart.yml

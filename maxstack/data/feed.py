@@ -17,7 +17,7 @@ from maxstack.data.sources import Documents, open_sources
 from maxstack.data.workers import Made, Workers, made
 
 SAMPLED = 16
-"""Documents of a source that are looked at when a run begins."""
+"""At most so many documents of a source are looked at when a run begins."""
 PATIENCE = 5.0
 """Seconds that a feed which is closed waits for the batch that is being made."""
 
@@ -141,14 +141,16 @@ class Feed:
 def _marks(source: Documents) -> str:
     """What is said of byte order marks and CRLF in a few documents, spread over a source."""
     said: dict[str, str] = {}
-    for index in range(0, len(source), max(1, len(source) // SAMPLED)):
+    for index in range(0, len(source), max(1, -(-len(source) // SAMPLED))):
         try:
             document = source[index]
-        except Exception:  # told, with its place, where it is read
+        except DataError:  # told, with its place, where it is read
             continue
-        if isinstance(document, bytes) and document.startswith(codecs.BOM_UTF8):
+        if not isinstance(document, bytes):
+            break  # no document of such a source is text
+        if document.startswith(codecs.BOM_UTF8):
             said.setdefault("a byte order mark", f"{source.where(index)} (normalize: [bom] drops it)")
-        if isinstance(document, bytes) and b"\r\n" in document:
+        if b"\r\n" in document:
             said.setdefault("CRLF", f"{source.where(index)} (normalize: [newlines] makes it LF)")
     return "".join(f"; {mark} is kept, as in {where}" for mark, where in said.items())
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from maxstack.config import ConfigError
+from maxstack.config import ConfigError, quoted
 
 
 class Limit(NamedTuple):
@@ -47,7 +47,7 @@ def check(config: Mapping[str, Any], where: str) -> None:
         if not number or not limit.low <= value <= limit.high or (limit.whole and value % 1):
             kind = "a whole number" if limit.whole else "a number"
             said = f"must be {kind} from {limit.low:g} to {limit.high:g}"
-            raise ConfigError(f"{where}: {path}={value!r:.80}: {said}")
+            raise ConfigError(f"{where}: {path}={quoted(value)}: {said}")
     if isinstance(vocab := config.get("vocab_size"), int):  # a family's table needs it
         check_ids(config, IDS, vocab, where)
 
@@ -60,7 +60,7 @@ def check_ids(config: Mapping[str, Any], keys: Iterable[str], vocab: int, where:
             none = token is None or (token == -1 and key == "pad_token_id")
             if not none and (type(token) is not int or not 0 <= token < vocab):
                 raise ConfigError(
-                    f"{where}: {key}={given!r:.80}: must be an id of the vocabulary, which has "
+                    f"{where}: {key}={quoted(given)}: must be an id of the vocabulary, which has "
                     f"{vocab} (vocab_size)"
                 )
 
