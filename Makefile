@@ -10,7 +10,7 @@ train: .venv/installed
 	$(BIN)/python -m maxstack.train $(CONFIG) $(ARGS)
 
 CHECK = $(BIN)/ruff check maxstack tests scripts && $(BIN)/mypy
-PYTEST = $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder
 
 test: .venv/test-installed
 	$(CHECK)

@@ -18,6 +18,12 @@ os.environ["XLA_FLAGS"] = " ".join([
     os.environ.get("XLA_FLAGS", "")])
 
 COMPILED = "MAXSTACK_TESTS_COMPILED"
+ALONE = {
+    "tests/drills/test_drills.py::test_drill",
+    "tests/models/test_parity.py::test_logits_and_gradients_are_those_of_transformers",
+    "tests/test_documents.py::test_a_page_works_from_top_to_bottom",
+}
+"""Tests that share nothing with their file, and may run on another worker than the rest of it."""
 MAPPED = 25_000
 """Mappings of memory, of which Linux allows a process 65,530; each compiled program takes some, and XLA aborts where it gets no more."""
 
@@ -28,16 +34,26 @@ def pytest_configure(config):
         os.environ[COMPILED] = tempfile.mkdtemp(prefix="maxstack-compiled-")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
-    """The longest files first, each on one worker, because its tests compile the same programs."""
+    """The longest files first."""
     seconds = json.loads((Path(__file__).parent / "durations.json").read_text())
     items.sort(key=lambda item: -seconds.get(_file(item), 0.0))
     for item in items:
-        if not item.get_closest_marker("alone"):
-            item.add_marker(pytest.mark.xdist_group(_file(item)))
         if (needed := item.get_closest_marker("compiler")) and (missing := _missing(*needed.args)):
             item.add_marker(pytest.mark.skip(reason=f"the extra {missing} is not installed"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Keep the tests of a file on one worker, because they compile the same programs, but for those
+    that share nothing. (xdist 3.8's own groups are lost without a word under pytest 9.2.)"""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return nodeid if nodeid.partition("[")[0] in ALONE else nodeid.partition("::")[0]
+
+    return ByFile(config, log)
 
 
 def _file(item):

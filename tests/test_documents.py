@@ -245,7 +245,6 @@ def test_scripts_and_targets_within_sentences_exist(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_works_from_top_to_bottom(page, here):
     documents.write_files(ROOT / "docs" / page if page != "README.md" else ROOT / page, here)

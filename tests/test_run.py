@@ -3,12 +3,14 @@
 import jax
 import numpy as np
 import pytest
+import tiers
 import tiny
 
 MESHES = {"data": {"data": 8}, "fsdp": {"data": 1, "fsdp": 8}, "tensor": {"data": 4, "tensor": 2}, "fsdp-tensor": {"data": 2, "fsdp": 2, "tensor": 2}}
 ONE_LAYER = tiny.model(layers=1, pattern=["local"])
 
 
+@pytest.mark.slow
 def test_twenty_steps_agree_with_one_device():
     rows = tiny.steps(tiny.make_run(tiny.config(mesh=MESHES["fsdp-tensor"]), 8), 20)
     for ours, theirs in zip(rows, tiny.steps(tiny.make_run(tiny.config()), 20), strict=True):
@@ -16,7 +18,8 @@ def test_twenty_steps_agree_with_one_device():
 
 
 @pytest.mark.parametrize(("mesh", "warns"), [
-    ("data", False), ("fsdp", False), ("tensor", False), ("fsdp-tensor", False), ("embed on fsdp and tensor", True)])
+    *(pytest.param(mesh, False, marks=pytest.mark.slow) for mesh in ("data", "fsdp", "tensor")),
+    ("fsdp-tensor", False), ("embed on fsdp and tensor", True)])
 def test_only_a_known_bad_mesh_makes_xla_rematerialize_what_was_sharded(mesh, warns, capfd):
     sizes = MESHES.get(mesh, MESHES["fsdp-tensor"] | {"rules": {"embed": ["fsdp", "tensor"]}})
     run = tiny.make_run(tiny.config(mesh=sizes), 8)
@@ -34,7 +37,7 @@ def test_training_lowers_the_loss():
     assert losses[-1] < losses[0] / 2
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", tiers.of(["bfloat16", "float16"], "bfloat16"))
 @pytest.mark.parametrize("optimizer", [{"ema": {"decay": 0.9}}, {"chain": [{"kind": "sgd", "momentum": 0.9}], "learning_rate": 0.3}], ids=str)
 def test_weights_in_half_precision_are_trained_and_stay_so_with_optimizer_state_in_float32(dtype, optimizer):
     run = tiny.make_run(tiny.config(model=ONE_LAYER | {"param_dtype": dtype}, optimizer=optimizer))

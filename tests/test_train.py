@@ -177,6 +177,7 @@ def test_a_checkpoint_is_restored_even_where_none_will_be_written(base):
     config, folder, _ = base
     output = train(config, "run.name=unsaved", f"checkpoint={{every: 0, restore: '{folder / 'base'}'}}", "train.steps=26", "eval.every=0")
     assert "resumed from step 24" in output and [row["step"] for row in rows(folder / "unsaved")] == [25, 26]
+    assert "the learning rate goes on at" in output and "changed: train.steps: 24 -> 26" in output
 
 
 def test_an_output_folder_that_cannot_be_made_is_an_error_of_one_line(base, tmp_path):

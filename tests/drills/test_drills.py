@@ -21,7 +21,6 @@ def beside(tmp_path_factory):
     return folder
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("number", [
     pytest.param(number, marks=[] if drill.short else pytest.mark.slow) for number, drill in DRILLS.items()])
 def test_drill(number, beside, request):

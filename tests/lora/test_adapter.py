@@ -86,7 +86,8 @@ def dropped_alone():
 
 
 @pytest.mark.parametrize(("devices", "mesh", "accumulate"), [
-    (1, {}, 2), (8, {"context": 2, "stage": 2, "fsdp": 2}, 2)], ids=["accumulate", "ring, stage, fsdp, accumulate"])
+    pytest.param(1, {}, 2, marks=pytest.mark.slow), (8, {"context": 2, "stage": 2, "fsdp": 2}, 2)],
+    ids=["accumulate", "ring, stage, fsdp, accumulate"])
 def test_dropout_drops_the_same_on_any_mesh_and_in_microbatches(devices, mesh, accumulate, dropped_alone):
     (ours, our_gradients), (theirs, their_gradients) = dropped(devices, mesh, accumulate), dropped_alone
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
@@ -109,7 +110,8 @@ def test_dropout_is_of_training_alone_and_differs_between_steps_and_layers():
     assert adapter.lora_a.shape[0] == 2 and not np.array_equal(adapter.lora_a[0], adapter.lora_a[1])
 
 
-@pytest.mark.parametrize("lora", [{}, {"dora": True}, {"rslora": True}], ids=["lora", "dora", "rslora"])
+@pytest.mark.parametrize("lora", [
+    pytest.param({}, marks=pytest.mark.slow), {"dora": True}, pytest.param({"rslora": True}, marks=pytest.mark.slow)], ids=["lora", "dora", "rslora"])
 def test_a_merged_weight_multiplies_as_the_adapter_does(lora):
     run = run_of(lora, model=tiny.model(layers=1, pattern=["global"]))
     rng = np.random.default_rng(1)

@@ -9,7 +9,6 @@ EVERY_KIND = ("gpt2", "gemma2", "gpt_oss", "deepseek_v3", "llama4", "mixtral", "
 """A family of each structural kind but the gated delta rule, which takes longest."""
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("family", tiers.of(parity.FAMILIES, *EVERY_KIND))
 def test_logits_and_gradients_are_those_of_transformers(family):
     found = parity.measure(parity.GOLDENS / family)

@@ -88,7 +88,8 @@ def test_a_pipeline_computes_what_one_device_does():
 
 
 @pytest.mark.parametrize(("weight", "rest"), [("int8", {"act_qtype": "int8"}), ("int8", {"act_qtype": "int8", "tile_size": 8, "bwd_qtype": "int8"}),
-                                              ("int4", {}), ("float8_e4m3fn", {"act_qtype": "float8_e4m3fn", "bwd_qtype": "float8_e5m2"})])
+                                              pytest.param("int4", {}, marks=pytest.mark.slow),
+                                              ("float8_e4m3fn", {"act_qtype": "float8_e4m3fn", "bwd_qtype": "float8_e5m2"})])
 def test_quantized_training_follows_full_precision(weight, rest):
     low = recipe("qt", module_path="blocks/.*", weight_qtype=weight, **rest)
     exact, ours = (tiny.steps(tiny.make_run(config("attention", quantization)), 8) for quantization in ({}, low))
@@ -110,7 +111,7 @@ def test_weights_that_are_kept_in_low_precision_are_not_trained_and_have_no_opti
 
 
 @pytest.mark.parametrize(("sections", "optimizer"), [
-    ({"lora": {"rank": 4, "dora": True}}, "muon"), ({"quantization": recipe("ptq", **W4)}, "muon"),
+    pytest.param({"lora": {"rank": 4, "dora": True}}, "muon", marks=pytest.mark.slow), ({"quantization": recipe("ptq", **W4)}, "muon"),
     ({"quantization": recipe("ptq", **W4), "lora": {"rank": 4}}, {"frozen": ["blocks/global/mlp/gate"], "groups": [
         {"match": ["*/mixer/query", "*/mixer/*"], "chain": [{"kind": "sgd"}]}, {"match": ["*", "!embed"], "chain": [{"kind": "adamw"}]}]})], ids=str)
 def test_patterns_of_optimizers_fit_models_whose_weights_are_kept_in_another_way(sections, optimizer):

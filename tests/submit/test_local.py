@@ -65,6 +65,7 @@ def test_what_cannot_start_is_refused_before_anything_does(words, says, tmp_path
     assert says in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_run_whose_submission_is_killed_saves_and_leaves(tmp_path, capfd):
     config = write_config(tmp_path, checkpoint={"every": 100000})
     words = maxstack("submit", config, "--target", "local", "--processes", 2, "train.steps=100000", "data.workers=0")
