@@ -9,7 +9,8 @@ CONFIG ?= configs/quickstart.yml
 train: .venv/installed
 	$(BIN)/python -m maxstack.train $(CONFIG) $(ARGS)
 
-CHECK = $(BIN)/ruff check maxstack tests scripts && $(BIN)/mypy
+CHECKED = maxstack tests scripts
+CHECK = $(BIN)/ruff format --check --quiet $(CHECKED) && $(BIN)/ruff check $(CHECKED) && $(BIN)/mypy
 PYTEST = $(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder
 
 test: .venv/test-installed

@@ -1,6 +1,8 @@
-"""What the processes of a run tell each other beside the devices: small plain data, by way of jax's coordination service.
+"""What the processes of a run tell each other beside the devices: small plain data, by way of jax's
+coordination service.
 
-No device takes part, so a background thread may tell while steps run. Every process tells the same topics in the same order.
+No device takes part, so a background thread may tell while steps run. Every process tells the same
+topics in the same order.
 """
 
 import itertools
@@ -26,7 +28,8 @@ class Processes:
         self._turns: dict[str, Iterator[int]] = defaultdict(itertools.count)
 
     def tell(self, topic: str, value: Any, wait_ms: int = WAIT_MS) -> list[Any]:
-        """Every process's `value`, plain data, in their order. A topic belongs to one thread. RuntimeError where a process stays away."""
+        """Every process's `value`, plain data, in their order. A topic belongs to one thread.
+        RuntimeError where a process stays away."""
         if self.count == 1:
             return [json.loads(json.dumps(value))]
         from jax._src import distributed
@@ -36,7 +39,10 @@ class Processes:
         path = f"maxstack/{topic}"
         client.key_value_set(f"{path}/{turn}/{self.number}", json.dumps(value))
         client.wait_at_barrier(path, wait_ms)
-        told = {int(key.rpartition("/")[2]): text for key, text in client.key_value_dir_get(f"{path}/{turn}")}
+        told = {
+            int(key.rpartition("/")[2]): text
+            for key, text in client.key_value_dir_get(f"{path}/{turn}")
+        }
         if turn:  # all have told this turn, so all have read the one before
             client.key_value_delete(f"{path}/{turn - 1}/{self.number}")
         return [json.loads(told[number]) for number in range(self.count)]
@@ -46,7 +52,8 @@ class Processes:
         self.tell(topic, None)
 
     def own_address(self) -> str:
-        """Of the interface by which process 0 is reached, IPv4; loopback where this one is alone. ConfigError where there is none."""
+        """Of the interface by which process 0 is reached, IPv4; loopback where this one is alone.
+        ConfigError where there is none."""
         from jax._src import distributed
 
         host = (distributed.global_state.coordinator_address or "127.0.0.1:1").rpartition(":")[0]
@@ -54,8 +61,10 @@ class Processes:
             try:
                 probe.connect((host, 1))
             except OSError as error:
-                raise ConfigError(f"distributed: {host}, where process 0 is, is not reached by IPv4 ({error.strerror}), which watchdogs and copies "
-                                  "of checkpoints use; give the hosts such addresses, and one of them or its name as coordinator") from error
+                raise ConfigError(
+                    f"distributed: {host}, where process 0 is, is not reached by IPv4 "
+                    f"({error.strerror}), which watchdogs and copies "
+                    "of checkpoints use; give the hosts such addresses, and one of them "
+                    "or its name as coordinator"
+                ) from error
             return probe.getsockname()[0]
-
-

@@ -1,4 +1,5 @@
-"""Text files that grow by whole lines, on disks that may be full: what cannot be written is told once, kept, and written when it can be."""
+"""Text files that grow by whole lines, on disks that may be full: what cannot be written is told
+once, kept, and written when it can be."""
 
 import errno
 import os
@@ -22,7 +23,12 @@ class Appender:
                 self._waiting, self._failing = b"", False
             except OSError as error:
                 if not self._failing:
-                    print(f"{self._path}: {error.strerror}; the run goes on, and writes there when it can", file=sys.stderr, flush=True)
+                    print(
+                        f"{self._path}: {error.strerror}; the run goes on, and writes "
+                        "there when it can",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                 self._failing = True
 
 

@@ -1,4 +1,5 @@
-"""What a run looks after every so many steps: that what devices hold alike is alike, and that no process holds up the others."""
+"""What a run looks after every so many steps: that what devices hold alike is alike, and that no
+process holds up the others."""
 
 from typing import TYPE_CHECKING
 
@@ -29,10 +30,15 @@ class Checks:
 
     def due(self, step: int, saving: bool) -> bool:
         """Whether anything is to be checked after a step, which is to be saved or not."""
-        return bool(self._corruption and self._stragglers and (self._corruption.due(step, saving) or self._stragglers.due(step)))
+        return bool(
+            self._corruption
+            and self._stragglers
+            and (self._corruption.due(step, saving) or self._stragglers.due(step))
+        )
 
     def __call__(self, step: int, state: State, saving: bool) -> "Recompute | None":
-        """Check the state after a step -> where to go back to, if need be. ConfigError where a device is to be taken out of service."""
+        """Check the state after a step -> where to go back to, if need be. ConfigError where a
+        device is to be taken out of service."""
         assert self._corruption and self._stragglers, "it is due"
         if self._stragglers.due(step):
             report = self._stragglers.check(step, self._meter.lag())

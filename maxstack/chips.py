@@ -1,4 +1,5 @@
-"""The table of chips, chips.yml: peaks, memory, bandwidths, each with its source. For MFU in training and for `maxstack plan`."""
+"""The table of chips, chips.yml: peaks, memory, bandwidths, each with its source. For MFU in
+training and for `maxstack plan`."""
 
 import functools
 import os
@@ -11,8 +12,20 @@ from maxstack.config import ConfigError, Items, Section, did_you_mean, plain
 from maxstack.config.reader import read_yaml
 from maxstack.devices import GPU_SHARE
 
-PEAK_OF = {"bfloat16": "bf16", "float16": "bf16", "int8": "int8", "uint8": "int8", "int4": "int8", "uint4": "int8", "float32": "tf32",
-           "s8": "int8", "u8": "int8", "s4": "int8", "u4": "int8", "f32": "tf32"}
+PEAK_OF = {
+    "bfloat16": "bf16",
+    "float16": "bf16",
+    "int8": "int8",
+    "uint8": "int8",
+    "int4": "int8",
+    "uint4": "int8",
+    "float32": "tf32",
+    "s8": "int8",
+    "u8": "int8",
+    "s4": "int8",
+    "u4": "int8",
+    "f32": "tf32",
+}
 
 
 class Torus(Section):
@@ -36,7 +49,8 @@ class NVLink(Section):
 
 
 class Chip(Section):
-    """One row of chips.yml. Figures are for a chip, dense, one way, in FLOP/s, bytes and bytes/s, unless the name says `per device`."""
+    """One row of chips.yml. Figures are for a chip, dense, one way, in FLOP/s, bytes and bytes/s,
+    unless the name says `per device`."""
 
     name: str
     kinds: Items[str] = pydantic.Field(min_length=1)
@@ -45,7 +59,8 @@ class Chip(Section):
     peak: dict[str, float]
     memory: int
     usable: int
-    """Bytes that a program may use on one device: what the compiler allows on a TPU, what the driver shows on a GPU."""
+    """Bytes that a program may use on one device: what the compiler allows on a TPU, what the
+    driver shows on a GPU."""
     memory_bandwidth: float
     network: float
     chips_per_host: int
@@ -61,14 +76,20 @@ class Chip(Section):
         return self.flops("bfloat16")
 
     def flops(self, dtype: str) -> float:
-        """Peak FLOP/s of one device for matmuls on a dtype by jax's or XLA's name; a format without units of its own runs as bfloat16."""
+        """Peak FLOP/s of one device for matmuls on a dtype by jax's or XLA's name; a format without
+        units of its own runs as bfloat16."""
         unit = "fp8" if dtype.startswith(("float8", "f8")) else PEAK_OF.get(dtype, "bf16")
         return self.peak.get(unit, self.peak["bf16"]) / self.devices
 
     @property
     def for_programs(self) -> int:
-        """Bytes of one device that jax gives to programs: on a GPU a share of them, as `devices.environment` sets it."""
-        return round(self.usable * float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_SHARE))) if self.nvlink else self.usable
+        """Bytes of one device that jax gives to programs: on a GPU a share of them, as
+        `devices.environment` sets it."""
+        return (
+            round(self.usable * float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_SHARE)))
+            if self.nvlink
+            else self.usable
+        )
 
     @property
     def memory_bandwidth_per_device(self) -> float:
@@ -85,7 +106,10 @@ def chip(name: str) -> Chip:
     """The chip of that name; ConfigError with the nearest name where there is none."""
     table = chips()
     if name not in table:
-        raise ConfigError(f"chip {name}: is not in the table{did_you_mean(name, table)}; there are {', '.join(table)}")
+        raise ConfigError(
+            f"chip {name}: is not in the table{did_you_mean(name, table)}; there are "
+            f"{', '.join(table)}"
+        )
     return table[name]
 
 

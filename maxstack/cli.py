@@ -1,4 +1,5 @@
-"""The console command: a table of subcommands, imported when they are called, and the mapping from errors to exit codes."""
+"""The console command: a table of subcommands, imported when they are called, and the mapping from
+errors to exit codes."""
 
 import argparse
 import errno
@@ -10,21 +11,49 @@ from collections.abc import Callable, Sequence
 
 COMMANDS = {
     "train": ("maxstack.train:program", "train a model from one YAML file"),
-    "submit": ("maxstack.submit.cli:submit", "the same run as several processes, on this machine or a cluster"),
+    "submit": (
+        "maxstack.submit.cli:submit",
+        "the same run as several processes, on this machine or a cluster",
+    ),
     "status": ("maxstack.submit.cli:status", "how far what was submitted is"),
     "logs": ("maxstack.submit.cli:logs", "what it says"),
     "stop": ("maxstack.submit.cli:stop", "end it; it saves first"),
-    "plan": ("maxstack.plan.cli:main", "whether a run fits its hardware, what it moves and how fast it can be, without the hardware"),
-    "kernels": ("maxstack.plan.kernels:main", "which kernel serves each op of a run, and why each other one does not"),
-    "tune": ("maxstack.tune:main", "measure the kernels of a run on this device, and keep their best block sizes"),
-    "score": ("maxstack.score:main", "log-probabilities and perplexity of texts under a run or a Hugging Face folder"),
-    "quantize": ("maxstack.quantize.cli:main", "a trained model with weights in low precision, and what that changes; what a recipe takes"),
-    "lora": ("maxstack.lora.cli:main", "adapters in PEFT's format: out of runs, into and out of model folders"),
+    "plan": (
+        "maxstack.plan.cli:main",
+        "whether a run fits its hardware, what it moves and how fast it can be, without "
+        "the hardware",
+    ),
+    "kernels": (
+        "maxstack.plan.kernels:main",
+        "which kernel serves each op of a run, and why each other one does not",
+    ),
+    "tune": (
+        "maxstack.tune:main",
+        "measure the kernels of a run on this device, and keep their best block sizes",
+    ),
+    "score": (
+        "maxstack.score:main",
+        "log-probabilities and perplexity of texts under a run or a Hugging Face folder",
+    ),
+    "quantize": (
+        "maxstack.quantize.cli:main",
+        "a trained model with weights in low precision, and what that changes; what a recipe takes",
+    ),
+    "lora": (
+        "maxstack.lora.cli:main",
+        "adapters in PEFT's format: out of runs, into and out of model folders",
+    ),
     "import": ("maxstack.convert:import_model", "a Hugging Face folder as a run"),
     "export": ("maxstack.convert:export_model", "a run or checkpoint as a Hugging Face folder"),
-    "checkpoint": ("maxstack.checkpoint.cli:main", "list, verify, show, copy and prune what a run has saved"),
+    "checkpoint": (
+        "maxstack.checkpoint.cli:main",
+        "list, verify, show, copy and prune what a run has saved",
+    ),
     "goodput": ("maxstack.goodput:main", "where the time of a run went, over all its restarts"),
-    "data": ("maxstack.data.cli:main", "train a tokenizer, prepare token shards, show what the model is fed"),
+    "data": (
+        "maxstack.data.cli:main",
+        "train a tokenizer, prepare token shards, show what the model is fed",
+    ),
     "config": ("maxstack.config.cli:main", "show, compare and describe configurations"),
 }
 LONGEST_LINE = 3000
@@ -47,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
-    """The exit code of a command: 1 for a user's error, 2 for bad data, each told on stderr without a traceback; other errors are bugs and go on."""
+    """The exit code of a command: 1 for a user's error, 2 for bad data, each told on stderr without
+    a traceback; other errors are bugs and go on."""
     try:
         code = command(argv)
         sys.stdout.flush()
@@ -76,8 +106,16 @@ def lasting(error: Exception) -> bool:
 
 def takes_config(parser: argparse.ArgumentParser) -> None:
     """The arguments of every command that loads a run's configuration: `config` and `overrides`."""
-    parser.add_argument("config", metavar="CONFIG", help="a YAML file, or the name of a preset such as quickstart")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="replaces a value of the file; typed like YAML")
+    parser.add_argument(
+        "config", metavar="CONFIG", help="a YAML file, or the name of a preset such as quickstart"
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="key=value",
+        help="replaces a value of the file; typed like YAML",
+    )
 
 
 def takes_weights(parser: argparse.ArgumentParser) -> None:
@@ -100,20 +138,32 @@ def _dispatch(argv: Sequence[str]) -> int:
     width = max(map(len, COMMANDS))
     table = "\n".join(f"  {name:<{width}}  {help}" for name, (_, help) in COMMANDS.items())
     parser = argparse.ArgumentParser(
-        prog="maxstack", usage="maxstack COMMAND ...", formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=f"Train large models from YAML.\n\ncommands:\n{table}\n\n`maxstack COMMAND --help` says more.", epilog=EXAMPLE)
-    parser.add_argument("--version", action="version", version=f"maxstack {importlib.metadata.version('maxstack')}")
+        prog="maxstack",
+        usage="maxstack COMMAND ...",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=f"Train large models from YAML.\n\ncommands:\n{table}\n\n`maxstack COMMAND "
+        "--help` says more.",
+        epilog=EXAMPLE,
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"maxstack {importlib.metadata.version('maxstack')}"
+    )
     parser.add_argument("command", help=argparse.SUPPRESS)
     name = parser.parse_args(argv[:1]).command
     if name not in COMMANDS:
         from maxstack.config import ConfigError, did_you_mean
-        raise ConfigError(f"no command {name}; the commands are {', '.join(COMMANDS)}{did_you_mean(name, COMMANDS)}")
+
+        raise ConfigError(
+            f"no command {name}; the commands are "
+            f"{', '.join(COMMANDS)}{did_you_mean(name, COMMANDS)}"
+        )
     module, function = COMMANDS[name][0].split(":")
     return getattr(importlib.import_module(module), function)(argv[1:])
 
 
 def _fail(error: Exception, code: int) -> int:
     from maxstack.config.quoting import shortened
+
     for line in str(error).splitlines():
         print(f"error: {shortened(line, LONGEST_LINE)}", file=sys.stderr)
     return code

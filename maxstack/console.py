@@ -13,7 +13,8 @@ def tell(text: str) -> None:
 
 
 class Lasting:
-    """A stream whose reader may go away, which ends nobody: what is written then is lost, and log.txt has it."""
+    """A stream whose reader may go away, which ends nobody: what is written then is lost, and
+    log.txt has it."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream

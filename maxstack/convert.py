@@ -1,4 +1,5 @@
-"""`maxstack import` and `maxstack export`: a Hugging Face model folder becomes a run's folder, and a run or checkpoint becomes a model folder."""
+"""`maxstack import` and `maxstack export`: a Hugging Face model folder becomes a run's folder, and
+a run or checkpoint becomes a model folder."""
 
 import argparse
 import json
@@ -22,19 +23,46 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16")
 BESIDE = "hf"
 SOURCE = "source.json"
-PLACEHOLDER = "# Its data is a placeholder: give data.sources, here or on the command line, before training.\n"
+PLACEHOLDER = (
+    "# Its data is a placeholder: give data.sources, here or on the command line, before "
+    "training.\n"
+)
 
 
 def import_model(argv: Sequence[str]) -> int:
-    """Convert a model folder into a run at step 0. ConfigError or DataError, with nothing written, where the folder is refused."""
+    """Convert a model folder into a run at step 0. ConfigError or DataError, with nothing written,
+    where the folder is refused."""
     parser = argparse.ArgumentParser(
-        prog="maxstack import", description="Make a run of a Hugging Face model folder. Stopped, it goes on where it was when started again.",
-        epilog="example: maxstack import ./Qwen3-0.6B --out runs/qwen && maxstack train runs/qwen/config.yml train.steps=100")
-    parser.add_argument("folder", metavar="FOLDER", help="holds config.json and safetensors; or a model of the hub, Org/Name or Org/Name@REVISION")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="a.b.c=value", help="change a value of the run's configuration")
-    parser.add_argument("--out", required=True, metavar="RUN", type=Path, help="the run's folder, to be made")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as in the folder)")
-    parser.add_argument("--ignore-unsafe", action="store_true", help="leave pickles and code in the folder aside instead of refusing it")
+        prog="maxstack import",
+        description="Make a run of a Hugging Face model folder. Stopped, it goes on where it was "
+        "when started again.",
+        epilog="example: maxstack import ./Qwen3-0.6B --out runs/qwen && maxstack train "
+        "runs/qwen/config.yml train.steps=100",
+    )
+    parser.add_argument(
+        "folder",
+        metavar="FOLDER",
+        help="holds config.json and safetensors; or a model of the hub, Org/Name or "
+        "Org/Name@REVISION",
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="a.b.c=value",
+        help="change a value of the run's configuration",
+    )
+    parser.add_argument(
+        "--out", required=True, metavar="RUN", type=Path, help="the run's folder, to be made"
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="of the weights (default: as in the folder)"
+    )
+    parser.add_argument(
+        "--ignore-unsafe",
+        action="store_true",
+        help="leave pickles and code in the folder aside instead of refusing it",
+    )
     cli.takes_weights(parser)
     args = parser.parse_intermixed_args(argv)
 
@@ -47,7 +75,10 @@ def import_model(argv: Sequence[str]) -> int:
     state = _state(args.out, contents, args.dtype)
     if state == "done":
         if args.overrides:
-            raise ConfigError(f"{args.out} is {args.folder} already, so {' '.join(args.overrides)} would not be applied; change its config.yml")
+            raise ConfigError(
+                f"{args.out} is {args.folder} already, so {' '.join(args.overrides)} "
+                "would not be applied; change its config.yml"
+            )
         print(f"{args.out} is {args.folder} already")
         return 0
     _check_tokenizer(contents)
@@ -63,32 +94,64 @@ def import_model(argv: Sequence[str]) -> int:
         raise ConfigError(
             f"--out {args.out}: cannot be written: {error.strerror or error}"
         ) from error
-    print(f"{args.folder} -> {args.out}: {contents.family.architecture}, weights in {args.dtype or contents.dtype}")
+    print(
+        f"{args.folder} -> {args.out}: {contents.family.architecture}, weights in "
+        f"{args.dtype or contents.dtype}"
+    )
     return 0
 
 
 def export_model(argv: Sequence[str]) -> int:
-    """Convert a run or checkpoint into a model folder. ConfigError where no architecture of transformers is the run's model."""
+    """Convert a run or checkpoint into a model folder. ConfigError where no architecture of
+    transformers is the run's model."""
     parser = argparse.ArgumentParser(
-        prog="maxstack export", description="Make a Hugging Face model folder of a run or checkpoint, as transformers' from_pretrained reads it.",
-        epilog="example: maxstack export runs/qwen --out ./qwen-hf --dtype bfloat16")
-    parser.add_argument("run", metavar="RUN_OR_CHECKPOINT", type=Path, help="a run's folder (its newest checkpoint), or one step inside")
-    parser.add_argument("--out", required=True, metavar="FOLDER", type=Path, help="the folder to make")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the tensors (default: as they were imported, or as the run has them)")
-    parser.add_argument("--shard-size", default="5GB", metavar="SIZE", help="bytes of a safetensors file at most (default: 5GB)")
-    parser.add_argument("--architecture", metavar="NAME", help="the class of transformers to write for (default: the one that fits)")
+        prog="maxstack export",
+        description="Make a Hugging Face model folder of a run or checkpoint, as transformers' "
+        "from_pretrained reads it.",
+        epilog="example: maxstack export runs/qwen --out ./qwen-hf --dtype bfloat16",
+    )
+    parser.add_argument(
+        "run",
+        metavar="RUN_OR_CHECKPOINT",
+        type=Path,
+        help="a run's folder (its newest checkpoint), or one step inside",
+    )
+    parser.add_argument(
+        "--out", required=True, metavar="FOLDER", type=Path, help="the folder to make"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="of the tensors (default: as they were imported, or as the run has them)",
+    )
+    parser.add_argument(
+        "--shard-size",
+        default="5GB",
+        metavar="SIZE",
+        help="bytes of a safetensors file at most (default: 5GB)",
+    )
+    parser.add_argument(
+        "--architecture",
+        metavar="NAME",
+        help="the class of transformers to write for (default: the one that fits)",
+    )
     args = parser.parse_intermixed_args(argv)
 
     from maxstack.checkpoint.hf.exported import export, shard_bytes
     from maxstack.config import ConfigError
+
     size = shard_bytes(args.shard_size)
     if not args.run.is_dir():
-        raise ConfigError(f"{args.run}: no such folder; give a run's folder, or one step inside its checkpoints folder")
+        raise ConfigError(
+            f"{args.run}: no such folder; give a run's folder, or one step inside its "
+            "checkpoints folder"
+        )
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
     from tqdm import tqdm
 
     from maxstack.checkpoint.weights import WeightsReader
+
     reader = WeightsReader(args.run)
     data = configured(args.run, reader)
     model, length, tokenizer = _model(data)
@@ -96,8 +159,19 @@ def export_model(argv: Sequence[str]) -> int:
     shapes, read = (reader.shapes, reader.read) if cfg is None else _untreated(cfg, reader)
     total = sum(_count(shape) for shape in shapes.values())
     with tqdm(total=total, unit=" weights", unit_scale=True, desc="writing") as bar:
-        family = export(model, shapes, read, args.out, source=source_of(args.run, model), dtype=args.dtype, shard_size=size,
-                        architecture=args.architecture, length=length, tokenizer=tokenizer, done=bar.update)
+        family = export(
+            model,
+            shapes,
+            read,
+            args.out,
+            source=source_of(args.run, model),
+            dtype=args.dtype,
+            shard_size=size,
+            architecture=args.architecture,
+            length=length,
+            tokenizer=tokenizer,
+            done=bar.update,
+        )
     print(f"{args.run} step {reader.step} -> {args.out}: {family.architecture}")
     return 0
 
@@ -113,7 +187,10 @@ def _convert(contents: "Contents", out: Path, dtype: str | None, finite: bool) -
     from maxstack.models import decoder
 
     model = contents.model.model_copy(update={"param_dtype": dtype or contents.dtype})
-    shapes = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in _leaves(decoder.abstract(model)[1])}
+    shapes = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+        for path, leaf in _leaves(decoder.abstract(model)[1])
+    }
     pieces = pieces_of(contents, {path: leaf.shape for path, leaf in shapes.items()})
     record(contents, out / BESIDE)
     (out / BESIDE / SOURCE).write_text(json.dumps(_fingerprint(contents, dtype), indent=2) + "\n")
@@ -121,7 +198,12 @@ def _convert(contents: "Contents", out: Path, dtype: str | None, finite: bool) -
         shutil.rmtree(out / ".importing", ignore_errors=True)
         return
     writer = WeightsWriter(out, shapes)
-    with tqdm(total=sum(leaf.size for leaf in shapes.values()), unit=" weights", unit_scale=True, desc="importing") as bar:
+    with tqdm(
+        total=sum(leaf.size for leaf in shapes.values()),
+        unit=" weights",
+        unit_scale=True,
+        desc="importing",
+    ) as bar:
         for path, leaf in shapes.items():
             if path not in writer.done:
                 read = reading(pieces[path], leaf.shape, np.dtype(leaf.dtype), finite)
@@ -133,6 +215,7 @@ def _convert(contents: "Contents", out: Path, dtype: str | None, finite: bool) -
 def _leaves(state: Any) -> Any:
     import jax
     from flax import nnx
+
     return jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(state))
 
 
@@ -142,18 +225,37 @@ def _configuration(contents: "Contents", out: Path, dtype: str, overrides: Seque
     from maxstack.config import ConfigError, load
     from maxstack.schema import Config
 
-    model = contents.mapping | {"dtype": "float32" if dtype == "float32" else "bfloat16", "param_dtype": dtype}
+    model = contents.mapping | {
+        "dtype": "float32" if dtype == "float32" else "bfloat16",
+        "param_dtype": dtype,
+    }
     length = min(contents.folder.config.get("max_position_embeddings") or 1024, 1024)
     sources = [{"kind": "synthetic", "vocab": contents.model.vocab}]
-    data = {"sources": sources, "seq_len": contents.model.positions or length, **_tokenizer(contents, out)}
+    data = {
+        "sources": sources,
+        "seq_len": contents.model.positions or length,
+        **_tokenizer(contents, out),
+    }
     run = {"name": out.resolve().name, "output_dir": str(out.parent)}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.yml"
-        path.write_text(json.dumps({"run": run, "model": model, "data": data, "checkpoint": {"restore": str(out.resolve())}}))
+        path.write_text(
+            json.dumps(
+                {
+                    "run": run,
+                    "model": model,
+                    "data": data,
+                    "checkpoint": {"restore": str(out.resolve())},
+                }
+            )
+        )
         cfg = load(Config, path, overrides)
     if meaning(cfg.model) != meaning(contents.model):
-        raise ConfigError(f"{' '.join(overrides)}: changes the architecture, and the weights in {contents.folder.path} are not of that; leave what "
-                          "config.json says of the model as it is")
+        raise ConfigError(
+            f"{' '.join(overrides)}: changes the architecture, and the weights in "
+            f"{contents.folder.path} are not of that; leave what "
+            "config.json says of the model as it is"
+        )
     return f"# Imported by maxstack from {contents.folder.path}.\n{PLACEHOLDER}" + resolved(cfg)
 
 
@@ -173,7 +275,11 @@ def _tokenizer(contents: "Contents", out: Path) -> dict[str, Any]:
     from maxstack.checkpoint.hf.tokenizer import tokenizer_of
 
     found = tokenizer_of(contents.folder.path)
-    return {"tokenizer": found | {"path": str(out.resolve() / BESIDE / Path(found["path"]).name)}} if found else {}
+    return (
+        {"tokenizer": found | {"path": str(out.resolve() / BESIDE / Path(found["path"]).name)}}
+        if found
+        else {}
+    )
 
 
 def _check_tokenizer(contents: "Contents") -> None:
@@ -185,7 +291,10 @@ def _check_tokenizer(contents: "Contents") -> None:
     from maxstack.data.tokenizers import check_fits, open_tokenizer
 
     if found := tokenizer_of(contents.folder.path):
-        check_fits(open_tokenizer(pydantic.TypeAdapter(Tokenizer).validate_python(found)), contents.model.vocab)
+        check_fits(
+            open_tokenizer(pydantic.TypeAdapter(Tokenizer).validate_python(found)),
+            contents.model.vocab,
+        )
 
 
 def _state(out: Path, contents: "Contents", dtype: str | None) -> str:
@@ -198,8 +307,11 @@ def _state(out: Path, contents: "Contents", dtype: str | None) -> str:
     if not mark.is_file():
         raise ConfigError(f"--out {out}: is there already; choose another name, or delete it")
     if json.loads(mark.read_text()) != _fingerprint(contents, dtype):
-        raise ConfigError(f"--out {out}: holds an import of another folder or dtype, or of this one before it changed; choose another name, or "
-                          "delete it")
+        raise ConfigError(
+            f"--out {out}: holds an import of another folder or dtype, or of this one "
+            "before it changed; choose another name, or "
+            "delete it"
+        )
     return "done" if (out / "config.yml").exists() else "unfinished"
 
 
@@ -209,12 +321,21 @@ def _fingerprint(contents: "Contents", dtype: str | None) -> dict[str, Any]:
         for entry in contents.folder.path.iterdir()
         if entry.suffix in (".safetensors", ".json") and entry.is_file()
     )
-    return {"folder": str(contents.folder.path.resolve()), "dtype": dtype or "kept",
-            "files": {entry.name: [entry.stat().st_size, entry.stat().st_mtime_ns] for entry in files}}
+    return {
+        "folder": str(contents.folder.path.resolve()),
+        "dtype": dtype or "kept",
+        "files": {entry.name: [entry.stat().st_size, entry.stat().st_mtime_ns] for entry in files},
+    }
 
 
 def _run_folder(path: Path) -> Path:
-    return path.parent.parent if path.name.isdigit() else path.parent if path.name == "checkpoints" else path
+    return (
+        path.parent.parent
+        if path.name.isdigit()
+        else path.parent
+        if path.name == "checkpoints"
+        else path
+    )
 
 
 def configured(path: Path, reader: "WeightsReader") -> dict[str, Any]:
@@ -226,12 +347,17 @@ def configured(path: Path, reader: "WeightsReader") -> dict[str, Any]:
         return data
     file = _run_folder(path) / "config.yml"
     if not file.is_file():
-        raise ConfigError(f"{path}: a checkpoint of weights alone, and there is no {file} that says of what model")
+        raise ConfigError(
+            f"{path}: a checkpoint of weights alone, and there is no {file} that says of what model"
+        )
     return plain_data(load(Config, file))
 
 
-def _untreated(data: Mapping[str, Any], reader: "WeightsReader") -> tuple[dict[str, tuple[int, ...]], Callable[[str], "np.ndarray"]]:
-    """Shapes of the weights that those of a run stand for, and how to read one: out of low precision, with its adapter merged into it."""
+def _untreated(
+    data: Mapping[str, Any], reader: "WeightsReader"
+) -> tuple[dict[str, tuple[int, ...]], Callable[[str], "np.ndarray"]]:
+    """Shapes of the weights that those of a run stand for, and how to read one: out of low
+    precision, with its adapter merged into it."""
     import numpy as np
     from flax import nnx
 
@@ -241,7 +367,9 @@ def _untreated(data: Mapping[str, Any], reader: "WeightsReader") -> tuple[dict[s
 
     cfg = Config.model_validate(data)
     treatment = Treatment(cfg)
-    plain = nnx.traversals.flatten_mapping(nnx.to_pure_dict(decoder.abstract(cfg.model)[1]), sep="/")
+    plain = nnx.traversals.flatten_mapping(
+        nnx.to_pure_dict(decoder.abstract(cfg.model)[1]), sep="/"
+    )
 
     def read(path: str) -> np.ndarray:
         return np.asarray(treatment.untreated(path, reader.under(path))).astype(plain[path].dtype)
@@ -272,7 +400,11 @@ def source_of(path: Path, model: "DecoderConfig") -> Path | None:
         return beside
     if model.weights and hub.named(model.weights):
         return hub.snapshot(model.weights, weights=True)
-    return Path(model.weights) if model.weights and (Path(model.weights) / "config.json").is_file() else None
+    return (
+        Path(model.weights)
+        if model.weights and (Path(model.weights) / "config.json").is_file()
+        else None
+    )
 
 
 def _count(shape: Sequence[int]) -> int:

@@ -1,5 +1,5 @@
-"""Which device stands where in a mesh: neighbours along the inner axes are joined by the fastest links. The same rule for devices that are here and
-for those of a topology that is not."""
+"""Which device stands where in a mesh: neighbours along the inner axes are joined by the fastest
+links. The same rule for devices that are here and for those of a topology that is not."""
 
 import glob
 import itertools
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 GPU_SHARE = 0.92
-"""Of a GPU's memory that jax takes for its programs, where XLA_PYTHON_CLIENT_MEM_FRACTION does not say otherwise; its own default is 0.75."""
+"""Of a GPU's memory that jax takes for its programs, where XLA_PYTHON_CLIENT_MEM_FRACTION does not
+say otherwise; its own default is 0.75."""
 
 GPUS = "/dev/nvidia[0-9]*"
 ACCELERATORS = (GPUS, "/dev/accel*", "/dev/vfio/[0-9]*", "/dev/dxg", "/dev/kfd")
@@ -21,14 +22,17 @@ ACCELERATORS = (GPUS, "/dev/accel*", "/dev/vfio/[0-9]*", "/dev/dxg", "/dev/kfd")
 
 
 def environment(virtual_devices: int | None) -> None:
-    """What must stand in the environment before jax is imported. `virtual_devices`: parts of the CPU that count as devices; None: the real ones."""
+    """What must stand in the environment before jax is imported. `virtual_devices`: parts of the
+    CPU that count as devices; None: the real ones."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_SHARE))
     if virtual_devices:
         flags = f"--xla_force_host_platform_device_count={virtual_devices}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
         os.environ["JAX_PLATFORMS"] = "cpu"
-    elif sys.platform == "linux" and not any(map(glob.glob, ACCELERATORS)):  # where plan's compilers are installed, jax would complain of each
+    elif sys.platform == "linux" and not any(
+        map(glob.glob, ACCELERATORS)
+    ):  # where plan's compilers are installed, jax would complain of each
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
@@ -37,7 +41,11 @@ def visible_gpus() -> list[str]:
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is None:
         return [str(i) for i in range(len(glob.glob(GPUS)))]
-    return [*itertools.takewhile(lambda name: name and not name.startswith("-"), map(str.strip, given.split(",")))]  # as CUDA does
+    return [
+        *itertools.takewhile(
+            lambda name: name and not name.startswith("-"), map(str.strip, given.split(","))
+        )
+    ]  # as CUDA does
 
 
 def host_memory() -> int | None:
@@ -51,14 +59,17 @@ def host_memory() -> int | None:
 def arrange(devices: Sequence[Any], shape: Sequence[int]) -> "np.ndarray":
     """`devices` as an array of `shape`, whose axes are ordered outermost (slowest links) first.
 
-    TPU: the slices are laid over the outermost axes that can hold them (`over_slices`), and inside each slice mesh axes are assigned to axes of the
-    torus, innermost first: by jax where the slice's sides are powers of two, by prime factors otherwise, since jax fails on some of those. Devices
-    that fill no cuboid of each slice are taken by slice, coordinates and core, row by row.
+    TPU: the slices are laid over the outermost axes that can hold them (`over_slices`), and inside
+    each slice mesh axes are assigned to axes of the torus, innermost first: by jax where the
+    slice's sides are powers of two, by prime factors otherwise, since jax fails on some of those.
+    Devices that fill no cuboid of each slice are taken by slice, coordinates and core, row by row.
     GPU: by id, which counts through a host before the next. CPU: as given.
     """
     import numpy as np
 
-    assert math.prod(shape) == len(devices), f"{len(devices)} devices do not fill a mesh of {tuple(shape)}"
+    assert math.prod(shape) == len(devices), (
+        f"{len(devices)} devices do not fill a mesh of {tuple(shape)}"
+    )
     platform = devices[0].platform
     if platform != "tpu":
         ordered = sorted(devices, key=lambda device: device.id) if platform == "gpu" else devices
@@ -71,13 +82,14 @@ def arrange(devices: Sequence[Any], shape: Sequence[int]) -> "np.ndarray":
     outer = over_slices(shape, slices)
     inner = [size // part for size, part in zip(shape, outer, strict=True)]
     size = len(devices) // slices
-    each = [_within(ordered[i * size:(i + 1) * size], sides, inner) for i in range(slices)]
+    each = [_within(ordered[i * size : (i + 1) * size], sides, inner) for i in range(slices)]
     axes = [axis + side * len(shape) for axis in range(len(shape)) for side in (0, 1)]
     return np.stack(each).reshape(*outer, *inner).transpose(axes).reshape(shape)
 
 
 def over_slices(shape: Sequence[int], slices: int) -> list[int]:
-    """How many of the slices each mesh axis spans, outermost axes first; ConfigError where the axes cannot share them out."""
+    """How many of the slices each mesh axis spans, outermost axes first; ConfigError where the axes
+    cannot share them out."""
     left, outer = slices, []
     for size in shape:
         outer.append(math.gcd(size, left))
@@ -85,7 +97,10 @@ def over_slices(shape: Sequence[int], slices: int) -> list[int]:
     if left > 1:
         from maxstack.config import ConfigError
 
-        raise ConfigError(f"mesh: sizes {'x'.join(map(str, shape))} cannot be laid over {slices} slices; set mesh.slices={slices}")
+        raise ConfigError(
+            f"mesh: sizes {'x'.join(map(str, shape))} cannot be laid over {slices} "
+            f"slices; set mesh.slices={slices}"
+        )
     return outer
 
 
@@ -99,13 +114,25 @@ def _place(device: Any) -> tuple[int, ...]:
 
 
 def _sides(ordered: Sequence[Any], slices: int) -> tuple[int, ...] | None:
-    """Sides z, y, x and cores of the cuboid that each slice is; None where one is not, or they differ."""
+    """Sides z, y, x and cores of the cuboid that each slice is; None where one is not, or they
+    differ."""
     by_slice: dict[int, list[tuple[int, ...]]] = {}
     for device in ordered:
         by_slice.setdefault(slice_of(device), []).append(_place(device)[1:])
-    boxes = {tuple(max(axis) - min(axis) + 1 for axis in zip(*places, strict=True)) for places in by_slice.values()}
+    boxes = {
+        tuple(max(axis) - min(axis) + 1 for axis in zip(*places, strict=True))
+        for places in by_slice.values()
+    }
     sides = boxes.pop()
-    return sides if not boxes and all(len(places) == math.prod(sides) == len(ordered) // slices for places in by_slice.values()) else None
+    return (
+        sides
+        if not boxes
+        and all(
+            len(places) == math.prod(sides) == len(ordered) // slices
+            for places in by_slice.values()
+        )
+        else None
+    )
 
 
 def _within(ordered: Sequence[Any], sides: Sequence[int], shape: Sequence[int]) -> "np.ndarray":
@@ -121,14 +148,17 @@ def _within(ordered: Sequence[Any], sides: Sequence[int], shape: Sequence[int]) 
 
 
 def _shares(sides: Sequence[int], shape: Sequence[int]) -> list[list[int]]:
-    """What each mesh axis takes of each side, [side][axis]: innermost axes first, one prime factor after the other, from a side that the axis already
-    has a part of, else from the last one that no axis has broken into, else from any."""
+    """What each mesh axis takes of each side, [side][axis]: innermost axes first, one prime factor
+    after the other, from a side that the axis already has a part of, else from the last one that no
+    axis has broken into, else from any."""
     left = list(sides)
     parts = [[1] * len(shape) for _ in sides]
     for axis in reversed(range(len(shape))):
         for prime in _primes(shape[axis]):
             having = [side for side, size in enumerate(left) if size % prime == 0]
-            side = max(having, key=lambda side: (parts[side][axis] > 1, left[side] == sides[side], side))
+            side = max(
+                having, key=lambda side: (parts[side][axis] > 1, left[side] == sides[side], side)
+            )
             left[side] //= prime
             parts[side][axis] *= prime
     return parts

@@ -1,4 +1,5 @@
-"""A run of several slices that one process drives goes on without those that are lost: a smaller mesh, the newest checkpoint, the same batches."""
+"""A run of several slices that one process drives goes on without those that are lost: a smaller
+mesh, the newest checkpoint, the same batches."""
 
 import contextlib
 import gc
@@ -29,8 +30,9 @@ class TooFew(ValueError):
 
 
 def train(cfg: "Config", once: Callable[["Config", Sequence[Any] | None], int]) -> int:
-    """The run by `once(configuration, devices, None: all)`, again on the slices that are left whenever some are lost. What is no such loss is raised,
-    as is one of more slices, or more often, than faults.elastic allows."""
+    """The run by `once(configuration, devices, None: all)`, again on the slices that are left
+    whenever some are lost. What is no such loss is raised, as is one of more slices, or more often,
+    than faults.elastic allows."""
     elastic, lost = cfg.faults.elastic, frozenset[int]()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     for attempt in range(elastic.attempts + 1 if elastic else 1):
@@ -45,13 +47,19 @@ def train(cfg: "Config", once: Callable[["Config", Sequence[Any] | None], int]) 
             signal.signal(number, handler)
         clear()
         lost = gone(slices(cfg.mesh.slices))  # some may be back
-        print(f"elastic: {loss}; lost of {cfg.mesh.slices} slices: {', '.join(map(str, sorted(lost))) or 'none'}; "
-              f"attempt {attempt + 1} of at most {elastic.attempts} to go on", file=sys.stderr, flush=True)
+        print(
+            f"elastic: {loss}; lost of {cfg.mesh.slices} slices: "
+            f"{', '.join(map(str, sorted(lost))) or 'none'}; "
+            f"attempt {attempt + 1} of at most {elastic.attempts} to go on",
+            file=sys.stderr,
+            flush=True,
+        )
     raise AssertionError("the last attempt returns or raises")
 
 
 def clear() -> None:
-    """Let go of what the attempt that ended leaves behind: its watchdog, a trace being recorded, programs, and the state that only they held."""
+    """Let go of what the attempt that ended leaves behind: its watchdog, a trace being recorded,
+    programs, and the state that only they held."""
     import jax
 
     from maxstack.faults.heartbeat import retire
@@ -64,25 +72,33 @@ def clear() -> None:
 
 
 def on_slices(cfg: "Config", lost: frozenset[int]) -> tuple["Config", Sequence[Any] | None]:
-    """The configuration on as many of the slices that are left as everything divides over, and their devices; TooFew where there are not enough."""
+    """The configuration on as many of the slices that are left as everything divides over, and
+    their devices; TooFew where there are not enough."""
     if not lost:
         return cfg, None
     from maxstack import rules
 
     assert cfg.faults.elastic
-    left, least = [devices for number, devices in slices(cfg.mesh.slices).items() if number not in lost], cfg.faults.elastic.least
+    left, least = (
+        [devices for number, devices in slices(cfg.mesh.slices).items() if number not in lost],
+        cfg.faults.elastic.least,
+    )
     for count in range(len(left), least - 1, -1):
         smaller = cfg.model_copy(update={"mesh": cfg.mesh.model_copy(update={"slices": count})})
         devices = [device for each in left[:count] for device in each]
         with contextlib.suppress(ConfigError):
             rules.sizes_on(smaller, len(devices), f"{count} slices")
             return smaller, devices
-    raise TooFew(f"faults.elastic: {len(left)} of {cfg.mesh.slices} slices are left, and no number of them from faults.elastic.least={least} on "
-                 "serves this run; start it again when the others are back")
+    raise TooFew(
+        f"faults.elastic: {len(left)} of {cfg.mesh.slices} slices are left, and no "
+        f"number of them from faults.elastic.least={least} on "
+        "serves this run; start it again when the others are back"
+    )
 
 
 def slices(count: int) -> dict[int, list[Any]]:
-    """Number -> devices. As the devices say; where they know of no slices, equal parts in their order."""
+    """Number -> devices. As the devices say; where they know of no slices, equal parts in their
+    order."""
     import jax
 
     found: dict[int, list[Any]] = {}
@@ -92,15 +108,17 @@ def slices(count: int) -> dict[int, list[Any]]:
             found.setdefault(slice_of(device), []).append(device)
         return found
     each = len(devices) // count
-    return {number: devices[number * each:(number + 1) * each] for number in range(count)}
+    return {number: devices[number * each : (number + 1) * each] for number in range(count)}
 
 
 def loss_in(error: BaseException | None) -> str | None:
-    """What an error of jax's says that may be of a lost slice, this one or one that it came of, as where a save then failed too. Not the error, whose
-    frames hold the state on the devices."""
+    """What an error of jax's says that may be of a lost slice, this one or one that it came of, as
+    where a save then failed too. Not the error, whose frames hold the state on the devices."""
     import jax
 
-    while error and not (isinstance(error, jax.errors.JaxRuntimeError) and str(error).lstrip().startswith(LOSS)):
+    while error and not (
+        isinstance(error, jax.errors.JaxRuntimeError) and str(error).lstrip().startswith(LOSS)
+    ):
         error = error.__context__
     return str(error).splitlines()[0][:200] if error else None
 
@@ -108,7 +126,13 @@ def loss_in(error: BaseException | None) -> str | None:
 def gone(asked: Mapping[int, Sequence[Any]]) -> frozenset[int]:
     """The numbers of the slices that do not answer in time."""
     answers: dict[int, bool] = {}
-    threads = [threading.Thread(target=lambda number=number: answers.update({number: answer(asked[number])}), daemon=True) for number in asked]
+    threads = [
+        threading.Thread(
+            target=lambda number=number: answers.update({number: answer(asked[number])}),
+            daemon=True,
+        )
+        for number in asked
+    ]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + ANSWER

@@ -21,9 +21,20 @@ NOWHERE = (
 )
 SHARD = re.compile(r"\w[\w.-]*\.safetensors")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-             "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model", "tiktoken.model",
-             "chat_template.jinja", "chat_template.json")
+TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "spiece.model",
+    "tiktoken.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 GENERATION = "generation_config.json"
 MORE = (GENERATION,)
 ALONG = TOKENIZER + MORE

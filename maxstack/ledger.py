@@ -1,4 +1,5 @@
-"""The books of one process of a run: what it spends its time on, written to goodput.jsonl. goodput.py adds them up and describes the rows."""
+"""The books of one process of a run: what it spends its time on, written to goodput.jsonl.
+goodput.py adds them up and describes the rows."""
 
 import contextlib
 import json
@@ -17,39 +18,72 @@ from maxstack.goodput import FILE, SPENT, Account, Goodput
 class Ledger:
     """A stopwatch over causes, and sums of steps; other processes than the first keep none.
 
-    A thread writes, once a second at most and less often as the process grows old (after 1 % more of its age, but at least every 30 s), so that
-    no step and no save waits for a disk. Its rows are signs of life too, during a long compilation for instance. A file that cannot be written
-    is told once and tried again.
+    A thread writes, once a second at most and less often as the process grows old (after 1 % more
+    of its age, but at least every 30 s), so that no step and no save waits for a disk. Its rows are
+    signs of life too, during a long compilation for instance. A file that cannot be written is told
+    once and tried again.
     """
 
-    def __init__(self, folder: Path, first: bool, started: float | None = None, every: float = 1.0,
-                 doing: Callable[..., None] | None = None):
-        """Begin the process, in start-up. `started`: time.monotonic() when it began, by default now. `every`: seconds between rows, at first.
-        `doing`: told of what begins, and of steps that are done, as heartbeat.Heartbeat.doing is."""
+    def __init__(
+        self,
+        folder: Path,
+        first: bool,
+        started: float | None = None,
+        every: float = 1.0,
+        doing: Callable[..., None] | None = None,
+    ):
+        """Begin the process, in start-up. `started`: time.monotonic() when it began, by default
+        now. `every`: seconds between rows, at first. `doing`: told of what begins, and of steps
+        that are done, as heartbeat.Heartbeat.doing is."""
         self._path, self._every, self._doing = folder / FILE, every, doing or (lambda *_: None)
         self._account, self._rows = Account(), ""
-        self._lock, self._stop, self._file = threading.Lock(), threading.Event(), Appender(folder / FILE)
+        self._lock, self._stop, self._file = (
+            threading.Lock(),
+            threading.Event(),
+            Appender(folder / FILE),
+        )
         self._stack, self._spent, self._steps = ["start-up"], dict[str, float](), dict[str, Any]()
         self._share: float | None = None
-        self._thread = threading.Thread(target=_keep_writing, args=(weakref.ref(self), self._stop), daemon=True, name="ledger") if first else None
+        self._thread = (
+            threading.Thread(
+                target=_keep_writing,
+                args=(weakref.ref(self), self._stop),
+                daemon=True,
+                name="ledger",
+            )
+            if first
+            else None
+        )
         now, boot = time.monotonic(), _boot()
         if first and self._path.exists():
             try:
                 self._account.read_file(self._path)
             except OSError as error:
-                print(f"{self._path}: {error.strerror}; what was spent before is not counted", file=sys.stderr, flush=True)
+                print(
+                    f"{self._path}: {error.strerror}; what was spent before is not counted",
+                    file=sys.stderr,
+                    flush=True,
+                )
         self._began = now if started is None else started
         if self._began < (seen := self._account.seen_on(boot)) <= now:
             self._began = seen
         self._mark, self._clock = self._began, time.time() - now
         if self._thread:
-            self._note({"event": "begin", "time": self._clock + self._began, "boot": boot, "monotonic": self._began})
+            self._note(
+                {
+                    "event": "begin",
+                    "time": self._clock + self._began,
+                    "boot": boot,
+                    "monotonic": self._began,
+                }
+            )
             self._write_rows()
             self._thread.start()
 
     @contextlib.contextmanager
     def spent(self, cause: str) -> Iterator[None]:
-        """What the main thread takes for this goes to `cause`, and only to the innermost one where they are nested."""
+        """What the main thread takes for this goes to `cause`, and only to the innermost one where
+        they are nested."""
         assert cause in SPENT, cause
         with self._lock:
             self._charge()
@@ -64,7 +98,8 @@ class Ledger:
             self._doing(self._stack[-1] if self._stack else "steps")
 
     def resume(self, step: int) -> None:
-        """The run goes on from `step`, after a restore, a rewind, or (0) from scratch: later steps that were done are lost work."""
+        """The run goes on from `step`, after a restore, a rewind, or (0) from scratch: later steps
+        that were done are lost work."""
         with self._lock:
             self._cut("resume", step=step)
 
@@ -77,7 +112,8 @@ class Ledger:
         self._doing("first step")
 
     def step(self, step: int, seconds: float, waited: float, counts: bool = True) -> None:
-        """A step that is done, its seconds, and those of them that devices were idle for want of its batch. One that was refused does not count."""
+        """A step that is done, its seconds, and those of them that devices were idle for want of
+        its batch. One that was refused does not count."""
         self._doing("steps", step, seconds)
         with self._lock:
             assert not self._stack, self._stack
@@ -88,21 +124,26 @@ class Ledger:
                 self._cut("spent")
                 return
             sums = self._steps or {"steps": [step, step], "stepping": 0.0, "waited": 0.0}
-            self._steps = {"steps": [sums["steps"][0], step], "stepping": sums["stepping"] + seconds,
-                           "waited": sums["waited"] + min(max(waited, 0.0), seconds)}
+            self._steps = {
+                "steps": [sums["steps"][0], step],
+                "stepping": sums["stepping"] + seconds,
+                "waited": sums["waited"] + min(max(waited, 0.0), seconds),
+            }
 
     def passed_over(self, step: int) -> None:
         """A step whose batch was read and not trained on: a sign of life."""
         self._doing("steps", step)
 
     def news(self) -> float | None:
-        """Goodput over all processes of the run so far, once each time that it was reckoned anew; None in between."""
+        """Goodput over all processes of the run so far, once each time that it was reckoned anew;
+        None in between."""
         with self._lock:
             share, self._share = self._share, None
             return share
 
     def close(self) -> Goodput | None:
-        """End this process's books -> those of the whole run; None for other processes than the first."""
+        """End this process's books -> those of the whole run; None for other processes than the
+        first."""
         if self._thread is None:
             return None
         if not self._stop.is_set():
@@ -131,7 +172,11 @@ class Ledger:
         self._mark = now
 
     def _cut(self, event: str, **more: Any) -> None:
-        self._note({"event": event, "time": self._clock + time.monotonic(), "seconds": self._spent} | self._steps | more)
+        self._note(
+            {"event": event, "time": self._clock + time.monotonic(), "seconds": self._spent}
+            | self._steps
+            | more
+        )
         self._spent, self._steps = {}, {}
 
     def _note(self, row: dict[str, Any]) -> None:
@@ -149,7 +194,8 @@ class Ledger:
 
 
 def _keep_writing(ledger: "weakref.ref[Ledger]", stop: threading.Event) -> None:
-    """Until the books are closed, or nobody holds them any more because the run ended in an error."""
+    """Until the books are closed, or nobody holds them any more because the run ended in an
+    error."""
     while (books := ledger()) is not None:
         pause = books._pause()
         del books

@@ -1,4 +1,5 @@
-"""What a run reports: the chip's peak, and the writers (console, metrics.jsonl, TensorBoard, log.txt)."""
+"""What a run reports: the chip's peak, and the writers (console, metrics.jsonl, TensorBoard,
+log.txt)."""
 
 import json
 import math
@@ -19,7 +20,8 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 class Log:
-    """log.txt and the console: a live line on a terminal, plain lines elsewhere. Other processes than the first write nothing."""
+    """log.txt and the console: a live line on a terminal, plain lines elsewhere. Other processes
+    than the first write nothing."""
 
     def __init__(self, folder: Path, steps: int, first: bool, seconds: float = 10.0):
         self._file = Appender(folder / "log.txt") if first else None
@@ -43,14 +45,18 @@ class Log:
         self.say(text)
 
     def step(self, row: dict[str, Any], left: float) -> None:
-        """One step's metrics: replaces the live line on a terminal; elsewhere a line at most every few seconds, and the first and the last."""
+        """One step's metrics: replaces the live line on a terminal; elsewhere a line at most every
+        few seconds, and the first and the last."""
         if not self._out:
             return
         number, now = row["step"], time.monotonic()
         mfu = f"  mfu {row['mfu']:.1%}" if "mfu" in row else ""
         wait = f"  data wait {row['data_wait']:.0%}" if row["data_wait"] >= 0.005 else ""
-        text = (f"step {number}/{self._steps} {number / self._steps:4.0%}  loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tokens/s"
-                f"{mfu}{wait}  {_clock(left)} left")
+        text = (
+            f"step {number}/{self._steps} {number / self._steps:4.0%}  loss "
+            f"{row['loss']:.4f}  {row['tokens_per_second']:,.0f} tokens/s"
+            f"{mfu}{wait}  {_clock(left)} left"
+        )
         if self._out.isatty():
             self._out.write(f"\r\x1b[K{text}")
             self._out.flush()
@@ -62,11 +68,20 @@ class Log:
             if self._file:
                 self._file.add(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
-    def ended(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Keep in log.txt what ended the run, as the end of a context; the console has it from elsewhere."""
+    def ended(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Keep in log.txt what ended the run, as the end of a context; the console has it from
+        elsewhere."""
         self._clear()
         if error is not None and self._file:
-            self._file.add(f"{time.strftime('%Y-%m-%d %H:%M:%S')} ended by {kind.__name__ if kind else ''}: {error}\n")
+            self._file.add(
+                f"{time.strftime('%Y-%m-%d %H:%M:%S')} ended by "
+                f"{kind.__name__ if kind else ''}: {error}\n"
+            )
 
     def close(self) -> None:
         """End the live line."""
@@ -79,7 +94,8 @@ class Log:
 
 
 class Writer:
-    """metrics.jsonl, one object a line with floats in full precision, appended and flushed; TensorBoard beside it."""
+    """metrics.jsonl, one object a line with floats in full precision, appended and flushed;
+    TensorBoard beside it."""
 
     def __init__(self, folder: Path, tensorboard: bool, first: bool):
         self._file = None
@@ -89,6 +105,7 @@ class Writer:
         self._file = Appender(folder / "metrics.jsonl")
         if tensorboard:
             from tensorboardX import SummaryWriter
+
             self._board = SummaryWriter(str(folder / "tensorboard"), flush_secs=10)
 
     def write(self, row: dict[str, Any]) -> None:
@@ -98,7 +115,11 @@ class Writer:
         if self._board:
             for name, value in row.items():
                 if name != "step" and isinstance(value, int | float):
-                    self._board.add_scalar(f"{'eval' if name.startswith('eval_') else 'train'}/{name}", value, row["step"])
+                    self._board.add_scalar(
+                        f"{'eval' if name.startswith('eval_') else 'train'}/{name}",
+                        value,
+                        row["step"],
+                    )
 
     def close(self) -> None:
         """Flush and close TensorBoard's file."""

@@ -1,4 +1,5 @@
-"""Where the state lives: weights by their logical axes, optimizer state like its weights or spread further, either in the host's memory by key."""
+"""Where the state lives: weights by their logical axes, optimizer state like its weights or spread
+further, either in the host's memory by key."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -26,10 +27,14 @@ class State(NamedTuple):
 
 
 def of_state(abstract: State, info: Tree, mesh: Mesh, cfg: MeshConfig) -> State:
-    """The sharding of every leaf of the state between steps. `info` is optim.ParamInfo in the shape of the parameters."""
+    """The sharding of every leaf of the state between steps. `info` is optim.ParamInfo in the shape
+    of the parameters."""
     on_devices = _on_devices(abstract, info, mesh, cfg)
-    moved = {name: _in_host(getattr(on_devices, name), getattr(abstract, name))
-             for name, key in (("params", "params"), ("opt", "optimizer")) if key in cfg.offload}
+    moved = {
+        name: _in_host(getattr(on_devices, name), getattr(abstract, name))
+        for name, key in (("params", "params"), ("opt", "optimizer"))
+        if key in cfg.offload
+    }
     return on_devices._replace(**moved)
 
 
@@ -55,10 +60,13 @@ class Moves:
         return jax.device_put(state, self.between) if self.cfg.offload else state
 
     def like_optimizer(self, grads: Tree) -> Tree:
-        """Gradients sharded as the optimizer's state is, so that each device updates the share that it keeps."""
+        """Gradients sharded as the optimizer's state is, so that each device updates the share that
+        it keeps."""
         if not self.cfg.optimizer_rules or self.mesh.size == 1:
             return grads
-        return jax.lax.with_sharding_constraint(grads, of_weights(self.info, self.mesh, self.cfg.rules | self.cfg.optimizer_rules))
+        return jax.lax.with_sharding_constraint(
+            grads, of_weights(self.info, self.mesh, self.cfg.rules | self.cfg.optimizer_rules)
+        )
 
 
 def of_weights(info: Tree, mesh: Mesh, rules: dict[str, sharding.Axes]) -> Tree:
@@ -67,16 +75,25 @@ def of_weights(info: Tree, mesh: Mesh, rules: dict[str, sharding.Axes]) -> Tree:
 
 
 def _spec(info: Any, mesh: Mesh, rules: dict[str, sharding.Axes]) -> PartitionSpec:
-    """Of a weight; one that is frozen is not split where its size does not divide, as those of scales and packed values need not."""
+    """Of a weight; one that is frozen is not split where its size does not divide, as those of
+    scales and packed values need not."""
     found = sharding.spec(info.axes, rules)
     if not info.frozen:
         return found
-    return PartitionSpec(*(part if size % sharding.parts(part, mesh.shape) == 0 else None for part, size in zip(found, info.shape, strict=True)))
+    return PartitionSpec(
+        *(
+            part if size % sharding.parts(part, mesh.shape) == 0 else None
+            for part, size in zip(found, info.shape, strict=True)
+        )
+    )
 
 
 def weights_behind(opt: Tree, info: Tree) -> list[Any]:
-    """For every leaf of an optimizer's state, the ParamInfo of the weight whose path it ends in and whose shape it has; None for the rest."""
-    by_path = {jax.tree_util.keystr(path): i for path, i in jax.tree_util.tree_leaves_with_path(info)}
+    """For every leaf of an optimizer's state, the ParamInfo of the weight whose path it ends in and
+    whose shape it has; None for the rest."""
+    by_path = {
+        jax.tree_util.keystr(path): i for path, i in jax.tree_util.tree_leaves_with_path(info)
+    }
 
     def behind(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Any:
         ends = (by_path.get(jax.tree_util.keystr(path[start:])) for start in range(len(path)))
@@ -86,13 +103,23 @@ def weights_behind(opt: Tree, info: Tree) -> list[Any]:
 
 
 def _on_devices(abstract: State, info: Tree, mesh: Mesh, cfg: MeshConfig) -> State:
-    """Weights by their logical axes; optimizer leaves like the weights behind them; the rest everywhere."""
+    """Weights by their logical axes; optimizer leaves like the weights behind them; the rest
+    everywhere."""
     everywhere, rules = NamedSharding(mesh, PartitionSpec()), cfg.rules | cfg.optimizer_rules
-    opt = [NamedSharding(mesh, _spec(i, mesh, rules)) if i else everywhere for i in weights_behind(abstract.opt, info)]
-    return State(everywhere, of_weights(info, mesh, cfg.rules), jax.tree.unflatten(jax.tree.structure(abstract.opt), opt),
-                 jax.tree.map(lambda leaf: everywhere, abstract.guard))
+    opt = [
+        NamedSharding(mesh, _spec(i, mesh, rules)) if i else everywhere
+        for i in weights_behind(abstract.opt, info)
+    ]
+    return State(
+        everywhere,
+        of_weights(info, mesh, cfg.rules),
+        jax.tree.unflatten(jax.tree.structure(abstract.opt), opt),
+        jax.tree.map(lambda leaf: everywhere, abstract.guard),
+    )
 
 
 def _in_host(shardings: Tree, abstract: Tree) -> Tree:
     """In the host's memory, but for single numbers."""
-    return jax.tree.map(lambda s, leaf: s.with_memory_kind(HOST) if leaf.ndim else s, shardings, abstract)
+    return jax.tree.map(
+        lambda s, leaf: s.with_memory_kind(HOST) if leaf.ndim else s, shardings, abstract
+    )

@@ -1,4 +1,5 @@
-"""assemble(cfg, mesh) -> Run: shapes, shardings and functions of one run, and no arrays. train.py runs it, tests lower it."""
+"""assemble(cfg, mesh) -> Run: shapes, shardings and functions of one run, and no arrays. train.py
+runs it, tests lower it."""
 
 import dataclasses
 import functools
@@ -52,8 +53,9 @@ class Run:
     start: Callable[[Tree], State]
     """Given weights, which are donated, with fresh optimizer state."""
     step: Any
-    """jitted (state, batch) -> (state, scalars); the state is donated. scalars: loss, weight, grad_norm, learning_rate, ...; skipped (0: the update
-    was accepted, 1: not finite, 2: a spike) and refused (updates in a row)."""
+    """jitted (state, batch) -> (state, scalars); the state is donated. scalars: loss, weight,
+    grad_norm, learning_rate, ...; skipped (0: the update was accepted, 1: not finite, 2: a spike)
+    and refused (updates in a row)."""
     passed: Callable[[State], State]
     """The state with one more batch passed over: nothing but its step changes."""
     eval_step: Any
@@ -67,18 +69,34 @@ class Run:
     @property
     def adapters(self) -> int:
         """Parameters of low-rank adapters."""
-        return sum(leaf.size for path, leaf in self.weights.items() if path.rpartition("/")[2] in ("lora_a", "lora_b"))
+        return sum(
+            leaf.size
+            for path, leaf in self.weights.items()
+            if path.rpartition("/")[2] in ("lora_a", "lora_b")
+        )
 
     @functools.cached_property
     def parameters(self) -> int:
         """Parameters of the model, whatever is kept in their place, and of adapters."""
-        added = {path: leaf for path, leaf in self.weights.items() if path.rpartition("/")[2] in ("lora_a", "lora_b", "magnitude")}
-        return count(self.untreated)[0] + count(added)[0] if self.treatment.treats else count(self.weights)[0]
+        added = {
+            path: leaf
+            for path, leaf in self.weights.items()
+            if path.rpartition("/")[2] in ("lora_a", "lora_b", "magnitude")
+        }
+        return (
+            count(self.untreated)[0] + count(added)[0]
+            if self.treatment.treats
+            else count(self.weights)[0]
+        )
 
     @functools.cached_property
     def trained(self) -> int:
         """Parameters that a step changes: by the optimizer, or by a rule of the model."""
-        changed = jax.tree.map(lambda moved, i: moved or i.carried and not i.frozen, optim.trained(self.cfg.optimizer, self.info), self.info)
+        changed = jax.tree.map(
+            lambda moved, i: moved or i.carried and not i.frozen,
+            optim.trained(self.cfg.optimizer, self.info),
+            self.info,
+        )
         return count(only(changed, self.abstract.params))[0]
 
     @functools.cached_property
@@ -88,52 +106,83 @@ class Run:
 
     @property
     def sources(self) -> tuple[tuple[Mapping[str, Any], Callable[..., dict[str, jax.Array]]], ...]:
-        """Weights that those of the run can be made of, and how: untreated ones, and without adapters."""
+        """Weights that those of the run can be made of, and how: untreated ones, and without
+        adapters."""
         if not self.treatment.treats:
             return ()
         quantized = self._placed(Treatment(self.cfg.model_copy(update={"lora": None})).state)
         return (self.untreated, self.treated), (quantized, self.beside)
 
-    def beside(self, weights: Iterable[tuple[str, jax.Array]] | Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    def beside(
+        self, weights: Iterable[tuple[str, jax.Array]] | Mapping[str, jax.Array]
+    ) -> dict[str, jax.Array]:
         """Fresh adapters beside weights of the run's quantization, by path."""
         found = self.treatment.under_adapters(dict(weights))
         for path in self.treatment.adapted:
-            base = {name: leaf for name, leaf in found.items() if name == f"{path}/base" or name.startswith(f"{path}/base/")}
+            base = {
+                name: leaf
+                for name, leaf in found.items()
+                if name == f"{path}/base" or name.startswith(f"{path}/base/")
+            }
             found |= self._made(functools.partial(self.treatment.adapters, path), base)
         return found
 
     def treated(self, weights: Iterable[tuple[str, jax.Array]]) -> dict[str, jax.Array]:
-        """What the run keeps of untreated weights, by path, where it will live; one is treated before the next is read."""
+        """What the run keeps of untreated weights, by path, where it will live; one is treated
+        before the next is read."""
         found: dict[str, jax.Array] = {}
         for path, array in weights:
-            found |= self._made(functools.partial(self.treatment.kept, path), array) if path not in self.weights else {path: array}
+            found |= (
+                self._made(functools.partial(self.treatment.kept, path), array)
+                if path not in self.weights
+                else {path: array}
+            )
         return found
 
     def adapter(self, folder: str) -> dict[str, np.ndarray]:
-        """What a folder in PEFT's format holds of the run's adapters, by path. ConfigError where it is not lora's."""
+        """What a folder in PEFT's format holds of the run's adapters, by path. ConfigError where it
+        is not lora's."""
         from maxstack.checkpoint.hf import peft
 
-        lora, adapted = self.cfg.lora, {path: place.contract for path, place in self.treatment.adapted.items()}
+        lora, adapted = (
+            self.cfg.lora,
+            {path: place.contract for path, place in self.treatment.adapted.items()},
+        )
         assert lora
         adapter = peft.Adapter(Path(folder), finite=not self.cfg.checkpoint.allow_nonfinite)
         names = {f"{path}/{name}" for path in adapted for name in ("lora_a", "lora_b", "magnitude")}
         shapes = {path: leaf.shape for path, leaf in self.weights.items() if path in names}
-        return peft.read(adapter, lora, adapted, self.bound(adapter), shapes, self.cfg.model.weights or "this model")
+        return peft.read(
+            adapter,
+            lora,
+            adapted,
+            self.bound(adapter),
+            shapes,
+            self.cfg.model.weights or "this model",
+        )
 
     def with_adapter(self, weights: dict[str, Any], folder: str) -> dict[str, Any]:
-        """The weights by path, with the adapter of a folder in place of a fresh one. ConfigError where it is not lora's."""
-        return weights | {path: jax.device_put(leaf, self.weights[path].sharding) for path, leaf in self.adapter(folder).items()}
+        """The weights by path, with the adapter of a folder in place of a fresh one. ConfigError
+        where it is not lora's."""
+        return weights | {
+            path: jax.device_put(leaf, self.weights[path].sharding)
+            for path, leaf in self.adapter(folder).items()
+        }
 
     def begun(self, weights: dict[str, Any]) -> State:
-        """The state before the first step: the weights by path, with the adapter that lora.adapter names, and fresh optimizer state."""
+        """The state before the first step: the weights by path, with the adapter that lora.adapter
+        names, and fresh optimizer state."""
         folder = self.cfg.lora and self.cfg.lora.adapter
         return self.start(self.tree(self.with_adapter(weights, folder) if folder else weights))
 
     def bound(self, adapter: "Adapter") -> "list[Bound]":
-        """The tensors of the first family that is this model and has an adapter's modules; ConfigError where there is none."""
+        """The tensors of the first family that is this model and has an adapter's modules;
+        ConfigError where there is none."""
         from maxstack.checkpoint.hf import peft
 
-        return peft.bound_to(adapter, self.cfg.model, {path: leaf.shape for path, leaf in self.untreated.items()})
+        return peft.bound_to(
+            adapter, self.cfg.model, {path: leaf.shape for path, leaf in self.untreated.items()}
+        )
 
     def tree(self, weights: Mapping[str, Any]) -> Tree:
         """Weights by path as nested dicts."""
@@ -142,23 +191,36 @@ class Run:
     def _placed(self, state: nnx.State) -> dict[str, Any]:
         params, info = of_weights(state)
         places = placement.of_weights(info, self.mesh, self.cfg.mesh.rules)
-        placed = jax.tree.map(lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), params, places)
+        placed = jax.tree.map(
+            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+            params,
+            places,
+        )
         return nnx.traversals.flatten_mapping(placed, sep="/")
 
     def _made(self, make: Callable[..., dict[str, jax.Array]], given: Any) -> dict[str, jax.Array]:
         places = {path: self.weights[path].sharding for path in jax.eval_shape(make, given)}
-        return jax.jit(make, out_shardings=places, compiler_options=compiling.in_order(self.mesh))(given)
+        return jax.jit(make, out_shardings=places, compiler_options=compiling.in_order(self.mesh))(
+            given
+        )
 
     def rows(self, batch_size: int) -> list[int]:
         """The rows of a global batch (its lanes) that this process's devices hold, in order."""
         spans = self.lane_sharding.addressable_devices_indices_map((batch_size, 1)).values()
-        return sorted({row for span in spans if span for row in range(*span[0].indices(batch_size))})
+        return sorted(
+            {row for span in spans if span for row in range(*span[0].indices(batch_size))}
+        )
 
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and shardings of a training batch: [batch_size, seq_len] each."""
         shape = self.cfg.train.batch_size, self.cfg.data.seq_len
         dtypes = {"mask": jnp.float32, "real": jnp.bool_}
-        return {name: jax.ShapeDtypeStruct(shape, dtypes.get(name, jnp.int32), sharding=self.batch_sharding) for name in self.keys}
+        return {
+            name: jax.ShapeDtypeStruct(
+                shape, dtypes.get(name, jnp.int32), sharding=self.batch_sharding
+            )
+            for name in self.keys
+        }
 
     @property
     def kernels(self) -> list[Choice]:
@@ -176,13 +238,17 @@ class Run:
             return self.step.trace(self.abstract, self.abstract_batch()), choices
 
     def compile(self, lowered: Any, options: Mapping[str, Any] | None = None) -> Any:
-        """The lowered step compiled with `options` beside the configuration's. ConfigError for a flag that the compiler does not know."""
+        """The lowered step compiled with `options` beside the configuration's. ConfigError for a
+        flag that the compiler does not know."""
         return compiling.compiled(lowered, options, self.mesh)
 
     def check_flags(self) -> None:
-        """ConfigError for a flag that the compiler does not know, told by a program that compiles in no time."""
+        """ConfigError for a flag that the compiler does not know, told by a program that compiles
+        in no time."""
         if flags := compiling.flags_for(self.cfg, self.mesh.devices.flat[0].platform):
-            number = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(self.mesh, PartitionSpec()))
+            number = jax.ShapeDtypeStruct(
+                (), jnp.float32, sharding=NamedSharding(self.mesh, PartitionSpec())
+            )
             self.compile(jax.jit(lambda x: x + 1, compiler_options=flags).lower(number))
 
     def within(self, f: Callable) -> Callable:
@@ -199,8 +265,11 @@ class Run:
         """Rows over the mesh axes of `batch`; what belongs to a row as a whole."""
         return NamedSharding(self.mesh, sharding.spec(["batch"], self.cfg.mesh.rules))
 
-    def place(self, local: Mapping[str, np.ndarray], batch_size: int, whole_rows: bool = False) -> dict[str, jax.Array]:
-        """This process's rows, [len(rows(batch_size)), ...] each -> global arrays [batch_size, ...], of whatever the step has use for.
+    def place(
+        self, local: Mapping[str, np.ndarray], batch_size: int, whole_rows: bool = False
+    ) -> dict[str, jax.Array]:
+        """This process's rows, [len(rows(batch_size)), ...] each -> global arrays [batch_size,
+        ...], of whatever the step has use for.
 
         `whole_rows`: their second dimension is not time, and no axis of the mesh splits it.
         """
@@ -213,26 +282,44 @@ class Run:
                 span = range(*index[0].indices(batch_size))
                 return local[name][where[span[0]] : where[span[-1]] + 1][:, *index[1:]]
 
-            return jax.make_array_from_callback((batch_size, *local[name].shape[1:]), placement, piece)
+            return jax.make_array_from_callback(
+                (batch_size, *local[name].shape[1:]), placement, piece
+            )
 
-        local = {"real": local["segments"] > 0, **local} if "real" in self.keys and "segments" in local else local
+        local = (
+            {"real": local["segments"] > 0, **local}
+            if "real" in self.keys and "segments" in local
+            else local
+        )
         unused = {"positions", "segments"} - {*self.keys}
         return {name: put(name) for name in local if name not in unused}
 
 
 def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
-    """Resolve everything that a run is made of; raises ConfigError where the parts do not fit. One that never trains has no optimizer."""
+    """Resolve everything that a run is made of; raises ConfigError where the parts do not fit. One
+    that never trains has no optimizer."""
     treatment = Treatment(cfg)
     graph, params, info = treatment.graph, *of_weights(treatment.state, treatment.replaced)
     trained = optim.trained(cfg.optimizer, info) if trains else jax.tree.map(lambda _: False, info)
-    tx = optax.with_extra_args_support(optim.build(cfg.optimizer, cfg.train.steps, info) if trains else optax.identity())
-    abstract = State(jax.ShapeDtypeStruct((), jnp.int32), params, jax.eval_shape(tx.init, only(trained, params)), jax.eval_shape(guard.fresh))
+    tx = optax.with_extra_args_support(
+        optim.build(cfg.optimizer, cfg.train.steps, info) if trains else optax.identity()
+    )
+    abstract = State(
+        jax.ShapeDtypeStruct((), jnp.int32),
+        params,
+        jax.eval_shape(tx.init, only(trained, params)),
+        jax.eval_shape(guard.fresh),
+    )
     shardings = placement.of_state(abstract, info, mesh, cfg.mesh)
-    abstract = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings)
+    abstract = jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings
+    )
     everywhere = NamedSharding(mesh, PartitionSpec())
 
     def start(params: Tree) -> State:
-        return State(jnp.zeros((), jnp.int32), params, tx.init(only(trained, params)), guard.fresh())
+        return State(
+            jnp.zeros((), jnp.int32), params, tx.init(only(trained, params)), guard.fresh()
+        )
 
     def init() -> State:
         return start(treatment.initial(cfg.train.seed))
@@ -240,48 +327,93 @@ def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
     def loss(params: Tree, batch: dict[str, jax.Array]) -> Loss:
         return next_token(nnx.merge(graph, nnx.State(params)), batch, cfg.objective.z_loss)
 
-    step = functools.partial(_step, cfg, tx, trained, loss, placement.Moves(shardings, abstract, info, mesh, cfg.mesh))
+    step = functools.partial(
+        _step, cfg, tx, trained, loss, placement.Moves(shardings, abstract, info, mesh, cfg.mesh)
+    )
     evaluate = functools.partial(_evaluate, loss)
     mixed = any(block.experts for block in cfg.model.blocks.values())
-    packed = cfg.data.packing != "none" or (cfg.eval.data is not None and cfg.eval.data.packing != "none")
-    more = ("positions", "segments") if packed else ("real",) if mixed else ()  # padding goes to no expert
+    packed = cfg.data.packing != "none" or (
+        cfg.eval.data is not None and cfg.eval.data.packing != "none"
+    )
+    more = (
+        ("positions", "segments") if packed else ("real",) if mixed else ()
+    )  # padding goes to no expert
     options, ordered = compiling.options_for(cfg, mesh), compiling.in_order(mesh)
     quick = compiling.QUICK if mesh.devices.flat[0].platform == "cpu" else {}
     following = jax.jit(lambda step: step + 1, out_shardings=everywhere)
     return Run(
-        cfg=cfg, mesh=mesh, abstract=abstract, info=info,
+        cfg=cfg,
+        mesh=mesh,
+        abstract=abstract,
+        info=info,
         keys=("tokens", "targets", "mask", *more),
-        treatment=treatment, graph=graph,
-        start=jax.jit(_within(mesh, cfg, start), donate_argnums=0, out_shardings=shardings, compiler_options=ordered),
-        init=jax.jit(_within(mesh, cfg, init), out_shardings=shardings, compiler_options=ordered | quick),
-        step=jax.jit(_within(mesh, cfg, step), donate_argnums=0, out_shardings=(shardings, everywhere), compiler_options=options),
+        treatment=treatment,
+        graph=graph,
+        start=jax.jit(
+            _within(mesh, cfg, start),
+            donate_argnums=0,
+            out_shardings=shardings,
+            compiler_options=ordered,
+        ),
+        init=jax.jit(
+            _within(mesh, cfg, init), out_shardings=shardings, compiler_options=ordered | quick
+        ),
+        step=jax.jit(
+            _within(mesh, cfg, step),
+            donate_argnums=0,
+            out_shardings=(shardings, everywhere),
+            compiler_options=options,
+        ),
         passed=lambda state: state._replace(step=following(state.step)),
-        eval_step=jax.jit(_within(mesh, cfg, evaluate), out_shardings=everywhere, compiler_options=options),
+        eval_step=jax.jit(
+            _within(mesh, cfg, evaluate), out_shardings=everywhere, compiler_options=options
+        ),
     )
 
 
-def _step(cfg: "Config", tx: optax.GradientTransformationExtraArgs, trained: Tree, loss: Callable[..., Loss], moves: placement.Moves, state: State,
-          batch: dict[str, jax.Array]) -> tuple[State, dict[str, jax.Array]]:
+def _step(
+    cfg: "Config",
+    tx: optax.GradientTransformationExtraArgs,
+    trained: Tree,
+    loss: Callable[..., Loss],
+    moves: placement.Moves,
+    state: State,
+    batch: dict[str, jax.Array],
+) -> tuple[State, dict[str, jax.Array]]:
     state = moves.to_devices(state)
-    params, rest = only(trained, state.params), only(jax.tree.map(operator.not_, trained), state.params)
+    params, rest = (
+        only(trained, state.params),
+        only(jax.tree.map(operator.not_, trained), state.params),
+    )
     if cfg.lora and cfg.lora.dropout:
         batch = {**batch, "keys": _row_keys(cfg, state.step)}
-    summed, grads = _gradient(lambda params, batch: loss(joined(params, rest), batch), params, batch, cfg.train.accumulate)
+    summed, grads = _gradient(
+        lambda params, batch: loss(joined(params, rest), batch), params, batch, cfg.train.accumulate
+    )
     weight = jnp.maximum(summed.weight, 1.0)
     grads = moves.like_optimizer(jax.tree.map(lambda g: g / weight, grads))
     value = summed.total / weight
     norm = optax.tree.norm(grads)
     skipped, guarded = guard.judge(cfg.faults, state.guard, value, norm, summed.weight)
     accepted = skipped == guard.ACCEPTED
-    updates, opt = guard.update(accepted, tx.update, grads, state.opt, params, value=value, grad=grads)
+    updates, opt = guard.update(
+        accepted, tx.update, grads, state.opt, params, value=value, grad=grads
+    )
     params = joined(jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates), rest)
     carried = params if cfg.lora else decoder.carry(cfg.model, params, summed.loads)
     params = guard.chosen(accepted, carried, state.params)
     scalars = {name: total / weight for name, total in summed.metrics.items()}
     scalars["loss"] = scalars.pop("nll")
-    scalars |= {"weight": summed.weight, "grad_norm": norm, "skipped": skipped, "refused": guarded.refused}
+    scalars |= {
+        "weight": summed.weight,
+        "grad_norm": norm,
+        "skipped": skipped,
+        "refused": guarded.refused,
+    }
     if summed.loads:
-        scalars["expert_load"] = jnp.stack([(load.max(-1) / load.mean(-1)).max() for load in summed.loads.values()]).max()
+        scalars["expert_load"] = jnp.stack(
+            [(load.max(-1) / load.mean(-1)).max() for load in summed.loads.values()]
+        ).max()
     if any(block.experts.capacity for block in cfg.model.blocks.values() if block.experts):
         scalars["dropped"] = summed.dropped / sum(load.sum() for load in summed.loads.values())
     if rate := optim.learning_rate_at(cfg.optimizer, cfg.train.steps):
@@ -289,8 +421,11 @@ def _step(cfg: "Config", tx: optax.GradientTransformationExtraArgs, trained: Tre
     return moves.home(State(state.step + 1, params, opt, guarded)), scalars
 
 
-def _gradient(loss: Callable[..., Loss], params: Tree, batch: dict[str, jax.Array], pieces: int) -> tuple[Loss, Tree]:
-    """Sums of the loss and of its gradient over the batch, `pieces` microbatches one after the other."""
+def _gradient(
+    loss: Callable[..., Loss], params: Tree, batch: dict[str, jax.Array], pieces: int
+) -> tuple[Loss, Tree]:
+    """Sums of the loss and of its gradient over the batch, `pieces` microbatches one after the
+    other."""
 
     def total(params: Tree, batch: dict[str, jax.Array]) -> tuple[jax.Array, Loss]:
         result = loss(params, batch)
@@ -304,18 +439,26 @@ def _gradient(loss: Callable[..., Loss], params: Tree, batch: dict[str, jax.Arra
         return one(batch)
     # Row r goes to microbatch r % pieces, so that each device cuts its own rows and none moves.
     cut = {name: x.reshape(-1, pieces, *x.shape[1:]).swapaxes(0, 1) for name, x in batch.items()}
-    zero = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), jax.eval_shape(one, jax.tree.map(lambda x: x[0], cut)))
-    return jax.lax.scan(lambda sums, cut: (jax.tree.map(jnp.add, sums, one(cut)), None), zero, cut)[0]
+    zero = jax.tree.map(
+        lambda a: jnp.zeros(a.shape, jnp.float32),
+        jax.eval_shape(one, jax.tree.map(lambda x: x[0], cut)),
+    )
+    return jax.lax.scan(lambda sums, cut: (jax.tree.map(jnp.add, sums, one(cut)), None), zero, cut)[
+        0
+    ]
 
 
 def _row_keys(cfg: "Config", step: jax.Array) -> jax.Array:
-    """uint32 [batch_size, 2]: a random key for each row of the step's global batch, on any mesh and in any microbatch the same."""
+    """uint32 [batch_size, 2]: a random key for each row of the step's global batch, on any mesh and
+    in any microbatch the same."""
     of_step = jax.random.fold_in(jax.random.key(cfg.train.seed, impl="threefry2x32"), step)
     keys = jax.vmap(lambda row: jax.random.fold_in(of_step, row))(jnp.arange(cfg.train.batch_size))
     return sharding.constrain(jax.random.key_data(keys), "batch")
 
 
-def _evaluate(loss: Callable[..., Loss], params: Tree, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def _evaluate(
+    loss: Callable[..., Loss], params: Tree, batch: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
     result = loss(params, batch)
     return {"nll": result.metrics["nll"], "weight": result.weight, "bytes": batch["bytes"].sum()}
 
@@ -330,28 +473,40 @@ def _within(mesh: Mesh, cfg: "Config", f: Callable) -> Callable:
 
 
 def of_weights(state: nnx.State, replaced: Collection[str] = ()) -> tuple[Tree, Tree]:
-    """A model's weights as nested dicts of shapes, and the same dicts of ParamInfo; `replaced` are weights in whose place others are kept below."""
+    """A model's weights as nested dicts of shapes, and the same dicts of ParamInfo; `replaced` are
+    weights in whose place others are kept below."""
     info = {}
     for path, variable in nnx.to_flat_state(state):
         meta, shape = variable.get_metadata(), variable.get_value().shape
         axes = ("layers",) * (len(shape) - len(meta["axes"])) + meta["axes"]
         above = ("/".join(map(str, path[:end])) for end in range(1, len(path)))
-        info[path] = optim.ParamInfo(shape, variable.get_value().dtype, axes, meta["carried"], meta["frozen"],
-                                     next((name for name in above if name in replaced), None))
+        info[path] = optim.ParamInfo(
+            shape,
+            variable.get_value().dtype,
+            axes,
+            meta["carried"],
+            meta["frozen"],
+            next((name for name in above if name in replaced), None),
+        )
     return nnx.to_pure_dict(state), nnx.traversals.unflatten_mapping(info)
 
 
 def only(chosen: Tree, tree: Tree) -> Tree:
-    """The leaves of `tree` that are chosen, None in place of the others; `chosen` is as `tree`, of booleans."""
+    """The leaves of `tree` that are chosen, None in place of the others; `chosen` is as `tree`, of
+    booleans."""
     return jax.tree.map(lambda wanted, leaf: leaf if wanted else None, chosen, tree)
 
 
 def joined(first: Tree, second: Tree) -> Tree:
     """The tree of which each has the leaves that are None in the other."""
-    return jax.tree.map(lambda a, b: b if a is None else a, first, second, is_leaf=lambda leaf: leaf is None)
+    return jax.tree.map(
+        lambda a, b: b if a is None else a, first, second, is_leaf=lambda leaf: leaf is None
+    )
 
 
 def count(params: Tree) -> tuple[int, int]:
     """Parameters and bytes of a tree of arrays or shapes."""
     leaves = jax.tree.leaves(params)
-    return sum(leaf.size for leaf in leaves), sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    return sum(leaf.size for leaf in leaves), sum(
+        leaf.size * leaf.dtype.itemsize for leaf in leaves
+    )

@@ -1,4 +1,5 @@
-"""The root of the configuration: a table of contents. Each component's section stands in its own package."""
+"""The root of the configuration: a table of contents. Each component's section stands in its own
+package."""
 
 import dataclasses
 import logging
@@ -12,7 +13,17 @@ from pydantic import Field
 
 from maxstack import hub, rules
 from maxstack.checkpoint.config import CheckpointConfig
-from maxstack.config import ConfigError, Node, Readers, Section, fault, faults, plain, shortened, supply
+from maxstack.config import (
+    ConfigError,
+    Node,
+    Readers,
+    Section,
+    fault,
+    faults,
+    plain,
+    shortened,
+    supply,
+)
 from maxstack.data.config import DataConfig, holds_text
 from maxstack.faults.config import FaultsConfig
 from maxstack.foreign import equivalent
@@ -37,15 +48,18 @@ class RunConfig(Section):
     tensorboard: bool = True
     """Write TensorBoard events beside metrics.jsonl."""
     executable: str | None = None
-    """A compiled step to load instead of compiling, as `maxstack plan --save-executable` writes it; null: compile."""
+    """A compiled step to load instead of compiling, as `maxstack plan --save-executable` writes it;
+    null: compile."""
     tuned: str | None = "~/.cache/maxstack/tuned.json"
-    """Table of kernels' block sizes that `maxstack tune` writes and that goes before those that ship; it need not exist. null: none."""
+    """Table of kernels' block sizes that `maxstack tune` writes and that goes before those that
+    ship; it need not exist. null: none."""
     compilation_cache: str | None = "~/.cache/maxstack/xla"
     """Folder that keeps compiled programs between runs; null: none."""
 
 
 class DistributedConfig(Section):
-    """Several processes of one run; each is started with the same configuration and its own number."""
+    """Several processes of one run; each is started with the same configuration and its own
+    number."""
 
     coordinator: str = Field(pattern=r"^.+:[0-9]+$")
     """host:port on the host of process 0; the port is free there, and all processes reach it."""
@@ -68,12 +82,13 @@ class TrainConfig(Section):
     """The loop."""
 
     steps: int = Field(1000, ge=1)
-    """Optimizer steps in the whole run. A run may be given more; where that moves the learning rate of its next step, the log says from what to
-    what."""
+    """Optimizer steps in the whole run. A run may be given more; where that moves the learning rate
+    of its next step, the log says from what to what."""
     batch_size: int = Field(8, ge=1)
     """Rows in a step, over all devices and accumulation."""
     accumulate: int = Field(1, ge=1)
-    """Microbatches a step is split into, one after the other; the update is that of the whole batch."""
+    """Microbatches a step is split into, one after the other; the update is that of the whole
+    batch."""
     seed: int = 0
     """Of the initial weights."""
     profile: ProfileConfig | None = None
@@ -95,23 +110,32 @@ class XlaConfig(Section):
     platform: Literal["cpu", "gpu", "tpu"] | None = None
     """Where the flags count; elsewhere they are left out, and the log says so. null: everywhere."""
     flags: dict[str, bool | int | float | str] = {}
-    """Of XLA, by name without dashes, for the step and for evaluation; the log shows them. One that this XLA does not know is an error."""
+    """Of XLA, by name without dashes, for the step and for evaluation; the log shows them. One that
+    this XLA does not know is an error."""
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> "XlaConfig":
         for name in self.flags:
             if not re.fullmatch(r"\w+", name):
-                raise fault(f"flags.{name}", f"is no flag's name; write it without dashes, as {name.strip('-').replace('-', '_')}")
+                raise fault(
+                    f"flags.{name}",
+                    "is no flag's name; write it without dashes, as "
+                    f"{name.strip('-').replace('-', '_')}",
+                )
             owner = re.match(r"xla_(cpu|gpu|tpu)_", name)
             if owner and owner[1] != self.platform:
-                raise fault(f"flags.{name}", f"is a flag for {owner[1]}, and xla.platform is {self.platform or 'null, for all'}; "
-                            f"set xla.platform: {owner[1]}")
+                raise fault(
+                    f"flags.{name}",
+                    f"is a flag for {owner[1]}, and xla.platform is "
+                    f"{self.platform or 'null, for all'}; "
+                    f"set xla.platform: {owner[1]}",
+                )
         return self
 
 
 class EvalConfig(Section):
-    """Loss and bits per byte on held-out documents: at the start, during and at the end of training.
-    The bytes are those of the documents as UTF-8, whatever a tokenizer makes of them."""
+    """Loss and bits per byte on held-out documents: at the start, during and at the end of
+    training. The bytes are those of the documents as UTF-8, whatever a tokenizer makes of them."""
 
     every: int = Field(0, ge=0)
     """Steps between evaluations; 0: none at all, not even at start and end."""
@@ -159,8 +183,9 @@ def _with_tokenizer(tree: Node) -> Node:
 
 
 def model_of_folder(path: str, name: str) -> tuple[str, dict[str, Any]]:
-    """What `model: {from: name}` means, and the folder at `path`, or else the model of the hub, pinned, that it names: the architecture that its
-    config.json says, computed in float32 if its weights are that and in bfloat16 if not, and its weights to start from."""
+    """What `model: {from: name}` means, and the folder at `path`, or else the model of the hub,
+    pinned, that it names: the architecture that its config.json says, computed in float32 if its
+    weights are that and in bfloat16 if not, and its weights to start from."""
     from maxstack.checkpoint.hf.contents import Contents
 
     of_hub = hub.NAME.fullmatch(name) is not None and not os.path.exists(path)
@@ -168,15 +193,23 @@ def model_of_folder(path: str, name: str) -> tuple[str, dict[str, Any]]:
         raise ConfigError(f"{shortened(path, 200)}: {hub.NOWHERE}")
     where = hub.pinned(name) if of_hub else path
     contents = Contents(where, weights=not of_hub)
-    return where, contents.mapping | {"weights": where, "dtype": "float32" if contents.dtype == "float32" else "bfloat16"}
+    return where, contents.mapping | {
+        "weights": where,
+        "dtype": "float32" if contents.dtype == "float32" else "bfloat16",
+    }
 
 
 class Config(Section):
     """A whole run."""
 
     PRESETS: ClassVar[dict[str, tuple[str, ...]]] = {
-        "": ("recipes", "."), "model": ("models",), "mesh": ("meshes",), "xla": ("xla",),
-        "quantization": ("quantization",), "optimizer": ("optimizers",)}
+        "": ("recipes", "."),
+        "model": ("models",),
+        "mesh": ("meshes",),
+        "xla": ("xla",),
+        "quantization": ("quantization",),
+        "optimizer": ("optimizers",),
+    }
 
     READERS: ClassVar[Readers] = {"model": model_of_folder}
 
@@ -185,9 +218,11 @@ class Config(Section):
     distributed: DistributedConfig | None = None
     """Several processes; null: as the launcher says, or this one alone."""
     runtime: Literal["jax", "pathways"] = "jax"
-    """jax: each process drives the devices of its host. pathways: this process drives all devices, through the proxy at JAX_BACKEND_TARGET."""
+    """jax: each process drives the devices of its host. pathways: this process drives all devices,
+    through the proxy at JAX_BACKEND_TARGET."""
     model: DecoderConfig
-    """The architecture: a preset's name, or a mapping that may hold `preset:`, or `from:` a Hugging Face folder, or Org/Name of the hub."""
+    """The architecture: a preset's name, or a mapping that may hold `preset:`, or `from:` a Hugging
+    Face folder, or Org/Name of the hub."""
     mesh: MeshConfig = MeshConfig()
     """How devices are arranged and tensors spread over them: a preset's name or a mapping."""
     xla: XlaConfig = XlaConfig()

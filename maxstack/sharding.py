@@ -1,4 +1,5 @@
-"""The device mesh, and the table from logical axes to mesh axes. Everything below run.py sees only logical names."""
+"""The device mesh, and the table from logical axes to mesh axes. Everything below run.py sees only
+logical names."""
 
 import contextlib
 import contextvars
@@ -16,45 +17,72 @@ if TYPE_CHECKING:
     import jax
     from jax.sharding import Mesh, PartitionSpec
 
-AXES = ("slices", "stage", "data", "fsdp", "expert", "context", "tensor")  # outermost first: neighbours along the last axes are nearest
+AXES = (
+    "slices",
+    "stage",
+    "data",
+    "fsdp",
+    "expert",
+    "context",
+    "tensor",
+)  # outermost first: neighbours along the last axes are nearest
 Axes = str | tuple[str, ...] | list[str] | None
 RULES: dict[str, Axes] = {
-    "batch": ["slices", "data", "fsdp", "expert", "stage"], "seq": "context", "residual": ["context", "tensor"], "layers": "stage",
-    "embed": ["fsdp", "expert", "context", "stage"], "heads": "tensor", "kv_heads": "tensor", "head_dim": None, "mlp": "tensor",
-    "vocab": ["tensor", "fsdp", "expert", "stage"], "norm": None, "expert": "expert", "latent": None,
+    "batch": ["slices", "data", "fsdp", "expert", "stage"],
+    "seq": "context",
+    "residual": ["context", "tensor"],
+    "layers": "stage",
+    "embed": ["fsdp", "expert", "context", "stage"],
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "head_dim": None,
+    "mlp": "tensor",
+    "vocab": ["tensor", "fsdp", "expert", "stage"],
+    "norm": None,
+    "expert": "expert",
+    "latent": None,
 }
 
 
 class MeshConfig(Section):
-    """Sizes of the mesh axes; their product is the number of devices. One of them may be -1: whatever devices are left."""
+    """Sizes of the mesh axes; their product is the number of devices. One of them may be -1:
+    whatever devices are left."""
 
     slices: int = Field(1, ge=-1)
-    """Groups of devices with a slow network between them (TPU slices); the batch is split over them, and nothing else by default."""
+    """Groups of devices with a slow network between them (TPU slices); the batch is split over
+    them, and nothing else by default."""
     stage: int = Field(1, ge=-1)
-    """Stages of a pipeline: each holds a share of the repetitions of the pattern; outside the pipeline the batch is split over them."""
+    """Stages of a pipeline: each holds a share of the repetitions of the pattern; outside the
+    pipeline the batch is split over them."""
     data: int = Field(-1, ge=-1)
     """Replicas of the weights, each with its own rows."""
     fsdp: int = Field(1, ge=-1)
     """Shards of the weights, gathered when used, each with its own rows."""
     expert: int = Field(1, ge=-1)
-    """Shards of the experts of a mixture, each with its own rows: tokens travel to their experts. Other weights are sharded as over fsdp."""
+    """Shards of the experts of a mixture, each with its own rows: tokens travel to their experts.
+    Other weights are sharded as over fsdp."""
     context: int = Field(1, ge=-1)
     """Parts of each sequence."""
     tensor: int = Field(1, ge=-1)
     """Shards of heads, mlp hidden units and vocabulary."""
     rules: dict[str, Axes] = RULES
-    """Logical axis -> mesh axis, list of mesh axes, or null; merged over the defaults. A mesh axis splits a tensor once, left to right."""
+    """Logical axis -> mesh axis, list of mesh axes, or null; merged over the defaults. A mesh axis
+    splits a tensor once, left to right."""
     optimizer_rules: dict[str, Axes] = {}
-    """Rules for the optimizer's state alone, merged over `rules`: {embed: [data, fsdp]} shards it over replicas too (ZeRO-1); empty: like weights."""
+    """Rules for the optimizer's state alone, merged over `rules`: {embed: [data, fsdp]} shards it
+    over replicas too (ZeRO-1); empty: like weights."""
     offload: Items[Literal["optimizer", "params"]] = ()
-    """What lies in the host's memory between steps and comes to the devices for the update (optimizer) or for the whole step (params)."""
+    """What lies in the host's memory between steps and comes to the devices for the update
+    (optimizer) or for the whole step (params)."""
     context_kind: Literal["ring", "ulysses"] = "ring"
-    """How attention sees a sequence that is split over context: keys and values go around in a ring, tokens in a balanced order, or an all-to-all
-    gives each device whole sequences of some heads."""
+    """How attention sees a sequence that is split over context: keys and values go around in a
+    ring, tokens in a balanced order, or an all-to-all gives each device whole sequences of some
+    heads."""
     microbatches: int | None = Field(None, ge=1)
     """Parts of a batch that follow each other through the stages; null: as many as stages."""
     rounds: int = Field(1, ge=1)
-    """How often a microbatch passes through all stages, each holding as many separate runs of layers: a smaller bubble, more traffic."""
+    """How often a microbatch passes through all stages, each holding as many separate runs of
+    layers: a smaller bubble, more traffic."""
 
     @pydantic.field_validator("rules", mode="before")
     @classmethod
@@ -62,7 +90,9 @@ class MeshConfig(Section):
         return RULES | given if isinstance(given, dict) else given
 
 
-_current: contextvars.ContextVar[tuple["Mesh", MeshConfig] | None] = contextvars.ContextVar("mesh", default=None)
+_current: contextvars.ContextVar[tuple["Mesh", MeshConfig] | None] = contextvars.ContextVar(
+    "mesh", default=None
+)
 
 
 @contextlib.contextmanager
@@ -93,7 +123,8 @@ def mesh() -> "Mesh | None":
 
 
 def make_mesh(cfg: MeshConfig, devices: Sequence[Any]) -> "Mesh":
-    """The mesh of `cfg` over `devices`; raises ConfigError where the sizes do not multiply to their number."""
+    """The mesh of `cfg` over `devices`; raises ConfigError where the sizes do not multiply to their
+    number."""
     import jax
 
     sizes = [getattr(cfg, axis) for axis in AXES]
@@ -102,8 +133,10 @@ def make_mesh(cfg: MeshConfig, devices: Sequence[Any]) -> "Mesh":
         sizes[sizes.index(-1)] = len(devices) // known
     if math.prod(sizes) != len(devices):
         asked = ", ".join(f"mesh.{axis}={size}" for axis, size in zip(AXES, sizes, strict=True))
-        raise ConfigError(f"{asked} needs a multiple of {known} devices, but there are {len(devices)}; "
-                          f"set one axis to -1, or run.virtual_devices={known} to try the mesh on a CPU")
+        raise ConfigError(
+            f"{asked} needs a multiple of {known} devices, but there are {len(devices)}; "
+            f"set one axis to -1, or run.virtual_devices={known} to try the mesh on a CPU"
+        )
     kinds = (jax.sharding.AxisType.Auto,) * len(AXES)
     return jax.sharding.Mesh(arrange(devices, sizes), AXES, axis_types=kinds)
 
@@ -122,7 +155,8 @@ def spec(axes: Sequence[str | None], rules: Mapping[str, Any]) -> "PartitionSpec
 
 
 def constrain(x: "jax.Array", axes: str) -> "jax.Array":
-    """Pin an activation to the mesh by its logical axes, as in `constrain(x_BTD, "batch seq embed")`; nothing on one device."""
+    """Pin an activation to the mesh by its logical axes, as in `constrain(x_BTD, "batch seq
+    embed")`; nothing on one device."""
     import jax
 
     if current() is None:
@@ -132,23 +166,37 @@ def constrain(x: "jax.Array", axes: str) -> "jax.Array":
 
 
 def here(axes: str) -> "PartitionSpec":
-    """The PartitionSpec of logical axes over what `per_device` leaves of the current mesh at this place of the program."""
+    """The PartitionSpec of logical axes over what `per_device` leaves of the current mesh at this
+    place of the program."""
     found = current()
     assert found is not None, "needs a mesh"
     _, free = _free()
-    rules = {logical: [axis for axis in names(axes) if axis in free] for logical, axes in found[1].rules.items()}
+    rules = {
+        logical: [axis for axis in names(axes) if axis in free]
+        for logical, axes in found[1].rules.items()
+    }
     return spec(axes.split(), rules)
 
 
-def per_device(f: "Callable[..., Any]", in_specs: Any, out_specs: Any, axes: frozenset[str] | None = None) -> "Callable[..., Any]":
-    """`f` as each device runs it on its own parts, with collectives by hand over `axes`; None: all that are left.
+def per_device(
+    f: "Callable[..., Any]", in_specs: Any, out_specs: Any, axes: frozenset[str] | None = None
+) -> "Callable[..., Any]":
+    """`f` as each device runs it on its own parts, with collectives by hand over `axes`; None: all
+    that are left.
 
     Inside another `per_device`, only axes that the outer one left to XLA are free.
     """
     import jax
 
     mesh, free = _free()
-    return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes or free, check_vma=False)
+    return jax.shard_map(
+        f,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=axes or free,
+        check_vma=False,
+    )
 
 
 def size_of(*axes: str) -> int:
@@ -168,7 +216,8 @@ def names(axes: Axes) -> tuple[str, ...]:
 
 
 def _free() -> tuple[Any, frozenset[str]]:
-    """The mesh as the program sees it here, and the axes that no surrounding `per_device` has taken."""
+    """The mesh as the program sees it here, and the axes that no surrounding `per_device` has
+    taken."""
     import jax
 
     found, inside = current(), jax.sharding.get_abstract_mesh()

@@ -1,4 +1,5 @@
-"""Stacks on demand: SIGUSR2 makes a process append those of all its threads to a file that the processes of a run share, whatever it is doing."""
+"""Stacks on demand: SIGUSR2 makes a process append those of all its threads to a file that the
+processes of a run share, whatever it is doing."""
 
 import faulthandler
 import os
@@ -21,4 +22,8 @@ def new_file() -> Path:
 def show() -> None:
     """From now on a signal shows this process's stacks, if a file for them is known."""
     if hasattr(signal, "SIGUSR2") and os.path.exists(os.environ.get(FILE, "")):
-        faulthandler.register(signal.SIGUSR2, file=os.open(os.environ[FILE], os.O_WRONLY | os.O_APPEND), all_threads=True)
+        faulthandler.register(
+            signal.SIGUSR2,
+            file=os.open(os.environ[FILE], os.O_WRONLY | os.O_APPEND),
+            all_threads=True,
+        )

@@ -1,4 +1,5 @@
-"""What happens before the first step: processes, compilation cache, the run folder's records, compiling the step."""
+"""What happens before the first step: processes, compilation cache, the run folder's records,
+compiling the step."""
 
 import concurrent.futures
 import contextlib
@@ -55,9 +56,13 @@ def cache(folder: str | None) -> None:
 
 
 def make_mesh(cfg: "Config", devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
-    """The mesh over all devices, or these; ConfigError where a size does not divide by it, now that their number is known."""
+    """The mesh over all devices, or these; ConfigError where a size does not divide by it, now that
+    their number is known."""
     if cfg.faults.elastic and jax.process_count() > 1:
-        raise ConfigError("faults.elastic: is for one process that drives all slices, and there are several; leave it out, they are started again")
+        raise ConfigError(
+            "faults.elastic: is for one process that drives all slices, and there are "
+            "several; leave it out, they are started again"
+        )
     mesh = sharding.make_mesh(cfg.mesh, devices or jax.devices())
     if found := rules.check_devices(cfg, mesh.size):
         raise ConfigError("\n".join(f"{key}: {message}" for key, message in found))
@@ -70,7 +75,8 @@ def folder_of(cfg: "Config") -> Path:
 
 
 def claim(cfg: "Config", first: bool, ending: contextlib.ExitStack) -> Path:
-    """The run's folder, made if need be, and held until `ending` is closed; ConfigError if another process, or another run of this one, has it."""
+    """The run's folder, made if need be, and held until `ending` is closed; ConfigError if another
+    process, or another run of this one, has it."""
     folder = folder_of(cfg)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -79,15 +85,22 @@ def claim(cfg: "Config", first: bool, ending: contextlib.ExitStack) -> Path:
             ending.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise ConfigError(f"run.name: {folder} is in use by another process; wait for it, stop it, or choose another run.name") from error
+        raise ConfigError(
+            f"run.name: {folder} is in use by another process; wait for it, stop it, or "
+            "choose another run.name"
+        ) from error
     except OSError as error:
-        raise ConfigError(f"run.output_dir: cannot write to {folder}: {error.strerror}; choose another run.output_dir") from error
+        raise ConfigError(
+            f"run.output_dir: cannot write to {folder}: {error.strerror}; choose another "
+            "run.output_dir"
+        ) from error
     _check_seen_by_all(folder)
     return folder
 
 
 def _check_seen_by_all(folder: Path) -> None:
-    """ConfigError in a process that does not read in the folder what process 0 writes there: a file that is closed, which a mounted bucket shows."""
+    """ConfigError in a process that does not read in the folder what process 0 writes there: a file
+    that is closed, which a mounted bucket shows."""
     if (processes := Processes()).count == 1:
         return
     token, file = processes.tell("folder", secrets.token_hex(8))[0], folder / ".seen"
@@ -97,24 +110,38 @@ def _check_seen_by_all(folder: Path) -> None:
     deadline = time.monotonic() + SEEN
     while not (file.exists() and file.read_text() == token):
         if time.monotonic() > deadline:
-            raise ConfigError(f"run.output_dir: process {processes.number} on {platform.node()} does not see in {folder} what process 0 writes "
-                              "there; with several hosts, give a folder that all of them see")
+            raise ConfigError(
+                f"run.output_dir: process {processes.number} on {platform.node()} does "
+                f"not see in {folder} what process 0 writes "
+                "there; with several hosts, give a folder that all of them see"
+            )
         time.sleep(0.2)
 
 
 def watched(cfg: "Config", ending: contextlib.ExitStack) -> "Heartbeat | None":
-    """What tells the watchdog of this process what is being done, until `ending` is closed; None where nobody watches."""
+    """What tells the watchdog of this process what is being done, until `ending` is closed; None
+    where nobody watches."""
     if cfg.faults.watchdog is None:
         return None
     from maxstack.faults.heartbeat import Heartbeat
 
-    return ending.enter_context(Heartbeat(cfg.faults.watchdog, folder_of(cfg) / "log.txt", Processes()))
+    return ending.enter_context(
+        Heartbeat(cfg.faults.watchdog, folder_of(cfg) / "log.txt", Processes())
+    )
 
 
-def open_checkpoints(run: Run, folder: Path, say: Callable[[str], None], forced: Sequence[str]) -> "Checkpoints | None":
-    """The run's checkpoints; None where nothing is to be saved or restored, so that orbax is not even imported."""
+def open_checkpoints(
+    run: Run, folder: Path, say: Callable[[str], None], forced: Sequence[str]
+) -> "Checkpoints | None":
+    """The run's checkpoints; None where nothing is to be saved or restored, so that orbax is not
+    even imported."""
     cfg, folder = run.cfg.checkpoint, folder / "checkpoints"
-    if not cfg.every and not cfg.tiers and cfg.restore in ("none", "latest") and not folder.exists():
+    if (
+        not cfg.every
+        and not cfg.tiers
+        and cfg.restore in ("none", "latest")
+        and not folder.exists()
+    ):
         return None
     from maxstack.checkpoint.store import Checkpoints
 
@@ -122,10 +149,15 @@ def open_checkpoints(run: Run, folder: Path, say: Callable[[str], None], forced:
 
 
 def write_records(run: Run, folder: Path) -> None:
-    """config.yml, resolved, with the kernels that serve it in comments, and versions.json beside it."""
+    """config.yml, resolved, with the kernels that serve it in comments, and versions.json beside
+    it."""
     kernels = "".join(f"# kernel: {choice}\n" for choice in run.kernels)
     (folder / "config.yml").write_text(kernels + config.dump(run.cfg))
-    versions: dict[str, Any] = {"maxstack": version("maxstack"), "git": _git_revision(), "python": platform.python_version()}
+    versions: dict[str, Any] = {
+        "maxstack": version("maxstack"),
+        "git": _git_revision(),
+        "python": platform.python_version(),
+    }
     versions |= {name: version(name) for name in PACKAGES}
     versions["devices"] = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
     (folder / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
@@ -136,25 +168,59 @@ def introduce(run: Run, sources: list[str], log: Log, begins: bool = False) -> N
     cfg = run.cfg
     size, opt_size = (count(tree)[1] for tree in (run.abstract.params, run.abstract.opt))
     trained = f", {run.trained:,} of them trained" if run.trained < run.parameters else ""
-    types = ", ".join([cfg.model.param_dtype, *sorted({use.rule.weight_qtype or "" for use in run.treatment.taken.values() if use.mode == "ptq"})])
+    types = ", ".join(
+        [
+            cfg.model.param_dtype,
+            *sorted(
+                {
+                    use.rule.weight_qtype or ""
+                    for use in run.treatment.taken.values()
+                    if use.mode == "ptq"
+                }
+            ),
+        ]
+    )
     mesh = " x ".join(f"{axis}={n}" for axis, n in run.mesh.shape.items() if n > 1) or "one device"
     kind = run.mesh.devices.flat[0].device_kind
     peak = peak_flops(kind)
-    log.say(f"{cfg.run.name}: {run.parameters:,} parameters{trained}, {size / 2**20:,.1f} MiB in {types}; "
-            f"optimizer state {opt_size / 2**20:,.1f} MiB")
-    log.say(f"devices: {run.mesh.size} x {kind} ({mesh}); peak {f'{peak / 1e12:.0f} TFLOP/s' if peak else 'unknown, so no MFU'}; "
-            f"{flops_per_token(cfg.model, cfg.data.seq_len, run.adapters) / 1e6:,.1f} MFLOP a token, causal")
+    log.say(
+        f"{cfg.run.name}: {run.parameters:,} parameters{trained}, {size / 2**20:,.1f} "
+        f"MiB in {types}; "
+        f"optimizer state {opt_size / 2**20:,.1f} MiB"
+    )
+    log.say(
+        f"devices: {run.mesh.size} x {kind} ({mesh}); peak "
+        f"{f'{peak / 1e12:.0f} TFLOP/s' if peak else 'unknown, so no MFU'}; "
+        f"{flops_per_token(cfg.model, cfg.data.seq_len, run.adapters) / 1e6:,.1f} MFLOP "
+        "a token, causal"
+    )
     if (stages := run.mesh.shape["stage"]) > 1:
         idle = bubble(stages, cfg.mesh.rounds, cfg.mesh.microbatches or stages)
-        log.say(f"pipeline: {stages} stages, idle in {idle:.1%} of their turns; more mesh.microbatches or mesh.rounds make that less")
+        log.say(
+            f"pipeline: {stages} stages, idle in {idle:.1%} of their turns; more "
+            "mesh.microbatches or mesh.rounds make that less"
+        )
     if run.treatment.passed:
-        log.say(f"lora: no adapters beside {', '.join(run.treatment.passed)}, which lora.targets match: experts, tables and the head take none")
+        log.say(
+            f"lora: no adapters beside {', '.join(run.treatment.passed)}, which "
+            "lora.targets match: experts, tables and the head take none"
+        )
     if begins and cfg.lora and cfg.model.weights is None:
-        log.say("lora: the base is random: neither model.from nor checkpoint.restore gives its weights, and adapters alone are trained")
-    if begins and cfg.model.weights and (longer := longer_rows(cfg.model.weights, cfg.data.seq_len)):
+        log.say(
+            "lora: the base is random: neither model.from nor checkpoint.restore gives "
+            "its weights, and adapters alone are trained"
+        )
+    if (
+        begins
+        and cfg.model.weights
+        and (longer := longer_rows(cfg.model.weights, cfg.data.seq_len))
+    ):
         log.say(longer)
     if begins and (done := last_step(folder_of(cfg))):
-        log.say(f"this run has metrics up to step {done} and no checkpoint: from step 0; checkpoint.every={cfg.checkpoint.every}")
+        log.say(
+            f"this run has metrics up to step {done} and no checkpoint: from step 0; "
+            f"checkpoint.every={cfg.checkpoint.every}"
+        )
     for choice in run.kernels:
         log.say(f"kernel: {choice}")
     if cfg.xla.flags:
@@ -186,42 +252,63 @@ def last_step(folder: Path) -> int:
 def check_steps(cfg: "Config", begin: int) -> None:
     """ConfigError where the checkpoint is already past train.steps."""
     if begin > cfg.train.steps:
-        raise ConfigError(f"train.steps={cfg.train.steps}, but the run is already at step {begin}; raise train.steps, set checkpoint.restore to an "
-                          "earlier step, or choose another run.name")
+        raise ConfigError(
+            f"train.steps={cfg.train.steps}, but the run is already at step {begin}; "
+            "raise train.steps, set checkpoint.restore to an "
+            "earlier step, or choose another run.name"
+        )
 
 
 def moved_rate(written: dict[str, Any], cfg: "Config", updates: int) -> str:
-    """What is said where the next update has another learning rate than by the configuration that wrote the checkpoint; "" where it has not."""
-    if not written or not (said := optim.moved_rate(written, cfg.optimizer, cfg.train.steps, updates)):
+    """What is said where the next update has another learning rate than by the configuration that
+    wrote the checkpoint; "" where it has not."""
+    if not written or not (
+        said := optim.moved_rate(written, cfg.optimizer, cfg.train.steps, updates)
+    ):
         return ""
-    changed = [f"{key}: {old} -> {new}" for key, old, new in config.difference(written, cfg.model_dump(mode="json"))
-               if key == "train.steps" or key.startswith("optimizer.")]
+    changed = [
+        f"{key}: {old} -> {new}"
+        for key, old, new in config.difference(written, cfg.model_dump(mode="json"))
+        if key == "train.steps" or key.startswith("optimizer.")
+    ]
     return f"{said}; changed: {shortened(', '.join(changed), 400)}"
 
 
 def longer_rows(weights: str, seq_len: int) -> str:
-    """What is said where rows are longer than what the model of a folder was made for; "" where they are not."""
+    """What is said where rows are longer than what the model of a folder was made for; "" where
+    they are not."""
     from maxstack.checkpoint.hf.folder import Folder
 
     most = Folder(weights).config.get("max_position_embeddings")
     if not isinstance(most, int) or seq_len <= most:
         return ""
-    return f"data.seq_len={seq_len} is more than max_position_embeddings={most} of {weights}: later positions are new to these weights"
+    return (
+        f"data.seq_len={seq_len} is more than max_position_embeddings={most} of {weights}: "
+        "later positions are new to these weights"
+    )
 
 
 def check(run: Run) -> None:
-    """Before anything is made: ConfigError where a kernel is asked for that cannot serve, or a flag that the compiler does not know; for a run
-    that has not begun, DataError where model.weights are not of this model, and ConfigError where lora.adapter is not lora's."""
+    """Before anything is made: ConfigError where a kernel is asked for that cannot serve, or a flag
+    that the compiler does not know; for a run that has not begun, DataError where model.weights are
+    not of this model, and ConfigError where lora.adapter is not lora's."""
     cfg, _ = run.cfg, run.kernels
     if (folder_of(cfg) / "quantization.json").is_file():
-        raise ConfigError(f"run.name: {folder_of(cfg)} holds weights in low precision that maxstack quantize made, and stays as it is; give a "
-                          f"run.name of its own: run.name={cfg.run.name}-lora")
+        raise ConfigError(
+            f"run.name: {folder_of(cfg)} holds weights in low precision that maxstack "
+            "quantize made, and stays as it is; give a "
+            f"run.name of its own: run.name={cfg.run.name}-lora"
+        )
     run.check_flags()
     kept = [path for path, use in run.treatment.taken.items() if use.mode == "ptq"]
     _check_rank(run)
     if kept and not cfg.lora and not cfg.optimizer.trainable:
-        raise ConfigError(f"quantization: {len(kept)} weights, {kept[0]} first, would be kept in low precision and never trained (mode ptq), and the "
-                          "rest would be; set lora to train adapters, mode: qt to train in low precision, or optimizer.trainable for what is meant")
+        raise ConfigError(
+            f"quantization: {len(kept)} weights, {kept[0]} first, would be kept in low "
+            "precision and never trained (mode ptq), and the "
+            "rest would be; set lora to train adapters, mode: qt to train in low "
+            "precision, or optimizer.trainable for what is meant"
+        )
     if (folder_of(cfg) / "checkpoints").exists():
         return
     if cfg.lora and cfg.lora.adapter:
@@ -231,22 +318,31 @@ def check(run: Run) -> None:
     from maxstack.checkpoint.hf.contents import Contents
     from maxstack.checkpoint.hf.reader import pieces_of
 
-    pieces_of(Contents(cfg.model.weights), {path: leaf.shape for path, leaf in run.untreated.items()})
+    pieces_of(
+        Contents(cfg.model.weights), {path: leaf.shape for path, leaf in run.untreated.items()}
+    )
 
 
 def _check_rank(run: Run) -> None:
     """ConfigError where an adapter has as many parameters as any weight that it could be beside."""
-    smaller = {path: (min(place.matrix[0], math.prod(place.matrix[1:])), [*place.matrix]) for path, place in run.treatment.adapted.items()}
+    smaller = {
+        path: (min(place.matrix[0], math.prod(place.matrix[1:])), [*place.matrix])
+        for path, place in run.treatment.adapted.items()
+    }
     if not smaller or not run.cfg.lora:
         return
     path, (most, shape) = max(smaller.items(), key=lambda item: item[1][0])
     if run.cfg.lora.rank > most:
-        raise ConfigError(f"lora.rank={run.cfg.lora.rank}: {path} has {shape}, and no target more; an adapter of rank {most} is the whole weight, so "
-                          "give a smaller rank")
+        raise ConfigError(
+            f"lora.rank={run.cfg.lora.rank}: {path} has {shape}, and no target more; an "
+            f"adapter of rank {most} is the whole weight, so "
+            "give a smaller rank"
+        )
 
 
 def fresh(run: Run) -> State:
-    """The state before the first step: random weights, or those of the folder that model.weights names, and the adapter that lora.adapter does."""
+    """The state before the first step: random weights, or those of the folder that model.weights
+    names, and the adapter that lora.adapter does."""
     folder, adapter = run.cfg.model.weights, run.cfg.lora and run.cfg.lora.adapter
     if folder is None and not adapter:
         return run.init()
@@ -261,9 +357,17 @@ def fresh(run: Run) -> State:
     return run.begun(loaded)
 
 
-def go_back(found: "Rewind | Recompute", run: Run, saves: "Checkpoints | None", feed: "Feed", start: np.ndarray, policy: "Policy", log: Log) -> State:
-    """The state at the newest checkpoint before the batches of a rewind, or before the step to recompute, with the feed set to go on there.
-    `start`: where the feed began."""
+def go_back(
+    found: "Rewind | Recompute",
+    run: Run,
+    saves: "Checkpoints | None",
+    feed: "Feed",
+    start: np.ndarray,
+    policy: "Policy",
+    log: Log,
+) -> State:
+    """The state at the newest checkpoint before the batches of a rewind, or before the step to
+    recompute, with the feed set to go on there. `start`: where the feed began."""
     state = saves.restore(feed, before=found.first) if saves else None
     notes = saves.notes if saves and state is not None else {}
     if state is None:
@@ -271,7 +375,10 @@ def go_back(found: "Rewind | Recompute", run: Run, saves: "Checkpoints | None", 
         state = saves.restore(feed) if saves and run.cfg.checkpoint.elsewhere else fresh(run)
         assert state is not None, "a path gives a state or an error"
     if isinstance(found, Rewind):
-        log.say(f"rewound to step {int(state.step)}; the batches of steps {found.first} to {found.last} will be passed over (faults.spike)")
+        log.say(
+            f"rewound to step {int(state.step)}; the batches of steps {found.first} to "
+            f"{found.last} will be passed over (faults.spike)"
+        )
     else:
         policy.restore(notes)
         log.say(f"back to step {int(state.step)}")
@@ -279,12 +386,15 @@ def go_back(found: "Rewind | Recompute", run: Run, saves: "Checkpoints | None", 
 
 
 def compile_step(run: Run) -> "concurrent.futures.Future[tuple[Any, float]]":
-    """Compile the step, or load it from run.executable, while the caller goes on -> (compiled step, seconds)."""
+    """Compile the step, or load it from run.executable, while the caller goes on -> (compiled step,
+    seconds)."""
 
     def work() -> tuple[Any, float]:
         begin = time.perf_counter()
         if run.cfg.run.executable:
-            return executable.load(run, Path(run.cfg.run.executable).expanduser()), time.perf_counter() - begin
+            return executable.load(
+                run, Path(run.cfg.run.executable).expanduser()
+            ), time.perf_counter() - begin
         return run.compile(run.lower()), time.perf_counter() - begin
 
     pool = concurrent.futures.ThreadPoolExecutor(1, "compile")
@@ -294,7 +404,8 @@ def compile_step(run: Run) -> "concurrent.futures.Future[tuple[Any, float]]":
 
 
 class Profiler:
-    """jax's profiler over the steps that train.profile names; the trace lies in the run's folder."""
+    """jax's profiler over the steps that train.profile names; the trace lies in the run's
+    folder."""
 
     def __init__(self, cfg: "ProfileConfig | None", folder: Path, log: Log):
         self._cfg, self._folder, self._log, self._on = cfg, folder / "profile", log, False
@@ -319,6 +430,10 @@ def _git_revision() -> str | None:
     root = Path(maxstack.__file__).parent.parent
     if not (root / ".git").exists():
         return None
-    found = subprocess.run(["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return found.stdout.strip() or None
-

@@ -31,7 +31,8 @@ GRACE = 5.0
 
 
 def program(argv: Sequence[str]) -> int:
-    """`main` as a process of its own; an error that is no mistake of the user's leaves with 70, so that a supervisor tries again."""
+    """`main` as a process of its own; an error that is no mistake of the user's leaves with 70, so
+    that a supervisor tries again."""
     if {"-h", "--help", "--supervise"} & {*argv}:
         return main(argv)
     _use_huge_pages()
@@ -52,19 +53,39 @@ def program(argv: Sequence[str]) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train as the arguments say; the exit code is 0 when all steps are done, 42 when a signal ended it and running it again goes on."""
+    """Train as the arguments say; the exit code is 0 when all steps are done, 42 when a signal
+    ended it and running it again goes on."""
     parser = argparse.ArgumentParser(
-        prog="maxstack train", description="Train a model from one YAML file. The same command again resumes from the last checkpoint.",
+        prog="maxstack train",
+        description="Train a model from one YAML file. The same command again resumes "
+        "from the last "
+        "checkpoint.",
         allow_abbrev=False,
-        epilog="example: maxstack train configs/quickstart.yml train.steps=200 run.name=short")
+        epilog="example: maxstack train configs/quickstart.yml train.steps=200 run.name=short",
+    )
     cli.takes_config(parser)
-    parser.add_argument("--force-config", metavar="KEY", action="append", default=[],
-                        help="go on from a checkpoint although KEY, or a key below it, "
-                        "changed; may be given several times")
-    parser.add_argument("--supervise", action="store_true", help="stay as the parent of the process, and start it again after a crash, "
-                        "a hang or a lost peer, with a growing pause; to end the run, signal every parent")
-    parser.add_argument("--max-restarts", type=int, default=10, metavar="N", help="with --supervise: give up after so many restarts in a row "
-                        "without a new step; by default 10")
+    parser.add_argument(
+        "--force-config",
+        metavar="KEY",
+        action="append",
+        default=[],
+        help="go on from a checkpoint although KEY, or a key below it, "
+        "changed; may be given several times",
+    )
+    parser.add_argument(
+        "--supervise",
+        action="store_true",
+        help="stay as the parent of the process, and start it again after a crash, "
+        "a hang or a lost peer, with a growing pause; to end the run, signal every parent",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=10,
+        metavar="N",
+        help="with --supervise: give up after so many restarts in a row "
+        "without a new step; by default 10",
+    )
     args = parser.parse_intermixed_args(argv)
     if args.max_restarts < 0:
         parser.error(f"--max-restarts {args.max_restarts}: must be 0 or more")
@@ -85,9 +106,15 @@ def main(argv: Sequence[str]) -> int:
     return elastic.train(cfg, once)
 
 
-def train(cfg: "Config", ending: contextlib.ExitStack, forced: Sequence[str] = (), left: Sequence[Any] | None = None) -> int:
-    """One whole run, in its folder. `ending` is closed however it ends: a save that is under way is not lost. `forced`: keys that may have changed
-    since the checkpoint. `left`: the devices that are left of all."""
+def train(
+    cfg: "Config",
+    ending: contextlib.ExitStack,
+    forced: Sequence[str] = (),
+    left: Sequence[Any] | None = None,
+) -> int:
+    """One whole run, in its folder. `ending` is closed however it ends: a save that is under way is
+    not lost. `forced`: keys that may have changed since the checkpoint. `left`: the devices that
+    are left of all."""
     started = time.monotonic()
     if cfg.runtime == "pathways":
         from maxstack.cluster import pathways
@@ -128,7 +155,9 @@ def train(cfg: "Config", ending: contextlib.ExitStack, forced: Sequence[str] = (
         if saves:
             ending.callback(saves.wait)
         state = saves.restore(feed) if saves else None
-    policy = Policy.from_json(cfg.faults, saves.notes) if saves and saves.notes else Policy(cfg.faults)
+    policy = (
+        Policy.from_json(cfg.faults, saves.notes) if saves and saves.notes else Policy(cfg.faults)
+    )
     begin = int(state.step) if state else 0
     startup.check_steps(cfg, begin)
 
@@ -157,7 +186,10 @@ def train(cfg: "Config", ending: contextlib.ExitStack, forced: Sequence[str] = (
         compiled, seconds = compiling.result()
     log.say(f"{'loaded' if cfg.run.executable else 'compiled'} the step in {seconds:.1f} s")
 
-    stop, meter = Preemption(heart.interrupted) if heart else Preemption(), Meter(run, feed, log, writer, ledger, policy)
+    stop, meter = (
+        Preemption(heart.interrupted) if heart else Preemption(),
+        Meter(run, feed, log, writer, ledger, policy),
+    )
     checks = Checks(run, meter, log, writer)
     profiler = startup.Profiler(cfg.train.profile, folder, log)
     eval_loss = None
@@ -227,26 +259,37 @@ def _close(*parts: "Feed | Checkpoints | Writer | Log | None") -> None:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """Before the loop there is nothing to save, and neither a compilation nor a restore under way is worth waiting for."""
+    """Before the loop there is nothing to save, and neither a compilation nor a restore under way
+    is worth waiting for."""
     tell("SIGTERM: leaving before the first step\n")
     os._exit(RETRY)
 
 
 def _end_anyway(code: int) -> None:
-    """A library may have left a thread behind that nobody ends, as Orbax does where it cannot write."""
+    """A library may have left a thread behind that nobody ends, as Orbax does where it cannot
+    write."""
     time.sleep(GRACE)
     sys.stdout.flush()
     os._exit(code)
 
 
 def _use_huge_pages() -> None:
-    """Start over with glibc's allocator in huge pages, where Linux leaves that choice to programs; the process stays the same one.
+    """Start over with glibc's allocator in huge pages, where Linux leaves that choice to programs;
+    the process stays the same one.
 
-    On a CPU, XLA takes and frees its temporaries at every step, and page faults in small pages cost a fifth of the step (EXPERIMENTS.md).
+    On a CPU, XLA takes and frees its temporaries at every step, and page faults in small pages cost
+    a fifth of the step (EXPERIMENTS.md).
     """
     choice = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    if sys.platform == "linux" and "GLIBC_TUNABLES" not in os.environ and choice.exists() and "[madvise]" in choice.read_text():
-        os.execve(sys.executable, sys.orig_argv, os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"})
+    if (
+        sys.platform == "linux"
+        and "GLIBC_TUNABLES" not in os.environ
+        and choice.exists()
+        and "[madvise]" in choice.read_text()
+    ):
+        os.execve(
+            sys.executable, sys.orig_argv, os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""`maxstack tune CONFIG`: measure the kernels that a run could use on this device, and keep their best block sizes."""
+"""`maxstack tune CONFIG`: measure the kernels that a run could use on this device, and keep their
+best block sizes."""
 
 import argparse
 import dataclasses
@@ -37,13 +38,25 @@ class Measured:
 def main(argv: Sequence[str]) -> int:
     """Measure, print tables and keep the best; 1 where a backend gave wrong values."""
     parser = argparse.ArgumentParser(
-        prog="maxstack tune", description="Measure, on the device at hand and at the shapes of a run, every kernel that could serve it with every "
-        "block size worth trying, forward and backward; values are checked against the reference first. The best sizes go into a table that later "
+        prog="maxstack tune",
+        description="Measure, on the device at hand and at the shapes of a run, every kernel that "
+        "could serve it with every "
+        "block size worth trying, forward and backward; values are checked against the "
+        "reference first. The best sizes go into a table that later "
         "runs read.",
-        epilog="example: maxstack tune synthetic model=llama-3.2-1b train.batch_size=8 --ops attention")
+        epilog="example: maxstack tune synthetic model=llama-3.2-1b train.batch_size=8 --ops "
+        "attention",
+    )
     cli.takes_config(parser)
-    parser.add_argument("--ops", metavar="A,B", help="only these ops (default: all that the run uses)")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"how often each is timed, in turn; the fastest counts (default: {ROUNDS})")
+    parser.add_argument(
+        "--ops", metavar="A,B", help="only these ops (default: all that the run uses)"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=ROUNDS,
+        help=f"how often each is timed, in turn; the fastest counts (default: {ROUNDS})",
+    )
     parser.add_argument("--out", metavar="FILE", type=Path, help="the table (default: run.tuned)")
     args = parser.parse_intermixed_args(argv)
     from maxstack import config, devices
@@ -55,7 +68,9 @@ def main(argv: Sequence[str]) -> int:
     if args.rounds < 1:
         raise ConfigError(f"--rounds {args.rounds}: must be 1 or more")
     if out is None:
-        raise ConfigError("run.tuned: is null, so there is no table to write; set it, or give --out FILE")
+        raise ConfigError(
+            "run.tuned: is null, so there is no table to write; set it, or give --out FILE"
+        )
     devices.environment(cfg.run.virtual_devices)
     from maxstack.kernels import tuning
 
@@ -88,19 +103,28 @@ def _choices(cfg: "Config", ops: str | None) -> "list[Choice]":
     from maxstack.run import assemble
 
     every = assemble(cfg, startup.make_mesh(cfg)).kernels
-    found = [choice for choice in every if choice.op in OPS and not getattr(choice.case, "ring", False)]
+    found = [
+        choice for choice in every if choice.op in OPS and not getattr(choice.case, "ring", False)
+    ]
     if len(found) < len(every):
-        print(f"not measured: {', '.join(str(choice) for choice in every if choice not in found)}", file=sys.stderr)
+        print(
+            f"not measured: {', '.join(str(choice) for choice in every if choice not in found)}",
+            file=sys.stderr,
+        )
     if ops is None:
         return found
     have = sorted({choice.op for choice in found})
     if unknown := [name for name in ops.split(",") if name not in have]:
-        raise ConfigError(f"--ops {ops}: this run has nothing to tune named {', '.join(unknown)}; it has {', '.join(have)}")
+        raise ConfigError(
+            f"--ops {ops}: this run has nothing to tune named {', '.join(unknown)}; it "
+            f"has {', '.join(have)}"
+        )
     return [choice for choice in found if choice.op in ops.split(",")]
 
 
 def measured(choice: "Choice", rounds: int) -> list[Measured]:
-    """Every backend and size for one case: first their values on a small one like it, then their times, in rounds in which all take turns."""
+    """Every backend and size for one case: first their values on a small one like it, then their
+    times, in rounds in which all take turns."""
     from maxstack.kernels import measure
     from maxstack.kernels.examples import OPS
 
@@ -108,20 +132,38 @@ def measured(choice: "Choice", rounds: int) -> list[Measured]:
     small, whole = example(smaller(choice.case)), example(choice.case)
     results: list[Measured] = []
     runs: dict[int, tuple[Any, ...]] = {}
-    for backend, blocks in tqdm.tqdm(list(_tries(op.backends, choice.case)), desc=f"{choice.op}: checking", unit=" kernels", disable=None):
+    for backend, blocks in tqdm.tqdm(
+        list(_tries(op.backends, choice.case)),
+        desc=f"{choice.op}: checking",
+        unit=" kernels",
+        disable=None,
+    ):
         one = Measured(backend.name, blocks)
         try:
-            off, most = measure.deviation(op["reference"], backend, blocks or None, small), measure.TOLERANCE[choice.case.dtype]
+            off, most = (
+                measure.deviation(op["reference"], backend, blocks or None, small),
+                measure.TOLERANCE[choice.case.dtype],
+            )
             if off > most:
-                one = dataclasses.replace(one, wrong=f"differs from the reference by {off:.2g} of the largest value, more than {most}")
+                one = dataclasses.replace(
+                    one,
+                    wrong=f"differs from the reference by {off:.2g} of the largest value, more "
+                    f"than {most}",
+                )
             else:
                 runs[len(results)] = measure.call(backend, blocks or None, whole)
-        except Exception as error:  # what a compiler or the memory refuses is no candidate, and the table says so
-            one = dataclasses.replace(one, failed=str(error).strip().partition("\n")[0][:100] or type(error).__name__)
+        except (
+            Exception
+        ) as error:  # what a compiler or the memory refuses is no candidate, and the table says so
+            one = dataclasses.replace(
+                one, failed=str(error).strip().partition("\n")[0][:100] or type(error).__name__
+            )
         results.append(one)
     for _ in tqdm.trange(rounds, desc=f"{choice.op}: timing", unit=" rounds", disable=None):
         for place, run in runs.items():
-            results[place] = dataclasses.replace(results[place], seconds=min(results[place].seconds, measure.seconds(run[0], run[1])))
+            results[place] = dataclasses.replace(
+                results[place], seconds=min(results[place].seconds, measure.seconds(run[0], run[1]))
+            )
     return results
 
 
@@ -133,14 +175,24 @@ def _tries(backends: "Sequence[Backend]", case: Any) -> "Iterator[tuple[Backend,
 
 
 def best(choice: "Choice", results: list[Measured]) -> list[dict[str, Any]]:
-    """A row of the table for the fastest sizes of each backend that has some, beside its default's time."""
+    """A row of the table for the fastest sizes of each backend that has some, beside its default's
+    time."""
     found = []
     for name in dict.fromkeys(one.backend for one in results if one.blocks):
         own = [one for one in results if one.backend == name]
         fastest = min(own, key=lambda one: one.seconds)
         if fastest.seconds < float("inf"):
-            row = {"device": choice.case.device.kind, "op": choice.op, "backend": name, "shape": dict(choice.case.shape_class)}
-            row |= {"blocks": fastest.blocks, "microseconds": _microseconds(fastest), "default_microseconds": _microseconds(own[0])}
+            row = {
+                "device": choice.case.device.kind,
+                "op": choice.op,
+                "backend": name,
+                "shape": dict(choice.case.shape_class),
+            }
+            row |= {
+                "blocks": fastest.blocks,
+                "microseconds": _microseconds(fastest),
+                "default_microseconds": _microseconds(own[0]),
+            }
             found.append(row | {"date": datetime.date.today().isoformat()})
     return found
 
@@ -157,9 +209,26 @@ def report(choice: "Choice", results: list[Measured]) -> Iterator[str]:
     yield f"{choice.op} on {choice.case.device.kind}: {describe(choice.case)}"
     for one in sorted(results, key=lambda one: one.seconds):
         sizes = " ".join(f"{name}={size}" for name, size in one.blocks.items())
-        told = one.wrong and f"WRONG: {one.wrong}" or one.failed and f"failed: {one.failed}" or f"{one.seconds * 1e6:,.0f} us"
-        yield f"  {one.backend:<11} {sizes:<40} {told}{'  (default)' if one.blocks and one is defaults[one.backend] else ''}"
+        told = (
+            one.wrong
+            and f"WRONG: {one.wrong}"
+            or one.failed
+            and f"failed: {one.failed}"
+            or f"{one.seconds * 1e6:,.0f} us"
+        )
+        yield (
+            f"  {one.backend:<11} {sizes:<40} "
+            f"{told}{'  (default)' if one.blocks and one is defaults[one.backend] else ''}"
+        )
     fastest = min(results, key=lambda one: one.seconds, default=None)
-    if fastest and fastest.seconds < float("inf") and fastest.backend != choice.backend and choice.backend not in LEAVES_OUT:
-        yield f"  the run takes {choice.backend}; {fastest.backend} was faster here, and can be pinned"
+    if (
+        fastest
+        and fastest.seconds < float("inf")
+        and fastest.backend != choice.backend
+        and choice.backend not in LEAVES_OUT
+    ):
+        yield (
+            f"  the run takes {choice.backend}; {fastest.backend} was faster here, and can "
+            "be pinned"
+        )
     yield ""

@@ -1,6 +1,8 @@
-"""The reference work on this machine's CPU: maxstack and its peers in turn, several rounds interleaved, as tokens/s and ratios.
+"""The reference work on this machine's CPU: maxstack and its peers in turn, several rounds
+interleaved, as tokens/s and ratios.
 
-Then attention over one long row, forward and backward, beside jax.nn.dot_product_attention: seconds, and memory as it grows with the row.
+Then attention over one long row, forward and backward, beside jax.nn.dot_product_attention:
+seconds, and memory as it grows with the row.
 
 example: python scripts/bench_cpu.py --rounds 3 --json bench.json --peer-python ../torch/bin/python
          python scripts/bench_cpu.py --only attention
@@ -32,31 +34,58 @@ PEERS = {
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 CALLS = 3
 """Of the long attention, in each process."""
-TINY = ("train.steps=3", "model.embed=32", "model.layers=1", "model.blocks.block.mlp.hidden=32", "data.seq_len=32")
+TINY = (
+    "train.steps=3",
+    "model.embed=32",
+    "model.layers=1",
+    "model.blocks.block.mlp.hidden=32",
+    "data.seq_len=32",
+)
 RETURNED = {"MALLOC_MMAP_THRESHOLD_": f"{1 << 20}"}
 """glibc then gives back what is freed, so that the peak of a process is what its arrays take."""
 
 
 def main() -> None:
     """Run everything, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="each program runs this often; the median counts")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="each program runs this often; the median counts"
+    )
     parser.add_argument("--only", choices=["step", "attention"], help="one half of it")
-    parser.add_argument("--tiny", action="store_true", help="one round, at sizes that only show that everything runs")
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="one round, at sizes that only show that everything runs",
+    )
     parser.add_argument("--json", type=Path, help="also write every figure here")
-    parser.add_argument("--peer-python", default=sys.executable, help="the interpreter that has torch and transformers, if another")
+    parser.add_argument(
+        "--peer-python",
+        default=sys.executable,
+        help="the interpreter that has torch and transformers, if another",
+    )
     args = parser.parse_args()
     rounds, dtypes = (1, ("f32",)) if args.tiny else (args.rounds, tuple(DTYPES))
-    found = {} if args.only == "attention" else _reference_work(rounds, dtypes, args.peer_python, args.tiny)
+    found = (
+        {}
+        if args.only == "attention"
+        else _reference_work(rounds, dtypes, args.peer_python, args.tiny)
+    )
     if args.only != "step":
         found["attention"] = _long_attention(rounds, (64,) if args.tiny else (2048, 8192))
     if args.json:
         args.json.write_text(json.dumps(found, indent=2) + "\n")
 
 
-def _reference_work(rounds: int, dtypes: tuple[str, ...], peer_python: str, tiny: bool) -> dict[str, Any]:
+def _reference_work(
+    rounds: int, dtypes: tuple[str, ...], peer_python: str, tiny: bool
+) -> dict[str, Any]:
     """Tokens/s of every program in every round, and seconds and GB to the first loss."""
-    pythons = {name: peer_python if "torch" in needs else sys.executable for name, (_, _, needs) in PEERS.items()}
+    pythons = {
+        name: peer_python if "torch" in needs else sys.executable
+        for name, (_, _, needs) in PEERS.items()
+    }
     peers = {name: peer for name, peer in PEERS.items() if _available(name, peer[2], pythons[name])}
     speeds: dict[str, list[float]] = {}
     for number in range(rounds):
@@ -65,32 +94,54 @@ def _reference_work(rounds: int, dtypes: tuple[str, ...], peer_python: str, tiny
             speeds.setdefault(f"maxstack {dtype}", []).append(_ours(dtype, *TINY * tiny))
             for name, (script, words, _) in peers.items():
                 words = [dtype, *words, *["--tiny"] * tiny]
-                speeds.setdefault(f"{name} {dtype}", []).append(_peer(pythons[name], script, words)["tokens_per_second"])
+                speeds.setdefault(f"{name} {dtype}", []).append(
+                    _peer(pythons[name], script, words)["tokens_per_second"]
+                )
     table = {name: statistics.median(values) for name, values in speeds.items()}
     with tempfile.TemporaryDirectory() as cache:
-        start = {kind: _first_loss(kind, f"run.compilation_cache={cache}", *TINY * tiny) for kind in ("cold", "warm")}
+        start = {
+            kind: _first_loss(kind, f"run.compilation_cache={cache}", *TINY * tiny)
+            for kind in ("cold", "warm")
+        }
     print(f"\n{'program':26} {'tokens/s':>9} {'all rounds':>26}   maxstack is x times as fast")
     for name, value in table.items():
         ratio = table[f"maxstack {name.split()[-1]}"] / value
-        print(f"{name:26} {value:9,.0f} {' '.join(f'{v:,.0f}' for v in speeds[name]):>26}   {ratio:.2f}")
+        print(
+            f"{name:26} {value:9,.0f} {' '.join(f'{v:,.0f}' for v in speeds[name]):>26}  "
+            f" {ratio:.2f}"
+        )
     for kind, (seconds, gigabytes) in start.items():
-        print(f"process start to first loss, {kind} compilation cache: {seconds:.1f} s, peak memory {gigabytes:.2f} GB")
+        print(
+            f"process start to first loss, {kind} compilation cache: {seconds:.1f} s, "
+            f"peak memory {gigabytes:.2f} GB"
+        )
     return {"tokens_per_second": speeds, "start": start}
 
 
 def _long_attention(rounds: int, lengths: tuple[int, ...]) -> dict[str, dict[str, Any]]:
-    """`ours 8192` -> seconds of every round, and by how much memory grew, each in a process of its own."""
-    found: dict[str, dict[str, Any]] = {f"{kind} {length}": {"seconds": []} for length in lengths for kind in ("ours", "jax")}
+    """`ours 8192` -> seconds of every round, and by how much memory grew, each in a process of its
+    own."""
+    found: dict[str, dict[str, Any]] = {
+        f"{kind} {length}": {"seconds": []} for length in lengths for kind in ("ours", "jax")
+    }
     for number in range(rounds):
         print(f"round {number + 1}/{rounds} attention", file=sys.stderr, flush=True)
         for name, figures in found.items():
-            figures["seconds"].append(_peer(sys.executable, "attention_cpu.py", [*name.split(), f"{CALLS}"])["seconds"])
+            figures["seconds"].append(
+                _peer(sys.executable, "attention_cpu.py", [*name.split(), f"{CALLS}"])["seconds"]
+            )
     print(f"\n{'attention, length':26} {'seconds':>9} {'x of jax.nn':>11} {'memory grew':>12}")
     for name, figures in found.items():
-        figures["grown_bytes"] = _peer(sys.executable, "attention_cpu.py", [*name.split(), "1"], RETURNED)["grown_bytes"]
+        figures["grown_bytes"] = _peer(
+            sys.executable, "attention_cpu.py", [*name.split(), "1"], RETURNED
+        )["grown_bytes"]
         theirs = statistics.median(found[f"jax {name.split()[1]}"]["seconds"])
         seconds = statistics.median(figures["seconds"])
-        print(f"{name:26} {seconds:9.3f} {theirs / seconds:11.2f} {figures['grown_bytes'] / 2**20:8,.0f} MiB", flush=True)
+        print(
+            f"{name:26} {seconds:9.3f} {theirs / seconds:11.2f} "
+            f"{figures['grown_bytes'] / 2**20:8,.0f} MiB",
+            flush=True,
+        )
     return found
 
 
@@ -98,26 +149,46 @@ def _available(name: str, packages: list[str], python: str) -> bool:
     if python == sys.executable:
         missing = [package for package in packages if importlib.util.find_spec(package) is None]
     else:
-        code = f"import importlib.util; print([p for p in {packages} if importlib.util.find_spec(p) is None])"
-        missing = json.loads(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.replace("'", '"'))
+        code = (
+            f"import importlib.util; print([p for p in {packages} if "
+            "importlib.util.find_spec(p) is None])"
+        )
+        missing = json.loads(
+            subprocess.run(
+                [python, "-c", code], capture_output=True, text=True, check=True
+            ).stdout.replace("'", '"')
+        )
     if missing:
         print(f"{name} is left out: {', '.join(missing)} not installed", file=sys.stderr)
     return not missing
 
 
-def _peer(python: str, script: str, words: list[str], environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+def _peer(
+    python: str, script: str, words: list[str], environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """What the script's last line says."""
-    done = subprocess.run([python, str(HERE / "bench" / script), *words], capture_output=True, text=True, check=False,
-                          env=os.environ | (environment or {}))
+    done = subprocess.run(
+        [python, str(HERE / "bench" / script), *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | (environment or {}),
+    )
     if done.returncode:
         sys.exit(f"{script} {' '.join(words)} failed:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def _ours(dtype: str, *overrides: str) -> float:
-    """The same figure that the peers print: batch tokens over the median step of 20 after the first."""
+    """The same figure that the peers print: batch tokens over the median step of 20 after the
+    first."""
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(_command(folder, f"model.dtype={DTYPES[dtype]}", *overrides), capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            _command(folder, f"model.dtype={DTYPES[dtype]}", *overrides),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         if done.returncode:
             sys.exit(f"maxstack failed:\n{done.stdout}{done.stderr}")
         steps = rows(Path(folder) / "bench-reference" / "metrics.jsonl", "step_seconds")
@@ -126,11 +197,19 @@ def _ours(dtype: str, *overrides: str) -> float:
 
 
 def _command(folder: str, *overrides: str) -> list[str]:
-    return [sys.executable, "-m", "maxstack.train", "bench-reference", f"run.output_dir={folder}", *overrides]
+    return [
+        sys.executable,
+        "-m",
+        "maxstack.train",
+        "bench-reference",
+        f"run.output_dir={folder}",
+        *overrides,
+    ]
 
 
 def _first_loss(kind: str, *overrides: str) -> tuple[float, float]:
-    """Seconds from the start of the process to the first line of metrics.jsonl, and the process's peak memory in GB."""
+    """Seconds from the start of the process to the first line of metrics.jsonl, and the process's
+    peak memory in GB."""
     with tempfile.TemporaryDirectory() as folder:
         begin, metrics = time.perf_counter(), Path(folder) / "bench-reference" / "metrics.jsonl"
         command = _command(folder, "train.steps=3", *overrides)

@@ -1,5 +1,6 @@
-"""All fault drills at full count, on this machine's CPU: an hour or two on 2 cores. The table that results is written into docs/RELIABILITY.md,
-between its markers. A drill that is done stays done, in drills.json, until --again; the exit code is 1 where anything was lost.
+"""All fault drills at full count, on this machine's CPU: an hour or two on 2 cores. The table that
+results is written into docs/RELIABILITY.md, between its markers. A drill that is done stays done,
+in drills.json, until --again; the exit code is 1 where anything was lost.
 
 example: python scripts/drills.py --only 1,5 --jobs 1
 """
@@ -39,24 +40,56 @@ Done = dict[str, dict[str, Any]]
 
 def main() -> int:
     """Run what is not done yet; 1 where a promise was broken."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", metavar="N,N", help="these drills; 0: the skewed clock")
-    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="drills at the same time (default: 2)")
-    parser.add_argument("--count", type=int, metavar="N", help="inject each fault so often, in place of the full count; the table is left as it is")
+    parser.add_argument(
+        "--jobs", type=int, default=2, metavar="N", help="drills at the same time (default: 2)"
+    )
+    parser.add_argument(
+        "--count",
+        type=int,
+        metavar="N",
+        help="inject each fault so often, in place of the full count; the table is left as it is",
+    )
     parser.add_argument("--again", action="store_true", help="forget what is done")
-    parser.add_argument("--seed", type=int, default=None, help="of everything that is drawn; by default another one each time")
-    parser.add_argument("--folder", type=Path, help="where the runs lie, and stay; by default a new one that goes")
-    parser.add_argument("--json", type=Path, default=ROOT / "drills.json", help="what is done (default: %(default)s)")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=None,
+        help="of everything that is drawn; by default another one each time",
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="where the runs lie, and stay; by default a new one that goes"
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        default=ROOT / "drills.json",
+        help="what is done (default: %(default)s)",
+    )
     parser.add_argument("--promises", action="store_true", help="only print the README's table")
     args = parser.parse_args()
     if args.promises:
         print("| | Fault | What is promised |\n|---|---|---|")
-        print("\n".join(f"| {promise.number or ''} | {promise.fault} | {promise.promise} |" for promise in PROMISES))
+        print(
+            "\n".join(
+                f"| {promise.number or ''} | {promise.fault} | {promise.promise} |"
+                for promise in PROMISES
+            )
+        )
         return 0
     wanted = [int(number) for number in args.only.split(",")] if args.only else [*DRILLS]
     if unknown := {*wanted} - DRILLS.keys():
-        parser.error(f"there are no drills {sorted(unknown)}; there are {', '.join(map(str, DRILLS))}")
-    done: Done = json.loads(args.json.read_text()) if args.json.exists() and not args.again and not args.count else {}
+        parser.error(
+            f"there are no drills {sorted(unknown)}; there are {', '.join(map(str, DRILLS))}"
+        )
+    done: Done = (
+        json.loads(args.json.read_text())
+        if args.json.exists() and not args.again and not args.count
+        else {}
+    )
     left = [number for number in wanted if f"{number}" not in done]
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
@@ -70,7 +103,12 @@ def main() -> int:
     print(table)
     if not args.count and {*map(int, done)} >= DRILLS.keys():
         _write(table)
-    return 1 if any(done[f"{number}"]["lost"] for number in wanted if f"{number}" in done) or any(f"{n}" not in done for n in wanted) else 0
+    return (
+        1
+        if any(done[f"{number}"]["lost"] for number in wanted if f"{number}" in done)
+        or any(f"{n}" not in done for n in wanted)
+        else 0
+    )
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
@@ -95,27 +133,50 @@ def _run(numbers: list[int], args: argparse.Namespace, top: Path, done: Done) ->
         shutil.rmtree(folder, ignore_errors=True)
         begin = running[number] = time.monotonic()
         try:
-            found = drill.function(folder, args.count or drill.full, random.Random(f"{seed} {number}"))
-            result = {"injected": found.injected, "survived": found.survived, "lost": found.lost, "notes": found.notes}
+            found = drill.function(
+                folder, args.count or drill.full, random.Random(f"{seed} {number}")
+            )
+            result = {
+                "injected": found.injected,
+                "survived": found.survived,
+                "lost": found.lost,
+                "notes": found.notes,
+            }
         except Exception:  # told, and the others go on
             result = None
             traceback.print_exc()
         with lock:
             del running[number]
             if result:
-                done[f"{number}"] = result | {"seconds": round(time.monotonic() - begin, 1), "seed": seed}
+                done[f"{number}"] = result | {
+                    "seconds": round(time.monotonic() - begin, 1),
+                    "seed": seed,
+                }
                 if not args.count:
                     args.json.write_text(json.dumps(done, indent=1) + "\n")
                 clear = "\r\x1b[K" if sys.stderr.isatty() else ""
-                print(f"{clear}drill {number}: {_words(result)}, {time.monotonic() - begin:.0f} s", *result["notes"], sep="\n  ", flush=True)
+                print(
+                    f"{clear}drill {number}: {_words(result)}, {time.monotonic() - begin:.0f} s",
+                    *result["notes"],
+                    sep="\n  ",
+                    flush=True,
+                )
 
     def show() -> None:
         begin = time.monotonic()
         while not over.wait(1 if sys.stderr.isatty() else 30):
-            state = "; ".join(f"{number}: {_so_far(top / str(number))} of {args.count or DRILLS[number].full}" for number in sorted(running))
+            state = "; ".join(
+                f"{number}: {_so_far(top / str(number))} of {args.count or DRILLS[number].full}"
+                for number in sorted(running)
+            )
             left = len(numbers) - sum(f"{number}" in done for number in numbers)
-            print(f"{chr(13) if sys.stderr.isatty() else ''}{time.monotonic() - begin:5.0f} s, {left} drills left; {state}",
-                  end="\x1b[K" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
+            print(
+                f"{chr(13) if sys.stderr.isatty() else ''}{time.monotonic() - begin:5.0f} "
+                f"s, {left} drills left; {state}",
+                end="\x1b[K" if sys.stderr.isatty() else "\n",
+                file=sys.stderr,
+                flush=True,
+            )
 
     print(f"{len(numbers)} drills, seed {seed}, in {top}", flush=True)
     showing = threading.Thread(target=show, daemon=True)
@@ -145,7 +206,9 @@ def _table(done: Done) -> str:
     for promise in PROMISES:
         if result := done.get(f"{promise.number}"):
             counts = " | ".join(f"{result[name]}" for name in ("injected", "survived", "lost"))
-            lines.append(f"| {promise.number or ''} | {promise.fault} | {promise.promise} | {counts} |")
+            lines.append(
+                f"| {promise.number or ''} | {promise.fault} | {promise.promise} | {counts} |"
+            )
     return "\n".join(lines)
 
 
@@ -155,7 +218,10 @@ def _write(table: str) -> None:
     if BEGIN not in text or END not in text:
         print(f"{path} has no lines {BEGIN} and {END} to write the table between", file=sys.stderr)
         return
-    path.write_text(f"{text.partition(BEGIN)[0]}{BEGIN}\n{table}\n{END}{text.partition(END)[2]}", encoding="utf-8")
+    path.write_text(
+        f"{text.partition(BEGIN)[0]}{BEGIN}\n{table}\n{END}{text.partition(END)[2]}",
+        encoding="utf-8",
+    )
     print(f"wrote the table into {path.relative_to(ROOT)}")
 
 

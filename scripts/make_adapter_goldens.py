@@ -1,7 +1,9 @@
-"""Makes tests/goldens/adapters: random adapters as peft saves them, for models of tests/goldens, and the logits of both together.
+"""Makes tests/goldens/adapters: random adapters as peft saves them, for models of tests/goldens,
+and the logits of both together.
 
-A folder is NAME-FAMILY and holds adapter_config.json and adapter_model.safetensors, and golden.npz: `tokens` int32 [B, T], `lengths` int32 [B] and
-`logits` float32 [B, T, V] (zero at padding). Needs torch, transformers and peft: `make oracle` makes an environment.
+A folder is NAME-FAMILY and holds adapter_config.json and adapter_model.safetensors, and golden.npz:
+`tokens` int32 [B, T], `lengths` int32 [B] and `logits` float32 [B, T, V] (zero at padding). Needs
+torch, transformers and peft: `make oracle` makes an environment.
 
 example: python scripts/make_adapter_goldens.py --check
 """
@@ -19,21 +21,63 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 GOLDENS = ROOT / "tests" / "goldens"
 ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "lora": ("llama", {"r": 4, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]}),
-    "dora": ("qwen3", {"r": 3, "use_dora": True, "use_rslora": True, "target_modules": ["q_proj", "down_proj"]}),
+    "lora": (
+        "llama",
+        {
+            "r": 4,
+            "target_modules": [
+                "q_proj",
+                "k_proj",
+                "v_proj",
+                "o_proj",
+                "gate_proj",
+                "up_proj",
+                "down_proj",
+            ],
+        },
+    ),
+    "dora": (
+        "qwen3",
+        {"r": 3, "use_dora": True, "use_rslora": True, "target_modules": ["q_proj", "down_proj"]},
+    ),
     "fused": ("phi3", {"r": 4, "target_modules": ["qkv_proj", "o_proj", "gate_up_proj"]}),
-    "turned": ("gpt2", {"r": 4, "use_rslora": True, "fan_in_fan_out": True, "target_modules": ["c_attn", "c_fc"]}),
-    "latent": ("deepseek_v3", {"r": 2, "target_modules": ["q_b_proj", "kv_b_proj", "kv_a_proj_with_mqa", "o_proj"]}),
+    "turned": (
+        "gpt2",
+        {"r": 4, "use_rslora": True, "fan_in_fan_out": True, "target_modules": ["c_attn", "c_fc"]},
+    ),
+    "latent": (
+        "deepseek_v3",
+        {"r": 2, "target_modules": ["q_b_proj", "kv_b_proj", "kv_a_proj_with_mqa", "o_proj"]},
+    ),
 }
-SAID = ("peft_type", "task_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "use_dora", "bias", "fan_in_fan_out",
-        "rank_pattern", "alpha_pattern", "modules_to_save")
+SAID = (
+    "peft_type",
+    "task_type",
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "target_modules",
+    "use_rslora",
+    "use_dora",
+    "bias",
+    "fan_in_fan_out",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+)
 CLOSE = 1e-5
 
 
 def main() -> int:
     """Make them, or with --check compare; 1 where one differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; make the logits again of the adapters that are there, and compare")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing; make the logits again of the adapters that are there, and compare",
+    )
     args = parser.parse_args()
     wrong = []
     for name, (family, settings) in ADAPTERS.items():
@@ -57,26 +101,41 @@ def make(folder: Path, family: str, settings: dict[str, Any]) -> None:
     torch.manual_seed(0)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    model = AutoModelForCausalLM.from_pretrained(GOLDENS / family, attn_implementation="eager", dtype=torch.float32)
-    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", lora_alpha=6, init_lora_weights=False, **settings))
+    model = AutoModelForCausalLM.from_pretrained(
+        GOLDENS / family, attn_implementation="eager", dtype=torch.float32
+    )
+    adapted = peft.get_peft_model(
+        model,
+        peft.LoraConfig(task_type="CAUSAL_LM", lora_alpha=6, init_lora_weights=False, **settings),
+    )
     with tempfile.TemporaryDirectory() as temporary:
         adapted.save_pretrained(temporary)
         said = json.loads((Path(temporary) / "adapter_config.json").read_text())
-        kept = {key: sorted(said[key]) if key == "target_modules" else said[key] for key in SAID} | {"base_model_name_or_path": family}
+        kept = {
+            key: sorted(said[key]) if key == "target_modules" else said[key] for key in SAID
+        } | {"base_model_name_or_path": family}
         (folder / "adapter_config.json").write_text(json.dumps(kept, indent=2) + "\n")
-        shutil.copyfile(Path(temporary) / "adapter_model.safetensors", folder / "adapter_model.safetensors")
+        shutil.copyfile(
+            Path(temporary) / "adapter_model.safetensors", folder / "adapter_model.safetensors"
+        )
     base = np.load(GOLDENS / family / "golden.npz")
     found = logits(GOLDENS / family, folder, base["tokens"], base["lengths"])
-    np.savez_compressed(folder / "golden.npz", tokens=base["tokens"], lengths=base["lengths"], logits=found)
+    np.savez_compressed(
+        folder / "golden.npz", tokens=base["tokens"], lengths=base["lengths"], logits=found
+    )
 
 
-def logits(model: Path, adapter: Path | None, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def logits(
+    model: Path, adapter: Path | None, tokens: np.ndarray, lengths: np.ndarray
+) -> np.ndarray:
     """Of transformers, with an adapter loaded by peft: float32 [B, T, V], zero at padding."""
     import peft
     import torch
     from transformers import AutoModelForCausalLM
 
-    found = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager", dtype=torch.float32)
+    found = AutoModelForCausalLM.from_pretrained(
+        model, attn_implementation="eager", dtype=torch.float32
+    )
     if adapter:
         found = peft.PeftModel.from_pretrained(found, adapter)
     rows = []

@@ -1,7 +1,9 @@
-"""Write tests/submit/jobset-v1alpha2.json, the schema of a JobSet with its jobs and pods, strict: unknown keys are refused.
+"""Write tests/submit/jobset-v1alpha2.json, the schema of a JobSet with its jobs and pods, strict:
+unknown keys are refused.
 
-`pip install kubeflow-trainer-api==2.3.0` into an environment of its own, and run this there. That package holds the types that JobSet's own OpenAPI
-description gives for v1alpha2; what the CRD (kubernetes-sigs/jobset, config/components/crd/bases) says beyond types of our fields is in CRD
+`pip install kubeflow-trainer-api==2.3.0` into an environment of its own, and run this there. That
+package holds the types that JobSet's own OpenAPI description gives for v1alpha2; what the CRD
+(kubernetes-sigs/jobset, config/components/crd/bases) says beyond types of our fields is in CRD
 below.
 
 example: python scripts/make_jobset_schema.py
@@ -17,19 +19,42 @@ from typing import Any
 OUT = Path(__file__).resolve().parent.parent / "tests/submit/jobset-v1alpha2.json"
 CRD: dict[str, dict[str, Any]] = {
     "JobsetV1alpha2FailurePolicyRule": {
-        "action": {"enum": ["FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts", "RestartJob", "RestartJobAndIgnoreMaxRestarts"]},
-        "name": {"pattern": "^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$"}},
-    "JobsetV1alpha2FailurePolicy": {"restartStrategy": {"enum": ["Recreate", "BlockingRecreate", "InPlaceRestart"]}},
+        "action": {
+            "enum": [
+                "FailJobSet",
+                "RestartJobSet",
+                "RestartJobSetAndIgnoreMaxRestarts",
+                "RestartJob",
+                "RestartJobAndIgnoreMaxRestarts",
+            ]
+        },
+        "name": {"pattern": "^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$"},
+    },
+    "JobsetV1alpha2FailurePolicy": {
+        "restartStrategy": {"enum": ["Recreate", "BlockingRecreate", "InPlaceRestart"]}
+    },
     "IoK8sApiCoreV1PodSpec": {"restartPolicy": {"enum": ["Always", "OnFailure", "Never"]}},
     "IoK8sApiBatchV1JobSpec": {"completionMode": {"enum": ["Indexed", "NonIndexed"]}},
-    "IoK8sApiBatchV1PodFailurePolicyRule": {"action": {"enum": ["Count", "FailIndex", "FailJob", "Ignore"]}},
-    "IoK8sApiBatchV1PodFailurePolicyOnExitCodesRequirement": {"operator": {"enum": ["In", "NotIn"]}}}
-QUANTITY = {"anyOf": [{"type": "integer"}, {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?([KMGTPE]i?|[munk])?$"}]}
+    "IoK8sApiBatchV1PodFailurePolicyRule": {
+        "action": {"enum": ["Count", "FailIndex", "FailJob", "Ignore"]}
+    },
+    "IoK8sApiBatchV1PodFailurePolicyOnExitCodesRequirement": {
+        "operator": {"enum": ["In", "NotIn"]}
+    },
+}
+QUANTITY = {
+    "anyOf": [
+        {"type": "integer"},
+        {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?([KMGTPE]i?|[munk])?$"},
+    ]
+}
 
 
 def main() -> int:
     """Write the file; the exit code."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
     schema = _plain(JobsetV1alpha2JobSet.model_json_schema(by_alias=True))
@@ -37,9 +62,16 @@ def main() -> int:
         for field, more in fields.items():
             schema["$defs"][name]["properties"][field] = more
     for resources in ("limits", "requests"):
-        schema["$defs"]["IoK8sApiCoreV1ResourceRequirements"]["properties"][resources] = {"type": "object", "additionalProperties": QUANTITY}
+        schema["$defs"]["IoK8sApiCoreV1ResourceRequirements"]["properties"][resources] = {
+            "type": "object",
+            "additionalProperties": QUANTITY,
+        }
     schema["$defs"]["IoK8sApimachineryPkgApiResourceQuantity"] = QUANTITY
-    found = {"$comment": f"kubeflow-trainer-api {version('kubeflow-trainer-api')} by scripts/make_jobset_schema.py", **_strict(schema)}
+    found = {
+        "$comment": f"kubeflow-trainer-api {version('kubeflow-trainer-api')} by "
+        "scripts/make_jobset_schema.py",
+        **_strict(schema),
+    }
     OUT.write_text(json.dumps(found, sort_keys=True, separators=(",", ":")) + "\n")
     print(f"{OUT}: {OUT.stat().st_size:,} bytes")
     return 0
@@ -51,7 +83,11 @@ def _plain(schema: Any) -> Any:
         return [_plain(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    kept = {key: value for key, value in schema.items() if key not in ("description", "title", "default") or isinstance(value, dict)}
+    kept = {
+        key: value
+        for key, value in schema.items()
+        if key not in ("description", "title", "default") or isinstance(value, dict)
+    }
     some = [each for each in kept.get("anyOf", []) if each != {"type": "null"}]
     if some and len(some) < len(kept["anyOf"]):
         return _plain(some[0] if len(some) == 1 else {"anyOf": some})
@@ -65,7 +101,11 @@ def _strict(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     found = {key: _strict(value) for key, value in schema.items()}
-    return found | {"additionalProperties": False} if "properties" in found and found.get("type") == "object" else found
+    return (
+        found | {"additionalProperties": False}
+        if "properties" in found and found.get("type") == "object"
+        else found
+    )
 
 
 if __name__ == "__main__":

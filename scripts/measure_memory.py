@@ -1,7 +1,10 @@
-"""What plan says of memory beside what a step really takes, on eight virtual devices of this machine's CPU: bytes of all eight together.
+"""What plan says of memory beside what a step really takes, on eight virtual devices of this
+machine's CPU: bytes of all eight together.
 
-Each run is a process of its own. Measured is the peak of its resident memory while the state is made and two steps run, above what it held before.
-example: python scripts/measure_memory.py 'fine-tuning, all weights' 'fine-tuning, QLoRA: nf4 under rank 16'
+Each run is a process of its own. Measured is the peak of its resident memory while the state is
+made and two steps run, above what it held before.
+example: python scripts/measure_memory.py 'fine-tuning, all weights' 'fine-tuning, QLoRA: nf4 under
+rank 16'
 """
 
 import argparse
@@ -14,10 +17,16 @@ from typing import Any
 
 DEVICES = 8
 ATTENTION = {"kind": "attention", "heads": 8, "kv_heads": 4, "head_dim": 64}
-MLPS = {"dense": {"kind": "gated", "hidden": 2048}, "moe": {"kind": "moe", "experts": 8, "top_k": 2, "hidden": 1024},
-        "wide": {"kind": "gated", "hidden": 16384}}
+MLPS = {
+    "dense": {"kind": "gated", "hidden": 2048},
+    "moe": {"kind": "moe", "experts": 8, "top_k": 2, "hidden": 1024},
+    "wide": {"kind": "gated", "hidden": 16384},
+}
 FEW = {"train": {"batch_size": 8, "steps": 2}}
-NF4 = {"mode": "ptq", "rules": [{"module_path": ".*/(mixer|mlp)/.*", "weight_qtype": "nf4", "tile_size": 64}]}
+NF4 = {
+    "mode": "ptq",
+    "rules": [{"module_path": ".*/(mixer|mlp)/.*", "weight_qtype": "nf4", "tile_size": 64}],
+}
 RUNS = {
     "dense, fsdp 8, no remat": ("dense", {"fsdp": 8}, "none"),
     "dense, fsdp 8, full remat": ("dense", {"fsdp": 8}, "full"),
@@ -27,14 +36,23 @@ RUNS = {
     "MoE, fsdp 2 x expert 4, full remat": ("moe", {"fsdp": 2, "expert": 4}, "full"),
     "fine-tuning, all weights": ("wide", {"fsdp": 8}, "full", FEW),
     "fine-tuning, LoRA of rank 16": ("wide", {"fsdp": 8}, "full", FEW | {"lora": {"rank": 16}}),
-    "fine-tuning, QLoRA: nf4 under rank 16": ("wide", {"fsdp": 8}, "full", FEW | {"lora": {"rank": 16}, "quantization": NF4}),
+    "fine-tuning, QLoRA: nf4 under rank 16": (
+        "wide",
+        {"fsdp": 8},
+        "full",
+        FEW | {"lora": {"rank": 16}, "quantization": NF4},
+    ),
 }
 
 
 def main() -> None:
     """Print a Markdown table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="*", default=[*RUNS], metavar="NAME", help=f"these alone: {'; '.join(RUNS)}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "runs", nargs="*", default=[*RUNS], metavar="NAME", help=f"these alone: {'; '.join(RUNS)}"
+    )
     parser.add_argument("--layers", type=int, default=8, help="of the model (default: 8)")
     args = parser.parse_intermixed_args()
     names = args.runs
@@ -44,12 +62,26 @@ def main() -> None:
     for name in names:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             planned, measured = pool.apply(measure, (args.layers, *RUNS[name]))
-        print(f"| {name} | {planned / 2**20:,.0f} MiB | {measured / 2**20:,.0f} MiB | {measured / planned:.2f} |", flush=True)
+        print(
+            f"| {name} | {planned / 2**20:,.0f} MiB | {measured / 2**20:,.0f} MiB | "
+            f"{measured / planned:.2f} |",
+            flush=True,
+        )
 
 
-def measure(layers: int, kind: str, mesh: dict[str, int], remat: str, more: Mapping[str, Any] = MappingProxyType({})) -> tuple[int, int]:
-    """-> (bytes that plan predicts, bytes measured), each on all devices, with `more` sections of the configuration."""
-    os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}"}
+def measure(
+    layers: int,
+    kind: str,
+    mesh: dict[str, int],
+    remat: str,
+    more: Mapping[str, Any] = MappingProxyType({}),
+) -> tuple[int, int]:
+    """-> (bytes that plan predicts, bytes measured), each on all devices, with `more` sections of
+    the configuration."""
+    os.environ |= {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}",
+    }
     import jax
     import numpy as np
 
@@ -58,16 +90,36 @@ def measure(layers: int, kind: str, mesh: dict[str, int], remat: str, more: Mapp
     from maxstack.run import assemble
     from maxstack.schema import Config
 
-    model = {"vocab": 8192, "embed": 512, "layers": layers, "blocks": {"block": {"mixer": ATTENTION, "mlp": MLPS[kind]}}, "remat": {"policy": remat}}
-    cfg = Config.model_validate({"model": model, "mesh": {"data": 1} | mesh, "train": {"batch_size": 16, "steps": 2}, "data": {
-        "sources": [{"kind": "synthetic", "vocab": 8192}], "seq_len": 512}, "optimizer": {"chain": [{"kind": "adamw"}]}, **more})
+    model = {
+        "vocab": 8192,
+        "embed": 512,
+        "layers": layers,
+        "blocks": {"block": {"mixer": ATTENTION, "mlp": MLPS[kind]}},
+        "remat": {"policy": remat},
+    }
+    cfg = Config.model_validate(
+        {
+            "model": model,
+            "mesh": {"data": 1} | mesh,
+            "train": {"batch_size": 16, "steps": 2},
+            "data": {"sources": [{"kind": "synthetic", "vocab": 8192}], "seq_len": 512},
+            "optimizer": {"chain": [{"kind": "adamw"}]},
+            **more,
+        }
+    )
     run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()))
     compiled = run.step.lower(run.abstract, run.abstract_batch()).compile()
     rows = {name: np.ones(leaf.shape, leaf.dtype) for name, leaf in run.abstract_batch().items()}
     held = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    state = jax.tree.map(lambda leaf: jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index, leaf=leaf: np.ones(
-        leaf.sharding.shard_shape(leaf.shape), leaf.dtype)), run.abstract)
+    state = jax.tree.map(
+        lambda leaf: jax.make_array_from_callback(
+            leaf.shape,
+            leaf.sharding,
+            lambda index, leaf=leaf: np.ones(leaf.sharding.shard_shape(leaf.shape), leaf.dtype),
+        ),
+        run.abstract,
+    )
     for _ in range(2):
         state, scalars = compiled(state, run.place(rows, cfg.train.batch_size))
         jax.block_until_ready((state, scalars))
@@ -76,7 +128,9 @@ def measure(layers: int, kind: str, mesh: dict[str, int], remat: str, more: Mapp
 
 def resident(line: str) -> int:
     """A line of /proc/self/status in bytes."""
-    found = next(row for row in Path("/proc/self/status").read_text().splitlines() if row.startswith(line))
+    found = next(
+        row for row in Path("/proc/self/status").read_text().splitlines() if row.startswith(line)
+    )
     return int(found.split()[1]) * 1024
 
 

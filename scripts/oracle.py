@@ -1,7 +1,10 @@
-"""Holds every model family against transformers as it is installed, and writes the table in docs/MODELS.md.
+"""Holds every model family against transformers as it is installed, and writes the table in
+docs/MODELS.md.
 
-For each golden folder: the golden is made again and compared, our logits and gradients are compared, and the folder is imported, exported and loaded
-by transformers, tensor by tensor. One is trained on 8 virtual devices in between. Needs torch and transformers: `make oracle` makes an environment.
+For each golden folder: the golden is made again and compared, our logits and gradients are
+compared, and the folder is imported, exported and loaded by transformers, tensor by tensor. One is
+trained on 8 virtual devices in between. Needs torch and transformers: `make oracle` makes an
+environment.
 
 example: python scripts/oracle.py --family llama gemma2
 """
@@ -26,43 +29,76 @@ from safetensors.numpy import load_file  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 BEGIN, END = "<!-- written by make oracle -->", "<!-- end -->"
-HEAD = ["| Family | Parameters checked | Logits error | Same argmax | Gradient error | Round trip | transformers loads the export |",
-        "| --- " * 7 + "|"]
+HEAD = [
+    "| Family | Parameters checked | Logits error | Same argmax | Gradient error | Round "
+    "trip | transformers loads the export |",
+    "| --- " * 7 + "|",
+]
 TRAINED = "qwen3_moe"
-ADAPTED = (("llama", "{rank: 4}"), ("qwen3", "{rank: 4, dora: true, rslora: true}"), ("phi3", "{rank: 2}"), ("gpt2", "{rank: 2, dora: true}"),
-           ("deepseek_v3", "{rank: 2, targets: ['.*/mixer']}"), ("qwen3_next", "{rank: 2, targets: ['.*/mixer']}"))
+ADAPTED = (
+    ("llama", "{rank: 4}"),
+    ("qwen3", "{rank: 4, dora: true, rslora: true}"),
+    ("phi3", "{rank: 2}"),
+    ("gpt2", "{rank: 2, dora: true}"),
+    ("deepseek_v3", "{rank: 2, targets: ['.*/mixer']}"),
+    ("qwen3_next", "{rank: 2, targets: ['.*/mixer']}"),
+)
 TEXTS, ADDED = 4000, ("<|im_end|>", "<tool>")
-TOKENIZERS = tuple((kind, named) for kind in ("gpt2", "qwen2", "qwen3", "qwen3_moe")
-                   for named in ("defaults", "added_tokens.json", "tokenizer_config.json"))
+TOKENIZERS = tuple(
+    (kind, named)
+    for kind in ("gpt2", "qwen2", "qwen3", "qwen3_moe")
+    for named in ("defaults", "added_tokens.json", "tokenizer_config.json")
+)
 
 
 def main() -> int:
     """Check the families that are asked for; 1 if one is not at par."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--family", nargs="*", choices=parity.FAMILIES, default=parity.FAMILIES, metavar="NAME",
-                        help="folders of tests/goldens (default: all)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--family",
+        nargs="*",
+        choices=parity.FAMILIES,
+        default=parity.FAMILIES,
+        metavar="NAME",
+        help="folders of tests/goldens (default: all)",
+    )
     families = parser.parse_args().family
     jax.config.update("jax_platforms", "cpu")
     lines, bad = [], []
     named = [word for family in families for word in ("--family", family)]
-    subprocess.run([sys.executable, str(ROOT / "scripts/make_goldens.py"), "--check", *named], check=True)
+    subprocess.run(
+        [sys.executable, str(ROOT / "scripts/make_goldens.py"), "--check", *named], check=True
+    )
     for family in tqdm(families, unit=" families"):
         line, good = _row(family)
         lines.append(line)
         bad += [] if good else [family]
-    subprocess.run([sys.executable, str(ROOT / "scripts/make_adapter_goldens.py"), "--check"], check=True)
+    subprocess.run(
+        [sys.executable, str(ROOT / "scripts/make_adapter_goldens.py"), "--check"], check=True
+    )
     adapters = {f"{family}, {settings}": _adapted(family, settings) for family, settings in ADAPTED}
     bad += [name for name, error in adapters.items() if error > parity.LOGITS]
     error = _trained()
-    lines += ["", f"{TRAINED}, imported, trained for 5 steps on 8 virtual devices (data 2 x fsdp 2 x tensor 2), exported, loaded by it: "
-              f"logits within {error:.1e} of maxstack's own.", "",
-              "Adapters trained by maxstack, exported, and loaded by peft over its model; logits of that, and of the merged export, against "
-              f"maxstack's own: {'; '.join(f'{name}: {error:.1e}' for name, error in adapters.items())}."]
+    lines += [
+        "",
+        f"{TRAINED}, imported, trained for 5 steps on 8 virtual devices (data 2 x fsdp 2 "
+        "x tensor 2), exported, loaded by it: "
+        f"logits within {error:.1e} of maxstack's own.",
+        "",
+        "Adapters trained by maxstack, exported, and loaded by peft over its model; "
+        "logits of that, and of the merged export, against "
+        f"maxstack's own: {'; '.join(f'{name}: {error:.1e}' for name, error in adapters.items())}.",
+    ]
     ids = {f"{kind} ({named})": _tokenized(kind, named) for kind, named in TOKENIZERS}
     bad += [name for name, wrong in ids.items() if wrong]
     said = "; ".join(f"{name}: {wrong or 'none'}" for name, wrong in ids.items())
-    lines += ["", f"Tokenizers read from vocab.json and merges.txt: of {TEXTS:,} texts, those whose "
-              f"ids are not transformers': {said}."]
+    lines += [
+        "",
+        f"Tokenizers read from vocab.json and merges.txt: of {TEXTS:,} texts, those whose "
+        f"ids are not transformers': {said}.",
+    ]
     if families == parity.FAMILIES:
         _write([*HEAD, *lines])
     print("\n".join([*HEAD, *lines]))
@@ -80,33 +116,56 @@ def _row(family: str) -> tuple[str, bool]:
         out = Path(temporary) / "out"
         parity.export_again(folder, out)
         exact, loads = _same_tensors(folder, out), _loads(folder, out)
-    good = found.argmax and found.logits <= parity.LOGITS and found.gradient <= parity.GRADIENT and exact and loads
-    cells = [family, f"{found.parameters:,}", f"{found.logits:.1e}", _yes(found.argmax), f"{found.gradient:.1e}",
-             "bit for bit" if exact else "**differs**", _yes(loads)]
+    good = (
+        found.argmax
+        and found.logits <= parity.LOGITS
+        and found.gradient <= parity.GRADIENT
+        and exact
+        and loads
+    )
+    cells = [
+        family,
+        f"{found.parameters:,}",
+        f"{found.logits:.1e}",
+        _yes(found.argmax),
+        f"{found.gradient:.1e}",
+        "bit for bit" if exact else "**differs**",
+        _yes(loads),
+    ]
     return f"| {' | '.join(cells)} |", good
 
 
 def _same_tensors(folder: Path, out: Path) -> bool:
     ours, theirs = (load_file(place / "model.safetensors") for place in (out, folder))
-    same = [ours[name].dtype == theirs[name].dtype and np.array_equal(ours[name], theirs[name]) for name in theirs if name in ours]
+    same = [
+        ours[name].dtype == theirs[name].dtype and np.array_equal(ours[name], theirs[name])
+        for name in theirs
+        if name in ours
+    ]
     return ours.keys() == theirs.keys() and all(same)
 
 
 def _loads(folder: Path, out: Path) -> bool:
-    """Whether transformers finds every tensor of the export and no other, and gives the golden logits with them."""
+    """Whether transformers finds every tensor of the export and no other, and gives the golden
+    logits with them."""
     return _distance(out, np.load(folder / "golden.npz")) <= parity.LOGITS
 
 
 def _distance(folder: Path, wanted: Mapping[str, np.ndarray]) -> float:
-    """Largest difference of transformers' logits to `logits` of `tokens`, over their deviation; infinite where it does not load every tensor."""
+    """Largest difference of transformers' logits to `logits` of `tokens`, over their deviation;
+    infinite where it does not load every tensor."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, attn_implementation="eager", dtype=torch.float32)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, attn_implementation="eager", dtype=torch.float32
+    )
     if any(report.get(kind) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")):
         return math.inf
     errors, values = [], []
-    for row, length, logits in zip(wanted["tokens"].astype(np.int64), wanted["lengths"], wanted["logits"], strict=True):
+    for row, length, logits in zip(
+        wanted["tokens"].astype(np.int64), wanted["lengths"], wanted["logits"], strict=True
+    ):
         with torch.no_grad():
             found = model(torch.tensor(row[None, :length])).logits[0].numpy()
         errors.append(np.abs(found - logits[:length]).max())
@@ -115,17 +174,38 @@ def _distance(folder: Path, wanted: Mapping[str, np.ndarray]) -> float:
 
 
 def _trained() -> float:
-    """Error of transformers' logits for a model that was imported, trained on a mesh and exported."""
+    """Error of transformers' logits for a model that was imported, trained on a mesh and
+    exported."""
     golden = np.load(parity.GOLDENS / TRAINED / "golden.npz")
     with tempfile.TemporaryDirectory() as temporary:
         run, out = Path(temporary) / "run", Path(temporary) / "out"
         np.savez(Path(temporary) / "tokens.npz", tokens=golden["tokens"], lengths=golden["lengths"])
         commands = [
             ["import", str(parity.GOLDENS / TRAINED), "--out", str(run)],
-            ["train", str(run / "config.yml"), "train.steps=5", "train.batch_size=8", "data.seq_len=32", "model.dtype=float32",
-             "run.virtual_devices=8", "mesh.fsdp=2", "mesh.tensor=2", "optimizer.learning_rate=1e-2"],
-            ["score", str(run), "--tokens", f"{temporary}/tokens.npz", "--out", f"{temporary}/scores.npz", "--logits", "model.dtype=float32"],
-            ["export", str(run), "--out", str(out)]]
+            [
+                "train",
+                str(run / "config.yml"),
+                "train.steps=5",
+                "train.batch_size=8",
+                "data.seq_len=32",
+                "model.dtype=float32",
+                "run.virtual_devices=8",
+                "mesh.fsdp=2",
+                "mesh.tensor=2",
+                "optimizer.learning_rate=1e-2",
+            ],
+            [
+                "score",
+                str(run),
+                "--tokens",
+                f"{temporary}/tokens.npz",
+                "--out",
+                f"{temporary}/scores.npz",
+                "--logits",
+                "model.dtype=float32",
+            ],
+            ["export", str(run), "--out", str(out)],
+        ]
         for command in commands:
             subprocess.run([sys.executable, "-m", "maxstack.cli", *command], check=True)
         with np.load(f"{temporary}/scores.npz") as scores:
@@ -133,23 +213,53 @@ def _trained() -> float:
 
 
 def _adapted(family: str, settings: str) -> float:
-    """Error of peft's logits, and of transformers' for the merged export, for an adapter that was trained on a golden folder."""
+    """Error of peft's logits, and of transformers' for the merged export, for an adapter that was
+    trained on a golden folder."""
     from make_adapter_goldens import logits
 
     golden = np.load(parity.GOLDENS / family / "golden.npz")
     with tempfile.TemporaryDirectory() as temporary:
-        folder, data = Path(temporary), "data={sources: [{kind: synthetic, vocab: 100}], seq_len: 16}"
+        folder, data = (
+            Path(temporary),
+            "data={sources: [{kind: synthetic, vocab: 100}], seq_len: 16}",
+        )
         np.savez(folder / "tokens.npz", tokens=golden["tokens"], lengths=golden["lengths"])
-        (folder / "run.yml").write_text(f"model: {{from: {parity.GOLDENS / family}, dtype: float32}}\nlora: {settings}\n")
+        (folder / "run.yml").write_text(
+            f"model: {{from: {parity.GOLDENS / family}, dtype: float32}}\nlora: {settings}\n"
+        )
         for command in (
-                ["train", str(folder / "run.yml"), data, "run.name=run", f"run.output_dir={temporary}", "train.steps=5", "train.batch_size=8",
-                 "optimizer.learning_rate=2e-2", "checkpoint.every=5"],
-                ["lora", "export", str(folder / "run"), "--out", str(folder / "adapter")],
-                ["score", str(folder / "run"), "--tokens", f"{temporary}/tokens.npz", "--out", f"{temporary}/scores.npz", "--logits"],
-                ["export", str(folder / "run"), "--out", str(folder / "merged")]):
-            subprocess.run([sys.executable, "-m", "maxstack.cli", *command], check=True, stdout=subprocess.DEVNULL)
+            [
+                "train",
+                str(folder / "run.yml"),
+                data,
+                "run.name=run",
+                f"run.output_dir={temporary}",
+                "train.steps=5",
+                "train.batch_size=8",
+                "optimizer.learning_rate=2e-2",
+                "checkpoint.every=5",
+            ],
+            ["lora", "export", str(folder / "run"), "--out", str(folder / "adapter")],
+            [
+                "score",
+                str(folder / "run"),
+                "--tokens",
+                f"{temporary}/tokens.npz",
+                "--out",
+                f"{temporary}/scores.npz",
+                "--logits",
+            ],
+            ["export", str(folder / "run"), "--out", str(folder / "merged")],
+        ):
+            subprocess.run(
+                [sys.executable, "-m", "maxstack.cli", *command],
+                check=True,
+                stdout=subprocess.DEVNULL,
+            )
         with np.load(folder / "scores.npz") as scores:
-            adapted = logits(parity.GOLDENS / family, folder / "adapter", scores["tokens"], scores["lengths"])
+            adapted = logits(
+                parity.GOLDENS / family, folder / "adapter", scores["tokens"], scores["lengths"]
+            )
             far = np.abs(adapted - scores["logits"]).max() / adapted.std()
             return float(max(far, _distance(folder / "merged", scores)))
 
@@ -163,17 +273,30 @@ def _tokenized(model_type: str, named: str) -> int:
     from maxstack.data.byte_level import tokenizer_json
 
     rng, source = random.Random(0), Path(__file__).read_text()
-    ranges = ((9, 14), (32, 127), (160, 192), (768, 832), (2309, 2382), (4352, 4470), (8192, 8234),
-              (12353, 12439), (44032, 44100), (64256, 64262), (65, 91), (128512, 128592))
+    ranges = (
+        (9, 14),
+        (32, 127),
+        (160, 192),
+        (768, 832),
+        (2309, 2382),
+        (4352, 4470),
+        (8192, 8234),
+        (12353, 12439),
+        (44032, 44100),
+        (64256, 64262),
+        (65, 91),
+        (128512, 128592),
+    )
     characters = [chr(code) for low, high in ranges for code in range(low, high)]
     texts = ["".join(rng.choices(characters, k=rng.randint(1, 60))) for _ in range(TEXTS // 2)]
     for start in rng.choices(range(len(source) - 200), k=TEXTS - len(texts)):
-        texts.append(source[start:start + rng.randint(1, 200)] + rng.choice(("", *ADDED)))
+        texts.append(source[start : start + rng.randint(1, 200)] + rng.choice(("", *ADDED)))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         trained = tokenizers.ByteLevelBPETokenizer()
-        trained.train_from_iterator([source], vocab_size=700, show_progress=False,
-                                    special_tokens=["<|endoftext|>"])
+        trained.train_from_iterator(
+            [source], vocab_size=700, show_progress=False, special_tokens=["<|endoftext|>"]
+        )
         trained.save_model(temporary)
         size = trained.get_vocab_size()
         (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
@@ -183,8 +306,10 @@ def _tokenized(model_type: str, named: str) -> int:
             special = {"eos_token": ADDED[0], "additional_special_tokens": [ADDED[0]]}
             (folder / "special_tokens_map.json").write_text(json.dumps(special))
         elif named == "tokenizer_config.json":
-            decoder = {str(size + i): {"content": token, "special": i == 0}
-                       for i, token in enumerate(ADDED)}
+            decoder = {
+                str(size + i): {"content": token, "special": i == 0}
+                for i, token in enumerate(ADDED)
+            }
             (folder / named).write_text(json.dumps({"added_tokens_decoder": decoder}))
         theirs = AutoTokenizer.from_pretrained(folder)
         ours = tokenizers.Tokenizer.from_buffer(tokenizer_json(folder / "vocab.json"))

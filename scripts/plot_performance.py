@@ -1,6 +1,7 @@
 """The plots and tables of docs/PERFORMANCE.md, from the measurements in docs/performance/*.json.
 
-A file there is what bench_gpu.py writes (attention's speed and memory by sequence length) or what profile_step.py writes (a step by component).
+A file there is what bench_gpu.py writes (attention's speed and memory by sequence length) or what
+profile_step.py writes (a step by component).
 example: python scripts/plot_performance.py
 """
 
@@ -19,29 +20,53 @@ Found = dict[str, Any]
 
 def main() -> None:
     """Write what changed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--docs", type=Path, default=DOCS, help="the folder that holds PERFORMANCE.md and performance/")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if something would change")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--docs",
+        type=Path,
+        default=DOCS,
+        help="the folder that holds PERFORMANCE.md and performance/",
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with 1 if something would change"
+    )
     args = parser.parse_args()
-    changed = [path for path, text in written(args.docs).items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    changed = [
+        path
+        for path, text in written(args.docs).items()
+        if not path.exists() or path.read_text(encoding="utf-8") != text
+    ]
     if args.check:
-        raise SystemExit(f"not up to date: {', '.join(map(str, changed))}; run scripts/plot_performance.py" if changed else 0)
+        raise SystemExit(
+            f"not up to date: {', '.join(map(str, changed))}; run scripts/plot_performance.py"
+            if changed
+            else 0
+        )
     for path in changed:
         path.write_text(written(args.docs)[path], encoding="utf-8")
         print(path)
 
 
 def written(docs: Path) -> dict[Path, str]:
-    """Every file that follows from the measurements: the plots, and PERFORMANCE.md with its tables."""
+    """Every file that follows from the measurements: the plots, and PERFORMANCE.md with its
+    tables."""
     files: dict[Path, str] = {}
     page = docs / "PERFORMANCE.md"
     text = page.read_text(encoding="utf-8")
     for source in sorted((docs / "performance").glob("*.json")):
         found = json.loads(source.read_text(encoding="utf-8"))
-        plots = {"components": step_plots, "rows": bench_plots}[next(key for key in ("components", "rows") if key in found)](found, source.stem)
+        plots = {"components": step_plots, "rows": bench_plots}[
+            next(key for key in ("components", "rows") if key in found)
+        ](found, source.stem)
         files |= {docs / "performance" / name: plot for name, plot in plots.items()}
         shown = [f"![{name.removesuffix('.svg')}](performance/{name})" for name in plots]
-        text = _between(text, source.stem, "\n\n".join([*shown, *(tables(found) if "rows" in found else step_table(found))]))
+        text = _between(
+            text,
+            source.stem,
+            "\n\n".join([*shown, *(tables(found) if "rows" in found else step_table(found))]),
+        )
     return files | {page: text}
 
 
@@ -50,15 +75,22 @@ def _between(text: str, name: str, block: str) -> str:
     place = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
     found, count = place.subn(lambda match: f"{match[1]}\n{block}\n\n{match[2]}", text)
     if count != 1:
-        raise SystemExit(f"docs/PERFORMANCE.md has {count} places for {name}.json; write `<!-- {name} -->` and `<!-- end -->` where it belongs")
+        raise SystemExit(
+            f"docs/PERFORMANCE.md has {count} places for {name}.json; write `<!-- {name} "
+            "-->` and `<!-- end -->` where it belongs"
+        )
     return found
 
 
 def bench_plots(found: Found, stem: str) -> dict[str, str]:
     """Attention by sequence length, a plot for each mask and head dim."""
     rows = [row for row in found["rows"] if row["section"] == "attention" and row["status"] == "ok"]
-    return {f"{stem}-attention-{mask}-{dim}.svg": _attention(found, [row for row in rows if (row["mask"], row["head_dim"]) == (mask, dim)])
-            for mask, dim in sorted({(row["mask"], row["head_dim"]) for row in rows})}
+    return {
+        f"{stem}-attention-{mask}-{dim}.svg": _attention(
+            found, [row for row in rows if (row["mask"], row["head_dim"]) == (mask, dim)]
+        )
+        for mask, dim in sorted({(row["mask"], row["head_dim"]) for row in rows})
+    }
 
 
 def _attention(found: Found, rows: list[Found]) -> str:
@@ -66,17 +98,29 @@ def _attention(found: Found, rows: list[Found]) -> str:
     gpu = factor == 1
     published = PUBLISHED if gpu and (first["mask"], first["head_dim"]) == ("causal", 128) else {}
     panels = []
-    for n, (title, key, label, scale) in enumerate((
-            ("Forward", "forward_tflops", unit, factor), ("Backward", "backward_tflops", unit, factor),
-            ("Temporary memory of both", "temporary_bytes", "MiB", 2**-20))):
+    for n, (title, key, label, scale) in enumerate(
+        (
+            ("Forward", "forward_tflops", unit, factor),
+            ("Backward", "backward_tflops", unit, factor),
+            ("Temporary memory of both", "temporary_bytes", "MiB", 2**-20),
+        )
+    ):
         series = _by_backend(rows, key, scale)
-        others = {name: [*map(_pair, figures[n].items())] for name, figures in published.items() if n < 2 and figures[n]}
+        others = {
+            name: [*map(_pair, figures[n].items())]
+            for name, figures in published.items()
+            if n < 2 and figures[n]
+        }
         if series or others:
-            panels.append(Panel(title, "sequence length", label, series | others, n == 2, tuple(others)))
+            panels.append(
+                Panel(title, "sequence length", label, series | others, n == 2, tuple(others))
+            )
     mask = f"window {first['window']:,}" if first["window"] else "causal"
     counted = "visible pairs counted" if first["window"] else "half of T S counted"
     where = found["device"]["kind"] if gpu else found["machine"]["processor"]
-    title = f"Attention, {mask}, head_dim {first['head_dim']}, {first['heads']} heads, {first['dtype']}"
+    title = (
+        f"Attention, {mask}, head_dim {first['head_dim']}, {first['heads']} heads, {first['dtype']}"
+    )
     return line_chart(title, f"{where}, {found['date'][:10]}; {counted}", panels)
 
 
@@ -94,7 +138,10 @@ def _by_backend(rows: list[Found], key: str, scale: float) -> dict[str, list[tup
 
 def tables(found: Found) -> list[str]:
     """Those of the report, each under its name, and the command that made them."""
-    told = [f"`{found['command']}`, {found['date'][:10]}, {found['machine']['processor']}, jax {found['device']['versions']['jax']}:"]
+    told = [
+        f"`{found['command']}`, {found['date'][:10]}, {found['machine']['processor']}, "
+        f"jax {found['device']['versions']['jax']}:"
+    ]
     for section, table in TABLES.items():
         rows = [row for row in found["rows"] if row["section"] == section]
         told += [f"**{section.replace('_', ' ')}**", table(rows, found["device"])] if rows else []
@@ -104,22 +151,37 @@ def tables(found: Found) -> list[str]:
 def step_plots(found: Found, stem: str) -> dict[str, str]:
     """Milliseconds of each component, forward and backward together, and of the rest."""
     rows = [(name, [1e3 * seconds]) for name, seconds in _components(found) if seconds > 0]
-    note = f"{found['device']}, {found['tokens']:,} tokens; the whole step takes {1e3 * found['step']['seconds']:,.1f} ms"
-    return {f"{stem}.svg": bar_chart(f"A training step by component: {found['config']}", note, "ms a step", (), rows)}
+    note = (
+        f"{found['device']}, {found['tokens']:,} tokens; the whole step takes "
+        f"{1e3 * found['step']['seconds']:,.1f} ms"
+    )
+    return {
+        f"{stem}.svg": bar_chart(
+            f"A training step by component: {found['config']}", note, "ms a step", (), rows
+        )
+    }
 
 
 def step_table(found: Found) -> list[str]:
     """The same in numbers."""
     whole = found["step"]["seconds"]
-    rows = [f"| {name} | {1e3 * seconds:,.1f} | {seconds / whole:.1%} |" for name, seconds in [*_components(found), ("the whole step", whole)]]
+    rows = [
+        f"| {name} | {1e3 * seconds:,.1f} | {seconds / whole:.1%} |"
+        for name, seconds in [*_components(found), ("the whole step", whole)]
+    ]
     words = " ".join(["python scripts/profile_step.py", found["config"], *found["overrides"]])
-    return [f"`{words}`, jax {found['jax']}, the median of {found['rounds']} rounds:",
-            "\n".join(["| component | ms a step | share |", "| --- | --- | --- |", *rows])]
+    return [
+        f"`{words}`, jax {found['jax']}, the median of {found['rounds']} rounds:",
+        "\n".join(["| component | ms a step | share |", "| --- | --- | --- |", *rows]),
+    ]
 
 
 def _components(found: Found) -> list[tuple[str, float]]:
     """Seconds a step of every component, the largest first, and of what they leave."""
-    parts = [(f"{row['name']} x {row['count']}" if row["count"] > 1 else row["name"], row["seconds"]) for row in found["components"]]
+    parts = [
+        (f"{row['name']} x {row['count']}" if row["count"] > 1 else row["name"], row["seconds"])
+        for row in found["components"]
+    ]
     return [*sorted(parts, key=lambda part: -part[1]), ("the rest", found["rest"]["seconds"])]
 
 

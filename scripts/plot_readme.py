@@ -1,7 +1,8 @@
 """The pictures of README.md, from the data beside them in docs/pictures.
 
-loss.svg: the quickstart's loss, from loss.json. plan.svg: a screen of `maxstack plan`, from plan.txt.
---metrics makes loss.json anew of a run's metrics.jsonl, --plan runs the plan again into plan.txt.
+loss.svg: the quickstart's loss, from loss.json. plan.svg: a screen of `maxstack plan`, from
+plan.txt. --metrics makes loss.json anew of a run's metrics.jsonl, --plan runs the plan again into
+plan.txt.
 example: python scripts/plot_readme.py --metrics runs/quickstart/metrics.jsonl
          python scripts/plot_readme.py --check
 """

@@ -1,7 +1,9 @@
-"""The training step's time by component on the device at hand: each part compiled alone at the run's shapes, forward and backward, and the whole.
+"""The training step's time by component on the device at hand: each part compiled alone at the
+run's shapes, forward and backward, and the whole.
 
-What the parts leave of the step is shown as the rest: residual additions, gradients put into their stacks, the gradient's norm, what
-rematerialization does again, less what XLA saves by fusing parts with each other. Weights and inputs are random. One device: a mesh is left out.
+What the parts leave of the step is shown as the rest: residual additions, gradients put into their
+stacks, the gradient's norm, what rematerialization does again, less what XLA saves by fusing parts
+with each other. Weights and inputs are random. One device: a mesh is left out.
 
 example: python scripts/profile_step.py bench-reference --rounds 5 --json step.json
          python scripts/profile_step.py configs/quickstart.yml train.batch_size=2
@@ -55,14 +57,29 @@ class Part:
 
 def main() -> None:
     """Measure, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("config", help="a YAML file, or the name of a preset")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="replaces a value of the file")
-    parser.add_argument("--rounds", type=int, default=5, help="every part runs in turn this often; the median counts")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="replaces a value of the file"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=5,
+        help="every part runs in turn this often; the median counts",
+    )
     parser.add_argument("--json", type=Path, help="also write every figure here")
     args = parser.parse_intermixed_args()
-    if sys.platform == "linux" and "GLIBC_TUNABLES" not in os.environ:  # as `maxstack train` starts itself
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"})
+    if (
+        sys.platform == "linux" and "GLIBC_TUNABLES" not in os.environ
+    ):  # as `maxstack train` starts itself
+        os.execve(
+            sys.executable,
+            [sys.executable, *sys.argv],
+            os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
+        )
     import jax
 
     from maxstack import config
@@ -73,8 +90,14 @@ def main() -> None:
     for _ in range(args.rounds):
         for part in found:
             part.time()
-    result = table(found) | {"config": args.config, "overrides": args.overrides, "device": jax.devices()[0].device_kind, "jax": jax.__version__,
-                             "tokens": cfg.train.batch_size * cfg.data.seq_len, "rounds": args.rounds}
+    result = table(found) | {
+        "config": args.config,
+        "overrides": args.overrides,
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "tokens": cfg.train.batch_size * cfg.data.seq_len,
+        "rounds": args.rounds,
+    }
     show(result)
     if args.json:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
@@ -82,10 +105,20 @@ def main() -> None:
 
 def table(found: list[Part]) -> dict[str, Any]:
     """Seconds of the whole step, by component, and what is left."""
-    rows = [{"name": part.name, "count": part.count, "seconds": part.count * statistics.median(part.seconds),
-             "processor_seconds": part.count * statistics.median(part.processor)} for part in found]
+    rows = [
+        {
+            "name": part.name,
+            "count": part.count,
+            "seconds": part.count * statistics.median(part.seconds),
+            "processor_seconds": part.count * statistics.median(part.processor),
+        }
+        for part in found
+    ]
     step, *components = rows
-    rest = {key: step[key] - sum(row[key] for row in components) for key in ("seconds", "processor_seconds")}
+    rest = {
+        key: step[key] - sum(row[key] for row in components)
+        for key in ("seconds", "processor_seconds")
+    }
     return {"step": step, "components": components, "rest": rest}
 
 
@@ -94,8 +127,15 @@ def show(result: dict[str, Any]) -> None:
     whole = result["step"]["seconds"]
     print(f"{result['config']} on {result['device']}, {result['tokens']:,} tokens a step")
     print(f"{'component':34} {'times':>5} {'ms a step':>10} {'share':>7}")
-    for row in (*result["components"], {"name": "the rest", "count": 1} | result["rest"], result["step"]):
-        print(f"{row['name']:34} {row['count']:5} {1e3 * row['seconds']:10.2f} {row['seconds'] / whole:7.1%}")
+    for row in (
+        *result["components"],
+        {"name": "the rest", "count": 1} | result["rest"],
+        result["step"],
+    ):
+        print(
+            f"{row['name']:34} {row['count']:5} {1e3 * row['seconds']:10.2f} "
+            f"{row['seconds'] / whole:7.1%}"
+        )
 
 
 def parts(cfg: Any) -> Iterator[Part]:
@@ -112,8 +152,13 @@ def parts(cfg: Any) -> Iterator[Part]:
     run = assemble(cfg, mesh)
     rng, size = np.random.default_rng(0), (cfg.train.batch_size, cfg.data.seq_len)
     tokens = rng.integers(0, cfg.model.vocab, (size[0], size[1] + 1)).astype(np.int32)
-    rows = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "mask": np.ones(size, np.float32), "segments": np.ones(size, np.int32),
-            "positions": np.broadcast_to(np.arange(size[1], dtype=np.int32), size)}
+    rows = {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "mask": np.ones(size, np.float32),
+        "segments": np.ones(size, np.int32),
+        "positions": np.broadcast_to(np.arange(size[1], dtype=np.int32), size),
+    }
     batch = run.place({name: rows[name] for name in run.keys}, size[0])
     yield whole_step(run, batch)
     params = run.init().params
@@ -167,7 +212,14 @@ def both(name: str, count: int, f: Callable[..., Any], *given: Any) -> Part:
 
     def gradient(*given: Any) -> Any:
         out, pull = jax.vjp(f, *given)
-        return out, pull(jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape).astype(x.dtype), out))
+        return out, pull(
+            jax.tree.map(
+                lambda x: (
+                    jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape).astype(x.dtype)
+                ),
+                out,
+            )
+        )
 
     compiled = jax.jit(gradient).lower(*given).compile()
     return Part(name, count, functools.partial(compiled, *given))
@@ -186,9 +238,16 @@ def of_model(run: Any, params: Any, batch: Any) -> Iterator[Part]:
     context = _context(cfg.model, batch, cfg.data.seq_len)
     shape = (*batch["tokens"].shape, cfg.model.embed)
     x_BTD = jax.numpy.asarray(np.random.default_rng(1).normal(size=shape), cfg.model.dtype)
-    yield both("embedding", pieces, lambda table: (table.astype(cfg.model.dtype))[batch["tokens"]], params["embed"])
+    yield both(
+        "embedding",
+        pieces,
+        lambda table: (table.astype(cfg.model.dtype))[batch["tokens"]],
+        params["embed"],
+    )
     for name, (times, block) in blocks(cfg.model, model, x_BTD, context).items():
-        yield from of_block(name if len(cfg.model.blocks) > 1 else "", times * pieces, block, x_BTD, context, pieces)
+        yield from of_block(
+            name if len(cfg.model.blocks) > 1 else "", times * pieces, block, x_BTD, context, pieces
+        )
 
     class Headed:
         """The model whose blocks are done."""
@@ -202,7 +261,11 @@ def of_model(run: Any, params: Any, batch: Any) -> Iterator[Part]:
         def trunk(self, batch: Any) -> Any:
             return self.x_BTD, {}, context
 
-    of_head = {name: params[name] for name in ("embed", "head", "head_bias", "norm", "mtp") if name in params}
+    of_head = {
+        name: params[name]
+        for name in ("embed", "head", "head_bias", "norm", "mtp")
+        if name in params
+    }
 
     def loss(given: Any, x_BTD: jax.Array) -> jax.Array:
         headed = Headed(nnx.merge(run.graph, nnx.State({**params, **given})), x_BTD)
@@ -223,40 +286,75 @@ def blocks(cfg: Any, model: Any, x_BTD: Any, context: Any) -> dict[str, tuple[in
         if key in model.blocks:
             graph, state = nnx.split(model.blocks[key])
             first.setdefault(name, nnx.merge(graph, jax.tree.map(lambda x: x[0], state)))
-    for part, names in ((model.prefix, cfg.prefix), (model.rest, cfg.order[cfg.layers - len(model.rest):])):
+    for part, names in (
+        (model.prefix, cfg.prefix),
+        (model.rest, cfg.order[cfg.layers - len(model.rest) :]),
+    ):
         for i, name in enumerate(names):
             first.setdefault(name, part[f"{i}"])
     for name in cfg.blocks:
-        if name in first and name in {getattr(block.mixer, "share_kv", None) for block in cfg.blocks.values()}:
+        if name in first and name in {
+            getattr(block.mixer, "share_kv", None) for block in cfg.blocks.values()
+        }:
             context.kept[name] = first[name].keys_values(x_BTD, context)
     return {name: (times, first[name]) for name, times in collections.Counter(cfg.order).items()}
 
 
-def of_block(name: str, times: int, block: Any, x_BTD: Any, context: Any, pieces: int) -> Iterator[Part]:
+def of_block(
+    name: str, times: int, block: Any, x_BTD: Any, context: Any, pieces: int
+) -> Iterator[Part]:
     """Norms, the kernel of the mixer, the rest of the mixer, and the MLP of one kind of block."""
     from flax import nnx
 
     from maxstack.kernels import backends, examples, measure
 
-    norms = [norm for norm in (block.mixer_norm, block.mlp_norm, block.mixer_out_norm, block.mlp_out_norm) if norm is not None]
+    norms = [
+        norm
+        for norm in (block.mixer_norm, block.mlp_norm, block.mixer_out_norm, block.mlp_out_norm)
+        if norm is not None
+    ]
     before = f"{name} " if name else ""
     if norms:
         graph, state = nnx.split(norms[0])
-        yield both(f"{before}norms", times * len(norms), lambda state, x: nnx.merge(graph, state)(x), state, x_BTD)
+        yield both(
+            f"{before}norms",
+            times * len(norms),
+            lambda state, x: nnx.merge(graph, state)(x),
+            state,
+            x_BTD,
+        )
     of_mixer, mixer_state = nnx.split(block.mixer)
     with backends.recording() as made:
-        mixer = both(f"{before}mixer without its kernel", times, lambda state, x: nnx.merge(of_mixer, state)(x, context), mixer_state, x_BTD)
+        mixer = both(
+            f"{before}mixer without its kernel",
+            times,
+            lambda state, x: nnx.merge(of_mixer, state)(x, context),
+            mixer_state,
+            x_BTD,
+        )
     kernels = []
     for choice in made:
         if choice.op == "attention":
             op = examples.OPS["attention"][0]
             example = examples.of_attention(choice.case, batch=x_BTD.shape[0])
             run, given = measure.call(op[choice.backend], choice.blocks, example)
-            kernels.append(Part(f"{before}attention kernel, {choice.backend}", times, functools.partial(run, *given)))
+            kernels.append(
+                Part(
+                    f"{before}attention kernel, {choice.backend}",
+                    times,
+                    functools.partial(run, *given),
+                )
+            )
     yield from kernels
     yield Without(mixer.name, times, mixer.call, kernels)
     of_mlp, mlp_state = nnx.split(block.mlp)
-    yield both(f"{before}MLP", times, lambda state, x: nnx.merge(of_mlp, state)(x, x, context)[0], mlp_state, x_BTD)
+    yield both(
+        f"{before}MLP",
+        times,
+        lambda state, x: nnx.merge(of_mlp, state)(x, x, context)[0],
+        mlp_state,
+        x_BTD,
+    )
 
 
 class Without(Part):

@@ -1,10 +1,11 @@
-"""Write tests/submit/xpk-options.json: the options of the xpk commands that maxstack writes, as xpk's own parser has them.
+"""Write tests/submit/xpk-options.json: the options of the xpk commands that maxstack writes, as
+xpk's own parser has them.
 
-`pip install xpk` into an environment of its own, and run this there. With --check that parser reads a command line from standard input; the exit code
-says whether it takes it.
+`pip install xpk` into an environment of its own, and run this there. With --check that parser reads
+a command line from standard input; the exit code says whether it takes it.
 
-example: maxstack submit synthetic --target xpk --cluster tpu-v5e --dry-run mesh.data=1 mesh.fsdp=64 train.batch_size=64 run.output_dir=/gcs/runs
-         | python scripts/record_xpk_options.py --check
+example: maxstack submit synthetic --target xpk --cluster tpu-v5e --dry-run mesh.data=1 mesh.fsdp=64
+train.batch_size=64 run.output_dir=/gcs/runs | python scripts/record_xpk_options.py --check
 """
 
 import argparse
@@ -21,8 +22,14 @@ COMMANDS = "create", "create-pathways", "list", "delete"
 
 def main() -> int:
     """Write the file, or check a command line; the exit code."""
-    own = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    own.add_argument("--check", action="store_true", help="parse the command on standard input, and write nothing")
+    own = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    own.add_argument(
+        "--check",
+        action="store_true",
+        help="parse the command on standard input, and write nothing",
+    )
     check = own.parse_args().check
     from xpk.parser.core import set_parser
 
@@ -30,26 +37,42 @@ def main() -> int:
     set_parser(parser)
     if check:
         found = parser.parse_args(shlex.split(sys.stdin.read())[1:])
-        print(f"xpk {version('xpk')} takes it: workload {found.workload} on {found.tpu_type or found.device_type}")
+        print(
+            f"xpk {version('xpk')} takes it: workload {found.workload} on "
+            f"{found.tpu_type or found.device_type}"
+        )
         return 0
     workload = _commands(_commands(parser)["workload"])
     found: dict[str, Any] = {"version": version("xpk")}
     for name in COMMANDS:
-        found[name] = [_option(action) for action in workload[name]._actions if action.option_strings and action.dest != "help"]
+        found[name] = [
+            _option(action)
+            for action in workload[name]._actions
+            if action.option_strings and action.dest != "help"
+        ]
     OUT.write_text(json.dumps(found, indent=1) + "\n")
     print(f"{OUT}: {', '.join(f'{name}: {len(found[name])} options' for name in COMMANDS)}")
     return 0
 
 
 def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    return next(action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return next(
+        action.choices
+        for action in parser._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
 
 
 def _option(action: argparse.Action) -> dict[str, Any]:
     """What a recorded parser needs: names, whether it takes a value, how many, which."""
-    return {"names": action.option_strings, "flag": action.nargs == 0, "required": action.required,
-            "append": isinstance(action, argparse._AppendAction), "choices": list(action.choices) if action.choices else None,
-            "type": getattr(action.type, "__name__", None)}
+    return {
+        "names": action.option_strings,
+        "flag": action.nargs == 0,
+        "required": action.required,
+        "append": isinstance(action, argparse._AppendAction),
+        "choices": list(action.choices) if action.choices else None,
+        "type": getattr(action.type, "__name__", None),
+    }
 
 
 if __name__ == "__main__":

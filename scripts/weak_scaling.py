@@ -1,8 +1,10 @@
-"""Weak scaling: 1, 2, 4 and 8 processes on this machine, each with the same rows, and what they communicate; beside it plan's word on slices.
+"""Weak scaling: 1, 2, 4 and 8 processes on this machine, each with the same rows, and what they
+communicate; beside it plan's word on slices.
 
-The share of communication is measured against as many processes at the same time that train the same rows each, but each by itself: they contend for
-this machine's cores alike, and send nothing. Writes docs/cluster/scaling.json, and with it the plot and the tables of docs/CLUSTER.md; --plot makes
-these again of figures that are there.
+The share of communication is measured against as many processes at the same time that train the
+same rows each, but each by itself: they contend for this machine's cores alike, and send nothing.
+Writes docs/cluster/scaling.json, and with it the plot and the tables of docs/CLUSTER.md; --plot
+makes these again of figures that are there.
 example: python scripts/weak_scaling.py --rounds 3
 """
 
@@ -28,21 +30,49 @@ from maxstack.submit.local import members
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 STEPS, WARM = 24, 8
 ROWS = 4
-MODEL = ["model.blocks.block.mlp.hidden=1024", "model.embed=256", "data.seq_len=256", "train.accumulate=1"]
+MODEL = [
+    "model.blocks.block.mlp.hidden=1024",
+    "model.embed=256",
+    "data.seq_len=256",
+    "train.accumulate=1",
+]
 SLICES = 1, 2, 4, 8, 16, 32, 64
-PLAN = "synthetic model=llama-3.1-8b mesh.slices={slices} mesh.data=1 mesh.fsdp=256 data.seq_len=4096 train.batch_size={rows} " \
+PLAN = (
+    "synthetic model=llama-3.1-8b mesh.slices={slices} mesh.data=1 mesh.fsdp=256 "
+    "data.seq_len=4096 train.batch_size={rows} "
     "model.remat.policy=full --topology v5e:16x16*{slices}"
+)
 
 
 def main() -> None:
     """Measure, plan, plot."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="replaces a value of the processes' configuration")
-    parser.add_argument("--counts", type=_counts, default=[1, 2, 4, 8], metavar="N,N", help="of processes (default: 1,2,4,8)")
-    parser.add_argument("--rounds", type=int, default=3, help="each count so often, in turn; the fastest counts")
-    parser.add_argument("--only", choices=["processes", "plan"], help="the other keeps the figures that are there")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="key=value",
+        help="replaces a value of the processes' configuration",
+    )
+    parser.add_argument(
+        "--counts",
+        type=_counts,
+        default=[1, 2, 4, 8],
+        metavar="N,N",
+        help="of processes (default: 1,2,4,8)",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="each count so often, in turn; the fastest counts"
+    )
+    parser.add_argument(
+        "--only", choices=["processes", "plan"], help="the other keeps the figures that are there"
+    )
     parser.add_argument("--plot", action="store_true", help="run nothing")
-    parser.add_argument("--docs", type=Path, default=DOCS, help="the folder that holds CLUSTER.md and cluster/")
+    parser.add_argument(
+        "--docs", type=Path, default=DOCS, help="the folder that holds CLUSTER.md and cluster/"
+    )
     args = parser.parse_intermixed_args()
     path = args.docs / "cluster" / "scaling.json"
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
@@ -50,13 +80,20 @@ def main() -> None:
         found["processes"] = processes(args.counts, args.rounds, args.overrides)
         found["machine"] = f"{os.cpu_count()} cores, {platform.machine()}"
     if not args.plot and args.only != "processes":
-        found["plan"] = {slices: planned(slices) for slices in tqdm(SLICES, unit=" plans", disable=None)}
+        found["plan"] = {
+            slices: planned(slices) for slices in tqdm(SLICES, unit=" plans", disable=None)
+        }
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(found, indent=1) + "\n")
     found = json.loads(path.read_text())
     path.with_suffix(".svg").write_text(plot(found))
     page = args.docs / "CLUSTER.md"
-    text, count = re.subn(r"(?<=<!-- scaling -->\n).*?(?=<!-- end -->)", lambda _: f"\n{table(found)}\n\n", page.read_text(), flags=re.S)
+    text, count = re.subn(
+        r"(?<=<!-- scaling -->\n).*?(?=<!-- end -->)",
+        lambda _: f"\n{table(found)}\n\n",
+        page.read_text(),
+        flags=re.S,
+    )
     assert count == 1, f"{page} has {count} places for the table"
     page.write_text(text)
 
@@ -80,20 +117,42 @@ def measured(count: int, together: bool, overrides: list[str]) -> float:
     """Median seconds of a step, of the slowest process."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as ending:
         batch = ROWS * (count if together else 1)
-        common = [sys.executable, "-m", "maxstack.train", "quickstart", f"run.output_dir={folder}", "run.tensorboard=false", *MODEL,
-                  "eval.every=0", "eval.baselines=false", "checkpoint.every=0", f"train.steps={STEPS}", f"train.batch_size={batch}",
-                  "faults.watchdog=null", *overrides]
+        common = [
+            sys.executable,
+            "-m",
+            "maxstack.train",
+            "quickstart",
+            f"run.output_dir={folder}",
+            "run.tensorboard=false",
+            *MODEL,
+            "eval.every=0",
+            "eval.baselines=false",
+            "checkpoint.every=0",
+            f"train.steps={STEPS}",
+            f"train.batch_size={batch}",
+            "faults.watchdog=null",
+            *overrides,
+        ]
         started = []
         for i, own in enumerate(members(count) if together else [{}] * count):
             name = "run.name=one" if together else f"run.name=run-{i}"
-            process = subprocess.Popen([*common, name], env=os.environ | own | {"JAX_PLATFORMS": "cpu"}, stdout=subprocess.DEVNULL,
-                                       stderr=subprocess.DEVNULL)
+            process = subprocess.Popen(
+                [*common, name],
+                env=os.environ | own | {"JAX_PLATFORMS": "cpu"},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
             started.append(ending.enter_context(process))
         for process in started:
             if process.wait():
                 raise SystemExit(f"{count} processes: one left with {process.returncode}")
         files = sorted(Path(folder).glob("*/metrics.jsonl"))
-        return max(statistics.median(row["step_seconds"] for row in rows(file, "step_seconds") if row["step"] > WARM) for file in files)
+        return max(
+            statistics.median(
+                row["step_seconds"] for row in rows(file, "step_seconds") if row["step"] > WARM
+            )
+            for file in files
+        )
 
 
 def planned(slices: int) -> dict[str, float]:
@@ -101,11 +160,19 @@ def planned(slices: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "plan.json"
         words = PLAN.format(slices=slices, rows=256 * slices).split()
-        subprocess.run([sys.executable, "-m", "maxstack.cli", "plan", *words, "--json", str(target)], check=True, stdout=subprocess.DEVNULL,
-                       stderr=subprocess.DEVNULL)
+        subprocess.run(
+            [sys.executable, "-m", "maxstack.cli", "plan", *words, "--json", str(target)],
+            check=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         plan = json.loads(target.read_text())
-        return {"chips": plan["devices"], "seconds": plan["roofline"]["seconds"], "tokens_per_second": plan["tokens_per_second"],
-                "limit": plan["roofline"]["limit"]}
+        return {
+            "chips": plan["devices"],
+            "seconds": plan["roofline"]["seconds"],
+            "tokens_per_second": plan["tokens_per_second"],
+            "limit": plan["roofline"]["limit"],
+        }
 
 
 def plot(found: dict[str, Any]) -> str:
@@ -114,29 +181,62 @@ def plot(found: dict[str, Any]) -> str:
     if "processes" in found:
         given = {int(count): row for count, row in found["processes"].items()}
         share = {count: 1 - row["apart"] / row["together"] for count, row in given.items()}
-        panels.append(Panel(f"measured: processes on {found['machine']}", "processes", "share of a step", {
-            "communication": [(count, max(0.0, part)) for count, part in share.items()]}))
+        panels.append(
+            Panel(
+                f"measured: processes on {found['machine']}",
+                "processes",
+                "share of a step",
+                {"communication": [(count, max(0.0, part)) for count, part in share.items()]},
+            )
+        )
     if "plan" in found:
         plans = [*found["plan"].values()]
         first = plans[0]["tokens_per_second"] / plans[0]["chips"]
-        panels.append(Panel("plan: Llama 3.1 8B on slices of 256 TPU v5e", "chips", "tokens/s of a chip, over one slice", {
-            "plan's bound": [(row["chips"], row["tokens_per_second"] / row["chips"] / first) for row in plans]}))
-    return line_chart("Weak scaling", "the same rows for each process, or chip, however many there are", panels)
+        panels.append(
+            Panel(
+                "plan: Llama 3.1 8B on slices of 256 TPU v5e",
+                "chips",
+                "tokens/s of a chip, over one slice",
+                {
+                    "plan's bound": [
+                        (row["chips"], row["tokens_per_second"] / row["chips"] / first)
+                        for row in plans
+                    ]
+                },
+            )
+        )
+    return line_chart(
+        "Weak scaling", "the same rows for each process, or chip, however many there are", panels
+    )
 
 
 def table(found: dict[str, Any]) -> str:
     """Both figures in rows."""
     lines = ["![weak scaling](cluster/scaling.svg)", ""]
     if "processes" in found:
-        lines += ["| Processes | A step together | A step each by itself, at once | Communication |", "|---|---|---|---|"]
+        lines += [
+            "| Processes | A step together | A step each by itself, at once | Communication |",
+            "|---|---|---|---|",
+        ]
     for count, row in found.get("processes", {}).items():
-        lines.append(f"| {count} | {row['together'] * 1e3:.0f} ms | {row['apart'] * 1e3:.0f} ms | {1 - row['apart'] / row['together']:.0%} |")
-    lines += ["", "| Slices of TPU v5e:16x16 | Chips | A step at best | Tokens/s of a chip, over one slice | Limited by |", "|---|---|---|---|---|"]
+        lines.append(
+            f"| {count} | {row['together'] * 1e3:.0f} ms | {row['apart'] * 1e3:.0f} ms | "
+            f"{1 - row['apart'] / row['together']:.0%} |"
+        )
+    lines += [
+        "",
+        "| Slices of TPU v5e:16x16 | Chips | A step at best | Tokens/s of a chip, over "
+        "one slice | Limited by |",
+        "|---|---|---|---|---|",
+    ]
     plans = found.get("plan", {})
     for slices, row in plans.items():
         each = row["tokens_per_second"] / row["chips"]
         first = plans["1"]["tokens_per_second"] / plans["1"]["chips"]
-        lines.append(f"| {slices} | {row['chips']:,} | {row['seconds']:.3f} s | {each / first:.1%} | {row['limit']} |")
+        lines.append(
+            f"| {slices} | {row['chips']:,} | {row['seconds']:.3f} s | "
+            f"{each / first:.1%} | {row['limit']} |"
+        )
     return "\n".join(lines)
 
 

@@ -12,10 +12,16 @@ from flags import flags
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "1"  # XLA warns of what it had to replicate
-os.environ["XLA_FLAGS"] = " ".join([
-    flags(xla_backend_optimization_level="0", xla_force_host_platform_device_count="8",
-          xla_cpu_enable_concurrency_optimized_scheduler="false"),
-    os.environ.get("XLA_FLAGS", "")])
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        flags(
+            xla_backend_optimization_level="0",
+            xla_force_host_platform_device_count="8",
+            xla_cpu_enable_concurrency_optimized_scheduler="false",
+        ),
+        os.environ.get("XLA_FLAGS", ""),
+    ]
+)
 
 COMPILED = "MAXSTACK_TESTS_COMPILED"
 ALONE = {
@@ -25,7 +31,8 @@ ALONE = {
 }
 """Tests that share nothing with their file, and may run on another worker than the rest of it."""
 MAPPED = 25_000
-"""Mappings of memory, of which Linux allows a process 65,530; each compiled program takes some, and XLA aborts where it gets no more."""
+"""Mappings of memory, of which Linux allows a process 65,530; each compiled program takes some, and
+XLA aborts where it gets no more."""
 
 
 def pytest_configure(config):

@@ -16,9 +16,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 LIBRARIES = [
-    "jax", "flax.nnx", "optax", "grain", "tensorstore", "orbax.checkpoint.v1", "maxstack.elastic",
-    "maxstack.checkpoint.store", "maxstack.checks", "maxstack.cluster.joining", "maxstack.fit",
-    "maxstack.data.feed", "maxstack.evaluate", "maxstack.goodput", "maxstack.startup"]
+    "jax",
+    "flax.nnx",
+    "optax",
+    "grain",
+    "tensorstore",
+    "orbax.checkpoint.v1",
+    "maxstack.elastic",
+    "maxstack.checkpoint.store",
+    "maxstack.checks",
+    "maxstack.cluster.joining",
+    "maxstack.fit",
+    "maxstack.data.feed",
+    "maxstack.evaluate",
+    "maxstack.goodput",
+    "maxstack.startup",
+]
 """What the server of forks imports. None of them starts a backend of jax."""
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -31,13 +44,21 @@ class Forked:
     `command`: sys.executable, then `-m MODULE` or the path of a program, then its arguments.
     `output`: the file that gets stdout; stderr too, or apart in `errors`."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], output: Path,
-                 errors: Path | None = None, cwd: Path | None = None):
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        output: Path,
+        errors: Path | None = None,
+        cwd: Path | None = None,
+    ):
         self.args = [*command]
         where = str(cwd or Path.cwd())
         environment = {**env, "GLIBC_TUNABLES": ""}  # or train starts its program over, unforked
         self._process = _CONTEXT.Process(
-            target=_program, args=(self.args, environment, where, str(output), str(errors or output)))
+            target=_program,
+            args=(self.args, environment, where, str(output), str(errors or output)),
+        )
         self._process.start()
         self.pid = self._process.pid
 

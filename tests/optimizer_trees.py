@@ -15,18 +15,34 @@ LAYERS, EMBED, HEADS, HEAD_DIM, MLP, VOCAB = 2, 6, 2, 4, 5, 7
 
 def info(*axes):
     """What is known of a weight with these logical axes."""
-    sizes = {"layers": LAYERS, "embed": EMBED, "heads": HEADS, "head_dim": HEAD_DIM, "mlp": MLP, "vocab": VOCAB, "norm": EMBED, "expert": 3}
+    sizes = {
+        "layers": LAYERS,
+        "embed": EMBED,
+        "heads": HEADS,
+        "head_dim": HEAD_DIM,
+        "mlp": MLP,
+        "vocab": VOCAB,
+        "norm": EMBED,
+        "expert": 3,
+    }
     return ParamInfo(tuple(sizes[axis] for axis in axes), jnp.dtype("float32"), axes)
 
 
 INFO = {
-    "blocks": {"block": {
-        "mixer": {"query": info("layers", "embed", "heads", "head_dim"), "query_bias": info("layers", "heads", "head_dim"),
-                  "out": info("layers", "heads", "head_dim", "embed")},
-        "mlp": {"gate": info("layers", "embed", "mlp"), "down": info("layers", "mlp", "embed")},
-        "mixer_norm": {"scale": info("layers", "norm")},
-    }},
-    "embed": info("vocab", "embed"), "head": info("embed", "vocab"), "norm": {"scale": info("norm")},
+    "blocks": {
+        "block": {
+            "mixer": {
+                "query": info("layers", "embed", "heads", "head_dim"),
+                "query_bias": info("layers", "heads", "head_dim"),
+                "out": info("layers", "heads", "head_dim", "embed"),
+            },
+            "mlp": {"gate": info("layers", "embed", "mlp"), "down": info("layers", "mlp", "embed")},
+            "mixer_norm": {"scale": info("layers", "norm")},
+        }
+    },
+    "embed": info("vocab", "embed"),
+    "head": info("embed", "vocab"),
+    "norm": {"scale": info("norm")},
 }
 SMALL = {"w": info("embed", "mlp"), "stack": info("layers", "embed", "mlp"), "norm": info("norm")}
 
@@ -38,7 +54,8 @@ def tree(of, seed=0):
 
 
 def train(tx, of, steps=3, params=None):
-    """Parameters, last updates and state after some updates with random gradients, the same for every transformation."""
+    """Parameters, last updates and state after some updates with random gradients, the same for
+    every transformation."""
     params = tree(of) if params is None else params
     state, updates = jax.jit(tx.init)(params), None
     update = jax.jit(tx.update)
@@ -51,21 +68,29 @@ def train(tx, of, steps=3, params=None):
 
 def first(tx, grads, params):
     """The first updates that a transformation makes of these gradients."""
-    return jax.jit(lambda grads, params: tx.update(grads, tx.init(params), params)[0])(grads, params)
+    return jax.jit(lambda grads, params: tx.update(grads, tx.init(params), params)[0])(
+        grads, params
+    )
 
 
 def built(of=INFO, steps=100, **optimizer):
-    """The transformation of a configuration with a constant learning rate, unless it says otherwise, on whole trees, as a step uses it."""
+    """The transformation of a configuration with a constant learning rate, unless it says
+    otherwise, on whole trees, as a step uses it."""
     return of_whole(OptimizerConfig(**{"schedule": None, **optimizer}), steps, of)
 
 
 def of_whole(cfg, steps, of):
-    """A configuration's transformation, given all parameters: those that are not trained have no state, and their updates are zero."""
+    """A configuration's transformation, given all parameters: those that are not trained have no
+    state, and their updates are zero."""
     chosen = trained(cfg, of)
     tx = build(cfg, steps, of)
 
     def update(grads, state, params, **extra):
         updates, state = tx.update(only(chosen, grads), state, only(chosen, params), **extra)
-        return joined(updates, jax.tree.map(jnp.zeros_like, only(jax.tree.map(operator.not_, chosen), params))), state
+        return joined(
+            updates, jax.tree.map(jnp.zeros_like, only(jax.tree.map(operator.not_, chosen), params))
+        ), state
 
-    return optax.GradientTransformationExtraArgs(lambda params: tx.init(only(chosen, params)), update)
+    return optax.GradientTransformationExtraArgs(
+        lambda params: tx.init(only(chosen, params)), update
+    )

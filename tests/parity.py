@@ -1,4 +1,5 @@
-"""A golden model folder against our decoder: logits and gradients as transformers computed them (scripts/make_goldens.py)."""
+"""A golden model folder against our decoder: logits and gradients as transformers computed them
+(scripts/make_goldens.py)."""
 
 import dataclasses
 import shutil
@@ -20,7 +21,8 @@ from maxstack.models.decoder import abstract
 GOLDENS = Path(__file__).parent / "goldens"
 FAMILIES = sorted(path.name for path in GOLDENS.iterdir() if (path / "golden.npz").exists())
 LOGITS, GRADIENT = 2e-4, 1e-3
-"""Largest errors: of logits scaled to unit deviation, and of the embedding's gradient relative to its largest value."""
+"""Largest errors: of logits scaled to unit deviation, and of the embedding's gradient relative to
+its largest value."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +59,9 @@ def poisoned(folder: Path, out: Path, value: float, file: str = "model.safetenso
 def loaded(contents: Contents | Path, abstract: Any) -> Any:
     """The weights of a folder in the shape of nested dicts."""
     wanted = nnx.traversals.flatten_mapping(abstract, sep="/")
-    return nnx.traversals.unflatten_mapping(dict(load_params(contents, wanted, progress=False)), sep="/")
+    return nnx.traversals.unflatten_mapping(
+        dict(load_params(contents, wanted, progress=False)), sep="/"
+    )
 
 
 def measure(folder: Path) -> Parity:
@@ -67,7 +71,11 @@ def measure(folder: Path) -> Parity:
     _, graph, params = model_and_params(folder)
     places = jnp.arange(tokens.shape[1])
     real = places < lengths[:, None]
-    batch = {"tokens": tokens, "positions": jnp.where(real, places, 0), "segments": real.astype(jnp.int32)}
+    batch = {
+        "tokens": tokens,
+        "positions": jnp.where(real, places, 0),
+        "segments": real.astype(jnp.int32),
+    }
 
     def mean_nll(params: object) -> tuple[jax.Array, jax.Array]:
         model = nnx.merge(graph, nnx.State(params))
@@ -79,8 +87,11 @@ def measure(folder: Path) -> Parity:
     ours, theirs = np.asarray(logits)[np.asarray(real)], golden["logits"][np.asarray(real)]
     gradient, wanted = np.asarray(grads["embed"]), golden["embed_grad"]
     return Parity(
-        parameters=sum(leaf.size for leaf in jax.tree.leaves(params)), logits=float(np.abs(ours - theirs).max() / theirs.std()),
-        argmax=bool((ours.argmax(-1) == theirs.argmax(-1)).all()), gradient=float(np.abs(gradient - wanted).max() / np.abs(wanted).max()))
+        parameters=sum(leaf.size for leaf in jax.tree.leaves(params)),
+        logits=float(np.abs(ours - theirs).max() / theirs.std()),
+        argmax=bool((ours.argmax(-1) == theirs.argmax(-1)).all()),
+        gradient=float(np.abs(gradient - wanted).max() / np.abs(wanted).max()),
+    )
 
 
 def export_again(folder: Path, out: Path) -> None:

@@ -50,10 +50,13 @@ def run(words: list[str], env: Mapping[str, str], code: int = 0, cwd: Path | Non
 
 
 def interrupt(config: Path, folder: Path, after: int, number: int, *overrides: str) -> int:
-    """Start a run, send it a signal once it has reported step `after`, or for 0 once it has its folder; its exit code."""
+    """Start a run, send it a signal once it has reported step `after`, or for 0 once it has its
+    folder; its exit code."""
     process = Forked(command(config, *overrides), environment(), Path(os.devnull))
     deadline = time.monotonic() + 240
-    while process.poll() is None and not (any(row["step"] >= after for row in rows(folder)) if after else (folder / ".lock").exists()):
+    while process.poll() is None and not (
+        any(row["step"] >= after for row in rows(folder)) if after else (folder / ".lock").exists()
+    ):
         assert time.monotonic() < deadline, "the run never reached the step"
         time.sleep(0.02)
     process.send_signal(number)
@@ -70,17 +73,26 @@ def stand_ins(folder: Path, programs: Mapping[str, str]) -> dict[str, str]:
 
 
 def training(submitted: int, number: int) -> int:
-    """The pid of training process `number` below its supervisor, below the process of `maxstack submit --target local`."""
+    """The pid of training process `number` below its supervisor, below the process of `maxstack
+    submit --target local`."""
+
     def children(pid: int) -> list[int]:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [
+            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
 
     own = f"JAX_PROCESS_ID={number}".encode()
-    supervisor = next(pid for pid in children(submitted) if own in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+    supervisor = next(
+        pid
+        for pid in children(submitted)
+        if own in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    )
     return children(supervisor)[0]
 
 
 def rows(folder: Path, key: str = "loss") -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl that hold `key`, in order, without a last one still being written."""
+    """The rows of metrics.jsonl that hold `key`, in order, without a last one still being
+    written."""
     path = folder / "metrics.jsonl"
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [row for row in map(json.loads, lines) if key in row]
@@ -88,19 +100,45 @@ def rows(folder: Path, key: str = "loss") -> list[dict[str, Any]]:
 
 def numbers(folder: Path, key: str = "loss") -> dict[int, dict[str, Any]]:
     """Step -> everything in its last row that does not depend on the clock."""
-    return {row["step"]: {k: v for k, v in row.items() if k not in TIMED} for row in rows(folder, key)}
+    return {
+        row["step"]: {k: v for k, v in row.items() if k not in TIMED} for row in rows(folder, key)
+    }
 
 
 def write_config(folder: Path, **sections: Any) -> Path:
-    """A tiny run over Python's own source text, packed, as a mixture of two sources, saved every 4 steps."""
-    block = {"mixer": {"kind": "attention", "heads": 4, "kv_heads": 2, "head_dim": 8}, "mlp": {"kind": "gated", "hidden": 64}}
+    """A tiny run over Python's own source text, packed, as a mixture of two sources, saved every 4
+    steps."""
+    block = {
+        "mixer": {"kind": "attention", "heads": 4, "kv_heads": 2, "head_dim": 8},
+        "mlp": {"kind": "gated", "hidden": 64},
+    }
     base: dict[str, Any] = {
-        "run": {"name": "run", "output_dir": str(folder), "tensorboard": False, "compilation_cache": COMPILED or str(folder / "cache")},
-        "model": {"vocab": 320, "embed": 32, "layers": 2, "dtype": "float32", "blocks": {"block": block}},
-        "data": {"seq_len": 64, "sources": [
-            {"kind": "text", "files": ["{stdlib}/[a-f]*.py"], "holdout": 0.2, "weight": 3.0},
-            {"kind": "synthetic", "documents": 100, "length": 80, "ragged": True, "vocab": 320}]},
-        "optimizer": {"learning_rate": 0.01}, "train": {"steps": 24, "batch_size": 8}, "checkpoint": {"every": 4}}
+        "run": {
+            "name": "run",
+            "output_dir": str(folder),
+            "tensorboard": False,
+            "compilation_cache": COMPILED or str(folder / "cache"),
+        },
+        "model": {
+            "vocab": 320,
+            "embed": 32,
+            "layers": 2,
+            "dtype": "float32",
+            "blocks": {"block": block},
+        },
+        "data": {
+            "seq_len": 64,
+            "sources": [
+                {"kind": "text", "files": ["{stdlib}/[a-f]*.py"], "holdout": 0.2, "weight": 3.0},
+                {"kind": "synthetic", "documents": 100, "length": 80, "ragged": True, "vocab": 320},
+            ],
+        },
+        "optimizer": {"learning_rate": 0.01},
+        "train": {"steps": 24, "batch_size": 8},
+        "checkpoint": {"every": 4},
+    }
     path = folder / "config.yml"
-    path.write_text(yaml.safe_dump({key: base.get(key, {}) | sections.get(key, {}) for key in base | sections}))
+    path.write_text(
+        yaml.safe_dump({key: base.get(key, {}) | sections.get(key, {}) for key in base | sections})
+    )
     return path

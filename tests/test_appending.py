@@ -25,10 +25,25 @@ assert (folder / "rows").read_text().splitlines() == ["a line that a kill cut", 
 """
 
 
-@pytest.mark.skipif(subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode != 0,
-                    reason="a full file system needs a mount of one's own")
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode
+    != 0,
+    reason="a full file system needs a mount of one's own",
+)
 def test_what_a_full_disk_refused_is_told_once_and_written_whole_when_there_is_room(tmp_path):
-    command = f"mount -t tmpfs -o size=32k none '{tmp_path}' && exec '{sys.executable}' -c \"$0\" '{tmp_path}'"
-    done = subprocess.run(["unshare", "--mount", "sh", "-c", command, PROGRAM], capture_output=True, text=True, timeout=60, check=False)
+    command = (
+        f"mount -t tmpfs -o size=32k none '{tmp_path}' && exec '{sys.executable}' -c \"$0\" "
+        f"'{tmp_path}'"
+    )
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", command, PROGRAM],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
-    assert done.stderr == f"{tmp_path / 'rows'}: No space left on device; the run goes on, and writes there when it can\n"
+    assert (
+        done.stderr == f"{tmp_path / 'rows'}: No space left on device; the run goes on, and writes "
+        "there when it can\n"
+    )

@@ -24,13 +24,25 @@ def test_every_number_has_a_known_source(one):
     data = {key: item for key, item in plain_data(one).items() if key not in ("kinds", "sources")}
     if one.devices == 1:
         del data["devices"]
-    unsourced = [path for path in numbers(data) if not any(path == given or path.startswith(f"{given}.") for given in one.sources)]
+    unsourced = [
+        path
+        for path in numbers(data)
+        if not any(path == given or path.startswith(f"{given}.") for given in one.sources)
+    ]
     assert unsourced == []
     assert {re.match(r"[a-z0-9-]+", said)[0] for said in one.sources.values()} <= sources().keys()
 
 
 def test_every_source_is_used():
-    assert {key for key in sources() if not any(re.search(rf"\b{key}\b", said) for one in chips().values() for said in one.sources.values())} == set()
+    assert {
+        key
+        for key in sources()
+        if not any(
+            re.search(rf"\b{key}\b", said)
+            for one in chips().values()
+            for said in one.sources.values()
+        )
+    } == set()
 
 
 @CHIPS
@@ -38,7 +50,11 @@ def test_figures_are_of_their_units(one):
     assert 1e14 < one.peak_flops < one.peak["bf16"] * 1.001
     assert all(one.flops(name) >= one.peak_flops for name in ("float8_e4m3fn", "int8", "bfloat16"))
     assert 0.9 < one.usable * one.devices / one.memory <= 1
-    assert one.memory_bandwidth > 10 * (one.torus.link if one.torus else one.nvlink.bandwidth / 2) > 10 * one.network
+    assert (
+        one.memory_bandwidth
+        > 10 * (one.torus.link if one.torus else one.nvlink.bandwidth / 2)
+        > 10 * one.network
+    )
     assert (one.torus is None) == (one.platform == "cuda") != (one.nvlink is None)
 
 

@@ -13,14 +13,23 @@ from maxstack.data import DataError
 def raising(error: BaseException):
     def command(argv):
         raise error
+
     return command
 
 
-@pytest.mark.parametrize(("error", "code", "told"), [
-    (ConfigError("a: wrong\nb: wrong"), 1, "error: a: wrong\nerror: b: wrong\n"), (DataError("file x is empty"), 2, "error: file x is empty\n"),
-    (KeyboardInterrupt(), 130, ""), (SystemExit(2), 1, ""), (SystemExit(0), 0, ""), (SystemExit(None), 0, ""), (SystemExit(42), 42, ""),
-    (SystemExit("stopped"), 1, "stopped\n"),
-])
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (ConfigError("a: wrong\nb: wrong"), 1, "error: a: wrong\nerror: b: wrong\n"),
+        (DataError("file x is empty"), 2, "error: file x is empty\n"),
+        (KeyboardInterrupt(), 130, ""),
+        (SystemExit(2), 1, ""),
+        (SystemExit(0), 0, ""),
+        (SystemExit(None), 0, ""),
+        (SystemExit(42), 42, ""),
+        (SystemExit("stopped"), 1, "stopped\n"),
+    ],
+)
 def test_an_error_becomes_its_exit_code_and_one_paragraph(capsys, error, code, told):
     assert cli.run(raising(error), []) == code
     assert capsys.readouterr().err == told
@@ -38,13 +47,19 @@ def test_the_commands_code_and_arguments_go_through():
 def test_an_unknown_command_names_the_nearest(capsys):
     assert cli.main(["trian"]) == 1
     names = ", ".join(cli.COMMANDS)
-    assert capsys.readouterr().err == f"error: no command trian; the commands are {names}; did you mean train?\n"
+    assert (
+        capsys.readouterr().err
+        == f"error: no command trian; the commands are {names}; did you mean train?\n"
+    )
 
 
 def test_help_lists_every_command_with_a_line_and_an_example(capsys):
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(f"{name} " in text and line in text for name, (_, line) in cli.COMMANDS.items()) and "example: maxstack train" in text
+    assert (
+        all(f"{name} " in text and line in text for name, (_, line) in cli.COMMANDS.items())
+        and "example: maxstack train" in text
+    )
 
 
 def test_no_command_is_a_users_error(capsys):
@@ -52,25 +67,33 @@ def test_no_command_is_a_users_error(capsys):
     assert "usage: maxstack" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["config", "--help"], ["config", "show", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["config", "--help"], ["config", "show", "--help"]]
+)
 def test_help_costs_less_than_half_a_second(arguments):
     def seconds() -> float:
         start = children_seconds()
-        done = subprocess.run([sys.executable, "-m", "maxstack.cli", *arguments], capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "maxstack.cli", *arguments], capture_output=True, text=True
+        )
         assert done.returncode == 0 and "example: " in done.stdout
         return children_seconds() - start
+
     assert min(seconds() for _ in range(3)) < 0.5
 
 
 def children_seconds() -> float:
-    """Processor time of the processes that ended, which other work on the machine does not stretch as it does the clock's."""
+    """Processor time of the processes that ended, which other work on the machine does not stretch
+    as it does the clock's."""
     times = os.times()
     return times.children_user + times.children_system
 
 
 def test_a_closed_pipe_ends_quietly():
     command = [sys.executable, "-m", "maxstack.cli", "config", "schema"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         process.stdout.close()
         told = process.stderr.read()
         assert (process.wait(), told) == (141, "")
@@ -90,5 +113,6 @@ def test_a_path_that_cannot_be_is_one_sentence(command, tmp_path, monkeypatch, c
     (tmp_path / "file").touch()
     assert cli.main(command) == 1
     assert re.match(
-        r"error: .*(too long|ot a directory|no .*file|no such folder)", capsys.readouterr().err.splitlines()[-1]
+        r"error: .*(too long|ot a directory|no .*file|no such folder)",
+        capsys.readouterr().err.splitlines()[-1],
     )

@@ -12,7 +12,9 @@ NO_FLAG = "No such compile option: 'xla_nonsense'"
 
 
 def meshes():
-    return [tiny.make_run(tiny.config(mesh={"data": 1, "fsdp": size}), size).mesh for size in (1, 8)]
+    return [
+        tiny.make_run(tiny.config(mesh={"data": 1, "fsdp": size}), size).mesh for size in (1, 8)
+    ]
 
 
 def test_collectives_run_in_order_on_several_cpu_devices_alone():
@@ -31,8 +33,12 @@ def test_every_program_of_a_run_is_compiled_in_order(name, monkeypatch):
     monkeypatch.setattr(compiling, "in_order", lambda mesh: {"xla_nonsense": 1})
     run = assemble(tiny.config(mesh={"data": 1, "fsdp": 8}), meshes()[1])
     batch = run.abstract_batch()
-    given = {"init": (), "start": (run.abstract.params,), "step": (run.abstract, batch),
-             "eval_step": (run.abstract.params, {**batch, "bytes": batch["mask"]})}
+    given = {
+        "init": (),
+        "start": (run.abstract.params,),
+        "step": (run.abstract, batch),
+        "eval_step": (run.abstract.params, {**batch, "bytes": batch["mask"]}),
+    }
     with pytest.raises(jax.errors.JaxRuntimeError, match=NO_FLAG):
         getattr(run, name).lower(*given[name]).compile()
 

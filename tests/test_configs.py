@@ -1,4 +1,5 @@
-"""Every file in configs/ loads, assembles and lowers: a whole run as it stands, a preset inside a tiny run."""
+"""Every file in configs/ loads, assembles and lowers: a whole run as it stands, a preset inside a
+tiny run."""
 
 import math
 import re
@@ -12,10 +13,23 @@ from maxstack.config import presets_dir
 from maxstack.run import assemble
 from maxstack.schema import Config
 
-FILES = sorted(path for path in presets_dir().rglob("*.yml") if path.name != "defaults.yml" and path.parent.name != "clusters")  # which are no runs
+FILES = sorted(
+    path
+    for path in presets_dir().rglob("*.yml")
+    if path.name != "defaults.yml" and path.parent.name != "clusters"
+)  # which are no runs
 KINDS = re.compile(r"kind: \w+|placement: \w+|scaling|prefix|per_layer|share_kv")
-WIDE = tiny.model(embed=128, layers=1, pattern=[], blocks={"b": {"mixer": {"kind": "attention", "heads": 4, "head_dim": 32}, "mlp": {
-    "kind": "gated", "hidden": 128}}})  # recipes share scales among up to 128 inputs
+WIDE = tiny.model(
+    embed=128,
+    layers=1,
+    pattern=[],
+    blocks={
+        "b": {
+            "mixer": {"kind": "attention", "heads": 4, "head_dim": 32},
+            "mlp": {"kind": "gated", "hidden": 128},
+        }
+    },
+)  # recipes share scales among up to 128 inputs
 SECTIONS = {folder: section for section, folders in Config.PRESETS.items() for folder in folders}
 
 
@@ -28,33 +42,55 @@ def loaded(path, folder) -> Config:
     (folder / "tiny.yml").write_text(config.dump(tiny.config(**sizes)))
     changes = [f"{section}={path.stem}"]
     if section == "mesh":  # with two devices on each axis that it uses
-        cfg = config.load(Config, folder / "tiny.yml", [*changes, *(f"mesh.rules.{axis}=null" for axis in sharding.RULES), "train.batch_size=8192"])
+        cfg = config.load(
+            Config,
+            folder / "tiny.yml",
+            [
+                *changes,
+                *(f"mesh.rules.{axis}=null" for axis in sharding.RULES),
+                "train.batch_size=8192",
+            ],
+        )
         changes += [f"mesh.{axis}={min(getattr(cfg.mesh, axis), 2)}" for axis in sharding.AXES]
     return config.load(Config, folder / "tiny.yml", changes)
 
 
 def representative(paths):
-    """Every file, but of the models one of each set of kinds; tests/models/test_presets.py builds them all."""
+    """Every file, but of the models one of each set of kinds; tests/models/test_presets.py builds
+    them all."""
     seen = set()
     for path in paths:
         kinds = frozenset(KINDS.findall(path.read_text())) if path.parent.name == "models" else path
-        if kinds not in seen and not (path.parent.name == "models" and "extends:" in path.read_text()):
+        if kinds not in seen and not (
+            path.parent.name == "models" and "extends:" in path.read_text()
+        ):
             seen.add(kinds)
             yield path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", list(representative(FILES)), ids=lambda path: str(path.relative_to(presets_dir())))
+@pytest.mark.parametrize(
+    "path", list(representative(FILES)), ids=lambda path: str(path.relative_to(presets_dir()))
+)
 def test_a_shipped_file_loads_assembles_and_lowers(path, tmp_path):
     cfg = loaded(path, tmp_path)
-    run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()[:math.prod(mesh_rules.mesh_sizes(cfg).values())]))
+    run = assemble(
+        cfg,
+        sharding.make_mesh(
+            cfg.mesh, jax.devices()[: math.prod(mesh_rules.mesh_sizes(cfg).values())]
+        ),
+    )
     state, scalars = run.step.lower(run.abstract, run.abstract_batch()).out_info
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(lambda x: (x.shape, x.dtype), run.abstract)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), run.abstract
+    )
     assert {"loss", "grad_norm"} <= scalars.keys()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [path for path in FILES if path.parent.name == "meshes"], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if path.parent.name == "meshes"], ids=lambda path: path.stem
+)
 def test_no_shipped_mesh_makes_xla_rematerialize_what_was_sharded(path, tmp_path, capfd):
     cfg = loaded(path, tmp_path)
     run = tiny.make_run(cfg, math.prod(mesh_rules.mesh_sizes(cfg).values()))

@@ -16,9 +16,20 @@ from maxstack.devices import arrange, over_slices
 
 def tpus(sides, cores=1, slices=1, kind="TPU v5"):
     """Devices as jax lists them: by slice, then z, y, x and core."""
-    places = itertools.product(range(slices), *(range(side) for side in reversed(sides)), range(cores))
-    return [types.SimpleNamespace(platform="tpu", device_kind=kind, id=i, slice_index=s, coords=[x, y, z], core_on_chip=core)
-            for i, (s, z, y, x, core) in enumerate(places)]
+    places = itertools.product(
+        range(slices), *(range(side) for side in reversed(sides)), range(cores)
+    )
+    return [
+        types.SimpleNamespace(
+            platform="tpu",
+            device_kind=kind,
+            id=i,
+            slice_index=s,
+            coords=[x, y, z],
+            core_on_chip=core,
+        )
+        for i, (s, z, y, x, core) in enumerate(places)
+    ]
 
 
 def ids(mesh):
@@ -39,10 +50,18 @@ def test_the_cores_of_a_chip_are_an_axis_of_two():
     assert all(a.coords == b.coords for a, b in mesh.reshape(-1, 2))
 
 
-@pytest.mark.parametrize("inner, outer", [((1, 1, 1, 64, 1, 1, 4), (4, 1, 1, 1, 1, 1, 1)), ((1, 1, 2, 16, 1, 1, 8), (2, 1, 2, 1, 1, 1, 1))])
+@pytest.mark.parametrize(
+    "inner, outer",
+    [
+        ((1, 1, 1, 64, 1, 1, 4), (4, 1, 1, 1, 1, 1, 1)),
+        ((1, 1, 2, 16, 1, 1, 8), (2, 1, 2, 1, 1, 1, 1)),
+    ],
+)
 def test_several_slices_stand_as_in_jaxs_hybrid_mesh(inner, outer):
     devices = tpus((16, 16, 1), slices=4, kind="TPU v5 lite")
-    theirs = mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
+    theirs = mesh_utils.create_hybrid_device_mesh(
+        inner, outer, devices, allow_split_physical_axes=True
+    )
     shape = [a * b for a, b in zip(inner, outer, strict=True)]
     assert (ids(arrange(devices[::-1], shape)) == ids(theirs)).all()
 

@@ -1,7 +1,7 @@
 """Every command that README.md and docs/*.md show is taken as it stands, and run in small.
 
-The ordinary tests stop where training, compiling for other hardware or a cluster would begin. The slow
-ones (`make test-all`) run the pages of PAGES from top to bottom, as a reader would.
+The ordinary tests stop where training, compiling for other hardware or a cluster would begin. The
+slow ones (`make test-all`) run the pages of PAGES from top to bottom, as a reader would.
 """
 
 import contextlib
@@ -129,10 +129,12 @@ def ended_early(monkeypatch):
     def planned(name, cfg, where, *, exact):
         step.check(cfg, where)
         sizes = {"batch_size": cfg.train.batch_size, "seq_len": cfg.data.seq_len}
+        flops = {"all": Count(where.size / 2, where.size)}
         return report.Plan(
             **sizes, config=name, topology=where.name, chip=where.chip.kinds[0], devices=where.size,
-            flops={"all": Count(where.size / 2, where.size)}, mesh={}, parameters=1, memory={}, needed=1, usable=2, buffers=(), products={},
-            flows=(), roofline=Roofline(1.0, 0.0, 0.0, {}), peak=1.0, bubble=0.0, seconds={},
+            flops=flops, mesh={}, parameters=1, memory={}, needed=1, usable=2, buffers=(),
+            products={}, flows=(), roofline=Roofline(1.0, 0.0, 0.0, {}), peak=1.0, bubble=0.0,
+            seconds={},
         )  # fmt: skip
 
     monkeypatch.setattr(elastic, "train", lambda cfg, once: 0)

@@ -1,4 +1,5 @@
-"""Slices that are lost in the middle of a run, simulated: four of two CPU devices each, of which some raise and answer no more."""
+"""Slices that are lost in the middle of a run, simulated: four of two CPU devices each, of which
+some raise and answer no more."""
 
 import os
 from pathlib import Path
@@ -17,7 +18,8 @@ STEPS = 12
 
 
 class Losing:
-    """The compiled step; at some steps of the run other slices than before are lost, and it raises as jax does."""
+    """The compiled step; at some steps of the run other slices than before are lost, and it raises
+    as jax does."""
 
     losses: dict[int, set[int]] = {}
     lost: set[int] = set()
@@ -47,16 +49,32 @@ def losing(monkeypatch):
         return found
 
     monkeypatch.setattr(startup, "compile_step", compile_step)
-    monkeypatch.setattr(elastic, "answer", lambda devices: not Losing.lost & {device.id // 2 for device in devices} and answer(devices))
+    monkeypatch.setattr(
+        elastic,
+        "answer",
+        lambda devices: (
+            not Losing.lost & {device.id // 2 for device in devices} and answer(devices)
+        ),
+    )
     Losing.lost, Losing.ran, Losing.losses = set(), [], {}
     return Losing
 
 
 def write(folder, name, **sections):
-    cfg = tiny.config(mesh={"slices": 4, "fsdp": 2, "data": 1}, train={"steps": STEPS, "batch_size": 8} | sections.pop("train", {}),
-                      checkpoint={"every": 5}, eval={"every": 0},
-                      run={"output_dir": str(folder), "name": name, "tensorboard": False, "compilation_cache": None},
-                      faults=sections.pop("faults", {}), **sections)
+    cfg = tiny.config(
+        mesh={"slices": 4, "fsdp": 2, "data": 1},
+        train={"steps": STEPS, "batch_size": 8} | sections.pop("train", {}),
+        checkpoint={"every": 5},
+        eval={"every": 0},
+        run={
+            "output_dir": str(folder),
+            "name": name,
+            "tensorboard": False,
+            "compilation_cache": None,
+        },
+        faults=sections.pop("faults", {}),
+        **sections,
+    )
     path = folder / f"{name}.yml"
     path.write_text(config.dump(cfg))
     return [str(path), "optimizer.schedule=null"]
@@ -65,7 +83,9 @@ def write(folder, name, **sections):
 def watchdogs():
     """Processes that watch this one."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return [child for child in children if b"watchdog.py" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return [
+        child for child in children if b"watchdog.py" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
 
 
 def losses(folder):
@@ -73,27 +93,43 @@ def losses(folder):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_without_lost_slices_and_neither_loses_nor_repeats_a_batch(tmp_path, losing, capfd):
+def test_a_run_goes_on_without_lost_slices_and_neither_loses_nor_repeats_a_batch(
+    tmp_path, losing, capfd
+):
     assert train.main(write(tmp_path, "whole")) == 0
     losing.ran.clear()
     losing.losses, before = {8: {0, 1}, 11: {2}}, watchdogs()
     traced = {"profile": {"start": 6, "steps": 3}}  # slices are lost in the middle of it
     assert train.main(write(tmp_path, "fewer", faults={"elastic": {}}, train=traced)) == 0
     assert len(watchdogs()) == len(before) + 1  # of the runs that slices were lost to none is left
-    assert losing.ran == [*((step, 8) for step in range(1, 8)), *((step, 4) for step in range(6, 11)), (11, 4), (12, 4)]  # 0 and 1 were back
+    assert losing.ran == [
+        *((step, 8) for step in range(1, 8)),
+        *((step, 4) for step in range(6, 11)),
+        (11, 4),
+        (12, 4),
+    ]  # 0 and 1 were back
     found, wanted = losses(tmp_path / "fewer"), losses(tmp_path / "whole")
     assert found == pytest.approx(wanted, rel=1e-5) and len(found) == STEPS
-    ends = [WeightsReader(tmp_path / name / "checkpoints" / str(STEPS)) for name in ("fewer", "whole")]
+    ends = [
+        WeightsReader(tmp_path / name / "checkpoints" / str(STEPS)) for name in ("fewer", "whole")
+    ]
     for path in ends[0].shapes:
         np.testing.assert_allclose(*(end.read(path) for end in ends), atol=1e-5, err_msg=path)
     said = capfd.readouterr().err
-    assert "elastic: DATA_LOSS: slices [0, 1] went away; lost of 4 slices: 0, 1; attempt 1 of at most 10 to go on" in said
+    assert (
+        "elastic: DATA_LOSS: slices [0, 1] went away; lost of 4 slices: 0, 1; attempt 1 "
+        "of at most 10 to go on" in said
+    )
     assert "lost of 4 slices: 2; attempt 2 of at most 10" in said
 
 
 def test_more_losses_than_are_allowed_end_the_run(tmp_path, losing):
     losing.losses = {2: {0, 1, 2}}
-    with pytest.raises(elastic.TooFew, match="faults.elastic: 1 of 4 slices are left, and no number of them from faults.elastic.least=2 on serves"):
+    with pytest.raises(
+        elastic.TooFew,
+        match="faults.elastic: 1 of 4 slices are left, and no number of them from "
+        "faults.elastic.least=2 on serves",
+    ):
         train.main(write(tmp_path, "few", faults={"elastic": {"least": 2}}))
     losing.lost, losing.losses = set(), {3: {3}}
     with pytest.raises(jax.errors.JaxRuntimeError, match="DATA_LOSS"):
@@ -109,9 +145,17 @@ def test_an_error_that_is_no_loss_is_not_tried_again(tmp_path, losing, monkeypat
         train.main(write(tmp_path, "full", faults={"elastic": {}}))
 
 
-@pytest.mark.parametrize(("changes", "says"), [
-    (["mesh.slices=1", "mesh.data=4"], "mesh.slices=1 with least=1 leaves none to lose"), (["checkpoint.every=0"], "but checkpoint.every is 0"),
-    (["distributed={coordinator: 'h:1', processes: 2, process: 0}"], "is for one process that drives all slices")])
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (["mesh.slices=1", "mesh.data=4"], "mesh.slices=1 with least=1 leaves none to lose"),
+        (["checkpoint.every=0"], "but checkpoint.every is 0"),
+        (
+            ["distributed={coordinator: 'h:1', processes: 2, process: 0}"],
+            "is for one process that drives all slices",
+        ),
+    ],
+)
 def test_what_cannot_be_elastic_is_refused(changes, says, tmp_path):
     path, _ = write(tmp_path, "no")
     with pytest.raises(ConfigError, match=says):

@@ -9,7 +9,11 @@ from maxstack.config import ConfigError
 
 def test_a_state_larger_than_the_machine_is_refused_with_the_numbers():
     run = tiny.make_run(tiny.config(model=tiny.model(vocab=4_000_000, embed=16384)))
-    with pytest.raises(ConfigError, match=r"at least [\d,.]+ GiB on each of 1 devices \(parameters \d+.*gradients \d+.*but cpu has .*mesh.fsdp"):
+    with pytest.raises(
+        ConfigError,
+        match=r"at least [\d,.]+ GiB on each of 1 devices \(parameters \d+.*gradients \d+.*but "
+        r"cpu has .*mesh.fsdp",
+    ):
         fit.check(run)
 
 

@@ -1,4 +1,5 @@
-"""`model: {from: FOLDER}`: the architecture, weights and tokenizer of a Hugging Face folder in a run's configuration."""
+"""`model: {from: FOLDER}`: the architecture, weights and tokenizer of a Hugging Face folder in a
+run's configuration."""
 
 import json
 import shutil
@@ -28,14 +29,24 @@ SYNTHETIC = "data: {sources: [{kind: synthetic, vocab: 128}], seq_len: 16}\n"
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(LLAMA, tmp_path / "runs" / "llama")
-    (tmp_path / "runs" / "mine.yml").write_text(SYNTHETIC + "model: {from: llama, dtype: float32}\n")
+    (tmp_path / "runs" / "mine.yml").write_text(
+        SYNTHETIC + "model: {from: llama, dtype: float32}\n"
+    )
     return tmp_path
 
 
 def test_a_folder_beside_the_file_gives_the_architecture_and_the_weights(here):
     cfg, tree = config.load_tree(Config, "runs/mine.yml")
-    assert (cfg.model.embed, cfg.model.layers, cfg.model.dtype, cfg.model.weights) == (16, 3, "float32", "runs/llama")
-    assert tree.at("model", "embed").where == "runs/llama" and tree.at("model", "dtype").where == "runs/mine.yml:2"
+    assert (cfg.model.embed, cfg.model.layers, cfg.model.dtype, cfg.model.weights) == (
+        16,
+        3,
+        "float32",
+        "runs/llama",
+    )
+    assert (
+        tree.at("model", "embed").where == "runs/llama"
+        and tree.at("model", "dtype").where == "runs/mine.yml:2"
+    )
 
 
 def test_a_folder_replaces_the_model_of_an_extended_file_and_keeps_what_is_given_beside_it(here):
@@ -46,12 +57,20 @@ def test_a_folder_replaces_the_model_of_an_extended_file_and_keeps_what_is_given
         config.load(Config, {"model": {"from": "runs/llama", "preset": "qwen3-0.6b"}})
 
 
-@pytest.mark.parametrize(("change", "says"), [
-    (lambda folder: shutil.rmtree(folder), "no such folder"),
-    (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
-    (lambda folder: (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalML"]})), "did you mean LlamaForCausalLM"),
-    (lambda folder: (folder / "pytorch_model.bin").write_bytes(b"x"), "pytorch_model.bin"),
-])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda folder: shutil.rmtree(folder), "no such folder"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
+        (
+            lambda folder: (folder / "config.json").write_text(
+                json.dumps({"architectures": ["LlamaForCausalML"]})
+            ),
+            "did you mean LlamaForCausalLM",
+        ),
+        (lambda folder: (folder / "pytorch_model.bin").write_bytes(b"x"), "pytorch_model.bin"),
+    ],
+)
 def test_a_folder_that_cannot_be_used_is_named(here, change, says, capsys):
     change(here / "runs" / "llama")
     assert cli.main(["config", "show", "runs/mine.yml"]) in (1, 2)
@@ -60,24 +79,40 @@ def test_a_folder_that_cannot_be_used_is_named(here, change, says, capsys):
 
 
 def test_a_run_starts_from_the_weights_on_any_mesh(here):
-    cfg = config.load(Config, "runs/mine.yml", ["mesh.fsdp=2", "mesh.tensor=2", "train.batch_size=8"])
-    alone = parity.loaded(LLAMA, assemble(cfg, make_mesh(cfg.mesh, jax.devices()[:4])).abstract.params)
+    cfg = config.load(
+        Config, "runs/mine.yml", ["mesh.fsdp=2", "mesh.tensor=2", "train.batch_size=8"]
+    )
+    alone = parity.loaded(
+        LLAMA, assemble(cfg, make_mesh(cfg.mesh, jax.devices()[:4])).abstract.params
+    )
     run = assemble(cfg, make_mesh(cfg.mesh, jax.devices()))
     state = startup.fresh(run)
     assert int(state.step) == 0
-    for ours, wanted, asked in zip(*map(jax.tree.leaves, (state.params, alone, run.abstract.params)), strict=True):
+    for ours, wanted, asked in zip(
+        *map(jax.tree.leaves, (state.params, alone, run.abstract.params)), strict=True
+    ):
         np.testing.assert_array_equal(ours, wanted)
         assert ours.sharding == asked.sharding
 
 
 def test_the_folders_tokenizer_comes_along_unless_another_is_given(here):
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "<unk>": 3}, unk_token="<unk>"))
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "<unk>": 3}, unk_token="<unk>")
+    )
     words.save(str(here / "runs" / "llama" / "tokenizer.json"))
     said = {"bos_token": "<s>", "add_bos_token": True, "eos_token": {"content": "</s>"}}
     (here / "runs" / "llama" / "tokenizer_config.json").write_text(json.dumps(said))
     found = config.load(Config, "runs/mine.yml").data.tokenizer
-    assert (found.kind, found.path, found.bos, found.eos) == ("huggingface", "runs/llama/tokenizer.json", "<s>", "</s>")
-    assert config.load(Config, "runs/mine.yml", ["data.tokenizer.kind=bytes"]).data.tokenizer.kind == "bytes"
+    assert (found.kind, found.path, found.bos, found.eos) == (
+        "huggingface",
+        "runs/llama/tokenizer.json",
+        "<s>",
+        "</s>",
+    )
+    assert (
+        config.load(Config, "runs/mine.yml", ["data.tokenizer.kind=bytes"]).data.tokenizer.kind
+        == "bytes"
+    )
     more = "extends: quickstart\nmodel: {from: llama}\neval: {every: 0, baselines: false}\n"
     (here / "runs" / "more.yml").write_text(more + "data: {tokenizer: {kind: bytes}}\n")
     with pytest.raises(ConfigError, match="257 ids"):
@@ -87,12 +122,26 @@ def test_the_folders_tokenizer_comes_along_unless_another_is_given(here):
 
 
 def test_such_a_run_has_an_architecture_to_be_exported_as(here):
-    assert choose(config.load(Config, "runs/mine.yml").model, None, False)[0].architecture == "LlamaForCausalLM"
+    assert (
+        choose(config.load(Config, "runs/mine.yml").model, None, False)[0].architecture
+        == "LlamaForCausalLM"
+    )
 
 
 def test_an_adapter_that_is_not_loras_is_refused_before_any_weight_is_read(here):
-    cfg = config.load(Config, "runs/mine.yml", [f"lora={{dora: true, targets: ['.*/query'], adapter: {parity.GOLDENS / 'adapters' / 'lora-llama'}}}"])
-    with pytest.raises(ConfigError, match=r"set lora.rank=4, lora.alpha=6, lora.dora=false, lora.targets=\[blocks/block/mixer/key, .*mlp/up\]"):
+    cfg = config.load(
+        Config,
+        "runs/mine.yml",
+        [
+            f"lora={{dora: true, targets: ['.*/query'], adapter: "
+            f"{parity.GOLDENS / 'adapters' / 'lora-llama'}}}"
+        ],
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"set lora.rank=4, lora.alpha=6, lora.dora=false, "
+        r"lora.targets=\[blocks/block/mixer/key, .*mlp/up\]",
+    ):
         startup.check(assemble(cfg, make_mesh(cfg.mesh, jax.devices()[:1])))
 
 

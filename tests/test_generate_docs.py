@@ -15,7 +15,11 @@ DEFAULTS = presets_dir() / "defaults.yml"
 
 
 def test_defaults_yml_and_config_md_are_up_to_date():
-    done = subprocess.run([sys.executable, ROOT / "scripts/generate_docs.py", "--check"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts/generate_docs.py", "--check"],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -25,7 +29,13 @@ def test_every_default_value_is_the_schemas():
         if not field.is_required():
             assert shown.pop(name) == plain_data(field.default)
     data = section(Config.model_fields["data"].annotation)
-    assert shown == {"data": {name: plain_data(field.default) for name, field in data.model_fields.items() if not field.is_required()}}
+    assert shown == {
+        "data": {
+            name: plain_data(field.default)
+            for name, field in data.model_fields.items()
+            if not field.is_required()
+        }
+    }
 
 
 def keys(model, seen) -> set[str]:
@@ -60,4 +70,6 @@ def inherited(block: str) -> set[str]:
 
 def test_every_section_and_key_stands_in_config_md():
     text = (ROOT / "docs/CONFIG.md").read_text()
-    assert keys(Config, set()) | keys(ClusterConfig, set()) == set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
+    assert keys(Config, set()) | keys(ClusterConfig, set()) == set(
+        re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
+    )

@@ -1,4 +1,5 @@
-"""A folder becomes a run, is trained on a mesh, and becomes a folder again: the same model all the way."""
+"""A folder becomes a run, is trained on a mesh, and becomes a folder again: the same model all the
+way."""
 
 import numpy as np
 import parity
@@ -16,9 +17,17 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("convert")
     assert cli.main(["import", str(FOLDER), "--out", str(folder / "run")]) == 0
     output = processes.train(
-        folder / "run" / "config.yml", "train.steps=5", "train.batch_size=8", "data.seq_len=16",
-        "model.dtype=float32", "run.virtual_devices=8", "mesh.fsdp=2", "mesh.tensor=2",
-        "run.tensorboard=false", "run.compilation_cache=null")
+        folder / "run" / "config.yml",
+        "train.steps=5",
+        "train.batch_size=8",
+        "data.seq_len=16",
+        "model.dtype=float32",
+        "run.virtual_devices=8",
+        "mesh.fsdp=2",
+        "mesh.tensor=2",
+        "run.tensorboard=false",
+        "run.compilation_cache=null",
+    )
     return folder, output
 
 
@@ -34,9 +43,27 @@ def test_the_export_scores_as_the_run_does_and_not_as_the_folder_did(trained):
     golden = np.load(FOLDER / "golden.npz")
     np.savez(folder / "tokens.npz", tokens=golden["tokens"], lengths=golden["lengths"])
     found = {}
-    for name, model in (("run", folder / "run"), ("step", folder / "run" / "checkpoints" / "5"), ("export", folder / "out"), ("folder", FOLDER)):
+    for name, model in (
+        ("run", folder / "run"),
+        ("step", folder / "run" / "checkpoints" / "5"),
+        ("export", folder / "out"),
+        ("folder", FOLDER),
+    ):
         out = folder / f"{name}.npz"
-        assert cli.main(["score", str(model), "model.dtype=float32", "--tokens", str(folder / "tokens.npz"), "--out", str(out)]) == 0
+        assert (
+            cli.main(
+                [
+                    "score",
+                    str(model),
+                    "model.dtype=float32",
+                    "--tokens",
+                    str(folder / "tokens.npz"),
+                    "--out",
+                    str(out),
+                ]
+            )
+            == 0
+        )
         found[name] = np.load(out)["logprobs"]
     np.testing.assert_array_equal(found["run"], found["export"])
     np.testing.assert_array_equal(found["run"], found["step"])

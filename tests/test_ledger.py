@@ -29,7 +29,8 @@ def near(value):
 
 
 def a_process(folder, begin, steps, end=True, every=1.0):
-    """Start-up, restore and compile of 0.05 s and more each, then steps that took 0.01 s, a save after each tenth."""
+    """Start-up, restore and compile of 0.05 s and more each, then steps that took 0.01 s, a save
+    after each tenth."""
     ledger = Ledger(folder, True, time.monotonic() - 0.2, every)
     with ledger.spent("restore"):
         time.sleep(0.05)
@@ -46,17 +47,31 @@ def a_process(folder, begin, steps, end=True, every=1.0):
     return ledger.close() if end else ledger
 
 
-def test_a_run_of_two_processes_adds_up_to_the_time_from_the_first_beginning_to_the_last_end(tmp_path):
+def test_a_run_of_two_processes_adds_up_to_the_time_from_the_first_beginning_to_the_last_end(
+    tmp_path,
+):
     started = time.monotonic() - 0.2
     a_process(tmp_path, 0, range(1, 21))
     time.sleep(0.3)
     found = a_process(tmp_path, 10, range(11, 31))
     wall = time.monotonic() - started
     assert found == summary(tmp_path)
-    assert found.wall == near(wall) and math.isclose(sum(found.seconds.values()), found.wall, abs_tol=1e-6)
-    assert found.seconds["useful"] == pytest.approx(30 * 0.008) and found.seconds["data wait"] == pytest.approx(30 * 0.002)
-    assert found.seconds["lost work"] == pytest.approx(0.1) and (found.steps, found.lost_steps, found.restarts) == (30, 10, 1)
-    assert found.seconds["start-up"] == near(0.4) and found.seconds["restore"] == near(0.1) and found.seconds["compile"] == near(0.2)
+    assert found.wall == near(wall) and math.isclose(
+        sum(found.seconds.values()), found.wall, abs_tol=1e-6
+    )
+    assert found.seconds["useful"] == pytest.approx(30 * 0.008) and found.seconds[
+        "data wait"
+    ] == pytest.approx(30 * 0.002)
+    assert found.seconds["lost work"] == pytest.approx(0.1) and (
+        found.steps,
+        found.lost_steps,
+        found.restarts,
+    ) == (30, 10, 1)
+    assert (
+        found.seconds["start-up"] == near(0.4)
+        and found.seconds["restore"] == near(0.1)
+        and found.seconds["compile"] == near(0.2)
+    )
     assert found.seconds["save"] == near(0.08) and found.seconds["idle"] == near(0.1)
 
 
@@ -68,10 +83,16 @@ def test_what_is_nested_is_spent_once(tmp_path):
             time.sleep(0.3)
         time.sleep(0.1)
     found = ledger.close()
-    assert found.seconds["compile"] == near(0.3) and found.seconds["restore"] == near(0.2) and found.seconds["start-up"] == near(0.0)
+    assert (
+        found.seconds["compile"] == near(0.3)
+        and found.seconds["restore"] == near(0.2)
+        and found.seconds["start-up"] == near(0.0)
+    )
 
 
-def test_a_long_wait_leaves_signs_of_life_and_is_booked_to_its_cause_though_it_never_ended(tmp_path):
+def test_a_long_wait_leaves_signs_of_life_and_is_booked_to_its_cause_though_it_never_ended(
+    tmp_path,
+):
     ledger = Ledger(tmp_path, True, every=0.05)
     with ledger.spent("compile"):
         time.sleep(0.5)
@@ -83,7 +104,11 @@ def test_a_long_wait_leaves_signs_of_life_and_is_booked_to_its_cause_though_it_n
 def test_steps_are_written_in_bulk_by_another_thread(tmp_path, monkeypatch):
     writers = set()
     written = Ledger._write_rows
-    monkeypatch.setattr(Ledger, "_write_rows", lambda self: (writers.add(threading.current_thread().name), written(self)))
+    monkeypatch.setattr(
+        Ledger,
+        "_write_rows",
+        lambda self: (writers.add(threading.current_thread().name), written(self)),
+    )
     ledger = Ledger(tmp_path, True, every=0.1)
     ledger.begin_steps()
     writers.clear()
@@ -95,7 +120,12 @@ def test_steps_are_written_in_bulk_by_another_thread(tmp_path, monkeypatch):
     assert writers == {"ledger"}
     ledger.close()
     bulks = [row["steps"] for row in rows(tmp_path) if "steps" in row]
-    assert 1 < len(bulks) <= most + 1 and bulks[0][0] == 1 and bulks[-1][1] == 500 and all(b[0] == a[1] + 1 for a, b in pairwise(bulks))
+    assert (
+        1 < len(bulks) <= most + 1
+        and bulks[0][0] == 1
+        and bulks[-1][1] == 500
+        and all(b[0] == a[1] + 1 for a, b in pairwise(bulks))
+    )
 
 
 def test_news_comes_once_each_time_it_is_written(tmp_path):
@@ -120,7 +150,14 @@ def test_a_batch_that_is_passed_over_is_a_sign_of_life(tmp_path):
     told = []
     ledger = Ledger(tmp_path, False, doing=lambda *what: told.append(what))
     ledger.begin_steps()
-    meter = Meter(tiny.make_run(tiny.config()), SimpleNamespace(waited=0.0), None, Writer(tmp_path, False, False), ledger, None)
+    meter = Meter(
+        tiny.make_run(tiny.config()),
+        SimpleNamespace(waited=0.0),
+        None,
+        Writer(tmp_path, False, False),
+        ledger,
+        None,
+    )
     meter.passed_over(7)
     assert told == [("first step",), ("steps", 7)]
 
@@ -130,7 +167,9 @@ def test_a_torn_last_line_is_left_and_the_next_process_begins_on_its_own(tmp_pat
     with (tmp_path / FILE).open("a") as file:
         file.write('{"event": "spent", "ti')
     found = a_process(tmp_path, 10, range(11, 21))
-    assert (found.steps, found.restarts) == (20, 1) and found.seconds["useful"] == pytest.approx(2 * first.seconds["useful"])
+    assert (found.steps, found.restarts) == (20, 1) and found.seconds["useful"] == pytest.approx(
+        2 * first.seconds["useful"]
+    )
 
 
 KILLED = """
@@ -148,7 +187,9 @@ for step in range(1, 1000):
 
 
 def test_a_killed_process_has_lived_until_its_last_row(tmp_path):
-    with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as process:
         began = time.monotonic()
         while int(process.stdout.readline()) < 100:
             pass
@@ -158,7 +199,10 @@ def test_a_killed_process_has_lived_until_its_last_row(tmp_path):
     time.sleep(0.8)
     found = a_process(tmp_path, 40, range(41, 61))
     assert 30 < found.lost_steps <= 60 + 20 and found.steps == 60
-    assert 0.5 < found.seconds["idle"] < time.monotonic() - killed and found.wall < time.monotonic() - began + 5
+    assert (
+        0.5 < found.seconds["idle"] < time.monotonic() - killed
+        and found.wall < time.monotonic() - began + 5
+    )
     assert math.isclose(sum(found.seconds.values()), found.wall, abs_tol=1e-6)
 
 
@@ -180,8 +224,14 @@ print(size)
 
 
 def test_a_file_that_cannot_grow_for_a_while_loses_no_row_and_is_told_once(tmp_path):
-    done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert int(done.stdout) <= 300 and done.stderr.count("goodput.jsonl") == 1 and "the run goes on" in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert (
+        int(done.stdout) <= 300
+        and done.stderr.count("goodput.jsonl") == 1
+        and "the run goes on" in done.stderr
+    )
     found = summary(tmp_path)
     assert found.steps == 60 and found.seconds["useful"] == pytest.approx(0.6) and not found.remarks
 

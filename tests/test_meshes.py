@@ -1,4 +1,5 @@
-"""Any mesh means the same run: five steps on eight virtual devices against one device, losses and every gradient, packed rows throughout."""
+"""Any mesh means the same run: five steps on eight virtual devices against one device, losses and
+every gradient, packed rows throughout."""
 
 import math
 
@@ -13,17 +14,43 @@ from maxstack.sharding import AXES
 ATTENTION = {"kind": "attention", "heads": 8, "kv_heads": 4, "head_dim": 8}
 GATED = {"kind": "gated", "hidden": 64}
 MOE = {"kind": "moe", "experts": 8, "top_k": 2, "hidden": 32, "router": {"balance_loss": 0.01}}
-MLA = {"kind": "mla", "heads": 4, "kv_lora": 16, "q_lora": 24, "nope_dim": 8, "rope_dim": 8, "value_dim": 8}
+MLA = {
+    "kind": "mla",
+    "heads": 4,
+    "kv_lora": 16,
+    "q_lora": 24,
+    "nope_dim": 8,
+    "rope_dim": 8,
+    "value_dim": 8,
+}
 MODELS = {
-    "dense": {"pattern": ["local", "global"], "blocks": {
-        "local": {"mixer": ATTENTION | {"window": 12, "sinks": True, "soft_cap": 20.0}, "mlp": GATED}, "global": {"mixer": ATTENTION, "mlp": GATED}}},
+    "dense": {
+        "pattern": ["local", "global"],
+        "blocks": {
+            "local": {
+                "mixer": ATTENTION | {"window": 12, "sinks": True, "soft_cap": 20.0},
+                "mlp": GATED,
+            },
+            "global": {"mixer": ATTENTION, "mlp": GATED},
+        },
+    },
     "moe": {"blocks": {"block": {"mixer": ATTENTION, "mlp": MOE}}},
-    "mla": {"layers": 5, "prefix": ["dense"], "pattern": ["moe"], "blocks": {
-        "dense": {"mixer": MLA, "mlp": GATED}, "moe": {"mixer": MLA, "mlp": MOE | {"shared": {"hidden": 32}}}},
-        "mtp": {"block": "dense"}},
+    "mla": {
+        "layers": 5,
+        "prefix": ["dense"],
+        "pattern": ["moe"],
+        "blocks": {
+            "dense": {"mixer": MLA, "mlp": GATED},
+            "moe": {"mixer": MLA, "mlp": MOE | {"shared": {"hidden": 32}}},
+        },
+        "mtp": {"block": "dense"},
+    },
 }
 FIRST = 5  # batches in which no token stands so near a tie between experts that rounding decides
-GRADIENT = {"learning_rate": 0.1, "chain": [{"kind": "trace", "decay": 0.0}, {"kind": "scale_by_learning_rate"}]}
+GRADIENT = {
+    "learning_rate": 0.1,
+    "chain": [{"kind": "trace", "decay": 0.0}, {"kind": "scale_by_learning_rate"}],
+}
 
 CASES = {
     # each axis alone
@@ -39,7 +66,10 @@ CASES = {
     "fsdp tensor": ("dense", {"fsdp": 4, "tensor": 2}),
     "slices fsdp tensor": ("mla", {"slices": 2, "fsdp": 2, "tensor": 2}),
     "zero 1": ("dense", {"data": 4, "tensor": 2, "optimizer_rules": {"embed": ["data", "fsdp"]}}),
-    "hsdp, all in host memory": ("dense", {"data": 2, "fsdp": 4, "offload": ["optimizer", "params"]}),
+    "hsdp, all in host memory": (
+        "dense",
+        {"data": 2, "fsdp": 4, "offload": ["optimizer", "params"]},
+    ),
     "data context tensor": ("mla", {"data": 2, "context": 2, "tensor": 2}),
     "fsdp context ulysses": ("moe", {"fsdp": 2, "context": 4, "context_kind": "ulysses"}),
     "expert fsdp": ("mla", {"expert": 4, "fsdp": 2}),
@@ -54,8 +84,13 @@ CASES = {
 
 
 def config(model: str, mesh: dict):
-    return tiny.config(model=tiny.model(**{"layers": 4, "pattern": []} | MODELS[model]), mesh={"data": 1} | mesh, optimizer=GRADIENT,
-                       data={"seq_len": 64}, train={"batch_size": 16, "steps": 5})
+    return tiny.config(
+        model=tiny.model(**{"layers": 4, "pattern": []} | MODELS[model]),
+        mesh={"data": 1} | mesh,
+        optimizer=GRADIENT,
+        data={"seq_len": 64},
+        train={"batch_size": 16, "steps": 5},
+    )
 
 
 def five_steps(model: str, mesh: dict):
@@ -63,7 +98,11 @@ def five_steps(model: str, mesh: dict):
     cfg = config(model, mesh)
     run = tiny.make_run(cfg, math.prod(getattr(cfg.mesh, axis) for axis in AXES))
     begin = tiny.make_run(config(model, {})).init()
-    state, losses, gradients = jax.device_put(begin, jax.tree.map(lambda leaf: leaf.sharding, run.abstract)), [], []
+    state, losses, gradients = (
+        jax.device_put(begin, jax.tree.map(lambda leaf: leaf.sharding, run.abstract)),
+        [],
+        [],
+    )
     for i in range(5):
         state, scalars = run.step(state, run.place(tiny.batch(cfg, FIRST + i), 16))
         losses.append(float(scalars["loss"]))
@@ -75,15 +114,22 @@ def five_steps(model: str, mesh: dict):
 def alone():
     """The same steps on one device, once for each model."""
     done: dict[str, tuple] = {}
-    return lambda model: done.setdefault(model, five_steps(model, {})) if model not in done else done[model]
+    return lambda model: (
+        done.setdefault(model, five_steps(model, {})) if model not in done else done[model]
+    )
 
 
-@pytest.mark.parametrize("case", tiers.of(
-    CASES, "stage", "fsdp", "expert", "context ring", "tensor"))
+@pytest.mark.parametrize(
+    "case", tiers.of(CASES, "stage", "fsdp", "expert", "context ring", "tensor")
+)
 def test_losses_and_gradients_equal_those_of_one_device(case, alone, capfd):
     model, mesh = CASES[case]
     (ours, our_gradients), (theirs, their_gradients) = five_steps(model, mesh), alone(model)
     assert "Involuntary full rematerialization" not in capfd.readouterr().err
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
-    for (path, mine), other in zip(jax.tree_util.tree_leaves_with_path(our_gradients), jax.tree.leaves(their_gradients), strict=True):
+    for (path, mine), other in zip(
+        jax.tree_util.tree_leaves_with_path(our_gradients),
+        jax.tree.leaves(their_gradients),
+        strict=True,
+    ):
         assert np.linalg.norm(mine - other) <= 1e-5 * np.linalg.norm(other), (path, mine.shape)

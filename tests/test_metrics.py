@@ -13,7 +13,13 @@ def test_the_peak_of_an_unknown_device_is_unknown():
 
 
 def row(step):
-    return {"step": step, "loss": 0.1 + 0.2, "tokens_per_second": 1234.5, "data_wait": 0.25, "mfu": 0.41}
+    return {
+        "step": step,
+        "loss": 0.1 + 0.2,
+        "tokens_per_second": 1234.5,
+        "data_wait": 0.25,
+        "mfu": 0.41,
+    }
 
 
 def test_metrics_keep_every_digit_and_survive_a_torn_last_line(tmp_path):
@@ -41,12 +47,18 @@ def console(tmp_path, monkeypatch, terminal):
 def test_a_terminal_shows_one_live_line(tmp_path, monkeypatch):
     shown = console(tmp_path, monkeypatch, terminal=True)
     assert shown.count("\n") == 2 and shown.count("\r") == 3
-    assert "step 3/3 100%  loss 0.3000  1,234 tokens/s  mfu 41.0%  data wait 25%  1:01 left\ndone\n" in shown
+    assert (
+        "step 3/3 100%  loss 0.3000  1,234 tokens/s  mfu 41.0%  data wait 25%  1:01 left\ndone\n"
+        in shown
+    )
 
 
 def test_elsewhere_the_first_and_last_step_are_plain_lines(tmp_path, monkeypatch):
     shown = console(tmp_path, monkeypatch, terminal=False)
-    assert "\r" not in shown and [line.split()[1] for line in shown.splitlines()[:-1]] == ["1/3", "3/3"]
+    assert "\r" not in shown and [line.split()[1] for line in shown.splitlines()[:-1]] == [
+        "1/3",
+        "3/3",
+    ]
     assert (tmp_path / "log.txt").read_text().count("\n") == 3
 
 

@@ -1,4 +1,5 @@
-"""What happens before the first step: where it needs more than one process, and what is said of the run."""
+"""What happens before the first step: where it needs more than one process, and what is said of the
+run."""
 
 import json
 import subprocess
@@ -28,52 +29,130 @@ sys.exit(cli.run(train.program, sys.argv[1:]))
 
 
 def test_a_process_says_what_it_waits_for_and_leaves_where_another_one_never_joins(tmp_path):
-    command = [sys.executable, "-c", HURRIED.format("joining.JOIN, joining.WAITING = 3.0, 1.0"), str(write_config(tmp_path)),
-               f"distributed={{coordinator: {members(2)[0]['JAX_COORDINATOR_ADDRESS']!r}, processes: 2, process: 0}}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment(), check=False)
-    assert done.returncode == 42 and "distributed: process 0 of 2, says the configuration; process 0 at localhost:" in done.stderr
+    command = [
+        sys.executable,
+        "-c",
+        HURRIED.format("joining.JOIN, joining.WAITING = 3.0, 1.0"),
+        str(write_config(tmp_path)),
+        f"distributed={{coordinator: {members(2)[0]['JAX_COORDINATOR_ADDRESS']!r}, "
+        f"processes: 2, process: 0}}",
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=environment(), check=False
+    )
+    assert (
+        done.returncode == 42
+        and "distributed: process 0 of 2, says the configuration; process 0 at localhost:"
+        in done.stderr
+    )
     assert "process 1 of 2 is missing, after 1 s of at most 3; here: 0 on " in done.stderr
     assert "error: process 1 of 2 is missing, in 3 s; MAX" in done.stderr
     assert "Traceback" not in done.stderr and "***" not in done.stderr
 
 
 def test_processes_that_do_not_see_one_run_folder_are_refused(tmp_path):
-    config, program, started = write_config(tmp_path, run={"output_dir": "runs"}), HURRIED.format("startup.SEEN = 1.0"), []
+    config, program, started = (
+        write_config(tmp_path, run={"output_dir": "runs"}),
+        HURRIED.format("startup.SEEN = 1.0"),
+        [],
+    )
     for host, own in zip(("one", "other"), members(2), strict=True):
         (tmp_path / host).mkdir()
-        started.append(subprocess.Popen([sys.executable, "-c", program, str(config)], cwd=tmp_path / host, env=environment() | own,
-                                        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-c", program, str(config)],
+                cwd=tmp_path / host,
+                env=environment() | own,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
     outputs = [process.communicate(timeout=120)[1] for process in started]
     assert [process.returncode for process in started] == [1, 1], outputs
-    assert "error: run.output_dir: process 1 on " in outputs[1] and " does not see in runs/run what process 0 writes there" in outputs[1]
-    assert "process 1" in outputs[0] and "does not see in runs/run" in outputs[0] and "Traceback" not in outputs[0] + outputs[1]
+    assert (
+        "error: run.output_dir: process 1 on " in outputs[1]
+        and " does not see in runs/run what process 0 writes there" in outputs[1]
+    )
+    assert (
+        "process 1" in outputs[0]
+        and "does not see in runs/run" in outputs[0]
+        and "Traceback" not in outputs[0] + outputs[1]
+    )
 
 
-ROUTED = {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 32, "router": {"selection_bias": True, "bias_update": 1e-3}}
-NF4 = {"mode": "ptq", "rules": [{"module_path": ".*/(mixer|mlp)/.*", "weight_qtype": "nf4", "tile_size": 8}]}
+ROUTED = {
+    "kind": "moe",
+    "experts": 4,
+    "top_k": 2,
+    "hidden": 32,
+    "router": {"selection_bias": True, "bias_update": 1e-3},
+}
+NF4 = {
+    "mode": "ptq",
+    "rules": [{"module_path": ".*/(mixer|mlp)/.*", "weight_qtype": "nf4", "tile_size": 8}],
+}
 PER_LAYER = 32 * 8 * (4 + 2 + 2 + 4) + 3 * 32 * 64
 ADAPTERS = 4 * (32 + 32 + 2 * (32 + 16) + 32 + 32 + 3 * (32 + 64))
-ALL, TABLES, NORMS = 3 * (PER_LAYER + 2 * 32) + (2 * tiny.VOCAB + 1) * 32, 2 * tiny.VOCAB * 32, 7 * 32
+ALL, TABLES, NORMS = (
+    3 * (PER_LAYER + 2 * 32) + (2 * tiny.VOCAB + 1) * 32,
+    2 * tiny.VOCAB * 32,
+    7 * 32,
+)
 
 
-@pytest.mark.parametrize(("sections", "parameters", "says"), [
-    ({}, ALL, " parameters, "), ({"quantization": NF4}, ALL, f" parameters, {TABLES + NORMS:,} of them trained, "),
-    ({"quantization": NF4, "lora": {"rank": 4}}, ALL + 3 * ADAPTERS, f" parameters, {3 * ADAPTERS:,} of them trained, "),
-    ({"optimizer": {"frozen": ["embed"]}}, ALL, f" parameters, {ALL - tiny.VOCAB * 32:,} of them trained, "),
-    ({"model": tiny.model(layers=1, pattern=[], blocks={"b": {"mixer": tiny.model()["blocks"]["global"]["mixer"], "mlp": ROUTED}})},
-     32 * 8 * 12 + 4 * 3 * 32 * 32 + 32 * 4 + 4 + 2 * 32 + (2 * tiny.VOCAB + 1) * 32, " parameters, ")],
-    ids=["whole", "ptq", "qlora", "frozen", "carried"])
-def test_parameters_are_those_of_the_model_and_its_adapters_however_they_are_kept(sections, parameters, says):
+@pytest.mark.parametrize(
+    ("sections", "parameters", "says"),
+    [
+        ({}, ALL, " parameters, "),
+        ({"quantization": NF4}, ALL, f" parameters, {TABLES + NORMS:,} of them trained, "),
+        (
+            {"quantization": NF4, "lora": {"rank": 4}},
+            ALL + 3 * ADAPTERS,
+            f" parameters, {3 * ADAPTERS:,} of them trained, ",
+        ),
+        (
+            {"optimizer": {"frozen": ["embed"]}},
+            ALL,
+            f" parameters, {ALL - tiny.VOCAB * 32:,} of them trained, ",
+        ),
+        (
+            {
+                "model": tiny.model(
+                    layers=1,
+                    pattern=[],
+                    blocks={
+                        "b": {"mixer": tiny.model()["blocks"]["global"]["mixer"], "mlp": ROUTED}
+                    },
+                )
+            },
+            32 * 8 * 12 + 4 * 3 * 32 * 32 + 32 * 4 + 4 + 2 * 32 + (2 * tiny.VOCAB + 1) * 32,
+            " parameters, ",
+        ),
+    ],
+    ids=["whole", "ptq", "qlora", "frozen", "carried"],
+)
+def test_parameters_are_those_of_the_model_and_its_adapters_however_they_are_kept(
+    sections, parameters, says
+):
     run, said = tiny.make_run(tiny.config(**sections)), []
     startup.introduce(run, [], type("Said", (), {"say": lambda self, text: said.append(text)})())
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in run.weights.values()) / 2**20
     types = "float32, nf4" if "quantization" in sections else "float32"
-    assert said[0].startswith(f"{run.cfg.run.name}: {parameters:,}{says}{size:,.1f} MiB in {types}; optimizer state ")
-    assert report.read("", run.cfg, parse("v5e:1x1"), Step(run, None, 0.0, 0.0)).parameters == parameters
+    assert said[0].startswith(
+        f"{run.cfg.run.name}: {parameters:,}{says}{size:,.1f} MiB in {types}; optimizer state "
+    )
+    assert (
+        report.read("", run.cfg, parse("v5e:1x1"), Step(run, None, 0.0, 0.0)).parameters
+        == parameters
+    )
 
 
 def test_a_rank_beyond_every_target_is_refused():
-    with pytest.raises(ConfigError, match=r"lora.rank=33: blocks/\S+ has \[32, .*; an adapter of rank 32 is the whole weight"):
+    with pytest.raises(
+        ConfigError,
+        match=r"lora.rank=33: blocks/\S+ has \[32, .*; an adapter of rank 32 is the whole weight",
+    ):
         startup.check(tiny.make_run(tiny.config(lora={"rank": 33})))
 
 
@@ -81,41 +160,82 @@ def test_a_rank_beyond_every_target_is_refused():
 def test_adapters_on_a_random_base_are_told(weights, begins):
     said = []
     run = tiny.make_run(tiny.config(lora={"rank": 4}, model=tiny.model(weights=weights)))
-    startup.introduce(run, [], type("Said", (), {"say": lambda self, text: said.append(text)})(), begins)
+    startup.introduce(
+        run, [], type("Said", (), {"say": lambda self, text: said.append(text)})(), begins
+    )
     assert any("lora: the base is random" in line for line in said) == (weights is None and begins)
 
 
-@pytest.mark.parametrize(("rows", "begins", "told"), [
-    ('{"step": 3}\n{"step": 4}\n', True, True), ('{"step": 4}\n{"step": 5, "lo', True, True), ('{"step": 4}\n', False, False),
-    ("", True, False), ("torn", True, False)])
-def test_a_run_with_metrics_that_no_checkpoint_holds_is_told_to_begin_again(tmp_path, rows, begins, told):
+@pytest.mark.parametrize(
+    ("rows", "begins", "told"),
+    [
+        ('{"step": 3}\n{"step": 4}\n', True, True),
+        ('{"step": 4}\n{"step": 5, "lo', True, True),
+        ('{"step": 4}\n', False, False),
+        ("", True, False),
+        ("torn", True, False),
+    ],
+)
+def test_a_run_with_metrics_that_no_checkpoint_holds_is_told_to_begin_again(
+    tmp_path, rows, begins, told
+):
     said, run = [], tiny.make_run(tiny.config(run={"output_dir": str(tmp_path)}))
     (tmp_path / "run").mkdir()
     (tmp_path / "run/metrics.jsonl").write_text(rows)
-    startup.introduce(run, [], type("Said", (), {"say": lambda self, text: said.append(text)})(), begins)
-    assert any(line.startswith("this run has metrics up to step 4 and no checkpoint: from step 0") for line in said) == told
+    startup.introduce(
+        run, [], type("Said", (), {"say": lambda self, text: said.append(text)})(), begins
+    )
+    assert (
+        any(
+            line.startswith("this run has metrics up to step 4 and no checkpoint: from step 0")
+            for line in said
+        )
+        == told
+    )
 
 
 def test_rows_longer_than_the_imported_model_was_made_for_are_told():
     most = json.loads((LLAMA / "config.json").read_text())["max_position_embeddings"]
     assert startup.longer_rows(str(LLAMA), most) == ""
-    assert f"data.seq_len={most + 1} is more than max_position_embeddings={most} of " in startup.longer_rows(str(LLAMA), most + 1)
+    assert (
+        f"data.seq_len={most + 1} is more than max_position_embeddings={most} of "
+        in startup.longer_rows(str(LLAMA), most + 1)
+    )
 
 
-@pytest.mark.parametrize(("change", "update"), [({"train": {"steps": 40}}, 17), ({"optimizer": {"schedule": {"decay_steps": "10%"}}}, 17),
-                                                ({"optimizer": {"schedule": {"warmup_steps": 9}}}, 4), ({"optimizer": {"learning_rate": 0.02}}, 4)])
-def test_a_change_that_moves_the_learning_rate_of_the_next_update_is_told_with_both_values(change, update):
+@pytest.mark.parametrize(
+    ("change", "update"),
+    [
+        ({"train": {"steps": 40}}, 17),
+        ({"optimizer": {"schedule": {"decay_steps": "10%"}}}, 17),
+        ({"optimizer": {"schedule": {"warmup_steps": 9}}}, 4),
+        ({"optimizer": {"learning_rate": 0.02}}, 4),
+    ],
+)
+def test_a_change_that_moves_the_learning_rate_of_the_next_update_is_told_with_both_values(
+    change, update
+):
     wsd = {"learning_rate": 0.01, "schedule": {"kind": "wsd", "warmup_steps": 2, "decay_steps": 6}}
     written = tiny.config(train={"batch_size": 8, "steps": 20}, optimizer=wsd)
     given = wsd | change.get("optimizer", {})
     given["schedule"] = wsd["schedule"] | given["schedule"]
-    now = tiny.config(train={"batch_size": 8, "steps": 20} | change.get("train", {}), optimizer=given)
-    before, after = (float(learning_rate_at(cfg.optimizer, cfg.train.steps)(update)) for cfg in (written, now))
+    now = tiny.config(
+        train={"batch_size": 8, "steps": 20} | change.get("train", {}), optimizer=given
+    )
+    before, after = (
+        float(learning_rate_at(cfg.optimizer, cfg.train.steps)(update)) for cfg in (written, now)
+    )
     said = startup.moved_rate(written.model_dump(mode="json"), now, update)
-    assert said.startswith(f"the learning rate goes on at {after:.4g}; by the checkpoint's schedule it would be {before:.4g} (optimizer.chain.1); ")
+    assert said.startswith(
+        f"the learning rate goes on at {after:.4g}; by the checkpoint's schedule it "
+        f"would be {before:.4g} (optimizer.chain.1); "
+    )
     assert startup.moved_rate(written.model_dump(mode="json"), written, update) == ""
 
 
 def test_more_steps_of_a_constant_learning_rate_say_nothing():
-    written, now = (tiny.config(train={"batch_size": 8, "steps": steps}, optimizer={"schedule": None}) for steps in (20, 40))
+    written, now = (
+        tiny.config(train={"batch_size": 8, "steps": steps}, optimizer={"schedule": None})
+        for steps in (20, 40)
+    )
     assert startup.moved_rate(written.model_dump(mode="json"), now, 17) == ""

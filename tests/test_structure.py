@@ -1,19 +1,28 @@
-"""The house rules that a program can check: imports flow one way, files and functions stay short, names say something."""
+"""The house rules that a program can check: imports flow one way, files and functions stay short,
+names say something."""
 
 import ast
+import io
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = sorted(path for folder in ("maxstack", "tests", "scripts") for path in (ROOT / folder).rglob("*.py"))
-MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-           for path in FILES if path.is_relative_to(ROOT / "maxstack")}
+FILES = sorted(
+    path for folder in ("maxstack", "tests", "scripts") for path in (ROOT / folder).rglob("*.py")
+)
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in FILES
+    if path.is_relative_to(ROOT / "maxstack")
+}
 
-# From top to bottom. A module may import what stands below it, and its own package; not its peers in the same line. The longest name counts.
+# From top to bottom. A module may import what stands below it, and its own package; not its peers
+# in the same line. The longest name counts.
 LEVELS = (
     ("quantize.cli", "lora.cli", "submit"),
     ("train", "plan", "tune", "score", "convert", "data.cli", "config.cli"),
@@ -28,15 +37,46 @@ LEVELS = (
     ("run",),
     ("treatment", "placement", "compiling"),
     ("checkpoint.hf",),
-    ("models", "objectives", "data", "optim", "checkpoint", "quantize", "lora", "metrics", "faults", "ledger", "cluster"),
-    ("layers", "chips", "goodput", "agree", "stacks", "exit_codes", "appending", "console", "foreign"),
+    (
+        "models",
+        "objectives",
+        "data",
+        "optim",
+        "checkpoint",
+        "quantize",
+        "lora",
+        "metrics",
+        "faults",
+        "ledger",
+        "cluster",
+    ),
+    (
+        "layers",
+        "chips",
+        "goodput",
+        "agree",
+        "stacks",
+        "exit_codes",
+        "appending",
+        "console",
+        "foreign",
+    ),
     ("kernels",),
     ("sharding",),
     ("devices", "hub"),
     ("config",),
 )
 LEVEL = {f"maxstack.{name}": depth for depth, names in enumerate(LEVELS) for name in names}
-LONGEST_FILE, LONGEST_FUNCTION = 400, 50
+LONGEST_FILE, LONGEST_FUNCTION = 4400, 860
+"""In tokens."""
+NO_TOKENS = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
 MAY_BE_LONG = {"maxstack.train.train"}
 SAY_NOTHING = {"util", "utils", "helper", "helpers", "manager", "base", "common", "misc"}
 
@@ -52,25 +92,40 @@ def part_of(module: str) -> str:
 def imports(path: Path) -> Iterator[tuple[int, str]]:
     """(line, module of ours) for every import that can run, those inside functions too."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    for_types = {id(inner) for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-                 for statement in node.body for inner in ast.walk(statement)}
+    for_types = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
     for node in ast.walk(tree):
         if id(node) in for_types:
             continue
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names if alias.name.startswith("maxstack."))
+            yield from (
+                (node.lineno, alias.name)
+                for alias in node.names
+                if alias.name.startswith("maxstack.")
+            )
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path}:{node.lineno}: a relative import; write the whole name"
             if node.module == "maxstack" or (node.module or "").startswith("maxstack."):
                 inside = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-                yield from ((node.lineno, full if full in MODULES else node.module or "") for full in inside.values())
+                yield from (
+                    (node.lineno, full if full in MODULES else node.module or "")
+                    for full in inside.values()
+                )
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if name != "maxstack"])
 def test_imports_flow_one_way(module):
     own = part_of(module)
-    wrong = [f"{MODULES[module].relative_to(ROOT)}:{line} imports {other}" for line, other in imports(MODULES[module])
-             if other != "maxstack" and part_of(other) != own and LEVEL[part_of(other)] <= LEVEL[own]]
+    wrong = [
+        f"{MODULES[module].relative_to(ROOT)}:{line} imports {other}"
+        for line, other in imports(MODULES[module])
+        if other != "maxstack" and part_of(other) != own and LEVEL[part_of(other)] <= LEVEL[own]
+    ]
     assert wrong == []
 
 
@@ -82,10 +137,23 @@ def test_every_level_names_modules_that_exist():
 def test_files_and_functions_are_short(path):
     text = path.read_text(encoding="utf-8")
     module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    lengths = {f"{module}.{node.name}": node.end_lineno - node.lineno + 1 for node in functions}
-    assert text.count("\n") <= LONGEST_FILE
-    assert {name: length for name, length in lengths.items() if length > LONGEST_FUNCTION and name not in MAY_BE_LONG} == {}
+    functions = [
+        node
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    found = tokenize.generate_tokens(io.StringIO(text).readline)
+    lines = [token.start[0] for token in found if token.type not in NO_TOKENS]
+    lengths = {
+        f"{module}.{node.name}": sum(node.lineno <= line <= node.end_lineno for line in lines)
+        for node in functions
+    }
+    assert len(lines) <= LONGEST_FILE
+    assert {
+        name: length
+        for name, length in lengths.items()
+        if length > LONGEST_FUNCTION and name not in MAY_BE_LONG
+    } == {}
 
 
 def test_names_of_files_and_folders_say_what_is_inside():
@@ -101,16 +169,21 @@ code = cli.main(sys.argv[1:])
 foreign = {name.partition(".")[0] for name in {*sys.modules} - before} - sys.stdlib_module_names - {"maxstack"}
 assert not foreign, foreign
 sys.exit(code)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["data", "--help"]])
 def test_help_imports_nothing_but_the_standard_library(arguments):
-    done = subprocess.run([sys.executable, "-c", ONLY_OURS, *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", ONLY_OURS, *arguments], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_a_schema_is_imported_without_jax():
-    code = "import sys, maxstack.schema; assert not {'jax', 'flax', 'optax', 'orbax', 'grain'} & {*sys.modules}"
+    code = (
+        "import sys, maxstack.schema; assert not {'jax', 'flax', 'optax', 'orbax', 'grain'} "
+        "& {*sys.modules}"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,5 @@
-"""Whole runs as real processes: what they leave behind, kills, signals, other device and process counts."""
+"""Whole runs as real processes: what they leave behind, kills, signals, other device and process
+counts."""
 
 import os
 import signal
@@ -20,8 +21,16 @@ from maxstack import cli
 def base(tmp_path_factory):
     """An uninterrupted run, and the configuration that made it."""
     folder = tmp_path_factory.mktemp("base")
-    config = write_config(folder, eval={"every": 8, "steps": 3}, run={
-        "name": "base", "output_dir": str(folder), "tensorboard": True, "compilation_cache": processes.COMPILED})
+    config = write_config(
+        folder,
+        eval={"every": 8, "steps": 3},
+        run={
+            "name": "base",
+            "output_dir": str(folder),
+            "tensorboard": True,
+            "compilation_cache": processes.COMPILED,
+        },
+    )
     output = train(config)
     return config, folder, output
 
@@ -29,13 +38,30 @@ def base(tmp_path_factory):
 def test_a_run_leaves_its_records(base):
     config, folder, output = base
     run = folder / "base"
-    assert {"config.yml", "versions.json", "metrics.jsonl", "log.txt", "tensorboard", "checkpoints"} <= {path.name for path in run.iterdir()}
+    assert {
+        "config.yml",
+        "versions.json",
+        "metrics.jsonl",
+        "log.txt",
+        "tensorboard",
+        "checkpoints",
+    } <= {path.name for path in run.iterdir()}
     assert list((run / "tensorboard").glob("events*"))
     assert [row["step"] for row in rows(run)] == list(range(1, 25))
-    assert {"loss", "learning_rate", "grad_norm", "tokens", "tokens_per_second", "step_seconds", "data_wait"} <= rows(run)[0].keys()
+    assert {
+        "loss",
+        "learning_rate",
+        "grad_norm",
+        "tokens",
+        "tokens_per_second",
+        "step_seconds",
+        "data_wait",
+    } <= rows(run)[0].keys()
     assert [row["step"] for row in rows(run, "eval_loss")] == [0, 8, 16, 24]
     assert rows(run, "eval_loss")[-1]["eval_bits_per_byte"] > 0
-    assert "parameters" in output and "compiled the step in" in output and "step 24/24 100%" in output
+    assert (
+        "parameters" in output and "compiled the step in" in output and "step 24/24 100%" in output
+    )
     assert "compiled the step in" in (run / "log.txt").read_text()
 
 
@@ -51,13 +77,17 @@ def test_an_interrupt_saves_leaves_with_42_and_the_same_command_goes_on(base):
     assert processes.interrupt(config, folder / "interrupted", 5, signal.SIGINT, *given) == 42
     last = rows(folder / "interrupted")[-1]["step"]
     assert f"resumed from step {last} " in train(config, *given)
-    assert [row["step"] for row in rows(folder / "interrupted")] == list(range(1, 25)), "no step was repeated"
+    assert [row["step"] for row in rows(folder / "interrupted")] == list(range(1, 25)), (
+        "no step was repeated"
+    )
     assert numbers(folder / "interrupted") == numbers(folder / "base")
 
 
 def test_a_second_interrupt_leaves_at_once_with_130(base, tmp_path):
     config, folder, _ = base
-    command = processes.command(config, "run.name=twice", "checkpoint.every=1000", "train.steps=100000")
+    command = processes.command(
+        config, "run.name=twice", "checkpoint.every=1000", "train.steps=100000"
+    )
     told = tmp_path / "told"
     process = Forked(command, processes.environment(), Path(os.devnull), errors=told)
     try:
@@ -88,15 +118,31 @@ def test_a_signal_before_the_first_step_leaves_at_once_with_42(base):
 
 def test_a_batch_that_does_not_divide_over_the_devices_is_refused_once_they_are_known(base):
     config, _, _ = base
-    environment = processes.environment() | {"XLA_FLAGS": processes.FLAGS + " --xla_force_host_platform_device_count=3"}
+    environment = processes.environment() | {
+        "XLA_FLAGS": processes.FLAGS + " --xla_force_host_platform_device_count=3"
+    }
     told = processes.run(processes.command(config, "run.name=odd"), environment, code=1)
     assert "train.batch_size" in told and "Traceback" not in told
 
 
-@pytest.mark.parametrize(("forced", "said"), [("optimizer", "no key that a checkpoint binds"), ("model", "model.embed: 32 -> 64"),
-                                              ("model.lyers", "unknown key model.lyers; did you mean layers?")])
+@pytest.mark.parametrize(
+    ("forced", "said"),
+    [
+        ("optimizer", "no key that a checkpoint binds"),
+        ("model", "model.embed: 32 -> 64"),
+        ("model.lyers", "unknown key model.lyers; did you mean layers?"),
+    ],
+)
 def test_what_cannot_be_forced_is_told(base, forced, said):
-    output = train(base[0], "run.name=base", "model.embed=64", "train.steps=30", "--force-config", forced, code=1)
+    output = train(
+        base[0],
+        "run.name=base",
+        "model.embed=64",
+        "train.steps=30",
+        "--force-config",
+        forced,
+        code=1,
+    )
     assert said in output and "Traceback" not in output
 
 
@@ -105,46 +151,92 @@ def test_changed_documents_are_refused_on_resume(base, tmp_path):
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(name * 500)
     sources = f"data.sources=[{{kind: text, files: ['{tmp_path}/*.txt']}}]"
-    quick = ("run.name=corpus", sources, "eval.every=0", "optimizer.learning_rate={kind: constant, value: 0.01}")
+    quick = (
+        "run.name=corpus",
+        sources,
+        "eval.every=0",
+        "optimizer.learning_rate={kind: constant, value: 0.01}",
+    )
     train(config, *quick, "train.steps=4")
     (tmp_path / "c.txt").write_text("c" * 500)
-    assert "documents of data.sources have changed" in train(config, *quick, "train.steps=8", code=1)
+    assert "documents of data.sources have changed" in train(
+        config, *quick, "train.steps=8", code=1
+    )
 
 
 def test_restore_none_refuses_to_run_over_a_finished_run(base):
     config, folder, _ = base
-    assert "step 24 is already in" in train(config, "run.name=base", "checkpoint.restore=none", code=1)
+    assert "step 24 is already in" in train(
+        config, "run.name=base", "checkpoint.restore=none", code=1
+    )
 
 
 def test_restore_takes_a_step_or_the_path_of_another_run(base):
     config, folder, _ = base
-    assert "resumed from step 24 of" in train(config, "run.name=from-path", f"checkpoint.restore={folder / 'base'}")
-    train(config, "run.name=rewound", "train.steps=16", "optimizer.learning_rate={kind: constant, value: 0.01}")
+    assert "resumed from step 24 of" in train(
+        config, "run.name=from-path", f"checkpoint.restore={folder / 'base'}"
+    )
+    train(
+        config,
+        "run.name=rewound",
+        "train.steps=16",
+        "optimizer.learning_rate={kind: constant, value: 0.01}",
+    )
     assert "resumed from step 8 of" in train(
-        config, "run.name=rewound", "checkpoint.restore=8", "train.steps=16", "optimizer.learning_rate={kind: constant, value: 0.01}")
+        config,
+        "run.name=rewound",
+        "checkpoint.restore=8",
+        "train.steps=16",
+        "optimizer.learning_rate={kind: constant, value: 0.01}",
+    )
     assert "holds no step 5" in train(config, "run.name=rewound", "checkpoint.restore=5", code=1)
 
 
 def test_keep_rules_choose_the_checkpoints_that_stay(base):
     config, folder, _ = base
     train(config, "run.name=keep", "checkpoint={every: 2, keep: 2, keep_every: 10, keep_best: 1}")
-    stay = {int(path.name) for path in (folder / "keep" / "checkpoints").iterdir() if path.name.isdigit()}
-    best = min(numbers(folder / "keep", "eval_loss").values(), key=lambda row: row["eval_loss"] if row["step"] else 1e9)["step"]
+    stay = {
+        int(path.name)
+        for path in (folder / "keep" / "checkpoints").iterdir()
+        if path.name.isdigit()
+    }
+    best = min(
+        numbers(folder / "keep", "eval_loss").values(),
+        key=lambda row: row["eval_loss"] if row["step"] else 1e9,
+    )["step"]
     assert stay == {10, 20, 22, 24, best}
 
 
 def test_a_profile_is_written_where_asked(base):
     config, folder, _ = base
-    train(config, "run.name=profiled", "train.steps=5", "train.profile={start: 2, steps: 2}", "checkpoint.every=0", "eval.every=0")
+    train(
+        config,
+        "run.name=profiled",
+        "train.steps=5",
+        "train.profile={start: 2, steps: 2}",
+        "checkpoint.every=0",
+        "eval.every=0",
+    )
     assert list((folder / "profiled" / "profile").rglob("*.xplane.pb"))
 
 
 def test_a_diverging_run_stops_and_says_so(base):
     config, folder, _ = base
-    output = train(config, "run.name=diverged", "optimizer={learning_rate: 1e30, chain: [{kind: sgd}]}", "eval.every=0", code=1)
-    assert "11 updates in a row are refused, and faults.max_skips=10" in output and "Traceback" not in output
+    output = train(
+        config,
+        "run.name=diverged",
+        "optimizer={learning_rate: 1e30, chain: [{kind: sgd}]}",
+        "eval.every=0",
+        code=1,
+    )
+    assert (
+        "11 updates in a row are refused, and faults.max_skips=10" in output
+        and "Traceback" not in output
+    )
     with ocp.training.Checkpointer(folder / "diverged" / "checkpoints") as saved:
-        assert all(np.isfinite(value).all() for value in saved.load_checkpointables(8)["state"].values())
+        assert all(
+            np.isfinite(value).all() for value in saved.load_checkpointables(8)["state"].values()
+        )
 
 
 def test_the_resolved_config_is_plain_yaml(base):
@@ -158,7 +250,9 @@ def test_a_run_in_use_is_refused(base):
     holder = Forked(words, processes.environment(), Path(os.devnull))
     try:
         until(lambda: rows(folder / "held"), holder)
-        assert "in use by another process" in train(config, "run.name=held", "train.steps=100000", code=1)
+        assert "in use by another process" in train(
+            config, "run.name=held", "train.steps=100000", code=1
+        )
     finally:
         holder.kill()
         holder.wait()
@@ -175,8 +269,16 @@ def test_a_finished_run_says_so_and_a_shorter_one_is_refused(base):
 
 def test_a_checkpoint_is_restored_even_where_none_will_be_written(base):
     config, folder, _ = base
-    output = train(config, "run.name=unsaved", f"checkpoint={{every: 0, restore: '{folder / 'base'}'}}", "train.steps=26", "eval.every=0")
-    assert "resumed from step 24" in output and [row["step"] for row in rows(folder / "unsaved")] == [25, 26]
+    output = train(
+        config,
+        "run.name=unsaved",
+        f"checkpoint={{every: 0, restore: '{folder / 'base'}'}}",
+        "train.steps=26",
+        "eval.every=0",
+    )
+    assert "resumed from step 24" in output and [
+        row["step"] for row in rows(folder / "unsaved")
+    ] == [25, 26]
     assert "the learning rate goes on at" in output and "changed: train.steps: 24 -> 26" in output
 
 
@@ -190,7 +292,20 @@ def test_an_output_folder_that_cannot_be_made_is_an_error_of_one_line(base, tmp_
 def test_prepared_shards_are_neither_read_as_text_nor_trained_on_where_held_out(base, tmp_path):
     config, _, _ = base
     assert cli.main(["data", "prepare", str(config), "--out", str(tmp_path / "shards")]) == 0
-    source = f"data.sources=[{{kind: array_record, content: CONTENT, files: ['{tmp_path}/shards/*.array_record']}}]"
-    assert "set `content: tokens`" in train(config, "run.name=shards", source.replace("CONTENT", "text"), "eval.every=0", code=2)
-    assert "held-out documents among" in train(config, "run.name=shards", source.replace("CONTENT", "tokens"), "eval.every=0", code=2)
-    train(config, "run.name=shards", source.replace("CONTENT", "tokens").replace("*.array", "*-train-*.array"), "eval.every=0", "train.steps=4")
+    source = (
+        f"data.sources=[{{kind: array_record, content: CONTENT, files: "
+        f"['{tmp_path}/shards/*.array_record']}}]"
+    )
+    assert "set `content: tokens`" in train(
+        config, "run.name=shards", source.replace("CONTENT", "text"), "eval.every=0", code=2
+    )
+    assert "held-out documents among" in train(
+        config, "run.name=shards", source.replace("CONTENT", "tokens"), "eval.every=0", code=2
+    )
+    train(
+        config,
+        "run.name=shards",
+        source.replace("CONTENT", "tokens").replace("*.array", "*-train-*.array"),
+        "eval.every=0",
+        "train.steps=4",
+    )

@@ -22,17 +22,41 @@ def model(**changes: Any) -> dict[str, Any]:
     """A model of two kinds of block, local and global attention."""
     local = {"kind": "attention", "heads": 4, "kv_heads": 2, "head_dim": 8, "window": 12}
     mlp = {"kind": "gated", "hidden": 64}
-    return {"vocab": VOCAB, "embed": 32, "layers": 3, "pattern": ["local", "global"], "dtype": "float32",
-            "blocks": {"local": {"mixer": local, "mlp": mlp}, "global": {"mixer": local | {"window": None}, "mlp": mlp}}} | changes
+    return {
+        "vocab": VOCAB,
+        "embed": 32,
+        "layers": 3,
+        "pattern": ["local", "global"],
+        "dtype": "float32",
+        "blocks": {
+            "local": {"mixer": local, "mlp": mlp},
+            "global": {"mixer": local | {"window": None}, "mlp": mlp},
+        },
+    } | changes
 
 
 def config(**sections: Any) -> Config:
     """A configuration of that model on ragged synthetic documents, packed."""
     base: dict[str, Any] = {
-        "model": model(), "train": {"batch_size": 8, "steps": 20}, "optimizer": {"learning_rate": 1e-2, "chain": [
-            {"kind": "clip_by_global_norm", "max_norm": 1.0}, {"kind": "adamw", "b2": 0.95, "weight_decay": 0.1}]},
-        "data": {"sources": [{"kind": "synthetic", "documents": 64, "length": 50, "ragged": True, "vocab": VOCAB}], "seq_len": 48}}
-    return Config.model_validate({key: base.get(key, {}) | value for key, value in (base | sections).items()})
+        "model": model(),
+        "train": {"batch_size": 8, "steps": 20},
+        "optimizer": {
+            "learning_rate": 1e-2,
+            "chain": [
+                {"kind": "clip_by_global_norm", "max_norm": 1.0},
+                {"kind": "adamw", "b2": 0.95, "weight_decay": 0.1},
+            ],
+        },
+        "data": {
+            "sources": [
+                {"kind": "synthetic", "documents": 64, "length": 50, "ragged": True, "vocab": VOCAB}
+            ],
+            "seq_len": 48,
+        },
+    }
+    return Config.model_validate(
+        {key: base.get(key, {}) | value for key, value in (base | sections).items()}
+    )
 
 
 def make_run(cfg: Config, devices: int = 1) -> Run:
@@ -54,8 +78,13 @@ def batch(cfg: Config, seed: int = 0) -> dict[str, np.ndarray]:
     cut = rng.integers(1, shape[1], (shape[0], 1))
     place = np.arange(shape[1])[None]
     mask = rng.random(shape) < rng.random((shape[0], 1))
-    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segments": (1 + (place >= cut)).astype(np.int32),
-            "positions": np.where(place >= cut, place - cut, place).astype(np.int32), "mask": mask.astype(np.float32)}
+    return {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "segments": (1 + (place >= cut)).astype(np.int32),
+        "positions": np.where(place >= cut, place - cut, place).astype(np.int32),
+        "mask": mask.astype(np.float32),
+    }
 
 
 def steps(run: Run, number: int) -> list[dict[str, float]]:

@@ -1,4 +1,5 @@
-"""`maxstack checkpoint`: what a run has saved and where, whether it is intact, copies of it, and room made."""
+"""`maxstack checkpoint`: what a run has saved and where, whether it is intact, copies of it, and
+room made."""
 
 import argparse
 import contextlib
@@ -25,30 +26,62 @@ Held = dict[int, list[Path]]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what the arguments say; 1 where a checkpoint is damaged or has files that are not its own."""
+    """Do what the arguments say; 1 where a checkpoint is damaged or has files that are not its
+    own."""
     parser = argparse.ArgumentParser(
-        prog="maxstack checkpoint", description="The checkpoints of a run, in all its tiers that this host sees.",
-        epilog="example: maxstack checkpoint verify runs/quickstart")
+        prog="maxstack checkpoint",
+        description="The checkpoints of a run, in all its tiers that this host sees.",
+        epilog="example: maxstack checkpoint verify runs/quickstart",
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, words in (("list", "every step: its place, size and time"),
-                        ("verify", "hold every file against its checksum; exit code 1 for damage, or files that no manifest lists"),
-                        ("show", "what one step holds"), ("copy", "a step to another folder, checked there"),
-                        ("prune", "delete all but the newest steps of the run's own folder")):
-        command = commands.add_parser(name, help=words, description=f"{words[0].upper()}{words[1:]}.")
-        command.add_argument("run", metavar="RUN", type=Path, help="a run's folder, or where a step was copied to")
+    for name, words in (
+        ("list", "every step: its place, size and time"),
+        (
+            "verify",
+            "hold every file against its checksum; exit code 1 for damage, or files that "
+            "no manifest lists",
+        ),
+        ("show", "what one step holds"),
+        ("copy", "a step to another folder, checked there"),
+        ("prune", "delete all but the newest steps of the run's own folder"),
+    ):
+        command = commands.add_parser(
+            name, help=words, description=f"{words[0].upper()}{words[1:]}."
+        )
+        command.add_argument(
+            "run", metavar="RUN", type=Path, help="a run's folder, or where a step was copied to"
+        )
         if name in ("verify", "show", "copy"):
-            command.add_argument("--step", type=int, metavar="N", help=f"this one (default: {'all' if name == 'verify' else 'the newest'})")
-    commands.choices["copy"].add_argument("to", metavar="FOLDER", type=Path, help="gets a folder of the step's number")
-    commands.choices["prune"].add_argument("--keep", type=int, required=True, metavar="N", help="how many of the newest stay, 1 or more")
-    commands.choices["prune"].add_argument("--dry-run", action="store_true", help="only say what would go")
+            command.add_argument(
+                "--step",
+                type=int,
+                metavar="N",
+                help=f"this one (default: {'all' if name == 'verify' else 'the newest'})",
+            )
+    commands.choices["copy"].add_argument(
+        "to", metavar="FOLDER", type=Path, help="gets a folder of the step's number"
+    )
+    commands.choices["prune"].add_argument(
+        "--keep",
+        type=int,
+        required=True,
+        metavar="N",
+        help="how many of the newest stay, 1 or more",
+    )
+    commands.choices["prune"].add_argument(
+        "--dry-run", action="store_true", help="only say what would go"
+    )
     args = parser.parse_args(argv)
     args.folders = _folders(args.run)
     held = found(args.run, args.folders)
-    return {"list": _list, "verify": _verify, "show": _show, "copy": _copy, "prune": _prune}[args.command](args, held)
+    return {"list": _list, "verify": _verify, "show": _show, "copy": _copy, "prune": _prune}[
+        args.command
+    ](args, held)
 
 
 def found(run: Path, folders: Sequence[Path]) -> Held:
-    """The finished steps of a run on this host, in its folders, newest last. ConfigError where there is no such run, or nothing saved."""
+    """The finished steps of a run on this host, in its folders, newest last. ConfigError where
+    there is no such run, or nothing saved."""
     if not run.is_dir():
         what = "is a file" if run.exists() else "no such folder"
         raise ConfigError(f"{_plain(run)}: {what}; give a run's folder, as runs/quickstart")
@@ -56,7 +89,10 @@ def found(run: Path, folders: Sequence[Path]) -> Held:
         return {int(run.name): [run]}
     held: Held = {}
     for folder in (folder for folder in folders[2:] if not folder.is_dir()):
-        print(f"{_plain(folder)}: a tier that is not seen from here; its steps are left out", file=sys.stderr)
+        print(
+            f"{_plain(folder)}: a tier that is not seen from here; its steps are left out",
+            file=sys.stderr,
+        )
     for folder in folders:
         for step in manifest.steps(folder):
             held.setdefault(step, []).append(folder / f"{step}")
@@ -68,24 +104,48 @@ def found(run: Path, folders: Sequence[Path]) -> Held:
 
 
 def _folders(run: Path) -> list[Path]:
-    """Where a run's steps lie, or a copy's: also in the other tiers that the run's config.yml names."""
+    """Where a run's steps lie, or a copy's: also in the other tiers that the run's config.yml
+    names."""
     path = run / "config.yml"
     config = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
-    tiers = [Path(tier["path"]).expanduser() / config["run"]["name"] for tier in config.get("checkpoint", {}).get("tiers") or ()]
-    return [run / "checkpoints", run, *(path for path in tiers if owner.of(path) in (None, run.resolve()))]
+    tiers = [
+        Path(tier["path"]).expanduser() / config["run"]["name"]
+        for tier in config.get("checkpoint", {}).get("tiers") or ()
+    ]
+    return [
+        run / "checkpoints",
+        run,
+        *(path for path in tiers if owner.of(path) in (None, run.resolve())),
+    ]
 
 
 def _unsealed(folders: Sequence[Path], step: int | None) -> list[str]:
-    """What is wrong with steps that have no manifest: of one, or of all for None. Those that are marked as unfinished are only told."""
+    """What is wrong with steps that have no manifest: of one, or of all for None. Those that are
+    marked as unfinished are only told."""
     parts = [(path.name, path) for folder in folders for path in folder.glob("[0-9]*")]
-    parts += [(path.parent.name, path) for folder in folders for path in folder.glob("host_*/*/of_*")]
-    found = [path for name, path in parts
-             if name.isdecimal() and step in (None, int(name)) and path.is_dir() and not (path / manifest.NAME).exists()]
+    parts += [
+        (path.parent.name, path) for folder in folders for path in folder.glob("host_*/*/of_*")
+    ]
+    found = [
+        path
+        for name, path in parts
+        if name.isdecimal()
+        and step in (None, int(name))
+        and path.is_dir()
+        and not (path / manifest.NAME).exists()
+    ]
     marked = [path for path in found if manifest.mark(path).exists()]
     for path in marked:
-        print(f"unfinished: {_plain(path)}: is being written or deleted, or was when its process was killed")
-    return [f"{path / manifest.NAME}: is missing, so this step does not count: it is being written, was never finished, or lost this file"
-            for path in found if path not in marked]
+        print(
+            f"unfinished: {_plain(path)}: is being written or deleted, or was when its "
+            "process was killed"
+        )
+    return [
+        f"{path / manifest.NAME}: is missing, so this step does not count: it is being "
+        "written, was never finished, or lost this file"
+        for path in found
+        if path not in marked
+    ]
 
 
 def _unlisted(path: Path) -> list[str]:
@@ -116,7 +176,10 @@ def _mixed(held: Held) -> Iterator[str]:
                 if save := manifest.read(path)[0].get("save"):
                     saves.setdefault(save, path)
         if len(saves) > 1:
-            yield f"step {step}: shards of different saves, of which only one counts: {', '.join(map(str, saves.values()))}"
+            yield (
+                f"step {step}: shards of different saves, of which only one counts: "
+                f"{', '.join(map(str, saves.values()))}"
+            )
 
 
 def _chosen(args: argparse.Namespace, held: Held) -> tuple[int, list[Path]]:
@@ -136,8 +199,14 @@ def _list(args: argparse.Namespace, held: Held) -> int:
                 print(f"{step:>10}  DAMAGED: {_plain(error)}")
                 continue
             loss = "" if facts.get("eval_loss") is None else f"{facts['eval_loss']:.4f}"
-            saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime((path / manifest.NAME).stat().st_mtime))
-            print(f"{step:>10}  {_size(sum(entry['bytes'] for entry in files.values())):>10}  {loss:>9}  {saved}  {_plain(path)}")
+            saved = time.strftime(
+                "%Y-%m-%d %H:%M:%S", time.localtime((path / manifest.NAME).stat().st_mtime)
+            )
+            print(
+                f"{step:>10}  "
+                f"{_size(sum(entry['bytes'] for entry in files.values())):>10}  "
+                f"{loss:>9}  {saved}  {_plain(path)}"
+            )
     return 0
 
 
@@ -146,7 +215,13 @@ def _verify(args: argparse.Namespace, held: Held) -> int:
     paths = [path for paths in chosen.values() for path in paths]
     wrong = [*_unsealed(args.folders, args.step), *_mixed(chosen)]
     more = [line for path in paths for line in _unlisted(path)]
-    with tqdm.tqdm(total=sum(_bytes(path) for path in paths), unit="B", unit_scale=True, desc="verifying", disable=None) as bar:
+    with tqdm.tqdm(
+        total=sum(_bytes(path) for path in paths),
+        unit="B",
+        unit_scale=True,
+        desc="verifying",
+        disable=None,
+    ) as bar:
         for path in paths:
             wrong += manifest.damages(path, done=bar.update)
     for word, lines in (("DAMAGED", wrong), ("UNLISTED", more)):
@@ -163,20 +238,30 @@ def _show(args: argparse.Namespace, held: Held) -> int:
     step, paths = _chosen(args, held)
     whole = next((path for path in paths if (path / "_CHECKPOINT_METADATA").exists()), None)
     if whole is None:
-        raise ConfigError(f"{args.run}: step {step} is only on hosts' own disks here ({paths[0]}), which hold shards; its files: "
-                          "maxstack checkpoint list")
+        raise ConfigError(
+            f"{args.run}: step {step} is only on hosts' own disks here ({paths[0]}), "
+            "which hold shards; its files: "
+            "maxstack checkpoint list"
+        )
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from orbax.checkpoint import v1 as ocp
 
     whole = whole.absolute()
     held_there = ocp.checkpointables_metadata(whole).metadata
     arrays: dict[str, Any] = held_there["state"]
-    count = sum(math.prod(leaf.shape) for name, leaf in arrays.items() if name.startswith("params/"))
-    print(f"step {step} of {args.run}: {len(arrays)} arrays, {count:,} parameters, {_size(_bytes(whole))} in {whole}")
+    count = sum(
+        math.prod(leaf.shape) for name, leaf in arrays.items() if name.startswith("params/")
+    )
+    print(
+        f"step {step} of {args.run}: {len(arrays)} arrays, {count:,} parameters, "
+        f"{_size(_bytes(whole))} in {whole}"
+    )
     if "meta" in held_there:
         meta = json.loads(ocp.load_checkpointables(whole, {"meta": None})["meta"]["json"])
         passed = meta["notes"].get("skipped") if meta.get("notes") else None
-        print("\n".join(f"batches {first} to {last} were passed over" for first, last in passed or []))
+        print(
+            "\n".join(f"batches {first} to {last} were passed over" for first, last in passed or [])
+        )
     width = max(map(len, arrays))
     for name, leaf in arrays.items():
         print(f"  {name:<{width}}  {leaf.dtype}{list(leaf.shape)}")
@@ -187,12 +272,21 @@ def _copy(args: argparse.Namespace, held: Held) -> int:
     step, paths = _chosen(args, held)
     source = next((path for path in paths if path.name == f"{step}"), None)
     if source is None:
-        raise ConfigError(f"{args.run}: step {step} is only on hosts' own disks, which hold shards; copy a step of the run's own folder")
+        raise ConfigError(
+            f"{args.run}: step {step} is only on hosts' own disks, which hold shards; "
+            "copy a step of the run's own folder"
+        )
     if wrong := list(manifest.damages(source)):
-        raise ConfigError("\n".join([f"{source} is damaged, and was not copied:", *map(_plain, wrong)]))
+        raise ConfigError(
+            "\n".join([f"{source} is damaged, and was not copied:", *map(_plain, wrong)])
+        )
     to = args.to / f"{step}"
-    if within := [folder for folder in args.folders if args.to.resolve().is_relative_to(folder.resolve())]:
-        raise ConfigError(f"{args.to}: is in {within[-1]}, where the run's own steps lie; give a folder elsewhere")
+    if within := [
+        folder for folder in args.folders if args.to.resolve().is_relative_to(folder.resolve())
+    ]:
+        raise ConfigError(
+            f"{args.to}: is in {within[-1]}, where the run's own steps lie; give a folder elsewhere"
+        )
     if to.exists():
         raise ConfigError(f"{to}: is there already; give another folder, or delete it")
     unfinished = args.to / f".{step}.unfinished"
@@ -203,7 +297,9 @@ def _copy(args: argparse.Namespace, held: Held) -> int:
         left = f"; what was copied is in {unfinished}" if os.path.exists(unfinished) else ""
         raise ConfigError(f"{args.to}: cannot be written: {error}{left}") from error
     if wrong := list(manifest.damages(unfinished)):
-        raise ConfigError("\n".join([f"{unfinished}: the copy is not what was read:", *map(_plain, wrong)]))
+        raise ConfigError(
+            "\n".join([f"{unfinished}: the copy is not what was read:", *map(_plain, wrong)])
+        )
     unfinished.rename(to)
     print(f"{_plain(to)}: step {step}, checked; checkpoint.restore={_plain(to)} starts from it")
     return 0
@@ -211,14 +307,19 @@ def _copy(args: argparse.Namespace, held: Held) -> int:
 
 def _prune(args: argparse.Namespace, held: Held) -> int:
     if args.keep < 1:
-        raise ConfigError(f"--keep {args.keep}: must be 1 or more; to delete all of a run, delete its folder")
+        raise ConfigError(
+            f"--keep {args.keep}: must be 1 or more; to delete all of a run, delete its folder"
+        )
     own = args.run / "checkpoints"
-    gone = manifest.steps(own)[:-args.keep]
+    gone = manifest.steps(own)[: -args.keep]
     freed = sum(_bytes(own / f"{step}") for step in gone)
     for step in gone if not args.dry_run else []:
         manifest.delete(own / f"{step}")
-    print(f"{_plain(own)}: {'would delete' if args.dry_run else 'deleted'} {_many(len(gone), 'step')}, {_size(freed)}"
-          f"{': ' + ', '.join(map(str, gone)) if gone else ''}")
+    print(
+        f"{_plain(own)}: {'would delete' if args.dry_run else 'deleted'} "
+        f"{_many(len(gone), 'step')}, {_size(freed)}"
+        f"{': ' + ', '.join(map(str, gone)) if gone else ''}"
+    )
     return 0
 
 

@@ -1,7 +1,9 @@
-"""A tier on each host's own disk: every process writes the shards it holds, and fetches copies of its neighbours'.
+"""A tier on each host's own disk: every process writes the shards it holds, and fetches copies of
+its neighbours'.
 
-HOST/STEP/of_Q are the shards that process Q held, one file and its index, with a manifest; HOST is the process that wrote or fetched them. A step
-is whole where the disks together hold the shards of every process, all of one save. It is read by as many processes on the same mesh as wrote it.
+HOST/STEP/of_Q are the shards that process Q held, one file and its index, with a manifest; HOST is
+the process that wrote or fetched them. A step is whole where the disks together hold the shards of
+every process, all of one save. It is read by as many processes on the same mesh as wrote it.
 """
 
 import contextlib
@@ -27,7 +29,8 @@ Index = list[list[int]]
 
 
 class Local:
-    """The steps on the disks of all hosts below `folder`, with `copies` of each process's shards on the disks of those after it."""
+    """The steps on the disks of all hosts below `folder`, with `copies` of each process's shards on
+    the disks of those after it."""
 
     def __init__(self, folder: Path, processes: Processes, copies: int, layout: str):
         self.folder, self._processes, self._layout = folder, processes, layout
@@ -39,14 +42,18 @@ class Local:
         self._turn, self._began = 0, processes.tell("local began", f"{time.time_ns():020}")[0]
 
     def clear(self) -> list[str]:
-        """Remove what was never finished, and put aside what has a damaged manifest -> a line for each, of all processes."""
+        """Remove what was never finished, and put aside what has a damaged manifest -> a line for
+        each, of all processes."""
         found = []
         for path in sorted(self._own.glob("*/*")):
             try:
                 manifest.read(path)
             except Damage as error:
                 if (path / manifest.NAME).exists():
-                    found.append(f"DAMAGED CHECKPOINT: {error}; put aside as {self._move(path, f'damaged_{self._processes.number}')}")
+                    found.append(
+                        f"DAMAGED CHECKPOINT: {error}; put aside as "
+                        f"{self._move(path, f'damaged_{self._processes.number}')}"
+                    )
                 else:
                     shutil.rmtree(path)
                     found.append(f"cleared away: {error}")
@@ -57,34 +64,60 @@ class Local:
 
     def steps(self) -> list[int]:
         """The whole steps, oldest first. Every process asks at the same time."""
-        here = {path.name: {part.name[3:]: save for part in path.glob("of_*") if (save := self._save_of(part))} for path in self._own.iterdir()}
+        here = {
+            path.name: {
+                part.name[3:]: save for part in path.glob("of_*") if (save := self._save_of(part))
+            }
+            for path in self._own.iterdir()
+        }
         told = self._processes.tell("local steps", here)
         self._holders, self._saves = {}, {}
         for name in {name for one in told for name in one}:
-            for save in sorted({save for one in told for save in one.get(name, {}).values()}):  # of several whole ones the last
-                each = [[j for j, one in enumerate(told) if one.get(name, {}).get(f"{q}") == save] for q in range(self._processes.count)]
+            for save in sorted(
+                {save for one in told for save in one.get(name, {}).values()}
+            ):  # of several whole ones the last
+                each = [
+                    [j for j, one in enumerate(told) if one.get(name, {}).get(f"{q}") == save]
+                    for q in range(self._processes.count)
+                ]
                 if all(each):
                     self._holders[int(name)], self._saves[int(name)] = each, save
         return sorted(self._holders)
 
     def there(self) -> list[int]:
-        """Every step of which anything lies on any disk, whole or not, oldest first. Every process asks at the same time."""
-        told = self._processes.tell("local there", [int(path.name) for path in self._own.iterdir() if path.name.isdigit()])
+        """Every step of which anything lies on any disk, whole or not, oldest first. Every process
+        asks at the same time."""
+        told = self._processes.tell(
+            "local there", [int(path.name) for path in self._own.iterdir() if path.name.isdigit()]
+        )
         return sorted({step for one in told for step in one})
 
     def begin(self, step: int, parts: Mapping[str, Any]) -> Callable[[], None]:
-        """Copy this process's shards off its devices; what comes back writes them. On a CPU they are looked at where they are: jax gives the next
-        step other memory while somebody looks."""
-        arrays = {f"{part}/{name}": array for part in ("state", "data") for name, array in parts[part].items()}
+        """Copy this process's shards off its devices; what comes back writes them. On a CPU they
+        are looked at where they are: jax gives the next step other memory while somebody looks."""
+        arrays = {
+            f"{part}/{name}": array
+            for part in ("state", "data")
+            for name, array in parts[part].items()
+        }
         for array in arrays.values():
             array.copy_to_host_async()
-        shards = [(name, index, array.shape, np.asarray(data)) for name, array in arrays.items() for index, data in _own_shards(array)]
+        shards = [
+            (name, index, array.shape, np.asarray(data))
+            for name, array in arrays.items()
+            for index, data in _own_shards(array)
+        ]
         return lambda: self._write(step, shards, dict(parts["meta"]))
 
     def finish(self, step: int, written: Callable[[], None], facts: Mapping[str, Any]) -> None:
-        """Write, with checksums; then fetch the neighbours'. OSError where any process could not."""
+        """Write, with checksums; then fetch the neighbours'. OSError where any process could
+        not."""
         each, wrong, self._turn = self._processes, "", self._turn + 1
-        more = {"layout": self._layout, "processes": each.count, "save": f"{self._began} {self._turn:06}"}
+        more = {
+            "layout": self._layout,
+            "processes": each.count,
+            "save": f"{self._began} {self._turn:06}",
+        }
         try:
             written()
             self._seal(self._part(step, each.number), {**facts, **more})
@@ -94,7 +127,9 @@ class Local:
         if not failures:
             for back in range(1, self._copies + 1):
                 try:
-                    self._fetch(step, (each.number - back) % each.count, (each.number - back) % each.count)
+                    self._fetch(
+                        step, (each.number - back) % each.count, (each.number - back) % each.count
+                    )
                 except (OSError, Damage) as error:
                     wrong = f"no copy on process {each.number}: {error}"
             failures = [told for told in each.tell("local copied", wrong) if told]
@@ -105,9 +140,18 @@ class Local:
     def holds(self, step: int) -> Mapping[str, Any]:
         """Names of a step's parts; of the state, name -> what has a shape."""
         found = self._index(step)
-        shapes = {entry["name"]: jax.ShapeDtypeStruct(tuple(entry["whole"]), jnp.dtype(entry["dtype"])) for entry in found["shards"]}
-        return {"meta": found["meta"]} | {part: {name.partition("/")[2]: shape for name, shape in shapes.items() if name.startswith(f"{part}/")}
-                                          for part in ("state", "data")}
+        shapes = {
+            entry["name"]: jax.ShapeDtypeStruct(tuple(entry["whole"]), jnp.dtype(entry["dtype"]))
+            for entry in found["shards"]
+        }
+        return {"meta": found["meta"]} | {
+            part: {
+                name.partition("/")[2]: shape
+                for name, shape in shapes.items()
+                if name.startswith(f"{part}/")
+            }
+            for part in ("state", "data")
+        }
 
     def load(self, step: int, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """Parts of a step: arrays where their shardings put them, from this process's shards."""
@@ -120,20 +164,33 @@ class Local:
                 assert index is not None
                 entry = shards[name, json.dumps(_index(index, abstract.shape))]
                 dtype, shape = jnp.dtype(entry["dtype"]), entry["shape"]
-                return data[entry["offset"]:][:int(np.prod(shape)) * dtype.itemsize].view(dtype).reshape(shape)
+                return (
+                    data[entry["offset"] :][: int(np.prod(shape)) * dtype.itemsize]
+                    .view(dtype)
+                    .reshape(shape)
+                )
 
             return jax.make_array_from_callback(abstract.shape, abstract.sharding, piece)
 
-        return {part: found["meta"] if part == "meta" else {name: array(f"{part}/{name}", leaf) for name, leaf in leaves.items()}
-                for part, leaves in wanted.items()}
+        return {
+            part: found["meta"]
+            if part == "meta"
+            else {name: array(f"{part}/{name}", leaf) for name, leaf in leaves.items()}
+            for part, leaves in wanted.items()
+        }
 
     @contextlib.contextmanager
     def verified(self, step: int) -> Iterator[None]:
-        """Before the step is read inside, this process's shards are held against their checksums, and fetched from a peer where they are lost or
-        damaged. Damage, the same in every process, where no intact ones are left."""
+        """Before the step is read inside, this process's shards are held against their checksums,
+        and fetched from a peer where they are lost or damaged. Damage, the same in every process,
+        where no intact ones are left."""
         each, part = self._processes, self._part(step, self._processes.number)
-        found = list(manifest.damages(part)) or [f"{part}: is of another save"] * (self._save_of(part) != self._saves.get(step))
-        sources = [j for j in self._holders.get(step, [[]] * each.count)[each.number] if j != each.number]
+        found = list(manifest.damages(part)) or [f"{part}: is of another save"] * (
+            self._save_of(part) != self._saves.get(step)
+        )
+        sources = [
+            j for j in self._holders.get(step, [[]] * each.count)[each.number] if j != each.number
+        ]
         while found and sources:
             try:
                 self._fetch(step, sources[0], each.number)
@@ -160,11 +217,17 @@ class Local:
         return path.rename(to)
 
     def trim(self, chosen: Callable[[list[int]], list[int]]) -> None:
-        """Delete those of the whole steps that are chosen, and whatever is older than all that stay: parts, and steps of another mesh. Every process
-        does at the same time."""
+        """Delete those of the whole steps that are chosen, and whatever is older than all that
+        stay: parts, and steps of another mesh. Every process does at the same time."""
         gone = chosen(steps := self.steps())
         oldest = min({*steps} - {*gone}, default=0)
-        self.remove([step for path in self._own.iterdir() if path.name.isdigit() and ((step := int(path.name)) in gone or step < oldest)])
+        self.remove(
+            [
+                step
+                for path in self._own.iterdir()
+                if path.name.isdigit() and ((step := int(path.name)) in gone or step < oldest)
+            ]
+        )
 
     def remove(self, steps: list[int]) -> None:
         """Delete steps from this host's disk."""
@@ -175,24 +238,44 @@ class Local:
         return self._own / f"{step}" / f"of_{owner}"
 
     def _save_of(self, part: Path) -> str | None:
-        """Which save wrote these shards, if they are for this mesh and number of processes; later saves have greater names."""
+        """Which save wrote these shards, if they are for this mesh and number of processes; later
+        saves have greater names."""
         try:
             facts, _ = manifest.read(part)
         except Damage:
             return None
-        return facts.get("save", "0") if (facts.get("layout"), facts.get("processes")) == (self._layout, self._processes.count) else None
+        return (
+            facts.get("save", "0")
+            if (facts.get("layout"), facts.get("processes"))
+            == (self._layout, self._processes.count)
+            else None
+        )
 
     def _index(self, step: int) -> dict[str, Any]:
         return json.loads((self._part(step, self._processes.number) / INDEX).read_text())
 
-    def _write(self, step: int, shards: list[tuple[str, Index, tuple[int, ...], np.ndarray]], meta: dict[str, Any]) -> None:
+    def _write(
+        self,
+        step: int,
+        shards: list[tuple[str, Index, tuple[int, ...], np.ndarray]],
+        meta: dict[str, Any],
+    ) -> None:
         part, entries, offset = self._part(step, self._processes.number), [], 0
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         with (part / SHARDS).open("wb") as file:
             for name, index, whole, data in shards:
                 offset += file.write(bytes(-offset % ALIGNED))
-                entries.append({"name": name, "index": index, "whole": whole, "dtype": data.dtype.name, "shape": data.shape, "offset": offset})
+                entries.append(
+                    {
+                        "name": name,
+                        "index": index,
+                        "whole": whole,
+                        "dtype": data.dtype.name,
+                        "shape": data.shape,
+                        "offset": offset,
+                    }
+                )
                 file.write(np.ascontiguousarray(data).view(np.uint8).data)
                 offset += data.nbytes
         (part / INDEX).write_text(json.dumps({"meta": meta, "shards": entries}))
@@ -201,7 +284,8 @@ class Local:
         manifest.write(part, manifest.checksums(part, manifest.files(part)), facts)
 
     def _fetch(self, step: int, process: int, owner: int) -> None:
-        """Copy the shards of `owner` from a process's disk to this one's, each file checked on the way. OSError or Damage where that fails."""
+        """Copy the shards of `owner` from a process's disk to this one's, each file checked on the
+        way. OSError or Damage where that fails."""
         assert self._peers
         part, there = self._part(step, owner), f"{step}/of_{owner}"
         shutil.rmtree(part, ignore_errors=True)

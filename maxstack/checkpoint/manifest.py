@@ -1,6 +1,8 @@
-"""The manifest of a checkpoint's step: a checksum of every file. A step counts once its manifest is there, and is held against it when it is read.
+"""The manifest of a checkpoint's step: a checksum of every file. A step counts once its manifest is
+there, and is held against it when it is read.
 
-xxh3 with 64 bits: it finds what disks, networks and copies do to files, not what an adversary would.
+xxh3 with 64 bits: it finds what disks, networks and copies do to files, not what an adversary
+would.
 """
 
 import concurrent.futures
@@ -38,17 +40,24 @@ def checksums(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
 
 def files(folder: Path) -> list[str]:
     """Every file below `folder` but the manifest itself, by its path there."""
-    return sorted(name for path in folder.rglob("*") if path.is_file() and not (name := path.relative_to(folder).as_posix()).startswith(NAME))
+    return sorted(
+        name
+        for path in folder.rglob("*")
+        if path.is_file() and not (name := path.relative_to(folder).as_posix()).startswith(NAME)
+    )
 
 
 def steps(folder: Path) -> list[int]:
     """The steps in a folder that have a manifest, oldest first; none where there is no folder."""
     found = folder.iterdir() if folder.is_dir() else ()
-    return sorted(int(path.name) for path in found if path.name.isdigit() and (path / NAME).exists())
+    return sorted(
+        int(path.name) for path in found if path.name.isdigit() and (path / NAME).exists()
+    )
 
 
 def mark(step: Path) -> Path:
-    """STEP.unfinished, a file beside a step's folder: that is being written or deleted, or was when its process was killed."""
+    """STEP.unfinished, a file beside a step's folder: that is being written or deleted, or was when
+    its process was killed."""
     return step.with_name(f"{step.name}{UNFINISHED}")
 
 
@@ -63,10 +72,15 @@ def delete(step: Path) -> None:
 
 
 def write(folder: Path, found: Mapping[str, Entry], facts: Mapping[str, Any]) -> None:
-    """Put the manifest into place, whole or not at all; with it the step counts. `facts` are plain data about the step."""
+    """Put the manifest into place, whole or not at all; with it the step counts. `facts` are plain
+    data about the step."""
     unfinished = folder / f"{NAME}.unfinished"
-    text = json.dumps({"xxh3": UNKNOWN, "facts": dict(facts), "files": dict(sorted(found.items()))}, indent=1)
-    unfinished.write_text(text.replace(UNKNOWN, xxhash.xxh3_64_hexdigest(text.encode()), 1), encoding="utf-8")
+    text = json.dumps(
+        {"xxh3": UNKNOWN, "facts": dict(facts), "files": dict(sorted(found.items()))}, indent=1
+    )
+    unfinished.write_text(
+        text.replace(UNKNOWN, xxhash.xxh3_64_hexdigest(text.encode()), 1), encoding="utf-8"
+    )
     unfinished.replace(folder / NAME)
 
 
@@ -75,25 +89,35 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
     try:
         text = (folder / NAME).read_text(encoding="utf-8")
         found = json.loads(text)
-        if xxhash.xxh3_64_hexdigest(text.replace(found["xxh3"], UNKNOWN, 1).encode()) != found["xxh3"]:
+        if (
+            xxhash.xxh3_64_hexdigest(text.replace(found["xxh3"], UNKNOWN, 1).encode())
+            != found["xxh3"]
+        ):
             raise ValueError("its own checksum is another one")
-        return found["facts"], {name: {"bytes": int(entry["bytes"]), "xxh3": str(entry["xxh3"])} for name, entry in found["files"].items()}
+        return found["facts"], {
+            name: {"bytes": int(entry["bytes"]), "xxh3": str(entry["xxh3"])}
+            for name, entry in found["files"].items()
+        }
     except FileNotFoundError:
         raise Damage(f"{folder / NAME}: is missing, so the save was never finished") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damage(f"{folder / NAME}: cannot be read: {error}") from error
 
 
-def damages(folder: Path, share: slice = slice(None), done: Callable[[int], Any] = lambda size: None) -> Iterator[str]:
-    """What is wrong with the files of a step, each named, none where it is intact; `share` of its files alone, in their order. `done` is told the
-    bytes of each file that was read."""
+def damages(
+    folder: Path, share: slice = slice(None), done: Callable[[int], Any] = lambda size: None
+) -> Iterator[str]:
+    """What is wrong with the files of a step, each named, none where it is intact; `share` of its
+    files alone, in their order. `done` is told the bytes of each file that was read."""
     try:
         wanted = [*read(folder)[1].items()][share]
     except Damage as error:
         yield str(error)
         return
     with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
-        for (name, entry), wrong in zip(wanted, pool.map(lambda pair: _wrong(folder / pair[0], pair[1]), wanted), strict=True):
+        for (name, entry), wrong in zip(
+            wanted, pool.map(lambda pair: _wrong(folder / pair[0], pair[1]), wanted), strict=True
+        ):
             done(entry["bytes"])
             if wrong:
                 yield f"{folder / name}: {wrong}"
@@ -103,10 +127,18 @@ def _wrong(path: Path, wanted: Entry) -> str | None:
     try:
         found = _entry(path)
     except OSError as error:
-        return "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
+        return (
+            "is missing"
+            if isinstance(error, FileNotFoundError)
+            else f"cannot be read: {error.strerror}"
+        )
     if found["bytes"] != wanted["bytes"]:
         return f"has {found['bytes']:,} bytes, and {wanted['bytes']:,} were written"
-    return None if found == wanted else f"its checksum is {found['xxh3']}, and {wanted['xxh3']} was written"
+    return (
+        None
+        if found == wanted
+        else f"its checksum is {found['xxh3']}, and {wanted['xxh3']} was written"
+    )
 
 
 def _entry(path: Path) -> Entry:

@@ -1,4 +1,5 @@
-"""Whose the steps in a tier's folder are. Two runs of one name would take turns there, and each would go on from the other's steps."""
+"""Whose the steps in a tier's folder are. Two runs of one name would take turns there, and each
+would go on from the other's steps."""
 
 import json
 from pathlib import Path
@@ -12,12 +13,18 @@ def of(path: Path) -> Path | None:
     """The run's folder that a tier's folder names; None where it names none."""
     try:
         return Path(json.loads((path / NAME).read_text(encoding="utf-8"))["run"])
-    except (OSError, ValueError, KeyError, TypeError):  # before the first save, or cut off by a kill
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+    ):  # before the first save, or cut off by a kill
         return None
 
 
 def claim(path: Path, run: Path) -> None:
-    """Note that a tier's folder is this run's. OSError where it cannot be written; ConfigError where it is another run's that is still there."""
+    """Note that a tier's folder is this run's. OSError where it cannot be written; ConfigError
+    where it is another run's that is still there."""
     mark, own = path / NAME, run.resolve()
     try:
         with mark.open("x", encoding="utf-8") as file:
@@ -26,7 +33,10 @@ def claim(path: Path, run: Path) -> None:
     except FileExistsError:
         other = of(path)
     if other and other != own and other.exists():
-        raise ConfigError(f"checkpoint.tiers: {path} holds the steps of {other}; choose another run.name, or another path for the tier. If it is "
-                          f"a copy for this run, delete {mark}")
+        raise ConfigError(
+            f"checkpoint.tiers: {path} holds the steps of {other}; choose another "
+            "run.name, or another path for the tier. If it is "
+            f"a copy for this run, delete {mark}"
+        )
     if other != own:
         mark.write_text(json.dumps({"run": str(own)}), encoding="utf-8")

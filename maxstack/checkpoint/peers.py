@@ -1,6 +1,8 @@
-"""Files from one process's disk to another's, over the hosts' network: what keeps a copy of a lost disk.
+"""Files from one process's disk to another's, over the hosts' network: what keeps a copy of a lost
+disk.
 
-Each process serves the files below one folder, to those alone that know a key which process 0 draws and the coordination service passes on.
+Each process serves the files below one folder, to those alone that know a key which process 0 draws
+and the coordination service passes on.
 """
 
 import contextlib
@@ -18,19 +20,28 @@ BLOCK = 1 << 22
 
 
 class Peers:
-    """This process's files for the others, and theirs for it. Made by all processes at the same time."""
+    """This process's files for the others, and theirs for it. Made by all processes at the same
+    time."""
 
     def __init__(self, folder: Path, processes: Processes):
         self._folder = folder.resolve()
-        self._key = bytes.fromhex(processes.tell("peers", secrets.token_hex(32) if processes.number == 0 else "")[0])
+        self._key = bytes.fromhex(
+            processes.tell("peers", secrets.token_hex(32) if processes.number == 0 else "")[0]
+        )
         self._listener = Listener((processes.own_address(), 0), authkey=self._key)
         threading.Thread(target=self._serve, name="peers", daemon=True).start()
-        self._addresses = [(str(host), int(port)) for host, port in processes.tell("peers", [*self._listener.address])]
+        self._addresses = [
+            (str(host), int(port))
+            for host, port in processes.tell("peers", [*self._listener.address])
+        ]
 
     def fetch(self, process: int, name: str) -> Iterator[bytes]:
-        """The file `name` below another process's folder, block by block. OSError where it cannot be had."""
+        """The file `name` below another process's folder, block by block. OSError where it cannot
+        be had."""
         try:
-            with contextlib.closing(Client(self._addresses[process], authkey=self._key)) as connection:
+            with contextlib.closing(
+                Client(self._addresses[process], authkey=self._key)
+            ) as connection:
                 connection.send_bytes(json.dumps(name).encode())
                 if reason := connection.recv_bytes():
                     raise OSError(f"process {process}: {name}: {reason.decode()}")

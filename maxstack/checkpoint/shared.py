@@ -1,4 +1,5 @@
-"""A tier that every process sees: steps in Orbax's format, which any mesh reads whatever mesh wrote them, each with a manifest."""
+"""A tier that every process sees: steps in Orbax's format, which any mesh reads whatever mesh wrote
+them, each with a manifest."""
 
 import contextlib
 import logging
@@ -17,7 +18,9 @@ from maxstack.checkpoint import manifest
 from maxstack.checkpoint.manifest import Damage
 
 # What goes wrong in a save is told in one line.
-logging.getLogger("absl").addFilter(lambda record: "_SignalingThread.run() raised" not in record.getMessage())
+logging.getLogger("absl").addFilter(
+    lambda record: "_SignalingThread.run() raised" not in record.getMessage()
+)
 logging.getLogger("asyncio").addFilter(
     lambda record: "exception was never retrieved" not in record.getMessage()
 )
@@ -25,7 +28,8 @@ warnings.filterwarnings("ignore", r"coroutine '\w*\.?save_checkpointables", Runt
 
 
 class Shared:
-    """The steps below `folder`. A step is a folder of that number with a manifest; what has none was never finished.
+    """The steps below `folder`. A step is a folder of that number with a manifest; what has none
+    was never finished.
 
     `begin` and all that reads belong to one thread, `finish` to another, in all processes alike.
     """
@@ -35,8 +39,11 @@ class Shared:
         self.folder, self._processes, self._aside = folder, processes, aside or folder.parent
 
     def steps(self) -> list[int]:
-        """The finished steps that process 0 sees, oldest first. Every process asks at the same time."""
-        return self._processes.tell("steps", manifest.steps(self.folder) if self._processes.number == 0 else [])[0]
+        """The finished steps that process 0 sees, oldest first. Every process asks at the same
+        time."""
+        return self._processes.tell(
+            "steps", manifest.steps(self.folder) if self._processes.number == 0 else []
+        )[0]
 
     there = steps
 
@@ -45,8 +52,9 @@ class Shared:
         return self.folder / f"{step}"
 
     def clear(self) -> list[str]:
-        """Remove a killed process's leavings -> a line for each. Whatever else has a step's name and no manifest is moved aside: it may be of a
-        version that wrote none, or no step at all."""
+        """Remove a killed process's leavings -> a line for each. Whatever else has a step's name
+        and no manifest is moved aside: it may be of a version that wrote none, or no step at
+        all."""
         found = []
         if self._processes.number == 0 and self.folder.exists():
             for path in [*self.folder.iterdir()]:
@@ -65,7 +73,8 @@ class Shared:
         return found
 
     def begin(self, step: int, parts: Mapping[str, Any]) -> Callable[[], None]:
-        """Copy the arrays off the devices and write on in the background; what comes back waits for that, and raises what went wrong."""
+        """Copy the arrays off the devices and write on in the background; what comes back waits for
+        that, and raises what went wrong."""
         try:
             if self._processes.number == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -81,19 +90,24 @@ class Shared:
         return saving.result
 
     def finish(self, step: int, written: Callable[[], None], facts: Mapping[str, Any]) -> None:
-        """Wait for what `begin` began and make it count: a checksum of each file, then the manifest. OSError where any process could not."""
+        """Wait for what `begin` began and make it count: a checksum of each file, then the
+        manifest. OSError where any process could not."""
         each, folder = self._processes, self.path(step)
         files, wrong = {}, ""
         try:
             written()
-            files = manifest.checksums(folder, manifest.files(folder)[each.number::each.count])
+            files = manifest.checksums(folder, manifest.files(folder)[each.number :: each.count])
         except Exception as error:  # whatever a file system, tensorstore or Orbax has to say
             wrong = _first_line(error)
         told = each.tell("written", {"wrong": wrong, "files": files})
         failures = [one["wrong"] for one in told if one["wrong"]]
         if not failures and each.number == 0:
             try:
-                manifest.write(folder, {name: entry for one in told for name, entry in one["files"].items()}, facts)
+                manifest.write(
+                    folder,
+                    {name: entry for one in told for name, entry in one["files"].items()},
+                    facts,
+                )
                 manifest.mark(folder).unlink(missing_ok=True)
             except OSError as error:
                 failures = [_first_line(error)]
@@ -118,10 +132,15 @@ class Shared:
 
     @contextlib.contextmanager
     def verified(self, step: int) -> Iterator[None]:
-        """While the step is read inside, its files are held against their checksums, each process taking a share. Damage, the same in every
-        process, where a file is not what was written, whatever reading it led to."""
+        """While the step is read inside, its files are held against their checksums, each process
+        taking a share. Damage, the same in every process, where a file is not what was written,
+        whatever reading it led to."""
         each, found, raised = self._processes, list[str](), None
-        reading = threading.Thread(target=lambda: found.extend(manifest.damages(self.path(step), slice(each.number, None, each.count))))
+        reading = threading.Thread(
+            target=lambda: found.extend(
+                manifest.damages(self.path(step), slice(each.number, None, each.count))
+            )
+        )
         reading.start()
         try:
             yield
@@ -135,7 +154,9 @@ class Shared:
 
     def set_aside(self, step: int, name: str) -> Path:
         """Move a step out of the way, into a folder `name`, where it no longer counts."""
-        to = self._move(self.path(step), name) if self._processes.number == 0 else self._aside / name
+        to = (
+            self._move(self.path(step), name) if self._processes.number == 0 else self._aside / name
+        )
         self._processes.wait("aside")
         return to
 

@@ -1,4 +1,5 @@
-"""Weights alone in a checkpoint: written a piece at a time, so that memory stays bounded, and read one at a time or into shards."""
+"""Weights alone in a checkpoint: written a piece at a time, so that memory stays bounded, and read
+one at a time or into shards."""
 
 import itertools
 import json
@@ -23,19 +24,27 @@ CHUNK = 64 << 20
 
 
 class WeightsWriter:
-    """Step 0 of a run's checkpoints, weights alone, that appears when `finish` is called. What a killed writer left is gone on with.
+    """Step 0 of a run's checkpoints, weights alone, that appears when `finish` is called. What a
+    killed writer left is gone on with.
 
-    Orbax makes the checkpoint, with a placeholder for each weight; the arrays are then laid out and filled a chunk at a time, so that no weight
-    is ever whole in memory.
+    Orbax makes the checkpoint, with a placeholder for each weight; the arrays are then laid out and
+    filled a chunk at a time, so that no weight is ever whole in memory.
     """
 
     def __init__(self, run: Path, weights: Mapping[str, jax.ShapeDtypeStruct]):
-        self._run, self._partial, self._weights = run.absolute(), run.absolute() / ".importing", weights
+        self._run, self._partial, self._weights = (
+            run.absolute(),
+            run.absolute() / ".importing",
+            weights,
+        )
         self._journal = self._partial / "done.txt"
         if not self._journal.exists():
             shutil.rmtree(self._partial, ignore_errors=True)
             self._partial.mkdir(parents=True)
-            blanks = {PREFIX + path: np.zeros((1,) * len(leaf.shape), leaf.dtype) for path, leaf in weights.items()}
+            blanks = {
+                PREFIX + path: np.zeros((1,) * len(leaf.shape), leaf.dtype)
+                for path, leaf in weights.items()
+            }
             ocp.save_checkpointables(self._partial / "0", {"state": blanks})
             self._journal.touch()
         lines = self._journal.read_text().splitlines(keepends=True)
@@ -43,17 +52,36 @@ class WeightsWriter:
         """Paths of the weights that are on disk."""
 
     def fill(self, path: str, lead: int, values: Callable[[Index], np.ndarray]) -> None:
-        """Write a weight; `values` gives what lies at an index of it, and `lead` is how many dimensions are of layers and experts."""
+        """Write a weight; `values` gives what lies at an index of it, and `lead` is how many
+        dimensions are of layers and experts."""
         leaf = self._weights[path]
         chunk = _chunk(leaf.shape, lead, np.dtype(leaf.dtype).itemsize)
-        metadata = {"shape": [*leaf.shape], "data_type": np.dtype(leaf.dtype).name, "fill_value": 0,
-                    "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
-                    "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}]}
-        base = {"driver": "ocdbt", "base": f"file://{self._partial}/0/state/", "path": f"{PREFIX}{path}/"}
-        spec = {"driver": "zarr3", "kvstore": base, "metadata": metadata, "store_data_equal_to_fill_value": True}
+        metadata = {
+            "shape": [*leaf.shape],
+            "data_type": np.dtype(leaf.dtype).name,
+            "fill_value": 0,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
+            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+        }
+        base = {
+            "driver": "ocdbt",
+            "base": f"file://{self._partial}/0/state/",
+            "path": f"{PREFIX}{path}/",
+        }
+        spec = {
+            "driver": "zarr3",
+            "kvstore": base,
+            "metadata": metadata,
+            "store_data_equal_to_fill_value": True,
+        }
         array = tensorstore.open(spec, create=True, delete_existing=True).result()
-        for corner in itertools.product(*(range(0, size, step) for size, step in zip(leaf.shape, chunk, strict=True))):
-            index = tuple(slice(at, min(at + step, size)) for at, step, size in zip(corner, chunk, leaf.shape, strict=True))
+        for corner in itertools.product(
+            *(range(0, size, step) for size, step in zip(leaf.shape, chunk, strict=True))
+        ):
+            index = tuple(
+                slice(at, min(at + step, size))
+                for at, step, size in zip(corner, chunk, leaf.shape, strict=True)
+            )
             array[index].write(values(index)).result()
         with self._journal.open("a") as file:
             file.write(f"{path}\n")
@@ -69,45 +97,80 @@ class WeightsWriter:
 
 
 class WeightsReader:
-    """The weights of a checkpoint's step, whatever else it holds; ConfigError where its files are not what was written."""
+    """The weights of a checkpoint's step, whatever else it holds; ConfigError where its files are
+    not what was written."""
 
     def __init__(self, path: Path):
         folder, self.step = step_of(path, f"{path}:")
         self._path = folder / f"{self.step}"
         if wrong := list(manifest.damages(self._path)):
-            raise ConfigError("\n".join([f"{self._path} is damaged:", *wrong]) + "\ngive another step")
+            raise ConfigError(
+                "\n".join([f"{self._path} is damaged:", *wrong]) + "\ngive another step"
+            )
         found = ocp.checkpointables_metadata(self._path).metadata
         self.weights_only = "meta" not in found
-        self.shapes: dict[str, tuple[int, ...]] = {key.removeprefix(PREFIX): tuple(leaf.shape) for key, leaf in found["state"].items()
-                                                   if key.startswith(PREFIX)}
+        self.shapes: dict[str, tuple[int, ...]] = {
+            key.removeprefix(PREFIX): tuple(leaf.shape)
+            for key, leaf in found["state"].items()
+            if key.startswith(PREFIX)
+        }
         """Path -> shape."""
-        self._dtypes = {key.removeprefix(PREFIX): leaf.dtype for key, leaf in found["state"].items()}
+        self._dtypes = {
+            key.removeprefix(PREFIX): leaf.dtype for key, leaf in found["state"].items()
+        }
 
     def config(self) -> dict[str, Any] | None:
         """The configuration of the run that wrote the checkpoint; None in one of weights alone."""
         if self.weights_only:
             return None
-        return json.loads(ocp.load_checkpointables(self._path, {"meta": None})["meta"]["json"])["config"]
+        return json.loads(ocp.load_checkpointables(self._path, {"meta": None})["meta"]["json"])[
+            "config"
+        ]
 
     def read(self, path: str) -> np.ndarray:
         """One weight."""
-        return self._load({PREFIX + path: np.empty(self.shapes[path], self._dtypes[path])})[PREFIX + path]
+        return self._load({PREFIX + path: np.empty(self.shapes[path], self._dtypes[path])})[
+            PREFIX + path
+        ]
 
     def under(self, path: str) -> dict[str, np.ndarray]:
         """All that is kept of one weight, by path."""
-        return {name: self.read(name) for name in self.shapes if name == path or name.startswith(f"{path}/")}
+        return {
+            name: self.read(name)
+            for name in self.shapes
+            if name == path or name.startswith(f"{path}/")
+        }
 
-    def load(self, wanted: Mapping[str, Any], sources: Sequence[tuple[Mapping[str, Any], Made]] = ()) -> dict[str, Any]:
-        """All weights by path, as jax.ShapeDtypeStruct with shardings ask for them; ConfigError where the checkpoint holds others.
+    def load(
+        self, wanted: Mapping[str, Any], sources: Sequence[tuple[Mapping[str, Any], Made]] = ()
+    ) -> dict[str, Any]:
+        """All weights by path, as jax.ShapeDtypeStruct with shardings ask for them; ConfigError
+        where the checkpoint holds others.
 
-        It may also hold what one of the `sources` asks for, of which the wanted weights are made as they are read.
+        It may also hold what one of the `sources` asks for, of which the wanted weights are made as
+        they are read.
         """
         for abstract, made in ((wanted, dict), *sources):
             if {path: tuple(leaf.shape) for path, leaf in abstract.items()} == self.shapes:
-                return made((path, self._load({PREFIX + path: leaf})[PREFIX + path]) for path, leaf in abstract.items())
-        odd = sorted(path for path in {*wanted, *self.shapes} if path not in wanted or self.shapes.get(path) != tuple(wanted[path].shape))
-        low = ", or its quantization and lora, where these are what differs (maxstack export makes floats of all)" if sources else ""
-        raise ConfigError(f"{self._path}: holds the weights of another model: {', '.join(odd[:5])} differ; give the model that it is of{low}")
+                return made(
+                    (path, self._load({PREFIX + path: leaf})[PREFIX + path])
+                    for path, leaf in abstract.items()
+                )
+        odd = sorted(
+            path
+            for path in {*wanted, *self.shapes}
+            if path not in wanted or self.shapes.get(path) != tuple(wanted[path].shape)
+        )
+        low = (
+            ", or its quantization and lora, where these are what differs (maxstack "
+            "export makes floats of all)"
+            if sources
+            else ""
+        )
+        raise ConfigError(
+            f"{self._path}: holds the weights of another model: {', '.join(odd[:5])} "
+            f"differ; give the model that it is of{low}"
+        )
 
     def _load(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
         context = ocp.Context()
@@ -126,13 +189,20 @@ def _chunk(shape: tuple[int, ...], lead: int, itemsize: int) -> list[int]:
 
 
 def step_of(path: Path, told: str) -> tuple[Path, int]:
-    """The checkpoints folder and step that a run, its checkpoints folder or one step is; ConfigError, begun with `told`, where there is none."""
+    """The checkpoints folder and step that a run, its checkpoints folder or one step is;
+    ConfigError, begun with `told`, where there is none."""
     if path.name.isdigit() and path.is_dir():
         return path.parent.absolute(), int(path.name)
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     steps = manifest.steps(folder)
     if not steps and any(folder.glob("host_*")):
-        raise ConfigError(f"{told} holds the shards of hosts' own disks, which only the run that wrote them reads; give that run's folder")
+        raise ConfigError(
+            f"{told} holds the shards of hosts' own disks, which only the run that wrote "
+            "them reads; give that run's folder"
+        )
     if not steps:
-        raise ConfigError(f"{told} holds no checkpoint; give a run's folder, or one step inside its checkpoints folder")
+        raise ConfigError(
+            f"{told} holds no checkpoint; give a run's folder, or one step inside its "
+            "checkpoints folder"
+        )
     return folder.absolute(), steps[-1]

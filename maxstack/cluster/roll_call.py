@@ -1,8 +1,10 @@
-"""The roll call before jax joins the processes: process 0 hears of every other one, says who is missing, and that all were started alike.
+"""The roll call before jax joins the processes: process 0 hears of every other one, says who is
+missing, and that all were started alike.
 
-jax itself says nothing while it waits, and in the end aborts. A caller sends one line of JSON, its `Card`; process 0 answers with lines:
-`{"missing": [...]}` now and then, `{"again": true}` for the same card once more, and at last `{"go": true}`, `{"replaced": host}` or
-`{"error": "..."}`. It listens where jax's service will afterwards.
+jax itself says nothing while it waits, and in the end aborts. A caller sends one line of JSON, its
+`Card`; process 0 answers with lines: `{"missing": [...]}` now and then, `{"again": true}` for the
+same card once more, and at last `{"go": true}`, `{"replaced": host}` or `{"error": "..."}`. It
+listens where jax's service will afterwards.
 """
 
 import contextlib
@@ -25,7 +27,8 @@ LONGEST = 1 << 20
 NAMED = 8
 """Missing processes that are named, of more."""
 ALIVE = 5.0
-"""Seconds that a process has to say that it is still there, where another one comes with its number: its host may have lost its power."""
+"""Seconds that a process has to say that it is still there, where another one comes with its
+number: its host may have lost its power."""
 LOOPBACK = "localhost", "127.0.0.1", "::1"
 
 Say = Callable[[str], None]
@@ -49,8 +52,9 @@ class Missing(ValueError):
 
 
 def roll_call(card: Card, at: str, wait: float, between: float, say: Say) -> None:
-    """Until all are there. ConfigError where two say that they are the same, or were started otherwise; Missing after `wait` seconds. `at`: host:port
-    of process 0; every `between` seconds it is said who is missing."""
+    """Until all are there. ConfigError where two say that they are the same, or were started
+    otherwise; Missing after `wait` seconds. `at`: host:port of process 0; every `between` seconds
+    it is said who is missing."""
     host, _, port = at.rpartition(":")
     host, deadline = host.strip("[]"), time.monotonic() + wait
     if card.process == 0:
@@ -60,7 +64,8 @@ def roll_call(card: Card, at: str, wait: float, between: float, say: Say) -> Non
 
 
 def bind_address(at: str) -> str | None:
-    """Where jax's service of process 0 is to listen: on loopback where it is reached by it; None: everywhere."""
+    """Where jax's service of process 0 is to listen: on loopback where it is reached by it; None:
+    everywhere."""
     host, _, port = at.rpartition(":")
     return f"127.0.0.1:{port}" if host in LOOPBACK else None
 
@@ -97,8 +102,11 @@ class _Caller:
                     raise Missing(_absent(self._missing, self._card.processes))
                 if now - told >= self._between:
                     told = now
-                    self._say(f"{_absent(self._missing, self._card.processes)}, after {now - self._begin:.0f} s of at most "
-                              f"{self._deadline - self._begin:.0f}; here: {self._present()}")
+                    self._say(
+                        f"{_absent(self._missing, self._card.processes)}, after "
+                        f"{now - self._begin:.0f} s of at most "
+                        f"{self._deadline - self._begin:.0f}; here: {self._present()}"
+                    )
                     self._tell({"missing": self._missing})
             self._tell({"go": True})
 
@@ -108,12 +116,16 @@ class _Caller:
                 if host in LOOPBACK:
                     return socket.create_server(("127.0.0.1", port), backlog=1024)
                 if socket.has_dualstack_ipv6():
-                    return socket.create_server(("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
+                    return socket.create_server(
+                        ("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True
+                    )
                 return socket.create_server(("", port), backlog=1024)
             except OSError as error:
                 what = f"process 0 cannot listen on port {port}: {error.strerror}"
                 if error.errno != errno.EADDRINUSE:
-                    raise ConfigError(f"distributed.coordinator: {what}; choose another port of its host") from error
+                    raise ConfigError(
+                        f"distributed.coordinator: {what}; choose another port of its host"
+                    ) from error
                 if time.monotonic() > self._deadline:
                     raise Missing(f"{what}; end what has it, or choose another port") from error
                 time.sleep(OFTEN)  # the process before this one may not have ended
@@ -125,7 +137,9 @@ class _Caller:
         try:
             card = Card(**json.loads(connection.makefile("rb").readline(LONGEST)))
         except (ValueError, TypeError, OSError):
-            self._here = {number: entry for number, entry in self._here.items() if entry[0] is not connection}
+            self._here = {
+                number: entry for number, entry in self._here.items() if entry[0] is not connection
+            }
             return False
         if wrong := self._wrong(card):
             _send(connection, {"error": wrong})
@@ -140,20 +154,37 @@ class _Caller:
     def _wrong(self, card: Card) -> str | None:
         mine = self._card
         if card.processes != mine.processes:
-            return (f"distributed.processes: {card.processes} for process {card.process} on {card.host}, but {mine.processes} for process 0 on "
-                    f"{mine.host}; give all the same")
-        if card.process == 0 or (card.process in self._here and _alive(self._here[card.process][0])):
+            return (
+                f"distributed.processes: {card.processes} for process {card.process} on "
+                f"{card.host}, but {mine.processes} for process 0 on "
+                f"{mine.host}; give all the same"
+            )
+        if card.process == 0 or (
+            card.process in self._here and _alive(self._here[card.process][0])
+        ):
             other = mine if card.process == 0 else self._here[card.process][1]
-            return f"distributed.process: two processes have number {card.process}, on {other.host} and on {card.host}; give each its own"
+            return (
+                f"distributed.process: two processes have number {card.process}, on "
+                f"{other.host} and on {card.host}; give each its own"
+            )
         if odd := difference(mine.alike, card.alike):
-            pairs = "; ".join(f"{key.replace('configuration.', '').replace('packages.', '')} {old!r} and {new!r}" for key, old, new in odd[:NAMED])
-            return (f"distributed: process 0 on {mine.host} and process {card.process} on {card.host} were started otherwise: {pairs}; "
-                    "give all the same configuration and packages")
+            pairs = "; ".join(
+                f"{key.replace('configuration.', '').replace('packages.', '')} {old!r} and {new!r}"
+                for key, old, new in odd[:NAMED]
+            )
+            return (
+                f"distributed: process 0 on {mine.host} and process {card.process} on "
+                f"{card.host} were started otherwise: {pairs}; "
+                "give all the same configuration and packages"
+            )
         return None
 
     def _present(self) -> str:
         hosts: dict[str, list[int]] = {}
-        for number, host in [(0, self._card.host), *((number, card.host) for number, (_, card) in sorted(self._here.items()))]:
+        for number, host in [
+            (0, self._card.host),
+            *((number, card.host) for number, (_, card) in sorted(self._here.items())),
+        ]:
             hosts.setdefault(host, []).append(number)
         return ", ".join(f"{_numbers(numbers)} on {host}" for host, numbers in hosts.items())
 
@@ -177,14 +208,20 @@ def _answer(card: Card, host: str, port: int, deadline: float, between: float, s
                         _send(connection, asdict(card))
                         continue
                     if "replaced" in word:
-                        raise Missing(f"this process did not answer for {ALIVE:.0f} s, and one on {word['replaced']} has its number now")
+                        raise Missing(
+                            f"this process did not answer for {ALIVE:.0f} s, and one on "
+                            f"{word['replaced']} has its number now"
+                        )
                     if "error" in word:
                         raise ConfigError(word["error"])
                     if "go" in word:
                         return
                     if word.get("over"):
                         raise Missing(_absent(word["missing"], card.processes))
-                    say(f"{_absent(word['missing'], card.processes)}, says process 0 at {host}:{port}")
+                    say(
+                        f"{_absent(word['missing'], card.processes)}, says process 0 at "
+                        f"{host}:{port}"
+                    )
                     told = time.monotonic()
         except ValueError as error:
             if isinstance(error, ConfigError | Missing):
@@ -194,7 +231,10 @@ def _answer(card: Card, host: str, port: int, deadline: float, between: float, s
             why = error.strerror or str(error) or "nobody answers"
         if (now := time.monotonic()) - told >= between:
             told = now
-            say(f"process 0 is not reached at {host}:{port} ({why}), after {now - begin:.0f} s of at most {deadline - begin:.0f}")
+            say(
+                f"process 0 is not reached at {host}:{port} ({why}), after "
+                f"{now - begin:.0f} s of at most {deadline - begin:.0f}"
+            )
         time.sleep(OFTEN)
     raise Missing(f"process 0 was not reached at {host}:{port} ({why})")
 
@@ -215,7 +255,10 @@ def _send(connection: socket.socket, word: dict[str, Any]) -> None:
 
 def _absent(missing: list[int], processes: int) -> str:
     more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
-    return f"process{'es' * (len(missing) > 1)} {_numbers(missing[:NAMED])}{more} of {processes} {'are' if len(missing) > 1 else 'is'} missing"
+    return (
+        f"process{'es' * (len(missing) > 1)} {_numbers(missing[:NAMED])}{more} of "
+        f"{processes} {'are' if len(missing) > 1 else 'is'} missing"
+    )
 
 
 def _numbers(numbers: list[int]) -> str:

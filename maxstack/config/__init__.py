@@ -1,4 +1,5 @@
-"""Composing, validating and explaining YAML configurations; knows no field names and imports nothing heavy."""
+"""Composing, validating and explaining YAML configurations; knows no field names and imports
+nothing heavy."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -8,15 +9,43 @@ import pydantic
 from pydantic_core import PydanticCustomError
 
 from maxstack.config.annotations import kinds, members, of_field, section
-from maxstack.config.compose import Presets, Readers, merged_tree, plain, presets_dir, supply, underlay
+from maxstack.config.compose import (
+    Presets,
+    Readers,
+    merged_tree,
+    plain,
+    presets_dir,
+    supply,
+    underlay,
+)
 from maxstack.config.explain import explanation
 from maxstack.config.quoting import quoted, shortened
 from maxstack.config.reader import ConfigError, Node
 from maxstack.config.spelling import did_you_mean, nearest
 from maxstack.config.writer import write_yaml
 
-__all__ = ["ConfigError", "Items", "Node", "Readers", "Section", "annotated", "did_you_mean", "difference", "dump", "fault", "faults", "load",
-           "load_tree", "nearest", "plain", "plain_data", "presets_dir", "quoted", "shortened", "supply"]
+__all__ = [
+    "ConfigError",
+    "Items",
+    "Node",
+    "Readers",
+    "Section",
+    "annotated",
+    "did_you_mean",
+    "difference",
+    "dump",
+    "fault",
+    "faults",
+    "load",
+    "load_tree",
+    "nearest",
+    "plain",
+    "plain_data",
+    "presets_dir",
+    "quoted",
+    "shortened",
+    "supply",
+]
 
 Item = TypeVar("Item")
 Items = Annotated[tuple[Item, ...], pydantic.Field(strict=False)]
@@ -24,23 +53,29 @@ ABSENT = "(absent)"
 
 
 class Section(pydantic.BaseModel):
-    """A mapping of the configuration: frozen, unknown keys refused, types not coerced; attribute docstrings document the keys."""
+    """A mapping of the configuration: frozen, unknown keys refused, types not coerced; attribute
+    docstrings document the keys."""
 
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = pydantic.ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     PRESETS: ClassVar[Presets] = {}
-    """For a root section: top-level key -> folders inside configs/ with its presets; "" stands for whole files."""
+    """For a root section: top-level key -> folders inside configs/ with its presets; "" stands for
+    whole files."""
     READERS: ClassVar[Readers] = {}
     """For a root section: top-level key -> what `from: path` in it means."""
 
     @classmethod
     def completed(cls, tree: Node) -> Node:
-        """For a root section: the composed tree with what follows from it, before it is validated."""
+        """For a root section: the composed tree with what follows from it, before it is
+        validated."""
         return tree
 
     @classmethod
     def foreign(cls, path: str) -> str:
-        """For a root section: what another framework's key at a dotted path is called here; "" if that is not known."""
+        """For a root section: what another framework's key at a dotted path is called here; "" if
+        that is not known."""
         return ""
 
 
@@ -48,23 +83,35 @@ Root = TypeVar("Root", bound=Section)
 
 
 def fault(key: str, message: str) -> PydanticCustomError:
-    """The error that a validator raises about `key`, a dotted path relative to the section that it validates."""
+    """The error that a validator raises about `key`, a dotted path relative to the section that it
+    validates."""
     return PydanticCustomError("fault", "{message}", {"key": key, "message": message})
 
 
 def faults(found: Sequence[tuple[str, str]]) -> PydanticCustomError:
     """Several faults, as (key, message), in one error."""
-    return PydanticCustomError("faults", "several keys do not fit together", {"faults": tuple(found)})
+    return PydanticCustomError(
+        "faults", "several keys do not fit together", {"faults": tuple(found)}
+    )
 
 
-def load(schema: type[Root], path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Root:
-    """The validated configuration in a file, a preset's name or a mapping, with `a.b.c=value` overrides. ConfigError names every problem's place."""
+def load(
+    schema: type[Root], path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()
+) -> Root:
+    """The validated configuration in a file, a preset's name or a mapping, with `a.b.c=value`
+    overrides. ConfigError names every problem's place."""
     return load_tree(schema, path, overrides)[0]
 
 
-def load_tree(schema: type[Root], path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> tuple[Root, Node]:
+def load_tree(
+    schema: type[Root], path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()
+) -> tuple[Root, Node]:
     """As `load`, with the merged tree that knows where each value came from."""
-    defaults = {name: plain_data(field.default) for name, field in schema.model_fields.items() if not field.is_required()}
+    defaults = {
+        name: plain_data(field.default)
+        for name, field in schema.model_fields.items()
+        if not field.is_required()
+    }
     tree = merged_tree(schema.PRESETS, path, overrides, defaults, schema.READERS, _keys(schema))
     tree = schema.completed(tree)
     for where, below in _beneath(schema):
@@ -79,25 +126,39 @@ def _keys(schema: type[Section]) -> dict[str, set[str]]:
     """The keys of each section, "" for those of the root."""
     found = {"": {*schema.model_fields}}
     for name, field in schema.model_fields.items():
-        models = [model for member in members(of_field(field)) for model in (section(member), *kinds(member).values()) if model]
+        models = [
+            model
+            for member in members(of_field(field))
+            for model in (section(member), *kinds(member).values())
+            if model
+        ]
         found[name] = {key for model in models for key in model.model_fields}
     return found
 
 
 def dump(cfg: Section | Mapping[str, Any]) -> str:
-    """The resolved configuration as YAML: every key, defaults too; loads back to an equal object."""
+    """The resolved configuration as YAML: every key, defaults too; loads back to an equal
+    object."""
     return "".join(f"{line}\n" for line, _ in write_yaml(plain_data(cfg)))
 
 
 def annotated(cfg: Section, tree: Node) -> str:
     """As `dump`, with the place that gave each value in a comment."""
-    lines = [(line, "" if path is None else _origin(tree, path)) for line, path in write_yaml(plain_data(cfg))]
+    lines = [
+        (line, "" if path is None else _origin(tree, path))
+        for line, path in write_yaml(plain_data(cfg))
+    ]
     width = min(72, max((len(line) for line, origin in lines if origin), default=0))
-    return "".join(f"{line:<{width}}  # {origin}\n" if origin else f"{line}\n" for line, origin in lines)
+    return "".join(
+        f"{line:<{width}}  # {origin}\n" if origin else f"{line}\n" for line, origin in lines
+    )
 
 
-def difference(old: Section | Mapping[str, Any], new: Section | Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(key path, old value, new value) of whatever differs, ABSENT where one side has no such key."""
+def difference(
+    old: Section | Mapping[str, Any], new: Section | Mapping[str, Any]
+) -> list[tuple[str, Any, Any]]:
+    """(key path, old value, new value) of whatever differs, ABSENT where one side has no such
+    key."""
     return list(_differences(plain_data(old), plain_data(new), ()))
 
 
@@ -109,11 +170,18 @@ def plain_data(cfg: Any) -> Any:
     return [plain_data(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _beneath(schema: type[Section] | Section, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-    """What pydantic would not fill in where a file gives a part of it, by path: the keys of default mappings, the kind of a default section."""
+def _beneath(
+    schema: type[Section] | Section, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    """What pydantic would not fill in where a file gives a part of it, by path: the keys of default
+    mappings, the kind of a default section."""
     for name, field in (schema if isinstance(schema, type) else type(schema)).model_fields.items():
         default = field.default if isinstance(schema, type) else getattr(schema, name)
-        if field.is_required() and isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+        if (
+            field.is_required()
+            and isinstance(field.annotation, type)
+            and issubclass(field.annotation, Section)
+        ):
             yield from _beneath(field.annotation, (*path, name))
         elif isinstance(default, Section):
             if (kind := type(default).model_fields.get("kind")) and kind.is_required():

@@ -1,4 +1,5 @@
-"""What a schema's type annotations say, in words: used by error messages and by the generated manual."""
+"""What a schema's type annotations say, in words: used by error messages and by the generated
+manual."""
 
 import types
 from collections.abc import Iterator
@@ -10,8 +11,19 @@ from pydantic.fields import FieldInfo
 
 from maxstack.config.quoting import shortened
 
-_SCALARS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
-_BOUNDS = ((annotated_types.Ge, "ge", ">="), (annotated_types.Gt, "gt", ">"), (annotated_types.Le, "le", "<="), (annotated_types.Lt, "lt", "<"))
+_SCALARS = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    type(None): "null",
+}
+_BOUNDS = (
+    (annotated_types.Ge, "ge", ">="),
+    (annotated_types.Gt, "gt", ">"),
+    (annotated_types.Le, "le", "<="),
+    (annotated_types.Lt, "lt", "<"),
+)
 
 
 def of_field(field: FieldInfo) -> Any:
@@ -22,18 +34,32 @@ def of_field(field: FieldInfo) -> Any:
 def section(annotation: Any) -> type[pydantic.BaseModel] | None:
     """The section that an annotation names, null set aside; None for anything else."""
     found = [bare(member) for member in members(annotation)]
-    return found[0] if len(found) == 1 and isinstance(found[0], type) and issubclass(found[0], pydantic.BaseModel) else None
+    return (
+        found[0]
+        if len(found) == 1
+        and isinstance(found[0], type)
+        and issubclass(found[0], pydantic.BaseModel)
+        else None
+    )
 
 
 def members(annotation: Any) -> list[Any]:
-    """The alternatives of a union that is told apart by shape, null left out; a union told apart by `kind` is one alternative."""
+    """The alternatives of a union that is told apart by shape, null left out; a union told apart by
+    `kind` is one alternative."""
     if kinds(annotation):
         return [annotation]
     if get_origin(annotation) is Annotated:
         inner = get_args(annotation)[0]
-        return members(inner) if _is_union(inner) or get_origin(inner) is Annotated else [annotation]
+        return (
+            members(inner) if _is_union(inner) or get_origin(inner) is Annotated else [annotation]
+        )
     if _is_union(annotation):
-        return [found for member in get_args(annotation) if member is not type(None) for found in members(member)]
+        return [
+            found
+            for member in get_args(annotation)
+            if member is not type(None)
+            for found in members(member)
+        ]
     return [annotation]
 
 
@@ -61,16 +87,26 @@ def item(annotation: Any) -> Any:
 
 
 def shape(annotation: Any) -> type:
-    """dict for sections and mappings, list for lists and tuples, str for scalars, object for anything."""
+    """dict for sections and mappings, list for lists and tuples, str for scalars, object for
+    anything."""
     origin = get_origin(bare(annotation)) or bare(annotation)
-    if kinds(annotation) or origin is dict or (isinstance(origin, type) and issubclass(origin, pydantic.BaseModel)):
+    if (
+        kinds(annotation)
+        or origin is dict
+        or (isinstance(origin, type) and issubclass(origin, pydantic.BaseModel))
+    ):
         return dict
     return list if origin in (tuple, list) else object if origin in (Any, object) else str
 
 
 def choices(annotation: Any) -> list[str]:
     """The words that a Literal, or a union with one, allows."""
-    return [str(word) for member in members(annotation) if get_origin(bare(member)) is Literal for word in get_args(bare(member))]
+    return [
+        str(word)
+        for member in members(annotation)
+        if get_origin(bare(member)) is Literal
+        for word in get_args(bare(member))
+    ]
 
 
 def describe(annotation: Any) -> str:
@@ -84,31 +120,47 @@ def describe(annotation: Any) -> str:
     if get_origin(inner) is Annotated:
         return describe(inner) + bounds
     if _is_union(inner):
-        parts = [describe(member) + (bounds if _takes(member, bounds) else "") for member in get_args(inner)]
+        parts = [
+            describe(member) + (bounds if _takes(member, bounds) else "")
+            for member in get_args(inner)
+        ]
         return ", or ".join(sorted(dict.fromkeys(parts), key=lambda part: part == "null"))
     origin = get_origin(inner)
     if origin is Literal:
-        return f"{'one of ' if len(get_args(inner)) > 1 else ''}{', '.join(str(word) for word in get_args(inner))}"
+        choices = get_args(inner)
+        return f"{'one of ' if len(choices) > 1 else ''}{', '.join(map(str, choices))}"
     if origin in (tuple, list):
         return f"a list{bounds}, each item {describe(item(inner))}"
     if origin is dict:
         return f"a mapping{bounds}, each value {describe(item(inner))}"
     if isinstance(inner, type) and issubclass(inner, pydantic.BaseModel):
         return "a mapping"
-    declared = next((c.json_schema for c in _constraints(annotation) if isinstance(c, pydantic.WithJsonSchema)), None)
+    declared = next(
+        (c.json_schema for c in _constraints(annotation) if isinstance(c, pydantic.WithJsonSchema)),
+        None,
+    )
     return _described(declared) if declared else _SCALARS.get(inner, "anything") + bounds
 
 
 def listed(words: list[str], limit: int = 24) -> str:
     """The words with commas, the rest counted if there are many."""
-    return ", ".join(shortened(word, 60) for word in words[:limit]) + (f" and {len(words) - limit} more" if len(words) > limit else "")
+    return ", ".join(shortened(word, 60) for word in words[:limit]) + (
+        f" and {len(words) - limit} more" if len(words) > limit else ""
+    )
 
 
 def _described(schema: dict[str, Any]) -> str:
     """In words, a JSON schema that stands in for an annotation."""
     if "anyOf" in schema:
         return ", or ".join(_described(choice) for choice in schema["anyOf"])
-    words = {"integer": "a whole number", "number": "a number", "string": "text", "boolean": "true or false", "null": "null", "object": "a mapping"}
+    words = {
+        "integer": "a whole number",
+        "number": "a number",
+        "string": "text",
+        "boolean": "true or false",
+        "null": "null",
+        "object": "a mapping",
+    }
     if schema.get("type") == "array":
         return f"a list, each item {_described(schema['items'])}"
     keys = f" with {' and '.join(schema['required'])}" if "required" in schema else ""
@@ -116,7 +168,11 @@ def _described(schema: dict[str, Any]) -> str:
 
 
 def _takes(member: Any, bounds: str) -> bool:
-    return bool(bounds) and bare(member) is not type(None) and not (bare(member) in (str, bool) and bounds.strip()[0] in "<>")
+    return (
+        bool(bounds)
+        and bare(member) is not type(None)
+        and not (bare(member) in (str, bool) and bounds.strip()[0] in "<>")
+    )
 
 
 def _bounds(annotation: Any) -> Iterator[str]:
@@ -125,7 +181,11 @@ def _bounds(annotation: Any) -> Iterator[str]:
             if isinstance(constraint, kind):
                 yield f" {sign} {getattr(constraint, name):g}"
         if isinstance(constraint, annotated_types.MinLen) and constraint.min_length:
-            yield " that is not empty" if constraint.min_length == 1 else f" of at least {constraint.min_length}"
+            yield (
+                " that is not empty"
+                if constraint.min_length == 1
+                else f" of at least {constraint.min_length}"
+            )
         if isinstance(constraint, annotated_types.MaxLen):
             yield f" of at most {constraint.max_length} characters"
         if pattern := getattr(constraint, "pattern", None):

@@ -1,4 +1,5 @@
-"""Turning pydantic's errors into paragraphs: file:line, key path, what was got, what is allowed, the nearest valid word."""
+"""Turning pydantic's errors into paragraphs: file:line, key path, what was got, what is allowed,
+the nearest valid word."""
 
 import dataclasses
 import math
@@ -7,7 +8,18 @@ from typing import Any
 
 import pydantic
 
-from maxstack.config.annotations import bare, choices, describe, item, kinds, listed, members, of_field, section, shape
+from maxstack.config.annotations import (
+    bare,
+    choices,
+    describe,
+    item,
+    kinds,
+    listed,
+    members,
+    of_field,
+    section,
+    shape,
+)
 from maxstack.config.quoting import quoted, shortened
 from maxstack.config.reader import Node
 from maxstack.config.spelling import did_you_mean
@@ -28,39 +40,61 @@ class _Place:
     entry: Path = ()
     """The entry of a mapping of named sections that the path leads into, the innermost one."""
     vague: bool = False
-    """One alternative of a union failed, and not the one that the value's shape chose: only the union itself can be named."""
+    """One alternative of a union failed, and not the one that the value's shape chose: only the
+    union itself can be named."""
 
 
-def explanation(schema: type[pydantic.BaseModel], tree: Node, error: pydantic.ValidationError, foreign: Foreign) -> str:
-    """A paragraph for each problem, the first few of them; `foreign` says what a key of another framework is called here."""
+def explanation(
+    schema: type[pydantic.BaseModel], tree: Node, error: pydantic.ValidationError, foreign: Foreign
+) -> str:
+    """A paragraph for each problem, the first few of them; `foreign` says what a key of another
+    framework is called here."""
     found: dict[Path, str] = {}
     vague: dict[Path, str] = {}
     lacking: dict[Path, list[str]] = {}
     for detail in error.errors(include_url=False):
         place = _follow(schema, tree, detail["loc"])
         for path, message in _messages(place, tree, dict(detail), foreign):
-            (vague if place.vague or detail["type"] == "too_short" else found).setdefault(path, message)
+            (vague if place.vague or detail["type"] == "too_short" else found).setdefault(
+                path, message
+            )
             if place.entry and detail["type"] in ("missing", "union_tag_not_found"):
-                lacking.setdefault(place.entry, []).append(".".join(map(str, path[len(place.entry):])))
+                lacking.setdefault(place.entry, []).append(
+                    ".".join(map(str, path[len(place.entry) :]))
+                )
     for path, message in vague.items():
-        if not any(other[:len(path)] == path for other in found):
+        if not any(other[: len(path)] == path for other in found):
             found[path] = message
     for entry, keys in lacking.items():
         if names := _apart(tree, entry):
-            found = {path: message for path, message in found.items() if path[:len(entry)] != entry}
-            found[entry] = f"is not there; there is {listed(names)}; a new one needs {listed(keys)} too{did_you_mean(entry[-1], names)}"
-    lines = [f"{_where(tree, path)}: {shortened('.'.join(map(str, path))) or 'the configuration'}: {message}" for path, message in found.items()]
+            found = {
+                path: message for path, message in found.items() if path[: len(entry)] != entry
+            }
+            found[entry] = (
+                f"is not there; there is {listed(names)}; a new one needs {listed(keys)} "
+                f"too{did_you_mean(entry[-1], names)}"
+            )
+    lines = [
+        f"{_where(tree, path)}: "
+        f"{shortened('.'.join(map(str, path))) or 'the configuration'}: {message}"
+        for path, message in found.items()
+    ]
     more = [f"... and {len(lines) - SHOWN} more problems"] if len(lines) > SHOWN else []
     return "\n".join(lines[:SHOWN] + more)
 
 
 def _apart(tree: Node, entry: Path) -> list[str]:
-    """Names beside an entry that other files gave than the entry, which so may have been meant for one of them."""
+    """Names beside an entry that other files gave than the entry, which so may have been meant for
+    one of them."""
     own, around = tree.at(*entry), tree.at(*entry[:-1])
     if own is None or around is None:
         return []
     given = _files(own)
-    return [name for name, node in (around.mapping or {}).items() if name != entry[-1] and _files(node) - given]
+    return [
+        name
+        for name, node in (around.mapping or {}).items()
+        if name != entry[-1] and _files(node) - given
+    ]
 
 
 def _files(node: Node) -> set[str]:
@@ -88,9 +122,15 @@ def _follow(schema: Any, tree: Node, loc: Path) -> _Place:
                 place = dataclasses.replace(place, annotation=table[str(segment)])
             continue
         if len(alternatives) > 1:
-            chosen = next((member for member in alternatives if _labels(member, str(segment))), None)
+            chosen = next(
+                (member for member in alternatives if _labels(member, str(segment))), None
+            )
             node = tree.at(*place.path)
-            if chosen is None or shape(chosen) not in (dict, list) or not isinstance(node.value if node else None, shape(chosen)):
+            if (
+                chosen is None
+                or shape(chosen) not in (dict, list)
+                or not isinstance(node.value if node else None, shape(chosen))
+            ):
                 return dataclasses.replace(place, vague=True)
             place = dataclasses.replace(place, annotation=chosen)
             continue
@@ -99,7 +139,9 @@ def _follow(schema: Any, tree: Node, loc: Path) -> _Place:
         if inside is not None or tree.at(*place.path, segment) is not None or segment == loc[-1]:
             path = *place.path, segment
             named = shape(only) is dict and not section(only) and section(item(only)) is not None
-            place = _Place(path, Any if inside is None else inside, only, path if named else place.entry)
+            place = _Place(
+                path, Any if inside is None else inside, only, path if named else place.entry
+            )
     return place
 
 
@@ -107,8 +149,11 @@ def _labels(member: Any, label: str) -> bool:
     if kinds(member):
         return label.startswith("tagged-union")
     named = bare(member)
-    return label == getattr(named, "__name__", "") or (shape(member) is list and label.startswith(("tuple[", "list["))) or (
-        shape(member) is dict and label.startswith("dict["))
+    return (
+        label == getattr(named, "__name__", "")
+        or (shape(member) is list and label.startswith(("tuple[", "list[")))
+        or (shape(member) is dict and label.startswith("dict["))
+    )
 
 
 def _inside(annotation: Any, segment: str | int) -> Any | None:
@@ -118,22 +163,36 @@ def _inside(annotation: Any, segment: str | int) -> Any | None:
     return item(annotation) if shape(annotation) in (dict, list) else None
 
 
-def _messages(place: _Place, tree: Node, detail: dict[str, Any], foreign: Foreign) -> list[tuple[Path, str]]:
+def _messages(
+    place: _Place, tree: Node, detail: dict[str, Any], foreign: Foreign
+) -> list[tuple[Path, str]]:
     kind, context = detail["type"], detail.get("ctx") or {}
     if kind == "faults":
         return [(place.path + tuple(key.split(".")), message) for key, message in context["faults"]]
     if kind == "fault":
-        return [(place.path + tuple(part for part in context["key"].split(".") if part), context["message"])]
+        return [
+            (
+                place.path + tuple(part for part in context["key"].split(".") if part),
+                context["message"],
+            )
+        ]
     if kind == "extra_forbidden":
         return [(place.path, _unknown_key(place, tree, foreign))]
     if kind == "missing":
         return [(place.path, f"missing; wanted: {_wanted(place)}")]
     if kind in ("union_tag_invalid", "union_tag_not_found"):
-        tags = list(kinds(place.annotation)) or [tag.strip(" '") for tag in context.get("expected_tags", "").split(",")]
+        tags = list(kinds(place.annotation)) or [
+            tag.strip(" '") for tag in context.get("expected_tags", "").split(",")
+        ]
         got = tree.at(*place.path, "kind")
         if got is None:
             return [((*place.path, "kind"), f"missing; allowed: {listed(tags)}")]
-        return [((*place.path, "kind"), f"got {_got(got)}; allowed: {listed(tags)}{did_you_mean(got.value, tags)}")]
+        return [
+            (
+                (*place.path, "kind"),
+                f"got {_got(got)}; allowed: {listed(tags)}{did_you_mean(got.value, tags)}",
+            )
+        ]
     if kind in ("value_error", "assertion_error"):
         return [(place.path, str(context.get("error", detail["msg"])))]
     return [(place.path, _wrong_value(place, tree, detail["msg"]))]
@@ -143,7 +202,11 @@ def _unknown_key(place: _Place, tree: Node, foreign: Foreign) -> str:
     model = section(place.owner)
     keys = list(model.model_fields) if model else []
     paths = [".".join(map(str, path)) for path in _leaves(tree.at(*place.path), place.path)]
-    told = [f"{shortened(path)}: {said}" if len(paths) > 1 else said for path in paths if (said := foreign(path))]
+    told = [
+        f"{shortened(path)}: {said}" if len(paths) > 1 else said
+        for path in paths
+        if (said := foreign(path))
+    ]
     hint = f"; {'; '.join(told[:SHOWN])}" if told else did_you_mean(place.path[-1], keys)
     return f"unknown key; allowed: {listed(keys, 40)}{hint}"
 
@@ -169,8 +232,17 @@ def _wrong_value(place: _Place, tree: Node, message: str) -> str:
     allowed = describe(place.annotation) if place.annotation is not Any else message
     if isinstance(value, float) and not math.isfinite(value):
         return f"got {_got(node)}; allowed: {allowed}, not infinite"
-    integral = isinstance(value, float) and value.is_integer() and abs(value) < 2 ** 53 and "whole number" in allowed
-    hint = f"; write {int(value)}" if integral and isinstance(value, float) else did_you_mean(value, choices(place.annotation))
+    integral = (
+        isinstance(value, float)
+        and value.is_integer()
+        and abs(value) < 2**53
+        and "whole number" in allowed
+    )
+    hint = (
+        f"; write {int(value)}"
+        if integral and isinstance(value, float)
+        else did_you_mean(value, choices(place.annotation))
+    )
     return f"got {_got(node)}; allowed: {allowed}{hint}"
 
 
@@ -182,4 +254,10 @@ def _got(node: Node | None) -> str:
         return f"{quoted(value)} (text)"
     if value is None:
         return "null"
-    return "a mapping" if isinstance(value, dict) else "a list" if isinstance(value, list) else f"{value}"
+    return (
+        "a mapping"
+        if isinstance(value, dict)
+        else "a list"
+        if isinstance(value, list)
+        else f"{value}"
+    )

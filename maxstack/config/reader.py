@@ -1,4 +1,5 @@
-"""YAML as a person means it: scalars of YAML 1.2's core schema, no tags, no duplicate keys, bounded size, every node with its place."""
+"""YAML as a person means it: scalars of YAML 1.2's core schema, no tags, no duplicate keys, bounded
+size, every node with its place."""
 
 import dataclasses
 import math
@@ -16,8 +17,20 @@ MAX_DEPTH = 64
 Scalar = str | int | float | bool | None
 _PARSER: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _WORDS: dict[str, Scalar] = {
-    "": None, "~": None, "null": None, "Null": None, "NULL": None, "true": True, "True": True, "TRUE": True, "false": False, "False": False,
-    "FALSE": False, ".inf": math.inf, "+.inf": math.inf, "-.inf": -math.inf,
+    "": None,
+    "~": None,
+    "null": None,
+    "Null": None,
+    "NULL": None,
+    "true": True,
+    "True": True,
+    "TRUE": True,
+    "false": False,
+    "False": False,
+    "FALSE": False,
+    ".inf": math.inf,
+    "+.inf": math.inf,
+    "-.inf": -math.inf,
 }
 _DIGITS = r"[0-9]+(?:_[0-9]+)*"
 _INTEGER = re.compile(rf"[-+]?{_DIGITS}")
@@ -29,15 +42,19 @@ _OLD_BOOL = re.compile(r"on|off|yes|no", re.IGNORECASE)
 
 
 class ConfigError(ValueError):
-    """A user's mistake in a configuration: one paragraph that says what, where and what to do. Exit code 1."""
+    """A user's mistake in a configuration: one paragraph that says what, where and what to do. Exit
+    code 1."""
 
     exit_code = 1
 
 
 def no_configuration(where: str) -> ConfigError:
-    """The error about a file whose keys must not be quoted, as they may be another program's secrets."""
+    """The error about a file whose keys must not be quoted, as they may be another program's
+    secrets."""
     name, _, line = where.rpartition(":")
-    return ConfigError(f"{name}: is no configuration of maxstack: its line {line} is not `section: ...`")
+    return ConfigError(
+        f"{name}: is no configuration of maxstack: its line {line} is not `section: ...`"
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,18 +86,24 @@ class Node:
 
 
 def read_yaml(text: str, name: str, *, lines: bool = True, sections: bool = False) -> Node:
-    """The one document in `text`; places are `name:line`, or just `name` if not `lines`. ConfigError on whatever is not plain YAML,
-    and, with `sections`, on a key at the top that is no identifier, which is not quoted."""
+    """The one document in `text`; places are `name:line`, or just `name` if not `lines`.
+    ConfigError on whatever is not plain YAML, and, with `sections`, on a key at the top that is no
+    identifier, which is not quoted."""
     builder = _Builder(name, lines, sections)
     try:
         for event in yaml.parse(text, Loader=_PARSER):
             builder.take(event)
     except yaml.MarkedYAMLError as error:
-        raise ConfigError(f"{builder.where(error.problem_mark or error.context_mark)}: {_problem(error, text)}") from None
+        raise ConfigError(
+            f"{builder.where(error.problem_mark or error.context_mark)}: {_problem(error, text)}"
+        ) from None
     except yaml.reader.ReaderError as error:
         line = f":{_line_of(text, error)}" if lines else ""
-        raise ConfigError(f"{name}{line}: a character that YAML does not allow ({error.reason}); remove it or write it as an escape in "
-                          "double quotes") from None
+        raise ConfigError(
+            f"{name}{line}: a character that YAML does not allow ({error.reason}); "
+            "remove it or write it as an escape in "
+            "double quotes"
+        ) from None
     except UnicodeError:
         raise ConfigError(f"{name}: not valid UTF-8 text") from None
     if builder.root is None:
@@ -89,18 +112,25 @@ def read_yaml(text: str, name: str, *, lines: bool = True, sections: bool = Fals
 
 
 def scalar(text: str) -> Scalar:
-    """What an unquoted scalar means: null, a bool, a number or text. ValueError if a person could mean two things."""
+    """What an unquoted scalar means: null, a bool, a number or text. ValueError if a person could
+    mean two things."""
     if text in _WORDS:
         return _WORDS[text]
     if _OLD_BOOL.fullmatch(text):
-        raise ValueError(f"unquoted {text} could be text or a switch; write true or false, or quote it ('{text}') if text is meant")
+        raise ValueError(
+            f"unquoted {text} could be text or a switch; write true or false, or quote "
+            f"it ('{text}') if text is meant"
+        )
     if text.lower() in (".nan", "+.nan", "-.nan"):
         raise ValueError(f"{text} is not a number, so it is no setting")
     if _BASED.fullmatch(text):
         return _bounded(int(text, 0), text)
     if _PADDED.fullmatch(text) and _FLOAT.fullmatch(text):
-        raise ValueError(f"number {shortened(text)} starts with 0, which YAML versions read differently; drop the 0, "
-                         f"or quote it ({quoted(text)}) if text is meant")
+        raise ValueError(
+            f"number {shortened(text)} starts with 0, which YAML versions read "
+            "differently; drop the 0, "
+            f"or quote it ({quoted(text)}) if text is meant"
+        )
     if _INTEGER.fullmatch(text):
         if len(text) > 40:
             raise ValueError(f"number {shortened(text, 40)} is too large")
@@ -108,21 +138,23 @@ def scalar(text: str) -> Scalar:
     if _FLOAT.fullmatch(text):
         number = float(text.replace("_", ""))
         if math.isinf(number):
-            raise ValueError(f"number {shortened(text, 40)} is too large for a float; write .inf for infinity")
+            raise ValueError(
+                f"number {shortened(text, 40)} is too large for a float; write .inf for infinity"
+            )
         return number
     return text
 
 
 def _bounded(number: int, text: str) -> int:
-    if not -2 ** 63 <= number < 2 ** 64:
+    if not -(2**63) <= number < 2**64:
         raise ValueError(f"number {shortened(text, 40)} does not fit in 64 bits")
     return number
 
 
 def _problem(error: yaml.MarkedYAMLError, text: str) -> str:
     said = shortened(" ".join(part for part in (error.context, error.problem) if part))
-    line = text.splitlines()[error.problem_mark.line:][:1] if error.problem_mark else []
-    if "\\t" in said or (line and line[0][:len(line[0]) - len(line[0].lstrip())].count("\t")):
+    line = text.splitlines()[error.problem_mark.line :][:1] if error.problem_mark else []
+    if "\\t" in said or (line and line[0][: len(line[0]) - len(line[0].lstrip())].count("\t")):
         return "a tab where YAML wants spaces; indent with spaces"
     if "alias" in said or "anchor" in said:
         return f"not valid YAML: {said}; text that begins with * or & must be quoted"
@@ -148,7 +180,8 @@ class _Open:
 
 
 class _Builder:
-    """Turns parser events into Nodes without recursion, counting nodes as if every alias were written out."""
+    """Turns parser events into Nodes without recursion, counting nodes as if every alias were
+    written out."""
 
     def __init__(self, name: str, lines: bool, sections: bool):
         self.root: Node | None = None
@@ -164,17 +197,25 @@ class _Builder:
     def take(self, event: yaml.Event) -> None:
         where = self.where(event.start_mark)
         if (tag := getattr(event, "tag", None)) is not None:
-            raise ConfigError(f"{where}: tag {shortened(tag)} is refused: a configuration holds plain values only; quote text that begins with !")
+            raise ConfigError(
+                f"{where}: tag {shortened(tag)} is refused: a configuration holds plain "
+                "values only; quote text that begins with !"
+            )
         if isinstance(event, yaml.DocumentStartEvent):
             self._documents += 1
             if self._documents > 1:
-                raise ConfigError(f"{where}: a second document begins here; a configuration is one document, so remove this ---")
+                raise ConfigError(
+                    f"{where}: a second document begins here; a configuration is one "
+                    "document, so remove this ---"
+                )
         elif isinstance(event, yaml.ScalarEvent):
             self._scalar(event, where)
         elif isinstance(event, yaml.AliasEvent):
             self._alias(event, where)
         elif isinstance(event, yaml.CollectionStartEvent):
-            self._start({} if isinstance(event, yaml.MappingStartEvent) else [], event.anchor, where)
+            self._start(
+                {} if isinstance(event, yaml.MappingStartEvent) else [], event.anchor, where
+            )
         elif isinstance(event, yaml.CollectionEndEvent):
             self._end()
 
@@ -192,40 +233,60 @@ class _Builder:
 
     def _key(self, frame: _Open, event: yaml.ScalarEvent, where: str) -> None:
         if event.value == "<<" and event.implicit[0]:
-            raise ConfigError(f"{where}: merge keys (<<) are refused; use extends:, preset: or like:")
+            raise ConfigError(
+                f"{where}: merge keys (<<) are refused; use extends:, preset: or like:"
+            )
         if event.value == "":
             raise ConfigError(f"{where}: a key is missing before the colon")
         assert isinstance(frame.value, dict)
         if self._sections and len(self._stack) == 1 and not _NAME.fullmatch(event.value):
             raise no_configuration(where)
         if event.value in frame.value:
-            raise ConfigError(f"{where}: key {shortened(event.value)} comes twice in one mapping (first at "
-                              f"{frame.value[event.value].where}); keep one")
+            raise ConfigError(
+                f"{where}: key {shortened(event.value)} comes twice in one mapping (first at "
+                f"{frame.value[event.value].where}); keep one"
+            )
         frame.key, frame.key_where = event.value, where
 
     def _alias(self, event: yaml.AliasEvent, where: str) -> None:
         if event.anchor not in self._anchors:
-            raise ConfigError(f"{where}: *{shortened(str(event.anchor))} refers to no anchor that ends before it; "
-                              "text that begins with * must be quoted")
+            raise ConfigError(
+                f"{where}: *{shortened(str(event.anchor))} refers to no anchor that ends "
+                "before it; "
+                "text that begins with * must be quoted"
+            )
         node, count = self._anchors[event.anchor]
         self._add(dataclasses.replace(node, where=where), None, count)
 
     def _start(self, value: "dict[str, Node] | list[Node]", anchor: str | None, where: str) -> None:
         frame = self._stack[-1] if self._stack else None
         if frame and isinstance(frame.value, dict) and frame.key is None:
-            raise ConfigError(f"{where}: a key must be text, not a list or a mapping; quote text that begins with [ or {{")
+            raise ConfigError(
+                f"{where}: a key must be text, not a list or a mapping; quote text that "
+                f"begins with [ or {{"
+            )
         if len(self._stack) >= MAX_DEPTH:
             raise ConfigError(f"{where}: nested more than {MAX_DEPTH} deep")
-        self._stack.append(_Open(value, frame.key_where if frame and frame.key else where, anchor, self._nodes))
+        self._stack.append(
+            _Open(value, frame.key_where if frame and frame.key else where, anchor, self._nodes)
+        )
 
     def _end(self) -> None:
         frame = self._stack.pop()
-        self._add(Node(frame.value, frame.where), frame.anchor, self._nodes - frame.nodes_before + 1, fresh=1)
+        self._add(
+            Node(frame.value, frame.where),
+            frame.anchor,
+            self._nodes - frame.nodes_before + 1,
+            fresh=1,
+        )
 
     def _add(self, node: Node, anchor: str | None, count: int, fresh: int | None = None) -> None:
         self._nodes += count if fresh is None else fresh
         if self._nodes > MAX_NODES:
-            raise ConfigError(f"{node.where}: more than {MAX_NODES} values when aliases are written out; this is no configuration")
+            raise ConfigError(
+                f"{node.where}: more than {MAX_NODES} values when aliases are written "
+                "out; this is no configuration"
+            )
         frame = self._stack[-1] if self._stack else None
         if frame is None:
             self.root = node

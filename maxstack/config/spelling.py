@@ -7,7 +7,8 @@ LONGEST = 200
 
 
 def edits(a: str, b: str) -> int:
-    """Insertions, deletions, substitutions and swaps of neighbours from `a` to `b`, no place edited twice (optimal string alignment)."""
+    """Insertions, deletions, substitutions and swaps of neighbours from `a` to `b`, no place edited
+    twice (optimal string alignment)."""
     before: list[int] = []
     row = list(range(len(b) + 1))
     for i, char in enumerate(a, 1):
@@ -24,10 +25,11 @@ def edits(a: str, b: str) -> int:
 def nearest(word: object, words: Iterable[str], count: int = 1) -> list[str]:
     """At most `count` of the words that a person who typed `word` may have meant, best first.
 
-    A word is near if a third of the longer one's letters differ or fewer; one that begins with `word` counts
-    as one edit away. Of equally near ones, the one that agrees longest from the start comes first, then the
-    one that agrees longest from the end, then the one with the nearer letters, as int8 is to int7. Where none
-    is near, those come that `word` abbreviates, as lr does learning_rate, or that abbreviate it.
+    A word is near if a third of the longer one's letters differ or fewer; one that begins with
+    `word` counts as one edit away. Of equally near ones, the one that agrees longest from the start
+    comes first, then the one that agrees longest from the end, then the one with the nearer
+    letters, as int8 is to int7. Where none is near, those come that `word` abbreviates, as lr does
+    learning_rate, or that abbreviate it.
     """
     typed = str(word).lower()
     if len(typed) > LONGEST:
@@ -41,7 +43,10 @@ def nearest(word: object, words: Iterable[str], count: int = 1) -> list[str]:
         if len(typed) > 2 and name.startswith(typed):
             distance = min(distance, 1)
         if distance <= most:
-            ends = [len(os.path.commonprefix(pair)) for pair in ((typed, name), (typed[::-1], name[::-1]))]
+            ends = [
+                len(os.path.commonprefix(pair))
+                for pair in ((typed, name), (typed[::-1], name[::-1]))
+            ]
             apart = sum(abs(ord(a) - ord(b)) for a, b in zip(typed, name, strict=False))
             near.append(((distance, -ends[0], -ends[1], apart), candidate))
         elif _abbreviates(typed, name) or _abbreviates(name, typed):
@@ -58,4 +63,6 @@ def did_you_mean(word: object, words: Iterable[str], count: int = 1) -> str:
 def _abbreviates(short: str, long: str) -> bool:
     """Whether the letters of `short` stand in `long` in their order, the first one first."""
     rest = iter(long)
-    return 1 < len(short) < len(long) and short[0] == long[0] and all(char in rest for char in short)
+    return (
+        1 < len(short) < len(long) and short[0] == long[0] and all(char in rest for char in short)
+    )

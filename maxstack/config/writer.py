@@ -13,7 +13,8 @@ Path = tuple[str | int, ...]
 
 
 def write_yaml(value: Any, indent: int = 0, path: Path = ()) -> Iterator[tuple[str, Path | None]]:
-    """Lines of block style, each with the path of the value that it ends with, None if the value goes on below."""
+    """Lines of block style, each with the path of the value that it ends with, None if the value
+    goes on below."""
     space = " " * indent
     if isinstance(value, dict) and value:
         for key, item in value.items():
@@ -29,7 +30,7 @@ def write_yaml(value: Any, indent: int = 0, path: Path = ()) -> Iterator[tuple[s
                 continue
             lines = write_yaml(item, indent + 2, (*path, index))
             first, where = next(lines)
-            yield f"{space}- {first[indent + 2:]}", where
+            yield f"{space}- {first[indent + 2 :]}", where
             yield from lines
     else:
         yield f"{space}{inline(value)}", path
@@ -38,7 +39,11 @@ def write_yaml(value: Any, indent: int = 0, path: Path = ()) -> Iterator[tuple[s
 def inline(value: Any) -> str:
     """The value on one line, in flow style."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_text(str(key))}: {inline(item)}" for key, item in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{_text(str(key))}: {inline(item)}" for key, item in value.items())
+            + "}"
+        )
     if isinstance(value, list | tuple):
         return f"[{', '.join(inline(item) for item in value)}]"
     if value is None or isinstance(value, bool):
@@ -55,7 +60,9 @@ def _is_short(value: Any) -> bool:
 
 
 def _text(text: str) -> str:
-    return text if _PLAIN.fullmatch(text) and _is_text(text) else f'"{"".join(map(_escaped, text))}"'
+    return (
+        text if _PLAIN.fullmatch(text) and _is_text(text) else f'"{"".join(map(_escaped, text))}"'
+    )
 
 
 def _is_text(text: str) -> bool:
@@ -69,6 +76,12 @@ def _escaped(char: str) -> str:
     if char in _ESCAPES:
         return _ESCAPES[char]
     code = ord(char)
-    if char == " " or (char.isprintable() and code != 0xfeff):
+    if char == " " or (char.isprintable() and code != 0xFEFF):
         return char
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    return (
+        f"\\x{code:02x}"
+        if code < 0x100
+        else f"\\u{code:04x}"
+        if code < 0x10000
+        else f"\\U{code:08x}"
+    )

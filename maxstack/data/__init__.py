@@ -1,4 +1,5 @@
-"""Documents to batches: sources, tokenizers, packing into lanes, the feed. Importing this package imports nothing heavy."""
+"""Documents to batches: sources, tokenizers, packing into lanes, the feed. Importing this package
+imports nothing heavy."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -9,24 +10,35 @@ if TYPE_CHECKING:
 
 
 class DataError(ValueError):
-    """Data that cannot be used: one paragraph that names the file and record and says what to do."""
+    """Data that cannot be used: one paragraph that names the file and record and says what to
+    do."""
 
     exit_code = 2
 
 
-def make_feed(cfg: "DataConfig", lanes: Sequence[int], batch_size: int, *, evaluation: bool = False, whole: bool = False) -> "Feed":
+def make_feed(
+    cfg: "DataConfig",
+    lanes: Sequence[int],
+    batch_size: int,
+    *,
+    evaluation: bool = False,
+    whole: bool = False,
+) -> "Feed":
     """The batches of `cfg`, rows `lanes` of each global batch of `batch_size` rows.
 
-    Training repeats forever. With `evaluation` the held-out documents pass once, in order, and batches
-    carry `bytes`, those of text that each target stands for (NaN: not known); rows past the end are
-    padding. `whole` also evaluates sources that hold nothing out, all of them (for `eval.data`).
-    DataError if a source or tokenizer cannot be used.
+    Training repeats forever. With `evaluation` the held-out documents pass once, in order, and
+    batches carry `bytes`, those of text that each target stands for (NaN: not known); rows past the
+    end are padding. `whole` also evaluates sources that hold nothing out, all of them (for
+    `eval.data`). DataError if a source or tokenizer cannot be used.
     """
     from maxstack.data.feed import Feed
+
     return Feed(cfg, lanes, batch_size, evaluation=evaluation, whole=whole)
 
 
 def fits(cfg: "DataConfig", vocab: int) -> None:
-    """DataError if the tokenizer or a token source of `cfg` has ids beyond a model's `vocab` embedding rows."""
+    """DataError if the tokenizer or a token source of `cfg` has ids beyond a model's `vocab`
+    embedding rows."""
     from maxstack.data.tokenizers import check_vocab
+
     check_vocab(cfg, vocab)

@@ -1,4 +1,5 @@
-"""What simple compressors reach on the held-out documents: the numbers that a small model's bits per byte stand beside."""
+"""What simple compressors reach on the held-out documents: the numbers that a small model's bits
+per byte stand beside."""
 
 import gzip
 from collections.abc import Iterable
@@ -14,14 +15,24 @@ from maxstack.data.tokenizers import Tokenizer, open_tokenizer, sized_tokens_of
 _LONGEST_STRETCH = 1 << 22
 
 
-def baselines(train: DataConfig, evaluation: DataConfig | None = None, train_bytes: int = 20_000_000) -> dict[str, float]:
-    """Bits per byte on the held-out documents of `train`, or on `evaluation` (eval.data) where given.
+def baselines(
+    train: DataConfig, evaluation: DataConfig | None = None, train_bytes: int = 20_000_000
+) -> dict[str, float]:
+    """Bits per byte on the held-out documents of `train`, or on `evaluation` (eval.data) where
+    given.
 
-    `gzip`: `gzip -9` of each document on its own. `order2`: the probability of a byte after the two before it, from counts in at most
-    `train_bytes` of the training documents, interpolated with orders 1 and 0 by method C of Witten and Bell (IEEE Trans. Inf. Theory 37(4), 1991).
+    `gzip`: `gzip -9` of each document on its own. `order2`: the probability of a byte after the two
+    before it, from counts in at most `train_bytes` of the training documents, interpolated with
+    orders 1 and 0 by method C of Witten and Bell (IEEE Trans. Inf. Theory 37(4), 1991).
     """
     held_cfg = evaluation or train
-    held = [text for text in _texts(held_cfg, open_sources(held_cfg, evaluation=True, whole=evaluation is not None)) if text]
+    held = [
+        text
+        for text in _texts(
+            held_cfg, open_sources(held_cfg, evaluation=True, whole=evaluation is not None)
+        )
+        if text
+    ]
     total = sum(map(len, held))
     if not total:
         raise DataError("the held-out documents are all empty: there is nothing to compare with")
@@ -49,8 +60,14 @@ class Order2:
         chance = np.full(len(text), 1 / 256)
         for order, contexts in ((0, 1), (1, 256), (2, 65536)):
             context, byte = pairs // 256 % contexts, pairs % 256
-            seen, total, kinds = self._counts[2 - order][context, byte], self._totals[2 - order][context], self._kinds[2 - order][context]
-            chance = np.where(total > 0, (seen + kinds * chance) / np.maximum(total + kinds, 1), chance)
+            seen, total, kinds = (
+                self._counts[2 - order][context, byte],
+                self._totals[2 - order][context],
+                self._kinds[2 - order][context],
+            )
+            chance = np.where(
+                total > 0, (seen + kinds * chance) / np.maximum(total + kinds, 1), chance
+            )
         return float(-np.log2(chance).sum())
 
 
@@ -93,8 +110,10 @@ def _decoded(source: Documents, index: int, tokenizer: Tokenizer) -> bytes:
     ids, sizes = sized_tokens_of(source, index, tokenizer)
     text = tokenizer.decode(ids)
     if len(text) != sizes.sum(dtype=np.float64):
-        raise DataError(f"{source.where(index)}: tokens of {tokenizer.name}, which do not give their "
-                        "text back, so that compressors have nothing to be measured on")
+        raise DataError(
+            f"{source.where(index)}: tokens of {tokenizer.name}, which do not give their "
+            "text back, so that compressors have nothing to be measured on"
+        )
     return text
 
 

@@ -1,4 +1,5 @@
-"""The data pipeline's configuration, apart from its code so that it is checked before jax or grain is imported."""
+"""The data pipeline's configuration, apart from its code so that it is checked before jax or grain
+is imported."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -47,7 +48,9 @@ class HuggingFaceTokenizer(Section):
     """The token, by its text, that ends each document; null: none."""
 
 
-Tokenizer = Annotated[BytesTokenizer | SentencePieceTokenizer | HuggingFaceTokenizer, Field(discriminator="kind")]
+Tokenizer = Annotated[
+    BytesTokenizer | SentencePieceTokenizer | HuggingFaceTokenizer, Field(discriminator="kind")
+]
 
 
 class Source(Section):
@@ -58,28 +61,31 @@ class Source(Section):
     weight: float = Field(1.0, gt=0)
     """Share of the documents drawn from this source, relative to the others."""
     holdout: float = Field(0.0, ge=0, lt=1)
-    """Share of its documents (whole files, where a file is a document) kept from training for evaluation, chosen by a hash of their key."""
+    """Share of its documents (whole files, where a file is a document) kept from training for
+    evaluation, chosen by a hash of their key."""
 
 
 class Files(Source):
     """A source that reads files."""
 
     files: Items[str] = Field(min_length=1)
-    """Paths or globs (** crosses folders), relative to the working folder; {stdlib} stands for Python's standard library without
-    installed packages."""
+    """Paths or globs (** crosses folders), relative to the working folder; {stdlib} stands for
+    Python's standard library without installed packages."""
     exclude: Items[str] = ()
-    """Globs of files to leave out; one that begins with **/ matches in any folder below the fixed part of `files`."""
+    """Globs of files to leave out; one that begins with **/ matches in any folder below the fixed
+    part of `files`."""
     encoding_errors: Literal["refuse", "replace", "keep"] = "refuse"
     """Of text that is not UTF-8. refuse: a bad record, which ends the run unless data.quarantine
-    allows it; replace: U+FFFD for what is wrong; keep: the bytes as they are, for the bytes tokenizer
-    alone."""
+    allows it; replace: U+FFFD for what is wrong; keep: the bytes as they are, for the bytes
+    tokenizer alone."""
     normalize: Items[Literal["bom", "newlines"]] = ()
     """What is changed in each document. bom: a byte order mark at its start is dropped; newlines:
     CRLF and CR become LF. Otherwise text is as it is in the file."""
 
 
 class TextSource(Files):
-    """Text files, plain or compressed (.gz, .zst): one document a file, or split at a separator, blank ones left out."""
+    """Text files, plain or compressed (.gz, .zst): one document a file, or split at a separator,
+    blank ones left out."""
 
     kind: Literal["text"]
     """The source."""
@@ -88,7 +94,8 @@ class TextSource(Files):
 
 
 class JsonlSource(Files):
-    """JSON lines, plain or compressed (.gz, .zst). Blank lines and a byte order mark before the first are left out."""
+    """JSON lines, plain or compressed (.gz, .zst). Blank lines and a byte order mark before the
+    first are left out."""
 
     kind: Literal["jsonl"]
     """The source."""
@@ -137,7 +144,9 @@ class SyntheticSource(Source):
 
 
 AnySource = Annotated[
-    TextSource | JsonlSource | ParquetSource | ArrayRecordSource | BagzSource | SyntheticSource, Field(discriminator="kind")]
+    TextSource | JsonlSource | ParquetSource | ArrayRecordSource | BagzSource | SyntheticSource,
+    Field(discriminator="kind"),
+]
 
 
 def holds_text(source: Mapping[str, Any]) -> bool:
@@ -155,17 +164,19 @@ class DataConfig(Section):
     seq_len: int = Field(1024, ge=1)
     """Tokens in a row."""
     packing: Literal["concat", "fit", "none"] = "concat"
-    """concat: documents follow each other and are split where a row ends; fit: a document that does not fit whole starts the next row, and
-    is split only if longer than a row; none: one document a row, cut at seq_len. Attention never crosses documents."""
+    """concat: documents follow each other and are split where a row ends; fit: a document that does
+    not fit whole starts the next row, and is split only if longer than a row; none: one document a
+    row, cut at seq_len. Attention never crosses documents."""
     shuffle: bool = True
     """A new global order each epoch; false: the order of the source."""
     seed: int = 0
     """Of the shuffle and the mixture."""
     quarantine: int = Field(0, ge=0)
-    """Records that each process may pass over because they cannot be read, each named in the log; one more ends the run. The order of the others
-    does not change. 0: the first one ends it."""
+    """Records that each process may pass over because they cannot be read, each named in the log;
+    one more ends the run. The order of the others does not change. 0: the first one ends it."""
     workers: int = Field(0, ge=0)
-    """Background processes that read and tokenize; 0: a thread. The batches are the same whatever the number."""
+    """Background processes that read and tokenize; 0: a thread. The batches are the same whatever
+    the number."""
     prefetch: int = Field(2, ge=1)
     """Batches made ahead."""
 
@@ -174,6 +185,9 @@ class DataConfig(Section):
         for place, source in enumerate(self.sources):
             kept = isinstance(source, Files) and source.encoding_errors == "keep"
             if kept and self.tokenizer.kind != "bytes":
-                raise fault(f"sources.{place}.encoding_errors", f"is keep, but data.tokenizer is of kind "
-                            f"{self.tokenizer.kind}, which reads UTF-8 alone; set refuse or replace")
+                raise fault(
+                    f"sources.{place}.encoding_errors",
+                    f"is keep, but data.tokenizer is of kind "
+                    f"{self.tokenizer.kind}, which reads UTF-8 alone; set refuse or replace",
+                )
         return self

@@ -1,4 +1,5 @@
-"""The feed: batches made ahead by a thread or by worker processes, in an order that neither changes."""
+"""The feed: batches made ahead by a thread or by worker processes, in an order that neither
+changes."""
 
 import codecs
 import sys
@@ -23,17 +24,33 @@ PATIENCE = 5.0
 
 
 class Feed:
-    """Iterates over batches {tokens, targets, positions, segments, mask (and bytes in an evaluation)}, arrays [lanes, seq_len].
+    """Iterates over batches {tokens, targets, positions, segments, mask (and bytes in an
+    evaluation)}, arrays [lanes, seq_len].
 
-    `waited` is the seconds that next() has spent waiting in all. Order and state do not depend on `workers`, `prefetch` or which lanes are held.
+    `waited` is the seconds that next() has spent waiting in all. Order and state do not depend on
+    `workers`, `prefetch` or which lanes are held.
     """
 
-    def __init__(self, cfg: DataConfig, lanes: Sequence[int], batch_size: int, *, evaluation: bool = False, whole: bool = False):
+    def __init__(
+        self,
+        cfg: DataConfig,
+        lanes: Sequence[int],
+        batch_size: int,
+        *,
+        evaluation: bool = False,
+        whole: bool = False,
+    ):
         if not lanes or min(lanes) < 0 or max(lanes) >= batch_size:
             raise ValueError(f"lanes {list(lanes)} are not rows of a batch of {batch_size}")
         self._cfg, self._lanes = cfg, list(lanes)
         section = "eval.data" if whole else "data"
-        self._mixture = Mixture(cfg, open_sources(cfg, evaluation, whole), 1 if evaluation else batch_size, evaluation, section)
+        self._mixture = Mixture(
+            cfg,
+            open_sources(cfg, evaluation, whole),
+            1 if evaluation else batch_size,
+            evaluation,
+            section,
+        )
         self._quarantine = self._mixture.quarantine()
         self._batch_size = batch_size
         self._state = np.zeros((len(self._lanes), self._mixture.counters + 1), np.int64)
@@ -45,8 +62,8 @@ class Feed:
         return self
 
     def __next__(self) -> Batch:
-        """The next batch. DataError, with file and record, if a document cannot be read and may not be passed over; RuntimeError if a worker
-        process died."""
+        """The next batch. DataError, with file and record, if a document cannot be read and may not
+        be passed over; RuntimeError if a worker process died."""
         start = time.perf_counter()
         self.start()
         batch, news, error = next(self._batches)
@@ -69,28 +86,36 @@ class Feed:
         return self._state.copy()
 
     def damaged(self) -> list[str]:
-        """Lines to tell of what was passed over since the last call, each once in the life of this feed.
+        """Lines to tell of what was passed over since the last call, each once in the life of this
+        feed.
 
         One for every record that cannot be read, and for each source one for its first document
         without anything to predict.
         """
         news, section = self._quarantine.news(), self._mixture.section
         lines = [f"{section}.quarantine: passed over {reason}" for reason in news.damaged.values()]
-        lines += [f"{section}.sources: {document} is empty: it has nothing to predict and is passed over, as all such documents of {source} are"
-                  for source, document in news.empty.items()]
+        lines += [
+            f"{section}.sources: {document} is empty: it has nothing to predict and is "
+            f"passed over, as all such documents of {source} are"
+            for source, document in news.empty.items()
+        ]
         return [line.encode(errors="backslashreplace").decode() for line in lines]
 
     def restore(self, state: np.ndarray) -> None:
-        """Continue after the batch that `state` was taken after; its rows are this feed's lanes, from whatever split they come."""
+        """Continue after the batch that `state` was taken after; its rows are this feed's lanes,
+        from whatever split they come."""
         if state.shape != self._state.shape:
-            raise DataError(f"the saved position has shape {state.shape}, this feed's is {self._state.shape}: the batch size or the number of "
-                            "data.sources changed since the checkpoint; restore them, or start a new run")
+            raise DataError(
+                f"the saved position has shape {state.shape}, this feed's is "
+                f"{self._state.shape}: the batch size or the number of "
+                "data.sources changed since the checkpoint; restore them, or start a new run"
+            )
         self.close()
         self._state = np.array(state, np.int64)
 
     def start(self) -> None:
-        """Begin to make batches in the background; next() does it too. A thread that close() did not wait for is waited for now, since two must not
-        read the same files."""
+        """Begin to make batches in the background; next() does it too. A thread that close() did
+        not wait for is waited for now, since two must not read the same files."""
         if self._batches is None:
             if self._closing:
                 self._closing.join()
@@ -100,7 +125,11 @@ class Feed:
                 self._batches = Workers([self._maker(part) for part in parts], ahead)
             else:
                 batches = _Batches(self._maker(slice(None)))
-                self._batches = iter(grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=ahead))
+                self._batches = iter(
+                    grain.experimental.ThreadPrefetchIterDataset(
+                        batches, prefetch_buffer_size=ahead
+                    )
+                )
 
     def close(self) -> None:
         """Stop the thread or the workers. The feed may be used again.
@@ -119,15 +148,24 @@ class Feed:
         self._closing.join(PATIENCE)
         if self._closing.is_alive():
             names = " or ".join(source.name for source in self._mixture.sources)
-            print(f"{self._mixture.section}.sources: {names} does not answer: a batch was not made in {PATIENCE:.0f} s, and is not waited for",
-                  file=sys.stderr, flush=True)
+            print(
+                f"{self._mixture.section}.sources: {names} does not answer: a batch was "
+                f"not made in {PATIENCE:.0f} s, and is not waited for",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def describe(self) -> list[str]:
-        """A line for each source: its name, number of documents, and marks of other systems in them."""
-        return [f"{source.name}: {len(source)} documents{_marks(source)}" for source in self._mixture.sources]
+        """A line for each source: its name, number of documents, and marks of other systems in
+        them."""
+        return [
+            f"{source.name}: {len(source)} documents{_marks(source)}"
+            for source in self._mixture.sources
+        ]
 
     def identity(self) -> str:
-        """Changes when the documents of a source are other ones than before, so that saved positions mean something else."""
+        """Changes when the documents of a source are other ones than before, so that saved
+        positions mean something else."""
         return " ".join(source.identity() for source in self._mixture.sources)
 
     def _maker(self, part: slice) -> Rows | EvaluationRows:
@@ -149,7 +187,9 @@ def _marks(source: Documents) -> str:
         if not isinstance(document, bytes):
             break  # no document of such a source is text
         if document.startswith(codecs.BOM_UTF8):
-            said.setdefault("a byte order mark", f"{source.where(index)} (normalize: [bom] drops it)")
+            said.setdefault(
+                "a byte order mark", f"{source.where(index)} (normalize: [bom] drops it)"
+            )
         if b"\r\n" in document:
             said.setdefault("CRLF", f"{source.where(index)} (normalize: [newlines] makes it LF)")
     return "".join(f"; {mark} is kept, as in {where}" for mark, where in said.items())

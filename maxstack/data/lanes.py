@@ -1,7 +1,9 @@
-"""Lanes: row i of every global batch is a deterministic stream of its own, whatever process or worker makes it.
+"""Lanes: row i of every global batch is a deterministic stream of its own, whatever process or
+worker makes it.
 
-Lane i of B draws, from each source's global order, the documents at positions i, B + i, 2B + i, ... and packs them into its rows. Its state is a
-few integers: documents finished per source, and the tokens already used of the document at hand.
+Lane i of B draws, from each source's global order, the documents at positions i, B + i, 2B + i, ...
+and packs them into its rows. Its state is a few integers: documents finished per source, and the
+tokens already used of the document at hand.
 """
 
 from collections.abc import Mapping
@@ -17,7 +19,13 @@ from maxstack.data.tokenizers import Tokenizer, open_tokenizer, sized_tokens_of,
 
 Batch = dict[str, np.ndarray]
 _NAMED = 5
-KEYS = {"tokens": np.int32, "targets": np.int32, "positions": np.int32, "segments": np.int32, "mask": np.float32}
+KEYS = {
+    "tokens": np.int32,
+    "targets": np.int32,
+    "positions": np.int32,
+    "segments": np.int32,
+    "mask": np.float32,
+}
 EVALUATION_KEYS = KEYS | {"bytes": np.float32}
 
 
@@ -32,7 +40,8 @@ class News(NamedTuple):
 
 class Quarantine:
     """The records of one feed that are passed over. Those that cannot be read are counted and told
-    once each, and `key` allows at most `most` of them; of empty ones the first of a source is told."""
+    once each, and `key` allows at most `most` of them; of empty ones the first of a source is
+    told."""
 
     def __init__(self, most: int, key: str):
         self._most, self._key = most, key
@@ -41,15 +50,23 @@ class Quarantine:
         self._told = 0, 0
 
     def add(self, record: str, reason: str) -> None:
-        """Pass over a record; `reason` holds its file and its place there. DataError if it is one too many."""
+        """Pass over a record; `reason` holds its file and its place there. DataError if it is one
+        too many."""
         self._reasons.setdefault(record, reason)
         if len(self._reasons) > self._most:
-            untold = list(self._reasons.values())[self._told[0]:]
-            last = f"{'; '.join(untold[-_NAMED:])}. Repair the file, leave it out with `exclude`, or "
+            untold = list(self._reasons.values())[self._told[0] :]
+            last = (
+                f"{'; '.join(untold[-_NAMED:])}. Repair the file, leave it out with `exclude`, or "
+            )
             if not self._most:
-                raise DataError(f"{last}set {self._key} to the number of such records that may be passed over")
-            raise DataError(f"{len(self._reasons)} records cannot be read, but {self._key}={self._most} passes over at most that many; the last: "
-                            f"{last}raise {self._key}")
+                raise DataError(
+                    f"{last}set {self._key} to the number of such records that may be passed over"
+                )
+            raise DataError(
+                f"{len(self._reasons)} records cannot be read, but "
+                f"{self._key}={self._most} passes over at most that many; the last: "
+                f"{last}raise {self._key}"
+            )
 
     def empty(self, source: str, document: str) -> None:
         """Pass over a document without anything to predict; `document` is its file and place."""
@@ -62,13 +79,27 @@ class Quarantine:
 
 
 class Mixture:
-    """Which document a lane reads next: a function of the configuration, the lane and what the lane has finished.
+    """Which document a lane reads next: a function of the configuration, the lane and what the lane
+    has finished.
 
     `section`: the configuration's key of `cfg`, for messages.
     """
 
-    def __init__(self, cfg: DataConfig, sources: list[Documents], batch_size: int, evaluation: bool, section: str = "data"):
-        self.cfg, self.sources, self.batch_size, self.evaluation, self.section = cfg, sources, batch_size, evaluation, section
+    def __init__(
+        self,
+        cfg: DataConfig,
+        sources: list[Documents],
+        batch_size: int,
+        evaluation: bool,
+        section: str = "data",
+    ):
+        self.cfg, self.sources, self.batch_size, self.evaluation, self.section = (
+            cfg,
+            sources,
+            batch_size,
+            evaluation,
+            section,
+        )
         self.counters = 1 if evaluation else len(sources)
         weights = np.array([source.weight for source in cfg.sources], np.float64)
         self._shares = weights / weights.sum()
@@ -85,11 +116,18 @@ class Mixture:
         return int(self._ends[-1])
 
     def phase(self, lane: int) -> np.ndarray:
-        """Float64 per source in [0, 1): where in the mixture's cycle a lane starts, so that lanes do not all draw from one source at once."""
-        return np.array([number(f"{self.cfg.seed} mixture {lane} {source}") * 2.0**-64 for source in range(self.counters)])
+        """Float64 per source in [0, 1): where in the mixture's cycle a lane starts, so that lanes
+        do not all draw from one source at once."""
+        return np.array(
+            [
+                number(f"{self.cfg.seed} mixture {lane} {source}") * 2.0**-64
+                for source in range(self.counters)
+            ]
+        )
 
     def pick(self, finished: np.ndarray, phase: np.ndarray) -> int:
-        """The counter of the next document: the source that is furthest behind its share of the lane's documents."""
+        """The counter of the next document: the source that is furthest behind its share of the
+        lane's documents."""
         if self.counters == 1:
             return 0
         return int(np.argmax(self._shares * (finished.sum() + 1) - finished + phase))
@@ -99,13 +137,16 @@ class Mixture:
         return Quarantine(self.cfg.quarantine, f"{self.section}.quarantine")
 
     def locate(self, counter: int, position: int) -> tuple[int, int] | None:
-        """(source, index) of the document at a position of a source's global order; None past the end of the one pass of an evaluation."""
+        """(source, index) of the document at a position of a source's global order; None past the
+        end of the one pass of an evaluation."""
         if self.evaluation:
             if position >= self.documents:
                 return None
             source = int(np.searchsorted(self._ends, position, side="right"))
             return source, position - (int(self._ends[source - 1]) if source else 0)
-        return counter, self._order(counter)[position] if self.cfg.shuffle else position % len(self.sources[counter])
+        return counter, self._order(counter)[position] if self.cfg.shuffle else position % len(
+            self.sources[counter]
+        )
 
     def tokens(
         self, source: int, index: int, quarantine: Quarantine
@@ -125,7 +166,10 @@ class Mixture:
 
     def _order(self, counter: int) -> Order:
         if self._orders is None:
-            self._orders = [Order(f"{self.cfg.seed} shuffle {place}", len(source)) for place, source in enumerate(self.sources)]
+            self._orders = [
+                Order(f"{self.cfg.seed} shuffle {place}", len(source))
+                for place, source in enumerate(self.sources)
+            ]
         return self._orders[counter]
 
 
@@ -147,13 +191,19 @@ class Lane:
         return np.append(self._finished, self._offset)
 
     def restore(self, state: np.ndarray) -> None:
-        """Continue after the row that `state` was taken after; the document at hand is read again when needed."""
-        self._finished, self._offset, self._document = state[:-1].astype(np.int64), int(state[-1]), None
+        """Continue after the row that `state` was taken after; the document at hand is read again
+        when needed."""
+        self._finished, self._offset, self._document = (
+            state[:-1].astype(np.int64),
+            int(state[-1]),
+            None,
+        )
 
     def fill(self, row: Batch) -> None:
         """Write the next row into zeroed arrays of shape [seq_len].
 
-        A document of n tokens is n - 1 pairs of an input and its target, so each target counts once, in this row or the next.
+        A document of n tokens is n - 1 pairs of an input and its target, so each target counts
+        once, in this row or the next.
         """
         at, segment = 0, 0
         while at < self._seq_len:
@@ -165,13 +215,13 @@ class Lane:
                 return
             count, segment = min(left, self._seq_len - at), segment + 1
             span = slice(at, at + count)
-            row["tokens"][span] = document[self._offset:self._offset + count]
-            row["targets"][span] = document[self._offset + 1:self._offset + count + 1]
+            row["tokens"][span] = document[self._offset : self._offset + count]
+            row["targets"][span] = document[self._offset + 1 : self._offset + count + 1]
             row["positions"][span] = np.arange(count)
             row["segments"][span] = segment
             row["mask"][span] = 1
             if self._sizes is not None and "bytes" in row:
-                row["bytes"][span] = self._sizes[self._offset + 1:self._offset + count + 1]
+                row["bytes"][span] = self._sizes[self._offset + 1 : self._offset + count + 1]
             at, self._offset = at + count, self._offset + count
             if count == left or self._packing == "none":
                 self._finish()
@@ -183,7 +233,8 @@ class Lane:
         self._offset, self._document = 0, None
 
     def _at_hand(self) -> np.ndarray | None:
-        """The document to read on in; those without a target, or that cannot be read, are passed over. None at the end of an evaluation."""
+        """The document to read on in; those without a target, or that cannot be read, are passed
+        over. None at the end of an evaluation."""
         passed = 0
         while self._document is None:
             self._counter = self._mixture.pick(self._finished, self._phase)
@@ -197,26 +248,42 @@ class Lane:
                 self._document, self._sizes = document, sizes
                 break
             if document is not None and self._offset:
-                raise DataError(f"the data changed since the checkpoint: document {position} of source "
-                                f"{self._mixture.sources[self._counter].name} has {len(document)} tokens, fewer than were already read")
-            if document is not None and not isinstance(source := self._mixture.sources[place[0]], Synthetic):
+                raise DataError(
+                    f"the data changed since the checkpoint: document {position} of source "
+                    f"{self._mixture.sources[self._counter].name} has {len(document)} "
+                    "tokens, fewer than were already read"
+                )
+            if document is not None and not isinstance(
+                source := self._mixture.sources[place[0]], Synthetic
+            ):
                 self._quarantine.empty(source.name, source.where(place[1]))
             self._finish()
             passed += 1
             if passed > 2 * self._mixture.documents + 100:
-                short = "; ".join(f"{source.name} (such as {source.where(0)})" for source in self._mixture.sources)
-                raise DataError(f"nothing to predict: every document that was drawn is shorter than 2 tokens, from {short}")
+                short = "; ".join(
+                    f"{source.name} (such as {source.where(0)})" for source in self._mixture.sources
+                )
+                raise DataError(
+                    "nothing to predict: every document that was drawn is shorter than "
+                    f"2 tokens, from {short}"
+                )
         return self._document
 
 
 class EvaluationRows:
-    """One pass over the documents, packed into rows one after the other; a batch is the next rows, so that long documents spread over all lanes.
+    """One pass over the documents, packed into rows one after the other; a batch is the next rows,
+    so that long documents spread over all lanes.
 
-    Every process packs all rows and keeps those of its lanes. The state of each lane is that of the pass.
+    Every process packs all rows and keeps those of its lanes. The state of each lane is that of the
+    pass.
     """
 
     def __init__(self, mixture: Mixture, lanes: list[int], batch_size: int, state: np.ndarray):
-        self._lanes, self._shape, self.quarantine = lanes, (batch_size, mixture.cfg.seq_len), mixture.quarantine()
+        self._lanes, self._shape, self.quarantine = (
+            lanes,
+            (batch_size, mixture.cfg.seq_len),
+            mixture.quarantine(),
+        )
         self.row_type = _row_type(mixture, EVALUATION_KEYS)
         self._pass = Lane(mixture, 0, self.quarantine)
         self._pass.restore(state[0])
@@ -229,7 +296,9 @@ class EvaluationRows:
         batch = {key: np.zeros(self._shape, dtype) for key, dtype in EVALUATION_KEYS.items()}
         for i in range(self._shape[0]):
             self._pass.fill({key: array[i] for key, array in batch.items()})
-        return {key: array[self._lanes] for key, array in batch.items()} | {"state": np.tile(self._pass.state(), (len(self._lanes), 1))}
+        return {key: array[self._lanes] for key, array in batch.items()} | {
+            "state": np.tile(self._pass.state(), (len(self._lanes), 1))
+        }
 
 
 class Rows:
@@ -247,7 +316,9 @@ class Rows:
 
     def next(self) -> Batch:
         """Arrays [lanes, seq_len] by the names in KEYS, and `state` int64 [lanes, K]."""
-        batch = {key: np.zeros((len(self._lanes), self._seq_len), dtype) for key, dtype in KEYS.items()}
+        batch = {
+            key: np.zeros((len(self._lanes), self._seq_len), dtype) for key, dtype in KEYS.items()
+        }
         for i, lane in enumerate(self._lanes):
             lane.fill({key: array[i] for key, array in batch.items()})
         batch["state"] = np.stack([lane.state() for lane in self._lanes])

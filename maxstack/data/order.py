@@ -1,4 +1,5 @@
-"""The global order of a source: all its documents shuffled, anew each epoch, with random access and nothing to store."""
+"""The global order of a source: all its documents shuffled, anew each epoch, with random access and
+nothing to store."""
 
 import functools
 import hashlib
@@ -14,17 +15,26 @@ _CACHED_ENTRIES = 1 << 20
 class Order:
     """order[p] is the document at position p of an endless sequence of epochs.
 
-    Grain shuffles large sources. Its index shuffle walks a domain of at least 65536 numbers, which takes milliseconds a document for sources of a
-    few, so up to that size each epoch is the order of hashed numbers instead. For 4**k + 1 documents Grain 0.2.18 draws one of them twice and
-    another never: there it shuffles all but the last, which is then exchanged with a document at a hashed place.
+    Grain shuffles large sources. Its index shuffle walks a domain of at least 65536 numbers, which
+    takes milliseconds a document for sources of a few, so up to that size each epoch is the order
+    of hashed numbers instead. For 4**k + 1 documents Grain 0.2.18 draws one of them twice and
+    another never: there it shuffles all but the last, which is then exchanged with a document at a
+    hashed place.
     """
 
     def __init__(self, seed: str, documents: int):
         self._seed, self._documents = seed, documents
-        self._left_over = documents > _SMALL and (documents - 1).bit_count() == 1 and documents.bit_length() % 2 == 1
+        self._left_over = (
+            documents > _SMALL
+            and (documents - 1).bit_count() == 1
+            and documents.bit_length() % 2 == 1
+        )
         if documents > _SMALL:
             import grain
-            self._large = grain.MapDataset.range(documents - self._left_over).shuffle(seed=number(seed) >> 32)
+
+            self._large = grain.MapDataset.range(documents - self._left_over).shuffle(
+                seed=number(seed) >> 32
+            )
         self._small = functools.lru_cache(max(2, _CACHED_ENTRIES // documents))(self._shuffled)
 
     def __getitem__(self, position: int) -> int:
@@ -39,7 +49,10 @@ class Order:
         return int(self._large[epoch * len(self._large) + place])
 
     def _shuffled(self, epoch: int) -> np.ndarray:
-        return np.argsort(record_hashes(np.uint64(number(f"{self._seed} {epoch}")), self._documents), kind="stable")
+        return np.argsort(
+            record_hashes(np.uint64(number(f"{self._seed} {epoch}")), self._documents),
+            kind="stable",
+        )
 
 
 def number(text: str) -> int:

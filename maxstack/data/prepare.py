@@ -44,24 +44,41 @@ class Shard:
 
 
 def prepare(cfg: DataConfig, out: str, *, workers: int = 1, shard_size: int | None = None) -> None:
-    """Write every document of `cfg` as tokens into `out`: files <source>-<split>-<n>-of-<count>.array_record and manifest.json.
+    """Write every document of `cfg` as tokens into `out`: files
+    <source>-<split>-<n>-of-<count>.array_record and manifest.json.
 
-    The split eval holds what a source's `holdout` keeps from training. Shards that an earlier, stopped call finished are kept. ConfigError if
-    `out` holds the shards of other data.
+    The split eval holds what a source's `holdout` keeps from training. Shards that an earlier,
+    stopped call finished are kept. ConfigError if `out` holds the shards of other data.
     """
     folder = Path(out)
     tokenizer, splits = open_tokenizer(cfg.tokenizer), _splits(cfg)
-    shards = [shard for name, split, documents in splits for shard in _shards(name, split, len(documents), shard_size)]
+    shards = [
+        shard
+        for name, split, documents in splits
+        for shard in _shards(name, split, len(documents), shard_size)
+    ]
     plan = _plan(cfg, tokenizer, splits, shards)
     if _complete(folder, plan, shards):
         print(f"{out}: already complete")
         return
     (folder / _FINISHED).mkdir(parents=True, exist_ok=True)
     made = {shard.name: found for shard in shards if (found := _finished(folder, shard, plan))}
-    progress = tqdm.tqdm(total=sum(shard.stop - shard.start for shard in shards), unit=" documents", desc=f"to {out}",
-                         initial=sum(found["documents"] for found in made.values()), mininterval=0.1 if sys.stderr.isatty() else 10)
+    progress = tqdm.tqdm(
+        total=sum(shard.stop - shard.start for shard in shards),
+        unit=" documents",
+        desc=f"to {out}",
+        initial=sum(found["documents"] for found in made.values()),
+        mininterval=0.1 if sys.stderr.isatty() else 10,
+    )
     with progress:
-        for shard, written in _write_all(cfg, splits, [shard for shard in shards if shard.name not in made], folder, plan, workers):
+        for shard, written in _write_all(
+            cfg,
+            splits,
+            [shard for shard in shards if shard.name not in made],
+            folder,
+            plan,
+            workers,
+        ):
             made[shard.name] = written
             progress.update(written["documents"])
     manifest = _manifest(cfg, tokenizer, plan, shards, made)
@@ -70,8 +87,14 @@ def prepare(cfg: DataConfig, out: str, *, workers: int = 1, shard_size: int | No
         path.unlink()
     (folder / _FINISHED).rmdir()
     totals = manifest["totals"]
-    print(f"{out}: {totals['documents']} documents, {totals['tokens']} tokens, {totals['bytes']} bytes of text in {len(shards)} shards")
-    print(f"train on them: data.sources=[{{kind: array_record, content: tokens, files: ['{out}/*-train-*.array_record']}}]")
+    print(
+        f"{out}: {totals['documents']} documents, {totals['tokens']} tokens, "
+        f"{totals['bytes']} bytes of text in {len(shards)} shards"
+    )
+    print(
+        f"train on them: data.sources=[{{kind: array_record, content: tokens, files: "
+        f"['{out}/*-train-*.array_record']}}]"
+    )
 
 
 def _splits(cfg: DataConfig) -> list[tuple[str, Split, Documents]]:
@@ -88,16 +111,36 @@ def _splits(cfg: DataConfig) -> list[tuple[str, Split, Documents]]:
 def _shards(source: str, split: str, documents: int, size: int | None) -> list[Shard]:
     size = size or max(1, min(_LARGEST_SHARD, math.ceil(documents / 16)))
     count = math.ceil(documents / size)
-    return [Shard(f"{source}-{split}-{n:05d}-of-{count:05d}.array_record", source, split, n * size, min(documents, (n + 1) * size))
-            for n in range(count)]
+    return [
+        Shard(
+            f"{source}-{split}-{n:05d}-of-{count:05d}.array_record",
+            source,
+            split,
+            n * size,
+            min(documents, (n + 1) * size),
+        )
+        for n in range(count)
+    ]
 
 
-def _plan(cfg: DataConfig, tokenizer: Tokenizer, splits: list[tuple[str, Split, Documents]], shards: list[Shard]) -> str:
-    """A hash of everything that the shards depend on, the source files' sizes and times included."""
-    files = [(path, os.path.getsize(path), os.stat(path).st_mtime_ns) for _, _, documents in splits for path in documents.paths()]
+def _plan(
+    cfg: DataConfig,
+    tokenizer: Tokenizer,
+    splits: list[tuple[str, Split, Documents]],
+    shards: list[Shard],
+) -> str:
+    """A hash of everything that the shards depend on, the source files' sizes and times
+    included."""
+    files = [
+        (path, os.path.getsize(path), os.stat(path).st_mtime_ns)
+        for _, _, documents in splits
+        for path in documents.paths()
+    ]
     sources = [(name, split, documents.identity()) for name, split, documents in splits]
     read = [source.model_dump(mode="json", exclude=_ELSEWHERE) for source in cfg.sources]
-    described = json.dumps([_FORMAT, read, tokenizer.fingerprint, sources, files, [asdict(shard) for shard in shards]])
+    described = json.dumps(
+        [_FORMAT, read, tokenizer.fingerprint, sources, files, [asdict(shard) for shard in shards]]
+    )
     return hashlib.blake2b(described.encode(), digest_size=16).hexdigest()
 
 
@@ -107,10 +150,17 @@ def _complete(folder: Path, plan: str, shards: list[Shard]) -> bool:
         return False
     manifest = json.loads(path.read_text())
     if manifest.get("plan") != plan:
-        raise ConfigError(f"{folder}: holds shards of other data (other documents, tokenizer or shard size than this config's) "
-                          "or of an older version; "
-                          "choose another --out, or delete the folder")
-    return all((folder / shard.name).exists() and (folder / shard.name).stat().st_size == manifest["shards"][shard.name]["size"] for shard in shards)
+        raise ConfigError(
+            f"{folder}: holds shards of other data (other documents, tokenizer or shard "
+            "size than this config's) "
+            "or of an older version; "
+            "choose another --out, or delete the folder"
+        )
+    return all(
+        (folder / shard.name).exists()
+        and (folder / shard.name).stat().st_size == manifest["shards"][shard.name]["size"]
+        for shard in shards
+    )
 
 
 def _finished(folder: Path, shard: Shard, plan: str) -> dict[str, Any] | None:
@@ -118,22 +168,39 @@ def _finished(folder: Path, shard: Shard, plan: str) -> dict[str, Any] | None:
     if not note.exists() or not path.exists():
         return None
     found = json.loads(note.read_text())
-    return found["shard"] if found["plan"] == plan and found["shard"]["size"] == path.stat().st_size else None
+    return (
+        found["shard"]
+        if found["plan"] == plan and found["shard"]["size"] == path.stat().st_size
+        else None
+    )
 
 
-def _write_all(cfg: DataConfig, splits: list[tuple[str, Split, Documents]], shards: list[Shard], folder: Path, plan: str,
-               workers: int) -> Iterator[tuple[Shard, dict[str, Any]]]:
+def _write_all(
+    cfg: DataConfig,
+    splits: list[tuple[str, Split, Documents]],
+    shards: list[Shard],
+    folder: Path,
+    plan: str,
+    workers: int,
+) -> Iterator[tuple[Shard, dict[str, Any]]]:
     if not shards:
         return
     sources = {(name, split): documents for name, split, documents in splits}
-    with ProcessPoolExecutor(min(workers, len(shards)), get_context("spawn"), _Writer.begin, (cfg, sources, folder, plan)) as pool:
-        futures: dict[Future[dict[str, Any]], Shard] = {pool.submit(_Writer.write, shard): shard for shard in shards}
+    with ProcessPoolExecutor(
+        min(workers, len(shards)), get_context("spawn"), _Writer.begin, (cfg, sources, folder, plan)
+    ) as pool:
+        futures: dict[Future[dict[str, Any]], Shard] = {
+            pool.submit(_Writer.write, shard): shard for shard in shards
+        }
         try:
             for future in as_completed(futures):
                 yield futures[future], future.result()
         except BrokenProcessPool as error:
-            raise ConfigError("a worker process died, perhaps for lack of memory; run the same command again with fewer --workers: "
-                              "finished shards are kept") from error
+            raise ConfigError(
+                "a worker process died, perhaps for lack of memory; run the same command "
+                "again with fewer --workers: "
+                "finished shards are kept"
+            ) from error
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -152,6 +219,7 @@ class _Writer:
     def write(cls, shard: Shard) -> dict[str, Any]:
         """Write a shard under a temporary name, rename it, then note that it is finished."""
         from array_record.python.array_record_module import ArrayRecordWriter
+
         cfg, sources, folder, plan = cls.context
         documents, tokenizer = sources[shard.source, shard.split], open_tokenizer(cfg.tokenizer)
         unfinished = folder / f".{shard.name}.{os.getpid()}.part"
@@ -161,8 +229,10 @@ class _Writer:
             for index in range(shard.start, shard.stop):
                 ids, sizes = sized_tokens_of(documents, index, tokenizer)
                 if np.isnan(sizes).any():
-                    raise DataError(f"{documents.where(index)}: tokens without the size of their "
-                                    "text, as older versions kept them; prepare from the text")
+                    raise DataError(
+                        f"{documents.where(index)}: tokens without the size of their "
+                        "text, as older versions kept them; prepare from the text"
+                    )
                 counts["tokens"] += len(ids)
                 counts["bytes"] += int(sizes.sum(dtype=np.float64))
                 places = np.flatnonzero(sizes != bytes_of(tokenizer.token_bytes, ids))
@@ -170,24 +240,47 @@ class _Writer:
             writer.close()
             os.replace(unfinished, folder / shard.name)
         except (RuntimeError, OSError) as error:
-            raise ConfigError(f"{folder / shard.name} cannot be written: {error}; finished shards are kept") from error
+            raise ConfigError(
+                f"{folder / shard.name} cannot be written: {error}; finished shards are kept"
+            ) from error
         finally:
             unfinished.unlink(missing_ok=True)
         with open(folder / shard.name, "rb") as file:
-            written = counts | {"size": os.path.getsize(file.name), "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+            written = counts | {
+                "size": os.path.getsize(file.name),
+                "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
+            }
             os.fsync(file.fileno())
-        _write_atomically(folder / _FINISHED / f"{shard.name}.json", json.dumps({"plan": plan, "shard": written}))
+        _write_atomically(
+            folder / _FINISHED / f"{shard.name}.json", json.dumps({"plan": plan, "shard": written})
+        )
         return written
 
 
-def _manifest(cfg: DataConfig, tokenizer: Tokenizer, plan: str, shards: list[Shard], made: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _manifest(
+    cfg: DataConfig,
+    tokenizer: Tokenizer,
+    plan: str,
+    shards: list[Shard],
+    made: dict[str, dict[str, Any]],
+) -> dict[str, Any]:
     return {
         "format": _FORMAT,
         "plan": plan,
-        "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size},
+        "tokenizer": {
+            "name": tokenizer.name,
+            "fingerprint": tokenizer.fingerprint,
+            "vocab_size": tokenizer.vocab_size,
+        },
         "sources": [source.model_dump(mode="json") for source in cfg.sources],
-        "totals": {key: sum(made[shard.name][key] for shard in shards) for key in ("documents", "tokens", "bytes")},
-        "shards": {shard.name: {"source": shard.source, "split": shard.split} | made[shard.name] for shard in shards},
+        "totals": {
+            key: sum(made[shard.name][key] for shard in shards)
+            for key in ("documents", "tokens", "bytes")
+        },
+        "shards": {
+            shard.name: {"source": shard.source, "split": shard.split} | made[shard.name]
+            for shard in shards
+        },
     }
 
 

@@ -1,4 +1,5 @@
-"""Sources whose files hold many documents each: JSON lines, separated text, Parquet, ArrayRecord, Bagz."""
+"""Sources whose files hold many documents each: JSON lines, separated text, Parquet, ArrayRecord,
+Bagz."""
 
 import contextlib
 import hashlib
@@ -13,7 +14,14 @@ import numpy as np
 
 from maxstack.config.annotations import listed
 from maxstack.data import DataError
-from maxstack.data.config import ArrayRecordSource, BagzSource, Files, JsonlSource, ParquetSource, TextSource
+from maxstack.data.config import (
+    ArrayRecordSource,
+    BagzSource,
+    Files,
+    JsonlSource,
+    ParquetSource,
+    TextSource,
+)
 from maxstack.data.files import (
     DECODE_ERRORS,
     File,
@@ -34,13 +42,16 @@ _CACHED_BYTES = 1 << 28
 
 
 class Records(Documents):
-    """Files of records. A subclass counts a file's records, opens it, and reads a record from what it opened."""
+    """Files of records. A subclass counts a file's records, opens it, and reads a record from what
+    it opened."""
 
     def __init__(self, cfg: Files):
         self._cfg: Any = cfg
         self._files: list[File] = matched(cfg)
         self._sizes: list[int] = []
-        self._ends = np.cumsum([self._counted(file) for file in range(len(self._files))], dtype=np.int64)
+        self._ends = np.cumsum(
+            [self._counted(file) for file in range(len(self._files))], dtype=np.int64
+        )
         self._opened: OrderedDict[int, Any] = OrderedDict()
 
     @abstractmethod
@@ -53,7 +64,8 @@ class Records(Documents):
 
     @abstractmethod
     def _read(self, opened: Any, file: int, record: int) -> Document:
-        """A record of an open file. DataError, in whose place the caller names file and record, or any other exception if it cannot be read."""
+        """A record of an open file. DataError, in whose place the caller names file and record, or
+        any other exception if it cannot be read."""
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -67,7 +79,11 @@ class Records(Documents):
                 self._opened[file] = self._open(file)
             self._opened.move_to_end(file)
             document = self._read(self._opened[file], file, record)
-            return text_of(document, self._cfg, self._files[file].path) if isinstance(document, bytes) else document
+            return (
+                text_of(document, self._cfg, self._files[file].path)
+                if isinstance(document, bytes)
+                else document
+            )
         except Exception as error:  # readers raise all kinds of exceptions over damaged bytes
             raise DataError(f"{self._where(file, record)}: {self._reason(error, file)}") from error
 
@@ -80,10 +96,17 @@ class Records(Documents):
 
     def hashes(self) -> np.ndarray:
         counts = np.diff(self._ends, prepend=0)
-        return np.concatenate([record_hashes(key, int(count)) for key, count in zip(file_hashes(self._files), counts, strict=True)])
+        return np.concatenate(
+            [
+                record_hashes(key, int(count))
+                for key, count in zip(file_hashes(self._files), counts, strict=True)
+            ]
+        )
 
     def identity(self) -> str:
-        described = "\0".join(f"{file.key} {end}" for file, end in zip(self._files, self._ends, strict=True))
+        described = "\0".join(
+            f"{file.key} {end}" for file, end in zip(self._files, self._ends, strict=True)
+        )
         return hashlib.blake2b(described.encode(), digest_size=16).hexdigest()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -100,7 +123,11 @@ class Records(Documents):
         """What an error says, but for the file's name."""
         if isinstance(error, DataError):
             return brief(str(error).removeprefix(f"{self._files[file].path}: "))
-        said = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+        said = (
+            error.strerror
+            if isinstance(error, OSError) and error.strerror
+            else f"{type(error).__name__}: {error}"
+        )
         return f"cannot be read: {brief(said)}"
 
     def _became_shorter(self, file: int) -> None:
@@ -125,7 +152,9 @@ class Records(Documents):
             if isinstance(value, str):
                 return value.encode(errors=DECODE_ERRORS[self._cfg.encoding_errors])
         except UnicodeEncodeError as error:
-            raise DataError(f"'{self._cfg.field}' holds half a surrogate pair, which is not text: {error}") from error
+            raise DataError(
+                f"'{self._cfg.field}' holds half a surrogate pair, which is not text: {error}"
+            ) from error
         got = "null" if value is None else f"a {type(value).__name__}"
         raise DataError(f"'{self._cfg.field}' is {got}, not text")
 
@@ -156,9 +185,9 @@ class Spans(Records):
             raise DataError("the file became shorter while it was in use")
         return data
 
-
     def _reason(self, error: Exception, file: int) -> str:
-        """Of a file in another encoding, its encoding: lines of it are damaged in all kinds of ways."""
+        """Of a file in another encoding, its encoding: lines of it are damaged in all kinds of
+        ways."""
         if isinstance(error, DataError):
             with contextlib.suppress(OSError, DataError), self._open(file) as opened:
                 if other := other_encoding(opened.read(4)):
@@ -172,7 +201,9 @@ class Separated(Spans):
     def _bounds(self, path: str) -> tuple[np.ndarray, np.ndarray]:
         separator = re.escape(self._cfg.separator.encode())
         any_newline = "newlines" in self._cfg.normalize
-        return separated_bounds(path, separator.replace(b"\\\n", b"(?:\r\n?|\n)") if any_newline else separator)
+        return separated_bounds(
+            path, separator.replace(b"\\\n", b"(?:\r\n?|\n)") if any_newline else separator
+        )
 
 
 class Jsonl(Spans):
@@ -188,12 +219,19 @@ class Jsonl(Spans):
         except (ValueError, RecursionError) as error:
             raise DataError(f"not JSON: {error}") from error
         if not isinstance(value, dict) or self._cfg.field not in value:
-            got = f"it has {brief(', '.join(map(repr, value)))}" if isinstance(value, dict) else f"the line is a {type(value).__name__}"
-            raise DataError(f"no key '{self._cfg.field}'; {got}. Set `field` to the key of the text")
+            got = (
+                f"it has {brief(', '.join(map(repr, value)))}"
+                if isinstance(value, dict)
+                else f"the line is a {type(value).__name__}"
+            )
+            raise DataError(
+                f"no key '{self._cfg.field}'; {got}. Set `field` to the key of the text"
+            )
         return self._utf8(value[self._cfg.field])
 
     def _where(self, file: int, record: int) -> str:
-        """JSON lines are known by their line number, blank lines included, as long as the file can be read up to there."""
+        """JSON lines are known by their line number, blank lines included, as long as the file can
+        be read up to there."""
         path, start = self._files[file].path, int(self._spans[file][0][record])
         try:
             self._became_shorter(file)
@@ -203,7 +241,8 @@ class Jsonl(Spans):
 
 
 class Parquet(Records):
-    """A string column of Parquet files. Row groups are decoded whole; the latest 256 MiB of them are kept."""
+    """A string column of Parquet files. Row groups are decoded whole; the latest 256 MiB of them
+    are kept."""
 
     def __init__(self, cfg: ParquetSource):
         self._groups: list[np.ndarray] = []
@@ -216,7 +255,12 @@ class Parquet(Records):
     def _count(self, file: int) -> int:
         opened = self._open(file)
         meta = opened.metadata
-        self._groups.append(np.cumsum([meta.row_group(group).num_rows for group in range(meta.num_row_groups)], dtype=np.int64))
+        self._groups.append(
+            np.cumsum(
+                [meta.row_group(group).num_rows for group in range(meta.num_row_groups)],
+                dtype=np.int64,
+            )
+        )
         opened.close()
         return meta.num_rows
 
@@ -225,7 +269,9 @@ class Parquet(Records):
             import pyarrow
             import pyarrow.parquet
         except ImportError as error:
-            raise DataError("Parquet files need the pyarrow package: pip install 'maxstack[parquet]'") from error
+            raise DataError(
+                "Parquet files need the pyarrow package: pip install 'maxstack[parquet]'"
+            ) from error
         path = self._files[file].path
         try:
             opened = pyarrow.parquet.ParquetFile(path, page_checksum_verification=True)
@@ -233,14 +279,20 @@ class Parquet(Records):
         except (OSError, ValueError, pyarrow.ArrowException) as error:
             raise DataError(f"{path}: not a readable Parquet file: {brief(error)}") from error
         if self._cfg.field not in names:
-            raise DataError(f"{path}: no column '{self._cfg.field}'; it has {listed(names)}. Set `field` to the column of the text")
+            raise DataError(
+                f"{path}: no column '{self._cfg.field}'; it has {listed(names)}. Set "
+                "`field` to the column of the text"
+            )
         return opened
 
     def _read(self, opened: Any, file: int, record: int) -> bytes:
         group = int(np.searchsorted(self._groups[file], record, side="right"))
         if (file, group) not in self._decoded:
             self._decoded[file, group] = self._column(opened, file, group)
-            while len(self._decoded) > 1 and sum(column.nbytes for column in self._decoded.values()) > _CACHED_BYTES:
+            while (
+                len(self._decoded) > 1
+                and sum(column.nbytes for column in self._decoded.values()) > _CACHED_BYTES
+            ):
                 self._decoded.popitem(last=False)
         self._decoded.move_to_end((file, group))
         row = record - (int(self._groups[file][group - 1]) if group else 0)
@@ -248,6 +300,7 @@ class Parquet(Records):
 
     def _column(self, opened: Any, file: int, group: int) -> Any:
         import pyarrow
+
         try:
             column = opened.read_row_group(group, columns=[self._cfg.field]).column(0)
             if pyarrow.types.is_dictionary(column.type):
@@ -260,17 +313,20 @@ class Parquet(Records):
 def _is_text(kind: Any) -> bool:
     """Whether a column is of strings; these are checked where those of the other sources are."""
     import pyarrow.types as types
+
     return types.is_string(kind) or types.is_large_string(kind)
 
 
 class ArrayRecords(Records):
-    """ArrayRecord files of UTF-8 text or of tokens; a manifest.json beside token files is checked against the file sizes."""
+    """ArrayRecord files of UTF-8 text or of tokens; a manifest.json beside token files is checked
+    against the file sizes."""
 
     def __init__(self, cfg: ArrayRecordSource):
         super().__init__(cfg)
 
     def _count(self, file: int) -> int:
         from maxstack.data.shards import check_size, refuse_as_text
+
         (check_size if self._cfg.content == "tokens" else refuse_as_text)(self._files[file].path)
         reader = self._open(file)
         count = reader.num_records()
@@ -279,15 +335,19 @@ class ArrayRecords(Records):
 
     def _open(self, file: int) -> Any:
         from array_record.python.array_record_module import ArrayRecordReader
+
         path = self._files[file].path
         reader = ArrayRecordReader(path, "readahead_buffer_size:0")
         if not reader.ok():
-            raise DataError(f"{path}: not an intact ArrayRecord file ({os.path.getsize(path)} bytes; cut short, or of another format)")
+            raise DataError(
+                f"{path}: not an intact ArrayRecord file ({os.path.getsize(path)} bytes; "
+                "cut short, or of another format)"
+            )
         return reader
 
     def _read(self, opened: Any, file: int, record: int) -> Document:
         try:
-            data, = opened.read([record])
+            (data,) = opened.read([record])
         except (RuntimeError, ValueError) as error:
             raise DataError(f"corrupt: {error}") from error
         if not data:  # so the library reads whatever lies past the end of the file
@@ -295,6 +355,7 @@ class ArrayRecords(Records):
         if self._cfg.content == "text":
             return data
         from maxstack.data.shards import unpack
+
         return unpack(data, self._files[file].path)
 
 
@@ -311,7 +372,9 @@ class Bagz(Records):
         try:
             import bagz
         except ImportError as error:
-            raise DataError("Bagz files need the bagz package: pip install 'maxstack[bagz]'") from error
+            raise DataError(
+                "Bagz files need the bagz package: pip install 'maxstack[bagz]'"
+            ) from error
         path = self._files[file].path
         try:
             return bagz.Reader(path)
@@ -319,7 +382,9 @@ class Bagz(Records):
             raise DataError(f"{path}: not an intact Bagz file: {brief(error)}") from error
 
     def _read(self, opened: Any, file: int, record: int) -> bytes:
-        self._became_shorter(file)  # the file is mapped into memory: reading past its end would end the process
+        self._became_shorter(
+            file
+        )  # the file is mapped into memory: reading past its end would end the process
         try:
             return opened[record]
         except (ValueError, OSError, RuntimeError) as error:

@@ -27,7 +27,9 @@ def pack(tokens: Tokens) -> bytes:
     width = 2 if not len(ids) or int(ids.max()) < 1 << 16 else 4
     begin = bytes([width])
     if sizes is not None:
-        begin = bytes([width | _SIZED]) + np.append(len(sizes), sizes.ravel()).astype("<u4").tobytes()
+        begin = (
+            bytes([width | _SIZED]) + np.append(len(sizes), sizes.ravel()).astype("<u4").tobytes()
+        )
     return begin + ids.astype(f"<u{width}").tobytes()
 
 
@@ -40,8 +42,10 @@ def unpack(record: bytes, where: str) -> Tokens:
         sizes = np.frombuffer(record[5:at], np.uint8)
     known = width in (2, 4) and (sizes is not None) == bool(kind & _SIZED)
     if not known or len(record) < at or (len(record) - at) % width:
-        raise DataError(f"{where}: not a record of tokens as `maxstack data prepare` writes them; "
-                        "set `content: text` if these are texts")
+        raise DataError(
+            f"{where}: not a record of tokens as `maxstack data prepare` writes them; "
+            "set `content: text` if these are texts"
+        )
     ids = np.frombuffer(record, f"<u{width}", offset=at).astype(np.int32)
     return Tokens(ids, None if sizes is None else sizes.view("<u4").reshape(-1, 2).astype(np.int64))
 
@@ -53,37 +57,57 @@ def check_size(path: str) -> None:
         return
     listed = manifest["shards"].get(os.path.basename(path))
     if listed is None:
-        raise DataError(f"{path}: not listed in the {MANIFEST} beside it; it belongs to other data: remove it or narrow `files`")
+        raise DataError(
+            f"{path}: not listed in the {MANIFEST} beside it; it belongs to other data: "
+            "remove it or narrow `files`"
+        )
     if listed["size"] != os.path.getsize(path):
-        raise DataError(f"{path}: {os.path.getsize(path)} bytes, but {MANIFEST} says {listed['size']}; copy it again, "
-                        "or run `maxstack data prepare` again")
+        raise DataError(
+            f"{path}: {os.path.getsize(path)} bytes, but {MANIFEST} says "
+            f"{listed['size']}; copy it again, "
+            "or run `maxstack data prepare` again"
+        )
 
 
 def refuse_as_text(path: str) -> None:
     """DataError if the manifest beside a file says that it holds tokens."""
     manifest = _manifest(os.path.dirname(path))
     if manifest is not None and os.path.basename(path) in manifest["shards"]:
-        raise DataError(f"{path}: tokens that `maxstack data prepare` wrote, read as text; set `content: tokens` for this source")
+        raise DataError(
+            f"{path}: tokens that `maxstack data prepare` wrote, read as text; set "
+            "`content: tokens` for this source"
+        )
 
 
 def refuse_held_out(paths: list[str]) -> None:
     """DataError if training would read a shard that holds held-out documents."""
     for path in paths:
         manifest = _manifest(os.path.dirname(path))
-        if manifest is not None and manifest["shards"].get(os.path.basename(path), {}).get("split") == "eval":
-            raise DataError(f"{path}: held-out documents among those to train on; narrow `files` to *-train-*.array_record, "
-                            "and give *-eval-*.array_record to eval.data")
+        if (
+            manifest is not None
+            and manifest["shards"].get(os.path.basename(path), {}).get("split") == "eval"
+        ):
+            raise DataError(
+                f"{path}: held-out documents among those to train on; narrow `files` to "
+                "*-train-*.array_record, "
+                "and give *-eval-*.array_record to eval.data"
+            )
 
 
 def check_tokenizer(paths: list[str], cfg: TokenizerConfig) -> None:
     """DataError if the manifest beside a shard names another tokenizer than the configured one."""
     from maxstack.data.tokenizers import open_tokenizer
+
     for folder in sorted({os.path.dirname(path) for path in paths}):
         manifest, tokenizer = _manifest(folder), open_tokenizer(cfg)
         if manifest is not None and manifest["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
             made = manifest["tokenizer"]
-            raise DataError(f"{folder}: these shards were made by tokenizer {made['name']} ({made['fingerprint']}), data.tokenizer is "
-                            f"{tokenizer.name} ({tokenizer.fingerprint}); configure the tokenizer that they were made by, with the same bos and eos")
+            raise DataError(
+                f"{folder}: these shards were made by tokenizer {made['name']} "
+                f"({made['fingerprint']}), data.tokenizer is "
+                f"{tokenizer.name} ({tokenizer.fingerprint}); configure the tokenizer "
+                "that they were made by, with the same bos and eos"
+            )
 
 
 def _manifest(folder: str) -> dict[str, Any] | None:
@@ -95,8 +119,13 @@ def _manifest(folder: str) -> dict[str, Any] | None:
 def _read_manifest(path: str, modified: int) -> dict[str, Any]:
     try:
         manifest = json.loads(Path(path).read_text())
-        if not isinstance(manifest["shards"], dict) or not isinstance(manifest["tokenizer"]["fingerprint"], str):
+        if not isinstance(manifest["shards"], dict) or not isinstance(
+            manifest["tokenizer"]["fingerprint"], str
+        ):
             raise DataError(f"{path}: not a manifest of `maxstack data prepare`")
     except (ValueError, KeyError, TypeError, OSError) as error:
-        raise DataError(f"{path}: not a manifest of `maxstack data prepare` ({quoted(error)}); move it away or make the shards again") from error
+        raise DataError(
+            f"{path}: not a manifest of `maxstack data prepare` ({quoted(error)}); move "
+            "it away or make the shards again"
+        ) from error
     return manifest

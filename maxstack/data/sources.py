@@ -1,4 +1,5 @@
-"""Sources of documents: random access by index, a stable hash of each document's key for the holdout. Many documents a file: records.py."""
+"""Sources of documents: random access by index, a stable hash of each document's key for the
+holdout. Many documents a file: records.py."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -7,7 +8,13 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from maxstack.data import DataError
-from maxstack.data.config import AnySource, ArrayRecordSource, DataConfig, SyntheticSource, TextSource
+from maxstack.data.config import (
+    AnySource,
+    ArrayRecordSource,
+    DataConfig,
+    SyntheticSource,
+    TextSource,
+)
 from maxstack.data.files import File, matched, read, text_of
 
 Split = Literal["train", "eval", "all"]
@@ -29,7 +36,8 @@ Document = bytes | np.ndarray | Tokens
 
 
 class Documents(ABC):
-    """A source as a random-access sequence, as grain wants it. Pickled into workers, so files open at first use."""
+    """A source as a random-access sequence, as grain wants it. Pickled into workers, so files open
+    at first use."""
 
     name: str = ""
 
@@ -81,7 +89,9 @@ class Selection(Documents):
         return self._documents.hashes()[self._indices]
 
     def identity(self) -> str:
-        return hashlib.blake2b(self._indices.tobytes() + self._documents.identity().encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(
+            self._indices.tobytes() + self._documents.identity().encode(), digest_size=16
+        ).hexdigest()
 
 
 class WholeFiles(Documents):
@@ -107,7 +117,9 @@ class WholeFiles(Documents):
         return file_hashes(self._files)
 
     def identity(self) -> str:
-        return hashlib.blake2b("\0".join(file.key for file in self._files).encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(
+            "\0".join(file.key for file in self._files).encode(), digest_size=16
+        ).hexdigest()
 
 
 class Synthetic(Documents):
@@ -121,7 +133,11 @@ class Synthetic(Documents):
 
     def __getitem__(self, index: int) -> np.ndarray:
         random = np.random.Generator(np.random.PCG64(index))
-        length = int(random.integers(1, self._cfg.length, endpoint=True)) if self._cfg.ragged else self._cfg.length
+        length = (
+            int(random.integers(1, self._cfg.length, endpoint=True))
+            if self._cfg.ragged
+            else self._cfg.length
+        )
         return random.integers(0, self._cfg.vocab, length, np.int32)
 
     def where(self, index: int) -> str:
@@ -138,11 +154,23 @@ class Synthetic(Documents):
 
 
 def open_source(cfg: AnySource, place: int = 0, split: Split = "train") -> Documents:
-    """A source's documents of one split. DataError if the source, or what the split leaves of it, is empty."""
+    """A source's documents of one split. DataError if the source, or what the split leaves of it,
+    is empty."""
     from maxstack.data import records
-    kinds = {"jsonl": records.Jsonl, "parquet": records.Parquet, "array_record": records.ArrayRecords, "bagz": records.Bagz, "synthetic": Synthetic}
-    kind = (WholeFiles if cfg.separator is None else records.Separated) if isinstance(cfg, TextSource) else kinds[cfg.kind]
-    documents: Documents = kind(cfg)  # type: ignore[operator]
+
+    kinds = {
+        "jsonl": records.Jsonl,
+        "parquet": records.Parquet,
+        "array_record": records.ArrayRecords,
+        "bagz": records.Bagz,
+        "synthetic": Synthetic,
+    }
+    kind = (
+        (WholeFiles if cfg.separator is None else records.Separated)
+        if isinstance(cfg, TextSource)
+        else kinds[cfg.kind]
+    )
+    documents: Documents = kind(cfg)  # type: ignore[abstract, operator]
     documents.name = cfg.name or f"{cfg.kind}-{place}"
     if not len(documents):
         files = f" ({', '.join(cfg.files)})" if not isinstance(cfg, SyntheticSource) else ""
@@ -152,14 +180,23 @@ def open_source(cfg: AnySource, place: int = 0, split: Split = "train") -> Docum
     held = (documents.hashes() >> np.uint64(11)).astype(np.float64) * 2.0**-53 < cfg.holdout
     indices = np.flatnonzero(held if split == "eval" else ~held)
     if not len(indices):
-        side = "falls into the holdout; raise it" if split == "eval" else "is left for training; lower it"
-        raise DataError(f"source {documents.name}: with holdout={cfg.holdout} none of its {len(held)} documents {side}")
+        side = (
+            "falls into the holdout; raise it"
+            if split == "eval"
+            else "is left for training; lower it"
+        )
+        raise DataError(
+            f"source {documents.name}: with holdout={cfg.holdout} none of its "
+            f"{len(held)} documents {side}"
+        )
     return Selection(documents, indices)
 
 
 def open_sources(cfg: DataConfig, evaluation: bool = False, whole: bool = False) -> list[Documents]:
-    """All sources of `cfg` for training, or what they hold out; `whole`: also all of the sources that hold nothing out."""
+    """All sources of `cfg` for training, or what they hold out; `whole`: also all of the sources
+    that hold nothing out."""
     from maxstack.data.shards import check_tokenizer, refuse_held_out
+
     for source in cfg.sources:
         if isinstance(source, ArrayRecordSource) and source.content == "tokens":
             paths = [file.path for file in matched(source)]
@@ -168,10 +205,16 @@ def open_sources(cfg: DataConfig, evaluation: bool = False, whole: bool = False)
                 refuse_held_out(paths)
     if not evaluation:
         return [open_source(source, place) for place, source in enumerate(cfg.sources)]
-    opened = [open_source(source, place, "eval" if source.holdout else "all")
-              for place, source in enumerate(cfg.sources) if source.holdout or whole]
+    opened = [
+        open_source(source, place, "eval" if source.holdout else "all")
+        for place, source in enumerate(cfg.sources)
+        if source.holdout or whole
+    ]
     if not opened:
-        raise DataError("nothing to evaluate on: no source holds documents out; set `holdout` in one of data.sources, or give eval.data")
+        raise DataError(
+            "nothing to evaluate on: no source holds documents out; set `holdout` in one "
+            "of data.sources, or give eval.data"
+        )
     return opened
 
 
@@ -182,7 +225,8 @@ def file_hashes(files: list[File]) -> np.ndarray:
 
 
 def record_hashes(file: np.uint64, count: int) -> np.ndarray:
-    """The uint64 hashes of a file's records 0..count-1 (splitmix64, Steele et al. 2014, seeded by the file's hash)."""
+    """The uint64 hashes of a file's records 0..count-1 (splitmix64, Steele et al. 2014, seeded by
+    the file's hash)."""
     with np.errstate(over="ignore"):
         x = file + np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -13,7 +13,13 @@ import numpy as np
 from maxstack import hub
 from maxstack.config import quoted
 from maxstack.data import DataError, byte_level
-from maxstack.data.config import BytesTokenizer, DataConfig, HuggingFaceTokenizer, SentencePieceTokenizer, SyntheticSource
+from maxstack.data.config import (
+    BytesTokenizer,
+    DataConfig,
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    SyntheticSource,
+)
 from maxstack.data.config import Tokenizer as TokenizerConfig
 from maxstack.data.sources import Document, Documents, Tokens
 
@@ -34,7 +40,8 @@ class Tokenizer(Protocol):
     """A hash of everything that decides which ids a document gets."""
 
     def encode(self, document: bytes) -> np.ndarray:
-        """int32 ids, with the beginning and end that the configuration asks for. UnicodeDecodeError if it needs UTF-8 and gets other bytes."""
+        """int32 ids, with the beginning and end that the configuration asks for. UnicodeDecodeError
+        if it needs UTF-8 and gets other bytes."""
 
     def ends(self, document: bytes) -> np.ndarray:
         """int64 [N]: the byte of the document at which the text of each id of `encode` ends."""
@@ -54,7 +61,7 @@ class Bytes:
 
     def encode(self, document: bytes) -> np.ndarray:
         ids = np.full(len(document) + self._bos + self._eos, 256, np.int32)
-        ids[self._bos:self._bos + len(document)] = np.frombuffer(document, np.uint8)
+        ids[self._bos : self._bos + len(document)] = np.frombuffer(document, np.uint8)
         return ids
 
     def ends(self, document: bytes) -> np.ndarray:
@@ -70,13 +77,16 @@ class SentencePiece:
 
     def __init__(self, cfg: SentencePieceTokenizer):
         import sentencepiece
+
         model = _read(cfg.path)
         try:
             if not model:
                 raise ValueError("an empty file, which the library takes for none")
             self._model: Any = sentencepiece.SentencePieceProcessor(model_proto=model)
         except (RuntimeError, ValueError, TypeError) as error:
-            raise DataError(f"{cfg.path}: not a SentencePiece model; `maxstack data tokenizer` makes one") from error
+            raise DataError(
+                f"{cfg.path}: not a SentencePiece model; `maxstack data tokenizer` makes one"
+            ) from error
         self.name, self.vocab_size = cfg.path, self._model.vocab_size()
         self.fingerprint = _hash(model + f" {cfg.bos} {cfg.eos}".encode())
         self._bos = self._special("bos", cfg.bos, self._model.bos_id())
@@ -95,13 +105,24 @@ class SentencePiece:
 
     def _special(self, key: str, wanted: bool, token: int) -> list[int]:
         if wanted and token < 0:
-            raise DataError(f"{self.name}: this model has no {key.upper()} token; set data.tokenizer.{key}=false")
+            raise DataError(
+                f"{self.name}: this model has no {key.upper()} token; set "
+                f"data.tokenizer.{key}=false"
+            )
         return [token] if wanted else []
 
     def _bytes(self, token: int) -> int:
-        if self._model.is_control(token) or self._model.is_unknown(token) or self._model.is_unused(token):
+        if (
+            self._model.is_control(token)
+            or self._model.is_unknown(token)
+            or self._model.is_unused(token)
+        ):
             return 0
-        return 1 if self._model.is_byte(token) else len(self._model.id_to_piece(token).replace("\u2581", " ").encode())
+        return (
+            1
+            if self._model.is_byte(token)
+            else len(self._model.id_to_piece(token).replace("\u2581", " ").encode())
+        )
 
 
 class HuggingFace:
@@ -115,7 +136,11 @@ class HuggingFace:
 
         text, spelt_out = _read(cfg.path), Path(cfg.path).name == byte_level.VOCAB
         try:
-            text = byte_level.tokenizer_json(Path(hub.file_of(cfg.path)).expanduser()) if spelt_out else text
+            text = (
+                byte_level.tokenizer_json(Path(hub.file_of(cfg.path)).expanduser())
+                if spelt_out
+                else text
+            )
             spec = json.loads(text)
             self._model: Any = tokenizers.Tokenizer.from_buffer(text)
         except DataError:
@@ -145,7 +170,14 @@ class HuggingFace:
         self.token_bytes = _hugging_face_bytes(spec, vocab, self.vocab_size)
 
     def encode(self, document: bytes) -> np.ndarray:
-        return np.array([*self._bos, *self._model.encode(document.decode(), add_special_tokens=False).ids, *self._eos], np.int32)
+        return np.array(
+            [
+                *self._bos,
+                *self._model.encode(document.decode(), add_special_tokens=False).ids,
+                *self._eos,
+            ],
+            np.int32,
+        )
 
     def ends(self, document: bytes) -> np.ndarray:
         offsets = self._model.encode(document.decode(), add_special_tokens=False).offsets
@@ -162,26 +194,32 @@ class HuggingFace:
             return []
         found = self._model.token_to_id(token)
         if found is None:
-            raise DataError(f"{self.name}: no token {quoted(token)} for data.tokenizer.{key}; its special tokens are "
-                            f"{', '.join(repr(added.content) for added in self._model.get_added_tokens_decoder().values()) or 'none'}")
+            special = self._model.get_added_tokens_decoder().values()
+            raise DataError(
+                f"{self.name}: no token {quoted(token)} for data.tokenizer.{key}; its special "
+                f"tokens are {', '.join(repr(added.content) for added in special) or 'none'}"
+            )
         return [found]
 
 
 @functools.lru_cache(maxsize=4)
 def open_tokenizer(cfg: TokenizerConfig) -> Tokenizer:
-    """The tokenizer of a configuration, its file read once a process. DataError if the file is missing or broken."""
+    """The tokenizer of a configuration, its file read once a process. DataError if the file is
+    missing or broken."""
     if isinstance(cfg, BytesTokenizer):
         return Bytes(cfg)
     return SentencePiece(cfg) if isinstance(cfg, SentencePieceTokenizer) else HuggingFace(cfg)
 
 
 def bytes_of(token_bytes: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """How many bytes of text each id stands for; 0 beyond the tokenizer's vocabulary, where a source makes its tokens itself."""
+    """How many bytes of text each id stands for; 0 beyond the tokenizer's vocabulary, where a
+    source makes its tokens itself."""
     return np.where(ids < len(token_bytes), token_bytes[np.minimum(ids, len(token_bytes) - 1)], 0)
 
 
 def tokens_of(documents: Documents, index: int, tokenizer: Tokenizer) -> np.ndarray:
-    """The int32 ids of a document of text or tokens. DataError, naming its file and record, if it cannot be read."""
+    """The int32 ids of a document of text or tokens. DataError, naming its file and record, if it
+    cannot be read."""
     return _read_document(documents, index, lambda document: _ids(document, tokenizer))
 
 
@@ -195,6 +233,7 @@ def sized_tokens_of(
     these count; else (normalized text, unknown characters) each id counts from the end of the one
     before it to its own.
     """
+
     def sized(document: Document) -> tuple[np.ndarray, np.ndarray]:
         ids = _ids(document, tokenizer)
         sizes = bytes_of(tokenizer.token_bytes, ids)
@@ -216,23 +255,27 @@ def _ids(document: Document, tokenizer: Tokenizer) -> np.ndarray:
     return document.ids if isinstance(document, Tokens) else document
 
 
-def _read_document(
-    documents: Documents, index: int, read: Callable[[Document], Result]
-) -> Result:
+def _read_document(documents: Documents, index: int, read: Callable[[Document], Result]) -> Result:
     try:
         return read(documents[index])
     except DataError:
         raise
     except Exception as error:
-        raise DataError(f"{documents.where(index)}: cannot be read: {type(error).__name__}: {error}") from error
+        raise DataError(
+            f"{documents.where(index)}: cannot be read: {type(error).__name__}: {error}"
+        ) from error
 
 
 def check_vocab(cfg: DataConfig, vocab: int) -> None:
-    """DataError if a tokenizer's or a synthetic source's ids do not fit into `vocab` embedding rows."""
+    """DataError if a tokenizer's or a synthetic source's ids do not fit into `vocab` embedding
+    rows."""
     for place, source in enumerate(cfg.sources):
         if isinstance(source, SyntheticSource) and source.vocab > vocab:
-            raise DataError(f"data.sources.{place}: synthetic ids go up to {source.vocab - 1}, but model.vocab={vocab}; "
-                            f"set its vocab to at most {vocab}")
+            raise DataError(
+                f"data.sources.{place}: synthetic ids go up to {source.vocab - 1}, but "
+                f"model.vocab={vocab}; "
+                f"set its vocab to at most {vocab}"
+            )
     if all(isinstance(source, SyntheticSource) for source in cfg.sources):
         return
     check_fits(open_tokenizer(cfg.tokenizer), vocab)
@@ -241,23 +284,35 @@ def check_vocab(cfg: DataConfig, vocab: int) -> None:
 def check_fits(tokenizer: Tokenizer, vocab: int) -> None:
     """DataError if a tokenizer has ids beyond a model's `vocab` embedding rows."""
     if tokenizer.vocab_size > vocab:
-        raise DataError(f"data.tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, but model.vocab={vocab}; "
-                        f"set model.vocab to at least {tokenizer.vocab_size}")
+        raise DataError(
+            f"data.tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, but "
+            f"model.vocab={vocab}; "
+            f"set model.vocab to at least {tokenizer.vocab_size}"
+        )
 
 
 def _read(path: str) -> bytes:
     full = os.path.expanduser(hub.file_of(path))
     try:
         if os.path.getsize(full) > _LARGEST_FILE:
-            raise DataError(f"{path}: {os.path.getsize(full)} bytes are too many for a tokenizer (at most {_LARGEST_FILE})")
+            raise DataError(
+                f"{path}: {os.path.getsize(full)} bytes are too many for a tokenizer (at "
+                f"most {_LARGEST_FILE})"
+            )
         with open(full, "rb") as file:
             return file.read()
     except OSError as error:
-        raise DataError(f"{path}: the tokenizer file cannot be read: {error.strerror} (relative paths start at {os.getcwd()})") from error
+        raise DataError(
+            f"{path}: the tokenizer file cannot be read: {error.strerror} (relative "
+            f"paths start at {os.getcwd()})"
+        ) from error
 
 
-def _stretched(bos: Sequence[int], text: Sequence[int], eos: Sequence[int], size: int) -> np.ndarray:
-    """int64 [N]: ends of the text's tokens, made to increase and to finish at `size`, between those of special tokens."""
+def _stretched(
+    bos: Sequence[int], text: Sequence[int], eos: Sequence[int], size: int
+) -> np.ndarray:
+    """int64 [N]: ends of the text's tokens, made to increase and to finish at `size`, between those
+    of special tokens."""
     ends = np.maximum.accumulate(np.array([*text[:-1], size] if len(text) else [], np.int64))
     return np.concatenate([np.zeros(len(bos), np.int64), ends, np.full(len(eos), size)])
 
@@ -267,8 +322,12 @@ def _hash(data: bytes) -> str:
 
 
 def _hugging_face_bytes(spec: dict[str, Any], vocab: dict[str, int], size: int) -> np.ndarray:
-    """Byte-level vocabularies write a byte as one character; the others write text, with marks for spaces and word beginnings."""
-    added = {token["id"]: 0 if token.get("special") else len(token["content"].encode()) for token in spec.get("added_tokens") or []}
+    """Byte-level vocabularies write a byte as one character; the others write text, with marks for
+    spaces and word beginnings."""
+    added = {
+        token["id"]: 0 if token.get("special") else len(token["content"].encode())
+        for token in spec.get("added_tokens") or []
+    }
     described = json.dumps([spec.get("decoder"), spec.get("pre_tokenizer")])
     byte_level, word_piece = '"ByteLevel"' in described, '"WordPiece"' in described
     counts = np.zeros(size, np.int32)
@@ -278,7 +337,9 @@ def _hugging_face_bytes(spec: dict[str, Any], vocab: dict[str, int], size: int) 
         elif len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
             counts[token] = 1
         else:
-            counts[token] = len((text.removeprefix("##") if word_piece else text).replace("\u2581", " ").encode())
+            counts[token] = len(
+                (text.removeprefix("##") if word_piece else text).replace("\u2581", " ").encode()
+            )
     for token, count in added.items():
         counts[token] = count
     return counts

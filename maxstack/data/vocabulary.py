@@ -18,37 +18,61 @@ from maxstack.data.sources import open_sources
 _LONGEST_LINE = 4000
 
 
-def train(cfg: DataConfig, out: str, *, vocab: int, model: str = "bpe", megabytes: int = 100) -> None:
-    """Write a SentencePiece model of `vocab` tokens, learnt from at most `megabytes` of the training documents.
+def train(
+    cfg: DataConfig, out: str, *, vocab: int, model: str = "bpe", megabytes: int = 100
+) -> None:
+    """Write a SentencePiece model of `vocab` tokens, learnt from at most `megabytes` of the
+    training documents.
 
-    Text is kept as it is (no normalisation, spaces and line ends are tokens like others) and unknown
-    characters fall back to bytes, so that decoding gives back what was encoded. NUL alone is left out
-    of what is learnt from, since the trainer ends a line there. DataError if a document is not UTF-8,
-    ConfigError if the text does not yield `vocab` tokens.
+    Text is kept as it is (no normalisation, spaces and line ends are tokens like others) and
+    unknown characters fall back to bytes, so that decoding gives back what was encoded. NUL alone
+    is left out of what is learnt from, since the trainer ends a line there. DataError if a document
+    is not UTF-8, ConfigError if the text does not yield `vocab` tokens.
     """
     import sentencepiece
+
     learnt = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_lines(cfg, megabytes * 1_000_000), model_writer=learnt, vocab_size=vocab, model_type=model, byte_fallback=True,
-            normalization_rule_name="identity", add_dummy_prefix=False, remove_extra_whitespaces=False, allow_whitespace_only_pieces=True,
-            user_defined_symbols=["\n"], split_digits=True, max_sentence_length=8 * _LONGEST_LINE, minloglevel=2)
+            sentence_iterator=_lines(cfg, megabytes * 1_000_000),
+            model_writer=learnt,
+            vocab_size=vocab,
+            model_type=model,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            user_defined_symbols=["\n"],
+            split_digits=True,
+            max_sentence_length=8 * _LONGEST_LINE,
+            minloglevel=2,
+        )
     except RuntimeError as error:
         raise _explained(error, vocab) from error
     unfinished = Path(f"{out}.{os.getpid()}.part")
     unfinished.parent.mkdir(parents=True, exist_ok=True)
     unfinished.write_bytes(learnt.getvalue())
     os.replace(unfinished, out)
-    print(f"{out}: {vocab} tokens ({model}). In a config: data: {{tokenizer: {{kind: sentencepiece, path: {out}}}}} and model.vocab at least {vocab}")
+    print(
+        f"{out}: {vocab} tokens ({model}). In a config: data: {{tokenizer: {{kind: "
+        f"sentencepiece, path: {out}}}}} and model.vocab at least {vocab}"
+    )
 
 
 def _explained(error: RuntimeError, vocab: int) -> ValueError:
     """SentencePiece tells the sizes that are possible in English alone."""
     if too_many := re.search(r"too high.*<= *(\d+)", str(error), re.DOTALL):
-        return ConfigError(f"--vocab {vocab}: this text yields {too_many[1]} tokens at most; use a --vocab of at most {too_many[1]}, or more text")
+        return ConfigError(
+            f"--vocab {vocab}: this text yields {too_many[1]} tokens at most; use a "
+            f"--vocab of at most {too_many[1]}, or more text"
+        )
     if too_few := re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error)):
-        return ConfigError(f"--vocab {vocab}: the 256 bytes, the special tokens and the characters of this text are {too_few[1]} tokens already; "
-                           f"use a --vocab above {too_few[1]}")
+        return ConfigError(
+            f"--vocab {vocab}: the 256 bytes, the special tokens and the characters of "
+            f"this text are {too_few[1]} tokens already; "
+            f"use a --vocab above {too_few[1]}"
+        )
     return DataError(f"SentencePiece cannot learn {vocab} tokens from this text: {error}")
 
 
@@ -56,18 +80,30 @@ def _lines(cfg: DataConfig, limit: int) -> Iterator[str]:
     """Lines of documents in random order until `limit` bytes, with a progress bar."""
     sources = open_sources(cfg)
     places = [(source, index) for source in sources for index in range(len(source))]
-    progress = tqdm.tqdm(total=len(places), unit=" documents", desc="reading", mininterval=0.1 if sys.stderr.isatty() else 10)
+    progress = tqdm.tqdm(
+        total=len(places),
+        unit=" documents",
+        desc="reading",
+        mininterval=0.1 if sys.stderr.isatty() else 10,
+    )
     for i in np.random.default_rng(cfg.seed).permutation(len(places)):
         source, index = places[i]
         document = source[index]
         if not isinstance(document, bytes):
-            raise DataError(f"{source.where(index)}: these are tokens; a tokenizer is learnt from text sources")
+            raise DataError(
+                f"{source.where(index)}: these are tokens; a tokenizer is learnt from text sources"
+            )
         try:
             text = document.decode()
         except UnicodeDecodeError as error:
-            raise DataError(f"{source.where(index)}: not UTF-8 at byte {error.start}; exclude the document") from error
+            raise DataError(
+                f"{source.where(index)}: not UTF-8 at byte {error.start}; exclude the document"
+            ) from error
         for line in text.split("\n"):
-            yield from (line[at:at + _LONGEST_LINE].replace("\0", "") for at in range(0, len(line), _LONGEST_LINE))
+            yield from (
+                line[at : at + _LONGEST_LINE].replace("\0", "")
+                for at in range(0, len(line), _LONGEST_LINE)
+            )
         progress.update()
         limit -= len(document)
         if limit <= 0:

@@ -1,4 +1,5 @@
-"""Worker processes: those that make a feed's batches, and what every worker of any kind does first."""
+"""Worker processes: those that make a feed's batches, and what every worker of any kind does
+first."""
 
 import contextlib
 import itertools
@@ -24,9 +25,9 @@ Made = tuple[Batch, News, str | None]
 class Workers:
     """Iterates over the batches of several rows' makers, each in a process of its own.
 
-    A process writes its rows, `ahead` batches before they are asked for, into shared memory that has
-    no name and that it gets as it starts, so it can be killed at any moment and leaves nothing behind.
-    Row i of the whole batch is row i // n of maker i % n, of n makers.
+    A process writes its rows, `ahead` batches before they are asked for, into shared memory that
+    has no name and that it gets as it starts, so it can be killed at any moment and leaves nothing
+    behind. Row i of the whole batch is row i // n of maker i % n, of n makers.
     """
 
     def __init__(self, makers: Sequence[Rows | EvaluationRows], ahead: int):
@@ -34,10 +35,14 @@ class Workers:
         sizes = [len(maker) * maker.row_type.itemsize for maker in makers]
         memories = [context.RawArray("b", size * ahead) for size in sizes]
         pipes = [context.Pipe() for _ in makers]
-        self._slots = [_slots(maker, memory) for maker, memory in zip(makers, memories, strict=True)]
+        self._slots = [
+            _slots(maker, memory) for maker, memory in zip(makers, memories, strict=True)
+        ]
         self._connections = [ours for ours, _ in pipes]
-        self._processes = [context.Process(target=_serve, args=(theirs, memory, maker), daemon=True)
-                           for (_, theirs), memory, maker in zip(pipes, memories, makers, strict=True)]
+        self._processes = [
+            context.Process(target=_serve, args=(theirs, memory, maker), daemon=True)
+            for (_, theirs), memory, maker in zip(pipes, memories, makers, strict=True)
+        ]
         self._end = util.Finalize(self, _kill, (self._processes,), exitpriority=10)
         with ThreadPoolExecutor(len(makers)) as pool:  # each waits for its process to read
             list(pool.map(lambda process: process.start(), self._processes))
@@ -52,16 +57,22 @@ class Workers:
             if error is not None:
                 return {}, News({}, {}), error
         row_type, rows = self._slots[0].dtype, sum(slots.shape[1] for slots in self._slots)
-        batch = {key: np.empty((rows, *row_type[key].shape), row_type[key].base) for key in row_type.names or ()}
+        batch = {
+            key: np.empty((rows, *row_type[key].shape), row_type[key].base)
+            for key in row_type.names or ()
+        }
         for worker, slots in enumerate(self._slots):
             made = slots[self._made % len(slots)]
             for key, array in batch.items():
-                array[worker::len(self._slots)] = made[key]
+                array[worker :: len(self._slots)] = made[key]
         for connection in self._connections:
             with contextlib.suppress(OSError):  # it died since, and the next batch will say so
                 connection.send_bytes(b"read")
         self._made += 1
-        damaged, empty = ({key: line for news, _ in notes for key, line in news[kind].items()} for kind in range(2))
+        damaged, empty = (
+            {key: line for news, _ in notes for key, line in news[kind].items()}
+            for kind in range(2)
+        )
         return batch, News(damaged, empty), None
 
     def close(self) -> None:
@@ -74,12 +85,15 @@ class Workers:
         except (EOFError, OSError) as error:
             process = self._processes[worker]
             process.join()
-            raise RuntimeError(f"data worker {worker} of {len(self._processes)} (process {process.pid}) "
-                               f"terminated unexpectedly with exit code {process.exitcode}") from error
+            raise RuntimeError(
+                f"data worker {worker} of {len(self._processes)} (process {process.pid}) "
+                f"terminated unexpectedly with exit code {process.exitcode}"
+            ) from error
 
 
 def made(rows: Rows | EvaluationRows) -> Made:
-    """The next batch of a maker. An error travels as a value, since its text would be lost between threads and processes."""
+    """The next batch of a maker. An error travels as a value, since its text would be lost between
+    threads and processes."""
     try:
         batch = rows.next()
     except DataError as error:
@@ -90,8 +104,9 @@ def made(rows: Rows | EvaluationRows) -> Made:
 def settle() -> None:
     """Call in a worker as it starts.
 
-    A terminal or a scheduler signals the whole process group; the main process may still want batches while it saves, so an interrupt is ignored
-    and a request to end is granted after 30 seconds. If the main process is killed, the worker ends at once.
+    A terminal or a scheduler signals the whole process group; the main process may still want
+    batches while it saves, so an interrupt is ignored and a request to end is granted after 30
+    seconds. If the main process is killed, the worker ends at once.
     """
     stacks.show()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -100,7 +115,8 @@ def settle() -> None:
 
 
 def _serve(connection: Any, memory: Any, maker: Rows | EvaluationRows) -> None:
-    """Main function of a process: fill the slots in turn, each after it was read, and tell of each."""
+    """Main function of a process: fill the slots in turn, each after it was read, and tell of
+    each."""
     settle()
     slots = _slots(maker, memory)
     try:

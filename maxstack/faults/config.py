@@ -10,32 +10,37 @@ class SpikeConfig(Section):
     """What counts as a spike, and when the run goes back before it."""
 
     deviations: float = Field(6.0, gt=0)
-    """A spike is a loss, or the logarithm of a gradient norm, that lies more than this many standard deviations above the running mean."""
+    """A spike is a loss, or the logarithm of a gradient norm, that lies more than this many
+    standard deviations above the running mean."""
     window: int = Field(128, ge=2)
     """Steps of the exponential mean and deviation. Values of refused updates are not among them."""
     warm_up: int = Field(100, ge=2)
     """Accepted updates before anything is judged a spike."""
     rewind_after: int | None = Field(None, ge=1)
-    """Spikes among the refused updates in a row after which the run goes back to a checkpoint before them and passes over their batches; null:
-    never."""
+    """Spikes among the refused updates in a row after which the run goes back to a checkpoint
+    before them and passes over their batches; null: never."""
     before: int = Field(100, ge=0)
-    """Batches before the first of these spikes that are passed over too (PaLM, arXiv:2204.02311, section 5.1)."""
+    """Batches before the first of these spikes that are passed over too (PaLM, arXiv:2204.02311,
+    section 5.1)."""
     max_rewinds: int = Field(3, ge=0)
     """Rewinds in the whole run; where one more would be needed the run ends with an error."""
 
 
 class WatchdogConfig(Section):
-    """A process of its own beside each process of the run, which writes the stacks of all threads into the log and ends a run that hangs."""
+    """A process of its own beside each process of the run, which writes the stacks of all threads
+    into the log and ends a run that hangs."""
 
     step: float = Field(600.0, gt=0)
-    """Seconds without a finished step after which the run hangs; ten times the slowest step so far where that is longer."""
+    """Seconds without a finished step after which the run hangs; ten times the slowest step so far
+    where that is longer."""
     other: float = Field(3600.0, gt=0)
-    """The same for anything but steps: start-up, compiling, restoring, an evaluation, waiting for a save."""
+    """The same for anything but steps: start-up, compiling, restoring, an evaluation, waiting for a
+    save."""
 
 
 class ElasticConfig(Section):
-    """A run of several slices that one process drives (runtime: pathways) goes on without lost ones: on fewer, from the newest checkpoint, with the
-    same batches."""
+    """A run of several slices that one process drives (runtime: pathways) goes on without lost
+    ones: on fewer, from the newest checkpoint, with the same batches."""
 
     least: int = Field(1, ge=1)
     """Slices without which the run ends."""
@@ -44,10 +49,12 @@ class ElasticConfig(Section):
 
 
 class FaultsConfig(Section):
-    """An update whose loss or gradient norm is not finite is refused: weights and optimizer state stay as they were, and the run goes on."""
+    """An update whose loss or gradient norm is not finite is refused: weights and optimizer state
+    stay as they were, and the run goes on."""
 
     max_skips: int = Field(10, ge=0)
-    """Refused updates in a row that a run may survive; with one more it ends with an error. 0: the first one ends it."""
+    """Refused updates in a row that a run may survive; with one more it ends with an error. 0: the
+    first one ends it."""
     spike: SpikeConfig | None = None
     """Refuse spikes of the loss and of the gradient norm too; null: only what is not finite."""
     watchdog: WatchdogConfig | None = WatchdogConfig()
@@ -55,14 +62,21 @@ class FaultsConfig(Section):
     elastic: ElasticConfig | None = None
     """Go on without lost slices; null: their loss ends the process, and it is started again."""
     check_every: int = Field(100, ge=0)
-    """Steps between comparisons of what the devices hold alike (silent data corruption) and of the processes' speeds; 0: never."""
+    """Steps between comparisons of what the devices hold alike (silent data corruption) and of the
+    processes' speeds; 0: never."""
     slow: float = Field(1.5, gt=1)
-    """A process is named as slow where its devices take this many times as long as the others', or where waiting for it makes steps this many times
-    as long; two comparisons in a row must say so."""
+    """A process is named as slow where its devices take this many times as long as the others', or
+    where waiting for it makes steps this many times as long; two comparisons in a row must say
+    so."""
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> "FaultsConfig":
         if self.spike and self.spike.rewind_after and self.spike.rewind_after > self.max_skips:
-            raise fault("spike.rewind_after", f"{self.spike.rewind_after} spikes in a row are never reached, because faults.max_skips="
-                        f"{self.max_skips} ends the run before; use {self.max_skips} or less, or a larger faults.max_skips")
+            raise fault(
+                "spike.rewind_after",
+                f"{self.spike.rewind_after} spikes in a row are never reached, because "
+                "faults.max_skips="
+                f"{self.max_skips} ends the run before; use {self.max_skips} or less, or "
+                "a larger faults.max_skips",
+            )
         return self

@@ -1,4 +1,5 @@
-"""The process's side of the watchdog: tells it what is being done, hands it the stacks, and leaves when it says so."""
+"""The process's side of the watchdog: tells it what is being done, hands it the stacks, and leaves
+when it says so."""
 
 import contextlib
 import json
@@ -24,7 +25,8 @@ from maxstack.faults.preemption import INTERRUPTED
 OFTEN = 0.2
 """Seconds between two signs of life that say nothing new but a step's number."""
 VERDICT = 8.0
-"""Seconds to wait, after an error of jax's, for word that a peer is lost, which it then comes of."""
+"""Seconds to wait, after an error of jax's, for word that a peer is lost, which it then comes
+of."""
 JOINED_MS = 60_000
 """How long those that have joined take at most to say so."""
 
@@ -43,16 +45,35 @@ class Heartbeat:
 
     def __init__(self, cfg: WatchdogConfig, log: Path, processes: Processes):
         self._cfg, self._several, self._first = cfg, processes.count > 1, processes.number == 0
-        self._said, self._slowest, self._alone, self._retired, self._doing = 0.0, 0.0, False, False, ""
+        self._said, self._slowest, self._alone, self._retired, self._doing = (
+            0.0,
+            0.0,
+            False,
+            False,
+            "",
+        )
         file = stacks.new_file()
         stacks.show()
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 5, 0))
-        given = {"line": theirs.fileno(), "pid": os.getpid(), "process": processes.number, "processes": processes.count,
-                 "log": str(log.absolute()), "stacks": str(file), "step": cfg.step, "retry": RETRY,
-                 "host": processes.own_address() if self._several else None}
-        self._process = subprocess.Popen([sys.executable, "-I", "-S", watchdog.__file__, json.dumps(given)], pass_fds=[theirs.fileno()],
-                                         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
+        given = {
+            "line": theirs.fileno(),
+            "pid": os.getpid(),
+            "process": processes.number,
+            "processes": processes.count,
+            "log": str(log.absolute()),
+            "stacks": str(file),
+            "step": cfg.step,
+            "retry": RETRY,
+            "host": processes.own_address() if self._several else None,
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", watchdog.__file__, json.dumps(given)],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         theirs.close()
         self.doing("start-up")
         if self._several:
@@ -68,7 +89,9 @@ class Heartbeat:
         self._process.wait()
 
     def _connect(self, processes: Processes) -> None:
-        key = processes.tell("watchdog", secrets.token_hex(32) if processes.number == 0 else "", JOINED_MS)[0]
+        key = processes.tell(
+            "watchdog", secrets.token_hex(32) if processes.number == 0 else "", JOINED_MS
+        )[0]
         at = None
         if processes.number == 0:
             self._send({"key": key, "at": None})
@@ -81,9 +104,15 @@ class Heartbeat:
         return self
 
     def doing(self, what: str, step: int | None = None, seconds: float = 0.0) -> None:
-        """What the main thread begins: `steps`, or what may take longer; with `step`, that this step is done and took `seconds`."""
+        """What the main thread begins: `steps`, or what may take longer; with `step`, that this
+        step is done and took `seconds`."""
         now, self._slowest = time.monotonic(), max(self._slowest, seconds)
-        message: dict[str, Any] = {"doing": what, "limit": max(self._cfg.step, 10 * self._slowest) if what == "steps" else self._cfg.other}
+        message: dict[str, Any] = {
+            "doing": what,
+            "limit": max(self._cfg.step, 10 * self._slowest)
+            if what == "steps"
+            else self._cfg.other,
+        }
         if step is not None:
             message |= {"step": step}
             if now - self._said < OFTEN and what == self._doing:
@@ -102,14 +131,25 @@ class Heartbeat:
         else:
             self._send({"end": "failed", "code": INTERRUPTED, "why": "interrupted twice"})
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if error is None or not self._several:
             self.done()
             return
         if isinstance(error, RuntimeError):
             time.sleep(VERDICT)
-        code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", CRASHED)
-        self._send({"end": "failed", "code": code, "why": f"{type(error).__name__}: {error}"[:1000]})
+        code = (
+            INTERRUPTED
+            if isinstance(error, KeyboardInterrupt)
+            else getattr(error, "exit_code", CRASHED)
+        )
+        self._send(
+            {"end": "failed", "code": code, "why": f"{type(error).__name__}: {error}"[:1000]}
+        )
         after = watchdog.FAILED if self._first else watchdog.TOLD  # unless the watchdog asks before
         threading.Thread(target=_leave, args=(code, after), daemon=True).start()
 
@@ -120,7 +160,11 @@ class Heartbeat:
             pass  # it has enough to read
         except OSError:
             if not self._alone:
-                print("the watchdog is gone: nobody ends this run if it hangs", file=sys.stderr, flush=True)
+                print(
+                    "the watchdog is gone: nobody ends this run if it hangs",
+                    file=sys.stderr,
+                    flush=True,
+                )
             self._alone = True
 
     def _obey(self) -> None:

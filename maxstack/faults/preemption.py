@@ -14,9 +14,11 @@ INTERRUPTED = 130
 
 
 class Preemption:
-    """SIGTERM or SIGINT asks the run to save and leave; a second SIGINT leaves at once, once `last_word` is said.
+    """SIGTERM or SIGINT asks the run to save and leave; a second SIGINT leaves at once, once
+    `last_word` is said.
 
-    With several processes one signalled process is enough: jax's preemption service makes all of them agree on one step.
+    With several processes one signalled process is enough: jax's preemption service makes all of
+    them agree on one step.
     """
 
     def __init__(self, last_word: Callable[[], None] = lambda: None) -> None:
@@ -30,6 +32,7 @@ class Preemption:
         """Whether to save after `step` and leave; the same in every process."""
         if self._several:
             from jax.experimental import multihost_utils
+
             reached = multihost_utils.reached_preemption_sync_point(step)
             if reached:
                 tell(f"\nleaving after step {step}: a signal asked a process of the run to\n")

@@ -1,7 +1,9 @@
-"""Silent data corruption: what several devices hold alike is hashed on each of them, and the hashes are compared.
+"""Silent data corruption: what several devices hold alike is hashed on each of them, and the hashes
+are compared.
 
-Seen is what happens to one copy alone: in a device's memory, or in work that each replica does for itself, as the optimizer's update. A wrong
-share of a sum over devices reaches all replicas alike and is not seen; nor is what exists once.
+Seen is what happens to one copy alone: in a device's memory, or in work that each replica does for
+itself, as the optimizer's update. A wrong share of a sum over devices reaches all replicas alike
+and is not seen; nor is what exists once.
 """
 
 import functools
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
     from maxstack.placement import State
 
 MOST = 3
-"""Faults that went away when the steps were computed again, in a process's life; one more ends the run."""
+"""Faults that went away when the steps were computed again, in a process's life; one more ends the
+run."""
 GOLDEN, ODD = 0x9E3779B1, 0x85EBCA6B
 CHUNK = 1 << 13
 HOST = "pinned_host"
@@ -32,7 +35,8 @@ class Part(NamedTuple):
 
     name: str
     where: np.ndarray
-    """[devices]: the number of the shard that each holds, in the order of the mesh; equal numbers are replicas."""
+    """[devices]: the number of the shard that each holds, in the order of the mesh; equal numbers
+    are replicas."""
     leaves: tuple[int, ...]
     bytes: int
     """Of what one device holds."""
@@ -49,7 +53,11 @@ class Difference(NamedTuple):
     def outvoted(self) -> set[int]:
         """The devices that do not hold what most hold; none where no value has the most copies."""
         (value, most), *rest = Counter(self.hashes.values()).most_common()
-        return {device for device, other in self.hashes.items() if other != value} if most > rest[0][1] else set()
+        return (
+            {device for device, other in self.hashes.items() if other != value}
+            if most > rest[0][1]
+            else set()
+        )
 
 
 class Recompute(NamedTuple):
@@ -65,26 +73,45 @@ class Replicas:
         self._mesh, flat = mesh, jax.tree_util.tree_leaves_with_path(abstract)
         found: dict[tuple[str, frozenset[str]], list[int]] = {}
         for i, (path, leaf) in enumerate(flat):
-            axes = frozenset(axis for part in leaf.sharding.spec for axis in names(part) if mesh.shape[axis] > 1)
-            if leaf.sharding.memory_kind != HOST and any(size > 1 and axis not in axes for axis, size in mesh.shape.items()):
-                found.setdefault((path[0].name if path[0].name in ("params", "opt") else "counters", axes), []).append(i)
+            axes = frozenset(
+                axis for part in leaf.sharding.spec for axis in names(part) if mesh.shape[axis] > 1
+            )
+            if leaf.sharding.memory_kind != HOST and any(
+                size > 1 and axis not in axes for axis, size in mesh.shape.items()
+            ):
+                found.setdefault(
+                    (path[0].name if path[0].name in ("params", "opt") else "counters", axes), []
+                ).append(i)
         leaves = [leaf for _, leaf in flat]
-        self.parts = [Part(name, _places(mesh, axes), tuple(at), sum(_local_bytes(leaves[i]) for i in at)) for (name, axes), at in found.items()]
+        self.parts = [
+            Part(name, _places(mesh, axes), tuple(at), sum(_local_bytes(leaves[i]) for i in at))
+            for (name, axes), at in found.items()
+        ]
         self._chosen = [leaves[i] for part in self.parts for i in part.leaves]
         self._size, self._compared = sum(map(_bytes, leaves)), sum(map(_bytes, self._chosen))
 
     @property
     def covered(self) -> float:
-        """The share of the state's bytes that exist more than once, not counting what lies in the host's memory."""
+        """The share of the state's bytes that exist more than once, not counting what lies in the
+        host's memory."""
         return self._compared / self._size
 
     def describe(self, every: int) -> str:
         """A line for the log: how much is compared."""
-        text = f"replicas: {self.covered:.1%} of the state's {_mib(self._size)} lie on several devices and are compared every {every} steps"
-        return text if self.covered > 0.5 else f"{text}; of the rest there is one copy, or it lies in the host's memory, and damage is not seen"
+        text = (
+            f"replicas: {self.covered:.1%} of the state's {_mib(self._size)} lie on several "
+            f"devices and are compared every {every} steps"
+        )
+        return (
+            text
+            if self.covered > 0.5
+            else f"{text}; of the rest there is one copy, or it lies in the host's memory, "
+            "and damage is not seen"
+        )
 
     def hashes(self, state: "State") -> np.ndarray:
-        """uint32 [devices, parts], the same in every process: equal for equal bits, and different, with certainty, where one element differs."""
+        """uint32 [devices, parts], the same in every process: equal for equal bits, and different,
+        with certainty, where one element differs."""
         if not self.parts:
             return np.zeros((self._mesh.size, 0), np.uint32)
         leaves = jax.tree.leaves(state)
@@ -96,14 +123,20 @@ class Replicas:
         for column, part in enumerate(self.parts):
             _, first, shards = np.unique(part.where, return_index=True, return_inverse=True)
             for shard in np.unique(shards[hashes[:, column] != hashes[first[shards], column]]):
-                held = {int(device): int(hashes[device, column]) for device in np.flatnonzero(shards == shard)}
+                held = {
+                    int(device): int(hashes[device, column])
+                    for device in np.flatnonzero(shards == shard)
+                }
                 found.append(Difference(part, column, held))
         return found
 
     def named(self, devices: Iterable[int]) -> str:
         """Devices by their places in the mesh -> `device 3 (cpu) of process 1 and ...`."""
         flat = self._mesh.devices.flat
-        return " and ".join(f"device {d.id} ({d.device_kind}) of process {d.process_index}" for d in (flat[i] for i in sorted(devices)))
+        return " and ".join(
+            f"device {d.id} ({d.device_kind}) of process {d.process_index}"
+            for d in (flat[i] for i in sorted(devices))
+        )
 
     @functools.cached_property
     def program(self) -> Any:
@@ -113,17 +146,30 @@ class Replicas:
         def local(leaves: list[jax.Array]) -> jax.Array:
             hashes, numbered = [], iter(enumerate(leaves, 1))
             for part in self.parts:
-                hashes.append(sum((_hash(*next(numbered), in_chunks) for _ in part.leaves), jnp.uint32(0)))
+                hashes.append(
+                    sum((_hash(*next(numbered), in_chunks) for _ in part.leaves), jnp.uint32(0))
+                )
             return jnp.stack(hashes)[None]
 
         specs = [leaf.sharding.spec for leaf in self._chosen]
-        mapped = jax.shard_map(local, mesh=self._mesh, in_specs=(specs,), out_specs=PartitionSpec(self._mesh.axis_names), check_vma=False)
-        return jax.jit(mapped, out_shardings=NamedSharding(self._mesh, PartitionSpec())).lower(self._chosen).compile()
+        mapped = jax.shard_map(
+            local,
+            mesh=self._mesh,
+            in_specs=(specs,),
+            out_specs=PartitionSpec(self._mesh.axis_names),
+            check_vma=False,
+        )
+        return (
+            jax.jit(mapped, out_shardings=NamedSharding(self._mesh, PartitionSpec()))
+            .lower(self._chosen)
+            .compile()
+        )
 
 
 class Corruption:
-    """What follows from a difference: the steps since the last checkpoint are computed again. Where the copies then agree the fault was a passing
-    one, else the run ends. Every process reads the same hashes and decides alike. Making one compiles a program."""
+    """What follows from a difference: the steps since the last checkpoint are computed again. Where
+    the copies then agree the fault was a passing one, else the run ends. Every process reads the
+    same hashes and decides alike. Making one compiles a program."""
 
     def __init__(self, replicas: Replicas, every: int, say: Callable[[str], None]):
         self._replicas, self._every, self._say = replicas, every, say
@@ -133,56 +179,99 @@ class Corruption:
             _ = replicas.program  # compiled now, and not in the middle of the run
 
     def due(self, step: int, saving: bool) -> bool:
-        """Whether to check after `step`: every so often, before each save, so that no checkpoint is damaged, and where there was a difference."""
-        asked = saving or step % self._every == 0 or (self._suspected is not None and step == self._suspected[0])
+        """Whether to check after `step`: every so often, before each save, so that no checkpoint is
+        damaged, and where there was a difference."""
+        asked = (
+            saving
+            or step % self._every == 0
+            or (self._suspected is not None and step == self._suspected[0])
+        )
         return bool(self._replicas.parts) and asked
 
     def check(self, step: int, state: "State") -> Recompute | None:
-        """Compare the copies in the state after `step` -> where to go back to, if need be. ConfigError where a device is to be taken out."""
+        """Compare the copies in the state after `step` -> where to go back to, if need be.
+        ConfigError where a device is to be taken out."""
         hashes = self._replicas.hashes(state)
         found = self._replicas.compare(hashes)
         if self._suspected is None:
             return self._begin(step, hashes, found) if found else None
         first, before = self._suspected
         if found:
-            raise ConfigError(f"step {step}: {self._again(before, hashes if step == first else None, found)}")
+            raise ConfigError(
+                f"step {step}: {self._again(before, hashes if step == first else None, found)}"
+            )
         if step >= first:
             self._suspected = None
-            self._say(f"step {step}, computed again: all copies agree, so the fault was a passing one, {self._guilty(before, hashes)}; "
-                      "where one device has it often, take it out of service")
+            self._say(
+                f"step {step}, computed again: all copies agree, so the fault was a "
+                f"passing one, {self._guilty(before, hashes)}; "
+                "where one device has it often, take it out of service"
+            )
         return None
 
     def _begin(self, step: int, hashes: np.ndarray, found: list[Difference]) -> Recompute:
-        suspects, text = _suspects(found), f"step {step}: SILENT DATA CORRUPTION in {self._told(found)}"
+        suspects, text = (
+            _suspects(found),
+            f"step {step}: SILENT DATA CORRUPTION in {self._told(found)}",
+        )
         self._found += 1
         if self._found > MOST:
-            raise ConfigError(f"{text}; it is the fault number {self._found} since this process began, and {MOST} are passed over: test these "
-                              "devices, or take them out of service, and run the same command again")
-        which = "not as most replicas" if _certain(found) else "not alike, and nothing says yet which is right"
-        self._say(f"{text}: {self._replicas.named(suspects)}: {which}; the steps since the last checkpoint are computed again")
+            raise ConfigError(
+                f"{text}; it is the fault number {self._found} since this process began, "
+                f"and {MOST} are passed over: test these "
+                "devices, or take them out of service, and run the same command again"
+            )
+        which = (
+            "not as most replicas"
+            if _certain(found)
+            else "not alike, and nothing says yet which is right"
+        )
+        self._say(
+            f"{text}: {self._replicas.named(suspects)}: {which}; the steps since the "
+            "last checkpoint are computed again"
+        )
         self._suspected = step, hashes
         return Recompute(step)
 
     def _guilty(self, before: np.ndarray, after: np.ndarray) -> str:
-        """Whose: of suspects that are equally many, those who held something else than what was computed now."""
+        """Whose: of suspects that are equally many, those who held something else than what was
+        computed now."""
         found = self._replicas.compare(before)
-        guilty = _suspects(found) & ({*range(len(before))} if _certain(found) else _changed(found, before, after))
+        guilty = _suspects(found) & (
+            {*range(len(before))} if _certain(found) else _changed(found, before, after)
+        )
         if _certain(found) or 0 < len(guilty) < len(_suspects(found)):
             return f"of {self._replicas.named(guilty)}"
-        return f"of one of {self._replicas.named(_suspects(found))}; more replicas (mesh.data), or a smaller faults.check_every, tell which"
+        return (
+            f"of one of {self._replicas.named(_suspects(found))}; more replicas (mesh.data), "
+            "or a smaller faults.check_every, tell which"
+        )
 
     def _again(self, before: np.ndarray, after: np.ndarray | None, found: list[Difference]) -> str:
-        """What ends the run; `after`: the hashes where the steps were computed up to the same one as before."""
+        """What ends the run; `after`: the hashes where the steps were computed up to the same one
+        as before."""
         first = self._replicas.compare(before)
-        both, text = _suspects(first) & _suspects(found), f"silent data corruption, and again after computing the steps again, in {self._told(found)}"
+        both, text = (
+            _suspects(first) & _suspects(found),
+            "silent data corruption, and again after computing the steps again, in "
+            f"{self._told(found)}",
+        )
         if not both:
-            return (f"{text}: {self._replicas.named(_suspects(first))} before, {self._replicas.named(_suspects(found))} now, so it is not one "
-                    "device's; test these, or set faults.check_every=0 where the program itself is not deterministic (on a GPU see "
-                    "xla.flags.xla_gpu_deterministic_ops)")
+            return (
+                f"{text}: {self._replicas.named(_suspects(first))} before, "
+                f"{self._replicas.named(_suspects(found))} now, so it is not one "
+                "device's; test these, or set faults.check_every=0 where the program "
+                "itself is not deterministic (on a GPU see "
+                "xla.flags.xla_gpu_deterministic_ops)"
+            )
         if after is not None and not _certain(found):
             both = both & _changed(first, before, after) or both
-        return (f"{text}: the fault stays, in {'' if len(both) == 1 else 'one or more of '}{self._replicas.named(both)}; take it out of service, "
-                "and run the same command again")
+        return (
+            f"{text}: the fault stays, in "
+            f"{'' if len(both) == 1 else 'one or more of '}{self._replicas.named(both)}; "
+            "take it out of service, "
+            "and run the same command again"
+        )
 
     def _told(self, found: list[Difference]) -> str:
         parts = {difference.column: difference.part for difference in found}
@@ -192,9 +281,11 @@ class Corruption:
 def _hash(number: int, leaf: jax.Array, in_chunks: bool) -> jax.Array:
     """uint32: a sum over elements, modulo 2^32.
 
-    Each summand is a bijection of the element's bits: xor, and multiplication by an odd number, can be undone, and so can x ^ (x >> n). Where one
-    element differs, by one bit or more, the sum differs therefore with certainty; where several do, they cancel out once in 2^32 or so. Position
-    and leaf take part in the bijection, so that two elements, or leaves, that changed places are noticed too. 64 bits count as two elements.
+    Each summand is a bijection of the element's bits: xor, and multiplication by an odd number, can
+    be undone, and so can x ^ (x >> n). Where one element differs, by one bit or more, the sum
+    differs therefore with certainty; where several do, they cancel out once in 2^32 or so. Position
+    and leaf take part in the bijection, so that two elements, or leaves, that changed places are
+    noticed too. 64 bits count as two elements.
     """
     seed, rounds = jnp.uint32(number * ODD & 0xFFFFFFFF), leaf.size // CHUNK
     if not in_chunks or rounds < 2 or leaf.dtype.itemsize != 4:
@@ -205,25 +296,34 @@ def _hash(number: int, leaf: jax.Array, in_chunks: bool) -> jax.Array:
 
     def add(i: jax.Array, sums: jax.Array) -> jax.Array:
         piece = jax.lax.dynamic_slice(flat, (i * CHUNK,), (CHUNK,))
-        return sums + _mixed(_bits(piece), here + i.astype(jnp.uint32) * jnp.uint32(CHUNK * GOLDEN & 0xFFFFFFFF))
+        return sums + _mixed(
+            _bits(piece), here + i.astype(jnp.uint32) * jnp.uint32(CHUNK * GOLDEN & 0xFFFFFFFF)
+        )
 
-    sums, rest = jax.lax.fori_loop(0, rounds, add, jnp.zeros(CHUNK, jnp.uint32)), _bits(flat[rounds * CHUNK:])
+    sums, rest = (
+        jax.lax.fori_loop(0, rounds, add, jnp.zeros(CHUNK, jnp.uint32)),
+        _bits(flat[rounds * CHUNK :]),
+    )
     last = seed + _positions(rest.shape) + jnp.uint32(rounds * CHUNK * GOLDEN & 0xFFFFFFFF)
     return sums.sum(dtype=jnp.uint32) + _mixed(rest, last).sum(dtype=jnp.uint32)
 
 
 def _mixed(bits: jax.Array, key: jax.Array) -> jax.Array:
-    """A bijection of 32 bits, another one for each key, after the finalizer of Appleby's MurmurHash3."""
+    """A bijection of 32 bits, another one for each key, after the finalizer of Appleby's
+    MurmurHash3."""
     x = bits ^ key
     x = (x ^ (x >> 16)) * jnp.uint32(ODD)
     return (x ^ (x >> 15)) * (key | 1)
 
 
 def _positions(shape: tuple[int, ...]) -> jax.Array:
-    """uint32, of this shape: GOLDEN times the index in the flattened array. Made of iotas, which are fused and take no memory."""
+    """uint32, of this shape: GOLDEN times the index in the flattened array. Made of iotas, which
+    are fused and take no memory."""
     total, stride = jnp.zeros(shape, jnp.uint32), 1
     for dim in reversed(range(len(shape))):
-        total += jax.lax.broadcasted_iota(jnp.uint32, shape, dim) * jnp.uint32(stride * GOLDEN & 0xFFFFFFFF)
+        total += jax.lax.broadcasted_iota(jnp.uint32, shape, dim) * jnp.uint32(
+            stride * GOLDEN & 0xFFFFFFFF
+        )
         stride *= shape[dim]
     return total
 
@@ -234,14 +334,24 @@ def _bits(leaf: jax.Array) -> jax.Array:
         leaf = jax.random.key_data(leaf)
     if leaf.dtype == jnp.bool_:
         return leaf.astype(jnp.uint32)
-    width = jnp.finfo(leaf.dtype).bits if jnp.issubdtype(leaf.dtype, jnp.floating) else jnp.iinfo(leaf.dtype).bits
-    return jax.lax.bitcast_convert_type(leaf, getattr(jnp, f"uint{min(width, 32)}")).astype(jnp.uint32)
+    width = (
+        jnp.finfo(leaf.dtype).bits
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+        else jnp.iinfo(leaf.dtype).bits
+    )
+    return jax.lax.bitcast_convert_type(leaf, getattr(jnp, f"uint{min(width, 32)}")).astype(
+        jnp.uint32
+    )
 
 
 def _suspects(found: list[Difference]) -> set[int]:
-    """The fewest devices that explain the differences: who is outvoted, and where nobody is, all."""
+    """The fewest devices that explain the differences: who is outvoted, and where nobody is,
+    all."""
     known = {device for difference in found for device in difference.outvoted()}
-    left = [{device: value for device, value in difference.hashes.items() if device not in known} for difference in found]
+    left = [
+        {device: value for device, value in difference.hashes.items() if device not in known}
+        for difference in found
+    ]
     return known | {device for hashes in left if len({*hashes.values()}) > 1 for device in hashes}
 
 
@@ -252,14 +362,21 @@ def _certain(found: list[Difference]) -> bool:
 
 def _changed(found: list[Difference], before: np.ndarray, after: np.ndarray) -> set[int]:
     """The devices that hold something else than before, where there were differences."""
-    return {device for difference in found for device in difference.hashes if before[device, difference.column] != after[device, difference.column]}
+    return {
+        device
+        for difference in found
+        for device in difference.hashes
+        if before[device, difference.column] != after[device, difference.column]
+    }
 
 
 def _places(mesh: Mesh, axes: frozenset[str]) -> np.ndarray:
     """[devices]: the shard of each device, where these axes split."""
     sizes = [size if axis in axes else 1 for axis, size in mesh.shape.items()]
     coordinates = np.indices(tuple(mesh.shape.values())).reshape(len(sizes), -1)
-    return np.ravel_multi_index([np.minimum(c, size - 1) for c, size in zip(coordinates, sizes, strict=True)], sizes)
+    return np.ravel_multi_index(
+        [np.minimum(c, size - 1) for c, size in zip(coordinates, sizes, strict=True)], sizes
+    )
 
 
 def _bytes(leaf: jax.ShapeDtypeStruct) -> int:

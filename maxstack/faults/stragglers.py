@@ -1,7 +1,9 @@
-"""The process that holds up the others, by name. All take equally long for a step, so what is compared is what each does for itself.
+"""The process that holds up the others, by name. All take equally long for a step, so what is
+compared is what each does for itself.
 
-Devices: each works alone, at the same time as all others, on the same small problem. Hosts: how long a process's own devices had nothing to do
-because their next step was not yet dispatched. A slow network between processes is not seen.
+Devices: each works alone, at the same time as all others, on the same small problem. Hosts: how
+long a process's own devices had nothing to do because their next step was not yet dispatched. A
+slow network between processes is not seen.
 """
 
 import bisect
@@ -19,7 +21,8 @@ import jax.numpy as jnp
 from maxstack.agree import Processes
 
 PROBE = 0.05
-"""Seconds that the problem takes; long enough to average over turns of a scheduler or a throttled clock."""
+"""Seconds that the problem takes; long enough to average over turns of a scheduler or a throttled
+clock."""
 TRIES = 3
 """Of which a device's fastest counts, where it was slow in the one before."""
 CPU_SIZE, SIZE = 256, 1024
@@ -32,7 +35,8 @@ class Lag(NamedTuple):
     steps: int
     seconds: float
     late: float
-    """Seconds in which its devices had finished the step before, and the next was not dispatched."""
+    """Seconds in which its devices had finished the step before, and the next was not
+    dispatched."""
     starved: float
     """Those of them in which it waited for a batch."""
 
@@ -55,27 +59,35 @@ class Report(NamedTuple):
     lines: list[str]
     """For the log: one for each process and each reason."""
     numbers: dict[str, float]
-    """For the metrics: device_skew, the slowest device's time over the median of the others; host_skew, the largest share of a step in which the
-    others waited for one process."""
+    """For the metrics: device_skew, the slowest device's time over the median of the others;
+    host_skew, the largest share of a step in which the others waited for one process."""
 
 
 class Stragglers:
-    """Compares the processes' speeds; a call of one in all processes at the same step. `slow`: how many times what the others need is slow.
+    """Compares the processes' speeds; a call of one in all processes at the same step. `slow`: how
+    many times what the others need is slow.
 
-    A process is named where two comparisons in a row find it, because other programs on its machine can disturb a single one: a process that
-    becomes slow is named within 2 * `every` steps.
+    A process is named where two comparisons in a row find it, because other programs on its machine
+    can disturb a single one: a process that becomes slow is named within 2 * `every` steps.
     """
 
     def __init__(self, slow: float, every: int, processes: Processes):
         self._slow, self._every, self._processes = slow, every, processes
         self._suspected: set[tuple[int, str]] = set()
         local = jax.local_devices()
-        cpu = local[0].platform == "cpu"  # its devices share the cores, so one of them speaks for all
+        cpu = (
+            local[0].platform == "cpu"
+        )  # its devices share the cores, so one of them speaks for all
         self._devices = local[:1] if cpu else local
         self._several = processes.count > 1 or len(self._devices) > 1
         if self._several:
             size = CPU_SIZE if cpu else SIZE
-            self._inputs = [jax.device_put(jnp.full((size, size), 0.5, jnp.float32 if cpu else jnp.bfloat16), device) for device in self._devices]
+            self._inputs = [
+                jax.device_put(
+                    jnp.full((size, size), 0.5, jnp.float32 if cpu else jnp.bfloat16), device
+                )
+                for device in self._devices
+            ]
             self._waiting = ThreadPoolExecutor(len(self._devices), "probe")
             self._rounds = self._calibrated()
 
@@ -84,13 +96,19 @@ class Stragglers:
         return self._several and step % self._every == 0
 
     def check(self, step: int, lag: Lag) -> Report:
-        """Work on the problem, tell the others, and compare; `lag`: of the steps since the last time. The devices have nothing else to do."""
+        """Work on the problem, tell the others, and compare; `lag`: of the steps since the last
+        time. The devices have nothing else to do."""
         steps, best = max(lag.steps, 1), [math.inf] * len(self._devices)
         for _ in range(TRIES):
             self._processes.wait("stragglers")
             best = [min(pair) for pair in zip(best, self._probe(self._rounds), strict=True)]
-            own = Speed(socket.gethostname(), {str(d.id): s for d, s in zip(self._devices, best, strict=True)}, lag.seconds / steps,
-                        lag.late / steps, lag.starved / steps)
+            own = Speed(
+                socket.gethostname(),
+                {str(d.id): s for d, s in zip(self._devices, best, strict=True)},
+                lag.seconds / steps,
+                lag.late / steps,
+                lag.starved / steps,
+            )
             speeds = [Speed(*told) for told in self._processes.tell("stragglers", own)]
             if not slow_devices(speeds, self._slow):
                 break
@@ -100,12 +118,18 @@ class Stragglers:
         """What the numbers of all processes say, in their order, and those of the last time."""
         devices, hosts = slow_devices(speeds, self._slow), slow_hosts(speeds, self._slow)
         found = devices | hosts
-        lines = [f"step {step}: process {process} ({speeds[process].host}) is slow: {found[process, what]}"
-                 for process, what in sorted(found) if (process, what) in self._suspected]
+        lines = [
+            f"step {step}: process {process} ({speeds[process].host}) is slow: "
+            f"{found[process, what]}"
+            for process, what in sorted(found)
+            if (process, what) in self._suspected
+        ]
         self._suspected = {*found}
         times = [seconds for speed in speeds for seconds in speed.devices.values()]
         numbers = {"device_skew": max(_over_others(times))} if len(times) > 1 else {}
-        return Report(lines, numbers | ({"host_skew": max(_held_up(speeds))} if len(speeds) > 1 else {}))
+        return Report(
+            lines, numbers | ({"host_skew": max(_held_up(speeds))} if len(speeds) > 1 else {})
+        )
 
     def _calibrated(self) -> int:
         """How often the problem is repeated: the first process finds out, and all do as it does."""
@@ -130,37 +154,62 @@ class Stragglers:
 
 
 def slow_devices(speeds: Sequence[Speed], slow: float) -> dict[tuple[int, str], str]:
-    """(process, "devices") -> what to say of it, where one of its devices took `slow` times the median of all others."""
-    each = [(process, name, seconds) for process, speed in enumerate(speeds) for name, seconds in speed.devices.items()]
+    """(process, "devices") -> what to say of it, where one of its devices took `slow` times the
+    median of all others."""
+    each = [
+        (process, name, seconds)
+        for process, speed in enumerate(speeds)
+        for name, seconds in speed.devices.items()
+    ]
     ratios = _over_others([seconds for *_, seconds in each])
     found: dict[tuple[int, str], str] = {}
     for process, speed in enumerate(speeds):
-        mine = [(ratio, name, seconds) for (of, name, seconds), ratio in zip(each, ratios, strict=True) if of == process and ratio > slow]
+        mine = [
+            (ratio, name, seconds)
+            for (of, name, seconds), ratio in zip(each, ratios, strict=True)
+            if of == process and ratio > slow
+        ]
         if mine:
             ratio, _, seconds = max(mine)
-            which = "its devices need" if len(mine) == len(speed.devices) else f"its device {', '.join(name for _, name, _ in mine)} needs"
-            found[process, "devices"] = (f"{which} {seconds * 1e3:.0f} ms for what the others do in {seconds / ratio * 1e3:.0f} ms, "
-                                         f"{ratio:.1f} times as long (their median)")
+            which = (
+                "its devices need"
+                if len(mine) == len(speed.devices)
+                else f"its device {', '.join(name for _, name, _ in mine)} needs"
+            )
+            found[process, "devices"] = (
+                f"{which} {seconds * 1e3:.0f} ms for what the others do in "
+                f"{seconds / ratio * 1e3:.0f} ms, "
+                f"{ratio:.1f} times as long (their median)"
+            )
     return found
 
 
 def slow_hosts(speeds: Sequence[Speed], slow: float) -> dict[tuple[int, str], str]:
-    """(process, "host") -> what to say of it, where steps take `slow` times what they would if its devices waited for their host no longer
-    than the median of the others."""
+    """(process, "host") -> what to say of it, where steps take `slow` times what they would if its
+    devices waited for their host no longer than the median of the others."""
     found: dict[tuple[int, str], str] = {}
     others = _medians([speed.late for speed in speeds])
-    for process, (speed, held_up, other) in enumerate(zip(speeds, _held_up(speeds), others, strict=True)):
+    for process, (speed, held_up, other) in enumerate(
+        zip(speeds, _held_up(speeds), others, strict=True)
+    ):
         if held_up > 1.0 - 1.0 / slow:
             what = "its batches" if speed.starved > speed.late / 2 else "its Python thread"
-            found[process, "host"] = (f"all wait for {what}; its devices have nothing to do for {speed.late:.3g} s of a step's "
-                                      f"{speed.step:.3g} s, the others' for {other:.3g} s (their median)")
+            found[process, "host"] = (
+                f"all wait for {what}; its devices have nothing to do for "
+                f"{speed.late:.3g} s of a step's "
+                f"{speed.step:.3g} s, the others' for {other:.3g} s (their median)"
+            )
     return found
 
 
 def _held_up(speeds: Sequence[Speed]) -> list[float]:
-    """For each process, the share of a step in which its devices waited for their host longer than the others did."""
+    """For each process, the share of a step in which its devices waited for their host longer than
+    the others did."""
     others = _medians([speed.late for speed in speeds])
-    return [max(0.0, speed.late - other) / speed.step if speed.step else 0.0 for speed, other in zip(speeds, others, strict=True)]
+    return [
+        max(0.0, speed.late - other) / speed.step if speed.step else 0.0
+        for speed, other in zip(speeds, others, strict=True)
+    ]
 
 
 def _over_others(values: Sequence[float]) -> list[float]:
@@ -175,7 +224,11 @@ def _medians(values: Sequence[float]) -> list[float]:
     ordered, found = sorted(values), []
     for value in values:
         out = bisect.bisect_left(ordered, value)
-        found.append(statistics.mean(ordered[i + (i >= out)] for i in ((len(values) - 2) // 2, (len(values) - 1) // 2)))
+        found.append(
+            statistics.mean(
+                ordered[i + (i >= out)] for i in ((len(values) - 2) // 2, (len(values) - 1) // 2)
+            )
+        )
     return found
 
 

@@ -1,8 +1,10 @@
-"""The watchdog: a process of its own beside each process of a run. heartbeat.py starts it as a script, so it imports the standard library alone.
+"""The watchdog: a process of its own beside each process of a run. heartbeat.py starts it as a
+script, so it imports the standard library alone.
 
-It ends its process where no step is done in time, with the stacks of all threads in the log, and all processes of the run where one is lost: each
-watchdog has a line to that of process 0, which tells the others. What it needs of a process it reads from the system, so it does not matter
-what that hangs in.
+It ends its process where no step is done in time, with the stacks of all threads in the log, and
+all processes of the run where one is lost: each watchdog has a line to that of process 0, which
+tells the others. What it needs of a process it reads from the system, so it does not matter what
+that hangs in.
 """
 
 import contextlib
@@ -24,21 +26,31 @@ TICK = 0.25
 SILENCE = 30.0
 """Seconds after which a host that says nothing is lost: its network or its power is gone."""
 PAUSED = 5.0
-"""Seconds without a turn of its own after which a watchdog trusts no clock: a machine that was stopped or moved."""
+"""Seconds without a turn of its own after which a watchdog trusts no clock: a machine that was
+stopped or moved."""
 ASKED, FAILED = 2.0, 10.0
 """Seconds that a process has to leave when asked to, and after an error of its own."""
 TOLD, LAST = 2.0, 8.0
-"""Seconds that process 0 has to tell the user of an error of its own, and at most for the others to leave before it: jax aborts those it leaves."""
+"""Seconds that process 0 has to tell the user of an error of its own, and at most for the others to
+leave before it: jax aborts those it leaves."""
 
 
 class Watchdog:
-    """Of the process that started it. `line`: the socket to that; `given`: its pid (it may be gone by now), process, processes, host (to listen at),
-    log, stacks (a file), step (seconds that it may be stopped), retry (the exit code where the run is to be started again)."""
+    """Of the process that started it. `line`: the socket to that; `given`: its pid (it may be gone
+    by now), process, processes, host (to listen at), log, stacks (a file), step (seconds that it
+    may be stopped), retry (the exit code where the run is to be started again)."""
 
     def __init__(self, line: socket.socket, given: Mapping[str, Any]):
         self._line, self._given, self._pid = line, given, given["pid"]
-        self._own: dict[str, Any] = {"process": given["process"], "host": platform.node(), "pid": self._pid, "doing": "start-up", "step": 0,
-                                     "state": "", "done": False}
+        self._own: dict[str, Any] = {
+            "process": given["process"],
+            "host": platform.node(),
+            "pid": self._pid,
+            "doing": "start-up",
+            "step": 0,
+            "state": "",
+            "done": False,
+        }
         self._beat, self._limit, self._failed = time.monotonic(), float("inf"), False
         self._first: Connection | None = None
         self._first_done = False
@@ -55,25 +67,42 @@ class Watchdog:
                 self._listen() if ready is self._line else self._hear(ready)  # type: ignore[arg-type]
             self._join()
             now, self._own["state"] = time.monotonic(), state_of(self._pid)
-            if now - self._looked > PAUSED:  # the whole machine stood still, and may have done so to all
+            if (
+                now - self._looked > PAUSED
+            ):  # the whole machine stood still, and may have done so to all
                 self._beat, self._heard = now, dict.fromkeys(self._heard, now)
             self._looked = now
             if os.getppid() != self._pid:
                 if not self._own["done"]:
-                    self._alarm(f"{_name(self._own)} ended without a word: killed, out of memory, or crashed", stacks=False)
+                    self._alarm(
+                        f"{_name(self._own)} ended without a word: killed, out of "
+                        "memory, or crashed",
+                        stacks=False,
+                    )
                 return
             if self._own["state"] == "stopped" and self._given["processes"] == 1:
                 self._beat = self._ran = now  # by whoever wants it to be, and nobody waits
             if self._own["state"] != "stopped":
                 self._ran = now
             if now - self._ran > self._given["step"]:
-                self._alarm(f"{_name(self._own)} is stopped by a signal for {self._given['step']:.0f} s", stacks=True)
+                self._alarm(
+                    f"{_name(self._own)} is stopped by a signal for {self._given['step']:.0f} s",
+                    stacks=True,
+                )
             if now - self._beat > self._limit:
-                self._alarm(f"no sign of life from {_name(self._own)} for {self._limit:.0f} s (faults.watchdog), in {self._own['doing']} after "
-                            f"step {self._own['step']}", stacks=True)
+                self._alarm(
+                    f"no sign of life from {_name(self._own)} for {self._limit:.0f} s "
+                    f"(faults.watchdog), in {self._own['doing']} after "
+                    f"step {self._own['step']}",
+                    stacks=True,
+                )
             for link, heard in list(self._heard.items()):
                 if now - heard > SILENCE:
-                    self._alarm(f"{_name(self._others.get(link, {'process': 0}))}: its host was silent for {SILENCE:.0f} s", stacks=False)
+                    self._alarm(
+                        f"{_name(self._others.get(link, {'process': 0}))}: its host was "
+                        f"silent for {SILENCE:.0f} s",
+                        stacks=False,
+                    )
             if now - self._told >= 1.0:
                 self._told = now
                 self._tell({"status": self._own})
@@ -94,10 +123,15 @@ class Watchdog:
             self._tell({"status": self._own})
         elif said.get("end") == "failed":
             self._failed = True
-            self._alarm(f"{_name(self._own)} ended with an error: {said['why']}", stacks=False, code=said["code"])
+            self._alarm(
+                f"{_name(self._own)} ended with an error: {said['why']}",
+                stacks=False,
+                code=said["code"],
+            )
 
     def _open(self, key: bytes, at: list[Any] | None) -> None:
-        """The lines between the watchdogs: process 0's listens and says where, the others call it there."""
+        """The lines between the watchdogs: process 0's listens and says where, the others call it
+        there."""
         if at is not None:
             self._first = Client((at[0], at[1]), authkey=key)
             self._heard[self._first] = time.monotonic()
@@ -108,7 +142,9 @@ class Watchdog:
 
         def accept() -> None:
             while True:
-                with contextlib.suppress(Exception):  # a stranger without the key, or a connection that broke
+                with contextlib.suppress(
+                    Exception
+                ):  # a stranger without the key, or a connection that broke
                     self._joining.put(listener.accept())
 
         threading.Thread(target=accept, daemon=True).start()
@@ -148,8 +184,13 @@ class Watchdog:
                 link.send_bytes(data)
 
     def _alarm(self, text: str, stacks: bool, code: int | None = None) -> None:
-        """Something that ends the run. Process 0's watchdog decides for all; where it does not answer, each for itself."""
-        found: dict[str, Any] = {"text": text, "code": self._given["retry"] if code is None else code, "stacks": stacks}
+        """Something that ends the run. Process 0's watchdog decides for all; where it does not
+        answer, each for itself."""
+        found: dict[str, Any] = {
+            "text": text,
+            "code": self._given["retry"] if code is None else code,
+            "stacks": stacks,
+        }
         if self._first:
             self._tell({"status": self._own})
             self._tell({"alarm": found})
@@ -158,7 +199,11 @@ class Watchdog:
                     self._hear(self._first)
         elif len(self._others):
             all_of_us = sorted([self._own, *self._others.values()], key=_number)
-            stopped = [f"{_name(status)} is {status['state']}" for status in all_of_us if status.get("state") not in (None, "", "ended")]
+            stopped = [
+                f"{_name(status)} is {status['state']}"
+                for status in all_of_us
+                if status.get("state") not in (None, "", "ended")
+            ]
             found["text"] = "\n".join([": ".join([text, *stopped]), *map(_line, all_of_us)])
             self._tell({"verdict": found})
         self._end(**found)
@@ -214,21 +259,34 @@ def _name(status: Mapping[str, Any]) -> str:
 def _line(status: Mapping[str, Any]) -> str:
     if "pid" not in status:
         return f"  {_name(status)}: has said nothing yet"
-    return f"  {_name(status)}: {status['doing']}, step {status['step']}{', ' + status['state'] if status['state'] else ''}"
+    return (
+        f"  {_name(status)}: {status['doing']}, step "
+        f"{status['step']}{', ' + status['state'] if status['state'] else ''}"
+    )
 
 
 def state_of(pid: int) -> str:
-    """What the system says of a process that does not run: stopped, held by a debugger, ended; else nothing."""
+    """What the system says of a process that does not run: stopped, held by a debugger, ended; else
+    nothing."""
     found = _stat(pid)
-    return {"T": "stopped", "t": "held by a debugger", "Z": "ended", "X": "ended"}.get(found[0] if found else "", "")
+    return {"T": "stopped", "t": "held by a debugger", "Z": "ended", "X": "ended"}.get(
+        found[0] if found else "", ""
+    )
 
 
 def stacks_of(pid: int, file: Path) -> list[str]:
-    """The stacks of all threads of a process and of those that it started. Each appends its own to `file` when it gets SIGUSR2."""
+    """The stacks of all threads of a process and of those that it started. Each appends its own to
+    `file` when it gets SIGUSR2."""
     told = []
     for one in [pid, *_children(pid)]:
         try:
-            name = " ".join(Path(f"/proc/{one}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").split())[:150]
+            name = " ".join(
+                Path(f"/proc/{one}/cmdline")
+                .read_bytes()
+                .replace(b"\0", b" ")
+                .decode(errors="replace")
+                .split()
+            )[:150]
         except OSError:
             name = "this run's"
         told.append(f"stacks of process {one} ({name}):\n{_stacks(one, file)}")
@@ -262,21 +320,32 @@ def _stat(pid: int) -> list[str]:
 
 
 def _children(pid: int) -> list[int]:
-    parents = {int(path.name): int(found[1]) for path in Path("/proc").glob("[0-9]*") if (found := _stat(int(path.name)))}
+    parents = {
+        int(path.name): int(found[1])
+        for path in Path("/proc").glob("[0-9]*")
+        if (found := _stat(int(path.name)))
+    }
     family, more = {pid}, {pid}
     while more:
-        more = {child for child, parent in parents.items() if parent in more and child != os.getpid()}
+        more = {
+            child for child, parent in parents.items() if parent in more and child != os.getpid()
+        }
         family |= more
     return sorted(family - {pid})
 
 
 def _catches(pid: int) -> bool:
-    """Whether SIGUSR2 does not simply kill a process; without /proc, that of the process itself is known to."""
+    """Whether SIGUSR2 does not simply kill a process; without /proc, that of the process itself is
+    known to."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return pid == os.getppid()
-    return any(int(line.split()[1], 16) >> (signal.SIGUSR2 - 1) & 1 for line in lines if line.startswith("SigCgt:"))
+    return any(
+        int(line.split()[1], 16) >> (signal.SIGUSR2 - 1) & 1
+        for line in lines
+        if line.startswith("SigCgt:")
+    )
 
 
 if __name__ == "__main__":

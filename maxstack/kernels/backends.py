@@ -1,4 +1,5 @@
-"""What the ops have in common: several backends of one meaning, each of which says why it cannot serve, and one choice among them that is told.
+"""What the ops have in common: several backends of one meaning, each of which says why it cannot
+serve, and one choice among them that is told.
 
 Choosing imports no backend of another platform: Pallas alone takes half a second.
 """
@@ -36,7 +37,9 @@ class Device:
     def of(cls, device: Any) -> "Device":
         """Of a jax device, or of the description of one."""
         found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", None)))
-        return cls(device.platform, device.device_kind, (int(found[1]), int(found[2])) if found else (0, 0))
+        return cls(
+            device.platform, device.device_kind, (int(found[1]), int(found[2])) if found else (0, 0)
+        )
 
     @classmethod
     def here(cls) -> "Device":
@@ -46,7 +49,8 @@ class Device:
 
 
 def multiplied(dtype: Any) -> Any:
-    """The type in which blocks of `dtype` are best multiplied: float32 on a CPU, where XLA would convert each block around each product."""
+    """The type in which blocks of `dtype` are best multiplied: float32 on a CPU, where XLA would
+    convert each block around each product."""
     return jnp.promote_types(dtype, jnp.float32) if Device.here().platform == "cpu" else dtype
 
 
@@ -66,7 +70,8 @@ class Case(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """`module` holds `supports(case) -> str | None`, the reason why it cannot serve the case, and `run`, with the arguments of its op."""
+    """`module` holds `supports(case) -> str | None`, the reason why it cannot serve the case, and
+    `run`, with the arguments of its op."""
 
     name: str
     module: str
@@ -106,18 +111,37 @@ class Op:
         return [backend.name for backend in self.backends]
 
     def choose(self, case: Case, asked: str = "auto") -> "Choice":
-        """The backend for `case`. ConfigError where the one that was asked for cannot serve, which names the key of the part that asks."""
+        """The backend for `case`. ConfigError where the one that was asked for cannot serve, which
+        names the key of the part that asks."""
         part = ".".join(_asking.get())
         where = f"{part}.backend" if part else self.name
         if asked != "auto" and asked not in self.names:
-            raise ConfigError(f"{where}: no backend {asked}{did_you_mean(asked, self.names)}; there are auto, {', '.join(self.names)}")
+            raise ConfigError(
+                f"{where}: no backend {asked}{did_you_mean(asked, self.names)}; there "
+                f"are auto, {', '.join(self.names)}"
+            )
         reasons = {backend.name: backend.supports(case) for backend in self.backends}
         serving = [name for name, reason in reasons.items() if reason is None]
         if asked != "auto" and asked not in serving:
-            raise ConfigError(f"{where}: backend {asked} cannot serve: {reasons[asked]}; {' or '.join(serving)} can, and auto takes {serving[0]}")
+            raise ConfigError(
+                f"{where}: backend {asked} cannot serve: {reasons[asked]}; "
+                f"{' or '.join(serving)} can, and auto takes {serving[0]}"
+            )
         chosen = serving[0] if asked == "auto" else asked
-        others = {name: reason or _passed_over(asked, chosen) for name, reason in reasons.items() if name != chosen}
-        choice = Choice(self.name, case, asked, chosen, others, self._blocks(chosen, case), (part,) if part else ())
+        others = {
+            name: reason or _passed_over(asked, chosen)
+            for name, reason in reasons.items()
+            if name != chosen
+        }
+        choice = Choice(
+            self.name,
+            case,
+            asked,
+            chosen,
+            others,
+            self._blocks(chosen, case),
+            (part,) if part else (),
+        )
         if (made := _made.get()) is not None:
             _add(made, choice)
         return choice
@@ -125,8 +149,12 @@ class Op:
     def _blocks(self, name: str, case: Case) -> dict[str, int] | None:
         found = tuning.blocks(self.name, name, case.device.kind, case.shape_class)
         if found and (known := next(iter(self[name].candidates(case)), {})).keys() != found.keys():
-            raise ConfigError(f"run.tuned: blocks of {self.name} {name} for {dict(case.shape_class)} are {', '.join(found)}, and should be "
-                              f"{', '.join(known) or 'none'}; delete that row, or measure again with maxstack tune")
+            raise ConfigError(
+                f"run.tuned: blocks of {self.name} {name} for {dict(case.shape_class)} "
+                f"are {', '.join(found)}, and should be "
+                f"{', '.join(known) or 'none'}; delete that row, or measure again with "
+                "maxstack tune"
+            )
         return found
 
 
@@ -149,7 +177,11 @@ class Choice:
         sizes = "".join(f" {name}={size}" for name, size in (self.blocks or {}).items())
         pinned = "" if self.asked == "auto" else ", which is pinned"
         of = f" for {', '.join(self.parts)}" if self.parts else ""
-        return f"{self.op} by {self.backend}{pinned}{f', tuned blocks{sizes}' if sizes else ''}{of}: {describe(self.case)}"
+        return (
+            f"{self.op} by "
+            f"{self.backend}{pinned}{f', tuned blocks{sizes}' if sizes else ''}{of}: "
+            f"{describe(self.case)}"
+        )
 
 
 _made: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar("choices", default=None)
@@ -165,7 +197,8 @@ def recording() -> Iterator[list[Choice]]:
 
 
 def asking(part: str) -> contextlib.AbstractContextManager[None]:
-    """Inside, ops are asked for by the part of the configuration that `part` names, within that of the `asking` around it."""
+    """Inside, ops are asked for by the part of the configuration that `part` names, within that of
+    the `asking` around it."""
     return sharding.holding(_asking, (*_asking.get(), part))
 
 
@@ -174,17 +207,34 @@ def _add(made: list[Choice], choice: Choice) -> None:
         made.append(choice)
         return
     at = made.index(choice)
-    made[at] = dataclasses.replace(choice, parts=tuple(dict.fromkeys(made[at].parts + choice.parts)))
+    made[at] = dataclasses.replace(
+        choice, parts=tuple(dict.fromkeys(made[at].parts + choice.parts))
+    )
 
 
 def describe(case: Any) -> str:
     """What is asked, without the device and what is off: `queries=512, heads=4, ..`."""
     fields = {field.name: getattr(case, field.name) for field in dataclasses.fields(case)}
     inner = [(name, value) for name, value in fields.items() if name != "device"]
-    nested = [pair for name, value in inner for pair in (vars(value).items() if dataclasses.is_dataclass(value) else [(name, value)])]
-    return ", ".join(name if value is True else f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
-                     for name, value in nested if value is not None and value is not False and value != 0)
+    nested = [
+        pair
+        for name, value in inner
+        for pair in (vars(value).items() if dataclasses.is_dataclass(value) else [(name, value)])
+    ]
+    return ", ".join(
+        name
+        if value is True
+        else f"{name}={value:.4g}"
+        if isinstance(value, float)
+        else f"{name}={value}"
+        for name, value in nested
+        if value is not None and value is not False and value != 0
+    )
 
 
 def _passed_over(asked: str, chosen: str) -> str:
-    return f"could serve; auto prefers {chosen}" if asked == "auto" else f"could serve; {chosen} is pinned"
+    return (
+        f"could serve; auto prefers {chosen}"
+        if asked == "auto"
+        else f"could serve; {chosen} is pinned"
+    )

@@ -12,15 +12,19 @@ from maxstack.kernels.backends import Backend
 from maxstack.kernels.examples import Example
 
 TOLERANCE = {"bfloat16": 4e-2, "float32": 1e-2}
-"""Deviation from the reference that is left to rounding, as a share of the largest value: float32 matmuls may run as tf32 or bfloat16 passes."""
+"""Deviation from the reference that is left to rounding, as a share of the largest value: float32
+matmuls may run as tf32 or bfloat16 passes."""
 LEAST_SECONDS = 0.02
 """A timing repeats a call until it takes this long."""
 
 Call = Callable[..., Any]
 
 
-def call(backend: Backend, blocks: Mapping[str, int] | None, example: Example) -> tuple[Call, tuple[Any, ...]]:
-    """A compiled function and its arguments: the result, and the gradients of its sum with fixed weights."""
+def call(
+    backend: Backend, blocks: Mapping[str, int] | None, example: Example
+) -> tuple[Call, tuple[Any, ...]]:
+    """A compiled function and its arguments: the result, and the gradients of its sum with fixed
+    weights."""
     floats = tuple(example.args[i] for i in example.floats)
 
     def outputs(*floats: jax.Array) -> Any:
@@ -31,21 +35,32 @@ def call(backend: Backend, blocks: Mapping[str, int] | None, example: Example) -
 
     def both(*floats: jax.Array) -> Any:
         out, pull = jax.vjp(outputs, *floats)
-        return out, pull(jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape).astype(out.dtype))
+        return out, pull(
+            jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape).astype(out.dtype)
+        )
 
     return jax.jit(both).lower(*floats).compile(), floats
 
 
-def deviation(reference: Backend, backend: Backend, blocks: Mapping[str, int] | None, example: Example) -> float:
-    """The largest difference from the reference of the result and of each gradient, as a share of that array's largest value; infinite where one is
-    not finite."""
-    ours, theirs = (jax.tree.leaves(run(*given)) for run, given in (call(backend, blocks, example), call(reference, None, example)))
+def deviation(
+    reference: Backend, backend: Backend, blocks: Mapping[str, int] | None, example: Example
+) -> float:
+    """The largest difference from the reference of the result and of each gradient, as a share of
+    that array's largest value; infinite where one is not finite."""
+    ours, theirs = (
+        jax.tree.leaves(run(*given))
+        for run, given in (call(backend, blocks, example), call(reference, None, example))
+    )
     return max(map(_apart, ours, theirs))
 
 
 def _apart(ours: jax.Array, theirs: jax.Array) -> float:
     got, wanted = (np.asarray(x, np.float64) for x in (ours, theirs))
-    return float(np.abs(got - wanted).max() / max(np.abs(wanted).max(), 1e-6)) if np.isfinite(got).all() else float("inf")
+    return (
+        float(np.abs(got - wanted).max() / max(np.abs(wanted).max(), 1e-6))
+        if np.isfinite(got).all()
+        else float("inf")
+    )
 
 
 def seconds(run: Call, given: tuple[Any, ...]) -> float:

@@ -1,8 +1,21 @@
-"""The backends of each op by name, for the configuration, which is checked before jax is imported. Preferred first, as in the ops."""
+"""The backends of each op by name, for the configuration, which is checked before jax is imported.
+Preferred first, as in the ops."""
 
 from typing import Literal
 
-Attention = Literal["auto", "cudnn", "pallas_gpu", "splash", "pallas_tpu", "tokamax", "hopper", "blockwise", "reference"]
+Attention = Literal[
+    "auto",
+    "cudnn",
+    "pallas_gpu",
+    "splash",
+    "pallas_tpu",
+    "tokamax",
+    "hopper",
+    "blockwise",
+    "reference",
+]
 CrossEntropy = Literal["auto", "pallas_gpu", "pallas_tpu", "blockwise", "tokamax", "reference"]
-GroupedMatmul = Literal["auto", "pallas_gpu", "megablox", "tokamax", "blocks", "ragged_dot", "reference"]
+GroupedMatmul = Literal[
+    "auto", "pallas_gpu", "megablox", "tokamax", "blocks", "ragged_dot", "reference"
+]
 GatedDelta = Literal["auto", "chunked", "reference"]

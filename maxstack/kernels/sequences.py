@@ -1,9 +1,11 @@
-"""Sequences that are split over devices: over which mesh axes, in what order, and the way to whole sequences and back.
+"""Sequences that are split over devices: over which mesh axes, in what order, and the way to whole
+sequences and back.
 
-With `mesh.context_kind: ulysses` parts lie in their natural order. With `ring`, a sequence is cut into 2C chunks for C devices, and device i holds
-chunks i and 2C-1-i, so that each has as many pairs of a query and an earlier key as every other.
-Shapes: B batch  T time  N heads  K kv heads  S time of keys  H head dim. `axes` are the mesh axes that split sequences; functions that take them
-run on one device's part, inside `sharding.per_device`, and their shapes are that part's.
+With `mesh.context_kind: ulysses` parts lie in their natural order. With `ring`, a sequence is cut
+into 2C chunks for C devices, and device i holds chunks i and 2C-1-i, so that each has as many pairs
+of a query and an earlier key as every other. Shapes: B batch  T time  N heads  K kv heads  S time
+of keys  H head dim. `axes` are the mesh axes that split sequences; functions that take them run on
+one device's part, inside `sharding.per_device`, and their shapes are that part's.
 """
 
 import math
@@ -19,10 +21,13 @@ Axes = tuple[str, ...]
 
 
 def split_over() -> Axes:
-    """The mesh axes over which sequences are split at this place of the program; none on one device."""
+    """The mesh axes over which sequences are split at this place of the program; none on one
+    device."""
     if sharding.current() is None:
         return ()
-    return tuple(axis for axis in sharding.names(sharding.here("batch seq")[1]) if sharding.size_of(axis) > 1)
+    return tuple(
+        axis for axis in sharding.names(sharding.here("batch seq")[1]) if sharding.size_of(axis) > 1
+    )
 
 
 def kind() -> str | None:
@@ -38,7 +43,8 @@ def place(x: jax.Array) -> PartitionSpec:
 
 
 def arrange(x: Any) -> Any:
-    """Arrays [B or 1, T, ..] in natural order -> in the order in which devices hold them: the same but for a ring. None stays."""
+    """Arrays [B or 1, T, ..] in natural order -> in the order in which devices hold them: the same
+    but for a ring. None stays."""
     return jax.tree.map(lambda x_BT: _moved(x_BT, back=False), x)
 
 
@@ -53,7 +59,8 @@ def zigzag(parts: int) -> tuple[int, ...]:
 
 
 def _moved(x_BT: jax.Array, back: bool) -> jax.Array:
-    """Of its two chunks a device sends the even one to one device and the odd one to another, as every other does."""
+    """Of its two chunks a device sends the even one to one device and the odd one to another, as
+    every other does."""
     axes = split_over()
     if kind() != "ring":
         return x_BT
@@ -70,16 +77,18 @@ def _moved(x_BT: jax.Array, back: bool) -> jax.Array:
 
         if back:
             first, second = in_order(first, second)
-        first, second = (jax.lax.ppermute(x, axes, [pair[::-1] for pair in way] if back else way)
-                         for x, way in zip((first, second), ways, strict=True))
+        first, second = (
+            jax.lax.ppermute(x, axes, [pair[::-1] for pair in way] if back else way)
+            for x, way in zip((first, second), ways, strict=True)
+        )
         return jnp.concatenate((first, second) if back else in_order(first, second), axis=1)
 
     return sharding.per_device(local, place(x_BT), place(x_BT))(x_BT)
 
 
 def to_heads(x_BTNH: jax.Array, axes: Axes) -> jax.Array:
-    """[B, T, N, ..] -> [B, parts T, N / parts, ..]: whole sequences of this device's share of the heads (DeepSpeed-Ulysses, Jacobs et al. 2023,
-    arXiv:2309.14509)."""
+    """[B, T, N, ..] -> [B, parts T, N / parts, ..]: whole sequences of this device's share of the
+    heads (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509)."""
     return jax.lax.all_to_all(x_BTNH, axes, split_axis=2, concat_axis=1, tiled=True)
 
 
@@ -89,13 +98,15 @@ def to_parts(x_BTNH: jax.Array, axes: Axes) -> jax.Array:
 
 
 def repeated(x_BSKH: jax.Array, axes: Axes, axis: int = 2) -> jax.Array:
-    """Heads along `axis` that query heads share, as often as it takes for `to_heads` and `share` to give each device those of its queries."""
+    """Heads along `axis` that query heads share, as often as it takes for `to_heads` and `share` to
+    give each device those of its queries."""
     kv = x_BSKH.shape[axis]
     return jnp.repeat(x_BSKH, math.lcm(kv, jax.lax.axis_size(axes)) // kv, axis=axis)
 
 
 def share(x_N: jax.Array, axes: Axes, axis: int = 0) -> jax.Array:
-    """What belongs to the heads that `to_heads` leaves here, of an array with heads along `axis`."""
+    """What belongs to the heads that `to_heads` leaves here, of an array with heads along
+    `axis`."""
     size = x_N.shape[axis] // jax.lax.axis_size(axes)
     return jax.lax.dynamic_slice_in_dim(x_N, jax.lax.axis_index(axes) * size, size, axis)
 
@@ -106,21 +117,33 @@ def whole(x_BT: jax.Array, axes: Axes) -> jax.Array:
 
 
 def head_axes(heads: int, kv: int) -> tuple[sharding.Axes, sharding.Axes, Axes]:
-    """Mesh axes that split query heads, those that split the kv heads that they share, and those over which a device takes `of_queries`."""
+    """Mesh axes that split query heads, those that split the kv heads that they share, and those
+    over which a device takes `of_queries`."""
     of_heads, of_kv = sharding.here("batch seq heads")[2], sharding.here("batch seq kv_heads")[2]
     if heads == kv:
         of_kv = of_heads
     outer = sharding.names(of_kv)
-    if sharding.names(of_heads)[:len(outer)] != outer:
+    if sharding.names(of_heads)[: len(outer)] != outer:
         of_kv, outer = None, ()
-    return of_heads, of_kv, tuple(axis for axis in sharding.names(of_heads)[len(outer):] if sharding.size_of(axis) > 1)
+    return (
+        of_heads,
+        of_kv,
+        tuple(
+            axis for axis in sharding.names(of_heads)[len(outer) :] if sharding.size_of(axis) > 1
+        ),
+    )
 
 
-def of_queries(x_BSKH: jax.Array, queries: int, groups: int, axes: Axes, axis: int = 2) -> jax.Array:
-    """Of kv heads along `axis`, each shared by `groups` query heads, those of the `queries` query heads that this device has of all in `axes`."""
+def of_queries(
+    x_BSKH: jax.Array, queries: int, groups: int, axes: Axes, axis: int = 2
+) -> jax.Array:
+    """Of kv heads along `axis`, each shared by `groups` query heads, those of the `queries` query
+    heads that this device has of all in `axes`."""
     if not axes:
         return x_BSKH
     start = jax.lax.axis_index(axes) * queries
     if queries % groups and groups % queries:
         return jnp.take(x_BSKH, (start + jnp.arange(queries)) // groups, axis=axis)
-    return jax.lax.dynamic_slice_in_dim(x_BSKH, start // groups, max(1, queries // groups), axis=axis)
+    return jax.lax.dynamic_slice_in_dim(
+        x_BSKH, start // groups, max(1, queries // groups), axis=axis
+    )

@@ -11,14 +11,31 @@ from jax.experimental.pallas import triton
 from maxstack import sharding
 
 
-def call(kernel: Callable[..., None], out_shape: Any, arrays: tuple[jax.Array, ...], *, warps: int, stages: int, flops: int, transcendentals: int,
-         moved: int, **given: Any) -> Any:
-    """`pl.pallas_call` on `arrays`. `flops` are those of matrix products; they stand in `metadata` too, which the compiled program keeps where it
-    drops the cost estimate."""
+def call(
+    kernel: Callable[..., None],
+    out_shape: Any,
+    arrays: tuple[jax.Array, ...],
+    *,
+    warps: int,
+    stages: int,
+    flops: int,
+    transcendentals: int,
+    moved: int,
+    **given: Any,
+) -> Any:
+    """`pl.pallas_call` on `arrays`. `flops` are those of matrix products; they stand in `metadata`
+    too, which the compiled program keeps where it drops the cost estimate."""
     with _known_device():
         return pl.pallas_call(
-            kernel, out_shape=out_shape, compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages), metadata={"flops": str(flops)},
-            cost_estimate=pl.CostEstimate(flops=flops, transcendentals=transcendentals, bytes_accessed=moved), **given)(*arrays)
+            kernel,
+            out_shape=out_shape,
+            compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
+            metadata={"flops": str(flops)},
+            cost_estimate=pl.CostEstimate(
+                flops=flops, transcendentals=transcendentals, bytes_accessed=moved
+            ),
+            **given,
+        )(*arrays)
 
 
 def size_of(*arrays: Any) -> int:

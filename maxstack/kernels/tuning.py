@@ -1,7 +1,8 @@
-"""Sizes of kernels' blocks that were measured: a JSON table by device kind, op, backend and shape class. `maxstack tune` adds to it.
+"""Sizes of kernels' blocks that were measured: a JSON table by device kind, op, backend and shape
+class. `maxstack tune` adds to it.
 
-What ships stands in tuned.json beside this file; a table of one's own, `run.tuned`, goes before it. Where neither has a row, a kernel takes its
-default.
+What ships stands in tuned.json beside this file; a table of one's own, `run.tuned`, goes before it.
+Where neither has a row, a kernel takes its default.
 """
 
 import contextlib
@@ -25,8 +26,11 @@ def use(path: str | None) -> contextlib.AbstractContextManager[None]:
     return holding(_own, Path(path).expanduser() if path else None)
 
 
-def blocks(op: str, backend: str, device: str, shape: Mapping[str, int | str]) -> dict[str, int] | None:
-    """The measured sizes of a backend's blocks for a shape class on a kind of device; None: it takes its default."""
+def blocks(
+    op: str, backend: str, device: str, shape: Mapping[str, int | str]
+) -> dict[str, int] | None:
+    """The measured sizes of a backend's blocks for a shape class on a kind of device; None: it
+    takes its default."""
     asked = dict(zip(KEYS, (device, op, backend, dict(shape)), strict=True))
     for path in (_own.get(), SHIPPED):
         for row in rows(path) if path else ():
@@ -42,7 +46,10 @@ def rows(path: Path) -> list[Mapping[str, Any]]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read as a table of block sizes: {error.strerror}; give a file, or set run.tuned: null") from error
+        raise ConfigError(
+            f"{path}: cannot be read as a table of block sizes: {error.strerror}; give a "
+            "file, or set run.tuned: null"
+        ) from error
 
 
 @functools.lru_cache(maxsize=4)
@@ -52,9 +59,15 @@ def _read(path: Path, changed: int) -> list[Mapping[str, Any]]:
         wrong = None if isinstance(found, list) else "it is no list"
     except ValueError as error:
         found, wrong = [], f"no JSON: {error}"
-    wrong = wrong or next((f"row {number}: {told}" for number, row in enumerate(found, 1) if (told := _wrong(row))), None)
+    wrong = wrong or next(
+        (f"row {number}: {told}" for number, row in enumerate(found, 1) if (told := _wrong(row))),
+        None,
+    )
     if wrong:
-        raise ConfigError(f"{path}: is no table of block sizes ({wrong}); delete it, and maxstack tune makes it anew")
+        raise ConfigError(
+            f"{path}: is no table of block sizes ({wrong}); delete it, and maxstack tune "
+            "makes it anew"
+        )
     return found
 
 
@@ -66,7 +79,10 @@ def _wrong(row: Any) -> str | None:
     if missing := [name for name in ("shape", "blocks") if not isinstance(row.get(name), dict)]:
         return f"{missing[0]} is no mapping"
     odd = (name for name, size in row["blocks"].items() if type(size) is not int or size < 1)
-    return next((f"blocks.{name}={row['blocks'][name]!r} is no whole number of 1 or more" for name in odd), None)
+    return next(
+        (f"blocks.{name}={row['blocks'][name]!r} is no whole number of 1 or more" for name in odd),
+        None,
+    )
 
 
 def claim(path: Path) -> None:
@@ -78,13 +94,19 @@ def claim(path: Path) -> None:
         unfinished.touch()
         unfinished.unlink()
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}; give --out FILE in a folder that can") from error
+        raise ConfigError(
+            f"{path}: cannot be written: {error.strerror}; give --out FILE in a folder that can"
+        ) from error
 
 
 def keep(path: Path, found: list[dict[str, Any]]) -> None:
-    """Put rows into a table, in place of those with the same keys; other rows stay, and a reader never sees half a file."""
+    """Put rows into a table, in place of those with the same keys; other rows stay, and a reader
+    never sees half a file."""
     same = [[row[name] for name in KEYS] for row in found]
     kept = [row for row in rows(path) if [row[name] for name in KEYS] not in same]
     unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text("[\n" + ",\n".join(f"  {json.dumps(row)}" for row in [*kept, *found]) + "\n]\n", encoding="utf-8")
+    unfinished.write_text(
+        "[\n" + ",\n".join(f"  {json.dumps(row)}" for row in [*kept, *found]) + "\n]\n",
+        encoding="utf-8",
+    )
     unfinished.replace(path)

@@ -19,7 +19,8 @@ from maxstack.sharding import constrain
 
 
 class Attention(nnx.Module):
-    """Causal self-attention (Vaswani 2017; grouped queries: Ainslie 2023, arXiv:2305.13245) with the parts that its configuration asks for."""
+    """Causal self-attention (Vaswani 2017; grouped queries: Ainslie 2023, arXiv:2305.13245) with
+    the parts that its configuration asks for."""
 
     def __init__(self, cfg: AttentionConfig, embed: int, *, std: float, out_std: float, dtype: str):
         self.cfg = cfg
@@ -28,81 +29,143 @@ class Attention(nnx.Module):
         values = keys and not cfg.values_are_keys
 
         def matrix(number: int, axis: str) -> nnx.Param:
-            return weight((embed, number, size), f"embed {axis} head_dim", std=std / embed**0.5, dtype=dtype, use="matmul")
+            return weight(
+                (embed, number, size),
+                f"embed {axis} head_dim",
+                std=std / embed**0.5,
+                dtype=dtype,
+                use="matmul",
+            )
 
         def bias(number: int, axis: str) -> nnx.Param:
             return weight((number, size), f"{axis} head_dim", dtype=dtype)
 
         def qk_norm(number: int) -> Norm | None:
-            return Norm(cfg.qk_norm, size * number if cfg.qk_norm_over == "all" else size, dtype=dtype) if cfg.qk_norm else None
+            return (
+                Norm(cfg.qk_norm, size * number if cfg.qk_norm_over == "all" else size, dtype=dtype)
+                if cfg.qk_norm
+                else None
+            )
 
         self.query = matrix(heads, "heads")
         self.key = matrix(kv, "kv_heads") if keys else None
         self.value = matrix(kv, "kv_heads") if values else None
         self.gate = matrix(heads, "heads") if cfg.gate else None
-        self.out = weight((heads, size, embed), "heads head_dim embed", std=out_std / (heads * size) ** 0.5, dtype=dtype,
-                          use="matmul", contract=2)
+        self.out = weight(
+            (heads, size, embed),
+            "heads head_dim embed",
+            std=out_std / (heads * size) ** 0.5,
+            dtype=dtype,
+            use="matmul",
+            contract=2,
+        )
         self.query_bias = bias(heads, "heads") if cfg.qkv_bias else None
         self.key_bias = bias(kv, "kv_heads") if cfg.qkv_bias and keys else None
         self.value_bias = bias(kv, "kv_heads") if cfg.qkv_bias and values else None
         self.out_bias = weight((embed,), "norm", dtype=dtype) if cfg.out_bias else None
         self.query_norm = qk_norm(heads)
         self.key_norm = qk_norm(kv) if keys else None
-        self.value_norm = Norm(cfg.value_norm, size, dtype=dtype) if cfg.value_norm and keys else None
+        self.value_norm = (
+            Norm(cfg.value_norm, size, dtype=dtype) if cfg.value_norm and keys else None
+        )
         self.sinks = weight((heads,), "heads", dtype=dtype) if cfg.sinks else None
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
         """What each position gathers from the positions of its document that it sees: [B, T, D]."""
         cfg = self.cfg
-        q_BTNH = self._placed(_projected(x_BTD, self.query, self.query_bias, "heads"), self.query_norm, context)
+        q_BTNH = self._placed(
+            _projected(x_BTD, self.query, self.query_bias, "heads"), self.query_norm, context
+        )
         if cfg.temperature:
-            q_BTNH = (q_BTNH * temperature(cfg.temperature, context.positions_BT)[:, :, None, None]).astype(x_BTD.dtype)
+            q_BTNH = (
+                q_BTNH * temperature(cfg.temperature, context.positions_BT)[:, :, None, None]
+            ).astype(x_BTD.dtype)
         q_BTNH = checkpoint_name(constrain(q_BTNH, "batch seq heads head_dim"), "query")
-        k_BSKH, v_BSKH = context.kept[cfg.share_kv] if cfg.share_kv is not None else self.keys_values(x_BTD, context)
+        k_BSKH, v_BSKH = (
+            context.kept[cfg.share_kv]
+            if cfg.share_kv is not None
+            else self.keys_values(x_BTD, context)
+        )
         sinks_N = None if self.sinks is None else self.sinks[...]
-        o_BTNH = attention(q_BTNH, k_BSKH, v_BSKH, context.segments_BT, request(cfg), cfg.backend, sinks_N, context.positions_BT)
+        o_BTNH = attention(
+            q_BTNH,
+            k_BSKH,
+            v_BSKH,
+            context.segments_BT,
+            request(cfg),
+            cfg.backend,
+            sinks_N,
+            context.positions_BT,
+        )
         o_BTNH = checkpoint_name(constrain(o_BTNH, "batch seq heads head_dim"), "context")
         if self.gate is not None:
-            o_BTNH = o_BTNH * jax.nn.sigmoid(constrain(project(x_BTD, self.gate), "batch seq heads head_dim"))
+            o_BTNH = o_BTNH * jax.nn.sigmoid(
+                constrain(project(x_BTD, self.gate), "batch seq heads head_dim")
+            )
         return checkpoint_name(_biased(project(o_BTNH, self.out), self.out_bias), "mixer_out")
 
     def keys_values(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
         """Keys, normed and rotated, and values, normed: each [B, S, K, H]."""
         assert self.key is not None, "a block with share_kv has no keys of its own"
         raw_BSKH = _projected(x_BTD, self.key, self.key_bias, "kv_heads")
-        v_BSKH = raw_BSKH if self.value is None else _projected(x_BTD, self.value, self.value_bias, "kv_heads")
+        v_BSKH = (
+            raw_BSKH
+            if self.value is None
+            else _projected(x_BTD, self.value, self.value_bias, "kv_heads")
+        )
         v_BSKH = v_BSKH if self.value_norm is None else self.value_norm(v_BSKH)
-        k_BSKH = checkpoint_name(constrain(self._placed(raw_BSKH, self.key_norm, context), "batch seq kv_heads head_dim"), "key")
+        k_BSKH = checkpoint_name(
+            constrain(
+                self._placed(raw_BSKH, self.key_norm, context), "batch seq kv_heads head_dim"
+            ),
+            "key",
+        )
         return k_BSKH, checkpoint_name(constrain(v_BSKH, "batch seq kv_heads head_dim"), "value")
 
     def _placed(self, x_BTNH: jax.Array, norm: Norm | None, context: Context) -> jax.Array:
-        """Queries or keys with their norm and rotation, in the order that the configuration says."""
+        """Queries or keys with their norm and rotation, in the order that the configuration
+        says."""
         cfg = self.cfg
 
         def normed(x_BTNH: jax.Array) -> jax.Array:
             if norm is None:
                 return x_BTNH
-            return norm(x_BTNH.reshape(*x_BTNH.shape[:2], -1)).reshape(x_BTNH.shape) if cfg.qk_norm_over == "all" else norm(x_BTNH)
+            return (
+                norm(x_BTNH.reshape(*x_BTNH.shape[:2], -1)).reshape(x_BTNH.shape)
+                if cfg.qk_norm_over == "all"
+                else norm(x_BTNH)
+            )
 
         if cfg.rope is None:
             return normed(x_BTNH)
         table = context.tables[cfg.rope, cfg.head_dim]
-        return normed(rotate(x_BTNH, table, cfg.rope)) if cfg.qk_norm_after_rope else rotate(normed(x_BTNH), table, cfg.rope)
+        return (
+            normed(rotate(x_BTNH, table, cfg.rope))
+            if cfg.qk_norm_after_rope
+            else rotate(normed(x_BTNH), table, cfg.rope)
+        )
 
 
 def request(cfg: AttentionConfig) -> Request:
     """What this layer asks of the attention kernel."""
-    return Request(scale=cfg.scale or cfg.head_dim**-0.5, window=cfg.window, soft_cap=cfg.soft_cap, chunk=cfg.chunk)
+    return Request(
+        scale=cfg.scale or cfg.head_dim**-0.5,
+        window=cfg.window,
+        soft_cap=cfg.soft_cap,
+        chunk=cfg.chunk,
+    )
 
 
 def temperature(cfg: TemperatureConfig, positions_BT: jax.Array) -> jax.Array:
-    """The factor of the queries at each position, float32 [B, T] (Nakanishi 2025, arXiv:2501.19399, in steps as Llama 4 takes it)."""
+    """The factor of the queries at each position, float32 [B, T] (Nakanishi 2025, arXiv:2501.19399,
+    in steps as Llama 4 takes it)."""
     steps_BT = jnp.floor((positions_BT.astype(jnp.float32) + 1) / cfg.length)
     return 1 + cfg.scale * jnp.log1p(steps_BT)
 
 
 def _projected(x_BTD: jax.Array, w: nnx.Param, bias: nnx.Param | None, axis: str) -> jax.Array:
-    """Heads, pinned to the mesh before norm and rotation, which are float32: else XLA may move them after."""
+    """Heads, pinned to the mesh before norm and rotation, which are float32: else XLA may move them
+    after."""
     return _biased(constrain(project(x_BTD, w), f"batch seq {axis} head_dim"), bias)
 
 

@@ -1,4 +1,5 @@
-"""The configuration of norms and mixers, apart from their code so that a configuration is checked before jax is imported."""
+"""The configuration of norms and mixers, apart from their code so that a configuration is checked
+before jax is imported."""
 
 from typing import Annotated, Literal
 
@@ -13,13 +14,15 @@ class NormConfig(Section):
     """A normalisation over the last axis, computed in float32."""
 
     kind: Literal["rms", "layer"] = "rms"
-    """rms: root mean square (Zhang & Sennrich 2019, arXiv:1910.07467); layer: mean and variance (Ba 2016, arXiv:1607.06450)."""
+    """rms: root mean square (Zhang & Sennrich 2019, arXiv:1910.07467); layer: mean and variance (Ba
+    2016, arXiv:1607.06450)."""
     eps: float = Field(1e-6, gt=0)
     """Added to the mean square or variance."""
     scale: bool = True
     """A learned factor per channel."""
     zero_centered: bool = False
-    """The factor is 1 + weight with the weight starting at 0, as Gemma's is, instead of a weight that starts at 1."""
+    """The factor is 1 + weight with the weight starting at 0, as Gemma's is, instead of a weight
+    that starts at 1."""
     bias: bool = False
     """A learned offset per channel."""
 
@@ -34,7 +37,8 @@ class LinearScaling(Section):
 
 
 class ProportionalScaling(Section):
-    """The rotated share of the frequencies keeps the spacing of the whole head, and the rest of the head stands still (Gemma 4)."""
+    """The rotated share of the frequencies keeps the spacing of the whole head, and the rest of the
+    head stands still (Gemma 4)."""
 
     kind: Literal["proportional"]
     """The scaling."""
@@ -73,7 +77,8 @@ class YarnScaling(Section):
     truncate: bool = True
     """Round the ends of the ramp to whole dimensions."""
     attention_factor: float | None = Field(None, gt=0)
-    """Multiplies cosines and sines; null: from mscale and mscale_all_dim where given, else 0.1 ln(factor) + 1."""
+    """Multiplies cosines and sines; null: from mscale and mscale_all_dim where given, else 0.1
+    ln(factor) + 1."""
     mscale: float | None = None
     """DeepSeek's numerator: 0.1 mscale ln(factor) + 1."""
     mscale_all_dim: float | None = None
@@ -81,7 +86,8 @@ class YarnScaling(Section):
 
 
 class LongRopeScaling(Section):
-    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): a divisor for each frequency, one list within the original length and one beyond."""
+    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): a divisor for each frequency, one list within
+    the original length and one beyond."""
 
     kind: Literal["longrope"]
     """The scaling."""
@@ -92,12 +98,16 @@ class LongRopeScaling(Section):
     original_length: int = Field(ge=1)
     """The context length of pretraining."""
     factor: float = Field(1.0, gt=0)
-    """Extension of the context: sets the attention factor sqrt(1 + ln(factor) / ln(original_length))."""
+    """Extension of the context: sets the attention factor sqrt(1 + ln(factor) /
+    ln(original_length))."""
     attention_factor: float | None = Field(None, gt=0)
     """Multiplies cosines and sines; null: from factor."""
 
 
-Scaling = Annotated[LinearScaling | ProportionalScaling | Llama3Scaling | YarnScaling | LongRopeScaling, Field(discriminator="kind")]
+Scaling = Annotated[
+    LinearScaling | ProportionalScaling | Llama3Scaling | YarnScaling | LongRopeScaling,
+    Field(discriminator="kind"),
+]
 
 
 class RopeConfig(Section):
@@ -114,7 +124,8 @@ class RopeConfig(Section):
 
 
 class TemperatureConfig(Section):
-    """Queries multiplied by 1 + scale * ln(1 + floor((position + 1) / length)), as Llama 4 does where there is no RoPE."""
+    """Queries multiplied by 1 + scale * ln(1 + floor((position + 1) / length)), as Llama 4 does
+    where there is no RoPE."""
 
     scale: float = 0.1
     """How much."""
@@ -138,7 +149,8 @@ class AttentionConfig(Section):
     window: int | None = Field(None, ge=1)
     """A query sees this many positions, itself included; null: all before it."""
     chunk: int | None = Field(None, ge=1)
-    """A query sees only the positions of its own chunk of this many, counted from the start of its document; null: no chunks."""
+    """A query sees only the positions of its own chunk of this many, counted from the start of its
+    document; null: no chunks."""
     soft_cap: float | None = Field(None, gt=0)
     """Scores s become soft_cap * tanh(s / soft_cap); null: unchanged."""
     scale: float | None = Field(None, gt=0)
@@ -158,7 +170,8 @@ class AttentionConfig(Section):
     values_are_keys: bool = False
     """The values are the keys as projected, before their norm and rotation (Gemma 4)."""
     share_kv: str | None = None
-    """No keys and values, nor norms of them, of its own: those of the last earlier layer of the prefix that is this block (Gemma 4 E2B)."""
+    """No keys and values, nor norms of them, of its own: those of the last earlier layer of the
+    prefix that is this block (Gemma 4 E2B)."""
     gate: bool = False
     """Multiply the context by the sigmoid of a second query projection (Qwen3-Next)."""
     qkv_bias: bool = False
@@ -166,7 +179,8 @@ class AttentionConfig(Section):
     out_bias: bool = False
     """A bias on the output projection."""
     backend: names.Attention = "auto"
-    """The attention kernel; auto: the first that can serve, which `maxstack kernels` and the log name."""
+    """The attention kernel; auto: the first that can serve, which `maxstack kernels` and the log
+    name."""
 
     @property
     def kv(self) -> int:
@@ -177,23 +191,42 @@ class AttentionConfig(Section):
     def _check(self) -> "AttentionConfig":
         if self.heads % self.kv:
             below = max(k for k in range(1, self.kv) if self.heads % k == 0)
-            raise fault("kv_heads", f"heads={self.heads} is not a multiple of kv_heads={self.kv} (ratio {self.heads / self.kv:.2f}); "
-                        f"kv_heads={below} would share each among {self.heads // below} query heads")
+            raise fault(
+                "kv_heads",
+                f"heads={self.heads} is not a multiple of kv_heads={self.kv} (ratio "
+                f"{self.heads / self.kv:.2f}); "
+                f"kv_heads={below} would share each among {self.heads // below} query heads",
+            )
         if self.rope and self.head_dim * self.rope.fraction % 2:
-            raise fault("head_dim", f"RoPE rotates pairs, but head_dim={self.head_dim} times fraction={self.rope.fraction} is not even; "
-                        "use an even head_dim, another rope.fraction or rope: null")
+            raise fault(
+                "head_dim",
+                f"RoPE rotates pairs, but head_dim={self.head_dim} times "
+                f"fraction={self.rope.fraction} is not even; "
+                "use an even head_dim, another rope.fraction or rope: null",
+            )
         if self.rope and isinstance(self.rope.scaling, LongRopeScaling):
-            pairs, found = int(self.head_dim * self.rope.fraction) // 2, (len(self.rope.scaling.short_factor), len(self.rope.scaling.long_factor))
+            pairs, found = (
+                int(self.head_dim * self.rope.fraction) // 2,
+                (len(self.rope.scaling.short_factor), len(self.rope.scaling.long_factor)),
+            )
             if found != (pairs, pairs):
-                raise fault("rope.scaling", f"short_factor and long_factor hold {found[0]} and {found[1]} divisors; head_dim={self.head_dim} with "
-                            f"fraction={self.rope.fraction} rotates {pairs} pairs, and each needs one")
+                raise fault(
+                    "rope.scaling",
+                    f"short_factor and long_factor hold {found[0]} and {found[1]} "
+                    f"divisors; head_dim={self.head_dim} with "
+                    f"fraction={self.rope.fraction} rotates {pairs} pairs, and each needs one",
+                )
         if self.window and self.chunk:
-            raise fault("chunk", f"chunk={self.chunk} and window={self.window} exclude each other; set one to null")
+            raise fault(
+                "chunk",
+                f"chunk={self.chunk} and window={self.window} exclude each other; set one to null",
+            )
         return self
 
 
 class MLAConfig(Section):
-    """Multi-head latent attention (DeepSeek-V2 2024, arXiv:2405.04434): keys and values come from a small shared latent."""
+    """Multi-head latent attention (DeepSeek-V2 2024, arXiv:2405.04434): keys and values come from a
+    small shared latent."""
 
     kind: Literal["mla"]
     """The mixer."""
@@ -220,7 +253,8 @@ class MLAConfig(Section):
 
 
 class GatedDeltaConfig(Section):
-    """Gated delta rule (Yang et al. 2024, arXiv:2412.06464): a linear-time recurrence with a short convolution before it."""
+    """Gated delta rule (Yang et al. 2024, arXiv:2412.06464): a linear-time recurrence with a short
+    convolution before it."""
 
     kind: Literal["gated_delta"]
     """The mixer."""
@@ -244,7 +278,10 @@ class GatedDeltaConfig(Section):
     @pydantic.model_validator(mode="after")
     def _check(self) -> "GatedDeltaConfig":
         if self.value_heads % self.key_heads:
-            raise fault("value_heads", f"value_heads={self.value_heads} is not a multiple of key_heads={self.key_heads}")
+            raise fault(
+                "value_heads",
+                f"value_heads={self.value_heads} is not a multiple of key_heads={self.key_heads}",
+            )
         return self
 
 

@@ -1,4 +1,5 @@
-"""What a layer may read besides its input, the same for all layers of a step. Shapes: B batch  T time."""
+"""What a layer may read besides its input, the same for all layers of a step. Shapes: B batch  T
+time."""
 
 import contextlib
 import contextvars
@@ -21,9 +22,11 @@ class Context:
     """Positions and documents of the tokens, and what follows from them."""
 
     positions_BT: jax.Array
-    """int32 [B or 1, T]: places within the document, from 0; in the order of kernels/sequences.py, as all that follows."""
+    """int32 [B or 1, T]: places within the document, from 0; in the order of kernels/sequences.py,
+    as all that follows."""
     segments_BT: jax.Array | None = None
-    """int32 [B, T]: equal numbers belong to one document, 0 is padding; None: one document a row, padding after it."""
+    """int32 [B, T]: equal numbers belong to one document, 0 is padding; None: one document a row,
+    padding after it."""
     tables: Mapping[tuple[RopeConfig, int], Table] = dataclasses.field(default_factory=dict)
     """Cosines and sines by RoPE and head size."""
     kept: Mapping[str, tuple[jax.Array, jax.Array]] = dataclasses.field(default_factory=dict)
@@ -31,7 +34,8 @@ class Context:
     real_BT: jax.Array | None = None
     """bool [B, T]: what is no padding; None: nothing depends on it, or all is real."""
     keys_BT2: jax.Array | None = None
-    """uint32 [B, T, 2]: random keys of row and position, with the repetition of the pattern folded in; None: nothing is drawn."""
+    """uint32 [B, T, 2]: random keys of row and position, with the repetition of the pattern folded
+    in; None: nothing is drawn."""
 
     def drawing(self) -> contextlib.AbstractContextManager[None]:
         """Inside, what draws random numbers does so by these keys."""
@@ -39,7 +43,11 @@ class Context:
 
     def repeated(self, index: jax.Array) -> "Context":
         """The context in repetition `index` of the pattern."""
-        return self if self.keys_BT2 is None else dataclasses.replace(self, keys_BT2=_folded(self.keys_BT2, index))
+        return (
+            self
+            if self.keys_BT2 is None
+            else dataclasses.replace(self, keys_BT2=_folded(self.keys_BT2, index))
+        )
 
 
 def position_keys() -> jax.Array | None:
@@ -54,8 +62,11 @@ def keys_of(rows_B2: jax.Array, length: int) -> jax.Array:
 
 def _folded(keys: jax.Array, number: jax.Array) -> jax.Array:
     """Raw keys [..., 2], each with a number folded in; both are broadcast."""
+
     def one(key: jax.Array, number: jax.Array) -> jax.Array:
-        return jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), number))
+        return jax.random.key_data(
+            jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), number)
+        )
 
     return jnp.vectorize(one, signature="(k),()->(k)")(keys, number)
 
@@ -63,8 +74,14 @@ def _folded(keys: jax.Array, number: jax.Array) -> jax.Array:
 def _flat(context: Context) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Tables by their order: jax would sort their keys, which have none."""
     tables = context.tables
-    return (context.positions_BT, context.segments_BT, tuple(tables.values()), context.kept, context.real_BT,
-            context.keys_BT2), tuple(tables)
+    return (
+        context.positions_BT,
+        context.segments_BT,
+        tuple(tables.values()),
+        context.kept,
+        context.real_BT,
+        context.keys_BT2,
+    ), tuple(tables)
 
 
 def _whole(keys: tuple[Any, ...], parts: tuple[Any, ...]) -> Context:

@@ -1,9 +1,12 @@
-"""How tokens travel to their experts and back; run by each device on its own tokens, inside `sharding.per_device` where there is a mesh.
+"""How tokens travel to their experts and back; run by each device on its own tokens, inside
+`sharding.per_device` where there is a mesh.
 
-The experts lie over P peers, L on each. A device lists its tokens' choices by expert, and so by peer, and sends each peer a window of R rows of that
-peer's list: P x R = S slots. What does not fit follows in smaller windows, so that memory does not depend on where the tokens go.
+The experts lie over P peers, L on each. A device lists its tokens' choices by expert, and so by
+peer, and sends each peer a window of R rows of that peer's list: P x R = S slots. What does not fit
+follows in smaller windows, so that memory does not depend on where the tokens go.
 
-Shapes: N tokens  C chosen experts of a token  M tokens x chosen  D embed  E experts  P peers  L experts of a peer  S slots.
+Shapes: N tokens  C chosen experts of a token  M tokens x chosen  D embed  E experts  P peers  L
+experts of a peer  S slots.
 """
 
 import functools
@@ -17,7 +20,8 @@ import jax.numpy as jnp
 from maxstack import sharding
 
 Run = Callable[[Any, jax.Array, jax.Array], jax.Array]
-"""(weights of the experts that are here, rows sorted by expert [S, D], rows of each [L]) -> [S, D]; rows of no expert give zeros."""
+"""(weights of the experts that are here, rows sorted by expert [S, D], rows of each [L]) -> [S, D];
+rows of no expert give zeros."""
 FURTHER = 4  # a window after the first is this many times smaller
 TILE = 8
 FURTHER_SCOPE = "further_windows"
@@ -62,23 +66,37 @@ class Slots(NamedTuple):
     here_NC: jax.Array
 
 
-def travel(experts: int, axes: tuple[str, ...], tokens: int, chosen: int, slack: float, taken: int | None, scale_input: bool) -> Travel:
-    """`tokens` of a device choose `chosen` experts each; an expert takes `taken` of them at most, if that is not None."""
+def travel(
+    experts: int,
+    axes: tuple[str, ...],
+    tokens: int,
+    chosen: int,
+    slack: float,
+    taken: int | None,
+    scale_input: bool,
+) -> Travel:
+    """`tokens` of a device choose `chosen` experts each; an expert takes `taken` of them at most,
+    if that is not None."""
     peers = sharding.size_of(*axes)
     each = experts // peers
     most = tokens * min(chosen, each)
     if taken is not None:
         return Travel(experts, axes, min(most, taken * each), 0, scale_input)
     first = min(most, _tiles(slack * tokens * chosen / peers)) if peers > 1 else most
-    return Travel(experts, axes, first, 0 if first == most else _tiles(first / FURTHER), scale_input)
+    return Travel(
+        experts, axes, first, 0 if first == most else _tiles(first / FURTHER), scale_input
+    )
 
 
 def _tiles(rows: float) -> int:
     return math.ceil(rows / TILE) * TILE
 
 
-def mixture(run: Run, how: Travel, weights: Any, x_ND: jax.Array, weight_NC: jax.Array, expert_NC: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """-> (float32 [N, D], the sum over each token's experts by weight; how many windows it took, the same on all devices).
+def mixture(
+    run: Run, how: Travel, weights: Any, x_ND: jax.Array, weight_NC: jax.Array, expert_NC: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """-> (float32 [N, D], the sum over each token's experts by weight; how many windows it took,
+    the same on all devices).
 
     A choice of expert E is of none.
     """
@@ -87,14 +105,24 @@ def mixture(run: Run, how: Travel, weights: Any, x_ND: jax.Array, weight_NC: jax
     if not how.further:
         return one(how.first, 0, weights, x_ND, weight_NC, lists), jnp.ones((), jnp.int32)
     more = jnp.maximum(-(-(lists.length_P.max() - how.first) // how.further), 0)
-    more = jax.lax.pmax(more, tuple(jax.sharding.get_abstract_mesh().manual_axes))  # no device may wait for another's window alone
+    more = jax.lax.pmax(
+        more, tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    )  # no device may wait for another's window alone
     return _windows(one, how, weights, x_ND, weight_NC, lists, more), 1 + more
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _windows(one: Callable[..., jax.Array], how: Travel, weights: Any, x_ND: jax.Array, weight_NC: jax.Array, lists: Lists,
-             more: jax.Array) -> jax.Array:
-    """The first window, differentiated as it stands, and a loop over further ones, which the backward pass computes again."""
+def _windows(
+    one: Callable[..., jax.Array],
+    how: Travel,
+    weights: Any,
+    x_ND: jax.Array,
+    weight_NC: jax.Array,
+    lists: Lists,
+    more: jax.Array,
+) -> jax.Array:
+    """The first window, differentiated as it stands, and a loop over further ones, which the
+    backward pass computes again."""
     return _forward(one, how, weights, x_ND, weight_NC, lists, more)[0]
 
 
@@ -102,7 +130,12 @@ def _forward(one, how, weights, x_ND, weight_NC, lists, more):
     given = weights, x_ND, weight_NC
     out_ND, pull = jax.vjp(lambda *given: one(how.first, 0, *given, lists), *given)
     with jax.named_scope(FURTHER_SCOPE):
-        out_ND = jax.lax.fori_loop(0, more, lambda i, out_ND: out_ND + one(how.further, _begin(how, i), *given, lists), out_ND)
+        out_ND = jax.lax.fori_loop(
+            0,
+            more,
+            lambda i, out_ND: out_ND + one(how.further, _begin(how, i), *given, lists),
+            out_ND,
+        )
     return out_ND, (pull, given, lists, more)
 
 
@@ -126,8 +159,16 @@ def _begin(how: Travel, i: jax.Array) -> jax.Array:
     return how.first + i * how.further
 
 
-def _window(run: Run, how: Travel, rows: int, begin: jax.Array | int, weights: Any, x_ND: jax.Array, weight_NC: jax.Array,
-            lists: Lists) -> jax.Array:
+def _window(
+    run: Run,
+    how: Travel,
+    rows: int,
+    begin: jax.Array | int,
+    weights: Any,
+    x_ND: jax.Array,
+    weight_NC: jax.Array,
+    lists: Lists,
+) -> jax.Array:
     """What the places `begin` to `begin + rows` of the lists add, float32 [N, D]."""
     slots = _slots(lists, begin, rows)
     x_SD = _spread(x_ND, weight_NC if how.scale_input else None, slots)
@@ -152,7 +193,11 @@ def _listed(expert_NC: jax.Array, how: Travel) -> Lists:
     peers = sharding.size_of(*how.axes)
     expert_M = expert_NC.reshape(-1)
     sorted_M = jnp.argsort(expert_M)
-    counts_PL = (expert_M[:, None] == jnp.arange(how.experts)).sum(axis=0, dtype=jnp.int32).reshape(peers, -1)
+    counts_PL = (
+        (expert_M[:, None] == jnp.arange(how.experts))
+        .sum(axis=0, dtype=jnp.int32)
+        .reshape(peers, -1)
+    )
     length_P = counts_PL.sum(axis=1)
     start_P = jnp.cumsum(length_P) - length_P
     peer_NC = jnp.minimum(expert_NC // (how.experts // peers), peers - 1)
@@ -163,7 +208,11 @@ def _listed(expert_NC: jax.Array, how: Travel) -> Lists:
 
 def _inverse(order: jax.Array) -> jax.Array:
     """Of a permutation."""
-    return jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
+    return (
+        jnp.zeros_like(order)
+        .at[order]
+        .set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
+    )
 
 
 def _slots(lists: Lists, begin: jax.Array | int, rows: int) -> Slots:
@@ -176,17 +225,22 @@ def _slots(lists: Lists, begin: jax.Array | int, rows: int) -> Slots:
 
 
 def _arrivals(lists: Lists, begin: jax.Array | int, rows: int) -> tuple[jax.Array, jax.Array]:
-    """Of the rows that come in a window: which of this device's experts they are for (L: none), and how many for each."""
+    """Of the rows that come in a window: which of this device's experts they are for (L: none), and
+    how many for each."""
     ends_PL = jnp.cumsum(lists.coming_PL, axis=1)
-    inside_PL = jnp.clip(jnp.minimum(ends_PL, begin + rows) - jnp.maximum(ends_PL - lists.coming_PL, begin), 0)
+    inside_PL = jnp.clip(
+        jnp.minimum(ends_PL, begin + rows) - jnp.maximum(ends_PL - lists.coming_PL, begin), 0
+    )
     expert_PR = (begin + jnp.arange(rows)[:, None] >= ends_PL[:, None]).sum(axis=-1)
     return expert_PR.reshape(-1), inside_PL.sum(axis=0)
 
 
-# The two below are each other's gradient, and a gather each way: a scatter is slow, and not the same in every order.
+# The two below are each other's gradient, and a gather each way: a scatter is slow, and not the
+# same in every order.
 @jax.custom_vjp
 def _spread(x_ND: jax.Array, weight_NC: jax.Array | None, slots: Slots) -> jax.Array:
-    """The token of each slot's choice, times its weight if that is given [S, D]; zeros in free slots."""
+    """The token of each slot's choice, times its weight if that is given [S, D]; zeros in free
+    slots."""
     x_SD = x_ND[slots.choice_S // slots.slot_NC.shape[1]]
     if weight_NC is not None:
         x_SD = x_SD * weight_NC.reshape(-1)[slots.choice_S][:, None]
@@ -205,7 +259,8 @@ def _spread_backward(saved, dx_SD):
 
 @jax.custom_vjp
 def _combine(y_SD: jax.Array, weight_NC: jax.Array | None, slots: Slots) -> jax.Array:
-    """The sum of the rows of each token's choices, times their weights if those are given, float32 [N, D]."""
+    """The sum of the rows of each token's choices, times their weights if those are given, float32
+    [N, D]."""
     y_CND = _rows(y_SD, slots)
     return (y_CND if weight_NC is None else y_CND * weight_NC.T[:, :, None]).sum(axis=0)
 
@@ -221,7 +276,8 @@ def _combine_backward(saved, dout_ND):
 
 
 def _rows(y_SD: jax.Array, slots: Slots) -> jax.Array:
-    """The row of each choice, zeros where it is not here; float32 [C, N, D], because a TPU pads the last two dimensions."""
+    """The row of each choice, zeros where it is not here; float32 [C, N, D], because a TPU pads the
+    last two dimensions."""
     return jnp.where(slots.here_NC.T[:, :, None], y_SD[slots.slot_NC.T], 0).astype(jnp.float32)
 
 
@@ -231,10 +287,14 @@ def _products(x_ND: jax.Array, y_SD: jax.Array, slots: Slots) -> jax.Array:
 
 @jax.custom_vjp
 def _reorder(x_SD: jax.Array, order_S: jax.Array, inverse_S: jax.Array) -> jax.Array:
-    """Rows in the order of a permutation; its gradient is a gather by the inverse, not a scatter."""
+    """Rows in the order of a permutation; its gradient is a gather by the inverse, not a
+    scatter."""
     return x_SD[order_S]
 
 
 _spread.defvjp(_spread_forward, _spread_backward)
 _combine.defvjp(_combine_forward, _combine_backward)
-_reorder.defvjp(lambda x_SD, order_S, inverse_S: (x_SD[order_S], inverse_S), lambda inverse_S, dy_SD: (dy_SD[inverse_S], None, None))
+_reorder.defvjp(
+    lambda x_SD, order_S, inverse_S: (x_SD[order_S], inverse_S),
+    lambda inverse_S, dy_SD: (dy_SD[inverse_S], None, None),
+)

@@ -1,6 +1,8 @@
-"""Gated delta rule: projections, a short convolution, decay and write strength around the recurrence, and a gated norm after it.
+"""Gated delta rule: projections, a short convolution, decay and write strength around the
+recurrence, and a gated norm after it.
 
-Shapes: B batch  T time  D embed  K key heads  N value heads  H key dim  V value dim  W width of the convolution.
+Shapes: B batch  T time  D embed  K key heads  N value heads  H key dim  V value dim  W width of the
+convolution.
 """
 
 import jax
@@ -26,63 +28,110 @@ Arrays = tuple[jax.Array, ...]
 class GatedDelta(nnx.Module):
     """Linear attention by the gated delta rule (Yang et al. 2024, arXiv:2412.06464, section 3.4).
 
-    Fresh heads forget at rates of median 0.06 a position, one standard deviation being a factor of 5.5: the spread of the usual product of a time
-    step log-uniform in [0.001, 0.1] and a rate uniform in [0, 16].
+    Fresh heads forget at rates of median 0.06 a position, one standard deviation being a factor of
+    5.5: the spread of the usual product of a time step log-uniform in [0.001, 0.1] and a rate
+    uniform in [0, 16].
     """
 
-    def __init__(self, cfg: GatedDeltaConfig, embed: int, *, std: float, out_std: float, dtype: str):
+    def __init__(
+        self, cfg: GatedDeltaConfig, embed: int, *, std: float, out_std: float, dtype: str
+    ):
         self.cfg = cfg
         keys, values = (cfg.key_heads, cfg.key_dim), (cfg.value_heads, cfg.value_dim)
 
         def from_embed(shape: tuple[int, ...], axes: str) -> nnx.Param:
-            return weight((embed, *shape), f"embed {axes}", std=std / embed**0.5, dtype=dtype, use="matmul")
+            return weight(
+                (embed, *shape), f"embed {axes}", std=std / embed**0.5, dtype=dtype, use="matmul"
+            )
 
         def convolution(shape: tuple[int, ...], axes: str) -> nnx.Param:
             return weight((cfg.conv, *shape), f"norm {axes}", std=std / cfg.conv**0.5, dtype=dtype)
 
-        self.query, self.key = from_embed(keys, "kv_heads head_dim"), from_embed(keys, "kv_heads head_dim")
-        self.value, self.gate = from_embed(values, "heads head_dim"), from_embed(values, "heads head_dim")
-        self.beta, self.decay = from_embed((cfg.value_heads,), "heads"), from_embed((cfg.value_heads,), "heads")
-        self.conv_query, self.conv_key = convolution(keys, "kv_heads head_dim"), convolution(keys, "kv_heads head_dim")
+        self.query, self.key = (
+            from_embed(keys, "kv_heads head_dim"),
+            from_embed(keys, "kv_heads head_dim"),
+        )
+        self.value, self.gate = (
+            from_embed(values, "heads head_dim"),
+            from_embed(values, "heads head_dim"),
+        )
+        self.beta, self.decay = (
+            from_embed((cfg.value_heads,), "heads"),
+            from_embed((cfg.value_heads,), "heads"),
+        )
+        self.conv_query, self.conv_key = (
+            convolution(keys, "kv_heads head_dim"),
+            convolution(keys, "kv_heads head_dim"),
+        )
         self.conv_value = convolution(values, "heads head_dim")
         self.a_log = weight((cfg.value_heads,), "heads", std=RATE_SPREAD, dtype=dtype)
         self.dt_bias = weight((cfg.value_heads,), "heads", fill=RATE_OFFSET, dtype=dtype)
         self.norm = Norm(cfg.norm, cfg.value_dim, dtype=dtype)
-        self.out = weight((*values, embed), "heads head_dim embed", std=out_std / (cfg.value_heads * cfg.value_dim) ** 0.5, dtype=dtype,
-                          use="matmul", contract=2)
+        self.out = weight(
+            (*values, embed),
+            "heads head_dim embed",
+            std=out_std / (cfg.value_heads * cfg.value_dim) ** 0.5,
+            dtype=dtype,
+            use="matmul",
+            contract=2,
+        )
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
         """What each position reads from the state of its document, gated: [B, T, D]."""
-        def projected(matrix: nnx.Param, axis: str, name: str) -> jax.Array:
-            return checkpoint_name(constrain(project(x_BTD, matrix), f"batch seq {axis} head_dim"), name)
 
-        q_BTKH, k_BTKH = projected(self.query, "kv_heads", "query"), projected(self.key, "kv_heads", "key")
+        def projected(matrix: nnx.Param, axis: str, name: str) -> jax.Array:
+            return checkpoint_name(
+                constrain(project(x_BTD, matrix), f"batch seq {axis} head_dim"), name
+            )
+
+        q_BTKH, k_BTKH = (
+            projected(self.query, "kv_heads", "query"),
+            projected(self.key, "kv_heads", "key"),
+        )
         beta_BTN = jax.nn.sigmoid(project(x_BTD, self.beta).astype(jnp.float32))
-        step_BTN = jax.nn.softplus(project(x_BTD, self.decay).astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32))
+        step_BTN = jax.nn.softplus(
+            project(x_BTD, self.decay).astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32)
+        )
         decay_BTN = -jnp.exp(self.a_log[...].astype(jnp.float32)) * step_BTN
         of_keys = q_BTKH, k_BTKH, self.conv_query[...], self.conv_key[...]
-        of_values = projected(self.value, "heads", "value"), decay_BTN, beta_BTN, self.conv_value[...]
+        of_values = (
+            projected(self.value, "heads", "value"),
+            decay_BTN,
+            beta_BTN,
+            self.conv_value[...],
+        )
         o_BTNV = _on_own_heads(self.cfg, of_keys, of_values, context.segments_BT)
         o_BTNV = checkpoint_name(constrain(o_BTNV, "batch seq heads head_dim"), "context")
-        gate_BTNV = constrain(project(x_BTD, self.gate), "batch seq heads head_dim").astype(jnp.float32)
+        gate_BTNV = constrain(project(x_BTD, self.gate), "batch seq heads head_dim").astype(
+            jnp.float32
+        )
         o_BTNV = (self.norm(o_BTNV) * jax.nn.silu(gate_BTNV)).astype(x_BTD.dtype)
         return checkpoint_name(project(o_BTNV, self.out), "mixer_out")
 
 
-def _mix(cfg: GatedDeltaConfig, of_keys: Arrays, of_values: Arrays, segments_BT: jax.Array | None) -> jax.Array:
+def _mix(
+    cfg: GatedDeltaConfig, of_keys: Arrays, of_values: Arrays, segments_BT: jax.Array | None
+) -> jax.Array:
     """Convolutions and the recurrence over whole sequences: [B, T, N, V]."""
     (q_BTKH, k_BTKH, *taps), (v_BTNV, decay_BTN, beta_BTN, taps_v) = of_keys, of_values
 
     def convolved(x_BTKH: jax.Array, taps_WKH: jax.Array) -> jax.Array:
         return jax.nn.silu(convolve(x_BTKH, taps_WKH, segments_BT))
 
-    q, k, v = (_unit(convolved(q_BTKH, taps[0])) * cfg.key_dim**-0.5, _unit(convolved(k_BTKH, taps[1])), convolved(v_BTNV, taps_v))
+    q, k, v = (
+        _unit(convolved(q_BTKH, taps[0])) * cfg.key_dim**-0.5,
+        _unit(convolved(k_BTKH, taps[1])),
+        convolved(v_BTNV, taps_v),
+    )
     q, k, v = (x.astype(v_BTNV.dtype) for x in (q, k, v))
     return gated_delta(q, k, v, decay_BTN, beta_BTN, segments_BT, cfg.chunk, cfg.backend)
 
 
-def _on_own_heads(cfg: GatedDeltaConfig, of_keys: Arrays, of_values: Arrays, segments_BT: jax.Array | None) -> jax.Array:
-    """`_mix` by each device for its own rows and heads. Parts of sequences become whole ones of some of the heads, and parts again."""
+def _on_own_heads(
+    cfg: GatedDeltaConfig, of_keys: Arrays, of_values: Arrays, segments_BT: jax.Array | None
+) -> jax.Array:
+    """`_mix` by each device for its own rows and heads. Parts of sequences become whole ones of
+    some of the heads, and parts again."""
     if sharding.current() is None:
         return _mix(cfg, of_keys, of_values, segments_BT)
     batch, seq = sharding.here("batch seq")
@@ -92,22 +141,48 @@ def _on_own_heads(cfg: GatedDeltaConfig, of_keys: Arrays, of_values: Arrays, seg
 
     def local(of_keys: Arrays, of_values: Arrays, segments_BT: jax.Array | None) -> jax.Array:
         queries, groups = of_values[0].shape[2], cfg.value_heads // cfg.key_heads
-        of_keys = tuple(sequences.of_queries(x, queries, groups, inner, axis) for x, axis in zip(of_keys, (2, 2, 1, 1), strict=True))
+        of_keys = tuple(
+            sequences.of_queries(x, queries, groups, inner, axis)
+            for x, axis in zip(of_keys, (2, 2, 1, 1), strict=True)
+        )
         if not axes:
             return _mix(cfg, of_keys, of_values, segments_BT)
-        q, k, taps_q, taps_k = (sequences.repeated(x, axes, axis) for x, axis in zip(of_keys, (2, 2, 1, 1), strict=True))
-        of_keys = *(sequences.to_heads(x, axes) for x in (q, k)), *(sequences.share(x, axes, 1) for x in (taps_q, taps_k))
-        of_values = *(sequences.to_heads(x, axes) for x in of_values[:3]), sequences.share(of_values[3], axes, 1)
-        return sequences.to_parts(_mix(cfg, of_keys, of_values, None if segments_BT is None else sequences.whole(segments_BT, axes)), axes)
+        q, k, taps_q, taps_k = (
+            sequences.repeated(x, axes, axis) for x, axis in zip(of_keys, (2, 2, 1, 1), strict=True)
+        )
+        of_keys = (
+            *(sequences.to_heads(x, axes) for x in (q, k)),
+            *(sequences.share(x, axes, 1) for x in (taps_q, taps_k)),
+        )
+        of_values = (
+            *(sequences.to_heads(x, axes) for x in of_values[:3]),
+            sequences.share(of_values[3], axes, 1),
+        )
+        return sequences.to_parts(
+            _mix(
+                cfg,
+                of_keys,
+                of_values,
+                None if segments_BT is None else sequences.whole(segments_BT, axes),
+            ),
+            axes,
+        )
 
     own, shared = PartitionSpec(batch, seq, heads), PartitionSpec(batch, seq, kv)
-    specs = (shared, shared, PartitionSpec(None, kv), PartitionSpec(None, kv)), (own, own, own, PartitionSpec(None, heads))
-    return sharding.per_device(local, (*specs, PartitionSpec() if segments_BT is None else sequences.place(segments_BT)), own)(
-        of_keys, of_values, segments_BT)
+    specs = (
+        (shared, shared, PartitionSpec(None, kv), PartitionSpec(None, kv)),
+        (own, own, own, PartitionSpec(None, heads)),
+    )
+    return sharding.per_device(
+        local,
+        (*specs, PartitionSpec() if segments_BT is None else sequences.place(segments_BT)),
+        own,
+    )(of_keys, of_values, segments_BT)
 
 
 def convolve(x_BTKH: jax.Array, taps_WKH: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
-    """The causal convolution of each channel with its own taps, the last for the position itself: float32 [B, T, K, H].
+    """The causal convolution of each channel with its own taps, the last for the position itself:
+    float32 [B, T, K, H].
 
     Positions before the document of `segments_BT` count as zeros; None: one document a row.
     """

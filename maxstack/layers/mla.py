@@ -1,7 +1,8 @@
-"""Multi-head latent attention: queries, keys and values out of small latents, around the attention kernel.
+"""Multi-head latent attention: queries, keys and values out of small latents, around the attention
+kernel.
 
-Shapes: B batch  T query time  S key time  D embed  N heads  H key head dim, without and with positions  R its part with positions  V value head dim
-L latent.
+Shapes: B batch  T query time  S key time  D embed  N heads  H key head dim, without and with
+positions  R its part with positions  V value head dim L latent.
 """
 
 import jax
@@ -20,30 +21,51 @@ from maxstack.sharding import constrain
 
 
 class MLA(nnx.Module):
-    """Causal attention whose keys and values are projections of one normed latent, but for a rotated part of the key that all heads share
-    (DeepSeek-V2 2024, arXiv:2405.04434, section 2.1). Keys and values are made in full, as training wants them."""
+    """Causal attention whose keys and values are projections of one normed latent, but for a
+    rotated part of the key that all heads share (DeepSeek-V2 2024, arXiv:2405.04434, section 2.1).
+    Keys and values are made in full, as training wants them."""
 
     def __init__(self, cfg: MLAConfig, embed: int, *, std: float, out_std: float, dtype: str):
         self.cfg = cfg
         size = cfg.nope_dim + cfg.rope_dim
 
         def down(out: int, axis: str = "latent") -> nnx.Param:
-            return weight((embed, out), f"embed {axis}", std=std / embed**0.5, dtype=dtype, use="matmul")
+            return weight(
+                (embed, out), f"embed {axis}", std=std / embed**0.5, dtype=dtype, use="matmul"
+            )
 
         def up(latent: int, out: int) -> nnx.Param:
-            return weight((latent, cfg.heads, out), "latent heads head_dim", std=std / latent**0.5, dtype=dtype, use="matmul")
+            return weight(
+                (latent, cfg.heads, out),
+                "latent heads head_dim",
+                std=std / latent**0.5,
+                dtype=dtype,
+                use="matmul",
+            )
 
         if cfg.q_lora:
             self.query_down = down(cfg.q_lora)
             self.query_norm = Norm(cfg.norm, cfg.q_lora, dtype=dtype)
             self.query_up = up(cfg.q_lora, size)
         else:
-            self.query = weight((embed, cfg.heads, size), "embed heads head_dim", std=std / embed**0.5, dtype=dtype, use="matmul")
+            self.query = weight(
+                (embed, cfg.heads, size),
+                "embed heads head_dim",
+                std=std / embed**0.5,
+                dtype=dtype,
+                use="matmul",
+            )
         self.kv_down, self.key_rope = down(cfg.kv_lora), down(cfg.rope_dim, "head_dim")
         self.kv_norm = Norm(cfg.norm, cfg.kv_lora, dtype=dtype)
         self.key_up, self.value_up = up(cfg.kv_lora, cfg.nope_dim), up(cfg.kv_lora, cfg.value_dim)
-        self.out = weight((cfg.heads, cfg.value_dim, embed), "heads head_dim embed", std=out_std / (cfg.heads * cfg.value_dim) ** 0.5,
-                          dtype=dtype, use="matmul", contract=2)
+        self.out = weight(
+            (cfg.heads, cfg.value_dim, embed),
+            "heads head_dim embed",
+            std=out_std / (cfg.heads * cfg.value_dim) ** 0.5,
+            dtype=dtype,
+            use="matmul",
+            contract=2,
+        )
         if cfg.bias:
             if cfg.q_lora:
                 self.query_down_bias = weight((cfg.q_lora,), "latent", dtype=dtype)
@@ -52,31 +74,52 @@ class MLA(nnx.Module):
             self.out_bias = weight((embed,), "norm", dtype=dtype)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
-        """What each position gathers from itself and the earlier ones of its document: [B, T, D]."""
+        """What each position gathers from itself and the earlier ones of its document: [B, T,
+        D]."""
         k_BSNH, v_BSNV = self._keys_values(x_BTD, context)
-        o_BTNV = attention(self._queries(x_BTD, context), k_BSNH, v_BSNV, context.segments_BT, request(self.cfg), self.cfg.backend)
+        o_BTNV = attention(
+            self._queries(x_BTD, context),
+            k_BSNH,
+            v_BSNV,
+            context.segments_BT,
+            request(self.cfg),
+            self.cfg.backend,
+        )
         o_BTNV = checkpoint_name(constrain(o_BTNV, "batch seq heads head_dim"), "context")
         return checkpoint_name(self._biased(project(o_BTNV, self.out), "out_bias"), "mixer_out")
 
     def _queries(self, x_BTD: jax.Array, context: Context) -> jax.Array:
         if self.cfg.q_lora:
-            latent_BTL = self.query_norm(self._biased(project(x_BTD, self.query_down), "query_down_bias"))
+            latent_BTL = self.query_norm(
+                self._biased(project(x_BTD, self.query_down), "query_down_bias")
+            )
             q_BTNH = project(constrain(latent_BTL, "batch seq latent"), self.query_up)
         else:
             q_BTNH = project(x_BTD, self.query)
         q_BTNH = constrain(q_BTNH, "batch seq heads head_dim")
-        nope, rope = q_BTNH[..., :self.cfg.nope_dim], q_BTNH[..., self.cfg.nope_dim:]
+        nope, rope = q_BTNH[..., : self.cfg.nope_dim], q_BTNH[..., self.cfg.nope_dim :]
         q_BTNH = jnp.concatenate([nope, self._rotated(rope, context)], axis=-1)
         return checkpoint_name(constrain(q_BTNH, "batch seq heads head_dim"), "query")
 
     def _keys_values(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
         latent_BSL = self.kv_norm(self._biased(project(x_BTD, self.kv_down), "kv_down_bias"))
         latent_BSL = constrain(latent_BSL, "batch seq latent")
-        shared_BSR = constrain(self._biased(project(x_BTD, self.key_rope), "key_rope_bias"), "batch seq head_dim")
-        own_BSNH, v_BSNV = constrain(project(latent_BSL, self.key_up), "batch seq heads head_dim"), project(latent_BSL, self.value_up)
-        shared_BSNR = jnp.broadcast_to(self._rotated(shared_BSR[:, :, None], context), (*own_BSNH.shape[:3], self.cfg.rope_dim))
-        k_BSNH = constrain(jnp.concatenate([own_BSNH, shared_BSNR], axis=-1), "batch seq heads head_dim")
-        return checkpoint_name(k_BSNH, "key"), checkpoint_name(constrain(v_BSNV, "batch seq heads head_dim"), "value")
+        shared_BSR = constrain(
+            self._biased(project(x_BTD, self.key_rope), "key_rope_bias"), "batch seq head_dim"
+        )
+        own_BSNH, v_BSNV = (
+            constrain(project(latent_BSL, self.key_up), "batch seq heads head_dim"),
+            project(latent_BSL, self.value_up),
+        )
+        shared_BSNR = jnp.broadcast_to(
+            self._rotated(shared_BSR[:, :, None], context), (*own_BSNH.shape[:3], self.cfg.rope_dim)
+        )
+        k_BSNH = constrain(
+            jnp.concatenate([own_BSNH, shared_BSNR], axis=-1), "batch seq heads head_dim"
+        )
+        return checkpoint_name(k_BSNH, "key"), checkpoint_name(
+            constrain(v_BSNV, "batch seq heads head_dim"), "value"
+        )
 
     def _rotated(self, x_BTNR: jax.Array, context: Context) -> jax.Array:
         return rotate(x_BTNR, context.tables[self.cfg.rope, self.cfg.rope_dim], self.cfg.rope)
@@ -86,9 +129,11 @@ class MLA(nnx.Module):
 
 
 def request(cfg: MLAConfig) -> Request:
-    """What this layer asks of the attention kernel: scores over sqrt(H), times the square of YaRN's factor for all dimensions, where it is given.
+    """What this layer asks of the attention kernel: scores over sqrt(H), times the square of YaRN's
+    factor for all dimensions, where it is given.
 
-    The part without positions is sharpened too, which cosines and sines cannot do (the released code of DeepSeek-V2 and V3 says so; no paper does).
+    The part without positions is sharpened too, which cosines and sines cannot do (the released
+    code of DeepSeek-V2 and V3 says so; no paper does).
     """
     scale, scaling = (cfg.nope_dim + cfg.rope_dim) ** -0.5, cfg.rope.scaling
     if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim:

@@ -23,24 +23,40 @@ ACTIVATIONS = {
 
 
 class GatedMLP(nnx.Module):
-    """act(x gate) * (x up) down (Shazeer 2020, arXiv:2002.05202); `out_std` is the initial scale of `down`."""
+    """act(x gate) * (x up) down (Shazeer 2020, arXiv:2002.05202); `out_std` is the initial scale of
+    `down`."""
 
     def __init__(self, cfg: GatedMLPConfig, embed: int, *, std: float, out_std: float, dtype: str):
         self.act = ACTIVATIONS[cfg.activation]
-        self.gate = weight((embed, cfg.hidden), "embed mlp", std=std / embed**0.5, dtype=dtype, use="matmul")
-        self.up = weight((embed, cfg.hidden), "embed mlp", std=std / embed**0.5, dtype=dtype, use="matmul")
-        self.down = weight((cfg.hidden, embed), "mlp embed", std=out_std / cfg.hidden**0.5, dtype=dtype, use="matmul")
+        self.gate = weight(
+            (embed, cfg.hidden), "embed mlp", std=std / embed**0.5, dtype=dtype, use="matmul"
+        )
+        self.up = weight(
+            (embed, cfg.hidden), "embed mlp", std=std / embed**0.5, dtype=dtype, use="matmul"
+        )
+        self.down = weight(
+            (cfg.hidden, embed),
+            "mlp embed",
+            std=out_std / cfg.hidden**0.5,
+            dtype=dtype,
+            use="matmul",
+        )
         if cfg.bias:
             self.gate_bias = weight((cfg.hidden,), "mlp", dtype=dtype)
             self.up_bias = weight((cfg.hidden,), "mlp", dtype=dtype)
             self.down_bias = weight((embed,), "norm", dtype=dtype)
         self.bias = cfg.bias
 
-    def __call__(self, x_BTD: jax.Array, residual_BTD: jax.Array, context: Context) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def __call__(
+        self, x_BTD: jax.Array, residual_BTD: jax.Array, context: Context
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """-> ([B, T, D], no report); reads x alone."""
         gate_BTF, up_BTF = project(x_BTD, self.gate), project(x_BTD, self.up)
         if self.bias:
-            gate_BTF, up_BTF = gate_BTF + self.gate_bias.astype(x_BTD.dtype), up_BTF + self.up_bias.astype(x_BTD.dtype)
+            gate_BTF, up_BTF = (
+                gate_BTF + self.gate_bias.astype(x_BTD.dtype),
+                up_BTF + self.up_bias.astype(x_BTD.dtype),
+            )
         gate_BTF, up_BTF = checkpoint_name(gate_BTF, "mlp_gate"), checkpoint_name(up_BTF, "mlp_up")
         h_BTF = constrain(gated(self.act, gate_BTF, up_BTF), "batch seq mlp")
         out_BTD = project(h_BTF, self.down)
@@ -54,14 +70,24 @@ class DenseMLP(nnx.Module):
 
     def __init__(self, cfg: DenseMLPConfig, embed: int, *, std: float, out_std: float, dtype: str):
         self.act = ACTIVATIONS[cfg.activation]
-        self.up = weight((embed, cfg.hidden), "embed mlp", std=std / embed**0.5, dtype=dtype, use="matmul")
-        self.down = weight((cfg.hidden, embed), "mlp embed", std=out_std / cfg.hidden**0.5, dtype=dtype, use="matmul")
+        self.up = weight(
+            (embed, cfg.hidden), "embed mlp", std=std / embed**0.5, dtype=dtype, use="matmul"
+        )
+        self.down = weight(
+            (cfg.hidden, embed),
+            "mlp embed",
+            std=out_std / cfg.hidden**0.5,
+            dtype=dtype,
+            use="matmul",
+        )
         if cfg.bias:
             self.up_bias = weight((cfg.hidden,), "mlp", dtype=dtype)
             self.down_bias = weight((embed,), "norm", dtype=dtype)
         self.bias = cfg.bias
 
-    def __call__(self, x_BTD: jax.Array, residual_BTD: jax.Array, context: Context) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def __call__(
+        self, x_BTD: jax.Array, residual_BTD: jax.Array, context: Context
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """-> ([B, T, D], no report); reads x alone."""
         up_BTF = project(x_BTD, self.up)
         if self.bias:
@@ -74,8 +100,11 @@ class DenseMLP(nnx.Module):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def gated(act: Callable[[jax.Array], jax.Array], gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
-    """act(gate) * up. Its backward pass keeps gate and up alone and does the activation again, which costs less than to keep what it went through."""
+def gated(
+    act: Callable[[jax.Array], jax.Array], gate_BTF: jax.Array, up_BTF: jax.Array
+) -> jax.Array:
+    """act(gate) * up. Its backward pass keeps gate and up alone and does the activation again,
+    which costs less than to keep what it went through."""
     return act(gate_BTF) * up_BTF
 
 
@@ -84,7 +113,9 @@ def _forward(act, gate_BTF, up_BTF):
 
 
 def _backward(act, saved, dh_BTF):
-    saved, dh_BTF = jax.lax.optimization_barrier((saved, dh_BTF))  # else XLA finds the first activation again, and keeps it
+    saved, dh_BTF = jax.lax.optimization_barrier(
+        (saved, dh_BTF)
+    )  # else XLA finds the first activation again, and keeps it
     return jax.vjp(lambda gate_BTF, up_BTF: act(gate_BTF) * up_BTF, *saved)[1](dh_BTF)
 
 

@@ -1,4 +1,5 @@
-"""The configuration of MLPs and mixtures of experts, apart from their code so that it is checked before jax is imported."""
+"""The configuration of MLPs and mixtures of experts, apart from their code so that it is checked
+before jax is imported."""
 
 import math
 from typing import Annotated, Literal
@@ -45,13 +46,15 @@ class RouterConfig(Section):
     score: Literal["softmax", "sigmoid"] = "softmax"
     """Of the logits: over all experts, or each alone."""
     normalize: bool = True
-    """Divide the weights of the chosen experts by their sum. (The softmax over chosen logits alone is this with score softmax.)"""
+    """Divide the weights of the chosen experts by their sum. (The softmax over chosen logits alone
+    is this with score softmax.)"""
     scale: float = Field(1.0, gt=0)
     """Multiplies the weights of the chosen."""
     bias: bool = False
     """A learned bias on the logits."""
     selection_bias: bool = False
-    """A bias that counts in choosing alone and follows the experts' load, not a gradient (Wang et al. 2024, arXiv:2408.15664)."""
+    """A bias that counts in choosing alone and follows the experts' load, not a gradient (Wang et
+    al. 2024, arXiv:2408.15664)."""
     groups: int | None = Field(None, ge=1)
     """Experts are chosen from the best top_groups of this many groups; null: from all."""
     top_groups: int | None = Field(None, ge=1)
@@ -61,11 +64,13 @@ class RouterConfig(Section):
     scale_input: bool = False
     """Multiply an expert's input by its weight instead of its output (Llama 4)."""
     normed: bool = False
-    """The router reads the residual stream, normalised and scaled per channel and by 1 / sqrt(embed); each expert's weight is scaled (Gemma 4)."""
+    """The router reads the residual stream, normalised and scaled per channel and by 1 /
+    sqrt(embed); each expert's weight is scaled (Gemma 4)."""
     norm_eps: float = Field(1e-6, gt=0)
     """Added to the mean square where the router's input is normed."""
     balance_loss: float = Field(0.0, ge=0)
-    """Weight of the load-balancing loss of each row: experts * sum(share of tokens * mean score) (Fedus 2021, arXiv:2101.03961, eq. 4)."""
+    """Weight of the load-balancing loss of each row: experts * sum(share of tokens * mean score)
+    (Fedus 2021, arXiv:2101.03961, eq. 4)."""
     z_loss: float = Field(0.0, ge=0)
     """Weight of the squared log-partition of the logits (Zoph 2022, arXiv:2202.08906)."""
     bias_update: float = Field(0.0, ge=0)
@@ -95,17 +100,20 @@ class MoEConfig(Section):
     activation: Activation = "silu"
     """Applied to the gate."""
     clamp: float | None = Field(None, gt=0)
-    """gpt-oss: gate and up are cut at this, the gate's sigmoid is of 1.702 times it, and 1 is added to up; null: a plain gated MLP."""
+    """gpt-oss: gate and up are cut at this, the gate's sigmoid is of 1.702 times it, and 1 is added
+    to up; null: a plain gated MLP."""
     bias: bool = False
     """Biases on the experts' projections."""
     router: RouterConfig = RouterConfig()
     """Who goes where."""
     capacity: float | None = Field(None, gt=0)
-    """An expert takes at most this many times its even share (seq_len * top_k / experts) of the tokens of a row, the earliest first, and the others
-    do without it (Lepikhin et al. 2020, arXiv:2006.16668); null: every token reaches its experts."""
+    """An expert takes at most this many times its even share (seq_len * top_k / experts) of the
+    tokens of a row, the earliest first, and the others do without it (Lepikhin et al. 2020,
+    arXiv:2006.16668); null: every token reaches its experts."""
     slack: float = Field(1.25, gt=0)
-    """Without a capacity, over the mesh axis expert: rows that a device first sends to another, as a multiple of an even share; what does not fit
-    follows in rounds a quarter as large, as many as it needs. Speed and memory hang on it, results do not."""
+    """Without a capacity, over the mesh axis expert: rows that a device first sends to another, as
+    a multiple of an even share; what does not fit follows in rounds a quarter as large, as many as
+    it needs. Speed and memory hang on it, results do not."""
     shared: SharedExpertConfig | None = None
     """Beside the chosen experts; null: none."""
     backend: names.GroupedMatmul = "auto"
@@ -119,13 +127,21 @@ class MoEConfig(Section):
         if chosen > groups:
             raise fault("router.top_groups", f"top_groups={chosen} of groups={groups}")
         if self.top_k > self.experts // groups * chosen:
-            raise fault("top_k", f"top_k={self.top_k} of {self.experts // groups * chosen} experts that can be chosen (experts={self.experts}"
-                        f"{f', {chosen} of {groups} groups' if self.router.groups else ''})")
+            raise fault(
+                "top_k",
+                f"top_k={self.top_k} of {self.experts // groups * chosen} experts that "
+                f"can be chosen (experts={self.experts}"
+                f"{f', {chosen} of {groups} groups' if self.router.groups else ''})",
+            )
         return self
 
     def limit(self, length: int) -> int | None:
         """How many tokens of a row of `length` an expert takes; None: all."""
-        return None if self.capacity is None else math.ceil(round(self.capacity * length * self.top_k / self.experts, 6))
+        return (
+            None
+            if self.capacity is None
+            else math.ceil(round(self.capacity * length * self.top_k / self.experts, 6))
+        )
 
 
 class ParallelMLPConfig(Section):
@@ -141,4 +157,6 @@ class ParallelMLPConfig(Section):
     """Of all three."""
 
 
-MLPKind = Annotated[GatedMLPConfig | DenseMLPConfig | MoEConfig | ParallelMLPConfig, Field(discriminator="kind")]
+MLPKind = Annotated[
+    GatedMLPConfig | DenseMLPConfig | MoEConfig | ParallelMLPConfig, Field(discriminator="kind")
+]

@@ -1,6 +1,8 @@
-"""Mixture of experts: tokens are sorted by expert, so that each expert is one matmul over the tokens that chose it.
+"""Mixture of experts: tokens are sorted by expert, so that each expert is one matmul over the
+tokens that chose it.
 
-Shapes: B batch  T time  D embed  E experts  C chosen experts of a token  F mlp hidden  N tokens  S rows sorted by expert.
+Shapes: B batch  T time  D embed  E experts  C chosen experts of a token  F mlp hidden  N tokens  S
+rows sorted by expert.
 """
 
 import dataclasses
@@ -27,12 +29,19 @@ Report = dict[str, jax.Array]
 Weights = dict[str, Any]
 """Arrays, and what `experts` makes of the matrices, by name."""
 Mixed = tuple[jax.Array, jax.Array, jax.Array]
-HIDDEN = {"gate": 2, "up": 2, "down": 1, "gate_bias": 1, "up_bias": 1}  # a weight of each expert -> the dimension of its hidden units
+HIDDEN = {
+    "gate": 2,
+    "up": 2,
+    "down": 1,
+    "gate_bias": 1,
+    "up_bias": 1,
+}  # a weight of each expert -> the dimension of its hidden units
 SIGMOID_SLOPE = 1.702  # gpt-oss: x sigmoid(1.702 x), a GELU nearly
 
 
 class MoE(nnx.Module):
-    """A token's chosen experts, weighted, and the shared one (Shazeer 2017, arXiv:1701.06538; shared: Dai 2024, arXiv:2401.06066)."""
+    """A token's chosen experts, weighted, and the shared one (Shazeer 2017, arXiv:1701.06538;
+    shared: Dai 2024, arXiv:2401.06066)."""
 
     def __init__(self, cfg: MoEConfig, embed: int, *, std: float, out_std: float, dtype: str):
         self.cfg = cfg
@@ -45,32 +54,52 @@ class MoE(nnx.Module):
         if cfg.router.normed:
             self.router_scale = weight((embed,), "norm", fill=1.0, dtype=dtype)
             self.expert_scale = weight((e,), "norm", fill=1.0, dtype=dtype)
-        self.gate = weight((e, embed, f), "expert embed mlp", std=fan_in, dtype=dtype, use="experts")
+        self.gate = weight(
+            (e, embed, f), "expert embed mlp", std=fan_in, dtype=dtype, use="experts"
+        )
         self.up = weight((e, embed, f), "expert embed mlp", std=fan_in, dtype=dtype, use="experts")
-        self.down = weight((e, f, embed), "expert mlp embed", std=out_std / f**0.5, dtype=dtype, use="experts")
+        self.down = weight(
+            (e, f, embed), "expert mlp embed", std=out_std / f**0.5, dtype=dtype, use="experts"
+        )
         if cfg.bias:
             self.gate_bias = weight((e, f), "expert mlp", dtype=dtype)
             self.up_bias = weight((e, f), "expert mlp", dtype=dtype)
             self.down_bias = weight((e, embed), "expert norm", dtype=dtype)
         if cfg.shared:
-            shared = GatedMLPConfig(kind="gated", hidden=cfg.shared.hidden, activation=cfg.activation)
+            shared = GatedMLPConfig(
+                kind="gated", hidden=cfg.shared.hidden, activation=cfg.activation
+            )
             self.shared = GatedMLP(shared, embed, std=std, out_std=out_std, dtype=dtype)
             if cfg.shared.gate:
                 self.shared_gate = weight((embed,), "norm", std=fan_in, dtype=dtype)
 
-    def __call__(self, x_BTD: jax.Array, residual_BTD: jax.Array, context: Context) -> tuple[jax.Array, Report]:
+    def __call__(
+        self, x_BTD: jax.Array, residual_BTD: jax.Array, context: Context
+    ) -> tuple[jax.Array, Report]:
         """-> ([B, T, D], report).
 
-        `load`, float32 [E], is how many real tokens chose each expert; `dropped`, float32, how many of these choices were beyond the capacity, and
-        there where there is one; `rounds`, int32, in how many rounds tokens travelled, and there where they travel and all of them must;
-        `router_loss` is a sum over real tokens, and there where it has a weight. A token is real unless its segment is 0; no expert sees the others.
+        `load`, float32 [E], is how many real tokens chose each expert; `dropped`, float32, how many
+        of these choices were beyond the capacity, and there where there is one; `rounds`, int32, in
+        how many rounds tokens travelled, and there where they travel and all of them must;
+        `router_loss` is a sum over real tokens, and there where it has a weight. A token is real
+        unless its segment is 0; no expert sees the others.
         """
         cfg, rules = self.cfg, self.cfg.router
-        read_BTD = router.normed(residual_BTD, self.router_scale[...], rules.norm_eps) if rules.normed else x_BTD
-        logits_BTE = router.logits(read_BTD, self.router[...], self.router_bias[...] if rules.bias else None)
+        read_BTD = (
+            router.normed(residual_BTD, self.router_scale[...], rules.norm_eps)
+            if rules.normed
+            else x_BTD
+        )
+        logits_BTE = router.logits(
+            read_BTD, self.router[...], self.router_bias[...] if rules.bias else None
+        )
         names = ("gate", "up", "down", *(("gate_bias", "up_bias", "down_bias") if cfg.bias else ()))
         given = {name: experts(getattr(self, name), x_BTD.dtype) for name in names}
-        given |= {name: getattr(self, name)[...] for name in ("selection_bias", "expert_scale") if hasattr(self, name)}
+        given |= {
+            name: getattr(self, name)[...]
+            for name in ("selection_bias", "expert_scale")
+            if hasattr(self, name)
+        }
         real_BT = jnp.ones(x_BTD.shape[:2], bool) if context.real_BT is None else context.real_BT
         place = _place(cfg, x_BTD.shape[1])
         out_BTD, experts_BTC, rounds = _on_own_tokens(cfg, place, given, x_BTD, logits_BTE, real_BT)
@@ -78,11 +107,15 @@ class MoE(nnx.Module):
         if cfg.shared:
             shared_BTD = self.shared(x_BTD, residual_BTD, context)[0]
             if cfg.shared.gate:
-                open_BT1 = jax.nn.sigmoid(jnp.einsum("BTD,D->BT", x_BTD, self.shared_gate[...].astype(x_BTD.dtype)))[:, :, None]
+                open_BT1 = jax.nn.sigmoid(
+                    jnp.einsum("BTD,D->BT", x_BTD, self.shared_gate[...].astype(x_BTD.dtype))
+                )[:, :, None]
                 shared_BTD = shared_BTD * open_BT1
             out_BTD = out_BTD + shared_BTD
         report = self._report(logits_BTE, experts_BTC, real_BT)
-        return checkpoint_name(out_BTD, "mlp_out"), report | ({"rounds": rounds} if place.experts and cfg.capacity is None else {})
+        return checkpoint_name(out_BTD, "mlp_out"), report | (
+            {"rounds": rounds} if place.experts and cfg.capacity is None else {}
+        )
 
     def _report(self, logits_BTE: jax.Array, experts_BTC: jax.Array, real_BT: jax.Array) -> Report:
         counts_BE = router.counts(experts_BTC, self.cfg.experts, real_BT)
@@ -90,19 +123,27 @@ class MoE(nnx.Module):
         if limit := self.cfg.limit(experts_BTC.shape[1]):
             report["dropped"] = jnp.maximum(counts_BE - limit, 0).sum()
         if self.cfg.router.balance_loss or self.cfg.router.z_loss:
-            report["router_loss"] = router.loss(self.cfg.router, self.cfg.top_k, logits_BTE, counts_BE, real_BT)
+            report["router_loss"] = router.loss(
+                self.cfg.router, self.cfg.top_k, logits_BTE, counts_BE, real_BT
+            )
         return report
 
 
 class ParallelMLP(nnx.Module):
     """norm(dense(x)) + norm(moe(norm(residual))) (Gemma 4)."""
 
-    def __init__(self, cfg: ParallelMLPConfig, embed: int, *, std: float, out_std: float, dtype: str):
+    def __init__(
+        self, cfg: ParallelMLPConfig, embed: int, *, std: float, out_std: float, dtype: str
+    ):
         self.dense = GatedMLP(cfg.dense, embed, std=std, out_std=out_std, dtype=dtype)
         self.moe = MoE(cfg.moe, embed, std=std, out_std=out_std, dtype=dtype)
-        self.dense_norm, self.moe_in_norm, self.moe_norm = (Norm(cfg.norm, embed, dtype=dtype) for _ in range(3))
+        self.dense_norm, self.moe_in_norm, self.moe_norm = (
+            Norm(cfg.norm, embed, dtype=dtype) for _ in range(3)
+        )
 
-    def __call__(self, x_BTD: jax.Array, residual_BTD: jax.Array, context: Context) -> tuple[jax.Array, Report]:
+    def __call__(
+        self, x_BTD: jax.Array, residual_BTD: jax.Array, context: Context
+    ) -> tuple[jax.Array, Report]:
         """-> ([B, T, D], the report of the experts)."""
         dense_BTD, _ = self.dense(x_BTD, residual_BTD, context)
         with asking("moe"):
@@ -119,7 +160,8 @@ class Place:
     hidden: tuple[str, ...] = ()
     """Mesh axes that hidden units are split over."""
     residual: tuple[str, ...] = ()
-    """Mesh axes over whose parts of time the sum over hidden units is left scattered; empty: it is not."""
+    """Mesh axes over whose parts of time the sum over hidden units is left scattered; empty: it is
+    not."""
 
 
 def _place(cfg: MoEConfig, length: int) -> Place:
@@ -134,23 +176,40 @@ def _place(cfg: MoEConfig, length: int) -> Place:
     residual = sharding.names(sharding.here("batch residual embed")[1])
     if sharding.size_of(*hidden) == 1:  # libtpu aborts on a reduce-scatter among one device
         hidden = ()
-    scattered = bool(hidden) and residual == (*seq, *hidden) and length % sharding.size_of(*residual) == 0
-    return Place(experts if sharding.size_of(*experts) > 1 else (), hidden, residual if scattered else ())
+    scattered = (
+        bool(hidden) and residual == (*seq, *hidden) and length % sharding.size_of(*residual) == 0
+    )
+    return Place(
+        experts if sharding.size_of(*experts) > 1 else (), hidden, residual if scattered else ()
+    )
 
 
-def _on_own_tokens(cfg: MoEConfig, place: Place, given: Weights, x_BTD: jax.Array, logits_BTE: jax.Array, real_BT: jax.Array) -> Mixed:
-    """`_mixture` of each device's own tokens. Weights are gathered for it, but for experts and hidden units over axes of their own.
+def _on_own_tokens(
+    cfg: MoEConfig,
+    place: Place,
+    given: Weights,
+    x_BTD: jax.Array,
+    logits_BTE: jax.Array,
+    real_BT: jax.Array,
+) -> Mixed:
+    """`_mixture` of each device's own tokens. Weights are gathered for it, but for experts and
+    hidden units over axes of their own.
 
     Left to itself, XLA would gather all tokens on every device, to sort them.
     """
     mixture = functools.partial(_mixture, cfg, cfg.limit(x_BTD.shape[1]), place)
     if sharding.current() is None:
         return mixture(given, x_BTD, logits_BTE, real_BT)
-    places = {name: jax.tree.map(functools.partial(_part, name, place), value) for name, value in given.items()}
+    places = {
+        name: jax.tree.map(functools.partial(_part, name, place), value)
+        for name, value in given.items()
+    }
     batch, seq = sharding.here("batch seq")
     tokens, own = PartitionSpec(batch, seq), PartitionSpec(batch, seq, None)
     left = PartitionSpec(batch, place.residual, None) if place.residual else own
-    return sharding.per_device(mixture, (places, own, own, tokens), (left, own, PartitionSpec()))(given, x_BTD, logits_BTE, real_BT)
+    return sharding.per_device(mixture, (places, own, own, tokens), (left, own, PartitionSpec()))(
+        given, x_BTD, logits_BTE, real_BT
+    )
 
 
 def _part(name: str, place: Place, value: jax.Array) -> PartitionSpec:
@@ -158,25 +217,62 @@ def _part(name: str, place: Place, value: jax.Array) -> PartitionSpec:
     parts = {HIDDEN[name]: place.hidden, 0: place.experts} if name in HIDDEN else {}
     for i, axes in parts.items():
         if value.shape[i] > 1 and value.shape[i] % sharding.size_of(*axes):
-            raise ConfigError(f"quantization: {value.shape[i]} scales along the hidden units of experts' {name} do not divide over the mesh's "
-                              f"{' x '.join(axes)} of {sharding.size_of(*axes)}; choose a tile_size that divides the hidden units of one device")
-    return PartitionSpec(*(parts.get(i) if size > 1 else None for i, size in enumerate(value.shape)))
+            raise ConfigError(
+                f"quantization: {value.shape[i]} scales along the hidden units of "
+                f"experts' {name} do not divide over the mesh's "
+                f"{' x '.join(axes)} of {sharding.size_of(*axes)}; choose a tile_size "
+                "that divides the hidden units of one device"
+            )
+    return PartitionSpec(
+        *(parts.get(i) if size > 1 else None for i, size in enumerate(value.shape))
+    )
 
 
-def _mixture(cfg: MoEConfig, limit: int | None, place: Place, given: Weights, x_BTD: jax.Array, logits_BTE: jax.Array, real_BT: jax.Array) -> Mixed:
-    """-> (the weighted sum over the chosen experts; the chosen; how many windows the dispatch took)."""
-    experts_BTC, weights_BTC = router.route(cfg.router, cfg.top_k, logits_BTE, given.get("selection_bias"), given.get("expert_scale"))
+def _mixture(
+    cfg: MoEConfig,
+    limit: int | None,
+    place: Place,
+    given: Weights,
+    x_BTD: jax.Array,
+    logits_BTE: jax.Array,
+    real_BT: jax.Array,
+) -> Mixed:
+    """-> (the weighted sum over the chosen experts; the chosen; how many windows the dispatch
+    took)."""
+    experts_BTC, weights_BTC = router.route(
+        cfg.router, cfg.top_k, logits_BTE, given.get("selection_bias"), given.get("expert_scale")
+    )
     counted_BTC = router.within(experts_BTC, cfg.experts, real_BT, limit)
-    x_ND, weight_NC = x_BTD.reshape(-1, x_BTD.shape[-1]), jnp.where(counted_BTC, weights_BTC, 0).reshape(-1, cfg.top_k)
+    x_ND, weight_NC = (
+        x_BTD.reshape(-1, x_BTD.shape[-1]),
+        jnp.where(counted_BTC, weights_BTC, 0).reshape(-1, cfg.top_k),
+    )
     expert_NC = jnp.where(counted_BTC, experts_BTC, cfg.experts).reshape(weight_NC.shape)
-    how = dispatch.travel(cfg.experts, place.experts, x_ND.shape[0], cfg.top_k, cfg.slack, limit and limit * x_BTD.shape[0], cfg.router.scale_input)
+    how = dispatch.travel(
+        cfg.experts,
+        place.experts,
+        x_ND.shape[0],
+        cfg.top_k,
+        cfg.slack,
+        limit and limit * x_BTD.shape[0],
+        cfg.router.scale_input,
+    )
     own = {name: given[name] for name in HIDDEN if name in given}
-    out_ND, rounds = dispatch.mixture(functools.partial(_experts, cfg), how, own, x_ND, weight_NC, expert_NC)
+    out_ND, rounds = dispatch.mixture(
+        functools.partial(_experts, cfg), how, own, x_ND, weight_NC, expert_NC
+    )
     if cfg.bias:
         once = jax.lax.axis_index(place.hidden) == 0 if place.hidden else True
         chosen_NCE = (expert_NC[:, :, None] == jnp.arange(cfg.experts)) & once
-        share_NE = jnp.where(chosen_NCE, 1.0 if cfg.router.scale_input else weight_NC[:, :, None], 0.0).sum(axis=1)
-        out_ND = out_ND + jnp.einsum("NE,ED->ND", share_NE, given["down_bias"].astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+        share_NE = jnp.where(
+            chosen_NCE, 1.0 if cfg.router.scale_input else weight_NC[:, :, None], 0.0
+        ).sum(axis=1)
+        out_ND = out_ND + jnp.einsum(
+            "NE,ED->ND",
+            share_NE,
+            given["down_bias"].astype(jnp.float32),
+            precision=jax.lax.Precision.HIGHEST,
+        )
     out_BTD = out_ND.astype(x_BTD.dtype).reshape(x_BTD.shape)
     if place.residual:
         out_BTD = jax.lax.psum_scatter(out_BTD, place.hidden, scatter_dimension=1, tiled=True)
@@ -195,9 +291,17 @@ def _experts(cfg: MoEConfig, given: Weights, x_SD: jax.Array, sizes_E: jax.Array
             return out
         row_S1 = jnp.arange(x.shape[0])[:, None]
         mine_SE = (row_S1 >= ends_E - sizes_E) & (row_S1 < ends_E)
-        return out + jnp.einsum("SE,EF->SF", mine_SE.astype(x.dtype), given[f"{name}_bias"], precision=jax.lax.Precision.HIGHEST)
+        return out + jnp.einsum(
+            "SE,EF->SF",
+            mine_SE.astype(x.dtype),
+            given[f"{name}_bias"],
+            precision=jax.lax.Precision.HIGHEST,
+        )
 
-    gate_SF, up_SF = checkpoint_name(times(x_SD, "gate"), "mlp_gate"), checkpoint_name(times(x_SD, "up"), "mlp_up")
+    gate_SF, up_SF = (
+        checkpoint_name(times(x_SD, "gate"), "mlp_gate"),
+        checkpoint_name(times(x_SD, "up"), "mlp_up"),
+    )
     return times(_gated(cfg, gate_SF, up_SF), "down")
 
 

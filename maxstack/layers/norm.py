@@ -11,18 +11,25 @@ from maxstack.layers.weight import weight
 
 
 class Norm(nnx.Module):
-    """x / sqrt(mean(x^2) + eps) * scale + bias; kind layer takes the mean from x first. Scale and bias are there where the configuration has them."""
+    """x / sqrt(mean(x^2) + eps) * scale + bias; kind layer takes the mean from x first. Scale and
+    bias are there where the configuration has them."""
 
     def __init__(self, cfg: NormConfig, size: int, *, dtype: str):
         self.cfg = cfg
         if cfg.scale:
-            self.scale = weight((size,), "norm", dtype=dtype, fill=0.0 if cfg.zero_centered else 1.0)
+            self.scale = weight(
+                (size,), "norm", dtype=dtype, fill=0.0 if cfg.zero_centered else 1.0
+            )
         if cfg.bias:
             self.bias = weight((size,), "norm", dtype=dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., size] -> the same shape and dtype."""
-        scale = self.scale[...].astype(jnp.float32) + float(self.cfg.zero_centered) if self.cfg.scale else None
+        scale = (
+            self.scale[...].astype(jnp.float32) + float(self.cfg.zero_centered)
+            if self.cfg.scale
+            else None
+        )
         y = _normed(x, scale, self.cfg.kind == "layer", self.cfg.eps)
         if self.cfg.bias:
             y = y + self.bias[...].astype(jnp.float32)
@@ -31,7 +38,8 @@ class Norm(nnx.Module):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _normed(x: jax.Array, scale: jax.Array | None, centered: bool, eps: float) -> jax.Array:
-    """float32 [..., size]. Its backward pass keeps x and one number a row, not the normed x in float32 that automatic differentiation keeps."""
+    """float32 [..., size]. Its backward pass keeps x and one number a row, not the normed x in
+    float32 that automatic differentiation keeps."""
     return _forward(x, scale, centered, eps)[0]
 
 
@@ -45,13 +53,16 @@ def _forward(x, scale, centered, eps):
 
 
 def _backward(centered, eps, saved, dy):
-    """With n = (x - mean) * inverse and g = dy * scale: dx = inverse * (g - mean(g) - n * mean(g * n)), mean(g) where the mean was taken from x."""
+    """With n = (x - mean) * inverse and g = dy * scale: dx = inverse * (g - mean(g) - n * mean(g *
+    n)), mean(g) where the mean was taken from x."""
     x, scale, mean, inverse = saved
     n = (x.astype(jnp.float32) if mean is None else x.astype(jnp.float32) - mean) * inverse
     g = dy if scale is None else dy * scale
     dx = g - n * jnp.mean(g * n, axis=-1, keepdims=True)
     dx = dx if mean is None else dx - jnp.mean(g, axis=-1, keepdims=True)
-    return (dx * inverse).astype(x.dtype), None if scale is None else (dy * n).sum(axis=tuple(range(n.ndim - 1)))
+    return (dx * inverse).astype(x.dtype), None if scale is None else (dy * n).sum(
+        axis=tuple(range(n.ndim - 1))
+    )
 
 
 _normed.defvjp(_forward, _backward)

@@ -1,4 +1,5 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864) and the scalings of its frequencies for long contexts.
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864) and the scalings of its frequencies
+for long contexts.
 
 Shapes: B batch  T time  N heads  H head dim  R rotated pairs of a head.
 """
@@ -11,13 +12,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxstack.layers.config import LinearScaling, Llama3Scaling, LongRopeScaling, ProportionalScaling, RopeConfig, YarnScaling
+from maxstack.layers.config import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ProportionalScaling,
+    RopeConfig,
+    YarnScaling,
+)
 
 
-def rope_table(cfg: RopeConfig, positions_BT: jax.Array, segments_BT: jax.Array | None, head_dim: int) -> tuple[jax.Array, jax.Array]:
+def rope_table(
+    cfg: RopeConfig, positions_BT: jax.Array, segments_BT: jax.Array | None, head_dim: int
+) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines of position * frequency, times the attention factor: float32 [B, T, 1, R].
 
-    `segments_BT` numbers the documents of a row, None: one a row. It counts where a document's length chooses its frequencies (LongRoPE).
+    `segments_BT` numbers the documents of a row, None: one a row. It counts where a document's
+    length chooses its frequencies (LongRoPE).
     """
     short_R, long_R = (jnp.asarray(rates, jnp.float32) for rates in frequencies(cfg, head_dim))
     rate = short_R
@@ -30,7 +41,8 @@ def rope_table(cfg: RopeConfig, positions_BT: jax.Array, segments_BT: jax.Array 
 
 
 def rotate(x_BTNH: jax.Array, table: tuple[jax.Array, jax.Array], cfg: RopeConfig) -> jax.Array:
-    """Turn the first 2R dimensions of each head by their angles, in float32, and cast back; the other dimensions pass.
+    """Turn the first 2R dimensions of each head by their angles, in float32, and cast back; the
+    other dimensions pass.
 
     The pairs are (i, i + R), or (2i, 2i + 1) where `cfg` interleaves them.
     """
@@ -39,12 +51,21 @@ def rotate(x_BTNH: jax.Array, table: tuple[jax.Array, jax.Array], cfg: RopeConfi
     x, rest = x_BTNH[..., :size].astype(jnp.float32), x_BTNH[..., size:]
     first, second = (x[..., 0::2], x[..., 1::2]) if cfg.interleaved else jnp.split(x, 2, axis=-1)
     turned = first * cos - second * sin, second * cos + first * sin
-    joined = jnp.stack(turned, axis=-1).reshape(x.shape) if cfg.interleaved else jnp.concatenate(turned, axis=-1)
-    return jnp.concatenate([joined.astype(x_BTNH.dtype), rest], axis=-1) if rest.shape[-1] else joined.astype(x_BTNH.dtype)
+    joined = (
+        jnp.stack(turned, axis=-1).reshape(x.shape)
+        if cfg.interleaved
+        else jnp.concatenate(turned, axis=-1)
+    )
+    return (
+        jnp.concatenate([joined.astype(x_BTNH.dtype), rest], axis=-1)
+        if rest.shape[-1]
+        else joined.astype(x_BTNH.dtype)
+    )
 
 
 def frequencies(cfg: RopeConfig, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """Radians a position for each rotated pair, float64 [R]: of documents within the original length, and of longer ones."""
+    """Radians a position for each rotated pair, float64 [R]: of documents within the original
+    length, and of longer ones."""
     scaling = cfg.scaling
     size = head_dim if isinstance(scaling, ProportionalScaling) else int(head_dim * cfg.fraction)
     rates = cfg.theta ** (-np.arange(0, size, 2, dtype=np.float64) / size)
@@ -55,7 +76,8 @@ def frequencies(cfg: RopeConfig, head_dim: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def attention_factor(cfg: RopeConfig) -> float:
-    """What cosines and sines are multiplied by, so that scores grow by its square; 1 but for YaRN and LongRoPE."""
+    """What cosines and sines are multiplied by, so that scores grow by its square; 1 but for YaRN
+    and LongRoPE."""
     scaling = cfg.scaling
     if not isinstance(scaling, YarnScaling | LongRopeScaling):
         return 1.0
@@ -64,12 +86,15 @@ def attention_factor(cfg: RopeConfig) -> float:
     if isinstance(scaling, LongRopeScaling):
         return math.sqrt(1 + math.log(max(scaling.factor, 1.0)) / math.log(scaling.original_length))
     if scaling.mscale and scaling.mscale_all_dim:
-        return yarn_mscale(scaling.factor, scaling.mscale) / yarn_mscale(scaling.factor, scaling.mscale_all_dim)
+        return yarn_mscale(scaling.factor, scaling.mscale) / yarn_mscale(
+            scaling.factor, scaling.mscale_all_dim
+        )
     return yarn_mscale(scaling.factor, 1.0)
 
 
 def yarn_mscale(factor: float, weight: float) -> float:
-    """0.1 weight ln(factor) + 1, and 1 where the context is not extended (Peng et al. 2023, arXiv:2309.00071, eq. 22; the weight is DeepSeek's)."""
+    """0.1 weight ln(factor) + 1, and 1 where the context is not extended (Peng et al. 2023,
+    arXiv:2309.00071, eq. 22; the weight is DeepSeek's)."""
     return 0.1 * weight * math.log(max(factor, 1.0)) + 1.0
 
 
@@ -85,14 +110,22 @@ def _proportional(scaling: ProportionalScaling, cfg: RopeConfig, rates: np.ndarr
 def _llama3(scaling: Llama3Scaling, cfg: RopeConfig, rates: np.ndarray) -> np.ndarray:
     turns = scaling.original_length * rates / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = np.clip((turns - low) / (high - low), 0, 1) if high > low else (turns > low).astype(float)
+    kept = (
+        np.clip((turns - low) / (high - low), 0, 1) if high > low else (turns > low).astype(float)
+    )
     return rates * (kept + (1 - kept) / scaling.factor)
 
 
 def _yarn(scaling: YarnScaling, cfg: RopeConfig, rates: np.ndarray) -> np.ndarray:
-    """Section 3.2 of the paper: `kept` falls from 1 to 0 between the pairs that turn beta_fast and beta_slow times in the original length."""
+    """Section 3.2 of the paper: `kept` falls from 1 to 0 between the pairs that turn beta_fast and
+    beta_slow times in the original length."""
+
     def pair(turns: float) -> float:
-        return len(rates) * math.log(scaling.original_length / (turns * 2 * math.pi)) / math.log(cfg.theta)
+        return (
+            len(rates)
+            * math.log(scaling.original_length / (turns * 2 * math.pi))
+            / math.log(cfg.theta)
+        )
 
     low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
     if scaling.truncate:
@@ -103,7 +136,10 @@ def _yarn(scaling: YarnScaling, cfg: RopeConfig, rates: np.ndarray) -> np.ndarra
 
 
 SCALINGS: dict[type, Callable[[Any, RopeConfig, np.ndarray], np.ndarray]] = {
-    LinearScaling: _linear, ProportionalScaling: _proportional, Llama3Scaling: _llama3, YarnScaling: _yarn,
+    LinearScaling: _linear,
+    ProportionalScaling: _proportional,
+    Llama3Scaling: _llama3,
+    YarnScaling: _yarn,
 }
 
 
@@ -112,6 +148,8 @@ def _document_length(positions_BT: jax.Array, segments_BT: jax.Array | None) -> 
     if segments_BT is None:
         return positions_BT.max(axis=1, keepdims=True) + 1
     b, t = segments_BT.shape
-    last_BT = jnp.concatenate([segments_BT[:, 1:] != segments_BT[:, :-1], jnp.ones((b, 1), bool)], axis=1)
+    last_BT = jnp.concatenate(
+        [segments_BT[:, 1:] != segments_BT[:, :-1], jnp.ones((b, 1), bool)], axis=1
+    )
     end_BT = jax.lax.cummin(jnp.where(last_BT, jnp.arange(t), t), axis=1, reverse=True)
     return jnp.take_along_axis(jnp.broadcast_to(positions_BT, (b, t)), end_BT, axis=1) + 1

@@ -1,6 +1,7 @@
 """Which experts each token goes to, with what weights, and how even that is; all in float32.
 
-Shapes: B batch  T time  D embed  E experts  C chosen experts of a token  G groups of experts  I experts of a group.
+Shapes: B batch  T time  D embed  E experts  C chosen experts of a token  G groups of experts  I
+experts of a group.
 """
 
 import jax
@@ -8,25 +9,44 @@ import jax.numpy as jnp
 
 from maxstack.layers.mlp_config import RouterConfig
 
-SCORES = {"softmax": lambda logits_BTE: jax.nn.softmax(logits_BTE, axis=-1), "sigmoid": jax.nn.sigmoid}
+SCORES = {
+    "softmax": lambda logits_BTE: jax.nn.softmax(logits_BTE, axis=-1),
+    "sigmoid": jax.nn.sigmoid,
+}
 LEAST_SUM = 1e-20
 
 
 def normed(x_BTD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
     """x / rms(x) * scale / sqrt(D), float32: what Gemma 4's router reads."""
     x = x_BTD.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * (scale_D.astype(jnp.float32) * x.shape[-1] ** -0.5)
+    return (
+        x
+        * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+        * (scale_D.astype(jnp.float32) * x.shape[-1] ** -0.5)
+    )
 
 
 def logits(x_BTD: jax.Array, router_DE: jax.Array, bias_E: jax.Array | None) -> jax.Array:
-    """x router + bias, float32 [B, T, E] at full precision on every device: a rounding here sends a token elsewhere."""
-    found_BTE = jnp.einsum("BTD,DE->BTE", x_BTD.astype(jnp.float32), router_DE.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    """x router + bias, float32 [B, T, E] at full precision on every device: a rounding here sends a
+    token elsewhere."""
+    found_BTE = jnp.einsum(
+        "BTD,DE->BTE",
+        x_BTD.astype(jnp.float32),
+        router_DE.astype(jnp.float32),
+        precision=jax.lax.Precision.HIGHEST,
+    )
     return found_BTE if bias_E is None else found_BTE + bias_E.astype(jnp.float32)
 
 
-def route(cfg: RouterConfig, top_k: int, logits_BTE: jax.Array, selection_bias_E: jax.Array | None = None,
-          expert_scale_E: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-    """-> (experts int32 [B, T, C], weights float32 [B, T, C]). Gradients reach the logits through the weights alone."""
+def route(
+    cfg: RouterConfig,
+    top_k: int,
+    logits_BTE: jax.Array,
+    selection_bias_E: jax.Array | None = None,
+    expert_scale_E: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """-> (experts int32 [B, T, C], weights float32 [B, T, C]). Gradients reach the logits through
+    the weights alone."""
     scores_BTE = SCORES[cfg.score](logits_BTE)
     experts_BTC = _choose(cfg, top_k, jax.lax.stop_gradient(scores_BTE), selection_bias_E)
     weights_BTC = _pick(scores_BTE, experts_BTC)
@@ -34,7 +54,9 @@ def route(cfg: RouterConfig, top_k: int, logits_BTE: jax.Array, selection_bias_E
         weights_BTC = weights_BTC / (weights_BTC.sum(axis=-1, keepdims=True) + LEAST_SUM)
     weights_BTC = weights_BTC * cfg.scale
     if expert_scale_E is not None:
-        weights_BTC = weights_BTC * _pick(expert_scale_E.astype(jnp.float32)[None, None], experts_BTC)
+        weights_BTC = weights_BTC * _pick(
+            expert_scale_E.astype(jnp.float32)[None, None], experts_BTC
+        )
     return experts_BTC, weights_BTC
 
 
@@ -44,8 +66,11 @@ def _pick(values_BTE: jax.Array, experts_BTC: jax.Array) -> jax.Array:
     return jnp.where(mine_BTCE, values_BTE[:, :, None], 0.0).sum(axis=-1)
 
 
-def _choose(cfg: RouterConfig, top_k: int, scores_BTE: jax.Array, selection_bias_E: jax.Array | None) -> jax.Array:
-    """The best by score + selection bias, among the best groups where there are groups (DeepSeek-V3 2024, arXiv:2412.19437, section 2.1.2)."""
+def _choose(
+    cfg: RouterConfig, top_k: int, scores_BTE: jax.Array, selection_bias_E: jax.Array | None
+) -> jax.Array:
+    """The best by score + selection bias, among the best groups where there are groups (DeepSeek-V3
+    2024, arXiv:2412.19437, section 2.1.2)."""
     if selection_bias_E is not None:
         scores_BTE = scores_BTE + jax.lax.stop_gradient(selection_bias_E).astype(jnp.float32)
     if cfg.groups:
@@ -59,12 +84,16 @@ def _choose(cfg: RouterConfig, top_k: int, scores_BTE: jax.Array, selection_bias
 
 
 def counts(experts_BTC: jax.Array, experts: int, real_BT: jax.Array) -> jax.Array:
-    """How many real tokens of each row chose each expert, float32 [B, E]; `real_BT` is true where a token is no padding."""
+    """How many real tokens of each row chose each expert, float32 [B, E]; `real_BT` is true where a
+    token is no padding."""
     return (jax.nn.one_hot(experts_BTC, experts) * real_BT[:, :, None, None]).sum(axis=(1, 2))
 
 
-def within(experts_BTC: jax.Array, experts: int, real_BT: jax.Array, limit: int | None) -> jax.Array:
-    """Which choices count, bool [B, T, C]: those of real tokens, and of each row the first `limit` of an expert, if that is not None."""
+def within(
+    experts_BTC: jax.Array, experts: int, real_BT: jax.Array, limit: int | None
+) -> jax.Array:
+    """Which choices count, bool [B, T, C]: those of real tokens, and of each row the first `limit`
+    of an expert, if that is not None."""
     real_BT1 = real_BT[:, :, None]
     if limit is None:
         return jnp.broadcast_to(real_BT1, experts_BTC.shape)
@@ -73,11 +102,15 @@ def within(experts_BTC: jax.Array, experts: int, real_BT: jax.Array, limit: int 
     return real_BT1 & (_pick(before_BTE, experts_BTC) < limit)
 
 
-def loss(cfg: RouterConfig, top_k: int, logits_BTE: jax.Array, counts_BE: jax.Array, real_BT: jax.Array) -> jax.Array:
-    """balance_loss * balance + z_loss * z, a float32 scalar that is a sum over real tokens, so that parts of a batch add up.
+def loss(
+    cfg: RouterConfig, top_k: int, logits_BTE: jax.Array, counts_BE: jax.Array, real_BT: jax.Array
+) -> jax.Array:
+    """balance_loss * balance + z_loss * z, a float32 scalar that is a sum over real tokens, so that
+    parts of a batch add up.
 
-    balance of a row is E * sum_e(share of the row's choices * mean score), with scores that add up to 1 for a token (Fedus 2021,
-    arXiv:2101.03961, eq. 4; per row: DeepSeek-V3 2024, arXiv:2412.19437, eq. 17-20), times the row's real tokens; z of a token is the square of its
+    balance of a row is E * sum_e(share of the row's choices * mean score), with scores that add up
+    to 1 for a token (Fedus 2021, arXiv:2101.03961, eq. 4; per row: DeepSeek-V3 2024,
+    arXiv:2412.19437, eq. 17-20), times the row's real tokens; z of a token is the square of its
     log-partition (Zoph 2022, arXiv:2202.08906, eq. 5).
     """
     real = real_BT.astype(jnp.float32)

@@ -1,4 +1,5 @@
-"""A weight says its shape, logical axes, use and initial values once; `draw` makes the values, `project` and `lookup` read them."""
+"""A weight says its shape, logical axes, use and initial values once; `draw` makes the values,
+`project` and `lookup` read them."""
 
 import hashlib
 from collections.abc import Sequence
@@ -15,23 +16,44 @@ from maxstack.kernels.names import GroupedMatmul
 from maxstack.sharding import constrain, current
 
 Use = Literal["matmul", "experts", "rows", "head"]
-"""matmul: `project` multiplies by it. experts: a grouped matmul does. rows: `lookup` takes rows of it. head: the loss multiplies by it."""
+"""matmul: `project` multiplies by it. experts: a grouped matmul does. rows: `lookup` takes rows of
+it. head: the loss multiplies by it."""
 
 
-def weight(shape: tuple[int, ...], axes: str, *, dtype: str, std: float = 0.0, fill: float = 0.0, carried: bool = False, use: Use | None = None,
-           contract: int = 1) -> nnx.Param:
-    """A parameter of `shape` with one logical axis name a dimension. `draw` fills it from a normal of `std` cut at three of it, or with `fill`.
+def weight(
+    shape: tuple[int, ...],
+    axes: str,
+    *,
+    dtype: str,
+    std: float = 0.0,
+    fill: float = 0.0,
+    carried: bool = False,
+    use: Use | None = None,
+    contract: int = 1,
+) -> nnx.Param:
+    """A parameter of `shape` with one logical axis name a dimension. `draw` fills it from a normal
+    of `std` cut at three of it, or with `fill`.
 
-    A `carried` one is not the optimizer's: the step updates it by a rule of its own. `use` says what multiplies by it, if what does may do so in
-    another way than in the compute dtype; a matmul contracts its first `contract` dimensions.
+    A `carried` one is not the optimizer's: the step updates it by a rule of its own. `use` says
+    what multiplies by it, if what does may do so in another way than in the compute dtype; a matmul
+    contracts its first `contract` dimensions.
     """
     assert len(shape) == len(axes.split()), (shape, axes)
-    return nnx.Param(jnp.full(shape, fill, jnp.dtype(dtype)), axes=tuple(axes.split()), std=std, fill=fill, carried=carried, use=use,
-                     contract=contract, frozen=False)
+    return nnx.Param(
+        jnp.full(shape, fill, jnp.dtype(dtype)),
+        axes=tuple(axes.split()),
+        std=std,
+        fill=fill,
+        carried=carried,
+        use=use,
+        contract=contract,
+        frozen=False,
+    )
 
 
 class Treated:
-    """What stands in a layer for a weight that is kept, or multiplied by, in a way of its own. A layer need not know that it holds one."""
+    """What stands in a layer for a weight that is kept, or multiplied by, in a way of its own. A
+    layer need not know that it holds one."""
 
     def project(self, x: jax.Array) -> jax.Array:
         """As `project`."""
@@ -55,7 +77,8 @@ class Treated:
 
 
 class Experts:
-    """What stands for the matrices of all experts [E, in, out]: a pytree of arrays of as many dimensions, which may be one long."""
+    """What stands for the matrices of all experts [E, in, out]: a pytree of arrays of as many
+    dimensions, which may be one long."""
 
     ndim = 3
 
@@ -68,7 +91,8 @@ Weight = nnx.Param | Treated
 
 
 def draw(param: nnx.Param, path: Sequence[object], seed: int) -> jax.Array:
-    """Initial values for `param`: they depend on the seed, the path and the shape alone, so neither the mesh nor other weights change them."""
+    """Initial values for `param`: they depend on the seed, the path and the shape alone, so neither
+    the mesh nor other weights change them."""
     std, shape = param.get_metadata()["std"], param.get_value().shape
     if not std:
         return jnp.full(shape, param.get_metadata()["fill"], param.get_value().dtype)
@@ -93,17 +117,27 @@ def experts(w: Weight, dtype: Any) -> jax.Array | Experts:
     return w.experts(dtype) if isinstance(w, Treated) else w[...].astype(dtype)
 
 
-def multiply_each(x: jax.Array, w: jax.Array | Experts, sizes: jax.Array, backend: GroupedMatmul) -> jax.Array:
-    """The rows of each expert [rows, in], sorted, by its matrix: [rows, out]; see grouped_matmul."""
-    return w.multiply(x, sizes, backend) if isinstance(w, Experts) else grouped_matmul(x, w, sizes, backend)
+def multiply_each(
+    x: jax.Array, w: jax.Array | Experts, sizes: jax.Array, backend: GroupedMatmul
+) -> jax.Array:
+    """The rows of each expert [rows, in], sorted, by its matrix: [rows, out]; see
+    grouped_matmul."""
+    return (
+        w.multiply(x, sizes, backend)
+        if isinstance(w, Experts)
+        else grouped_matmul(x, w, sizes, backend)
+    )
 
 
 def project(x: jax.Array, w: Weight) -> jax.Array:
-    """Contract the last dimensions of x with the first ones of w, in x's dtype: [..., in] x [in, out] -> [..., out].
+    """Contract the last dimensions of x with the first ones of w, in x's dtype: [..., in] x [in,
+    out] -> [..., out].
 
-    On one device rows are flattened to one dimension: on a CPU, XLA transposes the whole operand of a weight gradient that contracts two. On a
-    mesh they keep their dimensions, which may be split over different axes, and the weight is gathered along `embed`, for the backward pass once
-    more: left to itself, XLA may split activations like the shards of a weight's gradient, or copy them whole to every device.
+    On one device rows are flattened to one dimension: on a CPU, XLA transposes the whole operand of
+    a weight gradient that contracts two. On a mesh they keep their dimensions, which may be split
+    over different axes, and the weight is gathered along `embed`, for the backward pass once more:
+    left to itself, XLA may split activations like the shards of a weight's gradient, or copy them
+    whole to every device.
     """
     if isinstance(w, Treated):
         return w.project(x)
@@ -114,7 +148,9 @@ def project(x: jax.Array, w: Weight) -> jax.Array:
 
         def product(x: jax.Array, w: jax.Array) -> jax.Array:
             used = constrain(w.astype(x.dtype), axes)
-            return jax.lax.dot_general(x, used, ((tuple(range(len(rows), x.ndim)), tuple(range(contract))), ((), ())))
+            return jax.lax.dot_general(
+                x, used, ((tuple(range(len(rows), x.ndim)), tuple(range(contract))), ((), ()))
+            )
 
         return jax.checkpoint(product, prevent_cse=False)(x, w[...])
     return multiply(x.reshape(*rows, -1), w[...].reshape(-1, *out))
@@ -127,13 +163,15 @@ def multiply(x: jax.Array, w: jax.Array) -> jax.Array:
     matrix = w.astype(x.dtype).reshape(w.shape[0], -1)
     if matrix.shape[0] > matrix.shape[1] and Device.here().platform == "cpu":
         matrix = _with_turned_gradient(matrix)
-    return jax.lax.dot_general(x.reshape(-1, x.shape[-1]), matrix, (((1,), (0,)), ((), ()))).reshape(*x.shape[:-1], *w.shape[1:])
+    return jax.lax.dot_general(
+        x.reshape(-1, x.shape[-1]), matrix, (((1,), (0,)), ((), ()))
+    ).reshape(*x.shape[:-1], *w.shape[1:])
 
 
 def axes_of(w: nnx.Param) -> tuple[str, ...]:
     """Logical axes of a weight itself, without those of a stack."""
     axes = w.get_metadata()["axes"]
-    return axes[-w.ndim:] if w.ndim else ()
+    return axes[-w.ndim :] if w.ndim else ()
 
 
 def whole(axes: Sequence[str]) -> str:
@@ -143,8 +181,11 @@ def whole(axes: Sequence[str]) -> str:
 
 @jax.custom_vjp
 def _with_turned_gradient(matrix: jax.Array) -> jax.Array:
-    """The matrix [in, out], whose gradient is multiplied as [out, in] and then turned: on a CPU, XLA takes 1.5 x as long for it where in > out."""
+    """The matrix [in, out], whose gradient is multiplied as [out, in] and then turned: on a CPU,
+    XLA takes 1.5 x as long for it where in > out."""
     return matrix
 
 
-_with_turned_gradient.defvjp(lambda matrix: (matrix, None), lambda _, gradient: (jax.lax.optimization_barrier(gradient.T).T,))
+_with_turned_gradient.defvjp(
+    lambda matrix: (matrix, None), lambda _, gradient: (jax.lax.optimization_barrier(gradient.T).T,)
+)

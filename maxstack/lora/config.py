@@ -9,8 +9,10 @@ from maxstack.config import Items, Section, fault, quoted
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): they alone are trained, with the optimizer's state for them alone, and everything else is
-    frozen. On a base whose weights a recipe keeps in low precision (quantization: nf4), QLoRA (Dettmers et al. 2023, arXiv:2305.14314)."""
+    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): they alone are trained, with the
+    optimizer's state for them alone, and everything else is frozen. On a base whose weights a
+    recipe keeps in low precision (quantization: nf4), QLoRA (Dettmers et al. 2023,
+    arXiv:2305.14314)."""
 
     rank: int = Field(8, ge=1)
     """Columns of A and rows of B: W x becomes W x + alpha / rank B A x."""
@@ -19,14 +21,16 @@ class LoraConfig(Section):
     dropout: float = Field(0.0, ge=0, lt=1)
     """Share of what adapters read that is set to zero in training: the same on any mesh."""
     targets: Items[str] = (".*/(mixer|mlp)/.*",)
-    """Regular expressions that a weight's whole path must match, or that of the module that holds it, as in quantization.rules: projections alone,
-    neither experts nor tables."""
+    """Regular expressions that a weight's whole path must match, or that of the module that holds
+    it, as in quantization.rules: projections alone, neither experts nor tables."""
     rslora: bool = False
-    """alpha / sqrt(rank) in place of alpha / rank, so that larger ranks do not learn more slowly (Kalajdzievski 2023, arXiv:2312.03732)."""
+    """alpha / sqrt(rank) in place of alpha / rank, so that larger ranks do not learn more slowly
+    (Kalajdzievski 2023, arXiv:2312.03732)."""
     dora: bool = False
     """Also train the length of each column of W + B A (Liu et al. 2024, arXiv:2402.09353)."""
     adapter: str | None = None
-    """Folder in PEFT's format whose adapter a fresh run starts from; its rank, alpha and targets must be these. null: A random, B zero."""
+    """Folder in PEFT's format whose adapter a fresh run starts from; its rank, alpha and targets
+    must be these. null: A random, B zero."""
 
     @property
     def scale(self) -> float:
@@ -36,10 +40,16 @@ class LoraConfig(Section):
     @pydantic.model_validator(mode="after")
     def _check(self) -> "LoraConfig":
         if not self.targets:
-            raise fault("targets", "targets=[]: give at least one pattern, such as '.*/mixer/(query|value)', or drop lora")
+            raise fault(
+                "targets",
+                "targets=[]: give at least one pattern, such as "
+                "'.*/mixer/(query|value)', or drop lora",
+            )
         for i, pattern in enumerate(self.targets):
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise fault(f"targets.{i}", f"{quoted(pattern)} is no regular expression: {error}") from error
+                raise fault(
+                    f"targets.{i}", f"{quoted(pattern)} is no regular expression: {error}"
+                ) from error
         return self

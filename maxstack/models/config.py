@@ -25,14 +25,21 @@ class BlockConfig(Section):
     norm: NormConfig = NormConfig()
     """Of both parts."""
     placement: Literal["pre", "post", "sandwich"] = "pre"
-    """Norms before each part, after it (OLMo 2), or both (Gemma 2); the residual stream itself is never normed."""
+    """Norms before each part, after it (OLMo 2), or both (Gemma 2); the residual stream itself is
+    never normed."""
     out_scalar: bool = False
     """A learned factor on the block's output (Gemma 4)."""
 
     @property
     def experts(self) -> MoEConfig | None:
         """The mixture of experts, wherever it stands in the block."""
-        return self.mlp if isinstance(self.mlp, MoEConfig) else self.mlp.moe if isinstance(self.mlp, ParallelMLPConfig) else None
+        return (
+            self.mlp
+            if isinstance(self.mlp, MoEConfig)
+            else self.mlp.moe
+            if isinstance(self.mlp, ParallelMLPConfig)
+            else None
+        )
 
 
 class HeadConfig(Section):
@@ -45,11 +52,13 @@ class HeadConfig(Section):
     soft_cap: float | None = Field(None, gt=0)
     """Logits l become soft_cap * tanh(l / soft_cap); null: unchanged."""
     backend: names.CrossEntropy = "auto"
-    """The kernel that makes the loss of hidden states and this matrix; auto: the first that can serve."""
+    """The kernel that makes the loss of hidden states and this matrix; auto: the first that can
+    serve."""
 
 
 class PerLayerConfig(Section):
-    """A second, small embedding of each token for every layer, gated into the residual stream after the MLP (Gemma 4 E2B)."""
+    """A second, small embedding of each token for every layer, gated into the residual stream after
+    the MLP (Gemma 4 E2B)."""
 
     vocab: int = Field(ge=2)
     """Rows of its table."""
@@ -60,7 +69,8 @@ class PerLayerConfig(Section):
 
 
 class MTPConfig(Section):
-    """Multi-token prediction (DeepSeek-V3 2024, arXiv:2412.19437, section 2.2): a block that predicts one token further, kept for training."""
+    """Multi-token prediction (DeepSeek-V3 2024, arXiv:2412.19437, section 2.2): a block that
+    predicts one token further, kept for training."""
 
     block: str
     """The block spec that it uses."""
@@ -74,15 +84,33 @@ class RematConfig(Section):
     """What the backward pass recomputes instead of keeping."""
 
     policy: Remat = "none"
-    """none keeps everything; full keeps a block's input alone; dots keeps matmul outputs; dots_no_batch those without a batch dimension (no
-    attention scores); save keeps the tensors in `names`; offload moves the tensors in `names` to host memory."""
-    names: Items[Literal["input", "query", "key", "value", "context", "mixer_out", "mlp_gate", "mlp_up", "mlp_out"]] = ()
-    """The tensors of a block that save and offload keep; its input is kept on the device, unless offload names it."""
+    """none keeps everything; full keeps a block's input alone; dots keeps matmul outputs;
+    dots_no_batch those without a batch dimension (no attention scores); save keeps the tensors in
+    `names`; offload moves the tensors in `names` to host memory."""
+    names: Items[
+        Literal[
+            "input",
+            "query",
+            "key",
+            "value",
+            "context",
+            "mixer_out",
+            "mlp_gate",
+            "mlp_up",
+            "mlp_out",
+        ]
+    ] = ()
+    """The tensors of a block that save and offload keep; its input is kept on the device, unless
+    offload names it."""
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> "RematConfig":
         if bool(self.names) != (self.policy in ("save", "offload")):
-            raise fault("names", f"names={list(self.names)} with policy={self.policy}: save and offload need names, the others take none")
+            raise fault(
+                "names",
+                f"names={list(self.names)} with policy={self.policy}: save and offload "
+                "need names, the others take none",
+            )
         return self
 
 
@@ -100,7 +128,8 @@ class DecoderConfig(Section):
     blocks: dict[str, BlockConfig] = Field(min_length=1)
     """Block specs by name; a spec may say `like: other` and give only what differs."""
     pattern: Items[str] = ()
-    """Names of blocks, repeated until all layers are filled; whole periods are scanned. Empty: the only block."""
+    """Names of blocks, repeated until all layers are filled; whole periods are scanned. Empty: the
+    only block."""
     prefix: Items[str] = ()
     """Names of blocks that come once before the pattern, unrolled."""
     positions: int | None = Field(None, ge=1)
@@ -116,14 +145,16 @@ class DecoderConfig(Section):
     mtp: MTPConfig | None = None
     """Heads that predict further tokens in training; null: none."""
     weights: str | None = None
-    """Hugging Face folder, or model of the hub at a commit (Org/Name@COMMIT), whose weights a fresh run starts from; `from:` sets it; null: random
-    weights."""
+    """Hugging Face folder, or model of the hub at a commit (Org/Name@COMMIT), whose weights a fresh
+    run starts from; `from:` sets it; null: random weights."""
     init_scale: float = Field(1.0, gt=0)
-    """Multiplies the standard deviation of every initial matrix; 1: 1/sqrt(fan in), residual outputs divided by sqrt(2 layers)."""
+    """Multiplies the standard deviation of every initial matrix; 1: 1/sqrt(fan in), residual
+    outputs divided by sqrt(2 layers)."""
     dtype: Dtype = "bfloat16"
     """Of activations and matmuls; softmax, norms and the loss are float32 whatever this says."""
     param_dtype: Dtype = "float32"
-    """Of the weights that the optimizer updates; it computes in float32, and so is its state unless a transform says otherwise."""
+    """Of the weights that the optimizer updates; it computes in float32, and so is its state unless
+    a transform says otherwise."""
     remat: RematConfig = RematConfig()
     """What the backward pass recomputes."""
     unroll: int = Field(1, ge=1)
@@ -133,19 +164,36 @@ class DecoderConfig(Section):
     def _check(self) -> "DecoderConfig":
         used = (*self.prefix, *self.pattern, *((self.mtp.block,) if self.mtp else ()))
         if not self.pattern and len({*self.blocks} - {*used}) > 1:
-            raise fault("pattern", f"with {len(self.blocks)} blocks ({listed([*self.blocks])}) the pattern must say their order")
-        for key, given in (("pattern", self.pattern), ("prefix", self.prefix), ("mtp.block", used[len(self.prefix) + len(self.pattern):])):
+            raise fault(
+                "pattern",
+                f"with {len(self.blocks)} blocks ({listed([*self.blocks])}) the pattern "
+                "must say their order",
+            )
+        for key, given in (
+            ("pattern", self.pattern),
+            ("prefix", self.prefix),
+            ("mtp.block", used[len(self.prefix) + len(self.pattern) :]),
+        ):
             for name in given:
                 if name not in self.blocks:
-                    raise fault(key, f"{key} names block {quoted(name)}, but blocks holds {listed([*self.blocks])}")
+                    raise fault(
+                        key,
+                        f"{key} names block {quoted(name)}, but blocks holds "
+                        f"{listed([*self.blocks])}",
+                    )
         if len(self.prefix) > self.layers:
-            raise fault("prefix", f"prefix names {len(self.prefix)} blocks, but layers={self.layers}")
+            raise fault(
+                "prefix", f"prefix names {len(self.prefix)} blocks, but layers={self.layers}"
+            )
         for name, block in self.blocks.items():
             shared = block.mixer.share_kv if isinstance(block.mixer, AttentionConfig) else None
             if shared is not None and shared not in self.prefix:
-                raise fault(f"blocks.{name}.mixer.share_kv", f"share_kv={quoted(shared)} is no block of the prefix "
-                            f"({listed([*self.prefix]) or 'empty'}); "
-                            "keys and values are kept of layers in the prefix alone")
+                raise fault(
+                    f"blocks.{name}.mixer.share_kv",
+                    f"share_kv={quoted(shared)} is no block of the prefix "
+                    f"({listed([*self.prefix]) or 'empty'}); "
+                    "keys and values are kept of layers in the prefix alone",
+                )
         return self
 
     @property
@@ -156,6 +204,11 @@ class DecoderConfig(Section):
 
     @property
     def period(self) -> tuple[str, ...]:
-        """The pattern; where none is given, the one block that has no other use, or the only one."""
+        """The pattern; where none is given, the one block that has no other use, or the only
+        one."""
         used = {*self.prefix, *((self.mtp.block,) if self.mtp else ())}
-        return self.pattern or tuple(name for name in self.blocks if name not in used)[:1] or tuple(self.blocks)[:1]
+        return (
+            self.pattern
+            or tuple(name for name in self.blocks if name not in used)[:1]
+            or tuple(self.blocks)[:1]
+        )

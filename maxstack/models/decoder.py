@@ -1,4 +1,5 @@
-"""One decoder-only model, composed of block kinds by a pattern. Shapes: B batch  T time  D embed  V vocab  P per-layer embedding  L layers."""
+"""One decoder-only model, composed of block kinds by a pattern. Shapes: B batch  T time  D embed  V
+vocab  P per-layer embedding  L layers."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -12,7 +13,13 @@ from jax.ad_checkpoint import checkpoint_name
 from maxstack.kernels.backends import asking
 from maxstack.kernels.sequences import arrange, natural
 from maxstack.layers.attention import Attention
-from maxstack.layers.config import AttentionConfig, GatedDeltaConfig, LongRopeScaling, MLAConfig, RopeConfig
+from maxstack.layers.config import (
+    AttentionConfig,
+    GatedDeltaConfig,
+    LongRopeScaling,
+    MLAConfig,
+    RopeConfig,
+)
 from maxstack.layers.context import Context, Table, keys_of
 from maxstack.layers.gated_delta import GatedDelta
 from maxstack.layers.mla import MLA
@@ -28,8 +35,17 @@ from maxstack.sharding import constrain, size_of
 
 Batch = Mapping[str, jax.Array]
 Aux = dict[str, Any]
-MIXERS: dict[str, Callable[..., nnx.Module]] = {"attention": Attention, "mla": MLA, "gated_delta": GatedDelta}
-MLPS: dict[str, Callable[..., nnx.Module]] = {"gated": GatedMLP, "dense": DenseMLP, "moe": MoE, "parallel": ParallelMLP}
+MIXERS: dict[str, Callable[..., nnx.Module]] = {
+    "attention": Attention,
+    "mla": MLA,
+    "gated_delta": GatedDelta,
+}
+MLPS: dict[str, Callable[..., nnx.Module]] = {
+    "gated": GatedMLP,
+    "dense": DenseMLP,
+    "moe": MoE,
+    "parallel": ParallelMLP,
+}
 
 
 class Block(nnx.Module):
@@ -51,16 +67,28 @@ class Block(nnx.Module):
         self.out_scalar = weight((), "", dtype=dtype, fill=1.0) if cfg.out_scalar else None
         if extra := model.per_layer:
             self.act = ACTIVATIONS[extra.activation]
-            self.per_layer_gate = weight((size, extra.size), "embed latent", std=scale / size**0.5, dtype=dtype, use="matmul")
-            self.per_layer_out = weight((extra.size, size), "latent embed", std=stds["out_std"] / extra.size**0.5, dtype=dtype, use="matmul")
+            self.per_layer_gate = weight(
+                (size, extra.size), "embed latent", std=scale / size**0.5, dtype=dtype, use="matmul"
+            )
+            self.per_layer_out = weight(
+                (extra.size, size),
+                "latent embed",
+                std=stds["out_std"] / extra.size**0.5,
+                dtype=dtype,
+                use="matmul",
+            )
             self.per_layer_norm = Norm(cfg.norm, size, dtype=dtype)
 
-    def __call__(self, x_BTD: jax.Array, context: Context, extra_BTP: jax.Array | None = None) -> tuple[jax.Array, Aux]:
+    def __call__(
+        self, x_BTD: jax.Array, context: Context, extra_BTP: jax.Array | None = None
+    ) -> tuple[jax.Array, Aux]:
         """-> (x, what the MLP reports); `extra_BTP` is the layer's own embedding of the tokens."""
         with context.drawing():
             return self._computed(x_BTD, context, extra_BTP)
 
-    def _computed(self, x_BTD: jax.Array, context: Context, extra_BTP: jax.Array | None) -> tuple[jax.Array, Aux]:
+    def _computed(
+        self, x_BTD: jax.Array, context: Context, extra_BTP: jax.Array | None
+    ) -> tuple[jax.Array, Aux]:
         x_BTD = checkpoint_name(x_BTD, "input")
         with asking(f"model.blocks.{self.name}.mixer"):
             mixed_BTD = self.mixer(_apply(self.mixer_norm, x_BTD), context)
@@ -87,7 +115,8 @@ def _apply(norm: Norm | None, x: jax.Array) -> jax.Array:
 
 
 class Decoder(nnx.Module):
-    """Embedding, blocks, norm, head. Blocks of the pattern are stacked over its repetitions, along a leading axis named `layers`.
+    """Embedding, blocks, norm, head. Blocks of the pattern are stacked over its repetitions, along
+    a leading axis named `layers`.
 
     Built, it holds placeholders; `initial` draws the weights.
     """
@@ -97,34 +126,59 @@ class Decoder(nnx.Module):
         dtype, std = cfg.param_dtype, cfg.init_scale / cfg.embed**0.5
         self.embed = weight((cfg.vocab, cfg.embed), "vocab embed", std=std, dtype=dtype, use="rows")
         if cfg.positions:
-            self.positions = weight((cfg.positions, cfg.embed), "latent embed", std=std, dtype=dtype)
+            self.positions = weight(
+                (cfg.positions, cfg.embed), "latent embed", std=std, dtype=dtype
+            )
         if extra := cfg.per_layer:
-            self.per_layer_embed = weight((extra.vocab, cfg.layers, extra.size), "vocab latent latent", std=extra.size**-0.5, dtype=dtype,
-                                          use="rows")
-            self.per_layer_project = weight((cfg.embed, cfg.layers, extra.size), "embed latent latent", std=std, dtype=dtype, use="matmul")
+            self.per_layer_embed = weight(
+                (extra.vocab, cfg.layers, extra.size),
+                "vocab latent latent",
+                std=extra.size**-0.5,
+                dtype=dtype,
+                use="rows",
+            )
+            self.per_layer_project = weight(
+                (cfg.embed, cfg.layers, extra.size),
+                "embed latent latent",
+                std=std,
+                dtype=dtype,
+                use="matmul",
+            )
             self.per_layer_norm = Norm(cfg.norm, extra.size, dtype=dtype)
 
         first, period, repeats = len(cfg.prefix), pattern_keys(cfg), periods(cfg)
-        rest = cfg.order[first + repeats * len(period):]
+        rest = cfg.order[first + repeats * len(period) :]
         self.prefix = nnx.Dict({f"{i}": Block(name, cfg) for i, name in enumerate(cfg.prefix)})
-        self.blocks = nnx.Dict({key: _stack(Block(name, cfg), repeats) for key, name in period.items()} if repeats else {})
+        self.blocks = nnx.Dict(
+            {key: _stack(Block(name, cfg), repeats) for key, name in period.items()}
+            if repeats
+            else {}
+        )
         self.rest = nnx.Dict({f"{i}": Block(name, cfg) for i, name in enumerate(rest)})
         self.norm = Norm(cfg.norm, cfg.embed, dtype=dtype)
-        self.mtp = nnx.Dict({f"{i}": FurtherToken(cfg) for i in range(cfg.mtp.depth)} if cfg.mtp else {})
+        self.mtp = nnx.Dict(
+            {f"{i}": FurtherToken(cfg) for i in range(cfg.mtp.depth)} if cfg.mtp else {}
+        )
         for _, param in nnx.iter_graph(self.mtp) if cfg.mtp and not cfg.mtp.loss else ():
             if isinstance(param, nnx.Param):
-                param.set_metadata(frozen=True)  # no gradient reaches it, and weight decay alone would shrink it
+                param.set_metadata(
+                    frozen=True
+                )  # no gradient reaches it, and weight decay alone would shrink it
         if not cfg.head.tied:
-            self.head = weight((cfg.embed, cfg.vocab), "embed vocab", std=std, dtype=dtype, use="head")
+            self.head = weight(
+                (cfg.embed, cfg.vocab), "embed vocab", std=std, dtype=dtype, use="head"
+            )
         if cfg.head.bias:
             self.head_bias = weight((cfg.vocab,), "vocab", dtype=dtype)
 
     def trunk(self, batch: Batch) -> tuple[jax.Array, Aux, Context]:
-        """The residual stream after the last block [B, T, D] in the compute dtype, what the blocks report by their paths, and the context.
+        """The residual stream after the last block [B, T, D] in the compute dtype, what the blocks
+        report by their paths, and the context.
 
-        `batch` holds tokens [B, T] and, where rows hold several documents, positions and segments [B, T]; where they hold one and padding, and that
-        counts, `real`, bool [B, T]; in training with dropout `keys`, uint32 [B, 2], random keys of rows. What comes back lies in the order of
-        kernels/sequences.py, `arrange`.
+        `batch` holds tokens [B, T] and, where rows hold several documents, positions and segments
+        [B, T]; where they hold one and padding, and that counts, `real`, bool [B, T]; in training
+        with dropout `keys`, uint32 [B, 2], random keys of rows. What comes back lies in the order
+        of kernels/sequences.py, `arrange`.
         """
         cfg, tokens_BT = self.cfg, arrange(batch["tokens"])
         context = _context(cfg, batch, tokens_BT.shape[1])
@@ -134,15 +188,25 @@ class Decoder(nnx.Module):
         with context.drawing():
             extra_LBTP = self._per_layer(tokens_BT, x_BTD) if cfg.per_layer else None
         aux: Aux = {"prefix": {}, "blocks": {}, "rest": {}}
-        kept_names = {block.mixer.share_kv for block in cfg.blocks.values() if isinstance(block.mixer, AttentionConfig)}
+        kept_names = {
+            block.mixer.share_kv
+            for block in cfg.blocks.values()
+            if isinstance(block.mixer, AttentionConfig)
+        }
 
-        def run(block: Block, x_BTD: jax.Array, extra_BTP: jax.Array | None) -> tuple[jax.Array, Aux]:
+        def run(
+            block: Block, x_BTD: jax.Array, extra_BTP: jax.Array | None
+        ) -> tuple[jax.Array, Aux]:
             graph, state = nnx.split(block)
-            return remat(cfg.remat, lambda state, x, extra: nnx.merge(graph, state)(x, context, extra))(state, x_BTD, extra_BTP)
+            return remat(
+                cfg.remat, lambda state, x, extra: nnx.merge(graph, state)(x, context, extra)
+            )(state, x_BTD, extra_BTP)
 
         for i, (key, block) in enumerate(_numbered(self.prefix)):
             if cfg.prefix[i] in kept_names:
-                context = dataclasses.replace(context, kept={**context.kept, cfg.prefix[i]: block.keys_values(x_BTD, context)})
+                context = dataclasses.replace(
+                    context, kept={**context.kept, cfg.prefix[i]: block.keys_values(x_BTD, context)}
+                )
             x_BTD, aux["prefix"][key] = run(block, x_BTD, _layer(extra_LBTP, i))
         if periods(cfg):
             x_BTD, aux["blocks"] = self._repeated(x_BTD, context, extra_LBTP)
@@ -151,15 +215,24 @@ class Decoder(nnx.Module):
             x_BTD, aux["rest"][key] = run(block, x_BTD, _layer(extra_LBTP, done + i))
         return x_BTD, aux, context
 
-    def _repeated(self, x_BTD: jax.Array, context: Context, extra_LBTP: jax.Array | None) -> tuple[jax.Array, Aux]:
-        """The repetitions of the pattern, one after the other -> (x, reports, each with a leading axis of repetitions)."""
-        cfg, first, repeats, keys = self.cfg, len(self.prefix), periods(self.cfg), [*pattern_keys(self.cfg)]
+    def _repeated(
+        self, x_BTD: jax.Array, context: Context, extra_LBTP: jax.Array | None
+    ) -> tuple[jax.Array, Aux]:
+        """The repetitions of the pattern, one after the other -> (x, reports, each with a leading
+        axis of repetitions)."""
+        cfg, first, repeats, keys = (
+            self.cfg,
+            len(self.prefix),
+            periods(self.cfg),
+            [*pattern_keys(self.cfg)],
+        )
         graphs, stacked = zip(*(nnx.split(self.blocks[key]) for key in keys), strict=True)
         staged = size_of(pipeline.STAGE) > 1
 
         def period(x_BTD: jax.Array, read: pipeline.Read) -> tuple[jax.Array, Aux]:
             reports = {}
             for place, key in enumerate(keys):
+
                 def block(x_BTD: jax.Array, place: int = place) -> tuple[jax.Array, Aux]:
                     state, context, extra_BTP = read(place)
                     return nnx.merge(graphs[place], state)(x_BTD, context, extra_BTP)
@@ -167,17 +240,27 @@ class Decoder(nnx.Module):
                 x_BTD, reports[key] = remat(cfg.remat, block, staged)(x_BTD)
             return x_BTD, reports
 
-        extra = None if extra_LBTP is None else extra_LBTP[first:first + repeats * len(keys)].reshape(repeats, len(keys), *extra_LBTP.shape[1:])
+        extra = (
+            None
+            if extra_LBTP is None
+            else extra_LBTP[first : first + repeats * len(keys)].reshape(
+                repeats, len(keys), *extra_LBTP.shape[1:]
+            )
+        )
         if staged:
             return pipeline.pipelined(period, x_BTD, stacked, context, extra, cfg.unroll)
 
-        def repetition(x_BTD: jax.Array, xs: tuple[Any, jax.Array | None, jax.Array | None]) -> tuple[jax.Array, Aux]:
+        def repetition(
+            x_BTD: jax.Array, xs: tuple[Any, jax.Array | None, jax.Array | None]
+        ) -> tuple[jax.Array, Aux]:
             states, extra, number = xs
             here = context if number is None else context.repeated(number)
             return period(x_BTD, lambda place: (states[place], here, _layer(extra, place)))
 
         numbers = None if context.keys_BT2 is None else jnp.arange(repeats)
-        return jax.lax.scan(repetition, x_BTD, (stacked, extra, numbers), unroll=min(cfg.unroll, repeats))
+        return jax.lax.scan(
+            repetition, x_BTD, (stacked, extra, numbers), unroll=min(cfg.unroll, repeats)
+        )
 
     def hidden(self, batch: Batch) -> jax.Array:
         """The normed residual stream that the head reads [B, T, D], in natural order."""
@@ -186,14 +269,26 @@ class Decoder(nnx.Module):
     def embedded(self, tokens_BT: jax.Array) -> jax.Array:
         """Tokens -> [B, T, D] in the compute dtype."""
         x_BTD = constrain(lookup(self.embed, tokens_BT, self.cfg.dtype), "batch residual embed")
-        return x_BTD * jnp.asarray(self.cfg.embed_scale, x_BTD.dtype) if self.cfg.embed_scale else x_BTD
+        return (
+            x_BTD * jnp.asarray(self.cfg.embed_scale, x_BTD.dtype)
+            if self.cfg.embed_scale
+            else x_BTD
+        )
 
     def readout(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None, str]:
-        """The normed residual stream as the head reads it, its matrix [D, V], its bias [V], and the logical axes by which the matrix is kept."""
+        """The normed residual stream as the head reads it, its matrix [D, V], its bias [V], and the
+        logical axes by which the matrix is kept."""
         kept: Weight = self.embed if self.cfg.head.tied else self.head
-        table, bias_V = values(kept, self.cfg.param_dtype), self.head_bias[...] if self.cfg.head.bias else None
+        table, bias_V = (
+            values(kept, self.cfg.param_dtype),
+            self.head_bias[...] if self.cfg.head.bias else None,
+        )
         x_BTD = kept.read(x_BTD) if isinstance(kept, Treated) else x_BTD
-        return (x_BTD, table.T, bias_V, "vocab embed") if self.cfg.head.tied else (x_BTD, table, bias_V, "embed vocab")
+        return (
+            (x_BTD, table.T, bias_V, "vocab embed")
+            if self.cfg.head.tied
+            else (x_BTD, table, bias_V, "embed vocab")
+        )
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """Normed residual stream -> float32 logits [B, T, V]."""
@@ -205,27 +300,44 @@ class Decoder(nnx.Module):
         return cap * jnp.tanh(logits_BTV / cap) if cap else logits_BTV
 
     def _per_layer(self, tokens_BT: jax.Array, x_BTD: jax.Array) -> jax.Array:
-        """[L, B, T, P]: the mean, times sqrt 2, of the layer's embedding of each token and of a projection of the model's (Gemma 4)."""
+        """[L, B, T, P]: the mean, times sqrt 2, of the layer's embedding of each token and of a
+        projection of the model's (Gemma 4)."""
         assert self.cfg.per_layer
         size = self.cfg.per_layer.size
-        own_BTLP = lookup(self.per_layer_embed, tokens_BT, x_BTD.dtype) * jnp.asarray(size**0.5, x_BTD.dtype)
-        seen_BTLP = self.per_layer_norm(project(x_BTD, self.per_layer_project) * jnp.asarray(self.cfg.embed**-0.5, x_BTD.dtype))
+        own_BTLP = lookup(self.per_layer_embed, tokens_BT, x_BTD.dtype) * jnp.asarray(
+            size**0.5, x_BTD.dtype
+        )
+        seen_BTLP = self.per_layer_norm(
+            project(x_BTD, self.per_layer_project) * jnp.asarray(self.cfg.embed**-0.5, x_BTD.dtype)
+        )
         return jnp.moveaxis((own_BTLP + seen_BTLP) * jnp.asarray(0.5**0.5, x_BTD.dtype), 2, 0)
 
 
 class FurtherToken(nnx.Module):
-    """A step of multi-token prediction: from position t's state and the embedding of the next token to a state that predicts the one after
-    (DeepSeek-V3 2024, arXiv:2412.19437, eq. 21-23)."""
+    """A step of multi-token prediction: from position t's state and the embedding of the next token
+    to a state that predicts the one after (DeepSeek-V3 2024, arXiv:2412.19437, eq. 21-23)."""
 
     def __init__(self, cfg: DecoderConfig):
         assert cfg.mtp
         dtype = cfg.param_dtype
-        self.embed_norm, self.hidden_norm, self.norm = (Norm(cfg.norm, cfg.embed, dtype=dtype) for _ in range(3))
-        self.project = weight((2, cfg.embed, cfg.embed), "latent embed norm", std=(2 * cfg.embed) ** -0.5, dtype=dtype, use="matmul",
-                              contract=2)
-        self.block = Block(cfg.mtp.block, cfg.model_copy(update={"per_layer": None}))  # its token is in no layer's table
+        self.embed_norm, self.hidden_norm, self.norm = (
+            Norm(cfg.norm, cfg.embed, dtype=dtype) for _ in range(3)
+        )
+        self.project = weight(
+            (2, cfg.embed, cfg.embed),
+            "latent embed norm",
+            std=(2 * cfg.embed) ** -0.5,
+            dtype=dtype,
+            use="matmul",
+            contract=2,
+        )
+        self.block = Block(
+            cfg.mtp.block, cfg.model_copy(update={"per_layer": None})
+        )  # its token is in no layer's table
 
-    def __call__(self, x_BTD: jax.Array, next_BTD: jax.Array, context: Context) -> tuple[jax.Array, Aux]:
+    def __call__(
+        self, x_BTD: jax.Array, next_BTD: jax.Array, context: Context
+    ) -> tuple[jax.Array, Aux]:
         """(state, embedding of the next token) -> (state one token further, the block's report)."""
         both_BT2D = jnp.stack([self.embed_norm(next_BTD), self.hidden_norm(x_BTD)], axis=2)
         with context.drawing():
@@ -243,23 +355,31 @@ def initial(cfg: DecoderConfig, seed: int) -> dict[str, Any]:
     return nnx.traversals.unflatten_mapping(drawn)
 
 
-def carry(cfg: DecoderConfig, params: dict[str, Any], loads: Mapping[tuple[str, ...], jax.Array]) -> dict[str, Any]:
-    """The weights with each selection bias one step nearer to balance: up where fewer tokens than the mean chose the expert, down where more
-    (Wang et al. 2024, arXiv:2408.15664, algorithm 1)."""
+def carry(
+    cfg: DecoderConfig, params: dict[str, Any], loads: Mapping[tuple[str, ...], jax.Array]
+) -> dict[str, Any]:
+    """The weights with each selection bias one step nearer to balance: up where fewer tokens than
+    the mean chose the expert, down where more (Wang et al. 2024, arXiv:2408.15664, algorithm 1)."""
     flat = nnx.traversals.flatten_mapping(params)
     for path, load in loads.items():
         router = mixture(cfg, path).router
         if router.selection_bias and router.bias_update:
             bias = flat[*path, "selection_bias"]
-            flat[*path, "selection_bias"] = bias + router.bias_update * jnp.sign(load.mean(-1, keepdims=True) - load).astype(bias.dtype)
+            flat[*path, "selection_bias"] = bias + router.bias_update * jnp.sign(
+                load.mean(-1, keepdims=True) - load
+            ).astype(bias.dtype)
     return nnx.traversals.unflatten_mapping(flat)
 
 
 def mixture(cfg: DecoderConfig, path: tuple[str, ...]) -> MoEConfig:
     """The mixture of experts that holds the weight, or is, at a path."""
     part, key = path[:2]
-    names = {"prefix": lambda: cfg.order[int(key)], "blocks": lambda: pattern_keys(cfg)[key], "mtp": lambda: cfg.mtp.block,  # type: ignore[union-attr]
-             "rest": lambda: cfg.order[len(cfg.prefix) + periods(cfg) * len(cfg.period) + int(key)]}
+    names = {
+        "prefix": lambda: cfg.order[int(key)],
+        "blocks": lambda: pattern_keys(cfg)[key],
+        "mtp": lambda: cfg.mtp.block,  # type: ignore[union-attr]
+        "rest": lambda: cfg.order[len(cfg.prefix) + periods(cfg) * len(cfg.period) + int(key)],
+    }
     moe = cfg.blocks[names[part]()].experts
     assert moe
     return moe
@@ -271,13 +391,18 @@ def periods(cfg: DecoderConfig) -> int:
 
 
 def pattern_keys(cfg: DecoderConfig) -> dict[str, str]:
-    """A unique key for each place of the pattern -> its block's name: the name itself, numbered where it repeats."""
+    """A unique key for each place of the pattern -> its block's name: the name itself, numbered
+    where it repeats."""
     names = cfg.period
-    return {name if names.count(name) == 1 else f"{name}_{names[:i].count(name)}": name for i, name in enumerate(names)}
+    return {
+        name if names.count(name) == 1 else f"{name}_{names[:i].count(name)}": name
+        for i, name in enumerate(names)
+    }
 
 
 def remat(cfg: RematConfig, f: Callable[..., Any], staged: bool = False) -> Callable[..., Any]:
-    """`f`, keeping for its backward pass what the policy names; `staged` inside a pipeline, where `f` takes its weights out of a stack."""
+    """`f`, keeping for its backward pass what the policy names; `staged` inside a pipeline, where
+    `f` takes its weights out of a stack."""
     if cfg.policy == "none" and not staged:
         return f
     known = jax.checkpoint_policies
@@ -288,7 +413,11 @@ def remat(cfg: RematConfig, f: Callable[..., Any], staged: bool = False) -> Call
         "dots_no_batch": lambda: known.dots_with_no_batch_dims_saveable,
         "save": lambda: known.save_only_these_names(*cfg.names),
         "offload": lambda: known.save_and_offload_only_these_names(
-            names_which_can_be_saved=[], names_which_can_be_offloaded=list(cfg.names), offload_src="device", offload_dst="pinned_host"),
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=list(cfg.names),
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
     }
     return jax.checkpoint(f, policy=policies[cfg.policy](), prevent_cse=False)
 
@@ -304,19 +433,38 @@ def _layer(extra: jax.Array | None, index: int) -> jax.Array | None:
 
 def _context(cfg: DecoderConfig, batch: Batch, length: int) -> Context:
     """From a batch in natural order; what it holds is arranged."""
-    positions_BT, segments_BT = batch.get("positions", jnp.arange(length)[None]), batch.get("segments")
+    positions_BT, segments_BT = (
+        batch.get("positions", jnp.arange(length)[None]),
+        batch.get("segments"),
+    )
     places_BT, documents_BT = arrange(positions_BT), arrange(segments_BT)
     real_BT = arrange(batch.get("real")) if documents_BT is None else documents_BT > 0
 
     def table(rope: RopeConfig, size: int) -> Table:
-        if isinstance(rope.scaling, LongRopeScaling):  # it depends on where documents end, which only the natural order shows
+        if isinstance(
+            rope.scaling, LongRopeScaling
+        ):  # it depends on where documents end, which only the natural order shows
             return arrange(rope_table(rope, positions_BT, segments_BT, size))
         return rope_table(rope, places_BT, documents_BT, size)
 
-    mixers = [block.mixer for block in cfg.blocks.values() if not isinstance(block.mixer, GatedDeltaConfig)]
-    ropes = [(mixer.rope, mixer.rope_dim if isinstance(mixer, MLAConfig) else mixer.head_dim) for mixer in mixers if mixer.rope]
+    mixers = [
+        block.mixer
+        for block in cfg.blocks.values()
+        if not isinstance(block.mixer, GatedDeltaConfig)
+    ]
+    ropes = [
+        (mixer.rope, mixer.rope_dim if isinstance(mixer, MLAConfig) else mixer.head_dim)
+        for mixer in mixers
+        if mixer.rope
+    ]
     keys_BT2 = arrange(keys_of(batch["keys"], length)) if "keys" in batch else None
-    return Context(places_BT, documents_BT, {key: table(*key) for key in ropes}, real_BT=real_BT, keys_BT2=keys_BT2)
+    return Context(
+        places_BT,
+        documents_BT,
+        {key: table(*key) for key in ropes},
+        real_BT=real_BT,
+        keys_BT2=keys_BT2,
+    )
 
 
 def _stack(block: Block, repeats: int) -> Block:

@@ -1,6 +1,8 @@
-"""A pipeline over the scanned periods of a decoder: each stage of the mesh holds a share of them, and microbatches follow each other through.
+"""A pipeline over the scanned periods of a decoder: each stage of the mesh holds a share of them,
+and microbatches follow each other through.
 
-Shapes: B batch  T time  D embed  P periods  A batch over the axes of the mesh  G groups of microbatches  N rows of a microbatch  R rounds.
+Shapes: B batch  T time  D embed  P periods  A batch over the axes of the mesh  G groups of
+microbatches  N rows of a microbatch  R rounds.
 """
 
 import dataclasses
@@ -21,7 +23,17 @@ Tree = Any
 Read = Callable[[int], tuple[Any, Context, jax.Array | None]]
 Period = Callable[[jax.Array, Read], tuple[jax.Array, Tree]]
 STAGE = "stage"
-MOVING = frozenset({"dynamic_slice", "squeeze", "reshape", "transpose", "broadcast_in_dim", "convert_element_type", "sharding_constraint"})
+MOVING = frozenset(
+    {
+        "dynamic_slice",
+        "squeeze",
+        "reshape",
+        "transpose",
+        "broadcast_in_dim",
+        "convert_element_type",
+        "sharding_constraint",
+    }
+)
 
 
 def ticks(stages: int, rounds: int, microbatches: int) -> int:
@@ -30,27 +42,39 @@ def ticks(stages: int, rounds: int, microbatches: int) -> int:
 
 
 def bubble(stages: int, rounds: int, microbatches: int) -> float:
-    """The share of its time that a stage waits: (S - 1) / (microbatches * rounds + S - 1) (Narayanan 2021, arXiv:2104.04473, section 2.2)."""
+    """The share of its time that a stage waits: (S - 1) / (microbatches * rounds + S - 1)
+    (Narayanan 2021, arXiv:2104.04473, section 2.2)."""
     return (stages - 1) / ticks(stages, rounds, microbatches)
 
 
 def task(tick: Any, stages: int, rounds: int) -> tuple[Any, Any, Any]:
-    """What a stage works on, `tick` ticks after its first: the microbatch of (group, member) in a round, which is chunk round * stages + stage.
+    """What a stage works on, `tick` ticks after its first: the microbatch of (group, member) in a
+    round, which is chunk round * stages + stage.
 
-    As many microbatches as stages make a group; it goes around `rounds` times before the next one enters. Numbers or arrays of them.
+    As many microbatches as stages make a group; it goes around `rounds` times before the next one
+    enters. Numbers or arrays of them.
     """
     return tick // (stages * rounds), tick // stages % rounds, tick % stages
 
 
 @functools.cache
 def moves(stages: int, rounds: int) -> tuple[tuple[tuple[int, ...], ...], np.ndarray, np.ndarray]:
-    """How chunks of weights, of which each stage holds `rounds` in order, come to where they are used: chunk c to stage c % stages.
+    """How chunks of weights, of which each stage holds `rounds` in order, come to where they are
+    used: chunk c to stage c % stages.
 
-    -> (permutations, sent, kept): move i takes chunk sent[s, i] of those on stage s to stage permutations[i][s]; what stage s uses in round v came
-    with move kept[s, v]. A bipartite graph with `rounds` edges at every node is a union of so many perfect matchings (Koenig 1916).
+    -> (permutations, sent, kept): move i takes chunk sent[s, i] of those on stage s to stage
+    permutations[i][s]; what stage s uses in round v came with move kept[s, v]. A bipartite graph
+    with `rounds` edges at every node is a union of so many perfect matchings (Koenig 1916).
     """
-    left = [{chunk: chunk % stages for chunk in range(s * rounds, (s + 1) * rounds)} for s in range(stages)]
-    permutations, sent, kept = [], np.zeros((stages, rounds), np.int32), np.zeros((stages, rounds), np.int32)
+    left = [
+        {chunk: chunk % stages for chunk in range(s * rounds, (s + 1) * rounds)}
+        for s in range(stages)
+    ]
+    permutations, sent, kept = (
+        [],
+        np.zeros((stages, rounds), np.int32),
+        np.zeros((stages, rounds), np.int32),
+    )
     for move in range(rounds):
         arriving = _matching(left, rounds)
         permutations.append(tuple(sorted(range(stages), key=lambda target: arriving[target])))
@@ -61,7 +85,8 @@ def moves(stages: int, rounds: int) -> tuple[tuple[tuple[int, ...], ...], np.nda
 
 
 def _matching(left: list[dict[int, int]], rounds: int) -> dict[int, int]:
-    """Target -> chunk, one from each source and to each target, by augmenting paths. `left` holds chunk -> target of each source."""
+    """Target -> chunk, one from each source and to each target, by augmenting paths. `left` holds
+    chunk -> target of each source."""
     found: dict[int, int] = {}
 
     def placed(source: int, tried: set[int]) -> bool:
@@ -79,21 +104,32 @@ def _matching(left: list[dict[int, int]], rounds: int) -> dict[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """How the rows of a batch lie on the mesh. A microbatch is the rows of one stage and group, so on their way in and out none is moved."""
+    """How the rows of a batch lie on the mesh. A microbatch is the rows of one stage and group, so
+    on their way in and out none is moved."""
 
     sizes: dict[str, int]
     """The mesh axes that split the batch, in order, the stages among them."""
     by_hand: frozenset[str]
-    """The stages, and axes that split nothing but the batch: the gradients of the weights are summed over those once a step, not once a tick."""
+    """The stages, and axes that split nothing but the batch: the gradients of the weights are
+    summed over those once a step, not once a tick."""
     groups: int
 
     @classmethod
     def on(cls, mesh: Any, cfg: sharding.MeshConfig) -> "Rows":
         """As the rules of `cfg` say."""
         axes = dict.fromkeys((*sharding.names(cfg.rules["batch"]), STAGE))
-        others = {axis for logical, rule in cfg.rules.items() if logical != "batch" for axis in sharding.names(rule)}
+        others = {
+            axis
+            for logical, rule in cfg.rules.items()
+            if logical != "batch"
+            for axis in sharding.names(rule)
+        }
         sizes = {axis: mesh.shape[axis] for axis in axes if mesh.shape[axis] > 1}
-        return cls(sizes, frozenset({STAGE} | (sizes.keys() - others)), (cfg.microbatches or sizes[STAGE]) // sizes[STAGE])
+        return cls(
+            sizes,
+            frozenset({STAGE} | (sizes.keys() - others)),
+            (cfg.microbatches or sizes[STAGE]) // sizes[STAGE],
+        )
 
     @property
     def stage(self) -> int:
@@ -102,17 +138,21 @@ class Rows:
 
     def spec(self, dim: int = 0) -> PartitionSpec:
         """Where rows from `split` lie by hand."""
-        return PartitionSpec(*(None,) * dim, *(axis if axis in self.by_hand else None for axis in self.sizes))
+        return PartitionSpec(
+            *(None,) * dim, *(axis if axis in self.by_hand else None for axis in self.sizes)
+        )
 
     def split(self, x: jax.Array, dim: int = 0) -> jax.Array:
         """[B, ...] -> [A..., G, n, ...] with one dimension A for each axis."""
-        return x.reshape(*x.shape[:dim], *self.sizes.values(), self.groups, -1, *x.shape[dim + 1:])
+        return x.reshape(*x.shape[:dim], *self.sizes.values(), self.groups, -1, *x.shape[dim + 1 :])
 
     def by_microbatch(self, x: jax.Array, dim: int = 0) -> jax.Array:
         """[A..., G, n, ...] as it lies by hand -> [G, 1 or stages, N, ...]."""
         end = dim + len(self.sizes)
         x = jnp.moveaxis(x, (end, dim + self.stage), (dim, dim + 1))
-        return x.reshape(*x.shape[:dim + 2], math.prod(x.shape[dim + 2:end + 2]), *x.shape[end + 2:])
+        return x.reshape(
+            *x.shape[: dim + 2], math.prod(x.shape[dim + 2 : end + 2]), *x.shape[end + 2 :]
+        )
 
     def of_device(self, x_GN: jax.Array, like: jax.Array) -> jax.Array:
         """[G, N, ...], a stage's own rows, in the shape of `like`, as which they came in."""
@@ -122,57 +162,105 @@ class Rows:
 
 
 def computed(primitive: Any, *_: Any, **__: Any) -> bool:
-    """The checkpoint policy that keeps all results of arithmetic, and so no copies of weights, which would be one a tick."""
+    """The checkpoint policy that keeps all results of arithmetic, and so no copies of weights,
+    which would be one a tick."""
     return primitive.name not in MOVING
 
 
-def pipelined(period: Period, x_BTD: jax.Array, stacked: Tree, context: Context, extra_PKBTE: jax.Array | None,
-              unroll: int) -> tuple[jax.Array, Tree]:
-    """`period` repeated along the first axis of `stacked`, on a mesh with stages -> (x, what the periods report, summed over the batch).
+def pipelined(
+    period: Period,
+    x_BTD: jax.Array,
+    stacked: Tree,
+    context: Context,
+    extra_PKBTE: jax.Array | None,
+    unroll: int,
+) -> tuple[jax.Array, Tree]:
+    """`period` repeated along the first axis of `stacked`, on a mesh with stages -> (x, what the
+    periods report, summed over the batch).
 
-    `period(x, read)` calls `read(place)` for the weights of a block by its place in the period, its context, and its part of `extra_PKBTE`; where
-    it does so inside a checkpoint, nothing of that is kept for the backward pass, which needs x alone of each period. Every stage has the context of
+    `period(x, read)` calls `read(place)` for the weights of a block by its place in the period, its
+    context, and its part of `extra_PKBTE`; where it does so inside a checkpoint, nothing of that is
+    kept for the backward pass, which needs x alone of each period. Every stage has the context of
     all rows, and the rows of `extra_PKBTE` for its own periods.
     """
     found = sharding.current()
     assert found
     (mesh, cfg), rows = found, Rows.on(*found)
-    stages, replicas = mesh.shape[STAGE], tuple(axis for axis in rows.sizes if axis in rows.by_hand and axis != STAGE)
+    stages, replicas = (
+        mesh.shape[STAGE],
+        tuple(axis for axis in rows.sizes if axis in rows.by_hand and axis != STAGE),
+    )
     per_row = jax.tree.map(lambda leaf: leaf.ndim > 1 and leaf.shape[0] == x_BTD.shape[0], context)
 
-    def inside(x: jax.Array, stacked: Tree, context: Context, extra: jax.Array | None) -> tuple[jax.Array, Tree]:
+    def inside(
+        x: jax.Array, stacked: Tree, context: Context, extra: jax.Array | None
+    ) -> tuple[jax.Array, Tree]:
         stacked = _moved(jax.tree.map(lambda w: w[0], stacked), stages, cfg.rounds)
-        context = jax.tree.map(lambda leaf, own: rows.by_microbatch(_of_all_stages(leaf, rows.stage)) if own else leaf, context, per_row)
+        context = jax.tree.map(
+            lambda leaf, own: rows.by_microbatch(_of_all_stages(leaf, rows.stage)) if own else leaf,
+            context,
+            per_row,
+        )
         if extra is not None:
-            extra = rows.by_microbatch(jax.lax.all_to_all(extra, STAGE, 1, 4 + rows.stage, tiled=True), 4)
+            extra = rows.by_microbatch(
+                jax.lax.all_to_all(extra, STAGE, 1, 4 + rows.stage, tiled=True), 4
+            )
         length = jax.tree.leaves(stacked)[0].shape[0] // cfg.rounds
 
-        def work(x_NTD: jax.Array, group: jax.Array, turn: jax.Array, member: jax.Array, i: jax.Array) -> tuple[jax.Array, Tree]:
-            mine = (jnp.asarray(moves(stages, cfg.rounds)[2])[jax.lax.axis_index(STAGE), turn] * length + i).astype(jnp.uint32)
+        def work(
+            x_NTD: jax.Array, group: jax.Array, turn: jax.Array, member: jax.Array, i: jax.Array
+        ) -> tuple[jax.Array, Tree]:
+            mine = (
+                jnp.asarray(moves(stages, cfg.rounds)[2])[jax.lax.axis_index(STAGE), turn] * length
+                + i
+            ).astype(jnp.uint32)
 
             period_of_all = (turn * stages + jax.lax.axis_index(STAGE)) * length + i
 
             def read(place: int) -> tuple[Any, Context, jax.Array | None]:
-                here: Context = jax.tree.map(lambda leaf, own: leaf[group, member] if own else leaf, context, per_row)
-                return (jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, mine, keepdims=False), stacked[place]),
-                        here.repeated(period_of_all),
-                        None if extra is None else extra[turn, 0, i, place, group, member])
+                here: Context = jax.tree.map(
+                    lambda leaf, own: leaf[group, member] if own else leaf, context, per_row
+                )
+                return (
+                    jax.tree.map(
+                        lambda w: jax.lax.dynamic_index_in_dim(w, mine, keepdims=False),
+                        stacked[place],
+                    ),
+                    here.repeated(period_of_all),
+                    None if extra is None else extra[turn, 0, i, place, group, member],
+                )
 
             return period(sharding.constrain(x_NTD, "batch residual embed"), read)
 
-        out_GNTD, reports = _through(work, rows.by_microbatch(x)[:, 0], stages, cfg.rounds, length, unroll)
-        return rows.of_device(out_GNTD, x), jax.tree.map(lambda report: report[:, None, None], reports)
+        out_GNTD, reports = _through(
+            work, rows.by_microbatch(x)[:, 0], stages, cfg.rounds, length, unroll
+        )
+        return rows.of_device(out_GNTD, x), jax.tree.map(
+            lambda report: report[:, None, None], reports
+        )
 
-    # A copy of the weights for each replica and of the reports from each, so that XLA sums them: by hand it fails on CPUs (0.12) at bfloat16.
+    # A copy of the weights for each replica and of the reports from each, so that XLA sums them: by
+    # hand it fails on CPUs (0.12) at bfloat16.
     copies = math.prod(mesh.shape[axis] for axis in replicas)
     stacked = jax.tree.map(lambda w: jnp.broadcast_to(w, (copies, *w.shape)), stacked)
     context = jax.tree.map(lambda leaf, own: rows.split(leaf) if own else leaf, context, per_row)
     if extra_PKBTE is not None:
-        extra_PKBTE = rows.split(extra_PKBTE.reshape(cfg.rounds, stages, -1, *extra_PKBTE.shape[1:]), 4)
-    places = rows.spec(), PartitionSpec(replicas, STAGE), jax.tree.map(lambda own: rows.spec() if own else PartitionSpec(), per_row), rows.spec(4)
-    run = sharding.per_device(inside, places, (rows.spec(), PartitionSpec(None, STAGE, replicas)), rows.by_hand)
+        extra_PKBTE = rows.split(
+            extra_PKBTE.reshape(cfg.rounds, stages, -1, *extra_PKBTE.shape[1:]), 4
+        )
+    places = (
+        rows.spec(),
+        PartitionSpec(replicas, STAGE),
+        jax.tree.map(lambda own: rows.spec() if own else PartitionSpec(), per_row),
+        rows.spec(4),
+    )
+    run = sharding.per_device(
+        inside, places, (rows.spec(), PartitionSpec(None, STAGE, replicas)), rows.by_hand
+    )
     out, reports = run(rows.split(x_BTD), stacked, context, extra_PKBTE)
-    reports = jax.tree.map(lambda report: report.sum(axis=2).reshape(-1, *report.shape[4:]), reports)
+    reports = jax.tree.map(
+        lambda report: report.sum(axis=2).reshape(-1, *report.shape[4:]), reports
+    )
     return sharding.constrain(out.reshape(x_BTD.shape), "batch residual embed"), reports
 
 
@@ -189,14 +277,19 @@ def _gather_forward(x, dim):
 def _gather_backward(dim, like, dy):
     if dy.dtype == jax.dtypes.float0:
         return (None,)
-    return (jax.lax.psum_scatter(dy.astype(jnp.float32), STAGE, scatter_dimension=dim, tiled=True).astype(like.dtype),)
+    return (
+        jax.lax.psum_scatter(
+            dy.astype(jnp.float32), STAGE, scatter_dimension=dim, tiled=True
+        ).astype(like.dtype),
+    )
 
 
 _of_all_stages.defvjp(_gather_forward, _gather_backward)
 
 
 def _moved(stacked: Tree, stages: int, rounds: int) -> Tree:
-    """The chunks that this stage works on, in the order of their coming: [periods on a stage, ...]."""
+    """The chunks that this stage works on, in the order of their coming: [periods on a stage,
+    ...]."""
     if rounds == 1:
         return stacked
     permutations, sent, _ = moves(stages, rounds)
@@ -205,35 +298,62 @@ def _moved(stacked: Tree, stages: int, rounds: int) -> Tree:
 
     def moved(w: jax.Array) -> jax.Array:
         chunks = w.reshape(rounds, -1, *w.shape[1:])
-        return jnp.concatenate([jax.lax.ppermute(jax.lax.dynamic_index_in_dim(chunks, own, keepdims=False), STAGE, pairs) for own, pairs in sends])
+        return jnp.concatenate(
+            [
+                jax.lax.ppermute(
+                    jax.lax.dynamic_index_in_dim(chunks, own, keepdims=False), STAGE, pairs
+                )
+                for own, pairs in sends
+            ]
+        )
 
     return jax.tree.map(moved, stacked)
 
 
-def _through(work: Callable[..., tuple[jax.Array, Tree]], x_GNTD: jax.Array, stages: int, rounds: int, length: int,
-             unroll: int) -> tuple[jax.Array, Tree]:
-    """All microbatches through all stages, in ticks of `length` periods -> (x, in the places where it was; reports [rounds, length, ...]).
+def _through(
+    work: Callable[..., tuple[jax.Array, Tree]],
+    x_GNTD: jax.Array,
+    stages: int,
+    rounds: int,
+    length: int,
+    unroll: int,
+) -> tuple[jax.Array, Tree]:
+    """All microbatches through all stages, in ticks of `length` periods -> (x, in the places where
+    it was; reports [rounds, length, ...]).
 
-    A group's microbatches, one on each stage, go down one stage a tick, so that each reaches the first stage when its turn comes; what has been
-    through all stages takes its place and goes down to where it came from. A stage that has to wait works all the same, on rows that it has had or
-    will have, and the result is dropped: nothing would be faster without, and collectives that only some stages enter stall some backends. There is
-    one loop over periods, not one in another: within a second one, gradients as large as all weights of a stage would be made and added every tick.
+    A group's microbatches, one on each stage, go down one stage a tick, so that each reaches the
+    first stage when its turn comes; what has been through all stages takes its place and goes down
+    to where it came from. A stage that has to wait works all the same, on rows that it has had or
+    will have, and the result is dropped: nothing would be faster without, and collectives that only
+    some stages enter stall some backends. There is one loop over periods, not one in another:
+    within a second one, gradients as large as all weights of a stage would be made and added every
+    tick.
     """
     stage, busy = jax.lax.axis_index(STAGE), x_GNTD.shape[0] * stages * rounds
     up, down = ([(s, (s + step) % stages) for s in range(stages)] for step in (1, -1))
 
-    def enter(x_NTD: jax.Array, waiting_GNTD: jax.Array, now: Any, i: Any) -> tuple[jax.Array, jax.Array]:
+    def enter(
+        x_NTD: jax.Array, waiting_GNTD: jax.Array, now: Any, i: Any
+    ) -> tuple[jax.Array, jax.Array]:
         group, turn, _ = task(now, stages, rounds)
 
         def exchanged(x_NTD: jax.Array, own_NTD: jax.Array) -> tuple[jax.Array, jax.Array]:
             x_NTD, here = jax.lax.ppermute(x_NTD, STAGE, up), (stage == 0) & (turn == 0)
-            return jnp.where(here, own_NTD, x_NTD), jax.lax.ppermute(jnp.where(here, x_NTD, own_NTD), STAGE, down)
+            return jnp.where(here, own_NTD, x_NTD), jax.lax.ppermute(
+                jnp.where(here, x_NTD, own_NTD), STAGE, down
+            )
 
         own_NTD = waiting_GNTD[group]
-        x_NTD, own_NTD = jax.lax.cond(i == 0, exchanged, lambda *same: same, x_NTD, own_NTD) if length > 1 else exchanged(x_NTD, own_NTD)
+        x_NTD, own_NTD = (
+            jax.lax.cond(i == 0, exchanged, lambda *same: same, x_NTD, own_NTD)
+            if length > 1
+            else exchanged(x_NTD, own_NTD)
+        )
         return x_NTD, waiting_GNTD.at[group].set(own_NTD)
 
-    def step(carry: tuple[jax.Array, jax.Array], n: jax.Array) -> tuple[tuple[jax.Array, jax.Array], Tree]:
+    def step(
+        carry: tuple[jax.Array, jax.Array], n: jax.Array
+    ) -> tuple[tuple[jax.Array, jax.Array], Tree]:
         now, i = n // length, n % length
         x_NTD, waiting_GNTD = enter(*carry, now, i)
         x_NTD, reports = work(x_NTD, *task(jnp.clip(now - stage, 0, busy - 1), stages, rounds), i)

@@ -1,4 +1,5 @@
-"""The optimizer's configuration: an Optax chain as data, with masks and groups by parameter path. Checked without importing jax."""
+"""The optimizer's configuration: an Optax chain as data, with masks and groups by parameter path.
+Checked without importing jax."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -27,28 +28,74 @@ from maxstack.optim.schedules import build_schedule, check_steps, steps_of
 if TYPE_CHECKING:
     import optax
 
-__all__ = ["EmaConfig", "GroupConfig", "OptimizerConfig", "ParamInfo", "build", "check_schedules", "ema_params", "eval_params", "learning_rate_at"]
+__all__ = [
+    "EmaConfig",
+    "GroupConfig",
+    "OptimizerConfig",
+    "ParamInfo",
+    "build",
+    "check_schedules",
+    "ema_params",
+    "eval_params",
+    "learning_rate_at",
+]
 
 Mapping = dict[str, Any]
-_PATTERN = {"anyOf": [{"type": "string"}, {"type": "object", "additionalProperties": False, "properties": {
-    "path": {"type": "string"}, "ndim": {"type": "integer"}, "optional": {"type": "boolean"}}}]}
+_PATTERN = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "object",
+            "additionalProperties": False,
+            "properties": {
+                "path": {"type": "string"},
+                "ndim": {"type": "integer"},
+                "optional": {"type": "boolean"},
+            },
+        },
+    ]
+}
 
 
 class _KindSchema:
-    """The JSON schema of a mapping with a kind, whose names are read from Optax when a schema is written and not before."""
+    """The JSON schema of a mapping with a kind, whose names are read from Optax when a schema is
+    written and not before."""
 
     def __init__(self, kinds: Callable[[], list[str]], wrap: Callable[[Mapping], Mapping]) -> None:
         self._kinds, self._wrap = kinds, wrap
 
     def __get_pydantic_json_schema__(self, core: Any, handler: Any) -> Mapping:
-        return self._wrap({"type": "object", "required": ["kind"], "properties": {"kind": {"enum": self._kinds()}}})
+        return self._wrap(
+            {
+                "type": "object",
+                "required": ["kind"],
+                "properties": {"kind": {"enum": self._kinds()}},
+            }
+        )
 
 
-Rate = Annotated[Any, _KindSchema(schedule_kinds, lambda item: {"anyOf": [{"type": "number"}, item]})]
-Shape = Annotated[Any, _KindSchema(schedule_kinds, lambda item: {"anyOf": [item, {"type": "null"}]})]
+Rate = Annotated[
+    Any, _KindSchema(schedule_kinds, lambda item: {"anyOf": [{"type": "number"}, item]})
+]
+Shape = Annotated[
+    Any, _KindSchema(schedule_kinds, lambda item: {"anyOf": [item, {"type": "null"}]})
+]
 Chain = Annotated[Any, _KindSchema(transform_kinds, lambda item: {"type": "array", "items": item})]
-Patterns = Annotated[Any, pydantic.WithJsonSchema({"anyOf": [{"type": "array", "items": _PATTERN}, {"type": "null"}]})]
-Steps = Annotated[Any, pydantic.WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": r"^\d+(\.\d+)?%$"}]})]
+Patterns = Annotated[
+    Any,
+    pydantic.WithJsonSchema({"anyOf": [{"type": "array", "items": _PATTERN}, {"type": "null"}]}),
+]
+Steps = Annotated[
+    Any,
+    pydantic.WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "minimum": 0},
+                {"type": "string", "pattern": r"^\d+(\.\d+)?%$"},
+            ]
+        }
+    ),
+]
 CLIP: Mapping = {"kind": "clip_by_global_norm", "max_norm": 1.0}
 ADAMW: Mapping = {"kind": "adamw", "b1": 0.9, "b2": 0.95, "weight_decay": 0.1}
 WARMUP_COSINE: Mapping = {"kind": "warmup_cosine", "warmup_steps": "2%", "end_value": "10%"}
@@ -60,8 +107,9 @@ class GroupConfig(Section):
     """Parameters that share a chain of their own."""
 
     match: Patterns
-    """Patterns over parameter paths, such as 'blocks/*' or {path: 'blocks/*', ndim: 2}; a leading ! excludes. Layers do not count in ndim, and
-    heads x head_dim count as one; optional: true allows a pattern to match nothing. What is kept of a weight in low precision, and its adapter, are
+    """Patterns over parameter paths, such as 'blocks/*' or {path: 'blocks/*', ndim: 2}; a leading !
+    excludes. Layers do not count in ndim, and heads x head_dim count as one; optional: true allows
+    a pattern to match nothing. What is kept of a weight in low precision, and its adapter, are
     matched by the weight's path (blocks/global/mlp/gate) and by their own (*/lora_b)."""
     chain: Chain
     """Optax transforms, applied in order, as in optimizer.chain."""
@@ -79,7 +127,8 @@ class EmaConfig(Section):
     decay: float = Field(0.999, gt=0, lt=1)
     """The share of itself that the average keeps at each step."""
     start: Steps = 0
-    """Until this step, a whole number or a share of train.steps such as 10%, the average is the weights themselves."""
+    """Until this step, a whole number or a share of train.steps such as 10%, the average is the
+    weights themselves."""
     eval: bool = True
     """Evaluate with the average instead of the weights."""
 
@@ -90,20 +139,26 @@ class EmaConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """How weights follow from gradients: Optax transforms by their own names, arguments checked against their signatures."""
+    """How weights follow from gradients: Optax transforms by their own names, arguments checked
+    against their signatures."""
 
     learning_rate: Rate = 3e-4
-    """Peak learning rate of every chain item that takes one and sets none; or a whole schedule, and then `schedule` is null."""
+    """Peak learning rate of every chain item that takes one and sets none; or a whole schedule, and
+    then `schedule` is null."""
     schedule: Shape = WARMUP_COSINE
-    """Shape of every learning rate that is given as a number, which is its peak; by kind: any Optax schedule, wsd or inverse_sqrt; null: constant.
-    Steps may be shares of train.steps such as 2%, start and end values shares of the peak such as 10%. Without a kind, the given arguments replace
+    """Shape of every learning rate that is given as a number, which is its peak; by kind: any Optax
+    schedule, wsd or inverse_sqrt; null: constant. Steps may be shares of train.steps such as 2%,
+    start and end values shares of the peak such as 10%. Without a kind, the given arguments replace
     those of the default."""
     chain: Chain = [CLIP, ADAMW]
-    """Optax transforms by kind, applied in order to all trainable parameters. With groups it runs before them, and defaults to the clipping alone."""
+    """Optax transforms by kind, applied in order to all trainable parameters. With groups it runs
+    before them, and defaults to the clipping alone."""
     groups: Items[GroupConfig] = ()
-    """Chains for some parameters each; the first group that matches a parameter takes it, and every parameter needs one."""
+    """Chains for some parameters each; the first group that matches a parameter takes it, and every
+    parameter needs one."""
     decay: Patterns = None
-    """Patterns of the parameters that weight decay acts on, in the transforms that take a mask; null: matrices, so neither norms nor biases."""
+    """Patterns of the parameters that weight decay acts on, in the transforms that take a mask;
+    null: matrices, so neither norms nor biases."""
     trainable: Patterns = None
     """Patterns of the parameters that are trained; null: all."""
     frozen: Patterns = None
@@ -118,7 +173,11 @@ class OptimizerConfig(Section):
             data = {"schedule": None, **data}
         if isinstance(data, dict) and data.get("groups"):
             data = {"chain": [CLIP], **data}
-        if isinstance(data, dict) and isinstance(data.get("schedule"), dict) and "kind" not in data["schedule"]:
+        if (
+            isinstance(data, dict)
+            and isinstance(data.get("schedule"), dict)
+            and "kind" not in data["schedule"]
+        ):
             data = data | {"schedule": WARMUP_COSINE | data["schedule"]}
         return data
 
@@ -127,9 +186,17 @@ class OptimizerConfig(Section):
         if isinstance(self.learning_rate, dict):
             check_schedule(self.learning_rate, "learning_rate", has_base=False)
             if self.schedule is not None:
-                raise fault("schedule", "learning_rate is a whole schedule already; set schedule: null, or learning_rate to the peak as a number")
+                raise fault(
+                    "schedule",
+                    "learning_rate is a whole schedule already; set schedule: null, or "
+                    "learning_rate to the peak as a number",
+                )
         elif not is_number(self.learning_rate) or self.learning_rate < 0:
-            raise fault("learning_rate", f"got {quoted(self.learning_rate)}, wanted a number >= 0 such as 3e-4, or a schedule")
+            raise fault(
+                "learning_rate",
+                f"got {quoted(self.learning_rate)}, wanted a number >= 0 such as 3e-4, "
+                "or a schedule",
+            )
         if self.schedule is not None:
             check_schedule(self.schedule, "schedule", has_base=True)
         if self.chain != [] or not self.groups:
@@ -141,17 +208,31 @@ class OptimizerConfig(Section):
         return self
 
     def _check_rates(self) -> None:
-        """Every parameter must be moved against its gradient, once, by a learning rate that its transform can take."""
+        """Every parameter must be moved against its gradient, once, by a learning rate that its
+        transform can take."""
         shared = next((i for i, item in enumerate(as_chain(self.chain)) if _descends(item)), None)
         if self.groups and shared is not None:
-            raise fault(f"chain.{shared}", "applies the learning rate, and the groups do so again; move this item into them")
-        for where, chain in [(f"groups.{i}.chain", group.chain) for i, group in enumerate(self.groups)] or [("chain", self.chain)]:
+            raise fault(
+                f"chain.{shared}",
+                "applies the learning rate, and the groups do so again; move this item into them",
+            )
+        for where, chain in [
+            (f"groups.{i}.chain", group.chain) for i, group in enumerate(self.groups)
+        ] or [("chain", self.chain)]:
             if not any(_descends(item) for item in as_chain(chain)):
-                raise fault(where, "no item moves weights against their gradients; end the chain with {kind: scale_by_learning_rate}")
+                raise fault(
+                    where,
+                    "no item moves weights against their gradients; end the chain with "
+                    "{kind: scale_by_learning_rate}",
+                )
         for use in rate_uses(self):
             if use.base and use.fixed and (self.schedule or isinstance(self.learning_rate, dict)):
-                raise fault(use.key, f"{use.item['kind']} takes a constant learning rate only; set optimizer.schedule: null with a number in "
-                                     "optimizer.learning_rate, or give this item its own learning_rate")
+                raise fault(
+                    use.key,
+                    f"{use.item['kind']} takes a constant learning rate only; set "
+                    "optimizer.schedule: null with a number in "
+                    "optimizer.learning_rate, or give this item its own learning_rate",
+                )
 
 
 class RateUse(NamedTuple):
@@ -172,29 +253,49 @@ def rate_uses(cfg: OptimizerConfig) -> Iterator[RateUse]:
     for item, key, every in _items(cfg):
         found = signature(item["kind"])
         if found and "learning_rate" in found:
-            yield RateUse(item, key, every, "learning_rate" not in item, sort_of(found["learning_rate"]) != "rate")
+            yield RateUse(
+                item,
+                key,
+                every,
+                "learning_rate" not in item,
+                sort_of(found["learning_rate"]) != "rate",
+            )
 
 
 def check_schedules(cfg: OptimizerConfig, train_steps: int) -> None:
-    """Checks every schedule against the run's length; raises a fault whose key is relative to the optimizer section."""
+    """Checks every schedule against the run's length; raises a fault whose key is relative to the
+    optimizer section."""
     for item, key, every in _items(cfg):
         found = signature(item["kind"])
         assert found is not None
         for name, value in arguments_of(item).items():
             if sort_of(found[name]) == "rate" and isinstance(value, dict):
                 check_steps(value, updates_in(train_steps, every), f"{key}.{name}")
-            if name == "warmup_steps" and value is not None and steps_of(value, updates_in(train_steps, every)) > updates_in(train_steps, every):
-                raise fault(f"{key}.{name}", f"warmup_steps={value} is longer than train.steps={train_steps}; try 2%")
-    shape, name = (cfg.schedule, "schedule") if cfg.schedule is not None else (cfg.learning_rate, "learning_rate")
+            if (
+                name == "warmup_steps"
+                and value is not None
+                and steps_of(value, updates_in(train_steps, every)) > updates_in(train_steps, every)
+            ):
+                raise fault(
+                    f"{key}.{name}",
+                    f"warmup_steps={value} is longer than train.steps={train_steps}; try 2%",
+                )
+    shape, name = (
+        (cfg.schedule, "schedule")
+        if cfg.schedule is not None
+        else (cfg.learning_rate, "learning_rate")
+    )
     for every in sorted({use.every for use in rate_uses(cfg)}) if isinstance(shape, dict) else ():
         check_steps(shape, updates_in(train_steps, every), name)
     if cfg.ema and steps_of(cfg.ema.start, train_steps) >= train_steps:
-        raise fault("ema.start", f"the average would start after the last step; train.steps={train_steps}")
+        raise fault(
+            "ema.start", f"the average would start after the last step; train.steps={train_steps}"
+        )
 
 
 def learning_rate_at(cfg: OptimizerConfig, train_steps: int) -> Callable[[Any], Any] | None:
-    """The learning rate as a function of the step, for metrics: of the first item that uses optimizer.learning_rate, else of the first that takes
-    any; None when no item takes one."""
+    """The learning rate as a function of the step, for metrics: of the first item that uses
+    optimizer.learning_rate, else of the first that takes any; None when no item takes one."""
     uses = sorted(rate_uses(cfg), key=lambda use: not use.base)
     if not uses:
         return None
@@ -204,7 +305,8 @@ def learning_rate_at(cfg: OptimizerConfig, train_steps: int) -> Callable[[Any], 
 
 
 def rates_at(cfg: OptimizerConfig, train_steps: int, updates: int) -> dict[str, float]:
-    """The learning rate of every item that takes one, by the item's key, after so many updates of the weights."""
+    """The learning rate of every item that takes one, by the item's key, after so many updates of
+    the weights."""
     found = {}
     for use in rate_uses(cfg):
         given = use.item.get("learning_rate", cfg.learning_rate)
@@ -215,22 +317,36 @@ def rates_at(cfg: OptimizerConfig, train_steps: int, updates: int) -> dict[str, 
 
 
 def moved_rate(saved: dict[str, Any], cfg: OptimizerConfig, train_steps: int, updates: int) -> str:
-    """What the schedules of a saved configuration and of this one say of the next update, "" where it is the same."""
+    """What the schedules of a saved configuration and of this one say of the next update, "" where
+    it is the same."""
     try:
-        old = rates_at(OptimizerConfig.model_validate(saved["optimizer"]), saved["train"]["steps"], updates)
+        old = rates_at(
+            OptimizerConfig.model_validate(saved["optimizer"]), saved["train"]["steps"], updates
+        )
     except (pydantic.ValidationError, KeyError):
-        return "the learning rate by the checkpoint's schedule is not known: another version of maxstack wrote its optimizer"
+        return (
+            "the learning rate by the checkpoint's schedule is not known: another version of "
+            "maxstack wrote its optimizer"
+        )
     for key, now in rates_at(cfg, train_steps, updates).items():
         if key in old and not math.isclose(old[key], now, rel_tol=1e-5, abs_tol=1e-12):
-            return f"the learning rate goes on at {now:.4g}; by the checkpoint's schedule it would be {old[key]:.4g} (optimizer.{key})"
+            return (
+                f"the learning rate goes on at {now:.4g}; by the checkpoint's schedule it "
+                f"would be {old[key]:.4g} (optimizer.{key})"
+            )
     return ""
 
 
 def rate_function(cfg: OptimizerConfig, rate: Any, updates: int, fixed: bool = False) -> Any:
-    """A learning rate as Optax takes it: a mapping is a schedule, a number is the peak of optimizer.schedule, or constant where there is none."""
+    """A learning rate as Optax takes it: a mapping is a schedule, a number is the peak of
+    optimizer.schedule, or constant where there is none."""
     if isinstance(rate, dict):
         return build_schedule(rate, updates, None)
-    return rate if fixed or rate is None or cfg.schedule is None else build_schedule(cfg.schedule, updates, float(rate))
+    return (
+        rate
+        if fixed or rate is None or cfg.schedule is None
+        else build_schedule(cfg.schedule, updates, float(rate))
+    )
 
 
 def updates_in(train_steps: int, every: int) -> int:
@@ -238,11 +354,14 @@ def updates_in(train_steps: int, every: int) -> int:
     return max(train_steps // every, 1)
 
 
-def build(cfg: OptimizerConfig, train_steps: int, params_info: Any) -> "optax.GradientTransformationExtraArgs":
-    """The transformation that the configuration describes, of the parameters that it trains among those of a tree of ParamInfo.
+def build(
+    cfg: OptimizerConfig, train_steps: int, params_info: Any
+) -> "optax.GradientTransformationExtraArgs":
+    """The transformation that the configuration describes, of the parameters that it trains among
+    those of a tree of ParamInfo.
 
-    Its update takes these, None in place of the others, and value=loss and grad=gradients as extra arguments. A pattern that matches no parameter,
-    trained or not, is a ConfigError.
+    Its update takes these, None in place of the others, and value=loss and grad=gradients as extra
+    arguments. A pattern that matches no parameter, trained or not, is a ConfigError.
     """
     from maxstack.optim import chain
 
@@ -250,14 +369,16 @@ def build(cfg: OptimizerConfig, train_steps: int, params_info: Any) -> "optax.Gr
 
 
 def trained(cfg: OptimizerConfig, params_info: Any) -> Any:
-    """Which parameters the optimizer moves, as a tree of booleans. ConfigError for a pattern that matches no parameter, or if none is left."""
+    """Which parameters the optimizer moves, as a tree of booleans. ConfigError for a pattern that
+    matches no parameter, or if none is left."""
     from maxstack.optim import chain
 
     return chain.trained(cfg, params_info)
 
 
 def eval_params(cfg: OptimizerConfig, opt_state: Any, params: Any) -> Any:
-    """The weights to evaluate with: their moving average if ema.eval asks for it, else what Schedule-Free or Lookahead say, else the parameters."""
+    """The weights to evaluate with: their moving average if ema.eval asks for it, else what
+    Schedule-Free or Lookahead say, else the parameters."""
     from maxstack.optim import wrappers
 
     average = wrappers.ema_params(opt_state, params) if cfg.ema and cfg.ema.eval else None
@@ -265,7 +386,8 @@ def eval_params(cfg: OptimizerConfig, opt_state: Any, params: Any) -> Any:
 
 
 def ema_params(opt_state: Any, params: Any) -> Any | None:
-    """The moving average of the weights, with frozen parameters as they are; None when the optimizer keeps none."""
+    """The moving average of the weights, with frozen parameters as they are; None when the
+    optimizer keeps none."""
     from maxstack.optim import wrappers
 
     return wrappers.ema_params(opt_state, params)
@@ -284,9 +406,19 @@ def _descends(item: Mapping) -> bool:
     if found.name == "scale":
         return given["step_size"] < 0
     if found.name == "scale_by_schedule":
-        values = given["step_size_fn"].values() if isinstance(given["step_size_fn"], dict) else [given["step_size_fn"]]
+        values = (
+            given["step_size_fn"].values()
+            if isinstance(given["step_size_fn"], dict)
+            else [given["step_size_fn"]]
+        )
         return any(isinstance(value, int | float) and value < 0 for value in values)
     if "learning_rate" in found and found.name not in ASCENDING:
         return given.get("flip_sign", True)
-    inner = [given[argument.name] for argument in found.arguments if sort_of(argument) == "transform" and given.get(argument.name)]
-    return found.name in DESCENDING or any(_descends(nested) for value in inner for nested in as_chain(value))
+    inner = [
+        given[argument.name]
+        for argument in found.arguments
+        if sort_of(argument) == "transform" and given.get(argument.name)
+    ]
+    return found.name in DESCENDING or any(
+        _descends(nested) for value in inner for nested in as_chain(value)
+    )

@@ -1,4 +1,5 @@
-"""Gradient transformations of our own, and what makes Optax's see each layer and each matrix of stacked, many-dimensional weights by itself."""
+"""Gradient transformations of our own, and what makes Optax's see each layer and each matrix of
+stacked, many-dimensional weights by itself."""
 
 import functools
 import math
@@ -13,7 +14,8 @@ from maxstack.optim.paths import ParamInfo
 
 
 class LookaheadState(NamedTuple):
-    """The slow weights live here and not beside the parameters, so that the train state's parameters stay one plain tree."""
+    """The slow weights live here and not beside the parameters, so that the train state's
+    parameters stay one plain tree."""
 
     fast_state: Any
     slow: Any
@@ -29,53 +31,81 @@ class WeightEmaState(NamedTuple):
 
 def tree_paths(tree: Any) -> Any:
     """The tree with each leaf replaced by its path, keys joined by a slash."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: jax.tree_util.keystr(path, simple=True, separator="/"), tree)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: jax.tree_util.keystr(path, simple=True, separator="/"), tree
+    )
 
 
-def lookahead(fast_optimizer: optax.GradientTransformation, sync_period: int, slow_step_size: float, reset_state: bool = False
-              ) -> optax.GradientTransformationExtraArgs:
-    """Lookahead (Zhang et al. 2019, arXiv:1907.08610): every sync_period steps the slow weights move by slow_step_size towards the fast ones, which
-    then start again from there. As optax.lookahead, but the parameters are the fast weights alone and the slow ones are state. Its updates must be
-    applied unchanged."""
+def lookahead(
+    fast_optimizer: optax.GradientTransformation,
+    sync_period: int,
+    slow_step_size: float,
+    reset_state: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """Lookahead (Zhang et al. 2019, arXiv:1907.08610): every sync_period steps the slow weights
+    move by slow_step_size towards the fast ones, which then start again from there. As
+    optax.lookahead, but the parameters are the fast weights alone and the slow ones are state. Its
+    updates must be applied unchanged."""
     inner = optax.with_extra_args_support(fast_optimizer)
 
     def init(params: Any) -> LookaheadState:
-        return LookaheadState(inner.init(params), jax.tree.map(jnp.copy, params), jnp.zeros([], jnp.int32))
+        return LookaheadState(
+            inner.init(params), jax.tree.map(jnp.copy, params), jnp.zeros([], jnp.int32)
+        )
 
-    def update(updates: Any, state: LookaheadState, params: Any = None, **extra: Any) -> tuple[Any, LookaheadState]:
+    def update(
+        updates: Any, state: LookaheadState, params: Any = None, **extra: Any
+    ) -> tuple[Any, LookaheadState]:
         updates, fast_state = inner.update(updates, state.fast_state, params, **extra)
         sync = state.steps_since_sync == sync_period - 1
         gap = jax.tree.map(lambda p, u, s: p + u - s, params, updates, state.slow)
-        slow = jax.tree.map(lambda s, d: jnp.where(sync, s + slow_step_size * d, s).astype(s.dtype), state.slow, gap)
-        updates = jax.tree.map(lambda u, d: jnp.where(sync, u - (1 - slow_step_size) * d, u), updates, gap)
+        slow = jax.tree.map(
+            lambda s, d: jnp.where(sync, s + slow_step_size * d, s).astype(s.dtype), state.slow, gap
+        )
+        updates = jax.tree.map(
+            lambda u, d: jnp.where(sync, u - (1 - slow_step_size) * d, u), updates, gap
+        )
         if reset_state:
-            fast_state = jax.tree.map(lambda now, fresh: jnp.where(sync, fresh, now), fast_state, inner.init(params))
+            fast_state = jax.tree.map(
+                lambda now, fresh: jnp.where(sync, fresh, now), fast_state, inner.init(params)
+            )
         return updates, LookaheadState(fast_state, slow, (state.steps_since_sync + 1) % sync_period)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def weight_ema(decay: float, start: int) -> optax.GradientTransformation:
-    """Keeps an exponential moving average of the updated parameters, equal to them until step `start`, in float32 at least. It stands last in a chain
-    and changes no update."""
-    def init(params: Any) -> WeightEmaState:
-        return WeightEmaState(jnp.zeros([], jnp.int32), jax.tree.map(lambda p: jnp.array(p, jnp.promote_types(p.dtype, jnp.float32)), params))
+    """Keeps an exponential moving average of the updated parameters, equal to them until step
+    `start`, in float32 at least. It stands last in a chain and changes no update."""
 
-    def update(updates: Any, state: WeightEmaState, params: Any = None) -> tuple[Any, WeightEmaState]:
+    def init(params: Any) -> WeightEmaState:
+        return WeightEmaState(
+            jnp.zeros([], jnp.int32),
+            jax.tree.map(lambda p: jnp.array(p, jnp.promote_types(p.dtype, jnp.float32)), params),
+        )
+
+    def update(
+        updates: Any, state: WeightEmaState, params: Any = None
+    ) -> tuple[Any, WeightEmaState]:
         keep = jnp.where(state.steps < start, 0.0, decay)
         moved = optax.apply_updates(params, updates)
-        average = jax.tree.map(lambda a, p: (keep * a + (1 - keep) * p).astype(a.dtype), state.average, moved)
+        average = jax.tree.map(
+            lambda a, p: (keep * a + (1 - keep) * p).astype(a.dtype), state.average, moved
+        )
         return updates, WeightEmaState(optax.safe_increment(state.steps), average)
 
     return optax.GradientTransformation(init, update)
 
 
 def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Shows a transform weights and gradients in float32 at least, so that its state and its updates are; what is float32 it sees as it is."""
+    """Shows a transform weights and gradients in float32 at least, so that its state and its
+    updates are; what is float32 it sees as it is."""
     inner = optax.with_extra_args_support(inner)
 
     def wide(tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), tree)
+        return jax.tree.map(
+            lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), tree
+        )
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         return inner.update(wide(updates), state, wide(params), **extra)
@@ -83,12 +113,16 @@ def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformat
     return optax.GradientTransformationExtraArgs(lambda params: inner.init(wide(params)), update)
 
 
-def per_layer(inner: optax.GradientTransformation, params: dict[str, ParamInfo], *, sequential: bool = False
-              ) -> optax.GradientTransformationExtraArgs:
-    """Applies a transform that treats each tensor by itself to every layer (and expert) of stacked parameters separately.
+def per_layer(
+    inner: optax.GradientTransformation, params: dict[str, ParamInfo], *, sequential: bool = False
+) -> optax.GradientTransformationExtraArgs:
+    """Applies a transform that treats each tensor by itself to every layer (and expert) of stacked
+    parameters separately.
 
-    `sequential` loops over the layers instead of batching them: for a transform whose rare work hides in a lax.cond, which batching would always run.
+    `sequential` loops over the layers instead of batching them: for a transform whose rare work
+    hides in a lax.cond, which batching would always run.
     """
+
     def transform_of(sizes: tuple[int, ...]) -> optax.GradientTransformationExtraArgs:
         mapped = optax.with_extra_args_support(inner)
         for _ in sizes:
@@ -99,15 +133,28 @@ def per_layer(inner: optax.GradientTransformation, params: dict[str, ParamInfo],
         return "x".join(["layers", *map(str, info.stacked)]) if info.stacked else "single"
 
     transforms = {label(info): transform_of(info.stacked) for info in params.values()}
-    return optax.partition(transforms, lambda tree: jax.tree.map(lambda path: label(params[path]), tree_paths(tree)), mask_compatible_extra_args=True)
+    return optax.partition(
+        transforms,
+        lambda tree: jax.tree.map(lambda path: label(params[path]), tree_paths(tree)),
+        mask_compatible_extra_args=True,
+    )
 
 
-def as_matrices(inner: optax.GradientTransformation, params: dict[str, ParamInfo]) -> optax.GradientTransformationExtraArgs:
-    """Shows a transform each tensor (of one layer) as the matrix or vector that it is: query weights as embed x (heads * head_dim)."""
+def as_matrices(
+    inner: optax.GradientTransformation, params: dict[str, ParamInfo]
+) -> optax.GradientTransformationExtraArgs:
+    """Shows a transform each tensor (of one layer) as the matrix or vector that it is: query
+    weights as embed x (heads * head_dim)."""
     inner = optax.with_extra_args_support(inner)
 
     def flat(tree: Any) -> Any:
-        return None if tree is None else jax.tree.map(lambda path, leaf: leaf.reshape(_matrix_shape(params[path])), tree_paths(tree), tree)
+        return (
+            None
+            if tree is None
+            else jax.tree.map(
+                lambda path, leaf: leaf.reshape(_matrix_shape(params[path])), tree_paths(tree), tree
+            )
+        )
 
     def init(tree: Any) -> Any:
         return inner.init(flat(tree))
@@ -120,7 +167,9 @@ def as_matrices(inner: optax.GradientTransformation, params: dict[str, ParamInfo
 
 
 def muon_dimensions(params: dict[str, ParamInfo]) -> Callable[[Any], Any]:
-    """Which axes of each parameter Muon reduces and which come out; None for what is not a matrix. Layers and experts are batches of matrices."""
+    """Which axes of each parameter Muon reduces and which come out; None for what is not a matrix.
+    Layers and experts are batches of matrices."""
+
     def dimensions(path: str) -> Any:
         matrix = params[path].matrix
         return None if matrix is None else optax.contrib.MuonDimensionNumbers(*matrix)
@@ -129,13 +178,15 @@ def muon_dimensions(params: dict[str, ParamInfo]) -> Callable[[Any], Any]:
 
 
 def ema_params(opt_state: Any, params: Any) -> Any | None:
-    """The averaged weights in the state, with the present value of what has no average; None when there is no average."""
+    """The averaged weights in the state, with the present value of what has no average; None when
+    there is no average."""
     found = [node for node in _nodes(opt_state, WeightEmaState) if isinstance(node, WeightEmaState)]
     return _overlaid(params, found[0].average) if found else None
 
 
 def wrapped_params(opt_state: Any, params: Any) -> Any:
-    """The weights that Schedule-Free (its x) and Lookahead (the slow ones) mean to be evaluated; the parameters themselves elsewhere."""
+    """The weights that Schedule-Free (its x) and Lookahead (the slow ones) mean to be evaluated;
+    the parameters themselves elsewhere."""
     for node in _nodes(opt_state, (optax.contrib.ScheduleFreeState, LookaheadState)):
         if isinstance(node, LookaheadState):
             params = _overlaid(params, node.slow)
@@ -152,21 +203,33 @@ def _nodes(opt_state: Any, kinds: Any) -> list[Any]:
     return jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, kinds))
 
 
-def _overlaid(params: Any, part: Any, combine: Callable[[Any, Any], Any] = lambda _, new: new) -> Any:
+def _overlaid(
+    params: Any, part: Any, combine: Callable[[Any, Any], Any] = lambda _, new: new
+) -> Any:
     """The parameters with those that are in `part`, a tree with holes, combined with it."""
     known = dict(zip(jax.tree.leaves(tree_paths(part)), jax.tree.leaves(part), strict=True))
-    return jax.tree.map(lambda path, old: combine(old, known[path]).astype(old.dtype) if path in known else old, tree_paths(params), params)
+    return jax.tree.map(
+        lambda path, old: combine(old, known[path]).astype(old.dtype) if path in known else old,
+        tree_paths(params),
+        params,
+    )
 
 
 def _matrix_shape(info: ParamInfo) -> tuple[int, ...]:
     return tuple(math.prod(info.shape[axis] for axis in factor) for factor in info.factors)
 
 
-def _over_leading_axis(inner: optax.GradientTransformationExtraArgs, sequential: bool) -> optax.GradientTransformationExtraArgs:
+def _over_leading_axis(
+    inner: optax.GradientTransformationExtraArgs, sequential: bool
+) -> optax.GradientTransformationExtraArgs:
     def mapped(function: Callable[..., Any], *trees: Any) -> Any:
         if not jax.tree.leaves(trees[0]):
             return function(*trees)
-        return jax.lax.map(lambda parts: function(*parts), trees) if sequential else jax.vmap(function)(*trees)
+        return (
+            jax.lax.map(lambda parts: function(*parts), trees)
+            if sequential
+            else jax.vmap(function)(*trees)
+        )
 
     def init(params: Any) -> Any:
         return mapped(inner.init, params)

@@ -1,4 +1,5 @@
-"""What a compiled step keeps from its forward pass for the backward pass: activations, as against what lives for a moment."""
+"""What a compiled step keeps from its forward pass for the backward pass: activations, as against
+what lives for a moment."""
 
 import functools
 from collections.abc import Iterator
@@ -8,15 +9,29 @@ from maxstack.plan.program import HOST, PLAIN, Computation, Instruction, Program
 
 BATCH = "batch["
 """How the names of a step's arguments begin that hold its rows."""
-PASSES_ON = {"tuple", "get-tuple-element", "bitcast", "copy", "copy-start", "copy-done", "opt-barrier", "async-done"}
+PASSES_ON = {
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "copy",
+    "copy-start",
+    "copy-done",
+    "opt-barrier",
+    "async-done",
+}
 ORIGINS = {"parameter", "constant", "iota"}
 
 
 def activations(program: Program) -> int:
-    """Bytes on one device, with the padding of layouts, of the values that depend on the batch, are made by the forward pass (jax names it `jvp`)
-    and read by the backward pass (`transpose(jvp)`): all of them are there when the one turns into the other."""
-    return sum(_bytes(program, made) for computation, _ in program.running() for made in _made_forward(program, computation)
-               if _read_backward(computation, made.name) and _of_batch(program, computation, made.name))
+    """Bytes on one device, with the padding of layouts, of the values that depend on the batch, are
+    made by the forward pass (jax names it `jvp`) and read by the backward pass (`transpose(jvp)`):
+    all of them are there when the one turns into the other."""
+    return sum(
+        _bytes(program, made)
+        for computation, _ in program.running()
+        for made in _made_forward(program, computation)
+        if _read_backward(computation, made.name) and _of_batch(program, computation, made.name)
+    )
 
 
 def _backward(instruction: Instruction) -> bool:
@@ -29,7 +44,11 @@ def _made_forward(program: Program, computation: Computation) -> Iterator[Instru
         if made.opcode == "get-tuple-element":
             source = computation.instructions[made.operands[0]]
             index = int(made.attribute("index") or 0)
-            if source.opcode in PASSES_ON | ORIGINS or source.opcode == "while" and loops.passes_through(program, source, index):
+            if (
+                source.opcode in PASSES_ON | ORIGINS
+                or source.opcode == "while"
+                and loops.passes_through(program, source, index)
+            ):
                 continue
         elif made.opcode in PASSES_ON | ORIGINS or len(made.shapes) != 1:
             continue
@@ -38,15 +57,23 @@ def _made_forward(program: Program, computation: Computation) -> Iterator[Instru
 
 
 def _bytes(program: Program, made: Instruction) -> int:
-    return sum(shape.padded for shape in made.shapes if shape.space == PLAIN or shape.space != HOST and not program.tiled)
+    return sum(
+        shape.padded
+        for shape in made.shapes
+        if shape.space == PLAIN or shape.space != HOST and not program.tiled
+    )
 
 
 def _read_backward(computation: Computation, name: str) -> bool:
-    return any(_read_backward(computation, user.name) if user.opcode in PASSES_ON else _backward(user) for user, _ in computation.users[name])
+    return any(
+        _read_backward(computation, user.name) if user.opcode in PASSES_ON else _backward(user)
+        for user, _ in computation.users[name]
+    )
 
 
 def _of_batch(program: Program, computation: Computation, name: str) -> bool:
     """Whether a value depends on the rows of the batch."""
+
     @functools.cache
     def depends(name: str) -> bool:
         made = computation.instructions[name]

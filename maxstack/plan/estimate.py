@@ -1,4 +1,5 @@
-"""Memory and time of a step by arithmetic on shapes, without a compiler: coarse, but thousands a second, to choose what is worth compiling."""
+"""Memory and time of a step by arithmetic on shapes, without a compiler: coarse, but thousands a
+second, to choose what is worth compiling."""
 
 import collections
 import dataclasses
@@ -18,18 +19,28 @@ if TYPE_CHECKING:
     from maxstack.schema import Config
     from maxstack.treatment import Treatment
 
-RECOMPUTED = {"none": 0.0, "dots": 0.0, "dots_no_batch": 0.05, "save": 0.2, "offload": 0.3, "full": 1.0}
+RECOMPUTED = {
+    "none": 0.0,
+    "dots": 0.0,
+    "dots_no_batch": 0.05,
+    "save": 0.2,
+    "offload": 0.3,
+    "full": 1.0,
+}
 """Share of the forward pass that the backward pass does again, by remat policy."""
 ELEMENTWISE = 30
-"""Times that the residual stream is read or written in a layer, forward and backward: norms, residual sums, rotations, activations."""
+"""Times that the residual stream is read or written in a layer, forward and backward: norms,
+residual sums, rotations, activations."""
 SLACK = 1.5
-"""Estimates of memory up to this many times what a device has go to the compiler, which knows better."""
+"""Estimates of memory up to this many times what a device has go to the compiler, which knows
+better."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """What of a run does not depend on the mesh: (logical axes, elements, bytes, whether it is trained) of each weight, (logical axes, bytes) of the
-    optimizer's state beside it, and by type the FLOPs of a token that a recipe has in low precision."""
+    """What of a run does not depend on the mesh: (logical axes, elements, bytes, whether it is
+    trained) of each weight, (logical axes, bytes) of the optimizer's state beside it, and by type
+    the FLOPs of a token that a recipe has in low precision."""
 
     weights: tuple[tuple[tuple[str | None, ...], int, int, bool], ...]
     state: tuple[tuple[tuple[str | None, ...], int], ...]
@@ -46,12 +57,23 @@ class Shapes:
         treatment = Treatment(cfg)
         params, info = run.of_weights(treatment.state, treatment.replaced)
         trained = optim.trained(cfg.optimizer, info)
-        weights = tuple((i.axes, math.prod(i.shape), math.prod(i.shape) * jax.numpy.dtype(i.dtype).itemsize, updated)
-                        for i, updated in zip(jax.tree.leaves(info), jax.tree.leaves(trained), strict=True))
+        weights = tuple(
+            (
+                i.axes,
+                math.prod(i.shape),
+                math.prod(i.shape) * jax.numpy.dtype(i.dtype).itemsize,
+                updated,
+            )
+            for i, updated in zip(jax.tree.leaves(info), jax.tree.leaves(trained), strict=True)
+        )
         tx = optim.build(cfg.optimizer, cfg.train.steps, info)
         state = jax.eval_shape(tx.init, run.only(trained, params))
-        kept = [((i.axes if i else (None,) * leaf.ndim), leaf.size * leaf.dtype.itemsize)
-                for i, leaf in zip(placement.weights_behind(state, info), jax.tree.leaves(state), strict=True)]
+        kept = [
+            ((i.axes if i else (None,) * leaf.ndim), leaf.size * leaf.dtype.itemsize)
+            for i, leaf in zip(
+                placement.weights_behind(state, info), jax.tree.leaves(state), strict=True
+            )
+        ]
         return cls(weights, tuple(kept), _low(cfg, treatment))
 
 
@@ -63,31 +85,51 @@ class Estimate:
     seconds: float
 
 
-def estimate(shapes: Shapes, cfg: "Config", sizes: Mapping[str, int], chip: Chip, links: Mapping[str, Link]) -> Estimate:
-    """Both figures of `cfg` on a mesh of `sizes`. The time is the longer of the devices' work and the networks', which are taken to overlap."""
+def estimate(
+    shapes: Shapes, cfg: "Config", sizes: Mapping[str, int], chip: Chip, links: Mapping[str, Link]
+) -> Estimate:
+    """Both figures of `cfg` on a mesh of `sizes`. The time is the longer of the devices' work and
+    the networks', which are taken to overlap."""
     tokens = cfg.train.batch_size * cfg.data.seq_len
-    here = tokens / math.prod(sizes[axis] for axis in ("slices", "stage", "data", "fsdp", "expert", "context"))
-    seconds = _work(shapes, cfg, sizes, chip, tokens, here), *_networks(shapes, cfg, sizes, links, here)
+    here = tokens / math.prod(
+        sizes[axis] for axis in ("slices", "stage", "data", "fsdp", "expert", "context")
+    )
+    seconds = (
+        _work(shapes, cfg, sizes, chip, tokens, here),
+        *_networks(shapes, cfg, sizes, links, here),
+    )
     return Estimate(_memory(shapes, cfg, sizes, here, chip.platform), max(seconds))
 
 
 def _low(cfg: "Config", treatment: "Treatment") -> Mapping[str, float]:
-    """FLOPs of a token by type, of the products that run in low precision: 2 per weight forward, and for each gradient that a rule quantizes, but for
-    those of experts."""
+    """FLOPs of a token by type, of the products that run in low precision: 2 per weight forward,
+    and for each gradient that a rule quantizes, but for those of experts."""
     from flax import nnx
 
     from maxstack import run
     from maxstack.models import decoder
 
     found: collections.Counter[str] = collections.Counter()
-    plain = nnx.traversals.flatten_mapping(run.of_weights(decoder.abstract(cfg.model)[1])[0], sep="/")
+    plain = nnx.traversals.flatten_mapping(
+        run.of_weights(decoder.abstract(cfg.model)[1])[0], sep="/"
+    )
     for path, use in treatment.taken.items():
         if not use.how.low or use.place.use not in ("matmul", "experts"):
             continue
-        mixture = decoder.mixture(cfg.model, tuple(path.split("/"))) if use.place.use == "experts" else None
-        products = [use.how.weight, None if mixture else use.how.grad, None if mixture or cfg.lora else use.how.weight_grad]
+        mixture = (
+            decoder.mixture(cfg.model, tuple(path.split("/")))
+            if use.place.use == "experts"
+            else None
+        )
+        products = [
+            use.how.weight,
+            None if mixture else use.how.grad,
+            None if mixture or cfg.lora else use.how.weight_grad,
+        ]
         for operand in filter(None, products):
-            found[operand.qtype] += 2 * plain[path].size * (mixture.top_k / mixture.experts if mixture else 1)
+            found[operand.qtype] += (
+                2 * plain[path].size * (mixture.top_k / mixture.experts if mixture else 1)
+            )
     return found
 
 
@@ -95,27 +137,59 @@ def _parts(axes: tuple[str | None, ...], rules: Mapping[str, Any], sizes: Mappin
     return math.prod(sizes[axis] for entry in spec(axes, rules) for axis in names(entry))
 
 
-def _memory(shapes: Shapes, cfg: "Config", sizes: Mapping[str, int], here: float, platform: str) -> float:
+def _memory(
+    shapes: Shapes, cfg: "Config", sizes: Mapping[str, int], here: float, platform: str
+) -> float:
     from maxstack.kernels.cross_entropy.by_rows import rows_of
 
     mesh, model = cfg.mesh, cfg.model
-    kept = {"params": sum(size / _parts(axes, mesh.rules, sizes) for axes, _, size, _ in shapes.weights),
-            "optimizer": sum(size / _parts(axes, mesh.rules | mesh.optimizer_rules, sizes) for axes, size in shapes.state)}
-    gradients = sum(size / _parts(axes, mesh.rules, sizes) for axes, _, size, updated in shapes.weights if updated)
+    kept = {
+        "params": sum(
+            size / _parts(axes, mesh.rules, sizes) for axes, _, size, _ in shapes.weights
+        ),
+        "optimizer": sum(
+            size / _parts(axes, mesh.rules | mesh.optimizer_rules, sizes)
+            for axes, size in shapes.state
+        ),
+    }
+    gradients = sum(
+        size / _parts(axes, mesh.rules, sizes)
+        for axes, _, size, updated in shapes.weights
+        if updated
+    )
     state = sum(size for part, size in kept.items() if part not in mesh.offload)
     at_once = here * sizes["stage"] / cfg.train.accumulate
     width, tensor = 4 if model.dtype == "float32" else 2, sizes["tensor"]
     blocks = [model.blocks[name] for name in model.order]
-    layers = sum(_saved(block, model.embed, model.remat.policy, tensor) for block in blocks) / sizes["stage"] * at_once * width
+    layers = (
+        sum(_saved(block, model.embed, model.remat.policy, tensor) for block in blocks)
+        / sizes["stage"]
+        * at_once
+        * width
+    )
     vocab = model.vocab // tensor
-    logits = min(at_once / sizes["stage"], rows_of(vocab, {"cuda": "gpu"}.get(platform, platform))) * vocab * (width + 8)
-    widest = max(_saved(block, model.embed, "none", tensor) for block in blocks) * at_once / (cfg.mesh.microbatches or sizes["stage"]) * width
+    logits = (
+        min(at_once / sizes["stage"], rows_of(vocab, {"cuda": "gpu"}.get(platform, platform)))
+        * vocab
+        * (width + 8)
+    )
+    widest = (
+        max(_saved(block, model.embed, "none", tensor) for block in blocks)
+        * at_once
+        / (cfg.mesh.microbatches or sizes["stage"])
+        * width
+    )
     return state + gradients + layers + max(logits, widest) + _gathered(shapes, cfg, sizes, width)
 
 
 def _gathered(shapes: Shapes, cfg: "Config", sizes: Mapping[str, int], width: int) -> float:
-    """The weights of two layers of the mean size, gathered over everything but tensor and expert."""
-    stacked = sum(number / (sizes["expert"] if "expert" in axes else 1) for axes, number, *_ in shapes.weights if "layers" in axes)
+    """The weights of two layers of the mean size, gathered over everything but tensor and
+    expert."""
+    stacked = sum(
+        number / (sizes["expert"] if "expert" in axes else 1)
+        for axes, number, *_ in shapes.weights
+        if "layers" in axes
+    )
     return 2 * stacked / cfg.model.layers * width / sizes["tensor"]
 
 
@@ -134,23 +208,45 @@ def _saved(block: BlockConfig, embed: int, policy: str, tensor: int) -> float:
         inside = 2 * mixer.key_heads * mixer.key_dim + 3 * mixer.value_heads * mixer.value_dim
     moe = block.experts
     hidden = moe.top_k * (moe.hidden * 3 + embed) if moe else 0
-    hidden += 3 * (mlp.dense.hidden if isinstance(mlp, ParallelMLPConfig) else 0 if moe else mlp.hidden)  # type: ignore[union-attr]
+    hidden += 3 * (
+        mlp.dense.hidden if isinstance(mlp, ParallelMLPConfig) else 0 if moe else mlp.hidden
+    )  # type: ignore[union-attr]
     dots = 2 * stream + (inside + hidden) / tensor
     return {"none": 1.6 * dots + 4 * stream, "save": 0.5 * dots + stream}.get(policy, dots)
 
 
-def _work(shapes: Shapes, cfg: "Config", sizes: Mapping[str, int], chip: Chip, tokens: int, here: float) -> float:
-    """Matrix products and elementwise traffic of one device, stretched by the pipeline's idle turns."""
-    flops = sum(count.causal for count in components(cfg.model, cfg.data.seq_len, int(cfg.lora is not None)).values())  # an adapter's own are few
+def _work(
+    shapes: Shapes, cfg: "Config", sizes: Mapping[str, int], chip: Chip, tokens: int, here: float
+) -> float:
+    """Matrix products and elementwise traffic of one device, stretched by the pipeline's idle
+    turns."""
+    flops = sum(
+        count.causal
+        for count in components(cfg.model, cfg.data.seq_len, int(cfg.lora is not None)).values()
+    )  # an adapter's own are few
     again = 1 + RECOMPUTED[cfg.model.remat.policy] / 3
-    each = (flops - sum(shapes.low.values())) / chip.flops(cfg.model.dtype) + sum(low / chip.flops(dtype) for dtype, low in shapes.low.items())
+    each = (flops - sum(shapes.low.values())) / chip.flops(cfg.model.dtype) + sum(
+        low / chip.flops(dtype) for dtype, low in shapes.low.items()
+    )
     products = each * again * tokens / math.prod(sizes.values())
-    stream = here * sizes["stage"] * cfg.model.embed * 2 / sizes["tensor"] * cfg.model.layers / sizes["stage"]
+    stream = (
+        here
+        * sizes["stage"]
+        * cfg.model.embed
+        * 2
+        / sizes["tensor"]
+        * cfg.model.layers
+        / sizes["stage"]
+    )
     turns = (cfg.mesh.microbatches or sizes["stage"]) * cfg.mesh.rounds
-    return (products + ELEMENTWISE * again * stream / chip.memory_bandwidth_per_device) * (1 + (sizes["stage"] - 1) / turns)
+    return (products + ELEMENTWISE * again * stream / chip.memory_bandwidth_per_device) * (
+        1 + (sizes["stage"] - 1) / turns
+    )
 
 
-def _networks(shapes: Shapes, cfg: "Config", sizes: Mapping[str, int], links: Mapping[str, Link], here: float) -> list[float]:
+def _networks(
+    shapes: Shapes, cfg: "Config", sizes: Mapping[str, int], links: Mapping[str, Link], here: float
+) -> list[float]:
     """Seconds on each kind of link."""
     width, model = 4 if cfg.model.dtype == "float32" else 2, cfg.model
     total: dict[str, float] = {}
@@ -159,18 +255,44 @@ def _networks(shapes: Shapes, cfg: "Config", sizes: Mapping[str, int], links: Ma
     for axes, number, _, updated in shapes.weights:
         gradient = 4 * updated
         over = [axis for entry in spec(axes, cfg.mesh.rules) for axis in names(entry)]
-        own = number / math.prod(sizes[axis] for axis in over if axis in ("tensor", "expert", "stage") and ("layers" in axes or axis != "stage"))
+        own = number / math.prod(
+            sizes[axis]
+            for axis in over
+            if axis in ("tensor", "expert", "stage") and ("layers" in axes or axis != "stage")
+        )
         for axis in ("fsdp", "context"):
             if axis in over:
-                times = (cfg.mesh.microbatches or sizes["stage"]) if "layers" in axes and sizes["stage"] > 1 else 1
-                sent[axis] += own * (2 * width + gradient) * _ring(sizes[axis]) * cfg.train.accumulate * times
+                times = (
+                    (cfg.mesh.microbatches or sizes["stage"])
+                    if "layers" in axes and sizes["stage"] > 1
+                    else 1
+                )
+                sent[axis] += (
+                    own * (2 * width + gradient) * _ring(sizes[axis]) * cfg.train.accumulate * times
+                )
         for axis in ("data", "slices"):
-            sent[axis] += 2 * gradient * number / _parts(axes, cfg.mesh.rules, sizes) * _ring(sizes[axis])
+            sent[axis] += (
+                2 * gradient * number / _parts(axes, cfg.mesh.rules, sizes) * _ring(sizes[axis])
+            )
     layers, stream = model.layers / sizes["stage"], here * sizes["stage"] * model.embed * width
     sent["tensor"] += 4 * (again + 1) * layers * stream * _ring(sizes["tensor"])
     mixers = [model.blocks[name].mixer for name in model.order]
-    keys = sum(2 * mixer.kv * mixer.head_dim if isinstance(mixer, AttentionConfig) else 0 for mixer in mixers) / sizes["stage"]
-    sent["context"] += (again + 1) * keys * here * sizes["stage"] * width * (sizes["context"] - 1) / sizes["tensor"]
+    keys = (
+        sum(
+            2 * mixer.kv * mixer.head_dim if isinstance(mixer, AttentionConfig) else 0
+            for mixer in mixers
+        )
+        / sizes["stage"]
+    )
+    sent["context"] += (
+        (again + 1)
+        * keys
+        * here
+        * sizes["stage"]
+        * width
+        * (sizes["context"] - 1)
+        / sizes["tensor"]
+    )
     chosen = sum(moe.top_k for name in model.order if (moe := model.blocks[name].experts))
     sent["expert"] += chosen / sizes["stage"] * stream * 2 * (again + 1) * _ring(sizes["expert"])
     sent["stage"] += 2 * cfg.mesh.rounds * stream

@@ -1,4 +1,5 @@
-"""A compiled XLA program, read from its text: computations, their instructions, and how often each runs in a step."""
+"""A compiled XLA program, read from its text: computations, their instructions, and how often each
+runs in a step."""
 
 import dataclasses
 import functools
@@ -8,10 +9,34 @@ from collections.abc import Iterator
 
 from maxstack.plan import loops
 
-BITS = {"pred": 8, "s1": 1, "u1": 1, "s2": 2, "u2": 2, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32,
-        "s64": 64, "u64": 64, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128, "f4e2m1fn": 4, "f8e8m0fnu": 8}
+BITS = {
+    "pred": 8,
+    "s1": 1,
+    "u1": 1,
+    "s2": 2,
+    "u2": 2,
+    "s4": 4,
+    "u4": 4,
+    "s8": 8,
+    "u8": 8,
+    "s16": 16,
+    "u16": 16,
+    "s32": 32,
+    "u32": 32,
+    "s64": 64,
+    "u64": 64,
+    "bf16": 16,
+    "f16": 16,
+    "f32": 32,
+    "f64": 64,
+    "c64": 64,
+    "c128": 128,
+    "f4e2m1fn": 4,
+    "f8e8m0fnu": 8,
+}
 PLAIN, VMEM, HOST = 0, 1, 5
-"""Memory spaces as XLA numbers them: a device's main memory, a TPU core's vector memory, pinned host memory."""
+"""Memory spaces as XLA numbers them: a device's main memory, a TPU core's vector memory, pinned
+host memory."""
 
 _LEAF = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
 _OPCODE = re.compile(r" ([a-z][a-z0-9-]*)\(")
@@ -20,13 +45,18 @@ _NAME = re.compile(r"%([\w.-]+)")
 _INDEX = re.compile(r"/\*index=\d+\*/")
 _ROW = re.compile(r"(\d+) (?:\"((?:[^\"\\]|\\.)*)\"|\{(.*)\})$")
 WRAPPERS = {"fusion": "calls", "async-start": "calls", "call-start": "to_apply"}
-"""Instructions whose inside is a computation of its own, and the attribute that names it. A TPU's call-start runs on its SparseCores."""
-RUNS = {kind: (key,) for kind, key in WRAPPERS.items()} | {"call": ("to_apply",), "conditional": ("true_computation", "false_computation")}
+"""Instructions whose inside is a computation of its own, and the attribute that names it. A TPU's
+call-start runs on its SparseCores."""
+RUNS = {kind: (key,) for kind, key in WRAPPERS.items()} | {
+    "call": ("to_apply",),
+    "conditional": ("true_computation", "false_computation"),
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shape:
-    """One array: element type, dimensions, memory space, and bytes without and with the padding of its layout's tiles."""
+    """One array: element type, dimensions, memory space, and bytes without and with the padding of
+    its layout's tiles."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -37,7 +67,8 @@ class Shape:
 
 @dataclasses.dataclass(slots=True)
 class Instruction:
-    """One line of the program. `shape` and `attributes` are XLA's text; `literal` stands between the parentheses of a constant or parameter."""
+    """One line of the program. `shape` and `attributes` are XLA's text; `literal` stands between
+    the parentheses of a constant or parameter."""
 
     name: str
     opcode: str
@@ -58,13 +89,17 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """jax's scope and primitive (`jit(step)/.../dot_general`), or the path of an argument; empty where XLA kept none."""
+        """jax's scope and primitive (`jit(step)/.../dot_general`), or the path of an argument;
+        empty where XLA kept none."""
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return re.sub(r"\\(.)", r"\1", found[1]) if found else ""
 
     def attribute(self, key: str) -> str | None:
-        """The text of an attribute that has no comma of its own outside brackets: `{0,1}`, `%name`, `LT`."""
-        found = re.search(rf"(?:^|[ ,{{]){key}=(%?[\w.-]+|\{{[^{{}}]*\}}|\"[^\"]*\")", self.attributes)
+        """The text of an attribute that has no comma of its own outside brackets: `{0,1}`, `%name`,
+        `LT`."""
+        found = re.search(
+            rf"(?:^|[ ,{{]){key}=(%?[\w.-]+|\{{[^{{}}]*\}}|\"[^\"]*\")", self.attributes
+        )
         return found[1].strip('%"') if found else None
 
     def numbers(self, key: str) -> tuple[int, ...]:
@@ -83,7 +118,10 @@ class Computation:
     @property
     def parameters(self) -> list[Instruction]:
         """By their number."""
-        return sorted((i for i in self.instructions.values() if i.opcode == "parameter"), key=lambda i: int(i.literal))
+        return sorted(
+            (i for i in self.instructions.values() if i.opcode == "parameter"),
+            key=lambda i: int(i.literal),
+        )
 
     @functools.cached_property
     def users(self) -> dict[str, list[tuple[Instruction, int]]]:
@@ -97,7 +135,8 @@ class Computation:
 
 @dataclasses.dataclass
 class Program:
-    """A module. A computation runs `times[name]` times in a step; those that a reduction applies to single elements, none."""
+    """A module. A computation runs `times[name]` times in a step; those that a reduction applies to
+    single elements, none."""
 
     attributes: str
     computations: dict[str, Computation]
@@ -114,11 +153,13 @@ class Program:
 
     @property
     def tiled(self) -> bool:
-        """Whether it is a TPU's: its arrays lie in tiles, and its memory spaces other than the plain and the host's are on the chip."""
+        """Whether it is a TPU's: its arrays lie in tiles, and its memory spaces other than the
+        plain and the host's are on the chip."""
         return ":T(" in self.attributes
 
     def source(self, instruction: Instruction) -> str:
-        """`file:line` of the innermost caller outside installed packages; empty where XLA kept none."""
+        """`file:line` of the innermost caller outside installed packages; empty where XLA kept
+        none."""
         text = instruction.attributes
         if found := re.search(r'source_file="([^"]*)" source_line=(\d+)', text):
             return f"{found[1]}:{found[2]}"
@@ -130,13 +171,15 @@ class Program:
         return "{}:{}".format(*self.frames[frame]) if frame in self.frames else ""
 
     def running(self) -> Iterator[tuple[Computation, float]]:
-        """Computations whose instructions the device is given one by one (not those inside fusions), with how often each runs."""
+        """Computations whose instructions the device is given one by one (not those inside
+        fusions), with how often each runs."""
         for computation in self.computations.values():
             if self.times.get(computation.name) and not self.fused(computation.name):
                 yield computation, self.times[computation.name]
 
     def fused(self, computation: str) -> bool:
-        """Whether it is the inside of one instruction: a fusion, or an operation wrapped to run asynchronously."""
+        """Whether it is the inside of one instruction: a fusion, or an operation wrapped to run
+        asynchronously."""
         return computation in self.callers and self.callers[computation][1].opcode in WRAPPERS
 
     def inside(self, instruction: Instruction) -> Computation | None:
@@ -146,7 +189,8 @@ class Program:
 
 
 def parse(text: str) -> Program:
-    """`jax.stages.Compiled.as_text()` -> Program. Raises ValueError where the text is no scheduled HLO module."""
+    """`jax.stages.Compiled.as_text()` -> Program. Raises ValueError where the text is no scheduled
+    HLO module."""
     computations: dict[str, Computation] = {}
     tables: dict[str, list[str]] = {}
     entry, current, section = "", None, ""
@@ -204,13 +248,19 @@ def _shape(dtype: str, dims: str, layout: str | None) -> Shape:
     tiled = re.search(r"T((?:\([\d,]+\))+)", tiles)
     for tile in re.findall(r"\(([\d,]+)\)", tiled[1]) if tiled else ():
         physical = _padded(physical, [int(n) for n in tile.split(",")])
-    return Shape(dtype, sizes, int(space[1]) if space else 0, -(-math.prod(sizes) * bits // 8), -(-math.prod(physical) * bits // 8))
+    return Shape(
+        dtype,
+        sizes,
+        int(space[1]) if space else 0,
+        -(-math.prod(sizes) * bits // 8),
+        -(-math.prod(physical) * bits // 8),
+    )
 
 
 def _padded(physical: list[int], tile: list[int]) -> list[int]:
     """Dimensions, major to minor, cut into tiles: the numbers of tiles, then the tile itself."""
     physical = [1] * (len(tile) - len(physical)) + physical
-    rest, last = physical[:len(physical) - len(tile)], physical[len(physical) - len(tile):]
+    rest, last = physical[: len(physical) - len(tile)], physical[len(physical) - len(tile) :]
     return rest + [-(-n // t) for n, t in zip(last, tile, strict=True)] + tile
 
 
@@ -225,8 +275,13 @@ def _read(computation: Computation, line: str) -> None:
     inside, kind = line[start:end], opcode[1]
     literal = kind in ("constant", "parameter")
     computation.instructions[begun[2]] = Instruction(
-        begun[2], kind, line[begun.end():opcode.start()], () if literal else tuple(_NAME.findall(inside)), line[end + 1:].lstrip(", "),
-        inside if literal else "")
+        begun[2],
+        kind,
+        line[begun.end() : opcode.start()],
+        () if literal else tuple(_NAME.findall(inside)),
+        line[end + 1 :].lstrip(", "),
+        inside if literal else "",
+    )
     if begun[1]:
         computation.root = begun[2]
 
@@ -243,19 +298,33 @@ def _closing(line: str, start: int) -> int:
 
 
 def _frames(tables: dict[str, list[str]]) -> dict[int, tuple[str, int, int]]:
-    """The tables of source lines: a row is a number and a name in quotes, or a number and fields in braces."""
+    """The tables of source lines: a row is a number and a name in quotes, or a number and fields in
+    braces."""
+
     def rows(section: str) -> Iterator[tuple[int, str, dict[str, int]]]:
         for found in filter(None, map(_ROW.match, tables.get(section, ()))):
-            yield int(found[1]), found[2] or "", {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", found[3] or "")}
+            yield (
+                int(found[1]),
+                found[2] or "",
+                {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", found[3] or "")},
+            )
 
     files = {number: name for number, name, _ in rows("FileNames")}
-    places = {number: (files.get(row["file_name_id"], ""), row["line"]) for number, _, row in rows("FileLocations")}
+    places = {
+        number: (files.get(row["file_name_id"], ""), row["line"])
+        for number, _, row in rows("FileLocations")
+    }
     # parent_frame_id is one more than the number of the caller's frame; the outermost frame's is 1.
-    return {number: (*places[row["file_location_id"]], row.get("parent_frame_id", 1) - 1)
-            for number, _, row in rows("StackFrames") if row["file_location_id"] in places}
+    return {
+        number: (*places[row["file_location_id"]], row.get("parent_frame_id", 1) - 1)
+        for number, _, row in rows("StackFrames")
+        if row["file_location_id"] in places
+    }
 
 
-def _called(program: Program, computation: Computation, instruction: Instruction) -> Iterator[tuple[str, float]]:
+def _called(
+    program: Program, computation: Computation, instruction: Instruction
+) -> Iterator[tuple[str, float]]:
     if instruction.opcode == "while":
         turns = loops.turns(program, computation, instruction)
         if turns is None:
@@ -269,12 +338,20 @@ def _called(program: Program, computation: Computation, instruction: Instruction
             yield name, 1
     if instruction.opcode == "conditional":
         program.branching.append(instruction.name)
-        yield from ((name, 1) for name in _NAME.findall(instruction.attribute("branch_computations") or ""))
+        yield from (
+            (name, 1) for name in _NAME.findall(instruction.attribute("branch_computations") or "")
+        )
 
 
 def _count(program: Program) -> None:
-    """Fill `callers`, then `times`, from the entry down. XLA prints what is called before what calls it."""
-    calls = [(caller, i) for caller in program.computations.values() for i in caller.instructions.values() if i.opcode in RUNS or i.opcode == "while"]
+    """Fill `callers`, then `times`, from the entry down. XLA prints what is called before what
+    calls it."""
+    calls = [
+        (caller, i)
+        for caller in program.computations.values()
+        for i in caller.instructions.values()
+        if i.opcode in RUNS or i.opcode == "while"
+    ]
     for caller, instruction in calls:
         for key in (*RUNS.get(instruction.opcode, ()), "body", "condition"):
             if name := instruction.attribute(key):

@@ -49,7 +49,8 @@ class Plan:
     flops: dict[str, Count]
     """Component -> FLOPs of a whole step on all devices."""
     products: dict[str, float]
-    """Element type by XLA's name -> FLOPs of one device in the compiled program, without attention's."""
+    """Element type by XLA's name -> FLOPs of one device in the compiled program, without
+    attention's."""
     flows: tuple[Flow, ...]
     roofline: Roofline | None
     """None where the step does not compile for want of memory."""
@@ -72,32 +73,58 @@ class Plan:
     @property
     def tokens_per_second(self) -> float | None:
         """At most, on all devices."""
-        return self.tokens / self.roofline.seconds if self.roofline and self.roofline.seconds else None
+        return (
+            self.tokens / self.roofline.seconds if self.roofline and self.roofline.seconds else None
+        )
 
     def mfu(self, kind: str = "causal") -> float | None:
         """The bound on MFU, of the FLOPs that `causal` or `full` attention has."""
         if not (self.roofline and self.roofline.seconds and self.peak):
             return None
-        return sum(getattr(count, kind) for count in self.flops.values()) / (self.roofline.seconds * self.peak * self.devices)
+        return sum(getattr(count, kind) for count in self.flops.values()) / (
+            self.roofline.seconds * self.peak * self.devices
+        )
 
     def json(self) -> dict[str, Any]:
         """Every figure, as JSON takes it."""
-        found = {**dataclasses.asdict(self), "flops": {name: count._asdict() for name, count in self.flops.items()}}
-        found |= {"fits": self.fits, "tokens_per_second": self.tokens_per_second, "mfu_causal": self.mfu(), "mfu_full": self.mfu("full")}
+        found = {
+            **dataclasses.asdict(self),
+            "flops": {name: count._asdict() for name, count in self.flops.items()},
+        }
+        found |= {
+            "fits": self.fits,
+            "tokens_per_second": self.tokens_per_second,
+            "mfu_causal": self.mfu(),
+            "mfu_full": self.mfu("full"),
+        }
         if self.roofline:
             found["roofline"] |= {"seconds": self.roofline.seconds, "limit": self.roofline.limit}
         return found
 
 
-def read(name: str, cfg: "Config", topology: Topology, step: Step, dump: Path | None = None) -> Plan:
-    """The plan of a compiled step, or of one that was too large to compile; `dump` as in `compile_step`."""
+def read(
+    name: str, cfg: "Config", topology: Topology, step: Step, dump: Path | None = None
+) -> Plan:
+    """The plan of a compiled step, or of one that was too large to compile; `dump` as in
+    `compile_step`."""
     from maxstack import fit
     from maxstack.models.pipeline import bubble
 
-    chip, tokens, sizes = topology.chip, cfg.train.batch_size * cfg.data.seq_len, dict(step.run.mesh.shape)
+    chip, tokens, sizes = (
+        topology.chip,
+        cfg.train.batch_size * cfg.data.seq_len,
+        dict(step.run.mesh.shape),
+    )
     found: Roofline | None = None
     parts, needed = _kept(step), step.too_large.needed if step.too_large else 0
-    buffers = tuple(Buffer(size, shape, name, "", "temporary") for size, shape, name in step.too_large.largest[:SHOWN]) if step.too_large else ()
+    buffers = (
+        tuple(
+            Buffer(size, shape, name, "", "temporary")
+            for size, shape, name in step.too_large.largest[:SHOWN]
+        )
+        if step.too_large
+        else ()
+    )
     sent: tuple[Flow, ...] = ()
     products: dict[str, float] = collections.defaultdict(float)
     if step.compiled is not None:
@@ -105,22 +132,41 @@ def read(name: str, cfg: "Config", topology: Topology, step: Step, dump: Path | 
         needed, program = total.needed, parse(step.compiled.as_text())
         parts |= _rest(total, sum(parts.values()), activations(program))
         buffers = tuple(largest(step.compiled, SHOWN, dump, program))
-        sent = tuple(flows(collectives(program, sizes, without=(OVERFLOW,)), groups(topology, tuple(sizes.values()), tuple(sizes))))
+        sent = tuple(
+            flows(
+                collectives(program, sizes, without=(OVERFLOW,)),
+                groups(topology, tuple(sizes.values()), tuple(sizes)),
+            )
+        )
         work = operations(program, without=(ATTENTION, OVERFLOW))
         for operation in work:
             products[operation.dtype] += operation.flops
         if chip:
             found = roofline(cfg, chip, topology.size, work, sent)
     return Plan(
-        config=name, topology=topology.name, chip=chip.kinds[0] if chip else topology.devices()[0].device_kind, devices=topology.size,
-        mesh={axis: size for axis, size in sizes.items() if size > 1}, batch_size=cfg.train.batch_size, seq_len=cfg.data.seq_len,
-        parameters=step.run.parameters, memory=parts, needed=needed, buffers=buffers,
+        config=name,
+        topology=topology.name,
+        chip=chip.kinds[0] if chip else topology.devices()[0].device_kind,
+        devices=topology.size,
+        mesh={axis: size for axis, size in sizes.items() if size > 1},
+        batch_size=cfg.train.batch_size,
+        seq_len=cfg.data.seq_len,
+        parameters=step.run.parameters,
+        memory=parts,
+        needed=needed,
+        buffers=buffers,
         usable=fit.usable(step.run.mesh.devices.flat[0], topology.size),
-        flops={part: Count(each.causal * tokens, each.full * tokens) for part, each in components(
-            cfg.model, cfg.data.seq_len, step.run.adapters).items()},
-        products={dtype: flops for dtype, flops in products.items() if flops}, flows=sent, roofline=found, peak=chip.peak_flops if chip else None,
+        flops={
+            part: Count(each.causal * tokens, each.full * tokens)
+            for part, each in components(cfg.model, cfg.data.seq_len, step.run.adapters).items()
+        },
+        products={dtype: flops for dtype, flops in products.items() if flops},
+        flows=sent,
+        roofline=found,
+        peak=chip.peak_flops if chip else None,
         bubble=bubble(sizes["stage"], cfg.mesh.rounds, cfg.mesh.microbatches or sizes["stage"]),
-        seconds={"lowering": step.lowering, "compiling": step.compiling})
+        seconds={"lowering": step.lowering, "compiling": step.compiling},
+    )
 
 
 def _kept(step: Step) -> dict[str, int]:
@@ -128,31 +174,50 @@ def _kept(step: Step) -> dict[str, int]:
     from maxstack import fit
 
     run, parts = step.run, {}
-    for name, tree in (("parameters", run.abstract.params), ("optimizer", run.abstract.opt), ("batch", run.abstract_batch())):
+    for name, tree in (
+        ("parameters", run.abstract.params),
+        ("optimizer", run.abstract.opt),
+        ("batch", run.abstract_batch()),
+    ):
         parts[name] = fit.shard_bytes(tree, host=False)
     return parts
 
 
 def _rest(total: Memory, kept: int, saved: int) -> dict[str, int]:
-    """What the compiled program needs beyond its state: padding of the arguments, the program itself, what the forward pass saves for the backward
-    pass, and the rest of what the compiler assigns."""
+    """What the compiled program needs beyond its state: padding of the arguments, the program
+    itself, what the forward pass saves for the backward pass, and the rest of what the compiler
+    assigns."""
     padding = max(0, total.arguments - kept)
     runs = max(0, total.needed - kept - padding - total.code)
-    return {"padding": padding, "code": total.code, "activations": min(saved, runs), "temporaries": max(0, runs - saved)}
+    return {
+        "padding": padding,
+        "code": total.code,
+        "activations": min(saved, runs),
+        "temporaries": max(0, runs - saved),
+    }
 
 
 def text(plan: Plan, cost: Sequence[str] = ()) -> str:
     """One screen, with the lines of `cost` before its verdict."""
     mesh = " x ".join(f"{axis}={size}" for axis, size in plan.mesh.items()) or "one device"
-    head = [f"{plan.config} on {plan.topology}: {plan.devices:,} x {plan.chip}, mesh {mesh}",
-            f"{plan.parameters:,} parameters, {plan.batch_size:,} x {plan.seq_len:,} = {plan.tokens:,} tokens a step"]
+    head = [
+        f"{plan.config} on {plan.topology}: {plan.devices:,} x {plan.chip}, mesh {mesh}",
+        f"{plan.parameters:,} parameters, {plan.batch_size:,} x {plan.seq_len:,} = "
+        f"{plan.tokens:,} tokens a step",
+    ]
     traffic = ["", *_traffic(plan)] if plan.flows else []
     speed = ["", *_speed(plan)] if plan.roofline else []
     if plan.bubble:
-        speed += ["", f"pipeline: {plan.bubble:.1%} of the turns of a stage are idle{', which is counted' if plan.roofline else ''}"]
+        speed += [
+            "",
+            f"pipeline: {plan.bubble:.1%} of the turns of a stage are "
+            f"idle{', which is counted' if plan.roofline else ''}",
+        ]
     if cost:
         speed += ["", *cost]
-    return "\n".join([*head, "", *_memory(plan), "", *_flops(plan), *traffic, *speed, "", verdict(plan)])
+    return "\n".join(
+        [*head, "", *_memory(plan), "", *_flops(plan), *traffic, *speed, "", verdict(plan)]
+    )
 
 
 def verdict(plan: Plan) -> str:
@@ -168,7 +233,13 @@ def verdict(plan: Plan) -> str:
 
 def _size(number: float) -> str:
     """Bytes in GiB, or in smaller units where they are few."""
-    unit, scale = ("GiB", GIB) if number >= GIB / 10 else ("MiB", 2**20) if number >= 2**20 / 10 else ("KiB", 2**10)
+    unit, scale = (
+        ("GiB", GIB)
+        if number >= GIB / 10
+        else ("MiB", 2**20)
+        if number >= 2**20 / 10
+        else ("KiB", 2**10)
+    )
     return f"{number / scale:,.2f} {unit}"
 
 
@@ -183,16 +254,27 @@ def _table(rows: Iterable[tuple[str, ...]], left: int = 1) -> Iterator[str]:
     rows = list(rows)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
-        yield "  " + "  ".join(cell.ljust(width) if i < left else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True)))
+        yield "  " + "  ".join(
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
 
 
 def _memory(plan: Plan) -> Iterator[str]:
     yield "memory of one device"
     yield from _table([(name, _size(size)) for name, size in plan.memory.items() if size])
     if plan.buffers:
-        yield f"its largest buffers{'' if plan.buffers[0].exact else ', from the text of the program, not from its assignment of memory'}"
-        rows = [(_size(buffer.bytes), "" if buffer.kind == "temporary" else buffer.kind, _short(buffer.op_name or buffer.name), _place(buffer.source))
-                for buffer in plan.buffers]
+        guessed = ", from the text of the program, not from its assignment of memory"
+        yield f"its largest buffers{'' if plan.buffers[0].exact else guessed}"
+        rows = [
+            (
+                _size(buffer.bytes),
+                "" if buffer.kind == "temporary" else buffer.kind,
+                _short(buffer.op_name or buffer.name),
+                _place(buffer.source),
+            )
+            for buffer in plan.buffers
+        ]
         yield from _table(rows, left=4)
 
 
@@ -202,27 +284,43 @@ def _place(source: str) -> str:
 
 
 def _short(name: str, most: int = 70) -> str:
-    return name if len(name) <= most else f"...{name[-most + 3:]}"
+    return name if len(name) <= most else f"...{name[-most + 3 :]}"
 
 
 def _flops(plan: Plan) -> Iterator[str]:
-    total = Count(*(sum(getattr(count, kind) for count in plan.flops.values()) for kind in Count._fields))
+    total = Count(
+        *(sum(getattr(count, kind) for count in plan.flops.values()) for kind in Count._fields)
+    )
     yield "multiplications of a step, all devices, without what is computed again"
-    rows = [(name, _amount(count.causal), f"{count.causal / total.causal:.1%}", _amount(count.full))
-            for name, count in (*plan.flops.items(), ("total", total))]
+    rows = [
+        (name, _amount(count.causal), f"{count.causal / total.causal:.1%}", _amount(count.full))
+        for name, count in (*plan.flops.items(), ("total", total))
+    ]
     yield from _table([("", "causal", "", "full"), *rows])
     low = {dtype: flops for dtype, flops in plan.products.items() if LOW.match(dtype)}
     found, whole = chips.by_kind(plan.chip), _amount(sum(plan.products.values()))
     for dtype, flops in sorted(low.items()):
         peak = f" (peak {found.flops(dtype) / 1e12:,.0f} TFLOP/s)" if found else ""
-        yield f"in {dtype}: {_amount(flops)} of {whole} a step and device as compiled, without attention{peak}"
+        yield (
+            f"in {dtype}: {_amount(flops)} of {whole} a step and device as compiled, without "
+            f"attention{peak}"
+        )
 
 
 def _traffic(plan: Plan) -> Iterator[str]:
     yield "sent by one device in a step"
     ordered = sorted(plan.flows, key=lambda flow: (-(flow.seconds or 0), -flow.bytes))
-    rows = [(flow.kind, " x ".join(flow.axes) or "none", flow.link, f"{flow.times:,.0f}", _size(flow.bytes),
-             f"{flow.seconds * 1e3:,.1f}" if flow.seconds is not None else "?") for flow in ordered[:2 * SHOWN]]
+    rows = [
+        (
+            flow.kind,
+            " x ".join(flow.axes) or "none",
+            flow.link,
+            f"{flow.times:,.0f}",
+            _size(flow.bytes),
+            f"{flow.seconds * 1e3:,.1f}" if flow.seconds is not None else "?",
+        )
+        for flow in ordered[: 2 * SHOWN]
+    ]
     yield from _table([("collective", "over", "link", "times", "bytes", "ms"), *rows], left=3)
 
 
@@ -230,9 +328,15 @@ def _speed(plan: Plan) -> Iterator[str]:
     found = plan.roofline
     assert found
     networks = "".join(f", {kind} {seconds * 1e3:,.1f}" for kind, seconds in found.network.items())
-    yield (f"ms of a step at the least: matrix products {found.compute * 1e3:,.1f} + attention {found.attention * 1e3:,.1f} + memory "
-           f"{found.memory * 1e3:,.1f} = {found.device * 1e3:,.1f}{networks}")
+    yield (
+        f"ms of a step at the least: matrix products {found.compute * 1e3:,.1f} + "
+        f"attention {found.attention * 1e3:,.1f} + memory "
+        f"{found.memory * 1e3:,.1f} = {found.device * 1e3:,.1f}{networks}"
+    )
     rate, causal, full = plan.tokens_per_second, plan.mfu(), plan.mfu("full")
     assert rate and causal and full
-    yield (f"at most {rate:,.0f} tokens/s ({rate / plan.devices:,.0f} a device), MFU {causal:.1%} causal, {full:.1%} full; "
-           f"{found.seconds:.3f} s a step, limited by {found.limit}")
+    yield (
+        f"at most {rate:,.0f} tokens/s ({rate / plan.devices:,.0f} a device), MFU "
+        f"{causal:.1%} causal, {full:.1%} full; "
+        f"{found.seconds:.3f} s a step, limited by {found.limit}"
+    )

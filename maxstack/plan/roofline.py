@@ -1,4 +1,5 @@
-"""How fast a compiled step can be at best: its matrix products, its memory traffic and its collectives against the chip and its links."""
+"""How fast a compiled step can be at best: its matrix products, its memory traffic and its
+collectives against the chip and its links."""
 
 import collections
 import dataclasses
@@ -15,14 +16,17 @@ if TYPE_CHECKING:
     from maxstack.schema import Config
 
 ATTENTION, OVERFLOW = "attention", "further_windows"
-"""Scopes of the program: attention's kernels, and rounds of a dispatch to experts that balanced routing does not need."""
+"""Scopes of the program: attention's kernels, and rounds of a dispatch to experts that balanced
+routing does not need."""
 BACKWARD = 2.5
-"""Products in attention's backward pass, scores made again included, by those in its forward pass: 5 to 2 (Dao 2023, arXiv:2307.08691)."""
+"""Products in attention's backward pass, scores made again included, by those in its forward pass:
+5 to 2 (Dao 2023, arXiv:2307.08691)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Flow:
-    """Collectives of one kind over the same mesh axes: bytes that a device sends in a step, and seconds that its links need for them."""
+    """Collectives of one kind over the same mesh axes: bytes that a device sends in a step, and
+    seconds that its links need for them."""
 
     kind: str
     axes: tuple[str, ...]
@@ -34,7 +38,8 @@ class Flow:
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """Seconds of a step at the least, by what they are spent on. Compute, memory and attention follow each other on a device; networks run beside."""
+    """Seconds of a step at the least, by what they are spent on. Compute, memory and attention
+    follow each other on a device; networks run beside."""
 
     compute: float
     """Operations that the matrix units limit."""
@@ -52,7 +57,8 @@ class Roofline:
 
     @property
     def seconds(self) -> float:
-        """Of a step, with every byte on a network hidden behind the device's work, as far as that is long enough."""
+        """Of a step, with every byte on a network hidden behind the device's work, as far as that
+        is long enough."""
         return max(self.device, *self.network.values(), 0.0)
 
     @property
@@ -64,17 +70,23 @@ class Roofline:
         return "compute" if self.compute + self.attention > self.memory else "memory"
 
 
-def roofline(cfg: "Config", chip: Chip, devices: int, operations: Iterable[Operation], flows: Iterable[Flow]) -> Roofline:
-    """The bound. `operations` are one device's without attention's, which is counted as one kernel: a causal triangle of scores, in memory never.
+def roofline(
+    cfg: "Config", chip: Chip, devices: int, operations: Iterable[Operation], flows: Iterable[Flow]
+) -> Roofline:
+    """The bound. `operations` are one device's without attention's, which is counted as one kernel:
+    a causal triangle of scores, in memory never.
 
-    An operation takes as long as its matrix products at the peak of their format or its bytes at the memory's bandwidth, whichever is longer
-    (Williams et al. 2009, Roofline). Collectives of one kind of link follow each other.
+    An operation takes as long as its matrix products at the peak of their format or its bytes at
+    the memory's bandwidth, whichever is longer (Williams et al. 2009, Roofline). Collectives of one
+    kind of link follow each other.
     """
     compute = memory = 0.0
     for operation in operations:
         by_flops = operation.flops / chip.flops(operation.dtype)
         by_bytes = operation.bytes / chip.memory_bandwidth_per_device
-        compute, memory = (compute + by_flops, memory) if by_flops > by_bytes else (compute, memory + by_bytes)
+        compute, memory = (
+            (compute + by_flops, memory) if by_flops > by_bytes else (compute, memory + by_bytes)
+        )
     attention = attention_flops(cfg, devices) / chip.flops(cfg.model.dtype)
     network: dict[str, float] = collections.defaultdict(float)
     for flow in flows:
@@ -83,21 +95,33 @@ def roofline(cfg: "Config", chip: Chip, devices: int, operations: Iterable[Opera
 
 
 def attention_flops(cfg: "Config", devices: int) -> float:
-    """FLOPs of attention's kernels on one device in a step: forward, backward with the scores made again, and forward once more where remat asks."""
+    """FLOPs of attention's kernels on one device in a step: forward, backward with the scores made
+    again, and forward once more where remat asks."""
     count = components(cfg.model, cfg.data.seq_len).get(ATTENTION, Count(0.0, 0.0))
-    again = 1.0 if cfg.model.remat.policy in ("full", "dots_no_batch") or (
-        cfg.model.remat.policy in ("save", "offload") and "context" not in cfg.model.remat.names) else 0.0
+    again = (
+        1.0
+        if cfg.model.remat.policy in ("full", "dots_no_batch")
+        or (
+            cfg.model.remat.policy in ("save", "offload") and "context" not in cfg.model.remat.names
+        )
+        else 0.0
+    )
     tokens = cfg.train.batch_size * cfg.data.seq_len
     return count.causal / 3 * (1 + again + BACKWARD) * tokens / devices
 
 
 def flows(found: Iterable[Collective], link: Callable[[tuple[str, ...]], Link]) -> Iterator[Flow]:
-    """Collectives of one kind over the same axes together, and what the links between such devices need for them."""
-    members: dict[tuple[str, tuple[str, ...], bool], list[Collective]] = collections.defaultdict(list)
+    """Collectives of one kind over the same axes together, and what the links between such devices
+    need for them."""
+    members: dict[tuple[str, tuple[str, ...], bool], list[Collective]] = collections.defaultdict(
+        list
+    )
     for collective in found:
         members[collective.kind, collective.axes, collective.between_slices].append(collective)
     for (kind, axes, between), each in members.items():
-        over = link(tuple(axis for axis in axes if link((axis,)).kind == "DCN") if between else axes)
+        over = link(
+            tuple(axis for axis in axes if link((axis,)).kind == "DCN") if between else axes
+        )
         sent = sum(one.sent for one in each)
         seconds = sent / over.bandwidth if over.bandwidth else None
         if seconds and kind == "all-reduce" and over.in_switch:

@@ -1,4 +1,5 @@
-"""`maxstack plan --search` and `--batch max`: many meshes by arithmetic, the best of them by the compiler."""
+"""`maxstack plan --search` and `--batch max`: many meshes by arithmetic, the best of them by the
+compiler."""
 
 import dataclasses
 import functools
@@ -38,7 +39,10 @@ class Candidate:
     @property
     def label(self) -> str:
         """Mesh, remat policy and batch size in a few words."""
-        return f"{mesh_rules.product_of(self.sizes)}, remat {self.cfg.model.remat.policy}, batch {self.cfg.train.batch_size}"
+        return (
+            f"{mesh_rules.product_of(self.sizes)}, remat {self.cfg.model.remat.policy}, "
+            f"batch {self.cfg.train.batch_size}"
+        )
 
     @property
     def rate(self) -> float:
@@ -46,26 +50,43 @@ class Candidate:
         return self.cfg.train.batch_size * self.cfg.data.seq_len / self.estimate.seconds
 
 
-def search(cfg: "Config", topology: Topology, make: Compile, finalists: int) -> list[tuple[Candidate, "Plan"]]:
-    """Candidates that were compiled and fit, the fastest first; where the given configuration divides over the devices, it is compiled too.
+def search(
+    cfg: "Config", topology: Topology, make: Compile, finalists: int
+) -> list[tuple[Candidate, "Plan"]]:
+    """Candidates that were compiled and fit, the fastest first; where the given configuration
+    divides over the devices, it is compiled too.
 
     ConfigError where none fits.
     """
     chip = topology.chip
     if chip is None:
-        raise ConfigError(f"--search: ranks by the chip's figures, and {topology.name} has none in chips.yml; give --topology")
+        raise ConfigError(
+            f"--search: ranks by the chip's figures, and {topology.name} has none in "
+            "chips.yml; give --topology"
+        )
     shapes = Shapes.of(cfg)
     limit = chip.for_programs
     over = functools.cache(lambda shape: links(topology, shape))
-    found = [Candidate(each, sizes, estimate(shapes, each, sizes, chip, over(tuple(sizes.values()))))
-             for each, sizes in tqdm(list(_candidates(cfg, topology)), desc="estimating", unit=" candidates", disable=None)]
-    likely = sorted((one for one in found if one.estimate.memory <= SLACK * limit), key=lambda one: -one.rate)
+    found = [
+        Candidate(each, sizes, estimate(shapes, each, sizes, chip, over(tuple(sizes.values()))))
+        for each, sizes in tqdm(
+            list(_candidates(cfg, topology)), desc="estimating", unit=" candidates", disable=None
+        )
+    ]
+    likely = sorted(
+        (one for one in found if one.estimate.memory <= SLACK * limit), key=lambda one: -one.rate
+    )
     given = [one for one in found if one.cfg == cfg]
-    return _compiled([*given, *(one for one in likely if one.cfg != cfg)], make, finalists + len(given))
+    return _compiled(
+        [*given, *(one for one in likely if one.cfg != cfg)], make, finalists + len(given)
+    )
 
 
-def _compiled(queue: Sequence[Candidate], make: Compile, wanted: int) -> list[tuple[Candidate, "Plan"]]:
-    """The first `wanted` of the queue that fit, by predicted speed. One that needs more than another that did not fit is not tried."""
+def _compiled(
+    queue: Sequence[Candidate], make: Compile, wanted: int
+) -> list[tuple[Candidate, "Plan"]]:
+    """The first `wanted` of the queue that fit, by predicted speed. One that needs more than
+    another that did not fit is not tried."""
     fits: list[tuple[Candidate, Plan]] = []
     too_large: list[float] = []
     nearest: Plan | None = None
@@ -84,14 +105,23 @@ def _compiled(queue: Sequence[Candidate], make: Compile, wanted: int) -> list[tu
                 too_large.append(one.estimate.memory)
                 nearest = plan if nearest is None or plan.needed < nearest.needed else nearest
     if not fits:
-        least = f"; the smallest needs {nearest.needed / 2**30:.2f} of {(nearest.usable or 0) / 2**30:.2f} GiB a device" if nearest else ""
-        raise ConfigError(f"--search: nothing fits: compiled {len(too_large)} of {len(queue)} candidates{least}; use more devices, a smaller "
-                          "train.batch_size, or mesh.offload")
+        least = (
+            f"; the smallest needs {nearest.needed / 2**30:.2f} of "
+            f"{(nearest.usable or 0) / 2**30:.2f} GiB a device"
+            if nearest
+            else ""
+        )
+        raise ConfigError(
+            f"--search: nothing fits: compiled {len(too_large)} of {len(queue)} "
+            f"candidates{least}; use more devices, a smaller "
+            "train.batch_size, or mesh.offload"
+        )
     return sorted(fits, key=lambda pair: -(pair[1].tokens_per_second or 0.0))
 
 
 def _candidates(cfg: "Config", topology: Topology) -> Iterator[tuple["Config", dict[str, int]]]:
-    """Every mesh that the model divides over, with every remat policy, at the given batch size, twice and four times that."""
+    """Every mesh that the model divides over, with every remat policy, at the given batch size,
+    twice and four times that."""
     given = mesh_rules.mesh_sizes(cfg, topology.size)
     resolved = _changed(cfg, given, cfg.model.remat.policy, cfg.train.batch_size)
     policies = dict.fromkeys([cfg.model.remat.policy, *POLICIES])
@@ -107,33 +137,52 @@ def _candidates(cfg: "Config", topology: Topology) -> Iterator[tuple["Config", d
 def _meshes(cfg: "Config", topology: Topology) -> Iterator[dict[str, int]]:
     experts = any(block.experts for block in cfg.model.blocks.values())
     inside = topology.size // topology.slices
-    for tensor, context, expert, stage in itertools.product(_divisors(inside, MOST_TENSOR), _divisors(inside, MOST_CONTEXT),
-                                                            _divisors(inside, inside if experts else 1), _divisors(inside, cfg.model.layers)):
+    for tensor, context, expert, stage in itertools.product(
+        _divisors(inside, MOST_TENSOR),
+        _divisors(inside, MOST_CONTEXT),
+        _divisors(inside, inside if experts else 1),
+        _divisors(inside, cfg.model.layers),
+    ):
         rest, over = divmod(inside, tensor * context * expert * stage)
         if over or context > 1 and cfg.data.seq_len < 16384 or stage > 1 and inside < 512:
             continue
         for fsdp in _divisors(rest, rest):
-            sizes = {"slices": topology.slices, "stage": stage, "data": rest // fsdp, "fsdp": fsdp, "expert": expert, "context": context,
-                     "tensor": tensor}
+            sizes = {
+                "slices": topology.slices,
+                "stage": stage,
+                "data": rest // fsdp,
+                "fsdp": fsdp,
+                "expert": expert,
+                "context": context,
+                "tensor": tensor,
+            }
             yield {axis: sizes[axis] for axis in AXES}
 
 
 def _divisors(number: int, most: int) -> list[int]:
-    return [size for size in range(1, min(number, most) + 1) if number % size == 0 and (size & (size - 1) == 0 or size == number)]
+    return [
+        size
+        for size in range(1, min(number, most) + 1)
+        if number % size == 0 and (size & (size - 1) == 0 or size == number)
+    ]
 
 
 def _changed(cfg: "Config", sizes: dict[str, int], policy: str, batch: int) -> "Config":
     names = cfg.model.remat.names if policy == cfg.model.remat.policy else ()
     remat = cfg.model.remat.model_copy(update={"policy": policy, "names": names})
     pipeline = {} if sizes["stage"] > 1 else {"microbatches": None, "rounds": 1}
-    return cfg.model_copy(update={
-        "mesh": cfg.mesh.model_copy(update=sizes | pipeline), "model": cfg.model.model_copy(update={"remat": remat}),
-        "train": cfg.train.model_copy(update={"batch_size": batch})})
+    return cfg.model_copy(
+        update={
+            "mesh": cfg.mesh.model_copy(update=sizes | pipeline),
+            "model": cfg.model.model_copy(update={"remat": remat}),
+            "train": cfg.train.model_copy(update={"batch_size": batch}),
+        }
+    )
 
 
 def largest_batch(cfg: "Config", topology: Topology, make: Compile) -> tuple["Config", "Plan"]:
-    """The largest batch that fits, by compiling: bytes grow linearly with rows, so two sizes tell where to look. ConfigError where one row a device
-    does not fit."""
+    """The largest batch that fits, by compiling: bytes grow linearly with rows, so two sizes tell
+    where to look. ConfigError where one row a device does not fit."""
     sizes = mesh_rules.mesh_sizes(cfg, topology.size)
     unit = parallel_rules.batch_unit(cfg, sizes)
     tried: dict[int, Plan] = {}
@@ -145,10 +194,15 @@ def largest_batch(cfg: "Config", topology: Topology, make: Compile) -> tuple["Co
         return tried[rows]
 
     if at(1).usable is None:
-        raise ConfigError("--batch max: how much memory the device has is not known; give --topology")
+        raise ConfigError(
+            "--batch max: how much memory the device has is not known; give --topology"
+        )
     if not at(1).fits:
         needed, has = at(1).needed / 2**30, (at(1).usable or 0) / 2**30
-        raise ConfigError(f"--batch max: not even batch_size={unit} fits: it needs {needed:.2f} of {has:.2f} GiB a device")
+        raise ConfigError(
+            f"--batch max: not even batch_size={unit} fits: it needs {needed:.2f} of "
+            f"{has:.2f} GiB a device"
+        )
     fits, over = 1, math.inf
     while over - fits > 1:
         guess = _next(tried, fits, over)
@@ -157,8 +211,9 @@ def largest_batch(cfg: "Config", topology: Topology, make: Compile) -> tuple["Co
 
 
 def _next(tried: Mapping[int, "Plan"], fits: int, over: float) -> int:
-    """Rows to try: twice as many first, then where a line through the two nearest that are known meets the limit. Once there is one that does not
-    fit, every other time the middle: a compiler that spares memory near the limit bends the line."""
+    """Rows to try: twice as many first, then where a line through the two nearest that are known
+    meets the limit. Once there is one that does not fit, every other time the middle: a compiler
+    that spares memory near the limit bends the line."""
     if fits == 1 and over == math.inf:
         return 2
     if over < math.inf and len(tried) % 2:

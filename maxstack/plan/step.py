@@ -1,4 +1,5 @@
-"""The very step that a run would take, compiled for a topology: what `maxstack plan` reads its figures from."""
+"""The very step that a run would take, compiled for a topology: what `maxstack plan` reads its
+figures from."""
 
 import dataclasses
 import re
@@ -14,16 +15,22 @@ if TYPE_CHECKING:
     from maxstack.schema import Config
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_OVER = re.compile(r"(?:Used |HLO temporaries \()([\d.]+)([KMGT]?)(?: of |\) exceeds available HBM \()([\d.]+)([KMGT]?)(?: hbm|\))")
-_LARGE = re.compile(r"Size: ([\d.]+)([KMGT]?)\n(?:\s+Operator: (?:.*?op_name=\"([^\"]*)\")?.*\n)?\s+Shape: (\S+)")
+_OVER = re.compile(
+    r"(?:Used |HLO temporaries \()([\d.]+)([KMGT]?)(?: of |\) exceeds available HBM "
+    r"\()([\d.]+)([KMGT]?)(?: hbm|\))"
+)
+_LARGE = re.compile(
+    r"Size: ([\d.]+)([KMGT]?)\n(?:\s+Operator: (?:.*?op_name=\"([^\"]*)\")?.*\n)?\s+Shape: (\S+)"
+)
 QUICK = {"exec_time_optimization_effort": -1.0}, {"optimization_level": "O1"}
-"""XLA's own keys for less time in the compiler, up to jax 0.11 and since 0.12: the same partitioning and collectives, but less fused
-(EXPERIMENTS.md)."""
+"""XLA's own keys for less time in the compiler, up to jax 0.11 and since 0.12: the same
+partitioning and collectives, but less fused (EXPERIMENTS.md)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TooLarge:
-    """The compiler's refusal: bytes that one device would need and has, and the largest allocations as (bytes, shape, op_name)."""
+    """The compiler's refusal: bytes that one device would need and has, and the largest allocations
+    as (bytes, shape, op_name)."""
 
     needed: int
     usable: int
@@ -43,16 +50,21 @@ class Step:
 
 
 def check(cfg: "Config", topology: Topology) -> dict[str, int]:
-    """Mesh axis -> size over the topology. ConfigError where the mesh does not fill it, or what the model, batch and mesh are does not divide."""
+    """Mesh axis -> size over the topology. ConfigError where the mesh does not fill it, or what the
+    model, batch and mesh are does not divide."""
     from maxstack import rules
 
     return rules.sizes_on(cfg, topology.size, topology.name)
 
 
-def compile_step(cfg: "Config", topology: Topology, *, exact: bool = False, dump: Path | None = None) -> Step:
-    """Assemble, lower and compile. ConfigError where the configuration's parts do not fit each other.
+def compile_step(
+    cfg: "Config", topology: Topology, *, exact: bool = False, dump: Path | None = None
+) -> Step:
+    """Assemble, lower and compile. ConfigError where the configuration's parts do not fit each
+    other.
 
-    `exact`: with all the effort that training would spend. `dump`: a folder for the compiler's assignment of buffers, where it gives it no other way.
+    `exact`: with all the effort that training would spend. `dump`: a folder for the compiler's
+    assignment of buffers, where it gives it no other way.
     """
     check(cfg, topology)
     devices = topology.devices()
@@ -88,7 +100,9 @@ def too_large(message: str) -> TooLarge | None:
     if not found:
         return None
     used, unit, limit, limit_unit = found.groups()
-    largest = tuple((_bytes(size, unit), shape, name) for size, unit, name, shape in _LARGE.findall(message))
+    largest = tuple(
+        (_bytes(size, unit), shape, name) for size, unit, name, shape in _LARGE.findall(message)
+    )
     return TooLarge(_bytes(used, unit), _bytes(limit, limit_unit), largest)
 
 

@@ -1,4 +1,5 @@
-"""Hardware by its name, `v5p:8x8x16`: which shapes there are, its devices for the ahead-of-time compiler, and what links join them."""
+"""Hardware by its name, `v5p:8x8x16`: which shapes there are, its devices for the ahead-of-time
+compiler, and what links join them."""
 
 import collections
 import dataclasses
@@ -23,17 +24,26 @@ if TYPE_CHECKING:
 CUBE = 4
 """Sides of three-dimensional slices beyond one rack of 4x4x4 are multiples of this."""
 _NAME = re.compile(r"([a-z0-9-]+):([0-9]{1,5}(?:x[0-9]{1,5})*)(?:\*([1-9][0-9]{0,3}))?")
-_LIBTPU = {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}
-_PLUGINS = {"tpu": (("libtpu",), "plan-tpu"), "cuda": (("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"), "plan-cuda")}
+_LIBTPU = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+}
+_PLUGINS = {
+    "tpu": (("libtpu",), "plan-tpu"),
+    "cuda": (("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"), "plan-cuda"),
+}
 _CUDA_LIMITS = """
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 shared_memory_per_block: 49152
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536"""
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536"""  # noqa: E501
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Devices that one program runs on. `sides`: a TPU slice in chips, or (hosts, GPUs of a host)."""
+    """Devices that one program runs on. `sides`: a TPU slice in chips, or (hosts, GPUs of a
+    host)."""
 
     name: str
     chip: Chip | None = dataclasses.field(compare=False)
@@ -49,17 +59,23 @@ class Topology:
     @property
     def hosts(self) -> int:
         """Number of hosts, which is how many processes jax would have."""
-        if self.chip is None or self.chip.platform == "cuda" and self.sides[-1] <= self.chip.chips_per_host:
+        if (
+            self.chip is None
+            or self.chip.platform == "cuda"
+            and self.sides[-1] <= self.chip.chips_per_host
+        ):
             return self.sides[0]
         return self.slices * -(-math.prod(self.sides) // self.chip.chips_per_host)
 
     def devices(self) -> tuple[Any, ...]:
-        """The devices: those of this process for `here`, else descriptions of them that programs can be compiled for, which leaves jax without any
-        other platform than the CPU. ConfigError where the compiler's plugin is missing, or does not fit this jax."""
+        """The devices: those of this process for `here`, else descriptions of them that programs
+        can be compiled for, which leaves jax without any other platform than the CPU. ConfigError
+        where the compiler's plugin is missing, or does not fit this jax."""
         return _here() if self.name == "here" else _ahead_of_time(self)
 
     def mesh_devices(self, shape: Sequence[int]) -> "np.ndarray":
-        """The devices as a mesh of `shape`, outermost axis first, as training would arrange them."""
+        """The devices as a mesh of `shape`, outermost axis first, as training would arrange
+        them."""
         return arrange(self.devices(), shape)
 
 
@@ -68,58 +84,91 @@ class Link:
     """What a collective over one mesh axis runs on."""
 
     kind: str
-    """ICI, DCN, NVLink, network; D2D between the devices of one chip; memory where the devices are no accelerators."""
+    """ICI, DCN, NVLink, network; D2D between the devices of one chip; memory where the devices are
+    no accelerators."""
     bandwidth: float | None
     """Bytes/s that one device can receive, or send, in a ring; None where it is not known."""
     in_switch: bool = False
     """The switch can add: an all-reduce may then move half of what a ring moves (NVLink SHARP)."""
 
 
-def links(topology: Topology, mesh_shape: Sequence[int], axis_names: Sequence[str] = AXES) -> dict[str, Link]:
-    """For each mesh axis of more than one device, the most that a ring over it can use. Needs no compiler.
+def links(
+    topology: Topology, mesh_shape: Sequence[int], axis_names: Sequence[str] = AXES
+) -> dict[str, Link]:
+    """For each mesh axis of more than one device, the most that a ring over it can use. Needs no
+    compiler.
 
-    The bandwidth bounds the bytes that a device must receive in an all-gather over the axis (or send in a reduce-scatter) by the time it takes, when
-    all groups of the axis run at once and nothing else does. It counts links. For n devices in a group, of which g are in one domain:
-    - from outside a domain come (n-g)/(n-1) of the bytes, through ports of b bytes/s a device that all its groups share (network, DCN): at most
-      b * g * (n-1)/(n-g); and no device takes in more than b and what the links inside its domain give;
+    The bandwidth bounds the bytes that a device must receive in an all-gather over the axis (or
+    send in a reduce-scatter) by the time it takes, when all groups of the axis run at once and
+    nothing else does. It counts links. For n devices in a group, of which g are in one domain:
+    - from outside a domain come (n-g)/(n-1) of the bytes, through ports of b bytes/s a device that
+      all its groups share (network, DCN): at most b * g * (n-1)/(n-g); and no device takes in more
+      than b and what the links inside its domain give;
     - NVLink: what one GPU has into its switch;
-    - ICI: along a side of the torus a chip has two links where it wraps around, else one (the chip at the end has no other); groups that step over
-      t-1 chips share links t to one; a group of n chips in a row, out of more, has n-1 pairs of links for n chips. Sides add. The devices of one chip
-      share its links like the GPUs of a domain. Twisted tori count as plain ones.
-    Wraparounds: sides of 16 in two dimensions; in three, all sides of slices of whole 4x4x4 cubes (Austin et al. 2025, How To Scale Your Model).
+    - ICI: along a side of the torus a chip has two links where it wraps around, else one (the chip
+      at the end has no other); groups that step over t-1 chips share links t to one; a group of n
+      chips in a row, out of more, has n-1 pairs of links for n chips. Sides add. The devices of one
+      chip share its links like the GPUs of a domain. Twisted tori count as plain ones. Wraparounds:
+      sides of 16 in two dimensions; in three, all sides of slices of whole 4x4x4 cubes (Austin et
+      al. 2025, How To Scale Your Model).
     """
     of = groups(topology, mesh_shape, axis_names)
-    return {name: of((name,)) for name, size in zip(axis_names, mesh_shape, strict=True) if size > 1}
+    return {
+        name: of((name,)) for name, size in zip(axis_names, mesh_shape, strict=True) if size > 1
+    }
 
 
-def groups(topology: Topology, mesh_shape: Sequence[int], axis_names: Sequence[str] = AXES) -> Callable[[tuple[str, ...]], Link]:
+def groups(
+    topology: Topology, mesh_shape: Sequence[int], axis_names: Sequence[str] = AXES
+) -> Callable[[tuple[str, ...]], Link]:
     """As `links`, for groups of devices that differ along several mesh axes."""
     grid = arrange(_places(topology), mesh_shape)
 
     @functools.cache
     def of(axes: tuple[str, ...]) -> Link:
-        return _link(topology, [*grid[tuple(slice(None) if name in axes else 0 for name in axis_names)].reshape(-1)])
+        return _link(
+            topology,
+            [*grid[tuple(slice(None) if name in axes else 0 for name in axis_names)].reshape(-1)],
+        )
 
     return of
 
 
 def parse(text: str, what: str = "--topology") -> Topology:
-    """`v5p:8x8x16`, `v5e:16x16*4` (4 slices), `h100:32x8` (32 hosts of 8), or `here`. ConfigError, which begins with `what`, for what does not
-    exist, with what does."""
+    """`v5p:8x8x16`, `v5e:16x16*4` (4 slices), `h100:32x8` (32 hosts of 8), or `here`. ConfigError,
+    which begins with `what`, for what does not exist, with what does."""
     if text == "here":
         return _describe(_here())
     found = _NAME.fullmatch(text)
     if text.startswith("here"):
-        raise ConfigError(f"{what} {text}: here takes no size; run.virtual_devices=8 makes eight devices of this machine's CPU")
+        raise ConfigError(
+            f"{what} {text}: here takes no size; run.virtual_devices=8 makes eight "
+            "devices of this machine's CPU"
+        )
     if not found:
-        raise ConfigError(f"{what} {text}: is not a topology; write a chip and its shape, as v5p:8x8x16, v5e:16x16*4 for 4 slices, "
-                          "h100:32x8 for 32 hosts of 8 GPUs, or here")
-    chip, sides, slices = find_chip(found[1]), tuple(map(int, found[2].split("x"))), int(found[3] or 1)
+        raise ConfigError(
+            f"{what} {text}: is not a topology; write a chip and its shape, as "
+            "v5p:8x8x16, v5e:16x16*4 for 4 slices, "
+            "h100:32x8 for 32 hosts of 8 GPUs, or here"
+        )
+    chip, sides, slices = (
+        find_chip(found[1]),
+        tuple(map(int, found[2].split("x"))),
+        int(found[3] or 1),
+    )
     if chip.nvlink and found[3]:
-        raise ConfigError(f"{what} {text}: GPUs have no slices; write hosts x GPUs of a host, as {chip.name}:{slices * sides[0]}x{sides[-1]}")
+        raise ConfigError(
+            f"{what} {text}: GPUs have no slices; write hosts x GPUs of a host, as "
+            f"{chip.name}:{slices * sides[0]}x{sides[-1]}"
+        )
     if sides not in _near(chip, sides, 1):
-        near = ", ".join(f"{chip.name}:{_words(shape)}{f'*{slices}' if slices > 1 else ''}" for shape in _near(chip, sides, 4))
-        raise ConfigError(f"{what} {text}: there is no such {chip.name}; {_rule(chip)}; nearest: {near}")
+        near = ", ".join(
+            f"{chip.name}:{_words(shape)}{f'*{slices}' if slices > 1 else ''}"
+            for shape in _near(chip, sides, 4)
+        )
+        raise ConfigError(
+            f"{what} {text}: there is no such {chip.name}; {_rule(chip)}; nearest: {near}"
+        )
     return Topology(text, chip, sides, slices)
 
 
@@ -129,36 +178,56 @@ def _words(shape: Sequence[int]) -> str:
 
 def _rule(chip: Chip) -> str:
     if chip.nvlink:
-        return f"GPUs come as hosts x GPUs of a host, which are {', '.join(map(str, chip.nvlink.host_sizes))}"
+        return (
+            "GPUs come as hosts x GPUs of a host, which are "
+            f"{', '.join(map(str, chip.nvlink.host_sizes))}"
+        )
     assert chip.torus
     if chip.torus.dims == 2:
         return f"slices are {', '.join(map(_words, chip.torus.shapes))}"
-    return (f"slices are {', '.join(map(_words, chip.torus.shapes))}, and AxBxC with A <= B <= C, multiples of {CUBE}, "
-            f"up to {chip.torus.max_chips} chips")
+    return (
+        f"slices are {', '.join(map(_words, chip.torus.shapes))}, and AxBxC with A <= B "
+        f"<= C, multiples of {CUBE}, "
+        f"up to {chip.torus.max_chips} chips"
+    )
 
 
 def _near(chip: Chip, sides: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
-    """The `count` possible shapes nearest to the asked one: itself, then by number of chips and likeness to a cube; of GPUs, large hosts first."""
+    """The `count` possible shapes nearest to the asked one: itself, then by number of chips and
+    likeness to a cube; of GPUs, large hosts first."""
     asked = max(1, math.prod(sides))
 
     def distance(shape: tuple[int, ...]) -> tuple[float, ...]:
         size = abs(math.log(math.prod(shape) / asked))
-        return (shape != sides, -min(shape[-1], chip.chips_per_host), size) if chip.nvlink else (shape != sides, size, sum(shape))
+        return (
+            (shape != sides, -min(shape[-1], chip.chips_per_host), size)
+            if chip.nvlink
+            else (shape != sides, size, sum(shape))
+        )
 
     return sorted(_shapes(chip, asked), key=distance)[:count]
 
 
 def _shapes(chip: Chip, asked: int) -> Iterator[tuple[int, ...]]:
-    """Possible shapes: all slices of a TPU; of GPUs those that hold about as many as are asked for, for every size of a host."""
+    """Possible shapes: all slices of a TPU; of GPUs those that hold about as many as are asked for,
+    for every size of a host."""
     if chip.nvlink:
-        yield from ((hosts, size) for size in chip.nvlink.host_sizes for hosts in {max(1, asked // size), -(-asked // size)})
+        yield from (
+            (hosts, size)
+            for size in chip.nvlink.host_sizes
+            for hosts in {max(1, asked // size), -(-asked // size)}
+        )
         return
     assert chip.torus
     yield from chip.torus.shapes
     if chip.torus.dims == 3:
-        cubes = chip.torus.max_chips // CUBE ** 3
-        yield from ((CUBE * a, CUBE * b, CUBE * c) for a in range(1, round(cubes ** (1 / 3)) + 1) for b in range(a, math.isqrt(cubes // a) + 1)
-                    for c in range(b, cubes // (a * b) + 1))
+        cubes = chip.torus.max_chips // CUBE**3
+        yield from (
+            (CUBE * a, CUBE * b, CUBE * c)
+            for a in range(1, round(cubes ** (1 / 3)) + 1)
+            for b in range(a, math.isqrt(cubes // a) + 1)
+            for c in range(b, cubes // (a * b) + 1)
+        )
 
 
 def _here() -> tuple[Any, ...]:
@@ -173,8 +242,13 @@ def _describe(devices: Sequence[Any]) -> Topology:
     if chip is None or chip.torus is None:
         hosts = len({device.process_index for device in devices})
         return Topology("here", chip, (hosts, len(devices) // hosts))
-    sides = [max(axis) - min(axis) + 1 for axis in zip(*(device.coords for device in devices), strict=True)]
-    return Topology("here", chip, tuple(sides[:chip.torus.dims]), len({slice_of(device) for device in devices}))
+    sides = [
+        max(axis) - min(axis) + 1
+        for axis in zip(*(device.coords for device in devices), strict=True)
+    ]
+    return Topology(
+        "here", chip, tuple(sides[: chip.torus.dims]), len({slice_of(device) for device in devices})
+    )
 
 
 @functools.lru_cache(maxsize=4)
@@ -184,7 +258,9 @@ def _ahead_of_time(topology: Topology) -> tuple[Any, ...]:
     modules, extra = _PLUGINS[chip.platform]
     install = f'pip install "maxstack[{extra}]"'
     if not any(map(_importable, modules)):
-        raise ConfigError(f"--topology {topology.name}: the compiler for {chip.name} is not installed; {install}")
+        raise ConfigError(
+            f"--topology {topology.name}: the compiler for {chip.name} is not installed; {install}"
+        )
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     if chip.platform == "tpu":
         for name, value in _LIBTPU.items():
@@ -194,11 +270,16 @@ def _ahead_of_time(topology: Topology) -> tuple[Any, ...]:
 
     jax.config.update("jax_platforms", "cpu")
     try:
-        return tuple(topologies.get_topology_desc(platform=chip.platform, **_options(topology, chip)).devices)
+        return tuple(
+            topologies.get_topology_desc(platform=chip.platform, **_options(topology, chip)).devices
+        )
     except (RuntimeError, ValueError) as error:
         first = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ConfigError(f"--topology {topology.name}: the installed compiler for {chip.name} does not take it: {first}; install the one that "
-                          f"belongs to jax {jax.__version__}: {install}") from None
+        raise ConfigError(
+            f"--topology {topology.name}: the installed compiler for {chip.name} does "
+            f"not take it: {first}; install the one that "
+            f"belongs to jax {jax.__version__}: {install}"
+        ) from None
 
 
 def _importable(module: str) -> bool:
@@ -211,8 +292,15 @@ def _importable(module: str) -> bool:
 def _options(topology: Topology, chip: Chip) -> dict[str, Any]:
     """What jax's get_topology_desc wants for these devices."""
     if chip.platform == "cuda":
-        return {"topology_name": "", "target_config": _target(chip), "topology": f"1x{topology.hosts}x{topology.size // topology.hosts}"}
-    options: dict[str, Any] = {"topology_name": f"{chip.name}:{_words(topology.sides)}", **chip.compiler}
+        return {
+            "topology_name": "",
+            "target_config": _target(chip),
+            "topology": f"1x{topology.hosts}x{topology.size // topology.hosts}",
+        }
+    options: dict[str, Any] = {
+        "topology_name": f"{chip.name}:{_words(topology.sides)}",
+        **chip.compiler,
+    }
     if topology.slices > 1:
         options["num_slices"] = topology.slices
     if math.prod(topology.sides) == 1:
@@ -254,8 +342,12 @@ def _places(topology: Topology) -> Sequence[Any]:
     if chip.nvlink:
         return [_Place(i, "gpu", chip.kinds[0], (), 0, 0) for i in range(topology.size)]
     x, y, z = (*topology.sides, 1)[:3]
-    where = itertools.product(range(topology.slices), range(z), range(y), range(x), range(chip.devices))
-    return [_Place(i, "tpu", chip.kinds[0], at[-2:0:-1], at[-1], at[0]) for i, at in enumerate(where)]
+    where = itertools.product(
+        range(topology.slices), range(z), range(y), range(x), range(chip.devices)
+    )
+    return [
+        _Place(i, "tpu", chip.kinds[0], at[-2:0:-1], at[-1], at[0]) for i, at in enumerate(where)
+    ]
 
 
 def _link(topology: Topology, line: Sequence[Any]) -> Link:
@@ -269,7 +361,9 @@ def _link(topology: Topology, line: Sequence[Any]) -> Link:
         domains = collections.Counter(device.id // size for device in line)
         if len(domains) == 1:
             return Link("NVLink", chip.nvlink.bandwidth, chip.nvlink.in_switch)
-        return Link("network", _from_outside(chip.network, n, min(domains.values()), chip.nvlink.bandwidth))
+        return Link(
+            "network", _from_outside(chip.network, n, min(domains.values()), chip.nvlink.bandwidth)
+        )
     inside = [device for device in line if slice_of(device) == slice_of(line[0])]
     ici = _ici(topology, chip, inside)
     if len(inside) == n:
@@ -278,27 +372,37 @@ def _link(topology: Topology, line: Sequence[Any]) -> Link:
 
 
 def _from_outside(bandwidth: float, n: int, g: int, within: float) -> float:
-    """What each of n devices gets if g of them share a domain, with a port of `bandwidth` to the outside and links of `within` to each other."""
+    """What each of n devices gets if g of them share a domain, with a port of `bandwidth` to the
+    outside and links of `within` to each other."""
     return min(bandwidth * g * (n - 1) / (n - g), bandwidth + (within if g > 1 else 0))
 
 
 def _ici(topology: Topology, chip: Chip, inside: Sequence[Any]) -> float:
-    """What a ring over these devices of one slice gets from the torus, and between the cores of a chip."""
+    """What a ring over these devices of one slice gets from the torus, and between the cores of a
+    chip."""
     torus = chip.torus
     assert torus
     places = {tuple(device.coords) for device in inside}
     n, on_chip = len(inside), len(inside) // len(places)
     if len(places) == 1:
         return torus.between_cores or math.inf
-    axes = [sorted(set(values)) for values in zip(*places, strict=True)][:torus.dims]
+    axes = [sorted(set(values)) for values in zip(*places, strict=True)][: torus.dims]
     regular = math.prod(map(len, axes)) == len(places)
     whole_cubes = all(side % torus.wrap == 0 for side in topology.sides)
     total = 0.0
     for side, values in zip(topology.sides, axes, strict=True):
-        step = min((b - a for a, b in itertools.pairwise(values)), default=0) if regular else min(len(values) - 1, 1)
+        step = (
+            min((b - a for a, b in itertools.pairwise(values)), default=0)
+            if regular
+            else min(len(values) - 1, 1)
+        )
         if step == 0:
             continue
         wraps = whole_cubes if torus.dims == 3 else side % torus.wrap == 0
         partial = wraps and regular and step == 1 and len(values) < side
-        total += torus.link / step * (2 * (len(values) - 1) / len(values) if partial else 2 if wraps else 1)
+        total += (
+            torus.link
+            / step
+            * (2 * (len(values) - 1) / len(values) if partial else 2 if wraps else 1)
+        )
     return total * on_chip / chip.devices * (n - 1) / (n - on_chip)

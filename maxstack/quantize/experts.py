@@ -1,4 +1,5 @@
-"""Experts whose rows and matrices are multiplied in low precision. Shapes: E experts  S rows sorted by expert  K contracted  N columns."""
+"""Experts whose rows and matrices are multiplied in low precision. Shapes: E experts  S rows sorted
+by expert  K contracted  N columns."""
 
 import functools
 from typing import Any
@@ -18,7 +19,8 @@ from maxstack.quantize.arithmetic import How, Operand, faked, inside, quantize, 
 
 @flax.struct.dataclass
 class QuantizedExperts(Experts):
-    """Matrices in low precision, as numbers of the compute dtype, for a How whose matmul is low: differentiable, where integers are not."""
+    """Matrices in low precision, as numbers of the compute dtype, for a How whose matmul is low:
+    differentiable, where integers are not."""
 
     codes_EKN: jax.Array
     """What is multiplied before it is scaled; every such number is one of the compute dtype too."""
@@ -27,12 +29,15 @@ class QuantizedExperts(Experts):
     how: How = flax.struct.field(pytree_node=False)
 
     def multiply(self, x_SK: jax.Array, sizes_E: jax.Array, backend: GroupedMatmul) -> jax.Array:
-        return _multiplied(self.how, backend, x_SK, self.codes_EKN, jax.lax.stop_gradient(self.scale_EKN), sizes_E)
+        return _multiplied(
+            self.how, backend, x_SK, self.codes_EKN, jax.lax.stop_gradient(self.scale_EKN), sizes_E
+        )
 
 
 @flax.struct.dataclass
 class RoundedExperts(Experts):
-    """Matrices whose values are those of low precision, multiplied in the compute dtype by rows that a rule may round too."""
+    """Matrices whose values are those of low precision, multiplied in the compute dtype by rows
+    that a rule may round too."""
 
     values_EKN: jax.Array
     how: How = flax.struct.field(pytree_node=False)
@@ -43,11 +48,15 @@ class RoundedExperts(Experts):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _in_compute_dtype(how: How, backend: GroupedMatmul, x_SK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
+def _in_compute_dtype(
+    how: How, backend: GroupedMatmul, x_SK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array
+) -> jax.Array:
     return grouped_matmul(x_SK, w_EKN, sizes_E, backend)
 
 
-def _of_rounded(how: How, backend: GroupedMatmul, kept: tuple[jax.Array, jax.Array, jax.Array], g_SN: jax.Array) -> tuple[Any, ...]:
+def _of_rounded(
+    how: How, backend: GroupedMatmul, kept: tuple[jax.Array, jax.Array, jax.Array], g_SN: jax.Array
+) -> tuple[Any, ...]:
     """Gradients in the compute dtype, of incoming ones that are rounded where the rule says so."""
     x_SK, w_EKN, sizes_E = kept
     pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes_E, backend), x_SK, w_EKN)[1]
@@ -56,12 +65,16 @@ def _of_rounded(how: How, backend: GroupedMatmul, kept: tuple[jax.Array, jax.Arr
     return dx_SK, dw_EKN, None
 
 
-_in_compute_dtype.defvjp(lambda how, backend, x, w, sizes: (grouped_matmul(x, w, sizes, backend), (x, w, sizes)), _of_rounded)
+_in_compute_dtype.defvjp(
+    lambda how, backend, x, w, sizes: (grouped_matmul(x, w, sizes, backend), (x, w, sizes)),
+    _of_rounded,
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def codes(w_EKN: jax.Array, how: Operand, dtype: Any) -> jax.Array:
-    """float32 matrices as the numbers that stand for them; the gradient passes straight through the rounding, divided by the scale."""
+    """float32 matrices as the numbers that stand for them; the gradient passes straight through the
+    rounding, divided by the scale."""
     return quantize(w_EKN, how, 1).qvalue.astype(dtype)
 
 
@@ -80,12 +93,25 @@ codes.defvjp(_codes_forward, _codes_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _multiplied(how: How, backend: GroupedMatmul, x_SK: jax.Array, codes_EKN: jax.Array, scale_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
+def _multiplied(
+    how: How,
+    backend: GroupedMatmul,
+    x_SK: jax.Array,
+    codes_EKN: jax.Array,
+    scale_EKN: jax.Array,
+    sizes_E: jax.Array,
+) -> jax.Array:
     return _forward(how, backend, x_SK, codes_EKN, scale_EKN, sizes_E)[0]
 
 
-def _forward(how: How, backend: GroupedMatmul, x_SK: jax.Array, codes_EKN: jax.Array, scale_EKN: jax.Array, sizes_E: jax.Array
-             ) -> tuple[jax.Array, Any]:
+def _forward(
+    how: How,
+    backend: GroupedMatmul,
+    x_SK: jax.Array,
+    codes_EKN: jax.Array,
+    scale_EKN: jax.Array,
+    sizes_E: jax.Array,
+) -> tuple[jax.Array, Any]:
     assert how.act
     mine_S1 = grouped(x_SK.shape[0], sizes_E)
     x_SK = jnp.where(mine_S1, x_SK, 0)

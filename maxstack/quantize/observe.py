@@ -1,4 +1,5 @@
-"""What quantization changes in each layer: a weight multiplies as before, and is told of beside it as a recipe would have it."""
+"""What quantization changes in each layer: a weight multiplies as before, and is told of beside it
+as a recipe would have it."""
 
 import collections
 import contextlib
@@ -37,12 +38,18 @@ class Errors:
         """Of one product, or a device's part of one; devices may add at once."""
         key, squares = (path, int(layer)), (float(given), float(change))
         with self._adding:
-            self._sums[key] = [have + more for have, more in zip(self._sums[key], squares, strict=True)]
+            self._sums[key] = [
+                have + more for have, more in zip(self._sums[key], squares, strict=True)
+            ]
 
     def relative(self) -> dict[tuple[str, int], float]:
-        """(path, number in its stack) -> root mean square of the change over that of what is given."""
+        """(path, number in its stack) -> root mean square of the change over that of what is
+        given."""
         jax.effects_barrier()
-        return {key: (change / given) ** 0.5 if given else 0.0 for key, (given, change) in sorted(self._sums.items())}
+        return {
+            key: (change / given) ** 0.5 if given else 0.0
+            for key, (given, change) in sorted(self._sums.items())
+        }
 
 
 class Observed(Treated, nnx.Module):
@@ -50,7 +57,7 @@ class Observed(Treated, nnx.Module):
 
     def __init__(self, param: nnx.Param, how: How, place: Place, path: str, errors: Errors):
         self.base, self.how, self.place, self.path, self.errors = param, how, place, path, errors
-        self.layer = frozen(param.shape[:param.ndim - len(place.shape)], jnp.int32)
+        self.layer = frozen(param.shape[: param.ndim - len(place.shape)], jnp.int32)
         """The layer's number in its stack."""
 
     def project(self, x: jax.Array) -> jax.Array:
@@ -67,7 +74,13 @@ class Observed(Treated, nnx.Module):
 
     def experts(self, dtype: Any) -> "ObservedExperts":
         """See weight.experts."""
-        return ObservedExperts(experts(self.base, dtype), self._changed().experts(dtype), self.layer[...].reshape(1, 1, 1), self.path, self.errors)
+        return ObservedExperts(
+            experts(self.base, dtype),
+            self._changed().experts(dtype),
+            self.layer[...].reshape(1, 1, 1),
+            self.path,
+            self.errors,
+        )
 
     def _changed(self) -> Stored:
         found = Stored(self.base, self.how)
@@ -96,8 +109,20 @@ class ObservedExperts(Experts):
         return given
 
 
-def _tell(errors: Errors, path: str, layer: jax.Array, given: jax.Array, changed: jax.Array) -> None:
+def _tell(
+    errors: Errors, path: str, layer: jax.Array, given: jax.Array, changed: jax.Array
+) -> None:
     given, changed, real_BT = given.astype(jnp.float32), changed.astype(jnp.float32), _real.get()
-    if real_BT is not None and given.shape[:2] == real_BT.shape:  # not experts, which have no rows of padding, nor weights themselves
-        given, changed = (jnp.where(real_BT.reshape(*real_BT.shape, *(1,) * (given.ndim - 2)), x, 0) for x in (given, changed))
-    jax.debug.callback(lambda *numbers: errors.add(path, *numbers), layer, jnp.sum(given * given), jnp.sum(jnp.square(changed - given)))
+    if (
+        real_BT is not None and given.shape[:2] == real_BT.shape
+    ):  # not experts, which have no rows of padding, nor weights themselves
+        given, changed = (
+            jnp.where(real_BT.reshape(*real_BT.shape, *(1,) * (given.ndim - 2)), x, 0)
+            for x in (given, changed)
+        )
+    jax.debug.callback(
+        lambda *numbers: errors.add(path, *numbers),
+        layer,
+        jnp.sum(given * given),
+        jnp.sum(jnp.square(changed - given)),
+    )

@@ -22,17 +22,36 @@ ENVIRONMENT = 1_048_576
 a rule, for arguments and environment together (execve(2))."""
 MARGIN = 60
 """Seconds between the end of the grace and Slurm's limit."""
-RESERVED = re.compile(r"MAXSTACK_CONFIG$|JAX_(COORDINATOR|PROCESS|NUM_PROCESSES)|PROCESSES_IN_JOB$|JOB_|JOBSET_|TPU_WORKER|MEGASCALE_|SLURM_|OMPI_|"
-                      r"NNODES$|NODE_RANK$|MASTER_|(LOCAL_)?(RANK|WORLD_SIZE)$")
+RESERVED = re.compile(
+    r"MAXSTACK_CONFIG$|JAX_(COORDINATOR|PROCESS|NUM_PROCESSES)|PROCESSES_IN_JOB$|JOB_|JOBSET_|TPU_WORKER|MEGASCALE_|SLURM_|OMPI_|"
+    r"NNODES$|NODE_RANK$|MASTER_|(LOCAL_)?(RANK|WORLD_SIZE)$"
+)
 Line = Annotated[str, Field(pattern=r"^[^\x00\r\n]*$")]
 
 
-Time = Annotated[str, Field(pattern=r"^([0-9]+(:[0-9]+){0,2}|[0-9]+-[0-9]+(:[0-9]+){0,2})$"),
-                 pydantic.BeforeValidator(lambda value: str(value) if isinstance(value, int) else value)]
+Time = Annotated[
+    str,
+    Field(pattern=r"^([0-9]+(:[0-9]+){0,2}|[0-9]+-[0-9]+(:[0-9]+){0,2})$"),
+    pydantic.BeforeValidator(lambda value: str(value) if isinstance(value, int) else value),
+]
 
 
-SYSTEM = ("/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/proc", "/root", "/run",
-          "/sbin", "/sys", "/usr", "/var/run")
+SYSTEM = (
+    "/bin",
+    "/boot",
+    "/dev",
+    "/etc",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/proc",
+    "/root",
+    "/run",
+    "/sbin",
+    "/sys",
+    "/usr",
+    "/var/run",
+)
 """Folders that an image or Linux needs, with all below them (Filesystem Hierarchy Standard 3.0)."""
 PARENTS = "/", "/home", "/maxstack", "/opt", "/tmp", "/var", "/var/lib", "/work"
 """Folders that hold others of the image's, of scripts/Dockerfile's too; a folder below is free."""
@@ -44,8 +63,10 @@ def _mount(path: str) -> str:
     if ".." in path.split("/"):
         raise ValueError(f"{path} has `..`; give the whole path")
     if plain in PARENTS or any(f"{plain}/".startswith(f"{folder}/") for folder in SYSTEM):
-        raise ValueError(f"{path} is a folder that the image or the system needs; give one of its "
-                         "own, such as /gcs")
+        raise ValueError(
+            f"{path} is a folder that the image or the system needs; give one of its "
+            "own, such as /gcs"
+        )
     return plain
 
 
@@ -54,17 +75,29 @@ def _written(value: object) -> object:
     return str(value) if type(value) in (int, float) else value
 
 
-Image = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]*(@sha256:[0-9a-f]{64})?$",
-                             max_length=500)]
+Image = Annotated[
+    str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]*(@sha256:[0-9a-f]{64})?$", max_length=500)
+]
 """A container's name, and its digest where it has one."""
 Mount = Annotated[str, Field(pattern=r"^/[A-Za-z0-9._/-]*$"), pydantic.AfterValidator(_mount)]
-Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|[kMGTP]|[KMGTP]i)?$"),
-                     pydantic.BeforeValidator(_written)]
+Quantity = Annotated[
+    str,
+    Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|[kMGTP]|[KMGTP]i)?$"),
+    pydantic.BeforeValidator(_written),
+]
 """An amount as Kubernetes writes it: 500m, 4, 16Gi (Kubernetes, "Quantity")."""
-LabelKey = Annotated[str, Field(max_length=317, pattern=r"^([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?"
-                                r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")]
-OURS = re.compile(r"(kueue\.x-k8s\.io|jobset\.sigs\.k8s\.io|batch\.kubernetes\.io)/|"
-                  r"app\.kubernetes\.io/(name|instance|managed-by)$")
+LabelKey = Annotated[
+    str,
+    Field(
+        max_length=317,
+        pattern=r"^([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?"
+        r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$",
+    ),
+]
+OURS = re.compile(
+    r"(kueue\.x-k8s\.io|jobset\.sigs\.k8s\.io|batch\.kubernetes\.io)/|"
+    r"app\.kubernetes\.io/(name|instance|managed-by)$"
+)
 """Labels that submit or a controller writes."""
 
 
@@ -83,7 +116,8 @@ class BucketConfig(Section):
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]$")]
     """Without gs://."""
     mount: Mount = "/gcs"
-    """Where pods see it; run.output_dir lies below. No folder that the image or the system needs."""
+    """Where pods see it; run.output_dir lies below. No folder that the image or the system
+    needs."""
     storage: Name | None = None
     """What `xpk storage attach` called it; xpk mounts it by that name."""
 
@@ -100,7 +134,8 @@ class SidecarConfig(Section):
 
 
 class VolumeConfig(Section):
-    """A volume of every pod, beside the bucket; exactly one of claim, config_map, secret and size."""
+    """A volume of every pod, beside the bucket; exactly one of claim, config_map, secret and
+    size."""
 
     mount: Mount
     """Where pods see it. No folder that the image or the system needs."""
@@ -119,8 +154,11 @@ class VolumeConfig(Section):
     def _check(self) -> "VolumeConfig":
         kinds = "claim", "config_map", "secret", "size"
         if len(given := [kind for kind in kinds if getattr(self, kind) is not None]) != 1:
-            raise fault("mount", f"{self.mount} has {' and '.join(given) or 'nothing to mount'}; "
-                        f"give one of {', '.join(kinds)}")
+            raise fault(
+                "mount",
+                f"{self.mount} has {' and '.join(given) or 'nothing to mount'}; "
+                f"give one of {', '.join(kinds)}",
+            )
         return self
 
 
@@ -156,9 +194,9 @@ class SlurmConfig(Section):
     """A reservation of nodes."""
     time: Time = "24:00:00"
     """Limit of one run of the job; it is queued again, and goes on, where it ends unfinished."""
-    mem: Annotated[str, Field(pattern=r"^[0-9]+[KMGT]?$"),
-                   pydantic.BeforeValidator(_written)] = "0"
-    """Memory of a node, as sbatch has it: megabytes, or a number with K, M, G or T; 0: all of it."""
+    mem: Annotated[str, Field(pattern=r"^[0-9]+[KMGT]?$"), pydantic.BeforeValidator(_written)] = "0"
+    """Memory of a node, as sbatch has it: megabytes, or a number with K, M, G or T; 0: all of
+    it."""
     cpus_per_task: int | None = Field(None, ge=1)
     """CPUs of a process; null: what the cluster gives, of nodes that the job has for itself."""
     per_gpu: bool = False
@@ -168,11 +206,14 @@ class SlurmConfig(Section):
 
     @property
     def seconds(self) -> int:
-        """`time`, 0 for no limit. Slurm's forms: M, M:S, H:M:S, D-H, D-H:M and D-H:M:S (sbatch's manual, --time)."""
+        """`time`, 0 for no limit. Slurm's forms: M, M:S, H:M:S, D-H, D-H:M and D-H:M:S (sbatch's
+        manual, --time)."""
         days, _, rest = self.time.rpartition("-")
         parts = [int(part or 0) for part in rest.split(":")]
         units = [3600, 60, 1] if days or len(parts) == 3 else [60, 1]
-        return 86400 * int(days or 0) + sum(part * unit for part, unit in zip(parts, units, strict=False))
+        return 86400 * int(days or 0) + sum(
+            part * unit for part, unit in zip(parts, units, strict=False)
+        )
 
 
 class ClusterConfig(Section):
@@ -181,7 +222,8 @@ class ClusterConfig(Section):
     PRESETS: ClassVar[Presets] = {"": ("clusters",)}
 
     topology: str
-    """The hardware of a run, as `maxstack plan` writes it: v5p:8x8x16, v5e:16x16*4 (4 slices), h100:32x8 (32 hosts of 8)."""
+    """The hardware of a run, as `maxstack plan` writes it: v5p:8x8x16, v5e:16x16*4 (4 slices),
+    h100:32x8 (32 hosts of 8)."""
     project: Name | None = None
     """Google Cloud project; null: gcloud's own. For xpk."""
     zone: Name | None = None
@@ -190,11 +232,13 @@ class ClusterConfig(Section):
     """Its name; for xpk."""
     reservation: Label | None = None
     """Nodes that are kept for you (cloud.google.com/reservation-name)."""
-    namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$",
-                                    max_length=63)] = "default"
+    namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)] = (
+        "default"
+    )
     """Of Kubernetes."""
     context: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@/-]*$")] | None = None
-    """Of kubectl, such as gke_PROJECT_REGION_CLUSTER (`kubectl config get-contexts`); null: the current one."""
+    """Of kubectl, such as gke_PROJECT_REGION_CLUSTER (`kubectl config get-contexts`); null: the
+    current one."""
     queue: Label | None = None
     """Kueue's local queue."""
     priority: Label | None = None
@@ -233,25 +277,45 @@ class ClusterConfig(Section):
     @pydantic.model_validator(mode="after")
     def _check(self) -> "ClusterConfig":
         if 0 < self.slurm.seconds <= self.grace + MARGIN:
-            raise fault("slurm.time", f"{self.slurm.time} is {self.slurm.seconds} s, and the run would be asked to save {self.grace + MARGIN} s "
-                        "before its end: at once, again and again; give more, or a smaller grace")
+            raise fault(
+                "slurm.time",
+                f"{self.slurm.time} is {self.slurm.seconds} s, and the run would be "
+                f"asked to save {self.grace + MARGIN} s "
+                "before its end: at once, again and again; give more, or a smaller grace",
+            )
         mounts = [place.mount for place in (self.bucket, *self.volumes) if place]
         if twice := sorted({path for path in mounts if mounts.count(path) > 1}):
-            raise fault("volumes", f"{', '.join(twice)}: mounted twice; give each a folder of its own")
+            raise fault(
+                "volumes", f"{', '.join(twice)}: mounted twice; give each a folder of its own"
+            )
         if ours := sorted(key for key in self.pod.labels if OURS.match(key)):
-            raise fault("pod.labels", f"{', '.join(ours)}: written by submit or by the cluster's "
-                        "controllers; leave it out")
-        for section, name in [("env", name) for name in self.env] + [("secrets", name) for name in self.secrets]:
+            raise fault(
+                "pod.labels",
+                f"{', '.join(ours)}: written by submit or by the cluster's "
+                "controllers; leave it out",
+            )
+        for section, name in [("env", name) for name in self.env] + [
+            ("secrets", name) for name in self.secrets
+        ]:
             if RESERVED.match(name):
-                raise fault(f"{section}.{name}", "is how a process learns of the others, or of its configuration; leave it out")
+                raise fault(
+                    f"{section}.{name}",
+                    "is how a process learns of the others, or of its configuration; leave it out",
+                )
             if section == "env" and name in self.secrets:
                 raise fault(f"env.{name}", f"{name} is in secrets too; give it once")
         sizes = {name: len(f"{name}={value}".encode()) + 1 for name, value in self.env.items()}
         for name, size in sizes.items():
             if size > STRING:
-                raise fault(f"env.{name}", f"has {size:,} bytes with its name, and Linux gives a "
-                            f"process {STRING:,} at most; put it into a file")
+                raise fault(
+                    f"env.{name}",
+                    f"has {size:,} bytes with its name, and Linux gives a "
+                    f"process {STRING:,} at most; put it into a file",
+                )
         if sum(sizes.values()) > ENVIRONMENT:
-            raise fault("env", f"has {sum(sizes.values()):,} bytes, and {ENVIRONMENT:,} is the "
-                        "most; put the values into a file")
+            raise fault(
+                "env",
+                f"has {sum(sizes.values()):,} bytes, and {ENVIRONMENT:,} is the "
+                "most; put the values into a file",
+            )
         return self

@@ -1,4 +1,5 @@
-"""A JobSet for GKE: a job a slice, a pod a host, restarted as a whole on any exit but 0 and a mistake's."""
+"""A JobSet for GKE: a job a slice, a pod a host, restarted as a whole on any exit but 0 and a
+mistake's."""
 
 from typing import Any
 
@@ -39,24 +40,66 @@ def command(job: Job) -> str:
 def jobset(job: Job) -> dict[str, Any]:
     """As Kubernetes reads it."""
     cluster = job.cluster
-    queue = {"kueue.x-k8s.io/queue-name": cluster.queue, "kueue.x-k8s.io/priority-class": cluster.priority}
+    queue = {
+        "kueue.x-k8s.io/queue-name": cluster.queue,
+        "kueue.x-k8s.io/priority-class": cluster.priority,
+    }
     metadata: dict[str, Any] = {
-        "name": job.name, "namespace": cluster.namespace,
-        "labels": labels(job) | {key: value for key, value in queue.items() if value}}
+        "name": job.name,
+        "namespace": cluster.namespace,
+        "labels": labels(job) | {key: value for key, value in queue.items() if value},
+    }
     if job.tpu and job.hosts > 1:  # a slice is a node pool: no two jobs share one
-        metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+        metadata["annotations"] = {
+            "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
+        }
     return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata,
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": metadata,
         "spec": {
             "ttlSecondsAfterFinished": cluster.ttl_seconds_after_finished,
-            "failurePolicy": {"maxRestarts": cluster.max_restarts, "restartStrategy": "BlockingRecreate", "rules": [
-                {"name": "mistakes", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]},
+            "failurePolicy": {
+                "maxRestarts": cluster.max_restarts,
+                "restartStrategy": "BlockingRecreate",
+                "rules": [
+                    {
+                        "name": "mistakes",
+                        "action": "FailJobSet",
+                        "onJobFailureReasons": ["PodFailurePolicy"],
+                    }
+                ],
+            },
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-            "replicatedJobs": [{"name": WORKERS, "replicas": job.topology.slices, "template": {"spec": {
-                "parallelism": job.hosts, "completions": job.hosts, "completionMode": "Indexed", "backoffLimit": 0,
-                "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": {
-                    "containerName": CONTAINER, "operator": "In", "values": MISTAKES}}]},
-                "template": _pod(job)}}}]}}
+            "replicatedJobs": [
+                {
+                    "name": WORKERS,
+                    "replicas": job.topology.slices,
+                    "template": {
+                        "spec": {
+                            "parallelism": job.hosts,
+                            "completions": job.hosts,
+                            "completionMode": "Indexed",
+                            "backoffLimit": 0,
+                            "podFailurePolicy": {
+                                "rules": [
+                                    {
+                                        "action": "FailJob",
+                                        "onExitCodes": {
+                                            "containerName": CONTAINER,
+                                            "operator": "In",
+                                            "values": MISTAKES,
+                                        },
+                                    }
+                                ]
+                            },
+                            "template": _pod(job),
+                        }
+                    },
+                }
+            ],
+        },
+    }
 
 
 def _pod(job: Job) -> dict[str, Any]:
@@ -65,31 +108,52 @@ def _pod(job: Job) -> dict[str, Any]:
     cluster, pod = job.cluster, job.cluster.pod
     volumes, mounts = _volumes(job)
     container: dict[str, Any] = {
-        "name": CONTAINER, "image": job.needs("image"), "command": ["sh", "-c", command(job)],
-        "env": _environment(job), "resources": _resources(job), "volumeMounts": mounts}
+        "name": CONTAINER,
+        "image": job.needs("image"),
+        "command": ["sh", "-c", command(job)],
+        "env": _environment(job),
+        "resources": _resources(job),
+        "volumeMounts": mounts,
+    }
     spec: dict[str, Any] = {
-        "restartPolicy": "Never", "terminationGracePeriodSeconds": cluster.grace,
-        "automountServiceAccountToken": pod.service_account_token, "nodeSelector": _nodes(job),
-        "containers": [container], "volumes": volumes}
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": cluster.grace,
+        "automountServiceAccountToken": pod.service_account_token,
+        "nodeSelector": _nodes(job),
+        "containers": [container],
+        "volumes": volumes,
+    }
     if pod.user:
         spec["securityContext"] = {
-            "runAsNonRoot": True, "runAsUser": pod.user, "runAsGroup": pod.user,
-            "fsGroup": pod.user, "fsGroupChangePolicy": "OnRootMismatch",
-            "seccompProfile": {"type": "RuntimeDefault"}}
-        container["securityContext"] = {"allowPrivilegeEscalation": False,
-                                        "capabilities": {"drop": ["ALL"]}}
+            "runAsNonRoot": True,
+            "runAsUser": pod.user,
+            "runAsGroup": pod.user,
+            "fsGroup": pod.user,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }
+        container["securityContext"] = {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+        }
     if cluster.service_account:
         spec["serviceAccountName"] = cluster.service_account
     if not job.tpu:
-        spec["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+        spec["tolerations"] = [
+            {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+        ]
     annotations = {"annotations": _sidecar(pod.sidecar)} if cluster.bucket else {}
     return {"metadata": {"labels": labels(job), **annotations}, "spec": spec}
 
 
 def labels(job: Job) -> dict[str, str]:
     """Labels of the JobSet and its pods: Kubernetes' recommended ones, and the cluster's file's."""
-    return {"app.kubernetes.io/name": "maxstack", "app.kubernetes.io/instance": job.name,
-            "app.kubernetes.io/managed-by": "maxstack-submit", **job.cluster.pod.labels}
+    return {
+        "app.kubernetes.io/name": "maxstack",
+        "app.kubernetes.io/instance": job.name,
+        "app.kubernetes.io/managed-by": "maxstack-submit",
+        **job.cluster.pod.labels,
+    }
 
 
 def _resources(job: Job) -> dict[str, dict[str, Any]]:
@@ -99,8 +163,10 @@ def _resources(job: Job) -> dict[str, dict[str, Any]]:
     for key, given, unit in (("cpu", pod.cpu, ""), ("memory", pod.memory, "Gi")):
         if given is None:
             if job.chip.name not in machines():
-                raise ConfigError(f"pod.{key}: no machine of {job.chip.name} is known here; give "
-                                  "pod.cpu and pod.memory")
+                raise ConfigError(
+                    f"pod.{key}: no machine of {job.chip.name} is known here; give "
+                    "pod.cpu and pod.memory"
+                )
             given = f"{int(machines()[job.chip.name][key]) * chips * 3 // 4}{unit}"
         asked[key] = given
     return {"limits": asked, "requests": dict(asked)}
@@ -112,20 +178,30 @@ def _volumes(job: Job) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     job.check_output()
     memory = {"medium": "Memory", "sizeLimit": pod.shared_memory}
     found: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-        ("shared-memory", {"emptyDir": memory}, {"mountPath": "/dev/shm"})]
+        ("shared-memory", {"emptyDir": memory}, {"mountPath": "/dev/shm"})
+    ]
     if bucket := cluster.bucket:
-        source = {"driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": {
-            "bucketName": bucket.name, "mountOptions": mount_options(pod.user)}}
+        source = {
+            "driver": "gcsfuse.csi.storage.gke.io",
+            "volumeAttributes": {
+                "bucketName": bucket.name,
+                "mountOptions": mount_options(pod.user),
+            },
+        }
         found.append(("bucket", {"csi": source}, {"mountPath": bucket.mount}))
     for index, volume in enumerate(cluster.volumes):
-        made = {"persistentVolumeClaim": volume.claim and {"claimName": volume.claim},
-                "configMap": volume.config_map and {"name": volume.config_map},
-                "secret": volume.secret and {"secretName": volume.secret},
-                "emptyDir": volume.size and {"sizeLimit": volume.size}}
+        made = {
+            "persistentVolumeClaim": volume.claim and {"claimName": volume.claim},
+            "configMap": volume.config_map and {"name": volume.config_map},
+            "secret": volume.secret and {"secretName": volume.secret},
+            "emptyDir": volume.size and {"sizeLimit": volume.size},
+        }
         place = {"mountPath": volume.mount} | ({"readOnly": True} if volume.read_only else {})
         found.append((f"volume-{index}", {kind: it for kind, it in made.items() if it}, place))
-    return ([{"name": name, **source} for name, source, _ in found],
-            [{"name": name, **place} for name, _, place in found])
+    return (
+        [{"name": name, **source} for name, source, _ in found],
+        [{"name": name, **place} for name, _, place in found],
+    )
 
 
 def mount_options(user: int | None) -> str:
@@ -141,27 +217,48 @@ def mount_options(user: int | None) -> str:
 def _sidecar(limits: SidecarConfig) -> dict[str, str]:
     """Annotations by which GKE adds GCS FUSE to a pod, with its limits."""
     given = {"cpu": limits.cpu, "memory": limits.memory, "ephemeral-storage": limits.disk}
-    return {"gke-gcsfuse/volumes": "true",
-            **{f"gke-gcsfuse/{key}-limit": value for key, value in given.items()}}
+    return {
+        "gke-gcsfuse/volumes": "true",
+        **{f"gke-gcsfuse/{key}-limit": value for key, value in given.items()},
+    }
 
 
 def _nodes(job: Job) -> dict[str, str]:
     name = job.cluster.accelerator or machine(job, "accelerator")
     chosen = {"cloud.google.com/gke-accelerator": name}
     if job.tpu:
-        chosen = {"cloud.google.com/gke-tpu-accelerator": name, "cloud.google.com/gke-tpu-topology": "x".join(map(str, job.topology.sides))}
-    return chosen | ({"cloud.google.com/reservation-name": job.cluster.reservation} if job.cluster.reservation else {})
+        chosen = {
+            "cloud.google.com/gke-tpu-accelerator": name,
+            "cloud.google.com/gke-tpu-topology": "x".join(map(str, job.topology.sides)),
+        }
+    return chosen | (
+        {"cloud.google.com/reservation-name": job.cluster.reservation}
+        if job.cluster.reservation
+        else {}
+    )
 
 
 def _environment(job: Job) -> list[dict[str, Any]]:
-    """What cluster/environment.py reads, JOB_COMPLETION_INDEX being Kubernetes' own, and the cluster's; Kubernetes takes $$ for $."""
-    plain = {"JOBSET_NAME": job.name, "JAX_COORDINATOR_ADDRESS": f"{job.name}-{WORKERS}-0-0.{job.name}", "PROCESSES_IN_JOB": str(job.hosts),
-             "JAX_PROCESS_COUNT": str(job.topology.hosts), WAIT: str(PATIENCE), "HOME": HOME, **job.cluster.env}
+    """What cluster/environment.py reads, JOB_COMPLETION_INDEX being Kubernetes' own, and the
+    cluster's; Kubernetes takes $$ for $."""
+    plain = {
+        "JOBSET_NAME": job.name,
+        "JAX_COORDINATOR_ADDRESS": f"{job.name}-{WORKERS}-0-0.{job.name}",
+        "PROCESSES_IN_JOB": str(job.hosts),
+        "JAX_PROCESS_COUNT": str(job.topology.hosts),
+        WAIT: str(PATIENCE),
+        "HOME": HOME,
+        **job.cluster.env,
+    }
     if not job.cluster.config:
         plain[TEXT] = job.packed
     check_strings(job, "gke", ((name, f"{name}={value}") for name, value in plain.items()))
-    found: list[dict[str, Any]] = [{"name": name, "value": value.replace("$", "$$")} for name, value in plain.items()]
+    found: list[dict[str, Any]] = [
+        {"name": name, "value": value.replace("$", "$$")} for name, value in plain.items()
+    ]
     found.append({"name": "JOB_INDEX", "valueFrom": {"fieldRef": {"fieldPath": INDEX}}})
     for name, secret in job.cluster.secrets.items():
-        found.append({"name": name, "valueFrom": {"secretKeyRef": {"name": secret.name, "key": secret.key}}})
+        found.append(
+            {"name": name, "valueFrom": {"secretKeyRef": {"name": secret.name, "key": secret.key}}}
+        )
     return found

@@ -22,10 +22,22 @@ if TYPE_CHECKING:
 
 CONFIG = "run.yml"
 EVERY = {"topology", "env", "grace", "max_restarts", "restart_from_zero", "config"}
-USED = {"xpk": EVERY | {"project", "zone", "cluster", "context", "namespace", "priority", "image",
-                        "bucket", "ttl_seconds_after_finished"},
-        "gke": {*ClusterConfig.model_fields} - {"slurm", "project", "zone", "cluster"},
-        "slurm": EVERY | {"reservation", "slurm"}}
+USED = {
+    "xpk": EVERY
+    | {
+        "project",
+        "zone",
+        "cluster",
+        "context",
+        "namespace",
+        "priority",
+        "image",
+        "bucket",
+        "ttl_seconds_after_finished",
+    },
+    "gke": {*ClusterConfig.model_fields} - {"slurm", "project", "zone", "cluster"},
+    "slurm": EVERY | {"reservation", "slurm"},
+}
 """The facts that a target takes."""
 MATTER = {"secrets", "accelerator", "bucket", "volumes"}
 """Those without which a run would be another."""
@@ -88,8 +100,9 @@ class Job:
     @property
     def lasting(self) -> list[str]:
         """Where pods see what outlasts them: the bucket, and volumes that are claims."""
-        volumes = [volume.mount for volume in self.cluster.volumes
-                   if volume.claim and not volume.read_only]
+        volumes = [
+            volume.mount for volume in self.cluster.volumes if volume.claim and not volume.read_only
+        ]
         return [self.cluster.bucket.mount, *volumes] if self.cluster.bucket else volumes
 
     def check_output(self) -> None:
@@ -97,13 +110,18 @@ class Job:
         if not self.lasting:
             self.needs("bucket")
         if not any(within(self.cfg.run.output_dir, mount) for mount in self.lasting):
-            raise ConfigError(f"run.output_dir={self.cfg.run.output_dir}: is lost with the "
-                              f"container; give a folder in the bucket, {self.lasting[0]}/...")
+            raise ConfigError(
+                f"run.output_dir={self.cfg.run.output_dir}: is lost with the "
+                f"container; give a folder in the bucket, {self.lasting[0]}/..."
+            )
 
     def needs(self, key: str) -> Any:
         """A fact of the cluster that the target cannot do without."""
         if (value := getattr(self.cluster, key)) is None:
-            raise ConfigError(f"{key}: the cluster's file gives none, and this target needs it; add `{key}: ...`, or give --set {key}=...")
+            raise ConfigError(
+                f"{key}: the cluster's file gives none, and this target needs it; add "
+                f"`{key}: ...`, or give --set {key}=..."
+            )
         return value
 
 
@@ -118,40 +136,68 @@ def elsewhere(job: Job) -> list[str]:
     for data in filter(None, (cfg.data, cfg.eval.data)):
         paths += [glob for source in data.sources for glob in getattr(source, "files", ())]
         paths += [getattr(data.tokenizer, "path", None)]
-    paths += [cfg.model.weights, cfg.lora.adapter if cfg.lora else None, cfg.checkpoint.elsewhere,
-              cfg.run.executable, job.cluster.config]
+    paths += [
+        cfg.model.weights,
+        cfg.lora.adapter if cfg.lora else None,
+        cfg.checkpoint.elsewhere,
+        cfg.run.executable,
+        job.cluster.config,
+    ]
     mounts = [place.mount for place in (job.cluster.bucket, *job.cluster.volumes) if place]
-    found = [path for path in dict.fromkeys(filter(None, paths))
-             if not path.startswith("{stdlib}") and not hub.PINNED.fullmatch(path)]
+    found = [
+        path
+        for path in dict.fromkeys(filter(None, paths))
+        if not path.startswith("{stdlib}") and not hub.PINNED.fullmatch(path)
+    ]
     return [path for path in found if not any(within(path, mount) for mount in mounts)]
 
 
-def checked(name: str, cfg: "Config", cluster: ClusterConfig, force: bool = False) -> tuple[Job, str]:
-    """The job, and what plan's arithmetic says of it in a line. ConfigError where the mesh is not the topology's, or memory far from enough, but for
-    `force`."""
+def checked(
+    name: str, cfg: "Config", cluster: ClusterConfig, force: bool = False
+) -> tuple[Job, str]:
+    """The job, and what plan's arithmetic says of it in a line. ConfigError where the mesh is not
+    the topology's, or memory far from enough, but for `force`."""
     from maxstack.plan.estimate import SLACK, Shapes, estimate
     from maxstack.plan.topology import links, parse
 
     if cfg.run.virtual_devices:
-        raise ConfigError(f"run.virtual_devices={cfg.run.virtual_devices}: is for a CPU (--target local); give run.virtual_devices=null")
+        raise ConfigError(
+            f"run.virtual_devices={cfg.run.virtual_devices}: is for a CPU (--target "
+            "local); give run.virtual_devices=null"
+        )
     topology = parse(cluster.topology, "topology:")
     if not topology.chip:
-        raise ConfigError(f"topology: {cluster.topology} is this machine; give the cluster's, such as v5e:8x8 or h100:4x8")
+        raise ConfigError(
+            f"topology: {cluster.topology} is this machine; give the cluster's, such as "
+            "v5e:8x8 or h100:4x8"
+        )
     job = Job(name, cfg, cluster, topology)
     if job.tpu and cfg.mesh.slices != topology.slices:
-        raise ConfigError(f"mesh.slices={cfg.mesh.slices}: but {topology.name} has {topology.slices}; give that number, so that what crosses slices "
-                          "is what you mean")
+        raise ConfigError(
+            f"mesh.slices={cfg.mesh.slices}: but {topology.name} has {topology.slices}; "
+            "give that number, so that what crosses slices "
+            "is what you mean"
+        )
     if cfg.faults.elastic and cfg.runtime != "pathways" and topology.hosts > 1:
-        raise ConfigError(f"faults.elastic: is for one process that drives all slices, and {topology.name} has {topology.hosts} hosts; leave it out, "
-                          "or give runtime: pathways")
+        raise ConfigError(
+            "faults.elastic: is for one process that drives all slices, and "
+            f"{topology.name} has {topology.hosts} hosts; leave it out, "
+            "or give runtime: pathways"
+        )
     sizes = rules.sizes_on(cfg, topology.size, topology.name)
     found = estimate(Shapes.of(cfg), cfg, sizes, job.chip, links(topology, tuple(sizes.values())))
     share = found.memory / job.chip.for_programs
-    told = (f"estimated {found.memory / 2**30:.1f} of {job.chip.for_programs / 2**30:.1f} GiB a device, {found.seconds:.2f} s a step at best; "
-            "maxstack plan says it exactly")
+    told = (
+        f"estimated {found.memory / 2**30:.1f} of {job.chip.for_programs / 2**30:.1f} "
+        f"GiB a device, {found.seconds:.2f} s a step at best; "
+        "maxstack plan says it exactly"
+    )
     if share > SLACK and not force:
-        raise ConfigError(f"{name} does not fit {topology.name}: {told}; choose a larger topology, another mesh or model.remat.policy, which "
-                          "maxstack plan --search tries; where maxstack plan says that it fits, --force")
+        raise ConfigError(
+            f"{name} does not fit {topology.name}: {told}; choose a larger topology, "
+            "another mesh or model.remat.policy, which "
+            "maxstack plan --search tries; where maxstack plan says that it fits, --force"
+        )
     return job, told
 
 
@@ -162,12 +208,17 @@ def check_restarts(job: Job, target: str) -> None:
     if not cluster.max_restarts:
         return
     places = {"checkpoint.every": (job.cfg.run.output_dir, saved.every)} if saved.every else {}
-    places |= {f"checkpoint.tiers.{index}.every": (tier.path, tier.every)
-               for index, tier in enumerate(saved.tiers) if tier.replicate is None}
+    places |= {
+        f"checkpoint.tiers.{index}.every": (tier.path, tier.every)
+        for index, tier in enumerate(saved.tiers)
+        if tier.replicate is None
+    }
     lasting = {key: every for key, (path, every) in places.items() if _lasts(job, target, path)}
     if lasting and saved.restore == "none":
-        raise ConfigError("checkpoint.restore=none: would refuse a restart, because of what the "
-                          "run has saved; give latest, or --set max_restarts=0")
+        raise ConfigError(
+            "checkpoint.restore=none: would refuse a restart, because of what the "
+            "run has saved; give latest, or --set max_restarts=0"
+        )
     if cluster.restart_from_zero:
         return
     if not lasting and (saved.every or saved.tiers):
@@ -182,9 +233,11 @@ def check_restarts(job: Job, target: str) -> None:
         mend = "give it a smaller number"
     else:
         return
-    raise ConfigError(f"{what}, so that each of max_restarts={cluster.max_restarts} would begin at "
-                      f"step 0; {mend}, or --set max_restarts=0, or, where that is wanted, "
-                      "--set restart_from_zero=true")
+    raise ConfigError(
+        f"{what}, so that each of max_restarts={cluster.max_restarts} would begin at "
+        f"step 0; {mend}, or --set max_restarts=0, or, where that is wanted, "
+        "--set restart_from_zero=true"
+    )
 
 
 def _lasts(job: Job, target: str, path: str) -> bool:
@@ -203,7 +256,9 @@ def with_cache(cfg: "Config", cluster: ClusterConfig) -> "Config":
     if not cluster.bucket or cfg.run.compilation_cache != default or cfg.runtime == "pathways":
         return cfg
     folder = f"{cluster.bucket.mount}/.cache/maxstack/xla"
-    print(f"run.compilation_cache={folder}: the default is lost with the container", file=sys.stderr)
+    print(
+        f"run.compilation_cache={folder}: the default is lost with the container", file=sys.stderr
+    )
     run = cfg.run.model_copy(update={"compilation_cache": folder})
     return cfg.model_copy(update={"run": run})
 
@@ -214,20 +269,32 @@ def tell_changing(job: Job, target: str) -> None:
     if target == "slurm":
         return
     if image and "@sha256:" not in image and job.cluster.max_restarts:
-        print(f"image: {image} has no digest, so that hosts and restarts may get another image "
-              "when its tag moves; give NAME@sha256:...", file=sys.stderr)
+        print(
+            f"image: {image} has no digest, so that hosts and restarts may get another image "
+            "when its tag moves; give NAME@sha256:...",
+            file=sys.stderr,
+        )
     if cache and not any(within(cache, mount) for mount in job.lasting) and job.lasting:
-        print(f"run.compilation_cache={cache}: is lost with the container, so that each restart "
-              f"compiles again; give a folder below {job.lasting[0]}", file=sys.stderr)
+        print(
+            f"run.compilation_cache={cache}: is lost with the container, so that each restart "
+            f"compiles again; give a folder below {job.lasting[0]}",
+            file=sys.stderr,
+        )
 
 
 def tell_unused(cluster: ClusterConfig, target: str) -> None:
     """Say which facts the target does not take; ConfigError for one that matters."""
     fields = ClusterConfig.model_fields
-    unused = [key for key, field in fields.items()
-              if key not in USED[target] and getattr(cluster, key) != field.default]
+    unused = [
+        key
+        for key, field in fields.items()
+        if key not in USED[target] and getattr(cluster, key) != field.default
+    ]
     if odd := sorted(MATTER.intersection(unused)):
-        raise ConfigError(f"{', '.join(odd)}: --target {target} takes none; leave it out of the cluster's file, or use another target")
+        raise ConfigError(
+            f"{', '.join(odd)}: --target {target} takes none; leave it out of the "
+            "cluster's file, or use another target"
+        )
     if unused:
         print(f"{target} does not take {', '.join(unused)}", file=sys.stderr)
 
@@ -242,5 +309,7 @@ def machines() -> dict[str, dict[str, str]]:
 def machine(job: Job, key: str) -> str:
     """What a target calls the job's hardware; ConfigError where nobody knows."""
     if job.chip.name not in machines():
-        raise ConfigError(f"topology: {job.chip.name} has no name there; there are {', '.join(machines())}")
+        raise ConfigError(
+            f"topology: {job.chip.name} has no name there; there are {', '.join(machines())}"
+        )
     return machines()[job.chip.name][key]

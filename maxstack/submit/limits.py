@@ -23,8 +23,9 @@ WRAPPER = 4096
 container (xpk 1.16.0, core/docker_container.py)."""
 
 
-def check_strings(job: "Job", target: str, named: Iterable[tuple[str, str]],
-                  limit: int = STRING) -> None:
+def check_strings(
+    job: "Job", target: str, named: Iterable[tuple[str, str]], limit: int = STRING
+) -> None:
     """ConfigError where one of the (name, text) is more than a process can be given."""
     for name, text in named:
         if (size := len(text.encode()) + 1) > limit:
@@ -53,4 +54,5 @@ def _too_large(job: "Job", target: str, what: str, size: int, limit: int) -> Con
         f"{found} (the configuration is {len(job.packed):,} of them, packed from "
         f"{len(job.text.encode()):,}); name the sources by fewer patterns, or put it where every "
         f"host sees it: --dry-run --out DIR --set config=/PATH/{job.name}.yml writes it as "
-        f"DIR/{job.name}.yml, to be copied to that path in the bucket or the image")
+        f"DIR/{job.name}.yml, to be copied to that path in the bucket or the image"
+    )

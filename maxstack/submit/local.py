@@ -1,4 +1,5 @@
-"""A cluster on this machine: the processes of one run, each supervised, with one log; the rehearsal of a run on many hosts."""
+"""A cluster on this machine: the processes of one run, each supervised, with one log; the rehearsal
+of a run on many hosts."""
 
 import contextlib
 import fcntl
@@ -27,45 +28,66 @@ if TYPE_CHECKING:
 LOG = "submit.log"
 """In a run's folder: the lines of all its processes."""
 PATIENCE, KILL = 20.0, 60.0
-"""Seconds that the others have to end by themselves once one has ended for good, and then when they are asked to."""
+"""Seconds that the others have to end by themselves once one has ended for good, and then when they
+are asked to."""
 
 
 def members(count: int) -> list[dict[str, str]]:
-    """The variables by which so many processes on this machine find each other, at a port that is free now; none for one."""
+    """The variables by which so many processes on this machine find each other, at a port that is
+    free now; none for one."""
     if count == 1:
         return [{}]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         at = f"localhost:{free.getsockname()[1]}"
-    return [{"JAX_COORDINATOR_ADDRESS": at, "JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(i)} for i in range(count)]
+    return [
+        {"JAX_COORDINATOR_ADDRESS": at, "JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(i)}
+        for i in range(count)
+    ]
 
 
 def shares(cfg: "Config", count: int) -> tuple[int, list[str], list[dict[str, str]]]:
-    """(devices in all, what a process's command line gets, what each process's environment gets) where `count` processes share this machine's GPUs,
-    or the run's virtual devices, or have one CPU device each."""
+    """(devices in all, what a process's command line gets, what each process's environment gets)
+    where `count` processes share this machine's GPUs, or the run's virtual devices, or have one CPU
+    device each."""
     virtual = cfg.run.virtual_devices or count
-    flags = os.environ.get("XLA_FLAGS", ""), f"--xla_force_host_platform_device_count={virtual // count}"
+    flags = (
+        os.environ.get("XLA_FLAGS", ""),
+        f"--xla_force_host_platform_device_count={virtual // count}",
+    )
     on_cpu = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(filter(None, flags))}
     if virtual % count:
-        raise ConfigError(f"--processes {count}: do not divide run.virtual_devices={virtual}; give a divisor")
+        raise ConfigError(
+            f"--processes {count}: do not divide run.virtual_devices={virtual}; give a divisor"
+        )
     if cfg.run.virtual_devices:
         return virtual, ["run.virtual_devices=null"], [on_cpu] * count
     gpus = visible_gpus()
     if os.environ.get("JAX_PLATFORMS") != "cpu" and not gpus and any(map(glob.glob, ACCELERATORS)):
         if count > 1:
-            raise ConfigError(f"--processes {count}: cannot share this machine's accelerators; give 1, or JAX_PLATFORMS=cpu for a rehearsal")
+            raise ConfigError(
+                f"--processes {count}: cannot share this machine's accelerators; give 1, "
+                "or JAX_PLATFORMS=cpu for a rehearsal"
+            )
         return math.prod(mesh_rules.mesh_sizes(cfg).values()), [], [{}]
     if os.environ.get("JAX_PLATFORMS") == "cpu" or not gpus:
         return count, [], [on_cpu] * count
     if len(gpus) % count:
-        raise ConfigError(f"--processes {count}: cannot share {len(gpus)} GPUs; give a divisor, or run.virtual_devices for a rehearsal on the CPU")
+        raise ConfigError(
+            f"--processes {count}: cannot share {len(gpus)} GPUs; give a divisor, or "
+            "run.virtual_devices for a rehearsal on the CPU"
+        )
     each = len(gpus) // count
-    return len(gpus), [], [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * each:(i + 1) * each])} for i in range(count)]
+    return (
+        len(gpus),
+        [],
+        [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * each : (i + 1) * each])} for i in range(count)],
+    )
 
 
 class Group:
-    """Processes that are one run: their lines go to one log, each with its process's number, and they end together. A context, which holds the log:
-    ConfigError where another one does."""
+    """Processes that are one run: their lines go to one log, each with its process's number, and
+    they end together. A context, which holds the log: ConfigError where another one does."""
 
     def __init__(self, log: Path, out: IO[str] | None):
         self._log, self._out, self._lock = log, out, threading.Lock()
@@ -77,13 +99,18 @@ class Group:
             self._log.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._log.open("a", encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"run.output_dir: cannot write to {self._log.parent}: {error.strerror}; choose another run.output_dir") from error
+            raise ConfigError(
+                f"run.output_dir: cannot write to {self._log.parent}: {error.strerror}; "
+                "choose another run.output_dir"
+            ) from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self._file.close()
-            raise ConfigError(f"run.name: {self._log.parent} is what another submission is writing; see maxstack status, or choose another run.name"
-                              ) from error
+            raise ConfigError(
+                f"run.name: {self._log.parent} is what another submission is writing; "
+                "see maxstack status, or choose another run.name"
+            ) from error
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -95,9 +122,13 @@ class Group:
         return bool(self._asked)
 
     def run(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> int:
-        """Start one process for each environment, and wait for all -> the exit code of the run: 0 where all left with that, a mistake's before
-        others. SIGTERM and SIGINT are passed on; a second SIGINT kills. Call it from the main thread."""
-        before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+        """Start one process for each environment, and wait for all -> the exit code of the run: 0
+        where all left with that, a mistake's before others. SIGTERM and SIGINT are passed on; a
+        second SIGINT kills. Call it from the main thread."""
+        before = {
+            number: signal.signal(number, self._ask)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        }
         try:
             readers = [self._start(i, command, own) for i, own in enumerate(environments)]
             for number in self._asked:  # while they were being started
@@ -110,12 +141,24 @@ class Group:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _start(self, number: int, command: Sequence[str], own: Mapping[str, str]) -> threading.Thread:
+    def _start(
+        self, number: int, command: Sequence[str], own: Mapping[str, str]
+    ) -> threading.Thread:
         environment = os.environ | own | {PARENT: str(os.getpid())}
-        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                                   errors="replace", process_group=0)
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            process_group=0,
+        )
         self._started.append(process)
-        reader = threading.Thread(target=self._read, args=(number, process), daemon=True, name=f"process {number}")
+        reader = threading.Thread(
+            target=self._read, args=(number, process), daemon=True, name=f"process {number}"
+        )
         reader.start()
         return reader
 
@@ -133,21 +176,35 @@ class Group:
                 print(text, file=self._out, flush=True) if self._out else None
 
     def _wait(self) -> list[int]:
-        """Until all have ended. Once one has for good, with an error that nobody asked for, the others are asked to, and at last killed."""
+        """Until all have ended. Once one has for good, with an error that nobody asked for, the
+        others are asked to, and at last killed."""
         over, left = 0.0, [(PATIENCE, signal.SIGTERM), (PATIENCE + KILL, signal.SIGKILL)]
         while any(process.poll() is None for process in self._started):
-            failed = [i for i, process in enumerate(self._started) if process.returncode and not self._asked]
+            failed = [
+                i
+                for i, process in enumerate(self._started)
+                if process.returncode and not self._asked
+            ]
             over = over or (time.monotonic() if failed else 0.0)
             if failed and left and time.monotonic() - over > left[0][0]:
                 number = left.pop(0)[1]
-                self.say(f"submit: process {failed[0]} left with {self._started[failed[0]].returncode}; the others get {number.name}")
+                self.say(
+                    f"submit: process {failed[0]} left with "
+                    f"{self._started[failed[0]].returncode}; the others get {number.name}"
+                )
                 self._send(number)
             time.sleep(0.05)
         return [process.returncode for process in self._started]
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         again, self._asked = number in self._asked, [*self._asked, number]
-        self._send(signal.SIGKILL if again and number == signal.SIGINT else signal.SIGTERM if number == signal.SIGHUP else number)
+        self._send(
+            signal.SIGKILL
+            if again and number == signal.SIGINT
+            else signal.SIGTERM
+            if number == signal.SIGHUP
+            else number
+        )
 
     def _send(self, number: int) -> None:
         for process in self._started:
@@ -163,4 +220,13 @@ def _code(codes: Sequence[int]) -> int:
 
 def command(config: str, overrides: Sequence[str], restarts: int) -> list[str]:
     """What each process is: a supervisor over a training."""
-    return [sys.executable, "-m", "maxstack.train", config, *overrides, "--supervise", "--max-restarts", str(restarts)]
+    return [
+        sys.executable,
+        "-m",
+        "maxstack.train",
+        config,
+        *overrides,
+        "--supervise",
+        "--max-restarts",
+        str(restarts),
+    ]

@@ -12,12 +12,19 @@ from typing import Any
 from maxstack.config import ConfigError, did_you_mean
 
 SUFFIX = ".json"
-RUNS = "{name}: is running already on this machine; see maxstack status {name}, maxstack stop {name}, or give another --name and run.name"
+RUNS = (
+    "{name}: is running already on this machine; see maxstack status {name}, maxstack stop "
+    "{name}, or give another --name and run.name"
+)
 
 
 def folder() -> Path:
     """Where the files lie: below XDG_STATE_HOME, ~/.local/state by default."""
-    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "maxstack" / "submitted"
+    return (
+        Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+        / "maxstack"
+        / "submitted"
+    )
 
 
 def place(name: str) -> Path:
@@ -33,8 +40,8 @@ def check_free(name: str) -> None:
 
 @contextlib.contextmanager
 def held(name: str, record: dict[str, Any]) -> Iterator[Callable[..., None]]:
-    """The record written, and locked for as long as this process looks after what it tells of; ConfigError where another one does. What it gives
-    writes more into it."""
+    """The record written, and locked for as long as this process looks after what it tells of;
+    ConfigError where another one does. What it gives writes more into it."""
     place(name).parent.mkdir(parents=True, exist_ok=True)
     with place(name).open("a+", encoding="utf-8") as file:
         try:
@@ -66,12 +73,18 @@ def read(name: str) -> dict[str, Any]:
     except FileNotFoundError as error:
         known = names()
         there = f"there are {', '.join(known)}" if known else "nothing was"
-        raise ConfigError(f"{name}: nothing was submitted by that name from this machine{did_you_mean(name, known)}; {there}") from error
+        raise ConfigError(
+            f"{name}: nothing was submitted by that name from this "
+            f"machine{did_you_mean(name, known)}; {there}"
+        ) from error
 
 
 def names() -> list[str]:
     """All names, the newest last."""
-    return [path.name.removesuffix(SUFFIX) for path in sorted(folder().glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)]
+    return [
+        path.name.removesuffix(SUFFIX)
+        for path in sorted(folder().glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
+    ]
 
 
 def is_held(name: str) -> bool:

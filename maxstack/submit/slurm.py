@@ -1,4 +1,5 @@
-"""An sbatch script for nodes with GPUs: srun starts a process a host (or a GPU), and the job is queued again as our exit codes say."""
+"""An sbatch script for nodes with GPUs: srun starts a process a host (or a GPU), and the job is
+queued again as our exit codes say."""
 
 import shlex
 
@@ -9,39 +10,88 @@ from maxstack.submit.limits import check_script
 
 
 def script(job: Job) -> str:
-    """The text of the script; the configuration is in it. `scontrol requeue` begins the job again where it may go on."""
+    """The text of the script; the configuration is in it. `scontrol requeue` begins the job again
+    where it may go on."""
     cluster, slurm = job.cluster, job.cluster.slurm
     if job.tpu:
-        raise ConfigError(f"topology: {job.topology.name} has TPUs; Slurm is for GPUs, such as h100:4x8")
+        raise ConfigError(
+            f"topology: {job.topology.name} has TPUs; Slurm is for GPUs, such as h100:4x8"
+        )
     gpus = job.chips_of_a_host
-    options = {"job-name": job.name, "nodes": job.hosts, "ntasks-per-node": gpus if slurm.per_gpu else 1, "gpus-per-node": gpus, "mem": slurm.mem,
-               "exclusive": None, "cpus-per-task": slurm.cpus_per_task,
-               "time": slurm.time, "signal": f"TERM@{cluster.grace + MARGIN}", "requeue": None, "open-mode": "append",
-               "output": f"{job.name}-%j.log", "partition": slurm.partition, "account": slurm.account, "qos": slurm.qos,
-               "reservation": slurm.reservation or cluster.reservation}
+    options = {
+        "job-name": job.name,
+        "nodes": job.hosts,
+        "ntasks-per-node": gpus if slurm.per_gpu else 1,
+        "gpus-per-node": gpus,
+        "mem": slurm.mem,
+        "exclusive": None,
+        "cpus-per-task": slurm.cpus_per_task,
+        "time": slurm.time,
+        "signal": f"TERM@{cluster.grace + MARGIN}",
+        "requeue": None,
+        "open-mode": "append",
+        "output": f"{job.name}-%j.log",
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "qos": slurm.qos,
+        "reservation": slurm.reservation or cluster.reservation,
+    }
     bare = {"exclusive", "requeue"}
-    lines = [f"#SBATCH --{key}" if key in bare else f"#SBATCH --{key}={value}" for key, value in options.items() if value is not None or key in bare]
+    lines = [
+        f"#SBATCH --{key}" if key in bare else f"#SBATCH --{key}={value}"
+        for key, value in options.items()
+        if value is not None or key in bare
+    ]
     hosts = f"--nodes={job.hosts} --ntasks={job.hosts} --ntasks-per-node=1"
     exports = [f"export {name}={shlex.quote(value)}" for name, value in cluster.env.items()]
     # srun does not take it from sbatch, since Slurm 22.05 (srun(1), --cpus-per-task).
     cpus = f" --cpus-per-task={slurm.cpus_per_task}" if slurm.cpus_per_task else ""
     copy = f'"$SLURM_SUBMIT_DIR/{job.name}-{CONFIG}"'
     unpack, path = job.unpacking(f"echo {job.packed}", copy)
-    text = "\n".join([
-        "#!/usr/bin/env bash", *lines, "", f'stop="$SLURM_SUBMIT_DIR/{job.name}-$SLURM_JOB_ID.stop"',
-        'if [ -e "$stop" ]; then', '  echo "stopped before it began again" >&2', "  exit 0", "fi", *exports, *slurm.setup,
-        "# The job's own copy of the configuration, in the folder that it was submitted from, which all nodes see.",
-        f"{unpack} || exit 1", f"config={path}",
-        "# Whether maxstack runs and reads this on every host: of several codes srun tells the largest, and those who wait would leave with 42.",
-        f'srun --label {hosts} maxstack config show "$config" > /dev/null', "code=$?",
-        'case "$code" in', '  1 | 2 | 126 | 127) exit "$code" ;;', "esac",
-        "# Each task is maxstack itself, with no shell around it that would get Slurm's SIGTERM in its place.",
-        f'srun --label --kill-on-bad-exit=0{cpus} maxstack train "$config"', "code=$?",
-        "# 0: done. 1, 2: a mistake, 126, 127: no such program, which a restart does not mend. Anything else goes on from the last checkpoint.",
-        'case "$code" in', '  0 | 1 | 2 | 126 | 127) exit "$code" ;;', "esac", 'if [ -e "$stop" ]; then',
-        '  echo "left with $code; stopped, and not queued again" >&2', "  exit 0", "fi",
-        f'if [ "${{SLURM_RESTART_COUNT:-0}}" -ge {cluster.max_restarts} ]; then',
-        f'  echo "left with $code after {cluster.max_restarts} restarts; not queued again" >&2', '  exit "$code"', "fi",
-        'echo "left with $code; queued again" >&2', 'scontrol requeue "$SLURM_JOB_ID"', ""])
+    text = "\n".join(
+        [
+            "#!/usr/bin/env bash",
+            *lines,
+            "",
+            f'stop="$SLURM_SUBMIT_DIR/{job.name}-$SLURM_JOB_ID.stop"',
+            'if [ -e "$stop" ]; then',
+            '  echo "stopped before it began again" >&2',
+            "  exit 0",
+            "fi",
+            *exports,
+            *slurm.setup,
+            "# The job's own copy of the configuration, in the folder that it was "
+            "submitted from, which all nodes see.",
+            f"{unpack} || exit 1",
+            f"config={path}",
+            "# Whether maxstack runs and reads this on every host: of several codes srun "
+            "tells the largest, and those who wait would leave with 42.",
+            f'srun --label {hosts} maxstack config show "$config" > /dev/null',
+            "code=$?",
+            'case "$code" in',
+            '  1 | 2 | 126 | 127) exit "$code" ;;',
+            "esac",
+            "# Each task is maxstack itself, with no shell around it that would get "
+            "Slurm's SIGTERM in its place.",
+            f'srun --label --kill-on-bad-exit=0{cpus} maxstack train "$config"',
+            "code=$?",
+            "# 0: done. 1, 2: a mistake, 126, 127: no such program, which a restart does "
+            "not mend. Anything else goes on from the last checkpoint.",
+            'case "$code" in',
+            '  0 | 1 | 2 | 126 | 127) exit "$code" ;;',
+            "esac",
+            'if [ -e "$stop" ]; then',
+            '  echo "left with $code; stopped, and not queued again" >&2',
+            "  exit 0",
+            "fi",
+            f'if [ "${{SLURM_RESTART_COUNT:-0}}" -ge {cluster.max_restarts} ]; then',
+            f'  echo "left with $code after {cluster.max_restarts} restarts; not queued again" >&2',
+            '  exit "$code"',
+            "fi",
+            'echo "left with $code; queued again" >&2',
+            'scontrol requeue "$SLURM_JOB_ID"',
+            "",
+        ]
+    )
     check_script(job, text)
     return text

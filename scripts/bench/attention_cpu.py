@@ -1,15 +1,19 @@
-"""Causal attention over one long row, forward and backward, on a CPU: 4 heads, 2 kv heads, head_dim 64, float32.
+"""Causal attention over one long row, forward and backward, on a CPU: 4 heads, 2 kv heads, head_dim
+64, float32.
 
-Prints one JSON line: least seconds of a call, and of processor time, bytes of XLA's temporaries, and by how many bytes the process's resident
-memory peaked above what it held before the first call.
+Prints one JSON line: least seconds of a call, and of processor time, bytes of XLA's temporaries,
+and by how many bytes the process's resident memory peaked above what it held before the first call.
 example: python scripts/bench/attention_cpu.py ours 2048 3
 """
+
 import argparse
 import json
 import time
 from pathlib import Path
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 parser.add_argument("kind", choices=("ours", "jax"))
 parser.add_argument("length", type=int)
 parser.add_argument("calls", type=int)
@@ -37,11 +41,18 @@ def both(q, k, v, do):
 
 
 def resident(field):
-    return next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field + ":"))
+    return next(
+        int(line.split()[1]) * 1024
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(field + ":")
+    )
 
 
 keys = jax.random.split(jax.random.key(0), 4)
-given = [jax.random.normal(key, (1, T, heads, H), jnp.float32) for key, heads in zip(keys, (N, K, K, N), strict=True)]
+given = [
+    jax.random.normal(key, (1, T, heads, H), jnp.float32)
+    for key, heads in zip(keys, (N, K, K, N), strict=True)
+]
 run = jax.jit(both).lower(*given).compile()
 jax.block_until_ready(given)
 held = resident("VmRSS")
@@ -53,5 +64,13 @@ for _ in range(args.calls):
     seconds.append(time.perf_counter() - begin)
     processor.append(time.process_time() - busy)
     del out
-print(json.dumps({"seconds": min(seconds), "temporary_bytes": run.memory_analysis().temp_size_in_bytes, "grown_bytes": resident("VmHWM") - held,
-                  "processor_seconds": min(processor)}))
+print(
+    json.dumps(
+        {
+            "seconds": min(seconds),
+            "temporary_bytes": run.memory_analysis().temp_size_in_bytes,
+            "grown_bytes": resident("VmHWM") - held,
+            "processor_seconds": min(processor),
+        }
+    )
+)

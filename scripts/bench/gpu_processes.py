@@ -1,4 +1,5 @@
-"""The processes of bench_gpu.py: what each does is read line by line, and one that crashes or hangs costs the job that it was at."""
+"""The processes of bench_gpu.py: what each does is read line by line, and one that crashes or hangs
+costs the job that it was at."""
 
 import contextlib
 import dataclasses
@@ -23,26 +24,39 @@ class Outcome:
     """How a process ended."""
 
     code: int | None
-    """Its exit code; None: it was ended, because it had been silent for too long or the time was over."""
+    """Its exit code; None: it was ended, because it had been silent for too long or the time was
+    over."""
     tail: str
     """The end of what it printed for people."""
 
 
-def events(command: list[str], given: dict[str, Any], silence: float, end: float,
-           log: Path) -> Iterator[dict[str, Any] | Outcome]:
+def events(
+    command: list[str], given: dict[str, Any], silence: float, end: float, log: Path
+) -> Iterator[dict[str, Any] | Outcome]:
     """The events that a process prints, then its outcome; whatever else it prints goes into `log`.
 
     It is ended after `silence` seconds without an event, or at `end`, in seconds since the epoch.
     """
     paths = [str(ROOT / "scripts"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-                               env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"})
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"},
+    )
     assert process.stdin and process.stdout
-    with contextlib.suppress(BrokenPipeError):  # a process that ended already is told by its outcome
+    with contextlib.suppress(
+        BrokenPipeError
+    ):  # a process that ended already is told by its outcome
         process.stdin.write(json.dumps(given))
         process.stdin.close()
     lines: queue.Queue[str | None] = queue.Queue()
-    reader = threading.Thread(target=lambda: [*map(lines.put, process.stdout), lines.put(None)], daemon=True)
+    reader = threading.Thread(
+        target=lambda: [*map(lines.put, process.stdout), lines.put(None)], daemon=True
+    )
     reader.start()
     said: list[str] = []
     while True:
@@ -64,11 +78,19 @@ def events(command: list[str], given: dict[str, Any], silence: float, end: float
                 file.write(line)
 
 
-def work(python: str, sections: list[str], given: dict[str, Any], silence: float, log: Path,
-         hear: Callable[[dict[str, Any]], None]) -> None:
-    """The sections in a worker, started again without the job that ended it until all is done. `hear` gets every event, and rows for such jobs.
+def work(
+    python: str,
+    sections: list[str],
+    given: dict[str, Any],
+    silence: float,
+    log: Path,
+    hear: Callable[[dict[str, Any]], None],
+) -> None:
+    """The sections in a worker, started again without the job that ended it until all is done.
+    `hear` gets every event, and rows for such jobs.
 
-    A worker that ends while it compiles several programs at once does not tell which one it was: then they are compiled one by one.
+    A worker that ends while it compiles several programs at once does not tell which one it was:
+    then they are compiled one by one.
     """
     done: list[str] = []
     threads, left = given["threads"], list(sections)
@@ -77,7 +99,9 @@ def work(python: str, sections: list[str], given: dict[str, Any], silence: float
         rows: list[dict[str, Any]] = []
         outcome = Outcome(None, "")
         todo = given | {"sections": left, "done": done, "threads": threads}
-        for event in events([python, "-m", "bench.gpu_worker"], todo, silence, given["end"] + 30, log):
+        for event in events(
+            [python, "-m", "bench.gpu_worker"], todo, silence, given["end"] + 30, log
+        ):
             if isinstance(event, Outcome):
                 outcome = event
             elif "begin" in event:
@@ -92,25 +116,53 @@ def work(python: str, sections: list[str], given: dict[str, Any], silence: float
         given = given | {"rows": [*given["rows"], *rows]}
         if not left or time.time() > given["end"]:
             break
-        how = "did not answer any more" if outcome.code is None else f"ended with code {outcome.code}"
+        how = (
+            "did not answer any more" if outcome.code is None else f"ended with code {outcome.code}"
+        )
         if not at:
-            hear({"left_out": left[0], "reason": f"the process {how} before its first job: {outcome.tail[-600:]}"})
+            hear(
+                {
+                    "left_out": left[0],
+                    "reason": f"the process {how} before its first job: {outcome.tail[-600:]}",
+                }
+            )
             left.pop(0)
             continue
         if at["begin"] not in done and (at["phase"] == "run" or threads == 1):
             done.append(at["begin"])
-            hear({"row": {"section": left[0], **at["row"], "status": "failed", "reason": f"the process {how}: {outcome.tail[-300:]}"}})
+            hear(
+                {
+                    "row": {
+                        "section": left[0],
+                        **at["row"],
+                        "status": "failed",
+                        "reason": f"the process {how}: {outcome.tail[-300:]}",
+                    }
+                }
+            )
             threads = given["threads"]
         else:
             threads = 1
     for section in left:
-        hear({"left_out": section, "reason": "the time was over" if time.time() > given["end"] else f"its process was started {MOST_STARTS} times"})
+        hear(
+            {
+                "left_out": section,
+                "reason": "the time was over"
+                if time.time() > given["end"]
+                else f"its process was started {MOST_STARTS} times",
+            }
+        )
 
 
 def lacks(python: str, packages: list[str]) -> list[str]:
     """Those that an interpreter cannot find: all, if there is no such interpreter."""
-    code = f"import importlib.util, json; print(json.dumps([p for p in {packages} if importlib.util.find_spec(p) is None]))"
+    code = (
+        f"import importlib.util, json; print(json.dumps([p for p in {packages} if "
+        "importlib.util.find_spec(p) is None]))"
+    )
     try:
-        return json.loads(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout)
+        return json.loads(
+            subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
+        )
     except (OSError, subprocess.CalledProcessError):
         return packages

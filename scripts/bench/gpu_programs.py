@@ -22,7 +22,8 @@ LONG_ENOUGH = {"gpu": 0.03, "cpu": 0.0}
 
 
 MANY, POOL = 2**22, 1_048_573
-"""Numbers beyond which the device draws them; a prime, so that no row of a matrix is like another."""
+"""Numbers beyond which the device draws them; a prime, so that no row of a matrix is like
+another."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +39,11 @@ class Program:
 
     def lower(self) -> Any:
         """Traced, for jax's own device."""
-        function = self.function if self.times == 1 else functools.partial(repeated, self.function, self.times)
+        function = (
+            self.function
+            if self.times == 1
+            else functools.partial(repeated, self.function, self.times)
+        )
         return jax.jit(function).lower(*jax.eval_shape(self.make))
 
 
@@ -81,7 +86,8 @@ class Ran:
 
 
 def drawn(seed: int, shape: tuple[int, ...], dtype: str) -> jax.Array:
-    """Normal numbers. Small arrays are cut from numbers that numpy drew once, which saves a compilation for every shape."""
+    """Normal numbers. Small arrays are cut from numbers that numpy drew once, which saves a
+    compilation for every shape."""
     if math.prod(shape) > MANY:
         return jax.random.normal(jax.random.key(seed), shape, dtype)
     return jnp.asarray(np.resize(np.roll(_pool(), 7919 * seed), shape), dtype)
@@ -93,28 +99,40 @@ def _pool() -> np.ndarray:
 
 
 def repeated(function: Callable[..., Any], times: int, first: jax.Array, *others: jax.Array) -> Any:
-    """`times` calls in a loop on the device. One element of `first` is written anew from every result of the last call, always with the value that it
-    has, which no compiler can know: so none is left out, moved out of the loop or begun early."""
+    """`times` calls in a loop on the device. One element of `first` is written anew from every
+    result of the last call, always with the value that it has, which no compiler can know: so none
+    is left out, moved out of the loop or begun early."""
     start = (0,) * first.ndim
 
     def call(_: jax.Array, state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         first, outputs = state
-        seen = sum(jax.lax.dynamic_slice(x, (0,) * x.ndim, (1,) * x.ndim).astype(jnp.float32).reshape(()) for x in jax.tree.leaves(outputs))
+        seen = sum(
+            jax.lax.dynamic_slice(x, (0,) * x.ndim, (1,) * x.ndim).astype(jnp.float32).reshape(())
+            for x in jax.tree.leaves(outputs)
+        )
         element = jax.lax.dynamic_slice(first, start, (1,) * first.ndim)
-        first = jax.lax.dynamic_update_slice(first, jnp.where(jnp.isnan(seen), jnp.zeros_like(element), element), start)
+        first = jax.lax.dynamic_update_slice(
+            first, jnp.where(jnp.isnan(seen), jnp.zeros_like(element), element), start
+        )
         return first, function(first, *others)
 
-    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, first, *others))
+    nothing = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, first, *others)
+    )
     return jax.lax.fori_loop(0, times, call, (first, nothing))[1]
 
 
 def calls(flops: float, peak: float | None) -> int:
-    """How many calls of so much work a dispatch should hold, at half of the device's peak FLOP/s; None: one."""
+    """How many calls of so much work a dispatch should hold, at half of the device's peak FLOP/s;
+    None: one."""
     return max(1, min(200, round(LONG_ENOUGH["gpu"] * peak / 2 / flops))) if peak else 1
 
 
-def run(jobs: Iterator[Job], threads: int, repeats: int, begin: Callable[[Job, str], None]) -> Iterator[tuple[Job, dict[str, Any]]]:
-    """(job, its figures): programs of `threads` jobs are compiled at once, then each runs alone. What fails is told in its row.
+def run(
+    jobs: Iterator[Job], threads: int, repeats: int, begin: Callable[[Job, str], None]
+) -> Iterator[tuple[Job, dict[str, Any]]]:
+    """(job, its figures): programs of `threads` jobs are compiled at once, then each runs alone.
+    What fails is told in its row.
 
     `begin` (job, compile or run) is told before each of the two.
     """
@@ -122,22 +140,40 @@ def run(jobs: Iterator[Job], threads: int, repeats: int, begin: Callable[[Job, s
         lowered: dict[Job, Any] = {}
         for job in batch:
             begin(job, "compile")
-            lowered[job] = _attempt(lambda job=job: {name: (program, program.lower()) for name, program in job.programs().items()})
+            lowered[job] = _attempt(
+                lambda job=job: {
+                    name: (program, program.lower()) for name, program in job.programs().items()
+                }
+            )
         with ThreadPoolExecutor(threads) as pool:
-            built = {job: pool.submit(_attempt, functools.partial(_compile, made)) for job, made in lowered.items()}
+            built = {
+                job: pool.submit(_attempt, functools.partial(_compile, made))
+                for job, made in lowered.items()
+            }
         for job in batch:
             begin(job, "run")
             found = built[job].result()
-            yield job, found if isinstance(found, Failed) else _attempt(functools.partial(_finish, job, found, repeats))
+            yield (
+                job,
+                found
+                if isinstance(found, Failed)
+                else _attempt(functools.partial(_finish, job, found, repeats)),
+            )
 
 
 def passes(ran: dict[str, Ran], forward_flops: float, backward_flops: float) -> dict[str, Any]:
-    """Time and speed of the forward pass, which ran alone, and of the backward one: both less the forward pass, None where noise hides it."""
+    """Time and speed of the forward pass, which ran alone, and of the backward one: both less the
+    forward pass, None where noise hides it."""
     forward, both = ran["forward"].typical, ran["both"].typical
     back = both - forward if both > 1.02 * forward else None
-    return {"forward_ms": 1e3 * forward, "both_ms": 1e3 * both, "backward_ms": back and 1e3 * back, "forward_tflops": forward_flops / forward / 1e12,
-            "backward_tflops": back and backward_flops / back / 1e12,
-            "spread": max(max(one.seconds) / min(one.seconds) for one in (ran["forward"], ran["both"]))}
+    return {
+        "forward_ms": 1e3 * forward,
+        "both_ms": 1e3 * both,
+        "backward_ms": back and 1e3 * back,
+        "forward_tflops": forward_flops / forward / 1e12,
+        "backward_tflops": back and backward_flops / back / 1e12,
+        "spread": max(max(one.seconds) / min(one.seconds) for one in (ran["forward"], ran["both"])),
+    }
 
 
 def elsewhere(op: Op, device: Device) -> Iterator[Job]:
@@ -145,7 +181,13 @@ def elsewhere(op: Op, device: Device) -> Iterator[Job]:
     for backend in op.backends:
         if device.platform not in backend.platforms:
             reason = f"runs on {' and '.join(backend.platforms)}, and this is a {device.platform}"
-            yield Job("check", {"op": op.name, "case": "every case", "backend": backend.name}, dict, lambda ran: {}, reason)
+            yield Job(
+                "check",
+                {"op": op.name, "case": "every case", "backend": backend.name},
+                dict,
+                lambda ran: {},
+                reason,
+            )
 
 
 class Failed(dict[str, Any]):
@@ -153,7 +195,8 @@ class Failed(dict[str, Any]):
 
 
 def _attempt(function: Callable[[], Any]) -> Any:
-    """What it gives, or a `Failed`: one kernel that does not compile or run must not hide the others."""
+    """What it gives, or a `Failed`: one kernel that does not compile or run must not hide the
+    others."""
     try:
         return function()
     except ConfigError as error:
@@ -175,13 +218,17 @@ def _finish(job: Job, built: Any, repeats: int) -> dict[str, Any]:
     if isinstance(built, Failed):
         return built
     compiled, seconds = built
-    ran = {name: _ran(program, executable, repeats) for name, (program, executable) in compiled.items()}
+    ran = {
+        name: _ran(program, executable, repeats) for name, (program, executable) in compiled.items()
+    }
     return {"status": "ok", "compile_seconds": round(seconds, 2)} | job.finish(ran)
 
 
 def _ran(program: Program, executable: Any, repeats: int) -> Ran:
     memory = executable.memory_analysis()
-    temporaries, results = (memory.temp_size_in_bytes, memory.output_size_in_bytes) if memory else (0, 0)
+    temporaries, results = (
+        (memory.temp_size_in_bytes, memory.output_size_in_bytes) if memory else (0, 0)
+    )
     if not program.runs:
         return Ran(None, (), temporaries, results)
     arguments = program.make()

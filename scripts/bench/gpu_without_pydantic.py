@@ -1,6 +1,8 @@
-"""A stand-in for pydantic where it is not installed: enough of it to build sections of the configuration from values that are right.
+"""A stand-in for pydantic where it is not installed: enough of it to build sections of the
+configuration from values that are right.
 
-Fields get their defaults, unknown ones are refused and validators run; types are neither checked nor converted.
+Fields get their defaults, unknown ones are refused and validators run; types are neither checked
+nor converted.
 """
 
 import importlib
@@ -13,7 +15,8 @@ from typing import Any
 
 
 def install() -> bool:
-    """Put the stand-in where `import pydantic` finds it, unless the real one is there; whether it was needed. Before anything of maxstack."""
+    """Put the stand-in where `import pydantic` finds it, unless the real one is there; whether it
+    was needed. Before anything of maxstack."""
     try:
         importlib.import_module("pydantic")
         return False
@@ -21,13 +24,27 @@ def install() -> bool:
         pass
     fields, bounds = types.ModuleType("pydantic.fields"), types.ModuleType("annotated_types")
     fields.__dict__.update(FieldInfo=FieldInfo)
-    bounds.__dict__.update({name: type(name, (), {}) for name in ("Ge", "Gt", "Le", "Lt", "MinLen")})
+    bounds.__dict__.update(
+        {name: type(name, (), {}) for name in ("Ge", "Gt", "Le", "Lt", "MinLen")}
+    )
     pydantic, core = types.ModuleType("pydantic"), types.ModuleType("pydantic_core")
     core.__dict__.update(PydanticCustomError=type("PydanticCustomError", (ValueError,), {}))
     pydantic.__dict__.update(
-        BaseModel=BaseModel, ConfigDict=dict, Field=field, ValidationError=type("ValidationError", (ValueError,), {}), fields=fields,
-        WithJsonSchema=lambda schema: schema, field_validator=lambda *names, mode: _marked(None), model_validator=lambda mode: _marked(mode))
-    sys.modules |= {"pydantic": pydantic, "pydantic.fields": fields, "pydantic_core": core, "annotated_types": bounds}
+        BaseModel=BaseModel,
+        ConfigDict=dict,
+        Field=field,
+        ValidationError=type("ValidationError", (ValueError,), {}),
+        fields=fields,
+        WithJsonSchema=lambda schema: schema,
+        field_validator=lambda *names, mode: _marked(None),
+        model_validator=lambda mode: _marked(mode),
+    )
+    sys.modules |= {
+        "pydantic": pydantic,
+        "pydantic.fields": fields,
+        "pydantic_core": core,
+        "annotated_types": bounds,
+    }
     return True
 
 
@@ -57,15 +74,23 @@ class BaseModel:
         for name, annotation in inspect.get_annotations(cls).items():
             if typing.ClassVar not in (annotation, typing.get_origin(annotation)):
                 default = cls.__dict__.get(name, ...)
-                cls.model_fields[name] = default if isinstance(default, FieldInfo) else FieldInfo(default)
+                cls.model_fields[name] = (
+                    default if isinstance(default, FieldInfo) else FieldInfo(default)
+                )
 
     def __init__(self, **given: Any) -> None:
         fields = type(self).model_fields
-        if wrong := {*given} - {*fields} | {name for name, one in fields.items() if one.is_required() and name not in given}:
-            raise ValueError(f"{type(self).__name__}: {', '.join(sorted(wrong))} unknown or missing")
+        if wrong := {*given} - {*fields} | {
+            name for name, one in fields.items() if one.is_required() and name not in given
+        }:
+            raise ValueError(
+                f"{type(self).__name__}: {', '.join(sorted(wrong))} unknown or missing"
+            )
         for name, one in fields.items():
             object.__setattr__(self, name, given.get(name, one.default))
-        for function in inspect.getmembers_static(type(self), lambda member: getattr(member, "validates", None) == "after"):
+        for function in inspect.getmembers_static(
+            type(self), lambda member: getattr(member, "validates", None) == "after"
+        ):
             function[1](self)
 
     @classmethod
@@ -83,11 +108,13 @@ class BaseModel:
         return hash((type(self), *self.__dict__.values()))
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.__dict__.items())})"
+        given = ", ".join(f"{name}={value!r}" for name, value in self.__dict__.items())
+        return f"{type(self).__name__}({given})"
 
 
 def _marked(mode: str | None) -> Callable[[Any], Any]:
-    """A decorator that notes when a validator runs; those that run on raw data are left out, since sections get their own types here."""
+    """A decorator that notes when a validator runs; those that run on raw data are left out, since
+    sections get their own types here."""
 
     def mark(function: Any) -> Any:
         if mode == "after":

@@ -1,6 +1,8 @@
-"""One process of bench_gpu.py: makes the jobs of some sections, runs them, and prints a line of JSON for whatever happens.
+"""One process of bench_gpu.py: makes the jobs of some sections, runs them, and prints a line of
+JSON for whatever happens.
 
-example: cd scripts; python -m bench.gpu_worker < specification.json    (the JSON that bench_gpu.py makes, on standard input)
+example: cd scripts; python -m bench.gpu_worker < specification.json    (the JSON that bench_gpu.py
+makes, on standard input)
 """
 
 import argparse
@@ -18,8 +20,13 @@ if TYPE_CHECKING:
 
 MARK = "@bench "
 """Begins the lines that are for bench_gpu.py: libraries print too."""
-MODULES = {"attention": "bench.gpu_attention", "cross_entropy": "bench.gpu_cross_entropy",
-           "linear_cross_entropy": "bench.gpu_cross_entropy", "grouped_matmul": "bench.gpu_grouped", "ceilings": "bench.gpu_ceilings"}
+MODULES = {
+    "attention": "bench.gpu_attention",
+    "cross_entropy": "bench.gpu_cross_entropy",
+    "linear_cross_entropy": "bench.gpu_cross_entropy",
+    "grouped_matmul": "bench.gpu_grouped",
+    "ceilings": "bench.gpu_ceilings",
+}
 """Of a section, and of what is checked of an op."""
 
 
@@ -30,7 +37,9 @@ def tell(**event: Any) -> None:
 
 def main() -> None:
     """Run the sections of the specification, without the jobs that it says are done."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     from bench import gpu_without_pydantic
 
     given = json.load(sys.stdin)
@@ -46,7 +55,7 @@ def main() -> None:
     for section in given["sections"]:
         begin = time.time()
         order = [*given["shares"]]
-        left = sum(given["shares"][name] for name in order[order.index(section):])
+        left = sum(given["shares"][name] for name in order[order.index(section) :])
         limit = max(0.0, given["end"] - begin) * given["shares"][section] / left
         for job, figures in _figures(section, given, verdicts, sizes, limit):
             verdicts.add(job.row, figures)
@@ -72,7 +81,8 @@ class Verdicts:
             self._found[row["op"], row["backend"], row["case"]] = figures["status"]
 
     def refusal(self, op: str, backend: str, case: str) -> str | None:
-        """Why a speed may not be shown: a check of the backend was wrong, or the one that is meant by `case` did not pass."""
+        """Why a speed may not be shown: a check of the backend was wrong, or the one that is meant
+        by `case` did not pass."""
         if wrong := self.wrong(op, backend):
             return f"wrong: {wrong}"
         found = self._found.get((op, backend, case), "not reached")
@@ -80,16 +90,25 @@ class Verdicts:
 
     def right(self, op: str, backend: str) -> bool:
         """Whether a backend passed any check."""
-        return any((o, b) == (op, backend) and status == "ok" for (o, b, _), status in self._found.items())
+        return any(
+            (o, b) == (op, backend) and status == "ok" for (o, b, _), status in self._found.items()
+        )
 
     def wrong(self, op: str, backend: str) -> str | None:
         """Which checks of a backend gave wrong numbers; None: none did."""
-        names = [name for (o, b, name), status in self._found.items() if (o, b) == (op, backend) and status == "wrong"]
+        names = [
+            name
+            for (o, b, name), status in self._found.items()
+            if (o, b) == (op, backend) and status == "wrong"
+        ]
         return f"{op} {backend} is wrong on this device: {', '.join(names)}" if names else None
 
 
-def _figures(section: str, given: dict[str, Any], verdicts: Verdicts, sizes: "Sizes", limit: float) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """(job, its figures) of a section's jobs that are not done; no job begins after `limit` seconds."""
+def _figures(
+    section: str, given: dict[str, Any], verdicts: Verdicts, sizes: "Sizes", limit: float
+) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """(job, its figures) of a section's jobs that are not done; no job begins after `limit`
+    seconds."""
     from bench import gpu_programs
 
     done, waiting, end = {*given["done"]}, [], time.time() + limit
@@ -100,7 +119,11 @@ def _figures(section: str, given: dict[str, Any], verdicts: Verdicts, sizes: "Si
             waiting.append(job)
             continue
         status, _, reason = job.refused.partition(": ")
-        status, reason = (status, reason) if status in ("wrong", "unchecked", "failed") else ("unsupported", job.refused)
+        status, reason = (
+            (status, reason)
+            if status in ("wrong", "unchecked", "failed")
+            else ("unsupported", job.refused)
+        )
         yield job, {"status": status, "reason": reason}
 
     def begin(job: Any, phase: str) -> None:
@@ -108,7 +131,10 @@ def _figures(section: str, given: dict[str, Any], verdicts: Verdicts, sizes: "Si
 
     waiting.sort(key=lambda job: job.late)
     yield from gpu_programs.run(_until(waiting, end), given["threads"], given["repeats"], begin)
-    yield from ((job, {"status": "not reached", "reason": f"the section's {limit:.0f} s were over"}) for job in waiting)
+    yield from (
+        (job, {"status": "not reached", "reason": f"the section's {limit:.0f} s were over"})
+        for job in waiting
+    )
 
 
 def _until(waiting: list[Any], end: float) -> Iterator[Any]:
@@ -130,17 +156,26 @@ def jobs(section: str, given: dict[str, Any], verdicts: Verdicts, sizes: "Sizes"
             try:
                 yield from importlib.import_module(MODULES[op]).checks(size, device)
             except ImportError as error:
-                yield gpu_programs.Job("check", {"op": op, "case": "every case", "backend": "all"}, dict, lambda ran: {}, f"failed: {error}")
+                yield gpu_programs.Job(
+                    "check",
+                    {"op": op, "case": "every case", "backend": "all"},
+                    dict,
+                    lambda ran: {},
+                    f"failed: {error}",
+                )
     elif section == "train":
         from bench import gpu_train
 
         yield from gpu_train.jobs(given, peak, verdicts)
     else:
-        yield from importlib.import_module(MODULES[section]).speeds(size, device, peak, verdicts.refusal, sizes)
+        yield from importlib.import_module(MODULES[section]).speeds(
+            size, device, peak, verdicts.refusal, sizes
+        )
 
 
 def peak_of(device: Any) -> float | None:
-    """bfloat16 FLOP/s by the datasheet; None on a CPU and for a chip that chips.yml does not have."""
+    """bfloat16 FLOP/s by the datasheet; None on a CPU and for a chip that chips.yml does not
+    have."""
     from maxstack import chips
 
     found = chips.by_kind(device.device_kind)
@@ -157,8 +192,16 @@ def describe(device: Any) -> dict[str, Any]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     memory = (device.memory_stats() or {}).get("bytes_limit")
-    return {"platform": device.platform, "kind": device.device_kind, "capability": getattr(device, "compute_capability", None), "memory": memory,
-            "peak_bf16_flops": peak_of(device), "python": sys.version.split()[0], "versions": versions, "xla_flags": os.environ.get("XLA_FLAGS", "")}
+    return {
+        "platform": device.platform,
+        "kind": device.device_kind,
+        "capability": getattr(device, "compute_capability", None),
+        "memory": memory,
+        "peak_bf16_flops": peak_of(device),
+        "python": sys.version.split()[0],
+        "versions": versions,
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+    }
 
 
 def healthy() -> bool:

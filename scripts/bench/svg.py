@@ -1,4 +1,5 @@
-"""Line charts and bar charts as SVG text: light background, the reader's own sans-serif font, colours that the colour-blind can tell apart."""
+"""Line charts and bar charts as SVG text: light background, the reader's own sans-serif font,
+colours that the colour-blind can tell apart."""
 
 import dataclasses
 import math
@@ -7,7 +8,17 @@ from collections.abc import Sequence
 from html import escape
 
 INK, SOFT, GRID = "#1f2933", "#52606d", "#e4e7eb"
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f6a00", "#6b4c9a", "#999999")
+COLOURS = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+    "#7f6a00",
+    "#6b4c9a",
+    "#999999",
+)
 """Okabe and Ito's, then some more."""
 MARKS = ("circle", "square", "diamond", "triangle")
 PANEL, HEIGHT, MARGIN = 300, 230, (62, 70)
@@ -20,7 +31,8 @@ MANY = 20
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """One plane of a line chart; y is logarithmic where it says so, x by powers of two unless it is linear."""
+    """One plane of a line chart; y is logarithmic where it says so, x by powers of two unless it is
+    linear."""
 
     title: str
     x_label: str
@@ -36,27 +48,58 @@ class Panel:
 def line_chart(title: str, note: str, panels: Sequence[Panel]) -> str:
     """Panels beside each other with one legend under the title."""
     names = list(dict.fromkeys(name for panel in panels for name in panel.series))
-    legend, lines = _legend(names, {name for panel in panels for name in panel.dashed}, (PANEL + MARGIN[0]) * len(panels))
+    legend, lines = _legend(
+        names,
+        {name for panel in panels for name in panel.dashed},
+        (PANEL + MARGIN[0]) * len(panels),
+    )
     top = 82 + 20 * lines
-    parts = [_panel(panel, names, MARGIN[0] + n * (PANEL + MARGIN[0]), top) for n, panel in enumerate(panels)]
-    return _page((PANEL + MARGIN[0]) * len(panels) + 24, top + HEIGHT + MARGIN[1], title, note, [legend, *parts])
+    parts = [
+        _panel(panel, names, MARGIN[0] + n * (PANEL + MARGIN[0]), top)
+        for n, panel in enumerate(panels)
+    ]
+    return _page(
+        (PANEL + MARGIN[0]) * len(panels) + 24,
+        top + HEIGHT + MARGIN[1],
+        title,
+        note,
+        [legend, *parts],
+    )
 
 
-def bar_chart(title: str, note: str, unit: str, parts: Sequence[str], rows: Sequence[tuple[str, Sequence[float]]]) -> str:
-    """A horizontal bar for each row, its parts one after the other, their sum beside it. One part alone needs no name."""
-    left, width, step, top = 30 + 7 * max(len(name) for name, _ in rows), 560, 26, 86 if parts else 66
+def bar_chart(
+    title: str,
+    note: str,
+    unit: str,
+    parts: Sequence[str],
+    rows: Sequence[tuple[str, Sequence[float]]],
+) -> str:
+    """A horizontal bar for each row, its parts one after the other, their sum beside it. One part
+    alone needs no name."""
+    left, width, step, top = (
+        30 + 7 * max(len(name) for name, _ in rows),
+        560,
+        26,
+        86 if parts else 66,
+    )
     ticks = _ticks(0, max(sum(values) for _, values in rows))
     scale = width / ticks[-1]
     body = [_legend(list(parts), set(), left + width)[0]] if parts else []
     bottom = top + step * len(rows)
     for tick in ticks:
         x = left + tick * scale
-        body += [f'<path d="M{x:.1f} {top - 4}V{bottom}" stroke="{GRID}"/>', _text(x, bottom + 18, _number(tick), "middle", SOFT)]
+        body += [
+            f'<path d="M{x:.1f} {top - 4}V{bottom}" stroke="{GRID}"/>',
+            _text(x, bottom + 18, _number(tick), "middle", SOFT),
+        ]
     for n, (name, values) in enumerate(rows):
         x, y = float(left), top + n * step
         body.append(_text(left - 10, y + 14, name, "end"))
         for part, value in enumerate(values):
-            body.append(f'<rect x="{x:.1f}" y="{y + 2}" width="{value * scale:.1f}" height="{step - 8}" fill="{COLOURS[part]}"/>')
+            body.append(
+                f'<rect x="{x:.1f}" y="{y + 2}" width="{value * scale:.1f}" '
+                f'height="{step - 8}" fill="{COLOURS[part]}"/>'
+            )
             x += value * scale
         body.append(_text(x + 6, y + 14, _number(sum(values)), "start", SOFT))
     body.append(_text(left + width / 2, bottom + 40, unit, "middle", SOFT))
@@ -64,23 +107,49 @@ def bar_chart(title: str, note: str, unit: str, parts: Sequence[str], rows: Sequ
 
 
 def screen(title: str, lines: Sequence[str]) -> str:
-    """Lines of text as a terminal shows them; those that begin with `$` are commands, and wrapped."""
+    """Lines of text as a terminal shows them; those that begin with `$` are commands, and
+    wrapped."""
     width = max(len(line) for line in lines if not line.startswith("$ "))
-    shown = [part for line in lines for part in (textwrap.wrap(line, width, subsequent_indent="    ") if line.startswith("$ ") else [line])]
-    body = [f'<text x="16" y="{70 + 17 * n}" font-family="ui-monospace, Menlo, Consolas, monospace" xml:space="preserve" fill="{INK}">'
-            f'{escape(line)}</text>' for n, line in enumerate(shown) if line]
+    shown = [
+        part
+        for line in lines
+        for part in (
+            textwrap.wrap(line, width, subsequent_indent="    ")
+            if line.startswith("$ ")
+            else [line]
+        )
+    ]
+    body = [
+        f'<text x="16" y="{70 + 17 * n}" font-family="ui-monospace, Menlo, Consolas, '
+        f'monospace" xml:space="preserve" fill="{INK}">'
+        f"{escape(line)}</text>"
+        for n, line in enumerate(shown)
+        if line
+    ]
     return _page(32 + 7.3 * width, 80 + 17 * len(shown), title, "", body)
 
 
 def _page(width: float, height: float, title: str, note: str, body: Sequence[str]) -> str:
-    head = f'<text x="16" y="26" font-size="16" font-weight="600" fill="{INK}">{escape(title)}</text>' + _text(16, 44, note, "start", SOFT)
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}" '
-            'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif" font-size="12">\n'
-            f'<title>{escape(title)}</title>\n<rect width="100%" height="100%" fill="#ffffff"/>\n' + "\n".join([head, *body]) + "\n</svg>\n")
+    head = (
+        f'<text x="16" y="26" font-size="16" font-weight="600" fill="{INK}">{escape(title)}</text>'
+        + _text(16, 44, note, "start", SOFT)
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" '
+        f'height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}" '
+        'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif" '
+        'font-size="12">\n'
+        f'<title>{escape(title)}</title>\n<rect width="100%" height="100%" fill="#ffffff"/>\n'
+        + "\n".join([head, *body])
+        + "\n</svg>\n"
+    )
 
 
 def _text(x: float, y: float, text: str, anchor: str, colour: str = INK) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}">{escape(text)}</text>'
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" '
+        f'fill="{colour}">{escape(text)}</text>'
+    )
 
 
 def _legend(names: Sequence[str], dashed: set[str], width: float) -> tuple[str, int]:
@@ -92,7 +161,10 @@ def _legend(names: Sequence[str], dashed: set[str], width: float) -> tuple[str, 
             x, line = 16.0, line + 1
         y, (colour, mark) = 62 + 20 * line, _look(names, name)
         stroke = ' stroke-dasharray="5 4"' if name in dashed else ""
-        parts.append(f'<path d="M{x:.1f} {y - 4}h20" stroke="{colour}" stroke-width="2"{stroke}/>{_mark(mark, x + 10, y - 4, colour)}')
+        parts.append(
+            f'<path d="M{x:.1f} {y - 4}h20" stroke="{colour}" '
+            f'stroke-width="2"{stroke}/>{_mark(mark, x + 10, y - 4, colour)}'
+        )
         parts.append(_text(x + 26, y, name, "start"))
         x += wide + 10
     return "\n".join(parts), line + 1
@@ -104,9 +176,12 @@ def _look(names: Sequence[str], name: str) -> tuple[str, str]:
 
 
 def _mark(kind: str, x: float, y: float, colour: str) -> str:
-    shapes = {"circle": f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.6"', "square": f'<path d="M{x - 3.3:.1f} {y - 3.3:.1f}h6.6v6.6h-6.6z"',
-              "diamond": f'<path d="M{x:.1f} {y - 4.6:.1f}l4.6 4.6l-4.6 4.6l-4.6 -4.6z"',
-              "triangle": f'<path d="M{x:.1f} {y - 4.4:.1f}l4.2 7.6h-8.4z"'}
+    shapes = {
+        "circle": f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.6"',
+        "square": f'<path d="M{x - 3.3:.1f} {y - 3.3:.1f}h6.6v6.6h-6.6z"',
+        "diamond": f'<path d="M{x:.1f} {y - 4.6:.1f}l4.6 4.6l-4.6 4.6l-4.6 -4.6z"',
+        "triangle": f'<path d="M{x:.1f} {y - 4.4:.1f}l4.2 7.6h-8.4z"',
+    }
     return f'{shapes[kind]} fill="{colour}" stroke="#ffffff" stroke-width="0.8"/>'
 
 
@@ -127,7 +202,10 @@ def _panel(panel: Panel, names: Sequence[str], left: float, top: float) -> str:
     parts = [_text(left, top - 12, panel.title, "start")]
     for tick in ticks:
         y = place(xs[0], tick)[1]
-        parts += [f'<path d="M{left:.1f} {y:.1f}h{PANEL}" stroke="{GRID}"/>', _text(left - 6, y + 4, _number(tick), "end", SOFT)]
+        parts += [
+            f'<path d="M{left:.1f} {y:.1f}h{PANEL}" stroke="{GRID}"/>',
+            _text(left - 6, y + 4, _number(tick), "end", SOFT),
+        ]
     for x in xs:
         parts.append(_text(place(x, ticks[-1])[0], top + HEIGHT + 18, _number(x), "middle", SOFT))
     parts.append(f'<path d="M{left:.1f} {top + HEIGHT:.1f}h{PANEL}" stroke="{SOFT}"/>')
@@ -139,7 +217,9 @@ def _panel(panel: Panel, names: Sequence[str], left: float, top: float) -> str:
         stroke = ' stroke-dasharray="5 4"' if name in panel.dashed else ""
         route = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
         parts.append(f'<path d="M{route}" fill="none" stroke="{colour}" stroke-width="2"{stroke}/>')
-        parts += [_mark(mark, x, y, colour) for x, y in places if not panel.linear or len(places) < MANY]
+        parts += [
+            _mark(mark, x, y, colour) for x, y in places if not panel.linear or len(places) < MANY
+        ]
     return "\n".join(parts)
 
 

@@ -47,28 +47,48 @@ def said(capsys, *words, code=0):
 
 def test_list_names_every_step_in_every_tier(run, capsys):
     told = said(capsys, "list", run)
-    assert [line.split()[0] for line in told.splitlines()[1:]] == ["1", "2", "2", "3"] and "2.5000" in told and "far/tiny/2" in told
+    assert (
+        [line.split()[0] for line in told.splitlines()[1:]] == ["1", "2", "2", "3"]
+        and "2.5000" in told
+        and "far/tiny/2" in told
+    )
 
 
 def test_verify_says_what_is_damaged_and_leaves_with_1(run, capsys):
     assert "4 places of 3 steps: all intact" in said(capsys, "verify", run)
-    victim = max((run / "checkpoints" / "2").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+    victim = max(
+        (run / "checkpoints" / "2").rglob("*"),
+        key=lambda path: path.stat().st_size if path.is_file() else 0,
+    )
     os.truncate(victim, 10)
     told = said(capsys, "verify", run, "--step", 2, code=1)
-    assert f"DAMAGED: {victim}: has 10 bytes" in told and "2 places of 1 step: 1 damaged file" in told
-    assert "is damaged, and was not copied" in said(capsys, "copy", run, run.parent / "copy", "--step", 2, code=1)
+    assert (
+        f"DAMAGED: {victim}: has 10 bytes" in told and "2 places of 1 step: 1 damaged file" in told
+    )
+    assert "is damaged, and was not copied" in said(
+        capsys, "copy", run, run.parent / "copy", "--step", 2, code=1
+    )
 
 
 def test_show_tells_the_arrays_of_a_step_and_the_batches_it_passed_over(run, capsys):
     told = said(capsys, "show", run)
-    assert told.startswith("step 3 of") and "batches 4 to 6 were passed over" in told and "params/embed" in told and "float32[320, 32]" in told
+    assert (
+        told.startswith("step 3 of")
+        and "batches 4 to 6 were passed over" in told
+        and "params/embed" in told
+        and "float32[320, 32]" in told
+    )
 
 
 def test_verify_names_a_step_that_lost_its_manifest(run, capsys):
     (run / "checkpoints" / "3" / "manifest.json").unlink()
-    assert f"DAMAGED: {run / 'checkpoints' / '3' / 'manifest.json'}: is missing" in said(capsys, "verify", run, code=1)
+    assert f"DAMAGED: {run / 'checkpoints' / '3' / 'manifest.json'}: is missing" in said(
+        capsys, "verify", run, code=1
+    )
     (run / "checkpoints" / "3.unfinished").touch()
-    assert f"unfinished: {run / 'checkpoints' / '3'}: is being written" in said(capsys, "verify", run), "of a run that is saving just now"
+    assert f"unfinished: {run / 'checkpoints' / '3'}: is being written" in said(
+        capsys, "verify", run
+    ), "of a run that is saving just now"
 
 
 def test_verify_names_shards_of_different_saves(run, capsys):
@@ -93,10 +113,14 @@ def test_a_run_is_named_by_a_relative_path_too(run, capsys, monkeypatch):
 def test_a_copy_is_whole_and_can_be_started_from(run, capsys):
     told = said(capsys, "copy", run, run.parent / "copy", "--step", 1)
     assert "checkpoint.restore=" in told
-    assert {p.name for p in (run.parent / "copy" / "1").iterdir()} == {p.name for p in (run / "checkpoints" / "1").iterdir()}
+    assert {p.name for p in (run.parent / "copy" / "1").iterdir()} == {
+        p.name for p in (run / "checkpoints" / "1").iterdir()
+    }
     assert "1 place of 1 step: all intact" in said(capsys, "verify", run.parent / "copy")
     assert "1 place of 1 step: all intact" in said(capsys, "verify", run.parent / "copy" / "1")
-    assert "where the run's own steps lie" in said(capsys, "copy", run, run / "checkpoints" / "kept", code=1)
+    assert "where the run's own steps lie" in said(
+        capsys, "copy", run, run / "checkpoints" / "kept", code=1
+    )
     assert "is there already" in said(capsys, "copy", run, run.parent / "copy", "--step", 1, code=1)
 
 
@@ -107,8 +131,14 @@ def test_prune_keeps_the_newest(run, capsys):
     assert "must be 1 or more" in said(capsys, "prune", run, "--keep", 0, code=1)
 
 
-@pytest.mark.parametrize(("words", "told"), [(["list", "nowhere"], "nowhere: no such folder"),
-    (["verify", "/etc/passwd"], "/etc/passwd: is a file; give a run's folder"), (["list", "."], "holds no finished checkpoint")])
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["list", "nowhere"], "nowhere: no such folder"),
+        (["verify", "/etc/passwd"], "/etc/passwd: is a file; give a run's folder"),
+        (["list", "."], "holds no finished checkpoint"),
+    ],
+)
 def test_mistakes_are_told(words, told, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert told in said(capsys, *words, code=1)

@@ -20,7 +20,10 @@ class Two:
 def test_what_is_older_than_all_whole_steps_that_stay_goes(tmp_path, monkeypatch):
     monkeypatch.setattr(local, "Peers", lambda *_: None)
     processes = Two()
-    disk, steps = local.Local(tmp_path, processes, 0, "layout"), {3: "another mesh", 4: "layout", 5: "another mesh", 6: "layout", 7: "another mesh"}
+    disk, steps = (
+        local.Local(tmp_path, processes, 0, "layout"),
+        {3: "another mesh", 4: "layout", 5: "another mesh", 6: "layout", 7: "another mesh"},
+    )
     for step, layout in steps.items():
         part = tmp_path / "host_0" / f"{step}" / "of_0"
         part.mkdir(parents=True)
@@ -39,9 +42,19 @@ def test_shards_of_different_saves_make_no_step(tmp_path, monkeypatch):
         part.mkdir(parents=True)
         manifest.write(part, {}, {"layout": "layout", "processes": 2, "save": save})
     steps = {}
-    for name, theirs in {"none": {}, "of the same save": {"1": "7 000002"}, "of an older one": {"1": "7 000001"},
-                         "whole, of an older one": {"0": "7 000001"}, "both whole": {"0": "7 000001", "1": "7 000002"}}.items():
+    for name, theirs in {
+        "none": {},
+        "of the same save": {"1": "7 000002"},
+        "of an older one": {"1": "7 000001"},
+        "whole, of an older one": {"0": "7 000001"},
+        "both whole": {"0": "7 000001", "1": "7 000002"},
+    }.items():
         processes.theirs = {"5": theirs}
         steps[name] = [(step, disk._saves[step]) for step in disk.steps()]
-    assert steps == {"none": [], "of the same save": [(5, "7 000002")], "of an older one": [], "whole, of an older one": [(5, "7 000001")],
-                     "both whole": [(5, "7 000002")]}
+    assert steps == {
+        "none": [],
+        "of the same save": [(5, "7 000002")],
+        "of an older one": [],
+        "whole, of an older one": [(5, "7 000001")],
+        "both whole": [(5, "7 000002")],
+    }

@@ -1,4 +1,5 @@
-"""Checkpoints on real files: what a manifest finds, which step a run goes on from, and a disk that is full."""
+"""Checkpoints on real files: what a manifest finds, which step a run goes on from, and a disk that
+is full."""
 
 import asyncio
 import contextlib
@@ -56,7 +57,9 @@ def saved(three, tmp_path):
 
 def largest(folder):
     """The file with the most bytes."""
-    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    return max(
+        (path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
+    )
 
 
 def flip(path):
@@ -66,8 +69,12 @@ def flip(path):
     path.write_bytes(data)
 
 
-FAULTS = {"one bit": (flip, "its checksum is"), "cut": (lambda path: os.truncate(path, path.stat().st_size - 1), "bytes were written"),
-          "deleted": (os.unlink, "is missing"), "empty": (lambda path: os.truncate(path, 0), "has 0 bytes")}
+FAULTS = {
+    "one bit": (flip, "its checksum is"),
+    "cut": (lambda path: os.truncate(path, path.stat().st_size - 1), "bytes were written"),
+    "deleted": (os.unlink, "is missing"),
+    "empty": (lambda path: os.truncate(path, 0), "has 0 bytes"),
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -79,9 +86,17 @@ def test_a_damaged_step_is_named_put_aside_and_the_one_before_is_taken(saved, fa
     state = saves.restore(feed)
     assert int(state.step) == 2
     jax.tree.map(np.testing.assert_array_equal, state, states[2])
-    assert "DAMAGED CHECKPOINT, step 3" in said[0] and victim.name in said[0] and told.split()[-1] in said[0]
-    assert saves.steps() == [1, 2] and [path.name for path in (folder.parent / "damaged").glob("*/*")] == ["3"]
-    state, _ = tiny.make_run(tiny.config()).step(state, tiny.make_run(tiny.config()).place(next(feed), 8))
+    assert (
+        "DAMAGED CHECKPOINT, step 3" in said[0]
+        and victim.name in said[0]
+        and told.split()[-1] in said[0]
+    )
+    assert saves.steps() == [1, 2] and [
+        path.name for path in (folder.parent / "damaged").glob("*/*")
+    ] == ["3"]
+    state, _ = tiny.make_run(tiny.config()).step(
+        state, tiny.make_run(tiny.config()).place(next(feed), 8)
+    )
     jax.tree.map(np.testing.assert_array_equal, state, states[3])
     feed.close()
 
@@ -100,7 +115,11 @@ def test_a_step_that_was_asked_for_is_not_replaced_by_another(saved):
     again, _, folder, _ = saved
     flip(largest(folder / "2"))
     saves, feed, _ = again(restore=2)
-    with pytest.raises(ConfigError, match=r"damaged are all of the steps \[2\] that checkpoint.restore=2 may take; name another of \[1, 2, 3\]"):
+    with pytest.raises(
+        ConfigError,
+        match=r"damaged are all of the steps \[2\] that checkpoint.restore=2 may take; name "
+        r"another of \[1, 2, 3\]",
+    ):
         saves.restore(feed)
 
 
@@ -114,17 +133,24 @@ def test_a_step_without_a_manifest_was_never_finished_and_is_cleared_away(saved)
     saves, feed, _ = again()
     assert int(saves.restore(feed).step) == 2
     assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
-    assert [path.name for path in (folder.parent / "unfinished").glob("*/*")] == ["3"], "it may be of another program"
+    assert [path.name for path in (folder.parent / "unfinished").glob("*/*")] == ["3"], (
+        "it may be of another program"
+    )
 
 
-def test_a_step_that_is_deleted_counts_no_more_from_the_first_moment_and_what_a_kill_left_goes(saved, monkeypatch):
+def test_a_step_that_is_deleted_counts_no_more_from_the_first_moment_and_what_a_kill_left_goes(
+    saved, monkeypatch
+):
     again, _, folder, _ = saved
     with monkeypatch.context() as killed:
         killed.setattr(shutil, "rmtree", lambda *_, **__: None)
         manifest.delete(folder / "3")
     assert manifest.steps(folder) == [1, 2] and (folder / "3").is_dir()
     again()
-    assert sorted(path.name for path in folder.iterdir()) == ["1", "2"] and not (folder.parent / "unfinished").exists()
+    assert (
+        sorted(path.name for path in folder.iterdir()) == ["1", "2"]
+        and not (folder.parent / "unfinished").exists()
+    )
 
 
 def test_the_same_command_goes_back_to_a_step_once(saved):
@@ -135,34 +161,62 @@ def test_the_same_command_goes_back_to_a_step_once(saved):
     state, _ = run.step(state, run.place(next(feed), 8))
     saves.save(3, state, feed, {})
     saves.close()
-    for config, step in (({"restore": 2}, 3), ({"restore": 2}, 3), ({}, 3), ({"restore": 2}, 2)):  # another command in between: go back again
+    for config, step in (
+        ({"restore": 2}, 3),
+        ({"restore": 2}, 3),
+        ({}, 3),
+        ({"restore": 2}, 2),
+    ):  # another command in between: go back again
         saves, feed, _ = again(**config)
         assert int(saves.restore(feed).step) == step
-    assert any(f"went back to it before, and goes on from there; to go back again, delete {folder.parent / 'saved.json'}" in line for line in said)
+    assert any(
+        "went back to it before, and goes on from there; to go back again, delete "
+        f"{folder.parent / 'saved.json'}" in line
+        for line in said
+    )
 
 
 @pytest.mark.parametrize("told", [0, 3])
-def test_a_run_whose_steps_are_lost_is_not_begun_again_from_where_it_once_began(saved, tmp_path, told):
+def test_a_run_whose_steps_are_lost_is_not_begun_again_from_where_it_once_began(
+    saved, tmp_path, told
+):
     again, _, folder, _ = saved
     shutil.copytree(folder / "1", tmp_path / "origin" / "1")
     (folder.parent / "saved.json").write_text(json.dumps({"step": told}))
     shutil.rmtree(folder)
     for restore in ("latest", str(tmp_path / "origin")):
         saves, feed, _ = again(restore=restore)
-        with pytest.raises(ConfigError, match=f"says that step {told} was saved, but no tier holds a checkpoint"):
+        with pytest.raises(
+            ConfigError, match=f"says that step {told} was saved, but no tier holds a checkpoint"
+        ):
             saves.restore(feed)
 
 
 def test_positions_in_other_sources_cannot_be_forced(saved):
     again, _, folder, _ = saved
-    run = tiny.make_run(tiny.config(checkpoint={"every": 1}, data={"sources": [{"kind": "synthetic", "vocab": 64}] * 2}))
-    with pytest.raises(ConfigError, match="has positions in another number of data.sources, which cannot be forced"):
+    run = tiny.make_run(
+        tiny.config(
+            checkpoint={"every": 1}, data={"sources": [{"kind": "synthetic", "vocab": 64}] * 2}
+        )
+    )
+    with pytest.raises(
+        ConfigError, match="has positions in another number of data.sources, which cannot be forced"
+    ):
         Checkpoints(run, folder, print, ["data"]).restore(make_feed(run.cfg.data, run.rows(8), 8))
 
 
-@pytest.mark.parametrize(("chosen", "refused"), [
-    ({}, None), ({"encoding_errors": "keep"}, None), ({"encoding_errors": "replace"}, "encoding_errors"), ({"normalize": ["bom"]}, "normalize")])
-def test_a_checkpoint_of_before_a_key_of_text_goes_on_where_its_batches_are_the_same(chosen, refused):
+@pytest.mark.parametrize(
+    ("chosen", "refused"),
+    [
+        ({}, None),
+        ({"encoding_errors": "keep"}, None),
+        ({"encoding_errors": "replace"}, "encoding_errors"),
+        ({"normalize": ["bom"]}, "normalize"),
+    ],
+)
+def test_a_checkpoint_of_before_a_key_of_text_goes_on_where_its_batches_are_the_same(
+    chosen, refused
+):
     text = {"kind": "text", "files": ["a.txt"]}
     old = tiny.config(data={"sources": [text]}).model_dump(mode="json")
     for key in ("encoding_errors", "normalize"):
@@ -171,8 +225,13 @@ def test_a_checkpoint_of_before_a_key_of_text_goes_on_where_its_batches_are_the_
     if refused is None:
         _refuse_changes("1", old, cfg, FREE, False)
         return
-    _refuse_changes("1", tiny.config(data={"sources": [text]}).model_dump(mode="json"), tiny.config(
-        data={"sources": [text | {"encoding_errors": "replace"}]}), FREE, False)
+    _refuse_changes(
+        "1",
+        tiny.config(data={"sources": [text]}).model_dump(mode="json"),
+        tiny.config(data={"sources": [text | {"encoding_errors": "replace"}]}),
+        FREE,
+        False,
+    )
     with pytest.raises(ConfigError, match=rf"data.sources.0.{refused}: \(absent\) -> "):
         _refuse_changes("1", old, cfg, FREE, False)
 
@@ -180,7 +239,9 @@ def test_a_checkpoint_of_before_a_key_of_text_goes_on_where_its_batches_are_the_
 def test_every_file_of_a_step_is_in_its_manifest(saved):
     folder = saved[2] / "3"
     facts, files = manifest.read(folder)
-    assert {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} == {*files, manifest.NAME}
+    assert {
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+    } == {*files, manifest.NAME}
     assert facts == {"eval_loss": None} and list(manifest.damages(folder)) == []
 
 
@@ -188,7 +249,9 @@ def test_a_manifest_that_is_damaged_itself_is_damage(saved):
     folder = saved[2] / "3"
     for text in ("", "{", json.dumps({"files": {}})):
         (folder / manifest.NAME).write_text(text)
-        assert [line.startswith(str(folder / manifest.NAME)) for line in manifest.damages(folder)] == [True]
+        assert [
+            line.startswith(str(folder / manifest.NAME)) for line in manifest.damages(folder)
+        ] == [True]
 
 
 def test_the_newest_the_multiples_and_the_best_stay():
@@ -235,27 +298,44 @@ print(saves.steps())
 """
 
 
-@pytest.mark.skipif(subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode != 0,
-                    reason="a full file system needs a mount of one's own")
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode
+    != 0,
+    reason="a full file system needs a mount of one's own",
+)
 def test_a_full_disk_costs_the_step_that_did_not_fit_and_no_other(tmp_path):
-    command = f"mount -t tmpfs -o size=3m none {tmp_path} && exec {sys.executable} -c '{FULL}' {tmp_path}"
-    done = subprocess.run(["unshare", "--mount", "sh", "-c", command], capture_output=True, text=True, timeout=200, check=False)
+    command = (
+        f"mount -t tmpfs -o size=3m none {tmp_path} && exec {sys.executable} -c '{FULL}' {tmp_path}"
+    )
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", command],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "No space left on device" and "stopped:" in lines[1]
-    assert "checkpoint of step 2 was not saved to" in lines[-2] and "step 20 remains the latest there [20] ['20']" in lines[-2]
+    assert (
+        "checkpoint of step 2 was not saved to" in lines[-2]
+        and "step 20 remains the latest there [20] ['20']" in lines[-2]
+    )
     assert lines[-1] == "[3, 20]"
 
 
-TIERS = ({"path": "ssd", "every": 1, "keep": 2, "replicate": 0}, {"path": "far", "every": 2, "keep": 5})
+TIERS = (
+    {"path": "ssd", "every": 1, "keep": 2, "replicate": 0},
+    {"path": "far", "every": 2, "keep": 5},
+)
 
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 
 
 def tiers_of(folder, said, tiers=TIERS, **changes):
-    """`checkpoints` on 8 devices: the host's own disk at every step, the run's folder at every third,
-    another at every second."""
+    """`checkpoints` on 8 devices: the host's own disk at every step, the run's folder at every
+    third, another at every second."""
     sections = {"checkpoint": {"every": 3, "tiers": tiers} | changes}
     run = tiny.make_run(tiny.config(mesh=MESH, **sections), 8)
     feed = make_feed(run.cfg.data, run.rows(8), 8)
@@ -306,16 +386,34 @@ def test_a_last_step_that_a_kill_left_on_a_host_s_own_disk_is_saved_where_all_se
     jax.tree.map(np.testing.assert_array_equal, again()[0].restore(feed), states[7])
 
 
-@pytest.mark.parametrize(("lost", "step", "place"), [
-    ([], 7, "ssd"), (["ssd"], 6, "run"), (["ssd", "run/checkpoints"], 6, "far"), (["run/checkpoints", "far"], 7, "ssd")], ids=str)
-def test_the_newest_step_of_the_nearest_tier_that_is_left_is_restored_bit_for_bit(tiered, lost, step, place):
+@pytest.mark.parametrize(
+    ("lost", "step", "place"),
+    [
+        ([], 7, "ssd"),
+        (["ssd"], 6, "run"),
+        (["ssd", "run/checkpoints"], 6, "far"),
+        (["run/checkpoints", "far"], 7, "ssd"),
+    ],
+    ids=str,
+)
+def test_the_newest_step_of_the_nearest_tier_that_is_left_is_restored_bit_for_bit(
+    tiered, lost, step, place
+):
     again, states, folder, said = tiered
     for name in lost:
         shutil.rmtree(folder / name)
     saves, feed, run = again()
     state = saves.restore(feed)
     jax.tree.map(np.testing.assert_array_equal, state, states[step])
-    assert all(jax.tree.leaves(jax.tree.map(lambda leaf, wanted: leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim), state, run.abstract)))
+    assert all(
+        jax.tree.leaves(
+            jax.tree.map(
+                lambda leaf, wanted: leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim),
+                state,
+                run.abstract,
+            )
+        )
+    )
     assert f"resumed from step {step} of {folder / place}" in saves.told
     assert any("step 7 was saved, but no tier holds it" in line for line in said) is (step == 6)
 
@@ -325,7 +423,9 @@ def test_where_all_tiers_are_lost_the_run_says_so_and_does_not_start_anew(tiered
     for name in ("ssd", "run/checkpoints", "far"):
         shutil.rmtree(folder / name)
     saves, feed, _ = again()
-    with pytest.raises(ConfigError, match="says that step 7 was saved, but no tier holds a checkpoint"):
+    with pytest.raises(
+        ConfigError, match="says that step 7 was saved, but no tier holds a checkpoint"
+    ):
         saves.restore(feed)
 
 
@@ -334,7 +434,9 @@ def test_a_tier_of_another_run_is_refused_until_that_is_gone(tiered):
     (folder / "run").rename(folder / "first")
     for path in ("ssd", "far"):
         (folder / path / "run" / "run.json").write_text(json.dumps({"run": str(folder / "first")}))
-    with pytest.raises(ConfigError, match=f"ssd/run holds the steps of {folder}/first; choose another run.name"):
+    with pytest.raises(
+        ConfigError, match=f"ssd/run holds the steps of {folder}/first; choose another run.name"
+    ):
         again()
     shutil.rmtree(folder / "first")
     saves, feed, _ = again()
@@ -347,14 +449,20 @@ def test_a_damaged_step_of_one_tier_is_taken_from_the_next(tiered):
     flip(folder / "ssd/run/host_0/6/of_0/shards.bin")
     saves, feed, _ = again()
     jax.tree.map(np.testing.assert_array_equal, saves.restore(feed), states[6])
-    assert str(folder / "run") in saves.told and sum("DAMAGED CHECKPOINT" in line for line in said) == 2
+    assert (
+        str(folder / "run") in saves.told
+        and sum("DAMAGED CHECKPOINT" in line for line in said) == 2
+    )
     assert saves._tiers[0].place.steps() == []
 
 
 def test_another_mesh_reads_what_all_processes_see_and_not_a_disk_of_shards_cut_otherwise(tiered):
     again, states, folder, _ = tiered
     run = tiny.make_run(tiny.config(mesh={"data": 2, "fsdp": 4}, checkpoint={"tiers": TIERS}), 8)
-    saves, feed = Checkpoints(run, folder / "run" / "checkpoints", print), make_feed(run.cfg.data, run.rows(8), 8)
+    saves, feed = (
+        Checkpoints(run, folder / "run" / "checkpoints", print),
+        make_feed(run.cfg.data, run.rows(8), 8),
+    )
     jax.tree.map(np.testing.assert_array_equal, saves.restore(feed), states[6])
 
 

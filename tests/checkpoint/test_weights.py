@@ -9,12 +9,20 @@ from maxstack.checkpoint import weights
 from maxstack.checkpoint.weights import WeightsReader, WeightsWriter
 from maxstack.config import ConfigError
 
-WEIGHTS = {"blocks/block/up": np.arange(4 * 6 * 8, dtype=np.float32).reshape(4, 6, 8), "norm": np.zeros(8, np.float32), "scalar": np.float32(3)}
-SHAPES = {path: jax.ShapeDtypeStruct(np.shape(weight), np.float32) for path, weight in WEIGHTS.items()}
+WEIGHTS = {
+    "blocks/block/up": np.arange(4 * 6 * 8, dtype=np.float32).reshape(4, 6, 8),
+    "norm": np.zeros(8, np.float32),
+    "scalar": np.float32(3),
+}
+SHAPES = {
+    path: jax.ShapeDtypeStruct(np.shape(weight), np.float32) for path, weight in WEIGHTS.items()
+}
 
 
 def fill(writer, path):
-    writer.fill(path, int(path.startswith("blocks")), lambda index: np.asarray(WEIGHTS[path])[index])
+    writer.fill(
+        path, int(path.startswith("blocks")), lambda index: np.asarray(WEIGHTS[path])[index]
+    )
 
 
 def written(folder):
@@ -38,8 +46,12 @@ def test_what_is_written_in_pieces_is_read_back(tmp_path, monkeypatch, chunk):
 def test_weights_are_read_onto_a_mesh(tmp_path):
     mesh = Mesh(np.array(jax.devices()), ("fsdp",))
     axes = {"blocks/block/up": PartitionSpec(None, None, "fsdp")}
-    wanted = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, axes.get(path, PartitionSpec())))
-              for path, leaf in SHAPES.items()}
+    wanted = {
+        path: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, axes.get(path, PartitionSpec()))
+        )
+        for path, leaf in SHAPES.items()
+    }
     loaded = written(tmp_path).load(wanted)
     assert loaded["blocks/block/up"].addressable_shards[0].data.shape == (4, 6, 1)
     np.testing.assert_array_equal(loaded["blocks/block/up"], WEIGHTS["blocks/block/up"])

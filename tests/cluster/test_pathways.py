@@ -1,4 +1,5 @@
-"""`runtime: pathways`, up to the client: what is missing is told, and the client is made before any device is touched."""
+"""`runtime: pathways`, up to the client: what is missing is told, and the client is made before any
+device is touched."""
 
 import contextlib
 import os
@@ -21,15 +22,27 @@ def initialize():
     from jax._src import xla_bridge
     print("asked", os.environ["JAX_PLATFORMS"], jax.config.jax_platforms, xla_bridge.backends_are_initialized())
     sys.exit(7)
-"""
+"""  # noqa: E501
 
 
 def train(path, target, folder):
-    environment = {key: value for key, value in os.environ.items() if key not in ("JAX_PLATFORMS", "XLA_FLAGS", pathways.TARGET)}
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("JAX_PLATFORMS", "XLA_FLAGS", pathways.TARGET)
+    }
     (folder / "pathwaysutils.py").write_text(STAND_IN)
-    own = {"PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"} | ({pathways.TARGET: target} if target else {})
-    return subprocess.run([sys.executable, "-m", "maxstack.train", str(path), "runtime=pathways"], env=environment | own, capture_output=True,
-                          text=True, timeout=120, check=False)
+    own = {"PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"} | (
+        {pathways.TARGET: target} if target else {}
+    )
+    return subprocess.run(
+        [sys.executable, "-m", "maxstack.train", str(path), "runtime=pathways"],
+        env=environment | own,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
 
 
 def test_the_client_is_made_before_any_device_is_touched(tmp_path):
@@ -38,11 +51,20 @@ def test_the_client_is_made_before_any_device_is_touched(tmp_path):
     assert (done.returncode, done.stdout) == (7, "asked proxy proxy False\n"), done.stderr
 
 
-@pytest.mark.parametrize(("target", "says"), [(None, "JAX_BACKEND_TARGET is not set; give the proxy's, as in"),
-                                              ("here:29000", "JAX_BACKEND_TARGET='here:29000' is no such address")])
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        (None, "JAX_BACKEND_TARGET is not set; give the proxy's, as in"),
+        ("here:29000", "JAX_BACKEND_TARGET='here:29000' is no such address"),
+    ],
+)
 def test_a_proxy_that_nobody_named_is_told(target, says, tmp_path):
     done = train(write_config(tmp_path), target, tmp_path)
-    assert done.returncode == 1 and f"error: runtime: pathways: {says}" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.returncode == 1
+        and f"error: runtime: pathways: {says}" in done.stderr
+        and "Traceback" not in done.stderr
+    )
 
 
 def test_a_proxy_that_does_not_answer_ends_the_process_in_time(monkeypatch):
@@ -51,7 +73,10 @@ def test_a_proxy_that_does_not_answer_ends_the_process_in_time(monkeypatch):
     monkeypatch.setenv(pathways.TARGET, f"grpc://127.0.0.1:{port}")
     monkeypatch.setattr(pathways, "WAIT", 0.5)
     monkeypatch.setattr(pathways.importlib.util, "find_spec", lambda name: object())
-    with pytest.raises(pathways.Missing, match=rf"no proxy answers at 127.0.0.1:{port} \(Connection refused\) in 0 s; look") as caught:
+    with pytest.raises(
+        pathways.Missing,
+        match=rf"no proxy answers at 127.0.0.1:{port} \(Connection refused\) in 0 s; look",
+    ) as caught:
         pathways.initialize()
     assert caught.value.exit_code == 42
 
@@ -64,5 +89,9 @@ def test_without_pathwaysutils_the_extra_is_named(monkeypatch):
 
 
 def test_it_is_one_process_over_devices_elsewhere(tmp_path):
-    with pytest.raises(ConfigError, match="runtime: pathways is one process over devices elsewhere; leave out run.virtual_devices"):
+    with pytest.raises(
+        ConfigError,
+        match="runtime: pathways is one process over devices elsewhere; leave out "
+        "run.virtual_devices",
+    ):
         config.load(Config, write_config(tmp_path), ["runtime=pathways", "run.virtual_devices=8"])

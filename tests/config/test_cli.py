@@ -21,7 +21,9 @@ def test_show_prints_yaml_that_loads_back(tiny, tmp_path, capsys):
 
 
 def test_diff_prints_what_differs_and_nothing_else(tiny, tmp_path, capsys):
-    (tmp_path / "other.yml").write_text("extends: ./tiny.yml\ntrain: {steps: 7}\ndata: {packing: none}")
+    (tmp_path / "other.yml").write_text(
+        "extends: ./tiny.yml\ntrain: {steps: 7}\ndata: {packing: none}"
+    )
     assert cli.main(["config", "diff", tiny, "other.yml"]) == 0
     assert capsys.readouterr().out == "data.packing: concat -> none\ntrain.steps: 100 -> 7\n"
     assert cli.main(["config", "diff", tiny, "other.yml", "train.steps=5", "data.packing=fit"]) == 0
@@ -37,7 +39,10 @@ def test_schema_is_printed_or_written(tiny, tmp_path, capsys):
 
 def test_an_unwritable_schema_file_is_a_users_error(tiny, capsys):
     assert cli.main(["config", "schema", "--out", "no/such/folder.json"]) == 1
-    assert capsys.readouterr().err == "error: --out no/such/folder.json: cannot be written: No such file or directory\n"
+    assert (
+        capsys.readouterr().err
+        == "error: --out no/such/folder.json: cannot be written: No such file or directory\n"
+    )
 
 
 def test_an_error_in_a_file_ends_with_1(tiny, capsys):

@@ -15,9 +15,13 @@ PRESETS = {"": ("recipes", "."), "model": ("models",)}
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """An empty working folder beside a folder of presets."""
-    presets = {"start": "train: {steps: 10}", "recipes/text": "data: {path: a, rows: 4}\nmodel: small",
+    presets = {
+        "start": "train: {steps: 10}",
+        "recipes/text": "data: {path: a, rows: 4}\nmodel: small",
         "models/small": "size: 1\nnorm: {kind: rms, eps: 1}",
-               "models/large": "extends: small\nsize: 100", "models/other": "width: 7"}
+        "models/large": "extends: small\nsize: 100",
+        "models/other": "width: 7",
+    }
     for name, text in presets.items():
         write(tmp_path / "presets" / f"{name}.yml", text)
     monkeypatch.setattr(compose, "presets_dir", lambda: tmp_path / "presets")
@@ -51,13 +55,19 @@ def refusal(text: str, *overrides: str) -> str:
 def test_extends_merges_mappings_and_replaces_lists_scalars_and_null(folder):
     write(folder / "below.yml", "a: {x: 1, y: 2}\nlist: [1, 2, 3]\nscalar: 1\ngone: {x: 1}")
     assert run("extends: below.yml\na: {y: 3, z: 4}\nlist: [9]\nscalar: two\ngone: null") == {
-        "a": {"x": 1, "y": 3, "z": 4}, "list": [9], "scalar": "two", "gone": None}
+        "a": {"x": 1, "y": 3, "z": 4},
+        "list": [9],
+        "scalar": "two",
+        "gone": None,
+    }
 
 
 def test_a_mapping_of_another_kind_replaces(folder):
     write(folder / "below.yml", "a: {kind: x, only_x: 1}\nb: {kind: x, both: 1}")
     assert run("extends: below.yml\na: {kind: y, only_y: 2}\nb: {kind: x, more: 2}") == {
-        "a": {"kind": "y", "only_y": 2}, "b": {"kind": "x", "both": 1, "more": 2}}
+        "a": {"kind": "y", "only_y": 2},
+        "b": {"kind": "x", "both": 1, "more": 2},
+    }
 
 
 def test_of_several_extended_files_the_later_wins(folder):
@@ -73,8 +83,11 @@ def test_extended_paths_are_relative_to_the_file_that_names_them(folder):
 
 
 def test_extends_finds_recipes_and_runs_by_name(folder):
-    assert run("extends: [text, start]") == {"data": {"path": "a", "rows": 4}, "model": {"size": 1, "norm": {"kind": "rms", "eps": 1}},
-        "train": {"steps": 10}}
+    assert run("extends: [text, start]") == {
+        "data": {"path": "a", "rows": 4},
+        "model": {"size": 1, "norm": {"kind": "rms", "eps": 1}},
+        "train": {"steps": 10},
+    }
 
 
 @pytest.mark.parametrize("name", ["start", "start.yml", "configs/start.yml"])
@@ -92,7 +105,9 @@ def test_a_preset_stands_for_its_file_and_presets_extend_siblings(folder):
 
 
 def test_keys_beside_preset_are_merged_over_it(folder):
-    assert run("model: {preset: small, norm: {eps: 2}}") == {"model": {"size": 1, "norm": {"kind": "rms", "eps": 2}}}
+    assert run("model: {preset: small, norm: {eps: 2}}") == {
+        "model": {"size": 1, "norm": {"kind": "rms", "eps": 2}}
+    }
 
 
 def test_a_preset_may_be_a_path_relative_to_the_file(folder):
@@ -101,7 +116,10 @@ def test_a_preset_may_be_a_path_relative_to_the_file(folder):
 
 
 def test_keys_without_a_preset_are_merged_over_the_extended_files_preset(folder):
-    assert run("extends: text\nmodel: {size: 3}")["model"] == {"size": 3, "norm": {"kind": "rms", "eps": 1}}
+    assert run("extends: text\nmodel: {size: 3}")["model"] == {
+        "size": 3,
+        "norm": {"kind": "rms", "eps": 1},
+    }
 
 
 @pytest.mark.parametrize("model", ["other", "{preset: other}"])
@@ -118,42 +136,70 @@ def test_merging_is_the_same_in_one_step_and_in_two(folder):
 
 def test_like_takes_over_a_sibling_after_overrides(folder):
     text = "blocks:\n  a: {x: {p: 1, q: 2}}\n  b: {like: a, x: {q: 3}}\n  c: {like: b, y: 4}"
-    assert run(text, "blocks.a.x.p=9") == {"blocks": {"a": {"x": {"p": 9, "q": 2}}, "b": {"x": {"p": 9, "q": 3}},
-        "c": {"x": {"p": 9, "q": 3}, "y": 4}}}
+    assert run(text, "blocks.a.x.p=9") == {
+        "blocks": {
+            "a": {"x": {"p": 9, "q": 2}},
+            "b": {"x": {"p": 9, "q": 3}},
+            "c": {"x": {"p": 9, "q": 3}, "y": 4},
+        }
+    }
 
 
 def test_every_value_knows_which_file_or_override_gave_it(folder):
     write(folder / "below.yml", "a:\n  x: 1\n  y: 2")
-    write(folder / "run.yml", "extends: below.yml\nmodel: large\nblocks:\n  p: {k: 1}\n  q: {like: p}\na: {y: 3}")
+    write(
+        folder / "run.yml",
+        "extends: below.yml\nmodel: large\nblocks:\n  p: {k: 1}\n  q: {like: p}\na: {y: 3}",
+    )
     tree = merged_tree(PRESETS, "run.yml", ["a.z=1"])
-    places = {path: tree.at(*path).where for path in [("a", "x"), ("a", "y"), ("a", "z"), ("model", "size"), ("blocks", "q", "k")]}
-    assert {path: where.replace(str(folder.parent) + "/", "") for path, where in places.items()} == {
-        ("a", "x"): "below.yml:2", ("a", "y"): "run.yml:6", ("a", "z"): "override", ("model", "size"): "presets/models/large.yml:2",
-        ("blocks", "q", "k"): "run.yml:4"}
+    places = {
+        path: tree.at(*path).where
+        for path in [("a", "x"), ("a", "y"), ("a", "z"), ("model", "size"), ("blocks", "q", "k")]
+    }
+    assert {
+        path: where.replace(str(folder.parent) + "/", "") for path, where in places.items()
+    } == {
+        ("a", "x"): "below.yml:2",
+        ("a", "y"): "run.yml:6",
+        ("a", "z"): "override",
+        ("model", "size"): "presets/models/large.yml:2",
+        ("blocks", "q", "k"): "run.yml:4",
+    }
 
 
-@pytest.mark.parametrize(("overrides", "changed"), [
-    (["a.b=2"], {"a": {"b": 2, "c": [{"k": 1}, 5]}}),
-    (["a.b=1e-4"], {"a": {"b": 1e-4, "c": [{"k": 1}, 5]}}),
-    (["a.b='on'"], {"a": {"b": "on", "c": [{"k": 1}, 5]}}),
-    (["a.b="], {"a": {"b": None, "c": [{"k": 1}, 5]}}),
-    (["a.b=x=y"], {"a": {"b": "x=y", "c": [{"k": 1}, 5]}}),
-    (["a.c.0.k=2"], {"a": {"b": 1, "c": [{"k": 2}, 5]}}),
-    (["a.c.1=[6, {z: 1}]"], {"a": {"b": 1, "c": [{"k": 1}, [6, {"z": 1}]]}}),
-    (["a.c=[]"], {"a": {"b": 1, "c": []}}),
-    (["a={b: 3}"], {"a": {"b": 3, "c": [{"k": 1}, 5]}}),
-    (["n.e.w=1"], {"a": {"b": 1, "c": [{"k": 1}, 5]}, "n": {"e": {"w": 1}}}),
-    (['n."x.y"=1'], {"a": {"b": 1, "c": [{"k": 1}, 5]}, "n": {"x.y": 1}}),
-    (["a.b=2", "a.b=3"], {"a": {"b": 3, "c": [{"k": 1}, 5]}}),
-])
+@pytest.mark.parametrize(
+    ("overrides", "changed"),
+    [
+        (["a.b=2"], {"a": {"b": 2, "c": [{"k": 1}, 5]}}),
+        (["a.b=1e-4"], {"a": {"b": 1e-4, "c": [{"k": 1}, 5]}}),
+        (["a.b='on'"], {"a": {"b": "on", "c": [{"k": 1}, 5]}}),
+        (["a.b="], {"a": {"b": None, "c": [{"k": 1}, 5]}}),
+        (["a.b=x=y"], {"a": {"b": "x=y", "c": [{"k": 1}, 5]}}),
+        (["a.c.0.k=2"], {"a": {"b": 1, "c": [{"k": 2}, 5]}}),
+        (["a.c.1=[6, {z: 1}]"], {"a": {"b": 1, "c": [{"k": 1}, [6, {"z": 1}]]}}),
+        (["a.c=[]"], {"a": {"b": 1, "c": []}}),
+        (["a={b: 3}"], {"a": {"b": 3, "c": [{"k": 1}, 5]}}),
+        (["n.e.w=1"], {"a": {"b": 1, "c": [{"k": 1}, 5]}, "n": {"e": {"w": 1}}}),
+        (['n."x.y"=1'], {"a": {"b": 1, "c": [{"k": 1}, 5]}, "n": {"x.y": 1}}),
+        (["a.b=2", "a.b=3"], {"a": {"b": 3, "c": [{"k": 1}, 5]}}),
+    ],
+)
 def test_overrides_are_typed_like_yaml(folder, overrides, changed):
     assert run("a:\n  b: 1\n  c: [{k: 1}, 5]", *overrides) == changed
 
 
-@pytest.mark.parametrize("overrides", [["model=large", "model.norm.eps=3"], ["model.norm.eps=3", "model=large"],
-    ["model.norm.eps=3", "model.preset=large"]])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model=large", "model.norm.eps=3"],
+        ["model.norm.eps=3", "model=large"],
+        ["model.norm.eps=3", "model.preset=large"],
+    ],
+)
 def test_a_preset_on_the_command_line_keeps_the_keys_given_beside_it(folder, overrides):
-    assert run("model: other", *overrides) == {"model": {"size": 100, "norm": {"kind": "rms", "eps": 3}}}
+    assert run("model: other", *overrides) == {
+        "model": {"size": 100, "norm": {"kind": "rms", "eps": 3}}
+    }
 
 
 @pytest.mark.parametrize("overrides", [["m.kind=y", "m.new=1"], ["m.new=1", "m.kind=y"]])
@@ -163,39 +209,71 @@ def test_another_kind_on_the_command_line_replaces_the_mapping(folder, overrides
 
 def test_an_index_reaches_into_a_default_list(folder):
     write(folder / "run.yml", "a: 1")
-    tree = merged_tree(PRESETS, "run.yml", ["o.chain.1.rate=5"], {"o": {"chain": [{"kind": "x"}, {"kind": "y", "rate": 1}]}})
+    tree = merged_tree(
+        PRESETS,
+        "run.yml",
+        ["o.chain.1.rate=5"],
+        {"o": {"chain": [{"kind": "x"}, {"kind": "y", "rate": 1}]}},
+    )
     assert plain(tree) == {"a": 1, "o": {"chain": [{"kind": "x"}, {"kind": "y", "rate": 5}]}}
-    assert tree.at("o", "chain", 0, "kind").where == "default" and tree.at("o", "chain", 1, "rate").where == "override"
+    assert (
+        tree.at("o", "chain", 0, "kind").where == "default"
+        and tree.at("o", "chain", 1, "rate").where == "override"
+    )
 
 
-@pytest.mark.parametrize(("text", "overrides", "says"), [
-    ("extends: run.yml", [], r"run.yml: extends itself in a circle: run.yml -> run.yml"),
-    ("a: 1\nextends: strat", [], r"run.yml:2: no preset strat; the presets are start, text; did you mean start\?"),
-    ("extends: 3", [], r"run.yml:1: extends: got 3; allowed: a preset's name, a path"),
-    ("extends: nowhere.yml", [], r"run.yml:1: no file nowhere.yml; the presets are start, text"),
-    ("model: smal", [], r"run.yml:1: no model preset smal; the presets are large, other, small; did you mean small\?"),
-    ("a: 1\nmodel: {preset: larg}", [], r"run.yml:2: no model preset larg.*did you mean large\?"),
-    ("model: {preset: [small]}", [], "run.yml:1: model.preset: got"),
-    ("model: {extends: small}", [], "run.yml:1: model.extends: inside a section the key is preset"),
-    ("- 1", [], "run.yml:1: holds a list; a configuration is a mapping"),
-    ("text", [], "run.yml:1: holds text; a configuration is"),
-    ("b:\n  x: {like: y}\n  z: {}", [], r"run.yml:2: b.x.like: got 'y'; allowed: z"),
-    ("b:\n  x: {like: y}\n  y: {like: x}", [], r"b.*like: got"),
-    ("b:\n  x: {like: x}", [], r"run.yml:2: b.x.like: got 'x'"),
-    ("a: 1", ["a"], "override 'a': overrides have the form a.b.c=value"),
-    ("a: 1", ["=1"], "overrides have the form"),
-    ("a: 1", ["a..b=1"], "overrides have the form"),
-    ("a: 1", ["a b"], "overrides have the form"),
-    ("a: 1", ["a.b=1"], "override 'a.b=1': a is 1, which has no b"),
-    ("a: [1, 2]", ["a.2=1"], "a is a list; after it came 2; allowed: 0 to 1"),
-    ("a: [1, 2]", ["a.x=1"], "a is a list; after it came x; allowed: 0 to 1"),
-    ("a: []", ["a.0=1"], "allowed: nothing, as it is empty"),
-    ("a: 1", ["a=off"], "override a=off: unquoted off could be"),
-    ("a: 1", ["a=012"], "number 012 starts with 0"),
-    ("a: 1", ["a=[1"], "not valid YAML"),
-    ("a: 1", ["extends=start"], "extends: cannot be overridden"),
-    ("a: 1", ["model=nope"], "override: no model preset nope"),
-])
+@pytest.mark.parametrize(
+    ("text", "overrides", "says"),
+    [
+        ("extends: run.yml", [], r"run.yml: extends itself in a circle: run.yml -> run.yml"),
+        (
+            "a: 1\nextends: strat",
+            [],
+            r"run.yml:2: no preset strat; the presets are start, text; did you mean start\?",
+        ),
+        ("extends: 3", [], r"run.yml:1: extends: got 3; allowed: a preset's name, a path"),
+        (
+            "extends: nowhere.yml",
+            [],
+            r"run.yml:1: no file nowhere.yml; the presets are start, text",
+        ),
+        (
+            "model: smal",
+            [],
+            r"run.yml:1: no model preset smal; the presets are large, other, small; did "
+            r"you mean small\?",
+        ),
+        (
+            "a: 1\nmodel: {preset: larg}",
+            [],
+            r"run.yml:2: no model preset larg.*did you mean large\?",
+        ),
+        ("model: {preset: [small]}", [], "run.yml:1: model.preset: got"),
+        (
+            "model: {extends: small}",
+            [],
+            "run.yml:1: model.extends: inside a section the key is preset",
+        ),
+        ("- 1", [], "run.yml:1: holds a list; a configuration is a mapping"),
+        ("text", [], "run.yml:1: holds text; a configuration is"),
+        ("b:\n  x: {like: y}\n  z: {}", [], r"run.yml:2: b.x.like: got 'y'; allowed: z"),
+        ("b:\n  x: {like: y}\n  y: {like: x}", [], r"b.*like: got"),
+        ("b:\n  x: {like: x}", [], r"run.yml:2: b.x.like: got 'x'"),
+        ("a: 1", ["a"], "override 'a': overrides have the form a.b.c=value"),
+        ("a: 1", ["=1"], "overrides have the form"),
+        ("a: 1", ["a..b=1"], "overrides have the form"),
+        ("a: 1", ["a b"], "overrides have the form"),
+        ("a: 1", ["a.b=1"], "override 'a.b=1': a is 1, which has no b"),
+        ("a: [1, 2]", ["a.2=1"], "a is a list; after it came 2; allowed: 0 to 1"),
+        ("a: [1, 2]", ["a.x=1"], "a is a list; after it came x; allowed: 0 to 1"),
+        ("a: []", ["a.0=1"], "allowed: nothing, as it is empty"),
+        ("a: 1", ["a=off"], "override a=off: unquoted off could be"),
+        ("a: 1", ["a=012"], "number 012 starts with 0"),
+        ("a: 1", ["a=[1"], "not valid YAML"),
+        ("a: 1", ["extends=start"], "extends: cannot be overridden"),
+        ("a: 1", ["model=nope"], "override: no model preset nope"),
+    ],
+)
 def test_what_does_not_compose_is_refused_in_one_paragraph(folder, text, overrides, says):
     with pytest.raises(ConfigError, match=says):
         run(text, *overrides)
@@ -205,12 +283,18 @@ def test_what_does_not_compose_is_refused_in_one_paragraph(folder, text, overrid
 def test_a_circle_of_files_is_named(folder):
     write(folder / "a.yml", "extends: b.yml")
     write(folder / "b.yml", "extends: a.yml")
-    with pytest.raises(ConfigError, match="a.yml: extends itself in a circle: a.yml -> b.yml -> a.yml"):
+    with pytest.raises(
+        ConfigError, match="a.yml: extends itself in a circle: a.yml -> b.yml -> a.yml"
+    ):
         composed("a.yml")
 
 
 def test_a_missing_file_names_the_nearest_preset(folder):
-    with pytest.raises(ConfigError, match=r"^no configuration file configs/strt.yml; the presets are start, text; did you mean start\?$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^no configuration file configs/strt.yml; the presets are start, text; did you "
+        r"mean start\?$",
+    ):
         composed("configs/strt.yml")
 
 
@@ -223,7 +307,10 @@ def test_a_folder_is_not_a_file(folder):
 def test_a_runs_folder_is_told_to_hold_a_file(folder, name):
     (folder / "run").mkdir()
     (folder / "run" / "config.yml").touch()
-    with pytest.raises(ConfigError, match=f"^{name} is a folder, not a YAML file; give {name.rstrip('/')}/config.yml$"):
+    with pytest.raises(
+        ConfigError,
+        match=f"^{name} is a folder, not a YAML file; give {name.rstrip('/')}/config.yml$",
+    ):
         composed(name)
 
 
@@ -236,8 +323,10 @@ def test_impossible_paths_are_refused(folder, name):
 def test_an_unreadable_file_is_refused(folder):
     write(folder / "run.yml", "a: 1")
     with pytest.MonkeyPatch.context() as patch:
+
         def refuse(*args, **kwargs):
             raise PermissionError(13, "Permission denied")
+
         patch.setattr(Path, "open", refuse)
         with pytest.raises(ConfigError, match="^run.yml: cannot be read: Permission denied$"):
             composed("run.yml")
@@ -274,12 +363,21 @@ def test_a_bomb_of_likes_is_refused(folder):
     assert "expand to more than" in refusal(f"a: {text}")
 
 
-KEYS = st.lists(st.from_regex(r"[A-Za-z_][A-Za-z0-9_-]{0,5}", fullmatch=True).filter(lambda key: key not in ("extends", "model", "like", "preset",
-    "kind")),
-                min_size=1, max_size=4)
-VALUES = st.one_of(st.none(), st.booleans(), st.integers(-2 ** 63, 2 ** 64 - 1), st.floats(allow_nan=False),
+KEYS = st.lists(
+    st.from_regex(r"[A-Za-z_][A-Za-z0-9_-]{0,5}", fullmatch=True).filter(
+        lambda key: key not in ("extends", "model", "like", "preset", "kind")
+    ),
+    min_size=1,
+    max_size=4,
+)
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**63), 2**64 - 1),
+    st.floats(allow_nan=False),
     st.text(st.characters(exclude_categories=["Cs"])),
-                   st.lists(st.integers(0, 9)))
+    st.lists(st.integers(0, 9)),
+)
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -291,7 +389,9 @@ def test_any_value_survives_the_command_line(folder, keys, value):
     assert tree == value and type(tree) is type(value)
 
 
-@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.one_of(st.text(), st.text(alphabet='ab.=01"[]{}:, *&!\n')))
 def test_no_override_raises_anything_but_a_config_error(folder, text):
     try:

@@ -19,17 +19,25 @@ def tiny(tmp_path, monkeypatch):
 
 def test_a_file_becomes_a_frozen_typed_object(tiny):
     cfg = config.load(Config, tiny, ["train.steps=7"])
-    assert (cfg.train.steps, cfg.model.blocks["local"].mixer.window, cfg.model.blocks["local"].mixer.heads) == (7, 8, 4)
+    assert (
+        cfg.train.steps,
+        cfg.model.blocks["local"].mixer.window,
+        cfg.model.blocks["local"].mixer.heads,
+    ) == (7, 8, 4)
     with pytest.raises(ValueError, match="frozen"):
         cfg.train.steps = 8
 
 
 def test_a_part_of_a_default_mapping_is_merged_over_it_unless_it_names_its_kind(tiny):
     part, tree = config.load_tree(Config, tiny, ["optimizer.schedule.warmup_steps=20"])
-    assert part.optimizer.schedule["kind"] == "warmup_cosine" and part.optimizer.schedule["warmup_steps"] == 20
+    assert (
+        part.optimizer.schedule["kind"] == "warmup_cosine"
+        and part.optimizer.schedule["warmup_steps"] == 20
+    )
     assert tree.at("optimizer", "schedule", "kind").where == "default"
-    assert config.load(Config, tiny, ["optimizer.schedule={kind: warmup_cosine, warmup_steps: 20}"]).optimizer.schedule.keys() == {"kind",
-        "warmup_steps"}
+    assert config.load(
+        Config, tiny, ["optimizer.schedule={kind: warmup_cosine, warmup_steps: 20}"]
+    ).optimizer.schedule.keys() == {"kind", "warmup_steps"}
 
 
 def test_a_part_of_a_default_section_is_of_the_default_kind(tiny):
@@ -42,8 +50,14 @@ def test_mesh_rules_are_merged_over_the_defaults(tiny):
     assert rules["mlp"] is None and rules["seq"] == "context" and rules["heads"] == "tensor"
 
 
-@pytest.mark.parametrize("overrides", [[], ["train.profile={start: 2, steps: 3}", "mesh.rules.seq=tensor", "run.name='1e-4'"],
-    ["optimizer.chain.1.b2=0.5"]])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["train.profile={start: 2, steps: 3}", "mesh.rules.seq=tensor", "run.name='1e-4'"],
+        ["optimizer.chain.1.b2=0.5"],
+    ],
+)
 def test_the_resolved_text_loads_back_to_the_same_object(tiny, tmp_path, overrides):
     cfg, tree = config.load_tree(Config, tiny, overrides)
     for text in (config.dump(cfg), config.annotated(cfg, tree)):
@@ -53,10 +67,18 @@ def test_the_resolved_text_loads_back_to_the_same_object(tiny, tmp_path, overrid
 
 def test_every_resolved_value_carries_its_origin(tiny):
     cfg, tree = config.load_tree(Config, tiny, ["train.steps=7", "optimizer.chain.1.b2=0.5"])
-    lines = dict(line.split("  # ") for line in config.annotated(cfg, tree).splitlines() if "  # " in line)
+    lines = dict(
+        line.split("  # ") for line in config.annotated(cfg, tree).splitlines() if "  # " in line
+    )
     origins = {line.strip(): origin for line, origin in lines.items()}
-    wanted = {"steps: 7": "override", "batch_size: 8": "tiny.yml:19", "window: 8": "tiny.yml:12", "accumulate: 1": "default", "b2: 0.5": "override",
-              "pattern: [local, full]": "tiny.yml:13"}
+    wanted = {
+        "steps: 7": "override",
+        "batch_size: 8": "tiny.yml:19",
+        "window: 8": "tiny.yml:12",
+        "accumulate: 1": "default",
+        "b2: 0.5": "override",
+        "pattern: [local, full]": "tiny.yml:13",
+    }
     assert {line: origins[line] for line in wanted} == wanted
 
 
@@ -64,16 +86,34 @@ def test_every_resolved_value_carries_its_origin(tiny):
 def test_a_run_whose_folder_no_system_takes_is_refused_by_key(tiny, key, most):
     config.load(Config, tiny, [f"{key}={'x' * most}"])
     for letters in (most + 1, 300_000):
-        with pytest.raises(config.ConfigError, match=rf"override: {key}: got 'x+\.\.\.x+' \(text\); allowed: text .*of at most {most} char"):
+        with pytest.raises(
+            config.ConfigError,
+            match=rf"override: {key}: got 'x+\.\.\.x+' \(text\); allowed: text .*of at most "
+            rf"{most} char",
+        ):
             config.load(Config, tiny, [f"{key}={'x' * letters}"])
 
 
 def test_difference_names_the_keys_that_differ(tiny):
     a = config.load(Config, tiny)
     assert config.difference(a, a) == []
-    b = config.load(Config, tiny, ["train.steps=7", "model.blocks.more={like: full}", "data.sources.0.documents=9", "model.pattern=[full]"])
+    b = config.load(
+        Config,
+        tiny,
+        [
+            "train.steps=7",
+            "model.blocks.more={like: full}",
+            "data.sources.0.documents=9",
+            "model.pattern=[full]",
+        ],
+    )
     changes = {key: (old, new) for key, old, new in config.difference(a, b)}
-    assert changes.keys() == {"train.steps", "model.blocks.more", "data.sources.0.documents", "model.pattern"}
+    assert changes.keys() == {
+        "train.steps",
+        "model.blocks.more",
+        "data.sources.0.documents",
+        "model.pattern",
+    }
     assert changes["train.steps"] == (100, 7) and changes["model.blocks.more"][0] == config.ABSENT
     assert changes["model.pattern"] == (["local", "full"], ["full"])
 
@@ -81,7 +121,10 @@ def test_difference_names_the_keys_that_differ(tiny):
 def test_difference_reads_plain_mappings(tiny):
     cfg = config.load(Config, tiny)
     assert config.difference(cfg, config.plain_data(cfg)) == []
-    assert config.difference({"a": [1, 2], "b": 1}, {"a": [1, 3], "b": True}) == [("a.1", 2, 3), ("b", 1, True)]
+    assert config.difference({"a": [1, 2], "b": 1}, {"a": [1, 3], "b": True}) == [
+        ("a.1", 2, 3),
+        ("b", 1, True),
+    ]
 
 
 PROBE = """
@@ -91,12 +134,18 @@ code = cli.main(sys.argv[1:])
 heavy = {"jax", "jaxlib", "optax", "flax", "orbax", "grain", "tensorstore", "torch", "tensorflow", "sentencepiece", "tokenizers"} & set(sys.modules)
 assert not heavy, heavy
 sys.exit(code)
-"""
+"""  # noqa: E501
 
 
-@pytest.mark.parametrize(("overrides", "code"), [([], 0), (["modle.layers=2"], 1), (["train.steps=x"], 1)])
+@pytest.mark.parametrize(
+    ("overrides", "code"), [([], 0), (["modle.layers=2"], 1), (["train.steps=x"], 1)]
+)
 def test_a_file_is_checked_without_importing_jax(tiny, overrides, code):
-    done = subprocess.run([sys.executable, "-c", PROBE, "config", "show", tiny, *overrides], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, "config", "show", tiny, *overrides],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
 
@@ -104,7 +153,16 @@ def test_a_file_is_checked_without_importing_jax(tiny, overrides, code):
 def test_an_error_costs_less_than_a_second(tiny):
     def seconds() -> float:
         start = sum(os.times()[2:4])
-        done = subprocess.run([sys.executable, "-m", "maxstack.cli", "config", "show", tiny, "train.steps=x"], capture_output=True, text=True)
-        assert done.returncode == 1 and done.stderr == "error: override: train.steps: got 'x' (text); allowed: a whole number >= 1\n"
+        done = subprocess.run(
+            [sys.executable, "-m", "maxstack.cli", "config", "show", tiny, "train.steps=x"],
+            capture_output=True,
+            text=True,
+        )
+        assert (
+            done.returncode == 1
+            and done.stderr
+            == "error: override: train.steps: got 'x' (text); allowed: a whole number >= 1\n"
+        )
         return sum(os.times()[2:4]) - start
+
     assert min(seconds() for _ in range(3)) < 1.0

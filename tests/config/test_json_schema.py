@@ -21,19 +21,36 @@ def problems(validator, text: str) -> list[str]:
     return [error.message for error in validator.iter_errors(plain(read_yaml(text, "file.yml")))]
 
 
-@pytest.mark.parametrize("text", [
-    TINY, "extends: quickstart", "extends: [a, ./b.yml]\ntrain: {steps: 3}", "model: some-name\nmesh: some-mesh\noptimizer: adamw",
-    "model: {preset: some-name, layers: 3}", "data: {tokenizer: {bos: false}}", "train: {profile: null}",
+@pytest.mark.parametrize(
+    "text",
+    [
+        TINY,
+        "extends: quickstart",
+        "extends: [a, ./b.yml]\ntrain: {steps: 3}",
+        "model: some-name\nmesh: some-mesh\noptimizer: adamw",
+        "model: {preset: some-name, layers: 3}",
+        "data: {tokenizer: {bos: false}}",
+        "train: {profile: null}",
         "mesh: {rules: {vocab: [tensor, fsdp], seq: null}}",
-])
+    ],
+)
 def test_what_composition_allows_is_valid(validator, text):
     assert problems(validator, text) == []
 
 
-@pytest.mark.parametrize(("text", "says"), [
-    ("trian: {steps: 3}", "trian"), ("train: {stesp: 3}", "stesp"), ("train: {steps: many}", "many"), ("train: {steps: 0}", "0"),
-    ("data: {packing: dense}", "dense"), ("model: {layers: two}", "two"), ("data: {sources: [{kind: txt}]}", "txt"), ("extends: 3", "3"),
-])
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("trian: {steps: 3}", "trian"),
+        ("train: {stesp: 3}", "stesp"),
+        ("train: {steps: many}", "many"),
+        ("train: {steps: 0}", "0"),
+        ("data: {packing: dense}", "dense"),
+        ("model: {layers: two}", "two"),
+        ("data: {sources: [{kind: txt}]}", "txt"),
+        ("extends: 3", "3"),
+    ],
+)
 def test_what_no_file_may_say_is_invalid(validator, text, says):
     assert any(says in problem for problem in problems(validator, text))
 

@@ -11,55 +11,124 @@ ODD = "\x1b[31mred\x1b[0m\u202eback"
 
 @pytest.fixture
 def told(tmp_path, monkeypatch, capsys):
-    """What `config show run.yml` says on stderr, the file holding some lines after a working preset."""
+    """What `config show run.yml` says on stderr, the file holding some lines after a working
+    preset."""
     monkeypatch.chdir(tmp_path)
 
     def show(text: str, *overrides: str) -> str:
         (tmp_path / "run.yml").write_text(text)
         assert cli.main(["config", "show", "run.yml", *overrides]) == 1
         return capsys.readouterr().err
+
     return show
 
 
-@pytest.mark.parametrize("lines", [
-    f"train: {{steps: {LONG}}}", f"train: {{steps: 0{'1' * 100_000}}}", f"train: {{steps: {'1' * 100_000}}}", f"train: {{{LONG}: 1}}",
-    f"train: {{steps: !{LONG} 1}}", f"train: {{steps: *{LONG}}}", f"optimizer: {{learning_rate: {LONG}}}",
-    f"optimizer: {{chain: [{{kind: {LONG}}}]}}", f"optimizer: {{chain: [{{kind: adamw, {LONG}: 1}}]}}",
-    f"optimizer: {{schedule: {{kind: {LONG}}}}}", f"optimizer: {{chain: [{', '.join([LONG[:1000]] * 100)}]}}",
-    f"optimizer: {{decay: [{{path: a, {LONG}: 1}}]}}", f"mesh: {LONG}", f"model: {{preset: {LONG}}}", f"model: {{from: {LONG}}}",
-    f"model: {{blocks: {{a: {{like: {LONG}}}}}}}", f"model: {{pattern: [{LONG}]}}", f"quantization: {{rules: [{{module_path: '({LONG}'}}]}}",
-    f"lora: {{targets: ['({LONG}']}}", f"mesh: {{rules: {{{LONG}: fsdp}}}}", f"mesh: {{rules: {{mlp: {LONG}}}}}", f"run: {{name: '{LONG}/'}}",
-    f"xla: {{flags: {{'-{LONG}': 1}}}}",
-    *(f"{key}: {{{name}: \"{json.dumps(ODD)[1:-1]}\"}}" for key, name in (("run", "name"), ("train", "steps"), ("mesh", "preset"))),
-    f"train: {{\"{json.dumps(ODD)[1:-1]}\": 1}}"])
-def test_an_error_about_a_long_or_unprintable_value_stays_one_short_printable_paragraph(told, lines):
+@pytest.mark.parametrize(
+    "lines",
+    [
+        f"train: {{steps: {LONG}}}",
+        f"train: {{steps: 0{'1' * 100_000}}}",
+        f"train: {{steps: {'1' * 100_000}}}",
+        f"train: {{{LONG}: 1}}",
+        f"train: {{steps: !{LONG} 1}}",
+        f"train: {{steps: *{LONG}}}",
+        f"optimizer: {{learning_rate: {LONG}}}",
+        f"optimizer: {{chain: [{{kind: {LONG}}}]}}",
+        f"optimizer: {{chain: [{{kind: adamw, {LONG}: 1}}]}}",
+        f"optimizer: {{schedule: {{kind: {LONG}}}}}",
+        f"optimizer: {{chain: [{', '.join([LONG[:1000]] * 100)}]}}",
+        f"optimizer: {{decay: [{{path: a, {LONG}: 1}}]}}",
+        f"mesh: {LONG}",
+        f"model: {{preset: {LONG}}}",
+        f"model: {{from: {LONG}}}",
+        f"model: {{blocks: {{a: {{like: {LONG}}}}}}}",
+        f"model: {{pattern: [{LONG}]}}",
+        f"quantization: {{rules: [{{module_path: '({LONG}'}}]}}",
+        f"lora: {{targets: ['({LONG}']}}",
+        f"mesh: {{rules: {{{LONG}: fsdp}}}}",
+        f"mesh: {{rules: {{mlp: {LONG}}}}}",
+        f"run: {{name: '{LONG}/'}}",
+        f"xla: {{flags: {{'-{LONG}': 1}}}}",
+        *(
+            f'{key}: {{{name}: "{json.dumps(ODD)[1:-1]}"}}'
+            for key, name in (("run", "name"), ("train", "steps"), ("mesh", "preset"))
+        ),
+        f'train: {{"{json.dumps(ODD)[1:-1]}": 1}}',
+    ],
+)
+def test_an_error_about_a_long_or_unprintable_value_stays_one_short_printable_paragraph(
+    told, lines
+):
     said = told(f"extends: synthetic\n{lines}")
     assert len(said) < 1500 and said.replace("\n", "").isprintable() and said.count("\n") == 1
     assert "run.yml:2" in said
 
 
-@pytest.mark.parametrize("override", [f"train.steps={LONG}", f"train.{LONG}=1", LONG, f"train.steps=[{LONG}", f"train.steps.{LONG}=1",
-                                      f"mesh={LONG}", f"data.sources.{LONG}=1", f"extends={LONG}", f"train.{ODD}=1", f"mesh={ODD}"])
-def test_an_error_about_a_long_or_unprintable_override_stays_one_short_printable_paragraph(told, override):
+@pytest.mark.parametrize(
+    "override",
+    [
+        f"train.steps={LONG}",
+        f"train.{LONG}=1",
+        LONG,
+        f"train.steps=[{LONG}",
+        f"train.steps.{LONG}=1",
+        f"mesh={LONG}",
+        f"data.sources.{LONG}=1",
+        f"extends={LONG}",
+        f"train.{ODD}=1",
+        f"mesh={ODD}",
+    ],
+)
+def test_an_error_about_a_long_or_unprintable_override_stays_one_short_printable_paragraph(
+    told, override
+):
     said = told("extends: synthetic", override)
     assert len(said) < 1500 and said.replace("\n", "").isprintable() and said.count("\n") == 1
 
 
-@pytest.mark.parametrize("content", ["root:x:0:0:secret:/root:/bin/bash\ndaemon:x:1:1:secret:/usr/sbin:/usr/sbin/nologin\n", "- secret\n", "secret"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "root:x:0:0:secret:/root:/bin/bash\ndaemon:x:1:1:secret:/usr/sbin:/usr/sbin/nologin\n",
+        "- secret\n",
+        "secret",
+    ],
+)
 def test_what_is_extended_and_is_no_mapping_is_named_without_its_content(told, tmp_path, content):
     (tmp_path / "passwd.yml").write_text(content)
     said = told("extends: ./passwd.yml")
-    assert "passwd.yml:1: holds " in said and "a configuration is a mapping" in said and "secret" not in said
+    assert (
+        "passwd.yml:1: holds " in said
+        and "a configuration is a mapping" in said
+        and "secret" not in said
+    )
 
 
-@pytest.mark.parametrize("content", ["root:$y$j9T$secret:19000:0:99999:7:::\ndaemon:*:19000:0:99999:7:::\n", "secret: 1\n",
-                                     "a secret: 1\ntrain: {}\n", "sec/ret: 1\nsec/ret: 2\n"])
-@pytest.mark.parametrize("text", ["extends: ./foreign.txt.yml", "extends: ./between.yml", "extends: synthetic\nmodel: ./foreign.txt.yml",
-                                  "extends: synthetic\nmesh: {preset: ./foreign.txt.yml}"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "root:$y$j9T$secret:19000:0:99999:7:::\ndaemon:*:19000:0:99999:7:::\n",
+        "secret: 1\n",
+        "a secret: 1\ntrain: {}\n",
+        "sec/ret: 1\nsec/ret: 2\n",
+    ],
+)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "extends: ./foreign.txt.yml",
+        "extends: ./between.yml",
+        "extends: synthetic\nmodel: ./foreign.txt.yml",
+        "extends: synthetic\nmesh: {preset: ./foreign.txt.yml}",
+    ],
+)
 def test_a_foreign_file_is_refused_without_its_keys(told, tmp_path, content, text):
     (tmp_path / "foreign.txt.yml").write_text(content)
     (tmp_path / "between.yml").write_text("extends: ./foreign.txt.yml")
-    assert told(text) == "error: foreign.txt.yml: is no configuration of maxstack: its line 1 is not `section: ...`\n"
+    assert (
+        told(text) == "error: foreign.txt.yml: is no configuration of maxstack: its line 1 is not "
+        "`section: ...`\n"
+    )
 
 
 def test_any_line_of_any_error_is_cut_and_printable(capsys):
@@ -67,13 +136,18 @@ def test_any_line_of_any_error_is_cut_and_printable(capsys):
         error = ValueError(f"{LONG}\n{ODD}")
         error.exit_code = 2
         raise error
+
     assert cli.run(fails, []) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 2 and len(said) < 4000 and said.replace("\n", "").isprintable()
 
 
 def test_short_text_is_quoted_as_it_is():
-    assert quoted("a b") == "'a b'" and shortened("runs/ä b") == "runs/ä b" and quoted({"a": [1, None]}) == "{'a': [1, None]}"
+    assert (
+        quoted("a b") == "'a b'"
+        and shortened("runs/ä b") == "runs/ä b"
+        and quoted({"a": [1, None]}) == "{'a': [1, None]}"
+    )
 
 
 def test_both_ends_of_long_text_are_kept():

@@ -1,4 +1,5 @@
-"""vocab.json and merges.txt without a tokenizer.json; scripts/oracle.py holds them to transformers."""
+"""vocab.json and merges.txt without a tokenizer.json; scripts/oracle.py holds them to
+transformers."""
 
 import json
 

@@ -13,7 +13,13 @@ import tiers
 
 from maxstack.data import DataError, make_feed
 from maxstack.data import feed as feed_module
-from maxstack.data.config import BytesTokenizer, DataConfig, JsonlSource, SyntheticSource, TextSource
+from maxstack.data.config import (
+    BytesTokenizer,
+    DataConfig,
+    JsonlSource,
+    SyntheticSource,
+    TextSource,
+)
 from maxstack.data.sources import Synthetic
 
 BATCH = 8
@@ -28,13 +34,18 @@ def corpus(tmp_path_factory):
         (folder / "texts").mkdir()
         for i in range(40):
             (folder / "texts" / f"{i}.txt").write_text(f"file {i} " * (1 + i * i % 37))
-        (folder / "lines.jsonl").write_text("".join(json.dumps({"text": f"line {i} " * (1 + i % 5)}) + "\n" for i in range(100)))
+        (folder / "lines.jsonl").write_text(
+            "".join(json.dumps({"text": f"line {i} " * (1 + i % 5)}) + "\n" for i in range(100))
+        )
         yield folder
 
 
 def config(**fields):
-    sources = [TextSource(kind="text", files=["texts/*.txt"], weight=2.0, holdout=0.2), JsonlSource(kind="jsonl", files=["lines.jsonl"]),
-               SyntheticSource(kind="synthetic", length=50, ragged=True, weight=0.5)]
+    sources = [
+        TextSource(kind="text", files=["texts/*.txt"], weight=2.0, holdout=0.2),
+        JsonlSource(kind="jsonl", files=["lines.jsonl"]),
+        SyntheticSource(kind="synthetic", length=50, ragged=True, weight=0.5),
+    ]
     return DataConfig(**{"sources": sources, "seq_len": 32} | fields)
 
 
@@ -43,8 +54,11 @@ def batches(feed, count):
 
 
 def the_same(left, right, rows=slice(None)):
-    return len(left) == len(right) and all((a[key][rows] == b[key]).all() and a[key].dtype == b[key].dtype
-                                           for a, b in zip(left, right, strict=True) for key in a | b)
+    return len(left) == len(right) and all(
+        (a[key][rows] == b[key]).all() and a[key].dtype == b[key].dtype
+        for a, b in zip(left, right, strict=True)
+        for key in a | b
+    )
 
 
 @pytest.fixture
@@ -55,6 +69,7 @@ def feeds():
     def make(*args, **kwargs):
         made.append(make_feed(*args, **kwargs))
         return made[-1]
+
     yield make
     for feed in made:
         feed.close()
@@ -63,8 +78,12 @@ def feeds():
 def test_a_batch_has_the_keys_shapes_and_types_of_the_contract(feeds):
     batch = next(feeds(config(), range(BATCH), BATCH))
     assert {key: (array.shape, array.dtype.name) for key, array in batch.items()} == {
-        "tokens": ((8, 32), "int32"), "targets": ((8, 32), "int32"), "positions": ((8, 32), "int32"), "segments": ((8, 32), "int32"),
-        "mask": ((8, 32), "float32")}
+        "tokens": ((8, 32), "int32"),
+        "targets": ((8, 32), "int32"),
+        "positions": ((8, 32), "int32"),
+        "segments": ((8, 32), "int32"),
+        "mask": ((8, 32), "float32"),
+    }
 
 
 @pytest.mark.parametrize("packing", ["concat", "fit", "none"])
@@ -74,14 +93,21 @@ def test_the_global_batches_do_not_depend_on_the_number_of_processes(processes, 
     share = BATCH // processes
     for process in range(processes):
         lanes = range(process * share, (process + 1) * share)
-        assert the_same(expected, batches(feeds(config(packing=packing), lanes, BATCH), 25), slice(lanes.start, lanes.stop))
+        assert the_same(
+            expected,
+            batches(feeds(config(packing=packing), lanes, BATCH), 25),
+            slice(lanes.start, lanes.stop),
+        )
 
 
 @pytest.mark.parametrize("processes", tiers.of([1, 2, 4], 2))
 def test_the_global_batches_do_not_depend_on_two_workers_in_each_process(processes, feeds):
     expected = batches(feeds(config(), range(BATCH), BATCH), 25)
     share = BATCH // processes
-    made = [feeds(config(workers=2), range(process * share, (process + 1) * share), BATCH) for process in range(processes)]
+    made = [
+        feeds(config(workers=2), range(process * share, (process + 1) * share), BATCH)
+        for process in range(processes)
+    ]
     for feed in made:
         feed.start()
     for process, feed in enumerate(made):
@@ -90,10 +116,14 @@ def test_the_global_batches_do_not_depend_on_two_workers_in_each_process(process
 
 def test_workers_beyond_the_lanes_of_an_odd_split_change_nothing(feeds):
     expected = batches(feeds(config(), range(BATCH), BATCH), 5)
-    assert the_same(expected, batches(feeds(config(workers=2, prefetch=1), [1, 4, 7], BATCH), 5), [1, 4, 7])
+    assert the_same(
+        expected, batches(feeds(config(workers=2, prefetch=1), [1, 4, 7], BATCH), 5), [1, 4, 7]
+    )
 
 
-@pytest.mark.parametrize(("packing", "workers"), [("concat", 0), ("fit", 0), ("none", 0), ("concat", 1)])
+@pytest.mark.parametrize(
+    ("packing", "workers"), [("concat", 0), ("fit", 0), ("none", 0), ("concat", 1)]
+)
 def test_a_saved_position_continues_the_same_on_another_split_of_the_lanes(packing, workers, feeds):
     cfg = config(packing=packing, workers=workers)
     whole = feeds(config(packing=packing, prefetch=7), range(BATCH), BATCH)
@@ -102,13 +132,16 @@ def test_a_saved_position_continues_the_same_on_another_split_of_the_lanes(packi
     expected = batches(whole, 6)
     for lanes in (range(2), range(2, 8)):
         part = feeds(cfg, lanes, BATCH)
-        part.restore(state[lanes.start:lanes.stop])
+        part.restore(state[lanes.start : lanes.stop])
         assert the_same(expected, batches(part, 6), slice(lanes.start, lanes.stop))
-        assert (part.state() == whole.state()[lanes.start:lanes.stop]).all()
+        assert (part.state() == whole.state()[lanes.start : lanes.stop]).all()
 
 
 def test_batches_made_ahead_do_not_count_in_the_position(feeds):
-    eager, lazy = feeds(config(prefetch=9), range(BATCH), BATCH), feeds(config(prefetch=1), range(BATCH), BATCH)
+    eager, lazy = (
+        feeds(config(prefetch=9), range(BATCH), BATCH),
+        feeds(config(prefetch=1), range(BATCH), BATCH),
+    )
     batches(eager, 3), batches(lazy, 3)
     time.sleep(0.2)
     assert (eager.state() == lazy.state()).all() and eager.state().dtype == np.int64
@@ -146,9 +179,13 @@ def test_marks_of_other_systems_are_told_where_they_are_kept(feeds):
         source = TextSource(kind="text", files=["marked/*.txt"], normalize=normalize)
         line = feeds(config(sources=[source]), range(BATCH), BATCH).describe()[0]
         assert [part.partition(" is kept, as in ")[::2] for part in line.split("; ")[1:]] == [
-            (mark, f"marked/b.txt ({how})") for mark, how in (
+            (mark, f"marked/b.txt ({how})")
+            for mark, how in (
                 ("a byte order mark", "normalize: [bom] drops it"),
-                ("CRLF", "normalize: [newlines] makes it LF")) if mark in said]
+                ("CRLF", "normalize: [newlines] makes it LF"),
+            )
+            if mark in said
+        ]
 
 
 def test_evaluation_reads_each_held_out_document_once_and_then_pads_for_ever(feeds):
@@ -166,7 +203,11 @@ def test_evaluation_reads_each_held_out_document_once_and_then_pads_for_ever(fee
 
 
 def test_the_bytes_of_an_evaluation_are_those_of_the_documents(feeds):
-    cfg = DataConfig(sources=[TextSource(kind="text", files=["texts/*.txt"])], seq_len=32, tokenizer=BytesTokenizer(kind="bytes", eos=True))
+    cfg = DataConfig(
+        sources=[TextSource(kind="text", files=["texts/*.txt"])],
+        seq_len=32,
+        tokenizer=BytesTokenizer(kind="bytes", eos=True),
+    )
     total = sum(path.stat().st_size for path in Path("texts").iterdir())
     for lanes in (1, 3):
         feed, counted = feeds(cfg, range(lanes), lanes, evaluation=True, whole=True), 0.0
@@ -177,13 +218,24 @@ def test_the_bytes_of_an_evaluation_are_those_of_the_documents(feeds):
 
 def test_evaluation_without_held_out_documents_is_an_error():
     with pytest.raises(DataError, match="holdout"):
-        make_feed(DataConfig(sources=[JsonlSource(kind="jsonl", files=["lines.jsonl"])]), range(2), 2, evaluation=True)
+        make_feed(
+            DataConfig(sources=[JsonlSource(kind="jsonl", files=["lines.jsonl"])]),
+            range(2),
+            2,
+            evaluation=True,
+        )
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_bad_record_surfaces_from_the_background_with_its_name(workers, feeds, corpus):
     (corpus / "bad.jsonl").write_text('{"text": "fine, fine, fine"}\n{"text": 3}\n')
-    feed = feeds(DataConfig(sources=[JsonlSource(kind="jsonl", files=["bad.jsonl"])], seq_len=16, workers=workers), range(2), 2)
+    feed = feeds(
+        DataConfig(
+            sources=[JsonlSource(kind="jsonl", files=["bad.jsonl"])], seq_len=16, workers=workers
+        ),
+        range(2),
+        2,
+    )
     with pytest.raises(DataError, match="bad.jsonl: line 2"):
         batches(feed, 50)
 
@@ -223,16 +275,21 @@ def main():
 
 if __name__ == "__main__":
     main()
-"""
+"""  # noqa: E501
 
 
 def children(parent):
-    return [int(child) for task in Path(f"/proc/{parent}/task").iterdir() for child in (task / "children").read_text().split()]
+    return [
+        int(child)
+        for task in Path(f"/proc/{parent}/task").iterdir()
+        for child in (task / "children").read_text().split()
+    ]
 
 
 @pytest.fixture(scope="module")
 def program(corpus):
-    """A main module of its own, run with arguments that grain's flags do not know; it waits after its first batch."""
+    """A main module of its own, run with arguments that grain's flags do not know; it waits after
+    its first batch."""
     package = corpus / "userpackage"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -299,14 +356,21 @@ def main():
 
 if __name__ == "__main__":
     main()
-"""
+"""  # noqa: E501
 
 
 def hanging(folder, *arguments):
-    """What a program says whose source hangs over a batch that nobody needs: (exit code, workers, further lines, stderr)."""
+    """What a program says whose source hangs over a batch that nobody needs: (exit code, workers,
+    further lines, stderr)."""
     (folder / "hanging.py").write_text(HANGING)
-    with subprocess.Popen([sys.executable, "hanging.py", *arguments], cwd=folder, env=os.environ | {"PYTHONPATH": f"{Path(__file__).parents[2]}"},
-                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as main:
+    with subprocess.Popen(
+        [sys.executable, "hanging.py", *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": f"{Path(__file__).parents[2]}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as main:
         try:
             said, told = main.communicate(timeout=40)
         finally:
@@ -316,8 +380,13 @@ def hanging(folder, *arguments):
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in /proc")
-@pytest.mark.parametrize(("ending", "code"), [("closed", 0), ("stopped", 0), ("evaluation", 0), ("error", 1), ("leaves", 42)])
-def test_workers_that_hang_or_are_stopped_hold_up_no_end_and_leave_no_memory_and_no_warning(ending, code, tmp_path):
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [("closed", 0), ("stopped", 0), ("evaluation", 0), ("error", 1), ("leaves", 42)],
+)
+def test_workers_that_hang_or_are_stopped_hold_up_no_end_and_leave_no_memory_and_no_warning(
+    ending, code, tmp_path
+):
     before = {*Path("/dev/shm").iterdir()}
 
     def left():
@@ -327,14 +396,23 @@ def test_workers_that_hang_or_are_stopped_hold_up_no_end_and_leave_no_memory_and
     deadline = time.time() + 10
     while time.time() < deadline and left():  # by others who use the memory just now, too
         time.sleep(0.02)
-    assert found == code and len(workers) == 2 and not left() and lines == ([] if code else ["True 0"])
-    assert told.endswith("SystemError: in the loop\n") and "resource_tracker" not in told if ending == "error" else told == ""
+    assert (
+        found == code and len(workers) == 2 and not left() and lines == ([] if code else ["True 0"])
+    )
+    assert (
+        told.endswith("SystemError: in the loop\n") and "resource_tracker" not in told
+        if ending == "error"
+        else told == ""
+    )
 
 
 def test_a_thread_whose_source_hangs_holds_up_no_end_and_the_source_is_named(tmp_path):
     code, _, lines, told = hanging(tmp_path, "closed", "0")
     assert code == 0 and lines == ["False 0"]
-    assert told.startswith("data.sources: synthetic-0 does not answer: a batch was not made in 5 s, and is not waited for\n")
+    assert told.startswith(
+        "data.sources: synthetic-0 does not answer: a batch was not made in 5 s, and is "
+        "not waited for\n"
+    )
 
 
 def test_a_feed_that_goes_on_waits_for_the_thread_that_it_left_behind(feeds, monkeypatch, capsys):
@@ -361,7 +439,9 @@ def test_a_feed_that_goes_on_waits_for_the_thread_that_it_left_behind(feeds, mon
     assert "synthetic-0 does not answer" in capsys.readouterr().err
     threading.Timer(0.3, hung.set).start()
     begin = time.monotonic()
-    assert the_same(expected, batches(feed, 3)) and time.monotonic() - begin > 0.25, "two threads would have read the same source"
+    assert the_same(expected, batches(feed, 3)) and time.monotonic() - begin > 0.25, (
+        "two threads would have read the same source"
+    )
 
 
 def alive(process):
@@ -373,8 +453,12 @@ def alive(process):
 
 def test_a_long_held_out_document_spreads_over_all_lanes_of_every_split(feeds, tmp_path):
     (tmp_path / "long.txt").write_text("abcdefgh" * 64)
-    cfg = DataConfig(sources=[TextSource(kind="text", files=[str(tmp_path / "long.txt")])], seq_len=32)
-    whole, half = (feeds(cfg, lanes, 4, evaluation=True, whole=True) for lanes in (range(4), [1, 3]))
+    cfg = DataConfig(
+        sources=[TextSource(kind="text", files=[str(tmp_path / "long.txt")])], seq_len=32
+    )
+    whole, half = (
+        feeds(cfg, lanes, 4, evaluation=True, whole=True) for lanes in (range(4), [1, 3])
+    )
     for _ in range(5):
         ours, theirs = next(whole), next(half)
         for key in ours:

@@ -46,7 +46,9 @@ def rows(sources, lanes=1, evaluation=False, weights=None, **fields):
     """Rows of all lanes for sources given as lists of documents."""
     sources = [Lists(source) if isinstance(source, list) else source for source in sources]
     weights = weights or [1.0] * len(sources)
-    cfg = DataConfig(sources=[SyntheticSource(kind="synthetic", weight=weight) for weight in weights], **fields)
+    cfg = DataConfig(
+        sources=[SyntheticSource(kind="synthetic", weight=weight) for weight in weights], **fields
+    )
     mixture = Mixture(cfg, sources, lanes, evaluation)
     return Rows(mixture, list(range(lanes)), np.zeros((lanes, mixture.counters + 1), np.int64))
 
@@ -61,24 +63,39 @@ def one_pass(documents, lanes, **fields):
 
 def pairs(batches):
     """Input and target of everything that counts."""
-    return Counter((int(token), int(target)) for batch in batches
-                   for token, target in zip(batch["tokens"][batch["mask"] == 1], batch["targets"][batch["mask"] == 1], strict=True))
+    return Counter(
+        (int(token), int(target))
+        for batch in batches
+        for token, target in zip(
+            batch["tokens"][batch["mask"] == 1], batch["targets"][batch["mask"] == 1], strict=True
+        )
+    )
 
 
-documents = st.lists(st.integers(0, 20), min_size=1, max_size=12).filter(lambda lengths: max(lengths) > 1)
+documents = st.lists(st.integers(0, 20), min_size=1, max_size=12).filter(
+    lambda lengths: max(lengths) > 1
+)
 
 
 @hypothesis.settings(max_examples=60, deadline=None)
-@hypothesis.given(documents, st.integers(1, 9), st.integers(1, 4), st.sampled_from(["concat", "fit"]))
+@hypothesis.given(
+    documents, st.integers(1, 9), st.integers(1, 4), st.sampled_from(["concat", "fit"])
+)
 def test_each_target_counts_exactly_once(lengths, seq_len, lanes, packing):
     made = numbered(lengths)
-    expected = Counter(pair for document in made for pair in zip(document[:-1], document[1:], strict=True))
+    expected = Counter(
+        pair for document in made for pair in zip(document[:-1], document[1:], strict=True)
+    )
     assert pairs(one_pass(made, lanes, seq_len=seq_len, packing=packing)) == expected
 
 
 @hypothesis.settings(max_examples=60, deadline=None)
-@hypothesis.given(documents, st.integers(1, 9), st.integers(1, 4), st.sampled_from(["concat", "fit", "none"]))
-def test_segments_number_documents_and_positions_restart_with_them(lengths, seq_len, lanes, packing):
+@hypothesis.given(
+    documents, st.integers(1, 9), st.integers(1, 4), st.sampled_from(["concat", "fit", "none"])
+)
+def test_segments_number_documents_and_positions_restart_with_them(
+    lengths, seq_len, lanes, packing
+):
     made = numbered(lengths)
     owner = {token: i for i, document in enumerate(made) for token in document}
     for batch in one_pass(made, lanes, seq_len=seq_len, packing=packing):
@@ -86,10 +103,16 @@ def test_segments_number_documents_and_positions_restart_with_them(lengths, seq_
             assert ((row["mask"] == 1) == (row["segments"] > 0)).all()
             for segment in range(1, row["segments"].max() + 1):
                 at = np.flatnonzero(row["segments"] == segment)
-                assert (np.diff(at) == 1).all() and row["positions"][at].tolist() == list(range(len(at)))
-                assert len({owner[token] for token in [*row["tokens"][at], *row["targets"][at]]}) == 1
+                assert (np.diff(at) == 1).all() and row["positions"][at].tolist() == list(
+                    range(len(at))
+                )
+                assert (
+                    len({owner[token] for token in [*row["tokens"][at], *row["targets"][at]]}) == 1
+                )
             padding = row["segments"] == 0
-            assert not any(row[key][padding].any() for key in ("tokens", "targets", "positions", "mask"))
+            assert not any(
+                row[key][padding].any() for key in ("tokens", "targets", "positions", "mask")
+            )
             assert not padding[:-1][row["segments"][1:] > 0].any()
 
 
@@ -104,13 +127,24 @@ def test_concat_fills_every_row_before_the_last():
 def test_fit_splits_only_documents_longer_than_a_row():
     batches = one_pass(numbered([5, 5, 3, 12, 3]), 1, seq_len=6, packing="fit")
     assert [batch["tokens"][0].tolist() for batch in batches] == [
-        [1, 2, 3, 4, 0, 0], [6, 7, 8, 9, 11, 12], [14, 15, 16, 17, 18, 19], [20, 21, 22, 23, 24, 0], [26, 27, 0, 0, 0, 0]]
+        [1, 2, 3, 4, 0, 0],
+        [6, 7, 8, 9, 11, 12],
+        [14, 15, 16, 17, 18, 19],
+        [20, 21, 22, 23, 24, 0],
+        [26, 27, 0, 0, 0, 0],
+    ]
 
 
 def test_none_cuts_each_document_at_the_end_of_its_row():
     batches = one_pass(numbered([9, 3]), 1, seq_len=5, packing="none")
-    assert [batch["tokens"][0].tolist() for batch in batches] == [[1, 2, 3, 4, 5], [10, 11, 0, 0, 0]]
-    assert [batch["targets"][0].tolist() for batch in batches] == [[2, 3, 4, 5, 6], [11, 12, 0, 0, 0]]
+    assert [batch["tokens"][0].tolist() for batch in batches] == [
+        [1, 2, 3, 4, 5],
+        [10, 11, 0, 0, 0],
+    ]
+    assert [batch["targets"][0].tolist() for batch in batches] == [
+        [2, 3, 4, 5, 6],
+        [11, 12, 0, 0, 0],
+    ]
 
 
 def test_documents_one_longer_than_a_row_fill_it_under_every_packing():
@@ -123,21 +157,38 @@ def test_an_epoch_draws_each_document_once_over_all_lanes_and_the_next_in_anothe
     made = rows([numbered([2] * 24)], 4, seq_len=1, packing="none")
     drawn = np.stack([made.next()["tokens"][:, 0] for _ in range(12)])
     first, second = drawn[:6].ravel(), drawn[6:].ravel()
-    assert len(set(first)) == len(set(second)) == 24 and (first != second).any() and sorted(first) != first.tolist()
+    assert (
+        len(set(first)) == len(set(second)) == 24
+        and (first != second).any()
+        and sorted(first) != first.tolist()
+    )
 
 
 def test_without_shuffle_lanes_take_turns_in_the_order_of_the_source():
     made = rows([numbered([2] * 6)], 4, seq_len=1, packing="none", shuffle=False)
-    assert [made.next()["tokens"][:, 0].tolist() for _ in range(3)] == [[1, 3, 5, 7], [9, 11, 1, 3], [5, 7, 9, 11]]
+    assert [made.next()["tokens"][:, 0].tolist() for _ in range(3)] == [
+        [1, 3, 5, 7],
+        [9, 11, 1, 3],
+        [5, 7, 9, 11],
+    ]
 
 
 def test_the_seed_changes_the_order():
-    orders = [rows([numbered([2] * 50)], 1, seq_len=40, seed=seed).next()["tokens"].tolist() for seed in (0, 0, 1)]
+    orders = [
+        rows([numbered([2] * 50)], 1, seq_len=40, seed=seed).next()["tokens"].tolist()
+        for seed in (0, 0, 1)
+    ]
     assert orders[0] == orders[1] != orders[2]
 
 
 def test_the_mixture_follows_the_weights_in_each_lane_all_along():
-    made = rows([numbered([2] * 30), numbered([2] * 7, 1000), numbered([2] * 9, 2000)], 3, weights=[5.0, 2.0, 1.0], seq_len=1, packing="none")
+    made = rows(
+        [numbered([2] * 30), numbered([2] * 7, 1000), numbered([2] * 9, 2000)],
+        3,
+        weights=[5.0, 2.0, 1.0],
+        seq_len=1,
+        packing="none",
+    )
     drawn = np.stack([made.next()["tokens"][:, 0] for _ in range(800)]) // 1000
     for lane in range(3):
         for source, share in enumerate((5 / 8, 2 / 8, 1 / 8)):
@@ -158,7 +209,7 @@ def test_a_lane_restored_from_any_row_goes_on_as_before(packing):
     for k in range(0, 39, 3):
         again = rows(sources, 2, seq_len=8, packing=packing)
         again = Rows(again._lanes[0]._mixture, [1, 0], batches[k]["state"][::-1])
-        for expected in batches[k + 1:k + 4]:
+        for expected in batches[k + 1 : k + 4]:
             got = again.next()
             assert all((got[key][::-1] == array).all() for key, array in expected.items())
 
@@ -169,7 +220,9 @@ def test_documents_without_a_target_are_passed_over():
 
 
 def test_nothing_to_predict_at_all_is_an_error():
-    with pytest.raises(DataError, match="nothing to predict: every document.*shorter than 2 tokens, from lists"):
+    with pytest.raises(
+        DataError, match="nothing to predict: every document.*shorter than 2 tokens, from lists"
+    ):
         rows([[[7], []]], 2, seq_len=3).next()
 
 

@@ -15,7 +15,15 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from maxstack.config import ConfigError
 from maxstack.data import DataError, make_feed
 from maxstack.data.baselines import baselines
-from maxstack.data.config import ArrayRecordSource, BytesTokenizer, DataConfig, JsonlSource, SentencePieceTokenizer, SyntheticSource, TextSource
+from maxstack.data.config import (
+    ArrayRecordSource,
+    BytesTokenizer,
+    DataConfig,
+    JsonlSource,
+    SentencePieceTokenizer,
+    SyntheticSource,
+    TextSource,
+)
 from maxstack.data.prepare import prepare
 from maxstack.data.sources import open_source
 from maxstack.data.tokenizers import open_tokenizer
@@ -27,12 +35,17 @@ def folder(tmp_path, monkeypatch):
     Path("texts").mkdir()
     for i in range(30):
         Path("texts", f"{i}.txt").write_text(f"text number {i} " * (i + 1))
-    Path("lines.jsonl").write_text("".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(20)))
+    Path("lines.jsonl").write_text(
+        "".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(20))
+    )
     return tmp_path
 
 
 def config(**fields):
-    sources = [TextSource(kind="text", name="my texts", files=["texts/*.txt"], holdout=0.3), JsonlSource(kind="jsonl", files=["lines.jsonl"])]
+    sources = [
+        TextSource(kind="text", name="my texts", files=["texts/*.txt"], holdout=0.3),
+        JsonlSource(kind="jsonl", files=["lines.jsonl"]),
+    ]
     return DataConfig(**{"sources": sources} | fields)
 
 
@@ -48,22 +61,40 @@ def test_shards_hold_the_documents_of_each_source_and_split_in_order():
     cfg = config()
     prepare(cfg, "out", workers=2, shard_size=7)
     tokenizer = open_tokenizer(cfg.tokenizer)
-    for files, place, split in (("my_texts-train", 0, "train"), ("my_texts-eval", 0, "eval"), ("jsonl-1-train", 1, "train")):
-        expected = [tokenizer.encode(text) for text in all_of(open_source(cfg.sources[place], split=split))]
+    for files, place, split in (
+        ("my_texts-train", 0, "train"),
+        ("my_texts-eval", 0, "eval"),
+        ("jsonl-1-train", 1, "train"),
+    ):
+        expected = [
+            tokenizer.encode(text) for text in all_of(open_source(cfg.sources[place], split=split))
+        ]
         got = [document.ids for document in all_of(open_source(tokens(f"out/{files}-*")))]
-        assert len(got) == len(expected) > 0 and all(np.array_equal(a, b) for a, b in zip(got, expected, strict=True))
+        assert len(got) == len(expected) > 0 and all(
+            np.array_equal(a, b) for a, b in zip(got, expected, strict=True)
+        )
     assert len(list(Path("out").glob("jsonl-1-train-*-of-00003.array_record"))) == 3
 
 
 def test_the_manifest_counts_and_checksums_every_shard():
     prepare(config(), "out")
     manifest = json.loads(Path("out/manifest.json").read_text())
-    assert set(manifest["shards"]) == {path.name for path in Path("out").glob("*.array_record")} == set(os.listdir("out")) - {"manifest.json"}
+    assert (
+        set(manifest["shards"])
+        == {path.name for path in Path("out").glob("*.array_record")}
+        == set(os.listdir("out")) - {"manifest.json"}
+    )
     for name, shard in manifest["shards"].items():
         documents = all_of(open_source(tokens(f"out/{name}")))
-        assert shard["documents"] == len(documents) and shard["tokens"] == sum(len(document.ids) for document in documents)
-        assert shard["sha256"] == hashlib.sha256(Path("out", name).read_bytes()).hexdigest() and shard["size"] == os.path.getsize(f"out/{name}")
-    size = sum(path.stat().st_size for path in Path("texts").iterdir()) + sum(len(f"line {i}") for i in range(20))
+        assert shard["documents"] == len(documents) and shard["tokens"] == sum(
+            len(document.ids) for document in documents
+        )
+        assert shard["sha256"] == hashlib.sha256(
+            Path("out", name).read_bytes()
+        ).hexdigest() and shard["size"] == os.path.getsize(f"out/{name}")
+    size = sum(path.stat().st_size for path in Path("texts").iterdir()) + sum(
+        len(f"line {i}") for i in range(20)
+    )
     assert manifest["totals"] == {"documents": 50, "tokens": size + 50, "bytes": size}
     assert manifest["tokenizer"]["fingerprint"] == open_tokenizer(config().tokenizer).fingerprint
 
@@ -71,7 +102,10 @@ def test_the_manifest_counts_and_checksums_every_shard():
 def test_the_shards_feed_the_same_batches_as_the_text():
     text = DataConfig(sources=[TextSource(kind="text", files=["texts/*.txt"])], seq_len=16)
     prepare(text, "out", shard_size=4)
-    feeds = [make_feed(cfg, range(2), 2) for cfg in (text, DataConfig(sources=[tokens("out/*.array_record")], seq_len=16))]
+    feeds = [
+        make_feed(cfg, range(2), 2)
+        for cfg in (text, DataConfig(sources=[tokens("out/*.array_record")], seq_len=16))
+    ]
     for _ in range(20):
         left, right = (next(feed) for feed in feeds)
         assert all(np.array_equal(left[key], right[key]) for key in left)
@@ -88,13 +122,20 @@ def passed(cfg, lanes=2):
     return made
 
 
-def test_an_evaluation_counts_the_bytes_of_the_documents_from_text_and_from_shards_of_a_lossy_tokenizer():
+def test_an_evaluation_counts_bytes_of_documents_from_text_and_from_lossy_shards():
     for path in Path("texts").iterdir():
         path.write_text(f"  \u4e2d\u6587 {path.read_text()}   ")
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["text number 1 2 3"] * 20), model_prefix="sp", vocab_size=30, hard_vocab_limit=False, minloglevel=2)
+        sentence_iterator=iter(["text number 1 2 3"] * 20),
+        model_prefix="sp",
+        vocab_size=30,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
     tokenizer = SentencePieceTokenizer(kind="sentencepiece", path="sp.model")
-    text = DataConfig(sources=[TextSource(kind="text", files=["texts/*.txt"])], seq_len=16, tokenizer=tokenizer)
+    text = DataConfig(
+        sources=[TextSource(kind="text", files=["texts/*.txt"])], seq_len=16, tokenizer=tokenizer
+    )
     prepare(text, "out")
     shards = text.model_copy(update={"sources": (tokens("out/*.array_record"),)})
     size = sum(path.stat().st_size for path in Path("texts").iterdir())
@@ -103,7 +144,9 @@ def test_an_evaluation_counts_the_bytes_of_the_documents_from_text_and_from_shar
         assert sum(batch["bytes"].sum(dtype=np.float64) for batch in passed(cfg, lanes)) == size
     for left, right in zip(passed(text), passed(shards), strict=True):
         assert all(np.array_equal(left[key], right[key]) for key in left)
-    with pytest.raises(DataError, match=r"out/.*record 0: tokens of sp.model, which do not give their text back"):
+    with pytest.raises(
+        DataError, match=r"out/.*record 0: tokens of sp.model, which do not give their text back"
+    ):
         baselines(text, shards)
 
 
@@ -112,10 +155,17 @@ def test_tokens_that_older_versions_kept_have_no_bytes_but_where_each_token_is_o
     writer.write(b"\2" + np.array([1, 5, 6, 7], "<u2").tobytes())
     writer.close()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["text number 1 2 3"] * 20), model_prefix="sp", vocab_size=30, hard_vocab_limit=False, minloglevel=2)
+        sentence_iterator=iter(["text number 1 2 3"] * 20),
+        model_prefix="sp",
+        vocab_size=30,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
     lossy = SentencePieceTokenizer(kind="sentencepiece", path="sp.model")
     for tokenizer, expected in ((BytesTokenizer(kind="bytes"), 3), (lossy, np.nan)):
-        batches = passed(DataConfig(sources=[tokens("old.array_record")], seq_len=16, tokenizer=tokenizer))
+        batches = passed(
+            DataConfig(sources=[tokens("old.array_record")], seq_len=16, tokenizer=tokenizer)
+        )
         np.testing.assert_equal(sum(batch["bytes"].sum() for batch in batches), expected)
 
 
@@ -127,7 +177,7 @@ from maxstack.data.prepare import prepare
 if __name__ == "__main__":
     cfg = DataConfig(sources=[SyntheticSource(kind="synthetic", documents=int(sys.argv[1]), length=2000)])
     prepare(cfg, "out", workers=1, shard_size=500)
-"""
+"""  # noqa: E501
 
 
 def test_after_a_kill_finished_shards_are_kept_and_the_rest_is_made(folder):
@@ -141,31 +191,51 @@ def test_after_a_kill_finished_shards_are_kept_and_the_rest_is_made(folder):
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
     assert not Path("out/manifest.json").exists()
-    kept = {path.name.removesuffix(".json"): Path("out", path.name.removesuffix(".json")).stat().st_mtime_ns
-            for path in Path("out").glob(".finished/synthetic-*.json")}
+    kept = {
+        path.name.removesuffix(".json"): Path("out", path.name.removesuffix(".json"))
+        .stat()
+        .st_mtime_ns
+        for path in Path("out").glob(".finished/synthetic-*.json")
+    }
     subprocess.run(command, env=environment, check=True, capture_output=True)
     manifest = json.loads(Path("out/manifest.json").read_text())
-    assert manifest["totals"]["documents"] == 8000 and len(manifest["shards"]) == 16 > len(kept) >= 2
+    assert (
+        manifest["totals"]["documents"] == 8000 and len(manifest["shards"]) == 16 > len(kept) >= 2
+    )
     assert {name: Path("out", name).stat().st_mtime_ns for name in kept} == kept
     assert set(os.listdir("out")) == {"manifest.json", *manifest["shards"]}
-    made, plain = open_source(tokens("out/*.array_record")), open_source(SyntheticSource(kind="synthetic", documents=8000, length=2000))
+    made, plain = (
+        open_source(tokens("out/*.array_record")),
+        open_source(SyntheticSource(kind="synthetic", documents=8000, length=2000)),
+    )
     assert all(np.array_equal(made[i].ids, plain[i]) for i in range(0, 8000, 97))
 
 
 def test_a_shard_that_finds_no_room_is_an_error_that_names_it_and_leaves_no_piece():
-    Path("program.py").write_text("import resource, signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-                                  "resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))\n" + PROGRAM)
+    Path("program.py").write_text(
+        "import resource, signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))\n" + PROGRAM
+    )
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, "program.py", "600"], env=environment, capture_output=True, text=True)
-    assert done.returncode == 1 and "out/synthetic-0-train-00000-of-00002.array_record cannot be written" in done.stderr
-    assert [path.name for path in Path("out").iterdir() if path.suffix != ".array_record"] == [".finished"]
+    done = subprocess.run(
+        [sys.executable, "program.py", "600"], env=environment, capture_output=True, text=True
+    )
+    assert (
+        done.returncode == 1
+        and "out/synthetic-0-train-00000-of-00002.array_record cannot be written" in done.stderr
+    )
+    assert [path.name for path in Path("out").iterdir() if path.suffix != ".array_record"] == [
+        ".finished"
+    ]
 
 
 def test_a_finished_folder_is_left_alone_and_says_so(capsys):
     prepare(config(), "out")
     before = {path: path.stat().st_mtime_ns for path in Path("out").iterdir()}
     prepare(config(), "out", workers=3)
-    assert "already complete" in capsys.readouterr().out and before == {path: path.stat().st_mtime_ns for path in Path("out").iterdir()}
+    assert "already complete" in capsys.readouterr().out and before == {
+        path: path.stat().st_mtime_ns for path in Path("out").iterdir()
+    }
 
 
 @pytest.mark.parametrize("change", ["tokenizer", "shard size", "documents"])
@@ -173,7 +243,11 @@ def test_a_folder_with_shards_of_other_data_is_refused(change):
     prepare(config(), "out")
     if change == "documents":
         Path("texts/3.txt").write_text("changed")
-    cfg = config(tokenizer=BytesTokenizer(kind="bytes", eos=True)) if change == "tokenizer" else config()
+    cfg = (
+        config(tokenizer=BytesTokenizer(kind="bytes", eos=True))
+        if change == "tokenizer"
+        else config()
+    )
     with pytest.raises(ConfigError, match="out: holds shards of other data"):
         prepare(cfg, "out", shard_size=3 if change == "shard size" else None)
 
@@ -184,15 +258,22 @@ def test_a_bad_record_is_named_and_a_corrected_one_completes():
         prepare(config(), "out")
     Path("lines.jsonl").write_text('{"text": "good"}\n{"text": "3"}\n')
     prepare(config(), "out")
-    assert [bytes(document.ids[1:].astype(np.uint8)) for document in all_of(open_source(tokens("out/jsonl-1-*")))] == [b"good", b"3"]
+    assert [
+        bytes(document.ids[1:].astype(np.uint8))
+        for document in all_of(open_source(tokens("out/jsonl-1-*")))
+    ] == [b"good", b"3"]
 
 
 def test_shards_of_another_tokenizer_are_refused_by_name():
     prepare(config(), "out")
-    other = DataConfig(sources=[tokens("out/*-train-*")], tokenizer=BytesTokenizer(kind="bytes", eos=True))
+    other = DataConfig(
+        sources=[tokens("out/*-train-*")], tokenizer=BytesTokenizer(kind="bytes", eos=True)
+    )
     with pytest.raises(DataError) as caught:
         make_feed(other, range(2), 2)
-    assert all(open_tokenizer(cfg.tokenizer).fingerprint in str(caught.value) for cfg in (config(), other))
+    assert all(
+        open_tokenizer(cfg.tokenizer).fingerprint in str(caught.value) for cfg in (config(), other)
+    )
 
 
 def test_a_shard_cut_short_or_not_in_the_manifest_is_refused():

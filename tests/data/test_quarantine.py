@@ -1,4 +1,5 @@
-"""Records that are really damaged: named, and passed over without a change to anything else where data.quarantine allows it."""
+"""Records that are really damaged: named, and passed over without a change to anything else where
+data.quarantine allows it."""
 
 import gzip
 import json
@@ -38,7 +39,13 @@ def separated():
 
 
 def parquet():
-    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), "a.parquet", row_group_size=3, compression="none", write_page_checksum=True)
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": TEXTS}),
+        "a.parquet",
+        row_group_size=3,
+        compression="none",
+        write_page_checksum=True,
+    )
     return {"kind": "parquet", "files": ["a.parquet"]}, "a.parquet"
 
 
@@ -51,7 +58,11 @@ def array_record(content):
     for text in TEXTS:
         writer.write(text.encode() if content == "text" else tokens_record(text))
     writer.close()
-    return {"kind": "array_record", "files": ["a.array_record"], "content": content}, "a.array_record"
+    return {
+        "kind": "array_record",
+        "files": ["a.array_record"],
+        "content": content,
+    }, "a.array_record"
 
 
 def bagz():
@@ -82,17 +93,62 @@ def cut(name):
 
 
 CASES = {
-    "flipped gzip": (lambda: one_a_file(".gz", gzip.compress), flip, {7}, "07.txt.gz: corrupt gzip"),
-    "cut zstd": (lambda: one_a_file(".zst", zstandard.compress), cut, {7}, "07.txt.zst: the zstd data is cut short"),
-    "emptied gzip": (lambda: one_a_file(".gz", gzip.compress), lambda name: Path(name).write_bytes(b""), {7}, "07.txt.gz: empty"),
-    "deleted": (lambda: one_a_file("", bytes), lambda name: Path(name).unlink(), {7}, "07.txt: No such file"),
+    "flipped gzip": (
+        lambda: one_a_file(".gz", gzip.compress),
+        flip,
+        {7},
+        "07.txt.gz: corrupt gzip",
+    ),
+    "cut zstd": (
+        lambda: one_a_file(".zst", zstandard.compress),
+        cut,
+        {7},
+        "07.txt.zst: the zstd data is cut short",
+    ),
+    "emptied gzip": (
+        lambda: one_a_file(".gz", gzip.compress),
+        lambda name: Path(name).write_bytes(b""),
+        {7},
+        "07.txt.gz: empty",
+    ),
+    "deleted": (
+        lambda: one_a_file("", bytes),
+        lambda name: Path(name).unlink(),
+        {7},
+        "07.txt: No such file",
+    ),
     "flipped jsonl": (jsonl, flip, {7}, "a.jsonl: line 8: not UTF-8 at byte"),
     "cut jsonl": (jsonl, cut, {*range(15, 24)}, "a.jsonl: record {}: the file became shorter"),
-    "cut separated": (separated, cut, {*range(15, 24)}, "a.txt: record {}: the file became shorter"),
-    "flipped parquet": (parquet, flip, {6, 7, 8}, "a.parquet: record {}: its row group 2 is corrupt"),
-    "flipped array record": (lambda: array_record("text"), flip, {7}, "a.array_record: record 7: corrupt"),
-    "flipped tokens": (lambda: array_record("tokens"), flip, {7}, "a.array_record: record 7: corrupt"),
-    "cut array record": (lambda: array_record("text"), cut, {*range(24)}, "a.array_record: record {}: not an intact ArrayRecord file"),
+    "cut separated": (
+        separated,
+        cut,
+        {*range(15, 24)},
+        "a.txt: record {}: the file became shorter",
+    ),
+    "flipped parquet": (
+        parquet,
+        flip,
+        {6, 7, 8},
+        "a.parquet: record {}: its row group 2 is corrupt",
+    ),
+    "flipped array record": (
+        lambda: array_record("text"),
+        flip,
+        {7},
+        "a.array_record: record 7: corrupt",
+    ),
+    "flipped tokens": (
+        lambda: array_record("tokens"),
+        flip,
+        {7},
+        "a.array_record: record 7: corrupt",
+    ),
+    "cut array record": (
+        lambda: array_record("text"),
+        cut,
+        {*range(24)},
+        "a.array_record: record {}: not an intact ArrayRecord file",
+    ),
     "flipped bagz": (bagz, flip, None, "a.bagz: record {}: corrupt"),
     "cut bagz": (bagz, cut, {*range(24)}, "a.bagz: record {}: not an intact Bagz file"),
 }
@@ -105,10 +161,16 @@ def feeds(tmp_path, monkeypatch):
     made = []
 
     def make(source, lanes=range(BATCH), evaluation=False, whole=False, **fields):
-        cfg = DataConfig(sources=[TypeAdapter(AnySource).validate_python(source), SyntheticSource(kind="synthetic", length=20)],
-                         **{"seq_len": ROW, "packing": "none"} | fields)
+        cfg = DataConfig(
+            sources=[
+                TypeAdapter(AnySource).validate_python(source),
+                SyntheticSource(kind="synthetic", length=20),
+            ],
+            **{"seq_len": ROW, "packing": "none"} | fields,
+        )
         made.append(make_feed(cfg, lanes, BATCH, evaluation=evaluation, whole=whole))
         return made[-1]
+
     yield make
     for feed in made:
         feed.close()
@@ -127,7 +189,9 @@ def number(document):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_damaged_record_is_named_and_where_it_may_be_passed_over_all_others_keep_their_places(case, feeds):
+def test_a_damaged_record_is_named_and_where_it_may_be_passed_over_all_others_keep_their_places(
+    case, feeds
+):
     make, damage, lost, words = CASES[case]
     source, name = make()
     intact = documents(feeds(source), 30)
@@ -136,37 +200,58 @@ def test_a_damaged_record_is_named_and_where_it_may_be_passed_over_all_others_ke
     damage(name)
     with pytest.raises(DataError, match="set data.quarantine to the number") as caught:
         documents(strict, 30)
-    assert words.split("{}")[0] in str(caught.value) and words.split("{}")[-1] in str(caught.value) and "\n" not in str(caught.value)
+    assert (
+        words.split("{}")[0] in str(caught.value)
+        and words.split("{}")[-1] in str(caught.value)
+        and "\n" not in str(caught.value)
+    )
 
     got, told = documents(whole, 20), whole.damaged()
-    lost = lost or {record for record in range(24) if any(f"record {record}:" in line for line in told)}
-    assert lost and len(told) == len(lost) and all(any(words.format(record) in line for line in told) for record in lost)
+    lost = lost or {
+        record for record in range(24) if any(f"record {record}:" in line for line in told)
+    }
+    assert (
+        lost
+        and len(told) == len(lost)
+        and all(any(words.format(record) in line for line in told) for record in lost)
+    )
     for lane in range(BATCH):
         left = [document for document in intact[lane] if number(document) not in lost]
-        assert got[lane][:len(left)] == left[:20] and len(left) >= 10
+        assert got[lane][: len(left)] == left[:20] and len(left) >= 10
     assert [*documents(halves[0], 20), *documents(halves[1], 20)] == got
 
 
 @pytest.mark.parametrize("make", [lambda: array_record("text"), bagz])
-def test_a_file_that_is_cut_while_it_is_open_gives_an_error_and_neither_an_empty_document_nor_a_crash(make):
+def test_a_file_that_is_cut_while_it_is_open_gives_an_error_and_no_empty_document(
+    make,
+):
     source, name = make()
     opened = open_source(TypeAdapter(AnySource).validate_python(source))
     assert opened[20] == TEXTS[20].encode()
     with open(name, "r+b") as file:
         file.truncate(0)
-    with pytest.raises(DataError, match=f"{name}: record 20: the file became shorter while it was in use"):
+    with pytest.raises(
+        DataError, match=f"{name}: record 20: the file became shorter while it was in use"
+    ):
         opened[20]
 
 
 def test_workers_tell_what_they_pass_over_once_and_change_nothing(feeds):
     source, name = jsonl()
     flip(name)
-    alone, several = feeds(source, quarantine=1, packing="concat"), feeds(source, quarantine=1, packing="concat", workers=2)
+    alone, several = (
+        feeds(source, quarantine=1, packing="concat"),
+        feeds(source, quarantine=1, packing="concat", workers=2),
+    )
     for _ in range(40):
         expected, got = next(alone), next(several)
         assert all((expected[key] == got[key]).all() for key in {*expected, *got})
     told = several.damaged()
-    assert told == alone.damaged() and len(told) == 1 and told[0].startswith("data.quarantine: passed over a.jsonl: line 8: not UTF-8")
+    assert (
+        told == alone.damaged()
+        and len(told) == 1
+        and told[0].startswith("data.quarantine: passed over a.jsonl: line 8: not UTF-8")
+    )
     assert several.damaged() == []
 
 
@@ -177,7 +262,10 @@ def test_the_first_empty_document_of_a_source_is_told_and_the_others_are_not(wor
         Path(name).write_text("")
     feed = feeds(source, shuffle=False, workers=workers)
     documents(feed, 30)
-    assert feed.damaged() == ["data.sources: 03.txt is empty: it has nothing to predict and is passed over, as all such documents of text-0 are"]
+    assert feed.damaged() == [
+        "data.sources: 03.txt is empty: it has nothing to predict and is passed over, as "
+        "all such documents of text-0 are"
+    ]
     documents(feed, 30)
     assert feed.damaged() == []
 
@@ -190,7 +278,7 @@ def test_a_run_goes_on_the_same_from_any_batch_of_damaged_data(feeds):
     for k in range(0, 25, 6):
         again = feeds(source, quarantine=3, packing="fit")
         again.restore(states[k])
-        for expected in batches[k:k + 5]:
+        for expected in batches[k : k + 5]:
             got = next(again)
             assert all((expected[key] == got[key]).all() for key in expected)
 
@@ -212,7 +300,11 @@ def test_one_damaged_record_too_many_ends_the_run_however_they_spread_over_worke
     source, name = parquet()
     flip(name)
     feed = feeds(source, quarantine=2, workers=workers)
-    with pytest.raises(DataError, match=r"^3 records cannot be read, but data.quarantine=2 passes over at most .*raise data.quarantine$"):
+    with pytest.raises(
+        DataError,
+        match=r"^3 records cannot be read, but data.quarantine=2 passes over at most .*raise "
+        r"data.quarantine$",
+    ):
         documents(feed, 60)
 
 

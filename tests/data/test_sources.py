@@ -77,14 +77,21 @@ def test_a_separator_splits_text_files_and_blank_documents_vanish(ending):
 
 @pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
 def test_jsonl_reads_the_field_of_each_line_and_passes_blank_lines(ending):
-    write(f"a.jsonl{ending}", lines(TEXTS[:3], "body") + "\n\r\n" + lines(TEXTS[3:], "body").rstrip("\n"))
+    write(
+        f"a.jsonl{ending}",
+        lines(TEXTS[:3], "body") + "\n\r\n" + lines(TEXTS[3:], "body").rstrip("\n"),
+    )
     assert texts(open_source(source("jsonl", files=[f"a.jsonl{ending}"], field="body"))) == TEXTS
 
 
 def test_parquet_reads_across_row_groups_and_files():
     many = [f"document {i}" for i in range(50)]
-    pyarrow.parquet.write_table(pyarrow.table({"text": many[:30], "n": range(30)}), "a.parquet", row_group_size=7)
-    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array(many[30:]).dictionary_encode()}), "b.parquet")
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": many[:30], "n": range(30)}), "a.parquet", row_group_size=7
+    )
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": pyarrow.array(many[30:]).dictionary_encode()}), "b.parquet"
+    )
     documents = open_source(source("parquet", files=["*.parquet"]))
     assert texts(documents) == many
     assert [documents[i].decode() for i in (49, 0, 29, 30)] == [many[i] for i in (49, 0, 29, 30)]
@@ -98,9 +105,15 @@ def test_array_record_reads_text():
 @pytest.mark.parametrize("largest", [255, 65535, 65536, 2**31 - 1])
 def test_array_record_reads_tokens_of_any_width(largest):
     ids = np.array([0, largest, 7], np.int32)
-    write_array_records("a.array_record", [pack(Tokens(ids, None)), pack(Tokens(ids[:0], np.array([[0, 70_000]])))])
+    write_array_records(
+        "a.array_record", [pack(Tokens(ids, None)), pack(Tokens(ids[:0], np.array([[0, 70_000]])))]
+    )
     documents = open_source(source("array_record", files=["a.array_record"], content="tokens"))
-    assert documents[0].ids.dtype == np.int32 and documents[0].ids.tolist() == ids.tolist() and documents[0].sizes is None
+    assert (
+        documents[0].ids.dtype == np.int32
+        and documents[0].ids.tolist() == ids.tolist()
+        and documents[0].sizes is None
+    )
     assert documents[1].ids.size == 0 and documents[1].sizes.tolist() == [[0, 70_000]]
 
 
@@ -131,7 +144,11 @@ def not_utf8(kind):
         return {"files": ["b.txt"]}, "b.txt: not UTF-8 at byte 3"
     if kind == "separated":
         Path("a.txt").write_bytes(b"---".join(texts))
-        return {"kind": "text", "files": ["a.txt"], "separator": "---"}, "a.txt: record 1: not UTF-8 at byte 3"
+        return {
+            "kind": "text",
+            "files": ["a.txt"],
+            "separator": "---",
+        }, "a.txt: record 1: not UTF-8 at byte 3"
     if kind == "jsonl":
         Path("a.jsonl").write_bytes(b"".join(b'{"text": "%s"}\n' % text for text in texts))
         return {"files": ["a.jsonl"]}, "a.jsonl: line 2: not UTF-8 at byte 13"
@@ -155,9 +172,14 @@ def test_text_that_is_not_utf8_is_refused_replaced_or_kept_alike_in_every_kind_o
     fields = {"kind": kind} | fields
     with pytest.raises(DataError, match=f"{words}: invalid .* set encoding_errors of this source"):
         texts(open_source(source(**fields)))
-    opened = {policy: open_source(source(**fields, encoding_errors=policy)) for policy in ("replace", "keep")}
+    opened = {
+        policy: open_source(source(**fields, encoding_errors=policy))
+        for policy in ("replace", "keep")
+    }
     assert {policy: documents[len(documents) - 1] for policy, documents in opened.items()} == {
-        "replace": "caf\ufffd \ufffd!".encode(), "keep": WRONG}
+        "replace": "caf\ufffd \ufffd!".encode(),
+        "keep": WRONG,
+    }
 
 
 WIDE = "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"
@@ -185,7 +207,9 @@ def test_a_file_in_utf16_or_utf32_is_told_its_encoding_and_not_to_replace_bytes(
 
 def test_half_a_surrogate_pair_is_replaced_where_that_is_asked_for():
     write("a.jsonl", '{"text": "a\\ud800b"}\n')
-    assert texts(open_source(source("jsonl", files=["a.jsonl"], encoding_errors="replace"))) == ["a\ufffdb"]
+    assert texts(open_source(source("jsonl", files=["a.jsonl"], encoding_errors="replace"))) == [
+        "a\ufffdb"
+    ]
 
 
 def test_keeping_what_is_not_utf8_is_refused_for_a_tokenizer_that_reads_text():
@@ -195,11 +219,20 @@ def test_keeping_what_is_not_utf8_is_refused_for_a_tokenizer_that_reads_text():
         DataConfig(sources=[kept], tokenizer={"kind": "sentencepiece", "path": "x"})
 
 
-@pytest.mark.parametrize(("normalize", "expected"), [
-    ([], ["\ufeffa\r\nb\rc\n"]), (["bom"], ["a\r\nb\rc\n"]), (["newlines"], ["\ufeffa\nb\nc\n"]), (["bom", "newlines"], ["a\nb\nc\n"])])
+@pytest.mark.parametrize(
+    ("normalize", "expected"),
+    [
+        ([], ["\ufeffa\r\nb\rc\n"]),
+        (["bom"], ["a\r\nb\rc\n"]),
+        (["newlines"], ["\ufeffa\nb\nc\n"]),
+        (["bom", "newlines"], ["a\nb\nc\n"]),
+    ],
+)
 def test_marks_and_line_ends_are_as_in_the_file_unless_they_are_normalized(normalize, expected):
     Path("a.txt").write_bytes(b"\xef\xbb\xbfa\r\nb\rc\n")
-    Path("a.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps({"text": "\ufeffa\r\nb\rc\n"}).encode() + b"\r\n")
+    Path("a.jsonl").write_bytes(
+        b"\xef\xbb\xbf" + json.dumps({"text": "\ufeffa\r\nb\rc\n"}).encode() + b"\r\n"
+    )
     assert texts(open_source(source("text", files=["a.txt"], normalize=normalize))) == expected
     assert texts(open_source(source("jsonl", files=["a.jsonl"], normalize=normalize))) == expected
 
@@ -207,7 +240,11 @@ def test_marks_and_line_ends_are_as_in_the_file_unless_they_are_normalized(norma
 def test_a_separator_with_a_line_end_is_found_in_any_line_ends_that_are_normalized():
     Path("a.txt").write_bytes(b"one\r\n--\r\ntwo\n--\nthree")
     cfg = {"files": ["a.txt"], "separator": "\n--\n"}
-    assert texts(open_source(source("text", **cfg, normalize=["newlines"]))) == ["one", "two", "three"]
+    assert texts(open_source(source("text", **cfg, normalize=["newlines"]))) == [
+        "one",
+        "two",
+        "three",
+    ]
     assert texts(open_source(source("text", **cfg))) == ["one\r\n--\r\ntwo", "three"]
 
 
@@ -217,14 +254,20 @@ def test_synthetic_documents_are_the_same_each_time_and_within_bounds():
     assert all((first[i] == second[i]).all() for i in range(50))
     assert {len(first[i]) for i in range(50)} == set(range(1, 10))
     assert max(first[i].max() for i in range(50)) == 4
-    assert {len(open_source(source("synthetic", documents=5, length=9))[i]) for i in range(5)} == {9}
+    assert {len(open_source(source("synthetic", documents=5, length=9))[i]) for i in range(5)} == {
+        9
+    }
 
 
 def test_an_opened_source_goes_to_another_process():
     write("a.jsonl", lines())
     write_array_records("a.array_record", [text.encode() for text in TEXTS])
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), "a.parquet")
-    for cfg in (source("jsonl", files=["a.jsonl"]), source("array_record", files=["a.array_record"]), source("parquet", files=["a.parquet"])):
+    for cfg in (
+        source("jsonl", files=["a.jsonl"]),
+        source("array_record", files=["a.array_record"]),
+        source("parquet", files=["a.parquet"]),
+    ):
         documents = open_source(cfg)
         assert texts(documents) == texts(pickle.loads(pickle.dumps(documents)))
 
@@ -239,12 +282,41 @@ def test_a_compressed_file_is_decompressed_once_and_again_when_it_changes():
     assert texts(open_source(cfg)) == ["new text"] and len(os.listdir("cache/data")) == 2
 
 
-@pytest.mark.parametrize("pattern", ["*.py", "json/*.py", "./j*/*.py", "**/__init__.py", "[jk]*/**", "**", "email/../json/*.py", "json/tool.py"])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "*.py",
+        "json/*.py",
+        "./j*/*.py",
+        "**/__init__.py",
+        "[jk]*/**",
+        "**",
+        "email/../json/*.py",
+        "json/tool.py",
+    ],
+)
 def test_globs_match_what_the_glob_module_matches(pattern, monkeypatch, folder):
-    for name in ("a.py", "json/tool.py", "json/__init__.py", "json/.hidden.py", ".git/x.py", "kit/deep/er/__init__.py", "email/mime.py", "b[1].py"):
+    for name in (
+        "a.py",
+        "json/tool.py",
+        "json/__init__.py",
+        "json/.hidden.py",
+        ".git/x.py",
+        "kit/deep/er/__init__.py",
+        "email/mime.py",
+        "b[1].py",
+    ):
         write(name, "x")
-    expected = {os.path.realpath(path) for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)}
-    assert expected and {os.path.realpath(file.path) for file in matched(source("text", files=[pattern]))} == expected
+    expected = {
+        os.path.realpath(path)
+        for path in glob.glob(pattern, recursive=True)
+        if os.path.isfile(path)
+    }
+    assert (
+        expected
+        and {os.path.realpath(file.path) for file in matched(source("text", files=[pattern]))}
+        == expected
+    )
 
 
 def test_a_folder_that_links_to_its_parent_is_walked_once():
@@ -256,7 +328,9 @@ def test_a_folder_that_links_to_its_parent_is_walked_once():
 def test_stdlib_stands_for_the_standard_library_without_installed_packages():
     files = matched(source("text", files=["{stdlib}/**/*.py"], exclude=["{stdlib}/test/**"]))
     keys = {file.key for file in files}
-    assert {"os.py", "json/decoder.py"} <= keys and not any(key.startswith(("site-packages", "test/")) for key in keys)
+    assert {"os.py", "json/decoder.py"} <= keys and not any(
+        key.startswith(("site-packages", "test/")) for key in keys
+    )
     assert os.path.samefile(files[0].path.removesuffix(files[0].key), sysconfig.get_path("stdlib"))
 
 
@@ -272,15 +346,22 @@ def test_holdout_depends_on_keys_alone_and_grows_with_the_share():
     for root in ("here", "there/deeper"):
         for i in range(100):
             write(f"{root}/{i}.txt", f"text {i}")
-    held = [texts(open_source(source("text", files=[f"{root}/*.txt"], holdout=0.2), split="eval")) for root in ("here", "there/deeper")]
+    held = [
+        texts(open_source(source("text", files=[f"{root}/*.txt"], holdout=0.2), split="eval"))
+        for root in ("here", "there/deeper")
+    ]
     os.remove("there/deeper/0.txt")
     assert held[0] == held[1]
-    assert set(held[0]) < set(texts(open_source(source("text", files=["here/*.txt"], holdout=0.4), split="eval")))
+    assert set(held[0]) < set(
+        texts(open_source(source("text", files=["here/*.txt"], holdout=0.4), split="eval"))
+    )
 
 
 def test_holdout_of_records_keeps_the_expected_share():
     write("a.jsonl", lines([str(i) for i in range(2000)]))
-    assert 60 < len(open_source(source("jsonl", files=["a.jsonl"], holdout=0.05), split="eval")) < 140
+    assert (
+        60 < len(open_source(source("jsonl", files=["a.jsonl"], holdout=0.05), split="eval")) < 140
+    )
 
 
 def flip(name, at):
@@ -295,7 +376,9 @@ def broken(case):
         return source("text", files=["corpus/none.txt"]), ["corpus/none.txt", "no such file"]
     if case == "folder":
         Path("corpus").mkdir()
-        return source("text", files=["corpus/"]), ["corpus/: is a folder; corpus/** means all files in it"]
+        return source("text", files=["corpus/"]), [
+            "corpus/: is a folder; corpus/** means all files in it"
+        ]
     if case == "no match":
         return source("text", files=["corpus/*.txt"]), ["corpus/*.txt", "matches no file"]
     if case == "all excluded":
@@ -358,18 +441,43 @@ def broken_shard(case):
         return source("array_record", files=["a.array_record"]), ["a.array_record", "intact"]
     if case == "text for tokens":
         write_array_records("a.array_record", [b"plain text"])
-        return source("array_record", files=["a.array_record"], content="tokens"), ["a.array_record: record 0", "content: text"]
+        return source("array_record", files=["a.array_record"], content="tokens"), [
+            "a.array_record: record 0",
+            "content: text",
+        ]
     assert case == "cut bagz"
     pytest.importorskip("bagz")
     Path("a.bagz").write_bytes(b"x" * 20)
     return source("bagz", files=["a.bagz"]), ["a.bagz", "Bagz"]
 
 
-@pytest.mark.parametrize("case", [
-    "missing", "folder", "no match", "all excluded", "empty jsonl", "empty separated",
-    "not json", "missing key", "number instead of text", "half a surrogate",
-    "deep json", "cut gzip", "flipped gzip", "cut zstd", "not zstd", "not parquet", "missing column", "null", "flipped array record",
-    "cut array record", "text for tokens", "cut bagz"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "missing",
+        "folder",
+        "no match",
+        "all excluded",
+        "empty jsonl",
+        "empty separated",
+        "not json",
+        "missing key",
+        "number instead of text",
+        "half a surrogate",
+        "deep json",
+        "cut gzip",
+        "flipped gzip",
+        "cut zstd",
+        "not zstd",
+        "not parquet",
+        "missing column",
+        "null",
+        "flipped array record",
+        "cut array record",
+        "text for tokens",
+        "cut bagz",
+    ],
+)
 def test_damage_is_an_error_that_names_the_file_and_record(case):
     cfg, words = broken(case)
     with pytest.raises(DataError) as caught:
@@ -390,5 +498,7 @@ def test_an_exclude_that_begins_with_two_stars_matches_in_any_folder(tmp_path):
     for name in ("a.txt", "test/b.txt", "deep/test/c.txt", "deep/contest/d.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
-    cfg = TypeAdapter(AnySource).validate_python({"kind": "text", "files": [f"{tmp_path}/**/*.txt"], "exclude": ["**/test/**"]})
+    cfg = TypeAdapter(AnySource).validate_python(
+        {"kind": "text", "files": [f"{tmp_path}/**/*.txt"], "exclude": ["**/test/**"]}
+    )
     assert [file.key for file in matched(cfg)] == ["a.txt", "deep/contest/d.txt"]

@@ -4,7 +4,14 @@ import sentencepiece
 import tokenizers
 
 from maxstack.data import DataError, fits
-from maxstack.data.config import BytesTokenizer, DataConfig, HuggingFaceTokenizer, SentencePieceTokenizer, SyntheticSource, TextSource
+from maxstack.data.config import (
+    BytesTokenizer,
+    DataConfig,
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    SyntheticSource,
+    TextSource,
+)
 from maxstack.data.sources import open_source
 from maxstack.data.tokenizers import open_tokenizer, sized_tokens_of
 from maxstack.data.vocabulary import train
@@ -18,15 +25,39 @@ def folder(tmp_path_factory):
         folder = tmp_path_factory.mktemp("tokenizers")
         patch.chdir(folder)
         open_tokenizer.cache_clear()  # of files of the same names in another folder
-        (folder / "corpus.txt").write_text("if the world is x then return the whole world, twice\n" * 20 + "for i in range(10):\n  print(i)\n" * 20)
-        train(DataConfig(sources=[TextSource(kind="text", files=["corpus.txt"])]), "sp.model", vocab=320)
-        for name, pre, decoder in (("byte_level", tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False), tokenizers.decoders.ByteLevel()),
-                                   ("metaspace", tokenizers.pre_tokenizers.Metaspace(prepend_scheme="never"), None)):
-            model = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=name == "metaspace", unk_token=None))
+        (folder / "corpus.txt").write_text(
+            "if the world is x then return the whole world, twice\n" * 20
+            + "for i in range(10):\n  print(i)\n" * 20
+        )
+        train(
+            DataConfig(sources=[TextSource(kind="text", files=["corpus.txt"])]),
+            "sp.model",
+            vocab=320,
+        )
+        for name, pre, decoder in (
+            (
+                "byte_level",
+                tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False),
+                tokenizers.decoders.ByteLevel(),
+            ),
+            ("metaspace", tokenizers.pre_tokenizers.Metaspace(prepend_scheme="never"), None),
+        ):
+            model = tokenizers.Tokenizer(
+                tokenizers.models.BPE(byte_fallback=name == "metaspace", unk_token=None)
+            )
             model.pre_tokenizer = pre
-            alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet() if decoder else sorted(set(TEXT.replace(" ", "\u2581")))
+            alphabet = (
+                tokenizers.pre_tokenizers.ByteLevel.alphabet()
+                if decoder
+                else sorted(set(TEXT.replace(" ", "\u2581")))
+            )
             model.decoder = decoder or tokenizers.decoders.Metaspace(prepend_scheme="never")
-            trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=["<s>", "</s>"], show_progress=False)
+            trainer = tokenizers.trainers.BpeTrainer(
+                vocab_size=400,
+                initial_alphabet=alphabet,
+                special_tokens=["<s>", "</s>"],
+                show_progress=False,
+            )
             model.train_from_iterator([(folder / "corpus.txt").read_text()], trainer)
             model.enable_truncation(4)
             model.enable_padding(length=64)
@@ -39,7 +70,9 @@ def opened(name):
         return open_tokenizer(BytesTokenizer(kind="bytes", eos=True))
     if name == "sentencepiece":
         return open_tokenizer(SentencePieceTokenizer(kind="sentencepiece", path="sp.model"))
-    return open_tokenizer(HuggingFaceTokenizer(kind="huggingface", path=f"{name}.json", bos="<s>", eos="</s>"))
+    return open_tokenizer(
+        HuggingFaceTokenizer(kind="huggingface", path=f"{name}.json", bos="<s>", eos="</s>")
+    )
 
 
 @pytest.mark.parametrize("name", ["bytes", "sentencepiece", "byte_level", "metaspace"])
@@ -47,7 +80,10 @@ def test_decoding_gives_back_the_text_and_token_bytes_add_up_to_its_size(name):
     tokenizer = opened(name)
     ids = tokenizer.encode(TEXT.encode())
     assert ids.dtype == np.int32 and tokenizer.decode(ids).decode() == TEXT
-    assert tokenizer.token_bytes.shape == (tokenizer.vocab_size,) and tokenizer.token_bytes.dtype == np.int32
+    assert (
+        tokenizer.token_bytes.shape == (tokenizer.vocab_size,)
+        and tokenizer.token_bytes.dtype == np.int32
+    )
     assert tokenizer.token_bytes[ids].sum() == len(TEXT.encode())
     assert tokenizer.token_bytes[ids[0]] == tokenizer.token_bytes[ids[-1]] == 0
 
@@ -57,13 +93,25 @@ def lossy(kind):
     text = (folder_text := "hello world how are you the fi world is x ") * 20
     if kind == "sentencepiece":
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(text.split()), model_prefix="lossy", vocab_size=30, hard_vocab_limit=False, minloglevel=2)
+            sentence_iterator=iter(text.split()),
+            model_prefix="lossy",
+            vocab_size=30,
+            hard_vocab_limit=False,
+            minloglevel=2,
+        )
         return open_tokenizer(SentencePieceTokenizer(kind="sentencepiece", path="lossy.model"))
     words = ["[UNK]", "<s>", *sorted({*folder_text.split()})]
-    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
-    model.normalizer, model.pre_tokenizer = tokenizers.normalizers.NFKC(), tokenizers.pre_tokenizers.Whitespace()
+    model = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+    )
+    model.normalizer, model.pre_tokenizer = (
+        tokenizers.normalizers.NFKC(),
+        tokenizers.pre_tokenizers.Whitespace(),
+    )
     model.save("lossy.json")
-    return open_tokenizer(HuggingFaceTokenizer(kind="huggingface", path="lossy.json", bos="<s>", eos="<s>"))
+    return open_tokenizer(
+        HuggingFaceTokenizer(kind="huggingface", path="lossy.json", bos="<s>", eos="<s>")
+    )
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "huggingface"])
@@ -72,16 +120,22 @@ def test_the_ids_of_a_lossy_tokenizer_stand_for_the_documents_own_bytes_up_to_wh
     with open("document.txt", "w", newline="") as file:
         file.write(document)
     tokenizer = lossy(kind)
-    ids, sizes = sized_tokens_of(open_source(TextSource(kind="text", files=["document.txt"])), 0, tokenizer)
+    ids, sizes = sized_tokens_of(
+        open_source(TextSource(kind="text", files=["document.txt"])), 0, tokenizer
+    )
     plain = tokenizer.token_bytes[ids].sum()
-    assert sizes.sum() == len(document.encode()) != plain and sizes.min() == 0 == sizes[0] == sizes[-1]
-    before = [i for i in range(1, len(ids)) if b"world" in tokenizer.decode(ids[:i + 1])][0]
-    assert sizes[:before + 1].sum() == len(f"{start}world".encode())
+    assert (
+        sizes.sum() == len(document.encode()) != plain and sizes.min() == 0 == sizes[0] == sizes[-1]
+    )
+    before = [i for i in range(1, len(ids)) if b"world" in tokenizer.decode(ids[: i + 1])][0]
+    assert sizes[: before + 1].sum() == len(f"{start}world".encode())
 
 
 def test_a_document_of_which_nothing_is_left_gives_its_bytes_to_its_end(folder):
     (folder / "blank.txt").write_text("   ")
-    ids, sizes = sized_tokens_of(open_source(TextSource(kind="text", files=["blank.txt"])), 0, lossy("huggingface"))
+    ids, sizes = sized_tokens_of(
+        open_source(TextSource(kind="text", files=["blank.txt"])), 0, lossy("huggingface")
+    )
     assert ids.tolist() == [1, 1] and sizes.tolist() == [0, 3]
 
 
@@ -91,8 +145,12 @@ def test_bytes_need_no_utf8():
 
 def test_begin_and_end_are_left_out_unless_asked_for():
     plain = open_tokenizer(BytesTokenizer(kind="bytes", bos=False)).encode(b"ab")
-    sentence = open_tokenizer(SentencePieceTokenizer(kind="sentencepiece", path="sp.model", bos=False, eos=False)).encode(b"")
-    hugging = open_tokenizer(HuggingFaceTokenizer(kind="huggingface", path="byte_level.json")).encode(b"")
+    sentence = open_tokenizer(
+        SentencePieceTokenizer(kind="sentencepiece", path="sp.model", bos=False, eos=False)
+    ).encode(b"")
+    hugging = open_tokenizer(
+        HuggingFaceTokenizer(kind="huggingface", path="byte_level.json")
+    ).encode(b"")
     assert plain.tolist() == [97, 98] and not len(sentence) and not len(hugging)
 
 
@@ -103,9 +161,15 @@ def test_special_tokens_spelt_out_in_a_document_are_text():
 
 
 def test_the_fingerprint_tells_models_and_their_ends_apart():
-    prints = {opened(name).fingerprint for name in ("bytes", "sentencepiece", "byte_level", "metaspace")}
+    prints = {
+        opened(name).fingerprint for name in ("bytes", "sentencepiece", "byte_level", "metaspace")
+    }
     prints.add(open_tokenizer(BytesTokenizer(kind="bytes", eos=False)).fingerprint)
-    prints.add(open_tokenizer(SentencePieceTokenizer(kind="sentencepiece", path="sp.model", eos=False)).fingerprint)
+    prints.add(
+        open_tokenizer(
+            SentencePieceTokenizer(kind="sentencepiece", path="sp.model", eos=False)
+        ).fingerprint
+    )
     assert len(prints) == 6
 
 
@@ -121,11 +185,15 @@ def test_a_missing_or_broken_file_is_an_error_that_names_it(kind, data, folder):
 
 def test_a_begin_token_that_the_file_lacks_is_an_error():
     with pytest.raises(DataError, match=r"byte_level.json.*'<bos>'.*data.tokenizer.bos.*'<s>'"):
-        open_tokenizer(HuggingFaceTokenizer(kind="huggingface", path="byte_level.json", bos="<bos>"))
+        open_tokenizer(
+            HuggingFaceTokenizer(kind="huggingface", path="byte_level.json", bos="<bos>")
+        )
 
 
 def test_a_begin_token_that_the_model_lacks_is_an_error(folder):
-    sentencepiece.SentencePieceTrainer.train(input="corpus.txt", model_prefix="nobos", vocab_size=35, bos_id=-1, minloglevel=2)
+    sentencepiece.SentencePieceTrainer.train(
+        input="corpus.txt", model_prefix="nobos", vocab_size=35, bos_id=-1, minloglevel=2
+    )
     with pytest.raises(DataError, match=r"nobos.model.*BOS.*data.tokenizer.bos=false"):
         open_tokenizer(SentencePieceTokenizer(kind="sentencepiece", path="nobos.model"))
 

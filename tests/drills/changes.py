@@ -1,4 +1,5 @@
-"""A run that goes on under other circumstances: devices, configuration, clock, a machine with too much to do."""
+"""A run that goes on under other circumstances: devices, configuration, clock, a machine with too
+much to do."""
 
 import contextlib
 import functools
@@ -13,7 +14,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from drills.runs import Fault, Outcome, Started, across, baseline, chain, complete, newest, outcome, settings, state
+from drills.runs import (
+    Fault,
+    Outcome,
+    Started,
+    across,
+    baseline,
+    chain,
+    complete,
+    newest,
+    outcome,
+    settings,
+    state,
+)
 from processes import numbers, rows
 
 STEADY = {"learning_rate": {"kind": "constant", "value": 0.01}}
@@ -22,7 +35,8 @@ NEAR = 1e-5
 
 
 def elastic(folder: Path, count: int, dice: random.Random) -> Outcome:
-    """12: 4, 2 and 8 devices one after the other, of one process or as many processes, against one device throughout."""
+    """12: 4, 2 and 8 devices one after the other, of one process or as many processes, against one
+    device throughout."""
     found = outcome(folder)
     config = across(folder, checkpoint={"every": 4}, optimizer=STEADY)
     base = baseline(config)
@@ -33,8 +47,19 @@ def elastic(folder: Path, count: int, dice: random.Random) -> Outcome:
         for devices, stop, several in zip((4, 2, 8), stops, apart, strict=True):
             several = several and devices < 8 and count > 1
             shape = [f"mesh={{data: {dice.choice((1, 2))}, fsdp: -1}}", f"train.steps={stop}"]
-            complete(config, name, *shape, *([] if several else [f"run.virtual_devices={devices}"]), count=devices if several else 1)
-        found.add([f"{name}, stops at {stops}: {text}" for text in _other_devices(config.parent / name, base)])
+            complete(
+                config,
+                name,
+                *shape,
+                *([] if several else [f"run.virtual_devices={devices}"]),
+                count=devices if several else 1,
+            )
+        found.add(
+            [
+                f"{name}, stops at {stops}: {text}"
+                for text in _other_devices(config.parent / name, base)
+            ]
+        )
     return found
 
 
@@ -42,8 +67,13 @@ def _other_devices(folder: Path, base: Path) -> list[str]:
     ours, theirs = rows(folder), numbers(base)
     if [row["step"] for row in ours] != [*theirs]:
         return [f"the steps are {[row['step'] for row in ours]}"]
-    wrong = [f"step {row['step']}: loss {row['loss']}, and the baseline has {theirs[row['step']]['loss']}" for row in ours
-             if abs(row["loss"] / theirs[row["step"]]["loss"] - 1) > NEAR or row["tokens"] != theirs[row["step"]]["tokens"]]
+    wrong = [
+        f"step {row['step']}: loss {row['loss']}, and the baseline has "
+        f"{theirs[row['step']]['loss']}"
+        for row in ours
+        if abs(row["loss"] / theirs[row["step"]]["loss"] - 1) > NEAR
+        or row["tokens"] != theirs[row["step"]]["tokens"]
+    ]
     step = newest(base)
     if not np.array_equal(state(folder, step)["position"], state(base, step)["position"]):
         wrong.append("the lanes do not stand at the same documents in the end")
@@ -51,35 +81,72 @@ def _other_devices(folder: Path, base: Path) -> list[str]:
 
 
 FREE = (
-    ["data.workers=1"], ["data.prefetch=5"], ["model.remat.policy=full"], ["model.unroll=2"], ["run.virtual_devices=2", "mesh.fsdp=2"],
-    ["train.accumulate=2"], ["checkpoint.every=3"], ["optimizer.learning_rate=0.02"], ["faults.max_skips=3"], ["run.tensorboard=true"],
-    ["model.dtype=bfloat16"])
+    ["data.workers=1"],
+    ["data.prefetch=5"],
+    ["model.remat.policy=full"],
+    ["model.unroll=2"],
+    ["run.virtual_devices=2", "mesh.fsdp=2"],
+    ["train.accumulate=2"],
+    ["checkpoint.every=3"],
+    ["optimizer.learning_rate=0.02"],
+    ["faults.max_skips=3"],
+    ["run.tensorboard=true"],
+    ["model.dtype=bfloat16"],
+)
 BOUND = (
-    (["model.embed=64"], "model.embed: 32 -> 64"), (["model.layers=3"], "model.layers: 2 -> 3"), (["data.seq_len=32"], "data.seq_len: 64 -> 32"),
-    (["data.seed=7"], "data.seed: 0 -> 7"), (["train.batch_size=16"], "train.batch_size: 8 -> 16"),
+    (["model.embed=64"], "model.embed: 32 -> 64"),
+    (["model.layers=3"], "model.layers: 2 -> 3"),
+    (["data.seq_len=32"], "data.seq_len: 64 -> 32"),
+    (["data.seed=7"], "data.seed: 0 -> 7"),
+    (["train.batch_size=16"], "train.batch_size: 8 -> 16"),
     (["data.shuffle=false"], "data.shuffle: true -> false"),
-    (["objective.z_loss=0.01"], "objective.z_loss: 0.0 -> 0.01"), (["model.blocks.block.mixer.window=8"], "mixer.window: null -> 8"),
-    (["data.sources.0.weight=5"], "weight: 3.0 -> 5.0"), (["data.sources.1.documents=50"], "documents: 100 -> 50"),
-    (["data.packing=none"], "data.packing"), (["optimizer=lion"], "optimizer.chain"))
-FORCED = (("objective.z_loss=0.01", "objective"), ("data.sources.0.weight=5", "data.sources.0.weight"))
-"""Keys that may change, those that may not with what is said of them, and those that are gone on in spite of."""
-TABLE = (*(("free", given, "") for given in FREE), *(("bound", given, said) for given, said in BOUND),
-         *(("forced", [given], key) for given, key in FORCED))
+    (["objective.z_loss=0.01"], "objective.z_loss: 0.0 -> 0.01"),
+    (["model.blocks.block.mixer.window=8"], "mixer.window: null -> 8"),
+    (["data.sources.0.weight=5"], "weight: 3.0 -> 5.0"),
+    (["data.sources.1.documents=50"], "documents: 100 -> 50"),
+    (["data.packing=none"], "data.packing"),
+    (["optimizer=lion"], "optimizer.chain"),
+)
+FORCED = (
+    ("objective.z_loss=0.01", "objective"),
+    ("data.sources.0.weight=5", "data.sources.0.weight"),
+)
+"""Keys that may change, those that may not with what is said of them, and those that are gone on in
+spite of."""
+TABLE = (
+    *(("free", given, "") for given in FREE),
+    *(("bound", given, said) for given, said in BOUND),
+    *(("forced", [given], key) for given, key in FORCED),
+)
 
 
 def changed(folder: Path, count: int, dice: random.Random) -> Outcome:
     """13: a run stopped after its first steps goes on under every kind of change."""
-    found, config = outcome(folder), settings(folder, train={"steps": 12, "batch_size": 8}, eval={"every": 0}, optimizer=STEADY)
+    found, config = (
+        outcome(folder),
+        settings(folder, train={"steps": 12, "batch_size": 8}, eval={"every": 0}, optimizer=STEADY),
+    )
     with Started(config, "run", "train.steps=4") as started:
         assert started.wait() == [0], started.output()
     for number, (kind, given, said) in enumerate(_some(TABLE, count, dice)):
         name = f"run-{number}"
         shutil.copytree(folder / "run", folder / name)
         before = _files(folder / name)
-        with Started(config, name, *given, "train.steps=5", *(["--force-config", said] if kind == "forced" else [])) as started:
+        with Started(
+            config,
+            name,
+            *given,
+            "train.steps=5",
+            *(["--force-config", said] if kind == "forced" else []),
+        ) as started:
             codes, output = started.wait(), started.output()
         if kind == "bound":
-            good = codes == [1] and said in output and "Traceback" not in output and _files(folder / name) == before
+            good = (
+                codes == [1]
+                and said in output
+                and "Traceback" not in output
+                and _files(folder / name) == before
+            )
         else:
             good = codes == [0] and "resumed from step 4" in output
         found.add([] if good else [f"{kind} {given}: exit {codes}: {output[-600:]}"])
@@ -88,15 +155,22 @@ def changed(folder: Path, count: int, dice: random.Random) -> Outcome:
 
 def _some(kinds: tuple, count: int, dice: random.Random) -> list:
     """`count` of them, of each kind in turn."""
-    apart = [dice.sample(part, len(part)) for kind in ("bound", "free", "forced") if (part := [one for one in kinds if one[0] == kind])]
+    apart = [
+        dice.sample(part, len(part))
+        for kind in ("bound", "free", "forced")
+        if (part := [one for one in kinds if one[0] == kind])
+    ]
     turns = [part[i] for i in range(max(map(len, apart))) for part in apart if i < len(part)]
     return turns[:count]
 
 
 def _files(folder: Path) -> dict[str, int]:
     """What lies in a run's folder, but for its books, which note every start."""
-    return {f"{path.relative_to(folder)}": path.stat().st_mtime_ns for path in folder.rglob("*")
-            if path.is_file() and path.name not in ("goodput.jsonl", "log.txt", ".lock")}
+    return {
+        f"{path.relative_to(folder)}": path.stat().st_mtime_ns
+        for path in folder.rglob("*")
+        if path.is_file() and path.name not in ("goodput.jsonl", "log.txt", ".lock")
+    }
 
 
 def clock(folder: Path, count: int, dice: random.Random) -> Outcome:
@@ -105,7 +179,9 @@ def clock(folder: Path, count: int, dice: random.Random) -> Outcome:
     days = itertools.cycle(dice.sample((-86400, 86400), 2))
 
     def plan(begin: int) -> tuple[Fault, functools.partial]:
-        return {"kind": "clock", "seconds": next(days)}, functools.partial(_killed_at, begin + dice.randrange(2, 12))
+        return {"kind": "clock", "seconds": next(days)}, functools.partial(
+            _killed_at, begin + dice.randrange(2, 12)
+        )
 
     chain(found, config, count, plan)
     return found
@@ -115,11 +191,24 @@ def _killed_at(step: int, started: Started) -> list[str] | None:
     started.reach(step)
     started.send(signal.SIGKILL)
     codes = started.wait()
-    return None if codes == [0] else [f"exit {codes}: {started.output()[-1500:]}"] * (codes != [-signal.SIGKILL])
+    return (
+        None
+        if codes == [0]
+        else [f"exit {codes}: {started.output()[-1500:]}"] * (codes != [-signal.SIGKILL])
+    )
 
 
-MANY_COLLECTIVES = {"learning_rate": 0.01, "ema": {"decay": 0.99}, "chain": [
-    {"kind": "MultiSteps", "every_k_schedule": 2, "inner": [{"kind": "adafactor", "momentum": 0.9}]}]}
+MANY_COLLECTIVES = {
+    "learning_rate": 0.01,
+    "ema": {"decay": 0.99},
+    "chain": [
+        {
+            "kind": "MultiSteps",
+            "every_k_schedule": 2,
+            "inner": [{"kind": "adafactor", "momentum": 0.9}],
+        }
+    ],
+}
 """An optimizer whose update has many independent collectives where weights are split."""
 CROWDED = 120
 """Steps on a crowded machine; a collective that waits for ever ends the process, by XLA itself."""
@@ -127,13 +216,32 @@ CROWDED = 120
 
 def crowded(folder: Path, count: int, dice: random.Random) -> Outcome:
     """17: eight virtual devices, while other processes take the processors."""
-    found, mesh, train = outcome(folder), {"data": 1, "fsdp": 8}, {"steps": CROWDED, "batch_size": 16, "accumulate": 2}
-    config = settings(folder, model={"layers": 1}, data={"seq_len": 32}, optimizer=MANY_COLLECTIVES, eval={"every": 0}, train=train, mesh=mesh)
+    found, mesh, train = (
+        outcome(folder),
+        {"data": 1, "fsdp": 8},
+        {"steps": CROWDED, "batch_size": 16, "accumulate": 2},
+    )
+    config = settings(
+        folder,
+        model={"layers": 1},
+        data={"seq_len": 32},
+        optimizer=MANY_COLLECTIVES,
+        eval={"every": 0},
+        train=train,
+        mesh=mesh,
+    )
     for number in range(count):
-        with _busy(dice.randint(1, 2) * (os.cpu_count() or 1)), Started(config, f"run-{number}", "run.virtual_devices=8") as started:
+        with (
+            _busy(dice.randint(1, 2) * (os.cpu_count() or 1)),
+            Started(config, f"run-{number}", "run.virtual_devices=8") as started,
+        ):
             codes, output = started.wait(), started.output()
         taken = [row["step"] for row in rows(folder / f"run-{number}")]
-        found.add([] if codes == [0] and taken == [*range(1, CROWDED + 1)] else [f"exit {codes} after {len(taken)} steps: {output[-600:]}"])
+        found.add(
+            []
+            if codes == [0] and taken == [*range(1, CROWDED + 1)]
+            else [f"exit {codes} after {len(taken)} steps: {output[-600:]}"]
+        )
     return found
 
 

@@ -1,6 +1,8 @@
-"""`maxstack train` with a fault in it: DRILL_FAULT holds its `kind` and arguments as JSON. Worker processes that import this file have it too.
+"""`maxstack train` with a fault in it: DRILL_FAULT holds its `kind` and arguments as JSON. Worker
+processes that import this file have it too.
 
-example: DRILL_FAULT='{"kind": "clock", "seconds": 86400}' python tests/drills/faulty.py quickstart train.steps=5
+example: DRILL_FAULT='{"kind": "clock", "seconds": 86400}' python tests/drills/faulty.py quickstart
+train.steps=5
 """
 
 import json
@@ -23,9 +25,11 @@ class Moment:
 
     def begins(self, begin: Callable) -> Callable:
         """A `begin` that tells which step is being saved."""
+
         def noting(place: Any, step: int, parts: Any) -> Any:
             self._saving = step
             return begin(place, step, parts)
+
         return noting
 
     def comes(self, phase: str) -> bool:
@@ -102,6 +106,7 @@ def _in_shards(moment: Moment) -> None:
                 if i == len(shards) // 2:
                     moment.reached("local writing")
                 yield shard
+
         write(self, step, some(), meta)
 
     local.Local._write = writing
@@ -115,6 +120,7 @@ def _in_removal(moment: Moment) -> None:
             moment.removing = phase
             remove(self, steps)
             moment.removing = ""
+
         return removing
 
     whole = shutil.rmtree
@@ -132,12 +138,14 @@ def _in_removal(moment: Moment) -> None:
 
 SHARED = ("begun", "written", "renamed", "checksums", "manifest", "sealed", "removing")
 LOCAL = ("local writing", "local sealing", "sealed", "local removing")
-"""Phases of a save: orbax has its temporary folder; has written it; has renamed it; we have the checksums; half of the manifest is written; the
-step counts; an old one is being removed. Of a host's own disk: half of the shards, no manifest yet, it counts, removing."""
+"""Phases of a save: orbax has its temporary folder; has written it; has renamed it; we have the
+checksums; half of the manifest is written; the step counts; an old one is being removed. Of a
+host's own disk: half of the shards, no manifest yet, it counts, removing."""
 
 
 def poison(steps: list[int], where: str, value: float = float("nan")) -> None:
-    """Inside the compiled step, at these batches: the loss, all gradients (`gradient`), or one element of one (`element`) becomes `value`."""
+    """Inside the compiled step, at these batches: the loss, all gradients (`gradient`), or one
+    element of one (`element`) becomes `value`."""
     import jax
     import jax.numpy as jnp
 
@@ -153,13 +161,19 @@ def poison(steps: list[int], where: str, value: float = float("nan")) -> None:
         if where == "gradient":
             leaves = [jnp.where(bad, value, leaf) for leaf in leaves]
         else:
-            leaves[-1] = leaves[-1].at[(0,) * leaves[-1].ndim].set(jnp.where(bad, value, leaves[-1][(0,) * leaves[-1].ndim]))
+            leaves[-1] = (
+                leaves[-1]
+                .at[(0,) * leaves[-1].ndim]
+                .set(jnp.where(bad, value, leaves[-1][(0,) * leaves[-1].ndim]))
+            )
         return summed, jax.tree.unflatten(tree, leaves)
 
     def step(*arguments: Any) -> Any:
         *_, state, _ = arguments
         bad = jnp.isin(state.step + 1, jnp.asarray(steps))
-        run._gradient = lambda loss, params, batch, pieces: tainted(loss, params, batch, pieces, bad)
+        run._gradient = lambda loss, params, batch, pieces: tainted(
+            loss, params, batch, pieces, bad
+        )
         try:
             return plain[1](*arguments)
         finally:
@@ -178,7 +192,8 @@ def clock(seconds: float) -> None:
 
 
 def hang(after: int, seconds: float = 1e9) -> None:
-    """The data source stands still at the document that it is asked for after so many others, whichever process reads it."""
+    """The data source stands still at the document that it is asked for after so many others,
+    whichever process reads it."""
     from maxstack.data import records, sources
 
     asked = [0]
@@ -189,6 +204,7 @@ def hang(after: int, seconds: float = 1e9) -> None:
             if asked[0] > after:
                 time.sleep(seconds)
             return plain(self, index)
+
         return get
 
     for kind in (sources.Synthetic, sources.WholeFiles, records.Jsonl):
@@ -196,7 +212,8 @@ def hang(after: int, seconds: float = 1e9) -> None:
 
 
 def flip(step: int, replica: int, often: str, leaf: int, element: int, bit: int) -> None:
-    """A bit of a gradient, in the update that one replica (by its place on the axis `data`) computes of this batch: `once` or `always`."""
+    """A bit of a gradient, in the update that one replica (by its place on the axis `data`)
+    computes of this batch: `once` or `always`."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec
@@ -210,10 +227,14 @@ def flip(step: int, replica: int, often: str, leaf: int, element: int, bit: int)
             bits = jax.lax.bitcast_convert_type(grad, jnp.uint32).reshape(-1)
             mask = (jax.lax.axis_index("data") == replica).astype(jnp.uint32) << bit
             at = element % bits.size
-            return jax.lax.bitcast_convert_type(bits.at[at].set(bits[at] ^ mask).reshape(grad.shape), jnp.float32)
+            return jax.lax.bitcast_convert_type(
+                bits.at[at].set(bits[at] ^ mask).reshape(grad.shape), jnp.float32
+            )
 
         mesh, _ = sharding.current()  # type: ignore[misc]
-        return jax.shard_map(local, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)(grad)
+        return jax.shard_map(
+            local, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+        )(grad)
 
     def gradient(*args: Any) -> Any:
         summed, grads = plain(*args)
@@ -247,7 +268,13 @@ def flip(step: int, replica: int, often: str, leaf: int, element: int, bit: int)
     startup.compile_step = Both
 
 
-FAULTS: dict[str, Callable[..., None]] = {"save": save, "poison": poison, "clock": clock, "hang": hang, "flip": flip}
+FAULTS: dict[str, Callable[..., None]] = {
+    "save": save,
+    "poison": poison,
+    "clock": clock,
+    "hang": hang,
+    "flip": flip,
+}
 
 if "DRILL_FAULT" in os.environ:
     given = json.loads(os.environ["DRILL_FAULT"])

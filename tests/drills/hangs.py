@@ -14,7 +14,23 @@ import time
 from pathlib import Path
 
 from drills.kills import RETRY
-from drills.runs import LIMIT, ROOT, Fault, Harm, Outcome, Started, across, baseline, chain, last_step, outcome, settings, sizes, told, unlike
+from drills.runs import (
+    LIMIT,
+    ROOT,
+    Fault,
+    Harm,
+    Outcome,
+    Started,
+    across,
+    baseline,
+    chain,
+    last_step,
+    outcome,
+    settings,
+    sizes,
+    told,
+    unlike,
+)
 from processes import environment, rows, training
 
 from maxstack.submit import local
@@ -23,22 +39,39 @@ PEERS_LEAVE = 10.0
 """Seconds."""
 WATCHDOG = {"step": 5.0, "other": 120.0}
 ABORTED = -signal.SIGABRT
-"""Of peers of process 0, where jax's coordination service runs: jax itself ends a process that lost that, sometimes before the watchdog does."""
+"""Of peers of process 0, where jax's coordination service runs: jax itself ends a process that lost
+that, sometimes before the watchdog does."""
 ENDING = 10.0
-"""Seconds that the watchdog takes beyond its limit, to write the stacks and to end everything, on a machine with too much to do."""
+"""Seconds that the watchdog takes beyond its limit, to write the stacks and to end everything, on a
+machine with too much to do."""
 
 
 def worker(folder: Path, count: int, dice: random.Random) -> Outcome:
-    """9: the source stands still at some document, in the process itself and in a worker process."""
-    found, source = outcome(folder), {"kind": "synthetic", "documents": 1000, "length": 60, "ragged": True, "vocab": 320}
+    """9: the source stands still at some document, in the process itself and in a worker
+    process."""
+    found, source = (
+        outcome(folder),
+        {"kind": "synthetic", "documents": 1000, "length": 60, "ragged": True, "vocab": 320},
+    )
     for workers in (0, 1):
-        config = settings(folder, data={"seq_len": 64, "sources": [source], "workers": workers}, eval={"every": 0},
-                          faults={"watchdog": WATCHDOG}, checkpoint={"every": 4})
+        config = settings(
+            folder,
+            data={"seq_len": 64, "sources": [source], "workers": workers},
+            eval={"every": 0},
+            faults={"watchdog": WATCHDOG},
+            checkpoint={"every": 4},
+        )
 
         def plan(begin: int) -> tuple[Fault, Harm]:
             return {"kind": "hang", "after": dice.randrange(100, 300)}, _hung
 
-        chain(found, config, count // 2 if workers else count - count // 2, plan, prefix=f"of-{workers}")
+        chain(
+            found,
+            config,
+            count // 2 if workers else count - count // 2,
+            plan,
+            prefix=f"of-{workers}",
+        )
     return found
 
 
@@ -47,10 +80,17 @@ def _hung(started: Started) -> list[str] | None:
     codes = started.wait()
     if codes == [0]:
         return None
-    took, log = time.time() - (started.folder / "metrics.jsonl").stat().st_mtime, told(started.folder)[before:]
+    took, log = (
+        time.time() - (started.folder / "metrics.jsonl").stat().st_mtime,
+        told(started.folder)[before:],
+    )
     missing = [frame for frame in ("faulty.py", "feed.py", "train.py") if frame not in log]
-    return _in_time(took, started) + [f"exit {codes}: {started.output()[-800:]}"] * (codes != [RETRY]) + \
-        [f"no stack in the log has {missing}"] * bool(missing) + started.leftovers()
+    return (
+        _in_time(took, started)
+        + [f"exit {codes}: {started.output()[-800:]}"] * (codes != [RETRY])
+        + [f"no stack in the log has {missing}"] * bool(missing)
+        + started.leftovers()
+    )
 
 
 def _in_time(took: float, started: Started) -> list[str]:
@@ -60,19 +100,38 @@ def _in_time(took: float, started: Started) -> list[str]:
 
 
 def killed(folder: Path, count: int, dice: random.Random) -> Outcome:
-    """10: SIGKILL to one of 2, 4 or 8 processes; the first is among them in turn. At last one of each number under `maxstack submit`."""
+    """10: SIGKILL to one of 2, 4 or 8 processes; the first is among them in turn. At last one of
+    each number under `maxstack submit`."""
     found = _one_of_several(folder, count, dice, signal.SIGKILL, {})
     for many in sorted({*itertools.islice(sizes(), count)}):
-        found.add(_submitted(across(folder, checkpoint={"every": 4}), f"submitted-{many}", many, dice))
+        found.add(
+            _submitted(across(folder, checkpoint={"every": 4}), f"submitted-{many}", many, dice)
+        )
     return found
 
 
 def _submitted(config: Path, name: str, many: int, dice: random.Random) -> list[str]:
     """What is wrong after one process was killed, and nothing was done but wait."""
     folder, step, victim = config.parent / name, dice.randrange(2, 16), dice.randrange(many)
-    words = [sys.executable, "-m", "maxstack.cli", "submit", f"{config}", "--target", "local", "--processes", f"{many}", f"run.name={name}",
-             f"run.virtual_devices={many}"]
-    with subprocess.Popen(words, env=environment() | {"XDG_STATE_HOME": f"{config.parent}"}, cwd=ROOT, stdout=subprocess.DEVNULL) as submitted:
+    words = [
+        sys.executable,
+        "-m",
+        "maxstack.cli",
+        "submit",
+        f"{config}",
+        "--target",
+        "local",
+        "--processes",
+        f"{many}",
+        f"run.name={name}",
+        f"run.virtual_devices={many}",
+    ]
+    with subprocess.Popen(
+        words,
+        env=environment() | {"XDG_STATE_HOME": f"{config.parent}"},
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+    ) as submitted:
         try:
             while submitted.poll() is None and last_step(folder) < step:
                 time.sleep(0.005)
@@ -81,8 +140,12 @@ def _submitted(config: Path, name: str, many: int, dice: random.Random) -> list[
         finally:
             submitted.terminate()
     log = (folder / local.LOG).read_text()
-    return unlike(folder, baseline(config, count=many), last=True) + [f"exit {code}: {log[-1500:]}"] * bool(code) + \
-        [f"process {victim} was not started again: {log[-1500:]}"] * (f"[{victim}] supervise: killed by SIGKILL" not in log)
+    return (
+        unlike(folder, baseline(config, count=many), last=True)
+        + [f"exit {code}: {log[-1500:]}"] * bool(code)
+        + [f"process {victim} was not started again: {log[-1500:]}"]
+        * (f"[{victim}] supervise: killed by SIGKILL" not in log)
+    )
 
 
 def stopped(folder: Path, count: int, dice: random.Random) -> Outcome:
@@ -90,22 +153,44 @@ def stopped(folder: Path, count: int, dice: random.Random) -> Outcome:
     return _one_of_several(folder, count, dice, signal.SIGSTOP, {"watchdog": WATCHDOG})
 
 
-def _one_of_several(folder: Path, count: int, dice: random.Random, number: int, faults: dict) -> Outcome:
+def _one_of_several(
+    folder: Path, count: int, dice: random.Random, number: int, faults: dict
+) -> Outcome:
     found, times = outcome(folder), list[float]()
     of = list(itertools.islice(sizes(), count))
     for many in sorted({*of}):
-        victims = itertools.cycle([0, *dice.sample(range(1, many), many - 1)] if dice.random() < 0.5 else [*dice.sample(range(1, many), many - 1), 0])
+        victims = itertools.cycle(
+            [0, *dice.sample(range(1, many), many - 1)]
+            if dice.random() < 0.5
+            else [*dice.sample(range(1, many), many - 1), 0]
+        )
 
-        def plan(begin: int, many: int = many, victims: itertools.cycle = victims) -> tuple[None, Harm]:
-            return None, functools.partial(_lost, next(victims), begin + dice.randrange(2, 9), number, times)
+        def plan(
+            begin: int, many: int = many, victims: itertools.cycle = victims
+        ) -> tuple[None, Harm]:
+            return None, functools.partial(
+                _lost, next(victims), begin + dice.randrange(2, 9), number, times
+            )
 
-        chain(found, across(folder, checkpoint={"every": 4}, faults=faults), of.count(many), plan, processes=many, prefix=f"of-{many}")
-    found.notes.append(f"seconds until the last process had ended: {', '.join(f'{seconds:.1f}' for seconds in times)}")
+        chain(
+            found,
+            across(folder, checkpoint={"every": 4}, faults=faults),
+            of.count(many),
+            plan,
+            processes=many,
+            prefix=f"of-{many}",
+        )
+    found.notes.append(
+        "seconds until the last process had ended: "
+        f"{', '.join(f'{seconds:.1f}' for seconds in times)}"
+    )
     found.write()
     return found
 
 
-def _lost(victim: int, step: int, number: int, times: list[float], started: Started) -> list[str] | None:
+def _lost(
+    victim: int, step: int, number: int, times: list[float], started: Started
+) -> list[str] | None:
     if not started.reach(step):
         return None
     before = len(told(started.folder))
@@ -116,29 +201,54 @@ def _lost(victim: int, step: int, number: int, times: list[float], started: Star
     times.append(started.took)
     wrong = started.leftovers()
     log, right = told(started.folder)[before:], {RETRY, ABORTED} if victim == 0 else {RETRY}
-    wrong += [] if all(code == -signal.SIGKILL if i == victim else code in right for i, code in enumerate(codes)) else [
-        f"process {victim} of {many}: exit {codes} after {started.took:.1f} s: " + "".join(started.output(i)[-600:] for i in range(many))]
-    wrong += [f"the log does not name process {victim}: {log[-800:]}"] * (f"process {victim}" not in log)
+    wrong += (
+        []
+        if all(
+            code == -signal.SIGKILL if i == victim else code in right
+            for i, code in enumerate(codes)
+        )
+        else [
+            f"process {victim} of {many}: exit {codes} after {started.took:.1f} s: "
+            + "".join(started.output(i)[-600:] for i in range(many))
+        ]
+    )
+    wrong += [f"the log does not name process {victim}: {log[-800:]}"] * (
+        f"process {victim}" not in log
+    )
     if number == signal.SIGKILL:
         wrong += [f"all had ended after {started.took:.1f} s"] * (started.took > PEERS_LEAVE)
     else:
-        wrong += _in_time(started.took, started) + ["the log does not say who is stopped"] * (" is stopped" not in log) + \
-            [f"{log.count('stacks of process')} stacks in the log"] * (log.count("stacks of process") < many)
+        wrong += (
+            _in_time(started.took, started)
+            + ["the log does not say who is stopped"] * (" is stopped" not in log)
+            + [f"{log.count('stacks of process')} stacks in the log"]
+            * (log.count("stacks of process") < many)
+        )
     return wrong
 
 
 EVERY, WITHIN = 10, 30
-"""Steps between comparisons, and the K of the promise: two comparisons in a row, and the one that was under way."""
+"""Steps between comparisons, and the K of the promise: two comparisons in a row, and the one that
+was under way."""
 
 
 def straggler(folder: Path, count: int, dice: random.Random) -> Outcome:
-    """15: one of 2 or 4 processes is stopped again and again for 20 of 21 ms, or its documents come slowly."""
-    found, source = outcome(folder), {"kind": "synthetic", "documents": 1000, "length": 60, "ragged": True, "vocab": 320}
+    """15: one of 2 or 4 processes is stopped again and again for 20 of 21 ms, or its documents come
+    slowly."""
+    found, source = (
+        outcome(folder),
+        {"kind": "synthetic", "documents": 1000, "length": 60, "ragged": True, "vocab": 320},
+    )
     for number in range(count):
         many, kind = (2, 4)[number // 2 % 2], ("stopped", "documents")[number % 2]
         who = dice.randrange(many)
-        config = across(folder, train={"steps": 100000, "batch_size": 8}, checkpoint={"every": 0}, faults={"check_every": EVERY},
-                        data={"seq_len": 64, "sources": [source]})
+        config = across(
+            folder,
+            train={"steps": 100000, "batch_size": 8},
+            checkpoint={"every": 0},
+            faults={"check_every": EVERY},
+            data={"seq_len": 64, "sources": [source]},
+        )
         slow = {"kind": "hang", "after": 400, "seconds": 0.4} if kind == "documents" else None
         with Started(config, f"run-{number}", count=many, fault=slow, at=who) as started:
             wrong, others = _named(started, who, slow is None)
@@ -149,28 +259,45 @@ def straggler(folder: Path, count: int, dice: random.Random) -> Outcome:
 
 
 def _named(started: Started, who: int, by_signals: bool) -> tuple[list[str], list[str]]:
-    """What was wrong with the naming of process `who`, which is slow after some steps, by signals or of itself; and what others were named, which
-    a machine with too much to do may slow down as well."""
+    """What was wrong with the naming of process `who`, which is slow after some steps, by signals
+    or of itself; and what others were named, which a machine with too much to do may slow down as
+    well."""
     if not started.reach(2 * EVERY):
         return [f"the run ended: {started.output()[-1500:]}"], []
     stop, begin = threading.Event(), last_step(started.folder)
-    slowing = threading.Thread(target=_slow, args=(started.processes[who].pid, stop)) if by_signals else threading.Thread(target=stop.wait)
+    slowing = (
+        threading.Thread(target=_slow, args=(started.processes[who].pid, stop))
+        if by_signals
+        else threading.Thread(target=stop.wait)
+    )
     slowing.start()
     try:
-        started.until(lambda: f"process {who} (" in told(started.folder) or last_step(started.folder) > begin + 5 * WITHIN)
+        started.until(
+            lambda: (
+                f"process {who} (" in told(started.folder)
+                or last_step(started.folder) > begin + 5 * WITHIN
+            )
+        )
     finally:
         stop.set()
         slowing.join()
     lines = re.findall(r"step (\d+): process (\d+) \(.*? is slow: (.*)", told(started.folder))
     right = [int(step) for step, process, _ in lines if int(process) == who]
-    others = [f"process {process} at step {step}: {text}" for step, process, text in lines if int(process) != who]
+    others = [
+        f"process {process} at step {step}: {text}"
+        for step, process, text in lines
+        if int(process) != who
+    ]
     if not right:
         return [f"never named in {last_step(started.folder) - begin} steps"], others
-    return [f"named at step {right[0]}, slow since {begin}"] * (by_signals and right[0] > begin + WITHIN), others
+    return [f"named at step {right[0]}, slow since {begin}"] * (
+        by_signals and right[0] > begin + WITHIN
+    ), others
 
 
 def _slow(pid: int, stop: threading.Event) -> None:
-    """Let a process run for a millisecond at a time. This thread goes before all others where it may, or it would come too late."""
+    """Let a process run for a millisecond at a time. This thread goes before all others where it
+    may, or it would come too late."""
     with contextlib.suppress(PermissionError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     while not stop.is_set():

@@ -1,4 +1,5 @@
-"""What all drills are made of: real `maxstack train` processes that are harmed, an uninterrupted run of the same config, and a comparison."""
+"""What all drills are made of: real `maxstack train` processes that are harmed, an uninterrupted
+run of the same config, and a comparison."""
 
 import contextlib
 import dataclasses
@@ -42,7 +43,8 @@ _loading = threading.Lock()
 
 @dataclasses.dataclass
 class Outcome:
-    """How often a fault was injected, and how often the promise was broken; kept in `folder` too, where others can follow it."""
+    """How often a fault was injected, and how often the promise was broken; kept in `folder` too,
+    where others can follow it."""
 
     folder: Path
     injected: int = 0
@@ -68,7 +70,12 @@ class Outcome:
 
     def write(self) -> None:
         """Bring the file up to date."""
-        found = {"injected": self.injected, "survived": self.survived, "lost": self.lost, "notes": self.notes}
+        found = {
+            "injected": self.injected,
+            "survived": self.survived,
+            "lost": self.lost,
+            "notes": self.notes,
+        }
         (self.folder / "outcome.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
@@ -81,28 +88,60 @@ def outcome(folder: Path) -> Outcome:
 
 
 def settings(folder: Path, **sections: Any) -> Path:
-    """The tiny run of tests/processes.py with an evaluation now and then; all drills beside each other share one cache of compiled programs."""
+    """The tiny run of tests/processes.py with an evaluation now and then; all drills beside each
+    other share one cache of compiled programs."""
     folder.mkdir(parents=True, exist_ok=True)
-    run = {"name": "run", "output_dir": str(folder), "tensorboard": False, "compilation_cache": processes.COMPILED or str(folder.parent / "cache")}
-    return processes.write_config(folder, run=run, **{"train": {"steps": STEPS, "batch_size": 8}, "eval": {"every": 20, "steps": 2}} | sections)
+    run = {
+        "name": "run",
+        "output_dir": str(folder),
+        "tensorboard": False,
+        "compilation_cache": processes.COMPILED or str(folder.parent / "cache"),
+    }
+    return processes.write_config(
+        folder,
+        run=run,
+        **{"train": {"steps": STEPS, "batch_size": 8}, "eval": {"every": 20, "steps": 2}}
+        | sections,
+    )
 
 
 def across(folder: Path, **sections: Any) -> Path:
     """The same for several processes, without an evaluation."""
-    more = {"train": {"steps": SEVERAL, "batch_size": 8}, "eval": {"every": 0}, "mesh": {"data": 1, "fsdp": -1}}
+    more = {
+        "train": {"steps": SEVERAL, "batch_size": 8},
+        "eval": {"every": 0},
+        "mesh": {"data": 1, "fsdp": -1},
+    }
     return settings(folder, **more | sections)
 
 
 class Started:
-    """The processes of one run, each the leader of a session of its own, with their output in files. What is left of them ends with the `with`."""
+    """The processes of one run, each the leader of a session of its own, with their output in
+    files. What is left of them ends with the `with`."""
 
-    def __init__(self, config: Path, name: str, *overrides: str, count: int = 1, fault: Fault | None = None, at: int | None = None,
-                 within: Sequence[str] = ()):
-        """`fault` is in process `at`, None: in all; `within`: a command that runs the process as its arguments, in the same process."""
-        self.folder, self.began, self._killed, self.took = config.parent / name, time.monotonic(), 0.0, 0.0
+    def __init__(
+        self,
+        config: Path,
+        name: str,
+        *overrides: str,
+        count: int = 1,
+        fault: Fault | None = None,
+        at: int | None = None,
+        within: Sequence[str] = (),
+    ):
+        """`fault` is in process `at`, None: in all; `within`: a command that runs the process as
+        its arguments, in the same process."""
+        self.folder, self.began, self._killed, self.took = (
+            config.parent / name,
+            time.monotonic(),
+            0.0,
+            0.0,
+        )
         self._before = _size(self.folder / "metrics.jsonl")
         (config.parent / "output").mkdir(exist_ok=True)
-        self.outputs = [config.parent / "output" / f"{name}-{time.time_ns()}-{i}.txt" for i in range(count)]
+        self.outputs = [
+            config.parent / "output" / f"{name}-{time.time_ns()}-{i}.txt" for i in range(count)
+        ]
         members = local.members(count)
         self.processes = []
         for i, path in enumerate(self.outputs):
@@ -133,7 +172,8 @@ class Started:
         return all(process.poll() is not None for process in self.processes)
 
     def reach(self, step: int) -> bool:
-        """Wait until a row of this step, or a later one, is written since the start; False where the processes end before."""
+        """Wait until a row of this step, or a later one, is written since the start; False where
+        the processes end before."""
         return self.until(lambda: last_step(self.folder, self._before) >= step)
 
     def until(self, condition: Callable[[], bool], seconds: float = LIMIT) -> bool:
@@ -151,7 +191,8 @@ class Started:
         self.processes[process].send_signal(number)
 
     def wait(self, seconds: float = LIMIT) -> list[int | None]:
-        """The exit codes, `took` seconds after the last signal or the start; None for a process that still ran after so many seconds."""
+        """The exit codes, `took` seconds after the last signal or the start; None for a process
+        that still ran after so many seconds."""
         deadline = time.monotonic() + seconds
         while not self.ended() and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -161,7 +202,8 @@ class Started:
         return codes
 
     def leftovers(self, seconds: float = 5.0) -> list[str]:
-        """Commands of what still runs so long after the processes ended: their workers, and watchdogs, which name the run's folder."""
+        """Commands of what still runs so long after the processes ended: their workers, and
+        watchdogs, which name the run's folder."""
         deadline, found = time.monotonic() + seconds, [""]
         while found and time.monotonic() < deadline:
             found = _left({process.pid for process in self.processes}, f"{self.folder}/")
@@ -174,8 +216,14 @@ def _start(command: Sequence[str], env: dict[str, str], output: Path) -> subproc
     if FORKS and command[0] == sys.executable:
         return Forked(command, env, output, cwd=ROOT)
     with output.open("w") as file:
-        return subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT,
-                                start_new_session=True)
+        return subprocess.Popen(
+            command,
+            env=env,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            start_new_session=True,
+        )
 
 
 def _left(leaders: set[int], name: str) -> list[str]:
@@ -183,14 +231,17 @@ def _left(leaders: set[int], name: str) -> list[str]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, _, _, session = stat.read_text().rpartition(")")[2].split()[:4]
-            command = (stat.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            command = (
+                (stat.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            )
             if state != "Z" and (int(session) in leaders or name in command):
                 found.append(command[:200])
     return found
 
 
 def last_step(folder: Path, start: int = 0) -> int:
-    """The step of the last row of metrics.jsonl, of those from byte `start` on; 0 where there is none."""
+    """The step of the last row of metrics.jsonl, of those from byte `start` on; 0 where there is
+    none."""
     path = folder / "metrics.jsonl"
     if not path.exists():
         return 0
@@ -205,57 +256,106 @@ def _size(path: Path) -> int:
 
 
 def newest(folder: Path, disk: Path | None = None, count: int = 1) -> int:
-    """The newest step that counts: in the run's own folder, or whole on the `disk`s of its processes. 0 where there is none."""
-    return max([*manifest.steps(folder / "checkpoints"), *(whole(disk / folder.name, count) if disk else [])], default=0)
+    """The newest step that counts: in the run's own folder, or whole on the `disk`s of its
+    processes. 0 where there is none."""
+    return max(
+        [
+            *manifest.steps(folder / "checkpoints"),
+            *(whole(disk / folder.name, count) if disk else []),
+        ],
+        default=0,
+    )
 
 
 def whole(disk: Path, count: int) -> list[int]:
     """The steps of which every process's shards are on some disk, as written or as a copy."""
     while True:
         try:
-            parts = {(path.parent.parent.name, path.parent.name) for path in disk.glob(f"host_*/*/of_*/{manifest.NAME}")}
+            parts = {
+                (path.parent.parent.name, path.parent.name)
+                for path in disk.glob(f"host_*/*/of_*/{manifest.NAME}")
+            }
         except FileNotFoundError:  # a step was removed meanwhile
             continue
-        return [step for step in {int(step) for step, _ in parts} if {(f"{step}", f"of_{i}") for i in range(count)} <= parts]
+        return [
+            step
+            for step in {int(step) for step, _ in parts}
+            if {(f"{step}", f"of_{i}") for i in range(count)} <= parts
+        ]
 
 
 def baseline(config: Path, *overrides: str, count: int = 1) -> Path:
-    """The folder of an uninterrupted run that saves its last step alone, made once for all drills beside each other."""
+    """The folder of an uninterrupted run that saves its last step alone, made once for all drills
+    beside each other."""
     sections = yaml.safe_load(config.read_text())
-    wanted = {name: section for name, section in sections.items() if name not in ("run", "checkpoint", "faults")}
-    key = hashlib.blake2b(json.dumps([wanted, overrides, count]).encode(), digest_size=6).hexdigest()
+    wanted = {
+        name: section
+        for name, section in sections.items()
+        if name not in ("run", "checkpoint", "faults")
+    }
+    key = hashlib.blake2b(
+        json.dumps([wanted, overrides, count]).encode(), digest_size=6
+    ).hexdigest()
     folder = config.parent.parent / "baselines" / key
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "done").exists():
             copied = folder / "config.yml"
-            copied.write_text(yaml.safe_dump(wanted | {"run": sections["run"] | {"output_dir": str(folder)}, "checkpoint": {"every": 1000}}))
+            copied.write_text(
+                yaml.safe_dump(
+                    wanted
+                    | {
+                        "run": sections["run"] | {"output_dir": str(folder)},
+                        "checkpoint": {"every": 1000},
+                    }
+                )
+            )
             complete(copied, "baseline", *overrides, count=count)
             (folder / "done").touch()
     return folder / "baseline"
 
 
-def complete(config: Path, name: str, *overrides: str, count: int = 1, code: int = 0, fault: Fault | None = None) -> str:
+def complete(
+    config: Path,
+    name: str,
+    *overrides: str,
+    count: int = 1,
+    code: int = 0,
+    fault: Fault | None = None,
+) -> str:
     """Run to the end -> what process 0 printed. AssertionError unless all leave with `code`."""
     with Started(config, name, *overrides, count=count, fault=fault) as started:
         codes = started.wait()
-        assert codes == [code] * count, f"exit {codes}\n" + "\n".join(started.output(i)[-3000:] for i in range(count))
+        assert codes == [code] * count, f"exit {codes}\n" + "\n".join(
+            started.output(i)[-3000:] for i in range(count)
+        )
         return started.output()
 
 
 Harm = Callable[[Started], "list[str] | None"]
-"""Waits for its moment, does it, and waits until all is over -> what was wrong; None where the run ended before."""
+"""Waits for its moment, does it, and waits until all is over -> what was wrong; None where the run
+ended before."""
 GLOO = "Gloo context initialization failed"
-"""Processes that did not find each other at their first step, on a machine with too much to do: jax's own limit of 30 s."""
+"""Processes that did not find each other at their first step, on a machine with too much to do:
+jax's own limit of 30 s."""
 
 
-def chain(found: Outcome, config: Path, count: int, plan: Callable[[int], tuple[Fault | None, Harm]], *, processes: int = 1, prefix: str = "run",
-          disk: Path | None = None) -> None:
-    """Start a run again and again, harm it each time, and run it to its end after `count` faults; one that has ended is followed by another.
+def chain(
+    found: Outcome,
+    config: Path,
+    count: int,
+    plan: Callable[[int], tuple[Fault | None, Harm]],
+    *,
+    processes: int = 1,
+    prefix: str = "run",
+    disk: Path | None = None,
+) -> None:
+    """Start a run again and again, harm it each time, and run it to its end after `count` faults;
+    one that has ended is followed by another.
 
-    plan(step that it goes on from) -> (a fault for the processes, what to do to them). Every loss that was ever written is held against the
-    baseline's, and each run's last state.
+    plan(step that it goes on from) -> (a fault for the processes, what to do to them). Every loss
+    that was ever written is held against the baseline's, and each run's last state.
     """
     base, number, injected, failed = baseline(config, count=processes), 0, 0, 0
     while True:
@@ -271,12 +371,18 @@ def chain(found: Outcome, config: Path, count: int, plan: Callable[[int], tuple[
             found.notes.append(f"{folder.name}: started once more: {GLOO}")
             continue
         if later and later[0]["step"] != begin + 1:
-            wrong = [*(wrong or []), f"{folder.name}: went on after step {later[0]['step'] - 1}, and {begin} was the newest"]
+            wrong = [
+                *(wrong or []),
+                f"{folder.name}: went on after step {later[0]['step'] - 1}, and {begin} "
+                "was the newest",
+            ]
         if harm and wrong is not None:
             injected += 1
             found.add([*wrong, *divergent(folder, base)])
             continue
-        failed_to_end = [] if codes == [0] * processes else [f"{folder.name}: exit {codes}: {output[-1500:]}"]
+        failed_to_end = (
+            [] if codes == [0] * processes else [f"{folder.name}: exit {codes}: {output[-1500:]}"]
+        )
         found.wrong([*failed_to_end, *unlike(folder, base), *(wrong or [])])
         if injected >= count or codes != [0] * processes:
             return
@@ -285,7 +391,8 @@ def chain(found: Outcome, config: Path, count: int, plan: Callable[[int], tuple[
 
 
 def divergent(folder: Path, base: Path, last: bool = False) -> list[str]:
-    """Every row of losses or evaluations, those that were done again too, that is not bit for bit the baseline's; or the last row of each step."""
+    """Every row of losses or evaluations, those that were done again too, that is not bit for bit
+    the baseline's; or the last row of each step."""
     wrong = []
     for key in ("loss", "eval_loss"):
         wanted = processes.numbers(base, key)
@@ -296,12 +403,16 @@ def divergent(folder: Path, base: Path, last: bool = False) -> list[str]:
         for row in written:
             mine = {k: v for k, v in row.items() if k not in TIMED}
             if mine != wanted.get(row["step"]):
-                wrong.append(f"{folder.name}: step {row['step']}: {mine}, and the baseline has {wanted.get(row['step'])}")
+                wrong.append(
+                    f"{folder.name}: step {row['step']}: {mine}, and the baseline has "
+                    f"{wanted.get(row['step'])}"
+                )
     return wrong
 
 
 def unlike(folder: Path, base: Path, last: bool = False) -> list[str]:
-    """What is different in a run that has ended: a row (of several of a step, only the `last`), a missing step, an array of its last state."""
+    """What is different in a run that has ended: a row (of several of a step, only the `last`), a
+    missing step, an array of its last state."""
     if wrong := divergent(folder, base, last):
         return wrong
     for key in ("loss", "eval_loss"):
@@ -309,11 +420,18 @@ def unlike(folder: Path, base: Path, last: bool = False) -> list[str]:
             wrong.append(f"{folder.name}: no {key} of steps {sorted(missing)}")
     step = newest(base)
     if newest(folder) != step:
-        return [*wrong, f"{folder.name}: its last checkpoint is of step {newest(folder)}, not {step}"]
+        return [
+            *wrong,
+            f"{folder.name}: its last checkpoint is of step {newest(folder)}, not {step}",
+        ]
     ours, theirs = state(folder, step), state(base, step)
     if ours.keys() != theirs.keys():
         wrong.append(f"{folder.name}: other arrays in its state")
-    return wrong + [f"{folder.name}: {name} of the last state is another" for name in ours if not np.array_equal(ours[name], theirs.get(name))]
+    return wrong + [
+        f"{folder.name}: {name} of the last state is another"
+        for name in ours
+        if not np.array_equal(ours[name], theirs.get(name))
+    ]
 
 
 def state(folder: Path, step: int) -> dict[str, np.ndarray]:
@@ -321,11 +439,19 @@ def state(folder: Path, step: int) -> dict[str, np.ndarray]:
     import jax
     from orbax.checkpoint import v1 as ocp
 
-    here, path = jax.sharding.SingleDeviceSharding(jax.devices()[0]), folder / "checkpoints" / f"{step}"
+    here, path = (
+        jax.sharding.SingleDeviceSharding(jax.devices()[0]),
+        folder / "checkpoints" / f"{step}",
+    )
     with _loading:
         found = ocp.checkpointables_metadata(path).metadata
-        wanted = {part: {key: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here) for key, leaf in found[part].items()}
-                  for part in ("state", "data")}
+        wanted = {
+            part: {
+                key: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
+                for key, leaf in found[part].items()
+            }
+            for part in ("state", "data")
+        }
         loaded = ocp.load_checkpointables(path, wanted)
     return {key: np.asarray(value) for part in wanted for key, value in loaded[part].items()}
 
@@ -348,4 +474,4 @@ def sizes(counts: Sequence[int] = (2, 4, 8)) -> Iterator[int]:
     """Numbers of processes in turn, the small ones more often."""
     while True:
         for i in range(len(counts)):
-            yield from counts[:i + 1]
+            yield from counts[: i + 1]

@@ -6,21 +6,51 @@ import json
 import random
 from pathlib import Path
 
-from drills.runs import Outcome, Started, across, baseline, complete, outcome, settings, told, unlike
+from drills.runs import (
+    Outcome,
+    Started,
+    across,
+    baseline,
+    complete,
+    outcome,
+    settings,
+    told,
+    unlike,
+)
 
 KINDS = ("jsonl", "gzip", "array_record")
 TEXTS = 40
 
 
 def corrupt(folder: Path, count: int, dice: random.Random) -> Outcome:
-    """8: one record of a shard, of three kinds of file; the baseline has an empty document in its place, which is passed over too."""
+    """8: one record of a shard, of three kinds of file; the baseline has an empty document in its
+    place, which is passed over too."""
     found, kinds = outcome(folder), itertools.cycle(dice.sample(KINDS, len(KINDS)))
     for number in range(count):
-        kind, bad, workers, top = next(kinds), dice.randrange(TEXTS), number % 3, folder / f"{number}"
-        texts = [f"document {i} " + "".join(dice.choices("abcdefgh ", k=dice.randrange(60, 200))) for i in range(TEXTS)]
+        kind, bad, workers, top = (
+            next(kinds),
+            dice.randrange(TEXTS),
+            number % 3,
+            folder / f"{number}",
+        )
+        texts = [
+            f"document {i} " + "".join(dice.choices("abcdefgh ", k=dice.randrange(60, 200)))
+            for i in range(TEXTS)
+        ]
         source, name = _written(top / "data", kind, texts, bad, empty=True)
-        config = settings(top, eval={"every": 0}, train={"steps": 24, "batch_size": 8}, data={
-            "sources": [source, {"kind": "synthetic", "documents": 100, "length": 80, "vocab": 320}], "workers": workers, "quarantine": 1})
+        config = settings(
+            top,
+            eval={"every": 0},
+            train={"steps": 24, "batch_size": 8},
+            data={
+                "sources": [
+                    source,
+                    {"kind": "synthetic", "documents": 100, "length": 80, "vocab": 320},
+                ],
+                "workers": workers,
+                "quarantine": 1,
+            },
+        )
         complete(config, "without", "data.quarantine=0")
         _written(top / "data", kind, texts, bad, empty=False)
         complete(config, "passed-over")
@@ -29,13 +59,16 @@ def corrupt(folder: Path, count: int, dice: random.Random) -> Outcome:
         wrong += [f"the log says {line}"] * (len(line) != 1 or name not in line[0])
         with Started(config, "fails", "data.quarantine=0") as started:
             codes, output = started.wait(), started.output()
-        wrong += [f"exit {codes}: {output[-800:]}"] * (codes != [2] or name not in output or "Traceback" in output)
+        wrong += [f"exit {codes}: {output[-800:]}"] * (
+            codes != [2] or name not in output or "Traceback" in output
+        )
         found.add([f"record {bad} of {kind}, {workers} workers: {text}" for text in wrong])
     return found
 
 
 def _written(folder: Path, kind: str, texts: list[str], bad: int, empty: bool) -> tuple[dict, str]:
-    """A source of these documents, one of which is empty or cannot be read -> its section, and what a message about that one says."""
+    """A source of these documents, one of which is empty or cannot be read -> its section, and what
+    a message about that one says."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = ["" if i == bad and empty else text for i, text in enumerate(texts)]
     if kind == "jsonl":
@@ -46,7 +79,9 @@ def _written(folder: Path, kind: str, texts: list[str], bad: int, empty: bool) -
     if kind == "gzip":
         for i, text in enumerate(texts):
             data = gzip.compress(text.encode())
-            (folder / f"{i:02}.txt.gz").write_bytes(data if empty or i != bad else data[:20] + bytes([data[20] ^ 16]) + data[21:])
+            (folder / f"{i:02}.txt.gz").write_bytes(
+                data if empty or i != bad else data[:20] + bytes([data[20] ^ 16]) + data[21:]
+            )
         return {"kind": "text", "files": [str(folder / "*.txt.gz")]}, f"{bad:02}.txt.gz"
     from array_record.python.array_record_module import ArrayRecordWriter
 
@@ -58,13 +93,18 @@ def _written(folder: Path, kind: str, texts: list[str], bad: int, empty: bool) -
     data = path.read_bytes()
     if not empty:
         at = data.index(texts[bad].encode()) + 20
-        path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1:])
-    return {"kind": "array_record", "files": [str(path)], "content": "text"}, f"a.array_record: record {bad}"
+        path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+    return {
+        "kind": "array_record",
+        "files": [str(path)],
+        "content": "text",
+    }, f"a.array_record: record {bad}"
 
 
 def flipped(folder: Path, count: int, dice: random.Random) -> Outcome:
-    """14: any bit of any gradient, where one of four replicas computes its update: once, or each time that this batch is computed. A flip that leaves
-    no trace in the state, as in a gradient of zero, is no fault."""
+    """14: any bit of any gradient, where one of four replicas computes its update: once, or each
+    time that this batch is computed. A flip that leaves no trace in the state, as in a gradient of
+    zero, is no fault."""
     found, turn = outcome(folder), 0
     config = across(folder, mesh={"data": 4}, checkpoint={"every": 4}, faults={"check_every": 3})
     while found.injected < count:
@@ -72,19 +112,40 @@ def flipped(folder: Path, count: int, dice: random.Random) -> Outcome:
         name, often, who = f"run-{turn}", ("once", "always")[number % 2], dice.randrange(4)
         many = (1, 4)[number // 2 % 2] if count > 2 else 1
         shape = [] if many == 4 else ["run.virtual_devices=4"]
-        fault = {"kind": "flip", "step": dice.randrange(2, 22), "replica": who, "often": often, "leaf": dice.randrange(20),
-                 "element": dice.randrange(1 << 20), "bit": dice.randrange(8, 31)}
+        fault = {
+            "kind": "flip",
+            "step": dice.randrange(2, 22),
+            "replica": who,
+            "often": often,
+            "leaf": dice.randrange(20),
+            "element": dice.randrange(1 << 20),
+            "bit": dice.randrange(8, 31),
+        }
         with Started(config, name, *shape, count=many, fault=fault) as started:
             codes, output = started.wait(), started.output()
         base = baseline(config, *shape, count=many)
-        if "SILENT" not in output and codes == [0] * many and not unlike(config.parent / name, base):
+        if (
+            "SILENT" not in output
+            and codes == [0] * many
+            and not unlike(config.parent / name, base)
+        ):
             assert turn < 3 * count + 5, "hardly any flip leaves a trace"
             continue
-        guilty = rf"device {who if many == 1 else 2048 * who} (cpu) of process {0 if many == 1 else who}"
-        words = ["SILENT DATA CORRUPTION", guilty, "a passing one" if often == "once" else "the fault stays"]
+        guilty = (
+            rf"device {who if many == 1 else 2048 * who} (cpu) of process {0 if many == 1 else who}"
+        )
+        words = [
+            "SILENT DATA CORRUPTION",
+            guilty,
+            "a passing one" if often == "once" else "the fault stays",
+        ]
         wrong = [f"the log does not say {word}" for word in words if word not in output]
-        wrong += [f"exit {codes}: {output[-1500:]}"] * (codes != [0 if often == "once" else 1] * many or "Traceback" in output)
+        wrong += [f"exit {codes}: {output[-1500:]}"] * (
+            codes != [0 if often == "once" else 1] * many or "Traceback" in output
+        )
         if often == "always" and not wrong:
             complete(config, name, *shape, count=many)
-        found.add([f"{fault}: {text}" for text in wrong or unlike(config.parent / name, base, last=True)])
+        found.add(
+            [f"{fault}: {text}" for text in wrong or unlike(config.parent / name, base, last=True)]
+        )
     return found

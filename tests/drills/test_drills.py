@@ -1,5 +1,5 @@
-"""Every kind of every drill once, from fixed seeds; `make drills` draws others, many times. What they
-promise stands in the README, word for word."""
+"""Every kind of every drill once, from fixed seeds; `make drills` draws others, many times. What
+they promise stands in the README, word for word."""
 
 import random
 from pathlib import Path
@@ -14,15 +14,21 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="session")
 def beside(tmp_path_factory):
-    """One folder for all drills, of all of pytest's processes, so that they share what is made once."""
+    """One folder for all drills, of all of pytest's processes, so that they share what is made
+    once."""
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if own.name.startswith("popen") else own) / "drills"
     folder.mkdir(exist_ok=True)
     return folder
 
 
-@pytest.mark.parametrize("number", [
-    pytest.param(number, marks=[] if drill.short else pytest.mark.slow) for number, drill in DRILLS.items()])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(number, marks=[] if drill.short else pytest.mark.slow)
+        for number, drill in DRILLS.items()
+    ],
+)
 def test_drill(number, beside, request):
     drill = DRILLS[number]
     if number == 4 and not disks.can_mount():
@@ -35,4 +41,6 @@ def test_drill(number, beside, request):
 def test_every_promise_is_drilled_and_stands_in_the_readme():
     assert {promise.number for promise in PROMISES} == DRILLS.keys()
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert [promise for promise in PROMISES if f"| {promise.fault} | {promise.promise} |" not in readme] == []
+    assert [
+        promise for promise in PROMISES if f"| {promise.fault} | {promise.promise} |" not in readme
+    ] == []

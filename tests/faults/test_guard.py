@@ -14,14 +14,22 @@ from maxstack.faults.config import FaultsConfig
 MARKS = {"loss": 311, "gradient of one leaf": 312, "norm too large": 313, "spike": 314}
 ONE_LAYER = tiny.model(layers=1, pattern=["local"])
 FSDP_TENSOR = {"data": 2, "fsdp": 2, "tensor": 2}
-ADAMW = {"learning_rate": 1e-2, "ema": {"decay": 0.9}, "chain": [{"kind": "clip_by_global_norm", "max_norm": 1.0}, {"kind": "adamw"}]}
+ADAMW = {
+    "learning_rate": 1e-2,
+    "ema": {"decay": 0.9},
+    "chain": [{"kind": "clip_by_global_norm", "max_norm": 1.0}, {"kind": "adamw"}],
+}
 honest = run.next_token
 
 
 def poisoned(model, batch, z_loss):
     """The loss, spoiled as the first token of the batch says."""
     loss, mark = honest(model, batch, z_loss), batch["tokens"][0, 0]
-    scale = jnp.select([mark == MARKS["loss"], mark == MARKS["norm too large"], mark == MARKS["spike"]], [jnp.nan, 1e30, 20.0], 1.0)
+    scale = jnp.select(
+        [mark == MARKS["loss"], mark == MARKS["norm too large"], mark == MARKS["spike"]],
+        [jnp.nan, 1e30, 20.0],
+        1.0,
+    )
     here = mark == MARKS["gradient of one leaf"]
     root = jnp.sqrt(jnp.where(here, 0.0 * model.norm.scale.get_value().sum(), 1.0))
     return loss._replace(total=loss.total * scale + jnp.where(here, root, 0.0))
@@ -29,14 +37,17 @@ def poisoned(model, batch, z_loss):
 
 @pytest.fixture(scope="module")
 def make():
-    """Assembles runs with the loss that can be spoiled; it is looked up when the step is traced, so for the whole module."""
+    """Assembles runs with the loss that can be spoiled; it is looked up when the step is traced, so
+    for the whole module."""
     patch, runs = pytest.MonkeyPatch(), {}
     patch.setattr(run, "next_token", poisoned)
 
     def made(devices=1, **sections):
         cfg = tiny.config(**{"model": ONE_LAYER, "optimizer": ADAMW} | sections)
         key = cfg.model_dump_json(), devices
-        runs[key] = runs.get(key) or run.assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()[:devices]))
+        runs[key] = runs.get(key) or run.assemble(
+            cfg, sharding.make_mesh(cfg.mesh, jax.devices()[:devices])
+        )
         return runs[key]
 
     yield made
@@ -61,24 +72,48 @@ def assert_same(ours, theirs):
 
 @pytest.mark.parametrize("fault", ["loss", "gradient of one leaf", "norm too large"])
 @pytest.mark.parametrize("good", [0, 3], ids=["in the first step", "later"])
-@pytest.mark.parametrize(("devices", "sections"), [(1, {}), (1, {"train": {"batch_size": 8, "steps": 20, "accumulate": 2}}), (
-    8, {"mesh": FSDP_TENSOR})], ids=["one device", "accumulated", "fsdp and tensor"])
-def test_a_poisoned_batch_is_refused_and_leaves_all_as_if_it_had_been_passed_over(make, fault, good, devices, sections):
+@pytest.mark.parametrize(
+    ("devices", "sections"),
+    [
+        (1, {}),
+        (1, {"train": {"batch_size": 8, "steps": 20, "accumulate": 2}}),
+        (8, {"mesh": FSDP_TENSOR}),
+    ],
+    ids=["one device", "accumulated", "fsdp and tensor"],
+)
+def test_a_poisoned_batch_is_refused_and_leaves_all_as_if_it_had_been_passed_over(
+    make, fault, good, devices, sections
+):
     ours = make(devices, **sections)
     state = ours.init()
     for seed in range(good):
         state, _ = ours.step(state, placed(ours, seed))
     before = jax.device_get(state)
     state, scalars = ours.step(state, placed(ours, 99, MARKS[fault]))
-    assert scalars["skipped"] == guard.NOT_FINITE and scalars["refused"] == 1 and not np.isfinite(scalars["grad_norm"])
+    assert (
+        scalars["skipped"] == guard.NOT_FINITE
+        and scalars["refused"] == 1
+        and not np.isfinite(scalars["grad_norm"])
+    )
     assert np.isfinite(scalars["loss"])
     assert_same((state.params, state.opt), (before.params, before.opt))
     assert_same(state.guard, before.guard._replace(refused=1, refused_in_all=1))
     assert state.step == good + 1
-    passed = ours.passed(jax.device_put(before, jax.tree.map(lambda leaf: leaf.sharding, ours.abstract)))
-    (after, row), (expected, wanted) = (ours.step(begin, placed(ours, 100)) for begin in (state, passed))
-    assert row["skipped"] == guard.ACCEPTED and row["refused"] == 0 and all(np.isfinite(leaf).all() for leaf in numbers(after))
-    assert_same((after.step, after.params, after.opt, row), (expected.step, expected.params, expected.opt, wanted))
+    passed = ours.passed(
+        jax.device_put(before, jax.tree.map(lambda leaf: leaf.sharding, ours.abstract))
+    )
+    (after, row), (expected, wanted) = (
+        ours.step(begin, placed(ours, 100)) for begin in (state, passed)
+    )
+    assert (
+        row["skipped"] == guard.ACCEPTED
+        and row["refused"] == 0
+        and all(np.isfinite(leaf).all() for leaf in numbers(after))
+    )
+    assert_same(
+        (after.step, after.params, after.opt, row),
+        (expected.step, expected.params, expected.opt, wanted),
+    )
 
 
 def test_a_spike_is_refused_and_ordinary_noise_is_not(make):
@@ -91,7 +126,10 @@ def test_a_spike_is_refused_and_ordinary_noise_is_not(make):
     before = jax.device_get(state)
     state, scalars = ours.step(state, placed(ours, 0, MARKS["spike"]))
     assert scalars["skipped"] == guard.SPIKE
-    assert_same((state.params, state.opt, state.guard), (before.params, before.opt, before.guard._replace(refused=1, refused_in_all=1)))
+    assert_same(
+        (state.params, state.opt, state.guard),
+        (before.params, before.opt, before.guard._replace(refused=1, refused_in_all=1)),
+    )
     _, scalars = ours.step(state, placed(ours, 61))
     assert scalars["skipped"] == guard.ACCEPTED
 
@@ -100,20 +138,43 @@ def judged(cfg, values):
     """Kinds, and the guard after the last, of (loss, norm) or (loss, norm, weight)."""
     state, kinds, judge = guard.fresh(), [], jax.jit(lambda *inputs: guard.judge(cfg, *inputs))
     for loss, norm, *weight in values:
-        kind, state = judge(state, jnp.float32(loss), jnp.float32(norm), jnp.float32(weight[0] if weight else 1.0))
+        kind, state = judge(
+            state, jnp.float32(loss), jnp.float32(norm), jnp.float32(weight[0] if weight else 1.0)
+        )
         kinds.append(int(kind))
     return kinds, state
 
 
 def test_statistics_are_of_accepted_values_alone():
-    losses, cfg = np.random.default_rng(0).normal(3.0, 0.1, 40), FaultsConfig.model_validate({"spike": {"warm_up": 10}})
+    losses, cfg = (
+        np.random.default_rng(0).normal(3.0, 0.1, 40),
+        FaultsConfig.model_validate({"spike": {"warm_up": 10}}),
+    )
     values = [(loss, loss**2) for loss in losses]
-    kinds, state = judged(cfg, [(np.nan, 1.0), *values[:20], (np.inf, np.nan), (1.0, np.inf), (9.0, 9.0), (0.0, 0.0, 0.0), *values[20:], (2.0, 90.0)])
+    kinds, state = judged(
+        cfg,
+        [
+            (np.nan, 1.0),
+            *values[:20],
+            (np.inf, np.nan),
+            (1.0, np.inf),
+            (9.0, 9.0),
+            (0.0, 0.0, 0.0),
+            *values[20:],
+            (2.0, 90.0),
+        ],
+    )
     assert [i for i, kind in enumerate(kinds) if kind] == [0, 21, 22, 23, 45]
     assert [kinds[i] for i in (0, 21, 22, 23, 45)] == [guard.NOT_FINITE] * 3 + [guard.SPIKE] * 2
-    assert (state.loss_mean, state.loss_variance) == (pytest.approx(losses.mean(), rel=1e-5), pytest.approx(losses.var(), rel=1e-4))
+    assert (state.loss_mean, state.loss_variance) == (
+        pytest.approx(losses.mean(), rel=1e-5),
+        pytest.approx(losses.var(), rel=1e-4),
+    )
     heights = np.log(losses**2)
-    assert (state.norm_mean, state.norm_variance) == (pytest.approx(heights.mean(), rel=1e-5), pytest.approx(heights.var(), rel=1e-4))
+    assert (state.norm_mean, state.norm_variance) == (
+        pytest.approx(heights.mean(), rel=1e-5),
+        pytest.approx(heights.var(), rel=1e-4),
+    )
     assert (state.updates, state.measured, state.refused, state.refused_in_all) == (41, 40, 1, 5)
 
 
@@ -125,26 +186,51 @@ def test_nothing_is_a_spike_before_the_warm_up_is_over():
 
 
 CHAINS = {
-    "muon": {"chain": [{"kind": "muon"}]}, "plain": {"chain": [{"kind": "sgd", "momentum": 0.9}]}, "average": {"ema": {"decay": 0.9}},
-    "noise": {"chain": [{"kind": "add_noise", "eta": 0.1, "gamma": 0.5, "key": 0}, {"kind": "sgd"}]},
-    "several steps": {"chain": [{"kind": "MultiSteps", "every_k_schedule": 2, "opt": {"kind": "adamw"}}]},
+    "muon": {"chain": [{"kind": "muon"}]},
+    "plain": {"chain": [{"kind": "sgd", "momentum": 0.9}]},
+    "average": {"ema": {"decay": 0.9}},
+    "noise": {
+        "chain": [{"kind": "add_noise", "eta": 0.1, "gamma": 0.5, "key": 0}, {"kind": "sgd"}]
+    },
+    "several steps": {
+        "chain": [{"kind": "MultiSteps", "every_k_schedule": 2, "opt": {"kind": "adamw"}}]
+    },
     "schedule-free": {"schedule": None, "chain": [{"kind": "schedule_free_adamw"}]},
-    "lookahead": {"chain": [{"kind": "lookahead", "fast_optimizer": {"kind": "sgd"}, "sync_period": 2, "slow_step_size": 0.5}]}}
+    "lookahead": {
+        "chain": [
+            {
+                "kind": "lookahead",
+                "fast_optimizer": {"kind": "sgd"},
+                "sync_period": 2,
+                "slow_step_size": 0.5,
+            }
+        ]
+    },
+}
 
 
 @pytest.mark.parametrize("chain", CHAINS)
 def test_any_optimizer_is_updated_as_by_itself_or_not_at_all(chain):
     params = {"a": jnp.linspace(-1.0, 1.0, 32).reshape(4, 8), "b": jnp.ones(8)}
-    info = {name: optim.ParamInfo(x.shape, x.dtype, ("embed", "mlp")[-x.ndim:], False) for name, x in params.items()}
-    tx = optax.with_extra_args_support(optim.build(optim.OptimizerConfig(**{"learning_rate": 0.1} | CHAINS[chain]), 20, info))
+    info = {
+        name: optim.ParamInfo(x.shape, x.dtype, ("embed", "mlp")[-x.ndim :], False)
+        for name, x in params.items()
+    }
+    tx = optax.with_extra_args_support(
+        optim.build(optim.OptimizerConfig(**{"learning_rate": 0.1} | CHAINS[chain]), 20, info)
+    )
     extra = {"value": jnp.float32(1.0), "grad": params}
     plain = jax.jit(lambda state: tx.update(params, state, params, **extra))
-    guarded = jax.jit(lambda accepted, state: guard.update(accepted, tx.update, params, state, params, **extra))
+    guarded = jax.jit(
+        lambda accepted, state: guard.update(accepted, tx.update, params, state, params, **extra)
+    )
     state = tx.init(params)
     for _ in range(3):
         wanted, found = plain(state), guarded(jnp.array(True), state)
         refused = guarded(jnp.array(False), state)[1]
-        assert jax.tree.structure(refused) == jax.tree.structure(state) == jax.tree.structure(found[1])
+        assert (
+            jax.tree.structure(refused) == jax.tree.structure(state) == jax.tree.structure(found[1])
+        )
         for a, b, c, d in zip(*map(_values, (wanted[1], found[1], refused, state)), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-6)
             np.testing.assert_array_equal(c, d)
@@ -154,7 +240,10 @@ def test_any_optimizer_is_updated_as_by_itself_or_not_at_all(chain):
 
 
 def _values(tree):
-    keys = [jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf for leaf in jax.tree.leaves(tree)]
+    keys = [
+        jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+        for leaf in jax.tree.leaves(tree)
+    ]
     return numbers(keys)
 
 
@@ -163,7 +252,10 @@ def test_state_that_an_optimizer_hands_on_repeats_or_makes_constant_is_kept_too(
         moved = grads + state["a"]
         return params, {"a": moved, "b": moved, "c": state["a"], "d": jnp.zeros(()), "e": grads}
 
-    grads, old = jnp.ones(3), {name: jnp.full(() if name == "d" else 3, float(i + 5)) for i, name in enumerate("abcde")}
+    grads, old = (
+        jnp.ones(3),
+        {name: jnp.full(() if name == "d" else 3, float(i + 5)) for i, name in enumerate("abcde")},
+    )
     step = jax.jit(lambda accepted: guard.update(accepted, odd, grads, old, grads)[1])
     assert_same(step(jnp.array(False)), old)
     assert_same(step(jnp.array(True)), odd(grads, old, grads)[1])
@@ -175,9 +267,23 @@ def test_the_choice_takes_no_memory_beside_the_state():
     def step(chosen, grads, state, params):
         norm = optax.tree.norm(grads)
         accepted = jnp.isfinite(norm)
-        updates, state = guard.update(accepted, tx.update, grads, state, params) if chosen else tx.update(grads, state, params)
-        return norm, state, guard.chosen(accepted, params + updates, params) if chosen else params + updates
+        updates, state = (
+            guard.update(accepted, tx.update, grads, state, params)
+            if chosen
+            else tx.update(grads, state, params)
+        )
+        return (
+            norm,
+            state,
+            guard.chosen(accepted, params + updates, params) if chosen else params + updates,
+        )
 
-    sizes = [jax.jit(step, static_argnums=0, donate_argnums=(2, 3)).lower(chosen, params, jax.eval_shape(tx.init, params), params).compile()
-             .memory_analysis().temp_size_in_bytes for chosen in (False, True)]
+    sizes = [
+        jax.jit(step, static_argnums=0, donate_argnums=(2, 3))
+        .lower(chosen, params, jax.eval_shape(tx.init, params), params)
+        .compile()
+        .memory_analysis()
+        .temp_size_in_bytes
+        for chosen in (False, True)
+    ]
     assert sizes[1] < sizes[0] + params.size, sizes

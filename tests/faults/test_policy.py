@@ -21,14 +21,28 @@ def read(policy, kinds, begin=1, refused=0, loss=NAN, norm=NAN):
     found = []
     for step, kind in enumerate(kinds, begin):
         refused = 0 if kind == ACCEPTED else refused + 1
-        found.append(policy.read({"step": step, "skipped": float(kind), "refused": float(refused), "loss": loss, "grad_norm": norm}))
+        found.append(
+            policy.read(
+                {
+                    "step": step,
+                    "skipped": float(kind),
+                    "refused": float(refused),
+                    "loss": loss,
+                    "grad_norm": norm,
+                }
+            )
+        )
     return found
 
 
 def test_as_many_refused_updates_in_a_row_as_are_allowed_end_nothing_and_one_more_does():
     policy = Policy(faults(max_skips=3))
     assert read(policy, [0, 1, 1, 1, 0, 1, 2, 1, 0]) == [None] * 9
-    with pytest.raises(ConfigError, match=r"step 14: gradient norm nan is not finite; 4 updates in a row .*max_skips=3; lower optimizer"):
+    with pytest.raises(
+        ConfigError,
+        match=r"step 14: gradient norm nan is not finite; 4 updates in a row .*max_skips=3; "
+        r"lower optimizer",
+    ):
         read(policy, [NOT_FINITE] * 5, begin=11, loss=2.5)
 
 
@@ -58,7 +72,10 @@ def test_a_further_rewind_keeps_what_earlier_ones_pass_over():
 def test_more_rewinds_than_allowed_end_the_run():
     policy = Policy(faults(rewind_after=2, max_rewinds=1))
     read(policy, [2, 2, 0])
-    with pytest.raises(ConfigError, match=r"step 9: 2 spikes .* 1 rewinds in this run before, and faults.spike.max_rewinds=1"):
+    with pytest.raises(
+        ConfigError,
+        match=r"step 9: 2 spikes .* 1 rewinds in this run before, and faults.spike.max_rewinds=1",
+    ):
         read(policy, [2, 2], begin=8)
 
 
@@ -76,5 +93,7 @@ def test_from_a_checkpoint_in_the_middle_of_a_row_of_spikes_it_decides_as_if_it_
 
 
 def test_a_rewind_that_the_bound_on_refused_updates_forestalls_is_a_mistake():
-    with pytest.raises(pydantic.ValidationError, match=r"11 spikes in a row are never reached.*use 10 or less"):
+    with pytest.raises(
+        pydantic.ValidationError, match=r"11 spikes in a row are never reached.*use 10 or less"
+    ):
         faults(rewind_after=11)

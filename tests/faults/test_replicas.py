@@ -1,4 +1,5 @@
-"""Copies that differ: found, whosever and whichever bit, and told apart by computing the steps again."""
+"""Copies that differ: found, whosever and whichever bit, and told apart by computing the steps
+again."""
 
 import jax
 import jax.numpy as jnp
@@ -21,24 +22,41 @@ HONEST = optim.build
 
 
 def made(mesh, seed=0):
-    """A state of every dtype, in several splits, one leaf long enough for the loop over chunks; and its Replicas."""
-    rng, mesh = np.random.default_rng(seed), sharding.make_mesh(MeshConfig.model_validate(mesh), jax.devices())
+    """A state of every dtype, in several splits, one leaf long enough for the loop over chunks; and
+    its Replicas."""
+    rng, mesh = (
+        np.random.default_rng(seed),
+        sharding.make_mesh(MeshConfig.model_validate(mesh), jax.devices()),
+    )
 
     def put(shape, dtype, *spec):
         if dtype == "key":
-            array = jax.random.wrap_key_data(jnp.asarray(rng.integers(0, 2**32, (*shape, 2), np.uint32)))
+            array = jax.random.wrap_key_data(
+                jnp.asarray(rng.integers(0, 2**32, (*shape, 2), np.uint32))
+            )
         else:
-            array = jnp.asarray(rng.integers(0, 2, shape) if dtype == "bool" else rng.normal(size=shape) * 3).astype(dtype)
+            array = jnp.asarray(
+                rng.integers(0, 2, shape) if dtype == "bool" else rng.normal(size=shape) * 3
+            ).astype(dtype)
         return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec)))
 
-    params = {dtype: put((4, 6), dtype) for dtype in DTYPES} | {"long": put((2, 3, 9000), "float32", "tensor")}
-    opt = {"split": put((8, 4), "float32", "fsdp", "tensor"), "alone": put((8,), "float32", ("data", "fsdp", "tensor"))}
+    params = {dtype: put((4, 6), dtype) for dtype in DTYPES} | {
+        "long": put((2, 3, 9000), "float32", "tensor")
+    }
+    opt = {
+        "split": put((8, 4), "float32", "fsdp", "tensor"),
+        "alone": put((8,), "float32", ("data", "fsdp", "tensor")),
+    }
     state = State(put((), "int32"), params, opt, {"refused": put((), "int32")})
-    return state, Replicas(jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state), mesh)
+    return state, Replicas(
+        jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state),
+        mesh,
+    )
 
 
 def flipped(state, path, place, element, bit):
-    """The state with one bit of one element of one device's copy flipped. `place`: of the device in the mesh."""
+    """The state with one bit of one element of one device's copy flipped. `place`: of the device in
+    the mesh."""
 
     def damaged(leaf):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -47,13 +65,19 @@ def flipped(state, path, place, element, bit):
         for shard in leaf.addressable_shards:
             values = np.array(shard.data)
             if shard.device == devices[place]:
-                raw = values.reshape(-1).view(np.uint8 if values.dtype.itemsize == 1 else f"uint{8 * values.dtype.itemsize}")
+                raw = values.reshape(-1).view(
+                    np.uint8 if values.dtype.itemsize == 1 else f"uint{8 * values.dtype.itemsize}"
+                )
                 raw[element % raw.size] ^= raw.dtype.type(1 << bit)
             copies.append(jax.device_put(values, shard.device))
         return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, copies)
 
     return jax.tree_util.tree_map_with_path(
-        lambda at, leaf: damaged(leaf) if jax.tree_util.keystr(at, simple=True, separator="/") == path else leaf, state)
+        lambda at, leaf: (
+            damaged(leaf) if jax.tree_util.keystr(at, simple=True, separator="/") == path else leaf
+        ),
+        state,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -70,24 +94,40 @@ def test_copies_that_are_equal_agree_and_equal_states_have_equal_hashes(mesh):
     assert (hashes != replicas.hashes(other)).any()
 
 
-@pytest.mark.parametrize("path", [*(f"params/{name}" for name in (*DTYPES, "long")), "opt/split", "step"])
+@pytest.mark.parametrize(
+    "path", [*(f"params/{name}" for name in (*DTYPES, "long")), "opt/split", "step"]
+)
 def test_any_flipped_bit_in_one_copy_is_found_and_names_the_device(many, path):
     (state, replicas), rng = many, np.random.default_rng(len(path))
-    bits = {"float8_e4m3fn": 8, "int8": 8, "bfloat16": 16, "float16": 16, "bool": 1}.get(path.split("/")[-1], 32)
+    bits = {"float8_e4m3fn": 8, "int8": 8, "bfloat16": 16, "float16": 16, "bool": 1}.get(
+        path.split("/")[-1], 32
+    )
     for bit in range(bits):
         place = int(rng.integers(8))
-        (found,) = replicas.compare(replicas.hashes(flipped(state, path, place, int(rng.integers(1 << 20)), bit)))
+        (found,) = replicas.compare(
+            replicas.hashes(flipped(state, path, place, int(rng.integers(1 << 20)), bit))
+        )
         assert found.outvoted() == {place}
-        assert found.part.name == {"params": "params", "opt": "opt"}.get(path.split("/")[0], "counters")
+        assert found.part.name == {"params": "params", "opt": "opt"}.get(
+            path.split("/")[0], "counters"
+        )
 
 
 def test_two_elements_or_leaves_that_changed_places_are_found(many):
     state, replicas = many
     long, flat = state.params["long"], state.params["long"].reshape(-1)
     swapped = jax.device_put(flat.at[:2].set(flat[1::-1]).reshape(long.shape), long.sharding)
-    for params in ({"long": swapped}, {"bfloat16": state.params["float16"], "float16": state.params["bfloat16"]}):
-        params = {name: jax.lax.bitcast_convert_type(leaf, state.params[name].dtype) for name, leaf in params.items()}
-        assert (replicas.hashes(state) != replicas.hashes(state._replace(params=state.params | params))).any()
+    for params in (
+        {"long": swapped},
+        {"bfloat16": state.params["float16"], "float16": state.params["bfloat16"]},
+    ):
+        params = {
+            name: jax.lax.bitcast_convert_type(leaf, state.params[name].dtype)
+            for name, leaf in params.items()
+        }
+        assert (
+            replicas.hashes(state) != replicas.hashes(state._replace(params=state.params | params))
+        ).any()
 
 
 def test_what_exists_once_is_not_said_to_be_covered():
@@ -95,7 +135,10 @@ def test_what_exists_once_is_not_said_to_be_covered():
         cfg = tiny.config(mesh=mesh)
         return Replicas(tiny.make_run(cfg, 8).abstract, tiny.make_run(cfg, 8).mesh)
 
-    assert covered({"data": 8}).covered == 1.0 and covered({"data": 2, "fsdp": 2, "tensor": 2}).covered == 1.0
+    assert (
+        covered({"data": 8}).covered == 1.0
+        and covered({"data": 2, "fsdp": 2, "tensor": 2}).covered == 1.0
+    )
     fsdp = covered({"fsdp": 8})
     assert fsdp.covered < 0.02 and "of the rest there is one copy" in fsdp.describe(100)
     cfg = tiny.config()
@@ -108,15 +151,27 @@ def test_state_in_the_hosts_memory_is_passed_over():
     assert 0.3 < Replicas(run.abstract, run.mesh).covered < 0.4
 
 
-def test_a_fault_that_a_recomputation_does_not_repeat_is_a_passing_one_and_names_the_majoritys_opponent(many):
+def test_a_fault_that_a_recomputation_does_not_repeat_is_a_passing_one(
+    many,
+):
     (state, replicas), told = many, []
     health = Corruption(replicas, 10, told.append)
-    assert health.check(10, state) is None and not health.due(17, saving=False) and health.due(17, saving=True)
+    assert (
+        health.check(10, state) is None
+        and not health.due(17, saving=False)
+        and health.due(17, saving=True)
+    )
     assert health.check(17, flipped(state, "params/int8", 3, 5, 1)) == Recompute(17)
-    assert told[0].startswith("step 17: SILENT DATA CORRUPTION in 0.000526 ") and "MiB of params: device 3 (cpu) of process 0: not as most" in told[0]
+    assert (
+        told[0].startswith("step 17: SILENT DATA CORRUPTION in 0.000526 ")
+        and "MiB of params: device 3 (cpu) of process 0: not as most" in told[0]
+    )
     assert health.check(10, state) is None and health.due(17, saving=False)
     assert health.check(17, state) is None
-    assert told[1].startswith("step 17, computed again: all copies agree, so the fault was a passing one, of device 3 (cpu) of process 0;")
+    assert told[1].startswith(
+        "step 17, computed again: all copies agree, so the fault was a passing one, of "
+        "device 3 (cpu) of process 0;"
+    )
     assert not health.due(17, saving=False)
 
 
@@ -125,10 +180,20 @@ def test_of_two_replicas_both_are_suspects_until_the_steps_are_computed_again():
     damaged = flipped(state, "opt/split", 6, 0, 0)
     health = Corruption(replicas, 10, told.append)
     assert health.check(20, damaged) == Recompute(20)
-    assert "device 2 (cpu) of process 0 and device 6 (cpu) of process 0: not alike, and nothing says yet which is right" in told[0]
-    assert health.check(20, state) is None and "a passing one, of device 6 (cpu) of process 0;" in told[1]
+    assert (
+        "device 2 (cpu) of process 0 and device 6 (cpu) of process 0: not alike, and "
+        "nothing says yet which is right" in told[0]
+    )
+    assert (
+        health.check(20, state) is None
+        and "a passing one, of device 6 (cpu) of process 0;" in told[1]
+    )
     assert health.check(30, damaged) == Recompute(30)
-    with pytest.raises(ConfigError, match=r"step 30: .*the fault stays, in device 6 \(cpu\) of process 0; take it out of service"):
+    with pytest.raises(
+        ConfigError,
+        match=r"step 30: .*the fault stays, in device 6 \(cpu\) of process 0; take it out of "
+        r"service",
+    ):
         health.check(30, flipped(state, "opt/split", 6, 0, 1))
 
 
@@ -138,7 +203,10 @@ def test_where_the_whole_state_went_astray_with_the_damaged_copy_two_replicas_ar
     health.check(20, flipped(state, "opt/split", 6, 0, 0))
     other, _ = made({"data": 2, "fsdp": 2, "tensor": 2}, seed=1)
     health.check(20, other)
-    assert "of one of device 2 (cpu) of process 0 and device 6 (cpu) of process 0; more replicas" in told[1]
+    assert (
+        "of one of device 2 (cpu) of process 0 and device 6 (cpu) of process 0; more replicas"
+        in told[1]
+    )
 
 
 @pytest.mark.parametrize("again", [20, 15])
@@ -146,7 +214,11 @@ def test_a_fault_that_is_there_again_ends_the_run_and_names_the_device(many, aga
     state, replicas = many
     health = Corruption(replicas, 5, lambda text: None)
     health.check(20, flipped(state, "params/float32", 5, 3, 30))
-    with pytest.raises(ConfigError, match=rf"step {again}: .*the fault stays, in device 5 \(cpu\) of process 0; take it out of service"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"step {again}: .*the fault stays, in device 5 \(cpu\) of process 0; take it "
+        r"out of service",
+    ):
         health.check(again, flipped(state, "params/float32", 5, 9, 2))
 
 
@@ -154,7 +226,11 @@ def test_differences_on_other_devices_each_time_are_no_devices_fault(many):
     state, replicas = many
     health = Corruption(replicas, 5, lambda text: None)
     health.check(20, flipped(state, "params/float32", 5, 3, 30))
-    with pytest.raises(ConfigError, match=r"device 5 .* before, device 2 .* now, so it is not one device's; .*faults.check_every=0"):
+    with pytest.raises(
+        ConfigError,
+        match=r"device 5 .* before, device 2 .* now, so it is not one device's; "
+        r".*faults.check_every=0",
+    ):
         health.check(20, flipped(state, "params/float32", 2, 3, 30))
 
 
@@ -162,14 +238,20 @@ def test_passing_faults_are_passed_over_three_times(many):
     state, replicas = many
     health = Corruption(replicas, 5, lambda text: None)
     for step in (5, 10, 15):
-        assert health.check(step, flipped(state, "step", 1, 0, 7)) == Recompute(step) and health.check(step, state) is None
+        assert (
+            health.check(step, flipped(state, "step", 1, 0, 7)) == Recompute(step)
+            and health.check(step, state) is None
+        )
     with pytest.raises(ConfigError, match="step 20: .*fault number 4 since this process began"):
         health.check(20, flipped(state, "step", 1, 0, 7))
 
 
 def test_a_bit_of_a_gradient_flipped_inside_the_step_on_one_replica_is_found(monkeypatch):
     def build(cfg, steps, info):
-        return optax.chain(_flip_one_bit(sharding.make_mesh(MeshConfig(data=4), jax.devices()[:4])), HONEST(cfg, steps, info))
+        return optax.chain(
+            _flip_one_bit(sharding.make_mesh(MeshConfig(data=4), jax.devices()[:4])),
+            HONEST(cfg, steps, info),
+        )
 
     monkeypatch.setattr(optim, "build", build)
     cfg = tiny.config(model=ONE_LAYER, mesh={"data": 4})
@@ -177,19 +259,30 @@ def test_a_bit_of_a_gradient_flipped_inside_the_step_on_one_replica_is_found(mon
     replicas, state, found = Replicas(run.abstract, run.mesh), run.init(), []
     for i in range(4):
         state, _ = run.step(state, run.place(tiny.batch(cfg, i), 8))
-        found.append({device for one in replicas.compare(replicas.hashes(state)) for device in one.outvoted()})
+        found.append(
+            {
+                device
+                for one in replicas.compare(replicas.hashes(state))
+                for device in one.outvoted()
+            }
+        )
     assert found == [set(), set(), {1}, {1}]
 
 
 def _flip_one_bit(mesh):
-    """Of the lowest exponent bit of one gradient element, at the third update, where the second replica computes it."""
+    """Of the lowest exponent bit of one gradient element, at the third update, where the second
+    replica computes it."""
 
     def local(grad, count):
         bits = jax.lax.bitcast_convert_type(grad, jnp.uint32).reshape(-1)
         hit = ((jax.lax.axis_index("data") == 1) & (count == 2)).astype(jnp.uint32)
-        return jax.lax.bitcast_convert_type(bits.at[7].set(bits[7] ^ (hit << 23)).reshape(grad.shape), jnp.float32)
+        return jax.lax.bitcast_convert_type(
+            bits.at[7].set(bits[7] ^ (hit << 23)).reshape(grad.shape), jnp.float32
+        )
 
-    spoil = jax.shard_map(local, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+    spoil = jax.shard_map(
+        local, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+    )
 
     def update(grads, count, params=None):
         leaves, tree = jax.tree.flatten(grads)

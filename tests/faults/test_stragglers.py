@@ -1,4 +1,5 @@
-"""Which process is named as slow: by given numbers, and among real ones, of which one is stopped again and again."""
+"""Which process is named as slow: by given numbers, and among real ones, of which one is stopped
+again and again."""
 
 import contextlib
 import os
@@ -34,40 +35,114 @@ for step in range(1, {CHECKS + 1}):
 
 def speeds(*seconds, late=(), starved=0.0, step=1.0):
     late = late or [0.01] * len(seconds)
-    return [Speed(f"host{i}", {str(2 * i + j): s for j, s in enumerate(mine if isinstance(mine, tuple) else (mine,))}, step, late[i], starved)
-            for i, mine in enumerate(seconds)]
+    return [
+        Speed(
+            f"host{i}",
+            {str(2 * i + j): s for j, s in enumerate(mine if isinstance(mine, tuple) else (mine,))},
+            step,
+            late[i],
+            starved,
+        )
+        for i, mine in enumerate(seconds)
+    ]
 
 
-@pytest.mark.parametrize("several, found", [
-    (speeds(0.05, 0.07, 0.05, 0.06), {}),
-    (speeds(0.05, 0.05, 0.09, 0.06), {(2, "devices"): "its devices need 90 ms for what the others do in 50 ms, 1.8 times as long (their median)"}),
-    (speeds(0.05, 0.01), {(0, "devices"): "its devices need 50 ms for what the others do in 10 ms, 5.0 times as long (their median)"}),
-    (speeds((0.1, 0.1), (0.1, 0.2)), {
-        (1, "devices"): "its device 3 needs 200 ms for what the others do in 100 ms, 2.0 times as long (their median)"}),
-    (speeds((0.3, 0.2), (0.1, 0.1)), {(0, "devices"): "its devices need 300 ms for what the others do in 100 ms, 3.0 times as long (their median)"}),
-    (speeds((0.1,)), {})])
+@pytest.mark.parametrize(
+    "several, found",
+    [
+        (speeds(0.05, 0.07, 0.05, 0.06), {}),
+        (
+            speeds(0.05, 0.05, 0.09, 0.06),
+            {
+                (
+                    2,
+                    "devices",
+                ): "its devices need 90 ms for what the others do in 50 ms, 1.8 times as "
+                "long (their median)"
+            },
+        ),
+        (
+            speeds(0.05, 0.01),
+            {
+                (
+                    0,
+                    "devices",
+                ): "its devices need 50 ms for what the others do in 10 ms, 5.0 times as "
+                "long (their median)"
+            },
+        ),
+        (
+            speeds((0.1, 0.1), (0.1, 0.2)),
+            {
+                (
+                    1,
+                    "devices",
+                ): "its device 3 needs 200 ms for what the others do in 100 ms, 2.0 times "
+                "as long (their median)"
+            },
+        ),
+        (
+            speeds((0.3, 0.2), (0.1, 0.1)),
+            {
+                (
+                    0,
+                    "devices",
+                ): "its devices need 300 ms for what the others do in 100 ms, 3.0 times as "
+                "long (their median)"
+            },
+        ),
+        (speeds((0.1,)), {}),
+    ],
+)
 def test_a_device_is_slow_by_the_median_of_all_others(several, found):
     assert slow_devices(several, 1.5) == found
 
 
-@pytest.mark.parametrize("late, starved, found", [
-    ((0.1, 0.42, 0.1), 0.0, {}),
-    ((0.1, 0.44, 0.1), 0.4, {1: "all wait for its batches; its devices have nothing to do for 0.44 s of a step's 1 s, the others' for 0.1 s"}),
-    ((0.5, 0.0, 0.02), 0.1, {0: "all wait for its Python thread; its devices have nothing to do for 0.5 s of a step's 1 s, the others' for 0.01 s"}),
-    ((0.9, 0.9, 0.9), 0.9, {})])
-def test_a_host_is_slow_where_steps_would_be_that_much_faster_without_waiting_for_it(late, starved, found):
-    assert slow_hosts(speeds(1, 1, 1, late=late, starved=starved), 1.5) == {(p, "host"): f"{text} (their median)" for p, text in found.items()}
+@pytest.mark.parametrize(
+    "late, starved, found",
+    [
+        ((0.1, 0.42, 0.1), 0.0, {}),
+        (
+            (0.1, 0.44, 0.1),
+            0.4,
+            {
+                1: "all wait for its batches; its devices have nothing to do for 0.44 s of "
+                "a step's 1 s, the others' for 0.1 s"
+            },
+        ),
+        (
+            (0.5, 0.0, 0.02),
+            0.1,
+            {
+                0: "all wait for its Python thread; its devices have nothing to do for 0.5 "
+                "s of a step's 1 s, the others' for 0.01 s"
+            },
+        ),
+        ((0.9, 0.9, 0.9), 0.9, {}),
+    ],
+)
+def test_a_host_is_slow_where_steps_would_be_that_much_faster_without_waiting_for_it(
+    late, starved, found
+):
+    assert slow_hosts(speeds(1, 1, 1, late=late, starved=starved), 1.5) == {
+        (p, "host"): f"{text} (their median)" for p, text in found.items()
+    }
 
 
 def test_the_medians_of_the_others_are_those_of_the_lists_without_each():
     for values in ([3.0, 1.0], [2.0, 2.0, 5.0], [1.0, 4.0, 4.0, 2.0, 9.0, 4.0]):
-        assert _medians(values) == [statistics.median(values[:i] + values[i + 1:]) for i in range(len(values))]
+        assert _medians(values) == [
+            statistics.median(values[:i] + values[i + 1 :]) for i in range(len(values))
+        ]
 
 
 def test_a_process_is_named_where_two_comparisons_in_a_row_find_it_for_the_same_reason():
     watched, good, slow = Stragglers(1.5, 10, Processes()), speeds(0.05, 0.05), speeds(0.05, 0.1)
     late = speeds(0.05, 0.05, late=(0.0, 0.9))
-    named = [bool(watched.judge(10 * i, one).lines) for i, one in enumerate([slow, good, slow, late, late, slow, slow, slow, good])]
+    named = [
+        bool(watched.judge(10 * i, one).lines)
+        for i, one in enumerate([slow, good, slow, late, late, slow, slow, slow, good])
+    ]
     assert named == [False, False, False, False, True, False, True, True, False]
     watched.judge(10, slow)
     report = watched.judge(20, slow)
@@ -83,8 +158,17 @@ def test_of_two_real_processes_the_one_that_is_stopped_most_of_the_time_is_named
     with socket.socket() as free:
         free.bind(("localhost", 0))
         at = f"localhost:{free.getsockname()[1]}"
-    started = [subprocess.Popen([sys.executable, "-c", JOINED, at, str(i)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                                text=True, env=environment()) for i in range(2)]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", JOINED, at, str(i)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment(),
+        )
+        for i in range(2)
+    ]
     try:
         assert started[0].stdout.readline().startswith("checked 1")
         threading.Thread(target=_hinder, args=(started[1],), daemon=True).start()
@@ -97,7 +181,9 @@ def test_of_two_real_processes_the_one_that_is_stopped_most_of_the_time_is_named
             process.kill()
             process.wait()
     named = [line for line in told if "is slow" in line]
-    assert named and all(f"process 1 ({socket.gethostname()}) is slow: its devices need" in line for line in named), told
+    assert named and all(
+        f"process 1 ({socket.gethostname()}) is slow: its devices need" in line for line in named
+    ), told
 
 
 def _hinder(process, on=0.005, off=0.02):

@@ -1,4 +1,5 @@
-"""The watchdog beside real processes of one run, which need no devices for it: what ends whom, with which code, and what is in the log."""
+"""The watchdog beside real processes of one run, which need no devices for it: what ends whom, with
+which code, and what is in the log."""
 
 import json
 import os
@@ -61,13 +62,20 @@ def main(_):
     return 0
 
 sys.exit(cli.run(main, []))
-"""
+"""  # noqa: E501
 
 
 def run(folder, count, fault="none", who=-1):
     """The processes, once each has done some steps."""
-    started = [subprocess.Popen([sys.executable, "-c", PROGRAM, f"{i}", f"{count}", str(folder), fault, f"{who}"], stdout=subprocess.PIPE,
-                                stderr=subprocess.STDOUT, text=True) for i in range(count)]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, f"{i}", f"{count}", str(folder), fault, f"{who}"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i in range(count)
+    ]
     deadline = time.monotonic() + 60
     while not all((folder / f"at-{i}").exists() for i in range(count)):
         assert time.monotonic() < deadline, [process.communicate() for process in started]
@@ -90,11 +98,28 @@ def test_a_watchdog_that_begins_after_its_process_is_gone_leaves_too(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-    given = {"line": theirs.fileno(), "pid": process.pid, "process": 0, "processes": 1, "log": str(tmp_path / "log.txt"),
-             "stacks": str(tmp_path / "stacks"), "step": 3.0, "retry": 42, "host": None}
-    done = subprocess.run([sys.executable, watchdog.__file__, json.dumps(given)], pass_fds=[theirs.fileno()], capture_output=True, text=True,
-                          check=False, timeout=30)
-    assert f"process 0 (pid {process.pid} on " in done.stderr and "ended without a word" in done.stderr
+    given = {
+        "line": theirs.fileno(),
+        "pid": process.pid,
+        "process": 0,
+        "processes": 1,
+        "log": str(tmp_path / "log.txt"),
+        "stacks": str(tmp_path / "stacks"),
+        "step": 3.0,
+        "retry": 42,
+        "host": None,
+    }
+    done = subprocess.run(
+        [sys.executable, watchdog.__file__, json.dumps(given)],
+        pass_fds=[theirs.fileno()],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
+    )
+    assert (
+        f"process 0 (pid {process.pid} on " in done.stderr and "ended without a word" in done.stderr
+    )
     line.close()
 
 
@@ -103,17 +128,24 @@ def test_an_error_in_one_process_ends_all_with_its_code_and_says_where(tmp_path,
     started = run(tmp_path, 3, "error", who)
     while started[0].poll() is None:
         time.sleep(0.005)
-    assert all(process.poll() is not None for process in started), "process 0, whose loss jax answers with an abort, leaves last"
+    assert all(process.poll() is not None for process in started), (
+        "process 0, whose loss jax answers with an abort, leaves last"
+    )
     codes, outputs = ended(started)
     assert codes == [2] * 3 and "error: line 7 of x.jsonl is not JSON\n" in outputs[who]
-    assert all(f"process {who}" in output and "ended with an error: DataError: line 7 of x.jsonl" in output for output in outputs)
+    assert all(
+        f"process {who}" in output and "ended with an error: DataError: line 7 of x.jsonl" in output
+        for output in outputs
+    )
 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_hang_ends_all_to_be_started_again_with_every_stack_in_the_log(tmp_path, count):
     codes, _ = ended(run(tmp_path, count, "hang", who=0))
     log = (tmp_path / "log.txt").read_text()
-    assert codes == [42] * count and "no sign of life from process 0" in log and "in hang_here" in log
+    assert (
+        codes == [42] * count and "no sign of life from process 0" in log and "in hang_here" in log
+    )
     assert log.count("stacks of process") == count
     if count > 1:
         assert all(re.search(rf"  process {i} .*: steps, step \d+\n", log) for i in range(3))
@@ -127,14 +159,20 @@ def test_where_one_is_killed_the_others_leave_at_once(tmp_path, who):
     codes, outputs = ended(started)
     assert time.monotonic() - began < 10
     assert codes == [-signal.SIGKILL if i == who else 42 for i in range(3)]
-    assert all(f"process {who}" in output and "ended without a word" in output for output in outputs)
+    assert all(
+        f"process {who}" in output and "ended without a word" in output for output in outputs
+    )
 
 
 def test_one_of_several_that_is_stopped_is_named_and_ended_with_the_others(tmp_path):
     started = run(tmp_path, 3, "wait")
     started[1].send_signal(signal.SIGSTOP)
     codes, outputs = ended(started)
-    assert codes == [42, -signal.SIGKILL, 42] and f"process 1 (pid {started[1].pid}" in outputs[0] and "is stopped" in outputs[0]
+    assert (
+        codes == [42, -signal.SIGKILL, 42]
+        and f"process 1 (pid {started[1].pid}" in outputs[0]
+        and "is stopped" in outputs[0]
+    )
 
 
 def test_a_run_of_one_process_that_is_stopped_goes_on_when_it_is_continued(tmp_path):

@@ -17,11 +17,20 @@ from maxstack.kernels.attention.request import Case, Request
 from maxstack.kernels.backends import Device, asking, describe, recording
 
 ROOT = Path(__file__).resolve().parents[2]
-CASE = Case(Request(0.125, window=64), 256, 256, 4, 2, 64, 64, "float32", True, False, Device("cpu", "cpu"))
+CASE = Case(
+    Request(0.125, window=64), 256, 256, 4, 2, 64, 64, "float32", True, False, Device("cpu", "cpu")
+)
 
 
-@pytest.mark.parametrize(("op", "known"), [(attention.OP, names.Attention), (cross_entropy.OP, names.CrossEntropy),
-                                           (gated_delta.OP, names.GatedDelta), (grouped_matmul.OP, names.GroupedMatmul)])
+@pytest.mark.parametrize(
+    ("op", "known"),
+    [
+        (attention.OP, names.Attention),
+        (cross_entropy.OP, names.CrossEntropy),
+        (gated_delta.OP, names.GatedDelta),
+        (grouped_matmul.OP, names.GroupedMatmul),
+    ],
+)
 def test_the_configuration_knows_every_backend_in_the_order_of_the_op(op, known):
     assert ["auto", *op.names] == [*typing.get_args(known)]
 
@@ -37,18 +46,30 @@ def test_auto_takes_the_first_that_can_serve_and_says_why_each_other_does_not():
 def test_a_pinned_backend_that_cannot_serve_is_an_error_with_its_reason_and_who_can():
     with pytest.raises(ConfigError) as told, asking("model.blocks.local"), asking("mixer"):
         attention.OP.choose(CASE, "cudnn")
-    assert str(told.value) == ("model.blocks.local.mixer.backend: backend cudnn cannot serve: runs on gpu, and this is a cpu; "
-                               "blockwise or reference can, and auto takes blockwise")
+    assert str(told.value) == (
+        "model.blocks.local.mixer.backend: backend cudnn cannot serve: runs on gpu, and "
+        "this is a cpu; "
+        "blockwise or reference can, and auto takes blockwise"
+    )
     with pytest.raises(ConfigError, match="no backend blokwise; did you mean blockwise"):
         attention.OP.choose(CASE, "blokwise")
 
 
-@pytest.mark.parametrize("device", [Device("gpu", "NVIDIA H100 80GB HBM3", (9, 0)), Device("tpu", "TPU v5p")], ids=lambda device: device.platform)
+@pytest.mark.parametrize(
+    "device",
+    [Device("gpu", "NVIDIA H100 80GB HBM3", (9, 0)), Device("tpu", "TPU v5p")],
+    ids=lambda device: device.platform,
+)
 def test_keys_that_go_around_a_ring_are_served_by_those_alone_that_can(device):
     choice = attention.OP.choose(dataclasses.replace(CASE, device=device, ring=True))
     assert choice.backend == "blockwise"
-    others = {name: reason for name, reason in choice.reasons.items() if not reason.startswith("runs on")}
-    assert all("keys and values go around a ring" in reason for reason in others.values()) and len(others) > 3
+    others = {
+        name: reason for name, reason in choice.reasons.items() if not reason.startswith("runs on")
+    }
+    assert (
+        all("keys and values go around a ring" in reason for reason in others.values())
+        and len(others) > 3
+    )
 
 
 def test_what_is_chosen_while_a_program_is_traced_is_recorded_once():
@@ -60,11 +81,20 @@ def test_what_is_chosen_while_a_program_is_traced_is_recorded_once():
 
     with recording() as choices:
         jax.make_jaxpr(layers)(jnp.zeros((1, 8, 2, 4)))
-    assert [describe(choice.case).split(", queries")[0] for choice in choices] == ["scale=0.5, causal", "scale=0.5, window=4, causal"]
+    assert [describe(choice.case).split(", queries")[0] for choice in choices] == [
+        "scale=0.5, causal",
+        "scale=0.5, window=4, causal",
+    ]
     assert [choice.parts for choice in choices] == [("first",), ("second", "third")]
 
 
-ROW = {"device": "cpu", "op": "attention", "backend": "blockwise", "shape": dict(CASE.shape_class), "blocks": {"rows": 32, "keys": 64}}
+ROW = {
+    "device": "cpu",
+    "op": "attention",
+    "backend": "blockwise",
+    "shape": dict(CASE.shape_class),
+    "blocks": {"rows": 32, "keys": 64},
+}
 
 
 def test_measured_sizes_are_found_by_device_op_and_shape_class(tmp_path):
@@ -79,10 +109,26 @@ def test_measured_sizes_are_found_by_device_op_and_shape_class(tmp_path):
     assert len(tuning.rows(path)) == 2
 
 
-@pytest.mark.parametrize(("text", "told"), [
-    ("{", "no JSON"), ("[1]", "row 1: no mapping"), ('[{"device": "cpu"}]', "row 1: op is no text"), ('{"a": 1}', "it is no list"),
-    *((json.dumps([ROW, ROW | {"blocks": {"rows": size}}]), f"row 2: blocks.rows={size!r} is no whole number") for size in (-1, 0, 1.5, "a", True)),
-    (json.dumps([ROW | {"blocks": {"cows": 8, "keys": 8}}]), "are cows, keys, and should be rows, keys")])
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "no JSON"),
+        ("[1]", "row 1: no mapping"),
+        ('[{"device": "cpu"}]', "row 1: op is no text"),
+        ('{"a": 1}', "it is no list"),
+        *(
+            (
+                json.dumps([ROW, ROW | {"blocks": {"rows": size}}]),
+                f"row 2: blocks.rows={size!r} is no whole number",
+            )
+            for size in (-1, 0, 1.5, "a", True)
+        ),
+        (
+            json.dumps([ROW | {"blocks": {"cows": 8, "keys": 8}}]),
+            "are cows, keys, and should be rows, keys",
+        ),
+    ],
+)
 def test_a_table_that_says_something_else_is_an_error_and_not_a_default(tmp_path, text, told):
     path = tmp_path / "tuned.json"
     path.write_text(text)
@@ -96,10 +142,18 @@ def test_every_shipped_row_has_a_device_an_op_a_shape_and_where_it_was_measured(
         assert row["backend"] in ops[row["op"]].names and row["microseconds"] > 0 and row["date"]
 
 
-def test_the_refusal_that_the_manual_shows_is_what_the_readmes_file_gets(tmp_path, monkeypatch, capsys):
+def test_the_refusal_that_the_manual_shows_is_what_the_readmes_file_gets(
+    tmp_path, monkeypatch, capsys
+):
     readme, manual = ((ROOT / name).read_text() for name in ("README.md", "docs/KERNELS.md"))
-    (tmp_path / "mine.yml").write_text(re.search(r"```yaml\n(# mine.yml\n.*?)```", readme, re.DOTALL)[1])
-    arguments, told = re.search(r"^\$ maxstack train (mine.yml .*)\n(error: .*\n)", manual, re.MULTILINE).groups()
+    (tmp_path / "mine.yml").write_text(
+        re.search(r"```yaml\n(# mine.yml\n.*?)```", readme, re.DOTALL)[1]
+    )
+    arguments, told = re.search(
+        r"^\$ maxstack train (mine.yml .*)\n(error: .*\n)", manual, re.MULTILINE
+    ).groups()
     monkeypatch.chdir(tmp_path)
     assert cli.run(train.main, arguments.split()) == 1
-    assert capsys.readouterr().err.endswith(told) and sorted(tmp_path.iterdir()) == [tmp_path / "mine.yml"]
+    assert capsys.readouterr().err.endswith(told) and sorted(tmp_path.iterdir()) == [
+        tmp_path / "mine.yml"
+    ]

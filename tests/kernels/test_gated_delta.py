@@ -13,7 +13,8 @@ T, SEGMENTS = 50, jnp.asarray([[1] * 13 + [2] * 24 + [3] * 13, [7] * 50], jnp.in
 
 
 def inputs(t=T, heads=4, keys=2, rate=0.3, seed=0):
-    """Queries, keys, values, decays of about `rate` a position, and write strengths, as a layer makes them."""
+    """Queries, keys, values, decays of about `rate` a position, and write strengths, as a layer
+    makes them."""
     rng = np.random.default_rng(seed)
     q, k = rng.normal(size=(2, 2, t, keys, 8))
     k /= np.linalg.norm(k, axis=-1, keepdims=True)
@@ -33,7 +34,9 @@ def by_loop(q, k, v, decay, beta, segments):
             if i and segments is not None and segments[b, i] != segments[b, i - 1]:
                 state[:] = 0
             state = np.exp(decay[b, i, n]) * state
-            state = state + beta[b, i, n] * np.outer(k[b, i, head], v[b, i, n] - state.T @ k[b, i, head])
+            state = state + beta[b, i, n] * np.outer(
+                k[b, i, head], v[b, i, n] - state.T @ k[b, i, head]
+            )
             out[b, i, n] = state.T @ q[b, i, head]
     return out
 
@@ -52,7 +55,9 @@ def gradients(x, segments, weight, chunk, backend):
 def assert_same(x, chunk):
     """Values and gradients of both backends, to a share of the largest of each."""
     weight = jnp.asarray(np.random.default_rng(1).normal(size=x[2].shape), jnp.float32)
-    ours, wanted = (gradients(x, SEGMENTS, weight, chunk, backend) for backend in ("chunked", "reference"))
+    ours, wanted = (
+        gradients(x, SEGMENTS, weight, chunk, backend) for backend in ("chunked", "reference")
+    )
     np.testing.assert_allclose(ours[0], wanted[0], rtol=1e-5, atol=1e-4)
     for got, want in zip(ours[1], wanted[1], strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=5e-6 * float(jnp.abs(want).max()))
@@ -61,13 +66,18 @@ def assert_same(x, chunk):
 @pytest.mark.parametrize("backend", OP.names)
 @pytest.mark.parametrize(("t", "chunk"), [(1, 64), (21, 1), (T, 16), (130, 64)])
 def test_every_backend_is_the_definition(t, chunk, backend):
-    x, segments = inputs(t), jnp.asarray(np.sort(np.random.default_rng(0).integers(1, 4, (2, t)), axis=1), jnp.int32)
+    x, segments = (
+        inputs(t),
+        jnp.asarray(np.sort(np.random.default_rng(0).integers(1, 4, (2, t)), axis=1), jnp.int32),
+    )
     np.testing.assert_allclose(run(*x, segments, chunk, backend), by_loop(*x, segments), atol=3e-6)
 
 
 @pytest.mark.parametrize("backend", OP.names)
 def test_no_segments_mean_one_document_a_row(backend):
-    np.testing.assert_allclose(run(*inputs(), None, 16, backend), by_loop(*inputs(), None), atol=3e-6)
+    np.testing.assert_allclose(
+        run(*inputs(), None, 16, backend), by_loop(*inputs(), None), atol=3e-6
+    )
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.3, 5.0])
@@ -119,12 +129,14 @@ def test_bfloat16_inputs_are_only_rounded(backend):
     short = [part.astype(jnp.bfloat16) for part in x[:3]] + x[3:]
     out = run(*short, SEGMENTS, 16, backend)
     assert out.dtype == jnp.bfloat16
-    np.testing.assert_allclose(out.astype(jnp.float32), by_loop(*short, SEGMENTS), atol=1e-5, rtol=0.005)
+    np.testing.assert_allclose(
+        out.astype(jnp.float32), by_loop(*short, SEGMENTS), atol=1e-5, rtol=0.005
+    )
 
 
 def test_a_packed_row_equals_its_documents_alone():
     packed = run(*inputs(), SEGMENTS, 16, "chunked")[0]
     for begin, end in ((0, 13), (13, 37), (37, 50)):
         places = np.arange(T) % (end - begin) + begin
-        alone = run(*(part[:, places] for part in inputs()), None, 16, "chunked")[0, :end - begin]
+        alone = run(*(part[:, places] for part in inputs()), None, 16, "chunked")[0, : end - begin]
         np.testing.assert_allclose(packed[begin:end], alone, atol=3e-6)

@@ -1,4 +1,5 @@
-"""Tokens that travel to their experts against the same mixture on one device: values, gradients, rounds, capacity and memory."""
+"""Tokens that travel to their experts against the same mixture on one device: values, gradients,
+rounds, capacity and memory."""
 
 import functools
 import math
@@ -17,23 +18,42 @@ from maxstack.layers.mlp_config import MoEConfig
 from maxstack.layers.moe import MoE
 
 EMBED, EXPERTS, BATCH, TIME = 8, 8, 8, 32
-MESHES = {"expert": {"expert": 8}, "expert-tensor": {"expert": 4, "tensor": 2}, "data-fsdp-expert": {"data": 2, "fsdp": 2, "expert": 2},
-          "context-expert-tensor": {"expert": 2, "context": 2, "tensor": 2}}
+MESHES = {
+    "expert": {"expert": 8},
+    "expert-tensor": {"expert": 4, "tensor": 2},
+    "data-fsdp-expert": {"data": 2, "fsdp": 2, "expert": 2},
+    "context-expert-tensor": {"expert": 2, "context": 2, "tensor": 2},
+}
 
 
 def config(**fields):
-    return MoEConfig(**{"kind": "moe", "experts": EXPERTS, "top_k": 3, "hidden": 4, "bias": True, "router": {"bias": True}, **fields})
+    return MoEConfig(
+        **{
+            "kind": "moe",
+            "experts": EXPERTS,
+            "top_k": 3,
+            "hidden": 4,
+            "bias": True,
+            "router": {"bias": True},
+            **fields,
+        }
+    )
 
 
 def drawn(cfg):
     """The module's graph, and random weights by name."""
     graph, state = nnx.split(MoE(cfg, EMBED, std=1.0, out_std=1.0, dtype="float32"))
     rng = np.random.default_rng(0)
-    return graph, {name: jnp.asarray(rng.normal(size=p.shape), p.dtype) for name, p in state.items()}, {name: p.axes for name, p in state.items()}
+    return (
+        graph,
+        {name: jnp.asarray(rng.normal(size=p.shape), p.dtype) for name, p in state.items()},
+        {name: p.axes for name, p in state.items()},
+    )
 
 
 def flooded(weights):
-    """The same with a router that sends every token to two experts first, which are on one device where a device has two."""
+    """The same with a router that sends every token to two experts first, which are on one device
+    where a device has two."""
     return weights | {"router_bias": weights["router_bias"].at[4:6].set(100.0)}
 
 
@@ -45,7 +65,9 @@ def batch(seed=1):
 
 
 def total(graph, weights, x, segments, probe):
-    out, report = nnx.merge(graph, nnx.State(weights))(x, x, Context(jnp.arange(TIME)[None], segments, real_BT=segments > 0))
+    out, report = nnx.merge(graph, nnx.State(weights))(
+        x, x, Context(jnp.arange(TIME)[None], segments, real_BT=segments > 0)
+    )
     return (out * probe).sum(), (out, report)
 
 
@@ -67,7 +89,12 @@ def on(mesh, cfg):
     step = differentiated(graph)
 
     def run(weights, *inputs):
-        placed = {name: jax.device_put(w, NamedSharding(devices, sharding.spec(axes[name], mesh_cfg.rules))) for name, w in weights.items()}
+        placed = {
+            name: jax.device_put(
+                w, NamedSharding(devices, sharding.spec(axes[name], mesh_cfg.rules))
+            )
+            for name, w in weights.items()
+        }
         with sharding.use(devices, mesh_cfg):
             return step(placed, *inputs)
 
@@ -76,7 +103,13 @@ def on(mesh, cfg):
 
 def assert_same(got, wanted, within=1e-5):
     """Every array within a share of its greatest value."""
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=within * float(jnp.abs(b).max())), got, wanted)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(
+            a, b, rtol=0, atol=within * float(jnp.abs(b).max())
+        ),
+        got,
+        wanted,
+    )
 
 
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
@@ -113,7 +146,9 @@ def test_a_program_in_stages_agrees_on_the_rounds_of_all_of_them():
     over, own = PartitionSpec("stage"), PartitionSpec()
 
     def stage(weights, *inputs):
-        (_, (_, report)), grads = jax.value_and_grad(functools.partial(total, graph), has_aux=True)(jax.tree.map(lambda w: w[0], weights), *inputs)
+        (_, (_, report)), grads = jax.value_and_grad(functools.partial(total, graph), has_aux=True)(
+            jax.tree.map(lambda w: w[0], weights), *inputs
+        )
         return jax.tree.map(lambda a: a[None], (report["rounds"], grads))
 
     with sharding.use(sharding.make_mesh(mesh_cfg, jax.devices()), mesh_cfg):
@@ -141,13 +176,28 @@ def test_memory_is_that_of_one_round_whatever_the_routing_may_be():
         def loss(*given):
             return jnp.square(sharding.per_device(mixed, (own, own, own, own), own)(*given)).sum()
 
-        shapes = (EXPERTS, EMBED, 512), (8 * tokens, EMBED), (8 * tokens, chosen), (8 * tokens, chosen)
-        given = [jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, own))
-                 for shape, dtype in zip(shapes, ("float32",) * 3 + ("int32",), strict=True)]
+        shapes = (
+            (EXPERTS, EMBED, 512),
+            (8 * tokens, EMBED),
+            (8 * tokens, chosen),
+            (8 * tokens, chosen),
+        )
+        given = [
+            jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, own))
+            for shape, dtype in zip(shapes, ("float32",) * 3 + ("int32",), strict=True)
+        ]
         with sharding.use(mesh, mesh_cfg):
-            return jax.jit(jax.grad(loss, (0, 1, 2))).lower(*given).compile().memory_analysis().temp_size_in_bytes
+            return (
+                jax.jit(jax.grad(loss, (0, 1, 2)))
+                .lower(*given)
+                .compile()
+                .memory_analysis()
+                .temp_size_in_bytes
+            )
 
-    assert temporaries(0.5) < temporaries(4.0) / 6  # the latter holds all rows that can come, and the former needs up to 29 rounds for them
+    assert (
+        temporaries(0.5) < temporaries(4.0) / 6
+    )  # the latter holds all rows that can come, and the former needs up to 29 rounds for them
 
 
 def test_a_window_is_no_larger_than_what_can_come():

@@ -18,10 +18,28 @@ from maxstack.layers.moe import MoE, ParallelMLP
 
 EMBED, EXPERTS, HIDDEN, TIME = 8, 8, 4, 7
 KINDS = {  # test_router.py has all kinds of routing
-    "groups": {"top_k": 3, "router": {"score": "sigmoid", "selection_bias": True, "groups": 4, "top_groups": 2, "scale": 2.5}},
+    "groups": {
+        "top_k": 3,
+        "router": {
+            "score": "sigmoid",
+            "selection_bias": True,
+            "groups": 4,
+            "top_groups": 2,
+            "scale": 2.5,
+        },
+    },
     "clamped with biases": {"clamp": 1.0, "bias": True, "router": {"bias": True}},
-    "scaled input, shared expert": {"top_k": 1, "router": {"score": "sigmoid", "normalize": False, "scale_input": True}, "shared": {"hidden": 3}},
-    "normed, gated shared expert": {"top_k": EXPERTS, "activation": "gelu_tanh", "router": {"normed": True}, "shared": {"hidden": 5, "gate": True}},
+    "scaled input, shared expert": {
+        "top_k": 1,
+        "router": {"score": "sigmoid", "normalize": False, "scale_input": True},
+        "shared": {"hidden": 3},
+    },
+    "normed, gated shared expert": {
+        "top_k": EXPERTS,
+        "activation": "gelu_tanh",
+        "router": {"normed": True},
+        "shared": {"hidden": 5, "gate": True},
+    },
 }
 
 
@@ -31,8 +49,13 @@ def config(**fields):
 
 def drawn(cfg, kind=MoE):
     """The module's graph and random weights."""
-    rng, (graph, state) = np.random.default_rng(0), nnx.split(kind(cfg, EMBED, std=1.0, out_std=1.0, dtype="float32"))
-    return graph, nnx.map_state(lambda path, p: p.replace(jnp.asarray(rng.normal(size=p.shape), p.dtype)), state)
+    rng, (graph, state) = (
+        np.random.default_rng(0),
+        nnx.split(kind(cfg, EMBED, std=1.0, out_std=1.0, dtype="float32")),
+    )
+    return graph, nnx.map_state(
+        lambda path, p: p.replace(jnp.asarray(rng.normal(size=p.shape), p.dtype)), state
+    )
 
 
 def streams(batch=2, time=TIME, seed=1):
@@ -41,7 +64,9 @@ def streams(batch=2, time=TIME, seed=1):
 
 
 def context(segments=None):
-    return Context(jnp.arange(TIME)[None], segments, real_BT=None if segments is None else segments > 0)
+    return Context(
+        jnp.arange(TIME)[None], segments, real_BT=None if segments is None else segments > 0
+    )
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -50,35 +75,65 @@ def run(graph, state, x, residual, segments=None):
 
 
 def dense(cfg, w, x, residual, experts):
-    """Every expert of every token, and a mask from the choices `experts` [B, T, C]; weights from the scores."""
+    """Every expert of every token, and a mask from the choices `experts` [B, T, C]; weights from
+    the scores."""
     read = x
     if cfg.router.normed:
-        read = residual / jnp.sqrt((residual**2).mean(-1, keepdims=True) + cfg.router.norm_eps) * w["router_scale"] / EMBED**0.5
+        read = (
+            residual
+            / jnp.sqrt((residual**2).mean(-1, keepdims=True) + cfg.router.norm_eps)
+            * w["router_scale"]
+            / EMBED**0.5
+        )
     logits = read @ w["router"] + w.get("router_bias", 0.0)
     mask = jnp.zeros(logits.shape).at[*jnp.indices(experts.shape)[:2], experts].set(1.0)
-    share = mask * (jax.nn.sigmoid(logits) if cfg.router.score == "sigmoid" else jnp.exp(logits) / jnp.exp(logits).sum(-1, keepdims=True))
+    share = mask * (
+        jax.nn.sigmoid(logits)
+        if cfg.router.score == "sigmoid"
+        else jnp.exp(logits) / jnp.exp(logits).sum(-1, keepdims=True)
+    )
     if cfg.router.normalize:
         share = share / share.sum(-1, keepdims=True)
     share = share * cfg.router.scale * w.get("expert_scale", 1.0)
     into = x[:, :, None] * (share if cfg.router.scale_input else jnp.ones_like(share))[..., None]
-    gate, up = (jnp.einsum("BTED,EDF->BTEF", into, w[name]) + w.get(f"{name}_bias", 0.0) for name in ("gate", "up"))
+    gate, up = (
+        jnp.einsum("BTED,EDF->BTEF", into, w[name]) + w.get(f"{name}_bias", 0.0)
+        for name in ("gate", "up")
+    )
     if cfg.clamp:
-        hidden = (jnp.clip(up, -cfg.clamp, cfg.clamp) + 1) * (g := jnp.minimum(gate, cfg.clamp)) / (1 + jnp.exp(-1.702 * g))
+        hidden = (
+            (jnp.clip(up, -cfg.clamp, cfg.clamp) + 1)
+            * (g := jnp.minimum(gate, cfg.clamp))
+            / (1 + jnp.exp(-1.702 * g))
+        )
     else:
         hidden = ACTIVATIONS[cfg.activation](gate) * up
     each = jnp.einsum("BTEF,EFD->BTED", hidden, w["down"]) + w.get("down_bias", 0.0)
     out = (each * (mask if cfg.router.scale_input else share)[..., None]).sum(axis=2)
     if cfg.shared:
-        both = ACTIVATIONS[cfg.activation](x @ w["shared"]["gate"]) * (x @ w["shared"]["up"]) @ w["shared"]["down"]
-        out = out + (both * jax.nn.sigmoid(x @ w["shared_gate"])[..., None] if cfg.shared.gate else both)
+        both = (
+            ACTIVATIONS[cfg.activation](x @ w["shared"]["gate"])
+            * (x @ w["shared"]["up"])
+            @ w["shared"]["down"]
+        )
+        out = out + (
+            both * jax.nn.sigmoid(x @ w["shared_gate"])[..., None] if cfg.shared.gate else both
+        )
     return out
 
 
 def choices(cfg, state, x, residual):
     """The experts that the layer's own router takes; test_router.py compares them with a loop."""
     w = nnx.to_pure_dict(state)
-    read = router.normed(residual, w["router_scale"], cfg.router.norm_eps) if cfg.router.normed else x
-    return router.route(cfg.router, cfg.top_k, router.logits(read, w["router"], w.get("router_bias")), w.get("selection_bias"))[0]
+    read = (
+        router.normed(residual, w["router_scale"], cfg.router.norm_eps) if cfg.router.normed else x
+    )
+    return router.route(
+        cfg.router,
+        cfg.top_k,
+        router.logits(read, w["router"], w.get("router_bias")),
+        w.get("selection_bias"),
+    )[0]
 
 
 @pytest.mark.parametrize("fields", KINDS.values(), ids=KINDS)
@@ -92,10 +147,18 @@ def test_the_mixture_equals_the_dense_one_in_values_and_gradients(fields):
         return (out * probe).sum(), out
 
     def theirs(state, x, residual):
-        out = dense(cfg, nnx.to_pure_dict(state), x, residual, jax.lax.stop_gradient(choices(cfg, state, x, residual)))
+        out = dense(
+            cfg,
+            nnx.to_pure_dict(state),
+            x,
+            residual,
+            jax.lax.stop_gradient(choices(cfg, state, x, residual)),
+        )
         return (out * probe).sum(), out
 
-    got, want = jax.jit(lambda *given: [jax.grad(f, (0, 1, 2), has_aux=True)(*given) for f in (ours, theirs)])(state, x, residual)
+    got, want = jax.jit(
+        lambda *given: [jax.grad(f, (0, 1, 2), has_aux=True)(*given) for f in (ours, theirs)]
+    )(state, x, residual)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-4), got, want)
 
 
@@ -106,7 +169,9 @@ def test_one_expert_may_take_every_token():
     out, report = run(graph, state, x, residual)
     assert report["load"].tolist() == [0, 0, 0, 0, 0, 14, 0, 0]
     w = nnx.to_pure_dict(state)
-    np.testing.assert_allclose(out, jax.nn.silu(x @ w["gate"][5]) * (x @ w["up"][5]) @ w["down"][5], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        out, jax.nn.silu(x @ w["gate"][5]) * (x @ w["up"][5]) @ w["down"][5], rtol=1e-4, atol=1e-5
+    )
 
 
 def test_dropped_choices_give_nothing_and_the_first_stay():
@@ -122,22 +187,32 @@ def test_dropped_choices_give_nothing_and_the_first_stay():
 
 
 LOSSES = {"balance_loss": 0.1, "z_loss": 0.01}
-SEGMENTS = np.int32([[1, 1, 1, 2, 2, 0, 0], [1, 2, 2, 2, 2, 2, 3], [1, 1, 1, 1, 1, 1, 1], [1, 0, 0, 0, 0, 0, 0]])
+SEGMENTS = np.int32(
+    [[1, 1, 1, 2, 2, 0, 0], [1, 2, 2, 2, 2, 2, 3], [1, 1, 1, 1, 1, 1, 1], [1, 0, 0, 0, 0, 0, 0]]
+)
 
 
 def test_the_report_of_a_batch_is_the_sum_of_its_halves():
     graph, state = drawn(config(router=LOSSES))
     x, residual = streams(batch=4)
-    whole, *halves = (run(graph, state, x[part], residual[part], SEGMENTS[part])[1] for part in (slice(4), slice(2), slice(2, 4)))
+    whole, *halves = (
+        run(graph, state, x[part], residual[part], SEGMENTS[part])[1]
+        for part in (slice(4), slice(2), slice(2, 4))
+    )
     assert whole.keys() == {"load", "router_loss"}
-    jax.tree.map(lambda a, *parts: np.testing.assert_allclose(a, sum(parts), rtol=1e-6), whole, *halves)
+    jax.tree.map(
+        lambda a, *parts: np.testing.assert_allclose(a, sum(parts), rtol=1e-6), whole, *halves
+    )
 
 
 def test_padding_counts_in_no_report():
     graph, state = drawn(config(router=LOSSES))
     x, residual = streams(batch=4)
     padding = (SEGMENTS == 0)[:, :, None]
-    before, after = (run(graph, state, x, residual, SEGMENTS)[1], run(graph, state, jnp.where(padding, -3.0, x), residual, SEGMENTS)[1])
+    before, after = (
+        run(graph, state, x, residual, SEGMENTS)[1],
+        run(graph, state, jnp.where(padding, -3.0, x), residual, SEGMENTS)[1],
+    )
     assert before["load"].sum() == 2 * (~padding).sum()
     jax.tree.map(np.testing.assert_array_equal, before, after)
 
@@ -145,7 +220,9 @@ def test_padding_counts_in_no_report():
 def test_changing_one_document_never_changes_its_neighbour():
     graph, state = drawn(config())
     x, residual = streams()
-    before, after = (run(graph, state, y, residual, SEGMENTS[:2])[0] for y in (x, x.at[:, :3].add(1.0)))
+    before, after = (
+        run(graph, state, y, residual, SEGMENTS[:2])[0] for y in (x, x.at[:, :3].add(1.0))
+    )
     np.testing.assert_allclose(before[:, 3:], after[:, 3:], rtol=1e-5, atol=1e-6)
 
 
@@ -156,11 +233,17 @@ def test_bfloat16_stays_near_float32():
     short, report = run(graph, state, x, residual)
     assert short.dtype == jnp.bfloat16 and report["load"].dtype == jnp.float32
     exact = run(graph, state, x.astype(jnp.float32), residual)[0]
-    np.testing.assert_allclose(short.astype(jnp.float32), exact, atol=0.02 * float(jnp.abs(exact).max()))
+    np.testing.assert_allclose(
+        short.astype(jnp.float32), exact, atol=0.02 * float(jnp.abs(exact).max())
+    )
 
 
 def test_parallel_is_two_normed_mlps_and_its_router_reads_the_residual_stream():
-    cfg = ParallelMLPConfig(kind="parallel", dense=GatedMLPConfig(kind="gated", hidden=5), moe=config(router={"normed": True}))
+    cfg = ParallelMLPConfig(
+        kind="parallel",
+        dense=GatedMLPConfig(kind="gated", hidden=5),
+        moe=config(router={"normed": True}),
+    )
     graph, state = drawn(cfg, ParallelMLP)
     x, residual = streams()
 
@@ -168,8 +251,12 @@ def test_parallel_is_two_normed_mlps_and_its_router_reads_the_residual_stream():
     def both(state):
         module, w = nnx.merge(graph, state), nnx.to_pure_dict(state)["moe"]
         inside = module.moe_in_norm(residual)
-        mixed = dense(cfg.moe, w, inside, residual, choices(cfg.moe, state["moe"], inside, residual))
-        return module(x, residual, context())[0], module.dense_norm(module.dense(x, residual, context())[0]) + module.moe_norm(mixed)
+        mixed = dense(
+            cfg.moe, w, inside, residual, choices(cfg.moe, state["moe"], inside, residual)
+        )
+        return module(x, residual, context())[0], module.dense_norm(
+            module.dense(x, residual, context())[0]
+        ) + module.moe_norm(mixed)
 
     np.testing.assert_allclose(*both(state), rtol=1e-4, atol=1e-5)
 
@@ -190,7 +277,9 @@ def test_eight_devices_agree_with_one():
     def place(value, axes):
         return jax.device_put(value, NamedSharding(mesh, sharding.spec(axes, mesh_cfg.rules)))
 
-    state = nnx.map_state(lambda path, p: p.replace(place(p.get_value(), p.get_metadata()["axes"])), state)
+    state = nnx.map_state(
+        lambda path, p: p.replace(place(p.get_value(), p.get_metadata()["axes"])), state
+    )
     with sharding.use(mesh, mesh_cfg):
         got = jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))(state, place(x, ["batch"]))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, wanted)

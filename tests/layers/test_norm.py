@@ -23,11 +23,19 @@ def run(x=X, **switches):
 
 RMS = X / np.sqrt((X**2).mean(-1, keepdims=True) + 1e-6)
 LAYER = (X - X.mean(-1, keepdims=True)) / np.sqrt(X.var(-1, keepdims=True) + 1e-6)
-CASES = [({}, RMS * SCALE), ({"zero_centered": True}, RMS * (1 + SCALE)), ({"scale": False}, RMS), ({"bias": True}, RMS * SCALE + BIAS),
-         ({"kind": "layer", "bias": True}, LAYER * SCALE + BIAS), ({"kind": "layer", "scale": False}, LAYER)]
+CASES = [
+    ({}, RMS * SCALE),
+    ({"zero_centered": True}, RMS * (1 + SCALE)),
+    ({"scale": False}, RMS),
+    ({"bias": True}, RMS * SCALE + BIAS),
+    ({"kind": "layer", "bias": True}, LAYER * SCALE + BIAS),
+    ({"kind": "layer", "scale": False}, LAYER),
+]
 
 
-@pytest.mark.parametrize(("switches", "expected"), CASES, ids=[str(switches) for switches, _ in CASES])
+@pytest.mark.parametrize(
+    ("switches", "expected"), CASES, ids=[str(switches) for switches, _ in CASES]
+)
 def test_a_norm_is_its_formula(switches, expected):
     np.testing.assert_allclose(run(**switches), expected, rtol=1e-5, atol=1e-6)
 
@@ -48,18 +56,25 @@ def test_a_norms_gradient_is_that_of_its_formula(switches):
         return jnp.sin(layer(x)).sum()
 
     x, scale = jnp.asarray(X, jnp.float32), jnp.asarray(SCALE, jnp.float32)
-    for got, want in zip(jax.grad(ours, (0, 1))(x, scale), jax.grad(formula, (0, 1))(x, scale), strict=True):
+    for got, want in zip(
+        jax.grad(ours, (0, 1))(x, scale), jax.grad(formula, (0, 1))(x, scale), strict=True
+    ):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
 def test_eps_bounds_the_norm_of_a_vector_of_almost_nothing():
-    np.testing.assert_allclose(run(np.full((1, 8), 1e-4), scale=False, eps=1e-2), 1e-4 / (1e-8 + 1e-2) ** 0.5, rtol=1e-5)
+    np.testing.assert_allclose(
+        run(np.full((1, 8), 1e-4), scale=False, eps=1e-2), 1e-4 / (1e-8 + 1e-2) ** 0.5, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_a_fresh_norm_only_normalises_whether_zero_centred_or_not(kind):
     x = jnp.asarray(X, jnp.float32)
-    fresh = [Norm(NormConfig(kind=kind, zero_centered=centred, bias=True), 8, dtype="float32")(x) for centred in (False, True)]
+    fresh = [
+        Norm(NormConfig(kind=kind, zero_centered=centred, bias=True), 8, dtype="float32")(x)
+        for centred in (False, True)
+    ]
     np.testing.assert_array_equal(*fresh)
     np.testing.assert_allclose(np.square(fresh[0]).mean(-1), 1, rtol=1e-5)
 

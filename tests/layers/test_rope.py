@@ -20,7 +20,9 @@ def rope(**fields):
 def scaled(head_dim=8, fraction=1.0, **scaling):
     """Divisors of the plain frequencies; theta 10^4 gives 1, 0.1, 0.01, 0.001 for a head of 8."""
     plain = frequencies(rope(fraction=fraction), head_dim)[0]
-    return [plain / rates for rates in frequencies(rope(fraction=fraction, scaling=scaling), head_dim)]
+    return [
+        plain / rates for rates in frequencies(rope(fraction=fraction, scaling=scaling), head_dim)
+    ]
 
 
 def test_the_first_pair_turns_by_one_radian_a_position_and_the_others_in_a_geometric_series():
@@ -38,29 +40,75 @@ def test_proportional_keeps_the_spacing_of_the_whole_head_and_stops_the_rest():
 
 
 def test_llama3_keeps_short_wavelengths_divides_long_ones_and_blends_between():
-    turns = 126 / (2 * math.pi) * 0.1  # the pairs turn 20, 2, 0.2 and 0.02 times in the original length
+    turns = (
+        126 / (2 * math.pi) * 0.1
+    )  # the pairs turn 20, 2, 0.2 and 0.02 times in the original length
     kept = (turns - 1) / (4 - 1)
     got = scaled(kind="llama3", factor=8.0, original_length=126)[0]
     np.testing.assert_allclose(got, [1, 1 / (kept + (1 - kept) / 8), 8, 8], rtol=1e-9)
 
 
 def test_yarn_blends_by_the_number_of_turns_in_the_original_length():
-    given = {"kind": "yarn", "factor": 4.0, "original_length": 628, "beta_fast": 30.0, "beta_slow": 0.3}  # 100, 10, 1, 0.1 turns
+    given = {
+        "kind": "yarn",
+        "factor": 4.0,
+        "original_length": 628,
+        "beta_fast": 30.0,
+        "beta_slow": 0.3,
+    }  # 100, 10, 1, 0.1 turns
     low, high = (math.log10(99.95 / turns) for turns in (30.0, 0.3))
     kept = [1 - min(max((i - low) / (high - low), 0), 1) for i in range(4)]
-    np.testing.assert_allclose(scaled(**given, truncate=False)[0], [1 / (k + (1 - k) / 4) for k in kept], rtol=1e-4)
-    np.testing.assert_allclose(scaled(**given)[0], [1, 1 / (2 / 3 + 1 / 12), 1 / (1 / 3 + 1 / 6), 4], rtol=1e-6)
+    np.testing.assert_allclose(
+        scaled(**given, truncate=False)[0], [1 / (k + (1 - k) / 4) for k in kept], rtol=1e-4
+    )
+    np.testing.assert_allclose(
+        scaled(**given)[0], [1, 1 / (2 / 3 + 1 / 12), 1 / (1 / 3 + 1 / 6), 4], rtol=1e-6
+    )
 
 
-@pytest.mark.parametrize(("given", "expected"), [
-    ({"kind": "yarn", "factor": 40.0, "original_length": 4096}, 1.3688879454),
-    ({"kind": "yarn", "factor": 40.0, "original_length": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
-    ({"kind": "yarn", "factor": 40.0, "original_length": 4096, "mscale": 1.0, "mscale_all_dim": 0.5}, 1.3688879454 / 1.1844439727),
-    ({"kind": "yarn", "factor": 8.0, "original_length": 8192, "attention_factor": 1.5}, 1.5),
-    ({"kind": "yarn", "factor": 0.5, "original_length": 8192}, 1.0),
-    ({"kind": "longrope", "factor": 32.0, "original_length": 4096, "short_factor": [1], "long_factor": [1]}, 1.1902380714),
-    ({"kind": "longrope", "original_length": 4096, "short_factor": [1], "long_factor": [1]}, 1.0),
-    ({"kind": "linear", "factor": 8.0}, 1.0)])
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"kind": "yarn", "factor": 40.0, "original_length": 4096}, 1.3688879454),
+        (
+            {
+                "kind": "yarn",
+                "factor": 40.0,
+                "original_length": 4096,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+            1.0,
+        ),
+        (
+            {
+                "kind": "yarn",
+                "factor": 40.0,
+                "original_length": 4096,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.5,
+            },
+            1.3688879454 / 1.1844439727,
+        ),
+        ({"kind": "yarn", "factor": 8.0, "original_length": 8192, "attention_factor": 1.5}, 1.5),
+        ({"kind": "yarn", "factor": 0.5, "original_length": 8192}, 1.0),
+        (
+            {
+                "kind": "longrope",
+                "factor": 32.0,
+                "original_length": 4096,
+                "short_factor": [1],
+                "long_factor": [1],
+            },
+            1.1902380714,
+        ),
+        (
+            {"kind": "longrope", "original_length": 4096, "short_factor": [1], "long_factor": [1]},
+            1.0,
+        ),
+        ({"kind": "linear", "factor": 8.0}, 1.0),
+    ],
+)
 def test_the_attention_factor_multiplies_cosines_and_sines(given, expected):
     cfg = rope(scaling=given)
     assert attention_factor(cfg) == pytest.approx(expected, rel=1e-9)
@@ -68,7 +116,15 @@ def test_the_attention_factor_multiplies_cosines_and_sines(given, expected):
     np.testing.assert_allclose(np.hypot(cos, sin), expected, rtol=1e-5)
 
 
-LONG = rope(fraction=0.5, scaling={"kind": "longrope", "short_factor": [1, 2], "long_factor": [4, 8], "original_length": 5})
+LONG = rope(
+    fraction=0.5,
+    scaling={
+        "kind": "longrope",
+        "short_factor": [1, 2],
+        "long_factor": [4, 8],
+        "original_length": 5,
+    },
+)
 
 
 def test_longrope_takes_the_list_of_each_documents_own_length():
@@ -90,7 +146,10 @@ def test_longrope_without_segments_counts_the_row():
 
 
 def test_longrope_lists_of_another_length_than_the_rotated_pairs_are_refused():
-    with pytest.raises(pydantic.ValidationError, match="hold 2 and 2 divisors; head_dim=16 with fraction=0.5 rotates 4 pairs"):
+    with pytest.raises(
+        pydantic.ValidationError,
+        match="hold 2 and 2 divisors; head_dim=16 with fraction=0.5 rotates 4 pairs",
+    ):
         AttentionConfig(kind="attention", heads=2, head_dim=16, rope=LONG)
 
 
@@ -102,7 +161,10 @@ def turned(cfg, x, head_dim=8, places=PLACES):
 def test_a_pair_is_a_complex_number_times_a_turn(interleaved):
     x = np.random.default_rng(0).normal(size=(1, 12, 3, 8)).astype(np.float32)
     y = turned(rope(interleaved=interleaved), x)
-    pairs = [z[..., 0::2] + 1j * z[..., 1::2] if interleaved else z[..., :4] + 1j * z[..., 4:] for z in (x, y)]
+    pairs = [
+        z[..., 0::2] + 1j * z[..., 1::2] if interleaved else z[..., :4] + 1j * z[..., 4:]
+        for z in (x, y)
+    ]
     angle = np.arange(12)[None, :, None, None] * np.array([1, 0.1, 0.01, 0.001])
     np.testing.assert_allclose(pairs[0] * np.exp(1j * angle), pairs[1], atol=1e-5)
 
@@ -112,14 +174,21 @@ def test_only_the_fraction_of_a_head_turns(scaling):
     x = np.random.default_rng(1).normal(size=(1, 12, 3, 8)).astype(np.float32)
     y = turned(rope(fraction=0.5, scaling=scaling), x)
     same = np.isclose(x, y, atol=1e-7).all(axis=(0, 1, 2))
-    np.testing.assert_array_equal(same, [0, 0, 0, 0, 1, 1, 1, 1] if scaling is None else [0, 0, 1, 1, 0, 0, 1, 1])
+    np.testing.assert_array_equal(
+        same, [0, 0, 0, 0, 1, 1, 1, 1] if scaling is None else [0, 0, 1, 1, 0, 0, 1, 1]
+    )
 
 
-@pytest.mark.parametrize("fields", [{}, {"interleaved": True}, {"fraction": 0.5}, {"scaling": {"kind": "llama3", "factor": 8.0}}])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"interleaved": True}, {"fraction": 0.5}, {"scaling": {"kind": "llama3", "factor": 8.0}}],
+)
 def test_scores_depend_on_the_distance_alone(fields):
     q, k = np.random.default_rng(2).normal(size=(2, 1, 1, 1, 8)).astype(np.float32)
     cfg = rope(**fields)
     q, k = (turned(cfg, np.broadcast_to(x, (1, 12, 1, 8)))[0, :, 0] for x in (q, k))
     scores = q @ k.T
     for distance in range(-11, 12):
-        np.testing.assert_allclose(np.diagonal(scores, distance), np.diagonal(scores, distance)[0], atol=2e-5)
+        np.testing.assert_allclose(
+            np.diagonal(scores, distance), np.diagonal(scores, distance)[0], atol=2e-5
+        )

@@ -11,8 +11,14 @@ from maxstack.layers.mlp_config import RouterConfig
 CASES = {
     "softmax": ({}, 2),
     "softmax over all": ({"normalize": False, "scale": 1.5}, 3),
-    "groups by their best": ({"normalize": False, "groups": 4, "top_groups": 2, "group_score": "max"}, 3),
-    "groups by their two best": ({"score": "sigmoid", "selection_bias": True, "groups": 4, "top_groups": 2, "scale": 2.5}, 3),
+    "groups by their best": (
+        {"normalize": False, "groups": 4, "top_groups": 2, "group_score": "max"},
+        3,
+    ),
+    "groups by their two best": (
+        {"score": "sigmoid", "selection_bias": True, "groups": 4, "top_groups": 2, "scale": 2.5},
+        3,
+    ),
     "groups of one": ({"score": "sigmoid", "groups": 8, "top_groups": 3}, 2),
     "sigmoid": ({"score": "sigmoid", "normalize": False}, 1),
     "all experts": ({"selection_bias": True}, 8),
@@ -38,8 +44,19 @@ def chosen_by_loop(cfg, top_k, scores, bias):
     if cfg.groups:
         size = len(key) // cfg.groups
         members = [range(g * size, (g + 1) * size) for g in range(cfg.groups)]
-        best = [sum(sorted((key[e] for e in group), reverse=True)[: 1 if cfg.group_score == "max" else 2]) for group in members]
-        allowed = [e for g in sorted(range(cfg.groups), key=lambda g: -best[g])[: cfg.top_groups] for e in members[g]]
+        best = [
+            sum(
+                sorted((key[e] for e in group), reverse=True)[
+                    : 1 if cfg.group_score == "max" else 2
+                ]
+            )
+            for group in members
+        ]
+        allowed = [
+            e
+            for g in sorted(range(cfg.groups), key=lambda g: -best[g])[: cfg.top_groups]
+            for e in members[g]
+        ]
     return sorted(allowed, key=lambda e: -key[e])[:top_k]
 
 
@@ -51,12 +68,19 @@ def shares(cfg, logits, experts, scale):
 
 @pytest.mark.parametrize(("fields", "top_k"), CASES.values(), ids=CASES)
 def test_choices_weights_and_their_gradients_are_those_of_a_loop(fields, top_k):
-    cfg, logits, scale, probe = RouterConfig(**fields), draw(2, 7, 8), np.abs(draw(8, seed=2)), draw(2, 7, top_k, seed=3)
+    cfg, logits, scale, probe = (
+        RouterConfig(**fields),
+        draw(2, 7, 8),
+        np.abs(draw(8, seed=2)),
+        draw(2, 7, top_k, seed=3),
+    )
     bias = draw(8, seed=1) if cfg.selection_bias else np.zeros(8, np.float32)
 
     @jax.jit
     def ours(logits, scale):
-        (experts, weights), pull = jax.vjp(lambda x: router.route(cfg, top_k, x, bias, scale), logits)
+        (experts, weights), pull = jax.vjp(
+            lambda x: router.route(cfg, top_k, x, bias, scale), logits
+        )
         return experts, weights, pull((np.zeros(experts.shape, jax.dtypes.float0), probe))[0]
 
     experts, weights, grads = map(np.asarray, ours(logits, scale))
@@ -65,7 +89,15 @@ def test_choices_weights_and_their_gradients_are_those_of_a_loop(fields, top_k):
         assert experts[at].tolist() == wanted
         np.testing.assert_allclose(weights[at], shares(cfg, logits[at], wanted, scale), rtol=1e-5)
         steps = 1e-5 * np.eye(8)
-        slope = [(shares(cfg, logits[at] + step, wanted, scale) - shares(cfg, logits[at] - step, wanted, scale)) @ probe[at] / 2e-5 for step in steps]
+        slope = [
+            (
+                shares(cfg, logits[at] + step, wanted, scale)
+                - shares(cfg, logits[at] - step, wanted, scale)
+            )
+            @ probe[at]
+            / 2e-5
+            for step in steps
+        ]
         np.testing.assert_allclose(grads[at], slope, rtol=1e-4, atol=1e-6)
 
 
@@ -82,7 +114,9 @@ def test_normed_input_and_bias_reach_the_logits():
     x, w, scale, bias = draw(2, 3, 6), draw(6, 4, seed=1), draw(6, seed=2), draw(4, seed=3)
     wide = np.float64(x)
     wanted = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 0.5) * scale / 6**0.5 @ w + bias
-    np.testing.assert_allclose(router.logits(router.normed(x, scale, 0.5), w, bias), wanted, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        router.logits(router.normed(x, scale, 0.5), w, bias), wanted, rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
@@ -109,12 +143,21 @@ def test_an_even_load_costs_one_a_token():
     logits = np.tile(np.float32([[5, 0], [0, 5]]), (1, 3, 1))
     experts, _ = router.route(cfg := RouterConfig(balance_loss=1.0), 1, logits)
     real = np.ones((1, 6), bool)
-    np.testing.assert_allclose(router.loss(cfg, 1, logits, router.counts(experts, 2, real), real), 6.0, rtol=1e-6)
+    np.testing.assert_allclose(
+        router.loss(cfg, 1, logits, router.counts(experts, 2, real), real), 6.0, rtol=1e-6
+    )
 
 
 def test_an_expert_takes_the_first_real_tokens_of_each_row():
-    experts = np.int32([[[0, 1], [0, 2], [1, 0], [0, 1], [1, 2]], [[0, 1], [1, 0], [2, 0], [2, 1], [0, 2]]])
+    experts = np.int32(
+        [[[0, 1], [0, 2], [1, 0], [0, 1], [1, 2]], [[0, 1], [1, 0], [2, 0], [2, 1], [0, 2]]]
+    )
     real = np.bool_([[True, False, True, True, True], [True] * 5])
     kept = router.within(experts, 3, real, 2).astype(int).tolist()
-    assert kept == [[[1, 1], [0, 0], [1, 1], [0, 0], [0, 1]], [[1, 1], [1, 1], [1, 0], [1, 0], [0, 0]]]
-    np.testing.assert_array_equal(router.within(experts, 3, real, None), np.broadcast_to(real[:, :, None], experts.shape))
+    assert kept == [
+        [[1, 1], [0, 0], [1, 1], [0, 0], [0, 1]],
+        [[1, 1], [1, 1], [1, 0], [1, 0], [0, 0]],
+    ]
+    np.testing.assert_array_equal(
+        router.within(experts, 3, real, None), np.broadcast_to(real[:, :, None], experts.shape)
+    )

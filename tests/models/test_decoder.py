@@ -15,7 +15,9 @@ from maxstack.models.decoder import abstract, initial
 
 def build(**changes):
     cfg = DecoderConfig.model_validate(tiny.model(**changes))
-    return nnx.merge(abstract(cfg)[0], nnx.State(initial(cfg, 0)))  # not jitted: one compilation a shape instead of one a weight
+    return nnx.merge(
+        abstract(cfg)[0], nnx.State(initial(cfg, 0))
+    )  # not jitted: one compilation a shape instead of one a weight
 
 
 def perturbed(model):
@@ -23,14 +25,40 @@ def perturbed(model):
     graph, state = nnx.split(model)
     leaves, tree = jax.tree.flatten(state)
     rng = np.random.default_rng(0)
-    return nnx.merge(graph, jax.tree.unflatten(tree, [leaf + 0.1 * rng.normal(size=leaf.shape).astype(np.float32) for leaf in leaves]))
+    return nnx.merge(
+        graph,
+        jax.tree.unflatten(
+            tree, [leaf + 0.1 * rng.normal(size=leaf.shape).astype(np.float32) for leaf in leaves]
+        ),
+    )
 
 
-FULL = {"kind": "attention", "heads": 4, "kv_heads": 2, "head_dim": 8, "qk_norm": {"eps": 1e-5}, "qkv_bias": True, "out_bias": True,
-        "soft_cap": 5.0, "scale": 0.3, "rope": {"theta": 500.0}}
-REST = {"mlp": {"kind": "gated", "hidden": 48, "activation": "gelu_tanh", "bias": True}, "norm": {"zero_centered": True}}
-RICH = {"blocks": {"local": {"mixer": FULL | {"window": 5}} | REST, "global": {"mixer": FULL | {"rope": None}} | REST},
-        "head": {"tied": True, "bias": True, "soft_cap": 3.0}, "embed_scale": 5.0, "prefix": ["global"], "layers": 4}
+FULL = {
+    "kind": "attention",
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "qk_norm": {"eps": 1e-5},
+    "qkv_bias": True,
+    "out_bias": True,
+    "soft_cap": 5.0,
+    "scale": 0.3,
+    "rope": {"theta": 500.0},
+}
+REST = {
+    "mlp": {"kind": "gated", "hidden": 48, "activation": "gelu_tanh", "bias": True},
+    "norm": {"zero_centered": True},
+}
+RICH = {
+    "blocks": {
+        "local": {"mixer": FULL | {"window": 5}} | REST,
+        "global": {"mixer": FULL | {"rope": None}} | REST,
+    },
+    "head": {"tied": True, "bias": True, "soft_cap": 3.0},
+    "embed_scale": 5.0,
+    "prefix": ["global"],
+    "layers": 4,
+}
 
 
 def in_numpy(model, tokens, positions, segments):
@@ -38,17 +66,26 @@ def in_numpy(model, tokens, positions, segments):
     cfg, get = model.cfg, lambda v: np.asarray(v[...], np.float64)
 
     def norm(x, module, spec):
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + spec.eps) * (get(module.scale) + spec.zero_centered)
+        return (
+            x
+            / np.sqrt((x * x).mean(-1, keepdims=True) + spec.eps)
+            * (get(module.scale) + spec.zero_centered)
+        )
 
     def rotate(x, theta):
         half = x.shape[-1] // 2
         angle = positions[..., None, None] * theta ** (-2 * np.arange(half) / x.shape[-1])
         a, b = x[..., :half], x[..., half:]
-        return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1)
+        return np.concatenate(
+            [a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1
+        )
 
     def layer(x, block, spec):
         mix, m, h = spec.mixer, block.mixer, norm(x, block.mixer_norm, spec.norm)
-        q, k, v = (np.einsum("btd,dnh->btnh", h, get(getattr(m, n))) + get(getattr(m, n + "_bias")) for n in ("query", "key", "value"))
+        q, k, v = (
+            np.einsum("btd,dnh->btnh", h, get(getattr(m, n))) + get(getattr(m, n + "_bias"))
+            for n in ("query", "key", "value")
+        )
         q, k = norm(q, m.query_norm, mix.qk_norm), norm(k, m.key_norm, mix.qk_norm)
         if mix.rope:
             q, k = rotate(q, mix.rope.theta), rotate(k, mix.rope.theta)
@@ -56,12 +93,19 @@ def in_numpy(model, tokens, positions, segments):
         s = np.einsum("btnh,bsnh->bnts", q, k) * mix.scale
         s = mix.soft_cap * np.tanh(s / mix.soft_cap)
         gap = np.arange(x.shape[1])[:, None] - np.arange(x.shape[1])
-        seen = (gap >= 0) & (gap < (mix.window or 10**9)) & (segments[:, :, None] == segments[:, None, :])
+        seen = (
+            (gap >= 0)
+            & (gap < (mix.window or 10**9))
+            & (segments[:, :, None] == segments[:, None, :])
+        )
         p = np.exp(np.where(seen[:, None], s, -np.inf))
         o = np.einsum("bnts,bsnh->btnh", p / p.sum(-1, keepdims=True), v)
         x = x + np.einsum("btnh,nhd->btd", o, get(m.out)) + get(m.out_bias)
         h = norm(x, block.mlp_norm, spec.norm)
-        gate, up = (h @ get(getattr(block.mlp, n)) + get(getattr(block.mlp, n + "_bias")) for n in ("gate", "up"))
+        gate, up = (
+            h @ get(getattr(block.mlp, n)) + get(getattr(block.mlp, n + "_bias"))
+            for n in ("gate", "up")
+        )
         gate = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
         return x + (gate * up) @ get(block.mlp.down) + get(block.mlp.down_bias)
 
@@ -83,20 +127,27 @@ def test_every_switch_agrees_with_an_independent_numpy_model():
 
 
 def test_the_pattern_repeats_after_the_prefix_until_the_layers_are_used_up():
-    cfg = DecoderConfig.model_validate(tiny.model(layers=8, pattern=["local", "local", "global"], prefix=["global"]))
+    cfg = DecoderConfig.model_validate(
+        tiny.model(layers=8, pattern=["local", "local", "global"], prefix=["global"])
+    )
     assert cfg.order == ("global", *("local", "local", "global") * 2, "local")
 
 
 def test_unrolling_the_scan_changes_no_value():
     data = {name: jnp.asarray(x) for name, x in tiny.batch(tiny.config()).items()}
-    outs = [nnx.jit(lambda model, data: model.hidden(data))(build(layers=6, unroll=n), data) for n in (1, 3)]
+    outs = [
+        nnx.jit(lambda model, data: model.hidden(data))(build(layers=6, unroll=n), data)
+        for n in (1, 3)
+    ]
     np.testing.assert_allclose(*outs, atol=1e-5)
 
 
 @functools.cache
 def kept(policy, names=()):
     """How many matmuls the forward and backward pass hold together, and the text of their jaxpr."""
-    cfg = DecoderConfig.model_validate(tiny.model(layers=2, remat={"policy": policy, "names": list(names)}))
+    cfg = DecoderConfig.model_validate(
+        tiny.model(layers=2, remat={"policy": policy, "names": list(names)})
+    )
     graph, state = abstract(cfg)
     data = {name: jnp.asarray(x) for name, x in tiny.batch(tiny.config()).items()}
     text = str(jax.make_jaxpr(jax.grad(lambda s: nnx.merge(graph, s).hidden(data).sum()))(state))
@@ -116,7 +167,9 @@ def test_dots_recompute_no_matmul_that_full_does():
     assert kept("dots")[0] < kept("full")[0]
 
 
-@pytest.mark.parametrize("name", ["query", "key", "value", "context", "mixer_out", "mlp_gate", "mlp_up", "mlp_out"])
+@pytest.mark.parametrize(
+    "name", ["query", "key", "value", "context", "mixer_out", "mlp_gate", "mlp_up", "mlp_out"]
+)
 def test_saving_a_tensor_by_name_recomputes_less_than_full(name):
     count, text = kept("save", (name,))
     assert f"name={name}" in text

@@ -1,4 +1,5 @@
-"""FLOPs against an independent count, for every golden family: six for each weight that a token meets, and the visible scores."""
+"""FLOPs against an independent count, for every golden family: six for each weight that a token
+meets, and the visible scores."""
 
 import jax
 import numpy as np
@@ -16,10 +17,20 @@ from maxstack.models.flops import flops_per_token
 
 def test_flops_are_six_per_weight_plus_the_visible_scores():
     cfg, run = tiny.config(), tiny.make_run(tiny.config())
-    matrices = sum(leaf.size for path, leaf in jax.tree_util.tree_leaves_with_path(run.abstract.params)
-                   if "norm" not in jax.tree_util.keystr(path)) - cfg.model.vocab * cfg.model.embed
-    seen = {None: np.mean([i + 1 for i in range(48)]), 12: np.mean([min(i + 1, 12) for i in range(48)])}
-    # Scores and their weighting of values: two matmuls of 2 x heads x head_dim a visible key, three times for training; local, global, local.
+    matrices = (
+        sum(
+            leaf.size
+            for path, leaf in jax.tree_util.tree_leaves_with_path(run.abstract.params)
+            if "norm" not in jax.tree_util.keystr(path)
+        )
+        - cfg.model.vocab * cfg.model.embed
+    )
+    seen = {
+        None: np.mean([i + 1 for i in range(48)]),
+        12: np.mean([min(i + 1, 12) for i in range(48)]),
+    }
+    # Scores and their weighting of values: two matmuls of 2 x heads x head_dim a visible key, three
+    # times for training; local, global, local.
     attention = sum(3 * 2 * 2 * 4 * 8 * seen[window] for window in (12, None, 12))
     assert flops_per_token(cfg.model, 48) == pytest.approx(6 * matrices + attention)
 
@@ -27,9 +38,16 @@ def test_flops_are_six_per_weight_plus_the_visible_scores():
 def test_frozen_weights_count_four_and_adapters_six():
     cfg = tiny.config(lora={"rank": 4})
     run, whole = tiny.make_run(cfg), flops_per_token(cfg.model, 48)
-    base = sum(leaf.size for path, leaf in run.untreated.items() if "norm" not in path) - cfg.model.vocab * cfg.model.embed
-    assert run.adapters == sum(leaf.size for path, leaf in run.weights.items() if "lora" in path) > 0
-    assert flops_per_token(cfg.model, 48, run.adapters) == pytest.approx(whole - 2 * base + 6 * run.adapters)
+    base = (
+        sum(leaf.size for path, leaf in run.untreated.items() if "norm" not in path)
+        - cfg.model.vocab * cfg.model.embed
+    )
+    assert (
+        run.adapters == sum(leaf.size for path, leaf in run.weights.items() if "lora" in path) > 0
+    )
+    assert flops_per_token(cfg.model, 48, run.adapters) == pytest.approx(
+        whole - 2 * base + 6 * run.adapters
+    )
 
 
 def scores(mixer) -> float:
@@ -44,14 +62,27 @@ def scores(mixer) -> float:
 def share(path: str, model) -> float:
     """The part of a weight that a token meets: of experts those that it goes to, of tables none."""
     name = path.rsplit("/", 1)[-1]
-    if name in ("embed", "positions", "per_layer_embed") or "norm" in path or name.endswith(("bias", "scale", "scalar")) or name in (
-            "sinks", "a_log", "dt_bias"):
+    if (
+        name in ("embed", "positions", "per_layer_embed")
+        or "norm" in path
+        or name.endswith(("bias", "scale", "scalar"))
+        or name in ("sinks", "a_log", "dt_bias")
+    ):
         return 0.0
-    if name not in ("gate", "up", "down") or "/mlp/" not in path or "/shared/" in path or "/dense/" in path:
+    if (
+        name not in ("gate", "up", "down")
+        or "/mlp/" not in path
+        or "/shared/" in path
+        or "/dense/" in path
+    ):
         return 1.0
     part, key = path.split("/")[:2]
     first_of_rest = len(model.prefix) + periods(model) * len(model.period)
-    block = model.blocks[pattern_keys(model)[key] if part == "blocks" else model.order[int(key) + (first_of_rest if part == "rest" else 0)]]
+    block = model.blocks[
+        pattern_keys(model)[key]
+        if part == "blocks"
+        else model.order[int(key) + (first_of_rest if part == "rest" else 0)]
+    ]
     moe = block.mlp.moe if isinstance(block.mlp, ParallelMLPConfig) else block.mlp
     return moe.top_k / moe.experts if isinstance(moe, MoEConfig) else 1.0
 
@@ -60,8 +91,10 @@ def share(path: str, model) -> float:
 def test_every_family_counts_the_weights_that_a_token_meets(family):
     model = Contents(parity.GOLDENS / family).model
     state = nnx.to_pure_dict(abstract(model)[1])
-    met = sum(leaf.size * share(jax.tree_util.keystr(path, simple=True, separator="/"), model)
-              for path, leaf in jax.tree_util.tree_leaves_with_path(state))
+    met = sum(
+        leaf.size * share(jax.tree_util.keystr(path, simple=True, separator="/"), model)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+    )
     met += model.embed * model.vocab if model.head.tied else 0
     inside = sum(scores(model.blocks[name].mixer) for name in model.order)
     assert flops_per_token(model, 1) == pytest.approx(6 * met + inside)

@@ -1,4 +1,5 @@
-"""Twenty steps of a tiny model for every kind of mixer, MLP and norm: the losses stay what they were, and go down.
+"""Twenty steps of a tiny model for every kind of mixer, MLP and norm: the losses stay what they
+were, and go down.
 
 `python tests/models/test_losses.py` writes them anew, with tests/ on the path.
 """
@@ -23,30 +24,82 @@ from maxstack.run import of_weights
 GOLDEN = Path(__file__).parent.parent / "goldens" / "losses.json"
 ATTENTION = {"kind": "attention", "heads": 4, "kv_heads": 2, "head_dim": 8}
 GATED = {"kind": "gated", "hidden": 64}
-MLA = {"kind": "mla", "heads": 4, "q_lora": 16, "kv_lora": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 8}
-DELTA = {"kind": "gated_delta", "key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 8, "chunk": 16}
+MLA = {
+    "kind": "mla",
+    "heads": 4,
+    "q_lora": 16,
+    "kv_lora": 16,
+    "nope_dim": 8,
+    "rope_dim": 4,
+    "value_dim": 8,
+}
+DELTA = {
+    "kind": "gated_delta",
+    "key_heads": 2,
+    "value_heads": 4,
+    "key_dim": 8,
+    "value_dim": 8,
+    "chunk": 16,
+}
 MOE = {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 32}
 LAYER = {"kind": "layer", "bias": True}
-DEEP = {"score": "sigmoid", "selection_bias": True, "bias_update": 0.01, "groups": 2, "top_groups": 1, "scale": 1.5, "balance_loss": 0.01,
-        "z_loss": 1e-3}
+DEEP = {
+    "score": "sigmoid",
+    "selection_bias": True,
+    "bias_update": 0.01,
+    "groups": 2,
+    "top_groups": 1,
+    "scale": 1.5,
+    "balance_loss": 0.01,
+    "z_loss": 1e-3,
+}
 PARALLEL = {"kind": "parallel", "dense": GATED, "moe": MOE | {"router": {"normed": True}}}
 
 
 def model(mixer=ATTENTION, mlp=GATED, placement="pre", norm=None, block=None, **changes):
     spec = {"mixer": mixer, "mlp": mlp, "placement": placement, "norm": norm or {}} | (block or {})
-    return {"vocab": tiny.VOCAB, "embed": 32, "layers": 1, "dtype": "float32", "blocks": {"block": spec}, "pattern": [], "norm": norm or {}} | changes
+    return {
+        "vocab": tiny.VOCAB,
+        "embed": 32,
+        "layers": 1,
+        "dtype": "float32",
+        "blocks": {"block": spec},
+        "pattern": [],
+        "norm": norm or {},
+    } | changes
 
 
 MODELS = {
     "attention, gated, rms, a further token": model(mtp={"block": "block", "loss": 0.3}),
     "sinks, window, dense, layer norm, sandwich, learned positions": model(
-        ATTENTION | {"rope": None, "sinks": True, "window": 12}, {"kind": "dense", "hidden": 64, "bias": True}, "sandwich", LAYER, positions=48),
+        ATTENTION | {"rope": None, "sinks": True, "window": 12},
+        {"kind": "dense", "hidden": 64, "bias": True},
+        "sandwich",
+        LAYER,
+        positions=48,
+    ),
     "chunk, norm over all heads, output gate, clamped experts with biases, post": model(
-        ATTENTION | {"chunk": 16, "qk_norm": {}, "qk_norm_over": "all", "gate": True, "rope": {"fraction": 0.5, "interleaved": True}},
-        MOE | {"clamp": 7.0, "bias": True, "router": {"bias": True}}, "post"),
-    "latent attention, grouped experts, shared expert": model(MLA, MOE | {"router": DEEP, "shared": {"hidden": 16}}),
+        ATTENTION
+        | {
+            "chunk": 16,
+            "qk_norm": {},
+            "qk_norm_over": "all",
+            "gate": True,
+            "rope": {"fraction": 0.5, "interleaved": True},
+        },
+        MOE | {"clamp": 7.0, "bias": True, "router": {"bias": True}},
+        "post",
+    ),
+    "latent attention, grouped experts, shared expert": model(
+        MLA, MOE | {"router": DEEP, "shared": {"hidden": 16}}
+    ),
     "gated delta, parallel MLP, embeddings for every layer": model(
-        DELTA, PARALLEL, norm={"zero_centered": True}, block={"out_scalar": True}, per_layer={"vocab": tiny.VOCAB, "size": 8}),
+        DELTA,
+        PARALLEL,
+        norm={"zero_centered": True},
+        block={"out_scalar": True},
+        per_layer={"vocab": tiny.VOCAB, "size": 8},
+    ),
 }
 
 
@@ -64,15 +117,22 @@ def test_losses_of_twenty_steps_are_the_golden_ones(name):
     found, golden = losses(name), json.loads(GOLDEN.read_text())[name]
     chosen = MODELS[name]["blocks"]["block"]["mlp"]["kind"] in ("moe", "parallel")
     assert found[:10] == pytest.approx(golden[:10], rel=1e-3)
-    assert found[10:] == pytest.approx(golden[10:], rel=0.05 if chosen else 1e-3)  # a rounding may by then send a token to another expert
+    assert found[10:] == pytest.approx(
+        golden[10:], rel=0.05 if chosen else 1e-3
+    )  # a rounding may by then send a token to another expert
     assert found[-1] < 0.8 * found[0]
 
 
 EVERYTHING = MODELS | {
-    "further tokens beside embeddings for every layer": model(mtp={"block": "block", "depth": 2}, per_layer={"vocab": tiny.VOCAB, "size": 8}),
+    "further tokens beside embeddings for every layer": model(
+        mtp={"block": "block", "depth": 2}, per_layer={"vocab": tiny.VOCAB, "size": 8}
+    ),
     "gated shared expert, norms of queries, keys and values, biases": model(
-        ATTENTION | {"qk_norm": {}, "value_norm": {}, "qkv_bias": True, "out_bias": True}, MOE | {"shared": {"hidden": 16, "gate": True}},
-        head={"tied": True, "bias": True})}
+        ATTENTION | {"qk_norm": {}, "value_norm": {}, "qkv_bias": True, "out_bias": True},
+        MOE | {"shared": {"hidden": 16, "gate": True}},
+        head={"tied": True, "bias": True},
+    ),
+}
 
 
 @pytest.mark.parametrize("name", EVERYTHING)
@@ -80,9 +140,14 @@ def test_the_loss_depends_on_every_weight(name):
     cfg = tiny.config(model=EVERYTHING[name])
     graph, weights = decoder.abstract(cfg.model)
     data = {key: jnp.asarray(value) for key, value in tiny.batch(cfg).items()}
-    traced = jax.make_jaxpr(lambda params: next_token(nnx.merge(graph, nnx.State(params)), data, 0.0).total)(nnx.to_pure_dict(weights))
+    traced = jax.make_jaxpr(
+        lambda params: next_token(nnx.merge(graph, nnx.State(params)), data, 0.0).total
+    )(nnx.to_pure_dict(weights))
     _, used = partial_eval.dce_jaxpr(traced.jaxpr, [True])
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(weights))]
+    paths = [
+        jax.tree_util.keystr(path)
+        for path, _ in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(weights))
+    ]
     assert [path for path, needed in zip(paths, used, strict=True) if not needed] == []
 
 
@@ -90,7 +155,11 @@ def test_further_tokens_without_a_loss_are_not_trained():
     cfg = tiny.config(model=model(mtp={"block": "block", "loss": 0.0}))
     _, info = of_weights(decoder.abstract(cfg.model)[1])
     moved = nnx.traversals.flatten_mapping(optim.trained(cfg.optimizer, info))
-    assert {path for path, trained in moved.items() if not trained} == {path for path in moved if path[0] == "mtp"} != set()
+    assert (
+        {path for path, trained in moved.items() if not trained}
+        == {path for path in moved if path[0] == "mtp"}
+        != set()
+    )
 
 
 if __name__ == "__main__":

@@ -1,15 +1,27 @@
-"""Every family computes what transformers computed: logits and gradients of golden models with noise on every parameter."""
+"""Every family computes what transformers computed: logits and gradients of golden models with
+noise on every parameter."""
 
 import parity
 import pytest
 import tiers
 
-EVERY_KIND = ("gpt2", "gemma2", "gpt_oss", "deepseek_v3", "llama4", "mixtral", "olmo2", "gemma4_per_layer",
-              "phi3")
+EVERY_KIND = (
+    "gpt2",
+    "gemma2",
+    "gpt_oss",
+    "deepseek_v3",
+    "llama4",
+    "mixtral",
+    "olmo2",
+    "gemma4_per_layer",
+    "phi3",
+)
 """A family of each structural kind but the gated delta rule, which takes longest."""
 
 
 @pytest.mark.parametrize("family", tiers.of(parity.FAMILIES, *EVERY_KIND))
 def test_logits_and_gradients_are_those_of_transformers(family):
     found = parity.measure(parity.GOLDENS / family)
-    assert found.argmax and found.logits <= parity.LOGITS and found.gradient <= parity.GRADIENT, found
+    assert found.argmax and found.logits <= parity.LOGITS and found.gradient <= parity.GRADIENT, (
+        found
+    )

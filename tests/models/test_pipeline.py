@@ -1,4 +1,5 @@
-"""Pipelines over the stages of a mesh: the schedule, where weights go, what is kept, and the numbers of one device."""
+"""Pipelines over the stages of a mesh: the schedule, where weights go, what is kept, and the
+numbers of one device."""
 
 import functools
 
@@ -15,43 +16,93 @@ from maxstack.models import pipeline
 from maxstack.objectives.next_token import next_token
 from maxstack.startup import introduce
 
-GRID = [(1, 1), (2, 1), (2, 2), (3, 2), (2, 3), (4, 2), (4, 4), (4, 6), (6, 4), (5, 7), (8, 3), (16, 8)]
+GRID = [
+    (1, 1),
+    (2, 1),
+    (2, 2),
+    (3, 2),
+    (2, 3),
+    (4, 2),
+    (4, 4),
+    (4, 6),
+    (6, 4),
+    (5, 7),
+    (8, 3),
+    (16, 8),
+]
 ATTENTION = {"kind": "attention", "heads": 2, "head_dim": 8, "backend": "reference"}
-MLP, MOE = {"kind": "gated", "hidden": 32}, {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 16, "router": {"balance_loss": 0.1}}
+MLP, MOE = (
+    {"kind": "gated", "hidden": 32},
+    {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 16, "router": {"balance_loss": 0.1}},
+)
 TABLE = {"rules": {"vocab": ["tensor", "fsdp", "expert", "stage"]}}
 
 
 def model(layers, pattern, blocks, **changes):
-    return {"vocab": tiny.VOCAB, "embed": 16, "layers": layers, "pattern": pattern, "dtype": "float32", "blocks": blocks} | changes
+    return {
+        "vocab": tiny.VOCAB,
+        "embed": 16,
+        "layers": layers,
+        "pattern": pattern,
+        "dtype": "float32",
+        "blocks": blocks,
+    } | changes
 
 
 DENSE = model(8, ["a"], {"a": {"mixer": ATTENTION, "mlp": MLP}})
-MIXED = model(10, ["b", "a"], {"a": {"mixer": ATTENTION | {"window": 4}, "mlp": MOE}, "b": {"mixer": ATTENTION | {"share_kv": "p"}, "mlp": MLP},
-                               "p": {"mixer": ATTENTION, "mlp": MLP}},
-              prefix=["p"], per_layer={"vocab": tiny.VOCAB, "size": 4})
+MIXED = model(
+    10,
+    ["b", "a"],
+    {
+        "a": {"mixer": ATTENTION | {"window": 4}, "mlp": MOE},
+        "b": {"mixer": ATTENTION | {"share_kv": "p"}, "mlp": MLP},
+        "p": {"mixer": ATTENTION, "mlp": MLP},
+    },
+    prefix=["p"],
+    per_layer={"vocab": tiny.VOCAB, "size": 4},
+)
 MESHES = {
-    "stage=2, fsdp=2, data=2": (DENSE | {"unroll": 2, "remat": {"policy": "full"}}, {"stage": 2, "fsdp": 2, "data": 2}),
-    "stage=2, rounds=2": (MIXED, {"stage": 2, "rounds": 2, "microbatches": 4, "data": 2, "expert": 2}),
+    "stage=2, fsdp=2, data=2": (
+        DENSE | {"unroll": 2, "remat": {"policy": "full"}},
+        {"stage": 2, "fsdp": 2, "data": 2},
+    ),
+    "stage=2, rounds=2": (
+        MIXED,
+        {"stage": 2, "rounds": 2, "microbatches": 4, "data": 2, "expert": 2},
+    ),
 }
 
 
 def run_of(spec, mesh, devices):
-    return tiny.make_run(tiny.config(model=spec, mesh=mesh | TABLE, train={"batch_size": 16}, data={"seq_len": 8}), devices)
+    return tiny.make_run(
+        tiny.config(model=spec, mesh=mesh | TABLE, train={"batch_size": 16}, data={"seq_len": 8}),
+        devices,
+    )
 
 
 def total(run):
     """(weights, batch) -> (loss, everything the loss is made of)."""
+
     def of(params, batch):
         with sharding.use(run.mesh, run.cfg.mesh):
             loss = next_token(nnx.merge(run.graph, nnx.State(params)), batch, 1e-3)
         return loss.total, loss
+
     return of
 
 
 def loss_and_gradients(run):
     """Of drawn weights, and of packed rows, as numpy."""
-    rng, shardings = np.random.default_rng(0), jax.tree.map(lambda leaf: leaf.sharding, run.abstract.params)
-    params = jax.device_put(jax.tree.map(lambda leaf: rng.normal(0.0, 0.2, leaf.shape).astype(leaf.dtype), run.abstract.params), shardings)
+    rng, shardings = (
+        np.random.default_rng(0),
+        jax.tree.map(lambda leaf: leaf.sharding, run.abstract.params),
+    )
+    params = jax.device_put(
+        jax.tree.map(
+            lambda leaf: rng.normal(0.0, 0.2, leaf.shape).astype(leaf.dtype), run.abstract.params
+        ),
+        shardings,
+    )
     compute = jax.jit(jax.value_and_grad(total(run), has_aux=True), out_shardings=(None, shardings))
     return jax.tree.map(np.asarray, compute(params, run.place(tiny.batch(run.cfg), 16)))
 
@@ -65,32 +116,55 @@ def alone(mixed):
 def test_loss_and_gradients_are_those_of_one_device_and_nothing_is_rematerialized(name, capfd):
     spec, mesh = MESHES[name]
     ours, theirs = loss_and_gradients(run_of(spec, mesh, 8)), alone(spec is MIXED)
-    for (path, got), wanted in zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max(), err_msg=jax.tree_util.keystr(path))
+    for (path, got), wanted in zip(
+        jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(theirs), strict=True
+    ):
+        np.testing.assert_allclose(
+            got,
+            wanted,
+            rtol=1e-5,
+            atol=1e-5 * np.abs(wanted).max(),
+            err_msg=jax.tree_util.keystr(path),
+        )
     assert "Involuntary full rematerialization" not in capfd.readouterr().err
 
 
 def kept(policy, rounds):
     """Shapes of the floats that a forward pass keeps of every period that a stage does."""
-    run = run_of(DENSE | {"layers": 16, "remat": policy}, {"stage": 4, "data": 2, "rounds": rounds, "microbatches": 8}, 8)
+    run = run_of(
+        DENSE | {"layers": 16, "remat": policy},
+        {"stage": 4, "data": 2, "rounds": rounds, "microbatches": 8},
+        8,
+    )
     found, periods = [], pipeline.ticks(4, rounds, 8) * 4 // rounds
 
     def walk(jaxpr):
         for equation in jaxpr.eqns:
             if equation.primitive.name == "scan" and equation.params["length"] == periods:
                 outs = [out.aval for out in equation.outvars]
-                found.extend(out.shape[1:] for out in outs if out.shape[:1] == (periods,) and out.dtype == np.float32)
+                found.extend(
+                    out.shape[1:]
+                    for out in outs
+                    if out.shape[:1] == (periods,) and out.dtype == np.float32
+                )
             for inner in jaxprs_in_params(equation.params):
                 walk(inner)
 
-    walk(jax.make_jaxpr(jax.grad(total(run), has_aux=True))(run.abstract.params, run.abstract_batch()).jaxpr)
+    walk(
+        jax.make_jaxpr(jax.grad(total(run), has_aux=True))(
+            run.abstract.params, run.abstract_batch()
+        ).jaxpr
+    )
     return found
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_a_stage_keeps_what_the_policy_says_and_no_copy_of_weights(rounds):
     assert kept({"policy": "full"}, rounds) == [(1, 8, 16)]
-    assert {shape[:2] for shape in kept({"policy": "none"}, rounds) if len(shape) > 2} == {(1, 8), (1, 2)}
+    assert {shape[:2] for shape in kept({"policy": "none"}, rounds) if len(shape) > 2} == {
+        (1, 8),
+        (1, 2),
+    }
 
 
 @pytest.mark.parametrize(("stages", "rounds"), GRID)
@@ -103,14 +177,17 @@ def test_every_chunk_of_weights_comes_to_its_stage_in_as_many_moves_as_rounds(st
         assert sorted(targets) == [*range(stages)]
         came |= {(target, move): held[s][sent[s, move]] for s, target in enumerate(targets)}
     assert {(s, v): came[s, kept[s, v]] for s in range(stages) for v in range(rounds)} == {
-        (s, v): v * stages + s for s in range(stages) for v in range(rounds)}
+        (s, v): v * stages + s for s in range(stages) for v in range(rounds)
+    }
 
 
 @pytest.mark.parametrize(("stages", "rounds"), GRID)
 @pytest.mark.parametrize("groups", [1, 3])
 def test_the_bubble_is_that_of_a_simulated_schedule(stages, rounds, groups):
     work, free, done = groups * stages * rounds, [0] * stages, {}
-    for step in range(work):  # each stage takes its tasks in order, as soon as it and the microbatch are free
+    for step in range(
+        work
+    ):  # each stage takes its tasks in order, as soon as it and the microbatch are free
         group, turn, member = pipeline.task(step, stages, rounds)
         for stage in range(stages):
             chunk = turn * stages + stage
@@ -124,5 +201,9 @@ def test_the_bubble_is_that_of_a_simulated_schedule(stages, rounds, groups):
 
 def test_a_run_says_how_much_its_stages_idle():
     said = []
-    introduce(run_of(DENSE, {"stage": 4, "data": 2, "microbatches": 8}, 8), [], type("Log", (), {"say": said.append}))
+    introduce(
+        run_of(DENSE, {"stage": 4, "data": 2, "microbatches": 8}, 8),
+        [],
+        type("Log", (), {"say": said.append}),
+    )
     assert any("4 stages, idle in 27.3% of their turns" in line for line in said)  # 3 of 11

@@ -1,4 +1,5 @@
-"""Every preset against transformers' own model of the same numbers (scripts/make_preset_goldens.py): parameters, tensor names, shapes."""
+"""Every preset against transformers' own model of the same numbers
+(scripts/make_preset_goldens.py): parameters, tensor names, shapes."""
 
 import gzip
 import json
@@ -18,7 +19,9 @@ from maxstack.config import presets_dir
 from maxstack.models.decoder import abstract
 from maxstack.schema import Config
 
-GOLDENS = json.loads(gzip.decompress((Path(__file__).parents[1] / "goldens" / "presets.json.gz").read_bytes()))
+GOLDENS = json.loads(
+    gzip.decompress((Path(__file__).parents[1] / "goldens" / "presets.json.gz").read_bytes())
+)
 PRESETS = {path.stem: path for path in sorted((presets_dir() / "models").glob("*.yml"))}
 RUN = "model: {preset: PRESET}\ndata: {sources: [{kind: synthetic, vocab: 256}]}\n"
 
@@ -33,11 +36,20 @@ def test_a_preset_has_the_parameters_and_tensors_of_the_published_model(name, tm
     model = config.load(Config, tmp_path / "run.yml").model
     weights = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(abstract(model)[1]))
     shapes = {"/".join(str(key.key) for key in path): leaf.shape for path, leaf in weights}
-    golden, said = GOLDENS[name], re.search(r"^# .* config\.json; ([\d,]+) parameters", PRESETS[name].read_text())
+    golden, said = (
+        GOLDENS[name],
+        re.search(r"^# .* config\.json; ([\d,]+) parameters", PRESETS[name].read_text()),
+    )
     assert said, "the first line names the source and the count"
-    assert sum(map(math.prod, shapes.values())) == golden["parameters"] == int(said[1].replace(",", ""))
+    assert (
+        sum(map(math.prod, shapes.values()))
+        == golden["parameters"]
+        == int(said[1].replace(",", ""))
+    )
     found: dict[str, Counter[str]] = {}
     for tensor in bind(FAMILIES[golden["model_type"]], model, shapes):
         if not tensor.row.copy:
-            found.setdefault(re.sub(r"\d+(?=\.)", "#", tensor.name), Counter())["x".join(map(str, tensor.shape))] += 1
+            found.setdefault(re.sub(r"\d+(?=\.)", "#", tensor.name), Counter())[
+                "x".join(map(str, tensor.shape))
+            ] += 1
     assert found == golden["tensors"]

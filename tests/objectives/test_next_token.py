@@ -1,4 +1,5 @@
-"""What the loss is made of beside the cross-entropy: further tokens within a document, routers, and the selection bias that follows their load."""
+"""What the loss is made of beside the cross-entropy: further tokens within a document, routers, and
+the selection bias that follows their load."""
 
 import jax
 import numpy as np
@@ -9,36 +10,58 @@ from flax import nnx
 from maxstack.models.decoder import abstract, carry
 from maxstack.objectives.next_token import next_token
 
-BLOCK = {"mixer": {"kind": "attention", "heads": 4, "head_dim": 8}, "mlp": {"kind": "gated", "hidden": 32}}
-ROUTER = {"score": "sigmoid", "selection_bias": True, "bias_update": 0.25, "balance_loss": 0.1, "z_loss": 0.01}
+BLOCK = {
+    "mixer": {"kind": "attention", "heads": 4, "head_dim": 8},
+    "mlp": {"kind": "gated", "hidden": 32},
+}
+ROUTER = {
+    "score": "sigmoid",
+    "selection_bias": True,
+    "bias_update": 0.25,
+    "balance_loss": 0.1,
+    "z_loss": 0.01,
+}
 EXPERTS = BLOCK | {"mlp": {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 16, "router": ROUTER}}
 
 
 def config(block, train=None, **changes):
-    return tiny.config(model={"layers": 1, "pattern": [], "blocks": {"block": block}} | changes, train=train or {},
-                       optimizer={"learning_rate": 1.0, "chain": [{"kind": "sgd"}], "schedule": None})
+    return tiny.config(
+        model={"layers": 1, "pattern": [], "blocks": {"block": block}} | changes,
+        train=train or {},
+        optimizer={"learning_rate": 1.0, "chain": [{"kind": "sgd"}], "schedule": None},
+    )
 
 
 @pytest.mark.parametrize("depth", [1, 3])
 def test_a_further_token_counts_where_it_is_in_the_same_document(depth):
-    """With every logit zero each counted token costs ln(vocab), so the sum says how many are counted."""
+    """With every logit zero each counted token costs ln(vocab), so the sum says how many are
+    counted."""
     cfg = config(BLOCK, mtp={"block": "block", "depth": depth, "loss": 0.5}, head={"tied": False})
     graph, state = abstract(cfg.model)
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), state)
     data = tiny.batch(cfg)
-    metrics = jax.jit(lambda state, data: next_token(nnx.merge(graph, state), data, 0.0).metrics)(zeros, data)
+    metrics = jax.jit(lambda state, data: next_token(nnx.merge(graph, state), data, 0.0).metrics)(
+        zeros, data
+    )
     counted = 0
     for mask, segments in zip(data["mask"], data["segments"], strict=True):
         for k in range(1, depth + 1):
-            counted += sum(mask[t:t + k + 1].all() and len({*segments[t:t + k + 1]}) == 1 for t in range(len(mask) - k))
-    assert metrics["mtp_loss"] == pytest.approx(0.5 / depth * counted * np.log(tiny.VOCAB), rel=1e-5)
+            counted += sum(
+                mask[t : t + k + 1].all() and len({*segments[t : t + k + 1]}) == 1
+                for t in range(len(mask) - k)
+            )
+    assert metrics["mtp_loss"] == pytest.approx(
+        0.5 / depth * counted * np.log(tiny.VOCAB), rel=1e-5
+    )
 
 
 def test_a_step_moves_the_selection_bias_towards_balance_and_the_optimizer_leaves_it():
     run = tiny.make_run(config(EXPERTS))
     data, before = run.place(tiny.batch(run.cfg), 8), run.init()
     graph, params = run.graph, jax.tree.map(np.asarray, before.params)
-    loads = jax.jit(lambda params, data: next_token(nnx.merge(graph, nnx.State(params)), data, 0.0).loads)(params, data)
+    loads = jax.jit(
+        lambda params, data: next_token(nnx.merge(graph, nnx.State(params)), data, 0.0).loads
+    )(params, data)
     after, scalars = run.step(before, data)
     ((path, load),) = loads.items()
     assert path == ("blocks", "block", "mlp") and load.shape == (1, 4) and load.sum() == 2 * 8 * 48
@@ -56,11 +79,15 @@ def test_carry_leaves_a_bias_without_a_rate_where_it_is():
 
 @pytest.mark.slow
 def test_experts_under_accumulation_and_on_a_mesh_are_those_of_one_batch():
-    runs = [tiny.make_run(config(EXPERTS, {"accumulate": pieces}), devices)
-            for pieces, devices in ((1, 1), (4, 1), (1, 8))]
+    runs = [
+        tiny.make_run(config(EXPERTS, {"accumulate": pieces}), devices)
+        for pieces, devices in ((1, 1), (4, 1), (1, 8))
+    ]
     (whole, *others) = [run.step(run.init(), run.place(tiny.batch(run.cfg), 8)) for run in runs]
     for state, scalars in others:
         for name in ("loss", "router_loss", "grad_norm", "expert_load"):
             assert float(scalars[name]) == pytest.approx(float(whole[1][name]), rel=1e-5), name
-        for ours, wanted in zip(jax.tree.leaves(state.params), jax.tree.leaves(whole[0].params), strict=True):
+        for ours, wanted in zip(
+            jax.tree.leaves(state.params), jax.tree.leaves(whole[0].params), strict=True
+        ):
             np.testing.assert_allclose(ours, wanted, atol=2e-5)

@@ -19,20 +19,31 @@ ALL = [{"path": "*", "ndim": 2}]
 def same(left, right, **tolerance):
     for path, a in jax.tree_util.tree_leaves_with_path(left):
         b = dict(jax.tree_util.tree_leaves_with_path(right))[path]
-        np.testing.assert_allclose(a, b, **({"rtol": 1e-6, "atol": 1e-7} | tolerance), err_msg=jax.tree_util.keystr(path))
+        np.testing.assert_allclose(
+            a, b, **({"rtol": 1e-6, "atol": 1e-7} | tolerance), err_msg=jax.tree_util.keystr(path)
+        )
 
 
 def minimal(name):
     """An item of this kind with what it needs."""
     special = {
-        "lbfgs": {"linesearch": None}, "add_noise": {"key": 0, "eta": 0.1, "gamma": 0.5}, "noisy_sgd": {"key": 0}, "galore": {"rank": 2},
+        "lbfgs": {"linesearch": None},
+        "add_noise": {"key": 0, "eta": 0.1, "gamma": 0.5},
+        "noisy_sgd": {"key": 0},
+        "galore": {"rank": 2},
         "scale_by_galore": {"rank": 2},
-        "flatten": {"inner": [{"kind": "adam"}]}, "lookahead": {"inner": [{"kind": "sgd"}], "sync_period": 2, "slow_step_size": 0.5},
-        "scale_by_schedule": {"step_size_fn": {"kind": "constant", "value": -0.1}}, "freeze": {"mask": ["norm"]},
+        "flatten": {"inner": [{"kind": "adam"}]},
+        "lookahead": {"inner": [{"kind": "sgd"}], "sync_period": 2, "slow_step_size": 0.5},
+        "scale_by_schedule": {"step_size_fn": {"kind": "constant", "value": -0.1}},
+        "freeze": {"mask": ["norm"]},
         "selective_transform": {"inner": {"kind": "sgd"}, "freeze_mask": ["norm"]},
     }
     needed = {"transform": [{"kind": "sgd"}], "mask": ["*"], "flag": True, "whole": 2, "rate": 0.1}
-    wanted = [a for a in names.signature(name).arguments if a.default is None and a.name != "learning_rate"]
+    wanted = [
+        a
+        for a in names.signature(name).arguments
+        if a.default is None and a.name != "learning_rate"
+    ]
     return {"kind": name} | special.get(name, {a.name: needed.get(sort_of(a), 0.5) for a in wanted})
 
 
@@ -43,7 +54,9 @@ def test_every_transform_of_optax_builds_and_keeps_shapes_and_state_through_two_
     try:
         cfg = OptimizerConfig(learning_rate=0.1, schedule=None, chain=items)
     except ValueError:
-        cfg = OptimizerConfig(learning_rate=0.1, schedule=None, chain=[*items, {"kind": "scale_by_learning_rate"}])
+        cfg = OptimizerConfig(
+            learning_rate=0.1, schedule=None, chain=[*items, {"kind": "scale_by_learning_rate"}]
+        )
     tx = build(cfg, 10, of)
 
     def run(params):
@@ -57,8 +70,18 @@ def test_every_transform_of_optax_builds_and_keeps_shapes_and_state_through_two_
     assert shapes == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), (third, tree(of)))
 
 
-@pytest.mark.parametrize("name", sorted({"sgd"} | {name for name in names.names("transform") if name not in REFUSED and "learning_rate" in
-                                                   names.signature(name)} - {"scale_by_rprop", "scale_by_muon"}))
+@pytest.mark.parametrize(
+    "name",
+    sorted(
+        {"sgd"}
+        | {
+            name
+            for name in names.names("transform")
+            if name not in REFUSED and "learning_rate" in names.signature(name)
+        }
+        - {"scale_by_rprop", "scale_by_muon"}
+    ),
+)
 def test_every_optimizer_moves_a_weight_against_its_gradient(name):
     cfg = OptimizerConfig(learning_rate=0.1, schedule=None, chain=[minimal(name)])
     params = {"w": jnp.array([[1.0, -2.0, 3.0], [0.5, 1.5, -1.0]])}
@@ -73,61 +96,122 @@ def test_every_optimizer_moves_a_weight_against_its_gradient(name):
 def test_the_default_is_clipped_adamw_that_decays_matrices_under_a_warm_up_and_a_cosine():
     schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-4, 2, 100, 3e-5)
     decayed = jax.tree.map(lambda leaf: leaf.ndim == 2, INFO)
-    by_hand = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.1, mask=decayed))
-    same(train(build(OptimizerConfig(), 100, INFO), INFO)[0], train(optax.with_extra_args_support(by_hand), INFO)[0])
+    by_hand = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.1, mask=decayed),
+    )
+    same(
+        train(build(OptimizerConfig(), 100, INFO), INFO)[0],
+        train(optax.with_extra_args_support(by_hand), INFO)[0],
+    )
 
 
 def test_biases_of_heads_and_norms_are_not_decayed():
-    marked = {jax.tree_util.keystr(path, simple=True, separator="/") for path, leaf in jax.tree_util.tree_leaves_with_path(INFO) if leaf.ndim < 2}
-    assert marked == {"blocks/block/mixer/query_bias", "blocks/block/mixer_norm/scale", "norm/scale"}
+    marked = {
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, leaf in jax.tree_util.tree_leaves_with_path(INFO)
+        if leaf.ndim < 2
+    }
+    assert marked == {
+        "blocks/block/mixer/query_bias",
+        "blocks/block/mixer_norm/scale",
+        "norm/scale",
+    }
 
 
 def test_decay_patterns_replace_the_default_mask():
     zero = jax.tree.map(jnp.zeros_like, tree(INFO))
-    tx = built(learning_rate=0.1, chain=[{"kind": "adamw", "weight_decay": 0.5}], decay=["blocks/*", "!*_bias"])
+    tx = built(
+        learning_rate=0.1,
+        chain=[{"kind": "adamw", "weight_decay": 0.5}],
+        decay=["blocks/*", "!*_bias"],
+    )
     updates = first(tx, zero, tree(INFO))
-    moved = {path for path, leaf in zip(jax.tree.leaves(paths(updates)), jax.tree.leaves(updates), strict=True) if np.any(leaf)}
-    assert moved == {path for path in jax.tree.leaves(paths(updates)) if path.startswith("blocks/") and not path.endswith("_bias")}
+    moved = {
+        path
+        for path, leaf in zip(
+            jax.tree.leaves(paths(updates)), jax.tree.leaves(updates), strict=True
+        )
+        if np.any(leaf)
+    }
+    assert moved == {
+        path
+        for path in jax.tree.leaves(paths(updates))
+        if path.startswith("blocks/") and not path.endswith("_bias")
+    }
 
 
 def paths(of):
-    return jax.tree_util.tree_map_with_path(lambda path, _: jax.tree_util.keystr(path, simple=True, separator="/"), of)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: jax.tree_util.keystr(path, simple=True, separator="/"), of
+    )
 
 
 def test_a_mask_of_one_item_takes_patterns():
-    tx = built(chain=[{"kind": "masked", "mask": ["embed"], "inner": [{"kind": "scale", "step_size": 0.0}]}, {"kind": "sgd"}], learning_rate=1.0)
+    tx = built(
+        chain=[
+            {"kind": "masked", "mask": ["embed"], "inner": [{"kind": "scale", "step_size": 0.0}]},
+            {"kind": "sgd"},
+        ],
+        learning_rate=1.0,
+    )
     updates = first(tx, tree(INFO), tree(INFO))
     assert not np.any(updates["embed"]) and np.all(updates["head"] == -tree(INFO)["head"])
 
 
 def test_grouped_optimizers_equal_hand_written_partition_after_shared_clipping():
-    groups = [{"match": ALL, "chain": [{"kind": "lion", "b2": 0.98, "weight_decay": 0.0}]},
-              {"match": ["*"], "chain": [{"kind": "adam", "learning_rate": 0.01}]}]
+    groups = [
+        {"match": ALL, "chain": [{"kind": "lion", "b2": 0.98, "weight_decay": 0.0}]},
+        {"match": ["*"], "chain": [{"kind": "adam", "learning_rate": 0.01}]},
+    ]
     labels = jax.tree.map(lambda leaf: "m" if leaf.ndim == 2 else "v", INFO)
     parts = {"m": optax.lion(0.1, b2=0.98, weight_decay=0.0), "v": optax.adam(0.01)}
     by_hand = optax.chain(optax.clip_by_global_norm(1.0), optax.partition(parts, labels))
-    same(train(built(learning_rate=0.1, groups=groups), INFO)[0], train(optax.with_extra_args_support(by_hand), INFO)[0])
+    same(
+        train(built(learning_rate=0.1, groups=groups), INFO)[0],
+        train(optax.with_extra_args_support(by_hand), INFO)[0],
+    )
 
 
 def test_the_first_group_that_matches_takes_a_parameter():
-    groups = [{"match": ["embed"], "chain": [{"kind": "scale", "step_size": -2.0}]},
-              {"match": ["*"], "chain": [{"kind": "scale", "step_size": -3.0}]}]
+    groups = [
+        {"match": ["embed"], "chain": [{"kind": "scale", "step_size": -2.0}]},
+        {"match": ["*"], "chain": [{"kind": "scale", "step_size": -3.0}]},
+    ]
     tx = built(chain=[], groups=groups)
     updates = first(tx, tree(INFO), tree(INFO))
-    assert np.allclose(updates["embed"], -2 * tree(INFO)["embed"]) and np.allclose(updates["head"], -3 * tree(INFO)["head"])
+    assert np.allclose(updates["embed"], -2 * tree(INFO)["embed"]) and np.allclose(
+        updates["head"], -3 * tree(INFO)["head"]
+    )
 
 
-@pytest.mark.parametrize("optimizer, words", [
-    ({"groups": [{"match": ["embed"], "chain": [{"kind": "sgd"}]}]}, "no group matches"),
-    ({"groups": [{"match": ["embed", "block/*"], "chain": [{"kind": "sgd"}]}]},
-     "groups.0.match.1: 'block/*' matches no parameter; nearest paths: blocks/"),
-    ({"decay": [{"path": "norm/*", "ndim": 2}]}, "decay.0: 'norm/*' with ndim 2 matches no parameter; parameters on that path have ndim 1"),
-    ({"frozen": ["embd"]}, "nearest paths: embed"), ({"frozen": ["*"]}, "no parameter is left to train"),
-    ({"chain": [{"kind": "adamw", "mask": ["hed"]}]}, "chain.0.mask.0: 'hed' matches no parameter; nearest paths: head"),
-    ({"chain": [{"kind": "scale_by_muon"}, {"kind": "sgd"}]}, "takes matrices only"),
-    ({"chain": [{"kind": "reduce_on_plateau", "factor": 2.0}, {"kind": "sgd"}]}, "chain.0: optax refuses these arguments"),
-    ({"schedule": {"kind": "warmup_cosine", "warmup_steps": 500}}, "schedule.warmup_steps"),
-])
+@pytest.mark.parametrize(
+    "optimizer, words",
+    [
+        ({"groups": [{"match": ["embed"], "chain": [{"kind": "sgd"}]}]}, "no group matches"),
+        (
+            {"groups": [{"match": ["embed", "block/*"], "chain": [{"kind": "sgd"}]}]},
+            "groups.0.match.1: 'block/*' matches no parameter; nearest paths: blocks/",
+        ),
+        (
+            {"decay": [{"path": "norm/*", "ndim": 2}]},
+            "decay.0: 'norm/*' with ndim 2 matches no parameter; parameters on that path "
+            "have ndim 1",
+        ),
+        ({"frozen": ["embd"]}, "nearest paths: embed"),
+        ({"frozen": ["*"]}, "no parameter is left to train"),
+        (
+            {"chain": [{"kind": "adamw", "mask": ["hed"]}]},
+            "chain.0.mask.0: 'hed' matches no parameter; nearest paths: head",
+        ),
+        ({"chain": [{"kind": "scale_by_muon"}, {"kind": "sgd"}]}, "takes matrices only"),
+        (
+            {"chain": [{"kind": "reduce_on_plateau", "factor": 2.0}, {"kind": "sgd"}]},
+            "chain.0: optax refuses these arguments",
+        ),
+        ({"schedule": {"kind": "warmup_cosine", "warmup_steps": 500}}, "schedule.warmup_steps"),
+    ],
+)
 def test_what_does_not_fit_the_parameters_is_explained(optimizer, words):
     with pytest.raises(ConfigError, match=r"^optimizer") as caught:
         built(**optimizer)
@@ -138,50 +222,102 @@ def test_a_pattern_may_be_allowed_to_match_nothing():
     assert built(frozen=["embed", {"path": "lm_head", "optional": True}])
 
 
-@pytest.mark.parametrize("optimizer", [{"frozen": ["embed", "*_bias"]}, {"trainable": ["*", "!embed", "!*_bias"]}])
+@pytest.mark.parametrize(
+    "optimizer", [{"frozen": ["embed", "*_bias"]}, {"trainable": ["*", "!embed", "!*_bias"]}]
+)
 def test_frozen_parameters_never_change_and_have_no_state(optimizer):
     params, _, state = train(built(learning_rate=0.1, ema={"decay": 0.9}, **optimizer), INFO)
     for leaf in ("embed", "query_bias"):
-        assert not [path for path, _ in jax.tree_util.tree_leaves_with_path(state) if leaf in jax.tree_util.keystr(path).split("'")]
-    assert np.array_equal(params["embed"], tree(INFO)["embed"]) and not np.allclose(params["head"], tree(INFO)["head"])
+        assert not [
+            path
+            for path, _ in jax.tree_util.tree_leaves_with_path(state)
+            if leaf in jax.tree_util.keystr(path).split("'")
+        ]
+    assert np.array_equal(params["embed"], tree(INFO)["embed"]) and not np.allclose(
+        params["head"], tree(INFO)["head"]
+    )
 
 
 def test_patterns_name_weights_by_their_path_in_the_model_and_those_that_are_not_trained():
     leaf = dataclasses.replace(SMALL["w"], weight="gate")
     frozen = dataclasses.replace(SMALL["w"], frozen=True)
-    of = {"gate": {"base": dataclasses.replace(frozen, weight="gate"), "lora_a": leaf, "lora_b": leaf}, "embed": frozen}
-    groups = [{"match": ["embed"], "chain": [{"kind": "lion"}]}, {"match": ["*", "!gate", "!embed"], "chain": [{"kind": "lion"}]},
-              {"match": ["gate", "!*/lora_b"], "chain": [{"kind": "scale", "step_size": -2.0}]},
-              {"match": ["*"], "chain": [{"kind": "adamw", "mask": ["gate", "!embed"]}]}]
+    of = {
+        "gate": {
+            "base": dataclasses.replace(frozen, weight="gate"),
+            "lora_a": leaf,
+            "lora_b": leaf,
+        },
+        "embed": frozen,
+    }
+    groups = [
+        {"match": ["embed"], "chain": [{"kind": "lion"}]},
+        {"match": ["*", "!gate", "!embed"], "chain": [{"kind": "lion"}]},
+        {"match": ["gate", "!*/lora_b"], "chain": [{"kind": "scale", "step_size": -2.0}]},
+        {"match": ["*"], "chain": [{"kind": "adamw", "mask": ["gate", "!embed"]}]},
+    ]
     tx = built(of=of, chain=[], groups=groups, decay=["gate"])
     params, grads = tree(of), tree(of, seed=1)
     updates, _ = tx.update(grads, tx.init(params), params)
     np.testing.assert_array_equal(updates["gate"]["lora_a"], -2 * grads["gate"]["lora_a"])
-    assert not np.any(updates["gate"]["base"]) and not np.any(updates["embed"]) and np.any(updates["gate"]["lora_b"])
-    assert [*jax.tree.leaves(trained(OptimizerConfig(frozen=["gate"]), of | {"head": SMALL["w"]}))] == [False, False, False, False, True]
+    assert (
+        not np.any(updates["gate"]["base"])
+        and not np.any(updates["embed"])
+        and np.any(updates["gate"]["lora_b"])
+    )
+    assert [
+        *jax.tree.leaves(trained(OptimizerConfig(frozen=["gate"]), of | {"head": SMALL["w"]}))
+    ] == [False, False, False, False, True]
 
 
 def test_frozen_parameters_do_not_count_in_the_clipped_norm():
-    tx = built(of=SMALL, learning_rate=1.0, chain=[{"kind": "clip_by_global_norm", "max_norm": 1.0}, {"kind": "sgd"}], frozen=["stack", "norm"])
+    tx = built(
+        of=SMALL,
+        learning_rate=1.0,
+        chain=[{"kind": "clip_by_global_norm", "max_norm": 1.0}, {"kind": "sgd"}],
+        frozen=["stack", "norm"],
+    )
     updates = train(tx, SMALL, steps=1)[1]
     assert np.linalg.norm(updates["w"]) == pytest.approx(1.0, rel=1e-5)
 
 
 def matrices(leaf, of):
     """The stacked tensors of a leaf as matrices: layers x rows x columns."""
-    return np.asarray(leaf).reshape(-1, *(int(np.prod([of.shape[i] for i in factor])) for factor in of.factors))
+    return np.asarray(leaf).reshape(
+        -1, *(int(np.prod([of.shape[i] for i in factor])) for factor in of.factors)
+    )
 
 
-@pytest.mark.parametrize("kind, by_hand, tolerance", [
-    ("muon", lambda: optax.contrib.muon(0.1, consistent_rms=0.2), 1e-4), ("adafactor", lambda: optax.adafactor(0.1, min_dim_size_to_factor=2), 1e-5),
-    ("adaptive_grad_clip", lambda: optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1)), 1e-5),
-    ("lamb", lambda: optax.lamb(0.1), 1e-5), ("galore", lambda: optax.contrib.galore(0.1, rank=2), 1e-3),
-])
+@pytest.mark.parametrize(
+    "kind, by_hand, tolerance",
+    [
+        ("muon", lambda: optax.contrib.muon(0.1, consistent_rms=0.2), 1e-4),
+        ("adafactor", lambda: optax.adafactor(0.1, min_dim_size_to_factor=2), 1e-5),
+        (
+            "adaptive_grad_clip",
+            lambda: optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1)),
+            1e-5,
+        ),
+        ("lamb", lambda: optax.lamb(0.1), 1e-5),
+        ("galore", lambda: optax.contrib.galore(0.1, rank=2), 1e-3),
+    ],
+)
 def test_stacked_weights_with_heads_are_treated_as_one_matrix_a_layer(kind, by_hand, tolerance):
-    mixer = {"mixer": {"query": INFO["blocks"]["block"]["mixer"]["query"], "out": INFO["blocks"]["block"]["mixer"]["out"]}}
-    arguments = {"muon": {"consistent_rms": 0.2}, "adafactor": {"min_dim_size_to_factor": 2}, "adaptive_grad_clip": {"clipping": 0.01},
-                 "galore": {"rank": 2}, "lamb": {}}
-    chain = [{"kind": kind, **arguments[kind]}] + ([{"kind": "sgd"}] if kind == "adaptive_grad_clip" else [])
+    mixer = {
+        "mixer": {
+            "query": INFO["blocks"]["block"]["mixer"]["query"],
+            "out": INFO["blocks"]["block"]["mixer"]["out"],
+        }
+    }
+    arguments = {
+        "muon": {"consistent_rms": 0.2},
+        "adafactor": {"min_dim_size_to_factor": 2},
+        "adaptive_grad_clip": {"clipping": 0.01},
+        "galore": {"rank": 2},
+        "lamb": {},
+    }
+    chain = [{"kind": kind, **arguments[kind]}] + (
+        [{"kind": "sgd"}] if kind == "adaptive_grad_clip" else []
+    )
     stacked = train(built(of=mixer, learning_rate=0.1, chain=chain), mixer)[0]
     for name, of in mixer["mixer"].items():
         params = list(matrices(tree(mixer)["mixer"][name], of))
@@ -192,7 +328,9 @@ def test_stacked_weights_with_heads_are_treated_as_one_matrix_a_layer(kind, by_h
             for i in range(len(params)):
                 updates, state[i] = update(grads[i], state[i], params[i])
                 params[i] = params[i] + updates
-        np.testing.assert_allclose(matrices(stacked["mixer"][name], of), np.stack(params), rtol=tolerance, atol=tolerance)
+        np.testing.assert_allclose(
+            matrices(stacked["mixer"][name], of), np.stack(params), rtol=tolerance, atol=tolerance
+        )
 
 
 def test_experts_are_a_batch_of_matrices_for_muon():
@@ -206,14 +344,21 @@ def test_experts_are_a_batch_of_matrices_for_muon():
 
 
 def test_the_number_in_an_item_is_the_peak_of_the_shared_schedule():
-    cfg = OptimizerConfig(schedule={"kind": "linear", "end_value": 0.0}, chain=[{"kind": "sgd", "learning_rate": 8.0}])
+    cfg = OptimizerConfig(
+        schedule={"kind": "linear", "end_value": 0.0}, chain=[{"kind": "sgd", "learning_rate": 8.0}]
+    )
     params, updates, _ = train(build(cfg, 4, SMALL), SMALL, steps=4)
     np.testing.assert_allclose(updates["w"], -2.0 * tree(SMALL, seed=103)["w"], rtol=1e-6)
 
 
 def test_a_weight_decay_may_follow_a_schedule():
     decay = {"kind": "linear", "init_value": 1.0, "end_value": 0.0}
-    tx = built(of=SMALL, steps=2, learning_rate=1.0, chain=[{"kind": "add_decayed_weights", "weight_decay": decay}, {"kind": "sgd"}])
+    tx = built(
+        of=SMALL,
+        steps=2,
+        learning_rate=1.0,
+        chain=[{"kind": "add_decayed_weights", "weight_decay": decay}, {"kind": "sgd"}],
+    )
     zero, params = jax.tree.map(jnp.zeros_like, tree(SMALL)), tree(SMALL)
     whole, state = tx.update(zero, tx.init(params), params)
     half, _ = tx.update(zero, state, params)

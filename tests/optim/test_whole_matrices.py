@@ -1,4 +1,5 @@
-"""Optimizers that look at whole matrices or whole layers see them whole, however their shards lie."""
+"""Optimizers that look at whole matrices or whole layers see them whole, however their shards
+lie."""
 
 import jax
 import numpy as np
@@ -6,13 +7,28 @@ import pytest
 import tiers
 import tiny
 
-GROUPS = [{"match": ["*mlp*"], "chain": [{"kind": "scale_by_factored_rms", "min_dim_size_to_factor": 8}, {"kind": "scale_by_trust_ratio"},
-                                         {"kind": "scale_by_learning_rate"}]},
-          {"match": ["*"], "chain": [{"kind": "lamb", "weight_decay": 0.1}]}]
+GROUPS = [
+    {
+        "match": ["*mlp*"],
+        "chain": [
+            {"kind": "scale_by_factored_rms", "min_dim_size_to_factor": 8},
+            {"kind": "scale_by_trust_ratio"},
+            {"kind": "scale_by_learning_rate"},
+        ],
+    },
+    {"match": ["*"], "chain": [{"kind": "lamb", "weight_decay": 0.1}]},
+]
 OPTIMIZERS = {
-    "muon": {"chain": [], "groups": [
-        {"match": [{"path": "*", "ndim": 2}, "!embed*", "!head*"], "chain": [{"kind": "muon", "beta": 0.95, "consistent_rms": 0.2}]},
-        {"match": ["*"], "chain": [{"kind": "adamw"}]}]},
+    "muon": {
+        "chain": [],
+        "groups": [
+            {
+                "match": [{"path": "*", "ndim": 2}, "!embed*", "!head*"],
+                "chain": [{"kind": "muon", "beta": 0.95, "consistent_rms": 0.2}],
+            },
+            {"match": ["*"], "chain": [{"kind": "adamw"}]},
+        ],
+    },
     "galore": {"chain": [{"kind": "galore", "rank": 4, "update_proj_gap": 2}]},
     "groups": {"chain": [], "groups": GROUPS},
 }
@@ -20,7 +36,12 @@ OPTIMIZERS = {
 
 def after_three_steps(optimizer, mesh, devices):
     model = tiny.model(layers=2, pattern=["global"])
-    run = tiny.make_run(tiny.config(model=model, mesh=mesh, optimizer={"learning_rate": 1e-2} | OPTIMIZERS[optimizer]), devices)
+    run = tiny.make_run(
+        tiny.config(
+            model=model, mesh=mesh, optimizer={"learning_rate": 1e-2} | OPTIMIZERS[optimizer]
+        ),
+        devices,
+    )
     state = run.init()
     begin = jax.device_get(state.params)
     for i in range(3):
@@ -30,6 +51,13 @@ def after_three_steps(optimizer, mesh, devices):
 
 @pytest.mark.parametrize("optimizer", tiers.of(OPTIMIZERS, "muon"))
 def test_a_mesh_moves_weights_as_one_device_does(optimizer):
-    ours, alone = after_three_steps(optimizer, {"data": 1, "fsdp": 4, "tensor": 2}, 8), after_three_steps(optimizer, {}, 1)
-    for (path, moved), wanted in zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(alone), strict=True):
-        assert np.linalg.norm(moved - wanted) <= 1e-3 * np.linalg.norm(wanted), jax.tree_util.keystr(path)
+    ours, alone = (
+        after_three_steps(optimizer, {"data": 1, "fsdp": 4, "tensor": 2}, 8),
+        after_three_steps(optimizer, {}, 1),
+    )
+    for (path, moved), wanted in zip(
+        jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(alone), strict=True
+    ):
+        assert np.linalg.norm(moved - wanted) <= 1e-3 * np.linalg.norm(wanted), (
+            jax.tree_util.keystr(path)
+        )

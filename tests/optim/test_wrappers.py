@@ -11,13 +11,21 @@ from maxstack.optim import EmaConfig, OptimizerConfig, build, ema_params, eval_p
 
 
 def close(left, right, **tolerance):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **({"rtol": 1e-6, "atol": 1e-6} | tolerance)), left, right)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, **({"rtol": 1e-6, "atol": 1e-6} | tolerance)),
+        left,
+        right,
+    )
 
 
 @pytest.mark.parametrize("steps, reset_state", [(2, False), (3, True), (7, False), (7, True)])
 def test_lookahead_has_the_fast_and_slow_weights_of_optax(steps, reset_state):
     arguments = {"sync_period": 3, "slow_step_size": 0.5, "reset_state": reset_state}
-    cfg = OptimizerConfig(learning_rate=0.1, schedule=None, chain=[{"kind": "lookahead", "inner": [{"kind": "adam"}], **arguments}])
+    cfg = OptimizerConfig(
+        learning_rate=0.1,
+        schedule=None,
+        chain=[{"kind": "lookahead", "inner": [{"kind": "adam"}], **arguments}],
+    )
     fast, _, state = train(build(cfg, 10, SMALL), SMALL, steps)
     by_hand = optax.lookahead(optax.adam(0.1), **arguments)
     pair = optax.LookaheadParams.init_synced(tree(SMALL))
@@ -30,35 +38,61 @@ def test_lookahead_has_the_fast_and_slow_weights_of_optax(steps, reset_state):
 
 
 def test_multisteps_updates_once_with_the_mean_gradient():
-    tx = built(of=SMALL, learning_rate=0.1, chain=[{"kind": "MultiSteps", "every_k_schedule": 3, "inner": [{"kind": "sgd"}]}])
+    tx = built(
+        of=SMALL,
+        learning_rate=0.1,
+        chain=[{"kind": "MultiSteps", "every_k_schedule": 3, "inner": [{"kind": "sgd"}]}],
+    )
     two, three = train(tx, SMALL, 2)[0], train(tx, SMALL, 3)[0]
-    mean = jax.tree.map(lambda *grads: sum(grads) / 3, *(tree(SMALL, seed=100 + step) for step in range(3)))
+    mean = jax.tree.map(
+        lambda *grads: sum(grads) / 3, *(tree(SMALL, seed=100 + step) for step in range(3))
+    )
     close(two, tree(SMALL))
     close(three, jax.tree.map(lambda p, g: p - 0.1 * g, tree(SMALL), mean))
 
 
 def test_multisteps_can_skip_gradients_that_are_not_finite():
-    chain = [{"kind": "MultiSteps", "every_k_schedule": 1, "inner": [{"kind": "sgd"}], "should_skip_update_fn": "skip_not_finite"}]
+    chain = [
+        {
+            "kind": "MultiSteps",
+            "every_k_schedule": 1,
+            "inner": [{"kind": "sgd"}],
+            "should_skip_update_fn": "skip_not_finite",
+        }
+    ]
     tx, params = built(of=SMALL, learning_rate=0.1, chain=chain), tree(SMALL)
     updates = first(tx, jax.tree.map(lambda p: p * jnp.nan, params), params)
     close(updates, jax.tree.map(jnp.zeros_like, params))
 
 
 def test_apply_if_finite_drops_an_update_with_nan():
-    chain = [{"kind": "apply_if_finite", "max_consecutive_errors": 2, "inner": [{"kind": "clip_by_global_norm", "max_norm": 1.0}, {"kind": "adamw"}]}]
+    chain = [
+        {
+            "kind": "apply_if_finite",
+            "max_consecutive_errors": 2,
+            "inner": [{"kind": "clip_by_global_norm", "max_norm": 1.0}, {"kind": "adamw"}],
+        }
+    ]
     tx, params = built(of=SMALL, learning_rate=0.1, chain=chain), tree(SMALL)
     updates = first(tx, jax.tree.map(lambda p: p * jnp.nan, params), params)
     close(updates, jax.tree.map(jnp.zeros_like, params))
 
 
 def test_the_average_of_the_weights_follows_its_formula_from_its_start_on():
-    cfg = OptimizerConfig(learning_rate=0.1, schedule=None, chain=[{"kind": "sgd"}], ema=EmaConfig(decay=0.9, start="20%"))
+    cfg = OptimizerConfig(
+        learning_rate=0.1,
+        schedule=None,
+        chain=[{"kind": "sgd"}],
+        ema=EmaConfig(decay=0.9, start="20%"),
+    )
     tx, params = build(cfg, 10, SMALL), tree(SMALL)
     state, update, expected = tx.init(params), jax.jit(tx.update), params
     for step in range(5):
         updates, state = update(tree(SMALL, seed=step), state, params)
         params = optax.apply_updates(params, updates)
-        expected = params if step < 2 else jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, expected, params)
+        expected = (
+            params if step < 2 else jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, expected, params)
+        )
         close(ema_params(state, params), expected)
     close(eval_params(cfg, state, params), expected)
 
@@ -72,9 +106,13 @@ def test_evaluation_uses_the_weights_themselves_when_asked_or_when_there_is_no_a
 
 
 def test_the_average_fills_in_frozen_parameters():
-    params, _, state = train(built(of=SMALL, learning_rate=0.1, frozen=["norm"], ema={"decay": 0.5}), SMALL)
+    params, _, state = train(
+        built(of=SMALL, learning_rate=0.1, frozen=["norm"], ema={"decay": 0.5}), SMALL
+    )
     average = ema_params(state, params)
-    assert np.array_equal(average["norm"], params["norm"]) and not np.allclose(average["w"], params["w"])
+    assert np.array_equal(average["norm"], params["norm"]) and not np.allclose(
+        average["w"], params["w"]
+    )
 
 
 def test_bfloat16_weights_are_averaged_in_float32():
@@ -85,7 +123,9 @@ def test_bfloat16_weights_are_averaged_in_float32():
 
 @pytest.mark.parametrize("frozen", [None, ["norm"]])
 def test_schedule_free_is_evaluated_at_its_mean(frozen):
-    cfg = OptimizerConfig(learning_rate=0.1, schedule=None, frozen=frozen, chain=[{"kind": "schedule_free_sgd"}])
+    cfg = OptimizerConfig(
+        learning_rate=0.1, schedule=None, frozen=frozen, chain=[{"kind": "schedule_free_sgd"}]
+    )
     params, _, state = train(of_whole(cfg, 10, SMALL), SMALL)
     by_hand = optax.contrib.schedule_free_sgd(0.1)
     expected, hand_state = tree(SMALL), by_hand.init(tree(SMALL))
@@ -94,5 +134,7 @@ def test_schedule_free_is_evaluated_at_its_mean(frozen):
         expected = optax.apply_updates(expected, updates)
     mean = optax.contrib.schedule_free_eval_params(hand_state, expected)
     got = eval_params(cfg, state, params)
-    close({name: got[name] for name in ("w", "stack")}, {name: mean[name] for name in ("w", "stack")})
+    close(
+        {name: got[name] for name in ("w", "stack")}, {name: mean[name] for name in ("w", "stack")}
+    )
     close(got["norm"], mean["norm"] if frozen is None else tree(SMALL)["norm"])

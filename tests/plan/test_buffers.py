@@ -13,7 +13,12 @@ from maxstack.plan.buffers import DUMP, allocations, largest, memory
 
 @pytest.fixture(scope="module")
 def run():
-    return tiny.make_run(tiny.config(mesh={"data": 2, "fsdp": 2, "tensor": 2}, model=tiny.model(layers=2, pattern=["global"])), 8)
+    return tiny.make_run(
+        tiny.config(
+            mesh={"data": 2, "fsdp": 2, "tensor": 2}, model=tiny.model(layers=2, pattern=["global"])
+        ),
+        8,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -27,12 +32,18 @@ def compiled(lowered):
 
 
 def totals(found):
-    return {kind: sum(one.bytes for one in found if one.kind == kind) for kind in ("argument", "temporary")}
+    return {
+        kind: sum(one.bytes for one in found if one.kind == kind)
+        for kind in ("argument", "temporary")
+    }
 
 
 def test_the_assignment_adds_up_to_the_totals(compiled):
     total = memory(compiled)
-    assert totals(allocations(compiled)) == {"argument": total.arguments, "temporary": total.temporaries}
+    assert totals(allocations(compiled)) == {
+        "argument": total.arguments,
+        "temporary": total.temporaries,
+    }
     outputs = sum(one.bytes for one in allocations(compiled) if one.kind == "output")
     assert outputs <= total.outputs - total.aliased + 4096
     assert total.needed == total.arguments + total.outputs - total.aliased + total.temporaries
@@ -42,7 +53,11 @@ def test_the_assignment_adds_up_to_the_totals(compiled):
 def test_a_tpu_needs_its_peak_and_other_hardware_the_sum():
     def needed(platform, **on_host):
         figures = {"argument": 100, "output": 50, "alias": 40, "temp": 70, "generated_code": 5}
-        stats = {f"{where}{name}_size_in_bytes": on_host.get(name, 0) if where else size for where in ("", "host_") for name, size in figures.items()}
+        stats = {
+            f"{where}{name}_size_in_bytes": on_host.get(name, 0) if where else size
+            for where in ("", "host_")
+            for name, size in figures.items()
+        }
         device = type("Device", (), {"platform": platform})
         sharding = type("Sharding", (), {"device_set": {device}})
         made = type("Compiled", (), {"input_shardings": sharding, "output_shardings": None})
@@ -50,13 +65,19 @@ def test_a_tpu_needs_its_peak_and_other_hardware_the_sum():
         return memory(made).needed
 
     assert (needed("tpu"), needed("gpu"), needed("cpu")) == (155, 185, 185)
-    assert needed("tpu", argument=20) == 135  # the peak that XLA tells includes arguments in the host's memory
-    assert needed("tpu", temp=50) == 175  # and is that of the host's temporaries, where they are more
+    assert (
+        needed("tpu", argument=20) == 135
+    )  # the peak that XLA tells includes arguments in the host's memory
+    assert (
+        needed("tpu", temp=50) == 175
+    )  # and is that of the host's temporaries, where they are more
 
 
 def test_arguments_are_as_large_as_their_shards(run, compiled):
     leaves = jax.tree.leaves((run.abstract, run.abstract_batch()))
-    shards = [math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves]
+    shards = [
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves
+    ]
     assert memory(compiled).arguments == sum(shards)
 
 
@@ -85,14 +106,20 @@ def loss(w_LEF, x):
 def scan(tmp_path_factory):
     """A compiled scan, and the folder with XLA's dump of it."""
     folder = tmp_path_factory.mktemp("dump")
-    w, x = jax.ShapeDtypeStruct((8, 64, 64), jnp.float32), jax.ShapeDtypeStruct((512, 64), jnp.float32)
+    w, x = (
+        jax.ShapeDtypeStruct((8, 64, 64), jnp.float32),
+        jax.ShapeDtypeStruct((512, 64), jnp.float32),
+    )
     return jax.jit(jax.grad(loss)).lower(w, x).compile(compiler_options={DUMP: str(folder)}), folder
 
 
 def test_what_a_scan_saves_is_named_after_what_made_it(scan):
     saved = [one for one in largest(scan[0], 4) if one.bytes >= 8 * 512 * 64 * 4]
     lines = {int(one.source.rsplit(":", 1)[1]) - loss.__code__.co_firstlineno for one in saved}
-    assert len(saved) == 2 and lines == {2, 4}  # the cosine, by its line, and the layer's input, by that of the scan
+    assert len(saved) == 2 and lines == {
+        2,
+        4,
+    }  # the cosine, by its line, and the layer's input, by that of the scan
 
 
 def test_the_compiler_s_dump_says_the_same_as_the_executable(scan):
@@ -110,4 +137,6 @@ def test_the_compiler_s_dump_says_the_same_as_the_executable(scan):
     assert largest(WithoutAssignment(), 20, folder) == largest(made, 20)
     assert totals(allocations(WithoutAssignment(), folder)) == totals(allocations(made))
     guessed = largest(WithoutAssignment(), 20)
-    assert {one.name for one in guessed if one.kind == "argument"} == {"w_LEF", "x"} and not any(one.exact for one in guessed)
+    assert {one.name for one in guessed if one.kind == "argument"} == {"w_LEF", "x"} and not any(
+        one.exact for one in guessed
+    )

@@ -22,7 +22,10 @@ NORMS = 32 * (2 * 4 + 1)
 
 
 def model(mixer=MIXER, mlp=GATED, **changes):
-    return tiny.model(**{"layers": 4, "pattern": ["block"], "blocks": {"block": {"mixer": mixer, "mlp": mlp}}} | changes)
+    return tiny.model(
+        **{"layers": 4, "pattern": ["block"], "blocks": {"block": {"mixer": mixer, "mlp": mlp}}}
+        | changes
+    )
 
 
 def sizes_of(mesh):
@@ -39,33 +42,53 @@ def sent(cfg, mesh, axis):
     return of(cfg, mesh, {axis: Link("ICI", 1.0)}).seconds
 
 
-@pytest.mark.parametrize("mesh, shape", [
-    ({"fsdp": 8}, model()),
-    ({"data": 2, "fsdp": 2, "tensor": 2}, model()),
-    ({"data": 4, "fsdp": 2, "optimizer_rules": {"embed": ["data", "fsdp"]}}, model()),
-    ({"expert": 4, "fsdp": 2}, model(mlp=MOE)),
-    ({"stage": 2, "fsdp": 4}, model()),
-    ({"data": 4, "tensor": 2, "rules": {"kv_heads": None}}, model(mixer=MIXER | {"kv_heads": 4})),
-], ids=["fsdp", "three axes", "zero 1", "expert", "stage", "one shape, two rules"])
+@pytest.mark.parametrize(
+    "mesh, shape",
+    [
+        ({"fsdp": 8}, model()),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, model()),
+        ({"data": 4, "fsdp": 2, "optimizer_rules": {"embed": ["data", "fsdp"]}}, model()),
+        ({"expert": 4, "fsdp": 2}, model(mlp=MOE)),
+        ({"stage": 2, "fsdp": 4}, model()),
+        (
+            {"data": 4, "tensor": 2, "rules": {"kv_heads": None}},
+            model(mixer=MIXER | {"kv_heads": 4}),
+        ),
+    ],
+    ids=["fsdp", "three axes", "zero 1", "expert", "stage", "one shape, two rules"],
+)
 def test_state_is_that_of_its_shards(mesh, shape):
     cfg = tiny.config(mesh={"data": 1} | mesh, model=shape)
-    away = cfg.model_copy(update={"mesh": cfg.mesh.model_copy(update={"offload": ("optimizer", "params")})})
+    away = cfg.model_copy(
+        update={"mesh": cfg.mesh.model_copy(update={"offload": ("optimizer", "params")})}
+    )
     state = jax.tree.leaves(tiny.make_run(cfg, 8).abstract[1:3])
-    shards = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in state)
+    shards = sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in state
+    )
     assert of(cfg, mesh).memory - of(away, mesh).memory == pytest.approx(shards)
 
 
 def test_logits_are_those_of_a_block_of_rows_however_many_there_are():
     def needed(rows, vocab):
-        cfg = tiny.config(model=model(vocab=vocab, embed=8, remat={"policy": "full"}), train={"batch_size": rows}, data={"seq_len": 4096})
+        cfg = tiny.config(
+            model=model(vocab=vocab, embed=8, remat={"policy": "full"}),
+            train={"batch_size": rows},
+            data={"seq_len": 4096},
+        )
         return of(cfg, {"fsdp": 8}).memory
 
-    assert (needed(512, 2**17) - needed(512, 2**16)) == pytest.approx(needed(256, 2**17) - needed(256, 2**16), rel=0.01)
+    assert (needed(512, 2**17) - needed(512, 2**16)) == pytest.approx(
+        needed(256, 2**17) - needed(256, 2**16), rel=0.01
+    )
 
 
 def test_memory_grows_with_rows_and_with_what_is_kept():
     def needed(rows, policy):
-        return of(tiny.config(model=model(remat={"policy": policy}), train={"batch_size": rows}), {"fsdp": 8}).memory
+        return of(
+            tiny.config(model=model(remat={"policy": policy}), train={"batch_size": rows}),
+            {"fsdp": 8},
+        ).memory
 
     for policy in ("full", "dots", "none"):
         assert needed(8, policy) < needed(16, policy) < needed(32, policy)
@@ -74,62 +97,119 @@ def test_memory_grows_with_rows_and_with_what_is_kept():
 
 def test_over_fsdp_weights_are_gathered_twice_and_gradients_scattered_once():
     topology, mesh = parse("v5e:4x4"), {"fsdp": 16}
-    found = of(tiny.config(model=model(), train={"batch_size": 16}), mesh, links(topology, tuple(sizes_of(mesh).values())))
-    assert found.seconds == pytest.approx(3 * 4 * (4 * PER_LAYER + TABLES) * 15 / 16 / 100e9)  # two sides of 50 GB/s
+    found = of(
+        tiny.config(model=model(), train={"batch_size": 16}),
+        mesh,
+        links(topology, tuple(sizes_of(mesh).values())),
+    )
+    assert found.seconds == pytest.approx(
+        3 * 4 * (4 * PER_LAYER + TABLES) * 15 / 16 / 100e9
+    )  # two sides of 50 GB/s
 
 
 def test_over_data_gradients_are_summed():
-    assert sent(tiny.config(model=model()), {"data": 8}, "data") == pytest.approx(2 * 4 * (4 * PER_LAYER + TABLES + NORMS) * 7 / 8)
+    assert sent(tiny.config(model=model()), {"data": 8}, "data") == pytest.approx(
+        2 * 4 * (4 * PER_LAYER + TABLES + NORMS) * 7 / 8
+    )
 
 
 def test_a_frozen_weight_is_gathered_but_has_no_gradient_and_no_state():
-    whole, frozen = (tiny.config(model=model(), optimizer=chosen) for chosen in ({}, {"frozen": ["embed"]}))
+    whole, frozen = (
+        tiny.config(model=model(), optimizer=chosen) for chosen in ({}, {"frozen": ["embed"]})
+    )
     size = 4 * tiny.VOCAB * 32
-    assert of(whole, {"fsdp": 8}).memory - of(frozen, {"fsdp": 8}).memory == pytest.approx(3 * size / 8)  # gradient and two moments
-    assert sent(whole, {"fsdp": 8}, "fsdp") - sent(frozen, {"fsdp": 8}, "fsdp") == pytest.approx(size * 7 / 8)
-    assert sent(whole, {"data": 8}, "data") - sent(frozen, {"data": 8}, "data") == pytest.approx(2 * size * 7 / 8)
+    assert of(whole, {"fsdp": 8}).memory - of(frozen, {"fsdp": 8}).memory == pytest.approx(
+        3 * size / 8
+    )  # gradient and two moments
+    assert sent(whole, {"fsdp": 8}, "fsdp") - sent(frozen, {"fsdp": 8}, "fsdp") == pytest.approx(
+        size * 7 / 8
+    )
+    assert sent(whole, {"data": 8}, "data") - sent(frozen, {"data": 8}, "data") == pytest.approx(
+        2 * size * 7 / 8
+    )
 
 
-@pytest.mark.parametrize("quantization", [{}, {"mode": "ptq", "rules": [{"module_path": "blocks/.*", "weight_qtype": "int8"}]}], ids=str)
+@pytest.mark.parametrize(
+    "quantization",
+    [{}, {"mode": "ptq", "rules": [{"module_path": "blocks/.*", "weight_qtype": "int8"}]}],
+    ids=str,
+)
 def test_of_adapters_alone_gradients_are_summed(quantization):
     cfg = tiny.config(model=model(), lora={"rank": 4}, quantization=quantization)
-    assert sent(cfg, {"data": 8}, "data") == pytest.approx(2 * 4 * tiny.make_run(cfg).adapters * 7 / 8)
+    assert sent(cfg, {"data": 8}, "data") == pytest.approx(
+        2 * 4 * tiny.make_run(cfg).adapters * 7 / 8
+    )
 
 
 def test_a_stage_passes_its_rows_on_and_gathers_its_weights_for_each_microbatch():
     mesh = {"stage": 2, "fsdp": 4}
-    cfg = tiny.config(model=model(), mesh={"data": 1, "microbatches": 4} | mesh, train={"batch_size": 16})
+    cfg = tiny.config(
+        model=model(), mesh={"data": 1, "microbatches": 4} | mesh, train={"batch_size": 16}
+    )
     assert sent(cfg, mesh, "stage") == pytest.approx(2 * 4 * (16 // 4) * 48 * 32)
     assert sent(cfg, mesh, "fsdp") == pytest.approx(3 * 4 * (4 * 2 * PER_LAYER + TABLES) * 3 / 4)
 
 
 def test_tokens_travel_to_experts_wherever_they_stand_in_a_block():
-    alone, beside = (sent(tiny.config(model=model(mlp=mlp)), {"expert": 4, "fsdp": 2}, "expert")
-                     for mlp in (MOE, {"kind": "parallel", "dense": GATED, "moe": MOE}))
-    once = 4 * 2 * 48 * 32 * 4 * 3 / 4  # layers, choices, a device's tokens, numbers, bytes, of which a quarter stay
-    assert alone == beside == pytest.approx(6 * once)  # there and back, forward and for both gradients
+    alone, beside = (
+        sent(tiny.config(model=model(mlp=mlp)), {"expert": 4, "fsdp": 2}, "expert")
+        for mlp in (MOE, {"kind": "parallel", "dense": GATED, "moe": MOE})
+    )
+    once = (
+        4 * 2 * 48 * 32 * 4 * 3 / 4
+    )  # layers, choices, a device's tokens, numbers, bytes, of which a quarter stay
+    assert (
+        alone == beside == pytest.approx(6 * once)
+    )  # there and back, forward and for both gradients
 
 
-@pytest.mark.parametrize("mlp, products", [
-    (GATED, 6 * PER_LAYER), (MOE, 6 * 32 * 8 * 12 + 2 * 2 * 3 * 32 * 32)], ids=["dense", "two experts of four, forward alone"])
+@pytest.mark.parametrize(
+    "mlp, products",
+    [(GATED, 6 * PER_LAYER), (MOE, 6 * 32 * 8 * 12 + 2 * 2 * 3 * 32 * 32)],
+    ids=["dense", "two experts of four, forward alone"],
+)
 def test_products_in_low_precision_take_the_time_of_their_type(mlp, products):
     shape, chip = model(mlp=mlp, dtype="bfloat16", remat={"policy": "none"}), parse("v5e:4x4").chip
-    low = {"rules": [{"module_path": ".*/(mixer|mlp)/.*", "weight_qtype": "int8", "act_qtype": "int8", "bwd_qtype": "int8"}]}
-    plain, quantized = (of(tiny.config(model=shape, quantization=chosen), {"fsdp": 8}).seconds for chosen in ({}, low))
+    low = {
+        "rules": [
+            {
+                "module_path": ".*/(mixer|mlp)/.*",
+                "weight_qtype": "int8",
+                "act_qtype": "int8",
+                "bwd_qtype": "int8",
+            }
+        ]
+    }
+    plain, quantized = (
+        of(tiny.config(model=shape, quantization=chosen), {"fsdp": 8}).seconds
+        for chosen in ({}, low)
+    )
     tokens = tiny.config().train.batch_size * tiny.config().data.seq_len / 8
-    assert plain - quantized == pytest.approx(4 * products * tokens * (1 / chip.flops("bfloat16") - 1 / chip.flops("int8")), rel=1e-3)
+    assert plain - quantized == pytest.approx(
+        4 * products * tokens * (1 / chip.flops("bfloat16") - 1 / chip.flops("int8")), rel=1e-3
+    )
 
 
 @functools.cache
 def compiled(policy, **mesh):
     """A configuration whose memory is not that of its smallest parts, and its step."""
-    shape = model(MIXER | {"heads": 8, "kv_heads": 4, "head_dim": 32}, GATED | {"hidden": 512}, embed=256, vocab=1024, remat={"policy": policy})
-    cfg = tiny.config(model=shape, mesh={"data": 1} | mesh, train={"batch_size": 16}, data={"seq_len": 256})
+    shape = model(
+        MIXER | {"heads": 8, "kv_heads": 4, "head_dim": 32},
+        GATED | {"hidden": 512},
+        embed=256,
+        vocab=1024,
+        remat={"policy": policy},
+    )
+    cfg = tiny.config(
+        model=shape, mesh={"data": 1} | mesh, train={"batch_size": 16}, data={"seq_len": 256}
+    )
     run = tiny.make_run(cfg, 8)
     return cfg, run.step.lower(run.abstract, run.abstract_batch()).compile()
 
 
-@pytest.mark.parametrize("policy, mesh", [("full", {"fsdp": 8}), ("none", {"data": 2, "fsdp": 2, "tensor": 2})], ids=str)
+@pytest.mark.parametrize(
+    "policy, mesh", [("full", {"fsdp": 8}), ("none", {"data": 2, "fsdp": 2, "tensor": 2})], ids=str
+)
 def test_memory_is_within_a_factor_of_1_5_of_the_compiler_s_count(policy, mesh):
     cfg, made = compiled(policy, **mesh)
     assert 1 / 1.5 < of(cfg, mesh).memory / memory(made).needed < 1.5

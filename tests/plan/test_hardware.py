@@ -1,4 +1,5 @@
-"""Steps on meshes of TPUs and GPUs that are not here compile, and the compilers copy nothing whole that is split."""
+"""Steps on meshes of TPUs and GPUs that are not here compile, and the compilers copy nothing whole
+that is split."""
 
 import pytest
 from test_meshes import CASES, config
@@ -7,10 +8,20 @@ from topologies import needs
 from maxstack.plan.step import compile_step
 from maxstack.plan.topology import parse
 
-CASES_OF = {"v5e:2x4": ("context ring", "stage rounds", "expert context"), "h100:1x8": ("data context tensor", "stage rounds")}
+CASES_OF = {
+    "v5e:2x4": ("context ring", "stage rounds", "expert context"),
+    "h100:1x8": ("data context tensor", "stage rounds"),
+}
 
 
-@pytest.mark.parametrize("name, case", [pytest.param(name, case, marks=needs(name)) for name, cases in CASES_OF.items() for case in cases])
+@pytest.mark.parametrize(
+    "name, case",
+    [
+        pytest.param(name, case, marks=needs(name))
+        for name, cases in CASES_OF.items()
+        for case in cases
+    ],
+)
 def test_a_step_compiles_for_devices_that_are_not_here(name, case, capfd):
     model, mesh = CASES[case]
     step = compile_step(config(model, mesh), parse(name))

@@ -1,4 +1,5 @@
-"""`maxstack kernels`, and kernels for hardware that is not here inside a sharded step: they compile, and plan counts their FLOPs."""
+"""`maxstack kernels`, and kernels for hardware that is not here inside a sharded step: they
+compile, and plan counts their FLOPs."""
 
 import json
 
@@ -13,23 +14,39 @@ from maxstack.plan.step import compile_step
 from maxstack.plan.topology import parse
 from maxstack.plan.work import operations
 
-PINNED = {"tpu": {"attention": "pallas_tpu", "experts": "megablox", "head": "pallas_tpu"},
-          "gpu": {"attention": "pallas_gpu", "experts": "pallas_gpu", "head": "pallas_gpu"}}
+PINNED = {
+    "tpu": {"attention": "pallas_tpu", "experts": "megablox", "head": "pallas_tpu"},
+    "gpu": {"attention": "pallas_gpu", "experts": "pallas_gpu", "head": "pallas_gpu"},
+}
 OP_OF = {"attention": "attention", "experts": "grouped_matmul", "head": "linear_cross_entropy"}
 
 
 def mixture(backends, mesh):
     """Two layers with experts, in bfloat16, whose ops are pinned."""
-    mixer = {"kind": "attention", "heads": 4, "kv_heads": 2, "head_dim": 64, "backend": backends["attention"]}
+    mixer = {
+        "kind": "attention",
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 64,
+        "backend": backends["attention"],
+    }
     mlp = {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 128, "backend": backends["experts"]}
-    model = {"vocab": 512, "embed": 128, "layers": 2, "pattern": [], "dtype": "bfloat16", "blocks": {"only": {"mixer": mixer, "mlp": mlp}},
-             "head": {"backend": backends["head"]}}
+    model = {
+        "vocab": 512,
+        "embed": 128,
+        "layers": 2,
+        "pattern": [],
+        "dtype": "bfloat16",
+        "blocks": {"only": {"mixer": mixer, "mlp": mlp}},
+        "head": {"backend": backends["head"]},
+    }
     sources = [{"kind": "synthetic", "documents": 64, "length": 50, "vocab": 512}]
     return tiny.config(model=model, mesh=mesh, data={"sources": sources, "seq_len": 256})
 
 
 def compiled(name, **changes):
-    """(what each op was served by, the kernels' FLOPs by scope) of a step on `name`, split over fsdp and tensor."""
+    """(what each op was served by, the kernels' FLOPs by scope) of a step on `name`, split over
+    fsdp and tensor."""
     where = parse(name)
     backends = PINNED["gpu" if where.chip.platform == "cuda" else "tpu"] | changes
     step = compile_step(mixture(backends, {"fsdp": -1, "tensor": 2, "data": 1}), where)
@@ -40,33 +57,72 @@ def compiled(name, **changes):
     return {choice.op: choice.backend for choice in step.run.kernels}, flops
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=needs(name)) for name in ("v5e:2x2", "h100:1x4")])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=needs(name)) for name in ("v5e:2x2", "h100:1x4")]
+)
 def test_pinned_kernels_serve_a_sharded_step_and_their_flops_count(name):
     served, flops = compiled(name)
-    assert served == {OP_OF[part]: backend for part, backend in PINNED["gpu" if name.startswith("h") else "tpu"].items()}
+    assert served == {
+        OP_OF[part]: backend
+        for part, backend in PINNED["gpu" if name.startswith("h") else "tpu"].items()
+    }
     rows = 8 // (parse(name).size // 2)
-    pair = 2 * 64 * (256 * 257 / 2) * 2 * rows * 2  # a product of half of the heads over what a causal mask leaves, in both layers
-    assert 7 * pair <= flops["attention"] <= 4 * 9 * pair  # 2 products forward, 5 or 7 backward; tiles reach over the diagonal, lanes over the head
-    matmul = 2 * (rows * 256 * 2) * 128 * 64 * 2  # of each token's two experts, over half of their hidden units, in both layers
+    pair = (
+        2 * 64 * (256 * 257 / 2) * 2 * rows * 2
+    )  # a product of half of the heads over what a causal mask leaves, in both layers
+    assert (
+        7 * pair <= flops["attention"] <= 4 * 9 * pair
+    )  # 2 products forward, 5 or 7 backward; tiles reach over the diagonal, lanes over the head
+    matmul = (
+        2 * (rows * 256 * 2) * 128 * 64 * 2
+    )  # of each token's two experts, over half of their hidden units, in both layers
     assert 9 * matmul <= flops["experts"] <= 2 * 9 * matmul
 
 
 def test_the_command_names_what_serves_and_why_each_other_does_not(tmp_path, capsys):
     (tmp_path / "run.yml").write_text(dump(tiny.config()))
-    assert cli.main(["kernels", str(tmp_path / "run.yml"), "--json", str(tmp_path / "kernels.json")]) == 0
+    assert (
+        cli.main(["kernels", str(tmp_path / "run.yml"), "--json", str(tmp_path / "kernels.json")])
+        == 0
+    )
     told, found = capsys.readouterr().out, json.loads((tmp_path / "kernels.json").read_text())
-    assert {(one["op"], one["backend"]) for one in found} == {("attention", "blockwise"), ("linear_cross_entropy", "blockwise")}
+    assert {(one["op"], one["backend"]) for one in found} == {
+        ("attention", "blockwise"),
+        ("linear_cross_entropy", "blockwise"),
+    }
     assert "splash      no: runs on tpu, and this is a cpu" in told
     assert "window=12, causal" in told and "  for model.blocks.local.mixer\n" in told
 
 
-@pytest.mark.parametrize(("words", "told"), [
-    (["model.head.backend=pallas_gpu"], "model.head.backend: backend pallas_gpu cannot serve: runs on gpu, and this is a cpu; blockwise or"),
-    (["model.blocks.local.mixer.backend=cudnn"], "model.blocks.local.mixer.backend: backend cudnn cannot serve"),
-    (["xla.flags={xla_gpu_nonsense: 1}"], "xla.flags.xla_gpu_nonsense: is a flag for gpu, and xla.platform is null"),
-    (["xla.flags={xla_nonsense: 1}"], "xla.flags.xla_nonsense: there is no such flag, says the compiler of jaxlib"),
-    (["--json", "nowhere/kernels.json"], "--json nowhere/kernels.json: cannot be written there")])
-def test_a_pinned_kernel_that_cannot_serve_and_a_flag_that_is_none_are_errors(tmp_path, capsys, words, told):
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ["model.head.backend=pallas_gpu"],
+            "model.head.backend: backend pallas_gpu cannot serve: runs on gpu, and this "
+            "is a cpu; blockwise or",
+        ),
+        (
+            ["model.blocks.local.mixer.backend=cudnn"],
+            "model.blocks.local.mixer.backend: backend cudnn cannot serve",
+        ),
+        (
+            ["xla.flags={xla_gpu_nonsense: 1}"],
+            "xla.flags.xla_gpu_nonsense: is a flag for gpu, and xla.platform is null",
+        ),
+        (
+            ["xla.flags={xla_nonsense: 1}"],
+            "xla.flags.xla_nonsense: there is no such flag, says the compiler of jaxlib",
+        ),
+        (
+            ["--json", "nowhere/kernels.json"],
+            "--json nowhere/kernels.json: cannot be written there",
+        ),
+    ],
+)
+def test_a_pinned_kernel_that_cannot_serve_and_a_flag_that_is_none_are_errors(
+    tmp_path, capsys, words, told
+):
     (tmp_path / "run.yml").write_text(dump(tiny.config()))
     assert cli.main(["kernels", str(tmp_path / "run.yml"), *words]) == 1
     assert told in capsys.readouterr().err

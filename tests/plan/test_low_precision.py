@@ -1,4 +1,5 @@
-"""The programs of TPUs and GPUs multiply in the types of a recipe, forward and backward, and a plan counts them so."""
+"""The programs of TPUs and GPUs multiply in the types of a recipe, forward and backward, and a plan
+counts them so."""
 
 import collections
 
@@ -12,21 +13,45 @@ from maxstack.plan.topology import parse
 from maxstack.plan.work import operations
 
 EMBED, HIDDEN, TOKENS = 256, 512, 16 * 256
-MODEL = {"pattern": [], "vocab": 512, "embed": EMBED, "layers": 2, "dtype": "bfloat16", "blocks": {"b": {
-    "mixer": {"kind": "attention", "heads": 4, "kv_heads": 4, "head_dim": EMBED // 4}, "mlp": {"kind": "gated", "hidden": HIDDEN}}}}
+MODEL = {
+    "pattern": [],
+    "vocab": 512,
+    "embed": EMBED,
+    "layers": 2,
+    "dtype": "bfloat16",
+    "blocks": {
+        "b": {
+            "mixer": {"kind": "attention", "heads": 4, "kv_heads": 4, "head_dim": EMBED // 4},
+            "mlp": {"kind": "gated", "hidden": HIDDEN},
+        }
+    },
+}
 WEIGHTS = 2 * (4 * EMBED**2 + 3 * EMBED * HIDDEN)
 INT8 = {"weight_qtype": "int8", "act_qtype": "int8", "bwd_qtype": "int8"}
 FP8 = {"weight_qtype": "float8_e4m3fn", "act_qtype": "float8_e4m3fn", "bwd_qtype": "float8_e5m2"}
 
 
-@pytest.mark.parametrize(("name", "rule", "types"), [
-    pytest.param(name, rule, types, marks=needs(name), id=f"{name} {next(iter(types))}")
-    for name, rule, types in (("v5e:2x4", INT8, {"s8": 6}), ("tpu7x:2x2x1", FP8, {"f8e4m3fn": 2, "f8e5m2": 4}),
-                              ("h100:1x8", INT8, {"s8": 6}), ("h100:1x8", FP8, {"f8e4m3fn": 2, "f8e5m2": 4}))])
+@pytest.mark.parametrize(
+    ("name", "rule", "types"),
+    [
+        pytest.param(name, rule, types, marks=needs(name), id=f"{name} {next(iter(types))}")
+        for name, rule, types in (
+            ("v5e:2x4", INT8, {"s8": 6}),
+            ("tpu7x:2x2x1", FP8, {"f8e4m3fn": 2, "f8e5m2": 4}),
+            ("h100:1x8", INT8, {"s8": 6}),
+            ("h100:1x8", FP8, {"f8e4m3fn": 2, "f8e5m2": 4}),
+        )
+    ],
+)
 def test_every_product_by_a_quantized_weight_is_of_the_types_of_the_recipe(name, rule, types):
     topology = parse(name)
-    cfg = tiny.config(model=MODEL, quantization={"rules": [{"module_path": ".*/(mixer|mlp)/.*"} | rule]}, mesh={"fsdp": -1, "data": 1},
-                      train={"batch_size": 16}, data={"seq_len": 256})
+    cfg = tiny.config(
+        model=MODEL,
+        quantization={"rules": [{"module_path": ".*/(mixer|mlp)/.*"} | rule]},
+        mesh={"fsdp": -1, "data": 1},
+        train={"batch_size": 16},
+        data={"seq_len": 256},
+    )
     found: collections.Counter[str] = collections.Counter()
     for operation in operations(program(compile_step(cfg, topology).compiled.as_text())):
         found[operation.dtype] += operation.flops

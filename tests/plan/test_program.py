@@ -21,19 +21,30 @@ def matrix(*dims):
 
 def times_of(program, opcode):
     """How often each instruction of a kind runs, in fusions too."""
-    return sorted(program.times[c.name] for c in program.computations.values() for i in c.instructions.values() if i.opcode == opcode)
+    return sorted(
+        program.times[c.name]
+        for c in program.computations.values()
+        for i in c.instructions.values()
+        if i.opcode == opcode
+    )
 
 
-@pytest.mark.parametrize("text, expected", [
-    ("f32[3,5]{1,0}", [("f32", 60, 60, 0)]),
-    ("bf16[1000,200]{1,0:T(8,128)(2,1)S(1)}", [("bf16", 400000, 1000 * 256 * 2, 1)]),
-    ("f32[4,64,1,64]{3,2,1,0:T(1,128)}", [("f32", 65536, 4 * 64 * 128 * 4, 0)]),
-    ("f32[4,512,1]{1,2,0:T(8,128)}", [("f32", 8192, 4 * 8 * 512 * 4, 0)]),
-    ("s8[5000]{0:T(1024)(128)(4,1)}", [("s8", 5000, 5120, 0)]),
-    ("s4[10,10]{1,0:E(4)}", [("s4", 50, 50, 0)]),
-    ("pred[]", [("pred", 1, 1, 0)]),
-    ("((f8e4m3fn[2,2]{1,0}), /*index=1*/token[], u32[]{:S(2)})", [("f8e4m3fn", 4, 4, 0), ("token", 0, 0, 0), ("u32", 4, 4, 2)]),
-])
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("f32[3,5]{1,0}", [("f32", 60, 60, 0)]),
+        ("bf16[1000,200]{1,0:T(8,128)(2,1)S(1)}", [("bf16", 400000, 1000 * 256 * 2, 1)]),
+        ("f32[4,64,1,64]{3,2,1,0:T(1,128)}", [("f32", 65536, 4 * 64 * 128 * 4, 0)]),
+        ("f32[4,512,1]{1,2,0:T(8,128)}", [("f32", 8192, 4 * 8 * 512 * 4, 0)]),
+        ("s8[5000]{0:T(1024)(128)(4,1)}", [("s8", 5000, 5120, 0)]),
+        ("s4[10,10]{1,0:E(4)}", [("s4", 50, 50, 0)]),
+        ("pred[]", [("pred", 1, 1, 0)]),
+        (
+            "((f8e4m3fn[2,2]{1,0}), /*index=1*/token[], u32[]{:S(2)})",
+            [("f8e4m3fn", 4, 4, 0), ("token", 0, 0, 0), ("u32", 4, 4, 2)],
+        ),
+    ],
+)
 def test_bytes_of_a_shape_with_and_without_the_padding_of_its_tiles(text, expected):
     assert [(s.dtype, s.bytes, s.padded, s.space) for s in shapes(text)] == expected
 
@@ -50,13 +61,30 @@ def test_a_loop_in_a_loop_runs_the_product_of_their_turns():
     assert times_of(parse(text), "dot") == [15.0]
 
 
-@pytest.mark.parametrize("f, arguments, turns", [
-    (nested, (matrix(16, 16), matrix(5, 16, 16)), [15.0]),
-    (lambda x: jax.lax.fori_loop(3, 20, lambda i, x: x @ x, x), (matrix(8, 8),), [17.0]),
-    (lambda x: jax.lax.while_loop(lambda s: s[0] > 0, lambda s: (s[0] - 2, s[1] @ s[1]), (9, x))[1], (matrix(8, 8),), [5.0]),
-    (lambda x: jax.lax.fori_loop(0, 4, lambda i, s: (jax.lax.fori_loop(0, s[1], lambda j, x: x @ x, s[0]), s[1]), (x, 6))[0],
-     (matrix(8, 8),), [24.0]),
-])
+@pytest.mark.parametrize(
+    "f, arguments, turns",
+    [
+        (nested, (matrix(16, 16), matrix(5, 16, 16)), [15.0]),
+        (lambda x: jax.lax.fori_loop(3, 20, lambda i, x: x @ x, x), (matrix(8, 8),), [17.0]),
+        (
+            lambda x: jax.lax.while_loop(
+                lambda s: s[0] > 0, lambda s: (s[0] - 2, s[1] @ s[1]), (9, x)
+            )[1],
+            (matrix(8, 8),),
+            [5.0],
+        ),
+        (
+            lambda x: jax.lax.fori_loop(
+                0,
+                4,
+                lambda i, s: (jax.lax.fori_loop(0, s[1], lambda j, x: x @ x, s[0]), s[1]),
+                (x, 6),
+            )[0],
+            (matrix(8, 8),),
+            [24.0],
+        ),
+    ],
+)
 def test_turns_follow_from_the_condition_where_the_compiler_does_not_note_them(f, arguments, turns):
     text = compiled(f, *arguments)
     assert "known_trip_count" in text
@@ -69,7 +97,9 @@ def test_a_tpu_loop_that_notes_nothing():
 
 
 def test_a_loop_that_the_data_ends_counts_once_and_is_named():
-    text = compiled(lambda x: jax.lax.while_loop(lambda x: x.sum() < 100, lambda x: x @ x, x), matrix(8, 8))
+    text = compiled(
+        lambda x: jax.lax.while_loop(lambda x: x.sum() < 100, lambda x: x @ x, x), matrix(8, 8)
+    )
     program = parse(text)
     assert times_of(program, "dot") == [1.0] and len(program.uncounted) == 1
 
@@ -84,7 +114,12 @@ def test_each_branch_of_a_conditional_counts_once_and_it_is_named():
 
 def test_the_inside_of_a_reduction_does_not_run():
     program = parse(compiled(lambda x: x.sum(), matrix(64, 64)))
-    inside = {i.attribute("to_apply") for c in program.computations.values() for i in c.instructions.values() if i.opcode == "reduce"}
+    inside = {
+        i.attribute("to_apply")
+        for c in program.computations.values()
+        for i in c.instructions.values()
+        if i.opcode == "reduce"
+    }
     assert inside and all(program.times[name] == 0 for name in inside)
 
 
@@ -93,15 +128,32 @@ def test_source_is_the_innermost_line_outside_packages():
         return optax.tree.norm(x)
 
     program = parse(compiled(f, matrix(8, 16)))
-    roots = [i for c in program.computations.values() for i in c.instructions.values() if i.opcode == "sqrt"]
-    assert [program.source(i).rsplit("/", 1)[-1] for i in roots] == [f"test_program.py:{f.__code__.co_firstlineno + 1}"]
+    roots = [
+        i
+        for c in program.computations.values()
+        for i in c.instructions.values()
+        if i.opcode == "sqrt"
+    ]
+    assert [program.source(i).rsplit("/", 1)[-1] for i in roots] == [
+        f"test_program.py:{f.__code__.co_firstlineno + 1}"
+    ]
     assert any("optax" in file for file, _, _ in program.frames.values())
     program = captured("tpu_loop")
-    assert {program.source(i) for c in program.computations.values() for i in c.instructions.values() if i.opcode == "convolution"} == {"step.py:45"}
+    assert {
+        program.source(i)
+        for c in program.computations.values()
+        for i in c.instructions.values()
+        if i.opcode == "convolution"
+    } == {"step.py:45"}
 
 
 def test_arguments_are_named_by_their_path():
-    program = parse(compiled(lambda state: state["w"]["a"] @ state["b"], {"w": {"a": matrix(4, 4)}, "b": matrix(4, 4)}))
+    program = parse(
+        compiled(
+            lambda state: state["w"]["a"] @ state["b"],
+            {"w": {"a": matrix(4, 4)}, "b": matrix(4, 4)},
+        )
+    )
     assert [i.op_name for i in program.entry.parameters] == ["state['b']", "state['w']['a']"]
 
 
@@ -120,7 +172,7 @@ ENTRY %main (x: f32[4]) -> f32[4] {
 }}, metadata={op_name="jit(f)/kernel"}
   ROOT %negate = f32[4]{0} negate(%kernel)
 }
-"""
+"""  # noqa: E501
     program = parse(text)
     assert program.computations["main"].instructions["kernel"].op_name == "jit(f)/kernel"
     assert program.computations["main"].root == "negate"

@@ -1,4 +1,5 @@
-"""`maxstack plan` as a user calls it, on eight virtual CPU devices: its figures against sums made another way."""
+"""`maxstack plan` as a user calls it, on eight virtual CPU devices: its figures against sums made
+another way."""
 
 import json
 import re
@@ -39,13 +40,17 @@ def test_state_is_counted_by_its_shards(planned):
     for part, tree in (("parameters", state.params), ("optimizer", state.opt)):
         import jax
 
-        assert found["memory"][part] == sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+        assert found["memory"][part] == sum(
+            leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree)
+        )
 
 
 def test_flops_are_those_of_mfu(planned):
     cfg, _, found = planned
     total = sum(count["causal"] for count in found["flops"].values())
-    assert total == pytest.approx(flops_per_token(cfg.model, cfg.data.seq_len) * cfg.train.batch_size * cfg.data.seq_len)
+    assert total == pytest.approx(
+        flops_per_token(cfg.model, cfg.data.seq_len) * cfg.train.batch_size * cfg.data.seq_len
+    )
 
 
 def test_products_in_low_precision_are_told_by_their_type(planned, tmp_path, capsys):
@@ -53,25 +58,46 @@ def test_products_in_low_precision_are_told_by_their_type(planned, tmp_path, cap
     (tmp_path / "run.yml").write_text(dump(tiny.config(mesh=MESH, quantization={"rules": [rule]})))
     assert cli.main(["plan", str(tmp_path / "run.yml"), "--json", str(tmp_path / "plan.json")]) == 0
     weights, tokens = 3 * (32 * 8 * (4 + 2 + 2 + 4) + 3 * 32 * 64), 8 * 48
-    assert json.loads((tmp_path / "plan.json").read_text())["products"]["s8"] == 2 * weights * tokens / 8
-    assert "in s8: 2.65 MFLOP of " in capsys.readouterr().out and not any("in s8" in line for line in planned[1].splitlines())
+    assert (
+        json.loads((tmp_path / "plan.json").read_text())["products"]["s8"]
+        == 2 * weights * tokens / 8
+    )
+    assert "in s8: 2.65 MFLOP of " in capsys.readouterr().out and not any(
+        "in s8" in line for line in planned[1].splitlines()
+    )
 
 
 def test_gradients_are_seen_to_be_summed_over_the_replicas(planned):
     _, _, found = planned
-    assert any(flow["kind"] == "all-reduce" and "data" in flow["axes"] and flow["bytes"] > 0 for flow in found["flows"])
+    assert any(
+        flow["kind"] == "all-reduce" and "data" in flow["axes"] and flow["bytes"] > 0
+        for flow in found["flows"]
+    )
 
 
 def test_the_screen_ends_with_the_verdict_and_names_source_lines(planned):
     _, said, _ = planned
-    assert said.splitlines()[-1].startswith("FITS: ") and re.search(r"maxstack/(layers|kernels)/\S+\.py:\d+", said) and len(said.splitlines()) < 60
+    assert (
+        said.splitlines()[-1].startswith("FITS: ")
+        and re.search(r"maxstack/(layers|kernels)/\S+\.py:\d+", said)
+        and len(said.splitlines()) < 60
+    )
 
 
-@pytest.mark.parametrize(("arguments", "says"), [
-    (["--topology", "v5e:16x17"], "nearest: v5e:16x16"), (["--topology", "v9:2x2"], "chip v9: is not in the table"),
-    (["--search", "--batch", "max"], "exclude each other"), (["--search"], "has none in chips.yml"), (["--topology", "here:8"], "takes no size"),
-    (["--search", "--finalists", "0"], "a number of 1 or more"), (["--out", "x.yml"], "only --search and --batch max write"),
-    (["--json", "no/such/x.json"], "give a file in a folder that exists"), (["--save-executable", "."], "is a folder")])
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--topology", "v5e:16x17"], "nearest: v5e:16x16"),
+        (["--topology", "v9:2x2"], "chip v9: is not in the table"),
+        (["--search", "--batch", "max"], "exclude each other"),
+        (["--search"], "has none in chips.yml"),
+        (["--topology", "here:8"], "takes no size"),
+        (["--search", "--finalists", "0"], "a number of 1 or more"),
+        (["--out", "x.yml"], "only --search and --batch max write"),
+        (["--json", "no/such/x.json"], "give a file in a folder that exists"),
+        (["--save-executable", "."], "is a folder"),
+    ],
+)
 def test_a_mistake_is_one_line(arguments, says, tmp_path, capsys):
     (tmp_path / "run.yml").write_text(dump(tiny.config(mesh=MESH)))
     assert cli.main(["plan", str(tmp_path / "run.yml"), *arguments]) == 1

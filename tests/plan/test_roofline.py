@@ -1,4 +1,5 @@
-"""The bound on a step's time: seconds by hand, for a v5e of 197 TFLOP/s and 819 GB/s and an H100 of 450 GB/s NVLink."""
+"""The bound on a step's time: seconds by hand, for a v5e of 197 TFLOP/s and 819 GB/s and an H100 of
+450 GB/s NVLink."""
 
 import pytest
 import tiny
@@ -37,62 +38,111 @@ def collective(kind, payload, size, *axes):
 def test_each_operation_takes_its_products_or_its_bytes():
     found = bound([operation(3 * 197e12, 819e9), operation(197e12, 2 * 819e9), operation(0, 819e8)])
     assert (found.compute, found.memory) == pytest.approx((3, 2.1))
-    assert found.device == found.seconds == pytest.approx(5.1 + found.attention) and found.limit == "compute"
+    assert (
+        found.device == found.seconds == pytest.approx(5.1 + found.attention)
+        and found.limit == "compute"
+    )
     assert bound([operation(197e12, 2 * 819e9)]).limit == "memory"
 
 
-@pytest.mark.parametrize("name, dtype, peak", [
-    ("h100", "bf16", 989.4e12), ("h100", "f32", 494.7e12), ("h100", "s8", 1978.9e12), ("h100", "f8e4m3fn", 1978.9e12), ("v5p", "f8e5m2", 459e12)])
+@pytest.mark.parametrize(
+    "name, dtype, peak",
+    [
+        ("h100", "bf16", 989.4e12),
+        ("h100", "f32", 494.7e12),
+        ("h100", "s8", 1978.9e12),
+        ("h100", "f8e4m3fn", 1978.9e12),
+        ("v5p", "f8e5m2", 459e12),
+    ],
+)
 def test_products_run_at_the_peak_of_their_format(name, dtype, peak):
     assert bound([operation(1e15, 0.0, dtype)], name=name).compute == pytest.approx(1e15 / peak)
 
 
 def test_the_slowest_network_limits_and_those_of_one_kind_follow_each_other():
-    work, slow = [operation(4 * 197e12, 0.0)], [flow("DCN", 2.0), flow("ICI", 4.5), flow("DCN", 3.0), flow("memory", None)]
+    work, slow = (
+        [operation(4 * 197e12, 0.0)],
+        [flow("DCN", 2.0), flow("ICI", 4.5), flow("DCN", 3.0), flow("memory", None)],
+    )
     found = bound(work, slow)
-    assert (found.network, found.seconds, found.limit) == ({"DCN": 5.0, "ICI": 4.5, "memory": 0.0}, 5.0, "DCN")
+    assert (found.network, found.seconds, found.limit) == (
+        {"DCN": 5.0, "ICI": 4.5, "memory": 0.0},
+        5.0,
+        "DCN",
+    )
     assert bound(2 * work, slow).limit == "compute"
 
 
-@pytest.mark.parametrize("remat, forwards", [
-    ({"policy": "none"}, 1), ({"policy": "full"}, 2), ({"policy": "save", "names": ["query"]}, 2),
-    ({"policy": "save", "names": ["context"]}, 1)], ids=str)
+@pytest.mark.parametrize(
+    "remat, forwards",
+    [
+        ({"policy": "none"}, 1),
+        ({"policy": "full"}, 2),
+        ({"policy": "save", "names": ["query"]}, 2),
+        ({"policy": "save", "names": ["context"]}, 1),
+    ],
+    ids=str,
+)
 def test_attention_is_a_triangle_of_scores_made_again_under_remat(remat, forwards):
-    local, whole = (sum(0 <= t - s < window for t in range(SEQ) for s in range(SEQ)) for window in (WINDOW, SEQ))
-    product = 2 * HEADS * HEAD * ROWS * (2 * local + whole)  # two layers with a window and one without
+    local, whole = (
+        sum(0 <= t - s < window for t in range(SEQ) for s in range(SEQ)) for window in (WINDOW, SEQ)
+    )
+    product = (
+        2 * HEADS * HEAD * ROWS * (2 * local + whole)
+    )  # two layers with a window and one without
     cfg = tiny.config(model=tiny.model(remat=remat))
     assert attention_flops(cfg, 4) == pytest.approx((2 * forwards + 5) * product / 4)
-    assert roofline(cfg, chip("h100"), 4, (), ()).attention == pytest.approx((2 * forwards + 5) * product / 4 / 494.7e12)
+    assert roofline(cfg, chip("h100"), 4, (), ()).attention == pytest.approx(
+        (2 * forwards + 5) * product / 4 / 494.7e12
+    )
 
 
 def test_a_switch_that_adds_halves_an_all_reduce_alone():
-    reduce, gather = collective("all-reduce", 450e9, 8, "fsdp"), collective("all-gather", 450e9, 8, "fsdp")
-    assert [one.seconds for one in over("h100:1x8", reduce, gather, fsdp=8)] == pytest.approx([7 / 8, 7 / 8])
+    reduce, gather = (
+        collective("all-reduce", 450e9, 8, "fsdp"),
+        collective("all-gather", 450e9, 8, "fsdp"),
+    )
+    assert [one.seconds for one in over("h100:1x8", reduce, gather, fsdp=8)] == pytest.approx(
+        [7 / 8, 7 / 8]
+    )
     assert over("a100-80:1x8", reduce, fsdp=8)[0].seconds == pytest.approx(2 * 7 / 8 * 450 / 300)
 
 
-@pytest.mark.parametrize("name, sizes, bandwidth", [
-    ("v5e:16x16", {"fsdp": 64, "tensor": 4}, 200e9), ("h100:1x8", {"fsdp": 4, "tensor": 2}, 450e9)])
+@pytest.mark.parametrize(
+    "name, sizes, bandwidth",
+    [
+        ("v5e:16x16", {"fsdp": 64, "tensor": 4}, 200e9),
+        ("h100:1x8", {"fsdp": 4, "tensor": 2}, 450e9),
+    ],
+)
 def test_axes_of_a_torus_add_and_those_of_a_switch_share_its_port(name, sizes, bandwidth):
     n = sizes["fsdp"] * sizes["tensor"]
-    found, = over(name, collective("all-gather", 1e9, n, "fsdp", "tensor"), **sizes)
+    (found,) = over(name, collective("all-gather", 1e9, n, "fsdp", "tensor"), **sizes)
     assert found.seconds == pytest.approx(1e9 * (n - 1) / n / bandwidth)
 
 
 def test_a_group_over_hosts_and_within_them_sends_each_byte_over_the_network_once():
-    both, one = (over("h100:4x8", collective("all-gather", 1e9, 32, *sizes), **sizes)[0] for sizes in ({"data": 4, "fsdp": 8}, {"fsdp": 32}))
+    both, one = (
+        over("h100:4x8", collective("all-gather", 1e9, 32, *sizes), **sizes)[0]
+        for sizes in ({"data": 4, "fsdp": 8}, {"fsdp": 32})
+    )
     assert (both.link, both.seconds) == ("network", pytest.approx(one.seconds))
-    assert both.seconds >= 1e9 * 24 / 32 / (8 * chip("h100").network)  # what the other hosts hold, through a host's eight ports
+    assert both.seconds >= 1e9 * 24 / 32 / (
+        8 * chip("h100").network
+    )  # what the other hosts hold, through a host's eight ports
 
 
 def test_collectives_of_one_kind_and_axes_are_one_flow():
     gather = collective("all-gather", 1e9, 8, "fsdp")
     found = over("h100:1x8", gather, collective("all-reduce", 1e9, 8, "fsdp"), gather, fsdp=8)
-    assert [(one.kind, one.times, one.bytes) for one in found] == [("all-gather", 2.0, 2 * 7 / 8 * 1e9), ("all-reduce", 1.0, 2 * 7 / 8 * 1e9)]
+    assert [(one.kind, one.times, one.bytes) for one in found] == [
+        ("all-gather", 2.0, 2 * 7 / 8 * 1e9),
+        ("all-reduce", 1.0, 2 * 7 / 8 * 1e9),
+    ]
 
 
 def test_a_link_of_unknown_speed_has_no_time():
-    found, = flows([collective("all-gather", 1e9, 8, "fsdp")], lambda axes: Link("memory", None))
+    (found,) = flows([collective("all-gather", 1e9, 8, "fsdp")], lambda axes: Link("memory", None))
     assert (found.link, found.seconds) == ("memory", None)
 
 
@@ -100,10 +150,17 @@ def test_a_tpu_loop_is_limited_by_what_it_gathers():
     program, whole = captured("tpu_loop"), 1024 * 1024 * 2
     found = bound(operations(program), over("v5e:2x2", *collectives(program, {"fsdp": 4}), fsdp=4))
     assert found.compute == pytest.approx(2 * 5 * 2 * 1024**3 / 197e12)
-    assert found.network == pytest.approx({"ICI": 2 * 5 * 0.75 * whole / 100e9}) and found.limit == "ICI"
+    assert (
+        found.network == pytest.approx({"ICI": 2 * 5 * 0.75 * whole / 100e9})
+        and found.limit == "ICI"
+    )
 
 
 def test_between_slices_the_data_centre_network_carries_what_libtpu_sends():
     program, whole = captured("tpu_slices"), 512 * 256 * 2
-    found = bound((), over("v5e:2x2*2", *collectives(program, {"slices": 2, "fsdp": 4}), slices=2, fsdp=4))
-    assert found.network == pytest.approx({"ICI": 2 * 0.75 * whole / 100e9, "DCN": whole / 4 / 3.125e9})
+    found = bound(
+        (), over("v5e:2x2*2", *collectives(program, {"slices": 2, "fsdp": 4}), slices=2, fsdp=4)
+    )
+    assert found.network == pytest.approx(
+        {"ICI": 2 * 0.75 * whole / 100e9, "DCN": whole / 4 / 3.125e9}
+    )

@@ -1,4 +1,5 @@
-"""What a step is refused for before it compiles, and what a TPU's compiler says of one that does not fit."""
+"""What a step is refused for before it compiles, and what a TPU's compiler says of one that does
+not fit."""
 
 import jax
 import pytest
@@ -46,35 +47,55 @@ Program hbm requirement 12.25G:
      XLA label: add.5 = add(fusion.1, fusion.2)
      Allocation type: HLO temp
      ==========================
-"""
+"""  # noqa: E501
 TEMPORARIES = """RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (21.67G) exceeds available HBM \
-(960.50M)."""
+(960.50M)."""  # noqa: E501
 
 
 def test_a_refusal_says_what_is_needed_and_the_largest_allocations_by_name():
-    assert too_large(HBM) == TooLarge(round(17.9 * 2**30), round(15.75 * 2**30), (
-        (int(2.5 * 2**30), "f32[8,2048,40960]{2,1,0:T(8,128)}", "jit(traced)/jvp(block)/bth,hv->btv/dot_general[precision=None]"),
-        (512 * 2**20, "bf16[32,8,2048,512]{3,2,1,0:T(8,128)(2,1)}", ""),
-        (int(84.5 * 2**20), "s32[11075584]{0:T(1024)}", "jit(traced)/transpose(jvp(block))/add_any")))
+    assert too_large(HBM) == TooLarge(
+        round(17.9 * 2**30),
+        round(15.75 * 2**30),
+        (
+            (
+                int(2.5 * 2**30),
+                "f32[8,2048,40960]{2,1,0:T(8,128)}",
+                "jit(traced)/jvp(block)/bth,hv->btv/dot_general[precision=None]",
+            ),
+            (512 * 2**20, "bf16[32,8,2048,512]{3,2,1,0:T(8,128)(2,1)}", ""),
+            (
+                int(84.5 * 2**20),
+                "s32[11075584]{0:T(1024)}",
+                "jit(traced)/transpose(jvp(block))/add_any",
+            ),
+        ),
+    )
 
 
 def test_a_refusal_for_its_temporaries_alone():
     assert too_large(TEMPORARIES) == TooLarge(round(21.67 * 2**30), round(960.5 * 2**20), ())
 
 
-@pytest.mark.parametrize("message", [
-    "INTERNAL: Mosaic failed to compile TPU kernel: Insufficient scoped vmem: 44.05M > 32M",
-    "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space vmem. Used 16.08M of 16.00M vmem. Exceeded by 80.0K.",
-    "INVALID_ARGUMENT: Used 3 of 4 operands",
-])
+@pytest.mark.parametrize(
+    "message",
+    [
+        "INTERNAL: Mosaic failed to compile TPU kernel: Insufficient scoped vmem: 44.05M > 32M",
+        "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in "
+        "memory space vmem. Used 16.08M of 16.00M vmem. Exceeded by 80.0K.",
+        "INVALID_ARGUMENT: Used 3 of 4 operands",
+    ],
+)
 def test_any_other_fault_is_no_want_of_memory(message):
     assert too_large(message) is None
 
 
-def test_a_compiler_s_refusal_is_a_step_without_a_program_and_its_other_faults_are_raised(monkeypatch):
+def test_a_compiler_s_refusal_is_a_step_without_a_program_and_its_other_faults_are_raised(
+    monkeypatch,
+):
     def refuse(message):
         def compile_(*_, **__):
             raise RuntimeError(message)
+
         monkeypatch.setattr(jax.stages.Lowered, "compile", compile_)
 
     cfg, here = tiny.config(mesh={"fsdp": 8, "data": 1}), parse("here")
@@ -91,13 +112,25 @@ def test_the_free_axis_takes_what_is_left_of_the_topology():
     assert {axis: size for axis, size in found.items() if size > 1} == {"data": 8, "tensor": 2}
 
 
-@pytest.mark.parametrize("mesh, rows, said", [
-    ({"data": 4, "tensor": 2}, 8, r"mesh: data=4 x tensor=2 is 8 devices, but v5e:4x4 has 16; set one axis to -1"),
-    ({"fsdp": 32}, 32, r"mesh: fsdp=32 is 0 devices, but v5e:4x4 has 16"),
-    ({"data": -1}, 8, r"^train.batch_size: batch_size=8 does not divide over the 16 devices"),
-    ({"tensor": -1, "data": 1}, 8, r"model\.blocks\.local\.mixer\.heads: heads=4 is not divisible by mesh\.tensor=16"),
-    ({"stage": -1, "data": 1}, 16, r"mesh\.stage: the pattern of blocks repeats 1 times"),
-], ids=str)
+@pytest.mark.parametrize(
+    "mesh, rows, said",
+    [
+        (
+            {"data": 4, "tensor": 2},
+            8,
+            r"mesh: data=4 x tensor=2 is 8 devices, but v5e:4x4 has 16; set one axis to -1",
+        ),
+        ({"fsdp": 32}, 32, r"mesh: fsdp=32 is 0 devices, but v5e:4x4 has 16"),
+        ({"data": -1}, 8, r"^train.batch_size: batch_size=8 does not divide over the 16 devices"),
+        (
+            {"tensor": -1, "data": 1},
+            8,
+            r"model\.blocks\.local\.mixer\.heads: heads=4 is not divisible by mesh\.tensor=16",
+        ),
+        ({"stage": -1, "data": 1}, 16, r"mesh\.stage: the pattern of blocks repeats 1 times"),
+    ],
+    ids=str,
+)
 def test_what_does_not_divide_over_the_topology_is_refused_by_its_key(mesh, rows, said):
     with pytest.raises(ConfigError, match=said):
         check(tiny.config(mesh=mesh, train={"batch_size": rows}), parse("v5e:4x4"))

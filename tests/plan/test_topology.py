@@ -17,38 +17,44 @@ from maxstack.plan.topology import Link, links, parse
 from maxstack.sharding import AXES
 
 
-@pytest.mark.parametrize("name, sides, slices, size, hosts", [
-    ("v5p:8x8x16", (8, 8, 16), 1, 1024, 256),
-    ("v5e:16x16*4", (16, 16), 4, 1024, 256),
-    ("v6e:1x1", (1, 1), 1, 1, 1),
-    ("tpu7x:8x16x16", (8, 16, 16), 1, 4096, 512),
-    ("tpu7x:4x4x576", (4, 4, 576), 1, 18432, 2304),
-    ("v4:12x16x16", (12, 16, 16), 1, 3072, 768),
-    ("h100:32x8", (32, 8), 1, 256, 32),
-    ("a100-80:3x4", (3, 4), 1, 12, 3),
-    ("gb200:18x4", (18, 4), 1, 72, 18),
-    ("gb200:2x72", (2, 72), 1, 144, 36),
-])
+@pytest.mark.parametrize(
+    "name, sides, slices, size, hosts",
+    [
+        ("v5p:8x8x16", (8, 8, 16), 1, 1024, 256),
+        ("v5e:16x16*4", (16, 16), 4, 1024, 256),
+        ("v6e:1x1", (1, 1), 1, 1, 1),
+        ("tpu7x:8x16x16", (8, 16, 16), 1, 4096, 512),
+        ("tpu7x:4x4x576", (4, 4, 576), 1, 18432, 2304),
+        ("v4:12x16x16", (12, 16, 16), 1, 3072, 768),
+        ("h100:32x8", (32, 8), 1, 256, 32),
+        ("a100-80:3x4", (3, 4), 1, 12, 3),
+        ("gb200:18x4", (18, 4), 1, 72, 18),
+        ("gb200:2x72", (2, 72), 1, 144, 36),
+    ],
+)
 def test_a_name_says_chips_slices_and_hosts(name, sides, slices, size, hosts):
     found = parse(name)
     assert (found.sides, found.slices, found.size, found.hosts) == (sides, slices, size, hosts)
 
 
-@pytest.mark.parametrize("name, said", [
-    ("v5e:3x3", r"no such v5e; slices are 1x1, .*; nearest: v5e:2x4, v5e:4x4, "),
-    ("v5e:16x32*2", r"nearest: v5e:16x16\*2, "),
-    ("v5p:16x8x8", r"A <= B <= C, multiples of 4, up to 6144 chips; nearest: v5p:8x8x16, "),
-    ("v5p:20x20x24", r"nearest: v5p:16x16x24, "),
-    ("v5p:4x4x6", r"nearest: v5p:4x4x"),
-    ("v4:1x1x1", r"nearest: v4:2x2x1, "),
-    ("tpu7x:16x16", r"nearest: tpu7x:4x8x8, "),
-    ("h100:3x7", r"GPUs of a host, which are 1, 2, 4, 8; nearest: h100:3x8, h100:2x8, "),
-    ("h100:256", r"nearest: h100:32x8, "),
-    ("h100:4x8*2", r"GPUs have no slices; write .* h100:8x8$"),
-    ("h10:1x8", r"chip h10: is not in the table; did you mean h100\?"),
-    ("v5e", r"is not a topology; write a chip and its shape"),
-    ("v5e:2x2*0", r"is not a topology"),
-])
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("v5e:3x3", r"no such v5e; slices are 1x1, .*; nearest: v5e:2x4, v5e:4x4, "),
+        ("v5e:16x32*2", r"nearest: v5e:16x16\*2, "),
+        ("v5p:16x8x8", r"A <= B <= C, multiples of 4, up to 6144 chips; nearest: v5p:8x8x16, "),
+        ("v5p:20x20x24", r"nearest: v5p:16x16x24, "),
+        ("v5p:4x4x6", r"nearest: v5p:4x4x"),
+        ("v4:1x1x1", r"nearest: v4:2x2x1, "),
+        ("tpu7x:16x16", r"nearest: tpu7x:4x8x8, "),
+        ("h100:3x7", r"GPUs of a host, which are 1, 2, 4, 8; nearest: h100:3x8, h100:2x8, "),
+        ("h100:256", r"nearest: h100:32x8, "),
+        ("h100:4x8*2", r"GPUs have no slices; write .* h100:8x8$"),
+        ("h10:1x8", r"chip h10: is not in the table; did you mean h100\?"),
+        ("v5e", r"is not a topology; write a chip and its shape"),
+        ("v5e:2x2*0", r"is not a topology"),
+    ],
+)
 def test_what_there_is_not_is_refused_with_what_there_is(name, said):
     with pytest.raises(ConfigError, match=said):
         parse(name)
@@ -57,43 +63,77 @@ def test_what_there_is_not_is_refused_with_what_there_is(name, said):
 def test_here_is_this_process():
     found = parse("here")
     assert (found.chip, found.size, found.devices()) == (None, 8, tuple(jax.devices()))
-    assert links(found, (1, 1, 2, 4, 1, 1, 1)) == {"data": Link("memory", None), "fsdp": Link("memory", None)}
+    assert links(found, (1, 1, 2, 4, 1, 1, 1)) == {
+        "data": Link("memory", None),
+        "fsdp": Link("memory", None),
+    }
 
 
 def test_a_missing_compiler_is_named_with_its_extra(monkeypatch):
-    monkeypatch.setattr(topology, "_PLUGINS", {"tpu": (("no_such.plugin",), "plan-tpu"), "cuda": (("no_such_plugin",), "plan-cuda")})
+    monkeypatch.setattr(
+        topology,
+        "_PLUGINS",
+        {"tpu": (("no_such.plugin",), "plan-tpu"), "cuda": (("no_such_plugin",), "plan-cuda")},
+    )
     topology._ahead_of_time.cache_clear()
     for name, extra in (("v5e:2x4", "plan-tpu"), ("h100:1x8", "plan-cuda")):
-        with pytest.raises(ConfigError, match=rf'is not installed; pip install "maxstack\[{extra}\]"'):
+        with pytest.raises(
+            ConfigError, match=rf'is not installed; pip install "maxstack\[{extra}\]"'
+        ):
             parse(name).devices()
 
 
-@pytest.mark.parametrize("name, sizes, found", [
-    ("v5e:16x16", {"fsdp": 256}, {"fsdp": ("ICI", 200)}),
-    ("v5e:4x8", {"fsdp": 32}, {"fsdp": ("ICI", 100)}),
-    ("v5e:16x16", {"fsdp": 64, "tensor": 4}, {"fsdp": ("ICI", 125), "tensor": ("ICI", 75)}),
-    ("v5e:16x16*4", {"slices": 4, "fsdp": 256}, {"slices": ("DCN", 3.125), "fsdp": ("ICI", 200)}),
-    ("v5e:16x16*4", {"fsdp": 1024}, {"fsdp": ("DCN", 203.125)}),
-    ("v5p:4x4x4", {"fsdp": 16, "tensor": 4}, {"fsdp": ("ICI", 400), "tensor": ("ICI", 200)}),
-    ("v5p:2x2x4", {"fsdp": 16}, {"fsdp": ("ICI", 300)}),
-    ("tpu7x:4x4x4", {"fsdp": 64, "tensor": 2}, {"fsdp": ("ICI", 300), "tensor": ("D2D", 1200)}),
-    ("h200:1x8", {"fsdp": 4, "tensor": 2}, {"fsdp": ("NVLink", 450), "tensor": ("NVLink", 450)}),
-    ("h100:32x8", {"fsdp": 32, "tensor": 8}, {"fsdp": ("network", 50), "tensor": ("NVLink", 450)}),
-    ("h100:32x8", {"fsdp": 256}, {"fsdp": ("network", 50 * 8 * 255 / 248)}),
-    ("gb200:18x4", {"fsdp": 18, "tensor": 4}, {"fsdp": ("NVLink", 900), "tensor": ("NVLink", 900)}),
-    ("gb200:36x2", {"fsdp": 72}, {"fsdp": ("network", 950)}),
-])
+@pytest.mark.parametrize(
+    "name, sizes, found",
+    [
+        ("v5e:16x16", {"fsdp": 256}, {"fsdp": ("ICI", 200)}),
+        ("v5e:4x8", {"fsdp": 32}, {"fsdp": ("ICI", 100)}),
+        ("v5e:16x16", {"fsdp": 64, "tensor": 4}, {"fsdp": ("ICI", 125), "tensor": ("ICI", 75)}),
+        (
+            "v5e:16x16*4",
+            {"slices": 4, "fsdp": 256},
+            {"slices": ("DCN", 3.125), "fsdp": ("ICI", 200)},
+        ),
+        ("v5e:16x16*4", {"fsdp": 1024}, {"fsdp": ("DCN", 203.125)}),
+        ("v5p:4x4x4", {"fsdp": 16, "tensor": 4}, {"fsdp": ("ICI", 400), "tensor": ("ICI", 200)}),
+        ("v5p:2x2x4", {"fsdp": 16}, {"fsdp": ("ICI", 300)}),
+        ("tpu7x:4x4x4", {"fsdp": 64, "tensor": 2}, {"fsdp": ("ICI", 300), "tensor": ("D2D", 1200)}),
+        (
+            "h200:1x8",
+            {"fsdp": 4, "tensor": 2},
+            {"fsdp": ("NVLink", 450), "tensor": ("NVLink", 450)},
+        ),
+        (
+            "h100:32x8",
+            {"fsdp": 32, "tensor": 8},
+            {"fsdp": ("network", 50), "tensor": ("NVLink", 450)},
+        ),
+        ("h100:32x8", {"fsdp": 256}, {"fsdp": ("network", 50 * 8 * 255 / 248)}),
+        (
+            "gb200:18x4",
+            {"fsdp": 18, "tensor": 4},
+            {"fsdp": ("NVLink", 900), "tensor": ("NVLink", 900)},
+        ),
+        ("gb200:36x2", {"fsdp": 72}, {"fsdp": ("network", 950)}),
+    ],
+)
 def test_links_of_mesh_axes_in_gigabytes_a_second(name, sizes, found):
     got = links(parse(name), tuple(sizes.get(axis, 1) for axis in AXES))
-    assert {axis: (link.kind, pytest.approx(link.bandwidth / 1e9)) for axis, link in got.items()} == found
+    assert {
+        axis: (link.kind, pytest.approx(link.bandwidth / 1e9)) for axis, link in got.items()
+    } == found
 
 
 def ring_bandwidth(found, mesh, axis):
-    """Bytes/s that a device receives in a ring all-gather over a mesh axis, half of them each way around, all groups at once, by shortest routes."""
+    """Bytes/s that a device receives in a ring all-gather over a mesh axis, half of them each way
+    around, all groups at once, by shortest routes."""
     chip, sides, n = found.chip, (*found.sides, 1)[:3], mesh.shape[axis]
     load = Counter()
     for line in mesh.swapaxes(axis, -1).reshape(-1, n):
-        for a, b in itertools.chain(zip(line, [*line[1:], line[0]], strict=True), zip([*line[1:], line[0]], line, strict=True)):
+        for a, b in itertools.chain(
+            zip(line, [*line[1:], line[0]], strict=True),
+            zip([*line[1:], line[0]], line, strict=True),
+        ):
             at = list(a.coords)
             for dim, side in enumerate(sides):
                 wraps = all(s % 4 == 0 for s in sides) if chip.torus.dims == 3 else side % 16 == 0
@@ -105,7 +145,10 @@ def ring_bandwidth(found, mesh, axis):
     return (n - 1) / max(load.values()) * chip.torus.link if load else 0
 
 
-@pytest.mark.parametrize("name", ["v5e:4x8", "v5e:16x16", "v5p:2x2x2", "v5p:4x4x4", "v5p:4x4x12", "tpu7x:2x2x1", "tpu7x:4x4x4"])
+@pytest.mark.parametrize(
+    "name",
+    ["v5e:4x8", "v5e:16x16", "v5p:2x2x2", "v5p:4x4x4", "v5p:4x4x12", "tpu7x:2x2x1", "tpu7x:4x4x4"],
+)
 def test_no_ring_exceeds_what_links_says(name):
     found = parse(name)
     for outer in (d for d in range(1, found.size + 1) if found.size % d == 0):
@@ -113,26 +156,59 @@ def test_no_ring_exceeds_what_links_says(name):
             shape = (1, 1, outer, found.size // outer // inner, 1, 1, inner)
             mesh = arrange(topology._places(found), shape)
             for axis, link in links(found, shape).items():
-                assert ring_bandwidth(found, mesh, AXES.index(axis)) <= link.bandwidth * (1 + 1e-9), (shape, axis)
+                assert ring_bandwidth(found, mesh, AXES.index(axis)) <= link.bandwidth * (
+                    1 + 1e-9
+                ), (shape, axis)
 
 
 def test_a_ring_around_a_whole_side_reaches_it():
     found, shape = parse("v5e:16x16"), (1, 1, 16, 16, 1, 1, 1)
-    assert ring_bandwidth(found, arrange(topology._places(found), shape), 3) == links(found, shape)["fsdp"].bandwidth
+    assert (
+        ring_bandwidth(found, arrange(topology._places(found), shape), 3)
+        == links(found, shape)["fsdp"].bandwidth
+    )
 
 
-@pytest.mark.parametrize("name, sizes", [
-    pytest.param(name, sizes, marks=needs(name)) for name, sizes in [
-        ("v4:2x2x1", {"fsdp": 4}), ("v5e:1x1", {}), ("v5e:2x2", {"fsdp": 2, "tensor": 2}), ("v5e:4x4*2", {"slices": 2, "fsdp": 16}),
-        ("v5p:4x4x4", {"fsdp": 16, "tensor": 4}), ("v6e:2x4", {"fsdp": 8}), ("tpu7x:2x2x1", {"fsdp": 4, "tensor": 2}),
-        ("a100-40:1x2", {"fsdp": 2}), ("a100-80:1x8", {"fsdp": 8}), ("h100:2x8", {"fsdp": 4, "tensor": 4}), ("h200:1x8", {"fsdp": 8}),
-        ("b200:1x8", {"fsdp": 8}), ("b300:1x8", {"fsdp": 8}), ("gb200:1x72", {"fsdp": 72})]])
+@pytest.mark.parametrize(
+    "name, sizes",
+    [
+        pytest.param(name, sizes, marks=needs(name))
+        for name, sizes in [
+            ("v4:2x2x1", {"fsdp": 4}),
+            ("v5e:1x1", {}),
+            ("v5e:2x2", {"fsdp": 2, "tensor": 2}),
+            ("v5e:4x4*2", {"slices": 2, "fsdp": 16}),
+            ("v5p:4x4x4", {"fsdp": 16, "tensor": 4}),
+            ("v6e:2x4", {"fsdp": 8}),
+            ("tpu7x:2x2x1", {"fsdp": 4, "tensor": 2}),
+            ("a100-40:1x2", {"fsdp": 2}),
+            ("a100-80:1x8", {"fsdp": 8}),
+            ("h100:2x8", {"fsdp": 4, "tensor": 4}),
+            ("h200:1x8", {"fsdp": 8}),
+            ("b200:1x8", {"fsdp": 8}),
+            ("b300:1x8", {"fsdp": 8}),
+            ("gb200:1x72", {"fsdp": 72}),
+        ]
+    ],
+)
 def test_a_program_compiles_for_devices_that_are_not_here(name, sizes):
     found = parse(name)
     devices = found.devices()
-    assert (len(devices), devices[0].device_kind in found.chip.kinds, len({d.process_index for d in devices})) == (found.size, True, found.hosts)
-    mesh = Mesh(found.mesh_devices([sizes.get(axis, 1) for axis in AXES]), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-    x_BD = jax.ShapeDtypeStruct((found.size, 256), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec(("slices", "data", "fsdp"))))
+    assert (
+        len(devices),
+        devices[0].device_kind in found.chip.kinds,
+        len({d.process_index for d in devices}),
+    ) == (found.size, True, found.hosts)
+    mesh = Mesh(
+        found.mesh_devices([sizes.get(axis, 1) for axis in AXES]),
+        AXES,
+        axis_types=(AxisType.Auto,) * len(AXES),
+    )
+    x_BD = jax.ShapeDtypeStruct(
+        (found.size, 256),
+        jnp.bfloat16,
+        sharding=NamedSharding(mesh, PartitionSpec(("slices", "data", "fsdp"))),
+    )
     program = jax.jit(lambda x_BD: jnp.einsum("bd,cd->bc", x_BD, x_BD).sum()).lower(x_BD).compile()
     groups = math.prod(sizes.get(axis, 1) for axis in ("slices", "fsdp"))
     assert program.memory_analysis().argument_size_in_bytes >= found.size * 256 * 2 // groups

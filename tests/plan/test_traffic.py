@@ -45,37 +45,55 @@ def sum_in_a_scope(x):
 
 
 def three_sums(x):
-    return jax.lax.scan(lambda x, _: (jax.lax.psum(x, ("data", "tensor")) * 0.5, None), x, None, length=3)[0]
+    return jax.lax.scan(
+        lambda x, _: (jax.lax.psum(x, ("data", "tensor")) * 0.5, None), x, None, length=3
+    )[0]
 
 
-@pytest.mark.parametrize("f, expected", [
-    (gather, ("all-gather", ("fsdp",), 2, 1.0, 2 * BLOCK, BLOCK)),
-    (scatter, ("reduce-scatter", ("data", "fsdp"), 4, 1.0, BLOCK, 0.75 * BLOCK)),
-    (exchange, ("all-to-all", ("tensor",), 2, 1.0, BLOCK, 0.5 * BLOCK)),
-    (shift, ("collective-permute", ("data",), 2, 1.0, BLOCK, BLOCK)),
-    (sum_in_a_scope, None),
-    (three_sums, ("all-reduce", ("data", "tensor"), 4, 3.0, BLOCK, 3 * 1.5 * BLOCK)),
-])
+@pytest.mark.parametrize(
+    "f, expected",
+    [
+        (gather, ("all-gather", ("fsdp",), 2, 1.0, 2 * BLOCK, BLOCK)),
+        (scatter, ("reduce-scatter", ("data", "fsdp"), 4, 1.0, BLOCK, 0.75 * BLOCK)),
+        (exchange, ("all-to-all", ("tensor",), 2, 1.0, BLOCK, 0.5 * BLOCK)),
+        (shift, ("collective-permute", ("data",), 2, 1.0, BLOCK, BLOCK)),
+        (sum_in_a_scope, None),
+        (three_sums, ("all-reduce", ("data", "tensor"), 4, 3.0, BLOCK, 3 * 1.5 * BLOCK)),
+    ],
+)
 def test_each_kind_on_eight_devices(f, expected):
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(*MESH.values()), tuple(MESH))
-    mapped = jax.shard_map(f, mesh=mesh, in_specs=P(tuple(MESH)), out_specs=P(tuple(MESH)), check_vma=False)
-    x = jax.ShapeDtypeStruct((64, 128), jnp.float32, sharding=jax.sharding.NamedSharding(mesh, P(tuple(MESH))))
-    assert brief(collectives(parse(jax.jit(mapped).lower(x).compile().as_text()), MESH, without=("rarely",))) == ([expected] if expected else [])
+    mapped = jax.shard_map(
+        f, mesh=mesh, in_specs=P(tuple(MESH)), out_specs=P(tuple(MESH)), check_vma=False
+    )
+    x = jax.ShapeDtypeStruct(
+        (64, 128), jnp.float32, sharding=jax.sharding.NamedSharding(mesh, P(tuple(MESH)))
+    )
+    assert brief(
+        collectives(parse(jax.jit(mapped).lower(x).compile().as_text()), MESH, without=("rarely",))
+    ) == ([expected] if expected else [])
 
 
-@pytest.mark.parametrize("text, axes, size", [
-    ("replica_groups={{0,4},{1,5},{2,6},{3,7}}", ("data",), 2),
-    ("replica_groups={}", ("data", "fsdp", "tensor"), 8),
-    ("replica_groups=[4,2]<=[8]", ("tensor",), 2),
-    ("replica_groups=[4,2]<=[2,4]T(1,0)", ("data",), 2),
-    ("replica_groups=[4,2]<=[2,2,2]T(0,2,1)", ("fsdp",), 2),
-    ("replica_groups=[2,4]<=[4,2]T(1,0)", ("data", "fsdp"), 4),
-    ("replica_groups=mesh['axis_0'=4,'axis_1'=1,'axis_2'=2] {'axis_2'}", ("tensor",), 2),
-    ("replica_groups=mesh['a'=4,'b'=2], device_ids=([2,2,2]T(2,1,0)) {'a'}", ("fsdp", "tensor"), 4),
-    ("replica_groups=mesh['a'=8] {'a':(2)2}", ("fsdp",), 2),
-    ("replica_groups=mesh['a'=2,'b'=4] {'a','b':(1)2}", ("data", "fsdp"), 4),
-    ("source_target_pairs={{0,1},{1,0},{2,3},{3,2}}", ("tensor",), 2),
-])
+@pytest.mark.parametrize(
+    "text, axes, size",
+    [
+        ("replica_groups={{0,4},{1,5},{2,6},{3,7}}", ("data",), 2),
+        ("replica_groups={}", ("data", "fsdp", "tensor"), 8),
+        ("replica_groups=[4,2]<=[8]", ("tensor",), 2),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", ("data",), 2),
+        ("replica_groups=[4,2]<=[2,2,2]T(0,2,1)", ("fsdp",), 2),
+        ("replica_groups=[2,4]<=[4,2]T(1,0)", ("data", "fsdp"), 4),
+        ("replica_groups=mesh['axis_0'=4,'axis_1'=1,'axis_2'=2] {'axis_2'}", ("tensor",), 2),
+        (
+            "replica_groups=mesh['a'=4,'b'=2], device_ids=([2,2,2]T(2,1,0)) {'a'}",
+            ("fsdp", "tensor"),
+            4,
+        ),
+        ("replica_groups=mesh['a'=8] {'a':(2)2}", ("fsdp",), 2),
+        ("replica_groups=mesh['a'=2,'b'=4] {'a','b':(1)2}", ("data", "fsdp"), 4),
+        ("source_target_pairs={{0,1},{1,0},{2,3},{3,2}}", ("tensor",), 2),
+    ],
+)
 def test_every_way_to_write_groups_of_devices(text, axes, size):
     groups = groups_of(f"channel_id=1, {text}, use_global_device_ids=true", 8)
     assert (axes_of(groups, MESH), groups.shape[1]) == (axes, size)
@@ -83,14 +101,25 @@ def test_every_way_to_write_groups_of_devices(text, axes, size):
 
 def test_groups_of_16384_devices():
     mesh = {"slices": 4, "fsdp": 512, "tensor": 8}
-    listed = ",".join("{" + ",".join(map(str, row)) + "}" for row in np.arange(16384).reshape(4, 512, 8).swapaxes(1, 2).reshape(32, 512).tolist())
+    listed = ",".join(
+        "{" + ",".join(map(str, row)) + "}"
+        for row in np.arange(16384).reshape(4, 512, 8).swapaxes(1, 2).reshape(32, 512).tolist()
+    )
     assert axes_of(groups_of(f"replica_groups={{{listed}}}", 16384), mesh) == ("fsdp",)
     assert axes_of(groups_of("replica_groups=[4096,4]<=[4,4096]T(1,0)", 16384), mesh) == ("slices",)
 
 
-@pytest.mark.parametrize("kind, expected", [
-    ("all-gather", 750.0), ("reduce-scatter", 750.0), ("all-to-all", 750.0), ("ragged-all-to-all", 750.0), ("all-reduce", 1500.0),
-    ("collective-permute", 1000.0)])
+@pytest.mark.parametrize(
+    "kind, expected",
+    [
+        ("all-gather", 750.0),
+        ("reduce-scatter", 750.0),
+        ("all-to-all", 750.0),
+        ("ragged-all-to-all", 750.0),
+        ("all-reduce", 1500.0),
+        ("collective-permute", 1000.0),
+    ],
+)
 def test_ring_algorithms_send(kind, expected):
     assert sent(kind, 1000, 4) == expected
 
@@ -100,7 +129,9 @@ def test_a_tpu_collective_that_runs_beside_others_counts_once():
     found = collectives(captured("tpu_loop"), {"fsdp": 4})
     assert brief(found) == [("all-gather", ("fsdp",), 4, 5.0, whole, 5 * 0.75 * whole)] * 2
     assert sorted(one.overlapped for one in found) == [False, True]
-    assert {one.op_name for one in found if not one.overlapped} == {"jit(two)/while/body/closed_call/dot_general"}
+    assert {one.op_name for one in found if not one.overlapped} == {
+        "jit(two)/while/body/closed_call/dot_general"
+    }
 
 
 def test_a_tpu_reduce_scatter_and_what_goes_between_slices():
@@ -109,7 +140,8 @@ def test_a_tpu_reduce_scatter_and_what_goes_between_slices():
     assert brief(found) == [
         ("all-gather", ("fsdp",), 4, 1.0, whole, 0.75 * whole),
         ("all-reduce", ("slices",), 2, 1.0, whole // 4, whole / 4),
-        ("reduce-scatter", ("fsdp",), 4, 1.0, whole, 0.75 * whole)]
+        ("reduce-scatter", ("fsdp",), 4, 1.0, whole, 0.75 * whole),
+    ]
     assert [one.axes for one in found if one.between_slices] == [("slices",)]
 
 
@@ -117,17 +149,28 @@ def test_collectives_on_a_tpu_s_sparse_cores():
     found = collectives(captured("tpu_sparsecore"), {"fsdp": 4, "tensor": 2})
     whole = 1024 * 2048 * 2
     assert {one.kind: (one.axes, one.payload) for one in found if one.overlapped} == {
-        "reduce-scatter": (("fsdp",), whole), "all-gather": (("fsdp",), whole), "all-reduce": (("tensor",), whole // 4)}
+        "reduce-scatter": (("fsdp",), whole),
+        "all-gather": (("fsdp",), whole),
+        "all-reduce": (("tensor",), whole // 4),
+    }
 
 
 def test_collectives_of_cuda():
     whole = 512 * 256 * 2
     assert brief(collectives(captured("cuda"), {"fsdp": 4})) == [
-        ("all-gather", ("fsdp",), 4, 1.0, whole, 0.75 * whole), ("reduce-scatter", ("fsdp",), 4, 1.0, whole, 0.75 * whole)]
+        ("all-gather", ("fsdp",), 4, 1.0, whole, 0.75 * whole),
+        ("reduce-scatter", ("fsdp",), 4, 1.0, whole, 0.75 * whole),
+    ]
 
 
 def test_summary_adds_by_kind_and_axes():
     one = functools.partial(Collective, size=2, payload=1, op_name="", name="")
-    found = [one("all-gather", ("fsdp",), times=2.0, sent=10.0), one("all-reduce", ("data",), times=1.0, sent=50.0),
-             one("all-gather", ("fsdp",), times=1.0, sent=5.0)]
-    assert list(summary(found).items()) == [(("all-reduce", ("data",)), (1.0, 50.0)), (("all-gather", ("fsdp",)), (3.0, 15.0))]
+    found = [
+        one("all-gather", ("fsdp",), times=2.0, sent=10.0),
+        one("all-reduce", ("data",), times=1.0, sent=50.0),
+        one("all-gather", ("fsdp",), times=1.0, sent=5.0),
+    ]
+    assert list(summary(found).items()) == [
+        (("all-reduce", ("data",)), (1.0, 50.0)),
+        (("all-gather", ("fsdp",)), (3.0, 15.0)),
+    ]

@@ -26,13 +26,23 @@ def memory(program):
     return sum(one.bytes for one in operations(program))
 
 
-@pytest.mark.parametrize("f, arguments", [
-    (lambda a, b: a @ b, (matrix(24, 40), matrix(40, 56))),
-    (lambda a, b: jnp.einsum("bij,bkj->bik", a, b), (matrix(3, 8, 16), matrix(3, 24, 16))),
-    (lambda x, k: jax.lax.conv_general_dilated(x, k, (2, 1), "SAME", rhs_dilation=(1, 2), feature_group_count=2),
-     (matrix(2, 6, 9, 11), matrix(4, 3, 3, 3))),
-    (lambda x, k: jax.lax.conv_general_dilated(x, k, (1,), [(2, 2)], lhs_dilation=(3,)), (matrix(2, 4, 10), matrix(8, 4, 5))),
-])
+@pytest.mark.parametrize(
+    "f, arguments",
+    [
+        (lambda a, b: a @ b, (matrix(24, 40), matrix(40, 56))),
+        (lambda a, b: jnp.einsum("bij,bkj->bik", a, b), (matrix(3, 8, 16), matrix(3, 24, 16))),
+        (
+            lambda x, k: jax.lax.conv_general_dilated(
+                x, k, (2, 1), "SAME", rhs_dilation=(1, 2), feature_group_count=2
+            ),
+            (matrix(2, 6, 9, 11), matrix(4, 3, 3, 3)),
+        ),
+        (
+            lambda x, k: jax.lax.conv_general_dilated(x, k, (1,), [(2, 2)], lhs_dilation=(3,)),
+            (matrix(2, 4, 10), matrix(8, 4, 5)),
+        ),
+    ],
+)
 def test_products_have_the_flops_that_the_compiler_counts(f, arguments):
     made = compile_(f, *arguments)
     assert flops(parse(made.as_text())) == made.cost_analysis()["flops"] > 0
@@ -40,10 +50,27 @@ def test_products_have_the_flops_that_the_compiler_counts(f, arguments):
 
 def test_a_training_step_on_eight_devices_has_the_flops_of_a_count_by_hand():
     embed, hidden, heads, kv, head, seq, rows, layers, vocab = 32, 64, 4, 2, 8, 48, 8, 3, tiny.VOCAB
-    mixer = {"kind": "attention", "heads": heads, "kv_heads": kv, "head_dim": head, "backend": "reference"}
-    cfg = tiny.config(mesh={"data": 2, "fsdp": 2, "tensor": 2}, data={"seq_len": seq}, train={"batch_size": rows}, model={
-        "vocab": vocab, "embed": embed, "layers": layers, "dtype": "float32", "remat": {"policy": "none"}, "pattern": ["block"],
-        "blocks": {"block": {"mixer": mixer, "mlp": {"kind": "gated", "hidden": hidden}}}})
+    mixer = {
+        "kind": "attention",
+        "heads": heads,
+        "kv_heads": kv,
+        "head_dim": head,
+        "backend": "reference",
+    }
+    cfg = tiny.config(
+        mesh={"data": 2, "fsdp": 2, "tensor": 2},
+        data={"seq_len": seq},
+        train={"batch_size": rows},
+        model={
+            "vocab": vocab,
+            "embed": embed,
+            "layers": layers,
+            "dtype": "float32",
+            "remat": {"policy": "none"},
+            "pattern": ["block"],
+            "blocks": {"block": {"mixer": mixer, "mlp": {"kind": "gated", "hidden": hidden}}},
+        },
+    )
     run = tiny.make_run(cfg, 8)
     program = parse(run.step.lower(run.abstract, run.abstract_batch()).compile().as_text())
     weights = layers * (embed * head * (2 * heads + 2 * kv) + 3 * embed * hidden) + embed * vocab
@@ -60,7 +87,9 @@ def test_a_scan_reads_each_layer_of_its_stack_once():
     program = parse(compile_(f, matrix(8, n), matrix(layers, n, n)).as_text())
     stack, x = layers * n * n * 4, 8 * n * 4
     assert flops(program) == 2 * layers * 8 * n * n
-    assert stack <= memory(program) <= 3 * stack + 10 * layers * x  # read, and on a CPU copied before the product reads it
+    assert (
+        stack <= memory(program) <= 3 * stack + 10 * layers * x
+    )  # read, and on a CPU copied before the product reads it
 
 
 def test_elementwise_work_reads_its_operands_and_writes_its_result():
@@ -75,7 +104,13 @@ def test_a_slice_and_an_update_in_place_move_only_what_they_touch():
     index = jax.ShapeDtypeStruct((), jnp.int32)
     program = parse(compile_(f, matrix(100, 500), matrix(500), index, donate_argnums=0).as_text())
     assert 2 * 2000 <= memory(program) <= 2 * 2000 + 16
-    program = parse(compile_(lambda stack, i: jnp.sin(jax.lax.dynamic_index_in_dim(stack, i, 0)), matrix(100, 500), index).as_text())
+    program = parse(
+        compile_(
+            lambda stack, i: jnp.sin(jax.lax.dynamic_index_in_dim(stack, i, 0)),
+            matrix(100, 500),
+            index,
+        ).as_text()
+    )
     assert 2 * 2000 <= memory(program) <= 2 * 2000 + 16
 
 
@@ -83,13 +118,25 @@ def test_a_tpu_s_own_memory_and_what_passes_through_fusions_are_not_counted():
     program, row = captured("tpu_loop"), 256 * 1024 * 2
     found = {one.name: one for one in operations(program)}
     assert {name: one.bytes for name, one in found.items() if one.bytes > 1e6} == {
-        "both.2": 5 * 2 * row, "first.2": 5 * row, "copy-start.1": 4 * row, "copy-start": 4 * row}
-    assert {one.dtype: one.flops for one in found.values() if one.flops} == {"bf16": 5 * 2 * 1024**3}
+        "both.2": 5 * 2 * row,
+        "first.2": 5 * row,
+        "copy-start.1": 4 * row,
+        "copy-start": 4 * row,
+    }
+    assert {one.dtype: one.flops for one in found.values() if one.flops} == {
+        "bf16": 5 * 2 * 1024**3
+    }
     assert flops(program) == 2 * 5 * 2 * 1024**3
 
 
-@pytest.mark.parametrize("name, expected", [
-    ("tpu_slices", 2 * 2 * 128 * 512 * 256), ("tpu_sparsecore", 2 * 2 * 1024 * 512 * 2048), ("cuda", 2 * 2 * 256 * 512 * 256)])
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("tpu_slices", 2 * 2 * 128 * 512 * 256),
+        ("tpu_sparsecore", 2 * 2 * 1024 * 512 * 2048),
+        ("cuda", 2 * 2 * 256 * 512 * 256),
+    ],
+)
 def test_flops_of_other_hardware(name, expected):
     assert flops(captured(name)) == expected
 
@@ -115,25 +162,34 @@ ENTRY %main (a: bf16[64,32], b: bf16[32,16]) -> bf16[64,16] {
   ROOT %kernel = bf16[64,16]{1,0} custom-call(%size, %out), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/attention/call"}, \
 backend_config={"custom_call_config":{"body":"TUzv","cost_estimate":{"flops":"12345","transcendentals":"7","bytes_accessed":"99"}}}
 }
-"""
+"""  # noqa: E501
 
 
 def test_library_products_are_counted_and_kernels_have_the_flops_that_they_declare():
     gemm, kernel = operations(parse(KERNELS))
     assert (gemm.flops, gemm.dtype, gemm.kernel) == (2 * 64 * 32 * 16, "bf16", "__cublas$lt$matmul")
-    assert (kernel.flops, kernel.dtype, kernel.kernel, kernel.op_name) == (12345, "bf16", "tpu_custom_call", "jit(f)/attention/call")
+    assert (kernel.flops, kernel.dtype, kernel.kernel, kernel.op_name) == (
+        12345,
+        "bf16",
+        "tpu_custom_call",
+        "jit(f)/attention/call",
+    )
     assert kernel.bytes == 2 * 64 * 16 * 2 + 8
 
 
 def test_host_memory_is_apart():
-    text = KERNELS.replace("ROOT %kernel", "%kernel").replace('"99"}}}\n', '"99"}}}\n'
-        "  ROOT %away = (bf16[64,16]{1,0:S(5)}, bf16[64,16]{1,0}, u32[]) copy-start(%kernel)\n")
+    text = KERNELS.replace("ROOT %kernel", "%kernel").replace(
+        '"99"}}}\n',
+        '"99"}}}\n'
+        "  ROOT %away = (bf16[64,16]{1,0:S(5)}, bf16[64,16]{1,0}, u32[]) copy-start(%kernel)\n",
+    )
     away = operations(parse(text))[-1]
     assert (away.bytes, away.host_bytes) == (2048, 2048)
 
 
 def test_a_stack_that_a_fusion_only_tiles_anew_is_not_read_whole():
-    """As a TPU's compiler writes it: a fusion inside the fusion changes the tiles of all layers, and a slice of one follows."""
+    """As a TPU's compiler writes it: a fusion inside the fusion changes the tiles of all layers,
+    and a slice of one follows."""
     program = parse("""HloModule m, is_scheduled=true
 
 %tiled (p: bf16[80,16,128]) -> bf16[80,16,128] {
@@ -154,6 +210,6 @@ ENTRY %main (a: bf16[80,16,128], b: s32[]) -> bf16[1,16,128] {
   %b = s32[]{:T(128)} parameter(1)
   ROOT %f = bf16[1,16,128]{2,1,0:T(8,128)(2,1)} fusion(%a, %b), kind=kLoop, calls=%inside
 }
-""")
+""")  # noqa: E501
     layer = 16 * 128 * 2
     assert 2 * layer <= memory(program) <= 2 * layer + 512

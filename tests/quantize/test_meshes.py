@@ -7,15 +7,33 @@ import tiny
 
 from maxstack.config.compose import plain, presets_dir, read_file
 
-GRADIENT = {"learning_rate": 0.1, "chain": [{"kind": "trace", "decay": 0.0}, {"kind": "scale_by_learning_rate"}]}
-MODEL = tiny.model(embed=128, layers=1, pattern=["block"], blocks={"block": {
-    "mixer": {"kind": "attention", "heads": 4, "head_dim": 32}, "mlp": {"kind": "gated", "hidden": 128}}})
+GRADIENT = {
+    "learning_rate": 0.1,
+    "chain": [{"kind": "trace", "decay": 0.0}, {"kind": "scale_by_learning_rate"}],
+}
+MODEL = tiny.model(
+    embed=128,
+    layers=1,
+    pattern=["block"],
+    blocks={
+        "block": {
+            "mixer": {"kind": "attention", "heads": 4, "head_dim": 32},
+            "mlp": {"kind": "gated", "hidden": 128},
+        }
+    },
+)
 
 
 def one_step(recipe: str, devices: int, **mesh: int):
     """-> (loss, all gradients in one)."""
     rules = plain(read_file(presets_dir() / "quantization" / f"{recipe}.yml"))
-    cfg = tiny.config(model=MODEL, quantization=rules, mesh={"data": 1} | mesh, optimizer=GRADIENT, data={"seq_len": 32})
+    cfg = tiny.config(
+        model=MODEL,
+        quantization=rules,
+        mesh={"data": 1} | mesh,
+        optimizer=GRADIENT,
+        data={"seq_len": 32},
+    )
     run = tiny.make_run(cfg, devices)
     state, scalars = run.step(run.init(), run.place(tiny.batch(cfg), cfg.train.batch_size))
     gradients = [jax.device_get(leaf).ravel() for leaf in jax.tree.leaves(state.opt) if leaf.ndim]
@@ -23,8 +41,11 @@ def one_step(recipe: str, devices: int, **mesh: int):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "loss", "gradient"), [
-    ({"data": 2, "fsdp": 4}, 1e-6, 2e-6), ({"fsdp": 2, "tensor": 4}, 5e-4, 1e-2)], ids=["rows split", "contractions split"])
+@pytest.mark.parametrize(
+    ("mesh", "loss", "gradient"),
+    [({"data": 2, "fsdp": 4}, 1e-6, 2e-6), ({"fsdp": 2, "tensor": 4}, 5e-4, 1e-2)],
+    ids=["rows split", "contractions split"],
+)
 def test_int8_on_a_mesh_is_as_near_to_one_device_as_documented(mesh, loss, gradient):
     (ours, mine), (theirs, other) = one_step("int8", 8, **mesh), one_step("int8", 1)
     assert ours == pytest.approx(theirs, rel=loss)

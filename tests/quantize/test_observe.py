@@ -16,7 +16,10 @@ class Slow(float):
 
 def test_no_device_s_part_is_lost_where_several_tell_at_once():
     errors = Errors()
-    threads = [threading.Thread(target=errors.add, args=("gate", 0, Slow(4.0), Slow(1.0 + i))) for i in range(8)]
+    threads = [
+        threading.Thread(target=errors.add, args=("gate", 0, Slow(4.0), Slow(1.0 + i)))
+        for i in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

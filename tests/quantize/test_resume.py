@@ -8,24 +8,67 @@ import tiny
 
 from maxstack import config, train
 
-NF4 = {"mode": "ptq", "rules": [{"module_path": ".*/(mixer|mlp)/.*", "weight_qtype": "nf4", "tile_size": 8}]}
+NF4 = {
+    "mode": "ptq",
+    "rules": [{"module_path": ".*/(mixer|mlp)/.*", "weight_qtype": "nf4", "tile_size": 8}],
+}
 CASES = {
-    "int8 training": {"quantization": {"rules": [{"module_path": "blocks/.*", "weight_qtype": "int8", "act_qtype": "int8", "bwd_qtype": "int8"}]}},
+    "int8 training": {
+        "quantization": {
+            "rules": [
+                {
+                    "module_path": "blocks/.*",
+                    "weight_qtype": "int8",
+                    "act_qtype": "int8",
+                    "bwd_qtype": "int8",
+                }
+            ]
+        }
+    },
     "bfloat16 weights": {"model": {"param_dtype": "bfloat16"}},
-    "adapters with dropout on nf4": {"quantization": NF4, "lora": {"rank": 4, "dropout": 0.3, "dora": True}},
+    "adapters with dropout on nf4": {
+        "quantization": NF4,
+        "lora": {"rank": 4, "dropout": 0.3, "dora": True},
+    },
 }
 
 
 @pytest.mark.parametrize("case", tiers.of(CASES, "int8 training"))
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(case, tmp_path):
     shape = tiny.model(layers=1, pattern=["global"]) | CASES[case].get("model", {})
-    cfg = tiny.config(**CASES[case] | {"model": shape}, train={"steps": 6}, checkpoint={"every": 3}, eval={"every": 0},
-                      run={"output_dir": str(tmp_path), "tensorboard": False, "compilation_cache": str(tmp_path / "xla")}, faults={"watchdog": None})
+    cfg = tiny.config(
+        **CASES[case] | {"model": shape},
+        train={"steps": 6},
+        checkpoint={"every": 3},
+        eval={"every": 0},
+        run={
+            "output_dir": str(tmp_path),
+            "tensorboard": False,
+            "compilation_cache": str(tmp_path / "xla"),
+        },
+        faults={"watchdog": None},
+    )
     (tmp_path / "run.yml").write_text(config.dump(cfg))
     for name, steps in (("whole", 6), ("half", 3), ("rest", 6)):
         if name == "rest":  # this process still holds the folder of the half
             shutil.copytree(tmp_path / "half", tmp_path / "rest")
-        assert train.main([str(tmp_path / "run.yml"), f"run.name={name}", f"train.steps={steps}", "optimizer.schedule=null"]) == 0
-    whole, rest = ([row["loss"] for row in tiny.metrics(tmp_path / name) if "loss" in row] for name in ("whole", "rest"))
+        assert (
+            train.main(
+                [
+                    str(tmp_path / "run.yml"),
+                    f"run.name={name}",
+                    f"train.steps={steps}",
+                    "optimizer.schedule=null",
+                ]
+            )
+            == 0
+        )
+    whole, rest = (
+        [row["loss"] for row in tiny.metrics(tmp_path / name) if "loss" in row]
+        for name in ("whole", "rest")
+    )
     assert whole == rest and len(whole) == 6
-    assert [("lora: the base is random" in (tmp_path / name / "log.txt").read_text()) for name in ("whole", "half")] == 2 * ["lora" in CASES[case]]
+    assert [
+        ("lora: the base is random" in (tmp_path / name / "log.txt").read_text())
+        for name in ("whole", "half")
+    ] == 2 * ["lora" in CASES[case]]

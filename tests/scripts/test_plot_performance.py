@@ -10,15 +10,50 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PLOT = [sys.executable, str(ROOT / "scripts" / "plot_performance.py")]
-ATTENTION = {"section": "attention", "mask": "causal", "head_dim": 128, "heads": 16, "window": None, "dtype": "bfloat16", "status": "ok"}
+ATTENTION = {
+    "section": "attention",
+    "mask": "causal",
+    "head_dim": 128,
+    "heads": 16,
+    "window": None,
+    "dtype": "bfloat16",
+    "status": "ok",
+}
 BENCH = {
-    "command": "bench_gpu.py", "date": "2026-11-21T10:00:00", "finished": True, "left_out": {}, "machine": {"processor": "a processor"},
+    "command": "bench_gpu.py",
+    "date": "2026-11-21T10:00:00",
+    "finished": True,
+    "left_out": {},
+    "machine": {"processor": "a processor"},
     "device": {"platform": "gpu", "kind": "a GPU", "versions": {"jax": "0.12"}},
-    "rows": [ATTENTION | {"backend": backend, "length": length, "forward_tflops": 400.0, "backward_tflops": 300.0, "both_ms": 2.0,
-                          "temporary_bytes": 2**20} for backend in ("cudnn", "<ours>") for length in (2048, 4096)]}
-STEP = {"config": "mine", "overrides": [], "device": "a GPU", "jax": "0.12", "rounds": 5, "tokens": 4096, "step": {"seconds": 0.03},
-        "components": [{"name": "optimizer", "count": 1, "seconds": 0.002}, {"name": "attention", "count": 16, "seconds": 0.0125}],
-        "rest": {"seconds": 0.0155}}
+    "rows": [
+        ATTENTION
+        | {
+            "backend": backend,
+            "length": length,
+            "forward_tflops": 400.0,
+            "backward_tflops": 300.0,
+            "both_ms": 2.0,
+            "temporary_bytes": 2**20,
+        }
+        for backend in ("cudnn", "<ours>")
+        for length in (2048, 4096)
+    ],
+}
+STEP = {
+    "config": "mine",
+    "overrides": [],
+    "device": "a GPU",
+    "jax": "0.12",
+    "rounds": 5,
+    "tokens": 4096,
+    "step": {"seconds": 0.03},
+    "components": [
+        {"name": "optimizer", "count": 1, "seconds": 0.002},
+        {"name": "attention", "count": 16, "seconds": 0.0125},
+    ],
+    "rest": {"seconds": 0.0155},
+}
 
 
 @pytest.fixture
@@ -26,32 +61,56 @@ def docs(tmp_path):
     (tmp_path / "performance").mkdir()
     for name, found in ("gpu", BENCH), ("step", STEP):
         (tmp_path / "performance" / f"{name}.json").write_text(json.dumps(found))
-    (tmp_path / "PERFORMANCE.md").write_text("# Page\n\n<!-- gpu -->\n<!-- end -->\n\nBetween.\n\n<!-- step -->\nold\n<!-- end -->\n")
+    (tmp_path / "PERFORMANCE.md").write_text(
+        "# Page\n\n<!-- gpu -->\n<!-- end -->\n\nBetween.\n\n<!-- step -->\nold\n<!-- end -->\n"
+    )
     return tmp_path
 
 
 def run(docs, *words):
-    return subprocess.run([*PLOT, "--docs", str(docs), *words], capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [*PLOT, "--docs", str(docs), *words], capture_output=True, text=True, check=False
+    )
 
 
 def words(path):
-    return [element.text for element in xml.etree.ElementTree.parse(path).iter() if element.text and element.text.strip()]
+    return [
+        element.text
+        for element in xml.etree.ElementTree.parse(path).iter()
+        if element.text and element.text.strip()
+    ]
 
 
 def test_plots_name_every_backend_and_component(docs):
     assert run(docs).returncode == 0
     attention = words(docs / "performance" / "gpu-attention-causal-128.svg")
-    assert {"cudnn", "<ours>", "FlashAttention-3 (2024, H100)", "2,048", "4,096", "TFLOP/s", "a GPU, 2026-11-21; half of T S counted"} <= {*attention}
+    assert {
+        "cudnn",
+        "<ours>",
+        "FlashAttention-3 (2024, H100)",
+        "2,048",
+        "4,096",
+        "TFLOP/s",
+        "a GPU, 2026-11-21; half of T S counted",
+    } <= {*attention}
     step = words(docs / "performance" / "step.svg")
-    assert [name for name in step if name in ("attention x 16", "12.5", "optimizer", "2", "the rest", "15.5")] == [
-        "attention x 16", "12.5", "optimizer", "2", "the rest", "15.5"]
+    assert [
+        name
+        for name in step
+        if name in ("attention x 16", "12.5", "optimizer", "2", "the rest", "15.5")
+    ] == ["attention x 16", "12.5", "optimizer", "2", "the rest", "15.5"]
 
 
 def test_page_keeps_its_text_and_says_when_it_is_old(docs):
     assert run(docs, "--check").returncode == 1
     run(docs)
     page = (docs / "PERFORMANCE.md").read_text()
-    assert run(docs, "--check").returncode == 0 and "\nBetween.\n" in page and "old" not in page and "| cudnn | 400 / 300 | 400 / 300 |" in page
+    assert (
+        run(docs, "--check").returncode == 0
+        and "\nBetween.\n" in page
+        and "old" not in page
+        and "| cudnn | 400 / 300 | 400 / 300 |" in page
+    )
 
 
 def test_measurements_without_a_place_on_the_page_are_an_error(docs):

@@ -1,4 +1,5 @@
-"""`maxstack submit` to a cluster: its own commands, stand-ins that note what they are given, and what is refused before they are asked."""
+"""`maxstack submit` to a cluster: its own commands, stand-ins that note what they are given, and
+what is refused before they are asked."""
 
 import os
 import re
@@ -13,14 +14,24 @@ from processes import stand_ins, write_config
 from maxstack import cli, config
 from maxstack.schema import Config
 
-FACTS = {"image": "repo/maxstack:1", "cluster": "c", "bucket": {"name": "bucket", "storage": "stored"}}
+FACTS = {
+    "image": "repo/maxstack:1",
+    "cluster": "c",
+    "bucket": {"name": "bucket", "storage": "stored"},
+}
 PAGES = "README.md", "docs/CLUSTER.md"
-DOCUMENTED = [line.split("#")[0].split()[1:] for page in PAGES for line in (Path(__file__).parents[2] / page).read_text().splitlines()
-              if line.startswith("maxstack submit synthetic") and "--dry-run" in line]
+DOCUMENTED = [
+    line.split("#")[0].split()[1:]
+    for page in PAGES
+    for line in (Path(__file__).parents[2] / page).read_text().splitlines()
+    if line.startswith("maxstack submit synthetic") and "--dry-run" in line
+]
 
 
 @pytest.mark.parametrize("words", DOCUMENTED, ids=" ".join)
-def test_what_the_documents_say_to_try_shows_what_a_cluster_gets(words, tmp_path, monkeypatch, capsys):
+def test_what_the_documents_say_to_try_shows_what_a_cluster_gets(
+    words, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     assert cli.main(words) == 0 and "maxstack train" in capsys.readouterr().out
 
@@ -29,43 +40,87 @@ def test_the_documents_say_what_to_try():
     assert len(DOCUMENTED) == 5
 
 
-NOTE = 'printf "%s\\n" "$0" "$@" >> "$NOTED"; [ -t 0 ] || cat > "$NOTED.given"; ' \
+NOTE = (
+    'printf "%s\\n" "$0" "$@" >> "$NOTED"; [ -t 0 ] || cat > "$NOTED.given"; '
     'case "$*" in *parsable*) echo "77;c" ;; *noheader*|*ignore*) cat "$NOTED.there" ;; esac'
+)
 
 
-@pytest.mark.parametrize(("target", "program", "stop"), [
-    ("gke", "kubectl", "kubectl --context=ctx --namespace=ns delete jobset run --cascade=foreground"),
-    ("slurm", "sbatch", "scancel --state=PENDING 77 scancel --signal=TERM --state=RUNNING 77"),
-    ("xpk", "xpk", "xpk workload delete --workload=run --cluster=c --namespace=default --force")])
-def test_a_cluster_s_own_commands_are_run_and_look_after_the_run_later(target, program, stop, tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize(
+    ("target", "program", "stop"),
+    [
+        (
+            "gke",
+            "kubectl",
+            "kubectl --context=ctx --namespace=ns delete jobset run --cascade=foreground",
+        ),
+        ("slurm", "sbatch", "scancel --state=PENDING 77 scancel --signal=TERM --state=RUNNING 77"),
+        (
+            "xpk",
+            "xpk",
+            "xpk workload delete --workload=run --cluster=c --namespace=default --force",
+        ),
+    ],
+)
+def test_a_cluster_s_own_commands_are_run_and_look_after_the_run_later(
+    target, program, stop, tmp_path, monkeypatch, capfd
+):
     path = write_config(tmp_path, train={"batch_size": 64, "steps": 10})
-    facts = {"topology": "h100:2x8"} | ({} if target == "slurm" else FACTS | {"context": "ctx"}) | ({"namespace": "ns"} if target == "gke" else {})
+    facts = (
+        {"topology": "h100:2x8"}
+        | ({} if target == "slurm" else FACTS | {"context": "ctx"})
+        | ({"namespace": "ns"} if target == "gke" else {})
+    )
     (tmp_path / "cluster.yml").write_text(yaml.safe_dump(facts))
     programs = {name: NOTE for name in ("kubectl", "sbatch", "scancel", "squeue", "xpk")}
     (tmp_path / "bin").mkdir()
-    for key, value in (stand_ins(tmp_path / "bin", programs) | {"NOTED": str(tmp_path / "noted"), "XDG_STATE_HOME": str(tmp_path / "state")}).items():
+    for key, value in (
+        stand_ins(tmp_path / "bin", programs)
+        | {"NOTED": str(tmp_path / "noted"), "XDG_STATE_HOME": str(tmp_path / "state")}
+    ).items():
         monkeypatch.setenv(key, value)
     monkeypatch.chdir(tmp_path)
     (there := tmp_path / "noted.there").touch()
-    words = ["submit", str(path), "--target", target, "--cluster", str(tmp_path / "cluster.yml"), "run.output_dir=/gcs/runs"]
+    words = [
+        "submit",
+        str(path),
+        "--target",
+        target,
+        "--cluster",
+        str(tmp_path / "cluster.yml"),
+        "run.output_dir=/gcs/runs",
+    ]
     assert cli.main([*words, "--dry-run"]) == 0
     shown = capfd.readouterr().out
-    assert "100" in shown and cli.main([*words, "--dry-run", "--max-restarts", "7"]) == 0 and "7" in set(re.findall(r"\d+", capfd.readouterr().out))
+    assert (
+        "100" in shown
+        and cli.main([*words, "--dry-run", "--max-restarts", "7"]) == 0
+        and "7" in set(re.findall(r"\d+", capfd.readouterr().out))
+    )
     assert not (tmp_path / "noted").exists()
     assert cli.main(words) == 0
     first = (tmp_path / "noted").read_text().splitlines()
     assert Path(first[0]).name == program
     if target == "xpk":
-        assert shown.split()[:3] == ["xpk", "workload", "create"] and first[1:3] == ["workload", "create"]
+        assert shown.split()[:3] == ["xpk", "workload", "create"] and first[1:3] == [
+            "workload",
+            "create",
+        ]
     else:
         assert (tmp_path / "noted.given").read_text() == shown
     there.write_text("77 run\n")
     for again in (words, ["submit", str(path), "--target", "local"], [*words, "--name", "other"]):
         assert cli.main(again) == 1
-        said = f"run: was submitted to {target} ({tmp_path}/cluster.yml, /gcs/runs/run), and is still there; maxstack stop run first"
+        said = (
+            f"run: was submitted to {target} ({tmp_path}/cluster.yml, /gcs/runs/run), and is "
+            "still there; maxstack stop run first"
+        )
         assert said in capfd.readouterr().err
     there.unlink()
-    assert cli.main(words) == 1 and "and whether it is still there is not known: " in capfd.readouterr().err
+    assert (
+        cli.main(words) == 1
+        and "and whether it is still there is not known: " in capfd.readouterr().err
+    )
     there.touch()
     assert cli.main(words) == 0
     for verb in ("status", "stop"):
@@ -75,57 +130,147 @@ def test_a_cluster_s_own_commands_are_run_and_look_after_the_run_later(target, p
     assert [Path(word).name if word.startswith("/") else word for word in said] == stop.split()
 
 
-@pytest.mark.parametrize(("target", "file"), [("gke", "jobset.yml"), ("slurm", "job.sbatch"), ("xpk", None)])
-def test_a_dry_run_writes_all_that_a_cluster_would_get_to_be_read(target, file, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("target", "file"), [("gke", "jobset.yml"), ("slurm", "job.sbatch"), ("xpk", None)]
+)
+def test_a_dry_run_writes_all_that_a_cluster_would_get_to_be_read(
+    target, file, tmp_path, monkeypatch, capsys
+):
     path = write_config(tmp_path, train={"batch_size": 64, "steps": 10})
     facts = {"topology": "h100:2x8"} | ({} if target == "slurm" else FACTS)
     (tmp_path / "cluster.yml").write_text(yaml.safe_dump(facts))
-    words = ["submit", str(path), "--target", target, "--cluster", str(tmp_path / "cluster.yml"), "--dry-run", "run.output_dir=/gcs/runs"]
+    words = [
+        "submit",
+        str(path),
+        "--target",
+        target,
+        "--cluster",
+        str(tmp_path / "cluster.yml"),
+        "--dry-run",
+        "run.output_dir=/gcs/runs",
+    ]
     assert cli.main(words) == 0
     shown = capsys.readouterr().out
     assert cli.main([*words, "--out", str(out := tmp_path / "out")]) == 0
     files = {found.name: found.read_text() for found in out.iterdir()}
-    assert {line.removeprefix("wrote ").split(":")[0] for line in capsys.readouterr().out.splitlines()} == {str(out / name) for name in files}
-    assert files.keys() == {"run.yml", "submit.sh", *filter(None, [file])} and "# stop: " in files["submit.sh"]
-    assert config.load(Config, out / "run.yml") == config.load(Config, path, ["run.output_dir=/gcs/runs"])
-    given = stand_ins(tmp_path / "bin", {name: 'cat "${@: -1}" > given || echo "$*" > given' for name in ("kubectl", "sbatch")}
-                      | {"xpk": 'printf "%s\\n" "$@" > given'})
+    assert {
+        line.removeprefix("wrote ").split(":")[0] for line in capsys.readouterr().out.splitlines()
+    } == {str(out / name) for name in files}
+    assert (
+        files.keys() == {"run.yml", "submit.sh", *filter(None, [file])}
+        and "# stop: " in files["submit.sh"]
+    )
+    assert config.load(Config, out / "run.yml") == config.load(
+        Config, path, ["run.output_dir=/gcs/runs"]
+    )
+    given = stand_ins(
+        tmp_path / "bin",
+        {name: 'cat "${@: -1}" > given || echo "$*" > given' for name in ("kubectl", "sbatch")}
+        | {"xpk": 'printf "%s\\n" "$@" > given'},
+    )
     subprocess.run(["bash", "submit.sh"], cwd=out, env=os.environ | given, check=True)
     if file:
         assert files[file] == shown == (out / "given").read_text()
     else:
         assert shlex.split(shown)[1:] == (out / "given").read_text().splitlines()
-    assert cli.main([*words, "--out", str(out)]) == 1 and f"{out}/run.yml" in capsys.readouterr().err
+    assert (
+        cli.main([*words, "--out", str(out)]) == 1 and f"{out}/run.yml" in capsys.readouterr().err
+    )
 
 
 def test_what_the_estimate_refuses_goes_by_force(tmp_path, capsys):
-    words = ["submit", "synthetic", "--target", "gke", "--cluster", "tpu-v5e", "--dry-run", "mesh.data=1", "mesh.fsdp=-1", "train.batch_size=64",
-             "model.embed=65536", "model.layers=64", "run.output_dir=/gcs/x", "checkpoint.every=10"]
-    assert cli.main(words) == 1 and "where maxstack plan says that it fits, --force" in capsys.readouterr().err
+    words = [
+        "submit",
+        "synthetic",
+        "--target",
+        "gke",
+        "--cluster",
+        "tpu-v5e",
+        "--dry-run",
+        "mesh.data=1",
+        "mesh.fsdp=-1",
+        "train.batch_size=64",
+        "model.embed=65536",
+        "model.layers=64",
+        "run.output_dir=/gcs/x",
+        "checkpoint.every=10",
+    ]
+    assert (
+        cli.main(words) == 1
+        and "where maxstack plan says that it fits, --force" in capsys.readouterr().err
+    )
     assert cli.main([*words, "--force"]) == 0
 
 
-@pytest.mark.parametrize(("words", "says"), [
-    (["--target", "gke"], "give --cluster FILE"), (["--target", "gke", "--cluster", "tpu-v5"], "tpu-v5e"),
-    (["--target", "gke", "--cluster", "tpu-v5e", "mesh.data=8"], "mesh: data=8 is 8 devices, but v5e:8x8 has 64; set one axis to -1"),
-    (["--target", "gke", "--cluster", "tpu-v5e"], "run.output_dir="),
-    (["--target", "slurm", "--cluster", "slurm-h200", "--set", "topology=v5e:8x8"], "has TPUs"),
-    (["--target", "slurm", "--cluster", "tpu-v5e"], "bucket: --target slurm takes none"),
-    (["--target", "gke", "--cluster", "tpu-v5e", "run.virtual_devices=8"], "is for a CPU"),
-    (["--target", "gke", "--cluster", "tpu-v5e", "run.output_dir=/gcs/../tmp"], "is lost with the container"),
-    (["--target", "gke", "--cluster", "tpu-v5e", "mesh.slices=2"], "mesh.slices=2: but v5e:8x8 has 1"),
-    (["--target", "gke", "--cluster", "tpu-v5e", "--set", "topology=v5e:8x8*2"], "mesh.slices=1: but v5e:8x8*2 has 2"),
-    (["--target", "gke", "--cluster", "tpu-v5e", "--set", "topology=v5e:8x8*2", "mesh.slices=2", "faults.elastic={}"],
-     "and v5e:8x8*2 has 32 hosts"),
-    (["--target", "local", "--processes", "2", "faults.elastic={}", "mesh.slices=2"], "faults.elastic: is for one process that drives all slices"),
-    (["--target", "gke", "--cluster", "tpu-v5e", "model.embed=65536", "model.layers=64"], "run does not fit v5e:8x8: estimated"),
-    (["--target", "gke", "--cluster", "tpu-v5e", "--processes", "2"], "are of --target local"),
-    (["--target", "local", "--cluster", "tpu-v5e"], "--target local is this machine"),
-    (["--target", "gke", "--cluster", "tpu-v5e", "runtime=pathways"], "which --target xpk starts, and gke does not"),
-    (["--target", "gke", "--cluster", "tpu-v5e", "--set", "topology=v5e:3x3"], "topology: v5e:3x3: there is no such v5e"),
-    (["--target", "gke", "--cluster", "tpu-v5e", "--set", "topology=here"], "topology: here is this machine; give the cluster's"),
-    (["--target", "gke", "--cluster", "tpu-v5e", "run.output_dir=/gcs/x"], "kubectl is not installed here")])
-def test_what_a_cluster_cannot_take_is_refused_before_it_is_asked(words, says, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--target", "gke"], "give --cluster FILE"),
+        (["--target", "gke", "--cluster", "tpu-v5"], "tpu-v5e"),
+        (
+            ["--target", "gke", "--cluster", "tpu-v5e", "mesh.data=8"],
+            "mesh: data=8 is 8 devices, but v5e:8x8 has 64; set one axis to -1",
+        ),
+        (["--target", "gke", "--cluster", "tpu-v5e"], "run.output_dir="),
+        (["--target", "slurm", "--cluster", "slurm-h200", "--set", "topology=v5e:8x8"], "has TPUs"),
+        (["--target", "slurm", "--cluster", "tpu-v5e"], "bucket: --target slurm takes none"),
+        (["--target", "gke", "--cluster", "tpu-v5e", "run.virtual_devices=8"], "is for a CPU"),
+        (
+            ["--target", "gke", "--cluster", "tpu-v5e", "run.output_dir=/gcs/../tmp"],
+            "is lost with the container",
+        ),
+        (
+            ["--target", "gke", "--cluster", "tpu-v5e", "mesh.slices=2"],
+            "mesh.slices=2: but v5e:8x8 has 1",
+        ),
+        (
+            ["--target", "gke", "--cluster", "tpu-v5e", "--set", "topology=v5e:8x8*2"],
+            "mesh.slices=1: but v5e:8x8*2 has 2",
+        ),
+        (
+            [
+                "--target",
+                "gke",
+                "--cluster",
+                "tpu-v5e",
+                "--set",
+                "topology=v5e:8x8*2",
+                "mesh.slices=2",
+                "faults.elastic={}",
+            ],
+            "and v5e:8x8*2 has 32 hosts",
+        ),
+        (
+            ["--target", "local", "--processes", "2", "faults.elastic={}", "mesh.slices=2"],
+            "faults.elastic: is for one process that drives all slices",
+        ),
+        (
+            ["--target", "gke", "--cluster", "tpu-v5e", "model.embed=65536", "model.layers=64"],
+            "run does not fit v5e:8x8: estimated",
+        ),
+        (["--target", "gke", "--cluster", "tpu-v5e", "--processes", "2"], "are of --target local"),
+        (["--target", "local", "--cluster", "tpu-v5e"], "--target local is this machine"),
+        (
+            ["--target", "gke", "--cluster", "tpu-v5e", "runtime=pathways"],
+            "which --target xpk starts, and gke does not",
+        ),
+        (
+            ["--target", "gke", "--cluster", "tpu-v5e", "--set", "topology=v5e:3x3"],
+            "topology: v5e:3x3: there is no such v5e",
+        ),
+        (
+            ["--target", "gke", "--cluster", "tpu-v5e", "--set", "topology=here"],
+            "topology: here is this machine; give the cluster's",
+        ),
+        (
+            ["--target", "gke", "--cluster", "tpu-v5e", "run.output_dir=/gcs/x"],
+            "kubectl is not installed here",
+        ),
+    ],
+)
+def test_what_a_cluster_cannot_take_is_refused_before_it_is_asked(
+    words, says, tmp_path, monkeypatch, capsys
+):
     path = write_config(tmp_path, train={"batch_size": 64, "steps": 10})
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("PATH", "/nonexistent")
@@ -137,26 +282,84 @@ ZERO = ", so that each of max_restarts=100 would begin at step 0; "
 TIER = "checkpoint.tiers=[{path: %s, every: 2%s}]"
 
 
-@pytest.mark.parametrize(("target", "words", "says"), [
-    ("gke", ["checkpoint.every=0"], f"checkpoint.every=0: nothing is saved{ZERO}give it a number of steps, or --set max_restarts=0"),
-    ("xpk", ["checkpoint.every=0"], f"checkpoint.every=0: nothing is saved{ZERO}"),
-    ("slurm", ["checkpoint.every=0"], f"checkpoint.every=0: nothing is saved{ZERO}"),
-    ("gke", ["checkpoint.every=0", TIER % ("/ssd", "")], f"is saved where a restart may not find it (/ssd){ZERO}"),
-    ("slurm", ["checkpoint.every=0", TIER % ("/gcs/t", ", replicate: 1")], f"may not find it (hosts' own disks alone){ZERO}"),
-    ("slurm", ["run.output_dir=/tmp/../tmp/runs"], f"may not find it (/tmp/../tmp/runs){ZERO}"),
-    ("gke", ["checkpoint.every=10"], f"checkpoint.every=10: the first save is at the end (train.steps=10){ZERO}give it a smaller number"),
-    ("gke", ["checkpoint.every=0", TIER % ("/gcs/t", "00")], "checkpoint.tiers.0.every=200: the first save is at the end"),
-    ("gke", ["checkpoint.restore=none"], "checkpoint.restore=none: would refuse a restart")])
-def test_restarts_that_would_begin_at_step_0_are_refused_unless_they_are_wanted(target, words, says, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("target", "words", "says"),
+    [
+        (
+            "gke",
+            ["checkpoint.every=0"],
+            f"checkpoint.every=0: nothing is saved{ZERO}give it a number of steps, or "
+            "--set max_restarts=0",
+        ),
+        ("xpk", ["checkpoint.every=0"], f"checkpoint.every=0: nothing is saved{ZERO}"),
+        ("slurm", ["checkpoint.every=0"], f"checkpoint.every=0: nothing is saved{ZERO}"),
+        (
+            "gke",
+            ["checkpoint.every=0", TIER % ("/ssd", "")],
+            f"is saved where a restart may not find it (/ssd){ZERO}",
+        ),
+        (
+            "slurm",
+            ["checkpoint.every=0", TIER % ("/gcs/t", ", replicate: 1")],
+            f"may not find it (hosts' own disks alone){ZERO}",
+        ),
+        ("slurm", ["run.output_dir=/tmp/../tmp/runs"], f"may not find it (/tmp/../tmp/runs){ZERO}"),
+        (
+            "gke",
+            ["checkpoint.every=10"],
+            "checkpoint.every=10: the first save is at the end "
+            f"(train.steps=10){ZERO}give it a smaller number",
+        ),
+        (
+            "gke",
+            ["checkpoint.every=0", TIER % ("/gcs/t", "00")],
+            "checkpoint.tiers.0.every=200: the first save is at the end",
+        ),
+        ("gke", ["checkpoint.restore=none"], "checkpoint.restore=none: would refuse a restart"),
+    ],
+)
+def test_restarts_that_would_begin_at_step_0_are_refused_unless_they_are_wanted(
+    target, words, says, tmp_path, monkeypatch, capsys
+):
     path = write_config(tmp_path, train={"batch_size": 64, "steps": 10})
-    (tmp_path / "cluster.yml").write_text(yaml.safe_dump({"topology": "h100:2x8"} | ({} if target == "slurm" else FACTS)))
-    given = ["submit", str(path), "--target", target, "--cluster", str(tmp_path / "cluster.yml"), "--dry-run", "run.output_dir=/gcs/runs", *words]
+    (tmp_path / "cluster.yml").write_text(
+        yaml.safe_dump({"topology": "h100:2x8"} | ({} if target == "slurm" else FACTS))
+    )
+    given = [
+        "submit",
+        str(path),
+        "--target",
+        target,
+        "--cluster",
+        str(tmp_path / "cluster.yml"),
+        "--dry-run",
+        "run.output_dir=/gcs/runs",
+        *words,
+    ]
     assert cli.main(given) == 1 and says in capsys.readouterr().err
     assert cli.main([*given, "--max-restarts", "0"]) == 0
     assert cli.main([*given, "--set", "restart_from_zero=true"]) == int("restore" in says)
 
 
-@pytest.mark.parametrize("words", [["checkpoint.every=9"], ["train.steps=1"], ["checkpoint.every=0", TIER % ("/gcs/t", "")]])
+@pytest.mark.parametrize(
+    "words",
+    [["checkpoint.every=9"], ["train.steps=1"], ["checkpoint.every=0", TIER % ("/gcs/t", "")]],
+)
 def test_restarts_that_go_on_are_not_refused(words, tmp_path):
     path = write_config(tmp_path, train={"batch_size": 64, "steps": 10})
-    assert cli.main(["submit", str(path), "--target", "gke", "--cluster", "tpu-v5e", "--dry-run", "run.output_dir=/gcs/runs", *words]) == 0
+    assert (
+        cli.main(
+            [
+                "submit",
+                str(path),
+                "--target",
+                "gke",
+                "--cluster",
+                "tpu-v5e",
+                "--dry-run",
+                "run.output_dir=/gcs/runs",
+                *words,
+            ]
+        )
+        == 0
+    )

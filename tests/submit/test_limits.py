@@ -1,4 +1,5 @@
-"""What is too large for a process, a Kubernetes object or sbatch: it is refused before it is handed over, and what is below the limit arrives."""
+"""What is too large for a process, a Kubernetes object or sbatch: it is refused before it is handed
+over, and what is below the limit arrives."""
 
 import dataclasses
 import hashlib
@@ -124,7 +125,8 @@ def test_a_variable_at_the_limit_starts_a_process_and_a_byte_more_is_refused(cfg
         )
     with pytest.raises(
         ConfigError,
-        match=r"^--target gke: MAXSTACK_CONFIG has 131,073 bytes, and 131,072 is the most \(the configuration is 131,056 of "
+        match=r"^--target gke: MAXSTACK_CONFIG has 131,073 bytes, and 131,072 is the most "
+        r"\(the configuration is 131,056 of "
         r"them, packed from .*--dry-run --out DIR --set config=/PATH/a-run.yml",
     ):
         gke.manifest(padded(one, room + 1))
@@ -152,7 +154,8 @@ def test_a_script_and_an_object_that_no_cluster_stores_are_refused(cfg):
     facts = {f"S{i}": {"name": "n" * 200, "key": "k" * 200} for i in range(4000)}
     with pytest.raises(
         ConfigError,
-        match=r"--target gke: the JobSet has 1,8.* bytes, and 1,441,792 is the most; shorten env and secrets",
+        match=r"--target gke: the JobSet has 1,8.* bytes, and 1,441,792 is the most; shorten "
+        r"env and secrets",
     ):
         gke.manifest(job(cfg, secrets=facts))
 

@@ -36,11 +36,24 @@ def until(true, seconds=240.0):
 
 def test_a_run_in_the_background_is_looked_after_by_its_name(tmp_path, capsys):
     config, name = write_config(tmp_path, checkpoint={"every": 1000}), "long-run-c0ffee"
-    words = "submit", str(config), "--target", "local", "train.steps=100000", "data.workers=0", "run.name=Long_Run", "--detach"
+    words = (
+        "submit",
+        str(config),
+        "--target",
+        "local",
+        "train.steps=100000",
+        "data.workers=0",
+        "run.name=Long_Run",
+        "--detach",
+    )
     assert cli.main(words) == 0
     name = capsys.readouterr().out.split(":")[0]
     assert name.startswith("long-run-") and PLAIN.fullmatch(name)
-    assert cli.main(words) == 1 and f"{name}: is running already on this machine; see maxstack status" in capsys.readouterr().err
+    assert (
+        cli.main(words) == 1
+        and f"{name}: is running already on this machine; see maxstack status"
+        in capsys.readouterr().err
+    )
     until(lambda: rows(tmp_path / "Long_Run"))
     assert cli.main(["status"]) == 0 and f"{name}: running, step " in capsys.readouterr().out
     assert cli.main(["stop", "Long_Run"]) == 0  # by the run's name too
@@ -52,13 +65,26 @@ def test_a_run_in_the_background_is_looked_after_by_its_name(tmp_path, capsys):
     assert cli.main(["stop", name]) == 0 and f"{name}: does not run" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("words", "says"), [
-    (["--processes", "3", "run.virtual_devices=4"], "--processes 3: do not divide run.virtual_devices=4; give a divisor"),
-    (["--processes", "0"], "--processes: 0 is no number above 0"),
-    (["--processes", "2", "mesh.data=4"], "mesh: data=4 is 4 devices, but this machine has 2; set one axis to -1"),
-    (["--name", "My Run"], "such as my-run-"),
-    (["distributed={coordinator: 'h:1', processes: 2, process: 0}"], "leave it out of the configuration"),
-    (["--target", "moon"], "invalid choice: 'moon'")])
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["--processes", "3", "run.virtual_devices=4"],
+            "--processes 3: do not divide run.virtual_devices=4; give a divisor",
+        ),
+        (["--processes", "0"], "--processes: 0 is no number above 0"),
+        (
+            ["--processes", "2", "mesh.data=4"],
+            "mesh: data=4 is 4 devices, but this machine has 2; set one axis to -1",
+        ),
+        (["--name", "My Run"], "such as my-run-"),
+        (
+            ["distributed={coordinator: 'h:1', processes: 2, process: 0}"],
+            "leave it out of the configuration",
+        ),
+        (["--target", "moon"], "invalid choice: 'moon'"),
+    ],
+)
 def test_what_cannot_start_is_refused_before_anything_does(words, says, tmp_path, capsys):
     config = write_config(tmp_path)
     assert cli.main(["submit", str(config), "--target", "local", *words]) == 1
@@ -68,50 +94,120 @@ def test_what_cannot_start_is_refused_before_anything_does(words, says, tmp_path
 @pytest.mark.slow
 def test_a_run_whose_submission_is_killed_saves_and_leaves(tmp_path, capfd):
     config = write_config(tmp_path, checkpoint={"every": 100000})
-    words = maxstack("submit", config, "--target", "local", "--processes", 2, "train.steps=100000", "data.workers=0")
+    words = maxstack(
+        "submit",
+        config,
+        "--target",
+        "local",
+        "--processes",
+        2,
+        "train.steps=100000",
+        "data.workers=0",
+    )
     submitted = subprocess.Popen(words, env=environment(), stdout=subprocess.DEVNULL)
     until(lambda: rows(tmp_path / "run"))
-    assert cli.main(["submit", str(config), "--target", "local", "--name", "other"]) == 1  # the same folder
+    assert (
+        cli.main(["submit", str(config), "--target", "local", "--name", "other"]) == 1
+    )  # the same folder
     assert f"{tmp_path}/run is what another submission is writing" in capfd.readouterr().err
     trained = [processes.training(submitted.pid, i) for i in range(2)]
     submitted.kill()
     submitted.wait()
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in trained), 60)
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdecimal()]
-    assert "stopped, to be resumed by the same command" in (tmp_path / "run" / "log.txt").read_text()
-    assert cli.main(["status", "run"]) == 0 and "run: killed without a word, step " in capfd.readouterr().out
+    assert [
+        path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdecimal()
+    ]
+    assert (
+        "stopped, to be resumed by the same command" in (tmp_path / "run" / "log.txt").read_text()
+    )
+    assert (
+        cli.main(["status", "run"]) == 0
+        and "run: killed without a word, step " in capfd.readouterr().out
+    )
 
 
 def test_files_that_a_cluster_may_not_have_are_told(tmp_path, monkeypatch, capfd):
     source = {"kind": "text", "files": ["notes/*.md", "/gcs/corpus/*.txt", "{stdlib}/*.py"]}
-    config = write_config(tmp_path, data={"sources": [source]},
-                          eval={"every": 0}, train={"batch_size": 64, "steps": 10})
-    words = ["submit", str(config), "--target", "gke", "--cluster", "tpu-v5e", "--dry-run", "run.output_dir=/gcs/runs"]
+    config = write_config(
+        tmp_path,
+        data={"sources": [source]},
+        eval={"every": 0},
+        train={"batch_size": 64, "steps": 10},
+    )
+    words = [
+        "submit",
+        str(config),
+        "--target",
+        "gke",
+        "--cluster",
+        "tpu-v5e",
+        "--dry-run",
+        "run.output_dir=/gcs/runs",
+    ]
     assert cli.main(words) == 0
-    assert "not in the bucket, so every host must have them, by its image or a disk that all see: notes/*.md\n" in capfd.readouterr().err
+    assert (
+        "not in the bucket, so every host must have them, by its image or a disk that "
+        "all see: notes/*.md\n" in capfd.readouterr().err
+    )
 
 
 def test_a_mistake_in_one_process_ends_all_and_is_the_run_s(tmp_path):
-    config = write_config(tmp_path, data={"sources": [{"kind": "text", "files": [str(tmp_path / "none*.txt")]}]})
+    config = write_config(
+        tmp_path, data={"sources": [{"kind": "text", "files": [str(tmp_path / "none*.txt")]}]}
+    )
     command = [*maxstack("submit", config, "--target", "local", "--processes", 2), "eval.every=0"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2 and "none*.txt" in done.stdout and "a restart would not help" in done.stdout and "Traceback" not in done.stdout
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (
+        done.returncode == 2
+        and "none*.txt" in done.stdout
+        and "a restart would not help" in done.stdout
+        and "Traceback" not in done.stdout
+    )
 
 
 def test_what_a_dry_run_shows_is_what_a_shell_takes(tmp_path, capsys):
     (folder := tmp_path / "it's; $HOME\n a folder").mkdir()
     config = write_config(folder)
-    assert cli.main(["submit", str(config), "--target", "local", "--processes", "2", "--dry-run", "run.virtual_devices=2"]) == 0
+    assert (
+        cli.main(
+            [
+                "submit",
+                str(config),
+                "--target",
+                "local",
+                "--processes",
+                "2",
+                "--dry-run",
+                "run.virtual_devices=2",
+            ]
+        )
+        == 0
+    )
     shown = capsys.readouterr().out.split("\nenv ")[2]
-    script = f"set -- env {shown}\n{sys.executable} -c 'import json, sys; print(json.dumps(sys.argv[1:]))' \"$@\""
-    words = json.loads(subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout)
-    assert words[0] == "env" and "JAX_PROCESS_ID=1" in words and words[words.index("-m") + 1] == "maxstack.train" and str(config) in words
+    script = (
+        f"set -- env {shown}\n{sys.executable} -c 'import json, sys; "
+        'print(json.dumps(sys.argv[1:]))\' "$@"'
+    )
+    words = json.loads(
+        subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
+    )
+    assert (
+        words[0] == "env"
+        and "JAX_PROCESS_ID=1" in words
+        and words[words.index("-m") + 1] == "maxstack.train"
+        and str(config) in words
+    )
 
 
 @pytest.mark.parametrize("command", ["status", "logs", "stop"])
 def test_a_name_that_nobody_submitted(command, capsys):
     assert cli.main([command, "nobody"]) == 1
-    assert "nobody: nothing was submitted by that name from this machine; nothing was" in capsys.readouterr().err
+    assert (
+        "nobody: nothing was submitted by that name from this machine; nothing was"
+        in capsys.readouterr().err
+    )
 
 
 @given(st.text(max_size=80), st.text(max_size=80))

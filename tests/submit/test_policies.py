@@ -259,7 +259,10 @@ def test_volumes_are_mounted_and_a_claim_may_hold_the_run(cfg):
     found = template(job(cfg, bucket=None, volumes=[{"mount": "/gcs", "claim": "filestore"}]))
     assert "annotations" not in found["metadata"] and "csi" not in str(found["spec"]["volumes"])
     for lost in ({"size": "1Ti"}, {"claim": "c", "read_only": True}):
-        facts = {"bucket": {"name": "bucket", "mount": "/b"}, "volumes": [{"mount": "/gcs", **lost}]}
+        facts = {
+            "bucket": {"name": "bucket", "mount": "/b"},
+            "volumes": [{"mount": "/gcs", **lost}],
+        }
         with pytest.raises(ConfigError, match="is lost with the container"):
             gke.manifest(job(cfg, **facts))
 

@@ -1,4 +1,5 @@
-"""Real processes as each target starts them, on this machine and in what Slurm and Kubernetes would give them: with the losses of one process."""
+"""Real processes as each target starts them, on this machine and in what Slurm and Kubernetes would
+give them: with the losses of one process."""
 
 import os
 import signal
@@ -19,7 +20,10 @@ pytestmark = pytest.mark.slow
 SHORT = ["train.steps=48"]
 AFTER = 6
 """The step after which something happens."""
-FACTS = {"topology": "h100:2x1", "env": {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=1"}}
+FACTS = {
+    "topology": "h100:2x1",
+    "env": {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=1"},
+}
 PROGRAMS = {
     "maxstack": f'exec {sys.executable} -m maxstack.cli "$@"',
     "scontrol": 'echo "$*" > "$SLURM_SUBMIT_DIR/requeued"',
@@ -31,17 +35,25 @@ names = {{"SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_NUM_TASKS": "2", "SLUR
 started = [subprocess.Popen(sys.argv[1:], env=os.environ | names | {{"SLURM_PROCID": str(i), "SLURM_NODEID": str(i)}}) for i in range(2)]
 Path(os.environ["SLURM_SUBMIT_DIR"], "pids").write_text(" ".join(str(process.pid) for process in started))
 sys.exit(max(code if code >= 0 else 128 - code for code in [process.wait() for process in started]))
-program"""}
+program""",  # noqa: E501
+}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where all runs of this file lie, with a configuration, stand-ins for a cluster's programs, and what was compiled."""
+    """Where all runs of this file lie, with a configuration, stand-ins for a cluster's programs,
+    and what was compiled."""
     found = tmp_path_factory.mktemp("rehearsals")
     stand_ins(found / "bin", PROGRAMS)
-    own_disk = {"restart_from_zero": True}  # each node's /tmp, for all that submit knows; here they share it
+    own_disk = {
+        "restart_from_zero": True
+    }  # each node's /tmp, for all that submit knows; here they share it
     (found / "slurm.yml").write_text(yaml.safe_dump(FACTS | own_disk))
-    (found / "gke.yml").write_text(yaml.safe_dump(FACTS | {"image": "repo/maxstack:1", "bucket": {"name": "bucket", "mount": str(found)}}))
+    (found / "gke.yml").write_text(
+        yaml.safe_dump(
+            FACTS | {"image": "repo/maxstack:1", "bucket": {"name": "bucket", "mount": str(found)}}
+        )
+    )
     write_config(found, eval={"every": 16, "steps": 2})
     return found
 
@@ -55,7 +67,13 @@ def alone(folder):
         if devices not in found:
             name = f"alone-{devices}"
             words = [*SHORT, f"run.virtual_devices={devices}", f"run.name={name}"]
-            done = subprocess.run([*maxstack("train", folder / "config.yml"), *words], env=environment(), capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                [*maxstack("train", folder / "config.yml"), *words],
+                env=environment(),
+                capture_output=True,
+                text=True,
+                check=False,
+            )
             assert done.returncode == 0, done.stderr
             found[devices] = losses(folder / name)
         return found[devices]
@@ -85,11 +103,23 @@ def until_step(run: Path, running) -> None:
 
 
 @pytest.mark.parametrize(("count", "workers"), [(2, 2), (4, 0)])
-def test_local_processes_train_as_one_with_as_many_devices_though_one_is_killed(count, workers, folder, alone):
+def test_local_processes_train_as_one_with_as_many_devices_though_one_is_killed(
+    count, workers, folder, alone
+):
     name = f"local-{count}"
-    words = [*maxstack("submit", folder / "config.yml", "--target", "local", "--processes", count), *SHORT, f"run.virtual_devices={count}",
-             f"data.workers={workers}"]
-    submitted = subprocess.Popen([*words, f"run.name={name}"], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    words = [
+        *maxstack("submit", folder / "config.yml", "--target", "local", "--processes", count),
+        *SHORT,
+        f"run.virtual_devices={count}",
+        f"data.workers={workers}",
+    ]
+    submitted = subprocess.Popen(
+        [*words, f"run.name={name}"],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     output: list[str] = []
     reader = threading.Thread(target=lambda: output.extend(submitted.stdout))
     reader.start()
@@ -98,51 +128,107 @@ def test_local_processes_train_as_one_with_as_many_devices_though_one_is_killed(
     assert submitted.wait(300) == 0, "".join(output)
     reader.join()
     text = "".join(output)
-    assert f"{name}: {count} processes on this machine, {count} devices (data={count})" in text and "[1] supervise: killed by SIGKILL" in text
+    assert (
+        f"{name}: {count} processes on this machine, {count} devices (data={count})" in text
+        and "[1] supervise: killed by SIGKILL" in text
+    )
     assert "[0] done: " in text and text.splitlines()[-1] == f"{name}: left with 0"
     assert (folder / name / "submit.log").read_text() in text
-    assert losses(folder / name) == pytest.approx(alone(count), rel=1e-5) and len(alone(count)) >= 48 + 3
+    assert (
+        losses(folder / name) == pytest.approx(alone(count), rel=1e-5)
+        and len(alone(count)) >= 48 + 3
+    )
 
 
 def shown(folder, target, name, capsys):
     """What a cluster would be given."""
-    words = ["submit", str(folder / "config.yml"), "--target", target, "--cluster", str(folder / f"{target}.yml"), "--dry-run"]
+    words = [
+        "submit",
+        str(folder / "config.yml"),
+        "--target",
+        target,
+        "--cluster",
+        str(folder / f"{target}.yml"),
+        "--dry-run",
+    ]
     assert cli.main([*words, *SHORT, f"run.name={name}"]) == 0
     return capsys.readouterr().out
 
 
-def test_tasks_of_slurm_train_as_one_and_the_job_is_queued_again_where_one_was_killed(folder, alone, tmp_path, capsys):
+def test_tasks_of_slurm_train_as_one_and_the_job_is_queued_again_where_one_was_killed(
+    folder, alone, tmp_path, capsys
+):
     script = shown(folder, "slurm", "slurm", capsys)
-    own = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": str(os.getpid())}
-    job = subprocess.Popen(["bash", "-c", script], env=os.environ | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    own = {
+        "PATH": f"{folder}/bin:{os.environ['PATH']}",
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_JOB_ID": str(os.getpid()),
+    }
+    job = subprocess.Popen(
+        ["bash", "-c", script],
+        env=os.environ | own,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     until_step(folder / "slurm", lambda: job.poll() is None)
     os.kill(int((tmp_path / "pids").read_text().split()[1]), signal.SIGKILL)
     output = job.communicate(timeout=300)[0]
-    assert "process 1 of 2, says Slurm job" in output and "left with 137; queued again" in output, output
+    assert "process 1 of 2, says Slurm job" in output and "left with 137; queued again" in output, (
+        output
+    )
     assert (tmp_path / "requeued").read_text() == f"requeue {os.getpid()}\n"
-    subprocess.run(["bash", "-c", script], env=os.environ | own | {"SLURM_RESTART_COUNT": "1"}, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        ["bash", "-c", script],
+        env=os.environ | own | {"SLURM_RESTART_COUNT": "1"},
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     assert losses(folder / "slurm") == pytest.approx(alone(2), rel=1e-5)
 
 
-def test_pods_of_a_jobset_train_as_one_and_go_on_after_one_was_told_to_leave(folder, alone, tmp_path, capsys):
-    job = yaml.safe_load(shown(folder, "gke", "gke", capsys))["spec"]["replicatedJobs"][0]["template"]["spec"]
+def test_pods_of_a_jobset_train_as_one_and_go_on_after_one_was_told_to_leave(
+    folder, alone, tmp_path, capsys
+):
+    job = yaml.safe_load(shown(folder, "gke", "gke", capsys))["spec"]["replicatedJobs"][0][
+        "template"
+    ]["spec"]
     container = job["template"]["spec"]["containers"][0]
     mistakes = job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"]
 
     def pods():
         with socket.create_server(("127.0.0.1", 0)) as free:
-            at = f"localhost:{free.getsockname()[1]}"  # a cluster's DNS knows the name of the first pod
+            # a cluster's DNS knows the name of the first pod
+            at = f"localhost:{free.getsockname()[1]}"
         for i in range(job["completions"]):
-            own = {entry["name"]: entry.get("value", "0").replace("$$", "$") for entry in container["env"]}
-            own |= {"JAX_COORDINATOR_ADDRESS": at, "JOB_COMPLETION_INDEX": str(i), "PATH": f"{folder}/bin:{os.environ['PATH']}"}
-            words = [word.replace("/tmp/run.yml", f"{tmp_path}/run-{i}.yml") for word in container["command"]]
-            yield subprocess.Popen(words, env=os.environ | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            own = {
+                entry["name"]: entry.get("value", "0").replace("$$", "$")
+                for entry in container["env"]
+            }
+            own |= {
+                "JAX_COORDINATOR_ADDRESS": at,
+                "JOB_COMPLETION_INDEX": str(i),
+                "PATH": f"{folder}/bin:{os.environ['PATH']}",
+            }
+            words = [
+                word.replace("/tmp/run.yml", f"{tmp_path}/run-{i}.yml")
+                for word in container["command"]
+            ]
+            yield subprocess.Popen(
+                words,
+                env=os.environ | own,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
 
     first = [*pods()]
     until_step(folder / "gke", lambda: all(pod.poll() is None for pod in first))
     first[1].send_signal(signal.SIGTERM)
     outputs = [pod.communicate(timeout=300)[0] for pod in first]
-    assert [pod.returncode for pod in first] == [42, 42] and not {42} & {*mistakes}, "\n".join(outputs)
+    assert [pod.returncode for pod in first] == [42, 42] and not {42} & {*mistakes}, "\n".join(
+        outputs
+    )
     assert "process 1 of 2, says JobSet gke" in outputs[1]
     second = [*pods()]
     outputs = [pod.communicate(timeout=300)[0] for pod in second]

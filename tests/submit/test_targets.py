@@ -1,4 +1,5 @@
-"""What clusters are given: JobSets, sbatch scripts and xpk's command line, for any name and value."""
+"""What clusters are given: JobSets, sbatch scripts and xpk's command line, for any name and
+value."""
 
 import argparse
 import base64
@@ -33,20 +34,32 @@ from maxstack.submit.job import checked, machines, tell_unused
 HERE = Path(__file__).parent
 SCHEMA = jsonschema.Draft202012Validator(json.loads((HERE / "jobset-v1alpha2.json").read_text()))
 OPTIONS = json.loads((HERE / "xpk-options.json").read_text())
-FACTS = {"image": "repo/maxstack:1", "cluster": "c", "bucket": {"name": "bucket", "storage": "stored"}}
+FACTS = {
+    "image": "repo/maxstack:1",
+    "cluster": "c",
+    "bucket": {"name": "bucket", "storage": "stored"},
+}
 
 
 @pytest.fixture(scope="module")
 def cfg(tmp_path_factory):
     folder = tmp_path_factory.mktemp("targets")
-    return config.load(Config, write_config(folder, train={"batch_size": 256, "steps": 10}), ["run.output_dir=/gcs/runs"])
+    return config.load(
+        Config,
+        write_config(folder, train={"batch_size": 256, "steps": 10}),
+        ["run.output_dir=/gcs/runs"],
+    )
 
 
 @pytest.fixture
 def job(cfg):
     def make(topology: str, name: str = "a-run", **facts):
         slices = cfg.mesh.model_copy(update={"slices": parse(topology).slices})
-        return checked(name, cfg.model_copy(update={"mesh": slices}), ClusterConfig.model_validate(FACTS | {"topology": topology} | facts))[0]
+        return checked(
+            name,
+            cfg.model_copy(update={"mesh": slices}),
+            ClusterConfig.model_validate(FACTS | {"topology": topology} | facts),
+        )[0]
 
     return make
 
@@ -71,40 +84,92 @@ def environment_of(jobset, index: int, completion: int) -> dict[str, str]:
     """What a pod's processes see."""
     fields = {gke.INDEX: str(index)}
     return {"JOB_COMPLETION_INDEX": str(completion)} | {
-        entry["name"]: entry["value"].replace("$$", "$") if "value" in entry else fields[entry["valueFrom"]["fieldRef"]["fieldPath"]]
-        for entry in pod(jobset)["containers"][0]["env"] if "secretKeyRef" not in entry.get("valueFrom", {})}
+        entry["name"]: entry["value"].replace("$$", "$")
+        if "value" in entry
+        else fields[entry["valueFrom"]["fieldRef"]["fieldPath"]]
+        for entry in pod(jobset)["containers"][0]["env"]
+        if "secretKeyRef" not in entry.get("valueFrom", {})
+    }
 
 
-@pytest.mark.parametrize(("topology", "label", "limit", "each"), [
-    ("v5e:4x4", {"tpu-accelerator": "tpu-v5-lite-podslice", "tpu-topology": "4x4"}, {"google.com/tpu": 4}, (1, 4)),
-    ("v5p:2x2x2*2", {"tpu-accelerator": "tpu-v5p-slice", "tpu-topology": "2x2x2"}, {"google.com/tpu": 4}, (2, 2)),
-    ("tpu7x:2x2x1", {"tpu-accelerator": "tpu7x", "tpu-topology": "2x2x1"}, {"google.com/tpu": 4}, (1, 1)),
-    ("h100:4x8", {"accelerator": "nvidia-h100-mega-80gb"}, {"nvidia.com/gpu": 8}, (1, 4))])
-def test_a_jobset_asks_for_the_topology_and_every_pod_knows_who_it_is(topology, label, limit, each, job):
+@pytest.mark.parametrize(
+    ("topology", "label", "limit", "each"),
+    [
+        (
+            "v5e:4x4",
+            {"tpu-accelerator": "tpu-v5-lite-podslice", "tpu-topology": "4x4"},
+            {"google.com/tpu": 4},
+            (1, 4),
+        ),
+        (
+            "v5p:2x2x2*2",
+            {"tpu-accelerator": "tpu-v5p-slice", "tpu-topology": "2x2x2"},
+            {"google.com/tpu": 4},
+            (2, 2),
+        ),
+        (
+            "tpu7x:2x2x1",
+            {"tpu-accelerator": "tpu7x", "tpu-topology": "2x2x1"},
+            {"google.com/tpu": 4},
+            (1, 1),
+        ),
+        ("h100:4x8", {"accelerator": "nvidia-h100-mega-80gb"}, {"nvidia.com/gpu": 8}, (1, 4)),
+    ],
+)
+def test_a_jobset_asks_for_the_topology_and_every_pod_knows_who_it_is(
+    topology, label, limit, each, job
+):
     secret = {"HF_TOKEN": {"name": "s", "key": "k"}}
     one = job(topology, queue="q", reservation="mine", secrets=secret, service_account="me")
     jobset = written(one)
     spec, (slices, hosts) = pod(jobset), each
-    chosen = {key.removeprefix("cloud.google.com/").removeprefix("gke-"): value for key, value in spec["nodeSelector"].items()}
+    chosen = {
+        key.removeprefix("cloud.google.com/").removeprefix("gke-"): value
+        for key, value in spec["nodeSelector"].items()
+    }
     assert chosen == label | {"reservation-name": "mine"}
-    assert limit.items() <= spec["containers"][0]["resources"]["limits"].items() and spec["terminationGracePeriodSeconds"] == 600
-    assert jobset["spec"]["replicatedJobs"][0]["replicas"] == slices and jobset["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "q"
+    assert (
+        limit.items() <= spec["containers"][0]["resources"]["limits"].items()
+        and spec["terminationGracePeriodSeconds"] == 600
+    )
+    assert (
+        jobset["spec"]["replicatedJobs"][0]["replicas"] == slices
+        and jobset["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "q"
+    )
     assert ("annotations" in jobset["metadata"]) == (one.tpu and hosts > 1)
-    found = [member(environment_of(jobset, i, j), on_tpu=False) for i in range(slices) for j in range(hosts)]
+    found = [
+        member(environment_of(jobset, i, j), on_tpu=False)
+        for i in range(slices)
+        for j in range(hosts)
+    ]
     if slices * hosts == 1:
         assert found == [None]
     else:
         assert [(one.process, one.processes, one.coordinator) for one in found] == [
-            (number, slices * hosts, f"a-run-w-0-0.a-run:{PORT}") for number in range(slices * hosts)]
+            (number, slices * hosts, f"a-run-w-0-0.a-run:{PORT}")
+            for number in range(slices * hosts)
+        ]
 
 
 def test_a_jobset_ends_on_a_mistake_and_begins_again_on_anything_else(job):
     jobset = written(job("v5e:4x4", max_restarts=7))
-    inner, policy = jobset["spec"]["replicatedJobs"][0]["template"]["spec"], jobset["spec"]["failurePolicy"]
+    inner, policy = (
+        jobset["spec"]["replicatedJobs"][0]["template"]["spec"],
+        jobset["spec"]["failurePolicy"],
+    )
     (rule,) = inner["podFailurePolicy"]["rules"]
-    assert rule == {"action": "FailJob", "onExitCodes": {"containerName": "train", "operator": "In", "values": [1, 2]}}
-    assert inner["backoffLimit"] == 0 and pod(jobset)["restartPolicy"] == "Never" and policy["maxRestarts"] == 7
-    assert policy["rules"] == [{"name": "mistakes", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]
+    assert rule == {
+        "action": "FailJob",
+        "onExitCodes": {"containerName": "train", "operator": "In", "values": [1, 2]},
+    }
+    assert (
+        inner["backoffLimit"] == 0
+        and pod(jobset)["restartPolicy"] == "Never"
+        and policy["maxRestarts"] == 7
+    )
+    assert policy["rules"] == [
+        {"name": "mistakes", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    ]
 
 
 def test_the_schema_refuses_what_is_not_of_a_jobset(job):
@@ -119,55 +184,113 @@ def recorded(name: str) -> argparse.ArgumentParser:
     """xpk's parser of a command, from the record of its options."""
     parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
     for option in OPTIONS[name]:
-        more = {"action": "store_true"} if option["flag"] else {"choices": option["choices"], **({"action": "append"} if option["append"] else {})}
+        more = (
+            {"action": "store_true"}
+            if option["flag"]
+            else {
+                "choices": option["choices"],
+                **({"action": "append"} if option["append"] else {}),
+            }
+        )
         parser.add_argument(*option["names"], required=option["required"], **more)
     return parser
 
 
 def pathways(one, folder="/tmp/runs"):
     """The same run by one process."""
-    run, faults = one.cfg.run.model_copy(update={"output_dir": folder}), one.cfg.faults.model_copy(update={"elastic": ElasticConfig()})
+    run, faults = (
+        one.cfg.run.model_copy(update={"output_dir": folder}),
+        one.cfg.faults.model_copy(update={"elastic": ElasticConfig()}),
+    )
     cfg = one.cfg.model_copy(update={"runtime": "pathways", "run": run, "faults": faults})
-    return dataclasses.replace(one, cfg=cfg, cluster=one.cluster.model_copy(update={"bucket": None}))
+    return dataclasses.replace(
+        one, cfg=cfg, cluster=one.cluster.model_copy(update={"bucket": None})
+    )
 
 
-@pytest.mark.parametrize(("topology", "kind"), [
-    ("v5e:4x4", {"tpu_type": "v5litepod-4x4", "num_slices": "1"}), ("v5p:4x4x4*2", {"tpu_type": "v5p-4x4x4", "num_slices": "2"}),
-    ("h200:4x8", {"device_type": "h200-141gb-8", "num_nodes": "4"})])
+@pytest.mark.parametrize(
+    ("topology", "kind"),
+    [
+        ("v5e:4x4", {"tpu_type": "v5litepod-4x4", "num_slices": "1"}),
+        ("v5p:4x4x4*2", {"tpu_type": "v5p-4x4x4", "num_slices": "2"}),
+        ("h200:4x8", {"device_type": "h200-141gb-8", "num_nodes": "4"}),
+    ],
+)
 def test_xpk_takes_the_command_and_its_containers_the_configuration(topology, kind, job):
     one = job(topology, project="p", zone="z", env={"A": "b c"}, max_restarts=3)
-    for runtime in ("jax", "pathways")[:1 + one.tpu]:
+    for runtime in ("jax", "pathways")[: 1 + one.tpu]:
         one = one if runtime == "jax" else pathways(one)
         program, area, verb, *words = xpk.command(one)
         assert verb == {"jax": "create", "pathways": "create-pathways"}[runtime]
         found = vars(recorded(verb).parse_args(words))
         given = found["storage"], found.get("elastic_slices")
-        assert given == {"jax": (["stored"], None), "pathways": (None, str(one.topology.slices - 1))}[runtime]
-        assert (program, area, found["workload"], found["cluster"], found["project"]) == ("xpk", "workload", "a-run", "c", "p")
-        assert {key: found[key] for key in kind if key in found} == {key: kind[key] for key in kind if key in found}
-        assert found["max_restarts"] == "3" and found["termination_grace_period_seconds"] == "600" and found["env"] == ["A=b c"]
+        assert (
+            given
+            == {"jax": (["stored"], None), "pathways": (None, str(one.topology.slices - 1))}[
+                runtime
+            ]
+        )
+        assert (program, area, found["workload"], found["cluster"], found["project"]) == (
+            "xpk",
+            "workload",
+            "a-run",
+            "c",
+            "p",
+        )
+        assert {key: found[key] for key in kind if key in found} == {
+            key: kind[key] for key in kind if key in found
+        }
+        assert (
+            found["max_restarts"] == "3"
+            and found["termination_grace_period_seconds"] == "600"
+            and found["env"] == ["A=b c"]
+        )
         assert found.get("restart_on_exit_codes", "42,70") == "42,70"
-        train = r"echo (\S+) \| base64 -d \| gunzip > /tmp/run.yml && exec maxstack train /tmp/run.yml"
-        packed = re.fullmatch(train + {"jax": "", "pathways": " --supervise --max-restarts 3"}[runtime], found["command"])[1]
+        train = (
+            r"echo (\S+) \| base64 -d \| gunzip > /tmp/run.yml && exec maxstack train /tmp/run.yml"
+        )
+        packed = re.fullmatch(
+            train + {"jax": "", "pathways": " --supervise --max-restarts 3"}[runtime],
+            found["command"],
+        )[1]
         assert gzip.decompress(base64.b64decode(packed)).decode() == one.text
 
 
-@pytest.mark.parametrize(("topology", "facts", "says"), [
-    ("v5e:4x4", {"env": {"A": 'a"b'}}, "env.A: xpk does not quote '\"'"),
-    ("v5e:4x4", {"env": {"A": "a\x85b"}}, "env.A: xpk does not quote '\\x85'"),
-    ("v5e:4x4", {"bucket": {"name": "b12"}}, "by `xpk storage attach NAME --cluster=c --type=gcsfuse --bucket=b12 --mount-point=/gcs"),
-    ("v5e:4x4", {"bucket": {"name": "b12", "mount": "/other"}}, "is lost with the container; give a folder in the bucket, /other"),
-    ("v5e:4x4", {"bucket": None}, "bucket: the cluster's file gives none"),
-    ("h100:4x4", {}, "xpk has whole hosts of 8 GPUs"), ("v5e:4x4", {"image": None}, "image: the cluster's file gives none"),
-    ("a100-80:2x8", {}, "a100-80 has no name there; there are v4")])
+@pytest.mark.parametrize(
+    ("topology", "facts", "says"),
+    [
+        ("v5e:4x4", {"env": {"A": 'a"b'}}, "env.A: xpk does not quote '\"'"),
+        ("v5e:4x4", {"env": {"A": "a\x85b"}}, "env.A: xpk does not quote '\\x85'"),
+        (
+            "v5e:4x4",
+            {"bucket": {"name": "b12"}},
+            "by `xpk storage attach NAME --cluster=c --type=gcsfuse --bucket=b12 "
+            "--mount-point=/gcs",
+        ),
+        (
+            "v5e:4x4",
+            {"bucket": {"name": "b12", "mount": "/other"}},
+            "is lost with the container; give a folder in the bucket, /other",
+        ),
+        ("v5e:4x4", {"bucket": None}, "bucket: the cluster's file gives none"),
+        ("h100:4x4", {}, "xpk has whole hosts of 8 GPUs"),
+        ("v5e:4x4", {"image": None}, "image: the cluster's file gives none"),
+        ("a100-80:2x8", {}, "a100-80 has no name there; there are v4"),
+    ],
+)
 def test_what_xpk_cannot_be_given_is_refused(topology, facts, says, job):
     with pytest.raises(ConfigError, match=re.escape(says)):
         xpk.command(job(topology, **facts))
 
 
-@pytest.mark.parametrize(("topology", "folder", "env", "says"), [
-    ("h200:4x8", "/tmp/x", {}, "Pathways runs on TPUs, not on h200"), ("v5e:4x4", "/tmp/../gcs/x", {}, "xpk mounts /tmp of the head's host"),
-    ("v5e:4x4", "/tmp/x", {"A": "b env: c"}, "env.A: xpk takes `env:` for its own")])
+@pytest.mark.parametrize(
+    ("topology", "folder", "env", "says"),
+    [
+        ("h200:4x8", "/tmp/x", {}, "Pathways runs on TPUs, not on h200"),
+        ("v5e:4x4", "/tmp/../gcs/x", {}, "xpk mounts /tmp of the head's host"),
+        ("v5e:4x4", "/tmp/x", {"A": "b env: c"}, "env.A: xpk takes `env:` for its own"),
+    ],
+)
 def test_what_pathways_cannot_be_given_is_refused(topology, folder, env, says, job):
     with pytest.raises(ConfigError, match=re.escape(says)):
         xpk.command(pathways(job(topology, env=env), folder))
@@ -182,64 +305,130 @@ def test_facts_that_a_target_does_not_take_are_told_and_refused_where_they_matte
     tell_unused(ClusterConfig.model_validate(facts | {"queue": "q"}), "gke")
     assert not capsys.readouterr().err
     secret = {"secrets": {"A": {"name": "n", "key": "k"}}}
-    for target, odd in (("xpk", secret), ("xpk", {"accelerator": "a"}), ("slurm", {"bucket": {"name": "b12"}})):
+    for target, odd in (
+        ("xpk", secret),
+        ("xpk", {"accelerator": "a"}),
+        ("slurm", {"bucket": {"name": "b12"}}),
+    ):
         with pytest.raises(ConfigError, match=f"{next(iter(odd))}: --target {target} takes none"):
             tell_unused(ClusterConfig.model_validate(facts | odd), target)
 
 
 @pytest.mark.parametrize("per_gpu", [False, True])
 def test_an_sbatch_script_is_one_for_bash_and_shellcheck(per_gpu, job, tmp_path):
-    script = slurm.script(job("h200:4x8", slurm={"partition": "p", "per_gpu": per_gpu, "setup": ["module load cuda"]}, env={"A": "it's"}))
+    script = slurm.script(
+        job(
+            "h200:4x8",
+            slurm={"partition": "p", "per_gpu": per_gpu, "setup": ["module load cuda"]},
+            env={"A": "it's"},
+        )
+    )
     path = tmp_path / "run.sbatch"
     path.write_text(script)
     subprocess.run(["bash", "-n", str(path)], check=True)
-    subprocess.run([str(Path(sys.executable).parent / "shellcheck"), str(path)], check=True)  # by its path: the environment need not be activated
+    subprocess.run(
+        [str(Path(sys.executable).parent / "shellcheck"), str(path)], check=True
+    )  # by its path: the environment need not be activated
     given = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", script, re.M))
-    assert (given["nodes"], given["ntasks-per-node"], given["gpus-per-node"]) == ("4", "8" if per_gpu else "1", "8")
+    assert (given["nodes"], given["ntasks-per-node"], given["gpus-per-node"]) == (
+        "4",
+        "8" if per_gpu else "1",
+        "8",
+    )
     assert given["signal"] == "TERM@660" and given["partition"] == "p" and "requeue" in given
     rack = dataclasses.replace(job("h200:4x8"), topology=parse("gb200:1x72"))  # of hosts with 4
-    assert "--nodes=18\n#SBATCH --ntasks-per-node=1\n#SBATCH --gpus-per-node=4\n" in slurm.script(rack)
+    assert "--nodes=18\n#SBATCH --ntasks-per-node=1\n#SBATCH --gpus-per-node=4\n" in slurm.script(
+        rack
+    )
 
 
-STUBS = {"srun": 'while [ "$1" != maxstack ]; do shift; done; exec "$@"',
-         "maxstack": '[ "$1" = config ] && exit "${CHECKED:-0}"; cp "$2" "$OUT"; exit "$(head -1 "$CODES"; sed -i 1d "$CODES")"',
-         "scontrol": 'echo "$*" >> "$OUT.requeued"'}
+STUBS = {
+    "srun": 'while [ "$1" != maxstack ]; do shift; done; exec "$@"',
+    "maxstack": '[ "$1" = config ] && exit "${CHECKED:-0}"; cp "$2" "$OUT"; exit "$(head -1 '
+    '"$CODES"; sed -i 1d "$CODES")"',
+    "scontrol": 'echo "$*" >> "$OUT.requeued"',
+}
 
 
-@pytest.mark.parametrize(("code", "restarts", "left", "again"), [
-    (0, 0, 0, False), (1, 0, 1, False), (2, 5, 2, False), (42, 0, 0, True), (70, 2, 0, True), (137, 0, 0, True), (42, 3, 42, False),
-    (127, 0, 127, False)])
+@pytest.mark.parametrize(
+    ("code", "restarts", "left", "again"),
+    [
+        (0, 0, 0, False),
+        (1, 0, 1, False),
+        (2, 5, 2, False),
+        (42, 0, 0, True),
+        (70, 2, 0, True),
+        (137, 0, 0, True),
+        (42, 3, 42, False),
+        (127, 0, 127, False),
+    ],
+)
 def test_a_job_is_queued_again_as_the_exit_code_says(code, restarts, left, again, job, tmp_path):
     one = job("h100:2x8", max_restarts=3)
     (tmp_path / "codes").write_text(f"{code}\n")
-    own = {"OUT": str(tmp_path / "out"), "CODES": str(tmp_path / "codes"), "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7",
-           "SLURM_RESTART_COUNT": str(restarts)}
+    own = {
+        "OUT": str(tmp_path / "out"),
+        "CODES": str(tmp_path / "codes"),
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_JOB_ID": "7",
+        "SLURM_RESTART_COUNT": str(restarts),
+    }
     script = slurm.script(one)
-    done = subprocess.run(["bash", "-c", script], env=os.environ | stand_ins(tmp_path, STUBS) | own, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["bash", "-c", script],
+        env=os.environ | stand_ins(tmp_path, STUBS) | own,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == left, done.stderr
-    assert (tmp_path / "out").read_text() == one.text and (tmp_path / "out.requeued").exists() == again
+    assert (tmp_path / "out").read_text() == one.text and (
+        tmp_path / "out.requeued"
+    ).exists() == again
 
 
-@pytest.mark.parametrize(("when", "left", "said"), [
-    ("before", 0, "stopped before it began again"), ("meanwhile", 0, "left with 42; stopped, and not queued again"), ("mistake", 1, "")])
-def test_a_job_that_was_stopped_or_has_a_mistake_on_one_host_is_not_queued_again(when, left, said, job, tmp_path):
+@pytest.mark.parametrize(
+    ("when", "left", "said"),
+    [
+        ("before", 0, "stopped before it began again"),
+        ("meanwhile", 0, "left with 42; stopped, and not queued again"),
+        ("mistake", 1, ""),
+    ],
+)
+def test_a_job_that_was_stopped_or_has_a_mistake_on_one_host_is_not_queued_again(
+    when, left, said, job, tmp_path
+):
     (tmp_path / "codes").write_text("42\n")
     stop, programs = tmp_path / "a-run-7.stop", dict(STUBS)
     if when == "before":
         stop.touch()
     programs["maxstack"] = f'[ "$1" = train ] && touch {stop}; {STUBS["maxstack"]}'
-    own = {"OUT": str(tmp_path / "out"), "CODES": str(tmp_path / "codes"), "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7",
-           "CHECKED": "1" if when == "mistake" else "0"}
-    done = subprocess.run(["bash", "-c", slurm.script(job("h100:2x8"))], env=os.environ | stand_ins(tmp_path, programs) | own, capture_output=True,
-                          text=True, check=False)
-    assert (done.returncode, done.stderr.strip()) == (left, said) and not (tmp_path / "out.requeued").exists()
+    own = {
+        "OUT": str(tmp_path / "out"),
+        "CODES": str(tmp_path / "codes"),
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_JOB_ID": "7",
+        "CHECKED": "1" if when == "mistake" else "0",
+    }
+    done = subprocess.run(
+        ["bash", "-c", slurm.script(job("h100:2x8"))],
+        env=os.environ | stand_ins(tmp_path, programs) | own,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr.strip()) == (left, said) and not (
+        tmp_path / "out.requeued"
+    ).exists()
     assert (tmp_path / "out").exists() == (when == "meanwhile")
 
 
 NASTY = st.text(st.sampled_from("a'\"$`;|&<>(){}[]*?!#~ \\\t-=:%@,é\u2028"), max_size=30)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40
+)
 @given(value=NASTY, line=NASTY)
 def test_no_value_becomes_shell_or_yaml(value, line, job, tmp_path):
     one = job("h100:2x8", env={"A": value, "B": line})
@@ -249,51 +438,109 @@ def test_no_value_becomes_shell_or_yaml(value, line, job, tmp_path):
     own = stand_ins(tmp_path, show) | {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7"}
     done = subprocess.run(["bash", "-c", slurm.script(one)], env=os.environ | own, check=False)
     assert done.returncode == 0 and (tmp_path / "seen").read_text() == f"{value}\0{line}"
-    with contextlib.suppress(ConfigError):  # xpk quotes nothing: what could be more than a value is refused
-        given = [word.removeprefix("--env=").partition("=") for word in xpk.command(job("v5e:4x4", env={"A": value})) if word.startswith("--env=")]
-        assert [yaml.safe_load(f'- name: {name}\n  value: "{text}"') for name, _, text in given] == [[{"name": "A", "value": value}]]
+    with contextlib.suppress(
+        ConfigError
+    ):  # xpk quotes nothing: what could be more than a value is refused
+        given = [
+            word.removeprefix("--env=").partition("=")
+            for word in xpk.command(job("v5e:4x4", env={"A": value}))
+            if word.startswith("--env=")
+        ]
+        assert [
+            yaml.safe_load(f'- name: {name}\n  value: "{text}"') for name, _, text in given
+        ] == [[{"name": "A", "value": value}]]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=25)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=25
+)
 @given(text=st.text(max_size=3000))
 def test_no_text_of_the_configuration_becomes_shell_or_yaml(text, job, tmp_path):
     """Any text at all in it, through the shell that each target hands the configuration to."""
     one = job("v5e:4x4")
-    one = dataclasses.replace(one, cfg=one.cfg.model_copy(update={"run": one.cfg.run.model_copy(update={"tuned": text})}))
+    one = dataclasses.replace(
+        one, cfg=one.cfg.model_copy(update={"run": one.cfg.run.model_copy(update={"tuned": text})})
+    )
     gpus, jobset = dataclasses.replace(one, topology=parse("h100:2x8")), written(one)
-    own = os.environ | stand_ins(tmp_path, {"maxstack": f'[ "$1" = config ] || cat "$2" > {tmp_path}/seen', "srun": STUBS["srun"]})
+    own = os.environ | stand_ins(
+        tmp_path,
+        {"maxstack": f'[ "$1" = config ] || cat "$2" > {tmp_path}/seen', "srun": STUBS["srun"]},
+    )
     own |= {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7"}
-    for words, wanted in ((pod(jobset)["containers"][0]["command"], one.text), (["bash", "-c", slurm.script(gpus)], gpus.text),
-                          (["bash", "-c", xpk.command(one)[-1].removeprefix("--command=")], one.text)):
+    for words, wanted in (
+        (pod(jobset)["containers"][0]["command"], one.text),
+        (["bash", "-c", slurm.script(gpus)], gpus.text),
+        (["bash", "-c", xpk.command(one)[-1].removeprefix("--command=")], one.text),
+    ):
         words = [word.replace("/tmp/run.yml", f"{tmp_path}/run.yml") for word in words]
         subprocess.run(words, env=own | environment_of(jobset, 0, 0), check=True)
         assert (tmp_path / "seen").read_bytes().decode() == wanted
     assert yaml.safe_load(one.text)["run"]["tuned"] == text
 
 
-@pytest.mark.parametrize(("key", "value"), [
-    ("image", "a b"), ("image", "a;rm"), ("project", "$(x)"), ("queue", "a\nb"), ("env", {"A B": "c"}), ("env", {"A": "b\nc"}), ("reservation", "x'"),
-    ("slurm", {"partition": "a b"}), ("bucket", {"name": "gs://b"})])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("image", "a b"),
+        ("image", "a;rm"),
+        ("project", "$(x)"),
+        ("queue", "a\nb"),
+        ("env", {"A B": "c"}),
+        ("env", {"A": "b\nc"}),
+        ("reservation", "x'"),
+        ("slurm", {"partition": "a b"}),
+        ("bucket", {"name": "gs://b"}),
+    ],
+)
 def test_facts_that_no_cluster_has_are_refused(key, value):
     with pytest.raises(ValueError, match=key):
         ClusterConfig.model_validate(FACTS | {"topology": "v5e:4x4", key: value})
 
 
-@pytest.mark.parametrize("name", ["JAX_PROCESS_ID", "JAX_COORDINATOR_ADDRESS", "SLURM_PROCID", "MAXSTACK_CONFIG", "WORLD_SIZE", "TPU_WORKER_ID"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "JAX_PROCESS_ID",
+        "JAX_COORDINATOR_ADDRESS",
+        "SLURM_PROCID",
+        "MAXSTACK_CONFIG",
+        "WORLD_SIZE",
+        "TPU_WORKER_ID",
+    ],
+)
 def test_the_cluster_s_facts_do_not_say_who_a_process_is(name):
     with pytest.raises(ConfigError, match=rf"env\.{name}.* is how a process learns of the others"):
         config.load(ClusterConfig, "tpu-v5e", [f"env={{{name}: '0'}}"])
-    with pytest.raises(ConfigError, match=rf"secrets\.{name}.* is how a process learns of the others"):
+    with pytest.raises(
+        ConfigError, match=rf"secrets\.{name}.* is how a process learns of the others"
+    ):
         config.load(ClusterConfig, "tpu-v5e", [f"secrets={{{name}: {{name: n, key: k}}}}"])
 
 
-@pytest.mark.parametrize(("time", "seconds"), [("0", 0), ("12", 720), ("12:30", 750), ("1:00:10", 3610), ("1-2", 93600), ("1-2:03", 93780),
-                                               ("1-02:03:04", 93784)])
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [
+        ("0", 0),
+        ("12", 720),
+        ("12:30", 750),
+        ("1:00:10", 3610),
+        ("1-2", 93600),
+        ("1-2:03", 93780),
+        ("1-02:03:04", 93784),
+    ],
+)
 def test_slurm_s_forms_of_a_time_limit(time, seconds):
-    facts = FACTS | {"topology": "h100:1x8", "slurm": {"time": int(time) if time.isdecimal() else time}}
+    facts = FACTS | {
+        "topology": "h100:1x8",
+        "slurm": {"time": int(time) if time.isdecimal() else time},
+    }
     assert ClusterConfig.model_validate(facts | {"grace": 30}).slurm.seconds == seconds
     if 0 < seconds <= 3660:
-        with pytest.raises(ValueError, match=f"{time} is {seconds} s, and the run would be asked to save 3660 s before its end"):
+        with pytest.raises(
+            ValueError,
+            match=f"{time} is {seconds} s, and the run would be asked to save 3660 s before "
+            "its end",
+        ):
             ClusterConfig.model_validate(facts | {"grace": 3600})
 
 
@@ -303,7 +550,15 @@ def test_the_examples_of_clusters_load_and_their_topologies_are_there():
     for file in files:
         parse(config.load(ClusterConfig, file.stem).topology)
     for name in machines():
-        assert parse({"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1", "tpu7x": "tpu7x:2x2x1"}.get(name, f"{name}:1x8")).chip
+        assert parse(
+            {
+                "v4": "v4:2x2x1",
+                "v5e": "v5e:2x2",
+                "v6e": "v6e:2x2",
+                "v5p": "v5p:2x2x1",
+                "tpu7x": "tpu7x:2x2x1",
+            }.get(name, f"{name}:1x8")
+        ).chip
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""The order of a model's blocks in config.json: which block each layer is, and how the layers become prefix and pattern."""
+"""The order of a model's blocks in config.json: which block each layer is, and how the layers
+become prefix and pattern."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -46,10 +47,20 @@ class Types:
 
 
 class Every:
-    """Every n-th layer is one block, the others another, as key `of` says or a list of flags `flags` says."""
+    """Every n-th layer is one block, the others another, as key `of` says or a list of flags
+    `flags` says."""
 
-    def __init__(self, one: str, others: str, *, of: str, default: int, flags: str, indices: bool = False):
-        self.one, self.others, self.of, self.default, self.flags, self.indices = one, others, of, default, flags, indices
+    def __init__(
+        self, one: str, others: str, *, of: str, default: int, flags: str, indices: bool = False
+    ):
+        self.one, self.others, self.of, self.default, self.flags, self.indices = (
+            one,
+            others,
+            of,
+            default,
+            flags,
+            indices,
+        )
 
     def read(self, source: Source, layers: int) -> list[str]:
         step, given = source.get(self.of, self.default), source.get(self.flags)
@@ -63,7 +74,9 @@ class Every:
 
     def write(self, names: Names, sink: Sink) -> None:
         flags = [int(name != self.one) for name in names]
-        sink.put(self.flags, [i for i, other in enumerate(flags) if not other] if self.indices else flags)
+        sink.put(
+            self.flags, [i for i, other in enumerate(flags) if not other] if self.indices else flags
+        )
 
 
 class FirstDense:
@@ -90,21 +103,32 @@ class Both:
         self.orders = orders
 
     def read(self, source: Source, layers: int) -> list[str]:
-        return ["_".join(names) for names in zip(*(order.read(source, layers) for order in self.orders), strict=True)]
+        return [
+            "_".join(names)
+            for names in zip(*(order.read(source, layers) for order in self.orders), strict=True)
+        ]
 
     def write(self, names: Names, sink: Sink) -> None:
-        for order, own in zip(self.orders, zip(*(name.split("_") for name in names), strict=True), strict=True):
+        for order, own in zip(
+            self.orders, zip(*(name.split("_") for name in names), strict=True), strict=True
+        ):
             order.write(own, sink)
 
 
 class Layers:
-    """Number of layers, blocks, prefix and pattern of a model: a table for each block, and their order.
+    """Number of layers, blocks, prefix and pattern of a model: a table for each block, and their
+    order.
 
     `unrolled`: how many layers at the start must be in the prefix.
     """
 
-    def __init__(self, tables: Mapping[str, Any], order: Order = Same(), key: str = "num_hidden_layers",  # noqa: B008
-                 unrolled: Callable[[Source, int], int] = lambda source, layers: 0):
+    def __init__(
+        self,
+        tables: Mapping[str, Any],
+        order: Order = Same(),  # noqa: B008
+        key: str = "num_hidden_layers",
+        unrolled: Callable[[Source, int], int] = lambda source, layers: 0,
+    ):
         self.tables, self.order, self.key, self.unrolled = tables, order, key, unrolled
 
     def read(self, source: Source) -> dict[str, Any]:
@@ -118,7 +142,8 @@ class Layers:
         return {"layers": layers, "blocks": blocks, "prefix": prefix, "pattern": pattern}
 
     def write(self, blocks: Sequence[Mapping[str, Any]], sink: Sink) -> None:
-        """Put what says these blocks, one a layer; Mismatch with the first reason where no table fits one."""
+        """Put what says these blocks, one a layer; Mismatch with the first reason where no table
+        fits one."""
         sink.put(self.key, len(blocks))
         names = [self._fitting(block, sink) for block in blocks]
         self.order.write(names, sink)
@@ -134,11 +159,14 @@ class Layers:
                 continue
             sink.update(trial)
             return name
-        raise Mismatch(f"a block fits no kind of this family's: {'; '.join(dict.fromkeys(reasons))}")
+        raise Mismatch(
+            f"a block fits no kind of this family's: {'; '.join(dict.fromkeys(reasons))}"
+        )
 
 
 def arranged(names: Names, unrolled: int = 0) -> tuple[list[str], list[str]]:
-    """(prefix, pattern) that give these layers with the fewest blocks compiled: prefix, one period, and the remainder."""
+    """(prefix, pattern) that give these layers with the fewest blocks compiled: prefix, one period,
+    and the remainder."""
     best: tuple[int, int, int] | None = None
     layers = len(names)
     for first in range(unrolled, min(layers, unrolled + 64) + 1):
@@ -150,4 +178,4 @@ def arranged(names: Names, unrolled: int = 0) -> tuple[list[str], list[str]]:
                 best = min(best or (cost, first, period), (cost, first, period))
                 break
     _, first, period = best or (0, layers, 0)
-    return list(names[:first]), list(names[first:first + period])
+    return list(names[:first]), list(names[first : first + period])

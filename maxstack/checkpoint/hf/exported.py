@@ -1,4 +1,5 @@
-"""A model of ours as a model folder: which family holds it, its config.json, the dtypes of its tensors, the files that come along."""
+"""A model of ours as a model folder: which family holds it, its config.json, the dtypes of its
+tensors, the files that come along."""
 
 import filecmp
 import json
@@ -26,7 +27,11 @@ from maxstack.layers.config import LongRopeScaling
 from maxstack.models.config import DecoderConfig
 
 RECORD = "tensors.json"
-FLOATS = {"float32": np.dtype("<f4"), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype("<f2")}
+FLOATS = {
+    "float32": np.dtype("<f4"),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype("<f2"),
+}
 
 
 def export(
@@ -43,24 +48,42 @@ def export(
     tokenizer: Path | Literal["source", "none"] = "source",
     done: Callable[[int], object] = lambda count: None,
 ) -> Family:
-    """Write `out`, whole or not at all. `shapes` are those of our weights by path, `read` gives a weight.
+    """Write `out`, whole or not at all. `shapes` are those of our weights by path, `read` gives a
+    weight.
 
     `source` is a folder with the config.json, tokenizer and dtypes that the model once came with;
-    `length` the longest input that it was trained on; `tokenizer` the file of that which the model was
-    trained with, or that of `source`, or none that has a file.
-    ConfigError where no family, or not the one of that architecture, can say the model.
+    `length` the longest input that it was trained on; `tokenizer` the file of that which the model
+    was trained with, or that of `source`, or none that has a file. ConfigError where no family, or
+    not the one of that architecture, can say the model.
     """
     given = _json(source / "config.json") if source else {}
-    family, config = choose(model, architecture or next(iter(given.get("architectures") or []), None), bool(architecture))
+    family, config = choose(
+        model,
+        architecture or next(iter(given.get("architectures") or []), None),
+        bool(architecture),
+    )
     try:
         bound = bind(family, model, shapes)
     except ValueError as error:
         raise ConfigError(f"cannot be exported: {error}") from error
-    dtypes = _dtypes(source, dtype or model.param_dtype, [tensor.name for tensor in bound], dtype is None)
-    kept = {key: value for key, value in given.items() if key in SILENT and key not in ("auto_map", "torch_dtype")}
-    config = {**kept, "max_position_embeddings": model.positions or _longest(model, given, length or 0), **config, "dtype": _usual(dtypes)}
+    dtypes = _dtypes(
+        source, dtype or model.param_dtype, [tensor.name for tensor in bound], dtype is None
+    )
+    kept = {
+        key: value
+        for key, value in given.items()
+        if key in SILENT and key not in ("auto_map", "torch_dtype")
+    }
+    config = {
+        **kept,
+        "max_position_embeddings": model.positions or _longest(model, given, length or 0),
+        **config,
+        "dtype": _usual(dtypes),
+    }
     with Atomic(out) as folder:
-        (folder / "config.json").write_text(json.dumps(dict(sorted(config.items())), indent=2) + "\n")
+        (folder / "config.json").write_text(
+            json.dumps(dict(sorted(config.items())), indent=2) + "\n"
+        )
         _copy(source, tokenizer, folder, config)
         write_tensors(folder, bound, dtypes, read, shard_size, done)
         check_tensors(Contents(folder), bound)
@@ -68,7 +91,8 @@ def export(
 
 
 def _longest(model: DecoderConfig, given: Mapping[str, Any], length: int) -> int:
-    """max_position_embeddings: what the model came with, or the longest input in training if that is more.
+    """max_position_embeddings: what the model came with, or the longest input in training if that
+    is more.
 
     With LongRoPE it stays, because transformers' attention factor follows from it.
     """
@@ -80,10 +104,13 @@ def _longest(model: DecoderConfig, given: Mapping[str, Any], length: int) -> int
 
 
 def choose(model: DecoderConfig, wanted: str | None, must: bool) -> tuple[Family, dict[str, Any]]:
-    """The family of an architecture, or, unless it `must` be that one, the first that can say the model; and the config.json that does."""
+    """The family of an architecture, or, unless it `must` be that one, the first that can say the
+    model; and the config.json that does."""
     if must and wanted not in FAMILIES:
         known = ", ".join(family.architecture for family in ALL)
-        raise ConfigError(f"--architecture {wanted}: not known; known: {known}{did_you_mean(wanted, FAMILIES)}")
+        raise ConfigError(
+            f"--architecture {wanted}: not known; known: {known}{did_you_mean(wanted, FAMILIES)}"
+        )
     first = [FAMILIES[wanted]] if wanted in FAMILIES else []
     reasons = {}
     for family in first if must else [*first, *(other for other in ALL if other not in first)]:
@@ -91,12 +118,16 @@ def choose(model: DecoderConfig, wanted: str | None, must: bool) -> tuple[Family
             return family, family.write(model)
         except (Mismatch, ConfigError) as error:
             reasons[family.architecture] = str(error)
-    said = "; ".join(f"{name}: {reason[:300]}" for name, reason in list(reasons.items())[: 1 if must or first else None])
+    said = "; ".join(
+        f"{name}: {reason[:300]}"
+        for name, reason in list(reasons.items())[: 1 if must or first else None]
+    )
     raise ConfigError(f"no architecture of transformers that maxstack knows is this model. {said}")
 
 
 def record(contents: Contents, folder: Path) -> None:
-    """Keep what an export will want to give back: config.json, tokenizer files, dtypes of tensors."""
+    """Keep what an export will want to give back: config.json, tokenizer files, dtypes of
+    tensors."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(contents.folder.config, indent=2) + "\n")
     for name in TOKENIZER + MORE:
@@ -108,9 +139,15 @@ def record(contents: Contents, folder: Path) -> None:
 
 def _dtypes(source: Path | None, default: str, names: list[str], keep: bool) -> dict[str, np.dtype]:
     if source and keep and (source / RECORD).is_file():
-        recorded = {name: np.dtype(getattr(ml_dtypes, dtype, dtype)) for name, dtype in _json(source / RECORD).items()}
+        recorded = {
+            name: np.dtype(getattr(ml_dtypes, dtype, dtype))
+            for name, dtype in _json(source / RECORD).items()
+        }
     elif source and keep and any(source.glob("model*.safetensors*")):
-        recorded = {name: tensor.dtype for name, tensor in Contents(source, ignore_unsafe=True).tensors.items()}
+        recorded = {
+            name: tensor.dtype
+            for name, tensor in Contents(source, ignore_unsafe=True).tensors.items()
+        }
     else:
         recorded = {}
     return {name: recorded.get(name, FLOATS[default]) for name in names}
@@ -140,8 +177,14 @@ def _copy(
             path, folder / ("tokenizer.json" if path.suffix == ".json" else "tokenizer.model")
         )
     if not (folder / "generation_config.json").exists():
-        ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key) is not None}
-        (folder / "generation_config.json").write_text(json.dumps({"_from_model_config": True, **ids}, indent=2) + "\n")
+        ids = {
+            key: config[key]
+            for key in ("bos_token_id", "eos_token_id", "pad_token_id")
+            if config.get(key) is not None
+        }
+        (folder / "generation_config.json").write_text(
+            json.dumps({"_from_model_config": True, **ids}, indent=2) + "\n"
+        )
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""A model family: its table for config.json and its rows for tensors; and the translations that follow from them, both ways."""
+"""A model family: its table for config.json and its rows for tensors; and the translations that
+follow from them, both ways."""
 
 import dataclasses
 from collections.abc import Collection, Mapping
@@ -13,21 +14,95 @@ from maxstack.config.annotations import listed
 from maxstack.models.config import DecoderConfig
 
 # Keys that say nothing about the computation of logits.
-SILENT = frozenset((
-    "_name_or_path", "architectures", "attention_dropout", "attn_pdrop", "aux_loss_alpha", "auto_map", "bad_words_ids", "begin_suppress_tokens",
-    "bos_token_id", "cache_implementation", "chunk_size_feed_forward", "classifier_dropout", "dtype", "embd_pdrop", "embedding_dropout",
-    "eos_token_id", "ep_size", "finetuning_task", "hidden_dropout", "id2label", "initializer_range", "is_decoder", "label2id",
-    "max_position_embeddings", "model_type", "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id", "problem_type",
-    "resid_pdrop", "return_dict", "router_aux_loss_coef", "router_jitter_noise", "sep_token_id", "seq_aux", "task_specific_params", "tokenizer_class",
-    "torch_dtype", "transformers_version", "transformers.js_config", "unsloth_fixed", "use_cache", "vision_start_token_id", "vision_end_token_id",
-    "vision_token_id", "image_token_id", "video_token_id"))
+SILENT = frozenset(
+    (
+        "_name_or_path",
+        "architectures",
+        "attention_dropout",
+        "attn_pdrop",
+        "aux_loss_alpha",
+        "auto_map",
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "bos_token_id",
+        "cache_implementation",
+        "chunk_size_feed_forward",
+        "classifier_dropout",
+        "dtype",
+        "embd_pdrop",
+        "embedding_dropout",
+        "eos_token_id",
+        "ep_size",
+        "finetuning_task",
+        "hidden_dropout",
+        "id2label",
+        "initializer_range",
+        "is_decoder",
+        "label2id",
+        "max_position_embeddings",
+        "model_type",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "pad_token_id",
+        "problem_type",
+        "resid_pdrop",
+        "return_dict",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+        "sep_token_id",
+        "seq_aux",
+        "task_specific_params",
+        "tokenizer_class",
+        "torch_dtype",
+        "transformers_version",
+        "transformers.js_config",
+        "unsloth_fixed",
+        "use_cache",
+        "vision_start_token_id",
+        "vision_end_token_id",
+        "vision_token_id",
+        "image_token_id",
+        "video_token_id",
+    )
+)
 # Keys of generation and training that older versions of transformers wrote into every config.json.
-STALE = frozenset((
-    "attn_implementation", "cross_attention_hidden_size", "decoder_start_token_id", "diversity_penalty", "do_sample", "early_stopping",
-    "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id", "length_penalty", "max_length",
-    "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "output_scores", "prefix", "pruned_heads",
-    "remove_invalid_values", "repetition_penalty", "return_dict_in_generate", "suppress_tokens", "temperature", "tf_legacy_loss",
-    "tie_encoder_decoder", "top_k", "top_p", "torchscript", "typical_p", "use_bfloat16"))
+STALE = frozenset(
+    (
+        "attn_implementation",
+        "cross_attention_hidden_size",
+        "decoder_start_token_id",
+        "diversity_penalty",
+        "do_sample",
+        "early_stopping",
+        "encoder_no_repeat_ngram_size",
+        "exponential_decay_length_penalty",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "length_penalty",
+        "max_length",
+        "min_length",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
+        "output_scores",
+        "prefix",
+        "pruned_heads",
+        "remove_invalid_values",
+        "repetition_penalty",
+        "return_dict_in_generate",
+        "suppress_tokens",
+        "temperature",
+        "tf_legacy_loss",
+        "tie_encoder_decoder",
+        "top_k",
+        "top_p",
+        "torchscript",
+        "typical_p",
+        "use_bfloat16",
+    )
+)
 NEVER = {"add_cross_attention": False, "is_encoder_decoder": False}
 
 
@@ -46,7 +121,8 @@ class Family:
     rows: tuple[Row, ...]
     """One row a tensor."""
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Keys that must have this value, or one of these, where they are given; it is what their absence means."""
+    """Keys that must have this value, or one of these, where they are given; it is what their
+    absence means."""
     silent: frozenset[str] = frozenset()
     """Further keys that say nothing about the computation."""
     layer: str = "model.layers.{}"
@@ -61,7 +137,8 @@ class Family:
     """Patterns of tensors that carry nothing."""
 
     def read(self, config: Mapping[str, Any], where: str, mtp: int | None = 0) -> dict[str, Any]:
-        """config.json -> the mapping of a DecoderConfig. ConfigError lists keys and values that are not known."""
+        """config.json -> the mapping of a DecoderConfig. ConfigError lists keys and values that are
+        not known."""
         source = Source(config, where, mtp)
         model = table.read(self.model, source) | self.layers.read(source)
         self._refuse(source, config)
@@ -76,23 +153,41 @@ class Family:
         mtp = model.mtp.depth if model.mtp and self.further else 0
         again = meaning(DecoderConfig.model_validate(self.read(found, self.architecture, mtp)))
         if different := sorted(_different(wanted, again, "")):
-            raise Mismatch(f"it has no way to say {', '.join(different[:5])}{' and more' if len(different) > 5 else ''}")
+            raise Mismatch(
+                "it has no way to say "
+                f"{', '.join(different[:5])}{' and more' if len(different) > 5 else ''}"
+            )
         return found
 
     def _refuse(self, source: Source, config: Mapping[str, Any]) -> None:
         fixed = {**NEVER, **self.fixed}
         known = source.used | SILENT | STALE | self.silent | fixed.keys()
-        wrong = [f"{key}={quoted(config[key])} (supported: {quoted(value)})" for key, value in fixed.items()
-                 if config.get(key) is not None and config[key] not in (value if isinstance(value, tuple) else (value,))]
-        unknown = sorted(key for key, value in config.items() if key not in known and not key.startswith("_") and value is not None)
+        wrong = [
+            f"{key}={quoted(config[key])} (supported: {quoted(value)})"
+            for key, value in fixed.items()
+            if config.get(key) is not None
+            and config[key] not in (value if isinstance(value, tuple) else (value,))
+        ]
+        unknown = sorted(
+            key
+            for key, value in config.items()
+            if key not in known and not key.startswith("_") and value is not None
+        )
         if wrong or unknown:
-            said = [f"{'; '.join(wrong[:3])}" if wrong else "", f"unknown keys: {listed(unknown)}" if unknown else ""]
-            raise ConfigError(f"{source.where}: {self.architecture} with something that maxstack does not compute: {'; '.join(filter(None, said))}. "
-                              "Remove a key only if it does not change the model's output")
+            said = [
+                f"{'; '.join(wrong[:3])}" if wrong else "",
+                f"unknown keys: {listed(unknown)}" if unknown else "",
+            ]
+            raise ConfigError(
+                f"{source.where}: {self.architecture} with something that maxstack does "
+                f"not compute: {'; '.join(filter(None, said))}. "
+                "Remove a key only if it does not change the model's output"
+            )
 
 
 def meaning(model: DecoderConfig) -> dict[str, Any]:
-    """What decides the logits of a model, in one form: layers one by one, defaults filled in, without names, dtypes and matters of speed."""
+    """What decides the logits of a model, in one form: layers one by one, defaults filled in,
+    without names, dtypes and matters of speed."""
     data = plain_data(model)
     blocks = {name: _block(block) for name, block in data["blocks"].items()}
     order = list(model.order)
@@ -104,7 +199,19 @@ def meaning(model: DecoderConfig) -> dict[str, Any]:
             layers.append(blocks[name] | {"mixer": mixer | {"share_kv": owner}})
         else:
             layers.append(blocks[name])
-    free = ("blocks", "pattern", "prefix", "dtype", "param_dtype", "remat", "unroll", "init_scale", "layers", "mtp", "weights")
+    free = (
+        "blocks",
+        "pattern",
+        "prefix",
+        "dtype",
+        "param_dtype",
+        "remat",
+        "unroll",
+        "init_scale",
+        "layers",
+        "mtp",
+        "weights",
+    )
     rest = {key: value for key, value in data.items() if key not in free}
     mtp = {"depth": model.mtp.depth, "block": blocks[model.mtp.block]} if model.mtp else None
     head = {key: value for key, value in data["head"].items() if key != "backend"}
@@ -115,7 +222,10 @@ def _block(block: dict[str, Any]) -> dict[str, Any]:
     speed = {"backend", "chunk"} if block["mixer"]["kind"] == "gated_delta" else {"backend"}
     mixer = {key: value for key, value in block["mixer"].items() if key not in speed}
     if mixer["kind"] == "attention":
-        mixer |= {"kv_heads": mixer["kv_heads"] or mixer["heads"], "scale": mixer["scale"] or mixer["head_dim"] ** -0.5}
+        mixer |= {
+            "kv_heads": mixer["kv_heads"] or mixer["heads"],
+            "scale": mixer["scale"] or mixer["head_dim"] ** -0.5,
+        }
     return block | {"mixer": mixer, "mlp": _mlp(block["mlp"])}
 
 
@@ -125,16 +235,30 @@ def _mlp(mlp: dict[str, Any]) -> dict[str, Any]:
         return mlp | {"moe": _mlp(mlp["moe"])}
     if mlp["kind"] != "moe":
         return mlp
-    router = {key: value for key, value in mlp["router"].items() if key not in ("balance_loss", "z_loss", "bias_update")}
+    router = {
+        key: value
+        for key, value in mlp["router"].items()
+        if key not in ("balance_loss", "z_loss", "bias_update")
+    }
     groups = router["groups"] or 1
     chosen = router["top_groups"] or groups
-    limited = {"groups": groups, "top_groups": chosen} if chosen < groups else {"groups": 1, "top_groups": 1, "group_score": "top2"}
-    return {key: value for key, value in mlp.items() if key != "backend"} | {"router": router | limited}
+    limited = (
+        {"groups": groups, "top_groups": chosen}
+        if chosen < groups
+        else {"groups": 1, "top_groups": 1, "group_score": "top2"}
+    )
+    return {key: value for key, value in mlp.items() if key != "backend"} | {
+        "router": router | limited
+    }
 
 
 def _different(one: Any, other: Any, path: str) -> Collection[str]:
     if isinstance(one, dict) and isinstance(other, dict):
-        return {found for key in one | other for found in _different(one.get(key), other.get(key), f"{path}.{key}" if path else key)}
+        return {
+            found
+            for key in one | other
+            for found in _different(one.get(key), other.get(key), f"{path}.{key}" if path else key)
+        }
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         return {found for a, b in zip(one, other, strict=True) for found in _different(a, b, path)}
     return set() if table.same(one, other) else {f"{path}={one!r}"}
@@ -161,4 +285,7 @@ def of_config(config: Mapping[str, Any], families: Mapping[str, Family], where: 
     if found:
         return found[0]
     supported = sorted({family.architecture for family in families.values()})
-    raise ConfigError(f"{where}: {said} is not supported{did_you_mean(names[0], families)}; supported: {', '.join(supported)}")
+    raise ConfigError(
+        f"{where}: {said} is not supported{did_you_mean(names[0], families)}; supported: "
+        f"{', '.join(supported)}"
+    )

@@ -90,8 +90,8 @@ class BlockFP8(Quantized):
 
     def array(self, index: int | None = None) -> np.ndarray:
         codes, scale = self._parts[0].array(), _finite(self._parts[1])
-        # Largest number of the block / 448; zero for a block of zeros. Those of int4 may be negative,
-        # where an exporter turns the larger end of a group to -8.
+        # Largest number of the block / 448; zero for a block of zeros. Those of int4 may be
+        # negative, where an exporter turns the larger end of a group to -8.
         if (least := scale.min(initial=0)) < 0:
             raise DataError(
                 f"{self._parts[1].where}: holds {least:g}, and no scale of float8_e4m3fn is "

@@ -1,4 +1,5 @@
-"""Weights out of a model folder, straight into shards: each process touches only what its devices hold, one weight at a time."""
+"""Weights out of a model folder, straight into shards: each process touches only what its devices
+hold, one weight at a time."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,8 @@ def load_params(
     progress: bool = True,
     finite: bool = True,
 ) -> Iterator[tuple[str, jax.Array]]:
-    """The weights of a model folder by path, one after the other, as jax.ShapeDtypeStruct with a sharding (or none: one device) ask for them.
+    """The weights of a model folder by path, one after the other, as jax.ShapeDtypeStruct with a
+    sharding (or none: one device) ask for them.
 
     Numbers are cast to the dtype of each leaf. DataError, before anything is read, lists tensors
     that are missing, unknown or of another shape; and, if `finite`, names the first tensor with a
@@ -33,7 +35,13 @@ def load_params(
     contents = source if isinstance(source, Contents) else Contents(source)
     pieces = pieces_of(contents, {path: leaf.shape for path, leaf in wanted.items()})
     total = sum(leaf.size for leaf in wanted.values())
-    with tqdm(total=total, unit=" weights", unit_scale=True, desc="reading", disable=not progress or jax.process_index() > 0) as bar:
+    with tqdm(
+        total=total,
+        unit=" weights",
+        unit_scale=True,
+        desc="reading",
+        disable=not progress or jax.process_index() > 0,
+    ) as bar:
         for path, leaf in wanted.items():
             yield path, _place(pieces[path], leaf, finite)
             bar.update(leaf.size)

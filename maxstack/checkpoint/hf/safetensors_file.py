@@ -1,4 +1,5 @@
-"""A safetensors file, its header checked before anything is believed, its tensors read through a memory map."""
+"""A safetensors file, its header checked before anything is believed, its tensors read through a
+memory map."""
 
 import json
 import math
@@ -16,10 +17,23 @@ from maxstack.config import quoted
 from maxstack.data import DataError
 
 DTYPES: dict[str, np.dtype] = {
-    "F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2), "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
-    "I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "I16": np.dtype("<i2"), "I8": np.dtype("i1"),
-    "U64": np.dtype("<u8"), "U32": np.dtype("<u4"), "U16": np.dtype("<u2"), "U8": np.dtype("u1"), "BOOL": np.dtype("?")}
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "I64": np.dtype("<i8"),
+    "I32": np.dtype("<i4"),
+    "I16": np.dtype("<i2"),
+    "I8": np.dtype("i1"),
+    "U64": np.dtype("<u8"),
+    "U32": np.dtype("<u4"),
+    "U16": np.dtype("<u2"),
+    "U8": np.dtype("u1"),
+    "BOOL": np.dtype("?"),
+}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LARGEST_HEADER, LONGEST_NAME, MOST_DIMS = 100_000_000, 1024, 16
 
@@ -36,7 +50,8 @@ class Entry(NamedTuple):
 
 
 class SafetensorsFile:
-    """The tensors of one file; DataError, with the file, tensor and reason, where the file is not what the format asks for."""
+    """The tensors of one file; DataError, with the file, tensor and reason, where the file is not
+    what the format asks for."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -52,7 +67,11 @@ class SafetensorsFile:
         """A read-only view of the file; pages are read as they are touched."""
         entry = self.entries[name]
         count = math.prod(entry.shape)
-        return np.frombuffer(self._map, entry.dtype, count, entry.start).reshape(entry.shape) if count else np.zeros(entry.shape, entry.dtype)
+        return (
+            np.frombuffer(self._map, entry.dtype, count, entry.start).reshape(entry.shape)
+            if count
+            else np.zeros(entry.shape, entry.dtype)
+        )
 
     def forget(self) -> None:
         """Let the system take back the pages that have been read."""
@@ -61,11 +80,18 @@ class SafetensorsFile:
 
 
 def read_json(text: bytes, where: str) -> Any:
-    """The value of untrusted JSON: bounded depth, no duplicate keys, no NaN; DataError otherwise."""
+    """The value of untrusted JSON: bounded depth, no duplicate keys, no NaN; DataError
+    otherwise."""
     if len(text) > LARGEST_HEADER:
-        raise DataError(f"{where}: {len(text):,} bytes of JSON; at most {LARGEST_HEADER:,} are read")
+        raise DataError(
+            f"{where}: {len(text):,} bytes of JSON; at most {LARGEST_HEADER:,} are read"
+        )
     try:
-        return json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, where), parse_constant=lambda word: _no_constant(word, where))
+        return json.loads(
+            text,
+            object_pairs_hook=lambda pairs: _unique(pairs, where),
+            parse_constant=lambda word: _no_constant(word, where),
+        )
     except RecursionError:
         raise DataError(f"{where}: nested deeper than any model's") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -75,8 +101,18 @@ def read_json(text: bytes, where: str) -> Any:
 def check_name(name: str, where: str) -> None:
     """DataError for a tensor name that could be a path out of a folder, or could not be printed."""
     parts = name.replace("\\", "/").split("/")
-    if not name or len(name) > LONGEST_NAME or not name.isprintable() or ".." in parts or name.startswith(("/", "\\", "~")) or ":" in parts[0]:
-        raise DataError(f"{where}: tensor name {quoted(name)} is none that a model has (empty, a path, unprintable, over {LONGEST_NAME} characters)")
+    if (
+        not name
+        or len(name) > LONGEST_NAME
+        or not name.isprintable()
+        or ".." in parts
+        or name.startswith(("/", "\\", "~"))
+        or ":" in parts[0]
+    ):
+        raise DataError(
+            f"{where}: tensor name {quoted(name)} is none that a model has (empty, a "
+            f"path, unprintable, over {LONGEST_NAME} characters)"
+        )
 
 
 def _entries(path: Path, file: Any, size: int) -> dict[str, Entry]:
@@ -84,12 +120,17 @@ def _entries(path: Path, file: Any, size: int) -> dict[str, Entry]:
         raise DataError(f"{path}: {size} bytes, too short for a safetensors file")
     (length,) = struct.unpack("<Q", file.read(8))
     if length > min(LARGEST_HEADER, size - 8):
-        raise DataError(f"{path}: the header claims {length:,} bytes; the file has {size - 8:,} after its length and {LARGEST_HEADER:,} are allowed")
+        raise DataError(
+            f"{path}: the header claims {length:,} bytes; the file has {size - 8:,} "
+            f"after its length and {LARGEST_HEADER:,} are allowed"
+        )
     header = read_json(file.read(length), f"{path}: header")
     if not isinstance(header, dict):
         raise DataError(f"{path}: the header is no JSON object")
     metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
         raise DataError(f"{path}: __metadata__ is not a mapping of text to text")
     begin, found = 8 + length, {}
     for name, spec in header.items():
@@ -105,16 +146,29 @@ def _entry(where: str, spec: Any, begin: int, size: int) -> Entry:
     dtype, shape, offsets = spec["dtype"], spec["shape"], spec["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise DataError(f"{where}: dtype {quoted(str(dtype))}; known are {', '.join(DTYPES)}")
-    if not isinstance(shape, list) or len(shape) > MOST_DIMS or not all(type(n) is int and 0 <= n < 2**48 for n in shape):
+    if (
+        not isinstance(shape, list)
+        or len(shape) > MOST_DIMS
+        or not all(type(n) is int and 0 <= n < 2**48 for n in shape)
+    ):
         raise DataError(f"{where}: shape {str(shape)[:80]} is no list of at most {MOST_DIMS} sizes")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(n) is int and n >= 0 for n in offsets):
+    if (
+        not isinstance(offsets, list)
+        or len(offsets) != 2
+        or not all(type(n) is int and n >= 0 for n in offsets)
+    ):
         raise DataError(f"{where}: data_offsets {str(offsets)[:80]} are not two whole numbers")
     start, stop = offsets
     wanted = math.prod(shape) * DTYPES[dtype].itemsize
     if not start <= stop <= size - begin:
-        raise DataError(f"{where}: data_offsets {start}..{stop} lie outside the {size - begin:,} bytes of data")
+        raise DataError(
+            f"{where}: data_offsets {start}..{stop} lie outside the {size - begin:,} bytes of data"
+        )
     if stop - start != wanted:
-        raise DataError(f"{where}: {dtype} {shape} takes {wanted:,} bytes, but its data_offsets span {stop - start:,}")
+        raise DataError(
+            f"{where}: {dtype} {shape} takes {wanted:,} bytes, but its data_offsets span "
+            f"{stop - start:,}"
+        )
     return Entry(DTYPES[dtype], tuple(shape), begin + start, begin + stop)
 
 
@@ -122,7 +176,11 @@ def _contiguous(path: Path, found: Mapping[str, Entry], begin: int, size: int) -
     at, before = begin, "the header"
     for name, entry in sorted(found.items(), key=lambda item: (item[1].start, item[1].stop)):
         if entry.start != at:
-            what = "overlaps" if entry.start < at else f"leaves {entry.start - at:,} unused bytes after"
+            what = (
+                "overlaps"
+                if entry.start < at
+                else f"leaves {entry.start - at:,} unused bytes after"
+            )
             raise DataError(f"{path}: tensor {name} {what} {before}")
         at, before = entry.stop, f"tensor {name}"
     if at != size:

@@ -1,5 +1,6 @@
-"""Two-way tables between config.json and a model's configuration. A table has the shape of the model's mapping; its leaves are constants, which must
-hold both ways, and entries, which know how to read a value from config.json and how to write it there."""
+"""Two-way tables between config.json and a model's configuration. A table has the shape of the
+model's mapping; its leaves are constants, which must hold both ways, and entries, which know how to
+read a value from config.json and how to write it there."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,8 @@ class Source:
     def __init__(self, config: Mapping[str, Any], where: str, mtp: int | None = 0):
         self._config, self.where, self.used = config, where, set[str]()
         self.mtp = mtp
-        """How many modules of multi-token prediction the tensors hold; None where they are not known."""
+        """How many modules of multi-token prediction the tensors hold; None where they are not
+        known."""
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value; the default where the key is absent."""
@@ -32,7 +34,9 @@ class Source:
         """The value; ConfigError where there is none."""
         value = self.get(key)
         if value is None:
-            raise ConfigError(f"{self.where}: key {key} is missing{did_you_mean(key, self._config)}")
+            raise ConfigError(
+                f"{self.where}: key {key} is missing{did_you_mean(key, self._config)}"
+            )
         return value
 
     def fail(self, key: str, message: str) -> ConfigError:
@@ -61,12 +65,29 @@ class Entry(Protocol):
 
 
 class Key:
-    """The value of one key. `default` (a value, or a function of the source) stands for an absent key and, unless `null` is a value, for null;
-    keys in `also` are written with the same value."""
+    """The value of one key. `default` (a value, or a function of the source) stands for an absent
+    key and, unless `null` is a value, for null; keys in `also` are written with the same value."""
 
-    def __init__(self, name: str, default: Any = _MISSING, *, words: Mapping[Any, Any] | None = None, null: bool = False, also: Sequence[str] = (),
-                 to: Callable[[Any], Any] = lambda value: value, back: Callable[[Any], Any] = lambda value: value):
-        self.name, self.default, self.words, self.null, self.also, self.to, self.back = name, default, words, null, also, to, back
+    def __init__(
+        self,
+        name: str,
+        default: Any = _MISSING,
+        *,
+        words: Mapping[Any, Any] | None = None,
+        null: bool = False,
+        also: Sequence[str] = (),
+        to: Callable[[Any], Any] = lambda value: value,
+        back: Callable[[Any], Any] = lambda value: value,
+    ):
+        self.name, self.default, self.words, self.null, self.also, self.to, self.back = (
+            name,
+            default,
+            words,
+            null,
+            also,
+            to,
+            back,
+        )
 
     def read(self, source: Source) -> Any:
         source.used |= {*self.also}
@@ -77,7 +98,9 @@ class Key:
             value = self.default(source) if callable(self.default) else self.default
         if self.words is not None:
             if not isinstance(value, str | bool) or value not in self.words:
-                raise source.fail(self.name, f"not supported; supported: {', '.join(map(str, self.words))}")
+                raise source.fail(
+                    self.name, f"not supported; supported: {', '.join(map(str, self.words))}"
+                )
             return self.words[value]
         return value if value is None else self.to(value)
 
@@ -98,7 +121,8 @@ class Key:
 
 
 class Derived:
-    """A value that follows from keys that other entries write; checked by reading back what was written."""
+    """A value that follows from keys that other entries write; checked by reading back what was
+    written."""
 
     def __init__(self, of: Callable[[Source], Any]):
         self.of = of
@@ -117,9 +141,15 @@ class Case:
         self.key, self.tables, self.default = key, tables, default
 
     def read(self, source: Source) -> Any:
-        value = source.need(self.key) if self.default is _MISSING else source.get(self.key, self.default)
+        value = (
+            source.need(self.key)
+            if self.default is _MISSING
+            else source.get(self.key, self.default)
+        )
         if value not in self.tables:
-            raise source.fail(self.key, f"not supported; supported: {', '.join(map(str, self.tables))}")
+            raise source.fail(
+                self.key, f"not supported; supported: {', '.join(map(str, self.tables))}"
+            )
         return read(self.tables[value], source)
 
     def write(self, value: Any, sink: Sink) -> None:
@@ -178,8 +208,18 @@ def same(one: Any, other: Any) -> bool:
     """Equal, numbers up to rounding."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, Sequence) and isinstance(other, Sequence) and not isinstance(one, str) and not isinstance(other, str):
+    if (
+        isinstance(one, Sequence)
+        and isinstance(other, Sequence)
+        and not isinstance(one, str)
+        and not isinstance(other, str)
+    ):
         return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, bool) or isinstance(other, bool) or not isinstance(one, int | float) or not isinstance(other, int | float):
+    if (
+        isinstance(one, bool)
+        or isinstance(other, bool)
+        or not isinstance(one, int | float)
+        or not isinstance(other, int | float)
+    ):
         return type(one) is type(other) and one == other
     return math.isclose(one, other, rel_tol=1e-6)

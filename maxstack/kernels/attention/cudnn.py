@@ -1,10 +1,14 @@
-"""cuDNN's flash attention, through jax.nn.dot_product_attention: no more of it than can be relied on.
+"""cuDNN's flash attention, through jax.nn.dot_product_attention: no more of it than can be relied
+on.
 
-jax hands cuDNN a kind of mask (none, or causal from the first query and the first key), the length of a window to the left, and nothing of who is in
-which document: its custom call has no operand for that (jax/_src/cudnn/fused_attention_stablehlo.py in 0.10 and 0.12 alike). What is not listed as
+jax hands cuDNN a kind of mask (none, or causal from the first query and the first key), the length
+of a window to the left, and nothing of who is in which document: its custom call has no operand for
+that (jax/_src/cudnn/fused_attention_stablehlo.py in 0.10 and 0.12 alike). What is not listed as
 right below is refused, because cuDNN does not refuse it:
-- a window without a causal mask bounds the left alone, and queries see all that follows (jax pull request 39576);
-- key lengths that end within a tile of 128 can make gradients NaN (pytorch issue 196678, cudnn-frontend issue 160).
+- a window without a causal mask bounds the left alone, and queries see all that follows (jax pull
+  request 39576);
+- key lengths that end within a tile of 128 can make gradients NaN (pytorch issue 196678,
+  cudnn-frontend issue 160).
 """
 
 import ctypes.util
@@ -19,8 +23,12 @@ from maxstack.kernels.attention.request import Case, Request, Same
 
 TILE = 128
 WIDEST = 128
-"""cuDNN takes 256 on Hopper alone, which jax looks up from a GPU that must be at hand: programs for other machines would not compile."""
-PLUGINS, PACKAGES = ("jax_cuda13_plugin", "jax_cuda12_plugin"), ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
+"""cuDNN takes 256 on Hopper alone, which jax looks up from a GPU that must be at hand: programs for
+other machines would not compile."""
+PLUGINS, PACKAGES = (
+    ("jax_cuda13_plugin", "jax_cuda12_plugin"),
+    ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
+)
 
 
 def supports(case: Case) -> str | None:
@@ -30,9 +38,15 @@ def supports(case: Case) -> str | None:
 
 def _device(case: Case) -> str | None:
     if case.device.capability < (8, 0):
-        return f"needs a GPU of compute capability 8.0 (A100) or later; {case.device.kind} has {'.'.join(map(str, case.device.capability))}"
+        return (
+            f"needs a GPU of compute capability 8.0 (A100) or later; {case.device.kind} has "
+            f"{'.'.join(map(str, case.device.capability))}"
+        )
     if case.device.capability > (10, 0):
-        return f"compute capability {'.'.join(map(str, case.device.capability))} is later than 10.0 (B200), the last that it was compiled for"
+        return (
+            f"compute capability {'.'.join(map(str, case.device.capability))} is later than "
+            "10.0 (B200), the last that it was compiled for"
+        )
     return None
 
 
@@ -41,7 +55,10 @@ def _request(case: Case) -> str | None:
     if case.dtype != "bfloat16":
         return f"dtype {case.dtype}: cuDNN computes in bfloat16 alone"
     if case.numbered:
-        return f"{'packed rows' if case.packed else 'chunks'}: jax passes no numbers of documents or chunks to cuDNN, which would attend across them"
+        return (
+            f"{'packed rows' if case.packed else 'chunks'}: jax passes no numbers of "
+            "documents or chunks to cuDNN, which would attend across them"
+        )
     if request.soft_cap:
         return f"soft_cap {request.soft_cap}: cuDNN does not cap scores"
     if case.sinks:
@@ -55,13 +72,22 @@ def _request(case: Case) -> str | None:
 
 def _shape(case: Case) -> str | None:
     if case.request.causal and (case.request.offset or case.queries != case.keys):
-        return (f"{case.queries} causal queries of {case.keys} keys from place {case.request.offset}: "
-                "cuDNN's causal mask is relied on only where query 0 stands at key 0 and there are as many of both")
+        return (
+            f"{case.queries} causal queries of {case.keys} keys from place {case.request.offset}: "
+            "cuDNN's causal mask is relied on only where query 0 stands at key 0 and "
+            "there are as many of both"
+        )
     for name, length in (("queries", case.queries), ("keys", case.keys)):
         if length % TILE:
-            return f"{length} {name} are not a multiple of {TILE}; gradients can be NaN in cuDNN's last tile"
+            return (
+                f"{length} {name} are not a multiple of {TILE}; gradients can be NaN in "
+                "cuDNN's last tile"
+            )
     if case.head_dim != case.value_dim:
-        return f"head_dim {case.head_dim} is not value_dim {case.value_dim}, which jax.nn.dot_product_attention wants equal"
+        return (
+            f"head_dim {case.head_dim} is not value_dim {case.value_dim}, which "
+            "jax.nn.dot_product_attention wants equal"
+        )
     if case.head_dim % 8 or case.head_dim > WIDEST:
         return f"head_dim {case.head_dim} is not a multiple of 8 up to {WIDEST}"
     if case.heads % case.kv_heads:
@@ -86,11 +112,30 @@ def _version(package: str) -> str | None:
         return None
 
 
-def run(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKV: jax.Array, sinks_N: jax.Array | None, same: Same, request: Request,
-        blocks: Mapping[str, int] | None = None) -> jax.Array:
-    """softmax(scores) v -> [B, T, N, V] in q's dtype, of requests that `supports` takes; cuDNN chooses its own tiles."""
-    assert sinks_N is None and not same and not request.soft_cap and not request.chunk, "supports refuses these"
+def run(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKV: jax.Array,
+    sinks_N: jax.Array | None,
+    same: Same,
+    request: Request,
+    blocks: Mapping[str, int] | None = None,
+) -> jax.Array:
+    """softmax(scores) v -> [B, T, N, V] in q's dtype, of requests that `supports` takes; cuDNN
+    chooses its own tiles."""
+    assert sinks_N is None and not same and not request.soft_cap and not request.chunk, (
+        "supports refuses these"
+    )
     assert request.causal or not request.window, "supports refuses this"
-    window = (request.window - 1, 0) if request.window and request.window < k_BSKH.shape[1] else None
-    return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKV, scale=request.scale, is_causal=request.causal, local_window_size=window,
-                                        implementation="cudnn")
+    window = (
+        (request.window - 1, 0) if request.window and request.window < k_BSKH.shape[1] else None
+    )
+    return jax.nn.dot_product_attention(
+        q_BTNH,
+        k_BSKH,
+        v_BSKV,
+        scale=request.scale,
+        is_causal=request.causal,
+        local_window_size=window,
+        implementation="cudnn",
+    )

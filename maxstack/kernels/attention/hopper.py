@@ -1,4 +1,5 @@
-"""Attention by our own kernels for Hopper GPUs, in Pallas on Mosaic: hopper_forward.py and hopper_backward.py.
+"""Attention by our own kernels for Hopper GPUs, in Pallas on Mosaic: hopper_forward.py and
+hopper_backward.py.
 
 Shapes: B batch  T query time  S key time  N heads  K kv heads  H head dim  V value head dim.
 """
@@ -24,13 +25,24 @@ def supports(case: Case) -> str | None:
     """Why the kernels cannot serve `case`; None: they can."""
     device, request = case.device, case.request
     if device.capability[0] != 9:
-        return f"its kernels are for compute capability 9.0 (H100, H200), and {device.kind} has {'.'.join(map(str, device.capability))}"
-    if importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("jax_plugins.xla_cuda12"):
-        return "the assembler of CUDA 12.8 compiles masks wrongly; replace jax-cuda12-plugin by jax[cuda13]"
+        return (
+            f"its kernels are for compute capability 9.0 (H100, H200), and {device.kind} has "
+            f"{'.'.join(map(str, device.capability))}"
+        )
+    if importlib.util.find_spec("jax_plugins") and importlib.util.find_spec(
+        "jax_plugins.xla_cuda12"
+    ):
+        return (
+            "the assembler of CUDA 12.8 compiles masks wrongly; replace jax-cuda12-plugin by "
+            "jax[cuda13]"
+        )
     if case.dtype != "bfloat16":
         return f"dtype {case.dtype} is not bfloat16"
     if case.head_dim not in DIMS or case.value_dim != case.head_dim:
-        return f"head_dim {case.head_dim} with value head dim {case.value_dim} is neither 64 nor 128 for both"
+        return (
+            f"head_dim {case.head_dim} with value head dim {case.value_dim} is neither 64 "
+            "nor 128 for both"
+        )
     if request.scale <= 0:
         return f"scale {request.scale} is not positive"
     return None
@@ -38,12 +50,26 @@ def supports(case: Case) -> str | None:
 
 def candidates(case: Case) -> list[dict[str, int]]:
     """Block sizes worth measuring, the default first."""
-    return [DEFAULT, {"keys": 64, "stages": 2}, {"keys": 64, "stages": 3}, *([{"keys": 128, "stages": 3}] if case.head_dim == 64 else [])]
+    return [
+        DEFAULT,
+        {"keys": 64, "stages": 2},
+        {"keys": 64, "stages": 3},
+        *([{"keys": 128, "stages": 3}] if case.head_dim == 64 else []),
+    ]
 
 
-def run(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKV: jax.Array, sinks_N: jax.Array | None, same: Same, request: Request,
-        blocks: Mapping[str, int] | None = None, interpret: Any = None) -> jax.Array:
-    """softmax(scores) v -> [B, T, N, V] in q's dtype. Sequences are padded to multiples of 128. `blocks`: of `candidates`.
+def run(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKV: jax.Array,
+    sinks_N: jax.Array | None,
+    same: Same,
+    request: Request,
+    blocks: Mapping[str, int] | None = None,
+    interpret: Any = None,
+) -> jax.Array:
+    """softmax(scores) v -> [B, T, N, V] in q's dtype. Sequences are padded to multiples of 128.
+    `blocks`: of `candidates`.
 
     `interpret`: jax's InterpretGPUParams, for tests.
     """
@@ -66,7 +92,7 @@ def _forward(q, k, v, sinks_N, same, request, sizes, interpret):
         with_sinks_BNT = jnp.logaddexp2(log_BNT, (sinks_N * LOG2E)[:, None])
         o_BTNV = (o_BTNV * _by_time(jnp.exp2(log_BNT - with_sinks_BNT))).astype(o_BTNV.dtype)
         log_BNT = with_sinks_BNT
-    o_BTNV = o_BTNV[:, :q.shape[1]]
+    o_BTNV = o_BTNV[:, : q.shape[1]]
     return o_BTNV, (q, k, v, sinks_N, same, o_BTNV, log_BNT)
 
 
@@ -75,39 +101,93 @@ def _backward(request, sizes, interpret, saved, do_BTNV):
 
     q, k, v, sinks_N, same, o_BTNV, log_BNT = saved
     call, inputs, mine, theirs = _call(q, k, v, same, request, sizes, interpret)
-    delta_BNT = _padded(jnp.einsum("BTNV,BTNV->BNT", o_BTNV, do_BTNV, preferred_element_type=jnp.float32), call.queries, 2)
+    delta_BNT = _padded(
+        jnp.einsum("BTNV,BTNV->BNT", o_BTNV, do_BTNV, preferred_element_type=jnp.float32),
+        call.queries,
+        2,
+    )
     seen_BNT = jnp.where(log_BNT == -jnp.inf, jnp.inf, log_BNT)
-    residual, flops = (_padded(do_BTNV.astype(q.dtype), call.queries, 1), seen_BNT, delta_BNT), _products(call)
+    residual, flops = (
+        (_padded(do_BTNV.astype(q.dtype), call.queries, 1), seen_BNT, delta_BNT),
+        _products(call),
+    )
     dk, dv = hopper_backward.of_keys(call, inputs, residual, mine, theirs, 8 * flops)
     dq = hopper_backward.of_queries(call, inputs, residual, mine, theirs, 6 * flops)
-    dsinks_N = None if sinks_N is None else -jnp.sum(jnp.exp2((sinks_N * LOG2E)[:, None] - seen_BNT) * delta_BNT, axis=(0, 2))
-    return dq[:, :q.shape[1]], dk[:, :k.shape[1]], dv[:, :v.shape[1]], dsinks_N, None
+    dsinks_N = (
+        None
+        if sinks_N is None
+        else -jnp.sum(jnp.exp2((sinks_N * LOG2E)[:, None] - seen_BNT) * delta_BNT, axis=(0, 2))
+    )
+    return dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : v.shape[1]], dsinks_N, None
 
 
 _attention.defvjp(_forward, _backward)
 
 
-def _call(q: jax.Array, k: jax.Array, v: jax.Array, same: Same, request: Request, sizes: Sequence[tuple[str, int]],
-          interpret: Any) -> tuple[Any, list[jax.Array], list[jax.Array], list[jax.Array]]:
-    """-> the call, and its arrays padded to whole blocks: q, k and v, the numbers of the queries, those of the keys."""
+def _call(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    same: Same,
+    request: Request,
+    sizes: Sequence[tuple[str, int]],
+    interpret: Any,
+) -> tuple[Any, list[jax.Array], list[jax.Array], list[jax.Array]]:
+    """-> the call, and its arrays padded to whole blocks: q, k and v, the numbers of the queries,
+    those of the keys."""
     from maxstack.kernels.attention.hopper_tiles import BLOCK, Call
 
     (b, t, n, h), (_, s, kv, _), blocks = q.shape, k.shape, dict(sizes)
-    assert blocks.keys() == DEFAULT.keys() and BLOCK % blocks["keys"] == 0 == blocks["keys"] % 64, blocks
+    assert blocks.keys() == DEFAULT.keys() and BLOCK % blocks["keys"] == 0 == blocks["keys"] % 64, (
+        blocks
+    )
     padded_t, padded_s = (-(-length // BLOCK) * BLOCK for length in (t, s))
-    call = Call(b, padded_t, padded_s, s, n, kv, h, q.dtype, request.scale, request.window, request.soft_cap, request.causal, request.offset,
-                len(same), blocks["keys"], blocks["stages"], interpret)
-    mine, theirs = ([_padded(jnp.broadcast_to(pair[side], (b, length)), padded, 1) for pair in same]
-                    for side, length, padded in ((0, t, padded_t), (1, s, padded_s)))
-    return call, [_padded(q, padded_t, 1), _padded(k, padded_s, 1), _padded(v, padded_s, 1)], mine, theirs
+    call = Call(
+        b,
+        padded_t,
+        padded_s,
+        s,
+        n,
+        kv,
+        h,
+        q.dtype,
+        request.scale,
+        request.window,
+        request.soft_cap,
+        request.causal,
+        request.offset,
+        len(same),
+        blocks["keys"],
+        blocks["stages"],
+        interpret,
+    )
+    mine, theirs = (
+        [_padded(jnp.broadcast_to(pair[side], (b, length)), padded, 1) for pair in same]
+        for side, length, padded in ((0, t, padded_t), (1, s, padded_s))
+    )
+    return (
+        call,
+        [_padded(q, padded_t, 1), _padded(k, padded_s, 1), _padded(v, padded_s, 1)],
+        mine,
+        theirs,
+    )
 
 
 def _products(call: Any) -> float:
     """Multiplications of q k^T over the tiles that the forward kernel visits."""
     from maxstack.kernels.attention.hopper_tiles import BLOCK
 
-    spans = [call.keys_of(start, BLOCK, call.forward_keys) for start in range(0, call.queries, BLOCK)]
-    return float(call.batch * call.heads * call.dim * BLOCK * call.forward_keys * sum(end - lo for lo, _, _, end in spans))
+    spans = [
+        call.keys_of(start, BLOCK, call.forward_keys) for start in range(0, call.queries, BLOCK)
+    ]
+    return float(
+        call.batch
+        * call.heads
+        * call.dim
+        * BLOCK
+        * call.forward_keys
+        * sum(end - lo for lo, _, _, end in spans)
+    )
 
 
 def _padded(x: jax.Array, length: int, axis: int) -> jax.Array:

@@ -1,8 +1,9 @@
-"""The backward kernels for Hopper GPUs: one for the gradients of keys and values, one for those of queries. No two threads add to one number in
-memory, so results repeat exactly.
+"""The backward kernels for Hopper GPUs: one for the gradients of keys and values, one for those of
+queries. No two threads add to one number in memory, so results repeat exactly.
 
-Both compute the scores again from the saved log-sum-exp (FlashAttention-2, Dao 2023, arXiv:2307.08691). With p the softmax, do the output's gradient
-and delta the sum of do and output over the head: dv = p^T do, dp = do v^T, ds = p (dp - delta), dq = scale ds k, dk = scale ds^T q.
+Both compute the scores again from the saved log-sum-exp (FlashAttention-2, Dao 2023,
+arXiv:2307.08691). With p the softmax, do the output's gradient and delta the sum of do and output
+over the head: dv = p^T do, dp = do v^T, ds = p (dp - delta), dq = scale ds k, dk = scale ds^T q.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,60 +15,109 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from maxstack.kernels.attention.hopper_tiles import BLOCK, COMPUTE, OF_ROWS, ROWS, Call, Refs, Ring, buffers, launch, load_keys, same_numbers, walk
+from maxstack.kernels.attention.hopper_tiles import (
+    BLOCK,
+    COMPUTE,
+    OF_ROWS,
+    ROWS,
+    Call,
+    Refs,
+    Ring,
+    buffers,
+    launch,
+    load_keys,
+    same_numbers,
+    walk,
+)
 
 Residual = tuple[jax.Array, jax.Array, jax.Array]
-"""Output's gradient [B, T, N, H]; log2 of the sum of exp(scores), inf where nothing is seen, and delta, float32 [B, N, T]."""
+"""Output's gradient [B, T, N, H]; log2 of the sum of exp(scores), inf where nothing is seen, and
+delta, float32 [B, N, T]."""
 STEP = 64
 """Keys or queries of a step."""
 
 
-def of_keys(call: Call, inputs: Sequence[jax.Array], residual: Residual, mine: Sequence[jax.Array], theirs: Sequence[jax.Array],
-            flops: float) -> tuple[jax.Array, jax.Array]:
-    """-> gradients of k and v. Each computing warpgroup has 64 keys and visits the queries of all heads that share them."""
+def of_keys(
+    call: Call,
+    inputs: Sequence[jax.Array],
+    residual: Residual,
+    mine: Sequence[jax.Array],
+    theirs: Sequence[jax.Array],
+    flops: float,
+) -> tuple[jax.Array, jax.Array]:
+    """-> gradients of k and v. Each computing warpgroup has 64 keys and visits the queries of all
+    heads that share them."""
     matrix, vector = ((STEP, call.dim), call.dtype), ((STEP,), jnp.float32)
     steps = [matrix, vector, *[((STEP,), jnp.int32)] * call.numbered]
     scratch = {
-        "own": (buffers(COMPUTE, matrix, matrix), plgpu.Barrier(num_arrivals=2, num_barriers=COMPUTE)),
+        "own": (
+            buffers(COMPUTE, matrix, matrix),
+            plgpu.Barrier(num_arrivals=2, num_barriers=COMPUTE),
+        ),
         "queries": (buffers(call.stages, *steps), Ring.barriers(len(steps), call.stages)),
         "gradients": (buffers(call.stages, matrix, vector), Ring.barriers(2, call.stages)),
     }
     out = [jax.ShapeDtypeStruct((call.batch, call.keys, call.kv_heads, call.dim), call.dtype)] * 2
 
     operands, tiles = (*inputs, *residual, *mine, *theirs), (call.kv_heads, call.keys // BLOCK)
-    return tuple(launch(call, "attention_backward_keys", _keys_kernel, operands, out, tiles, scratch, flops))
+    return tuple(
+        launch(call, "attention_backward_keys", _keys_kernel, operands, out, tiles, scratch, flops)
+    )
 
 
-def of_queries(call: Call, inputs: Sequence[jax.Array], residual: Residual, mine: Sequence[jax.Array], theirs: Sequence[jax.Array],
-               flops: float) -> jax.Array:
-    """-> the gradient of q. Each computing warpgroup has 64 queries of one head and visits their keys."""
+def of_queries(
+    call: Call,
+    inputs: Sequence[jax.Array],
+    residual: Residual,
+    mine: Sequence[jax.Array],
+    theirs: Sequence[jax.Array],
+    flops: float,
+) -> jax.Array:
+    """-> the gradient of q. Each computing warpgroup has 64 queries of one head and visits their
+    keys."""
     matrix, vector = ((STEP, call.dim), call.dtype), ((STEP,), jnp.float32)
     steps = [matrix, *[((STEP,), jnp.int32)] * call.numbered]
     scratch = {
-        "own": (buffers(COMPUTE, matrix, matrix, vector, vector), plgpu.Barrier(num_arrivals=4, num_barriers=COMPUTE)),
+        "own": (
+            buffers(COMPUTE, matrix, matrix, vector, vector),
+            plgpu.Barrier(num_arrivals=4, num_barriers=COMPUTE),
+        ),
         "keys": (buffers(call.stages, *steps), Ring.barriers(len(steps), call.stages)),
         "values": (buffers(call.stages, matrix), Ring.barriers(1, call.stages)),
     }
     out = [jax.ShapeDtypeStruct((call.batch, call.queries, call.heads, call.dim), call.dtype)]
 
     operands, tiles = (*inputs, *residual, *mine, *theirs), (call.heads, call.queries // BLOCK)
-    return launch(call, "attention_backward_queries", _queries_kernel, operands, out, tiles, scratch, flops)[0]
+    return launch(
+        call, "attention_backward_queries", _queries_kernel, operands, out, tiles, scratch, flops
+    )[0]
 
 
 def _keys_kernel(call: Call, refs: Refs, scratch: Any) -> None:
     (q, k, v, do, log, delta), numbers, (dk, dv) = refs[:6], refs[6:-2], refs[-2:]
-    mine, theirs = numbers[:call.numbered], numbers[call.numbered:]
-    head, row, warpgroup = lax.axis_index("head"), lax.axis_index("batch"), lax.axis_index("warpgroup")
+    mine, theirs = numbers[: call.numbered], numbers[call.numbered :]
+    head, row, warpgroup = (
+        lax.axis_index("head"),
+        lax.axis_index("batch"),
+        lax.axis_index("warpgroup"),
+    )
     start = lax.axis_index("tile") * BLOCK
     lo, _, _, end = call.queries_of(start, BLOCK, STEP)
     (own_keys, own_values), arrived = scratch["own"]
-    queries, gradients = (Ring(barriers, shared, call.stages) for shared, barriers in (scratch["queries"], scratch["gradients"]))
+    queries, gradients = (
+        Ring(barriers, shared, call.stages)
+        for shared, barriers in (scratch["queries"], scratch["gradients"])
+    )
 
     @pl.when(warpgroup < COMPUTE)
     def compute() -> None:
         plgpu.set_max_registers(232, action="increase")
         first = start + warpgroup * ROWS
-        here, key_tile, value_tile = pl.ds(first, ROWS), own_keys.at[warpgroup], own_values.at[warpgroup]
+        here, key_tile, value_tile = (
+            pl.ds(first, ROWS),
+            own_keys.at[warpgroup],
+            own_values.at[warpgroup],
+        )
         plgpu.copy_gmem_to_smem(k.at[row, here, head], key_tile, arrived.at[warpgroup])
         plgpu.copy_gmem_to_smem(v.at[row, here, head], value_tile, arrived.at[warpgroup])
         own = [call.load(x.at[row, here], OF_ROWS, device_memory=True) for x in theirs]
@@ -76,7 +126,15 @@ def _keys_kernel(call: Call, refs: Refs, scratch: Any) -> None:
         bounds = lo, jnp.clip(whole, lo, end), jnp.clip(cut, lo, end), end
 
         def of_head(group: Any, carry: Any) -> Any:
-            visit = _visit_queries(call, (key_tile, value_tile), own, queries, gradients, first, lambda tile: group * (end - lo) + tile - lo)
+            visit = _visit_queries(
+                call,
+                (key_tile, value_tile),
+                own,
+                queries,
+                gradients,
+                first,
+                lambda tile: group * (end - lo) + tile - lo,
+            )
             return walk(call, bounds, visit, carry)
 
         nothing = call.full((ROWS, call.dim), 0)
@@ -94,9 +152,22 @@ def _keys_kernel(call: Call, refs: Refs, scratch: Any) -> None:
 
         def load(group: Any, _: None) -> None:
             def tile_of_head(tile: Any, _: None) -> None:
-                there, step, query_head = pl.ds(tile * STEP, STEP), group * (end - lo) + tile - lo, head * call.groups + group
-                queries.fill(step, [q.at[row, there, query_head], log.at[row, query_head, there], *(x.at[row, there] for x in mine)])
-                gradients.fill(step, [do.at[row, there, query_head], delta.at[row, query_head, there]])
+                there, step, query_head = (
+                    pl.ds(tile * STEP, STEP),
+                    group * (end - lo) + tile - lo,
+                    head * call.groups + group,
+                )
+                queries.fill(
+                    step,
+                    [
+                        q.at[row, there, query_head],
+                        log.at[row, query_head, there],
+                        *(x.at[row, there] for x in mine),
+                    ],
+                )
+                gradients.fill(
+                    step, [do.at[row, there, query_head], delta.at[row, query_head, there]]
+                )
 
             lax.fori_loop(lo, end, tile_of_head, None)
 
@@ -105,9 +176,17 @@ def _keys_kernel(call: Call, refs: Refs, scratch: Any) -> None:
         gradients.drain(call.groups * (end - lo))
 
 
-def _visit_queries(call: Call, tiles: tuple[Any, Any], own: Sequence[jax.Array], queries: Ring, gradients: Ring, first: Any,
-                   step_of: Callable[[Any], Any]) -> Callable[[bool], Any]:
-    """A step over a tile of queries: adds to the gradients of this warpgroup's keys and values. Scores lie with keys as rows."""
+def _visit_queries(
+    call: Call,
+    tiles: tuple[Any, Any],
+    own: Sequence[jax.Array],
+    queries: Ring,
+    gradients: Ring,
+    first: Any,
+    step_of: Callable[[Any], Any],
+) -> Callable[[bool], Any]:
+    """A step over a tile of queries: adds to the gradients of this warpgroup's keys and values.
+    Scores lie with keys as rows."""
     key_tile, value_tile = tiles
 
     def visit(masked: bool) -> Callable[[Any, Any], Any]:
@@ -116,7 +195,11 @@ def _visit_queries(call: Call, tiles: tuple[Any, Any], own: Sequence[jax.Array],
             (query_tile, *vectors), done_queries = queries.take(step_of(tile))
             log, *numbers = call.columns(vectors)
             s, slope = call.scores(call.product(key_tile, query_tile, transpose=True))
-            s = call.hidden(s, tile * STEP + call.offset, first, keys_are_rows=True) if masked else s
+            s = (
+                call.hidden(s, tile * STEP + call.offset, first, keys_are_rows=True)
+                if masked
+                else s
+            )
             s = same_numbers(s, own, numbers)
             p = jnp.exp2(s - lax.broadcast_in_dim(log, s.shape, [1]))
             (gradient_tile, delta_vector), done_gradients = gradients.take(step_of(tile))
@@ -137,12 +220,19 @@ def _visit_queries(call: Call, tiles: tuple[Any, Any], own: Sequence[jax.Array],
 
 def _queries_kernel(call: Call, refs: Refs, scratch: Any) -> None:
     (q, k, v, do, log, delta), numbers, dq = refs[:6], refs[6:-1], refs[-1]
-    mine, theirs = numbers[:call.numbered], numbers[call.numbered:]
-    head, row, warpgroup = lax.axis_index("head"), lax.axis_index("batch"), lax.axis_index("warpgroup")
+    mine, theirs = numbers[: call.numbered], numbers[call.numbered :]
+    head, row, warpgroup = (
+        lax.axis_index("head"),
+        lax.axis_index("batch"),
+        lax.axis_index("warpgroup"),
+    )
     start = (call.queries // BLOCK - 1 - lax.axis_index("tile")) * BLOCK
     lo, _, _, end = call.keys_of(start, BLOCK, STEP)
     shared, arrived = scratch["own"]
-    keys, values = (Ring(barriers, shared, call.stages) for shared, barriers in (scratch["keys"], scratch["values"]))
+    keys, values = (
+        Ring(barriers, shared, call.stages)
+        for shared, barriers in (scratch["keys"], scratch["values"])
+    )
 
     @pl.when(warpgroup < COMPUTE)
     def compute() -> None:
@@ -150,8 +240,15 @@ def _queries_kernel(call: Call, refs: Refs, scratch: Any) -> None:
         first = start + warpgroup * ROWS
         here = pl.ds(first, ROWS)
         query_tile, gradient_tile, log_tile, delta_tile = (x.at[warpgroup] for x in shared)
-        sources = q.at[row, here, head], do.at[row, here, head], log.at[row, head, here], delta.at[row, head, here]
-        for source, tile in zip(sources, (query_tile, gradient_tile, log_tile, delta_tile), strict=True):
+        sources = (
+            q.at[row, here, head],
+            do.at[row, here, head],
+            log.at[row, head, here],
+            delta.at[row, head, here],
+        )
+        for source, tile in zip(
+            sources, (query_tile, gradient_tile, log_tile, delta_tile), strict=True
+        ):
             plgpu.copy_gmem_to_smem(source, tile, arrived.at[warpgroup])
         own = [call.load(x.at[row, here], OF_ROWS, device_memory=True) for x in mine]
         plgpu.barrier_wait(arrived.at[warpgroup])
@@ -170,9 +267,18 @@ def _queries_kernel(call: Call, refs: Refs, scratch: Any) -> None:
         load_keys(call, keys, values, (k, v, theirs), (lo, end), STEP)
 
 
-def _visit_keys(call: Call, tiles: tuple[Any, Any], fixed: tuple[jax.Array, jax.Array], own: Sequence[jax.Array], keys: Ring, values: Ring,
-                first: Any, lo: Any) -> Callable[[bool], Any]:
-    """A step over a tile of keys: adds to the gradient of this warpgroup's queries. `fixed`: their log-sum-exp and delta."""
+def _visit_keys(
+    call: Call,
+    tiles: tuple[Any, Any],
+    fixed: tuple[jax.Array, jax.Array],
+    own: Sequence[jax.Array],
+    keys: Ring,
+    values: Ring,
+    first: Any,
+    lo: Any,
+) -> Callable[[bool], Any]:
+    """A step over a tile of keys: adds to the gradient of this warpgroup's queries. `fixed`: their
+    log-sum-exp and delta."""
     query_tile, gradient_tile = tiles
 
     def visit(masked: bool) -> Callable[[Any, Any], Any]:
@@ -180,7 +286,11 @@ def _visit_keys(call: Call, tiles: tuple[Any, Any], fixed: tuple[jax.Array, jax.
             (key_tile, *numbers), done_keys = keys.take(tile - lo)
             others = call.columns(numbers)
             s, slope = call.scores(call.product(query_tile, key_tile, transpose=True))
-            s = call.hidden(s, first + call.offset, tile * STEP, keys_are_rows=False) if masked else s
+            s = (
+                call.hidden(s, first + call.offset, tile * STEP, keys_are_rows=False)
+                if masked
+                else s
+            )
             s = same_numbers(s, own, others)
             log, delta = (lax.broadcast_in_dim(x, s.shape, [0]) for x in fixed)
             p = jnp.exp2(s - log)

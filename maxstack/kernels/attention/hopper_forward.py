@@ -1,6 +1,8 @@
-"""The forward kernel for Hopper GPUs: softmax(scores) v and the log-sum-exp (after FlashAttention-3, Shah et al. 2024, arXiv:2407.08608).
+"""The forward kernel for Hopper GPUs: softmax(scores) v and the log-sum-exp (after
+FlashAttention-3, Shah et al. 2024, arXiv:2407.08608).
 
-A block of threads has 128 queries of one head, 64 for each computing warpgroup; the third warpgroup loads keys and values ahead.
+A block of threads has 128 queries of one head, 64 for each computing warpgroup; the third warpgroup
+loads keys and values ahead.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,37 +15,76 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from maxstack.kernels.attention import hopper_tiles as tiles
-from maxstack.kernels.attention.hopper_tiles import BLOCK, COMPUTE, LOG2E, OF_ROWS, ROWS, Call, Refs, Ring, buffers, same_numbers
+from maxstack.kernels.attention.hopper_tiles import (
+    BLOCK,
+    COMPUTE,
+    LOG2E,
+    OF_ROWS,
+    ROWS,
+    Call,
+    Refs,
+    Ring,
+    buffers,
+    same_numbers,
+)
 
 LOWEST = -1e30
 """Maximum of no scores: finite, so that exp2(score - maximum) is 0 for a hidden one."""
 
 
-def forward(call: Call, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mine: Sequence[jax.Array], theirs: Sequence[jax.Array],
-            flops: float) -> tuple[jax.Array, jax.Array]:
-    """-> (output like q, log2 of the sum of exp(scores) [B, N, T], -inf where a query sees nothing). `mine`, `theirs`: int32 [B, T] and [B, S]."""
+def forward(
+    call: Call,
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    mine: Sequence[jax.Array],
+    theirs: Sequence[jax.Array],
+    flops: float,
+) -> tuple[jax.Array, jax.Array]:
+    """-> (output like q, log2 of the sum of exp(scores) [B, N, T], -inf where a query sees
+    nothing). `mine`, `theirs`: int32 [B, T] and [B, S]."""
     block, tile = call.forward_keys, ((ROWS, call.dim), call.dtype)
     keys = ((block, call.dim), call.dtype)
     numbers = [((block,), jnp.int32)] * call.numbered
     scratch = {
-        "query": (buffers(COMPUTE, tile, ((ROWS,), jnp.float32)), plgpu.Barrier(num_barriers=COMPUTE)),
-        "keys": (buffers(call.stages, keys, *numbers), Ring.barriers(1 + call.numbered, call.stages)),
+        "query": (
+            buffers(COMPUTE, tile, ((ROWS,), jnp.float32)),
+            plgpu.Barrier(num_barriers=COMPUTE),
+        ),
+        "keys": (
+            buffers(call.stages, keys, *numbers),
+            Ring.barriers(1 + call.numbered, call.stages),
+        ),
         "values": (buffers(call.stages, keys), Ring.barriers(1, call.stages)),
     }
-    out = [jax.ShapeDtypeStruct(q_BTNH.shape, call.dtype), jax.ShapeDtypeStruct((call.batch, call.heads, call.queries), jnp.float32)]
+    out = [
+        jax.ShapeDtypeStruct(q_BTNH.shape, call.dtype),
+        jax.ShapeDtypeStruct((call.batch, call.heads, call.queries), jnp.float32),
+    ]
 
     operands, count = (q_BTNH, k_BSKH, v_BSKH, *mine, *theirs), (call.heads, call.queries // BLOCK)
-    return tuple(tiles.launch(call, "attention_forward", _kernel, operands, out, count, scratch, flops))
+    return tuple(
+        tiles.launch(call, "attention_forward", _kernel, operands, out, count, scratch, flops)
+    )
 
 
 def _kernel(call: Call, refs: Refs, scratch: Any) -> None:
     q, k, v, *numbers, o, log = refs
-    mine, theirs = numbers[:call.numbered], numbers[call.numbered:]
-    head, row, warpgroup = lax.axis_index("head"), lax.axis_index("batch"), lax.axis_index("warpgroup")
-    start = (call.queries // BLOCK - 1 - lax.axis_index("tile")) * BLOCK  # the last queries have the most keys, and go first
+    mine, theirs = numbers[: call.numbered], numbers[call.numbered :]
+    head, row, warpgroup = (
+        lax.axis_index("head"),
+        lax.axis_index("batch"),
+        lax.axis_index("warpgroup"),
+    )
+    start = (
+        call.queries // BLOCK - 1 - lax.axis_index("tile")
+    ) * BLOCK  # the last queries have the most keys, and go first
     lo, _, _, end = call.keys_of(start, BLOCK, call.forward_keys)
     (query, logs), arrived = scratch["query"]
-    keys, values = (Ring(barriers, shared, call.stages) for shared, barriers in (scratch["keys"], scratch["values"]))
+    keys, values = (
+        Ring(barriers, shared, call.stages)
+        for shared, barriers in (scratch["keys"], scratch["values"])
+    )
 
     @pl.when(warpgroup < COMPUTE)
     def compute() -> None:
@@ -56,9 +97,13 @@ def _kernel(call: Call, refs: Refs, scratch: Any) -> None:
         _, whole, cut, _ = call.keys_of(first, ROWS, call.forward_keys)
         bounds = lo, jnp.clip(whole, lo, end), jnp.clip(cut, lo, end), end
         nothing = call.full((ROWS, call.dim), 0), call.full((ROWS,), LOWEST), call.full((ROWS,), 0)
-        gathered, highest, total = tiles.walk(call, bounds, _visit(call, query_tile, own, keys, values, first, lo), nothing)
+        gathered, highest, total = tiles.walk(
+            call, bounds, _visit(call, query_tile, own, keys, values, first, lo), nothing
+        )
         inverse = jnp.where(total > 0, 1 / total, 0.0)
-        query_tile[...] = (gathered * lax.broadcast_in_dim(inverse, gathered.shape, [0])).astype(call.dtype)
+        query_tile[...] = (gathered * lax.broadcast_in_dim(inverse, gathered.shape, [0])).astype(
+            call.dtype
+        )
         log_tile[...] = jnp.where(total > 0, highest + jnp.log(total) * LOG2E, -jnp.inf)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(query_tile, o.at[row, here, head])
@@ -70,8 +115,17 @@ def _kernel(call: Call, refs: Refs, scratch: Any) -> None:
         tiles.load_keys(call, keys, values, (k, v, theirs), (lo, end), call.forward_keys)
 
 
-def _visit(call: Call, query_tile: Any, own: Sequence[jax.Array], keys: Ring, values: Ring, first: Any, lo: Any) -> Callable[[bool], Any]:
-    """A step over a tile of keys, with online softmax: (output times the sum, highest score, sum) of what was seen."""
+def _visit(
+    call: Call,
+    query_tile: Any,
+    own: Sequence[jax.Array],
+    keys: Ring,
+    values: Ring,
+    first: Any,
+    lo: Any,
+) -> Callable[[bool], Any]:
+    """A step over a tile of keys, with online softmax: (output times the sum, highest score, sum)
+    of what was seen."""
 
     def visit(masked: bool) -> Callable[[Any, Any], Any]:
         def step(tile: Any, carry: Any) -> Any:
@@ -81,7 +135,11 @@ def _visit(call: Call, query_tile: Any, own: Sequence[jax.Array], keys: Ring, va
             others = call.columns(numbers)
             done()
             s, _ = call.scores(s)
-            s = call.hidden(s, first + call.offset, tile * call.forward_keys, keys_are_rows=False) if masked else s
+            s = (
+                call.hidden(s, first + call.offset, tile * call.forward_keys, keys_are_rows=False)
+                if masked
+                else s
+            )
             s = same_numbers(s, own, others)
             higher = jnp.maximum(highest, s.max(axis=1))
             p = jnp.exp2(s - lax.broadcast_in_dim(higher, s.shape, [0]))

@@ -1,8 +1,11 @@
-"""What the Hopper kernels share: what a call is, which tiles it visits, the ring of buffers between the warpgroup that loads and those that compute.
+"""What the Hopper kernels share: what a call is, which tiles it visits, the ring of buffers between
+the warpgroup that loads and those that compute.
 
-A block of threads is three warpgroups: two compute, the third starts the copies of the tensor memory accelerator. Where a kernel is interpreted,
-plain arithmetic stands for what jax's interpreter does not know: matrix products with an operand in registers, loads into a layout, and layouts.
-Shapes: B batch  T query time  S key time  N heads  K kv heads  H head dim, the value head dim too.
+A block of threads is three warpgroups: two compute, the third starts the copies of the tensor
+memory accelerator. Where a kernel is interpreted, plain arithmetic stands for what jax's
+interpreter does not know: matrix products with an operand in registers, loads into a layout, and
+layouts. Shapes: B batch  T query time  S key time  N heads  K kv heads  H head dim, the value head
+dim too.
 """
 
 import dataclasses
@@ -62,7 +65,8 @@ class Call:
         return self.heads // self.kv_heads
 
     def keys_of(self, start: Bound, rows: int, block: int) -> tuple[Bound, Bound, Bound, Bound]:
-        """The key tiles that queries start..start + rows - 1 visit: first, first without a mask, first with one again, end."""
+        """The key tiles that queries start..start + rows - 1 visit: first, first without a mask,
+        first with one again, end."""
         place, last = start + self.offset, start + self.offset + rows - 1
         lo: Bound = 0
         whole: Bound = 0
@@ -70,9 +74,15 @@ class Call:
         if self.causal:
             cut, end = least(cut, over(place + 1, block)), least(end, over(last + block, block))
         if self.window:
-            lo, whole = over(place - self.window + 1, block), over(last - self.window + block, block)
+            lo, whole = (
+                over(place - self.window + 1, block),
+                over(last - self.window + block, block),
+            )
             if not self.causal:
-                cut, end = least(cut, over(place + self.window, block)), least(end, over(last + self.window - 1 + block, block))
+                cut, end = (
+                    least(cut, over(place + self.window, block)),
+                    least(end, over(last + self.window - 1 + block, block)),
+                )
         return _ordered(lo, whole, cut, end)
 
     def queries_of(self, start: Bound, rows: int, block: int) -> tuple[Bound, Bound, Bound, Bound]:
@@ -84,9 +94,15 @@ class Call:
         if self.causal:
             lo, whole = over(place, block), over(last + block - 1, block)
         if self.window:
-            cut, end = least(cut, over(place + self.window, block)), least(end, over(last + self.window - 1 + block, block))
+            cut, end = (
+                least(cut, over(place + self.window, block)),
+                least(end, over(last + self.window - 1 + block, block)),
+            )
             if not self.causal:
-                lo, whole = over(place - self.window + 1, block), over(last - self.window + block, block)
+                lo, whole = (
+                    over(place - self.window + 1, block),
+                    over(last - self.window + block, block),
+                )
         if self.real_keys < self.keys:
             whole = jnp.where(start + rows > self.real_keys, end, whole)
         return _ordered(lo, whole, cut, end)
@@ -98,12 +114,21 @@ class Call:
 
     def hidden(self, s: jax.Array, place: Bound, key: Bound, keys_are_rows: bool) -> jax.Array:
         """Scores with -inf where key `key + i` is out of the bounds of the query at `place + j`."""
-        rows, columns = (plgpu.broadcasted_iota(jnp.int32, s.shape, axis, layout=None if self.interpret else WGMMA) for axis in (0, 1))
+        rows, columns = (
+            plgpu.broadcasted_iota(
+                jnp.int32, s.shape, axis, layout=None if self.interpret else WGMMA
+            )
+            for axis in (0, 1)
+        )
         queries, keys = (columns, rows) if keys_are_rows else (rows, columns)
         distance = queries - keys + (place - key)
         limits = [distance >= 0] if self.causal else []
         if self.window:
-            limits += [distance < self.window] if self.causal else [distance < self.window, distance > -self.window]
+            limits += (
+                [distance < self.window]
+                if self.causal
+                else [distance < self.window, distance > -self.window]
+            )
         if self.real_keys < self.keys:
             limits.append(keys < self.real_keys - key)
         return jnp.where(functools.reduce(jnp.logical_and, limits), s, -jnp.inf)
@@ -115,15 +140,20 @@ class Call:
         t = 1 - 2 / (1 + jnp.exp2(s * (2 * LOG2E * self.scale / self.soft_cap)))
         return t * (self.soft_cap * LOG2E), 1 - t * t
 
-    def product(self, a: Any, b: Any, transpose: bool = False, onto: jax.Array | None = None) -> jax.Array:
-        """a b (or a b^T) -> float32 in registers. `b` lies in shared memory, `a` there or in registers."""
+    def product(
+        self, a: Any, b: Any, transpose: bool = False, onto: jax.Array | None = None
+    ) -> jax.Array:
+        """a b (or a b^T) -> float32 in registers. `b` lies in shared memory, `a` there or in
+        registers."""
         if self.interpret:
             a, b = a if isinstance(a, jax.Array) else a[...], b[...].T if transpose else b[...]
             plgpu.commit_smem()  # what reads here is not what reads on a device
             return jnp.dot(a, b, preferred_element_type=jnp.float32) + (0 if onto is None else onto)
         b = b.transpose((1, 0)) if transpose else b
         if onto is not None:
-            return pl.run_state(lambda accumulator: plgpu.wgmma(accumulator, a, b))(plgpu.ACC.init(onto))
+            return pl.run_state(lambda accumulator: plgpu.wgmma(accumulator, a, b))(
+                plgpu.ACC.init(onto)
+            )
 
         def fresh(accumulator: Any) -> jax.Array:
             plgpu.wgmma(accumulator, a, b)
@@ -144,7 +174,8 @@ class Call:
         return plgpu.load(ref, *place, layout=layout, optimized=not device_memory)
 
     def columns(self, refs: Refs) -> list[jax.Array]:
-        """Vectors in shared memory for the columns of tiles, read so that the next copy may overwrite them."""
+        """Vectors in shared memory for the columns of tiles, read so that the next copy may
+        overwrite them."""
         read = [self.load(ref, OF_COLUMNS) for ref in refs]
         if read:
             plgpu.commit_smem()
@@ -152,7 +183,8 @@ class Call:
 
 
 class Ring:
-    """Buffers of one or several arrays in shared memory that go round: `full` when the copies have come, `free` when every reader is done."""
+    """Buffers of one or several arrays in shared memory that go round: `full` when the copies have
+    come, `free` when every reader is done."""
 
     def __init__(self, barriers: Refs, buffers: Refs, stages: int):
         (self.full, self.free), self.buffers, self.stages = barriers, buffers, stages
@@ -160,7 +192,9 @@ class Ring:
     @staticmethod
     def barriers(arrays: int, stages: int) -> tuple[Any, Any]:
         """The barriers of a ring of so many arrays."""
-        return plgpu.Barrier(num_arrivals=arrays, num_barriers=stages), plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=stages)
+        return plgpu.Barrier(num_arrivals=arrays, num_barriers=stages), plgpu.Barrier(
+            num_arrivals=COMPUTE, num_barriers=stages
+        )
 
     def fill(self, step: Bound, sources: Refs) -> None:
         """Starts the copies of a step, once its slot is free."""
@@ -174,10 +208,13 @@ class Ring:
             plgpu.copy_gmem_to_smem(source, buffer.at[slot], self.full.at[slot])
 
     def take(self, step: Bound) -> tuple[Refs, Callable[[], None]]:
-        """Waits for a step's arrays -> them, and what tells that this warpgroup is done with them."""
+        """Waits for a step's arrays -> them, and what tells that this warpgroup is done with
+        them."""
         slot = lax.rem(step, jnp.int32(self.stages))
         plgpu.barrier_wait(self.full.at[slot])
-        return [buffer.at[slot] for buffer in self.buffers], lambda: plgpu.barrier_arrive(self.free.at[slot])
+        return [buffer.at[slot] for buffer in self.buffers], lambda: plgpu.barrier_arrive(
+            self.free.at[slot]
+        )
 
     def drain(self, steps: Bound) -> None:
         """Waits until the last steps, of so many in all, are read."""
@@ -188,8 +225,16 @@ class Ring:
         lax.fori_loop(most(steps - self.stages, 0), steps, wait, None)
 
 
-def load_keys(call: Call, keys: Ring, values: Ring, sources: tuple[Any, Any, Refs], bounds: tuple[Bound, Bound], block: int) -> None:
-    """The loading warpgroup of queries: `sources`, keys, values and the keys' numbers in device memory, go into the rings, tile by tile."""
+def load_keys(
+    call: Call,
+    keys: Ring,
+    values: Ring,
+    sources: tuple[Any, Any, Refs],
+    bounds: tuple[Bound, Bound],
+    block: int,
+) -> None:
+    """The loading warpgroup of queries: `sources`, keys, values and the keys' numbers in device
+    memory, go into the rings, tile by tile."""
     plgpu.set_max_registers(40, action="decrease")
     (k, v, theirs), (lo, end) = sources, bounds
     row, kv_head = lax.axis_index("batch"), lax.div(lax.axis_index("head"), jnp.int32(call.groups))
@@ -204,8 +249,14 @@ def load_keys(call: Call, keys: Ring, values: Ring, sources: tuple[Any, Any, Ref
     values.drain(end - lo)
 
 
-def walk(call: Call, bounds: tuple[Bound, Bound, Bound, Bound], visit: Callable[[bool], Callable[[Bound, Any], Any]], carry: Any) -> Any:
-    """`visit(masked)(tile, carry)` over the tiles of `keys_of` or `queries_of`, with masks only where one is needed."""
+def walk(
+    call: Call,
+    bounds: tuple[Bound, Bound, Bound, Bound],
+    visit: Callable[[bool], Callable[[Bound, Any], Any]],
+    carry: Any,
+) -> Any:
+    """`visit(masked)(tile, carry)` over the tiles of `keys_of` or `queries_of`, with masks only
+    where one is needed."""
     lo, whole, cut, end = bounds
     if not call.bounded:
         return lax.fori_loop(lo, end, visit(False), carry)
@@ -214,32 +265,64 @@ def walk(call: Call, bounds: tuple[Bound, Bound, Bound, Bound], visit: Callable[
     return lax.fori_loop(cut, end, visit(True), carry)
 
 
-def same_numbers(s: jax.Array, rows: Sequence[jax.Array], columns: Sequence[jax.Array]) -> jax.Array:
+def same_numbers(
+    s: jax.Array, rows: Sequence[jax.Array], columns: Sequence[jax.Array]
+) -> jax.Array:
     """Scores with -inf where a row's number is not the column's."""
     for row, column in zip(rows, columns, strict=True):
-        s = jnp.where(lax.broadcast_in_dim(row, s.shape, [0]) == lax.broadcast_in_dim(column, s.shape, [1]), s, -jnp.inf)
+        s = jnp.where(
+            lax.broadcast_in_dim(row, s.shape, [0]) == lax.broadcast_in_dim(column, s.shape, [1]),
+            s,
+            -jnp.inf,
+        )
     return s
 
 
 def buffers(count: int, *shapes: tuple[tuple[int, ...], Any]) -> list[Any]:
     """Shared memory for `count` arrays of each (shape, type): matrices in the layout of wgmma."""
-    return [plgpu.SMEM((count, *shape), dtype, transforms=TILED if len(shape) == 2 else ()) for shape, dtype in shapes]
+    return [
+        plgpu.SMEM((count, *shape), dtype, transforms=TILED if len(shape) == 2 else ())
+        for shape, dtype in shapes
+    ]
 
 
-def launch(call: Call, name: str, body: Callable[[Call, Refs, Any], None], operands: Sequence[jax.Array], out: Any, tiles: tuple[int, int],
-           scratch: Any, flops: float) -> Any:
-    """Runs `body` for every (head, tile, row of the batch); `tiles`: how many heads and tiles. Newer jax takes the FLOPs too."""
-    moved = sum(x.size * x.dtype.itemsize for x in operands) + sum(np.prod(x.shape) * np.dtype(x.dtype).itemsize for x in out)
+def launch(
+    call: Call,
+    name: str,
+    body: Callable[[Call, Refs, Any], None],
+    operands: Sequence[jax.Array],
+    out: Any,
+    tiles: tuple[int, int],
+    scratch: Any,
+    flops: float,
+) -> Any:
+    """Runs `body` for every (head, tile, row of the batch); `tiles`: how many heads and tiles.
+    Newer jax takes the FLOPs too."""
+    moved = sum(x.size * x.dtype.itemsize for x in operands) + sum(
+        np.prod(x.shape) * np.dtype(x.dtype).itemsize for x in out
+    )
     more: dict[str, Any] = {}
     if "cost_estimate" in inspect.signature(plgpu.kernel).parameters:
-        more["cost_estimate"] = pl.CostEstimate(flops=int(flops), bytes_accessed=int(moved), transcendentals=0)
+        more["cost_estimate"] = pl.CostEstimate(
+            flops=int(flops), bytes_accessed=int(moved), transcendentals=0
+        )
 
     def kernel(*refs: Any) -> None:
         body(call, refs[:-1], refs[-1])
 
-    run = plgpu.kernel(kernel, kernel_name=name, out_type=out, scratch_types=[scratch], grid=(*tiles, call.batch),
-                       grid_names=("head", "tile", "batch"), num_threads=COMPUTE + 1, thread_name="warpgroup",
-                       compiler_params=plgpu.CompilerParams(approx_math=True), interpret=call.interpret, **more)
+    run = plgpu.kernel(
+        kernel,
+        kernel_name=name,
+        out_type=out,
+        scratch_types=[scratch],
+        grid=(*tiles, call.batch),
+        grid_names=("head", "tile", "batch"),
+        num_threads=COMPUTE + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=call.interpret,
+        **more,
+    )
     return run(*operands)
 
 

@@ -1,9 +1,10 @@
 """Attention on TPUs by our own Pallas kernels: what they can serve, their sizes, and the gradient.
 
-The heads that share a kv head share its fetched block. Tiles that bounds hide are not in the grid; of the others those whose numbers cannot meet are
-neither computed nor fetched, and only tiles that are partly hidden are masked. The backward pass recomputes the scores from the saved log-sum-exp
-(FlashAttention, Dao et al. 2022, arXiv:2205.14135).
-Shapes: B batch  T query time  S key time  N heads  K kv heads  H head dim  V value head dim.
+The heads that share a kv head share its fetched block. Tiles that bounds hide are not in the grid;
+of the others those whose numbers cannot meet are neither computed nor fetched, and only tiles that
+are partly hidden are masked. The backward pass recomputes the scores from the saved log-sum-exp
+(FlashAttention, Dao et al. 2022, arXiv:2205.14135). Shapes: B batch  T query time  S key time  N
+heads  K kv heads  H head dim  V value head dim.
 """
 
 import functools
@@ -22,7 +23,8 @@ ROWS = 1024
 
 
 class Blocks(NamedTuple):
-    """Queries and keys of a tile, for the result and the gradient of queries, then for the gradients of keys and values. Multiples of 128."""
+    """Queries and keys of a tile, for the result and the gradient of queries, then for the
+    gradients of keys and values. Multiples of 128."""
 
     block_q: int
     block_k: int
@@ -41,7 +43,10 @@ def supports(case: Case) -> str | None:
     groups, sizes = case.heads // case.kv_heads, _default(case)
     for tiling in _tilings(case.queries, case.keys, groups, case.request, sizes):
         if max(tiling.counts) >= MOST_BLOCKS or len(tiling.tiles()) > MOST_TILES:
-            return f"{case.queries} queries and {case.keys} keys make more than {MOST_TILES} tiles; splitting the sequence over devices would do"
+            return (
+                f"{case.queries} queries and {case.keys} keys make more than {MOST_TILES} "
+                "tiles; splitting the sequence over devices would do"
+            )
     return None
 
 
@@ -55,13 +60,26 @@ def candidates(case: Case) -> list[dict[str, int]]:
     return [sizes._asdict() for sizes in dict.fromkeys(found)]
 
 
-def run(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKV: jax.Array, sinks_N: jax.Array | None, same: Same, request: Request,
-        blocks: Mapping[str, int] | None = None, interpret: Any = False) -> jax.Array:
-    """softmax(scores) v -> [B, T, N, V] in q's dtype, as reference.run; float32 is multiplied in full precision.
+def run(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKV: jax.Array,
+    sinks_N: jax.Array | None,
+    same: Same,
+    request: Request,
+    blocks: Mapping[str, int] | None = None,
+    interpret: Any = False,
+) -> jax.Array:
+    """softmax(scores) v -> [B, T, N, V] in q's dtype, as reference.run; float32 is multiplied in
+    full precision.
 
-    `blocks`: any of the sizes of `Blocks`. `interpret`: True or pltpu.InterpretParams, to run on a CPU.
+    `blocks`: any of the sizes of `Blocks`. `interpret`: True or pltpu.InterpretParams, to run on a
+    CPU.
     """
-    groups, span = q_BTNH.shape[2] // k_BSKH.shape[2], min(k_BSKH.shape[1], request.reach or k_BSKH.shape[1])
+    groups, span = (
+        q_BTNH.shape[2] // k_BSKH.shape[2],
+        min(k_BSKH.shape[1], request.reach or k_BSKH.shape[1]),
+    )
     sizes = _sizes(groups, span)._replace(**blocks or {})
     assert all(size % LANES == 0 for size in sizes), sizes
     return _attention(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, request, sizes, interpret)
@@ -73,45 +91,96 @@ def _attention(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, request, sizes, interpret)
 
 
 def _forward(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, request, sizes, interpret):
-    tiling, _ = _tilings(q_BTNH.shape[1], k_BSKH.shape[1], q_BTNH.shape[2] // k_BSKH.shape[2], request, sizes, same)
-    o, log = kernels.forward(tiling, tiling.of_queries(q_BTNH), tiling.of_keys(k_BSKH), tiling.of_keys(v_BSKV), sinks_N, same, interpret)
-    o_BTNV, log_BTN = tiling.by_time(o, v_BSKV.shape[3]), tiling.by_time(log.swapaxes(3, 4), 1)[..., 0]
+    tiling, _ = _tilings(
+        q_BTNH.shape[1], k_BSKH.shape[1], q_BTNH.shape[2] // k_BSKH.shape[2], request, sizes, same
+    )
+    o, log = kernels.forward(
+        tiling,
+        tiling.of_queries(q_BTNH),
+        tiling.of_keys(k_BSKH),
+        tiling.of_keys(v_BSKV),
+        sinks_N,
+        same,
+        interpret,
+    )
+    o_BTNV, log_BTN = (
+        tiling.by_time(o, v_BSKV.shape[3]),
+        tiling.by_time(log.swapaxes(3, 4), 1)[..., 0],
+    )
     return o_BTNV, (q_BTNH, k_BSKH, v_BSKV, sinks_N, same, o_BTNV, log_BTN)
 
 
 def _backward(request, sizes, interpret, saved, do_BTNV):
     q_BTNH, k_BSKH, v_BSKV, sinks_N, same, o_BTNV, log_BTN = saved
     mean_BTN = (do_BTNV.astype(jnp.float32) * o_BTNV.astype(jnp.float32)).sum(axis=-1)
-    by_queries, by_keys = _tilings(q_BTNH.shape[1], k_BSKH.shape[1], q_BTNH.shape[2] // k_BSKH.shape[2], request, sizes, same)
+    by_queries, by_keys = _tilings(
+        q_BTNH.shape[1], k_BSKH.shape[1], q_BTNH.shape[2] // k_BSKH.shape[2], request, sizes, same
+    )
 
     def given(tiling: Tiling) -> kernels.Asked:
-        return kernels.Asked(tiling.of_queries(q_BTNH), tiling.of_keys(k_BSKH), tiling.of_keys(v_BSKV), tiling.of_queries(do_BTNV),
-                             tiling.in_lanes(log_BTN), tiling.in_lanes(mean_BTN))
+        return kernels.Asked(
+            tiling.of_queries(q_BTNH),
+            tiling.of_keys(k_BSKH),
+            tiling.of_keys(v_BSKV),
+            tiling.of_queries(do_BTNV),
+            tiling.in_lanes(log_BTN),
+            tiling.in_lanes(mean_BTN),
+        )
 
-    dq = by_queries.by_time(kernels.of_queries(by_queries, given(by_queries), same, interpret), q_BTNH.shape[3])
+    dq = by_queries.by_time(
+        kernels.of_queries(by_queries, given(by_queries), same, interpret), q_BTNH.shape[3]
+    )
     dk, dv = kernels.of_keys(by_keys, given(by_keys), same, interpret)
-    dk_BSKH, dv_BSKV = (x.transpose(0, 2, 1, 3)[:, :like.shape[1], :, :like.shape[3]] for x, like in ((dk, k_BSKH), (dv, v_BSKV)))
+    dk_BSKH, dv_BSKV = (
+        x.transpose(0, 2, 1, 3)[:, : like.shape[1], :, : like.shape[3]]
+        for x, like in ((dk, k_BSKH), (dv, v_BSKV))
+    )
     return dq, dk_BSKH, dv_BSKV, _of_sinks(sinks_N, log_BTN, mean_BTN), None
 
 
 _attention.defvjp(_forward, _backward)
 
 
-def _of_sinks(sinks_N: jax.Array | None, log_BTN: jax.Array, mean_BTN: jax.Array) -> jax.Array | None:
-    """A sink gives nothing, so its gradient is minus its share of the softmax times what the others give."""
+def _of_sinks(
+    sinks_N: jax.Array | None, log_BTN: jax.Array, mean_BTN: jax.Array
+) -> jax.Array | None:
+    """A sink gives nothing, so its gradient is minus its share of the softmax times what the others
+    give."""
     if sinks_N is None:
         return None
-    return -(jnp.exp(sinks_N.astype(jnp.float32) - log_BTN) * mean_BTN).sum(axis=(0, 1)).astype(sinks_N.dtype)
+    return (
+        -(jnp.exp(sinks_N.astype(jnp.float32) - log_BTN) * mean_BTN)
+        .sum(axis=(0, 1))
+        .astype(sinks_N.dtype)
+    )
 
 
-def _tilings(queries: int, keys: int, groups: int, request: Request, sizes: Blocks, same: Same = ()) -> tuple[Tiling, Tiling]:
+def _tilings(
+    queries: int, keys: int, groups: int, request: Request, sizes: Blocks, same: Same = ()
+) -> tuple[Tiling, Tiling]:
     """By blocks of queries, and by blocks of keys."""
     rows = max((x.shape[0] for pair in same for x in pair), default=1)
 
     def one(block_q: int, block_k: int, by_keys: bool) -> Tiling:
-        block_q, block_k = (min(size, -(-length // LANES) * LANES) for size, length in ((block_q, queries), (block_k, keys)))
-        heads = max(n for n in range(1, groups + 1) if groups % n == 0 and n * block_q <= max(ROWS, block_q))
-        return Tiling(request, queries, keys, heads, groups // heads, block_q, block_k, by_keys, len(same), rows)
+        block_q, block_k = (
+            min(size, -(-length // LANES) * LANES)
+            for size, length in ((block_q, queries), (block_k, keys))
+        )
+        heads = max(
+            n for n in range(1, groups + 1) if groups % n == 0 and n * block_q <= max(ROWS, block_q)
+        )
+        return Tiling(
+            request,
+            queries,
+            keys,
+            heads,
+            groups // heads,
+            block_q,
+            block_k,
+            by_keys,
+            len(same),
+            rows,
+        )
 
     return one(sizes.block_q, sizes.block_k, False), one(sizes.block_q_dkv, sizes.block_k_dkv, True)
 
@@ -121,7 +190,8 @@ def _default(case: Case) -> Blocks:
 
 
 def _sizes(groups: int, span: int) -> Blocks:
-    """Wide blocks of keys cost less for each score, and compute more hidden ones at the edge of the mask."""
+    """Wide blocks of keys cost less for each score, and compute more hidden ones at the edge of the
+    mask."""
     shared = max(n for n in (1, 2, 3, 4) if groups % n == 0)
     block_q, block_k = ROWS // shared // LANES * LANES, 512 if span <= 8192 else 1024
     return Blocks(block_q, block_k, block_q, block_k)

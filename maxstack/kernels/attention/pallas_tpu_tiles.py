@@ -1,7 +1,9 @@
-"""Tiles of the TPU kernel for attention: which of them are computed and which are fetched, and how arrays lie in them.
+"""Tiles of the TPU kernel for attention: which of them are computed and which are fetched, and how
+arrays lie in them.
 
-A tile is `block_q` queries of `heads` heads, one head after another, against `block_k` keys of the kv head that they share.
-Shapes: B batch  T query time  S key time  N heads  K kv heads  C shares of the heads of a kv head  R rows of a tile of queries  H head dim.
+A tile is `block_q` queries of `heads` heads, one head after another, against `block_k` keys of the
+kv head that they share. Shapes: B batch  T query time  S key time  N heads  K kv heads  C shares of
+the heads of a kv head  R rows of a tile of queries  H head dim.
 """
 
 import dataclasses
@@ -15,7 +17,8 @@ from maxstack.kernels.attention.request import Request, Same
 
 LANES = 128
 FIRST, LAST, WHOLE, HIDDEN = 1, 2, 4, 8
-"""Marks of a tile: the first and the last of its row of tiles; every query sees every key; computed by nobody, there to write zeros."""
+"""Marks of a tile: the first and the last of its row of tiles; every query sees every key; computed
+by nobody, there to write zeros."""
 MOST_BLOCKS = 8192
 MOST_TILES = 65536
 """What scalar memory holds of them, 4 bytes each."""
@@ -23,7 +26,8 @@ MOST_TILES = 65536
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """How one kernel goes over T queries and S keys. Along `major` blocks of queries (or of keys, `by_keys`), each against every one it meets."""
+    """How one kernel goes over T queries and S keys. Along `major` blocks of queries (or of keys,
+    `by_keys`), each against every one it meets."""
 
     request: Request
     queries: int
@@ -49,8 +53,11 @@ class Tiling:
 
     @property
     def nearest(self) -> int | None:
-        """The least distance, place of a query less that of a key, at which it sees the key; None: no bound."""
-        return 0 if self.request.causal else 1 - self.request.window if self.request.window else None
+        """The least distance, place of a query less that of a key, at which it sees the key; None:
+        no bound."""
+        return (
+            0 if self.request.causal else 1 - self.request.window if self.request.window else None
+        )
 
     @property
     def furthest(self) -> int | None:
@@ -58,33 +65,54 @@ class Tiling:
         return self.request.window - 1 if self.request.window else None
 
     def bounded(self) -> tuple[np.ndarray, np.ndarray]:
-        """bool [blocks of queries, blocks of keys]: some query may see some key, and every query sees every key, numbers apart."""
-        first_q, first_k = (np.arange(n) * size for n, size in zip(self.counts, (self.block_q, self.block_k), strict=True))
+        """bool [blocks of queries, blocks of keys]: some query may see some key, and every query
+        sees every key, numbers apart."""
+        first_q, first_k = (
+            np.arange(n) * size
+            for n, size in zip(self.counts, (self.block_q, self.block_k), strict=True)
+        )
         last_q = np.minimum(first_q + self.block_q, self.queries) - 1 + self.request.offset
         last_k = np.minimum(first_k + self.block_k, self.keys) - 1
         least, most = (first_q + self.request.offset)[:, None] - last_k, last_q[:, None] - first_k
-        near, far = -math.inf if self.nearest is None else self.nearest, math.inf if self.furthest is None else self.furthest
-        return (most >= near) & (least <= far), (least >= near) & (most <= far) & (first_k + self.block_k <= self.keys)
+        near, far = (
+            -math.inf if self.nearest is None else self.nearest,
+            math.inf if self.furthest is None else self.furthest,
+        )
+        return (most >= near) & (least <= far), (least >= near) & (most <= far) & (
+            first_k + self.block_k <= self.keys
+        )
 
     def tiles(self) -> np.ndarray:
-        """int32 [tiles]: block of queries << 18 | block of keys << 4 | marks, row by row of tiles. A row that sees nothing has one, hidden."""
+        """int32 [tiles]: block of queries << 18 | block of keys << 4 | marks, row by row of tiles.
+        A row that sees nothing has one, hidden."""
         seen, whole = (x.T if self.by_keys else x for x in self.bounded())
         lone: np.ndarray = np.logical_not(seen.any(axis=1))
         kept = seen.copy()
         kept[lone, 0] = True
         major, minor = np.nonzero(kept)
         first = np.r_[True, major[1:] != major[:-1]]
-        marks = first * FIRST + np.r_[first[1:], True] * LAST + whole[major, minor] * WHOLE + lone[major] * HIDDEN
+        marks = (
+            first * FIRST
+            + np.r_[first[1:], True] * LAST
+            + whole[major, minor] * WHOLE
+            + lone[major] * HIDDEN
+        )
         i, j = (minor, major) if self.by_keys else (major, minor)
         return (i << 18 | j << 4 | marks).astype(np.int32)
 
     def computed(self) -> int:
-        """Tiles that are computed, numbers apart, one head and row of the batch: those within `request.reach`."""
-        narrow = dataclasses.replace(self.request, window=self.request.reach) if self.request.causal else self.request
+        """Tiles that are computed, numbers apart, one head and row of the batch: those within
+        `request.reach`."""
+        narrow = (
+            dataclasses.replace(self.request, window=self.request.reach)
+            if self.request.causal
+            else self.request
+        )
         return int(dataclasses.replace(self, request=narrow).bounded()[0].sum())
 
     def ranges(self, same: Same) -> jax.Array:
-        """int32: for each major block the first and last minor block whose numbers may meet its own, then the least and greatest numbers of blocks.
+        """int32: for each major block the first and last minor block whose numbers may meet its
+        own, then the least and greatest numbers of blocks.
 
         No order of the numbers is assumed: blocks whose ranges are apart cannot meet, others may.
         """
@@ -92,7 +120,11 @@ class Tiling:
         for mine, theirs in same:
             q_low, q_high = self._limits(mine, self.counts[0], self.block_q)
             k_low, k_high = self._limits(theirs, self.counts[1], self.block_k)
-            meet = meet & (q_low[:, :, None] <= k_high[:, None]) & (k_low[:, None] <= q_high[:, :, None])
+            meet = (
+                meet
+                & (q_low[:, :, None] <= k_high[:, None])
+                & (k_low[:, None] <= q_high[:, :, None])
+            )
             limits += [q_low, q_high, k_low, k_high]
         meet = jnp.broadcast_to(meet, (self.rows_of_numbers, *meet.shape[1:]))
         meet = meet.swapaxes(1, 2) if self.by_keys else meet
@@ -105,13 +137,17 @@ class Tiling:
         return blocks.min(axis=2), blocks.max(axis=2)
 
     def numbers(self, numbers: jax.Array, length: int) -> jax.Array:
-        """int32 [rows_of_numbers, length]: the last one goes on to the end, where it widens no range."""
+        """int32 [rows_of_numbers, length]: the last one goes on to the end, where it widens no
+        range."""
         wide = jnp.broadcast_to(numbers.astype(jnp.int32), (self.rows_of_numbers, numbers.shape[1]))
         return jnp.pad(wide, ((0, 0), (0, length - numbers.shape[1])), mode="edge")
 
-    def clipped(self, tile: jax.Array, ranges: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(block of queries, block of keys, -1, 0 or 1) to fetch for a tile. What stands before or after all that its row of tiles meets is not
-        fetched: the first or the last that it does meet stays instead, and the third says which."""
+    def clipped(
+        self, tile: jax.Array, ranges: jax.Array, row: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(block of queries, block of keys, -1, 0 or 1) to fetch for a tile. What stands before or
+        after all that its row of tiles meets is not fetched: the first or the last that it does
+        meet stays instead, and the third says which."""
         i, j = tile >> 18, tile >> 4 & (1 << 14) - 1
         if not self.pairs:
             return i, j, jnp.zeros_like(i)
@@ -126,7 +162,9 @@ class Tiling:
         """Of numbers, for a row of the batch."""
         return row if self.rows_of_numbers > 1 else row * 0
 
-    def state(self, tile: jax.Array, ranges: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def state(
+        self, tile: jax.Array, ranges: jax.Array, row: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         """(may some query see some key, does every query see every key), with the numbers."""
         i, j, n = tile >> 18, tile >> 4 & (1 << 14) - 1, self.rows_of_numbers
         some, every = tile & HIDDEN == 0, tile & WHOLE != 0
@@ -143,11 +181,14 @@ class Tiling:
         return some, every
 
     def of_queries(self, x_BTNH: jax.Array) -> jax.Array:
-        """[B, K, C, blocks x R, H]: the rows of one tile lie together. H becomes a multiple of 128."""
+        """[B, K, C, blocks x R, H]: the rows of one tile lie together. H becomes a multiple of
+        128."""
         b, t, _, h = x_BTNH.shape
         n = self.counts[0]
         x = jnp.pad(x_BTNH, ((0, 0), (0, n * self.block_q - t), (0, 0), (0, -h % LANES)))
-        x = x.reshape(b, n, self.block_q, -1, self.shares, self.heads, x.shape[3]).transpose(0, 3, 4, 1, 5, 2, 6)
+        x = x.reshape(b, n, self.block_q, -1, self.shares, self.heads, x.shape[3]).transpose(
+            0, 3, 4, 1, 5, 2, 6
+        )
         return x.reshape(b, -1, self.shares, n * self.rows, x.shape[6])
 
     def in_lanes(self, x_BTN: jax.Array) -> jax.Array:
@@ -161,10 +202,16 @@ class Tiling:
     def by_time(self, x: jax.Array, h: int) -> jax.Array:
         """[B, T, N, H] again."""
         b, kv, n = *x.shape[:2], self.counts[0]
-        x = x.reshape(b, kv, self.shares, n, self.heads, self.block_q, -1).transpose(0, 3, 5, 1, 2, 4, 6)
-        return x.reshape(b, n * self.block_q, kv * self.shares * self.heads, -1)[:, :self.queries, :, :h]
+        x = x.reshape(b, kv, self.shares, n, self.heads, self.block_q, -1).transpose(
+            0, 3, 5, 1, 2, 4, 6
+        )
+        return x.reshape(b, n * self.block_q, kv * self.shares * self.heads, -1)[
+            :, : self.queries, :, :h
+        ]
 
     def of_keys(self, x_BSKH: jax.Array) -> jax.Array:
         """[B, K, S, H] with S a multiple of the block and H of 128."""
         s, h = x_BSKH.shape[1], x_BSKH.shape[3]
-        return jnp.pad(x_BSKH, ((0, 0), (0, self.counts[1] * self.block_k - s), (0, 0), (0, -h % LANES))).transpose(0, 2, 1, 3)
+        return jnp.pad(
+            x_BSKH, ((0, 0), (0, self.counts[1] * self.block_k - s), (0, 0), (0, -h % LANES))
+        ).transpose(0, 2, 1, 3)

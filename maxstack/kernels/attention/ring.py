@@ -1,8 +1,10 @@
-"""Attention over a sequence that is split over devices: keys and values go around, queries stay (Liu et al. 2023, arXiv:2310.01889).
+"""Attention over a sequence that is split over devices: keys and values go around, queries stay
+(Liu et al. 2023, arXiv:2310.01889).
 
-Sequences lie in the order of kernels/sequences.py, so that every device has the same work at every step (after Llama 3, arXiv:2407.21783, section
-3.3.2). All but `halves` and `routes` runs on one device's part, inside `sharding.per_device`.
-Shapes: B batch  T query time, of one device  S key time, of one device  N heads  K kv heads  G heads / kv heads  H head dim  V value head dim.
+Sequences lie in the order of kernels/sequences.py, so that every device has the same work at every
+step (after Llama 3, arXiv:2407.21783, section 3.3.2). All but `halves` and `routes` runs on one
+device's part, inside `sharding.per_device`. Shapes: B batch  T query time, of one device  S key
+time, of one device  N heads  K kv heads  G heads / kv heads  H head dim  V value head dim.
 """
 
 import dataclasses
@@ -14,21 +16,31 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxstack.kernels.attention import blockwise as blocks
-from maxstack.kernels.attention.blockwise import Gathered, Grads, Keys, Numbers, Scoring, Tiles, zeros
+from maxstack.kernels.attention.blockwise import (
+    Gathered,
+    Grads,
+    Keys,
+    Numbers,
+    Scoring,
+    Tiles,
+    zeros,
+)
 from maxstack.kernels.sequences import Axes, whole
 
 Step = Any
 
 
 def halves(parts: int, device: Step, shift: Step) -> list[tuple[Step, Step]]:
-    """(which of its two chunks, which of the other's): the earlier chunks that a device sees of the one `shift` > 0 places before it on the ring:
-    two, whichever they are. Numbers or traced numbers."""
+    """(which of its two chunks, which of the other's): the earlier chunks that a device sees of the
+    one `shift` > 0 places before it on the ring: two, whichever they are. Numbers or traced
+    numbers."""
     half = ((device - shift) % parts > device) * 1
     return [(1, 0), (half, half)]
 
 
 def routes(parts: int, chunk: int, window: int | None) -> list[tuple[int, int]]:
-    """(direction, steps) of the ways that keys take around the ring: one whole round, or as far as a window reaches, both ways."""
+    """(direction, steps) of the ways that keys take around the ring: one whole round, or as far as
+    a window reaches, both ways."""
     reach = 2 * parts if window is None else 0 if window < 2 else (window - 2) // chunk + 1
     if 2 * reach >= parts - 1:
         return [(1, parts - 1)] if reach else []
@@ -36,9 +48,17 @@ def routes(parts: int, chunk: int, window: int | None) -> list[tuple[int, int]]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def ring_attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKV: jax.Array, sinks_N: jax.Array | None, same: tuple[jax.Array, ...],
-                   scoring: Scoring, axes: Axes) -> jax.Array:
-    """What kernels.blockwise_attention gives, of this device's part of sequences that lie in the order of `zigzag` over mesh axes `axes`."""
+def ring_attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKV: jax.Array,
+    sinks_N: jax.Array | None,
+    same: tuple[jax.Array, ...],
+    scoring: Scoring,
+    axes: Axes,
+) -> jax.Array:
+    """What kernels.blockwise_attention gives, of this device's part of sequences that lie in the
+    order of `zigzag` over mesh axes `axes`."""
     return _forward(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, scoring, axes)[0]
 
 
@@ -55,13 +75,25 @@ class Ring:
     """`Numbers.same` of all positions, in the order of the devices."""
 
     def earlier(self, shift: Step) -> list[Tiles]:
-        """The device's queries against the keys of the one `shift` places before it: whole chunks, or as many of their last as a window sees."""
+        """The device's queries against the keys of the one `shift` places before it: whole chunks,
+        or as many of their last as a window sees."""
         chunk, window, found = self.chunk, self.scoring.window, []
-        kept, (most_rows, most_keys) = min(chunk, max(1, window - 1)) if window else chunk, blocks.sizes()
+        kept, (most_rows, most_keys) = (
+            min(chunk, max(1, window - 1)) if window else chunk,
+            blocks.sizes(),
+        )
         for begin, end, rows in blocks.spans(chunk, most_rows):
             for first, last, keys in blocks.spans(kept, most_keys):
-                at, key = (x.reshape(-1) for x in np.meshgrid(np.arange(begin, end, rows), np.arange(first, last, keys), indexing="ij"))
-                both = [(at + mine * chunk, key + (theirs + 1) * chunk - kept) for mine, theirs in halves(self.parts, self.device, shift)]
+                at, key = (
+                    x.reshape(-1)
+                    for x in np.meshgrid(
+                        np.arange(begin, end, rows), np.arange(first, last, keys), indexing="ij"
+                    )
+                )
+                both = [
+                    (at + mine * chunk, key + (theirs + 1) * chunk - kept)
+                    for mine, theirs in halves(self.parts, self.device, shift)
+                ]
                 starts, firsts = (jnp.concatenate(x) for x in zip(*both, strict=True))
                 found.append(Tiles(starts, firsts, rows, keys, earlier=True))
         return found
@@ -76,16 +108,30 @@ class Ring:
 
     def _of(self, device: jax.Array) -> Numbers:
         within, size = jnp.arange(self.chunk), 2 * self.chunk
-        place = jnp.concatenate([device * self.chunk + within, (2 * self.parts - 1 - device) * self.chunk + within])
-        return Numbers(place[None], tuple(jax.lax.dynamic_slice_in_dim(x, device * size, size, 1) for x in self.everyones))
+        place = jnp.concatenate(
+            [device * self.chunk + within, (2 * self.parts - 1 - device) * self.chunk + within]
+        )
+        return Numbers(
+            place[None],
+            tuple(jax.lax.dynamic_slice_in_dim(x, device * size, size, 1) for x in self.everyones),
+        )
 
     def send(self, x: Any, steps: int) -> Any:
         """Every device's `x` to the device `steps` places after it."""
-        return jax.lax.ppermute(x, self.axes, [(i, (i + steps) % self.parts) for i in range(self.parts)])
+        return jax.lax.ppermute(
+            x, self.axes, [(i, (i + steps) % self.parts) for i in range(self.parts)]
+        )
 
 
 def _ring(q_BTNH: jax.Array, same: tuple[jax.Array, ...], scoring: Scoring, axes: Axes) -> Ring:
-    return Ring(axes, jax.lax.axis_size(axes), jax.lax.axis_index(axes), q_BTNH.shape[1] // 2, scoring, tuple(whole(x, axes) for x in same))
+    return Ring(
+        axes,
+        jax.lax.axis_size(axes),
+        jax.lax.axis_index(axes),
+        q_BTNH.shape[1] // 2,
+        scoring,
+        tuple(whole(x, axes) for x in same),
+    )
 
 
 def _forward(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, scoring, axes):
@@ -93,10 +139,14 @@ def _forward(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, scoring, axes):
     q_BKGTH, here = blocks.by_head(q_BTNH, k_BSKH, v_BSKV)
     own, ways = ring.own(), routes(ring.parts, ring.chunk, scoring.window)
     arriving = [ring.send(here, direction) for direction, _ in ways]
-    found = blocks.gather(blocks.nothing(q_BKGTH, here, sinks_N), q_BKGTH, here, ring.numbers(0), own, scoring)
+    found = blocks.gather(
+        blocks.nothing(q_BKGTH, here, sinks_N), q_BKGTH, here, ring.numbers(0), own, scoring
+    )
 
     def visit(found: Gathered, there: Keys, shift: Step) -> Gathered:
-        return blocks.gather(found, q_BKGTH, there, ring.numbers(shift), ring.earlier(shift), scoring)
+        return blocks.gather(
+            found, q_BKGTH, there, ring.numbers(shift), ring.earlier(shift), scoring
+        )
 
     for (direction, steps), there in zip(ways, arriving, strict=True):
 
@@ -113,7 +163,8 @@ def _forward(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, scoring, axes):
 
 
 def _backward(scoring, axes, saved, do_BTNV):
-    """Gradients of keys and values go around with them, one step behind: no device waits for them before its own work."""
+    """Gradients of keys and values go around with them, one step behind: no device waits for them
+    before its own work."""
     q_BTNH, k_BSKH, v_BSKV, sinks_N, same, o_BTNV, log_BKGT = saved
     ring = _ring(q_BTNH, same, scoring, axes)
     q_BKGTH, here = blocks.by_head(q_BTNH, k_BSKH, v_BSKV)
@@ -124,7 +175,9 @@ def _backward(scoring, axes, saved, do_BTNV):
     dq, home = blocks.spread((zeros(q_BKGTH), none), asked, here, ring.numbers(0), own, scoring)
 
     def visit(dq: jax.Array, there: Keys, shift: Step) -> Grads:
-        return blocks.spread((dq, none), asked, there, ring.numbers(shift), ring.earlier(shift), scoring)
+        return blocks.spread(
+            (dq, none), asked, there, ring.numbers(shift), ring.earlier(shift), scoring
+        )
 
     for (direction, steps), there in zip(ways, arriving, strict=True):
 
@@ -136,7 +189,9 @@ def _backward(scoring, axes, saved, do_BTNV):
 
         grads = none
         if steps > 1:
-            (dq, there, grads), _ = jax.lax.scan(step, (dq, there, grads), direction * jnp.arange(1, steps))
+            (dq, there, grads), _ = jax.lax.scan(
+                step, (dq, there, grads), direction * jnp.arange(1, steps)
+            )
             grads = ring.send(grads, direction)
         dq, added = visit(dq, there, direction * steps)
         home = _sum(home, ring.send(_sum(grads, added), -direction * steps))

@@ -1,4 +1,5 @@
-"""Attention on TPUs by jax's splash kernels (jax.experimental.pallas.ops.tpu.splash_attention), where their meaning is ours.
+"""Attention on TPUs by jax's splash kernels (jax.experimental.pallas.ops.tpu.splash_attention),
+where their meaning is ours.
 
 Shapes: B batch  T query time  S key time  N heads  K kv heads  H head dim  V value head dim.
 """
@@ -18,7 +19,8 @@ from maxstack.kernels.attention.request import Case, Request, Same
 LANES = 128
 BLOCKS = (512, 384, 256, 128)
 NO_SINK = -1e30
-"""A sink that takes no share, but for queries that see no key: without any, splash gives those the mean of values that are hidden."""
+"""A sink that takes no share, but for queries that see no key: without any, splash gives those the
+mean of values that are hidden."""
 MOST_PLACES = 1 << 32
 
 
@@ -37,7 +39,10 @@ def supports(case: Case) -> str | None:
         if not length or length % LANES:
             return f"{length} {what} are not a multiple of {LANES}"
     if case.queries * case.keys > MOST_PLACES:
-        return f"jax goes over all of {case.queries} x {case.keys} places while it traces; up to {MOST_PLACES} would do"
+        return (
+            f"jax goes over all of {case.queries} x {case.keys} places while it traces; up "
+            f"to {MOST_PLACES} would do"
+        )
     nearest, furthest = request.offset - case.keys + 1, request.offset + case.queries - 1
     window = request.window or case.queries + case.keys + abs(request.offset)
     if furthest < (0 if request.causal else 1 - window) or nearest >= window:
@@ -51,22 +56,49 @@ def candidates(case: Case) -> list[dict[str, int]]:
     for q in (256, 512, 1024):
         found += [{**found[0], "block_q": q, "block_k": k} for k in (512, 1024, 2048)]
         found += [{**found[0], "block_q_dkv": q, "block_k_dkv": k} for k in (512, 1024)]
-    fits = [sizes for sizes in found if all((case.queries if "_q" in name else case.keys) % size == 0 for name, size in sizes.items())]
+    fits = [
+        sizes
+        for sizes in found
+        if all(
+            (case.queries if "_q" in name else case.keys) % size == 0
+            for name, size in sizes.items()
+        )
+    ]
     return [dict(sizes) for sizes in dict.fromkeys(tuple(sizes.items()) for sizes in fits)]
 
 
-def run(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKV: jax.Array, sinks_N: jax.Array | None, same: Same, request: Request,
-        blocks: Mapping[str, int] | None = None, interpret: bool = False) -> jax.Array:
+def run(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKV: jax.Array,
+    sinks_N: jax.Array | None,
+    same: Same,
+    request: Request,
+    blocks: Mapping[str, int] | None = None,
+    interpret: bool = False,
+) -> jax.Array:
     """softmax(scores) v -> [B, T, N, V] in q's dtype, as reference.run."""
     b, t, n, _ = q_BTNH.shape
     s = k_BSKH.shape[1]
     sizes = tuple({**_default(t, s), **(blocks or {})}.items())
-    attend = _kernel(request.causal, request.window, request.offset, request.soft_cap, n, t, s, sizes, interpret)
+    attend = _kernel(
+        request.causal, request.window, request.offset, request.soft_cap, n, t, s, sizes, interpret
+    )
     scaled = (q_BTNH.astype(jnp.float32) * request.scale).astype(q_BTNH.dtype)
     q_BNTH, k_BKSH, v_BKSV = (x.transpose(0, 2, 1, 3) for x in (scaled, k_BSKH, v_BSKV))
-    sinks = jnp.full(n, NO_SINK, jnp.float32) if sinks_N is None else jnp.maximum(sinks_N.astype(jnp.float32), NO_SINK)
-    numbers = kernels.SegmentIds(*(jnp.broadcast_to(x, (b, x.shape[1])) for x in same[0])) if same else None
-    o_BNTV = jax.vmap(attend, in_axes=(0, 0, 0, numbers and 0, None))(q_BNTH, k_BKSH, v_BKSV, numbers, sinks)
+    sinks = (
+        jnp.full(n, NO_SINK, jnp.float32)
+        if sinks_N is None
+        else jnp.maximum(sinks_N.astype(jnp.float32), NO_SINK)
+    )
+    numbers = (
+        kernels.SegmentIds(*(jnp.broadcast_to(x, (b, x.shape[1])) for x in same[0]))
+        if same
+        else None
+    )
+    o_BNTV = jax.vmap(attend, in_axes=(0, 0, 0, numbers and 0, None))(
+        q_BNTH, k_BKSH, v_BKSV, numbers, sinks
+    )
     return o_BNTV.transpose(0, 2, 1, 3)
 
 
@@ -76,8 +108,17 @@ def _default(queries: int, keys: int) -> dict[str, int]:
 
 
 @functools.lru_cache(maxsize=64)
-def _kernel(causal: bool, window: int | None, offset: int, soft_cap: float | None, heads: int, t: int, s: int, sizes: tuple[tuple[str, int], ...],
-            interpret: bool) -> Any:
+def _kernel(
+    causal: bool,
+    window: int | None,
+    offset: int,
+    soft_cap: float | None,
+    heads: int,
+    t: int,
+    s: int,
+    sizes: tuple[tuple[str, int], ...],
+    interpret: bool,
+) -> Any:
     """Splash's kernels and their tables of tiles, which take long to make for long sequences."""
     mask: masks.Mask
     if window:
@@ -85,9 +126,21 @@ def _kernel(causal: bool, window: int | None, offset: int, soft_cap: float | Non
     else:
         mask = masks.CausalMask((t, s), offset) if causal else masks.FullMask((t, s))
     of = dict(sizes)
-    blocks = kernels.BlockSizes(block_q=of["block_q"], block_kv=of["block_k"], block_q_dq=of["block_q"], block_kv_dq=of["block_k"],
-                                block_q_dkv=of["block_q_dkv"], block_kv_dkv=of["block_k_dkv"])
+    blocks = kernels.BlockSizes(
+        block_q=of["block_q"],
+        block_kv=of["block_k"],
+        block_q_dq=of["block_q"],
+        block_kv_dq=of["block_k"],
+        block_q_dkv=of["block_q_dkv"],
+        block_kv_dkv=of["block_k_dkv"],
+    )
     with jax.ensure_compile_time_eval():
-        made = kernels.make_splash_mha(masks.MultiHeadMask([mask] * heads), block_sizes=blocks, attn_logits_soft_cap=soft_cap, head_shards=1,
-                                       q_seq_shards=1, interpret=interpret)
+        made = kernels.make_splash_mha(
+            masks.MultiHeadMask([mask] * heads),
+            block_sizes=blocks,
+            attn_logits_soft_cap=soft_cap,
+            head_shards=1,
+            q_seq_shards=1,
+            interpret=interpret,
+        )
         return jax.tree.map(np.asarray, made)

@@ -1,8 +1,10 @@
-"""Attention by tokamax's kernels: Mosaic on Hopper, Blackwell and TPUs, Triton on other NVIDIA GPUs. An optional package; nothing else needs it.
+"""Attention by tokamax's kernels: Mosaic on Hopper, Blackwell and TPUs, Triton on other NVIDIA
+GPUs. An optional package; nothing else needs it.
 
-The implementation is named in each call, so that tokamax raises where it would otherwise take another one. Its public function knows documents only
-as a dense mask, which is why packed batches are refused.
-Shapes: B batch  T query time  S key time  N heads  K kv heads  H head dim  V value head dim.
+The implementation is named in each call, so that tokamax raises where it would otherwise take
+another one. Its public function knows documents only as a dense mask, which is why packed batches
+are refused. Shapes: B batch  T query time  S key time  N heads  K kv heads  H head dim  V value
+head dim.
 """
 
 from collections.abc import Mapping
@@ -24,33 +26,58 @@ def supports(case: Case) -> str | None:
     if reason := tokamax.absent():
         return reason
     if device.platform == "gpu" and device.capability < (8, 0):
-        return f"its kernels need compute capability 8.0, and {device.kind} has {device.capability[0]}.{device.capability[1]}"
+        return (
+            f"its kernels need compute capability 8.0, and {device.kind} has "
+            f"{device.capability[0]}.{device.capability[1]}"
+        )
     if case.numbered:
         return "documents and chunks would be a dense mask of [queries, keys] there"
     if case.sinks:
         return "it has no sinks"
     if request.offset or case.queries != case.keys:
-        return f"it is used for sequences that attend to themselves, and {case.queries} queries at offset {request.offset} meet {case.keys} keys"
+        return (
+            f"it is used for sequences that attend to themselves, and {case.queries} queries "
+            f"at offset {request.offset} meet {case.keys} keys"
+        )
     if case.dtype != "bfloat16":
         return f"it multiplies {case.dtype} in a lower precision; bfloat16 would do"
     if case.head_dim not in HEAD_DIMS[device.platform] or case.value_dim != case.head_dim:
-        return f"head_dim {case.head_dim} with value head dim {case.value_dim} is none of {', '.join(map(str, HEAD_DIMS[device.platform]))} for both"
+        return (
+            f"head_dim {case.head_dim} with value head dim {case.value_dim} is none of "
+            f"{', '.join(map(str, HEAD_DIMS[device.platform]))} for both"
+        )
     if case.queries % MULTIPLE:
         return f"{case.queries} positions are not a multiple of {MULTIPLE}"
     return _of_features(request, device) or tokamax.elsewhere(device)
 
 
-def run(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKV: jax.Array, sinks_N: jax.Array | None, same: Same, request: Request,
-        blocks: Mapping[str, int] | None = None, implementation: str | None = None) -> jax.Array:
-    """softmax(scores) v -> [B, T, N, V] in q's dtype, differentiable. What it cannot do raises NotImplementedError.
+def run(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKV: jax.Array,
+    sinks_N: jax.Array | None,
+    same: Same,
+    request: Request,
+    blocks: Mapping[str, int] | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """softmax(scores) v -> [B, T, N, V] in q's dtype, differentiable. What it cannot do raises
+    NotImplementedError.
 
     Tests give `implementation`: on a CPU only xla and xla_chunked run.
     """
     assert sinks_N is None and not same and not request.offset, "supports() refuses these"
     back = None if request.window is None else request.window - 1
     return tokamax.package().dot_product_attention(
-        q_BTNH, k_BSKH, v_BSKV, scale=request.scale, is_causal=request.causal, logits_soft_cap=request.soft_cap,
-        local_window_size=None if back is None else (back, 0 if request.causal else back), implementation=implementation or _named(Device.here()))
+        q_BTNH,
+        k_BSKH,
+        v_BSKV,
+        scale=request.scale,
+        is_causal=request.causal,
+        logits_soft_cap=request.soft_cap,
+        local_window_size=None if back is None else (back, 0 if request.causal else back),
+        implementation=implementation or _named(Device.here()),
+    )
 
 
 def _named(device: Device) -> str:

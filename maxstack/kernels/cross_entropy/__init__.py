@@ -1,4 +1,5 @@
-"""Cross-entropy of a linear head, without its logits in memory: one meaning, the reference, and the backends that compute it.
+"""Cross-entropy of a linear head, without its logits in memory: one meaning, the reference, and the
+backends that compute it.
 
 `cross_entropy` takes logits that are there. Shapes: B batch  T time  D embed  V vocab.
 """
@@ -15,28 +16,69 @@ from maxstack.kernels.cross_entropy.request import Case, Losses, Request
 
 __all__ = ["OP", "Case", "Losses", "Request", "cross_entropy", "linear_cross_entropy"]
 _HERE = "maxstack.kernels.cross_entropy"
-OP = Op("linear_cross_entropy", (
-    Backend("pallas_gpu", f"{_HERE}.pallas_gpu", ("gpu",)), Backend("pallas_tpu", f"{_HERE}.pallas_tpu", ("tpu",)),
-    Backend("blockwise", f"{_HERE}.blockwise"), Backend("tokamax", f"{_HERE}.tokamax", ("tpu",)), Backend("reference", f"{_HERE}.reference")))
+OP = Op(
+    "linear_cross_entropy",
+    (
+        Backend("pallas_gpu", f"{_HERE}.pallas_gpu", ("gpu",)),
+        Backend("pallas_tpu", f"{_HERE}.pallas_tpu", ("tpu",)),
+        Backend("blockwise", f"{_HERE}.blockwise"),
+        Backend("tokamax", f"{_HERE}.tokamax", ("tpu",)),
+        Backend("reference", f"{_HERE}.reference"),
+    ),
+)
 
 
-def linear_cross_entropy(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array, request: Request, backend: str = "auto",
-                         bias_V: jax.Array | None = None, kept: str = "embed vocab") -> Losses:
-    """The losses of tokens whose logits are x head + bias, as `Request` says, in nats and float32; the total is their sum by `weights_BT`.
+def linear_cross_entropy(
+    x_BTD: jax.Array,
+    head_DV: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array,
+    request: Request,
+    backend: str = "auto",
+    bias_V: jax.Array | None = None,
+    kept: str = "embed vocab",
+) -> Losses:
+    """The losses of tokens whose logits are x head + bias, as `Request` says, in nats and float32;
+    the total is their sum by `weights_BT`.
 
-    The head is multiplied in x's dtype, accumulated in float32. `total` is differentiable by x, head and bias; nll and log_z [B, T] are not, and
-    targets and weights have no gradient. `kept` names the logical axes of the head's weight as it is kept on a mesh: "vocab embed" for a tied
+    The head is multiplied in x's dtype, accumulated in float32. `total` is differentiable by x,
+    head and bias; nll and log_z [B, T] are not, and targets and weights have no gradient. `kept`
+    names the logical axes of the head's weight as it is kept on a mesh: "vocab embed" for a tied
     embedding, given here transposed. ConfigError if a backend is asked for that cannot serve.
     """
     vocab, embed = head_DV.shape[1], x_BTD.shape[2]
     layout = Layout.of(x_BTD.shape, vocab, kept) if sharding.current() else None
-    rows, columns = (sharding.size_of(*layout.rows), sharding.size_of(*layout.vocab)) if layout else (1, 1)
-    case = Case(request, targets_BT.size // rows, embed, vocab // columns, x_BTD.dtype.name, bias_V is not None, columns > 1, Device.here())
+    rows, columns = (
+        (sharding.size_of(*layout.rows), sharding.size_of(*layout.vocab)) if layout else (1, 1)
+    )
+    case = Case(
+        request,
+        targets_BT.size // rows,
+        embed,
+        vocab // columns,
+        x_BTD.dtype.name,
+        bias_V is not None,
+        columns > 1,
+        Device.here(),
+    )
     choice = OP.choose(case, backend)
     with jax.named_scope("cross_entropy"):
         if layout is None:
-            found = OP[choice.backend].run(x_BTD.reshape(-1, embed), head_DV, targets_BT.reshape(-1), weights_BT.reshape(-1), request, bias_V,
-                                           choice.blocks)
-            return Losses(found.total, found.nll.reshape(targets_BT.shape), found.log_z.reshape(targets_BT.shape))
+            found = OP[choice.backend].run(
+                x_BTD.reshape(-1, embed),
+                head_DV,
+                targets_BT.reshape(-1),
+                weights_BT.reshape(-1),
+                request,
+                bias_V,
+                choice.blocks,
+            )
+            return Losses(
+                found.total,
+                found.nll.reshape(targets_BT.shape),
+                found.log_z.reshape(targets_BT.shape),
+            )
         module = importlib.import_module(OP[choice.backend].module)
-        return on_mesh(module.forward, module.graded, layout, request, choice.blocks)(x_BTD, head_DV, bias_V, targets_BT, weights_BT)
+        return on_mesh(module.forward, module.graded, layout, request, choice.blocks)(
+            x_BTD, head_DV, bias_V, targets_BT, weights_BT
+        )

@@ -1,4 +1,5 @@
-"""Linear cross-entropy in XLA, a block of rows at a time. Shapes: M rows  R rows of a block  D embed  V vocab."""
+"""Linear cross-entropy in XLA, a block of rows at a time. Shapes: M rows  R rows of a block  D
+embed  V vocab."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,19 +23,37 @@ def candidates(case: Case) -> list[dict[str, int]]:
     return [{"rows": rows} for rows in sizes(case)]
 
 
-def forward(x_MD: jax.Array, head_DV: jax.Array, bias_V: jax.Array | None, targets_M: jax.Array, request: Request, axes: tuple[str, ...] = (),
-            blocks: Mapping[str, int] | None = None) -> tuple[jax.Array, jax.Array]:
-    """(nll [M], log Z [M]); the vocabulary's other slices lie along `axes`, and targets count this slice's columns."""
+def forward(
+    x_MD: jax.Array,
+    head_DV: jax.Array,
+    bias_V: jax.Array | None,
+    targets_M: jax.Array,
+    request: Request,
+    axes: tuple[str, ...] = (),
+    blocks: Mapping[str, int] | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """(nll [M], log Z [M]); the vocabulary's other slices lie along `axes`, and targets count this
+    slice's columns."""
     x_MD, head_DV = _multiplied(x_MD, head_DV)
 
     def step(x_RD: jax.Array, targets_R: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return together(statistics(scores(x_RD, head_DV, bias_V, request.soft_cap), targets_R), axes)
+        return together(
+            statistics(scores(x_RD, head_DV, bias_V, request.soft_cap), targets_R), axes
+        )
 
     return scores_by_rows(step, (x_MD, targets_M), head_DV.shape[1], (blocks or {}).get("rows"))
 
 
-def graded(x_MD: jax.Array, head_DV: jax.Array, bias_V: jax.Array | None, targets_M: jax.Array, weights_M: jax.Array, request: Request,
-           axes: tuple[str, ...] = (), blocks: Mapping[str, int] | None = None) -> tuple[tuple[jax.Array, jax.Array], Gradients]:
+def graded(
+    x_MD: jax.Array,
+    head_DV: jax.Array,
+    bias_V: jax.Array | None,
+    targets_M: jax.Array,
+    weights_M: jax.Array,
+    request: Request,
+    axes: tuple[str, ...] = (),
+    blocks: Mapping[str, int] | None = None,
+) -> tuple[tuple[jax.Array, jax.Array], Gradients]:
     """The same and the gradients of the total."""
     x_MD, head_DV = _multiplied(x_MD, head_DV)
 
@@ -43,7 +62,9 @@ def graded(x_MD: jax.Array, head_DV: jax.Array, bias_V: jax.Array | None, target
         nll_R, log_z_R = together(statistics(logits_RV, targets_R), axes)
         return (nll_R, log_z_R), gradient(logits_RV, targets_R, weights_R, log_z_R, request)
 
-    return graded_by_rows(step, x_MD, head_DV, (targets_M, weights_M), bias_V is not None, (blocks or {}).get("rows"))
+    return graded_by_rows(
+        step, x_MD, head_DV, (targets_M, weights_M), bias_V is not None, (blocks or {}).get("rows")
+    )
 
 
 def _multiplied(x_MD: jax.Array, head_DV: jax.Array) -> tuple[jax.Array, jax.Array]:

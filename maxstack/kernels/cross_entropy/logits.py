@@ -8,7 +8,8 @@ import jax.numpy as jnp
 def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Negative log-likelihood in nats and log-partition, both float32 [B, T].
 
-    The target's logit is picked by comparison, not by index, so that a vocabulary sharded over the mesh stays where it is.
+    The target's logit is picked by comparison, not by index, so that a vocabulary sharded over the
+    mesh stays where it is.
     """
     return _forward(logits_BTV, targets_BT)[0]
 
@@ -29,7 +30,9 @@ def _backward(saved, grads):
     logits_BTV, targets_BT, log_z_BT = saved
     d_nll_BT, d_log_z_BT = grads
     p_BTV = jnp.exp(logits_BTV.astype(jnp.float32) - log_z_BT[:, :, None])
-    d_BTV = p_BTV * (d_nll_BT + d_log_z_BT)[:, :, None] - jnp.where(_is_target(p_BTV, targets_BT), d_nll_BT[:, :, None], 0.0)
+    d_BTV = p_BTV * (d_nll_BT + d_log_z_BT)[:, :, None] - jnp.where(
+        _is_target(p_BTV, targets_BT), d_nll_BT[:, :, None], 0.0
+    )
     return d_BTV.astype(logits_BTV.dtype), None
 
 

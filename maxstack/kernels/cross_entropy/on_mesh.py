@@ -1,7 +1,9 @@
-"""Linear cross-entropy on a mesh: each device has its own rows and, over the axes of `vocab`, its slice of the vocabulary.
+"""Linear cross-entropy on a mesh: each device has its own rows and, over the axes of `vocab`, its
+slice of the vocabulary.
 
-All collectives are by hand. The head is gathered for the call and its gradient scattered back to where it lies before anything keeps it.
-Shapes: B batch  T time  D embed  V vocab  M rows of a device.
+All collectives are by hand. The head is gathered for the call and its gradient scattered back to
+where it lies before anything keeps it. Shapes: B batch  T time  D embed  V vocab  M rows of a
+device.
 """
 
 import dataclasses
@@ -40,12 +42,15 @@ class Layout:
         columns = columns if vocab % sharding.size_of(*columns) == 0 else ()
         place = dict(zip(kept.split(), sharding.here(kept), strict=True))
         embed, own = _axes(place["embed"]), _axes(place["vocab"])
-        more = own[len(columns):] if own[:len(columns)] == columns else ()
+        more = own[len(columns) :] if own[: len(columns)] == columns else ()
         rows = {*batch, *seq}
         embed = embed if rows >= {*embed} and shape[2] % sharding.size_of(*embed) == 0 else ()
         more = more if rows >= {*more} and vocab % sharding.size_of(*columns, *more) == 0 else ()
         length = shape[1] // sharding.size_of(*seq)
-        scatter = _axes(sharding.here("batch residual norm")[1]) == (*seq, *columns) and length % sharding.size_of(*columns) == 0
+        scatter = (
+            _axes(sharding.here("batch residual norm")[1]) == (*seq, *columns)
+            and length % sharding.size_of(*columns) == 0
+        )
         return cls(batch, seq, columns, embed, more, scatter and bool(columns))
 
     @property
@@ -58,21 +63,47 @@ def _axes(part: Any) -> Names:
     return tuple(axis for axis in sharding.names(part) if sharding.size_of(axis) > 1)
 
 
-def on_mesh(forward: Callable[..., Any], graded: Callable[..., Any], layout: Layout, request: Request,
-            blocks: Mapping[str, int] | None) -> Callable[..., Losses]:
-    """op(x_BTD, head_DV, bias_V, targets_BT, weights_BT) -> Losses, of a backend's `forward` and `graded`."""
-    tokens, head = PartitionSpec(layout.batch, layout.seq), PartitionSpec(layout.embed, (*layout.vocab, *layout.columns))
-    of_bias, of_x = PartitionSpec(layout.vocab), PartitionSpec(layout.batch, (*layout.seq, *(layout.vocab if layout.scatter else ())))
+def on_mesh(
+    forward: Callable[..., Any],
+    graded: Callable[..., Any],
+    layout: Layout,
+    request: Request,
+    blocks: Mapping[str, int] | None,
+) -> Callable[..., Losses]:
+    """op(x_BTD, head_DV, bias_V, targets_BT, weights_BT) -> Losses, of a backend's `forward` and
+    `graded`."""
+    tokens, head = (
+        PartitionSpec(layout.batch, layout.seq),
+        PartitionSpec(layout.embed, (*layout.vocab, *layout.columns)),
+    )
+    of_bias, of_x = (
+        PartitionSpec(layout.vocab),
+        PartitionSpec(layout.batch, (*layout.seq, *(layout.vocab if layout.scatter else ()))),
+    )
     places: list[Any] = [PartitionSpec(), tokens, tokens]
     of_gradients: list[Any] = [of_x, head, of_bias]
     specs, losses = (tokens, head, of_bias, tokens, tokens), Losses(*places)
     local = functools.partial(_local, layout=layout, request=request, blocks=blocks)
-    return differentiable(sharding.per_device(functools.partial(local, forward, False), specs, losses),
-                          sharding.per_device(functools.partial(local, graded, True), specs, (losses, Gradients(*of_gradients))))
+    return differentiable(
+        sharding.per_device(functools.partial(local, forward, False), specs, losses),
+        sharding.per_device(
+            functools.partial(local, graded, True), specs, (losses, Gradients(*of_gradients))
+        ),
+    )
 
 
-def _local(backend: Callable[..., Any], with_gradients: bool, x: jax.Array, head: jax.Array, bias: jax.Array | None, targets: jax.Array,
-           weights: jax.Array, layout: Layout, request: Request, blocks: Mapping[str, int] | None) -> Any:
+def _local(
+    backend: Callable[..., Any],
+    with_gradients: bool,
+    x: jax.Array,
+    head: jax.Array,
+    bias: jax.Array | None,
+    targets: jax.Array,
+    weights: jax.Array,
+    layout: Layout,
+    request: Request,
+    blocks: Mapping[str, int] | None,
+) -> Any:
     """One device's part."""
     whole = _gathered(_gathered(head.astype(x.dtype), layout.embed, 0), layout.columns, 1)
     first = jax.lax.axis_index(layout.vocab) * whole.shape[1] if layout.vocab else 0
@@ -87,8 +118,12 @@ def _local(backend: Callable[..., Any], with_gradients: bool, x: jax.Array, head
     of_x, of_head, of_bias = found[1]
     of_x = of_x.reshape(x.shape)
     of_x = _scattered(of_x, layout.vocab, 1) if layout.scatter else _sum(of_x, layout.vocab)
-    of_head = _scattered(_scattered(of_head.astype(x.dtype), layout.embed, 0), layout.columns, 1)  # in x's dtype, as gradients of other weights are
-    of_head = _sum(of_head, tuple(axis for axis in layout.rows if axis not in (*layout.embed, *layout.columns)))
+    of_head = _scattered(
+        _scattered(of_head.astype(x.dtype), layout.embed, 0), layout.columns, 1
+    )  # in x's dtype, as gradients of other weights are
+    of_head = _sum(
+        of_head, tuple(axis for axis in layout.rows if axis not in (*layout.embed, *layout.columns))
+    )
     of_bias = None if of_bias is None else _sum(of_bias, layout.rows)
     return losses, in_dtypes_of(Gradients(of_x, of_head, of_bias), x, head, bias)
 

@@ -1,4 +1,5 @@
-"""What is asked of linear cross-entropy, what it gives, and what a backend looks at to say whether it can serve."""
+"""What is asked of linear cross-entropy, what it gives, and what a backend looks at to say whether
+it can serve."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,7 +12,8 @@ from maxstack.kernels.backends import Device
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """Logits are x head + bias, capped as soft_cap * tanh(logits / soft_cap); the loss of a token is -log p(target) + z_loss * log(Z)^2."""
+    """Logits are x head + bias, capped as soft_cap * tanh(logits / soft_cap); the loss of a token
+    is -log p(target) + z_loss * log(Z)^2."""
 
     soft_cap: float | None = None
     z_loss: float = 0.0
@@ -37,7 +39,12 @@ class Case:
     @property
     def shape_class(self) -> Mapping[str, int | str]:
         """What tuned sizes hang on."""
-        return {"dtype": self.dtype, "embed": self.embed, "vocab": self.vocab, "rows": 1 << (self.rows - 1).bit_length()}
+        return {
+            "dtype": self.dtype,
+            "embed": self.embed,
+            "vocab": self.vocab,
+            "rows": 1 << (self.rows - 1).bit_length(),
+        }
 
 
 class Losses(NamedTuple):
@@ -52,7 +59,8 @@ class Losses(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of `Losses.total`, as one device makes them: where the vocabulary is split, x's is this device's part of a sum."""
+    """Of `Losses.total`, as one device makes them: where the vocabulary is split, x's is this
+    device's part of a sum."""
 
     x: jax.Array
     """In x's dtype."""

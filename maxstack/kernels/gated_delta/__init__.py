@@ -10,7 +10,13 @@ import jax
 
 from maxstack.kernels.backends import Backend, Device, Op
 
-OP = Op("gated_delta", (Backend("chunked", "maxstack.kernels.gated_delta.chunked"), Backend("reference", "maxstack.kernels.gated_delta.reference")))
+OP = Op(
+    "gated_delta",
+    (
+        Backend("chunked", "maxstack.kernels.gated_delta.chunked"),
+        Backend("reference", "maxstack.kernels.gated_delta.reference"),
+    ),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,14 +36,33 @@ class Case:
         return {}
 
 
-def gated_delta(q_BTKH: jax.Array, k_BTKH: jax.Array, v_BTNV: jax.Array, decay_BTN: jax.Array, beta_BTN: jax.Array, segments_BT: jax.Array | None,
-                chunk: int = 64, backend: str = "auto") -> jax.Array:
-    """The gated delta rule (Yang et al. 2024, arXiv:2412.06464, eq. 10) -> [B, T, N, V] in v's dtype, computed in float32.
+def gated_delta(
+    q_BTKH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTNV: jax.Array,
+    decay_BTN: jax.Array,
+    beta_BTN: jax.Array,
+    segments_BT: jax.Array | None,
+    chunk: int = 64,
+    backend: str = "auto",
+) -> jax.Array:
+    """The gated delta rule (Yang et al. 2024, arXiv:2412.06464, eq. 10) -> [B, T, N, V] in v's
+    dtype, computed in float32.
 
-    A value head n reads queries and keys of head n // (N / K); its state S [H, V] starts at 0 with each document, and at each place becomes
-    a S + b k (v - a S^T k)^T, of which S^T q is the output. a = exp(decay), decay <= 0 and float32; b = beta. Queries and keys come normalised
-    and scaled as they are to be used. `segments_BT` numbers the documents of a row, None: one a row. ConfigError if a backend is
-    asked for that cannot serve.
+    A value head n reads queries and keys of head n // (N / K); its state S [H, V] starts at 0 with
+    each document, and at each place becomes a S + b k (v - a S^T k)^T, of which S^T q is the
+    output. a = exp(decay), decay <= 0 and float32; b = beta. Queries and keys come normalised and
+    scaled as they are to be used. `segments_BT` numbers the documents of a row, None: one a row.
+    ConfigError if a backend is asked for that cannot serve.
     """
-    case = Case(v_BTNV.shape[1], v_BTNV.shape[2], k_BTKH.shape[3], v_BTNV.shape[3], v_BTNV.dtype.name, Device.here())
-    return OP[OP.choose(case, backend).backend].run(q_BTKH, k_BTKH, v_BTNV, decay_BTN, beta_BTN, segments_BT, chunk)
+    case = Case(
+        v_BTNV.shape[1],
+        v_BTNV.shape[2],
+        k_BTKH.shape[3],
+        v_BTNV.shape[3],
+        v_BTNV.dtype.name,
+        Device.here(),
+    )
+    return OP[OP.choose(case, backend).backend].run(
+        q_BTKH, k_BTKH, v_BTNV, decay_BTN, beta_BTN, segments_BT, chunk
+    )

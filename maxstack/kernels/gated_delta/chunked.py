@@ -1,6 +1,7 @@
 """The gated delta rule by chunks: matrix products instead of a step a token.
 
-Shapes: B batch  T time  K key heads  G value heads / key heads  H key dim  V value dim  X chunks  C place in a chunk  S another place in it.
+Shapes: B batch  T time  K key heads  G value heads / key heads  H key dim  V value dim  X chunks  C
+place in a chunk  S another place in it.
 """
 
 import jax
@@ -16,20 +17,35 @@ def supports(case: object) -> str | None:
     return None
 
 
-def run(q_BTKH: jax.Array, k_BTKH: jax.Array, v_BTNV: jax.Array, decay_BTN: jax.Array, beta_BTN: jax.Array, segments_BT: jax.Array | None,
-        chunk: int = 64) -> jax.Array:
-    """What places of a chunk do to each other is a triangular system (the UT transform of Yang et al. 2024,
-    arXiv:2406.06484, section 3.2, with decay as in arXiv:2412.06464, section 3.3), and only states go from chunk to chunk.
+def run(
+    q_BTKH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTNV: jax.Array,
+    decay_BTN: jax.Array,
+    beta_BTN: jax.Array,
+    segments_BT: jax.Array | None,
+    chunk: int = 64,
+) -> jax.Array:
+    """What places of a chunk do to each other is a triangular system (the UT transform of Yang et
+    al. 2024, arXiv:2406.06484, section 3.2, with decay as in arXiv:2412.06464, section 3.3), and
+    only states go from chunk to chunk.
     """
     b, t, n, v = v_BTNV.shape
     heads, chunk = (k_BTKH.shape[2], n // k_BTKH.shape[2]), min(chunk, t)
     q_XBKCH, k_XBKCH = (_chunks(x.astype(jnp.float32), chunk, 1) for x in (q_BTKH, k_BTKH))
     v_XBKGCV, decay_XBKGC, beta_XBKGC = (
-        _chunks(x.astype(jnp.float32).reshape(b, t, *heads, *x.shape[3:]), chunk, 2) for x in (v_BTNV, decay_BTN, beta_BTN))
-    within_XBKGCS, since_XBKGC = _decays(jnp.maximum(decay_XBKGC, LOWEST), _chunks(runs(segments_BT, t), chunk, 0))
+        _chunks(x.astype(jnp.float32).reshape(b, t, *heads, *x.shape[3:]), chunk, 2)
+        for x in (v_BTNV, decay_BTN, beta_BTN)
+    )
+    within_XBKGCS, since_XBKGC = _decays(
+        jnp.maximum(decay_XBKGC, LOWEST), _chunks(runs(segments_BT, t), chunk, 0)
+    )
 
     likeness_XBKCS = jnp.tril(_product("XBKCH,XBKSH->XBKCS", k_XBKCH, k_XBKCH), -1)
-    solved_XBKGCS = _unit_inverse(within_XBKGCS * likeness_XBKCS[:, :, :, None] * beta_XBKGC[..., None]) * beta_XBKGC[..., None, :]
+    solved_XBKGCS = (
+        _unit_inverse(within_XBKGCS * likeness_XBKCS[:, :, :, None] * beta_XBKGC[..., None])
+        * beta_XBKGC[..., None, :]
+    )
     u_XBKGCV = _product("XBKGCS,XBKGSV->XBKGCV", solved_XBKGCS, v_XBKGCV)
     w_XBKGCH = _product("XBKGCS,XBKSH->XBKGCH", solved_XBKGCS * since_XBKGC[..., None, :], k_XBKCH)
     left_XBKGCH = within_XBKGCS[..., -1, :, None] * k_XBKCH[:, :, :, None]
@@ -37,49 +53,79 @@ def run(q_BTKH: jax.Array, k_BTKH: jax.Array, v_BTNV: jax.Array, decay_BTN: jax.
 
     scores_XBKGCS = _product("XBKCH,XBKSH->XBKCS", q_XBKCH, k_XBKCH)[:, :, :, None] * within_XBKGCS
     o_XBKGCV = _product("XBKGCS,XBKGSV->XBKGCV", scores_XBKGCS, new_XBKGCV)
-    o_XBKGCV = o_XBKGCV + _product("XBKCH,XBKGHV->XBKGCV", q_XBKCH, states_XBKGHV) * since_XBKGC[..., None]
-    return jnp.transpose(o_XBKGCV, (1, 0, 4, 2, 3, 5)).reshape(b, -1, n, v)[:, :t].astype(v_BTNV.dtype)
+    o_XBKGCV = (
+        o_XBKGCV + _product("XBKCH,XBKGHV->XBKGCV", q_XBKCH, states_XBKGHV) * since_XBKGC[..., None]
+    )
+    return (
+        jnp.transpose(o_XBKGCV, (1, 0, 4, 2, 3, 5)).reshape(b, -1, n, v)[:, :t].astype(v_BTNV.dtype)
+    )
 
 
-def _states(u_XBKGCV: jax.Array, w_XBKGCH: jax.Array, left_XBKGCH: jax.Array, decay_XBKG: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _states(
+    u_XBKGCV: jax.Array, w_XBKGCH: jax.Array, left_XBKGCH: jax.Array, decay_XBKG: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """The state before each chunk, and what each place adds to it."""
-    def step(s_BKGHV: jax.Array, now: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+
+    def step(
+        s_BKGHV: jax.Array, now: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         u_BKGCV, w_BKGCH, left_BKGCH, decay_BKG = now
         new_BKGCV = u_BKGCV - _product("BKGCH,BKGHV->BKGCV", w_BKGCH, s_BKGHV)
-        after_BKGHV = s_BKGHV * decay_BKG[..., None, None] + _product("BKGCH,BKGCV->BKGHV", left_BKGCH, new_BKGCV)
+        after_BKGHV = s_BKGHV * decay_BKG[..., None, None] + _product(
+            "BKGCH,BKGCV->BKGHV", left_BKGCH, new_BKGCV
+        )
         return after_BKGHV, (s_BKGHV, new_BKGCV)
 
     _, b, k, g, _, h = w_XBKGCH.shape
-    return jax.lax.scan(step, jnp.zeros((b, k, g, h, u_XBKGCV.shape[-1])), (u_XBKGCV, w_XBKGCH, left_XBKGCH, decay_XBKG))[1]
+    return jax.lax.scan(
+        step,
+        jnp.zeros((b, k, g, h, u_XBKGCV.shape[-1])),
+        (u_XBKGCV, w_XBKGCH, left_XBKGCH, decay_XBKG),
+    )[1]
 
 
 def _decays(decay_XBKGC: jax.Array, runs_XBC: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What place c still has of what place s <= c of its document wrote, and of the state before the chunk: 0 where a document began since.
+    """What place c still has of what place s <= c of its document wrote, and of the state before
+    the chunk: 0 where a document began since.
 
-    The exponents after s up to c are added up for each pair: a difference of two sums from the start would lose digits, and would let one
-    document round the sums of the next.
+    The exponents after s up to c are added up for each pair: a difference of two sums from the
+    start would lose digits, and would let one document round the sums of the next.
     """
     chunk = decay_XBKGC.shape[-1]
-    sums_XBKGCS = jnp.einsum("CL,XBKGLS->XBKGCS", jnp.tri(chunk), jnp.tril(decay_XBKGC[..., None] * jnp.ones(chunk), -1), precision=EXACT)
+    sums_XBKGCS = jnp.einsum(
+        "CL,XBKGLS->XBKGCS",
+        jnp.tri(chunk),
+        jnp.tril(decay_XBKGC[..., None] * jnp.ones(chunk), -1),
+        precision=EXACT,
+    )
     same_XBCS = (runs_XBC[..., :, None] == runs_XBC[..., None, :]) & jnp.tri(chunk, dtype=bool)
     within_XBKGCS = jnp.where(same_XBCS[:, :, None, None], jnp.exp(sums_XBKGCS), 0.0)
     before_XB1 = jnp.concatenate([runs_XBC[:1, :, :1], runs_XBC[:-1, :, -1:]])
     whole_XBC = (runs_XBC == before_XB1)[:, :, None, None]
-    return within_XBKGCS, jnp.where(whole_XBC, jnp.exp(sums_XBKGCS[..., 0] + decay_XBKGC[..., :1]), 0.0)
+    return within_XBKGCS, jnp.where(
+        whole_XBC, jnp.exp(sums_XBKGCS[..., 0] + decay_XBKGC[..., :1]), 0.0
+    )
 
 
 @jax.custom_vjp
 def _unit_inverse(a: jax.Array) -> jax.Array:
     """(1 + a)^-1 for strictly lower triangular a [.., C, C].
 
-    Blocks on the diagonal are inverted, two make one of twice the size. Every factor is itself a part of an inverse: powers of `a`, as in a
-    Neumann product, grow like binomials where keys repeat, and lose all digits.
+    Blocks on the diagonal are inverted, two make one of twice the size. Every factor is itself a
+    part of an inverse: powers of `a`, as in a Neumann product, grow like binomials where keys
+    repeat, and lose all digits.
     """
     place = jnp.arange(a.shape[-1])
     inverse, width = jnp.broadcast_to(jnp.eye(a.shape[-1]), a.shape), 1
     while width < a.shape[-1]:
-        corner = jnp.where((place[:, None] // width == place // width + 1) & (place // width % 2 == 0), a, 0.0)
-        inverse = inverse - (corner if width == 1 else jnp.einsum("...ij,...jk,...kl->...il", inverse, corner, inverse, precision=EXACT))
+        corner = jnp.where(
+            (place[:, None] // width == place // width + 1) & (place // width % 2 == 0), a, 0.0
+        )
+        inverse = inverse - (
+            corner
+            if width == 1
+            else jnp.einsum("...ij,...jk,...kl->...il", inverse, corner, inverse, precision=EXACT)
+        )
         width *= 2
     return inverse
 
@@ -90,7 +136,11 @@ def _unit_inverse_forward(a: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _unit_inverse_backward(inverse: jax.Array, change: jax.Array) -> tuple[jax.Array]:
-    return (-jnp.tril(jnp.einsum("...ji,...jk,...lk->...il", inverse, change, inverse, precision=EXACT), -1),)
+    return (
+        -jnp.tril(
+            jnp.einsum("...ji,...jk,...lk->...il", inverse, change, inverse, precision=EXACT), -1
+        ),
+    )
 
 
 _unit_inverse.defvjp(_unit_inverse_forward, _unit_inverse_backward)
@@ -102,8 +152,11 @@ def _product(equation: str, *x: jax.Array) -> jax.Array:
 
 
 def _chunks(x: jax.Array, chunk: int, heads: int) -> jax.Array:
-    """[B, T, heads.., ..] -> [X, B, heads.., C, ..]; `heads` says how many dimensions they are. Past the end: zeros, of the last document."""
+    """[B, T, heads.., ..] -> [X, B, heads.., C, ..]; `heads` says how many dimensions they are.
+    Past the end: zeros, of the last document."""
     rest = -x.shape[1] % chunk
-    x = jnp.pad(x, ((0, 0), (0, rest), *((0, 0),) * (x.ndim - 2)), mode="constant" if heads else "edge")
+    x = jnp.pad(
+        x, ((0, 0), (0, rest), *((0, 0),) * (x.ndim - 2)), mode="constant" if heads else "edge"
+    )
     x = jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
     return jnp.moveaxis(x, 2, 2 + heads)

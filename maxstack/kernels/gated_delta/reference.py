@@ -14,8 +14,15 @@ def supports(case: object) -> str | None:
     return None
 
 
-def run(q_BTKH: jax.Array, k_BTKH: jax.Array, v_BTNV: jax.Array, decay_BTN: jax.Array, beta_BTN: jax.Array, segments_BT: jax.Array | None,
-        chunk: int = 64) -> jax.Array:
+def run(
+    q_BTKH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTNV: jax.Array,
+    decay_BTN: jax.Array,
+    beta_BTN: jax.Array,
+    segments_BT: jax.Array | None,
+    chunk: int = 64,
+) -> jax.Array:
     """The definition, one place after the other."""
     k, n = k_BTKH.shape[2], v_BTNV.shape[2]
     q, key = (jnp.repeat(x.astype(jnp.float32), n // k, axis=2) for x in (q_BTKH, k_BTKH))
@@ -24,7 +31,10 @@ def run(q_BTKH: jax.Array, k_BTKH: jax.Array, v_BTNV: jax.Array, decay_BTN: jax.
 
     def step(s_BNHV: jax.Array, now: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         q_BNH, k_BNH, v_BNV, decay_BN, beta_BN, fresh_B = now
-        s_BNHV = jnp.where(fresh_B[:, None, None, None], 0.0, s_BNHV) * jnp.exp(decay_BN)[..., None, None]
+        s_BNHV = (
+            jnp.where(fresh_B[:, None, None, None], 0.0, s_BNHV)
+            * jnp.exp(decay_BN)[..., None, None]
+        )
         missed_BNV = v_BNV - jnp.einsum("BNHV,BNH->BNV", s_BNHV, k_BNH, precision=EXACT)
         s_BNHV = s_BNHV + (beta_BN[..., None] * k_BNH)[..., None] * missed_BNV[..., None, :]
         return s_BNHV, jnp.einsum("BNHV,BNH->BNV", s_BNHV, q_BNH, precision=EXACT)
@@ -36,7 +46,8 @@ def run(q_BTKH: jax.Array, k_BTKH: jax.Array, v_BTNV: jax.Array, decay_BTN: jax.
 
 
 def runs(segments_BT: jax.Array | None, length: int) -> jax.Array:
-    """The number of the document of each place, from 0, counted by their boundaries; [1, T] of zeros for None."""
+    """The number of the document of each place, from 0, counted by their boundaries; [1, T] of
+    zeros for None."""
     if segments_BT is None:
         return jnp.zeros((1, length), jnp.int32)
     return jnp.cumsum(jnp.diff(segments_BT, axis=1, prepend=segments_BT[:, :1]) != 0, axis=1)

@@ -1,4 +1,5 @@
-"""A loop over the groups and, inside, over blocks of a group's rows; so are both gradients. Shapes as in the package, and R rows of a block.
+"""A loop over the groups and, inside, over blocks of a group's rows; so are both gradients. Shapes
+as in the package, and R rows of a block.
 
 On a CPU XLA computes a ragged_dot as one dense matmul for every group.
 """
@@ -27,11 +28,14 @@ def _rows(m: int, groups: int) -> int:
     return min(MOST_ROWS, max(LEAST_ROWS, 1 << (m // groups).bit_length()))
 
 
-def _by_blocks(x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array, transposed: bool) -> jax.Array:
-    """x times each matrix, or times its transpose. A last block runs over into the next group, whose own blocks then overwrite it, or
-    into rows of no group, which are cleared.
+def _by_blocks(
+    x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array, transposed: bool
+) -> jax.Array:
+    """x times each matrix, or times its transpose. A last block runs over into the next group,
+    whose own blocks then overwrite it, or into rows of no group, which are cleared.
 
-    In float32, which most CPUs multiply in any case: cast here, a matrix is cast once a group and not once a block.
+    In float32, which most CPUs multiply in any case: cast here, a matrix is cast once a group and
+    not once a block.
     """
     rows = _rows(x_MK.shape[0], w_EKN.shape[0])
     padded = jnp.pad(x_MK.astype(jnp.float32), ((0, rows), (0, 0)))
@@ -48,7 +52,9 @@ def _by_blocks(x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array, transposed
         return jax.lax.fori_loop(0, -(-size // rows), block, out_MN), None
 
     out_MN = jnp.zeros((padded.shape[0], w_EKN.shape[1 if transposed else 2]), jnp.float32)
-    out_MN = jax.lax.scan(group, out_MN, (w_EKN, jnp.cumsum(sizes_E) - sizes_E, sizes_E))[0][: x_MK.shape[0]]
+    out_MN = jax.lax.scan(group, out_MN, (w_EKN, jnp.cumsum(sizes_E) - sizes_E, sizes_E))[0][
+        : x_MK.shape[0]
+    ]
     return jnp.where(grouped(x_MK.shape[0], sizes_E), out_MN, 0).astype(x_MK.dtype)
 
 
@@ -62,11 +68,17 @@ def _outer_by_blocks(x_MK: jax.Array, y_MN: jax.Array, sizes_E: jax.Array) -> ja
 
         def block(i, sum_KN):
             mine_R1 = i * rows + jnp.arange(rows)[:, None] < size
-            x_RK = jnp.where(mine_R1, jax.lax.dynamic_slice_in_dim(padded, start + i * rows, rows), 0)
-            y_RN = jnp.where(mine_R1, jax.lax.dynamic_slice_in_dim(other, start + i * rows, rows), 0)
+            x_RK = jnp.where(
+                mine_R1, jax.lax.dynamic_slice_in_dim(padded, start + i * rows, rows), 0
+            )
+            y_RN = jnp.where(
+                mine_R1, jax.lax.dynamic_slice_in_dim(other, start + i * rows, rows), 0
+            )
             return sum_KN + jnp.einsum("RK,RN->KN", x_RK, y_RN)
 
-        return None, jax.lax.fori_loop(0, -(-size // rows), block, jnp.zeros((x_MK.shape[1], y_MN.shape[1]), jnp.float32))
+        return None, jax.lax.fori_loop(
+            0, -(-size // rows), block, jnp.zeros((x_MK.shape[1], y_MN.shape[1]), jnp.float32)
+        )
 
     return jax.lax.scan(group, None, (jnp.cumsum(sizes_E) - sizes_E, sizes_E))[1]
 
@@ -77,7 +89,11 @@ def _forward(x_MK, w_EKN, sizes_E):
 
 def _backward(saved, dy_MN):
     x_MK, w_EKN, sizes_E = saved
-    return _by_blocks(dy_MN, w_EKN, sizes_E, True), _outer_by_blocks(x_MK, dy_MN, sizes_E).astype(w_EKN.dtype), None
+    return (
+        _by_blocks(dy_MN, w_EKN, sizes_E, True),
+        _outer_by_blocks(x_MK, dy_MN, sizes_E).astype(w_EKN.dtype),
+        None,
+    )
 
 
 run.defvjp(_forward, _backward)

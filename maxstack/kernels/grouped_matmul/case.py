@@ -1,4 +1,5 @@
-"""What a backend of the grouped matmul looks at to say whether it can serve, and which rows belong to a group."""
+"""What a backend of the grouped matmul looks at to say whether it can serve, and which rows belong
+to a group."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,7 +12,8 @@ from maxstack.kernels.backends import Device
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call on one device: x [rows, contracted] times a matrix [contracted, columns] for each group."""
+    """One call on one device: x [rows, contracted] times a matrix [contracted, columns] for each
+    group."""
 
     rows: int
     groups: int
@@ -35,15 +37,28 @@ class Case:
     @property
     def shape_class(self) -> Mapping[str, int | str]:
         """What tuned sizes hang on."""
-        return {"dtype": self.dtype, "contracted": self.contracted, "columns": self.columns, "rows_of_a_group": self.rows_of_a_group}
+        return {
+            "dtype": self.dtype,
+            "contracted": self.contracted,
+            "columns": self.columns,
+            "rows_of_a_group": self.rows_of_a_group,
+        }
 
     @property
     def unusual(self) -> str | None:
-        """Why no kernel takes it; None: it has something to multiply, in a type that all of them know."""
+        """Why no kernel takes it; None: it has something to multiply, in a type that all of them
+        know."""
         if self.dtype not in ("bfloat16", "float32"):
             return f"takes bfloat16 and float32, not {self.dtype}"
-        empty = [name for name in ("rows", "groups", "contracted", "columns") if getattr(self, name) < 1]
-        return f"{' and '.join(empty)} {'is' if len(empty) == 1 else 'are'} 0, and a kernel needs at least 1" if empty else None
+        empty = [
+            name for name in ("rows", "groups", "contracted", "columns") if getattr(self, name) < 1
+        ]
+        return (
+            f"{' and '.join(empty)} {'is' if len(empty) == 1 else 'are'} 0, and a kernel "
+            "needs at least 1"
+            if empty
+            else None
+        )
 
 
 def power_of_two(n: int) -> int:

@@ -1,4 +1,5 @@
-"""A model folder is refused, with the reason, where it is hostile, broken or not supported; nothing in it is run."""
+"""A model folder is refused, with the reason, where it is hostile, broken or not supported; nothing
+in it is run."""
 
 import json
 import os
@@ -43,7 +44,9 @@ def sharded(folder):
     names = sorted(found)
     where = {name: f"model-0000{1 + (i % 2)}-of-00002.safetensors" for i, name in enumerate(names)}
     for shard in {*where.values()}:
-        safetensors.numpy.save_file({name: found[name] for name in names if where[name] == shard}, folder / shard)
+        safetensors.numpy.save_file(
+            {name: found[name] for name in names if where[name] == shard}, folder / shard
+        )
     write_index(folder, where)
     return where
 
@@ -69,7 +72,17 @@ def test_without_weights_config_and_index_say_what_the_tensors_do(folder, family
     assert said.mapping == whole.mapping and said.dtype == whole.dtype and not said.tensors
 
 
-@pytest.mark.parametrize("shard", ["../model.safetensors", "/tmp/model.safetensors", "a/b.safetensors", "model.bin", "..safetensors", ""])
+@pytest.mark.parametrize(
+    "shard",
+    [
+        "../model.safetensors",
+        "/tmp/model.safetensors",
+        "a/b.safetensors",
+        "model.bin",
+        "..safetensors",
+        "",
+    ],
+)
 def test_an_index_that_leads_elsewhere_is_refused(folder, shard):
     where = sharded(folder)
     write_index(folder, where | {"lm_head.weight": shard})
@@ -109,7 +122,9 @@ def test_a_tensor_in_two_shards_is_refused(folder):
     where = sharded(folder)
     other = next(shard for shard in where.values() if shard != where["lm_head.weight"])
     held = dict(safetensors.numpy.load_file(folder / other))
-    safetensors.numpy.save_file(held | {"lm_head.weight": np.zeros((2, 2), np.float32)}, folder / other)
+    safetensors.numpy.save_file(
+        held | {"lm_head.weight": np.zeros((2, 2), np.float32)}, folder / other
+    )
     with pytest.raises(DataError, match=r"lm_head.weight is not listed"):
         Contents(folder)
 
@@ -129,7 +144,17 @@ def test_an_index_beside_a_single_file_that_it_does_not_name_is_refused(folder):
         Contents(folder)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "training_args.bin", "model.pt", "weights.pkl", "modeling_llama.py", "tf_model.h5"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pytorch_model.bin",
+        "training_args.bin",
+        "model.pt",
+        "weights.pkl",
+        "modeling_llama.py",
+        "tf_model.h5",
+    ],
+)
 def test_pickles_and_code_are_refused_unless_left_aside(folder, name):
     (folder / name).write_bytes(b"import os")
     with pytest.raises(ConfigError, match="safetensors"):
@@ -162,15 +187,31 @@ def test_an_architecture_that_is_not_known_gives_the_ones_that_are(folder):
         Contents(folder)
 
 
-@pytest.mark.parametrize(("changes", "reason"), [
-    ({"hidden_act": "relu6"}, "hidden_act='relu6': not supported; supported: silu"),
-    ({"clip_qkv": 8.0}, "unknown keys: clip_qkv"),
-    ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "RoPE of type 'dynamic' is not supported"),
-    ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, "twist": 1}}, "not known: twist"),
-    ({"hidden_size": ...}, "key hidden_size is missing"),
-    ({"num_hidden_layers": "many"}, "must be a whole number from 1"),
-    ({"num_key_value_heads": 3}, "describes no model"),
-])
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"hidden_act": "relu6"}, "hidden_act='relu6': not supported; supported: silu"),
+        ({"clip_qkv": 8.0}, "unknown keys: clip_qkv"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "RoPE of type 'dynamic' is not supported",
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "linear",
+                    "factor": 2.0,
+                    "rope_theta": 1e4,
+                    "twist": 1,
+                }
+            },
+            "not known: twist",
+        ),
+        ({"hidden_size": ...}, "key hidden_size is missing"),
+        ({"num_hidden_layers": "many"}, "must be a whole number from 1"),
+        ({"num_key_value_heads": 3}, "describes no model"),
+    ],
+)
 def test_a_config_that_cannot_be_computed_is_refused(folder, changes, reason):
     config(folder, **changes)
     with pytest.raises(ConfigError, match=reason) as caught:
@@ -183,7 +224,9 @@ def test_a_tied_flag_that_contradicts_the_tensors_is_refused(folder):
     with pytest.raises(DataError, match="differs from the embedding table"):
         Contents(folder)
     found = tensors(folder)
-    safetensors.numpy.save_file(found | {"lm_head.weight": found["model.embed_tokens.weight"]}, folder / "model.safetensors")
+    safetensors.numpy.save_file(
+        found | {"lm_head.weight": found["model.embed_tokens.weight"]}, folder / "model.safetensors"
+    )
     assert Contents(folder).model.head.tied
     config(folder, tie_word_embeddings=False)
     del found["lm_head.weight"]
@@ -195,9 +238,20 @@ def test_a_tied_flag_that_contradicts_the_tensors_is_refused(folder):
 def test_the_language_model_inside_a_wrapper_is_read(folder):
     plain = Contents(folder)
     inner = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "text_config": inner}))
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["LlavaForConditionalGeneration"],
+                "model_type": "llava",
+                "text_config": inner,
+            }
+        )
+    )
     found = {f"language_model.{name}": array for name, array in tensors(folder).items()}
-    safetensors.numpy.save_file(found | {"vision_tower.patch.weight": np.zeros((2, 2), np.float32)}, folder / "model.safetensors")
+    safetensors.numpy.save_file(
+        found | {"vision_tower.patch.weight": np.zeros((2, 2), np.float32)},
+        folder / "model.safetensors",
+    )
     inside = Contents(folder)
     assert inside.model == plain.model
     assert inside.tensors.keys() == plain.tensors.keys()

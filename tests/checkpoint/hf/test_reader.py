@@ -22,44 +22,76 @@ GOLDENS = Path(__file__).parents[2] / "goldens"
 
 
 def abstract(contents, dtype="float32"):
-    return nnx.to_pure_dict(decoder.abstract(contents.model.model_copy(update={"param_dtype": dtype}))[1])
+    return nnx.to_pure_dict(
+        decoder.abstract(contents.model.model_copy(update={"param_dtype": dtype}))[1]
+    )
 
 
 def shapes_of(tree):
-    return {"/".join(map(str, path)): leaf.shape for path, leaf in nnx.traversals.flatten_mapping(tree).items()}
+    return {
+        "/".join(map(str, path)): leaf.shape
+        for path, leaf in nnx.traversals.flatten_mapping(tree).items()
+    }
 
 
 def spread(leaf, mesh):
     """The leaf with each mesh axis over the first dimension that it divides."""
     axes = []
     for size in leaf.shape:
-        free = [axis for axis in mesh.axis_names if axis not in axes and size % mesh.shape[axis] == 0]
+        free = [
+            axis for axis in mesh.axis_names if axis not in axes and size % mesh.shape[axis] == 0
+        ]
         axes.append(free[0] if free else None)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
+    return jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes))
+    )
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "qwen3_next"])
 def test_eight_devices_get_what_one_gets(name):
-    contents, mesh = Contents(GOLDENS / name), Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor"))
+    contents, mesh = (
+        Contents(GOLDENS / name),
+        Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor")),
+    )
     one = loaded(contents, abstract(contents))
     eight = loaded(contents, jax.tree.map(lambda leaf: spread(leaf, mesh), abstract(contents)))
     assert sum(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(eight)) > 5
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), one, eight)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), one, eight
+    )
 
 
 def test_numbers_are_cast_to_what_the_run_wants():
     contents = Contents(GOLDENS / "llama")
     exact, cast = (loaded(contents, abstract(contents, dtype)) for dtype in ("float32", "bfloat16"))
     assert cast["embed"].dtype == "bfloat16"
-    np.testing.assert_array_equal(np.asarray(exact["embed"]).astype(ml_dtypes.bfloat16), np.asarray(cast["embed"]))
+    np.testing.assert_array_equal(
+        np.asarray(exact["embed"]).astype(ml_dtypes.bfloat16), np.asarray(cast["embed"])
+    )
 
 
-@pytest.mark.parametrize(("change", "reason"), [
-    (lambda found: found.pop("model.norm.weight"), "missing model.norm.weight"),
-    (lambda found: found.update({"model.layers.0.mlp.extra.weight": np.zeros(3, np.float32)}), r"unknown .*tensor model.layers.0.mlp.extra.weight"),
-    (lambda found: found.update({"model.norm.weight": np.zeros(3, np.float32)}), r"tensor model.norm.weight has shape \[3\], and this model"),
-    (lambda found: found.update({"model.norm.weight": found["model.norm.weight"].astype(np.int32)}), "tensor model.norm.weight has dtype int32"),
-])
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda found: found.pop("model.norm.weight"), "missing model.norm.weight"),
+        (
+            lambda found: found.update(
+                {"model.layers.0.mlp.extra.weight": np.zeros(3, np.float32)}
+            ),
+            r"unknown .*tensor model.layers.0.mlp.extra.weight",
+        ),
+        (
+            lambda found: found.update({"model.norm.weight": np.zeros(3, np.float32)}),
+            r"tensor model.norm.weight has shape \[3\], and this model",
+        ),
+        (
+            lambda found: found.update(
+                {"model.norm.weight": found["model.norm.weight"].astype(np.int32)}
+            ),
+            "tensor model.norm.weight has dtype int32",
+        ),
+    ],
+)
 def test_missing_unknown_and_misshapen_tensors_are_refused(tmp_path, change, reason):
     shutil.copyfile(GOLDENS / "llama" / "config.json", tmp_path / "config.json")
     found = dict(safetensors.numpy.load_file(GOLDENS / "llama" / "model.safetensors"))
@@ -73,7 +105,9 @@ def test_missing_unknown_and_misshapen_tensors_are_refused(tmp_path, change, rea
 def test_a_weight_without_sharding_goes_to_one_device():
     contents = Contents(GOLDENS / "gpt2")
     params = loaded(contents, abstract(contents))
-    assert {device for leaf in jax.tree.leaves(params) for device in leaf.devices()} == {jax.devices()[0]}
+    assert {device for leaf in jax.tree.leaves(params) for device in leaf.devices()} == {
+        jax.devices()[0]
+    }
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

@@ -17,7 +17,10 @@ compiled = jax.jit(attention, static_argnums=(4, 5))
 
 def inputs(t, heads=4, kv=2, size=8, packed=True, seed=0, value_size=None):
     rng = np.random.default_rng(seed)
-    q, k, v = (jnp.asarray(rng.normal(size=(2, t, n, h)), jnp.float32) for n, h in ((heads, size), (kv, size), (kv, value_size or size)))
+    q, k, v = (
+        jnp.asarray(rng.normal(size=(2, t, n, h)), jnp.float32)
+        for n, h in ((heads, size), (kv, size), (kv, value_size or size))
+    )
     segments = np.sort(rng.integers(1, 4, (2, t)), axis=1) if packed else None
     return q, k, v, segments if segments is None else jnp.asarray(segments, jnp.int32)
 
@@ -26,7 +29,9 @@ def places(segments, t):
     """Positions within the documents, by counting."""
     if segments is None:
         return jnp.arange(t)[None]
-    return jnp.asarray([[int((row[:i] == row[i]).sum()) for i in range(t)] for row in np.asarray(segments)])
+    return jnp.asarray(
+        [[int((row[:i] == row[i]).sum()) for i in range(t)] for row in np.asarray(segments)]
+    )
 
 
 def by_loop(q, k, v, segments, request, sinks=None):
@@ -36,9 +41,13 @@ def by_loop(q, k, v, segments, request, sinks=None):
     at = np.broadcast_to(places(segments, q.shape[1]), q.shape[:2])
     for b, i, n in np.ndindex(q.shape[:3]):
         head = n // (q.shape[2] // k.shape[2])
-        seen = [j for j in range(i + 1) if (request.window is None or i - j < request.window)
-                and (request.chunk is None or at[b, i] // request.chunk == at[b, j] // request.chunk)
-                and (segments is None or segments[b, i] == segments[b, j])]
+        seen = [
+            j
+            for j in range(i + 1)
+            if (request.window is None or i - j < request.window)
+            and (request.chunk is None or at[b, i] // request.chunk == at[b, j] // request.chunk)
+            and (segments is None or segments[b, i] == segments[b, j])
+        ]
         s = k[b, seen, head] @ q[b, i, n] * request.scale
         s = request.soft_cap * np.tanh(s / request.soft_cap) if request.soft_cap else s
         p = np.exp(s)
@@ -47,8 +56,13 @@ def by_loop(q, k, v, segments, request, sinks=None):
 
 
 SINKS = jnp.asarray([0.5, -2.0, 3.0, 0.0])
-ASKED = {"plain": (Request(0.35), None), "window": (Request(0.35, window=5), None), "cap": (Request(1.5, soft_cap=2.0), None),
-         "chunk": (Request(0.35, chunk=4), None), "sinks": (Request(0.35, window=5, soft_cap=2.0), SINKS)}
+ASKED = {
+    "plain": (Request(0.35), None),
+    "window": (Request(0.35, window=5), None),
+    "cap": (Request(1.5, soft_cap=2.0), None),
+    "chunk": (Request(0.35, chunk=4), None),
+    "sinks": (Request(0.35, window=5, soft_cap=2.0), SINKS),
+}
 
 
 @pytest.mark.parametrize(("name", "packed"), [*((name, True) for name in ASKED), ("chunk", False)])
@@ -60,22 +74,38 @@ def test_the_reference_is_the_definition(name, packed):
 
 
 PACKED, SINK, WIDE = {"packed": True}, {"sinks": True}, {"value_size": 5}
-CASES = [(1, 2, Request(0.4, window=1), {}), (7, 1, Request(0.4, window=500), PACKED | WIDE), (70, 2, Request(0.4, None, 3.0), PACKED | SINK),
-         (54, 1, Request(0.4, 6), WIDE), (70, 4, Request(0.4, chunk=9), PACKED | SINK | WIDE), (200, 2, Request(0.4, 150, 3.0), PACKED)]
+CASES = [
+    (1, 2, Request(0.4, window=1), {}),
+    (7, 1, Request(0.4, window=500), PACKED | WIDE),
+    (70, 2, Request(0.4, None, 3.0), PACKED | SINK),
+    (54, 1, Request(0.4, 6), WIDE),
+    (70, 4, Request(0.4, chunk=9), PACKED | SINK | WIDE),
+    (200, 2, Request(0.4, 150, 3.0), PACKED),
+]
 
 
 @pytest.mark.parametrize(("t", "kv", "asked", "features"), CASES)
-def test_blockwise_equals_the_reference_in_values_and_gradients(t, kv, asked, features, monkeypatch):
-    monkeypatch.setitem(blockwise.SIZES, "cpu", (32, 16))  # 70 are loops over tiles of four sizes, a window of 6 or 9 one of two
-    q, k, v, segments = inputs(t, kv=kv, packed=features.get("packed", False), value_size=features.get("value_size"))
-    weight = jnp.asarray(np.random.default_rng(1).normal(size=(*q.shape[:3], v.shape[3])), jnp.float32)
+def test_blockwise_equals_the_reference_in_values_and_gradients(
+    t, kv, asked, features, monkeypatch
+):
+    monkeypatch.setitem(
+        blockwise.SIZES, "cpu", (32, 16)
+    )  # 70 are loops over tiles of four sizes, a window of 6 or 9 one of two
+    q, k, v, segments = inputs(
+        t, kv=kv, packed=features.get("packed", False), value_size=features.get("value_size")
+    )
+    weight = jnp.asarray(
+        np.random.default_rng(1).normal(size=(*q.shape[:3], v.shape[3])), jnp.float32
+    )
     sinks = SINKS if features.get("sinks") else None
 
     def run(backend):
         def total(q, k, v, sinks):
             return (attention(q, k, v, segments, asked, backend, sinks) * weight).sum()
 
-        return jax.jit(jax.value_and_grad(total, (0, 1, 2) if sinks is None else (0, 1, 2, 3)))(q, k, v, sinks)
+        return jax.jit(jax.value_and_grad(total, (0, 1, 2) if sinks is None else (0, 1, 2, 3)))(
+            q, k, v, sinks
+        )
 
     (ours, grads), (theirs, wanted) = run("blockwise"), run("reference")
     np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-3)
@@ -83,27 +113,55 @@ def test_blockwise_equals_the_reference_in_values_and_gradients(t, kv, asked, fe
         np.testing.assert_allclose(got, want, rtol=2e-4, atol=4e-5)
 
 
-ELSEWHERE = {"all keys": (40, 70, Request(0.4, causal=False), None), "after the keys": (20, 90, Request(0.4, offset=70), SINKS),
-             "more queries than keys, both sides": (70, 33, Request(0.4, window=9, causal=False, offset=-5), None),
-             "a wide window on both sides": (60, 85, Request(0.4, window=40, causal=False, offset=20), SINKS),
-             "some before every key": (50, 45, Request(0.4, window=30, soft_cap=2.0, offset=-20), None),
-             "some beyond every window": (70, 20, Request(0.4, window=8), None)}
+ELSEWHERE = {
+    "all keys": (40, 70, Request(0.4, causal=False), None),
+    "after the keys": (20, 90, Request(0.4, offset=70), SINKS),
+    "more queries than keys, both sides": (
+        70,
+        33,
+        Request(0.4, window=9, causal=False, offset=-5),
+        None,
+    ),
+    "a wide window on both sides": (
+        60,
+        85,
+        Request(0.4, window=40, causal=False, offset=20),
+        SINKS,
+    ),
+    "some before every key": (50, 45, Request(0.4, window=30, soft_cap=2.0, offset=-20), None),
+    "some beyond every window": (70, 20, Request(0.4, window=8), None),
+}
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_blockwise_serves_queries_anywhere_among_other_keys(name):
-    """Documents lie in no order, and some queries' hold no key. A query that sees none gives exactly nothing, and adds to no gradient of theirs."""
+    """Documents lie in no order, and some queries' hold no key. A query that sees none gives
+    exactly nothing, and adds to no gradient of theirs."""
     t, s, asked, sinks = ELSEWHERE[name]
     rng = np.random.default_rng(3)
-    q, k, v, do = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, t, 4, 8), (2, s, 2, 8), (2, s, 2, 5), (2, t, 4, 5)))
-    same = tuple((jnp.asarray(rng.integers(0, 4, (rows, t)), jnp.int32), jnp.asarray(rng.integers(0, 3, (rows, s)), jnp.int32)) for rows in (1, 2))
+    q, k, v, do = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32)
+        for shape in ((2, t, 4, 8), (2, s, 2, 8), (2, s, 2, 5), (2, t, 4, 5))
+    )
+    same = tuple(
+        (
+            jnp.asarray(rng.integers(0, 4, (rows, t)), jnp.int32),
+            jnp.asarray(rng.integers(0, 3, (rows, s)), jnp.int32),
+        )
+        for rows in (1, 2)
+    )
     blind = ~np.asarray(visible(asked, jnp.arange(t), jnp.arange(s), same)).any(axis=2)
 
     @functools.partial(jax.jit, static_argnums=0)
     def both(backend, do):
         more = {"blocks": {"rows": 16, "keys": 8}} if backend == "blockwise" else {}
         floats = (q, k, v) if sinks is None else (q, k, v, sinks)
-        out, pull = jax.vjp(lambda *given: OP[backend].run(*given, *(() if sinks is not None else (None,)), same, asked, **more), *floats)
+        out, pull = jax.vjp(
+            lambda *given: OP[backend].run(
+                *given, *(() if sinks is not None else (None,)), same, asked, **more
+            ),
+            *floats,
+        )
         return out, *pull(do)
 
     for got, want in zip(both("blockwise", do), both("reference", do), strict=True):
@@ -125,8 +183,12 @@ def test_candidates_are_sizes_that_differ_for_the_sequence():
 def test_chunks_are_counted_by_the_positions_that_are_given(backend):
     q, k, v, segments = inputs(20)
     found = compiled(q, k, v, segments, Request(0.35, chunk=4), backend)
-    given = compiled(q, k, v, segments, Request(0.35, chunk=4), backend, positions_BT=places(segments, 20))
-    later = compiled(q, k, v, segments, Request(0.35, chunk=4), backend, positions_BT=places(segments, 20) + 2)
+    given = compiled(
+        q, k, v, segments, Request(0.35, chunk=4), backend, positions_BT=places(segments, 20)
+    )
+    later = compiled(
+        q, k, v, segments, Request(0.35, chunk=4), backend, positions_BT=places(segments, 20) + 2
+    )
     np.testing.assert_array_equal(found, given)
     assert not np.allclose(given, later)
 
@@ -135,7 +197,9 @@ def test_chunks_are_counted_by_the_positions_that_are_given(backend):
 def test_a_high_sink_takes_the_whole_softmax_and_a_low_one_none_of_it(backend):
     q, k, v, segments = inputs(9)
     plain = compiled(q, k, v, segments, Request(0.35), backend)
-    got = compiled(q, k, v, segments, Request(0.35), backend, jnp.asarray([80.0, -80.0, -80.0, 80.0]))
+    got = compiled(
+        q, k, v, segments, Request(0.35), backend, jnp.asarray([80.0, -80.0, -80.0, 80.0])
+    )
     np.testing.assert_allclose(got, plain * jnp.asarray([0, 1, 1, 0])[:, None], atol=1e-6)
 
 
@@ -144,7 +208,9 @@ def test_changing_one_document_never_changes_its_neighbour(backend):
     q, k, v, _ = inputs(260)
     segments = jnp.asarray([[1] * 150 + [2] * 110] * 2, jnp.int32)
     before = compiled(q, k, v, segments, Request(0.35), backend)
-    after = compiled(q, k.at[:, :150].add(1.0), v.at[:, :150].add(1.0), segments, Request(0.35), backend)
+    after = compiled(
+        q, k.at[:, :150].add(1.0), v.at[:, :150].add(1.0), segments, Request(0.35), backend
+    )
     np.testing.assert_array_equal(before[:, 150:], after[:, 150:])
     assert not np.array_equal(before[:, :150], after[:, :150])
 
@@ -159,7 +225,8 @@ def test_bfloat16_stays_near_float32(backend):
 
 
 def largest(t, window):
-    """Numbers in the largest array of the gradient of attention over t positions, whether inside a loop or not."""
+    """Numbers in the largest array of the gradient of attention over t positions, whether inside a
+    loop or not."""
     q, k, v, _ = inputs(t, packed=False)
     grad = jax.grad(lambda q: attention(q, k, v, None, Request(0.35, window), "blockwise").sum())
     return max(size_of(jax.make_jaxpr(grad)(q).jaxpr))
@@ -176,13 +243,15 @@ def size_of(jaxpr):
 
 
 def test_what_layers_have_in_common_is_not_kept_for_each_tile(monkeypatch):
-    """Differentiating a scan over layers takes out of it what is the same for all layers: numbers of positions, but not the masks made of them."""
+    """Differentiating a scan over layers takes out of it what is the same for all layers: numbers
+    of positions, but not the masks made of them."""
     monkeypatch.setitem(blockwise.SIZES, "cpu", (16, 16))
     q, k, v, segments = inputs(512)
 
     def layers(q):
         def layer(q, _):
             return jax.checkpoint(lambda q: attention(q, k, v, segments, Request(0.35)))(q), None
+
         return jax.lax.scan(layer, q, None, length=2)[0].sum()
 
     assert max(size_of(jax.make_jaxpr(jax.grad(layers))(q).jaxpr)) <= 2 * q.size

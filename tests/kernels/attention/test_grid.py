@@ -1,4 +1,5 @@
-"""Every backend of attention over a grid of features and odd sizes, values and gradients, against the reference in float64.
+"""Every backend of attention over a grid of features and odd sizes, values and gradients, against
+the reference in float64.
 
 Kernels for GPUs and TPUs run in interpret mode, for what they would accept on the hardware.
 """
@@ -18,8 +19,12 @@ from maxstack.kernels.attention.request import Case, Request
 from maxstack.kernels.backends import Device
 from maxstack.kernels.examples import of_attention
 
-DEVICES = {"blockwise": Device("cpu", "cpu"), "pallas_gpu": Device("gpu", "NVIDIA H100 80GB HBM3", (9, 0)), "pallas_tpu": Device("tpu", "TPU v5p"),
-           "splash": Device("tpu", "TPU v5p")}
+DEVICES = {
+    "blockwise": Device("cpu", "cpu"),
+    "pallas_gpu": Device("gpu", "NVIDIA H100 80GB HBM3", (9, 0)),
+    "pallas_tpu": Device("tpu", "TPU v5p"),
+    "splash": Device("tpu", "TPU v5p"),
+}
 EXAMPLES = {"blockwise": 16, "pallas_gpu": 8, "pallas_tpu": 8, "splash": 4}
 DIMS = [16, 24, 64, 128]
 ROUNDING = {"float32": 2e-5, "bfloat16": 3e-2}
@@ -27,19 +32,45 @@ ROUNDING = {"float32": 2e-5, "bfloat16": 3e-2}
 
 @st.composite
 def cases(draw, device):
-    whole = device == DEVICES["splash"] and draw(st.booleans())  # what splash takes, and several tiles of ours
-    queries, kv, dim = draw(st.sampled_from([128, 384]) if whole else st.integers(1, 150)), draw(st.sampled_from([1, 2])), draw(st.sampled_from(DIMS))
+    whole = device == DEVICES["splash"] and draw(
+        st.booleans()
+    )  # what splash takes, and several tiles of ours
+    queries, kv, dim = (
+        draw(st.sampled_from([128, 384]) if whole else st.integers(1, 150)),
+        draw(st.sampled_from([1, 2])),
+        draw(st.sampled_from(DIMS)),
+    )
     keys = draw(st.sampled_from([queries, queries + (128 if whole else 37), max(1, queries - 20)]))
     limit = draw(st.sampled_from(["none", "window", "chunk"]))
-    request = Request(dim**-0.5, draw(st.integers(1, 90)) if limit == "window" else None, draw(st.sampled_from([None, 1.5])),
-                      draw(st.integers(1, 90)) if limit == "chunk" else None, draw(st.booleans()), keys - queries if keys > queries else 0)
-    return Case(request, queries, keys, kv * draw(st.sampled_from([1, 3])), kv, dim, draw(st.sampled_from([dim, 32])),
-                draw(st.sampled_from(["float32", "bfloat16"])), draw(st.booleans()), draw(st.booleans()), device)
+    request = Request(
+        dim**-0.5,
+        draw(st.integers(1, 90)) if limit == "window" else None,
+        draw(st.sampled_from([None, 1.5])),
+        draw(st.integers(1, 90)) if limit == "chunk" else None,
+        draw(st.booleans()),
+        keys - queries if keys > queries else 0,
+    )
+    return Case(
+        request,
+        queries,
+        keys,
+        kv * draw(st.sampled_from([1, 3])),
+        kv,
+        dim,
+        draw(st.sampled_from([dim, 32])),
+        draw(st.sampled_from(["float32", "bfloat16"])),
+        draw(st.booleans()),
+        draw(st.booleans()),
+        device,
+    )
 
 
 def outputs(run, example, dtype):
     """The result and all gradients of it, weighted at random."""
-    args = [jax.tree.map(lambda x: x.astype(dtype), arg) if i in example.floats else arg for i, arg in enumerate(example.args)]
+    args = [
+        jax.tree.map(lambda x: x.astype(dtype), arg) if i in example.floats else arg
+        for i, arg in enumerate(example.args)
+    ]
 
     def of(*floats):
         for place, value in zip(example.floats, floats, strict=True):
@@ -50,16 +81,27 @@ def outputs(run, example, dtype):
         out, pull = jax.vjp(of, *floats)
         return out, *pull(jnp.asarray(np.random.default_rng(1).normal(size=out.shape), out.dtype))
 
-    return [np.asarray(x, np.float64) for x in jax.jit(both)(*(args[place] for place in example.floats))]
+    return [
+        np.asarray(x, np.float64) for x in jax.jit(both)(*(args[place] for place in example.floats))
+    ]
 
 
 @pytest.mark.parametrize("name", tiers.of(DEVICES, "blockwise"))
 def test_values_and_gradients_are_those_of_the_reference_in_float64(name):
     backend = OP[name]
-    run = backend.run if DEVICES[name].platform == "cpu" else functools.partial(backend.run, interpret=True)
+    run = (
+        backend.run
+        if DEVICES[name].platform == "cpu"
+        else functools.partial(backend.run, interpret=True)
+    )
 
-    @settings(max_examples=EXAMPLES[name], deadline=None, derandomize=True, phases=[Phase.generate],
-              suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=EXAMPLES[name],
+        deadline=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
     @given(cases(DEVICES[name]))
     def check(case):
         assume(backend.supports(case) is None)
@@ -67,7 +109,9 @@ def test_values_and_gradients_are_those_of_the_reference_in_float64(name):
         with jax.enable_x64(True):
             wanted = outputs(OP["reference"].run, example, jnp.float64)
         for got, want in zip(outputs(run, example, case.dtype), wanted, strict=True):
-            np.testing.assert_allclose(got, want, rtol=0, atol=ROUNDING[case.dtype] * max(1.0, np.abs(want).max()))
+            np.testing.assert_allclose(
+                got, want, rtol=0, atol=ROUNDING[case.dtype] * max(1.0, np.abs(want).max())
+            )
 
     check()
 
@@ -78,14 +122,20 @@ def test_changing_one_document_never_changes_another(name):
     device = DEVICES.get(name, DEVICES["blockwise"])
     case = Case(Request(0.1), 384, 384, 4, 2, 128, 128, "bfloat16", True, False, device)
     assert OP[name].supports(case) is None
-    run = OP[name].run if device.platform == "cpu" else functools.partial(OP[name].run, interpret=True)
+    run = (
+        OP[name].run
+        if device.platform == "cpu"
+        else functools.partial(OP[name].run, interpret=True)
+    )
     example = of_attention(case)
     first = np.asarray(jnp.arange(384) < 170)
     numbers = jnp.where(first, 7, 3)[None].astype(jnp.int32)
 
     @jax.jit
     def both(q, k, v):
-        out, pull = jax.vjp(lambda *floats: run(*floats, None, ((numbers, numbers),), case.request), q, k, v)
+        out, pull = jax.vjp(
+            lambda *floats: run(*floats, None, ((numbers, numbers),), case.request), q, k, v
+        )
         return out, *pull(jnp.ones_like(out))
 
     before = both(*example.args[:3])

@@ -1,4 +1,5 @@
-"""The TPU kernel for attention: values and gradients over many tiles, which tiles it computes and fetches, and its compiled programs."""
+"""The TPU kernel for attention: values and gradients over many tiles, which tiles it computes and
+fetches, and its compiled programs."""
 
 import functools
 import math
@@ -23,7 +24,10 @@ SMALL = dict(block_q=128, block_k=128, block_q_dkv=128, block_k_dkv=128)
 def arrays(t, s, heads, kv, h, v, dtype=jnp.float32):
     """Queries, keys, values, and weights of the result."""
     rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in ((2, t, heads, h), (2, s, kv, h), (2, s, kv, v), (2, t, heads, v))]
+    return [
+        jnp.asarray(rng.normal(size=shape), dtype)
+        for shape in ((2, t, heads, h), (2, s, kv, h), (2, s, kv, v), (2, t, heads, v))
+    ]
 
 
 def numbers(t, s, rows=2, packed=False):
@@ -41,21 +45,42 @@ def results(run, q, k, v, weights, sinks, same, request):
         o = run(*floats[:3], floats[3] if sinks is not None else None, same, request)
         return jnp.vdot(o.astype(jnp.float32), weights.astype(jnp.float32)), o
 
-    (_, o), grads = jax.jit(jax.value_and_grad(loss, argnums=tuple(range(len(floats))), has_aux=True))(*floats)
+    (_, o), grads = jax.jit(
+        jax.value_and_grad(loss, argnums=tuple(range(len(floats))), has_aux=True)
+    )(*floats)
     return [np.asarray(x, np.float64) for x in (o, *grads)]
 
 
 def compare(run, arguments, tolerance):
     exact = [x.astype(jnp.float32) for x in arguments[:4]]
-    for got, wanted in zip(results(run, *arguments), results(reference.run, *exact, *arguments[4:]), strict=True):
+    for got, wanted in zip(
+        results(run, *arguments), results(reference.run, *exact, *arguments[4:]), strict=True
+    ):
         np.testing.assert_allclose(got, wanted, rtol=0, atol=tolerance * np.abs(wanted).max())
 
 
 CASES = {
     "packed documents": (260, 260, 2, 2, Request(0.2), [(2, True)], False),
-    "shares of heads": (140, 300, 4, 1, Request(0.2, soft_cap=2.0, offset=160), [(1, False), (2, True)], True),
+    "shares of heads": (
+        140,
+        300,
+        4,
+        1,
+        Request(0.2, soft_cap=2.0, offset=160),
+        [(1, False), (2, True)],
+        True,
+    ),
     "window": (260, 390, 3, 1, Request(0.2, window=140, offset=100), [], True),
-    "both ways": (260, 390, 2, 1, Request(0.2, window=140, causal=False, offset=-200), [(1, False)], False)}
+    "both ways": (
+        260,
+        390,
+        2,
+        1,
+        Request(0.2, window=140, causal=False, offset=-200),
+        [(1, False)],
+        False,
+    ),
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -64,15 +89,33 @@ def test_many_tiles_are_the_reference(name, monkeypatch):
     monkeypatch.setattr(pallas_tpu, "ROWS", 256)
     run = functools.partial(pallas_tpu.run, blocks=SMALL, interpret=True)
     same = tuple(numbers(t, s, *kind) for kind in kinds)
-    compare(run, (*arrays(t, s, heads, kv, 40, 24), jnp.linspace(-1, 2, heads) if sinks else None, same, request), 1e-5)
+    compare(
+        run,
+        (
+            *arrays(t, s, heads, kv, 40, 24),
+            jnp.linspace(-1, 2, heads) if sinks else None,
+            same,
+            request,
+        ),
+        1e-5,
+    )
 
 
 def test_bfloat16_with_the_head_dims_of_latent_attention_is_the_reference():
-    compare(functools.partial(pallas_tpu.run, interpret=True), (*arrays(200, 200, 2, 2, 192, 128, jnp.bfloat16), None, (), Request(0.07)), 1e-2)
+    compare(
+        functools.partial(pallas_tpu.run, interpret=True),
+        (*arrays(200, 200, 2, 2, 192, 128, jnp.bfloat16), None, (), Request(0.07)),
+        1e-2,
+    )
 
 
-BOUNDS = [Request(1.0), Request(1.0, window=100), Request(1.0, window=300, causal=False, offset=77), Request(1.0, offset=-400),
-          Request(1.0, causal=False)]
+BOUNDS = [
+    Request(1.0),
+    Request(1.0, window=100),
+    Request(1.0, window=300, causal=False, offset=77),
+    Request(1.0, offset=-400),
+    Request(1.0, causal=False),
+]
 
 
 @pytest.mark.parametrize("request_", BOUNDS, ids=str)
@@ -88,8 +131,12 @@ def test_the_grid_has_the_tiles_where_some_query_sees_some_key_and_no_other(requ
     every = dense.reshape(6, 128, 4, 256).sum(axis=(1, 3)) == rows[:, None] * 256
     places = {(tile >> 18, tile >> 4 & 8191): tile for tile in tiles.tolist()}
     assert len(places) == len(tiles)
-    assert {place for place, tile in places.items() if not tile & HIDDEN} == set(zip(*np.nonzero(some), strict=True))
-    assert {place for place, tile in places.items() if tile & WHOLE} == set(zip(*np.nonzero(every), strict=True))
+    assert {place for place, tile in places.items() if not tile & HIDDEN} == set(
+        zip(*np.nonzero(some), strict=True)
+    )
+    assert {place for place, tile in places.items() if tile & WHOLE} == set(
+        zip(*np.nonzero(every), strict=True)
+    )
     assert {place[by_keys] for place in places} == set(range(some.shape[by_keys]))
 
 
@@ -104,7 +151,12 @@ def test_no_block_is_fetched_whose_documents_cannot_meet(by_keys):
         if tiling.state(tile, ranges, np.int32(0))[0]:
             computed.add((i, j))
     number = np.asarray(documents).reshape(8, 128)
-    meeting = {(i, j) for i in range(8) for j in range(i + 1) if number[i].min() <= number[j].max() and number[j].min() <= number[i].max()}
+    meeting = {
+        (i, j)
+        for i in range(8)
+        for j in range(i + 1)
+        if number[i].min() <= number[j].max() and number[j].min() <= number[i].max()
+    }
     assert fetched == computed == meeting and len(meeting) < 36
 
 
@@ -114,7 +166,11 @@ def test_no_array_has_a_place_for_each_query_and_key():
     number = jax.ShapeDtypeStruct((1, t), jnp.int32)
 
     def loss(q, k, v, number):
-        return pallas_tpu.run(q, k, v, None, ((number, number),), Request(0.1, window=3000)).astype(jnp.float32).sum()
+        return (
+            pallas_tpu.run(q, k, v, None, ((number, number),), Request(0.1, window=3000))
+            .astype(jnp.float32)
+            .sum()
+        )
 
     closed = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v, number)
     assert max(sizes(closed.jaxpr)) <= t * 512 < t * t
@@ -122,25 +178,53 @@ def test_no_array_has_a_place_for_each_query_and_key():
 
 def sizes(jaxpr):
     """Elements of every array of a program, kernels' own included."""
-    yield from (math.prod(getattr(var.aval, "shape", ())) for var in (*jaxpr.constvars, *jaxpr.invars))
+    yield from (
+        math.prod(getattr(var.aval, "shape", ())) for var in (*jaxpr.constvars, *jaxpr.invars)
+    )
     for equation in jaxpr.eqns:
         yield from (math.prod(getattr(var.aval, "shape", ())) for var in equation.outvars)
         for inner in jaxprs_in_params(equation.params):
             yield from sizes(inner)
 
 
-@pytest.mark.parametrize("change, reason", [({"head_dim": 320}, "head_dim 320"), ({"dtype": "float16"}, "float16"), ({"keys": 1 << 23}, "tiles")])
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        ({"head_dim": 320}, "head_dim 320"),
+        ({"dtype": "float16"}, "float16"),
+        ({"keys": 1 << 23}, "tiles"),
+    ],
+)
 def test_what_does_not_fit_is_refused(change, reason):
-    case = dict(request=Request(1.0), queries=4096, keys=4096, heads=8, kv_heads=2, head_dim=128, value_dim=128, dtype="bfloat16", packed=True,
-                sinks=False, device=Device("tpu", "TPU v5p"))
+    case = dict(
+        request=Request(1.0),
+        queries=4096,
+        keys=4096,
+        heads=8,
+        kv_heads=2,
+        head_dim=128,
+        value_dim=128,
+        dtype="bfloat16",
+        packed=True,
+        sinks=False,
+        device=Device("tpu", "TPU v5p"),
+    )
     assert pallas_tpu.supports(Case(**case)) is None
     assert reason in pallas_tpu.supports(Case(**{**case, **change}))
 
 
-COMPILED = {"v5e:2x2": ((1024, 8, 2, 128, 128), "bfloat16", Request(0.1), 1, False),
-            "v5p:2x2x1": ((1024, 4, 1, 128, 128), "bfloat16", Request(0.1, window=300, soft_cap=30.0), 2, True),
-            "v6e:2x2": ((1024, 2, 2, 192, 128), "bfloat16", Request(0.1), 1, False),
-            "tpu7x:2x2x1": ((1024, 2, 1, 128, 128), "float32", Request(0.1, causal=False), 0, False)}
+COMPILED = {
+    "v5e:2x2": ((1024, 8, 2, 128, 128), "bfloat16", Request(0.1), 1, False),
+    "v5p:2x2x1": (
+        (1024, 4, 1, 128, 128),
+        "bfloat16",
+        Request(0.1, window=300, soft_cap=30.0),
+        2,
+        True,
+    ),
+    "v6e:2x2": ((1024, 2, 2, 192, 128), "bfloat16", Request(0.1), 1, False),
+    "tpu7x:2x2x1": ((1024, 2, 1, 128, 128), "float32", Request(0.1, causal=False), 0, False),
+}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=needs(name)) for name in COMPILED])
@@ -153,11 +237,21 @@ def test_both_passes_compile_for_tpus_and_declare_their_products(name):
     number = jax.ShapeDtypeStruct((1, t), "int32", sharding=device)
 
     def loss(floats, same):
-        return pallas_tpu.run(*floats[:3], floats[3] if sinks else None, same, request).astype(jnp.float32).sum()
+        return (
+            pallas_tpu.run(*floats[:3], floats[3] if sinks else None, same, request)
+            .astype(jnp.float32)
+            .sum()
+        )
 
     compiled = jax.jit(jax.grad(loss)).lower(floats, ((number, number),) * pairs).compile()
-    flops = sum(one.flops for one in work.operations(program.parse(compiled.as_text())) if one.kernel == "tpu_custom_call")
-    tilings = pallas_tpu._tilings(t, t, heads // kv, request, pallas_tpu._sizes(heads // kv, request.reach or t))
+    flops = sum(
+        one.flops
+        for one in work.operations(program.parse(compiled.as_text()))
+        if one.kernel == "tpu_custom_call"
+    )
+    tilings = pallas_tpu._tilings(
+        t, t, heads // kv, request, pallas_tpu._sizes(heads // kv, request.reach or t)
+    )
     tile = [2 * tiling.computed() * tiling.block_q * tiling.block_k * heads for tiling in tilings]
     h, v = (-(-size // 128) * 128 for size in (h, v))
     assert flops == tile[0] * (3 * h + 2 * v) + tile[1] * (2 * h + 2 * v)

@@ -12,11 +12,16 @@ TARGETS = jnp.asarray(np.random.default_rng(1).integers(0, 11, (2, 5)), jnp.int3
 
 def plain(logits):
     log_p = jax.nn.log_softmax(logits)
-    return -jnp.take_along_axis(log_p, TARGETS[..., None], -1)[..., 0], jax.nn.logsumexp(logits, axis=-1)
+    return -jnp.take_along_axis(log_p, TARGETS[..., None], -1)[..., 0], jax.nn.logsumexp(
+        logits, axis=-1
+    )
 
 
 def weighted(f):
-    return lambda logits: sum((part * jnp.arange(10.0).reshape(2, 5) * w).sum() for part, w in zip(f(logits), (1.0, 0.3), strict=True))
+    return lambda logits: sum(
+        (part * jnp.arange(10.0).reshape(2, 5) * w).sum()
+        for part, w in zip(f(logits), (1.0, 0.3), strict=True)
+    )
 
 
 def test_values_are_log_softmax():

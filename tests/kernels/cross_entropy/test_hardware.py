@@ -11,7 +11,10 @@ from maxstack.kernels.cross_entropy import OP, Case, Request
 from maxstack.plan import program, topology, work
 
 REQUEST, ROWS, EMBED, VOCAB = Request(30.0, 1e-4), 1000, 640, 3001
-CHIPS = {"gpu": ("a100-80:1x1", "h100:1x1", "b200:1x1"), "tpu": ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")}
+CHIPS = {
+    "gpu": ("a100-80:1x1", "h100:1x1", "b200:1x1"),
+    "tpu": ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"),
+}
 
 
 def compiled(name, dtype, sizes):
@@ -28,21 +31,43 @@ def compiled(name, dtype, sizes):
     def total(x, head, bias, targets, weights):
         return backend.run(x, head, targets, weights, REQUEST, bias, blocks=blocks).total
 
-    floats = given((ROWS, EMBED), dtype), given((EMBED, VOCAB), "float32"), given((VOCAB,), "float32")
+    floats = (
+        given((ROWS, EMBED), dtype),
+        given((EMBED, VOCAB), "float32"),
+        given((VOCAB,), "float32"),
+    )
     alone = sharding.MeshConfig(data=1)
     with sharding.use(sharding.make_mesh(alone, [device]), alone):
-        return jax.jit(jax.grad(total, (0, 1, 2))).lower(*floats, given((ROWS,), "int32"), given((ROWS,), "float32")).compile()
+        return (
+            jax.jit(jax.grad(total, (0, 1, 2)))
+            .lower(*floats, given((ROWS,), "int32"), given((ROWS,), "float32"))
+            .compile()
+        )
 
 
-@pytest.mark.parametrize("name, dtype", [pytest.param(name, dtype, marks=needs(name)) for name, dtype in zip(
-    CHIPS["gpu"], ("float32", "bfloat16", "bfloat16"), strict=True)])
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        pytest.param(name, dtype, marks=needs(name))
+        for name, dtype in zip(CHIPS["gpu"], ("float32", "bfloat16", "bfloat16"), strict=True)
+    ],
+)
 def test_the_gpu_kernel_compiles(name, dtype):
     assert "cross_entropy_read_and_write_rows" in compiled(name, dtype, {}).as_text()
 
 
-@pytest.mark.parametrize("name, dtype", [pytest.param(name, dtype, marks=needs(name)) for name, dtype in zip(
-    CHIPS["tpu"], ("bfloat16", "float32", "bfloat16", "bfloat16"), strict=True)])
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        pytest.param(name, dtype, marks=needs(name))
+        for name, dtype in zip(
+            CHIPS["tpu"], ("bfloat16", "float32", "bfloat16", "bfloat16"), strict=True
+        )
+    ],
+)
 def test_the_tpu_kernels_compile_and_declare_their_products(name, dtype):
     text = compiled(name, dtype, {"tile_rows": 256, "tile_columns": 512}).as_text()
-    flops = [one.flops for one in work.operations(program.parse(text)) if one.kernel == "tpu_custom_call"]
+    flops = [
+        one.flops for one in work.operations(program.parse(text)) if one.kernel == "tpu_custom_call"
+    ]
     assert flops == [2 * ROWS * EMBED * VOCAB] * 2

@@ -1,4 +1,5 @@
-"""Backends of the grouped matmul against its definition in float64: values and both gradients; and whom `auto` takes."""
+"""Backends of the grouped matmul against its definition in float64: values and both gradients; and
+whom `auto` takes."""
 
 import functools
 
@@ -13,10 +14,21 @@ from maxstack.kernels.grouped_matmul import OP, grouped_matmul, megablox
 from maxstack.kernels.grouped_matmul.case import Case
 
 NARROW = {"rows": 16, "columns": 16, "contracted": 16, "warps": 4, "stages": 2}
-RUNS = {"reference": {}, "ragged_dot": {}, "blocks": {}, "pallas_gpu": {"blocks": NARROW, "interpret": True},
-        "megablox": {"blocks": {"rows": 16, "contracted": 16, "columns": 16}, "interpret": True}}
-SIZES = {"odd": (3, 1, 9, 0, 30, 27), "one group has all": (0, 0, 70, 0, 0, 0), "several blocks": (30, 0, 5, 17, 16, 2),
-         "rows of no group": (3, 0, 4, 0, 0, 20), "no row of a group": (0, 0, 0, 0, 0, 0), "whole blocks": (16, 32, 16, 0, 0, 0)}
+RUNS = {
+    "reference": {},
+    "ragged_dot": {},
+    "blocks": {},
+    "pallas_gpu": {"blocks": NARROW, "interpret": True},
+    "megablox": {"blocks": {"rows": 16, "contracted": 16, "columns": 16}, "interpret": True},
+}
+SIZES = {
+    "odd": (3, 1, 9, 0, 30, 27),
+    "one group has all": (0, 0, 70, 0, 0, 0),
+    "several blocks": (30, 0, 5, 17, 16, 2),
+    "rows of no group": (3, 0, 4, 0, 0, 20),
+    "no row of a group": (0, 0, 0, 0, 0, 0),
+    "whole blocks": (16, 32, 16, 0, 0, 0),
+}
 """Of the groups of 70 rows."""
 
 
@@ -24,7 +36,7 @@ def inputs(sizes, rows=70, k=37, n=21):
     """x, w and the gradient of the result; rows of no group hold NaN."""
     rng = np.random.default_rng(0)
     x, w, dy = (rng.normal(size=shape) for shape in ((rows, k), (len(sizes), k, n), (rows, n)))
-    x[sum(sizes):], dy[sum(sizes):] = np.nan, np.nan
+    x[sum(sizes) :], dy[sum(sizes) :] = np.nan, np.nan
     return x, w, dy
 
 
@@ -33,7 +45,11 @@ def wanted(sizes, x, w, dy):
     y, dx, dw, start = np.zeros((len(x), w.shape[2])), np.zeros(x.shape), np.zeros(w.shape), 0
     for group, size in enumerate(sizes):
         mine = slice(start, start + size)
-        y[mine], dx[mine], dw[group] = x[mine] @ w[group], dy[mine] @ w[group].T, x[mine].T @ dy[mine]
+        y[mine], dx[mine], dw[group] = (
+            x[mine] @ w[group],
+            dy[mine] @ w[group].T,
+            x[mine].T @ dy[mine],
+        )
         start += size
     return y, dx, dw
 
@@ -50,7 +66,9 @@ def compiled(backend):
 
 def computed(backend, sizes, x, w, dy, dtype=jnp.float32):
     """The result and both gradients."""
-    return compiled(backend)(*(jnp.asarray(one, dtype) for one in (x, w, dy)), jnp.asarray(sizes, jnp.int32))
+    return compiled(backend)(
+        *(jnp.asarray(one, dtype) for one in (x, w, dy)), jnp.asarray(sizes, jnp.int32)
+    )
 
 
 @pytest.mark.parametrize("backend", RUNS)
@@ -64,29 +82,53 @@ def test_backends_equal_the_definition_in_values_and_gradients(sizes, backend):
 @pytest.mark.parametrize("backend", ["blocks", "pallas_gpu"])
 def test_bfloat16_is_summed_in_float32(backend):
     sizes = (300, 0, 40)
-    given = [np.asarray(jnp.asarray(one, jnp.bfloat16), np.float64) for one in inputs(sizes, 350, 16, 16)]
-    for got, want in zip(computed(backend, sizes, *given, dtype=jnp.bfloat16), wanted(sizes, *given), strict=True):
+    given = [
+        np.asarray(jnp.asarray(one, jnp.bfloat16), np.float64) for one in inputs(sizes, 350, 16, 16)
+    ]
+    for got, want in zip(
+        computed(backend, sizes, *given, dtype=jnp.bfloat16), wanted(sizes, *given), strict=True
+    ):
         assert got.dtype == jnp.bfloat16
-        np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=2**-8, atol=1e-4)  # one rounding, of the result
+        np.testing.assert_allclose(
+            got.astype(jnp.float32), want, rtol=2**-8, atol=1e-4
+        )  # one rounding, of the result
 
 
 def case(platform, capability=(0, 0), **other):
-    given = {"rows": 4096, "groups": 8, "contracted": 512, "columns": 256, "dtype": "bfloat16"} | other
+    given = {
+        "rows": 4096,
+        "groups": 8,
+        "contracted": 512,
+        "columns": 256,
+        "dtype": "bfloat16",
+    } | other
     return Case(**given, device=Device(platform, platform, capability))
 
 
 def test_auto_takes_the_kernel_of_the_platform():
     devices = ("cpu", (0, 0)), ("tpu", (0, 0)), ("gpu", (9, 0)), ("gpu", (7, 0))
-    assert [OP.choose(case(*device)).backend for device in devices] == ["blocks", "megablox", "pallas_gpu", "ragged_dot"]
+    assert [OP.choose(case(*device)).backend for device in devices] == [
+        "blocks",
+        "megablox",
+        "pallas_gpu",
+        "ragged_dot",
+    ]
 
 
-@pytest.mark.parametrize("given, backend, reason", [
-    (case("tpu", rows=1 << 20), "megablox", "1048576 rows are more than the 524288"),
-    (case("gpu", (7, 5)), "pallas_gpu", "compute capability 7.5 is below 8.0"),
-    (case("gpu", (9, 0), dtype="float16"), "pallas_gpu", "takes bfloat16 and float32, not float16"),
-    (case("gpu", (9, 0), rows=0), "pallas_gpu", "rows is 0"),
-    (case("cpu", dtype="float64"), "blocks", "cannot hold float64"),
-])
+@pytest.mark.parametrize(
+    "given, backend, reason",
+    [
+        (case("tpu", rows=1 << 20), "megablox", "1048576 rows are more than the 524288"),
+        (case("gpu", (7, 5)), "pallas_gpu", "compute capability 7.5 is below 8.0"),
+        (
+            case("gpu", (9, 0), dtype="float16"),
+            "pallas_gpu",
+            "takes bfloat16 and float32, not float16",
+        ),
+        (case("gpu", (9, 0), rows=0), "pallas_gpu", "rows is 0"),
+        (case("cpu", dtype="float64"), "blocks", "cannot hold float64"),
+    ],
+)
 def test_a_backend_says_why_it_cannot_serve(given, backend, reason):
     with pytest.raises(ConfigError, match=reason):
         OP.choose(given, backend)
@@ -100,8 +142,14 @@ def test_megablox_never_has_more_tiles_than_it_counts_right():
 
 
 def test_a_call_takes_the_backend_that_is_asked_for():
-    x, w, sizes_E = jnp.ones((4, 2), jnp.bfloat16), jnp.ones((2, 2, 3), jnp.bfloat16), jnp.asarray([1, 2], jnp.int16)
+    x, w, sizes_E = (
+        jnp.ones((4, 2), jnp.bfloat16),
+        jnp.ones((2, 2, 3), jnp.bfloat16),
+        jnp.asarray([1, 2], jnp.int16),
+    )
     assert grouped_matmul(x, w, sizes_E)[:, 0].tolist() == [2, 2, 2, 0]
-    assert "ragged_dot" in str(jax.make_jaxpr(lambda: grouped_matmul(x, w, sizes_E, "ragged_dot"))())
+    assert "ragged_dot" in str(
+        jax.make_jaxpr(lambda: grouped_matmul(x, w, sizes_E, "ragged_dot"))()
+    )
     with pytest.raises(ConfigError, match="no backend megablocks; did you mean megablox"):
         grouped_matmul(x, w, sizes_E, "megablocks")

@@ -1,4 +1,5 @@
-"""The kernels of the grouped matmul compile for TPUs and GPUs that are not here, on a mesh, and their compiled programs tell what they compute."""
+"""The kernels of the grouped matmul compile for TPUs and GPUs that are not here, on a mesh, and
+their compiled programs tell what they compute."""
 
 import re
 
@@ -33,23 +34,43 @@ def compiled(name, backend, dtype):
         return jax.ShapeDtypeStruct(of, dtype, sharding=NamedSharding(mesh, spec))
 
     n = len(devices)
-    given = shape((n * M, K), split), shape((E, K, N), whole), shape((n * M, N), split), shape((n * E,), split, jnp.int32)
+    given = (
+        shape((n * M, K), split),
+        shape((E, K, N), whole),
+        shape((n * M, N), split),
+        shape((n * E,), split, jnp.int32),
+    )
     with sharding.use(mesh, cfg):
         f = sharding.per_device(local, (split, whole, split, split), (split, split, whole))
         return jax.jit(f).lower(*given).compile().as_text()
 
 
-TARGETS = (("v5e:2x2", "megablox", "bfloat16"), ("v5p:2x2x1", "megablox", "float32"), ("v6e:2x2", "megablox", "bfloat16"),
-           ("tpu7x:2x2x1", "megablox", "float32"), ("a100-80:1x2", "pallas_gpu", "bfloat16"), ("h100:1x2", "pallas_gpu", "float32"),
-           ("h100:1x2", "pallas_gpu", "bfloat16"), ("b200:1x2", "pallas_gpu", "bfloat16"))
+TARGETS = (
+    ("v5e:2x2", "megablox", "bfloat16"),
+    ("v5p:2x2x1", "megablox", "float32"),
+    ("v6e:2x2", "megablox", "bfloat16"),
+    ("tpu7x:2x2x1", "megablox", "float32"),
+    ("a100-80:1x2", "pallas_gpu", "bfloat16"),
+    ("h100:1x2", "pallas_gpu", "float32"),
+    ("h100:1x2", "pallas_gpu", "bfloat16"),
+    ("b200:1x2", "pallas_gpu", "bfloat16"),
+)
 DECLARED = re.compile(r'serialized_metadata = "\{\\22flops\\22: \\22(\d+)\\22\}"')
 
 
-@pytest.mark.parametrize("name, backend, dtype", [pytest.param(*target, marks=needs(target[0])) for target in TARGETS])
+@pytest.mark.parametrize(
+    "name, backend, dtype", [pytest.param(*target, marks=needs(target[0])) for target in TARGETS]
+)
 def test_the_three_kernels_declare_the_products_of_their_rows(name, backend, dtype):
     text = compiled(name, backend, dtype)
-    kernels = [operation for operation in operations(read(text)) if operation.kernel == KERNELS[backend]]
+    kernels = [
+        operation for operation in operations(read(text)) if operation.kernel == KERNELS[backend]
+    ]
     rows = 128 if backend == "megablox" else M  # whole tiles
     assert len(kernels) == 3
-    declared = [kernel.flops for kernel in kernels] if backend == "megablox" else [*map(float, DECLARED.findall(text))]
+    declared = (
+        [kernel.flops for kernel in kernels]
+        if backend == "megablox"
+        else [*map(float, DECLARED.findall(text))]
+    )
     assert declared == [2 * rows * K * N] * 3

@@ -9,30 +9,69 @@ from maxstack.checkpoint.hf.table import Key, Mismatch, Sink, Source
 
 log = logging.getLogger(__name__)
 Table = Mapping[str, Any]
-SILU = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
-HEAD_DIM = Key("head_dim", lambda source: source.need("hidden_size") // source.need("num_attention_heads"))
+SILU = {
+    "silu": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu": "gelu",
+    "relu": "relu",
+}
+HEAD_DIM = Key(
+    "head_dim", lambda source: source.need("hidden_size") // source.need("num_attention_heads")
+)
 
 
 def rms(**more: Any) -> Table:
     """A root-mean-square norm."""
-    return {"kind": "rms", "eps": Key("rms_norm_eps", 1e-6), "scale": True, "zero_centered": False, "bias": False, **more}
+    return {
+        "kind": "rms",
+        "eps": Key("rms_norm_eps", 1e-6),
+        "scale": True,
+        "zero_centered": False,
+        "bias": False,
+        **more,
+    }
 
 
-def decoder(*, tied: bool = False, norm: Table | None = None, soft_cap: Any = None, **more: Any) -> Table:
+def decoder(
+    *, tied: bool = False, norm: Table | None = None, soft_cap: Any = None, **more: Any
+) -> Table:
     """What stands around the layers; `tied` is what an absent key means."""
     head = {"tied": Key("tie_word_embeddings", tied), "bias": False, "soft_cap": soft_cap}
-    return {"vocab": Key("vocab_size"), "embed": Key("hidden_size"), "norm": norm or rms(), "head": head, **more}
+    return {
+        "vocab": Key("vocab_size"),
+        "embed": Key("hidden_size"),
+        "norm": norm or rms(),
+        "head": head,
+        **more,
+    }
 
 
 def attention(rope: Any, **more: Any) -> Table:
     """Grouped-query attention."""
-    return {"kind": "attention", "heads": Key("num_attention_heads"),
-            "kv_heads": Key("num_key_value_heads", lambda source: source.need("num_attention_heads")), "head_dim": HEAD_DIM, "rope": rope, **more}
+    return {
+        "kind": "attention",
+        "heads": Key("num_attention_heads"),
+        "kv_heads": Key("num_key_value_heads", lambda source: source.need("num_attention_heads")),
+        "head_dim": HEAD_DIM,
+        "rope": rope,
+        **more,
+    }
 
 
-def gated(activation: str = "hidden_act", hidden: Any = "intermediate_size", default: Any = "silu", **more: Any) -> Table:
+def gated(
+    activation: str = "hidden_act",
+    hidden: Any = "intermediate_size",
+    default: Any = "silu",
+    **more: Any,
+) -> Table:
     """A gated MLP."""
-    return {"kind": "gated", "hidden": Key(hidden) if isinstance(hidden, str) else hidden, "activation": Key(activation, default, words=SILU), **more}
+    return {
+        "kind": "gated",
+        "hidden": Key(hidden) if isinstance(hidden, str) else hidden,
+        "activation": Key(activation, default, words=SILU),
+        **more,
+    }
 
 
 class Times:
@@ -51,7 +90,8 @@ class Times:
 
 
 class Further:
-    """Multi-token prediction, as deep as the tensors say, whatever the key, which may be absent, does."""
+    """Multi-token prediction, as deep as the tensors say, whatever the key, which may be absent,
+    does."""
 
     def __init__(self, block: str, key: str | None = None):
         self.block, self.key = block, key
@@ -60,7 +100,13 @@ class Further:
         promised = self.key and source.get(self.key) or 0
         depth = promised if source.mtp is None else source.mtp
         if promised > depth:
-            log.warning("%s: %s=%s, but the tensors hold %s such modules; the others are left out", source.where, self.key, promised, depth)
+            log.warning(
+                "%s: %s=%s, but the tensors hold %s such modules; the others are left out",
+                source.where,
+                self.key,
+                promised,
+                depth,
+            )
         return {"block": self.block, "depth": depth} if depth else None
 
     def write(self, value: Any, sink: Sink) -> None:
@@ -100,10 +146,14 @@ KEY_VALUE = rows("""
 {layer}.self_attn.k_proj.bias   | mixer/key_bias   | (k h) -> k h
 {layer}.self_attn.v_proj.bias   | mixer/value_bias | (k h) -> k h
 """)
-ATTENTION = KEY_VALUE + OUT + rows("""
+ATTENTION = (
+    KEY_VALUE
+    + OUT
+    + rows("""
 {layer}.self_attn.q_proj.weight | mixer/query      | (n h) d -> d n h
 {layer}.self_attn.q_proj.bias   | mixer/query_bias | (n h) -> n h
 """)
+)
 GATED = rows("""
 {layer}.mlp.gate_proj.weight | mlp/gate      | f d -> d f
 {layer}.mlp.up_proj.weight   | mlp/up        | f d -> d f

@@ -1,7 +1,15 @@
 """Phi-3: queries, keys and values in one matrix, gate and up in another, LongRoPE."""
 
 from maxstack.checkpoint.hf.blocks import Layers
-from maxstack.checkpoint.hf.families.parts import OUT, OUTER, PRE_NORMS, attention, decoder, gated, rms
+from maxstack.checkpoint.hf.families.parts import (
+    OUT,
+    OUTER,
+    PRE_NORMS,
+    attention,
+    decoder,
+    gated,
+    rms,
+)
 from maxstack.checkpoint.hf.family import Family
 from maxstack.checkpoint.hf.rope import Rope
 from maxstack.checkpoint.hf.rows import rows
@@ -10,13 +18,30 @@ from maxstack.checkpoint.hf.table import Key
 NORM = rms(eps=Key("rms_norm_eps", 1e-5))
 
 PHI3 = Family(
-    "Phi3ForCausalLM", "phi3", decoder(norm=NORM),
-    Layers({"block": {"mixer": attention(Rope(partial=True, outside=True), window=Key("sliding_window", None)), "mlp": gated(), "norm": NORM}}),
-    OUTER + PRE_NORMS + OUT + rows("""
+    "Phi3ForCausalLM",
+    "phi3",
+    decoder(norm=NORM),
+    Layers(
+        {
+            "block": {
+                "mixer": attention(
+                    Rope(partial=True, outside=True), window=Key("sliding_window", None)
+                ),
+                "mlp": gated(),
+                "norm": NORM,
+            }
+        }
+    ),
+    OUTER
+    + PRE_NORMS
+    + OUT
+    + rows("""
 {layer}.self_attn.qkv_proj.weight | mixer/query: n h, mixer/key: k h, mixer/value: k h | (+) d -> d +
 {layer}.mlp.gate_up_proj.weight   | mlp/gate: f, mlp/up: f                             | (+) d -> d +
 {layer}.mlp.down_proj.weight      | mlp/down                                           | d f -> f d
-"""),
-    fixed={"attention_bias": False, "mlp_bias": False, "lm_head_bias": False}, silent=frozenset({"full_attn_mod", "interpolate_factor"}))
+"""),  # noqa: E501
+    fixed={"attention_bias": False, "mlp_bias": False, "lm_head_bias": False},
+    silent=frozenset({"full_attn_mod", "interpolate_factor"}),
+)
 
 FAMILIES = (PHI3,)
