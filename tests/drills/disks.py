@@ -146,7 +146,7 @@ def full(folder: Path, count: int, dice: random.Random) -> Outcome:
             checkpoint = (
                 {"every": 1000, "tiers": [{"path": str(room), "every": 2, "keep": 2}]}
                 if place == "tier"
-                else {"every": 16, "keep": 2}
+                else {"every": 8, "keep": 2}
             )
             config = settings(folder, checkpoint=checkpoint | {"on_failure": policy})
             seen = Path(f"/proc/{holder.pid}/root{room}")
