@@ -181,13 +181,13 @@ def test_of_two_real_processes_the_one_that_is_stopped_most_of_the_time_is_named
             process.kill()
             process.wait()
     named = [line for line in told if "is slow" in line]
-    assert named and all(
+    assert len(named) >= CHECKS - 3 and all(
         f"process 1 ({socket.gethostname()}) is slow: its devices need" in line for line in named
     ), told
 
 
-def _hinder(process, on=0.005, off=0.02):
-    """Let it run a fifth of the time only."""
+def _hinder(process, on=0.005, off=0.045):
+    """Let it run a tenth of the time only, so that other load does not hide it."""
     while process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGSTOP)
