@@ -3,9 +3,10 @@ process holds up the others."""
 
 from typing import TYPE_CHECKING
 
-from maxstack.agree import Processes
+from maxstack.cluster.peers import Processes
 from maxstack.meter import Meter
-from maxstack.metrics import Log, Writer
+from maxstack.report.log import Log
+from maxstack.report.metrics import Writer
 from maxstack.run import Run, State
 
 if TYPE_CHECKING:

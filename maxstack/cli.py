@@ -12,49 +12,55 @@ from collections.abc import Callable, Sequence
 COMMANDS = {
     "train": ("maxstack.train:program", "train a model from one YAML file"),
     "submit": (
-        "maxstack.submit.cli:submit",
+        "maxstack.commands.submit:submit",
         "the same run as several processes, on this machine or a cluster",
     ),
-    "status": ("maxstack.submit.cli:status", "how far what was submitted is"),
-    "logs": ("maxstack.submit.cli:logs", "what it says"),
-    "stop": ("maxstack.submit.cli:stop", "end it; it saves first"),
+    "status": ("maxstack.commands.submit:status", "how far what was submitted is"),
+    "logs": ("maxstack.commands.submit:logs", "what it says"),
+    "stop": ("maxstack.commands.submit:stop", "end it; it saves first"),
     "plan": (
-        "maxstack.plan.cli:main",
+        "maxstack.commands.plan:main",
         "whether a run fits its hardware, what it moves and how fast it can be, without "
         "the hardware",
     ),
     "kernels": (
-        "maxstack.plan.kernels:main",
+        "maxstack.commands.kernels:main",
         "which kernel serves each op of a run, and why each other one does not",
     ),
     "tune": (
-        "maxstack.tune:main",
+        "maxstack.commands.tune:main",
         "measure the kernels of a run on this device, and keep their best block sizes",
     ),
     "score": (
-        "maxstack.score:main",
+        "maxstack.commands.score:main",
         "log-probabilities and perplexity of texts under a run or a Hugging Face folder",
     ),
     "quantize": (
-        "maxstack.quantize.cli:main",
+        "maxstack.commands.quantize:main",
         "a trained model with weights in low precision, and what that changes; what a recipe takes",
     ),
     "lora": (
-        "maxstack.lora.cli:main",
+        "maxstack.commands.lora:main",
         "adapters in PEFT's format: out of runs, into and out of model folders",
     ),
-    "import": ("maxstack.convert:import_model", "a Hugging Face folder as a run"),
-    "export": ("maxstack.convert:export_model", "a run or checkpoint as a Hugging Face folder"),
+    "import": ("maxstack.commands.convert:import_model", "a Hugging Face folder as a run"),
+    "export": (
+        "maxstack.commands.convert:export_model",
+        "a run or checkpoint as a Hugging Face folder",
+    ),
     "checkpoint": (
-        "maxstack.checkpoint.cli:main",
+        "maxstack.commands.checkpoint:main",
         "list, verify, show, copy and prune what a run has saved",
     ),
-    "goodput": ("maxstack.goodput:main", "where the time of a run went, over all its restarts"),
+    "goodput": (
+        "maxstack.commands.goodput:main",
+        "where the time of a run went, over all its restarts",
+    ),
     "data": (
-        "maxstack.data.cli:main",
+        "maxstack.commands.data:main",
         "train a tokenizer, prepare token shards, show what the model is fed",
     ),
-    "config": ("maxstack.config.cli:main", "show, compare and describe configurations"),
+    "config": ("maxstack.commands.config:main", "show, compare and describe configurations"),
 }
 LONGEST_LINE = 3000
 LASTING = (

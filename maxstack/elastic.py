@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from maxstack.cluster.exit_codes import RETRY
 from maxstack.config import ConfigError
-from maxstack.devices import slice_of
-from maxstack.exit_codes import RETRY
+from maxstack.hardware.devices import slice_of
 
 if TYPE_CHECKING:
-    from maxstack.schema import Config
+    from maxstack.schema.config import Config
 
 LOSS = "DATA_LOSS", "DEADLINE_EXCEEDED", "NOT_FOUND", "UNAVAILABLE", "INTERNAL"
 """What jax's errors begin with where a slice may be lost; whether one is, its devices are asked."""
@@ -76,7 +76,7 @@ def on_slices(cfg: "Config", lost: frozenset[int]) -> tuple["Config", Sequence[A
     their devices; TooFew where there are not enough."""
     if not lost:
         return cfg, None
-    from maxstack import rules
+    from maxstack.schema import rules
 
     assert cfg.faults.elastic
     left, least = (

@@ -10,9 +10,11 @@ import jax
 from maxstack.data.feed import Feed
 from maxstack.faults.policy import NOT_FINITE, Policy, Rewind
 from maxstack.faults.stragglers import Lag
-from maxstack.ledger import Ledger
-from maxstack.metrics import Log, Writer, peak_flops
+from maxstack.hardware.chips import peak_flops
 from maxstack.models.flops import flops_per_token
+from maxstack.report.ledger import Ledger
+from maxstack.report.log import Log
+from maxstack.report.metrics import Writer
 from maxstack.run import Run
 
 

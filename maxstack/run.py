@@ -3,8 +3,7 @@ runs it, tests lower it."""
 
 import dataclasses
 import functools
-import operator
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,21 +14,20 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxstack import compiling, optim, placement, sharding
+from maxstack import optim, sharding
 from maxstack.faults import guard
-from maxstack.kernels import tuning
+from maxstack.hardware import compiling
 from maxstack.kernels.backends import Choice, recording
 from maxstack.models import decoder
 from maxstack.objectives.next_token import Loss, next_token
-from maxstack.placement import State
-from maxstack.treatment import Treatment
+from maxstack.state import Moves, State, Tree, count, of_state, of_weights, sharding_of_weights
+from maxstack.step import _evaluate, _step, _within, only
+from maxstack.weights.rewrite import Treatment
 
 if TYPE_CHECKING:
-    from maxstack.checkpoint.hf.binding import Bound
-    from maxstack.checkpoint.hf.peft import Adapter
-    from maxstack.schema import Config
-
-Tree = Any
+    from maxstack.hf.binding import Bound
+    from maxstack.hf.peft import Adapter
+    from maxstack.schema.config import Config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +140,7 @@ class Run:
     def adapter(self, folder: str) -> dict[str, np.ndarray]:
         """What a folder in PEFT's format holds of the run's adapters, by path. ConfigError where it
         is not lora's."""
-        from maxstack.checkpoint.hf import peft
+        from maxstack.hf import peft
 
         lora, adapted = (
             self.cfg.lora,
@@ -178,7 +176,7 @@ class Run:
     def bound(self, adapter: "Adapter") -> "list[Bound]":
         """The tensors of the first family that is this model and has an adapter's modules;
         ConfigError where there is none."""
-        from maxstack.checkpoint.hf import peft
+        from maxstack.hf import peft
 
         return peft.bound_to(
             adapter, self.cfg.model, {path: leaf.shape for path, leaf in self.untreated.items()}
@@ -190,7 +188,7 @@ class Run:
 
     def _placed(self, state: nnx.State) -> dict[str, Any]:
         params, info = of_weights(state)
-        places = placement.of_weights(info, self.mesh, self.cfg.mesh.rules)
+        places = sharding_of_weights(info, self.mesh, self.cfg.mesh.rules)
         placed = jax.tree.map(
             lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
             params,
@@ -310,7 +308,7 @@ def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
         jax.eval_shape(tx.init, only(trained, params)),
         jax.eval_shape(guard.fresh),
     )
-    shardings = placement.of_state(abstract, info, mesh, cfg.mesh)
+    shardings = of_state(abstract, info, mesh, cfg.mesh)
     abstract = jax.tree.map(
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings
     )
@@ -328,7 +326,7 @@ def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
         return next_token(nnx.merge(graph, nnx.State(params)), batch, cfg.objective.z_loss)
 
     step = functools.partial(
-        _step, cfg, tx, trained, loss, placement.Moves(shardings, abstract, info, mesh, cfg.mesh)
+        _step, cfg, tx, trained, loss, Moves(shardings, abstract, info, mesh, cfg.mesh)
     )
     evaluate = functools.partial(_evaluate, loss)
     mixed = any(block.experts for block in cfg.model.blocks.values())
@@ -368,145 +366,4 @@ def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
         eval_step=jax.jit(
             _within(mesh, cfg, evaluate), out_shardings=everywhere, compiler_options=options
         ),
-    )
-
-
-def _step(
-    cfg: "Config",
-    tx: optax.GradientTransformationExtraArgs,
-    trained: Tree,
-    loss: Callable[..., Loss],
-    moves: placement.Moves,
-    state: State,
-    batch: dict[str, jax.Array],
-) -> tuple[State, dict[str, jax.Array]]:
-    state = moves.to_devices(state)
-    params, rest = (
-        only(trained, state.params),
-        only(jax.tree.map(operator.not_, trained), state.params),
-    )
-    if cfg.lora and cfg.lora.dropout:
-        batch = {**batch, "keys": _row_keys(cfg, state.step)}
-    summed, grads = _gradient(
-        lambda params, batch: loss(joined(params, rest), batch), params, batch, cfg.train.accumulate
-    )
-    weight = jnp.maximum(summed.weight, 1.0)
-    grads = moves.like_optimizer(jax.tree.map(lambda g: g / weight, grads))
-    value = summed.total / weight
-    norm = optax.tree.norm(grads)
-    skipped, guarded = guard.judge(cfg.faults, state.guard, value, norm, summed.weight)
-    accepted = skipped == guard.ACCEPTED
-    updates, opt = guard.update(
-        accepted, tx.update, grads, state.opt, params, value=value, grad=grads
-    )
-    params = joined(jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates), rest)
-    carried = params if cfg.lora else decoder.carry(cfg.model, params, summed.loads)
-    params = guard.chosen(accepted, carried, state.params)
-    scalars = {name: total / weight for name, total in summed.metrics.items()}
-    scalars["loss"] = scalars.pop("nll")
-    scalars |= {
-        "weight": summed.weight,
-        "grad_norm": norm,
-        "skipped": skipped,
-        "refused": guarded.refused,
-    }
-    if summed.loads:
-        scalars["expert_load"] = jnp.stack(
-            [(load.max(-1) / load.mean(-1)).max() for load in summed.loads.values()]
-        ).max()
-    if any(block.experts.capacity for block in cfg.model.blocks.values() if block.experts):
-        scalars["dropped"] = summed.dropped / sum(load.sum() for load in summed.loads.values())
-    if rate := optim.learning_rate_at(cfg.optimizer, cfg.train.steps):
-        scalars["learning_rate"] = jnp.asarray(rate(state.guard.updates))
-    return moves.home(State(state.step + 1, params, opt, guarded)), scalars
-
-
-def _gradient(
-    loss: Callable[..., Loss], params: Tree, batch: dict[str, jax.Array], pieces: int
-) -> tuple[Loss, Tree]:
-    """Sums of the loss and of its gradient over the batch, `pieces` microbatches one after the
-    other."""
-
-    def total(params: Tree, batch: dict[str, jax.Array]) -> tuple[jax.Array, Loss]:
-        result = loss(params, batch)
-        return result.total, result
-
-    def one(batch: dict[str, jax.Array]) -> tuple[Loss, Tree]:
-        (_, result), grads = jax.value_and_grad(total, has_aux=True)(params, batch)
-        return result, grads
-
-    if pieces == 1:
-        return one(batch)
-    # Row r goes to microbatch r % pieces, so that each device cuts its own rows and none moves.
-    cut = {name: x.reshape(-1, pieces, *x.shape[1:]).swapaxes(0, 1) for name, x in batch.items()}
-    zero = jax.tree.map(
-        lambda a: jnp.zeros(a.shape, jnp.float32),
-        jax.eval_shape(one, jax.tree.map(lambda x: x[0], cut)),
-    )
-    return jax.lax.scan(lambda sums, cut: (jax.tree.map(jnp.add, sums, one(cut)), None), zero, cut)[
-        0
-    ]
-
-
-def _row_keys(cfg: "Config", step: jax.Array) -> jax.Array:
-    """uint32 [batch_size, 2]: a random key for each row of the step's global batch, on any mesh and
-    in any microbatch the same."""
-    of_step = jax.random.fold_in(jax.random.key(cfg.train.seed, impl="threefry2x32"), step)
-    keys = jax.vmap(lambda row: jax.random.fold_in(of_step, row))(jnp.arange(cfg.train.batch_size))
-    return sharding.constrain(jax.random.key_data(keys), "batch")
-
-
-def _evaluate(
-    loss: Callable[..., Loss], params: Tree, batch: dict[str, jax.Array]
-) -> dict[str, jax.Array]:
-    result = loss(params, batch)
-    return {"nll": result.metrics["nll"], "weight": result.weight, "bytes": batch["bytes"].sum()}
-
-
-def _within(mesh: Mesh, cfg: "Config", f: Callable) -> Callable:
-    @functools.wraps(f)
-    def traced(*args: Any) -> Any:
-        with sharding.use(mesh, cfg.mesh), tuning.use(cfg.run.tuned):
-            return f(*args)
-
-    return traced
-
-
-def of_weights(state: nnx.State, replaced: Collection[str] = ()) -> tuple[Tree, Tree]:
-    """A model's weights as nested dicts of shapes, and the same dicts of ParamInfo; `replaced` are
-    weights in whose place others are kept below."""
-    info = {}
-    for path, variable in nnx.to_flat_state(state):
-        meta, shape = variable.get_metadata(), variable.get_value().shape
-        axes = ("layers",) * (len(shape) - len(meta["axes"])) + meta["axes"]
-        above = ("/".join(map(str, path[:end])) for end in range(1, len(path)))
-        info[path] = optim.ParamInfo(
-            shape,
-            variable.get_value().dtype,
-            axes,
-            meta["carried"],
-            meta["frozen"],
-            next((name for name in above if name in replaced), None),
-        )
-    return nnx.to_pure_dict(state), nnx.traversals.unflatten_mapping(info)
-
-
-def only(chosen: Tree, tree: Tree) -> Tree:
-    """The leaves of `tree` that are chosen, None in place of the others; `chosen` is as `tree`, of
-    booleans."""
-    return jax.tree.map(lambda wanted, leaf: leaf if wanted else None, chosen, tree)
-
-
-def joined(first: Tree, second: Tree) -> Tree:
-    """The tree of which each has the leaves that are None in the other."""
-    return jax.tree.map(
-        lambda a, b: b if a is None else a, first, second, is_leaf=lambda leaf: leaf is None
-    )
-
-
-def count(params: Tree) -> tuple[int, int]:
-    """Parameters and bytes of a tree of arrays or shapes."""
-    leaves = jax.tree.leaves(params)
-    return sum(leaf.size for leaf in leaves), sum(
-        leaf.size * leaf.dtype.itemsize for leaf in leaves
     )

@@ -3,16 +3,11 @@ compiling the step."""
 
 import concurrent.futures
 import contextlib
-import fcntl
 import json
 import math
 import os
-import platform
-import secrets
-import subprocess
 import time
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,17 +15,21 @@ import jax
 import numpy as np
 from flax import nnx
 
-import maxstack
-from maxstack import config, executable, optim, rules, sharding
-from maxstack.agree import Processes
-from maxstack.compiling import flags_for
+from maxstack import config, optim, sharding
+from maxstack.cluster.peers import Processes
 from maxstack.config import ConfigError, shortened
-from maxstack.data.config import holds_text
 from maxstack.faults.policy import Rewind
-from maxstack.metrics import Log, peak_flops
+from maxstack.hardware.chips import peak_flops
+from maxstack.hardware.compiling import flags_for
 from maxstack.models.flops import flops_per_token
 from maxstack.models.pipeline import bubble
-from maxstack.run import Run, State, count
+from maxstack.plan import executable
+from maxstack.report.log import Log
+from maxstack.report.run_folder import folder_of
+from maxstack.run import Run, State
+from maxstack.schema import rules
+from maxstack.schema.data import holds_text
+from maxstack.state import count
 
 if TYPE_CHECKING:
     from maxstack.checkpoint.store import Checkpoints
@@ -38,13 +37,10 @@ if TYPE_CHECKING:
     from maxstack.faults.heartbeat import Heartbeat
     from maxstack.faults.policy import Policy
     from maxstack.faults.replicas import Recompute
-    from maxstack.schema import Config, ProfileConfig
+    from maxstack.schema.config import Config
 
-SEEN = 30.0
-"""Seconds that a file may take until other hosts see it."""
 TAIL = 1 << 16
 """Bytes at the end of metrics.jsonl that hold a row."""
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 def cache(folder: str | None) -> None:
@@ -67,55 +63,6 @@ def make_mesh(cfg: "Config", devices: Sequence[Any] | None = None) -> jax.shardi
     if found := rules.check_devices(cfg, mesh.size):
         raise ConfigError("\n".join(f"{key}: {message}" for key, message in found))
     return mesh
-
-
-def folder_of(cfg: "Config") -> Path:
-    """Where a run keeps everything."""
-    return Path(cfg.run.output_dir) / cfg.run.name
-
-
-def claim(cfg: "Config", first: bool, ending: contextlib.ExitStack) -> Path:
-    """The run's folder, made if need be, and held until `ending` is closed; ConfigError if another
-    process, or another run of this one, has it."""
-    folder = folder_of(cfg)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT) if first else None
-        if lock is not None:
-            ending.callback(os.close, lock)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ConfigError(
-            f"run.name: {folder} is in use by another process; wait for it, stop it, or "
-            "choose another run.name"
-        ) from error
-    except OSError as error:
-        raise ConfigError(
-            f"run.output_dir: cannot write to {folder}: {error.strerror}; choose another "
-            "run.output_dir"
-        ) from error
-    _check_seen_by_all(folder)
-    return folder
-
-
-def _check_seen_by_all(folder: Path) -> None:
-    """ConfigError in a process that does not read in the folder what process 0 writes there: a file
-    that is closed, which a mounted bucket shows."""
-    if (processes := Processes()).count == 1:
-        return
-    token, file = processes.tell("folder", secrets.token_hex(8))[0], folder / ".seen"
-    if processes.number == 0:
-        file.write_text(token)
-    processes.wait("folder")
-    deadline = time.monotonic() + SEEN
-    while not (file.exists() and file.read_text() == token):
-        if time.monotonic() > deadline:
-            raise ConfigError(
-                f"run.output_dir: process {processes.number} on {platform.node()} does "
-                f"not see in {folder} what process 0 writes "
-                "there; with several hosts, give a folder that all of them see"
-            )
-        time.sleep(0.2)
 
 
 def watched(cfg: "Config", ending: contextlib.ExitStack) -> "Heartbeat | None":
@@ -146,21 +93,6 @@ def open_checkpoints(
     from maxstack.checkpoint.store import Checkpoints
 
     return Checkpoints(run, folder, say, forced)
-
-
-def write_records(run: Run, folder: Path) -> None:
-    """config.yml, resolved, with the kernels that serve it in comments, and versions.json beside
-    it."""
-    kernels = "".join(f"# kernel: {choice}\n" for choice in run.kernels)
-    (folder / "config.yml").write_text(kernels + config.dump(run.cfg))
-    versions: dict[str, Any] = {
-        "maxstack": version("maxstack"),
-        "git": _git_revision(),
-        "python": platform.python_version(),
-    }
-    versions |= {name: version(name) for name in PACKAGES}
-    versions["devices"] = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
-    (folder / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
 
 
 def introduce(run: Run, sources: list[str], log: Log, begins: bool = False) -> None:
@@ -277,7 +209,7 @@ def moved_rate(written: dict[str, Any], cfg: "Config", updates: int) -> str:
 def longer_rows(weights: str, seq_len: int) -> str:
     """What is said where rows are longer than what the model of a folder was made for; "" where
     they are not."""
-    from maxstack.checkpoint.hf.folder import Folder
+    from maxstack.hf.folder import Folder
 
     most = Folder(weights).config.get("max_position_embeddings")
     if not isinstance(most, int) or seq_len <= most:
@@ -315,8 +247,8 @@ def check(run: Run) -> None:
         run.adapter(cfg.lora.adapter)
     if cfg.model.weights is None:
         return
-    from maxstack.checkpoint.hf.contents import Contents
-    from maxstack.checkpoint.hf.reader import pieces_of
+    from maxstack.hf.contents import Contents
+    from maxstack.hf.reader import pieces_of
 
     pieces_of(
         Contents(cfg.model.weights), {path: leaf.shape for path, leaf in run.untreated.items()}
@@ -346,7 +278,7 @@ def fresh(run: Run) -> State:
     folder, adapter = run.cfg.model.weights, run.cfg.lora and run.cfg.lora.adapter
     if folder is None and not adapter:
         return run.init()
-    from maxstack.checkpoint.hf.reader import load_params
+    from maxstack.hf.reader import load_params
 
     finite = not run.cfg.checkpoint.allow_nonfinite
     loaded = (
@@ -401,39 +333,3 @@ def compile_step(run: Run) -> "concurrent.futures.Future[tuple[Any, float]]":
     future = pool.submit(work)
     pool.shutdown(wait=False)
     return future
-
-
-class Profiler:
-    """jax's profiler over the steps that train.profile names; the trace lies in the run's
-    folder."""
-
-    def __init__(self, cfg: "ProfileConfig | None", folder: Path, log: Log):
-        self._cfg, self._folder, self._log, self._on = cfg, folder / "profile", log, False
-
-    def before(self, step: int) -> None:
-        """Start the trace when its first step is about to run."""
-        if self._cfg and step == self._cfg.start:
-            jax.profiler.start_trace(str(self._folder))
-            self._on = True
-
-    def after(self, step: int, scalars: dict[str, jax.Array]) -> None:
-        """End the trace once its last step has run."""
-        if self._cfg and self._on and step == self._cfg.start + self._cfg.steps - 1:
-            jax.block_until_ready(scalars)
-            jax.profiler.stop_trace()
-            self._on = False
-            self._log.say(f"profile of steps {self._cfg.start} to {step} in {self._folder}")
-
-
-def _git_revision() -> str | None:
-    """The commit of the checkout that maxstack runs from; None for an installed package."""
-    root = Path(maxstack.__file__).parent.parent
-    if not (root / ".git").exists():
-        return None
-    found = subprocess.run(
-        ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return found.stdout.strip() or None

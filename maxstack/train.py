@@ -13,17 +13,20 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from maxstack import cli, devices, supervise
-from maxstack.console import tell
-from maxstack.exit_codes import CRASHED, RETRY
+from maxstack import cli
+from maxstack.cluster.exit_codes import CRASHED, RETRY
+from maxstack.faults import supervise
+from maxstack.hardware import devices
+from maxstack.report.console import tell
 
 if TYPE_CHECKING:
     from maxstack.checkpoint.store import Checkpoints
     from maxstack.data.feed import Feed
     from maxstack.faults.policy import Rewind
     from maxstack.faults.replicas import Recompute
-    from maxstack.metrics import Log, Writer
-    from maxstack.schema import Config
+    from maxstack.report.log import Log
+    from maxstack.report.metrics import Writer
+    from maxstack.schema.config import Config
 
 
 GRACE = 5.0
@@ -89,10 +92,10 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_intermixed_args(argv)
     if args.max_restarts < 0:
         parser.error(f"--max-restarts {args.max_restarts}: must be 0 or more")
-    from maxstack import config
-    from maxstack.schema import Config
 
-    cfg = config.load(Config, args.config, args.overrides)
+    from maxstack.load import load
+
+    cfg = load(args.config, args.overrides)
     if args.supervise:
         forced = [part for key in args.force_config for part in ("--force-config", key)]
         command = [sys.executable, "-m", "maxstack.train", args.config, *args.overrides, *forced]
@@ -123,16 +126,20 @@ def train(
     devices.environment(cfg.run.virtual_devices)
     import jax
 
-    from maxstack import fit, goodput, startup
+    from maxstack import startup
     from maxstack.checks import Checks
     from maxstack.cluster import joining
     from maxstack.data import fits, make_feed
-    from maxstack.evaluate import Evaluator
+    from maxstack.evals.held_out import Evaluator
     from maxstack.faults.policy import Policy
     from maxstack.faults.preemption import Preemption
-    from maxstack.ledger import Ledger
     from maxstack.meter import Meter
-    from maxstack.metrics import Log, Writer
+    from maxstack.plan import fit
+    from maxstack.report import goodput, run_folder
+    from maxstack.report.ledger import Ledger
+    from maxstack.report.log import Log
+    from maxstack.report.metrics import Writer
+    from maxstack.report.profiler import Profiler
     from maxstack.run import assemble
 
     joining.join(cfg)
@@ -143,7 +150,7 @@ def train(
     fit.check(run)
     startup.check(run)
     first = jax.process_index() == 0
-    folder = startup.claim(cfg, first, ending)
+    folder = run_folder.claim(cfg, first, ending)
     ledger = Ledger(folder, first, started, doing=heart.doing if heart else None)
     feed = make_feed(cfg.data, run.rows(cfg.train.batch_size), cfg.train.batch_size)
     ending.callback(feed.close)
@@ -180,7 +187,7 @@ def train(
     if state is None:
         state = startup.fresh(run)
     if first:
-        startup.write_records(run, folder)
+        run_folder.write_records(run.cfg, run.kernels, folder)
     evaluator = Evaluator(run, log, writer) if cfg.eval.every else None
     with ledger.spent("compile"):
         compiled, seconds = compiling.result()
@@ -191,7 +198,7 @@ def train(
         Meter(run, feed, log, writer, ledger, policy),
     )
     checks = Checks(run, meter, log, writer)
-    profiler = startup.Profiler(cfg.train.profile, folder, log)
+    profiler = Profiler(cfg.train.profile, folder, log)
     eval_loss = None
     if evaluator and begin == 0:
         with ledger.spent("evaluation"):

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from maxstack import devices
+from maxstack.hardware import devices
 
 devices.environment(None)
 
@@ -30,7 +30,7 @@ from maxstack import sharding  # noqa: E402
 from maxstack.checkpoint.store import Checkpoints, _flat  # noqa: E402
 from maxstack.data import make_feed  # noqa: E402
 from maxstack.run import Run, assemble  # noqa: E402
-from maxstack.schema import Config  # noqa: E402
+from maxstack.schema.config import Config  # noqa: E402
 
 BYTES_A_WEIGHT = 12
 """In float32, with two moments."""

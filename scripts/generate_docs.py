@@ -16,8 +16,8 @@ sys.path.insert(0, str(ROOT))
 from maxstack.config import plain_data  # noqa: E402
 from maxstack.config.annotations import describe, item, kinds, members, of_field, section, shape  # noqa: E402
 from maxstack.config.writer import inline, write_yaml  # noqa: E402
-from maxstack.schema import Config  # noqa: E402
-from maxstack.submit.config import ClusterConfig  # noqa: E402
+from maxstack.schema.cluster import ClusterConfig  # noqa: E402
+from maxstack.schema.config import Config  # noqa: E402
 
 WIDTH = 120
 REQUIRED = object()

@@ -22,10 +22,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from maxstack import config  # noqa: E402
-from maxstack.checkpoint.hf.families import FAMILIES  # noqa: E402
-from maxstack.models.config import DecoderConfig  # noqa: E402
-from maxstack.schema import Config  # noqa: E402
+from maxstack.hf.families import FAMILIES  # noqa: E402
+from maxstack.schema.decoder import DecoderConfig  # noqa: E402
 
 GOLDEN = ROOT / "tests" / "goldens" / "presets.json.gz"
 RUN = "model: {preset: PRESET}\ndata: {sources: [{kind: synthetic, vocab: 256}]}\n"
@@ -145,7 +143,7 @@ def load(name: str) -> DecoderConfig:
     """The model of a preset."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "run.yml").write_text(RUN.replace("PRESET", name), encoding="utf-8")
-        return config.load(Config, Path(folder) / "run.yml").model
+        return load(Path(folder) / "run.yml").model
 
 
 def tensors(config_json: dict[str, Any]) -> dict[str, tuple[int, ...]]:

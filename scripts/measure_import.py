@@ -12,7 +12,8 @@ from pathlib import Path
 
 PEAK = """
 import resource, sys
-from maxstack import cli, convert
+from maxstack import cli
+from maxstack.commands import convert
 code = cli.run(getattr(convert, sys.argv[1]), sys.argv[2:])
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 sys.exit(code)

@@ -88,7 +88,7 @@ def measure(
     from maxstack import sharding
     from maxstack.plan.buffers import memory
     from maxstack.run import assemble
-    from maxstack.schema import Config
+    from maxstack.schema.config import Config
 
     model = {
         "vocab": 8192,

@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from maxstack.load import load
+
 LEAST_SECONDS = 0.02
 """A timing repeats a call until it takes this long."""
 
@@ -82,10 +84,7 @@ def main() -> None:
         )
     import jax
 
-    from maxstack import config
-    from maxstack.schema import Config
-
-    cfg = config.load(Config, args.config, args.overrides)
+    cfg = load(args.config, args.overrides)
     found = [part for part in parts(cfg) if print(f"compiled {part.name}", file=sys.stderr) is None]
     for _ in range(args.rounds):
         for part in found:
@@ -145,8 +144,9 @@ def parts(cfg: Any) -> Iterator[Part]:
 
     from maxstack import sharding
     from maxstack.run import assemble
+    from maxstack.schema.mesh import MeshConfig
 
-    alone = sharding.MeshConfig(data=1)
+    alone = MeshConfig(data=1)
     cfg = cfg.model_copy(update={"mesh": alone})
     mesh = sharding.make_mesh(alone, jax.devices()[:1])
     run = assemble(cfg, mesh)
@@ -185,7 +185,7 @@ def optimizer(run: Any, params: Any) -> Part:
     import jax
 
     from maxstack import optim
-    from maxstack.run import only
+    from maxstack.step import only
 
     tx = optim.build(run.cfg.optimizer, run.cfg.train.steps, run.info)
     params = only(optim.trained(run.cfg.optimizer, run.info), params)

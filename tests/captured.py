@@ -10,7 +10,8 @@ tpu_slices, within one host.
 
 from pathlib import Path
 
-from maxstack.plan.program import Program, parse
+from maxstack.plan.hlo import Program
+from maxstack.plan.program import parse
 
 
 def captured(name: str) -> Program:

@@ -26,10 +26,10 @@ LIBRARIES = [
     "maxstack.checkpoint.store",
     "maxstack.checks",
     "maxstack.cluster.joining",
-    "maxstack.fit",
+    "maxstack.plan.fit",
     "maxstack.data.feed",
-    "maxstack.evaluate",
-    "maxstack.goodput",
+    "maxstack.evals.held_out",
+    "maxstack.report.goodput",
     "maxstack.startup",
 ]
 """What the server of forks imports. None of them starts a backend of jax."""

@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from maxstack.optim import OptimizerConfig, ParamInfo, build, trained
-from maxstack.run import joined, only
+from maxstack.optim import build, trained
+from maxstack.schema.optimizer import OptimizerConfig
+from maxstack.schema.optimizer.paths import ParamInfo
+from maxstack.step import joined, only
 
 LAYERS, EMBED, HEADS, HEAD_DIM, MLP, VOCAB = 2, 6, 2, 4, 5, 7
 

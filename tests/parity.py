@@ -12,11 +12,11 @@ import numpy as np
 import safetensors.numpy
 from flax import nnx
 
-from maxstack.checkpoint.hf.contents import Contents
-from maxstack.checkpoint.hf.reader import load_params
+from maxstack.hf.contents import Contents
+from maxstack.hf.reader import load_params
 from maxstack.kernels.cross_entropy import cross_entropy
-from maxstack.models.config import DecoderConfig
 from maxstack.models.decoder import abstract
+from maxstack.schema.decoder import DecoderConfig
 
 GOLDENS = Path(__file__).parent / "goldens"
 FAMILIES = sorted(path.name for path in GOLDENS.iterdir() if (path / "golden.npz").exists())
@@ -96,7 +96,7 @@ def measure(folder: Path) -> Parity:
 
 def export_again(folder: Path, out: Path) -> None:
     """Import a folder as a run, and export the run."""
-    from maxstack.convert import export_model, import_model
+    from maxstack.commands.convert import export_model, import_model
 
     run = out.with_name(f"{out.name}-run")
     import_model([str(folder), "--out", str(run)])

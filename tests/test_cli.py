@@ -7,7 +7,7 @@ import pytest
 
 from maxstack import cli
 from maxstack.config import ConfigError
-from maxstack.data import DataError
+from maxstack.config.errors import DataError
 
 
 def raising(error: BaseException):

@@ -8,10 +8,13 @@ import jax
 import pytest
 import tiny
 
-from maxstack import config, mesh_rules, sharding
+from maxstack import config, sharding
 from maxstack.config import presets_dir
+from maxstack.load import load
 from maxstack.run import assemble
-from maxstack.schema import Config
+from maxstack.schema import mesh_rules
+from maxstack.schema.config import Config
+from maxstack.schema.mesh import AXES, RULES
 
 FILES = sorted(
     path
@@ -37,22 +40,21 @@ def loaded(path, folder) -> Config:
     """The run in a file, or a tiny run with the preset in it."""
     section = SECTIONS[str(path.parent.relative_to(presets_dir()))]
     if not section:
-        return config.load(Config, path)
+        return load(path)
     sizes = {"model": WIDE} if section == "quantization" else {}
     (folder / "tiny.yml").write_text(config.dump(tiny.config(**sizes)))
     changes = [f"{section}={path.stem}"]
     if section == "mesh":  # with two devices on each axis that it uses
-        cfg = config.load(
-            Config,
+        cfg = load(
             folder / "tiny.yml",
             [
                 *changes,
-                *(f"mesh.rules.{axis}=null" for axis in sharding.RULES),
+                *(f"mesh.rules.{axis}=null" for axis in RULES),
                 "train.batch_size=8192",
             ],
         )
-        changes += [f"mesh.{axis}={min(getattr(cfg.mesh, axis), 2)}" for axis in sharding.AXES]
-    return config.load(Config, folder / "tiny.yml", changes)
+        changes += [f"mesh.{axis}={min(getattr(cfg.mesh, axis), 2)}" for axis in AXES]
+    return load(folder / "tiny.yml", changes)
 
 
 def representative(paths):

@@ -31,7 +31,7 @@ def applied(text, lines):
 @pytest.mark.parametrize(
     "path",
     [
-        "maxstack/checkpoint/hf/families/smollm3.py",
+        "maxstack/hf/families/smollm3.py",
         "scripts/make_goldens.py",
         "configs/models/smollm3-3b.yml",
     ],

@@ -21,9 +21,10 @@ import pytest
 from documents import ROOT
 from flags import flags
 
-from maxstack import cli, elastic, hub, train
+from maxstack import cli, elastic, train
+from maxstack.commands import plan as plan_cli
+from maxstack.data import hub
 from maxstack.models.flops import Count
-from maxstack.plan import cli as plan_cli
 from maxstack.plan import report, step
 from maxstack.plan.roofline import Roofline
 
@@ -138,7 +139,7 @@ def ended_early(monkeypatch):
         )  # fmt: skip
 
     monkeypatch.setattr(elastic, "train", lambda cfg, once: 0)
-    monkeypatch.setattr("maxstack.supervise.run", lambda command, folder, restarts: 0)
+    monkeypatch.setattr("maxstack.faults.supervise.run", lambda command, folder, restarts: 0)
     monkeypatch.setattr(plan_cli, "_apart", planned)
     monkeypatch.setattr(report, "text", lambda plan, cost=(): "")
 

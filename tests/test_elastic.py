@@ -12,7 +12,7 @@ import tiny
 from maxstack import config, elastic, startup, train
 from maxstack.checkpoint.weights import WeightsReader
 from maxstack.config import ConfigError
-from maxstack.schema import Config
+from maxstack.load import load
 
 STEPS = 12
 
@@ -159,4 +159,4 @@ def test_an_error_that_is_no_loss_is_not_tried_again(tmp_path, losing, monkeypat
 def test_what_cannot_be_elastic_is_refused(changes, says, tmp_path):
     path, _ = write(tmp_path, "no")
     with pytest.raises(ConfigError, match=says):
-        config.load(Config, path, ["faults.elastic={}", *changes])
+        load(path, ["faults.elastic={}", *changes])

@@ -13,12 +13,12 @@ import tokenizers
 from flax import nnx
 
 from maxstack import cli, config, startup
-from maxstack.checkpoint.hf.exported import choose, export
 from maxstack.config import ConfigError
-from maxstack.data import DataError
+from maxstack.config.errors import DataError
+from maxstack.hf.exported import choose, export
+from maxstack.load import load, load_tree
 from maxstack.models import decoder
 from maxstack.run import assemble
-from maxstack.schema import Config
 from maxstack.sharding import make_mesh
 
 LLAMA = parity.GOLDENS / "llama"
@@ -36,7 +36,7 @@ def here(tmp_path, monkeypatch):
 
 
 def test_a_folder_beside_the_file_gives_the_architecture_and_the_weights(here):
-    cfg, tree = config.load_tree(Config, "runs/mine.yml")
+    cfg, tree = load_tree("runs/mine.yml")
     assert (cfg.model.embed, cfg.model.layers, cfg.model.dtype, cfg.model.weights) == (
         16,
         3,
@@ -51,10 +51,10 @@ def test_a_folder_beside_the_file_gives_the_architecture_and_the_weights(here):
 
 def test_a_folder_replaces_the_model_of_an_extended_file_and_keeps_what_is_given_beside_it(here):
     (here / "runs" / "more.yml").write_text("extends: mine.yml\nmodel: {remat: {policy: full}}\n")
-    cfg = config.load(Config, "runs/more.yml", ["model.from=runs/llama", "model.remat.policy=dots"])
+    cfg = load("runs/more.yml", ["model.from=runs/llama", "model.remat.policy=dots"])
     assert cfg.model.vocab == 128 and cfg.model.remat.policy == "dots"
     with pytest.raises(ConfigError, match="preset and from both say what the model is"):
-        config.load(Config, {"model": {"from": "runs/llama", "preset": "qwen3-0.6b"}})
+        load({"model": {"from": "runs/llama", "preset": "qwen3-0.6b"}})
 
 
 @pytest.mark.parametrize(
@@ -79,9 +79,7 @@ def test_a_folder_that_cannot_be_used_is_named(here, change, says, capsys):
 
 
 def test_a_run_starts_from_the_weights_on_any_mesh(here):
-    cfg = config.load(
-        Config, "runs/mine.yml", ["mesh.fsdp=2", "mesh.tensor=2", "train.batch_size=8"]
-    )
+    cfg = load("runs/mine.yml", ["mesh.fsdp=2", "mesh.tensor=2", "train.batch_size=8"])
     alone = parity.loaded(
         LLAMA, assemble(cfg, make_mesh(cfg.mesh, jax.devices()[:4])).abstract.params
     )
@@ -102,35 +100,28 @@ def test_the_folders_tokenizer_comes_along_unless_another_is_given(here):
     words.save(str(here / "runs" / "llama" / "tokenizer.json"))
     said = {"bos_token": "<s>", "add_bos_token": True, "eos_token": {"content": "</s>"}}
     (here / "runs" / "llama" / "tokenizer_config.json").write_text(json.dumps(said))
-    found = config.load(Config, "runs/mine.yml").data.tokenizer
+    found = load("runs/mine.yml").data.tokenizer
     assert (found.kind, found.path, found.bos, found.eos) == (
         "huggingface",
         "runs/llama/tokenizer.json",
         "<s>",
         "</s>",
     )
-    assert (
-        config.load(Config, "runs/mine.yml", ["data.tokenizer.kind=bytes"]).data.tokenizer.kind
-        == "bytes"
-    )
+    assert load("runs/mine.yml", ["data.tokenizer.kind=bytes"]).data.tokenizer.kind == "bytes"
     more = "extends: quickstart\nmodel: {from: llama}\neval: {every: 0, baselines: false}\n"
     (here / "runs" / "more.yml").write_text(more + "data: {tokenizer: {kind: bytes}}\n")
     with pytest.raises(ConfigError, match="257 ids"):
-        config.load(Config, "runs/more.yml")
+        load("runs/more.yml")
     (here / "runs" / "more.yml").write_text(more)
-    assert config.load(Config, "runs/more.yml").data.tokenizer.kind == "huggingface"
+    assert load("runs/more.yml").data.tokenizer.kind == "huggingface"
 
 
 def test_such_a_run_has_an_architecture_to_be_exported_as(here):
-    assert (
-        choose(config.load(Config, "runs/mine.yml").model, None, False)[0].architecture
-        == "LlamaForCausalLM"
-    )
+    assert choose(load("runs/mine.yml").model, None, False)[0].architecture == "LlamaForCausalLM"
 
 
 def test_an_adapter_that_is_not_loras_is_refused_before_any_weight_is_read(here):
-    cfg = config.load(
-        Config,
+    cfg = load(
         "runs/mine.yml",
         [
             f"lora={{dora: true, targets: ['.*/query'], adapter: "
@@ -160,18 +151,17 @@ def test_text_without_the_folders_tokenizer_is_refused_unless_another_is_given(h
     with pytest.raises(
         ConfigError, match=r"runs/llama brings no tokenizer that maxstack reads.*data.tokenizer="
     ):
-        config.load(Config, "runs/text.yml")
-    assert config.load(Config, "runs/mine.yml").data.tokenizer.kind == "bytes"
+        load("runs/text.yml")
+    assert load("runs/mine.yml").data.tokenizer.kind == "bytes"
     with pytest.raises(ConfigError, match="257 ids"):  # taken at its word
-        config.load(Config, "runs/text.yml", ["data.tokenizer.kind=bytes"])
+        load("runs/text.yml", ["data.tokenizer.kind=bytes"])
 
 
 def test_an_import_without_a_tokenizer_refuses_text_too(here):
     assert cli.main(["import", "runs/llama", "--out", "runs/imported"]) == 0
-    config.load(Config, "runs/imported/config.yml")
+    load("runs/imported/config.yml")
     with pytest.raises(ConfigError, match="brings no tokenizer"):
-        config.load(
-            Config,
+        load(
             "runs/imported/config.yml",
             ["data.sources=[{kind: text, files: [runs/mine.yml]}]"],
         )
@@ -182,8 +172,7 @@ def test_eval_data_is_read_with_the_tokenizer_of_the_training_data(here):
         tokenizers.models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>")
     )
     words.save(str(here / "runs" / "llama" / "tokenizer.json"))
-    cfg = config.load(
-        Config,
+    cfg = load(
         "runs/mine.yml",
         [
             "eval.every=5",
@@ -205,7 +194,7 @@ def test_an_export_brings_the_tokenizer_that_the_model_was_trained_with(here):
         tokenizers.Tokenizer(
             tokenizers.models.WordLevel({token: 0, "<unk>": 1}, unk_token="<unk>")
         ).save(str(here / "runs" / name))
-    model = config.load(Config, "runs/mine.yml").model
+    model = load("runs/mine.yml").model
     shapes = {path: leaf.shape for path, leaf in flat(decoder.abstract(model)[1]).items()}
     for tokenizer, wanted in (
         ("source", "llama/tokenizer.json"),
@@ -232,15 +221,14 @@ def test_an_export_brings_the_tokenizer_that_the_model_was_trained_with(here):
 def test_a_run_names_its_tokenizer_and_the_folder_of_its_weights(here):
     said = []
     run = assemble(
-        config.load(
-            Config,
+        load(
             "runs/mine.yml",
             [
                 "data.sources=[{kind: text, files: [a]}]",
                 "data.tokenizer={kind: sentencepiece, path: x}",
             ],
         ),
-        make_mesh(config.load(Config, "runs/mine.yml").mesh, jax.devices()[:1]),
+        make_mesh(load("runs/mine.yml").mesh, jax.devices()[:1]),
     )
     startup.introduce(run, [], SimpleNamespace(say=said.append), begins=True)
     assert said[-2:] == ["tokenizer: x", "weights: those of runs/llama"]
@@ -248,13 +236,11 @@ def test_a_run_names_its_tokenizer_and_the_folder_of_its_weights(here):
 
 def test_a_fresh_run_refuses_weights_that_are_not_finite_by_name(here):
     name = parity.poisoned(LLAMA, here / "runs" / "nan", np.nan)
-    cfg = config.load(Config, "runs/mine.yml", ["model.from=runs/nan"])
+    cfg = load("runs/mine.yml", ["model.from=runs/nan"])
     mesh = make_mesh(cfg.mesh, jax.devices()[:1])
     with pytest.raises(DataError, match=f"tensor {name}: 1 of .*checkpoint.allow_nonfinite=true"):
         startup.fresh(assemble(cfg, mesh))
-    allowed = config.load(
-        Config, "runs/mine.yml", ["model.from=runs/nan", "checkpoint.allow_nonfinite=true"]
-    )
+    allowed = load("runs/mine.yml", ["model.from=runs/nan", "checkpoint.allow_nonfinite=true"])
     assert any(
         np.isnan(leaf).any()
         for leaf in jax.tree.leaves(startup.fresh(assemble(allowed, mesh)).params)
@@ -272,7 +258,7 @@ def test_a_fresh_run_refuses_weights_that_are_not_finite_by_name(here):
     ],
 )
 def test_weights_of_another_model_than_the_configured_are_told_as_bad_data(here, change):
-    model = config.plain_data(config.load(Config, "runs/mine.yml").model)
+    model = config.plain_data(load("runs/mine.yml").model)
     if "blocks" in change:
         model |= {"blocks": {"other": model["blocks"]["block"]}, "pattern": []}
     elif "weights" in change:
@@ -280,8 +266,6 @@ def test_weights_of_another_model_than_the_configured_are_told_as_bad_data(here,
     else:
         model |= change
     given = {"model": model, "data": {"sources": [{"kind": "synthetic", "vocab": 128}]}}
-    run = assemble(
-        config.load(Config, given), make_mesh(config.load(Config, given).mesh, jax.devices()[:1])
-    )
+    run = assemble(load(given), make_mesh(load(given).mesh, jax.devices()[:1]))
     with pytest.raises(DataError, match=f"{model['weights']}: .*(another model|are not those of)"):
         startup.check(run)

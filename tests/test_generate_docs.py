@@ -7,8 +7,8 @@ from maxstack.config import plain_data
 from maxstack.config.annotations import item, kinds, members, of_field, section
 from maxstack.config.compose import plain, presets_dir
 from maxstack.config.reader import read_yaml
-from maxstack.schema import Config
-from maxstack.submit.config import ClusterConfig
+from maxstack.schema.cluster import ClusterConfig
+from maxstack.schema.config import Config
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULTS = presets_dir() / "defaults.yml"

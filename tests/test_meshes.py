@@ -9,7 +9,7 @@ import pytest
 import tiers
 import tiny
 
-from maxstack.sharding import AXES
+from maxstack.schema.mesh import AXES
 
 ATTENTION = {"kind": "attention", "heads": 8, "kv_heads": 4, "head_dim": 8}
 GATED = {"kind": "gated", "hidden": 64}

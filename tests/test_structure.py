@@ -2,11 +2,12 @@
 names say something."""
 
 import ast
+import graphlib
 import io
 import subprocess
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,46 +25,24 @@ MODULES = {
 # From top to bottom. A module may import what stands below it, and its own package; not its peers
 # in the same line. The longest name counts.
 LEVELS = (
-    ("quantize.cli", "lora.cli", "submit"),
-    ("train", "plan", "tune", "score", "convert", "data.cli", "config.cli"),
-    ("cli", "supervise"),
-    ("checks",),
-    ("startup", "evaluate", "meter", "elastic"),
-    ("fit", "executable"),
-    ("schema",),
-    ("rules",),
-    ("mesh_rules",),
-    ("parallel_rules",),
+    ("commands",),
+    ("train", "submit"),
+    ("elastic", "cli", "faults.supervise"),
+    ("startup", "inference", "evals", "checks"),
+    ("meter", "plan"),
     ("run",),
-    ("treatment", "placement", "compiling"),
-    ("checkpoint.hf",),
-    (
-        "models",
-        "objectives",
-        "data",
-        "optim",
-        "checkpoint",
-        "quantize",
-        "lora",
-        "metrics",
-        "faults",
-        "ledger",
-        "cluster",
-    ),
-    (
-        "layers",
-        "chips",
-        "goodput",
-        "agree",
-        "stacks",
-        "exit_codes",
-        "appending",
-        "console",
-        "foreign",
-    ),
+    ("step",),
+    ("state", "load"),
+    ("weights.rewrite",),
+    ("models", "objectives", "weights", "optim", "checkpoint", "faults"),
+    ("hf",),
+    ("data",),
+    ("report",),
+    ("cluster", "layers"),
     ("kernels",),
     ("sharding",),
-    ("devices", "hub"),
+    ("hardware",),
+    ("schema",),
     ("config",),
 )
 LEVEL = {f"maxstack.{name}": depth for depth, names in enumerate(LEVELS) for name in names}
@@ -89,8 +68,8 @@ def part_of(module: str) -> str:
     return module
 
 
-def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, module of ours) for every import that can run, those inside functions too."""
+def imports(path: Path, modules: Collection[str] = MODULES) -> Iterator[tuple[int, str]]:
+    """(line, module) for every import of `modules` that can run, those inside functions too."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for_types = {
         id(inner)
@@ -100,22 +79,14 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
         for inner in ast.walk(statement)
     }
     for node in ast.walk(tree):
-        if id(node) in for_types:
-            continue
-        if isinstance(node, ast.Import):
-            yield from (
-                (node.lineno, alias.name)
-                for alias in node.names
-                if alias.name.startswith("maxstack.")
-            )
-        elif isinstance(node, ast.ImportFrom):
+        if isinstance(node, ast.Import) and id(node) not in for_types:
+            yield from ((node.lineno, alias.name) for alias in node.names if alias.name in modules)
+        elif isinstance(node, ast.ImportFrom) and id(node) not in for_types:
             assert not node.level, f"{path}:{node.lineno}: a relative import; write the whole name"
-            if node.module == "maxstack" or (node.module or "").startswith("maxstack."):
-                inside = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-                yield from (
-                    (node.lineno, full if full in MODULES else node.module or "")
-                    for full in inside.values()
-                )
+            for alias in node.names:
+                inside = f"{node.module}.{alias.name}"
+                if inside in modules or node.module in modules:
+                    yield node.lineno, inside if inside in modules else node.module or ""
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if name != "maxstack"])
@@ -180,10 +151,37 @@ def test_help_imports_nothing_but_the_standard_library(arguments):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_schema_is_imported_without_jax():
+HEAVY = {"jax", "flax", "optax", "orbax", "grain"}
+LIGHT = [
+    name.removeprefix("maxstack.")
+    for name in MODULES
+    if name.startswith(("maxstack.config.", "maxstack.schema.", "maxstack.hf."))
+    and name != "maxstack.hf.reader"
+]
+
+
+def test_what_reads_a_configuration_and_published_folders_imports_no_jax():
+    names = ["cli", "load", "commands.config", *LIGHT]
     code = (
-        "import sys, maxstack.schema; assert not {'jax', 'flax', 'optax', 'orbax', 'grain'} "
-        "& {*sys.modules}"
+        f"import sys, importlib; [importlib.import_module('maxstack.' + m) for m in {names}]; "
+        f"assert not {HEAVY} & {{*sys.modules}}, {HEAVY} & {{*sys.modules}}"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("folder", ["maxstack", "scripts"])
+def test_no_files_import_one_another_in_a_circle(folder):
+    root = ROOT if folder == "maxstack" else ROOT / folder
+    names = {
+        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in FILES
+        if path.is_relative_to(ROOT / folder)
+    }
+    order = graphlib.TopologicalSorter(
+        {
+            name: {other for _, other in imports(path, names)} - {name}
+            for name, path in names.items()
+        }
+    )
+    order.prepare()

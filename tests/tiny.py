@@ -9,10 +9,10 @@ import jax
 import numpy as np
 
 from maxstack import sharding
-from maxstack.checkpoint.config import CheckpointConfig
 from maxstack.config import dump
 from maxstack.run import Run, assemble
-from maxstack.schema import Config
+from maxstack.schema.checkpoint import CheckpointConfig
+from maxstack.schema.config import Config
 
 VOCAB = 320
 _RUNS: dict[tuple[str, int], Run] = {}

@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxstack.agree import Processes
 from maxstack.checkpoint import manifest
 from maxstack.checkpoint.manifest import Damage
 from maxstack.checkpoint.peers import Peers
+from maxstack.cluster.peers import Processes
 
 SHARDS, INDEX = "shards.bin", "index.json"
 ALIGNED = 64

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 
-from maxstack.agree import Processes
+from maxstack.cluster.peers import Processes
 
 BLOCK = 1 << 22
 """Bytes of a message."""

@@ -13,9 +13,9 @@ from typing import Any
 
 from orbax.checkpoint import v1 as ocp
 
-from maxstack.agree import Processes
 from maxstack.checkpoint import manifest
 from maxstack.checkpoint.manifest import Damage
+from maxstack.cluster.peers import Processes
 
 # What goes wrong in a save is told in one line.
 logging.getLogger("absl").addFilter(

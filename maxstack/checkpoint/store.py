@@ -18,20 +18,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxstack import config
-from maxstack.agree import Processes
 from maxstack.checkpoint import manifest, owner
-from maxstack.checkpoint.config import CheckpointConfig, TierConfig
 from maxstack.checkpoint.local import Local
 from maxstack.checkpoint.manifest import Damage
 from maxstack.checkpoint.shared import Shared
 from maxstack.checkpoint.weights import WeightsReader, step_of
+from maxstack.cluster.peers import Processes
 from maxstack.config import ConfigError, annotations, did_you_mean
 from maxstack.config.writer import inline
+from maxstack.schema.checkpoint import CheckpointConfig, TierConfig
 
 if TYPE_CHECKING:
     from maxstack.data.feed import Feed
     from maxstack.run import Run
-    from maxstack.schema import Config
+    from maxstack.schema.config import Config
 
 Tree = Any
 FORMAT = 2

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from maxstack.cluster import environment, pathways
 from maxstack.cluster.roll_call import Card, Missing, bind_address, roll_call
 from maxstack.config import ConfigError, quoted
-from maxstack.devices import GPUS, visible_gpus
+from maxstack.hardware.devices import GPUS, visible_gpus
 
 if TYPE_CHECKING:
-    from maxstack.schema import Config
+    from maxstack.schema.config import Config
 
 JAX_WAITS = {False: 100, True: 24 * 3600}
 """Seconds until jax itself ends the process, from C++, because it has not heard of another one: its

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from maxstack.cluster.exit_codes import RETRY
 from maxstack.config import ConfigError, difference
-from maxstack.exit_codes import RETRY
 
 OFTEN = 0.3
 """Seconds between two attempts to reach process 0."""

@@ -1,7 +1,7 @@
 """Composing, validating and explaining YAML configurations; knows no field names and imports
 nothing heavy."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -18,9 +18,10 @@ from maxstack.config.compose import (
     supply,
     underlay,
 )
-from maxstack.config.explain import explanation
+from maxstack.config.errors import ConfigError
+from maxstack.config.explain import explanation, paragraphs
 from maxstack.config.quoting import quoted, shortened
-from maxstack.config.reader import ConfigError, Node
+from maxstack.config.reader import Node
 from maxstack.config.spelling import did_you_mean, nearest
 from maxstack.config.writer import write_yaml
 
@@ -35,7 +36,6 @@ __all__ = [
     "difference",
     "dump",
     "fault",
-    "faults",
     "load",
     "load_tree",
     "nearest",
@@ -63,14 +63,8 @@ class Section(pydantic.BaseModel):
     PRESETS: ClassVar[Presets] = {}
     """For a root section: top-level key -> folders inside configs/ with its presets; "" stands for
     whole files."""
-    READERS: ClassVar[Readers] = {}
-    """For a root section: top-level key -> what `from: path` in it means."""
-
-    @classmethod
-    def completed(cls, tree: Node) -> Node:
-        """For a root section: the composed tree with what follows from it, before it is
-        validated."""
-        return tree
+    FROM: ClassVar[tuple[str, ...]] = ()
+    """For a root section: top-level keys that may hold `from: path`."""
 
     @classmethod
     def foreign(cls, path: str) -> str:
@@ -88,13 +82,6 @@ def fault(key: str, message: str) -> PydanticCustomError:
     return PydanticCustomError("fault", "{message}", {"key": key, "message": message})
 
 
-def faults(found: Sequence[tuple[str, str]]) -> PydanticCustomError:
-    """Several faults, as (key, message), in one error."""
-    return PydanticCustomError(
-        "faults", "several keys do not fit together", {"faults": tuple(found)}
-    )
-
-
 def load(
     schema: type[Root], path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()
 ) -> Root:
@@ -104,22 +91,38 @@ def load(
 
 
 def load_tree(
-    schema: type[Root], path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()
+    schema: type[Root],
+    path: str | Path | Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    readers: Readers | None = None,
+    completed: Callable[[Node], Node] = lambda tree: tree,
+    check: Callable[[Root], Sequence[tuple[str, str]]] = lambda cfg: (),
 ) -> tuple[Root, Node]:
-    """As `load`, with the merged tree that knows where each value came from."""
+    """As `load`, with the merged tree that knows where each value came from.
+
+    `readers` says for each key of `schema.FROM` what `from: path` means, `completed` adds to the
+    merged tree what follows from it, and `check` finds the keys of a validated configuration that
+    do not fit together, as (dotted path, message).
+    """
     defaults = {
         name: plain_data(field.default)
         for name, field in schema.model_fields.items()
         if not field.is_required()
     }
-    tree = merged_tree(schema.PRESETS, path, overrides, defaults, schema.READERS, _keys(schema))
-    tree = schema.completed(tree)
+    tree = merged_tree(schema.PRESETS, path, overrides, defaults, readers, _keys(schema))
+    tree = completed(tree)
     for where, below in _beneath(schema):
         tree = underlay(tree, where, below)
     try:
-        return schema.model_validate(plain(tree)), tree
+        cfg = schema.model_validate(plain(tree))
     except pydantic.ValidationError as error:
         raise ConfigError(explanation(schema, tree, error, schema.foreign)) from None
+    if faults := check(cfg):
+        raise ConfigError(
+            paragraphs(tree, {tuple(key.split(".")): message for key, message in faults})
+        )
+    return cfg, tree
 
 
 def _keys(schema: type[Section]) -> dict[str, set[str]]:

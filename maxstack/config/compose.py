@@ -8,12 +8,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from maxstack.config.errors import ConfigError
 from maxstack.config.quoting import quoted, shortened
 from maxstack.config.reader import (
     MAX_BYTES,
     MAX_DEPTH,
     MAX_NODES,
-    ConfigError,
     Node,
     no_configuration,
     read_yaml,

@@ -3,7 +3,7 @@ the nearest valid word."""
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pydantic
@@ -74,10 +74,15 @@ def explanation(
                 f"is not there; there is {listed(names)}; a new one needs {listed(keys)} "
                 f"too{did_you_mean(entry[-1], names)}"
             )
+    return paragraphs(tree, found)
+
+
+def paragraphs(tree: Node, faults: Mapping[Path, str]) -> str:
+    """A paragraph for each fault, the first few of them: file:line, key path, message."""
     lines = [
         f"{_where(tree, path)}: "
         f"{shortened('.'.join(map(str, path))) or 'the configuration'}: {message}"
-        for path, message in found.items()
+        for path, message in faults.items()
     ]
     more = [f"... and {len(lines) - SHOWN} more problems"] if len(lines) > SHOWN else []
     return "\n".join(lines[:SHOWN] + more)
@@ -167,8 +172,6 @@ def _messages(
     place: _Place, tree: Node, detail: dict[str, Any], foreign: Foreign
 ) -> list[tuple[Path, str]]:
     kind, context = detail["type"], detail.get("ctx") or {}
-    if kind == "faults":
-        return [(place.path + tuple(key.split(".")), message) for key, message in context["faults"]]
     if kind == "fault":
         return [
             (

@@ -18,7 +18,7 @@ def json_schema(schema: type[Section]) -> dict[str, Any]:
             "type": "string",
             "description": "Another entry beside this one, whose keys this one takes over.",
         }
-    for key in schema.READERS:
+    for key in schema.FROM:
         definition = found["properties"][key]["$ref"].rsplit("/", 1)[-1]
         definitions[definition]["properties"]["from"] = {
             "type": "string",

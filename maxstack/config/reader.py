@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from maxstack.config.errors import ConfigError
 from maxstack.config.quoting import quoted, shortened
 
 MAX_BYTES = 1 << 20
@@ -39,13 +40,6 @@ _FLOAT = re.compile(rf"[-+]?(?:\.{_DIGITS}|{_DIGITS}(?:\.(?:{_DIGITS})?)?)(?:[eE
 _PADDED = re.compile(r"[-+]?0_?[0-9].*")
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 _OLD_BOOL = re.compile(r"on|off|yes|no", re.IGNORECASE)
-
-
-class ConfigError(ValueError):
-    """A user's mistake in a configuration: one paragraph that says what, where and what to do. Exit
-    code 1."""
-
-    exit_code = 1
 
 
 def no_configuration(where: str) -> ConfigError:

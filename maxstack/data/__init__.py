@@ -5,15 +5,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from maxstack.data.config import DataConfig
     from maxstack.data.feed import Feed
-
-
-class DataError(ValueError):
-    """Data that cannot be used: one paragraph that names the file and record and says what to
-    do."""
-
-    exit_code = 2
+    from maxstack.schema.data import DataConfig
 
 
 def make_feed(

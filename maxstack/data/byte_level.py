@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from maxstack.config import quoted
-from maxstack.data import DataError
+from maxstack.config.errors import DataError
 
 VOCAB, MERGES = "vocab.json", "merges.txt"
 LARGEST = 1 << 28

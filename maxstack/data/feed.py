@@ -11,11 +11,12 @@ from typing import Any
 import grain
 import numpy as np
 
-from maxstack.data import DataError
-from maxstack.data.config import DataConfig
+from maxstack.config.errors import DataError
+from maxstack.data.documents import Documents
 from maxstack.data.lanes import Batch, EvaluationRows, Mixture, Rows
-from maxstack.data.sources import Documents, open_sources
+from maxstack.data.sources import open_sources
 from maxstack.data.workers import Made, Workers, made
+from maxstack.schema.data import DataConfig
 
 SAMPLED = 16
 """At most so many documents of a source are looked at when a run begins."""

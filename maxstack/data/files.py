@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from maxstack.config import shortened
-from maxstack.data import DataError
-from maxstack.data.config import Files
+from maxstack.config.errors import DataError
+from maxstack.schema.data import Files
 
 log = logging.getLogger(__name__)
 _INSTALLED = ("site-packages", "dist-packages", "__pycache__")

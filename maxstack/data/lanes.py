@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxstack.data import DataError
-from maxstack.data.config import DataConfig
+from maxstack.config.errors import DataError
+from maxstack.data.documents import Documents
 from maxstack.data.order import Order, number
-from maxstack.data.sources import Documents, Synthetic
+from maxstack.data.sources import Synthetic
 from maxstack.data.tokenizers import Tokenizer, open_tokenizer, sized_tokens_of, tokens_of
+from maxstack.schema.data import DataConfig
 
 Batch = dict[str, np.ndarray]
 _NAMED = 5

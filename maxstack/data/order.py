@@ -6,7 +6,7 @@ import hashlib
 
 import numpy as np
 
-from maxstack.data.sources import record_hashes
+from maxstack.data.documents import record_hashes
 
 _SMALL = 1 << 16
 _CACHED_ENTRIES = 1 << 20

@@ -18,12 +18,13 @@ import numpy as np
 import tqdm
 
 from maxstack.config import ConfigError
-from maxstack.data import DataError
-from maxstack.data.config import DataConfig
+from maxstack.config.errors import DataError
+from maxstack.data.documents import Documents, Split, Tokens
 from maxstack.data.shards import MANIFEST, pack
-from maxstack.data.sources import Documents, Split, Tokens, open_source
+from maxstack.data.sources import open_source
 from maxstack.data.tokenizers import Tokenizer, bytes_of, open_tokenizer, sized_tokens_of
 from maxstack.data.workers import settle
+from maxstack.schema.data import DataConfig
 
 _LARGEST_SHARD = 10_000
 _FINISHED = ".finished"

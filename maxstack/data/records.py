@@ -13,15 +13,8 @@ from typing import Any
 import numpy as np
 
 from maxstack.config.annotations import listed
-from maxstack.data import DataError
-from maxstack.data.config import (
-    ArrayRecordSource,
-    BagzSource,
-    Files,
-    JsonlSource,
-    ParquetSource,
-    TextSource,
-)
+from maxstack.config.errors import DataError
+from maxstack.data.documents import Document, Documents, file_hashes, record_hashes
 from maxstack.data.files import (
     DECODE_ERRORS,
     File,
@@ -35,7 +28,14 @@ from maxstack.data.files import (
     separated_bounds,
     text_of,
 )
-from maxstack.data.sources import Document, Documents, file_hashes, record_hashes
+from maxstack.schema.data import (
+    ArrayRecordSource,
+    BagzSource,
+    Files,
+    JsonlSource,
+    ParquetSource,
+    TextSource,
+)
 
 _OPEN_FILES = 64
 _CACHED_BYTES = 1 << 28

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from maxstack.config import quoted
-from maxstack.data import DataError
-from maxstack.data.config import Tokenizer as TokenizerConfig
-from maxstack.data.sources import Tokens
+from maxstack.config.errors import DataError
+from maxstack.data.documents import Tokens
+from maxstack.schema.data import Tokenizer as TokenizerConfig
 
 MANIFEST = "manifest.json"
 _SIZED = 0x10

@@ -10,18 +10,18 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from maxstack import hub
 from maxstack.config import quoted
-from maxstack.data import DataError, byte_level
-from maxstack.data.config import (
+from maxstack.config.errors import DataError
+from maxstack.data import byte_level, hub
+from maxstack.data.documents import Document, Documents, Tokens
+from maxstack.schema.data import (
     BytesTokenizer,
     DataConfig,
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
     SyntheticSource,
 )
-from maxstack.data.config import Tokenizer as TokenizerConfig
-from maxstack.data.sources import Document, Documents, Tokens
+from maxstack.schema.data import Tokenizer as TokenizerConfig
 
 _LARGEST_FILE = 1 << 28
 Result = TypeVar("Result")

@@ -11,9 +11,9 @@ import numpy as np
 import tqdm
 
 from maxstack.config import ConfigError
-from maxstack.data import DataError
-from maxstack.data.config import DataConfig
+from maxstack.config.errors import DataError
 from maxstack.data.sources import open_sources
+from maxstack.schema.data import DataConfig
 
 _LONGEST_LINE = 4000
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from maxstack import stacks
-from maxstack.data import DataError
+from maxstack.config.errors import DataError
 from maxstack.data.lanes import Batch, EvaluationRows, News, Rows
+from maxstack.report import stacks
 
 _GRACE_SECONDS = 30
 Made = tuple[Batch, News, str | None]

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import DropVar, Literal
 
-from maxstack.faults.config import FaultsConfig, SpikeConfig
 from maxstack.faults.policy import ACCEPTED, NOT_FINITE, SPIKE
+from maxstack.schema.faults import FaultsConfig, SpikeConfig
 
 Tree = Any
 

@@ -15,12 +15,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from maxstack import stacks
-from maxstack.agree import Processes
-from maxstack.exit_codes import CRASHED, RETRY
+from maxstack.cluster.exit_codes import CRASHED, RETRY
+from maxstack.cluster.peers import Processes
 from maxstack.faults import watchdog
-from maxstack.faults.config import WatchdogConfig
 from maxstack.faults.preemption import INTERRUPTED
+from maxstack.report import stacks
+from maxstack.schema.faults import WatchdogConfig
 
 OFTEN = 0.2
 """Seconds between two signs of life that say nothing new but a step's number."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from maxstack.config import ConfigError
-from maxstack.faults.config import FaultsConfig
+from maxstack.schema.faults import FaultsConfig
 
 ACCEPTED, NOT_FINITE, SPIKE = 0, 1, 2
 REMEDY = (

@@ -7,7 +7,7 @@ from types import FrameType
 
 import jax
 
-from maxstack.console import tell
+from maxstack.report.console import tell
 
 INTERRUPTED = 130
 """The exit code after a second SIGINT."""

@@ -17,10 +17,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxstack.config import ConfigError
-from maxstack.sharding import names
+from maxstack.schema.mesh import names
 
 if TYPE_CHECKING:
-    from maxstack.placement import State
+    from maxstack.state import State
 
 MOST = 3
 """Faults that went away when the steps were computed again, in a process's life; one more ends the

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxstack.agree import Processes
+from maxstack.cluster.peers import Processes
 
 PROBE = 0.05
 """Seconds that the problem takes; long enough to average over turns of a scheduler or a throttled

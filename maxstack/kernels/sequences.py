@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from maxstack import sharding
+from maxstack.schema.mesh import Axes as RuleAxes
+from maxstack.schema.mesh import names
 
 Axes = tuple[str, ...]
 
@@ -26,7 +28,7 @@ def split_over() -> Axes:
     if sharding.current() is None:
         return ()
     return tuple(
-        axis for axis in sharding.names(sharding.here("batch seq")[1]) if sharding.size_of(axis) > 1
+        axis for axis in names(sharding.here("batch seq")[1]) if sharding.size_of(axis) > 1
     )
 
 
@@ -116,21 +118,19 @@ def whole(x_BT: jax.Array, axes: Axes) -> jax.Array:
     return jax.lax.all_gather(x_BT, axes, axis=1, tiled=True)
 
 
-def head_axes(heads: int, kv: int) -> tuple[sharding.Axes, sharding.Axes, Axes]:
+def head_axes(heads: int, kv: int) -> tuple[RuleAxes, RuleAxes, Axes]:
     """Mesh axes that split query heads, those that split the kv heads that they share, and those
     over which a device takes `of_queries`."""
     of_heads, of_kv = sharding.here("batch seq heads")[2], sharding.here("batch seq kv_heads")[2]
     if heads == kv:
         of_kv = of_heads
-    outer = sharding.names(of_kv)
-    if sharding.names(of_heads)[: len(outer)] != outer:
+    outer = names(of_kv)
+    if names(of_heads)[: len(outer)] != outer:
         of_kv, outer = None, ()
     return (
         of_heads,
         of_kv,
-        tuple(
-            axis for axis in sharding.names(of_heads)[len(outer) :] if sharding.size_of(axis) > 1
-        ),
+        tuple(axis for axis in names(of_heads)[len(outer) :] if sharding.size_of(axis) > 1),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxstack.layers.config import RopeConfig
+from maxstack.schema.mixers import RopeConfig
 from maxstack.sharding import holding
 
 Table = tuple[jax.Array, jax.Array]

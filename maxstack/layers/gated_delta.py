@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec
 from maxstack import sharding
 from maxstack.kernels import sequences
 from maxstack.kernels.gated_delta import gated_delta
-from maxstack.layers.config import GatedDeltaConfig
 from maxstack.layers.context import Context
 from maxstack.layers.norm import Norm
 from maxstack.layers.weight import project, weight
+from maxstack.schema.mixers import GatedDeltaConfig
 from maxstack.sharding import constrain
 
 RATE_SPREAD, RATE_OFFSET = 1.7, -2.8

@@ -12,11 +12,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxstack.kernels.attention import attention
 from maxstack.kernels.attention.request import Request
-from maxstack.layers.config import MLAConfig, YarnScaling
 from maxstack.layers.context import Context
 from maxstack.layers.norm import Norm
 from maxstack.layers.rope import rotate, yarn_mscale
 from maxstack.layers.weight import project, weight
+from maxstack.schema.mixers import MLAConfig, YarnScaling
 from maxstack.sharding import constrain
 
 

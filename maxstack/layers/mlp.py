@@ -9,8 +9,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxstack.layers.context import Context
-from maxstack.layers.mlp_config import DenseMLPConfig, GatedMLPConfig
 from maxstack.layers.weight import project, weight
+from maxstack.schema.mlps import DenseMLPConfig, GatedMLPConfig
 from maxstack.sharding import constrain
 
 ACTIVATIONS = {

@@ -21,9 +21,10 @@ from maxstack.kernels.backends import asking
 from maxstack.layers import dispatch, router
 from maxstack.layers.context import Context
 from maxstack.layers.mlp import ACTIVATIONS, GatedMLP
-from maxstack.layers.mlp_config import GatedMLPConfig, MoEConfig, ParallelMLPConfig
 from maxstack.layers.norm import Norm
 from maxstack.layers.weight import experts, multiply_each, weight
+from maxstack.schema.mesh import names
+from maxstack.schema.mlps import GatedMLPConfig, MoEConfig, ParallelMLPConfig
 
 Report = dict[str, jax.Array]
 Weights = dict[str, Any]
@@ -168,12 +169,12 @@ def _place(cfg: MoEConfig, length: int) -> Place:
     """`Place` on the current mesh, for rows of `length`."""
     if sharding.current() is None:
         return Place()
-    batch, seq, mlp = (sharding.names(part) for part in sharding.here("batch seq mlp"))
-    experts, _, hidden = (sharding.names(part) for part in sharding.here("expert embed mlp"))
+    batch, seq, mlp = (names(part) for part in sharding.here("batch seq mlp"))
+    experts, _, hidden = (names(part) for part in sharding.here("expert embed mlp"))
     assert cfg.capacity is None or sharding.size_of(*seq) == 1, "a capacity is of whole rows"
     assert hidden == mlp, "experts share no axis with their hidden units"
     assert {*experts} <= {*batch, *seq}, "devices that share experts have tokens of their own"
-    residual = sharding.names(sharding.here("batch residual embed")[1])
+    residual = names(sharding.here("batch residual embed")[1])
     if sharding.size_of(*hidden) == 1:  # libtpu aborts on a reduce-scatter among one device
         hidden = ()
     scattered = (

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxstack.layers.config import NormConfig
 from maxstack.layers.weight import weight
+from maxstack.schema.mixers import NormConfig
 
 
 class Norm(nnx.Module):

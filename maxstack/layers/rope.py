@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxstack.layers.config import (
+from maxstack.schema.mixers import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,

@@ -7,7 +7,7 @@ experts of a group.
 import jax
 import jax.numpy as jnp
 
-from maxstack.layers.mlp_config import RouterConfig
+from maxstack.schema.mlps import RouterConfig
 
 SCORES = {
     "softmax": lambda logits_BTE: jax.nn.softmax(logits_BTE, axis=-1),

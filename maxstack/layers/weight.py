@@ -12,7 +12,7 @@ from flax import nnx
 
 from maxstack.kernels.backends import Device
 from maxstack.kernels.grouped_matmul import grouped_matmul
-from maxstack.kernels.names import GroupedMatmul
+from maxstack.schema.kernels import GroupedMatmul
 from maxstack.sharding import constrain, current
 
 Use = Literal["matmul", "experts", "rows", "head"]

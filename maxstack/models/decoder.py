@@ -2,116 +2,31 @@
 vocab  P per-layer embedding  L layers."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
-from maxstack.kernels.backends import asking
 from maxstack.kernels.sequences import arrange, natural
-from maxstack.layers.attention import Attention
-from maxstack.layers.config import (
+from maxstack.layers.context import Context, Table, keys_of
+from maxstack.layers.norm import Norm
+from maxstack.layers.rope import rope_table
+from maxstack.layers.weight import Treated, Weight, draw, lookup, multiply, project, values, weight
+from maxstack.models import pipeline
+from maxstack.models.block import Aux, Batch, Block
+from maxstack.models.remat import remat
+from maxstack.schema.decoder import DecoderConfig
+from maxstack.schema.mixers import (
     AttentionConfig,
     GatedDeltaConfig,
     LongRopeScaling,
     MLAConfig,
     RopeConfig,
 )
-from maxstack.layers.context import Context, Table, keys_of
-from maxstack.layers.gated_delta import GatedDelta
-from maxstack.layers.mla import MLA
-from maxstack.layers.mlp import ACTIVATIONS, DenseMLP, GatedMLP
-from maxstack.layers.mlp_config import MoEConfig
-from maxstack.layers.moe import MoE, ParallelMLP
-from maxstack.layers.norm import Norm
-from maxstack.layers.rope import rope_table
-from maxstack.layers.weight import Treated, Weight, draw, lookup, multiply, project, values, weight
-from maxstack.models import pipeline
-from maxstack.models.config import DecoderConfig, RematConfig
+from maxstack.schema.mlps import MoEConfig
 from maxstack.sharding import constrain, size_of
-
-Batch = Mapping[str, jax.Array]
-Aux = dict[str, Any]
-MIXERS: dict[str, Callable[..., nnx.Module]] = {
-    "attention": Attention,
-    "mla": MLA,
-    "gated_delta": GatedDelta,
-}
-MLPS: dict[str, Callable[..., nnx.Module]] = {
-    "gated": GatedMLP,
-    "dense": DenseMLP,
-    "moe": MoE,
-    "parallel": ParallelMLP,
-}
-
-
-class Block(nnx.Module):
-    """x + mixer(x), then x + mlp(x), each with norms where the placement has them."""
-
-    def __init__(self, name: str, model: DecoderConfig):
-        self.name, cfg = name, model.blocks[name]
-        size, dtype, scale = model.embed, model.param_dtype, model.init_scale
-        stds = {"std": scale, "out_std": scale / (2 * model.layers) ** 0.5, "dtype": dtype}
-        before, after = cfg.placement != "post", cfg.placement != "pre"
-
-        def norm(wanted: bool) -> Norm | None:
-            return Norm(cfg.norm, size, dtype=dtype) if wanted else None
-
-        self.mixer_norm, self.mlp_norm = norm(before), norm(before)
-        self.mixer = MIXERS[cfg.mixer.kind](cfg.mixer, size, **stds)
-        self.mlp = MLPS[cfg.mlp.kind](cfg.mlp, size, **stds)
-        self.mixer_out_norm, self.mlp_out_norm = norm(after), norm(after)
-        self.out_scalar = weight((), "", dtype=dtype, fill=1.0) if cfg.out_scalar else None
-        if extra := model.per_layer:
-            self.act = ACTIVATIONS[extra.activation]
-            self.per_layer_gate = weight(
-                (size, extra.size), "embed latent", std=scale / size**0.5, dtype=dtype, use="matmul"
-            )
-            self.per_layer_out = weight(
-                (extra.size, size),
-                "latent embed",
-                std=stds["out_std"] / extra.size**0.5,
-                dtype=dtype,
-                use="matmul",
-            )
-            self.per_layer_norm = Norm(cfg.norm, size, dtype=dtype)
-
-    def __call__(
-        self, x_BTD: jax.Array, context: Context, extra_BTP: jax.Array | None = None
-    ) -> tuple[jax.Array, Aux]:
-        """-> (x, what the MLP reports); `extra_BTP` is the layer's own embedding of the tokens."""
-        with context.drawing():
-            return self._computed(x_BTD, context, extra_BTP)
-
-    def _computed(
-        self, x_BTD: jax.Array, context: Context, extra_BTP: jax.Array | None
-    ) -> tuple[jax.Array, Aux]:
-        x_BTD = checkpoint_name(x_BTD, "input")
-        with asking(f"model.blocks.{self.name}.mixer"):
-            mixed_BTD = self.mixer(_apply(self.mixer_norm, x_BTD), context)
-        x_BTD = constrain(x_BTD + _apply(self.mixer_out_norm, mixed_BTD), "batch residual embed")
-        with asking(f"model.blocks.{self.name}.mlp"):
-            out_BTD, aux = self.mlp(_apply(self.mlp_norm, x_BTD), x_BTD, context)
-        x_BTD = constrain(x_BTD + _apply(self.mlp_out_norm, out_BTD), "batch residual embed")
-        if extra_BTP is not None:
-            gated_BTP = self.act(project(x_BTD, self.per_layer_gate)) * extra_BTP
-            x_BTD = x_BTD + self.per_layer_norm(project(gated_BTP, self.per_layer_out))
-        if self.out_scalar is not None:
-            x_BTD = x_BTD * self.out_scalar[...].astype(x_BTD.dtype)
-        return x_BTD, {"mlp": aux} if aux else {}
-
-    def keys_values(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
-        """What the mixer attends to, for later layers that have no keys and values of their own."""
-        assert isinstance(self.mixer, Attention)
-        with context.drawing():
-            return self.mixer.keys_values(_apply(self.mixer_norm, x_BTD), context)
-
-
-def _apply(norm: Norm | None, x: jax.Array) -> jax.Array:
-    return norm(x) if norm is not None else x
 
 
 class Decoder(nnx.Module):
@@ -398,28 +313,6 @@ def pattern_keys(cfg: DecoderConfig) -> dict[str, str]:
         name if names.count(name) == 1 else f"{name}_{names[:i].count(name)}": name
         for i, name in enumerate(names)
     }
-
-
-def remat(cfg: RematConfig, f: Callable[..., Any], staged: bool = False) -> Callable[..., Any]:
-    """`f`, keeping for its backward pass what the policy names; `staged` inside a pipeline, where
-    `f` takes its weights out of a stack."""
-    if cfg.policy == "none" and not staged:
-        return f
-    known = jax.checkpoint_policies
-    policies = {
-        "none": lambda: pipeline.computed,
-        "full": lambda: known.nothing_saveable,
-        "dots": lambda: known.dots_saveable,
-        "dots_no_batch": lambda: known.dots_with_no_batch_dims_saveable,
-        "save": lambda: known.save_only_these_names(*cfg.names),
-        "offload": lambda: known.save_and_offload_only_these_names(
-            names_which_can_be_saved=[],
-            names_which_can_be_offloaded=list(cfg.names),
-            offload_src="device",
-            offload_dst="pinned_host",
-        ),
-    }
-    return jax.checkpoint(f, policy=policies[cfg.policy](), prevent_cse=False)
 
 
 def _numbered(blocks: nnx.Dict) -> list[tuple[str, Any]]:

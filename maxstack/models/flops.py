@@ -6,9 +6,9 @@ import collections
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from maxstack.layers.config import AttentionConfig, GatedDeltaConfig, MLAConfig
-from maxstack.layers.mlp_config import DenseMLPConfig, GatedMLPConfig, MLPKind, MoEConfig
-from maxstack.models.config import BlockConfig, DecoderConfig
+from maxstack.schema.decoder import BlockConfig, DecoderConfig
+from maxstack.schema.mixers import AttentionConfig, GatedDeltaConfig, MLAConfig
+from maxstack.schema.mlps import DenseMLPConfig, GatedMLPConfig, MLPKind, MoEConfig
 
 
 class Count(NamedTuple):

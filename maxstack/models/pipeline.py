@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 
 from maxstack import sharding
 from maxstack.layers.context import Context
+from maxstack.schema.mesh import MeshConfig, names
 
 Tree = Any
 Read = Callable[[int], tuple[Any, Context, jax.Array | None]]
@@ -115,14 +116,14 @@ class Rows:
     groups: int
 
     @classmethod
-    def on(cls, mesh: Any, cfg: sharding.MeshConfig) -> "Rows":
+    def on(cls, mesh: Any, cfg: MeshConfig) -> "Rows":
         """As the rules of `cfg` say."""
-        axes = dict.fromkeys((*sharding.names(cfg.rules["batch"]), STAGE))
+        axes = dict.fromkeys((*names(cfg.rules["batch"]), STAGE))
         others = {
             axis
             for logical, rule in cfg.rules.items()
             if logical != "batch"
-            for axis in sharding.names(rule)
+            for axis in names(rule)
         }
         sizes = {axis: mesh.shape[axis] for axis in axes if mesh.shape[axis] > 1}
         return cls(

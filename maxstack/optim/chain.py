@@ -10,8 +10,10 @@ import optax
 from pydantic_core import PydanticCustomError
 
 from maxstack.config import ConfigError
-from maxstack.optim import OptimizerConfig, check_schedules, rate_function, updates_in, wrappers
-from maxstack.optim.arguments import (
+from maxstack.optim import wrappers
+from maxstack.optim.rates import rate_function
+from maxstack.schema.optimizer import OptimizerConfig, check_schedules, updates_in
+from maxstack.schema.optimizer.arguments import (
     DECAY_MASKS,
     PER_LAYER,
     PER_MATRIX,
@@ -19,19 +21,30 @@ from maxstack.optim.arguments import (
     as_chain,
     sort_of,
 )
-from maxstack.optim.names import Argument, Signature, signature
-from maxstack.optim.paths import ParamInfo, Selector, check_matches, check_selectors, selected
-from maxstack.optim.schedules import build_schedule, steps_of
+from maxstack.schema.optimizer.names import Argument, Signature, signature
+from maxstack.schema.optimizer.paths import (
+    ParamInfo,
+    Selector,
+    check_matches,
+    check_selectors,
+    selected,
+)
+from maxstack.schema.optimizer.schedules import build_schedule, steps_of
 
 SEQUENTIAL = ("galore", "scale_by_galore")
 Params = dict[str, ParamInfo]
 Transform: TypeAlias = optax.GradientTransformation
 
 
-def assemble(
+def build(
     cfg: OptimizerConfig, train_steps: int, params_info: Any
 ) -> optax.GradientTransformationExtraArgs:
-    """See maxstack.optim.build."""
+    """The transformation that the configuration describes, of the parameters that it trains among
+    those of a tree of ParamInfo.
+
+    Its update takes these, None in place of the others, and value=loss and grad=gradients as extra
+    arguments. A pattern that matches no parameter, trained or not, is a ConfigError.
+    """
     try:
         check_schedules(cfg, train_steps)
     except PydanticCustomError as error:

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from maxstack.optim.paths import ParamInfo
+from maxstack.schema.optimizer import OptimizerConfig
+from maxstack.schema.optimizer.paths import ParamInfo
 
 
 class LookaheadState(NamedTuple):
@@ -175,6 +176,13 @@ def muon_dimensions(params: dict[str, ParamInfo]) -> Callable[[Any], Any]:
         return None if matrix is None else optax.contrib.MuonDimensionNumbers(*matrix)
 
     return lambda tree: jax.tree.map(dimensions, tree_paths(tree))
+
+
+def eval_params(cfg: OptimizerConfig, opt_state: Any, params: Any) -> Any:
+    """The weights to evaluate with: their moving average if ema.eval asks for it, else what
+    Schedule-Free or Lookahead say, else the parameters."""
+    average = ema_params(opt_state, params) if cfg.ema and cfg.ema.eval else None
+    return wrapped_params(opt_state, params) if average is None else average
 
 
 def ema_params(opt_state: Any, params: Any) -> Any | None:

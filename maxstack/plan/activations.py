@@ -5,7 +5,7 @@ import functools
 from collections.abc import Iterator
 
 from maxstack.plan import loops
-from maxstack.plan.program import HOST, PLAIN, Computation, Instruction, Program
+from maxstack.plan.hlo import HOST, PLAIN, Computation, Instruction, Program
 
 BATCH = "batch["
 """How the names of a step's arguments begin that hold its rows."""

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from maxstack.plan.program import HOST, PLAIN, Computation, Instruction, Program, parse
+from maxstack.plan.hlo import HOST, PLAIN, Computation, Instruction, Program
+from maxstack.plan.program import parse
 
 DUMP = "xla_dump_to"
 """Compiler option that names a folder for what XLA says of a compilation; `largest` reads the

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from maxstack.chips import by_kind
 from maxstack.config import ConfigError
+from maxstack.hardware.chips import by_kind
 
 if TYPE_CHECKING:
     from maxstack.plan.report import Plan

@@ -7,17 +7,18 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from maxstack.chips import Chip
-from maxstack.layers.config import AttentionConfig, GatedDeltaConfig, MLAConfig
-from maxstack.layers.mlp_config import ParallelMLPConfig
-from maxstack.models.config import BlockConfig
+from maxstack.hardware.chips import Chip
 from maxstack.models.flops import components
 from maxstack.plan.topology import Link
-from maxstack.sharding import names, spec
+from maxstack.schema.decoder import BlockConfig
+from maxstack.schema.mesh import names
+from maxstack.schema.mixers import AttentionConfig, GatedDeltaConfig, MLAConfig
+from maxstack.schema.mlps import ParallelMLPConfig
+from maxstack.sharding import spec
 
 if TYPE_CHECKING:
-    from maxstack.schema import Config
-    from maxstack.treatment import Treatment
+    from maxstack.schema.config import Config
+    from maxstack.weights.rewrite import Treatment
 
 RECOMPUTED = {
     "none": 0.0,
@@ -51,11 +52,12 @@ class Shapes:
         """From the model and optimizer, as shapes alone."""
         import jax
 
-        from maxstack import optim, placement, run
-        from maxstack.treatment import Treatment
+        from maxstack import optim, state, step
+        from maxstack.state import weights_behind
+        from maxstack.weights.rewrite import Treatment
 
         treatment = Treatment(cfg)
-        params, info = run.of_weights(treatment.state, treatment.replaced)
+        params, info = state.of_weights(treatment.state, treatment.replaced)
         trained = optim.trained(cfg.optimizer, info)
         weights = tuple(
             (
@@ -67,12 +69,10 @@ class Shapes:
             for i, updated in zip(jax.tree.leaves(info), jax.tree.leaves(trained), strict=True)
         )
         tx = optim.build(cfg.optimizer, cfg.train.steps, info)
-        state = jax.eval_shape(tx.init, run.only(trained, params))
+        state = jax.eval_shape(tx.init, step.only(trained, params))
         kept = [
             ((i.axes if i else (None,) * leaf.ndim), leaf.size * leaf.dtype.itemsize)
-            for i, leaf in zip(
-                placement.weights_behind(state, info), jax.tree.leaves(state), strict=True
-            )
+            for i, leaf in zip(weights_behind(state, info), jax.tree.leaves(state), strict=True)
         ]
         return cls(weights, tuple(kept), _low(cfg, treatment))
 
@@ -106,12 +106,12 @@ def _low(cfg: "Config", treatment: "Treatment") -> Mapping[str, float]:
     and for each gradient that a rule quantizes, but for those of experts."""
     from flax import nnx
 
-    from maxstack import run
+    from maxstack import state
     from maxstack.models import decoder
 
     found: collections.Counter[str] = collections.Counter()
     plain = nnx.traversals.flatten_mapping(
-        run.of_weights(decoder.abstract(cfg.model)[1])[0], sep="/"
+        state.of_weights(decoder.abstract(cfg.model)[1])[0], sep="/"
     )
     for path, use in treatment.taken.items():
         if not use.how.low or use.place.use not in ("matmul", "experts"):

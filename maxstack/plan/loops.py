@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from maxstack.plan.program import Computation, Instruction, Program
+    from maxstack.plan.hlo import Computation, Instruction, Program
 
 MOST = 100_000
 SAME = {

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxstack import chips
+from maxstack.hardware import chips
 from maxstack.models.flops import Count, components
 from maxstack.plan.activations import activations
 from maxstack.plan.buffers import Buffer, Memory, largest, memory
@@ -19,7 +19,7 @@ from maxstack.plan.traffic import collectives
 from maxstack.plan.work import operations
 
 if TYPE_CHECKING:
-    from maxstack.schema import Config
+    from maxstack.schema.config import Config
 
 GIB = 2**30
 SHOWN = 6
@@ -107,8 +107,8 @@ def read(
 ) -> Plan:
     """The plan of a compiled step, or of one that was too large to compile; `dump` as in
     `compile_step`."""
-    from maxstack import fit
     from maxstack.models.pipeline import bubble
+    from maxstack.plan import fit
 
     chip, tokens, sizes = (
         topology.chip,
@@ -171,7 +171,7 @@ def read(
 
 def _kept(step: Step) -> dict[str, int]:
     """Bytes of the state and the batch on one device; what lies in the host's memory is apart."""
-    from maxstack import fit
+    from maxstack.plan import fit
 
     run, parts = step.run, {}
     for name, tree in (

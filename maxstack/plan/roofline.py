@@ -6,14 +6,14 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from maxstack.chips import Chip
+from maxstack.hardware.chips import Chip
 from maxstack.models.flops import Count, components
 from maxstack.plan.topology import Link
 from maxstack.plan.traffic import Collective
 from maxstack.plan.work import Operation
 
 if TYPE_CHECKING:
-    from maxstack.schema import Config
+    from maxstack.schema.config import Config
 
 ATTENTION, OVERFLOW = "attention", "further_windows"
 """Scopes of the program: attention's kernels, and rounds of a dispatch to experts that balanced

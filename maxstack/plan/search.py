@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from maxstack import mesh_rules, parallel_rules, rules
 from maxstack.config import ConfigError
 from maxstack.plan.estimate import SLACK, Estimate, Shapes, estimate
 from maxstack.plan.topology import Topology, links
-from maxstack.sharding import AXES
+from maxstack.schema import mesh_rules, parallel_rules, rules
+from maxstack.schema.mesh import AXES
 
 if TYPE_CHECKING:
     from maxstack.plan.report import Plan
-    from maxstack.schema import Config
+    from maxstack.schema.config import Config
 
 POLICIES = ("none", "dots", "full")
 MOST_TENSOR, MOST_CONTEXT = 64, 64

@@ -12,7 +12,7 @@ from maxstack.plan.topology import Topology
 
 if TYPE_CHECKING:
     from maxstack.run import Run
-    from maxstack.schema import Config
+    from maxstack.schema.config import Config
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _OVER = re.compile(
@@ -52,7 +52,7 @@ class Step:
 def check(cfg: "Config", topology: Topology) -> dict[str, int]:
     """Mesh axis -> size over the topology. ConfigError where the mesh does not fill it, or what the
     model, batch and mesh are does not divide."""
-    from maxstack import rules
+    from maxstack.schema import rules
 
     return rules.sizes_on(cfg, topology.size, topology.name)
 

@@ -12,11 +12,11 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from maxstack.chips import Chip, by_kind
-from maxstack.chips import chip as find_chip
 from maxstack.config import ConfigError
-from maxstack.devices import arrange, slice_of
-from maxstack.sharding import AXES
+from maxstack.hardware.chips import Chip, by_kind
+from maxstack.hardware.chips import chip as find_chip
+from maxstack.hardware.devices import arrange, slice_of
+from maxstack.schema.mesh import AXES
 
 if TYPE_CHECKING:
     import numpy as np

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from maxstack.plan.program import Computation, Instruction, Program
+from maxstack.plan.hlo import Computation, Instruction, Program
 
 KINDS = (
     "all-gather",

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
-from maxstack.plan.program import HOST, PLAIN, Computation, Instruction, Program, Shape
+from maxstack.plan.hlo import HOST, PLAIN, Computation, Instruction, Program, Shape
 from maxstack.plan.traffic import KINDS
 
 FREE = {

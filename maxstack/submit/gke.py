@@ -7,7 +7,7 @@ import yaml
 
 from maxstack.cluster.joining import WAIT
 from maxstack.config import ConfigError
-from maxstack.submit.config import SidecarConfig
+from maxstack.schema.cluster import SidecarConfig
 from maxstack.submit.job import Job, machine, machines
 from maxstack.submit.limits import check_object, check_strings
 

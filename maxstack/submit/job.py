@@ -10,15 +10,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxstack import hub, rules
 from maxstack.config import ConfigError, dump, plain
 from maxstack.config.reader import read_yaml
-from maxstack.submit.config import ClusterConfig
+from maxstack.data import hub
+from maxstack.schema import rules
+from maxstack.schema.cluster import ClusterConfig
 
 if TYPE_CHECKING:
-    from maxstack.chips import Chip
+    from maxstack.hardware.chips import Chip
     from maxstack.plan.topology import Topology
-    from maxstack.schema import Config
+    from maxstack.schema.config import Config
 
 CONFIG = "run.yml"
 EVERY = {"topology", "env", "grace", "max_restarts", "restart_from_zero", "config"}

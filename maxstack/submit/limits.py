@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from maxstack.config import ConfigError
-from maxstack.submit.config import STRING
+from maxstack.schema.cluster import STRING
 
 if TYPE_CHECKING:
     from maxstack.submit.job import Job

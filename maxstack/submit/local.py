@@ -17,13 +17,13 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING
 
-from maxstack import mesh_rules
 from maxstack.config import ConfigError
-from maxstack.devices import ACCELERATORS, visible_gpus
-from maxstack.supervise import PARENT
+from maxstack.faults.supervise import PARENT
+from maxstack.hardware.devices import ACCELERATORS, visible_gpus
+from maxstack.schema import mesh_rules
 
 if TYPE_CHECKING:
-    from maxstack.schema import Config
+    from maxstack.schema.config import Config
 
 LOG = "submit.log"
 """In a run's folder: the lines of all its processes."""

@@ -14,8 +14,8 @@ from maxstack.config import ConfigError
 from maxstack.submit import records
 
 if TYPE_CHECKING:
-    from maxstack.schema import Config
-    from maxstack.submit.config import ClusterConfig
+    from maxstack.schema.cluster import ClusterConfig
+    from maxstack.schema.config import Config
     from maxstack.submit.job import Job
 
 TARGETS = "xpk", "gke", "slurm"
@@ -31,8 +31,8 @@ def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
     """Check the run against the cluster, and hand it over; with --dry-run show what would be handed
     over."""
     from maxstack import config
+    from maxstack.schema.cluster import ClusterConfig
     from maxstack.submit import job as jobs
-    from maxstack.submit.config import ClusterConfig
 
     if not args.cluster:
         raise ConfigError(

@@ -4,7 +4,7 @@ queued again as our exit codes say."""
 import shlex
 
 from maxstack.config import ConfigError
-from maxstack.submit.config import MARGIN
+from maxstack.schema.cluster import MARGIN
 from maxstack.submit.job import CONFIG, Job
 from maxstack.submit.limits import check_script
 

@@ -2,8 +2,8 @@
 
 import shlex
 
+from maxstack.cluster.exit_codes import CRASHED, RETRY
 from maxstack.config import ConfigError
-from maxstack.exit_codes import CRASHED, RETRY
 from maxstack.submit.gke import mount_options
 from maxstack.submit.job import Job, machine, within
 from maxstack.submit.limits import STRING, WRAPPER, check_strings

@@ -16,18 +16,18 @@ from bench.gpu_programs import Job, Ran
 
 from maxstack import sharding
 from maxstack.config import presets_dir
-from maxstack.data.config import DataConfig, SyntheticSource
-from maxstack.layers.config import AttentionConfig, Llama3Scaling, NormConfig, RopeConfig
-from maxstack.layers.mlp_config import GatedMLPConfig
-from maxstack.models.config import BlockConfig, DecoderConfig, HeadConfig
 from maxstack.models.flops import flops_per_token
-from maxstack.optim import OptimizerConfig
-from maxstack.quantize.config import QuantizationConfig
 from maxstack.run import Run, assemble
-from maxstack.schema import Config, RunConfig, TrainConfig
+from maxstack.schema.config import Config, RunConfig, TrainConfig
+from maxstack.schema.data import DataConfig, SyntheticSource
+from maxstack.schema.decoder import BlockConfig, DecoderConfig, HeadConfig
+from maxstack.schema.mixers import AttentionConfig, Llama3Scaling, NormConfig, RopeConfig
+from maxstack.schema.mlps import GatedMLPConfig
+from maxstack.schema.optimizer import OptimizerConfig
+from maxstack.schema.quantization import QuantizationConfig
 
 if TYPE_CHECKING:
-    from bench.gpu_worker import Verdicts
+    from bench.verdicts import Verdicts
 
 SHAPES = {
     "full": {

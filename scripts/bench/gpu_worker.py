@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from bench.verdicts import Verdicts
+
 if TYPE_CHECKING:
     from bench.gpu_blocks import Sizes
 
@@ -44,7 +46,7 @@ def main() -> None:
 
     given = json.load(sys.stdin)
     gpu_without_pydantic.install()
-    from maxstack import devices
+    from maxstack.hardware import devices
 
     devices.environment(None)
     import jax
@@ -65,43 +67,6 @@ def main() -> None:
                 sys.exit("the device answers no more after this; starting over")
         sizes.keep(rows, jax.devices()[0].device_kind)
         tell(section=section, seconds=round(time.time() - begin, 1))
-
-
-class Verdicts:
-    """What the checks found of every backend."""
-
-    def __init__(self, rows: list[dict[str, Any]]) -> None:
-        self._found: dict[tuple[str, str, str], str] = {}
-        for row in rows:
-            self.add(row, row)
-
-    def add(self, row: dict[str, Any], figures: dict[str, Any]) -> None:
-        """The result of a check; other rows are passed over."""
-        if "case" in row:
-            self._found[row["op"], row["backend"], row["case"]] = figures["status"]
-
-    def refusal(self, op: str, backend: str, case: str) -> str | None:
-        """Why a speed may not be shown: a check of the backend was wrong, or the one that is meant
-        by `case` did not pass."""
-        if wrong := self.wrong(op, backend):
-            return f"wrong: {wrong}"
-        found = self._found.get((op, backend, case), "not reached")
-        return None if found == "ok" else f"unchecked: its check {case} is {found}"
-
-    def right(self, op: str, backend: str) -> bool:
-        """Whether a backend passed any check."""
-        return any(
-            (o, b) == (op, backend) and status == "ok" for (o, b, _), status in self._found.items()
-        )
-
-    def wrong(self, op: str, backend: str) -> str | None:
-        """Which checks of a backend gave wrong numbers; None: none did."""
-        names = [
-            name
-            for (o, b, name), status in self._found.items()
-            if (o, b) == (op, backend) and status == "wrong"
-        ]
-        return f"{op} {backend} is wrong on this device: {', '.join(names)}" if names else None
 
 
 def _figures(
@@ -176,7 +141,7 @@ def jobs(section: str, given: dict[str, Any], verdicts: Verdicts, sizes: "Sizes"
 def peak_of(device: Any) -> float | None:
     """bfloat16 FLOP/s by the datasheet; None on a CPU and for a chip that chips.yml does not
     have."""
-    from maxstack import chips
+    from maxstack.hardware import chips
 
     found = chips.by_kind(device.device_kind)
     return found.peak_flops if found else None

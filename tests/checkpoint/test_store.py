@@ -18,10 +18,10 @@ import pytest
 import tiny
 
 from maxstack.checkpoint import manifest
-from maxstack.checkpoint.config import CheckpointConfig
 from maxstack.checkpoint.store import FREE, Checkpoints, _refuse_changes, removable
 from maxstack.config import ConfigError
 from maxstack.data import make_feed
+from maxstack.schema.checkpoint import CheckpointConfig
 
 
 def checkpoints(folder, said, **changes):

@@ -10,10 +10,9 @@ import sys
 import pytest
 from processes import write_config
 
-from maxstack import config
 from maxstack.cluster import pathways
 from maxstack.config import ConfigError
-from maxstack.schema import Config
+from maxstack.load import load
 
 STAND_IN = """
 import os, sys
@@ -94,4 +93,4 @@ def test_it_is_one_process_over_devices_elsewhere(tmp_path):
         match="runtime: pathways is one process over devices elsewhere; leave out "
         "run.virtual_devices",
     ):
-        config.load(Config, write_config(tmp_path), ["runtime=pathways", "run.virtual_devices=8"])
+        load(write_config(tmp_path), ["runtime=pathways", "run.virtual_devices=8"])

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from maxstack.config import compose
 from maxstack.config.compose import merged_tree, plain
-from maxstack.config.reader import MAX_BYTES, ConfigError
+from maxstack.config.errors import ConfigError
+from maxstack.config.reader import MAX_BYTES
 from maxstack.config.writer import inline
 
 PRESETS = {"": ("recipes", "."), "model": ("models",)}

@@ -6,7 +6,7 @@ import pytest
 from tiny_config import TINY
 
 from maxstack import config
-from maxstack.schema import Config
+from maxstack.load import load, load_tree
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def tiny(tmp_path, monkeypatch):
 
 
 def test_a_file_becomes_a_frozen_typed_object(tiny):
-    cfg = config.load(Config, tiny, ["train.steps=7"])
+    cfg = load(tiny, ["train.steps=7"])
     assert (
         cfg.train.steps,
         cfg.model.blocks["local"].mixer.window,
@@ -29,24 +29,24 @@ def test_a_file_becomes_a_frozen_typed_object(tiny):
 
 
 def test_a_part_of_a_default_mapping_is_merged_over_it_unless_it_names_its_kind(tiny):
-    part, tree = config.load_tree(Config, tiny, ["optimizer.schedule.warmup_steps=20"])
+    part, tree = load_tree(tiny, ["optimizer.schedule.warmup_steps=20"])
     assert (
         part.optimizer.schedule["kind"] == "warmup_cosine"
         and part.optimizer.schedule["warmup_steps"] == 20
     )
     assert tree.at("optimizer", "schedule", "kind").where == "default"
-    assert config.load(
-        Config, tiny, ["optimizer.schedule={kind: warmup_cosine, warmup_steps: 20}"]
+    assert load(
+        tiny, ["optimizer.schedule={kind: warmup_cosine, warmup_steps: 20}"]
     ).optimizer.schedule.keys() == {"kind", "warmup_steps"}
 
 
 def test_a_part_of_a_default_section_is_of_the_default_kind(tiny):
-    cfg = config.load(Config, tiny, ["data.tokenizer.eos=true"])
+    cfg = load(tiny, ["data.tokenizer.eos=true"])
     assert (cfg.data.tokenizer.kind, cfg.data.tokenizer.eos) == ("bytes", True)
 
 
 def test_mesh_rules_are_merged_over_the_defaults(tiny):
-    rules = config.load(Config, tiny, ["mesh.rules.mlp=null"]).mesh.rules
+    rules = load(tiny, ["mesh.rules.mlp=null"]).mesh.rules
     assert rules["mlp"] is None and rules["seq"] == "context" and rules["heads"] == "tensor"
 
 
@@ -59,14 +59,14 @@ def test_mesh_rules_are_merged_over_the_defaults(tiny):
     ],
 )
 def test_the_resolved_text_loads_back_to_the_same_object(tiny, tmp_path, overrides):
-    cfg, tree = config.load_tree(Config, tiny, overrides)
+    cfg, tree = load_tree(tiny, overrides)
     for text in (config.dump(cfg), config.annotated(cfg, tree)):
         (tmp_path / "again.yml").write_text(text)
-        assert config.load(Config, "again.yml") == cfg
+        assert load("again.yml") == cfg
 
 
 def test_every_resolved_value_carries_its_origin(tiny):
-    cfg, tree = config.load_tree(Config, tiny, ["train.steps=7", "optimizer.chain.1.b2=0.5"])
+    cfg, tree = load_tree(tiny, ["train.steps=7", "optimizer.chain.1.b2=0.5"])
     lines = dict(
         line.split("  # ") for line in config.annotated(cfg, tree).splitlines() if "  # " in line
     )
@@ -84,21 +84,20 @@ def test_every_resolved_value_carries_its_origin(tiny):
 
 @pytest.mark.parametrize(("key", "most"), [("run.name", 128), ("run.output_dir", 1024)])
 def test_a_run_whose_folder_no_system_takes_is_refused_by_key(tiny, key, most):
-    config.load(Config, tiny, [f"{key}={'x' * most}"])
+    load(tiny, [f"{key}={'x' * most}"])
     for letters in (most + 1, 300_000):
         with pytest.raises(
             config.ConfigError,
             match=rf"override: {key}: got 'x+\.\.\.x+' \(text\); allowed: text .*of at most "
             rf"{most} char",
         ):
-            config.load(Config, tiny, [f"{key}={'x' * letters}"])
+            load(tiny, [f"{key}={'x' * letters}"])
 
 
 def test_difference_names_the_keys_that_differ(tiny):
-    a = config.load(Config, tiny)
+    a = load(tiny)
     assert config.difference(a, a) == []
-    b = config.load(
-        Config,
+    b = load(
         tiny,
         [
             "train.steps=7",
@@ -119,7 +118,7 @@ def test_difference_names_the_keys_that_differ(tiny):
 
 
 def test_difference_reads_plain_mappings(tiny):
-    cfg = config.load(Config, tiny)
+    cfg = load(tiny)
     assert config.difference(cfg, config.plain_data(cfg)) == []
     assert config.difference({"a": [1, 2], "b": 1}, {"a": [1, 3], "b": True}) == [
         ("a.1", 2, 3),

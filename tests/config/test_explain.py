@@ -4,7 +4,7 @@ import pydantic
 import pytest
 from pydantic import Field
 
-from maxstack.config import ConfigError, Items, Section, fault, faults, load
+from maxstack.config import ConfigError, Items, Section, fault, load, load_tree
 
 
 class Text(Section):
@@ -65,11 +65,10 @@ class Root(Section):
     def foreign(cls, path: str) -> str:
         return {"epochs": "here that is size", "trainer.epochs": "here that is size"}.get(path, "")
 
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> "Root":
-        if self.broken:
-            raise faults([(key, f"{key} is broken") for key in self.broken])
-        return self
+
+def check(cfg: Root) -> list[tuple[str, str]]:
+    """A rule that complains about the keys that it is told."""
+    return [(key, f"{key} is broken") for key in cfg.broken]
 
 
 @pytest.fixture
@@ -80,9 +79,10 @@ def problems(tmp_path, monkeypatch):
     def read(text: str, *overrides: str) -> list[str]:
         (tmp_path / "run.yml").write_text(text)
         with pytest.raises(ConfigError) as caught:
-            load(Root, "run.yml", overrides)
-        assert caught.value.__cause__ is None and caught.value.__suppress_context__
-        return str(caught.value).splitlines()
+            load_tree(Root, "run.yml", overrides, check=check)
+        error = caught.value
+        assert error.__context__ is None or (error.__cause__ is None and error.__suppress_context__)
+        return str(error).splitlines()
 
     return read
 

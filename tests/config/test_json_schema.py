@@ -5,7 +5,7 @@ from tiny_config import TINY
 from maxstack.config.compose import plain, presets_dir
 from maxstack.config.json_schema import json_schema
 from maxstack.config.reader import read_yaml
-from maxstack.schema import Config
+from maxstack.schema.config import Config
 
 RUNS = sorted([*presets_dir().glob("*.yml"), *presets_dir().glob("recipes/*.yml")])
 

@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxstack.config.compose import plain
-from maxstack.config.reader import MAX_NODES, ConfigError, read_yaml
+from maxstack.config.errors import ConfigError
+from maxstack.config.reader import MAX_NODES, read_yaml
 
 
 def value(text: str) -> object:

@@ -6,10 +6,10 @@ import json
 import pytest
 import tokenizers
 
-from maxstack.checkpoint.hf.tokenizer import tokenizer_of, unread
-from maxstack.data import DataError
-from maxstack.data.config import HuggingFaceTokenizer
+from maxstack.config.errors import DataError
 from maxstack.data.tokenizers import open_tokenizer
+from maxstack.hf.tokenizer import tokenizer_of, unread
+from maxstack.schema.data import HuggingFaceTokenizer
 
 TEXT = "It's 1234 cafe\u0301s,\r\n\n  DON'T\t<|endoftext|> <tool> "
 TOOL = {

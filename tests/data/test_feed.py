@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 import tiers
 
-from maxstack.data import DataError, make_feed
+from maxstack.config.errors import DataError
 from maxstack.data import feed as feed_module
-from maxstack.data.config import (
+from maxstack.data import make_feed
+from maxstack.data.sources import Synthetic
+from maxstack.schema.data import (
     BytesTokenizer,
     DataConfig,
     JsonlSource,
     SyntheticSource,
     TextSource,
 )
-from maxstack.data.sources import Synthetic
 
 BATCH = 8
 
@@ -266,7 +267,7 @@ def test_lanes_outside_the_batch_are_refused():
 PROGRAM = """
 import time
 from maxstack.data import make_feed
-from maxstack.data.config import DataConfig, SyntheticSource
+from maxstack.schema.data import DataConfig, SyntheticSource
 
 def main():
     feed = make_feed(DataConfig(sources=[SyntheticSource(kind="synthetic")], seq_len=8, workers=2), range(4), 4)
@@ -322,7 +323,7 @@ HANGING = """
 import multiprocessing, os, signal, sys, time
 from pathlib import Path
 from maxstack.data import make_feed, sources
-from maxstack.data.config import DataConfig, SyntheticSource
+from maxstack.schema.data import DataConfig, SyntheticSource
 
 asked, plain = [0], sources.Synthetic.__getitem__
 

@@ -5,10 +5,10 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from maxstack.data import DataError
-from maxstack.data.config import DataConfig, SyntheticSource
+from maxstack.config.errors import DataError
+from maxstack.data.documents import Documents
 from maxstack.data.lanes import Mixture, Rows
-from maxstack.data.sources import Documents
+from maxstack.schema.data import DataConfig, SyntheticSource
 
 
 class Lists(Documents):

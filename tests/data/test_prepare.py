@@ -13,9 +13,13 @@ import sentencepiece
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from maxstack.config import ConfigError
-from maxstack.data import DataError, make_feed
-from maxstack.data.baselines import baselines
-from maxstack.data.config import (
+from maxstack.config.errors import DataError
+from maxstack.data import make_feed
+from maxstack.data.prepare import prepare
+from maxstack.data.sources import open_source
+from maxstack.data.tokenizers import open_tokenizer
+from maxstack.evals.baselines import baselines
+from maxstack.schema.data import (
     ArrayRecordSource,
     BytesTokenizer,
     DataConfig,
@@ -24,9 +28,6 @@ from maxstack.data.config import (
     SyntheticSource,
     TextSource,
 )
-from maxstack.data.prepare import prepare
-from maxstack.data.sources import open_source
-from maxstack.data.tokenizers import open_tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -171,7 +172,7 @@ def test_tokens_that_older_versions_kept_have_no_bytes_but_where_each_token_is_o
 
 PROGRAM = """
 import sys
-from maxstack.data.config import DataConfig, SyntheticSource
+from maxstack.schema.data import DataConfig, SyntheticSource
 from maxstack.data.prepare import prepare
 
 if __name__ == "__main__":

@@ -13,10 +13,12 @@ import zstandard
 from array_record.python.array_record_module import ArrayRecordWriter
 from pydantic import TypeAdapter
 
-from maxstack.data import DataError, make_feed
-from maxstack.data.config import AnySource, DataConfig, SyntheticSource
+from maxstack.config.errors import DataError
+from maxstack.data import make_feed
+from maxstack.data.documents import Tokens
 from maxstack.data.shards import pack
-from maxstack.data.sources import Tokens, open_source
+from maxstack.data.sources import open_source
+from maxstack.schema.data import AnySource, DataConfig, SyntheticSource
 
 BATCH, ROW = 4, 128
 TEXTS = [f"document {i} " + " ".join(map(str, range(i, 30 + i))) for i in range(24)]

@@ -3,8 +3,12 @@ import pytest
 import sentencepiece
 import tokenizers
 
-from maxstack.data import DataError, fits
-from maxstack.data.config import (
+from maxstack.config.errors import DataError
+from maxstack.data import fits
+from maxstack.data.sources import open_source
+from maxstack.data.tokenizers import open_tokenizer, sized_tokens_of
+from maxstack.data.vocabulary import train
+from maxstack.schema.data import (
     BytesTokenizer,
     DataConfig,
     HuggingFaceTokenizer,
@@ -12,9 +16,6 @@ from maxstack.data.config import (
     SyntheticSource,
     TextSource,
 )
-from maxstack.data.sources import open_source
-from maxstack.data.tokenizers import open_tokenizer, sized_tokens_of
-from maxstack.data.vocabulary import train
 
 TEXT = "Hello,  w\u00f6rld!\n\n\tif x == 10:\r\n  return '\U0001f600'\n"
 

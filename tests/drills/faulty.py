@@ -149,9 +149,9 @@ def poison(steps: list[int], where: str, value: float = float("nan")) -> None:
     import jax
     import jax.numpy as jnp
 
-    from maxstack import run
+    from maxstack import step
 
-    plain = run._gradient, run._step
+    plain = step._gradient, step._step
 
     def tainted(loss: Callable, params: Any, batch: Any, pieces: int, bad: Any) -> Any:
         summed, grads = plain[0](loss, params, batch, pieces)
@@ -171,15 +171,15 @@ def poison(steps: list[int], where: str, value: float = float("nan")) -> None:
     def step(*arguments: Any) -> Any:
         *_, state, _ = arguments
         bad = jnp.isin(state.step + 1, jnp.asarray(steps))
-        run._gradient = lambda loss, params, batch, pieces: tainted(
+        step._gradient = lambda loss, params, batch, pieces: tainted(
             loss, params, batch, pieces, bad
         )
         try:
             return plain[1](*arguments)
         finally:
-            run._gradient = plain[0]
+            step._gradient = plain[0]
 
-    run._step = step
+    step._step = step
 
 
 def clock(seconds: float) -> None:
@@ -218,9 +218,9 @@ def flip(step: int, replica: int, often: str, leaf: int, element: int, bit: int)
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec
 
-    from maxstack import run, sharding, startup
+    from maxstack import run, sharding, startup, step
 
-    plain, hit, spoiling = run._gradient, [0], [False]
+    plain, hit, spoiling = step._gradient, [0], [False]
 
     def spoiled(grad: jax.Array) -> jax.Array:
         def local(grad: jax.Array) -> jax.Array:
@@ -243,7 +243,7 @@ def flip(step: int, replica: int, often: str, leaf: int, element: int, bit: int)
             leaves[leaf % len(leaves)] = spoiled(leaves[leaf % len(leaves)])
         return summed, jax.tree.unflatten(tree, leaves)
 
-    run._gradient = gradient
+    step._gradient = gradient
     compile_step = startup.compile_step
 
     class Both:

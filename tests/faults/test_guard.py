@@ -9,7 +9,8 @@ import tiny
 
 from maxstack import optim, run, sharding
 from maxstack.faults import guard
-from maxstack.faults.config import FaultsConfig
+from maxstack.schema import optimizer
+from maxstack.schema.faults import FaultsConfig
 
 MARKS = {"loss": 311, "gradient of one leaf": 312, "norm too large": 313, "spike": 314}
 ONE_LAYER = tiny.model(layers=1, pattern=["local"])
@@ -217,7 +218,7 @@ def test_any_optimizer_is_updated_as_by_itself_or_not_at_all(chain):
         for name, x in params.items()
     }
     tx = optax.with_extra_args_support(
-        optim.build(optim.OptimizerConfig(**{"learning_rate": 0.1} | CHAINS[chain]), 20, info)
+        optim.build(optimizer.OptimizerConfig(**{"learning_rate": 0.1} | CHAINS[chain]), 20, info)
     )
     extra = {"value": jnp.float32(1.0), "grad": params}
     plain = jax.jit(lambda state: tx.update(params, state, params, **extra))

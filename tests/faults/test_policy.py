@@ -6,8 +6,8 @@ import pydantic
 import pytest
 
 from maxstack.config import ConfigError
-from maxstack.faults.config import FaultsConfig
 from maxstack.faults.policy import ACCEPTED, NOT_FINITE, SPIKE, Policy, Rewind
+from maxstack.schema.faults import FaultsConfig
 
 NAN = float("nan")
 

@@ -12,9 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from maxstack import optim, sharding
 from maxstack.config import ConfigError
 from maxstack.faults.replicas import Corruption, Recompute, Replicas
-from maxstack.placement import State
 from maxstack.run import assemble
-from maxstack.sharding import MeshConfig
+from maxstack.schema.mesh import MeshConfig
+from maxstack.state import State
 
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "int32", "bool", "key")
 ONE_LAYER = tiny.model(layers=1, pattern=["local"])

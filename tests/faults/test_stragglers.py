@@ -14,7 +14,7 @@ import time
 import pytest
 from processes import environment
 
-from maxstack.agree import Processes
+from maxstack.cluster.peers import Processes
 from maxstack.faults.stragglers import Speed, Stragglers, _medians, slow_devices, slow_hosts
 
 CHECKS = 6
@@ -22,7 +22,7 @@ JOINED = f"""
 import sys
 import jax
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
-from maxstack.agree import Processes
+from maxstack.cluster.peers import Processes
 from maxstack.faults.stragglers import Lag, Stragglers
 watched = Stragglers(1.5, 1, Processes())
 for step in range(1, {CHECKS + 1}):

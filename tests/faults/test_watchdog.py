@@ -20,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from maxstack import cli
 from maxstack.data import DataError
-from maxstack.faults.config import WatchdogConfig
+from maxstack.schema.faults import WatchdogConfig
 from maxstack.faults.heartbeat import Heartbeat
 
 number, count, folder, fault, who = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], int(sys.argv[5])

@@ -12,9 +12,10 @@ import pytest
 
 from maxstack import cli, train
 from maxstack.config import ConfigError
-from maxstack.kernels import attention, cross_entropy, gated_delta, grouped_matmul, names, tuning
+from maxstack.kernels import attention, cross_entropy, gated_delta, grouped_matmul, tuning
 from maxstack.kernels.attention.request import Case, Request
 from maxstack.kernels.backends import Device, asking, describe, recording
+from maxstack.schema import kernels as names
 
 ROOT = Path(__file__).resolve().parents[2]
 CASE = Case(

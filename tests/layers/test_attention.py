@@ -10,9 +10,9 @@ import pytest
 from flax import nnx
 
 from maxstack.layers.attention import Attention, temperature
-from maxstack.layers.config import AttentionConfig, TemperatureConfig
 from maxstack.layers.context import Context
 from maxstack.layers.rope import rope_table
+from maxstack.schema.mixers import AttentionConfig, TemperatureConfig
 
 EMBED, T = 12, 10
 X = jnp.asarray(np.random.default_rng(0).normal(size=(2, T, EMBED)), jnp.float32)

@@ -14,8 +14,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from maxstack import sharding
 from maxstack.layers import dispatch
 from maxstack.layers.context import Context
-from maxstack.layers.mlp_config import MoEConfig
 from maxstack.layers.moe import MoE
+from maxstack.schema.mesh import MeshConfig
+from maxstack.schema.mlps import MoEConfig
 
 EMBED, EXPERTS, BATCH, TIME = 8, 8, 8, 32
 MESHES = {
@@ -84,7 +85,7 @@ def alone(cfg):
 def on(mesh, cfg):
     """`differentiated` on a mesh of eight devices; the weights are placed on it first."""
     graph, _, axes = drawn(cfg)
-    mesh_cfg = sharding.MeshConfig(**{"data": 1, **mesh})
+    mesh_cfg = MeshConfig(**{"data": 1, **mesh})
     devices = sharding.make_mesh(mesh_cfg, jax.devices())
     step = differentiated(graph)
 
@@ -142,7 +143,7 @@ def test_a_program_in_stages_agrees_on_the_rounds_of_all_of_them():
     cfg, (x, segments, probe) = config(top_k=2), batch()
     graph, weights, _ = drawn(cfg)
     stages = jax.tree.map(lambda *parts: jnp.stack(parts), weights, flooded(weights))
-    mesh_cfg = sharding.MeshConfig(data=1, stage=2, expert=4)
+    mesh_cfg = MeshConfig(data=1, stage=2, expert=4)
     over, own = PartitionSpec("stage"), PartitionSpec()
 
     def stage(weights, *inputs):
@@ -161,7 +162,7 @@ def test_a_program_in_stages_agrees_on_the_rounds_of_all_of_them():
 
 
 def test_memory_is_that_of_one_round_whatever_the_routing_may_be():
-    mesh_cfg = sharding.MeshConfig(data=1, expert=8)
+    mesh_cfg = MeshConfig(data=1, expert=8)
     mesh = sharding.make_mesh(mesh_cfg, jax.devices())
     own, tokens, chosen = PartitionSpec("expert"), 256, 2
 
@@ -202,7 +203,7 @@ def test_memory_is_that_of_one_round_whatever_the_routing_may_be():
 
 def test_a_window_is_no_larger_than_what_can_come():
     def travel(slack=1.25, taken=None, tokens=64):
-        mesh_cfg = sharding.MeshConfig(data=1, expert=8)
+        mesh_cfg = MeshConfig(data=1, expert=8)
         with sharding.use(sharding.make_mesh(mesh_cfg, jax.devices()), mesh_cfg):
             return dispatch.travel(32, ("expert",), tokens, 6, slack, taken, False)
 

@@ -8,10 +8,11 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from maxstack import sharding
-from maxstack.layers.config import GatedDeltaConfig
 from maxstack.layers.context import Context
 from maxstack.layers.gated_delta import GatedDelta, convolve
 from maxstack.layers.weight import draw
+from maxstack.schema.mesh import MeshConfig
+from maxstack.schema.mixers import GatedDeltaConfig
 
 EMBED, T = 12, 29
 X = jnp.asarray(np.random.default_rng(0).normal(size=(8, T, EMBED)), jnp.float32)
@@ -189,7 +190,7 @@ def test_fresh_heads_forget_at_many_rates():
 )
 def test_eight_devices_agree_with_one(sizes):
     graph, state = nnx.split(build())
-    mesh_cfg, x = sharding.MeshConfig(**sizes), X[:, :28]
+    mesh_cfg, x = MeshConfig(**sizes), X[:, :28]
     mesh = sharding.make_mesh(mesh_cfg, jax.devices())
 
     def place(value, axes):

@@ -10,10 +10,11 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from maxstack import sharding
-from maxstack.layers.config import MLAConfig
 from maxstack.layers.context import Context
 from maxstack.layers.mla import MLA, request
 from maxstack.layers.rope import rope_table
+from maxstack.schema.mesh import MeshConfig
+from maxstack.schema.mixers import MLAConfig
 
 EMBED, T = 12, 14
 X = jnp.asarray(np.random.default_rng(0).normal(size=(8, T, EMBED)), jnp.float32)
@@ -220,7 +221,7 @@ def test_bfloat16_stays_near_float32():
 
 def test_eight_devices_agree_with_one():
     graph, state = nnx.split(build(q_lora=6, bias=True, rope=YARN))
-    mesh_cfg = sharding.MeshConfig(data=2, fsdp=2, tensor=2)
+    mesh_cfg = MeshConfig(data=2, fsdp=2, tensor=2)
     mesh = sharding.make_mesh(mesh_cfg, jax.devices())
 
     def total(state, x):

@@ -9,7 +9,7 @@ from scipy.special import erf
 
 from maxstack.layers.context import Context
 from maxstack.layers.mlp import ACTIVATIONS, DenseMLP, GatedMLP
-from maxstack.layers.mlp_config import DenseMLPConfig, GatedMLPConfig
+from maxstack.schema.mlps import DenseMLPConfig, GatedMLPConfig
 
 FORMULAS = {
     "silu": lambda x: x / (1 + np.exp(-x)),

@@ -13,8 +13,9 @@ from maxstack import sharding
 from maxstack.layers import router
 from maxstack.layers.context import Context
 from maxstack.layers.mlp import ACTIVATIONS
-from maxstack.layers.mlp_config import GatedMLPConfig, MoEConfig, ParallelMLPConfig
 from maxstack.layers.moe import MoE, ParallelMLP
+from maxstack.schema.mesh import MeshConfig
+from maxstack.schema.mlps import GatedMLPConfig, MoEConfig, ParallelMLPConfig
 
 EMBED, EXPERTS, HIDDEN, TIME = 8, 8, 4, 7
 KINDS = {  # test_router.py has all kinds of routing
@@ -271,7 +272,7 @@ def test_eight_devices_agree_with_one():
         return jnp.square(out).sum() + report["router_loss"], (out, report)
 
     wanted = jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))(state, x)
-    mesh_cfg = sharding.MeshConfig(data=2, fsdp=2, tensor=2)
+    mesh_cfg = MeshConfig(data=2, fsdp=2, tensor=2)
     mesh = sharding.make_mesh(mesh_cfg, jax.devices())
 
     def place(value, axes):

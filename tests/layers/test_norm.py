@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxstack.layers.config import NormConfig
 from maxstack.layers.norm import Norm
+from maxstack.schema.mixers import NormConfig
 
 X = np.random.default_rng(0).normal(1.0, 3.0, (2, 5, 8))
 SCALE, BIAS = np.linspace(0.5, 2, 8), np.linspace(-1, 1, 8)

@@ -7,8 +7,8 @@ import numpy as np
 import pydantic
 import pytest
 
-from maxstack.layers.config import AttentionConfig, RopeConfig
 from maxstack.layers.rope import attention_factor, frequencies, rope_table, rotate
+from maxstack.schema.mixers import AttentionConfig, RopeConfig
 
 PLACES = jnp.arange(12)[None]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxstack.layers import router
-from maxstack.layers.mlp_config import RouterConfig
+from maxstack.schema.mlps import RouterConfig
 
 CASES = {
     "softmax": ({}, 2),

@@ -9,8 +9,8 @@ import pytest
 import tiny
 from flax import nnx
 
-from maxstack.models.config import DecoderConfig
 from maxstack.models.decoder import abstract, initial
+from maxstack.schema.decoder import DecoderConfig
 
 
 def build(**changes):

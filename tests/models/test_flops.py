@@ -8,11 +8,11 @@ import pytest
 import tiny
 from flax import nnx
 
-from maxstack.checkpoint.hf.contents import Contents
-from maxstack.layers.config import AttentionConfig, MLAConfig
-from maxstack.layers.mlp_config import MoEConfig, ParallelMLPConfig
+from maxstack.hf.contents import Contents
 from maxstack.models.decoder import abstract, pattern_keys, periods
 from maxstack.models.flops import flops_per_token
+from maxstack.schema.mixers import AttentionConfig, MLAConfig
+from maxstack.schema.mlps import MoEConfig, ParallelMLPConfig
 
 
 def test_flops_are_six_per_weight_plus_the_visible_scores():

@@ -19,7 +19,7 @@ from jax.interpreters import partial_eval
 from maxstack import optim
 from maxstack.models import decoder
 from maxstack.objectives.next_token import next_token
-from maxstack.run import of_weights
+from maxstack.state import of_weights
 
 GOLDEN = Path(__file__).parent.parent / "goldens" / "losses.json"
 ATTENTION = {"kind": "attention", "heads": 4, "kv_heads": 2, "head_dim": 8}

@@ -12,12 +12,11 @@ import jax
 import pytest
 from flax import nnx
 
-from maxstack import config
-from maxstack.checkpoint.hf.binding import bind
-from maxstack.checkpoint.hf.families import FAMILIES
 from maxstack.config import presets_dir
+from maxstack.hf.binding import bind
+from maxstack.hf.families import FAMILIES
+from maxstack.load import load
 from maxstack.models.decoder import abstract
-from maxstack.schema import Config
 
 GOLDENS = json.loads(
     gzip.decompress((Path(__file__).parents[1] / "goldens" / "presets.json.gz").read_bytes())
@@ -33,7 +32,7 @@ def test_every_preset_has_a_golden():
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_has_the_parameters_and_tensors_of_the_published_model(name, tmp_path):
     (tmp_path / "run.yml").write_text(RUN.replace("PRESET", name))
-    model = config.load(Config, tmp_path / "run.yml").model
+    model = load(tmp_path / "run.yml").model
     weights = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(abstract(model)[1]))
     shapes = {"/".join(str(key.key) for key in path): leaf.shape for path, leaf in weights}
     golden, said = (

@@ -10,8 +10,10 @@ import pytest
 from optimizer_trees import EMBED, INFO, MLP, SMALL, built, first, info, train, tree
 
 from maxstack.config import ConfigError
-from maxstack.optim import OptimizerConfig, ParamInfo, build, names, trained
-from maxstack.optim.arguments import REFUSED, sort_of
+from maxstack.optim import build, trained
+from maxstack.schema.optimizer import OptimizerConfig, names
+from maxstack.schema.optimizer.arguments import REFUSED, sort_of
+from maxstack.schema.optimizer.paths import ParamInfo
 
 ALL = [{"path": "*", "ndim": 2}]
 

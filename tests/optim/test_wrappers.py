@@ -7,7 +7,8 @@ import optax
 import pytest
 from optimizer_trees import SMALL, built, first, of_whole, train, tree
 
-from maxstack.optim import EmaConfig, OptimizerConfig, build, ema_params, eval_params
+from maxstack.optim import build, ema_params, eval_params
+from maxstack.schema.optimizer import EmaConfig, OptimizerConfig
 
 
 def close(left, right, **tolerance):

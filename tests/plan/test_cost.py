@@ -150,7 +150,7 @@ def test_a_device_without_figures_is_refused_before_anything_is_compiled(
 
 
 def test_the_command_prints_and_writes_the_cost(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("maxstack.plan.cli._chosen", lambda args, cfg, where: (cfg, plan()))
+    monkeypatch.setattr("maxstack.commands.plan._chosen", lambda args, cfg, where: (cfg, plan()))
     (tmp_path / "run.yml").write_text(dump(tiny.config()))
     target = tmp_path / "plan.json"
     assert (
@@ -177,6 +177,6 @@ def test_the_command_prints_and_writes_the_cost(tmp_path, capsys, monkeypatch):
 
 
 def _arguments(*words):
-    from maxstack.plan import cli as plan_cli
+    from maxstack.commands import plan as plan_cli
 
     return plan_cli._arguments(["run.yml", *words])

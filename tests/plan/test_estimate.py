@@ -12,7 +12,7 @@ from maxstack.plan.estimate import Shapes, estimate
 from maxstack.plan.program import parse as read
 from maxstack.plan.topology import Link, links, parse
 from maxstack.plan.traffic import collectives
-from maxstack.sharding import AXES
+from maxstack.schema.mesh import AXES
 
 MIXER = {"kind": "attention", "heads": 4, "kv_heads": 2, "head_dim": 8}
 GATED = {"kind": "gated", "hidden": 64}

@@ -8,7 +8,8 @@ import optax
 import pytest
 from captured import captured
 
-from maxstack.plan.program import parse, shapes
+from maxstack.plan.hlo import shapes
+from maxstack.plan.program import parse
 
 
 def compiled(f, *arguments):

@@ -5,12 +5,12 @@ import pytest
 import tiny
 from captured import captured
 
-from maxstack.chips import chip
+from maxstack.hardware.chips import chip
 from maxstack.plan.roofline import Flow, attention_flops, flows, roofline
 from maxstack.plan.topology import Link, groups, parse
 from maxstack.plan.traffic import Collective, collectives, sent
 from maxstack.plan.work import Operation, operations
-from maxstack.sharding import AXES
+from maxstack.schema.mesh import AXES
 
 ROWS, SEQ, WINDOW, HEADS, HEAD = 8, 48, 12, 4, 8
 

@@ -7,7 +7,6 @@ import math
 import pytest
 import tiny
 
-from maxstack import rules
 from maxstack.config import ConfigError
 from maxstack.plan import search as module
 from maxstack.plan import topology
@@ -16,6 +15,7 @@ from maxstack.plan.report import Plan
 from maxstack.plan.roofline import Roofline
 from maxstack.plan.search import largest_batch, search
 from maxstack.plan.topology import links, parse
+from maxstack.schema import rules
 
 GIVEN = {"data": 4, "fsdp": 4}
 MOE = {

@@ -11,10 +11,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from topologies import needs
 
 from maxstack.config import ConfigError
-from maxstack.devices import arrange
+from maxstack.hardware.devices import arrange
 from maxstack.plan import topology
 from maxstack.plan.topology import Link, links, parse
-from maxstack.sharding import AXES
+from maxstack.schema.mesh import AXES
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxstack import config
 from maxstack.kernels import tuning
 from maxstack.kernels.attention import blockwise
 from maxstack.kernels.backends import Device
-from maxstack.schema import Config
+from maxstack.load import load
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -107,8 +106,7 @@ def test_a_backend_of_another_platform_is_told_once(found):
 
 def test_training_is_of_the_preset_with_heads_of_128():
     heads = {"blocks": {"block": {"mixer": {"heads": 16, "kv_heads": 4, "head_dim": 128}}}}
-    preset = config.load(
-        Config,
+    preset = load(
         {
             "model": {"preset": "llama-3.2-1b", **heads},
             "data": {"sources": [{"kind": "synthetic"}]},

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from maxstack.plan import cli as plan_cli
+from maxstack.commands import plan as plan_cli
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "plot_readme.py"

@@ -11,8 +11,8 @@ import pytest
 import yaml
 from processes import stand_ins, write_config
 
-from maxstack import cli, config
-from maxstack.schema import Config
+from maxstack import cli
+from maxstack.load import load
 
 FACTS = {
     "image": "repo/maxstack:1",
@@ -160,9 +160,7 @@ def test_a_dry_run_writes_all_that_a_cluster_would_get_to_be_read(
         files.keys() == {"run.yml", "submit.sh", *filter(None, [file])}
         and "# stop: " in files["submit.sh"]
     )
-    assert config.load(Config, out / "run.yml") == config.load(
-        Config, path, ["run.output_dir=/gcs/runs"]
-    )
+    assert load(out / "run.yml") == load(path, ["run.output_dir=/gcs/runs"])
     given = stand_ins(
         tmp_path / "bin",
         {name: 'cat "${@: -1}" > given || echo "$*" > given' for name in ("kubectl", "sbatch")}

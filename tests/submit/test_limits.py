@@ -11,12 +11,11 @@ import pytest
 import yaml
 from processes import stand_ins, write_config
 
-from maxstack import config
 from maxstack.config import ConfigError
+from maxstack.load import load
 from maxstack.plan.topology import parse
-from maxstack.schema import Config
+from maxstack.schema.cluster import ClusterConfig
 from maxstack.submit import gke, limits, slurm, xpk
-from maxstack.submit.config import ClusterConfig
 from maxstack.submit.job import Job
 
 MANY = 4000
@@ -34,9 +33,7 @@ TARGETS = {
 
 @pytest.fixture(scope="module")
 def cfg(tmp_path_factory):
-    return config.load(
-        Config, write_config(tmp_path_factory.mktemp("limits")), ["run.output_dir=/gcs/runs"]
-    )
+    return load(write_config(tmp_path_factory.mktemp("limits")), ["run.output_dir=/gcs/runs"])
 
 
 def job(cfg, topology="v5e:4x4", sources=2, **facts):

@@ -9,12 +9,12 @@ import pytest
 import yaml
 from processes import write_config
 
-from maxstack import cli, config
+from maxstack import cli
 from maxstack.config import ConfigError
+from maxstack.load import load
 from maxstack.plan.topology import parse
-from maxstack.schema import Config
+from maxstack.schema.cluster import BucketConfig, ClusterConfig
 from maxstack.submit import gke, slurm, xpk
-from maxstack.submit.config import BucketConfig, ClusterConfig
 from maxstack.submit.job import Job
 
 SCHEMA = jsonschema.Draft202012Validator(
@@ -92,7 +92,7 @@ def violations(spec):
 @pytest.fixture(scope="module")
 def cfg(tmp_path_factory):
     path = write_config(tmp_path_factory.mktemp("policies"), train={"batch_size": 64})
-    return config.load(Config, path, ["run.output_dir=/gcs/runs"])
+    return load(path, ["run.output_dir=/gcs/runs"])
 
 
 def job(cfg, topology="v5e:4x4", **facts):
@@ -399,5 +399,5 @@ def test_what_a_restart_would_lose_or_find_changed_is_told(words, says, not_said
 
 def test_programs_are_compiled_into_the_bucket_by_default(tmp_path):
     assert cli.main([*WORDS, "--out", str(tmp_path / "out")]) == 0
-    cfg = config.load(Config, tmp_path / "out" / "run.yml")
+    cfg = load(tmp_path / "out" / "run.yml")
     assert cfg.run.compilation_cache == "/gcs/.cache/maxstack/xla"

@@ -24,11 +24,11 @@ from maxstack import config
 from maxstack.cluster.environment import PORT, member
 from maxstack.config import ConfigError
 from maxstack.config.compose import presets_dir
-from maxstack.faults.config import ElasticConfig
+from maxstack.load import load
 from maxstack.plan.topology import parse
-from maxstack.schema import Config
+from maxstack.schema.cluster import ClusterConfig
+from maxstack.schema.faults import ElasticConfig
 from maxstack.submit import gke, slurm, xpk
-from maxstack.submit.config import ClusterConfig
 from maxstack.submit.job import checked, machines, tell_unused
 
 HERE = Path(__file__).parent
@@ -44,8 +44,7 @@ FACTS = {
 @pytest.fixture(scope="module")
 def cfg(tmp_path_factory):
     folder = tmp_path_factory.mktemp("targets")
-    return config.load(
-        Config,
+    return load(
         write_config(folder, train={"batch_size": 256, "steps": 10}),
         ["run.output_dir=/gcs/runs"],
     )
@@ -77,7 +76,7 @@ def written(job):
 
 def test_the_text_of_a_job_is_the_same_configuration(job, tmp_path):
     (tmp_path / "run.yml").write_text(job("v5e:4x4").text)
-    assert config.load(Config, tmp_path / "run.yml") == job("v5e:4x4").cfg
+    assert load(tmp_path / "run.yml") == job("v5e:4x4").cfg
 
 
 def environment_of(jobset, index: int, completion: int) -> dict[str, str]:

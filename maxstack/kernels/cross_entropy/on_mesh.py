@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from maxstack import sharding
 from maxstack.kernels.cross_entropy.differentiable import differentiable, in_dtypes_of, summed
 from maxstack.kernels.cross_entropy.request import Gradients, Losses, Request
+from maxstack.schema.mesh import names
 
 Names = tuple[str, ...]
 
@@ -60,7 +61,7 @@ class Layout:
 
 
 def _axes(part: Any) -> Names:
-    return tuple(axis for axis in sharding.names(part) if sharding.size_of(axis) > 1)
+    return tuple(axis for axis in names(part) if sharding.size_of(axis) > 1)
 
 
 def on_mesh(

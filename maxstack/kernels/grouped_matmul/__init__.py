@@ -7,9 +7,9 @@ Shapes: M rows  E groups  K contracted  N columns.
 import jax
 import jax.numpy as jnp
 
-from maxstack.kernels import names
 from maxstack.kernels.backends import ALL, Backend, Device, Op
 from maxstack.kernels.grouped_matmul.case import Case
+from maxstack.schema import kernels as names
 
 OP = Op(
     "grouped_matmul",

@@ -195,7 +195,7 @@ def compiled(name, dtype, h, v, request, numbered=0, sinks=False, t=1000):
         o, back = jax.vjp(lambda *floats: pallas_gpu.run(*floats, same, request), q, k, v, sinks)
         return o, back(o)
 
-    with sharding.use(mesh, sharding.MeshConfig()):
+    with sharding.use(mesh, mesh.MeshConfig()):
         return (
             jax.jit(step)
             .lower(

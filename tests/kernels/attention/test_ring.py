@@ -13,6 +13,7 @@ from maxstack.kernels import sequences
 from maxstack.kernels.attention import attention, blockwise
 from maxstack.kernels.attention.request import Request
 from maxstack.kernels.attention.ring import halves, routes
+from maxstack.schema.mesh import MeshConfig
 
 T = 64
 
@@ -122,7 +123,7 @@ CASES = {
 def test_split_sequences_give_what_whole_ones_do(name, monkeypatch):
     monkeypatch.setitem(blockwise.SIZES, "cpu", (8, 8))
     given, asked, heads, kv, features = CASES[name]
-    cfg = sharding.MeshConfig(**given)
+    cfg = MeshConfig(**given)
     mesh = sharding.make_mesh(cfg, jax.devices())
 
     def on_mesh(*arrays):
@@ -181,7 +182,7 @@ def test_keys_go_no_further_than_a_window_reaches(window, hops):
     ("kind", "order"), [("ring", [0, 5, 1, 4, 2, 3]), ("ulysses", [0, 1, 2, 3, 4, 5])]
 )
 def test_positions_are_arranged_for_the_ring_alone_and_come_back(kind, order):
-    cfg = sharding.MeshConfig(data=1, context=3, tensor=2, context_kind=kind)
+    cfg = MeshConfig(data=1, context=3, tensor=2, context_kind=kind)
     x = jnp.arange(2 * 12).reshape(2, 12)
     with sharding.use(sharding.make_mesh(cfg, jax.devices()[:6]), cfg):
         arranged, back = jax.jit(

@@ -9,6 +9,7 @@ from maxstack import sharding
 from maxstack.kernels.backends import Device
 from maxstack.kernels.cross_entropy import OP, Case, Request
 from maxstack.plan import program, topology, work
+from maxstack.schema.mesh import MeshConfig
 
 REQUEST, ROWS, EMBED, VOCAB = Request(30.0, 1e-4), 1000, 640, 3001
 CHIPS = {
@@ -36,7 +37,7 @@ def compiled(name, dtype, sizes):
         given((EMBED, VOCAB), "float32"),
         given((VOCAB,), "float32"),
     )
-    alone = sharding.MeshConfig(data=1)
+    alone = MeshConfig(data=1)
     with sharding.use(sharding.make_mesh(alone, [device]), alone):
         return (
             jax.jit(jax.grad(total, (0, 1, 2)))

@@ -16,7 +16,8 @@ from jax.sharding import Mesh, PartitionSpec
 from maxstack import sharding
 from maxstack.kernels.backends import Device
 from maxstack.kernels.cross_entropy import OP, Case, Request, linear_cross_entropy, tokamax
-from maxstack.sharding import MeshConfig, make_mesh
+from maxstack.schema.mesh import MeshConfig
+from maxstack.sharding import make_mesh
 
 BACKENDS = {
     "reference": {},

@@ -14,6 +14,7 @@ from maxstack.kernels.grouped_matmul import grouped_matmul
 from maxstack.plan.program import parse as read
 from maxstack.plan.topology import parse
 from maxstack.plan.work import operations
+from maxstack.schema.mesh import MeshConfig
 
 M, E, K, N = 100, 2, 160, 128
 KERNELS = {"megablox": "tpu_custom_call", "pallas_gpu": "__gpu$xla.gpu.triton"}
@@ -22,7 +23,7 @@ KERNELS = {"megablox": "tpu_custom_call", "pallas_gpu": "__gpu$xla.gpu.triton"}
 def compiled(name, backend, dtype):
     """Of the result and both gradients, each device with its own rows and groups' sizes."""
     devices = parse(name).devices()
-    cfg = sharding.MeshConfig(data=len(devices), fsdp=1)
+    cfg = MeshConfig(data=len(devices), fsdp=1)
     mesh, split, whole = sharding.make_mesh(cfg, devices), PartitionSpec("data"), PartitionSpec()
 
     def local(x, w, dy, sizes_E):

@@ -1,0 +1,103 @@
+"""Documents of a source, as tokens or texts, and which of them are held out."""
+
+import hashlib
+from abc import ABC, abstractmethod
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from maxstack.data.files import File
+
+Split = Literal["train", "eval", "all"]
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+class Tokens(NamedTuple):
+    """A document that was kept as tokens."""
+
+    ids: np.ndarray
+    """int32 [N]."""
+    sizes: np.ndarray | None
+    """int64 [K, 2]: a place in ids, and how many bytes of text that token stands for where these
+    are not the vocabulary's; None: not known."""
+
+
+Document = bytes | np.ndarray | Tokens
+"""UTF-8 text as bytes, or token ids, int32 [N] if there never was a text."""
+
+
+class Documents(ABC):
+    """A source as a random-access sequence, as grain wants it. Pickled into workers, so files open
+    at first use."""
+
+    name: str = ""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """How many documents."""
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> Document:
+        """A document. DataError, naming the file and record, if it cannot be read."""
+
+    @abstractmethod
+    def where(self, index: int) -> str:
+        """The document's file and record, for messages."""
+
+    @abstractmethod
+    def paths(self) -> list[str]:
+        """The files behind it."""
+
+    @abstractmethod
+    def hashes(self) -> np.ndarray:
+        """A uint64 hash of each document's key, the same on every machine."""
+
+    @abstractmethod
+    def identity(self) -> str:
+        """Changes when documents are added, removed or renamed."""
+
+
+class Selection(Documents):
+    """Some of another source's documents."""
+
+    def __init__(self, documents: Documents, indices: np.ndarray):
+        self.name = documents.name
+        self._documents, self._indices = documents, indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: int) -> Document:
+        return self._documents[int(self._indices[index])]
+
+    def where(self, index: int) -> str:
+        return self._documents.where(int(self._indices[index]))
+
+    def paths(self) -> list[str]:
+        return self._documents.paths()
+
+    def hashes(self) -> np.ndarray:
+        return self._documents.hashes()[self._indices]
+
+    def identity(self) -> str:
+        return hashlib.blake2b(
+            self._indices.tobytes() + self._documents.identity().encode(), digest_size=16
+        ).hexdigest()
+
+
+def file_hashes(files: list[File]) -> np.ndarray:
+    """The uint64 hash of each file's key."""
+    digests = b"".join(hashlib.blake2b(file.key.encode(), digest_size=8).digest() for file in files)
+    return np.frombuffer(digests, "<u8").astype(np.uint64)
+
+
+def record_hashes(file: np.uint64, count: int) -> np.ndarray:
+    """The uint64 hashes of a file's records 0..count-1 (splitmix64, Steele et al. 2014, seeded by
+    the file's hash)."""
+    with np.errstate(over="ignore"):
+        x = file + np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,90 @@
+"""Evaluation inside training: loss and bits per byte on held-out documents."""
+
+import contextlib
+import math
+import sys
+import time
+from typing import Any
+
+from maxstack import optim
+from maxstack.config.errors import DataError
+from maxstack.data import make_feed
+from maxstack.report.log import Log
+from maxstack.report.metrics import Writer
+from maxstack.run import Run, State
+
+
+class Evaluator:
+    """Reads the held-out documents from the start at each call, so that every evaluation of a run
+    is over the same tokens."""
+
+    def __init__(self, run: Run, log: Log, writer: Writer):
+        cfg = run.cfg
+        self._run, self._log, self._writer = run, log, writer
+        self._data = cfg.eval.data or cfg.data
+        self._batch_size = cfg.eval.batch_size or cfg.train.batch_size
+        self._feed = make_feed(
+            self._data,
+            run.rows(self._batch_size),
+            self._batch_size,
+            evaluation=True,
+            whole=cfg.eval.data is not None,
+        )
+        self._start = self._feed.state()
+        self._bits: float | None = None
+
+    def __call__(self, step: int, state: State) -> float:
+        """Mean loss in nats a token, over at most eval.steps batches; written and said."""
+        begin = time.perf_counter()
+        params = optim.eval_params(self._run.cfg.optimizer, state.opt, state.params)
+        self._feed.restore(self._start)
+        total = {"nll": 0.0, "weight": 0.0, "bytes": 0.0}
+        with contextlib.closing(self._feed):
+            for _ in range(self._run.cfg.eval.steps or sys.maxsize):
+                sums = self._run.eval_step(
+                    params, self._run.place(next(self._feed), self._batch_size)
+                )
+                if not float(sums["weight"]):
+                    break
+                total = {name: total[name] + float(sums[name]) for name in total}
+        for line in self._feed.damaged():
+            self._log.warn(line)
+        loss = total["nll"] / total["weight"]
+        self._bits = total["nll"] / math.log(2) / total["bytes"] if total["bytes"] > 0 else None
+        if math.isnan(total["bytes"]):
+            self._log.warn(
+                "no bits per byte: held-out token shards of an older version do not say how "
+                "large their texts were; make them again with `maxstack data prepare`"
+            )
+        row: dict[str, Any] = {
+            "step": step,
+            "eval_loss": loss,
+            "eval_tokens": int(total["weight"]),
+            "eval_seconds": time.perf_counter() - begin,
+        }
+        if self._bits is not None:
+            row["eval_bits_per_byte"] = self._bits
+        self._writer.write(row)
+        bits = f", {self._bits:.4f} bits per byte" if self._bits is not None else ""
+        self._log.say(
+            f"eval at step {step}: loss {loss:.4f}{bits} over {int(total['weight']):,} "
+            "held-out tokens"
+        )
+        return loss
+
+    def compare(self) -> None:
+        """Say what gzip -9 and an order-2 byte model reach on the same documents, beside the last
+        evaluation."""
+        from maxstack.evals.baselines import baselines
+
+        cfg = self._run.cfg
+        try:
+            known = baselines(cfg.data, cfg.eval.data)
+        except DataError as error:
+            self._log.warn(f"no compressors beside this model's bits per byte: {error}")
+            return
+        ours = "not measured in bytes" if self._bits is None else f"{self._bits:.3f}"
+        self._log.say(
+            f"held-out bits per byte: this model {ours}, gzip -9 {known['gzip']:.3f}, "
+            f"order-2 bytes {known['order2']:.3f}"
+        )

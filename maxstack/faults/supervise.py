@@ -1,0 +1,208 @@
+"""`maxstack train --supervise`: one parent a process, which starts the training as its child and
+starts it again after a crash or a preemption.
+
+The parent imports nothing heavy and knows of its child only how it left and what its goodput.jsonl
+says.
+"""
+
+import contextlib
+import datetime
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from maxstack.cluster.exit_codes import CRASHED, RETRY
+from maxstack.report import goodput
+from maxstack.report.console import Lasting
+
+PARENT = "MAXSTACK_SUPERVISED"
+"""In the child's environment: the parent's process id."""
+MISTAKES = {
+    1: "a mistake in the configuration, or what else a restart does not mend, told above",
+    2: "bad data",
+}
+REASONS = {
+    RETRY: "stopped, hung or lost a peer",
+    CRASHED: "an error in the program, told above",
+    130: "interrupted",
+}
+KILLED = {
+    signal.SIGKILL: " (out of memory?)",
+    signal.SIGBUS: " (a mapped file that became shorter?)",
+}
+PAUSE, LONGEST_PAUSE = 1.0, 60.0
+LONG = 600.0
+"""Seconds that a child must have lived to have come further, where goodput.jsonl does not say."""
+PR_SET_PDEATHSIG = 1
+
+
+def run(command: Sequence[str], folder: Path, most: int = 10, pause: float = PAUSE) -> int:
+    """Run `command`, the training of the run in `folder`, until it is done -> the exit code.
+
+    A child that leaves with 1 or 2 is not started again: a mistake does not go away by itself.
+    After anything else but 0 it is, in `pause` seconds, twice as long each time up to a minute, and
+    at most `most` times in a row without progress: steps that count beyond all earlier ones.
+    SIGTERM and SIGINT are passed on, and end it; a second SIGINT kills the child. Call it from the
+    main thread.
+    """
+    return Supervisor(command, folder, most, pause).run()
+
+
+def follow_parent() -> None:
+    """In the child of `run`, once SIGTERM has its handler: make the parent's death a SIGTERM, so
+    that nothing is orphaned; else do nothing.
+
+    Linux sends the signal (PR_SET_PDEATHSIG); on other systems a thread looks every second.
+    """
+    parent = int(os.environ.pop(PARENT, "0"))
+    if not parent:
+        return
+    sys.stdout, sys.stderr = Lasting(sys.stdout), Lasting(sys.stderr)  # type: ignore[assignment]
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    else:
+        threading.Thread(target=_watch, args=(parent,), daemon=True, name="parent").start()
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Supervisor:
+    """One call of `run`."""
+
+    def __init__(self, command: Sequence[str], folder: Path, most: int, pause: float):
+        self._command, self._folder, self._most, self._pause = command, folder, most, pause
+        self._child: subprocess.Popen[bytes] | None = None
+        self._asked: list[int] = []
+        self._restarts = self._in_a_row = 0
+        self._steps = goodput.so_far(self._folder).steps
+
+    def run(self) -> int:
+        """As the function."""
+        before = {
+            number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)
+        }
+        follow_parent()
+        try:
+            while True:
+                began, size = time.monotonic(), self._size()
+                code = self._live()
+                lived = time.monotonic() - began
+                if code == 0 or code in MISTAKES or self._asked:
+                    return self._end(code)
+                if self._progressed(size, lived):
+                    self._in_a_row = 0
+                if self._in_a_row >= self._most:
+                    return self._end(code)
+                self._wait(code, lived)
+                if self._asked:
+                    self._say(f"{signal.Signals(self._asked[0]).name}; no restart follows")
+                    return RETRY
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _live(self) -> int:
+        """One life of the child -> its return code. In a process group of its own it gets a
+        terminal's ^C from here alone, and once."""
+        environment = os.environ | {PARENT: str(os.getpid())}
+        self._child = subprocess.Popen(
+            self._command, stdin=subprocess.DEVNULL, env=environment, process_group=0
+        )
+        for number in self._asked:  # while it was being started
+            self._child.send_signal(number)
+        code = self._child.wait()
+        self._child = None
+        return code
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        """Pass a signal on: each kind once, and for a second SIGINT SIGKILL."""
+        again, self._asked = number in self._asked, [*self._asked, number]
+        if self._child and (not again or number == signal.SIGINT):
+            self._child.send_signal(signal.SIGKILL if again else number)
+
+    def _progressed(self, size: int, lived: float) -> bool:
+        """Whether the child that ended came further than any before it. `size`: bytes in the books
+        before it."""
+        if self._size() == size:
+            return lived >= LONG
+        steps, self._steps = self._steps, max(self._steps, goodput.so_far(self._folder).steps)
+        return self._steps > steps
+
+    def _wait(self, code: int, lived: float) -> None:
+        """Say why and what follows, and wait, but no longer when a signal comes."""
+        pause = min(LONGEST_PAUSE, self._pause * 2**self._in_a_row)
+        self._restarts, self._in_a_row = self._restarts + 1, self._in_a_row + 1
+        self._say(
+            f"{_reason(code)}, after {datetime.timedelta(seconds=round(lived))}; restart "
+            f"{self._restarts} in {pause:g} s, "
+            f"{self._in_a_row} of at most {self._most} in a row without progress"
+        )
+        end = time.monotonic() + pause
+        while (left := end - time.monotonic()) > 0 and not self._asked:
+            time.sleep(min(0.1, left))
+
+    def _end(self, code: int) -> int:
+        """Say how it ended -> the code to leave with, 128 + its number for a signal."""
+        restarts = f"{self._restarts} restart{'s' * (self._restarts != 1)}"
+        if code == 0:
+            self._say(f"done, after {restarts}")
+        elif self._asked:
+            left = (
+                "killed at the second"
+                if code == -signal.SIGKILL and len(self._asked) > 1
+                else _reason(code)
+            )
+            self._say(
+                f"{signal.Signals(self._asked[0]).name} was passed on, and no restart "
+                f"follows: {left}"
+            )
+        elif code in MISTAKES:
+            self._say(f"{_reason(code)}; a restart would not help")
+        else:
+            many = (
+                f"{self._in_a_row} restart{'s' * (self._in_a_row != 1)} in a row "
+                "(--max-restarts) made no progress"
+            )
+            self._say(
+                f"gave up: {_reason(code)}; "
+                f"{many if self._most else '--max-restarts 0 allows no restart'}"
+            )
+        return code if code >= 0 else 128 - code
+
+    def _say(self, text: str) -> None:
+        found = goodput.so_far(self._folder)
+        books = f"; {goodput.lines(found)[0]}" if found.began else ""
+        with contextlib.suppress(OSError):  # whoever read it may be gone
+            print(f"supervise: {text}{books}", file=sys.stderr, flush=True)
+
+    def _size(self) -> int:
+        try:
+            return (self._folder / goodput.FILE).stat().st_size
+        except OSError:
+            return 0
+
+
+def _reason(code: int) -> str:
+    """How a process left, in words."""
+    if code < 0:
+        number = signal.Signals(-code)
+        return f"killed by {number.name}{KILLED.get(number, '')}"
+    if code in REASONS or code in MISTAKES:
+        return f"left with {code}: {(REASONS | MISTAKES)[code]}"
+    with contextlib.suppress(ValueError):
+        return f"left with {code}, as after {signal.Signals(code - 128).name}"
+    return f"left with {code}"
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,143 @@
+"""The table of chips, chips.yml: peaks, memory, bandwidths, each with its source. For MFU in
+training and for `maxstack plan`."""
+
+import functools
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+
+from maxstack.config import ConfigError, Items, Section, did_you_mean, plain
+from maxstack.config.reader import read_yaml
+from maxstack.hardware.devices import GPU_SHARE
+
+PEAK_OF = {
+    "bfloat16": "bf16",
+    "float16": "bf16",
+    "int8": "int8",
+    "uint8": "int8",
+    "int4": "int8",
+    "uint4": "int8",
+    "float32": "tf32",
+    "s8": "int8",
+    "u8": "int8",
+    "s4": "int8",
+    "u4": "int8",
+    "f32": "tf32",
+}
+
+
+class Torus(Section):
+    """A TPU slice's network: links of one direction in bytes/s, and the slices on offer."""
+
+    dims: int
+    link: float
+    wrap: int
+    max_chips: int
+    shapes: Items[Items[int]]
+    between_cores: float | None = None
+
+
+class NVLink(Section):
+    """The switch that joins the GPUs of a domain: bytes/s of one GPU, one way."""
+
+    bandwidth: float
+    domain: int
+    host_sizes: Items[int]
+    in_switch: bool
+
+
+class Chip(Section):
+    """One row of chips.yml. Figures are for a chip, dense, one way, in FLOP/s, bytes and bytes/s,
+    unless the name says `per device`."""
+
+    name: str
+    kinds: Items[str] = pydantic.Field(min_length=1)
+    platform: Literal["tpu", "cuda"]
+    devices: int = 1
+    peak: dict[str, float]
+    memory: int
+    usable: int
+    """Bytes that a program may use on one device: what the compiler allows on a TPU, what the
+    driver shows on a GPU."""
+    memory_bandwidth: float
+    network: float
+    chips_per_host: int
+    host_memory: float | None = None
+    torus: Torus | None = None
+    nvlink: NVLink | None = None
+    compiler: dict[str, Any] = {}
+    sources: dict[str, str]
+
+    @property
+    def peak_flops(self) -> float:
+        """bfloat16 FLOP/s of one device, what MFU is measured against."""
+        return self.flops("bfloat16")
+
+    def flops(self, dtype: str) -> float:
+        """Peak FLOP/s of one device for matmuls on a dtype by jax's or XLA's name; a format without
+        units of its own runs as bfloat16."""
+        unit = "fp8" if dtype.startswith(("float8", "f8")) else PEAK_OF.get(dtype, "bf16")
+        return self.peak.get(unit, self.peak["bf16"]) / self.devices
+
+    @property
+    def for_programs(self) -> int:
+        """Bytes of one device that jax gives to programs: on a GPU a share of them, as
+        `devices.environment` sets it."""
+        return (
+            round(self.usable * float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_SHARE)))
+            if self.nvlink
+            else self.usable
+        )
+
+    @property
+    def memory_bandwidth_per_device(self) -> float:
+        """HBM bytes/s of one device."""
+        return self.memory_bandwidth / self.devices
+
+    @property
+    def network_per_device(self) -> float:
+        """One device's share of the network between slices or NVLink domains, bytes/s one way."""
+        return self.network / self.devices
+
+
+def chip(name: str) -> Chip:
+    """The chip of that name; ConfigError with the nearest name where there is none."""
+    table = chips()
+    if name not in table:
+        raise ConfigError(
+            f"chip {name}: is not in the table{did_you_mean(name, table)}; there are "
+            f"{', '.join(table)}"
+        )
+    return table[name]
+
+
+def by_kind(device_kind: str) -> Chip | None:
+    """The chip that jax calls `device_kind`, None where the table has none."""
+    return next((found for found in chips().values() if device_kind in found.kinds), None)
+
+
+@functools.cache
+def chips() -> dict[str, Chip]:
+    """All chips by name, in the order of chips.yml."""
+    table = _text()["chips"]
+    return {name: Chip.model_validate({"name": name, **row}) for name, row in table.items()}
+
+
+@functools.cache
+def sources() -> dict[str, str]:
+    """The texts that the chips' sources refer to, by key."""
+    return _text()["sources"]
+
+
+@functools.cache
+def _text() -> dict[str, Any]:
+    path = Path(__file__).with_suffix(".yml")
+    return plain(read_yaml(path.read_text(encoding="utf-8"), path.name))
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Dense bfloat16 FLOP/s of a device, None where chips.yml does not have it."""
+    chip = by_kind(device_kind)
+    return chip.peak_flops if chip else None

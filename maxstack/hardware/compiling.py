@@ -1,0 +1,78 @@
+"""How XLA is told to compile the programs of a run, and what it says of flags that it does not
+know."""
+
+import functools
+import re
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jaxlib
+from jax.sharding import Mesh
+
+from maxstack.config import ConfigError
+
+if TYPE_CHECKING:
+    from maxstack.schema.config import Config
+
+# Drawing the initial weights runs once, but on a CPU takes 4 s to compile at the default level of
+# optimisation, 1.3 s at this one.
+QUICK = {"xla_backend_optimization_level": 1}
+IN_ORDER = "xla_cpu_enable_concurrency_optimized_scheduler"
+"""XLA's flag by which CPU devices may begin independent collectives at once. Each then holds a
+thread of a pool that all devices share; where threads run out, all wait until XLA aborts the
+process."""
+_REFUSED = re.compile(
+    r"No such compile option: '(\w+)'|While setting option (\w+), ('.*?') is not a valid (\w+)"
+)
+
+
+def flags_for(cfg: "Config", platform: str) -> dict[str, Any]:
+    """The configuration's flags for the compiler; none where they are meant for another
+    platform."""
+    return dict(cfg.xla.flags) if cfg.xla.platform in (None, platform) else {}
+
+
+def options_for(cfg: "Config", mesh: Mesh) -> dict[str, Any]:
+    """What the compiler is told of the step: `in_order`, unless the configuration says
+    otherwise."""
+    return in_order(mesh) | flags_for(cfg, mesh.devices.flat[0].platform)
+
+
+def in_order(mesh: Mesh) -> dict[str, Any]:
+    """Options by which the devices of a CPU mesh run one collective after the other; else none."""
+    several = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+    return {IN_ORDER: False} if several and _knows_order() else {}
+
+
+@functools.cache
+def _knows_order() -> bool:
+    try:
+        jax.jit(lambda: 0, compiler_options={IN_ORDER: False}).lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        if not _REFUSED.search(str(error)):
+            raise
+        warnings.warn(
+            f"jaxlib {jaxlib.__version__} has no {IN_ORDER}: several collectives at once on CPU "
+            "devices may wait for each other until XLA ends the process",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+def compiled(lowered: Any, options: Mapping[str, Any] | None, mesh: Mesh) -> Any:
+    """A lowered program compiled with `options` beside its own. ConfigError for a flag that the
+    compiler does not know."""
+    try:
+        return lowered.compile(compiler_options={**options} if options else None)
+    except jax.errors.JaxRuntimeError as error:
+        if not (found := _REFUSED.search(str(error))):
+            raise
+        kind = mesh.devices.flat[0].device_kind
+        wrong = f"{found[3]} is not a valid {found[4]}" if found[2] else "there is no such flag"
+        raise ConfigError(
+            f"xla.flags.{found[1] or found[2]}: {wrong}, says the compiler of jaxlib "
+            f"{jaxlib.__version__} for {kind}; correct it or remove it"
+        ) from error

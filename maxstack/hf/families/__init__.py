@@ -1,0 +1,39 @@
+"""The families, a module for each group of relatives."""
+
+from maxstack.hf.families import (
+    deepseek,
+    gemma,
+    gemma4,
+    gpt2,
+    gpt_oss,
+    llama,
+    llama4,
+    olmo,
+    phi3,
+    qwen,
+    qwen_next,
+    smollm3,
+)
+from maxstack.hf.family import Family
+
+_MODULES = (
+    llama,
+    qwen,
+    gemma,
+    gpt2,
+    gpt_oss,
+    olmo,
+    deepseek,
+    llama4,
+    phi3,
+    smollm3,
+    qwen_next,
+    gemma4,
+)
+ALL: tuple[Family, ...] = tuple(family for module in _MODULES for family in module.FAMILIES)
+_OTHER_TYPES = {"kimi_k2": deepseek.DEEPSEEK_V3}
+"""Further values of model_type: Kimi K2 is published with the architecture of DeepSeek V3 and a
+type of its own."""
+FAMILIES: dict[str, Family] = {
+    name: family for family in ALL for name in (family.architecture, family.model_type)
+} | _OTHER_TYPES

@@ -1,0 +1,170 @@
+"""What many families share: tables of their parts, and rows."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from maxstack.hf.rows import rows
+from maxstack.hf.table import Key, Mismatch, Sink, Source
+
+log = logging.getLogger(__name__)
+Table = Mapping[str, Any]
+SILU = {
+    "silu": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu": "gelu",
+    "relu": "relu",
+}
+HEAD_DIM = Key(
+    "head_dim", lambda source: source.need("hidden_size") // source.need("num_attention_heads")
+)
+
+
+def rms(**more: Any) -> Table:
+    """A root-mean-square norm."""
+    return {
+        "kind": "rms",
+        "eps": Key("rms_norm_eps", 1e-6),
+        "scale": True,
+        "zero_centered": False,
+        "bias": False,
+        **more,
+    }
+
+
+def decoder(
+    *, tied: bool = False, norm: Table | None = None, soft_cap: Any = None, **more: Any
+) -> Table:
+    """What stands around the layers; `tied` is what an absent key means."""
+    head = {"tied": Key("tie_word_embeddings", tied), "bias": False, "soft_cap": soft_cap}
+    return {
+        "vocab": Key("vocab_size"),
+        "embed": Key("hidden_size"),
+        "norm": norm or rms(),
+        "head": head,
+        **more,
+    }
+
+
+def attention(rope: Any, **more: Any) -> Table:
+    """Grouped-query attention."""
+    return {
+        "kind": "attention",
+        "heads": Key("num_attention_heads"),
+        "kv_heads": Key("num_key_value_heads", lambda source: source.need("num_attention_heads")),
+        "head_dim": HEAD_DIM,
+        "rope": rope,
+        **more,
+    }
+
+
+def gated(
+    activation: str = "hidden_act",
+    hidden: Any = "intermediate_size",
+    default: Any = "silu",
+    **more: Any,
+) -> Table:
+    """A gated MLP."""
+    return {
+        "kind": "gated",
+        "hidden": Key(hidden) if isinstance(hidden, str) else hidden,
+        "activation": Key(activation, default, words=SILU),
+        **more,
+    }
+
+
+class Times:
+    """The product of two keys, of which another entry writes the second."""
+
+    def __init__(self, key: str, unit: str):
+        self.key, self.unit = key, unit
+
+    def read(self, source: Source) -> int:
+        return source.need(self.key) * source.need(self.unit)
+
+    def write(self, value: Any, sink: Sink) -> None:
+        if value % sink[self.unit]:
+            raise Mismatch(f"{value} is no multiple of {self.unit}={sink[self.unit]}")
+        sink.put(self.key, value // sink[self.unit])
+
+
+class Further:
+    """Multi-token prediction, as deep as the tensors say, whatever the key, which may be absent,
+    does."""
+
+    def __init__(self, block: str, key: str | None = None):
+        self.block, self.key = block, key
+
+    def read(self, source: Source) -> dict[str, Any] | None:
+        promised = self.key and source.get(self.key) or 0
+        depth = promised if source.mtp is None else source.mtp
+        if promised > depth:
+            log.warning(
+                "%s: %s=%s, but the tensors hold %s such modules; the others are left out",
+                source.where,
+                self.key,
+                promised,
+                depth,
+            )
+        return {"block": self.block, "depth": depth} if depth else None
+
+    def write(self, value: Any, sink: Sink) -> None:
+        if self.key:
+            sink.put(self.key, value["depth"] if value else 0)
+
+
+OUTER = rows("""
+model.embed_tokens.weight | embed      | v d
+model.norm.weight         | norm/scale | d
+lm_head.weight            | head       | v d -> d v
+""")
+PRE_NORMS = rows("""
+{layer}.input_layernorm.weight          | mixer_norm/scale | d
+{layer}.post_attention_layernorm.weight | mlp_norm/scale   | d
+""")
+SANDWICH_NORMS = rows("""
+{layer}.input_layernorm.weight            | mixer_norm/scale     | d
+{layer}.post_attention_layernorm.weight   | mixer_out_norm/scale | d
+{layer}.pre_feedforward_layernorm.weight  | mlp_norm/scale       | d
+{layer}.post_feedforward_layernorm.weight | mlp_out_norm/scale   | d
+""")
+POST_NORMS = rows("""
+{layer}.post_attention_layernorm.weight   | mixer_out_norm/scale | d
+{layer}.post_feedforward_layernorm.weight | mlp_out_norm/scale   | d
+""")
+OUT = rows("""
+{layer}.self_attn.o_proj.weight | mixer/out              | d (n h) -> n h d
+{layer}.self_attn.o_proj.bias   | mixer/out_bias         | d
+{layer}.self_attn.q_norm.weight | mixer/query_norm/scale | h
+{layer}.self_attn.k_norm.weight | mixer/key_norm/scale   | h
+{layer}.self_attn.sinks         | mixer/sinks            | n
+""")
+KEY_VALUE = rows("""
+{layer}.self_attn.k_proj.weight | mixer/key        | (k h) d -> d k h
+{layer}.self_attn.v_proj.weight | mixer/value      | (k h) d -> d k h
+{layer}.self_attn.k_proj.bias   | mixer/key_bias   | (k h) -> k h
+{layer}.self_attn.v_proj.bias   | mixer/value_bias | (k h) -> k h
+""")
+ATTENTION = (
+    KEY_VALUE
+    + OUT
+    + rows("""
+{layer}.self_attn.q_proj.weight | mixer/query      | (n h) d -> d n h
+{layer}.self_attn.q_proj.bias   | mixer/query_bias | (n h) -> n h
+""")
+)
+GATED = rows("""
+{layer}.mlp.gate_proj.weight | mlp/gate      | f d -> d f
+{layer}.mlp.up_proj.weight   | mlp/up        | f d -> d f
+{layer}.mlp.down_proj.weight | mlp/down      | d f -> f d
+{layer}.mlp.gate_proj.bias   | mlp/gate_bias | f
+{layer}.mlp.up_proj.bias     | mlp/up_bias   | f
+{layer}.mlp.down_proj.bias   | mlp/down_bias | d
+""")
+EXPERTS = rows("""
+{layer}.mlp.gate.weight                 | mlp/router | e d -> d e
+{layer}.mlp.experts.{e}.gate_proj.weight | mlp/gate   | f d -> d f
+{layer}.mlp.experts.{e}.up_proj.weight   | mlp/up     | f d -> d f
+{layer}.mlp.experts.{e}.down_proj.weight | mlp/down   | d f -> f d
+""")

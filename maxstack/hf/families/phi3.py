@@ -1,0 +1,47 @@
+"""Phi-3: queries, keys and values in one matrix, gate and up in another, LongRoPE."""
+
+from maxstack.hf.blocks import Layers
+from maxstack.hf.families.parts import (
+    OUT,
+    OUTER,
+    PRE_NORMS,
+    attention,
+    decoder,
+    gated,
+    rms,
+)
+from maxstack.hf.family import Family
+from maxstack.hf.rope import Rope
+from maxstack.hf.rows import rows
+from maxstack.hf.table import Key
+
+NORM = rms(eps=Key("rms_norm_eps", 1e-5))
+
+PHI3 = Family(
+    "Phi3ForCausalLM",
+    "phi3",
+    decoder(norm=NORM),
+    Layers(
+        {
+            "block": {
+                "mixer": attention(
+                    Rope(partial=True, outside=True), window=Key("sliding_window", None)
+                ),
+                "mlp": gated(),
+                "norm": NORM,
+            }
+        }
+    ),
+    OUTER
+    + PRE_NORMS
+    + OUT
+    + rows("""
+{layer}.self_attn.qkv_proj.weight | mixer/query: n h, mixer/key: k h, mixer/value: k h | (+) d -> d +
+{layer}.mlp.gate_up_proj.weight   | mlp/gate: f, mlp/up: f                             | (+) d -> d +
+{layer}.mlp.down_proj.weight      | mlp/down                                           | d f -> f d
+"""),  # noqa: E501
+    fixed={"attention_bias": False, "mlp_bias": False, "lm_head_bias": False},
+    silent=frozenset({"full_attn_mod", "interpolate_factor"}),
+)
+
+FAMILIES = (PHI3,)

@@ -1,0 +1,100 @@
+"""Qwen2 and 2.5, Qwen3, Qwen3-MoE."""
+
+from maxstack.hf.blocks import Layers, Names, Types
+from maxstack.hf.families.parts import (
+    ATTENTION,
+    EXPERTS,
+    GATED,
+    OUTER,
+    PRE_NORMS,
+    Table,
+    attention,
+    decoder,
+    gated,
+    rms,
+)
+from maxstack.hf.family import Family
+from maxstack.hf.rope import Rope
+from maxstack.hf.table import Case, Key, Sink, Source
+
+BIAS = Key("attention_bias", False)
+SILENT = frozenset({"max_window_layers", "sliding_window", "use_sliding_window"})
+SLIDING = Case("use_sliding_window", {True: Key("sliding_window", 4096)}, False)
+
+
+def _types(source: Source, layers: int) -> list[str]:
+    first = (
+        source.get("max_window_layers", 28)
+        if source.get("use_sliding_window") and source.get("sliding_window", 4096)
+        else layers
+    )
+    return ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+
+
+class Sparse:
+    """Every n-th layer is a mixture of experts, but for a list of layers that are not."""
+
+    def read(self, source: Source, layers: int) -> list[str]:
+        dense, step = source.get("mlp_only_layers") or (), source.get("decoder_sparse_step", 1)
+        return ["dense" if i in dense or (i + 1) % step else "moe" for i in range(layers)]
+
+    def write(self, names: Names, sink: Sink) -> None:
+        sink.put("decoder_sparse_step", 1)
+        sink.put("mlp_only_layers", [i for i, name in enumerate(names) if name == "dense"])
+
+
+def _full_and_sliding(mlp: Table, **mixer: object) -> Layers:
+    tables = {
+        name: {"mixer": attention(Rope(), window=window, **mixer), "mlp": mlp, "norm": rms()}
+        for name, window in (("full", None), ("sliding", SLIDING))
+    }
+    return Layers(tables, Types({"full_attention": "full", "sliding_attention": "sliding"}, _types))
+
+
+QWEN2 = Family(
+    "Qwen2ForCausalLM",
+    "qwen2",
+    decoder(),
+    _full_and_sliding(gated(), qkv_bias=True, out_bias=False),
+    OUTER + PRE_NORMS + ATTENTION + GATED,
+    fixed={"use_mrope": False},
+    silent=SILENT,
+)
+
+QWEN3 = Family(
+    "Qwen3ForCausalLM",
+    "qwen3",
+    decoder(),
+    _full_and_sliding(gated(), qk_norm=rms(), qkv_bias=BIAS, out_bias=BIAS),
+    OUTER + PRE_NORMS + ATTENTION + GATED,
+    silent=SILENT,
+)
+
+MIXER = attention(Rope(), window=None, qk_norm=rms(), qkv_bias=BIAS, out_bias=BIAS)
+QWEN3_MOE = Family(
+    "Qwen3MoeForCausalLM",
+    "qwen3_moe",
+    decoder(),
+    Layers(
+        {
+            "moe": {
+                "mixer": MIXER,
+                "norm": rms(),
+                "mlp": gated(
+                    kind="moe",
+                    experts=Key("num_experts", lambda source: source.need("num_local_experts")),
+                    hidden="moe_intermediate_size",
+                    top_k=Key("num_experts_per_tok"),
+                    router={"score": "softmax", "normalize": Key("norm_topk_prob", False)},
+                ),
+            },
+            "dense": {"mixer": MIXER, "norm": rms(), "mlp": gated()},
+        },
+        Sparse(),
+    ),
+    OUTER + PRE_NORMS + ATTENTION + GATED + EXPERTS,
+    fixed={"use_sliding_window": False},
+    silent=frozenset({"intermediate_size", "max_window_layers", "sliding_window"}),
+)
+
+FAMILIES = (QWEN2, QWEN3, QWEN3_MOE)

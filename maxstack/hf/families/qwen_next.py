@@ -1,0 +1,165 @@
+"""Qwen3-Next and Qwen3.5 (text, dense and MoE): three layers of gated delta rule to one of gated
+attention."""
+
+from maxstack.hf.blocks import Layers, Types
+from maxstack.hf.families.parts import (
+    EXPERTS,
+    GATED,
+    KEY_VALUE,
+    OUT,
+    OUTER,
+    PRE_NORMS,
+    Further,
+    Table,
+    attention,
+    decoder,
+    gated,
+    rms,
+)
+from maxstack.hf.family import Family
+from maxstack.hf.rope import Rope
+from maxstack.hf.rows import only, rows
+from maxstack.hf.table import Key, Source
+
+NORM = rms(zero_centered=True)
+BIAS = Key("attention_bias", False)
+DELTA = {
+    "kind": "gated_delta",
+    "key_heads": Key("linear_num_key_heads"),
+    "value_heads": Key("linear_num_value_heads"),
+    "key_dim": Key("linear_key_head_dim"),
+    "value_dim": Key("linear_value_head_dim"),
+    "conv": Key("linear_conv_kernel_dim", 4),
+    "norm": rms(),
+}
+SHARED = {"hidden": Key("shared_expert_intermediate_size"), "gate": True}
+OUTSIDE = decoder(norm=NORM, mtp=Further("full"))
+
+FULL_ROWS = only(
+    "mixer/query_norm/scale: h",
+    KEY_VALUE
+    + OUT
+    + rows("""
+{layer}.self_attn.q_proj.weight | mixer/query: h, mixer/gate: h | (n +) d -> d n +
+"""),
+)
+LINEAR_ROWS = rows("""
+{layer}.linear_attn.conv1d.weight | mixer/conv_query: k h, mixer/conv_key: k h, mixer/conv_value: n v | (+) 1 w -> w +
+{layer}.linear_attn.A_log         | mixer/a_log      | n
+{layer}.linear_attn.dt_bias       | mixer/dt_bias    | n
+{layer}.linear_attn.norm.weight   | mixer/norm/scale | v
+""") + only(  # noqa: E501
+    "mixer/conv_query: w k h",
+    rows("{layer}.linear_attn.out_proj.weight | mixer/out | d (n v) -> n v d"),
+)
+BY_KEY_HEAD = only(
+    "mixer/conv_query: w g h",
+    rows("""
+{layer}.linear_attn.in_proj_qkvz.weight | mixer/query: h, mixer/key: h, mixer/value: r v -> d (g r) v, mixer/gate: r v -> d (g r) v | (g +) d -> d g +
+{layer}.linear_attn.in_proj_ba.weight   | mixer/beta: r, mixer/decay: r | (g +) d -> d (g +)
+"""),  # noqa: E501
+)
+ONE_AFTER_THE_OTHER = only(
+    "mixer/conv_query: w k h",
+    rows("""
+{layer}.linear_attn.in_proj_qkv.weight | mixer/query: k h, mixer/key: k h, mixer/value: n v | (+) d -> d +
+{layer}.linear_attn.in_proj_z.weight   | mixer/gate  | (n v) d -> d n v
+{layer}.linear_attn.in_proj_b.weight   | mixer/beta  | n d -> d n
+{layer}.linear_attn.in_proj_a.weight   | mixer/decay | n d -> d n
+"""),  # noqa: E501
+)
+MLP_ROWS = (
+    GATED
+    + EXPERTS
+    + rows("""
+{layer}.mlp.shared_expert.gate_proj.weight | mlp/shared/gate | f d -> d f
+{layer}.mlp.shared_expert.up_proj.weight   | mlp/shared/up   | f d -> d f
+{layer}.mlp.shared_expert.down_proj.weight | mlp/shared/down | d f -> f d
+{layer}.mlp.shared_expert_gate.weight      | mlp/shared_gate | 1 d -> d
+""")
+)
+FURTHER_ROWS = rows("""
+mtp.pre_fc_norm_embedding.weight | mtp/0/embed_norm/scale  | d
+mtp.pre_fc_norm_hidden.weight    | mtp/0/hidden_norm/scale | d
+mtp.fc.weight                    | mtp/0/project           | o (two d) -> two d o
+mtp.norm.weight                  | mtp/0/norm/scale        | d
+""")
+COMMON_ROWS = OUTER + PRE_NORMS + FULL_ROWS + LINEAR_ROWS + MLP_ROWS + FURTHER_ROWS
+
+
+def _types(source: Source, layers: int) -> list[str]:
+    step = source.get("full_attention_interval", 4)
+    return ["linear_attention" if (i + 1) % step else "full_attention" for i in range(layers)]
+
+
+def _layers(mlp: Table) -> Layers:
+    full = attention(
+        Rope(fraction=0.25),
+        head_dim=Key("head_dim", 256),
+        gate=True,
+        qk_norm=NORM,
+        qkv_bias=BIAS,
+        out_bias=BIAS,
+    )
+    return Layers(
+        {
+            "linear": {"mixer": DELTA, "mlp": mlp, "norm": NORM},
+            "full": {"mixer": full, "mlp": mlp, "norm": NORM},
+        },
+        Types({"linear_attention": "linear", "full_attention": "full"}, _types),
+    )
+
+
+def _experts(normalize: object) -> Table:
+    return gated(
+        kind="moe",
+        experts=Key("num_experts"),
+        top_k=Key("num_experts_per_tok"),
+        hidden="moe_intermediate_size",
+        router={"score": "softmax", "normalize": normalize},
+        shared=SHARED,
+    )
+
+
+QWEN3_NEXT = Family(
+    "Qwen3NextForCausalLM",
+    "qwen3_next",
+    OUTSIDE,
+    _layers(_experts(Key("norm_topk_prob", True))),
+    COMMON_ROWS + BY_KEY_HEAD,
+    fixed={
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "attention_bias": False,
+        "use_sliding_window": False,
+    },
+    silent=frozenset(
+        {"intermediate_size", "full_attention_interval", "sliding_window", "max_window_layers"}
+    ),
+    further="mtp.layers.{}",
+)
+
+FIXED = {"attention_bias": False, "attn_output_gate": True, "mtp_use_dedicated_embeddings": False}
+SILENT = frozenset({"full_attention_interval", "mamba_ssm_dtype", "mtp_num_hidden_layers"})
+QWEN3_5 = Family(
+    "Qwen3_5ForCausalLM",
+    "qwen3_5_text",
+    OUTSIDE,
+    _layers(gated()),
+    COMMON_ROWS + ONE_AFTER_THE_OTHER,
+    fixed=FIXED,
+    silent=SILENT,
+    further="mtp.layers.{}",
+)
+QWEN3_5_MOE = Family(
+    "Qwen3_5MoeForCausalLM",
+    "qwen3_5_moe_text",
+    OUTSIDE,
+    _layers(_experts(True)),
+    COMMON_ROWS + ONE_AFTER_THE_OTHER,
+    fixed=FIXED,
+    silent=SILENT | {"norm_topk_prob", "intermediate_size"},
+    further="mtp.layers.{}",
+)
+
+FAMILIES = (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)

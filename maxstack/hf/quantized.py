@@ -1,0 +1,254 @@
+"""Weights that a model folder keeps in low precision, read as floats one tensor at a time."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+from maxstack.config import ConfigError, quoted, shortened
+from maxstack.config.errors import DataError
+
+if TYPE_CHECKING:
+    from maxstack.hf.tensors import Tensor
+
+# e2m1: one bit of sign, two of exponent, one of mantissa.
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+E8M0_BIAS = 127
+E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+INT4_ZERO = 8
+SCALES = ("float32", "bfloat16", "float16")
+
+Tensors = dict[str, "Tensor"]
+Unpack = Callable[[Tensors], Tensors]
+
+
+class Quantized:
+    """A weight made of several tensors of a file: numbers of few bits, and what scales them."""
+
+    dtype = np.dtype(ml_dtypes.bfloat16)
+    """Of the weight in the unquantized folder; `array` is float32 where the product with the
+    scale has more digits than that."""
+    shape: tuple[int, ...]
+
+    def __init__(self, *parts: "Tensor"):
+        self._parts, self.where = parts, parts[0].where
+
+    def array(self, index: int | None = None) -> np.ndarray:
+        """The weight, or one index of its first dimension; DataError for a scale that is not
+        finite, or negative."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Give back the memory of what was read."""
+        for part in self._parts:
+            part.forget()
+
+
+class MXFP4(Quantized):
+    """[experts, in, out], as gpt-oss has it: blocks [experts, out, in / 32, 16] of two e2m1 numbers
+    a byte, the low half first, and scales [experts, out, in / 32], powers of two (OCP Microscaling
+    Formats 1.0, 2023)."""
+
+    def __init__(self, blocks: "Tensor", scales: "Tensor"):
+        super().__init__(blocks, scales)
+        shaped = (
+            len(blocks.shape) == 4 and blocks.shape[-1] == 16 and blocks.shape[:3] == scales.shape
+        )
+        if not shaped or blocks.dtype != np.uint8 or scales.dtype != np.uint8:
+            raise DataError(
+                f"{blocks.where}: MXFP4 has uint8 blocks [experts, out, n, 16] and "
+                f"scales [experts, out, n], not {_said(blocks)} and {_said(scales)}"
+            )
+        experts, out, groups, _ = blocks.shape
+        self.shape = experts, groups * 32, out
+
+    def array(self, index: int | None = None) -> np.ndarray:
+        if index is None:
+            return np.stack([self.array(expert) for expert in range(self.shape[0])])
+        blocks, scales = (part.array(index) for part in self._parts)
+        values = np.stack([E2M1[blocks & 15], E2M1[blocks >> 4]], axis=-1)
+        exponents = scales[..., None].astype(np.int32) - E8M0_BIAS
+        scaled = np.ldexp(values.reshape(*scales.shape, 32), exponents)
+        return scaled.astype(self.dtype).reshape(scales.shape[0], -1).T
+
+
+class BlockFP8(Quantized):
+    """[out, in] in e4m3 with a scale for each block of `block` numbers, at the edges of fewer, as
+    DeepSeek V3 has it; float32, as weight_dequant of DeepSeek's inference/kernel.py multiplies."""
+
+    def __init__(self, block: tuple[int, int], scale: "Tensor", weight: "Tensor"):
+        super().__init__(weight, scale)
+        self.shape, self._block = weight.shape, block
+        if weight.dtype != ml_dtypes.float8_e4m3fn:
+            raise DataError(
+                f"{weight.where}: is {_said(weight)}, and {scale.where} scales float8_e4m3fn"
+            )
+        blocks = tuple(-(-n // b) for n, b in zip(self.shape, block, strict=False))
+        _check_scale(scale, weight, blocks, f"weight_block_size {list(block)}")
+
+    def array(self, index: int | None = None) -> np.ndarray:
+        codes, scale = self._parts[0].array(), _finite(self._parts[1])
+        # Largest number of the block / 448; zero for a block of zeros. Those of int4 may be
+        # negative, where an exporter turns the larger end of a group to -8.
+        if (least := scale.min(initial=0)) < 0:
+            raise DataError(
+                f"{self._parts[1].where}: holds {least:g}, and no scale of float8_e4m3fn is "
+                "negative; get the weights anew"
+            )
+        values = E4M3[codes.view(np.uint8)]
+        rows, columns = self._block
+        for i, of_block in enumerate(scale):
+            values[i * rows : (i + 1) * rows] *= of_block.repeat(columns)[: self.shape[1]]
+        return values if index is None else values[index]
+
+
+class GroupInt4(Quantized):
+    """[out, in] in int4 with a scale for each `group` inputs, as compressed-tensors packs it: int32
+    words [out, in / 8] of eight numbers, the first in the lowest bits, each kept plus 8. Products
+    are rounded to the dtype of the scales, as that library rounds them."""
+
+    def __init__(self, group: int, packed: "Tensor", scale: "Tensor", shape: "Tensor"):
+        super().__init__(packed, scale, shape)
+        matrices = len(packed.shape) == len(scale.shape) == 2
+        sizes = shape.shape == (2,) and shape.dtype.kind == "i"
+        if packed.dtype != np.int32 or not matrices or not sizes:
+            raise DataError(
+                f"{packed.where}: int4 weights are int32 [out, in / 8] with scales "
+                f"[out, in / {group}] and the two sizes, not {_said(packed)}, "
+                f"{_said(scale)} and {_said(shape)}"
+            )
+        out, words = packed.shape
+        whole = words * 8 == scale.shape[1] * group
+        # Where it must be so, the size is not read: a page of a file for each of many experts.
+        self.shape = out, words * 8 if whole else int(shape.array()[-1])
+        self._group, self.dtype = group, scale.dtype
+        _check_scale(scale, self, (out, -(-self.shape[1] // group)), f"group_size {group}")
+
+    def array(self, index: int | None = None) -> np.ndarray:
+        packed, scales, shape = self._parts
+        if (said := tuple(shape.array())) != self.shape:
+            raise DataError(
+                f"{shape.where}: says {list(map(int, said))}, and the numbers are of "
+                f"{list(self.shape)}"
+            )
+        codes = packed.array().view(np.uint8)
+        halves = np.stack([codes & 15, codes >> 4], axis=-1)
+        values = halves.reshape(len(codes), -1)[:, : self.shape[1]].astype(np.float32)
+        scale = _finite(scales).repeat(self._group, axis=1)[:, : self.shape[1]]
+        values = ((values - INT4_ZERO) * scale).astype(self.dtype)
+        return values if index is None else values[index]
+
+
+def unpacking(said: Any, where: str) -> Unpack:
+    """What makes whole weights of the tensors of a folder whose config.json, at `where`, has
+    `said` as quantization_config. ConfigError where it names what is not read here."""
+    if not said:
+        return lambda tensors: tensors
+    method = said.get("quant_method") if isinstance(said, Mapping) else said
+    if not isinstance(said, Mapping) or method not in METHODS:
+        raise ConfigError(
+            f"{where}: weights quantized by {shortened(str(method))} are not supported; those by "
+            f"{', '.join(METHODS)} are; use the unquantized version of the model"
+        )
+    try:
+        return METHODS[method](said)
+    except ValueError as error:
+        raise ConfigError(
+            f"{where}: quantization_config: {error}; use the unquantized version of the model"
+        ) from None
+
+
+def _mxfp4(said: Mapping[str, Any]) -> Unpack:
+    return lambda tensors: _joined(tensors, "_blocks", ("_scales",), MXFP4)
+
+
+def _fp8(said: Mapping[str, Any]) -> Unpack:
+    """Layers that modules_to_not_convert or ignored_layers name need no rule: theirs are floats."""
+    block = said.get("weight_block_size")
+    if not isinstance(block, list) or [type(n) for n in block] != [int, int] or min(block) < 1:
+        raise ValueError(
+            f"weight_block_size={quoted(block)}: must be two whole numbers above 0; fp8 is read in "
+            "blocks alone"
+        )
+    _expect(said, {"fmt": "e4m3", "activation_scheme": "dynamic"})
+
+    def unpack(tensors: Tensors) -> Tensors:
+        for name, tensor in tensors.items():
+            if tensor.dtype == ml_dtypes.float8_e4m3fn and f"{name}_scale_inv" not in tensors:
+                raise DataError(
+                    f"{tensor.where}: is float8_e4m3fn without its scales {name}_scale_inv"
+                )
+        return _joined(tensors, "_scale_inv", ("",), functools.partial(BlockFP8, tuple(block)))
+
+    return unpack
+
+
+def _compressed(said: Mapping[str, Any]) -> Unpack:
+    """Layers that `ignore` names need no rule: theirs are floats."""
+    _expect({"format": "dense", **said}, {"format": "pack-quantized"})
+    groups = said.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise ValueError(f"config_groups={quoted(groups)}: must say how weights are quantized")
+    sizes = set()
+    for name, group in groups.items():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if not isinstance(weights, dict):
+            raise ValueError(f"config_groups.{name}.weights={quoted(weights)}: must be a mapping")
+        _expect(
+            {"num_bits": 8, **weights},
+            {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"},
+        )
+        sizes.add(weights.get("group_size"))
+    size = sizes.pop()
+    if sizes or type(size) is not int or size < 1:
+        raise ValueError("config_groups: must have one group_size for all weights")
+    return lambda tensors: _joined(
+        tensors, "_packed", ("_scale", "_shape"), functools.partial(GroupInt4, size)
+    )
+
+
+METHODS = {"mxfp4": _mxfp4, "fp8": _fp8, "compressed-tensors": _compressed}
+
+
+def _expect(said: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    for key, value in wanted.items():
+        if said.get(key, value) != value:
+            raise ValueError(f"{key}={quoted(said[key])}: only {value!r} is read")
+
+
+def _joined(
+    tensors: Tensors, first: str, others: tuple[str, ...], make: Callable[..., Quantized]
+) -> Tensors:
+    """`tensors` with each that ends in `first`, and those of `others`, as one weight."""
+    for name in [name for name in tensors if name.endswith(first)]:
+        own = name.removesuffix(first)
+        if absent := [own + other for other in others if own + other not in tensors]:
+            raise DataError(
+                f"{tensors[name].where}: is of no use without {absent[0]}, which no file holds"
+            )
+        parts = [tensors.pop(own + part) for part in (first, *others)]
+        tensors[own] = make(*parts)
+    return tensors
+
+
+def _check_scale(
+    scale: "Tensor", weight: "Tensor | Quantized", shape: tuple[int, ...], why: str
+) -> None:
+    if len(weight.shape) != 2 or scale.shape != shape or scale.dtype.name not in SCALES:
+        raise DataError(
+            f"{scale.where}: is {_said(scale)}; {why} in config.json, on a weight "
+            f"{list(weight.shape)}, needs {' or '.join(SCALES)} {list(shape)}"
+        )
+
+
+def _finite(scale: "Tensor") -> np.ndarray:
+    values = scale.array().astype(np.float32)
+    if not np.isfinite(values).all():
+        raise DataError(f"{scale.where}: holds a number that is not finite")
+    return values
+
+
+def _said(tensor: "Tensor") -> str:
+    return f"{tensor.dtype.name} {list(tensor.shape)}"

@@ -1,0 +1,77 @@
+"""Tensors of a safetensors file as they are read."""
+
+from typing import Protocol
+
+import ml_dtypes
+import numpy as np
+
+from maxstack.config.errors import DataError
+from maxstack.hf.safetensors_file import SafetensorsFile
+
+SMALL = 64 << 20
+
+
+EXPONENTS: dict[np.dtype, np.unsignedinteger] = {
+    np.dtype(np.float32): np.uint32(0x7F800000),
+    np.dtype(ml_dtypes.bfloat16): np.uint16(0x7F80),
+    np.dtype(np.float16): np.uint16(0x7C00),
+    np.dtype(np.float64): np.uint64(0x7FF0000000000000),
+}
+"""Bits that are all set in NaN and infinities, and in no other number (IEEE 754)."""
+
+
+BLOCK = 1 << 16
+"""Numbers that are looked at together; they stay in a core's cache."""
+
+
+class Tensor(Protocol):
+    """A tensor that is read when it is asked for."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its sizes."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the weight; `array` may have more digits."""
+
+    @property
+    def where(self) -> str:
+        """File and name, for messages."""
+
+    def array(self, index: int | None = None) -> np.ndarray:
+        """The whole, or one index of the first dimension; a view of the file where it can be."""
+
+    def forget(self) -> None:
+        """Give back the memory of what was read."""
+
+
+def check_finite(values: np.ndarray, where: str) -> None:
+    """DataError if any of the numbers, which are contiguous, is NaN or infinite."""
+    if (mask := EXPONENTS.get(values.dtype)) is None:
+        return
+    bits = values.reshape(-1).view(mask.dtype)
+    for begin in range(0, bits.size, BLOCK):
+        if (bits[begin : begin + BLOCK] & mask).max() == mask:
+            odd = int((~np.isfinite(values)).sum())
+            raise DataError(
+                f"{where}: {odd:,} of {values.size:,} numbers are NaN or infinite in "
+                f"{values.dtype}; get the weights anew, or take them as they are: "
+                "checkpoint.allow_nonfinite=true in a configuration, --allow-nonfinite for commands"
+            )
+
+
+class Plain:
+    """A tensor as it lies in a file."""
+
+    def __init__(self, file: SafetensorsFile, name: str):
+        self._file, self._name = file, name
+        self.dtype, self.shape = file.entries[name].dtype, file.entries[name].shape
+        self.file, self.where = file.path, f"{file.path}: tensor {name}"
+
+    def array(self, index: int | None = None) -> np.ndarray:
+        whole = self._file.array(self._name)
+        return whole if index is None else whole[index]
+
+    def forget(self) -> None:
+        self._file.forget()

@@ -1,0 +1,113 @@
+"""A trained model opened for use: a run, one of its checkpoints, or a Hugging Face folder."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from maxstack import sharding
+from maxstack.config import ConfigError, shortened
+from maxstack.data import hub
+from maxstack.load import load
+from maxstack.schema.mesh import AXES
+
+if TYPE_CHECKING:
+    from maxstack.run import Run
+    from maxstack.schema.config import Config
+
+
+def adapted_run(run: "Run", folder: str) -> "Run":
+    """The run with adapters as a folder in PEFT's format has them; ConfigError where that is no
+    adapter of this model."""
+    from maxstack.hf.peft import Adapter
+    from maxstack.run import assemble
+    from maxstack.schema.lora import LoraConfig
+
+    if run.cfg.lora:
+        raise ConfigError(
+            "--adapter: the run has adapters of its own; merge them first: maxstack "
+            "export RUN --out FOLDER"
+        )
+    adapter = Adapter(Path(folder), finite=not run.cfg.checkpoint.allow_nonfinite)
+    tensors = (
+        tensor
+        for tensor in run.bound(adapter)
+        if tensor.name.removesuffix(".weight") in adapter.modules
+    )
+    paths = sorted({target.path for tensor in tensors for target in tensor.targets})
+    adapted = assemble(
+        run.cfg.model_copy(update={"lora": LoraConfig.model_validate(adapter.settings(paths))}),
+        run.mesh,
+        trains=False,
+    )
+    adapted.adapter(folder)
+    return adapted
+
+
+def with_adapter(adapted: "Run", params: Any, folder: str) -> Any:
+    """Weights of the run without adapters, which are shared, with the adapter of a folder beside
+    them."""
+    from flax import nnx
+
+    return adapted.tree(
+        adapted.with_adapter(
+            adapted.beside(nnx.traversals.flatten_mapping(params, sep="/")), folder
+        )
+    )
+
+
+def open_model(model: str, overrides: Sequence[str]) -> tuple["Run", Any]:
+    """A run's folder, one of its checkpoints, or a Hugging Face folder -> the assembled run and its
+    weights, spread over all devices (fsdp)."""
+    run, own = assembled(model, overrides)
+    return run, read_weights(model, run, own)
+
+
+def assembled(model: str, overrides: Sequence[str]) -> tuple["Run", Path | None]:
+    """The run of a model over all devices, and its folder, None for a Hugging Face folder."""
+    placed = [f"mesh.{axis}=1" for axis in AXES]
+    cfg, own = config_of(model, ["run.virtual_devices=null", *placed, "mesh.fsdp=-1", *overrides])
+    import jax
+
+    from maxstack.run import assemble
+
+    return assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()), trains=False), own
+
+
+def read_weights(model: str, run: "Run", own: Path | None) -> Any:
+    """The weights of an assembled run."""
+    from maxstack.checkpoint.weights import WeightsReader
+    from maxstack.hf.reader import load_params
+
+    if own is not None:
+        return run.tree(WeightsReader(Path(model)).load(run.weights, run.sources))
+    assert run.cfg.model.weights
+    finite = not run.cfg.checkpoint.allow_nonfinite
+    return run.tree(run.treated(load_params(run.cfg.model.weights, run.untreated, finite=finite)))
+
+
+def config_of(model: str, overrides: Sequence[str]) -> tuple["Config", Path | None]:
+    """The configuration of a model, and the run's folder, None for a Hugging Face folder."""
+
+    if not Path(model).is_dir() and not hub.named(model):
+        raise ConfigError(
+            f"{shortened(model, 200)}: {hub.NOWHERE}; give a run's folder, one of its checkpoints, "
+            "a Hugging Face folder, or such a name"
+        )
+    if (Path(model) / "hf" / "source.json").is_file() and not (
+        Path(model) / "config.yml"
+    ).is_file():
+        raise ConfigError(
+            f"{model}: an import that was not finished; give the same `maxstack import` again"
+        )
+    folder = Path(model)
+    places = (folder, folder.parent, folder.parent.parent) if folder.is_dir() else ()
+    own = next((place for place in places if (place / "config.yml").is_file()), None)
+    if own is None:
+        data = {
+            "sources": [{"kind": "synthetic", "vocab": 2}],
+            "seq_len": 1,
+        }  # rows have lengths of their own
+        cfg = load({"model": {"from": model}, "data": data}, overrides)
+    else:
+        cfg = load(own / "config.yml", overrides)
+    return cfg, own

@@ -1,0 +1,31 @@
+"""Rematerialisation of a block by the policy that the configuration names."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from maxstack.models import pipeline
+from maxstack.schema.decoder import RematConfig
+
+
+def remat(cfg: RematConfig, f: Callable[..., Any], staged: bool = False) -> Callable[..., Any]:
+    """`f`, keeping for its backward pass what the policy names; `staged` inside a pipeline, where
+    `f` takes its weights out of a stack."""
+    if cfg.policy == "none" and not staged:
+        return f
+    known = jax.checkpoint_policies
+    policies = {
+        "none": lambda: pipeline.computed,
+        "full": lambda: known.nothing_saveable,
+        "dots": lambda: known.dots_saveable,
+        "dots_no_batch": lambda: known.dots_with_no_batch_dims_saveable,
+        "save": lambda: known.save_only_these_names(*cfg.names),
+        "offload": lambda: known.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=list(cfg.names),
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
+    }
+    return jax.checkpoint(f, policy=policies[cfg.policy](), prevent_cse=False)

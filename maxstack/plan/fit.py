@@ -1,0 +1,82 @@
+"""Whether a run can fit its devices' memory at all: sums over shapes that take no compiler, for
+train before it compiles and for plan."""
+
+import math
+from typing import Any
+
+import jax
+
+from maxstack.config import ConfigError
+from maxstack.hardware.chips import by_kind
+from maxstack.hardware.devices import host_memory
+from maxstack.run import Run
+from maxstack.state import HOST
+
+GIB = 2**30
+
+
+def check(run: Run) -> None:
+    """ConfigError, with the numbers, where less than the least that a step holds is more than a
+    device has."""
+    parts, device = least(run), run.mesh.local_devices[0]
+    limit, needed = usable(device, run.mesh.size), sum(parts.values())
+    if limit is not None and needed > limit:
+        held = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items() if size)
+        raise ConfigError(
+            f"mesh: a step needs at least {needed / GIB:.2f} GiB on each of "
+            f"{run.mesh.size} devices ({held}), but {device.device_kind} has "
+            f"{limit / GIB:.2f}; shard over more devices (mesh.fsdp, mesh.tensor), use "
+            "model.remat or mesh.offload, or a smaller train.batch_size; "
+            "`maxstack plan --search` looks for a mesh that fits"
+        )
+
+
+def least(run: Run) -> dict[str, int]:
+    """Bytes that one device holds at once in any step: state, gradients, and the inputs of all
+    layers, which the backward pass begins from."""
+    cfg = run.cfg
+    gradients = sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(run.abstract.params)
+    )
+    rows = jax.ShapeDtypeStruct(
+        (cfg.train.batch_size // cfg.train.accumulate, cfg.data.seq_len),
+        "int32",
+        sharding=run.batch_sharding,
+    )
+    stream = (
+        shard_bytes(rows, host=False)
+        // 4
+        * cfg.model.embed
+        * jax.numpy.dtype(cfg.model.dtype).itemsize
+    )
+    inputs = (
+        0
+        if "input" in cfg.model.remat.names and cfg.model.remat.policy == "offload"
+        else stream * cfg.model.layers // run.mesh.shape["tensor"]
+    )
+    return {
+        "parameters": shard_bytes(run.abstract.params, host=False),
+        "optimizer": shard_bytes(run.abstract.opt, host=False),
+        "gradients": gradients,
+        "layer inputs": inputs,
+    }
+
+
+def shard_bytes(tree: Any, *, host: bool) -> int:
+    """Bytes of one device's shards of a tree of shapes, in the host's memory or in its own."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+        if (leaf.sharding.memory_kind == HOST) == host
+    )
+
+
+def usable(device: Any, devices: int) -> int | None:
+    """Bytes that programs may use on a device; of a CPU's devices, each its share of the machine's
+    memory. None where neither is known."""
+    chip = by_kind(device.device_kind)
+    if chip:
+        return chip.for_programs
+    found = host_memory() if device.platform == "cpu" else None
+    return found // devices if found else None

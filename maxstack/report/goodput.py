@@ -1,0 +1,294 @@
+"""Where a run's time went, over all its restarts: the arithmetic on goodput.jsonl, and `maxstack
+goodput RUN`. ledger.py writes that file.
+
+Goodput is the seconds of steps that count over those since the run first began. A row has an
+`event` and its `time`: unix seconds by the clock that the process found when it began, counted
+steadily since. `begin`: a process, with `monotonic`, that moment by the machine's steady clock, and
+the `boot` that this clock belongs to. `resume`: the run goes on from `step`, later ones are undone.
+`spent`, `end`. Each but `begin` may hold what was spent since the row before: `seconds` by cause;
+`steps` [first, last] that count, their seconds (`stepping`) and those idle for want of a batch
+(`waited`); how many did not count (`refused`) and their seconds (`refusing`). Nothing but the
+standard library is imported before it is needed.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+FILE = "goodput.jsonl"
+EVENTS = ("begin", "resume", "spent", "end")
+NUMBERS = ("monotonic", "step", "stepping", "waited", "refused", "refusing")
+SPENT = {
+    "start-up": "a process before its first step, but for what has a line of its own",
+    "compile": "waiting for the compiled step",
+    "restore": "reading a checkpoint",
+    "save": "steps held up by a save",
+    "evaluation": "held-out documents",
+    "check": "comparing what devices hold alike, and the processes' speeds",
+}
+CAUSES = {
+    "useful": "steps that count",
+    "data wait": "devices idle because no batch was ready",
+    **SPENT,
+    "lost work": "steps undone by a restart or a rewind, and refused ones",
+    "idle": "no process: from one's last sign of life to the beginning of the next",
+    "other": "what no line accounts for: a hang, or the step that a kill cut short",
+}
+MOVED = 60.0
+"""Seconds that two clocks may disagree by before it is told."""
+FAR = 1e11
+"""Seconds, and steps, that no run has: such a line is damaged."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Goodput:
+    """Seconds by cause, all of CAUSES; they add up to `wall`."""
+
+    began: float
+    seen: float
+    """Unix seconds of the first beginning and of the last sign of life."""
+    wall: float
+    seconds: dict[str, float]
+    restarts: int
+    """Processes but for the first that had steps to do; those that a mistake ended before, or that
+    found nothing left, are none."""
+    steps: int
+    lost_steps: int
+    remarks: tuple[str, ...]
+
+    @property
+    def share(self) -> float:
+        """Useful seconds over all seconds, 0 to 1."""
+        return self.seconds["useful"] / self.wall if self.wall else 0.0
+
+    def json(self) -> dict[str, Any]:
+        """As `--json` writes it."""
+        return {"goodput": self.share, **dataclasses.asdict(self)}
+
+
+class Account:
+    """The sums over the rows read so far. A process lives from its first row to its last, or as
+    long as all that it says it did, if that is more."""
+
+    def __init__(self) -> None:
+        self._seconds = dict.fromkeys(CAUSES, 0.0)
+        self._steps: list[tuple[int, int, float, float]] = []
+        self._done = self._lost = self._processes = self._restarts = self._damaged = 0
+        self._resumed = False
+        self._first = self._begin = self._last = self._monotonic = self._claimed = self._past = 0.0
+        self._boot = ""
+        self._moved: list[float] = []
+        self._back: list[float] = []
+
+    def read_file(self, path: Path) -> None:
+        """All rows of a file; a line that is no row is passed over and told, but for a last one
+        that a kill cut short."""
+        with path.open("rb") as file:
+            for line in file:
+                if (row := _row(line)) is not None:
+                    self.read(row)
+                elif line.endswith(b"\n") and line.strip():
+                    self._damaged += 1
+
+    def read(self, row: dict[str, Any]) -> None:
+        """The next row."""
+        if row["event"] == "begin" or not self._processes:
+            self._begin_process(row)
+        self._last = max(self._last, row["time"])
+        for cause, seconds in row.get("seconds", {}).items():
+            self._spend(cause, seconds)
+        self._spend("lost work", row.get("refusing", 0.0))
+        self._lost += row.get("refused", 0)
+        if "steps" in row:
+            (first, last), stepping, waited = (
+                row["steps"],
+                row.get("stepping", 0.0),
+                row.get("waited", 0.0),
+            )
+            self._undo(first - 1)
+            self._steps.append((first, last, stepping, waited))
+            self._done += last - first + 1
+            self._spend("useful", stepping - waited)
+            self._spend("data wait", waited)
+        if row["event"] == "resume":
+            self._restarts, self._resumed = self._restarts + (not self._resumed), True
+            self._undo(row.get("step", math.inf))
+
+    def seen_on(self, boot: str) -> float:
+        """The last sign of life on the steady clock of this boot; -inf where it was on another one,
+        or none is known."""
+        return (
+            self._monotonic + self._last - self._begin if boot and boot == self._boot else -math.inf
+        )
+
+    def goodput(self) -> Goodput:
+        """What the rows come to. Zero seconds where there are none."""
+        lived = max(self._last - self._begin, self._claimed)
+        seconds = self._seconds | {"other": self._seconds["other"] + lived - self._claimed}
+        return Goodput(
+            self._first,
+            self._last,
+            self._past + lived,
+            seconds,
+            max(0, self._restarts - 1),
+            self._done,
+            self._lost,
+            self._remarks(),
+        )
+
+    def _spend(self, cause: str, seconds: float) -> None:
+        self._seconds[cause] += seconds
+        self._claimed += seconds
+
+    def _begin_process(self, row: dict[str, Any]) -> None:
+        if self._processes:
+            lived, gap = max(self._last - self._begin, self._claimed), self._gap(row)
+            self._seconds["other"] += lived - self._claimed
+            self._seconds["idle"] += gap
+            self._past += lived + gap
+        else:
+            self._first = row["time"]
+        self._processes, self._resumed = self._processes + 1, False
+        self._begin = self._last = row["time"]
+        self._boot, self._monotonic, self._claimed = (
+            row.get("boot", ""),
+            row.get("monotonic", 0.0),
+            0.0,
+        )
+
+    def _gap(self, row: dict[str, Any]) -> float:
+        """Seconds without a process: by the steady clock of a machine that both processes ran on,
+        else by the calendar's, and never less than 0."""
+        by_calendar = row["time"] - self._last
+        by_machine = row.get("monotonic", 0.0) - self.seen_on(row.get("boot", ""))
+        if -1e-3 < by_machine < math.inf:
+            if abs(by_calendar - by_machine) > MOVED:
+                self._moved.append(by_calendar - by_machine)
+            return max(0.0, by_machine)
+        if by_calendar < 0:
+            self._back.append(-by_calendar)
+        return max(0.0, by_calendar)
+
+    def _undo(self, step: float) -> None:
+        """The steps after `step` become lost work, with what they waited for; the steps of one row
+        are taken to be equally long."""
+        while self._steps and self._steps[-1][1] > step:
+            first, last, stepping, waited = self._steps.pop()
+            kept = max(0, step - first + 1) / (last - first + 1)
+            if kept:
+                self._steps.append((first, int(step), stepping * kept, waited * kept))
+            lost = last - max(int(step), first - 1)
+            self._done, self._lost = self._done - lost, self._lost + lost
+            for cause, seconds in (
+                ("useful", (stepping - waited) * (1 - kept)),
+                ("data wait", waited * (1 - kept)),
+            ):
+                seconds = min(seconds, self._seconds[cause])
+                self._seconds[cause] -= seconds
+                self._seconds["lost work"] += seconds
+
+    def _remarks(self) -> tuple[str, ...]:
+        told = []
+        if moved := self._moved:
+            told.append(
+                f"the clock was moved between processes ({len(moved)} x, by "
+                f"{max(moved, key=abs):+,.0f} s at most); idle seconds there are "
+                "by the machine's own clock"
+            )
+        if back := self._back:
+            told.append(
+                f"the clock went back between processes ({len(back)} x, by "
+                f"{max(back):,.0f} s or more); for how long no process ran there is "
+                "not known, and counts as 0"
+            )
+        if self._damaged:
+            told.append(
+                f"{self._damaged} damaged line{'s' * (self._damaged > 1)} of {FILE} "
+                "passed over; what stood there counts as other or idle"
+            )
+        return tuple(told)
+
+
+def so_far(folder: Path) -> Goodput:
+    """Of the run in a folder, whatever of it is there."""
+    account = Account()
+    with contextlib.suppress(OSError):  # not there yet, or on another host's disk
+        account.read_file(folder / FILE)
+    return account.goodput()
+
+
+def summary(folder: Path) -> Goodput:
+    """Of the run in `folder`, up to its last sign of life; ConfigError where no books are to be
+    read there."""
+    from maxstack.config import ConfigError
+
+    account, path = Account(), folder / FILE
+    try:
+        account.read_file(path)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{folder}: no {FILE} yet; it is written from the moment that `maxstack "
+            "train` holds the folder"
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read: {error.strerror}; make it readable for you"
+        ) from error
+    found = account.goodput()
+    if not found.began:
+        raise ConfigError(
+            f"{path}: no line of it can be read; move it away, and the next start of the "
+            "run begins a new one"
+        )
+    return found
+
+
+def lines(goodput: Goodput) -> list[str]:
+    """For people: one sentence, then a line for each cause with its seconds, its share and a bar,
+    then what is to be said about the clock."""
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(goodput.began))
+    told = [
+        f"goodput {goodput.share:.1%} of "
+        f"{datetime.timedelta(seconds=round(goodput.wall))} since {since}: "
+        f"{goodput.steps:,} steps that count, "
+        f"{goodput.lost_steps:,} lost, {goodput.restarts:,} restart{'s' * (goodput.restarts != 1)}"
+    ]
+    for cause, seconds in goodput.seconds.items():
+        share = seconds / goodput.wall if goodput.wall else 0.0
+        told.append(
+            f"  {cause:<{max(map(len, CAUSES))}} {seconds:>12,.1f} s {share:>6.1%}  "
+            f"{'#' * round(40 * share)}".rstrip()
+        )
+    return [*told, *(f"  {remark}" for remark in goodput.remarks)]
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """A line as a row, or None where it is not one."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(row, dict) or row.get("event") not in EVENTS:
+        return None
+    seconds, steps = row.get("seconds", {}), row.get("steps", [0, 0])
+    if not (
+        isinstance(seconds, dict)
+        and {*seconds} <= {*SPENT}
+        and isinstance(steps, list)
+        and len(steps) == 2
+    ):
+        return None
+    numbers = (
+        row.get("time"),
+        *(row[name] for name in NUMBERS if name in row),
+        *seconds.values(),
+        *steps,
+    )
+    if not all(isinstance(number, int | float) and 0 <= number < FAR for number in numbers):
+        return None
+    return row if steps[0] <= steps[1] and row.get("waited", 0) <= row.get("stepping", 0) else None

@@ -1,0 +1,212 @@
+"""The books of one process of a run: what it spends its time on, written to goodput.jsonl.
+goodput.py adds them up and describes the rows."""
+
+import contextlib
+import json
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from maxstack.report.append import Appender
+from maxstack.report.goodput import FILE, SPENT, Account, Goodput
+
+
+class Ledger:
+    """A stopwatch over causes, and sums of steps; other processes than the first keep none.
+
+    A thread writes, once a second at most and less often as the process grows old (after 1 % more
+    of its age, but at least every 30 s), so that no step and no save waits for a disk. Its rows are
+    signs of life too, during a long compilation for instance. A file that cannot be written is told
+    once and tried again.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        first: bool,
+        started: float | None = None,
+        every: float = 1.0,
+        doing: Callable[..., None] | None = None,
+    ):
+        """Begin the process, in start-up. `started`: time.monotonic() when it began, by default
+        now. `every`: seconds between rows, at first. `doing`: told of what begins, and of steps
+        that are done, as heartbeat.Heartbeat.doing is."""
+        self._path, self._every, self._doing = folder / FILE, every, doing or (lambda *_: None)
+        self._account, self._rows = Account(), ""
+        self._lock, self._stop, self._file = (
+            threading.Lock(),
+            threading.Event(),
+            Appender(folder / FILE),
+        )
+        self._stack, self._spent, self._steps = ["start-up"], dict[str, float](), dict[str, Any]()
+        self._share: float | None = None
+        self._thread = (
+            threading.Thread(
+                target=_keep_writing,
+                args=(weakref.ref(self), self._stop),
+                daemon=True,
+                name="ledger",
+            )
+            if first
+            else None
+        )
+        now, boot = time.monotonic(), _boot()
+        if first and self._path.exists():
+            try:
+                self._account.read_file(self._path)
+            except OSError as error:
+                print(
+                    f"{self._path}: {error.strerror}; what was spent before is not counted",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        self._began = now if started is None else started
+        if self._began < (seen := self._account.seen_on(boot)) <= now:
+            self._began = seen
+        self._mark, self._clock = self._began, time.time() - now
+        if self._thread:
+            self._note(
+                {
+                    "event": "begin",
+                    "time": self._clock + self._began,
+                    "boot": boot,
+                    "monotonic": self._began,
+                }
+            )
+            self._write_rows()
+            self._thread.start()
+
+    @contextlib.contextmanager
+    def spent(self, cause: str) -> Iterator[None]:
+        """What the main thread takes for this goes to `cause`, and only to the innermost one where
+        they are nested."""
+        assert cause in SPENT, cause
+        with self._lock:
+            self._charge()
+            self._stack.append(cause)
+        self._doing(cause)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._charge()
+                self._stack.pop()
+            self._doing(self._stack[-1] if self._stack else "steps")
+
+    def resume(self, step: int) -> None:
+        """The run goes on from `step`, after a restore, a rewind, or (0) from scratch: later steps
+        that were done are lost work."""
+        with self._lock:
+            self._cut("resume", step=step)
+
+    def begin_steps(self) -> None:
+        """The end of start-up."""
+        with self._lock:
+            assert self._stack == ["start-up"], self._stack
+            self._charge()
+            self._stack.pop()
+        self._doing("first step")
+
+    def step(self, step: int, seconds: float, waited: float, counts: bool = True) -> None:
+        """A step that is done, its seconds, and those of them that devices were idle for want of
+        its batch. One that was refused does not count."""
+        self._doing("steps", step, seconds)
+        with self._lock:
+            assert not self._stack, self._stack
+            if self._steps and (not counts or self._steps["steps"][1] != step - 1):
+                self._cut("spent")
+            if not counts:
+                self._steps = {"refused": 1, "refusing": seconds}
+                self._cut("spent")
+                return
+            sums = self._steps or {"steps": [step, step], "stepping": 0.0, "waited": 0.0}
+            self._steps = {
+                "steps": [sums["steps"][0], step],
+                "stepping": sums["stepping"] + seconds,
+                "waited": sums["waited"] + min(max(waited, 0.0), seconds),
+            }
+
+    def passed_over(self, step: int) -> None:
+        """A step whose batch was read and not trained on: a sign of life."""
+        self._doing("steps", step)
+
+    def news(self) -> float | None:
+        """Goodput over all processes of the run so far, once each time that it was reckoned anew;
+        None in between."""
+        with self._lock:
+            share, self._share = self._share, None
+            return share
+
+    def close(self) -> Goodput | None:
+        """End this process's books -> those of the whole run; None for other processes than the
+        first."""
+        if self._thread is None:
+            return None
+        if not self._stop.is_set():
+            self._stop.set()
+            self._thread.join()
+            with self._lock:
+                self._charge()
+                self._stack.clear()
+                self._cut("end")
+            self._write_rows()
+        return self._account.goodput()
+
+    def _write(self) -> None:
+        """Bring the file up to now."""
+        with self._lock:
+            self._charge()
+            self._cut("spent")
+            self._share = self._account.goodput().share
+        self._write_rows()
+
+    def _charge(self) -> None:
+        """What passed since the last time belongs to the innermost cause."""
+        now = time.monotonic()
+        if self._stack:
+            self._spent[self._stack[-1]] = self._spent.get(self._stack[-1], 0.0) + now - self._mark
+        self._mark = now
+
+    def _cut(self, event: str, **more: Any) -> None:
+        self._note(
+            {"event": event, "time": self._clock + time.monotonic(), "seconds": self._spent}
+            | self._steps
+            | more
+        )
+        self._spent, self._steps = {}, {}
+
+    def _note(self, row: dict[str, Any]) -> None:
+        if self._thread:
+            self._account.read(row)
+            self._rows += json.dumps(row) + "\n"
+
+    def _write_rows(self) -> None:
+        with self._lock:
+            data, self._rows = self._rows, ""
+        self._file.add(data)
+
+    def _pause(self) -> float:
+        return max(self._every, min(30.0, (time.monotonic() - self._began) / 100))
+
+
+def _keep_writing(ledger: "weakref.ref[Ledger]", stop: threading.Event) -> None:
+    """Until the books are closed, or nobody holds them any more because the run ended in an
+    error."""
+    while (books := ledger()) is not None:
+        pause = books._pause()
+        del books
+        if stop.wait(pause):
+            return
+        if (books := ledger()) is not None:
+            books._write()
+        del books
+
+
+def _boot() -> str:
+    """Processes with the same one share a steady clock; empty where the system does not say."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else ""

@@ -1,0 +1,109 @@
+"""The folder of a run: who may write to it, and what describes the run there."""
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import secrets
+import subprocess
+import time
+from collections.abc import Iterable
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+import maxstack
+from maxstack import config
+from maxstack.cluster.peers import Processes
+from maxstack.config import ConfigError
+
+if TYPE_CHECKING:
+    from maxstack.schema.config import Config
+
+
+SEEN = 30.0
+"""Seconds that a file may take until other hosts see it."""
+
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+def folder_of(cfg: "Config") -> Path:
+    """Where a run keeps everything."""
+    return Path(cfg.run.output_dir) / cfg.run.name
+
+
+def claim(cfg: "Config", first: bool, ending: contextlib.ExitStack) -> Path:
+    """The run's folder, made if need be, and held until `ending` is closed; ConfigError if another
+    process, or another run of this one, has it."""
+    folder = folder_of(cfg)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT) if first else None
+        if lock is not None:
+            ending.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(
+            f"run.name: {folder} is in use by another process; wait for it, stop it, or "
+            "choose another run.name"
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"run.output_dir: cannot write to {folder}: {error.strerror}; choose another "
+            "run.output_dir"
+        ) from error
+    _check_seen_by_all(folder)
+    return folder
+
+
+def _check_seen_by_all(folder: Path) -> None:
+    """ConfigError in a process that does not read in the folder what process 0 writes there: a file
+    that is closed, which a mounted bucket shows."""
+    if (processes := Processes()).count == 1:
+        return
+    token, file = processes.tell("folder", secrets.token_hex(8))[0], folder / ".seen"
+    if processes.number == 0:
+        file.write_text(token)
+    processes.wait("folder")
+    deadline = time.monotonic() + SEEN
+    while not (file.exists() and file.read_text() == token):
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"run.output_dir: process {processes.number} on {platform.node()} does "
+                f"not see in {folder} what process 0 writes "
+                "there; with several hosts, give a folder that all of them see"
+            )
+        time.sleep(0.2)
+
+
+def write_records(cfg: "Config", kernels: Iterable[object], folder: Path) -> None:
+    """config.yml, resolved, with the kernels that serve it in comments, and versions.json beside
+    it."""
+    comments = "".join(f"# kernel: {choice}\n" for choice in kernels)
+    (folder / "config.yml").write_text(comments + config.dump(cfg))
+    versions: dict[str, Any] = {
+        "maxstack": version("maxstack"),
+        "git": _git_revision(),
+        "python": platform.python_version(),
+    }
+    versions |= {name: version(name) for name in PACKAGES}
+    versions["devices"] = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+    (folder / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
+
+
+def _git_revision() -> str | None:
+    """The commit of the checkout that maxstack runs from; None for an installed package."""
+    root = Path(maxstack.__file__).parent.parent
+    if not (root / ".git").exists():
+        return None
+    found = subprocess.run(
+        ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return found.stdout.strip() or None

@@ -1,0 +1,184 @@
+"""The root of the configuration: a table of contents. Each component's section stands in its own
+package."""
+
+import logging
+import re
+from typing import ClassVar, Literal
+
+import pydantic
+from pydantic import Field
+
+from maxstack.config import (
+    Section,
+    fault,
+)
+from maxstack.schema.checkpoint import CheckpointConfig
+from maxstack.schema.data import DataConfig
+from maxstack.schema.decoder import DecoderConfig
+from maxstack.schema.faults import FaultsConfig
+from maxstack.schema.foreign import equivalent
+from maxstack.schema.lora import LoraConfig
+from maxstack.schema.mesh import MeshConfig
+from maxstack.schema.objective import ObjectiveConfig
+from maxstack.schema.optimizer import OptimizerConfig
+from maxstack.schema.quantization import QuantizationConfig
+
+log = logging.getLogger(__name__)
+
+
+class RunConfig(Section):
+    """Where the run lives."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)
+    """The run's folder inside output_dir; the same name resumes."""
+    output_dir: str = Field("runs", max_length=1024)
+    """The folder that holds runs. With several hosts it must be one that all of them see."""
+    virtual_devices: int | None = Field(None, ge=1)
+    """Split the CPU into this many devices, to try a mesh; null: the real devices."""
+    tensorboard: bool = True
+    """Write TensorBoard events beside metrics.jsonl."""
+    executable: str | None = None
+    """A compiled step to load instead of compiling, as `maxstack plan --save-executable` writes it;
+    null: compile."""
+    tuned: str | None = "~/.cache/maxstack/tuned.json"
+    """Table of kernels' block sizes that `maxstack tune` writes and that goes before those that
+    ship; it need not exist. null: none."""
+    compilation_cache: str | None = "~/.cache/maxstack/xla"
+    """Folder that keeps compiled programs between runs; null: none."""
+
+
+class DistributedConfig(Section):
+    """Several processes of one run; each is started with the same configuration and its own
+    number."""
+
+    coordinator: str = Field(pattern=r"^.+:[0-9]+$")
+    """host:port on the host of process 0; the port is free there, and all processes reach it."""
+    processes: int = Field(ge=1)
+    """How many."""
+    process: int = Field(ge=0)
+    """The number of this one, from 0."""
+
+
+class ProfileConfig(Section):
+    """A jax profiler trace of some steps."""
+
+    start: int = Field(10, ge=1)
+    """First step in the trace."""
+    steps: int = Field(3, ge=1)
+    """How many."""
+
+
+class TrainConfig(Section):
+    """The loop."""
+
+    steps: int = Field(1000, ge=1)
+    """Optimizer steps in the whole run. A run may be given more; where that moves the learning rate
+    of its next step, the log says from what to what."""
+    batch_size: int = Field(8, ge=1)
+    """Rows in a step, over all devices and accumulation."""
+    accumulate: int = Field(1, ge=1)
+    """Microbatches a step is split into, one after the other; the update is that of the whole
+    batch."""
+    seed: int = 0
+    """Of the initial weights."""
+    profile: ProfileConfig | None = None
+    """Write a profiler trace into the run's folder; null: none."""
+
+
+class XlaConfig(Section):
+    """Options of the compiler. None is needed for a correct run."""
+
+    platform: Literal["cpu", "gpu", "tpu"] | None = None
+    """Where the flags count; elsewhere they are left out, and the log says so. null: everywhere."""
+    flags: dict[str, bool | int | float | str] = {}
+    """Of XLA, by name without dashes, for the step and for evaluation; the log shows them. One that
+    this XLA does not know is an error."""
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> "XlaConfig":
+        for name in self.flags:
+            if not re.fullmatch(r"\w+", name):
+                raise fault(
+                    f"flags.{name}",
+                    "is no flag's name; write it without dashes, as "
+                    f"{name.strip('-').replace('-', '_')}",
+                )
+            owner = re.match(r"xla_(cpu|gpu|tpu)_", name)
+            if owner and owner[1] != self.platform:
+                raise fault(
+                    f"flags.{name}",
+                    f"is a flag for {owner[1]}, and xla.platform is "
+                    f"{self.platform or 'null, for all'}; "
+                    f"set xla.platform: {owner[1]}",
+                )
+        return self
+
+
+class EvalConfig(Section):
+    """Loss and bits per byte on held-out documents: at the start, during and at the end of
+    training. The bytes are those of the documents as UTF-8, whatever a tokenizer makes of them."""
+
+    every: int = Field(0, ge=0)
+    """Steps between evaluations; 0: none at all, not even at start and end."""
+    steps: int | None = Field(None, ge=1)
+    """Batches of an evaluation at most; null: all held-out documents."""
+    batch_size: int | None = Field(None, ge=1)
+    """Rows in a batch; null: as in training."""
+    data: DataConfig | None = None
+    """Documents to evaluate on, with data.tokenizer unless another is given; null: what
+    data.sources hold out."""
+    baselines: bool = False
+    """At the end, print what gzip -9 and an order-2 byte model reach on the same documents."""
+
+
+class Config(Section):
+    """A whole run."""
+
+    PRESETS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "": ("recipes", "."),
+        "model": ("models",),
+        "mesh": ("meshes",),
+        "xla": ("xla",),
+        "quantization": ("quantization",),
+        "optimizer": ("optimizers",),
+    }
+
+    FROM: ClassVar[tuple[str, ...]] = ("model",)
+
+    run: RunConfig = RunConfig()
+    """Names and folders."""
+    distributed: DistributedConfig | None = None
+    """Several processes; null: as the launcher says, or this one alone."""
+    runtime: Literal["jax", "pathways"] = "jax"
+    """jax: each process drives the devices of its host. pathways: this process drives all devices,
+    through the proxy at JAX_BACKEND_TARGET."""
+    model: DecoderConfig
+    """The architecture: a preset's name, or a mapping that may hold `preset:`, or `from:` a Hugging
+    Face folder, or Org/Name of the hub."""
+    mesh: MeshConfig = MeshConfig()
+    """How devices are arranged and tensors spread over them: a preset's name or a mapping."""
+    xla: XlaConfig = XlaConfig()
+    """Options of the compiler: a preset's name or a mapping."""
+    quantization: QuantizationConfig = QuantizationConfig()
+    """Matmuls in low precision: a preset's name or a mapping."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters and nothing else; null: train the weights."""
+    data: DataConfig
+    """What is read."""
+    objective: ObjectiveConfig = ObjectiveConfig()
+    """What is minimised."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """How: a preset's name or a mapping."""
+    train: TrainConfig = TrainConfig()
+    """The loop."""
+    eval: EvalConfig = EvalConfig()
+    """Evaluation inside training."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Saving and resuming."""
+    faults: FaultsConfig = FaultsConfig()
+    """What is done about values that are not finite, and about spikes."""
+
+    @classmethod
+    def foreign(cls, path: str) -> str:
+        """What another framework's key is called here."""
+        return equivalent(path)

@@ -1,0 +1,149 @@
+"""Which ways of spreading a model over a mesh do not go together; each rule yields (key, what is
+wrong and what to do)."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from maxstack.schema.mesh import names, parts
+from maxstack.schema.mixers import AttentionConfig, GatedDeltaConfig, MLAConfig
+
+if TYPE_CHECKING:
+    from maxstack.schema.config import Config
+
+Fault = tuple[str, str]
+
+
+def check(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:
+    """Every combination that is not supported, on a mesh of these sizes."""
+    yield from _pipeline(cfg, sizes)
+    if sizes["context"] > 1:
+        yield from _context(cfg, sizes)
+    yield from _experts(cfg, sizes)
+
+
+def _pipeline(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:
+    stages, rounds, microbatches = sizes["stage"], cfg.mesh.rounds, cfg.mesh.microbatches
+    if stages == 1:
+        for key, value in (
+            ("rounds", rounds if rounds > 1 else None),
+            ("microbatches", microbatches),
+        ):
+            if value and cfg.mesh.stage == 1:
+                yield (
+                    f"mesh.{key}",
+                    f"{key}={value} is of a pipeline, but mesh.stage is 1; set "
+                    f"mesh.stage, or leave {key} out",
+                )
+        return
+    model, over = cfg.model, stages * rounds
+    periods = (model.layers - len(model.prefix)) // len(model.period)
+    if periods % over or not periods:
+        by = f"mesh.stage={stages}" + (f" x mesh.rounds={rounds} = {over}" if rounds > 1 else "")
+        fits = [size for size in range(1, periods + 1) if periods % (size * rounds) == 0]
+        remedy = (
+            f"mesh.stage={max(size for size in fits if size <= stages)}"
+            if fits
+            else "mesh.rounds=1"
+        )
+        yield (
+            "mesh.stage",
+            f"the pattern of blocks repeats {periods} times, which is not divisible by "
+            f"{by}; use {remedy}, or another model.prefix",
+        )
+    if "stage" not in names(cfg.mesh.rules["layers"]):
+        yield (
+            "mesh.rules.layers",
+            f"with mesh.stage={stages} the layers lie on the stages; leave "
+            "mesh.rules.layers as it is",
+        )
+    if microbatches and microbatches % stages:
+        yield (
+            "mesh.microbatches",
+            f"microbatches={microbatches} is not a multiple of mesh.stage={stages}; use "
+            f"{-(-microbatches // stages) * stages}",
+        )
+        return
+    unit = batch_unit(cfg, sizes)
+    if cfg.train.batch_size % unit:
+        yield (
+            "train.batch_size",
+            (
+                f"batch_size={cfg.train.batch_size} does not split into "
+                f"mesh.microbatches={microbatches or stages} over the mesh; "
+                f"use a multiple of {unit}"
+            ),
+        )
+
+
+def batch_unit(cfg: "Config", sizes: dict[str, int]) -> int:
+    """The smallest batch that divides over the mesh, accumulation and a pipeline's microbatches."""
+    groups = (
+        (cfg.mesh.microbatches or sizes["stage"]) // sizes["stage"] if sizes["stage"] > 1 else 1
+    )
+    return parts(cfg.mesh.rules["batch"], sizes) * max(groups, 1) * cfg.train.accumulate
+
+
+def _experts(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:
+    if sizes["expert"] > 1 and not any(block.experts for block in cfg.model.blocks.values()):
+        yield (
+            "mesh.expert",
+            f"expert={sizes['expert']}, but no block of the model has a mixture of "
+            f"experts; use mesh.fsdp={sizes['expert']} instead",
+        )
+    rules = cfg.mesh.rules
+    for axis in (axis for axis in names(rules["expert"]) if sizes[axis] > 1):
+        if axis not in (*names(rules["batch"]), *names(rules["seq"])):
+            yield (
+                "mesh.rules.expert",
+                f"{axis} splits experts but not tokens, so that none can travel over it; "
+                "add it to mesh.rules.batch",
+            )
+        if axis in names(rules["mlp"]):
+            yield (
+                "mesh.rules.expert",
+                f"{axis} splits experts and, in mesh.rules.mlp, their hidden units; "
+                "leave it out of one of them",
+            )
+
+
+def _context(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:
+    pieces, ring = sizes["context"], cfg.mesh.context_kind == "ring"
+    if ring and cfg.data.seq_len % (2 * pieces):
+        fits = -(-cfg.data.seq_len // (2 * pieces)) * 2 * pieces
+        yield (
+            "data.seq_len",
+            (
+                f"seq_len={cfg.data.seq_len} is not divisible by 2 x "
+                f"mesh.context={pieces}: in a ring each device holds two pieces; "
+                f"use {fits} or mesh.context_kind=ulysses"
+            ),
+        )
+    for name, block in cfg.model.blocks.items():
+        where, mixer = f"model.blocks.{name}.mixer", block.mixer
+        if ring and isinstance(mixer, GatedDeltaConfig):
+            yield (
+                "mesh.context_kind",
+                f"a ring cannot carry the recurrence of {where} (gated_delta); use "
+                "ulysses, or mesh.context=1",
+            )
+        if not ring:
+            over = pieces * parts(cfg.mesh.rules["heads"], sizes)
+            heads = (
+                mixer.heads if isinstance(mixer, AttentionConfig | MLAConfig) else mixer.value_heads
+            )
+            if heads % over:
+                yield (
+                    "mesh.context_kind",
+                    (
+                        f"ulysses splits {where}'s {heads} heads over "
+                        f"mesh.context={pieces} and the axes of heads, {over} in "
+                        "all; use mesh.context_kind=ring or a smaller mesh.context"
+                    ),
+                )
+        moe = block.experts
+        if moe and moe.capacity:
+            yield (
+                "mesh.context",
+                f"capacity={moe.capacity} of model.blocks.{name}.mlp counts whole rows; "
+                "set it to null, or mesh.context=1",
+            )

@@ -1,0 +1,191 @@
+"""What must hold between sections of a configuration, checked before jax is imported; each rule
+yields (key, what is wrong and what to do)."""
+
+import math
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from pydantic_core import PydanticCustomError
+
+from maxstack.config import ConfigError
+from maxstack.schema import mesh_rules
+from maxstack.schema.data import BytesTokenizer, DataConfig, SyntheticSource, holds_text
+from maxstack.schema.mesh_rules import Fault
+from maxstack.schema.optimizer import check_schedules
+
+if TYPE_CHECKING:
+    from maxstack.schema.config import Config
+
+
+def check(cfg: "Config") -> list[Fault]:
+    """Every broken rule, as far as it shows before the devices are counted."""
+    rules = (
+        mesh_rules.sizes,
+        _vocabulary,
+        _positions,
+        _schedules,
+        _evaluation,
+        _steps,
+        _tiers,
+        _tiles,
+        _elastic,
+        _processes,
+    )
+    return list(mesh_rules.axes(cfg)) or [fault for rule in rules for fault in rule(cfg)]
+
+
+def check_devices(cfg: "Config", devices: int) -> list[Fault]:
+    """The rules about sizes again, with the number of devices and so every axis of the mesh
+    known."""
+    return list(mesh_rules.sizes(cfg, devices))
+
+
+def sizes_on(cfg: "Config", devices: int, where: str) -> dict[str, int]:
+    """Mesh axis -> size on so many devices. ConfigError where the mesh does not fill them, or what
+    the model, batch and mesh are does not divide."""
+    sizes = mesh_rules.mesh_sizes(cfg, devices)
+    if (wanted := math.prod(sizes.values())) != devices:
+        raise ConfigError(
+            f"mesh: {mesh_rules.product_of(sizes)} is {wanted} devices, but {where} has "
+            f"{devices}; set one axis to -1"
+        )
+    if found := check_devices(cfg, devices):
+        raise ConfigError("\n".join(f"{key}: {message}" for key, message in found))
+    return sizes
+
+
+def _vocabulary(cfg: "Config") -> Iterator[Fault]:
+    for key, data in (("data", cfg.data), ("eval.data", cfg.eval.data)):
+        if data is not None:
+            yield from _vocabulary_of(key, data, cfg.model.vocab)
+
+
+def _vocabulary_of(key: str, data: DataConfig, vocab: int) -> Iterator[Fault]:
+    for index, source in enumerate(data.sources):
+        if isinstance(source, SyntheticSource) and source.vocab > vocab:
+            yield (
+                f"{key}.sources.{index}.vocab",
+                f"vocab={source.vocab} makes token ids that model.vocab={vocab} has no "
+                "embedding for; "
+                f"use {vocab} or less",
+            )
+    has_text = any(holds_text(vars(source)) for source in data.sources)
+    if has_text and isinstance(data.tokenizer, BytesTokenizer) and vocab < 257:
+        yield (
+            "model.vocab",
+            f"vocab={vocab} is too small for {key}.tokenizer kind bytes, which has 257 "
+            "ids; use model.vocab=257 or more",
+        )
+
+
+def _positions(cfg: "Config") -> Iterator[Fault]:
+    for key, data in (("data", cfg.data), ("eval.data", cfg.eval.data)):
+        if data is not None and cfg.model.positions and data.seq_len > cfg.model.positions:
+            yield (
+                f"{key}.seq_len",
+                f"seq_len={data.seq_len} is longer than the learned table of "
+                f"model.positions={cfg.model.positions}; "
+                f"use {cfg.model.positions} or less",
+            )
+
+
+def _schedules(cfg: "Config") -> Iterator[Fault]:
+    try:
+        check_schedules(cfg.optimizer, cfg.train.steps)
+    except PydanticCustomError as error:
+        found = error.context or {}
+        yield f"optimizer.{found['key']}", found["message"]
+
+
+def _evaluation(cfg: "Config") -> Iterator[Fault]:
+    held_out = any(source.holdout > 0 for source in cfg.data.sources)
+    if cfg.eval.every and cfg.eval.data is None and not held_out:
+        yield (
+            "eval.every",
+            "evaluation has no documents: give one of data.sources a holdout above 0, or "
+            "eval.data, or eval.every: 0",
+        )
+    if not cfg.eval.every:
+        if cfg.eval.baselines:
+            yield (
+                "eval.baselines",
+                "baselines are measured on evaluation documents, but eval.every is 0; "
+                "give it a number of steps",
+            )
+        if cfg.checkpoint.keep_best:
+            yield (
+                "checkpoint.keep_best",
+                f"keep_best={cfg.checkpoint.keep_best} needs eval_loss, but eval.every "
+                "is 0; give it a number of steps",
+            )
+
+
+def _tiers(cfg: "Config") -> Iterator[Fault]:
+    taken = {os.path.realpath(os.path.expanduser(cfg.run.output_dir)): "run.output_dir"}
+    for index, tier in enumerate(cfg.checkpoint.tiers):
+        key, path = f"checkpoint.tiers.{index}", os.path.realpath(os.path.expanduser(tier.path))
+        if path in taken:
+            yield (
+                f"{key}.path",
+                f"path={tier.path} is also that of {taken[path]}; give each tier a "
+                "folder of its own",
+            )
+        taken[path] = key
+
+
+def _tiles(cfg: "Config") -> Iterator[Fault]:
+    for i, rule in enumerate(cfg.quantization.rules):
+        tile = rule.bwd_weight_grad_tile_size
+        parts = (1 / tile if isinstance(tile, float) else cfg.data.seq_len / tile) if tile else 1.0
+        if not parts.is_integer() or cfg.data.seq_len % parts:
+            yield (
+                f"quantization.rules.{i}.bwd_weight_grad_tile_size",
+                f"{tile} does not divide data.seq_len={cfg.data.seq_len}; use a divisor",
+            )
+
+
+def _elastic(cfg: "Config") -> Iterator[Fault]:
+    if (given := cfg.faults.elastic) is None:
+        return
+    if cfg.mesh.slices <= given.least:
+        yield (
+            "faults.elastic",
+            f"mesh.slices={cfg.mesh.slices} with least={given.least} leaves none to "
+            "lose; give mesh.slices a larger number",
+        )
+    if cfg.distributed:
+        yield "faults.elastic", "is for one process that drives all slices; leave out distributed"
+    if not cfg.checkpoint.every:
+        yield (
+            "faults.elastic",
+            "goes on from the newest checkpoint, but checkpoint.every is 0; give it a "
+            "number of steps",
+        )
+
+
+def _processes(cfg: "Config") -> Iterator[Fault]:
+    given = cfg.distributed
+    if cfg.runtime == "pathways" and (given or cfg.run.virtual_devices):
+        yield (
+            "runtime",
+            "pathways is one process over devices elsewhere; leave out "
+            f"{'distributed' if given else 'run.virtual_devices'}",
+        )
+    if given and given.process >= given.processes:
+        yield (
+            "distributed.process",
+            f"process={given.process} is none of the {given.processes} that "
+            "distributed.processes counts from 0; "
+            f"use {given.processes - 1} or less",
+        )
+
+
+def _steps(cfg: "Config") -> Iterator[Fault]:
+    profile = cfg.train.profile
+    if profile and profile.start + profile.steps > cfg.train.steps:
+        yield (
+            "train.profile",
+            f"steps {profile.start} to {profile.start + profile.steps} reach beyond "
+            f"train.steps={cfg.train.steps}; start earlier",
+        )

@@ -1,0 +1,155 @@
+"""Where the state lives: weights by their logical axes, optimizer state like its weights or spread
+further, either in the host's memory by key."""
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from maxstack import optim, sharding
+from maxstack.schema.mesh import Axes, MeshConfig, parts
+
+Tree = Any
+HOST = "pinned_host"
+
+
+class State(NamedTuple):
+    """What a step changes, as arrays, shapes or shardings."""
+
+    step: Any
+    """The number of the last batch that was taken, whether its update was accepted or not."""
+    params: Tree
+    """Weights by path."""
+    opt: Tree
+    guard: Tree
+    """faults.guard.Guard."""
+
+
+def of_state(abstract: State, info: Tree, mesh: Mesh, cfg: MeshConfig) -> State:
+    """The sharding of every leaf of the state between steps. `info` is optim.ParamInfo in the shape
+    of the parameters."""
+    on_devices = _on_devices(abstract, info, mesh, cfg)
+    moved = {
+        name: _in_host(getattr(on_devices, name), getattr(abstract, name))
+        for name, key in (("params", "params"), ("opt", "optimizer"))
+        if key in cfg.offload
+    }
+    return on_devices._replace(**moved)
+
+
+@dataclasses.dataclass(frozen=True)
+class Moves:
+    """What a step moves, and where to."""
+
+    between: State
+    """Shardings between steps."""
+    abstract: State
+    info: Tree
+    mesh: Mesh
+    cfg: MeshConfig
+
+    def to_devices(self, state: State) -> State:
+        """The state with what lay in the host's memory in the devices'."""
+        if not self.cfg.offload:
+            return state
+        return jax.device_put(state, _on_devices(self.abstract, self.info, self.mesh, self.cfg))
+
+    def home(self, state: State) -> State:
+        """Back to where it lies between steps."""
+        return jax.device_put(state, self.between) if self.cfg.offload else state
+
+    def like_optimizer(self, grads: Tree) -> Tree:
+        """Gradients sharded as the optimizer's state is, so that each device updates the share that
+        it keeps."""
+        if not self.cfg.optimizer_rules or self.mesh.size == 1:
+            return grads
+        return jax.lax.with_sharding_constraint(
+            grads,
+            sharding_of_weights(self.info, self.mesh, self.cfg.rules | self.cfg.optimizer_rules),
+        )
+
+
+def sharding_of_weights(info: Tree, mesh: Mesh, rules: dict[str, Axes]) -> Tree:
+    """The sharding of each weight, by its logical axes."""
+    return jax.tree.map(lambda i: NamedSharding(mesh, _spec(i, mesh, rules)), info)
+
+
+def _spec(info: Any, mesh: Mesh, rules: dict[str, Axes]) -> PartitionSpec:
+    """Of a weight; one that is frozen is not split where its size does not divide, as those of
+    scales and packed values need not."""
+    found = sharding.spec(info.axes, rules)
+    if not info.frozen:
+        return found
+    return PartitionSpec(
+        *(
+            part if size % parts(part, mesh.shape) == 0 else None
+            for part, size in zip(found, info.shape, strict=True)
+        )
+    )
+
+
+def weights_behind(opt: Tree, info: Tree) -> list[Any]:
+    """For every leaf of an optimizer's state, the ParamInfo of the weight whose path it ends in and
+    whose shape it has; None for the rest."""
+    by_path = {
+        jax.tree_util.keystr(path): i for path, i in jax.tree_util.tree_leaves_with_path(info)
+    }
+
+    def behind(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Any:
+        ends = (by_path.get(jax.tree_util.keystr(path[start:])) for start in range(len(path)))
+        return next((i for i in ends if i and i.shape == leaf.shape), None)
+
+    return [behind(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(opt)]
+
+
+def _on_devices(abstract: State, info: Tree, mesh: Mesh, cfg: MeshConfig) -> State:
+    """Weights by their logical axes; optimizer leaves like the weights behind them; the rest
+    everywhere."""
+    everywhere, rules = NamedSharding(mesh, PartitionSpec()), cfg.rules | cfg.optimizer_rules
+    opt = [
+        NamedSharding(mesh, _spec(i, mesh, rules)) if i else everywhere
+        for i in weights_behind(abstract.opt, info)
+    ]
+    return State(
+        everywhere,
+        sharding_of_weights(info, mesh, cfg.rules),
+        jax.tree.unflatten(jax.tree.structure(abstract.opt), opt),
+        jax.tree.map(lambda leaf: everywhere, abstract.guard),
+    )
+
+
+def _in_host(shardings: Tree, abstract: Tree) -> Tree:
+    """In the host's memory, but for single numbers."""
+    return jax.tree.map(
+        lambda s, leaf: s.with_memory_kind(HOST) if leaf.ndim else s, shardings, abstract
+    )
+
+
+def of_weights(state: nnx.State, replaced: Collection[str] = ()) -> tuple[Tree, Tree]:
+    """A model's weights as nested dicts of shapes, and the same dicts of ParamInfo; `replaced` are
+    weights in whose place others are kept below."""
+    info = {}
+    for path, variable in nnx.to_flat_state(state):
+        meta, shape = variable.get_metadata(), variable.get_value().shape
+        axes = ("layers",) * (len(shape) - len(meta["axes"])) + meta["axes"]
+        above = ("/".join(map(str, path[:end])) for end in range(1, len(path)))
+        info[path] = optim.ParamInfo(
+            shape,
+            variable.get_value().dtype,
+            axes,
+            meta["carried"],
+            meta["frozen"],
+            next((name for name in above if name in replaced), None),
+        )
+    return nnx.to_pure_dict(state), nnx.traversals.unflatten_mapping(info)
+
+
+def count(params: Tree) -> tuple[int, int]:
+    """Parameters and bytes of a tree of arrays or shapes."""
+    leaves = jax.tree.leaves(params)
+    return sum(leaf.size for leaf in leaves), sum(
+        leaf.size * leaf.dtype.itemsize for leaf in leaves
+    )

@@ -1,0 +1,58 @@
+"""Options of the compiler: collectives of CPU devices in order, in every program of a run."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tiny
+
+from maxstack.hardware import compiling
+from maxstack.run import assemble
+
+NO_FLAG = "No such compile option: 'xla_nonsense'"
+
+
+def meshes():
+    return [
+        tiny.make_run(tiny.config(mesh={"data": 1, "fsdp": size}), size).mesh for size in (1, 8)
+    ]
+
+
+def test_collectives_run_in_order_on_several_cpu_devices_alone():
+    one, several = meshes()
+    assert compiling.in_order(one) == {}
+    assert compiling.in_order(several) == {compiling.IN_ORDER: False}
+
+
+def test_flags_of_the_configuration_come_before_those_of_a_mesh():
+    cfg = tiny.config(xla={"platform": "cpu", "flags": {compiling.IN_ORDER: True}})
+    assert compiling.options_for(cfg, meshes()[1]) == {compiling.IN_ORDER: True}
+
+
+@pytest.mark.parametrize("name", ["init", "start", "step", "eval_step"])
+def test_every_program_of_a_run_is_compiled_in_order(name, monkeypatch):
+    monkeypatch.setattr(compiling, "in_order", lambda mesh: {"xla_nonsense": 1})
+    run = assemble(tiny.config(mesh={"data": 1, "fsdp": 8}), meshes()[1])
+    batch = run.abstract_batch()
+    given = {
+        "init": (),
+        "start": (run.abstract.params,),
+        "step": (run.abstract, batch),
+        "eval_step": (run.abstract.params, {**batch, "bytes": batch["mask"]}),
+    }
+    with pytest.raises(jax.errors.JaxRuntimeError, match=NO_FLAG):
+        getattr(run, name).lower(*given[name]).compile()
+
+
+def test_a_flag_that_xla_no_longer_has_is_left_out_by_name(monkeypatch):
+    monkeypatch.setattr(compiling, "IN_ORDER", "xla_nonsense")
+    compiling._knows_order.cache_clear()
+    with pytest.warns(UserWarning, match="has no xla_nonsense: several collectives at once on CPU"):
+        assert compiling.in_order(meshes()[1]) == {}
+    compiling._knows_order.cache_clear()
+
+
+def test_weights_are_treated_in_order(monkeypatch):
+    monkeypatch.setattr(compiling, "in_order", lambda mesh: {"xla_nonsense": 1})
+    run = tiny.make_run(tiny.config(mesh={"data": 1, "fsdp": 8}), 8)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=NO_FLAG):
+        run._made(lambda x: {"embed": x}, jnp.zeros(run.weights["embed"].shape))

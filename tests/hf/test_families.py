@@ -1,0 +1,262 @@
+"""Every family's tables, both ways: config.json to a model and back, tensors to weights and back,
+bit by bit."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxstack.config import ConfigError
+from maxstack.hf.binding import bind
+from maxstack.hf.blocks import arranged
+from maxstack.hf.contents import Contents
+from maxstack.hf.exported import choose, export
+from maxstack.hf.families import ALL, FAMILIES
+from maxstack.hf.family import meaning
+from maxstack.hf.reader import pieces_of, reading
+from maxstack.models import decoder
+from maxstack.schema.decoder import DecoderConfig
+
+GOLDENS = {
+    path.parent.name: path.parent
+    for path in sorted((Path(__file__).parents[1] / "goldens").glob("*/model.safetensors"))
+}
+
+
+def shapes_of(model):
+    state = nnx.to_pure_dict(decoder.abstract(model)[1])
+    return {
+        "/".join(map(str, path)): leaf.shape
+        for path, leaf in nnx.traversals.flatten_mapping(state).items()
+    }
+
+
+def test_every_family_has_a_golden():
+    assert {Contents(folder).family.architecture for folder in GOLDENS.values()} == {
+        family.architecture for family in ALL
+    }
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_import_and_export_give_every_tensor_back(name, tmp_path):
+    contents = Contents(GOLDENS[name])
+    shapes = shapes_of(contents.model)
+    pieces = pieces_of(contents, shapes)
+    rng = np.random.default_rng(0)
+
+    def read(path):
+        assert path in pieces
+        return reading(pieces[path], shapes[path], np.float32)(
+            tuple(slice(0, size) for size in shapes[path])
+        )
+
+    export(
+        contents.model,
+        shapes,
+        read,
+        tmp_path / "out",
+        source=GOLDENS[name],
+        shard_size=int(rng.integers(10_000, 100_000)),
+    )
+    again = Contents(tmp_path / "out")
+    assert again.family is contents.family
+    assert meaning(again.model) == meaning(contents.model)
+    assert again.tensors.keys() == contents.tensors.keys()
+    for tensor in contents.tensors:
+        one, other = contents.tensors[tensor].array(), again.tensors[tensor].array()
+        assert (one.dtype, one.shape, one.tobytes()) == (
+            other.dtype,
+            other.shape,
+            other.tobytes(),
+        ), tensor
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_a_config_survives_both_translations(name):
+    contents = Contents(GOLDENS[name])
+    family, config = choose(contents.model, contents.family.architecture, True)
+    again = family.read(config, "", contents.model.mtp.depth if contents.model.mtp else 0)
+    assert meaning(DecoderConfig.model_validate(again)) == meaning(contents.model)
+    given = json.loads((GOLDENS[name] / "config.json").read_text())
+    spelt_anew = {"rope_parameters", "num_nextn_predict_layers", "head_dim"}
+    changed = {
+        key: (given[key], config[key])
+        for key in given.keys() & config.keys()
+        if given[key] != config[key] and key not in spelt_anew
+    }
+    assert {key: value for key, value in changed.items() if value[0] is not None} == {}
+
+
+BASE = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 64,
+}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+FACTORS = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        (
+            "llama",
+            {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+            {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **LLAMA3}},
+        ),
+        (
+            "llama",
+            {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            {
+                "rope_theta": None,
+                "rope_parameters": {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0},
+            },
+        ),
+        (
+            "gemma3_text",
+            {
+                "rope_theta": 1e6,
+                "rope_local_base_freq": 1e4,
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+                "sliding_window_pattern": 2,
+            },
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0},
+                    "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+                },
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+        ),
+        (
+            "phi3",
+            {
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 32,
+                "rope_scaling": {"type": "su", **FACTORS},
+            },
+            {
+                "original_max_position_embeddings": 32,
+                "rope_parameters": {
+                    "rope_theta": 1e4,
+                    "rope_type": "longrope",
+                    "factor": 2.0,
+                    **FACTORS,
+                },
+            },
+        ),
+    ],
+    ids=["llama3", "linear", "two thetas", "longrope"],
+)
+def test_old_and_new_spellings_of_rope_are_one(name, old, new):
+    family = FAMILIES[name]
+    assert family.read(BASE | old, "old") == family.read(BASE | new, "new")
+
+
+def test_rope_scaling_is_chosen_by_its_keys_alone():
+    scaling = {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "factor": 32.0}}
+    plain, scaled = (
+        FAMILIES["llama"].read(config, "")["blocks"]["block"]["mixer"]["rope"]
+        for config in (BASE, BASE | scaling)
+    )
+    assert plain["scaling"] is None
+    assert scaled["scaling"]["factor"] == 32.0
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5"])
+def test_modules_of_multi_token_prediction_come_along(name, tmp_path):
+    contents = Contents(GOLDENS[name])
+    block = "full" if "full" in contents.model.blocks else "moe"
+    model = DecoderConfig.model_validate(contents.mapping | {"mtp": {"block": block, "depth": 1}})
+    shapes, rng = shapes_of(model), np.random.default_rng(0)
+    weights = {
+        path: rng.standard_normal(shape).astype(np.float32) for path, shape in shapes.items()
+    }
+    export(
+        model,
+        shapes,
+        weights.__getitem__,
+        tmp_path / "out",
+        architecture=contents.family.architecture,
+    )
+    again = Contents(tmp_path / "out")
+    assert again.model.mtp and again.model.mtp.depth == 1
+    pieces = pieces_of(again, shapes)
+    assert sum(path.startswith("mtp/0/") for path in pieces) > 10
+    for path, weight in weights.items():
+        read = reading(pieces[path], weight.shape, np.float32)(
+            tuple(slice(0, size) for size in weight.shape)
+        )
+        np.testing.assert_array_equal(read, weight, path)
+
+
+def test_a_model_that_no_architecture_has_is_not_exported():
+    model = DecoderConfig.model_validate(FAMILIES["llama"].read(BASE, ""))
+    odd = model.model_copy(update={"embed_scale": 3.0})
+    with pytest.raises(
+        ConfigError, match=r"no architecture.*LlamaForCausalLM: it has no way to say embed_scale"
+    ):
+        choose(odd, None, False)
+    assert choose(model, None, False)[0].architecture == "LlamaForCausalLM"
+    with pytest.raises(ConfigError, match="GemmaForCausalLM"):
+        choose(model, "GemmaForCausalLM", True)
+
+
+def test_a_weight_that_no_row_holds_is_an_error():
+    model = DecoderConfig.model_validate(FAMILIES["llama"].read(BASE, ""))
+    with pytest.raises(ValueError, match="no tensors for extra"):
+        bind(FAMILIES["llama"], model, shapes_of(model) | {"extra": (3,)})
+
+
+@pytest.mark.parametrize(
+    ("names", "unrolled", "wanted"),
+    [
+        ("aaaa", 0, ("", "a")),
+        ("dmmmm", 0, ("d", "m")),
+        ("ssfssfss", 0, ("", "ssf")),
+        ("ddmnmnm", 0, ("dd", "mn")),
+        ("ab", 2, ("ab", "")),
+        ("sfsfxyxy", 4, ("sfsf", "xy")),
+    ],
+)
+def test_layers_become_the_shortest_prefix_and_pattern(names, unrolled, wanted):
+    assert arranged(names, unrolled) == (list(wanted[0]), list(wanted[1]))
+
+
+@pytest.mark.parametrize(
+    ("family", "length", "wanted"),
+    [("llama", 4096, 4096), ("llama", 8, None), ("phi3", 10**6, None)],
+)
+def test_an_export_says_the_longest_rows_in_training_unless_longrope_hangs_on_what_it_says(
+    family, length, wanted, tmp_path
+):
+    contents = Contents(GOLDENS[family])
+    pieces = pieces_of(contents, shapes_of(contents.model))
+    read = {
+        path: reading(pieces[path], shape, np.dtype(np.float32))
+        for path, shape in shapes_of(contents.model).items()
+    }
+    export(
+        contents.model,
+        shapes_of(contents.model),
+        lambda path: read[path](tuple(slice(0, n) for n in shapes_of(contents.model)[path])),
+        tmp_path / "out",
+        source=GOLDENS[family],
+        length=length,
+    )
+    said = json.loads((tmp_path / "out" / "config.json").read_text())["max_position_embeddings"]
+    assert said == (wanted or contents.folder.config["max_position_embeddings"])

@@ -1,0 +1,343 @@
+"""A model folder is refused, with the reason, where it is hostile, broken or not supported; nothing
+in it is run."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from maxstack.config import ConfigError
+from maxstack.config.errors import DataError
+from maxstack.hf.contents import Contents
+from maxstack.hf.families import FAMILIES
+from maxstack.hf.family import of_config
+from maxstack.hf.folder import INDEX
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(GOLDENS / "llama" / name, tmp_path / name)
+    return tmp_path
+
+
+def tensors(folder):
+    return dict(safetensors.numpy.load_file(folder / "model.safetensors"))
+
+
+def config(folder, **changes):
+    given = json.loads((folder / "config.json").read_text())
+    given = {key: value for key, value in (given | changes).items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(given))
+
+
+def sharded(folder):
+    """The folder with its tensors in two files and an index; -> the weight map."""
+    found = tensors(folder)
+    (folder / "model.safetensors").unlink()
+    names = sorted(found)
+    where = {name: f"model-0000{1 + (i % 2)}-of-00002.safetensors" for i, name in enumerate(names)}
+    for shard in {*where.values()}:
+        safetensors.numpy.save_file(
+            {name: found[name] for name in names if where[name] == shard}, folder / shard
+        )
+    write_index(folder, where)
+    return where
+
+
+def write_index(folder, where):
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
+
+
+def test_shards_are_read_as_one(folder):
+    before = {name: tensor.array().copy() for name, tensor in Contents(folder).tensors.items()}
+    sharded(folder)
+    after = Contents(folder).tensors
+    assert before.keys() == after.keys()
+    assert all((before[name] == after[name].array()).all() for name in before)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_without_weights_config_and_index_say_what_the_tensors_do(folder, family):
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(GOLDENS / family / name, folder / name)
+    sharded(folder)
+    whole, said = Contents(folder), Contents(folder, weights=False)
+    assert said.mapping == whole.mapping and said.dtype == whole.dtype and not said.tensors
+
+
+@pytest.mark.parametrize(
+    "shard",
+    [
+        "../model.safetensors",
+        "/tmp/model.safetensors",
+        "a/b.safetensors",
+        "model.bin",
+        "..safetensors",
+        "",
+    ],
+)
+def test_an_index_that_leads_elsewhere_is_refused(folder, shard):
+    where = sharded(folder)
+    write_index(folder, where | {"lm_head.weight": shard})
+    with pytest.raises(DataError, match=r"index.json: tensor lm_head.weight is said to be in"):
+        Contents(folder)
+
+
+def test_a_link_out_of_the_folder_is_refused(folder, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "model.safetensors"
+    shutil.move(folder / "model.safetensors", elsewhere)
+    os.symlink(elsewhere, folder / "model.safetensors")
+    with pytest.raises(DataError, match="leads out of the folder"):
+        Contents(folder)
+
+
+def test_a_snapshot_of_the_hub_may_link_to_its_own_blobs(tmp_path):
+    snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(GOLDENS / "llama" / name, blobs / name)
+        os.symlink(f"../../blobs/{name}", snapshot / name)
+    assert Contents(snapshot).family.architecture == "LlamaForCausalLM"
+
+
+def test_an_index_that_lies_about_its_shards_is_refused(folder):
+    where = sharded(folder)
+    write_index(folder, where | {"model.layers.99.mlp.up_proj.weight": where["lm_head.weight"]})
+    with pytest.raises(DataError, match=r"layers\.99.*which does not hold it"):
+        Contents(folder)
+    write_index(folder, {name: shard for name, shard in where.items() if name != "lm_head.weight"})
+    with pytest.raises(DataError, match=r"lm_head.weight is not listed"):
+        Contents(folder)
+
+
+def test_a_tensor_in_two_shards_is_refused(folder):
+    where = sharded(folder)
+    other = next(shard for shard in where.values() if shard != where["lm_head.weight"])
+    held = dict(safetensors.numpy.load_file(folder / other))
+    safetensors.numpy.save_file(
+        held | {"lm_head.weight": np.zeros((2, 2), np.float32)}, folder / other
+    )
+    with pytest.raises(DataError, match=r"lm_head.weight is not listed"):
+        Contents(folder)
+
+
+def test_a_missing_shard_is_named(folder):
+    where = sharded(folder)
+    (folder / where["lm_head.weight"]).unlink()
+    with pytest.raises(DataError, match=r"of-00002.safetensors: no such file"):
+        Contents(folder)
+
+
+def test_an_index_beside_a_single_file_that_it_does_not_name_is_refused(folder):
+    shutil.copyfile(folder / "model.safetensors", folder / "kept")
+    sharded(folder)
+    shutil.move(folder / "kept", folder / "model.safetensors")
+    with pytest.raises(DataError, match="stale"):
+        Contents(folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pytorch_model.bin",
+        "training_args.bin",
+        "model.pt",
+        "weights.pkl",
+        "modeling_llama.py",
+        "tf_model.h5",
+    ],
+)
+def test_pickles_and_code_are_refused_unless_left_aside(folder, name):
+    (folder / name).write_bytes(b"import os")
+    with pytest.raises(ConfigError, match="safetensors"):
+        Contents(folder)
+    assert Contents(folder, ignore_unsafe=True).model.layers
+
+
+def test_a_folder_that_wants_code_run_is_refused(folder):
+    config(folder, auto_map={"AutoModelForCausalLM": "modeling.Model"})
+    with pytest.raises(ConfigError, match=r"auto_map.*never runs"):
+        Contents(folder)
+
+
+def test_mistakes_are_told(folder, tmp_path):
+    with pytest.raises(ConfigError, match="no such folder"):
+        Contents(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="is a file"):
+        Contents(folder / "config.json")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="has neither"):
+        Contents(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"config.json: no such file"):
+        Contents(folder)
+
+
+def test_an_architecture_that_is_not_known_gives_the_ones_that_are(folder):
+    config(folder, architectures=["MambaForCausalLM"], model_type="mamba")
+    with pytest.raises(ConfigError, match=r"MambaForCausalLM.*not supported.*Qwen3ForCausalLM"):
+        Contents(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"hidden_act": "relu6"}, "hidden_act='relu6': not supported; supported: silu"),
+        ({"clip_qkv": 8.0}, "unknown keys: clip_qkv"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "RoPE of type 'dynamic' is not supported",
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "linear",
+                    "factor": 2.0,
+                    "rope_theta": 1e4,
+                    "twist": 1,
+                }
+            },
+            "not known: twist",
+        ),
+        ({"hidden_size": ...}, "key hidden_size is missing"),
+        ({"num_hidden_layers": "many"}, "must be a whole number from 1"),
+        ({"num_key_value_heads": 3}, "describes no model"),
+    ],
+)
+def test_a_config_that_cannot_be_computed_is_refused(folder, changes, reason):
+    config(folder, **changes)
+    with pytest.raises(ConfigError, match=reason) as caught:
+        Contents(folder)
+    assert "config.json" in str(caught.value)
+
+
+def test_a_tied_flag_that_contradicts_the_tensors_is_refused(folder):
+    config(folder, tie_word_embeddings=True)
+    with pytest.raises(DataError, match="differs from the embedding table"):
+        Contents(folder)
+    found = tensors(folder)
+    safetensors.numpy.save_file(
+        found | {"lm_head.weight": found["model.embed_tokens.weight"]}, folder / "model.safetensors"
+    )
+    assert Contents(folder).model.head.tied
+    config(folder, tie_word_embeddings=False)
+    del found["lm_head.weight"]
+    safetensors.numpy.save_file(found, folder / "model.safetensors")
+    with pytest.raises(DataError, match="no file holds lm_head.weight"):
+        Contents(folder)
+
+
+def test_the_language_model_inside_a_wrapper_is_read(folder):
+    plain = Contents(folder)
+    inner = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["LlavaForConditionalGeneration"],
+                "model_type": "llava",
+                "text_config": inner,
+            }
+        )
+    )
+    found = {f"language_model.{name}": array for name, array in tensors(folder).items()}
+    safetensors.numpy.save_file(
+        found | {"vision_tower.patch.weight": np.zeros((2, 2), np.float32)},
+        folder / "model.safetensors",
+    )
+    inside = Contents(folder)
+    assert inside.model == plain.model
+    assert inside.tensors.keys() == plain.tensors.keys()
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize("kind", ["folder", "dangling", "loop"])
+def test_what_is_no_file_is_not_taken_for_absent(folder, name, kind):
+    (folder / name).unlink(missing_ok=True)
+    if kind == "folder":
+        (folder / name).mkdir()
+    else:
+        (folder / name).symlink_to("nowhere" if kind == "dangling" else name)
+    with pytest.raises(DataError, match=f"{name}: is (no file|a link that leads nowhere)"):
+        Contents(folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("rms_norm_eps", 1e300, "must be a number from 1e-30 to 0.1"),
+        ("rms_norm_eps", 0, "must be"),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 0}, "rope_theta=0: must be"),
+        ("rope_parameters", {"rope_type": "linear", "rope_theta": 1e4, "factor": 1e300}, "factor="),
+        ("num_attention_heads", 0, "whole number from 1"),
+        ("num_attention_heads", "4", "whole number"),
+        ("hidden_size", -16, "whole number"),
+        ("intermediate_size", -1, "from 0"),
+        ("max_position_embeddings", "x", "whole number"),
+        ("initializer_range", -1, "from 0"),
+        ("eos_token_id", 128, "must be an id of the vocabulary, which has 128"),
+        ("eos_token_id", [1, 999], "must be an id"),
+        ("bos_token_id", "x", "must be an id"),
+        ("pad_token_id", -2, "must be an id"),
+        ("attention_dropout", 1e999, "is no finite number"),
+        ("initializer_range", "x", "from 0"),
+        ("model_type", 3, "written as text"),
+        ("model_type", "qwen3", "contradict each other"),
+        ("model_type", "qwen99", "model_type is of no family that is supported.*set it to llama"),
+        ("hidden_act", ["silu"], "not supported"),
+        ("quantization_config", 3, "weights quantized by 3"),
+    ],
+)
+def test_a_value_that_no_model_has_is_refused_by_file_and_key(folder, key, value, says):
+    config(folder, **{key: value})
+    text = (folder / "config.json").read_text().replace("Infinity", "1e999")
+    (folder / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=f"config.json: .*{says}") as raised:
+        Contents(folder)
+    assert key in str(raised.value) or key == "quantization_config"
+
+
+@pytest.mark.parametrize("value", [-1, None, 127])
+def test_padding_may_be_none_in_either_spelling(folder, value):
+    config(folder, pad_token_id=value)
+    Contents(folder)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"architectures": ["LlamaForSequenceClassification"]},
+        {"architectures": None},
+        {"model_type": None},
+        {"model_type": ...},
+    ],
+)
+def test_one_known_name_of_a_family_is_enough(folder, names):
+    config(folder, **names)
+    assert Contents(folder).family.model_type == "llama"
+
+
+def test_kimi_k2_has_a_type_of_its_own():
+    published = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2"}
+    assert of_config(published, FAMILIES, "").model_type == "deepseek_v3"
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "says"),
+    [
+        ({"eos_token_id": [1, 999]}, ConfigError, "eos_token_id=.*: must be an id"),
+        ({"bos_token_id": "x"}, ConfigError, "bos_token_id='x': must be an id"),
+        ([], DataError, "is no JSON object"),
+    ],
+)
+def test_generation_settings_that_are_of_another_vocabulary_are_refused(folder, said, error, says):
+    (folder / "generation_config.json").write_text(json.dumps(said))
+    with pytest.raises(error, match=f"generation_config.json: {says}"):
+        Contents(folder)

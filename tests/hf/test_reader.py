@@ -1,0 +1,144 @@
+"""Weights are read into the shards that a mesh wants, the same on any mesh."""
+
+import shutil
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from parity import loaded, poisoned
+
+from maxstack.config.errors import DataError
+from maxstack.hf.contents import Contents
+from maxstack.hf.reader import load_params, pieces_of
+from maxstack.hf.tensors import check_finite
+from maxstack.models import decoder
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+
+
+def abstract(contents, dtype="float32"):
+    return nnx.to_pure_dict(
+        decoder.abstract(contents.model.model_copy(update={"param_dtype": dtype}))[1]
+    )
+
+
+def shapes_of(tree):
+    return {
+        "/".join(map(str, path)): leaf.shape
+        for path, leaf in nnx.traversals.flatten_mapping(tree).items()
+    }
+
+
+def spread(leaf, mesh):
+    """The leaf with each mesh axis over the first dimension that it divides."""
+    axes = []
+    for size in leaf.shape:
+        free = [
+            axis for axis in mesh.axis_names if axis not in axes and size % mesh.shape[axis] == 0
+        ]
+        axes.append(free[0] if free else None)
+    return jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes))
+    )
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "qwen3_next"])
+def test_eight_devices_get_what_one_gets(name):
+    contents, mesh = (
+        Contents(GOLDENS / name),
+        Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor")),
+    )
+    one = loaded(contents, abstract(contents))
+    eight = loaded(contents, jax.tree.map(lambda leaf: spread(leaf, mesh), abstract(contents)))
+    assert sum(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(eight)) > 5
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), one, eight
+    )
+
+
+def test_numbers_are_cast_to_what_the_run_wants():
+    contents = Contents(GOLDENS / "llama")
+    exact, cast = (loaded(contents, abstract(contents, dtype)) for dtype in ("float32", "bfloat16"))
+    assert cast["embed"].dtype == "bfloat16"
+    np.testing.assert_array_equal(
+        np.asarray(exact["embed"]).astype(ml_dtypes.bfloat16), np.asarray(cast["embed"])
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda found: found.pop("model.norm.weight"), "missing model.norm.weight"),
+        (
+            lambda found: found.update(
+                {"model.layers.0.mlp.extra.weight": np.zeros(3, np.float32)}
+            ),
+            r"unknown .*tensor model.layers.0.mlp.extra.weight",
+        ),
+        (
+            lambda found: found.update({"model.norm.weight": np.zeros(3, np.float32)}),
+            r"tensor model.norm.weight has shape \[3\], and this model",
+        ),
+        (
+            lambda found: found.update(
+                {"model.norm.weight": found["model.norm.weight"].astype(np.int32)}
+            ),
+            "tensor model.norm.weight has dtype int32",
+        ),
+    ],
+)
+def test_missing_unknown_and_misshapen_tensors_are_refused(tmp_path, change, reason):
+    shutil.copyfile(GOLDENS / "llama" / "config.json", tmp_path / "config.json")
+    found = dict(safetensors.numpy.load_file(GOLDENS / "llama" / "model.safetensors"))
+    change(found)
+    safetensors.numpy.save_file(found, tmp_path / "model.safetensors")
+    contents = Contents(tmp_path)
+    with pytest.raises(DataError, match=reason):
+        pieces_of(contents, shapes_of(abstract(contents)))
+
+
+def test_a_weight_without_sharding_goes_to_one_device():
+    contents = Contents(GOLDENS / "gpt2")
+    params = loaded(contents, abstract(contents))
+    assert {device for leaf in jax.tree.leaves(params) for device in leaf.devices()} == {
+        jax.devices()[0]
+    }
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt_oss"])
+def test_a_tensor_that_is_not_finite_is_named_unless_such_are_allowed(family, value, tmp_path):
+    name = poisoned(GOLDENS / family, tmp_path / "model", value)
+    contents = Contents(tmp_path / "model")
+    wanted = nnx.traversals.flatten_mapping(abstract(contents), sep="/")
+    with pytest.raises(DataError, match=rf"model.safetensors: tensor {name}: 1 of [0-9,]+ numbers"):
+        dict(load_params(contents, wanted, progress=False))
+    assert any(
+        np.isnan(leaf).any() or np.isinf(leaf).any()
+        for _, leaf in load_params(contents, wanted, progress=False, finite=False)
+    )
+
+
+def test_a_number_too_large_for_the_runs_dtype_is_told(tmp_path):
+    name = poisoned(GOLDENS / "llama", tmp_path / "model", 1e6)
+    contents = Contents(tmp_path / "model")
+    wanted = nnx.traversals.flatten_mapping(abstract(contents, "float16"), sep="/")
+    with np.errstate(over="ignore"), pytest.raises(DataError, match=f"{name}.*in float16"):
+        dict(load_params(contents, wanted, progress=False))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16, np.float64])
+def test_the_largest_and_smallest_numbers_are_finite_wherever_they_stand(dtype):
+    limits = ml_dtypes.finfo(dtype)
+    values = np.array([limits.max, limits.min, limits.smallest_subnormal, -0.0] * 40_000, dtype)
+    check_finite(values, "here")
+    for place in (0, 65_535, 65_536, values.size - 1):
+        odd = values.copy()
+        odd[place] = np.nan
+        with pytest.raises(DataError, match="here: 1 of 160,000"):
+            check_finite(odd, "here")

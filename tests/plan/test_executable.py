@@ -1,0 +1,68 @@
+"""A compiled step in a file: the same numbers, and a refusal where it is of something else."""
+
+import numpy as np
+import pytest
+import tiny
+
+from maxstack.config import ConfigError
+from maxstack.plan import executable
+
+CONFIG = {"model": tiny.model(layers=1, pattern=["local"]), "mesh": {"data": 2, "fsdp": 4}}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run, its compiled step, and the file."""
+    run = tiny.make_run(tiny.config(**CONFIG), 8)
+    compiled = run.step.lower(run.abstract, run.abstract_batch()).compile()
+    path = tmp_path_factory.mktemp("steps") / "step"
+    assert executable.save(run, compiled, path) == path.stat().st_size
+    return run, compiled, path
+
+
+def test_a_loaded_step_gives_what_the_compiled_one_gave(saved):
+    run, compiled, path = saved
+    batch = run.place(tiny.batch(run.cfg), 8)
+    (state, ours), (_, theirs) = (
+        step(run.init(), batch) for step in (executable.load(run, path), compiled)
+    )
+    assert {name: float(value) for name, value in ours.items()} == {
+        name: float(value) for name, value in theirs.items()
+    }
+    assert int(state.step) == 1 and np.isfinite(float(ours["loss"]))
+
+
+def test_a_step_of_another_configuration_is_refused_with_what_differs(saved):
+    _, _, path = saved
+    other = tiny.make_run(tiny.config(**CONFIG, train={"batch_size": 16}), 8)
+    with pytest.raises(
+        ConfigError, match=r"compiled for batch \{'tokens': \[8, 48\].*make it again"
+    ):
+        executable.load(other, path)
+
+
+def test_a_step_of_other_adapters_or_of_dropout_by_another_seed_is_refused(tmp_path):
+    def made(alpha, seed):
+        return tiny.make_run(
+            tiny.config(
+                model=CONFIG["model"], lora={"alpha": alpha, "dropout": 0.1}, train={"seed": seed}
+            )
+        )
+
+    run = made(16.0, 0)
+    executable.save(run, run.compile(run.lower()), tmp_path / "step")
+    for other, says in (
+        (made(8.0, 0), "compiled for configuration"),
+        (made(16.0, 1), "compiled for seed 0, not 1; make it again"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            executable.load(other, tmp_path / "step")
+
+
+def test_what_is_no_step_is_refused(saved, tmp_path):
+    run, _, path = saved
+    (tmp_path / "text").write_text("no step")
+    with pytest.raises(ConfigError, match="is no compiled step"):
+        executable.load(run, tmp_path / "text")
+    with pytest.raises(ConfigError, match="cannot read"):
+        executable.load(run, tmp_path / "missing")

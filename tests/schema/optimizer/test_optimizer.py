@@ -1,0 +1,111 @@
+"""The shipped optimizers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from optimizer_trees import INFO, built, first, tree
+
+from maxstack.config.compose import plain, presets_dir, read_file
+from maxstack.optim import build, learning_rate_at
+from maxstack.schema.optimizer import OptimizerConfig, check_schedules
+
+PRESETS = sorted(path.stem for path in (presets_dir() / "optimizers").glob("*.yml"))
+
+
+def preset(name):
+    return OptimizerConfig(**plain(read_file(presets_dir() / "optimizers" / f"{name}.yml")))
+
+
+def test_the_common_optimizers_have_presets():
+    assert {
+        "adam",
+        "adafactor",
+        "adamw",
+        "lamb",
+        "lion",
+        "muon",
+        "prodigy",
+        "schedule_free_adamw",
+        "sgd",
+    } <= set(PRESETS)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_preset_updates_models_with_and_without_a_head(name, tied):
+    of = {key: leaf for key, leaf in INFO.items() if not tied or key != "head"}
+    tx = build(preset(name), 100, of)
+
+    def step(params):
+        updates, state = tx.update(
+            params, tx.init(params), params, value=jnp.float32(1.0), grad=params
+        )
+        return updates
+
+    assert jax.eval_shape(step, tree(of)) == jax.eval_shape(lambda params: params, tree(of))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("steps", [2, 10, 100_000])
+def test_every_preset_has_a_rate_for_short_and_long_runs(name, steps):
+    check_schedules(preset(name), steps)
+    rates = [
+        float(learning_rate_at(preset(name), steps)(step)) for step in {0, steps // 2, steps - 1}
+    ]
+    assert all(np.isfinite(rates)) and max(rates) > 0
+
+
+def test_the_adamw_preset_is_the_default():
+    assert preset("adamw") == OptimizerConfig()
+
+
+def test_the_muon_preset_orthogonalises_matrices_of_blocks_and_nothing_else():
+    state = jax.eval_shape(build(preset("muon"), 100, INFO).init, tree(INFO))
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    second_moments = {path for path in paths if ".nu[" in path}
+    of_matrices = [path for path in paths if "group_0" in path]
+    assert not [path for path in second_moments if "group_0" in path]
+    assert all(word in str(of_matrices) for word in ("query", "out", "gate", "down"))
+    assert all(
+        word in str(second_moments)
+        for word in ("query_bias", "mixer_norm", "embed", "head", "norm")
+    )
+    assert not [
+        path
+        for path in of_matrices
+        if "embed" in path or "head" in path or "bias" in path or "scale" in path
+    ]
+
+
+def test_the_learning_rate_of_a_preset_scales_all_its_updates():
+    changed = preset("muon").model_dump() | {"learning_rate": 2e-3}
+    small, large = (
+        first(
+            build(OptimizerConfig(**(config | {"schedule": None})), 100, INFO),
+            tree(INFO),
+            tree(INFO),
+        )
+        for config in (preset("muon").model_dump(), changed)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(2 * a, b, rtol=1e-5), small, large)
+
+
+def test_layers_do_not_count_as_a_dimension_and_heads_with_head_dim_count_as_one():
+    mixer = INFO["blocks"]["block"]["mixer"]
+    assert [
+        mixer["query"].ndim,
+        mixer["query_bias"].ndim,
+        mixer["out"].ndim,
+        INFO["embed"].ndim,
+        INFO["norm"]["scale"].ndim,
+    ] == [2, 1, 2, 2, 1]
+    assert mixer["query"].matrix == ((1,), (2, 3)) and mixer["out"].matrix == ((1, 2), (3,))
+
+
+def test_updates_accept_the_loss_and_gradients_whatever_the_chain():
+    tx = built(chain=[{"kind": "sgd"}])
+    updates, _ = tx.update(
+        tree(INFO), tx.init(tree(INFO)), tree(INFO), value=jnp.float32(1.0), grad=tree(INFO)
+    )
+    assert jax.tree.structure(updates) == jax.tree.structure(INFO)

@@ -1,0 +1,133 @@
+from typing import Any
+
+import pytest
+
+from maxstack.config import ConfigError, plain_data
+from maxstack.config.annotations import item, kinds, members, of_field, section, shape
+from maxstack.load import load
+from maxstack.schema.config import Config
+from maxstack.schema.foreign import ROWS, equivalent
+
+
+def exists(annotation: Any, default: Any, path: list[str]) -> bool:
+    """Whether the schema has a key, NAME and N standing for any; below what is free, the default
+    must have it."""
+    if not path:
+        return True
+    for member in members(annotation):
+        for model in kinds(member).values() if kinds(member) else filter(None, [section(member)]):
+            field = model.model_fields.get(path[0])
+            if field and exists(of_field(field), field.default, path[1:]):
+                return True
+        if path[0] == {dict: "NAME", list: "N"}.get(shape(member)) and exists(
+            item(member), None, path[1:]
+        ):
+            return True
+    inside = plain_data(default)
+    inside = dict(enumerate(inside)) if isinstance(inside, list) else inside
+    keys = {str(key): value for key, value in inside.items()} if isinstance(inside, dict) else {}
+    return path[0] in keys and exists(Any, keys[path[0]], path[1:])
+
+
+@pytest.mark.parametrize("key", sorted({key for row in ROWS for key in row[1].split()}))
+def test_what_a_foreign_name_leads_to_is_a_key_of_the_schema(key):
+    assert exists(Config, None, key.split("."))
+
+
+def test_a_key_that_is_not_there_is_noticed():
+    assert not exists(Config, None, ["optimizer", "chain", "1", "beta2"]) and not exists(
+        Config, None, ["model", "blocks", "NAME", "heads"]
+    )
+
+
+def test_no_foreign_name_stands_in_two_rows():
+    names = [name for row in ROWS for name in row[0].split()]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_a_row_without_keys_says_why():
+    assert all(row[1] or row[2] for row in ROWS)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("optimizer.lr=1e-3", "here that is optimizer.learning_rate (the peak)"),
+        (
+            "train.epochs=3",
+            "here that is train.steps (steps, not epochs: epochs x tokens of the data / "
+            "(train.batch_size x data.seq_len))",
+        ),
+        (
+            "per_device_train_batch_size=4",
+            "here that is train.batch_size (rows in a step: per device x devices x "
+            "train.accumulate)",
+        ),
+        (
+            "training={local-batch-size: 4, seq_len: 8}",
+            "training.seq_len: here that is data.seq_len",
+        ),
+        ("lora.r=8", "here that is lora.rank"),
+        ("lora={r: 8}", "here that is lora.rank"),
+        ("lora.lora_r=8", "here that is lora.rank"),
+        ("lora.lora_alpha=8", "here that is lora.alpha"),
+        ("lora.lora_dropout=0.1", "here that is lora.dropout"),
+        ("lora={target_modules: [q_proj]}", "here that is lora.targets (regular expressions"),
+        ("packing=true", "here that is data.packing"),
+        ("data.text_field=text", "here that is data.sources.N.field"),
+        ("data.path=a.txt", "here that is data.sources.N.files (a list)"),
+        ("optimizer.name=lion", "here that is optimizer (a preset's name"),
+        ("optimizer.type=lion", "here that is optimizer (a preset's name"),
+        ("train.warmup=10", "here that is optimizer.schedule.warmup_steps"),
+        ("eval.interval=10", "here that is eval.every"),
+        ("checkpoint.save_every=10", "here that is checkpoint.every"),
+        *(
+            (f"data.sources=[{{kind: text, {key}: a.txt}}]", "here that is data.sources.N.files")
+            for key in ("path", "paths", "file")
+        ),
+        *(
+            (
+                f"data.sources=[{{kind: jsonl, files: [a], {key}: b}}]",
+                "here that is data.sources.N.field",
+            )
+            for key in ("text_column", "text_field")
+        ),
+        (
+            "data.tokenizer={kind: huggingface, path: a, name: b}",
+            "here that is data.tokenizer.path",
+        ),
+        ("checkpoint.interval=5", "here that is checkpoint.every (steps)"),
+        ("model.hidden_size=8", "here that is model.embed"),
+        ("train.logging_steps=10", "every step is logged"),
+        (
+            "optimizer.schedule.warmup_ratio=0.1",
+            "here that is optimizer.schedule.warmup_steps (a share of train.steps as 2%)",
+        ),
+    ],
+)
+def test_a_key_of_another_framework_is_told_by_our_name(override, says):
+    with pytest.raises(ConfigError) as caught:
+        load("synthetic", [override])
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
+@pytest.mark.parametrize(
+    ("key", "ours"),
+    [("weight_decay", "weight_decay"), ("betas", "b1 and b2"), ("max_grad_norm", "max_norm")],
+)
+def test_an_argument_of_a_transform_is_told_without_a_place_that_another_optimizer_lacks(
+    optimizer, key, ours
+):
+    with pytest.raises(ConfigError) as caught:
+        load("synthetic", [f"optimizer={optimizer}", f"optimizer.{key}=0.1"])
+    said = str(caught.value)
+    assert (
+        f"here that is optimizer.chain ({ours} of " in said
+        and "maxstack config show has its place" in said
+        and "chain.1" not in said
+    )
+
+
+def test_our_own_key_in_a_section_of_another_kind_is_not_called_foreign():
+    assert equivalent("model.blocks.block.mixer.window") == "" != equivalent("model.window")

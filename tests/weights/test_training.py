@@ -1,0 +1,287 @@
+"""Models whose weights are rounded or kept in low precision: every kind of mixer, MLP and table, on
+one device and on meshes."""
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from flax import nnx
+
+from maxstack.config import ConfigError
+from maxstack.config.compose import plain, presets_dir, read_file
+from maxstack.schema.optimizer import OptimizerConfig
+from maxstack.weights.rewrite import Treatment
+
+ATTENTION = {"kind": "attention", "heads": 4, "kv_heads": 2, "head_dim": 8}
+MOE = {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 32}
+MLA = {
+    "kind": "mla",
+    "heads": 4,
+    "kv_lora": 16,
+    "q_lora": 24,
+    "nope_dim": 8,
+    "rope_dim": 8,
+    "value_dim": 8,
+}
+DELTA = {"kind": "gated_delta", "key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 8}
+KINDS = {
+    "attention": {"layers": 4, "pattern": ["local", "global"]},
+    "latent, experts, further": {
+        "layers": 2,
+        "prefix": ["dense"],
+        "pattern": ["moe"],
+        "mtp": {"block": "dense"},
+        "blocks": {
+            "dense": {"mixer": MLA, "mlp": {"kind": "gated", "hidden": 64}},
+            "moe": {"mixer": MLA, "mlp": MOE | {"shared": {"hidden": 32}}},
+        },
+    },
+    "delta, dense, parallel, per layer, tied": {
+        "layers": 2,
+        "pattern": ["a", "b"],
+        "per_layer": {"vocab": tiny.VOCAB, "size": 8},
+        "head": {"tied": True},
+        "blocks": {
+            "a": {
+                "mixer": ATTENTION | {"gate": True},
+                "mlp": {
+                    "kind": "parallel",
+                    "dense": {"kind": "gated", "hidden": 64},
+                    "moe": MOE | {"bias": True},
+                },
+            },
+            "b": {"mixer": DELTA, "mlp": {"kind": "dense", "hidden": 64}},
+        },
+    },
+}
+MESHES = {
+    "latent, experts, further": {"fsdp": 2, "expert": 2, "tensor": 2},
+    "delta, dense, parallel, per layer, tied": {"fsdp": 4, "tensor": 2},
+}
+SGD = {"schedule": None, "chain": [{"kind": "sgd", "learning_rate": 1.0}]}
+FAR = {"int8": 0.1, "int4": 0.4}
+"""Root mean square of what logits change by, over their deviation, in models of random weights with
+everything quantized, embedding and head too."""
+W8A8, W4 = {"weight_qtype": "int8", "act_qtype": "int8"}, {"weight_qtype": "int4", "tile_size": 8}
+
+
+def recipe(mode: str, **rule: object) -> dict:
+    return {"mode": mode, "rules": [rule]}
+
+
+def config(kind: str, quantization: dict, mesh: dict | None = None):
+    return tiny.config(
+        model=tiny.model(**KINDS[kind], remat={"policy": "full"}),
+        quantization=quantization,
+        mesh=mesh or {},
+    )
+
+
+def nll(run, params, seed: int = 0) -> float:
+    placed = run.place(tiny.batch(run.cfg, seed), run.cfg.train.batch_size)
+    return float(run.eval_step(params, placed | {"bytes": placed["mask"]})["nll"])
+
+
+def logits(run, params) -> np.ndarray:
+    """Of the first batch; where experts are, a token near a tie goes elsewhere."""
+    batch = tiny.batch(run.cfg)
+
+    def of(params):
+        model = nnx.merge(run.graph, nnx.State(params))
+        return model.logits(model.hidden(batch))
+
+    return np.asarray(jax.jit(of)(params))
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule"),
+    [
+        ("attention", W8A8),
+        *(
+            pytest.param(kind, rule, marks=pytest.mark.slow)
+            for kind, rule in (
+                *((kind, W8A8) for kind in KINDS if kind != "attention"),
+                ("latent, experts, further", W4),
+            )
+        ),
+    ],
+)
+def test_weights_trained_for_low_precision_compute_what_quantized_ones_do(kind, rule):
+    trained, kept = (tiny.make_run(config(kind, recipe(mode, **rule))) for mode in ("qat", "ptq"))
+    floats = trained.init().params
+    assert nll(trained, floats) == pytest.approx(
+        nll(kept, Treatment(kept.cfg).applied(floats)), rel=1e-6
+    )
+    plain = tiny.make_run(config(kind, {}))
+    assert nll(trained, floats) != nll(plain, floats)
+    exact, low = (
+        logits(run, params)
+        for run, params in ((plain, floats), (kept, Treatment(kept.cfg).applied(floats)))
+    )
+    assert 0 < np.sqrt(np.square(low - exact).mean()) < FAR[rule["weight_qtype"]] * exact.std()
+
+
+@pytest.mark.parametrize("kind", MESHES)
+@pytest.mark.parametrize("mode", ["qt", "ptq"])
+@pytest.mark.slow
+def test_a_mesh_computes_what_one_device_does(kind, mode):
+    quantization = recipe(mode, **(W8A8 if mode == "qt" else W4))
+    runs = (
+        tiny.make_run(config(kind, quantization, mesh), devices)
+        for mesh, devices in ((None, 1), (MESHES[kind], 8))
+    )
+    (alone,), (spread,) = (tiny.steps(run, 1) for run in runs)
+    assert spread["loss"] == pytest.approx(
+        alone["loss"], rel=1e-3
+    )  # a rounding that falls the other way
+    assert spread["grad_norm"] == pytest.approx(alone["grad_norm"], rel=0.1)
+
+
+@pytest.mark.slow
+def test_a_pipeline_computes_what_one_device_does():
+    runs = (
+        tiny.make_run(config("attention", recipe("qt", **W8A8), mesh), devices)
+        for mesh, devices in ((None, 1), ({"stage": 2, "fsdp": 2}, 4))
+    )
+    (alone,), (staged,) = (tiny.steps(run, 1) for run in runs)
+    assert staged["loss"] == pytest.approx(alone["loss"], rel=1e-3) and staged[
+        "grad_norm"
+    ] == pytest.approx(alone["grad_norm"], rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("weight", "rest"),
+    [
+        ("int8", {"act_qtype": "int8"}),
+        ("int8", {"act_qtype": "int8", "tile_size": 8, "bwd_qtype": "int8"}),
+        pytest.param("int4", {}, marks=pytest.mark.slow),
+        ("float8_e4m3fn", {"act_qtype": "float8_e4m3fn", "bwd_qtype": "float8_e5m2"}),
+    ],
+)
+def test_quantized_training_follows_full_precision(weight, rest):
+    low = recipe("qt", module_path="blocks/.*", weight_qtype=weight, **rest)
+    exact, ours = (
+        tiny.steps(tiny.make_run(config("attention", quantization)), 8)
+        for quantization in ({}, low)
+    )
+    for row, known in zip(ours, exact, strict=True):
+        assert row["loss"] != known["loss"]
+        assert row["loss"] == pytest.approx(known["loss"], rel=0.02)
+
+
+def test_weights_that_are_kept_in_low_precision_are_not_trained_and_have_no_optimizer_state():
+    run = tiny.make_run(config("attention", recipe("ptq", module_path="blocks/.*", **W4)))
+    begin = jax.device_get(run.init())
+    after, _ = run.step(run.init(), run.place(tiny.batch(run.cfg), run.cfg.train.batch_size))
+    before, now = (
+        nnx.traversals.flatten_mapping(params, sep="/") for params in (begin.params, after.params)
+    )
+    moved = {path for path, leaf in before.items() if not np.array_equal(leaf, now[path])}
+    frozen = {
+        path
+        for path in before
+        if f"{path.rpartition('/')[0]}/scale" in before and not path.endswith("norm/scale")
+    }
+    assert moved == before.keys() - frozen
+    states = {
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, _ in jax.tree_util.tree_leaves_with_path(run.abstract.opt)
+    }
+    assert not [name for name in states if name.endswith("/int4")] and [
+        name for name in states if name.endswith("/embed")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sections", "optimizer"),
+    [
+        pytest.param({"lora": {"rank": 4, "dora": True}}, "muon", marks=pytest.mark.slow),
+        ({"quantization": recipe("ptq", **W4)}, "muon"),
+        (
+            {"quantization": recipe("ptq", **W4), "lora": {"rank": 4}},
+            {
+                "frozen": ["blocks/global/mlp/gate"],
+                "groups": [
+                    {"match": ["*/mixer/query", "*/mixer/*"], "chain": [{"kind": "sgd"}]},
+                    {"match": ["*", "!embed"], "chain": [{"kind": "adamw"}]},
+                ],
+            },
+        ),
+    ],
+    ids=str,
+)
+def test_patterns_of_optimizers_fit_models_whose_weights_are_kept_in_another_way(
+    sections, optimizer
+):
+    chosen = (
+        plain(read_file(presets_dir() / "optimizers" / f"{optimizer}.yml"))
+        if isinstance(optimizer, str)
+        else optimizer
+    )
+    cfg = tiny.config(**sections)
+    cfg = cfg.model_copy(
+        update={"optimizer": OptimizerConfig(**chosen | {"learning_rate": 1e-2, "schedule": None})}
+    )
+    run = tiny.make_run(cfg)
+    state, placed, losses = run.init(), run.place(tiny.batch(cfg), 8), []
+    frozen = jax.device_get(state.params["blocks"]["global"]["mlp"]["gate"])
+    for _ in range(6):
+        state, scalars = run.step(state, placed)
+        losses.append(float(scalars["loss"]))
+    assert losses[-1] < losses[0]
+    if "frozen" in chosen:
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            frozen,
+            jax.device_get(state.params["blocks"]["global"]["mlp"]["gate"]),
+        )
+
+
+def test_four_bit_weights_take_half_a_byte():
+    run = tiny.make_run(
+        config("attention", recipe("ptq", module_path=".*/gate", weight_qtype="nf4"))
+    )
+    leaf = run.abstract.params["blocks"]["global"]["mlp"]["gate"]["nf4"]
+    assert (leaf.dtype, leaf.shape) == (np.uint8, (2, 32, 32))
+
+
+def test_tiles_of_experts_divide_over_the_devices_that_share_them():
+    moe = {
+        "layers": 1,
+        "pattern": [],
+        "blocks": {"b": {"mixer": ATTENTION, "mlp": MOE | {"hidden": 48}}},
+    }
+    cfg = tiny.config(
+        model=tiny.model(**moe),
+        quantization=recipe("qt", module_path=".*/mlp", tile_size=16, **W8A8),
+        mesh={"tensor": 2},
+    )
+    with pytest.raises(
+        ConfigError,
+        match="3 scales along the hidden units of experts' down do not divide over the mesh's "
+        "tensor of 2",
+    ):
+        tiny.steps(tiny.make_run(cfg, 2), 1)
+
+
+def test_tiles_of_positions_lie_along_a_sequence_on_a_mesh_and_on_one_device():
+    rule = recipe(
+        "qt",
+        module_path=".*/head|.*/mlp/down",
+        weight_qtype="int8",
+        bwd_qtype="int4",
+        bwd_weight_grad_tile_size=16,
+    )
+    weights = []
+    for mesh, devices in ((None, 1), ({"fsdp": 4}, 4)):
+        run = tiny.make_run(
+            tiny.config(
+                model=tiny.model(layers=2), quantization=rule, mesh=mesh or {}, optimizer=SGD
+            ),
+            devices,
+        )
+        state, _ = run.step(run.init(), run.place(tiny.batch(run.cfg), run.cfg.train.batch_size))
+        weights.append(np.asarray(state.params["blocks"]["global"]["mlp"]["down"]))
+    assert (
+        np.isclose(*weights, rtol=1e-4, atol=1e-5).mean() > 0.5
+    )  # in four bits, a rounding that falls the other way is seen
