@@ -11,64 +11,19 @@ from jax.ad_checkpoint import checkpoint_name
 from maxstack.kernels.attention import attention
 from maxstack.kernels.attention.request import Request
 from maxstack.layers.context import Context
+from maxstack.layers.layer import Layer
 from maxstack.layers.norm import Norm
 from maxstack.layers.rope import rotate
-from maxstack.layers.weight import project, weight
+from maxstack.layers.weight import project
 from maxstack.schema.mixers import AttentionConfig, TemperatureConfig
 from maxstack.sharding import constrain
 
 
-class Attention(nnx.Module):
+class Attention(Layer):
     """Causal self-attention (Vaswani 2017; grouped queries: Ainslie 2023, arXiv:2305.13245) with
     the parts that its configuration asks for."""
 
-    def __init__(self, cfg: AttentionConfig, embed: int, *, std: float, out_std: float, dtype: str):
-        self.cfg = cfg
-        heads, kv, size = cfg.heads, cfg.kv, cfg.head_dim
-        keys = cfg.share_kv is None
-        values = keys and not cfg.values_are_keys
-
-        def matrix(number: int, axis: str) -> nnx.Param:
-            return weight(
-                (embed, number, size),
-                f"embed {axis} head_dim",
-                std=std / embed**0.5,
-                dtype=dtype,
-                use="matmul",
-            )
-
-        def bias(number: int, axis: str) -> nnx.Param:
-            return weight((number, size), f"{axis} head_dim", dtype=dtype)
-
-        def qk_norm(number: int) -> Norm | None:
-            return (
-                Norm(cfg.qk_norm, size * number if cfg.qk_norm_over == "all" else size, dtype=dtype)
-                if cfg.qk_norm
-                else None
-            )
-
-        self.query = matrix(heads, "heads")
-        self.key = matrix(kv, "kv_heads") if keys else None
-        self.value = matrix(kv, "kv_heads") if values else None
-        self.gate = matrix(heads, "heads") if cfg.gate else None
-        self.out = weight(
-            (heads, size, embed),
-            "heads head_dim embed",
-            std=out_std / (heads * size) ** 0.5,
-            dtype=dtype,
-            use="matmul",
-            contract=2,
-        )
-        self.query_bias = bias(heads, "heads") if cfg.qkv_bias else None
-        self.key_bias = bias(kv, "kv_heads") if cfg.qkv_bias and keys else None
-        self.value_bias = bias(kv, "kv_heads") if cfg.qkv_bias and values else None
-        self.out_bias = weight((embed,), "norm", dtype=dtype) if cfg.out_bias else None
-        self.query_norm = qk_norm(heads)
-        self.key_norm = qk_norm(kv) if keys else None
-        self.value_norm = (
-            Norm(cfg.value_norm, size, dtype=dtype) if cfg.value_norm and keys else None
-        )
-        self.sinks = weight((heads,), "heads", dtype=dtype) if cfg.sinks else None
+    cfg: AttentionConfig
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
         """What each position gathers from the positions of its document that it sees: [B, T, D]."""
@@ -102,7 +57,7 @@ class Attention(nnx.Module):
             o_BTNH = o_BTNH * jax.nn.sigmoid(
                 constrain(project(x_BTD, self.gate), "batch seq heads head_dim")
             )
-        return checkpoint_name(_biased(project(o_BTNH, self.out), self.out_bias), "mixer_out")
+        return checkpoint_name(project(o_BTNH, self.out, self.out_bias), "mixer_out")
 
     def keys_values(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
         """Keys, normed and rotated, and values, normed: each [B, S, K, H]."""
@@ -166,8 +121,4 @@ def temperature(cfg: TemperatureConfig, positions_BT: jax.Array) -> jax.Array:
 def _projected(x_BTD: jax.Array, w: nnx.Param, bias: nnx.Param | None, axis: str) -> jax.Array:
     """Heads, pinned to the mesh before norm and rotation, which are float32: else XLA may move them
     after."""
-    return _biased(constrain(project(x_BTD, w), f"batch seq {axis} head_dim"), bias)
-
-
-def _biased(x: jax.Array, bias: nnx.Param | None) -> jax.Array:
-    return x if bias is None else x + bias[...].astype(x.dtype)
+    return constrain(project(x_BTD, w, bias), f"batch seq {axis} head_dim")

@@ -15,8 +15,8 @@ from maxstack import sharding
 from maxstack.kernels import sequences
 from maxstack.kernels.gated_delta import gated_delta
 from maxstack.layers.context import Context
-from maxstack.layers.norm import Norm
-from maxstack.layers.weight import project, weight
+from maxstack.layers.layer import Layer
+from maxstack.layers.weight import project
 from maxstack.schema.mixers import GatedDeltaConfig
 from maxstack.sharding import constrain
 
@@ -25,7 +25,7 @@ NORM_EPS = 1e-6
 Arrays = tuple[jax.Array, ...]
 
 
-class GatedDelta(nnx.Module):
+class GatedDelta(Layer):
     """Linear attention by the gated delta rule (Yang et al. 2024, arXiv:2412.06464, section 3.4).
 
     Fresh heads forget at rates of median 0.06 a position, one standard deviation being a factor of
@@ -33,48 +33,7 @@ class GatedDelta(nnx.Module):
     uniform in [0, 16].
     """
 
-    def __init__(
-        self, cfg: GatedDeltaConfig, embed: int, *, std: float, out_std: float, dtype: str
-    ):
-        self.cfg = cfg
-        keys, values = (cfg.key_heads, cfg.key_dim), (cfg.value_heads, cfg.value_dim)
-
-        def from_embed(shape: tuple[int, ...], axes: str) -> nnx.Param:
-            return weight(
-                (embed, *shape), f"embed {axes}", std=std / embed**0.5, dtype=dtype, use="matmul"
-            )
-
-        def convolution(shape: tuple[int, ...], axes: str) -> nnx.Param:
-            return weight((cfg.conv, *shape), f"norm {axes}", std=std / cfg.conv**0.5, dtype=dtype)
-
-        self.query, self.key = (
-            from_embed(keys, "kv_heads head_dim"),
-            from_embed(keys, "kv_heads head_dim"),
-        )
-        self.value, self.gate = (
-            from_embed(values, "heads head_dim"),
-            from_embed(values, "heads head_dim"),
-        )
-        self.beta, self.decay = (
-            from_embed((cfg.value_heads,), "heads"),
-            from_embed((cfg.value_heads,), "heads"),
-        )
-        self.conv_query, self.conv_key = (
-            convolution(keys, "kv_heads head_dim"),
-            convolution(keys, "kv_heads head_dim"),
-        )
-        self.conv_value = convolution(values, "heads head_dim")
-        self.a_log = weight((cfg.value_heads,), "heads", std=RATE_SPREAD, dtype=dtype)
-        self.dt_bias = weight((cfg.value_heads,), "heads", fill=RATE_OFFSET, dtype=dtype)
-        self.norm = Norm(cfg.norm, cfg.value_dim, dtype=dtype)
-        self.out = weight(
-            (*values, embed),
-            "heads head_dim embed",
-            std=out_std / (cfg.value_heads * cfg.value_dim) ** 0.5,
-            dtype=dtype,
-            use="matmul",
-            contract=2,
-        )
+    cfg: GatedDeltaConfig
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
         """What each position reads from the state of its document, gated: [B, T, D]."""

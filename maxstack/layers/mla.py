@@ -7,71 +7,24 @@ positions  R its part with positions  V value head dim L latent.
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxstack.kernels.attention import attention
 from maxstack.kernels.attention.request import Request
 from maxstack.layers.context import Context
-from maxstack.layers.norm import Norm
+from maxstack.layers.layer import Layer
 from maxstack.layers.rope import rotate, yarn_mscale
-from maxstack.layers.weight import project, weight
+from maxstack.layers.weight import project
 from maxstack.schema.mixers import MLAConfig, YarnScaling
 from maxstack.sharding import constrain
 
 
-class MLA(nnx.Module):
+class MLA(Layer):
     """Causal attention whose keys and values are projections of one normed latent, but for a
     rotated part of the key that all heads share (DeepSeek-V2 2024, arXiv:2405.04434, section 2.1).
     Keys and values are made in full, as training wants them."""
 
-    def __init__(self, cfg: MLAConfig, embed: int, *, std: float, out_std: float, dtype: str):
-        self.cfg = cfg
-        size = cfg.nope_dim + cfg.rope_dim
-
-        def down(out: int, axis: str = "latent") -> nnx.Param:
-            return weight(
-                (embed, out), f"embed {axis}", std=std / embed**0.5, dtype=dtype, use="matmul"
-            )
-
-        def up(latent: int, out: int) -> nnx.Param:
-            return weight(
-                (latent, cfg.heads, out),
-                "latent heads head_dim",
-                std=std / latent**0.5,
-                dtype=dtype,
-                use="matmul",
-            )
-
-        if cfg.q_lora:
-            self.query_down = down(cfg.q_lora)
-            self.query_norm = Norm(cfg.norm, cfg.q_lora, dtype=dtype)
-            self.query_up = up(cfg.q_lora, size)
-        else:
-            self.query = weight(
-                (embed, cfg.heads, size),
-                "embed heads head_dim",
-                std=std / embed**0.5,
-                dtype=dtype,
-                use="matmul",
-            )
-        self.kv_down, self.key_rope = down(cfg.kv_lora), down(cfg.rope_dim, "head_dim")
-        self.kv_norm = Norm(cfg.norm, cfg.kv_lora, dtype=dtype)
-        self.key_up, self.value_up = up(cfg.kv_lora, cfg.nope_dim), up(cfg.kv_lora, cfg.value_dim)
-        self.out = weight(
-            (cfg.heads, cfg.value_dim, embed),
-            "heads head_dim embed",
-            std=out_std / (cfg.heads * cfg.value_dim) ** 0.5,
-            dtype=dtype,
-            use="matmul",
-            contract=2,
-        )
-        if cfg.bias:
-            if cfg.q_lora:
-                self.query_down_bias = weight((cfg.q_lora,), "latent", dtype=dtype)
-            self.kv_down_bias = weight((cfg.kv_lora,), "latent", dtype=dtype)
-            self.key_rope_bias = weight((cfg.rope_dim,), "head_dim", dtype=dtype)
-            self.out_bias = weight((embed,), "norm", dtype=dtype)
+    cfg: MLAConfig
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
         """What each position gathers from itself and the earlier ones of its document: [B, T,
@@ -86,13 +39,11 @@ class MLA(nnx.Module):
             self.cfg.backend,
         )
         o_BTNV = checkpoint_name(constrain(o_BTNV, "batch seq heads head_dim"), "context")
-        return checkpoint_name(self._biased(project(o_BTNV, self.out), "out_bias"), "mixer_out")
+        return checkpoint_name(project(o_BTNV, self.out, self.out_bias), "mixer_out")
 
     def _queries(self, x_BTD: jax.Array, context: Context) -> jax.Array:
         if self.cfg.q_lora:
-            latent_BTL = self.query_norm(
-                self._biased(project(x_BTD, self.query_down), "query_down_bias")
-            )
+            latent_BTL = self.query_norm(project(x_BTD, self.query_down, self.query_down_bias))
             q_BTNH = project(constrain(latent_BTL, "batch seq latent"), self.query_up)
         else:
             q_BTNH = project(x_BTD, self.query)
@@ -102,10 +53,10 @@ class MLA(nnx.Module):
         return checkpoint_name(constrain(q_BTNH, "batch seq heads head_dim"), "query")
 
     def _keys_values(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
-        latent_BSL = self.kv_norm(self._biased(project(x_BTD, self.kv_down), "kv_down_bias"))
+        latent_BSL = self.kv_norm(project(x_BTD, self.kv_down, self.kv_down_bias))
         latent_BSL = constrain(latent_BSL, "batch seq latent")
         shared_BSR = constrain(
-            self._biased(project(x_BTD, self.key_rope), "key_rope_bias"), "batch seq head_dim"
+            project(x_BTD, self.key_rope, self.key_rope_bias), "batch seq head_dim"
         )
         own_BSNH, v_BSNV = (
             constrain(project(latent_BSL, self.key_up), "batch seq heads head_dim"),
@@ -123,9 +74,6 @@ class MLA(nnx.Module):
 
     def _rotated(self, x_BTNR: jax.Array, context: Context) -> jax.Array:
         return rotate(x_BTNR, context.tables[self.cfg.rope, self.cfg.rope_dim], self.cfg.rope)
-
-    def _biased(self, x: jax.Array, name: str) -> jax.Array:
-        return x + getattr(self, name)[...].astype(x.dtype) if self.cfg.bias else x
 
 
 def request(cfg: MLAConfig) -> Request:

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
@@ -20,11 +19,11 @@ from maxstack.config import ConfigError
 from maxstack.kernels.backends import asking
 from maxstack.layers import dispatch, router
 from maxstack.layers.context import Context
-from maxstack.layers.mlp import ACTIVATIONS, GatedMLP
-from maxstack.layers.norm import Norm
-from maxstack.layers.weight import experts, multiply_each, weight
+from maxstack.layers.layer import Layer
+from maxstack.layers.mlp import ACTIVATIONS
+from maxstack.layers.weight import experts, multiply_each
 from maxstack.schema.mesh import names
-from maxstack.schema.mlps import GatedMLPConfig, MoEConfig, ParallelMLPConfig
+from maxstack.schema.mlps import MoEConfig, ParallelMLPConfig
 
 Report = dict[str, jax.Array]
 Weights = dict[str, Any]
@@ -40,39 +39,11 @@ HIDDEN = {
 SIGMOID_SLOPE = 1.702  # gpt-oss: x sigmoid(1.702 x), a GELU nearly
 
 
-class MoE(nnx.Module):
+class MoE(Layer):
     """A token's chosen experts, weighted, and the shared one (Shazeer 2017, arXiv:1701.06538;
     shared: Dai 2024, arXiv:2401.06066)."""
 
-    def __init__(self, cfg: MoEConfig, embed: int, *, std: float, out_std: float, dtype: str):
-        self.cfg = cfg
-        e, f, fan_in = cfg.experts, cfg.hidden, std / embed**0.5
-        self.router = weight((embed, e), "embed norm", std=fan_in, dtype=dtype)
-        if cfg.router.bias:
-            self.router_bias = weight((e,), "norm", dtype=dtype)
-        if cfg.router.selection_bias:
-            self.selection_bias = weight((e,), "norm", dtype="float32", carried=True)
-        if cfg.router.normed:
-            self.router_scale = weight((embed,), "norm", fill=1.0, dtype=dtype)
-            self.expert_scale = weight((e,), "norm", fill=1.0, dtype=dtype)
-        self.gate = weight(
-            (e, embed, f), "expert embed mlp", std=fan_in, dtype=dtype, use="experts"
-        )
-        self.up = weight((e, embed, f), "expert embed mlp", std=fan_in, dtype=dtype, use="experts")
-        self.down = weight(
-            (e, f, embed), "expert mlp embed", std=out_std / f**0.5, dtype=dtype, use="experts"
-        )
-        if cfg.bias:
-            self.gate_bias = weight((e, f), "expert mlp", dtype=dtype)
-            self.up_bias = weight((e, f), "expert mlp", dtype=dtype)
-            self.down_bias = weight((e, embed), "expert norm", dtype=dtype)
-        if cfg.shared:
-            shared = GatedMLPConfig(
-                kind="gated", hidden=cfg.shared.hidden, activation=cfg.activation
-            )
-            self.shared = GatedMLP(shared, embed, std=std, out_std=out_std, dtype=dtype)
-            if cfg.shared.gate:
-                self.shared_gate = weight((embed,), "norm", std=fan_in, dtype=dtype)
+    cfg: MoEConfig
 
     def __call__(
         self, x_BTD: jax.Array, residual_BTD: jax.Array, context: Context
@@ -92,14 +63,14 @@ class MoE(nnx.Module):
             else x_BTD
         )
         logits_BTE = router.logits(
-            read_BTD, self.router[...], self.router_bias[...] if rules.bias else None
+            read_BTD, self.router[...], None if self.router_bias is None else self.router_bias[...]
         )
         names = ("gate", "up", "down", *(("gate_bias", "up_bias", "down_bias") if cfg.bias else ()))
         given = {name: experts(getattr(self, name), x_BTD.dtype) for name in names}
         given |= {
             name: getattr(self, name)[...]
             for name in ("selection_bias", "expert_scale")
-            if hasattr(self, name)
+            if getattr(self, name) is not None
         }
         real_BT = jnp.ones(x_BTD.shape[:2], bool) if context.real_BT is None else context.real_BT
         place = _place(cfg, x_BTD.shape[1])
@@ -130,17 +101,10 @@ class MoE(nnx.Module):
         return report
 
 
-class ParallelMLP(nnx.Module):
+class ParallelMLP(Layer):
     """norm(dense(x)) + norm(moe(norm(residual))) (Gemma 4)."""
 
-    def __init__(
-        self, cfg: ParallelMLPConfig, embed: int, *, std: float, out_std: float, dtype: str
-    ):
-        self.dense = GatedMLP(cfg.dense, embed, std=std, out_std=out_std, dtype=dtype)
-        self.moe = MoE(cfg.moe, embed, std=std, out_std=out_std, dtype=dtype)
-        self.dense_norm, self.moe_in_norm, self.moe_norm = (
-            Norm(cfg.norm, embed, dtype=dtype) for _ in range(3)
-        )
+    cfg: ParallelMLPConfig
 
     def __call__(
         self, x_BTD: jax.Array, residual_BTD: jax.Array, context: Context

@@ -4,24 +4,16 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
-from maxstack.layers.weight import weight
+from maxstack.layers.layer import Layer
 from maxstack.schema.mixers import NormConfig
 
 
-class Norm(nnx.Module):
+class Norm(Layer):
     """x / sqrt(mean(x^2) + eps) * scale + bias; kind layer takes the mean from x first. Scale and
     bias are there where the configuration has them."""
 
-    def __init__(self, cfg: NormConfig, size: int, *, dtype: str):
-        self.cfg = cfg
-        if cfg.scale:
-            self.scale = weight(
-                (size,), "norm", dtype=dtype, fill=0.0 if cfg.zero_centered else 1.0
-            )
-        if cfg.bias:
-            self.bias = weight((size,), "norm", dtype=dtype)
+    cfg: NormConfig
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., size] -> the same shape and dtype."""

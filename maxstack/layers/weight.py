@@ -3,7 +3,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,8 @@ from flax import nnx
 from maxstack.kernels.backends import Device
 from maxstack.kernels.grouped_matmul import grouped_matmul
 from maxstack.schema.kernels import GroupedMatmul
+from maxstack.schema.parts import Use
 from maxstack.sharding import constrain, current
-
-Use = Literal["matmul", "experts", "rows", "head"]
-"""matmul: `project` multiplies by it. experts: a grouped matmul does. rows: `lookup` takes rows of
-it. head: the loss multiplies by it."""
 
 
 def weight(
@@ -129,9 +126,9 @@ def multiply_each(
     )
 
 
-def project(x: jax.Array, w: Weight) -> jax.Array:
-    """Contract the last dimensions of x with the first ones of w, in x's dtype: [..., in] x [in,
-    out] -> [..., out].
+def project(x: jax.Array, w: Weight, bias: nnx.Param | None = None) -> jax.Array:
+    """Contract the last dimensions of x with the first ones of w, in x's dtype, and add the bias:
+    [..., in] x [in, out] + [out] -> [..., out].
 
     On one device rows are flattened to one dimension: on a CPU, XLA transposes the whole operand of
     a weight gradient that contracts two. On a mesh they keep their dimensions, which may be split
@@ -139,8 +136,11 @@ def project(x: jax.Array, w: Weight) -> jax.Array:
     left to itself, XLA may split activations like the shards of a weight's gradient, or copy them
     whole to every device.
     """
-    if isinstance(w, Treated):
-        return w.project(x)
+    product = w.project(x) if isinstance(w, Treated) else _product(x, w)
+    return product if bias is None else product + bias[...].astype(x.dtype)
+
+
+def _product(x: jax.Array, w: nnx.Param) -> jax.Array:
     contract = w.get_metadata()["contract"]
     rows, out = x.shape[: x.ndim - contract], w.shape[contract:]
     if current():

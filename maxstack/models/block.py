@@ -1,6 +1,6 @@
 """A block: a mixer and an MLP with norms and residuals."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,10 +10,8 @@ from jax.ad_checkpoint import checkpoint_name
 from maxstack.kernels.backends import asking
 from maxstack.layers.attention import Attention
 from maxstack.layers.context import Context
-from maxstack.layers.gated_delta import GatedDelta
-from maxstack.layers.mla import MLA
-from maxstack.layers.mlp import ACTIVATIONS, DenseMLP, GatedMLP
-from maxstack.layers.moe import MoE, ParallelMLP
+from maxstack.layers.layer import layer_of
+from maxstack.layers.mlp import ACTIVATIONS
 from maxstack.layers.norm import Norm
 from maxstack.layers.weight import project, weight
 from maxstack.schema.decoder import DecoderConfig
@@ -23,21 +21,6 @@ Batch = Mapping[str, jax.Array]
 
 
 Aux = dict[str, Any]
-
-
-MIXERS: dict[str, Callable[..., nnx.Module]] = {
-    "attention": Attention,
-    "mla": MLA,
-    "gated_delta": GatedDelta,
-}
-
-
-MLPS: dict[str, Callable[..., nnx.Module]] = {
-    "gated": GatedMLP,
-    "dense": DenseMLP,
-    "moe": MoE,
-    "parallel": ParallelMLP,
-}
 
 
 class Block(nnx.Module):
@@ -53,8 +36,8 @@ class Block(nnx.Module):
             return Norm(cfg.norm, size, dtype=dtype) if wanted else None
 
         self.mixer_norm, self.mlp_norm = norm(before), norm(before)
-        self.mixer = MIXERS[cfg.mixer.kind](cfg.mixer, size, **stds)
-        self.mlp = MLPS[cfg.mlp.kind](cfg.mlp, size, **stds)
+        self.mixer = layer_of(cfg.mixer)(cfg.mixer, size, **stds)
+        self.mlp = layer_of(cfg.mlp)(cfg.mlp, size, **stds)
         self.mixer_out_norm, self.mlp_out_norm = norm(after), norm(after)
         self.out_scalar = weight((), "", dtype=dtype, fill=1.0) if cfg.out_scalar else None
         if extra := model.per_layer:

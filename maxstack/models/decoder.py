@@ -19,10 +19,7 @@ from maxstack.models.block import Aux, Batch, Block
 from maxstack.models.remat import remat
 from maxstack.schema.decoder import DecoderConfig
 from maxstack.schema.mixers import (
-    AttentionConfig,
-    GatedDeltaConfig,
     LongRopeScaling,
-    MLAConfig,
     RopeConfig,
 )
 from maxstack.schema.mlps import MoEConfig
@@ -103,11 +100,7 @@ class Decoder(nnx.Module):
         with context.drawing():
             extra_LBTP = self._per_layer(tokens_BT, x_BTD) if cfg.per_layer else None
         aux: Aux = {"prefix": {}, "blocks": {}, "rest": {}}
-        kept_names = {
-            block.mixer.share_kv
-            for block in cfg.blocks.values()
-            if isinstance(block.mixer, AttentionConfig)
-        }
+        kept_names = {block.mixer.keys_of for block in cfg.blocks.values()}
 
         def run(
             block: Block, x_BTD: jax.Array, extra_BTP: jax.Array | None
@@ -340,16 +333,7 @@ def _context(cfg: DecoderConfig, batch: Batch, length: int) -> Context:
             return arrange(rope_table(rope, positions_BT, segments_BT, size))
         return rope_table(rope, places_BT, documents_BT, size)
 
-    mixers = [
-        block.mixer
-        for block in cfg.blocks.values()
-        if not isinstance(block.mixer, GatedDeltaConfig)
-    ]
-    ropes = [
-        (mixer.rope, mixer.rope_dim if isinstance(mixer, MLAConfig) else mixer.head_dim)
-        for mixer in mixers
-        if mixer.rope
-    ]
+    ropes = [rope for block in cfg.blocks.values() for rope in block.mixer.ropes]
     keys_BT2 = arrange(keys_of(batch["keys"], length)) if "keys" in batch else None
     return Context(
         places_BT,

@@ -4,19 +4,9 @@ is what the backward pass computes again."""
 
 import collections
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from maxstack.schema.decoder import BlockConfig, DecoderConfig
-from maxstack.schema.mixers import AttentionConfig, GatedDeltaConfig, MLAConfig
-from maxstack.schema.mlps import DenseMLPConfig, GatedMLPConfig, MLPKind, MoEConfig
-
-
-class Count(NamedTuple):
-    """Training FLOPs a token, forward and backward. `causal` counts the keys that a query sees on
-    average, `full` all of the sequence."""
-
-    causal: float
-    full: float
+from maxstack.schema.parts import Count, Dim, weights
 
 
 def flops_per_token(model: DecoderConfig, seq_len: int, adapters: int = 0) -> float:
@@ -64,62 +54,7 @@ def _weights(number: float, each: float) -> Count:
 def _block(
     block: BlockConfig, embed: int, seq_len: int, each: float
 ) -> Iterator[tuple[str, Count]]:
-    kinds = {AttentionConfig: _attention, MLAConfig: _mla, GatedDeltaConfig: _gated_delta}
-    projections, inside = kinds[type(block.mixer)](block.mixer, embed, seq_len)  # type: ignore[operator]
-    yield "projections", _weights(projections, each)
-    yield "attention" if not isinstance(block.mixer, GatedDeltaConfig) else "recurrence", inside
-    yield from _mlp(block.mlp, embed, each)
-
-
-def _attention(cfg: AttentionConfig, embed: int, seq_len: int) -> tuple[float, Count]:
-    own = 0 if cfg.share_kv else 1 if cfg.values_are_keys else 2
-    weights = embed * cfg.head_dim * (cfg.heads * (3 if cfg.gate else 2) + cfg.kv * own)
-    span = min(cfg.window or seq_len, seq_len)
-    keys = (span * (span + 1) / 2 + (seq_len - span) * span) / seq_len
-    if cfg.chunk and cfg.chunk < seq_len:
-        whole, rest = divmod(seq_len, cfg.chunk)
-        keys = (whole * cfg.chunk * (cfg.chunk + 1) + rest * (rest + 1)) / 2 / seq_len
-    return weights, Count(
-        12 * cfg.heads * cfg.head_dim * keys, 12 * cfg.heads * cfg.head_dim * seq_len
-    )
-
-
-def _mla(cfg: MLAConfig, embed: int, seq_len: int) -> tuple[float, Count]:
-    head = cfg.nope_dim + cfg.rope_dim
-    query = (
-        embed * cfg.q_lora + cfg.q_lora * cfg.heads * head
-        if cfg.q_lora
-        else embed * cfg.heads * head
-    )
-    latent = embed * (cfg.kv_lora + cfg.rope_dim) + cfg.kv_lora * cfg.heads * (
-        cfg.nope_dim + cfg.value_dim
-    )
-    a_key = 6 * cfg.heads * (head + cfg.value_dim)
-    return query + latent + cfg.heads * cfg.value_dim * embed, Count(
-        a_key * (seq_len + 1) / 2, a_key * seq_len
-    )
-
-
-def _gated_delta(cfg: GatedDeltaConfig, embed: int, seq_len: int) -> tuple[float, Count]:
-    """Per token and head the state is read, corrected and read again: three products of key_dim by
-    value_dim."""
-    keys, values = cfg.key_heads * cfg.key_dim, cfg.value_heads * cfg.value_dim
-    weights = embed * (2 * keys + 3 * values + 2 * cfg.value_heads) + cfg.conv * (2 * keys + values)
-    return weights, Count(*(18.0 * cfg.value_heads * cfg.key_dim * cfg.value_dim,) * 2)
-
-
-def _mlp(cfg: MLPKind, embed: int, each: float) -> Iterator[tuple[str, Count]]:
-    if isinstance(cfg, GatedMLPConfig | DenseMLPConfig):
-        yield (
-            "mlp",
-            _weights((3 if isinstance(cfg, GatedMLPConfig) else 2) * embed * cfg.hidden, each),
-        )
-    elif isinstance(cfg, MoEConfig):
-        yield "experts", _weights(embed * (cfg.experts + 3 * cfg.top_k * cfg.hidden), each)
-        if cfg.shared:
-            yield (
-                "shared experts",
-                _weights(embed * (3 * cfg.shared.hidden + cfg.shared.gate), each),
-            )
-    else:
-        yield from (*_mlp(cfg.dense, embed, each), *_mlp(cfg.moe, embed, each))
+    for part in (block.mixer, block.mlp):
+        for _, weight, component in weights(part, Dim("embed", embed)):
+            yield component, _weights(weight.products, each)
+        yield from part.attended(seq_len).items()

@@ -10,25 +10,15 @@ from typing import TYPE_CHECKING, Any
 from maxstack.hardware.chips import Chip
 from maxstack.models.flops import components
 from maxstack.plan.topology import Link
-from maxstack.schema.decoder import BlockConfig
+from maxstack.schema.decoder import REMAT, BlockConfig, RematConfig
 from maxstack.schema.mesh import names
-from maxstack.schema.mixers import AttentionConfig, GatedDeltaConfig, MLAConfig
-from maxstack.schema.mlps import ParallelMLPConfig
+from maxstack.schema.parts import Dim, weights
 from maxstack.sharding import spec
 
 if TYPE_CHECKING:
     from maxstack.schema.config import Config
     from maxstack.weights.rewrite import Treatment
 
-RECOMPUTED = {
-    "none": 0.0,
-    "dots": 0.0,
-    "dots_no_batch": 0.05,
-    "save": 0.2,
-    "offload": 0.3,
-    "full": 1.0,
-}
-"""Share of the forward pass that the backward pass does again, by remat policy."""
 ELEMENTWISE = 30
 """Times that the residual stream is read or written in a layer, forward and backward: norms,
 residual sums, rotations, activations."""
@@ -162,7 +152,8 @@ def _memory(
     width, tensor = 4 if model.dtype == "float32" else 2, sizes["tensor"]
     blocks = [model.blocks[name] for name in model.order]
     layers = (
-        sum(_saved(block, model.embed, model.remat.policy, tensor) for block in blocks)
+        sum(_saved(block, model.embed, model.remat) for block in blocks)
+        / tensor
         / sizes["stage"]
         * at_once
         * width
@@ -174,7 +165,8 @@ def _memory(
         * (width + 8)
     )
     widest = (
-        max(_saved(block, model.embed, "none", tensor) for block in blocks)
+        max(_saved(block, model.embed, RematConfig()) for block in blocks)
+        / tensor
         * at_once
         / (cfg.mesh.microbatches or sizes["stage"])
         * width
@@ -193,26 +185,17 @@ def _gathered(shapes: Shapes, cfg: "Config", sizes: Mapping[str, int], width: in
     return 2 * stacked / cfg.model.layers * width / sizes["tensor"]
 
 
-def _saved(block: BlockConfig, embed: int, policy: str, tensor: int) -> float:
-    """Numbers a token that one layer keeps for the backward pass."""
-    stream = embed / tensor
-    if policy in ("full", "offload"):
-        return stream
-    mixer, mlp = block.mixer, block.mlp
-    if isinstance(mixer, AttentionConfig):
-        inside = mixer.head_dim * (2 * mixer.heads + 2 * mixer.kv)
-    elif isinstance(mixer, MLAConfig):
-        inside = mixer.heads * (2 * (mixer.nope_dim + mixer.rope_dim) + 2 * mixer.value_dim)
-    else:
-        assert isinstance(mixer, GatedDeltaConfig)
-        inside = 2 * mixer.key_heads * mixer.key_dim + 3 * mixer.value_heads * mixer.value_dim
-    moe = block.experts
-    hidden = moe.top_k * (moe.hidden * 3 + embed) if moe else 0
-    hidden += 3 * (
-        mlp.dense.hidden if isinstance(mlp, ParallelMLPConfig) else 0 if moe else mlp.hidden
-    )  # type: ignore[union-attr]
-    dots = 2 * stream + (inside + hidden) / tensor
-    return {"none": 1.6 * dots + 4 * stream, "save": 0.5 * dots + stream}.get(policy, dots)
+def _saved(block: BlockConfig, embed: int, remat: RematConfig) -> float:
+    """Numbers a token that one layer keeps on the devices for the backward pass."""
+    policy, saved = REMAT[remat.policy], block.saved(embed)
+    sizes = {name: math.prod(dim.size for dim in dims) for name, dims in saved.items()}
+    outputs = sizes.get("context", 0) + sum(
+        weight.outputs
+        for part in (block.mixer, block.mlp)
+        for _, weight, _ in weights(part, Dim("embed", embed))
+    )
+    named = sum(sizes.get(name, 0) for name in remat.names if not remat.offloads(name))
+    return policy.outputs * outputs + policy.stream * embed + named
 
 
 def _work(
@@ -224,7 +207,7 @@ def _work(
         count.causal
         for count in components(cfg.model, cfg.data.seq_len, int(cfg.lora is not None)).values()
     )  # an adapter's own are few
-    again = 1 + RECOMPUTED[cfg.model.remat.policy] / 3
+    again = 1 + REMAT[cfg.model.remat.policy].recomputed / 3
     each = (flops - sum(shapes.low.values())) / chip.flops(cfg.model.dtype) + sum(
         low / chip.flops(dtype) for dtype, low in shapes.low.items()
     )
@@ -250,7 +233,7 @@ def _networks(
     """Seconds on each kind of link."""
     width, model = 4 if cfg.model.dtype == "float32" else 2, cfg.model
     total: dict[str, float] = {}
-    again = 3 if model.remat.policy == "full" else 2
+    again = 2 + REMAT[model.remat.policy].recomputed
     sent: dict[str, float] = dict.fromkeys(sizes, 0.0)
     for axes, number, _, updated in shapes.weights:
         gradient = 4 * updated
@@ -276,11 +259,13 @@ def _networks(
             )
     layers, stream = model.layers / sizes["stage"], here * sizes["stage"] * model.embed * width
     sent["tensor"] += 4 * (again + 1) * layers * stream * _ring(sizes["tensor"])
-    mixers = [model.blocks[name].mixer for name in model.order]
+    saved = [model.blocks[name].mixer.saved() for name in model.order]
     keys = (
         sum(
-            2 * mixer.kv * mixer.head_dim if isinstance(mixer, AttentionConfig) else 0
-            for mixer in mixers
+            math.prod(dim.size for dim in dims)
+            for tensors in saved
+            for name, dims in tensors.items()
+            if name in ("key", "value")
         )
         / sizes["stage"]
     )

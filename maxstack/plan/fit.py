@@ -52,7 +52,7 @@ def least(run: Run) -> dict[str, int]:
     )
     inputs = (
         0
-        if "input" in cfg.model.remat.names and cfg.model.remat.policy == "offload"
+        if cfg.model.remat.offloads("input")
         else stream * cfg.model.layers // run.mesh.shape["tensor"]
     )
     return {

@@ -98,14 +98,7 @@ def attention_flops(cfg: "Config", devices: int) -> float:
     """FLOPs of attention's kernels on one device in a step: forward, backward with the scores made
     again, and forward once more where remat asks."""
     count = components(cfg.model, cfg.data.seq_len).get(ATTENTION, Count(0.0, 0.0))
-    again = (
-        1.0
-        if cfg.model.remat.policy in ("full", "dots_no_batch")
-        or (
-            cfg.model.remat.policy in ("save", "offload") and "context" not in cfg.model.remat.names
-        )
-        else 0.0
-    )
+    again = 0.0 if cfg.model.remat.keeps("context") else 1.0
     tokens = cfg.train.batch_size * cfg.data.seq_len
     return count.causal / 3 * (1 + again + BACKWARD) * tokens / devices
 

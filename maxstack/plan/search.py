@@ -15,13 +15,13 @@ from maxstack.config import ConfigError
 from maxstack.plan.estimate import SLACK, Estimate, Shapes, estimate
 from maxstack.plan.topology import Topology, links
 from maxstack.schema import mesh_rules, parallel_rules, rules
+from maxstack.schema.decoder import REMAT
 from maxstack.schema.mesh import AXES
 
 if TYPE_CHECKING:
     from maxstack.plan.report import Plan
     from maxstack.schema.config import Config
 
-POLICIES = ("none", "dots", "full")
 MOST_TENSOR, MOST_CONTEXT = 64, 64
 MOST_COMPILED = 24
 
@@ -124,7 +124,8 @@ def _candidates(cfg: "Config", topology: Topology) -> Iterator[tuple["Config", d
     twice and four times that."""
     given = mesh_rules.mesh_sizes(cfg, topology.size)
     resolved = _changed(cfg, given, cfg.model.remat.policy, cfg.train.batch_size)
-    policies = dict.fromkeys([cfg.model.remat.policy, *POLICIES])
+    searched = [name for name, policy in REMAT.items() if policy.searched]
+    policies = dict.fromkeys([cfg.model.remat.policy, *searched])
     batches = sorted({cfg.train.batch_size, *(cfg.train.batch_size * 2**i for i in (1, 2))})
     if math.prod(given.values()) == topology.size and not rules.check_devices(cfg, topology.size):
         yield cfg, given

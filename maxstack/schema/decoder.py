@@ -1,15 +1,16 @@
 """The models' configuration: a decoder is a pattern of named block specs."""
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import pydantic
 from pydantic import Field
 
-from maxstack.config import Items, Section, fault, quoted
+from maxstack.config import Items, Section, did_you_mean, fault, quoted
 from maxstack.config.annotations import listed
 from maxstack.schema import kernels as names
-from maxstack.schema.mixers import AttentionConfig, Mixer, NormConfig
-from maxstack.schema.mlps import MLPKind, MoEConfig, ParallelMLPConfig
+from maxstack.schema.mixers import Mixer, NormConfig
+from maxstack.schema.mlps import MLPKind, MoEConfig
+from maxstack.schema.parts import Dim, activations
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Remat = Literal["none", "full", "dots", "dots_no_batch", "save", "offload"]
@@ -33,13 +34,16 @@ class BlockConfig(Section):
     @property
     def experts(self) -> MoEConfig | None:
         """The mixture of experts, wherever it stands in the block."""
-        return (
-            self.mlp
-            if isinstance(self.mlp, MoEConfig)
-            else self.mlp.moe
-            if isinstance(self.mlp, ParallelMLPConfig)
-            else None
-        )
+        return self.mlp.mixture
+
+    def saved(self, embed: int) -> dict[str, tuple[Dim, ...]]:
+        """Tensors that a remat policy may keep, by checkpoint name: dimensions beside batch and
+        time."""
+        width = Dim("embed", embed, "model.embed")
+        inside = {
+            name: dims for part in (self.mixer, self.mlp) for name, dims in activations(part, width)
+        }
+        return {"input": (width,), **inside, "mixer_out": (width,), "mlp_out": (width,)}
 
 
 class HeadConfig(Section):
@@ -80,6 +84,32 @@ class MTPConfig(Section):
     """Weight of its mean cross-entropy; 0: carried along, neither computed nor changed."""
 
 
+class RematPolicy(NamedTuple):
+    """What a remat policy keeps for the backward pass, and what it computes again."""
+
+    recomputed: float
+    """Share of the forward pass."""
+    outputs: float
+    """Numbers kept, as a multiple of those that matmuls give."""
+    stream: float
+    """Numbers kept, as a multiple of the size of the residual stream."""
+    context: bool
+    """Whether the output of attention is kept."""
+    searched: bool = False
+    """Whether `plan --search` tries it."""
+
+
+REMAT = {
+    "none": RematPolicy(0.0, 2.1, 4.0, context=True, searched=True),
+    "dots": RematPolicy(0.0, 1.0, 1.0, context=True, searched=True),
+    "full": RematPolicy(1.0, 0.0, 1.0, context=False, searched=True),
+    "dots_no_batch": RematPolicy(0.05, 1.0, 1.0, context=False),
+    "save": RematPolicy(0.2, 0.0, 1.0, context=False),
+    "offload": RematPolicy(0.3, 0.0, 1.0, context=False),
+}
+"""By model.remat.policy; save and offload keep, beside this, the tensors in model.remat.names."""
+
+
 class RematConfig(Section):
     """What the backward pass recomputes instead of keeping."""
 
@@ -87,21 +117,10 @@ class RematConfig(Section):
     """none keeps everything; full keeps a block's input alone; dots keeps matmul outputs;
     dots_no_batch those without a batch dimension (no attention scores); save keeps the tensors in
     `names`; offload moves the tensors in `names` to host memory."""
-    names: Items[
-        Literal[
-            "input",
-            "query",
-            "key",
-            "value",
-            "context",
-            "mixer_out",
-            "mlp_gate",
-            "mlp_up",
-            "mlp_out",
-        ]
-    ] = ()
-    """The tensors of a block that save and offload keep; its input is kept on the device, unless
-    offload names it."""
+    names: Items[str] = ()
+    """The tensors of a block that save and offload keep: input, mixer_out, mlp_out, and what its
+    mixer and MLP have (query, key, value, context; mlp_gate, mlp_up). The input is kept on the
+    device, unless offload names it."""
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> "RematConfig":
@@ -112,6 +131,14 @@ class RematConfig(Section):
                 "need names, the others take none",
             )
         return self
+
+    def keeps(self, name: str) -> bool:
+        """Whether a tensor of a block, `input` or `context`, is kept for the backward pass."""
+        return name in self.names or name == "input" or REMAT[self.policy].context
+
+    def offloads(self, name: str) -> bool:
+        """Whether a tensor of a block goes to the host's memory."""
+        return self.policy == "offload" and name in self.names
 
 
 class DecoderConfig(Section):
@@ -185,8 +212,18 @@ class DecoderConfig(Section):
             raise fault(
                 "prefix", f"prefix names {len(self.prefix)} blocks, but layers={self.layers}"
             )
+        tensors = [
+            *dict.fromkeys(name for block in self.blocks.values() for name in block.saved(1))
+        ]
+        for name in self.remat.names:
+            if name not in tensors:
+                raise fault(
+                    "remat.names",
+                    f"no block has a tensor {quoted(name)} to keep; allowed: {listed(tensors)}"
+                    f"{did_you_mean(name, tensors)}",
+                )
         for name, block in self.blocks.items():
-            shared = block.mixer.share_kv if isinstance(block.mixer, AttentionConfig) else None
+            shared = block.mixer.keys_of
             if shared is not None and shared not in self.prefix:
                 raise fault(
                     f"blocks.{name}.mixer.share_kv",

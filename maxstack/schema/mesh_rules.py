@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING
 from maxstack.config import did_you_mean, quoted
 from maxstack.schema import parallel_rules
 from maxstack.schema.mesh import AXES, RULES, Axes, names
-from maxstack.schema.mixers import GatedDeltaConfig, Mixer, MLAConfig
-from maxstack.schema.mlps import (
-    DenseMLPConfig,
-    GatedMLPConfig,
-    MLPKind,
-    MoEConfig,
-    ParallelMLPConfig,
-    SharedExpertConfig,
-)
+from maxstack.schema.parts import Dim, Weight, layers
 
 if TYPE_CHECKING:
     from maxstack.schema.config import Config
@@ -121,11 +113,11 @@ def _sharding(cfg: "Config", sizes: dict[str, int], table: str = "rules") -> Ite
     seen: set[str] = set()
     rules = cfg.mesh.rules | getattr(cfg.mesh, table)
     for tensor in _tensors(cfg):
-        if table != "rules" and tensor[0][0] == "batch":
+        if table != "rules" and tensor[0].axis == "batch":
             continue
         spent: set[str] = set()
-        for logical, key, size in tensor:
-            axes = [axis for axis in names(rules[logical]) if axis not in spent]
+        for logical, size, key in tensor:
+            axes = [axis for axis in names(rules.get(logical)) if axis not in spent]
             spent.update(axes)
             parts = math.prod(sizes[axis] for axis in axes)
             if (
@@ -145,100 +137,31 @@ def _sharding(cfg: "Config", sizes: dict[str, int], table: str = "rules") -> Ite
                 )
 
 
-Dim = tuple[str, str, int]
-"""Logical axis, the key that sets its size ("" if checked elsewhere), size."""
-
-
 def _tensors(cfg: "Config") -> Iterator[tuple[Dim, ...]]:
-    """The weights and activations of the model, as far as their axes differ."""
+    """The weights and activations of the model, as far as their axes differ, with whole keys."""
     model = cfg.model
-    embed, vocab = ("embed", "model.embed", model.embed), ("vocab", "model.vocab", model.vocab)
-    tokens = (("batch", "", 0), ("seq", "data.seq_len", cfg.data.seq_len))
+    embed, vocab = (
+        Dim("embed", model.embed, "model.embed"),
+        Dim("vocab", model.vocab, "model.vocab"),
+    )
+    batch = Dim("batch", 0)
+    tokens = batch, Dim("seq", cfg.data.seq_len, "data.seq_len")
     periods = (model.layers - len(model.prefix)) // len(model.period)
-    stacks: tuple[tuple[Dim, ...], ...] = (
-        ((("layers", "model.layers", periods),), ()) if periods > 1 else ((),)
-    )
-    yield from (
-        (vocab, embed),
-        (embed, vocab),
-        (*tokens, vocab),
-        (("norm", "model.embed", model.embed),),
-    )
+    stacks = ((Dim("layers", periods, "model.layers"),), ()) if periods > 1 else ((),)
+    yield from ((vocab, embed), (embed, vocab), (*tokens, vocab))
+    yield (embed._replace(axis="norm"),)
     for key, data in (("data", cfg.data), ("eval.data", cfg.eval.data)):
-        yield from (
-            (("batch", "", 0), (axis, f"{key}.seq_len", data.seq_len), embed)
-            for axis in ("seq", "residual")
-            if data
-        )
+        for axis in ("seq", "residual"):
+            if data:
+                yield batch, Dim(axis, data.seq_len, f"{key}.seq_len"), embed
     for name, block in model.blocks.items():
-        where = f"model.blocks.{name}"
-        weights, inside = _mixer(block.mixer, f"{where}.mixer", embed)
-        for kind, at in _mlps(block.mlp, f"{where}.mlp"):
-            hidden = ("mlp", f"{at}.hidden", kind.hidden)
-            experts = (
-                (("expert", f"{at}.experts", kind.experts),) if isinstance(kind, MoEConfig) else ()
-            )
-            weights += [(*experts, embed, hidden), (*experts, hidden, embed)]
-            inside.append((hidden,))
-        yield from ((*stack, *weight) for stack in stacks for weight in weights)
-        yield from ((*tokens, *activation) for activation in inside)
-
-
-def _mixer(
-    mixer: Mixer, where: str, embed: Dim
-) -> tuple[list[tuple[Dim, ...]], list[tuple[Dim, ...]]]:
-    """A mixer's weights, and its activations without batch and sequence."""
-    if isinstance(mixer, MLAConfig):
-        heads, values = (
-            ("heads", f"{where}.heads", mixer.heads),
-            ("head_dim", f"{where}.value_dim", mixer.value_dim),
-        )
-        keys = ("head_dim", f"{where}.nope_dim", mixer.nope_dim + mixer.rope_dim)
-        latents = [
-            ("latent", f"{where}.kv_lora", mixer.kv_lora),
-            ("latent", f"{where}.q_lora", mixer.q_lora or mixer.kv_lora),
-        ]
-        return [
-            (heads, values, embed),
-            *((embed, latent) for latent in latents),
-            *((latent, heads, keys) for latent in latents),
-        ], [(heads, keys), (heads, values)]
-    if isinstance(mixer, GatedDeltaConfig):
-        pairs = (
-            ("kv_heads", "key_heads", mixer.key_heads, "key_dim", mixer.key_dim),
-            ("heads", "value_heads", mixer.value_heads, "value_dim", mixer.value_dim),
-        )
-    else:
-        pairs = (
-            ("heads", "heads", mixer.heads, "head_dim", mixer.head_dim),
-            (
-                "kv_heads",
-                "kv_heads" if mixer.kv_heads else "heads",
-                mixer.kv,
-                "head_dim",
-                mixer.head_dim,
-            ),
-        )
-    parts = [
-        ((axis, f"{where}.{key}", size), ("head_dim", f"{where}.{dim}", length))
-        for axis, key, size, dim, length in pairs
-    ]
-    return [
-        *((embed, *part) for part in parts),
-        *((*part, embed) for part in parts if part[0][0] == "heads"),
-    ], list(parts)
-
-
-def _mlps(
-    mlp: MLPKind, where: str
-) -> Iterator[tuple[GatedMLPConfig | DenseMLPConfig | MoEConfig | SharedExpertConfig, str]]:
-    """The parts of an MLP that have a hidden layer of their own, with their keys."""
-    if isinstance(mlp, ParallelMLPConfig):
-        yield mlp.dense, f"{where}.dense"
-        mlp, where = mlp.moe, f"{where}.moe"
-    yield mlp, where
-    if isinstance(mlp, MoEConfig) and mlp.shared:
-        yield mlp.shared, f"{where}.shared"
+        for part, key in ((block.mixer, "mixer"), (block.mlp, "mlp")):
+            for layer in layers(part, embed, f"model.blocks.{name}.{key}"):
+                for weight in layer.section.parts(layer.width).values():
+                    if isinstance(weight, Weight):
+                        yield from ((*stack, *layer.whole(weight.dims)) for stack in stacks)
+                for dims in layer.section.saved().values():
+                    yield (*tokens, *layer.whole(dims))
 
 
 def _indivisible(

@@ -2,7 +2,7 @@
 before jax is imported."""
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal, Optional
 
 import pydantic
 from pydantic import Field
@@ -10,12 +10,26 @@ from pydantic import Field
 from maxstack.config import Section, fault
 from maxstack.schema import kernels as names
 from maxstack.schema.mixers import NormConfig
+from maxstack.schema.parts import Dim, Inner, Part, Parts, Weight, matrix, vector
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 
 
-class GatedMLPConfig(Section):
+class MLPPart(Part):
+    """The section of a kind of MLP."""
+
+    COMPONENT: ClassVar[str] = "mlp"
+
+    @property
+    def mixture(self) -> Optional["MoEConfig"]:
+        """The mixture of experts that it is or holds."""
+        return None
+
+
+class GatedMLPConfig(MLPPart):
     """Gated MLP (Shazeer 2020, arXiv:2002.05202)."""
+
+    LAYER: ClassVar[str] = "maxstack.layers.mlp:GatedMLP"
 
     kind: Literal["gated"]
     """The feed-forward part of a block."""
@@ -26,9 +40,27 @@ class GatedMLPConfig(Section):
     bias: bool = False
     """Biases on all three projections."""
 
+    def parts(self, width: Dim) -> Parts:
+        """Three projections and their biases."""
+        hidden = Dim("mlp", self.hidden, "hidden")
+        return {
+            "gate": matrix(width, hidden),
+            "up": matrix(width, hidden),
+            "down": matrix(hidden, width, out=True),
+            "gate_bias": vector(hidden) if self.bias else None,
+            "up_bias": vector(hidden) if self.bias else None,
+            "down_bias": vector(width._replace(axis="norm")) if self.bias else None,
+        }
 
-class DenseMLPConfig(Section):
+    def saved(self) -> dict[str, tuple[Dim, ...]]:
+        hidden = (Dim("mlp", self.hidden, "hidden"),)
+        return {"mlp_gate": hidden, "mlp_up": hidden}
+
+
+class DenseMLPConfig(MLPPart):
     """MLP of one hidden layer."""
+
+    LAYER: ClassVar[str] = "maxstack.layers.mlp:DenseMLP"
 
     kind: Literal["dense"]
     """The feed-forward part of a block."""
@@ -38,6 +70,19 @@ class DenseMLPConfig(Section):
     """Of the hidden layer."""
     bias: bool = False
     """Biases on both projections."""
+
+    def parts(self, width: Dim) -> Parts:
+        """Two projections and their biases."""
+        hidden = Dim("mlp", self.hidden, "hidden")
+        return {
+            "up": matrix(width, hidden),
+            "down": matrix(hidden, width, out=True),
+            "up_bias": vector(hidden) if self.bias else None,
+            "down_bias": vector(width._replace(axis="norm")) if self.bias else None,
+        }
+
+    def saved(self) -> dict[str, tuple[Dim, ...]]:
+        return {"mlp_up": (Dim("mlp", self.hidden, "hidden"),)}
 
 
 class RouterConfig(Section):
@@ -86,8 +131,11 @@ class SharedExpertConfig(Section):
     """Multiply its output by a sigmoid of a learned projection of the token (Qwen)."""
 
 
-class MoEConfig(Section):
+class MoEConfig(MLPPart):
     """Mixture of gated experts."""
+
+    LAYER: ClassVar[str] = "maxstack.layers.moe:MoE"
+    COMPONENT: ClassVar[str] = "experts"
 
     kind: Literal["moe"]
     """The feed-forward part of a block."""
@@ -119,6 +167,56 @@ class MoEConfig(Section):
     backend: names.GroupedMatmul = "auto"
     """The kernel of the experts' matmuls; auto: the first that can serve."""
 
+    @property
+    def mixture(self) -> "MoEConfig":
+        return self
+
+    def parts(self, width: Dim) -> Parts:
+        """The router, the matrices of all experts, their biases, and the shared expert."""
+        expert = Dim("expert", self.experts, "experts")
+        hidden, scores = Dim("mlp", self.hidden, "hidden"), Dim("norm", self.experts)
+        channel, router = width._replace(axis="norm"), self.router
+
+        def experts(first: Dim, last: Dim, scaled: Literal["in", "out"]) -> Weight:
+            dims = (expert, first, last)
+            return Weight(dims, "experts", 1, first.size**-0.5, scaled, rows=self.top_k)
+
+        def bias(*dims: Dim) -> Weight | None:
+            return vector(*dims) if self.bias else None
+
+        read = Weight((width, scores), std=width.size**-0.5, scaled="in", rows=1.0)
+        parts: dict[str, Weight | Inner | None] = {
+            "router": read,
+            "router_bias": vector(scores) if router.bias else None,
+            "selection_bias": Weight((scores,), carried=True) if router.selection_bias else None,
+            "router_scale": vector(channel, fill=1.0) if router.normed else None,
+            "expert_scale": vector(scores, fill=1.0) if router.normed else None,
+            "gate": experts(width, hidden, "in"),
+            "up": experts(width, hidden, "in"),
+            "down": experts(hidden, width, "out"),
+            "gate_bias": bias(expert, hidden),
+            "up_bias": bias(expert, hidden),
+            "down_bias": bias(expert, channel),
+        }
+        if self.shared:
+            shared = GatedMLPConfig(
+                kind="gated", hidden=self.shared.hidden, activation=self.activation
+            )
+            parts["shared"] = Inner(shared, width, "shared", "shared experts")
+            if self.shared.gate:
+                parts["shared_gate"] = Weight(
+                    (channel,),
+                    std=read.std,
+                    scaled="in",
+                    rows=1.0,
+                    component="shared experts",
+                )
+        return parts
+
+    def saved(self) -> dict[str, tuple[Dim, ...]]:
+        hidden = (Dim("", self.top_k), Dim("mlp", self.hidden, "hidden"))
+        return {"mlp_gate": hidden, "mlp_up": hidden}
+
     @pydantic.model_validator(mode="after")
     def _check(self) -> "MoEConfig":
         groups, chosen = self.router.groups or 1, self.router.top_groups or self.router.groups or 1
@@ -144,8 +242,10 @@ class MoEConfig(Section):
         )
 
 
-class ParallelMLPConfig(Section):
+class ParallelMLPConfig(MLPPart):
     """A gated MLP and a mixture of experts side by side, each with its own norms (Gemma 4)."""
+
+    LAYER: ClassVar[str] = "maxstack.layers.moe:ParallelMLP"
 
     kind: Literal["parallel"]
     """The feed-forward part of a block."""
@@ -155,6 +255,20 @@ class ParallelMLPConfig(Section):
     """Reads the residual stream through a norm of its own; its output is normed."""
     norm: NormConfig = NormConfig()
     """Of all three."""
+
+    @property
+    def mixture(self) -> MoEConfig:
+        return self.moe
+
+    def parts(self, width: Dim) -> Parts:
+        """Both, and the norms around them."""
+        return {
+            "dense": Inner(self.dense, width, "dense"),
+            "moe": Inner(self.moe, width, "moe"),
+            "dense_norm": Inner(self.norm, width),
+            "moe_in_norm": Inner(self.norm, width),
+            "moe_norm": Inner(self.norm, width),
+        }
 
 
 MLPKind = Annotated[

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from maxstack.schema.mesh import names, parts
-from maxstack.schema.mixers import AttentionConfig, GatedDeltaConfig, MLAConfig
 
 if TYPE_CHECKING:
     from maxstack.schema.config import Config
@@ -120,22 +119,19 @@ def _context(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:
         )
     for name, block in cfg.model.blocks.items():
         where, mixer = f"model.blocks.{name}.mixer", block.mixer
-        if ring and isinstance(mixer, GatedDeltaConfig):
+        if ring and "ring" not in mixer.OVER_CONTEXT:
             yield (
                 "mesh.context_kind",
-                f"a ring cannot carry the recurrence of {where} (gated_delta); use "
+                f"a ring cannot carry the recurrence of {where} ({mixer.kind}); use "
                 "ulysses, or mesh.context=1",
             )
         if not ring:
             over = pieces * parts(cfg.mesh.rules["heads"], sizes)
-            heads = (
-                mixer.heads if isinstance(mixer, AttentionConfig | MLAConfig) else mixer.value_heads
-            )
-            if heads % over:
+            if mixer.split_heads % over:
                 yield (
                     "mesh.context_kind",
                     (
-                        f"ulysses splits {where}'s {heads} heads over "
+                        f"ulysses splits {where}'s {mixer.split_heads} heads over "
                         f"mesh.context={pieces} and the axes of heads, {over} in "
                         "all; use mesh.context_kind=ring or a smaller mesh.context"
                     ),

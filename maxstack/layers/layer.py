@@ -1,0 +1,59 @@
+"""The base of every layer: it is built of the parts that its configuration declares."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from flax import nnx
+
+from maxstack.layers.weight import weight
+from maxstack.schema.parts import Dim, Part, Weight
+
+
+class Layer(nnx.Module):
+    """Layer with an attribute for each part that `cfg` declares: placeholders of weights, inner
+    layers, None for what this configuration leaves out."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def __init__(
+        self,
+        cfg: Part,
+        width: Dim | int,
+        *,
+        std: float = 1.0,
+        out_std: float = 1.0,
+        dtype: str,
+    ):
+        """`width` is the size of the input; `std` and `out_std` scale the initial values of weights
+        inside the layer and of those that write into the residual stream."""
+        self.cfg = cfg
+        width = Dim("embed", width) if isinstance(width, int) else width
+        scales = {"": 1.0, "in": std, "out": out_std}
+        for name, part in cfg.parts(width).items():
+            if part is None:
+                setattr(self, name, None)
+            elif isinstance(part, Weight):
+                param = weight(
+                    part.shape,
+                    part.axes,
+                    dtype="float32" if part.carried else dtype,
+                    std=part.std * scales[part.scaled],
+                    fill=part.fill,
+                    carried=part.carried,
+                    use=part.use,
+                    contract=part.contract,
+                )
+                setattr(self, name, param)
+            else:
+                inner = layer_of(part.section)
+                built = inner(part.section, part.width, std=std, out_std=out_std, dtype=dtype)
+                setattr(self, name, built)
+
+
+def layer_of(section: Part) -> type[Layer]:
+    """The class of the layer that a section configures."""
+    module, name = section.LAYER.split(":")
+    layer: type[Layer] = getattr(importlib.import_module(module), name)
+    return layer

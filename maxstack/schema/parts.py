@@ -1,0 +1,173 @@
+"""Declarations of what a layer is made of. The layer is built from them, and the mesh rules, FLOPs,
+the memory estimate and remat follow from them."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import ClassVar, Literal, NamedTuple
+
+from maxstack.config import Section
+
+Use = Literal["matmul", "experts", "rows", "head"]
+"""matmul: `project` multiplies by it. experts: a grouped matmul does. rows: `lookup` takes rows of
+it. head: the loss multiplies by it."""
+
+
+class Dim(NamedTuple):
+    """One dimension of a weight or of an activation."""
+
+    axis: str
+    """Logical axis; "" for none."""
+    size: int
+    key: str = ""
+    """Key that sets the size: relative to the section that declares it, or from the root where it
+    begins with `model.`; "" where no key does."""
+
+
+class Count(NamedTuple):
+    """Training FLOPs a token, forward and backward. `causal` counts the keys that a query sees on
+    average, `full` all of the sequence."""
+
+    causal: float
+    full: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """One weight of a layer."""
+
+    dims: tuple[Dim, ...]
+    use: Use | None = None
+    """What multiplies by it, if what does may do so in another way than in the compute dtype."""
+    contract: int = 1
+    """Leading dimensions that a matmul contracts."""
+    std: float = 0.0
+    """Of the initial values, cut at three of it."""
+    scaled: Literal["", "in", "out"] = ""
+    """in: `std` is multiplied by model.init_scale; out: and divided by sqrt(2 layers)."""
+    fill: float = 0.0
+    """Initial value where `std` is 0."""
+    carried: bool = False
+    """Moved by a rule of the model and not by the optimizer; float32."""
+    rows: float = 0.0
+    """Rows of a token that it multiplies; of experts, in all of them together."""
+    component: str = ""
+    """Component that its FLOPs belong to; "": that of the section."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the dimensions."""
+        return tuple(dim.size for dim in self.dims)
+
+    @property
+    def axes(self) -> str:
+        """Logical axes, separated by spaces."""
+        return " ".join(dim.axis for dim in self.dims)
+
+    @property
+    def products(self) -> float:
+        """Multiplications of a token by it, forward."""
+        return self.rows * math.prod(self.shape[self.use == "experts" :])
+
+    @property
+    def outputs(self) -> float:
+        """Numbers that the multiplication gives a token."""
+        return self.rows * math.prod(self.shape[self.contract + (self.use == "experts") :])
+
+
+def matrix(*dims: Dim, contract: int = 1, out: bool = False) -> Weight:
+    """A weight that `project` multiplies by, contracting its first dimensions. Its standard
+    deviation is 1 / sqrt(fan in); `out` marks the last one before the residual stream."""
+    fan_in = math.prod(dim.size for dim in dims[:contract])
+    return Weight(dims, "matmul", contract, fan_in**-0.5, scaled="out" if out else "in", rows=1.0)
+
+
+def vector(*dims: Dim, fill: float = 0.0) -> Weight:
+    """A weight that is added or multiplied number by number."""
+    return Weight(dims, fill=fill)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    """A layer inside a layer."""
+
+    section: "Part"
+    width: Dim
+    """What its own declaration begins from."""
+    key: str = ""
+    """Key of its section, relative to the one around it; "" where that has none."""
+    component: str = ""
+    """Component that its FLOPs belong to; "": its own."""
+
+
+Parts = Mapping[str, Weight | Inner | None]
+"""By attribute of the layer; None for what this configuration leaves out."""
+
+
+class Part(Section):
+    """The section of a kind of layer: it declares its weights, activations and FLOPs."""
+
+    LAYER: ClassVar[str] = ""
+    """module:class that is built from it."""
+    COMPONENT: ClassVar[str] = ""
+    """Component that the FLOPs of its weights belong to, in MFU and plan."""
+
+    def parts(self, width: Dim) -> Parts:
+        """Weights and inner layers by name; `width` is the dimension of the input."""
+        raise NotImplementedError
+
+    def saved(self) -> Mapping[str, tuple[Dim, ...]]:
+        """Tensors that a remat policy may keep, by checkpoint name: dimensions beside batch and
+        time, without those of the residual stream's size."""
+        return {}
+
+    def attended(self, seq_len: int) -> dict[str, Count]:
+        """FLOPs beside those of weights, by component, in sequences of `seq_len`."""
+        return {}
+
+
+class Layer(NamedTuple):
+    """A layer, or one inside it."""
+
+    section: Part
+    width: Dim
+    key: str
+    """Key of the section, from the root; inherited where it has none of its own."""
+    path: str
+    """Of its weights below the outermost layer: "" or as in `shared/`."""
+    component: str
+
+    def whole(self, dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
+        """Dimensions of the layer with keys from the root."""
+        return tuple(
+            dim
+            if not dim.key or dim.key.startswith("model.")
+            else dim._replace(key=f"{self.key}.{dim.key}")
+            for dim in dims
+        )
+
+
+def layers(
+    section: Part, width: Dim, key: str = "", path: str = "", component: str = ""
+) -> Iterator[Layer]:
+    """A layer and all those inside it."""
+    yield Layer(section, width, key, path, component or section.COMPONENT)
+    for name, part in section.parts(width).items():
+        if isinstance(part, Inner):
+            inner = f"{key}.{part.key}" if part.key else key
+            yield from layers(part.section, part.width, inner, f"{path}{name}/", part.component)
+
+
+def weights(section: Part, width: Dim) -> Iterator[tuple[str, Weight, str]]:
+    """(path, weight, component of its FLOPs) for every weight of a layer and of those inside it."""
+    for layer in layers(section, width):
+        for name, part in layer.section.parts(layer.width).items():
+            if isinstance(part, Weight):
+                yield f"{layer.path}{name}", part, part.component or layer.component
+
+
+def activations(section: Part, width: Dim) -> Iterator[tuple[str, tuple[Dim, ...]]]:
+    """(checkpoint name, dimensions beside batch and time) of every tensor that a remat policy may
+    keep, of a layer and of those inside it."""
+    for layer in layers(section, width):
+        yield from layer.section.saved().items()
