@@ -18,10 +18,10 @@ from maxstack import optim, sharding
 from maxstack.faults import guard
 from maxstack.hardware import compiling
 from maxstack.kernels.backends import Choice, recording
-from maxstack.models import decoder
-from maxstack.objectives.next_token import Loss, next_token
+from maxstack.models.model import abstract as abstract_model
+from maxstack.objectives.objective import Batch, Loss, Models, Objective, objective_of
 from maxstack.state import Moves, State, Tree, count, of_state, of_weights, sharding_of_weights
-from maxstack.step import _evaluate, _step, _within, only
+from maxstack.step import _step, _within, only
 from maxstack.weights.rewrite import Treatment
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ class Run:
     """Shapes, dtypes and shardings of the state."""
     info: Tree
     """optim.ParamInfo of every weight, in the shape of `abstract.params`."""
-    keys: tuple[str, ...]
-    """What the model wants of a batch."""
+    objective: Objective
+    """What a batch must hold, and the loss."""
     treatment: Treatment
     """Which weights are quantized or have adapters."""
     graph: Any
@@ -51,13 +51,13 @@ class Run:
     start: Callable[[Tree], State]
     """Given weights, which are donated, with fresh optimizer state."""
     step: Any
-    """jitted (state, batch) -> (state, scalars); the state is donated. scalars: loss, weight,
-    grad_norm, learning_rate, ...; skipped (0: the update was accepted, 1: not finite, 2: a spike)
-    and refused (updates in a row)."""
+    """jitted (state, batch[, frozen]) -> (state, scalars); the state is donated. scalars: loss,
+    weight, grad_norm, learning_rate, ...; skipped (0: the update was accepted, 1: not finite, 2: a
+    spike) and refused (updates in a row)."""
     passed: Callable[[State], State]
     """The state with one more batch passed over: nothing but its step changes."""
     eval_step: Any
-    """jitted (params, batch) -> sums: nll, weight, bytes."""
+    """jitted (params, batch[, frozen]) -> sums, as Objective.evaluate gives them."""
 
     @functools.cached_property
     def weights(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class Run:
     @functools.cached_property
     def untreated(self) -> dict[str, Any]:
         """The same of the model before its weights are quantized and get adapters."""
-        return self._placed(decoder.abstract(self.cfg.model)[1])
+        return self._placed(abstract_model(self.cfg.model)[1])
 
     @property
     def sources(self) -> tuple[tuple[Mapping[str, Any], Callable[..., dict[str, jax.Array]]], ...]:
@@ -210,15 +210,29 @@ class Run:
         )
 
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes and shardings of a training batch: [batch_size, seq_len] each."""
-        shape = self.cfg.train.batch_size, self.cfg.data.seq_len
-        dtypes = {"mask": jnp.float32, "real": jnp.bool_}
+        """Shapes and shardings of a training batch."""
+        sizes = {"batch": self.cfg.train.batch_size, "seq": self.cfg.data.seq_len}
         return {
             name: jax.ShapeDtypeStruct(
-                shape, dtypes.get(name, jnp.int32), sharding=self.batch_sharding
+                [sizes[axis] for axis in field.axes.split()],
+                jnp.dtype(field.dtype),
+                sharding=self.sharding_of_field(name),
             )
-            for name in self.keys
+            for name, field in self.objective.fields.items()
         }
+
+    @property
+    def abstract_arguments(self) -> tuple[Any, ...]:
+        """What `step` is called with: the state, a batch, and where the objective has second sets
+        of weights, these by name."""
+        frozen = {name: self.abstract.params for name in self.objective.frozen}
+        return self.abstract, self.abstract_batch(), *((frozen,) if frozen else ())
+
+    def sharding_of_field(self, name: str) -> NamedSharding:
+        """Where an array of a batch lies; one that is no field of the objective as tokens do."""
+        field = self.objective.fields.get(name)
+        axes = (field.axes if field else "batch seq").split()
+        return NamedSharding(self.mesh, sharding.spec(axes, self.cfg.mesh.rules))
 
     @property
     def kernels(self) -> list[Choice]:
@@ -233,7 +247,7 @@ class Run:
     def _traced(self) -> tuple[Any, list[Choice]]:
         """The step as jax traces it, once, and the choices that are made on the way."""
         with recording() as choices:
-            return self.step.trace(self.abstract, self.abstract_batch()), choices
+            return self.step.trace(*self.abstract_arguments), choices
 
     def compile(self, lowered: Any, options: Mapping[str, Any] | None = None) -> Any:
         """The lowered step compiled with `options` beside the configuration's. ConfigError for a
@@ -271,7 +285,6 @@ class Run:
 
         `whole_rows`: their second dimension is not time, and no axis of the mesh splits it.
         """
-        placement = self.lane_sharding if whole_rows else self.batch_sharding
         where = {row: i for i, row in enumerate(self.rows(batch_size))}
 
         def put(name: str) -> jax.Array:
@@ -280,16 +293,18 @@ class Run:
                 span = range(*index[0].indices(batch_size))
                 return local[name][where[span[0]] : where[span[-1]] + 1][:, *index[1:]]
 
+            placement = self.lane_sharding if whole_rows else self.sharding_of_field(name)
             return jax.make_array_from_callback(
                 (batch_size, *local[name].shape[1:]), placement, piece
             )
 
+        fields = self.objective.fields
         local = (
             {"real": local["segments"] > 0, **local}
-            if "real" in self.keys and "segments" in local
+            if "real" in fields and "segments" in local
             else local
         )
-        unused = {"positions", "segments"} - {*self.keys}
+        unused = {"positions", "segments"} - {*fields}
         return {name: put(name) for name in local if name not in unused}
 
 
@@ -322,20 +337,21 @@ def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
     def init() -> State:
         return start(treatment.initial(cfg.train.seed))
 
-    def loss(params: Tree, batch: dict[str, jax.Array]) -> Loss:
-        return next_token(nnx.merge(graph, nnx.State(params)), batch, cfg.objective.z_loss)
+    objective = objective_of(cfg)
 
-    step = functools.partial(
-        _step, cfg, tx, trained, loss, Moves(shardings, abstract, info, mesh, cfg.mesh)
-    )
-    evaluate = functools.partial(_evaluate, loss)
-    mixed = any(block.experts for block in cfg.model.blocks.values())
-    packed = cfg.data.packing != "none" or (
-        cfg.eval.data is not None and cfg.eval.data.packing != "none"
-    )
-    more = (
-        ("positions", "segments") if packed else ("real",) if mixed else ()
-    )  # padding goes to no expert
+    def models(params: Tree, frozen: Tree) -> Models:
+        trees = {} if frozen is None else frozen
+        others = {name: nnx.merge(graph, nnx.State(tree)) for name, tree in trees.items()}
+        return Models(nnx.merge(graph, nnx.State(params)), others)
+
+    def loss(params: Tree, frozen: Tree, batch: Batch) -> Loss:
+        return objective.loss(models(params, frozen), batch)
+
+    def evaluate(params: Tree, batch: Batch, frozen: Tree = None) -> dict[str, jax.Array]:
+        return objective.evaluate(models(params, frozen), batch)
+
+    moves = Moves(shardings, abstract, info, mesh, cfg.mesh)
+    step = functools.partial(_step, cfg, tx, trained, loss, objective.prepare, moves)
     options, ordered = compiling.options_for(cfg, mesh), compiling.in_order(mesh)
     quick = compiling.QUICK if mesh.devices.flat[0].platform == "cpu" else {}
     following = jax.jit(lambda step: step + 1, out_shardings=everywhere)
@@ -344,7 +360,7 @@ def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
         mesh=mesh,
         abstract=abstract,
         info=info,
-        keys=("tokens", "targets", "mask", *more),
+        objective=objective,
         treatment=treatment,
         graph=graph,
         start=jax.jit(

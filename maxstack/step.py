@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 from maxstack import optim, sharding
 from maxstack.faults import guard
 from maxstack.kernels import tuning
-from maxstack.models import decoder
-from maxstack.objectives.next_token import Loss
+from maxstack.models.model import model_of
+from maxstack.objectives.objective import Batch, Loss, row_keys
 from maxstack.state import Moves, State, Tree
 
 if TYPE_CHECKING:
@@ -26,19 +26,28 @@ def _step(
     tx: optax.GradientTransformationExtraArgs,
     trained: Tree,
     loss: Callable[..., Loss],
+    prepare: Callable[..., Batch],
     moves: Moves,
     state: State,
-    batch: dict[str, jax.Array],
+    batch: Batch,
+    frozen: Tree = None,
 ) -> tuple[State, dict[str, jax.Array]]:
     state = moves.to_devices(state)
     params, rest = (
         only(trained, state.params),
         only(jax.tree.map(operator.not_, trained), state.params),
     )
+    key = jax.random.key(cfg.train.seed, impl="threefry2x32")
+    key = jax.random.fold_in(key, state.step)
+    batch = prepare(batch, key)
     if cfg.lora and cfg.lora.dropout:
-        batch = {**batch, "keys": _row_keys(cfg, state.step)}
+        keys = row_keys(key, cfg.train.batch_size)
+        batch = {**batch, "keys": sharding.constrain(keys, "batch")}
     summed, grads = _gradient(
-        lambda params, batch: loss(joined(params, rest), batch), params, batch, cfg.train.accumulate
+        lambda params, batch: loss(joined(params, rest), frozen, batch),
+        params,
+        batch,
+        cfg.train.accumulate,
     )
     weight = jnp.maximum(summed.weight, 1.0)
     grads = moves.like_optimizer(jax.tree.map(lambda g: g / weight, grads))
@@ -50,38 +59,31 @@ def _step(
         accepted, tx.update, grads, state.opt, params, value=value, grad=grads
     )
     params = joined(jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates), rest)
-    carried = params if cfg.lora else decoder.carry(cfg.model, params, summed.loads)
-    params = guard.chosen(accepted, carried, state.params)
-    scalars = {name: total / weight for name, total in summed.metrics.items()}
-    scalars["loss"] = scalars.pop("nll")
+    carried, reported = model_of(cfg.model).after_step(cfg.model, params, summed.reports)
+    params = guard.chosen(accepted, params if cfg.lora else carried, state.params)
+    scalars = {name: total / weight for name, total in summed.metrics.items()} | reported
     scalars |= {
         "weight": summed.weight,
         "grad_norm": norm,
         "skipped": skipped,
         "refused": guarded.refused,
     }
-    if summed.loads:
-        scalars["expert_load"] = jnp.stack(
-            [(load.max(-1) / load.mean(-1)).max() for load in summed.loads.values()]
-        ).max()
-    if any(block.experts.capacity for block in cfg.model.blocks.values() if block.experts):
-        scalars["dropped"] = summed.dropped / sum(load.sum() for load in summed.loads.values())
     if rate := optim.learning_rate_at(cfg.optimizer, cfg.train.steps):
         scalars["learning_rate"] = jnp.asarray(rate(state.guard.updates))
     return moves.home(State(state.step + 1, params, opt, guarded)), scalars
 
 
 def _gradient(
-    loss: Callable[..., Loss], params: Tree, batch: dict[str, jax.Array], pieces: int
+    loss: Callable[..., Loss], params: Tree, batch: Batch, pieces: int
 ) -> tuple[Loss, Tree]:
     """Sums of the loss and of its gradient over the batch, `pieces` microbatches one after the
     other."""
 
-    def total(params: Tree, batch: dict[str, jax.Array]) -> tuple[jax.Array, Loss]:
+    def total(params: Tree, batch: Batch) -> tuple[jax.Array, Loss]:
         result = loss(params, batch)
         return result.total, result
 
-    def one(batch: dict[str, jax.Array]) -> tuple[Loss, Tree]:
+    def one(batch: Batch) -> tuple[Loss, Tree]:
         (_, result), grads = jax.value_and_grad(total, has_aux=True)(params, batch)
         return result, grads
 
@@ -96,21 +98,6 @@ def _gradient(
     return jax.lax.scan(lambda sums, cut: (jax.tree.map(jnp.add, sums, one(cut)), None), zero, cut)[
         0
     ]
-
-
-def _row_keys(cfg: "Config", step: jax.Array) -> jax.Array:
-    """uint32 [batch_size, 2]: a random key for each row of the step's global batch, on any mesh and
-    in any microbatch the same."""
-    of_step = jax.random.fold_in(jax.random.key(cfg.train.seed, impl="threefry2x32"), step)
-    keys = jax.vmap(lambda row: jax.random.fold_in(of_step, row))(jnp.arange(cfg.train.batch_size))
-    return sharding.constrain(jax.random.key_data(keys), "batch")
-
-
-def _evaluate(
-    loss: Callable[..., Loss], params: Tree, batch: dict[str, jax.Array]
-) -> dict[str, jax.Array]:
-    result = loss(params, batch)
-    return {"nll": result.metrics["nll"], "weight": result.weight, "bytes": batch["bytes"].sum()}
 
 
 def _within(mesh: Mesh, cfg: "Config", f: Callable) -> Callable:

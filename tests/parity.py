@@ -15,7 +15,7 @@ from flax import nnx
 from maxstack.hf.contents import Contents
 from maxstack.hf.reader import load_params
 from maxstack.kernels.cross_entropy import cross_entropy
-from maxstack.models.decoder import abstract
+from maxstack.models.model import abstract
 from maxstack.schema.decoder import DecoderConfig
 
 GOLDENS = Path(__file__).parent / "goldens"

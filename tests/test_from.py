@@ -17,7 +17,7 @@ from maxstack.config import ConfigError
 from maxstack.config.errors import DataError
 from maxstack.hf.exported import choose, export
 from maxstack.load import load, load_tree
-from maxstack.models import decoder
+from maxstack.models.model import abstract
 from maxstack.run import assemble
 from maxstack.sharding import make_mesh
 
@@ -195,7 +195,7 @@ def test_an_export_brings_the_tokenizer_that_the_model_was_trained_with(here):
             tokenizers.models.WordLevel({token: 0, "<unk>": 1}, unk_token="<unk>")
         ).save(str(here / "runs" / name))
     model = load("runs/mine.yml").model
-    shapes = {path: leaf.shape for path, leaf in flat(decoder.abstract(model)[1]).items()}
+    shapes = {path: leaf.shape for path, leaf in flat(abstract(model)[1]).items()}
     for tokenizer, wanted in (
         ("source", "llama/tokenizer.json"),
         (here / "runs" / "other.json", "other.json"),

@@ -185,12 +185,12 @@ def _convert(contents: "Contents", out: Path, dtype: str | None, finite: bool) -
     from maxstack.checkpoint.weights import WeightsWriter
     from maxstack.hf.exported import record
     from maxstack.hf.reader import leading, pieces_of, reading
-    from maxstack.models import decoder
+    from maxstack.models.model import abstract
 
     model = contents.model.model_copy(update={"param_dtype": dtype or contents.dtype})
     shapes = {
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-        for path, leaf in _leaves(decoder.abstract(model)[1])
+        for path, leaf in _leaves(abstract(model)[1])
     }
     pieces = pieces_of(contents, {path: leaf.shape for path, leaf in shapes.items()})
     record(contents, out / BESIDE)
@@ -362,15 +362,13 @@ def _untreated(
     import numpy as np
     from flax import nnx
 
-    from maxstack.models import decoder
+    from maxstack.models.model import abstract
     from maxstack.schema.config import Config
     from maxstack.weights.rewrite import Treatment
 
     cfg = Config.model_validate(data)
     treatment = Treatment(cfg)
-    plain = nnx.traversals.flatten_mapping(
-        nnx.to_pure_dict(decoder.abstract(cfg.model)[1]), sep="/"
-    )
+    plain = nnx.traversals.flatten_mapping(nnx.to_pure_dict(abstract(cfg.model)[1]), sep="/")
 
     def read(path: str) -> np.ndarray:
         return np.asarray(treatment.untreated(path, reader.under(path))).astype(plain[path].dtype)

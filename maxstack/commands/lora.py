@@ -78,7 +78,7 @@ def _export(args: argparse.Namespace) -> int:
     from maxstack.hf.binding import bind
     from maxstack.hf.exported import choose
     from maxstack.hf.writer import Atomic
-    from maxstack.models import decoder
+    from maxstack.models.model import abstract
     from maxstack.schema.config import Config
     from maxstack.weights.rewrite import Treatment
 
@@ -99,9 +99,7 @@ def _export(args: argparse.Namespace) -> int:
         Treatment(cfg),
         choose(cfg.model, args.architecture or known, args.architecture is not None)[0],
     )
-    plain = nnx.traversals.flatten_mapping(
-        nnx.to_pure_dict(decoder.abstract(cfg.model)[1]), sep="/"
-    )
+    plain = nnx.traversals.flatten_mapping(nnx.to_pure_dict(abstract(cfg.model)[1]), sep="/")
     try:
         bound = bind(family, cfg.model, {path: leaf.shape for path, leaf in plain.items()})
     except ValueError as error:

@@ -149,14 +149,14 @@ def table(cfg: "Config") -> list[str]:
     """The lines of `show`."""
     from flax import nnx
 
-    from maxstack.models import decoder
+    from maxstack.models.model import abstract
     from maxstack.state import of_weights
     from maxstack.weights.rewrite import Treatment
 
     treatment = Treatment(cfg)
     before, after = (
         nnx.traversals.flatten_mapping(of_weights(state)[0], sep="/")
-        for state in (decoder.abstract(cfg.model)[1], treatment.state)
+        for state in (abstract(cfg.model)[1], treatment.state)
     )
     rows, totals = (
         [

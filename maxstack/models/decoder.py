@@ -2,7 +2,6 @@
 vocab  P per-layer embedding  L layers."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,9 +12,10 @@ from maxstack.kernels.sequences import arrange, natural
 from maxstack.layers.context import Context, Table, keys_of
 from maxstack.layers.norm import Norm
 from maxstack.layers.rope import rope_table
-from maxstack.layers.weight import Treated, Weight, draw, lookup, multiply, project, values, weight
+from maxstack.layers.weight import Treated, Weight, lookup, multiply, project, values, weight
 from maxstack.models import pipeline
 from maxstack.models.block import Aux, Batch, Block
+from maxstack.models.model import Model, Reports
 from maxstack.models.remat import remat
 from maxstack.schema.decoder import DecoderConfig
 from maxstack.schema.mixers import (
@@ -26,7 +26,7 @@ from maxstack.schema.mlps import MoEConfig
 from maxstack.sharding import constrain, size_of
 
 
-class Decoder(nnx.Module):
+class Decoder(Model):
     """Embedding, blocks, norm, head. Blocks of the pattern are stacked over its repetitions, along
     a leading axis named `layers`.
 
@@ -82,6 +82,30 @@ class Decoder(nnx.Module):
             )
         if cfg.head.bias:
             self.head_bias = weight((cfg.vocab,), "vocab", dtype=dtype)
+
+    @staticmethod
+    def after_step(
+        cfg: DecoderConfig, params: dict[str, Any], reports: Reports
+    ) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+        """Each selection bias one step nearer to balance: up where fewer tokens than the mean chose
+        the expert, down where more (Wang et al. 2024, arXiv:2408.15664, algorithm 1). Scalars:
+        expert_load, the fullest expert's tokens over the mean; dropped, the share of choices beyond
+        a capacity."""
+        flat = nnx.traversals.flatten_mapping(params)
+        scalars: dict[str, Any] = {}
+        loads = {path[:-1]: load for path, load in reports.items() if path[-1] == "load"}
+        for path, load in loads.items():
+            router = mixture(cfg, path).router
+            if router.selection_bias and router.bias_update:
+                bias = flat[*path, "selection_bias"]
+                step = jnp.sign(load.mean(-1, keepdims=True) - load).astype(bias.dtype)
+                flat[*path, "selection_bias"] = bias + router.bias_update * step
+        if loads:
+            fullest = [(load.max(-1) / load.mean(-1)).max() for load in loads.values()]
+            scalars["expert_load"] = jnp.stack(fullest).max()
+        if dropped := [value.sum() for path, value in reports.items() if path[-1] == "dropped"]:
+            scalars["dropped"] = sum(dropped) / sum(load.sum() for load in loads.values())
+        return nnx.traversals.unflatten_mapping(flat), scalars
 
     def trunk(self, batch: Batch) -> tuple[jax.Array, Aux, Context]:
         """The residual stream after the last block [B, T, D] in the compute dtype, what the blocks
@@ -252,31 +276,12 @@ class FurtherToken(nnx.Module):
             return self.block(project(both_BT2D, self.project), context)
 
 
-def abstract(cfg: DecoderConfig) -> tuple[Any, nnx.State]:
-    """The model's graph and its weights as shapes."""
-    return nnx.split(nnx.eval_shape(lambda: Decoder(cfg)))
-
-
-def initial(cfg: DecoderConfig, seed: int) -> dict[str, Any]:
-    """Fresh weights by path, as nested dicts."""
-    drawn = {path: draw(param, path, seed) for path, param in nnx.to_flat_state(abstract(cfg)[1])}
-    return nnx.traversals.unflatten_mapping(drawn)
-
-
-def carry(
-    cfg: DecoderConfig, params: dict[str, Any], loads: Mapping[tuple[str, ...], jax.Array]
-) -> dict[str, Any]:
-    """The weights with each selection bias one step nearer to balance: up where fewer tokens than
-    the mean chose the expert, down where more (Wang et al. 2024, arXiv:2408.15664, algorithm 1)."""
-    flat = nnx.traversals.flatten_mapping(params)
-    for path, load in loads.items():
-        router = mixture(cfg, path).router
-        if router.selection_bias and router.bias_update:
-            bias = flat[*path, "selection_bias"]
-            flat[*path, "selection_bias"] = bias + router.bias_update * jnp.sign(
-                load.mean(-1, keepdims=True) - load
-            ).astype(bias.dtype)
-    return nnx.traversals.unflatten_mapping(flat)
+def losses_and_reports(aux: Aux) -> tuple[dict[str, jax.Array], dict[tuple[str, ...], jax.Array]]:
+    """What the blocks report, as summands of the loss by name, and as what `after_step` reads."""
+    flat = nnx.traversals.flatten_mapping(aux)
+    router = [value.sum() for path, value in flat.items() if path[-1] == "router_loss"]
+    reports = {path: value for path, value in flat.items() if path[-1] in ("load", "dropped")}
+    return {"router_loss": sum(router[1:], router[0])} if router else {}, reports
 
 
 def mixture(cfg: DecoderConfig, path: tuple[str, ...]) -> MoEConfig:

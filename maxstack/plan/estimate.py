@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from maxstack.hardware.chips import Chip
 from maxstack.models.flops import components
+from maxstack.models.model import abstract
 from maxstack.plan.topology import Link
 from maxstack.schema.decoder import REMAT, BlockConfig, RematConfig
 from maxstack.schema.mesh import names
@@ -100,9 +101,7 @@ def _low(cfg: "Config", treatment: "Treatment") -> Mapping[str, float]:
     from maxstack.models import decoder
 
     found: collections.Counter[str] = collections.Counter()
-    plain = nnx.traversals.flatten_mapping(
-        state.of_weights(decoder.abstract(cfg.model)[1])[0], sep="/"
-    )
+    plain = nnx.traversals.flatten_mapping(state.of_weights(abstract(cfg.model)[1])[0], sep="/")
     for path, use in treatment.taken.items():
         if not use.how.low or use.place.use not in ("matmul", "experts"):
             continue

@@ -19,7 +19,7 @@ from maxstack.schema.faults import FaultsConfig
 from maxstack.schema.foreign import equivalent
 from maxstack.schema.lora import LoraConfig
 from maxstack.schema.mesh import MeshConfig
-from maxstack.schema.objective import ObjectiveConfig
+from maxstack.schema.objective import NextTokenConfig, Objective
 from maxstack.schema.optimizer import OptimizerConfig
 from maxstack.schema.quantization import QuantizationConfig
 
@@ -165,7 +165,7 @@ class Config(Section):
     """Train low-rank adapters and nothing else; null: train the weights."""
     data: DataConfig
     """What is read."""
-    objective: ObjectiveConfig = ObjectiveConfig()
+    objective: Objective = NextTokenConfig(kind="next_token")
     """What is minimised."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """How: a preset's name or a mapping."""

@@ -1,6 +1,6 @@
 """The models' configuration: a decoder is a pattern of named block specs."""
 
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import pydantic
 from pydantic import Field
@@ -10,7 +10,7 @@ from maxstack.config.annotations import listed
 from maxstack.schema import kernels as names
 from maxstack.schema.mixers import Mixer, NormConfig
 from maxstack.schema.mlps import MLPKind, MoEConfig
-from maxstack.schema.parts import Dim, activations
+from maxstack.schema.parts import Dim, ModelPart, activations
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Remat = Literal["none", "full", "dots", "dots_no_batch", "save", "offload"]
@@ -141,8 +141,10 @@ class RematConfig(Section):
         return self.policy == "offload" and name in self.names
 
 
-class DecoderConfig(Section):
+class DecoderConfig(ModelPart):
     """A decoder-only language model built from a repeated pattern of blocks."""
+
+    MODEL: ClassVar[str] = "maxstack.models.decoder:Decoder"
 
     kind: Literal["decoder"] = "decoder"
     """The topology."""

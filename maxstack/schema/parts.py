@@ -126,6 +126,13 @@ class Part(Section):
         return {}
 
 
+class ModelPart(Section):
+    """The section of a kind of model."""
+
+    MODEL: ClassVar[str] = ""
+    """module:class that is built from it."""
+
+
 class Layer(NamedTuple):
     """A layer, or one inside it."""
 

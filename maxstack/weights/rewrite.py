@@ -16,6 +16,7 @@ from flax import nnx
 from maxstack.config import ConfigError, nearest, quoted
 from maxstack.layers.weight import Weight, draw
 from maxstack.models import decoder
+from maxstack.models.model import abstract, initial
 from maxstack.weights import adapter
 from maxstack.weights.place import Place
 
@@ -67,7 +68,7 @@ class Treatment:
 
     def initial(self, seed: int) -> Tree:
         """Fresh weights: those of the untreated model, treated."""
-        drawn = decoder.initial(self._cfg.model, seed)
+        drawn = initial(self._cfg.model, seed)
         return (
             drawn if not self.treats else self.applied(jax.lax.optimization_barrier(drawn))
         )  # else XLA rounds what it draws in another way
@@ -141,7 +142,7 @@ class Treatment:
     def merged(self, kept: Mapping[str, Array]) -> dict[str, Array]:
         """The weights of the untreated model, by path, that the treated one's stand for; adapters
         are merged into theirs, in float32."""
-        plain = nnx.to_flat_state(decoder.abstract(self._cfg.model)[1])
+        plain = nnx.to_flat_state(abstract(self._cfg.model)[1])
         return {
             name: self.untreated(name, kept)
             for name in ("/".join(map(str, path)) for path, _ in plain)

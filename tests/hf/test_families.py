@@ -16,7 +16,7 @@ from maxstack.hf.exported import choose, export
 from maxstack.hf.families import ALL, FAMILIES
 from maxstack.hf.family import meaning
 from maxstack.hf.reader import pieces_of, reading
-from maxstack.models import decoder
+from maxstack.models.model import abstract
 from maxstack.schema.decoder import DecoderConfig
 
 GOLDENS = {
@@ -26,7 +26,7 @@ GOLDENS = {
 
 
 def shapes_of(model):
-    state = nnx.to_pure_dict(decoder.abstract(model)[1])
+    state = nnx.to_pure_dict(abstract(model)[1])
     return {
         "/".join(map(str, path)): leaf.shape
         for path, leaf in nnx.traversals.flatten_mapping(state).items()

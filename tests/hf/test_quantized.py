@@ -25,7 +25,7 @@ from maxstack.hf.folder import Folder
 from maxstack.hf.merge import merge
 from maxstack.hf.quantized import E2M1
 from maxstack.load import load
-from maxstack.models import decoder
+from maxstack.models.model import abstract
 from maxstack.schema.decoder import DecoderConfig
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -138,7 +138,7 @@ def test_a_run_begins_on_the_weights_of_the_same_folder_in_floats(tmp_path, name
     described = {"from": str(tmp_path / "hf"), "param_dtype": "float32"}
     model = load({"model": described, "data": data}).model
     assert model.dtype == "bfloat16"
-    wanted = nnx.to_pure_dict(decoder.abstract(model)[1])
+    wanted = nnx.to_pure_dict(abstract(model)[1])
     found, meant = (loaded(folder, wanted) for folder in (tmp_path / "hf", floats))
     jax.tree.map(np.testing.assert_array_equal, found, meant)
 
@@ -326,7 +326,7 @@ def test_mxfp4_experts_are_unpacked(tmp_path):
     }
     config = json.loads((GOLDENS / "gpt_oss" / "config.json").read_text()) | sizes
     model = DecoderConfig.model_validate(FAMILIES["gpt_oss"].read(config, ""))
-    wanted = nnx.to_pure_dict(decoder.abstract(model)[1])
+    wanted = nnx.to_pure_dict(abstract(model)[1])
     flat = nnx.traversals.flatten_mapping(wanted, sep="/")
     bound = bind(FAMILIES["gpt_oss"], model, {path: leaf.shape for path, leaf in flat.items()})
     found, meant = {}, {}

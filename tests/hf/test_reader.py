@@ -16,15 +16,12 @@ from maxstack.config.errors import DataError
 from maxstack.hf.contents import Contents
 from maxstack.hf.reader import load_params, pieces_of
 from maxstack.hf.tensors import check_finite
-from maxstack.models import decoder
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 
 
 def abstract(contents, dtype="float32"):
-    return nnx.to_pure_dict(
-        decoder.abstract(contents.model.model_copy(update={"param_dtype": dtype}))[1]
-    )
+    return nnx.to_pure_dict(abstract(contents.model.model_copy(update={"param_dtype": dtype}))[1])
 
 
 def shapes_of(tree):

@@ -9,7 +9,7 @@ import pytest
 import tiny
 from flax import nnx
 
-from maxstack.models.decoder import abstract, initial
+from maxstack.models.model import abstract, initial
 from maxstack.schema.decoder import DecoderConfig
 
 

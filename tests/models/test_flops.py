@@ -9,8 +9,9 @@ import tiny
 from flax import nnx
 
 from maxstack.hf.contents import Contents
-from maxstack.models.decoder import abstract, pattern_keys, periods
+from maxstack.models.decoder import pattern_keys, periods
 from maxstack.models.flops import flops_per_token
+from maxstack.models.model import abstract
 from maxstack.schema.mixers import AttentionConfig, MLAConfig
 from maxstack.schema.mlps import MoEConfig, ParallelMLPConfig
 

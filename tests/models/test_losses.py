@@ -17,7 +17,7 @@ from flax import nnx
 from jax.interpreters import partial_eval
 
 from maxstack import optim
-from maxstack.models import decoder
+from maxstack.models.model import abstract
 from maxstack.objectives.next_token import next_token
 from maxstack.state import of_weights
 
@@ -138,7 +138,7 @@ EVERYTHING = MODELS | {
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_the_loss_depends_on_every_weight(name):
     cfg = tiny.config(model=EVERYTHING[name])
-    graph, weights = decoder.abstract(cfg.model)
+    graph, weights = abstract(cfg.model)
     data = {key: jnp.asarray(value) for key, value in tiny.batch(cfg).items()}
     traced = jax.make_jaxpr(
         lambda params: next_token(nnx.merge(graph, nnx.State(params)), data, 0.0).total
@@ -153,7 +153,7 @@ def test_the_loss_depends_on_every_weight(name):
 
 def test_further_tokens_without_a_loss_are_not_trained():
     cfg = tiny.config(model=model(mtp={"block": "block", "loss": 0.0}))
-    _, info = of_weights(decoder.abstract(cfg.model)[1])
+    _, info = of_weights(abstract(cfg.model)[1])
     moved = nnx.traversals.flatten_mapping(optim.trained(cfg.optimizer, info))
     assert (
         {path for path, trained in moved.items() if not trained}

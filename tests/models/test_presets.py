@@ -16,7 +16,7 @@ from maxstack.config import presets_dir
 from maxstack.hf.binding import bind
 from maxstack.hf.families import FAMILIES
 from maxstack.load import load
-from maxstack.models.decoder import abstract
+from maxstack.models.model import abstract
 
 GOLDENS = json.loads(
     gzip.decompress((Path(__file__).parents[1] / "goldens" / "presets.json.gz").read_bytes())

@@ -7,7 +7,8 @@ import pytest
 import tiny
 from flax import nnx
 
-from maxstack.models.decoder import abstract, carry
+from maxstack.models.decoder import carry
+from maxstack.models.model import abstract
 from maxstack.objectives.next_token import next_token
 
 BLOCK = {

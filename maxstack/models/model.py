@@ -1,0 +1,48 @@
+"""What a model is to the rest of the house: an nnx module built from its section of the
+configuration."""
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+
+from maxstack.layers.weight import draw
+from maxstack.schema.parts import ModelPart
+
+Reports = Mapping[tuple[str, ...], jax.Array]
+"""What the layers of a model report of a batch, by path: sums over its tokens."""
+
+
+class Model(nnx.Module):
+    """A model with placeholders for weights; `initial` draws them."""
+
+    def __init__(self, cfg: Any):
+        self.cfg = cfg
+
+    @staticmethod
+    def after_step(
+        cfg: Any, params: dict[str, Any], reports: Reports
+    ) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+        """The weights after the optimizer's update, with those moved that a rule of the model
+        moves, and scalars for the metrics."""
+        return params, {}
+
+
+def model_of(cfg: ModelPart) -> type[Model]:
+    """The class of the model that a section configures."""
+    module, name = cfg.MODEL.split(":")
+    model: type[Model] = getattr(importlib.import_module(module), name)
+    return model
+
+
+def abstract(cfg: ModelPart) -> tuple[Any, nnx.State]:
+    """The model's graph and its weights as shapes."""
+    return nnx.split(nnx.eval_shape(lambda: model_of(cfg)(cfg)))
+
+
+def initial(cfg: ModelPart, seed: int) -> dict[str, Any]:
+    """Fresh weights by path, as nested dicts."""
+    drawn = {path: draw(param, path, seed) for path, param in nnx.to_flat_state(abstract(cfg)[1])}
+    return nnx.traversals.unflatten_mapping(drawn)

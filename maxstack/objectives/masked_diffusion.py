@@ -1,0 +1,145 @@
+"""Masked diffusion on a language model that sees both sides. Shapes: B batch  T time  V vocab."""
+
+import functools
+import operator
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from maxstack.kernels.sequences import arrange
+from maxstack.models.decoder import losses_and_reports
+from maxstack.objectives.next_token import following, head_losses
+from maxstack.objectives.objective import Batch, Field, Loss, Models, Objective, row_keys
+from maxstack.schema.objective import MaskedDiffusionConfig
+
+EXCLUDED = -1e9
+"""Added to the logit of the mask token, which is never predicted; finite, so that gradients are."""
+ACCURACY_AT = 0.15
+"""Share of tokens that evaluation hides to count which are filled right."""
+SAMPLE = 0x9E3779B9
+
+
+class MaskedDiffusion(Objective):
+    """Sum over hidden tokens of -log p(token) / t, where a row's tokens are hidden with probability
+    t, uniform in [least, 1] and stratified over the batch: a bound on the negative log-likelihood
+    (Sahoo et al. 2024, arXiv:2406.07524, eq. 10; Nie et al. 2025, arXiv:2502.09992, eq. 3).
+
+    The sequence is what next_token predicts: `targets`, or with `shift` the tokens, of which
+    position i predicts the one at i + 1 (Dream 2025, arXiv:2508.15487).
+    """
+
+    @property
+    def section(self) -> MaskedDiffusionConfig:
+        """objective: of the configuration."""
+        assert isinstance(self.cfg.objective, MaskedDiffusionConfig)
+        return self.cfg.objective
+
+    @property
+    def mask_token(self) -> int:
+        """Id of a hidden token."""
+        given = self.section.mask_token
+        return self.cfg.model.vocab - 1 if given is None else given
+
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        """As for next_token, and in a step `hidden`, which `prepare` draws."""
+        return super().fields
+
+    def prepare(self, batch: Batch, key: jax.Array) -> Batch:
+        """With `time` float32 [B] and `draw` float32 [B, T], uniform in [0, 1): what is below its
+        row's time is hidden."""
+        rows, length = batch["tokens"].shape
+        offset = jax.random.uniform(jax.random.fold_in(key, rows))
+        strata = (offset + jnp.arange(rows) / rows) % 1.0
+        time_B = self.section.least + (1.0 - self.section.least) * strata
+        keys_B = jax.random.wrap_key_data(row_keys(key, rows), impl="threefry2x32")
+        draw_BT = jax.vmap(lambda key: jax.random.uniform(key, (length,)))(keys_B)
+        return {**batch, "time": time_B, "draw": draw_BT}
+
+    def loss(self, models: Models, batch: Batch) -> Loss:
+        """Metrics: loss, and router_loss where the model has one."""
+        model, time_B1 = models.policy, batch["time"][:, None]
+        hidden_BT = (batch["draw"] < time_B1) & (self._known(batch) > 0)
+        x_BTD, aux, _ = model.trunk(self._corrupted(batch, hidden_BT))
+        targets_BT, predicted_BT = self._predicted(batch, hidden_BT)
+        losses = head_losses(
+            model,
+            model.norm(x_BTD),
+            arrange(targets_BT),
+            arrange(predicted_BT / time_B1),
+            bias_V=self._excluded(),
+        )
+        added, reports = losses_and_reports(aux)
+        weight = self._counted(batch).sum()
+        total = sum(added.values(), losses.total)
+        return Loss(total, weight, {"loss": losses.total} | added, reports)
+
+    def evaluate(self, models: Models, batch: Batch) -> dict[str, jax.Array]:
+        """The bound, its mean over eval_times fixed t, and hidden_accuracy: how many of 15 % hidden
+        tokens are the likeliest. What is hidden follows from a row's tokens alone."""
+        draw_BT = self._draw_by_content(batch)
+        rows, times = draw_BT.shape[0], self.section.eval_times
+        total = jnp.zeros((), jnp.float32)
+        for part in range(times):
+            time = (part + 0.5) / times
+            at = {**batch, "time": jnp.full((rows,), time), "draw": (draw_BT + part / times) % 1.0}
+            total += self.loss(models, at).metrics["loss"] / times
+        counted_BT = self._counted(batch)
+        right, hidden = self._filled_right(models, batch, draw_BT)
+        return {
+            "nll": total,
+            "weight": counted_BT.sum(),
+            "bytes": (batch["bytes"] * counted_BT).sum(),
+            "hidden_accuracy": right,
+            "hidden_accuracy/weight": hidden,
+        }
+
+    def _filled_right(
+        self, models: Models, batch: Batch, draw_BT: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        model = models.policy
+        hidden_BT = (draw_BT < ACCURACY_AT) & (self._known(batch) > 0)
+        logits_BTV = model.logits(model.hidden(self._corrupted(batch, hidden_BT)))
+        best_BT = (logits_BTV + self._excluded()).argmax(-1)
+        targets_BT, predicted_BT = self._predicted(batch, hidden_BT)
+        return ((best_BT == targets_BT) * predicted_BT).sum(), predicted_BT.sum()
+
+    def _known(self, batch: Batch) -> jax.Array:
+        """Positions of the sequence that may be hidden, float32 [B, T]."""
+        mask_BT = batch["mask"].astype(jnp.float32)
+        if not self.section.shift:
+            return mask_BT
+        segments_BT = batch.get("segments", jnp.ones_like(batch["tokens"]))
+        before_BT = jnp.pad(segments_BT[:, :-1], ((0, 0), (1, 0)))
+        return mask_BT * (before_BT == segments_BT)  # the first of a document has no state before
+
+    def _counted(self, batch: Batch) -> jax.Array:
+        """Positions whose state predicts a token of the sequence, float32 [B, T]."""
+        known_BT = self._known(batch)
+        return following(known_BT) if self.section.shift else known_BT
+
+    def _corrupted(self, batch: Batch, hidden_BT: jax.Array) -> Batch:
+        clean_BT = batch["tokens" if self.section.shift else "targets"]
+        return {**batch, "tokens": jnp.where(hidden_BT, self.mask_token, clean_BT)}
+
+    def _predicted(self, batch: Batch, hidden_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What each position predicts, and which of it is hidden, float32."""
+        hidden_BT = hidden_BT.astype(jnp.float32)
+        return batch["targets"], following(hidden_BT) if self.section.shift else hidden_BT
+
+    def _excluded(self) -> jax.Array:
+        return jnp.zeros(self.cfg.model.vocab).at[self.mask_token].set(EXCLUDED)
+
+    @staticmethod
+    def _draw_by_content(batch: Batch) -> jax.Array:
+        """Uniform numbers [B, T] by a hash of each row's tokens, whatever batch the row is in."""
+        targets_BT = batch["targets"].astype(jnp.uint32)
+        places_T = jnp.arange(targets_BT.shape[1], dtype=jnp.uint32) * 2 + 1
+        hash_B = ((targets_BT + 1) * places_T * jnp.uint32(SAMPLE)).sum(axis=1, dtype=jnp.uint32)
+        return jax.vmap(
+            lambda seed: jax.random.uniform(
+                jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), seed),
+                targets_BT.shape[1:],
+            )
+        )(hash_B)

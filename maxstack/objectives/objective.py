@@ -1,0 +1,108 @@
+"""What an objective is to the rest of the house: the fields of a batch that it needs, and the loss
+that it makes of them."""
+
+import dataclasses
+import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import jax
+
+from maxstack.models.model import Reports
+
+if TYPE_CHECKING:
+    from maxstack.schema.config import Config
+
+Batch = Mapping[str, jax.Array]
+
+
+class Field(NamedTuple):
+    """One array of a batch."""
+
+    axes: str
+    """Logical axes, separated by spaces: `batch seq`, or `batch`."""
+    dtype: str
+
+
+class Loss(NamedTuple):
+    """Sums and a weight, never means: accumulation, padding and devices stay exact. All float32."""
+
+    total: jax.Array
+    """What gradients are of."""
+    weight: jax.Array
+    """What the sums are divided by: counted tokens."""
+    metrics: dict[str, jax.Array]
+    """The summands of `total` and other sums to report, by name; `loss` is the one that is watched
+    for spikes' sake and shown."""
+    reports: Reports
+    """What the model's layers report, for Model.after_step."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Models:
+    """The model that is trained, and those beside it that are not."""
+
+    policy: Any
+    frozen: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """By name, as in Objective.frozen."""
+
+
+class Objective:
+    """A loss over batches of certain fields; objective.kind chooses it."""
+
+    frozen: ClassVar[tuple[str, ...]] = ()
+    """Names of second sets of weights, which begin as the trained ones do and never change."""
+
+    def __init__(self, cfg: "Config"):
+        self.cfg = cfg
+
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        """What a batch must hold, by name."""
+        return token_fields(self.cfg)
+
+    def prepare(self, batch: Batch, key: jax.Array) -> Batch:
+        """The whole global batch of a step with what is drawn or counted over all of it, before it
+        is cut into microbatches. `key` is of seed and step; fold in the row for what belongs to
+        one."""
+        return batch
+
+    def loss(self, models: Models, batch: Batch) -> Loss:
+        """The loss of a microbatch."""
+        raise NotImplementedError
+
+    def evaluate(self, models: Models, batch: Batch) -> dict[str, jax.Array]:
+        """Sums over a held-out batch: `nll` and its `weight`, `bytes` of text; of any other figure
+        x, `x` and `x/weight`."""
+        result = self.loss(models, batch)
+        return {
+            "nll": result.metrics["loss"],
+            "weight": result.weight,
+            "bytes": batch["bytes"].sum(),
+        }
+
+
+def objective_of(cfg: "Config") -> Objective:
+    """The objective of a configuration."""
+    module, name = cfg.objective.OBJECTIVE.split(":")
+    kind: type[Objective] = getattr(importlib.import_module(module), name)
+    return kind(cfg)
+
+
+def token_fields(cfg: "Config") -> dict[str, Field]:
+    """Fields of rows of tokens: positions and segments where rows hold several documents; `real`
+    where they do not, but padding must go to no expert."""
+    packed = any(data and data.packing != "none" for data in (cfg.data, cfg.eval.data))
+    fields = {"tokens": "int32", "targets": "int32", "mask": "float32"}
+    if packed:
+        fields |= {"positions": "int32", "segments": "int32"}
+    elif any(block.experts for block in cfg.model.blocks.values()):
+        fields |= {"real": "bool"}
+    return {name: Field("batch seq", dtype) for name, dtype in fields.items()}
+
+
+def row_keys(key: jax.Array, rows: int) -> jax.Array:
+    """uint32 [rows, 2]: a random key for each row of a global batch, the same on any mesh and in
+    any microbatch."""
+    keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jax.numpy.arange(rows))
+    return jax.random.key_data(keys)
