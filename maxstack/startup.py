@@ -289,6 +289,13 @@ def fresh(run: Run) -> State:
     return run.begun(loaded)
 
 
+def frozen(run: Run) -> tuple[dict[str, Any], ...]:
+    """The last argument of the step, where the objective has second sets of weights: by name, the
+    weights that the run began with."""
+    names = run.objective.frozen
+    return ({name: fresh(run).params for name in names},) if names else ()
+
+
 def go_back(
     found: "Rewind | Recompute",
     run: Run,

@@ -145,7 +145,7 @@ def train(
     joining.join(cfg)
     heart = startup.watched(cfg, ending)
     startup.cache(cfg.run.compilation_cache)
-    fits(cfg.data, cfg.model.vocab)
+    fits(cfg.data, cfg.objective.token_ids(cfg.model.vocab))
     run = assemble(cfg, startup.make_mesh(cfg, left))
     fit.check(run)
     startup.check(run)
@@ -184,11 +184,12 @@ def train(
     compiling = startup.compile_step(run)
     startup.introduce(run, feed.describe(), log, begins=state is None)
     feed.start()
+    frozen = startup.frozen(run)
     if state is None:
         state = startup.fresh(run)
     if first:
         run_folder.write_records(run.cfg, run.kernels, folder)
-    evaluator = Evaluator(run, log, writer) if cfg.eval.every else None
+    evaluator = Evaluator(run, log, writer, frozen) if cfg.eval.every else None
     with ledger.spent("compile"):
         compiled, seconds = compiling.result()
     log.say(f"{'loaded' if cfg.run.executable else 'compiled'} the step in {seconds:.1f} s")
@@ -216,7 +217,7 @@ def train(
             state, back = run.passed(state), meter.passed_over(step)
         else:
             profiler.before(step)
-            state, scalars = compiled(state, run.place(batch, cfg.train.batch_size))
+            state, scalars = compiled(state, run.place(batch, cfg.train.batch_size), *frozen)
             back = meter.add(step, scalars)
             profiler.after(step, scalars)
         done, preempted = step == cfg.train.steps, stop.requested(step)

@@ -159,7 +159,7 @@ def parts(cfg: Any) -> Iterator[Part]:
         "segments": np.ones(size, np.int32),
         "positions": np.broadcast_to(np.arange(size[1], dtype=np.int32), size),
     }
-    batch = run.place({name: rows[name] for name in run.keys}, size[0])
+    batch = run.place({name: rows[name] for name in run.objective.fields}, size[0])
     yield whole_step(run, batch)
     params = run.init().params
     with sharding.use(mesh, alone):
@@ -232,7 +232,7 @@ def of_model(run: Any, params: Any, batch: Any) -> Iterator[Part]:
     from flax import nnx
 
     from maxstack.models.decoder import Decoder, _context
-    from maxstack.objectives.next_token import next_token
+    from maxstack.objectives.objective import Models
 
     cfg, model, pieces = run.cfg, nnx.merge(run.graph, nnx.State(params)), run.cfg.train.accumulate
     context = _context(cfg.model, batch, cfg.data.seq_len)
@@ -269,7 +269,7 @@ def of_model(run: Any, params: Any, batch: Any) -> Iterator[Part]:
 
     def loss(given: Any, x_BTD: jax.Array) -> jax.Array:
         headed = Headed(nnx.merge(run.graph, nnx.State({**params, **given})), x_BTD)
-        return next_token(headed, batch, cfg.objective.z_loss).total  # type: ignore[arg-type]
+        return run.objective.loss(Models(headed), batch).total
 
     yield both("final norm, head, cross-entropy", pieces, loss, of_head, x_BTD)
 

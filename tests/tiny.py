@@ -39,6 +39,7 @@ def config(**sections: Any) -> Config:
     """A configuration of that model on ragged synthetic documents, packed."""
     base: dict[str, Any] = {
         "model": model(),
+        "objective": {"kind": "next_token"},
         "train": {"batch_size": 8, "steps": 20},
         "optimizer": {
             "learning_rate": 1e-2,

@@ -1,5 +1,6 @@
 """Evaluation inside training: loss and bits per byte on held-out documents."""
 
+import collections
 import contextlib
 import math
 import sys
@@ -18,8 +19,10 @@ class Evaluator:
     """Reads the held-out documents from the start at each call, so that every evaluation of a run
     is over the same tokens."""
 
-    def __init__(self, run: Run, log: Log, writer: Writer):
+    def __init__(self, run: Run, log: Log, writer: Writer, frozen: tuple[dict[str, Any], ...] = ()):
+        """`frozen`: what the step takes beside state and batch."""
         cfg = run.cfg
+        self._frozen = frozen
         self._run, self._log, self._writer = run, log, writer
         self._data = cfg.eval.data or cfg.data
         self._batch_size = cfg.eval.batch_size or cfg.train.batch_size
@@ -38,15 +41,15 @@ class Evaluator:
         begin = time.perf_counter()
         params = optim.eval_params(self._run.cfg.optimizer, state.opt, state.params)
         self._feed.restore(self._start)
-        total = {"nll": 0.0, "weight": 0.0, "bytes": 0.0}
+        total: dict[str, float] = collections.defaultdict(float)
         with contextlib.closing(self._feed):
             for _ in range(self._run.cfg.eval.steps or sys.maxsize):
-                sums = self._run.eval_step(
-                    params, self._run.place(next(self._feed), self._batch_size)
-                )
+                batch = self._run.place(next(self._feed), self._batch_size)
+                sums = self._run.eval_step(params, batch, *self._frozen)
                 if not float(sums["weight"]):
                     break
-                total = {name: total[name] + float(sums[name]) for name in total}
+                for name, value in sums.items():
+                    total[name] += float(value)
         for line in self._feed.damaged():
             self._log.warn(line)
         loss = total["nll"] / total["weight"]
@@ -64,10 +67,17 @@ class Evaluator:
         }
         if self._bits is not None:
             row["eval_bits_per_byte"] = self._bits
+        shares = {
+            name: total[name] / max(total[f"{name}/weight"], 1.0)
+            for name in total
+            if f"{name}/weight" in total
+        }
+        row |= {f"eval_{name}": share for name, share in shares.items()}
         self._writer.write(row)
         bits = f", {self._bits:.4f} bits per byte" if self._bits is not None else ""
+        more = "".join(f", {name} {share:.4f}" for name, share in shares.items())
         self._log.say(
-            f"eval at step {step}: loss {loss:.4f}{bits} over {int(total['weight']):,} "
+            f"eval at step {step}: loss {loss:.4f}{bits}{more} over {int(total['weight']):,} "
             "held-out tokens"
         )
         return loss

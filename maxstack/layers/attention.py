@@ -108,6 +108,7 @@ def request(cfg: AttentionConfig) -> Request:
         window=cfg.window,
         soft_cap=cfg.soft_cap,
         chunk=cfg.chunk,
+        causal=cfg.causal,
     )
 
 

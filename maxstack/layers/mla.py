@@ -86,4 +86,4 @@ def request(cfg: MLAConfig) -> Request:
     scale, scaling = (cfg.nope_dim + cfg.rope_dim) ** -0.5, cfg.rope.scaling
     if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim:
         scale *= yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2
-    return Request(scale=scale)
+    return Request(scale=scale, causal=cfg.causal)

@@ -1,7 +1,5 @@
 """Masked diffusion on a language model that sees both sides. Shapes: B batch  T time  V vocab."""
 
-import functools
-import operator
 from collections.abc import Mapping
 
 import jax

@@ -64,7 +64,7 @@ def load(run: Run, path: Path) -> Any:
         raise ConfigError(
             f"run.executable: {path} was compiled for {'; '.join(differing)}; {remedy}"
         )
-    in_tree = jax.tree.structure(((run.abstract, run.abstract_batch()), {}))
+    in_tree = jax.tree.structure((run.abstract_arguments, {}))
     out_tree = jax.tree.structure((run.abstract, dict.fromkeys(found["scalars"], 0)))
     return serialize_executable.deserialize_and_load(
         payload, in_tree, out_tree, execution_devices=list(run.mesh.devices.flat)
@@ -77,12 +77,13 @@ def _scalars(out_tree: Any) -> list[tuple[Any, Any]]:
 
 
 def _made_for(run: Run) -> dict[str, Any]:
-    """What decides the program, and where it can run; the program of a run with dropout holds its
-    seed."""
+    """What decides the program, and where it can run; the program of a run that draws random
+    numbers holds its seed."""
     cfg, device = run.cfg, run.mesh.devices.flat[0]
     shape = {name: list(leaf.shape) for name, leaf in run.abstract_batch().items()}
     program = "".join(dump(section) if (section := getattr(cfg, name)) else "" for name in SECTIONS)
-    seed = cfg.train.seed if cfg.lora and cfg.lora.dropout else None
+    random = cfg.objective.RANDOM or (cfg.lora and cfg.lora.dropout)
+    seed = cfg.train.seed if random else None
     return {
         "configuration": hashlib.sha256(program.encode()).hexdigest()[:16],
         "steps": cfg.train.steps,

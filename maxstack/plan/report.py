@@ -178,8 +178,10 @@ def _kept(step: Step) -> dict[str, int]:
         ("parameters", run.abstract.params),
         ("optimizer", run.abstract.opt),
         ("batch", run.abstract_batch()),
+        ("frozen", run.abstract_arguments[2:]),
     ):
-        parts[name] = fit.shard_bytes(tree, host=False)
+        if tree:
+            parts[name] = fit.shard_bytes(tree, host=False)
     return parts
 
 

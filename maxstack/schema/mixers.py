@@ -183,8 +183,12 @@ class AttentionConfig(MixerPart):
     """Size of a head."""
     rope: RopeConfig | None = RopeConfig()
     """Rotary positions; null: none."""
+    causal: bool = True
+    """A query sees its own position and those before it; false: also those after it, as masked
+    diffusion and encoders do. Only of its own document either way."""
     window: int | None = Field(None, ge=1)
-    """A query sees this many positions, itself included; null: all before it."""
+    """A query sees this many positions, itself included; with causal: false this many on either
+    side, itself included in both (2 window - 1 in all); null: no limit."""
     chunk: int | None = Field(None, ge=1)
     """A query sees only the positions of its own chunk of this many, counted from the start of its
     document; null: no chunks."""
@@ -279,6 +283,8 @@ class AttentionConfig(MixerPart):
         if self.chunk and self.chunk < seq_len:
             whole, rest = divmod(seq_len, self.chunk)
             keys = (whole * self.chunk * (self.chunk + 1) + rest * (rest + 1)) / 2 / seq_len
+        if not self.causal:
+            keys = 2 * keys - 1  # as many after the query as before it
         each = 12 * self.heads * self.head_dim
         return {"attention": Count(each * keys, each * seq_len)}
 
@@ -337,6 +343,8 @@ class MLAConfig(MixerPart):
     """Part of a query and key head without positions."""
     rope_dim: int = Field(ge=2, multiple_of=2)
     """Part with RoPE; the key's is shared by all heads."""
+    causal: bool = True
+    """A query sees its own position and those before it; false: all positions of its document."""
     value_dim: int = Field(ge=1)
     """Size of a value head."""
     rope: RopeConfig = RopeConfig()
@@ -394,7 +402,8 @@ class MLAConfig(MixerPart):
     def attended(self, seq_len: int) -> dict[str, Count]:
         """6 a number of a key or value, head and key."""
         each = 6 * self.heads * (self.nope_dim + self.rope_dim + self.value_dim)
-        return {"attention": Count(each * (seq_len + 1) / 2, each * seq_len)}
+        keys = (seq_len + 1) / 2 if self.causal else seq_len
+        return {"attention": Count(each * keys, each * seq_len)}
 
 
 class GatedDeltaConfig(MixerPart):
@@ -405,6 +414,7 @@ class GatedDeltaConfig(MixerPart):
 
     LAYER: ClassVar[str] = "maxstack.layers.gated_delta:GatedDelta"
     OVER_CONTEXT: ClassVar[tuple[str, ...]] = ("ulysses",)
+    causal: ClassVar[bool] = True
     RATE_SPREAD: ClassVar[float] = 1.7
     RATE_OFFSET: ClassVar[float] = -2.8
 

@@ -1,10 +1,14 @@
 """The sections of the objectives."""
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from maxstack.config import Section
+
+if TYPE_CHECKING:
+    from maxstack.schema.config import Config
 
 
 class ObjectivePart(Section):
@@ -12,6 +16,16 @@ class ObjectivePart(Section):
 
     OBJECTIVE: ClassVar[str] = ""
     """module:class that computes it."""
+    RANDOM: ClassVar[bool] = False
+    """Whether a step draws random numbers."""
+
+    def faults(self, cfg: "Config") -> Iterator[tuple[str, str]]:
+        """(key, what is wrong and what to do) of a model or data that it cannot be used with."""
+        yield from ()
+
+    def token_ids(self, vocab: int) -> int:
+        """How many of the ids of a model's table a tokenizer may give."""
+        return vocab
 
 
 class NextTokenConfig(ObjectivePart):
@@ -24,6 +38,16 @@ class NextTokenConfig(ObjectivePart):
     z_loss: float = Field(0.0, ge=0)
     """Weight of the squared log-partition (PaLM, arXiv:2204.02311, section 5)."""
 
+    def faults(self, cfg: "Config") -> Iterator[tuple[str, str]]:
+        """A position that sees its target."""
+        for name, block in cfg.model.blocks.items():
+            if not block.mixer.causal:
+                yield (
+                    f"model.blocks.{name}.mixer.causal",
+                    "without a causal mask a position sees the token that next_token asks it for; "
+                    "use causal: true, or objective.kind=masked_diffusion",
+                )
+
 
 class MaskedDiffusionConfig(ObjectivePart):
     """Masked diffusion (Sahoo et al. 2024, arXiv:2406.07524; Nie et al. 2025, arXiv:2502.09992):
@@ -31,6 +55,7 @@ class MaskedDiffusionConfig(ObjectivePart):
     from both sides. The loss is a bound on the negative log-likelihood."""
 
     OBJECTIVE: ClassVar[str] = "maxstack.objectives.masked_diffusion:MaskedDiffusion"
+    RANDOM: ClassVar[bool] = True
 
     kind: Literal["masked_diffusion"]
     """The objective."""
@@ -45,6 +70,35 @@ class MaskedDiffusionConfig(ObjectivePart):
     2025, arXiv:2508.15487), so that one can be started from."""
     eval_times: int = Field(8, ge=1)
     """Evaluation takes the mean of the bound over so many fixed t, the middles of equal parts."""
+
+    def faults(self, cfg: "Config") -> Iterator[tuple[str, str]]:
+        """A model that does not see both sides, or predicts further tokens."""
+        for name, block in cfg.model.blocks.items():
+            if block.mixer.causal:
+                yield (
+                    f"model.blocks.{name}.mixer.causal",
+                    "masked_diffusion predicts a hidden token from both sides; "
+                    + (
+                        f"set model.blocks.{name}.mixer.causal=false"
+                        if "causal" in type(block.mixer).model_fields
+                        else f"{block.mixer.kind} sees one side alone: use another mixer"
+                    ),
+                )
+        if cfg.model.mtp:
+            yield (
+                "model.mtp",
+                "predicts further tokens, which masked_diffusion has none of; drop it",
+            )
+        if self.mask_token is not None and self.mask_token >= cfg.model.vocab:
+            yield (
+                "objective.mask_token",
+                f"mask_token={self.mask_token} is no row of model.vocab={cfg.model.vocab}; use "
+                f"{cfg.model.vocab - 1} or less",
+            )
+
+    def token_ids(self, vocab: int) -> int:
+        """All but the mask token, where that is the last."""
+        return vocab - 1 if self.mask_token in (None, vocab - 1) else vocab
 
 
 Objective = Annotated[NextTokenConfig | MaskedDiffusionConfig, Field(discriminator="kind")]

@@ -31,6 +31,7 @@ def check(cfg: "Config") -> list[Fault]:
         _tiles,
         _elastic,
         _processes,
+        _objective,
     )
     return list(mesh_rules.axes(cfg)) or [fault for rule in rules for fault in rule(cfg)]
 
@@ -53,6 +54,10 @@ def sizes_on(cfg: "Config", devices: int, where: str) -> dict[str, int]:
     if found := check_devices(cfg, devices):
         raise ConfigError("\n".join(f"{key}: {message}" for key, message in found))
     return sizes
+
+
+def _objective(cfg: "Config") -> Iterator[Fault]:
+    return cfg.objective.faults(cfg)
 
 
 def _vocabulary(cfg: "Config") -> Iterator[Fault]:

@@ -11,7 +11,7 @@ import tiny
 from flax import nnx
 
 from maxstack import sharding
-from maxstack.objectives.next_token import next_token
+from maxstack.objectives.objective import Models
 
 ATTENTION = {"kind": "attention", "heads": 4, "kv_heads": 2, "head_dim": 8}
 LONG = {
@@ -49,7 +49,7 @@ MODEL = tiny.model(
 
 
 def loss_and_gradients(mesh, devices):
-    cfg = tiny.config(model=MODEL, mesh=mesh, train={"batch_size": 4})
+    cfg = tiny.config(model=MODEL, mesh=mesh, train={"batch_size": 4}, objective={"z_loss": 1e-3})
     run, rng = tiny.make_run(cfg, devices), np.random.default_rng(0)
     params = jax.tree.map(
         lambda a: jax.device_put(
@@ -60,7 +60,7 @@ def loss_and_gradients(mesh, devices):
 
     def total(params, batch):
         with sharding.use(run.mesh, cfg.mesh):
-            return next_token(nnx.merge(run.graph, nnx.State(params)), batch, 1e-3).total
+            return run.objective.loss(Models(nnx.merge(run.graph, nnx.State(params))), batch).total
 
     return jax.jit(jax.value_and_grad(total))(params, run.place(tiny.batch(cfg), 4))
 

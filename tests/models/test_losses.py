@@ -18,7 +18,7 @@ from jax.interpreters import partial_eval
 
 from maxstack import optim
 from maxstack.models.model import abstract
-from maxstack.objectives.next_token import next_token
+from maxstack.objectives.objective import Models, objective_of
 from maxstack.state import of_weights
 
 GOLDEN = Path(__file__).parent.parent / "goldens" / "losses.json"
@@ -141,7 +141,9 @@ def test_the_loss_depends_on_every_weight(name):
     graph, weights = abstract(cfg.model)
     data = {key: jnp.asarray(value) for key, value in tiny.batch(cfg).items()}
     traced = jax.make_jaxpr(
-        lambda params: next_token(nnx.merge(graph, nnx.State(params)), data, 0.0).total
+        lambda params: (
+            objective_of(cfg).loss(Models(nnx.merge(graph, nnx.State(params))), data).total
+        )
     )(nnx.to_pure_dict(weights))
     _, used = partial_eval.dce_jaxpr(traced.jaxpr, [True])
     paths = [

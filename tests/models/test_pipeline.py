@@ -13,7 +13,7 @@ from jax.extend.core import jaxprs_in_params
 
 from maxstack import sharding
 from maxstack.models import pipeline
-from maxstack.objectives.next_token import next_token
+from maxstack.objectives.objective import Models
 from maxstack.startup import introduce
 
 GRID = [
@@ -75,7 +75,13 @@ MESHES = {
 
 def run_of(spec, mesh, devices):
     return tiny.make_run(
-        tiny.config(model=spec, mesh=mesh | TABLE, train={"batch_size": 16}, data={"seq_len": 8}),
+        tiny.config(
+            model=spec,
+            mesh=mesh | TABLE,
+            train={"batch_size": 16},
+            data={"seq_len": 8},
+            objective={"z_loss": 1e-3},
+        ),
         devices,
     )
 
@@ -85,7 +91,7 @@ def total(run):
 
     def of(params, batch):
         with sharding.use(run.mesh, run.cfg.mesh):
-            loss = next_token(nnx.merge(run.graph, nnx.State(params)), batch, 1e-3)
+            loss = run.objective.loss(Models(nnx.merge(run.graph, nnx.State(params))), batch)
         return loss.total, loss
 
     return of

@@ -7,9 +7,9 @@ import pytest
 import tiny
 from flax import nnx
 
-from maxstack.models.decoder import carry
+from maxstack.models.decoder import Decoder
 from maxstack.models.model import abstract
-from maxstack.objectives.next_token import next_token
+from maxstack.objectives.objective import Models, objective_of
 
 BLOCK = {
     "mixer": {"kind": "attention", "heads": 4, "head_dim": 8},
@@ -41,7 +41,8 @@ def test_a_further_token_counts_where_it_is_in_the_same_document(depth):
     graph, state = abstract(cfg.model)
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), state)
     data = tiny.batch(cfg)
-    metrics = jax.jit(lambda state, data: next_token(nnx.merge(graph, state), data, 0.0).metrics)(
+    loss = objective_of(cfg).loss
+    metrics = jax.jit(lambda state, data: loss(Models(nnx.merge(graph, state)), data).metrics)(
         zeros, data
     )
     counted = 0
@@ -60,21 +61,27 @@ def test_a_step_moves_the_selection_bias_towards_balance_and_the_optimizer_leave
     run = tiny.make_run(config(EXPERTS))
     data, before = run.place(tiny.batch(run.cfg), 8), run.init()
     graph, params = run.graph, jax.tree.map(np.asarray, before.params)
-    loads = jax.jit(
-        lambda params, data: next_token(nnx.merge(graph, nnx.State(params)), data, 0.0).loads
+    loss = run.objective.loss
+    reports = jax.jit(
+        lambda params, data: loss(Models(nnx.merge(graph, nnx.State(params))), data).reports
     )(params, data)
     after, scalars = run.step(before, data)
-    ((path, load),) = loads.items()
-    assert path == ("blocks", "block", "mlp") and load.shape == (1, 4) and load.sum() == 2 * 8 * 48
+    ((path, load),) = reports.items()
+    assert (
+        path == ("blocks", "block", "mlp", "load")
+        and load.shape == (1, 4)
+        and load.sum() == 2 * 8 * 48
+    )
     bias = np.asarray(after.params["blocks"]["block"]["mlp"]["selection_bias"])
     np.testing.assert_array_equal(bias, 0.25 * np.sign(load.mean(-1, keepdims=True) - load))
     assert scalars["expert_load"] == pytest.approx((load.max(-1) / load.mean(-1)).max())
 
 
-def test_carry_leaves_a_bias_without_a_rate_where_it_is():
+def test_a_bias_without_a_rate_stays_where_it_is():
     cfg = config(EXPERTS | {"mlp": EXPERTS["mlp"] | {"router": ROUTER | {"bias_update": 0.0}}})
     params = {"blocks": {"block": {"mlp": {"selection_bias": np.ones((1, 4))}}}}
-    after = carry(cfg.model, params, {("blocks", "block", "mlp"): np.arange(4.0)[None]})
+    load = {("blocks", "block", "mlp", "load"): np.arange(1.0, 5.0)[None]}
+    after, _ = Decoder.after_step(cfg.model, params, load)
     assert (after["blocks"]["block"]["mlp"]["selection_bias"] == 1).all()
 
 
