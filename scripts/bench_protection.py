@@ -21,7 +21,8 @@ from bench.metrics import rows
 
 PROGRAM = """
 import os, sys, time
-from maxstack import cli, metrics, train
+from maxstack import cli, train
+from maxstack.report import metrics
 from maxstack.faults import guard
 if sys.argv.pop(1) == "off":
     plain = guard.judge
