@@ -124,7 +124,7 @@ def introduce(run: Run, sources: list[str], log: Log, begins: bool = False) -> N
         f"devices: {run.mesh.size} x {kind} ({mesh}); peak "
         f"{f'{peak / 1e12:.0f} TFLOP/s' if peak else 'unknown, so no MFU'}; "
         f"{flops_per_token(cfg.model, cfg.data.seq_len, run.adapters) / 1e6:,.1f} MFLOP "
-        "a token, causal"
+        "a token, with the keys that a query sees"
     )
     if (stages := run.mesh.shape["stage"]) > 1:
         idle = bubble(stages, cfg.mesh.rounds, cfg.mesh.microbatches or stages)

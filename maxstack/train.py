@@ -152,7 +152,8 @@ def train(
     first = jax.process_index() == 0
     folder = run_folder.claim(cfg, first, ending)
     ledger = Ledger(folder, first, started, doing=heart.doing if heart else None)
-    feed = make_feed(cfg.data, run.rows(cfg.train.batch_size), cfg.train.batch_size)
+    size, fields = cfg.train.batch_size, run.objective.fields
+    feed = make_feed(cfg.data, run.rows(size), size, fields=fields)
     ending.callback(feed.close)
     log = Log(folder, cfg.train.steps, first)
     ending.push(log.ended)
@@ -210,6 +211,7 @@ def train(
     meter.restart()
     while step < cfg.train.steps and not preempted:
         step += 1
+        feed.refresh(state)
         batch = next(feed)
         for line in feed.damaged():
             log.warn(line)
@@ -217,7 +219,7 @@ def train(
             state, back = run.passed(state), meter.passed_over(step)
         else:
             profiler.before(step)
-            state, scalars = compiled(state, run.place(batch, cfg.train.batch_size), *frozen)
+            state, scalars = compiled(state, run.place(batch, size), *frozen)
             back = meter.add(step, scalars)
             profiler.after(step, scalars)
         done, preempted = step == cfg.train.steps, stop.requested(step)

@@ -1,7 +1,7 @@
 """Documents to batches: sources, tokenizers, packing into lanes, the feed. Importing this package
 imports nothing heavy."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,8 +16,10 @@ def make_feed(
     *,
     evaluation: bool = False,
     whole: bool = False,
+    fields: Collection[str] = (),
 ) -> "Feed":
-    """The batches of `cfg`, rows `lanes` of each global batch of `batch_size` rows.
+    """The batches of `cfg`, rows `lanes` of each global batch of `batch_size` rows, with at least
+    the `fields` that an objective needs.
 
     Training repeats forever. With `evaluation` the held-out documents pass once, in order, and
     batches carry `bytes`, those of text that each target stands for (NaN: not known); rows past the
@@ -26,7 +28,7 @@ def make_feed(
     """
     from maxstack.data.feed import Feed
 
-    return Feed(cfg, lanes, batch_size, evaluation=evaluation, whole=whole)
+    return Feed(cfg, lanes, batch_size, evaluation=evaluation, whole=whole, fields=fields)
 
 
 def fits(cfg: "DataConfig", vocab: int) -> None:

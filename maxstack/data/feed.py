@@ -5,7 +5,7 @@ import codecs
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import grain
@@ -13,7 +13,7 @@ import numpy as np
 
 from maxstack.config.errors import DataError
 from maxstack.data.documents import Documents
-from maxstack.data.lanes import Batch, EvaluationRows, Mixture, Rows
+from maxstack.data.lanes import Batch, EvaluationRows, Mixture, Rows, maker_of
 from maxstack.data.sources import open_sources
 from maxstack.data.workers import Made, Workers, made
 from maxstack.schema.data import DataConfig
@@ -25,8 +25,8 @@ PATIENCE = 5.0
 
 
 class Feed:
-    """Iterates over batches {tokens, targets, positions, segments, mask (and bytes in an
-    evaluation)}, arrays [lanes, seq_len].
+    """Iterates over batches of what the row maker for `fields` gives (tokens, targets, positions,
+    segments, mask), and bytes in an evaluation: arrays [lanes, ...].
 
     `waited` is the seconds that next() has spent waiting in all. Order and state do not depend on
     `workers`, `prefetch` or which lanes are held.
@@ -40,6 +40,7 @@ class Feed:
         *,
         evaluation: bool = False,
         whole: bool = False,
+        fields: Collection[str] = (),
     ):
         if not lanes or min(lanes) < 0 or max(lanes) >= batch_size:
             raise ValueError(f"lanes {list(lanes)} are not rows of a batch of {batch_size}")
@@ -51,11 +52,13 @@ class Feed:
             1 if evaluation else batch_size,
             evaluation,
             section,
+            maker_of(fields, cfg),
         )
         self._quarantine = self._mixture.quarantine()
         self._batch_size = batch_size
         self._state = np.zeros((len(self._lanes), self._mixture.counters + 1), np.int64)
         self._batches: Any = None
+        self._rows: Any = None
         self._closing: threading.Thread | None = None
         self.waited = 0.0
 
@@ -121,7 +124,10 @@ class Feed:
             if self._closing:
                 self._closing.join()
             workers, ahead = min(self._cfg.workers, len(self._lanes)), self._cfg.prefetch
-            if workers:
+            if self._mixture.maker.REFRESHED:
+                self._rows = self._maker(slice(None))
+                self._batches = iter(_Batches(self._rows))
+            elif workers:
                 parts = [slice(worker, None, workers) for worker in range(workers)]
                 self._batches = Workers([self._maker(part) for part in parts], ahead)
             else:
@@ -132,6 +138,12 @@ class Feed:
                     )
                 )
 
+    def refresh(self, state: Any) -> None:
+        """Show the training state to a row maker whose next rows depend on it."""
+        if self._mixture.maker.REFRESHED:
+            self.start()
+            self._rows.refresh(state)
+
     def close(self) -> None:
         """Stop the thread or the workers. The feed may be used again.
 
@@ -140,6 +152,8 @@ class Feed:
         """
         batches, self._batches = self._batches, None
         if batches is None:
+            return
+        if self._mixture.maker.REFRESHED:
             return
         if isinstance(batches, Workers):
             batches.close()

@@ -6,12 +6,12 @@ and packs them into its rows. Its state is a few integers: documents finished pe
 tokens already used of the document at hand.
 """
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from maxstack.config.errors import DataError
+from maxstack.config.errors import ConfigError, DataError
 from maxstack.data.documents import Documents
 from maxstack.data.order import Order, number
 from maxstack.data.sources import Synthetic
@@ -20,14 +20,6 @@ from maxstack.schema.data import DataConfig
 
 Batch = dict[str, np.ndarray]
 _NAMED = 5
-KEYS = {
-    "tokens": np.int32,
-    "targets": np.int32,
-    "positions": np.int32,
-    "segments": np.int32,
-    "mask": np.float32,
-}
-EVALUATION_KEYS = KEYS | {"bytes": np.float32}
 
 
 class News(NamedTuple):
@@ -93,7 +85,9 @@ class Mixture:
         batch_size: int,
         evaluation: bool,
         section: str = "data",
+        maker: "type[Lane] | None" = None,
     ):
+        self.maker = maker or Lane
         self.cfg, self.sources, self.batch_size, self.evaluation, self.section = (
             cfg,
             sources,
@@ -175,7 +169,24 @@ class Mixture:
 
 
 class Lane:
-    """One row of the global batch: draws documents and packs them."""
+    """One row of the global batch: draws documents and packs them. Other row makers derive from
+    it and stand in MAKERS."""
+
+    REFRESHED: ClassVar[bool] = False
+    """Whether rows depend on the current weights; then they are made between steps, by
+    `refresh`ed lanes, and not ahead."""
+
+    @classmethod
+    def arrays(cls, cfg: DataConfig) -> dict[str, np.dtype]:
+        """Arrays of a row, by name, with their shapes."""
+        kinds = dict.fromkeys(("tokens", "targets", "positions", "segments"), np.int32)
+        return {
+            name: np.dtype((kind, (cfg.seq_len,)))
+            for name, kind in (kinds | {"mask": np.float32}).items()
+        }
+
+    def refresh(self, state: Any) -> None:
+        """The training state before the step that the next row is for; called where REFRESHED."""
 
     def __init__(self, mixture: Mixture, lane: int, quarantine: Quarantine):
         self._mixture, self._lane, self._quarantine = mixture, lane, quarantine
@@ -280,13 +291,15 @@ class EvaluationRows:
     """
 
     def __init__(self, mixture: Mixture, lanes: list[int], batch_size: int, state: np.ndarray):
-        self._lanes, self._shape, self.quarantine = (
+        self._lanes, self._batch_size, self.quarantine = (
             lanes,
-            (batch_size, mixture.cfg.seq_len),
+            batch_size,
             mixture.quarantine(),
         )
-        self.row_type = _row_type(mixture, EVALUATION_KEYS)
-        self._pass = Lane(mixture, 0, self.quarantine)
+        sizes = np.dtype((np.float32, (mixture.cfg.seq_len,)))
+        self._arrays = mixture.maker.arrays(mixture.cfg) | {"bytes": sizes}
+        self.row_type = _row_type(mixture, self._arrays)
+        self._pass = mixture.maker(mixture, 0, self.quarantine)
         self._pass.restore(state[0])
 
     def __len__(self) -> int:
@@ -294,21 +307,25 @@ class EvaluationRows:
 
     def next(self) -> Batch:
         """As Rows.next, and `bytes` float32: those of text that a target stands for."""
-        batch = {key: np.zeros(self._shape, dtype) for key, dtype in EVALUATION_KEYS.items()}
-        for i in range(self._shape[0]):
-            self._pass.fill({key: array[i] for key, array in batch.items()})
+        batch = {key: np.zeros(self._batch_size, kind) for key, kind in self._arrays.items()}
+        for i in range(self._batch_size):
+            self._pass.fill({key: array[i, ...] for key, array in batch.items()})
         return {key: array[self._lanes] for key, array in batch.items()} | {
             "state": np.tile(self._pass.state(), (len(self._lanes), 1))
         }
+
+    def refresh(self, state: Any) -> None:
+        """Lane.refresh of the pass."""
+        self._pass.refresh(state)
 
 
 class Rows:
     """The rows that some lanes make, batch after batch, with each lane's state after its row."""
 
     def __init__(self, mixture: Mixture, lanes: list[int], state: np.ndarray):
-        self._seq_len, self.quarantine = mixture.cfg.seq_len, mixture.quarantine()
-        self.row_type = _row_type(mixture, KEYS)
-        self._lanes = [Lane(mixture, lane, self.quarantine) for lane in lanes]
+        self.quarantine, self._arrays = mixture.quarantine(), mixture.maker.arrays(mixture.cfg)
+        self.row_type = _row_type(mixture, self._arrays)
+        self._lanes = [mixture.maker(mixture, lane, self.quarantine) for lane in lanes]
         for lane, after in zip(self._lanes, state, strict=True):
             lane.restore(after)
 
@@ -316,17 +333,34 @@ class Rows:
         return len(self._lanes)
 
     def next(self) -> Batch:
-        """Arrays [lanes, seq_len] by the names in KEYS, and `state` int64 [lanes, K]."""
-        batch = {
-            key: np.zeros((len(self._lanes), self._seq_len), dtype) for key, dtype in KEYS.items()
-        }
+        """Arrays [lanes, ...] by name, and `state` int64 [lanes, K]."""
+        batch = {key: np.zeros(len(self._lanes), kind) for key, kind in self._arrays.items()}
         for i, lane in enumerate(self._lanes):
-            lane.fill({key: array[i] for key, array in batch.items()})
+            lane.fill({key: array[i, ...] for key, array in batch.items()})
         batch["state"] = np.stack([lane.state() for lane in self._lanes])
         return batch
 
+    def refresh(self, state: Any) -> None:
+        """Lane.refresh of all lanes."""
+        for lane in self._lanes:
+            lane.refresh(state)
 
-def _row_type(mixture: Mixture, keys: Mapping[str, type]) -> np.dtype:
+
+MAKERS: list[type[Lane]] = [Lane]
+"""The row makers that there are."""
+
+
+def maker_of(fields: Collection[str], cfg: DataConfig) -> type[Lane]:
+    """The first row maker that gives all fields of an objective; ConfigError where none does."""
+    for maker in MAKERS:
+        if {*fields} <= {*maker.arrays(cfg), "real"}:
+            return maker
+    missing = sorted({*fields} - {*Lane.arrays(cfg), "real"})
+    raise ConfigError(
+        f"objective.kind: a batch must hold {', '.join(missing)}, which no kind of data gives"
+    )
+
+
+def _row_type(mixture: Mixture, arrays: Mapping[str, np.dtype]) -> np.dtype:
     """A row of a batch with the position after it, as one record."""
-    arrays = [(key, kind, (mixture.cfg.seq_len,)) for key, kind in keys.items()]
-    return np.dtype([*arrays, ("state", np.int64, (mixture.counters + 1,))])
+    return np.dtype([*arrays.items(), ("state", np.int64, (mixture.counters + 1,))])

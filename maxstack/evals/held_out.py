@@ -32,6 +32,7 @@ class Evaluator:
             self._batch_size,
             evaluation=True,
             whole=cfg.eval.data is not None,
+            fields=run.objective.fields,
         )
         self._start = self._feed.state()
         self._bits: float | None = None
@@ -44,6 +45,7 @@ class Evaluator:
         total: dict[str, float] = collections.defaultdict(float)
         with contextlib.closing(self._feed):
             for _ in range(self._run.cfg.eval.steps or sys.maxsize):
+                self._feed.refresh(state)
                 batch = self._run.place(next(self._feed), self._batch_size)
                 sums = self._run.eval_step(params, batch, *self._frozen)
                 if not float(sums["weight"]):

@@ -1,0 +1,108 @@
+"""A mixer and an objective of a test's own (toys.py) go through everything that the built-in ones
+do."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import processes
+import pytest
+import yaml
+from forked import Forked
+
+TOYS = str(Path(__file__).with_name("toys.py"))
+RUN = {
+    "run": {"name": "toy", "output_dir": "runs", "tensorboard": False, "virtual_devices": 8},
+    "model": {
+        "vocab": 64,
+        "embed": 32,
+        "layers": 2,
+        "dtype": "float32",
+        "blocks": {
+            "block": {
+                "mixer": {"kind": "mean", "heads": 4, "head_dim": 8},
+                "mlp": {"kind": "gated", "hidden": 64},
+            }
+        },
+        "remat": {"policy": "save", "names": ["averaged"]},
+    },
+    "mesh": {"data": 2, "fsdp": 2, "tensor": 2},
+    "data": {
+        "sources": [
+            {"kind": "synthetic", "documents": 64, "length": 40, "ragged": True, "vocab": 64}
+        ],
+        "seq_len": 32,
+    },
+    "objective": {"kind": "near"},
+    "train": {"steps": 60, "batch_size": 8, "accumulate": 2},
+    "checkpoint": {"every": 2},
+    "eval": {"every": 0},
+}
+
+
+@pytest.fixture
+def toys(tmp_path):
+    """`maxstack` with the toys, in a folder that holds run.yml."""
+    (tmp_path / "run.yml").write_text(yaml.safe_dump(RUN))
+
+    def call(*words: str, code: int = 0) -> str:
+        command = [sys.executable, TOYS, *words]
+        return processes.run(command, processes.environment(), code, cwd=tmp_path)
+
+    return call
+
+
+def losses(folder):
+    return {row["step"]: (row["loss"], row["distance"]) for row in processes.rows(folder)}
+
+
+def test_a_kind_of_each_trains_on_a_mesh_and_resumes_from_a_kill_to_the_same_bits(toys, tmp_path):
+    toys("train", "run.yml")
+    command = [sys.executable, TOYS, "train", "run.yml", "run.name=killed"]
+    env, folder = processes.environment(), tmp_path / "runs" / "killed"
+    killed = Forked(command, env, Path(os.devnull), cwd=tmp_path)
+    while not any(row["step"] >= 3 for row in processes.rows(folder)):
+        assert killed.poll() is None, "ended before it was killed"
+        time.sleep(0.01)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait(60)
+    toys("train", "run.yml", "run.name=killed")
+    whole = losses(tmp_path / "runs" / "toy")
+    assert len(whole) == RUN["train"]["steps"] and losses(folder) == whole
+    assert whole[60][1] > whole[20][1] > 0  # away from the weights that the run began with
+
+
+def test_they_give_on_one_device_what_they_give_on_a_mesh_in_microbatches(toys, tmp_path):
+    one = ("run.virtual_devices=1", "mesh.data=1", "mesh.fsdp=1", "mesh.tensor=1")
+    toys("train", "run.yml", "train.steps=3")
+    toys("train", "run.yml", "run.name=alone", "train.accumulate=1", "train.steps=3", *one)
+    mesh = losses(tmp_path / "runs" / "toy")
+    for step, found in losses(tmp_path / "runs" / "alone").items():
+        assert found == pytest.approx(mesh[step], rel=2e-4)
+
+
+def test_plan_counts_the_weights_and_flops_that_a_mixer_declares(toys, tmp_path):
+    toys("plan", "run.yml", "--json", "plan.json")
+    found = json.loads((tmp_path / "plan.json").read_text())
+    tokens, layers, matrices = 8 * 32, 2, 2 * 32 * 32
+    assert found["flops"]["projections"]["causal"] == 6 * matrices * layers * tokens
+    assert found["flops"]["mean"]["causal"] == 6 * 32 * 33 / 2 * layers * tokens
+
+
+def test_a_wrong_kind_names_those_that_there_are(toys):
+    said = toys("config", "show", "run.yml", "model.blocks.block.mixer.kind=maen", code=1)
+    assert "did you mean mean?" in said
+
+
+def test_a_size_that_does_not_divide_is_told_by_the_mixers_key(toys):
+    said = toys("config", "show", "run.yml", "model.blocks.block.mixer.heads=3", code=1)
+    assert "model.blocks.block.mixer.heads: heads=3 is not divisible by mesh.tensor=2" in said
+
+
+def test_a_tensor_that_no_layer_has_cannot_be_kept(toys):
+    said = toys("config", "show", "run.yml", "model.remat.names=[averge]", code=1)
+    assert "model.remat.names: no block has a tensor 'averge' to keep" in said
+    assert "did you mean averaged?" in said

@@ -1,0 +1,138 @@
+"""A mixer and an objective that the package does not have, as a user of it would write them, and
+`maxstack` with them: python toys.py COMMAND ..."""
+
+import sys
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxstack import cli
+from maxstack.data import lanes
+from maxstack.layers.layer import Layer
+from maxstack.layers.weight import project
+from maxstack.objectives.objective import Field, Loss, Models, Objective, token_fields
+from maxstack.schema.config import Config
+from maxstack.schema.decoder import BlockConfig, DecoderConfig
+from maxstack.schema.mixers import MixerPart
+from maxstack.schema.objective import ObjectivePart
+from maxstack.schema.parts import Count, Dim, Parts, matrix
+
+
+class MeanConfig(MixerPart):
+    """Mean over the earlier positions of a document."""
+
+    LAYER: ClassVar[str] = "toys:Mean"
+    OVER_CONTEXT: ClassVar[tuple[str, ...]] = ()
+    causal: ClassVar[bool] = True
+
+    kind: Literal["mean"]
+    heads: int
+    head_dim: int
+
+    def _value(self) -> tuple[Dim, Dim]:
+        heads, size = Dim("heads", self.heads, "heads"), Dim("head_dim", self.head_dim, "head_dim")
+        return heads, size
+
+    def parts(self, width: Dim) -> Parts:
+        out = matrix(*self._value(), width, contract=2, out=True)
+        return {"value": matrix(width, *self._value()), "out": out}
+
+    def saved(self) -> dict[str, tuple[Dim, ...]]:
+        return {"averaged": self._value()}
+
+    def attended(self, seq_len: int) -> dict[str, Count]:
+        each = 6 * self.heads * self.head_dim
+        return {"mean": Count(each * (seq_len + 1) / 2, each * seq_len)}
+
+
+class Mean(Layer):
+    """The layer of MeanConfig."""
+
+    def __call__(self, x_BTD: jax.Array, context: Any) -> jax.Array:
+        v_BTNH, time = project(x_BTD, self.value), jnp.arange(x_BTD.shape[1])
+        seen_BTS = jnp.broadcast_to(time[:, None] >= time, (x_BTD.shape[0], len(time), len(time)))
+        if (segments_BT := context.segments_BT) is not None:
+            seen_BTS &= segments_BT[:, :, None] == segments_BT[:, None, :]
+        share_BTS = seen_BTS / jnp.maximum(seen_BTS.sum(-1, keepdims=True), 1)
+        mean_BTNH = jnp.einsum("BTS,BSNH->BTNH", share_BTS.astype(x_BTD.dtype), v_BTNH)
+        averaged_BTNH = jax.ad_checkpoint.checkpoint_name(mean_BTNH, "averaged")
+        return project(averaged_BTNH, self.out)
+
+
+class NearConfig(ObjectivePart):
+    """Emphasised tokens, near a reference, through noise."""
+
+    OBJECTIVE: ClassVar[str] = "toys:Near"
+    RANDOM: ClassVar[bool] = True
+
+    kind: Literal["near"]
+
+
+class Near(Objective):
+    """Cross-entropy, each row times its emphasis, of logits with noise, and their distance from
+    those of the weights that the run began with."""
+
+    frozen = ("reference",)
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        return token_fields(self.cfg) | {"emphasis": Field("batch", "float32")}
+
+    def prepare(self, batch: Any, key: jax.Array) -> Any:
+        rows, length = batch["tokens"].shape
+        noise_BT = jax.vmap(lambda row: jax.random.normal(jax.random.fold_in(key, row), (length,)))(
+            jnp.arange(rows)
+        )
+        return {**batch, "noise": noise_BT}
+
+    def loss(self, models: Models, batch: Any) -> Loss:
+        logits_BTV, reference_BTV = (
+            model.logits(model.hidden(batch))
+            for model in (models.policy, models.frozen["reference"])
+        )
+        noisy_BTV = logits_BTV * (1 + 0.1 * batch["noise"][:, :, None])
+        chosen_BTV = jax.nn.one_hot(batch["targets"], logits_BTV.shape[-1])
+        nll_BT = -(jax.nn.log_softmax(noisy_BTV) * chosen_BTV).sum(-1) * batch["mask"]
+        distance = (jnp.square(logits_BTV - reference_BTV).mean(-1) * batch["mask"]).sum()
+        total = (nll_BT * batch["emphasis"][:, None]).sum()
+        metrics = {"loss": total, "distance": distance}
+        return Loss(total + 0.01 * distance, batch["mask"].sum(), metrics, {})
+
+
+class EmphasisedLane(lanes.Lane):
+    """Rows with an emphasis, which follows the weights of the step before."""
+
+    REFRESHED = True
+    _drift = 0.0
+
+    @classmethod
+    def arrays(cls, cfg: Any) -> dict[str, np.dtype]:
+        return super().arrays(cfg) | {"emphasis": np.dtype(np.float32)}
+
+    def refresh(self, state: Any) -> None:
+        self._drift = float(np.abs(np.asarray(state.params["norm"]["scale"]) - 1).mean())
+
+    def fill(self, row: lanes.Batch) -> None:
+        super().fill(row)
+        row["emphasis"][...] = 1 + int(row["tokens"][0]) % 3 + self._drift
+
+
+def register() -> None:
+    """Make the kinds known to the configuration."""
+    lanes.MAKERS.append(EmphasisedLane)
+    for section, key, kind in (
+        (BlockConfig, "mixer", MeanConfig),
+        (Config, "objective", NearConfig),
+    ):
+        field = section.model_fields[key]
+        field.annotation = field.annotation | kind  # type: ignore[operator,assignment]
+    for section in (BlockConfig, DecoderConfig, Config):
+        section.model_rebuild(force=True)
+
+
+if __name__ == "__main__":
+    sys.modules["toys"] = sys.modules["__main__"]
+    register()
+    sys.exit(cli.main(sys.argv[1:]))
