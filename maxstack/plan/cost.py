@@ -67,7 +67,7 @@ def asked(args: argparse.Namespace) -> Asked | None:
     )
 
 
-def check(asked: Asked | None, where: "Topology") -> None:
+def check_chip(asked: Asked | None, where: "Topology") -> None:
     """ConfigError where there is something to count, and no figures of the chip to count with."""
     if asked and where.chip is None:
         raise ConfigError(

@@ -15,7 +15,7 @@ from maxstack.state import HOST
 GIB = 2**30
 
 
-def check(run: Run) -> None:
+def check_memory(run: Run) -> None:
     """ConfigError, with the numbers, where less than the least that a step holds is more than a
     device has."""
     parts, device = least(run), run.mesh.local_devices[0]

@@ -49,7 +49,7 @@ class Step:
     too_large: TooLarge | None = None
 
 
-def check(cfg: "Config", topology: Topology) -> dict[str, int]:
+def check_mesh(cfg: "Config", topology: Topology) -> dict[str, int]:
     """Mesh axis -> size over the topology. ConfigError where the mesh does not fill it, or what the
     model, batch and mesh are does not divide."""
     from maxstack.schema import rules
@@ -66,7 +66,7 @@ def compile_step(
     `exact`: with all the effort that training would spend. `dump`: a folder for the compiler's
     assignment of buffers, where it gives it no other way.
     """
-    check(cfg, topology)
+    check_mesh(cfg, topology)
     devices = topology.devices()
     from maxstack import sharding
     from maxstack.run import assemble
