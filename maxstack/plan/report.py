@@ -131,7 +131,7 @@ def read(
         total = memory(step.compiled)
         needed, program = total.needed, parse(step.compiled.as_text())
         parts |= _rest(total, sum(parts.values()), activations(program))
-        buffers = tuple(largest(step.compiled, SHOWN, dump, program))
+        buffers = tuple(largest(program, SHOWN, dump))
         sent = tuple(
             flows(
                 collectives(program, sizes, without=(OVERFLOW,)),

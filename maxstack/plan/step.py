@@ -77,7 +77,7 @@ def compile_step(
     middle = time.perf_counter()
     try:
         options: dict[str, Any] = _quick() if devices[0].platform == "tpu" and not exact else {}
-        if dump and devices[0].platform != "cpu":
+        if dump:
             options = {**options, DUMP: str(dump)}
         compiled = run.compile(lowered, options)
     except Exception as error:  # jaxlib has no class of its own for this
