@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     from maxstack import config
     from maxstack.plan import cost
 
-    asked = cost.asked(args)
+    asked = cost.request(args)
     cfg = configured(args)
     _check(args)
     where = topology_of(args, cfg)
