@@ -22,7 +22,7 @@ from maxstack.models.model import abstract as abstract_model
 from maxstack.objectives.objective import Batch, Loss, Models, Objective, objective_of
 from maxstack.state import Moves, State, Tree, count, of_state, of_weights, sharding_of_weights
 from maxstack.step import _step, _within, only
-from maxstack.weights.rewrite import Treatment
+from maxstack.weights.rewrite import Rewrite
 
 if TYPE_CHECKING:
     from maxstack.hf.binding import Bound
@@ -42,7 +42,7 @@ class Run:
     """optim.ParamInfo of every weight, in the shape of `abstract.params`."""
     objective: Objective
     """What a batch must hold, and the loss."""
-    treatment: Treatment
+    rewrite: Rewrite
     """Which weights are quantized or have adapters."""
     graph: Any
     """The model's structure: nnx.merge(graph, nnx.State(params)) is the model."""
@@ -82,8 +82,8 @@ class Run:
             if path.rpartition("/")[2] in ("lora_a", "lora_b", "magnitude")
         }
         return (
-            count(self.untreated)[0] + count(added)[0]
-            if self.treatment.treats
+            count(self.original)[0] + count(added)[0]
+            if self.rewrite.replaced
             else count(self.weights)[0]
         )
 
@@ -98,40 +98,40 @@ class Run:
         return count(only(changed, self.abstract.params))[0]
 
     @functools.cached_property
-    def untreated(self) -> dict[str, Any]:
+    def original(self) -> dict[str, Any]:
         """The same of the model before its weights are quantized and get adapters."""
         return self._placed(abstract_model(self.cfg.model)[1])
 
     @property
     def sources(self) -> tuple[tuple[Mapping[str, Any], Callable[..., dict[str, jax.Array]]], ...]:
-        """Weights that those of the run can be made of, and how: untreated ones, and without
+        """Weights that those of the run can be made of, and how: original ones, and without
         adapters."""
-        if not self.treatment.treats:
+        if not self.rewrite.replaced:
             return ()
-        quantized = self._placed(Treatment(self.cfg.model_copy(update={"lora": None})).state)
-        return (self.untreated, self.treated), (quantized, self.beside)
+        quantized = self._placed(Rewrite(self.cfg.model_copy(update={"lora": None})).state)
+        return (self.original, self.rewritten), (quantized, self.beside)
 
     def beside(
         self, weights: Iterable[tuple[str, jax.Array]] | Mapping[str, jax.Array]
     ) -> dict[str, jax.Array]:
         """Fresh adapters beside weights of the run's quantization, by path."""
-        found = self.treatment.under_adapters(dict(weights))
-        for path in self.treatment.adapted:
+        found = self.rewrite.under_adapters(dict(weights))
+        for path in self.rewrite.adapted:
             base = {
                 name: leaf
                 for name, leaf in found.items()
                 if name == f"{path}/base" or name.startswith(f"{path}/base/")
             }
-            found |= self._made(functools.partial(self.treatment.adapters, path), base)
+            found |= self._made(functools.partial(self.rewrite.adapters, path), base)
         return found
 
-    def treated(self, weights: Iterable[tuple[str, jax.Array]]) -> dict[str, jax.Array]:
-        """What the run keeps of untreated weights, by path, where it will live; one is treated
+    def rewritten(self, weights: Iterable[tuple[str, jax.Array]]) -> dict[str, jax.Array]:
+        """What the run keeps of original weights, by path, where it will live; one is rewritten
         before the next is read."""
         found: dict[str, jax.Array] = {}
         for path, array in weights:
             found |= (
-                self._made(functools.partial(self.treatment.kept, path), array)
+                self._made(functools.partial(self.rewrite.kept, path), array)
                 if path not in self.weights
                 else {path: array}
             )
@@ -144,7 +144,7 @@ class Run:
 
         lora, adapted = (
             self.cfg.lora,
-            {path: place.contract for path, place in self.treatment.adapted.items()},
+            {path: place.contract for path, place in self.rewrite.adapted.items()},
         )
         assert lora
         adapter = peft.Adapter(Path(folder), finite=not self.cfg.checkpoint.allow_nonfinite)
@@ -179,7 +179,7 @@ class Run:
         from maxstack.hf import peft
 
         return peft.bound_to(
-            adapter, self.cfg.model, {path: leaf.shape for path, leaf in self.untreated.items()}
+            adapter, self.cfg.model, {path: leaf.shape for path, leaf in self.original.items()}
         )
 
     def tree(self, weights: Mapping[str, Any]) -> Tree:
@@ -311,8 +311,8 @@ class Run:
 def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
     """Resolve everything that a run is made of; raises ConfigError where the parts do not fit. One
     that never trains has no optimizer."""
-    treatment = Treatment(cfg)
-    graph, params, info = treatment.graph, *of_weights(treatment.state, treatment.replaced)
+    rewrite = Rewrite(cfg)
+    graph, params, info = rewrite.graph, *of_weights(rewrite.state, rewrite.replaced)
     trained = optim.trained(cfg.optimizer, info) if trains else jax.tree.map(lambda _: False, info)
     tx = optax.with_extra_args_support(
         optim.build(cfg.optimizer, cfg.train.steps, info) if trains else optax.identity()
@@ -335,7 +335,7 @@ def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
         )
 
     def init() -> State:
-        return start(treatment.initial(cfg.train.seed))
+        return start(rewrite.initial(cfg.train.seed))
 
     objective = objective_of(cfg)
 
@@ -361,7 +361,7 @@ def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
         abstract=abstract,
         info=info,
         objective=objective,
-        treatment=treatment,
+        rewrite=rewrite,
         graph=graph,
         start=jax.jit(
             _within(mesh, cfg, start),

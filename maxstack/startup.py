@@ -106,7 +106,7 @@ def introduce(run: Run, sources: list[str], log: Log, begins: bool = False) -> N
             *sorted(
                 {
                     use.rule.weight_qtype or ""
-                    for use in run.treatment.taken.values()
+                    for use in run.rewrite.matches.values()
                     if use.mode == "ptq"
                 }
             ),
@@ -132,9 +132,9 @@ def introduce(run: Run, sources: list[str], log: Log, begins: bool = False) -> N
             f"pipeline: {stages} stages, idle in {idle:.1%} of their turns; more "
             "mesh.microbatches or mesh.rounds make that less"
         )
-    if run.treatment.passed:
+    if run.rewrite.passed:
         log.say(
-            f"lora: no adapters beside {', '.join(run.treatment.passed)}, which "
+            f"lora: no adapters beside {', '.join(run.rewrite.passed)}, which "
             "lora.targets match: experts, tables and the head take none"
         )
     if begins and cfg.lora and cfg.model.weights is None:
@@ -232,7 +232,7 @@ def check(run: Run) -> None:
             f"run.name of its own: run.name={cfg.run.name}-lora"
         )
     run.check_flags()
-    kept = [path for path, use in run.treatment.taken.items() if use.mode == "ptq"]
+    kept = [path for path, use in run.rewrite.matches.items() if use.mode == "ptq"]
     _check_rank(run)
     if kept and not cfg.lora and not cfg.optimizer.trainable:
         raise ConfigError(
@@ -251,7 +251,7 @@ def check(run: Run) -> None:
     from maxstack.hf.reader import pieces_of
 
     pieces_of(
-        Contents(cfg.model.weights), {path: leaf.shape for path, leaf in run.untreated.items()}
+        Contents(cfg.model.weights), {path: leaf.shape for path, leaf in run.original.items()}
     )
 
 
@@ -259,7 +259,7 @@ def _check_rank(run: Run) -> None:
     """ConfigError where an adapter has as many parameters as any weight that it could be beside."""
     smaller = {
         path: (min(place.matrix[0], math.prod(place.matrix[1:])), [*place.matrix])
-        for path, place in run.treatment.adapted.items()
+        for path, place in run.rewrite.adapted.items()
     }
     if not smaller or not run.cfg.lora:
         return
@@ -282,7 +282,7 @@ def fresh(run: Run) -> State:
 
     finite = not run.cfg.checkpoint.allow_nonfinite
     loaded = (
-        run.treated(load_params(folder, run.untreated, finite=finite))
+        run.rewritten(load_params(folder, run.original, finite=finite))
         if folder
         else nnx.traversals.flatten_mapping(run.init().params, sep="/")
     )

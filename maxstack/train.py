@@ -147,7 +147,7 @@ def train(
     startup.cache(cfg.run.compilation_cache)
     fits(cfg.data, cfg.objective.token_ids(cfg.model.vocab))
     run = assemble(cfg, startup.make_mesh(cfg, left))
-    fit.check(run)
+    fit.check_memory(run)
     startup.check(run)
     first = jax.process_index() == 0
     folder = run_folder.claim(cfg, first, ending)

@@ -128,7 +128,7 @@ def ended_early(monkeypatch):
     """Training ends before its first step; a plan, once the compiler would be asked."""
 
     def planned(name, cfg, where, *, exact):
-        step.check(cfg, where)
+        step.check_mesh(cfg, where)
         sizes = {"batch_size": cfg.train.batch_size, "seq_len": cfg.data.seq_len}
         flops = {"all": Count(where.size / 2, where.size)}
         return report.Plan(

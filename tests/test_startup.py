@@ -14,7 +14,7 @@ from maxstack import startup
 from maxstack.config import ConfigError
 from maxstack.optim import learning_rate_at
 from maxstack.plan import report
-from maxstack.plan.step import Step
+from maxstack.plan.step import Step, TooLarge
 from maxstack.plan.topology import parse
 from maxstack.submit.local import members
 
@@ -142,10 +142,8 @@ def test_parameters_are_those_of_the_model_and_its_adapters_however_they_are_kep
     assert said[0].startswith(
         f"{run.cfg.run.name}: {parameters:,}{says}{size:,.1f} MiB in {types}; optimizer state "
     )
-    assert (
-        report.read("", run.cfg, parse("v5e:1x1"), Step(run, None, 0.0, 0.0)).parameters
-        == parameters
-    )
+    refused = Step(run, None, 0.0, 0.0, TooLarge(0, 0, ()))
+    assert report.read("", run.cfg, parse("v5e:1x1"), refused).parameters == parameters
 
 
 def test_a_rank_beyond_every_target_is_refused():

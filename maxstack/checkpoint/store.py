@@ -378,7 +378,7 @@ class Checkpoints:
             parts = tier.holds(step)
             if "meta" not in parts or (
                 elsewhere
-                and run.treatment.treats
+                and run.rewrite.replaced
                 and not {f"params/{path}" for path in run.weights} <= {*parts["state"]}
             ):
                 reader, adapter = WeightsReader(Path(where)), run.cfg.lora and run.cfg.lora.adapter

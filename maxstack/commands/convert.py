@@ -364,14 +364,14 @@ def _untreated(
 
     from maxstack.models.model import abstract
     from maxstack.schema.config import Config
-    from maxstack.weights.rewrite import Treatment
+    from maxstack.weights.rewrite import Rewrite
 
     cfg = Config.model_validate(data)
-    treatment = Treatment(cfg)
+    rewrite = Rewrite(cfg)
     plain = nnx.traversals.flatten_mapping(nnx.to_pure_dict(abstract(cfg.model)[1]), sep="/")
 
     def read(path: str) -> np.ndarray:
-        return np.asarray(treatment.untreated(path, reader.under(path))).astype(plain[path].dtype)
+        return np.asarray(rewrite.original(path, reader.under(path))).astype(plain[path].dtype)
 
     return {path: leaf.shape for path, leaf in plain.items()}, read
 

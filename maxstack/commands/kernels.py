@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     check_writable("--json", args.json)
     cfg = configured(args)
     where = topology_of(args, cfg)
-    step.check(cfg, where)
+    step.check_mesh(cfg, where)
     from maxstack import sharding
     from maxstack.run import assemble
 

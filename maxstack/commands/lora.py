@@ -80,7 +80,7 @@ def _export(args: argparse.Namespace) -> int:
     from maxstack.hf.writer import Atomic
     from maxstack.models.model import abstract
     from maxstack.schema.config import Config
-    from maxstack.weights.rewrite import Treatment
+    from maxstack.weights.rewrite import Rewrite
 
     reader = WeightsReader(args.run)
     cfg = Config.model_validate(configured(args.run, reader))
@@ -95,8 +95,8 @@ def _export(args: argparse.Namespace) -> int:
         if source
         else None
     )
-    treatment, family = (
-        Treatment(cfg),
+    rewrite, family = (
+        Rewrite(cfg),
         choose(cfg.model, args.architecture or known, args.architecture is not None)[0],
     )
     plain = nnx.traversals.flatten_mapping(nnx.to_pure_dict(abstract(cfg.model)[1]), sep="/")
@@ -106,9 +106,9 @@ def _export(args: argparse.Namespace) -> int:
         raise ConfigError(f"cannot be exported: {error}") from error
 
     def base(path: str) -> np.ndarray:
-        return np.asarray(treatment.floats(path, reader.under(path)))
+        return np.asarray(rewrite.floats(path, reader.under(path)))
 
-    adapted = {path: place.contract for path, place in treatment.adapted.items()}
+    adapted = {path: place.contract for path, place in rewrite.adapted.items()}
     with Atomic(args.out) as folder:
         count = peft.write(
             folder, cfg.lora, adapted, bound, reader.read, base, args.base or cfg.model.weights

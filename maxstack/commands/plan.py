@@ -27,13 +27,13 @@ def main(argv: Sequence[str]) -> int:
     from maxstack import config
     from maxstack.plan import cost
 
-    asked = cost.asked(args)
+    asked = cost.request(args)
     cfg = configured(args)
     _check(args)
     where = topology_of(args, cfg)
     from maxstack.plan import report
 
-    cost.check(asked, where)
+    cost.check_chip(asked, where)
     chosen, found = _chosen(args, cfg, where)
     print(report.text(found, [*cost.lines(found, asked)] if asked else []))
     if args.search or args.batch:
@@ -210,7 +210,7 @@ def _apart(name: str, cfg: "Config", where: "Topology", *, exact: bool) -> "Plan
     from maxstack.config import ConfigError
     from maxstack.plan import step
 
-    step.check(cfg, where)
+    step.check_mesh(cfg, where)
     if where.name == "here":  # accelerators belong to one process
         return _make(name, cfg, where, exact)
     for effort in dict.fromkeys((exact, True)):

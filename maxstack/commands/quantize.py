@@ -151,12 +151,12 @@ def table(cfg: "Config") -> list[str]:
 
     from maxstack.models.model import abstract
     from maxstack.state import of_weights
-    from maxstack.weights.rewrite import Treatment
+    from maxstack.weights.rewrite import Rewrite
 
-    treatment = Treatment(cfg)
+    rewrite = Rewrite(cfg)
     before, after = (
         nnx.traversals.flatten_mapping(of_weights(state)[0], sep="/")
-        for state in (abstract(cfg.model)[1], treatment.state)
+        for state in (abstract(cfg.model)[1], rewrite.state)
     )
     rows, totals = (
         [
@@ -183,7 +183,7 @@ def table(cfg: "Config") -> list[str]:
                 if name == path or name.startswith(f"{path}/")
             ),
         )
-        use, adapter = treatment.taken.get(path), " + adapter" * (path in treatment.adapted)
+        use, adapter = rewrite.matches.get(path), " + adapter" * (path in rewrite.adapted)
         said = (
             (
                 str(use.number),
@@ -240,18 +240,18 @@ def _measured(
     from maxstack.run import assemble
     from maxstack.state import count
     from maxstack.weights.observe import Errors
-    from maxstack.weights.rewrite import Treatment
+    from maxstack.weights.rewrite import Rewrite
 
     errors, cfg = Errors(), whole.cfg.model_copy(update={"quantization": cfg.quantization})
-    observed = Treatment(cfg, errors)
+    observed = Rewrite(cfg, errors)
     before = _perplexity(
-        dataclasses.replace(whole, treatment=observed, graph=observed.graph),
+        dataclasses.replace(whole, rewrite=observed, graph=observed.graph),
         observed.applied(params),
         rows,
         batch_size,
     )
     quantized = assemble(cfg, whole.mesh, trains=False)
-    kept = quantized.treated(nnx.traversals.flatten_mapping(params, sep="/").items())
+    kept = quantized.rewritten(nnx.traversals.flatten_mapping(params, sep="/").items())
     if out:
         _write(out, kept)
     after = _perplexity(quantized, quantized.tree(kept), rows, batch_size)

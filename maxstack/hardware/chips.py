@@ -1,5 +1,5 @@
-"""The table of chips, chips.yml: peaks, memory, bandwidths, each with its source. For MFU in
-training and for `maxstack plan`."""
+"""Table of chips, chips.yml: peaks, memory, bandwidths, each with its source. For MFU in training
+and for `maxstack plan`."""
 
 import functools
 import os
@@ -72,7 +72,7 @@ class Chip(Section):
 
     @property
     def peak_flops(self) -> float:
-        """bfloat16 FLOP/s of one device, what MFU is measured against."""
+        """bfloat16 FLOP/s of one device, the reference of MFU."""
         return self.flops("bfloat16")
 
     def flops(self, dtype: str) -> float:
@@ -85,10 +85,10 @@ class Chip(Section):
     def for_programs(self) -> int:
         """Bytes of one device that jax gives to programs: on a GPU a share of them, as
         `devices.environment` sets it."""
-        return (
-            round(self.usable * float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_SHARE)))
-            if self.nvlink
-            else self.usable
+        if not self.nvlink:
+            return self.usable
+        return round(
+            self.usable * float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_SHARE))
         )
 
     @property
@@ -115,7 +115,7 @@ def chip(name: str) -> Chip:
 
 def by_kind(device_kind: str) -> Chip | None:
     """The chip that jax calls `device_kind`, None where the table has none."""
-    return next((found for found in chips().values() if device_kind in found.kinds), None)
+    return next((chip for chip in chips().values() if device_kind in chip.kinds), None)
 
 
 @functools.cache
@@ -127,7 +127,7 @@ def chips() -> dict[str, Chip]:
 
 @functools.cache
 def sources() -> dict[str, str]:
-    """The texts that the chips' sources refer to, by key."""
+    """Texts that the chips' sources refer to, by key."""
     return _text()["sources"]
 
 

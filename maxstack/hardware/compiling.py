@@ -1,5 +1,4 @@
-"""How XLA is told to compile the programs of a run, and what it says of flags that it does not
-know."""
+"""Compiler options of a run's programs, and XLA's errors for flags that it does not know."""
 
 import functools
 import re
@@ -35,8 +34,7 @@ def flags_for(cfg: "Config", platform: str) -> dict[str, Any]:
 
 
 def options_for(cfg: "Config", mesh: Mesh) -> dict[str, Any]:
-    """What the compiler is told of the step: `in_order`, unless the configuration says
-    otherwise."""
+    """Compiler options of the step: `in_order`, unless the configuration says otherwise."""
     return in_order(mesh) | flags_for(cfg, mesh.devices.flat[0].platform)
 
 
@@ -68,11 +66,12 @@ def compiled(lowered: Any, options: Mapping[str, Any] | None, mesh: Mesh) -> Any
     try:
         return lowered.compile(compiler_options={**options} if options else None)
     except jax.errors.JaxRuntimeError as error:
-        if not (found := _REFUSED.search(str(error))):
+        if not (refusal := _REFUSED.search(str(error))):
             raise
+        unknown, flag, value, type_ = refusal.groups()
         kind = mesh.devices.flat[0].device_kind
-        wrong = f"{found[3]} is not a valid {found[4]}" if found[2] else "there is no such flag"
+        wrong = f"{value} is not a valid {type_}" if flag else "there is no such flag"
         raise ConfigError(
-            f"xla.flags.{found[1] or found[2]}: {wrong}, says the compiler of jaxlib "
+            f"xla.flags.{unknown or flag}: {wrong}, says the compiler of jaxlib "
             f"{jaxlib.__version__} for {kind}; correct it or remove it"
         ) from error

@@ -1,29 +1,29 @@
-"""Which device stands where in a mesh: neighbours along the inner axes are joined by the fastest
-links. The same rule for devices that are here and for those of a topology that is not."""
+"""Order of devices in a mesh: neighbours along the inner axes are joined by the fastest links. The
+rule is the same for devices that are here and for those of a topology that is not."""
 
 import glob
 import itertools
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
 
 GPU_SHARE = 0.92
-"""Of a GPU's memory that jax takes for its programs, where XLA_PYTHON_CLIENT_MEM_FRACTION does not
-say otherwise; its own default is 0.75."""
+"""Share of a GPU's memory that jax takes for its programs, where XLA_PYTHON_CLIENT_MEM_FRACTION
+does not say otherwise; jax's own default is 0.75."""
 
 GPUS = "/dev/nvidia[0-9]*"
 ACCELERATORS = (GPUS, "/dev/accel*", "/dev/vfio/[0-9]*", "/dev/dxg", "/dev/kfd")
-"""Where Linux shows GPUs and TPUs."""
+"""Files by which Linux shows GPUs and TPUs."""
 
 
 def environment(virtual_devices: int | None) -> None:
-    """What must stand in the environment before jax is imported. `virtual_devices`: parts of the
-    CPU that count as devices; None: the real ones."""
+    """Set the environment variables that jax reads as it is imported. `virtual_devices`: parts of
+    the CPU that count as devices; None: the real ones."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_SHARE))
     if virtual_devices:
@@ -38,14 +38,12 @@ def environment(virtual_devices: int | None) -> None:
 
 def visible_gpus() -> list[str]:
     """The GPUs that this process is shown, as CUDA_VISIBLE_DEVICES names them."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if given is None:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
         return [str(i) for i in range(len(glob.glob(GPUS)))]
-    return [
-        *itertools.takewhile(
-            lambda name: name and not name.startswith("-"), map(str.strip, given.split(","))
-        )
-    ]  # as CUDA does
+    names = map(str.strip, visible.split(","))
+    # CUDA too ends the list at the first name that is none
+    return [*itertools.takewhile(lambda name: name and not name.startswith("-"), names)]
 
 
 def host_memory() -> int | None:
@@ -74,7 +72,7 @@ def arrange(devices: Sequence[Any], shape: Sequence[int]) -> "np.ndarray":
     if platform != "tpu":
         ordered = sorted(devices, key=lambda device: device.id) if platform == "gpu" else devices
         return _array(ordered).reshape(shape)
-    ordered = sorted(devices, key=_place)
+    ordered = sorted(devices, key=_position)
     slices = len({slice_of(device) for device in devices})
     sides = _sides(ordered, slices)
     if sides is None:
@@ -88,7 +86,7 @@ def arrange(devices: Sequence[Any], shape: Sequence[int]) -> "np.ndarray":
 
 
 def over_slices(shape: Sequence[int], slices: int) -> list[int]:
-    """How many of the slices each mesh axis spans, outermost axes first; ConfigError where the axes
+    """Number of slices that each mesh axis spans, outermost axes first; ConfigError where the axes
     cannot share them out."""
     left, outer = slices, []
     for size in shape:
@@ -109,30 +107,26 @@ def slice_of(device: Any) -> int:
     return getattr(device, "slice_index", None) or 0
 
 
-def _place(device: Any) -> tuple[int, ...]:
+def box(coords: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """Sides of the smallest cuboid around coordinates."""
+    return tuple(max(axis) - min(axis) + 1 for axis in zip(*coords, strict=True))
+
+
+def _position(device: Any) -> tuple[int, ...]:
     return (slice_of(device), *reversed(device.coords), device.core_on_chip)
 
 
 def _sides(ordered: Sequence[Any], slices: int) -> tuple[int, ...] | None:
-    """Sides z, y, x and cores of the cuboid that each slice is; None where one is not, or they
+    """Sides z, y, x and cores of the cuboid that each slice is; None where a slice is none, or they
     differ."""
     by_slice: dict[int, list[tuple[int, ...]]] = {}
     for device in ordered:
-        by_slice.setdefault(slice_of(device), []).append(_place(device)[1:])
-    boxes = {
-        tuple(max(axis) - min(axis) + 1 for axis in zip(*places, strict=True))
-        for places in by_slice.values()
-    }
+        by_slice.setdefault(slice_of(device), []).append(_position(device)[1:])
+    boxes = {box(positions) for positions in by_slice.values()}
+    sizes = {len(positions) for positions in by_slice.values()}
     sides = boxes.pop()
-    return (
-        sides
-        if not boxes
-        and all(
-            len(places) == math.prod(sides) == len(ordered) // slices
-            for places in by_slice.values()
-        )
-        else None
-    )
+    alike = not boxes and sizes == {math.prod(sides)} == {len(ordered) // slices}
+    return sides if alike else None
 
 
 def _within(ordered: Sequence[Any], sides: Sequence[int], shape: Sequence[int]) -> "np.ndarray":
@@ -148,9 +142,9 @@ def _within(ordered: Sequence[Any], sides: Sequence[int], shape: Sequence[int]) 
 
 
 def _shares(sides: Sequence[int], shape: Sequence[int]) -> list[list[int]]:
-    """What each mesh axis takes of each side, [side][axis]: innermost axes first, one prime factor
-    after the other, from a side that the axis already has a part of, else from the last one that no
-    axis has broken into, else from any."""
+    """Part of each side that each mesh axis takes, [side][axis]: innermost axes first, one prime
+    factor after the other, from a side that the axis already has a part of, else from the last that
+    no axis has broken into, else from any."""
     left = list(sides)
     parts = [[1] * len(shape) for _ in sides]
     for axis in reversed(range(len(shape))):
@@ -166,13 +160,13 @@ def _shares(sides: Sequence[int], shape: Sequence[int]) -> list[list[int]]:
 
 def _primes(number: int) -> list[int]:
     """Prime factors, largest first."""
-    found, prime = [], 2
+    factors, prime = [], 2
     while number > 1:
         while number % prime == 0:
-            found.append(prime)
+            factors.append(prime)
             number //= prime
         prime += 1
-    return found[::-1]
+    return factors[::-1]
 
 
 def _array(devices: Sequence[Any]) -> "np.ndarray":

@@ -82,7 +82,7 @@ def read_weights(model: str, run: "Run", own: Path | None) -> Any:
         return run.tree(WeightsReader(Path(model)).load(run.weights, run.sources))
     assert run.cfg.model.weights
     finite = not run.cfg.checkpoint.allow_nonfinite
-    return run.tree(run.treated(load_params(run.cfg.model.weights, run.untreated, finite=finite)))
+    return run.tree(run.rewritten(load_params(run.cfg.model.weights, run.original, finite=finite)))
 
 
 def config_of(model: str, overrides: Sequence[str]) -> tuple["Config", Path | None]:

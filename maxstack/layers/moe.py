@@ -117,7 +117,7 @@ class ParallelMLP(Layer):
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class ExpertSharding:
     """How the mesh splits the work; by default not."""
 
     experts: tuple[str, ...] = ()
@@ -129,10 +129,10 @@ class Place:
     not."""
 
 
-def _place(cfg: MoEConfig, length: int) -> Place:
-    """`Place` on the current mesh, for rows of `length`."""
+def _place(cfg: MoEConfig, length: int) -> ExpertSharding:
+    """`ExpertSharding` on the current mesh, for rows of `length`."""
     if sharding.current() is None:
-        return Place()
+        return ExpertSharding()
     batch, seq, mlp = (names(part) for part in sharding.here("batch seq mlp"))
     experts, _, hidden = (names(part) for part in sharding.here("expert embed mlp"))
     assert cfg.capacity is None or sharding.size_of(*seq) == 1, "a capacity is of whole rows"
@@ -144,14 +144,14 @@ def _place(cfg: MoEConfig, length: int) -> Place:
     scattered = (
         bool(hidden) and residual == (*seq, *hidden) and length % sharding.size_of(*residual) == 0
     )
-    return Place(
+    return ExpertSharding(
         experts if sharding.size_of(*experts) > 1 else (), hidden, residual if scattered else ()
     )
 
 
 def _on_own_tokens(
     cfg: MoEConfig,
-    place: Place,
+    place: ExpertSharding,
     given: Weights,
     x_BTD: jax.Array,
     logits_BTE: jax.Array,
@@ -177,7 +177,7 @@ def _on_own_tokens(
     )
 
 
-def _part(name: str, place: Place, value: jax.Array) -> PartitionSpec:
+def _part(name: str, place: ExpertSharding, value: jax.Array) -> PartitionSpec:
     """What of a weight a device works with: its experts, and of those its hidden units."""
     parts = {HIDDEN[name]: place.hidden, 0: place.experts} if name in HIDDEN else {}
     for i, axes in parts.items():
@@ -196,7 +196,7 @@ def _part(name: str, place: Place, value: jax.Array) -> PartitionSpec:
 def _mixture(
     cfg: MoEConfig,
     limit: int | None,
-    place: Place,
+    place: ExpertSharding,
     given: Weights,
     x_BTD: jax.Array,
     logits_BTE: jax.Array,

@@ -48,7 +48,7 @@ def weight(
     )
 
 
-class Treated:
+class Substitute:
     """What stands in a layer for a weight that is kept, or multiplied by, in a way of its own. A
     layer need not know that it holds one."""
 
@@ -84,7 +84,7 @@ class Experts:
         raise NotImplementedError
 
 
-Weight = nnx.Param | Treated
+Weight = nnx.Param | Substitute
 
 
 def draw(param: nnx.Param, path: Sequence[object], seed: int) -> jax.Array:
@@ -101,17 +101,17 @@ def draw(param: nnx.Param, path: Sequence[object], seed: int) -> jax.Array:
 
 def values(w: Weight, dtype: Any) -> jax.Array:
     """All of a weight."""
-    return w.values(dtype) if isinstance(w, Treated) else w[...].astype(dtype)
+    return w.values(dtype) if isinstance(w, Substitute) else w[...].astype(dtype)
 
 
 def lookup(w: Weight, index: jax.Array, dtype: Any) -> jax.Array:
     """The rows of a table [rows, ...] at `index` [...]: [..., ...]."""
-    return w.lookup(index, dtype) if isinstance(w, Treated) else w[...].astype(dtype)[index]
+    return w.lookup(index, dtype) if isinstance(w, Substitute) else w[...].astype(dtype)[index]
 
 
 def experts(w: Weight, dtype: Any) -> jax.Array | Experts:
     """The matrices of all experts [E, in, out], for `multiply_each`."""
-    return w.experts(dtype) if isinstance(w, Treated) else w[...].astype(dtype)
+    return w.experts(dtype) if isinstance(w, Substitute) else w[...].astype(dtype)
 
 
 def multiply_each(
@@ -136,7 +136,7 @@ def project(x: jax.Array, w: Weight, bias: nnx.Param | None = None) -> jax.Array
     left to itself, XLA may split activations like the shards of a weight's gradient, or copy them
     whole to every device.
     """
-    product = w.project(x) if isinstance(w, Treated) else _product(x, w)
+    product = w.project(x) if isinstance(w, Substitute) else _product(x, w)
     return product if bias is None else product + bias[...].astype(x.dtype)
 
 

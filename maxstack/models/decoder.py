@@ -12,7 +12,7 @@ from maxstack.kernels.sequences import arrange, natural
 from maxstack.layers.context import Context, Table, keys_of
 from maxstack.layers.norm import Norm
 from maxstack.layers.rope import rope_table
-from maxstack.layers.weight import Treated, Weight, lookup, multiply, project, values, weight
+from maxstack.layers.weight import Substitute, Weight, lookup, multiply, project, values, weight
 from maxstack.models import pipeline
 from maxstack.models.block import Aux, Batch, Block
 from maxstack.models.model import Model, Reports
@@ -215,7 +215,7 @@ class Decoder(Model):
             values(kept, self.cfg.param_dtype),
             self.head_bias[...] if self.cfg.head.bias else None,
         )
-        x_BTD = kept.read(x_BTD) if isinstance(kept, Treated) else x_BTD
+        x_BTD = kept.read(x_BTD) if isinstance(kept, Substitute) else x_BTD
         return (
             (x_BTD, table.T, bias_V, "vocab embed")
             if self.cfg.head.tied

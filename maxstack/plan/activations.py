@@ -1,14 +1,14 @@
-"""What a compiled step keeps from its forward pass for the backward pass: activations, as against
-what lives for a moment."""
+"""Activations: values that a compiled step keeps from its forward pass for the backward pass, as
+against those that live for a moment."""
 
 import functools
 from collections.abc import Iterator
 
 from maxstack.plan import loops
-from maxstack.plan.hlo import HOST, PLAIN, Computation, Instruction, Program
+from maxstack.plan.hlo import Computation, Instruction, Program
 
 BATCH = "batch["
-"""How the names of a step's arguments begin that hold its rows."""
+"""Beginning of the names of a step's arguments that hold its rows."""
 PASSES_ON = {
     "tuple",
     "get-tuple-element",
@@ -27,10 +27,12 @@ def activations(program: Program) -> int:
     made by the forward pass (jax names it `jvp`) and read by the backward pass (`transpose(jvp)`):
     all of them are there when the one turns into the other."""
     return sum(
-        _bytes(program, made)
+        shape.padded
         for computation, _ in program.running()
         for made in _made_forward(program, computation)
         if _read_backward(computation, made.name) and _of_batch(program, computation, made.name)
+        for shape in made.shapes
+        if program.in_device_memory(shape.space)
     )
 
 
@@ -39,6 +41,7 @@ def _backward(instruction: Instruction) -> bool:
 
 
 def _made_forward(program: Program, computation: Computation) -> Iterator[Instruction]:
+    """Values that the forward pass makes, not those that it only passes on."""
     for made in computation.instructions.values():
         source = made
         if made.opcode == "get-tuple-element":
@@ -56,14 +59,6 @@ def _made_forward(program: Program, computation: Computation) -> Iterator[Instru
             yield made
 
 
-def _bytes(program: Program, made: Instruction) -> int:
-    return sum(
-        shape.padded
-        for shape in made.shapes
-        if shape.space == PLAIN or shape.space != HOST and not program.tiled
-    )
-
-
 def _read_backward(computation: Computation, name: str) -> bool:
     return any(
         _read_backward(computation, user.name) if user.opcode in PASSES_ON else _backward(user)
@@ -72,7 +67,7 @@ def _read_backward(computation: Computation, name: str) -> bool:
 
 
 def _of_batch(program: Program, computation: Computation, name: str) -> bool:
-    """Whether a value depends on the rows of the batch."""
+    """True of a value that depends on the rows of the batch."""
 
     @functools.cache
     def depends(name: str) -> bool:

@@ -21,14 +21,14 @@ SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
-    """What --tokens, --mfu and --price ask for."""
+class CostRequest:
+    """Values of --tokens, --mfu and --price."""
 
     tokens: int
     mfu: float | None
     """Causal, as training measures it: a share of the chips' dense bfloat16 peak."""
     price: float | None
-    """Of an hour of one chip, in any currency."""
+    """Price of an hour of one chip, in any currency."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Cost:
     price: float | None
 
 
-def asked(args: argparse.Namespace) -> Asked | None:
-    """What the arguments ask for; None without --tokens. ConfigError for nonsense."""
+def request(args: argparse.Namespace) -> CostRequest | None:
+    """The request in a command's arguments; None without --tokens. ConfigError for nonsense."""
     if args.tokens is None:
         for option, value in (("--mfu", args.mfu), ("--price", args.price)):
             if value is not None:
@@ -51,14 +51,14 @@ def asked(args: argparse.Namespace) -> Asked | None:
                     f"give both, as in --tokens 15T {option} {value}"
                 )
         return None
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMBT]?)", args.tokens)
-    tokens = round(float(found[1]) * SUFFIXES[found[2]]) if found else 0
+    number = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMBT]?)", args.tokens)
+    tokens = round(float(number[1]) * SUFFIXES[number[2]]) if number else 0
     if tokens < 1:
         raise ConfigError(
             f"--tokens {args.tokens}: is no number of tokens; give 1 or more, "
             "with K, M, B or T for thousands to trillions, such as 15T"
         )
-    return Asked(
+    return CostRequest(
         tokens,
         _number("--mfu", args.mfu, 1.0, "a share of the peak between 0 and 1, such as 0.4"),
         _number(
@@ -67,7 +67,7 @@ def asked(args: argparse.Namespace) -> Asked | None:
     )
 
 
-def check(asked: Asked | None, where: "Topology") -> None:
+def check_chip(asked: CostRequest | None, where: "Topology") -> None:
     """ConfigError where there is something to count, and no figures of the chip to count with."""
     if asked and where.chip is None:
         raise ConfigError(
@@ -86,17 +86,20 @@ def _number(option: str, text: str | None, most: float, meaning: str) -> float |
     return value
 
 
-def costs(plan: "Plan", asked: Asked) -> dict[str, Cost]:
-    """`bound` -> the least that tokens cost; `mfu` -> at that MFU, where the bound allows it."""
-    rates = {"bound": plan.tokens_per_second}
-    bound = plan.mfu()
-    if asked.mfu and bound and rates["bound"] and asked.mfu <= bound:
-        rates["mfu"] = rates["bound"] * asked.mfu / bound
-    return {name: _cost(plan, asked, rate) for name, rate in rates.items() if rate}
+def costs(plan: "Plan", asked: CostRequest) -> dict[str, Cost]:
+    """`bound` -> the least that the tokens cost; `mfu` -> their cost at that MFU, where the bound
+    allows it. Empty for a plan without a bound."""
+    rate, bound = plan.tokens_per_second, plan.mfu()
+    if not rate:
+        return {}
+    rows = {"bound": _cost(plan, asked, rate)}
+    if asked.mfu and bound and asked.mfu <= bound:
+        rows["mfu"] = _cost(plan, asked, rate * asked.mfu / bound)
+    return rows
 
 
-def _cost(plan: "Plan", asked: Asked, rate: float) -> Cost:
-    """Whole steps, at `rate` tokens/s of all devices."""
+def _cost(plan: "Plan", asked: CostRequest, rate: float) -> Cost:
+    """Cost of whole steps, at `rate` tokens/s of all devices."""
     chip = by_kind(plan.chip)
     chips = plan.devices / (chip.devices if chip else 1)
     steps = math.ceil(asked.tokens / plan.tokens)
@@ -105,24 +108,21 @@ def _cost(plan: "Plan", asked: Asked, rate: float) -> Cost:
     return Cost(steps, seconds / 86400, hours, asked.price and hours * asked.price)
 
 
-def lines(plan: "Plan", asked: Asked) -> Iterator[str]:
-    """The lines of the screen."""
-    found = costs(plan, asked)
-    if "bound" not in found:
+def lines(plan: "Plan", asked: CostRequest) -> Iterator[str]:
+    """Lines of the screen."""
+    rows = costs(plan, asked)
+    if not rows:
         yield f"{asked.tokens:,} tokens: a step that does not fit has no bound on speed, so no days"
         return
-    yield f"{asked.tokens:,} tokens are {found['bound'].steps:,} steps"
-    yield f"at the bound, which nothing real reaches: at least {_told(found['bound'])}"
-    if "mfu" in found:
-        yield f"at an MFU of {asked.mfu:.1%} causal: {_told(found['mfu'])}"
-    elif asked.mfu:
-        yield (
-            f"at an MFU of {asked.mfu:.1%} causal: not on these chips, "
-            f"the bound is {plan.mfu():.1%}"
-        )
+    yield f"{asked.tokens:,} tokens are {rows['bound'].steps:,} steps"
+    yield f"at the bound, which nothing real reaches: at least {_words(rows['bound'])}"
+    if asked.mfu:
+        beyond = f"not on these chips, the bound is {plan.mfu():.1%}"
+        words = _words(rows["mfu"]) if "mfu" in rows else beyond
+        yield f"at an MFU of {asked.mfu:.1%} causal: {words}"
 
 
-def _told(cost: Cost) -> str:
+def _words(cost: Cost) -> str:
     money = "" if cost.price is None else f", {_amount(cost.price)} in the currency of --price"
     return f"{_amount(cost.days)} days, {_amount(cost.chip_hours)} chip-hours{money}"
 
@@ -131,11 +131,9 @@ def _amount(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def json(plan: "Plan", asked: Asked | None) -> dict[str, Any]:
+def json(plan: "Plan", asked: CostRequest | None) -> dict[str, Any]:
     """`cost` of the plan's JSON; empty without --tokens."""
     if asked is None:
         return {}
-    return {
-        "cost": dataclasses.asdict(asked)
-        | {name: dataclasses.asdict(cost) for name, cost in costs(plan, asked).items()}
-    }
+    rows = {name: dataclasses.asdict(cost) for name, cost in costs(plan, asked).items()}
+    return {"cost": dataclasses.asdict(asked) | rows}

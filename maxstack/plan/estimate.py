@@ -18,7 +18,7 @@ from maxstack.sharding import spec
 
 if TYPE_CHECKING:
     from maxstack.schema.config import Config
-    from maxstack.weights.rewrite import Treatment
+    from maxstack.weights.rewrite import Rewrite
 
 ELEMENTWISE = 30
 """Times that the residual stream is read or written in a layer, forward and backward: norms,
@@ -45,10 +45,10 @@ class Shapes:
 
         from maxstack import optim, state, step
         from maxstack.state import weights_behind
-        from maxstack.weights.rewrite import Treatment
+        from maxstack.weights.rewrite import Rewrite
 
-        treatment = Treatment(cfg)
-        params, info = state.of_weights(treatment.state, treatment.replaced)
+        rewrite = Rewrite(cfg)
+        params, info = state.of_weights(rewrite.state, rewrite.replaced)
         trained = optim.trained(cfg.optimizer, info)
         weights = tuple(
             (
@@ -65,7 +65,7 @@ class Shapes:
             ((i.axes if i else (None,) * leaf.ndim), leaf.size * leaf.dtype.itemsize)
             for i, leaf in zip(weights_behind(state, info), jax.tree.leaves(state), strict=True)
         ]
-        return cls(weights, tuple(kept), _low(cfg, treatment))
+        return cls(weights, tuple(kept), _low(cfg, rewrite))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ def estimate(
     return Estimate(_memory(shapes, cfg, sizes, here, chip.platform), max(seconds))
 
 
-def _low(cfg: "Config", treatment: "Treatment") -> Mapping[str, float]:
+def _low(cfg: "Config", rewrite: "Rewrite") -> Mapping[str, float]:
     """FLOPs of a token by type, of the products that run in low precision: 2 per weight forward,
     and for each gradient that a rule quantizes, but for those of experts."""
     from flax import nnx
@@ -102,18 +102,18 @@ def _low(cfg: "Config", treatment: "Treatment") -> Mapping[str, float]:
 
     found: collections.Counter[str] = collections.Counter()
     plain = nnx.traversals.flatten_mapping(state.of_weights(abstract(cfg.model)[1])[0], sep="/")
-    for path, use in treatment.taken.items():
-        if not use.how.low or use.place.use not in ("matmul", "experts"):
+    for path, use in rewrite.matches.items():
+        if not use.quant.low or use.spec.use not in ("matmul", "experts"):
             continue
         mixture = (
             decoder.mixture(cfg.model, tuple(path.split("/")))
-            if use.place.use == "experts"
+            if use.spec.use == "experts"
             else None
         )
         products = [
-            use.how.weight,
-            None if mixture else use.how.grad,
-            None if mixture or cfg.lora else use.how.weight_grad,
+            use.quant.weight,
+            None if mixture else use.quant.grad,
+            None if mixture or cfg.lora else use.quant.weight_grad,
         ]
         for operand in filter(None, products):
             found[operand.qtype] += (

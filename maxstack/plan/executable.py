@@ -1,5 +1,5 @@
-"""A compiled step in a file, so that a start skips compilation: `maxstack plan --save-executable`
-writes it, run.executable names it."""
+"""Compiled steps in files, so that a start skips compilation: `maxstack plan --save-executable`
+writes one, run.executable names it."""
 
 import hashlib
 import json
@@ -21,59 +21,54 @@ def save(run: Run, compiled: Any, path: Path) -> int:
     """Write the step with what it was compiled for -> bytes written. ConfigError where the file
     cannot be written."""
     payload, _, out_tree = serialize_executable.serialize(compiled)
-    scalars = [str(key.key) for key, _ in _scalars(out_tree)]
-    header = json.dumps({"made_for": _made_for(run), "scalars": scalars}).encode() + b"\n"
+    _, scalars = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
+    header = json.dumps({"made_for": _made_for(run), "scalars": [*scalars]}).encode() + b"\n"
+    content = MAGIC + header + payload
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f"{path.name}.tmp")
-        unfinished.write_bytes(MAGIC + header + payload)
+        unfinished.write_bytes(content)
         unfinished.replace(path)
     except OSError as error:
         raise ConfigError(
             f"--save-executable {path}: cannot be written: {error.strerror}"
         ) from error
-    return len(MAGIC) + len(header) + len(payload)
+    return len(content)
 
 
 def load(run: Run, path: Path) -> Any:
     """The step in `path`, to be called as run.step is. It is a program: load only what you made.
     ConfigError where it is of another run, version or hardware, with what differs."""
-    remedy = (
-        f"make it again with `maxstack plan CONFIG --topology ... --save-executable {path}`, "
-        "or set run.executable: null"
-    )
+
+    def refusal(why: str) -> ConfigError:
+        return ConfigError(
+            f"run.executable: {why}; make it again with "
+            f"`maxstack plan CONFIG --topology ... --save-executable {path}`, "
+            "or set run.executable: null"
+        )
+
     try:
         magic, header, payload = path.read_bytes().split(b"\n", 2)
-        found = json.loads(header)
+        made = json.loads(header)
     except OSError as error:
-        raise ConfigError(
-            f"run.executable: cannot read {path}: {error.strerror}; {remedy}"
-        ) from error
+        raise refusal(f"cannot read {path}: {error.strerror}") from error
     except ValueError:
-        raise ConfigError(f"run.executable: {path} is no compiled step; {remedy}") from None
+        raise refusal(f"{path} is no compiled step") from None
     if magic + b"\n" != MAGIC:
-        raise ConfigError(
-            f"run.executable: {path} is no compiled step of this version of maxstack; {remedy}"
-        )
-    wanted, made = _made_for(run), found["made_for"]
-    if differing := [
-        f"{name} {made.get(name)!r}, not {value!r}"
-        for name, value in wanted.items()
-        if made.get(name) != value
-    ]:
-        raise ConfigError(
-            f"run.executable: {path} was compiled for {'; '.join(differing)}; {remedy}"
-        )
+        raise refusal(f"{path} is no compiled step of this version of maxstack")
+    made_for = made["made_for"]
+    differing = [
+        f"{name} {made_for.get(name)!r}, not {value!r}"
+        for name, value in _made_for(run).items()
+        if made_for.get(name) != value
+    ]
+    if differing:
+        raise refusal(f"{path} was compiled for {'; '.join(differing)}")
     in_tree = jax.tree.structure((run.abstract_arguments, {}))
-    out_tree = jax.tree.structure((run.abstract, dict.fromkeys(found["scalars"], 0)))
+    out_tree = jax.tree.structure((run.abstract, dict.fromkeys(made["scalars"], 0)))
     return serialize_executable.deserialize_and_load(
         payload, in_tree, out_tree, execution_devices=list(run.mesh.devices.flat)
     )
-
-
-def _scalars(out_tree: Any) -> list[tuple[Any, Any]]:
-    numbered = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
-    return [(path[0], leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(numbered[1])]
 
 
 def _made_for(run: Run) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""Whether a run can fit its devices' memory at all: sums over shapes that take no compiler, for
-train before it compiles and for plan."""
+"""The least memory of a run, by sums over shapes that take no compiler: for train before it
+compiles, and for plan."""
 
 import math
 from typing import Any
@@ -15,9 +15,8 @@ from maxstack.state import HOST
 GIB = 2**30
 
 
-def check(run: Run) -> None:
-    """ConfigError, with the numbers, where less than the least that a step holds is more than a
-    device has."""
+def check_memory(run: Run) -> None:
+    """ConfigError, with the numbers, where a device has less than the least that a step holds."""
     parts, device = least(run), run.mesh.local_devices[0]
     limit, needed = usable(device, run.mesh.size), sum(parts.values())
     if limit is not None and needed > limit:
@@ -35,10 +34,6 @@ def least(run: Run) -> dict[str, int]:
     """Bytes that one device holds at once in any step: state, gradients, and the inputs of all
     layers, which the backward pass begins from."""
     cfg = run.cfg
-    gradients = sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(run.abstract.params)
-    )
     rows = jax.ShapeDtypeStruct(
         (cfg.train.batch_size // cfg.train.accumulate, cfg.data.seq_len),
         "int32",
@@ -58,7 +53,7 @@ def least(run: Run) -> dict[str, int]:
     return {
         "parameters": shard_bytes(run.abstract.params, host=False),
         "optimizer": shard_bytes(run.abstract.opt, host=False),
-        "gradients": gradients,
+        "gradients": sum(map(_shard_size, jax.tree.leaves(run.abstract.params))),
         "layer inputs": inputs,
     }
 
@@ -66,10 +61,14 @@ def least(run: Run) -> dict[str, int]:
 def shard_bytes(tree: Any, *, host: bool) -> int:
     """Bytes of one device's shards of a tree of shapes, in the host's memory or in its own."""
     return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        _shard_size(leaf)
         for leaf in jax.tree.leaves(tree)
         if (leaf.sharding.memory_kind == HOST) == host
     )
+
+
+def _shard_size(leaf: Any) -> int:
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
 def usable(device: Any, devices: int) -> int | None:
@@ -78,5 +77,5 @@ def usable(device: Any, devices: int) -> int | None:
     chip = by_kind(device.device_kind)
     if chip:
         return chip.for_programs
-    found = host_memory() if device.platform == "cpu" else None
-    return found // devices if found else None
+    memory = host_memory() if device.platform == "cpu" else None
+    return memory // devices if memory else None

@@ -1,12 +1,10 @@
-"""How often a while loop of a compiled program turns, where its scalars tell."""
+"""Turns of a compiled program's while loops, where its scalars tell."""
 
 import operator
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from maxstack.plan.hlo import Computation, Instruction, Program
+from maxstack.plan.hlo import Computation, Instruction, Program
 
 MOST = 100_000
 SAME = {
@@ -36,102 +34,94 @@ COMPARE: dict[str, Callable[[int, int], bool]] = {
     "EQ": operator.eq,
     "NE": operator.ne,
 }
-Known = Callable[[int], int | None]
-"""The loop's variables: place in its tuple -> value now, or None where it is not a known
+Counters = dict[int | None, int | None]
+"""Index in the tuple of a loop -> the integer there, or None where it is not known."""
+Parameter = Callable[[int, int | None], int | None]
+"""(number of a parameter, index in its tuple or None) -> its value, or None where it is not a known
 integer."""
 
 
-def turns(program: "Program", computation: "Computation", loop: "Instruction") -> int | None:
-    """Turns of `loop`, which stands in `computation`; None where they depend on what only the run
+def turns(program: Program, computation: Computation, loop: Instruction) -> int | None:
+    """Turns of `loop`, an instruction of `computation`; None where they depend on what only the run
     knows.
 
     XLA notes the number on a CPU and for CUDA (known_trip_count). A TPU program does not carry it:
     its condition and its counter are followed.
     """
-    if found := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
-        return int(found[1])
-    condition, body = (
-        program.computations.get(loop.attribute(key) or "") for key in ("condition", "body")
-    )
-    if not condition or not body:
-        return None
-    asked: dict[int, int | None] = {}
+    if noted := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
+        return int(noted[1])
+    computations = {key: program.computations[name] for key, name in loop.called()}
+    condition, body = computations["condition"], computations["body"]
+    counters: Counters = {}
 
-    def first(place: int) -> int | None:
-        if place not in asked:
-            asked[place] = None
-            asked[place] = _value(program, computation, loop.operands[0], None, place)
-        return asked[place]
+    def before(_: int, index: int | None) -> int | None:
+        if index not in counters:
+            counters[index] = None
+            counters[index] = _value(
+                program, computation, loop.operands[0], _of_caller(program, computation), index
+            )
+        return counters[index]
 
-    def follow(known: Known, place: int) -> int | None:
-        return _value(program, body, body.root, known, place)
-
-    _value(program, condition, condition.root, first)
-    while True:  # the counters that the condition reads, and what those are computed from
-        before = len(asked)
-        for place in list(asked):
-            follow(first, place)
-        if len(asked) == before:
-            break
-    now = asked
+    _value(program, condition, condition.root, before)
+    size = 0
+    while len(counters) > size:  # what the condition reads, and what that is computed from
+        size = len(counters)
+        for index in list(counters):
+            _value(program, body, body.root, before, index)
     for turn in range(MOST):
-        going = _value(program, condition, condition.root, now.get)
-        if going is None:
-            return None
+        going = _value(program, condition, condition.root, _element_of(counters))
         if not going:
-            return turn
-        now = {place: follow(now.get, place) for place in now}
+            return None if going is None else turn
+        counters = {
+            index: _value(program, body, body.root, _element_of(counters), index)
+            for index in counters
+        }
     return None
 
 
+def _element_of(counters: Counters) -> Parameter:
+    """The elements of a loop's tuple, as the only parameter of its body and condition."""
+    return lambda _, index: counters.get(index)
+
+
 def _value(
-    program: "Program",
-    computation: "Computation",
+    program: Program,
+    computation: Computation,
     name: str,
-    known: Known | None,
-    place: int | None = None,
+    parameter: Parameter,
+    index: int | None = None,
 ) -> int | None:
-    """The integer that instruction `name` makes (at `place` of its tuple); `known`: the elements of
-    the computation's only parameter, if any."""
+    """The integer that instruction `name` makes, or its tuple holds at `index`; `parameter` gives
+    the values of the computation's parameters."""
     instruction = computation.instructions[name]
     kind, operands = instruction.opcode, instruction.operands
 
-    def of(operand: int, place: int | None = None) -> int | None:
-        return _value(program, computation, operands[operand], known, place)
+    def operand(number: int, index: int | None = None) -> int | None:
+        return _value(program, computation, operands[number], parameter, index)
 
     if kind == "constant":
-        return (
-            {"true": 1, "false": 0}.get(instruction.literal)
-            if not re.fullmatch(r"-?\d+", instruction.literal)
-            else int(instruction.literal)
-        )
-    if kind == "get-tuple-element":
-        return of(0, int(instruction.attribute("index") or 0))
+        literal = {"true": "1", "false": "0"}.get(instruction.literal, instruction.literal)
+        return int(literal) if re.fullmatch(r"-?\d+", literal) else None
     if kind == "parameter":
-        if known is not None and place is not None:
-            return known(place)
-        return _from_caller(program, computation, int(instruction.literal), place)
-    if kind == "tuple" and place is not None:
-        return of(place)
+        return parameter(int(instruction.literal), index)
+    if kind == "get-tuple-element":
+        return operand(0, int(instruction.attribute("index") or 0))
+    if kind == "tuple" and index is not None:
+        return operand(index)
     if kind in SAME and operands:
-        return of(0, place)
+        return operand(0, index)
     if kind in ("fusion", "call"):
-        inner = program.computations[
-            instruction.attribute("calls") or instruction.attribute("to_apply") or ""
-        ]
-        return _inside(program, inner, inner.root, lambda number: of(number), place)
-    return _arithmetic(
-        instruction,
-        [of(i) for i in range(len(operands))]
-        if kind in ARITHMETIC or kind in ("compare", "select", "not")
-        else [],
-    )
-
-
-def _arithmetic(instruction: "Instruction", values: list[int | None]) -> int | None:
-    if not values or any(value is None for value in values):
+        inner = program.computations[next(instruction.called())[1]]
+        return _value(program, inner, inner.root, operand, index)
+    if kind not in (*ARITHMETIC, "compare", "select", "not"):
         return None
+    return _arithmetic(instruction, [operand(number) for number in range(len(operands))])
+
+
+def _arithmetic(instruction: Instruction, values: list[int | None]) -> int | None:
     numbers = [value for value in values if value is not None]
+    if len(numbers) < len(values):
+        return None
     if instruction.opcode == "compare":
         return int(COMPARE[instruction.attribute("direction") or ""](numbers[0], numbers[1]))
     if instruction.opcode == "select":
@@ -141,60 +131,38 @@ def _arithmetic(instruction: "Instruction", values: list[int | None]) -> int | N
     return ARITHMETIC[instruction.opcode](numbers[0], numbers[1])
 
 
-def _inside(
-    program: "Program", computation: "Computation", name: str, argument: Known, place: int | None
-) -> int | None:
-    """As `_value` in a computation that is called with several arguments: number of the parameter
-    -> its value."""
-    instruction = computation.instructions[name]
-    if instruction.opcode == "parameter":
-        return argument(int(instruction.literal))
-    if instruction.opcode == "tuple" and place is not None:
-        return _inside(program, computation, instruction.operands[place], argument, None)
-    if instruction.opcode == "constant":
-        return _value(program, computation, name, None)
-    if instruction.opcode in SAME and instruction.operands:
-        return _inside(program, computation, instruction.operands[0], argument, place)
-    if instruction.opcode in ARITHMETIC or instruction.opcode in ("compare", "select", "not"):
-        return _arithmetic(
-            instruction,
-            [
-                _inside(program, computation, operand, argument, None)
-                for operand in instruction.operands
-            ],
+def _of_caller(program: Program, computation: Computation) -> Parameter:
+    """Parameters of a computation that is called, where every turn of a loop around gets the
+    same."""
+
+    def value(number: int, index: int | None) -> int | None:
+        if computation.name not in program.callers:
+            return None
+        caller, instruction = program.callers[computation.name]
+        unchanged = instruction.opcode == "call" or (
+            instruction.opcode == "while"
+            and index is not None
+            and passes_through(program, instruction, index)
         )
-    return None
+        if not unchanged:
+            return None
+        argument = instruction.operands[number]
+        return _value(program, caller, argument, _of_caller(program, caller), index)
+
+    return value
 
 
-def _from_caller(
-    program: "Program", computation: "Computation", number: int, place: int | None
-) -> int | None:
-    """A parameter's value (or that of an element of it) where every turn of the loop around gets
-    the same."""
-    if computation.name not in program.callers:
-        return None
-    caller, instruction = program.callers[computation.name]
-    if instruction.opcode != "while":
-        return (
-            _value(program, caller, instruction.operands[number], None, place)
-            if instruction.opcode == "call"
-            else None
-        )
-    unchanged = place is not None and passes_through(program, instruction, place)
-    return _value(program, caller, instruction.operands[0], None, place) if unchanged else None
-
-
-def passes_through(program: "Program", loop: "Instruction", place: int) -> bool:
-    """Whether a while loop gives back at `place` of its tuple what it was given there."""
+def passes_through(program: Program, loop: Instruction, index: int) -> bool:
+    """True where a while loop leaves element `index` of its tuple as it was."""
     body = program.computations[loop.attribute("body") or ""]
     root = body.instructions[body.root]
     if root.opcode != "tuple":
         return False
-    last = body.instructions[root.operands[place]]
+    last = body.instructions[root.operands[index]]
     while last.opcode in SAME:
         last = body.instructions[last.operands[0]]
     return (
         last.opcode == "get-tuple-element"
         and body.instructions[last.operands[0]].opcode == "parameter"
-        and last.attribute("index") == str(place)
+        and last.attribute("index") == str(index)
     )

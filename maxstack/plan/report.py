@@ -1,9 +1,9 @@
-"""What `maxstack plan` says of a compiled step: one object, as a screen of text or as JSON."""
+"""Report of `maxstack plan` on a compiled step, as a screen of text or as JSON."""
 
 import collections
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from maxstack.plan.activations import activations
 from maxstack.plan.buffers import Buffer, Memory, largest, memory
 from maxstack.plan.program import parse
 from maxstack.plan.roofline import ATTENTION, OVERFLOW, Flow, Roofline, flows, roofline
-from maxstack.plan.step import Step
+from maxstack.plan.step import Step, TooLarge
 from maxstack.plan.topology import Topology, groups
 from maxstack.plan.traffic import collectives
 from maxstack.plan.work import operations
@@ -44,7 +44,7 @@ class Plan:
     """Part -> bytes, as the compiler counts them."""
     needed: int
     usable: int | None
-    """What a program may use; None where it is not known."""
+    """Bytes that a program may use; None where it is not known."""
     buffers: tuple[Buffer, ...]
     flops: dict[str, Count]
     """Component -> FLOPs of a whole step on all devices."""
@@ -53,12 +53,12 @@ class Plan:
     attention's."""
     flows: tuple[Flow, ...]
     roofline: Roofline | None
-    """None where the step does not compile for want of memory."""
+    """None where the step was too large to compile, or the chip is not known."""
     peak: float | None
     bubble: float
     """Share of a pipeline's turns in which a stage is idle."""
     seconds: dict[str, float]
-    """What making the plan took."""
+    """Seconds that making the plan took, by part."""
 
     @property
     def fits(self) -> bool | None:
@@ -72,34 +72,33 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """At most, on all devices."""
-        return (
-            self.tokens / self.roofline.seconds if self.roofline and self.roofline.seconds else None
-        )
+        """The bound on speed, of all devices together."""
+        seconds = self.roofline.seconds if self.roofline else None
+        return self.tokens / seconds if seconds else None
 
     def mfu(self, kind: str = "causal") -> float | None:
         """The bound on MFU, of the FLOPs that `causal` or `full` attention has."""
         if not (self.roofline and self.roofline.seconds and self.peak):
             return None
-        return sum(getattr(count, kind) for count in self.flops.values()) / (
-            self.roofline.seconds * self.peak * self.devices
-        )
+        flops = getattr(_total(self.flops), kind)
+        return flops / (self.roofline.seconds * self.peak * self.devices)
 
     def json(self) -> dict[str, Any]:
         """Every figure, as JSON takes it."""
-        found = {
-            **dataclasses.asdict(self),
+        figures = dataclasses.asdict(self) | {
             "flops": {name: count._asdict() for name, count in self.flops.items()},
-        }
-        found |= {
             "fits": self.fits,
             "tokens_per_second": self.tokens_per_second,
             "mfu_causal": self.mfu(),
             "mfu_full": self.mfu("full"),
         }
         if self.roofline:
-            found["roofline"] |= {"seconds": self.roofline.seconds, "limit": self.roofline.limit}
-        return found
+            figures["roofline"] |= {"seconds": self.roofline.seconds, "limit": self.roofline.limit}
+        return figures
+
+
+def _total(flops: Mapping[str, Count]) -> Count:
+    return Count(*map(sum, zip(*flops.values(), strict=True)))
 
 
 def read(
@@ -110,39 +109,20 @@ def read(
     from maxstack.models.pipeline import bubble
     from maxstack.plan import fit
 
-    chip, tokens, sizes = (
-        topology.chip,
-        cfg.train.batch_size * cfg.data.seq_len,
-        dict(step.run.mesh.shape),
-    )
-    found: Roofline | None = None
-    parts, needed = _kept(step), step.too_large.needed if step.too_large else 0
-    buffers = (
-        tuple(
-            Buffer(size, shape, name, "", "temporary")
-            for size, shape, name in step.too_large.largest[:SHOWN]
-        )
+    run, chip, sizes = step.run, topology.chip, dict(step.run.mesh.shape)
+    trees = {
+        "parameters": run.abstract.params,
+        "optimizer": run.abstract.opt,
+        "batch": run.abstract_batch(),
+    }
+    state = {part: fit.shard_bytes(tree, host=False) for part, tree in trees.items()}
+    figures = (
+        _refused(step.too_large, state)
         if step.too_large
-        else ()
+        else _compiled(cfg, topology, step, state, dump)
     )
-    sent: tuple[Flow, ...] = ()
-    products: dict[str, float] = collections.defaultdict(float)
-    if step.compiled is not None:
-        total = memory(step.compiled)
-        needed, program = total.needed, parse(step.compiled.as_text())
-        parts |= _rest(total, sum(parts.values()), activations(program))
-        buffers = tuple(largest(step.compiled, SHOWN, dump, program))
-        sent = tuple(
-            flows(
-                collectives(program, sizes, without=(OVERFLOW,)),
-                groups(topology, tuple(sizes.values()), tuple(sizes)),
-            )
-        )
-        work = operations(program, without=(ATTENTION, OVERFLOW))
-        for operation in work:
-            products[operation.dtype] += operation.flops
-        if chip:
-            found = roofline(cfg, chip, topology.size, work, sent)
+    tokens = cfg.train.batch_size * cfg.data.seq_len
+    flops = components(cfg.model, cfg.data.seq_len, run.adapters)
     return Plan(
         config=name,
         topology=topology.name,
@@ -151,46 +131,63 @@ def read(
         mesh={axis: size for axis, size in sizes.items() if size > 1},
         batch_size=cfg.train.batch_size,
         seq_len=cfg.data.seq_len,
-        parameters=step.run.parameters,
-        memory=parts,
-        needed=needed,
-        buffers=buffers,
-        usable=fit.usable(step.run.mesh.devices.flat[0], topology.size),
-        flops={
-            part: Count(each.causal * tokens, each.full * tokens)
-            for part, each in components(cfg.model, cfg.data.seq_len, step.run.adapters).items()
-        },
-        products={dtype: flops for dtype, flops in products.items() if flops},
-        flows=sent,
-        roofline=found,
+        parameters=run.parameters,
+        usable=fit.usable(run.mesh.devices.flat[0], topology.size),
+        flops={part: Count(*(number * tokens for number in each)) for part, each in flops.items()},
         peak=chip.peak_flops if chip else None,
         bubble=bubble(sizes["stage"], cfg.mesh.rounds, cfg.mesh.microbatches or sizes["stage"]),
         seconds={"lowering": step.lowering, "compiling": step.compiling},
+        **figures,
     )
 
 
-def _kept(step: Step) -> dict[str, int]:
-    """Bytes of the state and the batch on one device; what lies in the host's memory is apart."""
-    from maxstack.plan import fit
+def _refused(refusal: TooLarge, state: dict[str, int]) -> dict[str, Any]:
+    """Figures of a step that the compiler refused."""
+    buffers = [
+        Buffer(size, shape, name, "", "temporary") for size, shape, name in refusal.largest[:SHOWN]
+    ]
+    return {
+        "memory": state,
+        "needed": refusal.needed,
+        "buffers": tuple(buffers),
+        "products": {},
+        "flows": (),
+        "roofline": None,
+    }
 
-    run, parts = step.run, {}
-    for name, tree in (
-        ("parameters", run.abstract.params),
-        ("optimizer", run.abstract.opt),
-        ("batch", run.abstract_batch()),
-        ("frozen", run.abstract_arguments[2:]),
-    ):
-        if tree:
-            parts[name] = fit.shard_bytes(tree, host=False)
-    return parts
+
+def _compiled(
+    cfg: "Config", topology: Topology, step: Step, state: dict[str, int], dump: Path | None
+) -> dict[str, Any]:
+    """Figures read from the compiled program; `state`: bytes of its parts on a device."""
+    program, sizes = parse(step.compiled.as_text()), dict(step.run.mesh.shape)
+    total = memory(step.compiled)
+    sent = tuple(
+        flows(
+            collectives(program, sizes, without=(OVERFLOW,)),
+            groups(topology, tuple(sizes.values()), tuple(sizes)),
+        )
+    )
+    work = operations(program, without=(ATTENTION, OVERFLOW))
+    products: dict[str, float] = collections.defaultdict(float)
+    for operation in work:
+        products[operation.dtype] += operation.flops
+    return {
+        "memory": state | _rest(total, sum(state.values()), activations(program)),
+        "needed": total.needed,
+        "buffers": tuple(largest(program, SHOWN, dump)),
+        "products": {dtype: flops for dtype, flops in products.items() if flops},
+        "flows": sent,
+        "roofline": topology.chip and roofline(cfg, topology.chip, topology.size, work, sent),
+    }
 
 
-def _rest(total: Memory, kept: int, saved: int) -> dict[str, int]:
-    """What the compiled program needs beyond its state: padding of the arguments, the program
-    itself, what the forward pass saves for the backward pass, and the rest of what the compiler
-    assigns."""
-    padding = max(0, total.arguments - kept)
-    runs = max(0, total.needed - kept - padding - total.code)
+def _rest(total: Memory, state: int, saved: int) -> dict[str, int]:
+    """Bytes that the compiled program needs beyond its state: padding of the arguments, the program
+    itself, activations that the forward pass saves for the backward pass, and the rest of what the
+    compiler assigns."""
+    padding = max(0, total.arguments - state)
+    runs = max(0, total.needed - state - padding - total.code)
     return {
         "padding": padding,
         "code": total.code,
@@ -207,19 +204,19 @@ def text(plan: Plan, cost: Sequence[str] = ()) -> str:
         f"{plan.parameters:,} parameters, {plan.batch_size:,} x {plan.seq_len:,} = "
         f"{plan.tokens:,} tokens a step",
     ]
-    traffic = ["", *_traffic(plan)] if plan.flows else []
-    speed = ["", *_speed(plan)] if plan.roofline else []
-    if plan.bubble:
-        speed += [
-            "",
-            f"pipeline: {plan.bubble:.1%} of the turns of a stage are "
-            f"idle{', which is counted' if plan.roofline else ''}",
-        ]
-    if cost:
-        speed += ["", *cost]
-    return "\n".join(
-        [*head, "", *_memory(plan), "", *_flops(plan), *traffic, *speed, "", verdict(plan)]
+    counted = ", which is counted" if plan.roofline else ""
+    pipeline = f"pipeline: {plan.bubble:.1%} of the turns of a stage are idle{counted}"
+    sections = (
+        head,
+        _memory(plan),
+        _flops(plan),
+        _traffic(plan) if plan.flows else (),
+        _speed(plan) if plan.roofline else (),
+        [pipeline] if plan.bubble else (),
+        cost,
+        [verdict(plan)],
     )
+    return "\n\n".join("\n".join(section) for section in map(list, sections) if section)
 
 
 def verdict(plan: Plan) -> str:
@@ -235,20 +232,16 @@ def verdict(plan: Plan) -> str:
 
 def _size(number: float) -> str:
     """Bytes in GiB, or in smaller units where they are few."""
-    unit, scale = (
-        ("GiB", GIB)
-        if number >= GIB / 10
-        else ("MiB", 2**20)
-        if number >= 2**20 / 10
-        else ("KiB", 2**10)
-    )
+    units = (("GiB", GIB), ("MiB", 2**20))
+    unit, scale = next((row for row in units if number >= row[1] / 10), ("KiB", 2**10))
     return f"{number / scale:,.2f} {unit}"
 
 
 def _amount(number: float) -> str:
     """FLOPs with a prefix."""
-    prefix = next((name for name in "kMGTPE" if number < 1000 ** ("kMGTPE".index(name) + 2)), "E")
-    return f"{number / 1000 ** ('kMGTPE'.index(prefix) + 1):,.2f} {prefix}FLOP"
+    prefixes = "kMGTPE"
+    power = next((n for n in range(1, len(prefixes)) if number < 1000 ** (n + 1)), len(prefixes))
+    return f"{number / 1000**power:,.2f} {prefixes[power - 1]}FLOP"
 
 
 def _table(rows: Iterable[tuple[str, ...]], left: int = 1) -> Iterator[str]:
@@ -273,16 +266,11 @@ def _memory(plan: Plan) -> Iterator[str]:
                 _size(buffer.bytes),
                 "" if buffer.kind == "temporary" else buffer.kind,
                 _short(buffer.op_name or buffer.name),
-                _place(buffer.source),
+                re.sub(".*/maxstack/", "maxstack/", buffer.source),
             )
             for buffer in plan.buffers
         ]
         yield from _table(rows, left=4)
-
-
-def _place(source: str) -> str:
-    """A file of this package from its root on."""
-    return f"maxstack{source.rpartition('/maxstack')[2]}" if "/maxstack/" in source else source
 
 
 def _short(name: str, most: int = 70) -> str:
@@ -290,23 +278,21 @@ def _short(name: str, most: int = 70) -> str:
 
 
 def _flops(plan: Plan) -> Iterator[str]:
-    total = Count(
-        *(sum(getattr(count, kind) for count in plan.flops.values()) for kind in Count._fields)
-    )
     yield "multiplications of a step, all devices, without what is computed again"
+    total = _total(plan.flops)
     rows = [
         (name, _amount(count.causal), f"{count.causal / total.causal:.1%}", _amount(count.full))
         for name, count in (*plan.flops.items(), ("total", total))
     ]
     yield from _table([("", "causal", "", "full"), *rows])
-    low = {dtype: flops for dtype, flops in plan.products.items() if LOW.match(dtype)}
-    found, whole = chips.by_kind(plan.chip), _amount(sum(plan.products.values()))
-    for dtype, flops in sorted(low.items()):
-        peak = f" (peak {found.flops(dtype) / 1e12:,.0f} TFLOP/s)" if found else ""
-        yield (
-            f"in {dtype}: {_amount(flops)} of {whole} a step and device as compiled, without "
-            f"attention{peak}"
-        )
+    chip, whole = chips.by_kind(plan.chip), _amount(sum(plan.products.values()))
+    for dtype, flops in sorted(plan.products.items()):
+        if LOW.match(dtype):
+            peak = f" (peak {chip.flops(dtype) / 1e12:,.0f} TFLOP/s)" if chip else ""
+            yield (
+                f"in {dtype}: {_amount(flops)} of {whole} a step and device as compiled, without "
+                f"attention{peak}"
+            )
 
 
 def _traffic(plan: Plan) -> Iterator[str]:
@@ -327,18 +313,18 @@ def _traffic(plan: Plan) -> Iterator[str]:
 
 
 def _speed(plan: Plan) -> Iterator[str]:
-    found = plan.roofline
-    assert found
-    networks = "".join(f", {kind} {seconds * 1e3:,.1f}" for kind, seconds in found.network.items())
+    bound = plan.roofline
+    assert bound
+    networks = "".join(f", {kind} {seconds * 1e3:,.1f}" for kind, seconds in bound.network.items())
     yield (
-        f"ms of a step at the least: matrix products {found.compute * 1e3:,.1f} + "
-        f"attention {found.attention * 1e3:,.1f} + memory "
-        f"{found.memory * 1e3:,.1f} = {found.device * 1e3:,.1f}{networks}"
+        f"ms of a step at the least: matrix products {bound.compute * 1e3:,.1f} + "
+        f"attention {bound.attention * 1e3:,.1f} + memory "
+        f"{bound.memory * 1e3:,.1f} = {bound.device * 1e3:,.1f}{networks}"
     )
     rate, causal, full = plan.tokens_per_second, plan.mfu(), plan.mfu("full")
     assert rate and causal and full
     yield (
         f"at most {rate:,.0f} tokens/s ({rate / plan.devices:,.0f} a device), MFU "
         f"{causal:.1%} causal, {full:.1%} full; "
-        f"{found.seconds:.3f} s a step, limited by {found.limit}"
+        f"{bound.seconds:.3f} s a step, limited by {bound.limit}"
     )

@@ -1,5 +1,5 @@
-"""How fast a compiled step can be at best: its matrix products, its memory traffic and its
-collectives against the chip and its links."""
+"""Roofline: the least time of a compiled step, from its matrix products, memory traffic and
+collectives on the chip and its links."""
 
 import collections
 import dataclasses
@@ -57,15 +57,15 @@ class Roofline:
 
     @property
     def seconds(self) -> float:
-        """Of a step, with every byte on a network hidden behind the device's work, as far as that
-        is long enough."""
+        """Seconds of a step, with the bytes on networks hidden behind the device's work as far as
+        that is long enough."""
         return max(self.device, *self.network.values(), 0.0)
 
     @property
     def limit(self) -> str:
-        """What would have to be faster."""
+        """The resource that would have to be faster: compute, memory or a kind of link."""
         slowest = max(self.network, key=lambda kind: self.network[kind], default="")
-        if slowest and self.network[slowest] > self.device:
+        if self.network.get(slowest, 0.0) > self.device:
             return slowest
         return "compute" if self.compute + self.attention > self.memory else "memory"
 
@@ -84,9 +84,10 @@ def roofline(
     for operation in operations:
         by_flops = operation.flops / chip.flops(operation.dtype)
         by_bytes = operation.bytes / chip.memory_bandwidth_per_device
-        compute, memory = (
-            (compute + by_flops, memory) if by_flops > by_bytes else (compute, memory + by_bytes)
-        )
+        if by_flops > by_bytes:
+            compute += by_flops
+        else:
+            memory += by_bytes
     attention = attention_flops(cfg, devices) / chip.flops(cfg.model.dtype)
     network: dict[str, float] = collections.defaultdict(float)
     for flow in flows:
@@ -103,20 +104,21 @@ def attention_flops(cfg: "Config", devices: int) -> float:
     return count.causal / 3 * (1 + again + BACKWARD) * tokens / devices
 
 
-def flows(found: Iterable[Collective], link: Callable[[tuple[str, ...]], Link]) -> Iterator[Flow]:
-    """Collectives of one kind over the same axes together, and what the links between such devices
-    need for them."""
-    members: dict[tuple[str, tuple[str, ...], bool], list[Collective]] = collections.defaultdict(
-        list
-    )
-    for collective in found:
-        members[collective.kind, collective.axes, collective.between_slices].append(collective)
-    for (kind, axes, between), each in members.items():
-        over = link(
-            tuple(axis for axis in axes if link((axis,)).kind == "DCN") if between else axes
-        )
-        sent = sum(one.sent for one in each)
+def flows(
+    collectives: Iterable[Collective], link: Callable[[tuple[str, ...]], Link]
+) -> Iterator[Flow]:
+    """Collectives of one kind over the same axes together, and the seconds that the links between
+    such devices need for them."""
+    rows: dict[tuple[str, tuple[str, ...], bool], list[Collective]] = collections.defaultdict(list)
+    for row in collectives:
+        rows[row.kind, row.axes, row.between_slices].append(row)
+    for (kind, axes, between_slices), alike in rows.items():
+        spanned = axes
+        if between_slices:
+            spanned = tuple(axis for axis in axes if link((axis,)).kind == "DCN")
+        over = link(spanned)
+        sent = sum(row.sent for row in alike)
         seconds = sent / over.bandwidth if over.bandwidth else None
         if seconds and kind == "all-reduce" and over.in_switch:
             seconds /= 2
-        yield Flow(kind, axes, over.kind, sum(one.times for one in each), sent, seconds)
+        yield Flow(kind, axes, over.kind, sum(row.times for row in alike), sent, seconds)

@@ -1,5 +1,5 @@
-"""`maxstack plan --search` and `--batch max`: many meshes by arithmetic, the best of them by the
-compiler."""
+"""Search for the fastest mesh, remat policy and batch size (`maxstack plan --search`), and for the
+largest batch (`--batch max`): many by arithmetic, the best of them by the compiler."""
 
 import dataclasses
 import functools
@@ -24,13 +24,16 @@ if TYPE_CHECKING:
 
 MOST_TENSOR, MOST_CONTEXT = 64, 64
 MOST_COMPILED = 24
+LEAST_FOR_CONTEXT, LEAST_FOR_STAGES = 16384, 512
+"""Tokens of a sequence, and devices of a slice, from which splitting over context or stages is
+tried."""
 
 Compile = Callable[["Config"], "Plan"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A configuration, what it changes, and what arithmetic says of it."""
+    """A configuration on a mesh of `sizes`, and its figures by arithmetic."""
 
     cfg: "Config"
     sizes: dict[str, int]
@@ -67,19 +70,16 @@ def search(
     shapes = Shapes.of(cfg)
     limit = chip.for_programs
     over = functools.cache(lambda shape: links(topology, shape))
-    found = [
+    candidates = [
         Candidate(each, sizes, estimate(shapes, each, sizes, chip, over(tuple(sizes.values()))))
         for each, sizes in tqdm(
             list(_candidates(cfg, topology)), desc="estimating", unit=" candidates", disable=None
         )
     ]
-    likely = sorted(
-        (one for one in found if one.estimate.memory <= SLACK * limit), key=lambda one: -one.rate
-    )
-    given = [one for one in found if one.cfg == cfg]
-    return _compiled(
-        [*given, *(one for one in likely if one.cfg != cfg)], make, finalists + len(given)
-    )
+    unchanged = [x for x in candidates if x.cfg == cfg]
+    likely = [x for x in candidates if x.cfg != cfg and x.estimate.memory <= SLACK * limit]
+    likely.sort(key=lambda x: -x.rate)
+    return _compiled([*unchanged, *likely], make, finalists + len(unchanged))
 
 
 def _compiled(
@@ -91,19 +91,20 @@ def _compiled(
     too_large: list[float] = []
     nearest: Plan | None = None
     with tqdm(total=wanted, desc="compiling", unit=" finalists", disable=None) as bar:
-        for one in queue:
+        for candidate in queue:
             if len(fits) == wanted or len(fits) + len(too_large) == MOST_COMPILED:
                 break
-            if any(one.estimate.memory >= size for size in too_large):
+            if candidate.estimate.memory >= min(too_large, default=math.inf):
                 continue
-            bar.set_postfix_str(one.label)
-            plan = make(one.cfg)
+            bar.set_postfix_str(candidate.label)
+            plan = make(candidate.cfg)
             if plan.fits:
-                fits.append((one, plan))
+                fits.append((candidate, plan))
                 bar.update()
-            else:
-                too_large.append(one.estimate.memory)
-                nearest = plan if nearest is None or plan.needed < nearest.needed else nearest
+                continue
+            too_large.append(candidate.estimate.memory)
+            if nearest is None or plan.needed < nearest.needed:
+                nearest = plan
     if not fits:
         least = (
             f"; the smallest needs {nearest.needed / 2**30:.2f} of "
@@ -122,13 +123,14 @@ def _compiled(
 def _candidates(cfg: "Config", topology: Topology) -> Iterator[tuple["Config", dict[str, int]]]:
     """Every mesh that the model divides over, with every remat policy, at the given batch size,
     twice and four times that."""
-    given = mesh_rules.mesh_sizes(cfg, topology.size)
-    resolved = _changed(cfg, given, cfg.model.remat.policy, cfg.train.batch_size)
+    own_sizes = mesh_rules.mesh_sizes(cfg, topology.size)
+    resolved = _changed(cfg, own_sizes, cfg.model.remat.policy, cfg.train.batch_size)
     searched = [name for name, policy in REMAT.items() if policy.searched]
     policies = dict.fromkeys([cfg.model.remat.policy, *searched])
-    batches = sorted({cfg.train.batch_size, *(cfg.train.batch_size * 2**i for i in (1, 2))})
-    if math.prod(given.values()) == topology.size and not rules.check_devices(cfg, topology.size):
-        yield cfg, given
+    batches = [cfg.train.batch_size * factor for factor in (1, 2, 4)]
+    fills = math.prod(own_sizes.values()) == topology.size
+    if fills and not rules.check_devices(cfg, topology.size):
+        yield cfg, own_sizes
     for sizes, policy, batch in itertools.product(_meshes(cfg, topology), policies, batches):
         changed = _changed(cfg, sizes, policy, batch)
         if changed != resolved and not rules.check(changed):
@@ -144,8 +146,10 @@ def _meshes(cfg: "Config", topology: Topology) -> Iterator[dict[str, int]]:
         _divisors(inside, inside if experts else 1),
         _divisors(inside, cfg.model.layers),
     ):
-        rest, over = divmod(inside, tensor * context * expert * stage)
-        if over or context > 1 and cfg.data.seq_len < 16384 or stage > 1 and inside < 512:
+        rest, remainder = divmod(inside, tensor * context * expert * stage)
+        too_short = context > 1 and cfg.data.seq_len < LEAST_FOR_CONTEXT
+        too_few = stage > 1 and inside < LEAST_FOR_STAGES
+        if remainder or too_short or too_few:
             continue
         for fsdp in _divisors(rest, rest):
             sizes = {
@@ -182,8 +186,9 @@ def _changed(cfg: "Config", sizes: dict[str, int], policy: str, batch: int) -> "
 
 
 def largest_batch(cfg: "Config", topology: Topology, make: Compile) -> tuple["Config", "Plan"]:
-    """The largest batch that fits, by compiling: bytes grow linearly with rows, so two sizes tell
-    where to look. ConfigError where one row a device does not fit."""
+    """The configuration with the largest batch that fits, and its plan. Bytes grow linearly with
+    rows, so two compiled sizes say where to look. ConfigError where one row a device does not
+    fit."""
     sizes = mesh_rules.mesh_sizes(cfg, topology.size)
     unit = parallel_rules.batch_unit(cfg, sizes)
     tried: dict[int, Plan] = {}
@@ -212,15 +217,17 @@ def largest_batch(cfg: "Config", topology: Topology, make: Compile) -> tuple["Co
 
 
 def _next(tried: Mapping[int, "Plan"], fits: int, over: float) -> int:
-    """Rows to try: twice as many first, then where a line through the two nearest that are known
-    meets the limit. Once there is one that does not fit, every other time the middle: a compiler
-    that spares memory near the limit bends the line."""
-    if fits == 1 and over == math.inf:
+    """Rows to try: twice as many first, then where a line through the two nearest sizes meets the
+    limit. Once a size does not fit, every other time the middle: a compiler that spares memory
+    near the limit bends the line."""
+    bounded = over < math.inf
+    if fits == 1 and not bounded:
         return 2
-    if over < math.inf and len(tried) % 2:
+    if bounded and len(tried) % 2:
         return (fits + int(over)) // 2
-    other = max(rows for rows in tried if rows < fits) if over == math.inf else int(over)
-    low, high = tried[fits], tried[other]
-    slope = (high.needed - low.needed) / (other - fits)
-    guess = int(fits + (low.usable - low.needed) / slope) if slope > 0 and low.usable else 8 * fits  # type: ignore[operator]
-    return int(min(max(guess, fits + 1), over - 1 if over < math.inf else 8 * fits))
+    other = int(over) if bounded else max(rows for rows in tried if rows < fits)
+    most = other - 1 if bounded else 8 * fits
+    plan = tried[fits]
+    slope = (tried[other].needed - plan.needed) / (other - fits)
+    guess = int(fits + ((plan.usable or 0) - plan.needed) / slope) if slope > 0 else 8 * fits
+    return min(max(guess, fits + 1), most)

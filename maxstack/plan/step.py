@@ -1,5 +1,5 @@
-"""The very step that a run would take, compiled for a topology: what `maxstack plan` reads its
-figures from."""
+"""Compilation of the step that a run would take, for a topology: `maxstack plan` reads its figures
+from it."""
 
 import dataclasses
 import re
@@ -49,9 +49,9 @@ class Step:
     too_large: TooLarge | None = None
 
 
-def check(cfg: "Config", topology: Topology) -> dict[str, int]:
-    """Mesh axis -> size over the topology. ConfigError where the mesh does not fill it, or what the
-    model, batch and mesh are does not divide."""
+def check_mesh(cfg: "Config", topology: Topology) -> dict[str, int]:
+    """Mesh axis -> size over the topology. ConfigError where the mesh does not fill it, or the
+    model or the batch does not divide over the mesh."""
     from maxstack.schema import rules
 
     return rules.sizes_on(cfg, topology.size, topology.name)
@@ -64,42 +64,38 @@ def compile_step(
     other.
 
     `exact`: with all the effort that training would spend. `dump`: a folder for the compiler's
-    assignment of buffers, where it gives it no other way.
+    assignment of buffers.
     """
-    check(cfg, topology)
+    check_mesh(cfg, topology)
     devices = topology.devices()
+    import jax
+
     from maxstack import sharding
     from maxstack.run import assemble
 
+    options: dict[str, Any] = {DUMP: str(dump)} if dump else {}
+    if devices[0].platform == "tpu" and not exact:
+        options |= QUICK[not hasattr(jax.config, "jax_exec_time_optimization_effort")]
     begin = time.perf_counter()
     run = assemble(cfg, sharding.make_mesh(cfg.mesh, devices))
     lowered = run.lower()
     middle = time.perf_counter()
+    compiled = refusal = None
     try:
-        options: dict[str, Any] = _quick() if devices[0].platform == "tpu" and not exact else {}
-        if dump and devices[0].platform != "cpu":
-            options = {**options, DUMP: str(dump)}
         compiled = run.compile(lowered, options)
     except Exception as error:  # jaxlib has no class of its own for this
-        over = too_large(str(error))
-        if over is None:
+        refusal = too_large(str(error))
+        if refusal is None:
             raise
-        return Step(run, None, middle - begin, time.perf_counter() - middle, over)
-    return Step(run, compiled, middle - begin, time.perf_counter() - middle)
-
-
-def _quick() -> dict[str, Any]:
-    import jax
-
-    return QUICK[not hasattr(jax.config, "jax_exec_time_optimization_effort")]
+    return Step(run, compiled, middle - begin, time.perf_counter() - middle, refusal)
 
 
 def too_large(message: str) -> TooLarge | None:
-    """What a TPU compiler's RESOURCE_EXHAUSTED says; None for another message."""
-    found = _OVER.search(message)
-    if not found:
+    """The refusal in a TPU compiler's RESOURCE_EXHAUSTED; None for another message."""
+    totals = _OVER.search(message)
+    if not totals:
         return None
-    used, unit, limit, limit_unit = found.groups()
+    used, unit, limit, limit_unit = totals.groups()
     largest = tuple(
         (_bytes(size, unit), shape, name) for size, unit, name, shape in _LARGE.findall(message)
     )

@@ -1,5 +1,5 @@
-"""Hardware by its name, `v5p:8x8x16`: which shapes there are, its devices for the ahead-of-time
-compiler, and what links join them."""
+"""Topologies, hardware by a name such as `v5p:8x8x16`: the shapes on offer, devices for the
+ahead-of-time compiler, and the links that join them."""
 
 import collections
 import dataclasses
@@ -10,16 +10,13 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from maxstack.config import ConfigError
 from maxstack.hardware.chips import Chip, by_kind
 from maxstack.hardware.chips import chip as find_chip
-from maxstack.hardware.devices import arrange, slice_of
+from maxstack.hardware.devices import arrange, box, slice_of
 from maxstack.schema.mesh import AXES
-
-if TYPE_CHECKING:
-    import numpy as np
 
 CUBE = 4
 """Sides of three-dimensional slices beyond one rack of 4x4x4 are multiples of this."""
@@ -42,8 +39,7 @@ _CUDA_LIMITS = """
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Devices that one program runs on. `sides`: a TPU slice in chips, or (hosts, GPUs of a
-    host)."""
+    """Devices of one program. `sides`: a TPU slice in chips, or (hosts, GPUs of a host)."""
 
     name: str
     chip: Chip | None = dataclasses.field(compare=False)
@@ -59,29 +55,21 @@ class Topology:
     @property
     def hosts(self) -> int:
         """Number of hosts, which is how many processes jax would have."""
-        if (
-            self.chip is None
-            or self.chip.platform == "cuda"
-            and self.sides[-1] <= self.chip.chips_per_host
-        ):
+        chip = self.chip
+        if chip is None or (chip.platform == "cuda" and self.sides[-1] <= chip.chips_per_host):
             return self.sides[0]
-        return self.slices * -(-math.prod(self.sides) // self.chip.chips_per_host)
+        return self.slices * -(-math.prod(self.sides) // chip.chips_per_host)
 
     def devices(self) -> tuple[Any, ...]:
-        """The devices: those of this process for `here`, else descriptions of them that programs
-        can be compiled for, which leaves jax without any other platform than the CPU. ConfigError
-        where the compiler's plugin is missing, or does not fit this jax."""
+        """Devices of this process for `here`, else descriptions that programs can be compiled for,
+        which leaves jax without any other platform than the CPU. ConfigError where the compiler's
+        plugin is missing, or does not fit this jax."""
         return _here() if self.name == "here" else _ahead_of_time(self)
-
-    def mesh_devices(self, shape: Sequence[int]) -> "np.ndarray":
-        """The devices as a mesh of `shape`, outermost axis first, as training would arrange
-        them."""
-        return arrange(self.devices(), shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """What a collective over one mesh axis runs on."""
+    """The link that a collective over a mesh axis runs on."""
 
     kind: str
     """ICI, DCN, NVLink, network; D2D between the devices of one chip; memory where the devices are
@@ -89,7 +77,7 @@ class Link:
     bandwidth: float | None
     """Bytes/s that one device can receive, or send, in a ring; None where it is not known."""
     in_switch: bool = False
-    """The switch can add: an all-reduce may then move half of what a ring moves (NVLink SHARP)."""
+    """The switch adds: an all-reduce may then move half of what a ring moves (NVLink SHARP)."""
 
 
 def links(
@@ -112,26 +100,25 @@ def links(
       sides of 16 in two dimensions; in three, all sides of slices of whole 4x4x4 cubes (Austin et
       al. 2025, How To Scale Your Model).
     """
-    of = groups(topology, mesh_shape, axis_names)
+    link = groups(topology, mesh_shape, axis_names)
     return {
-        name: of((name,)) for name, size in zip(axis_names, mesh_shape, strict=True) if size > 1
+        name: link((name,)) for name, size in zip(axis_names, mesh_shape, strict=True) if size > 1
     }
 
 
 def groups(
     topology: Topology, mesh_shape: Sequence[int], axis_names: Sequence[str] = AXES
 ) -> Callable[[tuple[str, ...]], Link]:
-    """As `links`, for groups of devices that differ along several mesh axes."""
-    grid = arrange(_places(topology), mesh_shape)
+    """Function from several mesh axes to the link of devices that differ along them; see
+    `links`."""
+    mesh = arrange(_placeholders(topology), mesh_shape)
 
     @functools.cache
-    def of(axes: tuple[str, ...]) -> Link:
-        return _link(
-            topology,
-            [*grid[tuple(slice(None) if name in axes else 0 for name in axis_names)].reshape(-1)],
-        )
+    def link(axes: tuple[str, ...]) -> Link:
+        group = tuple(slice(None) if name in axes else 0 for name in axis_names)
+        return _link(topology, mesh[group].reshape(-1).tolist())
 
-    return of
+    return link
 
 
 def parse(text: str, what: str = "--topology") -> Topology:
@@ -139,33 +126,28 @@ def parse(text: str, what: str = "--topology") -> Topology:
     which begins with `what`, for what does not exist, with what does."""
     if text == "here":
         return _describe(_here())
-    found = _NAME.fullmatch(text)
     if text.startswith("here"):
         raise ConfigError(
             f"{what} {text}: here takes no size; run.virtual_devices=8 makes eight "
             "devices of this machine's CPU"
         )
-    if not found:
+    name = _NAME.fullmatch(text)
+    if not name:
         raise ConfigError(
             f"{what} {text}: is not a topology; write a chip and its shape, as "
             "v5p:8x8x16, v5e:16x16*4 for 4 slices, "
             "h100:32x8 for 32 hosts of 8 GPUs, or here"
         )
-    chip, sides, slices = (
-        find_chip(found[1]),
-        tuple(map(int, found[2].split("x"))),
-        int(found[3] or 1),
-    )
-    if chip.nvlink and found[3]:
+    chip, sides, slices = find_chip(name[1]), tuple(map(int, name[2].split("x"))), int(name[3] or 1)
+    if chip.nvlink and name[3]:
         raise ConfigError(
             f"{what} {text}: GPUs have no slices; write hosts x GPUs of a host, as "
             f"{chip.name}:{slices * sides[0]}x{sides[-1]}"
         )
-    if sides not in _near(chip, sides, 1):
-        near = ", ".join(
-            f"{chip.name}:{_words(shape)}{f'*{slices}' if slices > 1 else ''}"
-            for shape in _near(chip, sides, 4)
-        )
+    nearest = _nearest(chip, sides)
+    if sides != nearest[0]:
+        times = f"*{slices}" if slices > 1 else ""
+        near = ", ".join(f"{chip.name}:{_words(shape)}{times}" for shape in nearest)
         raise ConfigError(
             f"{what} {text}: there is no such {chip.name}; {_rule(chip)}; nearest: {near}"
         )
@@ -177,33 +159,30 @@ def _words(shape: Sequence[int]) -> str:
 
 
 def _rule(chip: Chip) -> str:
+    """The shapes that there are, in words."""
     if chip.nvlink:
-        return (
-            "GPUs come as hosts x GPUs of a host, which are "
-            f"{', '.join(map(str, chip.nvlink.host_sizes))}"
-        )
+        sizes = ", ".join(map(str, chip.nvlink.host_sizes))
+        return f"GPUs come as hosts x GPUs of a host, which are {sizes}"
     assert chip.torus
+    small = f"slices are {', '.join(map(_words, chip.torus.shapes))}"
     if chip.torus.dims == 2:
-        return f"slices are {', '.join(map(_words, chip.torus.shapes))}"
+        return small
     return (
-        f"slices are {', '.join(map(_words, chip.torus.shapes))}, and AxBxC with A <= B "
-        f"<= C, multiples of {CUBE}, "
+        f"{small}, and AxBxC with A <= B <= C, multiples of {CUBE}, "
         f"up to {chip.torus.max_chips} chips"
     )
 
 
-def _near(chip: Chip, sides: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
-    """The `count` possible shapes nearest to the asked one: itself, then by number of chips and
-    likeness to a cube; of GPUs, large hosts first."""
+def _nearest(chip: Chip, sides: tuple[int, ...], count: int = 4) -> list[tuple[int, ...]]:
+    """The `count` possible shapes nearest to `sides`: itself, then by number of chips and likeness
+    to a cube; of GPUs, large hosts first."""
     asked = max(1, math.prod(sides))
 
     def distance(shape: tuple[int, ...]) -> tuple[float, ...]:
         size = abs(math.log(math.prod(shape) / asked))
-        return (
-            (shape != sides, -min(shape[-1], chip.chips_per_host), size)
-            if chip.nvlink
-            else (shape != sides, size, sum(shape))
-        )
+        if chip.nvlink:
+            return shape != sides, -min(shape[-1], chip.chips_per_host), size
+        return shape != sides, size, sum(shape)
 
     return sorted(_shapes(chip, asked), key=distance)[:count]
 
@@ -212,22 +191,18 @@ def _shapes(chip: Chip, asked: int) -> Iterator[tuple[int, ...]]:
     """Possible shapes: all slices of a TPU; of GPUs those that hold about as many as are asked for,
     for every size of a host."""
     if chip.nvlink:
-        yield from (
-            (hosts, size)
-            for size in chip.nvlink.host_sizes
-            for hosts in {max(1, asked // size), -(-asked // size)}
-        )
+        for size in chip.nvlink.host_sizes:
+            for hosts in {max(1, asked // size), -(-asked // size)}:
+                yield hosts, size
         return
     assert chip.torus
     yield from chip.torus.shapes
     if chip.torus.dims == 3:
         cubes = chip.torus.max_chips // CUBE**3
-        yield from (
-            (CUBE * a, CUBE * b, CUBE * c)
-            for a in range(1, round(cubes ** (1 / 3)) + 1)
-            for b in range(a, math.isqrt(cubes // a) + 1)
-            for c in range(b, cubes // (a * b) + 1)
-        )
+        for a in range(1, round(cubes ** (1 / 3)) + 1):
+            for b in range(a, math.isqrt(cubes // a) + 1):
+                for c in range(b, cubes // (a * b) + 1):
+                    yield CUBE * a, CUBE * b, CUBE * c
 
 
 def _here() -> tuple[Any, ...]:
@@ -242,13 +217,9 @@ def _describe(devices: Sequence[Any]) -> Topology:
     if chip is None or chip.torus is None:
         hosts = len({device.process_index for device in devices})
         return Topology("here", chip, (hosts, len(devices) // hosts))
-    sides = [
-        max(axis) - min(axis) + 1
-        for axis in zip(*(device.coords for device in devices), strict=True)
-    ]
-    return Topology(
-        "here", chip, tuple(sides[: chip.torus.dims]), len({slice_of(device) for device in devices})
-    )
+    sides = box(device.coords for device in devices)
+    slices = len({slice_of(device) for device in devices})
+    return Topology("here", chip, sides[: chip.torus.dims], slices)
 
 
 @functools.lru_cache(maxsize=4)
@@ -290,7 +261,7 @@ def _importable(module: str) -> bool:
 
 
 def _options(topology: Topology, chip: Chip) -> dict[str, Any]:
-    """What jax's get_topology_desc wants for these devices."""
+    """Arguments of jax's get_topology_desc for these devices."""
     if chip.platform == "cuda":
         return {
             "topology_name": "",
@@ -323,86 +294,78 @@ dnn_version_info {{ major: 9 minor: 10 }} runtime_version {{ major: 12 minor: 9 
 
 
 @dataclasses.dataclass(slots=True)
-class _Place:
-    """As much of a device as `arrange` looks at."""
+class _Placeholder:
+    """The attributes of a device that `arrange` reads."""
 
     id: int
     platform: str
     device_kind: str
-    coords: tuple[int, ...]
-    core_on_chip: int
-    slice_index: int
+    coords: tuple[int, ...] = ()
+    core_on_chip: int = 0
+    slice_index: int = 0
 
 
-def _places(topology: Topology) -> Sequence[Any]:
-    """The devices, or stand-ins for those that are not here."""
+def _placeholders(topology: Topology) -> Sequence[Any]:
+    """The devices, or placeholders for those that are not here."""
     chip = topology.chip
     if topology.name == "here" or chip is None:
         return topology.devices()
     if chip.nvlink:
-        return [_Place(i, "gpu", chip.kinds[0], (), 0, 0) for i in range(topology.size)]
+        return [_Placeholder(i, "gpu", chip.kinds[0]) for i in range(topology.size)]
     x, y, z = (*topology.sides, 1)[:3]
-    where = itertools.product(
-        range(topology.slices), range(z), range(y), range(x), range(chip.devices)
-    )
+    ranges = map(range, (topology.slices, z, y, x, chip.devices))
     return [
-        _Place(i, "tpu", chip.kinds[0], at[-2:0:-1], at[-1], at[0]) for i, at in enumerate(where)
+        _Placeholder(i, "tpu", chip.kinds[0], (x, y, z), core, slice_index)
+        for i, (slice_index, z, y, x, core) in enumerate(itertools.product(*ranges))
     ]
 
 
-def _link(topology: Topology, line: Sequence[Any]) -> Link:
-    """The link of the mesh axis whose first devices are `line`."""
-    chip, n = topology.chip, len(line)
+def _link(topology: Topology, group: Sequence[Any]) -> Link:
+    """The link of a mesh axis whose first group of devices is `group`."""
+    chip, n = topology.chip, len(group)
     if chip is None:
         return Link("memory", None)
     if chip.nvlink:
         full = 1 if topology.name == "here" else chip.chips_per_host
         size = chip.nvlink.domain * min(topology.sides[-1], full) // full
-        domains = collections.Counter(device.id // size for device in line)
+        domains = collections.Counter(device.id // size for device in group)
         if len(domains) == 1:
             return Link("NVLink", chip.nvlink.bandwidth, chip.nvlink.in_switch)
-        return Link(
-            "network", _from_outside(chip.network, n, min(domains.values()), chip.nvlink.bandwidth)
-        )
-    inside = [device for device in line if slice_of(device) == slice_of(line[0])]
+        least = min(domains.values())
+        return Link("network", _from_outside(chip.network, n, least, chip.nvlink.bandwidth))
+    inside = [device for device in group if slice_of(device) == slice_of(group[0])]
     ici = _ici(topology, chip, inside)
-    if len(inside) == n:
-        return Link("ICI" if len({tuple(device.coords) for device in line}) > 1 else "D2D", ici)
-    return Link("DCN", _from_outside(chip.network_per_device, n, len(inside), ici))
+    if len(inside) < n:
+        return Link("DCN", _from_outside(chip.network_per_device, n, len(inside), ici))
+    return Link("ICI" if len({tuple(device.coords) for device in group}) > 1 else "D2D", ici)
 
 
 def _from_outside(bandwidth: float, n: int, g: int, within: float) -> float:
-    """What each of n devices gets if g of them share a domain, with a port of `bandwidth` to the
-    outside and links of `within` to each other."""
+    """Bytes/s that each of n devices gets if g of them share a domain, with a port of `bandwidth`
+    to the outside and links of `within` to each other."""
     return min(bandwidth * g * (n - 1) / (n - g), bandwidth + (within if g > 1 else 0))
 
 
 def _ici(topology: Topology, chip: Chip, inside: Sequence[Any]) -> float:
-    """What a ring over these devices of one slice gets from the torus, and between the cores of a
-    chip."""
+    """Bytes/s that a ring over these devices of one slice gets from the torus, and between the
+    cores of a chip."""
     torus = chip.torus
     assert torus
-    places = {tuple(device.coords) for device in inside}
-    n, on_chip = len(inside), len(inside) // len(places)
-    if len(places) == 1:
+    chips = {tuple(device.coords) for device in inside}
+    n, on_chip = len(inside), len(inside) // len(chips)
+    if len(chips) == 1:
         return torus.between_cores or math.inf
-    axes = [sorted(set(values)) for values in zip(*places, strict=True)][: torus.dims]
-    regular = math.prod(map(len, axes)) == len(places)
+    axes = [sorted(set(values)) for values in zip(*chips, strict=True)][: torus.dims]
+    regular = math.prod(map(len, axes)) == len(chips)
     whole_cubes = all(side % torus.wrap == 0 for side in topology.sides)
     total = 0.0
     for side, values in zip(topology.sides, axes, strict=True):
-        step = (
-            min((b - a for a, b in itertools.pairwise(values)), default=0)
-            if regular
-            else min(len(values) - 1, 1)
-        )
-        if step == 0:
+        if len(values) == 1:
             continue
+        step = min(b - a for a, b in itertools.pairwise(values)) if regular else 1
         wraps = whole_cubes if torus.dims == 3 else side % torus.wrap == 0
-        partial = wraps and regular and step == 1 and len(values) < side
-        total += (
-            torus.link
-            / step
-            * (2 * (len(values) - 1) / len(values) if partial else 2 if wraps else 1)
-        )
+        links = 2.0 if wraps else 1.0
+        if wraps and regular and step == 1 and len(values) < side:
+            links *= (len(values) - 1) / len(values)
+        total += torus.link / step * links
     return total * on_chip / chip.devices * (n - 1) / (n - on_chip)

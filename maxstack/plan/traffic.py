@@ -1,11 +1,10 @@
-"""What a compiled program sends between devices: every collective, the mesh axes it spans, and its
-bytes."""
+"""Collectives of a compiled program: the mesh axes that each spans, and the bytes that it sends."""
 
 import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -44,7 +43,7 @@ _SLICES = re.compile(r'_xla_megascale_target="\{([\d,]+)\}x\{(\d+):(\d+)\}"')
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective of the program.
+    """A collective of the program.
 
     `payload`: bytes of the whole that a device holds: the output of an all-gather, the input of the
     others. `sent`: bytes that it sends in a step. Of g devices, ring algorithms send (g-1)/g of the
@@ -64,7 +63,7 @@ class Collective:
     op_name: str
     name: str
     overlapped: bool = False
-    """Has a start and an end apart, with other work in between."""
+    """Start and end are apart, with other work in between."""
     between_slices: bool = False
     """libtpu sends it over the data-centre network; the others of a multi-slice TPU program stay
     within a slice."""
@@ -79,40 +78,31 @@ def collectives(
     An all-reduce of a TPU fusion that keeps only this device's piece is a reduce-scatter. A ragged
     all-to-all counts as if its buffers were full.
     """
-    found = []
-    for computation in program.computations.values():
-        for instruction in (
-            computation.instructions.values() if program.times[computation.name] else ()
-        ):
-            # A TPU's asynchronous fusions name the same collective again in each part that runs
-            # beside it, loops too; -1 stands in the first.
-            if (
-                "async_collective_fusion_config" in instruction.attributes
-                and '"flag_start":"-1"' not in instruction.attributes
-            ):
-                continue
-            if instruction.opcode.removesuffix("-start") in KINDS:
-                found.append(_within(program, computation, instruction, mesh))
-            elif instruction.opcode == "send" and "_xla_megascale_target" in instruction.attributes:
-                found.append(_between(program, computation, instruction, mesh))
+    rows = [
+        _collective(program, computation, instruction, mesh)
+        for computation in program.computations.values()
+        for instruction in computation.instructions.values()
+        if program.times[computation.name] and _sends(instruction)
+    ]
     return [
-        one
-        for one in found
-        if one.axes
-        and one.size > 1
-        and one.payload
-        and not any(scope in one.op_name for scope in without)
+        row
+        for row in rows
+        if row.axes
+        and row.size > 1
+        and row.payload
+        and not any(scope in row.op_name for scope in without)
     ]
 
 
-def summary(found: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]], tuple[float, float]]:
-    """(kind, axes) -> (collectives in a step, bytes that a device sends in a step), the most bytes
-    first."""
-    total: dict[tuple[str, tuple[str, ...]], tuple[float, float]] = {}
-    for one in found:
-        number, bytes_ = total.get((one.kind, one.axes), (0.0, 0.0))
-        total[one.kind, one.axes] = number + one.times, bytes_ + one.sent
-    return dict(sorted(total.items(), key=lambda row: -row[1][1]))
+def _sends(instruction: Instruction) -> bool:
+    """True of collectives. A TPU's asynchronous fusions name the same collective again in each part
+    that runs beside it, loops too; the first has the flag -1, and counts."""
+    attributes = instruction.attributes
+    if "async_collective_fusion_config" in attributes and '"flag_start":"-1"' not in attributes:
+        return False
+    if instruction.opcode == "send":
+        return "_xla_megascale_target" in attributes
+    return instruction.opcode.removesuffix("-start") in KINDS
 
 
 def sent(kind: str, payload: int, size: int) -> float:
@@ -123,100 +113,87 @@ def sent(kind: str, payload: int, size: int) -> float:
     return payload * (size - 1) / size * (2 if kind == "all-reduce" else 1)
 
 
-def _within(
+def _collective(
     program: Program, computation: Computation, instruction: Instruction, mesh: Mapping[str, int]
 ) -> Collective:
-    attributes, kind, times = (
-        instruction.attributes,
-        instruction.opcode.removesuffix("-start"),
-        program.times[computation.name],
+    between_slices = instruction.opcode == "send"
+    if between_slices:
+        kind, groups = _between_slices(program, instruction)
+    else:
+        kind, groups = _within_slice(program, computation, instruction, math.prod(mesh.values()))
+    size, times = groups.shape[1], program.times[computation.name]
+    payload = sum(computation.instructions[name].bytes for name in instruction.operands)
+    payload *= size if kind == "all-gather" else 1
+    return Collective(
+        kind=kind,
+        axes=_axes(groups, mesh),
+        size=size,
+        times=times,
+        payload=payload,
+        sent=times * sent(kind, payload, size),
+        op_name=_scope(program, computation, instruction),
+        name=instruction.attribute("_xla_host_transfer_rendezvous") or instruction.name,
+        overlapped=between_slices or _overlapped(program, computation, instruction),
+        between_slices=between_slices,
     )
-    if "channel_id" in attributes or not _partitions(program):
-        groups = _groups(attributes, _partitions(program) or math.prod(mesh.values()))
+
+
+def _within_slice(
+    program: Program, computation: Computation, instruction: Instruction, devices: int
+) -> tuple[str, np.ndarray]:
+    """Kind and groups of devices, [groups, size]."""
+    attributes, kind = instruction.attributes, instruction.opcode.removesuffix("-start")
+    partitions = _partitions(program)
+    if "channel_id" in attributes or not partitions:
+        groups = _groups(attributes, partitions or devices)
     else:
         groups = np.zeros((1, 1), np.int64)  # groups of replicas, and a partitioned program has one
-    size = groups.shape[1]
     if (
         kind == "all-reduce"
         and program.fused(computation.name)
-        and _scatters(computation, instruction, size)
+        and _scatters(computation, instruction, groups.shape[1])
     ):
         kind = "reduce-scatter"
-    payload = sum(computation.instructions[name].bytes for name in instruction.operands) * (
-        size if kind == "all-gather" else 1
-    )
-    wrapped = program.callers.get(computation.name)
-    overlapped = (
-        instruction.opcode.endswith("-start")
-        and '"is_sync":true' not in attributes
-        or "async_collective_fusion_config" in attributes
-        or wrapped is not None
-        and wrapped[1].opcode in ("async-start", "call-start")
-    )
-    return Collective(
-        kind,
-        _axes(groups, mesh),
-        size,
-        times,
-        payload,
-        times * sent(kind, payload, size),
-        _scope(program, computation, instruction),
-        instruction.name,
-        overlapped,
-    )
+    return kind, groups
 
 
-def _between(
-    program: Program, computation: Computation, instruction: Instruction, mesh: Mapping[str, int]
-) -> Collective:
-    attributes, times, each = (
-        instruction.attributes,
-        program.times[computation.name],
-        _partitions(program),
-    )
-    if found := _SLICES.search(attributes):
-        first, last = int(found[2]), int(found[3])
-        groups = (np.array(found[1].split(","), np.int64)[None] - 1) * each + np.arange(
-            first, last + 1
-        )[:, None]
+def _between_slices(program: Program, instruction: Instruction) -> tuple[str, np.ndarray]:
+    """Kind and groups of devices, [groups, size], of what libtpu sends to other slices."""
+    partitions = _partitions(program)
+    if target := _SLICES.search(instruction.attributes):
+        slices = np.array(target[1].split(","), np.int64)[None] - 1
+        groups = slices * partitions + np.arange(int(target[2]), int(target[3]) + 1)[:, None]
     else:
-        groups = _listed(attributes)
-        groups = (groups // IN_SLICE - 1) * each + groups % IN_SLICE
-    kind = BETWEEN_SLICES.get(
-        instruction.attribute("_xla_megascale_transfer_type") or "", "collective-permute"
-    )
-    size = groups.shape[1]
-    payload = computation.instructions[instruction.operands[0]].bytes * (
-        size if kind == "all-gather" else 1
-    )
-    return Collective(
-        kind,
-        _axes(groups, mesh),
-        size,
-        times,
-        payload,
-        times * sent(kind, payload, size),
-        instruction.op_name,
-        instruction.attribute("_xla_host_transfer_rendezvous") or instruction.name,
-        overlapped=True,
-        between_slices=True,
+        devices = _listed(instruction.attributes)
+        groups = (devices // IN_SLICE - 1) * partitions + devices % IN_SLICE
+    transfer = instruction.attribute("_xla_megascale_transfer_type") or ""
+    return BETWEEN_SLICES.get(transfer, "collective-permute"), groups
+
+
+def _overlapped(program: Program, computation: Computation, instruction: Instruction) -> bool:
+    attributes = instruction.attributes
+    _, wrapper = program.callers.get(computation.name, (None, None))
+    return (
+        (instruction.opcode.endswith("-start") and '"is_sync":true' not in attributes)
+        or "async_collective_fusion_config" in attributes
+        or (wrapper is not None and wrapper.opcode in ("async-start", "call-start"))
     )
 
 
 def _partitions(program: Program) -> int:
     """Devices that the program is written for: of one slice, where there are several; 0 where the
     text does not say."""
-    found = re.search(r"num_partitions=(\d+)", program.attributes)
-    return int(found[1]) if found else 0
+    number = re.search(r"num_partitions=(\d+)", program.attributes)
+    return int(number[1]) if number else 0
 
 
 def _groups(attributes: str, devices: int) -> np.ndarray:
     """Groups of devices, [groups, size], from the attributes of a collective; a permute's pairs are
     groups of two."""
-    if found := _IOTA.search(attributes):
-        return _iota(found[2], found[3]).reshape([int(n) for n in found[1].split(",")])
-    if found := _MESH.search(attributes):
-        return _of_mesh(*found.groups())
+    if iota := _IOTA.search(attributes):
+        return _iota(iota[2], iota[3]).reshape([int(n) for n in iota[1].split(",")])
+    if mesh := _MESH.search(attributes):
+        return _of_mesh(*mesh.groups())
     listed = _listed(attributes)
     return listed if listed.size else np.arange(devices)[None]
 
@@ -253,40 +230,34 @@ def _of_mesh(axes: str, dims: str | None, order: str | None, chosen: str) -> np.
     return devices.transpose([*rest, *spanned]).reshape(-1, math.prod(shape[n] for n in spanned))
 
 
+def _listed(attributes: str) -> np.ndarray:
+    """The form {{0,1},{2,3}}; of groups of several sizes the largest."""
+    braces = _LISTED.search(attributes)
+    return _explicit(braces[1] if braces else "")
+
+
 @functools.lru_cache(maxsize=512)
 def _explicit(text: str) -> np.ndarray:
-    rows = [row for row in text.strip("{},").split("},{") if row]
-    longest = max((row.count(",") for row in rows), default=0)
-    numbers = ",".join(row for row in rows if row.count(",") == longest)
-    return (
-        np.array(numbers.split(","), np.int64).reshape(-1, longest + 1)
-        if numbers
-        else np.zeros((0, 0), np.int64)
-    )
-
-
-def _listed(attributes: str) -> np.ndarray:
-    found = _LISTED.search(attributes)
-    return _explicit(found[1] if found else "")
+    rows = [row.split(",") for row in text.strip("{},").split("},{") if row]
+    longest = max(map(len, rows), default=0)
+    return np.array([row for row in rows if len(row) == longest], np.int64)
 
 
 def _axes(groups: np.ndarray, mesh: Mapping[str, int]) -> tuple[str, ...]:
     """Mesh axes along which members of a group differ."""
-    places = np.unravel_index(groups % math.prod(mesh.values()), tuple(mesh.values()))
-    return tuple(
-        axis for axis, place in zip(mesh, places, strict=True) if (place != place[:, :1]).any()
-    )
+    coords = np.unravel_index(groups % math.prod(mesh.values()), tuple(mesh.values()))
+    return tuple(axis for axis, x in zip(mesh, coords, strict=True) if (x != x[:, :1]).any())
 
 
 def _scope(program: Program, computation: Computation, instruction: Instruction) -> str:
-    """Its own op_name, or that of what it is wrapped in."""
+    """The op_name of an instruction, or of what it is wrapped in."""
     while not instruction.op_name and program.fused(computation.name):
         computation, instruction = program.callers[computation.name]
     return instruction.op_name
 
 
 def _scatters(computation: Computation, reduced: Instruction, size: int) -> bool:
-    """Whether every use of an all-reduce cuts a device's piece out of it."""
+    """True where every use of an all-reduce cuts a device's piece out of it."""
     names, cuts = {reduced.name}, 0
     for instruction in computation.instructions.values():
         if names.intersection(instruction.operands):

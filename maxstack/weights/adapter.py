@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxstack.layers.context import position_keys
-from maxstack.layers.weight import Treated, Weight, multiply, project, values, weight
+from maxstack.layers.weight import Substitute, Weight, multiply, project, values, weight
 from maxstack.schema.lora import LoraConfig
 
 TINY = 1e-12
 
 
-class Adapted(Treated, nnx.Module):
+class Adapted(Substitute, nnx.Module):
     """W x + scale B A x, and with `magnitude` m (W + scale B A) x / |W + scale B A|, column by
     column; W is frozen."""
 

@@ -22,7 +22,7 @@ BITS = {"int2": 2, "int3": 3, "int4": 4, "int5": 5, "int6": 6, "int7": 7, "int8"
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """How one operand of a matmul is quantized."""
+    """QuantSpec one operand of a matmul is quantized."""
 
     qtype: str
     tile: int | float | None = None
@@ -52,7 +52,7 @@ class Operand:
 
 
 @dataclasses.dataclass(frozen=True)
-class How:
+class QuantSpec:
     """How a matmul is quantized: the operands of the forward pass, and the incoming gradient of the
     backward pass."""
 
@@ -142,7 +142,7 @@ faked.defvjp(_faked_forward, _faked_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def product(how: How, axes: str, x: jax.Array, w: Array) -> jax.Array:
+def product(how: QuantSpec, axes: str, x: jax.Array, w: Array) -> jax.Array:
     """x [..., K] times w [K, ...], an array in float32 or one that is quantized already -> [...,
     ...] in x's dtype.
 
@@ -153,7 +153,7 @@ def product(how: How, axes: str, x: jax.Array, w: Array) -> jax.Array:
     return _forward(how, axes, x, w)[0]
 
 
-def _forward(how: How, axes: str, x: jax.Array, w: Array) -> tuple[jax.Array, Any]:
+def _forward(how: QuantSpec, axes: str, x: jax.Array, w: Array) -> tuple[jax.Array, Any]:
     qw = _gathered(w if isinstance(w, QArray) else quantize(w, how.weight, 0), axes)
     qx = quantize(x, how.act, -1) if how.act else None
     if how.low:
@@ -163,7 +163,7 @@ def _forward(how: How, axes: str, x: jax.Array, w: Array) -> tuple[jax.Array, An
     return out, (x, w, *((qx, qw) if how.grad else (None, None)))
 
 
-def _backward(how: How, axes: str, kept: Any, g: jax.Array) -> tuple[jax.Array, Any]:
+def _backward(how: QuantSpec, axes: str, kept: Any, g: jax.Array) -> tuple[jax.Array, Any]:
     x, w, qx, qw = kept
     rows, columns = tuple(range(x.ndim - 1)), tuple(range(x.ndim - 1, g.ndim))
     stored = isinstance(w, QArray)

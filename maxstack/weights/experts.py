@@ -14,23 +14,28 @@ from maxstack.kernels.grouped_matmul import grouped_matmul
 from maxstack.kernels.grouped_matmul.case import grouped
 from maxstack.layers.weight import Experts
 from maxstack.schema.kernels import GroupedMatmul
-from maxstack.weights.arithmetic import How, Operand, faked, inside, quantize, spread
+from maxstack.weights.arithmetic import Operand, QuantSpec, faked, inside, quantize, spread
 
 
 @flax.struct.dataclass
 class QuantizedExperts(Experts):
-    """Matrices in low precision, as numbers of the compute dtype, for a How whose matmul is low:
+    """Matrices in low precision, as numbers of the compute dtype, where `quant.low`:
     differentiable, where integers are not."""
 
     codes_EKN: jax.Array
     """What is multiplied before it is scaled; every such number is one of the compute dtype too."""
     scale_EKN: jax.Array
     """float32; [E, K or its tiles or 1, N]."""
-    how: How = flax.struct.field(pytree_node=False)
+    quant: QuantSpec = flax.struct.field(pytree_node=False)
 
     def multiply(self, x_SK: jax.Array, sizes_E: jax.Array, backend: GroupedMatmul) -> jax.Array:
         return _multiplied(
-            self.how, backend, x_SK, self.codes_EKN, jax.lax.stop_gradient(self.scale_EKN), sizes_E
+            self.quant,
+            backend,
+            x_SK,
+            self.codes_EKN,
+            jax.lax.stop_gradient(self.scale_EKN),
+            sizes_E,
         )
 
 
@@ -40,33 +45,36 @@ class RoundedExperts(Experts):
     that a rule may round too."""
 
     values_EKN: jax.Array
-    how: How = flax.struct.field(pytree_node=False)
+    quant: QuantSpec = flax.struct.field(pytree_node=False)
 
     def multiply(self, x_SK: jax.Array, sizes_E: jax.Array, backend: GroupedMatmul) -> jax.Array:
-        rows_SK = faked(x_SK, self.how.act, -1) if self.how.act else x_SK
-        return _in_compute_dtype(self.how, backend, rows_SK, self.values_EKN, sizes_E)
+        rows_SK = faked(x_SK, self.quant.act, -1) if self.quant.act else x_SK
+        return _in_compute_dtype(self.quant, backend, rows_SK, self.values_EKN, sizes_E)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _in_compute_dtype(
-    how: How, backend: GroupedMatmul, x_SK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array
+    quant: QuantSpec, backend: GroupedMatmul, x_SK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array
 ) -> jax.Array:
     return grouped_matmul(x_SK, w_EKN, sizes_E, backend)
 
 
 def _of_rounded(
-    how: How, backend: GroupedMatmul, kept: tuple[jax.Array, jax.Array, jax.Array], g_SN: jax.Array
+    quant: QuantSpec,
+    backend: GroupedMatmul,
+    kept: tuple[jax.Array, jax.Array, jax.Array],
+    g_SN: jax.Array,
 ) -> tuple[Any, ...]:
     """Gradients in the compute dtype, of incoming ones that are rounded where the rule says so."""
     x_SK, w_EKN, sizes_E = kept
     pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes_E, backend), x_SK, w_EKN)[1]
-    dx_SK = pull(faked(g_SN, how.grad, -1) if how.grad else g_SN)[0]
-    dw_EKN = pull(faked(g_SN, how.weight_grad, 0) if how.weight_grad else g_SN)[1]
+    dx_SK = pull(faked(g_SN, quant.grad, -1) if quant.grad else g_SN)[0]
+    dw_EKN = pull(faked(g_SN, quant.weight_grad, 0) if quant.weight_grad else g_SN)[1]
     return dx_SK, dw_EKN, None
 
 
 _in_compute_dtype.defvjp(
-    lambda how, backend, x, w, sizes: (grouped_matmul(x, w, sizes, backend), (x, w, sizes)),
+    lambda quant, backend, x, w, sizes: (grouped_matmul(x, w, sizes, backend), (x, w, sizes)),
     _of_rounded,
 )
 
@@ -94,40 +102,42 @@ codes.defvjp(_codes_forward, _codes_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _multiplied(
-    how: How,
+    quant: QuantSpec,
     backend: GroupedMatmul,
     x_SK: jax.Array,
     codes_EKN: jax.Array,
     scale_EKN: jax.Array,
     sizes_E: jax.Array,
 ) -> jax.Array:
-    return _forward(how, backend, x_SK, codes_EKN, scale_EKN, sizes_E)[0]
+    return _forward(quant, backend, x_SK, codes_EKN, scale_EKN, sizes_E)[0]
 
 
 def _forward(
-    how: How,
+    quant: QuantSpec,
     backend: GroupedMatmul,
     x_SK: jax.Array,
     codes_EKN: jax.Array,
     scale_EKN: jax.Array,
     sizes_E: jax.Array,
 ) -> tuple[jax.Array, Any]:
-    assert how.act
+    assert quant.act
     mine_S1 = grouped(x_SK.shape[0], sizes_E)
     x_SK = jnp.where(mine_S1, x_SK, 0)
-    w = QArray(codes_EKN.astype(_stored(how.weight.qtype)), scale_EKN, None, how.weight.qtype)
-    out_SN = qwix.ragged_dot(quantize(x_SK, how.act, -1), w, sizes_E)
+    w = QArray(codes_EKN.astype(_stored(quant.weight.qtype)), scale_EKN, None, quant.weight.qtype)
+    out_SN = qwix.ragged_dot(quantize(x_SK, quant.act, -1), w, sizes_E)
     return jnp.where(mine_S1, out_SN, 0).astype(x_SK.dtype), (x_SK, codes_EKN, scale_EKN, sizes_E)
 
 
-def _backward(how: How, backend: GroupedMatmul, kept: Any, g_SN: jax.Array) -> tuple[Any, ...]:
+def _backward(
+    quant: QuantSpec, backend: GroupedMatmul, kept: Any, g_SN: jax.Array
+) -> tuple[Any, ...]:
     """As `_of_rounded`. Rows of no group have none."""
     x_SK, codes_EKN, scale_EKN, sizes_E = kept
     scales_EKN = spread(scale_EKN, codes_EKN.shape)
     w_EKN = (codes_EKN.astype(jnp.float32) * scales_EKN).astype(x_SK.dtype)
-    dx_SK, dw_EKN, _ = _of_rounded(how, backend, (x_SK, w_EKN, sizes_E), g_SN)
-    if how.act and how.act.clips:
-        dx_SK = jnp.where(inside(x_SK, quantize(x_SK, how.act, -1), how.act), dx_SK, 0)
+    dx_SK, dw_EKN, _ = _of_rounded(quant, backend, (x_SK, w_EKN, sizes_E), g_SN)
+    if quant.act and quant.act.clips:
+        dx_SK = jnp.where(inside(x_SK, quantize(x_SK, quant.act, -1), quant.act), dx_SK, 0)
     return dx_SK, (dw_EKN * scales_EKN).astype(codes_EKN.dtype), None, None
 
 

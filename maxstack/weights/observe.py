@@ -12,12 +12,20 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxstack.layers.weight import Experts, Treated, experts, lookup, multiply_each, project, values
+from maxstack.layers.weight import (
+    Experts,
+    Substitute,
+    experts,
+    lookup,
+    multiply_each,
+    project,
+    values,
+)
 from maxstack.schema.kernels import GroupedMatmul
 from maxstack.sharding import holding
-from maxstack.weights.arithmetic import How
-from maxstack.weights.place import Place
+from maxstack.weights.arithmetic import QuantSpec
 from maxstack.weights.quantized import Stored, frozen, stored
+from maxstack.weights.spec import WeightSpec
 
 _real: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar("real", default=None)
 
@@ -52,11 +60,13 @@ class Errors:
         }
 
 
-class Observed(Treated, nnx.Module):
+class Observed(Substitute, nnx.Module):
     """A float weight that a rule would take."""
 
-    def __init__(self, param: nnx.Param, how: How, place: Place, path: str, errors: Errors):
-        self.base, self.how, self.place, self.path, self.errors = param, how, place, path, errors
+    def __init__(
+        self, param: nnx.Param, how: QuantSpec, place: WeightSpec, path: str, errors: Errors
+    ):
+        self.base, self.quant, self.spec, self.path, self.errors = param, how, place, path, errors
         self.layer = frozen(param.shape[: param.ndim - len(place.shape)], jnp.int32)
         """The layer's number in its stack."""
 
@@ -83,8 +93,8 @@ class Observed(Treated, nnx.Module):
         )
 
     def _changed(self) -> Stored:
-        found = Stored(self.base, self.how)
-        for name, leaf in stored(self.base[...], self.place, self.how).items():
+        found = Stored(self.base, self.quant)
+        for name, leaf in stored(self.base[...], self.spec, self.quant).items():
             getattr(found, name).set_value(leaf)
         return found
 

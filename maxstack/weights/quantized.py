@@ -11,11 +11,19 @@ import numpy as np
 from flax import nnx
 from qwix import QArray
 
-from maxstack.layers.weight import Experts, Treated, whole
+from maxstack.layers.weight import Experts, Substitute, whole
 from maxstack.sharding import current
-from maxstack.weights.arithmetic import BITS, How, Operand, dequantize, faked, product, quantize
+from maxstack.weights.arithmetic import (
+    BITS,
+    Operand,
+    QuantSpec,
+    dequantize,
+    faked,
+    product,
+    quantize,
+)
 from maxstack.weights.experts import QuantizedExperts, RoundedExperts, codes
-from maxstack.weights.place import Place
+from maxstack.weights.spec import WeightSpec
 
 HALF = {
     "nf4": jnp.uint4,
@@ -25,14 +33,14 @@ HALF = {
 """The types of which two values lie in a byte, and what XLA calls them."""
 
 
-class Quantized(Treated):
+class Quantized(Substitute):
     """What both have in common."""
 
-    how: How
+    quant: QuantSpec
 
     def read(self, x: jax.Array) -> jax.Array:
         """Rounded as the rule says of activations."""
-        return faked(x, self.how.act, -1) if self.how.act else x
+        return faked(x, self.quant.act, -1) if self.quant.act else x
 
 
 class Trained(Quantized, nnx.Param):
@@ -40,30 +48,30 @@ class Trained(Quantized, nnx.Param):
     quantized training)."""
 
     @property
-    def how(self) -> How:  # type: ignore[override]
-        return self.get_metadata()["how"]
+    def quant(self) -> QuantSpec:  # type: ignore[override]
+        return self.get_metadata()["quant"]
 
     def project(self, x: jax.Array) -> jax.Array:
         """See weight.project."""
-        place = Place.of(self)
-        return _projected(self.how, place, x, self[...], lambda w: w.reshape(place.matrix))
+        place = WeightSpec.of(self)
+        return _projected(self.quant, place, x, self[...], lambda w: w.reshape(place.matrix))
 
     def lookup(self, index: jax.Array, dtype: Any) -> jax.Array:
         """See weight.lookup; the rows are rounded after they are taken."""
-        return faked(self[...][index], self.how.weight, -1).astype(dtype)
+        return faked(self[...][index], self.quant.weight, -1).astype(dtype)
 
     def values(self, dtype: Any) -> jax.Array:
         """See weight.values."""
-        place = Place.of(self)
+        place = WeightSpec.of(self)
         return (
-            faked(self[...].reshape(place.matrix), self.how.weight, place.contracted)
+            faked(self[...].reshape(place.matrix), self.quant.weight, place.contracted)
             .reshape(place.shape)
             .astype(dtype)
         )
 
     def experts(self, dtype: Any) -> Experts:
         """See weight.experts."""
-        how = self.how
+        how = self.quant
         if not how.low:
             return RoundedExperts(faked(self[...], how.weight, 1).astype(dtype), how)
         scale = jax.lax.stop_gradient(quantize(self[...], how.weight, 1).scale)
@@ -74,13 +82,13 @@ class Stored(Quantized, nnx.Module):
     """A weight in low precision: its values, two in a byte where they have four bits, and their
     scales. It is not trained."""
 
-    def __init__(self, param: nnx.Param, how: How):
-        place = Place.of(param)
+    def __init__(self, param: nnx.Param, how: QuantSpec):
+        place = WeightSpec.of(param)
         lead = param.ndim - len(place.shape)
         found = jax.eval_shape(
             lambda w: stored(w, place, how), jax.ShapeDtypeStruct(param.shape, param.dtype)
         )
-        self.place, self.how = place, how
+        self.spec, self.quant = place, how
         for name, leaf in found.items():
             axes = tuple(
                 "norm" if size == 1 and name in SCALES else axis
@@ -93,40 +101,40 @@ class Stored(Quantized, nnx.Module):
         """What `stored` gives, as it is kept."""
         return {
             name: getattr(self, name)[...]
-            for name in (self.how.weight.qtype, *SCALES)
+            for name in (self.quant.weight.qtype, *SCALES)
             if hasattr(self, name)
         }
 
     @property
     def array(self) -> QArray:
         """As Qwix has it, [matrix]."""
-        return _read(self.leaves, self.place, self.how.weight)
+        return _read(self.leaves, self.spec, self.quant.weight)
 
     def project(self, x: jax.Array) -> jax.Array:
         """See weight.project."""
         return _projected(
-            self.how,
-            self.place,
+            self.quant,
+            self.spec,
             x,
             self.leaves,
-            lambda leaves: _read(leaves, self.place, self.how.weight),
+            lambda leaves: _read(leaves, self.spec, self.quant.weight),
         )
 
     def lookup(self, index: jax.Array, dtype: Any) -> jax.Array:
         """See weight.lookup."""
         rows = {name: leaf[index] for name, leaf in self.leaves.items()}
-        return dequantize(_read(rows, self.place, self.how.weight), dtype)
+        return dequantize(_read(rows, self.spec, self.quant.weight), dtype)
 
     def values(self, dtype: Any) -> jax.Array:
         """See weight.values."""
-        return dequantize(self.array, dtype).reshape(self.place.shape)
+        return dequantize(self.array, dtype).reshape(self.spec.shape)
 
     def experts(self, dtype: Any) -> Experts:
         """See weight.experts."""
-        if self.how.low:
+        if self.quant.low:
             whole = self.array
-            return QuantizedExperts(whole.qvalue.astype(dtype), whole.scale, self.how)
-        return RoundedExperts(self.values(dtype), self.how)
+            return QuantizedExperts(whole.qvalue.astype(dtype), whole.scale, self.quant)
+        return RoundedExperts(self.values(dtype), self.quant)
 
 
 SCALES = "scale", "zero_point"
@@ -147,7 +155,7 @@ def frozen(shape: tuple[int, ...], dtype: Any, axes: tuple[str, ...] = ()) -> nn
     )
 
 
-def stored(w: jax.Array, place: Place, how: How) -> dict[str, jax.Array]:
+def stored(w: jax.Array, place: WeightSpec, how: QuantSpec) -> dict[str, jax.Array]:
     """What a Stored weight keeps of a float one [..., shape], whatever dimensions a stack puts
     before it. The values are called by their type, so that a checkpoint says what its bytes
     mean."""
@@ -160,13 +168,15 @@ def stored(w: jax.Array, place: Place, how: How) -> dict[str, jax.Array]:
     return found if q.zero_point is None else found | {"zero_point": q.zero_point.astype(jnp.int8)}
 
 
-def floats(leaves: Mapping[str, jax.Array | np.ndarray], place: Place, how: How) -> jax.Array:
+def floats(
+    leaves: Mapping[str, jax.Array | np.ndarray], place: WeightSpec, how: QuantSpec
+) -> jax.Array:
     """The float32 weight [..., shape] that what is kept stands for."""
     found = dequantize(_read(leaves, place, how.weight), jnp.float32)
     return found.reshape(*found.shape[: found.ndim - len(place.matrix)], *place.shape)
 
 
-def _read(leaves: Mapping[str, jax.Array | np.ndarray], place: Place, how: Operand) -> QArray:
+def _read(leaves: Mapping[str, jax.Array | np.ndarray], place: WeightSpec, how: Operand) -> QArray:
     values, zero = leaves[how.qtype], leaves.get("zero_point")
     if how.qtype in HALF:
         values = _unpacked(values, place.packed, HALF[how.qtype])
@@ -192,7 +202,9 @@ def _unpacked(x: jax.Array | np.ndarray, dim: int, dtype: Any) -> jax.Array:
     return jax.lax.bitcast_convert_type(nibbles, dtype)
 
 
-def _projected(how: How, place: Place, x: jax.Array, kept: Any, matrix: Any) -> jax.Array:
+def _projected(
+    how: QuantSpec, place: WeightSpec, x: jax.Array, kept: Any, matrix: Any
+) -> jax.Array:
     """x times the weight that `matrix` makes of what is kept. It is made once more for the backward
     pass where it would else be kept for that."""
     rows = x.shape[: x.ndim - place.contract]

@@ -10,10 +10,10 @@ from flax import nnx
 
 from maxstack.config import ConfigError, nearest, quoted
 from maxstack.schema.quantization import QuantizationConfig, RuleConfig
-from maxstack.weights.arithmetic import How, Operand
+from maxstack.weights.arithmetic import Operand, QuantSpec
 from maxstack.weights.observe import Errors, Observed
-from maxstack.weights.place import Place
 from maxstack.weights.quantized import HALF, Stored, Trained, floats, stored
+from maxstack.weights.spec import WeightSpec
 
 OPS = {
     "matmul": ("dot_general", "einsum"),
@@ -24,42 +24,44 @@ OPS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Taken:
+class RuleMatch:
     """A rule and a weight that it takes."""
 
     number: int
     rule: RuleConfig
     mode: str
-    how: How
-    place: Place
+    quant: QuantSpec
+    spec: WeightSpec
 
-    def treat(
+    def substitute(
         self, param: nnx.Param, path: str, errors: Errors | None
     ) -> Trained | Stored | Observed:
         """What stands for the weight in the model; with `errors`, what tells them of the change
         that the rule would be."""
         if errors is not None:
-            return Observed(param, self.how, self.place, path, errors)
+            return Observed(param, self.quant, self.spec, path, errors)
         if self.mode == "ptq":
-            return Stored(param, self.how)
-        return Trained(param.get_value(), how=self.how, **param.get_metadata())
+            return Stored(param, self.quant)
+        return Trained(param.get_value(), quant=self.quant, **param.get_metadata())
 
     def stored(self, array: jax.Array) -> dict[str, jax.Array]:
         """What is kept of the weight where the mode is ptq."""
-        return stored(array, self.place, self.how)
+        return stored(array, self.spec, self.quant)
 
     def floats(self, leaves: Mapping[str, jax.Array | np.ndarray]) -> jax.Array:
         """The weight that what is kept of it stands for."""
-        return floats(leaves, self.place, self.how)
+        return floats(leaves, self.spec, self.quant)
 
 
-def taken(cfg: QuantizationConfig, params: Mapping[str, nnx.Param]) -> dict[str, Taken]:
+def match_rules(cfg: QuantizationConfig, params: Mapping[str, nnx.Param]) -> dict[str, RuleMatch]:
     """Weights by path -> the rule that takes each. ConfigError for a rule that takes nothing, or a
     weight that it cannot serve."""
     weights = {
-        path: Place.of(param) for path, param in params.items() if param.get_metadata().get("use")
+        path: WeightSpec.of(param)
+        for path, param in params.items()
+        if param.get_metadata().get("use")
     }
-    found: dict[str, Taken] = {}
+    found: dict[str, RuleMatch] = {}
     users = {
         number: [path for path, place in weights.items() if _matches(rule, path, place)]
         for number, rule in enumerate(cfg.rules)
@@ -77,7 +79,7 @@ def taken(cfg: QuantizationConfig, params: Mapping[str, nnx.Param]) -> dict[str,
     return found
 
 
-def _matches(rule: RuleConfig, path: str, place: Place) -> bool:
+def _matches(rule: RuleConfig, path: str, place: WeightSpec) -> bool:
     names = path, path.rpartition("/")[0]
     return any(re.fullmatch(rule.module_path, name) for name in names if name) and (
         not rule.op_names or bool({*OPS[place.use]} & {*rule.op_names})
@@ -90,7 +92,7 @@ def _nothing(
     first: dict[str, int],
     number: int,
     params: Mapping[str, nnx.Param],
-    weights: Mapping[str, Place],
+    weights: Mapping[str, WeightSpec],
 ) -> str:
     if users[number]:
         return (
@@ -122,7 +124,7 @@ def _nothing(
     )
 
 
-def _of(number: int, rule: RuleConfig, mode: str, path: str, place: Place) -> Taken:
+def _of(number: int, rule: RuleConfig, mode: str, path: str, place: WeightSpec) -> RuleMatch:
     where = f"quantization.rules.{number}"
     assert rule.weight_qtype
     channelwise, tile = not rule.disable_channelwise_axes, rule.tile_size
@@ -171,4 +173,4 @@ def _of(number: int, rule: RuleConfig, mode: str, path: str, place: Place) -> Ta
     weight_grad = operand(
         rule.bwd_qtype, rule.bwd_weight_grad_tile_size, rule.bwd_calibration_method
     )
-    return Taken(number, rule, mode, How(weight, act, grad, weight_grad), place)
+    return RuleMatch(number, rule, mode, QuantSpec(weight, act, grad, weight_grad), place)

@@ -18,28 +18,28 @@ from maxstack.layers.weight import Weight, draw
 from maxstack.models import decoder
 from maxstack.models.model import abstract, initial
 from maxstack.weights import adapter
-from maxstack.weights.place import Place
+from maxstack.weights.spec import WeightSpec
 
 if TYPE_CHECKING:
     from maxstack.schema.config import Config
     from maxstack.weights.observe import Errors
-    from maxstack.weights.recipe import Taken
+    from maxstack.weights.recipe import RuleMatch
 
 Tree = dict[str, Any]
 Array = jax.Array | np.ndarray
 
 
-class Treatment:
-    """Of the model of `cfg`: `graph` and `state` are the treated model's, as nnx.split gives them,
-    and hold no arrays. ConfigError where a rule or a target takes nothing, or what it cannot
-    serve."""
+class Rewrite:
+    """The model of `cfg` with substitutes for some weights: `graph` and `state` are those of
+    nnx.split, and hold no arrays. ConfigError where a rule or a target takes nothing, or what it
+    cannot serve."""
 
     def __init__(self, cfg: "Config", errors: "Errors | None" = None):
-        """With `errors` the model computes as untreated, and tells them what its recipe would
+        """With `errors` the model computes as original, and tells them what its recipe would
         change."""
         self._cfg, self._errors = cfg, errors
-        self.taken: dict[str, Taken] = {}
-        self.adapted: dict[str, Place] = {}
+        self.matches: dict[str, RuleMatch] = {}
+        self.adapted: dict[str, WeightSpec] = {}
         self.passed: dict[str, None] = {}
         """What else the targets of adapters match, and gets none."""
         self.graph, self.state = nnx.split(nnx.eval_shape(self._built))
@@ -57,36 +57,30 @@ class Treatment:
 
     @property
     def replaced(self) -> set[str]:
-        """Paths of the weights of the untreated model in whose place the treated one keeps
+        """Paths of the weights of the original model in whose place the rewritten one keeps
         others."""
-        return {*self.adapted, *(path for path, use in self.taken.items() if use.mode == "ptq")}
-
-    @property
-    def treats(self) -> bool:
-        """Whether the treated model keeps anything else than the untreated one."""
-        return bool(self.replaced)
+        return {*self.adapted, *(path for path, use in self.matches.items() if use.mode == "ptq")}
 
     def initial(self, seed: int) -> Tree:
-        """Fresh weights: those of the untreated model, treated."""
+        """Fresh weights: those of the original model, rewritten."""
         drawn = initial(self._cfg.model, seed)
         return (
-            drawn if not self.treats else self.applied(jax.lax.optimization_barrier(drawn))
+            drawn if not self.replaced else self.applied(jax.lax.optimization_barrier(drawn))
         )  # else XLA rounds what it draws in another way
 
     def applied(self, params: Tree) -> Tree:
-        """The weights of the treated model that come of those of the untreated one, nested dicts of
-        arrays."""
+        """Nested dicts of arrays: weights of the original model -> those of the rewritten one."""
         found: Tree = {}
         for path, array in nnx.traversals.flatten_mapping(params, sep="/").items():
             found |= self.kept(path, array)
         return nnx.traversals.unflatten_mapping(found, sep="/")
 
     def kept(self, path: str, array: jax.Array) -> dict[str, jax.Array]:
-        """What the treated model keeps of one weight of the untreated one, by path; a new adapter
+        """What the rewritten model keeps of one weight of the original one, by path; a new adapter
         is drawn by train.seed."""
-        use, found = self.taken.get(path), {path: array}
+        use, found = self.matches.get(path), {path: array}
         if use and self._errors is not None:
-            lead = array.shape[: array.ndim - len(use.place.shape)]
+            lead = array.shape[: array.ndim - len(use.spec.shape)]
             return {
                 f"{path}/base": array,
                 f"{path}/layer": jnp.arange(math.prod(lead), dtype=jnp.int32).reshape(lead),
@@ -125,10 +119,10 @@ class Treatment:
         return found
 
     def floats(self, path: str, kept: Mapping[str, Array]) -> Array:
-        """The weight of the untreated model that what is kept of it at `path` stands for, without
+        """The weight of the original model that what is kept of it at `path` stands for, without
         its adapter."""
         base = f"{path}/base" if path in self.adapted else path
-        use = self.taken.get(path)
+        use = self.matches.get(path)
         if not use or use.mode != "ptq":
             return kept[base]
         return use.floats(
@@ -140,15 +134,15 @@ class Treatment:
         )
 
     def merged(self, kept: Mapping[str, Array]) -> dict[str, Array]:
-        """The weights of the untreated model, by path, that the treated one's stand for; adapters
+        """The weights of the original model, by path, that the rewritten one's stand for; adapters
         are merged into theirs, in float32."""
         plain = nnx.to_flat_state(abstract(self._cfg.model)[1])
         return {
-            name: self.untreated(name, kept)
+            name: self.original(name, kept)
             for name in ("/".join(map(str, path)) for path, _ in plain)
         }
 
-    def untreated(self, path: str, kept: Mapping[str, Array]) -> Array:
+    def original(self, path: str, kept: Mapping[str, Array]) -> Array:
         """One of them."""
         whole = self.floats(path, kept)
         if not (place := self.adapted.get(path)):
@@ -168,10 +162,10 @@ class Treatment:
         cfg, model = self._cfg, decoder.Decoder(self._cfg.model)
         params = {path: getattr(module, name) for path, module, name in _params(model)}
         if cfg.quantization.rules:
-            from maxstack.weights.recipe import taken
+            from maxstack.weights.recipe import match_rules
 
-            self.taken = taken(cfg.quantization, params)
-        self.adapted = {path: Place.of(params[path]) for path in self._targets(params)}
+            self.matches = match_rules(cfg.quantization, params)
+        self.adapted = {path: WeightSpec.of(params[path]) for path in self._targets(params)}
         if (
             cfg.lora
             and cfg.lora.dora
@@ -179,26 +173,26 @@ class Treatment:
                 rounded := [
                     path
                     for path in self.adapted
-                    if path in self.taken and self.taken[path].mode != "ptq"
+                    if path in self.matches and self.matches[path].mode != "ptq"
                 ]
             )
         ):
             raise ConfigError(
                 f"lora.dora: {rounded[0]} is rounded as it is used (mode "
-                f"{self.taken[rounded[0]].mode}), so its columns have no length "
+                f"{self.matches[rounded[0]].mode}), so its columns have no length "
                 "of their own; keep it in low precision with mode: ptq, or set lora.dora=false"
             )
         for path, module, name in list(_params(model)):
             param = params[path]
             if cfg.lora:
                 param.set_metadata(frozen=True)
-            treated: Weight = param
-            if path in self.taken:
-                treated = self.taken[path].treat(param, path, self._errors)
+            weight: Weight = param
+            if path in self.matches:
+                weight = self.matches[path].substitute(param, path, self._errors)
             if path in self.adapted:
                 assert cfg.lora
-                treated = adapter.Adapted(treated, param, path, cfg.lora)
-            setattr(module, name, treated)
+                weight = adapter.Adapted(weight, param, path, cfg.lora)
+            setattr(module, name, weight)
         return model
 
     def _targets(self, params: Mapping[str, nnx.Param]) -> list[str]:

@@ -86,7 +86,7 @@ def trained(family: str, lora: dict):
         bind(
             Contents(parity.GOLDENS / family).family,
             cfg.model,
-            {path: leaf.shape for path, leaf in run.untreated.items()},
+            {path: leaf.shape for path, leaf in run.original.items()},
         ),
     )
 
@@ -94,14 +94,14 @@ def trained(family: str, lora: dict):
 def written(folder, family: str, lora: dict):
     run, weights, bound = trained(family, lora)
     folder.mkdir()
-    adapted = {path: place.contract for path, place in run.treatment.adapted.items()}
+    adapted = {path: place.contract for path, place in run.rewrite.adapted.items()}
     peft.write(
         folder,
         run.cfg.lora,
         adapted,
         bound,
         weights.__getitem__,
-        lambda path: run.treatment.floats(path, weights),
+        lambda path: run.rewrite.floats(path, weights),
         family,
     )
     return run, weights, bound, adapted
@@ -141,7 +141,7 @@ def test_an_adapter_of_ours_is_read_back_and_merges_alike_in_both_layouts(family
     merged = nnx.traversals.flatten_mapping(
         parity.model_and_params(tmp_path / "merged")[2], sep="/"
     )
-    for path, leaf in run.treatment.merged(weights).items():
+    for path, leaf in run.rewrite.merged(weights).items():
         np.testing.assert_allclose(
             np.asarray(leaf), np.asarray(merged[path]), rtol=1e-4, atol=1e-5, err_msg=path
         )
@@ -158,7 +158,7 @@ def test_an_adapter_that_peft_would_take_for_that_of_an_expert_is_refused(tmp_pa
 
 def test_a_learned_table_of_positions_is_exported_with_its_own_length_not_that_of_rows(tmp_path):
     run, weights, _ = trained("gpt2", {"rank": 2})
-    merged = run.treatment.merged(weights)
+    merged = run.rewrite.merged(weights)
     export(
         run.cfg.model,
         {path: leaf.shape for path, leaf in merged.items()},

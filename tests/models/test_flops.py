@@ -40,7 +40,7 @@ def test_frozen_weights_count_four_and_adapters_six():
     cfg = tiny.config(lora={"rank": 4})
     run, whole = tiny.make_run(cfg), flops_per_token(cfg.model, 48)
     base = (
-        sum(leaf.size for path, leaf in run.untreated.items() if "norm" not in path)
+        sum(leaf.size for path, leaf in run.original.items() if "norm" not in path)
         - cfg.model.vocab * cfg.model.embed
     )
     assert (

@@ -43,16 +43,16 @@ def plan(**changes):
 
 
 def test_days_and_chip_hours_follow_from_the_bound():
-    found = cost.costs(plan(), cost.Asked(2000 * DAY, None, None))
+    found = cost.costs(plan(), cost.CostRequest(2000 * DAY, None, None))
     assert found == {"bound": cost.Cost(2 * DAY, 1.0, 96.0, None)}
 
 
 def test_a_part_of_a_step_is_a_whole_step():
-    assert cost.costs(plan(), cost.Asked(1001, None, None))["bound"].steps == 2
+    assert cost.costs(plan(), cost.CostRequest(1001, None, None))["bound"].steps == 2
 
 
 def test_an_mfu_lengthens_the_run_by_the_bounds_own_mfu_over_it():
-    found = cost.costs(plan(), cost.Asked(2000 * DAY, 0.25, 2.5))
+    found = cost.costs(plan(), cost.CostRequest(2000 * DAY, 0.25, 2.5))
     assert (
         plan().mfu() == 0.5
         and found["mfu"] == cost.Cost(2 * DAY, 2.0, 192.0, 480.0)
@@ -62,14 +62,14 @@ def test_an_mfu_lengthens_the_run_by_the_bounds_own_mfu_over_it():
 
 def test_chips_of_two_devices_are_paid_once():
     assert (
-        cost.costs(plan(chip="TPU7x"), cost.Asked(2000 * DAY, None, None))["bound"].chip_hours
+        cost.costs(plan(chip="TPU7x"), cost.CostRequest(2000 * DAY, None, None))["bound"].chip_hours
         == 48.0
     )
 
 
 def test_the_screen_says_bound_mfu_and_price_before_its_verdict():
     said = report.text(
-        plan(), [*cost.lines(plan(), cost.Asked(2000 * DAY, 0.25, 2.5))]
+        plan(), [*cost.lines(plan(), cost.CostRequest(2000 * DAY, 0.25, 2.5))]
     ).splitlines()
     assert said[-5:-2] == [
         "172,800,000 tokens are 172,800 steps",
@@ -80,7 +80,7 @@ def test_the_screen_says_bound_mfu_and_price_before_its_verdict():
 
 
 def test_an_mfu_above_the_bound_is_told_to_be_impossible():
-    wanted = cost.Asked(1000, 0.6, None)
+    wanted = cost.CostRequest(1000, 0.6, None)
     assert [*cost.lines(plan(), wanted)][
         -1
     ] == "at an MFU of 60.0% causal: not on these chips, the bound is 50.0%"
@@ -90,7 +90,7 @@ def test_an_mfu_above_the_bound_is_told_to_be_impossible():
 def test_a_step_that_does_not_fit_has_no_days():
     assert (
         "has no bound on speed"
-        in [*cost.lines(plan(roofline=None), cost.Asked(1000, None, None))][0]
+        in [*cost.lines(plan(roofline=None), cost.CostRequest(1000, None, None))][0]
     )
 
 
@@ -99,7 +99,7 @@ def test_a_step_that_does_not_fit_has_no_days():
     [("15T", 15 * 10**12), ("1.5B", 1_500_000_000), ("300M", 300_000_000), ("2K", 2000), ("7", 7)],
 )
 def test_suffixes_count(text, tokens):
-    assert cost.asked(_arguments("--tokens", text)).tokens == tokens
+    assert cost.request(_arguments("--tokens", text)).tokens == tokens
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_suffixes_count(text, tokens):
 )
 def test_nonsense_is_refused_by_name(words, says):
     with pytest.raises(ConfigError, match=says.replace(".", r"\.")):
-        cost.asked(_arguments(*words))
+        cost.request(_arguments(*words))
 
 
 @pytest.mark.parametrize(

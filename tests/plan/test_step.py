@@ -6,7 +6,7 @@ import pytest
 import tiny
 
 from maxstack.config import ConfigError
-from maxstack.plan.step import TooLarge, check, compile_step, too_large
+from maxstack.plan.step import TooLarge, check_mesh, compile_step, too_large
 from maxstack.plan.topology import parse
 
 HBM = """RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 17.90G of 15.75G hbm. Exceeded hbm \
@@ -108,7 +108,7 @@ def test_a_compiler_s_refusal_is_a_step_without_a_program_and_its_other_faults_a
 
 
 def test_the_free_axis_takes_what_is_left_of_the_topology():
-    found = check(tiny.config(mesh={"tensor": 2}, train={"batch_size": 16}), parse("v5e:4x4"))
+    found = check_mesh(tiny.config(mesh={"tensor": 2}, train={"batch_size": 16}), parse("v5e:4x4"))
     assert {axis: size for axis, size in found.items() if size > 1} == {"data": 8, "tensor": 2}
 
 
@@ -133,4 +133,4 @@ def test_the_free_axis_takes_what_is_left_of_the_topology():
 )
 def test_what_does_not_divide_over_the_topology_is_refused_by_its_key(mesh, rows, said):
     with pytest.raises(ConfigError, match=said):
-        check(tiny.config(mesh=mesh, train={"batch_size": rows}), parse("v5e:4x4"))
+        check_mesh(tiny.config(mesh=mesh, train={"batch_size": rows}), parse("v5e:4x4"))

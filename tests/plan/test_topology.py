@@ -154,7 +154,7 @@ def test_no_ring_exceeds_what_links_says(name):
     for outer in (d for d in range(1, found.size + 1) if found.size % d == 0):
         for inner in (d for d in (1, 2, 3, 4, 8) if found.size // outer % d == 0):
             shape = (1, 1, outer, found.size // outer // inner, 1, 1, inner)
-            mesh = arrange(topology._places(found), shape)
+            mesh = arrange(topology._placeholders(found), shape)
             for axis, link in links(found, shape).items():
                 assert ring_bandwidth(found, mesh, AXES.index(axis)) <= link.bandwidth * (
                     1 + 1e-9
@@ -164,7 +164,7 @@ def test_no_ring_exceeds_what_links_says(name):
 def test_a_ring_around_a_whole_side_reaches_it():
     found, shape = parse("v5e:16x16"), (1, 1, 16, 16, 1, 1, 1)
     assert (
-        ring_bandwidth(found, arrange(topology._places(found), shape), 3)
+        ring_bandwidth(found, arrange(topology._placeholders(found), shape), 3)
         == links(found, shape)["fsdp"].bandwidth
     )
 
@@ -200,7 +200,7 @@ def test_a_program_compiles_for_devices_that_are_not_here(name, sizes):
         len({d.process_index for d in devices}),
     ) == (found.size, True, found.hosts)
     mesh = Mesh(
-        found.mesh_devices([sizes.get(axis, 1) for axis in AXES]),
+        arrange(devices, [sizes.get(axis, 1) for axis in AXES]),
         AXES,
         axis_types=(AxisType.Auto,) * len(AXES),
     )

@@ -1,7 +1,5 @@
 """Collectives of compiled programs: kind, mesh axes, times and bytes."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +8,7 @@ from captured import captured
 from jax.sharding import PartitionSpec as P
 
 from maxstack.plan.program import parse
-from maxstack.plan.traffic import Collective, collectives, sent, summary
+from maxstack.plan.traffic import Collective, collectives, sent
 from maxstack.plan.traffic import _axes as axes_of
 from maxstack.plan.traffic import _groups as groups_of
 
@@ -160,17 +158,4 @@ def test_collectives_of_cuda():
     assert brief(collectives(captured("cuda"), {"fsdp": 4})) == [
         ("all-gather", ("fsdp",), 4, 1.0, whole, 0.75 * whole),
         ("reduce-scatter", ("fsdp",), 4, 1.0, whole, 0.75 * whole),
-    ]
-
-
-def test_summary_adds_by_kind_and_axes():
-    one = functools.partial(Collective, size=2, payload=1, op_name="", name="")
-    found = [
-        one("all-gather", ("fsdp",), times=2.0, sent=10.0),
-        one("all-reduce", ("data",), times=1.0, sent=50.0),
-        one("all-gather", ("fsdp",), times=1.0, sent=5.0),
-    ]
-    assert list(summary(found).items()) == [
-        (("all-reduce", ("data",)), (1.0, 50.0)),
-        (("all-gather", ("fsdp",)), (3.0, 15.0)),
     ]

@@ -11,7 +11,7 @@ from flax import nnx
 from maxstack import config
 from maxstack.config import ConfigError
 from maxstack.load import load
-from maxstack.weights.rewrite import Treatment
+from maxstack.weights.rewrite import Rewrite
 
 MODEL = tiny.model(layers=2)
 NF4 = {
@@ -186,7 +186,7 @@ def test_a_merged_weight_multiplies_as_the_adapter_does(lora):
         else leaf
         for path, leaf in flat(jax.device_get(run.init().params)).items()
     }
-    merged = nnx.traversals.unflatten_mapping(Treatment(run.cfg).merged(params), sep="/")
+    merged = nnx.traversals.unflatten_mapping(Rewrite(run.cfg).merged(params), sep="/")
     plain = run_of(None, model=tiny.model(layers=1, pattern=["global"]))
     batch = run.place(tiny.batch(run.cfg), 8)
     batch |= {"bytes": batch["mask"]}
@@ -247,7 +247,7 @@ def test_the_gradient_of_dora_is_that_of_the_formula_with_its_length_held():
 )
 def test_a_target_that_takes_nothing_is_refused_by_name(targets, says):
     with pytest.raises(ConfigError, match=says):
-        Treatment(tiny.config(lora={"targets": targets}))
+        Rewrite(tiny.config(lora={"targets": targets}))
 
 
 def test_lengths_of_columns_that_are_rounded_as_they_are_used_are_refused():
@@ -257,7 +257,7 @@ def test_lengths_of_columns_that_are_rounded_as_they_are_used_are_refused():
         match="lora.dora: blocks/global/mlp/gate is rounded as it is used .*; keep it in low "
         "precision with mode: ptq",
     ):
-        Treatment(tiny.config(lora={"dora": True}, quantization={"rules": rules}))
+        Rewrite(tiny.config(lora={"dora": True}, quantization={"rules": rules}))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,15 @@ import qwix
 from flax import nnx
 
 from maxstack.kernels.grouped_matmul import grouped_matmul
-from maxstack.weights.arithmetic import How, Operand, dequantize, faked, inside, product, quantize
+from maxstack.weights.arithmetic import (
+    Operand,
+    QuantSpec,
+    dequantize,
+    faked,
+    inside,
+    product,
+    quantize,
+)
 from maxstack.weights.experts import QuantizedExperts, RoundedExperts, codes
 
 ROWS, INPUTS, OUTPUTS = 24, 32, 16
@@ -63,7 +71,7 @@ def how(
     disable_channelwise_axes=False,
 ):
     each = not disable_channelwise_axes
-    return How(
+    return QuantSpec(
         Operand(weight_qtype, tile_size, weight_calibration_method, each),
         Operand(act_qtype, tile_size, act_calibration_method, each) if act_qtype else None,
         Operand(bwd_qtype, None, "absmax", each) if bwd_qtype else None,

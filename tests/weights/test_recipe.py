@@ -7,7 +7,7 @@ import tiny
 from maxstack import config
 from maxstack.config import ConfigError
 from maxstack.load import load
-from maxstack.weights.rewrite import Treatment
+from maxstack.weights.rewrite import Rewrite
 
 ONE = tiny.model(layers=1, pattern=["global"])
 MIXER, MLP = ["key", "out", "query", "value"], ["down", "gate", "up"]
@@ -17,8 +17,8 @@ def rule(path: str = ".*", weight: str | None = "int8", **rest: object) -> dict:
     return {"module_path": path, "weight_qtype": weight} | rest
 
 
-def taken(*rules: dict, model: dict = ONE, **rest: object) -> dict:
-    return Treatment(tiny.config(quantization={"rules": list(rules)} | rest, model=model)).taken
+def matches(*rules: dict, model: dict = ONE, **rest: object) -> dict:
+    return Rewrite(tiny.config(quantization={"rules": list(rules)} | rest, model=model)).matches
 
 
 @pytest.mark.parametrize(
@@ -40,11 +40,11 @@ def taken(*rules: dict, model: dict = ONE, **rest: object) -> dict:
     ],
 )
 def test_a_rule_takes_the_weights_whose_path_or_module_it_matches_whole(path, paths):
-    assert sorted(taken(rule(path))) == sorted(paths)
+    assert sorted(matches(rule(path))) == sorted(paths)
 
 
 def test_the_first_rule_that_matches_takes_a_weight_and_one_without_a_type_leaves_it():
-    found = taken(rule("embed", "int4"), rule(".*/gate", None), rule())
+    found = matches(rule("embed", "int4"), rule(".*/gate", None), rule())
     assert {path: use.number for path, use in found.items() if path in ("embed", "head")} == {
         "embed": 0,
         "head": 2,
@@ -53,7 +53,7 @@ def test_the_first_rule_that_matches_takes_a_weight_and_one_without_a_type_leave
 
 
 def test_op_names_choose_by_what_multiplies():
-    assert sorted(taken(rule(op_names=["take"]))) == ["embed"]
+    assert sorted(matches(rule(op_names=["take"]))) == ["embed"]
     experts = tiny.model(
         layers=1,
         pattern=[],
@@ -64,13 +64,13 @@ def test_op_names_choose_by_what_multiplies():
             }
         },
     )
-    assert sorted(taken(rule(op_names=["ragged_dot"]), model=experts)) == [
+    assert sorted(matches(rule(op_names=["ragged_dot"]), model=experts)) == [
         f"blocks/b/mlp/{name}" for name in MLP
     ]
 
 
 def test_a_rule_has_its_own_mode_or_that_of_the_recipe():
-    found = taken(rule("embed", mode="qat"), rule(), mode="ptq")
+    found = matches(rule("embed", mode="qat"), rule(), mode="ptq")
     assert (found["embed"].mode, found["head"].mode) == ("qat", "ptq")
 
 
@@ -117,7 +117,7 @@ def test_a_rule_has_its_own_mode_or_that_of_the_recipe():
 )
 def test_a_rule_that_cannot_serve_is_refused_by_name(rules, says):
     with pytest.raises(ConfigError, match=f"quantization.{says}"):
-        taken(*rules)
+        matches(*rules)
 
 
 def test_four_bits_need_an_even_dimension():
@@ -137,7 +137,7 @@ def test_four_bits_need_an_even_dimension():
         match=r"rules.0.weight_qtype: int4 keeps two values in a byte, and \S+ \[.*\] has no "
         r"even dimension",
     ):
-        taken(rule(".*/mlp", "int4", mode="ptq"), model=odd)
+        matches(rule(".*/mlp", "int4", mode="ptq"), model=odd)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from flax import nnx
 from maxstack.config import ConfigError
 from maxstack.config.compose import plain, presets_dir, read_file
 from maxstack.schema.optimizer import OptimizerConfig
-from maxstack.weights.rewrite import Treatment
+from maxstack.weights.rewrite import Rewrite
 
 ATTENTION = {"kind": "attention", "heads": 4, "kv_heads": 2, "head_dim": 8}
 MOE = {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 32}
@@ -110,13 +110,13 @@ def test_weights_trained_for_low_precision_compute_what_quantized_ones_do(kind, 
     trained, kept = (tiny.make_run(config(kind, recipe(mode, **rule))) for mode in ("qat", "ptq"))
     floats = trained.init().params
     assert nll(trained, floats) == pytest.approx(
-        nll(kept, Treatment(kept.cfg).applied(floats)), rel=1e-6
+        nll(kept, Rewrite(kept.cfg).applied(floats)), rel=1e-6
     )
     plain = tiny.make_run(config(kind, {}))
     assert nll(trained, floats) != nll(plain, floats)
     exact, low = (
         logits(run, params)
-        for run, params in ((plain, floats), (kept, Treatment(kept.cfg).applied(floats)))
+        for run, params in ((plain, floats), (kept, Rewrite(kept.cfg).applied(floats)))
     )
     assert 0 < np.sqrt(np.square(low - exact).mean()) < FAR[rule["weight_qtype"]] * exact.std()
 

@@ -7,7 +7,7 @@ from flax import nnx
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class WeightSpec:
     """What is known of a weight: what multiplies by it, its shape without a stack's, and its
     axes."""
 
@@ -17,7 +17,7 @@ class Place:
     axes: tuple[str, ...]
 
     @classmethod
-    def of(cls, param: nnx.Param) -> "Place":
+    def of(cls, param: nnx.Param) -> "WeightSpec":
         meta = param.get_metadata()
         dims = len(meta["axes"])
         return cls(
