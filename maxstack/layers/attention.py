@@ -19,7 +19,7 @@ from maxstack.sharding import constrain
 
 
 class Attention(nnx.Module):
-    """Causal self-attention (Vaswani 2017; grouped queries: Ainslie 2023, arXiv:2305.13245) with
+    """Self-attention (Vaswani 2017; grouped queries: Ainslie 2023, arXiv:2305.13245) with
     the parts that its configuration asks for."""
 
     def __init__(self, cfg: AttentionConfig, embed: int, *, std: float, out_std: float, dtype: str):
@@ -153,6 +153,7 @@ def request(cfg: AttentionConfig) -> Request:
         window=cfg.window,
         soft_cap=cfg.soft_cap,
         chunk=cfg.chunk,
+        causal=cfg.causal,
     )
 
 

@@ -21,7 +21,7 @@ from maxstack.sharding import constrain
 
 
 class MLA(nnx.Module):
-    """Causal attention whose keys and values are projections of one normed latent, but for a
+    """Self-attention whose keys and values are projections of one normed latent, but for a
     rotated part of the key that all heads share (DeepSeek-V2 2024, arXiv:2405.04434, section 2.1).
     Keys and values are made in full, as training wants them."""
 
@@ -74,8 +74,7 @@ class MLA(nnx.Module):
             self.out_bias = weight((embed,), "norm", dtype=dtype)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
-        """What each position gathers from itself and the earlier ones of its document: [B, T,
-        D]."""
+        """What each position gathers from the positions of its document that it sees: [B, T, D]."""
         k_BSNH, v_BSNV = self._keys_values(x_BTD, context)
         o_BTNV = attention(
             self._queries(x_BTD, context),
@@ -138,4 +137,4 @@ def request(cfg: MLAConfig) -> Request:
     scale, scaling = (cfg.nope_dim + cfg.rope_dim) ** -0.5, cfg.rope.scaling
     if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim:
         scale *= yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2
-    return Request(scale=scale)
+    return Request(scale=scale, causal=cfg.causal)

@@ -79,6 +79,8 @@ def _attention(cfg: AttentionConfig, embed: int, seq_len: int) -> tuple[float, C
     if cfg.chunk and cfg.chunk < seq_len:
         whole, rest = divmod(seq_len, cfg.chunk)
         keys = (whole * cfg.chunk * (cfg.chunk + 1) + rest * (rest + 1)) / 2 / seq_len
+    if not cfg.causal:
+        keys = 2 * keys - 1  # as many after the query as before it
     return weights, Count(
         12 * cfg.heads * cfg.head_dim * keys, 12 * cfg.heads * cfg.head_dim * seq_len
     )
@@ -96,7 +98,7 @@ def _mla(cfg: MLAConfig, embed: int, seq_len: int) -> tuple[float, Count]:
     )
     a_key = 6 * cfg.heads * (head + cfg.value_dim)
     return query + latent + cfg.heads * cfg.value_dim * embed, Count(
-        a_key * (seq_len + 1) / 2, a_key * seq_len
+        a_key * ((seq_len + 1) / 2 if cfg.causal else seq_len), a_key * seq_len
     )
 
 

@@ -146,8 +146,12 @@ class AttentionConfig(Section):
     """Size of a head."""
     rope: RopeConfig | None = RopeConfig()
     """Rotary positions; null: none."""
+    causal: bool = True
+    """A query sees its own position and those before it; false: also those after it, as masked
+    diffusion and encoders do. Only of its own document either way."""
     window: int | None = Field(None, ge=1)
-    """A query sees this many positions, itself included; null: all before it."""
+    """A query sees this many positions, itself included; with causal: false this many on either
+    side, itself included in both (2 window - 1 in all); null: no limit."""
     chunk: int | None = Field(None, ge=1)
     """A query sees only the positions of its own chunk of this many, counted from the start of its
     document; null: no chunks."""
@@ -240,6 +244,8 @@ class MLAConfig(Section):
     """Part of a query and key head without positions."""
     rope_dim: int = Field(ge=2, multiple_of=2)
     """Part with RoPE; the key's is shared by all heads."""
+    causal: bool = True
+    """A query sees its own position and those before it; false: all positions of its document."""
     value_dim: int = Field(ge=1)
     """Size of a value head."""
     rope: RopeConfig = RopeConfig()
