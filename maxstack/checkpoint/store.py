@@ -56,9 +56,10 @@ HARMLESS: dict[str, list[tuple[Any, Any]]] = {
         ("refuse", "replace"),
     ],
     "data.sources.*.normalize": [(config.ABSENT, [])],
+    "model.blocks.*.mixer.causal": [(config.ABSENT, True)],
 }
-"""Changes, old and new, that leave alone every document which was read before; ABSENT: older
-checkpoints lack the key."""
+"""Changes, old and new, that leave the model and every document that was read before as they were;
+ABSENT: older checkpoints lack the key."""
 BOUND = ("model", "quantization", "lora", "data", "objective", "train.batch_size")
 
 

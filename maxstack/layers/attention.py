@@ -20,7 +20,7 @@ from maxstack.sharding import constrain
 
 
 class Attention(Layer):
-    """Causal self-attention (Vaswani 2017; grouped queries: Ainslie 2023, arXiv:2305.13245) with
+    """Self-attention (Vaswani 2017; grouped queries: Ainslie 2023, arXiv:2305.13245) with
     the parts that its configuration asks for."""
 
     cfg: AttentionConfig

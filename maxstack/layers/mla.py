@@ -20,15 +20,14 @@ from maxstack.sharding import constrain
 
 
 class MLA(Layer):
-    """Causal attention whose keys and values are projections of one normed latent, but for a
+    """Self-attention whose keys and values are projections of one normed latent, but for a
     rotated part of the key that all heads share (DeepSeek-V2 2024, arXiv:2405.04434, section 2.1).
     Keys and values are made in full, as training wants them."""
 
     cfg: MLAConfig
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
-        """What each position gathers from itself and the earlier ones of its document: [B, T,
-        D]."""
+        """What each position gathers from the positions of its document that it sees: [B, T, D]."""
         k_BSNH, v_BSNV = self._keys_values(x_BTD, context)
         o_BTNV = attention(
             self._queries(x_BTD, context),

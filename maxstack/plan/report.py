@@ -114,8 +114,9 @@ def read(
         "parameters": run.abstract.params,
         "optimizer": run.abstract.opt,
         "batch": run.abstract_batch(),
+        "frozen": run.abstract_arguments[2:],
     }
-    state = {part: fit.shard_bytes(tree, host=False) for part, tree in trees.items()}
+    state = {part: fit.shard_bytes(tree, host=False) for part, tree in trees.items() if tree}
     figures = (
         _refused(step.too_large, state)
         if step.too_large

@@ -74,7 +74,7 @@ def roofline(
     cfg: "Config", chip: Chip, devices: int, operations: Iterable[Operation], flows: Iterable[Flow]
 ) -> Roofline:
     """The bound. `operations` are one device's without attention's, which is counted as one kernel:
-    a causal triangle of scores, in memory never.
+    the scores that its mask leaves, in memory never.
 
     An operation takes as long as its matrix products at the peak of their format or its bytes at
     the memory's bandwidth, whichever is longer (Williams et al. 2009, Roofline). Collectives of one

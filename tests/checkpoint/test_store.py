@@ -236,6 +236,17 @@ def test_a_checkpoint_of_before_a_key_of_text_goes_on_where_its_batches_are_the_
         _refuse_changes("1", old, cfg, FREE, False)
 
 
+def test_a_checkpoint_of_before_the_key_causal_goes_on_with_a_causal_model_alone():
+    old, cfg = tiny.config().model_dump(mode="json"), tiny.config()
+    for block in old["model"]["blocks"].values():
+        del block["mixer"]["causal"]
+    _refuse_changes("1", old, cfg, FREE, False)
+    model = tiny.model()
+    model["blocks"]["global"]["mixer"]["causal"] = False
+    with pytest.raises(ConfigError, match=r"mixer.causal: \(absent\) -> false"):
+        _refuse_changes("1", old, tiny.config(model=model), FREE, False)
+
+
 def test_every_file_of_a_step_is_in_its_manifest(saved):
     folder = saved[2] / "3"
     facts, files = manifest.read(folder)

@@ -128,6 +128,7 @@ APART = [
         "rope": {"interleaved": True},
     },
     {"rope": None, "temperature": {"scale": 0.5, "length": 2}},
+    {"causal": False, "sinks": True},
     {"rope": {"scaling": {"kind": "longrope", **DIVISORS}}},
 ]
 
@@ -150,6 +151,17 @@ def test_the_first_token_reaches_as_far_as_window_and_chunk_let_it(switches, rea
     layer = build(**switches)
     moved = np.abs(run(layer, X.at[:, 0].add(1.0)) - run(layer)).max(axis=(0, 2)) > 1e-4
     np.testing.assert_array_equal(moved, [i in reached for i in range(T)])
+
+
+@pytest.mark.parametrize(
+    ("switches", "reached"),
+    [({}, range(10)), ({"window": 3}, range(3, 8)), ({"chunk": 4}, [4, 5, 6, 7])],
+)
+def test_without_a_causal_mask_a_token_reaches_those_before_it_too(switches, reached):
+    for causal, first in ((True, 5), (False, 0)):
+        layer = build(causal=causal, **switches)
+        moved = np.abs(run(layer, X.at[:, 5].add(1.0)) - run(layer)).max(axis=(0, 2)) > 1e-4
+        np.testing.assert_array_equal(moved, [i in reached and i >= first for i in range(T)])
 
 
 def test_a_window_slides_where_a_chunk_starts_anew():

@@ -124,10 +124,11 @@ def by_loop(layer, x):
     scale *= (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1) ** 2 if scaling else 1
     out = np.zeros(x.shape)
     for n, t in np.ndindex(cfg.heads, len(x)):
+        seen = t + 1 if cfg.causal else len(x)
         keys = np.stack(
             [
                 np.concatenate([latent[s] @ w["key_up"][:, n], turned(rope[s], s)])
-                for s in range(t + 1)
+                for s in range(seen)
             ]
         )
         score = (
@@ -136,7 +137,7 @@ def by_loop(layer, x):
             * scale
         )
         p = np.exp(score - score.max())
-        out[t] += p / p.sum() @ (latent[: t + 1] @ w["value_up"][:, n]) @ w["out"][n]
+        out[t] += p / p.sum() @ (latent[:seen] @ w["value_up"][:, n]) @ w["out"][n]
     return biased(out, "out_bias")
 
 
@@ -147,6 +148,7 @@ def by_loop(layer, x):
         {"q_lora": 6},
         {"q_lora": 6, "bias": True, "backend": "reference"},
         {"bias": True, "rope": YARN | {"interleaved": True}},
+        {"causal": False},
     ],
     ids=str,
 )

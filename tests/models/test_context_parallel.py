@@ -30,6 +30,7 @@ MLA = {
     "nope_dim": 8,
     "rope_dim": 4,
     "value_dim": 6,
+    "causal": False,
 }
 MIXERS = {
     "local": ATTENTION | {"window": 9, "sinks": True, "rope": LONG},

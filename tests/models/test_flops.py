@@ -2,6 +2,7 @@
 meets, and the visible scores."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import parity
 import pytest
@@ -9,8 +10,10 @@ import tiny
 from flax import nnx
 
 from maxstack.hf.contents import Contents
+from maxstack.kernels.attention.request import visible
+from maxstack.layers.attention import request
 from maxstack.models.decoder import pattern_keys, periods
-from maxstack.models.flops import flops_per_token
+from maxstack.models.flops import components, flops_per_token
 from maxstack.models.model import abstract
 from maxstack.schema.mixers import AttentionConfig, MLAConfig
 from maxstack.schema.mlps import MoEConfig, ParallelMLPConfig
@@ -34,6 +37,37 @@ def test_flops_are_six_per_weight_plus_the_visible_scores():
     # times for training; local, global, local.
     attention = sum(3 * 2 * 2 * 4 * 8 * seen[window] for window in (12, None, 12))
     assert flops_per_token(cfg.model, 48) == pytest.approx(6 * matrices + attention)
+
+
+@pytest.mark.parametrize("limit", [{}, {"window": 5}, {"chunk": 5}, {"window": 40}], ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_counts_the_scores_that_its_mask_leaves(limit, causal):
+    mixer = {"kind": "attention", "heads": 4, "head_dim": 8, "causal": causal} | limit
+    blocks = {"block": {"mixer": mixer, "mlp": {"kind": "gated", "hidden": 32}}}
+    model = tiny.config(model=tiny.model(pattern=["block"], blocks=blocks, layers=1)).model
+    asked = request(model.blocks["block"].mixer)
+    at = jnp.arange(13)
+    chunks = ((at[None] // asked.chunk,) * 2,) if asked.chunk else ()
+    seen = int(visible(asked, at, at, chunks).sum())
+    assert components(model, 13)["attention"] == pytest.approx(
+        (12 * 4 * 8 * seen / 13, 12 * 4 * 8 * 13)
+    )
+
+
+@pytest.mark.parametrize(("causal", "keys"), [(True, 7), (False, 13)])
+def test_latent_attention_counts_the_scores_that_its_mask_leaves(causal, keys):
+    mixer = {
+        "kind": "mla",
+        "heads": 4,
+        "kv_lora": 10,
+        "nope_dim": 3,
+        "rope_dim": 4,
+        "value_dim": 5,
+        "causal": causal,
+    }
+    blocks = {"block": {"mixer": mixer, "mlp": {"kind": "gated", "hidden": 32}}}
+    model = tiny.config(model=tiny.model(pattern=["block"], blocks=blocks, layers=1)).model
+    assert components(model, 13)["attention"] == pytest.approx((6 * 4 * 12 * keys, 6 * 4 * 12 * 13))
 
 
 def test_frozen_weights_count_four_and_adapters_six():

@@ -97,6 +97,14 @@ def test_attention_is_a_triangle_of_scores_made_again_under_remat(remat, forward
     )
 
 
+def test_attention_without_a_causal_mask_is_a_square_of_scores():
+    model = tiny.model(pattern=["global"], layers=1)
+    model["blocks"]["global"]["mixer"]["causal"] = False
+    assert attention_flops(tiny.config(model=model), 1) == pytest.approx(
+        7 * 2 * HEADS * HEAD * ROWS * SEQ * SEQ
+    )
+
+
 def test_a_switch_that_adds_halves_an_all_reduce_alone():
     reduce, gather = (
         collective("all-reduce", 450e9, 8, "fsdp"),

@@ -45,9 +45,9 @@ _cut, _dot = (
 
 def supports(case: Case) -> str | None:
     """It serves everything on one device."""
-    if case.ring and (not case.request.causal or case.request.offset or case.queries != case.keys):
+    if case.ring and (case.request.offset or case.queries != case.keys):
         return (
-            "around a ring of devices it serves causal self-attention alone; "
+            "around a ring of devices it serves self-attention alone; "
             "mesh.context_kind: ulysses would give it whole sequences"
         )
     return None
@@ -73,8 +73,9 @@ def run(
 ) -> jax.Array:
     """softmax(scores) v -> [B, T, N, V] in q's dtype, by tiles of at most blocks["rows"] queries
     and blocks["keys"] keys."""
-    window = request.reach if request.causal else request.window
-    scoring = Scoring(request.scale, window, request.soft_cap, request.causal, request.offset)
+    scoring = Scoring(
+        request.scale, request.reach, request.soft_cap, request.causal, request.offset
+    )
     return blockwise_attention(
         q_BTNH,
         k_BSKH,
@@ -116,8 +117,9 @@ class Tiles(NamedTuple):
     """Where its keys begin."""
     rows: int
     keys: int
-    earlier: bool = False
-    """All keys come before all queries."""
+    elsewhere: bool = False
+    """Keys of another chunk of the sequence, all before the queries where the mask is causal; they
+    may lie outside every query's window."""
     clear: bool = False
     """Every query sees every key, as far as places go."""
 
@@ -416,7 +418,7 @@ def _scores(
         raw = scoring.soft_cap * jnp.tanh(raw / scoring.soft_cap)
     of_q, of_k = near
     distance = of_q.place[:, :, None] - of_k.place[:, None, :]
-    masks = [distance >= 0] if scoring.causal and not (size.earlier or size.clear) else []
+    masks = [distance >= 0] if scoring.causal and not (size.elsewhere or size.clear) else []
     if scoring.window and not size.clear:
         masks.append((distance if scoring.causal else jnp.abs(distance)) < scoring.window)
     masks += [
@@ -442,10 +444,12 @@ def _near(numbers: Pair, start: jax.Array, first: jax.Array, size: Tiles) -> Pai
 def _unless_past(
     window: int | None, near: Pair, size: Tiles, seen: Callable[[], Any], passed: Callable[[], Any]
 ) -> Any:
-    """`seen`, or `passed` where the last of earlier keys lies outside the first query's window."""
-    if not window or not size.earlier:
+    """`seen`, or `passed` where the nearest of the keys lies outside every query's window."""
+    if not window or not size.elsewhere:
         return seen()
-    return jax.lax.cond(near[0].place[0, 0] - near[1].place[0, -1] < window, seen, passed)
+    of_q, of_k = (numbers.place[0] for numbers in near)
+    gap = jnp.maximum(of_q[0] - of_k[-1], of_k[0] - of_q[-1])
+    return jax.lax.cond(gap < window, seen, passed)
 
 
 def _over(tiles: list[Tiles], tile: Callable[..., Any], state: Any) -> Any:

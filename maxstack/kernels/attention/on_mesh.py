@@ -35,9 +35,9 @@ def on_mesh(
     batch, seq = sharding.here("batch seq")
     heads, keys, inner = sequences.head_axes(q_BTNH.shape[2], k_BSKH.shape[2])
     groups, axes = q_BTNH.shape[2] // k_BSKH.shape[2], sequences.split_over()
-    assert (
-        not axes or request.causal and not request.offset and q_BTNH.shape[1] == k_BSKH.shape[1]
-    ), "parts of sequences are of self-attention"
+    assert not axes or not request.offset and q_BTNH.shape[1] == k_BSKH.shape[1], (
+        "sequences are split for self-attention alone"
+    )
     kinds: dict[str | None, Serve] = {
         None: serve,
         "ulysses": functools.partial(_by_heads, serve, axes),
@@ -92,7 +92,7 @@ def _in_ring(
     request: Request,
 ) -> jax.Array:
     check(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, request)
-    scoring = Scoring(request.scale, request.reach, request.soft_cap)
+    scoring = Scoring(request.scale, request.reach, request.soft_cap, request.causal)
     return ring_attention(
         q_BTNH, k_BSKH, v_BSKV, sinks_N, tuple(mine for mine, _ in same), scoring, axes
     )

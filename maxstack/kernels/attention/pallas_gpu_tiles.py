@@ -70,8 +70,7 @@ class Call:
     @property
     def reach(self) -> tuple[int, int]:
         """The least and the greatest distance from a query back to a key that it can see."""
-        behind = self.request.reach if self.request.causal else self.request.window
-        back = behind - 1 if behind else FAR
+        back = self.request.reach - 1 if self.request.reach else FAR
         return (0 if self.request.causal else -back), back
 
 

@@ -103,11 +103,7 @@ class Tiling:
     def computed(self) -> int:
         """Tiles that are computed, numbers apart, one head and row of the batch: those within
         `request.reach`."""
-        narrow = (
-            dataclasses.replace(self.request, window=self.request.reach)
-            if self.request.causal
-            else self.request
-        )
+        narrow = dataclasses.replace(self.request, window=self.request.reach)
         return int(dataclasses.replace(self, request=narrow).bounded()[0].sum())
 
     def ranges(self, same: Same) -> jax.Array:

@@ -30,10 +30,12 @@ from maxstack.kernels.sequences import Axes, whole
 Step = Any
 
 
-def halves(parts: int, device: Step, shift: Step) -> list[tuple[Step, Step]]:
-    """(which of its two chunks, which of the other's): the earlier chunks that a device sees of the
-    one `shift` > 0 places before it on the ring: two, whichever they are. Numbers or traced
-    numbers."""
+def halves(parts: int, device: Step, shift: Step, causal: bool = True) -> list[tuple[Step, Step]]:
+    """(chunk of queries, chunk of keys), 0 or 1 each, that `device` computes with the keys of the
+    device `shift` != 0 places before it on the ring: the two pairs whose keys are earlier, or all
+    four without a causal mask. Numbers or traced numbers."""
+    if not causal:
+        return [(0, 0), (0, 1), (1, 0), (1, 1)]
     half = ((device - shift) % parts > device) * 1
     return [(1, 0), (half, half)]
 
@@ -74,12 +76,12 @@ class Ring:
     everyones: tuple[jax.Array, ...]
     """`Numbers.same` of all positions, in the order of the devices."""
 
-    def earlier(self, shift: Step) -> list[Tiles]:
+    def visited(self, shift: Step) -> list[Tiles]:
         """The device's queries against the keys of the one `shift` places before it: whole chunks,
-        or as many of their last as a window sees."""
-        chunk, window, found = self.chunk, self.scoring.window, []
+        or with a causal window as many of their last keys as it sees."""
+        chunk, window, causal, found = self.chunk, self.scoring.window, self.scoring.causal, []
         kept, (most_rows, most_keys) = (
-            min(chunk, max(1, window - 1)) if window else chunk,
+            min(chunk, max(1, window - 1)) if window and causal else chunk,
             blocks.sizes(),
         )
         for begin, end, rows in blocks.spans(chunk, most_rows):
@@ -92,10 +94,10 @@ class Ring:
                 )
                 both = [
                     (at + mine * chunk, key + (theirs + 1) * chunk - kept)
-                    for mine, theirs in halves(self.parts, self.device, shift)
+                    for mine, theirs in halves(self.parts, self.device, shift, causal)
                 ]
                 starts, firsts = (jnp.concatenate(x) for x in zip(*both, strict=True))
-                found.append(Tiles(starts, firsts, rows, keys, earlier=True))
+                found.append(Tiles(starts, firsts, rows, keys, elsewhere=True))
         return found
 
     def own(self) -> list[Tiles]:
@@ -145,7 +147,7 @@ def _forward(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, scoring, axes):
 
     def visit(found: Gathered, there: Keys, shift: Step) -> Gathered:
         return blocks.gather(
-            found, q_BKGTH, there, ring.numbers(shift), ring.earlier(shift), scoring
+            found, q_BKGTH, there, ring.numbers(shift), ring.visited(shift), scoring
         )
 
     for (direction, steps), there in zip(ways, arriving, strict=True):
@@ -176,7 +178,7 @@ def _backward(scoring, axes, saved, do_BTNV):
 
     def visit(dq: jax.Array, there: Keys, shift: Step) -> Grads:
         return blocks.spread(
-            (dq, none), asked, there, ring.numbers(shift), ring.earlier(shift), scoring
+            (dq, none), asked, there, ring.numbers(shift), ring.visited(shift), scoring
         )
 
     for (direction, steps), there in zip(ways, arriving, strict=True):

@@ -43,8 +43,8 @@ def by_loop(q, k, v, segments, request, sinks=None):
         head = n // (q.shape[2] // k.shape[2])
         seen = [
             j
-            for j in range(i + 1)
-            if (request.window is None or i - j < request.window)
+            for j in range(i + 1 if request.causal else q.shape[1])
+            if (request.window is None or abs(i - j) < request.window)
             and (request.chunk is None or at[b, i] // request.chunk == at[b, j] // request.chunk)
             and (segments is None or segments[b, i] == segments[b, j])
         ]
@@ -62,6 +62,9 @@ ASKED = {
     "cap": (Request(1.5, soft_cap=2.0), None),
     "chunk": (Request(0.35, chunk=4), None),
     "sinks": (Request(0.35, window=5, soft_cap=2.0), SINKS),
+    "both ways": (Request(0.35, causal=False), SINKS),
+    "window both ways": (Request(0.35, window=5, causal=False), None),
+    "chunk both ways": (Request(0.35, chunk=4, causal=False), None),
 }
 
 
@@ -81,6 +84,8 @@ CASES = [
     (54, 1, Request(0.4, 6), WIDE),
     (70, 4, Request(0.4, chunk=9), PACKED | SINK | WIDE),
     (200, 2, Request(0.4, 150, 3.0), PACKED),
+    (70, 4, Request(0.4, chunk=9, causal=False), PACKED | SINK | WIDE),
+    (140, 2, Request(0.4, causal=False), PACKED),
 ]
 
 

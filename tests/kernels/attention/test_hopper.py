@@ -116,6 +116,7 @@ VALUES = {
         4,
         {"keys": 64, "stages": 3},
     ),
+    "all keys, whole blocks": (128, 128, {"causal": False}, 0, 3, {}),
 }
 
 

@@ -17,6 +17,7 @@ from maxstack.kernels.attention import pallas_gpu_tiles as tiles
 from maxstack.kernels.attention.request import Case, Request, visible
 from maxstack.kernels.backends import Device
 from maxstack.plan.topology import parse
+from maxstack.schema.mesh import MeshConfig
 
 H100 = Device("gpu", "NVIDIA H100", (9, 0))
 LLAMA = Case(Request(0.1), 4096, 4096, 32, 8, 128, 128, "bfloat16", False, False, H100)
@@ -195,7 +196,7 @@ def compiled(name, dtype, h, v, request, numbered=0, sinks=False, t=1000):
         o, back = jax.vjp(lambda *floats: pallas_gpu.run(*floats, same, request), q, k, v, sinks)
         return o, back(o)
 
-    with sharding.use(mesh, mesh.MeshConfig()):
+    with sharding.use(mesh, MeshConfig()):
         return (
             jax.jit(step)
             .lower(

@@ -80,6 +80,7 @@ CASES = {
         [(1, False)],
         False,
     ),
+    "all keys, documents": (140, 200, 2, 1, Request(0.2, causal=False), [(2, True)], True),
 }
 
 

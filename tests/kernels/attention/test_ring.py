@@ -109,6 +109,27 @@ CASES = {
         8,
         PACKED,
     ),
+    "ring of 4, both ways": (
+        RING | {"data": 2, "context": 4},
+        Request(0.4, causal=False),
+        4,
+        2,
+        SINKS,
+    ),
+    "ring of 8, window to both sides over several parts": (
+        RING | {"data": 1, "context": 8},
+        Request(1.5, 10, 2.0, causal=False),
+        4,
+        2,
+        PACKED,
+    ),
+    "ulysses of 4, chunks both ways": (
+        ULYSSES | {"data": 2, "context": 4},
+        Request(0.4, chunk=24, causal=False),
+        8,
+        2,
+        SINKS,
+    ),
     "tensor alone, keys not split": (
         {"data": 2, "tensor": 4} | NO_RULE,
         Request(0.4, 20),
@@ -139,12 +160,17 @@ def test_split_sequences_give_what_whole_ones_do(name, monkeypatch):
         np.testing.assert_allclose(ours, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
 
 
-def visits(parts, chunk, window):
-    """(query chunk, key chunk) of what each device computes, by device: its own triangle, then
-    every stop of keys on their ways."""
+def visits(parts, chunk, window, causal=True):
+    """(query chunk, key chunk) of what each device computes, by device: its own chunks, then every
+    stop of keys on their ways."""
     held = [(part, 2 * parts - 1 - part) for part in range(parts)]
     found = {
-        device: [(held[device][0],) * 2, (held[device][1],) * 2, held[device][::-1]]
+        device: [
+            (mine, theirs)
+            for mine in held[device]
+            for theirs in held[device]
+            if mine >= theirs or not causal
+        ]
         for device in range(parts)
     }
     for direction, steps in routes(parts, chunk, window):
@@ -153,7 +179,7 @@ def visits(parts, chunk, window):
                 other = (device - direction * step) % parts
                 found[device] += [
                     (held[device][mine], held[other][theirs])
-                    for mine, theirs in halves(parts, device, direction * step)
+                    for mine, theirs in halves(parts, device, direction * step, causal)
                 ]
     return found
 
@@ -167,6 +193,12 @@ def test_every_device_of_a_ring_has_the_same_work_and_together_they_do_it_all_on
     ]
 
 
+def test_without_a_causal_mask_every_device_meets_all_keys_once():
+    found = visits(4, 16, None, causal=False)
+    assert {len(pairs) for pairs in found.values()} == {2 * 8}
+    assert {pair for pairs in found.values() for pair in pairs} == set(np.ndindex(8, 8))
+
+
 @pytest.mark.parametrize(("window", "hops"), [(1, 0), (2, 2), (17, 2), (18, 4), (50, 7)])
 def test_keys_go_no_further_than_a_window_reaches(window, hops):
     """Chunks of 16: a window of 17 sees the neighbouring chunk alone, one of 18 a place of the one
@@ -176,6 +208,8 @@ def test_keys_go_no_further_than_a_window_reaches(window, hops):
     assert {
         (q, k) for q in range(16) for k in range(q + 1) if (q - k - 1) * 16 + 1 < window or q == k
     } <= found
+    both_ways = {pair for pairs in visits(8, 16, window, causal=False).values() for pair in pairs}
+    assert found | {pair[::-1] for pair in found} <= both_ways
 
 
 @pytest.mark.parametrize(
