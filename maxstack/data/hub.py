@@ -2,13 +2,14 @@
 
 import concurrent.futures
 import functools
-import json
 import logging
 import os
 import re
 from pathlib import Path
 
 from maxstack.config import ConfigError, shortened
+from maxstack.config.errors import DataError
+from maxstack.data.json_files import read_object
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +20,8 @@ PINNED = re.compile(r"(?P<model>[A-Za-z0-9][\w.-]*/[\w.-]+@[0-9a-f]{40})(/(?P<fi
 NOWHERE = (
     "no such folder, and no name of a model of the hub, which is Org/Name or Org/Name@REVISION"
 )
-SHARD = re.compile(r"\w[\w.-]*\.safetensors")
+SHARD = re.compile(r"(?!.*\.\.)\w[\w.-]*\.safetensors", re.ASCII)
+"""Name of a file with tensors, which is never a path."""
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 TOKENIZER = (
     "tokenizer.json",
@@ -96,7 +98,7 @@ def snapshot(name: str, weights: bool) -> Path:
         first = huggingface_hub.hf_hub_download(repo, "config.json", revision=revision)
         commit = Path(first).parent.name
         siblings = huggingface_hub.HfApi().model_info(repo, revision=commit).siblings or ()
-    except ConfigError:
+    except (ConfigError, DataError):
         raise
     except Exception as error:  # each version of the library has its own of the network
         if cached is None or (weights and _absent(cached)):
@@ -107,7 +109,7 @@ def snapshot(name: str, weights: bool) -> Path:
         return cached
     try:
         return _download(repo, commit, {sibling.rfilename for sibling in siblings}, weights)
-    except ConfigError:
+    except (ConfigError, DataError):
         raise
     except Exception as error:
         raise _failed(repo, commit, error) from error
@@ -146,14 +148,20 @@ def _absent(folder: Path) -> list[str]:
     """The files with weights that are not in the folder yet; names that are not plain ones are
     left to those who read the folder."""
     index = folder / INDEX
-    try:
-        given = (
-            json.loads(index.read_bytes())["weight_map"].values() if index.is_file() else [SINGLE]
-        )
-        shards = sorted({shard for shard in given if SHARD.fullmatch(shard)})
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ConfigError(f"{index}: is no index of safetensors") from None
-    return [shard for shard in shards if not (folder / shard).is_file()]
+    names = sorted({*weight_map(index).values()}) if index.is_file() else [SINGLE]
+    return [name for name in names if SHARD.fullmatch(name) and not (folder / name).is_file()]
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """Tensor -> file, as the index of a model says; DataError where it is none."""
+    files = read_object(index).get("weight_map")
+    if (
+        not isinstance(files, dict)
+        or not files
+        or not all(isinstance(file, str) for file in files.values())
+    ):
+        raise DataError(f"{index}: weight_map is not a mapping of tensors to files")
+    return files
 
 
 def _failed(repo: str, revision: str, error: Exception) -> ConfigError:

@@ -8,9 +8,6 @@ import numpy as np
 from maxstack.config.errors import DataError
 from maxstack.hf.safetensors_file import SafetensorsFile
 
-SMALL = 64 << 20
-
-
 EXPONENTS: dict[np.dtype, np.unsignedinteger] = {
     np.dtype(np.float32): np.uint32(0x7F800000),
     np.dtype(ml_dtypes.bfloat16): np.uint16(0x7F80),
