@@ -3,7 +3,6 @@ hold, one weight at a time."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ Index = tuple[slice, ...]
 
 
 def load_params(
-    source: Contents | str | Path,
+    contents: Contents,
     wanted: Mapping[str, Any],
     *,
     progress: bool = True,
@@ -32,7 +31,6 @@ def load_params(
     that are missing, unknown or of another shape; and, if `finite`, names the first tensor with a
     number that is NaN or infinite after the cast.
     """
-    contents = source if isinstance(source, Contents) else Contents(source)
     pieces = pieces_of(contents, {path: leaf.shape for path, leaf in wanted.items()})
     total = sum(leaf.size for leaf in wanted.values())
     with tqdm(
