@@ -187,9 +187,7 @@ def write(table: Any, value: Any, sink: Sink) -> None:
         raise Mismatch(f"{quoted(value)} instead of {quoted(table)}")
 
 
-def write_first(
-    tables: Mapping[Any, Any], value: Any, sink: Sink, key: str | None = None
-) -> Any:
+def write_first(tables: Mapping[Any, Any], value: Any, sink: Sink, key: str | None = None) -> Any:
     """Put the keys of the first table that expresses `value`, and its name under `key`; the name.
     Mismatch with the reason of each where none does."""
     reasons = []
