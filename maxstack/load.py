@@ -42,13 +42,13 @@ def model_of_folder(path: str, name: str) -> tuple[str, dict[str, Any]]:
     """What `model: {from: name}` means, and the folder at `path`, or else the model of the hub,
     pinned, that it names: the architecture that its config.json says, computed in float32 if its
     weights are that and in bfloat16 if not, and its weights to start from."""
-    from maxstack.hf.contents import Contents
+    from maxstack.hf.contents import Contents, opened
 
     of_hub = hub.NAME.fullmatch(name) is not None and not os.path.exists(path)
     if not of_hub and not os.path.exists(path):
         raise ConfigError(f"{shortened(path, 200)}: {hub.NOWHERE}")
     where = hub.pinned(name) if of_hub else path
-    contents = Contents(where, weights=not of_hub)
+    contents = Contents(where, weights=False) if of_hub else opened(where)
     return where, contents.mapping | {
         "weights": where,
         "dtype": "float32" if contents.dtype == "float32" else "bfloat16",

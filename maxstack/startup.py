@@ -209,9 +209,9 @@ def moved_rate(written: dict[str, Any], cfg: "Config", updates: int) -> str:
 def longer_rows(weights: str, seq_len: int) -> str:
     """What is said where rows are longer than what the model of a folder was made for; "" where
     they are not."""
-    from maxstack.hf.folder import Folder
+    from maxstack.hf.contents import opened
 
-    most = Folder(weights).config.get("max_position_embeddings")
+    most = opened(weights).folder.config.get("max_position_embeddings")
     if not isinstance(most, int) or seq_len <= most:
         return ""
     return (
@@ -247,12 +247,10 @@ def check(run: Run) -> None:
         run.adapter(cfg.lora.adapter)
     if cfg.model.weights is None:
         return
-    from maxstack.hf.contents import Contents
+    from maxstack.hf.contents import opened
     from maxstack.hf.reader import pieces_of
 
-    pieces_of(
-        Contents(cfg.model.weights), {path: leaf.shape for path, leaf in run.original.items()}
-    )
+    pieces_of(opened(cfg.model.weights), {path: leaf.shape for path, leaf in run.original.items()})
 
 
 def _check_rank(run: Run) -> None:
@@ -278,11 +276,12 @@ def fresh(run: Run) -> State:
     folder, adapter = run.cfg.model.weights, run.cfg.lora and run.cfg.lora.adapter
     if folder is None and not adapter:
         return run.init()
+    from maxstack.hf.contents import opened
     from maxstack.hf.reader import load_params
 
     finite = not run.cfg.checkpoint.allow_nonfinite
     loaded = (
-        run.rewritten(load_params(folder, run.original, finite=finite))
+        run.rewritten(load_params(opened(folder), run.original, finite=finite))
         if folder
         else nnx.traversals.flatten_mapping(run.init().params, sep="/")
     )

@@ -59,6 +59,7 @@ def poisoned(folder: Path, out: Path, value: float, file: str = "model.safetenso
 def loaded(contents: Contents | Path, abstract: Any) -> Any:
     """The weights of a folder in the shape of nested dicts."""
     wanted = nnx.traversals.flatten_mapping(abstract, sep="/")
+    contents = Contents(contents) if isinstance(contents, Path) else contents
     return nnx.traversals.unflatten_mapping(
         dict(load_params(contents, wanted, progress=False)), sep="/"
     )

@@ -1,24 +1,33 @@
 """`model: {from: FOLDER}`: the architecture, weights and tokenizer of a Hugging Face folder in a
 run's configuration."""
 
+import collections
+import concurrent.futures
 import json
+import os
 import shutil
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import parity
 import pytest
+import safetensors.numpy
 import tokenizers
 from flax import nnx
 
-from maxstack import cli, config, startup
+from maxstack import cli, config, startup, train
 from maxstack.config import ConfigError
 from maxstack.config.errors import DataError
+from maxstack.data.tokenizers import open_tokenizer
 from maxstack.hf.exported import choose, export
+from maxstack.hf.tokenizer import tokenizer_of
 from maxstack.load import load, load_tree
 from maxstack.models.model import abstract
 from maxstack.run import assemble
+from maxstack.schema.data import HuggingFaceTokenizer
 from maxstack.sharding import make_mesh
 
 LLAMA = parity.GOLDENS / "llama"
@@ -183,6 +192,70 @@ def test_eval_data_is_read_with_the_tokenizer_of_the_training_data(here):
         cfg.eval.data.tokenizer == cfg.data.tokenizer
         and cfg.data.tokenizer.path == "runs/llama/tokenizer.json"
     )
+
+
+WATCHED: dict[str, collections.Counter] = {}
+"""Folder -> how often each of its files was opened."""
+
+
+@sys.addaudithook
+def _count(event, arguments):
+    if event == "open" and WATCHED and isinstance(arguments[0], str | os.PathLike):
+        folder, name = os.path.split(os.path.abspath(arguments[0]))
+        if folder in WATCHED:
+            WATCHED[folder][name] += 1
+
+
+class StopHereError(Exception):
+    """In place of a compiled step."""
+
+
+def test_a_start_opens_config_index_and_each_safetensors_file_once(here, monkeypatch):
+    folder = here / "runs" / "llama"
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    shards = [dict(list(tensors.items())[i::2]) for i in (0, 1)]
+    for name, shard in zip(names, shards, strict=True):
+        safetensors.numpy.save_file(shard, folder / name)
+    index = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    vocab = tokenizers.ByteLevelBPETokenizer()
+    vocab.train_from_iterator(["a b"], vocab_size=100, show_progress=False)
+    vocab.save_model(str(folder))
+    compiling = concurrent.futures.Future()
+    compiling.set_exception(StopHereError())
+    monkeypatch.setattr(startup, "compile_step", lambda run: compiling)
+    monkeypatch.setitem(WATCHED, str(folder), collections.Counter())
+    with pytest.raises(StopHereError):
+        train.main(["runs/mine.yml", f"run.output_dir={here}"])
+    files = ("config.json", "model.safetensors.index.json", *names)
+    assert {name: WATCHED[str(folder)][name] for name in files} == dict.fromkeys(files, 1)
+
+
+def test_the_tokenizer_of_vocab_json_opens_no_description_of_the_model_twice(here, monkeypatch):
+    folder = here / "runs" / "llama"
+    vocab = tokenizers.ByteLevelBPETokenizer()
+    vocab.train_from_iterator(["a b"], vocab_size=300, show_progress=False)
+    vocab.save_model(str(folder))
+    (folder / "config.json").write_text('{"model_type": "gpt2"}')
+    (folder / "tokenizer_config.json").write_text("{}")
+    monkeypatch.setitem(WATCHED, str(folder), collections.Counter())
+    open_tokenizer(HuggingFaceTokenizer.model_validate(tokenizer_of(Path("runs/llama"))))
+    opened = WATCHED[str(folder)]
+    assert (opened["config.json"], opened["tokenizer_config.json"]) == (1, 1)
+
+
+def test_a_folder_that_changes_between_two_starts_is_read_again(here):
+    assert load("runs/mine.yml").model.norm.eps == 1e-3
+    described = json.loads((here / "runs" / "llama" / "config.json").read_text())
+    (here / "runs" / "llama" / "config.json").write_text(
+        json.dumps(described | {"rms_norm_eps": 2e-5})
+    )
+    assert load("runs/mine.yml").model.norm.eps == 2e-5
+    (here / "runs" / "llama" / "pytorch_model.bin").touch()
+    with pytest.raises(ConfigError, match="pytorch_model.bin is pickled weights"):
+        load("runs/mine.yml")
 
 
 def flat(state):

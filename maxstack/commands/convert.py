@@ -317,15 +317,15 @@ def _state(out: Path, contents: "Contents", dtype: str | None) -> str:
 
 
 def _fingerprint(contents: "Contents", dtype: str | None) -> dict[str, Any]:
-    files = sorted(
-        entry
-        for entry in contents.folder.path.iterdir()
-        if entry.suffix in (".safetensors", ".json") and entry.is_file()
-    )
+    from maxstack.hf.contents import states
+
+    files = sorted(states(contents.folder.path).items())
     return {
         "folder": str(contents.folder.path.resolve()),
         "dtype": dtype or "kept",
-        "files": {entry.name: [entry.stat().st_size, entry.stat().st_mtime_ns] for entry in files},
+        "files": {
+            name: [*state] for name, state in files if name.endswith((".safetensors", ".json"))
+        },
     }
 
 

@@ -77,7 +77,7 @@ def _export(args: argparse.Namespace) -> int:
     from maxstack.hf import peft
     from maxstack.hf.binding import bind
     from maxstack.hf.exported import choose
-    from maxstack.hf.writer import Atomic
+    from maxstack.hf.writer import new_folder
     from maxstack.models.model import abstract
     from maxstack.schema.config import Config
     from maxstack.weights.rewrite import Rewrite
@@ -108,8 +108,8 @@ def _export(args: argparse.Namespace) -> int:
     def base(path: str) -> np.ndarray:
         return np.asarray(rewrite.floats(path, reader.under(path)))
 
-    adapted = {path: place.contract for path, place in rewrite.adapted.items()}
-    with Atomic(args.out) as folder:
+    adapted = {path: spec.contract for path, spec in rewrite.adapted.items()}
+    with new_folder(args.out) as folder:
         count = peft.write(
             folder, cfg.lora, adapted, bound, reader.read, base, args.base or cfg.model.weights
         )

@@ -297,12 +297,12 @@ def _finish(
 ) -> None:
     """The run's configuration, what the model came with, and the report."""
     from maxstack.commands.convert import BESIDE, PLACEHOLDER, resolved
-    from maxstack.hf.contents import Contents
+    from maxstack.hf.contents import opened
     from maxstack.hf.exported import record
 
     if own is None:
         assert cfg.model.weights
-        record(Contents(cfg.model.weights), out / BESIDE)
+        record(opened(cfg.model.weights), out / BESIDE)
     elif (own / BESIDE).is_dir():
         shutil.copytree(own / BESIDE, out / BESIDE)
     run = cfg.run.model_copy(update={"name": out.resolve().name, "output_dir": str(out.parent)})

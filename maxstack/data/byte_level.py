@@ -1,6 +1,5 @@
 """Byte-level BPE (Radford et al. 2019) in vocab.json and merges.txt, without tokenizer.json."""
 
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -9,6 +8,7 @@ from typing import Any, NamedTuple
 
 from maxstack.config import quoted
 from maxstack.config.errors import DataError
+from maxstack.data.json_files import read_object
 
 VOCAB, MERGES = "vocab.json", "merges.txt"
 LARGEST = 1 << 28
@@ -121,21 +121,7 @@ def content(token: Any) -> str | None:
 
 def read(path: Path) -> dict[str, Any]:
     """A JSON object beside a model, empty where there is no such file; DataError for damage."""
-    try:
-        if not os.path.lexists(path):
-            return {}
-        if path.stat().st_size > LARGEST:
-            raise DataError(f"{path}: {path.stat().st_size:,} bytes; at most {LARGEST:,} are read")
-        said = json.loads(path.read_bytes())
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise (
-            error if isinstance(error, DataError) else DataError(f"{path}: not JSON: {error}")
-        ) from error
-    if not isinstance(said, dict):
-        raise DataError(f"{path}: is no JSON object")
-    return said
+    return read_object(path, LARGEST) if os.path.lexists(path) else {}
 
 
 def _check_vocabulary(vocab: Path) -> None:

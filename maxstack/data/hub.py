@@ -2,13 +2,14 @@
 
 import concurrent.futures
 import functools
-import json
 import logging
 import os
 import re
 from pathlib import Path
 
 from maxstack.config import ConfigError, shortened
+from maxstack.config.errors import DataError
+from maxstack.data.json_files import read_object
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +20,8 @@ PINNED = re.compile(r"(?P<model>[A-Za-z0-9][\w.-]*/[\w.-]+@[0-9a-f]{40})(/(?P<fi
 NOWHERE = (
     "no such folder, and no name of a model of the hub, which is Org/Name or Org/Name@REVISION"
 )
-SHARD = re.compile(r"\w[\w.-]*\.safetensors")
+SHARD = re.compile(r"(?!.*\.\.)\w[\w.-]*\.safetensors", re.ASCII)
+"""Name of a file with tensors, which is never a path."""
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 TOKENIZER = (
     "tokenizer.json",
@@ -36,18 +38,14 @@ TOKENIZER = (
     "chat_template.json",
 )
 GENERATION = "generation_config.json"
-MORE = (GENERATION,)
-ALONG = TOKENIZER + MORE
-"""What comes along with a model: its tokenizer and what generation is told."""
 READ = "*.json", "model*.safetensors", "tokenizer*", "merges.txt"
-"""Patterns of what is read of nearly every model; without consolidated.safetensors, which holds the
-same weights again."""
+"""Patterns of the files that are read of nearly every model; without consolidated.safetensors,
+which holds the same weights again."""
 AT_ONCE = 8
 
 
 def named(path: str | Path) -> bool:
-    """Whether a text means a model of the hub, Org/Name or Org/Name@REVISION: a folder of that
-    name, where there is one, comes first."""
+    """A text names a model of the hub, Org/Name or Org/Name@REVISION, and no folder."""
     return NAME.fullmatch(str(path)) is not None and not os.path.isdir(path)
 
 
@@ -57,26 +55,23 @@ def pinned(name: str) -> str:
 
 
 def file_of(path: str) -> str:
-    """The path itself, or of a file of the cache where `path` is Org/Name@COMMIT/FILE."""
-    found = PINNED.fullmatch(path)
-    if found is None or not found["file"] or os.path.exists(path):
+    """The path itself, or that of a file of the cache where `path` is Org/Name@COMMIT/FILE."""
+    names = PINNED.fullmatch(path)
+    if names is None or not names["file"] or os.path.exists(path):
         return path
     from huggingface_hub import try_to_load_from_cache
 
-    repo, _, commit = found["model"].partition("@")
-    cached = try_to_load_from_cache(repo, found["file"], revision=commit)
-    return (
-        cached
-        if isinstance(cached, str)
-        else str(snapshot(found["model"], weights=False) / found["file"])
-    )
+    model, file = names["model"], names["file"]
+    repo, _, commit = model.partition("@")
+    cached = try_to_load_from_cache(repo, file, revision=commit)
+    return cached if isinstance(cached, str) else str(snapshot(model, weights=False) / file)
 
 
 @functools.cache
 def snapshot(name: str, weights: bool) -> Path:
     """The folder of the cache with the files of a model that are read: config.json and those
-    of its tokenizer, with `weights` its safetensors too. What is not there is downloaded, with
-    a bar. ConfigError where that cannot be done says the command to run and where the cache is.
+    of its tokenizer, with `weights` its safetensors too. Files that are absent are downloaded, with
+    a bar. ConfigError where that cannot be done, with the command to run and the cache's path.
     """
     repo, _, revision = name.partition("@")
     revision = revision or "main"
@@ -89,14 +84,14 @@ def snapshot(name: str, weights: bool) -> Path:
         ) from None
     cached = None
     try:
-        known = huggingface_hub.try_to_load_from_cache(repo, "config.json", revision=revision)
-        cached = Path(known).parent if isinstance(known, str) else None
+        config = huggingface_hub.try_to_load_from_cache(repo, "config.json", revision=revision)
+        cached = Path(config).parent if isinstance(config, str) else None
         if cached and weights and COMMIT.fullmatch(revision) and not _absent(cached):
             return cached
         first = huggingface_hub.hf_hub_download(repo, "config.json", revision=revision)
         commit = Path(first).parent.name
         siblings = huggingface_hub.HfApi().model_info(repo, revision=commit).siblings or ()
-    except ConfigError:
+    except (ConfigError, DataError):
         raise
     except Exception as error:  # each version of the library has its own of the network
         if cached is None or (weights and _absent(cached)):
@@ -107,29 +102,29 @@ def snapshot(name: str, weights: bool) -> Path:
         return cached
     try:
         return _download(repo, commit, {sibling.rfilename for sibling in siblings}, weights)
-    except ConfigError:
+    except (ConfigError, DataError):
         raise
     except Exception as error:
         raise _failed(repo, commit, error) from error
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    """The error and what it came of, the first cause last."""
+    """The error and its causes, the first cause last."""
     cause = error.__cause__ or error.__context__
     return [error, *(_causes(cause) if cause else ())]
 
 
 def _line(error: BaseException) -> str:
-    """The first cause that says something, as one line."""
-    said = [text for one in _causes(error) if (text := " ".join(str(one).split()))]
-    return shortened((said or [type(error).__name__])[-1], 300)
+    """The first cause that has a message, in a line."""
+    messages = [" ".join(str(cause).split()) for cause in _causes(error)]
+    return shortened(([type(error).__name__, *filter(None, messages)])[-1], 300)
 
 
 def _download(repo: str, commit: str, files: set[str], weights: bool) -> Path:
     from huggingface_hub import hf_hub_download
 
     get = functools.partial(hf_hub_download, repo, revision=commit)
-    small = ["config.json", *(file for file in (INDEX, *ALONG) if file in files)]
+    small = ["config.json", *files.intersection((INDEX, GENERATION, *TOKENIZER))]
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
         folder = Path([*pool.map(get, small)][0]).parent
         if weights:
@@ -143,21 +138,27 @@ def _download(repo: str, commit: str, files: set[str], weights: bool) -> Path:
 
 
 def _absent(folder: Path) -> list[str]:
-    """The files with weights that are not in the folder yet; names that are not plain ones are
-    left to those who read the folder."""
+    """The files with weights that are not in the folder yet; names that are no shard's are refused
+    by those who read the folder."""
     index = folder / INDEX
-    try:
-        given = (
-            json.loads(index.read_bytes())["weight_map"].values() if index.is_file() else [SINGLE]
-        )
-        shards = sorted({shard for shard in given if SHARD.fullmatch(shard)})
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ConfigError(f"{index}: is no index of safetensors") from None
-    return [shard for shard in shards if not (folder / shard).is_file()]
+    names = sorted({*weight_map(index).values()}) if index.is_file() else [SINGLE]
+    return [name for name in names if SHARD.fullmatch(name) and not (folder / name).is_file()]
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """Tensor -> file, as the index of a model says; DataError where it is none."""
+    files = read_object(index).get("weight_map")
+    if (
+        not isinstance(files, dict)
+        or not files
+        or not all(isinstance(file, str) for file in files.values())
+    ):
+        raise DataError(f"{index}: weight_map is not a mapping of tensors to files")
+    return files
 
 
 def _failed(repo: str, revision: str, error: Exception) -> ConfigError:
-    """What went wrong; where a download can work, its command and where it puts the model."""
+    """The cause of a failed download; where one can work, its command and the cache's path."""
     from huggingface_hub import constants, errors
 
     page, log_in = f"{constants.ENDPOINT}/{repo}", "`hf auth login` (or HF_TOKEN)"
@@ -181,7 +182,7 @@ def _failed(repo: str, revision: str, error: Exception) -> ConfigError:
         said = f"{page} answers {status}: log in with {log_in}{download}"
     elif isinstance(error, errors.HFValidationError):
         said = f"no such folder, and no name that the hub allows: {_line(error)}"
-    elif any(isinstance(one, errors.OfflineModeIsEnabled) for one in _causes(error)):
+    elif any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in _causes(error)):
         said = (
             f"no such folder, and HF_HUB_OFFLINE is set while the model is not (or not all) in "
             f"the cache, {constants.HF_HUB_CACHE}: unset it, or run {command} {elsewhere}"

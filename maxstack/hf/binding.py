@@ -1,14 +1,15 @@
 """Rows applied to one model: which tensor of a file holds which weight of ours, with the sizes of
 all axes."""
 
+import collections
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from maxstack.hf.family import Family
-from maxstack.hf.rows import Part, Row, Shape, named
+from maxstack.hf.rows import Part, Row, Shape
 from maxstack.schema.decoder import DecoderConfig
-
-GLOBAL = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,98 +36,93 @@ class Bound:
 
     @property
     def shape(self) -> Shape:
-        """The tensor's."""
+        """Shape of the tensor."""
         return (() if self.experts is None else (self.experts,)) + self.row.shape(self.sizes)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    """A block of ours: its path, its repetition if it is stacked, and its name in a file."""
+class _Block(NamedTuple):
+    """A block of ours."""
 
     path: str
     lead: tuple[int, ...]
+    """Its repetition if it is stacked."""
     name: str
+    """In a file."""
 
 
 def bind(family: Family, model: DecoderConfig, shapes: Mapping[str, Shape]) -> list[Bound]:
     """Every tensor of the model. ValueError where a weight of ours is in no row: the family cannot
     hold this model."""
-    bound = [found for row in family.rows for found in _of_row(row, family, model, shapes)]
-    held: dict[str, int] = {}
+    bound = [
+        tensor
+        for row in family.rows
+        for block in _blocks(row, family, model)
+        for tensor in _of_block(row, block, shapes)
+    ]
+    held: collections.Counter[str] = collections.Counter()
+    wanted = dict.fromkeys(shapes, 1)
     for tensor in bound:
-        for target in () if tensor.row.copy else tensor.targets:
-            held[target.path] = held.get(target.path, 0) + (tensor.experts or 1)
-    for path, shape in shapes.items():
-        lead = _leading(path, shape, bound)
-        if held.get(path, 0) != lead:
+        for target in tensor.targets:
+            dims = len(target.lead) + (tensor.experts is not None)
+            wanted[target.path] = math.prod(shapes[target.path][:dims])
+            if not tensor.row.copy:
+                held[target.path] += tensor.experts or 1
+    for path, count in wanted.items():
+        if held[path] != count:
+            tensors = f"{held[path]} of {count}" if path in held else "no"
             raise ValueError(
-                f"{family.architecture} has "
-                f"{'no' if path not in held else f'{held[path]} of {lead}'} tensors for "
-                f"{path} {list(shape)}"
+                f"{family.architecture} has {tensors} tensors for {path} {list(shapes[path])}"
             )
     return bound
 
 
-def _leading(path: str, shape: Shape, bound: list[Bound]) -> int:
-    """How many tensors, or parts of one, a weight of ours comes in."""
-    for tensor in bound:
-        for target in tensor.targets:
-            if target.path == path:
-                size = 1
-                for n in shape[: len(target.lead) + (tensor.experts is not None)]:
-                    size *= n
-                return size
-    return 1
-
-
-def _of_row(
-    row: Row, family: Family, model: DecoderConfig, shapes: Mapping[str, Shape]
-) -> Iterator[Bound]:
-    for place in _places(row, family, model):
-        paths = [place.path + part.path for part in row.parts]
-        skip = len(place.lead) + row.experts
-        present = [
-            path
-            for path, part in zip(paths, row.parts, strict=True)
-            if path in shapes and len(shapes[path]) == skip + part.dims
-        ]
-        if not present or any(place.path + hint.path not in shapes for hint in row.hints):
-            continue
-        if len(present) < len(paths):
-            raise ValueError(
-                f"{row.name} holds {', '.join(paths)}, but the model has only {', '.join(present)}"
-            )
-        inner = {part.path: shapes[place.path + part.path][skip:] for part in row.parts}
-        inner |= {
-            hint.path: shapes[place.path + hint.path][len(place.lead) :] for hint in row.hints
-        }
-        sizes = row.sizes(inner)
-        count = shapes[paths[0]][len(place.lead)] if row.experts else None
-        for expert in range(count) if count is not None and not row.indexed else (None,):
-            lead = place.lead if expert is None else (*place.lead, expert)
-            targets = tuple(
-                Target(part, path, lead) for part, path in zip(row.parts, paths, strict=True)
-            )
-            yield Bound(
-                named(row, place.name, expert), row, sizes, targets, count if row.indexed else None
-            )
-
-
-def _places(row: Row, family: Family, model: DecoderConfig) -> Iterator[_Place]:
-    depth = model.mtp.depth if model.mtp and family.further else 0
-    further = [
-        family.further.format(model.layers + i if family.further_after else i) for i in range(depth)
+def _of_block(row: Row, block: _Block, shapes: Mapping[str, Shape]) -> Iterator[Bound]:
+    """The tensors of a row for one block; none where the block has not the row's weights."""
+    stacked = len(block.lead)
+    skip = stacked + row.experts
+    paths = [block.path + part.path for part in row.parts]
+    absent = [
+        path
+        for path, part in zip(paths, row.parts, strict=True)
+        if len(shapes.get(path, ())) != skip + part.dims
     ]
+    if len(absent) == len(paths) or any(block.path + hint.path not in shapes for hint in row.hints):
+        return
+    if absent:
+        raise ValueError(
+            f"{row.name} holds {', '.join(paths)}, but the model has no {', '.join(absent)}"
+        )
+    inner = {hint.path: shapes[block.path + hint.path][stacked:] for hint in row.hints}
+    inner |= {part.path: shapes[block.path + part.path][skip:] for part in row.parts}
+    count = shapes[paths[0]][stacked] if row.experts else None
+    sizes = row.sizes(inner)
+    each = range(count) if count is not None and not row.indexed else (None,)
+    for expert in each:
+        lead = block.lead if expert is None else (*block.lead, expert)
+        yield Bound(
+            row.tensor_name(block.name, expert),
+            row,
+            sizes,
+            tuple(Target(part, path, lead) for part, path in zip(row.parts, paths, strict=True)),
+            count if row.indexed else None,
+        )
+
+
+def _blocks(row: Row, family: Family, model: DecoderConfig) -> Iterator[_Block]:
+    """The blocks that a row may apply to; one without a name for tensors outside of blocks."""
+    depth = model.mtp.depth if model.mtp and family.further else 0
+    first = model.layers if family.further_after else 0
+    further = [family.further.format(first + i) for i in range(depth)]
     if "{further}" in row.name:
         for i, name in enumerate(further):
-            yield _Place("" if row.copy else f"mtp/{i}/", (), name)
+            yield _Block("" if row.copy else f"mtp/{i}/", (), name)
     elif "{layer}" not in row.name:
-        yield _Place(GLOBAL, (), "")
+        yield _Block("", (), "")
     else:
         for layer in range(model.layers):
             path, lead = location(model, layer)
-            yield _Place(f"{path}/", lead, family.layer.format(layer))
-        yield from (_Place(f"mtp/{i}/block/", (), name) for i, name in enumerate(further))
+            yield _Block(f"{path}/", lead, family.layer.format(layer))
+        yield from (_Block(f"mtp/{i}/block/", (), name) for i, name in enumerate(further))
 
 
 def location(model: DecoderConfig, layer: int) -> tuple[str, tuple[int, ...]]:
@@ -134,9 +130,9 @@ def location(model: DecoderConfig, layer: int) -> tuple[str, tuple[int, ...]]:
     first, period = len(model.prefix), model.period
     if layer < first:
         return f"prefix/{layer}", ()
-    repeats, at = (model.layers - first) // len(period), layer - first
-    if at >= repeats * len(period):
-        return f"rest/{at - repeats * len(period)}", ()
-    name = period[at % len(period)]
-    key = name if period.count(name) == 1 else f"{name}_{period[: at % len(period)].count(name)}"
-    return f"blocks/{key}", (at // len(period),)
+    repetition, place = divmod(layer - first, len(period))
+    if repetition == (model.layers - first) // len(period):
+        return f"rest/{place}", ()
+    name = period[place]
+    key = name if period.count(name) == 1 else f"{name}_{period[:place].count(name)}"
+    return f"blocks/{key}", (repetition,)

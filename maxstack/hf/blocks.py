@@ -1,10 +1,11 @@
 """The order of a model's blocks in config.json: which block each layer is, and how the layers
 become prefix and pattern."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from maxstack.hf.table import Mismatch, Sink, Source, read, write
+from maxstack.hf.table import Mismatch, Sink, Source, read, write_first
 
 Names = Sequence[str]
 
@@ -16,7 +17,7 @@ class Order(Protocol):
         """One name a layer."""
 
     def write(self, names: Names, sink: Sink) -> None:
-        """Put the keys that say this order; Mismatch where none can."""
+        """Put the keys that express this order; Mismatch where none can."""
 
 
 class Same:
@@ -29,69 +30,70 @@ class Same:
         pass
 
 
+@dataclasses.dataclass(frozen=True)
 class Types:
-    """layer_types, a word a layer; `absent` gives the words where config.json has none."""
+    """layer_types, a word a layer."""
 
-    def __init__(self, words: Mapping[str, str], absent: Callable[[Source, int], list[str]]):
-        self.words, self.absent = words, absent
+    words: Mapping[str, str]
+    """Their word -> the block."""
+    absent: Callable[[Source, int], list[str]]
+    """The words where config.json has none."""
 
     def read(self, source: Source, layers: int) -> list[str]:
-        given = source.get("layer_types") or self.absent(source, layers)
-        if not isinstance(given, list) or len(given) != layers or not {*given} <= {*self.words}:
+        words = source.get("layer_types") or self.absent(source, layers)
+        if not isinstance(words, list) or len(words) != layers or not {*words} <= {*self.words}:
             raise source.fail("layer_types", f"must be {layers} of {', '.join(self.words)}")
-        return [self.words[word] for word in given]
+        return [self.words[word] for word in words]
 
     def write(self, names: Names, sink: Sink) -> None:
         back = {name: word for word, name in self.words.items()}
         sink.put("layer_types", [back[name] for name in names])
 
 
+@dataclasses.dataclass(frozen=True)
 class Every:
-    """Every n-th layer is one block, the others another, as key `of` says or a list of flags
-    `flags` says."""
+    """One block in every n-th layer and another in the others, by a key with n or by a list."""
 
-    def __init__(
-        self, one: str, others: str, *, of: str, default: int, flags: str, indices: bool = False
-    ):
-        self.one, self.others, self.of, self.default, self.flags, self.indices = (
-            one,
-            others,
-            of,
-            default,
-            flags,
-            indices,
-        )
+    name: str
+    others: str
+    _: dataclasses.KW_ONLY
+    of: str
+    """The key with n."""
+    default: int
+    flags: str
+    """The key with a flag for each layer, 0 in every n-th, or with the `indices` of every n-th."""
+    indices: bool = False
 
     def read(self, source: Source, layers: int) -> list[str]:
-        step, given = source.get(self.of, self.default), source.get(self.flags)
-        if given is None or (not given and not self.indices):
-            return [self.one if (i + 1) % step == 0 else self.others for i in range(layers)]
-        if self.indices:
-            return [self.one if i in given else self.others for i in range(layers)]
-        if len(given) < layers:
+        step, listed = source.get(self.of, self.default), source.get(self.flags)
+        if listed is None or (not listed and not self.indices):
+            chosen = {*range(step - 1, layers, step)}
+        elif self.indices:
+            chosen = {*listed}
+        elif len(listed) < layers:
             raise source.fail(self.flags, f"must have a flag for each of {layers} layers")
-        return [self.others if flag else self.one for flag in given[:layers]]
+        else:
+            chosen = {i for i, flag in enumerate(listed) if not flag}
+        return [self.name if i in chosen else self.others for i in range(layers)]
 
     def write(self, names: Names, sink: Sink) -> None:
-        flags = [int(name != self.one) for name in names]
-        sink.put(
-            self.flags, [i for i, other in enumerate(flags) if not other] if self.indices else flags
-        )
+        flags = [int(name != self.name) for name in names]
+        chosen = [i for i, flag in enumerate(flags) if not flag]
+        sink.put(self.flags, chosen if self.indices else flags)
 
 
 class FirstDense:
     """The first few layers are dense, the others mixtures of experts."""
 
-    def __init__(self, key: str = "first_k_dense_replace", default: int = 0):
-        self.key, self.default = key, default
+    key = "first_k_dense_replace"
 
     def read(self, source: Source, layers: int) -> list[str]:
-        dense = min(source.get(self.key, self.default) or 0, layers)
+        dense = min(source.get(self.key, 0) or 0, layers)
         return ["dense"] * dense + ["moe"] * (layers - dense)
 
     def write(self, names: Names, sink: Sink) -> None:
-        dense = list(names).count("dense")
-        if list(names) != ["dense"] * dense + ["moe"] * (len(names) - dense):
+        dense = names.count("dense")
+        if "dense" in names[dense:]:
             raise Mismatch("dense layers after mixtures of experts")
         sink.put(self.key, dense)
 
@@ -103,36 +105,28 @@ class Both:
         self.orders = orders
 
     def read(self, source: Source, layers: int) -> list[str]:
-        return [
-            "_".join(names)
-            for names in zip(*(order.read(source, layers) for order in self.orders), strict=True)
-        ]
+        names = (order.read(source, layers) for order in self.orders)
+        return ["_".join(pair) for pair in zip(*names, strict=True)]
 
     def write(self, names: Names, sink: Sink) -> None:
-        for order, own in zip(
-            self.orders, zip(*(name.split("_") for name in names), strict=True), strict=True
-        ):
+        columns = zip(*(name.split("_") for name in names), strict=True)
+        for order, own in zip(self.orders, columns, strict=True):
             order.write(own, sink)
 
 
+@dataclasses.dataclass(frozen=True)
 class Layers:
-    """Number of layers, blocks, prefix and pattern of a model: a table for each block, and their
-    order.
+    """Number of layers, blocks, prefix and pattern of a model."""
 
-    `unrolled`: how many layers at the start must be in the prefix.
-    """
-
-    def __init__(
-        self,
-        tables: Mapping[str, Any],
-        order: Order = Same(),  # noqa: B008
-        key: str = "num_hidden_layers",
-        unrolled: Callable[[Source, int], int] = lambda source, layers: 0,
-    ):
-        self.tables, self.order, self.key, self.unrolled = tables, order, key, unrolled
+    tables: Mapping[str, Any]
+    """One for each block."""
+    order: Order = Same()
+    key: str = "num_hidden_layers"
+    unrolled: Callable[[Source, int], int] = lambda source, layers: 0
+    """Number of layers at the start that must be in the prefix."""
 
     def read(self, source: Source) -> dict[str, Any]:
-        """The keys of a DecoderConfig that say its layers."""
+        """The keys of a DecoderConfig that describe its layers."""
         layers = source.need(self.key)
         if type(layers) is not int or not 0 < layers < 10_000:
             raise source.fail(self.key, "must be the number of layers")
@@ -142,40 +136,28 @@ class Layers:
         return {"layers": layers, "blocks": blocks, "prefix": prefix, "pattern": pattern}
 
     def write(self, blocks: Sequence[Mapping[str, Any]], sink: Sink) -> None:
-        """Put what says these blocks, one a layer; Mismatch with the first reason where no table
-        fits one."""
+        """Put the keys that express these blocks, one a layer; Mismatch with the reasons of the
+        first that fits no table."""
         sink.put(self.key, len(blocks))
-        names = [self._fitting(block, sink) for block in blocks]
+        try:
+            names = [write_first(self.tables, block, sink) for block in blocks]
+        except Mismatch as error:
+            raise Mismatch(f"a block fits no kind of this family's: {error}") from None
         self.order.write(names, sink)
-
-    def _fitting(self, block: Mapping[str, Any], sink: Sink) -> str:
-        reasons = []
-        for name, table in self.tables.items():
-            trial = Sink(sink)
-            try:
-                write(table, block, trial)
-            except Mismatch as error:
-                reasons.append(str(error))
-                continue
-            sink.update(trial)
-            return name
-        raise Mismatch(
-            f"a block fits no kind of this family's: {'; '.join(dict.fromkeys(reasons))}"
-        )
 
 
 def arranged(names: Names, unrolled: int = 0) -> tuple[list[str], list[str]]:
     """(prefix, pattern) that give these layers with the fewest blocks compiled: prefix, one period,
     and the remainder."""
-    best: tuple[int, int, int] | None = None
     layers = len(names)
+    best = layers + 1, layers, 0
     for first in range(unrolled, min(layers, unrolled + 64) + 1):
         for period in range(1, min(layers - first, 128) + 1):
-            if best and first + period >= best[0]:
+            if first + period >= best[0]:
                 break
             if all(names[i] == names[i - period] for i in range(first + period, layers)):
                 cost = first + period + (layers - first) % period
-                best = min(best or (cost, first, period), (cost, first, period))
+                best = min(best, (cost, first, period))
                 break
-    _, first, period = best or (0, layers, 0)
+    _, first, period = best
     return list(names[:first]), list(names[first : first + period])

@@ -1,6 +1,7 @@
-"""A model folder understood: its family, its model's configuration and its tensors; without jax, so
-that it is refused early."""
+"""A model folder's meaning: its family, its model's configuration and its tensors; without jax, so
+that errors are quick."""
 
+import functools
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,20 +12,22 @@ import pydantic
 
 from maxstack.config import ConfigError
 from maxstack.config.errors import DataError
+from maxstack.data import hub
 from maxstack.hf import limits
 from maxstack.hf.binding import Bound
 from maxstack.hf.families import FAMILIES
 from maxstack.hf.family import Family, of_config
-from maxstack.hf.folder import Folder
+from maxstack.hf.folder import Folder, and_more
 from maxstack.hf.tensors import Tensor
 from maxstack.schema.decoder import DecoderConfig
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
+HEAD, ROWS_AT_ONCE = "lm_head.weight", 4096
 
 
 class Contents:
-    """What a folder, or a model of the hub by its name, means. ConfigError for a family or key that
-    is not supported, DataError for damage.
+    """Meaning of a folder, or of a model of the hub by its name. ConfigError for a family or key
+    that is not supported, DataError for damage.
 
     Without `weights` no tensor is read, or downloaded: `tensors` is empty, and config.json and the
     index are believed.
@@ -37,8 +40,8 @@ class Contents:
         self.folder.check_generation()
         self.tensors = self.folder.tensors(self.family.body) if weights else {}
         names = self.tensors if weights else self.folder.listed(self.family.body)
-        further = None if names is None else _further(self.family, self.folder.config, names)
-        self.mapping = self.family.read(self.folder.config, self.folder.where, further)
+        depth = None if names is None else _mtp_depth(self.family, self.folder.config, names)
+        self.mapping = self.family.read(self.folder.config, self.folder.where, depth)
         """The mapping of a DecoderConfig."""
         try:
             self.model = DecoderConfig.model_validate(self.mapping)
@@ -49,7 +52,7 @@ class Contents:
                 f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
             ) from None
         if weights:
-            _check_head(self)
+            self._check_head()
 
     @property
     def dtype(self) -> str:
@@ -59,89 +62,102 @@ class Contents:
         sizes: dict[str, int] = {} if self.tensors else {str(said): 1}
         for tensor in self.tensors.values():
             sizes[tensor.dtype.name] = sizes.get(tensor.dtype.name, 0) + int(np.prod(tensor.shape))
-        found = max(sizes, key=lambda name: sizes[name])
-        return found if found in ("float32", "bfloat16", "float16") else "float32"
+        most = max(sizes, key=lambda name: sizes[name])
+        return most if most in ("float32", "bfloat16", "float16") else "float32"
+
+    def _check_head(self) -> None:
+        """DataError where config.json says that the head is the embedding table and the tensors
+        say that it is not, or the other way round; a head that repeats the table is dropped."""
+        head, tied = self.tensors.get(HEAD), self.model.head.tied
+        if head is None and not tied:
+            raise DataError(
+                f"{self.folder.where}: tie_word_embeddings is false, but no file holds {HEAD}; if "
+                "the head is the embedding table, set it to true"
+            )
+        if head is None or not tied:
+            return
+        name = next(
+            row.name
+            for row in self.family.rows
+            if any(part.path == "embed" for part in row.parts) and not row.copy
+        )
+        table = self.tensors.get(name)
+        if table is None or table.shape != head.shape or not _equal(table, head):
+            raise DataError(
+                f"{head.where}: differs from the embedding table, but {self.folder.where} says "
+                "tie_word_embeddings: true; set it to false, or remove the tensor"
+            )
+        del self.tensors[HEAD]
+
+
+def opened(path: str | Path) -> Contents:
+    """Contents with weights; those of the last call where no file of the same folder has changed
+    since, so that a start of train opens each file once."""
+    folder = hub.snapshot(str(path), weights=True) if hub.named(path) else Path(path)
+    return _unchanged(str(path), folder.absolute(), frozenset(states(folder).items()))
+
+
+@functools.lru_cache(maxsize=1)
+def _unchanged(path: str, *state: object) -> Contents:
+    """Contents of a folder in this state."""
+    return Contents(path)
+
+
+def states(folder: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of the last change (ns) of each file of a folder."""
+    files = [entry for entry in folder.glob("*") if entry.is_file()]
+    return {file.name: (file.stat().st_size, file.stat().st_mtime_ns) for file in files}
 
 
 def check_tensors(contents: Contents, bound: Iterable[Bound]) -> None:
     """DataError with every tensor that is missing, unknown or not shaped as config.json says."""
     wanted = {tensor.name: tensor for tensor in bound}
-    found, unused = contents.tensors, [re.compile(pattern) for pattern in contents.family.unused]
-    missing = [name for name, tensor in wanted.items() if name not in found and not tensor.row.copy]
+    held, unused = contents.tensors, [re.compile(pattern) for pattern in contents.family.unused]
+    missing = [name for name, tensor in wanted.items() if name not in held and not tensor.row.copy]
     unknown = [
-        name
-        for name in found
+        tensor.where
+        for name, tensor in held.items()
         if name not in wanted and not any(pattern.fullmatch(name) for pattern in unused)
     ]
+    pairs = [(held[name], tensor.shape) for name, tensor in wanted.items() if name in held]
     shapes = [
-        f"{found[name].where} has shape {list(found[name].shape)}, and this model makes "
-        f"it {list(tensor.shape)}"
-        for name, tensor in wanted.items()
-        if name in found and found[name].shape != tensor.shape
+        f"{tensor.where} has shape {list(tensor.shape)}, and this model makes it {list(shape)}"
+        for tensor, shape in pairs
+        if tensor.shape != shape
     ]
-    kinds = [
-        f"{found[name].where} has dtype {found[name].dtype.name}"
-        for name in wanted
-        if name in found and found[name].dtype.name not in FLOATS
+    dtypes = [
+        f"{tensor.where} has dtype {tensor.dtype.name}"
+        for tensor, _ in pairs
+        if tensor.dtype.name not in FLOATS
     ]
-    said = [*shapes[:5], *kinds[:5]]
+    reasons = [*shapes[:5], *dtypes[:5]]
     if missing:
-        said.append(f"missing {_listed(missing)}")
+        reasons.append(f"missing {', '.join(missing[:5])}{and_more(missing, 5)}")
     if unknown:
-        said.append(f"unknown {_listed([found[name].where for name in unknown])}")
-    if said:
-        name = contents.family.architecture
+        reasons.append(f"unknown {', '.join(unknown[:5])}{and_more(unknown, 5)}")
+    if reasons:
         raise DataError(
-            f"{contents.folder.path}: the tensors are not those of {name} that is "
-            f"wanted: {'; '.join(said)}"
+            f"{contents.folder.path}: the tensors are not those of {contents.family.architecture} "
+            f"that is wanted: {'; '.join(reasons)}"
         )
 
 
-def _check_head(contents: Contents) -> None:
-    """A head that config.json says is the embedding table, or is not, must be what the tensors
-    say."""
-    head = next(
-        (contents.tensors[name] for name in ("lm_head.weight",) if name in contents.tensors), None
-    )
-    tied, where = contents.model.head.tied, contents.folder.where
-    if head is None and not tied:
-        raise DataError(
-            f"{where}: tie_word_embeddings is false, but no file holds lm_head.weight; "
-            "if the head is the embedding table, set it "
-            "to true"
-        )
-    if head is None or not tied:
-        return
-    name = next(
-        row.name
-        for row in contents.family.rows
-        if any(part.path == "embed" for part in row.parts) and not row.copy
-    )
-    table = contents.tensors.get(name)
-    if table is None or table.shape != head.shape or not _equal(table, head):
-        raise DataError(
-            f"{head.where}: differs from the embedding table, but {where} says "
-            "tie_word_embeddings: true; set it to false, or remove "
-            "the tensor"
-        )
-    del contents.tensors["lm_head.weight"]
-
-
-def _equal(one: Tensor, other: Tensor, rows: int = 4096) -> bool:
+def _equal(first: Tensor, second: Tensor) -> bool:
     """Bit by bit, some rows at a time."""
-    first, second = one.array(), other.array()
-    for begin in range(0, len(first), rows):
-        if not np.array_equal(
-            first[begin : begin + rows].view(np.uint8), second[begin : begin + rows].view(np.uint8)
-        ):
+    for begin in range(0, first.shape[0], ROWS_AT_ONCE):
+        rows = slice(begin, begin + ROWS_AT_ONCE)
+        same = np.array_equal(
+            first.array()[rows].view(np.uint8), second.array()[rows].view(np.uint8)
+        )
+        first.forget()
+        second.forget()
+        if not same:
             return False
-        one.forget()
-        other.forget()
     return True
 
 
-def _further(family: Family, config: dict[str, Any], tensors: Iterable[str]) -> int:
-    """How many modules of multi-token prediction the tensors hold."""
+def _mtp_depth(family: Family, config: dict[str, Any], tensors: Iterable[str]) -> int:
+    """Number of modules of multi-token prediction among the tensors."""
     layers = config.get(family.layers.key)
     first = layers if family.further_after and isinstance(layers, int) else 0
     depth = 0
@@ -150,7 +166,3 @@ def _further(family: Family, config: dict[str, Any], tensors: Iterable[str]) -> 
     ):
         depth += 1
     return depth
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,9 +1,9 @@
-"""A model folder as it lies on disk: config.json and the tensors of its safetensors files. Nothing
-in it is trusted, and nothing in it is run."""
+"""A model folder on disk: config.json and the tensors of its safetensors files. Nothing in it is
+trusted, and nothing in it is run."""
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,23 +11,18 @@ from maxstack.config import ConfigError, quoted, shortened
 from maxstack.config.errors import DataError
 from maxstack.data import hub
 from maxstack.data.hub import GENERATION, INDEX, SINGLE
+from maxstack.data.json_files import read_object
 from maxstack.hf import limits
 from maxstack.hf.quantized import unpacking
-from maxstack.hf.safetensors_file import SafetensorsFile, check_name, read_json
-from maxstack.hf.tensors import SMALL, Plain, Tensor
+from maxstack.hf.safetensors_file import SafetensorsFile, check_name
+from maxstack.hf.tensors import Plain, Tensor
 
 T = TypeVar("T")
 UNSAFE = {
-    ".bin": "pickled weights",
-    ".pt": "pickled weights",
-    ".pth": "pickled weights",
-    ".ckpt": "pickled weights",
-    ".pkl": "a pickle",
-    ".pickle": "a pickle",
-    ".joblib": "a pickle",
+    **dict.fromkeys((".bin", ".pt", ".pth", ".ckpt"), "pickled weights"),
+    **dict.fromkeys((".pkl", ".pickle", ".joblib"), "a pickle"),
     ".npy": "an array file that may hold a pickle",
-    ".h5": "a Keras model, which may hold code",
-    ".keras": "a Keras model, which may hold code",
+    **dict.fromkeys((".h5", ".keras"), "a Keras model, which may hold code"),
     ".py": "code",
 }
 INSTEAD = (
@@ -36,7 +31,7 @@ INSTEAD = (
     "save_pretrained), or, where the safetensors are there, delete the rest, or leave it "
     "aside with `maxstack import --ignore-unsafe`"
 )
-# A wrapper with vision or audio: what the language model is called inside, and what is left aside.
+# Prefixes of the language model's tensors in a model with vision or audio, and what they become.
 WRAPPERS = (
     ("model.language_model.", "model."),
     ("language_model.model.", "model."),
@@ -45,14 +40,23 @@ WRAPPERS = (
 OTHER_TOWERS = re.compile(
     r"(model\.)?(vision_tower|vision_model|visual|audio_tower|multi_modal_projector|embed_vision|embed_audio|mm_projector)\."
 )
+OF_WRAPPER = (
+    "tie_word_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "dtype",
+    "torch_dtype",
+)
+"""Keys that may stand outside of text_config."""
 
 
 class Folder:
-    """What a folder, or a model of the hub by its name, holds, checked. ConfigError for a mistake
-    of its user, DataError for damage.
+    """A folder, or a model of the hub by its name, checked. ConfigError for a mistake of its user,
+    DataError for damage.
 
-    Of the hub, only files that are read are downloaded, safetensors only for `weights`, so what
-    else its repository holds is left aside.
+    Of the hub, only files that are read are downloaded, safetensors only for `weights`; pickles
+    and code in its repository are ignored.
     """
 
     def __init__(self, path: str | Path, *, ignore_unsafe: bool = False, weights: bool = True):
@@ -62,93 +66,75 @@ class Folder:
         if not os.path.isdir(self.path):  # False, too, for what can be no path
             what = "is a file; give the folder of a model" if os.path.exists(path) else hub.NOWHERE
             raise ConfigError(f"{shortened(str(path), 200)}: {what}")
-        outer = self._json("config.json")
-        if not isinstance(outer, dict):
-            raise DataError(f"{self.path / 'config.json'}: is no JSON object")
+        outer = read_object(self.file("config.json"))
         if not ignore_unsafe:
             self._refuse_unsafe(outer)
         inner = outer.get("text_config")
-        self.config: dict[str, Any] = _inner(outer, inner) if isinstance(inner, dict) else outer
+        self.config: dict[str, Any] = outer
         """config.json, of the language model where the folder holds more."""
+        if isinstance(inner, dict):
+            shared = {key: outer[key] for key in OF_WRAPPER if key in outer}
+            own = {**inner, "architectures": inner.get("architectures") or []}
+            self.config = shared | own
         self.where = str(self.path / "config.json")
-        said = self.config.pop("quantization_config", None) or outer.get("quantization_config")
-        self._unpack = unpacking(said, self.where)
-        self.quantized: str | None = said["quant_method"] if said else None
-        """What the tensors are quantized by."""
+        method = self.config.pop("quantization_config", None) or outer.get("quantization_config")
+        self._unpack = unpacking(method, self.where)
+        self.quantized: str | None = method["quant_method"] if method else None
+        """Name of the tensors' quantization."""
 
-    def raw(self) -> dict[str, "Plain"]:
+    def raw(self) -> dict[str, Plain]:
         """Name -> tensor, as the files have them."""
-        return {name: Plain(file, name) for file, name in self._files()}
-
-    def tensors(self, body: str = "model.") -> dict[str, Tensor]:
-        """Name -> tensor, under the names of the language model alone; `body` is put before the
-        names of a file that holds the bare body."""
-        found: dict[str, Tensor] = {name: Plain(file, name) for file, name in self._files()}
-        if not found:
-            raise DataError(f"{self.path}: its safetensors hold no tensor")
-        return self._unpack(_own(found, body))
-
-    def listed(self, body: str = "model.") -> Iterable[str] | None:
-        """The names of the tensors that the index has, as `tensors` has them without reading any;
-        None where there is no index."""
-        shards = self.shards()
-        return (
-            _own({name: None for names in shards.values() for name in names}, body)
-            if shards
-            else None
-        )
-
-    def _files(self) -> Iterator[tuple[SafetensorsFile, str]]:
         index, shards = self.path / INDEX, self.shards()
         names = sorted(
             entry.name for entry in self.path.iterdir() if entry.name.endswith(".safetensors")
         )
-        if not shards:
-            if SINGLE not in names:
-                only = f" (only {', '.join(names[:3])})" if names else ""
-                raise ConfigError(f"{self.path}: has neither {SINGLE} nor {INDEX}{only}. {INSTEAD}")
-            file = SafetensorsFile(self.file(SINGLE))
-            yield from ((file, name) for name in file.entries)
-            return
-        if SINGLE in names and SINGLE not in shards:
+        if not shards and SINGLE not in names:
+            only = f" (only {', '.join(names[:3])})" if names else ""
+            raise ConfigError(f"{self.path}: has neither {SINGLE} nor {INDEX}{only}. {INSTEAD}")
+        if shards and SINGLE in names and SINGLE not in shards:
             raise DataError(
                 f"{index}: does not name {SINGLE}, which lies beside it; delete the one "
                 "that is stale"
             )
-        for shard, listed in sorted(shards.items()):
+        tensors: dict[str, Plain] = {}
+        for shard in sorted(shards) or [SINGLE]:
             file = SafetensorsFile(self.file(shard))
-            if absent := sorted(listed - file.entries.keys()):
+            held, listed = file.entries.keys(), shards.get(shard, file.entries.keys())
+            if absent := sorted(listed - held):
                 raise DataError(
-                    f"{index}: tensor {absent[0]}{_more(absent)} is said to be in "
+                    f"{index}: tensor {absent[0]}{and_more(absent)} is said to be in "
                     f"{shard}, which does not hold it"
                 )
-            if unlisted := sorted(file.entries.keys() - listed):
+            if unlisted := sorted(held - listed):
                 raise DataError(
-                    f"{file.path}: tensor {unlisted[0]}{_more(unlisted)} is not listed "
+                    f"{file.path}: tensor {unlisted[0]}{and_more(unlisted)} is not listed "
                     f"in {INDEX} as being in this file"
                 )
-            yield from ((file, name) for name in file.entries)
+            tensors |= {name: Plain(file, name) for name in held}
+        return tensors
+
+    def tensors(self, body: str = "model.") -> dict[str, Tensor]:
+        """Name -> tensor, under the names of the language model alone; `body` is put before the
+        names of a file that holds the bare body."""
+        tensors: dict[str, Tensor] = {**self.raw()}
+        if not tensors:
+            raise DataError(f"{self.path}: its safetensors hold no tensor")
+        return self._unpack(_of_language_model(tensors, body))
+
+    def listed(self, body: str = "model.") -> Iterable[str] | None:
+        """Names of the tensors in the index, as in `tensors`; None where there is no index."""
+        names = {name: None for listed in self.shards().values() for name in listed}
+        return _of_language_model(names, body) if names else None
 
     def shards(self) -> dict[str, set[str]]:
-        """The tensors that the index says are in each file; nothing where there is no index."""
-        index = self.path / INDEX
-        if not os.path.lexists(index):
-            return {}
-        listed = self._json(INDEX)
-        weights = listed.get("weight_map") if isinstance(listed, dict) else None
-        if (
-            not isinstance(weights, dict)
-            or not weights
-            or not all(isinstance(shard, str) for shard in weights.values())
-        ):
-            raise DataError(f"{index}: weight_map is not a mapping of tensors to files")
+        """The index: file -> names of its tensors; empty where there is no index."""
         shards: dict[str, set[str]] = {}
-        for name, shard in weights.items():
+        if not os.path.lexists(self.path / INDEX):
+            return shards
+        index = self.file(INDEX)
+        for name, shard in hub.weight_map(index).items():
             check_name(name, str(index))
-            if (
-                not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*\.safetensors", shard)
-                or ".." in shard
-            ):
+            if not hub.SHARD.fullmatch(shard):
                 raise DataError(
                     f"{index}: tensor {name} is said to be in {quoted(shard)}, which is "
                     "no name of a safetensors file of this folder"
@@ -157,25 +143,17 @@ class Folder:
         return shards
 
     def check_generation(self) -> None:
-        """ConfigError where generation_config.json, which exports bring along, ends or begins
-        texts with what is no id of the vocabulary; DataError where it is no JSON object."""
-        path, vocab = self.path / GENERATION, self.config.get("vocab_size")
-        if not os.path.lexists(path):
-            return
-        if not isinstance(said := self._json(GENERATION), dict):
-            raise DataError(f"{path}: is no JSON object")
-        if isinstance(vocab, int):
-            limits.check_ids(said, ("bos_token_id", "eos_token_id"), vocab, str(path))
-
-    def _json(self, name: str) -> Any:
-        path = self.file(name)
-        if path.stat().st_size > SMALL:
-            raise DataError(f"{path}: {path.stat().st_size:,} bytes; at most {SMALL:,} are read")
-        return read_json(path.read_bytes(), str(path))
+        """ConfigError where generation_config.json, which is copied into exports, has special
+        tokens outside of the vocabulary; DataError where it is no JSON object."""
+        if os.path.lexists(self.path / GENERATION):
+            path, vocab = self.file(GENERATION), self.config.get("vocab_size")
+            settings = read_object(path)
+            if isinstance(vocab, int):
+                limits.check_ids(settings, ("bos_token_id", "eos_token_id"), vocab, str(path))
 
     def file(self, name: str) -> Path:
-        """A file of the folder. A link must lead to another file of it, or to the blobs of the
-        hub's cache that the folder is part of."""
+        """Path of a file of the folder. A link must lead to another file of it, or to the blobs of
+        the hub's cache that the folder is part of."""
         path = self.path / name
         if not os.path.lexists(path) and name == "config.json":
             raise ConfigError(f"{path}: no such file; give the folder of a model")
@@ -189,48 +167,35 @@ class Folder:
         return path
 
     def _refuse_unsafe(self, config: Mapping[str, Any]) -> None:
-        found = [
+        reasons = [
             f"{entry.name} is {UNSAFE[entry.suffix]}"
             for entry in sorted(self.path.iterdir())
             if entry.suffix in UNSAFE
         ]
         if config.get("auto_map"):
-            found.append("config.json asks to run code (auto_map)")
-        if found:
+            reasons.append("config.json asks to run code (auto_map)")
+        if reasons:
             raise ConfigError(
-                f"{self.path}: refused: {'; '.join(found[:4])}{_more(found, 4)}. {INSTEAD}"
+                f"{self.path}: refused: {'; '.join(reasons[:4])}{and_more(reasons, 4)}. {INSTEAD}"
             )
 
 
-def _inner(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]:
-    """The language model's config.json, told by its model_type, with what only the wrapper says."""
-    both = (
-        "tie_word_embeddings",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "dtype",
-        "torch_dtype",
-    )
-    said = {key: outer[key] for key in both if key in outer}
-    return {**said, **inner, "architectures": inner.get("architectures") or []}
+def and_more(names: list[str], shown: int = 1) -> str:
+    """How many names are left out where the first few are shown."""
+    return f" (and {len(names) - shown} more)" if len(names) > shown else ""
 
 
-def _own(found: dict[str, T], body: str) -> dict[str, T]:
-    """What belongs to the language model, under its own names."""
+def _of_language_model(tensors: dict[str, T], body: str) -> dict[str, T]:
+    """The language model's tensors, under its own names."""
     for outer, inner in WRAPPERS:
-        found = {
+        tensors = {
             inner + name.removeprefix(outer) if name.startswith(outer) else name: tensor
-            for name, tensor in found.items()
+            for name, tensor in tensors.items()
         }
-    found = {name: tensor for name, tensor in found.items() if not OTHER_TOWERS.match(name)}
-    if any(name.startswith(body) for name in found):
-        return found
+    tensors = {name: tensor for name, tensor in tensors.items() if not OTHER_TOWERS.match(name)}
+    if any(name.startswith(body) for name in tensors):
+        return tensors
     return {
         name if name.startswith(("lm_head.", "mtp.")) else body + name: tensor
-        for name, tensor in found.items()
+        for name, tensor in tensors.items()
     }
-
-
-def _more(found: list[str], shown: int = 1) -> str:
-    return f" (and {len(found) - shown} more)" if len(found) > shown else ""

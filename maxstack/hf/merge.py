@@ -1,7 +1,6 @@
 """An adapter of PEFT merged into the tensors of a model folder, or taken out of them again, tensor
 by tensor."""
 
-import fnmatch
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +9,10 @@ import numpy as np
 
 from maxstack.config import ConfigError
 from maxstack.hf.contents import FLOATS
-from maxstack.hf.folder import Folder
+from maxstack.hf.folder import Folder, and_more
 from maxstack.hf.peft import Adapter
 from maxstack.hf.tensors import Plain, check_finite
-from maxstack.hf.writer import Atomic, Shard
+from maxstack.hf.writer import Shard, new_folder
 
 TINY = 1e-12
 
@@ -29,8 +28,8 @@ def merge(
     """Write `out`, whole or not at all: the model folder with the adapter's change added, or with
     `sign` -1 subtracted; the number of tensors that changed.
 
-    `done` is told the bytes of each tensor. ConfigError where the adapter is of another model;
-    DataError where a tensor is, or becomes, NaN or infinite, if `finite`.
+    `done` is called with the bytes of each tensor. ConfigError where the adapter is of another
+    model; DataError where a tensor is, or becomes, NaN or infinite, if `finite`.
     """
     if sign < 0 and adapter.dora:
         raise ConfigError(
@@ -38,46 +37,49 @@ def merge(
             "columns; keep the folder that it was merged into"
         )
     folder = Folder(source)
+    tensors = folder.raw()
+    _check_modules(folder, tensors, adapter, source)
     files: dict[Path, dict[str, Plain]] = {}
-    for name, tensor in folder.raw().items():
+    for name, tensor in tensors.items():
         files.setdefault(tensor.file, {})[name] = tensor
-    dtypes = {
-        name: tensor.dtype.name for tensors in files.values() for name, tensor in tensors.items()
-    }
-    if odd := sorted(
-        f"{module}.weight"
-        for module in adapter.modules
-        if dtypes.get(f"{module}.weight") not in FLOATS
-    ):
-        more = f" (and {len(odd) - 1} more)" if len(odd) > 1 else ""
-        if folder.quantized:
-            raise ConfigError(
-                f"{source}: keeps {odd[0]}{more} quantized by {folder.quantized}, and an "
-                "adapter is merged into floats; make them of "
-                f"it first: maxstack import {source} --out RUN, maxstack export RUN --out FOLDER"
-            )
-        raise ConfigError(f"{adapter.folder}: is of another model: {source} has no {odd[0]}{more}")
-    with Atomic(out) as made:
+    with new_folder(out) as made:
         for entry in sorted(folder.path.iterdir()):
-            if entry.is_file() and not fnmatch.fnmatch(entry.name, "*.safetensors"):
+            if entry.is_file() and not entry.name.endswith(".safetensors"):
                 shutil.copyfile(entry, made / entry.name)
-        for path, tensors in files.items():
+        for path, held in files.items():
             shard = Shard(
                 made / path.name,
-                {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()},
+                {name: (tensor.dtype, tensor.shape) for name, tensor in held.items()},
             )
-            for name, tensor in tensors.items():
-                values, module = tensor.array(None), name.removesuffix(".weight")
+            for name, tensor in held.items():
+                values, module = tensor.array(), name.removesuffix(".weight")
                 if module in adapter.modules:
                     values = _merged(values, adapter, module, sign, folder.path)
                 if finite:
                     check_finite(values, tensor.where)
-                shard.array(name)[...] = values
+                shard.arrays[name][...] = values
                 done(values.nbytes)
                 tensor.forget()
                 shard.forget()
-            shard.close()
     return len(adapter.modules)
+
+
+def _check_modules(
+    folder: Folder, tensors: dict[str, Plain], adapter: Adapter, source: str | Path
+) -> None:
+    """ConfigError where the folder has no float weight for a module of the adapter."""
+    floats = {name for name, tensor in tensors.items() if tensor.dtype.name in FLOATS}
+    absent = sorted({f"{module}.weight" for module in adapter.modules} - floats)
+    if not absent:
+        return
+    names = f"{absent[0]}{and_more(absent)}"
+    if folder.quantized:
+        raise ConfigError(
+            f"{source}: keeps {names} quantized by {folder.quantized}, and an "
+            "adapter is merged into floats; make them of "
+            f"it first: maxstack import {source} --out RUN, maxstack export RUN --out FOLDER"
+        )
+    raise ConfigError(f"{adapter.folder}: is of another model: {source} has no {names}")
 
 
 def _merged(
@@ -88,12 +90,11 @@ def _merged(
     if change.shape != values.shape:
         raise ConfigError(
             f"{adapter.folder}: is of another model: its change of {module} is "
-            f"{list(change.shape)}, and in {source} that is "
-            f"{list(values.shape)}"
+            f"{list(change.shape)}, and in {source} that is {list(values.shape)}"
         )
     whole = values.astype(np.float32) + sign * change
     if lengths is not None:
         axis = 0 if adapter.inputs_first else 1
-        factor = lengths / np.maximum(np.sqrt(np.square(whole).sum(axis=axis)), TINY)
-        whole = whole * np.expand_dims(factor, axis)
+        factor = lengths / np.maximum(np.linalg.norm(whole, axis=axis), TINY)
+        whole *= np.expand_dims(factor, axis)
     return whole.astype(values.dtype)

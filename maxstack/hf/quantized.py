@@ -2,16 +2,14 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from maxstack.config import ConfigError, quoted, shortened
 from maxstack.config.errors import DataError
-
-if TYPE_CHECKING:
-    from maxstack.hf.tensors import Tensor
+from maxstack.hf.tensors import Tensor
 
 # e2m1: one bit of sign, two of exponent, one of mantissa.
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -20,19 +18,19 @@ E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.fl
 INT4_ZERO = 8
 SCALES = ("float32", "bfloat16", "float16")
 
-Tensors = dict[str, "Tensor"]
+Tensors = dict[str, Tensor]
 Unpack = Callable[[Tensors], Tensors]
 
 
 class Quantized:
-    """A weight made of several tensors of a file: numbers of few bits, and what scales them."""
+    """A weight made of several tensors of a file: numbers of few bits, and their scales."""
 
     dtype = np.dtype(ml_dtypes.bfloat16)
     """Of the weight in the unquantized folder; `array` is float32 where the product with the
     scale has more digits than that."""
     shape: tuple[int, ...]
 
-    def __init__(self, *parts: "Tensor"):
+    def __init__(self, *parts: Tensor):
         self._parts, self.where = parts, parts[0].where
 
     def array(self, index: int | None = None) -> np.ndarray:
@@ -51,17 +49,19 @@ class MXFP4(Quantized):
     a byte, the low half first, and scales [experts, out, in / 32], powers of two (OCP Microscaling
     Formats 1.0, 2023)."""
 
-    def __init__(self, blocks: "Tensor", scales: "Tensor"):
+    def __init__(self, blocks: Tensor, scales: Tensor):
         super().__init__(blocks, scales)
-        shaped = (
-            len(blocks.shape) == 4 and blocks.shape[-1] == 16 and blocks.shape[:3] == scales.shape
-        )
-        if not shaped or blocks.dtype != np.uint8 or scales.dtype != np.uint8:
+        if (
+            len(blocks.shape) != 4
+            or blocks.shape != (*scales.shape, 16)
+            or blocks.dtype != np.uint8
+            or scales.dtype != np.uint8
+        ):
             raise DataError(
                 f"{blocks.where}: MXFP4 has uint8 blocks [experts, out, n, 16] and "
-                f"scales [experts, out, n], not {_said(blocks)} and {_said(scales)}"
+                f"scales [experts, out, n], not {_kind(blocks)} and {_kind(scales)}"
             )
-        experts, out, groups, _ = blocks.shape
+        experts, out, groups = scales.shape
         self.shape = experts, groups * 32, out
 
     def array(self, index: int | None = None) -> np.ndarray:
@@ -78,15 +78,14 @@ class BlockFP8(Quantized):
     """[out, in] in e4m3 with a scale for each block of `block` numbers, at the edges of fewer, as
     DeepSeek V3 has it; float32, as weight_dequant of DeepSeek's inference/kernel.py multiplies."""
 
-    def __init__(self, block: tuple[int, int], scale: "Tensor", weight: "Tensor"):
+    def __init__(self, block: tuple[int, int], scale: Tensor, weight: Tensor):
         super().__init__(weight, scale)
         self.shape, self._block = weight.shape, block
         if weight.dtype != ml_dtypes.float8_e4m3fn:
             raise DataError(
-                f"{weight.where}: is {_said(weight)}, and {scale.where} scales float8_e4m3fn"
+                f"{weight.where}: is {_kind(weight)}, and {scale.where} scales float8_e4m3fn"
             )
-        blocks = tuple(-(-n // b) for n, b in zip(self.shape, block, strict=False))
-        _check_scale(scale, weight, blocks, f"weight_block_size {list(block)}")
+        _check_scale(scale, weight.shape, block, f"weight_block_size {list(block)}")
 
     def array(self, index: int | None = None) -> np.ndarray:
         codes, scale = self._parts[0].array(), _finite(self._parts[1])
@@ -109,28 +108,28 @@ class GroupInt4(Quantized):
     words [out, in / 8] of eight numbers, the first in the lowest bits, each kept plus 8. Products
     are rounded to the dtype of the scales, as that library rounds them."""
 
-    def __init__(self, group: int, packed: "Tensor", scale: "Tensor", shape: "Tensor"):
+    def __init__(self, group: int, packed: Tensor, scale: Tensor, shape: Tensor):
         super().__init__(packed, scale, shape)
         matrices = len(packed.shape) == len(scale.shape) == 2
         sizes = shape.shape == (2,) and shape.dtype.kind == "i"
         if packed.dtype != np.int32 or not matrices or not sizes:
             raise DataError(
                 f"{packed.where}: int4 weights are int32 [out, in / 8] with scales "
-                f"[out, in / {group}] and the two sizes, not {_said(packed)}, "
-                f"{_said(scale)} and {_said(shape)}"
+                f"[out, in / {group}] and the two sizes, not {_kind(packed)}, "
+                f"{_kind(scale)} and {_kind(shape)}"
             )
         out, words = packed.shape
         whole = words * 8 == scale.shape[1] * group
         # Where it must be so, the size is not read: a page of a file for each of many experts.
         self.shape = out, words * 8 if whole else int(shape.array()[-1])
         self._group, self.dtype = group, scale.dtype
-        _check_scale(scale, self, (out, -(-self.shape[1] // group)), f"group_size {group}")
+        _check_scale(scale, self.shape, (1, group), f"group_size {group}")
 
     def array(self, index: int | None = None) -> np.ndarray:
         packed, scales, shape = self._parts
-        if (said := tuple(shape.array())) != self.shape:
+        if (sizes := tuple(shape.array())) != self.shape:
             raise DataError(
-                f"{shape.where}: says {list(map(int, said))}, and the numbers are of "
+                f"{shape.where}: says {list(map(int, sizes))}, and the numbers are of "
                 f"{list(self.shape)}"
             )
         codes = packed.array().view(np.uint8)
@@ -141,38 +140,38 @@ class GroupInt4(Quantized):
         return values if index is None else values[index]
 
 
-def unpacking(said: Any, where: str) -> Unpack:
-    """What makes whole weights of the tensors of a folder whose config.json, at `where`, has
-    `said` as quantization_config. ConfigError where it names what is not read here."""
-    if not said:
+def unpacking(settings: Any, where: str) -> Unpack:
+    """Function from the tensors of a folder to its whole weights, for the quantization_config of
+    the config.json at `where`. ConfigError for a quantization that is not read here."""
+    if not settings:
         return lambda tensors: tensors
-    method = said.get("quant_method") if isinstance(said, Mapping) else said
-    if not isinstance(said, Mapping) or method not in METHODS:
+    method = settings.get("quant_method") if isinstance(settings, Mapping) else settings
+    if not isinstance(settings, Mapping) or method not in METHODS:
         raise ConfigError(
             f"{where}: weights quantized by {shortened(str(method))} are not supported; those by "
             f"{', '.join(METHODS)} are; use the unquantized version of the model"
         )
     try:
-        return METHODS[method](said)
+        return METHODS[method](settings)
     except ValueError as error:
         raise ConfigError(
             f"{where}: quantization_config: {error}; use the unquantized version of the model"
         ) from None
 
 
-def _mxfp4(said: Mapping[str, Any]) -> Unpack:
-    return lambda tensors: _joined(tensors, "_blocks", ("_scales",), MXFP4)
+def _mxfp4(settings: Mapping[str, Any]) -> Unpack:
+    return functools.partial(_joined, "_blocks", ["_scales"], MXFP4)
 
 
-def _fp8(said: Mapping[str, Any]) -> Unpack:
+def _fp8(settings: Mapping[str, Any]) -> Unpack:
     """Layers that modules_to_not_convert or ignored_layers name need no rule: theirs are floats."""
-    block = said.get("weight_block_size")
+    block = settings.get("weight_block_size")
     if not isinstance(block, list) or [type(n) for n in block] != [int, int] or min(block) < 1:
         raise ValueError(
             f"weight_block_size={quoted(block)}: must be two whole numbers above 0; fp8 is read in "
             "blocks alone"
         )
-    _expect(said, {"fmt": "e4m3", "activation_scheme": "dynamic"})
+    _expect(settings, {"fmt": "e4m3", "activation_scheme": "dynamic"})
 
     def unpack(tensors: Tensors) -> Tensors:
         for name, tensor in tensors.items():
@@ -180,75 +179,76 @@ def _fp8(said: Mapping[str, Any]) -> Unpack:
                 raise DataError(
                     f"{tensor.where}: is float8_e4m3fn without its scales {name}_scale_inv"
                 )
-        return _joined(tensors, "_scale_inv", ("",), functools.partial(BlockFP8, tuple(block)))
+        return _joined("_scale_inv", [""], functools.partial(BlockFP8, tuple(block)), tensors)
 
     return unpack
 
 
-def _compressed(said: Mapping[str, Any]) -> Unpack:
+def _compressed(settings: Mapping[str, Any]) -> Unpack:
     """Layers that `ignore` names need no rule: theirs are floats."""
-    _expect({"format": "dense", **said}, {"format": "pack-quantized"})
-    groups = said.get("config_groups")
+    _expect({"format": "dense", **settings}, {"format": "pack-quantized"})
+    groups = settings.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise ValueError(f"config_groups={quoted(groups)}: must say how weights are quantized")
-    sizes = set()
+    wanted = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
+    sizes = []
     for name, group in groups.items():
         weights = group.get("weights") if isinstance(group, dict) else None
         if not isinstance(weights, dict):
             raise ValueError(f"config_groups.{name}.weights={quoted(weights)}: must be a mapping")
-        _expect(
-            {"num_bits": 8, **weights},
-            {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"},
-        )
-        sizes.add(weights.get("group_size"))
-    size = sizes.pop()
-    if sizes or type(size) is not int or size < 1:
+        _expect({"num_bits": 8, **weights}, wanted)
+        sizes.append(weights.get("group_size"))
+    size = sizes[0]
+    if sizes != [size] * len(sizes) or type(size) is not int or size < 1:
         raise ValueError("config_groups: must have one group_size for all weights")
-    return lambda tensors: _joined(
-        tensors, "_packed", ("_scale", "_shape"), functools.partial(GroupInt4, size)
-    )
+    make = functools.partial(GroupInt4, size)
+    return functools.partial(_joined, "_packed", ["_scale", "_shape"], make)
 
 
 METHODS = {"mxfp4": _mxfp4, "fp8": _fp8, "compressed-tensors": _compressed}
 
 
-def _expect(said: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def _expect(settings: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     for key, value in wanted.items():
-        if said.get(key, value) != value:
-            raise ValueError(f"{key}={quoted(said[key])}: only {value!r} is read")
+        if settings.get(key, value) != value:
+            raise ValueError(f"{key}={quoted(settings[key])}: only {value!r} is read")
 
 
 def _joined(
-    tensors: Tensors, first: str, others: tuple[str, ...], make: Callable[..., Quantized]
+    first: str, others: list[str], make: Callable[..., Quantized], tensors: Tensors
 ) -> Tensors:
     """`tensors` with each that ends in `first`, and those of `others`, as one weight."""
     for name in [name for name in tensors if name.endswith(first)]:
-        own = name.removesuffix(first)
-        if absent := [own + other for other in others if own + other not in tensors]:
-            raise DataError(
-                f"{tensors[name].where}: is of no use without {absent[0]}, which no file holds"
-            )
-        parts = [tensors.pop(own + part) for part in (first, *others)]
-        tensors[own] = make(*parts)
+        weight = name.removesuffix(first)
+        for other in others:
+            if weight + other not in tensors:
+                raise DataError(
+                    f"{tensors[name].where}: is of no use without {weight + other}, which no file "
+                    "holds"
+                )
+        parts = [tensors.pop(weight + part) for part in (first, *others)]
+        tensors[weight] = make(*parts)
     return tensors
 
 
 def _check_scale(
-    scale: "Tensor", weight: "Tensor | Quantized", shape: tuple[int, ...], why: str
+    scale: Tensor, weight: tuple[int, ...], block: tuple[int, int], setting: str
 ) -> None:
-    if len(weight.shape) != 2 or scale.shape != shape or scale.dtype.name not in SCALES:
+    """DataError unless there is a scale for each block of the weight's shape."""
+    shape = tuple(-(-n // size) for n, size in zip(weight, block, strict=False))
+    if len(weight) != 2 or scale.shape != shape or scale.dtype.name not in SCALES:
         raise DataError(
-            f"{scale.where}: is {_said(scale)}; {why} in config.json, on a weight "
-            f"{list(weight.shape)}, needs {' or '.join(SCALES)} {list(shape)}"
+            f"{scale.where}: is {_kind(scale)}; {setting} in config.json, on a weight "
+            f"{list(weight)}, needs {' or '.join(SCALES)} {list(shape)}"
         )
 
 
-def _finite(scale: "Tensor") -> np.ndarray:
+def _finite(scale: Tensor) -> np.ndarray:
     values = scale.array().astype(np.float32)
     if not np.isfinite(values).all():
         raise DataError(f"{scale.where}: holds a number that is not finite")
     return values
 
 
-def _said(tensor: "Tensor") -> str:
+def _kind(tensor: Tensor) -> str:
     return f"{tensor.dtype.name} {list(tensor.shape)}"

@@ -1,9 +1,9 @@
-"""Weights out of a model folder, straight into shards: each process touches only what its devices
+"""Weights out of a model folder, straight into shards: each process reads only what its devices
 hold, one weight at a time."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ Index = tuple[slice, ...]
 
 
 def load_params(
-    source: Contents | str | Path,
+    contents: Contents,
     wanted: Mapping[str, Any],
     *,
     progress: bool = True,
@@ -32,7 +32,6 @@ def load_params(
     that are missing, unknown or of another shape; and, if `finite`, names the first tensor with a
     number that is NaN or infinite after the cast.
     """
-    contents = source if isinstance(source, Contents) else Contents(source)
     pieces = pieces_of(contents, {path: leaf.shape for path, leaf in wanted.items()})
     total = sum(leaf.size for leaf in wanted.values())
     with tqdm(
@@ -43,23 +42,26 @@ def load_params(
         disable=not progress or jax.process_index() > 0,
     ) as bar:
         for path, leaf in wanted.items():
-            yield path, _place(pieces[path], leaf, finite)
+            yield path, _sharded(pieces[path], leaf, finite)
             bar.update(leaf.size)
 
 
+@dataclasses.dataclass(frozen=True)
 class Piece:
     """A slab of a weight of ours, and the part of a tensor that it is."""
 
-    def __init__(self, bound: Bound, target: Target, tensor: Tensor):
-        self.bound, self.target, self.tensor = bound, target, tensor
+    bound: Bound
+    target: Target
+    tensor: Tensor
 
     def fill(self, out: np.ndarray, index: Index) -> None:
-        """Write what lies at `index`, without the slab's lead, into `out`."""
+        """Write the values at `index`, without the slab's lead, into `out`."""
         if self.bound.experts is None:
             out[...] = self._view(None)[index]
             return
-        for place, expert in enumerate(range(*index[0].indices(self.bound.experts))):
-            out[place] = self._view(expert)[index[1:]]
+        experts = range(*index[0].indices(self.bound.experts))
+        for slab, expert in zip(out, experts, strict=True):
+            slab[...] = self._view(expert)[index[1:]]
 
     def _view(self, expert: int | None) -> np.ndarray:
         return self.bound.row.ours(self.target.part, self.tensor.array(expert), self.bound.sizes)
@@ -97,12 +99,11 @@ def reading(
 
     def values(index: Index) -> np.ndarray:
         spans = [range(*cut.indices(size)) for cut, size in zip(index, shape, strict=True)]
-        inner = tuple(slice(span.start, span.stop) for span in spans[lead:])
         out = np.empty([len(span) for span in spans], dtype)
         for place in itertools.product(*(range(len(span)) for span in spans[:lead])):
             piece = by_lead[tuple(span[i] for span, i in zip(spans, place, strict=False))]
             slab: Any = (*place, ...)
-            piece.fill(out[slab], inner)
+            piece.fill(out[slab], index[lead:])
             if finite:
                 check_finite(out[slab], piece.tensor.where)
             piece.tensor.forget()
@@ -111,17 +112,18 @@ def reading(
     return values
 
 
-def _place(pieces: Sequence[Piece], leaf: Any, finite: bool) -> jax.Array:
+def _sharded(pieces: Sequence[Piece], leaf: Any, finite: bool) -> jax.Array:
     sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
     values = reading(pieces, leaf.shape, leaf.dtype, finite)
-    kept: dict[str, np.ndarray] = {}
+    last: dict[str, np.ndarray] = {}
 
     def once(index: Index | None) -> np.ndarray:
+        """The values, which several devices may ask for in turn."""
         assert index is not None
         key = str(index)
-        if key not in kept:
-            kept.clear()
-            kept[key] = values(index)
-        return kept[key]
+        if key not in last:
+            last.clear()
+            last[key] = values(index)
+        return last[key]
 
     return jax.make_array_from_callback(leaf.shape, sharding, once).block_until_ready()

@@ -8,9 +8,6 @@ import numpy as np
 from maxstack.config.errors import DataError
 from maxstack.hf.safetensors_file import SafetensorsFile
 
-SMALL = 64 << 20
-
-
 EXPONENTS: dict[np.dtype, np.unsignedinteger] = {
     np.dtype(np.float32): np.uint32(0x7F800000),
     np.dtype(ml_dtypes.bfloat16): np.uint16(0x7F80),
@@ -18,8 +15,6 @@ EXPONENTS: dict[np.dtype, np.unsignedinteger] = {
     np.dtype(np.float64): np.uint64(0x7FF0000000000000),
 }
 """Bits that are all set in NaN and infinities, and in no other number (IEEE 754)."""
-
-
 BLOCK = 1 << 16
 """Numbers that are looked at together; they stay in a core's cache."""
 
@@ -46,6 +41,22 @@ class Tensor(Protocol):
         """Give back the memory of what was read."""
 
 
+class Plain:
+    """A tensor of a file, without quantization."""
+
+    def __init__(self, file: SafetensorsFile, name: str):
+        self._file, self._name = file, name
+        self.dtype, self.shape, _ = file.entries[name]
+        self.file, self.where = file.path, f"{file.path}: tensor {name}"
+
+    def array(self, index: int | None = None) -> np.ndarray:
+        whole = self._file.array(self._name)
+        return whole if index is None else whole[index]
+
+    def forget(self) -> None:
+        self._file.forget()
+
+
 def check_finite(values: np.ndarray, where: str) -> None:
     """DataError if any of the numbers, which are contiguous, is NaN or infinite."""
     if (mask := EXPONENTS.get(values.dtype)) is None:
@@ -59,19 +70,3 @@ def check_finite(values: np.ndarray, where: str) -> None:
                 f"{values.dtype}; get the weights anew, or take them as they are: "
                 "checkpoint.allow_nonfinite=true in a configuration, --allow-nonfinite for commands"
             )
-
-
-class Plain:
-    """A tensor as it lies in a file."""
-
-    def __init__(self, file: SafetensorsFile, name: str):
-        self._file, self._name = file, name
-        self.dtype, self.shape = file.entries[name].dtype, file.entries[name].shape
-        self.file, self.where = file.path, f"{file.path}: tensor {name}"
-
-    def array(self, index: int | None = None) -> np.ndarray:
-        whole = self._file.array(self._name)
-        return whole if index is None else whole[index]
-
-    def forget(self) -> None:
-        self._file.forget()

@@ -1,14 +1,13 @@
-"""A model folder out of weights: safetensors files whose places are known beforehand, filled one
-weight of ours at a time."""
+"""Writer of model folders: safetensors files whose layout is known beforehand are filled one weight
+of ours at a time."""
 
+import contextlib
 import json
 import math
 import mmap
 import shutil
-import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -23,87 +22,59 @@ Read = Callable[[str], np.ndarray]
 
 
 class Shard:
-    """A safetensors file that is being written: its header is, and its tensors are views to be
-    filled."""
+    """A safetensors file with its header written and its tensors as views to be filled."""
 
     def __init__(self, path: Path, tensors: Mapping[str, tuple[np.dtype, Shape]]):
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        at, places = 0, {}
-        for name, (dtype, shape) in sorted(
-            tensors.items(), key=lambda item: (-item[1][0].itemsize, item[0])
-        ):
-            size = math.prod(shape) * dtype.itemsize
+        starts, size = {}, 0
+        for name in sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name)):
+            dtype, shape = tensors[name]
+            starts[name] = size
+            size += math.prod(shape) * dtype.itemsize
             header[name] = {
                 "dtype": NAMES[dtype],
                 "shape": list(shape),
-                "data_offsets": [at, at + size],
+                "data_offsets": [starts[name], size],
             }
-            places[name] = (dtype, shape, at)
-            at += size
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        with path.open("wb") as file:
-            file.write(struct.pack("<Q", len(text)) + text)
-            file.truncate(8 + len(text) + at)
-        self._file = path.open("r+b")
-        self._map = mmap.mmap(self._file.fileno(), 0)
-        self._places = {
-            name: (dtype, shape, begin + 8 + len(text))
-            for name, (dtype, shape, begin) in places.items()
+        begin = 8 + len(text)
+        with path.open("wb+") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.truncate(begin + size)
+            self._map = mmap.mmap(file.fileno(), 0)
+        self.arrays = {
+            name: np.ndarray(shape, dtype, self._map, begin + starts[name])
+            for name, (dtype, shape) in tensors.items()
         }
-
-    def array(self, name: str) -> np.ndarray:
-        """A view of the tensor in the file."""
-        dtype, shape, begin = self._places[name]
-        count = math.prod(shape)
-        return (
-            np.frombuffer(self._map, dtype, count, begin).reshape(shape)
-            if count
-            else np.zeros(shape, dtype)
-        )
+        """Views of the file by name."""
 
     def forget(self) -> None:
         """Write what is filled, and let the system take its memory back."""
         self._map.flush()
-        if hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED)
-
-    def close(self) -> None:
-        """All of it on disk."""
-        self._map.flush()
-        self._file.close()
+        self._map.madvise(mmap.MADV_DONTNEED)
 
 
-class Atomic:
-    """A folder that appears under its name only when all of it is there."""
-
-    def __init__(self, out: Path):
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise ConfigError(f"--out {out}: is there already; choose another name, or delete it")
-        self._out, self.path = out, out.with_name(f".{out.name}.unfinished")
-
-    def __enter__(self) -> Path:
-        shutil.rmtree(self.path, ignore_errors=True)
-        try:
-            self.path.mkdir(parents=True)
-        except OSError as error:
-            raise ConfigError(
-                f"--out {self._out}: cannot be written: {error.strerror or error}"
-            ) from error
-        return self.path
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is not None:
-            shutil.rmtree(self.path, ignore_errors=True)
-            return
-        if self._out.exists():
-            self._out.rmdir()
-        self.path.rename(self._out)
+@contextlib.contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder to write into, which is renamed to `out` when all of it is there, and deleted after
+    an error. ConfigError where `out` is there already or cannot be written."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out {out}: is there already; choose another name, or delete it")
+    unfinished = out.with_name(f".{out.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        unfinished.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot be written: {error.strerror or error}") from error
+    try:
+        yield unfinished
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    if out.exists():
+        out.rmdir()
+    unfinished.rename(out)
 
 
 def write_tensors(
@@ -117,10 +88,10 @@ def write_tensors(
     """Write all tensors into shards of at most `shard_size` bytes (one tensor at least) and, where
     there are several, their index.
 
-    `read` gives a weight of ours by its path and is called once for each; `done` is told the
-    numbers in each weight that is written.
+    `read` gives a weight of ours by its path and is called once for each; `done` is called with the
+    size of each weight that is written.
     """
-    shards, where = _open(folder, bound, dtypes, shard_size)
+    shards = _shards(folder, bound, dtypes, shard_size)
     by_path: dict[str, list[tuple[Bound, Target]]] = {}
     for tensor in bound:
         for target in tensor.targets:
@@ -128,54 +99,45 @@ def write_tensors(
     for path, uses in by_path.items():
         weight = np.asarray(read(path))
         for tensor, target in uses:
-            out = where[tensor.name].array(tensor.name)
-            for index, slab in _slabs(tensor, target, weight):
-                tensor.row.place(
-                    target.part, slab, out if index is None else out[index], tensor.sizes
-                )
+            out, slab = shards[tensor.name].arrays[tensor.name], np.asarray(weight[target.lead])
+            slabs = [(out, slab)] if tensor.experts is None else zip(out, slab, strict=True)
+            for part, values in slabs:
+                tensor.row.place(target.part, values, part, tensor.sizes)
         done(weight.size)
-        for shard in {id(where[tensor.name]): where[tensor.name] for tensor, _ in uses}.values():
+        for shard in {shards[tensor.name] for tensor, _ in uses}:
             shard.forget()
-    for shard in shards:
-        shard.close()
 
 
-def _slabs(
-    tensor: Bound, target: Target, weight: np.ndarray
-) -> Iterator[tuple[int | None, np.ndarray]]:
-    slab = np.asarray(weight[target.lead])
-    yield from ((None, slab),) if tensor.experts is None else enumerate(slab)
-
-
-def _open(
+def _shards(
     folder: Path, bound: Sequence[Bound], dtypes: Mapping[str, np.dtype], shard_size: int
-) -> tuple[list[Shard], dict[str, Shard]]:
+) -> dict[str, Shard]:
+    """The shard of each tensor; the index is written where there are several."""
     groups: list[dict[str, tuple[np.dtype, Shape]]] = [{}]
-    sizes, filled = (
-        {tensor.name: math.prod(tensor.shape) * dtypes[tensor.name].itemsize for tensor in bound},
-        0,
-    )
+    total = filled = 0
     for tensor in bound:
-        if groups[-1] and filled + sizes[tensor.name] > shard_size:
+        dtype = dtypes[tensor.name]
+        size = math.prod(tensor.shape) * dtype.itemsize
+        if groups[-1] and filled + size > shard_size:
             groups.append({})
             filled = 0
-        groups[-1][tensor.name] = (dtypes[tensor.name], tensor.shape)
-        filled += sizes[tensor.name]
-    names = (
-        [SINGLE]
-        if len(groups) == 1
-        else [f"model-{i:05}-of-{len(groups):05}.safetensors" for i in range(1, len(groups) + 1)]
-    )
-    if len(groups) > 1:
+        groups[-1][tensor.name] = (dtype, tensor.shape)
+        filled, total = filled + size, total + size
+    count = len(groups)
+    files = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+    if count == 1:
+        files = [SINGLE]
+    else:
         weight_map = {
-            tensor: name for name, group in zip(names, groups, strict=True) for tensor in group
+            name: file for file, group in zip(files, groups, strict=True) for name in group
         }
         index = {
-            "metadata": {"total_size": sum(sizes.values())},
+            "metadata": {"total_size": total},
             "weight_map": dict(sorted(weight_map.items())),
         }
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    shards = [Shard(folder / name, group) for name, group in zip(names, groups, strict=True)]
-    return shards, {
-        tensor: shard for shard, group in zip(shards, groups, strict=True) for tensor in group
+    return {
+        name: shard
+        for file, group in zip(files, groups, strict=True)
+        for shard in [Shard(folder / file, group)]
+        for name in group
     }

@@ -76,13 +76,15 @@ def assembled(model: str, overrides: Sequence[str]) -> tuple["Run", Path | None]
 def read_weights(model: str, run: "Run", own: Path | None) -> Any:
     """The weights of an assembled run."""
     from maxstack.checkpoint.weights import WeightsReader
+    from maxstack.hf.contents import opened
     from maxstack.hf.reader import load_params
 
     if own is not None:
         return run.tree(WeightsReader(Path(model)).load(run.weights, run.sources))
     assert run.cfg.model.weights
     finite = not run.cfg.checkpoint.allow_nonfinite
-    return run.tree(run.rewritten(load_params(run.cfg.model.weights, run.original, finite=finite)))
+    contents = opened(run.cfg.model.weights)
+    return run.tree(run.rewritten(load_params(contents, run.original, finite=finite)))
 
 
 def config_of(model: str, overrides: Sequence[str]) -> tuple["Config", Path | None]:

@@ -12,6 +12,7 @@ from maxstack.hf.families.parts import (
     Table,
     Times,
     attention,
+    block,
     decoder,
     gated,
     rms,
@@ -78,17 +79,14 @@ def _latent(interleaved: object) -> Table:
         "rope_dim": Key("qk_rope_head_dim"),
         "value_dim": Key("v_head_dim"),
         "rope": Rope(interleaved=interleaved),
-        "norm": rms(eps=1e-6),
+        "norm": {**rms(), "eps": 1e-6},
         "bias": BIAS,
     }
 
 
-def _layers(mixer: Table, router: object, norm: Table) -> Layers:
+def _layers(mixer: Table, router: object, norm: Table | None = None) -> Layers:
     mlps = {"moe": _experts(router), "dense": gated()}
-    return Layers(
-        {name: {"mixer": mixer, "mlp": mlp, "norm": norm} for name, mlp in mlps.items()},
-        FirstDense(),
-    )
+    return Layers({name: block(mixer, mlp, norm) for name, mlp in mlps.items()}, FirstDense())
 
 
 BY_MAX = {
@@ -108,7 +106,7 @@ BY_TOP_TWO = {
     "top_groups": Key("topk_group", 1),
     "group_score": "top2",
 }
-SILENT = frozenset({"head_dim", "qk_head_dim", "pretraining_tp"})
+SILENT = ("head_dim", "qk_head_dim", "pretraining_tp")
 
 DEEPSEEK_V2 = Family(
     "DeepseekV2ForCausalLM",
@@ -121,7 +119,6 @@ DEEPSEEK_V2 = Family(
             {"greedy": BY_MAX | ALL_GROUPS, "group_limited_greedy": BY_MAX | LIMITED},
             "greedy",
         ),
-        rms(),
     ),
     OUTER + PRE_NORMS + LATENT_ROWS + GATED + EXPERTS + SHARED_ROWS,
     fixed={
@@ -131,14 +128,14 @@ DEEPSEEK_V2 = Family(
         "norm_topk_prob": False,
         "scoring_func": "softmax",
     },
-    silent=SILENT | {"n_group", "topk_group"},
+    silent=(*SILENT, "n_group", "topk_group"),
 )
 
 DEEPSEEK_V3 = Family(
     "DeepseekV3ForCausalLM",
     "deepseek_v3",
     decoder(mtp=Further("moe", "num_nextn_predict_layers")),
-    _layers(_latent(Key("rope_interleave", True)), BY_TOP_TWO, rms()),
+    _layers(_latent(Key("rope_interleave", True)), BY_TOP_TWO),
     OUTER + PRE_NORMS + LATENT_ROWS + GATED + EXPERTS + SHARED_ROWS + FURTHER_ROWS,
     fixed={
         "hidden_act": "silu",
@@ -151,7 +148,7 @@ DEEPSEEK_V3 = Family(
     further_after=True,
 )
 
-GLM_NORM = rms(eps=Key("rms_norm_eps", 1e-5))
+GLM_NORM = rms(1e-5)
 GLM4_MOE = Family(
     "Glm4MoeForCausalLM",
     "glm4_moe",

@@ -2,15 +2,18 @@
 
 from typing import Any
 
-from maxstack.hf.blocks import Layers, Types
+from maxstack.hf.blocks import Layers
 from maxstack.hf.families.parts import (
     ATTENTION,
+    BIASED,
     GATED,
     OUTER,
     PRE_NORMS,
     SANDWICH_NORMS,
     attention,
+    block,
     decoder,
+    full_every,
     gated,
     rms,
 )
@@ -19,8 +22,6 @@ from maxstack.hf.rope import Rope
 from maxstack.hf.table import Derived, Key
 
 NORM = rms(zero_centered=True)
-BIAS = Key("attention_bias", False)
-TYPES = {"sliding_attention": "sliding", "full_attention": "full"}
 OUTSIDE: dict[str, Any] = {
     "tied": True,
     "norm": NORM,
@@ -41,16 +42,14 @@ GEMMA = Family(
     decoder(**OUTSIDE),
     Layers(
         {
-            "block": {
-                "mixer": attention(Rope(), window=None, qkv_bias=BIAS, out_bias=BIAS),
-                "mlp": gated(default="gelu_pytorch_tanh"),
-                "norm": NORM,
-            }
+            "block": block(
+                attention(Rope(), window=None, **BIASED), gated(default="gelu_pytorch_tanh"), NORM
+            )
         }
     ),
     OUTER + PRE_NORMS + ATTENTION + GATED,
     fixed=BIDIRECTIONAL,
-    silent=frozenset({"hidden_activation"}),
+    silent=("hidden_activation",),
 )
 
 GEMMA2 = Family(
@@ -59,31 +58,25 @@ GEMMA2 = Family(
     decoder(**OUTSIDE, soft_cap=Key("final_logit_softcapping", 30.0, null=True)),
     Layers(
         {
-            name: {
-                "mixer": attention(
+            name: block(
+                attention(
                     Rope(),
                     window=window,
                     scale=SCALE,
                     soft_cap=Key("attn_logit_softcapping", 50.0, null=True),
-                    qkv_bias=BIAS,
-                    out_bias=BIAS,
+                    **BIASED,
                 ),
-                "mlp": MLP,
-                "norm": NORM,
-                "placement": "sandwich",
-            }
+                MLP,
+                NORM,
+                placement="sandwich",
+            )
             for name, window in (("full", None), ("sliding", Key("sliding_window", 4096)))
         },
-        Types(
-            TYPES,
-            lambda source, layers: [
-                "full_attention" if i % 2 else "sliding_attention" for i in range(layers)
-            ],
-        ),
+        full_every(2),
     ),
     OUTER + SANDWICH_NORMS + ATTENTION + GATED,
     fixed=BIDIRECTIONAL,
-    silent=frozenset({"hidden_act", "sliding_window_size"}),
+    silent=("hidden_act", "sliding_window_size"),
 )
 
 ROPES = (
@@ -102,38 +95,29 @@ GEMMA3 = Family(
     ),
     Layers(
         {
-            name: {
-                "mixer": attention(
+            name: block(
+                attention(
                     rope,
                     window=window,
                     scale=SCALE,
                     soft_cap=Key("attn_logit_softcapping", None),
                     qk_norm=NORM,
-                    qkv_bias=BIAS,
-                    out_bias=BIAS,
+                    **BIASED,
                     heads=Key("num_attention_heads", 8),
                     kv_heads=Key("num_key_value_heads", 4),
                     head_dim=Key("head_dim", 256),
                 ),
-                "mlp": MLP,
-                "norm": NORM,
-                "placement": "sandwich",
-            }
+                MLP,
+                NORM,
+                placement="sandwich",
+            )
             for name, window, rope in ROPES
         },
-        Types(
-            TYPES,
-            lambda source, layers: [
-                "sliding_attention"
-                if (i + 1) % source.get("sliding_window_pattern", 6)
-                else "full_attention"
-                for i in range(layers)
-            ],
-        ),
+        full_every(6, "sliding_window_pattern"),
     ),
     OUTER + SANDWICH_NORMS + ATTENTION + GATED,
     fixed=BIDIRECTIONAL,
-    silent=frozenset({"sliding_window_pattern", "rope_local_base_freq", "hidden_act"}),
+    silent="sliding_window_pattern rope_local_base_freq hidden_act".split(),
 )
 
 FAMILIES = (GEMMA, GEMMA2, GEMMA3)

@@ -1,16 +1,20 @@
 """Gemma 4 (text): two kinds of heads, values that are keys, layers that share keys and values,
 embeddings for every layer, experts beside the MLP."""
 
+import dataclasses
 from typing import Any
 
 from maxstack.hf.blocks import Layers, Names, Types
 from maxstack.hf.families.parts import (
     ATTENTION,
+    BIASED,
     GATED,
     OUTER,
     SANDWICH_NORMS,
     SILU,
+    WINDOWS,
     attention,
+    block,
     decoder,
     gated,
     rms,
@@ -20,29 +24,27 @@ from maxstack.hf.rope import Rope
 from maxstack.hf.rows import rows
 from maxstack.hf.table import Case, Derived, Key, Mismatch, Optional, Sink, Source
 
-BIAS = Key("attention_bias", False)
 PROPORTIONAL = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
 
 
+@dataclasses.dataclass(frozen=True)
 class OfGlobal:
     """A size of the full layers: `key` of per_layer_config, or a key of its own, which is the only
     one written."""
 
-    def __init__(self, key: str, own: str, default: Any, only_if: str | None = None):
-        self.key, self.own, self.default, self.only_if = key, own, default, only_if
+    key: str
+    own: str
+    default: Any
+    only_if: str | None = None
 
     def read(self, source: Source) -> Any:
-        usual, own, by_layer = (
-            source.need(self.key),
-            source.get(self.own, self.default),
-            source.get("per_layer_config"),
-        )
+        usual, own = source.need(self.key), source.get(self.own, self.default)
+        by_layer = source.get("per_layer_config")
         if by_layer is None:
-            return (
-                own if own is not None and (not self.only_if or source.get(self.only_if)) else usual
-            )
-        said = {tuple(sorted(sizes.items())) for sizes in by_layer.values()}
-        if len(said) > 1 or not {key for sizes in said for key, _ in sizes} <= {
+            applies = not self.only_if or source.get(self.only_if)
+            return own if own is not None and applies else usual
+        first, *others = [*by_layer.values()] or [{}]
+        if any(sizes != first for sizes in others) or first.keys() - {
             "head_dim",
             "num_key_value_heads",
         }:
@@ -50,18 +52,18 @@ class OfGlobal:
                 "per_layer_config",
                 "only one head_dim and num_key_value_heads for all full layers is supported",
             )
-        return dict(next(iter(said), ())).get(self.key, usual)
+        return first.get(self.key, usual)
 
     def write(self, value: Any, sink: Sink) -> None:
-        if not self.only_if or not sink.get(self.key) == value:
+        if not self.only_if or sink.get(self.key) != value:
             sink.put(self.own, value)
 
 
+@dataclasses.dataclass(frozen=True)
 class Owner:
     """The block whose keys and values are used."""
 
-    def __init__(self, name: str):
-        self.name = name
+    name: str
 
     def read(self, source: Source) -> str:
         return self.name
@@ -75,19 +77,24 @@ class Width:
     """The MLP's hidden size, which may be double in layers that share keys and values."""
 
     def read(self, source: Source) -> int:
-        return source.need("intermediate_size") * (
-            2 if source.get("use_double_wide_mlp", False) else 1
-        )
+        factor = 2 if source.get("use_double_wide_mlp", False) else 1
+        return source.need("intermediate_size") * factor
 
     def write(self, value: Any, sink: Sink) -> None:
         sink.put("use_double_wide_mlp", value != sink.get("intermediate_size", value))
 
 
+def _types(source: Source, layers: int) -> list[str]:
+    return [
+        "sliding_attention" if i % 6 and i < layers else "full_attention"
+        for i in range(1, layers + 1)
+    ]
+
+
 class Shared:
     """layer_types, with the last num_kv_shared_layers layers sharing."""
 
-    def __init__(self) -> None:
-        self.types = Types({"sliding_attention": "sliding", "full_attention": "full"}, self._absent)
+    types = Types(WINDOWS, _types)
 
     def read(self, source: Source, layers: int) -> list[str]:
         own = layers - source.get("num_kv_shared_layers", 0)
@@ -103,13 +110,6 @@ class Shared:
         self.types.write([name.removeprefix("shared_") for name in names], sink)
         sink.put("num_kv_shared_layers", shared)
 
-    @staticmethod
-    def _absent(source: Source, layers: int) -> list[str]:
-        return [
-            "sliding_attention" if (i + 1) % 6 and i + 1 < layers else "full_attention"
-            for i in range(layers)
-        ]
-
 
 def _unrolled(source: Source, layers: int) -> int:
     shared = source.get("num_kv_shared_layers", 0)
@@ -121,8 +121,7 @@ def _mixer(full: bool, owner: object) -> Any:
         "scale": 1.0,
         "qk_norm": rms(),
         "value_norm": rms(scale=False),
-        "qkv_bias": BIAS,
-        "out_bias": BIAS,
+        **BIASED,
         "share_kv": owner,
     }
     if full:
@@ -182,13 +181,12 @@ PER_LAYER = Optional(
     off=0,
 )
 BLOCKS = {
-    ("shared_" if shared else "") + name: {
-        "mixer": _mixer(name == "full", Owner(name) if shared else None),
-        "mlp": _mlp(Width()) if shared else _mlp(),
-        "norm": rms(),
-        "placement": "sandwich",
-        "out_scalar": True,
-    }
+    ("shared_" if shared else "") + name: block(
+        _mixer(name == "full", Owner(name) if shared else None),
+        _mlp(Width()) if shared else _mlp(),
+        placement="sandwich",
+        out_scalar=True,
+    )
     for shared in (False, True)
     for name in ("sliding", "full")
 }
@@ -228,20 +226,11 @@ model.per_layer_projection_norm.weight    | per_layer_norm/scale     | p
 {layer}.experts.down_proj[e]              | mlp/moe/down             | d f -> f d
 """),
     fixed={"use_bidirectional_attention": (None, "vision")},
-    silent=frozenset(
-        {
-            "use_double_wide_mlp",
-            "vocab_size_per_layer_input",
-            "num_experts",
-            "top_k_experts",
-            "moe_intermediate_size",
-            "hidden_act",
-            "global_head_dim",
-            "num_global_key_value_heads",
-            "per_layer_config",
-            "num_kv_shared_layers",
-        }
-    ),
+    silent="""
+    use_double_wide_mlp vocab_size_per_layer_input num_experts top_k_experts
+    moe_intermediate_size hidden_act global_head_dim num_global_key_value_heads
+    per_layer_config num_kv_shared_layers
+    """.split(),
     unused=(r"model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.weight",),
 )
 

@@ -75,17 +75,10 @@ lm_head.weight             | head             | v d -> d v
 {layer}.mlp.c_proj.bias    | mlp/down_bias    | d
 """),  # noqa: E501
     fixed={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
-    silent=frozenset(
-        {
-            "n_ctx",
-            "reorder_and_upcast_attn",
-            "summary_activation",
-            "summary_first_dropout",
-            "summary_proj_to_labels",
-            "summary_type",
-            "summary_use_proj",
-        }
-    ),
+    silent="""
+    n_ctx reorder_and_upcast_attn summary_activation summary_first_dropout
+    summary_proj_to_labels summary_type summary_use_proj
+    """.split(),
     layer="transformer.h.{}",
     body="transformer.",
     unused=(r".*\.attn\.(bias|masked_bias)",),

@@ -1,13 +1,15 @@
 """gpt-oss: attention sinks, windows on every other layer, experts with biases and a clamped
 activation, gate and up interleaved."""
 
-from maxstack.hf.blocks import Layers, Types
+from maxstack.hf.blocks import Layers
 from maxstack.hf.families.parts import (
     ATTENTION,
     OUTER,
     PRE_NORMS,
     attention,
+    block,
     decoder,
+    full_every,
     rms,
 )
 from maxstack.hf.family import Family
@@ -15,7 +17,7 @@ from maxstack.hf.rope import ORIGINAL, Rope
 from maxstack.hf.rows import rows
 from maxstack.hf.table import Key
 
-NORM = rms(eps=Key("rms_norm_eps", 1e-5))
+NORM = rms(1e-5)
 BIAS = Key("attention_bias", True)
 ROPE = Rope(
     theta=150_000.0,
@@ -45,19 +47,14 @@ GPT_OSS = Family(
     decoder(norm=NORM),
     Layers(
         {
-            name: {
-                "mixer": attention(ROPE, window=window, sinks=True, qkv_bias=BIAS, out_bias=BIAS),
-                "mlp": EXPERTS,
-                "norm": NORM,
-            }
+            name: block(
+                attention(ROPE, window=window, sinks=True, qkv_bias=BIAS, out_bias=BIAS),
+                EXPERTS,
+                NORM,
+            )
             for name, window in (("full", None), ("sliding", Key("sliding_window", 128)))
         },
-        Types(
-            {"sliding_attention": "sliding", "full_attention": "full"},
-            lambda source, layers: [
-                "full_attention" if i % 2 else "sliding_attention" for i in range(layers)
-            ],
-        ),
+        full_every(2),
     ),
     OUTER
     + PRE_NORMS
@@ -71,7 +68,7 @@ GPT_OSS = Family(
 {layer}.mlp.experts.down_proj_bias[e]    | mlp/down_bias                      | d
 """),
     fixed={"hidden_act": "silu", "swiglu_alpha": 1.702},
-    silent=frozenset({"initial_context_length", "experts_per_token"}),
+    silent=("initial_context_length", "experts_per_token"),
 )
 
 FAMILIES = (GPT_OSS,)

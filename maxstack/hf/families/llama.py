@@ -3,10 +3,12 @@
 from maxstack.hf.blocks import Layers
 from maxstack.hf.families.parts import (
     ATTENTION,
+    BIASED,
     GATED,
     OUTER,
     PRE_NORMS,
     attention,
+    block,
     decoder,
     gated,
     rms,
@@ -16,7 +18,6 @@ from maxstack.hf.rope import Rope
 from maxstack.hf.rows import rows
 from maxstack.hf.table import Key
 
-BIAS = Key("attention_bias", False)
 WINDOW = Key("sliding_window", None)
 
 LLAMA = Family(
@@ -25,41 +26,39 @@ LLAMA = Family(
     decoder(),
     Layers(
         {
-            "block": {
-                "mixer": attention(Rope(), window=None, qkv_bias=BIAS, out_bias=BIAS),
-                "mlp": gated(bias=Key("mlp_bias", False)),
-                "norm": rms(),
-            }
+            "block": block(
+                attention(Rope(), window=None, **BIASED), gated(bias=Key("mlp_bias", False))
+            )
         }
     ),
     OUTER + PRE_NORMS + ATTENTION + GATED,
-    silent=frozenset({"pretraining_tp"}),
+    silent=("pretraining_tp",),
 )
 
 MISTRAL = Family(
     "MistralForCausalLM",
     "mistral",
     decoder(),
-    Layers({"block": {"mixer": attention(Rope(), window=WINDOW), "mlp": gated(), "norm": rms()}}),
+    Layers({"block": block(attention(Rope(), window=WINDOW))}),
     OUTER + PRE_NORMS + ATTENTION + GATED,
 )
 
 MIXTRAL = Family(
     "MixtralForCausalLM",
     "mixtral",
-    decoder(norm=rms(eps=Key("rms_norm_eps", 1e-5))),
+    decoder(norm=rms(1e-5)),
     Layers(
         {
-            "block": {
-                "mixer": attention(Rope(theta=1e6), window=WINDOW),
-                "mlp": gated(
+            "block": block(
+                attention(Rope(theta=1e6), window=WINDOW),
+                gated(
                     kind="moe",
                     experts=Key("num_local_experts"),
                     top_k=Key("num_experts_per_tok"),
                     router={"score": "softmax", "normalize": True},
                 ),
-                "norm": rms(eps=Key("rms_norm_eps", 1e-5)),
-            }
+                rms(1e-5),
+            )
         }
     ),
     OUTER

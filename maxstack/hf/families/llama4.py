@@ -4,9 +4,11 @@ of experts, each in its own rhythm."""
 from maxstack.hf.blocks import Both, Every, Layers
 from maxstack.hf.families.parts import (
     ATTENTION,
+    BIASED,
     OUTER,
     PRE_NORMS,
     attention,
+    block,
     decoder,
     gated,
     rms,
@@ -16,19 +18,17 @@ from maxstack.hf.rope import Rope
 from maxstack.hf.rows import rows
 from maxstack.hf.table import Case, Derived, Key
 
-NORM = rms(eps=Key("rms_norm_eps", 1e-5))
-BIAS = Key("attention_bias", False)
+NORM = rms(1e-5)
 TUNED = {"scale": Key("attn_scale", 0.1), "length": Key("floor_scale", 8192)}
 MIXERS = {
     "rope": attention(
         Rope(theta=500_000.0, interleaved=True),
         chunk=Key("attention_chunk_size", 8192, null=True),
         temperature=None,
-        qkv_bias=BIAS,
-        out_bias=BIAS,
+        **BIASED,
         qk_norm=Case(
             "use_qk_norm",
-            {True: rms(eps=Key("rms_norm_eps", 1e-5), scale=False), False: None},
+            {True: rms(1e-5, scale=False), False: None},
             True,
         ),
         qk_norm_after_rope=True,
@@ -37,8 +37,7 @@ MIXERS = {
         None,
         chunk=None,
         qk_norm=None,
-        qkv_bias=BIAS,
-        out_bias=BIAS,
+        **BIASED,
         temperature=Case("attn_temperature_tuning", {True: TUNED, False: None, 4: TUNED}, True),
     ),
 }
@@ -59,7 +58,7 @@ LLAMA4 = Family(
     decoder(norm=NORM),
     Layers(
         {
-            f"{mixer}_{mlp}": {"mixer": MIXERS[mixer], "mlp": MLPS[mlp], "norm": NORM}
+            f"{mixer}_{mlp}": block(MIXERS[mixer], MLPS[mlp], NORM)
             for mixer in MIXERS
             for mlp in MLPS
         },
@@ -89,18 +88,10 @@ LLAMA4 = Family(
 {layer}.feed_forward.shared_expert.up_proj.weight   | mlp/shared/up        | f d -> d f
 {layer}.feed_forward.shared_expert.down_proj.weight | mlp/shared/down      | d f -> f d
 """),
-    silent=frozenset(
-        {
-            "layer_types",
-            "for_llm_compressor",
-            "no_rope_layer_interval",
-            "interleave_moe_layer_step",
-            "intermediate_size_mlp",
-            "attn_scale",
-            "floor_scale",
-            "attn_temperature_tuning",
-        }
-    ),
+    silent="""
+    layer_types for_llm_compressor no_rope_layer_interval interleave_moe_layer_step
+    intermediate_size_mlp attn_scale floor_scale attn_temperature_tuning
+    """.split(),
 )
 
 FAMILIES = (LLAMA4,)

@@ -2,35 +2,31 @@
 
 from typing import Any
 
-from maxstack.hf.blocks import Layers, Types
+from maxstack.hf.blocks import Layers
 from maxstack.hf.families.parts import (
     ATTENTION,
+    BIASED,
     GATED,
     OUTER,
     POST_NORMS,
+    Table,
     attention,
+    block,
     decoder,
-    gated,
+    full_every,
     rms,
 )
 from maxstack.hf.family import Family
 from maxstack.hf.rope import Rope
 from maxstack.hf.table import Key
 
-NORM = rms(eps=Key("rms_norm_eps", 1e-5))
-BIAS = Key("attention_bias", False)
+NORM = rms(1e-5)
 ROWS = OUTER + POST_NORMS + ATTENTION + GATED
 
 
-def _block(rope: Rope, window: Any) -> dict[str, Any]:
-    return {
-        "mixer": attention(
-            rope, window=window, qk_norm=NORM, qk_norm_over="all", qkv_bias=BIAS, out_bias=BIAS
-        ),
-        "mlp": gated(),
-        "norm": NORM,
-        "placement": "post",
-    }
+def _block(rope: Rope, window: Any) -> Table:
+    mixer = attention(rope, window=window, qk_norm=NORM, qk_norm_over="all", **BIASED)
+    return block(mixer, norm=NORM, placement="post")
 
 
 OLMO2 = Family(
@@ -53,12 +49,7 @@ OLMO3 = Family(
                 Key("sliding_window", 4096),
             ),
         },
-        Types(
-            {"sliding_attention": "sliding", "full_attention": "full"},
-            lambda source, layers: [
-                "sliding_attention" if (i + 1) % 4 else "full_attention" for i in range(layers)
-            ],
-        ),
+        full_every(4),
     ),
     ROWS,
 )

@@ -1,9 +1,11 @@
-"""What many families share: tables of their parts, and rows."""
+"""Shared by many families: tables of their parts, and rows."""
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 from typing import Any
 
+from maxstack.hf.blocks import Types
 from maxstack.hf.rows import rows
 from maxstack.hf.table import Key, Mismatch, Sink, Source
 
@@ -21,11 +23,15 @@ HEAD_DIM = Key(
 )
 
 
-def rms(**more: Any) -> Table:
-    """A root-mean-square norm."""
+BIASED: Table = dict.fromkeys(("qkv_bias", "out_bias"), Key("attention_bias", False))
+WINDOWS = {"sliding_attention": "sliding", "full_attention": "full"}
+
+
+def rms(eps: float = 1e-6, **more: Any) -> Table:
+    """A root-mean-square norm; `eps` is what an absent key means."""
     return {
         "kind": "rms",
-        "eps": Key("rms_norm_eps", 1e-6),
+        "eps": Key("rms_norm_eps", eps),
         "scale": True,
         "zero_centered": False,
         "bias": False,
@@ -36,7 +42,7 @@ def rms(**more: Any) -> Table:
 def decoder(
     *, tied: bool = False, norm: Table | None = None, soft_cap: Any = None, **more: Any
 ) -> Table:
-    """What stands around the layers; `tied` is what an absent key means."""
+    """Everything around the layers; `tied` is what an absent key means."""
     head = {"tied": Key("tie_word_embeddings", tied), "bias": False, "soft_cap": soft_cap}
     return {
         "vocab": Key("vocab_size"),
@@ -59,6 +65,21 @@ def attention(rope: Any, **more: Any) -> Table:
     }
 
 
+def block(mixer: Table, mlp: Any = None, norm: Table | None = None, **more: Any) -> Table:
+    """A mixer and an MLP, by default gated, each with a norm, by default `rms()`."""
+    return {"mixer": mixer, "mlp": mlp or gated(), "norm": norm or rms(), **more}
+
+
+def full_every(step: int, key: str | None = None) -> Types:
+    """Full attention in every `step`-th layer, or as `key` says, and windows in the others."""
+
+    def absent(source: Source, layers: int) -> list[str]:
+        n = source.get(key, step) if key else step
+        return ["sliding_attention" if i % n else "full_attention" for i in range(1, layers + 1)]
+
+    return Types(WINDOWS, absent)
+
+
 def gated(
     activation: str = "hidden_act",
     hidden: Any = "intermediate_size",
@@ -74,11 +95,12 @@ def gated(
     }
 
 
+@dataclasses.dataclass(frozen=True)
 class Times:
     """The product of two keys, of which another entry writes the second."""
 
-    def __init__(self, key: str, unit: str):
-        self.key, self.unit = key, unit
+    key: str
+    unit: str
 
     def read(self, source: Source) -> int:
         return source.need(self.key) * source.need(self.unit)
@@ -89,15 +111,16 @@ class Times:
         sink.put(self.key, value // sink[self.unit])
 
 
+@dataclasses.dataclass(frozen=True)
 class Further:
     """Multi-token prediction, as deep as the tensors say, whatever the key, which may be absent,
     does."""
 
-    def __init__(self, block: str, key: str | None = None):
-        self.block, self.key = block, key
+    block: str
+    key: str | None = None
 
     def read(self, source: Source) -> dict[str, Any] | None:
-        promised = self.key and source.get(self.key) or 0
+        promised = (source.get(self.key) if self.key else 0) or 0
         depth = promised if source.mtp is None else source.mtp
         if promised > depth:
             log.warning(

@@ -6,8 +6,8 @@ from maxstack.hf.families.parts import (
     OUTER,
     PRE_NORMS,
     attention,
+    block,
     decoder,
-    gated,
     rms,
 )
 from maxstack.hf.family import Family
@@ -15,7 +15,7 @@ from maxstack.hf.rope import Rope
 from maxstack.hf.rows import rows
 from maxstack.hf.table import Key
 
-NORM = rms(eps=Key("rms_norm_eps", 1e-5))
+NORM = rms(1e-5)
 
 PHI3 = Family(
     "Phi3ForCausalLM",
@@ -23,13 +23,10 @@ PHI3 = Family(
     decoder(norm=NORM),
     Layers(
         {
-            "block": {
-                "mixer": attention(
-                    Rope(partial=True, outside=True), window=Key("sliding_window", None)
-                ),
-                "mlp": gated(),
-                "norm": NORM,
-            }
+            "block": block(
+                attention(Rope(partial=True, outside=True), window=Key("sliding_window", None)),
+                norm=NORM,
+            )
         }
     ),
     OUTER
@@ -41,7 +38,7 @@ PHI3 = Family(
 {layer}.mlp.down_proj.weight      | mlp/down                                           | d f -> f d
 """),  # noqa: E501
     fixed={"attention_bias": False, "mlp_bias": False, "lm_head_bias": False},
-    silent=frozenset({"full_attn_mod", "interpolate_factor"}),
+    silent=("full_attn_mod", "interpolate_factor"),
 )
 
 FAMILIES = (PHI3,)

@@ -3,12 +3,14 @@
 from maxstack.hf.blocks import Layers, Names, Types
 from maxstack.hf.families.parts import (
     ATTENTION,
+    BIASED,
     EXPERTS,
     GATED,
     OUTER,
     PRE_NORMS,
-    Table,
+    WINDOWS,
     attention,
+    block,
     decoder,
     gated,
     rms,
@@ -17,8 +19,7 @@ from maxstack.hf.family import Family
 from maxstack.hf.rope import Rope
 from maxstack.hf.table import Case, Key, Sink, Source
 
-BIAS = Key("attention_bias", False)
-SILENT = frozenset({"max_window_layers", "sliding_window", "use_sliding_window"})
+SILENT = ("max_window_layers", "sliding_window", "use_sliding_window")
 SLIDING = Case("use_sliding_window", {True: Key("sliding_window", 4096)}, False)
 
 
@@ -43,19 +44,19 @@ class Sparse:
         sink.put("mlp_only_layers", [i for i, name in enumerate(names) if name == "dense"])
 
 
-def _full_and_sliding(mlp: Table, **mixer: object) -> Layers:
+def _full_and_sliding(**mixer: object) -> Layers:
     tables = {
-        name: {"mixer": attention(Rope(), window=window, **mixer), "mlp": mlp, "norm": rms()}
+        name: block(attention(Rope(), window=window, **mixer))
         for name, window in (("full", None), ("sliding", SLIDING))
     }
-    return Layers(tables, Types({"full_attention": "full", "sliding_attention": "sliding"}, _types))
+    return Layers(tables, Types(WINDOWS, _types))
 
 
 QWEN2 = Family(
     "Qwen2ForCausalLM",
     "qwen2",
     decoder(),
-    _full_and_sliding(gated(), qkv_bias=True, out_bias=False),
+    _full_and_sliding(qkv_bias=True, out_bias=False),
     OUTER + PRE_NORMS + ATTENTION + GATED,
     fixed={"use_mrope": False},
     silent=SILENT,
@@ -65,36 +66,35 @@ QWEN3 = Family(
     "Qwen3ForCausalLM",
     "qwen3",
     decoder(),
-    _full_and_sliding(gated(), qk_norm=rms(), qkv_bias=BIAS, out_bias=BIAS),
+    _full_and_sliding(qk_norm=rms(), **BIASED),
     OUTER + PRE_NORMS + ATTENTION + GATED,
     silent=SILENT,
 )
 
-MIXER = attention(Rope(), window=None, qk_norm=rms(), qkv_bias=BIAS, out_bias=BIAS)
+MIXER = attention(Rope(), window=None, qk_norm=rms(), **BIASED)
 QWEN3_MOE = Family(
     "Qwen3MoeForCausalLM",
     "qwen3_moe",
     decoder(),
     Layers(
         {
-            "moe": {
-                "mixer": MIXER,
-                "norm": rms(),
-                "mlp": gated(
+            "moe": block(
+                MIXER,
+                gated(
                     kind="moe",
                     experts=Key("num_experts", lambda source: source.need("num_local_experts")),
                     hidden="moe_intermediate_size",
                     top_k=Key("num_experts_per_tok"),
                     router={"score": "softmax", "normalize": Key("norm_topk_prob", False)},
                 ),
-            },
-            "dense": {"mixer": MIXER, "norm": rms(), "mlp": gated()},
+            ),
+            "dense": block(MIXER),
         },
         Sparse(),
     ),
     OUTER + PRE_NORMS + ATTENTION + GATED + EXPERTS,
     fixed={"use_sliding_window": False},
-    silent=frozenset({"intermediate_size", "max_window_layers", "sliding_window"}),
+    silent="intermediate_size max_window_layers sliding_window".split(),
 )
 
 FAMILIES = (QWEN2, QWEN3, QWEN3_MOE)

@@ -3,6 +3,7 @@ attention."""
 
 from maxstack.hf.blocks import Layers, Types
 from maxstack.hf.families.parts import (
+    BIASED,
     EXPERTS,
     GATED,
     KEY_VALUE,
@@ -12,6 +13,7 @@ from maxstack.hf.families.parts import (
     Further,
     Table,
     attention,
+    block,
     decoder,
     gated,
     rms,
@@ -22,7 +24,6 @@ from maxstack.hf.rows import only, rows
 from maxstack.hf.table import Key, Source
 
 NORM = rms(zero_centered=True)
-BIAS = Key("attention_bias", False)
 DELTA = {
     "kind": "gated_delta",
     "key_heads": Key("linear_num_key_heads"),
@@ -98,13 +99,12 @@ def _layers(mlp: Table) -> Layers:
         head_dim=Key("head_dim", 256),
         gate=True,
         qk_norm=NORM,
-        qkv_bias=BIAS,
-        out_bias=BIAS,
+        **BIASED,
     )
     return Layers(
         {
-            "linear": {"mixer": DELTA, "mlp": mlp, "norm": NORM},
-            "full": {"mixer": full, "mlp": mlp, "norm": NORM},
+            "linear": block(DELTA, mlp, NORM),
+            "full": block(full, mlp, NORM),
         },
         Types({"linear_attention": "linear", "full_attention": "full"}, _types),
     )
@@ -133,14 +133,14 @@ QWEN3_NEXT = Family(
         "attention_bias": False,
         "use_sliding_window": False,
     },
-    silent=frozenset(
-        {"intermediate_size", "full_attention_interval", "sliding_window", "max_window_layers"}
-    ),
+    silent="""
+    intermediate_size full_attention_interval sliding_window max_window_layers
+    """.split(),
     further="mtp.layers.{}",
 )
 
 FIXED = {"attention_bias": False, "attn_output_gate": True, "mtp_use_dedicated_embeddings": False}
-SILENT = frozenset({"full_attention_interval", "mamba_ssm_dtype", "mtp_num_hidden_layers"})
+SILENT = ("full_attention_interval", "mamba_ssm_dtype", "mtp_num_hidden_layers")
 QWEN3_5 = Family(
     "Qwen3_5ForCausalLM",
     "qwen3_5_text",
@@ -158,7 +158,7 @@ QWEN3_5_MOE = Family(
     _layers(_experts(True)),
     COMMON_ROWS + ONE_AFTER_THE_OTHER,
     fixed=FIXED,
-    silent=SILENT | {"norm_topk_prob", "intermediate_size"},
+    silent=(*SILENT, "norm_topk_prob", "intermediate_size"),
     further="mtp.layers.{}",
 )
 

@@ -3,19 +3,18 @@
 from maxstack.hf.blocks import Every, Layers
 from maxstack.hf.families.parts import (
     ATTENTION,
+    BIASED,
     GATED,
     OUTER,
     PRE_NORMS,
     attention,
+    block,
     decoder,
     gated,
-    rms,
 )
 from maxstack.hf.family import Family
 from maxstack.hf.rope import Rope
 from maxstack.hf.table import Key
-
-BIAS = Key("attention_bias", False)
 
 SMOLLM3 = Family(
     "SmolLM3ForCausalLM",
@@ -23,26 +22,16 @@ SMOLLM3 = Family(
     decoder(tied=True),
     Layers(
         {
-            name: {
-                "mixer": attention(rope, window=None, qkv_bias=BIAS, out_bias=BIAS),
-                "mlp": gated(bias=Key("mlp_bias", False)),
-                "norm": rms(),
-            }
+            name: block(attention(rope, window=None, **BIASED), gated(bias=Key("mlp_bias", False)))
             for name, rope in (("rope", Rope(theta=2e6)), ("nope", None))
         },
         Every("nope", "rope", of="no_rope_layer_interval", default=4, flags="no_rope_layers"),
     ),
     OUTER + PRE_NORMS + ATTENTION + GATED,
     fixed={"use_sliding_window": False},
-    silent=frozenset(
-        {
-            "layer_types",
-            "sliding_window",
-            "max_window_layers",
-            "no_rope_layer_interval",
-            "pretraining_tp",
-        }
-    ),
+    silent="""
+    layer_types sliding_window max_window_layers no_rope_layer_interval pretraining_tp
+    """.split(),
 )
 
 FAMILIES = (SMOLLM3,)
