@@ -28,6 +28,7 @@ LEVELS = (
     ("commands",),
     ("train", "submit"),
     ("elastic", "cli", "faults.supervise"),
+    ("command",),
     ("startup", "inference", "evals", "checks"),
     ("meter", "plan"),
     ("run",),
@@ -44,6 +45,7 @@ LEVELS = (
     ("hardware",),
     ("schema",),
     ("config",),
+    ("errors",),
 )
 LEVEL = {f"maxstack.{name}": depth for depth, names in enumerate(LEVELS) for name in names}
 LONGEST_FILE, LONGEST_FUNCTION = 4400, 860
