@@ -50,9 +50,7 @@ ALLOW_NONFINITE = argument(
     action="store_true",
     help="take NaN and infinities among weights, instead of refusing them",
 )
-BATCH_SIZE = argument(
-    "--batch-size", type=positive, default=8, help="rows at a time (default: 8)"
-)
+BATCH_SIZE = argument("--batch-size", type=positive, default=8, help="rows at a time (default: 8)")
 JSON = argument(
     "--json", metavar="FILE", type=Path, help="write every figure to FILE, in full precision"
 )
