@@ -254,7 +254,7 @@ def train(
             evaluator.compare()
     if total := ledger.close():
         writer.write({"step": step, "goodput": total.share})
-        log.say(goodput.lines(total)[0])
+        log.say(goodput.sentence(total))
     _close(writer, log)
     return 0 if finished else RETRY
 
