@@ -62,10 +62,24 @@ class Command:
 
     name: str
     description: str
-    run: Callable[[Sequence[str]], int]
+    example: str
+    arguments: tuple[Argument, ...]
+    function: Callable[[argparse.Namespace], int | None]
+    on_cpu: bool
+    options: dict[str, Any]
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """The arguments, and `argv` as typed."""
+        parser = _parser(self.name, self.description, self.example, **self.options)
+        for add in self.arguments:
+            add(parser)
+        return parser.parse_intermixed_args(argv, argparse.Namespace(argv=argv))
 
     def __call__(self, argv: Sequence[str]) -> int:
-        return self.run(argv)
+        args = self.parse(argv)
+        if self.on_cpu:
+            os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        return self.function(args) or 0
 
 
 def command(
@@ -76,29 +90,20 @@ def command(
     on_cpu: bool = False,
     **options: Any,
 ) -> Callable[[Callable[[argparse.Namespace], int | None]], Command]:
-    """Decorator that makes a command of a function of its parsed arguments.
+    """Decorator that makes a command of a function of its parsed arguments, which returns the exit
+    code or None for 0.
 
-    The function returns the exit code, None for 0. `argv` among its arguments holds the words as
-    typed. `on_cpu` hides accelerators from jax, unless JAX_PLATFORMS names one. `options` are those
-    of argparse.ArgumentParser.
+    `on_cpu` hides accelerators from jax, unless JAX_PLATFORMS names one. `options` are those of
+    argparse.ArgumentParser.
     """
-
-    def declare(function: Callable[[argparse.Namespace], int | None]) -> Command:
-        def run(argv: Sequence[str]) -> int:
-            parser = _parser(name, description, example, **options)
-            for add in arguments:
-                add(parser)
-            args = parser.parse_intermixed_args(argv, argparse.Namespace(argv=argv))
-            if on_cpu:
-                os.environ.setdefault("JAX_PLATFORMS", "cpu")
-            return function(args) or 0
-
-        return Command(name, description, run)
-
-    return declare
+    return lambda function: Command(
+        name, description, example, arguments, function, on_cpu, options
+    )
 
 
-def group(name: str, description: str, example: str, *members: Command) -> Command:
+def group(
+    name: str, description: str, example: str, *members: Command
+) -> Callable[[Sequence[str]], int]:
     """Command whose first word names one of its `members`, which gets the other words."""
     by_name = {member.name.split()[-1]: member for member in members}
 
@@ -109,7 +114,7 @@ def group(name: str, description: str, example: str, *members: Command) -> Comma
             listing.add_parser(word, help=member.description, add_help=False)
         return by_name[parser.parse_args(argv[:1]).member](argv[1:])
 
-    return Command(name, description, run)
+    return run
 
 
 def _parser(name: str, description: str, example: str, **options: Any) -> argparse.ArgumentParser:

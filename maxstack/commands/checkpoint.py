@@ -11,6 +11,7 @@ from typing import Any
 
 from maxstack.command import argument, command, group
 from maxstack.errors import ConfigError
+from maxstack.report.table import table
 
 RUN = argument(
     "run", metavar="RUN", type=Path, help="a run's folder, or where a step was copied to"
@@ -27,7 +28,6 @@ STEP = argument("--step", type=int, metavar="N", help="this step (default: the n
 def show_list(args: argparse.Namespace) -> None:
     """Print a table with a row for each folder of each step."""
     from maxstack.checkpoint import manifest, survey
-    from maxstack.report.table import table
 
     rows = []
     for step, paths in survey.held_by(args.run).items():
@@ -103,7 +103,6 @@ def verify(args: argparse.Namespace) -> int:
 def show(args: argparse.Namespace) -> None:
     """Print the name, type and shape of each array, and the batches that were passed over."""
     from maxstack.checkpoint import survey
-    from maxstack.report.table import table
 
     step, paths = survey.step_of(args.run, survey.held_by(args.run), args.step)
     folder = next((path for path in paths if (path / "_CHECKPOINT_METADATA").exists()), None)
@@ -177,9 +176,8 @@ def copy(args: argparse.Namespace) -> None:
             )
         )
     unfinished.rename(to)
-    print(
-        f"{survey.escaped(to)}: step {step}, checked; checkpoint.restore={survey.escaped(to)} starts from it"
-    )
+    shown = survey.escaped(to)
+    print(f"{shown}: step {step}, checked; checkpoint.restore={shown} starts from it")
 
 
 @command(

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from maxstack.errors import ConfigError
+from maxstack.report.table import table
 
 FILE = "goodput.jsonl"
 EVENTS = ("begin", "resume", "spent", "end")
@@ -261,7 +262,6 @@ def sentence(goodput: Goodput) -> str:
 def text(goodput: Goodput) -> str:
     """The sentence, a table of each cause with its seconds, its share and a bar, and the
     remarks."""
-    from maxstack.report.table import table
 
     shares = {
         cause: seconds / goodput.wall if goodput.wall else 0.0
