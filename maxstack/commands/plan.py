@@ -1,5 +1,6 @@
-"""`maxstack plan CONFIG`: whether a run fits its hardware, what it moves and how fast it can be. The
-hardware need not be here."""
+"""`maxstack plan CONFIG`: whether a run fits its hardware, what it moves and how fast it can be.
+
+The hardware need not be here."""
 
 import argparse
 import json
