@@ -138,9 +138,8 @@ def export_model(args: argparse.Namespace) -> None:
     reader = WeightsReader(args.run)
     data = configured(args.run, reader)
     model, length, tokenizer = _model(data)
-    shapes, read = reader.shapes, reader.read
-    if data.get("lora") or data["quantization"]["rules"]:
-        shapes, read = _untreated(data, reader)
+    treated = data.get("lora") or data["quantization"]["rules"]
+    shapes, read = _untreated(data, reader) if treated else (reader.shapes, reader.read)
     total = sum(map(math.prod, shapes.values()))
     with tqdm(total=total, unit=" weights", unit_scale=True, desc="writing") as bar:
         family = export(

@@ -90,12 +90,12 @@ def _choices(cfg: "Config", ops: str | None) -> "list[Choice]":
     from maxstack.kernels.examples import OPS
     from maxstack.run import assemble
 
-    choices, left_out = [], []
-    for choice in assemble(cfg, startup.make_mesh(cfg)).kernels:
-        measurable = choice.op in OPS and not getattr(choice.case, "ring", False)
-        (choices if measurable else left_out).append(choice)
-    if left_out:
-        print(f"not measured: {', '.join(map(str, left_out))}", file=sys.stderr)
+    every = assemble(cfg, startup.make_mesh(cfg)).kernels
+    choices = [
+        choice for choice in every if choice.op in OPS and not getattr(choice.case, "ring", False)
+    ]
+    if left_out := [str(choice) for choice in every if choice not in choices]:
+        print(f"not measured: {', '.join(left_out)}", file=sys.stderr)
     if ops is None:
         return choices
     names = sorted({choice.op for choice in choices})

@@ -4,8 +4,6 @@ import itertools
 import sys
 from collections.abc import Iterable, Sequence
 
-SIDES = {"l": "left", "r": "right"}
-
 
 def table(sides: str, rows: Iterable[Sequence[str]], header: Sequence[str] = ()) -> str:
     """Rows of cells as lines of aligned columns, two spaces before each.
@@ -18,7 +16,7 @@ def table(sides: str, rows: Iterable[Sequence[str]], header: Sequence[str] = ())
 
     grid = Table(box=None, show_header=bool(header), padding=(0, 0, 0, 2))
     for side, title in itertools.zip_longest(sides, header, fillvalue=""):
-        grid.add_column(title, justify=SIDES[side], no_wrap=True)
+        grid.add_column(title, justify="right" if side == "r" else "left", no_wrap=True)
     for row in rows:
         grid.add_row(*row)
     console = Console(
