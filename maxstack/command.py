@@ -34,7 +34,7 @@ OVERRIDES = argument(
     nargs="*",
     default=(),
     metavar="key=value",
-    help="replaces a value of the configuration, such as model.dtype=float32; typed like YAML",
+    help="replaces a value, as in model.dtype=float32; typed like YAML",
 )
 CONFIG = argument(
     "config", metavar="CONFIG", help="a YAML file, or the name of a preset such as quickstart"
@@ -52,7 +52,7 @@ ALLOW_NONFINITE = argument(
 )
 BATCH_SIZE = argument("--batch-size", type=positive, default=8, help="rows at a time (default: 8)")
 JSON = argument(
-    "--json", metavar="FILE", type=Path, help="write every figure to FILE, in full precision"
+    "--json", metavar="FILE", type=Path, help="write all of it to FILE too, in full precision"
 )
 
 

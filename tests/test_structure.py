@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from maxstack.cli import COMMANDS
+
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted(
     path for folder in ("maxstack", "tests", "scripts") for path in (ROOT / folder).rglob("*.py")
@@ -145,7 +147,7 @@ sys.exit(code)
 """  # noqa: E501
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["data", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in COMMANDS)])
 def test_help_imports_nothing_but_the_standard_library(arguments):
     done = subprocess.run(
         [sys.executable, "-c", ONLY_OURS, *arguments], capture_output=True, text=True, check=False

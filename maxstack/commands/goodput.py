@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from maxstack.command import JSON, argument, check_writable, command, write
+from maxstack.command import argument, check_writable, command, write
 from maxstack.errors import ConfigError
 from maxstack.report.goodput import CAUSES, FILE, summary, text
 
@@ -19,7 +19,12 @@ WIDTH = max(map(len, CAUSES))
     + "\n".join(f"  {cause:<{WIDTH}}  {meaning}" for cause, meaning in CAUSES.items()),
     "goodput runs/quickstart --json goodput.json",
     argument("runs", nargs="+", metavar="RUN", help="a run's folder, or the name of one in runs/"),
-    JSON,
+    argument(
+        "--json",
+        metavar="FILE",
+        type=Path,
+        help="write every figure to FILE: an object by RUN, seconds in full precision",
+    ),
     formatter_class=argparse.RawDescriptionHelpFormatter,
 )
 def main(args: argparse.Namespace) -> None:
