@@ -1,5 +1,5 @@
-"""The console command: a table of subcommands, imported when they are called, and the mapping from
-errors to exit codes."""
+"""The console command: a table of commands, which are imported when they are called, and the
+mapping of errors to exit codes."""
 
 import argparse
 import errno
@@ -8,6 +8,8 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Callable, Sequence
+
+from maxstack.errors import ConfigError
 
 COMMANDS = {
     "train": ("maxstack.train:program", "train a model from one YAML file"),
@@ -72,7 +74,7 @@ LASTING = (
     errno.EISDIR,
     errno.ELOOP,
 )
-"""Errors of paths that are the user's to mend."""
+"""Errors of a path that the user must correct."""
 EXAMPLE = "example: maxstack train quickstart train.steps=100 run.name=first"
 
 
@@ -82,8 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
-    """The exit code of a command: 1 for a user's error, 2 for bad data, each told on stderr without
-    a traceback; other errors are bugs and go on."""
+    """The exit code of a command: 1 for a user's error, 2 for bad data, each printed on stderr
+    without a traceback. Other errors are bugs and are raised."""
     try:
         code = command(argv)
         sys.stdout.flush()
@@ -106,38 +108,8 @@ def run(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
 
 
 def lasting(error: Exception) -> bool:
-    """Whether an error says of a path what a restart does not mend."""
+    """True for an error of a path that a restart would meet again."""
     return isinstance(error, OSError) and error.filename is not None and error.errno in LASTING
-
-
-def takes_config(parser: argparse.ArgumentParser) -> None:
-    """The arguments of every command that loads a run's configuration: `config` and `overrides`."""
-    parser.add_argument(
-        "config", metavar="CONFIG", help="a YAML file, or the name of a preset such as quickstart"
-    )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="key=value",
-        help="replaces a value of the file; typed like YAML",
-    )
-
-
-def takes_weights(parser: argparse.ArgumentParser) -> None:
-    """The argument of every command that reads weights out of folders: `allow_nonfinite`."""
-    parser.add_argument(
-        "--allow-nonfinite",
-        action="store_true",
-        help="take NaN and infinities among weights, instead of refusing them",
-    )
-
-
-def positive(text: str) -> int:
-    """The type of an argument that counts from 1."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
-    return int(text)
 
 
 def _dispatch(argv: Sequence[str]) -> int:
@@ -157,7 +129,7 @@ def _dispatch(argv: Sequence[str]) -> int:
     parser.add_argument("command", help=argparse.SUPPRESS)
     name = parser.parse_args(argv[:1]).command
     if name not in COMMANDS:
-        from maxstack.config import ConfigError, did_you_mean
+        from maxstack.config import did_you_mean
 
         raise ConfigError(
             f"no command {name}; the commands are "
@@ -176,12 +148,12 @@ def _fail(error: Exception, code: int) -> int:
 
 
 def _usage_is_1(stop: SystemExit) -> int:
-    """argparse leaves with 2 on wrong usage, which here means bad data."""
-    code = stop.code
-    if isinstance(code, str):
-        print(code, file=sys.stderr)
+    """Exit code of a SystemExit; that of argparse for wrong usage is 2, which here means bad
+    data."""
+    if isinstance(stop.code, str):
+        print(stop.code, file=sys.stderr)
         return 1
-    return {None: 0, 2: 1}.get(code, code or 0)
+    return 1 if stop.code == 2 else stop.code or 0
 
 
 if __name__ == "__main__":

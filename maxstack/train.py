@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from maxstack import cli
 from maxstack.cluster.exit_codes import CRASHED, RETRY
+from maxstack.command import CONFIG, OVERRIDES, argument, command, load_config
+from maxstack.errors import ConfigError
 from maxstack.faults import supervise
 from maxstack.hardware import devices
 from maxstack.report.console import tell
@@ -55,47 +57,42 @@ def program(argv: Sequence[str]) -> int:
         return code
 
 
-def main(argv: Sequence[str]) -> int:
-    """Train as the arguments say; the exit code is 0 when all steps are done, 42 when a signal
-    ended it and running it again goes on."""
-    parser = argparse.ArgumentParser(
-        prog="maxstack train",
-        description="Train a model from one YAML file. The same command again resumes "
-        "from the last "
-        "checkpoint.",
-        allow_abbrev=False,
-        epilog="example: maxstack train configs/quickstart.yml train.steps=200 run.name=short",
-    )
-    cli.takes_config(parser)
-    parser.add_argument(
+@command(
+    "train",
+    "Train a model from one YAML file. The same command again resumes from the last checkpoint.",
+    "train configs/quickstart.yml train.steps=200 run.name=short",
+    CONFIG,
+    OVERRIDES,
+    argument(
         "--force-config",
         metavar="KEY",
         action="append",
         default=[],
         help="go on from a checkpoint although KEY, or a key below it, "
         "changed; may be given several times",
-    )
-    parser.add_argument(
+    ),
+    argument(
         "--supervise",
         action="store_true",
         help="stay as the parent of the process, and start it again after a crash, "
         "a hang or a lost peer, with a growing pause; to end the run, signal every parent",
-    )
-    parser.add_argument(
+    ),
+    argument(
         "--max-restarts",
         type=int,
         default=10,
         metavar="N",
         help="with --supervise: give up after so many restarts in a row "
         "without a new step; by default 10",
-    )
-    args = parser.parse_intermixed_args(argv)
+    ),
+    allow_abbrev=False,
+)
+def main(args: argparse.Namespace) -> int:
+    """Train as the arguments say; the exit code is 0 when all steps are done, 42 when a signal
+    ended it and running it again goes on."""
     if args.max_restarts < 0:
-        parser.error(f"--max-restarts {args.max_restarts}: must be 0 or more")
-
-    from maxstack.load import load
-
-    cfg = load(args.config, args.overrides)
+        raise ConfigError(f"--max-restarts {args.max_restarts}: must be 0 or more")
+    cfg = load_config(args)
     if args.supervise:
         forced = [part for key in args.force_config for part in ("--force-config", key)]
         command = [sys.executable, "-m", "maxstack.train", args.config, *args.overrides, *forced]
@@ -257,7 +254,7 @@ def train(
             evaluator.compare()
     if total := ledger.close():
         writer.write({"step": step, "goodput": total.share})
-        log.say(goodput.lines(total)[0])
+        log.say(goodput.sentence(total))
     _close(writer, log)
     return 0 if finished else RETRY
 

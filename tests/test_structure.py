@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from maxstack.cli import COMMANDS
+
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted(
     path for folder in ("maxstack", "tests", "scripts") for path in (ROOT / folder).rglob("*.py")
@@ -28,6 +30,7 @@ LEVELS = (
     ("commands",),
     ("train", "submit"),
     ("elastic", "cli", "faults.supervise"),
+    ("command",),
     ("startup", "inference", "evals", "checks"),
     ("meter", "plan"),
     ("run",),
@@ -44,6 +47,7 @@ LEVELS = (
     ("hardware",),
     ("schema",),
     ("config",),
+    ("errors",),
 )
 LEVEL = {f"maxstack.{name}": depth for depth, names in enumerate(LEVELS) for name in names}
 LONGEST_FILE, LONGEST_FUNCTION = 4400, 860
@@ -143,7 +147,7 @@ sys.exit(code)
 """  # noqa: E501
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["data", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in COMMANDS)])
 def test_help_imports_nothing_but_the_standard_library(arguments):
     done = subprocess.run(
         [sys.executable, "-c", ONLY_OURS, *arguments], capture_output=True, text=True, check=False

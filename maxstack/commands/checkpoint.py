@@ -1,292 +1,165 @@
-"""`maxstack checkpoint`: what a run has saved and where, whether it is intact, copies of it, and
-room made."""
+"""`maxstack checkpoint`: list, verify, show, copy and prune the checkpoints of a run."""
 
 import argparse
-import contextlib
 import json
 import math
-import os
-import re
 import shutil
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sized
 from pathlib import Path
 from typing import Any
 
-import tqdm
-import yaml
+from maxstack.command import argument, command, group
+from maxstack.errors import ConfigError
+from maxstack.report.table import table
 
-from maxstack.checkpoint import manifest, owner
-from maxstack.checkpoint.manifest import Damage
-from maxstack.config import ConfigError, shortened
-
-Held = dict[int, list[Path]]
-"""Step -> the folders that hold it, or the parts of it that are on this host."""
-
-
-def main(argv: Sequence[str]) -> int:
-    """Do what the arguments say; 1 where a checkpoint is damaged or has files that are not its
-    own."""
-    parser = argparse.ArgumentParser(
-        prog="maxstack checkpoint",
-        description="The checkpoints of a run, in all its tiers that this host sees.",
-        epilog="example: maxstack checkpoint verify runs/quickstart",
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, words in (
-        ("list", "every step: its place, size and time"),
-        (
-            "verify",
-            "hold every file against its checksum; exit code 1 for damage, or files that "
-            "no manifest lists",
-        ),
-        ("show", "what one step holds"),
-        ("copy", "a step to another folder, checked there"),
-        ("prune", "delete all but the newest steps of the run's own folder"),
-    ):
-        command = commands.add_parser(
-            name, help=words, description=f"{words[0].upper()}{words[1:]}."
-        )
-        command.add_argument(
-            "run", metavar="RUN", type=Path, help="a run's folder, or where a step was copied to"
-        )
-        if name in ("verify", "show", "copy"):
-            command.add_argument(
-                "--step",
-                type=int,
-                metavar="N",
-                help=f"this one (default: {'all' if name == 'verify' else 'the newest'})",
-            )
-    commands.choices["copy"].add_argument(
-        "to", metavar="FOLDER", type=Path, help="gets a folder of the step's number"
-    )
-    commands.choices["prune"].add_argument(
-        "--keep",
-        type=int,
-        required=True,
-        metavar="N",
-        help="how many of the newest stay, 1 or more",
-    )
-    commands.choices["prune"].add_argument(
-        "--dry-run", action="store_true", help="only say what would go"
-    )
-    args = parser.parse_args(argv)
-    args.folders = _folders(args.run)
-    held = found(args.run, args.folders)
-    return {"list": _list, "verify": _verify, "show": _show, "copy": _copy, "prune": _prune}[
-        args.command
-    ](args, held)
+RUN = argument(
+    "run", metavar="RUN", type=Path, help="a run's folder, or where a step was copied to"
+)
+STEP = argument("--step", type=int, metavar="N", help="this step (default: the newest)")
 
 
-def found(run: Path, folders: Sequence[Path]) -> Held:
-    """The finished steps of a run on this host, in its folders, newest last. ConfigError where
-    there is no such run, or nothing saved."""
-    if not run.is_dir():
-        what = "is a file" if run.exists() else "no such folder"
-        raise ConfigError(f"{_plain(run)}: {what}; give a run's folder, as runs/quickstart")
-    if (run / manifest.NAME).exists() and run.name.isdigit():
-        return {int(run.name): [run]}
-    held: Held = {}
-    for folder in (folder for folder in folders[2:] if not folder.is_dir()):
-        print(
-            f"{_plain(folder)}: a tier that is not seen from here; its steps are left out",
-            file=sys.stderr,
-        )
-    for folder in folders:
-        for step in manifest.steps(folder):
-            held.setdefault(step, []).append(folder / f"{step}")
-        for part in folder.glob(f"host_*/*/of_*/{manifest.NAME}"):
-            held.setdefault(int(part.parent.parent.name), []).append(part.parent)
-    if not held:
-        raise ConfigError(f"{run}: holds no finished checkpoint, nor do its tiers on this host")
-    return dict(sorted(held.items()))
+@command(
+    "checkpoint list",
+    "Every step: its size, eval loss, time and folder.",
+    "checkpoint list runs/quickstart",
+    RUN,
+)
+def show_list(args: argparse.Namespace) -> None:
+    """Print a table with a row for each folder of each step."""
+    from maxstack.checkpoint import manifest, survey
 
-
-def _folders(run: Path) -> list[Path]:
-    """Where a run's steps lie, or a copy's: also in the other tiers that the run's config.yml
-    names."""
-    path = run / "config.yml"
-    config = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
-    tiers = [
-        Path(tier["path"]).expanduser() / config["run"]["name"]
-        for tier in config.get("checkpoint", {}).get("tiers") or ()
-    ]
-    return [
-        run / "checkpoints",
-        run,
-        *(path for path in tiers if owner.of(path) in (None, run.resolve())),
-    ]
-
-
-def _unsealed(folders: Sequence[Path], step: int | None) -> list[str]:
-    """What is wrong with steps that have no manifest: of one, or of all for None. Those that are
-    marked as unfinished are only told."""
-    parts = [(path.name, path) for folder in folders for path in folder.glob("[0-9]*")]
-    parts += [
-        (path.parent.name, path) for folder in folders for path in folder.glob("host_*/*/of_*")
-    ]
-    found = [
-        path
-        for name, path in parts
-        if name.isdecimal()
-        and step in (None, int(name))
-        and path.is_dir()
-        and not (path / manifest.NAME).exists()
-    ]
-    marked = [path for path in found if manifest.mark(path).exists()]
-    for path in marked:
-        print(
-            f"unfinished: {_plain(path)}: is being written or deleted, or was when its "
-            "process was killed"
-        )
-    return [
-        f"{path / manifest.NAME}: is missing, so this step does not count: it is being "
-        "written, was never finished, or lost this file"
-        for path in found
-        if path not in marked
-    ]
-
-
-def _unlisted(path: Path) -> list[str]:
-    """Files of a step that its save did not write."""
-    with contextlib.suppress(Damage):  # told where its files are
-        odd = sorted({*manifest.files(path)} - manifest.read(path)[1].keys())
-        return [
-            f"{path / name}: is not in {manifest.NAME}, so the save did not write it; "
-            "move it elsewhere"
-            for name in odd
-        ]
-    return []
-
-
-def _stray(folder: Path) -> list[Path]:
-    """Files beside the steps of a run's own folder that no save writes."""
-    beside = folder.iterdir() if folder.is_dir() else ()
-    marks = re.compile(rf"[0-9]+{re.escape(manifest.UNFINISHED)}")
-    return sorted(path for path in beside if path.is_file() and not marks.fullmatch(path.name))
-
-
-def _mixed(held: Held) -> Iterator[str]:
-    """Steps of which this host sees shards of different saves."""
-    for step, paths in held.items():
-        saves: dict[str, Path] = {}
-        for path in paths:
-            with contextlib.suppress(Damage):  # told where its files are
-                if save := manifest.read(path)[0].get("save"):
-                    saves.setdefault(save, path)
-        if len(saves) > 1:
-            yield (
-                f"step {step}: shards of different saves, of which only one counts: "
-                f"{', '.join(map(str, saves.values()))}"
-            )
-
-
-def _chosen(args: argparse.Namespace, held: Held) -> tuple[int, list[Path]]:
-    step = max(held) if args.step is None else args.step
-    if step not in held:
-        raise ConfigError(f"{args.run}: holds no step {step}; it holds {', '.join(map(str, held))}")
-    return step, held[step]
-
-
-def _list(args: argparse.Namespace, held: Held) -> int:
-    print(f"{'step':>10}  {'size':>10}  {'eval loss':>9}  {'saved':19}  where")
-    for step, paths in held.items():
+    rows = []
+    for step, paths in survey.held_by(args.run).items():
         for path in paths:
             try:
                 facts, files = manifest.read(path)
-            except Damage as error:
-                print(f"{step:>10}  DAMAGED: {_plain(error)}")
+            except manifest.Damage as error:
+                rows.append((f"{step}", "", "", "", f"DAMAGED: {survey.escaped(error)}"))
                 continue
             loss = "" if facts.get("eval_loss") is None else f"{facts['eval_loss']:.4f}"
-            saved = time.strftime(
-                "%Y-%m-%d %H:%M:%S", time.localtime((path / manifest.NAME).stat().st_mtime)
+            saved = time.localtime((path / manifest.NAME).stat().st_mtime)
+            rows.append(
+                (
+                    f"{step}",
+                    _size(sum(entry["bytes"] for entry in files.values())),
+                    loss,
+                    time.strftime("%Y-%m-%d %H:%M:%S", saved),
+                    survey.escaped(path),
+                )
             )
-            print(
-                f"{step:>10}  "
-                f"{_size(sum(entry['bytes'] for entry in files.values())):>10}  "
-                f"{loss:>9}  {saved}  {_plain(path)}"
-            )
-    return 0
+    print(table("rrrll", rows, ("step", "size", "eval loss", "saved", "where")))
 
 
-def _verify(args: argparse.Namespace, held: Held) -> int:
-    chosen = held if args.step is None else dict([_chosen(args, held)])
-    paths = [path for paths in chosen.values() for path in paths]
-    wrong = [*_unsealed(args.folders, args.step), *_mixed(chosen)]
-    more = [line for path in paths for line in _unlisted(path)]
+@command(
+    "checkpoint verify",
+    "Compare every file with its checksum; exit code 1 for damage, or files that no manifest "
+    "lists.",
+    "checkpoint verify runs/quickstart",
+    RUN,
+    argument("--step", type=int, metavar="N", help="this step (default: all)"),
+)
+def verify(args: argparse.Namespace) -> int:
+    """Print a line for each damaged file; 1 where there are any."""
+    import tqdm
+
+    from maxstack.checkpoint import manifest, survey
+
+    folders, held = survey.folders_of(args.run), survey.held_by(args.run)
+    if args.step is not None:
+        held = dict([survey.step_of(args.run, held, args.step)])
+    paths = [path for paths in held.values() for path in paths]
+    damaged = [*survey.unsealed(folders, args.step), *survey.mixed(held)]
+    unlisted = [line for path in paths for line in survey.unlisted(path)]
     with tqdm.tqdm(
-        total=sum(_bytes(path) for path in paths),
+        total=sum(map(survey.size, paths)),
         unit="B",
         unit_scale=True,
         desc="verifying",
         disable=None,
     ) as bar:
         for path in paths:
-            wrong += manifest.damages(path, done=bar.update)
-    for word, lines in (("DAMAGED", wrong), ("UNLISTED", more)):
-        print("".join(f"{word}: {_plain(line)}\n" for line in lines), end="")
-    for path in _stray(args.folders[0]) if args.step is None else ():
-        print(f"stray: {_plain(path)}: is of no step")
-    said = _many(len(wrong), "damaged file") if wrong else "all intact"
-    unlisted = f", {_many(len(more), 'file')} that no manifest lists" if more else ""
-    print(f"{_many(len(paths), 'place')} of {_many(len(chosen), 'step')}: {said}{unlisted}")
-    return 1 if wrong or more else 0
+            damaged += manifest.damages(path, done=bar.update)
+    for line in damaged:
+        print(f"DAMAGED: {survey.escaped(line)}")
+    for line in unlisted:
+        print(f"UNLISTED: {survey.escaped(line)}")
+    for path in survey.stray(folders[0]) if args.step is None else ():
+        print(f"stray: {survey.escaped(path)}: is of no step")
+    state = _count(damaged, "damaged file") if damaged else "all intact"
+    more = f", {_count(unlisted, 'file')} that no manifest lists" if unlisted else ""
+    print(f"{_count(paths, 'place')} of {_count(held, 'step')}: {state}{more}")
+    return 1 if damaged or unlisted else 0
 
 
-def _show(args: argparse.Namespace, held: Held) -> int:
-    step, paths = _chosen(args, held)
-    whole = next((path for path in paths if (path / "_CHECKPOINT_METADATA").exists()), None)
-    if whole is None:
+@command(
+    "checkpoint show",
+    "The arrays of a step.",
+    "checkpoint show runs/quickstart --step 400",
+    RUN,
+    STEP,
+    on_cpu=True,
+)
+def show(args: argparse.Namespace) -> None:
+    """Print the name, type and shape of each array, and the batches that were passed over."""
+    from maxstack.checkpoint import survey
+
+    step, paths = survey.step_of(args.run, survey.held_by(args.run), args.step)
+    folder = next((path for path in paths if (path / "_CHECKPOINT_METADATA").exists()), None)
+    if folder is None:
         raise ConfigError(
-            f"{args.run}: step {step} is only on hosts' own disks here ({paths[0]}), "
-            "which hold shards; its files: "
-            "maxstack checkpoint list"
+            f"{args.run}: step {step} is only on hosts' own disks here ({paths[0]}), which hold "
+            "shards; its files: maxstack checkpoint list"
         )
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from orbax.checkpoint import v1 as ocp
 
-    whole = whole.absolute()
-    held_there = ocp.checkpointables_metadata(whole).metadata
-    arrays: dict[str, Any] = held_there["state"]
-    count = sum(
+    folder = folder.absolute()
+    metadata = ocp.checkpointables_metadata(folder).metadata
+    arrays: dict[str, Any] = metadata["state"]
+    parameters = sum(
         math.prod(leaf.shape) for name, leaf in arrays.items() if name.startswith("params/")
     )
     print(
-        f"step {step} of {args.run}: {len(arrays)} arrays, {count:,} parameters, "
-        f"{_size(_bytes(whole))} in {whole}"
+        f"step {step} of {args.run}: {len(arrays)} arrays, {parameters:,} parameters, "
+        f"{_size(survey.size(folder))} in {folder}"
     )
-    if "meta" in held_there:
-        meta = json.loads(ocp.load_checkpointables(whole, {"meta": None})["meta"]["json"])
-        passed = meta["notes"].get("skipped") if meta.get("notes") else None
-        print(
-            "\n".join(f"batches {first} to {last} were passed over" for first, last in passed or [])
-        )
-    width = max(map(len, arrays))
-    for name, leaf in arrays.items():
-        print(f"  {name:<{width}}  {leaf.dtype}{list(leaf.shape)}")
-    return 0
+    if "meta" in metadata:
+        meta = json.loads(ocp.load_checkpointables(folder, {"meta": None})["meta"]["json"])
+        skipped = meta["notes"].get("skipped") if meta.get("notes") else None
+        for first, last in skipped or ():
+            print(f"batches {first} to {last} were passed over")
+    print(table("ll", ((name, f"{leaf.dtype}{list(leaf.shape)}") for name, leaf in arrays.items())))
 
 
-def _copy(args: argparse.Namespace, held: Held) -> int:
-    step, paths = _chosen(args, held)
+@command(
+    "checkpoint copy",
+    "Copy a step to another folder, and verify the copy.",
+    "checkpoint copy runs/quickstart /backup/quickstart --step 400",
+    RUN,
+    argument("to", metavar="FOLDER", type=Path, help="gets a folder of the step's number"),
+    STEP,
+)
+def copy(args: argparse.Namespace) -> None:
+    """Copy the step; ConfigError where source or copy are damaged."""
+    from maxstack.checkpoint import manifest, survey
+
+    step, paths = survey.step_of(args.run, survey.held_by(args.run), args.step)
     source = next((path for path in paths if path.name == f"{step}"), None)
     if source is None:
         raise ConfigError(
             f"{args.run}: step {step} is only on hosts' own disks, which hold shards; "
             "copy a step of the run's own folder"
         )
-    if wrong := list(manifest.damages(source)):
+    if damaged := list(manifest.damages(source)):
         raise ConfigError(
-            "\n".join([f"{source} is damaged, and was not copied:", *map(_plain, wrong)])
+            "\n".join([f"{source} is damaged, and was not copied:", *map(survey.escaped, damaged)])
         )
+    for folder in survey.folders_of(args.run):
+        if args.to.resolve().is_relative_to(folder.resolve()):
+            raise ConfigError(
+                f"{args.to}: is in {folder}, where the run's own steps lie; give a folder elsewhere"
+            )
     to = args.to / f"{step}"
-    if within := [
-        folder for folder in args.folders if args.to.resolve().is_relative_to(folder.resolve())
-    ]:
-        raise ConfigError(
-            f"{args.to}: is in {within[-1]}, where the run's own steps lie; give a folder elsewhere"
-        )
     if to.exists():
         raise ConfigError(f"{to}: is there already; give another folder, or delete it")
     unfinished = args.to / f".{step}.unfinished"
@@ -294,49 +167,69 @@ def _copy(args: argparse.Namespace, held: Held) -> int:
         shutil.rmtree(unfinished, ignore_errors=True)
         shutil.copytree(source, unfinished)
     except OSError as error:
-        left = f"; what was copied is in {unfinished}" if os.path.exists(unfinished) else ""
+        left = f"; what was copied is in {unfinished}" if unfinished.exists() else ""
         raise ConfigError(f"{args.to}: cannot be written: {error}{left}") from error
-    if wrong := list(manifest.damages(unfinished)):
+    if damaged := list(manifest.damages(unfinished)):
         raise ConfigError(
-            "\n".join([f"{unfinished}: the copy is not what was read:", *map(_plain, wrong)])
+            "\n".join(
+                [f"{unfinished}: the copy is not what was read:", *map(survey.escaped, damaged)]
+            )
         )
     unfinished.rename(to)
-    print(f"{_plain(to)}: step {step}, checked; checkpoint.restore={_plain(to)} starts from it")
-    return 0
+    shown = survey.escaped(to)
+    print(f"{shown}: step {step}, checked; checkpoint.restore={shown} starts from it")
 
 
-def _prune(args: argparse.Namespace, held: Held) -> int:
+@command(
+    "checkpoint prune",
+    "Delete all but the newest steps of the run's own folder.",
+    "checkpoint prune runs/quickstart --keep 3 --dry-run",
+    RUN,
+    argument(
+        "--keep",
+        type=int,
+        required=True,
+        metavar="N",
+        help="how many of the newest stay, 1 or more",
+    ),
+    argument("--dry-run", action="store_true", help="only say what would go"),
+)
+def prune(args: argparse.Namespace) -> None:
+    """Delete the steps and print how much room that made."""
+    from maxstack.checkpoint import manifest, survey
+
+    survey.held_by(args.run)
     if args.keep < 1:
         raise ConfigError(
             f"--keep {args.keep}: must be 1 or more; to delete all of a run, delete its folder"
         )
     own = args.run / "checkpoints"
-    gone = manifest.steps(own)[: -args.keep]
-    freed = sum(_bytes(own / f"{step}") for step in gone)
-    for step in gone if not args.dry_run else []:
-        manifest.delete(own / f"{step}")
+    steps = manifest.steps(own)[: -args.keep]
+    freed = sum(survey.size(own / f"{step}") for step in steps)
+    if not args.dry_run:
+        for step in steps:
+            manifest.delete(own / f"{step}")
     print(
-        f"{_plain(own)}: {'would delete' if args.dry_run else 'deleted'} "
-        f"{_many(len(gone), 'step')}, {_size(freed)}"
-        f"{': ' + ', '.join(map(str, gone)) if gone else ''}"
+        f"{survey.escaped(own)}: {'would delete' if args.dry_run else 'deleted'} "
+        f"{_count(steps, 'step')}, {_size(freed)}{': ' if steps else ''}"
+        f"{', '.join(map(str, steps))}"
     )
-    return 0
 
 
-def _plain(text: object) -> str:
-    """A path or a line, whole, with escapes for what is not printable."""
-    return shortened(line := str(text), len(line))
+main = group(
+    "checkpoint",
+    "The checkpoints of a run, in all its tiers that this host sees.",
+    "checkpoint verify runs/quickstart",
+    show_list,
+    verify,
+    show,
+    copy,
+    prune,
+)
 
 
-def _many(count: int, what: str) -> str:
-    return f"{count} {what}{'s' * (count != 1)}"
-
-
-def _bytes(path: Path) -> int:
-    try:
-        return sum(entry["bytes"] for entry in manifest.read(path)[1].values())
-    except Damage:
-        return 0
+def _count(items: Sized, noun: str) -> str:
+    return f"{len(items)} {noun}{'s' * (len(items) != 1)}"
 
 
 def _size(number: float) -> str:

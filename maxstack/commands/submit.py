@@ -1,4 +1,5 @@
-"""`maxstack submit`, `status`, `logs` and `stop`: the same file on a laptop and on a cluster."""
+"""`maxstack submit`, `status`, `logs` and `stop`: runs of several processes on this machine, and
+runs on clusters."""
 
 import argparse
 import contextlib
@@ -10,14 +11,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxstack import cli
-from maxstack.config import ConfigError, quoted
-from maxstack.report import goodput
-from maxstack.submit import local, records, remote
+from maxstack.command import CONFIG, OVERRIDES, argument, command, load_config, positive
+from maxstack.errors import ConfigError
 from maxstack.submit.names import safe
 
 if TYPE_CHECKING:
@@ -25,75 +23,75 @@ if TYPE_CHECKING:
 
 PATIENCE = 120.0
 """Seconds that a run on this machine has to save and end."""
+NAME = argument("name", metavar="NAME", help="as submit printed it")
 
 
-def submit(argv: Sequence[str]) -> int:
-    """Start a run where `--target` says; the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="maxstack submit",
-        allow_abbrev=False,
-        description="Start the run of a configuration: as several processes on this machine, "
-        "supervised, with one log, or on "
-        "a cluster, by its own commands. `maxstack status`, `logs` and `stop` look after it.",
-        epilog="example: maxstack submit configs/quickstart.yml --target local --processes 2; "
-        "maxstack submit run.yml --target gke --cluster tpu-v5e --dry-run",
-    )
-    cli.takes_config(parser)
-    parser.add_argument(
+@command(
+    "submit",
+    "Start the run of a configuration: as several processes on this machine, supervised, with one "
+    "log, or on a cluster, by its own commands. `maxstack status`, `logs` and `stop` look after "
+    "it.",
+    "submit configs/quickstart.yml --target local --processes 2; "
+    "maxstack submit run.yml --target gke --cluster tpu-v5e --dry-run",
+    CONFIG,
+    OVERRIDES,
+    argument(
         "--target",
         required=True,
-        choices=["local", *remote.TARGETS],
+        choices=["local", "xpk", "gke", "slurm"],
         help="local: processes on this machine; xpk; gke: a JobSet by "
         "kubectl; slurm: a script by sbatch",
-    )
-    parser.add_argument(
+    ),
+    argument(
         "--cluster",
         metavar="FILE",
         help="facts of the cluster: a YAML file, or the name of one of configs/clusters",
-    )
-    parser.add_argument(
+    ),
+    argument(
         "--set",
         action="append",
         default=[],
         metavar="key=value",
         help="replaces a fact of the cluster",
-    )
-    parser.add_argument(
+    ),
+    argument(
         "--name", help="what it is called later (default: run.name, as a name that DNS takes)"
-    )
-    parser.add_argument(
+    ),
+    argument(
         "--processes",
-        type=cli.positive,
+        type=positive,
         default=1,
         metavar="N",
         help="how many; they share the GPUs, or run.virtual_devices",
-    )
-    parser.add_argument(
+    ),
+    argument(
         "--max-restarts",
         type=int,
         metavar="N",
         help="here: in a row without a new step (default: 10); on a cluster: in all "
         "(default: max_restarts of its facts)",
-    )
-    parser.add_argument(
+    ),
+    argument(
         "--force",
         action="store_true",
         help="on a cluster: although the estimate of its memory is far above what is there",
-    )
-    parser.add_argument("--dry-run", action="store_true", help="show what would be started")
-    parser.add_argument(
+    ),
+    argument("--dry-run", action="store_true", help="show what would be started"),
+    argument(
         "--out",
         metavar="DIR",
         help="on a cluster: write the configuration, what the cluster gets and the commands "
-        "into a folder, "
-        "to be read",
-    )
-    parser.add_argument("--detach", action="store_true", help="start it in the background")
-    args = parser.parse_intermixed_args(argv)
+        "into a folder, to be read",
+    ),
+    argument("--detach", action="store_true", help="start it in the background"),
+    allow_abbrev=False,
+)
+def submit(args: argparse.Namespace) -> int:
+    """Start a run where --target says; the exit code."""
+    from maxstack.config import quoted
+    from maxstack.submit import remote
 
-    from maxstack.load import load
-
-    cfg = load(args.config, args.overrides)
+    cfg = load_config(args)
     if cfg.distributed:
         raise ConfigError(
             "distributed: is what submit finds out by itself; leave it out of the configuration"
@@ -102,8 +100,7 @@ def submit(argv: Sequence[str]) -> int:
     if name != safe(name):
         raise ConfigError(
             f"--name {quoted(name)}: give at most 40 lower case letters, digits and "
-            "hyphens, beginning with a letter, such as "
-            f"{safe(name)}"
+            f"hyphens, beginning with a letter, such as {safe(name)}"
         )
     if cfg.runtime == "pathways" and args.target != "xpk":
         raise ConfigError(
@@ -122,36 +119,36 @@ def submit(argv: Sequence[str]) -> int:
             "--cluster, --set and --out: are of clusters, and --target local is this "
             "machine; leave them out"
         )
-    return _local(name, cfg, args, argv)
+    return _local(name, cfg, args)
 
 
-def _local(name: str, cfg: "Config", args: argparse.Namespace, argv: Sequence[str]) -> int:
+def _local(name: str, cfg: "Config", args: argparse.Namespace) -> int:
+    """Run the processes on this machine; the exit code of the run."""
     from maxstack.schema import mesh_rules, rules
+    from maxstack.submit import local, records, remote
 
     devices, overrides, environments = local.shares(cfg, args.processes)
-    sizes = rules.sizes_on(cfg, devices, "this machine")
+    mesh = mesh_rules.product_of(rules.sizes_on(cfg, devices, "this machine"))
     folder = Path(cfg.run.output_dir) / cfg.run.name
-    mesh = mesh_rules.product_of(sizes)
-    many = (
-        f"{args.processes} process{'es' * (args.processes > 1)} on this machine, {devices} "
-        f"device{'s' * (devices > 1)}"
+    print(
+        f"{name}: {_processes(args.processes)} on this machine, {devices} "
+        f"device{'s' * (devices > 1)} ({mesh}), in {folder}",
+        flush=True,
     )
-    print(f"{name}: {many} ({mesh}), in {folder}", flush=True)
-    command = local.command(
-        args.config,
-        [*args.overrides, *overrides],
-        10 if args.max_restarts is None else args.max_restarts,
-    )
+    restarts = 10 if args.max_restarts is None else args.max_restarts
+    words = local.command(args.config, [*args.overrides, *overrides], restarts)
     environments = [
         own | member
         for own, member in zip(environments, local.members(args.processes), strict=True)
     ]
     if args.dry_run:
         for own in environments:
-            print(shlex.join(["env", *(f"{key}={value}" for key, value in own.items()), *command]))
+            print(shlex.join(["env", *(f"{key}={value}" for key, value in own.items()), *words]))
         return 0
     records.check_free(name)
-    remote.ended(name, str(folder.resolve()), "local")
+    remote.check_ended(name, str(folder.resolve()), "local")
+    if args.detach:
+        return _detach(name, folder / local.LOG, args.argv)
     record = {
         "target": "local",
         "folder": str(folder.resolve()),
@@ -160,28 +157,20 @@ def _local(name: str, cfg: "Config", args: argparse.Namespace, argv: Sequence[st
         "started": datetime.datetime.now().isoformat(timespec="seconds"),
         "steps": cfg.train.steps,
     }
-    if args.detach:
-        return _detached(name, folder, argv)
-    with local.Group(folder / local.LOG, sys.stdout) as group, records.held(name, record) as write:
-        code = group.run(command, environments)
+    with local.Group(folder / local.LOG) as group, records.held(name, record) as write:
+        code = group.run(words, environments)
         write(code=code, asked=group.asked)
     print(f"{name}: left with {code}")
     return code
 
 
-def _detached(name: str, folder: Path, argv: Sequence[str]) -> int:
-    """The same command in a session of its own, and word once it looks after the run."""
-    again = [
-        sys.executable,
-        "-m",
-        "maxstack.cli",
-        "submit",
-        *(word for word in argv if word != "--detach"),
-        "--name",
-        name,
-    ]
+def _detach(name: str, log: Path, argv: list[str]) -> int:
+    """Start the same command in a session of its own, and wait until its record is there."""
+    from maxstack.submit import records
+
+    words = [word for word in argv if word != "--detach"]
     process = subprocess.Popen(
-        again,
+        [sys.executable, "-m", "maxstack.cli", "submit", *words, "--name", name],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -189,46 +178,42 @@ def _detached(name: str, folder: Path, argv: Sequence[str]) -> int:
         start_new_session=True,
     )
     assert process.stderr
-    there = False
     while process.poll() is None:
         with contextlib.suppress(ConfigError):  # it is being written
-            there = (
+            if (
                 name in records.names()
                 and records.is_held(name)
                 and records.read(name)["pid"] == process.pid
-            )
-        if there:
-            print(
-                f"in the background: maxstack logs {name} --follow, maxstack status "
-                f"{name}, maxstack stop {name}; the log is {folder / local.LOG}"
-            )
-            return 0
+            ):
+                print(
+                    f"in the background: maxstack logs {name} --follow, maxstack status "
+                    f"{name}, maxstack stop {name}; the log is {log}"
+                )
+                return 0
         time.sleep(0.05)
     sys.stderr.write(process.stderr.read())
     return process.returncode
 
 
-def status(argv: Sequence[str]) -> int:
-    """What became of what was submitted."""
-    parser = argparse.ArgumentParser(
-        prog="maxstack status",
-        description="What runs, and how far it is.",
-        epilog="example: maxstack status quickstart",
-    )
-    parser.add_argument("name", nargs="?", metavar="NAME", help="as submit told it (default: all)")
-    args = parser.parse_args(argv)
+@command(
+    "status",
+    "What runs, and how far it is.",
+    "status quickstart",
+    argument("name", nargs="?", metavar="NAME", help="as submit printed it (default: all)"),
+)
+def status(args: argparse.Namespace) -> int:
+    """Print the state of a run, or of all that were submitted."""
+    from maxstack.submit import records, remote
+
     code = 0
     for name in [safe(args.name)] if args.name else records.names():
         try:
             record = records.read(name)
-            print(
-                f"{name}: "
-                f"{_state(name, record) if record['target'] == 'local' else remote.told(record)}",
-                flush=True,
-            )
-            code = max(
-                code, 0 if "stopped" in record and not args.name else remote.look("status", record)
-            )
+            is_local = record["target"] == "local"
+            state = _state(name, record) if is_local else remote.state(record)
+            print(f"{name}: {state}", flush=True)
+            if not is_local and (args.name or "stopped" not in record):
+                code = max(code, remote.look("status", record))
         except ConfigError as error:
             if args.name:
                 raise
@@ -237,16 +222,17 @@ def status(argv: Sequence[str]) -> int:
     return code
 
 
-def logs(argv: Sequence[str]) -> int:
-    """The log of what was submitted."""
-    parser = argparse.ArgumentParser(
-        prog="maxstack logs",
-        description="The lines of all processes of a run that was submitted.",
-        epilog="example: maxstack logs quickstart --follow",
-    )
-    parser.add_argument("name", metavar="NAME", help="as submit told it")
-    parser.add_argument("-f", "--follow", action="store_true", help="go on until it ends")
-    args = parser.parse_args(argv)
+@command(
+    "logs",
+    "The lines of all processes of a run that was submitted.",
+    "logs quickstart --follow",
+    NAME,
+    argument("-f", "--follow", action="store_true", help="go on until it ends"),
+)
+def logs(args: argparse.Namespace) -> int:
+    """Print the log of a run."""
+    from maxstack.submit import local, records, remote
+
     name = safe(args.name)
     record = records.read(name)
     if record["target"] != "local":
@@ -264,16 +250,16 @@ def logs(argv: Sequence[str]) -> int:
             time.sleep(0.3)
 
 
-def stop(argv: Sequence[str]) -> int:
-    """End what was submitted; a run on this machine saves before."""
-    parser = argparse.ArgumentParser(
-        prog="maxstack stop",
-        description="End a run that was submitted. It saves a checkpoint first; submitting it "
-        "again goes on.",
-        epilog="example: maxstack stop quickstart",
-    )
-    parser.add_argument("name", metavar="NAME", help="as submit told it")
-    args = parser.parse_args(argv)
+@command(
+    "stop",
+    "End a run that was submitted. It saves a checkpoint first; submitting it again goes on.",
+    "stop quickstart",
+    NAME,
+)
+def stop(args: argparse.Namespace) -> int:
+    """End a run; a run on this machine saves before."""
+    from maxstack.submit import records, remote
+
     name = safe(args.name)
     record = records.read(name)
     if record["target"] != "local":
@@ -297,21 +283,27 @@ def stop(argv: Sequence[str]) -> int:
 
 
 def _state(name: str, record: dict[str, Any]) -> str:
-    """In a line."""
-    step, code = goodput.so_far(Path(record["folder"])).steps, record.get("code")
-    stopped = record.get("asked") and code not in (1, 2)
-    ended = (
-        "killed without a word"
-        if code is None
-        else "done"
-        if code == 0
-        else "stopped; submit it again to go on"
-        if stopped
-        else f"failed with {code} (maxstack logs {name})"
-    )
-    many = f"{record['processes']} process{'es' * (record['processes'] > 1)} here"
-    state = "running" if records.is_held(name) else ended
+    """State of a run on this machine, in a line."""
+    from maxstack.report import goodput
+    from maxstack.submit import records
+
+    code = record.get("code")
+    if records.is_held(name):
+        state = "running"
+    elif code is None:
+        state = "killed without a word"
+    elif code == 0:
+        state = "done"
+    elif record.get("asked") and code not in (1, 2):
+        state = "stopped; submit it again to go on"
+    else:
+        state = f"failed with {code} (maxstack logs {name})"
+    step = goodput.so_far(Path(record["folder"])).steps
     return (
-        f"{state}, step {step} of {record['steps']}, {many}, since {record['started']}, in "
-        f"{record['folder']}"
+        f"{state}, step {step} of {record['steps']}, {_processes(record['processes'])} here, "
+        f"since {record['started']}, in {record['folder']}"
     )
+
+
+def _processes(count: int) -> str:
+    return f"{count} process{'es' * (count > 1)}"

@@ -1,15 +1,5 @@
-"""The errors that are a user's to mend."""
+"""The errors of maxstack.errors, by the name that most files import."""
 
+from maxstack.errors import ConfigError, DataError
 
-class ConfigError(ValueError):
-    """A user's mistake in a configuration: one paragraph that says what, where and what to do. Exit
-    code 1."""
-
-    exit_code = 1
-
-
-class DataError(ValueError):
-    """Data that cannot be used: one paragraph that names the file and record and says what to
-    do."""
-
-    exit_code = 2
+__all__ = ["ConfigError", "DataError"]

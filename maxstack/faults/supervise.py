@@ -179,7 +179,7 @@ class Supervisor:
 
     def _say(self, text: str) -> None:
         found = goodput.so_far(self._folder)
-        books = f"; {goodput.lines(found)[0]}" if found.began else ""
+        books = f"; {goodput.sentence(found)}" if found.began else ""
         with contextlib.suppress(OSError):  # whoever read it may be gone
             print(f"supervise: {text}{books}", file=sys.stderr, flush=True)
 

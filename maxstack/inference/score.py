@@ -1,17 +1,14 @@
-"""`maxstack score`: the log-probability of every token of some texts under a model. Shapes: B rows
-T time  V vocab."""
+"""Log-probability of every token of some texts under a model. Shapes: B rows  T time  V vocab."""
 
-import contextlib
 import dataclasses
 import math
 import os
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
-import tqdm
 
 from maxstack.config import ConfigError
 from maxstack.config.errors import DataError
@@ -36,7 +33,7 @@ class Rows:
 
     @property
     def scored(self) -> int:
-        """How many tokens have one before them, by which they are scored."""
+        """Number of tokens that are scored: all but the first of each row."""
         return int(np.maximum(self.lengths - 1, 0).sum())
 
 
@@ -73,18 +70,18 @@ def read_tokens(file: str, vocab: int) -> Rows:
     real = np.arange(tokens.shape[1]) < lengths[:, None]
     beyond = np.argwhere(real & ((tokens < 0) | (tokens >= vocab)))
     if len(beyond):
-        row, place = beyond[0]
+        row, position = beyond[0]
         raise DataError(
-            f"{file}: row {row}, position {place}: token {tokens[row, place]} is outside "
+            f"{file}: row {row}, position {position}: token {tokens[row, position]} is outside "
             f"the model's vocabulary of {vocab}"
         )
     return _checked(file, np.where(real, tokens, 0), lengths)
 
 
 def read_texts(file: str, model: str, overrides: Sequence[str], instead: str) -> Rows:
-    """The texts of a JSONL file as tokens, with a model's tokenizer; begun with BOS where it says
-    so, never ended with EOS. ConfigError where no tokenizer is known, DataError where it is not the
-    model's; `instead` is the option that takes tokens."""
+    """The texts of a JSONL file as tokens of a model's tokenizer, with its BOS if it has one, and
+    without EOS. ConfigError where the model has no tokenizer, DataError where the tokenizer does
+    not fit it; `instead` is the option that takes tokens, for these messages."""
     from maxstack.data.sources import open_source
     from maxstack.data.tokenizers import open_tokenizer, tokens_of
     from maxstack.hf.tokenizer import unread
@@ -95,10 +92,9 @@ def read_texts(file: str, model: str, overrides: Sequence[str], instead: str) ->
         beside = own / "hf" if own else Path(model)
         folder = beside if beside.is_dir() else Path(cfg.model.weights or model)
         raise ConfigError(f"{unread(folder)}; or give {instead}")
-    given = cfg.data.tokenizer
-    tokenizer = open_tokenizer(
-        given.model_copy(update={"eos": None if given.kind == "huggingface" else False})
-    )
+    settings = cfg.data.tokenizer
+    eos = None if settings.kind == "huggingface" else False
+    tokenizer = open_tokenizer(settings.model_copy(update={"eos": eos}))
     if tokenizer.vocab_size > cfg.model.vocab:
         raise DataError(
             f"data.tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens and "
@@ -115,15 +111,16 @@ def read_texts(file: str, model: str, overrides: Sequence[str], instead: str) ->
 
 
 def _names_tokenizer(cfg: "Config", own: Path | None, overrides: Sequence[str]) -> bool:
-    """Whether data.tokenizer is more than a default: it is given, or came with a model folder, or
+    """True if data.tokenizer is more than a default: it is set, or came with a model folder, or
     served the texts of a run."""
     if own is None:
         return "tokenizer" in cfg.data.model_fields_set
-    said = cfg.data.tokenizer.kind != "bytes" or any(
-        word.startswith("data.tokenizer") for word in overrides
-    )
+    if cfg.data.tokenizer.kind != "bytes":
+        return True
+    if any(word.startswith("data.tokenizer") for word in overrides):
+        return True
     imported = cfg.model.weights is not None or (own / "hf").is_dir()
-    return said or not imported or any(source.kind != "synthetic" for source in cfg.data.sources)
+    return not imported or any(source.kind != "synthetic" for source in cfg.data.sources)
 
 
 def _checked(file: str, tokens: np.ndarray, lengths: np.ndarray) -> Rows:
@@ -135,45 +132,73 @@ def _checked(file: str, tokens: np.ndarray, lengths: np.ndarray) -> Rows:
 def score(
     run: "Run", params: Any, rows: Rows, out: Path, *, batch_size: int, logits: bool
 ) -> np.ndarray:
-    """Write `out` and return logprobs float32 [B, T]: position t scores token t given those before
-    it; 0 at position 0 and beyond a row's length.
+    """Write `out`, an npz file of logprobs, tokens, lengths and, if asked for, logits; return
+    logprobs."""
+    shape = (*rows.tokens.shape, run.cfg.model.vocab)
+    unfinished = out.with_name(f"{out.name}.{os.getpid()}.part")
+    try:
+        with zipfile.ZipFile(unfinished, "w") as archive:
+            if logits:
+                with archive.open("logits.npy", "w", force_zip64=True) as file:
+                    header = {"descr": "<f4", "fortran_order": False, "shape": shape}
+                    np.lib.format.write_array_header_1_0(file, header)  # type: ignore[arg-type]
+                    logprobs = logprobs_of(run, params, rows, batch_size, file)
+            else:
+                logprobs = logprobs_of(run, params, rows, batch_size)
+            arrays = {"logprobs": logprobs, "tokens": rows.tokens, "lengths": rows.lengths}
+            for name, array in arrays.items():
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                    np.lib.format.write_array(file, array)
+        os.replace(unfinished, out)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return logprobs
+
+
+def logprobs_of(
+    run: "Run", params: Any, rows: Rows, batch_size: int, logits: IO[bytes] | None = None
+) -> np.ndarray:
+    """logprobs float32 [B, T]: position t scores token t given those before it; 0 at position 0 and
+    beyond a row's length. The file `logits` gets float32 [B, T, V].
 
     A row's numbers do not depend on the rows and the padding beside it, but for rounding in the
     last place.
     """
     import jax
+    import tqdm
+    from jax.sharding import NamedSharding, PartitionSpec
 
     from maxstack.hardware.compiling import in_order
+    from maxstack.schema.mesh import parts
 
-    step = jax.jit(_scorer(run, logits), compiler_options=in_order(run.mesh))
-    logprobs = np.zeros(rows.tokens.shape, np.float32)
-    unfinished = out.with_name(f"{out.name}.{os.getpid()}.part")
-    try:
-        with zipfile.ZipFile(unfinished, "w") as archive:
-            with (
-                _entry(archive, "logits", (*rows.tokens.shape, run.cfg.model.vocab))
-                if logits
-                else contextlib.nullcontext() as stream
-            ):
-                for begin, found in _batches(run, params, rows, batch_size, step):
-                    end = min(begin + batch_size, len(rows.lengths))
-                    width = min(found["logprobs"].shape[1], rows.tokens.shape[1])
-                    logprobs[begin:end, :width] = found["logprobs"][: end - begin, :width]
-                    if stream:
-                        _write_logits(
-                            stream, found["logits"][: end - begin, :width], rows.tokens.shape[1]
-                        )
-            for name, array in (
-                ("logprobs", logprobs),
-                ("tokens", rows.tokens),
-                ("lengths", rows.lengths),
-            ):
-                with _entry(archive, name, array.shape, array.dtype) as entry:
-                    entry.write(array.tobytes())
-        os.replace(unfinished, out)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    step = jax.jit(_scorer(run, logits is not None), compiler_options=in_order(run.mesh))
+    everywhere = NamedSharding(run.mesh, PartitionSpec())
+    rules, shape = run.cfg.mesh.rules, run.mesh.shape
+    over, pieces = parts(rules["batch"], shape), parts(rules["seq"], shape)
+    height, multiple = -(-batch_size // over) * over, math.lcm(ROUND, 2 * pieces)
+    count, length = rows.tokens.shape
+    logprobs = np.zeros((count, length), np.float32)
+    for begin in tqdm.tqdm(
+        range(0, count, batch_size), desc="scoring", unit=" batches", disable=None
+    ):
+        lengths = rows.lengths[begin : begin + batch_size]
+        width = -(-max(2, lengths.max()) // multiple) * multiple
+        real, used = len(lengths), min(width, length)
+        tokens = np.zeros((height, width), np.int32)
+        tokens[:real, :used] = rows.tokens[begin : begin + real, :used]
+        batch = jax.device_put((tokens, np.pad(lengths, (0, height - real))), everywhere)
+        results = jax.device_get(step(params, *batch))
+        logprobs[begin : begin + real, :used] = results["logprobs"][:real, :used]
+        if logits:
+            for row_TV in results["logits"][:real, :used]:
+                padded_TV = np.pad(row_TV, ((0, length - used), (0, 0)))
+                logits.write(padded_TV.astype(np.float32).tobytes())
     return logprobs
+
+
+def mean_loss(logprobs: np.ndarray, rows: Rows) -> float:
+    """Mean negative log-likelihood of the scored tokens, in nats."""
+    return -float(logprobs.sum(dtype=np.float64)) / rows.scored
 
 
 def _scorer(run: "Run", logits: bool) -> Any:
@@ -184,67 +209,20 @@ def _scorer(run: "Run", logits: bool) -> Any:
     from maxstack.kernels.cross_entropy import cross_entropy
 
     def step(params: Any, tokens_BT: jax.Array, lengths_B: jax.Array) -> dict[str, jax.Array]:
-        places_T = jnp.arange(tokens_BT.shape[1])
-        real_BT = places_T < lengths_B[:, None]
+        positions_T = jnp.arange(tokens_BT.shape[1])
+        real_BT = positions_T < lengths_B[:, None]
         batch = {
             "tokens": tokens_BT,
-            "positions": jnp.where(real_BT, places_T, 0),
+            "positions": jnp.where(real_BT, positions_T, 0),
             "segments": real_BT.astype(jnp.int32),
         }
         model = nnx.merge(run.graph, nnx.State(params))
         with run.rewrite.counting(real_BT):
             logits_BTV = model.logits(model.hidden(batch))
         nll_BT, _ = cross_entropy(logits_BTV[:, :-1], tokens_BT[:, 1:])
-        found = {"logprobs": jnp.pad(jnp.where(real_BT[:, 1:], -nll_BT, 0.0), ((0, 0), (1, 0)))}
-        return (
-            found | {"logits": jnp.where(real_BT[..., None], logits_BTV, 0.0)} if logits else found
-        )
+        results = {"logprobs": jnp.pad(jnp.where(real_BT[:, 1:], -nll_BT, 0.0), ((0, 0), (1, 0)))}
+        if logits:
+            results["logits"] = jnp.where(real_BT[..., None], logits_BTV, 0.0)
+        return results
 
     return run.within(step)
-
-
-def _batches(
-    run: "Run", params: Any, rows: Rows, batch_size: int, step: Any
-) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-    """(first row, results [batch_size and longest row, rounded up to what the mesh divides, ...])
-    with a progress bar."""
-    import jax
-    from jax.sharding import NamedSharding, PartitionSpec
-
-    from maxstack.schema.mesh import parts
-
-    everywhere = NamedSharding(run.mesh, PartitionSpec())
-    over, pieces = (
-        parts(run.cfg.mesh.rules[logical], run.mesh.shape) for logical in ("batch", "seq")
-    )
-    height, multiple = -(-batch_size // over) * over, math.lcm(ROUND, 2 * pieces)
-    for begin in tqdm.tqdm(
-        range(0, len(rows.lengths), batch_size), desc="scoring", unit=" batches", disable=None
-    ):
-        lengths = rows.lengths[begin : begin + batch_size]
-        width = -(-max(2, lengths.max()) // multiple) * multiple
-        tokens = np.zeros((height, width), np.int32)
-        kept = rows.tokens[begin : begin + batch_size, :width]
-        tokens[: len(lengths), : kept.shape[1]] = kept
-        given = jax.device_put((tokens, np.pad(lengths, (0, height - len(lengths)))), everywhere)
-        yield begin, jax.device_get(step(params, *given))
-
-
-@contextlib.contextmanager
-def _entry(
-    archive: zipfile.ZipFile, name: str, shape: tuple[int, ...], dtype: Any = np.float32
-) -> Iterator[Any]:
-    """One array of an npz file, written piece by piece after its header."""
-    with archive.open(f"{name}.npy", "w", force_zip64=True) as stream:
-        header = {
-            "descr": np.lib.format.dtype_to_descr(np.dtype(dtype)),
-            "fortran_order": False,
-            "shape": tuple(map(int, shape)),
-        }
-        np.lib.format.write_array_header_1_0(stream, header)  # type: ignore[arg-type]
-        yield stream
-
-
-def _write_logits(stream: Any, logits: np.ndarray, width: int) -> None:
-    for row in logits:
-        stream.write(np.pad(row, ((0, width - len(row)), (0, 0))).astype(np.float32).tobytes())

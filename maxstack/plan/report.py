@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from maxstack.plan.step import Step, TooLarge
 from maxstack.plan.topology import Topology, groups
 from maxstack.plan.traffic import collectives
 from maxstack.plan.work import operations
+from maxstack.report.table import table
 
 if TYPE_CHECKING:
     from maxstack.schema.config import Config
@@ -245,20 +246,9 @@ def _amount(number: float) -> str:
     return f"{number / 1000**power:,.2f} {prefixes[power - 1]}FLOP"
 
 
-def _table(rows: Iterable[tuple[str, ...]], left: int = 1) -> Iterator[str]:
-    """Columns as wide as they need to be; the first `left` are aligned to the left."""
-    rows = list(rows)
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        yield "  " + "  ".join(
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-
-
 def _memory(plan: Plan) -> Iterator[str]:
     yield "memory of one device"
-    yield from _table([(name, _size(size)) for name, size in plan.memory.items() if size])
+    yield table("lr", ((name, _size(size)) for name, size in plan.memory.items() if size))
     if plan.buffers:
         guessed = ", from the text of the program, not from its assignment of memory"
         yield f"its largest buffers{'' if plan.buffers[0].exact else guessed}"
@@ -271,7 +261,7 @@ def _memory(plan: Plan) -> Iterator[str]:
             )
             for buffer in plan.buffers
         ]
-        yield from _table(rows, left=4)
+        yield table("llll", rows)
 
 
 def _short(name: str, most: int = 70) -> str:
@@ -285,7 +275,7 @@ def _flops(plan: Plan) -> Iterator[str]:
         (name, _amount(count.causal), f"{count.causal / total.causal:.1%}", _amount(count.full))
         for name, count in (*plan.flops.items(), ("total", total))
     ]
-    yield from _table([("", "causal", "", "full"), *rows])
+    yield table("lrrr", rows, ("", "causal", "", "full"))
     chip, whole = chips.by_kind(plan.chip), _amount(sum(plan.products.values()))
     for dtype, flops in sorted(plan.products.items()):
         if LOW.match(dtype):
@@ -310,7 +300,7 @@ def _traffic(plan: Plan) -> Iterator[str]:
         )
         for flow in ordered[: 2 * SHOWN]
     ]
-    yield from _table([("collective", "over", "link", "times", "bytes", "ms"), *rows], left=3)
+    yield table("lllrrr", rows, ("collective", "over", "link", "times", "bytes", "ms"))
 
 
 def _speed(plan: Plan) -> Iterator[str]:

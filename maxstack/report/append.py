@@ -1,5 +1,5 @@
-"""Text files that grow by whole lines, on disks that may be full: what cannot be written is told
-once, kept, and written when it can be."""
+"""Text files that grow by whole lines, on disks that may be full: lines that cannot be written are
+reported once, kept, and written later."""
 
 import errno
 import os
@@ -9,13 +9,14 @@ from pathlib import Path
 
 
 class Appender:
-    """Of one file. A line that someone else left unfinished is ended first."""
+    """Appends lines to a file. An unfinished line at its end is ended first."""
 
     def __init__(self, path: Path):
-        self._path, self._waiting, self._failing, self._lock = path, b"", False, threading.Lock()
+        self._path, self._lock = path, threading.Lock()
+        self._waiting, self._failing = b"", False
 
     def add(self, text: str) -> None:
-        """Write whole lines, and what still waits before them. From any thread."""
+        """Write whole lines, after those that still wait. Safe from any thread."""
         with self._lock:
             self._waiting += text.encode()
             try:
@@ -33,7 +34,7 @@ class Appender:
 
 
 def _append(path: Path, data: bytes) -> None:
-    """All of it or nothing, on a line of its own; OSError."""
+    """Append all of the data or nothing, beginning on a new line; OSError where it fails."""
     with path.open("ab+", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         if size and os.pread(file.fileno(), 1, size - 1) != b"\n":

@@ -1,4 +1,4 @@
-"""What is said where nobody may be left to read it: the reader of a pipe has gone."""
+"""Output to streams whose reader, at the end of a pipe, may be gone."""
 
 import contextlib
 import os
@@ -7,26 +7,25 @@ from typing import Any, TextIO
 
 
 def tell(text: str) -> None:
-    """Words on stderr from a handler of a signal; who reads them may be gone."""
+    """Write to stderr from a signal handler; errors are ignored."""
     with contextlib.suppress(OSError):
         os.write(sys.stderr.fileno(), text.encode())
 
 
 class Lasting:
-    """A stream whose reader may go away, which ends nobody: what is written then is lost, and
-    log.txt has it."""
+    """A stream that ignores a broken pipe; the text is lost there, and log.txt has it."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """As the stream does."""
+        """See TextIO."""
         with contextlib.suppress(BrokenPipeError):
             return self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """As the stream does."""
+        """See TextIO."""
         with contextlib.suppress(BrokenPipeError):
             self._stream.flush()
 

@@ -1,14 +1,13 @@
-"""Where a run's time went, over all its restarts: the arithmetic on goodput.jsonl, and `maxstack
-goodput RUN`. ledger.py writes that file.
+"""Goodput of a run over all its restarts, read from goodput.jsonl, which ledger.py writes.
 
 Goodput is the seconds of steps that count over those since the run first began. A row has an
-`event` and its `time`: unix seconds by the clock that the process found when it began, counted
-steadily since. `begin`: a process, with `monotonic`, that moment by the machine's steady clock, and
-the `boot` that this clock belongs to. `resume`: the run goes on from `step`, later ones are undone.
+`event` and its `time`: unix seconds by the clock at the process's beginning, counted steadily
+since. `begin`: a process, with `monotonic`, that moment by the machine's steady clock, and the
+`boot` that this clock belongs to. `resume`: the run goes on from `step`, later ones are undone.
 `spent`, `end`. Each but `begin` may hold what was spent since the row before: `seconds` by cause;
 `steps` [first, last] that count, their seconds (`stepping`) and those idle for want of a batch
-(`waited`); how many did not count (`refused`) and their seconds (`refusing`). Nothing but the
-standard library is imported before it is needed.
+(`waited`); how many did not count (`refused`) and their seconds (`refusing`). The file imports only
+the standard library, for the supervisor.
 """
 
 import contextlib
@@ -19,6 +18,9 @@ import math
 import time
 from pathlib import Path
 from typing import Any
+
+from maxstack.errors import ConfigError
+from maxstack.report.table import table
 
 FILE = "goodput.jsonl"
 EVENTS = ("begin", "resume", "spent", "end")
@@ -40,14 +42,14 @@ CAUSES = {
     "other": "what no line accounts for: a hang, or the step that a kill cut short",
 }
 MOVED = 60.0
-"""Seconds that two clocks may disagree by before it is told."""
+"""Seconds that two clocks may disagree by without a remark."""
 FAR = 1e11
-"""Seconds, and steps, that no run has: such a line is damaged."""
+"""Bound on seconds and steps; a line beyond it is damaged."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Goodput:
-    """Seconds by cause, all of CAUSES; they add up to `wall`."""
+    """Seconds of a run by cause, for all of CAUSES; they add up to `wall`."""
 
     began: float
     seen: float
@@ -55,8 +57,8 @@ class Goodput:
     wall: float
     seconds: dict[str, float]
     restarts: int
-    """Processes but for the first that had steps to do; those that a mistake ended before, or that
-    found nothing left, are none."""
+    """Processes with steps to do, without the first; a process that ended before its first step
+    does not count."""
     steps: int
     lost_steps: int
     remarks: tuple[str, ...]
@@ -67,13 +69,13 @@ class Goodput:
         return self.seconds["useful"] / self.wall if self.wall else 0.0
 
     def json(self) -> dict[str, Any]:
-        """As `--json` writes it."""
+        """All fields and `goodput`, as plain data."""
         return {"goodput": self.share, **dataclasses.asdict(self)}
 
 
 class Account:
-    """The sums over the rows read so far. A process lives from its first row to its last, or as
-    long as all that it says it did, if that is more."""
+    """Sums over the rows read so far. A process lives from its first row to its last, or as long as
+    the seconds that it reports, if those are more."""
 
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(CAUSES, 0.0)
@@ -86,8 +88,8 @@ class Account:
         self._back: list[float] = []
 
     def read_file(self, path: Path) -> None:
-        """All rows of a file; a line that is no row is passed over and told, but for a last one
-        that a kill cut short."""
+        """Read all rows of a file. A line that is no row is skipped and gives a remark, except a
+        last one that a kill cut short."""
         with path.open("rb") as file:
             for line in file:
                 if (row := _row(line)) is not None:
@@ -96,7 +98,7 @@ class Account:
                     self._damaged += 1
 
     def read(self, row: dict[str, Any]) -> None:
-        """The next row."""
+        """Add the next row."""
         if row["event"] == "begin" or not self._processes:
             self._begin_process(row)
         self._last = max(self._last, row["time"])
@@ -105,30 +107,28 @@ class Account:
         self._spend("lost work", row.get("refusing", 0.0))
         self._lost += row.get("refused", 0)
         if "steps" in row:
-            (first, last), stepping, waited = (
-                row["steps"],
-                row.get("stepping", 0.0),
-                row.get("waited", 0.0),
-            )
+            first, last = row["steps"]
+            stepping, waited = row.get("stepping", 0.0), row.get("waited", 0.0)
             self._undo(first - 1)
             self._steps.append((first, last, stepping, waited))
             self._done += last - first + 1
             self._spend("useful", stepping - waited)
             self._spend("data wait", waited)
         if row["event"] == "resume":
-            self._restarts, self._resumed = self._restarts + (not self._resumed), True
+            self._restarts += not self._resumed
+            self._resumed = True
             self._undo(row.get("step", math.inf))
 
     def seen_on(self, boot: str) -> float:
-        """The last sign of life on the steady clock of this boot; -inf where it was on another one,
-        or none is known."""
-        return (
-            self._monotonic + self._last - self._begin if boot and boot == self._boot else -math.inf
-        )
+        """Time of the last sign of life on the steady clock of `boot`; -inf where that was another
+        boot, or is not known."""
+        if not boot or boot != self._boot:
+            return -math.inf
+        return self._monotonic + self._last - self._begin
 
     def goodput(self) -> Goodput:
-        """What the rows come to. Zero seconds where there are none."""
-        lived = max(self._last - self._begin, self._claimed)
+        """The sums; zero seconds where there are no rows."""
+        lived = self._lived()
         seconds = self._seconds | {"other": self._seconds["other"] + lived - self._claimed}
         return Goodput(
             self._first,
@@ -141,29 +141,31 @@ class Account:
             self._remarks(),
         )
 
+    def _lived(self) -> float:
+        """Seconds that the current process has lived."""
+        return max(self._last - self._begin, self._claimed)
+
     def _spend(self, cause: str, seconds: float) -> None:
         self._seconds[cause] += seconds
         self._claimed += seconds
 
     def _begin_process(self, row: dict[str, Any]) -> None:
         if self._processes:
-            lived, gap = max(self._last - self._begin, self._claimed), self._gap(row)
+            lived, gap = self._lived(), self._gap(row)
             self._seconds["other"] += lived - self._claimed
             self._seconds["idle"] += gap
             self._past += lived + gap
         else:
             self._first = row["time"]
-        self._processes, self._resumed = self._processes + 1, False
+        self._processes += 1
+        self._resumed = False
         self._begin = self._last = row["time"]
-        self._boot, self._monotonic, self._claimed = (
-            row.get("boot", ""),
-            row.get("monotonic", 0.0),
-            0.0,
-        )
+        self._boot, self._monotonic = row.get("boot", ""), row.get("monotonic", 0.0)
+        self._claimed = 0.0
 
     def _gap(self, row: dict[str, Any]) -> float:
-        """Seconds without a process: by the steady clock of a machine that both processes ran on,
-        else by the calendar's, and never less than 0."""
+        """Seconds without a process before that of `row`: by the steady clock of a machine that
+        both processes ran on, else by the calendar; never less than 0."""
         by_calendar = row["time"] - self._last
         by_machine = row.get("monotonic", 0.0) - self.seen_on(row.get("boot", ""))
         if -1e-3 < by_machine < math.inf:
@@ -175,15 +177,16 @@ class Account:
         return max(0.0, by_calendar)
 
     def _undo(self, step: float) -> None:
-        """The steps after `step` become lost work, with what they waited for; the steps of one row
-        are taken to be equally long."""
+        """Count the steps after `step` as lost work, with the seconds that they waited; the steps
+        of a row are taken to be equally long."""
         while self._steps and self._steps[-1][1] > step:
             first, last, stepping, waited = self._steps.pop()
             kept = max(0, step - first + 1) / (last - first + 1)
             if kept:
                 self._steps.append((first, int(step), stepping * kept, waited * kept))
             lost = last - max(int(step), first - 1)
-            self._done, self._lost = self._done - lost, self._lost + lost
+            self._done -= lost
+            self._lost += lost
             for cause, seconds in (
                 ("useful", (stepping - waited) * (1 - kept)),
                 ("data wait", waited * (1 - kept)),
@@ -193,29 +196,29 @@ class Account:
                 self._seconds["lost work"] += seconds
 
     def _remarks(self) -> tuple[str, ...]:
-        told = []
+        remarks = []
         if moved := self._moved:
-            told.append(
+            remarks.append(
                 f"the clock was moved between processes ({len(moved)} x, by "
                 f"{max(moved, key=abs):+,.0f} s at most); idle seconds there are "
                 "by the machine's own clock"
             )
         if back := self._back:
-            told.append(
+            remarks.append(
                 f"the clock went back between processes ({len(back)} x, by "
                 f"{max(back):,.0f} s or more); for how long no process ran there is "
                 "not known, and counts as 0"
             )
         if self._damaged:
-            told.append(
+            remarks.append(
                 f"{self._damaged} damaged line{'s' * (self._damaged > 1)} of {FILE} "
                 "passed over; what stood there counts as other or idle"
             )
-        return tuple(told)
+        return tuple(remarks)
 
 
 def so_far(folder: Path) -> Goodput:
-    """Of the run in a folder, whatever of it is there."""
+    """Goodput of the run in `folder`; zero seconds where its file cannot be read."""
     account = Account()
     with contextlib.suppress(OSError):  # not there yet, or on another host's disk
         account.read_file(folder / FILE)
@@ -223,10 +226,8 @@ def so_far(folder: Path) -> Goodput:
 
 
 def summary(folder: Path) -> Goodput:
-    """Of the run in `folder`, up to its last sign of life; ConfigError where no books are to be
-    read there."""
-    from maxstack.config import ConfigError
-
+    """Goodput of the run in `folder`, up to its last sign of life; ConfigError where its file
+    cannot be read or holds no row."""
     account, path = Account(), folder / FILE
     try:
         account.read_file(path)
@@ -239,36 +240,43 @@ def summary(folder: Path) -> Goodput:
         raise ConfigError(
             f"{path}: cannot be read: {error.strerror}; make it readable for you"
         ) from error
-    found = account.goodput()
-    if not found.began:
+    goodput = account.goodput()
+    if not goodput.began:
         raise ConfigError(
             f"{path}: no line of it can be read; move it away, and the next start of the "
             "run begins a new one"
         )
-    return found
+    return goodput
 
 
-def lines(goodput: Goodput) -> list[str]:
-    """For people: one sentence, then a line for each cause with its seconds, its share and a bar,
-    then what is to be said about the clock."""
+def sentence(goodput: Goodput) -> str:
+    """Goodput, steps and restarts of a run."""
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(goodput.began))
-    told = [
-        f"goodput {goodput.share:.1%} of "
-        f"{datetime.timedelta(seconds=round(goodput.wall))} since {since}: "
-        f"{goodput.steps:,} steps that count, "
+    wall = datetime.timedelta(seconds=round(goodput.wall))
+    return (
+        f"goodput {goodput.share:.1%} of {wall} since {since}: {goodput.steps:,} steps that count, "
         f"{goodput.lost_steps:,} lost, {goodput.restarts:,} restart{'s' * (goodput.restarts != 1)}"
-    ]
-    for cause, seconds in goodput.seconds.items():
-        share = seconds / goodput.wall if goodput.wall else 0.0
-        told.append(
-            f"  {cause:<{max(map(len, CAUSES))}} {seconds:>12,.1f} s {share:>6.1%}  "
-            f"{'#' * round(40 * share)}".rstrip()
-        )
-    return [*told, *(f"  {remark}" for remark in goodput.remarks)]
+    )
+
+
+def text(goodput: Goodput) -> str:
+    """The sentence, a table of each cause with its seconds, its share and a bar, and the
+    remarks."""
+
+    shares = {
+        cause: seconds / goodput.wall if goodput.wall else 0.0
+        for cause, seconds in goodput.seconds.items()
+    }
+    rows = (
+        (cause, f"{goodput.seconds[cause]:,.1f} s", f"{share:.1%}", "#" * round(40 * share))
+        for cause, share in shares.items()
+    )
+    remarks = (f"  {remark}" for remark in goodput.remarks)
+    return "\n".join((sentence(goodput), table("lrrl", rows), *remarks))
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """A line as a row, or None where it is not one."""
+    """The row of a line, None for a damaged line."""
     try:
         row = json.loads(line)
     except ValueError:
@@ -276,12 +284,9 @@ def _row(line: bytes) -> dict[str, Any] | None:
     if not isinstance(row, dict) or row.get("event") not in EVENTS:
         return None
     seconds, steps = row.get("seconds", {}), row.get("steps", [0, 0])
-    if not (
-        isinstance(seconds, dict)
-        and {*seconds} <= {*SPENT}
-        and isinstance(steps, list)
-        and len(steps) == 2
-    ):
+    if not isinstance(seconds, dict) or not seconds.keys() <= SPENT.keys():
+        return None
+    if not isinstance(steps, list) or len(steps) != 2:
         return None
     numbers = (
         row.get("time"),

@@ -1,5 +1,5 @@
-"""The books of one process of a run: what it spends its time on, written to goodput.jsonl.
-goodput.py adds them up and describes the rows."""
+"""Ledger of a process: the time that it spends by cause, written to goodput.jsonl. goodput.py adds
+the rows up and describes them."""
 
 import contextlib
 import json
@@ -16,11 +16,11 @@ from maxstack.report.goodput import FILE, SPENT, Account, Goodput
 
 
 class Ledger:
-    """A stopwatch over causes, and sums of steps; other processes than the first keep none.
+    """A stopwatch over causes, and sums of steps. Processes other than the first write nothing.
 
-    A thread writes, once a second at most and less often as the process grows old (after 1 % more
-    of its age, but at least every 30 s), so that no step and no save waits for a disk. Its rows are
-    signs of life too, during a long compilation for instance. A file that cannot be written is told
+    A thread writes at most once a second, and less often as the process ages (after 1 % more of its
+    age, but at least every 30 s), so that no step and no save waits for a disk. Its rows are also
+    signs of life, during a long compilation for instance. A file that cannot be written is reported
     once and tried again.
     """
 
@@ -33,27 +33,14 @@ class Ledger:
         doing: Callable[..., None] | None = None,
     ):
         """Begin the process, in start-up. `started`: time.monotonic() when it began, by default
-        now. `every`: seconds between rows, at first. `doing`: told of what begins, and of steps
-        that are done, as heartbeat.Heartbeat.doing is."""
+        now. `every`: seconds between rows, at first. `doing`: called as heartbeat.Heartbeat.doing
+        with each cause that begins and each step that is done."""
         self._path, self._every, self._doing = folder / FILE, every, doing or (lambda *_: None)
-        self._account, self._rows = Account(), ""
-        self._lock, self._stop, self._file = (
-            threading.Lock(),
-            threading.Event(),
-            Appender(folder / FILE),
-        )
+        self._account, self._rows, self._file = Account(), "", Appender(folder / FILE)
+        self._lock, self._stop = threading.Lock(), threading.Event()
         self._stack, self._spent, self._steps = ["start-up"], dict[str, float](), dict[str, Any]()
         self._share: float | None = None
-        self._thread = (
-            threading.Thread(
-                target=_keep_writing,
-                args=(weakref.ref(self), self._stop),
-                daemon=True,
-                name="ledger",
-            )
-            if first
-            else None
-        )
+        self._thread: threading.Thread | None = None
         now, boot = time.monotonic(), _boot()
         if first and self._path.exists():
             try:
@@ -68,7 +55,13 @@ class Ledger:
         if self._began < (seen := self._account.seen_on(boot)) <= now:
             self._began = seen
         self._mark, self._clock = self._began, time.time() - now
-        if self._thread:
+        if first:
+            self._thread = threading.Thread(
+                target=_keep_writing,
+                args=(weakref.ref(self), self._stop),
+                daemon=True,
+                name="ledger",
+            )
             self._note(
                 {
                     "event": "begin",
@@ -82,8 +75,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def spent(self, cause: str) -> Iterator[None]:
-        """What the main thread takes for this goes to `cause`, and only to the innermost one where
-        they are nested."""
+        """Charge the time inside to `cause`; where causes are nested, to the innermost."""
         assert cause in SPENT, cause
         with self._lock:
             self._charge()
@@ -98,13 +90,13 @@ class Ledger:
             self._doing(self._stack[-1] if self._stack else "steps")
 
     def resume(self, step: int) -> None:
-        """The run goes on from `step`, after a restore, a rewind, or (0) from scratch: later steps
-        that were done are lost work."""
+        """Continue from `step` after a restore or a rewind, or from 0: steps done after it become
+        lost work."""
         with self._lock:
             self._cut("resume", step=step)
 
     def begin_steps(self) -> None:
-        """The end of start-up."""
+        """End start-up."""
         with self._lock:
             assert self._stack == ["start-up"], self._stack
             self._charge()
@@ -112,8 +104,8 @@ class Ledger:
         self._doing("first step")
 
     def step(self, step: int, seconds: float, waited: float, counts: bool = True) -> None:
-        """A step that is done, its seconds, and those of them that devices were idle for want of
-        its batch. One that was refused does not count."""
+        """Add a finished step, its seconds, and the seconds that devices waited for its batch. A
+        refused step does not count."""
         self._doing("steps", step, seconds)
         with self._lock:
             assert not self._stack, self._stack
@@ -131,19 +123,18 @@ class Ledger:
             }
 
     def passed_over(self, step: int) -> None:
-        """A step whose batch was read and not trained on: a sign of life."""
+        """Note a sign of life: a step whose batch was read and not trained on."""
         self._doing("steps", step)
 
     def news(self) -> float | None:
-        """Goodput over all processes of the run so far, once each time that it was reckoned anew;
-        None in between."""
+        """Goodput over all processes of the run so far, once after each write; None in between."""
         with self._lock:
             share, self._share = self._share, None
             return share
 
     def close(self) -> Goodput | None:
-        """End this process's books -> those of the whole run; None for other processes than the
-        first."""
+        """End the ledger, and return the goodput of the whole run; None in processes other than
+        the first."""
         if self._thread is None:
             return None
         if not self._stop.is_set():
@@ -157,7 +148,7 @@ class Ledger:
         return self._account.goodput()
 
     def _write(self) -> None:
-        """Bring the file up to now."""
+        """Write a row up to now."""
         with self._lock:
             self._charge()
             self._cut("spent")
@@ -165,7 +156,7 @@ class Ledger:
         self._write_rows()
 
     def _charge(self) -> None:
-        """What passed since the last time belongs to the innermost cause."""
+        """Charge the time since the last call to the innermost cause."""
         now = time.monotonic()
         if self._stack:
             self._spent[self._stack[-1]] = self._spent.get(self._stack[-1], 0.0) + now - self._mark
@@ -194,19 +185,18 @@ class Ledger:
 
 
 def _keep_writing(ledger: "weakref.ref[Ledger]", stop: threading.Event) -> None:
-    """Until the books are closed, or nobody holds them any more because the run ended in an
-    error."""
-    while (books := ledger()) is not None:
-        pause = books._pause()
-        del books
+    """Write until the ledger is closed, or dropped because the run ended in an error."""
+    while (own := ledger()) is not None:
+        pause = own._pause()
+        del own
         if stop.wait(pause):
             return
-        if (books := ledger()) is not None:
-            books._write()
-        del books
+        if (own := ledger()) is not None:
+            own._write()
+        del own
 
 
 def _boot() -> str:
-    """Processes with the same one share a steady clock; empty where the system does not say."""
+    """Id of the machine's boot, whose processes share a steady clock; empty where it is unknown."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text().strip() if path.exists() else ""

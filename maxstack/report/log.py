@@ -1,4 +1,4 @@
-"""What a run says, on the console."""
+"""Messages and progress of a run, on the console and in log.txt."""
 
 import math
 import sys
@@ -11,8 +11,8 @@ from maxstack.report.append import Appender
 
 
 class Log:
-    """log.txt and the console: a live line on a terminal, plain lines elsewhere. Other processes
-    than the first write nothing."""
+    """Writes log.txt and the console: a live line on a terminal, plain lines elsewhere. Processes
+    other than the first write nothing."""
 
     def __init__(self, folder: Path, steps: int, first: bool, seconds: float = 10.0):
         self._file = Appender(folder / "log.txt") if first else None
@@ -21,23 +21,21 @@ class Log:
         self._live = False
 
     def say(self, text: str) -> None:
-        """A line for the console and the log."""
-        self._clear()
+        """Write lines to the console and the log."""
+        self.close()
         if self._out:
             print(text, file=self._out, flush=True)
-        if self._file:
-            stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-            self._file.add("".join(f"{stamp} {line}\n" for line in text.splitlines()))
+        self._note(text)
 
     def warn(self, text: str) -> None:
-        """As `say`; other processes than the first tell it too, on stderr."""
+        """`say` from any process; processes other than the first write to stderr."""
         if self._out is None:
             print(text, file=sys.stderr, flush=True)
         self.say(text)
 
     def step(self, row: dict[str, Any], left: float) -> None:
-        """One step's metrics: replaces the live line on a terminal; elsewhere a line at most every
-        few seconds, and the first and the last."""
+        """Show a step's metrics, and the seconds left: on a terminal in the live line; elsewhere in
+        a line every few seconds, and for the first and last step."""
         if not self._out:
             return
         number, now = row["step"], time.monotonic()
@@ -56,8 +54,7 @@ class Log:
             self._last = now
             if not self._out.isatty():
                 print(text, file=self._out, flush=True)
-            if self._file:
-                self._file.add(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+            self._note(text)
 
     def ended(
         self,
@@ -65,23 +62,23 @@ class Log:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Keep in log.txt what ended the run, as the end of a context; the console has it from
-        elsewhere."""
-        self._clear()
-        if error is not None and self._file:
-            self._file.add(
-                f"{time.strftime('%Y-%m-%d %H:%M:%S')} ended by "
-                f"{kind.__name__ if kind else ''}: {error}\n"
-            )
+        """Write the error that ended the run to log.txt, as the exit of a context; the console gets
+        it elsewhere."""
+        self.close()
+        if error is not None:
+            self._note(f"ended by {type(error).__name__}: {error}")
 
     def close(self) -> None:
         """End the live line."""
-        self._clear()
-
-    def _clear(self) -> None:
         if self._live and self._out:
             self._out.write("\n")
             self._live = False
+
+    def _note(self, text: str) -> None:
+        """Add lines to log.txt, with the time."""
+        if self._file:
+            stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+            self._file.add("".join(f"{stamp} {line}\n" for line in text.splitlines()))
 
 
 def _clock(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""A jax profiler trace of some steps, in the run's folder."""
+"""Profiler trace of some steps, in the run's folder."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 
 
 class Profiler:
-    """jax's profiler over the steps that train.profile names; the trace lies in the run's
-    folder."""
+    """Runs jax's profiler over the steps that train.profile names."""
 
     def __init__(self, cfg: "ProfileConfig | None", folder: Path, log: Log):
         self._cfg, self._folder, self._log, self._on = cfg, folder / "profile", log, False

@@ -1,4 +1,4 @@
-"""The folder of a run: who may write to it, and what describes the run there."""
+"""The folder of a run: its lock, and the files that describe the run."""
 
 import contextlib
 import fcntl
@@ -26,19 +26,17 @@ if TYPE_CHECKING:
 
 SEEN = 30.0
 """Seconds that a file may take until other hosts see it."""
-
-
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 def folder_of(cfg: "Config") -> Path:
-    """Where a run keeps everything."""
+    """Folder of a run."""
     return Path(cfg.run.output_dir) / cfg.run.name
 
 
 def claim(cfg: "Config", first: bool, ending: contextlib.ExitStack) -> Path:
-    """The run's folder, made if need be, and held until `ending` is closed; ConfigError if another
-    process, or another run of this one, has it."""
+    """Make the run's folder if needed, and lock it until `ending` is closed; ConfigError if another
+    process, or another run of this process, holds it."""
     folder = folder_of(cfg)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -61,8 +59,8 @@ def claim(cfg: "Config", first: bool, ending: contextlib.ExitStack) -> Path:
 
 
 def _check_seen_by_all(folder: Path) -> None:
-    """ConfigError in a process that does not read in the folder what process 0 writes there: a file
-    that is closed, which a mounted bucket shows."""
+    """ConfigError in a process that cannot read a file that process 0 has written and closed in the
+    folder; a mounted bucket shows files once they are closed."""
     if (processes := Processes()).count == 1:
         return
     token, file = processes.tell("folder", secrets.token_hex(8))[0], folder / ".seen"
@@ -81,8 +79,7 @@ def _check_seen_by_all(folder: Path) -> None:
 
 
 def write_records(cfg: "Config", kernels: Iterable[object], folder: Path) -> None:
-    """config.yml, resolved, with the kernels that serve it in comments, and versions.json beside
-    it."""
+    """Write config.yml, resolved and with the chosen kernels as comments, and versions.json."""
     comments = "".join(f"# kernel: {choice}\n" for choice in kernels)
     (folder / "config.yml").write_text(comments + config.dump(cfg))
     versions: dict[str, Any] = {
@@ -100,10 +97,10 @@ def _git_revision() -> str | None:
     root = Path(maxstack.__file__).parent.parent
     if not (root / ".git").exists():
         return None
-    found = subprocess.run(
+    done = subprocess.run(
         ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"],
         capture_output=True,
         text=True,
         check=False,
     )
-    return found.stdout.strip() or None
+    return done.stdout.strip() or None

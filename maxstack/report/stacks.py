@@ -1,5 +1,5 @@
-"""Stacks on demand: SIGUSR2 makes a process append those of all its threads to a file that the
-processes of a run share, whatever it is doing."""
+"""Stacks on demand: SIGUSR2 makes a process append the stacks of all its threads to a file that the
+processes of a run share."""
 
 import faulthandler
 import os
@@ -8,11 +8,11 @@ import tempfile
 from pathlib import Path
 
 FILE = "MAXSTACK_STACKS"
-"""In the environment, for the processes that this one starts: the file."""
+"""Environment variable that passes the file to child processes."""
 
 
 def new_file() -> Path:
-    """An empty file for this process and those that it starts."""
+    """Make an empty file for this process and its children."""
     handle, path = tempfile.mkstemp(prefix="maxstack-stacks-")
     os.close(handle)
     os.environ[FILE] = path
@@ -20,7 +20,7 @@ def new_file() -> Path:
 
 
 def show() -> None:
-    """From now on a signal shows this process's stacks, if a file for them is known."""
+    """Register the signal handler, if there is a file."""
     if hasattr(signal, "SIGUSR2") and os.path.exists(os.environ.get(FILE, "")):
         faulthandler.register(
             signal.SIGUSR2,

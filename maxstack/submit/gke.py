@@ -1,5 +1,5 @@
-"""A JobSet for GKE: a job a slice, a pod a host, restarted as a whole on any exit but 0 and a
-mistake's."""
+"""A JobSet for GKE: a job per slice, a pod per host. It is restarted as a whole after any exit code
+but 0 and those of a user's mistake."""
 
 from typing import Any
 
@@ -15,21 +15,21 @@ TEXT = "MAXSTACK_CONFIG"
 WORKERS, CONTAINER = "w", "train"
 MISTAKES = [1, 2]
 PATIENCE = 3600
-"""Seconds that a pod waits for the others: nodes of other slices may still be on their way."""
+"""Seconds that a pod waits for the others; nodes of other slices may still be starting."""
 HOME = "/tmp"
 """A folder that a user without an entry in the image's /etc/passwd can write."""
 INDEX = "metadata.annotations['jobset.sigs.k8s.io/job-index']"
 
 
 def manifest(job: Job) -> str:
-    """The YAML of the JobSet, which holds the run's configuration, packed."""
-    made = jobset(job)
-    check_object(job, made)
-    return yaml.safe_dump(made, sort_keys=False, width=10**6)
+    """The YAML of the JobSet, with the run's configuration packed into it."""
+    tree = jobset(job)
+    check_object(job, tree)
+    return yaml.safe_dump(tree, sort_keys=False, width=10**6)
 
 
 def command(job: Job) -> str:
-    """What a container runs.
+    """Command of a container.
 
     Linux shields a container's first process, the supervisor here, from SIGKILL by others: the
     training must not be that, or its watchdog could not end it."""
@@ -38,7 +38,7 @@ def command(job: Job) -> str:
 
 
 def jobset(job: Job) -> dict[str, Any]:
-    """As Kubernetes reads it."""
+    """The JobSet as a tree."""
     cluster = job.cluster
     queue = {
         "kueue.x-k8s.io/queue-name": cluster.queue,
@@ -103,8 +103,8 @@ def jobset(job: Job) -> dict[str, Any]:
 
 
 def _pod(job: Job) -> dict[str, Any]:
-    """The template of a pod; it is one that the `restricted` Pod Security Standard takes, unless
-    pod.user is null."""
+    """Template of a pod, which the `restricted` Pod Security Standard accepts, unless pod.user is
+    null."""
     cluster, pod = job.cluster, job.cluster.pod
     volumes, mounts = _volumes(job)
     container: dict[str, Any] = {
@@ -147,7 +147,7 @@ def _pod(job: Job) -> dict[str, Any]:
 
 
 def labels(job: Job) -> dict[str, str]:
-    """Labels of the JobSet and its pods: Kubernetes' recommended ones, and the cluster's file's."""
+    """Labels of the JobSet and its pods: those that Kubernetes recommends, and pod.labels."""
     return {
         "app.kubernetes.io/name": "maxstack",
         "app.kubernetes.io/instance": job.name,
@@ -159,27 +159,26 @@ def labels(job: Job) -> dict[str, str]:
 def _resources(job: Job) -> dict[str, dict[str, Any]]:
     """Requests and limits of the container, which are equal."""
     pod, chips = job.cluster.pod, job.chips_of_a_host
-    asked: dict[str, Any] = {"google.com/tpu" if job.tpu else "nvidia.com/gpu": chips}
-    for key, given, unit in (("cpu", pod.cpu, ""), ("memory", pod.memory, "Gi")):
-        if given is None:
+    amounts: dict[str, Any] = {"google.com/tpu" if job.tpu else "nvidia.com/gpu": chips}
+    for key, amount, unit in (("cpu", pod.cpu, ""), ("memory", pod.memory, "Gi")):
+        if amount is None:
             if job.chip.name not in machines():
                 raise ConfigError(
                     f"pod.{key}: no machine of {job.chip.name} is known here; give "
                     "pod.cpu and pod.memory"
                 )
-            given = f"{int(machines()[job.chip.name][key]) * chips * 3 // 4}{unit}"
-        asked[key] = given
-    return {"limits": asked, "requests": dict(asked)}
+            amount = f"{int(machines()[job.chip.name][key]) * chips * 3 // 4}{unit}"
+        amounts[key] = amount
+    return {"limits": amounts, "requests": dict(amounts)}
 
 
 def _volumes(job: Job) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The volumes of a pod, and where its container sees them."""
+    """Volumes of a pod, and their mounts in its container."""
     cluster, pod = job.cluster, job.cluster.pod
     job.check_output()
     memory = {"medium": "Memory", "sizeLimit": pod.shared_memory}
-    found: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-        ("shared-memory", {"emptyDir": memory}, {"mountPath": "/dev/shm"})
-    ]
+    volumes: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": memory}]
+    mounts: list[dict[str, Any]] = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
     if bucket := cluster.bucket:
         source = {
             "driver": "gcsfuse.csi.storage.gke.io",
@@ -188,20 +187,21 @@ def _volumes(job: Job) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
                 "mountOptions": mount_options(pod.user),
             },
         }
-        found.append(("bucket", {"csi": source}, {"mountPath": bucket.mount}))
+        volumes.append({"name": "bucket", "csi": source})
+        mounts.append({"name": "bucket", "mountPath": bucket.mount})
     for index, volume in enumerate(cluster.volumes):
-        made = {
+        kinds = {
             "persistentVolumeClaim": volume.claim and {"claimName": volume.claim},
             "configMap": volume.config_map and {"name": volume.config_map},
             "secret": volume.secret and {"secretName": volume.secret},
             "emptyDir": volume.size and {"sizeLimit": volume.size},
         }
-        place = {"mountPath": volume.mount} | ({"readOnly": True} if volume.read_only else {})
-        found.append((f"volume-{index}", {kind: it for kind, it in made.items() if it}, place))
-    return (
-        [{"name": name, **source} for name, source, _ in found],
-        [{"name": name, **place} for name, _, place in found],
-    )
+        name = {"name": f"volume-{index}"}
+        volumes.append(name | {kind: settings for kind, settings in kinds.items() if settings})
+        mounts.append(name | {"mountPath": volume.mount})
+        if volume.read_only:
+            mounts[-1]["readOnly"] = True
+    return volumes, mounts
 
 
 def mount_options(user: int | None) -> str:
@@ -216,31 +216,32 @@ def mount_options(user: int | None) -> str:
 
 def _sidecar(limits: SidecarConfig) -> dict[str, str]:
     """Annotations by which GKE adds GCS FUSE to a pod, with its limits."""
-    given = {"cpu": limits.cpu, "memory": limits.memory, "ephemeral-storage": limits.disk}
     return {
         "gke-gcsfuse/volumes": "true",
-        **{f"gke-gcsfuse/{key}-limit": value for key, value in given.items()},
+        "gke-gcsfuse/cpu-limit": limits.cpu,
+        "gke-gcsfuse/memory-limit": limits.memory,
+        "gke-gcsfuse/ephemeral-storage-limit": limits.disk,
     }
 
 
 def _nodes(job: Job) -> dict[str, str]:
+    """Labels that a pod's node must have."""
     name = job.cluster.accelerator or machine(job, "accelerator")
-    chosen = {"cloud.google.com/gke-accelerator": name}
     if job.tpu:
-        chosen = {
+        labels = {
             "cloud.google.com/gke-tpu-accelerator": name,
             "cloud.google.com/gke-tpu-topology": "x".join(map(str, job.topology.sides)),
         }
-    return chosen | (
-        {"cloud.google.com/reservation-name": job.cluster.reservation}
-        if job.cluster.reservation
-        else {}
-    )
+    else:
+        labels = {"cloud.google.com/gke-accelerator": name}
+    if job.cluster.reservation:
+        labels["cloud.google.com/reservation-name"] = job.cluster.reservation
+    return labels
 
 
 def _environment(job: Job) -> list[dict[str, Any]]:
-    """What cluster/environment.py reads, JOB_COMPLETION_INDEX being Kubernetes' own, and the
-    cluster's; Kubernetes takes $$ for $."""
+    """Variables that cluster/environment.py reads, except JOB_COMPLETION_INDEX, which Kubernetes
+    sets, and those of the cluster's file; Kubernetes reads $$ as $."""
     plain = {
         "JOBSET_NAME": job.name,
         "JAX_COORDINATOR_ADDRESS": f"{job.name}-{WORKERS}-0-0.{job.name}",
@@ -253,12 +254,12 @@ def _environment(job: Job) -> list[dict[str, Any]]:
     if not job.cluster.config:
         plain[TEXT] = job.packed
     check_strings(job, "gke", ((name, f"{name}={value}") for name, value in plain.items()))
-    found: list[dict[str, Any]] = [
+    variables: list[dict[str, Any]] = [
         {"name": name, "value": value.replace("$", "$$")} for name, value in plain.items()
     ]
-    found.append({"name": "JOB_INDEX", "valueFrom": {"fieldRef": {"fieldPath": INDEX}}})
+    variables.append({"name": "JOB_INDEX", "valueFrom": {"fieldRef": {"fieldPath": INDEX}}})
     for name, secret in job.cluster.secrets.items():
-        found.append(
+        variables.append(
             {"name": name, "valueFrom": {"secretKeyRef": {"name": secret.name, "key": secret.key}}}
         )
-    return found
+    return variables

@@ -1,4 +1,4 @@
-"""A run and the cluster that it is to run on, checked before anything is booked."""
+"""A run for a cluster, checked before it is submitted."""
 
 import base64
 import dataclasses
@@ -39,9 +39,9 @@ USED = {
     "gke": {*ClusterConfig.model_fields} - {"slurm", "project", "zone", "cluster"},
     "slurm": EVERY | {"reservation", "slurm"},
 }
-"""The facts that a target takes."""
+"""Facts of a cluster that each target uses."""
 MATTER = {"secrets", "accelerator", "bucket", "volumes"}
-"""Those without which a run would be another."""
+"""Facts whose absence would change the run."""
 
 NODES_OWN = "/tmp", "/var/tmp", "/dev/shm", "/run"
 """Folders that each node has for itself (Filesystem Hierarchy Standard 3.0)."""
@@ -49,7 +49,7 @@ NODES_OWN = "/tmp", "/var/tmp", "/dev/shm", "/run"
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is submitted: `text` is the resolved configuration."""
+    """A run, and the cluster and hardware that it is submitted to."""
 
     name: str
     cfg: "Config"
@@ -58,23 +58,23 @@ class Job:
 
     @property
     def chip(self) -> "Chip":
-        """What it runs on."""
+        """The chip that it runs on."""
         assert self.topology.chip
         return self.topology.chip
 
     @property
     def tpu(self) -> bool:
-        """TPUs, not GPUs."""
+        """True for TPUs, False for GPUs."""
         return self.chip.platform == "tpu"
 
     @property
     def hosts(self) -> int:
-        """Of one slice."""
+        """Hosts of one slice."""
         return self.topology.hosts // self.topology.slices
 
     @property
     def chips_of_a_host(self) -> int:
-        """How many chips a pod asks for."""
+        """Chips that a pod requests."""
         if not self.tpu:
             return min(self.topology.sides[-1], self.chip.chips_per_host)
         chips = self.topology.size // self.topology.slices // self.chip.devices
@@ -82,29 +82,29 @@ class Job:
 
     @functools.cached_property
     def text(self) -> str:
-        """config.yml, resolved: the same file, wherever it runs."""
+        """The resolved configuration, as YAML."""
         return f"# {self.name}: submitted by maxstack for {self.topology.name}\n{dump(self.cfg)}"
 
     @functools.cached_property
     def packed(self) -> str:
-        """`text` in letters that mean nothing to a shell or to YAML."""
+        """`text` compressed, in characters that need no quoting in a shell or YAML."""
         return base64.b64encode(gzip.compress(self.text.encode(), 9, mtime=0)).decode()
 
-    def unpacking(self, given: str, place: str) -> tuple[str, str]:
-        """(command, file) for a shell: the command leaves `text` in the file, from what the command
-        `given` prints, packed. The cluster's own file stays, and must be the same to the letter."""
+    def unpacking(self, source: str, target: str) -> tuple[str, str]:
+        """(command, file) for a shell: the command writes `text` into the file `target`, from the
+        packed text that the command `source` prints. Where the cluster has the configuration
+        itself, the command checks that its file is identical."""
         if path := self.cluster.config:
             digest = hashlib.sha256(self.text.encode()).hexdigest()
             return f"echo '{digest}  {path}' | sha256sum --check --quiet", path
-        return f"{given} | base64 -d | gunzip > {place}", place
+        return f"{source} | base64 -d | gunzip > {target}", target
 
     @property
     def lasting(self) -> list[str]:
-        """Where pods see what outlasts them: the bucket, and volumes that are claims."""
-        volumes = [
-            volume.mount for volume in self.cluster.volumes if volume.claim and not volume.read_only
-        ]
-        return [self.cluster.bucket.mount, *volumes] if self.cluster.bucket else volumes
+        """Mounts whose files outlast the pod: the bucket, and volumes that are claims."""
+        bucket = [self.cluster.bucket.mount] if self.cluster.bucket else []
+        volumes = self.cluster.volumes
+        return bucket + [each.mount for each in volumes if each.claim and not each.read_only]
 
     def check_output(self) -> None:
         """ConfigError where the run's folder would be lost with its container."""
@@ -117,7 +117,7 @@ class Job:
             )
 
     def needs(self, key: str) -> Any:
-        """A fact of the cluster that the target cannot do without."""
+        """A fact of the cluster; ConfigError where its file gives none."""
         if (value := getattr(self.cluster, key)) is None:
             raise ConfigError(
                 f"{key}: the cluster's file gives none, and this target needs it; add "
@@ -127,12 +127,12 @@ class Job:
 
 
 def within(path: str, folder: str) -> bool:
-    """Whether a path lies in a folder of the cluster."""
+    """True if a path lies in a folder of the cluster."""
     return Path(os.path.normpath(path)).is_relative_to(folder)
 
 
 def elsewhere(job: Job) -> list[str]:
-    """Files and folders that the run names, and that do not lie in the bucket."""
+    """Files and folders that the run reads, and that lie neither in the bucket nor in a volume."""
     cfg, paths = job.cfg, list[str | None]()
     for data in filter(None, (cfg.data, cfg.eval.data)):
         paths += [glob for source in data.sources for glob in getattr(source, "files", ())]
@@ -144,20 +144,21 @@ def elsewhere(job: Job) -> list[str]:
         cfg.run.executable,
         job.cluster.config,
     ]
-    mounts = [place.mount for place in (job.cluster.bucket, *job.cluster.volumes) if place]
-    found = [
+    mounts = [each.mount for each in (job.cluster.bucket, *job.cluster.volumes) if each]
+    return [
         path
         for path in dict.fromkeys(filter(None, paths))
-        if not path.startswith("{stdlib}") and not hub.PINNED.fullmatch(path)
+        if not path.startswith("{stdlib}")
+        and not hub.PINNED.fullmatch(path)
+        and not any(within(path, mount) for mount in mounts)
     ]
-    return [path for path in found if not any(within(path, mount) for mount in mounts)]
 
 
 def checked(
     name: str, cfg: "Config", cluster: ClusterConfig, force: bool = False
 ) -> tuple[Job, str]:
-    """The job, and what plan's arithmetic says of it in a line. ConfigError where the mesh is not
-    the topology's, or memory far from enough, but for `force`."""
+    """The job, and plan's estimate of it in a line. ConfigError where the mesh is not the
+    topology's or, without `force`, where memory is far from enough."""
     from maxstack.plan.estimate import SLACK, Shapes, estimate
     from maxstack.plan.topology import links, parse
 
@@ -186,35 +187,33 @@ def checked(
             "or give runtime: pathways"
         )
     sizes = rules.sizes_on(cfg, topology.size, topology.name)
-    found = estimate(Shapes.of(cfg), cfg, sizes, job.chip, links(topology, tuple(sizes.values())))
-    share = found.memory / job.chip.for_programs
-    told = (
-        f"estimated {found.memory / 2**30:.1f} of {job.chip.for_programs / 2**30:.1f} "
-        f"GiB a device, {found.seconds:.2f} s a step at best; "
-        "maxstack plan says it exactly"
+    least = estimate(Shapes.of(cfg), cfg, sizes, job.chip, links(topology, tuple(sizes.values())))
+    line = (
+        f"estimated {least.memory / 2**30:.1f} of {job.chip.for_programs / 2**30:.1f} "
+        f"GiB a device, {least.seconds:.2f} s a step at best; maxstack plan says it exactly"
     )
-    if share > SLACK and not force:
+    if least.memory > SLACK * job.chip.for_programs and not force:
         raise ConfigError(
-            f"{name} does not fit {topology.name}: {told}; choose a larger topology, "
-            "another mesh or model.remat.policy, which "
-            "maxstack plan --search tries; where maxstack plan says that it fits, --force"
+            f"{name} does not fit {topology.name}: {line}; choose a larger topology, "
+            "another mesh or model.remat.policy, which maxstack plan --search tries; where "
+            "maxstack plan says that it fits, --force"
         )
-    return job, told
+    return job, line
 
 
 def check_restarts(job: Job, target: str) -> None:
-    """ConfigError where a restart would begin at step 0 again, or be refused, without a word
-    that this is wanted."""
+    """ConfigError where a restart would begin at step 0 again, or be refused, and the cluster's
+    file does not say that this is wanted."""
     cluster, saved, steps = job.cluster, job.cfg.checkpoint, job.cfg.train.steps
     if not cluster.max_restarts:
         return
-    places = {"checkpoint.every": (job.cfg.run.output_dir, saved.every)} if saved.every else {}
-    places |= {
+    folders = {"checkpoint.every": (job.cfg.run.output_dir, saved.every)} if saved.every else {}
+    folders |= {
         f"checkpoint.tiers.{index}.every": (tier.path, tier.every)
         for index, tier in enumerate(saved.tiers)
         if tier.replicate is None
     }
-    lasting = {key: every for key, (path, every) in places.items() if _lasts(job, target, path)}
+    lasting = {key: every for key, (path, every) in folders.items() if _lasts(job, target, path)}
     if lasting and saved.restore == "none":
         raise ConfigError(
             "checkpoint.restore=none: would refuse a restart, because of what the "
@@ -223,26 +222,26 @@ def check_restarts(job: Job, target: str) -> None:
     if cluster.restart_from_zero:
         return
     if not lasting and (saved.every or saved.tiers):
-        found = ", ".join(path for path, _ in places.values()) or "hosts' own disks alone"
-        what = f"checkpoint: is saved where a restart may not find it ({found})"
-        mend = "save with checkpoint.every or a tier without replicate where all hosts see it"
+        paths = ", ".join(path for path, _ in folders.values()) or "hosts' own disks alone"
+        problem = f"checkpoint: is saved where a restart may not find it ({paths})"
+        advice = "save with checkpoint.every or a tier without replicate where all hosts see it"
     elif not lasting:
-        what, mend = "checkpoint.every=0: nothing is saved", "give it a number of steps"
+        problem, advice = "checkpoint.every=0: nothing is saved", "give it a number of steps"
     elif min(lasting.values()) >= steps > 1:
         key, every = min(lasting.items(), key=lambda item: item[1])
-        what = f"{key}={every}: the first save is at the end (train.steps={steps})"
-        mend = "give it a smaller number"
+        problem = f"{key}={every}: the first save is at the end (train.steps={steps})"
+        advice = "give it a smaller number"
     else:
         return
     raise ConfigError(
-        f"{what}, so that each of max_restarts={cluster.max_restarts} would begin at "
-        f"step 0; {mend}, or --set max_restarts=0, or, where that is wanted, "
+        f"{problem}, so that each of max_restarts={cluster.max_restarts} would begin at "
+        f"step 0; {advice}, or --set max_restarts=0, or, where that is wanted, "
         "--set restart_from_zero=true"
     )
 
 
 def _lasts(job: Job, target: str, path: str) -> bool:
-    """Whether what is written there is seen by the processes of a restart, on whatever hosts."""
+    """True if a restart's processes see the files at `path`, on whatever hosts they run."""
     if target == "slurm":
         return not any(within(os.path.abspath(path), folder) for folder in NODES_OWN)
     if job.cfg.runtime == "pathways":
@@ -251,8 +250,8 @@ def _lasts(job: Job, target: str, path: str) -> bool:
 
 
 def with_cache(cfg: "Config", cluster: ClusterConfig) -> "Config":
-    """The configuration with compiled programs kept in the bucket, so that a restart finds them,
-    where it has the default, which is lost with the container."""
+    """The configuration with its compilation cache in the bucket, so that a restart finds it,
+    instead of the default, which is lost with the container."""
     default = type(cfg.run).model_fields["compilation_cache"].default
     if not cluster.bucket or cfg.run.compilation_cache != default or cfg.runtime == "pathways":
         return cfg
@@ -264,8 +263,8 @@ def with_cache(cfg: "Config", cluster: ClusterConfig) -> "Config":
     return cfg.model_copy(update={"run": run})
 
 
-def tell_changing(job: Job, target: str) -> None:
-    """Say what may differ between a run and its restart."""
+def warn_of_changes(job: Job, target: str) -> None:
+    """Print what may differ between a run and its restart."""
     image, cache = job.cluster.image, job.cfg.run.compilation_cache
     if target == "slurm":
         return
@@ -283,12 +282,11 @@ def tell_changing(job: Job, target: str) -> None:
         )
 
 
-def tell_unused(cluster: ClusterConfig, target: str) -> None:
-    """Say which facts the target does not take; ConfigError for one that matters."""
-    fields = ClusterConfig.model_fields
+def check_facts(cluster: ClusterConfig, target: str) -> None:
+    """Print which facts the target does not use; ConfigError for one that matters."""
     unused = [
         key
-        for key, field in fields.items()
+        for key, field in ClusterConfig.model_fields.items()
         if key not in USED[target] and getattr(cluster, key) != field.default
     ]
     if odd := sorted(MATTER.intersection(unused)):
@@ -302,13 +300,13 @@ def tell_unused(cluster: ClusterConfig, target: str) -> None:
 
 @functools.cache
 def machines() -> dict[str, dict[str, str]]:
-    """machines.yml."""
+    """Rows of machines.yml by chip."""
     path = Path(__file__).with_name("machines.yml")
     return plain(read_yaml(path.read_text(encoding="utf-8"), path.name))
 
 
 def machine(job: Job, key: str) -> str:
-    """What a target calls the job's hardware; ConfigError where nobody knows."""
+    """A column of machines.yml for the job's chip; ConfigError where it has no row."""
     if job.chip.name not in machines():
         raise ConfigError(
             f"topology: {job.chip.name} has no name there; there are {', '.join(machines())}"

@@ -1,6 +1,6 @@
-"""How much each target takes, checked before anything is handed over.
+"""Limits on the size of what each target accepts, checked before anything is submitted.
 
-A value that is too large fails only on the cluster otherwise, once for each restart."""
+A value that is too large would otherwise fail on the cluster, once for each restart."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -26,32 +26,32 @@ container (xpk 1.16.0, core/docker_container.py)."""
 def check_strings(
     job: "Job", target: str, named: Iterable[tuple[str, str]], limit: int = STRING
 ) -> None:
-    """ConfigError where one of the (name, text) is more than a process can be given."""
+    """ConfigError for a (name, text) that is too long for a process's arguments or environment."""
     for name, text in named:
         if (size := len(text.encode()) + 1) > limit:
             raise _too_large(job, target, name, size, limit)
 
 
 def check_object(job: "Job", manifest: Mapping[str, Any]) -> None:
-    """ConfigError where a Kubernetes object is larger than etcd stores."""
+    """ConfigError for a Kubernetes object that is larger than etcd stores."""
     text = json.dumps(manifest, ensure_ascii=False, separators=(",", ":"))
     if (size := len(text.encode())) > OBJECT:
         raise _too_large(job, "gke", "the JobSet", size, OBJECT)
 
 
 def check_script(job: "Job", script: str) -> None:
-    """ConfigError where a script is larger than sbatch takes."""
+    """ConfigError for a script that is larger than sbatch accepts."""
     if (size := len(script.encode())) > SCRIPT:
         raise _too_large(job, "slurm", "the script", size, SCRIPT)
 
 
 def _too_large(job: "Job", target: str, what: str, size: int, limit: int) -> ConfigError:
-    """What is too large, by how much, and the way around it."""
-    found = f"--target {target}: {what} has {size:,} bytes, and {limit:,} is the most"
+    """Error that says what is too large, by how much, and how to avoid it."""
+    problem = f"--target {target}: {what} has {size:,} bytes, and {limit:,} is the most"
     if job.cluster.config or len(job.packed) < limit // 2:
-        return ConfigError(f"{found}; shorten env and secrets of the cluster's file")
+        return ConfigError(f"{problem}; shorten env and secrets of the cluster's file")
     return ConfigError(
-        f"{found} (the configuration is {len(job.packed):,} of them, packed from "
+        f"{problem} (the configuration is {len(job.packed):,} of them, packed from "
         f"{len(job.text.encode()):,}); name the sources by fewer patterns, or put it where every "
         f"host sees it: --dry-run --out DIR --set config=/PATH/{job.name}.yml writes it as "
         f"DIR/{job.name}.yml, to be copied to that path in the bucket or the image"

@@ -1,5 +1,5 @@
-"""A cluster on this machine: the processes of one run, each supervised, with one log; the rehearsal
-of a run on many hosts."""
+"""The processes of one run on this machine, each supervised, with one log: a rehearsal of a run on
+many hosts."""
 
 import contextlib
 import fcntl
@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from maxstack.config import ConfigError
 from maxstack.faults.supervise import PARENT
@@ -28,28 +28,31 @@ if TYPE_CHECKING:
 LOG = "submit.log"
 """In a run's folder: the lines of all its processes."""
 PATIENCE, KILL = 20.0, 60.0
-"""Seconds that the others have to end by themselves once one has ended for good, and then when they
-are asked to."""
+"""Seconds, once a process has failed, until the others get SIGTERM, and from then until SIGKILL."""
 
 
 def members(count: int) -> list[dict[str, str]]:
-    """The variables by which so many processes on this machine find each other, at a port that is
-    free now; none for one."""
+    """Environment variables by which `count` processes on this machine find each other, at a free
+    port; empty for a single process."""
     if count == 1:
         return [{}]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        at = f"localhost:{free.getsockname()[1]}"
+        address = f"localhost:{free.getsockname()[1]}"
     return [
-        {"JAX_COORDINATOR_ADDRESS": at, "JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(i)}
+        {
+            "JAX_COORDINATOR_ADDRESS": address,
+            "JAX_NUM_PROCESSES": str(count),
+            "JAX_PROCESS_ID": str(i),
+        }
         for i in range(count)
     ]
 
 
 def shares(cfg: "Config", count: int) -> tuple[int, list[str], list[dict[str, str]]]:
-    """(devices in all, what a process's command line gets, what each process's environment gets)
-    where `count` processes share this machine's GPUs, or the run's virtual devices, or have one CPU
-    device each."""
+    """(number of devices, overrides for all processes, environment of each process) where `count`
+    processes share this machine's GPUs, or the run's virtual devices, or have one CPU device
+    each."""
     virtual = cfg.run.virtual_devices or count
     flags = (
         os.environ.get("XLA_FLAGS", ""),
@@ -78,19 +81,16 @@ def shares(cfg: "Config", count: int) -> tuple[int, list[str], list[dict[str, st
             "run.virtual_devices for a rehearsal on the CPU"
         )
     each = len(gpus) // count
-    return (
-        len(gpus),
-        [],
-        [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * each : (i + 1) * each])} for i in range(count)],
-    )
+    own = [",".join(gpus[i * each : (i + 1) * each]) for i in range(count)]
+    return len(gpus), [], [{"CUDA_VISIBLE_DEVICES": visible} for visible in own]
 
 
 class Group:
-    """Processes that are one run: their lines go to one log, each with its process's number, and
-    they end together. A context, which holds the log: ConfigError where another one does."""
+    """The processes of a run: their lines go to one log, each with its process's number, and they
+    end together. A context manager that holds the log; ConfigError where another group does."""
 
-    def __init__(self, log: Path, out: IO[str] | None):
-        self._log, self._out, self._lock = log, out, threading.Lock()
+    def __init__(self, log: Path):
+        self._log, self._lock = log, threading.Lock()
         self._started: list[subprocess.Popen[str]] = []
         self._asked: list[int] = []
 
@@ -118,13 +118,13 @@ class Group:
 
     @property
     def asked(self) -> bool:
-        """Whether a signal has asked it to end."""
+        """True once a signal has asked the group to end."""
         return bool(self._asked)
 
     def run(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> int:
-        """Start one process for each environment, and wait for all -> the exit code of the run: 0
-        where all left with that, a mistake's before others. SIGTERM and SIGINT are passed on; a
-        second SIGINT kills. Call it from the main thread."""
+        """Start a process for each environment, wait for all, and return the exit code of the run:
+        0 where all left with 0, that of a user's mistake before others. SIGTERM and SIGINT are
+        passed on; a second SIGINT kills. Call it from the main thread."""
         before = {
             number: signal.signal(number, self._ask)
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -168,43 +168,40 @@ class Group:
             self.say(f"[{number}] {line.rstrip()}")
 
     def say(self, text: str) -> None:
-        """A line of the log."""
+        """Write a line to the log and the console."""
         with self._lock:
             self._file.write(f"{text}\n")
             self._file.flush()
-            with contextlib.suppress(OSError):  # whoever read it may be gone
-                print(text, file=self._out, flush=True) if self._out else None
+            with contextlib.suppress(OSError):  # the reader of a pipe may be gone
+                print(text, flush=True)
 
     def _wait(self) -> list[int]:
-        """Until all have ended. Once one has for good, with an error that nobody asked for, the
-        others are asked to, and at last killed."""
-        over, left = 0.0, [(PATIENCE, signal.SIGTERM), (PATIENCE + KILL, signal.SIGKILL)]
-        while any(process.poll() is None for process in self._started):
-            failed = [
-                i
-                for i, process in enumerate(self._started)
-                if process.returncode and not self._asked
-            ]
-            over = over or (time.monotonic() if failed else 0.0)
-            if failed and left and time.monotonic() - over > left[0][0]:
-                number = left.pop(0)[1]
-                self.say(
-                    f"submit: process {failed[0]} left with "
-                    f"{self._started[failed[0]].returncode}; the others get {number.name}"
-                )
-                self._send(number)
+        """Exit codes of all processes, once they have ended. Where one has failed and no signal
+        asked for that, the others get SIGTERM and at last SIGKILL."""
+        since: float | None = None
+        signals = [(PATIENCE, signal.SIGTERM), (PATIENCE + KILL, signal.SIGKILL)]
+        while None in (codes := [process.poll() for process in self._started]):
+            failed = next((i for i, code in enumerate(codes) if code), None)
+            if failed is not None and not self._asked and signals:
+                since = since or time.monotonic()
+                if time.monotonic() - since > signals[0][0]:
+                    number = signals.pop(0)[1]
+                    self.say(
+                        f"submit: process {failed} left with {codes[failed]}; the others get "
+                        f"{number.name}"
+                    )
+                    self._send(number)
             time.sleep(0.05)
-        return [process.returncode for process in self._started]
+        return [code for code in codes if code is not None]
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        again, self._asked = number in self._asked, [*self._asked, number]
-        self._send(
-            signal.SIGKILL
-            if again and number == signal.SIGINT
-            else signal.SIGTERM
-            if number == signal.SIGHUP
-            else number
-        )
+        again = number in self._asked
+        self._asked.append(number)
+        if again and number == signal.SIGINT:
+            number = signal.SIGKILL
+        elif number == signal.SIGHUP:
+            number = signal.SIGTERM
+        self._send(number)
 
     def _send(self, number: int) -> None:
         for process in self._started:
@@ -213,13 +210,13 @@ class Group:
 
 
 def _code(codes: Sequence[int]) -> int:
-    """The code of the run: of its processes' the one that says most."""
+    """Exit code of the run: that of a user's mistake, else the largest of its processes."""
     left = [code if code >= 0 else 128 - code for code in codes]
     return next((code for code in (1, 2) if code in left), max(left))
 
 
 def command(config: str, overrides: Sequence[str], restarts: int) -> list[str]:
-    """What each process is: a supervisor over a training."""
+    """Command of each process: training under a supervisor."""
     return [
         sys.executable,
         "-m",

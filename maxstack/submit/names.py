@@ -1,20 +1,20 @@
-"""Names that every cluster takes: of a run, for DNS, labels and folders."""
+"""Names of runs that every cluster accepts, for DNS, labels and folders."""
 
 import hashlib
 import re
 
 LONGEST = 40
-"""What xpk allows; with the names of a JobSet's jobs and pods behind it, DNS allows no more
-either."""
+"""Characters that xpk allows, and DNS with the names of a JobSet's jobs and pods appended."""
 PLAIN = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
 
 def safe(name: str) -> str:
-    """`name` where it is lower case letters, digits and single hyphens, begins with a letter and is
-    short; else as much of it as is, and a hash of all of it, so that two names never become one."""
+    """`name` if it is lower case letters, digits and single hyphens, begins with a letter and is
+    short; else what is left of it without other characters, and a hash of the whole name, so that
+    different names stay different."""
     if PLAIN.fullmatch(name) and len(name) <= LONGEST:
         return name
     digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
-    kept = re.sub(r"[^a-z0-9]+", "-", name.lower().encode("ascii", "ignore").decode()).strip("-")
-    kept = kept if kept[:1].isalpha() else f"run-{kept}".strip("-")
-    return f"{kept[: LONGEST - len(digest) - 1].rstrip('-')}-{digest}"
+    plain = re.sub(r"[^a-z0-9]+", "-", name.lower().encode("ascii", "ignore").decode()).strip("-")
+    plain = plain if plain[:1].isalpha() else f"run-{plain}".strip("-")
+    return f"{plain[: LONGEST - len(digest) - 1].rstrip('-')}-{digest}"

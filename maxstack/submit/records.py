@@ -1,4 +1,5 @@
-"""What was submitted from this machine: a file for each name, by which it is looked after later."""
+"""Records of what was submitted from this machine: a JSON file for each name, for status, logs and
+stop."""
 
 import contextlib
 import fcntl
@@ -19,31 +20,28 @@ RUNS = (
 
 
 def folder() -> Path:
-    """Where the files lie: below XDG_STATE_HOME, ~/.local/state by default."""
-    return (
-        Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
-        / "maxstack"
-        / "submitted"
-    )
+    """Folder of the records: below XDG_STATE_HOME, ~/.local/state by default."""
+    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+    return state / "maxstack" / "submitted"
 
 
-def place(name: str) -> Path:
-    """The file of a record."""
+def path_of(name: str) -> Path:
+    """File of a record."""
     return folder() / f"{name}{SUFFIX}"
 
 
 def check_free(name: str) -> None:
     """ConfigError where a process on this machine looks after a run of that name."""
-    if place(name).exists() and is_held(name):
+    if path_of(name).exists() and is_held(name):
         raise ConfigError(RUNS.format(name=name))
 
 
 @contextlib.contextmanager
 def held(name: str, record: dict[str, Any]) -> Iterator[Callable[..., None]]:
-    """The record written, and locked for as long as this process looks after what it tells of;
-    ConfigError where another one does. What it gives writes more into it."""
-    place(name).parent.mkdir(parents=True, exist_ok=True)
-    with place(name).open("a+", encoding="utf-8") as file:
+    """Write a record and hold its lock, for as long as this process looks after the run;
+    ConfigError where another process does. Yields a function that writes further fields."""
+    path_of(name).parent.mkdir(parents=True, exist_ok=True)
+    with path_of(name).open("a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -59,7 +57,7 @@ def held(name: str, record: dict[str, Any]) -> Iterator[Callable[..., None]]:
 
 
 def write(name: str, record: dict[str, Any]) -> None:
-    """A record of what runs elsewhere."""
+    """Write the record of a run on a cluster."""
     with held(name, record):
         pass
 
@@ -67,15 +65,15 @@ def write(name: str, record: dict[str, Any]) -> None:
 def read(name: str) -> dict[str, Any]:
     """The record of a name; ConfigError where there is none."""
     try:
-        return json.loads(place(name).read_text(encoding="utf-8"))
+        return json.loads(path_of(name).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(f"{place(name)}: is no whole record of a run; remove it") from error
+        raise ConfigError(f"{path_of(name)}: is no whole record of a run; remove it") from error
     except FileNotFoundError as error:
-        known = names()
-        there = f"there are {', '.join(known)}" if known else "nothing was"
+        submitted = names()
+        others = f"there are {', '.join(submitted)}" if submitted else "nothing was"
         raise ConfigError(
             f"{name}: nothing was submitted by that name from this "
-            f"machine{did_you_mean(name, known)}; {there}"
+            f"machine{did_you_mean(name, submitted)}; {others}"
         ) from error
 
 
@@ -88,8 +86,8 @@ def names() -> list[str]:
 
 
 def is_held(name: str) -> bool:
-    """Whether a process on this machine looks after it."""
-    with place(name).open(encoding="utf-8") as file:
+    """True if a process on this machine looks after the run."""
+    with path_of(name).open(encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Runs on clusters, by the clusters' own commands, which also look after them later."""
+"""Runs on clusters: started, watched and stopped by the clusters' own commands."""
 
 import argparse
 import datetime
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.submit import records
 
 if TYPE_CHECKING:
@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from maxstack.schema.config import Config
     from maxstack.submit.job import Job
 
-TARGETS = "xpk", "gke", "slurm"
 JOB = "{job}"
-"""In a command that looks after a job: the number that Slurm gave it."""
+"""Placeholder in a command for the number that Slurm gives the job."""
 STOP = (
     'touch "$1" || exit; scancel --state=PENDING "$2"; scancel --signal=TERM --state=RUNNING "$2"'
 )
@@ -28,8 +27,8 @@ STOP = (
 
 
 def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
-    """Check the run against the cluster, and hand it over; with --dry-run show what would be handed
-    over."""
+    """Check the run against the cluster, and submit it; with --dry-run print what would be
+    submitted."""
     from maxstack import config
     from maxstack.schema.cluster import ClusterConfig
     from maxstack.submit import job as jobs
@@ -46,34 +45,36 @@ def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
         )
     more = [] if args.max_restarts is None else [f"max_restarts={args.max_restarts}"]
     cluster = config.load(ClusterConfig, args.cluster, [*args.set, *more])
-    jobs.tell_unused(cluster, args.target)
+    jobs.check_facts(cluster, args.target)
     cfg = jobs.with_cache(cfg, cluster)
-    job, told = jobs.checked(name, cfg, cluster, args.force)
-    words, text, after = {"xpk": _xpk, "gke": _gke, "slurm": _slurm}[args.target](job)
+    job, estimate = jobs.checked(name, cfg, cluster, args.force)
+    submission = {"xpk": _xpk, "gke": _gke, "slurm": _slurm}[args.target](job)
+    words, text, commands = submission
     jobs.check_restarts(job, args.target)
-    jobs.tell_changing(job, args.target)
+    jobs.warn_of_changes(job, args.target)
     hosts = f"{job.topology.hosts} host{'s' * (job.topology.hosts > 1)}"
     print(
-        f"{name}: {job.topology.name}, {job.topology.size} devices on {hosts}; {told}",
+        f"{name}: {job.topology.name}, {job.topology.size} devices on {hosts}; {estimate}",
         file=sys.stderr,
     )
-    if away := jobs.elsewhere(job):
+    if paths := jobs.elsewhere(job):
         print(
             "not in the bucket, so every host must have them, by its image or a disk "
-            f"that all see: {', '.join(away)}",
+            f"that all see: {', '.join(paths)}",
             file=sys.stderr,
         )
     if args.out:
-        for path, what in _write(Path(args.out), job, args.target, (words, text, after)):
+        for path, what in _write(Path(args.out), job, args.target, submission):
             print(f"wrote {path}: {what}")
+    if args.dry_run and not args.out:
+        sys.stdout.write(text)
     if args.dry_run:
-        if not args.out:
-            sys.stdout.write(text)
         return 0
     if args.target == "xpk":
         sys.stderr.write(text)
+    folder = str(Path(cfg.run.output_dir) / cfg.run.name)
     records.check_free(name)
-    ended(name, str(Path(cfg.run.output_dir) / cfg.run.name), args.target)
+    check_ended(name, folder, args.target)
     done = _run(words, text if args.target != "xpk" else None, capture=args.target == "slurm")
     if done.returncode:
         raise ConfigError(
@@ -82,8 +83,8 @@ def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
             f"already: maxstack stop {name} first, or give another --name and run.name"
         )
     number = done.stdout.strip().split(";")[0] if done.stdout else ""
-    after = {
-        verb: [word.replace(JOB, number) for word in command] for verb, command in after.items()
+    commands = {
+        verb: [word.replace(JOB, number) for word in command] for verb, command in commands.items()
     }
     records.write(
         name,
@@ -91,8 +92,8 @@ def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
             "target": args.target,
             "cluster": args.cluster,
             "topology": job.topology.name,
-            "commands": after,
-            "folder": str(Path(cfg.run.output_dir) / cfg.run.name),
+            "commands": commands,
+            "folder": folder,
             "started": datetime.datetime.now().isoformat(timespec="seconds"),
         },
     )
@@ -104,9 +105,11 @@ def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
     return 0
 
 
-def _write(folder: Path, job: "Job", target: str, handed: "Handed") -> list[tuple[Path, str]]:
-    """All that a cluster would get, as files: the path of each, and what it is."""
-    words, text, after = handed
+def _write(
+    folder: Path, job: "Job", target: str, submission: "Submission"
+) -> list[tuple[Path, str]]:
+    """Write all that a cluster would get; the path of each file, and what it is."""
+    words, text, commands = submission
     files = [(f"{job.name}.yml", "the configuration, resolved", job.text)]
     if target == "gke":
         files.append(("jobset.yml", "what kubectl reads", text))
@@ -114,7 +117,7 @@ def _write(folder: Path, job: "Job", target: str, handed: "Handed") -> list[tupl
     elif target == "slurm":
         files.append(("job.sbatch", "the script", text))
         words = [*words, "job.sbatch"]
-    later = "".join(f"# {verb}: {shlex.join(command)}\n" for verb, command in after.items())
+    later = "".join(f"# {verb}: {shlex.join(command)}\n" for verb, command in commands.items())
     files.append(
         (
             "submit.sh",
@@ -122,9 +125,10 @@ def _write(folder: Path, job: "Job", target: str, handed: "Handed") -> list[tupl
             f"#!/usr/bin/env bash\n# In this folder.\n{shlex.join(words)}\n{later}",
         )
     )
-    if there := [str(folder / name) for name, _, _ in files if (folder / name).exists()]:
+    if existing := [str(folder / name) for name, _, _ in files if (folder / name).exists()]:
         raise ConfigError(
-            f"--out {folder}: {', '.join(there)}: there already; remove it, or give another folder"
+            f"--out {folder}: {', '.join(existing)}: there already; remove it, or give another "
+            "folder"
         )
     folder.mkdir(parents=True, exist_ok=True)
     for name, _, content in files:
@@ -132,36 +136,37 @@ def _write(folder: Path, job: "Job", target: str, handed: "Handed") -> list[tupl
     return [(folder / name, what) for name, what, _ in files]
 
 
-def ended(name: str, folder: str, target: str) -> None:
-    """ConfigError where a cluster still has what was submitted by that name, or what writes into
-    that folder there: two would write into one folder, or only one could be looked after."""
+def check_ended(name: str, folder: str, target: str) -> None:
+    """ConfigError where a cluster still has a job of that name, or one that writes into that folder
+    there: two would write into one folder, or only one could be looked after."""
     for other in records.names():
         record = records.read(other)
         if record["target"] == "local" or ("stopped" in record and record["target"] != "slurm"):
             continue
         if other != name and (record["target"], record["folder"]) != (target, folder):
             continue
-        where = (
+        job = (
             f"{other}: was submitted to {record['target']} ({record['cluster']}, "
             f"{record['folder']})"
         )
-        asked = _run(record["commands"]["there"], capture=True)
-        if asked.returncode:
+        words = record["commands"]["there"]
+        done = _run(words, capture=True)
+        if done.returncode:
             raise ConfigError(
-                f"{where}, and whether it is still there is not known: "
-                f"{record['commands']['there'][0]} left with {asked.returncode}; "
+                f"{job}, and whether it is still there is not known: "
+                f"{words[0]} left with {done.returncode}; "
                 "mend that, give another --name and run.name, or, where you know that "
-                f"it has ended, remove {records.place(other)}"
+                f"it has ended, remove {records.path_of(other)}"
             )
-        if asked.stdout.strip():
+        if done.stdout.strip():
             raise ConfigError(
-                f"{where}, and is still there; maxstack stop {other} first, or give "
+                f"{job}, and is still there; maxstack stop {other} first, or give "
                 "another --name and run.name"
             )
 
 
-def told(record: dict[str, Any]) -> str:
-    """What was submitted, in a line."""
+def state(record: dict[str, Any]) -> str:
+    """Where and when a job was submitted, in a line."""
     now = f"stopped {record['stopped']}" if "stopped" in record else "it says:"
     return (
         f"on {record['target']} ({record['cluster']}, {record['topology']}), since "
@@ -170,7 +175,7 @@ def told(record: dict[str, Any]) -> str:
 
 
 def stop(name: str, record: dict[str, Any]) -> int:
-    """End it by the cluster's own command, and note that."""
+    """End a job by the cluster's own command, and note that in its record."""
     if code := look("stop", record):
         return code
     records.write(name, record | {"stopped": datetime.datetime.now().isoformat(timespec="seconds")})
@@ -178,39 +183,38 @@ def stop(name: str, record: dict[str, Any]) -> int:
 
 
 def look(verb: str, record: dict[str, Any]) -> int:
-    """Run the cluster's own command for a verb; nothing for a run on this machine."""
-    if record["target"] == "local":
-        return 0
+    """Run the cluster's own command for a verb; its exit code."""
     if verb not in record["commands"]:
         raise ConfigError(f"{verb}: {record['target']} has no command for that")
     return _run(record["commands"][verb]).returncode
 
 
-Handed = tuple[list[str], str, dict[str, list[str]]]
-"""The command, what it reads or, of xpk, is; and the commands that look after it."""
+Submission = tuple[list[str], str, dict[str, list[str]]]
+"""The command that submits; its input, or for xpk the command as text; the later commands by
+verb."""
 
 
-def _xpk(job: "Job") -> Handed:
+def _xpk(job: "Job") -> Submission:
     from maxstack.submit import xpk
 
     words = xpk.command(job)
-    place = [
+    cluster = [
         word
         for word in words
         if word.startswith(("--cluster=", "--project=", "--zone=", "--namespace="))
     ]
     return (
         words,
-        f"{xpk.shown(words)}\n",
+        f"{shlex.join(words)}\n",
         {
             **_jobset(job, ["--all-containers"], 4 * job.topology.hosts + 4),
-            "status": ["xpk", "workload", "list", *place, f"--filter-by-job=^{job.name}$"],
-            "stop": ["xpk", "workload", "delete", f"--workload={job.name}", *place, "--force"],
+            "status": ["xpk", "workload", "list", *cluster, f"--filter-by-job=^{job.name}$"],
+            "stop": ["xpk", "workload", "delete", f"--workload={job.name}", *cluster, "--force"],
         },
     )
 
 
-def _gke(job: "Job") -> Handed:
+def _gke(job: "Job") -> Submission:
     from maxstack.submit import gke
 
     kubectl = _kubectl(job.cluster)
@@ -226,7 +230,7 @@ def _gke(job: "Job") -> Handed:
 
 
 def _jobset(job: "Job", containers: list[str], streams: int) -> dict[str, list[str]]:
-    """What kubectl says of a job that is a JobSet."""
+    """Commands of kubectl for a JobSet."""
     kubectl = _kubectl(job.cluster)
     logs = [
         *kubectl,
@@ -246,7 +250,7 @@ def _jobset(job: "Job", containers: list[str], streams: int) -> dict[str, list[s
 
 
 def _kubectl(cluster: "ClusterConfig") -> list[str]:
-    """kubectl, of the cluster."""
+    """kubectl with the cluster's context and namespace."""
     return [
         "kubectl",
         *([f"--context={cluster.context}"] if cluster.context else []),
@@ -254,7 +258,7 @@ def _kubectl(cluster: "ClusterConfig") -> list[str]:
     ]
 
 
-def _slurm(job: "Job") -> Handed:
+def _slurm(job: "Job") -> Submission:
     from maxstack.submit import slurm
 
     log = str(Path.cwd() / f"{job.name}-{JOB}.log")
@@ -272,7 +276,7 @@ def _slurm(job: "Job") -> Handed:
 
 
 def _run(
-    words: Sequence[str], given: str | None = None, capture: bool = False
+    words: Sequence[str], text: str | None = None, capture: bool = False
 ) -> "subprocess.CompletedProcess[str]":
     if not shutil.which(words[0]):
         raise ConfigError(
@@ -280,5 +284,5 @@ def _run(
             "it would be given"
         )
     return subprocess.run(
-        words, input=given, stdout=subprocess.PIPE if capture else None, text=True, check=False
+        words, input=text, stdout=subprocess.PIPE if capture else None, text=True, check=False
     )

@@ -1,5 +1,5 @@
-"""An sbatch script for nodes with GPUs: srun starts a process a host (or a GPU), and the job is
-queued again as our exit codes say."""
+"""An sbatch script for nodes with GPUs: srun starts a process per host (or GPU), and the exit code
+decides whether the job is queued again."""
 
 import shlex
 
@@ -10,8 +10,8 @@ from maxstack.submit.limits import check_script
 
 
 def script(job: Job) -> str:
-    """The text of the script; the configuration is in it. `scontrol requeue` begins the job again
-    where it may go on."""
+    """The text of the script, which contains the configuration. `scontrol requeue` restarts the job
+    after exit codes that allow it."""
     cluster, slurm = job.cluster, job.cluster.slurm
     if job.tpu:
         raise ConfigError(
@@ -24,11 +24,9 @@ def script(job: Job) -> str:
         "ntasks-per-node": gpus if slurm.per_gpu else 1,
         "gpus-per-node": gpus,
         "mem": slurm.mem,
-        "exclusive": None,
         "cpus-per-task": slurm.cpus_per_task,
         "time": slurm.time,
         "signal": f"TERM@{cluster.grace + MARGIN}",
-        "requeue": None,
         "open-mode": "append",
         "output": f"{job.name}-%j.log",
         "partition": slurm.partition,
@@ -36,12 +34,7 @@ def script(job: Job) -> str:
         "qos": slurm.qos,
         "reservation": slurm.reservation or cluster.reservation,
     }
-    bare = {"exclusive", "requeue"}
-    lines = [
-        f"#SBATCH --{key}" if key in bare else f"#SBATCH --{key}={value}"
-        for key, value in options.items()
-        if value is not None or key in bare
-    ]
+    lines = [f"#SBATCH --{key}={value}" for key, value in options.items() if value is not None]
     hosts = f"--nodes={job.hosts} --ntasks={job.hosts} --ntasks-per-node=1"
     exports = [f"export {name}={shlex.quote(value)}" for name, value in cluster.env.items()]
     # srun does not take it from sbatch, since Slurm 22.05 (srun(1), --cpus-per-task).
@@ -52,6 +45,8 @@ def script(job: Job) -> str:
         [
             "#!/usr/bin/env bash",
             *lines,
+            "#SBATCH --exclusive",
+            "#SBATCH --requeue",
             "",
             f'stop="$SLURM_SUBMIT_DIR/{job.name}-$SLURM_JOB_ID.stop"',
             'if [ -e "$stop" ]; then',

@@ -1,6 +1,4 @@
-"""The command line of xpk, which is no dependency: `xpk workload create` and `create-pathways`."""
-
-import shlex
+"""Command line of xpk, which is no dependency: `xpk workload create` and `create-pathways`."""
 
 from maxstack.cluster.exit_codes import CRASHED, RETRY
 from maxstack.config import ConfigError
@@ -9,9 +7,9 @@ from maxstack.submit.job import Job, machine, within
 from maxstack.submit.limits import STRING, WRAPPER, check_strings
 
 UNSAFE = set("\"'\\`$")
-"""What xpk would hand on into YAML and a shell without quoting it, beside what cannot be
-printed."""
+"""Characters that xpk passes into YAML and a shell unquoted, as it does unprintable ones."""
 HEAD = "/tmp"
+"""The only folder that xpk mounts with Pathways."""
 
 
 def command(job: Job) -> list[str]:
@@ -19,9 +17,7 @@ def command(job: Job) -> list[str]:
     a value that xpk does not quote."""
     cluster, tpu, pathways = job.cluster, job.tpu, job.cfg.runtime == "pathways"
     for name, value in cluster.env.items():
-        if odd := sorted(
-            UNSAFE & {*value} | {letter for letter in value if not letter.isprintable()}
-        ):
+        if odd := sorted({char for char in value if char in UNSAFE or not char.isprintable()}):
             raise ConfigError(
                 f"env.{name}: xpk does not quote {' '.join(map(repr, odd))}; put the "
                 "value into a secret, or use --target gke"
@@ -45,15 +41,17 @@ def command(job: Job) -> list[str]:
             "of the head's host and nothing else; give "
             f"{HEAD}/runs, and copy what is to be kept"
         )
-    kind = (
-        [
-            f"--tpu-type={machine(job, 'xpk')}-{'x'.join(map(str, job.topology.sides))}",
-            f"--num-slices={job.topology.slices}",
-        ]
-        if tpu
-        else [f"--device-type={machine(job, 'xpk')}", f"--num-nodes={job.topology.hosts}"]
-    )
-    given = {
+    device = machine(job, "xpk")
+    if tpu:
+        sides = "x".join(map(str, job.topology.sides))
+        hardware = [f"--tpu-type={device}-{sides}", f"--num-slices={job.topology.slices}"]
+    else:
+        hardware = [f"--device-type={device}", f"--num-nodes={job.topology.hosts}"]
+    if pathways:
+        restarts = _elastic(job)
+    else:
+        restarts = [f"--restart-on-exit-codes={RETRY},{CRASHED}", f"--storage={_storage(job)}"]
+    location = {
         "project": cluster.project,
         "zone": cluster.zone,
         "namespace": cluster.namespace,
@@ -65,17 +63,13 @@ def command(job: Job) -> list[str]:
         "create-pathways" if pathways else "create",
         f"--workload={job.name}",
         f"--cluster={job.needs('cluster')}",
-        *(f"--{key}={value}" for key, value in given.items() if value),
-        *kind,
+        *(f"--{key}={value}" for key, value in location.items() if value),
+        *hardware,
         f"--docker-image={job.needs('image')}",
         f"--max-restarts={cluster.max_restarts}",
         f"--termination-grace-period-seconds={cluster.grace}",
         f"--ttl-seconds-after-finished={cluster.ttl_seconds_after_finished}",
-        *(
-            _elastic(job)
-            if pathways
-            else [f"--restart-on-exit-codes={RETRY},{CRASHED}", f"--storage={_storage(job)}"]
-        ),
+        *restarts,
         *(f"--env={name}={value}" for name, value in cluster.env.items()),
         f"--command={_inside(job)}",
     ]
@@ -84,19 +78,17 @@ def command(job: Job) -> list[str]:
 
 
 def _inside(job: Job) -> str:
-    """What each container runs: the configuration unpacked, and training in its place. xpk restarts
-    no head of Pathways, so a supervisor does."""
-    again = (
-        f" --supervise --max-restarts {job.cluster.max_restarts}"
-        if job.cfg.runtime == "pathways"
-        else ""
-    )
+    """Command of each container: unpack the configuration, and train. xpk restarts no head of
+    Pathways, so a supervisor does."""
     unpack, path = job.unpacking(f"echo {job.packed}", "/tmp/run.yml")
-    return f"{unpack} && exec maxstack train {path}{again}"
+    train = f"{unpack} && exec maxstack train {path}"
+    if job.cfg.runtime != "pathways":
+        return train
+    return f"{train} --supervise --max-restarts {job.cluster.max_restarts}"
 
 
 def _elastic(job: Job) -> list[str]:
-    """How many slices the proxy is to do without."""
+    """Options for the number of slices that the proxy may lose."""
     if (elastic := job.cfg.faults.elastic) is None:
         return []
     return [
@@ -106,7 +98,8 @@ def _elastic(job: Job) -> list[str]:
 
 
 def _storage(job: Job) -> str:
-    """The bucket, as xpk knows it."""
+    """Name of the bucket in xpk; ConfigError, with the command that attaches it, where it has
+    none."""
     bucket = job.needs("bucket")
     job.check_output()
     if not bucket.storage:
@@ -121,8 +114,3 @@ def _storage(job: Job) -> str:
             "that, and give the NAME"
         )
     return bucket.storage
-
-
-def shown(words: list[str]) -> str:
-    """As one types it."""
-    return shlex.join(words)

@@ -1,6 +1,4 @@
 import builtins
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,23 +25,6 @@ def folder(tmp_path, monkeypatch):
         )
     Path("run.yml").write_text(CONFIG)
     return tmp_path
-
-
-@pytest.mark.parametrize("command", [[], ["tokenizer"], ["prepare"], ["show"]])
-def test_help_shows_an_example(command, capsys):
-    assert main(["data", *command, "--help"]) == 0
-    assert "example: maxstack data" in capsys.readouterr().out
-
-
-def test_help_imports_nothing_heavy():
-    code = (
-        "import sys\nfrom maxstack.commands.data import main\ntry: main(['show', '--help'])\n"
-        "except SystemExit: pass\n"
-        "assert not {'jax', 'grain', 'numpy', 'pyarrow'} & set(sys.modules), 'heavy'"
-    )
-    subprocess.run(
-        [sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], capture_output=True
-    )
 
 
 def test_show_prints_documents_boundaries_padding_and_targets(capsys):

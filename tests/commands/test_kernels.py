@@ -116,7 +116,7 @@ def test_the_command_names_what_serves_and_why_each_other_does_not(tmp_path, cap
         ),
         (
             ["--json", "nowhere/kernels.json"],
-            "--json nowhere/kernels.json: cannot be written there",
+            "--json nowhere/kernels.json: the folder nowhere does not exist",
         ),
     ],
 )

@@ -179,4 +179,4 @@ def test_the_command_prints_and_writes_the_cost(tmp_path, capsys, monkeypatch):
 def _arguments(*words):
     from maxstack.commands import plan as plan_cli
 
-    return plan_cli._arguments(["run.yml", *words])
+    return plan_cli.main.parse(["run.yml", *words])

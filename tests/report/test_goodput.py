@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from maxstack import cli
-from maxstack.report.goodput import CAUSES, FILE, Account, lines, summary
+from maxstack.report.goodput import CAUSES, FILE, Account, summary, text
 
 DAY = 86400.0
 
@@ -236,7 +236,9 @@ def test_a_process_that_ended_before_it_had_a_step_to_do_is_no_restart():
 
 
 def test_people_are_shown_a_sentence_and_a_bar_for_each_cause():
-    head, *rest = lines(reckoned(*KILLED, begin(1041 + 9), resume(1050, 30), spent(1050, "end")))
+    head, *rest = text(
+        reckoned(*KILLED, begin(1041 + 9), resume(1050, 30), spent(1050, "end"))
+    ).splitlines()
     assert head.startswith("goodput 56.0% of 0:00:50 since ") and head.endswith(
         ": 30 steps that count, 0 lost, 1 restart"
     )

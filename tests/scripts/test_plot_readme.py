@@ -67,4 +67,4 @@ def test_the_command_of_the_screen_is_the_one_that_the_script_runs(plot, monkeyp
     import plot_readme
 
     assert shown == f"$ {plot_readme.PLAN}"
-    assert plan_cli.configured(plan_cli._arguments(shlex.split(shown)[3:])).train.batch_size == 256
+    assert plan_cli.configured(plan_cli.main.parse(shlex.split(shown)[3:])).train.batch_size == 256

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from processes import environment, rows, write_config
 
 from maxstack import cli
+from maxstack.submit import local
 from maxstack.submit.names import LONGEST, PLAIN, safe
 
 
@@ -215,3 +216,12 @@ def test_any_name_becomes_one_that_clusters_take_and_two_stay_two(one, other):
     first, second = safe(one), safe(other)
     assert PLAIN.fullmatch(first) and len(first) <= LONGEST and safe(first) == first
     assert first != second or one == other or other == first or one == second
+
+
+def test_a_process_that_fails_ends_those_that_go_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "PATIENCE", 0.2)
+    code = "import os, time; time.sleep(0 if os.environ['NUMBER'] == '1' else 60); exit(3)"
+    with local.Group(tmp_path / "log") as group:
+        left = group.run([sys.executable, "-c", code], [{"NUMBER": "0"}, {"NUMBER": "1"}])
+    text = (tmp_path / "log").read_text()
+    assert left == 143 and text == "submit: process 1 left with 3; the others get SIGTERM\n"

@@ -29,7 +29,7 @@ from maxstack.plan.topology import parse
 from maxstack.schema.cluster import ClusterConfig
 from maxstack.schema.faults import ElasticConfig
 from maxstack.submit import gke, slurm, xpk
-from maxstack.submit.job import checked, machines, tell_unused
+from maxstack.submit.job import check_facts, checked, machines
 
 HERE = Path(__file__).parent
 SCHEMA = jsonschema.Draft202012Validator(json.loads((HERE / "jobset-v1alpha2.json").read_text()))
@@ -299,9 +299,9 @@ def test_what_pathways_cannot_be_given_is_refused(topology, folder, env, says, j
 
 def test_facts_that_a_target_does_not_take_are_told_and_refused_where_they_matter(capsys):
     facts = {"topology": "v5e:4x4", "image": "i"}
-    tell_unused(ClusterConfig.model_validate(facts | {"queue": "q", "service_account": "s"}), "xpk")
+    check_facts(ClusterConfig.model_validate(facts | {"queue": "q", "service_account": "s"}), "xpk")
     assert capsys.readouterr().err == "xpk does not take queue, service_account\n"
-    tell_unused(ClusterConfig.model_validate(facts | {"queue": "q"}), "gke")
+    check_facts(ClusterConfig.model_validate(facts | {"queue": "q"}), "gke")
     assert not capsys.readouterr().err
     secret = {"secrets": {"A": {"name": "n", "key": "k"}}}
     for target, odd in (
@@ -310,7 +310,7 @@ def test_facts_that_a_target_does_not_take_are_told_and_refused_where_they_matte
         ("slurm", {"bucket": {"name": "b12"}}),
     ):
         with pytest.raises(ConfigError, match=f"{next(iter(odd))}: --target {target} takes none"):
-            tell_unused(ClusterConfig.model_validate(facts | odd), target)
+            check_facts(ClusterConfig.model_validate(facts | odd), target)
 
 
 @pytest.mark.parametrize("per_gpu", [False, True])

@@ -1,0 +1,132 @@
+"""The checkpoints of a run as this host's disks hold them, in all tiers: where each step lies, and
+what is wrong with it."""
+
+import contextlib
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import yaml
+
+from maxstack.checkpoint import manifest, owner
+from maxstack.config import ConfigError, shortened
+
+Held = dict[int, list[Path]]
+"""Step -> the folders that hold it, or the parts of it that are on this host."""
+
+
+def held_by(run: Path) -> Held:
+    """The finished steps of a run on this host, newest last. ConfigError where there is no such
+    run, or nothing saved."""
+    if not run.is_dir():
+        problem = "is a file" if run.exists() else "no such folder"
+        raise ConfigError(f"{escaped(run)}: {problem}; give a run's folder, as runs/quickstart")
+    if (run / manifest.NAME).exists() and run.name.isdigit():
+        return {int(run.name): [run]}
+    held: Held = {}
+    folders = folders_of(run)
+    for tier in folders[2:]:
+        if not tier.is_dir():
+            print(
+                f"{escaped(tier)}: a tier that is not seen from here; its steps are left out",
+                file=sys.stderr,
+            )
+    for folder in folders:
+        for step in manifest.steps(folder):
+            held.setdefault(step, []).append(folder / f"{step}")
+        for part in folder.glob(f"host_*/*/of_*/{manifest.NAME}"):
+            held.setdefault(int(part.parent.parent.name), []).append(part.parent)
+    if not held:
+        raise ConfigError(f"{run}: holds no finished checkpoint, nor do its tiers on this host")
+    return dict(sorted(held.items()))
+
+
+def folders_of(run: Path) -> list[Path]:
+    """The folders that may hold steps: of the run, of a copy, and the tiers that the run's
+    config.yml names."""
+    path = run / "config.yml"
+    config = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+    tiers = [
+        Path(tier["path"]).expanduser() / config["run"]["name"]
+        for tier in config.get("checkpoint", {}).get("tiers") or ()
+    ]
+    own = [tier for tier in tiers if owner.of(tier) in (None, run.resolve())]
+    return [run / "checkpoints", run, *own]
+
+
+def step_of(run: Path, held: Held, step: int | None) -> tuple[int, list[Path]]:
+    """The step, the newest for None, and its folders. ConfigError where it is not held."""
+    step = max(held) if step is None else step
+    if step not in held:
+        raise ConfigError(f"{run}: holds no step {step}; it holds {', '.join(map(str, held))}")
+    return step, held[step]
+
+
+def unsealed(folders: Sequence[Path], step: int | None) -> Iterator[str]:
+    """Steps that have no manifest, all or one. Those that are marked as unfinished are printed and
+    no damage."""
+    parts = [(path.name, path) for folder in folders for path in folder.glob("[0-9]*")]
+    parts += [
+        (path.parent.name, path) for folder in folders for path in folder.glob("host_*/*/of_*")
+    ]
+    for name, path in parts:
+        if not name.isdecimal() or step not in (None, int(name)):
+            continue
+        if not path.is_dir() or (path / manifest.NAME).exists():
+            continue
+        if manifest.mark(path).exists():
+            print(
+                f"unfinished: {escaped(path)}: is being written or deleted, or was when its "
+                "process was killed"
+            )
+        else:
+            yield (
+                f"{path / manifest.NAME}: is missing, so this step does not count: it is being "
+                "written, was never finished, or lost this file"
+            )
+
+
+def unlisted(path: Path) -> Iterator[str]:
+    """Files of a step that its save did not write."""
+    with contextlib.suppress(manifest.Damage):  # verify reports it with the step's files
+        for name in sorted({*manifest.files(path)} - manifest.read(path)[1].keys()):
+            yield (
+                f"{path / name}: is not in {manifest.NAME}, so the save did not write it; "
+                "move it elsewhere"
+            )
+
+
+def stray(folder: Path) -> list[Path]:
+    """Files beside the steps of a run's own folder that no save writes."""
+    beside = folder.iterdir() if folder.is_dir() else ()
+    marks = re.compile(rf"[0-9]+{re.escape(manifest.UNFINISHED)}")
+    return sorted(path for path in beside if path.is_file() and not marks.fullmatch(path.name))
+
+
+def mixed(held: Held) -> Iterator[str]:
+    """Steps of which this host sees shards of different saves."""
+    for step, paths in held.items():
+        saves: dict[str, Path] = {}
+        for path in paths:
+            with contextlib.suppress(manifest.Damage):  # verify reports it with the step's files
+                if save := manifest.read(path)[0].get("save"):
+                    saves.setdefault(save, path)
+        if len(saves) > 1:
+            yield (
+                f"step {step}: shards of different saves, of which only one counts: "
+                f"{', '.join(map(str, saves.values()))}"
+            )
+
+
+def size(path: Path) -> int:
+    """Bytes of a step's files by its manifest; 0 where that is damaged."""
+    try:
+        return sum(entry["bytes"] for entry in manifest.read(path)[1].values())
+    except manifest.Damage:
+        return 0
+
+
+def escaped(text: object) -> str:
+    """A path or a line with escapes for what is not printable."""
+    return shortened(line := str(text), len(line))

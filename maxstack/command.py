@@ -1,0 +1,163 @@
+"""Declaration of a command: its description, an example, its arguments and the function that runs
+it. Imports only the standard library, so that `--help` is quick."""
+
+import argparse
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from maxstack.errors import ConfigError
+
+if TYPE_CHECKING:
+    from maxstack.schema.config import Config
+
+Argument = Callable[[argparse.ArgumentParser], object]
+
+
+def argument(*names: str, **options: Any) -> Argument:
+    """An argument for any number of commands; `names` and `options` are those of argparse's
+    add_argument."""
+    return lambda parser: parser.add_argument(*names, **options)
+
+
+def positive(text: str) -> int:
+    """Integer above 0, as the type of an argument."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
+    return int(text)
+
+
+OVERRIDES = argument(
+    "overrides",
+    nargs="*",
+    default=(),
+    metavar="key=value",
+    help="replaces a value, as in model.dtype=float32; typed like YAML",
+)
+CONFIG = argument(
+    "config", metavar="CONFIG", help="a YAML file, or the name of a preset such as quickstart"
+)
+MODEL = argument(
+    "model",
+    metavar="MODEL",
+    help="a run's folder, one of its checkpoints, a Hugging Face model folder, or Org/Name of the "
+    "hub",
+)
+ALLOW_NONFINITE = argument(
+    "--allow-nonfinite",
+    action="store_true",
+    help="take NaN and infinities among weights, instead of refusing them",
+)
+BATCH_SIZE = argument("--batch-size", type=positive, default=8, help="rows at a time (default: 8)")
+JSON = argument(
+    "--json", metavar="FILE", type=Path, help="write all of it to FILE too, in full precision"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A command of `maxstack`, called with the words after its name; returns the exit code."""
+
+    name: str
+    description: str
+    example: str
+    arguments: tuple[Argument, ...]
+    function: Callable[[argparse.Namespace], int | None]
+    on_cpu: bool
+    options: dict[str, Any]
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """The arguments, and `argv` as typed."""
+        parser = _parser(self.name, self.description, self.example, **self.options)
+        for add in self.arguments:
+            add(parser)
+        return parser.parse_intermixed_args(argv, argparse.Namespace(argv=argv))
+
+    def __call__(self, argv: Sequence[str]) -> int:
+        args = self.parse(argv)
+        if self.on_cpu:
+            os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        return self.function(args) or 0
+
+
+def command(
+    name: str,
+    description: str,
+    example: str,
+    *arguments: Argument,
+    on_cpu: bool = False,
+    **options: Any,
+) -> Callable[[Callable[[argparse.Namespace], int | None]], Command]:
+    """Decorator that makes a command of a function of its parsed arguments, which returns the exit
+    code or None for 0.
+
+    `on_cpu` hides accelerators from jax, unless JAX_PLATFORMS names one. `options` are those of
+    argparse.ArgumentParser.
+    """
+    return lambda function: Command(
+        name, description, example, arguments, function, on_cpu, options
+    )
+
+
+def group(
+    name: str, description: str, example: str, *members: Command
+) -> Callable[[Sequence[str]], int]:
+    """Command whose first word names one of its `members`, which gets the other words."""
+    by_name = {member.name.split()[-1]: member for member in members}
+
+    def run(argv: Sequence[str]) -> int:
+        parser = _parser(name, description, example)
+        listing = parser.add_subparsers(dest="member", required=True, metavar="COMMAND")
+        for word, member in by_name.items():
+            listing.add_parser(word, help=member.description, add_help=False)
+        return by_name[parser.parse_args(argv[:1]).member](argv[1:])
+
+    return run
+
+
+def _parser(name: str, description: str, example: str, **options: Any) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog=f"maxstack {name}",
+        description=description,
+        epilog=f"example: maxstack {example}",
+        **options,
+    )
+
+
+def load_config(args: argparse.Namespace) -> "Config":
+    """The configuration that CONFIG and OVERRIDES name."""
+    from maxstack.load import load
+
+    return load(args.config, args.overrides)
+
+
+def model_overrides(args: argparse.Namespace) -> list[str]:
+    """OVERRIDES of a MODEL, with what ALLOW_NONFINITE means."""
+    return [*args.overrides, *["checkpoint.allow_nonfinite=true"] * args.allow_nonfinite]
+
+
+def check_writable(option: str, path: Path | None) -> None:
+    """ConfigError for an option's file that could not be written, before work is done for it."""
+    if path is None:
+        return
+    if path.is_dir():
+        problem = "is a folder"
+    elif not path.parent.is_dir():
+        problem = f"the folder {path.parent} does not exist"
+    elif not os.access(path.parent, os.W_OK | os.X_OK):
+        problem = "cannot be written there"
+    else:
+        return
+    raise ConfigError(f"{option} {path}: {problem}; give a file in a folder that exists")
+
+
+def write(option: str, path: Path, text: str) -> None:
+    """Write an option's file; ConfigError where the system refuses."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{option} {path}: cannot be written: {error.strerror or error}"
+        ) from error

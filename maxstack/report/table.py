@@ -1,0 +1,32 @@
+"""Tables as text, for people and for scripts that split lines into words."""
+
+import itertools
+import sys
+from collections.abc import Iterable, Sequence
+
+
+def table(sides: str, rows: Iterable[Sequence[str]], header: Sequence[str] = ()) -> str:
+    """Rows of cells as lines of aligned columns, two spaces before each.
+
+    `sides` has a letter for each column, l or r: the side to which it is aligned. No cell is cut or
+    folded. On a terminal the header is bold; elsewhere all is plain.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    grid = Table(box=None, show_header=bool(header), padding=(0, 0, 0, 2))
+    for side, title in itertools.zip_longest(sides, header, fillvalue=""):
+        grid.add_column(title, justify="right" if side == "r" else "left", no_wrap=True)
+    for row in rows:
+        grid.add_row(*row)
+    console = Console(
+        width=10**6,
+        force_terminal=sys.stdout.isatty(),
+        force_jupyter=False,
+        markup=False,
+        emoji=False,
+        highlight=False,
+    )
+    with console.capture() as captured:
+        console.print(grid)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
