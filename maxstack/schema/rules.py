@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pydantic_core import PydanticCustomError
 
-from maxstack.config import ConfigError
+from maxstack.config import ConfigError, storage
 from maxstack.schema import mesh_rules
 from maxstack.schema.data import BytesTokenizer, DataConfig, SyntheticSource, holds_text
 from maxstack.schema.mesh_rules import Fault
@@ -27,6 +27,7 @@ def check(cfg: "Config") -> list[Fault]:
         _schedules,
         _evaluation,
         _steps,
+        _folder,
         _tiers,
         _tiles,
         _elastic,
@@ -119,6 +120,16 @@ def _evaluation(cfg: "Config") -> Iterator[Fault]:
                 f"keep_best={cfg.checkpoint.keep_best} needs eval_loss, but eval.every "
                 "is 0; give it a number of steps",
             )
+
+
+def _folder(cfg: "Config") -> Iterator[Fault]:
+    if storage.is_url(cfg.run.output_dir):
+        yield (
+            "run.output_dir",
+            f"{cfg.run.output_dir} is a URL, and object storage has no locks and no appending, "
+            "which a run's folder needs; give a local path, or one where the bucket is mounted "
+            "(gcsfuse, mount-s3), and a tier of checkpoints the URL: checkpoint.tiers",
+        )
 
 
 def _tiers(cfg: "Config") -> Iterator[Fault]:
