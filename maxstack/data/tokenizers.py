@@ -3,9 +3,9 @@
 import functools
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,7 +22,7 @@ _SPACE = "\u2581"
 Result = TypeVar("Result")
 
 
-class Tokenizer(Protocol):
+class Tokenizer(ABC):
     """From a document's bytes to ids and back."""
 
     name: str
@@ -33,41 +33,56 @@ class Tokenizer(Protocol):
     """int32 [vocab_size]: UTF-8 bytes of text that each id stands for; 0 for special tokens."""
     fingerprint: str
     """A hash of everything that a document's ids depend on."""
+    _bos: Sequence[int]
+    _eos: Sequence[int]
 
     def encode(self, document: bytes) -> np.ndarray:
         """int32 ids, with the configured beginning and end. UnicodeDecodeError for other bytes than
         the UTF-8 that it needs."""
+        parts = self._bos, self._text_ids(document), self._eos
+        return np.concatenate([np.asarray(part, np.int32) for part in parts])
 
     def ends(self, document: bytes) -> np.ndarray:
-        """int64 [N]: the byte of the document at which the text of each id of `encode` ends."""
+        """int64 [N]: the byte of the document at which the text of each id of `encode` ends; they
+        increase, and the last is the document's size."""
+        ends = np.array(self._text_ends(document), np.int64)
+        ends[-1:] = len(document)
+        special = np.zeros(len(self._bos), np.int64), np.full(len(self._eos), len(document))
+        return np.concatenate([special[0], np.maximum.accumulate(ends), special[1]])
 
+    @abstractmethod
     def decode(self, ids: np.ndarray) -> bytes:
         """The text of the ids, without special tokens."""
 
+    @abstractmethod
+    def _text_ids(self, document: bytes) -> Sequence[int] | np.ndarray:
+        """Ids without beginning and end."""
 
-class Bytes:
+    @abstractmethod
+    def _text_ends(self, document: bytes) -> Sequence[int] | np.ndarray:
+        """The byte at which the text of each of these ids ends, as the library says."""
+
+
+class Bytes(Tokenizer):
     """Each byte is an id; 256 begins and ends a document."""
 
     def __init__(self, cfg: BytesTokenizer):
         self.name, self.vocab_size = "bytes", 257
         self.token_bytes = np.append(np.ones(256, np.int32), np.int32(0))
         self.fingerprint = digest(f"bytes {cfg.bos} {cfg.eos}".encode())
-        self._bos, self._eos = int(cfg.bos), int(cfg.eos)
-
-    def encode(self, document: bytes) -> np.ndarray:
-        ids = np.full(len(document) + self._bos + self._eos, 256, np.int32)
-        ids[self._bos : self._bos + len(document)] = np.frombuffer(document, np.uint8)
-        return ids
-
-    def ends(self, document: bytes) -> np.ndarray:
-        text = range(1, len(document) + 1)
-        return _stretched([0] * self._bos, text, [256] * self._eos, len(document))
+        self._bos, self._eos = [256] * cfg.bos, [256] * cfg.eos
 
     def decode(self, ids: np.ndarray) -> bytes:
         return ids[ids < 256].astype(np.uint8).tobytes()
 
+    def _text_ids(self, document: bytes) -> np.ndarray:
+        return np.frombuffer(document, np.uint8)
 
-class SentencePiece:
+    def _text_ends(self, document: bytes) -> np.ndarray:
+        return np.arange(1, len(document) + 1)
+
+
+class SentencePiece(Tokenizer):
     """A SentencePiece model (Kudo and Richardson 2018, arXiv:1808.06226)."""
 
     def __init__(self, cfg: SentencePieceTokenizer):
@@ -88,15 +103,15 @@ class SentencePiece:
         self._eos = self._special("eos", cfg.eos, self._model.eos_id())
         self.token_bytes = np.array([self._bytes(i) for i in range(self.vocab_size)], np.int32)
 
-    def encode(self, document: bytes) -> np.ndarray:
-        return np.array([*self._bos, *self._model.encode(document.decode()), *self._eos], np.int32)
-
-    def ends(self, document: bytes) -> np.ndarray:
-        offsets = self._model.encode(document, return_type="offset_mapping")["offsets"]
-        return _stretched(self._bos, [end for _, end in offsets], self._eos, len(document))
-
     def decode(self, ids: np.ndarray) -> bytes:
         return self._model.decode([int(i) for i in ids]).encode()
+
+    def _text_ids(self, document: bytes) -> list[int]:
+        return self._model.encode(document.decode())
+
+    def _text_ends(self, document: bytes) -> list[int]:
+        offsets = self._model.encode(document, return_type="offset_mapping")["offsets"]
+        return [end for _, end in offsets]
 
     def _special(self, key: str, wanted: bool, token: int) -> list[int]:
         if wanted and token < 0:
@@ -113,7 +128,7 @@ class SentencePiece:
         return 1 if model.is_byte(token) else _text_bytes(model.id_to_piece(token))
 
 
-class HuggingFace:
+class HuggingFace(Tokenizer):
     """A tokenizer.json file of the Hugging Face tokenizers library, or vocab.json with merges.txt.
 
     Special tokens spelt out in a document are plain text.
@@ -123,12 +138,13 @@ class HuggingFace:
         import tokenizers
 
         text, files = _read(cfg.path), "not a tokenizer.json file"
+        folder, name = os.path.split(hub.file_of(cfg.path))
+        if is_vocab := name == byte_level.VOCAB:
+            files = f"not a {name} with {byte_level.MERGES} beside it"
+            vocab = storage.local_folder(folder, ("config.json", *hub.TOKENIZER)) / name
         try:
-            if Path(cfg.path).name == byte_level.VOCAB:
-                files = f"not a {byte_level.VOCAB} with {byte_level.MERGES} beside it"
-                folder = os.path.dirname(hub.file_of(cfg.path))
-                beside = storage.local_folder(folder, ("config.json", *hub.TOKENIZER))
-                text = byte_level.tokenizer_json(beside / byte_level.VOCAB)
+            if is_vocab:
+                text = byte_level.tokenizer_json(vocab)
             spec = json.loads(text)
             self._model: Any = tokenizers.Tokenizer.from_buffer(text)
         except DataError:
@@ -138,33 +154,31 @@ class HuggingFace:
         self._model.no_truncation()
         self._model.no_padding()
         self._model.encode_special_tokens = True
-        vocab = self._model.get_vocab(with_added_tokens=True)
+        ids = self._model.get_vocab(with_added_tokens=True)
         for token in spec.get("added_tokens") or ():
-            if vocab[token["content"]] != token["id"]:
+            if ids[token["content"]] != token["id"]:
                 raise DataError(
                     f"{cfg.path}: added token {token['content']!r} has id {token['id']}, "
                     "but the tokenizers library, which numbers such tokens on from the "
-                    f"vocabulary, makes it {vocab[token['content']]}; give it that id, "
+                    f"vocabulary, makes it {ids[token['content']]}; give it that id, "
                     "or fill the gap"
                 )
-        self.name, self.vocab_size = cfg.path, max(vocab.values()) + 1
+        self.name, self.vocab_size = cfg.path, max(ids.values()) + 1
         self.fingerprint = digest(text + f" {cfg.bos} {cfg.eos}".encode())
         self._bos, self._eos = self._special("bos", cfg.bos), self._special("eos", cfg.eos)
-        self.token_bytes = _hugging_face_bytes(spec, vocab, self.vocab_size)
-
-    def encode(self, document: bytes) -> np.ndarray:
-        ids = self._model.encode(document.decode(), add_special_tokens=False).ids
-        return np.array([*self._bos, *ids, *self._eos], np.int32)
-
-    def ends(self, document: bytes) -> np.ndarray:
-        offsets = self._model.encode(document.decode(), add_special_tokens=False).offsets
-        continued = np.frombuffer(document, np.uint8) & 0xC0 == 0x80
-        characters = np.append(np.flatnonzero(~continued), len(document))
-        text = [int(characters[end]) for _, end in offsets]
-        return _stretched(self._bos, text, self._eos, len(document))
+        self.token_bytes = _hugging_face_bytes(spec, ids, self.vocab_size)
 
     def decode(self, ids: np.ndarray) -> bytes:
         return self._model.decode([int(i) for i in ids], skip_special_tokens=True).encode()
+
+    def _text_ids(self, document: bytes) -> list[int]:
+        return self._model.encode(document.decode(), add_special_tokens=False).ids
+
+    def _text_ends(self, document: bytes) -> np.ndarray:
+        offsets = self._model.encode(document.decode(), add_special_tokens=False).offsets
+        continued = np.frombuffer(document, np.uint8) & 0xC0 == 0x80
+        characters = np.append(np.flatnonzero(~continued), len(document))
+        return characters[[end for _, end in offsets]]
 
     def _special(self, key: str, token: str | None) -> list[int]:
         if token is None:
@@ -266,15 +280,6 @@ def _read(path: str) -> bytes:
         raise DataError(
             f"{path}: the tokenizer file cannot be read: {error.strerror}{start}"
         ) from error
-
-
-def _stretched(
-    bos: Sequence[int], text: Sequence[int], eos: Sequence[int], size: int
-) -> np.ndarray:
-    """int64 [N]: ends of the text's tokens, made to increase and to finish at `size`, between those
-    of special tokens."""
-    ends = np.maximum.accumulate(np.array([*text[:-1], size] if len(text) else [], np.int64))
-    return np.concatenate([np.zeros(len(bos), np.int64), ends, np.full(len(eos), size)])
 
 
 def _hugging_face_bytes(spec: dict[str, Any], vocab: dict[str, int], size: int) -> np.ndarray:
