@@ -83,9 +83,11 @@ def fault(key: str, message: str) -> PydanticCustomError:
 
 
 def load(
-    schema: type[Root], path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()
+    schema: type[Root],
+    path: str | Path | Mapping[str, Any],
+    overrides: Sequence[str] = (),
 ) -> Root:
-    """The validated configuration in a file, a preset's name or a mapping, with `a.b.c=value`
+    """The validated configuration of a file, a preset's name or a mapping, with `a.b.c=value`
     overrides. ConfigError names every problem's place."""
     return load_tree(schema, path, overrides)[0]
 
@@ -101,9 +103,9 @@ def load_tree(
 ) -> tuple[Root, Node]:
     """As `load`, with the merged tree that knows where each value came from.
 
-    `readers` says for each key of `schema.FROM` what `from: path` means, `completed` adds to the
-    merged tree what follows from it, and `check` finds the keys of a validated configuration that
-    do not fit together, as (dotted path, message).
+    `readers` reads `from: path` for each key of `schema.FROM`, `completed` adds to the merged tree
+    what follows from it, and `check` finds the keys of a validated configuration that do not fit
+    together, as (dotted path, message).
     """
     defaults = {
         name: plain_data(field.default)
@@ -127,16 +129,13 @@ def load_tree(
 
 def _keys(schema: type[Section]) -> dict[str, set[str]]:
     """The keys of each section, "" for those of the root."""
-    found = {"": {*schema.model_fields}}
+    keys = {"": {*schema.model_fields}}
     for name, field in schema.model_fields.items():
-        models = [
-            model
-            for member in members(of_field(field))
-            for model in (section(member), *kinds(member).values())
-            if model
-        ]
-        found[name] = {key for model in models for key in model.model_fields}
-    return found
+        keys[name] = set()
+        for member in members(of_field(field)):
+            for model in (section(member), *kinds(member).values()):
+                keys[name] |= {*model.model_fields} if model else set()
+    return keys
 
 
 def dump(cfg: Section | Mapping[str, Any]) -> str:
@@ -146,7 +145,7 @@ def dump(cfg: Section | Mapping[str, Any]) -> str:
 
 
 def annotated(cfg: Section, tree: Node) -> str:
-    """As `dump`, with the place that gave each value in a comment."""
+    """As `dump`, with each value's origin in a comment."""
     lines = [
         (line, "" if path is None else _origin(tree, path))
         for line, path in write_yaml(plain_data(cfg))
@@ -160,7 +159,7 @@ def annotated(cfg: Section, tree: Node) -> str:
 def difference(
     old: Section | Mapping[str, Any], new: Section | Mapping[str, Any]
 ) -> list[tuple[str, Any, Any]]:
-    """(key path, old value, new value) of whatever differs, ABSENT where one side has no such
+    """(key path, old value, new value) of each difference, ABSENT where one side has no such
     key."""
     return list(_differences(plain_data(old), plain_data(new), ()))
 
@@ -176,16 +175,14 @@ def plain_data(cfg: Any) -> Any:
 def _beneath(
     schema: type[Section] | Section, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-    """What pydantic would not fill in where a file gives a part of it, by path: the keys of default
-    mappings, the kind of a default section."""
-    for name, field in (schema if isinstance(schema, type) else type(schema)).model_fields.items():
+    """The defaults, by path, that pydantic does not fill in where a file gives a part of them: the
+    keys of default mappings, the kind of a default section."""
+    model = schema if isinstance(schema, type) else type(schema)
+    for name, field in model.model_fields.items():
         default = field.default if isinstance(schema, type) else getattr(schema, name)
-        if (
-            field.is_required()
-            and isinstance(field.annotation, type)
-            and issubclass(field.annotation, Section)
-        ):
-            yield from _beneath(field.annotation, (*path, name))
+        required = section(field.annotation) if field.is_required() else None
+        if required and issubclass(required, Section):
+            yield from _beneath(required, (*path, name))
         elif isinstance(default, Section):
             if (kind := type(default).model_fields.get("kind")) and kind.is_required():
                 yield (*path, name), {"kind": plain_data(default)["kind"]}

@@ -1,29 +1,42 @@
-"""What a schema's type annotations say, in words: used by error messages and by the generated
-manual."""
+"""The type annotations of a schema, taken apart and put into words for error messages and for the
+generated manual."""
 
 import types
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import annotated_types
 import pydantic
 from pydantic.fields import FieldInfo
+from pydantic.json_schema import GenerateJsonSchema
 
 from maxstack.config.quoting import shortened
 
-_SCALARS = {
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    bool: "true or false",
-    type(None): "null",
+_WORDS = {
+    "integer": "a whole number",
+    "number": "a number",
+    "string": "text",
+    "boolean": "true or false",
+    "null": "null",
+    "object": "a mapping",
+    "array": "a list",
 }
-_BOUNDS = (
-    (annotated_types.Ge, "ge", ">="),
-    (annotated_types.Gt, "gt", ">"),
-    (annotated_types.Le, "le", "<="),
-    (annotated_types.Lt, "lt", "<"),
-)
+"""By type of a JSON schema."""
+_BOUNDS = {
+    "minimum": " >= {:g}",
+    "exclusiveMinimum": " > {:g}",
+    "maximum": " <= {:g}",
+    "exclusiveMaximum": " < {:g}",
+    "ge": " >= {:g}",
+    "gt": " > {:g}",
+    "le": " <= {:g}",
+    "lt": " < {:g}",
+    "minLength": " of at least {}",
+    "minItems": " of at least {}",
+    "minProperties": " of at least {}",
+    "maxLength": " of at most {} characters",
+    "pattern": " that matches {}",
+}
+"""By keyword of a JSON schema, or as pydantic writes the bounds of a union."""
 
 
 def of_field(field: FieldInfo) -> Any:
@@ -33,55 +46,40 @@ def of_field(field: FieldInfo) -> Any:
 
 def section(annotation: Any) -> type[pydantic.BaseModel] | None:
     """The section that an annotation names, null set aside; None for anything else."""
-    found = [bare(member) for member in members(annotation)]
-    return (
-        found[0]
-        if len(found) == 1
-        and isinstance(found[0], type)
-        and issubclass(found[0], pydantic.BaseModel)
-        else None
-    )
+    models = [bare(member) for member in members(annotation)]
+    return models[0] if len(models) == 1 and _is_section(models[0]) else None
 
 
 def members(annotation: Any) -> list[Any]:
     """The alternatives of a union that is told apart by shape, null left out; a union told apart by
-    `kind` is one alternative."""
+    `kind` is a single alternative."""
     if kinds(annotation):
         return [annotation]
-    if get_origin(annotation) is Annotated:
-        inner = get_args(annotation)[0]
-        return (
-            members(inner) if _is_union(inner) or get_origin(inner) is Annotated else [annotation]
-        )
-    if _is_union(annotation):
-        return [
-            found
-            for member in get_args(annotation)
-            if member is not type(None)
-            for found in members(member)
-        ]
-    return [annotation]
+    inner = bare(annotation)
+    if _is_union(inner):
+        alternatives = [member for member in get_args(inner) if member is not type(None)]
+        return [member for inner in alternatives for member in members(inner)]
+    return members(inner) if get_origin(inner) is Annotated else [annotation]
 
 
 def bare(annotation: Any) -> Any:
-    """Without constraints."""
+    """An annotation without its constraints."""
     return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
 def kinds(annotation: Any) -> dict[str, type[pydantic.BaseModel]]:
     """Tag -> section of a union that is told apart by a key; empty for anything else."""
     discriminator = next(_discriminators(annotation), "")
-    found: dict[str, type[pydantic.BaseModel]] = {}
-    for member in _flat(annotation) if discriminator else ():
-        model = bare(member)
-        if isinstance(model, type) and issubclass(model, pydantic.BaseModel):
-            for tag in get_args(bare(model.model_fields[discriminator].annotation)):
-                found[str(tag)] = model
-    return found
+    return {
+        str(tag): model
+        for model in (_flat(annotation) if discriminator else ())
+        if _is_section(model)
+        for tag in get_args(bare(model.model_fields[discriminator].annotation))
+    }
 
 
 def item(annotation: Any) -> Any:
-    """What a list or a mapping holds."""
+    """The annotation of the items of a list or the values of a mapping."""
     args = [arg for arg in get_args(bare(annotation)) if arg is not Ellipsis]
     return args[-1] if args else Any
 
@@ -90,13 +88,11 @@ def shape(annotation: Any) -> type:
     """dict for sections and mappings, list for lists and tuples, str for scalars, object for
     anything."""
     origin = get_origin(bare(annotation)) or bare(annotation)
-    if (
-        kinds(annotation)
-        or origin is dict
-        or (isinstance(origin, type) and issubclass(origin, pydantic.BaseModel))
-    ):
+    if kinds(annotation) or origin is dict or _is_section(origin):
         return dict
-    return list if origin in (tuple, list) else object if origin in (Any, object) else str
+    if origin in (tuple, list):
+        return list
+    return object if origin in (Any, object) else str
 
 
 def choices(annotation: Any) -> list[str]:
@@ -109,92 +105,49 @@ def choices(annotation: Any) -> list[str]:
     ]
 
 
+class _InOrder(GenerateJsonSchema):
+    """JSON schemas whose keys are in the order of the code."""
+
+    def sort(self, value: Any, parent_key: str | None = None) -> Any:
+        return value
+
+
 def describe(annotation: Any) -> str:
-    """In words, what a value may be, with its bounds."""
-    tags = kinds(annotation)
-    bounds = " and".join(_bounds(annotation))
-    inner = bare(annotation)
-    if tags:
-        words = f"a mapping whose kind is one of {listed(list(tags))}"
-        return f"{words}, or null" if type(None) in _flat(annotation) else words
-    if get_origin(inner) is Annotated:
-        return describe(inner) + bounds
-    if _is_union(inner):
-        parts = [
-            describe(member) + (bounds if _takes(member, bounds) else "")
-            for member in get_args(inner)
-        ]
-        return ", or ".join(sorted(dict.fromkeys(parts), key=lambda part: part == "null"))
-    origin = get_origin(inner)
-    if origin is Literal:
-        choices = get_args(inner)
-        return f"{'one of ' if len(choices) > 1 else ''}{', '.join(map(str, choices))}"
-    if origin in (tuple, list):
-        return f"a list{bounds}, each item {describe(item(inner))}"
-    if origin is dict:
-        return f"a mapping{bounds}, each value {describe(item(inner))}"
-    if isinstance(inner, type) and issubclass(inner, pydantic.BaseModel):
-        return "a mapping"
-    declared = next(
-        (c.json_schema for c in _constraints(annotation) if isinstance(c, pydantic.WithJsonSchema)),
-        None,
-    )
-    return _described(declared) if declared else _SCALARS.get(inner, "anything") + bounds
-
-
-def listed(words: list[str], limit: int = 24) -> str:
-    """The words with commas, the rest counted if there are many."""
-    return ", ".join(shortened(word, 60) for word in words[:limit]) + (
-        f" and {len(words) - limit} more" if len(words) > limit else ""
-    )
+    """The values that an annotation allows, with their bounds, in words."""
+    return _described(pydantic.TypeAdapter(annotation).json_schema(schema_generator=_InOrder))
 
 
 def _described(schema: dict[str, Any]) -> str:
-    """In words, a JSON schema that stands in for an annotation."""
+    if "discriminator" in schema:
+        return f"a mapping whose kind is one of {listed([*schema['discriminator']['mapping']])}"
     if "anyOf" in schema:
-        return ", or ".join(_described(choice) for choice in schema["anyOf"])
-    words = {
-        "integer": "a whole number",
-        "number": "a number",
-        "string": "text",
-        "boolean": "true or false",
-        "null": "null",
-        "object": "a mapping",
-    }
-    if schema.get("type") == "array":
-        return f"a list, each item {_described(schema['items'])}"
-    keys = f" with {' and '.join(schema['required'])}" if "required" in schema else ""
-    return words.get(schema.get("type", ""), "anything") + keys
+        shared = {key: bound for key, bound in schema.items() if key in _BOUNDS}
+        parts = dict.fromkeys(_described(shared | choice) for choice in schema["anyOf"])
+        return ", or ".join(sorted(parts, key=lambda part: part == "null"))
+    if "enum" in schema:
+        return f"one of {', '.join(map(str, schema['enum']))}"
+    if "const" in schema:
+        return str(schema["const"])
+    if "$ref" in schema:
+        return "a mapping"
+    bounds = " and".join(
+        words.format(schema[key]) for key, words in _BOUNDS.items() if key in schema
+    ).replace(" of at least 1", " that is not empty")
+    words = _WORDS.get(schema.get("type", ""), "anything") + bounds
+    if "items" in schema:
+        return f"{words}, each item {_described(schema['items'])}"
+    values = [schema.get("additionalProperties"), *schema.get("patternProperties", {}).values()]
+    if isinstance(values[-1], dict):
+        return f"{words}, each value {_described(values[-1])}"
+    if "required" in schema and values == [None]:
+        return f"{words} with {' and '.join(schema['required'])}"
+    return words
 
 
-def _takes(member: Any, bounds: str) -> bool:
-    return (
-        bool(bounds)
-        and bare(member) is not type(None)
-        and not (bare(member) in (str, bool) and bounds.strip()[0] in "<>")
-    )
-
-
-def _bounds(annotation: Any) -> Iterator[str]:
-    for constraint in _constraints(annotation):
-        for kind, name, sign in _BOUNDS:
-            if isinstance(constraint, kind):
-                yield f" {sign} {getattr(constraint, name):g}"
-        if isinstance(constraint, annotated_types.MinLen) and constraint.min_length:
-            yield (
-                " that is not empty"
-                if constraint.min_length == 1
-                else f" of at least {constraint.min_length}"
-            )
-        if isinstance(constraint, annotated_types.MaxLen):
-            yield f" of at most {constraint.max_length} characters"
-        if pattern := getattr(constraint, "pattern", None):
-            yield f" that matches {pattern}"
-
-
-def _constraints(annotation: Any) -> Iterator[Any]:
-    for extra in get_args(annotation)[1:] if get_origin(annotation) is Annotated else ():
-        yield from extra.metadata if isinstance(extra, FieldInfo) else (extra,)
+def listed(words: list[str], limit: int = 24) -> str:
+    """The words with commas, those beyond `limit` counted."""
+    more = f" and {len(words) - limit} more" if len(words) > limit else ""
+    return ", ".join(shortened(word, 60) for word in words[:limit]) + more
 
 
 def _discriminators(annotation: Any) -> Iterator[str]:
@@ -210,8 +163,9 @@ def _discriminators(annotation: Any) -> Iterator[str]:
 
 
 def _flat(annotation: Any) -> Iterator[Any]:
+    """The members of unions in unions, without constraints."""
     if get_origin(annotation) is Annotated:
-        yield from _flat(get_args(annotation)[0])
+        yield from _flat(bare(annotation))
     elif _is_union(annotation):
         for member in get_args(annotation):
             yield from _flat(member)
@@ -221,3 +175,7 @@ def _flat(annotation: Any) -> Iterator[Any]:
 
 def _is_union(annotation: Any) -> bool:
     return get_origin(annotation) in (Union, types.UnionType)
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel)

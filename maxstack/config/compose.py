@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from maxstack.config import storage
 from maxstack.config.errors import ConfigError
 from maxstack.config.quoting import quoted, shortened
 from maxstack.config.reader import (
@@ -24,9 +25,8 @@ Presets = Mapping[str, Sequence[str]]
 """Top-level key -> folders of the presets folder that hold its presets; "" stands for the whole
 file."""
 Readers = Mapping[str, Callable[[str, str], tuple[str, Mapping[str, Any]]]]
-"""Top-level key -> what its `from: name` means: a function from the path that it is, if it is one,
-and the name to what was read, by name, and the section's content; ConfigError if it cannot be
-read."""
+"""Top-level key -> the reader of its `from: name`: a function of the name as a path and the name
+itself, to the source's name and the section's content; ConfigError if it cannot be read."""
 
 _WORDS = ("extends", "preset", "from", "kind")
 _SEGMENT = re.compile(r'"([^"]*)"|([^."=]+)')
@@ -48,30 +48,29 @@ def merged_tree(
     readers: Readers | None = None,
     known: Mapping[str, Collection[str]] | None = None,
 ) -> Node:
-    """The merged tree of a file, a preset's name or what would stand in a file, and `a.b.c=value`
-    overrides; each node knows what gave it.
+    """The merged tree of a file, a preset's name or a file's content, and `a.b.c=value` overrides;
+    each node knows what gave it.
 
-    `defaults` is plain data that overrides with an index find a list in where the file gives none.
-    `known` is the keys of each section, "" for the whole file: a file that is extended, or that a
-    section names, and has none of them is refused without quoting any of its own.
+    `defaults` is plain data: the lists that overrides with an index change where the file gives
+    none. `known` is the keys of each section, "" for the whole file: a file that is extended, or
+    that a section names, and has none of them is refused without quoting any of its own.
     """
-    composer = _Composer(presets, readers or {}, known or {})
+    readers = readers or {}
+    composer = _Composer(presets, readers, known or {})
     if isinstance(path, Mapping):
-        tree = composer.expanded(_sourced(path, "arguments"), Path.cwd())
+        tree = composer.expanded(_sourced(path, "arguments"), "")
     else:
-        tree = composer.file(composer.find(str(path), "", Path.cwd(), "configuration"), "")
+        tree = composer.file(composer.find(str(path), "", ""), "")
+    parsed = [_override(text) for text in overrides]
     for keys, node, text in sorted(
-        (_override(text) for text in overrides),
-        key=lambda o: (len(o[0]), o[0][-1] not in ("kind", "preset", "from")),
+        parsed, key=lambda o: (len(o[0]), o[0][-1] not in ("kind", "preset", "from"))
     ):
         if keys[1:] == ["preset"] and keys[0] in presets:
             keys = keys[:1]
-        if keys[1:] == ["from"] and keys[0] in (readers or {}):
+        if keys[1:] == ["from"] and keys[0] in readers:
             keys, node = keys[:1], Node({"from": node}, "override")
         if len(keys) == 1:
-            node = (
-                composer.expanded(Node({keys[0]: node}, "override"), Path.cwd()).at(keys[0]) or node
-            )
+            node = composer.expanded(Node({keys[0]: node}, "override"), "").at(keys[0]) or node
         tree = _assign(tree, keys, node, text, 0, defaults)
     return _inherited(tree, "", {})
 
@@ -109,16 +108,13 @@ def merge(below: Node | None, above: Node) -> Node:
 
 
 def underlay(tree: Node, path: Sequence[str], below: Mapping[str, Any]) -> Node:
-    """The tree with a default mapping beneath what is given at `path`, unless that is complete
-    because it names its own `kind`."""
+    """The tree with a default mapping beneath the mapping at `path`, unless that names its own
+    `kind` and so is complete."""
     given = tree.at(*path)
     if given is None or given.mapping is None or ("kind" in given.mapping and "kind" in below):
         return tree
-    return _put(
-        tree,
-        path,
-        merge(_sourced(dict(below), "default"), dataclasses.replace(given, replaces=False)),
-    )
+    above = dataclasses.replace(given, replaces=False)
+    return _put(tree, path, merge(_sourced(below, "default"), above))
 
 
 def supply(tree: Node, path: Sequence[str], value: Mapping[str, Any], where: str) -> Node:
@@ -149,78 +145,65 @@ class _Composer:
     """Reads files, each once, and puts what they extend beneath them."""
 
     def __init__(self, presets: Presets, readers: Readers, known: Mapping[str, Collection[str]]):
-        self._presets, self._readers, self._known, self._root = (
-            presets,
-            readers,
-            known,
-            presets_dir(),
-        )
-        self._read: dict[tuple[Path, str], Node] = {}
-        self._open: list[Path] = []
+        self._presets, self._readers, self._known = presets, readers, known
+        self._shipped = presets_dir()
+        self._trees: dict[tuple[str, str], Node] = {}
+        self._open: list[str] = []
 
-    def file(self, path: Path, section: str) -> Node:
+    def file(self, path: str, section: str) -> Node:
         """The file's tree with everything it extends."""
-        real = path.resolve()
+        real = _real(path)
         if real in self._open:
             circle = [*self._open[self._open.index(real) :], real]
             raise ConfigError(
-                f"{shown(path)}: extends itself in a circle: "
-                f"{' -> '.join(shown(p) for p in circle)}"
+                f"{shown(path)}: extends itself in a circle: {' -> '.join(map(shown, circle))}"
             )
         if len(self._open) > MAX_DEPTH:
             raise ConfigError(
                 f"{shown(path)}: more than {MAX_DEPTH} files extend one another in a row"
             )
-        if (real, section) not in self._read:
-            node, known = read_file(path), self._known.get(section)
-            if (
-                (self._open or section)
-                and known
-                and node.mapping
-                and not node.mapping.keys() & {*known, *_WORDS}
-            ):
-                raise no_configuration(next(iter(node.mapping.values())).where)
+        if (real, section) not in self._trees:
+            node = read_file(path)
+            entries, known = node.mapping or {}, self._known.get(section)
+            is_named = self._open or section
+            if is_named and known and entries and not entries.keys() & {*known, *_WORDS}:
+                raise no_configuration(next(iter(entries.values())).where)
             self._open.append(real)
-            self._read[real, section] = self._extended(node, path.parent, section)
+            self._trees[real, section] = self._extended(node, os.path.dirname(path), section)
             self._open.pop()
-        return self._read[real, section]
+        return self._trees[real, section]
 
-    def find(self, name: str, section: str, folder: Path, what: str, where: str = "") -> Path:
-        """The file that `name` means: a path relative to `folder`, or a preset's name."""
-        folders = [self._root / inside for inside in self._presets.get(section, ())]
-        as_path = folder / os.path.expanduser(name)
-        is_path = "/" in name or os.sep in name or name.endswith((".yml", ".yaml"))
-        candidates = [as_path] if is_path else [inside / f"{name}.yml" for inside in folders]
+    def find(self, name: str, section: str, folder: str, where: str = "") -> str:
+        """The file that `name` means: a URL, a path relative to `folder`, or a preset's name."""
+        is_path = "/" in name or name.endswith((".yml", ".yaml"))
+        path = storage.join(folder, name)
+        folders = [self._shipped / inside for inside in self._presets.get(section, ())]
+        candidates = [path] if is_path else [str(inside / f"{name}.yml") for inside in folders]
         if is_path and not section:
-            candidates.append(self._root / name.removeprefix("configs/"))
+            candidates.append(str(self._shipped / name.removeprefix("configs/")))
         for candidate in candidates:
-            if os.path.exists(candidate) and not os.path.isdir(candidate):
+            if storage.kind(candidate) == "file":
                 return candidate
-        prefix = f"{where}: " if where else ""
-        names = sorted({file.stem for inside in folders for file in inside.glob("*.yml")})
-        run = os.path.exists(as_path / "config.yml")
-        if os.path.isdir(as_path) and (is_path or run):
-            instead = (
-                f"; give {name.rstrip('/')}/config.yml"
-                if run
-                else did_you_mean(Path(name).name, names)
-            )
-            raise ConfigError(f"{prefix}{shortened(name)} is a folder, not a YAML file{instead}")
-        typed = re.sub(r"\.ya?ml$", "", Path(name).name)
-        hint = did_you_mean(typed, names) or (
-            "" if is_path else "; give one of these, or a path that ends in .yml"
-        )
-        there = (
-            f"; the presets are {', '.join(names[:20])}{', ...' if len(names) > 20 else ''}"
-            if names
-            else ""
-        )
+        prefix, name_shown = f"{where}: " if where else "", shortened(name)
+        presets = sorted({file.stem for inside in folders for file in inside.glob("*.yml")})
+        is_run = storage.kind(f"{path}/config.yml") == "file"
+        if storage.kind(path) == "directory" and (is_path or is_run):
+            instead = did_you_mean(Path(name).name, presets)
+            if is_run:
+                instead = f"; give {name.rstrip('/')}/config.yml"
+            raise ConfigError(f"{prefix}{name_shown} is a folder, not a YAML file{instead}")
+        hint = did_you_mean(re.sub(r"\.ya?ml$", "", Path(name).name), presets)
+        if not hint and not is_path:
+            hint = "; give one of these, or a path that ends in .yml"
+        more = ", ..." if len(presets) > 20 else ""
+        listed = f"; the presets are {', '.join(presets[:20])}{more}" if presets else ""
+        what = section if where else "configuration"
         raise ConfigError(
             f"{prefix}no {f'{what} ' if what else ''}{'file' if is_path else 'preset'} "
-            f"{shortened(name)}{there}{hint}"
+            f"{name_shown}{listed}{hint}"
         )
 
-    def expanded(self, node: Node, folder: Path) -> Node:
+    def expanded(self, node: Node, folder: str) -> Node:
         """The tree with preset names at the top-level keys that have presets replaced by what they
         name."""
         entries = dict(node.mapping or {})
@@ -229,90 +212,74 @@ class _Composer:
                 entries[key] = self._preset(entries[key], key, folder)
         return dataclasses.replace(node, value=entries)
 
-    def _extended(self, node: Node, folder: Path, section: str) -> Node:
+    def _extended(self, node: Node, folder: str, section: str) -> Node:
         entries = dict(node.mapping or {})
-        listed = entries.pop("extends", None)
-        names = (
-            [] if listed is None else listed.value if isinstance(listed.value, list) else [listed]
-        )
+        extends = entries.pop("extends", Node([], ""))
         below: Node | None = None
-        for name in names:
-            if not isinstance(name.value, str):
-                raise ConfigError(
-                    f"{name.where}: extends: got {quoted(name.value)}; allowed: a "
-                    "preset's name, a path, or a list of them"
-                )
-            sibling = folder / f"{name.value}.yml"
-            own_folder = section and os.path.exists(sibling) and sibling.resolve() != self._open[-1]
-            path = (
-                sibling
-                if own_folder
-                else self.find(name.value, section, folder, section, name.where)
-            )
+        for name in extends.value if isinstance(extends.value, list) else [extends]:
+            text = _text(name, "extends", "a preset's name, a path, or a list of them")
+            path = storage.join(folder, f"{text}.yml")
+            if not (section and storage.kind(path) and _real(path) != self._open[-1]):
+                path = self.find(text, section, folder, name.where)
             below = merge(below, self.file(path, section))
         own = dataclasses.replace(node, value=entries)
         return merge(below, own if section else self.expanded(own, folder))
 
-    def _preset(self, node: Node, section: str, folder: Path) -> Node:
-        if isinstance(node.value, str):
-            base = self.file(self.find(node.value, section, folder, section, node.where), section)
-            return dataclasses.replace(base, where=node.where, replaces=True)
+    def _preset(self, node: Node, section: str, folder: str) -> Node:
         entries = node.mapping or {}
+        if isinstance(node.value, str):
+            entries = {"preset": node}
         if "extends" in entries:
             raise ConfigError(
                 f"{entries['extends'].where}: {section}.extends: inside a section the "
                 "key is preset; extends is for whole files"
             )
         if "from" in entries and section in self._readers:
-            return self._read_from(entries, section, folder, node.where)
-        if "preset" not in entries:
+            base, word = self._read_from(entries, section, folder), "from"
+        elif "preset" in entries:
+            name, word = entries["preset"], "preset"
+            text = _text(name, f"{section}.preset", "a preset's name or a path")
+            base = self.file(self.find(text, section, folder, name.where), section)
+        else:
             return node
-        name = entries["preset"]
-        if not isinstance(name.value, str):
-            raise ConfigError(
-                f"{name.where}: {section}.preset: got {quoted(name.value)}; allowed: a "
-                "preset's name or a path"
-            )
-        base = self.file(self.find(name.value, section, folder, section, name.where), section)
-        rest = Node({key: item for key, item in entries.items() if key != "preset"}, node.where)
+        rest = Node({key: item for key, item in entries.items() if key != word}, node.where)
         return dataclasses.replace(merge(base, rest), where=node.where, replaces=True)
 
-    def _read_from(self, entries: dict[str, Node], section: str, folder: Path, where: str) -> Node:
+    def _read_from(self, entries: dict[str, Node], section: str, folder: str) -> Node:
         name = entries["from"]
-        if not isinstance(name.value, str):
-            raise ConfigError(
-                f"{name.where}: {section}.from: got {quoted(name.value)}; allowed: a "
-                "path, or a name"
-            )
+        text = _text(name, f"{section}.from", "a path, or a name")
         if "preset" in entries:
             raise ConfigError(
                 f"{name.where}: {section}.from: preset and from both say what the "
                 f"{section} is; give one"
             )
-        path = shown(folder / os.path.expanduser(name.value))
         try:
-            source, content = self._readers[section](path, name.value)
+            source, content = self._readers[section](shown(storage.join(folder, text)), text)
         except ConfigError as error:
             raise ConfigError(f"{name.where}: {section}.from: {error}") from error
-        base = Node(
-            {
-                key: dataclasses.replace(
-                    _sourced(value, source), where=name.where if value == source else source
-                )
-                for key, value in content.items()
-            },
-            source,
-        )
-        rest = Node({key: item for key, item in entries.items() if key != "from"}, where)
-        return dataclasses.replace(merge(base, rest), where=where, replaces=True)
+        nodes = {key: _sourced(value, source) for key, value in content.items()}
+        for key, value in content.items():
+            if value == source:
+                nodes[key] = dataclasses.replace(nodes[key], where=name.where)
+        return Node(nodes, source)
 
 
-def read_file(path: Path) -> Node:
+def _text(node: Node, key: str, allowed: str) -> str:
+    if not isinstance(node.value, str):
+        raise ConfigError(f"{node.where}: {key}: got {quoted(node.value)}; allowed: {allowed}")
+    return node.value
+
+
+def _real(path: str) -> str:
+    """The same for all paths of a file."""
+    return path if storage.is_url(path) else os.path.realpath(path)
+
+
+def read_file(path: str | Path) -> Node:
     """The mapping in one file, nothing merged."""
-    name = shown(path)
+    name = shown(str(path))
     try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_BYTES + 1)
+        raw = storage.read(str(path), MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{name}: cannot be read: {error.strerror or error}") from None
     if len(raw) > MAX_BYTES:
@@ -337,10 +304,10 @@ def read_file(path: Path) -> Node:
     return node
 
 
-def shown(path: Path) -> str:
+def shown(path: str) -> str:
     """The path as a person would write it: relative if it is below the working folder."""
-    relative = os.path.relpath(path)
-    return relative if not relative.startswith("..") else str(path.resolve())
+    relative = path if storage.is_url(path) else os.path.relpath(path)
+    return os.path.realpath(path) if relative.startswith("..") else relative
 
 
 def _override(text: str) -> tuple[list[str], Node, str]:
@@ -367,14 +334,12 @@ def _override(text: str) -> tuple[list[str], Node, str]:
 
 
 def _sourced(value: Any, where: str) -> Node:
-    """Plain data as a tree that one place gave."""
+    """Plain data as a tree whose nodes all have the same origin."""
     if isinstance(value, Mapping):
         return Node({key: _sourced(item, where) for key, item in value.items()}, where)
-    return (
-        Node([_sourced(item, where) for item in value], where)
-        if isinstance(value, list | tuple)
-        else Node(value, where)
-    )
+    if isinstance(value, list | tuple):
+        return Node([_sourced(item, where) for item in value], where)
+    return Node(value, where)
 
 
 def _assign(
@@ -382,47 +347,37 @@ def _assign(
 ) -> Node:
     if depth == len(keys):
         return merge(tree, node)
-    key, done = keys[depth], ".".join(keys[:depth])
     if tree is None and isinstance(default, list | tuple):
         tree = _sourced(default, "default")
-    inside = tree.value if tree else None
+    tree = tree or Node(None, "override")
+    key, done, inside = keys[depth], shortened(".".join(keys[:depth])), tree.value
     if isinstance(inside, list):
         if not re.fullmatch(r"[0-9]{1,6}", key) or int(key) >= len(inside):
             allowed = f"0 to {len(inside) - 1}" if inside else "nothing, as it is empty"
             raise ConfigError(
-                f"override {quoted(text)}: {shortened(done)} is a list; after it came "
+                f"override {quoted(text)}: {done} is a list; after it came "
                 f"{shortened(key)}; allowed: {allowed}"
             )
         items = list(inside)
         items[int(key)] = _assign(items[int(key)], keys, node, text, depth + 1, None)
-        return Node(items, tree.where if tree else "override", tree.replaces if tree else False)
+        return dataclasses.replace(tree, value=items)
     if inside is not None and not isinstance(inside, dict):
         raise ConfigError(
-            f"override {quoted(text)}: {shortened(done)} is {quoted(inside)}, which has "
-            f"no {shortened(key)}"
+            f"override {quoted(text)}: {done} is {quoted(inside)}, which has no {shortened(key)}"
         )
     entries = inside or {}
     if depth + 1 == len(keys) and _kind_changes(entries, {key: node}):
         return Node({key: node}, "override", replaces=True)
-    child = _assign(
-        entries.get(key),
-        keys,
-        node,
-        text,
-        depth + 1,
-        default.get(key) if isinstance(default, dict) else None,
-    )
-    return Node(
-        entries | {key: child}, tree.where if tree else "override", tree.replaces if tree else False
-    )
+    below = default.get(key) if isinstance(default, dict) else None
+    child = _assign(entries.get(key), keys, node, text, depth + 1, below)
+    return dataclasses.replace(tree, value=entries | {key: child})
 
 
 def _inherited(node: Node, path: str, done: dict[int, tuple[Node, Node]]) -> Node:
-    """The tree with every `like: name` replaced by the sibling of that name, beneath what is given
-    beside it.
+    """The tree with every `like: name` replaced by the sibling of that name, beneath the entry's
+    other keys.
 
-    `done` keeps each node with what became of it, so that a node that stands in many places costs
-    once.
+    `done` keeps each node with its replacement, so that a node in many places costs once.
     """
     if not isinstance(node.value, dict | list):
         return node

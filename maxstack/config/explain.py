@@ -1,5 +1,5 @@
-"""Turning pydantic's errors into paragraphs: file:line, key path, what was got, what is allowed,
-the nearest valid word."""
+"""pydantic's errors as paragraphs: file:line, key path, value, what is allowed, the nearest valid
+word."""
 
 import dataclasses
 import math
@@ -31,16 +31,16 @@ Foreign = Callable[[str], str]
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where an error's location leads: the key path, and the annotation there."""
+    """The key path that an error's location leads to, and the annotation there."""
 
     path: Path
     annotation: Any
     owner: Any
     """The annotation of the mapping or list around it."""
     entry: Path = ()
-    """The entry of a mapping of named sections that the path leads into, the innermost one."""
+    """The innermost entry of a mapping of named sections that the path leads into."""
     vague: bool = False
-    """One alternative of a union failed, and not the one that the value's shape chose: only the
+    """The error is of an alternative of a union that the value's shape did not choose: only the
     union itself can be named."""
 
 
@@ -54,22 +54,17 @@ def explanation(
     lacking: dict[Path, list[str]] = {}
     for detail in error.errors(include_url=False):
         place = _follow(schema, tree, detail["loc"])
-        for path, message in _messages(place, tree, dict(detail), foreign):
-            (vague if place.vague or detail["type"] == "too_short" else found).setdefault(
-                path, message
-            )
-            if place.entry and detail["type"] in ("missing", "union_tag_not_found"):
-                lacking.setdefault(place.entry, []).append(
-                    ".".join(map(str, path[len(place.entry) :]))
-                )
+        path, message = _message(place, tree, dict(detail), foreign)
+        is_vague = place.vague or detail["type"] == "too_short"
+        (vague if is_vague else found).setdefault(path, message)
+        if place.entry and detail["type"] in ("missing", "union_tag_not_found"):
+            lacking.setdefault(place.entry, []).append(_dotted(path[len(place.entry) :]))
     for path, message in vague.items():
         if not any(other[: len(path)] == path for other in found):
             found[path] = message
     for entry, keys in lacking.items():
-        if names := _apart(tree, entry):
-            found = {
-                path: message for path, message in found.items() if path[: len(entry)] != entry
-            }
+        if names := _names_of_other_files(tree, entry):
+            found = {path: said for path, said in found.items() if path[: len(entry)] != entry}
             found[entry] = (
                 f"is not there; there is {listed(names)}; a new one needs {listed(keys)} "
                 f"too{did_you_mean(entry[-1], names)}"
@@ -77,33 +72,36 @@ def explanation(
     return paragraphs(tree, found)
 
 
+def _dotted(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
 def paragraphs(tree: Node, faults: Mapping[Path, str]) -> str:
     """A paragraph for each fault, the first few of them: file:line, key path, message."""
     lines = [
-        f"{_where(tree, path)}: "
-        f"{shortened('.'.join(map(str, path))) or 'the configuration'}: {message}"
+        f"{_where(tree, path)}: {shortened(_dotted(path)) or 'the configuration'}: {message}"
         for path, message in faults.items()
     ]
     more = [f"... and {len(lines) - SHOWN} more problems"] if len(lines) > SHOWN else []
     return "\n".join(lines[:SHOWN] + more)
 
 
-def _apart(tree: Node, entry: Path) -> list[str]:
-    """Names beside an entry that other files gave than the entry, which so may have been meant for
-    one of them."""
+def _names_of_other_files(tree: Node, entry: Path) -> list[str]:
+    """Names beside an entry that came from other files than it: the entry may be a misspelling of
+    one."""
     own, around = tree.at(*entry), tree.at(*entry[:-1])
     if own is None or around is None:
         return []
-    given = _files(own)
+    own_files = _files(own)
     return [
         name
         for name, node in (around.mapping or {}).items()
-        if name != entry[-1] and _files(node) - given
+        if name != entry[-1] and _files(node) - own_files
     ]
 
 
 def _files(node: Node) -> set[str]:
-    """The files, or `override`, that gave what stands at and below a node."""
+    """The files, or `override`, that gave the values at and below a node."""
     if not isinstance(node.value, dict | list) or not node.value:
         return {node.where.rpartition(":")[0] or node.where}
     inside = node.value.values() if isinstance(node.value, dict) else node.value
@@ -118,36 +116,34 @@ def _where(tree: Node, path: Path) -> str:
 
 
 def _follow(schema: Any, tree: Node, loc: Path) -> _Place:
+    """The place of pydantic's `loc`, which names keys and also alternatives of unions."""
     place = _Place((), schema, None)
     for segment in loc:
-        alternatives = members(place.annotation)
-        table = kinds(place.annotation)
-        if table:
+        if table := kinds(place.annotation):
             if str(segment) in table:
                 place = dataclasses.replace(place, annotation=table[str(segment)])
             continue
+        alternatives = members(place.annotation)
         if len(alternatives) > 1:
-            chosen = next(
-                (member for member in alternatives if _labels(member, str(segment))), None
-            )
-            node = tree.at(*place.path)
-            if (
-                chosen is None
-                or shape(chosen) not in (dict, list)
-                or not isinstance(node.value if node else None, shape(chosen))
-            ):
+            chosen = [member for member in alternatives if _labels(member, str(segment))][:1]
+            shapes = {shape(member) for member in chosen} & {dict, list}
+            if not isinstance(_value(tree, place.path), tuple(shapes)):
                 return dataclasses.replace(place, vague=True)
-            place = dataclasses.replace(place, annotation=chosen)
+            place = dataclasses.replace(place, annotation=chosen[0])
             continue
         only = alternatives[0] if alternatives else Any
-        inside = _inside(only, segment)
-        if inside is not None or tree.at(*place.path, segment) is not None or segment == loc[-1]:
-            path = *place.path, segment
-            named = shape(only) is dict and not section(only) and section(item(only)) is not None
-            place = _Place(
-                path, Any if inside is None else inside, only, path if named else place.entry
-            )
+        path, inside = (*place.path, segment), _inside(only, segment)
+        if inside is not None or tree.at(*path) is not None or segment == loc[-1]:
+            is_named = shape(only) is dict and not section(only) and section(item(only)) is not None
+            entry = path if is_named else place.entry
+            place = _Place(path, Any if inside is None else inside, only, entry)
     return place
+
+
+def _value(tree: Node, path: Path) -> Any:
+    """The value at a path; None too where there is none."""
+    node = tree.at(*path)
+    return node.value if node else None
 
 
 def _labels(member: Any, label: str) -> bool:
@@ -168,54 +164,45 @@ def _inside(annotation: Any, segment: str | int) -> Any | None:
     return item(annotation) if shape(annotation) in (dict, list) else None
 
 
-def _messages(
+def _message(
     place: _Place, tree: Node, detail: dict[str, Any], foreign: Foreign
-) -> list[tuple[Path, str]]:
+) -> tuple[Path, str]:
+    """The path to name, and what is wrong there."""
     kind, context = detail["type"], detail.get("ctx") or {}
     if kind == "fault":
-        return [
-            (
-                place.path + tuple(part for part in context["key"].split(".") if part),
-                context["message"],
-            )
-        ]
+        below = tuple(part for part in context["key"].split(".") if part)
+        return place.path + below, context["message"]
     if kind == "extra_forbidden":
-        return [(place.path, _unknown_key(place, tree, foreign))]
+        return place.path, _unknown_key(place, tree, foreign)
     if kind == "missing":
-        return [(place.path, f"missing; wanted: {_wanted(place)}")]
+        return place.path, f"missing; wanted: {_wanted(place)}"
     if kind in ("union_tag_invalid", "union_tag_not_found"):
-        tags = list(kinds(place.annotation)) or [
-            tag.strip(" '") for tag in context.get("expected_tags", "").split(",")
-        ]
-        got = tree.at(*place.path, "kind")
-        if got is None:
-            return [((*place.path, "kind"), f"missing; allowed: {listed(tags)}")]
-        return [
-            (
-                (*place.path, "kind"),
-                f"got {_got(got)}; allowed: {listed(tags)}{did_you_mean(got.value, tags)}",
-            )
-        ]
+        path, tags = (*place.path, "kind"), list(kinds(place.annotation))
+        if not tags:
+            tags = [tag.strip(" '") for tag in context.get("expected_tags", "").split(",")]
+        if tree.at(*path) is None:
+            return path, f"missing; allowed: {listed(tags)}"
+        tag = _value(tree, path)
+        return path, f"got {_got(tag)}; allowed: {listed(tags)}{did_you_mean(tag, tags)}"
     if kind in ("value_error", "assertion_error"):
-        return [(place.path, str(context.get("error", detail["msg"])))]
-    return [(place.path, _wrong_value(place, tree, detail["msg"]))]
+        return place.path, str(context.get("error", detail["msg"]))
+    return place.path, _wrong_value(place, _value(tree, place.path), detail["msg"])
 
 
 def _unknown_key(place: _Place, tree: Node, foreign: Foreign) -> str:
     model = section(place.owner)
     keys = list(model.model_fields) if model else []
-    paths = [".".join(map(str, path)) for path in _leaves(tree.at(*place.path), place.path)]
-    told = [
-        f"{shortened(path)}: {said}" if len(paths) > 1 else said
-        for path in paths
-        if (said := foreign(path))
-    ]
-    hint = f"; {'; '.join(told[:SHOWN])}" if told else did_you_mean(place.path[-1], keys)
+    paths = [_dotted(path) for path in _leaves(tree.at(*place.path), place.path)]
+    ours = {shortened(path): name for path in paths if (name := foreign(path))}
+    hints = [f"{path}: {name}" for path, name in ours.items()]
+    if len(paths) == 1:
+        hints = list(ours.values())
+    hint = f"; {'; '.join(hints[:SHOWN])}" if hints else did_you_mean(place.path[-1], keys)
     return f"unknown key; allowed: {listed(keys, 40)}{hint}"
 
 
 def _leaves(node: Node | None, path: Path) -> Iterator[Path]:
-    """Paths of what is no mapping, or an empty one, at and below a node."""
+    """Paths of the values at and below a node that are no mapping, or an empty one."""
     for key, inside in (node.mapping or {}).items() if node else ():
         yield from _leaves(inside, (*path, key))
     if not (node and node.mapping):
@@ -229,38 +216,21 @@ def _wanted(place: _Place) -> str:
     return f"{describe(place.annotation)}{f' ({meaning})' if meaning else ''}"
 
 
-def _wrong_value(place: _Place, tree: Node, message: str) -> str:
-    node = tree.at(*place.path)
-    value = node.value if node else None
+def _wrong_value(place: _Place, value: Any, message: str) -> str:
     allowed = describe(place.annotation) if place.annotation is not Any else message
-    if isinstance(value, float) and not math.isfinite(value):
-        return f"got {_got(node)}; allowed: {allowed}, not infinite"
-    integral = (
-        isinstance(value, float)
-        and value.is_integer()
-        and abs(value) < 2**53
-        and "whole number" in allowed
-    )
-    hint = (
-        f"; write {int(value)}"
-        if integral and isinstance(value, float)
-        else did_you_mean(value, choices(place.annotation))
-    )
-    return f"got {_got(node)}; allowed: {allowed}{hint}"
+    hint = did_you_mean(value, choices(place.annotation))
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return f"got {_got(value)}; allowed: {allowed}, not infinite"
+        if value.is_integer() and abs(value) < 2**53 and "whole number" in allowed:
+            hint = f"; write {int(value)}"
+    return f"got {_got(value)}; allowed: {allowed}{hint}"
 
 
-def _got(node: Node | None) -> str:
-    value = node.value if node else None
+def _got(value: Any) -> str:
     if isinstance(value, bool):
         return "true (a switch)" if value else "false (a switch)"
     if isinstance(value, str):
         return f"{quoted(value)} (text)"
-    if value is None:
-        return "null"
-    return (
-        "a mapping"
-        if isinstance(value, dict)
-        else "a list"
-        if isinstance(value, list)
-        else f"{value}"
-    )
+    words = {type(None): "null", dict: "a mapping", list: "a list"}
+    return words.get(type(value)) or str(value)

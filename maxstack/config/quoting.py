@@ -1,4 +1,4 @@
-"""What a person typed or a file holds, as an error shows it: short, on one line, without control
+"""Values from users and files as an error shows them: short, on one line, without control
 characters."""
 
 import reprlib
@@ -15,8 +15,8 @@ def quoted(value: object) -> str:
 
 
 def shortened(text: str, most: int = 120) -> str:
-    """A name or a line as it is; beyond `most` characters without its middle, and with escapes for
-    what is not printable."""
+    """A name or a line, beyond `most` characters without its middle, and with escapes for
+    characters that are not printable."""
     if len(text) > most:
         text = f"{text[: most * 2 // 3]}...{text[-(most // 3) :]}"
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

@@ -1,5 +1,5 @@
-"""YAML as a person means it: scalars of YAML 1.2's core schema, no tags, no duplicate keys, bounded
-size, every node with its place."""
+"""YAML with the scalars of YAML 1.2's core schema, without tags or duplicate keys, of bounded size,
+each node with its line."""
 
 import dataclasses
 import math
@@ -43,8 +43,7 @@ _OLD_BOOL = re.compile(r"on|off|yes|no", re.IGNORECASE)
 
 
 def no_configuration(where: str) -> ConfigError:
-    """The error about a file whose keys must not be quoted, as they may be another program's
-    secrets."""
+    """The error about a file of another program. It quotes no key, which may be a secret."""
     name, _, line = where.rpartition(":")
     return ConfigError(
         f"{name}: is no configuration of maxstack: its line {line} is not `section: ...`"
@@ -53,12 +52,12 @@ def no_configuration(where: str) -> ConfigError:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Node:
-    """A value of the configuration and the place that gave it: `file:line`, or `override`."""
+    """A value of the configuration and its origin: `file:line`, or `override`."""
 
     value: "dict[str, Node] | list[Node] | Scalar"
     where: str
     replaces: bool = False
-    """Takes the place of what it is merged over, even if both are mappings."""
+    """It replaces a mapping below it instead of merging with it."""
 
     @property
     def mapping(self) -> "dict[str, Node] | None":
@@ -80,9 +79,9 @@ class Node:
 
 
 def read_yaml(text: str, name: str, *, lines: bool = True, sections: bool = False) -> Node:
-    """The one document in `text`; places are `name:line`, or just `name` if not `lines`.
-    ConfigError on whatever is not plain YAML, and, with `sections`, on a key at the top that is no
-    identifier, which is not quoted."""
+    """The only document in `text`; origins are `name:line`, or `name` if not `lines`. ConfigError
+    for anything but plain YAML, and, with `sections`, for a key at the top that is no identifier,
+    which the message does not quote."""
     builder = _Builder(name, lines, sections)
     try:
         for event in yaml.parse(text, Loader=_PARSER):
@@ -95,8 +94,7 @@ def read_yaml(text: str, name: str, *, lines: bool = True, sections: bool = Fals
         line = f":{_line_of(text, error)}" if lines else ""
         raise ConfigError(
             f"{name}{line}: a character that YAML does not allow ({error.reason}); "
-            "remove it or write it as an escape in "
-            "double quotes"
+            "remove it or write it as an escape in double quotes"
         ) from None
     except UnicodeError:
         raise ConfigError(f"{name}: not valid UTF-8 text") from None
@@ -106,7 +104,7 @@ def read_yaml(text: str, name: str, *, lines: bool = True, sections: bool = Fals
 
 
 def scalar(text: str) -> Scalar:
-    """What an unquoted scalar means: null, a bool, a number or text. ValueError if a person could
+    """The value of an unquoted scalar: null, a bool, a number or text. ValueError if a person could
     mean two things."""
     if text in _WORDS:
         return _WORDS[text]
@@ -122,8 +120,7 @@ def scalar(text: str) -> Scalar:
     if _PADDED.fullmatch(text) and _FLOAT.fullmatch(text):
         raise ValueError(
             f"number {shortened(text)} starts with 0, which YAML versions read "
-            "differently; drop the 0, "
-            f"or quote it ({quoted(text)}) if text is meant"
+            f"differently; drop the 0, or quote it ({quoted(text)}) if text is meant"
         )
     if _INTEGER.fullmatch(text):
         if len(text) > 40:
@@ -174,8 +171,7 @@ class _Open:
 
 
 class _Builder:
-    """Turns parser events into Nodes without recursion, counting nodes as if every alias were
-    written out."""
+    """Nodes from parser events, without recursion; an alias counts as many nodes as its anchor."""
 
     def __init__(self, name: str, lines: bool, sections: bool):
         self.root: Node | None = None
@@ -206,10 +202,10 @@ class _Builder:
             self._scalar(event, where)
         elif isinstance(event, yaml.AliasEvent):
             self._alias(event, where)
-        elif isinstance(event, yaml.CollectionStartEvent):
-            self._start(
-                {} if isinstance(event, yaml.MappingStartEvent) else [], event.anchor, where
-            )
+        elif isinstance(event, yaml.MappingStartEvent):
+            self._start({}, event.anchor, where)
+        elif isinstance(event, yaml.SequenceStartEvent):
+            self._start([], event.anchor, where)
         elif isinstance(event, yaml.CollectionEndEvent):
             self._end()
 
@@ -246,8 +242,7 @@ class _Builder:
         if event.anchor not in self._anchors:
             raise ConfigError(
                 f"{where}: *{shortened(str(event.anchor))} refers to no anchor that ends "
-                "before it; "
-                "text that begins with * must be quoted"
+                "before it; text that begins with * must be quoted"
             )
         node, count = self._anchors[event.anchor]
         self._add(dataclasses.replace(node, where=where), None, count)
@@ -267,15 +262,13 @@ class _Builder:
 
     def _end(self) -> None:
         frame = self._stack.pop()
-        self._add(
-            Node(frame.value, frame.where),
-            frame.anchor,
-            self._nodes - frame.nodes_before + 1,
-            fresh=1,
-        )
+        inside = self._nodes - frame.nodes_before
+        self._nodes -= inside
+        self._add(Node(frame.value, frame.where), frame.anchor, inside + 1)
 
-    def _add(self, node: Node, anchor: str | None, count: int, fresh: int | None = None) -> None:
-        self._nodes += count if fresh is None else fresh
+    def _add(self, node: Node, anchor: str | None, count: int) -> None:
+        """A finished node, which with those inside it counts `count`."""
+        self._nodes += count
         if self._nodes > MAX_NODES:
             raise ConfigError(
                 f"{node.where}: more than {MAX_NODES} values when aliases are written "
@@ -286,9 +279,9 @@ class _Builder:
             self.root = node
         elif isinstance(frame.value, list):
             frame.value.append(node)
+        elif frame.key is None:
+            raise ConfigError(f"{node.where}: a key must be text; an alias (*) cannot be one")
         else:
-            if frame.key is None:
-                raise ConfigError(f"{node.where}: a key must be text; an alias (*) cannot be one")
             frame.value[frame.key] = dataclasses.replace(node, where=frame.key_where)
             frame.key = None
         if anchor:

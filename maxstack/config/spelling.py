@@ -1,4 +1,4 @@
-"""The word that a person may have meant: nearest by edits, and the sentence that offers it."""
+"""Suggestions for a misspelt word: the nearest by edits, and the sentence that offers it."""
 
 import os
 from collections.abc import Iterable
@@ -7,8 +7,8 @@ LONGEST = 200
 
 
 def edits(a: str, b: str) -> int:
-    """Insertions, deletions, substitutions and swaps of neighbours from `a` to `b`, no place edited
-    twice (optimal string alignment)."""
+    """The least number of insertions, deletions, substitutions and swaps of neighbours from `a` to
+    `b`, no letter edited twice (optimal string alignment)."""
     before: list[int] = []
     row = list(range(len(b) + 1))
     for i, char in enumerate(a, 1):
@@ -25,17 +25,16 @@ def edits(a: str, b: str) -> int:
 def nearest(word: object, words: Iterable[str], count: int = 1) -> list[str]:
     """At most `count` of the words that a person who typed `word` may have meant, best first.
 
-    A word is near if a third of the longer one's letters differ or fewer; one that begins with
-    `word` counts as one edit away. Of equally near ones, the one that agrees longest from the start
-    comes first, then the one that agrees longest from the end, then the one with the nearer
-    letters, as int8 is to int7. Where none is near, those come that `word` abbreviates, as lr does
-    learning_rate, or that abbreviate it.
+    A word is near if at most a third of the longer word's letters differ; a word that begins with
+    `word` counts as a single edit away. Equally near words come in the order of the longest common
+    beginning, the longest common end, and the nearest letters, as int8 is to int7. If none is near:
+    the words that `word` abbreviates, as lr does learning_rate, or that abbreviate it.
     """
     typed = str(word).lower()
     if len(typed) > LONGEST:
         return []
     near: list[tuple[tuple[int, ...], str]] = []
-    short: list[tuple[tuple[int, ...], str]] = []
+    abbreviations: list[tuple[tuple[int, ...], str]] = []
     for candidate in dict.fromkeys(map(str, words)):
         name = candidate.lower()
         most = max(1, max(len(typed), len(name)) // 3)
@@ -43,26 +42,25 @@ def nearest(word: object, words: Iterable[str], count: int = 1) -> list[str]:
         if len(typed) > 2 and name.startswith(typed):
             distance = min(distance, 1)
         if distance <= most:
-            ends = [
-                len(os.path.commonprefix(pair))
-                for pair in ((typed, name), (typed[::-1], name[::-1]))
-            ]
+            start = len(os.path.commonprefix([typed, name]))
+            end = len(os.path.commonprefix([typed[::-1], name[::-1]]))
             apart = sum(abs(ord(a) - ord(b)) for a, b in zip(typed, name, strict=False))
-            near.append(((distance, -ends[0], -ends[1], apart), candidate))
+            near.append(((distance, -start, -end, apart), candidate))
         elif _abbreviates(typed, name) or _abbreviates(name, typed):
-            short.append(((abs(len(typed) - len(name)),), candidate))
-    return [candidate for _, candidate in sorted(near or short, key=lambda entry: entry[0])[:count]]
+            abbreviations.append(((abs(len(typed) - len(name)),), candidate))
+    ranked = sorted(near or abbreviations, key=lambda entry: entry[0])
+    return [candidate for _, candidate in ranked[:count]]
 
 
 def did_you_mean(word: object, words: Iterable[str], count: int = 1) -> str:
-    """`; did you mean X?`, or of X, Y and Z where `count` allows more, or nothing."""
+    """`; did you mean X or Y?` of at most `count` of the words; empty if none is near."""
     best = nearest(word, words, count)
     return f"; did you mean {' or '.join(best)}?" if best else ""
 
 
 def _abbreviates(short: str, long: str) -> bool:
-    """Whether the letters of `short` stand in `long` in their order, the first one first."""
+    """The letters of `short` come in `long` in their order, the first letter first."""
+    if not 1 < len(short) < len(long) or short[0] != long[0]:
+        return False
     rest = iter(long)
-    return (
-        1 < len(short) < len(long) and short[0] == long[0] and all(char in rest for char in short)
-    )
+    return all(char in rest for char in short)

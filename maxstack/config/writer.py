@@ -1,4 +1,4 @@
-"""Writing plain data as YAML that reader.py reads back unchanged."""
+"""Plain data as YAML that reader.py reads back unchanged."""
 
 import math
 import re
@@ -13,8 +13,8 @@ Path = tuple[str | int, ...]
 
 
 def write_yaml(value: Any, indent: int = 0, path: Path = ()) -> Iterator[tuple[str, Path | None]]:
-    """Lines of block style, each with the path of the value that it ends with, None if the value
-    goes on below."""
+    """Lines of block style, each with the path of the value at its end, None if the value goes on
+    below."""
     space = " " * indent
     if isinstance(value, dict) and value:
         for key, item in value.items():
@@ -39,13 +39,10 @@ def write_yaml(value: Any, indent: int = 0, path: Path = ()) -> Iterator[tuple[s
 def inline(value: Any) -> str:
     """The value on one line, in flow style."""
     if isinstance(value, dict):
-        return (
-            "{"
-            + ", ".join(f"{_text(str(key))}: {inline(item)}" for key, item in value.items())
-            + "}"
-        )
+        items = ", ".join(f"{_text(str(key))}: {inline(item)}" for key, item in value.items())
+        return f"{{{items}}}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(inline(item) for item in value)}]"
+        return f"[{', '.join(map(inline, value))}]"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, float) and math.isinf(value):
@@ -60,9 +57,9 @@ def _is_short(value: Any) -> bool:
 
 
 def _text(text: str) -> str:
-    return (
-        text if _PLAIN.fullmatch(text) and _is_text(text) else f'"{"".join(map(_escaped, text))}"'
-    )
+    if _PLAIN.fullmatch(text) and _is_text(text):
+        return text
+    return f'"{"".join(map(_escaped, text))}"'
 
 
 def _is_text(text: str) -> bool:
@@ -78,10 +75,6 @@ def _escaped(char: str) -> str:
     code = ord(char)
     if char == " " or (char.isprintable() and code != 0xFEFF):
         return char
-    return (
-        f"\\x{code:02x}"
-        if code < 0x100
-        else f"\\u{code:04x}"
-        if code < 0x10000
-        else f"\\U{code:08x}"
-    )
+    if code < 0x100:
+        return f"\\x{code:02x}"
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

@@ -22,8 +22,8 @@ def make_feed(
     the `fields` that an objective needs.
 
     Training repeats forever. With `evaluation` the held-out documents pass once, in order, and
-    batches carry `bytes`, those of text that each target stands for (NaN: not known); rows past the
-    end are padding. `whole` also evaluates sources that hold nothing out, all of them (for
+    batches carry `bytes`, how many bytes of text each target stands for (NaN: not known); rows past
+    the end are padding. `whole` also evaluates all documents of sources that hold nothing out (for
     `eval.data`). DataError if a source or tokenizer cannot be used.
     """
     from maxstack.data.feed import Feed
@@ -32,8 +32,9 @@ def make_feed(
 
 
 def fits(cfg: "DataConfig", vocab: int) -> None:
-    """DataError if the tokenizer or a token source of `cfg` has ids beyond a model's `vocab`
-    embedding rows."""
-    from maxstack.data.tokenizers import check_vocab
+    """DataError if the tokenizer of `cfg`, which synthetic sources do not need, has ids beyond a
+    model's `vocab` embedding rows."""
+    from maxstack.data.tokenizers import check_fits, open_tokenizer
 
-    check_vocab(cfg, vocab)
+    if any(source.kind != "synthetic" for source in cfg.sources):
+        check_fits(open_tokenizer(cfg.tokenizer), vocab)

@@ -1,31 +1,31 @@
 """Documents of a source, as tokens or texts, and which of them are held out."""
 
 import hashlib
+import sys
 from abc import ABC, abstractmethod
 from typing import Literal, NamedTuple
 
 import numpy as np
+import tqdm
 
-from maxstack.data.files import File
+from maxstack.data.files import File, digest
 
 Split = Literal["train", "eval", "all"]
-
-
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Tokens(NamedTuple):
-    """A document that was kept as tokens."""
+    """A document stored as tokens."""
 
     ids: np.ndarray
     """int32 [N]."""
     sizes: np.ndarray | None
-    """int64 [K, 2]: a place in ids, and how many bytes of text that token stands for where these
-    are not the vocabulary's; None: not known."""
+    """int64 [K, 2]: (index in ids, bytes of text) of the tokens that stand for another number of
+    bytes than the vocabulary says; None: not known."""
 
 
 Document = bytes | np.ndarray | Tokens
-"""UTF-8 text as bytes, or token ids, int32 [N] if there never was a text."""
+"""UTF-8 text as bytes, or token ids, int32 [N] of no text."""
 
 
 class Documents(ABC):
@@ -44,11 +44,11 @@ class Documents(ABC):
 
     @abstractmethod
     def where(self, index: int) -> str:
-        """The document's file and record, for messages."""
+        """A document's file and record, for messages."""
 
     @abstractmethod
     def paths(self) -> list[str]:
-        """The files behind it."""
+        """The source's files."""
 
     @abstractmethod
     def hashes(self) -> np.ndarray:
@@ -60,7 +60,7 @@ class Documents(ABC):
 
 
 class Selection(Documents):
-    """Some of another source's documents."""
+    """Another source's documents at `indices`."""
 
     def __init__(self, documents: Documents, indices: np.ndarray):
         self.name = documents.name
@@ -82,9 +82,7 @@ class Selection(Documents):
         return self._documents.hashes()[self._indices]
 
     def identity(self) -> str:
-        return hashlib.blake2b(
-            self._indices.tobytes() + self._documents.identity().encode(), digest_size=16
-        ).hexdigest()
+        return digest(self._indices.tobytes() + self._documents.identity().encode())
 
 
 def file_hashes(files: list[File]) -> np.ndarray:
@@ -101,3 +99,11 @@ def record_hashes(file: np.uint64, count: int) -> np.ndarray:
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
+
+
+def progress(documents: int, description: str, done: int = 0) -> tqdm.tqdm:
+    """A progress bar over documents, which writes a line every ten seconds into a file."""
+    interval = 0.1 if sys.stderr.isatty() else 10
+    return tqdm.tqdm(
+        total=documents, unit=" documents", desc=description, initial=done, mininterval=interval
+    )

@@ -21,7 +21,7 @@ from maxstack.schema.data import DataConfig
 SAMPLED = 16
 """At most so many documents of a source are looked at when a run begins."""
 PATIENCE = 5.0
-"""Seconds that a feed which is closed waits for the batch that is being made."""
+"""Seconds that closing a feed waits for the batch being made."""
 
 
 class Feed:
@@ -90,12 +90,9 @@ class Feed:
         return self._state.copy()
 
     def damaged(self) -> list[str]:
-        """Lines to tell of what was passed over since the last call, each once in the life of this
-        feed.
-
-        One for every record that cannot be read, and for each source one for its first document
-        without anything to predict.
-        """
+        """Lines about documents passed over since the last call, each once in the life of this
+        feed: for every record that cannot be read, and for each source's first document without
+        anything to predict."""
         news, section = self._quarantine.news(), self._mixture.section
         lines = [f"{section}.quarantine: passed over {reason}" for reason in news.damaged.values()]
         lines += [
@@ -106,37 +103,35 @@ class Feed:
         return [line.encode(errors="backslashreplace").decode() for line in lines]
 
     def restore(self, state: np.ndarray) -> None:
-        """Continue after the batch that `state` was taken after; its rows are this feed's lanes,
-        from whatever split they come."""
+        """Continue after the batch that `state`, a row for each of this feed's lanes, was taken
+        after."""
         if state.shape != self._state.shape:
             raise DataError(
-                f"the saved position has shape {state.shape}, this feed's is "
-                f"{self._state.shape}: the batch size or the number of "
-                "data.sources changed since the checkpoint; restore them, or start a new run"
+                f"the saved position has shape {state.shape}, this feed's is {self._state.shape}: "
+                "the batch size or the number of data.sources changed since the checkpoint; "
+                "restore them, or start a new run"
             )
         self.close()
         self._state = np.array(state, np.int64)
 
     def start(self) -> None:
-        """Begin to make batches in the background; next() does it too. A thread that close() did
-        not wait for is waited for now, since two must not read the same files."""
-        if self._batches is None:
-            if self._closing:
-                self._closing.join()
-            workers, ahead = min(self._cfg.workers, len(self._lanes)), self._cfg.prefetch
-            if self._mixture.maker.REFRESHED:
-                self._rows = self._maker(slice(None))
-                self._batches = iter(_Batches(self._rows))
-            elif workers:
-                parts = [slice(worker, None, workers) for worker in range(workers)]
-                self._batches = Workers([self._maker(part) for part in parts], ahead)
-            else:
-                batches = _Batches(self._maker(slice(None)))
-                self._batches = iter(
-                    grain.experimental.ThreadPrefetchIterDataset(
-                        batches, prefetch_buffer_size=ahead
-                    )
-                )
+        """Begin to make batches in the background; next() does it too. It waits for a thread that
+        close() left behind, since two must not read the same files."""
+        if self._batches is not None:
+            return
+        if self._closing:
+            self._closing.join()
+        workers, ahead = min(self._cfg.workers, len(self._lanes)), self._cfg.prefetch
+        if self._mixture.maker.REFRESHED:
+            self._rows = self._maker(slice(None))
+            self._batches = iter(_Batches(self._rows))
+        elif workers:
+            parts = [slice(worker, None, workers) for worker in range(workers)]
+            self._batches = Workers([self._maker(part) for part in parts], ahead)
+        else:
+            batches = _Batches(self._maker(slice(None)))
+            prefetched = grain.experimental.ThreadPrefetchIterDataset
+            self._batches = iter(prefetched(batches, prefetch_buffer_size=ahead))
 
     def refresh(self, state: Any) -> None:
         """Show the training state to a row maker whose next rows depend on it."""
@@ -147,8 +142,8 @@ class Feed:
     def close(self) -> None:
         """Stop the thread or the workers. The feed may be used again.
 
-        Workers are killed, whatever they do. Where a source does not answer a thread in PATIENCE
-        seconds this says so, and leaves the thread to itself.
+        Workers are killed at once. If a source does not answer a thread in PATIENCE seconds, a line
+        says so, and the thread is left behind.
         """
         batches, self._batches = self._batches, None
         if batches is None:
@@ -171,7 +166,7 @@ class Feed:
             )
 
     def describe(self) -> list[str]:
-        """A line for each source: its name, number of documents, and marks of other systems in
+        """A line for each source: its name, number of documents, and byte order marks and CRLF in
         them."""
         return [
             f"{source.name}: {len(source)} documents{_marks(source)}"
@@ -179,12 +174,12 @@ class Feed:
         ]
 
     def identity(self) -> str:
-        """Changes when the documents of a source are other ones than before, so that saved
-        positions mean something else."""
+        """Changes when a source's documents change, and with them the meaning of saved
+        positions."""
         return " ".join(source.identity() for source in self._mixture.sources)
 
     def _maker(self, part: slice) -> Rows | EvaluationRows:
-        """What makes the rows of some of the lanes, from where the feed stands."""
+        """The maker of the rows of some of the lanes, from the feed's position on."""
         lanes, state = self._lanes[part], self._state[part]
         if self._mixture.evaluation:
             return EvaluationRows(self._mixture, lanes, self._batch_size, state)
@@ -192,12 +187,12 @@ class Feed:
 
 
 def _marks(source: Documents) -> str:
-    """What is said of byte order marks and CRLF in a few documents, spread over a source."""
+    """Byte order marks and CRLF in a few documents, spread over a source, with advice."""
     said: dict[str, str] = {}
     for index in range(0, len(source), max(1, -(-len(source) // SAMPLED))):
         try:
             document = source[index]
-        except DataError:  # told, with its place, where it is read
+        except DataError:  # which is reported when the document is due
             continue
         if not isinstance(document, bytes):
             break  # no document of such a source is text

@@ -1,7 +1,8 @@
-"""The files behind sources: matching globs, reading compressed files, finding where the records of
-a text file begin and end."""
+"""Files of sources: matching globs, decompressing, finding where the records of a text file begin
+and end."""
 
 import codecs
+import contextlib
 import fnmatch
 import functools
 import glob
@@ -13,13 +14,14 @@ import os
 import re
 import sysconfig
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
-from maxstack.config import shortened
+from maxstack.config import shortened, storage
 from maxstack.config.errors import DataError
 from maxstack.schema.data import Files
 
@@ -28,7 +30,7 @@ _INSTALLED = ("site-packages", "dist-packages", "__pycache__")
 _ESCAPED = re.compile(r"\[([*?[])\]")
 _CHUNK = 1 << 24
 DECODE_ERRORS = {"refuse": "strict", "replace": "replace", "keep": "surrogateescape"}
-"""Of str.decode, by `encoding_errors`."""
+"""encoding_errors -> the `errors` of str.decode."""
 
 
 @dataclass(frozen=True)
@@ -43,55 +45,52 @@ class File:
 def matched(cfg: Files) -> list[File]:
     """The files of a source, sorted by key. DataError for a missing file or a glob without a
     match."""
-    excluded = {path for pattern in cfg.exclude for path in _expand(pattern)}
-    found: dict[str, File] = {}
+    files: dict[str, File] = {}
     for pattern in cfg.files:
         paths = _expand(pattern)
         if not paths:
+            start = "" if storage.is_url(pattern) else f" (relative paths start at {os.getcwd()})"
             raise DataError(
-                f"{pattern}: {_missing(pattern)} (relative paths start at "
-                f"{os.getcwd()}); correct the `files` of this source"
+                f"{pattern}: {_missing(pattern)}{start}; correct the `files` of this source"
             )
         root = _rooted(_absolute(pattern))[0]
         for path in paths:
-            found.setdefault(path, File(path, Path(os.path.relpath(path, root)).as_posix()))
-    kept = (
+            files.setdefault(path, File(path, Path(os.path.relpath(path, root)).as_posix()))
+    excluded = {path for pattern in cfg.exclude for path in _expand(pattern)}
+    anywhere = [pattern for pattern in cfg.exclude if pattern.startswith("**/")]
+    remaining = [
         file
-        for path, file in found.items()
-        if path not in excluded and not _anywhere(file, cfg.exclude)
-    )
-    files = sorted(kept, key=lambda file: (file.key, file.path))
-    if not files:
+        for path, file in files.items()
+        if path not in excluded
+        and not any(fnmatch.fnmatchcase(f"/{file.key}", pattern) for pattern in anywhere)
+    ]
+    if not remaining:
         raise DataError(
             f"{', '.join(cfg.files)}: every matching file is excluded by "
             f"{', '.join(cfg.exclude)}; this source is empty"
         )
-    return files
+    return sorted(remaining, key=lambda file: (file.key, file.path))
 
 
 def _missing(pattern: str) -> str:
-    if glob.has_magic(_absolute(pattern)):
-        return "the glob matches no file"
-    if os.path.isdir(_absolute(pattern)):
+    path = _absolute(pattern)
+    if glob.has_magic(path):
+        bucket = ", or there is no such bucket" if storage.is_url(path) else ""
+        return f"the glob matches no file{bucket}"
+    if storage.kind(path) == "directory":
         return f"is a folder; {pattern.rstrip('/')}/** means all files in it"
-    return (
-        "is a pipe, a socket or a device, and only files can be read in any order"
-        if os.path.exists(_absolute(pattern))
-        else "no such file"
-    )
+    if storage.kind(path) is None:
+        return "no such file"
+    return "is a pipe, a socket or a device, and only files can be read in any order"
 
 
-def _anywhere(file: File, patterns: Sequence[str]) -> bool:
-    """Whether a pattern that begins with **/ matches the file's path below the fixed part of its
-    glob."""
-    return any(
-        pattern.startswith("**/") and fnmatch.fnmatchcase(f"/{file.key}", pattern)
-        for pattern in patterns
-    )
+def digest(data: bytes) -> str:
+    """A hash of 128 bits, in hexadecimal digits."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def brief(text: object) -> str:
-    """What a library says about damaged bytes as one printable line of some 300 characters."""
+    """A library's message about damaged bytes as one printable line of some 300 characters."""
     return shortened(" ".join(str(text).split()), 300)
 
 
@@ -101,35 +100,35 @@ def read(path: str) -> bytes:
 
 
 def text_of(data: bytes, cfg: Files, path: str) -> bytes:
-    """A document as `encoding_errors` and `normalize` want it. DataError, naming the file, if it is
+    """A document after `encoding_errors` and `normalize`. DataError, naming the file, if it is
     refused."""
     if cfg.encoding_errors != "keep":
         data = decoded(data, cfg, path).encode()
     if "bom" in cfg.normalize:
         data = data.removeprefix(codecs.BOM_UTF8)
-    return (
-        data.replace(b"\r\n", b"\n").replace(b"\r", b"\n") if "newlines" in cfg.normalize else data
-    )
+    if "newlines" in cfg.normalize:
+        data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    return data
 
 
 def decoded(data: bytes, cfg: Files, path: str) -> str:
-    """Text as `encoding_errors` wants it; bytes that are kept become surrogates (PEP 383)."""
+    """Text after `encoding_errors`; bytes that are kept become surrogates (PEP 383)."""
     try:
         return data.decode(errors=DECODE_ERRORS[cfg.encoding_errors])
     except UnicodeDecodeError as error:
-        if other := other_encoding(data[:4]):
-            raise DataError(f"{path}: {other}") from error
+        other = other_encoding(data[:4])
         raise DataError(
-            f"{path}: not UTF-8 at byte {error.start}: {error.reason}; convert it to "
-            "UTF-8, leave it out with "
-            "`exclude`, or set encoding_errors of this source to replace, or to keep for the bytes "
-            "tokenizer"
+            f"{path}: {other}"
+            if other
+            else f"{path}: not UTF-8 at byte {error.start}: {error.reason}; convert it to UTF-8, "
+            "leave it out with `exclude`, or set encoding_errors of this source to replace, or to "
+            "keep for the bytes tokenizer"
         ) from error
 
 
 def other_encoding(begin: bytes) -> str | None:
-    """What to do about text whose first four bytes are those of UTF-16 or UTF-32: a byte order
-    mark, or the zeros of characters below U+0100 (The Unicode Standard, section 23.8)."""
+    """Advice on text whose first four bytes are those of UTF-16 or UTF-32: a byte order mark, or
+    the zeros of characters below U+0100 (The Unicode Standard, section 23.8)."""
     marks = {
         codecs.BOM_UTF32_LE: "UTF-32",
         codecs.BOM_UTF32_BE: "UTF-32",
@@ -137,64 +136,85 @@ def other_encoding(begin: bytes) -> str | None:
         codecs.BOM_UTF16_BE: "UTF-16",
     }
     zeros = {1: "UTF-16", 2: "UTF-16", 3: "UTF-32"}.get(begin.count(0))
-    found = next((name for mark, name in marks.items() if begin.startswith(mark)), zeros)
+    encoding = next((name for mark, name in marks.items() if begin.startswith(mark)), zeros)
+    if encoding is None:
+        return None
     return (
-        found
-        and f"not UTF-8: it begins as {found} does; convert it to UTF-8 (a file: iconv -f "
-        f"{found} -t UTF-8), or leave it out with `exclude`"
+        f"not UTF-8: it begins as {encoding} does; convert it to UTF-8 (a file: iconv -f "
+        f"{encoding} -t UTF-8), or leave it out with `exclude`"
     )
 
 
 def plain(path: str) -> str:
-    """A path to the file's plain bytes: itself, or for .gz and .zst a decompressed copy in the
-    cache folder, made once and shared by all processes.
+    """A local path to the file's plain bytes: itself, or for a URL, .gz and .zst a decompressed
+    copy in the cache folder, made once and shared by all processes.
 
-    The folder is $MAXSTACK_CACHE/data, by default ~/.cache/maxstack/data; a copy belongs to one
-    path, size and modification time.
+    The copy, in $MAXSTACK_CACHE/data, belongs to one path, size and modification time.
     """
-    if not path.endswith((".gz", ".zst")):
+    is_url = storage.is_url(path)
+    if not is_url and not path.endswith((".gz", ".zst")):
         return path
     try:
-        stat = os.stat(path)
+        size, version = storage.stamp(path)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
-    identity = f"{os.path.abspath(path)}\0{stat.st_size}\0{stat.st_mtime_ns}"
-    folder = Path(os.environ.get("MAXSTACK_CACHE", "~/.cache/maxstack")).expanduser() / "data"
-    copy = folder / hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
+    identity = f"{path if is_url else os.path.abspath(path)}\0{size}\0{version}"
+    copy = storage.cache_folder() / "data" / digest(identity.encode())
     if not copy.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        unfinished = copy.with_name(f"{copy.name}.{os.getpid()}.part")
         try:
-            with open(unfinished, "wb") as file:
+            with storage.replacing(str(copy)) as unfinished, open(unfinished, "wb") as file:
                 for piece in _pieces(path):
                     file.write(piece)
-            os.replace(unfinished, copy)
         except OSError as error:
             raise DataError(
-                f"{path}: its decompressed copy cannot be written to {folder}: {error.strerror}; "
+                f"{path}: its plain copy cannot be written to {copy.parent}: {error.strerror}; "
                 "set MAXSTACK_CACHE to a folder with room"
             ) from error
-        finally:
-            unfinished.unlink(missing_ok=True)
-        log.info("%s: decompressed once to %s (%.1f MB)", path, copy, copy.stat().st_size / 1e6)
+        log.info("%s: copied once to %s (%.1f MB)", path, copy, copy.stat().st_size / 1e6)
     return str(copy)
 
 
-def line_bounds(path: str) -> tuple[np.ndarray, np.ndarray]:
-    """Where the lines of a plain file that are not blank start and end, in bytes: two int64 arrays,
-    from one scan."""
-    size = os.path.getsize(path)
-    if not size:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+@contextlib.contextmanager
+def _mapped(path: str) -> Iterator[mmap.mmap | bytes]:
+    """A file's bytes, which memory holds as far as they are used."""
+    with open(path, "rb") as file:
+        if not os.path.getsize(path):
+            yield b""  # which no memory map holds
+            return
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            yield data
+
+
+Bounds = tuple[np.ndarray, np.ndarray]
+"""Where records start and end, in bytes: two int64 arrays."""
+
+
+def line_bounds(path: str) -> Bounds:
+    """The lines of a plain file that are not blank, from one scan."""
+    with _mapped(path) as data:
         breaks = [
             np.flatnonzero(np.frombuffer(data[at : at + _CHUNK], np.uint8) == 10) + at
-            for at in range(0, size, _CHUNK)
+            for at in range(0, len(data), _CHUNK)
         ]
-        ends = np.append(np.concatenate(breaks), size)
-        starts = np.concatenate([[0], ends[:-1] + 1])
-        short = np.flatnonzero(ends - starts < 8)
-        blank = [i for i in short if not data[starts[i] : ends[i]].strip()]
+        ends = np.concatenate([*breaks, np.array([len(data)])])
+        return _not_blank(data, np.append(0, ends[:-1] + 1), ends, shorter_than=8)
+
+
+def separated_bounds(path: str, separator: bytes) -> Bounds:
+    """The documents of a plain file between matches of a regular expression, blank ones left out,
+    from one scan."""
+    with _mapped(path) as data:
+        spans = [match.span() for match in re.finditer(separator, data)]
+        starts = np.array([0, *(end for _, end in spans)], np.int64)
+        ends = np.array([*(start for start, _ in spans), len(data)], np.int64)
+        return _not_blank(data, starts, ends, shorter_than=64)
+
+
+def _not_blank(
+    data: mmap.mmap | bytes, starts: np.ndarray, ends: np.ndarray, *, shorter_than: int
+) -> Bounds:
+    short = np.flatnonzero(ends - starts < shorter_than)
+    blank = [i for i in short if not data[starts[i] : ends[i]].strip()]
     return np.delete(starts, blank), np.delete(ends, blank)
 
 
@@ -205,22 +225,6 @@ def line_number(path: str, offset: int) -> int:
         return 1 + sum(piece.count(b"\n") for piece in pieces)
 
 
-def separated_bounds(path: str, separator: bytes) -> tuple[np.ndarray, np.ndarray]:
-    """Where the documents between matches of a regular expression start and end in a plain file,
-    blank ones left out: two int64 arrays, from one scan."""
-    size = os.path.getsize(path)
-    if not size:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        spans = [match.span() for match in re.finditer(separator, data)]
-        starts = np.array([0, *(end for _, end in spans)], np.int64)
-        ends = np.array([*(start for start, _ in spans), size], np.int64)
-        blank = [
-            i for i in np.flatnonzero(ends - starts < 64) if not data[starts[i] : ends[i]].strip()
-        ]
-    return np.delete(starts, blank), np.delete(ends, blank)
-
-
 def _absolute(pattern: str) -> str:
     stdlib = glob.escape(os.path.realpath(sysconfig.get_path("stdlib")))
     return os.path.expanduser(pattern.replace("{stdlib}", stdlib))
@@ -228,58 +232,63 @@ def _absolute(pattern: str) -> str:
 
 def _expand(pattern: str) -> list[str]:
     full = _absolute(pattern)
+    root, wanted = _rooted(full)
+    if storage.is_url(full):
+        try:
+            if not glob.has_magic(full):
+                return [full] if storage.kind(full) == "file" else []
+            names = storage.names_below(root, None if "**" in wanted else len(wanted))
+        except OSError as error:
+            raise DataError(f"{pattern}: cannot be listed: {error.strerror}") from error
+        return [f"{root}/{name}" for name in names if _matches(name.split("/"), wanted)]
     if not glob.has_magic(full):
         return [os.path.normpath(full)] if os.path.isfile(full) else []
-    root, wanted = _rooted(full)
     skipped = _INSTALLED if "{stdlib}" in pattern else ()
-    return [os.path.normpath(os.path.join(root, *parts)) for parts in _walk(root, wanted, skipped)]
+    return [os.path.normpath(path) for path in _walk(root, wanted, skipped)]
 
 
 def _rooted(pattern: str) -> tuple[str, list[str]]:
     """The folder before the first wildcard, and the parts of the pattern from there on."""
-    parts = pattern.split(os.sep)
-    magic = next(
-        (i for i, part in enumerate(parts) if glob.has_magic(_ESCAPED.sub("", part))),
-        len(parts) - 1,
-    )
-    root = _ESCAPED.sub(r"\1", os.sep.join(parts[:magic])) or (
-        "/" if pattern.startswith("/") else "."
-    )
-    return root, [part for part in parts[magic:] if part]
+    scheme, mark, inside = pattern.rpartition("://")
+    parts = inside.split("/")
+    magic = (i for i, part in enumerate(parts) if glob.has_magic(_ESCAPED.sub("", part)))
+    first = next(magic, len(parts) - 1)
+    root = _ESCAPED.sub(r"\1", "/".join(parts[:first]))
+    if not root and not mark:
+        root = "/" if inside.startswith("/") else "."
+    return f"{scheme}{mark}{root}", [part for part in parts[first:] if part]
 
 
-def _walk(root: str, wanted: list[str], skipped: tuple[str, ...]) -> Iterator[list[str]]:
-    """The paths, in parts, of files below `root` that match; folders that cannot hold a match, or
-    named in `skipped`, are not entered."""
-    seen = (
-        {(place.st_dev, place.st_ino) for place in (os.stat(root),)}
-        if os.path.isdir(root)
-        else set()
-    )
-    folders: list[list[str]] = [[]]
-    while folders:
-        folder = folders.pop()
-        try:
-            entries = sorted(
-                os.scandir(os.path.join(root, *folder)), key=lambda entry: entry.name, reverse=True
-            )
-        except OSError:
-            if folder:
-                log.warning("%s cannot be listed and is left out", os.path.join(root, *folder))
-            continue
-        for entry in entries:
-            parts = [*folder, entry.name]
-            if entry.is_dir():
-                place = entry.stat()
-                if (
-                    entry.name not in skipped
-                    and _may_lead_to(parts, wanted)
-                    and (place.st_dev, place.st_ino) not in seen
-                ):
-                    seen.add((place.st_dev, place.st_ino))
-                    folders.append(parts)
-            elif _matches(parts, wanted) and entry.is_file():
-                yield parts
+def _walk(root: str, wanted: list[str], skipped: tuple[str, ...]) -> Iterator[str]:
+    """The paths of local files below `root` that match. Folders that cannot hold a match, were
+    entered by another link, or are named in `skipped` are not entered."""
+
+    def warn(error: OSError) -> None:
+        if error.filename != root:
+            log.warning("%s cannot be listed and is left out", error.filename)
+
+    entered = {_inode(root)} if os.path.isdir(root) else set()
+    for folder, folders, names in os.walk(root, followlinks=True, onerror=warn):
+        parts = [] if folder == root else os.path.relpath(folder, root).split(os.sep)
+        candidates = [
+            name
+            for name in sorted(folders)
+            if name not in skipped and _may_lead_to([*parts, name], wanted)
+        ]
+        folders.clear()
+        for name in candidates:
+            if (inode := _inode(os.path.join(folder, name))) not in entered:
+                entered.add(inode)
+                folders.append(name)
+        for name in names:
+            path = os.path.join(folder, name)
+            if _matches([*parts, name], wanted) and os.path.isfile(path):
+                yield path
+
+
+def _inode(path: str) -> tuple[int, int]:
+    status = os.stat(path)
+    return status.st_dev, status.st_ino
 
 
 def _may_lead_to(parts: list[str], wanted: list[str]) -> bool:
@@ -290,8 +299,8 @@ def _may_lead_to(parts: list[str], wanted: list[str]) -> bool:
 
 
 def _matches(parts: list[str], wanted: list[str]) -> bool:
-    """As the shell matches: ** stands for any folders, and a wildcard for no name that begins with
-    a dot."""
+    """Match of a path with a glob as in a shell: ** stands for any folders, and a wildcard for no
+    name that begins with a dot."""
     if not wanted:
         return not parts
     if wanted[0] == "**":
@@ -304,13 +313,17 @@ def _matches(parts: list[str], wanted: list[str]) -> bool:
 
 def _pieces(path: str) -> Iterator[bytes]:
     try:
-        with open(path, "rb") as file:
-            if path.endswith((".gz", ".zst")) and not os.fstat(file.fileno()).st_size:
+        with storage.open_file(path) as file:
+            stream: IO[bytes] | gzip.GzipFile = file
+            if path.endswith((".gz", ".zst")) and not file.read(1):
                 raise DataError(f"{path}: empty, which no compressed file is; it was cut short")
+            if path.endswith((".gz", ".zst")):
+                file.seek(0)
             if path.endswith(".zst"):
                 yield from _zstd_pieces(path, file)
                 return
-            stream = gzip.GzipFile(fileobj=file) if path.endswith(".gz") else file
+            if path.endswith(".gz"):
+                stream = gzip.GzipFile(fileobj=file)
             yield from iter(functools.partial(stream.read, _CHUNK), b"")
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path}: corrupt gzip data: {error}") from error

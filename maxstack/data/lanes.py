@@ -1,9 +1,9 @@
-"""Lanes: row i of every global batch is a deterministic stream of its own, whatever process or
-worker makes it.
+"""Lanes: row i of every global batch is a deterministic stream of its own, the same in any process
+or worker.
 
 Lane i of B draws, from each source's global order, the documents at positions i, B + i, 2B + i, ...
 and packs them into its rows. Its state is a few integers: documents finished per source, and the
-tokens already used of the document at hand.
+tokens already used of the current document.
 """
 
 from collections.abc import Collection, Mapping
@@ -23,7 +23,7 @@ _NAMED = 5
 
 
 class News(NamedTuple):
-    """What is to be told of documents that were passed over."""
+    """Documents that were passed over, each to be reported once."""
 
     damaged: dict[str, str]
     """Records that cannot be read, and why."""
@@ -32,48 +32,50 @@ class News(NamedTuple):
 
 
 class Quarantine:
-    """The records of one feed that are passed over. Those that cannot be read are counted and told
-    once each, and `key` allows at most `most` of them; of empty ones the first of a source is
-    told."""
+    """The records that a feed passes over. Those that cannot be read are counted and reported once
+    each, and `key` allows at most `most` of them; of empty ones the first of a source is
+    reported."""
 
     def __init__(self, most: int, key: str):
         self._most, self._key = most, key
-        self._reasons: dict[str, str] = {}
-        self._empty: dict[str, str] = {}
-        self._told = 0, 0
+        self._damaged: set[str] = set()
+        self._empty: set[str] = set()
+        self._news = News({}, {})
 
     def add(self, record: str, reason: str) -> None:
-        """Pass over a record; `reason` holds its file and its place there. DataError if it is one
-        too many."""
-        self._reasons.setdefault(record, reason)
-        if len(self._reasons) > self._most:
-            untold = list(self._reasons.values())[self._told[0] :]
-            last = (
-                f"{'; '.join(untold[-_NAMED:])}. Repair the file, leave it out with `exclude`, or "
-            )
-            if not self._most:
-                raise DataError(
-                    f"{last}set {self._key} to the number of such records that may be passed over"
-                )
+        """Pass over a record; `reason` names its file and number. DataError if there are too
+        many."""
+        if record not in self._damaged:
+            self._damaged.add(record)
+            self._news.damaged[record] = reason
+        if len(self._damaged) <= self._most:
+            return
+        reasons = "; ".join([*self._news.damaged.values()][-_NAMED:])
+        advice = f"{reasons}. Repair the file, leave it out with `exclude`, or "
+        if not self._most:
             raise DataError(
-                f"{len(self._reasons)} records cannot be read, but "
-                f"{self._key}={self._most} passes over at most that many; the last: "
-                f"{last}raise {self._key}"
+                f"{advice}set {self._key} to the number of such records that may be passed over"
             )
+        raise DataError(
+            f"{len(self._damaged)} records cannot be read, but {self._key}={self._most} passes "
+            f"over at most that many; the last: {advice}raise {self._key}"
+        )
 
     def empty(self, source: str, document: str) -> None:
-        """Pass over a document without anything to predict; `document` is its file and place."""
-        self._empty.setdefault(source, document)
+        """Pass over a document without anything to predict, by its file and number."""
+        if source not in self._empty:
+            self._empty.add(source)
+            self._news.empty[source] = document
 
     def news(self) -> News:
-        """What came since the last call."""
-        (damaged, empty), self._told = self._told, (len(self._reasons), len(self._empty))
-        return News(dict([*self._reasons.items()][damaged:]), dict([*self._empty.items()][empty:]))
+        """Documents passed over since the last call."""
+        news, self._news = self._news, News({}, {})
+        return news
 
 
 class Mixture:
-    """Which document a lane reads next: a function of the configuration, the lane and what the lane
-    has finished.
+    """The choice of a lane's next document, a function of the configuration, the lane and the
+    documents it has finished.
 
     `section`: the configuration's key of `cfg`, for messages.
     """
@@ -88,37 +90,25 @@ class Mixture:
         maker: "type[Lane] | None" = None,
     ):
         self.maker = maker or Lane
-        self.cfg, self.sources, self.batch_size, self.evaluation, self.section = (
-            cfg,
-            sources,
-            batch_size,
-            evaluation,
-            section,
-        )
+        self.cfg, self.sources, self.batch_size = cfg, sources, batch_size
+        self.evaluation, self.section = evaluation, section
         self.counters = 1 if evaluation else len(sources)
         weights = np.array([source.weight for source in cfg.sources], np.float64)
         self._shares = weights / weights.sum()
         self._ends = np.cumsum([len(source) for source in sources])
+        self.documents = int(self._ends[-1])
+        """Of all sources."""
         self._orders: list[Order] | None = None
         self._tokenizer: Tokenizer | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_orders": None, "_tokenizer": None}
 
-    @property
-    def documents(self) -> int:
-        """Documents in all sources."""
-        return int(self._ends[-1])
-
     def phase(self, lane: int) -> np.ndarray:
-        """Float64 per source in [0, 1): where in the mixture's cycle a lane starts, so that lanes
-        do not all draw from one source at once."""
-        return np.array(
-            [
-                number(f"{self.cfg.seed} mixture {lane} {source}") * 2.0**-64
-                for source in range(self.counters)
-            ]
-        )
+        """float64 per source in [0, 1): a lane's start in the mixture's cycle, so that lanes do not
+        all draw from the same source at once."""
+        seeds = [f"{self.cfg.seed} mixture {lane} {source}" for source in range(self.counters)]
+        return np.array([number(seed) * 2.0**-64 for seed in seeds])
 
     def pick(self, finished: np.ndarray, phase: np.ndarray) -> int:
         """The counter of the next document: the source that is furthest behind its share of the
@@ -128,27 +118,27 @@ class Mixture:
         return int(np.argmax(self._shares * (finished.sum() + 1) - finished + phase))
 
     def quarantine(self) -> Quarantine:
-        """An empty one."""
+        """A new, empty quarantine."""
         return Quarantine(self.cfg.quarantine, f"{self.section}.quarantine")
 
     def locate(self, counter: int, position: int) -> tuple[int, int] | None:
         """(source, index) of the document at a position of a source's global order; None past the
-        end of the one pass of an evaluation."""
+        end of an evaluation's only pass."""
         if self.evaluation:
             if position >= self.documents:
                 return None
             source = int(np.searchsorted(self._ends, position, side="right"))
             return source, position - (int(self._ends[source - 1]) if source else 0)
-        return counter, self._order(counter)[position] if self.cfg.shuffle else position % len(
-            self.sources[counter]
-        )
+        if self.cfg.shuffle:
+            return counter, self._order(counter)[position]
+        return counter, position % len(self.sources[counter])
 
     def tokens(
         self, source: int, index: int, quarantine: Quarantine
     ) -> tuple[np.ndarray, np.ndarray | None] | None:
         """A document's ids, and in an evaluation the bytes of text that each stands for.
 
-        None where it cannot be read and is passed over. DataError if it may not be.
+        None if it cannot be read and is passed over. DataError if it may not be passed over.
         """
         self._tokenizer = self._tokenizer or open_tokenizer(self.cfg.tokenizer)
         try:
@@ -162,8 +152,8 @@ class Mixture:
     def _order(self, counter: int) -> Order:
         if self._orders is None:
             self._orders = [
-                Order(f"{self.cfg.seed} shuffle {place}", len(source))
-                for place, source in enumerate(self.sources)
+                Order(f"{self.cfg.seed} shuffle {index}", len(source))
+                for index, source in enumerate(self.sources)
             ]
         return self._orders[counter]
 
@@ -199,17 +189,14 @@ class Lane:
         self._counter = 0
 
     def state(self) -> np.ndarray:
-        """int64 [K]: documents finished of each source, then tokens used of the one at hand."""
+        """int64 [K]: documents finished of each source, then tokens used of the current one."""
         return np.append(self._finished, self._offset)
 
     def restore(self, state: np.ndarray) -> None:
-        """Continue after the row that `state` was taken after; the document at hand is read again
+        """Continue after the row that `state` was taken after; the current document is read again
         when needed."""
-        self._finished, self._offset, self._document = (
-            state[:-1].astype(np.int64),
-            int(state[-1]),
-            None,
-        )
+        self._finished, self._offset = state[:-1].astype(np.int64), int(state[-1])
+        self._document = None
 
     def fill(self, row: Batch) -> None:
         """Write the next row into zeroed arrays of shape [seq_len].
@@ -219,7 +206,7 @@ class Lane:
         """
         at, segment = 0, 0
         while at < self._seq_len:
-            document = self._at_hand()
+            document = self._current()
             if document is None:
                 return
             left = len(document) - 1 - self._offset
@@ -244,37 +231,34 @@ class Lane:
         self._finished[self._counter] += 1
         self._offset, self._document = 0, None
 
-    def _at_hand(self) -> np.ndarray | None:
-        """The document to read on in; those without a target, or that cannot be read, are passed
-        over. None at the end of an evaluation."""
-        passed = 0
+    def _current(self) -> np.ndarray | None:
+        """The document to read on in; documents without a target, or that cannot be read, are
+        passed over. None at the end of an evaluation."""
+        mixture, passed = self._mixture, 0
         while self._document is None:
-            self._counter = self._mixture.pick(self._finished, self._phase)
-            position = int(self._finished[self._counter]) * self._mixture.batch_size + self._lane
-            place = self._mixture.locate(self._counter, position)
+            self._counter = mixture.pick(self._finished, self._phase)
+            position = int(self._finished[self._counter]) * mixture.batch_size + self._lane
+            place = mixture.locate(self._counter, position)
             if place is None:
                 break
-            found = self._mixture.tokens(*place, self._quarantine)
-            document, sizes = found or (None, None)
-            if document is not None and len(document) - self._offset > 1:
-                self._document, self._sizes = document, sizes
-                break
-            if document is not None and self._offset:
-                raise DataError(
-                    f"the data changed since the checkpoint: document {position} of source "
-                    f"{self._mixture.sources[self._counter].name} has {len(document)} "
-                    "tokens, fewer than were already read"
-                )
-            if document is not None and not isinstance(
-                source := self._mixture.sources[place[0]], Synthetic
-            ):
-                self._quarantine.empty(source.name, source.where(place[1]))
+            source, index = mixture.sources[place[0]], place[1]
+            document, sizes = mixture.tokens(*place, self._quarantine) or (None, None)
+            if document is not None:
+                if len(document) - self._offset > 1:
+                    self._document, self._sizes = document, sizes
+                    break
+                if self._offset:
+                    raise DataError(
+                        f"the data changed since the checkpoint: document {position} of source "
+                        f"{mixture.sources[self._counter].name} has {len(document)} "
+                        "tokens, fewer than were already read"
+                    )
+                if not isinstance(source, Synthetic):
+                    self._quarantine.empty(source.name, source.where(index))
             self._finish()
             passed += 1
-            if passed > 2 * self._mixture.documents + 100:
-                short = "; ".join(
-                    f"{source.name} (such as {source.where(0)})" for source in self._mixture.sources
-                )
+            if passed > 2 * mixture.documents + 100:
+                short = "; ".join(f"{s.name} (such as {s.where(0)})" for s in mixture.sources)
                 raise DataError(
                     "nothing to predict: every document that was drawn is shorter than "
                     f"2 tokens, from {short}"
@@ -283,19 +267,15 @@ class Lane:
 
 
 class EvaluationRows:
-    """One pass over the documents, packed into rows one after the other; a batch is the next rows,
-    so that long documents spread over all lanes.
+    """A single pass over the documents, packed into rows one after the other; a batch is the next
+    rows, so that long documents spread over all lanes.
 
-    Every process packs all rows and keeps those of its lanes. The state of each lane is that of the
-    pass.
+    Every process packs all rows and keeps those of its lanes. Each lane's state is the pass's.
     """
 
     def __init__(self, mixture: Mixture, lanes: list[int], batch_size: int, state: np.ndarray):
-        self._lanes, self._batch_size, self.quarantine = (
-            lanes,
-            batch_size,
-            mixture.quarantine(),
-        )
+        self._lanes, self._batch_size = lanes, batch_size
+        self.quarantine = mixture.quarantine()
         sizes = np.dtype((np.float32, (mixture.cfg.seq_len,)))
         self._arrays = mixture.maker.arrays(mixture.cfg) | {"bytes": sizes}
         self.row_type = _row_type(mixture, self._arrays)
@@ -306,13 +286,12 @@ class EvaluationRows:
         return len(self._lanes)
 
     def next(self) -> Batch:
-        """As Rows.next, and `bytes` float32: those of text that a target stands for."""
+        """As Rows.next, and `bytes` float32: how many bytes of text each target stands for."""
         batch = {key: np.zeros(self._batch_size, kind) for key, kind in self._arrays.items()}
         for i in range(self._batch_size):
             self._pass.fill({key: array[i, ...] for key, array in batch.items()})
-        return {key: array[self._lanes] for key, array in batch.items()} | {
-            "state": np.tile(self._pass.state(), (len(self._lanes), 1))
-        }
+        state = np.tile(self._pass.state(), (len(self._lanes), 1))
+        return {key: array[self._lanes] for key, array in batch.items()} | {"state": state}
 
     def refresh(self, state: Any) -> None:
         """Lane.refresh of the pass."""

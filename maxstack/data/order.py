@@ -1,5 +1,5 @@
-"""The global order of a source: all its documents shuffled, anew each epoch, with random access and
-nothing to store."""
+"""The global order of a source: its documents, shuffled anew each epoch, by random access without
+storage."""
 
 import functools
 import hashlib
@@ -16,10 +16,9 @@ class Order:
     """order[p] is the document at position p of an endless sequence of epochs.
 
     Grain shuffles large sources. Its index shuffle walks a domain of at least 65536 numbers, which
-    takes milliseconds a document for sources of a few, so up to that size each epoch is the order
-    of hashed numbers instead. For 4**k + 1 documents Grain 0.2.18 draws one of them twice and
-    another never: there it shuffles all but the last, which is then exchanged with a document at a
-    hashed place.
+    takes milliseconds a document for small sources, so up to that size each epoch is the order of
+    hashed numbers instead. Of 4**k + 1 documents Grain 0.2.18 draws one twice and another never:
+    there it shuffles all but the last, which is then exchanged with a document at a hashed index.
     """
 
     def __init__(self, seed: str, documents: int):

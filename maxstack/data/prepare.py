@@ -1,11 +1,10 @@
-"""Turning any source into token shards, in parallel; what is finished survives a crash."""
+"""Writing any source as token shards, in parallel; finished shards survive a crash."""
 
 import hashlib
 import json
 import math
 import os
 import re
-import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -15,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tqdm
 
-from maxstack.config import ConfigError
+from maxstack.config import ConfigError, storage
 from maxstack.config.errors import DataError
-from maxstack.data.documents import Documents, Split, Tokens
+from maxstack.data.documents import Documents, Split, Tokens, progress
+from maxstack.data.files import digest
 from maxstack.data.shards import MANIFEST, pack
 from maxstack.data.sources import open_source
 from maxstack.data.tokenizers import Tokenizer, bytes_of, open_tokenizer, sized_tokens_of
@@ -30,7 +29,7 @@ _LARGEST_SHARD = 10_000
 _FINISHED = ".finished"
 _FORMAT = 2
 _ELSEWHERE = {"name", "weight", "holdout", "files", "exclude"}
-"""Keys of a source that the documents' identity and the names of the shards answer for."""
+"""Keys of a source that the documents' identity and the names of the shards contain."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,6 @@ def prepare(cfg: DataConfig, out: str, *, workers: int = 1, shard_size: int | No
     The split eval holds what a source's `holdout` keeps from training. Shards that an earlier,
     stopped call finished are kept. ConfigError if `out` holds the shards of other data.
     """
-    folder = Path(out)
     tokenizer, splits = open_tokenizer(cfg.tokenizer), _splits(cfg)
     shards = [
         shard
@@ -59,34 +57,25 @@ def prepare(cfg: DataConfig, out: str, *, workers: int = 1, shard_size: int | No
         for shard in _shards(name, split, len(documents), shard_size)
     ]
     plan = _plan(cfg, tokenizer, splits, shards)
-    if _complete(folder, plan, shards):
+    if _complete(out, plan, shards):
         print(f"{out}: already complete")
         return
-    (folder / _FINISHED).mkdir(parents=True, exist_ok=True)
-    made = {shard.name: found for shard in shards if (found := _finished(folder, shard, plan))}
-    progress = tqdm.tqdm(
-        total=sum(shard.stop - shard.start for shard in shards),
-        unit=" documents",
-        desc=f"to {out}",
-        initial=sum(found["documents"] for found in made.values()),
-        mininterval=0.1 if sys.stderr.isatty() else 10,
-    )
-    with progress:
-        for shard, written in _write_all(
-            cfg,
-            splits,
-            [shard for shard in shards if shard.name not in made],
-            folder,
-            plan,
-            workers,
-        ):
-            made[shard.name] = written
-            progress.update(written["documents"])
+    made = {
+        shard.name: counts
+        for shard in shards
+        if (counts := _finished(out, shard, plan)) is not None
+    }
+    missing = [shard for shard in shards if shard.name not in made]
+    documents = sum(shard.stop - shard.start for shard in shards)
+    done = sum(counts["documents"] for counts in made.values())
+    with progress(documents, f"to {out}", done) as bar:
+        for shard, counts in _write_all(cfg, splits, missing, out, plan, workers):
+            made[shard.name] = counts
+            bar.update(counts["documents"])
     manifest = _manifest(cfg, tokenizer, plan, shards, made)
-    _write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))
-    for path in [*(folder / _FINISHED).iterdir(), *folder.glob(".*.part")]:
-        path.unlink()
-    (folder / _FINISHED).rmdir()
+    _write_json(storage.join(out, MANIFEST), manifest, indent=1)
+    with storage.filesystem(out) as (files, folder):
+        files.rm([f"{folder}/{_FINISHED}", *files.glob(f"{folder}/.*.part")], recursive=True)
     totals = manifest["totals"]
     print(
         f"{out}: {totals['documents']} documents, {totals['tokens']} tokens, "
@@ -99,28 +88,24 @@ def prepare(cfg: DataConfig, out: str, *, workers: int = 1, shard_size: int | No
 
 
 def _splits(cfg: DataConfig) -> list[tuple[str, Split, Documents]]:
-    found: list[tuple[str, Split, Documents]] = []
-    for place, source in enumerate(cfg.sources):
-        name = re.sub(r"[^\w.-]+", "_", source.name or f"{source.kind}-{place}")
-        name = f"{name}-{place}" if any(name == other for other, _, _ in found) else name
-        found.append((name, "train", open_source(source, place, "train")))
+    splits: list[tuple[str, Split, Documents]] = []
+    for index, source in enumerate(cfg.sources):
+        name = re.sub(r"[^\w.-]+", "_", source.name or f"{source.kind}-{index}")
+        if any(name == other for other, _, _ in splits):
+            name = f"{name}-{index}"
+        splits.append((name, "train", open_source(source, index, "train")))
         if source.holdout:
-            found.append((name, "eval", open_source(source, place, "eval")))
-    return found
+            splits.append((name, "eval", open_source(source, index, "eval")))
+    return splits
 
 
 def _shards(source: str, split: str, documents: int, size: int | None) -> list[Shard]:
     size = size or max(1, min(_LARGEST_SHARD, math.ceil(documents / 16)))
     count = math.ceil(documents / size)
+    names = [f"{source}-{split}-{n:05d}-of-{count:05d}.array_record" for n in range(count)]
     return [
-        Shard(
-            f"{source}-{split}-{n:05d}-of-{count:05d}.array_record",
-            source,
-            split,
-            n * size,
-            min(documents, (n + 1) * size),
-        )
-        for n in range(count)
+        Shard(name, source, split, n * size, min(documents, (n + 1) * size))
+        for n, name in enumerate(names)
     ]
 
 
@@ -133,54 +118,52 @@ def _plan(
     """A hash of everything that the shards depend on, the source files' sizes and times
     included."""
     files = [
-        (path, os.path.getsize(path), os.stat(path).st_mtime_ns)
-        for _, _, documents in splits
-        for path in documents.paths()
+        (path, *storage.stamp(path)) for _, _, documents in splits for path in documents.paths()
     ]
     sources = [(name, split, documents.identity()) for name, split, documents in splits]
     read = [source.model_dump(mode="json", exclude=_ELSEWHERE) for source in cfg.sources]
     described = json.dumps(
         [_FORMAT, read, tokenizer.fingerprint, sources, files, [asdict(shard) for shard in shards]]
     )
-    return hashlib.blake2b(described.encode(), digest_size=16).hexdigest()
+    return digest(described.encode())
 
 
-def _complete(folder: Path, plan: str, shards: list[Shard]) -> bool:
-    path = folder / MANIFEST
-    if not path.exists():
+def _complete(folder: str, plan: str, shards: list[Shard]) -> bool:
+    path = storage.join(folder, MANIFEST)
+    if storage.kind(path) is None:
         return False
-    manifest = json.loads(path.read_text())
+    manifest = json.loads(storage.read(path))
     if manifest.get("plan") != plan:
         raise ConfigError(
             f"{folder}: holds shards of other data (other documents, tokenizer or shard "
-            "size than this config's) "
-            "or of an older version; "
-            "choose another --out, or delete the folder"
+            "size than this config's) or of an older version; choose another --out, or delete the "
+            "folder"
         )
     return all(
-        (folder / shard.name).exists()
-        and (folder / shard.name).stat().st_size == manifest["shards"][shard.name]["size"]
+        _has_size(storage.join(folder, shard.name), manifest["shards"][shard.name]["size"])
         for shard in shards
     )
 
 
-def _finished(folder: Path, shard: Shard, plan: str) -> dict[str, Any] | None:
-    note, path = folder / _FINISHED / f"{shard.name}.json", folder / shard.name
-    if not note.exists() or not path.exists():
+def _has_size(path: str, size: int) -> bool:
+    return storage.kind(path) is not None and storage.stamp(path)[0] == size
+
+
+def _finished(folder: str, shard: Shard, plan: str) -> dict[str, Any] | None:
+    note = storage.join(folder, f"{_FINISHED}/{shard.name}.json")
+    if storage.kind(note) is None:
         return None
-    found = json.loads(note.read_text())
-    return (
-        found["shard"]
-        if found["plan"] == plan and found["shard"]["size"] == path.stat().st_size
-        else None
-    )
+    noted = json.loads(storage.read(note))
+    path = storage.join(folder, shard.name)
+    same = noted["plan"] == plan and _has_size(path, noted["shard"]["size"])
+    return noted["shard"] if same else None
 
 
 def _write_all(
     cfg: DataConfig,
     splits: list[tuple[str, Split, Documents]],
     shards: list[Shard],
-    folder: Path,
+    folder: str,
     plan: str,
     workers: int,
 ) -> Iterator[tuple[Shard, dict[str, Any]]]:
@@ -199,8 +182,7 @@ def _write_all(
         except BrokenProcessPool as error:
             raise ConfigError(
                 "a worker process died, perhaps for lack of memory; run the same command "
-                "again with fewer --workers: "
-                "finished shards are kept"
+                "again with fewer --workers: finished shards are kept"
             ) from error
         finally:
             pool.shutdown(cancel_futures=True)
@@ -209,7 +191,7 @@ def _write_all(
 class _Writer:
     """One worker process."""
 
-    context: tuple[DataConfig, dict[tuple[str, str], Documents], Path, str]
+    context: tuple[DataConfig, dict[tuple[str, str], Documents], str, str]
 
     @classmethod
     def begin(cls, *context: Any) -> None:
@@ -218,44 +200,45 @@ class _Writer:
 
     @classmethod
     def write(cls, shard: Shard) -> dict[str, Any]:
-        """Write a shard under a temporary name, rename it, then note that it is finished."""
-        from array_record.python.array_record_module import ArrayRecordWriter
-
+        """Write a shard, then note that it is finished. Its size, its hash and what it holds."""
         cfg, sources, folder, plan = cls.context
         documents, tokenizer = sources[shard.source, shard.split], open_tokenizer(cfg.tokenizer)
-        unfinished = folder / f".{shard.name}.{os.getpid()}.part"
-        counts = {"documents": shard.stop - shard.start, "tokens": 0, "bytes": 0}
-        writer = ArrayRecordWriter(str(unfinished), "group_size:1")
+        path = storage.join(folder, shard.name)
         try:
-            for index in range(shard.start, shard.stop):
-                ids, sizes = sized_tokens_of(documents, index, tokenizer)
-                if np.isnan(sizes).any():
-                    raise DataError(
-                        f"{documents.where(index)}: tokens without the size of their "
-                        "text, as older versions kept them; prepare from the text"
-                    )
-                counts["tokens"] += len(ids)
-                counts["bytes"] += int(sizes.sum(dtype=np.float64))
-                places = np.flatnonzero(sizes != bytes_of(tokenizer.token_bytes, ids))
-                writer.write(pack(Tokens(ids, np.stack([places, sizes[places]], 1))))
-            writer.close()
-            os.replace(unfinished, folder / shard.name)
+            with storage.replacing(path) as unfinished:
+                counts = _write_records(unfinished, shard, documents, tokenizer)
+            note = storage.join(folder, f"{_FINISHED}/{shard.name}.json")
+            _write_json(note, {"plan": plan, "shard": counts})
         except (RuntimeError, OSError) as error:
             raise ConfigError(
-                f"{folder / shard.name} cannot be written: {error}; finished shards are kept"
+                f"{path} cannot be written: {error}; finished shards are kept"
             ) from error
-        finally:
-            unfinished.unlink(missing_ok=True)
-        with open(folder / shard.name, "rb") as file:
-            written = counts | {
-                "size": os.path.getsize(file.name),
-                "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
-            }
-            os.fsync(file.fileno())
-        _write_atomically(
-            folder / _FINISHED / f"{shard.name}.json", json.dumps({"plan": plan, "shard": written})
-        )
-        return written
+        return counts
+
+
+def _write_records(
+    path: Path, shard: Shard, documents: Documents, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    counts = {"documents": shard.stop - shard.start, "tokens": 0, "bytes": 0}
+    writer = ArrayRecordWriter(str(path), "group_size:1")
+    for index in range(shard.start, shard.stop):
+        ids, sizes = sized_tokens_of(documents, index, tokenizer)
+        if np.isnan(sizes).any():
+            raise DataError(
+                f"{documents.where(index)}: tokens without the size of their "
+                "text, as older versions kept them; prepare from the text"
+            )
+        counts["tokens"] += len(ids)
+        counts["bytes"] += int(sizes.sum(dtype=np.float64))
+        special = np.flatnonzero(sizes != bytes_of(tokenizer.token_bytes, ids))
+        writer.write(pack(Tokens(ids, np.stack([special, sizes[special]], 1))))
+    writer.close()
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        return counts | {"size": os.path.getsize(path), "sha256": sha256}
 
 
 def _manifest(
@@ -285,7 +268,6 @@ def _manifest(
     }
 
 
-def _write_atomically(path: Path, text: str) -> None:
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.part")
-    unfinished.write_text(text)
-    os.replace(unfinished, path)
+def _write_json(path: str, value: Any, indent: int | None = None) -> None:
+    with storage.replacing(path) as unfinished:
+        unfinished.write_text(json.dumps(value, indent=indent))

@@ -2,24 +2,27 @@
 Bagz."""
 
 import contextlib
-import hashlib
 import json
 import os
 import re
 from abc import abstractmethod
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
+from maxstack.config import storage
 from maxstack.config.annotations import listed
 from maxstack.config.errors import DataError
 from maxstack.data.documents import Document, Documents, file_hashes, record_hashes
 from maxstack.data.files import (
     DECODE_ERRORS,
+    Bounds,
     File,
     brief,
     decoded,
+    digest,
     line_bounds,
     line_number,
     matched,
@@ -28,31 +31,33 @@ from maxstack.data.files import (
     separated_bounds,
     text_of,
 )
-from maxstack.schema.data import (
-    ArrayRecordSource,
-    BagzSource,
-    Files,
-    JsonlSource,
-    ParquetSource,
-    TextSource,
-)
+from maxstack.data.shards import check_size, refuse_as_text, unpack
+from maxstack.schema.data import Files, JsonlSource, ParquetSource, TextSource
 
+_DOWNLOADS = 8
 _OPEN_FILES = 64
 _CACHED_BYTES = 1 << 28
+_SHORTER = "the file became shorter while it was in use"
 
 
 class Records(Documents):
     """Files of records. A subclass counts a file's records, opens it, and reads a record from what
     it opened."""
 
+    LOCAL = True
+    """Files are read from a local, plain copy."""
+
     def __init__(self, cfg: Files):
         self._cfg: Any = cfg
         self._files: list[File] = matched(cfg)
-        self._sizes: list[int] = []
-        self._ends = np.cumsum(
-            [self._counted(file) for file in range(len(self._files))], dtype=np.int64
-        )
+        self._paths = [file.path for file in self._files]
+        if self.LOCAL:
+            with ThreadPoolExecutor(_DOWNLOADS) as pool:
+                self._paths = list(pool.map(plain, self._paths))
         self._opened: OrderedDict[int, Any] = OrderedDict()
+        self._sizes: list[int] = []
+        counts = [self._counted(file) for file in range(len(self._files))]
+        self._ends = np.cumsum(counts, dtype=np.int64)
 
     @abstractmethod
     def _count(self, file: int) -> int:
@@ -60,12 +65,12 @@ class Records(Documents):
 
     @abstractmethod
     def _open(self, file: int) -> Any:
-        """Whatever _read needs to read records of `file`."""
+        """The object from which _read reads records of `file`."""
 
     @abstractmethod
     def _read(self, opened: Any, file: int, record: int) -> Document:
-        """A record of an open file. DataError, in whose place the caller names file and record, or
-        any other exception if it cannot be read."""
+        """A record of an open file. Any exception if it cannot be read; the caller adds file and
+        record."""
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -79,11 +84,9 @@ class Records(Documents):
                 self._opened[file] = self._open(file)
             self._opened.move_to_end(file)
             document = self._read(self._opened[file], file, record)
-            return (
-                text_of(document, self._cfg, self._files[file].path)
-                if isinstance(document, bytes)
-                else document
-            )
+            if isinstance(document, bytes):
+                return text_of(document, self._cfg, self._files[file].path)
+            return document
         except Exception as error:  # readers raise all kinds of exceptions over damaged bytes
             raise DataError(f"{self._where(file, record)}: {self._reason(error, file)}") from error
 
@@ -96,44 +99,38 @@ class Records(Documents):
 
     def hashes(self) -> np.ndarray:
         counts = np.diff(self._ends, prepend=0)
-        return np.concatenate(
-            [
-                record_hashes(key, int(count))
-                for key, count in zip(file_hashes(self._files), counts, strict=True)
-            ]
-        )
+        files = zip(file_hashes(self._files), counts, strict=True)
+        return np.concatenate([record_hashes(key, int(count)) for key, count in files])
 
     def identity(self) -> str:
-        described = "\0".join(
-            f"{file.key} {end}" for file, end in zip(self._files, self._ends, strict=True)
-        )
-        return hashlib.blake2b(described.encode(), digest_size=16).hexdigest()
+        files = zip(self._files, self._ends, strict=True)
+        described = "\0".join(f"{file.key} {end}" for file, end in files)
+        return digest(described.encode())
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_opened": OrderedDict()}
 
     def _counted(self, file: int) -> int:
         try:
-            self._sizes.append(os.path.getsize(self._files[file].path))
+            if self.LOCAL:
+                self._sizes.append(os.path.getsize(self._paths[file]))
             return self._count(file)
         except OSError as error:
             raise DataError(f"{self._files[file].path}: {self._reason(error, file)}") from error
 
     def _reason(self, error: Exception, file: int) -> str:
-        """What an error says, but for the file's name."""
+        """An error's message without the file's name."""
         if isinstance(error, DataError):
             return brief(str(error).removeprefix(f"{self._files[file].path}: "))
-        said = (
-            error.strerror
-            if isinstance(error, OSError) and error.strerror
-            else f"{type(error).__name__}: {error}"
-        )
-        return f"cannot be read: {brief(said)}"
+        message = f"{type(error).__name__}: {error}"
+        if isinstance(error, OSError) and error.strerror:
+            message = error.strerror
+        return f"cannot be read: {brief(message)}"
 
-    def _became_shorter(self, file: int) -> None:
+    def _refuse_shorter(self, file: int) -> None:
         """DataError if a file has fewer bytes than when its records were counted."""
-        if os.path.getsize(self._files[file].path) < self._sizes[file]:
-            raise DataError("the file became shorter while it was in use")
+        if os.path.getsize(self._paths[file]) < self._sizes[file]:
+            raise DataError(_SHORTER)
 
     def _locate(self, index: int) -> tuple[int, int]:
         file = int(np.searchsorted(self._ends, index, side="right"))
@@ -163,33 +160,33 @@ class Spans(Records):
     """Plain text files cut at byte offsets that one scan at the start finds."""
 
     def __init__(self, cfg: TextSource | JsonlSource):
-        self._spans: list[tuple[np.ndarray, np.ndarray]] = []
+        self._spans: list[Bounds] = []
         super().__init__(cfg)
 
     @abstractmethod
-    def _bounds(self, path: str) -> tuple[np.ndarray, np.ndarray]:
-        """Where records start and end."""
+    def _bounds(self, path: str) -> Bounds:
+        """The records of a plain file."""
 
     def _count(self, file: int) -> int:
-        self._spans.append(self._bounds(plain(self._files[file].path)))
+        self._spans.append(self._bounds(self._paths[file]))
         return len(self._spans[file][0])
 
     def _open(self, file: int) -> Any:
-        return open(plain(self._files[file].path), "rb")
+        return open(self._paths[file], "rb")
 
     def _read(self, opened: Any, file: int, record: int) -> bytes:
         start, end = (int(bound[record]) for bound in self._spans[file])
         opened.seek(start)
         data = opened.read(end - start)
         if len(data) < end - start:
-            raise DataError("the file became shorter while it was in use")
+            raise DataError(_SHORTER)
         return data
 
     def _reason(self, error: Exception, file: int) -> str:
-        """Of a file in another encoding, its encoding: lines of it are damaged in all kinds of
+        """The encoding of a file in another one, since its lines are damaged in all kinds of
         ways."""
         if isinstance(error, DataError):
-            with contextlib.suppress(OSError, DataError), self._open(file) as opened:
+            with contextlib.suppress(OSError), self._open(file) as opened:
                 if other := other_encoding(opened.read(4)):
                     return other
         return super()._reason(error, file)
@@ -198,18 +195,17 @@ class Spans(Records):
 class Separated(Spans):
     """Text files whose documents stand between separators."""
 
-    def _bounds(self, path: str) -> tuple[np.ndarray, np.ndarray]:
+    def _bounds(self, path: str) -> Bounds:
         separator = re.escape(self._cfg.separator.encode())
-        any_newline = "newlines" in self._cfg.normalize
-        return separated_bounds(
-            path, separator.replace(b"\\\n", b"(?:\r\n?|\n)") if any_newline else separator
-        )
+        if "newlines" in self._cfg.normalize:
+            separator = separator.replace(b"\\\n", b"(?:\r\n?|\n)")
+        return separated_bounds(path, separator)
 
 
 class Jsonl(Spans):
     """A JSON object a line, with the text under one key."""
 
-    def _bounds(self, path: str) -> tuple[np.ndarray, np.ndarray]:
+    def _bounds(self, path: str) -> Bounds:
         return line_bounds(path)
 
     def _read(self, opened: Any, file: int, record: int) -> bytes:
@@ -218,31 +214,30 @@ class Jsonl(Spans):
             value = json.loads(line.removeprefix("\ufeff"))
         except (ValueError, RecursionError) as error:
             raise DataError(f"not JSON: {error}") from error
-        if not isinstance(value, dict) or self._cfg.field not in value:
-            got = (
-                f"it has {brief(', '.join(map(repr, value)))}"
-                if isinstance(value, dict)
-                else f"the line is a {type(value).__name__}"
-            )
-            raise DataError(
-                f"no key '{self._cfg.field}'; {got}. Set `field` to the key of the text"
-            )
-        return self._utf8(value[self._cfg.field])
+        if isinstance(value, dict) and self._cfg.field in value:
+            return self._utf8(value[self._cfg.field])
+        content = f"the line is a {type(value).__name__}"
+        if isinstance(value, dict):
+            content = f"it has {brief(', '.join(map(repr, value)))}"
+        raise DataError(
+            f"no key '{self._cfg.field}'; {content}. Set `field` to the key of the text"
+        )
 
     def _where(self, file: int, record: int) -> str:
-        """JSON lines are known by their line number, blank lines included, as long as the file can
-        be read up to there."""
-        path, start = self._files[file].path, int(self._spans[file][0][record])
+        """The line number, blank lines included, as long as the file can be read up to there."""
         try:
-            self._became_shorter(file)
-            return f"{path}: line {line_number(plain(path), start)}"
+            self._refuse_shorter(file)
+            number = line_number(self._paths[file], int(self._spans[file][0][record]))
         except (OSError, DataError):
             return super()._where(file, record)
+        return f"{self._files[file].path}: line {number}"
 
 
 class Parquet(Records):
     """A string column of Parquet files. Row groups are decoded whole; the latest 256 MiB of them
     are kept."""
+
+    LOCAL = False
 
     def __init__(self, cfg: ParquetSource):
         self._groups: list[np.ndarray] = []
@@ -253,16 +248,11 @@ class Parquet(Records):
         return super().__getstate__() | {"_decoded": OrderedDict()}
 
     def _count(self, file: int) -> int:
-        opened = self._open(file)
-        meta = opened.metadata
-        self._groups.append(
-            np.cumsum(
-                [meta.row_group(group).num_rows for group in range(meta.num_row_groups)],
-                dtype=np.int64,
-            )
-        )
-        opened.close()
-        return meta.num_rows
+        with self._open(file) as opened:
+            meta = opened.metadata
+            rows = [meta.row_group(group).num_rows for group in range(meta.num_row_groups)]
+            self._groups.append(np.cumsum(rows, dtype=np.int64))
+            return meta.num_rows
 
     def _open(self, file: int) -> Any:
         try:
@@ -272,9 +262,12 @@ class Parquet(Records):
             raise DataError(
                 "Parquet files need the pyarrow package: pip install 'maxstack[parquet]'"
             ) from error
-        path = self._files[file].path
+        path = self._paths[file]
         try:
-            opened = pyarrow.parquet.ParquetFile(path, page_checksum_verification=True)
+            opened = pyarrow.parquet.ParquetFile(
+                storage.open_file(path) if storage.is_url(path) else path,
+                page_checksum_verification=True,
+            )
             names = opened.schema_arrow.names
         except (OSError, ValueError, pyarrow.ArrowException) as error:
             raise DataError(f"{path}: not a readable Parquet file: {brief(error)}") from error
@@ -305,29 +298,20 @@ class Parquet(Records):
             column = opened.read_row_group(group, columns=[self._cfg.field]).column(0)
             if pyarrow.types.is_dictionary(column.type):
                 column = column.cast(column.type.value_type)
-            return column.cast(pyarrow.large_binary()) if _is_text(column.type) else column
+            if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type):
+                return column.cast(pyarrow.large_binary())  # whose UTF-8 text_of checks
+            return column
         except (OSError, pyarrow.ArrowException) as error:
             raise DataError(f"its row group {group} is corrupt: {error}") from error
-
-
-def _is_text(kind: Any) -> bool:
-    """Whether a column is of strings; these are checked where those of the other sources are."""
-    import pyarrow.types as types
-
-    return types.is_string(kind) or types.is_large_string(kind)
 
 
 class ArrayRecords(Records):
     """ArrayRecord files of UTF-8 text or of tokens; a manifest.json beside token files is checked
     against the file sizes."""
 
-    def __init__(self, cfg: ArrayRecordSource):
-        super().__init__(cfg)
-
     def _count(self, file: int) -> int:
-        from maxstack.data.shards import check_size, refuse_as_text
-
-        (check_size if self._cfg.content == "tokens" else refuse_as_text)(self._files[file].path)
+        check = check_size if self._cfg.content == "tokens" else refuse_as_text
+        check(self._files[file].path)
         reader = self._open(file)
         count = reader.num_records()
         reader.close()
@@ -336,12 +320,11 @@ class ArrayRecords(Records):
     def _open(self, file: int) -> Any:
         from array_record.python.array_record_module import ArrayRecordReader
 
-        path = self._files[file].path
-        reader = ArrayRecordReader(path, "readahead_buffer_size:0")
+        reader = ArrayRecordReader(self._paths[file], "readahead_buffer_size:0")
         if not reader.ok():
             raise DataError(
-                f"{path}: not an intact ArrayRecord file ({os.path.getsize(path)} bytes; "
-                "cut short, or of another format)"
+                f"{self._files[file].path}: not an intact ArrayRecord file "
+                f"({os.path.getsize(self._paths[file])} bytes; cut short, or of another format)"
             )
         return reader
 
@@ -350,20 +333,13 @@ class ArrayRecords(Records):
             (data,) = opened.read([record])
         except (RuntimeError, ValueError) as error:
             raise DataError(f"corrupt: {error}") from error
-        if not data:  # so the library reads whatever lies past the end of the file
-            self._became_shorter(file)
-        if self._cfg.content == "text":
-            return data
-        from maxstack.data.shards import unpack
-
-        return unpack(data, self._files[file].path)
+        if not data:  # the library's answer for what lies past the end of the file
+            self._refuse_shorter(file)
+        return data if self._cfg.content == "text" else unpack(data, self._files[file].path)
 
 
 class Bagz(Records):
     """Bagz files of UTF-8 text."""
-
-    def __init__(self, cfg: BagzSource):
-        super().__init__(cfg)
 
     def _count(self, file: int) -> int:
         return len(self._open(file))
@@ -375,16 +351,15 @@ class Bagz(Records):
             raise DataError(
                 "Bagz files need the bagz package: pip install 'maxstack[bagz]'"
             ) from error
-        path = self._files[file].path
         try:
-            return bagz.Reader(path)
+            return bagz.Reader(self._paths[file])
         except (ValueError, OSError, RuntimeError) as error:
+            path = self._files[file].path
             raise DataError(f"{path}: not an intact Bagz file: {brief(error)}") from error
 
     def _read(self, opened: Any, file: int, record: int) -> bytes:
-        self._became_shorter(
-            file
-        )  # the file is mapped into memory: reading past its end would end the process
+        # The file is mapped into memory: reading past its end would end the process.
+        self._refuse_shorter(file)
         try:
             return opened[record]
         except (ValueError, OSError, RuntimeError) as error:

@@ -3,12 +3,11 @@
 import functools
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from maxstack.config import quoted
+from maxstack.config import quoted, storage
 from maxstack.config.errors import DataError
 from maxstack.data.documents import Tokens
 from maxstack.schema.data import Tokenizer as TokenizerConfig
@@ -61,10 +60,10 @@ def check_size(path: str) -> None:
             f"{path}: not listed in the {MANIFEST} beside it; it belongs to other data: "
             "remove it or narrow `files`"
         )
-    if listed["size"] != os.path.getsize(path):
+    size = storage.stamp(path)[0]
+    if listed["size"] != size:
         raise DataError(
-            f"{path}: {os.path.getsize(path)} bytes, but {MANIFEST} says "
-            f"{listed['size']}; copy it again, "
+            f"{path}: {size} bytes, but {MANIFEST} says {listed['size']}; copy it again, "
             "or run `maxstack data prepare` again"
         )
 
@@ -82,15 +81,11 @@ def refuse_as_text(path: str) -> None:
 def refuse_held_out(paths: list[str]) -> None:
     """DataError if training would read a shard that holds held-out documents."""
     for path in paths:
-        manifest = _manifest(os.path.dirname(path))
-        if (
-            manifest is not None
-            and manifest["shards"].get(os.path.basename(path), {}).get("split") == "eval"
-        ):
+        manifest = _manifest(os.path.dirname(path)) or {"shards": {}}
+        if manifest["shards"].get(os.path.basename(path), {}).get("split") == "eval":
             raise DataError(
                 f"{path}: held-out documents among those to train on; narrow `files` to "
-                "*-train-*.array_record, "
-                "and give *-eval-*.array_record to eval.data"
+                "*-train-*.array_record, and give *-eval-*.array_record to eval.data"
             )
 
 
@@ -104,25 +99,28 @@ def check_tokenizer(paths: list[str], cfg: TokenizerConfig) -> None:
             made = manifest["tokenizer"]
             raise DataError(
                 f"{folder}: these shards were made by tokenizer {made['name']} "
-                f"({made['fingerprint']}), data.tokenizer is "
-                f"{tokenizer.name} ({tokenizer.fingerprint}); configure the tokenizer "
-                "that they were made by, with the same bos and eos"
+                f"({made['fingerprint']}), data.tokenizer is {tokenizer.name} "
+                f"({tokenizer.fingerprint}); configure the tokenizer that they were made by, with "
+                "the same bos and eos"
             )
 
 
 def _manifest(folder: str) -> dict[str, Any] | None:
-    path = Path(folder) / MANIFEST
-    return _read_manifest(str(path), path.stat().st_mtime_ns) if path.exists() else None
+    path = storage.join(folder, MANIFEST)
+    try:
+        return _read_manifest(path, storage.stamp(path))
+    except FileNotFoundError:
+        return None
 
 
 @functools.lru_cache(maxsize=16)
-def _read_manifest(path: str, modified: int) -> dict[str, Any]:
+def _read_manifest(path: str, stamp: tuple[int, int | str]) -> dict[str, Any]:
     try:
-        manifest = json.loads(Path(path).read_text())
+        manifest = json.loads(storage.read(path))
         if not isinstance(manifest["shards"], dict) or not isinstance(
             manifest["tokenizer"]["fingerprint"], str
         ):
-            raise DataError(f"{path}: not a manifest of `maxstack data prepare`")
+            raise ValueError("no shards and tokenizer")
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise DataError(
             f"{path}: not a manifest of `maxstack data prepare` ({quoted(error)}); move "

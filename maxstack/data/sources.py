@@ -1,13 +1,11 @@
-"""Sources of documents: random access by index, a stable hash of each document's key for the
-holdout. Many documents a file: records.py."""
-
-import hashlib
+"""Opening sources of documents, and their splits by a stable hash of each document's key. Files of
+many documents each: records.py."""
 
 import numpy as np
 
 from maxstack.config.errors import DataError
 from maxstack.data.documents import Documents, Selection, Split, file_hashes, record_hashes
-from maxstack.data.files import matched, read, text_of
+from maxstack.data.files import digest, matched, read, text_of
 from maxstack.schema.data import (
     AnySource,
     ArrayRecordSource,
@@ -40,9 +38,8 @@ class WholeFiles(Documents):
         return file_hashes(self._files)
 
     def identity(self) -> str:
-        return hashlib.blake2b(
-            "\0".join(file.key for file in self._files).encode(), digest_size=16
-        ).hexdigest()
+        keys = "\0".join(file.key for file in self._files)
+        return digest(keys.encode())
 
 
 class Synthetic(Documents):
@@ -55,12 +52,9 @@ class Synthetic(Documents):
         return self._cfg.documents
 
     def __getitem__(self, index: int) -> np.ndarray:
-        random = np.random.Generator(np.random.PCG64(index))
-        length = (
-            int(random.integers(1, self._cfg.length, endpoint=True))
-            if self._cfg.ragged
-            else self._cfg.length
-        )
+        random, length = np.random.Generator(np.random.PCG64(index)), self._cfg.length
+        if self._cfg.ragged:
+            length = int(random.integers(1, length, endpoint=True))
         return random.integers(0, self._cfg.vocab, length, np.int32)
 
     def where(self, index: int) -> str:
@@ -76,25 +70,24 @@ class Synthetic(Documents):
         return repr(self._cfg)
 
 
-def open_source(cfg: AnySource, place: int = 0, split: Split = "train") -> Documents:
-    """A source's documents of one split. DataError if the source, or what the split leaves of it,
-    is empty."""
+def open_source(cfg: AnySource, index: int = 0, split: Split = "train") -> Documents:
+    """The documents of one split of the source at an index of data.sources. DataError if the
+    source, or the split, is empty."""
     from maxstack.data import records
 
     kinds = {
+        "text": WholeFiles,
         "jsonl": records.Jsonl,
         "parquet": records.Parquet,
         "array_record": records.ArrayRecords,
         "bagz": records.Bagz,
         "synthetic": Synthetic,
     }
-    kind = (
-        (WholeFiles if cfg.separator is None else records.Separated)
-        if isinstance(cfg, TextSource)
-        else kinds[cfg.kind]
-    )
-    documents: Documents = kind(cfg)  # type: ignore[abstract, operator]
-    documents.name = cfg.name or f"{cfg.kind}-{place}"
+    kind = kinds[cfg.kind]
+    if isinstance(cfg, TextSource) and cfg.separator is not None:
+        kind = records.Separated
+    documents: Documents = kind(cfg)  # type: ignore[abstract, arg-type]
+    documents.name = cfg.name or f"{cfg.kind}-{index}"
     if not len(documents):
         files = f" ({', '.join(cfg.files)})" if not isinstance(cfg, SyntheticSource) else ""
         raise DataError(f"source {documents.name}{files}: no document in it; every file is empty")
@@ -103,21 +96,20 @@ def open_source(cfg: AnySource, place: int = 0, split: Split = "train") -> Docum
     held = (documents.hashes() >> np.uint64(11)).astype(np.float64) * 2.0**-53 < cfg.holdout
     indices = np.flatnonzero(held if split == "eval" else ~held)
     if not len(indices):
-        side = (
-            "falls into the holdout; raise it"
-            if split == "eval"
-            else "is left for training; lower it"
-        )
+        advice = {
+            "eval": "falls into the holdout; raise it",
+            "train": "is left for training; lower it",
+        }
         raise DataError(
             f"source {documents.name}: with holdout={cfg.holdout} none of its "
-            f"{len(held)} documents {side}"
+            f"{len(held)} documents {advice[split]}"
         )
     return Selection(documents, indices)
 
 
 def open_sources(cfg: DataConfig, evaluation: bool = False, whole: bool = False) -> list[Documents]:
-    """All sources of `cfg` for training, or what they hold out; `whole`: also all of the sources
-    that hold nothing out."""
+    """All sources of `cfg` for training, or their held-out documents; `whole`: also all documents
+    of the sources that hold nothing out."""
     from maxstack.data.shards import check_tokenizer, refuse_held_out
 
     for source in cfg.sources:
@@ -127,10 +119,10 @@ def open_sources(cfg: DataConfig, evaluation: bool = False, whole: bool = False)
             if not evaluation:
                 refuse_held_out(paths)
     if not evaluation:
-        return [open_source(source, place) for place, source in enumerate(cfg.sources)]
+        return [open_source(source, index) for index, source in enumerate(cfg.sources)]
     opened = [
-        open_source(source, place, "eval" if source.holdout else "all")
-        for place, source in enumerate(cfg.sources)
+        open_source(source, index, "eval" if source.holdout else "all")
+        for index, source in enumerate(cfg.sources)
         if source.holdout or whole
     ]
     if not opened:

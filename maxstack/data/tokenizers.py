@@ -1,33 +1,28 @@
 """Tokenizers: a document's bytes to token ids and back, and how many bytes each id stands for."""
 
 import functools
-import hashlib
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from maxstack.config import quoted
+from maxstack.config import quoted, storage
 from maxstack.config.errors import DataError
 from maxstack.data import byte_level, hub
 from maxstack.data.documents import Document, Documents, Tokens
-from maxstack.schema.data import (
-    BytesTokenizer,
-    DataConfig,
-    HuggingFaceTokenizer,
-    SentencePieceTokenizer,
-    SyntheticSource,
-)
+from maxstack.data.files import digest
+from maxstack.schema.data import BytesTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer
 from maxstack.schema.data import Tokenizer as TokenizerConfig
 
 _LARGEST_FILE = 1 << 28
+_SPACE = "\u2581"
 Result = TypeVar("Result")
 
 
-class Tokenizer(Protocol):
+class Tokenizer(ABC):
     """From a document's bytes to ids and back."""
 
     name: str
@@ -37,42 +32,57 @@ class Tokenizer(Protocol):
     token_bytes: np.ndarray
     """int32 [vocab_size]: UTF-8 bytes of text that each id stands for; 0 for special tokens."""
     fingerprint: str
-    """A hash of everything that decides which ids a document gets."""
+    """A hash of everything that a document's ids depend on."""
+    _bos: Sequence[int]
+    _eos: Sequence[int]
 
     def encode(self, document: bytes) -> np.ndarray:
-        """int32 ids, with the beginning and end that the configuration asks for. UnicodeDecodeError
-        if it needs UTF-8 and gets other bytes."""
+        """int32 ids, with the configured beginning and end. UnicodeDecodeError for other bytes than
+        the UTF-8 that it needs."""
+        parts = self._bos, self._text_ids(document), self._eos
+        return np.concatenate([np.asarray(part, np.int32) for part in parts])
 
     def ends(self, document: bytes) -> np.ndarray:
-        """int64 [N]: the byte of the document at which the text of each id of `encode` ends."""
+        """int64 [N]: the byte of the document at which the text of each id of `encode` ends; they
+        increase, and the last is the document's size."""
+        ends = np.array(self._text_ends(document), np.int64)
+        ends[-1:] = len(document)
+        special = np.zeros(len(self._bos), np.int64), np.full(len(self._eos), len(document))
+        return np.concatenate([special[0], np.maximum.accumulate(ends), special[1]])
 
+    @abstractmethod
     def decode(self, ids: np.ndarray) -> bytes:
         """The text of the ids, without special tokens."""
 
+    @abstractmethod
+    def _text_ids(self, document: bytes) -> Sequence[int] | np.ndarray:
+        """Ids without beginning and end."""
 
-class Bytes:
+    @abstractmethod
+    def _text_ends(self, document: bytes) -> Sequence[int] | np.ndarray:
+        """The byte at which the text of each of these ids ends, as the library says."""
+
+
+class Bytes(Tokenizer):
     """Each byte is an id; 256 begins and ends a document."""
 
     def __init__(self, cfg: BytesTokenizer):
         self.name, self.vocab_size = "bytes", 257
         self.token_bytes = np.append(np.ones(256, np.int32), np.int32(0))
-        self.fingerprint = _hash(f"bytes {cfg.bos} {cfg.eos}".encode())
-        self._bos, self._eos = int(cfg.bos), int(cfg.eos)
-
-    def encode(self, document: bytes) -> np.ndarray:
-        ids = np.full(len(document) + self._bos + self._eos, 256, np.int32)
-        ids[self._bos : self._bos + len(document)] = np.frombuffer(document, np.uint8)
-        return ids
-
-    def ends(self, document: bytes) -> np.ndarray:
-        text = range(1, len(document) + 1)
-        return _stretched([0] * self._bos, text, [256] * self._eos, len(document))
+        self.fingerprint = digest(f"bytes {cfg.bos} {cfg.eos}".encode())
+        self._bos, self._eos = [256] * cfg.bos, [256] * cfg.eos
 
     def decode(self, ids: np.ndarray) -> bytes:
         return ids[ids < 256].astype(np.uint8).tobytes()
 
+    def _text_ids(self, document: bytes) -> np.ndarray:
+        return np.frombuffer(document, np.uint8)
 
-class SentencePiece:
+    def _text_ends(self, document: bytes) -> np.ndarray:
+        return np.arange(1, len(document) + 1)
+
+
+class SentencePiece(Tokenizer):
     """A SentencePiece model (Kudo and Richardson 2018, arXiv:1808.06226)."""
 
     def __init__(self, cfg: SentencePieceTokenizer):
@@ -88,20 +98,20 @@ class SentencePiece:
                 f"{cfg.path}: not a SentencePiece model; `maxstack data tokenizer` makes one"
             ) from error
         self.name, self.vocab_size = cfg.path, self._model.vocab_size()
-        self.fingerprint = _hash(model + f" {cfg.bos} {cfg.eos}".encode())
+        self.fingerprint = digest(model + f" {cfg.bos} {cfg.eos}".encode())
         self._bos = self._special("bos", cfg.bos, self._model.bos_id())
         self._eos = self._special("eos", cfg.eos, self._model.eos_id())
         self.token_bytes = np.array([self._bytes(i) for i in range(self.vocab_size)], np.int32)
 
-    def encode(self, document: bytes) -> np.ndarray:
-        return np.array([*self._bos, *self._model.encode(document.decode()), *self._eos], np.int32)
-
-    def ends(self, document: bytes) -> np.ndarray:
-        offsets = self._model.encode(document, return_type="offset_mapping")["offsets"]
-        return _stretched(self._bos, [end for _, end in offsets], self._eos, len(document))
-
     def decode(self, ids: np.ndarray) -> bytes:
         return self._model.decode([int(i) for i in ids]).encode()
+
+    def _text_ids(self, document: bytes) -> list[int]:
+        return self._model.encode(document.decode())
+
+    def _text_ends(self, document: bytes) -> list[int]:
+        offsets = self._model.encode(document, return_type="offset_mapping")["offsets"]
+        return [end for _, end in offsets]
 
     def _special(self, key: str, wanted: bool, token: int) -> list[int]:
         if wanted and token < 0:
@@ -112,20 +122,13 @@ class SentencePiece:
         return [token] if wanted else []
 
     def _bytes(self, token: int) -> int:
-        if (
-            self._model.is_control(token)
-            or self._model.is_unknown(token)
-            or self._model.is_unused(token)
-        ):
+        model = self._model
+        if model.is_control(token) or model.is_unknown(token) or model.is_unused(token):
             return 0
-        return (
-            1
-            if self._model.is_byte(token)
-            else len(self._model.id_to_piece(token).replace("\u2581", " ").encode())
-        )
+        return 1 if model.is_byte(token) else _text_bytes(model.id_to_piece(token))
 
 
-class HuggingFace:
+class HuggingFace(Tokenizer):
     """A tokenizer.json file of the Hugging Face tokenizers library, or vocab.json with merges.txt.
 
     Special tokens spelt out in a document are plain text.
@@ -134,86 +137,74 @@ class HuggingFace:
     def __init__(self, cfg: HuggingFaceTokenizer):
         import tokenizers
 
-        text, spelt_out = _read(cfg.path), Path(cfg.path).name == byte_level.VOCAB
+        text, files = _read(cfg.path), "not a tokenizer.json file"
+        folder, name = os.path.split(hub.file_of(cfg.path))
+        if is_vocab := name == byte_level.VOCAB:
+            files = f"not a {name} with {byte_level.MERGES} beside it"
+            vocab = storage.local_folder(folder, ("config.json", *hub.TOKENIZER)) / name
         try:
-            text = (
-                byte_level.tokenizer_json(Path(hub.file_of(cfg.path)).expanduser())
-                if spelt_out
-                else text
-            )
+            if is_vocab:
+                text = byte_level.tokenizer_json(vocab)
             spec = json.loads(text)
             self._model: Any = tokenizers.Tokenizer.from_buffer(text)
         except DataError:
             raise
         except Exception as error:  # the library raises bare Exception
-            what = (
-                f"not a {byte_level.VOCAB} with {byte_level.MERGES} beside it"
-                if spelt_out
-                else "not a tokenizer.json file"
-            )
-            raise DataError(f"{cfg.path}: {what}: {error}") from error
+            raise DataError(f"{cfg.path}: {files}: {error}") from error
         self._model.no_truncation()
         self._model.no_padding()
         self._model.encode_special_tokens = True
-        vocab = self._model.get_vocab(with_added_tokens=True)
+        ids = self._model.get_vocab(with_added_tokens=True)
         for token in spec.get("added_tokens") or ():
-            if vocab[token["content"]] != token["id"]:
+            if ids[token["content"]] != token["id"]:
                 raise DataError(
                     f"{cfg.path}: added token {token['content']!r} has id {token['id']}, "
                     "but the tokenizers library, which numbers such tokens on from the "
-                    f"vocabulary, makes it {vocab[token['content']]}; give it that id, "
+                    f"vocabulary, makes it {ids[token['content']]}; give it that id, "
                     "or fill the gap"
                 )
-        self.name, self.vocab_size = cfg.path, max(vocab.values()) + 1
-        self.fingerprint = _hash(text + f" {cfg.bos} {cfg.eos}".encode())
+        self.name, self.vocab_size = cfg.path, max(ids.values()) + 1
+        self.fingerprint = digest(text + f" {cfg.bos} {cfg.eos}".encode())
         self._bos, self._eos = self._special("bos", cfg.bos), self._special("eos", cfg.eos)
-        self.token_bytes = _hugging_face_bytes(spec, vocab, self.vocab_size)
-
-    def encode(self, document: bytes) -> np.ndarray:
-        return np.array(
-            [
-                *self._bos,
-                *self._model.encode(document.decode(), add_special_tokens=False).ids,
-                *self._eos,
-            ],
-            np.int32,
-        )
-
-    def ends(self, document: bytes) -> np.ndarray:
-        offsets = self._model.encode(document.decode(), add_special_tokens=False).offsets
-        continued = np.frombuffer(document, np.uint8) & 0xC0 == 0x80
-        characters = np.append(np.flatnonzero(~continued), len(document))
-        text = [int(characters[end]) for _, end in offsets]
-        return _stretched(self._bos, text, self._eos, len(document))
+        self.token_bytes = _hugging_face_bytes(spec, ids, self.vocab_size)
 
     def decode(self, ids: np.ndarray) -> bytes:
         return self._model.decode([int(i) for i in ids], skip_special_tokens=True).encode()
 
+    def _text_ids(self, document: bytes) -> list[int]:
+        return self._model.encode(document.decode(), add_special_tokens=False).ids
+
+    def _text_ends(self, document: bytes) -> np.ndarray:
+        offsets = self._model.encode(document.decode(), add_special_tokens=False).offsets
+        continued = np.frombuffer(document, np.uint8) & 0xC0 == 0x80
+        characters = np.append(np.flatnonzero(~continued), len(document))
+        return characters[[end for _, end in offsets]]
+
     def _special(self, key: str, token: str | None) -> list[int]:
         if token is None:
             return []
-        found = self._model.token_to_id(token)
-        if found is None:
+        number = self._model.token_to_id(token)
+        if number is None:
             special = self._model.get_added_tokens_decoder().values()
             raise DataError(
                 f"{self.name}: no token {quoted(token)} for data.tokenizer.{key}; its special "
                 f"tokens are {', '.join(repr(added.content) for added in special) or 'none'}"
             )
-        return [found]
+        return [number]
 
 
 @functools.lru_cache(maxsize=4)
 def open_tokenizer(cfg: TokenizerConfig) -> Tokenizer:
     """The tokenizer of a configuration, its file read once a process. DataError if the file is
-    missing or broken."""
+    missing or damaged."""
     if isinstance(cfg, BytesTokenizer):
         return Bytes(cfg)
     return SentencePiece(cfg) if isinstance(cfg, SentencePieceTokenizer) else HuggingFace(cfg)
 
 
 def bytes_of(token_bytes: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """How many bytes of text each id stands for; 0 beyond the tokenizer's vocabulary, where a
-    source makes its tokens itself."""
+    """How many bytes of text each id stands for; 0 for ids beyond the tokenizer's vocabulary, which
+    synthetic sources may have."""
     return np.where(ids < len(token_bytes), token_bytes[np.minimum(ids, len(token_bytes) - 1)], 0)
 
 
@@ -228,13 +219,13 @@ def sized_tokens_of(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The ids of a document as `tokens_of`, and how many bytes of its text each stands for.
 
-    float32 [N]: 0 for the beginning and the end, and over a document of text in all its size; NaN
-    where the tokens were kept without sizes. Where the vocabulary's pieces are as long as the text
-    these count; else (normalized text, unknown characters) each id counts from the end of the one
-    before it to its own.
+    float32 [N]: 0 for the beginning and the end, their sum the text's size; NaN where the tokens
+    were stored without sizes. These are the lengths of the vocabulary's pieces if they sum to the
+    size of the text; else (normalized text, unknown characters) each id counts from the end of the
+    id before it to its own.
     """
 
-    def sized(document: Document) -> tuple[np.ndarray, np.ndarray]:
+    def with_sizes(document: Document) -> tuple[np.ndarray, np.ndarray]:
         ids = _ids(document, tokenizer)
         sizes = bytes_of(tokenizer.token_bytes, ids)
         if isinstance(document, bytes) and sizes.sum() != len(document):
@@ -246,7 +237,7 @@ def sized_tokens_of(
             sizes[:] = np.nan
         return ids, sizes
 
-    return _read_document(documents, index, sized)
+    return _read_document(documents, index, with_sizes)
 
 
 def _ids(document: Document, tokenizer: Tokenizer) -> np.ndarray:
@@ -266,68 +257,34 @@ def _read_document(documents: Documents, index: int, read: Callable[[Document], 
         ) from error
 
 
-def check_vocab(cfg: DataConfig, vocab: int) -> None:
-    """DataError if a tokenizer's or a synthetic source's ids do not fit into `vocab` embedding
-    rows."""
-    for place, source in enumerate(cfg.sources):
-        if isinstance(source, SyntheticSource) and source.vocab > vocab:
-            raise DataError(
-                f"data.sources.{place}: synthetic ids go up to {source.vocab - 1}, but "
-                f"model.vocab={vocab}; "
-                f"set its vocab to at most {vocab}"
-            )
-    if all(isinstance(source, SyntheticSource) for source in cfg.sources):
-        return
-    check_fits(open_tokenizer(cfg.tokenizer), vocab)
-
-
 def check_fits(tokenizer: Tokenizer, vocab: int) -> None:
     """DataError if a tokenizer has ids beyond a model's `vocab` embedding rows."""
     if tokenizer.vocab_size > vocab:
         raise DataError(
             f"data.tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, but "
-            f"model.vocab={vocab}; "
-            f"set model.vocab to at least {tokenizer.vocab_size}"
+            f"model.vocab={vocab}; set model.vocab to at least {tokenizer.vocab_size}"
         )
 
 
 def _read(path: str) -> bytes:
-    full = os.path.expanduser(hub.file_of(path))
+    file = os.path.expanduser(hub.file_of(path))
     try:
-        if os.path.getsize(full) > _LARGEST_FILE:
+        size, _ = storage.stamp(file)
+        if size > _LARGEST_FILE:
             raise DataError(
-                f"{path}: {os.path.getsize(full)} bytes are too many for a tokenizer (at "
-                f"most {_LARGEST_FILE})"
+                f"{path}: {size} bytes are too many for a tokenizer (at most {_LARGEST_FILE})"
             )
-        with open(full, "rb") as file:
-            return file.read()
+        return storage.read(file)
     except OSError as error:
+        start = "" if storage.is_url(path) else f" (relative paths start at {os.getcwd()})"
         raise DataError(
-            f"{path}: the tokenizer file cannot be read: {error.strerror} (relative "
-            f"paths start at {os.getcwd()})"
+            f"{path}: the tokenizer file cannot be read: {error.strerror}{start}"
         ) from error
-
-
-def _stretched(
-    bos: Sequence[int], text: Sequence[int], eos: Sequence[int], size: int
-) -> np.ndarray:
-    """int64 [N]: ends of the text's tokens, made to increase and to finish at `size`, between those
-    of special tokens."""
-    ends = np.maximum.accumulate(np.array([*text[:-1], size] if len(text) else [], np.int64))
-    return np.concatenate([np.zeros(len(bos), np.int64), ends, np.full(len(eos), size)])
-
-
-def _hash(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def _hugging_face_bytes(spec: dict[str, Any], vocab: dict[str, int], size: int) -> np.ndarray:
     """Byte-level vocabularies write a byte as one character; the others write text, with marks for
     spaces and word beginnings."""
-    added = {
-        token["id"]: 0 if token.get("special") else len(token["content"].encode())
-        for token in spec.get("added_tokens") or []
-    }
     described = json.dumps([spec.get("decoder"), spec.get("pre_tokenizer")])
     byte_level, word_piece = '"ByteLevel"' in described, '"WordPiece"' in described
     counts = np.zeros(size, np.int32)
@@ -337,9 +294,12 @@ def _hugging_face_bytes(spec: dict[str, Any], vocab: dict[str, int], size: int) 
         elif len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
             counts[token] = 1
         else:
-            counts[token] = len(
-                (text.removeprefix("##") if word_piece else text).replace("\u2581", " ").encode()
-            )
-    for token, count in added.items():
-        counts[token] = count
+            counts[token] = _text_bytes(text.removeprefix("##") if word_piece else text)
+    for token in spec.get("added_tokens") or ():
+        counts[token["id"]] = 0 if token.get("special") else len(token["content"].encode())
     return counts
+
+
+def _text_bytes(piece: str) -> int:
+    """UTF-8 bytes of the text of a piece, whose spaces are marked."""
+    return len(piece.replace(_SPACE, " ").encode())

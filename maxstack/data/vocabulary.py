@@ -1,17 +1,14 @@
 """Training a SentencePiece model on a config's documents."""
 
 import io
-import os
 import re
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
-import tqdm
 
-from maxstack.config import ConfigError
+from maxstack.config import ConfigError, storage
 from maxstack.config.errors import DataError
+from maxstack.data.documents import progress
 from maxstack.data.sources import open_sources
 from maxstack.schema.data import DataConfig
 
@@ -25,9 +22,9 @@ def train(
     training documents.
 
     Text is kept as it is (no normalisation, spaces and line ends are tokens like others) and
-    unknown characters fall back to bytes, so that decoding gives back what was encoded. NUL alone
-    is left out of what is learnt from, since the trainer ends a line there. DataError if a document
-    is not UTF-8, ConfigError if the text does not yield `vocab` tokens.
+    unknown characters fall back to bytes, so that decoding inverts encoding. NUL alone is left out
+    of the training text, since the trainer ends a line there. DataError if a document is not UTF-8,
+    ConfigError if the text does not yield `vocab` tokens.
     """
     import sentencepiece
 
@@ -50,10 +47,8 @@ def train(
         )
     except RuntimeError as error:
         raise _explained(error, vocab) from error
-    unfinished = Path(f"{out}.{os.getpid()}.part")
-    unfinished.parent.mkdir(parents=True, exist_ok=True)
-    unfinished.write_bytes(learnt.getvalue())
-    os.replace(unfinished, out)
+    with storage.replacing(out) as unfinished:
+        unfinished.write_bytes(learnt.getvalue())
     print(
         f"{out}: {vocab} tokens ({model}). In a config: data: {{tokenizer: {{kind: "
         f"sentencepiece, path: {out}}}}} and model.vocab at least {vocab}"
@@ -61,7 +56,7 @@ def train(
 
 
 def _explained(error: RuntimeError, vocab: int) -> ValueError:
-    """SentencePiece tells the sizes that are possible in English alone."""
+    """SentencePiece names the sizes that are possible in its message alone."""
     if too_many := re.search(r"too high.*<= *(\d+)", str(error), re.DOTALL):
         return ConfigError(
             f"--vocab {vocab}: this text yields {too_many[1]} tokens at most; use a "
@@ -70,43 +65,34 @@ def _explained(error: RuntimeError, vocab: int) -> ValueError:
     if too_few := re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error)):
         return ConfigError(
             f"--vocab {vocab}: the 256 bytes, the special tokens and the characters of "
-            f"this text are {too_few[1]} tokens already; "
-            f"use a --vocab above {too_few[1]}"
+            f"this text are {too_few[1]} tokens already; use a --vocab above {too_few[1]}"
         )
     return DataError(f"SentencePiece cannot learn {vocab} tokens from this text: {error}")
 
 
 def _lines(cfg: DataConfig, limit: int) -> Iterator[str]:
     """Lines of documents in random order until `limit` bytes, with a progress bar."""
-    sources = open_sources(cfg)
-    places = [(source, index) for source in sources for index in range(len(source))]
-    progress = tqdm.tqdm(
-        total=len(places),
-        unit=" documents",
-        desc="reading",
-        mininterval=0.1 if sys.stderr.isatty() else 10,
-    )
-    for i in np.random.default_rng(cfg.seed).permutation(len(places)):
-        source, index = places[i]
-        document = source[index]
-        if not isinstance(document, bytes):
-            raise DataError(
-                f"{source.where(index)}: these are tokens; a tokenizer is learnt from text sources"
-            )
-        try:
-            text = document.decode()
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{source.where(index)}: not UTF-8 at byte {error.start}; exclude the document"
-            ) from error
-        for line in text.split("\n"):
-            yield from (
-                line[at : at + _LONGEST_LINE].replace("\0", "")
-                for at in range(0, len(line), _LONGEST_LINE)
-            )
-        progress.update()
-        limit -= len(document)
-        if limit <= 0:
-            break
-    progress.set_description("learning")
-    progress.close()
+    documents = [(source, index) for source in open_sources(cfg) for index in range(len(source))]
+    with progress(len(documents), "reading") as bar:
+        for i in np.random.default_rng(cfg.seed).permutation(len(documents)):
+            source, index = documents[i]
+            document = source[index]
+            if not isinstance(document, bytes):
+                raise DataError(
+                    f"{source.where(index)}: these are tokens; a tokenizer is learnt from text "
+                    "sources"
+                )
+            try:
+                text = document.decode()
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{source.where(index)}: not UTF-8 at byte {error.start}; exclude the document"
+                ) from error
+            for line in text.split("\n"):
+                for at in range(0, len(line), _LONGEST_LINE):
+                    yield line[at : at + _LONGEST_LINE].replace("\0", "")
+            bar.update()
+            limit -= len(document)
+            if limit <= 0:
+                break
+        bar.set_description("learning")

@@ -1,5 +1,4 @@
-"""Worker processes: those that make a feed's batches, and what every worker of any kind does
-first."""
+"""Worker processes: those that make a feed's batches, and the first call of any kind of worker."""
 
 import contextlib
 import itertools
@@ -19,15 +18,15 @@ from maxstack.report import stacks
 
 _GRACE_SECONDS = 30
 Made = tuple[Batch, News, str | None]
-"""A batch; what was passed over for it; the error in its place."""
+"""A batch, documents passed over for it, and the error that prevented it."""
 
 
 class Workers:
-    """Iterates over the batches of several rows' makers, each in a process of its own.
+    """Iterates over the batches of several makers of rows, each in a process of its own.
 
-    A process writes its rows, `ahead` batches before they are asked for, into shared memory that
-    has no name and that it gets as it starts, so it can be killed at any moment and leaves nothing
-    behind. Row i of the whole batch is row i // n of maker i % n, of n makers.
+    A process writes its rows, `ahead` batches before they are used, into shared memory that has no
+    name and that it gets as it starts, so it can be killed at any moment and leaves nothing behind.
+    With n makers, row i of the whole batch is row i // n of maker i % n.
     """
 
     def __init__(self, makers: Sequence[Rows | EvaluationRows], ahead: int):
@@ -66,7 +65,7 @@ class Workers:
             for key, array in batch.items():
                 array[worker :: len(self._slots)] = made[key]
         for connection in self._connections:
-            with contextlib.suppress(OSError):  # it died since, and the next batch will say so
+            with contextlib.suppress(OSError):  # a process that died, which the next batch reports
                 connection.send_bytes(b"read")
         self._made += 1
         damaged, empty = (
@@ -76,7 +75,7 @@ class Workers:
         return batch, News(damaged, empty), None
 
     def close(self) -> None:
-        """Kill the processes; a batch that is being made is not waited for."""
+        """Kill the processes, without waiting for the batches being made."""
         self._end()
 
     def _note(self, worker: int) -> tuple[News, str | None]:
@@ -92,8 +91,8 @@ class Workers:
 
 
 def made(rows: Rows | EvaluationRows) -> Made:
-    """The next batch of a maker. An error travels as a value, since its text would be lost between
-    threads and processes."""
+    """The next batch of a maker. A DataError is returned as text, which an exception would lose
+    between threads and processes."""
     try:
         batch = rows.next()
     except DataError as error:
@@ -102,11 +101,11 @@ def made(rows: Rows | EvaluationRows) -> Made:
 
 
 def settle() -> None:
-    """Call in a worker as it starts.
+    """Set a worker's signals as it starts.
 
     A terminal or a scheduler signals the whole process group; the main process may still want
-    batches while it saves, so an interrupt is ignored and a request to end is granted after 30
-    seconds. If the main process is killed, the worker ends at once.
+    batches while it saves, so a worker ignores an interrupt and ends 30 seconds after a request to
+    end. If the main process is killed, the worker ends at once.
     """
     stacks.show()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -115,8 +114,8 @@ def settle() -> None:
 
 
 def _serve(connection: Any, memory: Any, maker: Rows | EvaluationRows) -> None:
-    """Main function of a process: fill the slots in turn, each after it was read, and tell of
-    each."""
+    """Main function of a process: fill the slots in turn, each after it was read, and send a note
+    for each."""
     settle()
     slots = _slots(maker, memory)
     try:
@@ -132,7 +131,7 @@ def _serve(connection: Any, memory: Any, maker: Rows | EvaluationRows) -> None:
 
 
 def _slots(maker: Rows | EvaluationRows, memory: Any) -> np.ndarray:
-    """The batches in shared memory: records of the maker's row_type, [slots, rows]."""
+    """Batches in shared memory: records of the maker's row_type, [slots, rows]."""
     return np.frombuffer(memory, maker.row_type).reshape(-1, len(maker))
 
 

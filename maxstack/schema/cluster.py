@@ -1,4 +1,4 @@
-"""The facts of a cluster: configs/clusters/*.yml, apart from what is trained there."""
+"""A cluster's facts, configs/clusters/*.yml, apart from the runs that train there."""
 
 import posixpath
 import re
@@ -27,13 +27,6 @@ RESERVED = re.compile(
     r"NNODES$|NODE_RANK$|MASTER_|(LOCAL_)?(RANK|WORLD_SIZE)$"
 )
 Line = Annotated[str, Field(pattern=r"^[^\x00\r\n]*$")]
-
-
-Time = Annotated[
-    str,
-    Field(pattern=r"^([0-9]+(:[0-9]+){0,2}|[0-9]+-[0-9]+(:[0-9]+){0,2})$"),
-    pydantic.BeforeValidator(lambda value: str(value) if isinstance(value, int) else value),
-]
 
 
 SYSTEM = (
@@ -75,6 +68,11 @@ def _written(value: object) -> object:
     return str(value) if type(value) in (int, float) else value
 
 
+Time = Annotated[
+    str,
+    Field(pattern=r"^([0-9]+(:[0-9]+){0,2}|[0-9]+-[0-9]+(:[0-9]+){0,2})$"),
+    pydantic.BeforeValidator(_written),
+]
 Image = Annotated[
     str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]*(@sha256:[0-9a-f]{64})?$", max_length=500)
 ]
@@ -280,10 +278,10 @@ class ClusterConfig(Section):
             raise fault(
                 "slurm.time",
                 f"{self.slurm.time} is {self.slurm.seconds} s, and the run would be "
-                f"asked to save {self.grace + MARGIN} s "
-                "before its end: at once, again and again; give more, or a smaller grace",
+                f"asked to save {self.grace + MARGIN} s before its end: at once, again and again; "
+                "give more, or a smaller grace",
             )
-        mounts = [place.mount for place in (self.bucket, *self.volumes) if place]
+        mounts = [volume.mount for volume in (self.bucket, *self.volumes) if volume]
         if twice := sorted({path for path in mounts if mounts.count(path) > 1}):
             raise fault(
                 "volumes", f"{', '.join(twice)}: mounted twice; give each a folder of its own"
@@ -294,16 +292,20 @@ class ClusterConfig(Section):
                 f"{', '.join(ours)}: written by submit or by the cluster's "
                 "controllers; leave it out",
             )
-        for section, name in [("env", name) for name in self.env] + [
-            ("secrets", name) for name in self.secrets
-        ]:
+        self._check_environment()
+        return self
+
+    def _check_environment(self) -> None:
+        keys = [f"env.{name}" for name in self.env] + [f"secrets.{name}" for name in self.secrets]
+        for key in keys:
+            section, _, name = key.partition(".")
             if RESERVED.match(name):
                 raise fault(
-                    f"{section}.{name}",
+                    key,
                     "is how a process learns of the others, or of its configuration; leave it out",
                 )
             if section == "env" and name in self.secrets:
-                raise fault(f"env.{name}", f"{name} is in secrets too; give it once")
+                raise fault(key, f"{name} is in secrets too; give it once")
         sizes = {name: len(f"{name}={value}".encode()) + 1 for name, value in self.env.items()}
         for name, size in sizes.items():
             if size > STRING:
@@ -318,4 +320,3 @@ class ClusterConfig(Section):
                 f"has {sum(sizes.values()):,} bytes, and {ENVIRONMENT:,} is the "
                 "most; put the values into a file",
             )
-        return self

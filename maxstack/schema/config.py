@@ -32,7 +32,8 @@ class RunConfig(Section):
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)
     """The run's folder inside output_dir; the same name resumes."""
     output_dir: str = Field("runs", max_length=1024)
-    """The folder that holds runs. With several hosts it must be one that all of them see."""
+    """The folder that holds runs, local or mounted. With several hosts it must be one that all of
+    them see."""
     virtual_devices: int | None = Field(None, ge=1)
     """Split the CPU into this many devices, to try a mesh; null: the real devices."""
     tensorboard: bool = True

@@ -27,7 +27,7 @@ class SentencePieceTokenizer(Section):
     kind: Literal["sentencepiece"]
     """The tokenizer."""
     path: str
-    """The .model file."""
+    """The .model file, a path or URL."""
     bos: bool = True
     """Begin each document with the model's BOS id."""
     eos: bool = True
@@ -40,8 +40,8 @@ class HuggingFaceTokenizer(Section):
     kind: Literal["huggingface"]
     """The tokenizer."""
     path: str
-    """The tokenizer.json file; or vocab.json, with merges.txt, config.json and the other files of
-    the tokenizer beside it. Org/Name@COMMIT/tokenizer.json: of a model of the hub."""
+    """Path or URL of tokenizer.json, or of vocab.json with merges.txt, config.json and the other
+    files of the tokenizer beside it. Org/Name@COMMIT/tokenizer.json: of a model of the hub."""
     bos: str | None = None
     """The token, by its text, that begins each document; null: none."""
     eos: str | None = None
@@ -69,8 +69,10 @@ class Files(Source):
     """A source that reads files."""
 
     files: Items[str] = Field(min_length=1)
-    """Paths or globs (** crosses folders), relative to the working folder; {stdlib} stands for
-    Python's standard library without installed packages."""
+    """Paths, relative to the working folder, URLs (gs://, s3:// or any of fsspec's), or globs of
+    either (** crosses folders); {stdlib} stands for Python's standard library without installed
+    packages. Of URLs, whole texts and Parquet are read where they are, and other files from a copy
+    in $MAXSTACK_CACHE, by default ~/.cache/maxstack, made once on each host."""
     exclude: Items[str] = ()
     """Globs of files to leave out; one that begins with **/ matches in any folder below the fixed
     part of `files`."""

@@ -1,14 +1,14 @@
-"""What other frameworks call our keys, for the sentence that refuses theirs.
+"""Keys of other frameworks and ours for the same thing, for the message that refuses theirs.
 
 The names are those of transformers' TrainingArguments and config.json, MaxText's base.yml,
-torchtitan's job configuration, nanoGPT and Megatron-LM, as their users type them. NAME stands for a
-block of the model, N for the place in a list. An optimizer's arguments are those of transforms,
-whose places differ from optimizer to optimizer.
+torchtitan's job configuration, nanoGPT and Megatron-LM. NAME stands for a block of the model, N for
+an index of a list. An optimizer's arguments belong to transforms, whose keys differ from optimizer
+to optimizer.
 """
 
 Row = tuple[str, str, str]
-"""Foreign names, our keys, a remark; the first two separated by spaces. Without keys, the remark
-says it all."""
+"""Foreign names, our keys, both separated by spaces, and a remark, which without keys is the whole
+message."""
 
 _TAKES_IT = (
     "of the transform that takes it, there or in optimizer.groups; maxstack config show has "
@@ -294,17 +294,17 @@ _BY_NAME = {name: row for row in ROWS for name in row[0].split()}
 
 
 def equivalent(path: str) -> str:
-    """The words about the foreign key at a dotted path, by as much of its end as a row has.
+    """The message about the foreign key at a dotted path, by the longest end of it that has a row.
 
-    Empty where no row has it, and where it is our own key, which another kind of section has.
+    Empty if none has, or if it is our own key, which another kind of section has.
     """
-    parts = [
-        "N" if part.isdecimal() else part for part in path.lower().replace("-", "_").split(".")
-    ]
+    words = path.lower().replace("-", "_").split(".")
+    parts = ["N" if word.isdecimal() else word for word in words]
     ends = (".".join(parts[start:]) for start in range(len(parts)))
-    row = next((_BY_NAME[end] for end in ends if end in _BY_NAME), None)
-    here = parts[-2:]
-    if row is None or any(key.split(".")[-2:] == here for key in row[1].split()):
+    _, keys, remark = next((_BY_NAME[end] for end in ends if end in _BY_NAME), ("", "", ""))
+    if any(key.split(".")[-2:] == parts[-2:] for key in keys.split()):
         return ""
-    keys, remark = " and ".join(row[1].split()), row[2]
-    return f"here that is {keys}{f' ({remark})' if remark else ''}" if keys else remark
+    if not keys:
+        return remark
+    note = f" ({remark})" if remark else ""
+    return f"here that is {' and '.join(keys.split())}{note}"

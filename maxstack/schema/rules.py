@@ -1,5 +1,5 @@
-"""What must hold between sections of a configuration, checked before jax is imported; each rule
-yields (key, what is wrong and what to do)."""
+"""Rules between sections of a configuration, checked before jax is imported; each yields
+(key, what is wrong and what to do)."""
 
 import math
 import os
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pydantic_core import PydanticCustomError
 
-from maxstack.config import ConfigError
+from maxstack.config import ConfigError, storage
 from maxstack.schema import mesh_rules
 from maxstack.schema.data import BytesTokenizer, DataConfig, SyntheticSource, holds_text
 from maxstack.schema.mesh_rules import Fault
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def check(cfg: "Config") -> list[Fault]:
-    """Every broken rule, as far as it shows before the devices are counted."""
+    """Every broken rule that can be found before the devices are counted."""
     rules = (
         mesh_rules.sizes,
         _vocabulary,
@@ -27,6 +27,7 @@ def check(cfg: "Config") -> list[Fault]:
         _schedules,
         _evaluation,
         _steps,
+        _folder,
         _tiers,
         _tiles,
         _elastic,
@@ -37,22 +38,21 @@ def check(cfg: "Config") -> list[Fault]:
 
 
 def check_devices(cfg: "Config", devices: int) -> list[Fault]:
-    """The rules about sizes again, with the number of devices and so every axis of the mesh
-    known."""
+    """The broken rules about sizes on so many devices, which give every axis of the mesh."""
     return list(mesh_rules.sizes(cfg, devices))
 
 
 def sizes_on(cfg: "Config", devices: int, where: str) -> dict[str, int]:
-    """Mesh axis -> size on so many devices. ConfigError where the mesh does not fill them, or what
-    the model, batch and mesh are does not divide."""
+    """Mesh axis -> size on so many devices. ConfigError where the mesh does not fill them, or the
+    model or the batch does not divide."""
     sizes = mesh_rules.mesh_sizes(cfg, devices)
     if (wanted := math.prod(sizes.values())) != devices:
         raise ConfigError(
             f"mesh: {mesh_rules.product_of(sizes)} is {wanted} devices, but {where} has "
             f"{devices}; set one axis to -1"
         )
-    if found := check_devices(cfg, devices):
-        raise ConfigError("\n".join(f"{key}: {message}" for key, message in found))
+    if faults := check_devices(cfg, devices):
+        raise ConfigError("\n".join(f"{key}: {message}" for key, message in faults))
     return sizes
 
 
@@ -60,38 +60,38 @@ def _objective(cfg: "Config") -> Iterator[Fault]:
     return cfg.objective.faults(cfg)
 
 
+def _data_sections(cfg: "Config") -> list[tuple[str, DataConfig]]:
+    sections = [("data", cfg.data), ("eval.data", cfg.eval.data)]
+    return [(key, data) for key, data in sections if data is not None]
+
+
 def _vocabulary(cfg: "Config") -> Iterator[Fault]:
-    for key, data in (("data", cfg.data), ("eval.data", cfg.eval.data)):
-        if data is not None:
-            yield from _vocabulary_of(key, data, cfg.model.vocab)
-
-
-def _vocabulary_of(key: str, data: DataConfig, vocab: int) -> Iterator[Fault]:
-    for index, source in enumerate(data.sources):
-        if isinstance(source, SyntheticSource) and source.vocab > vocab:
+    vocab = cfg.model.vocab
+    for key, data in _data_sections(cfg):
+        for index, source in enumerate(data.sources):
+            if isinstance(source, SyntheticSource) and source.vocab > vocab:
+                yield (
+                    f"{key}.sources.{index}.vocab",
+                    f"vocab={source.vocab} makes token ids that model.vocab={vocab} has no "
+                    f"embedding for; use {vocab} or less",
+                )
+        has_text = any(holds_text(vars(source)) for source in data.sources)
+        if has_text and isinstance(data.tokenizer, BytesTokenizer) and vocab < 257:
             yield (
-                f"{key}.sources.{index}.vocab",
-                f"vocab={source.vocab} makes token ids that model.vocab={vocab} has no "
-                "embedding for; "
-                f"use {vocab} or less",
+                "model.vocab",
+                f"vocab={vocab} is too small for {key}.tokenizer kind bytes, which has 257 "
+                "ids; use model.vocab=257 or more",
             )
-    has_text = any(holds_text(vars(source)) for source in data.sources)
-    if has_text and isinstance(data.tokenizer, BytesTokenizer) and vocab < 257:
-        yield (
-            "model.vocab",
-            f"vocab={vocab} is too small for {key}.tokenizer kind bytes, which has 257 "
-            "ids; use model.vocab=257 or more",
-        )
 
 
 def _positions(cfg: "Config") -> Iterator[Fault]:
-    for key, data in (("data", cfg.data), ("eval.data", cfg.eval.data)):
-        if data is not None and cfg.model.positions and data.seq_len > cfg.model.positions:
+    positions = cfg.model.positions
+    for key, data in _data_sections(cfg):
+        if positions and data.seq_len > positions:
             yield (
                 f"{key}.seq_len",
                 f"seq_len={data.seq_len} is longer than the learned table of "
-                f"model.positions={cfg.model.positions}; "
-                f"use {cfg.model.positions} or less",
+                f"model.positions={positions}; use {positions} or less",
             )
 
 
@@ -99,31 +99,42 @@ def _schedules(cfg: "Config") -> Iterator[Fault]:
     try:
         check_schedules(cfg.optimizer, cfg.train.steps)
     except PydanticCustomError as error:
-        found = error.context or {}
-        yield f"optimizer.{found['key']}", found["message"]
+        fault = error.context or {}
+        yield f"optimizer.{fault['key']}", fault["message"]
 
 
 def _evaluation(cfg: "Config") -> Iterator[Fault]:
     held_out = any(source.holdout > 0 for source in cfg.data.sources)
-    if cfg.eval.every and cfg.eval.data is None and not held_out:
+    if cfg.eval.every:
+        if cfg.eval.data is None and not held_out:
+            yield (
+                "eval.every",
+                "evaluation has no documents: give one of data.sources a holdout above 0, or "
+                "eval.data, or eval.every: 0",
+            )
+        return
+    if cfg.eval.baselines:
         yield (
-            "eval.every",
-            "evaluation has no documents: give one of data.sources a holdout above 0, or "
-            "eval.data, or eval.every: 0",
+            "eval.baselines",
+            "baselines are measured on evaluation documents, but eval.every is 0; "
+            "give it a number of steps",
         )
-    if not cfg.eval.every:
-        if cfg.eval.baselines:
-            yield (
-                "eval.baselines",
-                "baselines are measured on evaluation documents, but eval.every is 0; "
-                "give it a number of steps",
-            )
-        if cfg.checkpoint.keep_best:
-            yield (
-                "checkpoint.keep_best",
-                f"keep_best={cfg.checkpoint.keep_best} needs eval_loss, but eval.every "
-                "is 0; give it a number of steps",
-            )
+    if cfg.checkpoint.keep_best:
+        yield (
+            "checkpoint.keep_best",
+            f"keep_best={cfg.checkpoint.keep_best} needs eval_loss, but eval.every "
+            "is 0; give it a number of steps",
+        )
+
+
+def _folder(cfg: "Config") -> Iterator[Fault]:
+    if storage.is_url(cfg.run.output_dir):
+        yield (
+            "run.output_dir",
+            f"{cfg.run.output_dir} is a URL, and object storage has no locks and no appending, "
+            "which a run's folder needs; give a local path, or one where the bucket is mounted "
+            "(gcsfuse, mount-s3), and a tier of checkpoints the URL: checkpoint.tiers",
+        )
 
 
 def _tiers(cfg: "Config") -> Iterator[Fault]:
@@ -133,8 +144,8 @@ def _tiers(cfg: "Config") -> Iterator[Fault]:
         if path in taken:
             yield (
                 f"{key}.path",
-                f"path={tier.path} is also that of {taken[path]}; give each tier a "
-                "folder of its own",
+                f"path={tier.path} is also that of {taken[path]}; give each tier a folder of its "
+                "own",
             )
         taken[path] = key
 
@@ -151,12 +162,12 @@ def _tiles(cfg: "Config") -> Iterator[Fault]:
 
 
 def _elastic(cfg: "Config") -> Iterator[Fault]:
-    if (given := cfg.faults.elastic) is None:
+    if (elastic := cfg.faults.elastic) is None:
         return
-    if cfg.mesh.slices <= given.least:
+    if cfg.mesh.slices <= elastic.least:
         yield (
             "faults.elastic",
-            f"mesh.slices={cfg.mesh.slices} with least={given.least} leaves none to "
+            f"mesh.slices={cfg.mesh.slices} with least={elastic.least} leaves none to "
             "lose; give mesh.slices a larger number",
         )
     if cfg.distributed:
@@ -170,19 +181,18 @@ def _elastic(cfg: "Config") -> Iterator[Fault]:
 
 
 def _processes(cfg: "Config") -> Iterator[Fault]:
-    given = cfg.distributed
-    if cfg.runtime == "pathways" and (given or cfg.run.virtual_devices):
+    distributed = cfg.distributed
+    if cfg.runtime == "pathways" and (distributed or cfg.run.virtual_devices):
         yield (
             "runtime",
             "pathways is one process over devices elsewhere; leave out "
-            f"{'distributed' if given else 'run.virtual_devices'}",
+            f"{'distributed' if distributed else 'run.virtual_devices'}",
         )
-    if given and given.process >= given.processes:
+    if distributed and distributed.process >= distributed.processes:
         yield (
             "distributed.process",
-            f"process={given.process} is none of the {given.processes} that "
-            "distributed.processes counts from 0; "
-            f"use {given.processes - 1} or less",
+            f"process={distributed.process} is none of the {distributed.processes} that "
+            f"distributed.processes counts from 0; use {distributed.processes - 1} or less",
         )
 
 

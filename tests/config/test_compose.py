@@ -4,7 +4,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from maxstack.config import compose
+from maxstack.config import compose, storage
 from maxstack.config.compose import merged_tree, plain
 from maxstack.config.errors import ConfigError
 from maxstack.config.reader import MAX_BYTES
@@ -328,7 +328,7 @@ def test_an_unreadable_file_is_refused(folder):
         def refuse(*args, **kwargs):
             raise PermissionError(13, "Permission denied")
 
-        patch.setattr(Path, "open", refuse)
+        patch.setattr(storage, "open", refuse, raising=False)
         with pytest.raises(ConfigError, match="^run.yml: cannot be read: Permission denied$"):
             composed("run.yml")
 

@@ -205,6 +205,12 @@ BROKEN = {
         "eval.every is 0",
         ["eval.every=10", "data.sources.0.holdout=0.1"],
     ),
+    "a_run_in_a_bucket": (
+        ["run.output_dir=gs://bucket/runs"],
+        "run.output_dir",
+        "gs://bucket/runs is a URL, and object storage has no locks and no appending",
+        ["run.output_dir=/mnt/bucket/runs"],
+    ),
     "two_tiers_in_one_folder": (
         ["checkpoint.tiers=[{path: a}, {path: ./a}]"],
         "checkpoint.tiers.1.path",

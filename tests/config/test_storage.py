@@ -1,0 +1,156 @@
+"""Paths and URLs through one opener: fsspec's memory:// and file:// stand for gs:// and s3://."""
+
+import subprocess
+import sys
+import time
+
+import fsspec
+import pytest
+
+from maxstack.config import storage
+from maxstack.config.compose import merged_tree, plain
+from maxstack.config.errors import ConfigError
+
+PRESETS = {"": (), "model": ("models",)}
+
+
+@pytest.fixture(params=["memory", "file"])
+def bucket(request, tmp_path, monkeypatch):
+    """The URL of an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MAXSTACK_CACHE", str(tmp_path / "cache"))
+    if request.param == "file":
+        return f"file://{tmp_path}/bucket"
+    fsspec.filesystem("memory").store.clear()
+    return "memory://bucket"
+
+
+def write(path, text):
+    with storage.replacing(path) as unfinished:
+        unfinished.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("folder", "name", "expected"),
+    [
+        ("gs://b/runs", "x.yml", "gs://b/runs/x.yml"),
+        ("gs://b/runs", "../x.yml", "gs://b/x.yml"),
+        ("gs://b/runs", "s3://c/x.yml", "s3://c/x.yml"),
+        ("gs://b/runs", "/etc/x.yml", "/etc/x.yml"),
+        ("runs", "gs://b/x.yml", "gs://b/x.yml"),
+        ("runs", "../x.yml", "runs/../x.yml"),
+        ("", "x.yml", "x.yml"),
+    ],
+)
+def test_a_name_is_joined_to_a_folder_unless_it_says_where_it_is(folder, name, expected):
+    assert storage.join(folder, name) == expected
+
+
+def test_a_file_is_written_whole_or_not_at_all(bucket):
+    path = f"{bucket}/new/a.txt"
+    with pytest.raises(RuntimeError), storage.replacing(path) as unfinished:
+        unfinished.write_text("half")
+        raise RuntimeError
+    assert storage.kind(path) is None
+    write(path, "whole")
+    assert (storage.kind(path), storage.read(path), storage.read(path, 2)) == (
+        "file",
+        b"whole",
+        b"wh",
+    )
+    assert storage.kind(f"{bucket}/new") == "directory"
+    with storage.open_file(path) as file:
+        file.seek(3)
+        assert file.read() == b"le"
+
+
+def test_a_stamp_has_the_size_and_changes_when_the_file_does(bucket):
+    write(f"{bucket}/a", "first")
+    before = storage.stamp(f"{bucket}/a")
+    time.sleep(0.02)
+    write(f"{bucket}/a", "other")
+    assert before[0] == storage.stamp(f"{bucket}/a")[0] == 5
+    assert before != storage.stamp(f"{bucket}/a")
+
+
+def test_a_folder_is_copied_once_and_again_when_a_file_changes(bucket):
+    write(f"{bucket}/model/config.json", "{}")
+    write(f"{bucket}/model/big.bin", "weights")
+    write(f"{bucket}/model/deep/a.json", "[]")
+    copy = storage.local_folder(f"{bucket}/model", ("*.json",))
+    names = sorted(str(path.relative_to(copy)) for path in copy.rglob("*.*"))
+    assert (copy.name, names) == ("model", ["config.json", "deep/a.json"])
+    assert storage.local_folder(f"{bucket}/model", ("*.json",)) == copy
+    write(f"{bucket}/model/config.json", '{"a": 1}')
+    again = storage.local_folder(f"{bucket}/model", ("*.json",))
+    assert again != copy and (again / "config.json").read_text() == '{"a": 1}'
+
+
+def test_a_folder_that_is_not_there_is_refused(bucket):
+    with pytest.raises(ConfigError, match=f"^{bucket}/none: no such folder, or no file is in it$"):
+        storage.local_folder(f"{bucket}/none")
+
+
+def test_a_configuration_extends_files_and_presets_at_urls(bucket):
+    write(f"{bucket}/base.yml", "model: models/small.yml\ntrain: {steps: 1}")
+    write(f"{bucket}/models/small.yml", "extends: tiny\nembed: 8")
+    write(f"{bucket}/models/tiny.yml", "embed: 4\nheads: 2")
+    write(f"{bucket}/runs/run.yml", "extends: ../base.yml\ntrain: {steps: 2}")
+    write("local.yml", f"extends: {bucket}/runs/run.yml\nmodel: {bucket}/models/tiny.yml")
+    tree = merged_tree(PRESETS, f"{bucket}/runs/run.yml")
+    assert plain(tree) == {"model": {"embed": 8, "heads": 2}, "train": {"steps": 2}}
+    assert tree.at("train", "steps").where == f"{bucket}/runs/run.yml:2"
+    assert plain(merged_tree(PRESETS, "local.yml"))["model"] == {"embed": 4, "heads": 2}
+
+
+def test_a_circle_of_files_at_urls_is_named(bucket):
+    write(f"{bucket}/a.yml", "extends: ./b.yml")
+    write(f"{bucket}/b.yml", "extends: ./a.yml")
+    with pytest.raises(ConfigError, match=f"circle: {bucket}/a.yml -> {bucket}/b.yml -> "):
+        merged_tree(PRESETS, f"{bucket}/a.yml")
+
+
+def test_a_configuration_that_is_not_at_its_url_is_refused(bucket):
+    with pytest.raises(ConfigError, match=f"^no configuration file {bucket}/none.yml"):
+        merged_tree(PRESETS, f"{bucket}/none.yml")
+
+
+@pytest.mark.parametrize(
+    ("path", "package"), [("gs://bucket/a.yml", "gcsfs"), ("s3://bucket/a.yml", "s3fs")]
+)
+def test_a_missing_driver_is_named_in_one_paragraph_within_a_second(path, package, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    start = time.perf_counter()
+    with pytest.raises(ConfigError) as caught:
+        merged_tree(PRESETS, path)
+    assert time.perf_counter() - start < 1
+    scheme = path[:2]
+    assert str(caught.value) == (
+        f"{path}: the package that reads {scheme}:// is not installed: pip install {package}"
+    )
+
+
+def test_an_unknown_protocol_is_refused():
+    with pytest.raises(ConfigError, match="^gcs3://b/a.yml: no file system is called gcs3://; use"):
+        merged_tree(PRESETS, "gcs3://b/a.yml")
+
+
+def test_a_store_that_fails_is_an_error_with_its_words(monkeypatch):
+    def fail(self, path, **kwargs):
+        raise RuntimeError("no credentials\nfor this bucket")
+
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "info", fail)
+    with pytest.raises(ConfigError) as caught:
+        merged_tree(PRESETS, "memory://b/a.yml")
+    assert str(caught.value) == (
+        "memory://b/a.yml: cannot be read: RuntimeError: no credentials for this bucket"
+    )
+
+
+def test_local_paths_import_no_fsspec():
+    code = (
+        "import sys; from maxstack.load import load; load('quickstart.yml'); "
+        "assert 'fsspec' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
