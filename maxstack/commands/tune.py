@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
     devices.environment(cfg.run.virtual_devices)
     from maxstack.kernels import tuning
 
-    tuning.claim(out)
+    tuning.check_writable(out)
     try:
         return _tune(cfg, args.ops, args.rounds, out)
     except KeyboardInterrupt:
@@ -90,7 +90,7 @@ def _tune(cfg: "Config", ops: str | None, rounds: int, out: Path) -> int:
         print(f"measuring {choice}", file=sys.stderr, flush=True)
         results = measured(choice, rounds)
         print("\n".join(report(choice, results)), flush=True)
-        tuning.keep(out, best(choice, results))
+        tuning.add(out, best(choice, results))
         any_wrong |= any(one.wrong for one in results)
     print(f"written to {out}")
     return 1 if any_wrong else 0

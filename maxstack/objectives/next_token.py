@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxstack.kernels.backends import asking
+from maxstack.kernels.backends import config_scope
 from maxstack.kernels.cross_entropy import Losses, Request, linear_cross_entropy
 from maxstack.kernels.sequences import arrange
 
@@ -61,7 +61,7 @@ def _losses(
     """Of a normed residual stream, by the model's head."""
     x_BTD, head_DV, bias_V, kept = model.readout(x_BTD)
     request, backend = Request(model.cfg.head.soft_cap, z_loss), model.cfg.head.backend
-    with asking("model.head"):
+    with config_scope("model.head"):
         return linear_cross_entropy(
             x_BTD, head_DV, targets_BT, weights_BT, request, backend, bias_V, kept
         )
