@@ -10,7 +10,6 @@ torch and transformers.
 example: python scripts/make_goldens.py --family gemma2 --check
 """
 
-import argparse
 import filecmp
 import itertools
 import json
@@ -24,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import yaml
+from bench import arguments
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDENS = ROOT / "tests" / "goldens"
@@ -44,9 +44,7 @@ FAMILIES: dict[str, dict[str, Any]] = TABLE["families"]
 
 def main() -> int:
     """Make or check the families; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments.parser(__doc__)
     parser.add_argument(
         "--family",
         action="append",

@@ -9,7 +9,6 @@ shapes that occur and how often: {"model.layers.#.mlp.experts.#.up_proj.weight":
 example: python scripts/make_preset_goldens.py --preset qwen3-0.6b
 """
 
-import argparse
 import gzip
 import json
 import math
@@ -18,6 +17,8 @@ import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
+
+from bench import arguments
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -71,9 +72,7 @@ MODEL_TYPES = {
 def main() -> int:
     """Make or check the presets; returns the exit code."""
     names = sorted(path.stem for path in (ROOT / "configs" / "models").glob("*.yml"))
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments.parser(__doc__)
     parser.add_argument(
         "--preset",
         action="append",

@@ -6,8 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """A parser that shows the docstring of its program as it is."""
@@ -48,6 +46,12 @@ def with_block(text: str, page: Path, begin: str, end: str, block: str) -> str:
             f"{page} has {count} places for a table; write `{begin}` and `{end}` where it belongs"
         )
     return replaced
+
+
+def write_block(page: Path, begin: str, end: str, block: str) -> None:
+    """Put `block` into a page between the marks."""
+    text = page.read_text(encoding="utf-8")
+    page.write_text(with_block(text, page, begin, end, block), encoding="utf-8")
 
 
 def resident(field: str) -> int:
