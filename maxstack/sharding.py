@@ -1,5 +1,5 @@
-"""The device mesh, and the table from logical axes to mesh axes. Everything below run.py sees only
-logical names."""
+"""The device mesh, and the rules from logical axes to mesh axes. Code below run.py names logical
+axes only."""
 
 import contextlib
 import contextvars
@@ -23,7 +23,7 @@ _current: contextvars.ContextVar[tuple["Mesh", MeshConfig] | None] = contextvars
 
 @contextlib.contextmanager
 def holding(variable: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
-    """Inside, a variable has a value."""
+    """Sets a context variable inside."""
     token = variable.set(value)
     try:
         yield
@@ -32,20 +32,20 @@ def holding(variable: contextvars.ContextVar[Any], value: Any) -> Iterator[None]
 
 
 def use(mesh: "Mesh", cfg: MeshConfig) -> contextlib.AbstractContextManager[None]:
-    """The mesh, and its configuration, that `constrain` and `per_device` apply inside."""
+    """Sets the mesh, and its configuration, for `constrain` and `per_device` inside."""
     return holding(_current, (mesh, cfg))
 
 
 def current() -> tuple["Mesh", MeshConfig] | None:
     """The mesh that `use` set, and its configuration; None outside, and on a mesh of one device."""
-    found = _current.get()
-    return None if found is None or found[0].size == 1 else found
+    pair = _current.get()
+    return None if pair is None or pair[0].size == 1 else pair
 
 
 def mesh() -> "Mesh | None":
     """The mesh that `use` set, whatever its size."""
-    found = _current.get()
-    return found[0] if found else None
+    pair = _current.get()
+    return pair[0] if pair else None
 
 
 def make_mesh(cfg: MeshConfig, devices: Sequence[Any]) -> "Mesh":
@@ -92,23 +92,28 @@ def constrain(x: "jax.Array", axes: str) -> "jax.Array":
 
 
 def here(axes: str) -> "PartitionSpec":
-    """The PartitionSpec of logical axes over what `per_device` leaves of the current mesh at this
-    place of the program."""
-    found = current()
-    assert found is not None, "needs a mesh"
+    """The PartitionSpec of logical axes on the current mesh, over the mesh axes that a surrounding
+    `per_device` leaves free."""
+    pair = current()
+    assert pair is not None, "needs a mesh"
     _, free = _free()
     rules = {
         logical: [axis for axis in names(axes) if axis in free]
-        for logical, axes in found[1].rules.items()
+        for logical, axes in pair[1].rules.items()
     }
     return spec(axes.split(), rules)
+
+
+def split(axes: Any) -> tuple[str, ...]:
+    """The mesh axes of a PartitionSpec's entry that have more than one device."""
+    return tuple(axis for axis in names(axes) if size_of(axis) > 1)
 
 
 def per_device(
     f: "Callable[..., Any]", in_specs: Any, out_specs: Any, axes: frozenset[str] | None = None
 ) -> "Callable[..., Any]":
-    """`f` as each device runs it on its own parts, with collectives by hand over `axes`; None: all
-    that are left.
+    """`f` run by each device on its own parts, with collectives by hand over `axes`; None for all
+    free axes.
 
     Inside another `per_device`, only axes that the outer one left to XLA are free.
     """
@@ -127,16 +132,16 @@ def per_device(
 
 def size_of(*axes: str) -> int:
     """Product of the sizes of mesh axes; 1 without a mesh."""
-    found = current()
-    return math.prod(found[0].shape[axis] for axis in axes) if found else 1
+    pair = current()
+    return math.prod(pair[0].shape[axis] for axis in axes) if pair else 1
 
 
 def _free() -> tuple[Any, frozenset[str]]:
-    """The mesh as the program sees it here, and the axes that no surrounding `per_device` has
-    taken."""
+    """The current mesh, abstract inside a `per_device`, and the axes that no surrounding
+    `per_device` has taken."""
     import jax
 
-    found, inside = current(), jax.sharding.get_abstract_mesh()
-    assert found is not None, "needs a mesh"
+    pair, inside = current(), jax.sharding.get_abstract_mesh()
+    assert pair is not None, "needs a mesh"
     taken = frozenset(inside.manual_axes)
-    return (inside if taken else found[0]), frozenset(AXES) - taken
+    return (inside if taken else pair[0]), frozenset(AXES) - taken

@@ -7,9 +7,7 @@ to each array.
 example: python scripts/bench_checkpoint.py --rounds 5 --gigabytes 1 --json checkpoint.json
 """
 
-import argparse
 import functools
-import json
 import shutil
 import statistics
 import sys
@@ -18,6 +16,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from bench import arguments
 
 from maxstack.hardware import devices
 
@@ -39,12 +39,10 @@ LAYERS, EMBED, HIDDEN = 8, 1024, 4096
 
 def main() -> None:
     """Run everything, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--gigabytes", type=float, default=1.0, help="of the whole state")
-    parser.add_argument("--json", type=Path, help="also write every figure here")
+    arguments.takes_json(parser)
     args = parser.parse_args()
     found: dict[str, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -79,8 +77,7 @@ def main() -> None:
             f"{kind:24} {middle['blocked']:10.3f} {middle['written']:10.2f} "
             f"{middle['restored']:11.2f} {figures['blocked'][0]:21.3f}"
         )
-    if args.json:
-        args.json.write_text(json.dumps({"bytes": size, "seconds": found}, indent=2) + "\n")
+    arguments.write_json(args.json, {"bytes": size, "seconds": found})
 
 
 def _run(gigabytes: float, folder: Path) -> Run:

@@ -9,8 +9,6 @@ example: python scripts/bench_cpu.py --rounds 3 --json bench.json --peer-python 
          python scripts/bench_cpu.py --tiny
 """
 
-import argparse
-import importlib.util
 import json
 import os
 import statistics
@@ -22,6 +20,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bench import arguments
+from bench.gpu_processes import lacks
 from bench.metrics import rows
 
 HERE = Path(__file__).parent
@@ -47,9 +47,7 @@ RETURNED = {"MALLOC_MMAP_THRESHOLD_": f"{1 << 20}"}
 
 def main() -> None:
     """Run everything, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments.parser(__doc__)
     parser.add_argument(
         "--rounds", type=int, default=3, help="each program runs this often; the median counts"
     )
@@ -59,7 +57,7 @@ def main() -> None:
         action="store_true",
         help="one round, at sizes that only show that everything runs",
     )
-    parser.add_argument("--json", type=Path, help="also write every figure here")
+    arguments.takes_json(parser)
     parser.add_argument(
         "--peer-python",
         default=sys.executable,
@@ -74,8 +72,7 @@ def main() -> None:
     )
     if args.only != "step":
         found["attention"] = _long_attention(rounds, (64,) if args.tiny else (2048, 8192))
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=2) + "\n")
+    arguments.write_json(args.json, found)
 
 
 def _reference_work(
@@ -146,19 +143,7 @@ def _long_attention(rounds: int, lengths: tuple[int, ...]) -> dict[str, dict[str
 
 
 def _available(name: str, packages: list[str], python: str) -> bool:
-    if python == sys.executable:
-        missing = [package for package in packages if importlib.util.find_spec(package) is None]
-    else:
-        code = (
-            f"import importlib.util; print([p for p in {packages} if "
-            "importlib.util.find_spec(p) is None])"
-        )
-        missing = json.loads(
-            subprocess.run(
-                [python, "-c", code], capture_output=True, text=True, check=True
-            ).stdout.replace("'", '"')
-        )
-    if missing:
+    if missing := lacks(python, packages):
         print(f"{name} is left out: {', '.join(missing)} not installed", file=sys.stderr)
     return not missing
 

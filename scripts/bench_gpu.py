@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench.arguments import parser as parser_of
 from bench.gpu_processes import Outcome, events, lacks, work
 from bench.gpu_tables import line, report
 
@@ -93,9 +94,7 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--only", help=f"sections, separated by commas: {', '.join(CHOICES)}; each is checked first"
     )

@@ -9,7 +9,6 @@ example: python scripts/bench_protection.py --rounds 5 --steps 100 --json protec
 """
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -17,6 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from bench import arguments
 from bench.metrics import rows
 
 PROGRAM = """
@@ -24,6 +24,7 @@ import os, sys, time
 from maxstack import cli, train
 from maxstack.report import metrics
 from maxstack.faults import guard
+from maxstack.report import metrics
 if sys.argv.pop(1) == "off":
     plain = guard.judge
     guard.judge = lambda cfg, state, *numbers: (guard.ACCEPTED + 0 * state.refused, state._replace(updates=state.updates + 1))
@@ -53,16 +54,8 @@ KINDS = {"one device": (), "8 virtual devices": ("run.virtual_devices=8", "mesh.
 
 def main() -> None:
     """Run everything, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="key=value",
-        help="replaces a value of the run's configuration",
-    )
+    parser = arguments.parser(__doc__)
+    arguments.takes_overrides(parser, "the run's configuration")
     parser.add_argument(
         "--rounds",
         type=int,
@@ -71,7 +64,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=100, help="of each run")
     parser.add_argument("--only", choices=KINDS, help="one kind of run")
-    parser.add_argument("--json", type=Path, help="also write every figure here")
+    arguments.takes_json(parser)
     args = parser.parse_intermixed_args()
     found = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -97,8 +90,7 @@ def main() -> None:
             f"{kind:18} {on:12,.0f} {off:8,.0f} {middle:16.3f} {low:7.3f}-{high:.3f} "
             f"{BATCH * LENGTH / off:7.2f} s {blocked:16.2%}"
         )
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=2) + "\n")
+    arguments.write_json(args.json, found)
 
 
 def _round(

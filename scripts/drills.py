@@ -22,6 +22,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from bench import arguments
+
 ROOT = Path(__file__).resolve().parent.parent
 others = [path for path in sys.path if Path(path or ".").resolve() != ROOT / "scripts"]
 sys.path[:] = [str(ROOT), str(ROOT / "tests"), *others]  # here `drills` is this file
@@ -40,9 +42,7 @@ Done = dict[str, dict[str, Any]]
 
 def main() -> int:
     """Run what is not done yet; 1 where a promise was broken."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments.parser(__doc__)
     parser.add_argument("--only", metavar="N,N", help="these drills; 0: the skewed clock")
     parser.add_argument(
         "--jobs", type=int, default=2, metavar="N", help="drills at the same time (default: 2)"
@@ -102,7 +102,9 @@ def main() -> int:
     table = _table(done)
     print(table)
     if not args.count and {*map(int, done)} >= DRILLS.keys():
-        _write(table)
+        page = ROOT / "docs" / "RELIABILITY.md"
+        arguments.write_block(page, BEGIN, END, table)
+        print(f"wrote the table into {page.relative_to(ROOT)}")
     return (
         1
         if any(done[f"{number}"]["lost"] for number in wanted if f"{number}" in done)
@@ -210,19 +212,6 @@ def _table(done: Done) -> str:
                 f"| {promise.number or ''} | {promise.fault} | {promise.promise} | {counts} |"
             )
     return "\n".join(lines)
-
-
-def _write(table: str) -> None:
-    path = ROOT / "docs" / "RELIABILITY.md"
-    text = path.read_text(encoding="utf-8")
-    if BEGIN not in text or END not in text:
-        print(f"{path} has no lines {BEGIN} and {END} to write the table between", file=sys.stderr)
-        return
-    path.write_text(
-        f"{text.partition(BEGIN)[0]}{BEGIN}\n{table}\n{END}{text.partition(END)[2]}",
-        encoding="utf-8",
-    )
-    print(f"wrote the table into {path.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ torch, transformers and peft: `make oracle` makes an environment.
 example: python scripts/make_adapter_goldens.py --check
 """
 
-import argparse
 import json
 import shutil
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bench import arguments
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDENS = ROOT / "tests" / "goldens"
@@ -70,9 +70,7 @@ CLOSE = 1e-5
 
 def main() -> int:
     """Make them, or with --check compare; 1 where one differs."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments.parser(__doc__)
     parser.add_argument(
         "--check",
         action="store_true",

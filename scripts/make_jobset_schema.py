@@ -9,12 +9,13 @@ below.
 example: python scripts/make_jobset_schema.py
 """
 
-import argparse
 import json
 import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from bench import arguments
 
 OUT = Path(__file__).resolve().parent.parent / "tests/submit/jobset-v1alpha2.json"
 CRD: dict[str, dict[str, Any]] = {
@@ -52,9 +53,7 @@ QUANTITY = {
 
 def main() -> int:
     """Write the file; the exit code."""
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    arguments.parser(__doc__).parse_args()
     from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
     schema = _plain(JobsetV1alpha2JobSet.model_json_schema(by_alias=True))

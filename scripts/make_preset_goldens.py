@@ -9,24 +9,25 @@ shapes that occur and how often: {"model.layers.#.mlp.experts.#.up_proj.weight":
 example: python scripts/make_preset_goldens.py --preset qwen3-0.6b
 """
 
-import argparse
 import gzip
 import json
+import math
 import re
 import sys
-import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
+
+from bench import arguments
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from maxstack.hf.families import FAMILIES  # noqa: E402
-from maxstack.schema.decoder import DecoderConfig  # noqa: E402
+from maxstack.load import load  # noqa: E402
 
 GOLDEN = ROOT / "tests" / "goldens" / "presets.json.gz"
-RUN = "model: {preset: PRESET}\ndata: {sources: [{kind: synthetic, vocab: 256}]}\n"
+DATA = {"sources": [{"kind": "synthetic", "vocab": 256}]}
 # What the names of presets begin with -> model_type in config.json; the longest beginning counts.
 MODEL_TYPES = {
     "code-llama": "llama",
@@ -69,11 +70,9 @@ MODEL_TYPES = {
 
 
 def main() -> int:
-    """Makes or checks the presets asked for; the exit code."""
+    """Make or check the presets; returns the exit code."""
     names = sorted(path.stem for path in (ROOT / "configs" / "models").glob("*.yml"))
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments.parser(__doc__)
     parser.add_argument(
         "--preset",
         action="append",
@@ -90,25 +89,18 @@ def main() -> int:
     for name in args.preset or names:
         try:
             made[name] = golden(name)
-        except (
-            Exception
-        ) as error:  # whatever it is: the others are still made, and the exit code is 1
+        except Exception as error:  # the others are still made, and the exit code is 1
             failed.append(name)
             print(f"{name:24} {type(error).__name__}: {error}", flush=True)
             continue
-        said = (
-            ("same" if made[name] == kept.get(name) else "differs")
-            if args.check
-            else made[name]["model_type"]
-        )
-        print(f"{name:24} {made[name]['parameters']:>18,} parameters  {said}", flush=True)
+        result = made[name]["model_type"]
+        if args.check:
+            result = "same" if made[name] == kept.get(name) else "differs"
+        print(f"{name:24} {made[name]['parameters']:>18,} parameters  {result}", flush=True)
     if args.check:
         return 1 if failed or any(made[name] != kept.get(name) for name in made) else 0
-    found = {
-        name: entry
-        for name, entry in ({**kept, **made} if args.preset else made).items()
-        if name in names
-    }
+    found = (kept | made) if args.preset else made
+    found = {name: entry for name, entry in found.items() if name in names}
     GOLDEN.write_bytes(
         gzip.compress(json.dumps(found, sort_keys=True, separators=(",", ":")).encode(), mtime=0)
     )
@@ -120,30 +112,18 @@ def main() -> int:
 
 
 def golden(name: str) -> dict[str, Any]:
-    """The entry of a preset. ValueError where MODEL_TYPES names no family, or its table cannot say
-    the model."""
+    """The entry of a preset. ValueError if MODEL_TYPES names no family, or the family's table
+    cannot express the model."""
     if not (starts := [start for start in MODEL_TYPES if name.startswith(start)]):
         raise ValueError(f"MODEL_TYPES in {Path(__file__).name} has no beginning of this name")
     model_type = MODEL_TYPES[max(starts, key=len)]
-    shapes = tensors(FAMILIES[model_type].write(load(name)))
-    found: dict[str, Counter[str]] = {}
-    total = 0
+    model = load({"model": {"preset": name}, "data": DATA}).model
+    shapes = tensors(FAMILIES[model_type].write(model))
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
     for tensor, shape in shapes.items():
-        found.setdefault(re.sub(r"\d+(?=\.)", "#", tensor), Counter())[
-            "x".join(map(str, shape))
-        ] += 1
-        size = 1
-        for n in shape:
-            size *= n
-        total += size
-    return {"model_type": model_type, "parameters": total, "tensors": found}
-
-
-def load(name: str) -> DecoderConfig:
-    """The model of a preset."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "run.yml").write_text(RUN.replace("PRESET", name), encoding="utf-8")
-        return load(Path(folder) / "run.yml").model
+        counts[re.sub(r"\d+(?=\.)", "#", tensor)]["x".join(map(str, shape))] += 1
+    total = sum(math.prod(shape) for shape in shapes.values())
+    return {"model_type": model_type, "parameters": total, "tensors": counts}
 
 
 def tensors(config_json: dict[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -7,13 +7,14 @@ example: python scripts/measure_memory.py 'fine-tuning, all weights' 'fine-tunin
 rank 16'
 """
 
-import argparse
 import multiprocessing
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+from bench import arguments
 
 DEVICES = 8
 ATTENTION = {"kind": "attention", "heads": 8, "kv_heads": 4, "head_dim": 64}
@@ -47,9 +48,7 @@ RUNS = {
 
 def main() -> None:
     """Print a Markdown table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments.parser(__doc__)
     parser.add_argument(
         "runs", nargs="*", default=[*RUNS], metavar="NAME", help=f"these alone: {'; '.join(RUNS)}"
     )
@@ -110,7 +109,7 @@ def measure(
     run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()))
     compiled = run.step.lower(run.abstract, run.abstract_batch()).compile()
     rows = {name: np.ones(leaf.shape, leaf.dtype) for name, leaf in run.abstract_batch().items()}
-    held = resident("VmRSS")
+    held = arguments.resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     state = jax.tree.map(
         lambda leaf: jax.make_array_from_callback(
@@ -123,15 +122,7 @@ def measure(
     for _ in range(2):
         state, scalars = compiled(state, run.place(rows, cfg.train.batch_size))
         jax.block_until_ready((state, scalars))
-    return memory(compiled).needed * DEVICES, resident("VmHWM") - held
-
-
-def resident(line: str) -> int:
-    """A line of /proc/self/status in bytes."""
-    found = next(
-        row for row in Path("/proc/self/status").read_text().splitlines() if row.startswith(line)
-    )
-    return int(found.split()[1]) * 1024
+    return memory(compiled).needed * DEVICES, arguments.resident("VmHWM") - held
 
 
 if __name__ == "__main__":

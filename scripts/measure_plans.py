@@ -5,7 +5,6 @@ Writes the tables of docs/PLAN.md between their marks. example: python scripts/m
 --only "8B" (needs the extras plan-tpu and plan-cuda)
 """
 
-import argparse
 import json
 import os
 import shlex
@@ -16,6 +15,7 @@ import time
 from pathlib import Path
 
 import yaml
+from bench import arguments
 from tqdm import tqdm
 
 HERE = Path(__file__).parent
@@ -27,9 +27,7 @@ GIB = 2**30
 def main() -> None:
     """Run the cases, keep what they say beside those that ran before, and write both tables; rows
     of cases that were not run stay as they are."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments.parser(__doc__)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument(
         "--kept",

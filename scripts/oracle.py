@@ -9,7 +9,6 @@ environment.
 example: python scripts/oracle.py --family llama gemma2
 """
 
-import argparse
 import json
 import math
 import random
@@ -18,6 +17,8 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+
+from bench import arguments
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
@@ -53,9 +54,7 @@ TOKENIZERS = tuple(
 
 def main() -> int:
     """Check the families that are asked for; 1 if one is not at par."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments.parser(__doc__)
     parser.add_argument(
         "--family",
         nargs="*",
@@ -100,7 +99,7 @@ def main() -> int:
         f"ids are not transformers': {said}.",
     ]
     if families == parity.FAMILIES:
-        _write([*HEAD, *lines])
+        arguments.write_block(ROOT / "docs/MODELS.md", BEGIN, END, "\n".join([*HEAD, *lines]))
     print("\n".join([*HEAD, *lines]))
     if error > parity.LOGITS:
         bad.append(f"{TRAINED} after training")
@@ -320,13 +319,6 @@ def _tokenized(model_type: str, named: str) -> int:
 
 def _yes(value: bool) -> str:
     return "yes" if value else "**no**"
-
-
-def _write(lines: list[str]) -> None:
-    path = ROOT / "docs/MODELS.md"
-    text = path.read_text()
-    before, rest = text.split(BEGIN, 1)
-    path.write_text(before + BEGIN + "\n" + "\n".join(lines) + "\n" + END + rest.split(END, 1)[1])
 
 
 if __name__ == "__main__":

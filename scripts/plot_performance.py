@@ -5,12 +5,11 @@ profile_step.py writes (a step by component).
 example: python scripts/plot_performance.py
 """
 
-import argparse
 import json
-import re
 from pathlib import Path
 from typing import Any
 
+from bench import arguments
 from bench.gpu_tables import PUBLISHED, TABLES, best, rate
 from bench.svg import Panel, bar_chart, line_chart
 
@@ -20,9 +19,7 @@ Found = dict[str, Any]
 
 def main() -> None:
     """Write what changed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments.parser(__doc__)
     parser.add_argument(
         "--docs",
         type=Path,
@@ -62,24 +59,10 @@ def written(docs: Path) -> dict[Path, str]:
         ](found, source.stem)
         files |= {docs / "performance" / name: plot for name, plot in plots.items()}
         shown = [f"![{name.removesuffix('.svg')}](performance/{name})" for name in plots]
-        text = _between(
-            text,
-            source.stem,
-            "\n\n".join([*shown, *(tables(found) if "rows" in found else step_table(found))]),
-        )
+        parts = [*shown, *(tables(found) if "rows" in found else step_table(found))]
+        block = "\n{}\n".format("\n\n".join(parts))
+        text = arguments.with_block(text, page, f"<!-- {source.stem} -->", "<!-- end -->", block)
     return files | {page: text}
-
-
-def _between(text: str, name: str, block: str) -> str:
-    """The page with what stands between `<!-- NAME -->` and `<!-- end -->` replaced."""
-    place = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
-    found, count = place.subn(lambda match: f"{match[1]}\n{block}\n\n{match[2]}", text)
-    if count != 1:
-        raise SystemExit(
-            f"docs/PERFORMANCE.md has {count} places for {name}.json; write `<!-- {name} "
-            "-->` and `<!-- end -->` where it belongs"
-        )
-    return found
 
 
 def bench_plots(found: Found, stem: str) -> dict[str, str]:

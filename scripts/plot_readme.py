@@ -7,7 +7,6 @@ example: python scripts/plot_readme.py --metrics runs/quickstart/metrics.jsonl
          python scripts/plot_readme.py --check
 """
 
-import argparse
 import json
 import os
 import platform
@@ -17,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from bench import arguments
 from bench.metrics import rows
 from bench.svg import Panel, line_chart, screen
 
@@ -31,9 +31,7 @@ MEAN = 10
 
 def main() -> None:
     """Take new data where some is given, and draw what changed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments.parser(__doc__)
     parser.add_argument("--metrics", type=Path, metavar="FILE", help="of a run of the quickstart")
     parser.add_argument("--plan", action="store_true", help="run the plan again (extra plan-tpu)")
     parser.add_argument("--pictures", type=Path, default=PICTURES, help="the folder")

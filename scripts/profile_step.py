@@ -9,18 +9,17 @@ example: python scripts/profile_step.py bench-reference --rounds 5 --json step.j
          python scripts/profile_step.py configs/quickstart.yml train.batch_size=2
 """
 
-import argparse
 import collections
 import dataclasses
 import functools
-import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
+
+from bench import arguments
 
 from maxstack.load import load
 
@@ -59,20 +58,16 @@ class Part:
 
 def main() -> None:
     """Measure, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments.parser(__doc__)
     parser.add_argument("config", help="a YAML file, or the name of a preset")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value", help="replaces a value of the file"
-    )
+    arguments.takes_overrides(parser, "the file")
     parser.add_argument(
         "--rounds",
         type=int,
         default=5,
         help="every part runs in turn this often; the median counts",
     )
-    parser.add_argument("--json", type=Path, help="also write every figure here")
+    arguments.takes_json(parser)
     args = parser.parse_intermixed_args()
     if (
         sys.platform == "linux" and "GLIBC_TUNABLES" not in os.environ
@@ -98,8 +93,7 @@ def main() -> None:
         "rounds": args.rounds,
     }
     show(result)
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    arguments.write_json(args.json, result)
 
 
 def table(found: list[Part]) -> dict[str, Any]:

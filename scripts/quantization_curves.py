@@ -6,16 +6,15 @@ Writes docs/quantization/curves.json, and with it the plot and the table of docs
 example: python scripts/quantization_curves.py --steps 300
 """
 
-import argparse
 import json
 import platform
-import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from bench import arguments
 from bench.metrics import rows
 from bench.svg import Panel, line_chart
 from tqdm import tqdm
@@ -43,16 +42,8 @@ SHOWN = (10, 20, 40, 75, 150, 300)
 
 def main() -> None:
     """Run, keep, plot."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="key=value",
-        help="replaces a value of the quickstart's configuration",
-    )
+    parser = arguments.parser(__doc__)
+    arguments.takes_overrides(parser, "the quickstart's configuration")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument(
         "--only",
@@ -74,14 +65,7 @@ def main() -> None:
         path.write_text(json.dumps(found) + "\n")
     path.with_suffix(".svg").write_text(plot(found))
     page = args.docs / "QUANTIZATION.md"
-    text, count = re.subn(
-        r"(?<=<!-- curves -->\n).*?(?=<!-- end -->)",
-        lambda _: f"\n{table(found)}\n\n",
-        page.read_text(),
-        flags=re.S,
-    )
-    assert count == 1, f"{page} has {count} places for the table"
-    page.write_text(text)
+    arguments.write_block(page, "<!-- curves -->", "<!-- end -->", f"\n{table(found)}\n")
 
 
 def run(recipe: str, steps: int, overrides: list[str]) -> dict[str, Any]:

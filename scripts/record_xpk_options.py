@@ -16,15 +16,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from bench import arguments
+
 OUT = Path(__file__).resolve().parent.parent / "tests/submit/xpk-options.json"
 COMMANDS = "create", "create-pathways", "list", "delete"
 
 
 def main() -> int:
     """Write the file, or check a command line; the exit code."""
-    own = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    own = arguments.parser(__doc__)
     own.add_argument(
         "--check",
         action="store_true",

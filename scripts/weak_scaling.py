@@ -8,12 +8,10 @@ makes these again of figures that are there.
 example: python scripts/weak_scaling.py --rounds 3
 """
 
-import argparse
 import contextlib
 import json
 import os
 import platform
-import re
 import statistics
 import subprocess
 import sys
@@ -21,6 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from bench import arguments
 from bench.metrics import rows
 from bench.svg import Panel, line_chart
 from tqdm import tqdm
@@ -46,16 +45,8 @@ PLAN = (
 
 def main() -> None:
     """Measure, plan, plot."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="key=value",
-        help="replaces a value of the processes' configuration",
-    )
+    parser = arguments.parser(__doc__)
+    arguments.takes_overrides(parser, "the processes' configuration")
     parser.add_argument(
         "--counts",
         type=_counts,
@@ -88,14 +79,7 @@ def main() -> None:
     found = json.loads(path.read_text())
     path.with_suffix(".svg").write_text(plot(found))
     page = args.docs / "CLUSTER.md"
-    text, count = re.subn(
-        r"(?<=<!-- scaling -->\n).*?(?=<!-- end -->)",
-        lambda _: f"\n{table(found)}\n\n",
-        page.read_text(),
-        flags=re.S,
-    )
-    assert count == 1, f"{page} has {count} places for the table"
-    page.write_text(text)
+    arguments.write_block(page, "<!-- scaling -->", "<!-- end -->", f"\n{table(found)}\n")
 
 
 def _counts(text: str) -> list[int]:

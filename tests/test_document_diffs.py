@@ -32,7 +32,7 @@ def applied(text, lines):
     "path",
     [
         "maxstack/hf/families/smollm3.py",
-        "scripts/make_goldens.py",
+        "scripts/goldens.yml",
         "configs/models/smollm3-3b.yml",
     ],
 )

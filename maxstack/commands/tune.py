@@ -68,7 +68,7 @@ def main(args: argparse.Namespace) -> int:
     devices.environment(cfg.run.virtual_devices)
     from maxstack.kernels import tuning
 
-    tuning.claim(out)
+    tuning.check_writable(out)
     any_wrong = False
     try:
         for choice in _choices(cfg, args.ops):

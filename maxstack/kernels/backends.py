@@ -1,5 +1,5 @@
-"""What the ops have in common: several backends of one meaning, each of which says why it cannot
-serve, and one choice among them that is told.
+"""Ops with several backends, each of which says why it cannot serve a case, and the choice among
+them, which is recorded.
 
 Choosing imports no backend of another platform: Pallas alone takes half a second.
 """
@@ -24,7 +24,7 @@ ALL = ("cpu", "gpu", "tpu")
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What a program will run on, here or elsewhere."""
+    """A device to run a program, on this machine or another."""
 
     platform: str
     """cpu, gpu or tpu."""
@@ -35,59 +35,66 @@ class Device:
 
     @classmethod
     def of(cls, device: Any) -> "Device":
-        """Of a jax device, or of the description of one."""
-        found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", None)))
-        return cls(
-            device.platform, device.device_kind, (int(found[1]), int(found[2])) if found else (0, 0)
-        )
+        """The device that a jax device, or a description of one, stands for."""
+        match = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", None)))
+        capability = (int(match[1]), int(match[2])) if match else (0, 0)
+        return cls(device.platform, device.device_kind, capability)
 
     @classmethod
     def here(cls) -> "Device":
-        """Of the mesh around this place of the program, else jax's default."""
+        """The device kind of the current mesh, else jax's default device."""
         mesh = sharding.mesh()
         return cls.of(jax.devices()[0] if mesh is None else mesh.devices.flat[0])
 
 
 def multiplied(dtype: Any) -> Any:
-    """The type in which blocks of `dtype` are best multiplied: float32 on a CPU, where XLA would
+    """The dtype in which to multiply blocks of `dtype`: float32 on a CPU, where XLA would otherwise
     convert each block around each product."""
     return jnp.promote_types(dtype, jnp.float32) if Device.here().platform == "cpu" else dtype
 
 
 class Case(Protocol):
-    """One call as its backends see it: what is asked, the shapes of one device, and the device."""
+    """A call of an op, for its backends to accept or refuse: the request, the shapes on one device,
+    and the device."""
 
     @property
     def device(self) -> Device:
-        """Where it will run."""
+        """The device that runs the call."""
         ...
 
     @property
     def shape_class(self) -> Mapping[str, int | str]:
-        """What the best sizes of a kernel's blocks hang on."""
+        """The key of tuned block sizes."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """`module` holds `supports(case) -> str | None`, the reason why it cannot serve the case, and
-    `run`, with the arguments of its op."""
+    """An implementation of an op.
+
+    `module` holds `run`, with the arguments of its op, and can hold `supports(case) -> str | None`,
+    the reason why it cannot serve the case, and `candidates(case)`.
+    """
 
     name: str
     module: str
     platforms: tuple[str, ...] = ALL
     refuses: Callable[[Any], str | None] = lambda case: None
-    """A reason that needs no look into the module."""
+    """A reason that is known without importing the module."""
 
     def supports(self, case: Any) -> str | None:
-        """Why this backend cannot serve `case`; None: it can."""
+        """Why this backend cannot serve `case`; None if it can."""
         if case.device.platform not in self.platforms:
             return f"runs on {' and '.join(self.platforms)}, and this is a {case.device.platform}"
-        return self.refuses(case) or importlib.import_module(self.module).supports(case)
+        if reason := self.refuses(case):
+            return reason
+        supports = getattr(importlib.import_module(self.module), "supports", None)
+        return supports(case) if supports else None
 
     def candidates(self, case: Any) -> list[dict[str, int]]:
-        """Block sizes worth measuring, the default first; none where it has no blocks."""
-        return getattr(importlib.import_module(self.module), "candidates", lambda case: [])(case)
+        """Block sizes worth measuring, the default first; none if the backend has no blocks."""
+        candidates = getattr(importlib.import_module(self.module), "candidates", None)
+        return candidates(case) if candidates else []
 
     @property
     def run(self) -> Callable[..., Any]:
@@ -97,7 +104,7 @@ class Backend:
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """One public function with one meaning. `auto` takes the first backend that can serve."""
+    """An operation and its backends. `auto` takes the first backend that can serve."""
 
     name: str
     backends: tuple[Backend, ...]
@@ -107,134 +114,118 @@ class Op:
 
     @property
     def names(self) -> list[str]:
-        """Of its backends, the preferred first."""
+        """Names of the backends, the preferred first."""
         return [backend.name for backend in self.backends]
 
     def choose(self, case: Case, asked: str = "auto") -> "Choice":
-        """The backend for `case`. ConfigError where the one that was asked for cannot serve, which
-        names the key of the part that asks."""
-        part = ".".join(_asking.get())
+        """The backend for `case`. ConfigError, which names the key of the configuration in scope,
+        if the requested backend cannot serve."""
+        part = ".".join(_scope.get())
         where = f"{part}.backend" if part else self.name
-        if asked != "auto" and asked not in self.names:
+        if asked not in ("auto", *self.names):
             raise ConfigError(
                 f"{where}: no backend {asked}{did_you_mean(asked, self.names)}; there "
                 f"are auto, {', '.join(self.names)}"
             )
-        reasons = {backend.name: backend.supports(case) for backend in self.backends}
-        serving = [name for name, reason in reasons.items() if reason is None]
+        refusals = {backend.name: backend.supports(case) for backend in self.backends}
+        serving = [name for name, reason in refusals.items() if reason is None]
         if asked != "auto" and asked not in serving:
             raise ConfigError(
-                f"{where}: backend {asked} cannot serve: {reasons[asked]}; "
+                f"{where}: backend {asked} cannot serve: {refusals[asked]}; "
                 f"{' or '.join(serving)} can, and auto takes {serving[0]}"
             )
         chosen = serving[0] if asked == "auto" else asked
-        others = {
-            name: reason or _passed_over(asked, chosen)
-            for name, reason in reasons.items()
-            if name != chosen
+        passed_over = f"auto prefers {chosen}" if asked == "auto" else f"{chosen} is pinned"
+        del refusals[chosen]
+        reasons = {
+            name: reason or f"could serve; {passed_over}" for name, reason in refusals.items()
         }
-        choice = Choice(
-            self.name,
-            case,
-            asked,
-            chosen,
-            others,
-            self._blocks(chosen, case),
-            (part,) if part else (),
-        )
-        if (made := _made.get()) is not None:
-            _add(made, choice)
+        blocks = self._blocks(chosen, case)
+        choice = Choice(self.name, case, asked, chosen, reasons, blocks, (part,) if part else ())
+        if (choices := _choices.get()) is not None:
+            _add(choices, choice)
         return choice
 
     def _blocks(self, name: str, case: Case) -> dict[str, int] | None:
-        found = tuning.blocks(self.name, name, case.device.kind, case.shape_class)
-        if found and (known := next(iter(self[name].candidates(case)), {})).keys() != found.keys():
+        """Tuned block sizes; ConfigError if they are not the sizes that the backend has."""
+        tuned = tuning.blocks(self.name, name, case.device.kind, case.shape_class)
+        if tuned is None:
+            return None
+        default = next(iter(self[name].candidates(case)), {})
+        if default.keys() != tuned.keys():
             raise ConfigError(
                 f"run.tuned: blocks of {self.name} {name} for {dict(case.shape_class)} "
-                f"are {', '.join(found)}, and should be "
-                f"{', '.join(known) or 'none'}; delete that row, or measure again with "
+                f"are {', '.join(tuned)}, and should be "
+                f"{', '.join(default) or 'none'}; delete that row, or measure again with "
                 "maxstack tune"
             )
-        return found
+        return tuned
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Which backend serves an op, and why."""
+    """The backend that serves a case, and why it does."""
 
     op: str
     case: Any
     asked: str
     backend: str
     reasons: dict[str, str]
-    """Why each other backend does not."""
+    """Why each other backend does not serve."""
     blocks: dict[str, int] | None = None
-    """Measured sizes of its blocks; None: its default."""
+    """Measured block sizes; None for the backend's default."""
     parts: tuple[str, ...] = dataclasses.field(default=(), compare=False)
-    """Keys of the parts of the configuration that ask."""
+    """Keys of the parts of the configuration that the choice is for."""
 
     def __str__(self) -> str:
-        sizes = "".join(f" {name}={size}" for name, size in (self.blocks or {}).items())
         pinned = "" if self.asked == "auto" else ", which is pinned"
-        of = f" for {', '.join(self.parts)}" if self.parts else ""
-        return (
-            f"{self.op} by "
-            f"{self.backend}{pinned}{f', tuned blocks{sizes}' if sizes else ''}{of}: "
-            f"{describe(self.case)}"
-        )
+        sizes = "".join(f" {name}={size}" for name, size in (self.blocks or {}).items())
+        tuned = f", tuned blocks{sizes}" if sizes else ""
+        parts = f" for {', '.join(self.parts)}" if self.parts else ""
+        return f"{self.op} by {self.backend}{pinned}{tuned}{parts}: {describe(self.case)}"
 
 
-_made: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar("choices", default=None)
-_asking: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("asking", default=())
+_choices: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar(
+    "choices", default=None
+)
+_scope: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("scope", default=())
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Choice]]:
-    """The different choices that are made while programs are traced inside, in their order."""
-    made: list[Choice] = []
-    with sharding.holding(_made, made):
-        yield made
+    """The distinct choices made while programs are traced inside, in their order."""
+    choices: list[Choice] = []
+    with sharding.holding(_choices, choices):
+        yield choices
 
 
-def asking(part: str) -> contextlib.AbstractContextManager[None]:
-    """Inside, ops are asked for by the part of the configuration that `part` names, within that of
-    the `asking` around it."""
-    return sharding.holding(_asking, (*_asking.get(), part))
+def config_scope(part: str) -> contextlib.AbstractContextManager[None]:
+    """Choices made inside are for the part of the configuration that `part` names, within that of
+    the `config_scope` around it."""
+    return sharding.holding(_scope, (*_scope.get(), part))
 
 
-def _add(made: list[Choice], choice: Choice) -> None:
-    if choice not in made:
-        made.append(choice)
+def _add(choices: list[Choice], choice: Choice) -> None:
+    """Append a choice, or add its parts to the equal choice that is there."""
+    if choice not in choices:
+        choices.append(choice)
         return
-    at = made.index(choice)
-    made[at] = dataclasses.replace(
-        choice, parts=tuple(dict.fromkeys(made[at].parts + choice.parts))
-    )
+    i = choices.index(choice)
+    parts = dict.fromkeys(choices[i].parts + choice.parts)
+    choices[i] = dataclasses.replace(choices[i], parts=tuple(parts))
 
 
 def describe(case: Any) -> str:
-    """What is asked, without the device and what is off: `queries=512, heads=4, ..`."""
-    fields = {field.name: getattr(case, field.name) for field in dataclasses.fields(case)}
-    inner = [(name, value) for name, value in fields.items() if name != "device"]
-    nested = [
-        pair
-        for name, value in inner
-        for pair in (vars(value).items() if dataclasses.is_dataclass(value) else [(name, value)])
-    ]
-    return ", ".join(
-        name
-        if value is True
-        else f"{name}={value:.4g}"
-        if isinstance(value, float)
-        else f"{name}={value}"
-        for name, value in nested
-        if value is not None and value is not False and value != 0
-    )
+    """The request and shapes of a case, without the device and whatever is off:
+    `queries=512, heads=4, ..`."""
+    values = dict(vars(case))
+    del values["device"]
+    if request := values.pop("request", None):
+        values = vars(request) | values
+    return ", ".join(_setting(name, value) for name, value in values.items() if value)
 
 
-def _passed_over(asked: str, chosen: str) -> str:
-    return (
-        f"could serve; auto prefers {chosen}"
-        if asked == "auto"
-        else f"could serve; {chosen} is pinned"
-    )
+def _setting(name: str, value: Any) -> str:
+    if value is True:
+        return name
+    return f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"

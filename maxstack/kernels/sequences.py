@@ -1,9 +1,9 @@
-"""Sequences that are split over devices: over which mesh axes, in what order, and the way to whole
-sequences and back.
+"""Sequences that are split over devices: their mesh axes, the order of their parts, and collectives
+to whole sequences and back.
 
-With `mesh.context_kind: ulysses` parts lie in their natural order. With `ring`, a sequence is cut
-into 2C chunks for C devices, and device i holds chunks i and 2C-1-i, so that each has as many pairs
-of a query and an earlier key as every other. Shapes: B batch  T time  N heads  K kv heads  S time
+With `mesh.context_kind: ulysses` parts are in natural order. With `ring`, a sequence is cut into 2C
+chunks for C devices, and device i holds chunks i and 2C-1-i, so that all devices have equally many
+pairs of a query and an earlier key. Shapes: B batch  T time  N heads  K kv heads  S time
 of keys  H head dim. `axes` are the mesh axes that split sequences; functions that take them run on
 one device's part, inside `sharding.per_device`, and their shapes are that part's.
 """
@@ -23,35 +23,30 @@ Axes = tuple[str, ...]
 
 
 def split_over() -> Axes:
-    """The mesh axes over which sequences are split at this place of the program; none on one
-    device."""
-    if sharding.current() is None:
-        return ()
-    return tuple(
-        axis for axis in names(sharding.here("batch seq")[1]) if sharding.size_of(axis) > 1
-    )
+    """The mesh axes that split sequences here; none on one device."""
+    return sharding.split(sharding.here("batch seq")[1]) if sharding.current() else ()
 
 
 def kind() -> str | None:
     """ring or ulysses where sequences are split, else None."""
-    found = sharding.current()
-    return found[1].context_kind if found and split_over() else None
+    current = sharding.current()
+    return current[1].context_kind if current and split_over() else None
 
 
 def place(x: jax.Array) -> PartitionSpec:
-    """Where numbers of positions lie, [B or 1, T, ..]: a single row is the same for all."""
+    """The sharding of per-position numbers [B or 1, T, ..]; a single row is replicated."""
     batch, seq = sharding.here("batch seq")
     return PartitionSpec(batch if x.shape[0] > 1 else None, seq)
 
 
 def arrange(x: Any) -> Any:
-    """Arrays [B or 1, T, ..] in natural order -> in the order in which devices hold them: the same
-    but for a ring. None stays."""
+    """Arrays [B or 1, T, ..] from natural order into the order of the devices, which differs only
+    in a ring. None stays."""
     return jax.tree.map(lambda x_BT: _moved(x_BT, back=False), x)
 
 
 def natural(x: Any) -> Any:
-    """`arrange` undone."""
+    """The inverse of `arrange`."""
     return jax.tree.map(lambda x_BT: _moved(x_BT, back=True), x)
 
 
@@ -61,14 +56,15 @@ def zigzag(parts: int) -> tuple[int, ...]:
 
 
 def _moved(x_BT: jax.Array, back: bool) -> jax.Array:
-    """Of its two chunks a device sends the even one to one device and the odd one to another, as
-    every other does."""
+    """Each device sends its even chunk to one device and its odd chunk to another."""
     axes = split_over()
     if kind() != "ring":
         return x_BT
     parts = sharding.size_of(*axes)
-    holder = {chunk: at // 2 for at, chunk in enumerate(zigzag(parts))}
-    ways = [[(part, holder[2 * part + odd]) for part in range(parts)] for odd in (0, 1)]
+    holder = {chunk: i // 2 for i, chunk in enumerate(zigzag(parts))}
+    routes = [[(part, holder[2 * part + odd]) for part in range(parts)] for odd in (0, 1)]
+    if back:
+        routes = [[(target, source) for source, target in route] for route in routes]
 
     def local(x_BT: jax.Array) -> jax.Array:
         first, second = jnp.split(x_BT, 2, axis=1)
@@ -80,8 +76,8 @@ def _moved(x_BT: jax.Array, back: bool) -> jax.Array:
         if back:
             first, second = in_order(first, second)
         first, second = (
-            jax.lax.ppermute(x, axes, [pair[::-1] for pair in way] if back else way)
-            for x, way in zip((first, second), ways, strict=True)
+            jax.lax.ppermute(x, axes, route)
+            for x, route in zip((first, second), routes, strict=True)
         )
         return jnp.concatenate((first, second) if back else in_order(first, second), axis=1)
 
@@ -95,20 +91,19 @@ def to_heads(x_BTNH: jax.Array, axes: Axes) -> jax.Array:
 
 
 def to_parts(x_BTNH: jax.Array, axes: Axes) -> jax.Array:
-    """Back: [B, parts T, N / parts, ..] -> [B, T, N, ..]."""
+    """The inverse of `to_heads`: [B, parts T, N / parts, ..] -> [B, T, N, ..]."""
     return jax.lax.all_to_all(x_BTNH, axes, split_axis=1, concat_axis=2, tiled=True)
 
 
 def repeated(x_BSKH: jax.Array, axes: Axes, axis: int = 2) -> jax.Array:
-    """Heads along `axis` that query heads share, as often as it takes for `to_heads` and `share` to
-    give each device those of its queries."""
+    """kv heads along `axis`, repeated until `to_heads` and `share` give each device those of its
+    queries."""
     kv = x_BSKH.shape[axis]
     return jnp.repeat(x_BSKH, math.lcm(kv, jax.lax.axis_size(axes)) // kv, axis=axis)
 
 
 def share(x_N: jax.Array, axes: Axes, axis: int = 0) -> jax.Array:
-    """What belongs to the heads that `to_heads` leaves here, of an array with heads along
-    `axis`."""
+    """The part of an array with heads along `axis` that belongs to this device after `to_heads`."""
     size = x_N.shape[axis] // jax.lax.axis_size(axes)
     return jax.lax.dynamic_slice_in_dim(x_N, jax.lax.axis_index(axes) * size, size, axis)
 
@@ -119,26 +114,21 @@ def whole(x_BT: jax.Array, axes: Axes) -> jax.Array:
 
 
 def head_axes(heads: int, kv: int) -> tuple[RuleAxes, RuleAxes, Axes]:
-    """Mesh axes that split query heads, those that split the kv heads that they share, and those
-    over which a device takes `of_queries`."""
+    """(mesh axes that split query heads, those that split kv heads, those for `of_queries`)."""
     of_heads, of_kv = sharding.here("batch seq heads")[2], sharding.here("batch seq kv_heads")[2]
     if heads == kv:
         of_kv = of_heads
     outer = names(of_kv)
     if names(of_heads)[: len(outer)] != outer:
         of_kv, outer = None, ()
-    return (
-        of_heads,
-        of_kv,
-        tuple(axis for axis in names(of_heads)[len(outer) :] if sharding.size_of(axis) > 1),
-    )
+    return of_heads, of_kv, sharding.split(names(of_heads)[len(outer) :])
 
 
 def of_queries(
     x_BSKH: jax.Array, queries: int, groups: int, axes: Axes, axis: int = 2
 ) -> jax.Array:
-    """Of kv heads along `axis`, each shared by `groups` query heads, those of the `queries` query
-    heads that this device has of all in `axes`."""
+    """The kv heads, along `axis`, of the `queries` query heads of this device, where `axes` split
+    query heads alone and `groups` of them share a kv head."""
     if not axes:
         return x_BSKH
     start = jax.lax.axis_index(axes) * queries

@@ -1,5 +1,4 @@
-"""tokamax, an optional package whose kernels several ops can use: whether it can be used, and the
-package itself."""
+"""tokamax, an optional package with kernels for several ops."""
 
 import importlib.util
 from typing import Any
@@ -10,17 +9,15 @@ from maxstack.kernels.backends import Device
 
 
 def absent() -> str | None:
-    """The reason where it is not installed."""
-    return (
-        "tokamax is not installed; pip install tokamax"
-        if importlib.util.find_spec("tokamax") is None
-        else None
-    )
+    """Why tokamax cannot be imported; None if it is installed."""
+    if importlib.util.find_spec("tokamax"):
+        return None
+    return "tokamax is not installed; pip install tokamax"
 
 
 def elsewhere(device: Device) -> str | None:
-    """The reason where a program is for another kind of device than this process has: tokamax asks
-    jax's default one what it may use."""
+    """Why tokamax cannot serve a program for `device`: it selects its kernels for jax's default
+    device. None if that is of the same kind."""
     own = Device.of(jax.devices()[0])
     if own.kind == device.kind:
         return None
@@ -31,7 +28,7 @@ def elsewhere(device: Device) -> str | None:
 
 
 def package() -> Any:
-    """The package. It would parse this process's arguments, had nobody done so."""
+    """Import tokamax, without letting it parse the arguments of this process."""
     from absl import flags
 
     if not flags.FLAGS.is_parsed():

@@ -1,4 +1,4 @@
-"""Pallas kernels for GPUs through Triton: what every call of one needs beside its kernel."""
+"""Calls of Pallas kernels that Triton compiles for GPUs."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from maxstack import sharding
+from maxstack.kernels.backends import Device
 
 
 def call(
@@ -21,10 +22,10 @@ def call(
     flops: int,
     transcendentals: int,
     moved: int,
-    **given: Any,
+    **options: Any,
 ) -> Any:
-    """`pl.pallas_call` on `arrays`. `flops` are those of matrix products; they stand in `metadata`
-    too, which the compiled program keeps where it drops the cost estimate."""
+    """`pl.pallas_call` on `arrays`. `flops` count matrix products, and are repeated in `metadata`,
+    because the compiled program drops the cost estimate. `moved` is in bytes."""
     with _known_device():
         return pl.pallas_call(
             kernel,
@@ -34,18 +35,26 @@ def call(
             cost_estimate=pl.CostEstimate(
                 flops=flops, transcendentals=transcendentals, bytes_accessed=moved
             ),
-            **given,
+            **options,
         )(*arrays)
 
 
+def too_old(device: Device) -> str | None:
+    """Why a GPU without tensor cores for bfloat16 cannot run a kernel; None if it has them."""
+    if device.capability >= (8, 0):
+        return None
+    capability = ".".join(map(str, device.capability))
+    return f"needs a GPU of compute capability 8.0 (A100) or later; {device.kind} has {capability}"
+
+
 def size_of(*arrays: Any) -> int:
-    """Bytes of arrays or shapes."""
+    """Size of arrays or shapes in bytes."""
     return sum(x.size * x.dtype.itemsize for x in arrays)
 
 
 @contextlib.contextmanager
 def _known_device() -> Iterator[None]:
-    """Tells Triton which GPU a program without `shard_map` is for, where that GPU is not here."""
+    """Tells Triton the GPU of a program without `shard_map` where this process has no GPU."""
     mesh = sharding.mesh()
     if mesh is None or jax.default_backend() == "gpu" or not jax.sharding.get_abstract_mesh().empty:
         yield

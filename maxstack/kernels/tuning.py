@@ -1,8 +1,8 @@
-"""Sizes of kernels' blocks that were measured: a JSON table by device kind, op, backend and shape
-class. `maxstack tune` adds to it.
+"""Measured sizes of kernels' blocks: a JSON table by device kind, op, backend and shape class, to
+which `maxstack tune` adds.
 
-What ships stands in tuned.json beside this file; a table of one's own, `run.tuned`, goes before it.
-Where neither has a row, a kernel takes its default.
+The table of the package is tuned.json beside this file; a user's own, `run.tuned`, takes
+precedence. Without a row in either, a kernel uses its default.
 """
 
 import contextlib
@@ -22,25 +22,25 @@ _own: contextvars.ContextVar[Path | None] = contextvars.ContextVar("tuned", defa
 
 
 def use(path: str | None) -> contextlib.AbstractContextManager[None]:
-    """The table of one's own for kernels that are traced inside; it need not exist."""
+    """The user's own table for kernels that are traced inside; it need not exist."""
     return holding(_own, Path(path).expanduser() if path else None)
 
 
 def blocks(
     op: str, backend: str, device: str, shape: Mapping[str, int | str]
 ) -> dict[str, int] | None:
-    """The measured sizes of a backend's blocks for a shape class on a kind of device; None: it
-    takes its default."""
-    asked = dict(zip(KEYS, (device, op, backend, dict(shape)), strict=True))
+    """The measured block sizes of a backend for a shape class on a kind of device; None where the
+    tables have no row."""
+    key = [device, op, backend, dict(shape)]
     for path in (_own.get(), SHIPPED):
         for row in rows(path) if path else ():
-            if all(row[name] == asked[name] for name in KEYS):
+            if _key(row) == key:
                 return dict(row["blocks"])
     return None
 
 
 def rows(path: Path) -> list[Mapping[str, Any]]:
-    """The rows of a table, none where there is no file; ConfigError where it is no table."""
+    """The rows of a table, none where there is no file; ConfigError for anything but a table."""
     try:
         return _read(path, path.stat().st_mtime_ns)
     except FileNotFoundError:
@@ -52,41 +52,49 @@ def rows(path: Path) -> list[Mapping[str, Any]]:
         ) from error
 
 
+def _key(row: Mapping[str, Any]) -> list[Any]:
+    return [row[name] for name in KEYS]
+
+
 @functools.lru_cache(maxsize=4)
 def _read(path: Path, changed: int) -> list[Mapping[str, Any]]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        wrong = None if isinstance(found, list) else "it is no list"
+        table = json.loads(path.read_text(encoding="utf-8"))
+        problem = _table_problem(table)
     except ValueError as error:
-        found, wrong = [], f"no JSON: {error}"
-    wrong = wrong or next(
-        (f"row {number}: {told}" for number, row in enumerate(found, 1) if (told := _wrong(row))),
-        None,
-    )
-    if wrong:
+        problem = f"no JSON: {error}"
+    if problem:
         raise ConfigError(
-            f"{path}: is no table of block sizes ({wrong}); delete it, and maxstack tune "
+            f"{path}: is no table of block sizes ({problem}); delete it, and maxstack tune "
             "makes it anew"
         )
-    return found
+    return table
 
 
-def _wrong(row: Any) -> str | None:
+def _table_problem(table: Any) -> str | None:
+    if not isinstance(table, list):
+        return "it is no list"
+    problems = ((number, _row_problem(row)) for number, row in enumerate(table, 1))
+    return next((f"row {number}: {problem}" for number, problem in problems if problem), None)
+
+
+def _row_problem(row: Any) -> str | None:
     if not isinstance(row, dict):
         return "no mapping"
-    if missing := [name for name in KEYS[:3] if not isinstance(row.get(name), str)]:
-        return f"{missing[0]} is no text"
-    if missing := [name for name in ("shape", "blocks") if not isinstance(row.get(name), dict)]:
-        return f"{missing[0]} is no mapping"
-    odd = (name for name, size in row["blocks"].items() if type(size) is not int or size < 1)
-    return next(
-        (f"blocks.{name}={row['blocks'][name]!r} is no whole number of 1 or more" for name in odd),
-        None,
-    )
+    for name in ("device", "op", "backend"):
+        if not isinstance(row.get(name), str):
+            return f"{name} is no text"
+    for name in ("shape", "blocks"):
+        if not isinstance(row.get(name), dict):
+            return f"{name} is no mapping"
+    for name, size in row["blocks"].items():
+        if type(size) is not int or size < 1:
+            return f"blocks.{name}={size!r} is no whole number of 1 or more"
+    return None
 
 
-def claim(path: Path) -> None:
-    """ConfigError where the table at `path` is none, or could not be written."""
+def check_writable(path: Path) -> None:
+    """ConfigError where the file at `path` is no table, or cannot be written."""
     rows(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,14 +107,12 @@ def claim(path: Path) -> None:
         ) from error
 
 
-def keep(path: Path, found: list[dict[str, Any]]) -> None:
-    """Put rows into a table, in place of those with the same keys; other rows stay, and a reader
+def add(path: Path, new: list[dict[str, Any]]) -> None:
+    """Write rows into a table, in place of those with the same keys; other rows stay, and a reader
     never sees half a file."""
-    same = [[row[name] for name in KEYS] for row in found]
-    kept = [row for row in rows(path) if [row[name] for name in KEYS] not in same]
+    replaced = [_key(row) for row in new]
+    table = [*(row for row in rows(path) if _key(row) not in replaced), *new]
     unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(
-        "[\n" + ",\n".join(f"  {json.dumps(row)}" for row in [*kept, *found]) + "\n]\n",
-        encoding="utf-8",
-    )
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in table)
+    unfinished.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
     unfinished.replace(path)

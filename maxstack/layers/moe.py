@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from maxstack import sharding
 from maxstack.config import ConfigError
-from maxstack.kernels.backends import asking
+from maxstack.kernels.backends import config_scope
 from maxstack.layers import dispatch, router
 from maxstack.layers.context import Context
 from maxstack.layers.layer import Layer
@@ -111,7 +111,7 @@ class ParallelMLP(Layer):
     ) -> tuple[jax.Array, Report]:
         """-> ([B, T, D], the report of the experts)."""
         dense_BTD, _ = self.dense(x_BTD, residual_BTD, context)
-        with asking("moe"):
+        with config_scope("moe"):
             moe_BTD, report = self.moe(self.moe_in_norm(residual_BTD), residual_BTD, context)
         return self.dense_norm(dense_BTD) + self.moe_norm(moe_BTD), report
 

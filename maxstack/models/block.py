@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from maxstack.kernels.backends import asking
+from maxstack.kernels.backends import config_scope
 from maxstack.layers.attention import Attention
 from maxstack.layers.context import Context
 from maxstack.layers.layer import layer_of
@@ -65,10 +65,10 @@ class Block(nnx.Module):
         self, x_BTD: jax.Array, context: Context, extra_BTP: jax.Array | None
     ) -> tuple[jax.Array, Aux]:
         x_BTD = checkpoint_name(x_BTD, "input")
-        with asking(f"model.blocks.{self.name}.mixer"):
+        with config_scope(f"model.blocks.{self.name}.mixer"):
             mixed_BTD = self.mixer(_apply(self.mixer_norm, x_BTD), context)
         x_BTD = constrain(x_BTD + _apply(self.mixer_out_norm, mixed_BTD), "batch residual embed")
-        with asking(f"model.blocks.{self.name}.mlp"):
+        with config_scope(f"model.blocks.{self.name}.mlp"):
             out_BTD, aux = self.mlp(_apply(self.mlp_norm, x_BTD), x_BTD, context)
         x_BTD = constrain(x_BTD + _apply(self.mlp_out_norm, out_BTD), "batch residual embed")
         if extra_BTP is not None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from maxstack.kernels.backends import asking
+from maxstack.kernels.backends import config_scope
 from maxstack.kernels.cross_entropy import Losses, Request, linear_cross_entropy
 from maxstack.kernels.sequences import arrange
 from maxstack.models.decoder import losses_and_reports
@@ -56,7 +56,7 @@ def head_losses(
     if bias_V is not None:
         own_V = bias_V if own_V is None else own_V + bias_V
     request, backend = Request(model.cfg.head.soft_cap, z_loss), model.cfg.head.backend
-    with asking("model.head"):
+    with config_scope("model.head"):
         return linear_cross_entropy(
             x_BTD, head_DV, targets_BT, weights_BT, request, backend, own_V, kept
         )

@@ -21,6 +21,7 @@ args = parser.parse_args()
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
+from arguments import resident  # noqa: E402
 
 T = args.length
 N, K, H = 4, 2, 64
@@ -40,27 +41,19 @@ def both(q, k, v, do):
     return out, pull(do)
 
 
-def resident(field):
-    return next(
-        int(line.split()[1]) * 1024
-        for line in Path("/proc/self/status").read_text().splitlines()
-        if line.startswith(field + ":")
-    )
-
-
 keys = jax.random.split(jax.random.key(0), 4)
-given = [
+inputs = [
     jax.random.normal(key, (1, T, heads, H), jnp.float32)
     for key, heads in zip(keys, (N, K, K, N), strict=True)
 ]
-run = jax.jit(both).lower(*given).compile()
-jax.block_until_ready(given)
-held = resident("VmRSS")
+run = jax.jit(both).lower(*inputs).compile()
+jax.block_until_ready(inputs)
+before = resident("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
 seconds, processor = [], []
 for _ in range(args.calls):
     begin, busy = time.perf_counter(), time.process_time()
-    out = jax.block_until_ready(run(*given))
+    out = jax.block_until_ready(run(*inputs))
     seconds.append(time.perf_counter() - begin)
     processor.append(time.process_time() - busy)
     del out
@@ -69,7 +62,7 @@ print(
         {
             "seconds": min(seconds),
             "temporary_bytes": run.memory_analysis().temp_size_in_bytes,
-            "grown_bytes": resident("VmHWM") - held,
+            "grown_bytes": resident("VmHWM") - before,
             "processor_seconds": min(processor),
         }
     )

@@ -4,7 +4,7 @@ offers, the best of which go into a table."""
 import contextlib
 import dataclasses
 import datetime
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,6 @@ from maxstack.kernels import tuning
 from maxstack.kernels.backends import Op
 
 Blocks = dict[str, int] | None
-Differs = Callable[[str, Mapping[str, jax.Array], str], dict[str, Any]]
-"""`Sizes.differs` of sizes that are the default ones, or not."""
 SIZED = "mask", "head_dim", "length", "shape"
 """What tells one call from another in the rows of a section."""
 
@@ -96,7 +94,7 @@ class Sizes:
             }
         found = [*classes.values()]
         if self.tune and found:
-            tuning.keep(Path(self.table).expanduser(), found)
+            tuning.add(Path(self.table).expanduser(), found)
 
 
 def _class(row: dict[str, Any]) -> tuple[tuple[str, Any], ...]:

@@ -1,34 +1,26 @@
-"""What the device reaches at its simplest, for bench_gpu.py: one large matmul and one copy, on
-random numbers."""
+"""The device's ceilings for bench_gpu.py: one large matmul and one copy, on random numbers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from bench.gpu_blocks import Sizes
+from bench.gpu_ops import Bench
 from bench.gpu_programs import Job, Program, calls, drawn
-
-from maxstack.kernels.backends import Device
 
 SIDES = {"full": 8192, "quick": 8192, "small": 1024, "tiny": 128}
 COPIED = {"full": 2**30, "quick": 2**30, "small": 2**26, "tiny": 2**16}
 
 
-def speeds(
-    size: str,
-    device: Device,
-    peak: float | None,
-    allowed: Callable[[str, str, str], str | None],
-    sizes: Sizes,
-) -> Iterator[Job]:
+def speeds(bench: Bench) -> Iterator[Job]:
     """Rows `matmul` (TFLOP/s) and `copy` (bytes read and written a second)."""
-    side, elements = SIDES[size], COPIED[size] // 2
-
+    side, elements = SIDES[bench.size], COPIED[bench.size] // 2
     flops = 2.0 * side**3
     matmul = Program(
         lambda x, y: x @ y,
         lambda: (drawn(0, (side, side), "bfloat16"), drawn(1, (side, side), "bfloat16")),
-        calls(flops, peak),
+        calls(flops, bench.peak),
     )
-    copy = Program(lambda x: x + 1, lambda: (drawn(0, (elements,), "bfloat16"),), 20 if peak else 1)
+    copy = Program(
+        lambda x: x + 1, lambda: (drawn(0, (elements,), "bfloat16"),), 20 if bench.peak else 1
+    )
     yield Job(
         "ceilings",
         {"what": f"matmul {side} x {side} x {side}, bfloat16"},

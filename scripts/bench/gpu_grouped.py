@@ -1,23 +1,21 @@
-"""The grouped matmul of a mixture of experts for bench_gpu.py: every backend against float64 on the
-device, then its speed.
+"""The grouped matmul of a mixture of experts for bench_gpu.py.
 
 Shapes: M rows  E groups  K contracted  N columns.
 """
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bench.gpu_blocks import Differs, Sizes
-from bench.gpu_errors import compare, float64
-from bench.gpu_programs import Job, Program, Ran, calls, drawn, elsewhere, passes
+from bench.gpu_ops import Bench, Call, Run, backends_for, elsewhere
+from bench.gpu_ops import checks as checks_of
+from bench.gpu_ops import speeds as speeds_of
+from bench.gpu_programs import Job, drawn, passes
 
 from maxstack.kernels.backends import Device
-from maxstack.kernels.grouped_matmul import OP, reference
-from maxstack.kernels.grouped_matmul.case import Case
+from maxstack.kernels.grouped_matmul import OP, GroupedMatmulCase
 
 Shape = tuple[int, int, int, int]
 CHECKS: dict[str, tuple[Shape, str, list[int] | None]] = {
@@ -38,69 +36,73 @@ SHAPES: dict[str, dict[str, Shape]] = {
     "tiny": {"4 experts, 64 rows": (64, 4, 32, 48)},
 }
 DENSE = "one dense matmul"
-"""Of as many rows with one matrix: what a grouped one could reach."""
+"""A matmul of as many rows with one matrix: the speed that a grouped one could reach."""
 GREATEST = 2**32
-"""Bytes of the reference's [M, E, N] beyond which it is not tried."""
+"""Largest size in bytes of the reference's [M, E, N] that is tried."""
 
 
 def checks(size: str, device: Device) -> Iterator[Job]:
     """One job for each backend and case."""
     yield from elsewhere(OP, device)
-    for name, ((m, e, k, n), dtype, sizes) in CHECKS.items():
-        if size == "tiny" and name in ("even", "float32"):
-            continue
-        given = np.asarray(_uneven(m, e) if sizes is None else sizes, np.int32)
-        make = functools.partial(_make, (m, e, k, n), dtype, given)
-        expected = functools.cache(functools.partial(_expected, make))
-        for backend in OP.backends:
-            if backend.name != "reference" and device.platform in backend.platforms:
-                yield _check(
-                    name,
-                    backend.name,
-                    make,
-                    expected,
-                    dtype,
-                    _refusal(backend.name, Case(m, e, k, n, dtype, device)),
-                )
+    for name, (shape, dtype, sizes) in CHECKS.items():
+        if size != "tiny" or name not in ("even", "float32"):
+            yield from checks_of(_call(shape, dtype, device, sizes), name)
 
 
-def _check(
-    name: str,
-    backend: str,
-    make: Callable[[], Any],
-    expected: Callable[[], Any],
-    dtype: str,
-    refused: str | None,
-) -> Job:
-    return Job(
-        "check",
-        {"op": "grouped_matmul", "case": name, "backend": backend},
-        lambda: {"both": Program(_both(OP[backend].run), make)},
-        lambda ran: compare(ran["both"].outputs, expected(), dtype),
-        refused,
-    )
+def speeds(bench: Bench) -> Iterator[Job]:
+    """One job for each backend, shape and size of blocks."""
+    dtype = "float32" if bench.size == "small" else "bfloat16"
+    for name, (m, e, k, n) in SHAPES[bench.size].items():
+        row = {"shape": name, "M": m, "E": e, "K": k, "N": n, "dtype": dtype}
+        flops = 2.0 * m * k * n
+        figures = functools.partial(passes, forward_flops=flops, backward_flops=2 * flops)
+        dense, call = (_call((m, groups, k, n), dtype, bench.device) for groups in (1, e))
+        yield from speeds_of(
+            bench, "grouped_matmul", dense, row, DENSE, "", flops, figures, peer=_dense
+        )
+        size = 4 * m * e * n
+        too_large = f"its [rows, groups, columns] would take {size / 2**30:.0f} GiB"
+        for backend in backends_for(OP, bench.device):
+            yield from speeds_of(
+                bench,
+                "grouped_matmul",
+                call,
+                row,
+                backend,
+                "uneven",
+                flops,
+                figures,
+                too_large=too_large if size > GREATEST else None,
+            )
 
 
-def _expected(make: Callable[[], Any]) -> dict[str, np.ndarray]:
-    return float64(_both(reference.run), make())
+def _call(shape: Shape, dtype: str, device: Device, sizes: list[int] | None = None) -> Call:
+    m, e, k, n = shape
+    sizes_E = np.asarray(_uneven(m, e) if sizes is None else sizes, np.int32)
+
+    def make() -> tuple[jax.Array, ...]:
+        """Rows, matrices, the gradient of the result, and the sizes."""
+        x_MK, w_EKN, d_MN = (
+            drawn(i, shape, dtype) for i, shape in enumerate([(m, k), (e, k, n), (m, n)])
+        )
+        return x_MK, w_EKN * (k**-0.5), d_MN, jnp.asarray(sizes_E)
+
+    return Call(OP, GroupedMatmulCase(m, e, k, n, dtype, device), make, _forward, _both)
 
 
 def _uneven(m: int, e: int) -> np.ndarray:
-    """Rows of each group as a router leaves them, some twice as many as others, all rows taken."""
+    """Rows of each group as from a router, some twice as many as others, all rows taken."""
     shares = np.random.default_rng(0).dirichlet(np.full(e, 8.0))
     ends = np.round(np.cumsum(shares) * m).astype(np.int32)
     ends[-1] = m
     return np.diff(ends, prepend=0).astype(np.int32)
 
 
-def _make(shape: Shape, dtype: str, sizes_E: np.ndarray) -> tuple[jax.Array, ...]:
-    """Rows, matrices, the gradient of the result, and the sizes."""
-    m, e, k, n = shape
-    x_MK, w_EKN, d_MN = (drawn(i, one, dtype) for i, one in enumerate([(m, k), (e, k, n), (m, n)]))
-    return x_MK, w_EKN * (k**-0.5), d_MN, jnp.asarray(sizes_E)
+def _forward(run: Run) -> Run:
+    return lambda x_MK, w_EKN, d_MN, sizes_E: run(x_MK, w_EKN, sizes_E)
 
 
-def _both(run: Callable[..., jax.Array]) -> Callable[..., dict[str, jax.Array]]:
+def _both(run: Run) -> Callable[..., dict[str, jax.Array]]:
     def both(
         x_MK: jax.Array, w_EKN: jax.Array, d_MN: jax.Array, sizes_E: jax.Array
     ) -> dict[str, jax.Array]:
@@ -111,91 +113,5 @@ def _both(run: Callable[..., jax.Array]) -> Callable[..., dict[str, jax.Array]]:
     return both
 
 
-def speeds(
-    size: str,
-    device: Device,
-    peak: float | None,
-    allowed: Callable[[str, str, str], str | None],
-    sizes: Sizes,
-) -> Iterator[Job]:
-    """One job for each backend, shape and size of blocks."""
-    dtype = "float32" if size == "small" else "bfloat16"
-    for name, (m, e, k, n) in SHAPES[size].items():
-        for backend in [
-            DENSE,
-            *(backend.name for backend in OP.backends if device.platform in backend.platforms),
-        ]:
-            groups = 1 if backend == DENSE else e
-            make = functools.partial(_make, (m, groups, k, n), dtype, _uneven(m, groups))
-            case = Case(m, e, k, n, dtype, device)
-            refused = _refusal(backend, case)
-            if refused is None and backend not in (DENSE, "reference"):
-                refused = allowed("grouped_matmul", backend, "uneven")
-            for place, blocks in enumerate(sizes.of(OP, backend, case)):
-                row = {
-                    "shape": name,
-                    "M": m,
-                    "E": e,
-                    "K": k,
-                    "N": n,
-                    "dtype": dtype,
-                    "backend": backend,
-                    "blocks": blocks,
-                }
-                yield _speed(
-                    row,
-                    make,
-                    2.0 * m * k * n,
-                    peak,
-                    refused,
-                    functools.partial(sizes.differs, place == 0),
-                    dict(case.shape_class),
-                )
-
-
-def _speed(
-    row: dict[str, Any],
-    make: Callable[[], Any],
-    flops: float,
-    peak: float | None,
-    refused: str | None,
-    differs: Differs,
-    shape_class: dict[str, Any],
-) -> Job:
-    backend, blocks = row["backend"], {"blocks": row["blocks"]} if row["blocks"] else {}
-
-    def programs() -> dict[str, Program]:
-        run, times = (
-            functools.partial(_dense if backend == DENSE else OP[backend].run, **blocks),
-            calls(flops, peak),
-        )
-        return {
-            "forward": Program(lambda x, w, d, sizes: run(x, w, sizes), make, times),
-            "both": Program(_both(run), make, max(1, times // 3)),
-        }
-
-    def finish(ran: dict[str, Ran]) -> dict[str, Any]:
-        found = passes(ran, flops, 2 * flops) | {"op": OP.name, "shape_class": shape_class}
-        return found | differs(f"{backend} {row['shape']}", ran["both"].outputs, row["dtype"])
-
-    return Job("grouped_matmul", row, programs, finish, refused)
-
-
 def _dense(x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
     return x_MK @ w_EKN[0]
-
-
-def _refusal(backend: str, case: Case) -> str | None:
-    if backend == DENSE:
-        return None
-    if backend == "reference":
-        held = 4 * case.rows * case.groups * case.columns
-        return (
-            f"its [rows, groups, columns] would take {held / 2**30:.0f} GiB"
-            if held > GREATEST
-            else None
-        )
-    try:
-        return OP[backend].supports(case)
-    except ImportError as error:
-        return f"failed: {error}"

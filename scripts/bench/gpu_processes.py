@@ -155,7 +155,7 @@ def work(
 
 
 def lacks(python: str, packages: list[str]) -> list[str]:
-    """Those that an interpreter cannot find: all, if there is no such interpreter."""
+    """The packages that an interpreter cannot find; all of them if there is no such interpreter."""
     code = (
         f"import importlib.util, json; print(json.dumps([p for p in {packages} if "
         "importlib.util.find_spec(p) is None]))"

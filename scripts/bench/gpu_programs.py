@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxstack.config import ConfigError
-from maxstack.kernels.backends import Device, Op
 
 LONG_ENOUGH = {"gpu": 0.03, "cpu": 0.0}
 """Seconds of work in one dispatch, by platform: what it takes to hide the dispatch."""
@@ -174,20 +173,6 @@ def passes(ran: dict[str, Ran], forward_flops: float, backward_flops: float) -> 
         "backward_tflops": back and backward_flops / back / 1e12,
         "spread": max(max(one.seconds) / min(one.seconds) for one in (ran["forward"], ran["both"])),
     }
-
-
-def elsewhere(op: Op, device: Device) -> Iterator[Job]:
-    """A row for each backend that is for other platforms."""
-    for backend in op.backends:
-        if device.platform not in backend.platforms:
-            reason = f"runs on {' and '.join(backend.platforms)}, and this is a {device.platform}"
-            yield Job(
-                "check",
-                {"op": op.name, "case": "every case", "backend": backend.name},
-                dict,
-                lambda ran: {},
-                reason,
-            )
 
 
 class Failed(dict[str, Any]):

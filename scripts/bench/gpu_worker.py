@@ -133,9 +133,10 @@ def jobs(section: str, given: dict[str, Any], verdicts: Verdicts, sizes: "Sizes"
 
         yield from gpu_train.jobs(given, peak, verdicts)
     else:
-        yield from importlib.import_module(MODULES[section]).speeds(
-            size, device, peak, verdicts.refusal, sizes
-        )
+        from bench.gpu_ops import Bench
+
+        bench = Bench(size, device, peak, verdicts.refusal, sizes)
+        yield from importlib.import_module(MODULES[section]).speeds(bench)
 
 
 def peak_of(device: Any) -> float | None:

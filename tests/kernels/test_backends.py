@@ -14,7 +14,7 @@ from maxstack import cli, train
 from maxstack.config import ConfigError
 from maxstack.kernels import attention, cross_entropy, gated_delta, grouped_matmul, tuning
 from maxstack.kernels.attention.request import Case, Request
-from maxstack.kernels.backends import Device, asking, describe, recording
+from maxstack.kernels.backends import Device, config_scope, describe, recording
 from maxstack.schema import kernels as names
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +45,11 @@ def test_auto_takes_the_first_that_can_serve_and_says_why_each_other_does_not():
 
 
 def test_a_pinned_backend_that_cannot_serve_is_an_error_with_its_reason_and_who_can():
-    with pytest.raises(ConfigError) as told, asking("model.blocks.local"), asking("mixer"):
+    with (
+        pytest.raises(ConfigError) as told,
+        config_scope("model.blocks.local"),
+        config_scope("mixer"),
+    ):
         attention.OP.choose(CASE, "cudnn")
     assert str(told.value) == (
         "model.blocks.local.mixer.backend: backend cudnn cannot serve: runs on gpu, and "
@@ -76,7 +80,7 @@ def test_keys_that_go_around_a_ring_are_served_by_those_alone_that_can(device):
 def test_what_is_chosen_while_a_program_is_traced_is_recorded_once():
     def layers(x):
         for part, window in (("first", None), ("second", 4), ("third", 4), ("second", 4)):
-            with asking(part):
+            with config_scope(part):
                 x = attention.attention(x, x, x, None, Request(0.5, window))
         return x
 
@@ -102,9 +106,9 @@ def test_measured_sizes_are_found_by_device_op_and_shape_class(tmp_path):
     path = tmp_path / "own" / "tuned.json"
     with tuning.use(str(path)):
         assert attention.OP.choose(CASE).blocks is None
-        tuning.claim(path)
-        tuning.keep(path, [ROW | {"blocks": {"rows": 8, "keys": 8}}])
-        tuning.keep(path, [ROW, ROW | {"device": "another"}])
+        tuning.check_writable(path)
+        tuning.add(path, [ROW | {"blocks": {"rows": 8, "keys": 8}}])
+        tuning.add(path, [ROW, ROW | {"device": "another"}])
         assert attention.OP.choose(CASE).blocks == {"rows": 32, "keys": 64}
         assert attention.OP.choose(dataclasses.replace(CASE, head_dim=32)).blocks is None
     assert len(tuning.rows(path)) == 2

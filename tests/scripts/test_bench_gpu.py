@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 from bench import gpu_attention, gpu_programs, gpu_tables, gpu_train  # noqa: E402
 from bench.gpu_blocks import Sizes  # noqa: E402
+from bench.gpu_ops import Bench  # noqa: E402
 from bench.gpu_processes import work  # noqa: E402
 from bench.gpu_worker import Verdicts  # noqa: E402
 
@@ -134,7 +135,8 @@ def test_a_wrong_kernel_is_called_wrong_and_its_speed_is_not_measured(monkeypatc
         "causal 64": "ok",
         "documents": "wrong",
     }
-    speeds = gpu_attention.speeds("tiny", cpu, None, verdicts.refusal, Sizes(False, "none.json"))
+    bench = Bench("tiny", cpu, None, verdicts.refusal, Sizes(False, "none.json"))
+    speeds = gpu_attention.speeds(bench)
     refused = {job.row["backend"]: job.refused for job in speeds}
     assert refused == {
         "jax.nn xla": None,

@@ -115,7 +115,7 @@ def test_page_keeps_its_text_and_says_when_it_is_old(docs):
 
 def test_measurements_without_a_place_on_the_page_are_an_error(docs):
     (docs / "performance" / "other.json").write_text(json.dumps(STEP))
-    assert "0 places for other.json" in run(docs).stderr
+    assert "has 0 places for a table; write `<!-- other -->`" in run(docs).stderr
 
 
 def test_the_page_of_this_repository_is_up_to_date():

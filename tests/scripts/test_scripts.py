@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
 FILES = [*SCRIPTS.glob("*.py"), *SCRIPTS.glob("bench/*.py")]
 PROGRAMS = sorted(
-    path for path in FILES if path.parent == SCRIPTS or "ArgumentParser(" in path.read_text()
+    path for path in FILES if path.parent == SCRIPTS or "parse_args()" in path.read_text()
 )
 SMALL = (
     "model={vocab: 264, embed: 16, layers: 1, unroll: 1, dtype: float32, blocks: {block: {"

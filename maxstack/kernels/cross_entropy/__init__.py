@@ -1,7 +1,7 @@
-"""Cross-entropy of a linear head, without its logits in memory: one meaning, the reference, and the
-backends that compute it.
+"""Cross-entropy of a linear head without its logits in memory, by several backends, and
+`cross_entropy` of logits.
 
-`cross_entropy` takes logits that are there. Shapes: B batch  T time  D embed  V vocab.
+Shapes: B batch  T time  D embed  V vocab.
 """
 
 import importlib
@@ -12,18 +12,24 @@ from maxstack import sharding
 from maxstack.kernels.backends import Backend, Device, Op
 from maxstack.kernels.cross_entropy.logits import cross_entropy
 from maxstack.kernels.cross_entropy.on_mesh import Layout, on_mesh
-from maxstack.kernels.cross_entropy.request import Case, Losses, Request
+from maxstack.kernels.cross_entropy.request import CrossEntropyCase, Losses, Request
 
-__all__ = ["OP", "Case", "Losses", "Request", "cross_entropy", "linear_cross_entropy"]
-_HERE = "maxstack.kernels.cross_entropy"
+__all__ = [
+    "OP",
+    "CrossEntropyCase",
+    "Losses",
+    "Request",
+    "cross_entropy",
+    "linear_cross_entropy",
+]
 OP = Op(
     "linear_cross_entropy",
     (
-        Backend("pallas_gpu", f"{_HERE}.pallas_gpu", ("gpu",)),
-        Backend("pallas_tpu", f"{_HERE}.pallas_tpu", ("tpu",)),
-        Backend("blockwise", f"{_HERE}.blockwise"),
-        Backend("tokamax", f"{_HERE}.tokamax", ("tpu",)),
-        Backend("reference", f"{_HERE}.reference"),
+        Backend("pallas_gpu", f"{__name__}.pallas_gpu", ("gpu",)),
+        Backend("pallas_tpu", f"{__name__}.pallas_tpu", ("tpu",)),
+        Backend("blockwise", f"{__name__}.blockwise"),
+        Backend("tokamax", f"{__name__}.tokamax", ("tpu",)),
+        Backend("reference", f"{__name__}.reference"),
     ),
 )
 
@@ -38,20 +44,19 @@ def linear_cross_entropy(
     bias_V: jax.Array | None = None,
     kept: str = "embed vocab",
 ) -> Losses:
-    """The losses of tokens whose logits are x head + bias, as `Request` says, in nats and float32;
-    the total is their sum by `weights_BT`.
+    """Losses, in nats and float32, of tokens whose logits are x head + bias; the total is their sum
+    weighted by `weights_BT`.
 
     The head is multiplied in x's dtype, accumulated in float32. `total` is differentiable by x,
     head and bias; nll and log_z [B, T] are not, and targets and weights have no gradient. `kept`
-    names the logical axes of the head's weight as it is kept on a mesh: "vocab embed" for a tied
-    embedding, given here transposed. ConfigError if a backend is asked for that cannot serve.
+    names the logical axes of the head's weight on a mesh: "vocab embed" for a tied embedding,
+    passed here transposed. ConfigError if the requested backend cannot serve.
     """
     vocab, embed = head_DV.shape[1], x_BTD.shape[2]
     layout = Layout.of(x_BTD.shape, vocab, kept) if sharding.current() else None
-    rows, columns = (
-        (sharding.size_of(*layout.rows), sharding.size_of(*layout.vocab)) if layout else (1, 1)
-    )
-    case = Case(
+    rows = sharding.size_of(*layout.rows) if layout else 1
+    columns = sharding.size_of(*layout.vocab) if layout else 1
+    case = CrossEntropyCase(
         request,
         targets_BT.size // rows,
         embed,
@@ -62,23 +67,19 @@ def linear_cross_entropy(
         Device.here(),
     )
     choice = OP.choose(case, backend)
+    module = importlib.import_module(OP[choice.backend].module)
     with jax.named_scope("cross_entropy"):
-        if layout is None:
-            found = OP[choice.backend].run(
-                x_BTD.reshape(-1, embed),
-                head_DV,
-                targets_BT.reshape(-1),
-                weights_BT.reshape(-1),
-                request,
-                bias_V,
-                choice.blocks,
+        if layout:
+            return on_mesh(module.forward, module.graded, layout, request, choice.blocks)(
+                x_BTD, head_DV, bias_V, targets_BT, weights_BT
             )
-            return Losses(
-                found.total,
-                found.nll.reshape(targets_BT.shape),
-                found.log_z.reshape(targets_BT.shape),
-            )
-        module = importlib.import_module(OP[choice.backend].module)
-        return on_mesh(module.forward, module.graded, layout, request, choice.blocks)(
-            x_BTD, head_DV, bias_V, targets_BT, weights_BT
+        total, *per_token = module.run(
+            x_BTD.reshape(-1, embed),
+            head_DV,
+            targets_BT.reshape(-1),
+            weights_BT.reshape(-1),
+            request,
+            bias_V,
+            choice.blocks,
         )
+        return Losses(total, *(x.reshape(targets_BT.shape) for x in per_token))

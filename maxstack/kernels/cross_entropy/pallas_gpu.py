@@ -2,13 +2,12 @@
 them one Triton kernel.
 
 It reads a block's float32 logits once for their statistics and once more, from the end, for their
-gradient, which it writes in x's dtype: all that a block costs beside three matmuls. To make logits
-again instead would cost a fourth matmul, which is more from an embed of about a thousand on.
+gradient, which it writes in x's dtype: the only traffic of a block beside three matmuls. Making the
+logits again instead would cost a fourth matmul, which is more from an embed of about a thousand on.
 Shapes: M rows  R rows of a block  D embed  V vocab  S span of columns that a program holds.
 """
 
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,113 +17,93 @@ from jax.experimental.pallas import triton as plgpu
 
 from maxstack.kernels import triton
 from maxstack.kernels.cross_entropy.by_rows import graded_by_rows, scores_by_rows, sizes
-from maxstack.kernels.cross_entropy.differentiable import on_one_device
-from maxstack.kernels.cross_entropy.request import Case, Gradients, Request
-from maxstack.kernels.cross_entropy.softmax import Statistics, capped, multiply, together
+from maxstack.kernels.cross_entropy.differentiable import Scores, on_one_device
+from maxstack.kernels.cross_entropy.request import (
+    Call,
+    CrossEntropyCase,
+    Gradients,
+    Inputs,
+    Request,
+)
+from maxstack.kernels.cross_entropy.softmax import (
+    LOWEST,
+    Statistics,
+    capped,
+    gradient,
+    multiply,
+    together,
+)
 
-LOWEST = -1e30
 SPANS, WARPS = (4096, 2048, 8192), 8
 MOST_LOGITS = 2**31 - 1
 
 
-def supports(case: Case) -> str | None:
-    """Why the kernel cannot serve `case`; None: it can."""
-    if case.device.capability < (8, 0):
-        return (
-            f"its kernel needs compute capability 8.0, and {case.device.kind} has "
-            f"{case.device.capability[0]}.{case.device.capability[1]}"
-        )
+def supports(case: CrossEntropyCase) -> str | None:
+    """Why the kernel cannot serve `case`; None if it can."""
+    if reason := triton.too_old(case.device):
+        return reason
     if case.dtype not in ("bfloat16", "float32"):
         return f"it computes in float32, and x is {case.dtype}"
-    if sizes(case)[0] * case.vocab > MOST_LOGITS:
-        return (
-            f"a block of {sizes(case)[0]} rows with {case.vocab} columns has more than 2^31 logits"
-        )
+    rows = sizes(case)[0]
+    if rows * case.vocab > MOST_LOGITS:
+        return f"a block of {rows} rows with {case.vocab} columns has more than 2^31 logits"
     return None
 
 
-def candidates(case: Case) -> list[dict[str, int]]:
+def candidates(case: CrossEntropyCase) -> list[dict[str, int]]:
     """Rows of a block of logits, and columns that a program holds at a time."""
-    rows = [size for size in sizes(case) if size * case.vocab <= MOST_LOGITS]
     return [
-        {"rows": size, "span": span}
-        for size in rows
+        {"rows": rows, "span": span}
+        for rows in sizes(case)
+        if rows * case.vocab <= MOST_LOGITS
         for span in SPANS
         if span < 2 * case.vocab or span == SPANS[0]
     ]
 
 
-def forward(
-    x_MD: jax.Array,
-    head_DV: jax.Array,
-    bias_V: jax.Array | None,
-    targets_M: jax.Array,
-    request: Request,
-    axes: tuple[str, ...] = (),
-    blocks: Mapping[str, int] | None = None,
-    interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """(nll [M], log Z [M]); the vocabulary's other slices lie along `axes`, and targets count this
-    slice's columns."""
-    head_DV, blocks = head_DV.astype(x_MD.dtype), blocks or {}
+def forward(inputs: Inputs, call: Call) -> Scores:
+    """(nll [M], log Z [M])."""
 
-    def step(x_RD: jax.Array, targets_R: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return together(
-            _statistics(multiply(x_RD, head_DV), bias_V, targets_R, request, blocks, interpret),
-            axes,
-        )
+    def step(x_RD: jax.Array, targets_R: jax.Array) -> Scores:
+        return _scores(multiply(x_RD, inputs.head_DV), inputs.bias_V, targets_R, call)
 
-    return scores_by_rows(step, (x_MD, targets_M), head_DV.shape[1], blocks.get("rows"))
+    return scores_by_rows(step, inputs, call)
 
 
-def graded(
-    x_MD: jax.Array,
-    head_DV: jax.Array,
-    bias_V: jax.Array | None,
-    targets_M: jax.Array,
-    weights_M: jax.Array,
-    request: Request,
-    axes: tuple[str, ...] = (),
-    blocks: Mapping[str, int] | None = None,
-    interpret: bool = False,
-) -> Any:
-    """((nll, log Z), Gradients)."""
-    head_DV, blocks = head_DV.astype(x_MD.dtype), blocks or {}
+def graded(inputs: Inputs, call: Call) -> tuple[Scores, Gradients]:
+    """`forward` and the gradients of the total."""
 
     def step(x_RD: jax.Array, targets_R: jax.Array, weights_R: jax.Array) -> Any:
-        product_RV = multiply(x_RD, head_DV)
-        if not axes:
-            *found, d_RV = _whole(
-                product_RV, bias_V, targets_R, weights_R, request, x_RD.dtype, blocks, interpret
+        product_RV, bias_V, dtype = multiply(x_RD, inputs.head_DV), inputs.bias_V, x_RD.dtype
+        if not call.axes:
+            *scores, d_RV = _call(
+                _read_and_write_rows,
+                product_RV,
+                bias_V,
+                (targets_R, weights_R),
+                (None, None, dtype),
+                2,
+                call,
             )
-            return tuple(found), d_RV
-        nll_R, log_z_R = together(
-            _statistics(product_RV, bias_V, targets_R, request, blocks, interpret), axes
-        )
-        return (nll_R, log_z_R), _gradient(
-            product_RV,
-            bias_V,
-            targets_R,
-            weights_R,
-            log_z_R,
-            request,
-            x_RD.dtype,
-            blocks,
-            interpret,
-        )
+            return tuple(scores), d_RV
+        nll_R, log_z_R = _scores(product_RV, bias_V, targets_R, call)
+        per_row = targets_R, weights_R, log_z_R
+        return (nll_R, log_z_R), _call(_write_rows, product_RV, bias_V, per_row, (dtype,), 1, call)[
+            0
+        ]
 
-    found, gradients = graded_by_rows(
-        step,
-        x_MD,
-        head_DV,
-        (targets_M, weights_M.astype(jnp.float32)),
-        bias_V is not None,
-        blocks.get("rows"),
-    )
-    return found, Gradients(*gradients)
+    per_row = inputs.targets_M, inputs.weights_M.astype(jnp.float32)
+    return graded_by_rows(step, inputs, call, per_row)
 
 
 run = on_one_device(forward, graded)
+
+
+def _scores(
+    product_RV: jax.Array, bias_V: jax.Array | None, targets_R: jax.Array, call: Call
+) -> Scores:
+    part = _call(_read_rows, product_RV, bias_V, (targets_R,), (None, None, None), 1, call)
+    return together(Statistics(*part), call.axes)
 
 
 def _call(
@@ -134,87 +113,34 @@ def _call(
     per_row: tuple[jax.Array, ...],
     outs: tuple[Any, ...],
     passes: int,
-    request: Request,
-    blocks: Mapping[str, int],
-    interpret: bool,
+    call: Call,
 ) -> Any:
     """`kernel` with a program a row; `outs`: None for a float32 [R], a dtype for an [R, V]."""
     rows, vocab = product_RV.shape
     assert rows * vocab <= MOST_LOGITS
-    span = min(blocks.get("span", SPANS[0]), pl.next_power_of_2(vocab))
+    span = min(call.blocks.get("span", SPANS[0]), pl.next_power_of_2(vocab))
     shapes = [
-        jax.ShapeDtypeStruct((rows,) if dtype is None else (rows, vocab), dtype or jnp.float32)
+        jax.ShapeDtypeStruct((rows,), jnp.float32)
+        if dtype is None
+        else jax.ShapeDtypeStruct((rows, vocab), dtype)
         for dtype in outs
     ]
-    inputs = (product_RV, *(() if bias_V is None else (bias_V.astype(jnp.float32),)), *per_row)
-    traffic = passes * product_RV.nbytes + sum(
-        rows * vocab * dtype.itemsize for dtype in outs if dtype is not None
-    )
+    biases = () if bias_V is None else (bias_V.astype(jnp.float32),)
     return triton.call(
         functools.partial(
-            kernel, vocab=vocab, span=span, biased=bias_V is not None, request=request
+            kernel, vocab=vocab, span=span, biased=bias_V is not None, request=call.request
         ),
         shapes,
-        inputs,
+        (product_RV, *biases, *per_row),
         grid=(rows,),
         name="cross_entropy" + kernel.__name__,
-        interpret=interpret,
+        interpret=call.interpret,
         warps=WARPS,
         stages=2,
         flops=0,
         transcendentals=passes * rows * vocab,
-        moved=traffic,
-    )
-
-
-def _statistics(
-    product_RV: jax.Array, bias_V: jax.Array | None, targets_R: jax.Array, *how: Any
-) -> Statistics:
-    return Statistics(
-        *_call(_read_rows, product_RV, bias_V, (targets_R,), (None, None, None), 1, *how)
-    )
-
-
-def _gradient(
-    product_RV: jax.Array,
-    bias_V: jax.Array | None,
-    targets_R: jax.Array,
-    weights_R: jax.Array,
-    log_z_R: jax.Array,
-    request: Request,
-    dtype: Any,
-    *how: Any,
-) -> jax.Array:
-    return _call(
-        _write_rows,
-        product_RV,
-        bias_V,
-        (targets_R, weights_R, log_z_R),
-        (jnp.dtype(dtype),),
-        1,
-        request,
-        *how,
-    )[0]
-
-
-def _whole(
-    product_RV: jax.Array,
-    bias_V: jax.Array | None,
-    targets_R: jax.Array,
-    weights_R: jax.Array,
-    request: Request,
-    dtype: Any,
-    *how: Any,
-) -> Any:
-    return _call(
-        _read_and_write_rows,
-        product_RV,
-        bias_V,
-        (targets_R, weights_R),
-        (None, None, jnp.dtype(dtype)),
-        2,
-        request,
-        *how,
+        moved=passes * product_RV.nbytes
+        + triton.size_of(*(shape for shape in shapes if shape.ndim == 2)),
     )
 
 
@@ -238,40 +164,25 @@ class _Row:
             logits_S = logits_S + plgpu.load(self.bias.at[columns_S], mask=mask_S, other=other)
         return columns_S, capped(logits_S, self.request.soft_cap), mask_S
 
-    def statistics(self, target: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(greatest logit, sum of exp(logits - it), target's logit or 0). Each lane keeps its own
-        until the end."""
+    def statistics(self, target: jax.Array) -> Statistics:
+        """Statistics of the row. Each lane keeps its own until the end."""
 
-        def piece(i: Any, sums: Any) -> Any:
-            top_S, sum_S, picked_S = sums
+        def piece(i: Any, running: Statistics) -> Statistics:
             columns_S, logits_S, mask_S = self.logits(i)
-            e_S = jnp.exp(-jnp.abs(logits_S - top_S))
-            new = (
-                jnp.where(logits_S > top_S, logits_S, top_S),
-                jnp.where(logits_S > top_S, sum_S * e_S + 1, sum_S + e_S),
-            )
-            if mask_S is not None:
-                new = jnp.where(mask_S, new[0], top_S), jnp.where(mask_S, new[1], sum_S)
-            return *new, jnp.where(columns_S == target, logits_S, picked_S)
+            return running.with_logits(logits_S, columns_S == target, mask_S)
 
         zero = jnp.zeros((self.span,), jnp.float32)
-        top_S, sum_S, picked_S = jax.lax.fori_loop(
-            0, self.pieces, piece, (zero + LOWEST, zero, zero)
-        )
-        top = jnp.max(top_S)
-        return top, jnp.sum(sum_S * jnp.exp(top_S - top)), jnp.sum(picked_S)
+        start = Statistics(zero + LOWEST, zero, zero)
+        return jax.lax.fori_loop(0, self.pieces, piece, start).over_lanes()
 
     def write_gradient(
         self, out_ref: Any, target: jax.Array, weight: jax.Array, log_z: jax.Array
     ) -> None:
         """softmax.gradient, the last columns first: they may still be in the cache."""
-        share = weight * (1 + 2 * self.request.z_loss * log_z)
 
         def piece(i: Any, _: None) -> None:
             columns_S, logits_S, mask_S = self.logits(self.pieces - 1 - i)
-            d_S = share * jnp.exp(logits_S - log_z) - jnp.where(columns_S == target, weight, 0.0)
-            if cap := self.request.soft_cap:
-                d_S = d_S * (1 - (logits_S / cap) * (logits_S / cap))
+            d_S = gradient(logits_S, columns_S == target, weight, log_z, self.request)
             plgpu.store(out_ref.at[self.row, columns_S], d_S.astype(out_ref.dtype), mask=mask_S)
 
         jax.lax.fori_loop(0, self.pieces, piece, None)

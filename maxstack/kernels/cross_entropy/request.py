@@ -1,5 +1,5 @@
-"""What is asked of linear cross-entropy, what it gives, and what a backend looks at to say whether
-it can serve."""
+"""The types of linear cross-entropy: a request, the case that backends accept or refuse, a
+backend's arguments and its results. Shapes: M rows  D embed  V vocab."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class CrossEntropyCase:
     """One call on one device."""
 
     request: Request
@@ -30,15 +30,15 @@ class Case:
     vocab: int
     """Columns of the head that this device has."""
     dtype: str
-    """Of x, in which the head is multiplied: bfloat16 or float32."""
+    """The dtype of x, in which the head is multiplied: bfloat16 or float32."""
     bias: bool
     split: bool
-    """The vocabulary lies on several devices."""
+    """True where the vocabulary is split over devices."""
     device: Device
 
     @property
     def shape_class(self) -> Mapping[str, int | str]:
-        """What tuned sizes hang on."""
+        """The key of tuned block sizes."""
         return {
             "dtype": self.dtype,
             "embed": self.embed,
@@ -47,11 +47,35 @@ class Case:
         }
 
 
+class Inputs(NamedTuple):
+    """Arrays of one device. The head comes in x's dtype, and targets count the columns of this
+    device's slice of the vocabulary."""
+
+    x_MD: jax.Array
+    head_DV: jax.Array
+    bias_V: jax.Array | None
+    targets_M: jax.Array
+    weights_M: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """Static arguments of a backend."""
+
+    request: Request
+    axes: tuple[str, ...] = ()
+    """Mesh axes along which the other slices of the vocabulary lie."""
+    blocks: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Measured block sizes; a backend has a default for each that is missing."""
+    interpret: bool = False
+    """Runs kernels without their hardware, for tests."""
+
+
 class Losses(NamedTuple):
     """float32, or float64 where x is."""
 
     total: jax.Array
-    """Sum of weights * loss; the only one with a gradient."""
+    """Sum of weights * loss, the only differentiable part."""
     nll: jax.Array
     """-log p(target) in nats, in the shape of the targets."""
     log_z: jax.Array
@@ -59,8 +83,8 @@ class Losses(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of `Losses.total`, as one device makes them: where the vocabulary is split, x's is this
-    device's part of a sum."""
+    """Gradients of `Losses.total` on one device. Where the vocabulary is split, x's is a part of a
+    sum over devices."""
 
     x: jax.Array
     """In x's dtype."""

@@ -1,25 +1,46 @@
-"""The softmax over a vocabulary of which a device may hold a slice: statistics of its logits, all
-slices together, and the gradient of the logits.
+"""The softmax over a vocabulary of which a device may hold a slice: statistics of a slice, their
+combination, and the gradient of the logits.
 
 Shapes: R rows  D embed  V vocab.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from maxstack.kernels.cross_entropy.request import Request
 
+LOWEST = -1e30
+
 
 class Statistics(NamedTuple):
-    """Of each row's logits [R]."""
+    """Statistics of each row's logits [R]."""
 
     top: jax.Array
     sum: jax.Array
-    """Of exp(logits - top)."""
+    """Sum of exp(logits - top)."""
     picked: jax.Array
     """The target's logit; 0 where the target is not in this slice."""
+
+    def with_logits(self, logits: Any, is_target: Any, inside: Any = None) -> "Statistics":
+        """Running statistics after one logit for each element; `inside` is False for columns past
+        the last one, None where there are none."""
+        greater = logits > self.top
+        decay = jnp.exp(-jnp.abs(logits - self.top))
+        total = jnp.where(greater, self.sum * decay + 1, self.sum + decay)
+        if inside is not None:
+            greater, is_target = inside & greater, inside & is_target
+            total = jnp.where(inside, total, self.sum)
+        return Statistics(
+            jnp.where(greater, logits, self.top), total, jnp.where(is_target, logits, self.picked)
+        )
+
+    def over_lanes(self, **axis: Any) -> "Statistics":
+        """Statistics of a row whose elements kept their own."""
+        top = self.top.max(**axis)
+        total = (self.sum * jnp.exp(self.top - top)).sum(**axis)
+        return Statistics(top, total, self.picked.sum(**axis))
 
 
 def capped(logits: jax.Array, soft_cap: float | None) -> jax.Array:
@@ -30,40 +51,43 @@ def capped(logits: jax.Array, soft_cap: float | None) -> jax.Array:
 def multiply(a: jax.Array, b: jax.Array, contract: tuple[int, int] = (1, 0)) -> jax.Array:
     """The product over one dimension of each, accumulated in float32, or in float64 where they
     are."""
-    number = jnp.promote_types(a.dtype, jnp.float32)
     return jax.lax.dot_general(
-        a, b, (((contract[0],), (contract[1],)), ((), ())), preferred_element_type=number
+        a,
+        b,
+        (((contract[0],), (contract[1],)), ((), ())),
+        preferred_element_type=jnp.promote_types(a.dtype, jnp.float32),
     )
 
 
 def scores(
     x_RD: jax.Array, head_DV: jax.Array, bias_V: jax.Array | None, soft_cap: float | None
 ) -> jax.Array:
-    """Logits [R, V]: the product, the bias, then the cap."""
+    """Logits [R, V]: the product, plus the bias, then capped."""
     logits_RV = multiply(x_RD, head_DV)
-    return capped(
-        logits_RV if bias_V is None else logits_RV + bias_V.astype(logits_RV.dtype), soft_cap
-    )
+    if bias_V is not None:
+        logits_RV = logits_RV + bias_V.astype(logits_RV.dtype)
+    return capped(logits_RV, soft_cap)
 
 
 def statistics(logits_RV: jax.Array, targets_R: jax.Array) -> Statistics:
-    """`targets_R` count this slice's columns; those outside of it are other slices'."""
+    """Statistics of this slice; targets outside of it belong to other slices."""
     top_R = logits_RV.max(axis=1)
-    vocab, here_R = logits_RV.shape[1], (targets_R >= 0) & (targets_R < logits_RV.shape[1])
+    vocab = logits_RV.shape[1]
+    inside_R = (targets_R >= 0) & (targets_R < vocab)
     picked_R1 = jnp.take_along_axis(logits_RV, jnp.clip(targets_R, 0, vocab - 1)[:, None], axis=1)
     return Statistics(
         top_R,
         jnp.exp(logits_RV - top_R[:, None]).sum(axis=1),
-        jnp.where(here_R, picked_R1[:, 0], 0),
+        jnp.where(inside_R, picked_R1[:, 0], 0),
     )
 
 
-def together(found: Statistics, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
-    """(-log p(target), log Z) of all slices, which lie along these mesh axes; none: this one is
-    all."""
-    top_R, sum_R, picked_R = found
+def together(part: Statistics, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
+    """(-log p(target), log Z) over all slices, which lie along the mesh axes; without axes this
+    slice is the whole vocabulary."""
+    top_R, sum_R, picked_R = part
     if axes:
-        tops, sums, picked = jnp.moveaxis(jax.lax.all_gather(jnp.stack(found), axes), 1, 0)
+        tops, sums, picked = jnp.moveaxis(jax.lax.all_gather(jnp.stack(part), axes), 1, 0)
         top_R = tops.max(axis=0)
         sum_R, picked_R = (sums * jnp.exp(tops - top_R)).sum(axis=0), picked.sum(axis=0)
     log_z_R = top_R + jnp.log(sum_R)
@@ -71,18 +95,10 @@ def together(found: Statistics, axes: tuple[str, ...]) -> tuple[jax.Array, jax.A
 
 
 def gradient(
-    logits_RV: jax.Array,
-    targets_R: jax.Array,
-    weights_R: jax.Array,
-    log_z_R: jax.Array,
-    request: Request,
+    logits: jax.Array, is_target: jax.Array, weights: jax.Array, log_z: jax.Array, request: Request
 ) -> jax.Array:
-    """Of sum(weights * loss) by the logits before the cap [R, V]."""
-    share_R = weights_R if not request.z_loss else weights_R * (1 + 2 * request.z_loss * log_z_R)
-    is_target_RV = (
-        jax.lax.broadcasted_iota(targets_R.dtype, logits_RV.shape, 1) == targets_R[:, None]
-    )
-    d_RV = jnp.exp(logits_RV - log_z_R[:, None]) * share_R[:, None] - jnp.where(
-        is_target_RV, weights_R[:, None], 0
-    )
-    return d_RV * (1 - jnp.square(logits_RV / request.soft_cap)) if request.soft_cap else d_RV
+    """Gradient of sum(weights * loss) by the logits before the cap. `weights` and `log_z` belong to
+    rows, in shapes that broadcast."""
+    share = weights * (1 + 2 * request.z_loss * log_z) if request.z_loss else weights
+    d = share * jnp.exp(logits - log_z) - jnp.where(is_target, weights, 0)
+    return d * (1 - jnp.square(logits / request.soft_cap)) if request.soft_cap else d

@@ -1,4 +1,4 @@
-"""The gated delta rule: one meaning, the recurrence over time, and the backends that compute it.
+"""The gated delta rule, a recurrence over time, by several backends.
 
 Shapes: B batch  T time  K key heads  N value heads  H key dim  V value dim.
 """
@@ -13,14 +13,14 @@ from maxstack.kernels.backends import Backend, Device, Op
 OP = Op(
     "gated_delta",
     (
-        Backend("chunked", "maxstack.kernels.gated_delta.chunked"),
-        Backend("reference", "maxstack.kernels.gated_delta.reference"),
+        Backend("chunked", f"{__name__}.chunked"),
+        Backend("reference", f"{__name__}.reference"),
     ),
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class GatedDeltaCase:
     """One call on one device."""
 
     length: int
@@ -32,7 +32,7 @@ class Case:
 
     @property
     def shape_class(self) -> Mapping[str, int | str]:
-        """Neither backend has sizes to tune: `chunk` is the model's."""
+        """Empty: neither backend has block sizes, since `chunk` belongs to the model."""
         return {}
 
 
@@ -49,13 +49,13 @@ def gated_delta(
     """The gated delta rule (Yang et al. 2024, arXiv:2412.06464, eq. 10) -> [B, T, N, V] in v's
     dtype, computed in float32.
 
-    A value head n reads queries and keys of head n // (N / K); its state S [H, V] starts at 0 with
-    each document, and at each place becomes a S + b k (v - a S^T k)^T, of which S^T q is the
-    output. a = exp(decay), decay <= 0 and float32; b = beta. Queries and keys come normalised and
-    scaled as they are to be used. `segments_BT` numbers the documents of a row, None: one a row.
-    ConfigError if a backend is asked for that cannot serve.
+    A value head n reads queries and keys of head n // (N / K); its state S [H, V] is 0 before each
+    document, and becomes a S + b k (v - a S^T k)^T at each position, whose output is S^T q. a =
+    exp(decay), decay <= 0 and float32; b = beta. Queries and keys are already normalised and
+    scaled. `segments_BT` numbers the documents of a row; None means one document a row.
+    ConfigError if the requested backend cannot serve.
     """
-    case = Case(
+    case = GatedDeltaCase(
         v_BTNV.shape[1],
         v_BTNV.shape[2],
         k_BTKH.shape[3],

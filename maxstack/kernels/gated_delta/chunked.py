@@ -1,7 +1,7 @@
 """The gated delta rule by chunks: matrix products instead of a step a token.
 
 Shapes: B batch  T time  K key heads  G value heads / key heads  H key dim  V value dim  X chunks  C
-place in a chunk  S another place in it.
+position in a chunk  S another position in it.
 """
 
 import jax
@@ -10,11 +10,6 @@ import jax.numpy as jnp
 from maxstack.kernels.gated_delta.reference import EXACT, runs
 
 LOWEST = -1e30
-
-
-def supports(case: object) -> str | None:
-    """It serves everything."""
-    return None
 
 
 def run(
@@ -26,9 +21,9 @@ def run(
     segments_BT: jax.Array | None,
     chunk: int = 64,
 ) -> jax.Array:
-    """What places of a chunk do to each other is a triangular system (the UT transform of Yang et
-    al. 2024, arXiv:2406.06484, section 3.2, with decay as in arXiv:2412.06464, section 3.3), and
-    only states go from chunk to chunk.
+    """Solves a triangular system for the positions of a chunk (the UT transform of Yang et al.
+    2024, arXiv:2406.06484, section 3.2, with decay as in arXiv:2412.06464, section 3.3); only
+    states go from chunk to chunk.
     """
     b, t, n, v = v_BTNV.shape
     heads, chunk = (k_BTKH.shape[2], n // k_BTKH.shape[2]), min(chunk, t)
@@ -52,19 +47,17 @@ def run(
     states_XBKGHV, new_XBKGCV = _states(u_XBKGCV, w_XBKGCH, left_XBKGCH, since_XBKGC[..., -1])
 
     scores_XBKGCS = _product("XBKCH,XBKSH->XBKCS", q_XBKCH, k_XBKCH)[:, :, :, None] * within_XBKGCS
+    earlier_XBKGCV = _product("XBKCH,XBKGHV->XBKGCV", q_XBKCH, states_XBKGHV)
     o_XBKGCV = _product("XBKGCS,XBKGSV->XBKGCV", scores_XBKGCS, new_XBKGCV)
-    o_XBKGCV = (
-        o_XBKGCV + _product("XBKCH,XBKGHV->XBKGCV", q_XBKCH, states_XBKGHV) * since_XBKGC[..., None]
-    )
-    return (
-        jnp.transpose(o_XBKGCV, (1, 0, 4, 2, 3, 5)).reshape(b, -1, n, v)[:, :t].astype(v_BTNV.dtype)
-    )
+    o_XBKGCV = o_XBKGCV + earlier_XBKGCV * since_XBKGC[..., None]
+    o_BTNV = jnp.transpose(o_XBKGCV, (1, 0, 4, 2, 3, 5)).reshape(b, -1, n, v)[:, :t]
+    return o_BTNV.astype(v_BTNV.dtype)
 
 
 def _states(
     u_XBKGCV: jax.Array, w_XBKGCH: jax.Array, left_XBKGCH: jax.Array, decay_XBKG: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The state before each chunk, and what each place adds to it."""
+    """The state before each chunk, and the values that each position adds to it."""
 
     def step(
         s_BKGHV: jax.Array, now: tuple[jax.Array, ...]
@@ -85,8 +78,8 @@ def _states(
 
 
 def _decays(decay_XBKGC: jax.Array, runs_XBC: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What place c still has of what place s <= c of its document wrote, and of the state before
-    the chunk: 0 where a document began since.
+    """Share of the write of position s <= c that is left at position c, and of the state before the
+    chunk; 0 where a document began in between.
 
     The exponents after s up to c are added up for each pair: a difference of two sums from the
     start would lose digits, and would let one document round the sums of the next.
@@ -101,31 +94,29 @@ def _decays(decay_XBKGC: jax.Array, runs_XBC: jax.Array) -> tuple[jax.Array, jax
     same_XBCS = (runs_XBC[..., :, None] == runs_XBC[..., None, :]) & jnp.tri(chunk, dtype=bool)
     within_XBKGCS = jnp.where(same_XBCS[:, :, None, None], jnp.exp(sums_XBKGCS), 0.0)
     before_XB1 = jnp.concatenate([runs_XBC[:1, :, :1], runs_XBC[:-1, :, -1:]])
-    whole_XBC = (runs_XBC == before_XB1)[:, :, None, None]
-    return within_XBKGCS, jnp.where(
-        whole_XBC, jnp.exp(sums_XBKGCS[..., 0] + decay_XBKGC[..., :1]), 0.0
-    )
+    continued_XBC = (runs_XBC == before_XB1)[:, :, None, None]
+    since_XBKGC = jnp.exp(sums_XBKGCS[..., 0] + decay_XBKGC[..., :1])
+    return within_XBKGCS, jnp.where(continued_XBC, since_XBKGC, 0.0)
 
 
 @jax.custom_vjp
 def _unit_inverse(a: jax.Array) -> jax.Array:
     """(1 + a)^-1 for strictly lower triangular a [.., C, C].
 
-    Blocks on the diagonal are inverted, two make one of twice the size. Every factor is itself a
-    part of an inverse: powers of `a`, as in a Neumann product, grow like binomials where keys
-    repeat, and lose all digits.
+    Inverts blocks on the diagonal and joins pairs of them to blocks of twice the size. Every factor
+    is itself a part of an inverse: powers of `a`, as in a Neumann product, grow like binomials
+    where keys repeat, and lose all digits.
     """
-    place = jnp.arange(a.shape[-1])
-    inverse, width = jnp.broadcast_to(jnp.eye(a.shape[-1]), a.shape), 1
-    while width < a.shape[-1]:
-        corner = jnp.where(
-            (place[:, None] // width == place // width + 1) & (place // width % 2 == 0), a, 0.0
-        )
-        inverse = inverse - (
-            corner
-            if width == 1
-            else jnp.einsum("...ij,...jk,...kl->...il", inverse, corner, inverse, precision=EXACT)
-        )
+    size, width = a.shape[-1], 1
+    inverse = jnp.broadcast_to(jnp.eye(size), a.shape)
+    while width < size:
+        block = jnp.arange(size) // width
+        corner = jnp.where((block[:, None] == block + 1) & (block % 2 == 0), a, 0.0)
+        if width > 1:
+            corner = jnp.einsum(
+                "...ij,...jk,...kl->...il", inverse, corner, inverse, precision=EXACT
+            )
+        inverse = inverse - corner
         width *= 2
     return inverse
 
@@ -136,24 +127,21 @@ def _unit_inverse_forward(a: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _unit_inverse_backward(inverse: jax.Array, change: jax.Array) -> tuple[jax.Array]:
-    return (
-        -jnp.tril(
-            jnp.einsum("...ji,...jk,...lk->...il", inverse, change, inverse, precision=EXACT), -1
-        ),
-    )
+    d_a = jnp.einsum("...ji,...jk,...lk->...il", inverse, change, inverse, precision=EXACT)
+    return (-jnp.tril(d_a, -1),)
 
 
 _unit_inverse.defvjp(_unit_inverse_forward, _unit_inverse_backward)
 
 
 def _product(equation: str, *x: jax.Array) -> jax.Array:
-    """Tensor cores' float32 where there are some."""
+    """An einsum in the float32 of tensor cores, on devices that have them."""
     return jnp.einsum(equation, *x, precision=jax.lax.Precision.HIGH)
 
 
 def _chunks(x: jax.Array, chunk: int, heads: int) -> jax.Array:
-    """[B, T, heads.., ..] -> [X, B, heads.., C, ..]; `heads` says how many dimensions they are.
-    Past the end: zeros, of the last document."""
+    """[B, T, heads.., ..] -> [X, B, heads.., C, ..] for `heads` dimensions of heads. The last chunk
+    is padded with zeros, numbers of documents with the last of them."""
     rest = -x.shape[1] % chunk
     x = jnp.pad(
         x, ((0, 0), (0, rest), *((0, 0),) * (x.ndim - 2)), mode="constant" if heads else "edge"

@@ -1,4 +1,4 @@
-"""The gated delta rule by its definition, one place after the other.
+"""The gated delta rule by its definition, one position after the other.
 
 Shapes: B batch  T time  K key heads  N value heads  H key dim  V value dim.
 """
@@ -7,11 +7,6 @@ import jax
 import jax.numpy as jnp
 
 EXACT = jax.lax.Precision.HIGHEST
-
-
-def supports(case: object) -> str | None:
-    """It serves everything, a step a token."""
-    return None
 
 
 def run(
@@ -23,7 +18,7 @@ def run(
     segments_BT: jax.Array | None,
     chunk: int = 64,
 ) -> jax.Array:
-    """The definition, one place after the other."""
+    """A step a token; `chunk` has no effect."""
     k, n = k_BTKH.shape[2], v_BTNV.shape[2]
     q, key = (jnp.repeat(x.astype(jnp.float32), n // k, axis=2) for x in (q_BTKH, k_BTKH))
     runs_BT = jnp.broadcast_to(runs(segments_BT, v_BTNV.shape[1]), v_BTNV.shape[:2])
@@ -31,22 +26,20 @@ def run(
 
     def step(s_BNHV: jax.Array, now: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         q_BNH, k_BNH, v_BNV, decay_BN, beta_BN, fresh_B = now
-        s_BNHV = (
-            jnp.where(fresh_B[:, None, None, None], 0.0, s_BNHV)
-            * jnp.exp(decay_BN)[..., None, None]
-        )
+        s_BNHV = jnp.where(fresh_B[:, None, None, None], 0.0, s_BNHV)
+        s_BNHV = s_BNHV * jnp.exp(decay_BN)[..., None, None]
         missed_BNV = v_BNV - jnp.einsum("BNHV,BNH->BNV", s_BNHV, k_BNH, precision=EXACT)
         s_BNHV = s_BNHV + (beta_BN[..., None] * k_BNH)[..., None] * missed_BNV[..., None, :]
         return s_BNHV, jnp.einsum("BNHV,BNH->BNV", s_BNHV, q_BNH, precision=EXACT)
 
-    places = [q, key, *(x.astype(jnp.float32) for x in (v_BTNV, decay_BTN, beta_BTN)), fresh_BT]
+    inputs = [q, key, *(x.astype(jnp.float32) for x in (v_BTNV, decay_BTN, beta_BTN)), fresh_BT]
     start = jnp.zeros((v_BTNV.shape[0], n, k_BTKH.shape[3], v_BTNV.shape[3]))
-    _, o_TBNV = jax.lax.scan(step, start, tuple(jnp.moveaxis(x, 1, 0) for x in places))
+    _, o_TBNV = jax.lax.scan(step, start, tuple(jnp.moveaxis(x, 1, 0) for x in inputs))
     return jnp.moveaxis(o_TBNV, 0, 1).astype(v_BTNV.dtype)
 
 
 def runs(segments_BT: jax.Array | None, length: int) -> jax.Array:
-    """The number of the document of each place, from 0, counted by their boundaries; [1, T] of
+    """The number of the document of each position, from 0, counted by their boundaries; [1, T] of
     zeros for None."""
     if segments_BT is None:
         return jnp.zeros((1, length), jnp.int32)

@@ -1,5 +1,5 @@
-"""Matmul of rows that are sorted by group, each group with a matrix of its own; the matmul of a
-mixture of experts.
+"""Matmul of rows that are sorted by group, each group with a matrix of its own, as in a mixture of
+experts.
 
 Shapes: M rows  E groups  K contracted  N columns.
 """
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from maxstack.kernels.backends import ALL, Backend, Device, Op
-from maxstack.kernels.grouped_matmul.case import Case
+from maxstack.kernels.grouped_matmul.case import GroupedMatmulCase
 from maxstack.schema import kernels as names
 
 OP = Op(
@@ -34,15 +34,11 @@ def grouped_matmul(
     dtype, which w shares.
 
     `sizes_E` are integers that add up to M at most; zeros are fine. Rows past their sum belong to
-    no group: whatever numbers they hold, NaN included, they give zeros and have no gradient. Runs
-    on the devices of the mesh around it, else on jax's default. ConfigError for a backend that
-    there is not, or that cannot serve these shapes.
+    no group: they give zeros and have no gradient, even where they hold NaN. Runs on the devices
+    of the current mesh, else on jax's default. ConfigError for a backend that does not exist or
+    cannot serve these shapes.
     """
     assert x_MK.dtype == w_EKN.dtype, f"rows are {x_MK.dtype} and matrices {w_EKN.dtype}"
-    choice = OP.choose(Case.of(x_MK, w_EKN, Device.here()), backend)
-    return OP[choice.backend].run(
-        x_MK,
-        w_EKN,
-        sizes_E.astype(jnp.int32),
-        **({"blocks": choice.blocks} if choice.blocks else {}),
-    )
+    choice = OP.choose(GroupedMatmulCase.of(x_MK, w_EKN, Device.here()), backend)
+    blocks = {"blocks": choice.blocks} if choice.blocks else {}
+    return OP[choice.backend].run(x_MK, w_EKN, sizes_E.astype(jnp.int32), **blocks)

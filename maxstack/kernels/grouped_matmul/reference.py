@@ -1,19 +1,12 @@
-"""The meaning of the grouped matmul: every row times every matrix, and a mask. Shapes as in the
+"""The definition of the grouped matmul: every row times every matrix, and a mask. Shapes as in the
 package."""
 
 import jax
 import jax.numpy as jnp
 
-from maxstack.kernels.grouped_matmul.case import Case
-
-
-def supports(case: Case) -> str | None:
-    """Everything."""
-    return None
-
 
 def run(x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    """[M, N], summed in float32 or what is wider; holds [M, E, N] in memory."""
+    """[M, N], summed in float32, or in float64 where x is; holds [M, E, N] in memory."""
     ends_E = jnp.cumsum(sizes_E)
     row_M1 = jnp.arange(x_MK.shape[0])[:, None]
     mine_ME = (row_M1 >= ends_E - sizes_E) & (row_M1 < ends_E)

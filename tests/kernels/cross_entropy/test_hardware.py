@@ -7,7 +7,7 @@ from topologies import needs
 
 from maxstack import sharding
 from maxstack.kernels.backends import Device
-from maxstack.kernels.cross_entropy import OP, Case, Request
+from maxstack.kernels.cross_entropy import OP, CrossEntropyCase, Request
 from maxstack.plan import program, topology, work
 from maxstack.schema.mesh import MeshConfig
 
@@ -21,7 +21,7 @@ CHIPS = {
 def compiled(name, dtype, sizes):
     """The gradients by x, head and bias, with the first candidate's blocks but for `sizes`."""
     device = topology.parse(name).devices()[0]
-    case = Case(REQUEST, ROWS, EMBED, VOCAB, dtype, True, False, Device.of(device))
+    case = CrossEntropyCase(REQUEST, ROWS, EMBED, VOCAB, dtype, True, False, Device.of(device))
     backend = OP[OP.choose(case).backend]
     assert backend.name == f"pallas_{device.platform}"
     blocks = backend.candidates(case)[0] | sizes

@@ -15,7 +15,14 @@ from jax.sharding import Mesh, PartitionSpec
 
 from maxstack import sharding
 from maxstack.kernels.backends import Device
-from maxstack.kernels.cross_entropy import OP, Case, Request, linear_cross_entropy, tokamax
+from maxstack.kernels.cross_entropy import (
+    OP,
+    CrossEntropyCase,
+    Request,
+    linear_cross_entropy,
+    tokamax,
+)
+from maxstack.kernels.cross_entropy.request import Call, Inputs
 from maxstack.schema.mesh import MeshConfig
 from maxstack.sharding import make_mesh
 
@@ -174,16 +181,15 @@ def test_no_logits_of_all_rows_are_in_the_program(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_slices_of_the_vocabulary_on_two_devices_make_one(backend):
-    request, module_, how = Request(5.0, 0.05), module(backend), BACKENDS[backend]
+    request, module_ = Request(5.0, 0.05), module(backend)
+    call = Call(request, ("tensor",), **BACKENDS[backend])
     x, head, bias, targets, weights = arrays("float32", True, embed=16, vocab=VOCAB + 1)
 
     def local(x, head, bias, targets, weights):
         targets = targets - jax.lax.axis_index("tensor") * head.shape[1]
-        plain = module_.forward(x, head, bias, targets, request, axes=("tensor",), **how)
-        found, (of_x, of_head, of_bias) = module_.graded(
-            x, head, bias, targets, weights, request, axes=("tensor",), **how
-        )
-        return plain, found, (jax.lax.psum(of_x, "tensor"), of_head, of_bias)
+        inputs = Inputs(x, head, bias, targets, weights)
+        scores, (d_x, d_head, d_bias) = module_.graded(inputs, call)
+        return module_.forward(inputs, call), scores, (jax.lax.psum(d_x, "tensor"), d_head, d_bias)
 
     whole, split = PartitionSpec(), PartitionSpec("tensor")
     specs = (whole, PartitionSpec(None, "tensor"), split, whole, whole)
@@ -259,7 +265,7 @@ def test_on_a_mesh_the_gradient_of_the_head_is_kept_in_shards():
 
 
 def test_a_gpu_takes_its_kernel_and_says_why_others_do_not_serve():
-    case = Case(
+    case = CrossEntropyCase(
         Request(),
         4096,
         2048,
@@ -276,10 +282,10 @@ def test_a_gpu_takes_its_kernel_and_says_why_others_do_not_serve():
         and "prefers pallas_gpu" in choice.reasons["blockwise"]
     )
     assert "compute capability 8.0" in OP["pallas_gpu"].supports(
-        Case(Request(), 1, 8, 8, "float32", False, False, Device("gpu", "V100", (7, 0)))
+        CrossEntropyCase(Request(), 1, 8, 8, "float32", False, False, Device("gpu", "V100", (7, 0)))
     )
     assert "multiple of 128" in OP["pallas_tpu"].supports(
-        Case(Request(), 1, 1000, 8, "float32", False, False, Device("tpu", "TPU v5"))
+        CrossEntropyCase(Request(), 1, 1000, 8, "float32", False, False, Device("tpu", "TPU v5"))
     )
 
 
@@ -289,7 +295,7 @@ def test_tokamax_has_the_values_and_gradients_of_the_reference_in_float64():
         pytest.skip(f"tokamax {importlib.metadata.version('tokamax')} gives no loss of each token")
     request, given = REQUESTS["plain"][0], arrays("float32", False)
     assert_close(
-        results(tokamax.run, *given, request, implementation="xla"),
+        results(tokamax.run, *given, request, interpret=True),
         in_float64(*given, request),
         2e-6,
     )
@@ -307,7 +313,9 @@ def test_tokamax_has_the_values_and_gradients_of_the_reference_in_float64():
     ],
 )
 def test_what_tokamax_cannot_do_is_refused(changes, reason, monkeypatch):
-    case = Case(Request(), 4096, 2048, 32768, "bfloat16", False, False, Device("tpu", "TPU v5"))
+    case = CrossEntropyCase(
+        Request(), 4096, 2048, 32768, "bfloat16", False, False, Device("tpu", "TPU v5")
+    )
     monkeypatch.setattr(tokamax.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(tokamax, "_version", lambda: tokamax.LEAST)
     assert reason in tokamax.supports(dataclasses.replace(case, **changes))
@@ -316,5 +324,7 @@ def test_what_tokamax_cannot_do_is_refused(changes, reason, monkeypatch):
 def test_where_tokamax_is_not_installed_it_says_so(monkeypatch):
     monkeypatch.setattr(tokamax.importlib.util, "find_spec", lambda name: None)
     assert "not installed" in tokamax.supports(
-        Case(Request(), 1024, 512, 2048, "bfloat16", False, False, Device("tpu", "TPU v5"))
+        CrossEntropyCase(
+            Request(), 1024, 512, 2048, "bfloat16", False, False, Device("tpu", "TPU v5")
+        )
     )

@@ -10,8 +10,7 @@ import pytest
 
 from maxstack.config import ConfigError
 from maxstack.kernels.backends import Device
-from maxstack.kernels.grouped_matmul import OP, grouped_matmul, megablox
-from maxstack.kernels.grouped_matmul.case import Case
+from maxstack.kernels.grouped_matmul import OP, GroupedMatmulCase, grouped_matmul, megablox
 
 NARROW = {"rows": 16, "columns": 16, "contracted": 16, "warps": 4, "stages": 2}
 RUNS = {
@@ -102,7 +101,7 @@ def case(platform, capability=(0, 0), **other):
         "columns": 256,
         "dtype": "bfloat16",
     } | other
-    return Case(**given, device=Device(platform, platform, capability))
+    return GroupedMatmulCase(**given, device=Device(platform, platform, capability))
 
 
 def test_auto_takes_the_kernel_of_the_platform():
@@ -119,7 +118,11 @@ def test_auto_takes_the_kernel_of_the_platform():
     "given, backend, reason",
     [
         (case("tpu", rows=1 << 20), "megablox", "1048576 rows are more than the 524288"),
-        (case("gpu", (7, 5)), "pallas_gpu", "compute capability 7.5 is below 8.0"),
+        (
+            case("gpu", (7, 5)),
+            "pallas_gpu",
+            r"capability 8.0 \(A100\) or later; gpu has 7.5",
+        ),
         (
             case("gpu", (9, 0), dtype="float16"),
             "pallas_gpu",

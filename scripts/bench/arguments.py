@@ -1,0 +1,60 @@
+"""Arguments and files that several programs of scripts/ have in common."""
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser that shows the docstring of its program as it is."""
+    return argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def takes_overrides(parser: argparse.ArgumentParser, of: str) -> None:
+    """Add positional arguments `key=value`."""
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="key=value",
+        help=f"replaces a value of {of}",
+    )
+
+
+def takes_json(parser: argparse.ArgumentParser) -> None:
+    """Add --json."""
+    parser.add_argument("--json", type=Path, help="also write every figure here")
+
+
+def write_json(path: Path | None, figures: Any) -> None:
+    """Write figures to the file of --json, if there is one."""
+    if path:
+        path.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def with_block(text: str, page: Path, begin: str, end: str, block: str) -> str:
+    """The text of `page` with `block` as the lines between the marks; SystemExit unless both marks
+    are there once."""
+    between = re.compile(rf"({re.escape(begin)}\n).*?({re.escape(end)})", re.DOTALL)
+    replaced, count = between.subn(lambda marks: f"{marks[1]}{block}\n{marks[2]}", text)
+    if count != 1:
+        raise SystemExit(
+            f"{page} has {count} places for a table; write `{begin}` and `{end}` where it belongs"
+        )
+    return replaced
+
+
+def write_block(page: Path, begin: str, end: str, block: str) -> None:
+    """Put `block` into a page between the marks."""
+    text = page.read_text(encoding="utf-8")
+    page.write_text(with_block(text, page, begin, end, block), encoding="utf-8")
+
+
+def resident(field: str) -> int:
+    """A field of /proc/self/status in bytes, such as VmRSS."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
