@@ -19,7 +19,7 @@ import yaml
 
 from maxstack.checkpoint import manifest, owner
 from maxstack.checkpoint.manifest import Damage
-from maxstack.config import ConfigError, shortened
+from maxstack.config import ConfigError, atomic, shortened
 
 Held = dict[int, list[Path]]
 """Step -> the folders that hold it, or the parts of it that are on this host."""
@@ -289,18 +289,15 @@ def _copy(args: argparse.Namespace, held: Held) -> int:
         )
     if to.exists():
         raise ConfigError(f"{to}: is there already; give another folder, or delete it")
-    unfinished = args.to / f".{step}.unfinished"
     try:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        shutil.copytree(source, unfinished)
+        with atomic.writing(to) as unfinished:
+            shutil.copytree(source, unfinished)
+            if wrong := list(manifest.damages(unfinished)):
+                raise ConfigError(
+                    "\n".join([f"{to}: the copy is not what was read:", *map(_plain, wrong)])
+                )
     except OSError as error:
-        left = f"; what was copied is in {unfinished}" if os.path.exists(unfinished) else ""
-        raise ConfigError(f"{args.to}: cannot be written: {error}{left}") from error
-    if wrong := list(manifest.damages(unfinished)):
-        raise ConfigError(
-            "\n".join([f"{unfinished}: the copy is not what was read:", *map(_plain, wrong)])
-        )
-    unfinished.rename(to)
+        raise ConfigError(f"{args.to}: cannot be written: {error}") from error
     print(f"{_plain(to)}: step {step}, checked; checkpoint.restore={_plain(to)} starts from it")
     return 0
 

@@ -77,7 +77,7 @@ def _export(args: argparse.Namespace) -> int:
     from maxstack.hf import peft
     from maxstack.hf.binding import bind
     from maxstack.hf.exported import choose
-    from maxstack.hf.writer import Atomic
+    from maxstack.hf.writer import new_folder
     from maxstack.models import decoder
     from maxstack.schema.config import Config
     from maxstack.weights.rewrite import Treatment
@@ -111,7 +111,7 @@ def _export(args: argparse.Namespace) -> int:
         return np.asarray(treatment.floats(path, reader.under(path)))
 
     adapted = {path: place.contract for path, place in treatment.adapted.items()}
-    with Atomic(args.out) as folder:
+    with new_folder(args.out) as folder:
         count = peft.write(
             folder, cfg.lora, adapted, bound, reader.read, base, args.base or cfg.model.weights
         )

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from maxstack.config import shortened
+from maxstack.config import atomic, shortened
 from maxstack.config.errors import DataError
 from maxstack.schema.data import Files
 
@@ -162,20 +162,14 @@ def plain(path: str) -> str:
     folder = Path(os.environ.get("MAXSTACK_CACHE", "~/.cache/maxstack")).expanduser() / "data"
     copy = folder / hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
     if not copy.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        unfinished = copy.with_name(f"{copy.name}.{os.getpid()}.part")
         try:
-            with open(unfinished, "wb") as file:
-                for piece in _pieces(path):
-                    file.write(piece)
-            os.replace(unfinished, copy)
+            with atomic.writing(copy, shared=True) as unfinished, unfinished.open("wb") as file:
+                file.writelines(_pieces(path))
         except OSError as error:
             raise DataError(
                 f"{path}: its decompressed copy cannot be written to {folder}: {error.strerror}; "
                 "set MAXSTACK_CACHE to a folder with room"
             ) from error
-        finally:
-            unfinished.unlink(missing_ok=True)
         log.info("%s: decompressed once to %s (%.1f MB)", path, copy, copy.stat().st_size / 1e6)
     return str(copy)
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tqdm
 
-from maxstack.config import ConfigError
+from maxstack.config import ConfigError, atomic
 from maxstack.config.errors import DataError
 from maxstack.data.documents import Documents, Split, Tokens
 from maxstack.data.shards import MANIFEST, pack
@@ -83,8 +83,9 @@ def prepare(cfg: DataConfig, out: str, *, workers: int = 1, shard_size: int | No
             made[shard.name] = written
             progress.update(written["documents"])
     manifest = _manifest(cfg, tokenizer, plan, shards, made)
-    _write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))
-    for path in [*(folder / _FINISHED).iterdir(), *folder.glob(".*.part")]:
+    with atomic.writing(folder / MANIFEST, shared=True) as unfinished:
+        unfinished.write_text(json.dumps(manifest, indent=1))
+    for path in [*(folder / _FINISHED).iterdir(), *folder.glob(f".*{atomic.UNFINISHED}")]:
         path.unlink()
     (folder / _FINISHED).rmdir()
     totals = manifest["totals"]
@@ -223,38 +224,35 @@ class _Writer:
 
         cfg, sources, folder, plan = cls.context
         documents, tokenizer = sources[shard.source, shard.split], open_tokenizer(cfg.tokenizer)
-        unfinished = folder / f".{shard.name}.{os.getpid()}.part"
         counts = {"documents": shard.stop - shard.start, "tokens": 0, "bytes": 0}
-        writer = ArrayRecordWriter(str(unfinished), "group_size:1")
         try:
-            for index in range(shard.start, shard.stop):
-                ids, sizes = sized_tokens_of(documents, index, tokenizer)
-                if np.isnan(sizes).any():
-                    raise DataError(
-                        f"{documents.where(index)}: tokens without the size of their "
-                        "text, as older versions kept them; prepare from the text"
-                    )
-                counts["tokens"] += len(ids)
-                counts["bytes"] += int(sizes.sum(dtype=np.float64))
-                places = np.flatnonzero(sizes != bytes_of(tokenizer.token_bytes, ids))
-                writer.write(pack(Tokens(ids, np.stack([places, sizes[places]], 1))))
-            writer.close()
-            os.replace(unfinished, folder / shard.name)
+            with atomic.writing(folder / shard.name, shared=True) as unfinished:
+                writer = ArrayRecordWriter(str(unfinished), "group_size:1")
+                for index in range(shard.start, shard.stop):
+                    ids, sizes = sized_tokens_of(documents, index, tokenizer)
+                    if np.isnan(sizes).any():
+                        raise DataError(
+                            f"{documents.where(index)}: tokens without the size of their "
+                            "text, as older versions kept them; prepare from the text"
+                        )
+                    counts["tokens"] += len(ids)
+                    counts["bytes"] += int(sizes.sum(dtype=np.float64))
+                    places = np.flatnonzero(sizes != bytes_of(tokenizer.token_bytes, ids))
+                    writer.write(pack(Tokens(ids, np.stack([places, sizes[places]], 1))))
+                writer.close()
         except (RuntimeError, OSError) as error:
             raise ConfigError(
                 f"{folder / shard.name} cannot be written: {error}; finished shards are kept"
             ) from error
-        finally:
-            unfinished.unlink(missing_ok=True)
         with open(folder / shard.name, "rb") as file:
             written = counts | {
                 "size": os.path.getsize(file.name),
                 "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
             }
             os.fsync(file.fileno())
-        _write_atomically(
-            folder / _FINISHED / f"{shard.name}.json", json.dumps({"plan": plan, "shard": written})
-        )
+        note = folder / _FINISHED / f"{shard.name}.json"
+        with atomic.writing(note, shared=True) as unfinished:
+            unfinished.write_text(json.dumps({"plan": plan, "shard": written}))
         return written
 
 
@@ -283,9 +281,3 @@ def _manifest(
             for shard in shards
         },
     }
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.part")
-    unfinished.write_text(text)
-    os.replace(unfinished, path)

@@ -1,7 +1,6 @@
 """Training a SentencePiece model on a config's documents."""
 
 import io
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import tqdm
 
-from maxstack.config import ConfigError
+from maxstack.config import ConfigError, atomic
 from maxstack.config.errors import DataError
 from maxstack.data.sources import open_sources
 from maxstack.schema.data import DataConfig
@@ -50,10 +49,8 @@ def train(
         )
     except RuntimeError as error:
         raise _explained(error, vocab) from error
-    unfinished = Path(f"{out}.{os.getpid()}.part")
-    unfinished.parent.mkdir(parents=True, exist_ok=True)
-    unfinished.write_bytes(learnt.getvalue())
-    os.replace(unfinished, out)
+    with atomic.writing(Path(out)) as unfinished:
+        unfinished.write_bytes(learnt.getvalue())
     print(
         f"{out}: {vocab} tokens ({model}). In a config: data: {{tokenizer: {{kind: "
         f"sentencepiece, path: {out}}}}} and model.vocab at least {vocab}"

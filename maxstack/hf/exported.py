@@ -22,7 +22,7 @@ from maxstack.hf.families import ALL, FAMILIES
 from maxstack.hf.family import SILENT, Family
 from maxstack.hf.rows import Shape
 from maxstack.hf.table import Mismatch
-from maxstack.hf.writer import Atomic, Read, write_tensors
+from maxstack.hf.writer import Read, new_folder, write_tensors
 from maxstack.schema.decoder import DecoderConfig
 from maxstack.schema.mixers import LongRopeScaling
 
@@ -80,7 +80,7 @@ def export(
         **config,
         "dtype": _usual(dtypes),
     }
-    with Atomic(out) as folder:
+    with new_folder(out) as folder:
         (folder / "config.json").write_text(
             json.dumps(dict(sorted(config.items())), indent=2) + "\n"
         )

@@ -13,7 +13,7 @@ from maxstack.hf.contents import FLOATS
 from maxstack.hf.folder import Folder
 from maxstack.hf.peft import Adapter
 from maxstack.hf.tensors import Plain, check_finite
-from maxstack.hf.writer import Atomic, Shard
+from maxstack.hf.writer import Shard, new_folder
 
 TINY = 1e-12
 
@@ -57,7 +57,7 @@ def merge(
                 f"it first: maxstack import {source} --out RUN, maxstack export RUN --out FOLDER"
             )
         raise ConfigError(f"{adapter.folder}: is of another model: {source} has no {odd[0]}{more}")
-    with Atomic(out) as made:
+    with new_folder(out) as made:
         for entry in sorted(folder.path.iterdir()):
             if entry.is_file() and not fnmatch.fnmatch(entry.name, "*.safetensors"):
                 shutil.copyfile(entry, made / entry.name)

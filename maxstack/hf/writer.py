@@ -1,19 +1,18 @@
 """A model folder out of weights: safetensors files whose places are known beforehand, filled one
 weight of ours at a time."""
 
+import contextlib
 import json
 import math
 import mmap
-import shutil
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from maxstack.config import ConfigError
+from maxstack.config import ConfigError, atomic
 from maxstack.hf.binding import Bound, Target
 from maxstack.hf.folder import INDEX, SINGLE
 from maxstack.hf.rows import Shape
@@ -74,36 +73,21 @@ class Shard:
         self._file.close()
 
 
-class Atomic:
-    """A folder that appears under its name only when all of it is there."""
-
-    def __init__(self, out: Path):
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise ConfigError(f"--out {out}: is there already; choose another name, or delete it")
-        self._out, self.path = out, out.with_name(f".{out.name}.unfinished")
-
-    def __enter__(self) -> Path:
-        shutil.rmtree(self.path, ignore_errors=True)
+@contextlib.contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder to fill, which appears as `out` only when all of it is there. ConfigError where
+    something is there already, or it cannot be written."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out {out}: is there already; choose another name, or delete it")
+    with contextlib.ExitStack() as ending:
         try:
-            self.path.mkdir(parents=True)
+            unfinished = ending.enter_context(atomic.writing(out))
+            unfinished.mkdir()
         except OSError as error:
             raise ConfigError(
-                f"--out {self._out}: cannot be written: {error.strerror or error}"
+                f"--out {out}: cannot be written: {error.strerror or error}"
             ) from error
-        return self.path
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is not None:
-            shutil.rmtree(self.path, ignore_errors=True)
-            return
-        if self._out.exists():
-            self._out.rmdir()
-        self.path.rename(self._out)
+        yield unfinished
 
 
 def write_tensors(

@@ -4,7 +4,6 @@ T time  V vocab."""
 import contextlib
 import dataclasses
 import math
-import os
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tqdm
 
-from maxstack.config import ConfigError
+from maxstack.config import ConfigError, atomic
 from maxstack.config.errors import DataError
 from maxstack.inference.opened import config_of
 
@@ -147,32 +146,27 @@ def score(
 
     step = jax.jit(_scorer(run, logits), compiler_options=in_order(run.mesh))
     logprobs = np.zeros(rows.tokens.shape, np.float32)
-    unfinished = out.with_name(f"{out.name}.{os.getpid()}.part")
-    try:
-        with zipfile.ZipFile(unfinished, "w") as archive:
-            with (
-                _entry(archive, "logits", (*rows.tokens.shape, run.cfg.model.vocab))
-                if logits
-                else contextlib.nullcontext() as stream
-            ):
-                for begin, found in _batches(run, params, rows, batch_size, step):
-                    end = min(begin + batch_size, len(rows.lengths))
-                    width = min(found["logprobs"].shape[1], rows.tokens.shape[1])
-                    logprobs[begin:end, :width] = found["logprobs"][: end - begin, :width]
-                    if stream:
-                        _write_logits(
-                            stream, found["logits"][: end - begin, :width], rows.tokens.shape[1]
-                        )
-            for name, array in (
-                ("logprobs", logprobs),
-                ("tokens", rows.tokens),
-                ("lengths", rows.lengths),
-            ):
-                with _entry(archive, name, array.shape, array.dtype) as entry:
-                    entry.write(array.tobytes())
-        os.replace(unfinished, out)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with atomic.writing(out) as unfinished, zipfile.ZipFile(unfinished, "w") as archive:
+        with (
+            _entry(archive, "logits", (*rows.tokens.shape, run.cfg.model.vocab))
+            if logits
+            else contextlib.nullcontext() as stream
+        ):
+            for begin, found in _batches(run, params, rows, batch_size, step):
+                end = min(begin + batch_size, len(rows.lengths))
+                width = min(found["logprobs"].shape[1], rows.tokens.shape[1])
+                logprobs[begin:end, :width] = found["logprobs"][: end - begin, :width]
+                if stream:
+                    _write_logits(
+                        stream, found["logits"][: end - begin, :width], rows.tokens.shape[1]
+                    )
+        for name, array in (
+            ("logprobs", logprobs),
+            ("tokens", rows.tokens),
+            ("lengths", rows.lengths),
+        ):
+            with _entry(archive, name, array.shape, array.dtype) as entry:
+                entry.write(array.tobytes())
     return logprobs
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from maxstack.config import ConfigError
+from maxstack.config import ConfigError, atomic
 from maxstack.sharding import holding
 
 SHIPPED = Path(__file__).with_name("tuned.json")
@@ -104,9 +104,8 @@ def keep(path: Path, found: list[dict[str, Any]]) -> None:
     never sees half a file."""
     same = [[row[name] for name in KEYS] for row in found]
     kept = [row for row in rows(path) if [row[name] for name in KEYS] not in same]
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(
-        "[\n" + ",\n".join(f"  {json.dumps(row)}" for row in [*kept, *found]) + "\n]\n",
-        encoding="utf-8",
-    )
-    unfinished.replace(path)
+    with atomic.writing(path) as unfinished:
+        unfinished.write_text(
+            "[\n" + ",\n".join(f"  {json.dumps(row)}" for row in [*kept, *found]) + "\n]\n",
+            encoding="utf-8",
+        )

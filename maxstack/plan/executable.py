@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
-from maxstack.config import ConfigError, dump
+from maxstack.config import ConfigError, atomic, dump
 from maxstack.run import Run
 
 MAGIC = b"maxstack step 1\n"
@@ -24,10 +24,8 @@ def save(run: Run, compiled: Any, path: Path) -> int:
     scalars = [str(key.key) for key, _ in _scalars(out_tree)]
     header = json.dumps({"made_for": _made_for(run), "scalars": scalars}).encode() + b"\n"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f"{path.name}.tmp")
-        unfinished.write_bytes(MAGIC + header + payload)
-        unfinished.replace(path)
+        with atomic.writing(path) as unfinished:
+            unfinished.write_bytes(MAGIC + header + payload)
     except OSError as error:
         raise ConfigError(
             f"--save-executable {path}: cannot be written: {error.strerror}"
