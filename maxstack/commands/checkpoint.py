@@ -142,6 +142,7 @@ def show(args: argparse.Namespace) -> None:
 def copy(args: argparse.Namespace) -> None:
     """Copy the step; ConfigError where source or copy are damaged."""
     from maxstack.checkpoint import manifest, survey
+    from maxstack.config import atomic
 
     step, paths = survey.step_of(args.run, survey.held_by(args.run), args.step)
     source = next((path for path in paths if path.name == f"{step}"), None)
@@ -162,20 +163,17 @@ def copy(args: argparse.Namespace) -> None:
     to = args.to / f"{step}"
     if to.exists():
         raise ConfigError(f"{to}: is there already; give another folder, or delete it")
-    unfinished = args.to / f".{step}.unfinished"
     try:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        shutil.copytree(source, unfinished)
+        with atomic.writing(to) as unfinished:
+            shutil.copytree(source, unfinished)
+            if wrong := list(manifest.damages(unfinished)):
+                raise ConfigError(
+                    "\n".join(
+                        [f"{to}: the copy is not what was read:", *map(survey.escaped, wrong)]
+                    )
+                )
     except OSError as error:
-        left = f"; what was copied is in {unfinished}" if unfinished.exists() else ""
-        raise ConfigError(f"{args.to}: cannot be written: {error}{left}") from error
-    if damaged := list(manifest.damages(unfinished)):
-        raise ConfigError(
-            "\n".join(
-                [f"{unfinished}: the copy is not what was read:", *map(survey.escaped, damaged)]
-            )
-        )
-    unfinished.rename(to)
+        raise ConfigError(f"{args.to}: cannot be written: {error}") from error
     shown = survey.escaped(to)
     print(f"{shown}: step {step}, checked; checkpoint.restore={shown} starts from it")
 

@@ -75,7 +75,7 @@ def main(args: argparse.Namespace) -> int:
             print(f"measuring {choice}", file=sys.stderr, flush=True)
             results = measured(choice, args.rounds)
             print(report(choice, results), flush=True)
-            tuning.keep(out, best(choice, results))
+            tuning.add(out, best(choice, results))
             any_wrong |= any(result.wrong for result in results)
     except KeyboardInterrupt:
         print(f"interrupted; what was finished is in {out}", file=sys.stderr, flush=True)

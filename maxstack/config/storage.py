@@ -7,10 +7,12 @@ import fnmatch
 import hashlib
 import os
 import posixpath
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from maxstack.config import atomic
 from maxstack.config.errors import ConfigError
 from maxstack.config.quoting import shortened
 
@@ -121,19 +123,16 @@ def names_below(folder: str, depth: int | None = None) -> list[str]:
 def replacing(path: str) -> Iterator[Path]:
     """A local file to write in the block, which becomes `path` at its end: nobody sees it half
     written. Its folder is made. OSError if that fails."""
-    target = cache_folder() / Path(path).name if is_url(path) else Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
+    if not is_url(path):
+        with atomic.writing(Path(path), shared=True) as unfinished:
+            yield unfinished
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        unfinished = Path(folder) / posixpath.basename(path)
         yield unfinished
-        if not is_url(path):
-            os.replace(unfinished, path)
-            return
         with filesystem(path) as (files, inside):
             files.makedirs(files._parent(inside), exist_ok=True)
             files.put_file(str(unfinished), inside)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def cache_folder() -> Path:

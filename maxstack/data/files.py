@@ -21,7 +21,7 @@ from typing import IO
 
 import numpy as np
 
-from maxstack.config import shortened, storage
+from maxstack.config import atomic, shortened, storage
 from maxstack.config.errors import DataError
 from maxstack.schema.data import Files
 
@@ -162,9 +162,8 @@ def plain(path: str) -> str:
     copy = storage.cache_folder() / "data" / digest(identity.encode())
     if not copy.exists():
         try:
-            with storage.replacing(str(copy)) as unfinished, open(unfinished, "wb") as file:
-                for piece in _pieces(path):
-                    file.write(piece)
+            with atomic.writing(copy, shared=True) as unfinished, unfinished.open("wb") as file:
+                file.writelines(_pieces(path))
         except OSError as error:
             raise DataError(
                 f"{path}: its plain copy cannot be written to {copy.parent}: {error.strerror}; "

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from maxstack.config import ConfigError, storage
+from maxstack.config import ConfigError, atomic, storage
 from maxstack.config.errors import DataError
 from maxstack.data.documents import Documents, Split, Tokens, progress
 from maxstack.data.files import digest
@@ -75,7 +75,10 @@ def prepare(cfg: DataConfig, out: str, *, workers: int = 1, shard_size: int | No
     manifest = _manifest(cfg, tokenizer, plan, shards, made)
     _write_json(storage.join(out, MANIFEST), manifest, indent=1)
     with storage.filesystem(out) as (files, folder):
-        files.rm([f"{folder}/{_FINISHED}", *files.glob(f"{folder}/.*.part")], recursive=True)
+        files.rm(
+            [f"{folder}/{_FINISHED}", *files.glob(f"{folder}/.*{atomic.UNFINISHED}")],
+            recursive=True,
+        )
     totals = manifest["totals"]
     print(
         f"{out}: {totals['documents']} documents, {totals['tokens']} tokens, "

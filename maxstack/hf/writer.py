@@ -5,14 +5,13 @@ import contextlib
 import json
 import math
 import mmap
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from maxstack.config import ConfigError
+from maxstack.config import ConfigError, atomic
 from maxstack.hf.binding import Bound, Target
 from maxstack.hf.folder import INDEX, SINGLE
 from maxstack.hf.rows import Shape
@@ -57,24 +56,19 @@ class Shard:
 
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder to write into, which is renamed to `out` when all of it is there, and deleted after
-    an error. ConfigError where `out` is there already or cannot be written."""
+    """A folder to fill, which appears as `out` only when all of it is there. ConfigError where
+    something is there already, or it cannot be written."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {out}: is there already; choose another name, or delete it")
-    unfinished = out.with_name(f".{out.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    try:
-        unfinished.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigError(f"--out {out}: cannot be written: {error.strerror or error}") from error
-    try:
+    with contextlib.ExitStack() as ending:
+        try:
+            unfinished = ending.enter_context(atomic.writing(out))
+            unfinished.mkdir()
+        except OSError as error:
+            raise ConfigError(
+                f"--out {out}: cannot be written: {error.strerror or error}"
+            ) from error
         yield unfinished
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-    if out.exists():
-        out.rmdir()
-    unfinished.rename(out)
 
 
 def write_tensors(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import os
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from maxstack.config import ConfigError
+from maxstack.config import ConfigError, atomic
 from maxstack.config.errors import DataError
 from maxstack.inference.opened import config_of
 
@@ -135,23 +134,18 @@ def score(
     """Write `out`, an npz file of logprobs, tokens, lengths and, if asked for, logits; return
     logprobs."""
     shape = (*rows.tokens.shape, run.cfg.model.vocab)
-    unfinished = out.with_name(f"{out.name}.{os.getpid()}.part")
-    try:
-        with zipfile.ZipFile(unfinished, "w") as archive:
-            if logits:
-                with archive.open("logits.npy", "w", force_zip64=True) as file:
-                    header = {"descr": "<f4", "fortran_order": False, "shape": shape}
-                    np.lib.format.write_array_header_1_0(file, header)  # type: ignore[arg-type]
-                    logprobs = logprobs_of(run, params, rows, batch_size, file)
-            else:
-                logprobs = logprobs_of(run, params, rows, batch_size)
-            arrays = {"logprobs": logprobs, "tokens": rows.tokens, "lengths": rows.lengths}
-            for name, array in arrays.items():
-                with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
-                    np.lib.format.write_array(file, array)
-        os.replace(unfinished, out)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with atomic.writing(out) as unfinished, zipfile.ZipFile(unfinished, "w") as archive:
+        if logits:
+            with archive.open("logits.npy", "w", force_zip64=True) as file:
+                header = {"descr": "<f4", "fortran_order": False, "shape": shape}
+                np.lib.format.write_array_header_1_0(file, header)  # type: ignore[arg-type]
+                logprobs = logprobs_of(run, params, rows, batch_size, file)
+        else:
+            logprobs = logprobs_of(run, params, rows, batch_size)
+        arrays = {"logprobs": logprobs, "tokens": rows.tokens, "lengths": rows.lengths}
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, array)
     return logprobs
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from maxstack.config import ConfigError
+from maxstack.config import ConfigError, atomic
 from maxstack.sharding import holding
 
 SHIPPED = Path(__file__).with_name("tuned.json")
@@ -112,7 +112,6 @@ def add(path: Path, new: list[dict[str, Any]]) -> None:
     never sees half a file."""
     replaced = [_key(row) for row in new]
     table = [*(row for row in rows(path) if _key(row) not in replaced), *new]
-    unfinished = path.with_suffix(".unfinished")
     lines = ",\n".join(f"  {json.dumps(row)}" for row in table)
-    unfinished.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-    unfinished.replace(path)
+    with atomic.writing(path) as unfinished:
+        unfinished.write_text(f"[\n{lines}\n]\n", encoding="utf-8")

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
-from maxstack.config import ConfigError, dump
+from maxstack.config import ConfigError, atomic, dump
 from maxstack.run import Run
 
 MAGIC = b"maxstack step 1\n"
@@ -25,10 +25,8 @@ def save(run: Run, compiled: Any, path: Path) -> int:
     header = json.dumps({"made_for": _made_for(run), "scalars": [*scalars]}).encode() + b"\n"
     content = MAGIC + header + payload
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f"{path.name}.tmp")
-        unfinished.write_bytes(content)
-        unfinished.replace(path)
+        with atomic.writing(path) as unfinished:
+            unfinished.write_bytes(content)
     except OSError as error:
         raise ConfigError(
             f"--save-executable {path}: cannot be written: {error.strerror}"

@@ -76,17 +76,18 @@ def _in_orbax(moment: Moment) -> None:
 
 def _in_manifest(moment: Moment) -> None:
     from maxstack.checkpoint import manifest
+    from maxstack.config import atomic
 
     checksums, write = manifest.checksums, manifest.write
 
-    def summed(folder: Path, names: Any) -> Any:
-        found = checksums(folder, names)
+    def summed(folder: Path, *share: slice) -> Any:
+        found = checksums(folder, *share)
         moment.reached("checksums")
         return found
 
     def half_written(folder: Path, found: Any, facts: Any) -> None:
         if moment.comes("manifest"):
-            (folder / f"{manifest.NAME}.unfinished").write_text('{"facts": {"eval_')
+            (folder / f".{manifest.NAME}{atomic.UNFINISHED}").write_text('{"facts": {"eval_')
         moment.reached("manifest")
         moment.reached("local sealing")
         write(folder, found, facts)
@@ -116,9 +117,9 @@ def _in_removal(moment: Moment) -> None:
     from maxstack.checkpoint import local, shared
 
     def marked(phase: str, remove: Callable) -> Callable:
-        def removing(self: Any, steps: list[int]) -> None:
+        def removing(self: Any, chosen: Callable) -> None:
             moment.removing = phase
-            remove(self, steps)
+            remove(self, chosen)
             moment.removing = ""
 
         return removing
@@ -131,8 +132,8 @@ def _in_removal(moment: Moment) -> None:
             moment.reached(moment.removing)
         whole(path, *args, **more)
 
-    shared.Shared.remove = marked("removing", shared.Shared.remove)
-    local.Local.remove = marked("local removing", local.Local.remove)
+    shared.Shared.trim = marked("removing", shared.Shared.trim)
+    local.Local.trim = marked("local removing", local.Local.trim)
     shutil.rmtree = rmtree
 
 
