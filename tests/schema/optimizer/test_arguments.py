@@ -64,7 +64,7 @@ def refused(**optimizer):
                 "slow_step_size": 0.5,
                 "inner": [{"kind": "sgdd"}],
             },
-            "chain.0.fast_optimizer.0.kind",
+            "chain.0.inner.0.kind",
             "mean sgd",
         ),
         (
