@@ -63,8 +63,7 @@ def table() -> dict[str, Any]:
     entries: dict[str, Any] = {
         "version": optax.__version__,
         "transform": {},
-        "schedule": {},
-        "own": {name: _entry("maxstack", OWN[name]) for name in sorted(OWN)},
+        "schedule": {name: _entry("maxstack", OWN[name]) for name in OWN},
         "other": [],
     }
     for name in sorted({*vars(optax), *vars(optax.contrib)}):

@@ -1,7 +1,6 @@
 """From a checked optimizer configuration and the parameters' shapes to one Optax transformation."""
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -50,12 +49,13 @@ def build(
     except PydanticCustomError as error:
         context = error.context or {}
         raise ConfigError(f"optimizer.{context['key']}: {context['message']}") from None
-    optimizer, every = cfg.parsed, _by_path(params_info)
-    chosen = jax.tree.leaves(trained(cfg, params_info))
+    optimizer, params = cfg.parsed, _by_path(params_info)
+    chosen = _by_path(trained(cfg, params_info))
     for i, (selectors, _) in enumerate(optimizer.groups):
-        check_matches(selectors, every, f"groups.{i}.match")
-    params = dict(itertools.compress(every.items(), chosen))
-    scope = _Scope(optimizer, params, every, train_steps)
+        check_matches(selectors, params, f"groups.{i}.match")
+    untrained = {path: info for path, info in params.items() if not chosen[path]}
+    params = {path: info for path, info in params.items() if chosen[path]}
+    scope = _Scope(optimizer, params, untrained, train_steps)
     parts = [_chain(optimizer.chain, scope)] if optimizer.chain else []
     if optimizer.groups:
         parts.append(_grouped(scope))
@@ -70,8 +70,8 @@ class _Scope(NamedTuple):
 
     optimizer: Optimizer
     params: Params
-    every: Params
-    """The model's parameters, trained or not: patterns may name them too."""
+    untrained: Params
+    """The model's other parameters that are not trained: patterns may name them too."""
     train_steps: int
 
     def mask(self, selectors: Selectors | None) -> Callable[[Any], Any]:
@@ -81,7 +81,7 @@ class _Scope(NamedTuple):
             info = self.params[path]
             return info.matrix is not None if selectors is None else selected(selectors, path, info)
 
-        return lambda tree: jax.tree.map(flag, wrappers.tree_paths(tree))
+        return wrappers.of_paths(flag)
 
 
 def trained(cfg: OptimizerConfig, params_info: Any) -> Any:
@@ -105,36 +105,31 @@ def trained(cfg: OptimizerConfig, params_info: Any) -> Any:
             else "optimizer.frozen: no parameter is left to train; freeze fewer, or make "
             "optimizer.trainable wider"
         )
-    return jax.tree.map(lambda path: path in chosen, wrappers.tree_paths(params_info))
+    return wrappers.of_paths(chosen.__contains__)(params_info)
 
 
-def _by_path(params_info: Any) -> Params:
-    paths = jax.tree.leaves(wrappers.tree_paths(params_info))
-    return dict(zip(paths, jax.tree.leaves(params_info), strict=True))
+def _by_path(tree: Any) -> dict[str, Any]:
+    paths = jax.tree.leaves(wrappers.tree_paths(tree))
+    return dict(zip(paths, jax.tree.leaves(tree), strict=True))
 
 
 def _grouped(scope: _Scope) -> Transformation:
-    members: list[Params] = [{} for _ in scope.optimizer.groups]
-    for path, info in scope.params.items():
-        for group, (selectors, _) in zip(members, scope.optimizer.groups, strict=True):
-            if selected(selectors, path, info):
-                group[path] = info
-                break
-        else:
-            raise ConfigError(
-                f"optimizer.groups: no group matches {path} (ndim {info.ndim}); end with "
-                "a group that has match: ['*']"
-            )
-    chains, labels = {}, {}
-    for i, (params, (_, chain)) in enumerate(zip(members, scope.optimizer.groups, strict=True)):
-        if params:
-            chains[f"group_{i}"] = _chain(chain, scope._replace(params=params))
-            labels.update(dict.fromkeys(params, f"group_{i}"))
-    return optax.partition(
-        chains,
-        lambda tree: jax.tree.map(labels.__getitem__, wrappers.tree_paths(tree)),
-        mask_compatible_extra_args=True,
-    )
+    rest = scope.params
+    chains: dict[str, Transformation] = {}
+    labels: dict[str, str] = {}
+    for i, (selectors, chain) in enumerate(scope.optimizer.groups):
+        members = {path: info for path, info in rest.items() if selected(selectors, path, info)}
+        rest = {path: info for path, info in rest.items() if path not in members}
+        if members:
+            chains[f"group_{i}"] = _chain(chain, scope._replace(params=members))
+            labels |= dict.fromkeys(members, f"group_{i}")
+    if rest:
+        path, info = next(iter(rest.items()))
+        raise ConfigError(
+            f"optimizer.groups: no group matches {path} (ndim {info.ndim}); end with "
+            "a group that has match: ['*']"
+        )
+    return wrappers.partition(chains, labels)
 
 
 def _chain(chain: Chain, scope: _Scope) -> Transformation:
@@ -145,8 +140,9 @@ def _chain(chain: Chain, scope: _Scope) -> Transformation:
 def _transformation(item: Transform, scope: _Scope) -> Transformation:
     name = item.signature.name
     arguments = {key: _value(item, key, scope) for key in item.arguments} | _implied(item, scope)
+    package = optax.contrib if item.signature.package == "optax.contrib" else optax
     try:
-        transformation = BUILDERS.get(name, _from_optax)(item, arguments)
+        transformation = (BUILDERS.get(name) or getattr(package, name))(**arguments)
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"optimizer.{item.key}: optax refuses these arguments of {name}: {error}"
@@ -173,7 +169,7 @@ def _value(item: Transform, name: str, scope: _Scope) -> Any:
     if isinstance(value, Schedule):
         return build_schedule(value, updates, None)
     if sort == "mask" and not isinstance(value, bool):
-        check_matches(value, scope.every, f"{item.key}.{name}")
+        check_matches(value, scope.params | scope.untrained, f"{item.key}.{name}")
         return scope.mask(value)
     if sort == "skip":
         if value == "skip_not_finite":
@@ -209,42 +205,31 @@ def _implied(item: Transform, scope: _Scope) -> dict[str, Any]:
     return implied
 
 
-def _from_optax(item: Transform, arguments: dict[str, Any]) -> Transformation:
-    package = optax.contrib if item.signature.package == "optax.contrib" else optax
-    return getattr(package, item.signature.name)(**arguments)
-
-
-def _lookahead(item: Transform, arguments: dict[str, Any]) -> Transformation:
-    return wrappers.lookahead(**arguments)
-
-
-def _multi_steps(item: Transform, arguments: dict[str, Any]) -> Transformation:
+def _multi_steps(**arguments: Any) -> Transformation:
     return optax.MultiSteps(**arguments).gradient_transformation()
 
 
-def _sam(item: Transform, arguments: dict[str, Any]) -> Transformation:
+def _sam(**arguments: Any) -> Transformation:
     """Sharpness-aware minimization as a transformation without extra arguments: its update takes
     none, although its type says so."""
     sam = optax.contrib.sam(**arguments)
     return optax.GradientTransformation(sam.init, sam.update)
 
 
-def _selective(item: Transform, arguments: dict[str, Any]) -> Transformation:
-    mask = arguments["freeze_mask"]
-
+def _selective(optimizer: Transformation, freeze_mask: Any) -> Transformation:
     def labels(tree: Any) -> Any:
-        flags = mask(tree) if callable(mask) else jax.tree.map(lambda _: mask, tree)
-        return jax.tree.map(lambda frozen: "frozen" if frozen else "trained", flags)
+        flags = freeze_mask if callable(freeze_mask) else wrappers.of_paths(lambda _: freeze_mask)
+        return jax.tree.map(lambda frozen: "frozen" if frozen else "trained", flags(tree))
 
     return optax.partition(
-        {"trained": arguments["optimizer"], "frozen": optax.set_to_zero()},
+        {"trained": optimizer, "frozen": optax.set_to_zero()},
         labels,
         mask_compatible_extra_args=True,
     )
 
 
-BUILDERS: dict[str, Callable[[Transform, dict[str, Any]], Transformation]] = {
-    "lookahead": _lookahead,
+BUILDERS: dict[str, Callable[..., Transformation]] = {
+    "lookahead": wrappers.lookahead,
     "MultiSteps": _multi_steps,
     "sam": _sam,
     "selective_transform": _selective,

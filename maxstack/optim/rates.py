@@ -17,8 +17,8 @@ def learning_rate_at(cfg: OptimizerConfig, train_steps: int) -> Callable[[Any], 
     items = sorted(cfg.parsed.rated(), key=lambda item: "learning_rate" in item.arguments)
     if not items:
         return None
-    item, rate = items[0], item_rate(cfg.parsed, items[0], train_steps)
-    return lambda step: rate(step // item.every) if callable(rate) else rate
+    every, rate = items[0].every, item_rate(cfg.parsed, items[0], train_steps)
+    return lambda step: rate(step // every) if callable(rate) else rate
 
 
 def rates_at(cfg: OptimizerConfig, train_steps: int, updates: int) -> dict[str, float]:
@@ -33,8 +33,8 @@ def rates_at(cfg: OptimizerConfig, train_steps: int, updates: int) -> dict[str, 
 
 
 def moved_rate(saved: dict[str, Any], cfg: OptimizerConfig, train_steps: int, updates: int) -> str:
-    """What the schedules of a saved configuration and of this one say of the next update, "" where
-    it is the same."""
+    """A sentence on the next update's learning rate where it differs from that of a saved
+    configuration, else ""."""
     try:
         old = rates_at(
             OptimizerConfig.model_validate(saved["optimizer"]), saved["train"]["steps"], updates
@@ -44,10 +44,10 @@ def moved_rate(saved: dict[str, Any], cfg: OptimizerConfig, train_steps: int, up
             "the learning rate by the checkpoint's schedule is not known: another version of "
             "maxstack wrote its optimizer"
         )
-    for key, now in rates_at(cfg, train_steps, updates).items():
-        if key in old and not math.isclose(old[key], now, rel_tol=1e-5, abs_tol=1e-12):
+    for key, rate in rates_at(cfg, train_steps, updates).items():
+        if key in old and not math.isclose(old[key], rate, rel_tol=1e-5, abs_tol=1e-12):
             return (
-                f"the learning rate goes on at {now:.4g}; by the checkpoint's schedule it "
+                f"the learning rate goes on at {rate:.4g}; by the checkpoint's schedule it "
                 f"would be {old[key]:.4g} (optimizer.{key})"
             )
     return ""

@@ -14,7 +14,7 @@ from maxstack.optim import build, trained
 from maxstack.schema.optimizer import OptimizerConfig
 from maxstack.schema.optimizer.arguments import transform_kinds
 from maxstack.schema.optimizer.paths import ParamInfo
-from maxstack.schema.optimizer.signatures import signature
+from maxstack.schema.optimizer.signatures import lookup
 
 ALL = [{"path": "*", "ndim": 2}]
 
@@ -44,7 +44,7 @@ def minimal(name):
     needed = {"transform": [{"kind": "sgd"}], "mask": ["*"], "flag": True, "whole": 2, "rate": 0.1}
     required = {
         key: needed.get(argument.sort, 0.5)
-        for key, argument in signature("transform", name).arguments.items()
+        for key, argument in lookup("transform", name).arguments.items()
         if argument.required and key != "learning_rate"
     }
     return {"kind": name} | special.get(name, required)
@@ -80,7 +80,7 @@ def test_every_transform_of_optax_builds_and_keeps_shapes_and_state_through_two_
         | {
             name
             for name in transform_kinds()
-            if "learning_rate" in signature("transform", name).arguments
+            if "learning_rate" in lookup("transform", name).arguments
         }
         - {"scale_by_rprop", "scale_by_muon"}
     ),
@@ -206,6 +206,15 @@ def test_the_first_group_that_matches_takes_a_parameter():
         (
             {"chain": [{"kind": "adamw", "mask": ["hed"]}]},
             "chain.0.mask.0: 'hed' matches no parameter; nearest paths: head",
+        ),
+        (
+            {
+                "groups": [
+                    {"match": ["head"], "chain": [{"kind": "adamw", "mask": ["embed"]}]},
+                    {"match": ["*"], "chain": [{"kind": "sgd"}]},
+                ]
+            },
+            "groups.0.chain.0.mask.0: 'embed' matches no parameter",
         ),
         ({"chain": [{"kind": "scale_by_muon"}, {"kind": "sgd"}]}, "takes matrices only"),
         (

@@ -13,7 +13,7 @@ from maxstack.config import Items, Section, fault, quoted
 from maxstack.schema.optimizer.arguments import (
     Chain,
     Transform,
-    check_steps_value,
+    check_sort,
     is_number,
     parse_chain,
     parse_schedule,
@@ -23,10 +23,8 @@ from maxstack.schema.optimizer.arguments import (
 from maxstack.schema.optimizer.paths import Selector, check_selectors
 from maxstack.schema.optimizer.schedules import Schedule, check_steps, steps_of
 
-Mapping = dict[str, Any]
 
-
-def _kind_schema(kinds: list[str]) -> Mapping:
+def _kind_schema(kinds: list[str]) -> dict[str, Any]:
     """The JSON schema of a mapping with a kind."""
     return {"type": "object", "required": ["kind"], "properties": {"kind": {"enum": kinds}}}
 
@@ -50,9 +48,9 @@ ChainValue = Annotated[
 ]
 Patterns = Annotated[Any, WithJsonSchema({"anyOf": [_PATTERNS, {"type": "null"}]})]
 Steps = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, _SHARE]})]
-CLIP: Mapping = {"kind": "clip_by_global_norm", "max_norm": 1.0}
-ADAMW: Mapping = {"kind": "adamw", "b1": 0.9, "b2": 0.95, "weight_decay": 0.1}
-WARMUP_COSINE: Mapping = {"kind": "warmup_cosine", "warmup_steps": "2%", "end_value": "10%"}
+CLIP: dict[str, Any] = {"kind": "clip_by_global_norm", "max_norm": 1.0}
+ADAMW: dict[str, Any] = {"kind": "adamw", "b1": 0.9, "b2": 0.95, "weight_decay": 0.1}
+WARMUP_COSINE: dict[str, Any] = {"kind": "warmup_cosine", "warmup_steps": "2%", "end_value": "10%"}
 ASCENDING = ("scale_by_rprop",)
 DESCENDING = ("polyak_sgd", "scale_by_cocob", "set_to_zero")
 
@@ -88,7 +86,7 @@ class EmaConfig(Section):
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> "EmaConfig":
-        check_steps_value(self.start, "start")
+        check_sort("steps", self.start, "start")
         return self
 
 
@@ -193,27 +191,33 @@ class OptimizerConfig(Section):
 
     @functools.cached_property
     def parsed(self) -> Optimizer:
-        """The optimizer that this section describes; a fault where it makes no sense."""
+        """The optimizer that this section describes. Raises a fault for a mistake."""
+
+        def selectors(name: str) -> Selectors | None:
+            patterns = getattr(self, name)
+            return None if patterns is None else check_selectors(patterns, name)
+
         return Optimizer(
-            self._parsed_rate(),
-            None if self.schedule is None else parse_schedule(self.schedule, "schedule", True),
-            () if self.groups and self.chain == [] else parse_chain(self.chain, "chain"),
-            tuple(
+            learning_rate=self._parsed_rate(),
+            schedule=None
+            if self.schedule is None
+            else parse_schedule(self.schedule, "schedule", True),
+            chain=() if self.groups and self.chain == [] else parse_chain(self.chain, "chain"),
+            groups=tuple(
                 (
                     check_selectors(group.match, "match"),
                     parse_chain(group.chain, f"groups.{i}.chain"),
                 )
                 for i, group in enumerate(self.groups)
             ),
-            *(
-                None if patterns is None else check_selectors(patterns, name)
-                for name, patterns in (
-                    ("decay", self.decay),
-                    ("trainable", self.trainable),
-                    ("frozen", self.frozen),
-                )
-            ),
+            decay=selectors("decay"),
+            trainable=selectors("trainable"),
+            frozen=selectors("frozen"),
         )
+
+    def model_copy(self, *, update: Any = None, deep: bool = False) -> "OptimizerConfig":
+        """A copy, parsed again: pydantic's would keep what was parsed before the update."""
+        return OptimizerConfig(**self.model_dump() | (update or {}))
 
     def _parsed_rate(self) -> float | Schedule:
         if isinstance(self.learning_rate, dict):

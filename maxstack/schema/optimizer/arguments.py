@@ -14,15 +14,14 @@ from maxstack.schema.optimizer.schedules import (
     Schedule,
     filled,
     peak_argument,
-    schedule_signature,
     share,
 )
 from maxstack.schema.optimizer.signatures import (
     Argument,
     Signature,
-    is_public,
+    is_other,
+    lookup,
     names,
-    signature,
     version_note,
 )
 
@@ -128,7 +127,7 @@ Chain = tuple[Transform, ...]
 
 
 class _Around(NamedTuple):
-    """What holds for the items and schedules inside an item."""
+    """Facts about where an item or schedule stands."""
 
     every: int = 1
     reshaped: str | None = None
@@ -147,7 +146,7 @@ def transform_kinds() -> list[str]:
 
 def schedule_kinds() -> list[str]:
     """The kinds of schedules: Optax's names, our own, and the short ones."""
-    return sorted({*names("schedule"), *names("own"), *ALIASES})
+    return sorted({*names("schedule"), *ALIASES})
 
 
 def parse_chain(value: Any, key: str, around: _Around = _TOP) -> Chain:
@@ -167,13 +166,13 @@ def parse_schedule(item: Any, key: str, has_base: bool) -> Schedule:
     """The schedule that a mapping describes; `has_base`: it shapes a learning rate given elsewhere,
     which its peak defaults to."""
     kind = _kind(item, key, "{kind: warmup_cosine, warmup_steps: 2%}")
-    found = schedule_signature(kind)
-    if found is None:
+    signature = lookup("schedule", ALIASES.get(kind, kind))
+    if signature is None:
         hint = did_you_mean(kind, schedule_kinds(), 3) or "; warmup_cosine and wsd are two of them"
         raise fault(f"{key}.kind", f"no schedule {quoted(kind)}{hint}{version_note()}")
-    peak = peak_argument(found)
+    peak = peak_argument(signature)
     peak_value = item.get(peak)
-    for name in found.of_sort("value"):
+    for name in signature.of_sort("value"):
         if (
             not has_base
             and share(item.get(name)) is not None
@@ -184,19 +183,21 @@ def parse_schedule(item: Any, key: str, has_base: bool) -> Schedule:
                 f"{item[name]} is a share of a learning rate, and none is given here; "
                 f"write {peak} as a number",
             )
-    supplied = filled(found) | ({peak} if has_base else set())
-    return Schedule(found, _arguments(found, item, key, supplied, _Around(has_base=has_base)), key)
+    supplied = filled(signature) | ({peak} if has_base else set())
+    return Schedule(
+        signature, _arguments(signature, item, key, supplied, _Around(has_base=has_base)), key
+    )
 
 
 def _transform(item: Any, key: str, around: _Around) -> Transform:
     kind = _kind(item, key, "{kind: adamw, b2: 0.95}")
     if kind in REFUSED:
         raise fault(f"{key}.kind", f"{kind} cannot be used here: {REFUSED[kind]}")
-    found = signature("transform", kind)
-    if found is None:
+    signature = lookup("transform", kind)
+    if signature is None:
         problem = (
             f"{quoted(kind)} is a public name of Optax but not a transform"
-            if is_public(kind)
+            if is_other(kind)
             else f"no transform {quoted(kind)} in optax or optax.contrib"
         )
         hint = (
@@ -204,16 +205,16 @@ def _transform(item: Any, key: str, around: _Around) -> Transform:
             or "; see the API reference of Optax for the names"
         )
         raise fault(f"{key}.kind", f"{problem}{hint}{version_note()}")
-    wrapped = _wrapped(found)
+    wrapped = _wrapped(signature)
     if wrapped != "inner" and {"inner", wrapped} <= item.keys():
         raise fault(f"{key}.inner", f"inner and {wrapped} are the same argument; give one")
     arguments = _arguments(
-        found, item, key, {"learning_rate", *found.of_sort("dimensions")}, around
+        signature, item, key, {"learning_rate", *signature.of_sort("dimensions")}, around
     )
-    _check_values(found, arguments, key)
+    _check_values(signature, arguments, key)
     if around.reshaped:
-        _check_reshaped(found, arguments, key, around.reshaped)
-    return Transform(found, arguments, key, around.every)
+        _check_reshaped(signature, arguments, key, around.reshaped)
+    return Transform(signature, arguments, key, around.every)
 
 
 def _kind(item: Any, key: str, example: str) -> str:
@@ -224,43 +225,45 @@ def _kind(item: Any, key: str, example: str) -> str:
     return item["kind"]
 
 
-def _wrapped(found: Signature) -> str:
+def _wrapped(signature: Signature) -> str:
     """The argument that holds the transform which this one wraps, "" where there is none; a
     configuration may call it `inner`."""
-    return next(iter(found.of_sort("transform")), "")
+    return next(iter(signature.of_sort("transform")), "")
 
 
 def _arguments(
-    found: Signature, item: dict[str, Any], key: str, supplied: set[str], around: _Around
+    signature: Signature, item: dict[str, Any], key: str, supplied: set[str], around: _Around
 ) -> dict[str, Any]:
     """The values of an item by Optax's names; those in `supplied` need not be given."""
-    wrapped, allowed = _wrapped(found), list(found.arguments)
+    wrapped, allowed = _wrapped(signature), list(signature.arguments)
     for name in item:
         if name not in ("kind", *allowed) and not (name == "inner" and wrapped):
             foreign = equivalent(name)
             hint = did_you_mean(name, allowed) or (f"; {foreign}" if foreign else "")
             raise fault(
                 f"{key}.{name}",
-                f"{found.name} has no argument {quoted(name)}; it takes "
+                f"{signature.name} has no argument {quoted(name)}; it takes "
                 f"{', '.join(allowed) or 'none'}{hint}{version_note()}",
             )
-    period = item.get("every_k_schedule") if found.name == "MultiSteps" else None
+    period = item.get("every_k_schedule") if signature.name == "MultiSteps" else None
     around = around._replace(
         every=around.every * (period if isinstance(period, int) else 1),
-        reshaped=around.reshaped or (found.name if found.name in RESHAPING else None),
+        reshaped=around.reshaped or (signature.name if signature.name in RESHAPING else None),
     )
     values = {}
-    for name, argument in found.arguments.items():
+    for name, argument in signature.arguments.items():
         written = "inner" if name == wrapped and "inner" in item else name
         if written in item:
             values[name] = _value(name, argument, item[written], f"{key}.{written}", around)
         elif argument.required and name not in supplied:
-            raise fault(key, f"{found.name} needs {name}{' (or inner)' if name == wrapped else ''}")
+            raise fault(
+                key, f"{signature.name} needs {name}{' (or inner)' if name == wrapped else ''}"
+            )
     return values
 
 
 def _value(name: str, argument: Argument, value: Any, key: str, around: _Around) -> Any:
-    sort, is_list = argument.sort, isinstance(value, list | tuple)
+    sort = argument.sort
     if value is None:
         if not argument.nullable:
             raise fault(key, f"got null, but {name} cannot be left empty")
@@ -271,12 +274,9 @@ def _value(name: str, argument: Argument, value: Any, key: str, around: _Around)
         return value if isinstance(value, bool) else check_selectors(value, key)
     if sort == "rate" and isinstance(value, dict):
         return parse_schedule(value, key, has_base=False)
-    if sort == "schedules" and is_list:
-        return tuple(
-            parse_schedule(item, f"{key}.{i}", around.has_base) for i, item in enumerate(value)
-        )
-    if sort == "cycles" and is_list:
-        return tuple(_cycle(item, f"{key}.{i}", around.has_base) for i, item in enumerate(value))
+    if sort in ("schedules", "cycles") and isinstance(value, list | tuple):
+        parse = _cycle if sort == "cycles" else parse_schedule
+        return tuple(parse(item, f"{key}.{i}", around.has_base) for i, item in enumerate(value))
     if sort == "dimensions":
         raise fault(key, f"{name} follows from the parameters' axes and cannot be set")
     if sort == "python":
@@ -284,31 +284,32 @@ def _value(name: str, argument: Argument, value: Any, key: str, around: _Around)
             key,
             f"{name} takes a Python function, which a configuration cannot hold; leave it out",
         )
-    if sort == "choice":
-        if value not in argument.choices:
-            raise fault(
-                key,
-                f"got {quoted(value)}, wanted one of "
-                f"{', '.join(argument.choices)}{did_you_mean(value, argument.choices)}",
-            )
-    elif not FITS[sort](value):
-        raise fault(key, f"got {quoted(value)}, wanted {WANTED[sort]}")
+    if sort != "choice":
+        return check_sort(sort, value, key)
+    if value not in argument.choices:
+        raise fault(
+            key,
+            f"got {quoted(value)}, wanted one of "
+            f"{', '.join(argument.choices)}{did_you_mean(value, argument.choices)}",
+        )
     return value
 
 
 def _cycle(item: Any, key: str, has_base: bool) -> Schedule:
-    cycle = parse_schedule(
-        {"kind": "warmup_cosine", **item} if isinstance(item, dict) else item, key, has_base
-    )
+    """A cycle of sgdr: the arguments of warmup_cosine."""
+    item = {"kind": "warmup_cosine", **item} if isinstance(item, dict) else item
+    cycle = parse_schedule(item, key, has_base)
     if "decay_steps" not in item:
         raise fault(key, "a cycle needs decay_steps, its length")
     return cycle
 
 
-def check_steps_value(value: Any, key: str) -> None:
-    """Refuses a value that is neither a number of steps nor a share of train.steps."""
-    if not _is_steps(value):
-        raise fault(key, f"got {quoted(value)}, wanted {WANTED['steps']}")
+def check_sort(sort: str, value: Any, key: str) -> Any:
+    """The value, or a fault that says what an argument of this sort may be."""
+    wanted, fits = SORTS[sort]
+    if not fits(value):
+        raise fault(key, f"got {quoted(value)}, wanted {wanted}")
+    return value
 
 
 def is_number(value: Any) -> bool:
@@ -324,18 +325,6 @@ def _is_steps(value: Any) -> bool:
     return share(value) is not None or _is_whole(value)
 
 
-def _is_value(value: Any) -> bool:
-    return share(value) is not None or is_number(value)
-
-
-def _is_sequence(value: Any) -> bool:
-    return isinstance(value, list | tuple | str) or is_number(value)
-
-
-def _is_boundaries(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(map(_is_steps, value))
-
-
 def _is_scales(value: Any) -> bool:
     return (
         isinstance(value, dict)
@@ -347,82 +336,77 @@ def _is_scales(value: Any) -> bool:
 def _is_skip(value: Any) -> bool:
     if isinstance(value, dict):
         limit = value.get("max_squared_norm")
-        return value == {"kind": "skip_large_updates", "max_squared_norm": limit} and is_number(
-            limit
-        )
+        wanted = {"kind": "skip_large_updates", "max_squared_norm": limit}
+        return value == wanted and is_number(limit)
     return value == "skip_not_finite"
 
 
-FITS: dict[str, Callable[[Any], bool]] = {
-    "number": is_number,
-    "rate": is_number,
-    "value": _is_value,
-    "whole": _is_whole,
-    "steps": _is_steps,
-    "flag": lambda value: isinstance(value, bool),
-    "text": lambda value: isinstance(value, str),
-    "sequence": _is_sequence,
-    "dtype": lambda value: value in DTYPES,
-    "scales": _is_scales,
-    "boundaries": _is_boundaries,
-    "schedules": lambda value: False,
-    "cycles": lambda value: False,
-    "skip": _is_skip,
+SORTS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "number": ("a number", is_number),
+    "rate": ("a number or a schedule", is_number),
+    "value": (
+        "a number, or a share of the learning rate such as '10%'",
+        lambda value: share(value) is not None or is_number(value),
+    ),
+    "whole": ("a whole number", _is_whole),
+    "steps": ("a whole number of steps, or a share of train.steps such as '2%'", _is_steps),
+    "flag": ("true or false", lambda value: isinstance(value, bool)),
+    "text": ("text", lambda value: isinstance(value, str)),
+    "sequence": (
+        "a list of numbers",
+        lambda value: isinstance(value, list | tuple | str) or is_number(value),
+    ),
+    "dtype": (f"one of {', '.join(DTYPES)}", DTYPES.__contains__),
+    "scales": ("a mapping from step to factor", _is_scales),
+    "boundaries": (
+        "a list of steps or of shares of train.steps",
+        lambda value: isinstance(value, list | tuple) and all(map(_is_steps, value)),
+    ),
+    "schedules": ("a list of schedules", lambda value: False),
+    "cycles": ("a list of mappings with the arguments of warmup_cosine", lambda value: False),
+    "skip": ("skip_not_finite, or {kind: skip_large_updates, max_squared_norm: ...}", _is_skip),
 }
-"""Values that arguments of a sort may have, beside lists of schedules and cycles."""
-WANTED = {
-    "number": "a number",
-    "rate": "a number or a schedule",
-    "value": "a number, or a share of the learning rate such as '10%'",
-    "whole": "a whole number",
-    "steps": "a whole number of steps, or a share of train.steps such as '2%'",
-    "flag": "true or false",
-    "text": "text",
-    "sequence": "a list of numbers",
-    "dtype": f"one of {', '.join(DTYPES)}",
-    "scales": "a mapping from step to factor",
-    "boundaries": "a list of steps or of shares of train.steps",
-    "schedules": "a list of schedules",
-    "cycles": "a list of mappings with the arguments of warmup_cosine",
-    "skip": "skip_not_finite, or {kind: skip_large_updates, max_squared_norm: ...}",
-}
+"""Sorts of arguments: the words for what is wanted, and the test of a value. Mappings in place of a
+rate and lists of schedules or cycles do not come here."""
 
 
-def _check_values(found: Signature, arguments: dict[str, Any], key: str) -> None:
+def _check_values(signature: Signature, arguments: dict[str, Any], key: str) -> None:
     """Refuses values that Optax takes and a training step does not."""
-    if found.name == "lbfgs" and arguments.get("linesearch", ...) is not None:
+    if signature.name == "lbfgs" and arguments.get("linesearch", ...) is not None:
         raise fault(
             f"{key}.linesearch", f"lbfgs works here with `linesearch: null` only: {LINESEARCH}"
         )
-    if found.name == "sam" and arguments.get("opaque_mode"):
+    if signature.name == "sam" and arguments.get("opaque_mode"):
         raise fault(
             f"{key}.opaque_mode",
             "the opaque mode calls the loss inside the update; without it, the two steps "
             "see consecutive batches",
         )
-    if found.name == "MultiSteps" and arguments.get("every_k_schedule") == 0:
+    if signature.name == "MultiSteps" and arguments.get("every_k_schedule") == 0:
         raise fault(f"{key}.every_k_schedule", "got 0, wanted at least 1")
     if arguments.get("warmup_steps") == 0:
         raise fault(f"{key}.warmup_steps", "got 0, wanted at least 1, or null for no warm-up")
 
 
-def _check_reshaped(found: Signature, arguments: dict[str, Any], key: str, reshaped: str) -> None:
+def _check_reshaped(
+    signature: Signature, arguments: dict[str, Any], key: str, reshaped: str
+) -> None:
     """Refuses what depends on paths and shapes inside a wrapper that hides them."""
-    if found.name in PER_LAYER + PER_MATRIX + MUON:
+    if signature.name in PER_LAYER + PER_MATRIX + MUON:
         raise fault(
             f"{key}.kind",
-            f"{found.name} depends on the parameters' shapes, which {reshaped} hides; "
+            f"{signature.name} depends on the parameters' shapes, which {reshaped} hides; "
             f"apply it outside {reshaped}",
         )
-    decay = found.arguments.get("weight_decay")
+    decay = signature.arguments.get("weight_decay")
     decays = arguments.get("weight_decay", decay and decay.default)
-    for name in found.of_sort("mask"):
+    for name in signature.of_sort("mask"):
         selects = isinstance(arguments.get(name), tuple)
         selects_matrices = decays and name in DECAY_MASKS and name not in arguments
         if selects or selects_matrices:
             raise fault(
                 f"{key}.{name}",
-                f"{reshaped} hides the parameters' paths and shapes, so {found.name} "
+                f"{reshaped} hides the parameters' paths and shapes, so {signature.name} "
                 "cannot choose among them inside it; "
                 f"set {name}: null here, or decay weights outside {reshaped}",
             )

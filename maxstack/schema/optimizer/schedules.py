@@ -3,13 +3,14 @@ of the learning rate for values."""
 
 import dataclasses
 import fractions
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from maxstack.config import fault
-from maxstack.schema.optimizer.signatures import Signature, signature
+from maxstack.schema.optimizer.signatures import Signature
 
 ALIASES = {
     "constant": "constant_schedule",
@@ -105,12 +106,6 @@ def inverse_sqrt(count: Any, peak_value: float, warmup_steps: int, init_value: f
 
 
 OWN: dict[str, Callable[..., Any]] = {"wsd": wsd, "inverse_sqrt": inverse_sqrt}
-
-
-def schedule_signature(kind: str) -> Signature | None:
-    """Signature of the schedule that a configuration calls `kind`; None where there is none."""
-    name = ALIASES.get(kind, kind)
-    return signature("schedule", name) or signature("own", name)
 
 
 def peak_argument(schedule: Signature) -> str:
@@ -228,26 +223,19 @@ def _contradictions(
             f"warmup_steps={warmup} is not shorter than decay_steps={decay}, which "
             "counts the warm-up too; try warmup_steps: 2%",
         )
-    if "boundaries" in numbers:
-        count, boundaries = len(numbers["schedules"]), numbers["boundaries"]
-        yield from _boundary_problems("boundaries", boundaries, updates)
-        if count != len(boundaries) + 1:
+    for name in ("boundaries", "boundaries_and_scales"):
+        boundaries = list(numbers.get(name) or ())
+        if any(after <= before for before, after in itertools.pairwise(boundaries)):
+            yield name, f"boundaries {boundaries} must rise"
+        if boundaries and not 0 < boundaries[0] <= boundaries[-1] < updates:
+            yield (
+                name,
+                f"boundaries {boundaries} must lie after step 0 and before train.steps={updates}",
+            )
+    if "schedules" in numbers:
+        count, given = len(numbers["schedules"]), len(numbers["boundaries"])
+        if count != given + 1:
             yield (
                 "boundaries",
-                f"{count} schedules need {count - 1} boundaries between them, "
-                f"got {len(boundaries)}",
+                f"{count} schedules need {count - 1} boundaries between them, got {given}",
             )
-    if numbers.get("boundaries_and_scales"):
-        yield from _boundary_problems(
-            "boundaries_and_scales", list(numbers["boundaries_and_scales"]), updates
-        )
-
-
-def _boundary_problems(name: str, boundaries: list[int], updates: int) -> Iterator[tuple[str, str]]:
-    if any(after <= before for before, after in zip(boundaries, boundaries[1:], strict=False)):
-        yield name, f"boundaries {boundaries} must rise"
-    if boundaries and not 0 < boundaries[0] <= boundaries[-1] < updates:
-        yield (
-            name,
-            f"boundaries {boundaries} must lie after step 0 and before train.steps={updates}",
-        )

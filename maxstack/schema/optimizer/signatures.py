@@ -8,8 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-Role = Literal["transform", "schedule", "own"]
-"""`own` are the schedules of maxstack.schema.optimizer.schedules."""
+Role = Literal["transform", "schedule"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Signature:
 
 
 @functools.cache
-def signature(role: Role, name: str) -> Signature | None:
+def lookup(role: Role, name: str) -> Signature | None:
     """The public function `name` of optax or optax.contrib, or of ours; None where there is
     none."""
     entry = _table()[role].get(name)
@@ -51,14 +50,14 @@ def signature(role: Role, name: str) -> Signature | None:
 
 
 def names(role: Role) -> list[str]:
-    """All names of a role, sorted."""
+    """All names of a role."""
     return list(_table()[role])
 
 
-def is_public(name: str) -> bool:
-    """True for any public function or class of Optax."""
-    table = _table()
-    return name in table["transform"] or name in table["schedule"] or name in table["other"]
+def is_other(name: str) -> bool:
+    """True for a public name of Optax that is no transform."""
+    schedule = lookup("schedule", name)
+    return name in _table()["other"] or (schedule is not None and schedule.package != "maxstack")
 
 
 def version_note() -> str:
