@@ -6,36 +6,35 @@ from typing import Any
 
 import pydantic
 
-from maxstack.schema.optimizer import OptimizerConfig, rate_uses, updates_in
-from maxstack.schema.optimizer.schedules import build_schedule
+from maxstack.schema.optimizer import Optimizer, OptimizerConfig, updates_in
+from maxstack.schema.optimizer.arguments import Transform
+from maxstack.schema.optimizer.schedules import Schedule, build_schedule
 
 
 def learning_rate_at(cfg: OptimizerConfig, train_steps: int) -> Callable[[Any], Any] | None:
     """The learning rate as a function of the step, for metrics: of the first item that uses
-    optimizer.learning_rate, else of the first that takes any; None when no item takes one."""
-    uses = sorted(rate_uses(cfg), key=lambda use: not use.base)
-    if not uses:
+    optimizer.learning_rate, else of the first that takes any; None where no item takes one."""
+    items = sorted(cfg.parsed.rated(), key=lambda item: "learning_rate" in item.arguments)
+    if not items:
         return None
-    rate = uses[0].item.get("learning_rate", cfg.learning_rate)
-    found = rate_function(cfg, rate, updates_in(train_steps, uses[0].every), uses[0].fixed)
-    return lambda step: found(step // uses[0].every) if callable(found) else found
+    every, rate = items[0].every, item_rate(cfg.parsed, items[0], train_steps)
+    return lambda step: rate(step // every) if callable(rate) else rate
 
 
 def rates_at(cfg: OptimizerConfig, train_steps: int, updates: int) -> dict[str, float]:
     """The learning rate of every item that takes one, by the item's key, after so many updates of
     the weights."""
-    found = {}
-    for use in rate_uses(cfg):
-        given = use.item.get("learning_rate", cfg.learning_rate)
-        rate = rate_function(cfg, given, updates_in(train_steps, use.every), use.fixed)
+    rates = {}
+    for item in cfg.parsed.rated():
+        rate = item_rate(cfg.parsed, item, train_steps)
         if rate is not None:
-            found[use.key] = float(rate(updates // use.every) if callable(rate) else rate)
-    return found
+            rates[item.key] = float(rate(updates // item.every) if callable(rate) else rate)
+    return rates
 
 
 def moved_rate(saved: dict[str, Any], cfg: OptimizerConfig, train_steps: int, updates: int) -> str:
-    """What the schedules of a saved configuration and of this one say of the next update, "" where
-    it is the same."""
+    """A sentence on the next update's learning rate where it differs from that of a saved
+    configuration, else ""."""
     try:
         old = rates_at(
             OptimizerConfig.model_validate(saved["optimizer"]), saved["train"]["steps"], updates
@@ -45,22 +44,28 @@ def moved_rate(saved: dict[str, Any], cfg: OptimizerConfig, train_steps: int, up
             "the learning rate by the checkpoint's schedule is not known: another version of "
             "maxstack wrote its optimizer"
         )
-    for key, now in rates_at(cfg, train_steps, updates).items():
-        if key in old and not math.isclose(old[key], now, rel_tol=1e-5, abs_tol=1e-12):
+    for key, rate in rates_at(cfg, train_steps, updates).items():
+        if key in old and not math.isclose(old[key], rate, rel_tol=1e-5, abs_tol=1e-12):
             return (
-                f"the learning rate goes on at {now:.4g}; by the checkpoint's schedule it "
+                f"the learning rate goes on at {rate:.4g}; by the checkpoint's schedule it "
                 f"would be {old[key]:.4g} (optimizer.{key})"
             )
     return ""
 
 
-def rate_function(cfg: OptimizerConfig, rate: Any, updates: int, fixed: bool = False) -> Any:
-    """A learning rate as Optax takes it: a mapping is a schedule, a number is the peak of
-    optimizer.schedule, or constant where there is none."""
-    if isinstance(rate, dict):
+def item_rate(optimizer: Optimizer, item: Transform, train_steps: int) -> Any:
+    """The learning rate of an item, its own or the shared one, as Optax takes it."""
+    rate = item.arguments.get("learning_rate", optimizer.learning_rate)
+    if item.constant_rate:
+        return rate
+    return shaped_rate(optimizer, rate, updates_in(train_steps, item.every))
+
+
+def shaped_rate(optimizer: Optimizer, rate: Any, updates: int) -> Any:
+    """A learning rate as Optax takes it: a number is the peak of optimizer.schedule, or constant
+    where there is none."""
+    if isinstance(rate, Schedule):
         return build_schedule(rate, updates, None)
-    return (
-        rate
-        if fixed or rate is None or cfg.schedule is None
-        else build_schedule(cfg.schedule, updates, float(rate))
-    )
+    if rate is None or optimizer.schedule is None:
+        return rate
+    return build_schedule(optimizer.schedule, updates, float(rate))

@@ -1,4 +1,4 @@
-"""Gradient transformations of our own, and what makes Optax's see each layer and each matrix of
+"""Gradient transformations of our own, and wrappers that show Optax's each layer and each matrix of
 stacked, many-dimensional weights by itself."""
 
 import functools
@@ -15,8 +15,8 @@ from maxstack.schema.optimizer.paths import ParamInfo
 
 
 class LookaheadState(NamedTuple):
-    """The slow weights live here and not beside the parameters, so that the train state's
-    parameters stay one plain tree."""
+    """State of Lookahead with its slow weights, so that the train state's parameters stay a plain
+    tree."""
 
     fast_state: Any
     slow: Any
@@ -34,6 +34,20 @@ def tree_paths(tree: Any) -> Any:
     """The tree with each leaf replaced by its path, keys joined by a slash."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: jax.tree_util.keystr(path, simple=True, separator="/"), tree
+    )
+
+
+def of_paths(leaf: Callable[[str], Any]) -> Callable[[Any], Any]:
+    """A function from a tree to one of its structure with `leaf(path)` for each leaf."""
+    return lambda tree: jax.tree.map(leaf, tree_paths(tree))
+
+
+def partition(
+    transforms: dict[str, optax.GradientTransformation], labels: dict[str, str]
+) -> optax.GradientTransformationExtraArgs:
+    """Applies to each parameter the transform of its path's label."""
+    return optax.partition(
+        transforms, of_paths(labels.__getitem__), mask_compatible_extra_args=True
     )
 
 
@@ -99,19 +113,15 @@ def weight_ema(decay: float, start: int) -> optax.GradientTransformation:
 
 
 def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Shows a transform weights and gradients in float32 at least, so that its state and its
-    updates are; what is float32 it sees as it is."""
-    inner = optax.with_extra_args_support(inner)
+    """Shows a transform weights and gradients in float32 at least, so that its state and updates
+    are in float32 at least."""
 
     def wide(tree: Any) -> Any:
         return jax.tree.map(
             lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), tree
         )
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        return inner.update(wide(updates), state, wide(params), **extra)
-
-    return optax.GradientTransformationExtraArgs(lambda params: inner.init(wide(params)), update)
+    return _viewed(inner, wide)
 
 
 def per_layer(
@@ -124,8 +134,8 @@ def per_layer(
     hides in a lax.cond, which batching would always run.
     """
 
-    def transform_of(sizes: tuple[int, ...]) -> optax.GradientTransformationExtraArgs:
-        mapped = optax.with_extra_args_support(inner)
+    def transform_of(sizes: tuple[int, ...]) -> optax.GradientTransformation:
+        mapped = inner
         for _ in sizes:
             mapped = _over_leading_axis(mapped, sequential)
         return mapped
@@ -133,116 +143,111 @@ def per_layer(
     def label(info: ParamInfo) -> str:
         return "x".join(["layers", *map(str, info.stacked)]) if info.stacked else "single"
 
-    transforms = {label(info): transform_of(info.stacked) for info in params.values()}
-    return optax.partition(
-        transforms,
-        lambda tree: jax.tree.map(lambda path: label(params[path]), tree_paths(tree)),
-        mask_compatible_extra_args=True,
+    return partition(
+        {label(info): transform_of(info.stacked) for info in params.values()},
+        {path: label(info) for path, info in params.items()},
     )
 
 
 def as_matrices(
     inner: optax.GradientTransformation, params: dict[str, ParamInfo]
 ) -> optax.GradientTransformationExtraArgs:
-    """Shows a transform each tensor (of one layer) as the matrix or vector that it is: query
-    weights as embed x (heads * head_dim)."""
-    inner = optax.with_extra_args_support(inner)
+    """Shows a transform each tensor (of one layer) as a matrix or vector: query weights as
+    embed x (heads * head_dim)."""
+
+    def matrix(path: str, leaf: jax.Array) -> jax.Array:
+        info = params[path]
+        return leaf.reshape([math.prod(info.shape[axis] for axis in axes) for axes in info.factors])
 
     def flat(tree: Any) -> Any:
-        return (
-            None
-            if tree is None
-            else jax.tree.map(
-                lambda path, leaf: leaf.reshape(_matrix_shape(params[path])), tree_paths(tree), tree
-            )
-        )
+        return jax.tree.map(matrix, tree_paths(tree), tree)
 
-    def init(tree: Any) -> Any:
-        return inner.init(flat(tree))
-
-    def update(updates: Any, state: Any, tree: Any = None, **extra: Any) -> tuple[Any, Any]:
-        moved, state = inner.update(flat(updates), state, flat(tree), **extra)
-        return jax.tree.map(lambda new, old: new.reshape(old.shape), moved, updates), state
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    return _viewed(inner, flat)
 
 
 def muon_dimensions(params: dict[str, ParamInfo]) -> Callable[[Any], Any]:
-    """Which axes of each parameter Muon reduces and which come out; None for what is not a matrix.
-    Layers and experts are batches of matrices."""
+    """The axes of each parameter that Muon reduces and those that come out, None for a parameter
+    that is no matrix. Layers and experts are batches of matrices."""
 
     def dimensions(path: str) -> Any:
         matrix = params[path].matrix
         return None if matrix is None else optax.contrib.MuonDimensionNumbers(*matrix)
 
-    return lambda tree: jax.tree.map(dimensions, tree_paths(tree))
+    return of_paths(dimensions)
 
 
 def eval_params(cfg: OptimizerConfig, opt_state: Any, params: Any) -> Any:
-    """The weights to evaluate with: their moving average if ema.eval asks for it, else what
-    Schedule-Free or Lookahead say, else the parameters."""
+    """The weights to evaluate with: their moving average if ema.eval asks for it; else the x of
+    Schedule-Free or the slow weights of Lookahead; else the parameters."""
     average = ema_params(opt_state, params) if cfg.ema and cfg.ema.eval else None
-    return wrapped_params(opt_state, params) if average is None else average
+    if average is not None:
+        return average
+    for state in _states(opt_state, optax.contrib.ScheduleFreeState, LookaheadState):
+        if isinstance(state, LookaheadState):
+            params = _overlaid(params, state.slow)
+        else:
+            params = _overlaid(params, state.z, functools.partial(_schedule_free_mean, state.b1))
+    return params
 
 
 def ema_params(opt_state: Any, params: Any) -> Any | None:
-    """The averaged weights in the state, with the present value of what has no average; None when
-    there is no average."""
-    found = [node for node in _nodes(opt_state, WeightEmaState) if isinstance(node, WeightEmaState)]
-    return _overlaid(params, found[0].average) if found else None
-
-
-def wrapped_params(opt_state: Any, params: Any) -> Any:
-    """The weights that Schedule-Free (its x) and Lookahead (the slow ones) mean to be evaluated;
-    the parameters themselves elsewhere."""
-    for node in _nodes(opt_state, (optax.contrib.ScheduleFreeState, LookaheadState)):
-        if isinstance(node, LookaheadState):
-            params = _overlaid(params, node.slow)
-        elif isinstance(node, optax.contrib.ScheduleFreeState):
-            params = _overlaid(params, node.z, functools.partial(_schedule_free_mean, node.b1))
-    return params
+    """The averaged weights in the state, with the present value of those that have no average; None
+    when there is no average."""
+    states = _states(opt_state, WeightEmaState)
+    return _overlaid(params, states[0].average) if states else None
 
 
 def _schedule_free_mean(b1: Any, y: Any, z: Any) -> Any:
     return (y - (1.0 - b1) * z) / b1
 
 
-def _nodes(opt_state: Any, kinds: Any) -> list[Any]:
-    return jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, kinds))
+def _states(opt_state: Any, *kinds: type) -> list[Any]:
+    leaves = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, kinds))
+    return [leaf for leaf in leaves if isinstance(leaf, kinds)]
 
 
 def _overlaid(
     params: Any, part: Any, combine: Callable[[Any, Any], Any] = lambda _, new: new
 ) -> Any:
-    """The parameters with those that are in `part`, a tree with holes, combined with it."""
-    known = dict(zip(jax.tree.leaves(tree_paths(part)), jax.tree.leaves(part), strict=True))
-    return jax.tree.map(
-        lambda path, old: combine(old, known[path]).astype(old.dtype) if path in known else old,
-        tree_paths(params),
-        params,
-    )
+    """The parameters, combined with those in `part`, a tree with holes."""
+    parts = dict(zip(jax.tree.leaves(tree_paths(part)), jax.tree.leaves(part), strict=True))
+
+    def overlay(path: str, old: Any) -> Any:
+        return combine(old, parts[path]).astype(old.dtype) if path in parts else old
+
+    return jax.tree.map(overlay, tree_paths(params), params)
 
 
-def _matrix_shape(info: ParamInfo) -> tuple[int, ...]:
-    return tuple(math.prod(info.shape[axis] for axis in factor) for factor in info.factors)
+def _viewed(
+    inner: optax.GradientTransformation, view: Callable[[Any], Any]
+) -> optax.GradientTransformationExtraArgs:
+    """Applies a transform to views of gradients and parameters; its updates get the shapes of the
+    gradients."""
+    inner = optax.with_extra_args_support(inner)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        moved, state = inner.update(view(updates), state, view(params), **extra)
+        return jax.tree.map(lambda new, old: new.reshape(old.shape), moved, updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: inner.init(view(params)), update)
 
 
 def _over_leading_axis(
-    inner: optax.GradientTransformationExtraArgs, sequential: bool
+    inner: optax.GradientTransformation, sequential: bool
 ) -> optax.GradientTransformationExtraArgs:
+    transform = optax.with_extra_args_support(inner)
+
     def mapped(function: Callable[..., Any], *trees: Any) -> Any:
         if not jax.tree.leaves(trees[0]):
             return function(*trees)
-        return (
-            jax.lax.map(lambda parts: function(*parts), trees)
-            if sequential
-            else jax.vmap(function)(*trees)
-        )
+        if sequential:
+            return jax.lax.map(lambda parts: function(*parts), trees)
+        return jax.vmap(function)(*trees)
 
     def init(params: Any) -> Any:
-        return mapped(inner.init, params)
+        return mapped(transform.init, params)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        return mapped(lambda u, s, p: inner.update(u, s, p, **extra), updates, state, params)
+        return mapped(lambda u, s, p: transform.update(u, s, p, **extra), updates, state, params)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -11,9 +11,10 @@ from optimizer_trees import EMBED, INFO, MLP, SMALL, built, first, info, train, 
 
 from maxstack.config import ConfigError
 from maxstack.optim import build, trained
-from maxstack.schema.optimizer import OptimizerConfig, names
-from maxstack.schema.optimizer.arguments import REFUSED, sort_of
+from maxstack.schema.optimizer import OptimizerConfig
+from maxstack.schema.optimizer.arguments import transform_kinds
 from maxstack.schema.optimizer.paths import ParamInfo
+from maxstack.schema.optimizer.signatures import lookup
 
 ALL = [{"path": "*", "ndim": 2}]
 
@@ -41,15 +42,15 @@ def minimal(name):
         "selective_transform": {"inner": {"kind": "sgd"}, "freeze_mask": ["norm"]},
     }
     needed = {"transform": [{"kind": "sgd"}], "mask": ["*"], "flag": True, "whole": 2, "rate": 0.1}
-    wanted = [
-        a
-        for a in names.signature(name).arguments
-        if a.default is None and a.name != "learning_rate"
-    ]
-    return {"kind": name} | special.get(name, {a.name: needed.get(sort_of(a), 0.5) for a in wanted})
+    required = {
+        key: needed.get(argument.sort, 0.5)
+        for key, argument in lookup("transform", name).arguments.items()
+        if argument.required and key != "learning_rate"
+    }
+    return {"kind": name} | special.get(name, required)
 
 
-@pytest.mark.parametrize("name", sorted(set(names.names("transform")) - set(REFUSED)))
+@pytest.mark.parametrize("name", transform_kinds())
 def test_every_transform_of_optax_builds_and_keeps_shapes_and_state_through_two_updates(name):
     of = {path: leaf for path, leaf in SMALL.items() if name != "scale_by_muon" or leaf.ndim == 2}
     items = [minimal(name)]
@@ -78,8 +79,8 @@ def test_every_transform_of_optax_builds_and_keeps_shapes_and_state_through_two_
         {"sgd"}
         | {
             name
-            for name in names.names("transform")
-            if name not in REFUSED and "learning_rate" in names.signature(name)
+            for name in transform_kinds()
+            if "learning_rate" in lookup("transform", name).arguments
         }
         - {"scale_by_rprop", "scale_by_muon"}
     ),
@@ -205,6 +206,15 @@ def test_the_first_group_that_matches_takes_a_parameter():
         (
             {"chain": [{"kind": "adamw", "mask": ["hed"]}]},
             "chain.0.mask.0: 'hed' matches no parameter; nearest paths: head",
+        ),
+        (
+            {
+                "groups": [
+                    {"match": ["head"], "chain": [{"kind": "adamw", "mask": ["embed"]}]},
+                    {"match": ["*"], "chain": [{"kind": "sgd"}]},
+                ]
+            },
+            "groups.0.chain.0.mask.0: 'embed' matches no parameter",
         ),
         ({"chain": [{"kind": "scale_by_muon"}, {"kind": "sgd"}]}, "takes matrices only"),
         (

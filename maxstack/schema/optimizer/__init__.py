@@ -1,109 +1,57 @@
 """The optimizer's configuration: an Optax chain as data, with masks and groups by parameter path.
 Checked without importing jax."""
 
-from collections.abc import Callable, Iterator
-from typing import Annotated, Any, NamedTuple
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 import pydantic
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from maxstack.config import Items, Section, fault, quoted
 from maxstack.schema.optimizer.arguments import (
-    arguments_of,
-    as_chain,
-    check_chain,
-    check_schedule,
-    check_steps_value,
+    Chain,
+    Transform,
+    check_sort,
     is_number,
+    parse_chain,
+    parse_schedule,
     schedule_kinds,
-    sort_of,
     transform_kinds,
-    walk,
 )
-from maxstack.schema.optimizer.names import signature
-from maxstack.schema.optimizer.paths import check_selectors
-from maxstack.schema.optimizer.schedules import check_steps, steps_of
-
-Mapping = dict[str, Any]
+from maxstack.schema.optimizer.paths import Selector, check_selectors
+from maxstack.schema.optimizer.schedules import Schedule, check_steps, steps_of
 
 
+def _kind_schema(kinds: list[str]) -> dict[str, Any]:
+    """The JSON schema of a mapping with a kind."""
+    return {"type": "object", "required": ["kind"], "properties": {"kind": {"enum": kinds}}}
+
+
+_SCHEDULE = _kind_schema(schedule_kinds())
 _PATTERN = {
-    "anyOf": [
-        {"type": "string"},
-        {
-            "type": "object",
-            "additionalProperties": False,
-            "properties": {
-                "path": {"type": "string"},
-                "ndim": {"type": "integer"},
-                "optional": {"type": "boolean"},
-            },
-        },
-    ]
+    "type": "object",
+    "additionalProperties": False,
+    "properties": {
+        "path": {"type": "string"},
+        "ndim": {"type": "integer"},
+        "optional": {"type": "boolean"},
+    },
 }
-
-
-class _KindSchema:
-    """The JSON schema of a mapping with a kind, whose names are read from Optax when a schema is
-    written and not before."""
-
-    def __init__(self, kinds: Callable[[], list[str]], wrap: Callable[[Mapping], Mapping]) -> None:
-        self._kinds, self._wrap = kinds, wrap
-
-    def __get_pydantic_json_schema__(self, core: Any, handler: Any) -> Mapping:
-        return self._wrap(
-            {
-                "type": "object",
-                "required": ["kind"],
-                "properties": {"kind": {"enum": self._kinds()}},
-            }
-        )
-
-
-Rate = Annotated[
-    Any, _KindSchema(schedule_kinds, lambda item: {"anyOf": [{"type": "number"}, item]})
+_PATTERNS = {"type": "array", "items": {"anyOf": [{"type": "string"}, _PATTERN]}}
+_SHARE = {"type": "string", "pattern": r"^\d+(\.\d+)?%$"}
+RateValue = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "number"}, _SCHEDULE]})]
+ScheduleValue = Annotated[Any, WithJsonSchema({"anyOf": [_SCHEDULE, {"type": "null"}]})]
+ChainValue = Annotated[
+    Any, WithJsonSchema({"type": "array", "items": _kind_schema(transform_kinds())})
 ]
-
-
-Shape = Annotated[
-    Any, _KindSchema(schedule_kinds, lambda item: {"anyOf": [item, {"type": "null"}]})
-]
-
-
-Chain = Annotated[Any, _KindSchema(transform_kinds, lambda item: {"type": "array", "items": item})]
-
-
-Patterns = Annotated[
-    Any,
-    pydantic.WithJsonSchema({"anyOf": [{"type": "array", "items": _PATTERN}, {"type": "null"}]}),
-]
-
-
-Steps = Annotated[
-    Any,
-    pydantic.WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "integer", "minimum": 0},
-                {"type": "string", "pattern": r"^\d+(\.\d+)?%$"},
-            ]
-        }
-    ),
-]
-
-
-CLIP: Mapping = {"kind": "clip_by_global_norm", "max_norm": 1.0}
-
-
-ADAMW: Mapping = {"kind": "adamw", "b1": 0.9, "b2": 0.95, "weight_decay": 0.1}
-
-
-WARMUP_COSINE: Mapping = {"kind": "warmup_cosine", "warmup_steps": "2%", "end_value": "10%"}
-
-
+Patterns = Annotated[Any, WithJsonSchema({"anyOf": [_PATTERNS, {"type": "null"}]})]
+Steps = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, _SHARE]})]
+CLIP: dict[str, Any] = {"kind": "clip_by_global_norm", "max_norm": 1.0}
+ADAMW: dict[str, Any] = {"kind": "adamw", "b1": 0.9, "b2": 0.95, "weight_decay": 0.1}
+WARMUP_COSINE: dict[str, Any] = {"kind": "warmup_cosine", "warmup_steps": "2%", "end_value": "10%"}
 ASCENDING = ("scale_by_rprop",)
-
-
 DESCENDING = ("polyak_sgd", "scale_by_cocob", "set_to_zero")
 
 
@@ -115,13 +63,13 @@ class GroupConfig(Section):
     excludes. Layers do not count in ndim, and heads x head_dim count as one; optional: true allows
     a pattern to match nothing. What is kept of a weight in low precision, and its adapter, are
     matched by the weight's path (blocks/global/mlp/gate) and by their own (*/lora_b)."""
-    chain: Chain
+    chain: ChainValue
     """Optax transforms, applied in order, as in optimizer.chain."""
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> "GroupConfig":
         check_selectors(self.match, "match")
-        check_chain(self.chain, "chain")
+        parse_chain(self.chain, "chain")
         return self
 
 
@@ -138,23 +86,49 @@ class EmaConfig(Section):
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> "EmaConfig":
-        check_steps_value(self.start, "start")
+        check_sort("steps", self.start, "start")
         return self
+
+
+Selectors = tuple[Selector, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """The optimizer section, checked and parsed."""
+
+    learning_rate: float | Schedule
+    schedule: Schedule | None
+    chain: Chain
+    groups: tuple[tuple[Selectors, Chain], ...]
+    decay: Selectors | None
+    trainable: Selectors | None
+    frozen: Selectors | None
+
+    def items(self) -> Iterator[Transform]:
+        """Every item of every chain, those inside others too, in the order of the configuration."""
+        for chain in (self.chain, *(chain for _, chain in self.groups)):
+            for item in chain:
+                yield from item.walk()
+
+    def rated(self) -> list[Transform]:
+        """The items that take a learning rate."""
+        return [item for item in self.items() if "learning_rate" in item.signature.arguments]
 
 
 class OptimizerConfig(Section):
     """How weights follow from gradients: Optax transforms by their own names, arguments checked
     against their signatures."""
 
-    learning_rate: Rate = 3e-4
+    learning_rate: RateValue = 3e-4
     """Peak learning rate of every chain item that takes one and sets none; or a whole schedule, and
     then `schedule` is null."""
-    schedule: Shape = WARMUP_COSINE
+    schedule: ScheduleValue = WARMUP_COSINE
     """Shape of every learning rate that is given as a number, which is its peak; by kind: any Optax
     schedule, wsd or inverse_sqrt; null: constant. Steps may be shares of train.steps such as 2%,
     start and end values shares of the peak such as 10%. Without a kind, the given arguments replace
     those of the default."""
-    chain: Chain = [CLIP, ADAMW]
+    chain: ChainValue = [CLIP, ADAMW]
     """Optax transforms by kind, applied in order to all trainable parameters. With groups it runs
     before them, and defaults to the clipping alone."""
     groups: Items[GroupConfig] = ()
@@ -173,124 +147,115 @@ class OptimizerConfig(Section):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _dependent_defaults(cls, data: Any) -> Any:
-        if isinstance(data, dict) and isinstance(data.get("learning_rate"), dict):
+        if not isinstance(data, dict):
+            return data
+        if isinstance(data.get("learning_rate"), dict):
             data = {"schedule": None, **data}
-        if isinstance(data, dict) and data.get("groups"):
+        if data.get("groups"):
             data = {"chain": [CLIP], **data}
-        if (
-            isinstance(data, dict)
-            and isinstance(data.get("schedule"), dict)
-            and "kind" not in data["schedule"]
-        ):
-            data = data | {"schedule": WARMUP_COSINE | data["schedule"]}
+        shape = data.get("schedule")
+        if isinstance(shape, dict) and "kind" not in shape:
+            data = data | {"schedule": WARMUP_COSINE | shape}
         return data
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> "OptimizerConfig":
+        """Every parameter must be moved against its gradient, once, by a learning rate that its
+        transform can take."""
+        optimizer = self.parsed
+        for item in optimizer.chain if self.groups else ():
+            if _descends(item):
+                raise fault(
+                    item.key,
+                    "applies the learning rate, and the groups do so again; move this item into "
+                    "them",
+                )
+        last = {f"groups.{i}.chain": chain for i, (_, chain) in enumerate(optimizer.groups)}
+        for key, chain in (last or {"chain": optimizer.chain}).items():
+            if not any(map(_descends, chain)):
+                raise fault(
+                    key,
+                    "no item moves weights against their gradients; end the chain with "
+                    "{kind: scale_by_learning_rate}",
+                )
+        varies = optimizer.schedule or isinstance(optimizer.learning_rate, Schedule)
+        for item in optimizer.rated():
+            if varies and item.constant_rate and "learning_rate" not in item.arguments:
+                raise fault(
+                    item.key,
+                    f"{item.signature.name} takes a constant learning rate only; set "
+                    "optimizer.schedule: null with a number in "
+                    "optimizer.learning_rate, or give this item its own learning_rate",
+                )
+        return self
+
+    @functools.cached_property
+    def parsed(self) -> Optimizer:
+        """The optimizer that this section describes. Raises a fault for a mistake."""
+
+        def selectors(name: str) -> Selectors | None:
+            patterns = getattr(self, name)
+            return None if patterns is None else check_selectors(patterns, name)
+
+        return Optimizer(
+            learning_rate=self._parsed_rate(),
+            schedule=None
+            if self.schedule is None
+            else parse_schedule(self.schedule, "schedule", True),
+            chain=() if self.groups and self.chain == [] else parse_chain(self.chain, "chain"),
+            groups=tuple(
+                (
+                    check_selectors(group.match, "match"),
+                    parse_chain(group.chain, f"groups.{i}.chain"),
+                )
+                for i, group in enumerate(self.groups)
+            ),
+            decay=selectors("decay"),
+            trainable=selectors("trainable"),
+            frozen=selectors("frozen"),
+        )
+
+    def model_copy(self, *, update: Any = None, deep: bool = False) -> "OptimizerConfig":
+        """A copy, parsed again: pydantic's would keep what was parsed before the update."""
+        return OptimizerConfig(**self.model_dump() | (update or {}))
+
+    def _parsed_rate(self) -> float | Schedule:
         if isinstance(self.learning_rate, dict):
-            check_schedule(self.learning_rate, "learning_rate", has_base=False)
+            rate = parse_schedule(self.learning_rate, "learning_rate", has_base=False)
             if self.schedule is not None:
                 raise fault(
                     "schedule",
                     "learning_rate is a whole schedule already; set schedule: null, or "
                     "learning_rate to the peak as a number",
                 )
-        elif not is_number(self.learning_rate) or self.learning_rate < 0:
+            return rate
+        if not is_number(self.learning_rate) or self.learning_rate < 0:
             raise fault(
                 "learning_rate",
                 f"got {quoted(self.learning_rate)}, wanted a number >= 0 such as 3e-4, "
                 "or a schedule",
             )
-        if self.schedule is not None:
-            check_schedule(self.schedule, "schedule", has_base=True)
-        if self.chain != [] or not self.groups:
-            check_chain(self.chain, "chain")
-        for name in ("decay", "trainable", "frozen"):
-            if getattr(self, name) is not None:
-                check_selectors(getattr(self, name), name)
-        self._check_rates()
-        return self
-
-    def _check_rates(self) -> None:
-        """Every parameter must be moved against its gradient, once, by a learning rate that its
-        transform can take."""
-        shared = next((i for i, item in enumerate(as_chain(self.chain)) if _descends(item)), None)
-        if self.groups and shared is not None:
-            raise fault(
-                f"chain.{shared}",
-                "applies the learning rate, and the groups do so again; move this item into them",
-            )
-        for where, chain in [
-            (f"groups.{i}.chain", group.chain) for i, group in enumerate(self.groups)
-        ] or [("chain", self.chain)]:
-            if not any(_descends(item) for item in as_chain(chain)):
-                raise fault(
-                    where,
-                    "no item moves weights against their gradients; end the chain with "
-                    "{kind: scale_by_learning_rate}",
-                )
-        for use in rate_uses(self):
-            if use.base and use.fixed and (self.schedule or isinstance(self.learning_rate, dict)):
-                raise fault(
-                    use.key,
-                    f"{use.item['kind']} takes a constant learning rate only; set "
-                    "optimizer.schedule: null with a number in "
-                    "optimizer.learning_rate, or give this item its own learning_rate",
-                )
-
-
-class RateUse(NamedTuple):
-    """A chain item that takes a learning rate."""
-
-    item: Mapping
-    key: str
-    every: int
-    """Steps of the run between two updates of the item: more than one inside MultiSteps."""
-    base: bool
-    """It sets no learning rate, so optimizer.learning_rate holds."""
-    fixed: bool
-    """Its learning rate cannot be a schedule."""
-
-
-def rate_uses(cfg: OptimizerConfig) -> Iterator[RateUse]:
-    """The items that take a learning rate, in the order of the configuration."""
-    for item, key, every in _items(cfg):
-        found = signature(item["kind"])
-        if found and "learning_rate" in found:
-            yield RateUse(
-                item,
-                key,
-                every,
-                "learning_rate" not in item,
-                sort_of(found["learning_rate"]) != "rate",
-            )
+        return self.learning_rate
 
 
 def check_schedules(cfg: OptimizerConfig, train_steps: int) -> None:
     """Checks every schedule against the run's length; raises a fault whose key is relative to the
     optimizer section."""
-    for item, key, every in _items(cfg):
-        found = signature(item["kind"])
-        assert found is not None
-        for name, value in arguments_of(item).items():
-            if sort_of(found[name]) == "rate" and isinstance(value, dict):
-                check_steps(value, updates_in(train_steps, every), f"{key}.{name}")
-            if (
-                name == "warmup_steps"
-                and value is not None
-                and steps_of(value, updates_in(train_steps, every)) > updates_in(train_steps, every)
-            ):
+    optimizer = cfg.parsed
+    for item in optimizer.items():
+        updates = updates_in(train_steps, item.every)
+        for name, value in item.arguments.items():
+            if isinstance(value, Schedule):
+                check_steps(value, updates)
+            if name == "warmup_steps" and value and steps_of(value, updates) > updates:
                 raise fault(
-                    f"{key}.{name}",
+                    f"{item.key}.{name}",
                     f"warmup_steps={value} is longer than train.steps={train_steps}; try 2%",
                 )
-    shape, name = (
-        (cfg.schedule, "schedule")
-        if cfg.schedule is not None
-        else (cfg.learning_rate, "learning_rate")
-    )
-    for every in sorted({use.every for use in rate_uses(cfg)}) if isinstance(shape, dict) else ():
-        check_steps(shape, updates_in(train_steps, every), name)
+    shape = optimizer.schedule or optimizer.learning_rate
+    if isinstance(shape, Schedule):
+        for every in sorted({item.every for item in optimizer.rated()}):
+            check_steps(shape, updates_in(train_steps, every))
     if cfg.ema and steps_of(cfg.ema.start, train_steps) >= train_steps:
         raise fault(
             "ema.start", f"the average would start after the last step; train.steps={train_steps}"
@@ -302,32 +267,15 @@ def updates_in(train_steps: int, every: int) -> int:
     return max(train_steps // every, 1)
 
 
-def _items(cfg: OptimizerConfig) -> Iterator[tuple[Mapping, str, int]]:
-    yield from walk(cfg.chain, "chain")
-    for i, group in enumerate(cfg.groups):
-        yield from walk(group.chain, f"groups.{i}.chain")
-
-
-def _descends(item: Mapping) -> bool:
-    """Whether the item turns gradients into steps against them."""
-    found, given = signature(item["kind"]), arguments_of(item)
-    assert found is not None
-    if found.name == "scale":
-        return given["step_size"] < 0
-    if found.name == "scale_by_schedule":
-        values = (
-            given["step_size_fn"].values()
-            if isinstance(given["step_size_fn"], dict)
-            else [given["step_size_fn"]]
-        )
+def _descends(item: Transform) -> bool:
+    """True for an item that turns gradients into steps against them."""
+    name, arguments = item.signature.name, item.arguments
+    if name == "scale":
+        return arguments["step_size"] < 0
+    if name == "scale_by_schedule":
+        step_size = arguments["step_size_fn"]
+        values = step_size.arguments.values() if isinstance(step_size, Schedule) else [step_size]
         return any(isinstance(value, int | float) and value < 0 for value in values)
-    if "learning_rate" in found and found.name not in ASCENDING:
-        return given.get("flip_sign", True)
-    inner = [
-        given[argument.name]
-        for argument in found.arguments
-        if sort_of(argument) == "transform" and given.get(argument.name)
-    ]
-    return found.name in DESCENDING or any(
-        _descends(nested) for value in inner for nested in as_chain(value)
-    )
+    if "learning_rate" in item.signature.arguments and name not in ASCENDING:
+        return arguments.get("flip_sign", True)
+    return name in DESCENDING or any(map(_descends, item.inner))

@@ -1,5 +1,5 @@
-"""Parameters by their paths: what is known about each, patterns that select them, and which of
-their axes form a matrix."""
+"""Parameters by their paths: their shapes and axes, patterns that select them, and the axes that
+form a matrix."""
 
 import dataclasses
 import fnmatch
@@ -25,8 +25,8 @@ class ParamInfo:
     """Never updated: it is kept in low precision, adapters are trained in its place, or the loss
     does not depend on it."""
     weight: str | None = None
-    """Path of the model's weight for which it is kept, in low precision or as an adapter; None: it
-    is that weight."""
+    """Path of the model's weight that it stands for, in low precision or as an adapter; None: it is
+    that weight."""
 
     def __post_init__(self) -> None:
         assert len(self.axes) == len(self.shape), (self.axes, self.shape)
@@ -44,13 +44,13 @@ class ParamInfo:
     def factors(self) -> tuple[tuple[int, ...], ...]:
         """The axes of one tensor, heads taken together with head_dim: a matrix has two factors, a
         scale or a bias one."""
-        found: list[tuple[int, ...]] = []
+        factors: list[tuple[int, ...]] = []
         for i in range(len(self.stacked), len(self.axes)):
-            if found and self.axes[i] == "head_dim" and self.axes[i - 1] in HEADS:
-                found[-1] = (*found[-1], i)
+            if factors and self.axes[i] == "head_dim" and self.axes[i - 1] in HEADS:
+                factors[-1] = (*factors[-1], i)
             else:
-                found.append((i,))
-        return tuple(found)
+                factors.append((i,))
+        return tuple(factors)
 
     @property
     def ndim(self) -> int:
@@ -69,8 +69,8 @@ class ParamInfo:
 
 @dataclasses.dataclass(frozen=True)
 class Selector:
-    """One entry of a pattern list: a glob over the path, negated by a leading `!`, and the number
-    of dimensions if that matters."""
+    """A pattern of a list: a glob over the path, negated by a leading `!`, and the number of
+    dimensions if that matters."""
 
     path: str
     ndim: int | None = None
@@ -78,47 +78,47 @@ class Selector:
 
     @property
     def excludes(self) -> bool:
+        """True for a negated pattern."""
         return self.path.startswith("!")
 
-    def names(self, path: str, info: ParamInfo) -> bool:
-        """Whether the path fits the glob (without its `!`), or that of the model's weight for which
-        the parameter is kept."""
-        return any(
-            fnmatch.fnmatchcase(name, self.path.removeprefix("!"))
-            for name in (path, info.weight)
-            if name is not None
-        )
+    @property
+    def glob(self) -> str:
+        """The pattern without its `!`."""
+        return self.path.removeprefix("!")
+
+    def matches_path(self, path: str, info: ParamInfo) -> bool:
+        """True if the glob fits the path, or that of the model's weight that the parameter stands
+        for."""
+        return any(fnmatch.fnmatchcase(name, self.glob) for name in (path, info.weight or path))
 
     def matches(self, path: str, info: ParamInfo) -> bool:
-        """Whether the path fits, and the dimensions."""
-        return self.names(path, info) and self.ndim in (None, info.ndim)
+        """True if the glob and the dimensions fit."""
+        return self.matches_path(path, info) and self.ndim in (None, info.ndim)
 
 
 def check_selectors(value: Any, key: str) -> tuple[Selector, ...]:
-    """The pattern list that a configuration holds at `key`, or an error that says how to write
+    """The pattern list that a configuration holds at `key`, or a fault that says how to write
     one."""
-    if isinstance(value, str) or not isinstance(value, list | tuple):
+    if not isinstance(value, list | tuple):
         raise fault(
             key,
             f"got {quoted(value)}; write a list of patterns over parameter paths, such "
-            "as ['blocks/*'] or "
-            "[{path: 'blocks/*', ndim: 2}]",
+            "as ['blocks/*'] or [{path: 'blocks/*', ndim: 2}]",
         )
-    found = tuple(_selector(entry, f"{key}.{i}") for i, entry in enumerate(value))
-    if all(selector.excludes for selector in found):
+    selectors = tuple(_selector(entry, f"{key}.{i}") for i, entry in enumerate(value))
+    if all(selector.excludes for selector in selectors):
         raise fault(
             key,
             "selects nothing: at least one pattern must not start with '!'; write ['*', "
             "'!embed/*'] for all but the embedding",
         )
-    return found
+    return selectors
 
 
 def selected(selectors: tuple[Selector, ...], path: str, info: ParamInfo) -> bool:
-    """Whether some pattern matches and none that starts with `!` does."""
-    return any(
-        selector.matches(path, info) for selector in selectors if not selector.excludes
-    ) and not any(selector.matches(path, info) for selector in selectors if selector.excludes)
+    """True if some pattern matches and none that starts with `!` does."""
+    matching = [selector for selector in selectors if selector.matches(path, info)]
+    return bool(matching) and not any(selector.excludes for selector in matching)
 
 
 def check_matches(selectors: tuple[Selector, ...], params: dict[str, ParamInfo], key: str) -> None:
@@ -126,25 +126,21 @@ def check_matches(selectors: tuple[Selector, ...], params: dict[str, ParamInfo],
     for i, selector in enumerate(selectors):
         if selector.optional or any(selector.matches(path, info) for path, info in params.items()):
             continue
-        of_any_rank = sorted(
-            {info.ndim for path, info in params.items() if selector.names(path, info)}
+        ranks = sorted(
+            {info.ndim for path, info in params.items() if selector.matches_path(path, info)}
         )
-        if of_any_rank:
+        if ranks:
             hint = (
-                f"parameters on that path have ndim {', '.join(map(str, of_any_rank))} "
+                f"parameters on that path have ndim {', '.join(map(str, ranks))} "
                 "(layers do not count, heads x head_dim count as one)"
             )
         else:
-            paths = {info.weight or path for path, info in params.items()}
-            hint = "nearest paths: " + ", ".join(
-                nearest(selector.path.removeprefix("!"), paths, 3) or sorted(paths)[:3]
-            )
-        wanted = f"{selector.path!r}" + (
-            f" with ndim {selector.ndim}" if selector.ndim is not None else ""
-        )
+            paths = sorted({info.weight or path for path, info in params.items()})
+            hint = "nearest paths: " + ", ".join(nearest(selector.glob, paths, 3) or paths[:3])
+        ndim = "" if selector.ndim is None else f" with ndim {selector.ndim}"
         raise ConfigError(
-            f"optimizer.{key}.{i}: {wanted} matches no parameter; {hint}; to allow that, "
-            f"write {{path: ..., optional: true}}"
+            f"optimizer.{key}.{i}: {selector.path!r}{ndim} matches no parameter; {hint}; to allow "
+            "that, write {path: ..., optional: true}"
         )
 
 
@@ -156,15 +152,19 @@ def _selector(entry: Any, key: str) -> Selector:
             key,
             f"got {quoted(entry)}; a pattern is text, or a mapping with path, ndim and optional",
         )
-    kinds: dict[str, type] = {"path": str, "ndim": int, "optional": bool}
-    wanted = {"path": "text", "ndim": "a whole number", "optional": "true or false"}
+    sorts: dict[str, tuple[type, str]] = {
+        "path": (str, "text"),
+        "ndim": (int, "a whole number"),
+        "optional": (bool, "true or false"),
+    }
     for name, value in entry.items():
-        if name not in kinds:
+        if name not in sorts:
             raise fault(
                 f"{key}.{name}",
                 f"unknown key {quoted(name)}; a pattern has path, ndim and "
-                f"optional{did_you_mean(name, kinds)}",
+                f"optional{did_you_mean(name, sorts)}",
             )
-        if type(value) is not kinds[name]:
-            raise fault(f"{key}.{name}", f"got {quoted(value)}, wanted {wanted[name]}")
+        kind, wanted = sorts[name]
+        if type(value) is not kind:
+            raise fault(f"{key}.{name}", f"got {quoted(value)}, wanted {wanted}")
     return Selector(**{"path": "*", **entry})

@@ -1,17 +1,17 @@
 """Schedules as data: Optax's by their names, two of our own, shares of the run for steps and shares
 of the learning rate for values."""
 
+import dataclasses
 import fractions
-import inspect
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from maxstack.config import fault
-from maxstack.schema.optimizer.names import Argument, Signature, signature
+from maxstack.schema.optimizer.signatures import Signature
 
-Schedule = Callable[[Any], Any]
 ALIASES = {
     "constant": "constant_schedule",
     "linear": "linear_schedule",
@@ -41,16 +41,27 @@ FILLS_RUN = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """A checked schedule of the configuration."""
+
+    signature: Signature
+    arguments: dict[str, Any]
+    """Values by the function's names, shares as text; schedules inside are Schedules."""
+    key: str
+    """Dotted path, relative to the optimizer section."""
+
+
 def share(value: Any) -> fractions.Fraction | None:
-    """The fraction that text like '2%' stands for; None when it is no such text or above 100%."""
-    found = SHARE.fullmatch(value) if isinstance(value, str) else None
-    part = fractions.Fraction(found[1]) / 100 if found else None
+    """The fraction in text such as '2%'; None for anything else, and above 100%."""
+    match = SHARE.fullmatch(value) if isinstance(value, str) else None
+    part = fractions.Fraction(match[1]) / 100 if match else None
     return part if part is not None and part <= 1 else None
 
 
 def steps_of(value: int | str, train_steps: int, least: int = 0) -> int:
-    """Steps from a whole number, or from a share of the run: rounded down, so that shares never add
-    up to more than it, but `least` at least."""
+    """Steps from a whole number, or from a share of the run: `least` or more, and rounded down, so
+    that shares never add up to more than the run."""
     part = share(value)
     return int(value) if part is None else max(int(part * train_steps), least)
 
@@ -97,177 +108,134 @@ def inverse_sqrt(count: Any, peak_value: float, warmup_steps: int, init_value: f
 OWN: dict[str, Callable[..., Any]] = {"wsd": wsd, "inverse_sqrt": inverse_sqrt}
 
 
-def schedule_signature(kind: str) -> Signature | None:
-    """Signature of the schedule that a configuration calls `kind`; what this module fills in has a
-    default here."""
-    if kind in OWN:
-        arguments = [
-            parameter
-            for parameter in inspect.signature(OWN[kind]).parameters.values()
-            if parameter.name not in ("count", "total")
-        ]
-        found = tuple(
-            Argument(
-                p.name,
-                "keyword",
-                getattr(p.annotation, "__name__", "")
-                if isinstance(p.annotation, type)
-                else str(p.annotation),
-                None if p.default is p.empty else repr(p.default),
-            )
-            for p in arguments
-        )
-        return Signature(kind, "maxstack", "schedule", found)
-    found_signature = signature(ALIASES.get(kind, kind))
-    return found_signature if found_signature and found_signature.role == "schedule" else None
+def peak_argument(schedule: Signature) -> str:
+    """The argument that is the learning rate which the schedule shapes; "" where there is none."""
+    peaks = ("peak_value", "value", "init_value")
+    return next((name for name in peaks if name in schedule.arguments), "")
 
 
-def peak_argument(found: Signature) -> str | None:
-    """The argument that stands for the learning rate which the schedule shapes."""
-    return next((name for name in ("peak_value", "value", "init_value") if name in found), None)
-
-
-def filled(found: Signature) -> set[str]:
+def filled(schedule: Signature) -> set[str]:
     """Arguments that need not be given beside the peak: the run's length, and a start at zero
     before a warm-up."""
-    return {FILLS_RUN.get(found.name, "")} | (
-        {"init_value"} if found.name.startswith("warmup_") else set()
-    )
+    start = {"init_value"} if schedule.name.startswith("warmup_") else set()
+    return {FILLS_RUN.get(schedule.name, "")} | start
 
 
 def resolve(
-    item: dict[str, Any], train_steps: int, base: float | None, span: int | None = None
-) -> tuple[Signature, dict[str, Any]]:
-    """Signature and arguments in numbers. `base` is the learning rate that is shaped, `span` the
-    steps that this schedule covers in a join."""
-    found = schedule_signature(item["kind"])
-    assert found is not None, item
-    span = train_steps if span is None else span
-    given = {name: value for name, value in item.items() if name != "kind"}
-    peak = peak_argument(found)
-    if peak and peak not in given and base is not None:
-        given[peak] = base
-    whole = base if base is not None else given.get(peak or "")
-    for name in given.keys() & set(VALUES):
-        part = share(given[name])
-        given[name] = (
-            float(part * whole)
-            if part is not None and isinstance(whole, int | float)
-            else given[name]
-        )
-    for name in given.keys() & set(STEPS):
+    schedule: Schedule, updates: int, base: float | None, span: int | None = None
+) -> dict[str, Any]:
+    """Arguments in numbers, for a run of `updates`. `base` is the learning rate that is shaped,
+    `span` the updates that this schedule covers in a join."""
+    signature, numbers = schedule.signature, dict(schedule.arguments)
+    peak = peak_argument(signature)
+    if peak and base is not None:
+        numbers.setdefault(peak, base)
+    whole: Any = numbers.get(peak) if base is None else base
+    for name in numbers.keys() & set(VALUES):
+        part = share(numbers[name])
+        if part is not None:
+            numbers[name] = float(part * whole)
+    for name in numbers.keys() & set(STEPS):
         may_be_zero = name == "transition_begin" or (
-            name == "warmup_steps" and found.name not in WARM_UP_ONLY
+            name == "warmup_steps" and signature.name not in WARM_UP_ONLY
         )
-        given[name] = steps_of(given[name], train_steps, 0 if may_be_zero else 1)
-    if "init_value" in filled(found):
-        given.setdefault("init_value", 0.0)
-    if found.name in FILLS_RUN:
-        given.setdefault(FILLS_RUN[found.name], max(span - given.get("transition_begin", 0), 1))
-    if isinstance(given.get("boundaries"), list | tuple):
-        given["boundaries"] = [steps_of(value, train_steps) for value in given["boundaries"]]
-    if isinstance(given.get("boundaries_and_scales"), dict):
-        given["boundaries_and_scales"] = {
-            steps_of(step, train_steps): scale
-            for step, scale in given["boundaries_and_scales"].items()
+        numbers[name] = steps_of(numbers[name], updates, 0 if may_be_zero else 1)
+    if "init_value" in filled(signature):
+        numbers.setdefault("init_value", 0.0)
+    if signature.name in FILLS_RUN:
+        begin = numbers.get("transition_begin", 0)
+        numbers.setdefault(FILLS_RUN[signature.name], max((span or updates) - begin, 1))
+    if "boundaries" in numbers:
+        numbers["boundaries"] = [steps_of(step, updates) for step in numbers["boundaries"]]
+    if numbers.get("boundaries_and_scales"):
+        numbers["boundaries_and_scales"] = {
+            steps_of(step, updates): scale
+            for step, scale in numbers["boundaries_and_scales"].items()
         }
-    return found, given
+    return numbers
 
 
-def check_steps(item: dict[str, Any], train_steps: int, key: str, span: int | None = None) -> None:
+def check_steps(schedule: Schedule, updates: int, span: int | None = None) -> None:
     """Raises a fault where steps contradict each other or the length of the run."""
-    found, given = resolve(item, train_steps, 1.0, span)
+    numbers = resolve(schedule, updates, 1.0, span)
     for name, problem in _contradictions(
-        found.name, given, train_steps, train_steps if span is None else span
+        schedule.signature.name, numbers, updates, span or updates
     ):
-        raise fault(f"{key}.{name}", problem)
-    for i, (inner, covers) in enumerate(_parts(given, train_steps)):
-        check_steps(inner, train_steps, f"{key}.schedules.{i}", covers)
+        raise fault(f"{schedule.key}.{name}", problem)
+    for inner, covers in _joined(numbers, updates):
+        check_steps(inner, updates, covers)
 
 
 def build_schedule(
-    item: dict[str, Any], train_steps: int, base: float | None, span: int | None = None
-) -> Schedule:
-    """The function of the step that a checked mapping describes."""
+    schedule: Schedule, updates: int, base: float | None, span: int | None = None
+) -> Callable[[Any], Any]:
+    """The function of the update's number that a schedule describes."""
     import optax
 
-    found, given = resolve(item, train_steps, base, span)
-    if found.package == "maxstack":
-        own = OWN[found.name]
-        total = {"total": train_steps if span is None else span} if found.name == "wsd" else {}
-        return lambda count: own(count, **given, **total)
-    if found.name == "join_schedules":
-        given["schedules"] = [
-            build_schedule(inner, train_steps, base, covers)
-            for inner, covers in _parts(given, train_steps)
+    name, numbers = schedule.signature.name, resolve(schedule, updates, base, span)
+    if name in OWN:
+        total = {"total": span or updates} if name == "wsd" else {}
+        return lambda count: OWN[name](count, **numbers, **total)
+    if name == "join_schedules":
+        numbers["schedules"] = [
+            build_schedule(inner, updates, base, covers)
+            for inner, covers in _joined(numbers, updates)
         ]
-    if found.name == "sgdr_schedule":
-        given["cosine_kwargs"] = [
-            resolve({"kind": "warmup_cosine", **cycle}, train_steps, base)[1]
-            for cycle in given["cosine_kwargs"]
+    if name == "sgdr_schedule":
+        numbers["cosine_kwargs"] = [
+            resolve(cycle, updates, base) for cycle in numbers["cosine_kwargs"]
         ]
-    return getattr(optax, found.name)(**given)
+    return getattr(optax, name)(**numbers)
 
 
-def _parts(given: dict[str, Any], train_steps: int) -> list[tuple[dict[str, Any], int]]:
-    """The joined schedules, each with the number of steps that it covers; its own count starts at
-    its boundary."""
-    edges = [0, *given.get("boundaries", []), train_steps]
-    return [
-        (inner, max(edges[i + 1] - edges[i], 1))
-        for i, inner in enumerate(given.get("schedules", []))
-    ]
+def _joined(numbers: dict[str, Any], updates: int) -> Iterator[tuple[Schedule, int]]:
+    """The schedules of a join, each with the number of updates that it covers; its own count starts
+    at its boundary."""
+    edges = [0, *numbers.get("boundaries", []), updates]
+    for i, schedule in enumerate(numbers.get("schedules", [])):
+        yield schedule, max(edges[i + 1] - edges[i], 1)
 
 
 def _contradictions(
-    kind: str, given: dict[str, Any], train_steps: int, span: int
+    schedule: str, numbers: dict[str, Any], updates: int, span: int
 ) -> Iterator[tuple[str, str]]:
-    warmup, decay = given.get("warmup_steps", 0), given.get("decay_steps", 0)
+    warmup, decay = numbers.get("warmup_steps", 0), numbers.get("decay_steps", 0)
     for name in ("decay_steps", "transition_steps"):
-        if given.get(name) is not None and given[name] < 1:
-            yield name, f"{name}={given[name]} must be at least 1"
+        if numbers.get(name, 1) < 1:
+            yield name, f"{name}={numbers[name]} must be at least 1"
     if warmup > span:
         yield (
             "warmup_steps",
             f"warmup_steps={warmup} is longer than the {span} steps that the schedule "
-            f"has (train.steps={train_steps}); try 2%",
+            f"has (train.steps={updates}); try 2%",
         )
-    if warmup == 0 and kind in WARM_UP_ONLY:
+    if warmup == 0 and schedule in WARM_UP_ONLY:
         yield "warmup_steps", "got 0, but this schedule needs at least 1 step of warm-up"
-    if kind == "wsd" and warmup + decay > span:
+    if schedule == "wsd" and warmup + decay > span:
         yield (
             "decay_steps",
             f"warmup_steps={warmup} and decay_steps={decay} exceed the {span} steps that "
             "the schedule has; try decay_steps: 20%",
         )
-    if kind == "warmup_cosine_decay_schedule" and warmup >= decay:
+    if schedule == "warmup_cosine_decay_schedule" and warmup >= decay:
         yield (
             "warmup_steps",
             f"warmup_steps={warmup} is not shorter than decay_steps={decay}, which "
             "counts the warm-up too; try warmup_steps: 2%",
         )
-    if "boundaries" in given:
-        schedules, boundaries = len(given["schedules"]), given["boundaries"]
-        yield from _boundary_problems("boundaries", boundaries, train_steps)
-        if schedules != len(boundaries) + 1:
+    for name in ("boundaries", "boundaries_and_scales"):
+        boundaries = list(numbers.get(name) or ())
+        if any(after <= before for before, after in itertools.pairwise(boundaries)):
+            yield name, f"boundaries {boundaries} must rise"
+        if boundaries and not 0 < boundaries[0] <= boundaries[-1] < updates:
+            yield (
+                name,
+                f"boundaries {boundaries} must lie after step 0 and before train.steps={updates}",
+            )
+    if "schedules" in numbers:
+        count, given = len(numbers["schedules"]), len(numbers["boundaries"])
+        if count != given + 1:
             yield (
                 "boundaries",
-                f"{schedules} schedules need {schedules - 1} boundaries between them, "
-                f"got {len(boundaries)}",
+                f"{count} schedules need {count - 1} boundaries between them, got {given}",
             )
-    if given.get("boundaries_and_scales"):
-        yield from _boundary_problems(
-            "boundaries_and_scales", list(given["boundaries_and_scales"]), train_steps
-        )
-
-
-def _boundary_problems(
-    name: str, boundaries: list[int], train_steps: int
-) -> Iterator[tuple[str, str]]:
-    if any(after <= before for before, after in zip(boundaries, boundaries[1:], strict=False)):
-        yield name, f"boundaries {boundaries} must rise"
-    if boundaries and not 0 < boundaries[0] <= boundaries[-1] < train_steps:
-        yield (
-            name,
-            f"boundaries {boundaries} must lie after step 0 and before train.steps={train_steps}",
-        )

@@ -64,7 +64,7 @@ def refused(**optimizer):
                 "slow_step_size": 0.5,
                 "inner": [{"kind": "sgdd"}],
             },
-            "chain.0.fast_optimizer.0.kind",
+            "chain.0.inner.0.kind",
             "mean sgd",
         ),
         (
@@ -187,6 +187,26 @@ def test_a_resolved_configuration_reads_back_unchanged():
         OptimizerConfig(learning_rate={"kind": "constant", "value": 1.0}, ema={"decay": 0.9}),
     ):
         assert OptimizerConfig(**cfg.model_dump()) == cfg
+
+
+def test_a_copy_with_an_update_is_checked_and_parsed_again():
+    cfg = OptimizerConfig().model_copy(update={"chain": [{"kind": "sgd"}], "learning_rate": 0.5})
+    assert [item.signature.name for item in cfg.parsed.items()] == ["sgd"]
+    assert cfg.parsed.learning_rate == 0.5
+    with pytest.raises(pydantic.ValidationError, match="did you mean sgd"):
+        cfg.model_copy(update={"chain": [{"kind": "sgdd"}]})
+
+
+def test_items_are_parsed_once_with_their_keys_and_the_steps_between_their_updates():
+    inner = {"kind": "MultiSteps", "every_k_schedule": 3, "inner": [{"kind": "adamw"}]}
+    chain = [{"kind": "MultiSteps", "every_k_schedule": 2, "opt": inner}]
+    cfg = OptimizerConfig(chain=[], groups=[{"match": ["*"], "chain": chain}])
+    assert [(item.signature.name, item.key, item.every) for item in cfg.parsed.items()] == [
+        ("MultiSteps", "groups.0.chain.0", 1),
+        ("MultiSteps", "groups.0.chain.0.opt", 2),
+        ("adamw", "groups.0.chain.0.opt.inner.0", 6),
+    ]
+    assert cfg.parsed is cfg.parsed
 
 
 def test_the_json_schema_names_the_kinds():
