@@ -20,7 +20,7 @@ import numpy as np
 
 from maxstack.checkpoint import manifest
 from maxstack.checkpoint.manifest import Damage
-from maxstack.checkpoint.peers import Peers
+from maxstack.checkpoint.peer_files import Peers
 from maxstack.cluster.peers import Processes
 
 SHARDS, INDEX = "shards.bin", "index.json"

@@ -1,0 +1,130 @@
+"""Masked diffusion: the bound, what it is a sum over, its random numbers, and samples."""
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from flax import nnx
+
+from maxstack import cli
+from maxstack.config import dump
+from maxstack.inference.diffusion import ORDERS, sample
+from maxstack.load import load
+from maxstack.objectives.objective import Models
+
+MASK = tiny.VOCAB - 1
+SGD = {"learning_rate": 1.0, "chain": [{"kind": "sgd"}], "schedule": None}
+MESH = {"data": 2, "context": 2, "tensor": 2, "context_kind": "ulysses"}
+
+
+def config(**changes):
+    model = tiny.model()
+    for block in model["blocks"].values():
+        block["mixer"] = block["mixer"] | {"causal": False}
+    objective = {"kind": "masked_diffusion"} | changes.pop("objective", {})
+    return tiny.config(**{"model": model, "objective": objective} | changes)
+
+
+def batch(cfg):
+    """Tokens that are never the mask's."""
+    rows = tiny.batch(cfg)
+    return rows | {name: np.minimum(rows[name], MASK - 1) for name in ("tokens", "targets")}
+
+
+@pytest.mark.parametrize("shift", [False, True])
+def test_the_loss_is_the_sum_over_hidden_tokens_of_their_cross_entropy_over_t(shift):
+    run = tiny.make_run(config(objective={"shift": shift}))
+    rows, params = batch(run.cfg), run.init().params
+    model = nnx.merge(run.graph, nnx.State(params))
+    prepared = run.objective.prepare(rows, jax.random.key(3))
+    time, draw = np.asarray(prepared["time"]), np.asarray(prepared["draw"])
+    assert sorted(np.floor((time - 1e-3) / (1 - 1e-3) * len(time))) == list(range(len(time)))
+    found = run.objective.loss(Models(model), prepared)
+
+    known, segments = rows["mask"] > 0, rows["segments"]
+    if shift:
+        known[:, 0] = False
+        known[:, 1:] &= segments[:, 1:] == segments[:, :-1]
+    hidden = known & (draw < time[:, None])
+    clean = rows["tokens"] if shift else rows["targets"]
+    logits = model.logits(model.hidden(rows | {"tokens": np.where(hidden, MASK, clean)}))
+    logits = np.asarray(logits, np.float64)[..., :MASK]  # the mask is never predicted
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    total = 0.0
+    for row, column in zip(*np.nonzero(hidden), strict=True):
+        state = column - 1 if shift else column
+        total -= log_p[row, state, clean[row, column]] / time[row]
+    assert float(found.total) == pytest.approx(total, rel=1e-5)
+    assert float(found.weight) == known.sum()
+
+
+def test_a_step_is_the_same_in_microbatches_and_on_a_mesh():
+
+    runs = [
+        tiny.make_run(
+            config(train={"batch_size": 8, "accumulate": pieces}, mesh=mesh, optimizer=SGD), devices
+        )
+        for pieces, mesh, devices in ((1, {}, 1), (4, {}, 1), (1, MESH, 8))
+    ]
+    whole, *others = [run.step(run.init(), run.place(batch(run.cfg), 8)) for run in runs]
+    for state, scalars in others:
+        for name in ("loss", "grad_norm"):
+            assert float(scalars[name]) == pytest.approx(float(whole[1][name]), rel=1e-5)
+        for ours, wanted in zip(
+            jax.tree.leaves(state.params), jax.tree.leaves(whole[0].params), strict=True
+        ):
+            np.testing.assert_allclose(ours, wanted, atol=2e-5)
+
+
+def test_evaluation_hides_by_a_rows_content_whatever_batch_it_is_in():
+    run = tiny.make_run(config(objective={"eval_times": 2}))
+    rows, params = batch(run.cfg), run.init().params
+    rows |= {"bytes": rows["mask"]}
+    whole = run.eval_step(params, run.place(rows, 8))
+    order = np.random.default_rng(0).permutation(8)
+    moved = run.eval_step(params, run.place({k: v[order] for k, v in rows.items()}, 8))
+    for name, value in whole.items():
+        assert float(moved[name]) == pytest.approx(float(value), rel=1e-5), name
+    assert 0 < whole["hidden_accuracy/weight"] < 0.3 * whole["weight"]
+    untrained = float(whole["nll"] / whole["weight"])
+    assert untrained == pytest.approx(np.log(MASK), rel=0.2)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_samples_keep_what_is_given_fill_the_rest_and_depend_on_no_mesh(order):
+    one, eight = tiny.make_run(config()), tiny.make_run(config(mesh={"fsdp": 8}), 8)
+    params = jax.tree.map(np.asarray, one.init().params)
+    tokens = np.full((2, 16), 7, np.int32)
+    given = np.broadcast_to(np.arange(16) < 3, tokens.shape)
+    rows = [
+        sample(run, params, tokens, given, steps=5, order=order, temperature=1.0, seed=1)
+        for run in (one, eight)
+    ]
+    np.testing.assert_array_equal(rows[0], rows[1])
+    assert (rows[0][:, :3] == 7).all() and (rows[0] < MASK).all()
+    assert (rows[0][0] != rows[0][1]).any()
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("model.blocks.local.mixer.causal=true", "set model.blocks.local.mixer.causal=false"),
+        ("objective.mask_token=320", "mask_token=320 is no row of model.vocab=320; use 319"),
+        ("objective.kind=next_token", "use causal: true, or objective.kind=masked_diffusion"),
+        ("model.mtp={block: local}", "predicts further tokens"),
+    ],
+)
+def test_a_model_that_the_objective_cannot_be_of_is_refused_by_key(tmp_path, override, says):
+    (tmp_path / "run.yml").write_text(dump(config()))
+    with pytest.raises(ValueError, match="causal|mask_token|mtp") as caught:
+        load(tmp_path / "run.yml", [override])
+    assert says in str(caught.value)
+
+
+def test_a_model_of_next_tokens_is_not_sampled(tmp_path, capsys):
+    run = tiny.make_run(tiny.config())
+    tokens = np.zeros((1, 4), np.int32)
+    with pytest.raises(ValueError, match="only a model trained by masked_diffusion"):
+        sample(run, None, tokens, tokens > 0, steps=1, order="random", temperature=1.0, seed=0)
+    assert cli.main(["sample", str(tmp_path / "nothing")]) == 1
+    assert "no such folder" in capsys.readouterr().err
