@@ -4,6 +4,7 @@ names say something."""
 import ast
 import graphlib
 import io
+import runpy
 import subprocess
 import sys
 import tokenize
@@ -53,14 +54,7 @@ LEVELS = (
 LEVEL = {f"maxstack.{name}": depth for depth, names in enumerate(LEVELS) for name in names}
 LONGEST_FILE, LONGEST_FUNCTION = 4400, 860
 """In tokens."""
-NO_TOKENS = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}
+SIZE = runpy.run_path(str(ROOT / "scripts" / "measure_size.py"))
 MAY_BE_LONG = {"maxstack.train.train"}
 SAY_NOTHING = {"util", "utils", "helper", "helpers", "manager", "base", "common", "misc"}
 
@@ -119,7 +113,7 @@ def test_files_and_functions_are_short(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
     found = tokenize.generate_tokens(io.StringIO(text).readline)
-    lines = [token.start[0] for token in found if token.type not in NO_TOKENS]
+    lines = [token.start[0] for token in found if token.type not in SIZE["NO_TOKENS"]]
     lengths = {
         f"{module}.{node.name}": sum(node.lineno <= line <= node.end_lineno for line in lines)
         for node in functions
@@ -130,6 +124,13 @@ def test_files_and_functions_are_short(path):
         for name, length in lengths.items()
         if length > LONGEST_FUNCTION and name not in MAY_BE_LONG
     } == {}
+
+
+def test_the_readme_states_the_size_that_is_measured():
+    """`python scripts/measure_size.py --write` states it anew."""
+    stated = int(SIZE["STATED"].search((ROOT / "README.md").read_text())[1].replace(",", ""))
+    measured = sum(map(SIZE["tokens"], (ROOT / "maxstack").rglob("*.py")))
+    assert stated == pytest.approx(measured, rel=0.01)
 
 
 def test_names_of_files_and_folders_say_what_is_inside():

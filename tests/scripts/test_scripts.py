@@ -118,6 +118,12 @@ def test_quantization_curves_and_weak_scaling_are_plotted_again_from_their_figur
         assert (docs / plot).read_text() == (ROOT / "docs" / plot).read_text()
 
 
+def test_the_size_is_counted_by_folder():
+    counted = process("measure_size.py")
+    assert re.search(r"[\d,]+  maxstack/schema/ \(\d+ files\)", counted)
+    assert re.search(r"[\d,]+  tests/ in all", counted)
+
+
 def test_drills_print_the_promises_of_the_readme(monkeypatch, capsys):
     assert run(monkeypatch, SCRIPTS / "drills.py", "--promises") == 0
     assert capsys.readouterr().out.strip() in (ROOT / "README.md").read_text()
