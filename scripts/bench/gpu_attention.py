@@ -18,7 +18,7 @@ from bench.gpu_errors import compare, float64
 from bench.gpu_programs import Job, Program, Ran, calls, drawn, elsewhere, passes
 
 from maxstack.kernels.attention import OP, reference
-from maxstack.kernels.attention.request import Case, Request
+from maxstack.kernels.attention.request import AttentionCase, Request
 from maxstack.kernels.backends import Device
 
 Arrays = tuple[jax.Array, ...]
@@ -54,9 +54,9 @@ class Asked:
             (self.keys or self.length) - self.length,
         )
 
-    def case(self, device: Device) -> Case:
+    def case(self, device: Device) -> AttentionCase:
         """As backends see it."""
-        return Case(
+        return AttentionCase(
             self.request,
             self.length,
             self.keys or self.length,
@@ -331,7 +331,7 @@ def _speed(
     return Job("attention", row, programs, finish, refused)
 
 
-def _refusal(backend: str, case: Case) -> str | None:
+def _refusal(backend: str, case: AttentionCase) -> str | None:
     if backend in (PEER, "reference"):
         return (
             None
