@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxstack.kernels import attention, cross_entropy, grouped_matmul
-from maxstack.kernels.attention.request import Case as AttentionCase
+from maxstack.kernels.attention.request import AttentionCase
 from maxstack.kernels.backends import Op
 from maxstack.kernels.cross_entropy import CrossEntropyCase
 from maxstack.kernels.grouped_matmul import GroupedMatmulCase

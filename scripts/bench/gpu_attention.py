@@ -18,7 +18,7 @@ from bench.gpu_ops import speeds as speeds_of
 from bench.gpu_programs import Job, Ran, drawn, passes
 
 from maxstack.kernels.attention import OP
-from maxstack.kernels.attention.request import Case, Request
+from maxstack.kernels.attention.request import AttentionCase, Request
 from maxstack.kernels.backends import Device
 
 
@@ -64,7 +64,7 @@ class Asked:
 
     def call(self, device: Device) -> Call:
         """The call for a backend."""
-        case = Case(
+        case = AttentionCase(
             self.request,
             self.length,
             self.all_keys,

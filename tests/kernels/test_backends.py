@@ -13,12 +13,12 @@ import pytest
 from maxstack import cli, train
 from maxstack.config import ConfigError
 from maxstack.kernels import attention, cross_entropy, gated_delta, grouped_matmul, tuning
-from maxstack.kernels.attention.request import Case, Request
+from maxstack.kernels.attention.request import AttentionCase, Request
 from maxstack.kernels.backends import Device, config_scope, describe, recording
 from maxstack.schema import kernels as names
 
 ROOT = Path(__file__).resolve().parents[2]
-CASE = Case(
+CASE = AttentionCase(
     Request(0.125, window=64), 256, 256, 4, 2, 64, 64, "float32", True, False, Device("cpu", "cpu")
 )
 

@@ -1,12 +1,10 @@
-"""Attention: one meaning, the dense reference, and the backends that compute it.
+"""Attention: its definition (reference.py), and the backends that compute it.
 
 Shapes: B batch  T query time  S key time  N heads  K kv heads  G heads / kv heads  H head dim  V
 value head dim.
 """
 
-import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +12,17 @@ import jax.numpy as jnp
 from maxstack import sharding
 from maxstack.kernels import sequences
 from maxstack.kernels.attention.on_mesh import on_mesh
-from maxstack.kernels.attention.request import Case, Request, Same
+from maxstack.kernels.attention.request import AttentionCase, Request, Same
+from maxstack.kernels.attention.ring import ring_attention
 from maxstack.kernels.backends import Backend, Device, Op
 
 
-def _whole_sequences(case: Case) -> str | None:
+def _whole_sequences(case: AttentionCase) -> str | None:
+    if not case.ring:
+        return None
     return (
         "keys and values go around a ring of devices; mesh.context_kind: ulysses would "
         "give it whole sequences"
-        if case.ring
-        else None
     )
 
 
@@ -40,8 +39,8 @@ OP = Op(
         Backend("reference", "maxstack.kernels.attention.reference", refuses=_whole_sequences),
     ),
 )
-"""Libraries that others have measured stand before our own kernels, which no hardware has run
-yet."""
+"""Preferred first: libraries that others have measured before our own kernels, which no hardware
+has run yet."""
 
 
 def attention(
@@ -55,31 +54,21 @@ def attention(
     positions_BT: jax.Array | None = None,
     keys: tuple[jax.Array | None, jax.Array | None] | None = None,
 ) -> jax.Array:
-    """softmax(scores) v with float32 softmax -> [B, T, N, V] in q's dtype; a query sees what
-    `Request` says, of its own segment.
+    """softmax(scores) v with float32 softmax -> [B, T, N, V] in q's dtype; a query sees the keys of
+    its own segment that `Request` lets it see.
 
     `sinks_N` is one more score for each head, neither scaled nor capped, that takes its share of
-    the softmax and gives nothing. Chunks are counted by `positions_BT`, places within the document;
-    None: by the place since the segment number last changed. `keys` are segments and positions [B,
-    S] of the keys where they are others than the queries'. ConfigError if a backend is asked for
+    the softmax and gives nothing. Chunks are counted by `positions_BT`, positions within the
+    document; None: counted since the segment number last changed. `keys` are segments and positions
+    [B, S] of the keys where they differ from the queries'. ConfigError if a backend is asked for
     that cannot serve.
     """
     same = _same(segments_BT, positions_BT, q_BTNH.shape[1], keys, request)
-    assert same or not request.chunk
     with jax.named_scope("attention"):
-        serve = functools.partial(_serve, backend)
+        serve = functools.partial(_serve, backend, request)
         if sharding.current() is None:
-            return serve(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, request)
-        return on_mesh(
-            serve,
-            functools.partial(_check_ring, backend),
-            q_BTNH,
-            k_BSKH,
-            v_BSKV,
-            sinks_N,
-            same,
-            request,
-        )
+            return serve((), q_BTNH, k_BSKH, v_BSKV, sinks_N, same)
+        return on_mesh(serve, request, q_BTNH, k_BSKH, v_BSKV, sinks_N, same)
 
 
 def _same(
@@ -99,57 +88,49 @@ def _same(
     if positions_BT is None or key_positions is None:
         assert not sequences.split_over(), "parts of a sequence cannot count its positions"
         assert keys is None and not request.offset, "keys of their own come with positions"
-        positions_BT = key_positions = _places(segments_BT, queries)
+        positions_BT = key_positions = _positions(segments_BT, queries)
     return *same, (positions_BT // request.chunk, key_positions // request.chunk)
-
-
-def _case(
-    q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, same: Same, request: Request
-) -> Case:
-    return Case(
-        request,
-        q.shape[1],
-        k.shape[1],
-        q.shape[2],
-        k.shape[2],
-        q.shape[3],
-        v.shape[3],
-        q.dtype.name,
-        len(same) > bool(request.chunk),
-        sinks is not None,
-        Device.here(),
-    )
 
 
 def _serve(
     backend: str,
+    request: Request,
+    ring: sequences.Axes,
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKV: jax.Array,
     sinks_N: jax.Array | None,
     same: Same,
-    request: Request,
 ) -> jax.Array:
-    """One device's attention by the backend that is chosen for it."""
-    case = _case(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, request)
-    choice = OP.choose(case, backend)
-    return OP[choice.backend].run(
-        q_BTNH, k_BSKH, v_BSKV, sinks_N, same, request, blocks=choice.blocks
+    """One device's attention by the backend chosen for it; `ring`: mesh axes over which keys and
+    values go around, if any."""
+    case = AttentionCase(
+        request,
+        q_BTNH.shape[1],
+        k_BSKH.shape[1],
+        q_BTNH.shape[2],
+        k_BSKH.shape[2],
+        q_BTNH.shape[3],
+        v_BSKV.shape[3],
+        q_BTNH.dtype.name,
+        len(same) > bool(request.chunk),
+        sinks_N is not None,
+        Device.here(),
+        bool(ring),
     )
+    choice = OP.choose(case, backend)
+    if ring:
+        assert choice.backend == "blockwise", "ring.py is made of it"
+        mine = tuple(numbers for numbers, _ in same)
+        return ring_attention(q_BTNH, k_BSKH, v_BSKV, sinks_N, mine, request.narrowed, ring)
+    run = OP[choice.backend].run
+    return run(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, request, blocks=choice.blocks)
 
 
-def _check_ring(backend: str, *call: Any) -> None:
-    chosen = OP.choose(dataclasses.replace(_case(*call), ring=True), backend).backend
-    assert chosen == "blockwise", "ring.py is made of it"
-
-
-def _places(segments_BT: jax.Array | None, t: int) -> jax.Array:
-    """int32 [B or 1, T]: places since the segment number last changed."""
+def _positions(segments_BT: jax.Array | None, t: int) -> jax.Array:
+    """int32 [B or 1, T]: positions since the segment number last changed."""
     index = jnp.arange(t)[None]
     if segments_BT is None:
         return index
-    new_BT = jnp.concatenate(
-        [jnp.ones((segments_BT.shape[0], 1), bool), segments_BT[:, 1:] != segments_BT[:, :-1]],
-        axis=1,
-    )
+    new_BT = jnp.diff(segments_BT, axis=1, prepend=segments_BT[:, :1] - 1) != 0
     return index - jax.lax.cummax(jnp.where(new_BT, index, 0), axis=1)

@@ -14,19 +14,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxstack.kernels.attention.request import Case, Request, Same
+from maxstack.kernels.attention.request import AttentionCase, Request, Same, within
 from maxstack.kernels.backends import Device, multiplied
 
-MASKED, NOTHING = -1e30, -5e29
-"""The score of a key that is not seen, and the log-sum-exp of a query that has seen none: between
-the first and every score, so that a query that never sees a key gathers exp(MASKED - NOTHING) = 0
-of each."""
+MASKED, UNSEEN = -1e30, -5e29
+"""Score of a hidden key, and log-sum-exp of a query that has seen none: between the first and every
+score, so that a query that never sees a key adds exp(MASKED - UNSEEN) = 0 of each."""
 SIZES = {"cpu": (256, 256)}
 """Queries and keys of a tile by platform: on a CPU they stay in the cache."""
 OTHER_SIZES = (512, 1024)
 MANY = 3
-"""Beyond as many tiles that need no mask they have a loop of their own."""
-OTHERS = (
+"""Tiles without a mask get a loop of their own if there are more than this."""
+CANDIDATES = (
     (64, 64),
     (128, 128),
     (128, 256),
@@ -36,30 +35,24 @@ OTHERS = (
     (512, 1024),
     (1024, 1024),
 )
-"""What else is worth measuring."""
-_cut, _dot = (
-    jax.lax.dynamic_slice_in_dim,
-    functools.partial(jnp.einsum, preferred_element_type=jnp.float32),
-)
+"""Further sizes worth measuring."""
+_cut = jax.lax.dynamic_slice_in_dim
+_put = jax.lax.dynamic_update_slice_in_dim
+_dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
-def supports(case: Case) -> str | None:
-    """It serves everything on one device."""
-    if case.ring and (case.request.offset or case.queries != case.keys):
-        return (
-            "around a ring of devices it serves self-attention alone; "
-            "mesh.context_kind: ulysses would give it whole sequences"
-        )
+def supports(case: AttentionCase) -> str | None:
+    """None: it serves everything, a ring of devices too."""
     return None
 
 
-def candidates(case: Case) -> list[dict[str, int]]:
-    """Sizes of a tile, the default first; of those that a short sequence makes equal one alone."""
+def candidates(case: AttentionCase) -> list[dict[str, int]]:
+    """Sizes of a tile, the default first, without those that are equal for a short sequence."""
     span = int(case.shape_class["span"])
-    found: dict[tuple[int, int], dict[str, int]] = {}
-    for rows, keys in (SIZES.get(case.device.platform, OTHER_SIZES), *OTHERS):
-        found.setdefault((min(rows, case.queries), min(keys, span)), {"rows": rows, "keys": keys})
-    return list(found.values())
+    sizes: dict[tuple[int, int], dict[str, int]] = {}
+    for rows, keys in (SIZES.get(case.device.platform, OTHER_SIZES), *CANDIDATES):
+        sizes.setdefault((min(rows, case.queries), min(keys, span)), {"rows": rows, "keys": keys})
+    return list(sizes.values())
 
 
 def run(
@@ -72,37 +65,15 @@ def run(
     blocks: Mapping[str, int] | None = None,
 ) -> jax.Array:
     """softmax(scores) v -> [B, T, N, V] in q's dtype, by tiles of at most blocks["rows"] queries
-    and blocks["keys"] keys."""
-    scoring = Scoring(
-        request.scale, request.reach, request.soft_cap, request.causal, request.offset
-    )
-    return blockwise_attention(
-        q_BTNH,
-        k_BSKH,
-        v_BSKV,
-        sinks_N,
-        same,
-        scoring,
-        (blocks["rows"], blocks["keys"]) if blocks else sizes(),
-    )
-
-
-class Scoring(NamedTuple):
-    """Scores are q.k * scale, soft-capped. Query i stands at place i + offset among the keys; a
-    causal one sees the last `window` places, its own included, another the places less than
-    `window` away. None: neither."""
-
-    scale: float
-    window: int | None
-    soft_cap: float | None
-    causal: bool = True
-    offset: int = 0
+    and blocks["keys"] keys. No score array has more than one tile a head, whatever T."""
+    most = (blocks["rows"], blocks["keys"]) if blocks else tile_sizes()
+    return _attention(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, request.narrowed, most)
 
 
 class Numbers(NamedTuple):
-    """What tells which queries see which keys, int32 [B or 1, T or S] each."""
+    """Numbers that decide which queries see which keys, int32 [B or 1, T or S] each."""
 
-    place: jax.Array
+    position: jax.Array
     """In the sequence, rising."""
     same: tuple[jax.Array, ...]
     """A query sees keys with equal numbers in each; of the queries or of the keys."""
@@ -112,146 +83,125 @@ class Tiles(NamedTuple):
     """Tiles of one size."""
 
     starts: np.ndarray | jax.Array
-    """Where the queries of each begin."""
+    """Index of each tile's first query."""
     firsts: np.ndarray | jax.Array
-    """Where its keys begin."""
+    """Index of its first key."""
     rows: int
     keys: int
     elsewhere: bool = False
-    """Keys of another chunk of the sequence, all before the queries where the mask is causal; they
-    may lie outside every query's window."""
+    """Keys of another part of the sequence, which may lie outside every query's window."""
     clear: bool = False
-    """Every query sees every key, as far as places go."""
+    """Every query sees every key, as far as positions go."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def blockwise_attention(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKV: jax.Array,
-    sinks_N: jax.Array | None,
-    same: Same,
-    scoring: Scoring,
-    most: tuple[int, int],
-) -> jax.Array:
-    """`run`, with `most` queries and keys a tile. No score array has more than one tile a head,
-    whatever T."""
-    return _forward(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, scoring, most)[0]
+def _attention(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, request, most):
+    return _forward(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, request, most)[0]
 
 
-def _forward(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, scoring, most):
-    q_BKGTH, given = by_head(q_BTNH, k_BSKH, v_BSKV)
-    tiles, numbers = (
-        tiled(q_BTNH.shape[1], k_BSKH.shape[1], scoring, most),
-        _natural(q_BTNH, k_BSKH, same, scoring),
-    )
-    o_BKGTV, log_BKGT = gather(
-        nothing(q_BKGTH, given, sinks_N), q_BKGTH, given, numbers, tiles, scoring
-    )
+def _forward(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, request, most):
+    q_BKGTH, kv = by_head(q_BTNH, k_BSKH, v_BSKV)
+    tiles, numbers = _whole(q_BTNH.shape[1], k_BSKH.shape[1], same, request, most)
+    o_BKGTV, log_BKGT = attend(initial(q_BKGTH, kv, sinks_N), q_BKGTH, kv, numbers, tiles, request)
     o_BTNV = by_time(o_BKGTV).astype(q_BTNH.dtype)
     return o_BTNV, (q_BTNH, k_BSKH, v_BSKV, sinks_N, same, o_BTNV, log_BKGT)
 
 
-def _backward(scoring, most, saved, do_BTNV):
+def _backward(request, most, saved, do_BTNV):
     q_BTNH, k_BSKH, v_BSKV, sinks_N, same, o_BTNV, log_BKGT = saved
-    q_BKGTH, given = by_head(q_BTNH, k_BSKH, v_BSKV)
-    tiles, numbers = (
-        tiled(q_BTNH.shape[1], k_BSKH.shape[1], scoring, most),
-        _natural(q_BTNH, k_BSKH, same, scoring),
-    )
-    asked = ask(q_BKGTH, o_BTNV, do_BTNV, log_BKGT)
-    dq, dkv = spread(
-        (zeros(q_BKGTH), (zeros(given[0]), zeros(given[1]))), asked, given, numbers, tiles, scoring
-    )
-    return (
-        by_time(dq).astype(q_BTNH.dtype),
-        *(by_time(x[:, :, None]).astype(k_BSKH.dtype) for x in dkv),
-        of_sinks(sinks_N, asked),
-        None,
-    )
+    q_BKGTH, kv = by_head(q_BTNH, k_BSKH, v_BSKV)
+    tiles, numbers = _whole(q_BTNH.shape[1], k_BSKH.shape[1], same, request, most)
+    queries = with_gradient(q_BKGTH, o_BTNV, do_BTNV, log_BKGT)
+    before = zeros(q_BKGTH), (zeros(kv[0]), zeros(kv[1]))
+    gradients = add_gradients(before, queries, kv, numbers, tiles, request)
+    return as_arguments(gradients, queries, q_BTNH, k_BSKH, sinks_N)
 
 
-blockwise_attention.defvjp(_forward, _backward)
+_attention.defvjp(_forward, _backward)
 
 
-def _natural(q_BTNH: jax.Array, k_BSKH: jax.Array, same: Same, scoring: Scoring) -> "Pair":
+def _whole(
+    t: int, s: int, same: Same, request: Request, most: tuple[int, int]
+) -> "tuple[list[Tiles], Pair]":
+    """Tiles and numbers of whole sequences."""
     of_q, of_k = (tuple(pair[side] for pair in same) for side in (0, 1))
-    return Numbers(jnp.arange(q_BTNH.shape[1])[None] + scoring.offset, of_q), Numbers(
-        jnp.arange(k_BSKH.shape[1])[None], of_k
+    numbers = (
+        Numbers(jnp.arange(t)[None] + request.offset, of_q),
+        Numbers(jnp.arange(s)[None], of_k),
     )
+    return tiled(t, s, request, most), numbers
 
 
-def sizes() -> tuple[int, int]:
+def tile_sizes() -> tuple[int, int]:
     """Queries and keys of a tile."""
     return SIZES.get(Device.here().platform, OTHER_SIZES)
 
 
-def spans(t: int, size: int) -> Iterator[tuple[int, int, int]]:
-    """(begin, end, size) of whole tiles along t, and of a remainder."""
+Span = tuple[int, int, int]
+"""Begin, end and size of tiles along one axis."""
+
+
+def spans(t: int, size: int) -> Iterator[Span]:
+    """Whole tiles along t, and a remainder."""
     whole = t - t % size
-    yield from (
-        (begin, end, size)
-        for begin, end, size in ((0, whole, size), (whole, t, t - whole))
-        if begin < end
-    )
+    yield from (span for span in ((0, whole, size), (whole, t, t - whole)) if span[0] < span[1])
 
 
-def tiled(t: int, s: int, scoring: Scoring, most: tuple[int, int]) -> list[Tiles]:
-    """All of t queries against the keys of s that places let them see."""
+def corners(rows: Span, keys: Span) -> tuple[np.ndarray, np.ndarray]:
+    """First query and first key of each tile of two spans."""
+    start, first = np.meshgrid(np.arange(*rows), np.arange(*keys), indexing="ij")
+    return start.reshape(-1), first.reshape(-1)
+
+
+def tiled(t: int, s: int, request: Request, most: tuple[int, int]) -> list[Tiles]:
+    """Tiles of t queries against s keys that contain a key which a query sees."""
     most_rows, most_keys = most
-    window, offset, ahead = (
-        scoring.window,
-        scoring.offset,
-        0 if scoring.causal else s + t + abs(scoring.offset),
-    )
-    if window:
-        back, ahead = window - 1, min(ahead, window - 1)
-        if (
-            back + ahead < 4 * most_keys
-            # one tile, of as many keys as its queries see: half the rows, so that fewer of them are
-            # masked
-        ):
-            keys_of = {
-                span: min(s, span[2] + back + ahead) for span in spans(t, max(1, most_rows // 2))
-            }
-            return [
-                Tiles(at, np.clip(at + offset - back, 0, s - keys), span[2], keys)
-                for span, keys in keys_of.items()
-                for at in [np.arange(*span)]
+    offset, back = request.offset, request.furthest
+    ahead = s + t + abs(offset) if request.nearest is None else -request.nearest
+    if back is not None and back + ahead < 4 * most_keys:
+        # One tile, of as many keys as its queries see: half the rows, so that fewer of them are
+        # masked.
+        tiles = []
+        for span in spans(t, max(1, most_rows // 2)):
+            keys, starts = min(s, span[2] + back + ahead), np.arange(*span)
+            firsts = np.clip(starts + offset - back, 0, s - keys)
+            tiles.append(Tiles(starts, firsts, span[2], keys))
+        return tiles
+    tiles = []
+    for row_span in spans(t, most_rows):
+        for key_span in spans(s, most_keys):
+            rows, keys = row_span[2], key_span[2]
+            start, first = corners(row_span, key_span)
+            position, last = start + offset, first + keys - 1
+            seen = first - (position + rows - 1) <= ahead
+            if back is not None:
+                seen &= position - last <= back
+            clear = seen & (last - position <= ahead) & (back is None)
+            if clear.sum() > MANY:
+                split = [(seen & ~clear, False), (clear, True)]
+            else:
+                split = [(seen, bool(seen.any() and clear[seen].all()))]
+            tiles += [
+                Tiles(start[chosen], first[chosen], rows, keys, clear=whole)
+                for chosen, whole in split
+                if chosen.any()
             ]
-    found = []
-    for begin, end, rows in spans(t, most_rows):
-        for first, last, keys in spans(s, most_keys):
-            start, key = (
-                x.reshape(-1)
-                for x in np.meshgrid(
-                    np.arange(begin, end, rows), np.arange(first, last, keys), indexing="ij"
-                )
-            )
-            place = start + offset
-            seen = (key - (place + rows - 1) <= ahead) & (
-                (place - (key + keys - 1) < window) if window else True
-            )
-            clear = seen & (key + keys - 1 - place <= ahead) & (not window)
-            split = (
-                [(seen & ~clear, False), (clear, True)]
-                if clear.sum() > MANY
-                else [(seen, bool(seen.any() and clear[seen].all()))]
-            )
-            found += [
-                Tiles(start[these], key[these], rows, keys, clear=whole)
-                for these, whole in split
-                if these.any()
-            ]
-    return found
+    return tiles
 
 
 Keys = tuple[jax.Array, jax.Array]
 """Keys [B, K, S, H] and values [B, K, S, V]."""
+Pair = tuple[Numbers, Numbers]
+"""Of the queries, and of the keys."""
+Output = tuple[jax.Array, jax.Array]
+"""Output for the keys seen so far [B, K, G, T, V], and the log-sum-exp of their scores [B, K, G,
+T], both float32."""
+Gradients = tuple[jax.Array, Keys]
+"""Of queries [B, K, G, T, H], and of keys and values: float32."""
 
 
 def by_head(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKV: jax.Array) -> tuple[jax.Array, Keys]:
-    """[B, K, G, T, H] and keys and values, in the type that products are made in."""
+    """[B, K, G, T, H] and keys and values, in the dtype of products."""
     q_BTNH, k_BSKH, v_BSKV = (x.astype(multiplied(x.dtype)) for x in (q_BTNH, k_BSKH, v_BSKV))
     return _grouped(q_BTNH, k_BSKH.shape[2]), (
         k_BSKH.transpose(0, 2, 1, 3),
@@ -275,71 +225,59 @@ def zeros(x: jax.Array) -> jax.Array:
     return jnp.zeros(x.shape, jnp.float32)
 
 
-Pair = tuple[Numbers, Numbers]
-"""Of the queries, and of the keys."""
-Gathered = tuple[jax.Array, jax.Array]
-"""What queries have gathered from the keys so far [B, K, G, T, V], and the log-sum-exp of their
-scores [B, K, G, T], both float32."""
-
-
-def nothing(q_BKGTH: jax.Array, given: Keys, sinks_N: jax.Array | None) -> Gathered:
-    """What queries have gathered before the first key: the sinks give nothing, but take their share
-    of the softmax."""
+def initial(q_BKGTH: jax.Array, kv: Keys, sinks_N: jax.Array | None) -> Output:
+    """The output before the first key: sinks give nothing, but take their share of the softmax."""
     k, g = q_BKGTH.shape[1:3]
     log = (
-        jnp.asarray(NOTHING, jnp.float32)
+        jnp.asarray(UNSEEN, jnp.float32)
         if sinks_N is None
         else sinks_N.astype(jnp.float32).reshape(1, k, g, 1)
     )
-    return jnp.zeros((*q_BKGTH.shape[:4], given[1].shape[3]), jnp.float32), jnp.broadcast_to(
-        log, q_BKGTH.shape[:4]
-    )
+    o_BKGTV = jnp.zeros((*q_BKGTH.shape[:4], kv[1].shape[3]), jnp.float32)
+    return o_BKGTV, jnp.broadcast_to(log, q_BKGTH.shape[:4])
 
 
-def gather(
-    before: Gathered,
+def attend(
+    before: Output,
     q_BKGTH: jax.Array,
-    given: Keys,
+    kv: Keys,
     numbers: Pair,
     tiles: list[Tiles],
-    scoring: Scoring,
-) -> Gathered:
-    """What queries have gathered after the keys of `tiles` too."""
-    k_BKSH, v_BKSV = given
-    q_BKGTH = q_BKGTH * jnp.asarray(scoring.scale, q_BKGTH.dtype)
+    request: Request,
+) -> Output:
+    """The output with the keys of `tiles` too."""
+    k_BKSH, v_BKSV = kv
+    q_BKGTH = q_BKGTH * jnp.asarray(request.scale, q_BKGTH.dtype)
 
-    def tile(size: Tiles, state: Gathered, start: jax.Array, first: jax.Array) -> Gathered:
-        near = _near(numbers, start, first, size)
-        had_BKQV, had_BKQ = (_rows(x, start, size.rows) for x in state)
+    def tile(size: Tiles, state: Output, start: jax.Array, first: jax.Array) -> Output:
+        own = _numbers(numbers, start, first, size)
+        old_BKQV, old_BKQ = (_rows(x, start, size.rows) for x in state)
 
-        def seen() -> Gathered:
+        def seen() -> Output:
             s_BKQS, _ = _scores(
                 _rows(q_BKGTH, start, size.rows),
                 _cut(k_BKSH, first, size.keys, 2),
-                near,
+                own,
                 size,
-                scoring,
+                request,
             )
-            top_BKQ = jnp.maximum(s_BKQS.max(axis=-1), had_BKQ)
-            p_BKQS, kept_BKQ = jnp.exp(s_BKQS - top_BKQ[..., None]), jnp.exp(had_BKQ - top_BKQ)
-            total_BKQ = p_BKQS.sum(axis=-1) + kept_BKQ
+            top_BKQ = jnp.maximum(s_BKQS.max(axis=-1), old_BKQ)
+            p_BKQS, share_BKQ = jnp.exp(s_BKQS - top_BKQ[..., None]), jnp.exp(old_BKQ - top_BKQ)
+            total_BKQ = p_BKQS.sum(axis=-1) + share_BKQ
             o_BKQV = _dot(
                 "BKQS,BKSV->BKQV", p_BKQS.astype(v_BKSV.dtype), _cut(v_BKSV, first, size.keys, 2)
             )
-            return (o_BKQV + had_BKQV * kept_BKQ[..., None]) / total_BKQ[
-                ..., None
-            ], top_BKQ + jnp.log(total_BKQ)
+            o_BKQV = (o_BKQV + old_BKQV * share_BKQ[..., None]) / total_BKQ[..., None]
+            return o_BKQV, top_BKQ + jnp.log(total_BKQ)
 
-        o_BKQV, log_BKQ = _unless_past(
-            scoring.window, near, size, seen, lambda: (had_BKQV, had_BKQ)
-        )
-        return _put(state[0], start, o_BKQV), _put(state[1], start, log_BKQ)
+        o_BKQV, log_BKQ = _if_seen(own, size, request, seen, lambda: (old_BKQV, old_BKQ))
+        return _put_rows(state[0], start, o_BKQV), _put_rows(state[1], start, log_BKQ)
 
     return _over(tiles, tile, before)
 
 
-class Asked(NamedTuple):
-    """Queries, the gradient of what they gathered, its product with that summed over V, and the
+class Queries(NamedTuple):
+    """Queries, the gradient of their output, its product with the output summed over V, and the
     log-sum-exp of their scores."""
 
     q_BKGTH: jax.Array
@@ -348,11 +286,13 @@ class Asked(NamedTuple):
     log_BKGT: jax.Array
 
 
-def ask(q_BKGTH: jax.Array, o_BTNV: jax.Array, do_BTNV: jax.Array, log_BKGT: jax.Array) -> Asked:
-    """What the backward pass needs to know of the queries."""
+def with_gradient(
+    q_BKGTH: jax.Array, o_BTNV: jax.Array, do_BTNV: jax.Array, log_BKGT: jax.Array
+) -> Queries:
+    """Queries of the backward pass."""
     mean_BTN = (do_BTNV.astype(jnp.float32) * o_BTNV.astype(jnp.float32)).sum(axis=-1)
     kv = q_BKGTH.shape[1]
-    return Asked(
+    return Queries(
         q_BKGTH,
         _grouped(do_BTNV.astype(q_BKGTH.dtype), kv),
         _grouped(mean_BTN[..., None], kv)[..., 0],
@@ -360,80 +300,89 @@ def ask(q_BKGTH: jax.Array, o_BTNV: jax.Array, do_BTNV: jax.Array, log_BKGT: jax
     )
 
 
-Grads = tuple[jax.Array, Keys]
-"""Of queries [B, K, G, T, H], and of keys and values: float32."""
+def add_gradients(
+    before: Gradients,
+    queries: Queries,
+    kv: Keys,
+    numbers: Pair,
+    tiles: list[Tiles],
+    request: Request,
+) -> Gradients:
+    """`before` and the gradients of the output in `tiles`."""
+    (k_BKSH, v_BKSV), dtype = kv, kv[0].dtype
+    q_BKGTH = queries.q_BKGTH * jnp.asarray(request.scale, dtype)
 
-
-def spread(
-    before: Grads, asked: Asked, given: Keys, numbers: Pair, tiles: list[Tiles], scoring: Scoring
-) -> Grads:
-    """`before` and the gradients of what was gathered in `tiles`."""
-    (k_BKSH, v_BKSV), dtype = given, given[0].dtype
-    q_BKGTH = asked.q_BKGTH * jnp.asarray(scoring.scale, dtype)
-
-    def tile(size: Tiles, grads: Grads, start: jax.Array, first: jax.Array) -> Grads:
-        near = _near(numbers, start, first, size)
-        q, do, mean, log = (_rows(x, start, size.rows) for x in (q_BKGTH, *asked[1:]))
+    def tile(size: Tiles, grads: Gradients, start: jax.Array, first: jax.Array) -> Gradients:
+        own = _numbers(numbers, start, first, size)
+        q, do, mean, log = (_rows(x, start, size.rows) for x in (q_BKGTH, *queries[1:]))
         k, v = _cut(k_BKSH, first, size.keys, 2), _cut(v_BKSV, first, size.keys, 2)
 
-        def seen() -> Grads:
-            s_BKQS, raw = _scores(q, k, near, size, scoring)
+        def seen() -> Gradients:
+            s_BKQS, raw = _scores(q, k, own, size, request)
             p_BKQS = jnp.exp(s_BKQS - log[..., None])
             dv = _dot("BKQS,BKQV->BKSV", p_BKQS.astype(dtype), do)
             ds = p_BKQS * (_dot("BKQV,BKSV->BKQS", do, v) - mean[..., None])
-            if scoring.soft_cap:
-                ds = ds * (1 - jnp.square(raw / scoring.soft_cap))
+            if request.soft_cap:
+                ds = ds * (1 - jnp.square(raw / request.soft_cap))
             ds = ds.astype(dtype)
-            return _dot("BKQS,BKSH->BKQH", ds, k) * scoring.scale, (
-                _dot("BKQS,BKQH->BKSH", ds, q),
-                dv,
-            )
+            dq = _dot("BKQS,BKSH->BKQH", ds, k) * request.scale
+            return dq, (_dot("BKQS,BKQH->BKSH", ds, q), dv)
 
-        dq, dkv = _unless_past(
-            scoring.window, near, size, seen, lambda: (zeros(q), (zeros(k), zeros(v)))
-        )
-        dq = _put(grads[0], start, dq + _rows(grads[0], start, size.rows))
-        return dq, (_add(grads[1][0], first, dkv[0]), _add(grads[1][1], first, dkv[1]))
+        dq, (dk, dv) = _if_seen(own, size, request, seen, lambda: (zeros(q), (zeros(k), zeros(v))))
+        dq = _put_rows(grads[0], start, dq + _rows(grads[0], start, size.rows))
+        return dq, (_add_keys(grads[1][0], first, dk), _add_keys(grads[1][1], first, dv))
 
     return _over(tiles, tile, before)
 
 
-def of_sinks(sinks_N: jax.Array | None, asked: Asked) -> jax.Array | None:
-    """A sink gives nothing, so its gradient is minus its share of the softmax times what the others
-    give."""
-    if sinks_N is None:
-        return None
-    share_BKGT = jnp.exp(
-        sinks_N.astype(jnp.float32).reshape(1, *asked.log_BKGT.shape[1:3], 1) - asked.log_BKGT
+def as_arguments(
+    gradients: Gradients,
+    queries: Queries,
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    sinks_N: jax.Array | None,
+) -> tuple[jax.Array | None, ...]:
+    """Gradients of q, k, v, the sinks and the numbers.
+
+    A sink gives nothing, so its gradient is minus its share of the softmax times the output of the
+    keys.
+    """
+    dq, dkv = gradients
+    dsinks_N = None
+    if sinks_N is not None:
+        sinks = sinks_N.astype(jnp.float32).reshape(1, *queries.log_BKGT.shape[1:3], 1)
+        share_BKGT = jnp.exp(sinks - queries.log_BKGT)
+        dsinks_N = -(share_BKGT * queries.mean_BKGT).sum(axis=(0, 3)).reshape(-1)
+        dsinks_N = dsinks_N.astype(sinks_N.dtype)
+    return (
+        by_time(dq).astype(q_BTNH.dtype),
+        *(by_time(x[:, :, None]).astype(k_BSKH.dtype) for x in dkv),
+        dsinks_N,
+        None,
     )
-    return -(share_BKGT * asked.mean_BKGT).sum(axis=(0, 3)).reshape(-1).astype(sinks_N.dtype)
 
 
 def _scores(
-    q_BKQH: jax.Array, k_BKSH: jax.Array, near: Pair, size: Tiles, scoring: Scoring
+    q_BKQH: jax.Array, k_BKSH: jax.Array, own: Pair, size: Tiles, request: Request
 ) -> tuple[jax.Array, jax.Array]:
     """Masked scores, and the scores before the mask."""
     raw = _dot("BKQH,BKSH->BKQS", q_BKQH, k_BKSH)
-    if scoring.soft_cap:
-        raw = scoring.soft_cap * jnp.tanh(raw / scoring.soft_cap)
-    of_q, of_k = near
-    distance = of_q.place[:, :, None] - of_k.place[:, None, :]
-    masks = [distance >= 0] if scoring.causal and not (size.elsewhere or size.clear) else []
-    if scoring.window and not size.clear:
-        masks.append((distance if scoring.causal else jnp.abs(distance)) < scoring.window)
+    if request.soft_cap:
+        raw = request.soft_cap * jnp.tanh(raw / request.soft_cap)
+    of_q, of_k = own
+    distance = of_q.position[:, :, None] - of_k.position[:, None, :]
+    masks = [] if size.clear else within(request, distance)
     masks += [
         mine[:, :, None] == theirs[:, None, :]
         for mine, theirs in zip(of_q.same, of_k.same, strict=True)
     ]
     if not masks:
         return raw, raw
-    seen = functools.reduce(jnp.logical_and, masks)
-    return jnp.where(
-        jnp.tile(seen, (1, q_BKQH.shape[2] // size.rows, 1))[:, None], raw, MASKED
-    ), raw
+    seen = jnp.tile(functools.reduce(jnp.logical_and, masks), (1, q_BKQH.shape[2] // size.rows, 1))
+    return jnp.where(seen[:, None], raw, MASKED), raw
 
 
-def _near(numbers: Pair, start: jax.Array, first: jax.Array, size: Tiles) -> Pair:
+def _numbers(numbers: Pair, start: jax.Array, first: jax.Array, size: Tiles) -> Pair:
     """The numbers of one tile's queries and keys."""
     of_q, of_k = numbers
     return jax.tree.map(lambda x: _cut(x, start, size.rows, 1), of_q), jax.tree.map(
@@ -441,15 +390,19 @@ def _near(numbers: Pair, start: jax.Array, first: jax.Array, size: Tiles) -> Pai
     )
 
 
-def _unless_past(
-    window: int | None, near: Pair, size: Tiles, seen: Callable[[], Any], passed: Callable[[], Any]
+def _if_seen(
+    own: Pair,
+    size: Tiles,
+    request: Request,
+    seen: Callable[[], Any],
+    passed: Callable[[], Any],
 ) -> Any:
     """`seen`, or `passed` where the nearest of the keys lies outside every query's window."""
-    if not window or not size.elsewhere:
+    if not request.window or not size.elsewhere:
         return seen()
-    of_q, of_k = (numbers.place[0] for numbers in near)
+    of_q, of_k = (numbers.position[0] for numbers in own)
     gap = jnp.maximum(of_q[0] - of_k[-1], of_k[0] - of_q[-1])
-    return jax.lax.cond(gap < window, seen, passed)
+    return jax.lax.cond(gap < request.window, seen, passed)
 
 
 def _over(tiles: list[Tiles], tile: Callable[..., Any], state: Any) -> Any:
@@ -459,7 +412,8 @@ def _over(tiles: list[Tiles], tile: Callable[..., Any], state: Any) -> Any:
     inside, and would keep the masks of all tiles.
     """
     for size in tiles:
-        if len(size.starts) == 1:
+        count = len(size.starts)
+        if count == 1:
             state = tile(size, state, size.starts[0], size.firsts[0])
             continue
         starts, firsts = jnp.asarray(size.starts, jnp.int32), jnp.asarray(size.firsts, jnp.int32)
@@ -470,18 +424,16 @@ def _over(tiles: list[Tiles], tile: Callable[..., Any], state: Any) -> Any:
             starts: jax.Array = starts,
             firsts: jax.Array = firsts,
         ) -> Any:
-            return at[0] + 1, tile(size, at[1], starts[at[0]], firsts[at[0]])
+            n, state = at
+            return n + 1, tile(size, state, starts[n], firsts[n])
 
-        _, state = jax.lax.while_loop(
-            functools.partial(_before, len(size.starts)),
-            next_tile,
-            (jnp.zeros((), jnp.int32), state),
-        )
+        more = functools.partial(_before, count)
+        _, state = jax.lax.while_loop(more, next_tile, (jnp.zeros((), jnp.int32), state))
     return state
 
 
-def _before(last: int, at: tuple[jax.Array, Any]) -> jax.Array:
-    return at[0] < last
+def _before(count: int, at: tuple[jax.Array, Any]) -> jax.Array:
+    return at[0] < count
 
 
 def _rows(x_BKGTH: jax.Array, start: jax.Array, rows: int) -> jax.Array:
@@ -489,13 +441,10 @@ def _rows(x_BKGTH: jax.Array, start: jax.Array, rows: int) -> jax.Array:
     return _cut(x_BKGTH, start, rows, 3).reshape(b, k, g * rows, *h)
 
 
-def _put(x_BKGTH: jax.Array, start: jax.Array, part: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(
-        x_BKGTH, part.reshape(*x_BKGTH.shape[:3], -1, *x_BKGTH.shape[4:]), start, 3
-    )
+def _put_rows(x_BKGTH: jax.Array, start: jax.Array, part: jax.Array) -> jax.Array:
+    part = part.reshape(*x_BKGTH.shape[:3], -1, *x_BKGTH.shape[4:])
+    return _put(x_BKGTH, part, start, 3)
 
 
-def _add(x_BKSH: jax.Array, first: jax.Array, part: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(
-        x_BKSH, _cut(x_BKSH, first, part.shape[2], 2) + part, first, 2
-    )
+def _add_keys(x_BKSH: jax.Array, first: jax.Array, part: jax.Array) -> jax.Array:
+    return _put(x_BKSH, _cut(x_BKSH, first, part.shape[2], 2) + part, first, 2)

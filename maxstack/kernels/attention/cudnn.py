@@ -19,7 +19,7 @@ from collections.abc import Mapping
 
 import jax
 
-from maxstack.kernels.attention.request import Case, Request, Same
+from maxstack.kernels.attention.request import AttentionCase, Request, Same
 
 TILE = 128
 WIDEST = 128
@@ -31,12 +31,12 @@ PLUGINS, PACKAGES = (
 )
 
 
-def supports(case: Case) -> str | None:
+def supports(case: AttentionCase) -> str | None:
     """Why cuDNN cannot serve, or cannot be relied on."""
     return _device(case) or _request(case) or _shape(case) or missing()
 
 
-def _device(case: Case) -> str | None:
+def _device(case: AttentionCase) -> str | None:
     if case.device.capability < (8, 0):
         return (
             f"needs a GPU of compute capability 8.0 (A100) or later; {case.device.kind} has "
@@ -50,7 +50,7 @@ def _device(case: Case) -> str | None:
     return None
 
 
-def _request(case: Case) -> str | None:
+def _request(case: AttentionCase) -> str | None:
     request = case.request
     if case.dtype != "bfloat16":
         return f"dtype {case.dtype}: cuDNN computes in bfloat16 alone"
@@ -70,7 +70,7 @@ def _request(case: Case) -> str | None:
     return None
 
 
-def _shape(case: Case) -> str | None:
+def _shape(case: AttentionCase) -> str | None:
     if case.request.causal and (case.request.offset or case.queries != case.keys):
         return (
             f"{case.queries} causal queries of {case.keys} keys from place {case.request.offset}: "

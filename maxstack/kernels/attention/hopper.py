@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxstack.kernels.attention.request import Case, Request, Same
+from maxstack.kernels.attention.request import AttentionCase, Request, Same
 
 DIMS = 64, 128
 DEFAULT = {"keys": 128, "stages": 2}
@@ -21,7 +21,7 @@ DEFAULT = {"keys": 128, "stages": 2}
 LOG2E = float(np.log2(np.e))
 
 
-def supports(case: Case) -> str | None:
+def supports(case: AttentionCase) -> str | None:
     """Why the kernels cannot serve `case`; None: they can."""
     device, request = case.device, case.request
     if device.capability[0] != 9:
@@ -48,7 +48,7 @@ def supports(case: Case) -> str | None:
     return None
 
 
-def candidates(case: Case) -> list[dict[str, int]]:
+def candidates(case: AttentionCase) -> list[dict[str, int]]:
     """Block sizes worth measuring, the default first."""
     return [
         DEFAULT,
@@ -151,11 +151,7 @@ def _call(
         kv,
         h,
         q.dtype,
-        request.scale,
-        request.window,
-        request.soft_cap,
-        request.causal,
-        request.offset,
+        request,
         len(same),
         blocks["keys"],
         blocks["stages"],

@@ -6,6 +6,7 @@ arXiv:2307.08691). With p the softmax, do the output's gradient and delta the su
 over the head: dv = p^T do, dp = do v^T, ds = p (dp - delta), dq = scale ds k, dk = scale ds^T q.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,10 +24,10 @@ from maxstack.kernels.attention.hopper_tiles import (
     Call,
     Refs,
     Ring,
+    axes,
     buffers,
     launch,
     load_keys,
-    same_numbers,
     walk,
 )
 
@@ -54,8 +55,8 @@ def of_keys(
             buffers(COMPUTE, matrix, matrix),
             plgpu.Barrier(num_arrivals=2, num_barriers=COMPUTE),
         ),
-        "queries": (buffers(call.stages, *steps), Ring.barriers(len(steps), call.stages)),
-        "gradients": (buffers(call.stages, matrix, vector), Ring.barriers(2, call.stages)),
+        "queries": Ring.scratch(call.stages, *steps),
+        "gradients": Ring.scratch(call.stages, matrix, vector),
     }
     out = [jax.ShapeDtypeStruct((call.batch, call.keys, call.kv_heads, call.dim), call.dtype)] * 2
 
@@ -82,8 +83,8 @@ def of_queries(
             buffers(COMPUTE, matrix, matrix, vector, vector),
             plgpu.Barrier(num_arrivals=4, num_barriers=COMPUTE),
         ),
-        "keys": (buffers(call.stages, *steps), Ring.barriers(len(steps), call.stages)),
-        "values": (buffers(call.stages, matrix), Ring.barriers(1, call.stages)),
+        "keys": Ring.scratch(call.stages, *steps),
+        "values": Ring.scratch(call.stages, matrix),
     }
     out = [jax.ShapeDtypeStruct((call.batch, call.queries, call.heads, call.dim), call.dtype)]
 
@@ -96,37 +97,28 @@ def of_queries(
 def _keys_kernel(call: Call, refs: Refs, scratch: Any) -> None:
     (q, k, v, do, log, delta), numbers, (dk, dv) = refs[:6], refs[6:-2], refs[-2:]
     mine, theirs = numbers[: call.numbered], numbers[call.numbered :]
-    head, row, warpgroup = (
-        lax.axis_index("head"),
-        lax.axis_index("batch"),
-        lax.axis_index("warpgroup"),
-    )
+    head, row, warpgroup = axes()
     start = lax.axis_index("tile") * BLOCK
-    lo, _, _, end = call.queries_of(start, BLOCK, STEP)
+    block = call.queries_of(start, BLOCK, STEP)
+    lo, _, _, end = block
     (own_keys, own_values), arrived = scratch["own"]
-    queries, gradients = (
-        Ring(barriers, shared, call.stages)
-        for shared, barriers in (scratch["queries"], scratch["gradients"])
-    )
+    queries, gradients = (Ring(scratch[name], call.stages) for name in ("queries", "gradients"))
 
     @pl.when(warpgroup < COMPUTE)
     def compute() -> None:
         plgpu.set_max_registers(232, action="increase")
         first = start + warpgroup * ROWS
-        here, key_tile, value_tile = (
-            pl.ds(first, ROWS),
-            own_keys.at[warpgroup],
-            own_values.at[warpgroup],
-        )
+        here = pl.ds(first, ROWS)
+        key_tile, value_tile = own_keys.at[warpgroup], own_values.at[warpgroup]
         plgpu.copy_gmem_to_smem(k.at[row, here, head], key_tile, arrived.at[warpgroup])
         plgpu.copy_gmem_to_smem(v.at[row, here, head], value_tile, arrived.at[warpgroup])
         own = [call.load(x.at[row, here], OF_ROWS, device_memory=True) for x in theirs]
         plgpu.barrier_wait(arrived.at[warpgroup])
-        _, whole, cut, _ = call.queries_of(first, ROWS, STEP)
-        bounds = lo, jnp.clip(whole, lo, end), jnp.clip(cut, lo, end), end
+        bounds = call.queries_of(first, ROWS, STEP)
 
         def of_head(group: Any, carry: Any) -> Any:
-            visit = _visit_queries(
+            visit = functools.partial(
+                _visit_queries,
                 call,
                 (key_tile, value_tile),
                 own,
@@ -135,11 +127,11 @@ def _keys_kernel(call: Call, refs: Refs, scratch: Any) -> None:
                 first,
                 lambda tile: group * (end - lo) + tile - lo,
             )
-            return walk(call, bounds, visit, carry)
+            return walk(call, bounds, block, visit, carry)
 
         nothing = call.full((ROWS, call.dim), 0)
         of_k, of_v = lax.fori_loop(0, call.groups, of_head, (nothing, nothing))
-        key_tile[...] = (of_k * call.scale).astype(call.dtype)
+        key_tile[...] = (of_k * call.request.scale).astype(call.dtype)
         value_tile[...] = of_v.astype(call.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(key_tile, dk.at[row, here, head])
@@ -152,11 +144,8 @@ def _keys_kernel(call: Call, refs: Refs, scratch: Any) -> None:
 
         def load(group: Any, _: None) -> None:
             def tile_of_head(tile: Any, _: None) -> None:
-                there, step, query_head = (
-                    pl.ds(tile * STEP, STEP),
-                    group * (end - lo) + tile - lo,
-                    head * call.groups + group,
-                )
+                there, step = pl.ds(tile * STEP, STEP), group * (end - lo) + tile - lo
+                query_head = head * call.groups + group
                 queries.fill(
                     step,
                     [
@@ -184,55 +173,39 @@ def _visit_queries(
     gradients: Ring,
     first: Any,
     step_of: Callable[[Any], Any],
-) -> Callable[[bool], Any]:
+    masked: bool,
+    tile: Any,
+    carry: Any,
+) -> Any:
     """A step over a tile of queries: adds to the gradients of this warpgroup's keys and values.
     Scores lie with keys as rows."""
-    key_tile, value_tile = tiles
-
-    def visit(masked: bool) -> Callable[[Any, Any], Any]:
-        def step(tile: Any, carry: Any) -> Any:
-            of_k, of_v = carry
-            (query_tile, *vectors), done_queries = queries.take(step_of(tile))
-            log, *numbers = call.columns(vectors)
-            s, slope = call.scores(call.product(key_tile, query_tile, transpose=True))
-            s = (
-                call.hidden(s, tile * STEP + call.offset, first, keys_are_rows=True)
-                if masked
-                else s
-            )
-            s = same_numbers(s, own, numbers)
-            p = jnp.exp2(s - lax.broadcast_in_dim(log, s.shape, [1]))
-            (gradient_tile, delta_vector), done_gradients = gradients.take(step_of(tile))
-            (delta,) = call.columns([delta_vector])
-            of_v = call.product(p.astype(call.dtype), gradient_tile, onto=of_v)
-            dp = call.product(value_tile, gradient_tile, transpose=True)
-            done_gradients()
-            ds = p * (dp - lax.broadcast_in_dim(delta, s.shape, [1]))
-            ds = ds if slope is None else ds * slope
-            of_k = call.product(ds.astype(call.dtype), query_tile, onto=of_k)
-            done_queries()
-            return of_k, of_v
-
-        return step
-
-    return visit
+    (key_tile, value_tile), (of_k, of_v) = tiles, carry
+    (query_tile, *vectors), done_queries = queries.take(step_of(tile))
+    log, *numbers = call.columns(vectors)
+    s, slope = call.scores(call.product(key_tile, query_tile, transpose=True))
+    s = call.hide(s, masked, tile * STEP, first, own, numbers, keys_are_rows=True)
+    p = jnp.exp2(s - lax.broadcast_in_dim(log, s.shape, [1]))
+    (gradient_tile, delta_vector), done_gradients = gradients.take(step_of(tile))
+    (delta,) = call.columns([delta_vector])
+    of_v = call.product(p.astype(call.dtype), gradient_tile, onto=of_v)
+    dp = call.product(value_tile, gradient_tile, transpose=True)
+    done_gradients()
+    ds = p * (dp - lax.broadcast_in_dim(delta, s.shape, [1]))
+    ds = ds if slope is None else ds * slope
+    of_k = call.product(ds.astype(call.dtype), query_tile, onto=of_k)
+    done_queries()
+    return of_k, of_v
 
 
 def _queries_kernel(call: Call, refs: Refs, scratch: Any) -> None:
     (q, k, v, do, log, delta), numbers, dq = refs[:6], refs[6:-1], refs[-1]
     mine, theirs = numbers[: call.numbered], numbers[call.numbered :]
-    head, row, warpgroup = (
-        lax.axis_index("head"),
-        lax.axis_index("batch"),
-        lax.axis_index("warpgroup"),
-    )
+    head, row, warpgroup = axes()
     start = (call.queries // BLOCK - 1 - lax.axis_index("tile")) * BLOCK
-    lo, _, _, end = call.keys_of(start, BLOCK, STEP)
+    block = call.keys_of(start, BLOCK, STEP)
+    lo, _, _, end = block
     shared, arrived = scratch["own"]
-    keys, values = (
-        Ring(barriers, shared, call.stages)
-        for shared, barriers in (scratch["keys"], scratch["values"])
-    )
+    keys, values = (Ring(scratch[name], call.stages) for name in ("keys", "values"))
 
     @pl.when(warpgroup < COMPUTE)
     def compute() -> None:
@@ -253,11 +226,13 @@ def _queries_kernel(call: Call, refs: Refs, scratch: Any) -> None:
         own = [call.load(x.at[row, here], OF_ROWS, device_memory=True) for x in mine]
         plgpu.barrier_wait(arrived.at[warpgroup])
         fixed = call.load(log_tile, OF_ROWS), call.load(delta_tile, OF_ROWS)
-        _, whole, cut, _ = call.keys_of(first, ROWS, STEP)
-        bounds = lo, jnp.clip(whole, lo, end), jnp.clip(cut, lo, end), end
-        visit = _visit_keys(call, (query_tile, gradient_tile), fixed, own, keys, values, first, lo)
-        of_q = walk(call, bounds, visit, call.full((ROWS, call.dim), 0))
-        query_tile[...] = (of_q * call.scale).astype(call.dtype)
+        visit = functools.partial(
+            _visit_keys, call, (query_tile, gradient_tile), fixed, own, keys, values, first, lo
+        )
+        of_q = walk(
+            call, call.keys_of(first, ROWS, STEP), block, visit, call.full((ROWS, call.dim), 0)
+        )
+        query_tile[...] = (of_q * call.request.scale).astype(call.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(query_tile, dq.at[row, here, head])
         plgpu.wait_smem_to_gmem(0)
@@ -276,33 +251,24 @@ def _visit_keys(
     values: Ring,
     first: Any,
     lo: Any,
-) -> Callable[[bool], Any]:
+    masked: bool,
+    tile: Any,
+    of_q: Any,
+) -> Any:
     """A step over a tile of keys: adds to the gradient of this warpgroup's queries. `fixed`: their
     log-sum-exp and delta."""
     query_tile, gradient_tile = tiles
-
-    def visit(masked: bool) -> Callable[[Any, Any], Any]:
-        def step(tile: Any, of_q: Any) -> Any:
-            (key_tile, *numbers), done_keys = keys.take(tile - lo)
-            others = call.columns(numbers)
-            s, slope = call.scores(call.product(query_tile, key_tile, transpose=True))
-            s = (
-                call.hidden(s, first + call.offset, tile * STEP, keys_are_rows=False)
-                if masked
-                else s
-            )
-            s = same_numbers(s, own, others)
-            log, delta = (lax.broadcast_in_dim(x, s.shape, [0]) for x in fixed)
-            p = jnp.exp2(s - log)
-            (value_tile,), done_values = values.take(tile - lo)
-            dp = call.product(gradient_tile, value_tile, transpose=True)
-            done_values()
-            ds = p * (dp - delta)
-            ds = ds if slope is None else ds * slope
-            of_q = call.product(ds.astype(call.dtype), key_tile, onto=of_q)
-            done_keys()
-            return of_q
-
-        return step
-
-    return visit
+    (key_tile, *numbers), done_keys = keys.take(tile - lo)
+    others = call.columns(numbers)
+    s, slope = call.scores(call.product(query_tile, key_tile, transpose=True))
+    s = call.hide(s, masked, first, tile * STEP, own, others)
+    log, delta = (lax.broadcast_in_dim(x, s.shape, [0]) for x in fixed)
+    p = jnp.exp2(s - log)
+    (value_tile,), done_values = values.take(tile - lo)
+    dp = call.product(gradient_tile, value_tile, transpose=True)
+    done_values()
+    ds = p * (dp - delta)
+    ds = ds if slope is None else ds * slope
+    of_q = call.product(ds.astype(call.dtype), key_tile, onto=of_q)
+    done_keys()
+    return of_q

@@ -5,7 +5,8 @@ A block of threads has 128 queries of one head, 64 for each computing warpgroup;
 loads keys and values ahead.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -25,7 +26,6 @@ from maxstack.kernels.attention.hopper_tiles import (
     Refs,
     Ring,
     buffers,
-    same_numbers,
 )
 
 LOWEST = -1e30
@@ -43,19 +43,16 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """-> (output like q, log2 of the sum of exp(scores) [B, N, T], -inf where a query sees
     nothing). `mine`, `theirs`: int32 [B, T] and [B, S]."""
-    block, tile = call.forward_keys, ((ROWS, call.dim), call.dtype)
-    keys = ((block, call.dim), call.dtype)
-    numbers = [((block,), jnp.int32)] * call.numbered
+    tile = (ROWS, call.dim), call.dtype
+    keys = (call.forward_keys, call.dim), call.dtype
+    numbers = [((call.forward_keys,), jnp.int32)] * call.numbered
     scratch = {
         "query": (
             buffers(COMPUTE, tile, ((ROWS,), jnp.float32)),
             plgpu.Barrier(num_barriers=COMPUTE),
         ),
-        "keys": (
-            buffers(call.stages, keys, *numbers),
-            Ring.barriers(1 + call.numbered, call.stages),
-        ),
-        "values": (buffers(call.stages, keys), Ring.barriers(1, call.stages)),
+        "keys": Ring.scratch(call.stages, keys, *numbers),
+        "values": Ring.scratch(call.stages, keys),
     }
     out = [
         jax.ShapeDtypeStruct(q_BTNH.shape, call.dtype),
@@ -71,20 +68,13 @@ def forward(
 def _kernel(call: Call, refs: Refs, scratch: Any) -> None:
     q, k, v, *numbers, o, log = refs
     mine, theirs = numbers[: call.numbered], numbers[call.numbered :]
-    head, row, warpgroup = (
-        lax.axis_index("head"),
-        lax.axis_index("batch"),
-        lax.axis_index("warpgroup"),
-    )
-    start = (
-        call.queries // BLOCK - 1 - lax.axis_index("tile")
-    ) * BLOCK  # the last queries have the most keys, and go first
-    lo, _, _, end = call.keys_of(start, BLOCK, call.forward_keys)
+    head, row, warpgroup = tiles.axes()
+    # The last queries have the most keys, and go first.
+    start = (call.queries // BLOCK - 1 - lax.axis_index("tile")) * BLOCK
+    block = call.keys_of(start, BLOCK, call.forward_keys)
+    lo, _, _, end = block
     (query, logs), arrived = scratch["query"]
-    keys, values = (
-        Ring(barriers, shared, call.stages)
-        for shared, barriers in (scratch["keys"], scratch["values"])
-    )
+    keys, values = (Ring(scratch[name], call.stages) for name in ("keys", "values"))
 
     @pl.when(warpgroup < COMPUTE)
     def compute() -> None:
@@ -94,11 +84,10 @@ def _kernel(call: Call, refs: Refs, scratch: Any) -> None:
         plgpu.copy_gmem_to_smem(q.at[row, here, head], query_tile, arrived.at[warpgroup])
         own = [call.load(x.at[row, here], OF_ROWS, device_memory=True) for x in mine]
         plgpu.barrier_wait(arrived.at[warpgroup])
-        _, whole, cut, _ = call.keys_of(first, ROWS, call.forward_keys)
-        bounds = lo, jnp.clip(whole, lo, end), jnp.clip(cut, lo, end), end
         nothing = call.full((ROWS, call.dim), 0), call.full((ROWS,), LOWEST), call.full((ROWS,), 0)
+        visit = functools.partial(_visit, call, query_tile, own, keys, values, first, lo)
         gathered, highest, total = tiles.walk(
-            call, bounds, _visit(call, query_tile, own, keys, values, first, lo), nothing
+            call, call.keys_of(first, ROWS, call.forward_keys), block, visit, nothing
         )
         inverse = jnp.where(total > 0, 1 / total, 0.0)
         query_tile[...] = (gathered * lax.broadcast_in_dim(inverse, gathered.shape, [0])).astype(
@@ -123,34 +112,25 @@ def _visit(
     values: Ring,
     first: Any,
     lo: Any,
-) -> Callable[[bool], Any]:
+    masked: bool,
+    tile: Any,
+    carry: Any,
+) -> Any:
     """A step over a tile of keys, with online softmax: (output times the sum, highest score, sum)
-    of what was seen."""
-
-    def visit(masked: bool) -> Callable[[Any, Any], Any]:
-        def step(tile: Any, carry: Any) -> Any:
-            gathered, highest, total = carry
-            (key_tile, *numbers), done = keys.take(tile - lo)
-            s = call.product(query_tile, key_tile, transpose=True)
-            others = call.columns(numbers)
-            done()
-            s, _ = call.scores(s)
-            s = (
-                call.hidden(s, first + call.offset, tile * call.forward_keys, keys_are_rows=False)
-                if masked
-                else s
-            )
-            s = same_numbers(s, own, others)
-            higher = jnp.maximum(highest, s.max(axis=1))
-            p = jnp.exp2(s - lax.broadcast_in_dim(higher, s.shape, [0]))
-            shrink = jnp.exp2(highest - higher)
-            total = total * shrink + p.sum(axis=1)
-            gathered = gathered * lax.broadcast_in_dim(shrink, gathered.shape, [0])
-            (value_tile,), done = values.take(tile - lo)
-            gathered = call.product(p.astype(call.dtype), value_tile, onto=gathered)
-            done()
-            return gathered, higher, total
-
-        return step
-
-    return visit
+    of the keys seen so far."""
+    gathered, highest, total = carry
+    (key_tile, *numbers), done = keys.take(tile - lo)
+    s = call.product(query_tile, key_tile, transpose=True)
+    others = call.columns(numbers)
+    done()
+    s, _ = call.scores(s)
+    s = call.hide(s, masked, first, tile * call.forward_keys, own, others)
+    higher = jnp.maximum(highest, s.max(axis=1))
+    p = jnp.exp2(s - lax.broadcast_in_dim(higher, s.shape, [0]))
+    shrink = jnp.exp2(highest - higher)
+    total = total * shrink + p.sum(axis=1)
+    gathered = gathered * lax.broadcast_in_dim(shrink, gathered.shape, [0])
+    (value_tile,), done = values.take(tile - lo)
+    gathered = call.product(p.astype(call.dtype), value_tile, onto=gathered)
+    done()
+    return gathered, higher, total

@@ -1,8 +1,8 @@
-"""What the Hopper kernels share: what a call is, which tiles it visits, the ring of buffers between
-the warpgroup that loads and those that compute.
+"""Parts that the Hopper kernels share: the call, the tiles that it visits, the ring of buffers
+between the warpgroup that loads and those that compute.
 
 A block of threads is three warpgroups: two compute, the third starts the copies of the tensor
-memory accelerator. Where a kernel is interpreted, plain arithmetic stands for what jax's
+memory accelerator. In interpreted kernels plain arithmetic replaces operations that jax's
 interpreter does not know: matrix products with an operand in registers, loads into a layout, and
 layouts. Shapes: B batch  T query time  S key time  N heads  K kv heads  H head dim, the value head
 dim too.
@@ -21,13 +21,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from maxstack.kernels.attention.request import Request, within
+
 ROWS = 64
-"""Rows of a warpgroup's tile: what one wgmma has."""
+"""Rows of a warpgroup's tile, those of one wgmma."""
 COMPUTE = 2
 """Warpgroups that compute."""
 BLOCK = ROWS * COMPUTE
 LOG2E = float(np.log2(np.e))
 Bound = Any
+"""An int, or a traced one."""
+Bounds = tuple[Bound, Bound, Bound, Bound]
 Refs = Sequence[Any]
 TILED = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)  # type: ignore[abstract]  # newer jax types a protocol as abstract
 WGMMA = plgpu.Layout.WGMMA
@@ -47,11 +51,7 @@ class Call:
     kv_heads: int
     dim: int
     dtype: Any
-    scale: float
-    window: int | None
-    soft_cap: float | None
-    causal: bool
-    offset: int
+    request: Request
     numbered: int
     forward_keys: int
     """Keys of a forward step."""
@@ -64,81 +64,68 @@ class Call:
         """Query heads of a kv head."""
         return self.heads // self.kv_heads
 
-    def keys_of(self, start: Bound, rows: int, block: int) -> tuple[Bound, Bound, Bound, Bound]:
+    def keys_of(self, start: Bound, rows: int, block: int) -> Bounds:
         """The key tiles that queries start..start + rows - 1 visit: first, first without a mask,
         first with one again, end."""
-        place, last = start + self.offset, start + self.offset + rows - 1
-        lo: Bound = 0
-        whole: Bound = 0
-        cut, end = self.real_keys // block, -(-self.real_keys // block)
-        if self.causal:
-            cut, end = least(cut, over(place + 1, block)), least(end, over(last + block, block))
-        if self.window:
-            lo, whole = (
-                over(place - self.window + 1, block),
-                over(last - self.window + block, block),
-            )
-            if not self.causal:
-                cut, end = (
-                    least(cut, over(place + self.window, block)),
-                    least(end, over(last + self.window - 1 + block, block)),
-                )
-        return _ordered(lo, whole, cut, end)
+        low, high = self.request.nearest, self.request.furthest
+        return _tiles(start + self.request.offset, rows, low, high, self.real_keys, block)
 
-    def queries_of(self, start: Bound, rows: int, block: int) -> tuple[Bound, Bound, Bound, Bound]:
+    def queries_of(self, start: Bound, rows: int, block: int) -> Bounds:
         """As `keys_of`: the query tiles that visit keys start..start + rows - 1."""
-        place, last = start - self.offset, start - self.offset + rows - 1
-        lo: Bound = 0
-        whole: Bound = 0
-        cut = end = self.queries // block
-        if self.causal:
-            lo, whole = over(place, block), over(last + block - 1, block)
-        if self.window:
-            cut, end = (
-                least(cut, over(place + self.window, block)),
-                least(end, over(last + self.window - 1 + block, block)),
-            )
-            if not self.causal:
-                lo, whole = (
-                    over(place - self.window + 1, block),
-                    over(last - self.window + block, block),
-                )
-        if self.real_keys < self.keys:
-            whole = jnp.where(start + rows > self.real_keys, end, whole)
-        return _ordered(lo, whole, cut, end)
+        low, high = (
+            None if limit is None else -limit
+            for limit in (self.request.furthest, self.request.nearest)
+        )
+        bounds = _tiles(start - self.request.offset, rows, low, high, self.queries, block)
+        if self.real_keys == self.keys:
+            return bounds
+        lo, whole, cut, end = bounds
+        return _ordered(lo, jnp.where(start + rows > self.real_keys, end, whole), cut, end)
 
     @property
     def bounded(self) -> bool:
-        """Whether any tile needs a mask for its place."""
-        return self.causal or bool(self.window) or self.real_keys < self.keys
+        """Some tile needs a mask for its positions."""
+        request = self.request
+        return request.causal or bool(request.window) or self.real_keys < self.keys
 
-    def hidden(self, s: jax.Array, place: Bound, key: Bound, keys_are_rows: bool) -> jax.Array:
-        """Scores with -inf where key `key + i` is out of the bounds of the query at `place + j`."""
-        rows, columns = (
-            plgpu.broadcasted_iota(
-                jnp.int32, s.shape, axis, layout=None if self.interpret else WGMMA
+    def hide(
+        self,
+        s: jax.Array,
+        masked: bool,
+        query: Bound,
+        key: Bound,
+        own: Sequence[jax.Array],
+        others: Sequence[jax.Array],
+        keys_are_rows: bool = False,
+    ) -> jax.Array:
+        """Scores with -inf where a query does not see a key. `query`, `key`: indices of the tile's
+        first ones, compared if `masked`; `own`, `others`: numbers of its rows and columns."""
+        if masked:
+            rows, columns = (
+                plgpu.broadcasted_iota(
+                    jnp.int32, s.shape, axis, layout=None if self.interpret else WGMMA
+                )
+                for axis in (0, 1)
             )
-            for axis in (0, 1)
-        )
-        queries, keys = (columns, rows) if keys_are_rows else (rows, columns)
-        distance = queries - keys + (place - key)
-        limits = [distance >= 0] if self.causal else []
-        if self.window:
-            limits += (
-                [distance < self.window]
-                if self.causal
-                else [distance < self.window, distance > -self.window]
+            queries, keys = (columns, rows) if keys_are_rows else (rows, columns)
+            masks = within(self.request, queries - keys + (query + self.request.offset - key))
+            if self.real_keys < self.keys:
+                masks.append(keys < self.real_keys - key)
+            s = jnp.where(functools.reduce(jnp.logical_and, masks), s, -jnp.inf)
+        for row, column in zip(own, others, strict=True):
+            equal = lax.broadcast_in_dim(row, s.shape, [0]) == lax.broadcast_in_dim(
+                column, s.shape, [1]
             )
-        if self.real_keys < self.keys:
-            limits.append(keys < self.real_keys - key)
-        return jnp.where(functools.reduce(jnp.logical_and, limits), s, -jnp.inf)
+            s = jnp.where(equal, s, -jnp.inf)
+        return s
 
     def scores(self, s: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """q.k -> (scores times log2 e, what the soft cap's slope is)."""
-        if self.soft_cap is None:
-            return s * (self.scale * LOG2E), None
-        t = 1 - 2 / (1 + jnp.exp2(s * (2 * LOG2E * self.scale / self.soft_cap)))
-        return t * (self.soft_cap * LOG2E), 1 - t * t
+        """q.k -> (scores times log2 e, slope of the soft cap)."""
+        scale, cap = self.request.scale, self.request.soft_cap
+        if cap is None:
+            return s * (scale * LOG2E), None
+        t = 1 - 2 / (1 + jnp.exp2(s * (2 * LOG2E * scale / cap)))
+        return t * (cap * LOG2E), 1 - t * t
 
     def product(
         self, a: Any, b: Any, transpose: bool = False, onto: jax.Array | None = None
@@ -183,18 +170,19 @@ class Call:
 
 
 class Ring:
-    """Buffers of one or several arrays in shared memory that go round: `full` when the copies have
-    come, `free` when every reader is done."""
+    """Buffers of one or several arrays in shared memory, used in turn: `full` when the copies have
+    arrived, `free` when every reader is done."""
 
-    def __init__(self, barriers: Refs, buffers: Refs, stages: int):
-        (self.full, self.free), self.buffers, self.stages = barriers, buffers, stages
+    def __init__(self, scratch: Any, stages: int):
+        self.buffers, (self.full, self.free) = scratch
+        self.stages = stages
 
     @staticmethod
-    def barriers(arrays: int, stages: int) -> tuple[Any, Any]:
-        """The barriers of a ring of so many arrays."""
-        return plgpu.Barrier(num_arrivals=arrays, num_barriers=stages), plgpu.Barrier(
-            num_arrivals=COMPUTE, num_barriers=stages
-        )
+    def scratch(stages: int, *shapes: Any) -> Any:
+        """Shared memory and barriers of a ring of arrays of each (shape, dtype)."""
+        full = plgpu.Barrier(num_arrivals=len(shapes), num_barriers=stages)
+        free = plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=stages)
+        return buffers(stages, *shapes), (full, free)
 
     def fill(self, step: Bound, sources: Refs) -> None:
         """Starts the copies of a step, once its slot is free."""
@@ -208,7 +196,7 @@ class Ring:
             plgpu.copy_gmem_to_smem(source, buffer.at[slot], self.full.at[slot])
 
     def take(self, step: Bound) -> tuple[Refs, Callable[[], None]]:
-        """Waits for a step's arrays -> them, and what tells that this warpgroup is done with
+        """Waits for a step's arrays -> them, and a call for when this warpgroup is done with
         them."""
         slot = lax.rem(step, jnp.int32(self.stages))
         plgpu.barrier_wait(self.full.at[slot])
@@ -250,32 +238,17 @@ def load_keys(
 
 
 def walk(
-    call: Call,
-    bounds: tuple[Bound, Bound, Bound, Bound],
-    visit: Callable[[bool], Callable[[Bound, Any], Any]],
-    carry: Any,
+    call: Call, own: Bounds, block: Bounds, visit: Callable[[bool, Bound, Any], Any], carry: Any
 ) -> Any:
-    """`visit(masked)(tile, carry)` over the tiles of `keys_of` or `queries_of`, with masks only
-    where one is needed."""
-    lo, whole, cut, end = bounds
+    """`visit(masked, tile, carry)` over the tiles of the `block` of threads, with masks only where
+    the warpgroup's `own` rows need one."""
+    (lo, _, _, end), (_, whole, cut, _) = block, own
+    whole, cut = jnp.clip(whole, lo, end), jnp.clip(cut, lo, end)
     if not call.bounded:
-        return lax.fori_loop(lo, end, visit(False), carry)
-    carry = lax.fori_loop(lo, whole, visit(True), carry)
-    carry = lax.fori_loop(whole, cut, visit(False), carry)
-    return lax.fori_loop(cut, end, visit(True), carry)
-
-
-def same_numbers(
-    s: jax.Array, rows: Sequence[jax.Array], columns: Sequence[jax.Array]
-) -> jax.Array:
-    """Scores with -inf where a row's number is not the column's."""
-    for row, column in zip(rows, columns, strict=True):
-        s = jnp.where(
-            lax.broadcast_in_dim(row, s.shape, [0]) == lax.broadcast_in_dim(column, s.shape, [1]),
-            s,
-            -jnp.inf,
-        )
-    return s
+        return lax.fori_loop(lo, end, functools.partial(visit, False), carry)
+    carry = lax.fori_loop(lo, whole, functools.partial(visit, True), carry)
+    carry = lax.fori_loop(whole, cut, functools.partial(visit, False), carry)
+    return lax.fori_loop(cut, end, functools.partial(visit, True), carry)
 
 
 def buffers(count: int, *shapes: tuple[tuple[int, ...], Any]) -> list[Any]:
@@ -296,7 +269,7 @@ def launch(
     scratch: Any,
     flops: float,
 ) -> Any:
-    """Runs `body` for every (head, tile, row of the batch); `tiles`: how many heads and tiles.
+    """Runs `body` for every (head, tile, row of the batch); `tiles`: numbers of heads and tiles.
     Newer jax takes the FLOPs too."""
     moved = sum(x.size * x.dtype.itemsize for x in operands) + sum(
         np.prod(x.shape) * np.dtype(x.dtype).itemsize for x in out
@@ -326,6 +299,11 @@ def launch(
     return run(*operands)
 
 
+def axes() -> Any:
+    """Indices of a program along head, batch and warpgroup."""
+    return [lax.axis_index(name) for name in ("head", "batch", "warpgroup")]
+
+
 def over(x: Bound, block: int) -> Bound:
     """x // block, and 0 for negative x."""
     if isinstance(x, int):
@@ -343,7 +321,24 @@ def most(x: Bound, y: Bound) -> Bound:
     return max(x, y) if isinstance(x, int) and isinstance(y, int) else jnp.maximum(x, y)
 
 
-def _ordered(lo: Bound, whole: Bound, cut: Bound, end: Bound) -> tuple[Bound, Bound, Bound, Bound]:
+def _tiles(
+    first: Bound, rows: int, low: int | None, high: int | None, columns: int, block: int
+) -> Bounds:
+    """The tiles of `block` of so many columns that rows first..first + rows - 1 visit, as
+    `Call.keys_of`. Row r sees column c where low <= r - c <= high; None: no limit."""
+    last = first + rows - 1
+    lo: Bound = 0
+    whole: Bound = 0
+    cut, end = columns // block, -(-columns // block)
+    if low is not None:
+        cut = least(cut, over(first - low + 1, block))
+        end = least(end, over(last - low + block, block))
+    if high is not None:
+        lo, whole = over(first - high, block), over(last - high + block - 1, block)
+    return _ordered(lo, whole, cut, end)
+
+
+def _ordered(lo: Bound, whole: Bound, cut: Bound, end: Bound) -> Bounds:
     end = most(lo, end)
     whole = least(most(whole, lo), end)
     return lo, whole, least(most(cut, whole), end), end

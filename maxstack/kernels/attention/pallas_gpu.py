@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from maxstack.kernels.attention import pallas_gpu_backward as backward
 from maxstack.kernels.attention import pallas_gpu_tiles as tiles
 from maxstack.kernels.attention.pallas_gpu_tiles import LOG2E, NOTHING, ByQuery, Call, Sizes
-from maxstack.kernels.attention.request import Case, Request, Same
+from maxstack.kernels.attention.request import AttentionCase, Request, Same
 from maxstack.kernels.backends import Device
 
 WIDEST = 256
@@ -52,7 +52,7 @@ FLOAT32 = {
 """As SMALL, for float32 everywhere."""
 
 
-def supports(case: Case) -> str | None:
+def supports(case: AttentionCase) -> str | None:
     """Why these kernels cannot serve."""
     if case.device.capability < (8, 0):
         return (
@@ -76,7 +76,7 @@ def supports(case: Case) -> str | None:
     return None
 
 
-def candidates(case: Case) -> list[dict[str, int]]:
+def candidates(case: AttentionCase) -> list[dict[str, int]]:
     """Tiles worth measuring, the default first; of the others each differs from it in one kernel.
     Not all of them fit on every GPU."""
     first = _defaults(case.dtype, case.head_dim, case.value_dim, case.device.capability)
@@ -135,57 +135,14 @@ def _attention(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, call):
     return _forward(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, call)[0]
 
 
-def _saving(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, call):
-    o_BTNV, log_BNT = _forward(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, call)
-    return o_BTNV, (q_BTNH, k_BSKH, v_BSKV, sinks_N, same, o_BTNV, log_BNT)
-
-
-def _backward(call, saved, do_BTNV):
-    q_BTNH, k_BSKH, v_BSKV, sinks_N, same, o_BTNV, log_BNT = saved
-    spent_BNT = jnp.einsum("BTNV,BTNV->BNT", o_BTNV, do_BTNV, preferred_element_type=jnp.float32)
-    given = q_BTNH, k_BSKH, v_BSKV, do_BTNV.astype(q_BTNH.dtype), log_BNT, spent_BNT
-    dq_BTNH, (dk_BSKH, dv_BSKV) = (
-        backward.of_queries(call, given, same),
-        backward.of_keys(call, given, same),
-    )
-    if sinks_N is None:
-        return dq_BTNH, dk_BSKH, dv_BSKV, None, None
-    share_BNT = jnp.exp2(sinks_N.astype(jnp.float32)[None, :, None] * LOG2E - log_BNT)
-    return (
-        dq_BTNH,
-        dk_BSKH,
-        dv_BSKV,
-        -jnp.sum(share_BNT * spent_BNT, axis=(0, 2)).astype(sinks_N.dtype),
-        None,
-    )
-
-
-_attention.defvjp(_saving, _backward)
-
-
-def _forward(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKV: jax.Array,
-    sinks_N: jax.Array | None,
-    same: Same,
-    call: Call,
-) -> tuple[jax.Array, jax.Array]:
-    """The result, and the logarithm to base 2 of what each query's softmax is divided by: float32
-    [B, N, T]."""
-    (b, t, n, h), v, spans = (
-        q_BTNH.shape,
-        call.value_dim,
-        tiles.of_queries(call, call.forward, same),
-    )
+def _forward(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, call):
+    """`log_BNT`: base 2 logarithm of each query's softmax denominator, float32."""
+    b, t, n, h = q_BTNH.shape
+    v, spans = call.value_dim, tiles.of_queries(call, call.forward, same)
     by = ByQuery(call, call.forward, spans)
     given = [(q_BTNH, by.queries(h)), (k_BSKH, by.keys(h)), (v_BSKV, by.keys(v)), *by.masks(same)]
     if sinks_N is not None:
         given.append((sinks_N.astype(jnp.float32), pl.BlockSpec((None,), lambda i, n, b: (n,))))
-    wanted = [
-        (jax.ShapeDtypeStruct((b, t, n, v), q_BTNH.dtype), by.queries(v)),
-        (jax.ShapeDtypeStruct((b, n, t), jnp.float32), by.logs()),
-    ]
     o_BTNV, log_BNT = tiles.kernel(
         call,
         functools.partial(attention_forward, by),
@@ -194,51 +151,53 @@ def _forward(
         (1, 1),
         grid=(by.count, n, b),
         given=given,
-        wanted=wanted,
+        wanted=[
+            (jax.ShapeDtypeStruct((b, t, n, v), q_BTNH.dtype), by.queries(v)),
+            (jax.ShapeDtypeStruct((b, n, t), jnp.float32), by.logs()),
+        ],
     )
-    return o_BTNV, log_BNT
+    return o_BTNV, (q_BTNH, k_BSKH, v_BSKV, sinks_N, same, o_BTNV, log_BNT)
+
+
+def _backward(call, saved, do_BTNV):
+    q_BTNH, k_BSKH, v_BSKV, sinks_N, same, o_BTNV, log_BNT = saved
+    spent_BNT = jnp.einsum("BTNV,BTNV->BNT", o_BTNV, do_BTNV, preferred_element_type=jnp.float32)
+    given = q_BTNH, k_BSKH, v_BSKV, do_BTNV.astype(q_BTNH.dtype), log_BNT, spent_BNT
+    dsinks_N = None
+    if sinks_N is not None:
+        share_BNT = jnp.exp2(sinks_N.astype(jnp.float32)[None, :, None] * LOG2E - log_BNT)
+        dsinks_N = -jnp.sum(share_BNT * spent_BNT, axis=(0, 2)).astype(sinks_N.dtype)
+    dq_BTNH = backward.of_queries(call, given, same)
+    return dq_BTNH, *backward.of_keys(call, given, same), dsinks_N, None
+
+
+_attention.defvjp(_forward, _backward)
 
 
 def attention_forward(by: ByQuery, q_ref: Any, k_ref: Any, v_ref: Any, *refs: Any) -> None:
     """One block of queries of one head."""
     *others, o_ref, log_ref = refs
     call, size, steep = by.call, by.sizes, by.call.steepness
-    pairs, spans_ref, sinks = (
-        others[: 2 * call.numbered],
-        others[2 * call.numbered],
-        others[2 * call.numbered + 1 :],
-    )
-    at_q = by.row(pl.program_id(0)) * size.q + jnp.arange(size.q)
-    row_inside = at_q < call.queries if call.queries % size.q else None
-    q = tiles.read(q_ref, (slice(None),), call.head_dim, row_inside)
-    mine = [tiles.read_row(ref, (slice(None),), row_inside)[:, None] for ref in pairs[::2]]
+    pairs, (spans_ref, *sinks) = others[: 2 * call.numbered], others[2 * call.numbered :]
+    _, at_q, rows = tiles.block(by.row(pl.program_id(0)), size.q, call.queries)
+    q = tiles.read(q_ref, (slice(None),), call.head_dim, rows)
+    own = [tiles.read_row(ref, (slice(None),), rows)[:, None] for ref in pairs[::2]]
 
     def visit(masked: bool, at: Any, state: Any) -> Any:
         o, most, total = state
-        keys = pl.ds(at * size.k, size.k)
-        at_k = at * size.k + jnp.arange(size.k)
-        inside = at_k < call.keys if masked and call.keys % size.k else None
-        found = tiles.score(
-            call, tiles.across(call, q, tiles.read(k_ref, (keys,), call.head_dim, inside))
-        )
+        keys, at_k, inside = tiles.block(at, size.k, call.keys, masked)
+        k = tiles.read(k_ref, (keys,), call.head_dim, inside)
+        scores = tiles.score(call, tiles.across(call, q, k))
         if masked:
-            numbers = [
-                (x, tiles.read_row(ref, (keys,), inside)[None, :])
-                for x, ref in zip(mine, pairs[1::2], strict=True)
-            ]
-            found = tiles.hide(
-                call,
-                found,
-                at_q[:, None],
-                at_k[None, :],
-                numbers,
-                [] if inside is None else [inside[None, :]],
+            scores = tiles.hide(
+                call, scores, at_q[:, None], at_k[None, :], own, pairs[1::2], keys, inside
             )
-        new = jnp.maximum(most, found.max(axis=1))
-        p, kept = jnp.exp2(found * steep - new[:, None] * steep), jnp.exp2((most - new) * steep)
+        new = jnp.maximum(most, scores.max(axis=1))
+        p = jnp.exp2(scores * steep - new[:, None] * steep)
+        share = jnp.exp2((most - new) * steep)
         values = tiles.read(v_ref, (keys,), call.value_dim, inside)
-        o = tiles.add(call, tuple(x * kept[:, None] for x in o), p.astype(values[0].dtype), values)
-        return o, new, total * kept + p.sum(axis=1)
+        o = tiles.add(call, tuple(x * share[:, None] for x in o), p.astype(values[0].dtype), values)
+        return o, new, total * share + p.sum(axis=1)
 
     most, total = jnp.full((size.q,), NOTHING, jnp.float32), jnp.zeros((size.q,), jnp.float32)
     for sink_ref in sinks:
@@ -247,5 +206,5 @@ def attention_forward(by: ByQuery, q_ref: Any, k_ref: Any, v_ref: Any, *refs: An
         by.spans, spans_ref, visit, (tiles.zeros(size.q, call.value_dim), most, total)
     )
     total = jnp.where(total > 0, total, 1)
-    tiles.write(o_ref, [x / total[:, None] for x in o], call.value_dim, row_inside)
-    tiles.write_row(log_ref, most * steep + jnp.log2(total), row_inside)
+    tiles.write(o_ref, [x / total[:, None] for x in o], call.value_dim, rows)
+    tiles.write_row(log_ref, most * steep + jnp.log2(total), rows)

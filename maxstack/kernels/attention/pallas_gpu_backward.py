@@ -1,5 +1,5 @@
-"""The gradients of pallas_gpu: scores are made again from the saved log-sum-exp, once for the
-queries and once for keys and values.
+"""The gradients of pallas_gpu: scores are computed again from the saved log-sum-exp, once for
+the queries and once for keys and values.
 
 Two kernels, so that each adds up in registers and nothing is added across blocks (FlashAttention-2,
 Dao 2023, arXiv:2307.08691, section 3.1.2). Shapes: B batch  T query time  S key time  N heads  K kv
@@ -17,18 +17,15 @@ from maxstack.kernels.attention import pallas_gpu_tiles as tiles
 from maxstack.kernels.attention.pallas_gpu_tiles import ByQuery, Call
 from maxstack.kernels.attention.request import Same
 
-Given = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
+Inputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
 """q, k, v, the gradient of the result, the base 2 log-sum-exp [B, N, T], and the sum of the result
 times its gradient [B, N, T]."""
 
 
-def of_queries(call: Call, given: Given, same: Same) -> jax.Array:
+def of_queries(call: Call, inputs: Inputs, same: Same) -> jax.Array:
     """The gradient of the queries [B, T, N, H]."""
-    q_BTNH, (h, v), spans = (
-        given[0],
-        (call.head_dim, call.value_dim),
-        tiles.of_queries(call, call.dq, same),
-    )
+    q_BTNH, h, v = inputs[0], call.head_dim, call.value_dim
+    spans = tiles.of_queries(call, call.dq, same)
     by = ByQuery(call, call.dq, spans)
     specs = by.queries(h), by.keys(h), by.keys(v), by.queries(v), by.logs(), by.logs()
     [dq_BTNH] = tiles.kernel(
@@ -38,7 +35,7 @@ def of_queries(call: Call, given: Given, same: Same) -> jax.Array:
         spans.visits,
         (2, 1),
         grid=(by.count, call.heads, q_BTNH.shape[0]),
-        given=[*zip(given, specs, strict=True), *by.masks(same)],
+        given=[*zip(inputs, specs, strict=True), *by.masks(same)],
         wanted=[(jax.ShapeDtypeStruct(q_BTNH.shape, q_BTNH.dtype), by.queries(h))],
     )
     return dq_BTNH
@@ -56,51 +53,34 @@ def attention_dq(
 ) -> None:
     """One block of queries of one head."""
     *pairs, spans_ref, dq_ref = refs
-    call, size = by.call, by.sizes
-    at_q = by.row(pl.program_id(0)) * size.q + jnp.arange(size.q)
-    row_inside = at_q < call.queries if call.queries % size.q else None
-    everything = (slice(None),)
-    q, do = (
-        tiles.read(q_ref, everything, call.head_dim, row_inside),
-        tiles.read(do_ref, everything, call.value_dim, row_inside),
-    )
-    log, spent, *mine = (
-        tiles.read_row(ref, everything, row_inside)[:, None]
-        for ref in (log_ref, spent_ref, *pairs[::2])
+    call, size, everything = by.call, by.sizes, (slice(None),)
+    _, at_q, rows = tiles.block(by.row(pl.program_id(0)), size.q, call.queries)
+    q = tiles.read(q_ref, everything, call.head_dim, rows)
+    do = tiles.read(do_ref, everything, call.value_dim, rows)
+    log, spent, *own = (
+        tiles.read_row(ref, everything, rows)[:, None] for ref in (log_ref, spent_ref, *pairs[::2])
     )
 
     def visit(masked: bool, at: Any, dq: Any) -> Any:
-        keys = pl.ds(at * size.k, size.k)
-        at_k = at * size.k + jnp.arange(size.k)
-        inside = at_k < call.keys if masked and call.keys % size.k else None
+        keys, at_k, inside = tiles.block(at, size.k, call.keys, masked)
         k = tiles.read(k_ref, (keys,), call.head_dim, inside)
-        bare = found = tiles.score(call, tiles.across(call, q, k))
+        bare = scores = tiles.score(call, tiles.across(call, q, k))
         if masked:
-            numbers = [
-                (x, tiles.read_row(ref, (keys,), inside)[None, :])
-                for x, ref in zip(mine, pairs[1::2], strict=True)
-            ]
-            found = tiles.hide(
-                call,
-                found,
-                at_q[:, None],
-                at_k[None, :],
-                numbers,
-                [] if inside is None else [inside[None, :]],
+            scores = tiles.hide(
+                call, bare, at_q[:, None], at_k[None, :], own, pairs[1::2], keys, inside
             )
-        p = jnp.exp2(found * call.steepness - log)
-        grad = p * (
-            tiles.across(call, do, tiles.read(v_ref, (keys,), call.value_dim, inside)) - spent
-        )
+        p = jnp.exp2(scores * call.steepness - log)
+        v = tiles.read(v_ref, (keys,), call.value_dim, inside)
+        grad = p * (tiles.across(call, do, v) - spent)
         return tiles.add(call, dq, tiles.slope(call, grad, bare).astype(k[0].dtype), k)
 
     dq = tiles.over(by.spans, spans_ref, visit, tiles.zeros(size.q, call.head_dim))
-    tiles.write(dq_ref, [x * call.request.scale for x in dq], call.head_dim, row_inside)
+    tiles.write(dq_ref, [x * call.request.scale for x in dq], call.head_dim, rows)
 
 
-def of_keys(call: Call, given: Given, same: Same) -> tuple[jax.Array, jax.Array]:
+def of_keys(call: Call, inputs: Inputs, same: Same) -> tuple[jax.Array, jax.Array]:
     """The gradients of keys [B, S, K, H] and values [B, S, K, V]."""
-    (b, s, kv, h), v, size, groups = given[1].shape, call.value_dim, call.dkv, call.groups
+    (b, s, kv, h), v, size, groups = inputs[1].shape, call.value_dim, call.dkv, call.groups
     spans, columns = tiles.of_keys(call, size, same), tiles.blocks(call.queries, size.q) * size.q
 
     def queries(dim: int) -> pl.BlockSpec:
@@ -112,22 +92,9 @@ def of_keys(call: Call, given: Given, same: Same) -> tuple[jax.Array, jax.Array]
         return pl.BlockSpec((None, size.k, None, tiles.padded(dim)), lambda j, n, b: (b, j, n, 0))
 
     logs = pl.BlockSpec((None, groups, columns), lambda j, n, b: (b, n, 0))
-    arrays = [*zip(given, (queries(h), keys(h), keys(v), queries(v), logs, logs), strict=True)]
-    for mine, theirs in same:
-        arrays += [
-            (mine, pl.BlockSpec((None, columns), lambda j, n, b, x=mine: (tiles.of_row(x, b), 0))),
-            (
-                theirs,
-                pl.BlockSpec((None, size.k), lambda j, n, b, x=theirs: (tiles.of_row(x, b), j)),
-            ),
-        ]
-    arrays.append(
-        (
-            spans.table,
-            pl.BlockSpec((None, None, 4), lambda j, n, b: (tiles.of_row(spans.table, b), j, 0)),
-        )
-    )
-    wanted = [(jax.ShapeDtypeStruct((b, s, kv, dim), given[1].dtype), keys(dim)) for dim in (h, v)]
+    arrays = [*zip(inputs, (queries(h), keys(h), keys(v), queries(v), logs, logs), strict=True)]
+    arrays += tiles.masks(same, spans, (columns, size.k), lambda j: j, 1)
+    wanted = [(jax.ShapeDtypeStruct((b, s, kv, dim), inputs[1].dtype), keys(dim)) for dim in (h, v)]
     dk_BSKH, dv_BSKV = tiles.kernel(
         call,
         functools.partial(attention_dkv, call, spans),
@@ -155,53 +122,34 @@ def attention_dkv(
     """One block of keys and values of one kv head, and all heads that share it. Scores lie with the
     keys along the rows."""
     *pairs, spans_ref, dk_ref, dv_ref = refs
-    size = call.dkv
-    at_k = pl.program_id(0) * size.k + jnp.arange(size.k)
-    row_inside = at_k < call.keys if call.keys % size.k else None
-    everything = (slice(None),)
-    k, v = (
-        tiles.read(k_ref, everything, call.head_dim, row_inside),
-        tiles.read(v_ref, everything, call.value_dim, row_inside),
-    )
-    theirs = [tiles.read_row(ref, everything, row_inside)[:, None] for ref in pairs[1::2]]
+    size, everything = call.dkv, (slice(None),)
+    _, at_k, rows = tiles.block(pl.program_id(0), size.k, call.keys)
+    k = tiles.read(k_ref, everything, call.head_dim, rows)
+    v = tiles.read(v_ref, everything, call.value_dim, rows)
+    own = [tiles.read_row(ref, everything, rows)[:, None] for ref in pairs[1::2]]
 
     def visit(head: Any, masked: bool, at: Any, state: Any) -> Any:
         dk, dv = state
-        queries = pl.ds(at * size.q, size.q)
-        at_q = at * size.q + jnp.arange(size.q)
-        inside = at_q < call.queries if masked and call.queries % size.q else None
-        q, do = (
-            tiles.read(ref, (queries, head), dim, inside)
-            for ref, dim in ((q_ref, call.head_dim), (do_ref, call.value_dim))
-        )
+        queries, at_q, inside = tiles.block(at, size.q, call.queries, masked)
+        q = tiles.read(q_ref, (queries, head), call.head_dim, inside)
+        do = tiles.read(do_ref, (queries, head), call.value_dim, inside)
         log, spent = (
             tiles.read_row(ref, (head, queries), inside)[None, :] for ref in (log_ref, spent_ref)
         )
-        bare = found = tiles.score(call, tiles.across(call, k, q))
+        bare = scores = tiles.score(call, tiles.across(call, k, q))
         if masked:
-            numbers = [
-                (tiles.read_row(ref, (queries,), inside)[None, :], x)
-                for x, ref in zip(theirs, pairs[::2], strict=True)
-            ]
-            found = tiles.hide(
-                call,
-                found,
-                at_q[None, :],
-                at_k[:, None],
-                numbers,
-                [] if inside is None else [inside[None, :]],
+            scores = tiles.hide(
+                call, bare, at_q[None, :], at_k[:, None], own, pairs[::2], queries, inside
             )
-        p = jnp.exp2(found * call.steepness - log)
+        p = jnp.exp2(scores * call.steepness - log)
         dv = tiles.add(call, dv, p.astype(do[0].dtype), do)
         grad = p * (tiles.across(call, v, do) - spent)
         return tiles.add(call, dk, tiles.slope(call, grad, bare).astype(q[0].dtype), q), dv
 
-    state: Any = tiles.zeros(size.k, call.head_dim), tiles.zeros(size.k, call.value_dim)
-    dk, dv = jax.lax.fori_loop(
-        0,
-        call.groups,
-        lambda head, state: tiles.over(spans, spans_ref, functools.partial(visit, head), state),
-        state,
-    )
-    tiles.write(dk_ref, [x * call.request.scale for x in dk], call.head_dim, row_inside)
-    tiles.write(dv_ref, dv, call.value_dim, row_inside)
+    def visit_head(head: Any, state: Any) -> Any:
+        return tiles.over(spans, spans_ref, functools.partial(visit, head), state)
+
+    zeros = tiles.zeros(size.k, call.head_dim), tiles.zeros(size.k, call.value_dim)
+    dk, dv = jax.lax.fori_loop(0, call.groups, visit_head, zeros)
+    tiles.write(dk_ref, [x * call.request.scale for x in dk], call.head_dim, rows)
+    tiles.write(dv_ref, dv, call.value_dim, rows)

@@ -1,5 +1,5 @@
-"""What the kernels of pallas_gpu and pallas_gpu_backward share: which tiles there are, how one is
-read, and what its scores are.
+"""Parts that the kernels of pallas_gpu and pallas_gpu_backward share: which tiles are visited, how
+one is read, and its scores.
 
 Shapes: T query time  S key time  H head dim  V value head dim  Q queries of a tile  K keys of a
 tile  R rows and C columns of whatever is tiled.
@@ -19,12 +19,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from maxstack.kernels import triton
-from maxstack.kernels.attention.request import Request, Same
+from maxstack.kernels.attention.request import Request, Same, within
 
 LOG2E = math.log2(math.e)
 NOTHING = -1e30
-"""Largest score before the first key. What is masked is -inf, below this, so that a query that sees
-nothing gathers nothing."""
+"""Largest score before the first key. Masked scores are -inf, below this, so that a query without
+keys adds nothing."""
 FAR = 1 << 40
 Parts = tuple[jax.Array, ...]
 """A tile, cut along the head dim into pieces whose sizes are powers of two."""
@@ -41,7 +41,7 @@ class Sizes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """All that is known when a kernel is traced."""
+    """Request, shapes and sizes of one call, as its kernels are traced for them."""
 
     request: Request
     queries: int
@@ -64,25 +64,28 @@ class Call:
 
     @property
     def steepness(self) -> float:
-        """What `score` is multiplied by to be an exponent of 2."""
+        """Factor that makes a `score` an exponent of 2."""
         return (self.request.soft_cap or self.request.scale) * LOG2E
 
     @property
-    def reach(self) -> tuple[int, int]:
-        """The least and the greatest distance from a query back to a key that it can see."""
-        back = self.request.reach - 1 if self.request.reach else FAR
-        return (0 if self.request.causal else -back), back
+    def distances(self) -> tuple[int, int]:
+        """Least and greatest distance from a query back to a key that it can see."""
+        request = self.request.narrowed
+        return (
+            -FAR if request.nearest is None else request.nearest,
+            FAR if request.furthest is None else request.furthest,
+        )
 
 
 def pieces(dim: int) -> list[tuple[int, int]]:
     """(start, size) of one or two powers of two that hold `dim`: Triton knows no other sizes. 192
     is 128 and 64, 112 is 128, the last 16 empty."""
-    most = max(16, 1 << (dim.bit_length() - 1))
-    rest = dim - most
+    first = max(16, 1 << (dim.bit_length() - 1))
+    rest = dim - first
     if rest <= 0:
-        return [(0, most)]
+        return [(0, first)]
     second = max(16, 1 << (rest - 1).bit_length())
-    return [(0, most), (most, second)] if second < most else [(0, 2 * most)]
+    return [(0, first), (first, second)] if second < first else [(0, 2 * first)]
 
 
 def padded(dim: int) -> int:
@@ -102,20 +105,20 @@ class Spans(NamedTuple):
     table: jax.Array
     """int32 [B or 1, blocks of rows, 4]: first, whole, broken, last."""
     loops: tuple[bool, bool, bool]
-    """Whether any row has columns before `whole`, before `broken`, after it."""
+    """Some row has columns before `whole`; before `broken`; after it."""
     visits: int
     """Tiles that are visited where no number hides one."""
 
 
 def of_queries(call: Call, sizes: Sizes, same: Same) -> Spans:
     """Blocks of keys for each block of queries."""
-    low, high = (limit - call.request.offset for limit in call.reach)
+    low, high = (limit - call.request.offset for limit in call.distances)
     return _spans((call.queries, sizes.q), (call.keys, sizes.k), (low, high), same)
 
 
 def of_keys(call: Call, sizes: Sizes, same: Same) -> Spans:
     """Blocks of queries for each block of keys."""
-    low, high = (call.request.offset - limit for limit in reversed(call.reach))
+    low, high = (call.request.offset - limit for limit in reversed(call.distances))
     return _spans(
         (call.keys, sizes.k),
         (call.queries, sizes.q),
@@ -181,14 +184,41 @@ def _range(numbers: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
 
 
 def of_row(x: jax.Array, b: Any) -> Any:
-    """Where row `b` of the batch lies in x [B or 1, ...]."""
+    """Index of row `b` of the batch in x [B or 1, ...]."""
     return b if x.shape[0] > 1 else 0
+
+
+Given = tuple[Any, pl.BlockSpec]
+"""An array and its blocks."""
+
+
+def masks(
+    same: Same, spans: Spans, sizes: tuple[int, int], row: Callable[[Any], Any], side: int
+) -> list[Given]:
+    """The numbers of queries and keys in turn, `sizes` at a time, then the spans. `row(i)`: block
+    of program i along `side`, 0 queries, 1 keys; all of the other side is one block."""
+    table = spans.table
+    numbers = [
+        (
+            x,
+            pl.BlockSpec(
+                (None, size),
+                lambda i, n, b, x=x, own=at == side: (of_row(x, b), row(i) if own else 0),
+            ),
+        )
+        for pair in same
+        for at, (x, size) in enumerate(zip(pair, sizes, strict=True))
+    ]
+    return [
+        *numbers,
+        (table, pl.BlockSpec((None, None, 4), lambda i, n, b: (of_row(table, b), row(i), 0))),
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
 class ByQuery:
-    """Which parts of arrays a kernel sees that takes a block of queries of one head, and loops over
-    keys. Its grid is (blocks of queries, N, B)."""
+    """Blocks of arrays for a kernel that takes a block of queries of one head and loops over keys.
+    Its grid is (blocks of queries, N, B)."""
 
     call: Call
     sizes: Sizes
@@ -200,8 +230,8 @@ class ByQuery:
         return blocks(self.call.queries, self.sizes.q)
 
     def row(self, i: Any) -> Any:
-        """The block of queries whose turn is number `i`: causal ones from the last, which sees
-        most, to the first."""
+        """The block of queries of program `i`: causal ones from the last, which sees most, to the
+        first."""
         return self.count - 1 - i if self.call.request.causal else i
 
     def queries(self, dim: int) -> pl.BlockSpec:
@@ -221,32 +251,9 @@ class ByQuery:
         """Of [B, N, T]."""
         return pl.BlockSpec((None, None, self.sizes.q), lambda i, n, b: (b, n, self.row(i)))
 
-    def masks(self, same: Same) -> list[tuple[jax.Array, pl.BlockSpec]]:
-        """The numbers of queries and keys in turn, then the spans."""
-        found = []
-        for mine, theirs in same:
-            found += [
-                (
-                    mine,
-                    pl.BlockSpec(
-                        (None, self.sizes.q), lambda i, n, b, x=mine: (of_row(x, b), self.row(i))
-                    ),
-                ),
-                (
-                    theirs,
-                    pl.BlockSpec(
-                        (None, self._columns), lambda i, n, b, x=theirs: (of_row(x, b), 0)
-                    ),
-                ),
-            ]
-        table = self.spans.table
-        return [
-            *found,
-            (
-                table,
-                pl.BlockSpec((None, None, 4), lambda i, n, b: (of_row(table, b), self.row(i), 0)),
-            ),
-        ]
+    def masks(self, same: Same) -> list[Given]:
+        """As `masks`."""
+        return masks(same, self.spans, (self.sizes.q, self._columns), self.row, 0)
 
     @property
     def _columns(self) -> int:
@@ -256,40 +263,47 @@ class ByQuery:
 def over(spans: Spans, spans_ref: Any, visit: Callable[..., Any], state: Any) -> Any:
     """The state after every block of columns. `visit(masked, block, state)` gives the next one."""
     edges = [spans_ref[n] for n in range(4)]
-    for present, masked, low, high in zip(
-        spans.loops, (True, False, True), edges, edges[1:], strict=False
-    ):
-        if present:
+    for n, masked in enumerate((True, False, True)):
+        low, high = edges[n], edges[n + 1]
+        if spans.loops[n]:
             state = jax.lax.fori_loop(
                 low, high, lambda at, state, masked=masked: visit(masked, at, state), state
             )
     return state
 
 
+def block(
+    at: Any, size: int, total: int, masked: bool = True
+) -> tuple[Any, jax.Array, jax.Array | None]:
+    """(slice, indices, which of them exist; None: all) of block number `at`."""
+    index = at * size + jnp.arange(size)
+    return pl.ds(at * size, size), index, index < total if masked and total % size else None
+
+
+def _mask(start: int, size: int, dim: int, inside: jax.Array | None) -> jax.Array | None:
+    """Of a piece of a tile: rows that are `inside`, columns below `dim`; None: all."""
+    mask = None if inside is None else inside[:, None]
+    if start + size <= dim:
+        return mask
+    within = (start + jnp.arange(size) < dim)[None, :]
+    return within if mask is None else mask & within
+
+
 def read(ref: Any, index: tuple[Any, ...], dim: int, inside: jax.Array | None = None) -> Parts:
     """A tile [rows, dim] of `ref` at the rows (and head) `index`; zeros past `dim`, and at rows
     that are not `inside`."""
-    found = []
+    parts = []
     for start, size in pieces(dim):
-        mask = None if inside is None else inside[:, None]
-        if start + size > dim:
-            within = (start + jnp.arange(size) < dim)[None, :]
-            mask = within if mask is None else mask & within
-        found.append(
-            plgpu.load(
-                ref.at[(*index, pl.ds(start, size))], mask=mask, other=None if mask is None else 0.0
-            )
-        )
-    return tuple(found)
+        mask = _mask(start, size, dim, inside)
+        other = None if mask is None else 0.0
+        parts.append(plgpu.load(ref.at[(*index, pl.ds(start, size))], mask=mask, other=other))
+    return tuple(parts)
 
 
 def write(ref: Any, tile: Sequence[jax.Array], dim: int, inside: jax.Array | None) -> None:
-    """The reverse of `read`, to the rows of a block, in the type of `ref`."""
+    """The reverse of `read`, to the rows of a block, in the dtype of `ref`."""
     for (start, size), part in zip(pieces(dim), tile, strict=True):
-        mask = None if inside is None else inside[:, None]
-        if start + size > dim:
-            within = (start + jnp.arange(size) < dim)[None, :]
-            mask = within if mask is None else mask & within
+        mask = _mask(start, size, dim, inside)
         plgpu.store(ref.at[:, pl.ds(start, size)], part.astype(ref.dtype), mask=mask)
 
 
@@ -304,12 +318,12 @@ def write_row(ref: Any, row: jax.Array, inside: jax.Array | None) -> None:
 
 
 def zeros(rows: int, dim: int) -> Parts:
-    """What a tile is before anything is added: float32."""
+    """A tile before anything is added: float32."""
     return tuple(jnp.zeros((rows, size), jnp.float32) for _, size in pieces(dim))
 
 
-def dot(call: Call, a: jax.Array, b: jax.Array, over: tuple[int, int] = (1, 0)) -> jax.Array:
-    """A product over one dimension of each. Of float32 as three of its upper bits and the rest: a
+def dot(call: Call, a: jax.Array, b: jax.Array, axes: tuple[int, int] = (1, 0)) -> jax.Array:
+    """A product over one axis of each. Of float32 as three of its upper bits and the rest: a
     tensor core alone would keep 10 bits of 23."""
     precision = None
     if call.dtype == "float32":
@@ -321,7 +335,7 @@ def dot(call: Call, a: jax.Array, b: jax.Array, over: tuple[int, int] = (1, 0)) 
     return jax.lax.dot_general(
         a,
         b,
-        (((over[0],), (over[1],)), ((), ())),
+        (((axes[0],), (axes[1],)), ((), ())),
         precision=precision,
         preferred_element_type=jnp.float32,
     )
@@ -339,38 +353,39 @@ def add(call: Call, total: Parts, a: jax.Array, b: Parts) -> Parts:
 
 
 def score(call: Call, raw: jax.Array) -> jax.Array:
-    """What rises with the score: q.k itself, or its tanh. tanh is made of an exponential, to 1e-7:
-    the hardware's own keeps 11 bits."""
+    """The score over its factor: q.k itself, or its tanh under a soft cap. tanh is made of an
+    exponential, to 1e-7: the hardware's own keeps 11 bits."""
     cap = call.request.soft_cap
     if not cap:
         return raw
     return 1 - 2 / (1 + jnp.exp2(raw * (2 * LOG2E * call.request.scale / cap)))
 
 
-def slope(call: Call, grad: jax.Array, found: jax.Array) -> jax.Array:
-    """The gradient of q.k * scale from that of the score; `found` is what `score` gave."""
-    return grad * (1 - found * found) if call.request.soft_cap else grad
+def slope(call: Call, grad: jax.Array, scores: jax.Array) -> jax.Array:
+    """The gradient of q.k * scale from that of the `score`."""
+    return grad * (1 - scores * scores) if call.request.soft_cap else grad
 
 
 def hide(
     call: Call,
-    found: jax.Array,
+    scores: jax.Array,
     at_q: jax.Array,
     at_k: jax.Array,
-    numbers: Sequence[tuple[jax.Array, jax.Array]],
-    guards: Sequence[jax.Array],
+    own: Sequence[jax.Array],
+    others: Sequence[Any],
+    columns: Any,
+    inside: jax.Array | None,
 ) -> jax.Array:
-    """Scores, -inf where the query does not see the key. All that tells of one and the other
-    broadcasts against the scores."""
-    request, distance = call.request, at_q + call.request.offset - at_k
-    masks = [*guards, *(mine == theirs for mine, theirs in numbers)]
-    if request.causal:
-        masks.append(distance >= 0)
-    if request.window:
-        masks.append(distance < request.window)
-        if not request.causal:
-            masks.append(distance > -request.window)
-    return jnp.where(functools.reduce(jnp.logical_and, masks), found, -jnp.inf) if masks else found
+    """Scores, -inf where the query does not see the key. `own` are the numbers of the rows
+    [rows, 1], `others` references to those of the columns, of which those `inside` exist; indices
+    of queries and keys broadcast against the scores."""
+    masks = [] if inside is None else [inside[None, :]]
+    for row, ref in zip(own, others, strict=True):
+        masks.append(row == read_row(ref, (columns,), inside)[None, :])
+    masks += within(call.request, at_q + call.request.offset - at_k)
+    if not masks:
+        return scores
+    return jnp.where(functools.reduce(jnp.logical_and, masks), scores, -jnp.inf)
 
 
 def kernel(
@@ -381,11 +396,11 @@ def kernel(
     products: tuple[int, int],
     *,
     grid: tuple[int, int, int],
-    given: Sequence[tuple[jax.Array, pl.BlockSpec]],
-    wanted: Sequence[tuple[Any, pl.BlockSpec]],
+    given: Sequence[Given],
+    wanted: Sequence[Given],
 ) -> Any:
-    """What `body` writes. `products`: how often each query meets each key over the head dim, and
-    over the value's.
+    """The outputs of `body`. `products`: products of each query and key over the head dim, and over
+    the value's.
 
     Triton's custom call leaves the cost estimate out, but keeps the metadata.
     """

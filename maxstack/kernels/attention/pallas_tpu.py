@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from maxstack.kernels.attention import pallas_tpu_kernels as kernels
 from maxstack.kernels.attention.pallas_tpu_tiles import LANES, MOST_BLOCKS, MOST_TILES, Tiling
-from maxstack.kernels.attention.request import Case, Request, Same
+from maxstack.kernels.attention.request import AttentionCase, Request, Same
 
 ROWS = 1024
 """Most rows of a tile: queries times heads."""
@@ -32,7 +32,7 @@ class Blocks(NamedTuple):
     block_k_dkv: int
 
 
-def supports(case: Case) -> str | None:
+def supports(case: AttentionCase) -> str | None:
     """Head dims up to 256, and tables of tiles that fit in scalar memory."""
     if case.dtype not in ("bfloat16", "float32"):
         return f"{case.dtype} is neither bfloat16 nor float32"
@@ -50,7 +50,7 @@ def supports(case: Case) -> str | None:
     return None
 
 
-def candidates(case: Case) -> list[dict[str, int]]:
+def candidates(case: AttentionCase) -> list[dict[str, int]]:
     """Sizes worth measuring, the default first."""
     default, most = _default(case), -(-case.keys // LANES) * LANES
     found = [default]
@@ -185,7 +185,7 @@ def _tilings(
     return one(sizes.block_q, sizes.block_k, False), one(sizes.block_q_dkv, sizes.block_k_dkv, True)
 
 
-def _default(case: Case) -> Blocks:
+def _default(case: AttentionCase) -> Blocks:
     return _sizes(case.heads // case.kv_heads, min(case.keys, case.request.reach or case.keys))
 
 

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from maxstack.kernels.attention.request import Case, Request, Same, visible
+from maxstack.kernels.attention.request import AttentionCase, Request, Same, visible
 
 MASKED = -1e30
 
 
-def supports(case: Case) -> str | None:
+def supports(case: AttentionCase) -> str | None:
     """It serves everything, in memory that grows with the square of the sequence."""
     return None
 

@@ -1,4 +1,4 @@
-"""What is asked of attention, and what a backend looks at to say whether it can serve."""
+"""The request that attention serves, and the case by which a backend decides whether it can."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -15,12 +15,12 @@ equal numbers in each."""
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """Scores are q.k * scale, soft-capped. Query i stands at place i + offset among the keys, key j
-    at place j.
+    """Scores are q.k * scale, soft-capped. Query i stands at position i + offset among the keys,
+    key j at position j.
 
-    A causal query sees places up to its own, the last `window` of them; another query sees places
-    less than `window` away. Both see their own document and their own `chunk` of it alone. A query
-    that sees no key gives zeros.
+    A causal query sees positions up to its own, the last `window` of them; another query sees
+    positions less than `window` away. Both see their own document and their own `chunk` of it
+    alone. A query that sees no key gives zeros.
     """
 
     scale: float
@@ -32,13 +32,31 @@ class Request:
 
     @property
     def reach(self) -> int | None:
-        """Keys further away than this, its own place counted, are seen by no query; None: all may
-        be."""
+        """Positions on one side of a query that it can see, its own included; None: no limit."""
         return min((limit for limit in (self.window, self.chunk) if limit), default=None)
+
+    @property
+    def narrowed(self) -> "Request":
+        """The request with `reach` as its window: the same with the numbers of chunks, and a bound
+        without them."""
+        return dataclasses.replace(self, window=self.reach)
+
+    @property
+    def nearest(self) -> int | None:
+        """Least distance (position of a query minus that of a key) at which the key is seen; None:
+        no limit."""
+        if self.causal:
+            return 0
+        return 1 - self.window if self.window else None
+
+    @property
+    def furthest(self) -> int | None:
+        """Greatest distance at which a key is seen; None: no limit."""
+        return self.window - 1 if self.window else None
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class AttentionCase:
     """One call on one device."""
 
     request: Request
@@ -59,12 +77,12 @@ class Case:
 
     @property
     def numbered(self) -> int:
-        """How many pairs of numbers (of documents, of chunks) tell who sees whom."""
+        """Pairs of numbers (of documents, of chunks) in `Same`."""
         return self.packed + bool(self.request.chunk)
 
     @property
     def shape_class(self) -> Mapping[str, int | str]:
-        """What tuned sizes hang on."""
+        """Properties by which measured block sizes are stored."""
         span = min(self.keys, self.request.reach or self.keys)
         return {
             "dtype": self.dtype,
@@ -75,13 +93,19 @@ class Case:
         }
 
 
-def visible(request: Request, places_T: jax.Array, places_S: jax.Array, same: Same) -> jax.Array:
-    """bool [B or 1, T, S] of queries and keys at these places, `same` being theirs: the definition
-    of who sees whom."""
-    distance_TS = places_T[:, None] + request.offset - places_S[None, :]
-    seen_BTS = (distance_TS >= 0 if request.causal else jnp.ones_like(distance_TS, bool))[None]
-    if request.window:
-        seen_BTS = seen_BTS & (jnp.abs(distance_TS) < request.window)
+def within(request: Request, distance: jax.Array) -> list[jax.Array]:
+    """Masks of the distances at which keys are seen, like `distance`; none where all are."""
+    masks = [] if request.nearest is None else [distance >= request.nearest]
+    return masks if request.furthest is None else [*masks, distance <= request.furthest]
+
+
+def visible(request: Request, at_T: jax.Array, at_S: jax.Array, same: Same) -> jax.Array:
+    """bool [B or 1, T, S] for queries with these indices and keys at these positions, `same` being
+    theirs: the definition of which query sees which key."""
+    distance_TS = at_T[:, None] + request.offset - at_S[None, :]
+    seen_BTS = jnp.ones_like(distance_TS, bool)[None]
+    for mask_TS in within(request, distance_TS):
+        seen_BTS = seen_BTS & mask_TS
     for mine, theirs in same:
         seen_BTS = seen_BTS & (mine[:, :, None] == theirs[:, None, :])
     return seen_BTS

@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-from maxstack.kernels.attention.request import Case, Request, Same
+from maxstack.kernels.attention.request import AttentionCase, Request, Same
 
 LANES = 128
 BLOCKS = (512, 384, 256, 128)
@@ -24,7 +24,7 @@ mean of values that are hidden."""
 MOST_PLACES = 1 << 32
 
 
-def supports(case: Case) -> str | None:
+def supports(case: AttentionCase) -> str | None:
     """Multiples of 128 in bfloat16, of which some query sees some key."""
     request = case.request
     if case.dtype != "bfloat16":
@@ -50,7 +50,7 @@ def supports(case: Case) -> str | None:
     return None
 
 
-def candidates(case: Case) -> list[dict[str, int]]:
+def candidates(case: AttentionCase) -> list[dict[str, int]]:
     """Sizes worth measuring, the default first."""
     found = [_default(case.queries, case.keys)]
     for q in (256, 512, 1024):

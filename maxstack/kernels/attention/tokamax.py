@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import jax
 
 from maxstack.kernels import tokamax
-from maxstack.kernels.attention.request import Case, Request, Same
+from maxstack.kernels.attention.request import AttentionCase, Request, Same
 from maxstack.kernels.backends import Device
 
 HEAD_DIMS = {"gpu": (64, 128), "tpu": (128, 256)}
@@ -20,7 +20,7 @@ MULTIPLE = 128
 """Lengths, so that no kernel meets a part of a block."""
 
 
-def supports(case: Case) -> str | None:
+def supports(case: AttentionCase) -> str | None:
     """Why tokamax cannot serve `case`; None: it can."""
     request, device = case.request, case.device
     if reason := tokamax.absent():

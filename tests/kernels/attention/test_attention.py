@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxstack.kernels.attention import OP, attention, blockwise
-from maxstack.kernels.attention.request import Case, Request, visible
+from maxstack.kernels.attention.request import AttentionCase, Request, visible
 from maxstack.kernels.backends import Device
 
 BACKENDS = ["reference", "blockwise"]
@@ -177,7 +177,9 @@ def test_blockwise_serves_queries_anywhere_among_other_keys(name):
 
 
 def test_candidates_are_sizes_that_differ_for_the_sequence():
-    case = Case(Request(1.0), 200, 200, 4, 2, 8, 8, "float32", False, False, Device("cpu", "cpu"))
+    case = AttentionCase(
+        Request(1.0), 200, 200, 4, 2, 8, 8, "float32", False, False, Device("cpu", "cpu")
+    )
     found = blockwise.candidates(case)
     assert found[0] == {"rows": 256, "keys": 256}
     reached = [(min(sizes["rows"], 200), min(sizes["keys"], 256)) for sizes in found]

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import pytest
 
 from maxstack.kernels.attention import cudnn
-from maxstack.kernels.attention.request import Case, Request
+from maxstack.kernels.attention.request import AttentionCase, Request
 from maxstack.kernels.backends import Device
 
 H100 = Device("gpu", "NVIDIA H100", (9, 0))
-LLAMA = Case(Request(0.25), 4096, 4096, 32, 8, 128, 128, "bfloat16", False, False, H100)
+LLAMA = AttentionCase(Request(0.25), 4096, 4096, 32, 8, 128, 128, "bfloat16", False, False, H100)
 REFUSED = {
     "cpu has 0.0": {"device": Device("cpu", "cpu")},
     "8.0": {"device": Device("gpu", "Tesla V100", (7, 0))},

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from maxstack.kernels.attention import OP
-from maxstack.kernels.attention.request import Case, Request
+from maxstack.kernels.attention.request import AttentionCase, Request
 from maxstack.kernels.backends import Device
 from maxstack.kernels.examples import of_attention
 
@@ -50,7 +50,7 @@ def cases(draw, device):
         draw(st.booleans()),
         keys - queries if keys > queries else 0,
     )
-    return Case(
+    return AttentionCase(
         request,
         queries,
         keys,
@@ -120,7 +120,7 @@ def test_values_and_gradients_are_those_of_the_reference_in_float64(name):
 def test_changing_one_document_never_changes_another(name):
     """Bit for bit, forward and backward, in both directions."""
     device = DEVICES.get(name, DEVICES["blockwise"])
-    case = Case(Request(0.1), 384, 384, 4, 2, 128, 128, "bfloat16", True, False, device)
+    case = AttentionCase(Request(0.1), 384, 384, 4, 2, 128, 128, "bfloat16", True, False, device)
     assert OP[name].supports(case) is None
     run = (
         OP[name].run

@@ -12,12 +12,12 @@ from topologies import needs
 
 from maxstack.kernels.attention import hopper, reference
 from maxstack.kernels.attention.hopper_tiles import BLOCK, Call
-from maxstack.kernels.attention.request import Case, Request, visible
+from maxstack.kernels.attention.request import AttentionCase, Request, visible
 from maxstack.kernels.backends import Device
 from maxstack.plan.topology import parse
 
 H100 = Device("gpu", "NVIDIA H100 80GB HBM3", (9, 0))
-CASE = Case(Request(0.1), 1000, 1000, 4, 2, 128, 128, "bfloat16", True, True, H100)
+CASE = AttentionCase(Request(0.1), 1000, 1000, 4, 2, 128, 128, "bfloat16", True, True, H100)
 REQUESTS = [
     Request(1, window=window, causal=causal, offset=offset)
     for causal in (True, False)
@@ -57,11 +57,7 @@ def test_tiles_without_a_mask_are_seen_whole_and_tiles_left_out_not_at_all(
         1,
         64,
         jnp.bfloat16,
-        1,
-        request_.window,
-        None,
-        request_.causal,
-        request_.offset,
+        request_,
         0,
         64,
         2,

@@ -14,13 +14,13 @@ from topologies import needs
 from maxstack import sharding
 from maxstack.kernels.attention import pallas_gpu, reference
 from maxstack.kernels.attention import pallas_gpu_tiles as tiles
-from maxstack.kernels.attention.request import Case, Request, visible
+from maxstack.kernels.attention.request import AttentionCase, Request, visible
 from maxstack.kernels.backends import Device
 from maxstack.plan.topology import parse
 from maxstack.schema.mesh import MeshConfig
 
 H100 = Device("gpu", "NVIDIA H100", (9, 0))
-LLAMA = Case(Request(0.1), 4096, 4096, 32, 8, 128, 128, "bfloat16", False, False, H100)
+LLAMA = AttentionCase(Request(0.1), 4096, 4096, 32, 8, 128, 128, "bfloat16", False, False, H100)
 SMALL = {
     prefix + name: size
     for prefix in pallas_gpu.PREFIXES

@@ -14,7 +14,7 @@ from topologies import needs
 
 from maxstack.kernels.attention import pallas_tpu, reference
 from maxstack.kernels.attention.pallas_tpu_tiles import HIDDEN, WHOLE, Tiling
-from maxstack.kernels.attention.request import Case, Request, visible
+from maxstack.kernels.attention.request import AttentionCase, Request, visible
 from maxstack.kernels.backends import Device
 from maxstack.plan import program, topology, work
 
@@ -210,8 +210,8 @@ def test_what_does_not_fit_is_refused(change, reason):
         sinks=False,
         device=Device("tpu", "TPU v5p"),
     )
-    assert pallas_tpu.supports(Case(**case)) is None
-    assert reason in pallas_tpu.supports(Case(**{**case, **change}))
+    assert pallas_tpu.supports(AttentionCase(**case)) is None
+    assert reason in pallas_tpu.supports(AttentionCase(**{**case, **change}))
 
 
 COMPILED = {

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from maxstack.kernels.attention import reference, splash
-from maxstack.kernels.attention.request import Case, Request
+from maxstack.kernels.attention.request import AttentionCase, Request
 from maxstack.kernels.backends import Device
 
 SMALL = dict(block_q=128, block_k=128, block_q_dkv=128, block_k_dkv=128)
@@ -37,7 +37,10 @@ REQUESTS = {
 @pytest.mark.parametrize("name", REQUESTS)
 def test_values_and_gradients_are_the_reference_also_where_documents_hide_all_keys(name):
     t, s, request = REQUESTS[name]
-    assert splash.supports(Case(**{**CASE, "request": request, "queries": t, "keys": s})) is None
+    assert (
+        splash.supports(AttentionCase(**{**CASE, "request": request, "queries": t, "keys": s}))
+        is None
+    )
     rng = np.random.default_rng(0)
     q, k, v, weights = (
         jnp.asarray(rng.normal(size=shape), jnp.float32)
@@ -80,8 +83,8 @@ def test_values_and_gradients_are_the_reference_also_where_documents_hide_all_ke
     ],
 )
 def test_what_it_cannot_do_is_refused(change, reason):
-    assert splash.supports(Case(**CASE)) is None
-    assert reason in splash.supports(Case(**{**CASE, **change}))
+    assert splash.supports(AttentionCase(**CASE)) is None
+    assert reason in splash.supports(AttentionCase(**{**CASE, **change}))
 
 
 def test_its_tables_grow_with_tiles_and_not_with_places():

@@ -11,7 +11,7 @@ import pytest
 
 from maxstack.kernels import tokamax as library
 from maxstack.kernels.attention import reference, tokamax
-from maxstack.kernels.attention.request import Case, Request
+from maxstack.kernels.attention.request import AttentionCase, Request
 from maxstack.kernels.backends import Device
 
 H100, A100, TPU = (
@@ -19,7 +19,7 @@ H100, A100, TPU = (
     Device("gpu", "NVIDIA A100", (8, 0)),
     Device("tpu", "TPU v5p"),
 )
-CASE = Case(Request(0.1), 256, 256, 4, 2, 128, 128, "bfloat16", False, False, H100)
+CASE = AttentionCase(Request(0.1), 256, 256, 4, 2, 128, 128, "bfloat16", False, False, H100)
 
 
 @pytest.fixture
