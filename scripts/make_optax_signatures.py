@@ -1,5 +1,5 @@
-"""Write maxstack/schema/optimizer/signatures.json: the arguments of the public transforms and
-schedules of the installed Optax, and of our own schedules.
+"""Write maxstack/schema/optimizer/signatures.json, the arguments of the public transforms and
+schedules of the installed Optax and of our own schedules.
 
 Run it with the oldest Optax that pyproject.toml allows, so that every version has what the table
 has, and after a change of arguments in maxstack/schema/optimizer/schedules.py.
@@ -19,6 +19,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "maxstack/schema/optimizer/signatures.json"
 SORTS = {
+    **dict.fromkeys(
+        ("warmup_steps", "decay_steps", "transition_steps", "transition_begin"), "steps"
+    ),
+    **dict.fromkeys(("value", "init_value", "peak_value", "end_value"), "value"),
     "schedules": "schedules",
     "boundaries": "boundaries",
     "boundaries_and_scales": "scales",
@@ -27,7 +31,7 @@ SORTS = {
     "every_k_schedule": "whole",
     "key": "whole",
 }
-"""Sorts of arguments that neither their annotation nor a rule over names tells."""
+"""Sorts of arguments that follow from the name alone."""
 
 
 def main() -> int:
@@ -53,8 +57,8 @@ def written(entries: dict[str, Any]) -> str:
 
 
 def table() -> dict[str, Any]:
-    """The version of Optax, and by role each function's package and arguments; of other public
-    names the name alone."""
+    """The version of Optax; by role, each function's package and arguments; and the public names
+    that are no transforms."""
     import optax
     import optax.contrib
 
@@ -72,9 +76,9 @@ def table() -> dict[str, Any]:
         if name.startswith("_") or not callable(thing) or typing.get_origin(thing):
             continue
         role = _role(thing)
-        if role == "other":
+        if role != "transform":
             entries["other"].append(name)
-        else:
+        if role != "other":
             entries[role][name] = _entry(package, thing)
     return entries
 
@@ -135,8 +139,6 @@ def _sort(parameter: inspect.Parameter) -> str:
     """What a configuration writes for an argument, judged by its name and annotation."""
     import optax
 
-    from maxstack.schema.optimizer.schedules import STEPS, VALUES
-
     name, annotation = parameter.name, parameter.annotation
     text = str(annotation)
     rules = (
@@ -147,8 +149,6 @@ def _sort(parameter: inspect.Parameter) -> str:
         ("rate", str(optax.Schedule) in text),
         ("dtype", "dtype" in name),
         ("python", "Callable" in text),
-        ("steps", name in STEPS),
-        ("value", name in VALUES),
         ("flag", annotation is bool),
         ("sequence", "uple[" in text or "equence[" in text),
         ("choice", "Literal[" in text),

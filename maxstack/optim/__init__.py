@@ -2,7 +2,7 @@
 with."""
 
 from maxstack.optim.chain import build, trained
-from maxstack.optim.rates import learning_rate_at, moved_rate, rates_at
+from maxstack.optim.rates import learning_rate_at, moved_rate
 from maxstack.optim.wrappers import ema_params, eval_params
 from maxstack.schema.optimizer.paths import ParamInfo
 
@@ -13,6 +13,5 @@ __all__ = [
     "eval_params",
     "learning_rate_at",
     "moved_rate",
-    "rates_at",
     "trained",
 ]

@@ -4,7 +4,8 @@ Of these only the arguments are tried: what needs torch, transformers or peft (m
 make_adapter_goldens, make_preset_goldens, oracle, torch_*; `make oracle` runs them), another
 package (make_jobset_schema: kubeflow; record_xpk_options: xpk), or hours (drills; tests/drills
 runs each).
-bench_gpu with its worker, plot_performance and generate_docs have tests of their own.
+bench_gpu with its worker, plot_performance, generate_docs and make_optax_signatures have tests of
+their own.
 """
 
 import json

@@ -27,8 +27,6 @@ ALIASES = {
     "piecewise_constant": "piecewise_constant_schedule",
     "piecewise_interpolate": "piecewise_interpolate_schedule",
 }
-STEPS = ("warmup_steps", "decay_steps", "transition_steps", "transition_begin")
-VALUES = ("value", "init_value", "peak_value", "end_value")
 SHARE = re.compile(r"(\d+(?:\.\d+)?)%")
 WARM_UP_ONLY = ("warmup_constant_schedule", "inverse_sqrt")
 FILLS_RUN = {
@@ -82,12 +80,11 @@ def wsd(
     et al. 2024, arXiv:2405.18392)."""
     import jax.numpy as jnp
 
-    left = jnp.clip((total - count) / decay_steps, 0.0, 1.0)
-    falling = {
-        "linear": lambda: left,
-        "sqrt": lambda: 1 - jnp.sqrt(1 - left),
-        "cosine": lambda: (1 - jnp.cos(math.pi * left)) / 2,
-    }[shape]()
+    falling = jnp.clip((total - count) / decay_steps, 0.0, 1.0)
+    if shape == "sqrt":
+        falling = 1 - jnp.sqrt(1 - falling)
+    elif shape == "cosine":
+        falling = (1 - jnp.cos(math.pi * falling)) / 2
     warm = init_value + (peak_value - init_value) * count / max(warmup_steps, 1)
     return jnp.where(count < warmup_steps, warm, end_value + (peak_value - end_value) * falling)
 
@@ -131,27 +128,24 @@ def resolve(
     if peak and base is not None:
         numbers.setdefault(peak, base)
     whole: Any = numbers.get(peak) if base is None else base
-    for name in numbers.keys() & set(VALUES):
-        part = share(numbers[name])
-        if part is not None:
+    for name, value in numbers.items():
+        sort, part = signature.arguments[name].sort, share(value)
+        if sort == "value" and part is not None:
             numbers[name] = float(part * whole)
-    for name in numbers.keys() & set(STEPS):
-        may_be_zero = name == "transition_begin" or (
-            name == "warmup_steps" and signature.name not in WARM_UP_ONLY
-        )
-        numbers[name] = steps_of(numbers[name], updates, 0 if may_be_zero else 1)
+        elif sort == "steps":
+            may_be_zero = name == "transition_begin" or (
+                name == "warmup_steps" and signature.name not in WARM_UP_ONLY
+            )
+            numbers[name] = steps_of(value, updates, 0 if may_be_zero else 1)
+        elif sort == "boundaries":
+            numbers[name] = [steps_of(step, updates) for step in value]
+        elif sort == "scales" and value:
+            numbers[name] = {steps_of(step, updates): scale for step, scale in value.items()}
     if "init_value" in filled(signature):
         numbers.setdefault("init_value", 0.0)
     if signature.name in FILLS_RUN:
         begin = numbers.get("transition_begin", 0)
         numbers.setdefault(FILLS_RUN[signature.name], max((span or updates) - begin, 1))
-    if "boundaries" in numbers:
-        numbers["boundaries"] = [steps_of(step, updates) for step in numbers["boundaries"]]
-    if numbers.get("boundaries_and_scales"):
-        numbers["boundaries_and_scales"] = {
-            steps_of(step, updates): scale
-            for step, scale in numbers["boundaries_and_scales"].items()
-        }
     return numbers
 
 

@@ -56,8 +56,7 @@ def names(role: Role) -> list[str]:
 
 def is_other(name: str) -> bool:
     """True for a public name of Optax that is no transform."""
-    schedule = lookup("schedule", name)
-    return name in _table()["other"] or (schedule is not None and schedule.package != "maxstack")
+    return name in _table()["other"]
 
 
 def version_note() -> str:
