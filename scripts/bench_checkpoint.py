@@ -1,8 +1,8 @@
-"""What a checkpoint of a large state costs: seconds that a save holds up the loop, until it is on
-disk, and of a verified restore; beside Orbax's own save and restore of the same arrays, which write
-and check no checksums. In turns, several rounds. A save holds up the loop by its call, and by what
-the next step takes longer because the old state may not be overwritten yet; here that step adds one
-to each array.
+"""Cost of a checkpoint of a large state: seconds that a save blocks the loop, seconds until it is
+on disk, and seconds of a verified restore; beside Orbax's own save and restore of the same arrays,
+which write and check no checksums. In turns, several rounds. A save blocks the loop by its call,
+and by the longer next step, which may not overwrite the old state yet; here that step adds one to
+each array.
 
 example: python scripts/bench_checkpoint.py --rounds 5 --gigabytes 1 --json checkpoint.json
 """
@@ -33,7 +33,7 @@ from maxstack.run import Run, assemble  # noqa: E402
 from maxstack.schema.config import Config  # noqa: E402
 
 BYTES_A_WEIGHT = 12
-"""In float32, with two moments."""
+"""Bytes in float32, with two moments."""
 LAYERS, EMBED, HIDDEN = 8, 1024, 4096
 
 
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=1.0, help="of the whole state")
     arguments.takes_json(parser)
     args = parser.parse_args()
-    found: dict[str, dict[str, list[float]]] = {}
+    rounds: dict[str, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder, run = Path(name), _run(args.gigabytes, Path(name))
         state = jax.block_until_ready(run.init())
@@ -56,11 +56,11 @@ def main() -> None:
                 ("Orbax, no checksums", _orbax),
             ):
                 print(f"round {number + 1}/{args.rounds}: {kind}", file=sys.stderr, flush=True)
-                place = folder / kind.partition(",")[0].replace(" ", "-")
-                state, seconds_of = measure(run, state, place, kind)
-                shutil.rmtree(place)
+                own_folder = folder / kind.partition(",")[0].replace(" ", "-")
+                state, seconds_of = measure(run, state, own_folder, kind)
+                shutil.rmtree(own_folder)
                 for figure, seconds in seconds_of.items():
-                    found.setdefault(kind, {}).setdefault(figure, []).append(seconds)
+                    rounds.setdefault(kind, {}).setdefault(figure, []).append(seconds)
     print(
         f"{size / 1e9:.2f} GB of state; medians of {args.rounds} rounds, the first of "
         "each left out where there are more"
@@ -69,7 +69,7 @@ def main() -> None:
         f"{'':24} {'blocked, s':>10} {'on disk, s':>10} {'restored, s':>11} "
         f"{'first save blocked, s':>21}"
     )
-    for kind, figures in found.items():
+    for kind, figures in rounds.items():
         middle = {
             figure: statistics.median(seconds[1:] or seconds) for figure, seconds in figures.items()
         }
@@ -77,17 +77,12 @@ def main() -> None:
             f"{kind:24} {middle['blocked']:10.3f} {middle['written']:10.2f} "
             f"{middle['restored']:11.2f} {figures['blocked'][0]:21.3f}"
         )
-    arguments.write_json(args.json, {"bytes": size, "seconds": found})
+    arguments.write_json(args.json, {"bytes": size, "seconds": rounds})
 
 
 def _run(gigabytes: float, folder: Path) -> Run:
-    vocab = max(
-        256,
-        round(
-            (gigabytes * 1e9 / BYTES_A_WEIGHT - LAYERS * (3 * EMBED * HIDDEN + 4 * EMBED * EMBED))
-            / (2 * EMBED)
-        ),
-    )
+    in_blocks = LAYERS * (3 * EMBED * HIDDEN + 4 * EMBED * EMBED)
+    vocab = max(256, round((gigabytes * 1e9 / BYTES_A_WEIGHT - in_blocks) / (2 * EMBED)))
     block = {
         "mixer": {"kind": "attention", "heads": 16, "kv_heads": 16, "head_dim": 64},
         "mlp": {"kind": "gated", "hidden": HIDDEN},
@@ -113,11 +108,9 @@ def _run(gigabytes: float, folder: Path) -> Run:
 
 
 def _ours(run: Run, state: Any, folder: Path, kind: str) -> tuple[Any, dict[str, float]]:
-    own = (
-        []
-        if kind.startswith("a folder")
-        else [{"path": str(folder / "ssd"), "every": 1, "keep": 1, "replicate": 0}]
-    )
+    own = []
+    if not kind.startswith("a folder"):
+        own = [{"path": str(folder / "ssd"), "every": 1, "keep": 1, "replicate": 0}]
     cfg = run.cfg.model_validate(
         run.cfg.model_dump(mode="json")
         | {"checkpoint": {"every": 0 if own else 1, "keep": 1, "tiers": own}}
@@ -145,8 +138,8 @@ def _orbax(run: Run, state: Any, folder: Path, kind: str) -> tuple[Any, dict[str
 def _timed(
     state: Any, save: Callable[[Any], Any], wait: Callable[[], Any], restore: Callable[[], Any]
 ) -> tuple[Any, dict[str, float]]:
-    """The state after two steps, which is donated, and seconds: two steps, of which the first has
-    no save before it."""
+    """The state after two steps, of which the first has no save before it, and the seconds of each
+    phase. The state is donated."""
     begin = time.perf_counter()
     state = jax.block_until_ready(step(state))
     stepped = time.perf_counter()
@@ -155,9 +148,9 @@ def _timed(
     blocked = time.perf_counter()
     wait()
     written = time.perf_counter()
-    made = jax.block_until_ready(restore())
+    copy = jax.block_until_ready(restore())
     restored = time.perf_counter()
-    jax.tree.map(lambda leaf: leaf.delete(), made)
+    jax.tree.map(lambda leaf: leaf.delete(), copy)
     return state, {
         "blocked": blocked - stepped - (stepped - begin),
         "written": written - stepped,
@@ -167,7 +160,7 @@ def _timed(
 
 @functools.partial(jax.jit, donate_argnums=0)
 def step(state: Any) -> Any:
-    """What reads and writes all of it."""
+    """A step that reads and writes the whole state."""
     return jax.tree.map(lambda leaf: leaf + 1, state)
 
 

@@ -1,5 +1,5 @@
-"""The reference work on this machine's CPU: maxstack and its peers in turn, several rounds
-interleaved, as tokens/s and ratios.
+"""The reference model on this machine's CPU: maxstack and its peers in turn, in several rounds, as
+tokens/s and ratios.
 
 Then attention over one long row, forward and backward, beside jax.nn.dot_product_attention:
 seconds, and memory as it grows with the row.
@@ -33,7 +33,7 @@ PEERS = {
 }
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 CALLS = 3
-"""Of the long attention, in each process."""
+"""Calls of the long attention in each process."""
 TINY = (
     "train.steps=3",
     "model.embed=32",
@@ -42,7 +42,7 @@ TINY = (
     "data.seq_len=32",
 )
 RETURNED = {"MALLOC_MMAP_THRESHOLD_": f"{1 << 20}"}
-"""glibc then gives back what is freed, so that the peak of a process is what its arrays take."""
+"""glibc then returns freed memory, so that the peak of a process is the size of its arrays."""
 
 
 def main() -> None:
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument(
         "--rounds", type=int, default=3, help="each program runs this often; the median counts"
     )
-    parser.add_argument("--only", choices=["step", "attention"], help="one half of it")
+    parser.add_argument("--only", choices=["step", "attention"], help="one half")
     parser.add_argument(
         "--tiny",
         action="store_true",
@@ -116,8 +116,7 @@ def _reference_work(
 
 
 def _long_attention(rounds: int, lengths: tuple[int, ...]) -> dict[str, dict[str, Any]]:
-    """`ours 8192` -> seconds of every round, and by how much memory grew, each in a process of its
-    own."""
+    """`ours 8192` -> seconds of every round and growth of memory, each in a process of its own."""
     found: dict[str, dict[str, Any]] = {
         f"{kind} {length}": {"seconds": []} for length in lengths for kind in ("ours", "jax")
     }
@@ -151,7 +150,7 @@ def _available(name: str, packages: list[str], python: str) -> bool:
 def _peer(
     python: str, script: str, words: list[str], environment: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """What the script's last line says."""
+    """The JSON of the script's last line."""
     done = subprocess.run(
         [python, str(HERE / "bench" / script), *words],
         capture_output=True,
@@ -165,8 +164,7 @@ def _peer(
 
 
 def _ours(dtype: str, *overrides: str) -> float:
-    """The same figure that the peers print: batch tokens over the median step of 20 after the
-    first."""
+    """Tokens/s as the peers print them: batch tokens over the median step of 20 after the first."""
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             _command(folder, f"model.dtype={DTYPES[dtype]}", *overrides),

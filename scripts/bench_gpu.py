@@ -1,8 +1,8 @@
-"""Training, attention, linear cross-entropy and grouped matmul on the GPU at hand, beside PyTorch:
-a table, and every figure as JSON.
+"""Training, attention, linear cross-entropy and grouped matmul on this machine's GPU, beside
+PyTorch: a table, and every figure as JSON.
 
-Needs jax, flax and optax; torch and transformers serve the comparison where they are. Each backend
-is first held against float64 on the device; one that is wrong is reported so, and its speed is not
+Needs jax, flax and optax; torch and transformers are compared with if they are installed. Each
+backend is first compared with float64 on the device; a wrong one is reported, and its speed is not
 shown. Results are written as they come, so that nothing is lost when time runs out.
 
 example: python scripts/bench_gpu.py --out results      all of it, in nine minutes
@@ -36,24 +36,29 @@ SHARES = {
     "ceilings": 2,
     "torch attention": 4,
 }
-"""Of the time, in the order in which they run; what one leaves over goes to those after it."""
+"""Shares of the time by section, in their order; unused time goes to the sections that follow."""
 OPS = {
     "train": ["attention", "linear_cross_entropy"],
     "attention": ["attention"],
     "cross_entropy": ["linear_cross_entropy"],
     "grouped_matmul": ["grouped_matmul"],
 }
-"""What is checked before a section."""
+"""Ops that are checked before a section."""
 EVERY = "attention", "linear_cross_entropy", "grouped_matmul"
 CHOICES = [*OPS, "ceilings", "check"]
 BUDGETS = {"full": 540, "quick": 240, "small": 3600, "tiny": 900}
+SHAPE = "vocab", "embed", "layers", "heads", "kv_heads", "head_dim", "hidden", "length"
+"""Columns of `train` that describe the model for torch."""
+CASE = "mask", "head_dim", "length", "batch", "heads", "window", "dtype"
+"""Columns of `attention` that describe a call for torch."""
 TORCH = {"torch train": ["torch", "transformers"], "torch attention": ["torch"]}
 
 
 def main() -> None:
-    """Run what is asked for and print the table."""
+    """Run the sections and print the table."""
     args = arguments()
     results = Results(args)
+    ops = [op for op in EVERY if any(op in OPS.get(section, ()) for section in args.only)] or EVERY
     given = {
         "size": args.size,
         "repeats": 3 if args.size == "tiny" else 5,
@@ -67,11 +72,7 @@ def main() -> None:
         "tuned": str(args.tuned or args.out / "tuned.json"),
         "threads": max(1, min(8, (os.cpu_count() or 1) // 2)),
         "end": time.time() + args.budget,
-        "ops": [
-            op
-            for op in EVERY
-            if not {*args.only} & {*OPS} or any(op in OPS.get(section, ()) for section in args.only)
-        ],
+        "ops": ops,
     }
     waiting: list[str] = []
     for section in [*given["shares"]]:
@@ -98,28 +99,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--only", help=f"sections, separated by commas: {', '.join(CHOICES)}; each is checked first"
     )
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument(
-        "--quick",
-        dest="size",
-        action="store_const",
-        const="quick",
-        help="one length and shape of each kind",
-    )
-    size.add_argument(
-        "--small",
-        dest="size",
-        action="store_const",
-        const="small",
-        help="sizes that a CPU can measure",
-    )
-    size.add_argument(
-        "--tiny",
-        dest="size",
-        action="store_const",
-        const="tiny",
-        help="sizes that only show that everything runs",
-    )
+    group = parser.add_mutually_exclusive_group()
+    for size, meaning in (
+        ("quick", "one length and shape of each kind"),
+        ("small", "sizes that a CPU can measure"),
+        ("tiny", "sizes that only show that everything runs"),
+    ):
+        group.add_argument(f"--{size}", dest="size", action="store_const", const=size, help=meaning)
     parser.add_argument(
         "--out",
         type=Path,
@@ -183,8 +169,8 @@ def arguments() -> argparse.Namespace:
 
 
 def shares(only: list[str], tune: bool) -> dict[str, int]:
-    """Of everything that runs: what is asked for, its checks before it, and torch beside it;
-    training after tuning."""
+    """Shares of the sections that run: those of --only, their checks and torch; training after
+    tuning."""
     order = sorted(SHARES, key=lambda name: tune and name.endswith("train"))
     return {
         name: SHARES[name]
@@ -214,48 +200,25 @@ def torch_section(
     """PyTorch's side of a section that ran before, on the same shapes."""
     name = section.removeprefix("torch ")
     rows = results.rows(name)
-    if name == "train":
-        fitting = [row["batch"] for row in rows if row["status"] in ("ok", "wrong")]
-        shape = (
-            {
-                key: rows[0][key]
-                for key in (
-                    "vocab",
-                    "embed",
-                    "layers",
-                    "heads",
-                    "kv_heads",
-                    "head_dim",
-                    "hidden",
-                    "length",
-                )
-            }
-            if rows
-            else {}
-        )
-        batches = {*fitting, *((8, 4, 2, 1) if args.size in ("full", "quick") else ())} or {1}
-        todo: dict[str, Any] = {"shape": shape, "batches": sorted(batches, reverse=True)}
-        module = "bench.torch_llama_gpu"
-    else:
-        cases = {
-            json.dumps(
-                {
-                    key: row[key]
-                    for key in ("mask", "head_dim", "length", "batch", "heads", "window", "dtype")
-                }
-            )
-            for row in rows
-        }
-        todo, module = (
-            {
-                "cases": [json.loads(case) for case in sorted(cases)],
-                "calls": 2 if args.size == "tiny" else 20,
-            },
-            "bench.torch_attention_gpu",
-        )
     if not rows:
         return results.leave_out(section, f"the section {name} has no rows")
+    common: dict[str, Any] = {"section": name}
+    if name == "train":
+        fitting = {row["batch"] for row in rows if row["status"] in ("ok", "wrong")}
+        if args.size in ("full", "quick"):
+            fitting |= {8, 4, 2, 1}
+        shape = {key: rows[0][key] for key in SHAPE}
+        todo = {"shape": shape, "batches": sorted(fitting or {1}, reverse=True)}
+        module = "bench.torch_llama_gpu"
+        common["length"] = rows[0]["length"]
+    else:
+        cases = {json.dumps({key: row[key] for key in CASE}) for row in rows}
+        calls = 2 if args.size == "tiny" else 20
+        todo = {"cases": [json.loads(case) for case in sorted(cases)], "calls": calls}
+        module = "bench.torch_attention_gpu"
     begin = time.time()
+    peak = results.found["device"].get("peak_bf16_flops")
+    flops = rows[0].get("flops_per_token_causal")
     for event in events(
         [args.peer_python, "-m", module],
         todo,
@@ -265,36 +228,22 @@ def torch_section(
     ):
         if not isinstance(event, Outcome):
             row = event["row"]
-            peak, flops = (
-                results.found["device"].get("peak_bf16_flops"),
-                rows[0].get("flops_per_token_causal"),
-            )
             if peak and flops and "tokens_per_second" in row:
                 row["mfu_causal"] = row["tokens_per_second"] * flops / peak
-            results.hear(
-                {
-                    "row": {"section": name}
-                    | ({"length": rows[0]["length"]} if name == "train" else {})
-                    | row
-                }
-            )
+            results.hear({"row": common | row})
         elif event.code != 0:
-            results.leave_out(
-                section,
-                "the process "
-                f"{'was ended' if event.code is None else f'ended with code {event.code}'}: "
-                f"{event.tail[-400:]}",
-            )
+            how = "was ended" if event.code is None else f"ended with code {event.code}"
+            results.leave_out(section, f"the process {how}: {event.tail[-400:]}")
     results.hear({"section": section, "seconds": round(time.time() - begin, 1)})
 
 
 class Results:
-    """What was found so far, in the files and on the screen."""
+    """Results so far, in the files and on the screen."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._out = args.out
         self._out.mkdir(parents=True, exist_ok=True)
-        found = {
+        self.found: dict[str, Any] = {
             "date": datetime.datetime.now().isoformat(timespec="seconds"),
             "command": shlex.join(sys.argv),
             "size": args.size,
@@ -305,10 +254,9 @@ class Results:
             "seconds": {},
             "rows": [],
         }
-        self.found: dict[str, Any] = found
 
     def hear(self, event: dict[str, Any]) -> None:
-        """An event of a worker."""
+        """Take in an event of a worker."""
         if "device" in event:
             self.found["device"] = event["device"]
             print(f"device: {event['device']['kind']}", file=sys.stderr, flush=True)
@@ -322,24 +270,24 @@ class Results:
         self.write()
 
     def leave_out(self, section: str, reason: str) -> None:
-        """Something that was not measured."""
+        """Note a section that was not measured."""
         self.found["left_out"][section] = reason
         print(f"{section} is left out: {reason}", file=sys.stderr, flush=True)
         self.write()
 
     def rows(self, section: str) -> list[dict[str, Any]]:
-        """Those of a section."""
+        """Rows of a section."""
         return [row for row in self.found["rows"] if row["section"] == section]
 
     def checks(self) -> list[dict[str, Any]]:
-        """What a worker must know of the checks before it."""
+        """Results of the checks for the next worker."""
         return [
             {key: row[key] for key in ("op", "backend", "case", "status")}
             for row in self.rows("check")
         ]
 
     def write(self) -> None:
-        """Both files; a reader never sees half of one."""
+        """Write both files; a reader never sees half of a file."""
         for name, text in (
             ("bench_gpu.json", json.dumps(self.found, indent=1) + "\n"),
             ("bench_gpu.md", report(self.found)),
@@ -349,7 +297,7 @@ class Results:
             unfinished.replace(self._out / name)
 
     def finish(self) -> None:
-        """The table on the screen."""
+        """Print the table."""
         self.found["finished"] = True
         self.write()
         print(report(self.found))
@@ -363,20 +311,14 @@ def machine() -> dict[str, Any]:
     """Processor, GPU driver and commit."""
 
     def said(*command: str) -> str | None:
+        folder = Path(__file__).parent
         try:
-            return (
-                subprocess.run(
-                    command,
-                    capture_output=True,
-                    text=True,
-                    check=True,
-                    timeout=20,
-                    cwd=Path(__file__).parent,
-                ).stdout.strip()
-                or None
+            output = subprocess.check_output(
+                command, stderr=subprocess.DEVNULL, text=True, timeout=20, cwd=folder
             )
         except (OSError, subprocess.SubprocessError):
             return None
+        return output.strip() or None
 
     return {
         "processor": processor(),

@@ -1,9 +1,9 @@
-"""What protection costs: training with all of it on and with all of it off, in turns, in real
+"""Cost of protection: training with all of it on and with all of it off, in turns, in real
 processes, as tokens/s and their ratio.
 
 On: the guard in the step, a host's own tier every 20 steps beside a durable one, the watchdog, the
-comparison of replicas. Off: none of these, and a step without the guard. The time is that from one
-early step's result to a late one's, with all that holds up the steps between them.
+comparison of replicas. Off: none of these, and a step without the guard. The time is that from an
+early step's result to a late step's, with everything that delays the steps between them.
 
 example: python scripts/bench_protection.py --rounds 5 --steps 100 --json protection.json
 """
@@ -77,15 +77,14 @@ def main() -> None:
         f"{'quartiles':>14} {'step off':>9} {'blocked by saves':>16}"
     )
     for kind, rounds in found.items():
-        ratios = [
-            one["on"]["tokens_per_second"] / one["off"]["tokens_per_second"] for one in rounds
-        ]
-        low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-        on, off = (
-            statistics.median(one[which]["tokens_per_second"] for one in rounds)
+        speeds = {
+            which: [figures[which]["tokens_per_second"] for figures in rounds]
             for which in ("on", "off")
-        )
-        blocked = statistics.median(one["on"]["blocked"] for one in rounds)
+        }
+        ratios = [on / off for on, off in zip(speeds["on"], speeds["off"], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        on, off = map(statistics.median, speeds.values())
+        blocked = statistics.median(figures["on"]["blocked"] for figures in rounds)
         print(
             f"{kind:18} {on:12,.0f} {off:8,.0f} {middle:16.3f} {low:7.3f}-{high:.3f} "
             f"{BATCH * LENGTH / off:7.2f} s {blocked:16.2%}"
@@ -96,7 +95,7 @@ def main() -> None:
 def _round(
     folder: Path, kind: str, number: int, args: argparse.Namespace
 ) -> dict[str, dict[str, float]]:
-    """Both, the one first in even rounds and the other in odd ones."""
+    """Both variants; their order alternates between rounds."""
     print(f"{kind}: round {number + 1}/{args.rounds}", file=sys.stderr, flush=True)
     order = ("on", "off") if number % 2 == 0 else ("off", "on")
     more = *KINDS[kind], *args.overrides
@@ -112,7 +111,7 @@ def _measured(
     folder: Path, which: str, name: str, steps: int, more: tuple[str, ...]
 ) -> dict[str, float]:
     """Tokens/s between an early step's result and that of the last but one, and the share of the
-    time that saves held up."""
+    time that is blocked by saves."""
     on = (
         f"checkpoint={{every: 1000, tiers: [{{path: '{folder}/ssd', every: 20, keep: 2, "
         f"replicate: 0}}]}}",
@@ -136,10 +135,10 @@ def _measured(
     steps_done = rows(folder / name / "metrics.jsonl", "at")
     first, last = steps_done[EARLY - 1], steps_done[-2]
     seconds = last["at"] - first["at"]
-    held_up = seconds - sum(row["step_seconds"] for row in steps_done[EARLY:-1])
+    blocked = seconds - sum(row["step_seconds"] for row in steps_done[EARLY:-1])
     return {
         "tokens_per_second": (last["step"] - first["step"]) * BATCH * LENGTH / seconds,
-        "blocked": held_up / seconds,
+        "blocked": blocked / seconds,
     }
 
 

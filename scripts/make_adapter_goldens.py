@@ -50,7 +50,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
         {"r": 2, "target_modules": ["q_b_proj", "kv_b_proj", "kv_a_proj_with_mqa", "o_proj"]},
     ),
 }
-SAID = (
+KEYS = (
     "peft_type",
     "task_type",
     "r",
@@ -69,7 +69,7 @@ CLOSE = 1e-5
 
 
 def main() -> int:
-    """Make them, or with --check compare; 1 where one differs."""
+    """Make the adapters, or with --check compare them; 1 if one differs."""
     parser = arguments.parser(__doc__)
     parser.add_argument(
         "--check",
@@ -83,15 +83,15 @@ def main() -> int:
         if not args.check:
             make(folder, family, settings)
         golden = np.load(folder / "golden.npz")
-        found = logits(GOLDENS / family, folder, golden["tokens"], golden["lengths"])
-        if np.abs(found - golden["logits"]).max() > CLOSE * golden["logits"].std():
+        values = logits(GOLDENS / family, folder, golden["tokens"], golden["lengths"])
+        if np.abs(values - golden["logits"]).max() > CLOSE * golden["logits"].std():
             wrong.append(folder.name)
     print(f"differ: {', '.join(wrong)}" if wrong else f"{len(ADAPTERS)} adapters as they were")
     return 1 if wrong else 0
 
 
 def make(folder: Path, family: str, settings: dict[str, Any]) -> None:
-    """A random adapter, and what transformers and peft compute with it."""
+    """Write a random adapter and its logits."""
     import peft
     import torch
     from transformers import AutoModelForCausalLM
@@ -108,38 +108,44 @@ def make(folder: Path, family: str, settings: dict[str, Any]) -> None:
     )
     with tempfile.TemporaryDirectory() as temporary:
         adapted.save_pretrained(temporary)
-        said = json.loads((Path(temporary) / "adapter_config.json").read_text())
-        kept = {
-            key: sorted(said[key]) if key == "target_modules" else said[key] for key in SAID
-        } | {"base_model_name_or_path": family}
-        (folder / "adapter_config.json").write_text(json.dumps(kept, indent=2) + "\n")
+        config = json.loads((Path(temporary) / "adapter_config.json").read_text())
+        config = {key: config[key] for key in KEYS} | {"base_model_name_or_path": family}
+        config["target_modules"].sort()
+        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
         shutil.copyfile(
             Path(temporary) / "adapter_model.safetensors", folder / "adapter_model.safetensors"
         )
     base = np.load(GOLDENS / family / "golden.npz")
-    found = logits(GOLDENS / family, folder, base["tokens"], base["lengths"])
-    np.savez_compressed(
-        folder / "golden.npz", tokens=base["tokens"], lengths=base["lengths"], logits=found
-    )
+    arrays = {"tokens": base["tokens"], "lengths": base["lengths"]}
+    values = logits(GOLDENS / family, folder, **arrays)
+    np.savez_compressed(folder / "golden.npz", **arrays, logits=values)
 
 
 def logits(
     model: Path, adapter: Path | None, tokens: np.ndarray, lengths: np.ndarray
 ) -> np.ndarray:
-    """Of transformers, with an adapter loaded by peft: float32 [B, T, V], zero at padding."""
+    """Logits of transformers, with an adapter loaded by peft: float32 [B, T, V], zero at
+    padding."""
     import peft
     import torch
     from transformers import AutoModelForCausalLM
 
-    found = AutoModelForCausalLM.from_pretrained(
+    loaded = AutoModelForCausalLM.from_pretrained(
         model, attn_implementation="eager", dtype=torch.float32
     )
     if adapter:
-        found = peft.PeftModel.from_pretrained(found, adapter)
+        loaded = peft.PeftModel.from_pretrained(loaded, adapter)
+    return logits_of(loaded, tokens, lengths)
+
+
+def logits_of(model: Any, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Logits of a loaded model, each row alone and unpadded: float32 [B, T, V], zero at padding."""
+    import torch
+
     rows = []
     for row, length in zip(tokens.astype(np.int64), lengths, strict=True):
         with torch.no_grad():
-            values = found.eval()(torch.tensor(row[None, :length])).logits[0].numpy()
+            values = model.eval()(torch.tensor(row[None, :length])).logits[0].numpy()
         rows.append(np.pad(values, ((0, tokens.shape[1] - length), (0, 0))))
     return np.stack(rows).astype(np.float32)
 

@@ -1,8 +1,8 @@
-"""What plan says of memory beside what a step really takes, on eight virtual devices of this
+"""Memory that plan predicts beside memory that a step takes, on eight virtual devices of this
 machine's CPU: bytes of all eight together.
 
-Each run is a process of its own. Measured is the peak of its resident memory while the state is
-made and two steps run, above what it held before.
+Each run is a process of its own. Measured is the growth of its peak resident memory while the state
+is made and two steps run.
 example: python scripts/measure_memory.py 'fine-tuning, all weights' 'fine-tuning, QLoRA: nf4 under
 rank 16'
 """
@@ -109,7 +109,7 @@ def measure(
     run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()))
     compiled = run.step.lower(run.abstract, run.abstract_batch()).compile()
     rows = {name: np.ones(leaf.shape, leaf.dtype) for name, leaf in run.abstract_batch().items()}
-    held = arguments.resident("VmRSS")
+    before = arguments.resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     state = jax.tree.map(
         lambda leaf: jax.make_array_from_callback(
@@ -122,7 +122,7 @@ def measure(
     for _ in range(2):
         state, scalars = compiled(state, run.place(rows, cfg.train.batch_size))
         jax.block_until_ready((state, scalars))
-    return memory(compiled).needed * DEVICES, arguments.resident("VmHWM") - held
+    return memory(compiled).needed * DEVICES, arguments.resident("VmHWM") - before
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Holds every model family against transformers as it is installed, and writes the table in
+"""Compares every model family with the installed transformers, and writes the table in
 docs/MODELS.md.
 
 For each golden folder: the golden is made again and compared, our logits and gradients are
-compared, and the folder is imported, exported and loaded by transformers, tensor by tensor. One is
-trained on 8 virtual devices in between. Needs torch and transformers: `make oracle` makes an
-environment.
+compared, and the folder is imported, exported and loaded by transformers, tensor by tensor. One
+model is trained on 8 virtual devices in between. Needs torch and transformers: `make oracle` makes
+an environment.
 
 example: python scripts/oracle.py --family llama gemma2
 """
@@ -53,7 +53,7 @@ TOKENIZERS = tuple(
 
 
 def main() -> int:
-    """Check the families that are asked for; 1 if one is not at par."""
+    """Check the families; 1 if one is not at par."""
     parser = arguments.parser(__doc__)
     parser.add_argument(
         "--family",
@@ -110,50 +110,38 @@ def main() -> int:
 
 def _row(family: str) -> tuple[str, bool]:
     folder = parity.GOLDENS / family
-    found = parity.measure(folder)
+    measured = parity.measure(folder)
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary) / "out"
         parity.export_again(folder, out)
-        exact, loads = _same_tensors(folder, out), _loads(folder, out)
-    good = (
-        found.argmax
-        and found.logits <= parity.LOGITS
-        and found.gradient <= parity.GRADIENT
-        and exact
-        and loads
-    )
+        exact = _same_tensors(folder, out)
+        loads = _distance(out, np.load(folder / "golden.npz")) <= parity.LOGITS
+    close = measured.logits <= parity.LOGITS and measured.gradient <= parity.GRADIENT
     cells = [
         family,
-        f"{found.parameters:,}",
-        f"{found.logits:.1e}",
-        _yes(found.argmax),
-        f"{found.gradient:.1e}",
+        f"{measured.parameters:,}",
+        f"{measured.logits:.1e}",
+        _yes(measured.argmax),
+        f"{measured.gradient:.1e}",
         "bit for bit" if exact else "**differs**",
         _yes(loads),
     ]
-    return f"| {' | '.join(cells)} |", good
+    return f"| {' | '.join(cells)} |", measured.argmax and close and exact and loads
 
 
 def _same_tensors(folder: Path, out: Path) -> bool:
-    ours, theirs = (load_file(place / "model.safetensors") for place in (out, folder))
-    same = [
+    ours, theirs = (load_file(path / "model.safetensors") for path in (out, folder))
+    return ours.keys() == theirs.keys() and all(
         ours[name].dtype == theirs[name].dtype and np.array_equal(ours[name], theirs[name])
         for name in theirs
-        if name in ours
-    ]
-    return ours.keys() == theirs.keys() and all(same)
-
-
-def _loads(folder: Path, out: Path) -> bool:
-    """Whether transformers finds every tensor of the export and no other, and gives the golden
-    logits with them."""
-    return _distance(out, np.load(folder / "golden.npz")) <= parity.LOGITS
+    )
 
 
 def _distance(folder: Path, wanted: Mapping[str, np.ndarray]) -> float:
-    """Largest difference of transformers' logits to `logits` of `tokens`, over their deviation;
-    infinite where it does not load every tensor."""
+    """Largest difference of transformers' logits from `logits` of `tokens`, over their deviation;
+    infinite if it does not load every tensor, and no other."""
     import torch
+    from make_adapter_goldens import logits_of
     from transformers import AutoModelForCausalLM
 
     model, report = AutoModelForCausalLM.from_pretrained(
@@ -161,54 +149,47 @@ def _distance(folder: Path, wanted: Mapping[str, np.ndarray]) -> float:
     )
     if any(report.get(kind) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")):
         return math.inf
-    errors, values = [], []
-    for row, length, logits in zip(
-        wanted["tokens"].astype(np.int64), wanted["lengths"], wanted["logits"], strict=True
-    ):
-        with torch.no_grad():
-            found = model(torch.tensor(row[None, :length])).logits[0].numpy()
-        errors.append(np.abs(found - logits[:length]).max())
-        values.append(logits[:length].ravel())
-    return float(max(errors) / np.concatenate(values).std())
+    tokens, lengths, logits = (wanted[name] for name in ("tokens", "lengths", "logits"))
+    real = np.arange(tokens.shape[1]) < lengths[:, None]
+    difference = logits_of(model, tokens, lengths) - logits
+    return float(np.abs(difference[real]).max() / logits[real].std())
+
+
+def _maxstack(*words: object) -> None:
+    command = [sys.executable, "-m", "maxstack.cli", *map(str, words)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def _scores(run: Path, family: str, *words: str) -> Mapping[str, np.ndarray]:
+    """Tokens, lengths and maxstack's logits of a trained run, on the tokens of a golden."""
+    golden = np.load(parity.GOLDENS / family / "golden.npz")
+    tokens, scores = run.with_name("tokens.npz"), run.with_name("scores.npz")
+    np.savez(tokens, tokens=golden["tokens"], lengths=golden["lengths"])
+    _maxstack("score", run, "--tokens", tokens, "--out", scores, "--logits", *words)
+    return dict(np.load(scores))
 
 
 def _trained() -> float:
     """Error of transformers' logits for a model that was imported, trained on a mesh and
     exported."""
-    golden = np.load(parity.GOLDENS / TRAINED / "golden.npz")
     with tempfile.TemporaryDirectory() as temporary:
         run, out = Path(temporary) / "run", Path(temporary) / "out"
-        np.savez(Path(temporary) / "tokens.npz", tokens=golden["tokens"], lengths=golden["lengths"])
-        commands = [
-            ["import", str(parity.GOLDENS / TRAINED), "--out", str(run)],
-            [
-                "train",
-                str(run / "config.yml"),
-                "train.steps=5",
-                "train.batch_size=8",
-                "data.seq_len=32",
-                "model.dtype=float32",
-                "run.virtual_devices=8",
-                "mesh.fsdp=2",
-                "mesh.tensor=2",
-                "optimizer.learning_rate=1e-2",
-            ],
-            [
-                "score",
-                str(run),
-                "--tokens",
-                f"{temporary}/tokens.npz",
-                "--out",
-                f"{temporary}/scores.npz",
-                "--logits",
-                "model.dtype=float32",
-            ],
-            ["export", str(run), "--out", str(out)],
-        ]
-        for command in commands:
-            subprocess.run([sys.executable, "-m", "maxstack.cli", *command], check=True)
-        with np.load(f"{temporary}/scores.npz") as scores:
-            return _distance(out, scores)
+        _maxstack("import", parity.GOLDENS / TRAINED, "--out", run)
+        _maxstack(
+            "train",
+            run / "config.yml",
+            "train.steps=5",
+            "train.batch_size=8",
+            "data.seq_len=32",
+            "model.dtype=float32",
+            "run.virtual_devices=8",
+            "mesh.fsdp=2",
+            "mesh.tensor=2",
+            "optimizer.learning_rate=1e-2",
+        )
+        scores = _scores(run, TRAINED, "model.dtype=float32")
+        _maxstack("export", run, "--out", out)
+        return _distance(out, scores)
 
 
 def _adapted(family: str, settings: str) -> float:
@@ -216,56 +197,34 @@ def _adapted(family: str, settings: str) -> float:
     trained on a golden folder."""
     from make_adapter_goldens import logits
 
-    golden = np.load(parity.GOLDENS / family / "golden.npz")
+    golden = parity.GOLDENS / family
     with tempfile.TemporaryDirectory() as temporary:
-        folder, data = (
-            Path(temporary),
-            "data={sources: [{kind: synthetic, vocab: 100}], seq_len: 16}",
-        )
-        np.savez(folder / "tokens.npz", tokens=golden["tokens"], lengths=golden["lengths"])
+        folder = Path(temporary)
         (folder / "run.yml").write_text(
-            f"model: {{from: {parity.GOLDENS / family}, dtype: float32}}\nlora: {settings}\n"
+            f"model: {{from: {golden}, dtype: float32}}\nlora: {settings}\n"
         )
-        for command in (
-            [
-                "train",
-                str(folder / "run.yml"),
-                data,
-                "run.name=run",
-                f"run.output_dir={temporary}",
-                "train.steps=5",
-                "train.batch_size=8",
-                "optimizer.learning_rate=2e-2",
-                "checkpoint.every=5",
-            ],
-            ["lora", "export", str(folder / "run"), "--out", str(folder / "adapter")],
-            [
-                "score",
-                str(folder / "run"),
-                "--tokens",
-                f"{temporary}/tokens.npz",
-                "--out",
-                f"{temporary}/scores.npz",
-                "--logits",
-            ],
-            ["export", str(folder / "run"), "--out", str(folder / "merged")],
-        ):
-            subprocess.run(
-                [sys.executable, "-m", "maxstack.cli", *command],
-                check=True,
-                stdout=subprocess.DEVNULL,
-            )
-        with np.load(folder / "scores.npz") as scores:
-            adapted = logits(
-                parity.GOLDENS / family, folder / "adapter", scores["tokens"], scores["lengths"]
-            )
-            far = np.abs(adapted - scores["logits"]).max() / adapted.std()
-            return float(max(far, _distance(folder / "merged", scores)))
+        _maxstack(
+            "train",
+            folder / "run.yml",
+            "data={sources: [{kind: synthetic, vocab: 100}], seq_len: 16}",
+            "run.name=run",
+            f"run.output_dir={folder}",
+            "train.steps=5",
+            "train.batch_size=8",
+            "optimizer.learning_rate=2e-2",
+            "checkpoint.every=5",
+        )
+        _maxstack("lora", "export", folder / "run", "--out", folder / "adapter")
+        _maxstack("export", folder / "run", "--out", folder / "merged")
+        scores = _scores(folder / "run", family)
+        adapted = logits(golden, folder / "adapter", scores["tokens"], scores["lengths"])
+        error = np.abs(adapted - scores["logits"]).max() / adapted.std()
+        return float(max(error, _distance(folder / "merged", scores)))
 
 
 def _tokenized(model_type: str, named: str) -> int:
-    """How many of TEXTS random texts get other ids than from transformers, by vocab.json and
-    merges.txt; added tokens are `named` in a file, or by default alone."""
+    """Number of TEXTS random texts whose ids differ from transformers', by vocab.json and
+    merges.txt; added tokens are `named` in a file, or the defaults."""
     import tokenizers
     from transformers import AutoTokenizer
 
@@ -312,9 +271,11 @@ def _tokenized(model_type: str, named: str) -> int:
             (folder / named).write_text(json.dumps({"added_tokens_decoder": decoder}))
         theirs = AutoTokenizer.from_pretrained(folder)
         ours = tokenizers.Tokenizer.from_buffer(tokenizer_json(folder / "vocab.json"))
-        found = (ours.encode(text, add_special_tokens=False).ids for text in texts)
-        wanted = (theirs(text, add_special_tokens=False)["input_ids"] for text in texts)
-        return sum(one != other for one, other in zip(found, wanted, strict=True))
+        return sum(
+            ours.encode(text, add_special_tokens=False).ids
+            != theirs(text, add_special_tokens=False)["input_ids"]
+            for text in texts
+        )
 
 
 def _yes(value: bool) -> str:

@@ -30,20 +30,7 @@ def main() -> None:
         "--check", action="store_true", help="write nothing; exit with 1 if something would change"
     )
     args = parser.parse_args()
-    changed = [
-        path
-        for path, text in written(args.docs).items()
-        if not path.exists() or path.read_text(encoding="utf-8") != text
-    ]
-    if args.check:
-        raise SystemExit(
-            f"not up to date: {', '.join(map(str, changed))}; run scripts/plot_performance.py"
-            if changed
-            else 0
-        )
-    for path in changed:
-        path.write_text(written(args.docs)[path], encoding="utf-8")
-        print(path)
+    arguments.write_or_check(written(args.docs), args.check)
 
 
 def written(docs: Path) -> dict[Path, str]:
@@ -120,7 +107,7 @@ def _by_backend(rows: list[Found], key: str, scale: float) -> dict[str, list[tup
 
 
 def tables(found: Found) -> list[str]:
-    """Those of the report, each under its name, and the command that made them."""
+    """Tables of the report, each under its name, after the command that made them."""
     told = [
         f"`{found['command']}`, {found['date'][:10]}, {found['machine']['processor']}, "
         f"jax {found['device']['versions']['jax']}:"
@@ -146,7 +133,7 @@ def step_plots(found: Found, stem: str) -> dict[str, str]:
 
 
 def step_table(found: Found) -> list[str]:
-    """The same in numbers."""
+    """The step by component in numbers."""
     whole = found["step"]["seconds"]
     rows = [
         f"| {name} | {1e3 * seconds:,.1f} | {seconds / whole:.1%} |"

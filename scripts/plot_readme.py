@@ -43,17 +43,7 @@ def main() -> None:
         (args.pictures / "loss.json").write_text(json.dumps(thinned(args.metrics)) + "\n")
     if args.plan:
         (args.pictures / "plan.txt").write_text(planned())
-    stale = [path for path, text in drawn(args.pictures).items() if not same(path, text)]
-    if args.check:
-        raise SystemExit(f"not up to date: {', '.join(map(str, stale))}" if stale else 0)
-    for path in stale:
-        path.write_text(drawn(args.pictures)[path], encoding="utf-8")
-        print(path)
-
-
-def same(path: Path, text: str) -> bool:
-    """Whether a file holds this text."""
-    return path.exists() and path.read_text(encoding="utf-8") == text
+    arguments.write_or_check(drawn(args.pictures), args.check)
 
 
 def thinned(metrics: Path) -> dict[str, Any]:

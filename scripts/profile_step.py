@@ -1,8 +1,8 @@
-"""The training step's time by component on the device at hand: each part compiled alone at the
+"""The training step's time by component on this machine's device: each part compiled alone at the
 run's shapes, forward and backward, and the whole.
 
-What the parts leave of the step is shown as the rest: residual additions, gradients put into their
-stacks, the gradient's norm, what rematerialization does again, less what XLA saves by fusing parts
+The difference between the step and its parts is shown as the rest: residual additions, gradients
+put into their stacks, the gradient's norm and rematerialization, less the savings from fusing parts
 with each other. Weights and inputs are random. One device: a mesh is left out.
 
 example: python scripts/profile_step.py bench-reference --rounds 5 --json step.json
@@ -15,16 +15,12 @@ import functools
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from bench import arguments
 
 from maxstack.load import load
-
-LEAST_SECONDS = 0.02
-"""A timing repeats a call until it takes this long."""
 
 
 @dataclasses.dataclass
@@ -33,27 +29,19 @@ class Part:
 
     name: str
     count: int
-    """How often the step does it."""
+    """Times that a step runs it."""
     call: Callable[[], Any]
     seconds: list[float] = dataclasses.field(default_factory=list)
     processor: list[float] = dataclasses.field(default_factory=list)
-    """Processor time of this process, by which a CPU shared with others can be judged."""
+    """Processor time of this process; differs from `seconds` on a CPU that others use too."""
 
     def time(self) -> None:
-        """One more measurement."""
-        import jax
+        """Add a measurement."""
+        from maxstack.kernels import measure
 
-        times = 1
-        while True:
-            begin, busy = time.perf_counter(), time.process_time()
-            for _ in range(times):
-                out = self.call()
-            jax.block_until_ready(out)
-            if (taken := time.perf_counter() - begin) >= LEAST_SECONDS:
-                break
-            times *= 4
-        self.seconds.append(taken / times)
-        self.processor.append((time.process_time() - busy) / times)
+        seconds, processor = measure.timed(self.call)
+        self.seconds.append(seconds)
+        self.processor.append(processor)
 
 
 def main() -> None:
@@ -69,22 +57,21 @@ def main() -> None:
     )
     arguments.takes_json(parser)
     args = parser.parse_intermixed_args()
-    if (
-        sys.platform == "linux" and "GLIBC_TUNABLES" not in os.environ
-    ):  # as `maxstack train` starts itself
-        os.execve(
-            sys.executable,
-            [sys.executable, *sys.argv],
-            os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
-        )
+    # as `maxstack train` starts itself
+    if sys.platform == "linux" and "GLIBC_TUNABLES" not in os.environ:
+        environment = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+        os.execve(sys.executable, [sys.executable, *sys.argv], environment)
     import jax
 
     cfg = load(args.config, args.overrides)
-    found = [part for part in parts(cfg) if print(f"compiled {part.name}", file=sys.stderr) is None]
+    compiled = []
+    for part in parts(cfg):
+        print(f"compiled {part.name}", file=sys.stderr)
+        compiled.append(part)
     for _ in range(args.rounds):
-        for part in found:
+        for part in compiled:
             part.time()
-    result = table(found) | {
+    result = table(compiled) | {
         "config": args.config,
         "overrides": args.overrides,
         "device": jax.devices()[0].device_kind,
@@ -96,8 +83,8 @@ def main() -> None:
     arguments.write_json(args.json, result)
 
 
-def table(found: list[Part]) -> dict[str, Any]:
-    """Seconds of the whole step, by component, and what is left."""
+def table(parts: list[Part]) -> dict[str, Any]:
+    """Seconds of the whole step, of each component, and of the rest."""
     rows = [
         {
             "name": part.name,
@@ -105,7 +92,7 @@ def table(found: list[Part]) -> dict[str, Any]:
             "seconds": part.count * statistics.median(part.seconds),
             "processor_seconds": part.count * statistics.median(part.processor),
         }
-        for part in found
+        for part in parts
     ]
     step, *components = rows
     rest = {
@@ -120,11 +107,8 @@ def show(result: dict[str, Any]) -> None:
     whole = result["step"]["seconds"]
     print(f"{result['config']} on {result['device']}, {result['tokens']:,} tokens a step")
     print(f"{'component':34} {'times':>5} {'ms a step':>10} {'share':>7}")
-    for row in (
-        *result["components"],
-        {"name": "the rest", "count": 1} | result["rest"],
-        result["step"],
-    ):
+    rest = {"name": "the rest", "count": 1} | result["rest"]
+    for row in (*result["components"], rest, result["step"]):
         print(
             f"{row['name']:34} {row['count']:5} {1e3 * row['seconds']:10.2f} "
             f"{row['seconds'] / whole:7.1%}"
@@ -164,12 +148,14 @@ def parts(cfg: Any) -> Iterator[Part]:
 
 
 def whole_step(run: Any, batch: Any) -> Part:
-    """Its state is given away and comes back."""
-    compiled, held = run.step.lower(run.abstract, run.abstract_batch()).compile(), [run.init()]
+    """The step, whose state is donated and returned."""
+    compiled = run.step.lower(run.abstract, run.abstract_batch()).compile()
+    state = run.init()
 
     def call() -> Any:
-        held[0], scalars = compiled(held[0], batch)
-        return held[0], scalars
+        nonlocal state
+        state, scalars = compiled(state, batch)
+        return state, scalars
 
     return Part("whole step", 1, call)
 
@@ -189,34 +175,22 @@ def optimizer(run: Any, params: Any) -> Part:
         return jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates), opt
 
     grads = jax.tree.map(lambda p: p * 1e-3, params)
-    held = [jax.tree.map(lambda p: p.copy(), params), jax.jit(tx.init)(params)]
-    compiled = jax.jit(update, donate_argnums=(0, 1)).lower(*held, grads).compile()
+    state = jax.tree.map(lambda p: p.copy(), params), jax.jit(tx.init)(params)
+    compiled = jax.jit(update, donate_argnums=(0, 1)).lower(*state, grads).compile()
 
     def call() -> Any:
-        held[:] = compiled(*held, grads)
-        return held
+        nonlocal state
+        state = compiled(*state, grads)
+        return state
 
     return Part("optimizer", 1, call)
 
 
-def both(name: str, count: int, f: Callable[..., Any], *given: Any) -> Part:
-    """`f` and its gradient by all that is given, compiled."""
-    import jax
-    import jax.numpy as jnp
+def both(name: str, count: int, f: Callable[..., Any], *args: Any) -> Part:
+    """`f` and its gradient by all arguments, compiled."""
+    from maxstack.kernels import measure
 
-    def gradient(*given: Any) -> Any:
-        out, pull = jax.vjp(f, *given)
-        return out, pull(
-            jax.tree.map(
-                lambda x: (
-                    jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape).astype(x.dtype)
-                ),
-                out,
-            )
-        )
-
-    compiled = jax.jit(gradient).lower(*given).compile()
-    return Part(name, count, functools.partial(compiled, *given))
+    return Part(name, count, functools.partial(measure.with_gradients(f, *args), *args))
 
 
 def of_model(run: Any, params: Any, batch: Any) -> Iterator[Part]:
@@ -244,7 +218,7 @@ def of_model(run: Any, params: Any, batch: Any) -> Iterator[Part]:
         )
 
     class Headed:
-        """The model whose blocks are done."""
+        """The model with the output of its blocks."""
 
         def __init__(self, model: Decoder, x_BTD: jax.Array):
             self.model, self.x_BTD = model, x_BTD
@@ -255,21 +229,18 @@ def of_model(run: Any, params: Any, batch: Any) -> Iterator[Part]:
         def trunk(self, batch: Any) -> Any:
             return self.x_BTD, {}, context
 
-    of_head = {
-        name: params[name]
-        for name in ("embed", "head", "head_bias", "norm", "mtp")
-        if name in params
-    }
+    names = {"embed", "head", "head_bias", "norm", "mtp"} & params.keys()
+    of_head = {name: params[name] for name in sorted(names)}
 
-    def loss(given: Any, x_BTD: jax.Array) -> jax.Array:
-        headed = Headed(nnx.merge(run.graph, nnx.State({**params, **given})), x_BTD)
+    def loss(weights: Any, x_BTD: jax.Array) -> jax.Array:
+        headed = Headed(nnx.merge(run.graph, nnx.State({**params, **weights})), x_BTD)
         return run.objective.loss(Models(headed), batch).total
 
     yield both("final norm, head, cross-entropy", pieces, loss, of_head, x_BTD)
 
 
 def blocks(cfg: Any, model: Any, x_BTD: Any, context: Any) -> dict[str, tuple[int, Any]]:
-    """Block -> how many layers are of it, and the first of them."""
+    """Block -> its number of layers, and the first of them."""
     import jax
     from flax import nnx
 
@@ -286,10 +257,9 @@ def blocks(cfg: Any, model: Any, x_BTD: Any, context: Any) -> dict[str, tuple[in
     ):
         for i, name in enumerate(names):
             first.setdefault(name, part[f"{i}"])
+    shared = {getattr(block.mixer, "share_kv", None) for block in cfg.blocks.values()}
     for name in cfg.blocks:
-        if name in first and name in {
-            getattr(block.mixer, "share_kv", None) for block in cfg.blocks.values()
-        }:
+        if name in first and name in shared:
             context.kept[name] = first[name].keys_values(x_BTD, context)
     return {name: (times, first[name]) for name, times in collections.Counter(cfg.order).items()}
 
@@ -302,11 +272,8 @@ def of_block(
 
     from maxstack.kernels import backends, examples, measure
 
-    norms = [
-        norm
-        for norm in (block.mixer_norm, block.mlp_norm, block.mixer_out_norm, block.mlp_out_norm)
-        if norm is not None
-    ]
+    every = block.mixer_norm, block.mlp_norm, block.mixer_out_norm, block.mlp_out_norm
+    norms = [norm for norm in every if norm is not None]
     before = f"{name} " if name else ""
     if norms:
         graph, state = nnx.split(norms[0])
@@ -318,7 +285,7 @@ def of_block(
             x_BTD,
         )
     of_mixer, mixer_state = nnx.split(block.mixer)
-    with backends.recording() as made:
+    with backends.recording() as choices:
         mixer = both(
             f"{before}mixer without its kernel",
             times,
@@ -327,18 +294,13 @@ def of_block(
             x_BTD,
         )
     kernels = []
-    for choice in made:
+    for choice in choices:
         if choice.op == "attention":
             op = examples.OPS["attention"][0]
             example = examples.of_attention(choice.case, batch=x_BTD.shape[0])
-            run, given = measure.call(op[choice.backend], choice.blocks, example)
-            kernels.append(
-                Part(
-                    f"{before}attention kernel, {choice.backend}",
-                    times,
-                    functools.partial(run, *given),
-                )
-            )
+            run, args = measure.call(op[choice.backend], choice.blocks, example)
+            part = f"{before}attention kernel, {choice.backend}"
+            kernels.append(Part(part, times, functools.partial(run, *args)))
     yield from kernels
     yield Without(mixer.name, times, mixer.call, kernels)
     of_mlp, mlp_state = nnx.split(block.mlp)
@@ -352,14 +314,14 @@ def of_block(
 
 
 class Without(Part):
-    """A piece less the parts of it that stand in the table themselves."""
+    """A part without the inner parts that are measured themselves."""
 
     def __init__(self, name: str, count: int, call: Callable[[], Any], inner: list[Part]):
         super().__init__(name, count, call)
         self.inner = inner
 
     def time(self) -> None:
-        """Less what the inner parts took just before."""
+        """Add a measurement, less the latest of the inner parts."""
         super().time()
         self.seconds[-1] -= sum(part.seconds[-1] for part in self.inner)
         self.processor[-1] -= sum(part.processor[-1] for part in self.inner)

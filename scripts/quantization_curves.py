@@ -1,8 +1,8 @@
 """Training curves of the quickstart's model in bfloat16 and in low precision: each recipe in a real
 run, the same batches for all.
 
-Writes docs/quantization/curves.json, and with it the plot and the table of docs/QUANTIZATION.md;
---plot makes these again of figures that are there.
+Writes docs/quantization/curves.json, the plot and the table of docs/QUANTIZATION.md; --plot makes
+these again from the figures that are there.
 example: python scripts/quantization_curves.py --steps 300
 """
 

@@ -1,10 +1,10 @@
-"""Weak scaling: 1, 2, 4 and 8 processes on this machine, each with the same rows, and what they
-communicate; beside it plan's word on slices.
+"""Weak scaling: 1, 2, 4 and 8 processes on this machine, each with the same number of rows, and
+their share of communication; beside it plan's prediction for slices.
 
-The share of communication is measured against as many processes at the same time that train the
-same rows each, but each by itself: they contend for this machine's cores alike, and send nothing.
-Writes docs/cluster/scaling.json, and with it the plot and the tables of docs/CLUSTER.md; --plot
-makes these again of figures that are there.
+The share of communication is measured against as many processes that train the same rows at the
+same time, but each by itself: they contend for this machine's cores alike, and send nothing. Writes
+docs/cluster/scaling.json, the plot and the tables of docs/CLUSTER.md; --plot makes these again from
+the figures that are there.
 example: python scripts/weak_scaling.py --rounds 3
 """
 
@@ -87,7 +87,7 @@ def _counts(text: str) -> list[int]:
 
 
 def processes(counts: list[int], rounds: int, overrides: list[str]) -> dict[int, dict[str, float]]:
-    """Count -> seconds of a step where the processes are one run, and where each is its own."""
+    """Count -> seconds of a step with all processes in one run, and with each in its own."""
     found: dict[int, dict[str, float]] = {count: {} for count in counts}
     for _ in tqdm(range(rounds), unit=" rounds", disable=None):
         for count in counts:
@@ -140,7 +140,7 @@ def measured(count: int, together: bool, overrides: list[str]) -> float:
 
 
 def planned(slices: int) -> dict[str, float]:
-    """What `maxstack plan` says of so many slices of 256 chips, with the same rows on each chip."""
+    """Prediction of `maxstack plan` for slices of 256 chips, with the same rows on each chip."""
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "plan.json"
         words = PLAN.format(slices=slices, rows=256 * slices).split()
@@ -195,7 +195,7 @@ def plot(found: dict[str, Any]) -> str:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Both figures in rows."""
+    """Both figures as tables."""
     lines = ["![weak scaling](cluster/scaling.svg)", ""]
     if "processes" in found:
         lines += [

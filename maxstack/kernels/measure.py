@@ -34,12 +34,22 @@ def call(
         options = {} if blocks is None else {"blocks": blocks}
         return example.result(backend.run(*args, **options))
 
-    def both(*floats: jax.Array) -> Any:
-        out, pull = jax.vjp(outputs, *floats)
-        weights = jnp.cos(jnp.arange(out.size, dtype=jnp.float32))
-        return out, pull(weights.reshape(out.shape).astype(out.dtype))
+    return with_gradients(outputs, *floats), floats
 
-    return jax.jit(both).lower(*floats).compile(), floats
+
+def with_gradients(f: Call, *args: Any) -> Call:
+    """`f` and the gradients, by all arguments, of the sum of its result with fixed weights;
+    compiled."""
+
+    def both(*args: Any) -> Any:
+        out, pull = jax.vjp(f, *args)
+        return out, pull(jax.tree.map(_weights, out))
+
+    return jax.jit(both).lower(*args).compile()
+
+
+def _weights(x: jax.Array) -> jax.Array:
+    return jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape).astype(x.dtype)
 
 
 def deviation(
@@ -61,14 +71,20 @@ def difference(array: Any, wanted: Any) -> float:
 
 
 def seconds(run: Call, args: tuple[Any, ...]) -> float:
-    """Seconds a call, over as many calls as fill `LEAST_SECONDS`."""
+    """Seconds a call, after one that does not count."""
     jax.block_until_ready(run(*args))
+    return timed(run, args)[0]
+
+
+def timed(run: Call, args: tuple[Any, ...] = ()) -> tuple[float, float]:
+    """Seconds, and seconds of this process's processor time, of a call, over as many calls as fill
+    `LEAST_SECONDS`."""
     times = 1
     while True:
-        begin = time.perf_counter()
+        begin, busy = time.perf_counter(), time.process_time()
         for _ in range(times):
             out = run(*args)
         jax.block_until_ready(out)
         if (taken := time.perf_counter() - begin) >= LEAST_SECONDS:
-            return taken / times
+            return taken / times, (time.process_time() - busy) / times
         times *= 4

@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,21 @@ def write_block(page: Path, begin: str, end: str, block: str) -> None:
     """Put `block` into a page between the marks."""
     text = page.read_text(encoding="utf-8")
     page.write_text(with_block(text, page, begin, end, block), encoding="utf-8")
+
+
+def write_or_check(files: dict[Path, str], check: bool) -> None:
+    """Write the files that differ from their text; with `check` exit, with 1 if there are any."""
+    stale = {
+        path: text
+        for path, text in files.items()
+        if not path.exists() or path.read_text(encoding="utf-8") != text
+    }
+    if check:
+        names = ", ".join(map(str, stale))
+        raise SystemExit(f"not up to date: {names}; run {sys.argv[0]}" if stale else 0)
+    for path, text in stale.items():
+        path.write_text(text, encoding="utf-8")
+        print(path)
 
 
 def resident(field: str) -> int:

@@ -1,5 +1,5 @@
-"""Block sizes for bench_gpu.py: the ones that a run would take, or with --tune all that a kernel
-offers, the best of which go into a table."""
+"""Block sizes for bench_gpu.py: those of a run, or with --tune all that a kernel offers, the best
+of which go into a table."""
 
 import contextlib
 import dataclasses
@@ -17,39 +17,35 @@ from maxstack.kernels.backends import Op
 
 Blocks = dict[str, int] | None
 SIZED = "mask", "head_dim", "length", "shape"
-"""What tells one call from another in the rows of a section."""
+"""Columns that differ between the calls of a section."""
 
 
 @dataclasses.dataclass
 class Sizes:
-    """What is measured, and what came out of it."""
+    """Block sizes to measure, and the results with default sizes."""
 
     tune: bool
     table: str
-    """A file as `maxstack tune` writes it; it need not exist."""
+    """A table in the format of `maxstack tune`; it need not exist."""
     first: dict[str, dict[str, np.ndarray]] = dataclasses.field(default_factory=dict)
-    """Results with a kernel's default sizes, by call: every other size must give the same."""
+    """Results with a kernel's default sizes, by call; other sizes must give the same."""
 
     def of(self, op: Op, name: str, case: Any) -> list[Blocks]:
-        """Sizes for a backend; None: it takes its default. A kernel that cannot serve has that
-        one."""
+        """Sizes for a backend, None for its default; only that for a kernel that cannot serve."""
         if name not in op.names:
             return [None]
         with contextlib.suppress(ImportError):
-            if (
-                self.tune
-                and op[name].supports(case) is None
-                and (found := op[name].candidates(case))
-            ):
-                return list(found)
+            if self.tune and op[name].supports(case) is None:
+                if candidates := op[name].candidates(case):
+                    return list(candidates)
         with tuning.use(self.table):
             return [tuning.blocks(op.name, name, case.device.kind, case.shape_class)]
 
     def differs(
         self, default: bool, call: str, outputs: Mapping[str, jax.Array], dtype: str
     ) -> dict[str, Any]:
-        """Nothing, or a status and a reason where these sizes, if they are not the default ones,
-        give other results than those."""
+        """A status and a reason if these sizes give other results than the default ones, else
+        nothing."""
         if not self.tune:
             return {}
         if call not in self.first and not default:
@@ -62,21 +58,19 @@ class Sizes:
                 name: np.asarray(value).astype(np.float64) for name, value in outputs.items()
             }
             return {}
-        found = compare(outputs, self.first[call], dtype)
-        return (
-            {}
-            if found["status"] == "ok"
-            else {"status": "wrong", "reason": f"not as with the default sizes: {found['reason']}"}
-        )
+        result = compare(outputs, self.first[call], dtype)
+        if result["status"] == "ok":
+            return {}
+        return {"status": "wrong", "reason": f"not as with the default sizes: {result['reason']}"}
 
     def keep(self, rows: list[dict[str, Any]], device_kind: str) -> None:
         """Write the fastest sizes of every backend and shape class."""
         calls: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
         for row in rows:
             if row["status"] == "ok" and row.get("blocks") and row["both_ms"]:
-                calls.setdefault(
-                    (row["op"], row["backend"], _class(row), *map(str, map(row.get, SIZED))), []
-                ).append(row)
+                shape = tuple(sorted(row["shape_class"].items()))
+                key = row["op"], row["backend"], shape, *(str(row.get(name)) for name in SIZED)
+                calls.setdefault(key, []).append(row)
         classes: dict[tuple[Any, ...], dict[str, Any]] = {}
         for (op, backend, shape, *_), own in sorted(
             calls.items(), key=lambda item: item[1][0]["both_ms"]
@@ -92,10 +86,5 @@ class Sizes:
                 "default_microseconds": round(1e3 * own[0]["both_ms"], 1),
                 "date": datetime.date.today().isoformat(),
             }
-        found = [*classes.values()]
-        if self.tune and found:
-            tuning.add(Path(self.table).expanduser(), found)
-
-
-def _class(row: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple(sorted(row["shape_class"].items()))
+        if self.tune and classes:
+            tuning.add(Path(self.table).expanduser(), [*classes.values()])

@@ -17,7 +17,7 @@ Run = Callable[..., Any]
 
 
 class Bench(NamedTuple):
-    """What a section measures, and with what."""
+    """Settings of a section's measurements."""
 
     size: str
     device: Device

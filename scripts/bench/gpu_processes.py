@@ -1,5 +1,5 @@
-"""The processes of bench_gpu.py: what each does is read line by line, and one that crashes or hangs
-costs the job that it was at."""
+"""The processes of bench_gpu.py. Their events are read line by line, and a crash or hang costs only
+the job in progress."""
 
 import contextlib
 import dataclasses
@@ -16,26 +16,25 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "@bench "
 MOST_STARTS = 12
-"""Of one worker: beyond, the rest of its sections is left."""
+"""Starts of one worker, after which its other sections are left out."""
 
 
 @dataclasses.dataclass
 class Outcome:
-    """How a process ended."""
+    """End of a process."""
 
     code: int | None
-    """Its exit code; None: it was ended, because it had been silent for too long or the time was
-    over."""
+    """Exit code; None if it was killed, because it was silent for too long or the time was over."""
     tail: str
-    """The end of what it printed for people."""
+    """The end of its other output."""
 
 
 def events(
     command: list[str], given: dict[str, Any], silence: float, end: float, log: Path
 ) -> Iterator[dict[str, Any] | Outcome]:
-    """The events that a process prints, then its outcome; whatever else it prints goes into `log`.
+    """The events that a process prints, then its outcome; its other output goes into `log`.
 
-    It is ended after `silence` seconds without an event, or at `end`, in seconds since the epoch.
+    It is killed after `silence` seconds without an event, or at `end`, in seconds since the epoch.
     """
     paths = [str(ROOT / "scripts"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     process = subprocess.Popen(
@@ -48,9 +47,7 @@ def events(
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"},
     )
     assert process.stdin and process.stdout
-    with contextlib.suppress(
-        BrokenPipeError
-    ):  # a process that ended already is told by its outcome
+    with contextlib.suppress(BrokenPipeError):  # then the process ended, and has an outcome
         process.stdin.write(json.dumps(given))
         process.stdin.close()
     lines: queue.Queue[str | None] = queue.Queue()
@@ -86,11 +83,11 @@ def work(
     log: Path,
     hear: Callable[[dict[str, Any]], None],
 ) -> None:
-    """The sections in a worker, started again without the job that ended it until all is done.
-    `hear` gets every event, and rows for such jobs.
+    """Run sections in a worker, which is started again without the job that ended it until all is
+    done. `hear` gets every event, and rows for such jobs.
 
-    A worker that ends while it compiles several programs at once does not tell which one it was:
-    then they are compiled one by one.
+    If a worker ends while it compiles several programs at once, the next compiles one at a time to
+    show which one it was.
     """
     done: list[str] = []
     threads, left = given["threads"], list(sections)
@@ -120,38 +117,20 @@ def work(
             "did not answer any more" if outcome.code is None else f"ended with code {outcome.code}"
         )
         if not at:
-            hear(
-                {
-                    "left_out": left[0],
-                    "reason": f"the process {how} before its first job: {outcome.tail[-600:]}",
-                }
-            )
-            left.pop(0)
+            reason = f"the process {how} before its first job: {outcome.tail[-600:]}"
+            hear({"left_out": left.pop(0), "reason": reason})
             continue
         if at["begin"] not in done and (at["phase"] == "run" or threads == 1):
             done.append(at["begin"])
-            hear(
-                {
-                    "row": {
-                        "section": left[0],
-                        **at["row"],
-                        "status": "failed",
-                        "reason": f"the process {how}: {outcome.tail[-300:]}",
-                    }
-                }
-            )
+            reason = f"the process {how}: {outcome.tail[-300:]}"
+            hear({"row": {"section": left[0], **at["row"], "status": "failed", "reason": reason}})
             threads = given["threads"]
         else:
             threads = 1
+    late = time.time() > given["end"]
+    reason = "the time was over" if late else f"its process was started {MOST_STARTS} times"
     for section in left:
-        hear(
-            {
-                "left_out": section,
-                "reason": "the time was over"
-                if time.time() > given["end"]
-                else f"its process was started {MOST_STARTS} times",
-            }
-        )
+        hear({"left_out": section, "reason": reason})
 
 
 def lacks(python: str, packages: list[str]) -> list[str]:

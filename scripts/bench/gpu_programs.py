@@ -17,62 +17,60 @@ import numpy as np
 from maxstack.config import ConfigError
 
 LONG_ENOUGH = {"gpu": 0.03, "cpu": 0.0}
-"""Seconds of work in one dispatch, by platform: what it takes to hide the dispatch."""
+"""Seconds of work in one dispatch, by platform, that hide the dispatch."""
 
 
 MANY, POOL = 2**22, 1_048_573
-"""Numbers beyond which the device draws them; a prime, so that no row of a matrix is like
-another."""
+"""Largest array that the device does not draw, and the size of the pool for those: a prime, so that
+rows of a matrix differ."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A function and what makes its arguments, on the device."""
+    """A function, and a function that makes its arguments on the device."""
 
     function: Callable[..., Any]
     make: Callable[[], tuple[jax.Array, ...]]
     times: int = 1
     """Calls of the function in one dispatch, each of which waits for the one before."""
     runs: bool = True
-    """False: compiled for what the compiler says of its memory, and no more."""
+    """False: compiled only for the compiler's figures of its memory."""
 
     def lower(self) -> Any:
         """Traced, for jax's own device."""
-        function = (
-            self.function
-            if self.times == 1
-            else functools.partial(repeated, self.function, self.times)
-        )
+        function = self.function
+        if self.times > 1:
+            function = functools.partial(repeated, function, self.times)
         return jax.jit(function).lower(*jax.eval_shape(self.make))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Job:
-    """One row of the results: what it is, its programs, and what follows from their runs."""
+    """One row of the results, its programs, and a function from their runs to its figures."""
 
     section: str
     row: dict[str, Any]
     programs: Callable[[], dict[str, Program]]
     finish: Callable[[dict[str, "Ran"]], dict[str, Any]]
-    """Figures of the row, a `status` other than ok among them where they are none."""
+    """Figures of the row; a `status` among them replaces ok."""
     refused: str | None = None
-    """Why there is nothing to run; it may begin with a status and a colon."""
+    """Reason not to run; can begin with a status and a colon."""
     late: bool = False
-    """After those of its section that are not."""
+    """Runs after the other jobs of its section."""
 
     @property
     def key(self) -> str:
-        """Tells it from every other."""
+        """Unique name."""
         return " ".join([self.section, *(f"{name}={value}" for name, value in self.row.items())])
 
 
 @dataclasses.dataclass(frozen=True)
 class Ran:
-    """What a program gave."""
+    """Result of a program."""
 
     outputs: Any
     seconds: tuple[float, ...]
-    """Of one call of the function, by dispatch; none in a check."""
+    """Seconds a call of the function, by dispatch; empty if it did not run."""
     temporaries: int
     """Bytes that the compiled program takes besides arguments and results."""
     results: int
@@ -98,8 +96,8 @@ def _pool() -> np.ndarray:
 
 
 def repeated(function: Callable[..., Any], times: int, first: jax.Array, *others: jax.Array) -> Any:
-    """`times` calls in a loop on the device. One element of `first` is written anew from every
-    result of the last call, always with the value that it has, which no compiler can know: so none
+    """`times` calls in a loop on the device. Each call rewrites an element of `first` depending on
+    every result of the last call, always with the same value, which no compiler can know: so none
     is left out, moved out of the loop or begun early."""
     start = (0,) * first.ndim
 
@@ -122,48 +120,39 @@ def repeated(function: Callable[..., Any], times: int, first: jax.Array, *others
 
 
 def calls(flops: float, peak: float | None) -> int:
-    """How many calls of so much work a dispatch should hold, at half of the device's peak FLOP/s;
-    None: one."""
+    """Calls of so much work in a dispatch, at half of the device's peak FLOP/s; one if that is
+    unknown."""
     return max(1, min(200, round(LONG_ENOUGH["gpu"] * peak / 2 / flops))) if peak else 1
 
 
 def run(
     jobs: Iterator[Job], threads: int, repeats: int, begin: Callable[[Job, str], None]
 ) -> Iterator[tuple[Job, dict[str, Any]]]:
-    """(job, its figures): programs of `threads` jobs are compiled at once, then each runs alone.
-    What fails is told in its row.
+    """(job, its figures). Programs of `threads` jobs are compiled at once, then each runs alone. A
+    failure becomes figures.
 
-    `begin` (job, compile or run) is told before each of the two.
+    `begin` gets (job, "compile") and (job, "run") before each of the two.
     """
     while batch := [*itertools.islice(jobs, threads)]:
         lowered: dict[Job, Any] = {}
         for job in batch:
             begin(job, "compile")
-            lowered[job] = _attempt(
-                lambda job=job: {
-                    name: (program, program.lower()) for name, program in job.programs().items()
-                }
-            )
+            lowered[job] = _attempt(functools.partial(_lower, job))
         with ThreadPoolExecutor(threads) as pool:
             built = {
-                job: pool.submit(_attempt, functools.partial(_compile, made))
-                for job, made in lowered.items()
+                job: pool.submit(_attempt, functools.partial(_compile, programs))
+                for job, programs in lowered.items()
             }
         for job in batch:
             begin(job, "run")
-            found = built[job].result()
-            yield (
-                job,
-                found
-                if isinstance(found, Failed)
-                else _attempt(functools.partial(_finish, job, found, repeats)),
-            )
+            yield job, _attempt(functools.partial(_finish, job, built[job].result(), repeats))
 
 
 def passes(ran: dict[str, Ran], forward_flops: float, backward_flops: float) -> dict[str, Any]:
-    """Time and speed of the forward pass, which ran alone, and of the backward one: both less the
+    """Time and speed of the forward pass, which ran alone, and of the backward pass: both less the
     forward pass, None where noise hides it."""
-    forward, both = ran["forward"].typical, ran["both"].typical
+    names = "forward", "both"
+    forward, both = (ran[name].typical for name in names)
     back = both - forward if both > 1.02 * forward else None
     return {
         "forward_ms": 1e3 * forward,
@@ -171,7 +160,7 @@ def passes(ran: dict[str, Ran], forward_flops: float, backward_flops: float) -> 
         "backward_ms": back and 1e3 * back,
         "forward_tflops": forward_flops / forward / 1e12,
         "backward_tflops": back and backward_flops / back / 1e12,
-        "spread": max(max(one.seconds) / min(one.seconds) for one in (ran["forward"], ran["both"])),
+        "spread": max(max(ran[name].seconds) / min(ran[name].seconds) for name in names),
     }
 
 
@@ -180,8 +169,8 @@ class Failed(dict[str, Any]):
 
 
 def _attempt(function: Callable[[], Any]) -> Any:
-    """What it gives, or a `Failed`: one kernel that does not compile or run must not hide the
-    others."""
+    """The function's result, or a `Failed`: a kernel that does not compile or run must not hide
+    the others."""
     try:
         return function()
     except ConfigError as error:
@@ -191,11 +180,15 @@ def _attempt(function: Callable[[], Any]) -> Any:
         return Failed(status="failed", reason=f"{type(error).__name__}: {' '.join(lines)[:400]}")
 
 
-def _compile(made: Any) -> Any:
-    if isinstance(made, Failed):
-        return made
+def _lower(job: Job) -> Any:
+    return {name: (program, program.lower()) for name, program in job.programs().items()}
+
+
+def _compile(programs: Any) -> Any:
+    if isinstance(programs, Failed):
+        return programs
     begin = time.perf_counter()
-    compiled = {name: (program, lowered.compile()) for name, (program, lowered) in made.items()}
+    compiled = {name: (program, lowered.compile()) for name, (program, lowered) in programs.items()}
     return compiled, time.perf_counter() - begin
 
 
@@ -211,9 +204,8 @@ def _finish(job: Job, built: Any, repeats: int) -> dict[str, Any]:
 
 def _ran(program: Program, executable: Any, repeats: int) -> Ran:
     memory = executable.memory_analysis()
-    temporaries, results = (
-        (memory.temp_size_in_bytes, memory.output_size_in_bytes) if memory else (0, 0)
-    )
+    temporaries = memory.temp_size_in_bytes if memory else 0
+    results = memory.output_size_in_bytes if memory else 0
     if not program.runs:
         return Ran(None, (), temporaries, results)
     arguments = program.make()

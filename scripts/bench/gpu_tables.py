@@ -1,11 +1,12 @@
-"""What bench_gpu.py found, as Markdown, beside goals and published figures."""
+"""Results of bench_gpu.py as Markdown, beside goals and published figures."""
 
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 Row = dict[str, Any]
 MFU_GOAL, TOKENS_GOAL, TORCH_GOAL = 0.58, 70_000, 1.1
-"""Of one H200, for the training step: causal MFU, tokens a second, and times as fast as PyTorch."""
+"""Goals of the training step on one H200: causal MFU, tokens a second, speed over PyTorch's."""
 PUBLISHED = {
     "FlashAttention-3 (2024, H100)": ({2048: 521, 4096: 579, 8192: 602, 16384: 616}, {}),
     "FlashAttention-3 (Sep 2026, H100)": (
@@ -55,152 +56,113 @@ FIGURES = (
 )
 
 
+SLOWEST: Row = {"both_ms": float("inf")}
+
+
 def line(row: Row, device: Row) -> str:
-    """A row as it comes, for the screen."""
-    what = [
-        str(row[name])
-        for name in NAMES
-        if row.get(name) is not None and row[name] != row["section"]
-    ]
+    """A row for the screen."""
+    what = [str(row[name]) for name in NAMES if row.get(name) not in (None, row["section"])]
     figures = [f"{name} {_figure(row[name])}" for name in FIGURES if row.get(name) is not None]
-    return (
-        f"{row['section']:14} {' '.join(what)}: {row['status']} "
-        f"{', '.join(figures)}{' ' + row['reason'] if row.get('reason') else ''}"
-    )
+    reason = f" {row['reason']}" if row.get("reason") else ""
+    return f"{row['section']:14} {' '.join(what)}: {row['status']} {', '.join(figures)}{reason}"
 
 
-def report(found: Row) -> str:
-    """Everything, a table for each section."""
-    device = found["device"]
-    title = (
-        f"{device.get('kind', 'no device')}, {found['date'][:10]}, jax "
-        f"{device.get('versions', {}).get('jax', '?')}"
-    )
-    parts = [
-        f"# {title}\n\n`{found['command']}`"
-        + ("" if found["finished"] else "\n\nNot finished: what is not here was not reached.")
-    ]
+def report(results: Row) -> str:
+    """All results, a table for each section."""
+    device = results["device"]
+    jax = device.get("versions", {}).get("jax", "?")
+    title = f"{device.get('kind', 'no device')}, {results['date'][:10]}, jax {jax}"
+    parts = [f"# {title}", f"`{results['command']}`"]
+    if not results["finished"]:
+        parts.append("Not finished: what is not here was not reached.")
     for section, table in TABLES.items():
-        rows = [row for row in found["rows"] if row["section"] == section]
-        if rows:
-            parts.append(f"## {section}\n\n{table(rows, device)}")
-    if found["left_out"]:
-        parts.append(
-            "## Not measured\n\n"
-            + "\n".join(f"- {name}: {reason}" for name, reason in found["left_out"].items())
-        )
+        if rows := [row for row in results["rows"] if row["section"] == section]:
+            parts += [f"## {section}", table(rows, device)]
+    if left_out := results["left_out"]:
+        lines = [f"- {name}: {reason}" for name, reason in left_out.items()]
+        parts += ["## Not measured", "\n".join(lines)]
     return "\n\n".join(parts) + "\n"
 
 
 def checks(rows: list[Row], device: Row) -> str:
-    """How many checks each backend passed, the largest errors, and what did not pass."""
+    """Number of checks that each backend passed, its largest error, and the other checks."""
     table = []
     for op, backend in dict.fromkeys((row["op"], row["backend"]) for row in rows):
-        mine = [
-            row
-            for row in rows
-            if (row["op"], row["backend"]) == (op, backend) and row["case"] != "every case"
-        ]
-        count = {
-            status: sum(row["status"] == status for row in mine)
+        own = [row for row in rows if (row["op"], row["backend"]) == (op, backend)]
+        own = [row for row in own if row["case"] != "every case"]
+        if not own:
+            continue
+        statuses = [row["status"] for row in own]
+        counts = [
+            str(statuses.count(status))
             for status in ("ok", "wrong", "failed", "unsupported", "not reached")
-        }
-        errors = [
-            error for row in mine if row["status"] == "ok" for error in row["errors"].values()
         ]
-        if mine:
-            table.append(
-                [op, backend, *map(str, count.values()), f"{max(errors):.1e}" if errors else ""]
-            )
+        errors = [error for row in own if row["status"] == "ok" for error in row["errors"].values()]
+        table.append([op, backend, *counts, f"{max(errors):.1e}" if errors else ""])
     head = ["op", "backend", "right", "wrong", "failed", "refused", "not reached", "largest error"]
     wrong = _reasons(rows, ("op", "backend", "case"), ("wrong", "failed", "unsupported"))
     return f"Against float64 on the device, values and gradients.\n\n{_table(head, table)}{wrong}"
 
 
 def train(rows: list[Row], device: Row) -> str:
-    """Ours and PyTorch's, and how far the goals are."""
+    """Our training step and PyTorch's, beside the goals."""
     table = []
     for row in rows:
         size = row.get("peak_bytes") or row.get("compiled_bytes")
         memory = f"{size / 2**30:.1f} GiB" if size else ""
-        speed = (
-            [
-                f"{row['step_ms']:,.1f}",
-                f"{row['tokens_per_second']:,.0f}",
-                _percent(row.get("mfu_causal")),
-            ]
-            if row["status"] == "ok"
-            else [""] * 3
-        )
-        kernels = ", ".join(
-            f"{name} (unchecked)" if name in row["unchecked"] else name
-            for name in row.get("kernels", [])
-        )
-        kernels = kernels if row["status"] == "ok" else row["status"]
-        table.append([row["program"], str(row["batch"]), *speed, memory, kernels])
+        cells, kernels = [""] * 3, row["status"]
+        if row["status"] == "ok":
+            mfu = _percent(row.get("mfu_causal"))
+            cells = [f"{row['step_ms']:,.1f}", f"{row['tokens_per_second']:,.0f}", mfu]
+            kernels = ", ".join(
+                f"{name} (unchecked)" if name in row["unchecked"] else name
+                for name in row.get("kernels", [])
+            )
+        table.append([row["program"], str(row["batch"]), *cells, memory, kernels])
     head = ["program", "rows", "step, ms", "tokens/s", "causal MFU", "peak memory", "kernels"]
     own, theirs = (_fastest(rows, name) for name in ("maxstack", "torch"))
-    goals = (
-        [
+    goals = ""
+    if own and own["mfu_causal"]:
+        speed = own["tokens_per_second"]
+        peer = "PyTorch not measured."
+        if theirs:
+            peer = f"{speed / theirs['tokens_per_second']:.2f} x PyTorch."
+        goals = (
             f"Goals on an H200: {MFU_GOAL:.0%} causal MFU, {TOKENS_GOAL:,} tokens/s, "
-            f"{TORCH_GOAL} x PyTorch."
-        ]
-        if own and own["mfu_causal"]
-        else []
-    )
-    if own and goals:
-        goals.append(
-            f"Here: {_percent(own['mfu_causal']) or 'no MFU'}, "
-            f"{own['tokens_per_second']:,.0f} tokens/s, "
-            + (
-                f"{own['tokens_per_second'] / theirs['tokens_per_second']:.2f} x PyTorch."
-                if theirs
-                else "PyTorch not measured."
-            )
+            f"{TORCH_GOAL} x PyTorch. "
+            f"Here: {_percent(own['mfu_causal'])}, {speed:,.0f} tokens/s, {peer}"
         )
     keys = "embed", "layers", "heads", "kv_heads", "head_dim", "hidden", "vocab", "length"
     about = "; ".join(f"{key} {rows[0][key]:,}" for key in keys if key in rows[0])
     return (
         f"{about}; bfloat16 compute, float32 weights and AdamW.\n\n"
-        f"{_table(head, table)}\n\n{' '.join(goals)}" + _reasons(rows, ("program", "batch"))
+        f"{_table(head, table)}\n\n{goals}" + _reasons(rows, ("program", "batch"))
     )
 
 
 def attention(rows: list[Row], device: Row) -> str:
     """One table for each mask and head dim: forward / backward by length."""
     (factor, unit), parts = rate(device), []
-    for mask, dim in sorted(
-        {(row["mask"], row["head_dim"]) for row in rows}, key=lambda key: (key[0], -key[1])
-    ):
-        mine = [row for row in rows if (row["mask"], row["head_dim"]) == (mask, dim)]
-        lengths = sorted({row["length"] for row in mine})
+    groups = {(row["mask"], row["head_dim"]) for row in rows}
+    for mask, dim in sorted(groups, key=lambda key: (key[0], -key[1])):
+        own = [row for row in rows if (row["mask"], row["head_dim"]) == (mask, dim)]
+        lengths = sorted({row["length"] for row in own})
         table = []
-        for backend in dict.fromkeys(row["backend"] for row in mine):
-            of = {
-                row["length"]: row
-                for row in best([row for row in mine if row["backend"] == backend], "length")
-            }
-            if any(row["status"] == "ok" for row in of.values()):
-                table.append([backend, *(_pair(of.get(length), factor) for length in lengths)])
+        for backend in dict.fromkeys(row["backend"] for row in own):
+            fastest = best([row for row in own if row["backend"] == backend], "length")
+            cells = {row["length"]: _pair(row, factor) for row in fastest}
+            if cells:
+                table.append([backend, *(cells.get(length, "") for length in lengths)])
         if factor == 1 and (mask, dim) == ("causal", 128):
             for name, (forward, backward) in PUBLISHED.items():
-                table.append(
-                    [
-                        f"*{name}*",
-                        *(
-                            f"{forward.get(length, '')} / {backward.get(length, '')}"
-                            for length in lengths
-                        ),
-                    ]
-                )
-        window = next((row["window"] for row in mine if row["window"]), None)
-        counted = (
-            f"window {window:,}, visible pairs counted" if window else "causal, half of T S counted"
-        )
+                pairs = (f"{forward.get(n, '')} / {backward.get(n, '')}" for n in lengths)
+                table.append([f"*{name}*", *pairs])
+        counted = "causal, half of T S counted"
+        if window := next((row["window"] for row in own if row["window"]), None):
+            counted = f"window {window:,}, visible pairs counted"
         title = f"{unit} forward / backward, head_dim {dim}, {counted}"
-        parts.append(
-            f"{title}\n\n" + _table(["backend", *(f"{length:,}" for length in lengths)], table)
-        )
+        head = ["backend", *(f"{length:,}" for length in lengths)]
+        parts.append(f"{title}\n\n{_table(head, table)}")
     return "\n\n".join(parts) + _reasons(
         rows, ("backend",), ("failed", "wrong", "unchecked", "unsupported", "not reached")
     )
@@ -254,10 +216,8 @@ def grouped(rows: list[Row], device: Row) -> str:
         [
             row["shape"],
             row["backend"],
-            *(
-                "" if row[name] is None else f"{row[name]:,.2f}"
-                for name in ("forward_ms", "backward_ms")
-            ),
+            f"{row['forward_ms']:,.2f}",
+            "" if row["backward_ms"] is None else f"{row['backward_ms']:,.2f}",
             _pair(row, factor),
         ]
         for row in best(rows, "shape", "backend")
@@ -267,18 +227,15 @@ def grouped(rows: list[Row], device: Row) -> str:
 
 
 def ceilings(rows: list[Row], device: Row) -> str:
-    """What a matmul and a copy reach."""
+    """Speeds of a matmul and of a copy."""
     factor, unit = rate(device)
-    table = [
-        [
-            row["what"],
-            f"{_figure(row['tflops'] * factor)} {unit}"
-            if "tflops" in row
-            else f"{_figure(row['gigabytes_per_second'])} GB/s",
-        ]
-        for row in rows
-        if row["status"] == "ok"
-    ]
+    table = []
+    for row in rows:
+        if row["status"] == "ok":
+            speed = f"{_figure(row.get('gigabytes_per_second', 0))} GB/s"
+            if "tflops" in row:
+                speed = f"{_figure(row['tflops'] * factor)} {unit}"
+            table.append([row["what"], speed])
     return _table(["what", "reached"], table) + _reasons(rows, ("what",))
 
 
@@ -299,49 +256,38 @@ def _table(head: list[str], rows: Iterable[list[str]]) -> str:
 def _reasons(
     rows: list[Row], keys: tuple[str, ...], statuses: tuple[str, ...] | None = None
 ) -> str:
-    """Why there is no figure, each reason once with all that it holds for."""
-    found: dict[tuple[str, str], list[str]] = {}
+    """Each reason for a missing figure, with the rows that it holds for."""
+    names: dict[str, dict[str, None]] = defaultdict(dict)
     for row in rows:
         if row["status"] != "ok" and (statuses is None or row["status"] in statuses):
-            found.setdefault((row["status"], row.get("reason", "")), []).append(
-                " ".join(str(row[key]) for key in keys if key in row)
-            )
-    lines = [
-        f"\n- {', '.join(dict.fromkeys(who))}: {status}{': ' + reason if reason else ''}"
-        for (status, reason), who in found.items()
-    ]
+            reason = ": ".join(filter(None, [row["status"], row.get("reason")]))
+            names[reason][" ".join(str(row[key]) for key in keys if key in row)] = None
+    lines = [f"\n- {', '.join(of)}: {reason}" for reason, of in names.items()]
     return "".join(["\n", *lines]) if lines else ""
 
 
 def _fastest(rows: list[Row], program: str) -> Row | None:
-    """Of its rows that may be shown."""
-    return max(
-        (row for row in rows if row["status"] == "ok" and row["program"] == program),
-        key=lambda row: row["tokens_per_second"],
-        default=None,
-    )
+    """The fastest of a program's valid rows."""
+    own = (row for row in rows if row["status"] == "ok" and row["program"] == program)
+    return max(own, key=lambda row: row["tokens_per_second"], default=None)
 
 
 def best(rows: list[Row], *keys: str) -> list[Row]:
-    """Of rows that may be shown and differ in the sizes of blocks alone, the fastest."""
-    found: dict[tuple[Any, ...], Row] = {}
+    """The fastest of the valid rows that differ only in the sizes of blocks."""
+    fastest: dict[tuple[Any, ...], Row] = {}
     for row in rows:
-        place = tuple(row[key] for key in keys)
-        if row["status"] == "ok" and (
-            place not in found or row["both_ms"] < found[place]["both_ms"]
-        ):
-            found[place] = row
-    return list(found.values())
+        key = tuple(row[name] for name in keys)
+        if row["status"] == "ok" and row["both_ms"] < fastest.get(key, SLOWEST)["both_ms"]:
+            fastest[key] = row
+    return list(fastest.values())
 
 
 def rate(device: Row) -> tuple[float, str]:
-    """What TFLOP/s are multiplied by for the unit that suits a device."""
+    """(factor from TFLOP/s, unit) for a device: GFLOP/s on a CPU."""
     return (1000.0, "GFLOP/s") if device.get("platform") == "cpu" else (1.0, "TFLOP/s")
 
 
-def _pair(row: Row | None, factor: float) -> str:
-    if row is None or row["status"] != "ok":
-        return ""
+def _pair(row: Row, factor: float) -> str:
     return " / ".join(
         "?" if value is None else _figure(value * factor)
         for value in (row["forward_tflops"], row["backward_tflops"])

@@ -1,12 +1,11 @@
-"""Training steps of a Llama-3.2-1B shape for bench_gpu.py: the step that `maxstack train` runs, on
-random tokens that lie on the device."""
+"""Training steps of a Llama-3.2-1B shape for bench_gpu.py: the step of `maxstack train`, on random
+tokens that are on the device."""
 
 import functools
 import itertools
 import statistics
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -65,8 +64,7 @@ SHAPES = {
 heads of 128 channels, half as many of them, as large models have."""
 BATCHES = {"full": (8, 16, 4, 2), "quick": (8, 4, 2), "small": (4,), "tiny": (2,)}
 WARM_UP, GROUPS, STEPS = 3, 3, 5
-"""Steps that do not count; then this many groups of so many steps, of which the median group
-counts."""
+"""Steps that do not count, groups of steps of which the median counts, and steps of a group."""
 
 
 def shape_of(size: str) -> dict[str, int]:
@@ -83,13 +81,7 @@ def configuration(
 ) -> Config:
     """bfloat16 compute, float32 weights and AdamW, a constant learning rate, nothing recomputed.
     `tuned`: a table of block sizes; `recipe`: a preset of configs/quantization."""
-    quantization = (
-        yaml.safe_load(
-            (presets_dir() / "quantization" / f"{recipe}.yml").read_text(encoding="utf-8")
-        )
-        if recipe != "none"
-        else {}
-    )
+    quantization = _preset("quantization", recipe)
     norm, scaling = NormConfig(eps=1e-5), Llama3Scaling(kind="llama3", factor=32.0)
     mixer = AttentionConfig(
         kind="attention",
@@ -126,10 +118,11 @@ def configuration(
 
 
 def jobs(given: dict[str, Any], peak: float | None, verdicts: "Verdicts") -> Iterator[Job]:
-    """One job for each preset of XLA's flags, recipe and batch size; kernels that `verdicts` has
-    found wrong make the result wrong."""
+    """One job for each preset of XLA's flags, recipe and batch size. Kernels that are wrong by
+    `verdicts` make the result wrong."""
     shape = shape_of(given["size"])
     for xla, recipe in itertools.product(given["xla"], given["quantization"]):
+        flags = _preset("xla", xla).get("flags", {})
         fitting: dict[int, float] = {}
         for batch in given["batches"] or BATCHES[given["size"]]:
             row = {
@@ -145,14 +138,15 @@ def jobs(given: dict[str, Any], peak: float | None, verdicts: "Verdicts") -> Ite
                 "train",
                 row,
                 dict,
-                functools.partial(_measured, cfg, flags(xla), peak, verdicts, fitting),
+                functools.partial(_measured, cfg, flags, peak, verdicts, fitting),
             )
 
 
-def flags(preset: str) -> dict[str, Any]:
-    """Those of configs/xla/PRESET.yml; none: none."""
-    path = Path(__file__).resolve().parents[2] / "configs" / "xla" / f"{preset}.yml"
-    return {} if preset == "none" else yaml.safe_load(path.read_text(encoding="utf-8"))["flags"]
+def _preset(kind: str, name: str) -> dict[str, Any]:
+    """The preset configs/KIND/NAME.yml; empty for none."""
+    if name == "none":
+        return {}
+    return yaml.safe_load((presets_dir() / kind / f"{name}.yml").read_text(encoding="utf-8"))
 
 
 def _measured(
@@ -163,55 +157,43 @@ def _measured(
     fitting: dict[int, float],
     ran: dict[str, Ran],
 ) -> dict[str, Any]:
-    """Compile, see whether it fits, run. `fitting`: batch sizes that fit, and what share of the
-    memory each is expected to take when doubled."""
+    """Compile, and run if it fits. `fitting`: batch size -> expected share of the memory when
+    doubled, for those that fit."""
     batch, length = cfg.train.batch_size, cfg.data.seq_len
     if any(batch < other for other in fitting):
         return {"status": "skipped", "reason": f"a batch of {max(fitting)} fits"}
     if (share := fitting.get(batch // 2, 0.0)) > 1:
-        return {
-            "status": "skipped",
-            "reason": f"it would take {share:.1f} times the memory, to judge by a batch of "
-            f"{batch // 2}",
-        }
+        reason = f"it would take {share:.1f} times the memory, to judge by a batch of {batch // 2}"
+        return {"status": "skipped", "reason": reason}
     run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()[:1]))
     choices = run.kernels
     begin = time.perf_counter()
     compiled = run.compile(run.lower(), options)
+    seconds_to_compile = time.perf_counter() - begin
+    kernels = sorted({(choice.op, choice.backend) for choice in choices})
     about = {
-        "compile_seconds": round(time.perf_counter() - begin, 1),
-        "kernels": sorted({f"{choice.op} {choice.backend}" for choice in choices}),
-        "unchecked": sorted(
-            {
-                f"{choice.op} {choice.backend}"
-                for choice in choices
-                if not verdicts.right(choice.op, choice.backend)
-            }
-        ),
+        "compile_seconds": round(seconds_to_compile, 1),
+        "kernels": [" ".join(kernel) for kernel in kernels],
+        "unchecked": [" ".join(kernel) for kernel in kernels if not verdicts.right(*kernel)],
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(run.abstract.params)),
     }
-    memory, limit = (
-        compiled.memory_analysis(),
-        (jax.devices()[0].memory_stats() or {}).get("bytes_limit"),
-    )
+    memory = compiled.memory_analysis()
+    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    expected = 0.0
     if memory:
-        about["compiled_bytes"] = (
+        size = about["compiled_bytes"] = (
             memory.argument_size_in_bytes
             + memory.output_size_in_bytes
             + memory.temp_size_in_bytes
             - memory.alias_size_in_bytes
         )
-        if limit and about["compiled_bytes"] > limit:
-            return about | {
-                "status": "too large",
-                "reason": f"needs {about['compiled_bytes'] / 2**30:.1f} GiB of {limit / 2**30:.1f}",
-            }
+        if limit and size > limit:
+            reason = f"needs {size / 2**30:.1f} GiB of {limit / 2**30:.1f}"
+            return about | {"status": "too large", "reason": reason}
+        if limit:
+            expected = (2 * size - memory.argument_size_in_bytes) / limit
     seconds, losses = _steps(run, compiled)
-    fitting[batch] = (
-        (2 * about["compiled_bytes"] - memory.argument_size_in_bytes) / limit
-        if memory and limit
-        else 0.0
-    )
+    fitting[batch] = expected
     tokens = batch * length / statistics.median(seconds)
     flops = flops_per_token(cfg.model, length)
     about |= {
@@ -222,31 +204,28 @@ def _measured(
         "mfu_causal": tokens * flops / peak if peak else None,
         "peak_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
     }
-    found = [reason for choice in choices if (reason := verdicts.wrong(choice.op, choice.backend))]
-    return about | ({"status": "wrong", "reason": "; ".join(found)} if found else {})
+    if wrong := [reason for kernel in kernels if (reason := verdicts.wrong(*kernel))]:
+        about |= {"status": "wrong", "reason": "; ".join(wrong)}
+    return about
 
 
 def _steps(run: Run, compiled: Any) -> tuple[list[float], list[float]]:
-    """Seconds of a step by group, and the losses of the first and the last. The steps of a group
-    are dispatched without waiting, as the loop does."""
-    cfg, numbers = run.cfg, np.random.default_rng(0)
-    state, held = run.init(), []
+    """Seconds of a step by group, and the losses of the first and the last group. The steps of a
+    group are dispatched without waiting, as in training."""
+    cfg, rng = run.cfg, np.random.default_rng(0)
+    state, batches = run.init(), []
     for _ in range(4):
-        drawn = numbers.integers(
-            0, cfg.model.vocab, (cfg.train.batch_size, cfg.data.seq_len + 1), np.int32
-        )
-        rows = {
-            "tokens": drawn[:, :-1],
-            "targets": drawn[:, 1:],
-            "mask": np.ones(drawn[:, 1:].shape, np.float32),
-        }
-        held.append(run.place(rows, cfg.train.batch_size))
+        shape = cfg.train.batch_size, cfg.data.seq_len + 1
+        drawn = rng.integers(0, cfg.model.vocab, shape, np.int32)
+        tokens, targets = drawn[:, :-1], drawn[:, 1:]
+        rows = {"tokens": tokens, "targets": targets, "mask": np.ones(targets.shape, np.float32)}
+        batches.append(run.place(rows, cfg.train.batch_size))
     seconds, losses = [], []
     for group in range(GROUPS + 1):
         steps = STEPS if group else WARM_UP
         begin = time.perf_counter()
         for step in range(steps):
-            state, scalars = compiled(state, held[step % len(held)])
+            state, scalars = compiled(state, batches[step % len(batches)])
         losses.append(float(jax.block_until_ready(scalars["loss"])))
         jax.block_until_ready(state)
         if group:

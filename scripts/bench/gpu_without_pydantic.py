@@ -55,7 +55,7 @@ class FieldInfo:
         self.default = default
 
     def is_required(self) -> bool:
-        """Whether a value must be given."""
+        """True if the field has no default."""
         return self.default is ...
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from bench.gpu_blocks import Sizes
 
 MARK = "@bench "
-"""Begins the lines that are for bench_gpu.py: libraries print too."""
+"""Start of the lines for bench_gpu.py, since libraries print too."""
 MODULES = {
     "attention": "bench.gpu_attention",
     "cross_entropy": "bench.gpu_cross_entropy",
@@ -29,16 +29,16 @@ MODULES = {
     "grouped_matmul": "bench.gpu_grouped",
     "ceilings": "bench.gpu_ceilings",
 }
-"""Of a section, and of what is checked of an op."""
+"""Module of a section's speeds, or of an op's checks."""
 
 
 def tell(**event: Any) -> None:
-    """One event."""
+    """Print an event."""
     print(MARK + json.dumps(event), flush=True)
 
 
 def main() -> None:
-    """Run the sections of the specification, without the jobs that it says are done."""
+    """Run the sections of the specification, without the jobs that are done."""
     argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()
@@ -84,11 +84,8 @@ def _figures(
             waiting.append(job)
             continue
         status, _, reason = job.refused.partition(": ")
-        status, reason = (
-            (status, reason)
-            if status in ("wrong", "unchecked", "failed")
-            else ("unsupported", job.refused)
-        )
+        if status not in ("wrong", "unchecked", "failed"):
+            status, reason = "unsupported", job.refused
         yield job, {"status": status, "reason": reason}
 
     def begin(job: Any, phase: str) -> None:
@@ -103,7 +100,7 @@ def _figures(
 
 
 def _until(waiting: list[Any], end: float) -> Iterator[Any]:
-    """Jobs, as long as there is time; those that it gave are no longer waiting."""
+    """Take jobs from `waiting` while there is time."""
     while waiting and time.time() < end:
         yield waiting.pop(0)
 
@@ -140,16 +137,15 @@ def jobs(section: str, given: dict[str, Any], verdicts: Verdicts, sizes: "Sizes"
 
 
 def peak_of(device: Any) -> float | None:
-    """bfloat16 FLOP/s by the datasheet; None on a CPU and for a chip that chips.yml does not
-    have."""
+    """bfloat16 FLOP/s by the datasheet; None on a CPU and for a chip that is not in chips.yml."""
     from maxstack.hardware import chips
 
-    found = chips.by_kind(device.device_kind)
-    return found.peak_flops if found else None
+    chip = chips.by_kind(device.device_kind)
+    return chip.peak_flops if chip else None
 
 
 def describe(device: Any) -> dict[str, Any]:
-    """What the results hang on."""
+    """Device, versions and flags, on which the results depend."""
     import importlib.metadata
 
     packages = "jax", "jaxlib", "flax", "optax", "tokamax", "nvidia-cudnn-cu13", "jax-cuda13-plugin"
@@ -171,7 +167,7 @@ def describe(device: Any) -> dict[str, Any]:
 
 
 def healthy() -> bool:
-    """Whether the device still computes: after an illegal access a CUDA context does not."""
+    """True if the device still computes: after an illegal access a CUDA context does not."""
     import jax.numpy as jnp
 
     try:

@@ -1,40 +1,37 @@
-"""What the checks of bench_gpu.py found of every backend."""
+"""Results of the checks of bench_gpu.py."""
 
 from typing import Any
 
 
 class Verdicts:
-    """What the checks found of every backend."""
+    """Status of every check, by op and backend."""
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
-        self._found: dict[tuple[str, str, str], str] = {}
+        self._statuses: dict[tuple[str, str], dict[str, str]] = {}
         for row in rows:
             self.add(row, row)
 
     def add(self, row: dict[str, Any], figures: dict[str, Any]) -> None:
-        """The result of a check; other rows are passed over."""
+        """Add the result of a check; other rows are ignored."""
         if "case" in row:
-            self._found[row["op"], row["backend"], row["case"]] = figures["status"]
+            statuses = self._statuses.setdefault((row["op"], row["backend"]), {})
+            statuses[row["case"]] = figures["status"]
 
     def refusal(self, op: str, backend: str, case: str) -> str | None:
-        """Why a speed may not be shown: a check of the backend was wrong, or the one that is meant
-        by `case` did not pass."""
+        """Why a speed may not be shown: a check of the backend was wrong, or the check `case` did
+        not pass. None if it may."""
         if wrong := self.wrong(op, backend):
             return f"wrong: {wrong}"
-        found = self._found.get((op, backend, case), "not reached")
-        return None if found == "ok" else f"unchecked: its check {case} is {found}"
+        status = self._statuses.get((op, backend), {}).get(case, "not reached")
+        return None if status == "ok" else f"unchecked: its check {case} is {status}"
 
     def right(self, op: str, backend: str) -> bool:
-        """Whether a backend passed any check."""
-        return any(
-            (o, b) == (op, backend) and status == "ok" for (o, b, _), status in self._found.items()
-        )
+        """True if a backend passed any check."""
+        return "ok" in self._statuses.get((op, backend), {}).values()
 
     def wrong(self, op: str, backend: str) -> str | None:
-        """Which checks of a backend gave wrong numbers; None: none did."""
-        names = [
-            name
-            for (o, b, name), status in self._found.items()
-            if (o, b) == (op, backend) and status == "wrong"
-        ]
+        """The checks in which a backend gave wrong numbers, as a sentence; None if there are
+        none."""
+        statuses = self._statuses.get((op, backend), {})
+        names = [name for name, status in statuses.items() if status == "wrong"]
         return f"{op} {backend} is wrong on this device: {', '.join(names)}" if names else None
