@@ -4,6 +4,7 @@ each node with its line."""
 import dataclasses
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -17,22 +18,11 @@ MAX_DEPTH = 64
 
 Scalar = str | int | float | bool | None
 _PARSER: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_WORDS: dict[str, Scalar] = {
-    "": None,
-    "~": None,
-    "null": None,
-    "Null": None,
-    "NULL": None,
-    "true": True,
-    "True": True,
-    "TRUE": True,
-    "false": False,
-    "False": False,
-    "FALSE": False,
-    ".inf": math.inf,
-    "+.inf": math.inf,
-    "-.inf": -math.inf,
-}
+_WORDS: Mapping[str, Scalar] = {
+    spelling: value
+    for word, value in {"null": None, "true": True, "false": False}.items()
+    for spelling in (word, word.title(), word.upper())
+} | {"": None, "~": None, ".inf": math.inf, "+.inf": math.inf, "-.inf": -math.inf}
 _DIGITS = r"[0-9]+(?:_[0-9]+)*"
 _INTEGER = re.compile(rf"[-+]?{_DIGITS}")
 _BASED = re.compile(r"0x[0-9a-fA-F]+|0o[0-7]+")

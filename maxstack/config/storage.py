@@ -56,15 +56,18 @@ def filesystem(path: str) -> Iterator[tuple[Any, str]]:
         raise
     except ImportError as error:
         package = known_implementations[scheme]["class"].partition(".")[0]
-        advice = str(error) if package == "fsspec" else f"pip install {package}"
+        reason = shortened(str(error.__cause__ or error))
+        advice = "" if package == "fsspec" else f"; pip install {package}"
         raise ConfigError(
-            f"{path}: the package that reads {scheme}:// is not installed: {advice}"
+            f"{path}: what reads {scheme}:// cannot be imported: {reason}{advice}"
         ) from error
     except FileNotFoundError as error:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
     except Exception as error:  # each driver has errors of its own
-        text = shortened(" ".join(f"{type(error).__name__}: {error}".split()), 300)
-        raise OSError(errno.EIO, getattr(error, "strerror", None) or text, path) from error
+        words = shortened(" ".join(f"{type(error).__name__}: {error}".split()), 300)
+        if isinstance(error, OSError) and type(error).__module__ == "builtins":
+            words = error.strerror or words
+        raise OSError(errno.EIO, words, path) from error
 
 
 def open_file(path: str) -> IO[bytes]:
@@ -131,7 +134,8 @@ def replacing(path: str) -> Iterator[Path]:
         unfinished = Path(folder) / posixpath.basename(path)
         yield unfinished
         with filesystem(path) as (files, inside):
-            files.makedirs(files._parent(inside), exist_ok=True)
+            if path.startswith("file://"):  # object stores have no folders, and would make a bucket
+                os.makedirs(os.path.dirname(inside), exist_ok=True)
             files.put_file(str(unfinished), inside)
 
 

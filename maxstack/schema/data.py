@@ -54,7 +54,7 @@ Tokenizer = Annotated[
 
 
 class Source(Section):
-    """What every source of documents has."""
+    """Keys of every source of documents."""
 
     name: str | None = None
     """Names the source in logs and metrics; null: its kind and place in the list."""
@@ -77,12 +77,12 @@ class Files(Source):
     """Globs of files to leave out; one that begins with **/ matches in any folder below the fixed
     part of `files`."""
     encoding_errors: Literal["refuse", "replace", "keep"] = "refuse"
-    """Of text that is not UTF-8. refuse: a bad record, which ends the run unless data.quarantine
-    allows it; replace: U+FFFD for what is wrong; keep: the bytes as they are, for the bytes
+    """For text that is not UTF-8. refuse: a bad record, which ends the run unless data.quarantine
+    allows it; replace: U+FFFD for the wrong bytes; keep: the bytes as they are, for the bytes
     tokenizer alone."""
     normalize: Items[Literal["bom", "newlines"]] = ()
-    """What is changed in each document. bom: a byte order mark at its start is dropped; newlines:
-    CRLF and CR become LF. Otherwise text is as it is in the file."""
+    """Changes to each document. bom: a byte order mark at its start is dropped; newlines: CRLF and
+    CR become LF. Otherwise text is as it is in the file."""
 
 
 class TextSource(Files):
@@ -120,7 +120,7 @@ class ArrayRecordSource(Files):
     kind: Literal["array_record"]
     """The source."""
     content: Literal["text", "tokens"] = "text"
-    """What a record holds."""
+    """Content of a record."""
 
 
 class BagzSource(Files):
@@ -136,11 +136,11 @@ class SyntheticSource(Source):
     kind: Literal["synthetic"]
     """The source."""
     documents: int = Field(1024, ge=1)
-    """How many."""
+    """Number of documents."""
     length: int = Field(512, ge=1)
     """Tokens in each, or at most if `ragged`."""
     ragged: bool = False
-    """Lengths uniform in 1..length instead of all equal."""
+    """Lengths uniform in 1..length instead of equal."""
     vocab: int = Field(256, ge=2)
     """Token ids are below this."""
 
@@ -152,7 +152,7 @@ AnySource = Annotated[
 
 
 def holds_text(source: Mapping[str, Any]) -> bool:
-    """Whether a source, as plain data, gives text and not tokens."""
+    """True if a source, as plain data, gives text and not tokens."""
     return source.get("kind") != "synthetic" and source.get("content", "text") == "text"
 
 
@@ -160,7 +160,7 @@ class DataConfig(Section):
     """From documents to batches."""
 
     sources: Items[AnySource] = Field(min_length=1)
-    """Where documents come from: a mixture by weight."""
+    """Sources of documents, mixed by weight."""
     tokenizer: Tokenizer = BytesTokenizer(kind="bytes")
     """From text to token ids."""
     seq_len: int = Field(1024, ge=1)
@@ -172,23 +172,22 @@ class DataConfig(Section):
     shuffle: bool = True
     """A new global order each epoch; false: the order of the source."""
     seed: int = 0
-    """Of the shuffle and the mixture."""
+    """Seed of the shuffle and the mixture."""
     quarantine: int = Field(0, ge=0)
     """Records that each process may pass over because they cannot be read, each named in the log;
     one more ends the run. The order of the others does not change. 0: the first one ends it."""
     workers: int = Field(0, ge=0)
-    """Background processes that read and tokenize; 0: a thread. The batches are the same whatever
-    the number."""
+    """Background processes that read and tokenize; 0: a thread. The batches do not depend on it."""
     prefetch: int = Field(2, ge=1)
     """Batches made ahead."""
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> "DataConfig":
-        for place, source in enumerate(self.sources):
-            kept = isinstance(source, Files) and source.encoding_errors == "keep"
-            if kept and self.tokenizer.kind != "bytes":
+        for index, source in enumerate(self.sources):
+            keeps = isinstance(source, Files) and source.encoding_errors == "keep"
+            if keeps and self.tokenizer.kind != "bytes":
                 raise fault(
-                    f"sources.{place}.encoding_errors",
+                    f"sources.{index}.encoding_errors",
                     f"is keep, but data.tokenizer is of kind "
                     f"{self.tokenizer.kind}, which reads UTF-8 alone; set refuse or replace",
                 )

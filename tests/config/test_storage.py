@@ -126,7 +126,8 @@ def test_a_missing_driver_is_named_in_one_paragraph_within_a_second(path, packag
     assert time.perf_counter() - start < 1
     scheme = path[:2]
     assert str(caught.value) == (
-        f"{path}: the package that reads {scheme}:// is not installed: pip install {package}"
+        f"{path}: what reads {scheme}:// cannot be imported: import of {package} halted; None in "
+        f"sys.modules; pip install {package}"
     )
 
 
