@@ -37,7 +37,8 @@ class Meter:
         self._tokens = cfg.train.batch_size * cfg.data.seq_len
         peak = peak_flops(run.mesh.devices.flat[0].device_kind)
         self._mfu = (
-            flops_per_token(cfg.model, cfg.data.seq_len, run.adapters) / (peak * run.mesh.size)
+            flops_per_token(cfg.model, cfg.data.seq_len, run.weights.adapters)
+            / (peak * run.mesh.size)
             if peak
             else None
         )

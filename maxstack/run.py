@@ -3,8 +3,7 @@ runs it, tests lower it."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -18,15 +17,13 @@ from maxstack import optim, sharding
 from maxstack.faults import guard
 from maxstack.hardware import compiling
 from maxstack.kernels.backends import Choice, recording
-from maxstack.models.model import abstract as abstract_model
 from maxstack.objectives.objective import Batch, Loss, Models, Objective, objective_of
-from maxstack.state import Moves, State, Tree, count, of_state, of_weights, sharding_of_weights
+from maxstack.state import Moves, State, Tree, count, flat, of_state, of_weights, tree
 from maxstack.step import _step, _within, only
+from maxstack.weights.placed import PlacedWeights
 from maxstack.weights.rewrite import Rewrite
 
 if TYPE_CHECKING:
-    from maxstack.hf.binding import Bound
-    from maxstack.hf.peft import Adapter
     from maxstack.schema.config import Config
 
 
@@ -42,8 +39,8 @@ class Run:
     """optim.ParamInfo of every weight, in the shape of `abstract.params`."""
     objective: Objective
     """What a batch must hold, and the loss."""
-    rewrite: Rewrite
-    """Which weights are quantized or have adapters."""
+    weights: PlacedWeights
+    """By path: where they lie, which are quantized or have adapters, and how they are made."""
     graph: Any
     """The model's structure: nnx.merge(graph, nnx.State(params)) is the model."""
     init: Callable[[], State]
@@ -60,34 +57,6 @@ class Run:
     """jitted (params, batch[, frozen]) -> sums, as Objective.evaluate gives them."""
 
     @functools.cached_property
-    def weights(self) -> dict[str, Any]:
-        """Shapes, dtypes and shardings of the weights, by path."""
-        return nnx.traversals.flatten_mapping(self.abstract.params, sep="/")
-
-    @property
-    def adapters(self) -> int:
-        """Parameters of low-rank adapters."""
-        return sum(
-            leaf.size
-            for path, leaf in self.weights.items()
-            if path.rpartition("/")[2] in ("lora_a", "lora_b")
-        )
-
-    @functools.cached_property
-    def parameters(self) -> int:
-        """Parameters of the model, whatever is kept in their place, and of adapters."""
-        added = {
-            path: leaf
-            for path, leaf in self.weights.items()
-            if path.rpartition("/")[2] in ("lora_a", "lora_b", "magnitude")
-        }
-        return (
-            count(self.original)[0] + count(added)[0]
-            if self.rewrite.replaced
-            else count(self.weights)[0]
-        )
-
-    @functools.cached_property
     def trained(self) -> int:
         """Parameters that a step changes: by the optimizer, or by a rule of the model."""
         changed = jax.tree.map(
@@ -97,110 +66,11 @@ class Run:
         )
         return count(only(changed, self.abstract.params))[0]
 
-    @functools.cached_property
-    def original(self) -> dict[str, Any]:
-        """The same of the model before its weights are quantized and get adapters."""
-        return self._placed(abstract_model(self.cfg.model)[1])
-
-    @property
-    def sources(self) -> tuple[tuple[Mapping[str, Any], Callable[..., dict[str, jax.Array]]], ...]:
-        """Weights that those of the run can be made of, and how: original ones, and without
-        adapters."""
-        if not self.rewrite.replaced:
-            return ()
-        quantized = self._placed(Rewrite(self.cfg.model_copy(update={"lora": None})).state)
-        return (self.original, self.rewritten), (quantized, self.beside)
-
-    def beside(
-        self, weights: Iterable[tuple[str, jax.Array]] | Mapping[str, jax.Array]
-    ) -> dict[str, jax.Array]:
-        """Fresh adapters beside weights of the run's quantization, by path."""
-        found = self.rewrite.under_adapters(dict(weights))
-        for path in self.rewrite.adapted:
-            base = {
-                name: leaf
-                for name, leaf in found.items()
-                if name == f"{path}/base" or name.startswith(f"{path}/base/")
-            }
-            found |= self._made(functools.partial(self.rewrite.adapters, path), base)
-        return found
-
-    def rewritten(self, weights: Iterable[tuple[str, jax.Array]]) -> dict[str, jax.Array]:
-        """What the run keeps of original weights, by path, where it will live; one is rewritten
-        before the next is read."""
-        found: dict[str, jax.Array] = {}
-        for path, array in weights:
-            found |= (
-                self._made(functools.partial(self.rewrite.kept, path), array)
-                if path not in self.weights
-                else {path: array}
-            )
-        return found
-
-    def adapter(self, folder: str) -> dict[str, np.ndarray]:
-        """What a folder in PEFT's format holds of the run's adapters, by path. ConfigError where it
-        is not lora's."""
-        from maxstack.hf import peft
-
-        lora, adapted = (
-            self.cfg.lora,
-            {path: place.contract for path, place in self.rewrite.adapted.items()},
-        )
-        assert lora
-        adapter = peft.Adapter(Path(folder), finite=not self.cfg.checkpoint.allow_nonfinite)
-        names = {f"{path}/{name}" for path in adapted for name in ("lora_a", "lora_b", "magnitude")}
-        shapes = {path: leaf.shape for path, leaf in self.weights.items() if path in names}
-        return peft.read(
-            adapter,
-            lora,
-            adapted,
-            self.bound(adapter),
-            shapes,
-            self.cfg.model.weights or "this model",
-        )
-
-    def with_adapter(self, weights: dict[str, Any], folder: str) -> dict[str, Any]:
-        """The weights by path, with the adapter of a folder in place of a fresh one. ConfigError
-        where it is not lora's."""
-        return weights | {
-            path: jax.device_put(leaf, self.weights[path].sharding)
-            for path, leaf in self.adapter(folder).items()
-        }
-
     def begun(self, weights: dict[str, Any]) -> State:
         """The state before the first step: the weights by path, with the adapter that lora.adapter
         names, and fresh optimizer state."""
         folder = self.cfg.lora and self.cfg.lora.adapter
-        return self.start(self.tree(self.with_adapter(weights, folder) if folder else weights))
-
-    def bound(self, adapter: "Adapter") -> "list[Bound]":
-        """The tensors of the first family that is this model and has an adapter's modules;
-        ConfigError where there is none."""
-        from maxstack.hf import peft
-
-        return peft.bound_to(
-            adapter, self.cfg.model, {path: leaf.shape for path, leaf in self.original.items()}
-        )
-
-    def tree(self, weights: Mapping[str, Any]) -> Tree:
-        """Weights by path as nested dicts."""
-        return nnx.traversals.unflatten_mapping(dict(weights), sep="/")
-
-    def _placed(self, state: nnx.State) -> dict[str, Any]:
-        params, info = of_weights(state)
-        places = sharding_of_weights(info, self.mesh, self.cfg.mesh.rules)
-        placed = jax.tree.map(
-            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-            params,
-            places,
-        )
-        return nnx.traversals.flatten_mapping(placed, sep="/")
-
-    def _made(self, make: Callable[..., dict[str, jax.Array]], given: Any) -> dict[str, jax.Array]:
-        places = {path: self.weights[path].sharding for path in jax.eval_shape(make, given)}
-        return jax.jit(make, out_shardings=places, compiler_options=compiling.in_order(self.mesh))(
-            given
-        )
+        return self.start(tree(self.weights.with_adapter(weights, folder) if folder else weights))
 
     def rows(self, batch_size: int) -> list[int]:
         """The rows of a global batch (its lanes) that this process's devices hold, in order."""
@@ -361,7 +231,7 @@ def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
         abstract=abstract,
         info=info,
         objective=objective,
-        rewrite=rewrite,
+        weights=PlacedWeights(cfg, mesh, rewrite, flat(abstract.params)),
         graph=graph,
         start=jax.jit(
             _within(mesh, cfg, start),

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 from maxstack import config, optim, sharding
 from maxstack.cluster.peers import Processes
@@ -29,7 +28,7 @@ from maxstack.report.run_folder import folder_of
 from maxstack.run import Run, State
 from maxstack.schema import rules
 from maxstack.schema.data import holds_text
-from maxstack.state import count
+from maxstack.state import count, flat
 
 if TYPE_CHECKING:
     from maxstack.checkpoint.store import Checkpoints
@@ -99,14 +98,14 @@ def introduce(run: Run, sources: list[str], log: Log, begins: bool = False) -> N
     """What is about to run, in a few lines; `begins`: from weights that no checkpoint holds."""
     cfg = run.cfg
     size, opt_size = (count(tree)[1] for tree in (run.abstract.params, run.abstract.opt))
-    trained = f", {run.trained:,} of them trained" if run.trained < run.parameters else ""
+    trained = f", {run.trained:,} of them trained" if run.trained < run.weights.parameters else ""
     types = ", ".join(
         [
             cfg.model.param_dtype,
             *sorted(
                 {
                     use.rule.weight_qtype or ""
-                    for use in run.rewrite.matches.values()
+                    for use in run.weights.rewrite.matches.values()
                     if use.mode == "ptq"
                 }
             ),
@@ -116,14 +115,14 @@ def introduce(run: Run, sources: list[str], log: Log, begins: bool = False) -> N
     kind = run.mesh.devices.flat[0].device_kind
     peak = peak_flops(kind)
     log.say(
-        f"{cfg.run.name}: {run.parameters:,} parameters{trained}, {size / 2**20:,.1f} "
+        f"{cfg.run.name}: {run.weights.parameters:,} parameters{trained}, {size / 2**20:,.1f} "
         f"MiB in {types}; "
         f"optimizer state {opt_size / 2**20:,.1f} MiB"
     )
     log.say(
         f"devices: {run.mesh.size} x {kind} ({mesh}); peak "
         f"{f'{peak / 1e12:.0f} TFLOP/s' if peak else 'unknown, so no MFU'}; "
-        f"{flops_per_token(cfg.model, cfg.data.seq_len, run.adapters) / 1e6:,.1f} MFLOP "
+        f"{flops_per_token(cfg.model, cfg.data.seq_len, run.weights.adapters) / 1e6:,.1f} MFLOP "
         "a token, with the keys that a query sees"
     )
     if (stages := run.mesh.shape["stage"]) > 1:
@@ -132,9 +131,9 @@ def introduce(run: Run, sources: list[str], log: Log, begins: bool = False) -> N
             f"pipeline: {stages} stages, idle in {idle:.1%} of their turns; more "
             "mesh.microbatches or mesh.rounds make that less"
         )
-    if run.rewrite.passed:
+    if run.weights.rewrite.passed:
         log.say(
-            f"lora: no adapters beside {', '.join(run.rewrite.passed)}, which "
+            f"lora: no adapters beside {', '.join(run.weights.rewrite.passed)}, which "
             "lora.targets match: experts, tables and the head take none"
         )
     if begins and cfg.lora and cfg.model.weights is None:
@@ -232,7 +231,7 @@ def check(run: Run) -> None:
             f"run.name of its own: run.name={cfg.run.name}-lora"
         )
     run.check_flags()
-    kept = [path for path, use in run.rewrite.matches.items() if use.mode == "ptq"]
+    kept = [path for path, use in run.weights.rewrite.matches.items() if use.mode == "ptq"]
     _check_rank(run)
     if kept and not cfg.lora and not cfg.optimizer.trainable:
         raise ConfigError(
@@ -244,20 +243,22 @@ def check(run: Run) -> None:
     if (folder_of(cfg) / "checkpoints").exists():
         return
     if cfg.lora and cfg.lora.adapter:
-        run.adapter(cfg.lora.adapter)
+        run.weights.adapter(cfg.lora.adapter)
     if cfg.model.weights is None:
         return
     from maxstack.hf.contents import opened
     from maxstack.hf.reader import pieces_of
 
-    pieces_of(opened(cfg.model.weights), {path: leaf.shape for path, leaf in run.original.items()})
+    pieces_of(
+        opened(cfg.model.weights), {path: leaf.shape for path, leaf in run.weights.original.items()}
+    )
 
 
 def _check_rank(run: Run) -> None:
     """ConfigError where an adapter has as many parameters as any weight that it could be beside."""
     smaller = {
         path: (min(place.matrix[0], math.prod(place.matrix[1:])), [*place.matrix])
-        for path, place in run.rewrite.adapted.items()
+        for path, place in run.weights.rewrite.adapted.items()
     }
     if not smaller or not run.cfg.lora:
         return
@@ -281,9 +282,9 @@ def fresh(run: Run) -> State:
 
     finite = not run.cfg.checkpoint.allow_nonfinite
     loaded = (
-        run.rewritten(load_params(opened(folder), run.original, finite=finite))
+        run.weights.rewritten(load_params(opened(folder), run.weights.original, finite=finite))
         if folder
-        else nnx.traversals.flatten_mapping(run.init().params, sep="/")
+        else flat(run.init().params)
     )
     return run.begun(loaded)
 

@@ -2,7 +2,7 @@
 further, either in the host's memory by key."""
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -153,3 +153,13 @@ def count(params: Tree) -> tuple[int, int]:
     return sum(leaf.size for leaf in leaves), sum(
         leaf.size * leaf.dtype.itemsize for leaf in leaves
     )
+
+
+def flat(params: Tree) -> dict[str, Any]:
+    """Nested dicts of weights as weights by path, keys joined by a slash."""
+    return nnx.traversals.flatten_mapping(params, sep="/")
+
+
+def tree(weights: Mapping[str, Any]) -> Tree:
+    """Weights by path as nested dicts."""
+    return nnx.traversals.unflatten_mapping(dict(weights), sep="/")

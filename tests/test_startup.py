@@ -137,7 +137,7 @@ def test_parameters_are_those_of_the_model_and_its_adapters_however_they_are_kep
 ):
     run, said = tiny.make_run(tiny.config(**sections)), []
     startup.introduce(run, [], type("Said", (), {"say": lambda self, text: said.append(text)})())
-    size = sum(leaf.size * leaf.dtype.itemsize for leaf in run.weights.values()) / 2**20
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in run.weights.shapes.values()) / 2**20
     types = "float32, nf4" if "quantization" in sections else "float32"
     assert said[0].startswith(
         f"{run.cfg.run.name}: {parameters:,}{says}{size:,.1f} MiB in {types}; optimizer state "

@@ -35,7 +35,7 @@ LEVELS = (
     ("startup", "inference", "evals", "checks"),
     ("meter", "plan"),
     ("run",),
-    ("step",),
+    ("weights.placed", "step"),
     ("state", "load"),
     ("weights.rewrite",),
     ("objectives",),

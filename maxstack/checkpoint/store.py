@@ -379,11 +379,11 @@ class Checkpoints:
             parts = tier.holds(step)
             if "meta" not in parts or (
                 elsewhere
-                and run.rewrite.replaced
-                and not {f"params/{path}" for path in run.weights} <= {*parts["state"]}
+                and run.weights.rewrite.replaced
+                and not {f"params/{path}" for path in run.weights.shapes} <= {*parts["state"]}
             ):
                 reader, adapter = WeightsReader(Path(where)), run.cfg.lora and run.cfg.lora.adapter
-                if adapter and reader.shapes.keys() == run.weights.keys():
+                if adapter and reader.shapes.keys() == run.weights.shapes.keys():
                     raise ConfigError(
                         f"lora.adapter: {adapter} and {where} both give adapters; drop "
                         "lora.adapter, or restore weights without any"
@@ -392,7 +392,7 @@ class Checkpoints:
                     f"starting from the weights in {where}"
                     + f" and the adapter in {adapter}" * bool(adapter)
                 )
-                return run.begun(reader.load(run.weights, run.sources))
+                return run.begun(reader.load(run.weights.shapes, run.weights.sources))
             meta = json.loads(tier.load(step, {"meta": None})["meta"]["json"])
             _refuse_changes(where, meta["config"], run.cfg, self._free, elsewhere)
             if meta["sources"] != feed.identity() and not _under("data.sources", self._free):

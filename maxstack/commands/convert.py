@@ -190,9 +190,10 @@ def weights_of(model: "DecoderConfig") -> "dict[str, jax.ShapeDtypeStruct]":
     from flax import nnx
 
     from maxstack.models.model import abstract
+    from maxstack.state import flat
 
     state = nnx.to_pure_dict(abstract(model)[1])
-    return nnx.traversals.flatten_mapping(state, sep="/")
+    return flat(state)
 
 
 def _configuration(contents: "Contents", out: Path, dtype: str, overrides: Sequence[str]) -> str:

@@ -123,10 +123,11 @@ def show(args: argparse.Namespace) -> None:
     from flax import nnx
 
     from maxstack.commands.convert import weights_of
+    from maxstack.state import flat
     from maxstack.weights.rewrite import Rewrite
 
     rewrite = Rewrite(cfg)
-    after = nnx.traversals.flatten_mapping(nnx.to_pure_dict(rewrite.state), sep="/")
+    after = flat(nnx.to_pure_dict(rewrite.state))
     rows: list[tuple[str, ...]] = []
     total = total_after = 0
     for path, leaf in weights_of(cfg.model).items():
@@ -184,31 +185,31 @@ def _measured(
     """The report; writes the weights of the quantized run to `out`."""
     import jax
     import numpy as np
-    from flax import nnx
 
     from maxstack.checkpoint.weights import WeightsWriter
     from maxstack.run import assemble
-    from maxstack.state import count
+    from maxstack.state import count, flat, tree
     from maxstack.weights.observe import Errors
     from maxstack.weights.rewrite import Rewrite
 
     errors, cfg = Errors(), whole.cfg.model_copy(update={"quantization": cfg.quantization})
     observed = Rewrite(cfg, errors)
+    weights = dataclasses.replace(whole.weights, rewrite=observed)
     before = _perplexity(
-        dataclasses.replace(whole, rewrite=observed, graph=observed.graph),
+        dataclasses.replace(whole, weights=weights, graph=observed.graph),
         observed.applied(params),
         rows,
         batch_size,
     )
     quantized = assemble(cfg, whole.mesh, trains=False)
-    kept = quantized.rewritten(nnx.traversals.flatten_mapping(params, sep="/").items())
+    kept = quantized.weights.rewritten(flat(params).items())
     if out:
         shapes = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in kept.items()}
         writer = WeightsWriter(out, shapes)
         for path, leaf in kept.items():
             writer.fill(path, 0, np.asarray(leaf).__getitem__)
         writer.finish()
-    after = _perplexity(quantized, quantized.tree(kept), rows, batch_size)
+    after = _perplexity(quantized, tree(kept), rows, batch_size)
     return {
         "bytes": {"before": count(params)[1], "after": count(kept)[1]},
         "perplexity": {"before": before, "after": after},

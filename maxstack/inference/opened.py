@@ -9,6 +9,7 @@ from maxstack.config import ConfigError, shortened
 from maxstack.data import hub
 from maxstack.load import load
 from maxstack.schema.mesh import AXES
+from maxstack.state import flat, tree
 
 if TYPE_CHECKING:
     from maxstack.run import Run
@@ -30,7 +31,7 @@ def adapted_run(run: "Run", folder: str) -> "Run":
     adapter = Adapter(Path(folder), finite=not run.cfg.checkpoint.allow_nonfinite)
     tensors = (
         tensor
-        for tensor in run.bound(adapter)
+        for tensor in run.weights.bound(adapter)
         if tensor.name.removesuffix(".weight") in adapter.modules
     )
     paths = sorted({target.path for tensor in tensors for target in tensor.targets})
@@ -39,20 +40,15 @@ def adapted_run(run: "Run", folder: str) -> "Run":
         run.mesh,
         trains=False,
     )
-    adapted.adapter(folder)
+    adapted.weights.adapter(folder)
     return adapted
 
 
 def with_adapter(adapted: "Run", params: Any, folder: str) -> Any:
     """Weights of the run without adapters, which are shared, with the adapter of a folder beside
     them."""
-    from flax import nnx
 
-    return adapted.tree(
-        adapted.with_adapter(
-            adapted.beside(nnx.traversals.flatten_mapping(params, sep="/")), folder
-        )
-    )
+    return tree(adapted.weights.with_adapter(adapted.weights.beside(flat(params)), folder))
 
 
 def open_model(model: str, overrides: Sequence[str]) -> tuple["Run", Any]:
@@ -80,11 +76,11 @@ def read_weights(model: str, run: "Run", own: Path | None) -> Any:
     from maxstack.hf.reader import load_params
 
     if own is not None:
-        return run.tree(WeightsReader(Path(model)).load(run.weights, run.sources))
+        return tree(WeightsReader(Path(model)).load(run.weights.shapes, run.weights.sources))
     assert run.cfg.model.weights
     finite = not run.cfg.checkpoint.allow_nonfinite
     contents = opened(run.cfg.model.weights)
-    return run.tree(run.rewritten(load_params(contents, run.original, finite=finite)))
+    return tree(run.weights.rewritten(load_params(contents, run.weights.original, finite=finite)))
 
 
 def config_of(model: str, overrides: Sequence[str]) -> tuple["Config", Path | None]:

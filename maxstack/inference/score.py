@@ -211,7 +211,7 @@ def _scorer(run: "Run", logits: bool) -> Any:
             "segments": real_BT.astype(jnp.int32),
         }
         model = nnx.merge(run.graph, nnx.State(params))
-        with run.rewrite.counting(real_BT):
+        with run.weights.rewrite.counting(real_BT):
             logits_BTV = model.logits(model.hidden(batch))
         nll_BT, _ = cross_entropy(logits_BTV[:, :-1], tokens_BT[:, 1:])
         results = {"logprobs": jnp.pad(jnp.where(real_BT[:, 1:], -nll_BT, 0.0), ((0, 0), (1, 0)))}

@@ -124,7 +124,7 @@ def read(
         else _compiled(cfg, topology, step, state, dump)
     )
     tokens = cfg.train.batch_size * cfg.data.seq_len
-    flops = components(cfg.model, cfg.data.seq_len, run.adapters)
+    flops = components(cfg.model, cfg.data.seq_len, run.weights.adapters)
     return Plan(
         config=name,
         topology=topology.name,
@@ -133,7 +133,7 @@ def read(
         mesh={axis: size for axis, size in sizes.items() if size > 1},
         batch_size=cfg.train.batch_size,
         seq_len=cfg.data.seq_len,
-        parameters=run.parameters,
+        parameters=run.weights.parameters,
         usable=fit.usable(run.mesh.devices.flat[0], topology.size),
         flops={part: Count(*(number * tokens for number in each)) for part, each in flops.items()},
         peak=chip.peak_flops if chip else None,

@@ -73,20 +73,20 @@ def trained(family: str, lora: dict):
     rng, names = np.random.default_rng(0), ("lora_a", "lora_b", "magnitude")
     leaves = {
         path: rng.normal(size=leaf.shape).astype(np.float32)
-        for path, leaf in run.weights.items()
+        for path, leaf in run.weights.shapes.items()
         if path.endswith(names)
     }
     plain = nnx.traversals.flatten_mapping(
         parity.model_and_params(parity.GOLDENS / family)[2], sep="/"
     )
-    weights = {path: np.asarray(leaf) for path, leaf in run.beside(plain).items()} | leaves
+    weights = {path: np.asarray(leaf) for path, leaf in run.weights.beside(plain).items()} | leaves
     return (
         run,
         weights,
         bind(
             Contents(parity.GOLDENS / family).family,
             cfg.model,
-            {path: leaf.shape for path, leaf in run.original.items()},
+            {path: leaf.shape for path, leaf in run.weights.original.items()},
         ),
     )
 
@@ -94,14 +94,14 @@ def trained(family: str, lora: dict):
 def written(folder, family: str, lora: dict):
     run, weights, bound = trained(family, lora)
     folder.mkdir()
-    adapted = {path: place.contract for path, place in run.rewrite.adapted.items()}
+    adapted = {path: place.contract for path, place in run.weights.rewrite.adapted.items()}
     peft.write(
         folder,
         run.cfg.lora,
         adapted,
         bound,
         weights.__getitem__,
-        lambda path: run.rewrite.floats(path, weights),
+        lambda path: run.weights.rewrite.floats(path, weights),
         family,
     )
     return run, weights, bound, adapted
@@ -141,7 +141,7 @@ def test_an_adapter_of_ours_is_read_back_and_merges_alike_in_both_layouts(family
     merged = nnx.traversals.flatten_mapping(
         parity.model_and_params(tmp_path / "merged")[2], sep="/"
     )
-    for path, leaf in run.rewrite.merged(weights).items():
+    for path, leaf in run.weights.rewrite.merged(weights).items():
         np.testing.assert_allclose(
             np.asarray(leaf), np.asarray(merged[path]), rtol=1e-4, atol=1e-5, err_msg=path
         )
@@ -158,7 +158,7 @@ def test_an_adapter_that_peft_would_take_for_that_of_an_expert_is_refused(tmp_pa
 
 def test_a_learned_table_of_positions_is_exported_with_its_own_length_not_that_of_rows(tmp_path):
     run, weights, _ = trained("gpt2", {"rank": 2})
-    merged = run.rewrite.merged(weights)
+    merged = run.weights.rewrite.merged(weights)
     export(
         run.cfg.model,
         {path: leaf.shape for path, leaf in merged.items()},
@@ -312,7 +312,7 @@ def test_an_adapter_that_is_another_is_refused_by_name(change, says, tmp_path):
         )
     run, weights, *_ = trained("llama", lora)
     with pytest.raises(ConfigError, match=says):
-        run.with_adapter(weights, str(folder))
+        run.weights.with_adapter(weights, str(folder))
 
 
 @pytest.mark.parametrize(

@@ -74,14 +74,16 @@ def test_frozen_weights_count_four_and_adapters_six():
     cfg = tiny.config(lora={"rank": 4})
     run, whole = tiny.make_run(cfg), flops_per_token(cfg.model, 48)
     base = (
-        sum(leaf.size for path, leaf in run.original.items() if "norm" not in path)
+        sum(leaf.size for path, leaf in run.weights.original.items() if "norm" not in path)
         - cfg.model.vocab * cfg.model.embed
     )
     assert (
-        run.adapters == sum(leaf.size for path, leaf in run.weights.items() if "lora" in path) > 0
+        run.weights.adapters
+        == sum(leaf.size for path, leaf in run.weights.shapes.items() if "lora" in path)
+        > 0
     )
-    assert flops_per_token(cfg.model, 48, run.adapters) == pytest.approx(
-        whole - 2 * base + 6 * run.adapters
+    assert flops_per_token(cfg.model, 48, run.weights.adapters) == pytest.approx(
+        whole - 2 * base + 6 * run.weights.adapters
     )
 
 
