@@ -38,7 +38,7 @@ class Run:
     info: Tree
     """optim.ParamInfo of every weight, in the shape of `abstract.params`."""
     objective: Objective
-    """What a batch must hold, and the loss."""
+    """Fields of a batch, and the loss."""
     weights: PlacedWeights
     """By path: where they lie, which are quantized or have adapters, and how they are made."""
     graph: Any
@@ -93,7 +93,7 @@ class Run:
 
     @property
     def abstract_arguments(self) -> tuple[Any, ...]:
-        """What `step` is called with: the state, a batch, and where the objective has second sets
+        """Arguments of `step`: the state, a batch, and where the objective has second sets
         of weights, these by name."""
         frozen = {name: self.abstract.params for name in self.objective.frozen}
         return self.abstract, self.abstract_batch(), *((frozen,) if frozen else ())

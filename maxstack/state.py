@@ -17,7 +17,7 @@ HOST = "pinned_host"
 
 
 class State(NamedTuple):
-    """What a step changes, as arrays, shapes or shardings."""
+    """State that a step changes, as arrays, shapes or shardings."""
 
     step: Any
     """The number of the last batch that was taken, whether its update was accepted or not."""
@@ -42,7 +42,7 @@ def of_state(abstract: State, info: Tree, mesh: Mesh, cfg: MeshConfig) -> State:
 
 @dataclasses.dataclass(frozen=True)
 class Moves:
-    """What a step moves, and where to."""
+    """Moves of the state between host and devices in a step."""
 
     between: State
     """Shardings between steps."""
@@ -78,7 +78,7 @@ def sharding_of_weights(info: Tree, mesh: Mesh, rules: dict[str, Axes]) -> Tree:
 
 
 def _spec(info: Any, mesh: Mesh, rules: dict[str, Axes]) -> PartitionSpec:
-    """Of a weight; one that is frozen is not split where its size does not divide, as those of
+    """Partition of a weight; one that is frozen is not split where its size does not divide, as those of
     scales and packed values need not."""
     found = sharding.spec(info.axes, rules)
     if not info.frozen:

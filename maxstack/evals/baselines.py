@@ -1,4 +1,4 @@
-"""What simple compressors reach on the held-out documents: the numbers that a small model's bits
+"""Bits per byte of simple compressors on the held-out documents: the numbers that a small model's bits
 per byte stand beside."""
 
 import gzip

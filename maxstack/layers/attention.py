@@ -26,7 +26,7 @@ class Attention(Layer):
     cfg: AttentionConfig
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
-        """What each position gathers from the positions of its document that it sees: [B, T, D]."""
+        """Attention of each position over the positions of its document that it sees: [B, T, D]."""
         cfg = self.cfg
         q_BTNH = self._placed(
             _projected(x_BTD, self.query, self.query_bias, "heads"), self.query_norm, context
@@ -102,7 +102,7 @@ class Attention(Layer):
 
 
 def request(cfg: AttentionConfig) -> Request:
-    """What this layer asks of the attention kernel."""
+    """Request of this layer to the attention kernel."""
     return Request(
         scale=cfg.scale or cfg.head_dim**-0.5,
         window=cfg.window,

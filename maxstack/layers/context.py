@@ -1,4 +1,4 @@
-"""What a layer may read besides its input, the same for all layers of a step. Shapes: B batch  T
+"""Inputs that all layers of a step share, beside the residual stream. Shapes: B batch  T
 time."""
 
 import contextlib

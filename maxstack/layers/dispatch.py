@@ -29,7 +29,7 @@ FURTHER_SCOPE = "further_windows"
 
 
 class Travel(NamedTuple):
-    """What is fixed when a program is compiled."""
+    """Sizes that are fixed when a program is compiled."""
 
     experts: int
     axes: tuple[str, ...]
@@ -51,7 +51,7 @@ class Lists(NamedTuple):
     place_NC: jax.Array
     """In the peer's list; -1: of no expert."""
     start_P: jax.Array
-    """Of each peer's list in `sorted_M`."""
+    """Start of each peer's list in `sorted_M`."""
     length_P: jax.Array
     coming_PL: jax.Array
     """How many rows each peer has for each expert that is here."""
@@ -169,7 +169,7 @@ def _window(
     weight_NC: jax.Array,
     lists: Lists,
 ) -> jax.Array:
-    """What the places `begin` to `begin + rows` of the lists add, float32 [N, D]."""
+    """Sum of the entries `begin` to `begin + rows` of the lists, float32 [N, D]."""
     slots = _slots(lists, begin, rows)
     x_SD = _spread(x_ND, weight_NC if how.scale_input else None, slots)
     sizes_L, order_S = lists.coming_PL.sum(axis=0), None
@@ -207,7 +207,7 @@ def _listed(expert_NC: jax.Array, how: Travel) -> Lists:
 
 
 def _inverse(order: jax.Array) -> jax.Array:
-    """Of a permutation."""
+    """Inverse of a permutation."""
     return (
         jnp.zeros_like(order)
         .at[order]

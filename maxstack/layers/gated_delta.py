@@ -36,7 +36,7 @@ class GatedDelta(Layer):
     cfg: GatedDeltaConfig
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
-        """What each position reads from the state of its document, gated: [B, T, D]."""
+        """Gated read of each position from the state of its document: [B, T, D]."""
 
         def projected(matrix: nnx.Param, axis: str, name: str) -> jax.Array:
             return checkpoint_name(

@@ -27,7 +27,7 @@ class MLA(Layer):
     cfg: MLAConfig
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
-        """What each position gathers from the positions of its document that it sees: [B, T, D]."""
+        """Attention of each position over the positions of its document that it sees: [B, T, D]."""
         k_BSNH, v_BSNV = self._keys_values(x_BTD, context)
         o_BTNV = attention(
             self._queries(x_BTD, context),
@@ -76,7 +76,7 @@ class MLA(Layer):
 
 
 def request(cfg: MLAConfig) -> Request:
-    """What this layer asks of the attention kernel: scores over sqrt(H), times the square of YaRN's
+    """Request of this layer to the attention kernel: scores over sqrt(H), times the square of YaRN's
     factor for all dimensions, where it is given.
 
     The part without positions is sharpened too, which cosines and sines cannot do (the released

@@ -178,7 +178,7 @@ def _on_own_tokens(
 
 
 def _part(name: str, place: ExpertSharding, value: jax.Array) -> PartitionSpec:
-    """What of a weight a device works with: its experts, and of those its hidden units."""
+    """Share of a weight that a device works with: its experts, and of those its hidden units."""
     parts = {HIDDEN[name]: place.hidden, 0: place.experts} if name in HIDDEN else {}
     for i, axes in parts.items():
         if value.shape[i] > 1 and value.shape[i] % sharding.size_of(*axes):

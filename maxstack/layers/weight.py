@@ -49,15 +49,15 @@ def weight(
 
 
 class Substitute:
-    """What stands in a layer for a weight that is kept, or multiplied by, in a way of its own. A
-    layer need not know that it holds one."""
+    """Replacement for a weight that is stored, or multiplied by, in a way of its own. A layer need
+    not know that it holds one."""
 
     def project(self, x: jax.Array) -> jax.Array:
-        """As `project`."""
+        """See `project`."""
         raise NotImplementedError
 
     def lookup(self, index: jax.Array, dtype: Any) -> jax.Array:
-        """As `lookup`."""
+        """See `lookup`."""
         raise NotImplementedError
 
     def values(self, dtype: Any) -> jax.Array:
@@ -65,7 +65,7 @@ class Substitute:
         raise NotImplementedError
 
     def experts(self, dtype: Any) -> Any:
-        """As `experts`."""
+        """See `experts`."""
         raise NotImplementedError
 
     def read(self, x: jax.Array) -> jax.Array:
@@ -74,13 +74,13 @@ class Substitute:
 
 
 class Experts:
-    """What stands for the matrices of all experts [E, in, out]: a pytree of arrays of as many
+    """Replacement for the matrices of all experts [E, in, out]: a pytree of arrays of as many
     dimensions, which may be one long."""
 
     ndim = 3
 
     def multiply(self, x: jax.Array, sizes: jax.Array, backend: GroupedMatmul) -> jax.Array:
-        """As grouped_matmul."""
+        """See grouped_matmul."""
         raise NotImplementedError
 
 

@@ -79,7 +79,7 @@ class Block(nnx.Module):
         return x_BTD, {"mlp": aux} if aux else {}
 
     def keys_values(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
-        """What the mixer attends to, for later layers that have no keys and values of their own."""
+        """Keys and values for later layers that have none of their own."""
         assert isinstance(self.mixer, Attention)
         with context.drawing():
             return self.mixer.keys_values(_apply(self.mixer_norm, x_BTD), context)

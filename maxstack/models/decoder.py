@@ -277,7 +277,7 @@ class FurtherToken(nnx.Module):
 
 
 def losses_and_reports(aux: Aux) -> tuple[dict[str, jax.Array], dict[tuple[str, ...], jax.Array]]:
-    """What the blocks report, as summands of the loss by name, and as what `after_step` reads."""
+    """Reports of the blocks: summands of the loss by name, and those that `after_step` reads."""
     flat = nnx.traversals.flatten_mapping(aux)
     router = [value.sum() for path, value in flat.items() if path[-1] == "router_loss"]
     reports = {path: value for path, value in flat.items() if path[-1] in ("load", "dropped")}

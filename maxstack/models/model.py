@@ -1,5 +1,4 @@
-"""What a model is to the rest of the house: an nnx module built from its section of the
-configuration."""
+"""The protocol of models: an nnx module built from its section of the configuration."""
 
 import importlib
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from maxstack.layers.weight import draw
 from maxstack.schema.parts import ModelPart
 
 Reports = Mapping[tuple[str, ...], jax.Array]
-"""What the layers of a model report of a batch, by path: sums over its tokens."""
+"""Sums over the tokens of a batch that the layers of a model report, by path."""
 
 
 class Model(nnx.Module):

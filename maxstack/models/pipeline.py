@@ -117,7 +117,7 @@ class Rows:
 
     @classmethod
     def on(cls, mesh: Any, cfg: MeshConfig) -> "Rows":
-        """As the rules of `cfg` say."""
+        """Sharding by the rules of `cfg`."""
         axes = dict.fromkeys((*names(cfg.rules["batch"]), STAGE))
         others = {
             axis

@@ -1,14 +1,12 @@
 """Masked diffusion on a language model that sees both sides. Shapes: B batch  T time  V vocab."""
 
-from collections.abc import Mapping
-
 import jax
 import jax.numpy as jnp
 
 from maxstack.kernels.sequences import arrange
 from maxstack.models.decoder import losses_and_reports
 from maxstack.objectives.next_token import following, head_losses
-from maxstack.objectives.objective import Batch, Field, Loss, Models, Objective, row_keys
+from maxstack.objectives.objective import Batch, Loss, Models, Objective, row_keys
 from maxstack.schema.objective import MaskedDiffusionConfig
 
 EXCLUDED = -1e9
@@ -38,11 +36,6 @@ class MaskedDiffusion(Objective):
         """Id of a hidden token."""
         given = self.section.mask_token
         return self.cfg.model.vocab - 1 if given is None else given
-
-    @property
-    def fields(self) -> Mapping[str, Field]:
-        """As for next_token, and in a step `hidden`, which `prepare` draws."""
-        return super().fields
 
     def prepare(self, batch: Batch, key: jax.Array) -> Batch:
         """With `time` float32 [B] and `draw` float32 [B, T], uniform in [0, 1): what is below its
@@ -122,7 +115,7 @@ class MaskedDiffusion(Objective):
         return {**batch, "tokens": jnp.where(hidden_BT, self.mask_token, clean_BT)}
 
     def _predicted(self, batch: Batch, hidden_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What each position predicts, and which of it is hidden, float32."""
+        """Target of each position, and 1 where it is hidden, float32."""
         hidden_BT = hidden_BT.astype(jnp.float32)
         return batch["targets"], following(hidden_BT) if self.section.shift else hidden_BT
 

@@ -1,5 +1,5 @@
-"""What an objective is to the rest of the house: the fields of a batch that it needs, and the loss
-that it makes of them."""
+"""The protocol of objectives: the fields of a batch that one needs, and the loss that it makes of
+them."""
 
 import dataclasses
 import importlib
@@ -28,14 +28,13 @@ class Loss(NamedTuple):
     """Sums and a weight, never means: accumulation, padding and devices stay exact. All float32."""
 
     total: jax.Array
-    """What gradients are of."""
+    """Value that is differentiated."""
     weight: jax.Array
-    """What the sums are divided by: counted tokens."""
+    """Divisor of the sums: counted tokens."""
     metrics: dict[str, jax.Array]
-    """The summands of `total` and other sums to report, by name; `loss` is the one that is watched
-    for spikes' sake and shown."""
+    """The summands of `total` and other sums to report, by name; the log shows `loss`."""
     reports: Reports
-    """What the model's layers report, for Model.after_step."""
+    """Reports of the model's layers, for Model.after_step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Objective:
 
     @property
     def fields(self) -> Mapping[str, Field]:
-        """What a batch must hold, by name."""
+        """Arrays that a batch must hold, by name."""
         return token_fields(self.cfg)
 
     def prepare(self, batch: Batch, key: jax.Array) -> Batch:

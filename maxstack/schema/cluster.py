@@ -103,7 +103,7 @@ class SecretConfig(Section):
     """One key of a Kubernetes secret."""
 
     name: Name
-    """Of the secret."""
+    """Name of the secret."""
     key: Name
     """In it."""
 
@@ -161,7 +161,7 @@ class VolumeConfig(Section):
 
 
 class PodConfig(Section):
-    """What a pod on GKE asks for and may do."""
+    """Resources and permissions of a pod on GKE."""
 
     cpu: Quantity | None = None
     """CPUs that a pod asks for, and has at most; null: three quarters of what its machine has."""
@@ -180,7 +180,7 @@ class PodConfig(Section):
 
 
 class SlurmConfig(Section):
-    """What sbatch is told."""
+    """Options of sbatch."""
 
     partition: Name | None = None
     """null: the cluster's default."""

@@ -81,7 +81,7 @@ class TrainConfig(Section):
     """Microbatches a step is split into, one after the other; the update is that of the whole
     batch."""
     seed: int = 0
-    """Of the initial weights."""
+    """Seed of the initial weights and of all random numbers in steps."""
     profile: ProfileConfig | None = None
     """Write a profiler trace into the run's folder; null: none."""
 
@@ -92,7 +92,7 @@ class XlaConfig(Section):
     platform: Literal["cpu", "gpu", "tpu"] | None = None
     """Where the flags count; elsewhere they are left out, and the log says so. null: everywhere."""
     flags: dict[str, bool | int | float | str] = {}
-    """Of XLA, by name without dashes, for the step and for evaluation; the log shows them. One that
+    """Flags of XLA, by name without dashes, for the step and for evaluation; the log shows them. One that
     this XLA does not know is an error."""
 
     @pydantic.model_validator(mode="after")
@@ -165,9 +165,9 @@ class Config(Section):
     lora: LoraConfig | None = None
     """Train low-rank adapters and nothing else; null: train the weights."""
     data: DataConfig
-    """What is read."""
+    """Data that is read."""
     objective: Objective = NextTokenConfig(kind="next_token")
-    """What is minimised."""
+    """Loss that is minimised."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """How: a preset's name or a mapping."""
     train: TrainConfig = TrainConfig()
@@ -177,9 +177,9 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Saving and resuming."""
     faults: FaultsConfig = FaultsConfig()
-    """What is done about values that are not finite, and about spikes."""
+    """Reactions to values that are not finite, and about spikes."""
 
     @classmethod
     def foreign(cls, path: str) -> str:
-        """What another framework's key is called here."""
+        """Our name for another framework's key."""
         return equivalent(path)

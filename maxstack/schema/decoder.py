@@ -20,11 +20,11 @@ class BlockConfig(Section):
     """One residual block: a mixer and an MLP, each with its norms."""
 
     mixer: Mixer
-    """What moves information between positions."""
+    """The part that moves information between positions."""
     mlp: MLPKind
-    """What transforms each position."""
+    """The part that transforms each position."""
     norm: NormConfig = NormConfig()
-    """Of both parts."""
+    """Norm of both parts."""
     placement: Literal["pre", "post", "sandwich"] = "pre"
     """Norms before each part, after it (OLMo 2), or both (Gemma 2); the residual stream itself is
     never normed."""
@@ -69,7 +69,7 @@ class PerLayerConfig(Section):
     size: int = Field(ge=1)
     """Numbers a token and layer."""
     activation: Literal["gelu_tanh", "gelu", "silu"] = "gelu_tanh"
-    """Of the gate."""
+    """Activation of the gate."""
 
 
 class MTPConfig(Section):
@@ -85,7 +85,7 @@ class MTPConfig(Section):
 
 
 class RematPolicy(NamedTuple):
-    """What a remat policy keeps for the backward pass, and what it computes again."""
+    """Costs of a remat policy: numbers kept for the backward pass, and work done again."""
 
     recomputed: float
     """Share of the forward pass."""
@@ -94,9 +94,9 @@ class RematPolicy(NamedTuple):
     stream: float
     """Numbers kept, as a multiple of the size of the residual stream."""
     context: bool
-    """Whether the output of attention is kept."""
+    """True where the output of attention is kept."""
     searched: bool = False
-    """Whether `plan --search` tries it."""
+    """True where `plan --search` tries it."""
 
 
 REMAT = {
@@ -111,7 +111,7 @@ REMAT = {
 
 
 class RematConfig(Section):
-    """What the backward pass recomputes instead of keeping."""
+    """Recomputation in the backward pass, instead of keeping."""
 
     policy: Remat = "none"
     """none keeps everything; full keeps a block's input alone; dots keeps matmul outputs;
@@ -133,11 +133,11 @@ class RematConfig(Section):
         return self
 
     def keeps(self, name: str) -> bool:
-        """Whether a tensor of a block, `input` or `context`, is kept for the backward pass."""
+        """True if a tensor of a block, `input` or `context`, is kept for the backward pass."""
         return name in self.names or name == "input" or REMAT[self.policy].context
 
     def offloads(self, name: str) -> bool:
-        """Whether a tensor of a block goes to the host's memory."""
+        """True if a tensor of a block goes to the host's memory."""
         return self.policy == "offload" and name in self.names
 
 
@@ -180,12 +180,12 @@ class DecoderConfig(ModelPart):
     """Multiplies the standard deviation of every initial matrix; 1: 1/sqrt(fan in), residual
     outputs divided by sqrt(2 layers)."""
     dtype: Dtype = "bfloat16"
-    """Of activations and matmuls; softmax, norms and the loss are float32 whatever this says."""
+    """Type of activations and matmuls; softmax, norms and the loss are float32 whatever this says."""
     param_dtype: Dtype = "float32"
-    """Of the weights that the optimizer updates; it computes in float32, and so is its state unless
+    """Type of the weights that the optimizer updates; it computes in float32, and so is its state unless
     a transform says otherwise."""
     remat: RematConfig = RematConfig()
-    """What the backward pass recomputes."""
+    """Recomputation in the backward pass."""
     unroll: int = Field(1, ge=1)
     """Periods of the pattern unrolled in one step of the scan: more compile time, less copying."""
 

@@ -1,4 +1,4 @@
-"""What a run does about faults: its configuration."""
+"""The configuration of how a run meets faults."""
 
 import pydantic
 from pydantic import Field
@@ -7,7 +7,7 @@ from maxstack.config import Section, fault
 
 
 class SpikeConfig(Section):
-    """What counts as a spike, and when the run goes back before it."""
+    """Definition of a spike, and when the run goes back before it."""
 
     deviations: float = Field(6.0, gt=0)
     """A spike is a loss, or the logarithm of a gradient norm, that lies more than this many

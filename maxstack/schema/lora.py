@@ -34,7 +34,7 @@ class LoraConfig(Section):
 
     @property
     def scale(self) -> float:
-        """What B A x is multiplied by."""
+        """Factor of B A x."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
     @pydantic.model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""What must hold between the mesh, the model and the batch, checked before jax is imported; each
+"""Rules between the mesh, the model and the batch, checked before jax is imported; each
 rule yields (key, what is wrong and what to do)."""
 
 import math

@@ -350,7 +350,7 @@ class MLAConfig(MixerPart):
     rope: RopeConfig = RopeConfig()
     """Rotary positions of the rope part."""
     norm: NormConfig = NormConfig()
-    """Of both latents."""
+    """Norm of both latents."""
     bias: bool = False
     """Biases on the projections out of the residual stream and on the output."""
     backend: names.Attention = "auto"

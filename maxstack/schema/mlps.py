@@ -67,7 +67,7 @@ class DenseMLPConfig(MLPPart):
     hidden: int = Field(ge=1)
     """Size of the hidden layer."""
     activation: Activation = "gelu_tanh"
-    """Of the hidden layer."""
+    """Activation of the hidden layer."""
     bias: bool = False
     """Biases on both projections."""
 
@@ -89,7 +89,7 @@ class RouterConfig(Section):
     """Which experts a token goes to, and with what weights; computed in float32."""
 
     score: Literal["softmax", "sigmoid"] = "softmax"
-    """Of the logits: over all experts, or each alone."""
+    """Function of the logits: over all experts, or each alone."""
     normalize: bool = True
     """Divide the weights of the chosen experts by their sum. (The softmax over chosen logits alone
     is this with score softmax.)"""
@@ -254,7 +254,7 @@ class ParallelMLPConfig(MLPPart):
     moe: MoEConfig
     """Reads the residual stream through a norm of its own; its output is normed."""
     norm: NormConfig = NormConfig()
-    """Of all three."""
+    """Norm of all three."""
 
     @property
     def mixture(self) -> MoEConfig:

@@ -17,7 +17,7 @@ class ObjectivePart(Section):
     OBJECTIVE: ClassVar[str] = ""
     """module:class that computes it."""
     RANDOM: ClassVar[bool] = False
-    """Whether a step draws random numbers."""
+    """True where a step draws random numbers."""
 
     def faults(self, cfg: "Config") -> Iterator[tuple[str, str]]:
         """(key, what is wrong and what to do) of a model or data that it cannot be used with."""
@@ -29,12 +29,12 @@ class ObjectivePart(Section):
 
 
 class NextTokenConfig(ObjectivePart):
-    """What is minimised."""
+    """Next-token cross-entropy."""
 
     OBJECTIVE: ClassVar[str] = "maxstack.objectives.next_token:NextToken"
 
     kind: Literal["next_token"]
-    """Cross-entropy of the next token."""
+    """The objective."""
     z_loss: float = Field(0.0, ge=0)
     """Weight of the squared log-partition (PaLM, arXiv:2204.02311, section 5)."""
 

@@ -38,11 +38,11 @@ class Weight:
 
     dims: tuple[Dim, ...]
     use: Use | None = None
-    """What multiplies by it, if what does may do so in another way than in the compute dtype."""
+    """Operation that multiplies by it, if it may do so in another way than in the compute dtype."""
     contract: int = 1
     """Leading dimensions that a matmul contracts."""
     std: float = 0.0
-    """Of the initial values, cut at three of it."""
+    """Standard deviation of the initial values, which are cut at three of it."""
     scaled: Literal["", "in", "out"] = ""
     """in: `std` is multiplied by model.init_scale; out: and divided by sqrt(2 layers)."""
     fill: float = 0.0
@@ -93,7 +93,7 @@ class Inner:
 
     section: "Part"
     width: Dim
-    """What its own declaration begins from."""
+    """Dimension of its input."""
     key: str = ""
     """Key of its section, relative to the one around it; "" where that has none."""
     component: str = ""
@@ -141,7 +141,7 @@ class Layer(NamedTuple):
     key: str
     """Key of the section, from the root; inherited where it has none of its own."""
     path: str
-    """Of its weights below the outermost layer: "" or as in `shared/`."""
+    """Path of its weights below the outermost layer: "" or as in `shared/`."""
     component: str
 
     def whole(self, dims: tuple[Dim, ...]) -> tuple[Dim, ...]:

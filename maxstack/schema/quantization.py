@@ -151,10 +151,10 @@ class RuleConfig(Section):
 
 
 class QuantizationConfig(Section):
-    """What is quantized, rule by rule; models know nothing of it."""
+    """Rules of quantization; models know nothing of it."""
 
     mode: Mode = "qt"
-    """Of rules that give none: train in low precision (qt), train for low precision (qat), or keep
+    """Mode of rules that give none: train in low precision (qt), train for low precision (qat), or keep
     weights in low precision (ptq), for evaluation and under lora."""
     rules: Items[RuleConfig] = ()
     """In order; no rules, no quantization."""
