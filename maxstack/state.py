@@ -78,8 +78,8 @@ def sharding_of_weights(info: Tree, mesh: Mesh, rules: dict[str, Axes]) -> Tree:
 
 
 def _spec(info: Any, mesh: Mesh, rules: dict[str, Axes]) -> PartitionSpec:
-    """Partition of a weight; one that is frozen is not split where its size does not divide, as those of
-    scales and packed values need not."""
+    """Partition of a weight; one that is frozen is not split where its size does not divide, as
+    those of scales and packed values need not."""
     found = sharding.spec(info.axes, rules)
     if not info.frozen:
         return found

@@ -1,5 +1,5 @@
-"""Bits per byte of simple compressors on the held-out documents: the numbers that a small model's bits
-per byte stand beside."""
+"""Bits per byte of simple compressors on the held-out documents: the numbers that a small model's
+bits per byte stand beside."""
 
 import gzip
 from collections.abc import Iterable

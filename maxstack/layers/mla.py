@@ -76,8 +76,8 @@ class MLA(Layer):
 
 
 def request(cfg: MLAConfig) -> Request:
-    """Request of this layer to the attention kernel: scores over sqrt(H), times the square of YaRN's
-    factor for all dimensions, where it is given.
+    """Request of this layer to the attention kernel: scores over sqrt(H), times the square of
+    YaRN's factor for all dimensions, where it is given.
 
     The part without positions is sharpened too, which cosines and sines cannot do (the released
     code of DeepSeek-V2 and V3 says so; no paper does).

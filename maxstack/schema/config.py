@@ -92,8 +92,8 @@ class XlaConfig(Section):
     platform: Literal["cpu", "gpu", "tpu"] | None = None
     """Where the flags count; elsewhere they are left out, and the log says so. null: everywhere."""
     flags: dict[str, bool | int | float | str] = {}
-    """Flags of XLA, by name without dashes, for the step and for evaluation; the log shows them. One that
-    this XLA does not know is an error."""
+    """Flags of XLA, by name without dashes, for the step and for evaluation; the log shows them.
+    One that this XLA does not know is an error."""
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> "XlaConfig":

@@ -180,10 +180,11 @@ class DecoderConfig(ModelPart):
     """Multiplies the standard deviation of every initial matrix; 1: 1/sqrt(fan in), residual
     outputs divided by sqrt(2 layers)."""
     dtype: Dtype = "bfloat16"
-    """Type of activations and matmuls; softmax, norms and the loss are float32 whatever this says."""
+    """Type of activations and matmuls; softmax, norms and the loss are float32 whatever this
+    says."""
     param_dtype: Dtype = "float32"
-    """Type of the weights that the optimizer updates; it computes in float32, and so is its state unless
-    a transform says otherwise."""
+    """Type of the weights that the optimizer updates; it computes in float32, and so is its state
+    unless a transform says otherwise."""
     remat: RematConfig = RematConfig()
     """Recomputation in the backward pass."""
     unroll: int = Field(1, ge=1)

@@ -72,8 +72,8 @@ class MeshConfig(Section):
     """Rules for the optimizer's state alone, merged over `rules`: {embed: [data, fsdp]} shards it
     over replicas too (ZeRO-1); empty: like weights."""
     offload: Items[Literal["optimizer", "params"]] = ()
-    """Parts of the state that lie in the host's memory between steps and comes to the devices for the update
-    (optimizer) or for the whole step (params)."""
+    """Parts of the state that lie in the host's memory between steps and comes to the devices for
+    the update (optimizer) or for the whole step (params)."""
     context_kind: Literal["ring", "ulysses"] = "ring"
     """How attention sees a sequence that is split over context: keys and values go around in a
     ring, tokens in a balanced order, or an all-to-all gives each device whole sequences of some

@@ -154,8 +154,8 @@ class QuantizationConfig(Section):
     """Rules of quantization; models know nothing of it."""
 
     mode: Mode = "qt"
-    """Mode of rules that give none: train in low precision (qt), train for low precision (qat), or keep
-    weights in low precision (ptq), for evaluation and under lora."""
+    """Mode of rules that give none: train in low precision (qt), train for low precision (qat), or
+    keep weights in low precision (ptq), for evaluation and under lora."""
     rules: Items[RuleConfig] = ()
     """In order; no rules, no quantization."""
 
