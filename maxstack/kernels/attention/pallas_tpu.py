@@ -1,10 +1,10 @@
-"""Attention on TPUs by our own Pallas kernels: what they can serve, their sizes, and the gradient.
+"""Attention on TPUs by our own Pallas kernels: the cases they serve, their sizes, and the gradient.
 
-The heads that share a kv head share its fetched block. Tiles that bounds hide are not in the grid;
-of the others those whose numbers cannot meet are neither computed nor fetched, and only tiles that
-are partly hidden are masked. The backward pass recomputes the scores from the saved log-sum-exp
-(FlashAttention, Dao et al. 2022, arXiv:2205.14135). Shapes: B batch  T query time  S key time  N
-heads  K kv heads  H head dim  V value head dim.
+The heads that share a kv head share its fetched block. Tiles outside the bounds of positions are
+not in the grid; of the others those whose numbers cannot meet are neither computed nor fetched, and
+only tiles that are partly hidden are masked. The backward pass recomputes the scores from the saved
+log-sum-exp (FlashAttention, Dao et al. 2022, arXiv:2205.14135). Shapes: B batch  T query time  S
+key time  N heads  K kv heads  H head dim  V value head dim.
 """
 
 import functools
@@ -53,11 +53,11 @@ def supports(case: AttentionCase) -> str | None:
 def candidates(case: AttentionCase) -> list[dict[str, int]]:
     """Sizes worth measuring, the default first."""
     default, most = _default(case), -(-case.keys // LANES) * LANES
-    found = [default]
+    sizes = [default]
     for q in (256, 512, 1024):
-        found += [default._replace(block_q=q, block_k=k) for k in (512, 1024, 2048) if k <= most]
-        found += [default._replace(block_q_dkv=q, block_k_dkv=k) for k in (512, 1024) if k <= most]
-    return [sizes._asdict() for sizes in dict.fromkeys(found)]
+        sizes += [default._replace(block_q=q, block_k=k) for k in (512, 1024, 2048) if k <= most]
+        sizes += [default._replace(block_q_dkv=q, block_k_dkv=k) for k in (512, 1024) if k <= most]
+    return [each._asdict() for each in dict.fromkeys(sizes)]
 
 
 def run(
@@ -76,49 +76,32 @@ def run(
     `blocks`: any of the sizes of `Blocks`. `interpret`: True or pltpu.InterpretParams, to run on a
     CPU.
     """
-    groups, span = (
-        q_BTNH.shape[2] // k_BSKH.shape[2],
-        min(k_BSKH.shape[1], request.reach or k_BSKH.shape[1]),
-    )
-    sizes = _sizes(groups, span)._replace(**blocks or {})
+    groups, keys = q_BTNH.shape[2] // k_BSKH.shape[2], k_BSKH.shape[1]
+    sizes = _sizes(groups, min(keys, request.reach or keys))._replace(**blocks or {})
     assert all(size % LANES == 0 for size in sizes), sizes
-    return _attention(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, request, sizes, interpret)
+    tilings = _tilings(q_BTNH.shape[1], keys, groups, request, sizes, same)
+    return _attention(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, tilings, interpret)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _attention(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, request, sizes, interpret):
-    return _forward(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, request, sizes, interpret)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _attention(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, tilings, interpret):
+    return _forward(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, tilings, interpret)[0]
 
 
-def _forward(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, request, sizes, interpret):
-    tiling, _ = _tilings(
-        q_BTNH.shape[1], k_BSKH.shape[1], q_BTNH.shape[2] // k_BSKH.shape[2], request, sizes, same
-    )
-    o, log = kernels.forward(
-        tiling,
-        tiling.of_queries(q_BTNH),
-        tiling.of_keys(k_BSKH),
-        tiling.of_keys(v_BSKV),
-        sinks_N,
-        same,
-        interpret,
-    )
-    o_BTNV, log_BTN = (
-        tiling.by_time(o, v_BSKV.shape[3]),
-        tiling.by_time(log.swapaxes(3, 4), 1)[..., 0],
-    )
+def _forward(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, tilings, interpret):
+    tiling, _ = tilings
+    arrays = tiling.of_queries(q_BTNH), tiling.of_keys(k_BSKH), tiling.of_keys(v_BSKV)
+    o, log = kernels.forward(tiling, *arrays, sinks_N, same, interpret)
+    o_BTNV = tiling.by_time(o, v_BSKV.shape[3])
+    log_BTN = tiling.by_time(log.swapaxes(3, 4), 1)[..., 0]
     return o_BTNV, (q_BTNH, k_BSKH, v_BSKV, sinks_N, same, o_BTNV, log_BTN)
 
 
-def _backward(request, sizes, interpret, saved, do_BTNV):
+def _backward(tilings, interpret, saved, do_BTNV):
     q_BTNH, k_BSKH, v_BSKV, sinks_N, same, o_BTNV, log_BTN = saved
     mean_BTN = (do_BTNV.astype(jnp.float32) * o_BTNV.astype(jnp.float32)).sum(axis=-1)
-    by_queries, by_keys = _tilings(
-        q_BTNH.shape[1], k_BSKH.shape[1], q_BTNH.shape[2] // k_BSKH.shape[2], request, sizes, same
-    )
-
-    def given(tiling: Tiling) -> kernels.Asked:
-        return kernels.Asked(
+    by_queries, by_keys = (
+        kernels.Inputs(
             tiling.of_queries(q_BTNH),
             tiling.of_keys(k_BSKH),
             tiling.of_keys(v_BSKV),
@@ -126,33 +109,22 @@ def _backward(request, sizes, interpret, saved, do_BTNV):
             tiling.in_lanes(log_BTN),
             tiling.in_lanes(mean_BTN),
         )
-
-    dq = by_queries.by_time(
-        kernels.of_queries(by_queries, given(by_queries), same, interpret), q_BTNH.shape[3]
+        for tiling in tilings
     )
-    dk, dv = kernels.of_keys(by_keys, given(by_keys), same, interpret)
+    dq = kernels.of_queries(tilings[0], by_queries, same, interpret)
+    dkv = kernels.of_keys(tilings[1], by_keys, same, interpret)
     dk_BSKH, dv_BSKV = (
         x.transpose(0, 2, 1, 3)[:, : like.shape[1], :, : like.shape[3]]
-        for x, like in ((dk, k_BSKH), (dv, v_BSKV))
+        for x, like in zip(dkv, (k_BSKH, v_BSKV), strict=True)
     )
-    return dq, dk_BSKH, dv_BSKV, _of_sinks(sinks_N, log_BTN, mean_BTN), None
+    dsinks_N = None
+    if sinks_N is not None:
+        share_BTN = jnp.exp(sinks_N.astype(jnp.float32) - log_BTN)
+        dsinks_N = -(share_BTN * mean_BTN).sum(axis=(0, 1)).astype(sinks_N.dtype)
+    return tilings[0].by_time(dq, q_BTNH.shape[3]), dk_BSKH, dv_BSKV, dsinks_N, None
 
 
 _attention.defvjp(_forward, _backward)
-
-
-def _of_sinks(
-    sinks_N: jax.Array | None, log_BTN: jax.Array, mean_BTN: jax.Array
-) -> jax.Array | None:
-    """A sink gives nothing, so its gradient is minus its share of the softmax times what the others
-    give."""
-    if sinks_N is None:
-        return None
-    return (
-        -(jnp.exp(sinks_N.astype(jnp.float32) - log_BTN) * mean_BTN)
-        .sum(axis=(0, 1))
-        .astype(sinks_N.dtype)
-    )
 
 
 def _tilings(
@@ -161,7 +133,7 @@ def _tilings(
     """By blocks of queries, and by blocks of keys."""
     rows = max((x.shape[0] for pair in same for x in pair), default=1)
 
-    def one(block_q: int, block_k: int, by_keys: bool) -> Tiling:
+    def tiling(block_q: int, block_k: int, by_keys: bool) -> Tiling:
         block_q, block_k = (
             min(size, -(-length // LANES) * LANES)
             for size, length in ((block_q, queries), (block_k, keys))
@@ -182,7 +154,10 @@ def _tilings(
             rows,
         )
 
-    return one(sizes.block_q, sizes.block_k, False), one(sizes.block_q_dkv, sizes.block_k_dkv, True)
+    return (
+        tiling(sizes.block_q, sizes.block_k, False),
+        tiling(sizes.block_q_dkv, sizes.block_k_dkv, True),
+    )
 
 
 def _default(case: AttentionCase) -> Blocks:

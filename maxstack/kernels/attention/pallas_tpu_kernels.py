@@ -15,23 +15,25 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from maxstack.kernels.attention.pallas_tpu_tiles import FIRST, LANES, LAST, Tiling
-from maxstack.kernels.attention.request import Same
+from maxstack.kernels.attention.request import Same, within
 
 FLOOR = -1e30
 UNSEEN = 2 * FLOOR
 """Score of a hidden key: below the floor of the running maximum, so that a query without keys has
 no weight at all."""
 AT_ONCE = 256
-"""Most rows of a tile that are worked on at once."""
+"""Most rows of a tile that are computed at once."""
 MEMORY = 48 << 20
 """Bytes of vector memory that a kernel may take."""
 
 Given = tuple[jax.Array, pl.BlockSpec]
+Seen = Callable[[Any], jax.Array] | None
+"""Mask of some rows of a tile; None: every query sees every key."""
 
 
-class Asked(NamedTuple):
-    """What the backward pass looks at, as it lies: `do` is the gradient of what was gathered,
-    `mean` its product with that, summed over V."""
+class Inputs(NamedTuple):
+    """Arrays of the backward pass in the layout of a tiling: `do` is the gradient of the output,
+    `mean` its product with the output, summed over V."""
 
     q: jax.Array
     k: jax.Array
@@ -50,51 +52,37 @@ def forward(
     same: Same,
     interpret: Any,
 ) -> list[jax.Array]:
-    """What queries gather [B, K, C, blocks x R, V], and log-sum-exp of their scores [B, K, C, 1,
-    blocks x R], float32, 0 where they see no key."""
+    """The output [B, K, C, blocks x R, V], and log-sum-exp of the scores [B, K, C, 1, blocks x R],
+    float32, 0 where a query sees no key."""
     width = v.shape[-1]
 
-    def kernel(tiles: Any, ranges: Any, *refs: Any) -> None:
-        rest = iter(refs)
-        q_ref, k_ref, v_ref = (next(rest) for _ in range(3))
-        mine, theirs = _pairs(tiling, rest)
-        sinks = next(rest) if sinks_N is not None else None
+    def kernel(tiles: Any, ranges: Any, q_ref: Any, k_ref: Any, v_ref: Any, *refs: Any) -> None:
+        mine, theirs, rest = _pairs(tiling, refs)
+        sinks, *rest = rest if sinks_N is not None else (None, *rest)
         o_ref, log_ref, acc, top, total, *columns = rest
-        tile, some, every = _now(tiling, tiles, ranges, 3)
+        state = _now(tiling, tiles, ranges, 3)
         share = pl.program_id(1) * tiling.shares + pl.program_id(2)
 
-        @pl.when(tile & FIRST != 0)
+        @pl.when(state[0] & FIRST != 0)
         def begin() -> None:
-            acc[...], top[...], total[...] = (
-                jnp.full(x.shape, value, jnp.float32)
-                for x, value in ((acc, 0), (top, FLOOR), (total, 0))
-            )
+            for ref, value in ((acc, 0), (top, FLOOR), (total, 0)):
+                ref[...] = jnp.full(ref.shape, value, jnp.float32)
             if sinks is not None:
                 _sink(tiling, sinks, share, top, total)
             _stand(mine, columns)
 
-        def step(masked: bool) -> None:
-            seen = Mask(tiling, tile, columns, theirs) if masked else None
+        def part(seen: Seen, at: Any) -> None:
+            s_WJ = _hide(seen, at, _scores(tiling, q_ref[at], k_ref[...]))
+            top_W = jnp.maximum(top[at], s_WJ.max(axis=1, keepdims=True))
+            p_WJ = jnp.exp(s_WJ - _wide(top_W, tiling.block_k))
+            shrink_W = jnp.exp(top[at] - top_W)
+            total[at] = total[at] * shrink_W + p_WJ.sum(axis=1, keepdims=True)
+            acc[at] = acc[at] * _wide(shrink_W, width) + _dot(p_WJ.astype(v_ref.dtype), v_ref[...])
+            top[at] = top_W
 
-            def part(at: Any) -> None:
-                s_WJ = _scores(tiling, q_ref[at], k_ref[...])
-                s_WJ = jnp.where(seen(at), s_WJ, UNSEEN) if seen else s_WJ
-                top_W = jnp.maximum(top[at], s_WJ.max(axis=1, keepdims=True))
-                p_WJ, kept_W = (
-                    jnp.exp(s_WJ - _wide(top_W, tiling.block_k)),
-                    jnp.exp(top[at] - top_W),
-                )
-                total[at] = total[at] * kept_W + p_WJ.sum(axis=1, keepdims=True)
-                acc[at] = acc[at] * _wide(kept_W, width) + _dot(
-                    p_WJ.astype(v_ref.dtype), v_ref[...]
-                )
-                top[at] = top_W
+        _visit(tiling, state, columns, theirs, part)
 
-            _by_parts(tiling, part)
-
-        _visit(some, every, step)
-
-        @pl.when(tile & LAST != 0)
+        @pl.when(state[0] & LAST != 0)
         def end() -> None:
             weight = total[...]
             o_ref[...] = (acc[...] / _wide(jnp.where(weight == 0, 1, weight), width)).astype(
@@ -108,139 +96,97 @@ def forward(
         (k, specs.keys(k)),
         (v, specs.keys(v)),
         *specs.numbers(same),
-        *_in_scalars(sinks_N),
     ]
+    if sinks_N is not None:
+        given.append((sinks_N.astype(jnp.float32)[None], pl.BlockSpec(memory_space=pltpu.SMEM)))
     o = jax.ShapeDtypeStruct((*q.shape[:4], width), q.dtype)
     log = jax.ShapeDtypeStruct((*q.shape[:3], 1, q.shape[3]), jnp.float32)
-    rows = pltpu.VMEM((tiling.rows, LANES), jnp.float32)
-    scratch = [pltpu.VMEM((tiling.rows, width), jnp.float32), rows, rows, *_columns(tiling)]
-    return _call(
-        "attention_forward",
-        kernel,
-        specs,
-        given,
-        [(o, specs.queries(o)), (log, specs.lanes)],
-        scratch,
-        (1, 1),
-        same,
-        interpret,
-    )
+    outs = [(o, specs.queries(o)), (log, specs.lanes)]
+    widths = width, LANES, LANES
+    return _call("attention_forward", kernel, specs, given, outs, widths, (1, 1), same, interpret)
 
 
-def of_queries(tiling: Tiling, asked: Asked, same: Same, interpret: Any) -> jax.Array:
-    """The gradient of queries, as they lie."""
+def of_queries(tiling: Tiling, inputs: Inputs, same: Same, interpret: Any) -> jax.Array:
+    """The gradient of queries, in their layout."""
 
     def kernel(tiles: Any, ranges: Any, *refs: Any) -> None:
-        rest = iter(refs)
-        q_ref, k_ref, v_ref, do_ref, log_ref, mean_ref = (next(rest) for _ in range(6))
-        mine, theirs = _pairs(tiling, rest)
+        q_ref, k_ref, v_ref, do_ref, log_ref, mean_ref, *rest = refs
+        mine, theirs, rest = _pairs(tiling, rest)
         dq_ref, acc, log_column, mean_column, *columns = rest
-        tile, some, every = _now(tiling, tiles, ranges, 3)
+        state = _now(tiling, tiles, ranges, 3)
 
-        @pl.when(tile & FIRST != 0)
+        @pl.when(state[0] & FIRST != 0)
         def begin() -> None:
             acc[...] = jnp.zeros(acc.shape, jnp.float32)
             _stand([log_ref, mean_ref, *mine], [log_column, mean_column, *columns])
 
-        def step(masked: bool) -> None:
-            seen = Mask(tiling, tile, columns, theirs) if masked else None
+        def part(seen: Seen, at: Any) -> None:
+            s_WJ = _scores(tiling, q_ref[at], k_ref[...])
+            slope = _slope(tiling, s_WJ)
+            p_WJ = jnp.exp(_hide(seen, at, s_WJ) - _wide(log_column[at], tiling.block_k))
+            dp_WJ = _dot(do_ref[at], v_ref[...], 1) - _wide(mean_column[at], tiling.block_k)
+            acc[at] += _dot((p_WJ * dp_WJ * slope).astype(k_ref.dtype), k_ref[...])
 
-            def part(at: Any) -> None:
-                s_WJ = _scores(tiling, q_ref[at], k_ref[...])
-                steep = _steepness(tiling, s_WJ)
-                if seen:
-                    s_WJ = jnp.where(seen(at), s_WJ, UNSEEN)
-                p_WJ = jnp.exp(s_WJ - _wide(log_column[at], tiling.block_k))
-                ds_WJ = (
-                    p_WJ
-                    * (_dot(do_ref[at], v_ref[...], 1) - _wide(mean_column[at], tiling.block_k))
-                    * steep
-                )
-                acc[at] += _dot(ds_WJ.astype(k_ref.dtype), k_ref[...])
+        _visit(tiling, state, columns, theirs, part)
 
-            _by_parts(tiling, part)
-
-        _visit(some, every, step)
-
-        @pl.when(tile & LAST != 0)
+        @pl.when(state[0] & LAST != 0)
         def end() -> None:
             dq_ref[...] = (acc[...] * tiling.request.scale).astype(dq_ref.dtype)
 
     specs = Specs(tiling)
-    given = [*specs.asked(asked), *specs.numbers(same)]
-    rows = pltpu.VMEM((tiling.rows, LANES), jnp.float32)
-    scratch = [
-        pltpu.VMEM((tiling.rows, asked.q.shape[4]), jnp.float32),
-        rows,
-        rows,
-        *_columns(tiling),
-    ]
     return _call(
         "attention_of_queries",
         kernel,
         specs,
-        given,
-        [(asked.q, specs.queries(asked.q))],
-        scratch,
+        [*specs.inputs(inputs), *specs.numbers(same)],
+        [(inputs.q, specs.queries(inputs.q))],
+        (inputs.q.shape[4], LANES, LANES),
         (2, 1),
         same,
         interpret,
     )[0]
 
 
-def of_keys(tiling: Tiling, asked: Asked, same: Same, interpret: Any) -> list[jax.Array]:
-    """The gradients of keys and values, as they lie. Scores stand with keys in rows here, so that
-    no product is transposed."""
+def of_keys(tiling: Tiling, inputs: Inputs, same: Same, interpret: Any) -> list[jax.Array]:
+    """The gradients of keys and values, in their layout. Scores have keys as rows here, so that no
+    product is transposed."""
 
     def kernel(tiles: Any, ranges: Any, *refs: Any) -> None:
-        rest = iter(refs)
-        q_ref, k_ref, v_ref, do_ref, log_ref, mean_ref = (next(rest) for _ in range(6))
-        mine, theirs = _pairs(tiling, rest)
+        q_ref, k_ref, v_ref, do_ref, log_ref, mean_ref, *rest = refs
+        mine, theirs, rest = _pairs(tiling, rest)
         dk_ref, dv_ref, of_k, of_v, *columns = rest
-        tile, some, every = _now(tiling, tiles, ranges, 2)
+        state = _now(tiling, tiles, ranges, 2)
         share = pl.program_id(3)
 
-        @pl.when((tile & FIRST != 0) & (share == 0))
+        @pl.when((state[0] & FIRST != 0) & (share == 0))
         def begin() -> None:
-            of_k[...], of_v[...] = (
-                jnp.zeros(of_k.shape, jnp.float32),
-                jnp.zeros(of_v.shape, jnp.float32),
-            )
+            for ref in (of_k, of_v):
+                ref[...] = jnp.zeros(ref.shape, jnp.float32)
             _stand(theirs, columns)
 
-        def step(masked: bool) -> None:
-            seen = Mask(tiling, tile, mine, columns) if masked else None
+        def part(seen: Seen, at: Any) -> None:
+            s_JW = _scores(tiling, k_ref[...], q_ref[at])
+            slope = _slope(tiling, s_JW)
+            p_JW = jnp.exp(_hide(seen, at, s_JW) - log_ref[:, at])
+            of_v[...] += _dot(p_JW.astype(do_ref.dtype), do_ref[at])
+            ds_JW = p_JW * (_dot(v_ref[...], do_ref[at], 1) - mean_ref[:, at]) * slope
+            of_k[...] += _dot(ds_JW.astype(q_ref.dtype), q_ref[at])
 
-            def part(at: Any) -> None:
-                s_JW = _scores(tiling, k_ref[...], q_ref[at])
-                steep = _steepness(tiling, s_JW)
-                if seen:
-                    s_JW = jnp.where(seen(at), s_JW, UNSEEN)
-                p_JW = jnp.exp(s_JW - log_ref[:, at])
-                of_v[...] += _dot(p_JW.astype(do_ref.dtype), do_ref[at])
-                ds_JW = p_JW * (_dot(v_ref[...], do_ref[at], 1) - mean_ref[:, at]) * steep
-                of_k[...] += _dot(ds_JW.astype(q_ref.dtype), q_ref[at])
+        _visit(tiling, state, mine, columns, part)
 
-            _by_parts(tiling, part)
-
-        _visit(some, every, step)
-
-        @pl.when((tile & LAST != 0) & (share == tiling.shares - 1))
+        @pl.when((state[0] & LAST != 0) & (share == tiling.shares - 1))
         def end() -> None:
             dk_ref[...] = (of_k[...] * tiling.request.scale).astype(dk_ref.dtype)
             dv_ref[...] = of_v[...].astype(dv_ref.dtype)
 
-    specs = Specs(tiling)
-    given = [*specs.asked(asked), *specs.numbers(same)]
-    scratch = [pltpu.VMEM((tiling.block_k, x.shape[3]), jnp.float32) for x in (asked.k, asked.v)]
-    outs = [(x, specs.keys(x)) for x in (asked.k, asked.v)]
+    specs, kv = Specs(tiling), (inputs.k, inputs.v)
     return _call(
         "attention_of_keys",
         kernel,
         specs,
-        given,
-        outs,
-        [*scratch, *_columns(tiling)],
+        [*specs.inputs(inputs), *specs.numbers(same)],
+        [(x, specs.keys(x)) for x in kv],
+        [x.shape[3] for x in kv],
         (2, 2),
         same,
         interpret,
@@ -248,8 +194,8 @@ def of_keys(tiling: Tiling, asked: Asked, same: Same, interpret: Any) -> list[ja
 
 
 class Specs:
-    """Which block of an array a step of the grid works on. The grid: row of the batch, kv head,
-    share of its heads, tile; by keys, tile and share."""
+    """Blocks of arrays for each step of the grid: row of the batch, kv head, share of its heads,
+    tile; by keys, tile and share."""
 
     def __init__(self, tiling: Tiling):
         self.tiling = tiling
@@ -258,42 +204,35 @@ class Specs:
         )
 
     def queries(self, x: Any) -> pl.BlockSpec:
-        """Of what lies in [B, K, C, blocks x R, H]."""
+        """Of [B, K, C, blocks x R, H]."""
         return pl.BlockSpec(
             (None, None, None, self.tiling.rows, x.shape[4]),
             self._map(lambda b, h, c, i, j: (b, h, c, i, 0)),
         )
 
     def keys(self, x: Any) -> pl.BlockSpec:
-        """Of what lies in [B, K, S, H]."""
+        """Of [B, K, S, H]."""
         return pl.BlockSpec(
             (None, None, self.tiling.block_k, x.shape[3]),
             self._map(lambda b, h, c, i, j: (b, h, j, 0)),
         )
 
-    def asked(self, asked: Asked) -> list[Given]:
+    def inputs(self, inputs: Inputs) -> list[Given]:
         """In their order."""
-        q, k, v, do, *lanes = asked
-        return [
-            (q, self.queries(q)),
-            (k, self.keys(k)),
-            (v, self.keys(v)),
-            (do, self.queries(do)),
-            *((x, self.lanes) for x in lanes),
-        ]
+        q, k, v, do, *lanes = inputs
+        specs = self.queries(q), self.keys(k), self.keys(v), self.queries(do)
+        return [*zip((q, k, v, do), specs, strict=True), *((x, self.lanes) for x in lanes)]
 
     def numbers(self, same: Same) -> Iterator[Given]:
         """Each number of queries and of keys, in lanes, and its blocks."""
         tiling = self.tiling
+        of_q = self._map(lambda b, h, c, i, j: (tiling.row(b), 0, i))
+        of_k = self._map(lambda b, h, c, i, j: (tiling.row(b), 0, j))
         for pair in same:
-            for place, (x, count, size) in enumerate(
-                zip(pair, tiling.counts, (tiling.block_q, tiling.block_k), strict=True)
+            for x, count, size, at in zip(
+                pair, tiling.counts, (tiling.block_q, tiling.block_k), (of_q, of_k), strict=True
             ):
-                spec = pl.BlockSpec(
-                    (None, 1, size),
-                    self._map(lambda b, h, c, i, j, place=place: (tiling.row(b), 0, (i, j)[place])),
-                )
-                yield tiling.numbers(x, count * size)[:, None], spec
+                yield tiling.numbers(x, count * size)[:, None], pl.BlockSpec((None, 1, size), at)
 
     def _map(self, block: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
         def at(b: Any, h: Any, outer: Any, inner: Any, tiles: Any, ranges: Any) -> tuple[Any, ...]:
@@ -306,35 +245,36 @@ class Specs:
         return at
 
 
-class Mask:
-    """bool of a part of a tile, [W, J] or by keys [J, W]: who sees whom. Numbers of major blocks
-    stand as columns, others lie in lanes."""
+def _mask(
+    tiling: Tiling, tile: jax.Array, mine: Sequence[Any], theirs: Sequence[Any]
+) -> Callable[[Any], jax.Array]:
+    """The mask of some rows of a tile, [W, J] or by keys [J, W]. Numbers of major blocks stand as
+    columns, others lie in lanes."""
+    first_q = (tile >> 18) * tiling.block_q + tiling.request.offset
+    first_k = (tile >> 4 & (1 << 14) - 1) * tiling.block_k
 
-    def __init__(self, tiling: Tiling, tile: jax.Array, mine: Sequence[Any], theirs: Sequence[Any]):
-        self.tiling, self.mine, self.theirs = tiling, mine, theirs
-        self.first_q, self.first_k = (
-            (tile >> 18) * tiling.block_q + tiling.request.offset,
-            (tile >> 4 & (1 << 14) - 1) * tiling.block_k,
-        )
-
-    def __call__(self, at: Any) -> jax.Array:
-        tiling, axis, rows = self.tiling, int(self.tiling.by_keys), int(at.size)
+    def seen(at: Any) -> jax.Array:
+        axis, rows = int(tiling.by_keys), int(at.size)
         start = at.start % tiling.block_q
         start = start if isinstance(start, int) else pl.multiple_of(start, rows)
         shape = (tiling.block_k, rows) if axis else (rows, tiling.block_k)
         index_q, index_k = (jax.lax.broadcasted_iota(jnp.int32, shape, n) for n in (axis, 1 - axis))
-        distance = index_q - index_k + (self.first_q + start - self.first_k)
-        seen = index_k < tiling.keys - self.first_k
-        if tiling.nearest is not None:
-            seen = seen & (distance >= tiling.nearest)
-        if tiling.furthest is not None:
-            seen = seen & (distance <= tiling.furthest)
-        for mine, theirs in zip(self.mine, self.theirs, strict=True):
+        distance = index_q - index_k + (first_q + start - first_k)
+        mask = index_k < tiling.keys - first_k
+        for bound in within(tiling.request, distance):
+            mask = mask & bound
+        for q, k in zip(mine, theirs, strict=True):
             if axis:
-                seen = seen & (mine[:, pl.ds(start, rows)] == _wide(theirs[...], rows))
+                mask = mask & (q[:, pl.ds(start, rows)] == _wide(k[...], rows))
             else:
-                seen = seen & (_wide(mine[pl.ds(start, rows)], tiling.block_k) == theirs[...])
-        return seen
+                mask = mask & (_wide(q[pl.ds(start, rows)], tiling.block_k) == k[...])
+        return mask
+
+    return seen
+
+
+def _hide(seen: Seen, at: Any, scores: jax.Array) -> jax.Array:
+    return jnp.where(seen(at), scores, UNSEEN) if seen else scores
 
 
 def _call(
@@ -343,27 +283,29 @@ def _call(
     specs: Specs,
     given: Sequence[Given],
     outs: Sequence[tuple[Any, pl.BlockSpec]],
-    scratch: Sequence[Any],
+    widths: Sequence[int],
     products: tuple[int, int],
     same: Same,
     interpret: Any,
 ) -> list[jax.Array]:
-    """`products`: how many of a tile's products go over H and over V."""
+    """`widths`: of float32 scratch with a row for each row of a major block. `products`: a tile's
+    products over H and over V."""
     tiling, (b, kv, *_), tiles = specs.tiling, given[0][0].shape, specs.tiling.tiles()
     shapes = [jax.ShapeDtypeStruct(shape.shape, shape.dtype) for shape, _ in outs]
+    rows = tiling.block_k if tiling.by_keys else tiling.rows
+    columns = tiling.block_k if tiling.by_keys else tiling.block_q
     steps = (len(tiles), tiling.shares) if tiling.by_keys else (tiling.shares, len(tiles))
-    order: tuple[Any, ...] = (
-        "parallel",
-        "parallel",
-        "arbitrary" if tiling.by_keys else "parallel",
-        "arbitrary",
-    )
+    third = "arbitrary" if tiling.by_keys else "parallel"
+    order: Any = ("parallel", "parallel", third, "arbitrary")
     grid = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=2,
         grid=(b, kv, *steps),
         in_specs=[spec for _, spec in given],
         out_specs=[spec for _, spec in outs],
-        scratch_shapes=scratch,
+        scratch_shapes=[
+            *(pltpu.VMEM((rows, width), jnp.float32) for width in widths),
+            *[pltpu.VMEM((columns, LANES), jnp.int32)] * tiling.pairs,
+        ],
     )
     call = pl.pallas_call(
         kernel,
@@ -384,8 +326,8 @@ def _call(
 def _cost(
     tiling: Tiling, given: Sequence[Given], shapes: Sequence[Any], products: tuple[int, int]
 ) -> pl.CostEstimate:
-    """Of the tiles that bounds leave, numbers apart. Head dims count as they lie, multiples of
-    128."""
+    """Of the tiles within the bounds of positions, without those of numbers. Head dims count as
+    multiples of 128, as they lie."""
     q, k, v = (x for x, _ in given[:3])
     tiles = tiling.computed() * q.shape[0] * q.shape[1] * tiling.shares
     scores = tiles * tiling.rows * tiling.block_k
@@ -403,20 +345,36 @@ def _cost(
     )
 
 
-def _now(
-    tiling: Tiling, tiles: Any, ranges: Any, axis: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+State = tuple[jax.Array, jax.Array, jax.Array]
+"""A tile; does some query see some key; does every query see every key."""
+
+
+def _now(tiling: Tiling, tiles: Any, ranges: Any, axis: int) -> State:
     tile = tiles[pl.program_id(axis)]
     return tile, *tiling.state(tile, ranges, pl.program_id(0))
 
 
-def _visit(some: jax.Array, every: jax.Array, step: Callable[[bool], None]) -> None:
-    pl.when(some & every)(functools.partial(step, False))
-    pl.when(some & ~every)(functools.partial(step, True))
+def _visit(
+    tiling: Tiling,
+    state: State,
+    mine: Sequence[Any],
+    theirs: Sequence[Any],
+    part: Callable[[Seen, Any], None],
+) -> None:
+    """`part(mask, rows)` over the rows of a tile in which some query sees some key."""
+    tile, some, every = state
+
+    @pl.when(some & every)
+    def whole() -> None:
+        _by_parts(tiling, functools.partial(part, None))
+
+    @pl.when(some & ~every)
+    def masked() -> None:
+        _by_parts(tiling, functools.partial(part, _mask(tiling, tile, mine, theirs)))
 
 
 def _by_parts(tiling: Tiling, part: Callable[[Any], None]) -> None:
-    """Works on some rows of a tile at once, all of one head."""
+    """`part` for some rows of a tile at a time, all of one head."""
     size = next(n for n in range(AT_ONCE, 0, -LANES) if tiling.block_q % n == 0)
     if size == tiling.rows:
         return part(pl.ds(0, size))
@@ -425,34 +383,19 @@ def _by_parts(tiling: Tiling, part: Callable[[Any], None]) -> None:
     )
 
 
-def _pairs(tiling: Tiling, rest: Iterator[Any]) -> tuple[list[Any], list[Any]]:
-    pairs = [(next(rest), next(rest)) for _ in range(tiling.pairs)]
-    return [mine for mine, _ in pairs], [theirs for _, theirs in pairs]
+def _pairs(tiling: Tiling, refs: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
+    """Numbers of queries, those of keys, and what follows them."""
+    pairs = refs[: 2 * tiling.pairs]
+    return pairs[::2], pairs[1::2], [*refs[2 * tiling.pairs :]]
 
 
 def _sink(tiling: Tiling, sinks: Any, share: jax.Array, top: Any, total: Any) -> None:
     """The sinks of a tile's heads are its first scores."""
     for head in range(tiling.heads):
-        at, sink = (
-            pl.ds(head * tiling.block_q, tiling.block_q),
-            sinks[0, share * tiling.heads + head],
-        )
+        at = pl.ds(head * tiling.block_q, tiling.block_q)
+        sink = sinks[0, share * tiling.heads + head]
         top[at] = jnp.full((tiling.block_q, LANES), jnp.maximum(sink, FLOOR))
         total[at] = jnp.exp(jnp.full((tiling.block_q, LANES), sink) - top[at])
-
-
-def _in_scalars(sinks_N: jax.Array | None) -> list[Given]:
-    return (
-        []
-        if sinks_N is None
-        else [(sinks_N.astype(jnp.float32)[None], pl.BlockSpec(memory_space=pltpu.SMEM))]
-    )
-
-
-def _columns(tiling: Tiling) -> list[Any]:
-    return [
-        pltpu.VMEM((tiling.block_k if tiling.by_keys else tiling.block_q, LANES), jnp.int32)
-    ] * tiling.pairs
 
 
 def _stand(rows: Sequence[Any], columns: Sequence[Any]) -> None:
@@ -470,7 +413,7 @@ def _scores(tiling: Tiling, left: jax.Array, right: jax.Array) -> jax.Array:
     return cap * jnp.tanh(raw / cap) if cap else raw
 
 
-def _steepness(tiling: Tiling, scores: jax.Array) -> jax.Array | int:
+def _slope(tiling: Tiling, scores: jax.Array) -> jax.Array | int:
     """The slope of the soft cap."""
     return 1 - jnp.square(scores / tiling.request.soft_cap) if tiling.request.soft_cap else 1
 

@@ -1,5 +1,5 @@
-"""Tiles of the TPU kernel for attention: which of them are computed and which are fetched, and how
-arrays lie in them.
+"""Tiles of the TPU kernel for attention: which of them are computed and which are fetched, and the
+layout of arrays in them.
 
 A tile is `block_q` queries of `heads` heads, one head after another, against `block_k` keys of the
 kv head that they share. Shapes: B batch  T query time  S key time  N heads  K kv heads  C shares of
@@ -17,17 +17,17 @@ from maxstack.kernels.attention.request import Request, Same
 
 LANES = 128
 FIRST, LAST, WHOLE, HIDDEN = 1, 2, 4, 8
-"""Marks of a tile: the first and the last of its row of tiles; every query sees every key; computed
-by nobody, there to write zeros."""
+"""Marks of a tile: the first and the last of its row of tiles; every query sees every key; not
+computed, only there to write zeros."""
 MOST_BLOCKS = 8192
 MOST_TILES = 65536
-"""What scalar memory holds of them, 4 bytes each."""
+"""Tiles that scalar memory holds, 4 bytes each."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """How one kernel goes over T queries and S keys. Along `major` blocks of queries (or of keys,
-    `by_keys`), each against every one it meets."""
+    """Tiles of one kernel over T queries and S keys: for each major block, of queries or `by_keys`
+    of keys, the minor blocks that it meets."""
 
     request: Request
     queries: int
@@ -51,19 +51,6 @@ class Tiling:
         """Blocks of queries and blocks of keys."""
         return -(-self.queries // self.block_q), -(-self.keys // self.block_k)
 
-    @property
-    def nearest(self) -> int | None:
-        """The least distance, place of a query less that of a key, at which it sees the key; None:
-        no bound."""
-        return (
-            0 if self.request.causal else 1 - self.request.window if self.request.window else None
-        )
-
-    @property
-    def furthest(self) -> int | None:
-        """The greatest."""
-        return self.request.window - 1 if self.request.window else None
-
     def bounded(self) -> tuple[np.ndarray, np.ndarray]:
         """bool [blocks of queries, blocks of keys]: some query may see some key, and every query
         sees every key, numbers apart."""
@@ -74,10 +61,9 @@ class Tiling:
         last_q = np.minimum(first_q + self.block_q, self.queries) - 1 + self.request.offset
         last_k = np.minimum(first_k + self.block_k, self.keys) - 1
         least, most = (first_q + self.request.offset)[:, None] - last_k, last_q[:, None] - first_k
-        near, far = (
-            -math.inf if self.nearest is None else self.nearest,
-            math.inf if self.furthest is None else self.furthest,
-        )
+        nearest, furthest = self.request.nearest, self.request.furthest
+        near = -math.inf if nearest is None else nearest
+        far = math.inf if furthest is None else furthest
         return (most >= near) & (least <= far), (least >= near) & (most <= far) & (
             first_k + self.block_k <= self.keys
         )
@@ -101,10 +87,10 @@ class Tiling:
         return (i << 18 | j << 4 | marks).astype(np.int32)
 
     def computed(self) -> int:
-        """Tiles that are computed, numbers apart, one head and row of the batch: those within
-        `request.reach`."""
-        narrow = dataclasses.replace(self.request, window=self.request.reach)
-        return int(dataclasses.replace(self, request=narrow).bounded()[0].sum())
+        """Tiles within `request.reach`, without the bounds of numbers, of one head and row of the
+        batch."""
+        narrowed = dataclasses.replace(self, request=self.request.narrowed)
+        return int(narrowed.bounded()[0].sum())
 
     def ranges(self, same: Same) -> jax.Array:
         """int32: for each major block the first and last minor block whose numbers may meet its
@@ -141,15 +127,15 @@ class Tiling:
     def clipped(
         self, tile: jax.Array, ranges: jax.Array, row: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(block of queries, block of keys, -1, 0 or 1) to fetch for a tile. What stands before or
-        after all that its row of tiles meets is not fetched: the first or the last that it does
-        meet stays instead, and the third says which."""
+        """(block of queries, block of keys, side) to fetch for a tile. A block before (side -1) or
+        after (side 1) all that its row of tiles meets is not fetched: the first or the last that
+        the row does meet stays instead."""
         i, j = tile >> 18, tile >> 4 & (1 << 14) - 1
         if not self.pairs:
             return i, j, jnp.zeros_like(i)
         major, minor, count = (j, i, self.counts[1]) if self.by_keys else (i, j, self.counts[0])
-        place = self.row(row) * count + major
-        low, high = ranges[place], ranges[self.rows_of_numbers * count + place]
+        at = self.row(row) * count + major
+        low, high = ranges[at], ranges[self.rows_of_numbers * count + at]
         side = jnp.where(minor < low, -1, jnp.where(minor > high, 1, 0))
         held = jnp.minimum(jnp.maximum(minor, low), high)
         return (held, j, side) if self.by_keys else (i, held, side)
@@ -166,12 +152,12 @@ class Tiling:
         some, every = tile & HIDDEN == 0, tile & WHOLE != 0
         at = 2 * n * self.counts[self.by_keys]
         for _ in range(self.pairs):
-            found = []
+            limits = []
             for count, block in zip(self.counts, (i, j), strict=True):
-                place = self.row(row) * count + block
-                found += [ranges[at + place], ranges[at + n * count + place]]
+                first = at + self.row(row) * count + block
+                limits += [ranges[first], ranges[first + n * count]]
                 at += 2 * n * count
-            q_low, q_high, k_low, k_high = found
+            q_low, q_high, k_low, k_high = limits
             some = some & (q_low <= k_high) & (k_low <= q_high)
             every = every & (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
         return some, every
@@ -179,21 +165,19 @@ class Tiling:
     def of_queries(self, x_BTNH: jax.Array) -> jax.Array:
         """[B, K, C, blocks x R, H]: the rows of one tile lie together. H becomes a multiple of
         128."""
-        b, t, _, h = x_BTNH.shape
-        n = self.counts[0]
-        x = jnp.pad(x_BTNH, ((0, 0), (0, n * self.block_q - t), (0, 0), (0, -h % LANES)))
-        x = x.reshape(b, n, self.block_q, -1, self.shares, self.heads, x.shape[3]).transpose(
-            0, 3, 4, 1, 5, 2, 6
-        )
-        return x.reshape(b, -1, self.shares, n * self.rows, x.shape[6])
+        return self._rows(jnp.pad(x_BTNH, ((0, 0),) * 3 + ((0, -x_BTNH.shape[3] % LANES),)))
 
     def in_lanes(self, x_BTN: jax.Array) -> jax.Array:
         """[B, K, C, 1, blocks x R]: a number for each row of the tiles."""
-        b, t, _ = x_BTN.shape
-        n = self.counts[0]
-        x = jnp.pad(x_BTN, ((0, 0), (0, n * self.block_q - t), (0, 0)))
-        x = x.reshape(b, n, self.block_q, -1, self.shares, self.heads).transpose(0, 3, 4, 1, 5, 2)
-        return x.reshape(b, -1, self.shares, 1, n * self.rows)
+        return self._rows(x_BTN)[:, :, :, None]
+
+    def _rows(self, x_BTN: jax.Array) -> jax.Array:
+        """[B, T, N, ..] -> [B, K, C, blocks x R, ..]."""
+        (b, t, _, *rest), n = x_BTN.shape, self.counts[0]
+        x = jnp.pad(x_BTN, ((0, 0), (0, n * self.block_q - t), *((0, 0),) * (x_BTN.ndim - 2)))
+        x = x.reshape(b, n, self.block_q, -1, self.shares, self.heads, *rest)
+        x = x.transpose(0, 3, 4, 1, 5, 2, *range(6, x.ndim))
+        return x.reshape(b, -1, self.shares, n * self.rows, *rest)
 
     def by_time(self, x: jax.Array, h: int) -> jax.Array:
         """[B, T, N, H] again."""
