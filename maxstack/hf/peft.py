@@ -403,15 +403,13 @@ def _refuse_others(
         "dora": adapter.dora,
     }
     wrong = {key: value for key, value in theirs.items() if getattr(lora, key) != value}
-    paths = [
-        {target.path for target in tensor.targets}
-        for tensor in bound
-        if _name(tensor) in adapter.modules
-    ]
-    if not all(held & adapted.keys() for held in paths) or adapted.keys() - set().union(*paths):
-        wrong["targets"] = sorted(
-            {path for held in paths for path in held & adapted.keys() or held}
-        )
+    targets: set[str] = set()
+    for tensor in bound:
+        if _name(tensor) in adapter.modules:
+            paths = {target.path for target in tensor.targets}
+            targets |= paths & adapted.keys() or paths
+    if targets != adapted.keys():
+        wrong["targets"] = sorted(targets)
     if wrong:
         said = ", ".join(f"lora.{key}={inline(value)}" for key, value in wrong.items())
         raise ConfigError(f"lora.adapter: {adapter.folder} was trained otherwise; set {said}")

@@ -8,6 +8,7 @@ wrong, accepts names that are paths, and copies every tensor that it gives, floa
 import math
 import mmap
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -40,6 +41,8 @@ DTYPES: dict[str, np.dtype] = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LARGEST_HEADER, LONGEST_NAME, MOST_DIMS = 100_000_000, 1024, 16
+PATH = re.compile(r"[/\\~]|[^/\\]*:|(.*[/\\])?\.\.([/\\]|$)")
+"""Absolute, of a home or a drive, or with a step up."""
 Size = Annotated[int, pydantic.Field(ge=0, lt=2**48)]
 
 
@@ -89,15 +92,7 @@ class SafetensorsFile:
 
 def check_name(name: str, where: str) -> None:
     """DataError for a tensor name that could be a path out of a folder, or could not be printed."""
-    parts = name.replace("\\", "/").split("/")
-    if (
-        not name
-        or len(name) > LONGEST_NAME
-        or not name.isprintable()
-        or ".." in parts
-        or name.startswith(("/", "\\", "~"))
-        or ":" in parts[0]
-    ):
+    if not 0 < len(name) <= LONGEST_NAME or not name.isprintable() or PATH.match(name):
         raise DataError(
             f"{where}: tensor name {quoted(name)} is none that a model has (empty, a "
             f"path, unprintable, over {LONGEST_NAME} characters)"
