@@ -33,20 +33,11 @@ from maxstack.schema.lora import LoraConfig
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 OUTER = "base_model.model."
 A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
-REFUSED = (
-    "modules_to_save",
-    "lora_bias",
-    "layer_replication",
-    "megatron_config",
-    "trainable_token_indices",
-    "target_parameters",
-    "alora_invocation_tokens",
-    "use_qalora",
-    "use_bdlora",
-    "arrow_config",
-    "kasa_config",
-    "monteclora_config",
-)
+REFUSED = """
+    modules_to_save lora_bias layer_replication megatron_config trainable_token_indices
+    target_parameters alora_invocation_tokens use_qalora use_bdlora arrow_config kasa_config
+    monteclora_config
+    """.split()
 """Settings of PEFT that are not supported; null, false or an empty list leaves them off."""
 REWRITING = ("pissa", "corda", "olora", "loftq")
 """Beginnings of values of init_lora_weights for which peft takes something out of the base's
