@@ -9,7 +9,7 @@ from maxstack.config import ConfigError, quoted
 
 
 class Limit(NamedTuple):
-    """What a key's number may be; null means that the key is not given."""
+    """Range of a key's number; null means that the key is not given."""
 
     keys: str
     """A pattern."""
@@ -30,7 +30,7 @@ LIMITS = (
     Limit(r"max_position_embeddings|n_positions", 1, 1e12, whole=True),
     Limit(r"num_\w+|n_\w+|\w+_size|\w+_dim", 0, 1e12),
 )
-"""The first whose pattern is the key's counts. Published models lie far inside of these."""
+"""The first whose pattern fits the key counts. Published models lie far inside of these."""
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -38,10 +38,10 @@ def check(config: Mapping[str, Any], where: str) -> None:
     """ConfigError for a number that is out of LIMITS or infinite, and for ids of special tokens
     outside of the vocabulary; -1 for padding is transformers' word for none."""
     for path, key, value in _values(config, ""):
-        number = isinstance(value, int | float) and not isinstance(value, bool)
+        number = type(value) in (int, float)
         if number and not math.isfinite(value):
             raise ConfigError(f"{where}: {path}={value}: is no finite number")
-        limit = next((one for one in LIMITS if re.fullmatch(one.keys, key)), None)
+        limit = next((limit for limit in LIMITS if re.fullmatch(limit.keys, key)), None)
         if limit is None or value is None or (isinstance(value, list) and not limit.whole):
             continue
         if not number or not limit.low <= value <= limit.high or (limit.whole and value % 1):
@@ -53,14 +53,15 @@ def check(config: Mapping[str, Any], where: str) -> None:
 
 
 def check_ids(config: Mapping[str, Any], keys: Iterable[str], vocab: int, where: str) -> None:
-    """ConfigError where one of the keys has what is no id of a vocabulary of that size."""
+    """ConfigError where the value of a key is no id, or list of ids, of a vocabulary of that
+    size."""
     for key in keys:
-        given = config.get(key)
-        for token in given if isinstance(given, list) else [given]:
+        ids = config.get(key)
+        for token in ids if isinstance(ids, list) else [ids]:
             none = token is None or (token == -1 and key == "pad_token_id")
             if not none and (type(token) is not int or not 0 <= token < vocab):
                 raise ConfigError(
-                    f"{where}: {key}={quoted(given)}: must be an id of the vocabulary, which has "
+                    f"{where}: {key}={quoted(ids)}: must be an id of the vocabulary, which has "
                     f"{vocab} (vocab_size)"
                 )
 

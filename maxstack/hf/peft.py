@@ -33,20 +33,11 @@ from maxstack.schema.lora import LoraConfig
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 OUTER = "base_model.model."
 A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
-REFUSED = (
-    "modules_to_save",
-    "lora_bias",
-    "layer_replication",
-    "megatron_config",
-    "trainable_token_indices",
-    "target_parameters",
-    "alora_invocation_tokens",
-    "use_qalora",
-    "use_bdlora",
-    "arrow_config",
-    "kasa_config",
-    "monteclora_config",
-)
+REFUSED = """
+    modules_to_save lora_bias layer_replication megatron_config trainable_token_indices
+    target_parameters alora_invocation_tokens use_qalora use_bdlora arrow_config kasa_config
+    monteclora_config
+    """.split()
 """Settings of PEFT that are not supported; null, false or an empty list leaves them off."""
 REWRITING = ("pissa", "corda", "olora", "loftq")
 """Beginnings of values of init_lora_weights for which peft takes something out of the base's
@@ -403,15 +394,13 @@ def _refuse_others(
         "dora": adapter.dora,
     }
     wrong = {key: value for key, value in theirs.items() if getattr(lora, key) != value}
-    paths = [
-        {target.path for target in tensor.targets}
-        for tensor in bound
-        if _name(tensor) in adapter.modules
-    ]
-    if not all(held & adapted.keys() for held in paths) or adapted.keys() - set().union(*paths):
-        wrong["targets"] = sorted(
-            {path for held in paths for path in held & adapted.keys() or held}
-        )
+    targets: set[str] = set()
+    for tensor in bound:
+        if _name(tensor) in adapter.modules:
+            paths = {target.path for target in tensor.targets}
+            targets |= paths & adapted.keys() or paths
+    if targets != adapted.keys():
+        wrong["targets"] = sorted(targets)
     if wrong:
         said = ", ".join(f"lora.{key}={inline(value)}" for key, value in wrong.items())
         raise ConfigError(f"lora.adapter: {adapter.folder} was trained otherwise; set {said}")

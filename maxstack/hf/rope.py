@@ -62,9 +62,9 @@ class Rope:
     """The layer type; null: all layers."""
     _: dataclasses.KW_ONLY
     theta: float = 10_000.0
-    """What an absent key means."""
+    """Base where the key is absent."""
     fraction: float = 1.0
-    """What an absent key means."""
+    """Share of a head that is rotated where the key is absent."""
     interleaved: Any = False
     old_theta: str = "rope_theta"
     """The key of the old spelling."""

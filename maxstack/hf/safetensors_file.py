@@ -8,6 +8,7 @@ wrong, accepts names that are paths, and copies every tensor that it gives, floa
 import math
 import mmap
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -20,26 +21,29 @@ from maxstack.config import quoted
 from maxstack.config.errors import DataError
 from maxstack.data import json_files
 
-DTYPES: dict[str, np.dtype] = {
-    "F64": np.dtype("<f8"),
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
-    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
-    "I64": np.dtype("<i8"),
-    "I32": np.dtype("<i4"),
-    "I16": np.dtype("<i2"),
-    "I8": np.dtype("i1"),
-    "U64": np.dtype("<u8"),
-    "U32": np.dtype("<u4"),
-    "U16": np.dtype("<u2"),
-    "U8": np.dtype("u1"),
-    "BOOL": np.dtype("?"),
+_KINDS: dict[str, Any] = {
+    "F64": "<f8",
+    "F32": "<f4",
+    "F16": "<f2",
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+    "I64": "<i8",
+    "I32": "<i4",
+    "I16": "<i2",
+    "I8": "i1",
+    "U64": "<u8",
+    "U32": "<u4",
+    "U16": "<u2",
+    "U8": "u1",
+    "BOOL": "?",
 }
+DTYPES = {name: np.dtype(kind) for name, kind in _KINDS.items()}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LARGEST_HEADER, LONGEST_NAME, MOST_DIMS = 100_000_000, 1024, 16
+PATH = re.compile(r"[/\\~]|[^/\\]*:|(.*[/\\])?\.\.([/\\]|$)")
+"""Absolute, of a home or a drive, or with a step up."""
 Size = Annotated[int, pydantic.Field(ge=0, lt=2**48)]
 
 
@@ -89,15 +93,7 @@ class SafetensorsFile:
 
 def check_name(name: str, where: str) -> None:
     """DataError for a tensor name that could be a path out of a folder, or could not be printed."""
-    parts = name.replace("\\", "/").split("/")
-    if (
-        not name
-        or len(name) > LONGEST_NAME
-        or not name.isprintable()
-        or ".." in parts
-        or name.startswith(("/", "\\", "~"))
-        or ":" in parts[0]
-    ):
+    if not 0 < len(name) <= LONGEST_NAME or not name.isprintable() or PATH.match(name):
         raise DataError(
             f"{where}: tensor name {quoted(name)} is none that a model has (empty, a "
             f"path, unprintable, over {LONGEST_NAME} characters)"

@@ -39,7 +39,7 @@ class Source:
         return value
 
     def choose(self, key: str, value: Any, choices: Mapping[Any, Any]) -> Any:
-        """What a key's value chooses; ConfigError where it is no choice."""
+        """The choice that a key's value names; ConfigError where it names none."""
         if not isinstance(value, Hashable) or value not in choices:
             supported = ", ".join(map(str, choices))
             raise self.fail(key, f"not supported; supported: {supported}")

@@ -19,34 +19,30 @@ def tokenizer_of(folder: Path) -> dict[str, Any] | None:
     post-processor of tokenizer.json; a SentencePiece model's do unless it says not.
     """
     split, file = byte_level.split_of(folder), folder / "tokenizer.json"
-    said = (split.defaults if split else {}) | special_tokens(folder)
-    eos, bos = (content(said.get(key)) for key in ("eos_token", "bos_token"))
-    adds = said.get("add_bos_token")
-    if file.is_file():
+    settings = (split.defaults if split else {}) | special_tokens(folder)
+    eos, bos = content(settings.get("eos_token")), content(settings.get("bos_token"))
+    adds = settings.get("add_bos_token")
+    if os.path.lexists(file):
+        if not file.is_file():
+            return None
         if adds is None and bos:
             adds = json.dumps(bos) in json.dumps(read(file).get("post_processor"))
-        return {"kind": "huggingface", "path": str(file), "bos": bos if adds else None, "eos": eos}
-    if os.path.lexists(file):
-        return None
-    if (folder / "tokenizer.model").is_file():
+    elif (folder / "tokenizer.model").is_file():
         return {
             "kind": "sentencepiece",
             "path": str(folder / "tokenizer.model"),
             "bos": bool(bos) and adds is not False,
             "eos": eos is not None,
         }
-    if split and _spelt_out(folder):
-        return {
-            "kind": "huggingface",
-            "path": str(folder / byte_level.VOCAB),
-            "bos": bos if adds else None,
-            "eos": eos,
-        }
-    return None
+    elif split and _spelt_out(folder):
+        file = folder / byte_level.VOCAB
+    else:
+        return None
+    return {"kind": "huggingface", "path": str(file), "bos": bos if adds else None, "eos": eos}
 
 
 def unread(folder: Path) -> str:
-    """Why `tokenizer_of` gives nothing, and what helps."""
+    """The reason why `tokenizer_of` gives nothing, and a remedy."""
     if os.path.lexists(folder / "tokenizer.json"):
         why = "tokenizer.json is no file (a folder, or a link that leads nowhere)"
     elif _spelt_out(folder):

@@ -1,6 +1,8 @@
 """DeepSeek V2 and V3 (Kimi K2 too): latent attention and routed experts; GLM-4 MoE: the experts of
 V3 with plain attention."""
 
+from typing import Any
+
 from maxstack.hf.blocks import FirstDense, Layers
 from maxstack.hf.families.parts import (
     ATTENTION,
@@ -14,6 +16,7 @@ from maxstack.hf.families.parts import (
     attention,
     block,
     decoder,
+    experts,
     gated,
     rms,
 )
@@ -57,18 +60,6 @@ FURTHER_ROWS = rows("""
 """)
 
 
-def _experts(router: object) -> Table:
-    return {
-        "kind": "moe",
-        "experts": Key("n_routed_experts"),
-        "top_k": Key("num_experts_per_tok"),
-        "hidden": Key("moe_intermediate_size"),
-        "activation": "silu",
-        "router": router,
-        "shared": SHARED,
-    }
-
-
 def _latent(interleaved: object) -> Table:
     return {
         "kind": "mla",
@@ -84,8 +75,9 @@ def _latent(interleaved: object) -> Table:
     }
 
 
-def _layers(mixer: Table, router: object, norm: Table | None = None) -> Layers:
-    mlps = {"moe": _experts(router), "dense": gated()}
+def _layers(mixer: Table, router: Any, norm: Table | None = None) -> Layers:
+    moe = {**experts("n_routed_experts", router, shared=SHARED), "activation": "silu"}
+    mlps = {"moe": moe, "dense": gated()}
     return Layers({name: block(mixer, mlp, norm) for name, mlp in mlps.items()}, FirstDense())
 
 

@@ -10,6 +10,7 @@ from maxstack.hf.families.parts import (
     attention,
     block,
     decoder,
+    experts,
     gated,
     rms,
 )
@@ -51,11 +52,10 @@ MIXTRAL = Family(
         {
             "block": block(
                 attention(Rope(theta=1e6), window=WINDOW),
-                gated(
-                    kind="moe",
-                    experts=Key("num_local_experts"),
-                    top_k=Key("num_experts_per_tok"),
-                    router={"score": "softmax", "normalize": True},
+                experts(
+                    "num_local_experts",
+                    {"score": "softmax", "normalize": True},
+                    "intermediate_size",
                 ),
                 rms(1e-5),
             )

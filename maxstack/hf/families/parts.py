@@ -95,6 +95,18 @@ def gated(
     }
 
 
+def experts(count: Any, router: Any, hidden: Any = "moe_intermediate_size", **more: Any) -> Table:
+    """Gated MLPs that a router chooses among; `count` is the key with their number, or an entry."""
+    return gated(
+        kind="moe",
+        experts=Key(count) if isinstance(count, str) else count,
+        top_k=Key("num_experts_per_tok"),
+        hidden=hidden,
+        router=router,
+        **more,
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Times:
     """The product of two keys, of which another entry writes the second."""

@@ -12,7 +12,7 @@ from maxstack.hf.families.parts import (
     attention,
     block,
     decoder,
-    gated,
+    experts,
     rms,
 )
 from maxstack.hf.family import Family
@@ -80,12 +80,9 @@ QWEN3_MOE = Family(
         {
             "moe": block(
                 MIXER,
-                gated(
-                    kind="moe",
-                    experts=Key("num_experts", lambda source: source.need("num_local_experts")),
-                    hidden="moe_intermediate_size",
-                    top_k=Key("num_experts_per_tok"),
-                    router={"score": "softmax", "normalize": Key("norm_topk_prob", False)},
+                experts(
+                    Key("num_experts", lambda source: source.need("num_local_experts")),
+                    {"score": "softmax", "normalize": Key("norm_topk_prob", False)},
                 ),
             ),
             "dense": block(MIXER),

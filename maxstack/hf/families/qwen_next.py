@@ -15,6 +15,7 @@ from maxstack.hf.families.parts import (
     attention,
     block,
     decoder,
+    experts,
     gated,
     rms,
 )
@@ -111,14 +112,7 @@ def _layers(mlp: Table) -> Layers:
 
 
 def _experts(normalize: object) -> Table:
-    return gated(
-        kind="moe",
-        experts=Key("num_experts"),
-        top_k=Key("num_experts_per_tok"),
-        hidden="moe_intermediate_size",
-        router={"score": "softmax", "normalize": normalize},
-        shared=SHARED,
-    )
+    return experts("num_experts", {"score": "softmax", "normalize": normalize}, shared=SHARED)
 
 
 QWEN3_NEXT = Family(
