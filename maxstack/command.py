@@ -3,6 +3,7 @@ it. Imports only the standard library, so that `--help` is quick."""
 
 import argparse
 import dataclasses
+import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -161,3 +162,9 @@ def write(option: str, path: Path, text: str) -> None:
         raise ConfigError(
             f"{option} {path}: cannot be written: {error.strerror or error}"
         ) from error
+
+
+def write_json(path: Path | None, figures: Any) -> None:
+    """Write the file of JSON, if there is one."""
+    if path:
+        write("--json", path, json.dumps(figures, indent=1) + "\n")

@@ -198,6 +198,7 @@ def weights_of(model: "DecoderConfig") -> "dict[str, jax.ShapeDtypeStruct]":
 
 def _configuration(contents: "Contents", out: Path, dtype: str, overrides: Sequence[str]) -> str:
     """The text of the run's config.yml. ConfigError where an override changes the architecture."""
+    from maxstack.config import dump
     from maxstack.hf.family import meaning
     from maxstack.hf.tokenizer import tokenizer_of
     from maxstack.load import load
@@ -227,18 +228,19 @@ def _configuration(contents: "Contents", out: Path, dtype: str, overrides: Seque
             f"{contents.folder.path} are not of that; leave what "
             "config.json says of the model as it is"
         )
-    return f"# Imported by maxstack from {contents.folder.path}.\n{PLACEHOLDER}" + resolved(cfg)
+    head = f"# Imported by maxstack from {contents.folder.path}.\n{PLACEHOLDER}"
+    return head + dump(settings_of(cfg))
 
 
-def resolved(cfg: "Config") -> str:
-    """The text of a config.yml beside weights. It has no data.tokenizer where none was given, so
-    that text is refused until one is."""
-    from maxstack.config import dump, plain_data
+def settings_of(cfg: "Config") -> dict[str, Any]:
+    """The settings of a config.yml beside weights. There is no data.tokenizer where none was given,
+    so that text is refused until one is."""
+    from maxstack.config import plain_data
 
     settings = plain_data(cfg)
     if "tokenizer" not in cfg.data.model_fields_set:
         del settings["data"]["tokenizer"]
-    return dump(settings)
+    return settings
 
 
 def _check_tokenizer(contents: "Contents") -> None:

@@ -1,10 +1,9 @@
 """`maxstack goodput`: where the time of runs went."""
 
 import argparse
-import json
 from pathlib import Path
 
-from maxstack.command import argument, check_writable, command, write
+from maxstack.command import argument, check_writable, command, write_json
 from maxstack.errors import ConfigError
 from maxstack.report.goodput import CAUSES, FILE, summary, text
 
@@ -33,9 +32,7 @@ def main(args: argparse.Namespace) -> None:
     runs = {name: summary(_folder(name)) for name in args.runs}
     for name, goodput in runs.items():
         print(f"{name}: {text(goodput)}")
-    if args.json:
-        figures = {name: goodput.json() for name, goodput in runs.items()}
-        write("--json", args.json, json.dumps(figures, indent=1) + "\n")
+    write_json(args.json, {name: goodput.json() for name, goodput in runs.items()})
 
 
 def _folder(name: str) -> Path:

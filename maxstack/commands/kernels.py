@@ -2,10 +2,9 @@
 not; for hardware that need not be here."""
 
 import argparse
-import json
 from typing import TYPE_CHECKING, Any
 
-from maxstack.command import CONFIG, JSON, OVERRIDES, check_writable, command, write
+from maxstack.command import CONFIG, JSON, OVERRIDES, check_writable, command, write_json
 from maxstack.commands.plan import TOPOLOGY, configured, topology_of
 from maxstack.report.table import table
 
@@ -39,9 +38,7 @@ def main(args: argparse.Namespace) -> None:
     run.check_flags()
     for choice in run.kernels:
         print(text(choice))
-    if args.json:
-        choices = [as_json(choice) for choice in run.kernels]
-        write("--json", args.json, json.dumps(choices, indent=1) + "\n")
+    write_json(args.json, [as_json(choice) for choice in run.kernels])
 
 
 def text(choice: "Choice") -> str:

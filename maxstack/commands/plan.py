@@ -3,13 +3,21 @@
 The hardware need not be here."""
 
 import argparse
-import json
 import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from maxstack.command import CONFIG, JSON, OVERRIDES, argument, check_writable, command, write
+from maxstack.command import (
+    CONFIG,
+    JSON,
+    OVERRIDES,
+    argument,
+    check_writable,
+    command,
+    write,
+    write_json,
+)
 from maxstack.errors import ConfigError
 from maxstack.report.table import table
 
@@ -108,9 +116,7 @@ def main(args: argparse.Namespace) -> int:
             f"compiled step, {size / 2**20:.1f} MiB: maxstack train ... "
             f"run.executable={args.save_executable}"
         )
-    if args.json:
-        figures = plan.json() | cost.json(plan, asked)
-        write("--json", args.json, json.dumps(figures, indent=1) + "\n")
+    write_json(args.json, plan.json() | cost.json(plan, asked))
     return 1 if plan.fits is False else 0
 
 

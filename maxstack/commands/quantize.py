@@ -5,7 +5,6 @@ import argparse
 import dataclasses
 import json
 import math
-import os
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
@@ -115,17 +114,17 @@ def quantize(args: argparse.Namespace) -> None:
     "quantize show quickstart quantization=int8",
     CONFIG,
     OVERRIDES,
+    on_cpu=True,
 )
 def show(args: argparse.Namespace) -> None:
     """Print a row for each weight."""
-    cfg = load_config(args)
-    os.environ["JAX_PLATFORMS"] = "cpu"
     from flax import nnx
 
     from maxstack.commands.convert import weights_of
     from maxstack.state import flat
     from maxstack.weights.rewrite import Rewrite
 
+    cfg = load_config(args)
     rewrite = Rewrite(cfg)
     after = flat(nnx.to_pure_dict(rewrite.state))
     rows: list[tuple[str, ...]] = []
@@ -232,7 +231,8 @@ def _finish(
     model: Path, own: Path | None, out: Path, cfg: "Config", report: Mapping[str, Any]
 ) -> None:
     """Write the run's configuration, what the model was imported with, and the report."""
-    from maxstack.commands.convert import BESIDE, PLACEHOLDER, resolved
+    from maxstack.commands.convert import BESIDE, PLACEHOLDER, settings_of
+    from maxstack.config import dump
     from maxstack.hf.contents import opened
     from maxstack.hf.exported import record
 
@@ -241,18 +241,14 @@ def _finish(
         record(opened(cfg.model.weights), out / BESIDE)
     elif (own / BESIDE).is_dir():
         shutil.copytree(own / BESIDE, out / BESIDE)
-    run = cfg.run.model_copy(update={"name": out.resolve().name, "output_dir": str(out.parent)})
-    cfg = cfg.model_copy(
-        update={
-            "run": run,
-            "model": cfg.model.model_copy(update={"weights": None}),
-            "checkpoint": cfg.checkpoint.model_copy(update={"restore": str(out.resolve())}),
-        }
-    )
+    settings = settings_of(cfg)
+    settings["run"] |= {"name": out.resolve().name, "output_dir": str(out.parent)}
+    settings["model"]["weights"] = None
+    settings["checkpoint"]["restore"] = str(out.resolve())
     (out / "quantization.json").write_text(json.dumps(report, indent=1) + "\n")
     placeholder = "" if own else PLACEHOLDER
     (out / "config.yml").write_text(
-        f"# Quantized by maxstack of {model}.\n{placeholder}" + resolved(cfg)
+        f"# Quantized by maxstack of {model}.\n{placeholder}{dump(settings)}"
     )
 
 
