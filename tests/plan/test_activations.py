@@ -1,4 +1,4 @@
-"""What a step saves for its backward pass, read from compiled programs: against the shapes that the
+"""Activations that a step saves for its backward pass, read from compiled programs: against the shapes that the
 remat policy says."""
 
 import jax

@@ -1,4 +1,4 @@
-"""What a search tries and returns, and how it finds the largest batch, with a compiler that only
+"""Candidates and results of a search, and the search for the largest batch, with a compiler that only
 says what it is told to say."""
 
 import dataclasses
