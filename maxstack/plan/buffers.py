@@ -69,8 +69,8 @@ class Memory:
     needed: int
     """Bytes that the device must have. TPU: peak and code, since temporaries are packed as loosely
     as the chip allows, and the compiler holds the peak against its memory; where the host's
-    temporaries hide the peak, the loose sum. Elsewhere, and without a peak: the sum of the parts, since
-    temporaries are one block that is taken whole."""
+    temporaries hide the peak, the loose sum. Elsewhere, and without a peak: the sum of the parts,
+    since temporaries are one block that is taken whole."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Candidates and results of a search, and the search for the largest batch, with a compiler that only
-says what it is told to say."""
+"""Candidates and results of a search, and the search for the largest batch, with a compiler
+that only says what it is told to say."""
 
 import dataclasses
 import math
