@@ -131,9 +131,9 @@ def introduce(run: Run, sources: list[str], log: Log, begins: bool = False) -> N
             f"pipeline: {stages} stages, idle in {idle:.1%} of their turns; more "
             "mesh.microbatches or mesh.rounds make that less"
         )
-    if run.weights.rewrite.passed:
+    if run.weights.rewrite.skipped:
         log.say(
-            f"lora: no adapters beside {', '.join(run.weights.rewrite.passed)}, which "
+            f"lora: no adapters beside {', '.join(run.weights.rewrite.skipped)}, which "
             "lora.targets match: experts, tables and the head take none"
         )
     if begins and cfg.lora and cfg.model.weights is None:

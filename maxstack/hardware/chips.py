@@ -121,20 +121,9 @@ def by_kind(device_kind: str) -> Chip | None:
 @functools.cache
 def chips() -> dict[str, Chip]:
     """All chips by name, in the order of chips.yml."""
-    table = _text()["chips"]
-    return {name: Chip.model_validate({"name": name, **row}) for name, row in table.items()}
-
-
-@functools.cache
-def sources() -> dict[str, str]:
-    """Texts that the chips' sources refer to, by key."""
-    return _text()["sources"]
-
-
-@functools.cache
-def _text() -> dict[str, Any]:
     path = Path(__file__).with_suffix(".yml")
-    return plain(read_yaml(path.read_text(encoding="utf-8"), path.name))
+    rows = plain(read_yaml(path.read_text(encoding="utf-8"), path.name))["chips"]
+    return {name: Chip.model_validate({"name": name, **row}) for name, row in rows.items()}
 
 
 def peak_flops(device_kind: str) -> float | None:

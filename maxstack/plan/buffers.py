@@ -67,10 +67,10 @@ class Memory:
     """The most in use at one time, of all but code; None on a CPU, where XLA leaves temporaries
     out, and where jaxlib does not tell."""
     needed: int
-    """What the device must have. TPU: peak and code, since temporaries are packed as loosely as the
-    chip allows, and the compiler holds the peak against its memory; where the host's temporaries
-    hide the peak, the loose sum. Elsewhere, and without a peak: the sum of the parts, since
-    temporaries are one block that is taken whole."""
+    """Bytes that the device must have. TPU: peak and code, since temporaries are packed as loosely
+    as the chip allows, and the compiler holds the peak against its memory; where the host's
+    temporaries hide the peak, the loose sum. Elsewhere, and without a peak: the sum of the parts,
+    since temporaries are one block that is taken whole."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -138,10 +138,7 @@ class Program:
     def source(self, instruction: Instruction) -> str:
         """`file:line` of the innermost caller outside installed packages; empty where XLA kept
         none."""
-        text = instruction.attributes
-        if line := re.search(r'source_file="([^"]*)" source_line=(\d+)', text):
-            return f"{line[1]}:{line[2]}"
-        number = re.search(r"stack_frame_id=(\d+)", text)
+        number = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
         innermost = frame = int(number[1]) if number else 0
         while frame in self.frames and "-packages/" in self.frames[frame][0]:
             frame = self.frames[frame][2]

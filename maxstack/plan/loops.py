@@ -26,14 +26,6 @@ ARITHMETIC: dict[str, Callable[[int, int], int]] = {
     "and": operator.and_,
     "or": operator.or_,
 }
-COMPARE: dict[str, Callable[[int, int], bool]] = {
-    "LT": operator.lt,
-    "LE": operator.le,
-    "GT": operator.gt,
-    "GE": operator.ge,
-    "EQ": operator.eq,
-    "NE": operator.ne,
-}
 Counters = dict[int | None, int | None]
 """Index in the tuple of a loop -> the integer there, or None where it is not known."""
 Parameter = Callable[[int, int | None], int | None]
@@ -123,7 +115,8 @@ def _arithmetic(instruction: Instruction, values: list[int | None]) -> int | Non
     if len(numbers) < len(values):
         return None
     if instruction.opcode == "compare":
-        return int(COMPARE[instruction.attribute("direction") or ""](numbers[0], numbers[1]))
+        direction = instruction.attribute("direction") or ""  # LT, LE, GT, GE, EQ or NE
+        return int(getattr(operator, direction.lower())(numbers[0], numbers[1]))
     if instruction.opcode == "select":
         return numbers[1] if numbers[0] else numbers[2]
     if instruction.opcode == "not":

@@ -40,7 +40,7 @@ class Plan:
     batch_size: int
     seq_len: int
     parameters: int
-    """Of the whole model."""
+    """Parameters of the whole model."""
     memory: dict[str, int]
     """Part -> bytes, as the compiler counts them."""
     needed: int
@@ -164,12 +164,8 @@ def _compiled(
     """Figures read from the compiled program; `state`: bytes of its parts on a device."""
     program, sizes = parse(step.compiled.as_text()), dict(step.run.mesh.shape)
     total = memory(step.compiled)
-    sent = tuple(
-        flows(
-            collectives(program, sizes, without=(OVERFLOW,)),
-            groups(topology, tuple(sizes.values()), tuple(sizes)),
-        )
-    )
+    link = groups(topology, tuple(sizes.values()))
+    sent = tuple(flows(collectives(program, sizes, without=(OVERFLOW,)), link))
     work = operations(program, without=(ATTENTION, OVERFLOW))
     products: dict[str, float] = collections.defaultdict(float)
     for operation in work:
@@ -216,12 +212,12 @@ def text(plan: Plan, cost: Sequence[str] = ()) -> str:
         _speed(plan) if plan.roofline else (),
         [pipeline] if plan.bubble else (),
         cost,
-        [verdict(plan)],
+        [_verdict(plan)],
     )
     return "\n\n".join("\n".join(section) for section in map(list, sections) if section)
 
 
-def verdict(plan: Plan) -> str:
+def _verdict(plan: Plan) -> str:
     """The last line: whether it fits, and by how much."""
     if plan.usable is None:
         return f"needs {plan.needed / GIB:.2f} GiB a device; how much the device has is not known"

@@ -80,9 +80,7 @@ class Link:
     """The switch adds: an all-reduce may then move half of what a ring moves (NVLink SHARP)."""
 
 
-def links(
-    topology: Topology, mesh_shape: Sequence[int], axis_names: Sequence[str] = AXES
-) -> dict[str, Link]:
+def links(topology: Topology, mesh_shape: Sequence[int]) -> dict[str, Link]:
     """For each mesh axis of more than one device, the most that a ring over it can use. Needs no
     compiler.
 
@@ -100,22 +98,18 @@ def links(
       sides of 16 in two dimensions; in three, all sides of slices of whole 4x4x4 cubes (Austin et
       al. 2025, How To Scale Your Model).
     """
-    link = groups(topology, mesh_shape, axis_names)
-    return {
-        name: link((name,)) for name, size in zip(axis_names, mesh_shape, strict=True) if size > 1
-    }
+    link = groups(topology, mesh_shape)
+    return {axis: link((axis,)) for axis, n in zip(AXES, mesh_shape, strict=True) if n > 1}
 
 
-def groups(
-    topology: Topology, mesh_shape: Sequence[int], axis_names: Sequence[str] = AXES
-) -> Callable[[tuple[str, ...]], Link]:
+def groups(topology: Topology, mesh_shape: Sequence[int]) -> Callable[[tuple[str, ...]], Link]:
     """Function from several mesh axes to the link of devices that differ along them; see
     `links`."""
     mesh = arrange(_placeholders(topology), mesh_shape)
 
     @functools.cache
     def link(axes: tuple[str, ...]) -> Link:
-        group = tuple(slice(None) if name in axes else 0 for name in axis_names)
+        group = tuple(slice(None) if axis in axes else 0 for axis in AXES)
         return _link(topology, mesh[group].reshape(-1).tolist())
 
     return link

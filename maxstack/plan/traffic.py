@@ -62,8 +62,6 @@ class Collective:
     sent: float
     op_name: str
     name: str
-    overlapped: bool = False
-    """Start and end are apart, with other work in between."""
     between_slices: bool = False
     """libtpu sends it over the data-centre network; the others of a multi-slice TPU program stay
     within a slice."""
@@ -133,7 +131,6 @@ def _collective(
         sent=times * sent(kind, payload, size),
         op_name=_scope(program, computation, instruction),
         name=instruction.attribute("_xla_host_transfer_rendezvous") or instruction.name,
-        overlapped=between_slices or _overlapped(program, computation, instruction),
         between_slices=between_slices,
     )
 
@@ -168,16 +165,6 @@ def _between_slices(program: Program, instruction: Instruction) -> tuple[str, np
         groups = (devices // IN_SLICE - 1) * partitions + devices % IN_SLICE
     transfer = instruction.attribute("_xla_megascale_transfer_type") or ""
     return BETWEEN_SLICES.get(transfer, "collective-permute"), groups
-
-
-def _overlapped(program: Program, computation: Computation, instruction: Instruction) -> bool:
-    attributes = instruction.attributes
-    _, wrapper = program.callers.get(computation.name, (None, None))
-    return (
-        (instruction.opcode.endswith("-start") and '"is_sync":true' not in attributes)
-        or "async_collective_fusion_config" in attributes
-        or (wrapper is not None and wrapper.opcode in ("async-start", "call-start"))
-    )
 
 
 def _partitions(program: Program) -> int:

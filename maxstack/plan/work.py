@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
-from maxstack.plan.hlo import HOST, PLAIN, Computation, Instruction, Program, Shape
+from maxstack.plan.hlo import PLAIN, Computation, Instruction, Program, Shape
 from maxstack.plan.traffic import KINDS
 
 FREE = {
@@ -76,8 +76,6 @@ class Operation:
     """Read from and written to the device's main memory, with the padding of its layout."""
     dtype: str = ""
     """Element type of the largest product's operands."""
-    host_bytes: float = 0.0
-    """Read from and written to pinned host memory."""
     kernel: str = ""
     """Target of a custom call. FLOPs of a kernel are those it declares itself (a Pallas kernel's
     cost estimate), or none."""
@@ -123,7 +121,6 @@ def _operation(
         flops=times * sum(flops for flops, _, _ in products),
         bytes=times * sum(size for space, size in moved if program.in_device_memory(space)),
         dtype=dtype,
-        host_bytes=times * sum(size for space, size in moved if space == HOST),
         kernel=target,
     )
 

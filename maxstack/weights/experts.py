@@ -14,7 +14,7 @@ from maxstack.kernels.grouped_matmul import grouped_matmul
 from maxstack.kernels.grouped_matmul.case import grouped
 from maxstack.layers.weight import Experts
 from maxstack.schema.kernels import GroupedMatmul
-from maxstack.weights.arithmetic import Operand, QuantSpec, faked, inside, quantize, spread
+from maxstack.weights.arithmetic import Operand, QuantSpec, clipped, faked, inside, quantize, spread
 
 
 @flax.struct.dataclass
@@ -23,7 +23,7 @@ class QuantizedExperts(Experts):
     differentiable, where integers are not."""
 
     codes_EKN: jax.Array
-    """What is multiplied before it is scaled; every such number is one of the compute dtype too."""
+    """Numbers that are multiplied before they are scaled; the compute dtype holds each exactly."""
     scale_EKN: jax.Array
     """float32; [E, K or its tiles or 1, N]."""
     quant: QuantSpec = flax.struct.field(pytree_node=False)
@@ -62,11 +62,11 @@ def _in_compute_dtype(
 def _of_rounded(
     quant: QuantSpec,
     backend: GroupedMatmul,
-    kept: tuple[jax.Array, jax.Array, jax.Array],
+    saved: tuple[jax.Array, jax.Array, jax.Array],
     g_SN: jax.Array,
 ) -> tuple[Any, ...]:
-    """Gradients in the compute dtype, of incoming ones that are rounded where the rule says so."""
-    x_SK, w_EKN, sizes_E = kept
+    """Gradients in the compute dtype, from incoming ones that are rounded where a rule says so."""
+    x_SK, w_EKN, sizes_E = saved
     pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes_E, backend), x_SK, w_EKN)[1]
     dx_SK = pull(faked(g_SN, quant.grad, -1) if quant.grad else g_SN)[0]
     dw_EKN = pull(faked(g_SN, quant.weight_grad, 0) if quant.weight_grad else g_SN)[1]
@@ -91,8 +91,8 @@ def _codes_forward(w_EKN: jax.Array, how: Operand, dtype: Any) -> tuple[jax.Arra
     return q.qvalue.astype(dtype), (q.scale, inside(w_EKN, q, how) if how.clips else None)
 
 
-def _codes_backward(how: Operand, dtype: Any, kept: Any, g_EKN: jax.Array) -> tuple[jax.Array]:
-    scale_EKN, within = kept
+def _codes_backward(how: Operand, dtype: Any, saved: Any, g_EKN: jax.Array) -> tuple[jax.Array]:
+    scale_EKN, within = saved
     g_EKN = g_EKN.astype(jnp.float32) / spread(scale_EKN, g_EKN.shape)
     return (g_EKN if within is None else jnp.where(within, g_EKN, 0),)
 
@@ -101,49 +101,40 @@ codes.defvjp(_codes_forward, _codes_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _multiplied(
-    quant: QuantSpec,
-    backend: GroupedMatmul,
-    x_SK: jax.Array,
-    codes_EKN: jax.Array,
-    scale_EKN: jax.Array,
-    sizes_E: jax.Array,
-) -> jax.Array:
-    return _forward(quant, backend, x_SK, codes_EKN, scale_EKN, sizes_E)[0]
+def _multiplied(quant: QuantSpec, backend: GroupedMatmul, *operands: jax.Array) -> jax.Array:
+    """(rows [S, K], codes [E, K, N], their scale, sizes [E]) -> [S, N]; rows of no group give
+    zeros."""
+    return _forward(quant, backend, *operands)[0]
 
 
 def _forward(
-    quant: QuantSpec,
-    backend: GroupedMatmul,
-    x_SK: jax.Array,
-    codes_EKN: jax.Array,
-    scale_EKN: jax.Array,
-    sizes_E: jax.Array,
+    quant: QuantSpec, backend: GroupedMatmul, x_SK: jax.Array, *rest: jax.Array
 ) -> tuple[jax.Array, Any]:
+    codes_EKN, scale_EKN, sizes_E = rest
     assert quant.act
-    mine_S1 = grouped(x_SK.shape[0], sizes_E)
-    x_SK = jnp.where(mine_S1, x_SK, 0)
-    w = QArray(codes_EKN.astype(_stored(quant.weight.qtype)), scale_EKN, None, quant.weight.qtype)
+    grouped_S1 = grouped(x_SK.shape[0], sizes_E)
+    x_SK = jnp.where(grouped_S1, x_SK, 0)
+    qtype = quant.weight.qtype
+    w = QArray(codes_EKN.astype(_stored_dtype(qtype)), scale_EKN, None, qtype)
     out_SN = qwix.ragged_dot(quantize(x_SK, quant.act, -1), w, sizes_E)
-    return jnp.where(mine_S1, out_SN, 0).astype(x_SK.dtype), (x_SK, codes_EKN, scale_EKN, sizes_E)
+    return jnp.where(grouped_S1, out_SN, 0).astype(x_SK.dtype), (x_SK, *rest)
 
 
 def _backward(
-    quant: QuantSpec, backend: GroupedMatmul, kept: Any, g_SN: jax.Array
+    quant: QuantSpec, backend: GroupedMatmul, saved: Any, g_SN: jax.Array
 ) -> tuple[Any, ...]:
-    """As `_of_rounded`. Rows of no group have none."""
-    x_SK, codes_EKN, scale_EKN, sizes_E = kept
+    """Gradients as in `_of_rounded`."""
+    x_SK, codes_EKN, scale_EKN, sizes_E = saved
     scales_EKN = spread(scale_EKN, codes_EKN.shape)
     w_EKN = (codes_EKN.astype(jnp.float32) * scales_EKN).astype(x_SK.dtype)
     dx_SK, dw_EKN, _ = _of_rounded(quant, backend, (x_SK, w_EKN, sizes_E), g_SN)
-    if quant.act and quant.act.clips:
-        dx_SK = jnp.where(inside(x_SK, quantize(x_SK, quant.act, -1), quant.act), dx_SK, 0)
-    return dx_SK, (dw_EKN * scales_EKN).astype(codes_EKN.dtype), None, None
+    dcodes_EKN = (dw_EKN * scales_EKN).astype(codes_EKN.dtype)
+    return clipped(dx_SK, x_SK, quant.act, -1), dcodes_EKN, None, None
 
 
 _multiplied.defvjp(_forward, _backward)
 
 
-def _stored(qtype: str) -> Any:
+def _stored_dtype(qtype: str) -> Any:
     """The dtype of the numbers that stand for values of a type."""
     return quantize(jnp.zeros((32, 1)), Operand(qtype, 32), 0).qvalue.dtype

@@ -1,9 +1,10 @@
-"""What quantization changes in each layer: a weight multiplies as before, and is told of beside it
-as a recipe would have it."""
+"""Errors of quantization in each layer: a weight multiplies as it is, and beside it as a recipe
+would have it."""
 
 import collections
 import contextlib
 import contextvars
+import functools
 import threading
 from typing import Any
 
@@ -20,119 +21,110 @@ from maxstack.layers.weight import (
     multiply_each,
     project,
     values,
+    weight,
 )
 from maxstack.schema.kernels import GroupedMatmul
 from maxstack.sharding import holding
 from maxstack.weights.arithmetic import QuantSpec
-from maxstack.weights.quantized import Stored, frozen, stored
-from maxstack.weights.spec import WeightSpec
+from maxstack.weights.quantized import Stored, stored
+from maxstack.weights.spec import WeightSpec, stacked
 
 _real: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar("real", default=None)
 
 
 def counting(real_BT: jax.Array) -> contextlib.AbstractContextManager[None]:
-    """Inside, what is given at other positions than these is padding, and not told of."""
+    """Context in which outputs at other positions than these are padding, and count for nothing."""
     return holding(_real, real_BT)
 
 
 class Errors:
-    """Sums of squares of what each layer gives, and of what it would give otherwise less that."""
+    """Sums of squares of each layer's outputs, and of the changes of them."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, int], list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
         self._adding = threading.Lock()
 
-    def add(self, path: str, layer: Any, given: Any, change: Any) -> None:
-        """Of one product, or a device's part of one; devices may add at once."""
-        key, squares = (path, int(layer)), (float(given), float(change))
+    def add(self, path: str, layer: Any, output: Any, change: Any) -> None:
+        """Add the sums of a product, or of a device's part of it; devices may add at once."""
         with self._adding:
-            self._sums[key] = [
-                have + more for have, more in zip(self._sums[key], squares, strict=True)
-            ]
+            sums = self._sums[path, int(layer)]
+            sums[0] += float(output)
+            sums[1] += float(change)
 
     def relative(self) -> dict[tuple[str, int], float]:
-        """(path, number in its stack) -> root mean square of the change over that of what is
-        given."""
+        """(path, number in its stack) -> root mean square of the change over that of the
+        output."""
         jax.effects_barrier()
         return {
-            key: (change / given) ** 0.5 if given else 0.0
-            for key, (given, change) in sorted(self._sums.items())
+            key: (change / output) ** 0.5 if output else 0.0
+            for key, (output, change) in sorted(self._sums.items())
         }
 
 
 class Observed(Substitute, nnx.Module):
-    """A float weight that a rule would take."""
+    """A float weight, and the errors that a rule would make."""
 
     def __init__(
-        self, param: nnx.Param, how: QuantSpec, place: WeightSpec, path: str, errors: Errors
+        self, param: nnx.Param, quant: QuantSpec, spec: WeightSpec, path: str, errors: Errors
     ):
-        self.base, self.quant, self.spec, self.path, self.errors = param, how, place, path, errors
-        self.layer = frozen(param.shape[: param.ndim - len(place.shape)], jnp.int32)
+        self.base, self.quant, self.spec, self.path, self.errors = param, quant, spec, path, errors
+        lead = param.shape[: param.ndim - len(spec.shape)]
+        self.layer = stacked(weight((), "", dtype="int32"), lead, frozen=True)
         """The layer's number in its stack."""
 
     def project(self, x: jax.Array) -> jax.Array:
         """See weight.project."""
-        return self._told(project(x, self.base), self._changed().project(x))
+        return self._compared(project(x, self.base), self._changed().project(x))
 
     def lookup(self, index: jax.Array, dtype: Any) -> jax.Array:
         """See weight.lookup."""
-        return self._told(lookup(self.base, index, dtype), self._changed().lookup(index, dtype))
+        return self._compared(lookup(self.base, index, dtype), self._changed().lookup(index, dtype))
 
     def values(self, dtype: Any) -> jax.Array:
         """See weight.values; the change is that of the weight itself."""
-        return self._told(values(self.base, dtype), self._changed().values(dtype))
+        return self._compared(values(self.base, dtype), self._changed().values(dtype))
 
     def experts(self, dtype: Any) -> "ObservedExperts":
         """See weight.experts."""
-        return ObservedExperts(
-            experts(self.base, dtype),
-            self._changed().experts(dtype),
-            self.layer[...].reshape(1, 1, 1),
-            self.path,
-            self.errors,
-        )
+        pair = experts(self.base, dtype), self._changed().experts(dtype)
+        return ObservedExperts(*pair, self.layer[...].reshape(1, 1, 1), self.path, self.errors)
 
     def _changed(self) -> Stored:
-        found = Stored(self.base, self.quant)
+        weight = Stored(self.base, self.quant)
         for name, leaf in stored(self.base[...], self.spec, self.quant).items():
-            getattr(found, name).set_value(leaf)
-        return found
+            getattr(weight, name).set_value(leaf)
+        return weight
 
-    def _told(self, given: jax.Array, changed: jax.Array) -> jax.Array:
-        _tell(self.errors, self.path, self.layer[...], given, changed)
-        return given
+    def _compared(self, output: jax.Array, changed: jax.Array) -> jax.Array:
+        return _compared(self.errors, self.path, self.layer[...], output, changed)
 
 
 @flax.struct.dataclass
 class ObservedExperts(Experts):
     """The matrices of all experts, and as a rule would have them."""
 
-    given: Any
+    base: Any
     changed: Any
     layer: jax.Array
     path: str = flax.struct.field(pytree_node=False)
     errors: Errors = flax.struct.field(pytree_node=False)
 
     def multiply(self, x: jax.Array, sizes: jax.Array, backend: GroupedMatmul) -> jax.Array:
-        given, changed = (multiply_each(x, w, sizes, backend) for w in (self.given, self.changed))
-        _tell(self.errors, self.path, self.layer.reshape(()), given, changed)
-        return given
+        outputs = (multiply_each(x, w, sizes, backend) for w in (self.base, self.changed))
+        return _compared(self.errors, self.path, self.layer.reshape(()), *outputs)
 
 
-def _tell(
-    errors: Errors, path: str, layer: jax.Array, given: jax.Array, changed: jax.Array
-) -> None:
-    given, changed, real_BT = given.astype(jnp.float32), changed.astype(jnp.float32), _real.get()
-    if (
-        real_BT is not None and given.shape[:2] == real_BT.shape
-    ):  # not experts, which have no rows of padding, nor weights themselves
-        given, changed = (
-            jnp.where(real_BT.reshape(*real_BT.shape, *(1,) * (given.ndim - 2)), x, 0)
-            for x in (given, changed)
-        )
+def _compared(
+    errors: Errors, path: str, layer: jax.Array, output: jax.Array, changed: jax.Array
+) -> jax.Array:
+    """The output; its squares and those of the change are added to `errors`."""
+    exact, real_BT = output.astype(jnp.float32), _real.get()
+    change = changed.astype(jnp.float32) - exact
+    # not experts, which have no rows of padding, nor weights themselves
+    if real_BT is not None and exact.shape[:2] == real_BT.shape:
+        real = real_BT.reshape(*real_BT.shape, *(1,) * (exact.ndim - 2))
+        exact, change = jnp.where(real, exact, 0), jnp.where(real, change, 0)
     jax.debug.callback(
-        lambda *numbers: errors.add(path, *numbers),
-        layer,
-        jnp.sum(given * given),
-        jnp.sum(jnp.square(changed - given)),
+        functools.partial(errors.add, path), layer, jnp.sum(exact * exact), jnp.sum(change * change)
     )
+    return output

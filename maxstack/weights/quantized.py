@@ -1,8 +1,8 @@
-"""The two ways to keep a weight that a rule takes: as floats that training rounds, or in low
-precision and frozen."""
+"""Substitutes for a weight that a rule quantizes: floats that training rounds, or values in low
+precision, frozen."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from qwix import QArray
 
-from maxstack.layers.weight import Experts, Substitute, whole
+from maxstack.layers.weight import Experts, Substitute, weight, whole
 from maxstack.sharding import current
 from maxstack.weights.arithmetic import (
     BITS,
@@ -23,23 +23,25 @@ from maxstack.weights.arithmetic import (
     quantize,
 )
 from maxstack.weights.experts import QuantizedExperts, RoundedExperts, codes
-from maxstack.weights.spec import WeightSpec
+from maxstack.weights.spec import WeightSpec, stacked
 
 HALF = {
     "nf4": jnp.uint4,
     "mxfp4": jnp.float4_e2m1fn,
     **{qtype: jnp.int4 for qtype, bits in BITS.items() if bits <= 4},
 }
-"""The types of which two values lie in a byte, and what XLA calls them."""
+"""Types of which two values lie in a byte -> XLA's types."""
+SCALES = "scale", "zero_point"
+"""Leaves beside the values of a Stored weight; only asymmetric ones have a zero point."""
 
 
 class Quantized(Substitute):
-    """What both have in common."""
+    """Quantized replacement for a weight."""
 
     quant: QuantSpec
 
     def read(self, x: jax.Array) -> jax.Array:
-        """Rounded as the rule says of activations."""
+        """x, rounded as the rule says of activations."""
         return faked(x, self.quant.act, -1) if self.quant.act else x
 
 
@@ -53,8 +55,8 @@ class Trained(Quantized, nnx.Param):
 
     def project(self, x: jax.Array) -> jax.Array:
         """See weight.project."""
-        place = WeightSpec.of(self)
-        return _projected(self.quant, place, x, self[...], lambda w: w.reshape(place.matrix))
+        spec = WeightSpec.of(self)
+        return _projected(self.quant, spec, x, self[...], lambda w: w.reshape(spec.matrix))
 
     def lookup(self, index: jax.Array, dtype: Any) -> jax.Array:
         """See weight.lookup; the rows are rounded after they are taken."""
@@ -62,43 +64,41 @@ class Trained(Quantized, nnx.Param):
 
     def values(self, dtype: Any) -> jax.Array:
         """See weight.values."""
-        place = WeightSpec.of(self)
-        return (
-            faked(self[...].reshape(place.matrix), self.quant.weight, place.contracted)
-            .reshape(place.shape)
-            .astype(dtype)
-        )
+        spec = WeightSpec.of(self)
+        matrix = faked(self[...].reshape(spec.matrix), self.quant.weight, spec.contracted)
+        return matrix.reshape(spec.shape).astype(dtype)
 
     def experts(self, dtype: Any) -> Experts:
         """See weight.experts."""
-        how = self.quant
-        if not how.low:
-            return RoundedExperts(faked(self[...], how.weight, 1).astype(dtype), how)
-        scale = jax.lax.stop_gradient(quantize(self[...], how.weight, 1).scale)
-        return QuantizedExperts(codes(self[...], how.weight, dtype), scale, how)
+        quant = self.quant
+        if not quant.low:
+            return RoundedExperts(faked(self[...], quant.weight, 1).astype(dtype), quant)
+        scale = jax.lax.stop_gradient(quantize(self[...], quant.weight, 1).scale)
+        return QuantizedExperts(codes(self[...], quant.weight, dtype), scale, quant)
 
 
 class Stored(Quantized, nnx.Module):
     """A weight in low precision: its values, two in a byte where they have four bits, and their
     scales. It is not trained."""
 
-    def __init__(self, param: nnx.Param, how: QuantSpec):
-        place = WeightSpec.of(param)
-        lead = param.ndim - len(place.shape)
-        found = jax.eval_shape(
-            lambda w: stored(w, place, how), jax.ShapeDtypeStruct(param.shape, param.dtype)
+    def __init__(self, param: nnx.Param, quant: QuantSpec):
+        self.spec, self.quant = WeightSpec.of(param), quant
+        dims = param.ndim - len(self.spec.shape)
+        leaves = jax.eval_shape(
+            lambda w: stored(w, self.spec, quant), jax.ShapeDtypeStruct(param.shape, param.dtype)
         )
-        self.spec, self.quant = place, how
-        for name, leaf in found.items():
-            axes = tuple(
+        for name, leaf in leaves.items():
+            shape = leaf.shape[dims:]
+            axes = " ".join(
                 "norm" if size == 1 and name in SCALES else axis
-                for size, axis in zip(leaf.shape[lead:], place.matrix_axes, strict=True)
+                for size, axis in zip(shape, self.spec.matrix_axes, strict=True)
             )
-            setattr(self, name, frozen(leaf.shape, leaf.dtype, axes))
+            made = weight(shape, axes, dtype=leaf.dtype)
+            setattr(self, name, stacked(made, leaf.shape[:dims], frozen=True))
 
     @property
     def leaves(self) -> dict[str, jax.Array]:
-        """What `stored` gives, as it is kept."""
+        """Leaves as `stored` gives them."""
         return {
             name: getattr(self, name)[...]
             for name in (self.quant.weight.qtype, *SCALES)
@@ -107,18 +107,16 @@ class Stored(Quantized, nnx.Module):
 
     @property
     def array(self) -> QArray:
-        """As Qwix has it, [matrix]."""
+        """The matrix as an array of Qwix."""
         return _read(self.leaves, self.spec, self.quant.weight)
 
     def project(self, x: jax.Array) -> jax.Array:
         """See weight.project."""
-        return _projected(
-            self.quant,
-            self.spec,
-            x,
-            self.leaves,
-            lambda leaves: _read(leaves, self.spec, self.quant.weight),
-        )
+
+        def matrix(leaves: dict[str, jax.Array]) -> QArray:
+            return _read(leaves, self.spec, self.quant.weight)
+
+        return _projected(self.quant, self.spec, x, self.leaves, matrix)
 
     def lookup(self, index: jax.Array, dtype: Any) -> jax.Array:
         """See weight.lookup."""
@@ -137,53 +135,32 @@ class Stored(Quantized, nnx.Module):
         return RoundedExperts(self.values(dtype), self.quant)
 
 
-SCALES = "scale", "zero_point"
-"""What lies beside the values of a Stored weight; only asymmetric ones have a zero point."""
-
-
-def frozen(shape: tuple[int, ...], dtype: Any, axes: tuple[str, ...] = ()) -> nnx.Param:
-    """A parameter that nothing trains or draws; `axes` without those of a stack."""
-    return nnx.Param(
-        jnp.zeros(shape, dtype),
-        axes=axes,
-        std=0.0,
-        fill=0.0,
-        carried=False,
-        use=None,
-        contract=1,
-        frozen=True,
-    )
-
-
-def stored(w: jax.Array, place: WeightSpec, how: QuantSpec) -> dict[str, jax.Array]:
-    """What a Stored weight keeps of a float one [..., shape], whatever dimensions a stack puts
-    before it. The values are called by their type, so that a checkpoint says what its bytes
+def stored(w: jax.Array, spec: WeightSpec, quant: QuantSpec) -> dict[str, jax.Array]:
+    """Leaves that a Stored weight keeps of a float one [..., shape], whatever dimensions a stack
+    puts before it. The values are called by their type, so that a checkpoint says what its bytes
     mean."""
-    lead = w.shape[: w.ndim - len(place.shape)]
-    q = quantize(w.reshape(*lead, *place.matrix), how.weight, len(lead) + place.contracted)
-    found = {
-        how.weight.qtype: _packed(q.qvalue, place.packed) if how.weight.qtype in HALF else q.qvalue,
-        "scale": q.scale,
-    }
-    return found if q.zero_point is None else found | {"zero_point": q.zero_point.astype(jnp.int8)}
+    lead, qtype = w.shape[: w.ndim - len(spec.shape)], quant.weight.qtype
+    q = quantize(w.reshape(*lead, *spec.matrix), quant.weight, len(lead) + spec.contracted)
+    values = _packed(q.qvalue, spec.packed) if qtype in HALF else q.qvalue
+    leaves = {qtype: values, "scale": q.scale}
+    return leaves if q.zero_point is None else leaves | {"zero_point": q.zero_point.astype("int8")}
 
 
 def floats(
-    leaves: Mapping[str, jax.Array | np.ndarray], place: WeightSpec, how: QuantSpec
+    leaves: Mapping[str, jax.Array | np.ndarray], spec: WeightSpec, quant: QuantSpec
 ) -> jax.Array:
-    """The float32 weight [..., shape] that what is kept stands for."""
-    found = dequantize(_read(leaves, place, how.weight), jnp.float32)
-    return found.reshape(*found.shape[: found.ndim - len(place.matrix)], *place.shape)
+    """The float32 weight [..., shape] that leaves of a Stored one stand for."""
+    matrix = dequantize(_read(leaves, spec, quant.weight), jnp.float32)
+    return matrix.reshape(*matrix.shape[: matrix.ndim - len(spec.matrix)], *spec.shape)
 
 
-def _read(leaves: Mapping[str, jax.Array | np.ndarray], place: WeightSpec, how: Operand) -> QArray:
+def _read(leaves: Mapping[str, jax.Array | np.ndarray], spec: WeightSpec, how: Operand) -> QArray:
     values, zero = leaves[how.qtype], leaves.get("zero_point")
     if how.qtype in HALF:
-        values = _unpacked(values, place.packed, HALF[how.qtype])
+        values = _unpacked(values, spec.packed, HALF[how.qtype])
+    zero = None if zero is None else zero.astype(values.dtype)
     qtype = how.qtype if how.qtype in ("nf4", "mxfp8", "mxfp4") else None
-    return QArray(
-        values, leaves["scale"], None if zero is None else zero.astype(values.dtype), qtype
-    )
+    return QArray(values, leaves["scale"], zero, qtype)
 
 
 def _packed(x: jax.Array, dim: int) -> jax.Array:
@@ -196,27 +173,24 @@ def _packed(x: jax.Array, dim: int) -> jax.Array:
 
 def _unpacked(x: jax.Array | np.ndarray, dim: int, dtype: Any) -> jax.Array:
     pairs = jnp.stack([x & 15, x >> 4], axis=x.ndim + dim + 1)
-    nibbles = pairs.reshape(*x.shape[:dim], 2 * x.shape[dim], *x.shape[x.ndim + dim + 1 :]).astype(
-        jnp.uint4
-    )
-    return jax.lax.bitcast_convert_type(nibbles, dtype)
+    nibbles = pairs.reshape(*x.shape[:dim], 2 * x.shape[dim], *x.shape[x.ndim + dim + 1 :])
+    return jax.lax.bitcast_convert_type(nibbles.astype(jnp.uint4), dtype)
 
 
 def _projected(
-    how: QuantSpec, place: WeightSpec, x: jax.Array, kept: Any, matrix: Any
+    quant: QuantSpec, spec: WeightSpec, x: jax.Array, kept: Any, matrix: Callable[[Any], Any]
 ) -> jax.Array:
     """x times the weight that `matrix` makes of what is kept. It is made once more for the backward
     pass where it would else be kept for that."""
-    rows = x.shape[: x.ndim - place.contract]
-    apart = current() or (
-        how.weight_grad and how.weight_grad.tile
-    )  # tiles of positions lie along a sequence
+    rows = x.shape[: x.ndim - spec.contract]
+    # tiles of positions lie along a sequence
+    apart = current() or (quant.weight_grad and quant.weight_grad.tile)
     x = x.reshape(*(rows if apart else (math.prod(rows),)), -1)
-    axes = whole(place.matrix_axes)
+    axes = whole(spec.matrix_axes)
 
     def run(x: jax.Array, kept: Any) -> jax.Array:
-        return product(how, axes, x, matrix(kept))
+        return product(quant, axes, x, matrix(kept))
 
-    again = current() is not None or isinstance(kept, dict)
-    out = (jax.checkpoint(run, prevent_cse=False) if again else run)(x, kept)
-    return out.reshape(*rows, *place.shape[place.contract :])
+    if current() is not None or isinstance(kept, dict):
+        run = jax.checkpoint(run, prevent_cse=False)
+    return run(x, kept).reshape(*rows, *spec.shape[spec.contract :])

@@ -1,15 +1,21 @@
-"""What a weight is used for and how it lies as a matrix; without Qwix, which only recipes need."""
+"""Description of a weight: its use, and its layout as a matrix; without Qwix, which only recipes
+need. Patterns of paths of weights."""
 
 import dataclasses
 import math
+import re
+from collections.abc import Iterable
+from typing import Any
 
+import jax.numpy as jnp
 from flax import nnx
+
+from maxstack.config import nearest
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightSpec:
-    """What is known of a weight: what multiplies by it, its shape without a stack's, and its
-    axes."""
+    """The use of a weight (`weight.Use`), its shape and its axes without those of a stack."""
 
     use: str
     contract: int
@@ -19,19 +25,15 @@ class WeightSpec:
     @classmethod
     def of(cls, param: nnx.Param) -> "WeightSpec":
         meta = param.get_metadata()
-        dims = len(meta["axes"])
-        return cls(
-            meta["use"], meta["contract"], tuple(param.shape[param.ndim - dims :]), meta["axes"]
-        )
+        shape = tuple(param.shape[param.ndim - len(meta["axes"]) :])
+        return cls(meta["use"], meta["contract"], shape, meta["axes"])
 
     @property
     def matrix(self) -> tuple[int, ...]:
         """The shape with all that a matmul contracts as one dimension."""
-        return (
-            (math.prod(self.shape[: self.contract]), *self.shape[self.contract :])
-            if self.use == "matmul"
-            else self.shape
-        )
+        if self.use != "matmul":
+            return self.shape
+        return (math.prod(self.shape[: self.contract]), *self.shape[self.contract :])
 
     @property
     def matrix_axes(self) -> tuple[str, ...]:
@@ -47,5 +49,27 @@ class WeightSpec:
     def packed(self) -> int:
         """The dimension of `matrix` along which two values share a byte: the longest, but no table
         is packed across its rows; from the end."""
-        first = {"rows": len(self.shape) - 1, "experts": 1}.get(self.use, 0)
+        first = self.contracted if self.use in ("rows", "experts") else 0
         return max(range(first, len(self.matrix)), key=lambda i: self.matrix[i]) - len(self.matrix)
+
+
+def stacked(param: nnx.Param, lead: tuple[int, ...], **metadata: Any) -> nnx.Param:
+    """A parameter repeated along the leading dimensions of a stack."""
+    value = jnp.broadcast_to(param.get_value(), (*lead, *param.shape))
+    return nnx.Param(value, **param.get_metadata() | metadata)
+
+
+def module_of(path: str) -> str:
+    """Path of the module that holds a weight."""
+    return path.rpartition("/")[0]
+
+
+def matches(pattern: str, path: str) -> bool:
+    """True where a regular expression matches the whole path of a weight or of its module."""
+    return any(re.fullmatch(pattern, name) for name in (path, module_of(path)) if name)
+
+
+def near(pattern: str, paths: Iterable[str]) -> str:
+    """Paths of weights and modules that resemble a pattern, or some of them, in words."""
+    names = {name for path in paths for name in (path, module_of(path)) if name}
+    return ", ".join(nearest(pattern, names, 3) or sorted(names)[:6])

@@ -1,5 +1,5 @@
-"""What a step saves for its backward pass, read from compiled programs: against the shapes that the
-remat policy says."""
+"""Activations that a step saves for its backward pass, read from compiled programs: against the
+shapes that the remat policy says."""
 
 import jax
 import jax.numpy as jnp

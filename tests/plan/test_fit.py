@@ -1,4 +1,4 @@
-"""What train says, before it compiles, of a run that cannot fit."""
+"""Refusal, before anything is compiled, of a run that cannot fit."""
 
 import pytest
 import tiny

@@ -21,7 +21,7 @@ def matrix(*dims):
 
 
 def times_of(program, opcode):
-    """How often each instruction of a kind runs, in fusions too."""
+    """Number of runs of each instruction of a kind, in fusions too."""
     return sorted(
         program.times[c.name]
         for c in program.computations.values()

@@ -1,5 +1,5 @@
-"""What a search tries and returns, and how it finds the largest batch, with a compiler that only
-says what it is told to say."""
+"""Candidates and results of a search, and the search for the largest batch, with a compiler
+that only says what it is told to say."""
 
 import dataclasses
 import math

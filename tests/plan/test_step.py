@@ -1,5 +1,4 @@
-"""What a step is refused for before it compiles, and what a TPU's compiler says of one that does
-not fit."""
+"""Refusals of a step before it compiles, and by a TPU's compiler where it does not fit."""
 
 import jax
 import pytest

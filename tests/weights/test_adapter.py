@@ -186,7 +186,9 @@ def test_a_merged_weight_multiplies_as_the_adapter_does(lora):
         else leaf
         for path, leaf in flat(jax.device_get(run.init().params)).items()
     }
-    merged = nnx.traversals.unflatten_mapping(Rewrite(run.cfg).merged(params), sep="/")
+    merged = nnx.traversals.unflatten_mapping(
+        {path: run.rewrite.original(path, params) for path in run.original}, sep="/"
+    )
     plain = run_of(None, model=tiny.model(layers=1, pattern=["global"]))
     batch = run.place(tiny.batch(run.cfg), 8)
     batch |= {"bytes": batch["mask"]}

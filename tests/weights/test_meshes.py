@@ -1,4 +1,4 @@
-"""What recipes compute on a mesh against one device, as near as docs/QUANTIZATION.md says."""
+"""Recipes on a mesh against one device, as near as docs/QUANTIZATION.md says."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""What is told of layers while they compute."""
+"""Errors of quantization, summed while layers compute."""
 
 import threading
 import time

@@ -83,7 +83,7 @@ def nll(run, params, seed: int = 0) -> float:
 
 
 def logits(run, params) -> np.ndarray:
-    """Of the first batch; where experts are, a token near a tie goes elsewhere."""
+    """Logits of the first batch; where experts are, a token near a tie goes elsewhere."""
     batch = tiny.batch(run.cfg)
 
     def of(params):
