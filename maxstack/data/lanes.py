@@ -6,6 +6,7 @@ and packs them into its rows. Its state is a few integers: documents finished pe
 tokens already used of the current document.
 """
 
+import functools
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -15,7 +16,7 @@ from maxstack.config.errors import ConfigError, DataError
 from maxstack.data.documents import Documents
 from maxstack.data.order import Order, number
 from maxstack.data.sources import Synthetic
-from maxstack.data.tokenizers import Tokenizer, open_tokenizer, sized_tokens_of, tokens_of
+from maxstack.data.tokenizers import open_tokenizer, sized_tokens_of, tokens_of
 from maxstack.schema.data import DataConfig
 
 Batch = dict[str, np.ndarray]
@@ -98,11 +99,9 @@ class Mixture:
         self._ends = np.cumsum([len(source) for source in sources])
         self.documents = int(self._ends[-1])
         """Of all sources."""
-        self._orders: list[Order] | None = None
-        self._tokenizer: Tokenizer | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_orders": None, "_tokenizer": None}
+        return {key: value for key, value in self.__dict__.items() if key != "_orders"}
 
     def phase(self, lane: int) -> np.ndarray:
         """float64 per source in [0, 1): a lane's start in the mixture's cycle, so that lanes do not
@@ -130,7 +129,7 @@ class Mixture:
             source = int(np.searchsorted(self._ends, position, side="right"))
             return source, position - (int(self._ends[source - 1]) if source else 0)
         if self.cfg.shuffle:
-            return counter, self._order(counter)[position]
+            return counter, self._orders[counter][position]
         return counter, position % len(self.sources[counter])
 
     def tokens(
@@ -140,22 +139,22 @@ class Mixture:
 
         None if it cannot be read and is passed over. DataError if it may not be passed over.
         """
-        self._tokenizer = self._tokenizer or open_tokenizer(self.cfg.tokenizer)
+        tokenizer = open_tokenizer(self.cfg.tokenizer)
         try:
             if self.evaluation:
-                return sized_tokens_of(self.sources[source], index, self._tokenizer)
-            return tokens_of(self.sources[source], index, self._tokenizer), None
+                return sized_tokens_of(self.sources[source], index, tokenizer)
+            return tokens_of(self.sources[source], index, tokenizer), None
         except DataError as error:
             quarantine.add(f"{source} {index}", str(error))
             return None
 
-    def _order(self, counter: int) -> Order:
-        if self._orders is None:
-            self._orders = [
-                Order(f"{self.cfg.seed} shuffle {index}", len(source))
-                for index, source in enumerate(self.sources)
-            ]
-        return self._orders[counter]
+    @functools.cached_property
+    def _orders(self) -> list[Order]:
+        """The global order of each source, which no pickle holds."""
+        return [
+            Order(f"{self.cfg.seed} shuffle {index}", len(source))
+            for index, source in enumerate(self.sources)
+        ]
 
 
 class Lane:

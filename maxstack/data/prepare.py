@@ -38,7 +38,7 @@ class Shard:
 
     name: str
     source: str
-    split: str
+    split: Split
     start: int
     stop: int
 
@@ -53,7 +53,7 @@ def prepare(cfg: DataConfig, out: str, *, workers: int = 1, shard_size: int | No
     tokenizer, splits = open_tokenizer(cfg.tokenizer), _splits(cfg)
     shards = [
         shard
-        for name, split, documents in splits
+        for (name, split), documents in splits.items()
         for shard in _shards(name, split, len(documents), shard_size)
     ]
     plan = _plan(cfg, tokenizer, splits, shards)
@@ -90,19 +90,19 @@ def prepare(cfg: DataConfig, out: str, *, workers: int = 1, shard_size: int | No
     )
 
 
-def _splits(cfg: DataConfig) -> list[tuple[str, Split, Documents]]:
-    splits: list[tuple[str, Split, Documents]] = []
+def _splits(cfg: DataConfig) -> dict[tuple[str, Split], Documents]:
+    splits: dict[tuple[str, Split], Documents] = {}
     for index, source in enumerate(cfg.sources):
         name = re.sub(r"[^\w.-]+", "_", source.name or f"{source.kind}-{index}")
-        if any(name == other for other, _, _ in splits):
+        if (name, "train") in splits:
             name = f"{name}-{index}"
-        splits.append((name, "train", open_source(source, index, "train")))
+        splits[name, "train"] = open_source(source, index, "train")
         if source.holdout:
-            splits.append((name, "eval", open_source(source, index, "eval")))
+            splits[name, "eval"] = open_source(source, index, "eval")
     return splits
 
 
-def _shards(source: str, split: str, documents: int, size: int | None) -> list[Shard]:
+def _shards(source: str, split: Split, documents: int, size: int | None) -> list[Shard]:
     size = size or max(1, min(_LARGEST_SHARD, math.ceil(documents / 16)))
     count = math.ceil(documents / size)
     names = [f"{source}-{split}-{n:05d}-of-{count:05d}.array_record" for n in range(count)]
@@ -115,15 +115,15 @@ def _shards(source: str, split: str, documents: int, size: int | None) -> list[S
 def _plan(
     cfg: DataConfig,
     tokenizer: Tokenizer,
-    splits: list[tuple[str, Split, Documents]],
+    splits: dict[tuple[str, Split], Documents],
     shards: list[Shard],
 ) -> str:
     """A hash of everything that the shards depend on, the source files' sizes and times
     included."""
     files = [
-        (path, *storage.stamp(path)) for _, _, documents in splits for path in documents.paths()
+        (path, *storage.stamp(path)) for documents in splits.values() for path in documents.paths()
     ]
-    sources = [(name, split, documents.identity()) for name, split, documents in splits]
+    sources = [(*split, documents.identity()) for split, documents in splits.items()]
     read = [source.model_dump(mode="json", exclude=_ELSEWHERE) for source in cfg.sources]
     described = json.dumps(
         [_FORMAT, read, tokenizer.fingerprint, sources, files, [asdict(shard) for shard in shards]]
@@ -164,7 +164,7 @@ def _finished(folder: str, shard: Shard, plan: str) -> dict[str, Any] | None:
 
 def _write_all(
     cfg: DataConfig,
-    splits: list[tuple[str, Split, Documents]],
+    splits: dict[tuple[str, Split], Documents],
     shards: list[Shard],
     folder: str,
     plan: str,
@@ -172,9 +172,8 @@ def _write_all(
 ) -> Iterator[tuple[Shard, dict[str, Any]]]:
     if not shards:
         return
-    sources = {(name, split): documents for name, split, documents in splits}
     with ProcessPoolExecutor(
-        min(workers, len(shards)), get_context("spawn"), _Writer.begin, (cfg, sources, folder, plan)
+        min(workers, len(shards)), get_context("spawn"), _Writer.begin, (cfg, splits, folder, plan)
     ) as pool:
         futures: dict[Future[dict[str, Any]], Shard] = {
             pool.submit(_Writer.write, shard): shard for shard in shards
@@ -194,7 +193,7 @@ def _write_all(
 class _Writer:
     """One worker process."""
 
-    context: tuple[DataConfig, dict[tuple[str, str], Documents], str, str]
+    context: tuple[DataConfig, dict[tuple[str, Split], Documents], str, str]
 
     @classmethod
     def begin(cls, *context: Any) -> None:

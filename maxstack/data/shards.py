@@ -51,10 +51,9 @@ def unpack(record: bytes, where: str) -> Tokens:
 
 def check_size(path: str) -> None:
     """DataError if a shard's size is not the one in the manifest beside it, or it is not in it."""
-    manifest = _manifest(os.path.dirname(path))
-    if manifest is None:
+    if _manifest(os.path.dirname(path)) is None:
         return
-    listed = manifest["shards"].get(os.path.basename(path))
+    listed = _listed(path)
     if listed is None:
         raise DataError(
             f"{path}: not listed in the {MANIFEST} beside it; it belongs to other data: "
@@ -70,8 +69,7 @@ def check_size(path: str) -> None:
 
 def refuse_as_text(path: str) -> None:
     """DataError if the manifest beside a file says that it holds tokens."""
-    manifest = _manifest(os.path.dirname(path))
-    if manifest is not None and os.path.basename(path) in manifest["shards"]:
+    if _listed(path) is not None:
         raise DataError(
             f"{path}: tokens that `maxstack data prepare` wrote, read as text; set "
             "`content: tokens` for this source"
@@ -81,8 +79,7 @@ def refuse_as_text(path: str) -> None:
 def refuse_held_out(paths: list[str]) -> None:
     """DataError if training would read a shard that holds held-out documents."""
     for path in paths:
-        manifest = _manifest(os.path.dirname(path)) or {"shards": {}}
-        if manifest["shards"].get(os.path.basename(path), {}).get("split") == "eval":
+        if (_listed(path) or {}).get("split") == "eval":
             raise DataError(
                 f"{path}: held-out documents among those to train on; narrow `files` to "
                 "*-train-*.array_record, and give *-eval-*.array_record to eval.data"
@@ -103,6 +100,12 @@ def check_tokenizer(paths: list[str], cfg: TokenizerConfig) -> None:
                 f"({tokenizer.fingerprint}); configure the tokenizer that they were made by, with "
                 "the same bos and eos"
             )
+
+
+def _listed(path: str) -> dict[str, Any] | None:
+    """A shard's entry in the manifest beside it."""
+    manifest = _manifest(os.path.dirname(path))
+    return manifest["shards"].get(os.path.basename(path)) if manifest else None
 
 
 def _manifest(folder: str) -> dict[str, Any] | None:

@@ -1,11 +1,12 @@
 """Tokenizers: a document's bytes to token ids and back, and how many bytes each id stands for."""
 
+import contextlib
 import functools
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,6 @@ from maxstack.schema.data import Tokenizer as TokenizerConfig
 
 _LARGEST_FILE = 1 << 28
 _SPACE = "\u2581"
-Result = TypeVar("Result")
 
 
 class Tokenizer(ABC):
@@ -211,7 +211,8 @@ def bytes_of(token_bytes: np.ndarray, ids: np.ndarray) -> np.ndarray:
 def tokens_of(documents: Documents, index: int, tokenizer: Tokenizer) -> np.ndarray:
     """The int32 ids of a document of text or tokens. DataError, naming its file and record, if it
     cannot be read."""
-    return _read_document(documents, index, lambda document: _ids(document, tokenizer))
+    with _naming(documents, index):
+        return _ids(documents[index], tokenizer)
 
 
 def sized_tokens_of(
@@ -225,7 +226,8 @@ def sized_tokens_of(
     id before it to its own.
     """
 
-    def with_sizes(document: Document) -> tuple[np.ndarray, np.ndarray]:
+    with _naming(documents, index):
+        document = documents[index]
         ids = _ids(document, tokenizer)
         sizes = bytes_of(tokenizer.token_bytes, ids)
         if isinstance(document, bytes) and sizes.sum() != len(document):
@@ -237,8 +239,6 @@ def sized_tokens_of(
             sizes[:] = np.nan
         return ids, sizes
 
-    return _read_document(documents, index, with_sizes)
-
 
 def _ids(document: Document, tokenizer: Tokenizer) -> np.ndarray:
     if isinstance(document, bytes):
@@ -246,9 +246,11 @@ def _ids(document: Document, tokenizer: Tokenizer) -> np.ndarray:
     return document.ids if isinstance(document, Tokens) else document
 
 
-def _read_document(documents: Documents, index: int, read: Callable[[Document], Result]) -> Result:
+@contextlib.contextmanager
+def _naming(documents: Documents, index: int) -> Iterator[None]:
+    """DataError, with the document's file and record, for any error in the block."""
     try:
-        return read(documents[index])
+        yield
     except DataError:
         raise
     except Exception as error:

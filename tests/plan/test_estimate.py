@@ -137,7 +137,7 @@ def test_a_frozen_weight_is_gathered_but_has_no_gradient_and_no_state():
 def test_of_adapters_alone_gradients_are_summed(quantization):
     cfg = tiny.config(model=model(), lora={"rank": 4}, quantization=quantization)
     assert sent(cfg, {"data": 8}, "data") == pytest.approx(
-        2 * 4 * tiny.make_run(cfg).adapters * 7 / 8
+        2 * 4 * tiny.make_run(cfg).weights.adapters * 7 / 8
     )
 
 

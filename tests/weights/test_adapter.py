@@ -187,7 +187,7 @@ def test_a_merged_weight_multiplies_as_the_adapter_does(lora):
         for path, leaf in flat(jax.device_get(run.init().params)).items()
     }
     merged = nnx.traversals.unflatten_mapping(
-        {path: run.rewrite.original(path, params) for path in run.original}, sep="/"
+        {path: run.weights.rewrite.original(path, params) for path in run.weights.original}, sep="/"
     )
     plain = run_of(None, model=tiny.model(layers=1, pattern=["global"]))
     batch = run.place(tiny.batch(run.cfg), 8)
