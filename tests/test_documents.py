@@ -53,6 +53,7 @@ LATER = (
     "maxstack score runs/quickstart-int4",
     "maxstack train runs/quickstart-int4/config.yml",
     "maxstack train planned.yml",
+    "maxstack sample runs/masked-diffusion",
     "maxstack status",
     "maxstack logs",
     "maxstack stop",

@@ -27,6 +27,8 @@ def install() -> bool:
     bounds.__dict__.update(
         {name: type(name, (), {}) for name in ("Ge", "Gt", "Le", "Lt", "MinLen")}
     )
+    schemas = types.ModuleType("pydantic.json_schema")
+    schemas.__dict__.update(GenerateJsonSchema=type("GenerateJsonSchema", (), {}))
     pydantic, core = types.ModuleType("pydantic"), types.ModuleType("pydantic_core")
     core.__dict__.update(PydanticCustomError=type("PydanticCustomError", (ValueError,), {}))
     pydantic.__dict__.update(
@@ -42,6 +44,7 @@ def install() -> bool:
     sys.modules |= {
         "pydantic": pydantic,
         "pydantic.fields": fields,
+        "pydantic.json_schema": schemas,
         "pydantic_core": core,
         "annotated_types": bounds,
     }

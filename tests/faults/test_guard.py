@@ -9,6 +9,7 @@ import tiny
 
 from maxstack import optim, run, sharding
 from maxstack.faults import guard
+from maxstack.objectives.next_token import NextToken
 from maxstack.schema import optimizer
 from maxstack.schema.faults import FaultsConfig
 
@@ -20,19 +21,19 @@ ADAMW = {
     "ema": {"decay": 0.9},
     "chain": [{"kind": "clip_by_global_norm", "max_norm": 1.0}, {"kind": "adamw"}],
 }
-honest = run.next_token
+honest = NextToken.loss
 
 
-def poisoned(model, batch, z_loss):
+def poisoned(objective, models, batch):
     """The loss, spoiled as the first token of the batch says."""
-    loss, mark = honest(model, batch, z_loss), batch["tokens"][0, 0]
+    loss, mark = honest(objective, models, batch), batch["tokens"][0, 0]
     scale = jnp.select(
         [mark == MARKS["loss"], mark == MARKS["norm too large"], mark == MARKS["spike"]],
         [jnp.nan, 1e30, 20.0],
         1.0,
     )
     here = mark == MARKS["gradient of one leaf"]
-    root = jnp.sqrt(jnp.where(here, 0.0 * model.norm.scale.get_value().sum(), 1.0))
+    root = jnp.sqrt(jnp.where(here, 0.0 * models.policy.norm.scale.get_value().sum(), 1.0))
     return loss._replace(total=loss.total * scale + jnp.where(here, root, 0.0))
 
 
@@ -41,7 +42,7 @@ def make():
     """Assembles runs with the loss that can be spoiled; it is looked up when the step is traced, so
     for the whole module."""
     patch, runs = pytest.MonkeyPatch(), {}
-    patch.setattr(run, "next_token", poisoned)
+    patch.setattr(NextToken, "loss", poisoned)
 
     def made(devices=1, **sections):
         cfg = tiny.config(**{"model": ONE_LAYER, "optimizer": ADAMW} | sections)

@@ -16,11 +16,12 @@ from maxstack.config.errors import DataError
 from maxstack.hf.contents import Contents
 from maxstack.hf.reader import load_params, pieces_of
 from maxstack.hf.tensors import check_finite
+from maxstack.models.model import abstract
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 
 
-def abstract(contents, dtype="float32"):
+def weights_of(contents, dtype="float32"):
     return nnx.to_pure_dict(abstract(contents.model.model_copy(update={"param_dtype": dtype}))[1])
 
 
@@ -50,8 +51,8 @@ def test_eight_devices_get_what_one_gets(name):
         Contents(GOLDENS / name),
         Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor")),
     )
-    one = loaded(contents, abstract(contents))
-    eight = loaded(contents, jax.tree.map(lambda leaf: spread(leaf, mesh), abstract(contents)))
+    one = loaded(contents, weights_of(contents))
+    eight = loaded(contents, jax.tree.map(lambda leaf: spread(leaf, mesh), weights_of(contents)))
     assert sum(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(eight)) > 5
     jax.tree.map(
         lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), one, eight
@@ -60,7 +61,9 @@ def test_eight_devices_get_what_one_gets(name):
 
 def test_numbers_are_cast_to_what_the_run_wants():
     contents = Contents(GOLDENS / "llama")
-    exact, cast = (loaded(contents, abstract(contents, dtype)) for dtype in ("float32", "bfloat16"))
+    exact, cast = (
+        loaded(contents, weights_of(contents, dtype)) for dtype in ("float32", "bfloat16")
+    )
     assert cast["embed"].dtype == "bfloat16"
     np.testing.assert_array_equal(
         np.asarray(exact["embed"]).astype(ml_dtypes.bfloat16), np.asarray(cast["embed"])
@@ -96,12 +99,12 @@ def test_missing_unknown_and_misshapen_tensors_are_refused(tmp_path, change, rea
     safetensors.numpy.save_file(found, tmp_path / "model.safetensors")
     contents = Contents(tmp_path)
     with pytest.raises(DataError, match=reason):
-        pieces_of(contents, shapes_of(abstract(contents)))
+        pieces_of(contents, shapes_of(weights_of(contents)))
 
 
 def test_a_weight_without_sharding_goes_to_one_device():
     contents = Contents(GOLDENS / "gpt2")
-    params = loaded(contents, abstract(contents))
+    params = loaded(contents, weights_of(contents))
     assert {device for leaf in jax.tree.leaves(params) for device in leaf.devices()} == {
         jax.devices()[0]
     }
@@ -112,7 +115,7 @@ def test_a_weight_without_sharding_goes_to_one_device():
 def test_a_tensor_that_is_not_finite_is_named_unless_such_are_allowed(family, value, tmp_path):
     name = poisoned(GOLDENS / family, tmp_path / "model", value)
     contents = Contents(tmp_path / "model")
-    wanted = nnx.traversals.flatten_mapping(abstract(contents), sep="/")
+    wanted = nnx.traversals.flatten_mapping(weights_of(contents), sep="/")
     with pytest.raises(DataError, match=rf"model.safetensors: tensor {name}: 1 of [0-9,]+ numbers"):
         dict(load_params(contents, wanted, progress=False))
     assert any(
@@ -124,7 +127,7 @@ def test_a_tensor_that_is_not_finite_is_named_unless_such_are_allowed(family, va
 def test_a_number_too_large_for_the_runs_dtype_is_told(tmp_path):
     name = poisoned(GOLDENS / "llama", tmp_path / "model", 1e6)
     contents = Contents(tmp_path / "model")
-    wanted = nnx.traversals.flatten_mapping(abstract(contents, "float16"), sep="/")
+    wanted = nnx.traversals.flatten_mapping(weights_of(contents, "float16"), sep="/")
     with np.errstate(over="ignore"), pytest.raises(DataError, match=f"{name}.*in float16"):
         dict(load_params(contents, wanted, progress=False))
 
