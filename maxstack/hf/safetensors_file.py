@@ -11,11 +11,10 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
-import pydantic
 
 from maxstack.config import quoted
 from maxstack.config.errors import DataError
@@ -44,18 +43,6 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LARGEST_HEADER, LONGEST_NAME, MOST_DIMS = 100_000_000, 1024, 16
 PATH = re.compile(r"[/\\~]|[^/\\]*:|(.*[/\\])?\.\.([/\\]|$)")
 """Absolute, of a home or a drive, or with a step up."""
-Size = Annotated[int, pydantic.Field(ge=0, lt=2**48)]
-
-
-class _Spec(pydantic.BaseModel, strict=True, extra="forbid"):
-    """A tensor as the header describes it; offsets are bytes after the header."""
-
-    dtype: str
-    shape: list[Size] = pydantic.Field(max_length=MOST_DIMS)
-    data_offsets: list[Size] = pydantic.Field(min_length=2, max_length=2)
-
-
-_SPECS = pydantic.TypeAdapter(dict[str, _Spec])
 
 
 class Entry(NamedTuple):
@@ -103,26 +90,15 @@ def check_name(name: str, where: str) -> None:
 def _entries(path: Path, file: Any, size: int) -> dict[str, Entry]:
     header = _header(path, file, size)
     begin = file.tell()
-    try:
-        specs = _SPECS.validate_python(header)
-    except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        name, *keys = map(str, first["loc"])
+    for name, spec in header.items():
         check_name(name, str(path))
-        raise DataError(
-            f"{path}: tensor {name}: {'.'.join(keys)}={quoted(first['input'])}: {first['msg']}; a "
-            "tensor has exactly dtype, shape and data_offsets"
-        ) from None
+        _check_spec(f"{path}: tensor {name}", spec)
     entries = {}
     end, before = 0, "the header"
-    for name, spec in sorted(specs.items(), key=lambda item: item[1].data_offsets):
-        check_name(name, str(path))
-        where = f"{path}: tensor {name}"
-        start, stop = spec.data_offsets
-        if spec.dtype not in DTYPES:
-            raise DataError(f"{where}: dtype {quoted(spec.dtype)}; known are {', '.join(DTYPES)}")
-        dtype = DTYPES[spec.dtype]
-        wanted = math.prod(spec.shape) * dtype.itemsize
+    for name, spec in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        where, dtype = f"{path}: tensor {name}", DTYPES[spec["dtype"]]
+        start, stop = spec["data_offsets"]
+        wanted = math.prod(spec["shape"]) * dtype.itemsize
         if not start <= stop <= size - begin:
             raise DataError(
                 f"{where}: data_offsets {start}..{stop} lie outside the {size - begin:,} bytes of "
@@ -130,18 +106,35 @@ def _entries(path: Path, file: Any, size: int) -> dict[str, Entry]:
             )
         if stop - start != wanted:
             raise DataError(
-                f"{where}: {spec.dtype} {spec.shape} takes {wanted:,} bytes, but its data_offsets "
-                f"span {stop - start:,}"
+                f"{where}: {spec['dtype']} {spec['shape']} takes {wanted:,} bytes, but its "
+                f"data_offsets span {stop - start:,}"
             )
         if start < end:
             raise DataError(f"{where} overlaps {before}")
         if start > end:
             raise DataError(f"{where} leaves {start - end:,} unused bytes after {before}")
-        entries[name] = Entry(dtype, tuple(spec.shape), begin + start)
+        entries[name] = Entry(dtype, tuple(spec["shape"]), begin + start)
         end, before = stop, f"tensor {name}"
     if begin + end != size:
         raise DataError(f"{path}: {size - begin - end:,} bytes after {before} belong to no tensor")
     return entries
+
+
+def _check_spec(where: str, spec: Any) -> None:
+    """DataError for a description of a tensor that has other keys or types than the format's."""
+    if not isinstance(spec, dict) or spec.keys() != {"dtype", "shape", "data_offsets"}:
+        raise DataError(f"{where}: must have exactly dtype, shape and data_offsets")
+    dtype, shape, offsets = spec["dtype"], spec["shape"], spec["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise DataError(f"{where}: dtype {quoted(dtype)}; known are {', '.join(DTYPES)}")
+    if not _are_sizes(shape) or len(shape) > MOST_DIMS:
+        raise DataError(f"{where}: shape {quoted(shape)} is no list of at most {MOST_DIMS} sizes")
+    if not _are_sizes(offsets) or len(offsets) != 2:
+        raise DataError(f"{where}: data_offsets {quoted(offsets)} are not two whole numbers")
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**48 for n in value)
 
 
 def _header(path: Path, file: Any, size: int) -> dict[str, Any]:
