@@ -150,12 +150,12 @@ def poison(steps: list[int], where: str, value: float = float("nan")) -> None:
     import jax
     import jax.numpy as jnp
 
-    from maxstack import step
+    from maxstack import run, step
 
-    plain = step._gradient, step._step
+    gradient, whole = step._gradient, run._step
 
     def tainted(loss: Callable, params: Any, batch: Any, pieces: int, bad: Any) -> Any:
-        summed, grads = plain[0](loss, params, batch, pieces)
+        summed, grads = gradient(loss, params, batch, pieces)
         if where == "loss":
             return summed._replace(total=jnp.where(bad, value, summed.total)), grads
         leaves, tree = jax.tree.flatten(grads)
@@ -169,18 +169,18 @@ def poison(steps: list[int], where: str, value: float = float("nan")) -> None:
             )
         return summed, jax.tree.unflatten(tree, leaves)
 
-    def step(*arguments: Any) -> Any:
+    def tainted_step(*arguments: Any) -> Any:
         *_, state, _ = arguments
         bad = jnp.isin(state.step + 1, jnp.asarray(steps))
         step._gradient = lambda loss, params, batch, pieces: tainted(
             loss, params, batch, pieces, bad
         )
         try:
-            return plain[1](*arguments)
+            return whole(*arguments)
         finally:
-            step._gradient = plain[0]
+            step._gradient = gradient
 
-    step._step = step
+    run._step = tainted_step
 
 
 def clock(seconds: float) -> None:
@@ -219,9 +219,10 @@ def flip(step: int, replica: int, often: str, leaf: int, element: int, bit: int)
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec
 
-    from maxstack import run, sharding, startup, step
+    from maxstack import run, sharding, startup
+    from maxstack import step as program
 
-    plain, hit, spoiling = step._gradient, [0], [False]
+    plain, hit, spoiling = program._gradient, [0], [False]
 
     def spoiled(grad: jax.Array) -> jax.Array:
         def local(grad: jax.Array) -> jax.Array:
@@ -244,7 +245,7 @@ def flip(step: int, replica: int, often: str, leaf: int, element: int, bit: int)
             leaves[leaf % len(leaves)] = spoiled(leaves[leaf % len(leaves)])
         return summed, jax.tree.unflatten(tree, leaves)
 
-    step._gradient = gradient
+    program._gradient = gradient
     compile_step = startup.compile_step
 
     class Both:
