@@ -18,8 +18,8 @@ from maxstack import config, optim, sharding
 from maxstack.cluster.peers import Processes
 from maxstack.config import ConfigError, shortened
 from maxstack.faults.policy import Rewind
+from maxstack.hardware import compiling
 from maxstack.hardware.chips import peak_flops
-from maxstack.hardware.compiling import flags_for
 from maxstack.models.flops import flops_per_token
 from maxstack.models.pipeline import bubble
 from maxstack.plan import executable
@@ -29,6 +29,7 @@ from maxstack.run import Run, State
 from maxstack.schema import rules
 from maxstack.schema.data import holds_text
 from maxstack.state import count, flat
+from maxstack.step import only
 
 if TYPE_CHECKING:
     from maxstack.checkpoint.store import Checkpoints
@@ -156,7 +157,7 @@ def introduce(run: Run, sources: list[str], log: Log, begins: bool = False) -> N
         log.say(f"kernel: {choice}")
     if cfg.xla.flags:
         given = " ".join(f"{name}={value}" for name, value in cfg.xla.flags.items())
-        unused = not flags_for(cfg, run.mesh.devices.flat[0].platform)
+        unused = not compiling.flags_for(cfg, run.mesh.devices.flat[0].platform)
         log.say(f"xla: {f'flags for {cfg.xla.platform}, left out here: ' if unused else ''}{given}")
     for line in sources:
         log.say(f"data: {line}")
@@ -230,7 +231,7 @@ def check(run: Run) -> None:
             "quantize made, and stays as it is; give a "
             f"run.name of its own: run.name={cfg.run.name}-lora"
         )
-    run.check_flags()
+    compiling.check_flags(cfg, run.mesh)
     kept = [path for path, use in run.weights.rewrite.matches.items() if use.mode == "ptq"]
     _check_rank(run)
     if kept and not cfg.lora and not cfg.optimizer.trainable:
@@ -286,14 +287,16 @@ def fresh(run: Run) -> State:
         if folder
         else flat(run.init().params)
     )
-    return run.begun(loaded)
+    return run.begin_with(loaded)
 
 
 def frozen(run: Run) -> tuple[dict[str, Any], ...]:
-    """The last argument of the step, where the objective has second sets of weights: by name, the
-    weights that the run began with."""
-    names = run.objective.frozen
-    return ({name: fresh(run).params for name in names},) if names else ()
+    """The last argument of the step, where the objective has second sets of weights: by name, as
+    the run began with them, the weights that a step changes. The others are those of the state."""
+    if not run.objective.frozen:
+        return ()
+    second = only(run.changed, fresh(run).params)
+    return ({name: second for name in run.objective.frozen},)
 
 
 def go_back(
@@ -334,7 +337,7 @@ def compile_step(run: Run) -> "concurrent.futures.Future[tuple[Any, float]]":
             return executable.load(
                 run, Path(run.cfg.run.executable).expanduser()
             ), time.perf_counter() - begin
-        return run.compile(run.lower()), time.perf_counter() - begin
+        return compiling.compiled(run.lower(), run.mesh), time.perf_counter() - begin
 
     pool = concurrent.futures.ThreadPoolExecutor(1, "compile")
     future = pool.submit(work)

@@ -57,6 +57,15 @@ class Moves:
             return state
         return jax.device_put(state, _on_devices(self.abstract, self.info, self.mesh, self.cfg))
 
+    def weights_to_devices(self, tree: Tree) -> Tree:
+        """Weights, or a part of their tree with None for the rest, in the devices' memory."""
+        if "params" not in self.cfg.offload:
+            return tree
+        shardings = sharding_of_weights(self.info, self.mesh, self.cfg.rules)
+        return jax.tree.map(
+            lambda s, leaf: None if leaf is None else jax.device_put(leaf, s), shardings, tree
+        )
+
     def home(self, state: State) -> State:
         """Back to where it lies between steps."""
         return jax.device_put(state, self.between) if self.cfg.offload else state

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from maxstack.schema.config import Config
 
 
-def _step(
+def training_step(
     cfg: "Config",
     tx: optax.GradientTransformationExtraArgs,
     trained: Tree,
@@ -32,6 +32,9 @@ def _step(
     batch: Batch,
     frozen: Tree = None,
 ) -> tuple[State, dict[str, jax.Array]]:
+    """One update from a batch -> the next state and its scalars. `tx` updates the weights that are
+    `trained`, `loss(params, frozen, batch)` is summed over microbatches of what `prepare(batch,
+    key)` returns, and a refused update changes neither weights nor optimizer state."""
     state = moves.to_devices(state)
     params, rest = (
         only(trained, state.params),
@@ -100,7 +103,9 @@ def _gradient(
     ]
 
 
-def _within(mesh: Mesh, cfg: "Config", f: Callable) -> Callable:
+def traced_within(mesh: Mesh, cfg: "Config", f: Callable) -> Callable:
+    """`f`, traced on the mesh and with the run's table of block sizes."""
+
     @functools.wraps(f)
     def traced(*args: Any) -> Any:
         with sharding.use(mesh, cfg.mesh), tuning.use(cfg.run.tuned):

@@ -150,7 +150,7 @@ def train(
     folder = run_folder.claim(cfg, first, ending)
     ledger = Ledger(folder, first, started, doing=heart.doing if heart else None)
     size, fields = cfg.train.batch_size, run.objective.fields
-    feed = make_feed(cfg.data, run.rows(size), size, fields=fields)
+    feed = make_feed(cfg.data, run.batches.rows(size), size, fields=fields)
     ending.callback(feed.close)
     log = Log(folder, cfg.train.steps, first)
     ending.push(log.ended)
@@ -213,10 +213,10 @@ def train(
         for line in feed.damaged():
             log.warn(line)
         if policy.skips(step):
-            state, back = run.passed(state), meter.passed_over(step)
+            state, back = run.skip_batch(state), meter.passed_over(step)
         else:
             profiler.before(step)
-            state, scalars = compiled(state, run.place(batch, size), *frozen)
+            state, scalars = compiled(state, run.batches.place(batch, size), *frozen)
             back = meter.add(step, scalars)
             profiler.after(step, scalars)
         done, preempted = step == cfg.train.steps, stop.requested(step)

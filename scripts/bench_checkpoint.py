@@ -116,7 +116,7 @@ def _ours(run: Run, state: Any, folder: Path, kind: str) -> tuple[Any, dict[str,
         | {"checkpoint": {"every": 0 if own else 1, "keep": 1, "tiers": own}}
     )
     run = assemble(cfg, run.mesh)
-    feed = make_feed(cfg.data, run.rows(1), 1)
+    feed = make_feed(cfg.data, run.batches.rows(1), 1)
     saves = Checkpoints(run, folder / "checkpoints", print)
     return _timed(
         state, lambda state: saves.save(1, state, feed, {}), saves.wait, lambda: saves.restore(feed)

@@ -107,8 +107,8 @@ def measure(
         }
     )
     run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()))
-    compiled = run.step.lower(run.abstract, run.abstract_batch()).compile()
-    rows = {name: np.ones(leaf.shape, leaf.dtype) for name, leaf in run.abstract_batch().items()}
+    compiled = run.step.lower(run.abstract, run.batches.abstract()).compile()
+    rows = {name: np.ones(leaf.shape, leaf.dtype) for name, leaf in run.batches.abstract().items()}
     before = arguments.resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     state = jax.tree.map(
@@ -120,7 +120,7 @@ def measure(
         run.abstract,
     )
     for _ in range(2):
-        state, scalars = compiled(state, run.place(rows, cfg.train.batch_size))
+        state, scalars = compiled(state, run.batches.place(rows, cfg.train.batch_size))
         jax.block_until_ready((state, scalars))
     return memory(compiled).needed * DEVICES, arguments.resident("VmHWM") - before
 

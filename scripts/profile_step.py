@@ -137,7 +137,7 @@ def parts(cfg: Any) -> Iterator[Part]:
         "segments": np.ones(size, np.int32),
         "positions": np.broadcast_to(np.arange(size[1], dtype=np.int32), size),
     }
-    batch = run.place({name: rows[name] for name in run.objective.fields}, size[0])
+    batch = run.batches.place({name: rows[name] for name in run.objective.fields}, size[0])
     yield whole_step(run, batch)
     params = run.init().params
     with sharding.use(mesh, alone):
@@ -149,7 +149,7 @@ def parts(cfg: Any) -> Iterator[Part]:
 
 def whole_step(run: Any, batch: Any) -> Part:
     """The step, whose state is donated and returned."""
-    compiled = run.step.lower(run.abstract, run.abstract_batch()).compile()
+    compiled = run.step.lower(run.abstract, run.batches.abstract()).compile()
     state = run.init()
 
     def call() -> Any:

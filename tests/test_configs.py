@@ -82,7 +82,7 @@ def test_a_shipped_file_loads_assembles_and_lowers(path, tmp_path):
             cfg.mesh, jax.devices()[: math.prod(mesh_rules.mesh_sizes(cfg).values())]
         ),
     )
-    state, scalars = run.step.lower(run.abstract, run.abstract_batch()).out_info
+    state, scalars = run.step.lower(run.abstract, run.batches.abstract()).out_info
     assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(
         lambda x: (x.shape, x.dtype), run.abstract
     )
@@ -96,5 +96,5 @@ def test_a_shipped_file_loads_assembles_and_lowers(path, tmp_path):
 def test_no_shipped_mesh_makes_xla_rematerialize_what_was_sharded(path, tmp_path, capfd):
     cfg = loaded(path, tmp_path)
     run = tiny.make_run(cfg, math.prod(mesh_rules.mesh_sizes(cfg).values()))
-    run.step.lower(run.abstract, run.abstract_batch()).compile()
+    run.step.lower(run.abstract, run.batches.abstract()).compile()
     assert "Involuntary full rematerialization" not in capfd.readouterr().err

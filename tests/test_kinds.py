@@ -84,6 +84,16 @@ def test_they_give_on_one_device_what_they_give_on_a_mesh_in_microbatches(toys, 
         assert found == pytest.approx(mesh[step], rel=2e-4)
 
 
+def test_a_reference_beside_adapters_shares_the_base_and_costs_no_more_than_they_do(toys, tmp_path):
+    lora = ("lora.rank=2", "lora.targets=[.*value]")
+    toys("train", "run.yml", "train.steps=6", "optimizer.learning_rate=0.01", *lora)
+    distances = [distance for _, distance in losses(tmp_path / "runs" / "toy").values()]
+    assert distances[0] == 0 < distances[-1]
+    toys("plan", "run.yml", "--json", "plan.json", *lora)
+    state = json.loads((tmp_path / "plan.json").read_text())["memory"]
+    assert 0 < state["frozen"] < state["parameters"] / 4
+
+
 def test_plan_counts_the_weights_and_flops_that_a_mixer_declares(toys, tmp_path):
     toys("plan", "run.yml", "--json", "plan.json")
     found = json.loads((tmp_path / "plan.json").read_text())

@@ -104,7 +104,7 @@ def five_steps(model: str, mesh: dict):
         [],
     )
     for i in range(5):
-        state, scalars = run.step(state, run.place(tiny.batch(cfg, FIRST + i), 16))
+        state, scalars = run.step(state, run.batches.place(tiny.batch(cfg, FIRST + i), 16))
         losses.append(float(scalars["loss"]))
         gradients.append([jax.device_get(leaf) for leaf in jax.tree.leaves(state.opt) if leaf.ndim])
     return losses, gradients

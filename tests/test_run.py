@@ -34,7 +34,7 @@ def test_twenty_steps_agree_with_one_device():
 def test_only_a_known_bad_mesh_makes_xla_rematerialize_what_was_sharded(mesh, warns, capfd):
     sizes = MESHES.get(mesh, MESHES["fsdp-tensor"] | {"rules": {"embed": ["fsdp", "tensor"]}})
     run = tiny.make_run(tiny.config(mesh=sizes), 8)
-    run.step.lower(run.abstract, run.abstract_batch()).compile(
+    run.step.lower(run.abstract, run.batches.abstract()).compile(
         compiler_options={"xla_backend_optimization_level": 0}
     )
     assert ("Involuntary full rematerialization" in capfd.readouterr().err) is warns
@@ -43,7 +43,7 @@ def test_only_a_known_bad_mesh_makes_xla_rematerialize_what_was_sharded(mesh, wa
 def test_training_lowers_the_loss():
     cfg = tiny.config()
     run = tiny.make_run(cfg)
-    state, placed, losses = run.init(), run.place(tiny.batch(cfg), 8), []
+    state, placed, losses = run.init(), run.batches.place(tiny.batch(cfg), 8), []
     for _ in range(60):
         state, scalars = run.step(state, placed)
         losses.append(float(scalars["loss"]))
@@ -60,7 +60,7 @@ def test_weights_in_half_precision_are_trained_and_stay_so_with_optimizer_state_
     dtype, optimizer
 ):
     run = tiny.make_run(tiny.config(model=ONE_LAYER | {"param_dtype": dtype}, optimizer=optimizer))
-    state, placed, losses = run.init(), run.place(tiny.batch(run.cfg), 8), []
+    state, placed, losses = run.init(), run.batches.place(tiny.batch(run.cfg), 8), []
     for _ in range(20):
         state, scalars = run.step(state, placed)
         losses.append(float(scalars["loss"]))
@@ -84,7 +84,8 @@ def test_one_microbatch_of_eight_rows_equals_eight_of_one(devices):
         for accumulate in (1, 8)
     )
     ((_, params, *_), whole), ((_, parts, *_), split) = (
-        run.step(one.init(), run.place(tiny.batch(run.cfg), 8 * devices)) for run in (one, eight)
+        run.step(one.init(), run.batches.place(tiny.batch(run.cfg), 8 * devices))
+        for run in (one, eight)
     )
     for name in whole:
         np.testing.assert_allclose(whole[name], split[name], rtol=2e-6, err_msg=name)
@@ -97,7 +98,8 @@ def test_the_weights_of_a_row_do_not_count_where_the_mask_is_zero():
     run, data = tiny.make_run(cfg), tiny.batch(cfg)
     changed = data | {"targets": np.where(data["mask"] > 0, data["targets"], 0)}
     losses = [
-        float(run.step(run.init(), run.place(rows, 8))[1]["loss"]) for rows in (data, changed)
+        float(run.step(run.init(), run.batches.place(rows, 8))[1]["loss"])
+        for rows in (data, changed)
     ]
     assert losses[0] == losses[1]
 
@@ -131,16 +133,16 @@ def test_initial_weights_do_not_depend_on_the_mesh():
 def test_rows_of_a_batch_come_back_as_they_went_in():
     run = tiny.make_run(tiny.config(mesh=MESHES["fsdp-tensor"]), 8)
     data = tiny.batch(run.cfg)
-    for name, array in run.place(data, 8).items():
+    for name, array in run.batches.place(data, 8).items():
         np.testing.assert_array_equal(array, data[name])
 
 
 def test_bfloat16_compute_keeps_float32_weights_and_loss():
     run = tiny.make_run(tiny.config(model=ONE_LAYER | {"dtype": "bfloat16"}))
-    state, scalars = run.step(run.init(), run.place(tiny.batch(run.cfg), 8))
+    state, scalars = run.step(run.init(), run.batches.place(tiny.batch(run.cfg), 8))
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {np.dtype("float32")}
     assert scalars["loss"].dtype == np.float32
-    text = run.step.lower(run.abstract, run.abstract_batch()).as_text()
+    text = run.step.lower(run.abstract, run.batches.abstract()).as_text()
     assert "dot_general" in text and "tensor<384x32xbf16>" in text
 
 
@@ -157,12 +159,12 @@ def test_padding_after_a_document_reaches_no_expert_and_attention_asks_for_no_se
     rows = data | {"segments": real.astype(np.int32), "mask": data["mask"] * real}
     changed = rows | {"tokens": np.where(real, rows["tokens"], 7)}
     (_, before), (_, after) = (
-        run.step(run.init(), run.place(given, 8)) for given in (rows, changed)
+        run.step(run.init(), run.batches.place(given, 8)) for given in (rows, changed)
     )
     assert {name: float(value) for name, value in before.items()} == pytest.approx(
         {name: float(value) for name, value in after.items()}, rel=1e-6
     )
     (_, without) = run.step(
-        run.init(), run.place(changed | {"segments": np.ones_like(rows["segments"])}, 8)
+        run.init(), run.batches.place(changed | {"segments": np.ones_like(rows["segments"])}, 8)
     )
     assert without["expert_load"] != after["expert_load"]

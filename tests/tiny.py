@@ -92,7 +92,9 @@ def steps(run: Run, number: int) -> list[dict[str, float]]:
     """The scalars of the first `number` steps, each on a batch of its own."""
     state, rows = run.init(), []
     for i in range(number):
-        state, scalars = run.step(state, run.place(batch(run.cfg, i), run.cfg.train.batch_size))
+        state, scalars = run.step(
+            state, run.batches.place(batch(run.cfg, i), run.cfg.train.batch_size)
+        )
         rows.append({name: float(value) for name, value in scalars.items()})
     return rows
 

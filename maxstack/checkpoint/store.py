@@ -392,7 +392,7 @@ class Checkpoints:
                     f"starting from the weights in {where}"
                     + f" and the adapter in {adapter}" * bool(adapter)
                 )
-                return run.begun(reader.load(run.weights.shapes, run.weights.sources))
+                return run.begin_with(reader.load(run.weights.shapes, run.weights.sources))
             meta = json.loads(tier.load(step, {"meta": None})["meta"]["json"])
             _refuse_changes(where, meta["config"], run.cfg, self._free, elsewhere)
             if meta["sources"] != feed.identity() and not _under("data.sources", self._free):
@@ -413,7 +413,7 @@ class Checkpoints:
                     "cannot be forced: put these back, or "
                     f"{_otherwise(where, elsewhere)}"
                 )
-            position = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=run.lane_sharding)
+            position = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=run.batches.of_rows)
             loaded = tier.load(step, {"state": wanted, "data": {"position": position}})
         feed.restore(self._local_position(loaded["data"]["position"]))
         self.notes, self.written = meta["notes"], meta["config"]
@@ -432,9 +432,11 @@ class Checkpoints:
             raise OverflowError(
                 "a lane has read 2^31 documents or tokens; a checkpoint counts to 2^31 - 1"
             )
-        return self._run.place(
-            {"position": position.astype(np.int32)}, self._run.cfg.train.batch_size, whole_rows=True
-        )["position"]
+        return self._run.batches.put(
+            position.astype(np.int32),
+            self._run.cfg.train.batch_size,
+            self._run.batches.of_rows,
+        )
 
     def _local_position(self, position: jax.Array) -> np.ndarray:
         """The lane positions of this process, int64 [rows, K]."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 )
 def main(args: argparse.Namespace) -> None:
     """Print the choices, and write them where --json says."""
+    from maxstack.hardware import compiling
     from maxstack.plan import step
 
     check_writable("--json", args.json)
@@ -35,7 +36,7 @@ def main(args: argparse.Namespace) -> None:
     from maxstack.run import assemble
 
     run = assemble(cfg, sharding.make_mesh(cfg.mesh, topology.devices()))
-    run.check_flags()
+    compiling.check_flags(run.cfg, run.mesh)
     for choice in run.kernels:
         print(text(choice))
     write_json(args.json, [as_json(choice) for choice in run.kernels])

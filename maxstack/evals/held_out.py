@@ -28,7 +28,7 @@ class Evaluator:
         self._batch_size = cfg.eval.batch_size or cfg.train.batch_size
         self._feed = make_feed(
             self._data,
-            run.rows(self._batch_size),
+            run.batches.rows(self._batch_size),
             self._batch_size,
             evaluation=True,
             whole=cfg.eval.data is not None,
@@ -46,7 +46,7 @@ class Evaluator:
         with contextlib.closing(self._feed):
             for _ in range(self._run.cfg.eval.steps or sys.maxsize):
                 self._feed.refresh(state)
-                batch = self._run.place(next(self._feed), self._batch_size)
+                batch = self._run.batches.place(next(self._feed), self._batch_size)
                 sums = self._run.eval_step(params, batch, *self._frozen)
                 if not float(sums["weight"]):
                     break

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import jaxlib
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxstack.config import ConfigError
 
@@ -60,7 +61,17 @@ def _knows_order() -> bool:
     return True
 
 
-def compiled(lowered: Any, options: Mapping[str, Any] | None, mesh: Mesh) -> Any:
+def check_flags(cfg: "Config", mesh: Mesh) -> None:
+    """ConfigError for a flag that the compiler does not know, told by a program that compiles in no
+    time."""
+    if flags := flags_for(cfg, mesh.devices.flat[0].platform):
+        number = jax.ShapeDtypeStruct(
+            (), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec())
+        )
+        compiled(jax.jit(lambda x: x + 1, compiler_options=flags).lower(number), mesh)
+
+
+def compiled(lowered: Any, mesh: Mesh, options: Mapping[str, Any] | None = None) -> Any:
     """A lowered program compiled with `options` beside its own. ConfigError for a flag that the
     compiler does not know."""
     try:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from maxstack.hardware.chips import Chip
 from maxstack.models.flops import components
 from maxstack.models.model import abstract
+from maxstack.objectives.objective import objective_of
 from maxstack.plan.topology import Link
 from maxstack.schema.decoder import REMAT, BlockConfig, RematConfig
 from maxstack.schema.mesh import names
@@ -146,6 +147,8 @@ def _memory(
         for axes, _, size, updated in shapes.weights
         if updated
     )
+    if "params" not in mesh.offload:
+        kept["frozen"] = gradients * len(objective_of(cfg).frozen)
     state = sum(size for part, size in kept.items() if part not in mesh.offload)
     at_once = here * sizes["stage"] / cfg.train.accumulate
     width, tensor = 4 if model.dtype == "float32" else 2, sizes["tensor"]

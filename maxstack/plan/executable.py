@@ -73,7 +73,7 @@ def _made_for(run: Run) -> dict[str, Any]:
     """What decides the program, and where it can run; the program of a run that draws random
     numbers holds its seed."""
     cfg, device = run.cfg, run.mesh.devices.flat[0]
-    shape = {name: list(leaf.shape) for name, leaf in run.abstract_batch().items()}
+    shape = {name: list(leaf.shape) for name, leaf in run.batches.abstract().items()}
     program = "".join(dump(section) if (section := getattr(cfg, name)) else "" for name in SECTIONS)
     random = cfg.objective.RANDOM or (cfg.lora and cfg.lora.dropout)
     seed = cfg.train.seed if random else None

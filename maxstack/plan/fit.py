@@ -37,7 +37,7 @@ def least(run: Run) -> dict[str, int]:
     rows = jax.ShapeDtypeStruct(
         (cfg.train.batch_size // cfg.train.accumulate, cfg.data.seq_len),
         "int32",
-        sharding=run.sharding_of_field("tokens"),
+        sharding=run.batches.sharding("tokens"),
     )
     stream = (
         shard_bytes(rows, host=False)

@@ -114,7 +114,7 @@ def read(
     trees = {
         "parameters": run.abstract.params,
         "optimizer": run.abstract.opt,
-        "batch": run.abstract_batch(),
+        "batch": run.batches.abstract(),
         "frozen": run.abstract_arguments[2:],
     }
     state = {part: fit.shard_bytes(tree, host=False) for part, tree in trees.items() if tree}

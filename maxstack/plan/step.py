@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from maxstack.hardware import compiling
 from maxstack.plan.buffers import DUMP
 from maxstack.plan.topology import Topology
 
@@ -82,7 +83,7 @@ def compile_step(
     middle = time.perf_counter()
     compiled = refusal = None
     try:
-        compiled = run.compile(lowered, options)
+        compiled = compiling.compiled(lowered, run.mesh, options)
     except Exception as error:  # jaxlib has no class of its own for this
         refusal = too_large(str(error))
         if refusal is None:

@@ -15,6 +15,7 @@ from bench.gpu_programs import Job, Ran
 
 from maxstack import sharding
 from maxstack.config import presets_dir
+from maxstack.hardware import compiling
 from maxstack.models.flops import flops_per_token
 from maxstack.run import Run, assemble
 from maxstack.schema.config import Config, RunConfig, TrainConfig
@@ -168,7 +169,7 @@ def _measured(
     run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()[:1]))
     choices = run.kernels
     begin = time.perf_counter()
-    compiled = run.compile(run.lower(), options)
+    compiled = compiling.compiled(run.lower(), run.mesh, options)
     seconds_to_compile = time.perf_counter() - begin
     kernels = sorted({(choice.op, choice.backend) for choice in choices})
     about = {
@@ -219,7 +220,7 @@ def _steps(run: Run, compiled: Any) -> tuple[list[float], list[float]]:
         drawn = rng.integers(0, cfg.model.vocab, shape, np.int32)
         tokens, targets = drawn[:, :-1], drawn[:, 1:]
         rows = {"tokens": tokens, "targets": targets, "mask": np.ones(targets.shape, np.float32)}
-        batches.append(run.place(rows, cfg.train.batch_size))
+        batches.append(run.batches.place(rows, cfg.train.batch_size))
     seconds, losses = [], []
     for group in range(GROUPS + 1):
         steps = STEPS if group else WARM_UP

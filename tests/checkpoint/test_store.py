@@ -27,7 +27,7 @@ from maxstack.schema.checkpoint import CheckpointConfig
 def checkpoints(folder, said, **changes):
     """(the run's checkpoints in a folder, its feed, the run) as a new process would make them."""
     run = tiny.make_run(tiny.config(checkpoint={"every": 1} | changes))
-    feed = make_feed(run.cfg.data, run.rows(8), 8)
+    feed = make_feed(run.cfg.data, run.batches.rows(8), 8)
     return Checkpoints(run, folder, said), feed, run
 
 
@@ -38,7 +38,7 @@ def three(tmp_path_factory):
     saves, feed, run = checkpoints(folder / "checkpoints", print)
     states, state = {}, run.init()
     for step in (1, 2, 3):
-        state, _ = run.step(state, run.place(next(feed), 8))
+        state, _ = run.step(state, run.batches.place(next(feed), 8))
         states[step] = jax.tree.map(np.array, state)
         saves.save(step, state, feed, {})
     saves.close()
@@ -95,7 +95,7 @@ def test_a_damaged_step_is_named_put_aside_and_the_one_before_is_taken(saved, fa
         path.name for path in (folder.parent / "damaged").glob("*/*")
     ] == ["3"]
     state, _ = tiny.make_run(tiny.config()).step(
-        state, tiny.make_run(tiny.config()).place(next(feed), 8)
+        state, tiny.make_run(tiny.config()).batches.place(next(feed), 8)
     )
     jax.tree.map(np.testing.assert_array_equal, state, states[3])
     feed.close()
@@ -158,7 +158,7 @@ def test_the_same_command_goes_back_to_a_step_once(saved):
     saves, feed, run = again(restore=2)
     state = saves.restore(feed)
     assert int(state.step) == 2 and saves.steps() == [1, 2]
-    state, _ = run.step(state, run.place(next(feed), 8))
+    state, _ = run.step(state, run.batches.place(next(feed), 8))
     saves.save(3, state, feed, {})
     saves.close()
     for config, step in (
@@ -202,7 +202,9 @@ def test_positions_in_other_sources_cannot_be_forced(saved):
     with pytest.raises(
         ConfigError, match="has positions in another number of data.sources, which cannot be forced"
     ):
-        Checkpoints(run, folder, print, ["data"]).restore(make_feed(run.cfg.data, run.rows(8), 8))
+        Checkpoints(run, folder, print, ["data"]).restore(
+            make_feed(run.cfg.data, run.batches.rows(8), 8)
+        )
 
 
 @pytest.mark.parametrize(
@@ -286,7 +288,8 @@ from maxstack.checkpoint.store import Checkpoints
 from maxstack.config import ConfigError
 from maxstack.data import make_feed
 run = tiny.make_run(tiny.config(checkpoint={"every": 1, "on_failure": "stop"}))
-feed, said, room, state = make_feed(run.cfg.data, run.rows(8), 8), [], Path(sys.argv[1]), run.init()
+feed, said = make_feed(run.cfg.data, run.batches.rows(8), 8), []
+room, state = Path(sys.argv[1]), run.init()
 saves = Checkpoints(run, room / "checkpoints", said.append)
 saves.save(20, state, feed, {})
 saves.wait()
@@ -349,7 +352,7 @@ def tiers_of(folder, said, tiers=TIERS, **changes):
     third, another at every second."""
     sections = {"checkpoint": {"every": 3, "tiers": tiers} | changes}
     run = tiny.make_run(tiny.config(mesh=MESH, **sections), 8)
-    feed = make_feed(run.cfg.data, run.rows(8), 8)
+    feed = make_feed(run.cfg.data, run.batches.rows(8), 8)
     return Checkpoints(run, folder / "run" / "checkpoints", said), feed, run
 
 
@@ -361,7 +364,7 @@ def seven(tmp_path_factory):
         saves, feed, run = tiers_of(folder, said.append)
         states, state = {}, run.init()
         for step in range(1, 8):
-            state, _ = run.step(state, run.place(next(feed), 8))
+            state, _ = run.step(state, run.batches.place(next(feed), 8))
             states[step] = jax.tree.map(np.array, state)
             if saves.due(step):
                 saves.save(step, state, feed, {})
@@ -472,7 +475,7 @@ def test_another_mesh_reads_what_all_processes_see_and_not_a_disk_of_shards_cut_
     run = tiny.make_run(tiny.config(mesh={"data": 2, "fsdp": 4}, checkpoint={"tiers": TIERS}), 8)
     saves, feed = (
         Checkpoints(run, folder / "run" / "checkpoints", print),
-        make_feed(run.cfg.data, run.rows(8), 8),
+        make_feed(run.cfg.data, run.batches.rows(8), 8),
     )
     jax.tree.map(np.testing.assert_array_equal, saves.restore(feed), states[6])
 

@@ -152,7 +152,7 @@ def poison(steps: list[int], where: str, value: float = float("nan")) -> None:
 
     from maxstack import run, step
 
-    gradient, whole = step._gradient, run._step
+    gradient, whole = step._gradient, run.training_step
 
     def tainted(loss: Callable, params: Any, batch: Any, pieces: int, bad: Any) -> Any:
         summed, grads = gradient(loss, params, batch, pieces)
@@ -180,7 +180,7 @@ def poison(steps: list[int], where: str, value: float = float("nan")) -> None:
         finally:
             step._gradient = gradient
 
-    run._step = tainted_step
+    run.training_step = tainted_step
 
 
 def clock(seconds: float) -> None:
@@ -258,7 +258,7 @@ def flip(step: int, replica: int, often: str, leaf: int, element: int, bit: int)
             honest, seconds = self._honest.result()
             spoiling[0] = True
             jax.clear_caches()
-            bad = self._one.step.lower(self._one.abstract, self._one.abstract_batch()).compile()
+            bad = self._one.step.lower(self._one.abstract, self._one.batches.abstract()).compile()
 
             def compiled(state: Any, batch: Any) -> Any:
                 now = int(state.step) + 1 == step and (often == "always" or not hit[0])

@@ -60,7 +60,7 @@ def placed(ours, seed, mark=0):
     data = tiny.batch(ours.cfg, seed)
     data["tokens"] = data["tokens"].copy()
     data["tokens"][0, 0] = mark
-    return ours.place(data, ours.cfg.train.batch_size)
+    return ours.batches.place(data, ours.cfg.train.batch_size)
 
 
 def numbers(tree):
@@ -101,7 +101,7 @@ def test_a_poisoned_batch_is_refused_and_leaves_all_as_if_it_had_been_passed_ove
     assert_same((state.params, state.opt), (before.params, before.opt))
     assert_same(state.guard, before.guard._replace(refused=1, refused_in_all=1))
     assert state.step == good + 1
-    passed = ours.passed(
+    passed = ours.skip_batch(
         jax.device_put(before, jax.tree.map(lambda leaf: leaf.sharding, ours.abstract))
     )
     (after, row), (expected, wanted) = (

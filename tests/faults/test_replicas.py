@@ -258,7 +258,7 @@ def test_a_bit_of_a_gradient_flipped_inside_the_step_on_one_replica_is_found(mon
     run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()[:4]))
     replicas, state, found = Replicas(run.abstract, run.mesh), run.init(), []
     for i in range(4):
-        state, _ = run.step(state, run.place(tiny.batch(cfg, i), 8))
+        state, _ = run.step(state, run.batches.place(tiny.batch(cfg, i), 8))
         found.append(
             {
                 device

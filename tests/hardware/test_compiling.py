@@ -32,7 +32,7 @@ def test_flags_of_the_configuration_come_before_those_of_a_mesh():
 def test_every_program_of_a_run_is_compiled_in_order(name, monkeypatch):
     monkeypatch.setattr(compiling, "in_order", lambda mesh: {"xla_nonsense": 1})
     run = assemble(tiny.config(mesh={"data": 1, "fsdp": 8}), meshes()[1])
-    batch = run.abstract_batch()
+    batch = run.batches.abstract()
     given = {
         "init": (),
         "start": (run.abstract.params,),

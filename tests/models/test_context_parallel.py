@@ -63,7 +63,7 @@ def loss_and_gradients(mesh, devices):
         with sharding.use(run.mesh, cfg.mesh):
             return run.objective.loss(Models(nnx.merge(run.graph, nnx.State(params))), batch).total
 
-    return jax.jit(jax.value_and_grad(total))(params, run.place(tiny.batch(cfg), 4))
+    return jax.jit(jax.value_and_grad(total))(params, run.batches.place(tiny.batch(cfg), 4))
 
 
 @functools.cache

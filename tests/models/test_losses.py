@@ -105,7 +105,7 @@ MODELS = {
 
 def losses(name: str) -> list[float]:
     run = tiny.make_run(tiny.config(model=MODELS[name], optimizer={"learning_rate": 1e-2}))
-    data, state, found = run.place(tiny.batch(run.cfg), 8), run.init(), []
+    data, state, found = run.batches.place(tiny.batch(run.cfg), 8), run.init(), []
     for _ in range(20):
         state, scalars = run.step(state, data)
         found.append(float(scalars["loss"]))

@@ -110,7 +110,7 @@ def loss_and_gradients(run):
         shardings,
     )
     compute = jax.jit(jax.value_and_grad(total(run), has_aux=True), out_shardings=(None, shardings))
-    return jax.tree.map(np.asarray, compute(params, run.place(tiny.batch(run.cfg), 16)))
+    return jax.tree.map(np.asarray, compute(params, run.batches.place(tiny.batch(run.cfg), 16)))
 
 
 @functools.cache
@@ -158,7 +158,7 @@ def kept(policy, rounds):
 
     walk(
         jax.make_jaxpr(jax.grad(total(run), has_aux=True))(
-            run.abstract.params, run.abstract_batch()
+            run.abstract.params, run.batches.abstract()
         ).jaxpr
     )
     return found

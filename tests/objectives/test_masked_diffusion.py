@@ -66,7 +66,7 @@ def test_a_step_is_the_same_in_microbatches_and_on_a_mesh():
         )
         for pieces, mesh, devices in ((1, {}, 1), (4, {}, 1), (1, MESH, 8))
     ]
-    whole, *others = [run.step(run.init(), run.place(batch(run.cfg), 8)) for run in runs]
+    whole, *others = [run.step(run.init(), run.batches.place(batch(run.cfg), 8)) for run in runs]
     for state, scalars in others:
         for name in ("loss", "grad_norm"):
             assert float(scalars[name]) == pytest.approx(float(whole[1][name]), rel=1e-5)
@@ -80,9 +80,9 @@ def test_evaluation_hides_by_a_rows_content_whatever_batch_it_is_in():
     run = tiny.make_run(config(objective={"eval_times": 2}))
     rows, params = batch(run.cfg), run.init().params
     rows |= {"bytes": rows["mask"]}
-    whole = run.eval_step(params, run.place(rows, 8))
+    whole = run.eval_step(params, run.batches.place(rows, 8))
     order = np.random.default_rng(0).permutation(8)
-    moved = run.eval_step(params, run.place({k: v[order] for k, v in rows.items()}, 8))
+    moved = run.eval_step(params, run.batches.place({k: v[order] for k, v in rows.items()}, 8))
     for name, value in whole.items():
         assert float(moved[name]) == pytest.approx(float(value), rel=1e-5), name
     assert 0 < whole["hidden_accuracy/weight"] < 0.3 * whole["weight"]

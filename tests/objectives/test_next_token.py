@@ -59,7 +59,7 @@ def test_a_further_token_counts_where_it_is_in_the_same_document(depth):
 
 def test_a_step_moves_the_selection_bias_towards_balance_and_the_optimizer_leaves_it():
     run = tiny.make_run(config(EXPERTS))
-    data, before = run.place(tiny.batch(run.cfg), 8), run.init()
+    data, before = run.batches.place(tiny.batch(run.cfg), 8), run.init()
     graph, params = run.graph, jax.tree.map(np.asarray, before.params)
     loss = run.objective.loss
     reports = jax.jit(
@@ -91,7 +91,9 @@ def test_experts_under_accumulation_and_on_a_mesh_are_those_of_one_batch():
         tiny.make_run(config(EXPERTS, {"accumulate": pieces}), devices)
         for pieces, devices in ((1, 1), (4, 1), (1, 8))
     ]
-    (whole, *others) = [run.step(run.init(), run.place(tiny.batch(run.cfg), 8)) for run in runs]
+    (whole, *others) = [
+        run.step(run.init(), run.batches.place(tiny.batch(run.cfg), 8)) for run in runs
+    ]
     for state, scalars in others:
         for name in ("loss", "router_loss", "grad_norm", "expert_load"):
             assert float(scalars[name]) == pytest.approx(float(whole[1][name]), rel=1e-5), name

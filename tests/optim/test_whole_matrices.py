@@ -45,7 +45,7 @@ def after_three_steps(optimizer, mesh, devices):
     state = run.init()
     begin = jax.device_get(state.params)
     for i in range(3):
-        state, _ = run.step(state, run.place(tiny.batch(run.cfg, i), 8))
+        state, _ = run.step(state, run.batches.place(tiny.batch(run.cfg, i), 8))
     return jax.tree.map(np.subtract, jax.device_get(state.params), begin)
 
 

@@ -18,7 +18,7 @@ def saved(layers, policy, **mesh):
         tiny.config(model=model, mesh=mesh, data={"seq_len": SEQ}, train={"batch_size": ROWS}), 8
     )
     return activations(
-        parse(run.step.lower(run.abstract, run.abstract_batch()).compile().as_text())
+        parse(run.step.lower(run.abstract, run.batches.abstract()).compile().as_text())
     )
 
 

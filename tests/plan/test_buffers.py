@@ -24,7 +24,7 @@ def run():
 
 @pytest.fixture(scope="module")
 def lowered(run):
-    return run.step.lower(run.abstract, run.abstract_batch())
+    return run.step.lower(run.abstract, run.batches.abstract())
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_a_tpu_needs_its_peak_and_other_hardware_the_sum():
 
 
 def test_arguments_are_as_large_as_their_shards(run, compiled):
-    leaves = jax.tree.leaves((run.abstract, run.abstract_batch()))
+    leaves = jax.tree.leaves((run.abstract, run.batches.abstract()))
     shards = [
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves
     ]

@@ -204,7 +204,7 @@ def compiled(policy, **mesh):
         model=shape, mesh={"data": 1} | mesh, train={"batch_size": 16}, data={"seq_len": 256}
     )
     run = tiny.make_run(cfg, 8)
-    return cfg, run.step.lower(run.abstract, run.abstract_batch()).compile()
+    return cfg, run.step.lower(run.abstract, run.batches.abstract()).compile()
 
 
 @pytest.mark.parametrize(

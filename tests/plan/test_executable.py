@@ -5,6 +5,7 @@ import pytest
 import tiny
 
 from maxstack.config import ConfigError
+from maxstack.hardware import compiling
 from maxstack.plan import executable
 
 CONFIG = {"model": tiny.model(layers=1, pattern=["local"]), "mesh": {"data": 2, "fsdp": 4}}
@@ -14,7 +15,7 @@ CONFIG = {"model": tiny.model(layers=1, pattern=["local"]), "mesh": {"data": 2, 
 def saved(tmp_path_factory):
     """A run, its compiled step, and the file."""
     run = tiny.make_run(tiny.config(**CONFIG), 8)
-    compiled = run.step.lower(run.abstract, run.abstract_batch()).compile()
+    compiled = run.step.lower(run.abstract, run.batches.abstract()).compile()
     path = tmp_path_factory.mktemp("steps") / "step"
     assert executable.save(run, compiled, path) == path.stat().st_size
     return run, compiled, path
@@ -22,7 +23,7 @@ def saved(tmp_path_factory):
 
 def test_a_loaded_step_gives_what_the_compiled_one_gave(saved):
     run, compiled, path = saved
-    batch = run.place(tiny.batch(run.cfg), 8)
+    batch = run.batches.place(tiny.batch(run.cfg), 8)
     (state, ours), (_, theirs) = (
         step(run.init(), batch) for step in (executable.load(run, path), compiled)
     )
@@ -50,7 +51,7 @@ def test_a_step_of_other_adapters_or_of_dropout_by_another_seed_is_refused(tmp_p
         )
 
     run = made(16.0, 0)
-    executable.save(run, run.compile(run.lower()), tmp_path / "step")
+    executable.save(run, compiling.compiled(run.lower(), run.mesh), tmp_path / "step")
     for other, says in (
         (made(8.0, 0), "compiled for configuration"),
         (made(16.0, 1), "compiled for seed 0, not 1; make it again"),

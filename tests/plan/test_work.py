@@ -72,7 +72,7 @@ def test_a_training_step_on_eight_devices_has_the_flops_of_a_count_by_hand():
         },
     )
     run = tiny.make_run(cfg, 8)
-    program = parse(run.step.lower(run.abstract, run.abstract_batch()).compile().as_text())
+    program = parse(run.step.lower(run.abstract, run.batches.abstract()).compile().as_text())
     weights = layers * (embed * head * (2 * heads + 2 * kv) + 3 * embed * hidden) + embed * vocab
     scores = layers * heads * head * seq * 2
     assert flops(program) == 6 * rows * seq * (weights + scores) / 8

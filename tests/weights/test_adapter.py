@@ -42,7 +42,7 @@ def flat(params) -> dict:
 )
 def test_a_fresh_adapter_changes_nothing(lora, quantization):
     own, base = run_of(lora, quantization=quantization), run_of(None, quantization=quantization)
-    batch = own.place(tiny.batch(own.cfg), 8)
+    batch = own.batches.place(tiny.batch(own.cfg), 8)
     batch |= {"bytes": batch["mask"]}
     found, wanted = (float(run.eval_step(run.init().params, batch)["nll"]) for run in (own, base))
     assert found == (
@@ -55,7 +55,7 @@ def test_adapters_alone_are_trained_and_have_optimizer_state():
     before = flat(jax.device_get(run.init().params))
     state = run.init()
     for i in range(2):  # A has no gradient before B is something
-        state, _ = run.step(state, run.place(tiny.batch(run.cfg, i), 8))
+        state, _ = run.step(state, run.batches.place(tiny.batch(run.cfg, i), 8))
     moved = {
         path for path, leaf in flat(state.params).items() if not np.array_equal(leaf, before[path])
     }
@@ -117,7 +117,7 @@ def dropped(devices: int, mesh: dict, accumulate: int = 1):
         state._replace(params=params), jax.tree.map(lambda leaf: leaf.sharding, run.abstract)
     )
     for i in range(2):
-        state, scalars = run.step(state, run.place(tiny.batch(run.cfg, i), 16))
+        state, scalars = run.step(state, run.batches.place(tiny.batch(run.cfg, i), 16))
         losses.append(float(scalars["loss"]))
         gradients.append([jax.device_get(leaf) for leaf in jax.tree.leaves(state.opt) if leaf.ndim])
     return losses, gradients[0]
@@ -150,7 +150,7 @@ def test_dropout_is_of_training_alone_and_differs_between_steps_and_layers():
     run = run_of({"dropout": 0.5}, model=tiny.model(layers=4))
     state = jax.device_get(run.init())
     params = with_adapters(state.params)
-    placed = run.place(tiny.batch(run.cfg), 8)
+    placed = run.batches.place(tiny.batch(run.cfg), 8)
     places = jax.tree.map(lambda leaf: leaf.sharding, run.abstract)
     begins = [
         jax.device_put(state._replace(params=params, step=np.int32(step)), places)
@@ -190,7 +190,7 @@ def test_a_merged_weight_multiplies_as_the_adapter_does(lora):
         {path: run.weights.rewrite.original(path, params) for path in run.weights.original}, sep="/"
     )
     plain = run_of(None, model=tiny.model(layers=1, pattern=["global"]))
-    batch = run.place(tiny.batch(run.cfg), 8)
+    batch = run.batches.place(tiny.batch(run.cfg), 8)
     batch |= {"bytes": batch["mask"]}
     found = run.eval_step(nnx.traversals.unflatten_mapping(params, sep="/"), batch)["nll"]
     assert float(plain.eval_step(merged, batch)["nll"]) == pytest.approx(float(found), rel=1e-5)

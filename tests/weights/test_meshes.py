@@ -35,7 +35,7 @@ def one_step(recipe: str, devices: int, **mesh: int):
         data={"seq_len": 32},
     )
     run = tiny.make_run(cfg, devices)
-    state, scalars = run.step(run.init(), run.place(tiny.batch(cfg), cfg.train.batch_size))
+    state, scalars = run.step(run.init(), run.batches.place(tiny.batch(cfg), cfg.train.batch_size))
     gradients = [jax.device_get(leaf).ravel() for leaf in jax.tree.leaves(state.opt) if leaf.ndim]
     return float(scalars["loss"]), np.concatenate(gradients)
 

@@ -78,7 +78,7 @@ def config(kind: str, quantization: dict, mesh: dict | None = None):
 
 
 def nll(run, params, seed: int = 0) -> float:
-    placed = run.place(tiny.batch(run.cfg, seed), run.cfg.train.batch_size)
+    placed = run.batches.place(tiny.batch(run.cfg, seed), run.cfg.train.batch_size)
     return float(run.eval_step(params, placed | {"bytes": placed["mask"]})["nll"])
 
 
@@ -172,7 +172,9 @@ def test_quantized_training_follows_full_precision(weight, rest):
 def test_weights_that_are_kept_in_low_precision_are_not_trained_and_have_no_optimizer_state():
     run = tiny.make_run(config("attention", recipe("ptq", module_path="blocks/.*", **W4)))
     begin = jax.device_get(run.init())
-    after, _ = run.step(run.init(), run.place(tiny.batch(run.cfg), run.cfg.train.batch_size))
+    after, _ = run.step(
+        run.init(), run.batches.place(tiny.batch(run.cfg), run.cfg.train.batch_size)
+    )
     before, now = (
         nnx.traversals.flatten_mapping(params, sep="/") for params in (begin.params, after.params)
     )
@@ -223,7 +225,7 @@ def test_patterns_of_optimizers_fit_models_whose_weights_are_kept_in_another_way
         update={"optimizer": OptimizerConfig(**chosen | {"learning_rate": 1e-2, "schedule": None})}
     )
     run = tiny.make_run(cfg)
-    state, placed, losses = run.init(), run.place(tiny.batch(cfg), 8), []
+    state, placed, losses = run.init(), run.batches.place(tiny.batch(cfg), 8), []
     frozen = jax.device_get(state.params["blocks"]["global"]["mlp"]["gate"])
     for _ in range(6):
         state, scalars = run.step(state, placed)
@@ -280,7 +282,9 @@ def test_tiles_of_positions_lie_along_a_sequence_on_a_mesh_and_on_one_device():
             ),
             devices,
         )
-        state, _ = run.step(run.init(), run.place(tiny.batch(run.cfg), run.cfg.train.batch_size))
+        state, _ = run.step(
+            run.init(), run.batches.place(tiny.batch(run.cfg), run.cfg.train.batch_size)
+        )
         weights.append(np.asarray(state.params["blocks"]["global"]["mlp"]["down"]))
     assert (
         np.isclose(*weights, rtol=1e-4, atol=1e-5).mean() > 0.5
