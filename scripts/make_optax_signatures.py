@@ -136,7 +136,7 @@ def _argument(parameter: inspect.Parameter) -> dict[str, Any]:
 
 
 def _sort(parameter: inspect.Parameter) -> str:
-    """What a configuration writes for an argument, judged by its name and annotation."""
+    """The form in which a configuration writes an argument, judged by its name and annotation."""
     import optax
 
     name, annotation = parameter.name, parameter.annotation

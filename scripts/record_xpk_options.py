@@ -64,7 +64,7 @@ def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPar
 
 
 def _option(action: argparse.Action) -> dict[str, Any]:
-    """What a recorded parser needs: names, whether it takes a value, how many, which."""
+    """Options of a recorded parser: names, values taken, how many, which."""
     return {
         "names": action.option_strings,
         "flag": action.nargs == 0,

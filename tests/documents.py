@@ -33,7 +33,7 @@ class Command:
 
     @property
     def words(self) -> list[str]:
-        """As a shell splits it."""
+        """Words of a command, split as a shell does."""
         return shlex.split(self.line)
 
 

@@ -32,7 +32,7 @@ LIBRARIES = [
     "maxstack.report.goodput",
     "maxstack.startup",
 ]
-"""What the server of forks imports. None of them starts a backend of jax."""
+"""Modules that the server of forks imports. None of them starts a backend of jax."""
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(LIBRARIES)

@@ -16,7 +16,7 @@ LAYERS, EMBED, HEADS, HEAD_DIM, MLP, VOCAB = 2, 6, 2, 4, 5, 7
 
 
 def info(*axes):
-    """What is known of a weight with these logical axes."""
+    """ParamInfo of a weight with these logical axes."""
     sizes = {
         "layers": LAYERS,
         "embed": EMBED,

@@ -65,7 +65,7 @@ INSTEAD = {
     "--recipe int4": "--recipe int8",
     "--workers 32": "--workers 1",
 }
-"""What the stand-ins have, for what a page's run would have."""
+"""Options that fit the stand-in runs, by the options of a page."""
 PAGES = {
     "README.md": (),
     "CLUSTER.md": (),
@@ -198,7 +198,7 @@ def known_options(words):
 
 
 def help_of(words):
-    """What `maxstack WORDS --help` prints; empty where it is refused."""
+    """Text of `maxstack WORDS --help`; empty where it is refused."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
         return out.getvalue() if cli.main([*words, "--help"]) == 0 else ""
@@ -263,7 +263,7 @@ def test_a_page_works_from_top_to_bottom(page, here):
 
 
 def needs_a_cluster(words):
-    """Whether it would be sent to one, or ask one."""
+    """True for a command that talks to a cluster."""
     sent = words[1] == "submit" and "local" not in words and "--dry-run" not in words
     return sent or any(re.match("llama-70b|gcs/runs/llama-70b", word) for word in words)
 

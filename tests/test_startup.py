@@ -1,4 +1,4 @@
-"""What happens before the first step: where it needs more than one process, and what is said of the
+"""Start before the first step: where it needs more than one process, and what is said of the
 run."""
 
 import json

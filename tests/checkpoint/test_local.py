@@ -1,4 +1,4 @@
-"""What counts as a whole step on the disks of two hosts, one of which is played here."""
+"""Whole and unfinished steps on the disks of two hosts, one of which is played here."""
 
 import json
 

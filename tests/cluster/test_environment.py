@@ -1,4 +1,4 @@
-"""What launchers leave in the environment, and which process of how many that is."""
+"""Variables that launchers set, and the process number and count read from them."""
 
 import http.server
 import threading

@@ -22,7 +22,7 @@ def free_port():
 
 
 def called(cards, wait=20.0, between=0.2, late=0.0):
-    """What each process came to, an error or None, and what it said; those after the first come
+    """Each process's error or None, and the lines that it said; those after the first come
     `late`."""
     at, ends, said = f"127.0.0.1:{free_port()}", [None] * len(cards), [[] for _ in cards]
 

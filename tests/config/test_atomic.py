@@ -1,4 +1,4 @@
-"""What other readers see of a file or folder while it is written."""
+"""Other readers' view of a file or folder while it is written."""
 
 import pytest
 

@@ -11,7 +11,7 @@ class Text(Section):
     kind: Literal["text"]
     """The source."""
     text: str
-    """What it says."""
+    """The lines that explain prints."""
 
 
 class Number(Section):

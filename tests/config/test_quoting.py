@@ -11,7 +11,7 @@ ODD = "\x1b[31mred\x1b[0m\u202eback"
 
 @pytest.fixture
 def told(tmp_path, monkeypatch, capsys):
-    """What `config show run.yml` says on stderr, the file holding some lines after a working
+    """stderr of `config show run.yml`, the file holding some lines after a working
     preset."""
     monkeypatch.chdir(tmp_path)
 

@@ -361,7 +361,7 @@ if __name__ == "__main__":
 
 
 def hanging(folder, *arguments):
-    """What a program says whose source hangs over a batch that nobody needs: (exit code, workers,
+    """Output of a program whose source hangs over a batch that nobody needs: (exit code, workers,
     further lines, stderr)."""
     (folder / "hanging.py").write_text(HANGING)
     with subprocess.Popen(

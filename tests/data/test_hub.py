@@ -36,7 +36,7 @@ class Hub(ThreadingHTTPServer):
 
 
 class Answer(BaseHTTPRequestHandler):
-    """What the hub says of a path."""
+    """The hub's answer for a path."""
 
     def log_message(self, *args):
         pass

@@ -185,7 +185,7 @@ def documents(feed, batches):
 
 
 def number(document):
-    """Of a document of TEXTS; None of a synthetic one."""
+    """Position of a document in TEXTS; None for a synthetic one."""
     text = bytes(token for token in document if token < 128)
     return int(text.split()[1]) if text.startswith(b"document") else None
 

@@ -165,7 +165,7 @@ def _some(kinds: tuple, count: int, dice: random.Random) -> list:
 
 
 def _files(folder: Path) -> dict[str, int]:
-    """What lies in a run's folder, but for its books, which note every start."""
+    """Files of a run's folder, but for its books, which note every start."""
     return {
         f"{path.relative_to(folder)}": path.stat().st_mtime_ns
         for path in folder.rglob("*")

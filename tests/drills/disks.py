@@ -1,4 +1,4 @@
-"""What disks do: damage, no room, gone."""
+"""Drills of disks: damage, no room, a tier lost."""
 
 import itertools
 import random
@@ -117,7 +117,7 @@ def _harm(dice: random.Random, kind: str, files: list[Path]) -> Path:
 
 
 def can_mount() -> bool:
-    """Whether this user may mount a file system of their own."""
+    """True where this user may mount a file system."""
     return (
         subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode
         == 0
@@ -172,7 +172,7 @@ def _filled(
     policy: str,
     dice: random.Random,
 ) -> list[str]:
-    """What was wrong with a run whose disk was full for a while; `seen`: `room` as it looks from
+    """Errors of a run whose disk was full for a while; `seen`: `room` as it looks from
     outside."""
     whole = name.startswith("run")
     overrides = [f"run.output_dir={room}"] if whole else []

@@ -33,7 +33,7 @@ class Moment:
         return noting
 
     def comes(self, phase: str) -> bool:
-        """Whether this is it."""
+        """True in the chosen phase of the chosen step."""
         return phase == self.phase and self._saving == self._step
 
     def reached(self, phase: str) -> None:

@@ -39,8 +39,8 @@ PEERS_LEAVE = 10.0
 """Seconds."""
 WATCHDOG = {"step": 5.0, "other": 120.0}
 ABORTED = -signal.SIGABRT
-"""Of peers of process 0, where jax's coordination service runs: jax itself ends a process that lost
-that, sometimes before the watchdog does."""
+"""Exit of peers of process 0, where jax's coordination service runs: jax itself ends a process
+that lost it, sometimes before the watchdog does."""
 ENDING = 10.0
 """Seconds that the watchdog takes beyond its limit, to write the stacks and to end everything, on a
 machine with too much to do."""
@@ -111,7 +111,7 @@ def killed(folder: Path, count: int, dice: random.Random) -> Outcome:
 
 
 def _submitted(config: Path, name: str, many: int, dice: random.Random) -> list[str]:
-    """What is wrong after one process was killed, and nothing was done but wait."""
+    """Errors after one process was killed, and nothing was done but wait."""
     folder, step, victim = config.parent / name, dice.randrange(2, 16), dice.randrange(many)
     words = [
         sys.executable,
@@ -259,7 +259,7 @@ def straggler(folder: Path, count: int, dice: random.Random) -> Outcome:
 
 
 def _named(started: Started, who: int, by_signals: bool) -> tuple[list[str], list[str]]:
-    """What was wrong with the naming of process `who`, which is slow after some steps, by signals
+    """Errors in the naming of process `who`, which is slow after some steps, by signals
     or of itself; and what others were named, which a machine with too much to do may slow down as
     well."""
     if not started.reach(2 * EVERY):

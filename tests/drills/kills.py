@@ -94,7 +94,7 @@ def in_a_save(folder: Path, count: int, dice: random.Random) -> Outcome:
 
 
 def _killed_in(phase: str, step: int, disk: Path, started: Started) -> list[str] | None:
-    """What was wrong after the kill in that phase of that step's save; None where the run has no
+    """Errors after the kill in that phase of that step's save; None where the run has no
     such step any more."""
     codes, left = started.wait(60), newest(started.folder, disk)
     if codes == [0]:

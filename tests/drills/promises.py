@@ -1,4 +1,4 @@
-"""What is promised of each drill, in the words that the README repeats."""
+"""The promise that each drill tests, in the words that the README repeats."""
 
 from typing import NamedTuple
 

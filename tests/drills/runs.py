@@ -1,4 +1,4 @@
-"""What all drills are made of: real `maxstack train` processes that are harmed, an uninterrupted
+"""Parts of every drill: real `maxstack train` processes that are harmed, an uninterrupted
 run of the same config, and a comparison."""
 
 import contextlib
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STEPS, SEVERAL = 40, 24
 """Steps of a run of one process, and of several."""
 FORKS = os.environ.get("MAXSTACK_DRILLS") != "fresh"
-"""Whether training processes may be forks (tests/forked.py); `make drills` starts each anew."""
+"""True where training processes may be forks (tests/forked.py); `make drills` starts each anew."""
 LIMIT = 300.0
 """Seconds after which a run that should have ended counts as hung."""
 Fault = dict[str, Any]
@@ -62,7 +62,7 @@ class Outcome:
         self.wrong(wrong)
 
     def wrong(self, wrong: Sequence[str]) -> None:
-        """What was wrong after faults that are counted already."""
+        """Errors after faults that are counted already."""
         if wrong:
             self.lost = min(self.lost + 1, self.injected)
             self.notes += wrong[:5]
@@ -164,11 +164,11 @@ class Started:
             RUNNING.discard(process.pid)
 
     def output(self, process: int = 0) -> str:
-        """What a process has printed."""
+        """Output of a process so far."""
         return self.outputs[process].read_text(errors="replace")
 
     def ended(self) -> bool:
-        """Whether no process runs."""
+        """True where no process runs."""
         return all(process.poll() is not None for process in self.processes)
 
     def reach(self, step: int) -> bool:
@@ -411,8 +411,8 @@ def divergent(folder: Path, base: Path, last: bool = False) -> list[str]:
 
 
 def unlike(folder: Path, base: Path, last: bool = False) -> list[str]:
-    """What is different in a run that has ended: a row (of several of a step, only the `last`), a
-    missing step, an array of its last state."""
+    """Differences of a run that has ended from the baseline: a row (of several of a step,
+    only the `last`), a missing step, an array of its last state."""
     if wrong := divergent(folder, base, last):
         return wrong
     for key in ("loss", "eval_loss"):

@@ -1,4 +1,5 @@
-"""What nobody would notice: a record that cannot be read, a bit that flips on one replica."""
+"""Faults that nobody would notice: a record that cannot be read, a bit that flips on one
+replica."""
 
 import gzip
 import itertools

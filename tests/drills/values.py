@@ -13,7 +13,7 @@ from processes import numbers, rows
 BATCH, WARM_UP, LAST = 8, 8, 18
 PLACES = "loss", "gradient", "element"
 STEPS, EVERY = 36, 4
-"""Of the run with spikes."""
+"""Steps and checkpoint interval of the run with spikes."""
 
 
 def poisoned(folder: Path, count: int, dice: random.Random) -> Outcome:
@@ -164,7 +164,7 @@ def _noisy(folder: Path, noise: tuple[int, ...], dice: random.Random) -> Path:
 
 
 def _gone_back(folder: Path, output: str, once: int, twice: int) -> list[str]:
-    """What was wrong with a run that should have refused a batch of noise, and gone back before two
+    """Errors of a run that should have refused a batch of noise, and gone back before two
     in a row and passed over them."""
     first, last = twice - 2, twice + 1
     back = (first - 1) // EVERY * EVERY

@@ -1,4 +1,4 @@
-"""What follows from refused updates: nothing, a rewind, or the end of the run."""
+"""Consequences of refused updates: nothing, a rewind, or the end of the run."""
 
 import json
 

@@ -270,7 +270,7 @@ def test_a_bit_of_a_gradient_flipped_inside_the_step_on_one_replica_is_found(mon
 
 
 def _flip_one_bit(mesh):
-    """Of the lowest exponent bit of one gradient element, at the third update, where the second
+    """Flip the lowest exponent bit of one gradient element, at the third update, where the second
     replica computes it."""
 
     def local(grad, count):

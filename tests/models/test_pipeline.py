@@ -98,7 +98,7 @@ def total(run):
 
 
 def loss_and_gradients(run):
-    """Of drawn weights, and of packed rows, as numpy."""
+    """Loss and gradients of drawn weights and packed rows, as numpy."""
     rng, shardings = (
         np.random.default_rng(0),
         jax.tree.map(lambda leaf: leaf.sharding, run.abstract.params),

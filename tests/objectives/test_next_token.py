@@ -1,4 +1,4 @@
-"""What the loss is made of beside the cross-entropy: further tokens within a document, routers, and
+"""Terms of the loss beside the cross-entropy: further tokens within a document, routers, and
 the selection bias that follows their load."""
 
 import jax

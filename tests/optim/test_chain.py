@@ -1,4 +1,4 @@
-"""What a configuration builds equals hand-written Optax."""
+"""Optimizers of a configuration equal hand-written Optax."""
 
 import dataclasses
 

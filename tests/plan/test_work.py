@@ -188,7 +188,7 @@ def test_host_memory_does_not_count():
 
 
 def test_a_stack_that_a_fusion_only_tiles_anew_is_not_read_whole():
-    """As a TPU's compiler writes it: a fusion inside the fusion changes the tiles of all layers,
+    """HLO in a TPU compiler's manner: a fusion inside the fusion changes the tiles of all layers,
     and a slice of one follows."""
     program = parse("""HloModule m, is_scheduled=true
 

@@ -40,7 +40,7 @@ def written(folder, *rows):
 
 
 def parts(found):
-    """What is not zero, after a look at whether all of it is the wall time."""
+    """Seconds that are not zero, checked to sum to the wall time."""
     assert {*found.seconds} == {*CAUSES} and min(found.seconds.values()) >= 0
     assert math.isclose(sum(found.seconds.values()), found.wall, abs_tol=1e-6)
     return {

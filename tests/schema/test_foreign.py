@@ -10,7 +10,7 @@ from maxstack.schema.foreign import ROWS, equivalent
 
 
 def exists(annotation: Any, default: Any, path: list[str]) -> bool:
-    """Whether the schema has a key, NAME and N standing for any; below what is free, the default
+    """True where the schema has a key, NAME and N standing for any; below what is free, the default
     must have it."""
     if not path:
         return True

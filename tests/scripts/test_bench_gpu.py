@@ -52,8 +52,8 @@ sys.meta_path.insert(0, Absent())
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What a run at toy sizes writes, where nothing but jax, flax and optax can be imported of what
-    maxstack depends on."""
+    """Rows that a run at toy sizes writes, where nothing but jax, flax and optax can be imported of
+    what maxstack depends on."""
     folder = tmp_path_factory.mktemp("bench")
     (folder / "sitecustomize.py").write_text(BLOCKER)
     environment = os.environ | {

@@ -39,7 +39,7 @@ TEXT = 'data.sources=[{kind: text, files: ["{stdlib}/[a-f]*.py"], holdout: 0.2}]
 
 
 def run(monkeypatch, path, *arguments):
-    """What the exit code of a program is, run in this process."""
+    """Exit code of a program run in this process."""
     monkeypatch.setattr(sys, "path", [str(SCRIPTS), *sys.path])
     monkeypatch.setattr(sys, "argv", [str(path), *arguments])
     with pytest.raises(SystemExit) as left:

@@ -1,4 +1,4 @@
-"""What is too large for a process, a Kubernetes object or sbatch: it is refused before it is handed
+"""Inputs too large for a process, a Kubernetes object or sbatch are refused before it is handed
 over, and what is below the limit arrives."""
 
 import dataclasses
@@ -65,7 +65,7 @@ def container(one):
 
 
 def started(words, folder, **environment):
-    """What `maxstack train` was given as its file, by a shell with those words."""
+    """The file that `maxstack train` was given, by a shell with those words."""
     programs = {
         "maxstack": f'[ "$1" = config ] || cp "$2" {folder}/seen',
         "srun": 'while [ "$1" != maxstack ]; do shift; done; exec "$@"',

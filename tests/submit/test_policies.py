@@ -1,4 +1,4 @@
-"""What the owners of a cluster ask of a JobSet's pods: security, resources, volumes, names."""
+"""Cluster policies that a JobSet's pods satisfy: security, resources, volumes, names."""
 
 import copy
 import json

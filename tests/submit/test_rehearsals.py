@@ -141,7 +141,7 @@ def test_local_processes_train_as_one_with_as_many_devices_though_one_is_killed(
 
 
 def shown(folder, target, name, capsys):
-    """What a cluster would be given."""
+    """The objects that a cluster would be given."""
     words = [
         "submit",
         str(folder / "config.yml"),

@@ -1,4 +1,4 @@
-"""What clusters are given: JobSets, sbatch scripts and xpk's command line, for any name and
+"""Objects for clusters: JobSets, sbatch scripts and xpk's command line, for any name and
 value."""
 
 import argparse
@@ -80,7 +80,7 @@ def test_the_text_of_a_job_is_the_same_configuration(job, tmp_path):
 
 
 def environment_of(jobset, index: int, completion: int) -> dict[str, str]:
-    """What a pod's processes see."""
+    """Environment of a pod's processes."""
     fields = {gke.INDEX: str(index)}
     return {"JOB_COMPLETION_INDEX": str(completion)} | {
         entry["name"]: entry["value"].replace("$$", "$")

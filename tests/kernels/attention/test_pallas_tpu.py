@@ -31,14 +31,14 @@ def arrays(t, s, heads, kv, h, v, dtype=jnp.float32):
 
 
 def numbers(t, s, rows=2, packed=False):
-    """Of queries and keys: three documents, one after another or in any order."""
+    """Segments of queries and keys: three documents, one after another or in any order."""
     rng = np.random.default_rng(t + rows)
     drawn = [rng.integers(0, 3, (rows, length)) for length in (t, s)]
     return tuple(jnp.asarray(np.sort(x) if packed else x, jnp.int32) for x in drawn)
 
 
 def results(run, q, k, v, weights, sinks, same, request):
-    """What queries gather, and all gradients."""
+    """The attention's output and all gradients."""
     floats = (q, k, v) if sinks is None else (q, k, v, sinks)
 
     def loss(*floats):

@@ -24,7 +24,7 @@ CASE = AttentionCase(Request(0.1), 256, 256, 4, 2, 128, 128, "bfloat16", False, 
 
 @pytest.fixture
 def installed(monkeypatch):
-    """As if tokamax were there, and the process ran on the case's device."""
+    """tokamax played as installed, and the process ran on the case's device."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(library, "elsewhere", lambda device: None)
 

@@ -28,7 +28,7 @@ SIZES = {
     "no row of a group": (0, 0, 0, 0, 0, 0),
     "whole blocks": (16, 32, 16, 0, 0, 0),
 }
-"""Of the groups of 70 rows."""
+"""Sizes of the groups of 70 rows."""
 
 
 def inputs(sizes, rows=70, k=37, n=21):

@@ -21,7 +21,7 @@ KERNELS = {"megablox": "tpu_custom_call", "pallas_gpu": "__gpu$xla.gpu.triton"}
 
 
 def compiled(name, backend, dtype):
-    """Of the result and both gradients, each device with its own rows and groups' sizes."""
+    """Values of the result and both gradients, each device with its own rows and groups' sizes."""
     devices = parse(name).devices()
     cfg = MeshConfig(data=len(devices), fsdp=1)
     mesh, split, whole = sharding.make_mesh(cfg, devices), PartitionSpec("data"), PartitionSpec()
