@@ -46,12 +46,11 @@ def _step(
     norm = optax.tree.norm(grads)
     skipped, guarded = guard.judge(cfg.faults, state.guard, value, norm, summed.weight)
     accepted = skipped == guard.ACCEPTED
-    updates, opt = guard.update(
-        accepted, tx.update, grads, state.opt, params, value=value, grad=grads
-    )
+    updates, opt = tx.update(grads, state.opt, params, value=value, grad=grads)
+    opt = guard.where(accepted, opt, state.opt)
     params = joined(jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates), rest)
     carried = params if cfg.lora else decoder.carry(cfg.model, params, summed.loads)
-    params = guard.chosen(accepted, carried, state.params)
+    params = guard.where(accepted, carried, state.params)
     scalars = {name: total / weight for name, total in summed.metrics.items()}
     scalars["loss"] = scalars.pop("nll")
     scalars |= {
