@@ -46,12 +46,12 @@ def program(argv: Sequence[str]) -> int:
     try:
         return main(argv)
     except Exception as error:
-        told = (
+        explained = (
             hasattr(error, "exit_code") or isinstance(error, BrokenPipeError) or cli.lasting(error)
         )
         code = 1 if cli.lasting(error) else getattr(error, "exit_code", CRASHED)
         threading.Thread(target=_end_anyway, args=(code,), daemon=True).start()
-        if told:
+        if explained:
             raise
         traceback.print_exc()
         return code
@@ -128,7 +128,7 @@ def train(
     from maxstack.cluster import joining
     from maxstack.data import fits, make_feed
     from maxstack.evals.held_out import Evaluator
-    from maxstack.faults.policy import Policy
+    from maxstack.faults.policy import Policy, refusal
     from maxstack.faults.preemption import Preemption
     from maxstack.meter import Meter
     from maxstack.plan import fit
@@ -145,7 +145,7 @@ def train(
     fits(cfg.data, cfg.objective.token_ids(cfg.model.vocab))
     run = assemble(cfg, startup.make_mesh(cfg, left))
     fit.check_memory(run)
-    startup.check(run)
+    startup.check_can_start(run)
     first = jax.process_index() == 0
     folder = run_folder.claim(cfg, first, ending)
     ledger = Ledger(folder, first, started, doing=heart.doing if heart else None)
@@ -160,16 +160,14 @@ def train(
         if saves:
             ending.callback(saves.wait)
         state = saves.restore(feed) if saves else None
-    policy = (
-        Policy.from_json(cfg.faults, saves.notes) if saves and saves.notes else Policy(cfg.faults)
-    )
+    policy = Policy(cfg.faults, saves.notes if saves else None)
     begin = int(state.step) if state else 0
     startup.check_steps(cfg, begin)
 
     writer = Writer(folder, cfg.run.tensorboard, first)
     if saves and state is not None:
-        log.say(saves.told)
-        if moved := startup.moved_rate(saves.written, cfg, int(state.guard.updates)):
+        log.say(saves.summary)
+        if moved := startup.moved_rate(saves.saved_config, cfg, int(state.guard.updates)):
             log.say(moved)
     if begin == cfg.train.steps:
         log.say(f"nothing left to do: train.steps={begin} are done")
@@ -192,16 +190,30 @@ def train(
         compiled, seconds = compiling.result()
     log.say(f"{'loaded' if cfg.run.executable else 'compiled'} the step in {seconds:.1f} s")
 
-    stop, meter = (
-        Preemption(heart.interrupted) if heart else Preemption(),
-        Meter(run, feed, log, writer, ledger, policy),
-    )
+    stop = Preemption(heart.interrupted) if heart else Preemption()
+    meter = Meter(run, feed)
     checks = Checks(run, meter, log, writer)
     profiler = Profiler(cfg.train.profile, folder, log)
     eval_loss = None
     if evaluator and begin == 0:
         with ledger.spent("evaluation"):
             eval_loss = evaluator(0, state)
+
+    def report(row: dict[str, Any] | None) -> "Rewind | None":
+        """Write a step's row -> where the policy for faults goes back to. ConfigError where it ends
+        the run."""
+        if row is None:
+            return None
+        seconds = row["step_seconds"]
+        ledger.step(row["step"], seconds, row["data_wait"] * seconds, counts=not row["skipped"])
+        writer.write(row)
+        if (share := ledger.news()) is not None:
+            writer.write({"step": row["step"], "goodput": share})
+        log.step(row, meter.left(row["step"]))
+        if row["skipped"]:
+            log.say(refusal(row))
+        return policy.read(row)
+
     step, preempted = begin, False
     back: Rewind | Recompute | None
     ledger.begin_steps()
@@ -213,21 +225,25 @@ def train(
         for line in feed.damaged():
             log.warn(line)
         if policy.skips(step):
-            state, back = run.passed(state), meter.passed_over(step)
+            back = report(meter.flush())
+            state = run.passed(state)
+            writer.write({"step": step, "passed_over": 1})
+            ledger.passed_over(step)
+            meter.restart()
         else:
             profiler.before(step)
             state, scalars = compiled(state, run.place(batch, size), *frozen)
-            back = meter.add(step, scalars)
+            back = report(meter.add(step, scalars))
             profiler.after(step, scalars)
         done, preempted = step == cfg.train.steps, stop.requested(step)
         evaluate = evaluator and (done or step % cfg.eval.every == 0)
         save = saves and saves.due(step, done or preempted)
-        check = checks.due(step, bool(save))
-        if evaluate or save or check or done or preempted:
-            back = meter.flush() or back
-        if check and not back:
+        compare = checks.due(step, bool(save))
+        if evaluate or save or compare or done or preempted:
+            back = report(meter.flush()) or back
+        if compare and not back:
             with ledger.spent("check"):
-                back = checks(step, state, bool(save))
+                back = checks.compare(step, state, bool(save))
         if back:
             meter.drop()
             jax.tree.map(lambda leaf: leaf.delete(), state)  # else the devices would hold two
@@ -236,7 +252,7 @@ def train(
             step = int(state.step)
             ledger.resume(step)
             meter.restart()
-        elif evaluate or save or check:
+        elif evaluate or save or compare:
             if evaluator and evaluate:
                 with ledger.spent("evaluation"):
                     eval_loss = evaluator(step, state)
@@ -248,7 +264,8 @@ def train(
     with ledger.spent("save"):
         _close(feed, saves)
     finished = step == cfg.train.steps
-    meter.summary(finished)
+    if summary := meter.summary(finished):
+        log.say(summary)
     if finished and evaluator and cfg.eval.baselines:
         with ledger.spent("evaluation"):
             evaluator.compare()

@@ -17,30 +17,31 @@ REMEDY = (
 
 
 class Rewind(NamedTuple):
-    """Go on from the newest checkpoint before batch `first`, and pass over the batches `first` to
-    `last`."""
+    """Decision to go on from the newest checkpoint before batch `first`, and to pass over the
+    batches `first` to `last`."""
 
     first: int
     last: int
 
 
 class Policy:
-    """Reads the numbers of every step, in order, and decides by them and its own past alone: every
-    process, and every replay, decides alike."""
+    """Decides by the numbers of every step, read in order, and its own past alone: every process,
+    and every replay, decides alike. `saved`: what `to_json` returned before."""
 
-    def __init__(self, cfg: FaultsConfig):
+    skipped: list[list[int]]
+    """[first, last] of the batches that the run passes over, ascending and apart."""
+    rewinds: int
+
+    def __init__(self, cfg: FaultsConfig, saved: Mapping[str, Any] | None = None):
         self._cfg = cfg
-        self.skipped: list[list[int]] = []
-        """[first, last] of the batches that the run passes over, ascending and apart."""
-        self.rewinds = 0
-        self._spikes: list[int] = []
+        self.restore(saved or {})
 
     def read(self, row: Mapping[str, float]) -> Rewind | None:
-        """What follows from a step's numbers: step, skipped, refused, loss, grad_norm. ConfigError
-        where the run is to end.
+        """Decide by a step's numbers: step, skipped, refused, loss, grad_norm. ConfigError where
+        the run is to end.
 
-        After a Rewind the run restores, but not this object: its ranges already hold what is to be
-        passed over.
+        After a Rewind the run restores its state, but not this object: its ranges already hold what
+        is to be passed over.
         """
         if row["skipped"] == ACCEPTED:
             self._spikes = []
@@ -54,29 +55,22 @@ class Policy:
             )
         if row["refused"] > self._cfg.max_skips:
             raise ConfigError(
-                f"step {row['step']:.0f}: {_wrong(row)}; {row['refused']:.0f} updates in "
+                f"step {row['step']:.0f}: {_values(row)}; {row['refused']:.0f} updates in "
                 "a row are refused, and "
                 f"faults.max_skips={self._cfg.max_skips}; {REMEDY}"
             )
         return None
 
     def skips(self, step: int) -> bool:
-        """Whether the batch of this step is passed over."""
+        """True where the batch of this step is passed over."""
         return any(first <= step <= last for first, last in self.skipped)
 
     def to_json(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside the state, as plain JSON values."""
+        """The policy's past as plain JSON values, for a checkpoint."""
         return {"skipped": self.skipped, "rewinds": self.rewinds, "spikes": self._spikes}
 
-    @classmethod
-    def from_json(cls, cfg: FaultsConfig, saved: Mapping[str, Any]) -> "Policy":
-        """As it was when `to_json` gave `saved`."""
-        policy = cls(cfg)
-        policy.restore(saved)
-        return policy
-
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Back to what it was when `to_json` gave `saved`; the beginning, where that is empty."""
+        """Go back to when `to_json` returned `saved`; to the beginning, where that is empty."""
         self.skipped = [list(span) for span in saved.get("skipped", [])]
         self.rewinds, self._spikes = saved.get("rewinds", 0), list(saved.get("spikes", []))
 
@@ -98,8 +92,16 @@ class Policy:
         return Rewind(first, last)
 
 
-def _wrong(row: Mapping[str, float]) -> str:
-    """What was refused in a step."""
+def refusal(row: Mapping[str, float]) -> str:
+    """A line about a step whose update was refused."""
+    return (
+        f"step {row['step']}: loss {row['loss']:.6g}, gradient norm {row['grad_norm']:.6g}: "
+        f"{'not finite' if row['skipped'] == NOT_FINITE else 'a spike'}; the update was refused"
+    )
+
+
+def _values(row: Mapping[str, float]) -> str:
+    """The values for which a step was refused."""
     if row["skipped"] == SPIKE:
         return f"loss {row['loss']:.6g}, gradient norm {row['grad_norm']:.6g}: a spike"
     wrong = [

@@ -38,7 +38,7 @@ KILLED = {
 }
 PAUSE, LONGEST_PAUSE = 1.0, 60.0
 LONG = 600.0
-"""Seconds that a child must have lived to have come further, where goodput.jsonl does not say."""
+"""Seconds of a child's life that count as progress where goodput.jsonl does not say."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -46,8 +46,8 @@ def run(command: Sequence[str], folder: Path, most: int = 10, pause: float = PAU
     """Run `command`, the training of the run in `folder`, until it is done -> the exit code.
 
     A child that leaves with 1 or 2 is not started again: a mistake does not go away by itself.
-    After anything else but 0 it is, in `pause` seconds, twice as long each time up to a minute, and
-    at most `most` times in a row without progress: steps that count beyond all earlier ones.
+    After any other code but 0 it is, in `pause` seconds, twice as long each time up to a minute,
+    and at most `most` times in a row without progress, which is steps beyond all earlier ones.
     SIGTERM and SIGINT are passed on, and end it; a second SIGINT kills the child. Call it from the
     main thread.
     """
@@ -55,8 +55,8 @@ def run(command: Sequence[str], folder: Path, most: int = 10, pause: float = PAU
 
 
 def follow_parent() -> None:
-    """In the child of `run`, once SIGTERM has its handler: make the parent's death a SIGTERM, so
-    that nothing is orphaned; else do nothing.
+    """Make the parent's death a SIGTERM, in the child of `run` and once SIGTERM has its handler, so
+    that nothing is orphaned; elsewhere do nothing.
 
     Linux sends the signal (PR_SET_PDEATHSIG); on other systems a thread looks every second.
     """
@@ -69,7 +69,7 @@ def follow_parent() -> None:
 
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
     else:
-        threading.Thread(target=_watch, args=(parent,), daemon=True, name="parent").start()
+        threading.Thread(target=_poll, args=(parent,), daemon=True, name="parent").start()
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -85,7 +85,7 @@ class Supervisor:
         self._steps = goodput.so_far(self._folder).steps
 
     def run(self) -> int:
-        """As the function."""
+        """See the function `run`."""
         before = {
             number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)
         }
@@ -110,8 +110,8 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _live(self) -> int:
-        """One life of the child -> its return code. In a process group of its own it gets a
-        terminal's ^C from here alone, and once."""
+        """Run the child once -> its return code. In a process group of its own it gets a terminal's
+        ^C from here alone, and once."""
         environment = os.environ | {PARENT: str(os.getpid())}
         self._child = subprocess.Popen(
             self._command, stdin=subprocess.DEVNULL, env=environment, process_group=0
@@ -123,18 +123,18 @@ class Supervisor:
         return code
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        """Pass a signal on: each kind once, and for a second SIGINT SIGKILL."""
+        """Pass a signal on: each kind once, and a second SIGINT as SIGKILL."""
         again, self._asked = number in self._asked, [*self._asked, number]
         if self._child and (not again or number == signal.SIGINT):
             self._child.send_signal(signal.SIGKILL if again else number)
 
     def _progressed(self, size: int, lived: float) -> bool:
-        """Whether the child that ended came further than any before it. `size`: bytes in the books
-        before it."""
+        """True where the child that ended came further than any before it. `size`: bytes of
+        goodput.jsonl before it."""
         if self._size() == size:
             return lived >= LONG
-        steps, self._steps = self._steps, max(self._steps, goodput.so_far(self._folder).steps)
-        return self._steps > steps
+        before, self._steps = self._steps, max(self._steps, goodput.so_far(self._folder).steps)
+        return self._steps > before
 
     def _wait(self, code: int, lived: float) -> None:
         """Say why and what follows, and wait, but no longer when a signal comes."""
@@ -155,33 +155,28 @@ class Supervisor:
         if code == 0:
             self._say(f"done, after {restarts}")
         elif self._asked:
-            left = (
-                "killed at the second"
-                if code == -signal.SIGKILL and len(self._asked) > 1
-                else _reason(code)
-            )
+            second = code == -signal.SIGKILL and len(self._asked) > 1
             self._say(
                 f"{signal.Signals(self._asked[0]).name} was passed on, and no restart "
-                f"follows: {left}"
+                f"follows: {'killed at the second' if second else _reason(code)}"
             )
         elif code in MISTAKES:
             self._say(f"{_reason(code)}; a restart would not help")
         else:
-            many = (
-                f"{self._in_a_row} restart{'s' * (self._in_a_row != 1)} in a row "
-                "(--max-restarts) made no progress"
-            )
-            self._say(
-                f"gave up: {_reason(code)}; "
-                f"{many if self._most else '--max-restarts 0 allows no restart'}"
-            )
+            why = "--max-restarts 0 allows no restart"
+            if self._most:
+                why = (
+                    f"{self._in_a_row} restart{'s' * (self._in_a_row != 1)} in a row "
+                    "(--max-restarts) made no progress"
+                )
+            self._say(f"gave up: {_reason(code)}; {why}")
         return code if code >= 0 else 128 - code
 
     def _say(self, text: str) -> None:
-        found = goodput.so_far(self._folder)
-        books = f"; {goodput.sentence(found)}" if found.began else ""
+        so_far = goodput.so_far(self._folder)
+        goodput_line = f"; {goodput.sentence(so_far)}" if so_far.began else ""
         with contextlib.suppress(OSError):  # whoever read it may be gone
-            print(f"supervise: {text}{books}", file=sys.stderr, flush=True)
+            print(f"supervise: {text}{goodput_line}", file=sys.stderr, flush=True)
 
     def _size(self) -> int:
         try:
@@ -202,7 +197,7 @@ def _reason(code: int) -> str:
     return f"left with {code}"
 
 
-def _watch(parent: int) -> None:
+def _poll(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1)
     os.kill(os.getpid(), signal.SIGTERM)

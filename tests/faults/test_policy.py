@@ -86,7 +86,7 @@ def test_from_a_checkpoint_in_the_middle_of_a_row_of_spikes_it_decides_as_if_it_
     for cut in range(1, len(kinds)):
         policy = Policy(cfg)
         before = read(policy, kinds[:cut])
-        policy = Policy.from_json(cfg, json.loads(json.dumps(policy.to_json())))
+        policy = Policy(cfg, json.loads(json.dumps(policy.to_json())))
         in_a_row = next((i for i, kind in enumerate(reversed(kinds[:cut])) if not kind), cut)
         assert before + read(policy, kinds[cut:], begin=cut + 1, refused=in_a_row) == expected
         assert policy.to_json() == whole.to_json()
