@@ -52,7 +52,6 @@ def train(cfg: "Config", once: Callable[["Config", Sequence[Any] | None], int]) 
             f"{', '.join(map(str, sorted(lost))) or 'none'}; "
             f"attempt {attempt + 1} of at most {elastic.attempts} to go on",
             file=sys.stderr,
-            flush=True,
         )
     raise AssertionError("the last attempt returns or raises")
 

@@ -105,9 +105,8 @@ def introduce(run: Run, sources: list[str], log: Log, begins: bool = False) -> N
     kind = run.mesh.devices.flat[0].device_kind
     peak = peak_flops(kind)
     log.say(
-        f"{cfg.run.name}: {run.weights.parameters:,} parameters{trained}, {size / 2**20:,.1f} "
-        f"MiB in {types}; "
-        f"optimizer state {opt_size / 2**20:,.1f} MiB"
+        f"{cfg.run.name}: {run.weights.parameters:,} parameters{trained}, {size / 2**20:,.1f} MiB "
+        f"in {types}; optimizer state {opt_size / 2**20:,.1f} MiB"
     )
     log.say(
         f"devices: {run.mesh.size} x {kind} ({mesh}); peak "
@@ -175,9 +174,8 @@ def check_steps(cfg: "Config", begin: int) -> None:
     """ConfigError where the checkpoint is beyond train.steps."""
     if begin > cfg.train.steps:
         raise ConfigError(
-            f"train.steps={cfg.train.steps}, but the run is already at step {begin}; "
-            "raise train.steps, set checkpoint.restore to an "
-            "earlier step, or choose another run.name"
+            f"train.steps={cfg.train.steps}, but the run is already at step {begin}; raise "
+            "train.steps, set checkpoint.restore to an earlier step, or choose another run.name"
         )
 
 
@@ -216,9 +214,8 @@ def check_can_start(run: Run) -> None:
     cfg, _ = run.cfg, run.kernels
     if (folder_of(cfg) / "quantization.json").is_file():
         raise ConfigError(
-            f"run.name: {folder_of(cfg)} holds weights in low precision that maxstack "
-            "quantize made, and stays as it is; give a "
-            f"run.name of its own: run.name={cfg.run.name}-lora"
+            f"run.name: {folder_of(cfg)} holds weights in low precision that maxstack quantize "
+            f"made, and stays as it is; give a run.name of its own: run.name={cfg.run.name}-lora"
         )
     run.check_flags()
     frozen = [path for path, use in run.weights.rewrite.matches.items() if use.mode == "ptq"]
@@ -226,9 +223,8 @@ def check_can_start(run: Run) -> None:
     if frozen and not cfg.lora and not cfg.optimizer.trainable:
         raise ConfigError(
             f"quantization: {len(frozen)} weights, {frozen[0]} first, would be kept in low "
-            "precision and never trained (mode ptq), and the "
-            "rest would be; set lora to train adapters, mode: qt to train in low "
-            "precision, or optimizer.trainable for what is meant"
+            "precision and never trained (mode ptq), and the rest would be; set lora to train "
+            "adapters, mode: qt to train in low precision, or optimizer.trainable for what is meant"
         )
     if (folder_of(cfg) / "checkpoints").exists():
         return

@@ -192,7 +192,8 @@ def train(
 
     stop = Preemption(heart.interrupted) if heart else Preemption()
     meter = Meter(run, feed)
-    checks = Checks(run, meter, log, writer)
+    several = cfg.faults.check_every and run.mesh.size > 1
+    checks = Checks(run, meter, log, writer) if several else None
     profiler = Profiler(cfg.train.profile, folder, log)
     eval_loss = None
     if evaluator and begin == 0:
@@ -238,10 +239,10 @@ def train(
         done, preempted = step == cfg.train.steps, stop.requested(step)
         evaluate = evaluator and (done or step % cfg.eval.every == 0)
         save = saves and saves.due(step, done or preempted)
-        compare = checks.due(step, bool(save))
+        compare = checks and checks.due(step, bool(save))
         if evaluate or save or compare or done or preempted:
             back = report(meter.flush()) or back
-        if compare and not back:
+        if checks and compare and not back:
             with ledger.spent("check"):
                 back = checks.compare(step, state, bool(save))
         if back:

@@ -52,9 +52,8 @@ def check_forced(keys: Sequence[str], cfg: "Config") -> None:
         _check_exists(key, cfg.model_dump(mode="json"))
         if key == "train.batch_size":
             raise ConfigError(
-                "--force-config train.batch_size: cannot be forced, because each row "
-                "of a batch has its own place in the data; "
-                "start a new run with another run.name"
+                "--force-config train.batch_size: cannot be forced, because each row of a batch "
+                "has its own place in the data; start a new run with another run.name"
             )
 
 

@@ -30,9 +30,8 @@ def claim(path: Path, run: Path) -> None:
         other = of(path)
     if other and other != own and other.exists():
         raise ConfigError(
-            f"checkpoint.tiers: {path} holds the steps of {other}; choose another "
-            "run.name, or another path for the tier. If it is "
-            f"a copy for this run, delete {note}"
+            f"checkpoint.tiers: {path} holds the steps of {other}; choose another run.name, or "
+            f"another path for the tier. If it is a copy for this run, delete {note}"
         )
     if other != own:
         note.write_text(text, encoding="utf-8")

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +81,9 @@ class Shared:
                 manifest.mark(self.path(step)).touch()
             saving = ocp.save_checkpointables_async(self.path(step), dict(parts))
         except Exception as error:  # raised in `finish`, where every process hears of it
-            raised = error
-
-            def failed() -> None:
-                raise raised
-
-            return failed
+            failed = Future[None]()
+            failed.set_exception(error)
+            return failed.result
         return saving.result
 
     def finish(self, step: int, written: Callable[[], None], facts: Mapping[str, Any]) -> None:

@@ -37,15 +37,13 @@ class Tier(NamedTuple):
     """Storage of a run's checkpoints, and when and what it keeps."""
 
     storage: Shared | Local
-    every: int
     rule: CheckpointConfig | TierConfig
 
     def due(self, step: int, last: bool) -> bool:
         """True for a step that is saved here; the last one goes to every tier that all processes
         see."""
-        return self.every > 0 and (
-            step % self.every == 0 or (last and isinstance(self.storage, Shared))
-        )
+        every = self.rule.every
+        return every > 0 and (step % every == 0 or (last and isinstance(self.storage, Shared)))
 
 
 class Checkpoints:
@@ -100,7 +98,7 @@ class Checkpoints:
                     f"{error.strerror}; give another path"
                 ) from error
             if tier.replicate is None:
-                others.append(Tier(Shared(path, peers, aside=path), tier.every, tier))
+                others.append(Tier(Shared(path, peers, aside=path), tier))
                 continue
             if tier.replicate >= peers.count:
                 self._say(
@@ -108,9 +106,8 @@ class Checkpoints:
                     f"but the run has {peers.count} process{'es' * (peers.count > 1)}: "
                     f"{peers.count - 1 or 'no'} other disk holds a copy"
                 )
-            storage = Local(path, peers, tier.replicate, self._layout())
-            local.append(Tier(storage, tier.every, tier))
-        return [*local, Tier(self._own, cfg.every, cfg), *others]
+            local.append(Tier(Local(path, peers, tier.replicate, self._layout()), tier))
+        return [*local, Tier(self._own, cfg), *others]
 
     def _layout(self) -> str:
         """Name of how this mesh cuts the state into shards; hosts' own disks are read by the same
@@ -150,7 +147,9 @@ class Checkpoints:
         lacking = [
             tier
             for tier in self._tiers
-            if tier.every and isinstance(tier.storage, Shared) and step not in tier.storage.steps()
+            if tier.rule.every
+            and isinstance(tier.storage, Shared)
+            and step not in tier.storage.steps()
         ]
         if lacking:
             self._save(lacking, step, state, feed, notes, None)
@@ -185,7 +184,7 @@ class Checkpoints:
     def _finish(
         self, step: int, begun: list[tuple[Tier, Callable[[], None]]], facts: Mapping[str, Any]
     ) -> None:
-        for (storage, _, rule), written in begun:
+        for (storage, rule), written in begun:
             try:
                 storage.finish(step, written, facts)
                 storage.trim(functools.partial(removable, storage, rule))
@@ -271,10 +270,9 @@ class Checkpoints:
             self._set_aside(step, damaged)
             return state
         raise ConfigError(
-            f"{self._own.folder}: damaged are all of the steps "
-            f"{[step for _, step in damaged]} that checkpoint.restore={wanted} "
-            f"may take; name another of {self.steps()}, or start a new run with "
-            "another run.name"
+            f"{self._own.folder}: damaged are all of the steps {[step for _, step in damaged]} "
+            f"that checkpoint.restore={wanted} may take; name another of {self.steps()}, or start "
+            "a new run with another run.name"
         )
 
     def _restore_elsewhere(
@@ -333,8 +331,7 @@ class Checkpoints:
                 if (tier, other) in damaged:
                     self._say(
                         f"step {other} was put aside as "
-                        f"{tier.storage.set_aside(other, 'damaged')}; going on from step "
-                        f"{step}"
+                        f"{tier.storage.set_aside(other, 'damaged')}; going on from step {step}"
                     )
                 elif other > step:
                     tier.storage.set_aside(other, "abandoned")
@@ -419,13 +416,11 @@ def _local_position(position: jax.Array) -> np.ndarray:
     return np.concatenate([shards[first] for first in sorted(shards)]).astype(np.int64)
 
 
-def removable(
-    storage: Shared | Local, cfg: CheckpointConfig | TierConfig, steps: list[int]
-) -> list[int]:
+def removable(storage: Any, cfg: CheckpointConfig | TierConfig, steps: list[int]) -> list[int]:
     """The finished steps that no rule keeps; kept are the newest, multiples of keep_every, and
     those of the lowest eval_loss."""
     stay = {*steps[-cfg.keep :]}
-    if isinstance(cfg, CheckpointConfig) and not isinstance(storage, Local):
+    if isinstance(cfg, CheckpointConfig):  # the rule of the run's own folder, a Shared
         stay |= {step for step in steps if cfg.keep_every and step % cfg.keep_every == 0}
         losses: dict[int, float] = {}
         for step in steps if cfg.keep_best else ():
@@ -445,22 +440,23 @@ def _flat(state: Tree) -> dict[str, Any]:
     }
 
 
-def _unflat(state: Tree, flat: dict[str, Any]) -> Tree:
-    def leaf(path: Any, wanted: Any) -> Any:
-        value = flat[jax.tree_util.keystr(path, simple=True, separator="/")]
-        return (
-            jax.random.wrap_key_data(value)
-            if jnp.issubdtype(wanted.dtype, jax.dtypes.prng_key)
-            else value
-        )
-
-    return jax.tree_util.tree_map_with_path(leaf, state)
+def _unflat(state: Tree, values: Mapping[str, Any]) -> Tree:
+    """The values of `_flat` in the shape of `state`."""
+    leaves = [
+        jax.random.wrap_key_data(values[path]) if _is_key(leaf) else values[path]
+        for path, leaf in zip(_flat(state), jax.tree.leaves(state), strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(state), leaves)
 
 
 def _bits(leaf: Any) -> Any:
-    if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if not _is_key(leaf):
         return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):
         bits = jax.eval_shape(jax.random.key_data, leaf)
         return jax.ShapeDtypeStruct(bits.shape, bits.dtype, sharding=leaf.sharding)
     return jax.random.key_data(leaf)
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -61,9 +61,8 @@ def member(variables: Variables, on_tpu: bool) -> Member | None:
             return own if own.processes > 1 else None
     if "JAX_COORDINATOR_ADDRESS" in variables:
         raise ConfigError(
-            "JAX_COORDINATOR_ADDRESS is in the environment, but not how many processes "
-            "there are and which this is; set "
-            "JAX_NUM_PROCESSES and JAX_PROCESS_ID, or unset it"
+            "JAX_COORDINATOR_ADDRESS is in the environment, but not how many processes there are "
+            "and which this is; set JAX_NUM_PROCESSES and JAX_PROCESS_ID, or unset it"
         )
     missing = TORCHRUN - variables.keys()
     if len(missing) == 1 and variables.get("WORLD_SIZE") != "1":
@@ -115,11 +114,9 @@ def _slurm(variables: Variables) -> Member | None:
     if not variables.keys() >= needed:
         if (tasks := int(variables.get("SLURM_NTASKS", "1"))) > 1:
             print(
-                f"distributed: Slurm job {variables.get('SLURM_JOB_ID')} has {tasks} "
-                "tasks, but this is none of an srun step's; if nothing else "
-                "says with whom, it trains alone",
+                f"distributed: Slurm job {variables.get('SLURM_JOB_ID')} has {tasks} tasks, but "
+                "this is none of an srun step's; if nothing else says with whom, it trains alone",
                 file=sys.stderr,
-                flush=True,
             )
         return None
     job, step = _number(variables, "SLURM_JOB_ID"), int(variables.get("SLURM_STEP_ID", 0))
@@ -178,8 +175,7 @@ def _open_mpi(variables: Variables) -> Member | None:
         else:
             raise ConfigError(
                 "Open MPI does not say where process 0 runs; give it: mpirun -x "
-                "JAX_COORDINATOR_ADDRESS=HOST:PORT ..., the first host and "
-                "a free port there"
+                "JAX_COORDINATOR_ADDRESS=HOST:PORT ..., the first host and a free port there"
             )
     return Member(
         "Open MPI",

@@ -120,4 +120,4 @@ def devices_of(local: tuple[int, int]) -> list[int] | None:
 
 def say(text: str) -> None:
     """Print to stderr: the log is not open yet."""
-    print(f"distributed: {text}", file=sys.stderr, flush=True)
+    print(f"distributed: {text}", file=sys.stderr)

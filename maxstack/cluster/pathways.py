@@ -39,9 +39,8 @@ def initialize() -> None:
             why = error.strerror or "nobody answers"
         if time.monotonic() > deadline:
             raise Missing(
-                f"runtime: pathways: no proxy answers at {host}:{port} ({why}) in "
-                f"{WAIT:.0f} s; look whether its container runs, or "
-                f"correct {TARGET}={os.environ[TARGET]}"
+                f"runtime: pathways: no proxy answers at {host}:{port} ({why}) in {WAIT:.0f} s; "
+                f"look whether its container runs, or correct {TARGET}={os.environ[TARGET]}"
             )
         time.sleep(OFTEN)
     import pathwaysutils

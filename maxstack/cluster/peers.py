@@ -62,8 +62,7 @@ class Peers:
             except OSError as error:
                 raise ConfigError(
                     f"distributed: {host}, where process 0 is, is not reached by IPv4 "
-                    f"({error.strerror}), which watchdogs and copies "
-                    "of checkpoints use; give the hosts such addresses, and one of them "
-                    "or its name as coordinator"
+                    f"({error.strerror}), which watchdogs and copies of checkpoints use; give the "
+                    "hosts such addresses, and one of them or its name as coordinator"
                 ) from error
             return probe.getsockname()[0]

@@ -155,8 +155,7 @@ class _Caller:
         if card.processes != own.processes:
             return (
                 f"distributed.processes: {card.processes} for process {card.process} on "
-                f"{card.host}, but {own.processes} for process 0 on "
-                f"{own.host}; give all the same"
+                f"{card.host}, but {own.processes} for process 0 on {own.host}; give all the same"
             )
         connection, other = self._here.get(card.process, (None, own))
         if card.process == 0 or (connection and _alive(connection)):
@@ -171,9 +170,8 @@ class _Caller:
                 for key, old, new in odd[:NAMED]
             )
             return (
-                f"distributed: process 0 on {own.host} and process {card.process} on "
-                f"{card.host} were started otherwise: {pairs}; "
-                "give all the same configuration and packages"
+                f"distributed: process 0 on {own.host} and process {card.process} on {card.host} "
+                f"were started otherwise: {pairs}; give all the same configuration and packages"
             )
         return None
 

@@ -111,7 +111,7 @@ class Heartbeat:
         self._send(message, socket.MSG_DONTWAIT)
 
     def done(self) -> None:
-        """Report that nothing is left to do but to end."""
+        """Report that the process has only to end."""
         self._send({"end": "done", "doing": "ending", "limit": self._cfg.other})
 
     def interrupted(self) -> None:
@@ -151,7 +151,6 @@ class Heartbeat:
                 print(
                     "the watchdog is gone: nobody ends this run if it hangs",
                     file=sys.stderr,
-                    flush=True,
                 )
             self._watchdog_gone = True
 

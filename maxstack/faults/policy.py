@@ -1,7 +1,6 @@
 """The host's decision about refused updates: go on, go back before a row of spikes, or end the
 run."""
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -29,7 +28,7 @@ class Policy:
     and every replay, decides alike. `saved`: what `to_json` returned before."""
 
     skipped: list[list[int]]
-    """[first, last] of the batches that the run passes over, ascending and apart."""
+    """[first, last] of the batches that the run passes over, for each rewind."""
     rewinds: int
 
     def __init__(self, cfg: FaultsConfig, saved: Mapping[str, Any] | None = None):
@@ -55,9 +54,8 @@ class Policy:
             )
         if row["refused"] > self._cfg.max_skips:
             raise ConfigError(
-                f"step {row['step']:.0f}: {_values(row)}; {row['refused']:.0f} updates in "
-                "a row are refused, and "
-                f"faults.max_skips={self._cfg.max_skips}; {REMEDY}"
+                f"{refusal(row)}; {row['refused']:.0f} updates in a row "
+                f"are refused, and faults.max_skips={self._cfg.max_skips}; {REMEDY}"
             )
         return None
 
@@ -75,6 +73,7 @@ class Policy:
         self.rewinds, self._spikes = saved.get("rewinds", 0), list(saved.get("spikes", []))
 
     def _go_back(self, first: int, last: int, bound: int) -> Rewind:
+        """Decide to go back before batch `first`. ConfigError after `bound` rewinds."""
         if self.rewinds == bound:
             raise ConfigError(
                 f"step {last}: {len(self._spikes)} spikes of the loss or the gradient "
@@ -82,34 +81,14 @@ class Policy:
                 f"run before, and faults.spike.max_rewinds={bound}; {REMEDY}"
             )
         self.rewinds, self._spikes = self.rewinds + 1, []
-        merged: list[list[int]] = []
-        for span in sorted([*self.skipped, [first, last]]):
-            if merged and span[0] <= merged[-1][1] + 1:
-                merged[-1][1] = max(merged[-1][1], span[1])
-            else:
-                merged.append([*span])
-        self.skipped = merged
+        self.skipped.append([first, last])
         return Rewind(first, last)
 
 
 def refusal(row: Mapping[str, float]) -> str:
     """A line about a step whose update was refused."""
+    why = "a spike" if row["skipped"] == SPIKE else "the objective or its gradient is not finite"
     return (
-        f"step {row['step']}: loss {row['loss']:.6g}, gradient norm {row['grad_norm']:.6g}: "
-        f"{'not finite' if row['skipped'] == NOT_FINITE else 'a spike'}; the update was refused"
-    )
-
-
-def _values(row: Mapping[str, float]) -> str:
-    """The values for which a step was refused."""
-    if row["skipped"] == SPIKE:
-        return f"loss {row['loss']:.6g}, gradient norm {row['grad_norm']:.6g}: a spike"
-    wrong = [
-        f"{name} {row[key]}"
-        for name, key in (("loss", "loss"), ("gradient norm", "grad_norm"))
-        if not math.isfinite(row[key])
-    ]
-    return (
-        f"{' and '.join(wrong) or 'a part of the objective beside the loss'} "
-        f"{'are' if len(wrong) > 1 else 'is'} not finite"
+        f"step {row['step']:.0f}: loss {row['loss']:.6g}, gradient norm {row['grad_norm']:.6g}: "
+        f"{why}; the update was refused"
     )

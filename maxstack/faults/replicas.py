@@ -84,7 +84,9 @@ class Replicas:
             for (name, axes), own in numbers.items()
         ]
         self._chosen = [leaves[i] for part in self.parts for i in part.leaves]
-        self._size, self._compared = sum(map(_bytes, leaves)), sum(map(_bytes, self._chosen))
+        self._size, self._compared = (
+            sum(leaf.size * leaf.dtype.itemsize for leaf in each) for each in (leaves, self._chosen)
+        )
 
     @property
     def covered(self) -> float:
@@ -246,18 +248,16 @@ class Corruption:
         if not both:
             return (
                 f"{text}: {self._replicas.named(_suspects(first))} before, "
-                f"{self._replicas.named(_suspects(differences))} now, so it is not one "
-                "device's; test these, or set faults.check_every=0 where the program "
-                "itself is not deterministic (on a GPU see "
-                "xla.flags.xla_gpu_deterministic_ops)"
+                f"{self._replicas.named(_suspects(differences))} now, so it is not one device's; "
+                "test these, or set faults.check_every=0 where the program itself is not "
+                "deterministic (on a GPU see xla.flags.xla_gpu_deterministic_ops)"
             )
         if after is not None and not _certain(differences):
             both = both & _changed(first, before, after) or both
         return (
             f"{text}: the fault stays, in "
-            f"{'' if len(both) == 1 else 'one or more of '}{self._replicas.named(both)}; "
-            "take it out of service, "
-            "and run the same command again"
+            f"{'' if len(both) == 1 else 'one or more of '}{self._replicas.named(both)}; take it "
+            "out of service, and run the same command again"
         )
 
 
@@ -362,10 +362,6 @@ def _shards(mesh: Mesh, axes: frozenset[str]) -> np.ndarray:
     sizes = [size if axis in axes else 1 for axis, size in mesh.shape.items()]
     shards = np.arange(np.prod(sizes)).reshape(sizes)
     return np.broadcast_to(shards, tuple(mesh.shape.values())).ravel()
-
-
-def _bytes(leaf: jax.ShapeDtypeStruct) -> int:
-    return leaf.size * leaf.dtype.itemsize
 
 
 def _local_bytes(leaf: jax.ShapeDtypeStruct) -> int:

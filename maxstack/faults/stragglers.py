@@ -168,8 +168,7 @@ def slow_devices(speeds: Sequence[Speed], slow: float) -> dict[tuple[int, str], 
                 which = "its devices need"
             reasons[process, "devices"] = (
                 f"{which} {seconds * 1e3:.0f} ms for what the others do in "
-                f"{seconds / ratio * 1e3:.0f} ms, "
-                f"{ratio:.1f} times as long (their median)"
+                f"{seconds / ratio * 1e3:.0f} ms, {ratio:.1f} times as long (their median)"
             )
     return reasons
 
@@ -185,9 +184,8 @@ def slow_hosts(speeds: Sequence[Speed], slow: float) -> dict[tuple[int, str], st
         if held_up > 1.0 - 1.0 / slow:
             what = "its batches" if speed.starved > speed.late / 2 else "its Python thread"
             reasons[process, "host"] = (
-                f"all wait for {what}; its devices have nothing to do for "
-                f"{speed.late:.3g} s of a step's "
-                f"{speed.step:.3g} s, the others' for {other:.3g} s (their median)"
+                f"all wait for {what}; its devices have nothing to do for {speed.late:.3g} s of a "
+                f"step's {speed.step:.3g} s, the others' for {other:.3g} s (their median)"
             )
     return reasons
 

@@ -176,7 +176,7 @@ class Supervisor:
         so_far = goodput.so_far(self._folder)
         goodput_line = f"; {goodput.sentence(so_far)}" if so_far.began else ""
         with contextlib.suppress(OSError):  # whoever read it may be gone
-            print(f"supervise: {text}{goodput_line}", file=sys.stderr, flush=True)
+            print(f"supervise: {text}{goodput_line}", file=sys.stderr)
 
     def _size(self) -> int:
         try:

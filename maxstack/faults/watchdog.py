@@ -241,7 +241,7 @@ class Watchdog:
 
     def _say(self, text: str, log: bool) -> None:
         with contextlib.suppress(OSError):  # who read it may be gone
-            print(text, file=sys.stderr, flush=True)
+            print(text, file=sys.stderr)
         if log:
             stamp = time.strftime("%Y-%m-%d %H:%M:%S")
             with contextlib.suppress(OSError), open(self._arguments["log"], "a") as file:

@@ -205,9 +205,8 @@ class Account:
             )
         if back := self._back:
             remarks.append(
-                f"the clock went back between processes ({len(back)} x, by "
-                f"{max(back):,.0f} s or more); for how long no process ran there is "
-                "not known, and counts as 0"
+                f"the clock went back between processes ({len(back)} x, by {max(back):,.0f} s or "
+                "more); for how long no process ran there is not known, and counts as 0"
             )
         if self._damaged:
             remarks.append(

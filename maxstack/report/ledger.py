@@ -49,7 +49,6 @@ class Ledger:
                 print(
                     f"{self._path}: {error.strerror}; what was spent before is not counted",
                     file=sys.stderr,
-                    flush=True,
                 )
         self._began = now if started is None else started
         if self._began < (seen := self._account.seen_on(boot)) <= now:
