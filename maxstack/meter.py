@@ -79,7 +79,7 @@ class Meter:
         return row
 
     def lag(self) -> Lag:
-        """How this process kept up with its devices in the steps since the last call."""
+        """Times of the steps since the last call."""
         lag, self._lag = self._lag, Lag(0, 0.0, 0.0, 0.0)
         return lag
 

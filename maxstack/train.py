@@ -284,15 +284,15 @@ def _close(*parts: "Feed | Checkpoints | Writer | Log | None") -> None:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """Before the loop there is nothing to save, and neither a compilation nor a restore under way
-    is worth waiting for."""
+    """Leave at once: before the loop there is nothing to save, and neither a compilation nor a
+    restore under way is worth waiting for."""
     tell("SIGTERM: leaving before the first step\n")
     os._exit(RETRY)
 
 
 def _end_anyway(code: int) -> None:
-    """A library may have left a thread behind that nobody ends, as Orbax does where it cannot
-    write."""
+    """End the process after GRACE seconds: a library may have left a thread behind that nobody
+    ends, as Orbax does where it cannot write."""
     time.sleep(GRACE)
     sys.stdout.flush()
     os._exit(code)

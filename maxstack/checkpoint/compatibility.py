@@ -26,7 +26,7 @@ FREE = (
     "lora.dropout",
     "lora.adapter",
 )
-"""Keys below those of BOUND that may change all the same."""
+"""Keys below those of BOUND that may change nevertheless."""
 HARMLESS: dict[str, list[tuple[Any, Any]]] = {
     "data.sources.*.encoding_errors": [
         (config.ABSENT, "refuse"),
@@ -142,7 +142,7 @@ def _harmless(key: str, old: Any, new: Any) -> bool:
 
 
 def _shown(key: str, value: Any) -> str:
-    """In YAML's flow style; of the rules of a recipe what is no default."""
+    """A value in YAML's flow style; the rules of a recipe without what is their default."""
     if key == "quantization.rules" and isinstance(value, list):
         fields = RuleConfig.model_fields
         defaults = {name: field.get_default() for name, field in fields.items()}

@@ -28,10 +28,7 @@ class PeerFiles:
         self._key = bytes.fromhex(peers.exchange("peers", secrets.token_hex(32))[0])
         self._listener = Listener((peers.own_address(), 0), authkey=self._key)
         threading.Thread(target=self._serve, name="peers", daemon=True).start()
-        self._addresses = [
-            (str(host), int(port))
-            for host, port in peers.exchange("peers", [*self._listener.address])
-        ]
+        self._addresses = [*map(tuple, peers.exchange("peers", self._listener.address))]
 
     def fetch(self, process: int, name: str) -> Iterator[bytes]:
         """The file `name` below another process's folder, block by block. OSError where it cannot

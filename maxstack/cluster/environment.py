@@ -71,7 +71,8 @@ def member(variables: Variables, on_tpu: bool) -> Member | None:
             f"{', '.join(missing)}; set it, or unset them"
         )
     if on_tpu and "TPU_SKIP_MDS_QUERY" not in variables:
-        own = _tpu_pod(_metadata(variables.get("GCE_METADATA_HOST", METADATA)))
+        host = variables.get("GCE_METADATA_HOST", METADATA)
+        own = _tpu_pod(lambda name: _attribute(host, name))
         return own if own and own.processes > 1 else None
     return None
 
@@ -238,22 +239,18 @@ def _of_slices(source: str, hosts: list[str], number: int, variables: Variables)
     )
 
 
-def _metadata(host: str) -> Callable[[str], str | None]:
-    """A function from the name of an attribute of this machine to its value; None for an attribute
-    that it has not, or where nobody answers."""
-
-    def attribute(name: str) -> str | None:
-        request = urllib.request.Request(
-            f"http://{host}/computeMetadata/v1/instance/attributes/{name}",
-            headers={"Metadata-Flavor": "Google"},
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=METADATA_WAIT) as answer:
-                return answer.read().decode()
-        except OSError:
-            return None
-
-    return attribute
+def _attribute(host: str, name: str) -> str | None:
+    """An attribute of this machine by its metadata server; None where it has no such attribute, or
+    nobody answers."""
+    request = urllib.request.Request(
+        f"http://{host}/computeMetadata/v1/instance/attributes/{name}",
+        headers={"Metadata-Flavor": "Google"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=METADATA_WAIT) as answer:
+            return answer.read().decode()
+    except OSError:
+        return None
 
 
 def _port_of(job: str) -> int:

@@ -16,7 +16,7 @@ import jax
 from maxstack.config import ConfigError
 
 WAIT_MS = 600_000
-"""How long a process waits for the slowest."""
+"""Milliseconds that a process waits for the slowest."""
 
 
 class Peers:

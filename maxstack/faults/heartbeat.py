@@ -28,7 +28,7 @@ VERDICT = 8.0
 """Seconds to wait, after an error of jax's, for the watchdog to report a lost peer, which causes
 such errors."""
 JOINED_MS = 60_000
-"""How long those that have joined take at most to say so."""
+"""Milliseconds for the processes that have joined to meet."""
 
 
 _current: "Heartbeat | None" = None

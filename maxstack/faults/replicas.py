@@ -49,7 +49,7 @@ class Difference(NamedTuple):
     column: int
     """Number of the part."""
     hashes: dict[int, int]
-    """By the device's number in the mesh."""
+    """Device's number in the mesh -> hash of its copy."""
 
     def outvoted(self) -> set[int]:
         """The devices that do not hold what most hold; none where no value has the most copies."""
@@ -83,15 +83,10 @@ class Replicas:
             Part(name, _shards(mesh, axes), tuple(own), sum(_local_bytes(leaves[i]) for i in own))
             for (name, axes), own in numbers.items()
         ]
-        self._chosen = [leaves[i] for part in self.parts for i in part.leaves]
-        self._size, self._compared = (
-            sum(leaf.size * leaf.dtype.itemsize for leaf in each) for each in (leaves, self._chosen)
-        )
-
-    @property
-    def covered(self) -> float:
+        self._compared = [leaves[i] for part in self.parts for i in part.leaves]
+        self._size = _bytes(leaves)
+        self.covered = _bytes(self._compared) / self._size
         """The share of the state's bytes that exist more than once in devices' memory."""
-        return self._compared / self._size
 
     def describe(self, every: int) -> str:
         """A line for the log: how much is compared."""
@@ -147,7 +142,7 @@ class Replicas:
                 )
             return jnp.stack(hashes)[None]
 
-        specs = [leaf.sharding.spec for leaf in self._chosen]
+        specs = [leaf.sharding.spec for leaf in self._compared]
         mapped = jax.shard_map(
             local,
             mesh=self._mesh,
@@ -157,7 +152,7 @@ class Replicas:
         )
         return (
             jax.jit(mapped, out_shardings=NamedSharding(self._mesh, PartitionSpec()))
-            .lower(self._chosen)
+            .lower(self._compared)
             .compile()
         )
 
@@ -362,6 +357,10 @@ def _shards(mesh: Mesh, axes: frozenset[str]) -> np.ndarray:
     sizes = [size if axis in axes else 1 for axis, size in mesh.shape.items()]
     shards = np.arange(np.prod(sizes)).reshape(sizes)
     return np.broadcast_to(shards, tuple(mesh.shape.values())).ravel()
+
+
+def _bytes(leaves: Iterable[jax.ShapeDtypeStruct]) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def _local_bytes(leaf: jax.ShapeDtypeStruct) -> int:

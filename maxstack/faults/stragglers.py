@@ -127,7 +127,7 @@ class Stragglers:
         return Report(lines, numbers)
 
     def _calibrated(self) -> int:
-        """How often all repeat the problem, by the speed of the first process."""
+        """Number of times that all repeat the problem, by the speed of the first process."""
         self._probe(1)
         rounds = 1
         if self._peers.number == 0:

@@ -22,14 +22,14 @@ from maxstack.report import goodput
 from maxstack.report.console import Lasting
 
 PARENT = "MAXSTACK_SUPERVISED"
-"""In the child's environment: the parent's process id."""
+"""Environment variable of the child with the parent's process id."""
 MISTAKES = {
-    1: "a mistake in the configuration, or what else a restart does not mend, told above",
+    1: "a mistake in the configuration, or what else a restart does not mend, reported above",
     2: "bad data",
 }
 REASONS = {
     RETRY: "stopped, hung or lost a peer",
-    CRASHED: "an error in the program, told above",
+    CRASHED: "an error in the program, reported above",
     130: "interrupted",
 }
 KILLED = {
@@ -85,7 +85,7 @@ class Supervisor:
         self._steps = goodput.so_far(self._folder).steps
 
     def run(self) -> int:
-        """See the function `run`."""
+        """Run the child until it is done, as the function `run` describes."""
         before = {
             number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)
         }
@@ -186,7 +186,7 @@ class Supervisor:
 
 
 def _reason(code: int) -> str:
-    """How a process left, in words."""
+    """Description of an exit code; a negative one is a signal's."""
     if code < 0:
         number = signal.Signals(-code)
         return f"killed by {number.name}{KILLED.get(number, '')}"

@@ -135,7 +135,7 @@ class Watchdog:
         """Open the lines between the watchdogs: process 0's listens and sends its address, to which
         the others connect."""
         if at is not None:
-            self._first = Client((at[0], at[1]), authkey=key)
+            self._first = Client(tuple(at), authkey=key)
             self._heard[self._first] = time.monotonic()
             self._send({"status": self._own})
             return

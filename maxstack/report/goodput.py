@@ -181,15 +181,15 @@ class Account:
         of a row are taken to be equally long."""
         while self._steps and self._steps[-1][1] > step:
             first, last, stepping, waited = self._steps.pop()
-            kept = max(0, step - first + 1) / (last - first + 1)
-            if kept:
-                self._steps.append((first, int(step), stepping * kept, waited * kept))
+            share = max(0, step - first + 1) / (last - first + 1)
+            if share:
+                self._steps.append((first, int(step), stepping * share, waited * share))
             lost = last - max(int(step), first - 1)
             self._done -= lost
             self._lost += lost
             for cause, seconds in (
-                ("useful", (stepping - waited) * (1 - kept)),
-                ("data wait", waited * (1 - kept)),
+                ("useful", (stepping - waited) * (1 - share)),
+                ("data wait", waited * (1 - share)),
             ):
                 seconds = min(seconds, self._seconds[cause])
                 self._seconds[cause] -= seconds
