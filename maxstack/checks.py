@@ -1,5 +1,5 @@
-"""The comparisons every so many steps: of what several devices hold alike, and of the processes'
-speeds."""
+"""The comparisons every so many steps: of the copies that several devices hold, and of the
+processes' speeds."""
 
 from maxstack.cluster.peers import Peers
 from maxstack.faults.replicas import Corruption, Recompute, Replicas

@@ -125,7 +125,7 @@ class Compatibility(NamedTuple):
         )
 
     def _changes(self, keys: Sequence[str], free: Sequence[str] = ()) -> list[str]:
-        """`key: old -> new` of what differs below some keys."""
+        """`key: old -> new` for each difference below some keys."""
         return [
             f"{key}: {_shown(key, old)} -> {_shown(key, new)}"
             for key, old, new in config.difference(self.saved, self.cfg.model_dump(mode="json"))

@@ -43,8 +43,8 @@ class Local:
         self._turn, self._began = 0, peers.exchange("local began", f"{time.time_ns():020}")[0]
 
     def clear(self) -> list[str]:
-        """Remove what was never finished, and put aside what has a damaged manifest -> a line for
-        each, of all processes."""
+        """Remove unfinished steps, and put aside steps with a damaged manifest -> a line for each,
+        of all processes."""
         lines = []
         for path in sorted(self._own.glob("*/*")):
             try:
@@ -83,8 +83,8 @@ class Local:
         return sorted(self._holders)
 
     def present(self) -> list[int]:
-        """Every step of which anything lies on any disk, whole or not, oldest first. Every process
-        asks at the same time."""
+        """Every step that lies on any disk, whole or in part, oldest first. Every process asks at
+        the same time."""
         return sorted({*self._of_all("local present", self._on_disk())})
 
     def begin(self, step: int, parts: Mapping[str, Any]) -> Callable[[], None]:

@@ -1,8 +1,7 @@
 """The manifest of a checkpoint's step: a checksum of every file. A step counts once its manifest is
 there, and is compared with it when it is read.
 
-xxh3 with 64 bits: it finds what disks, networks and copies do to files, not what an adversary
-would.
+xxh3 with 64 bits: it finds damage by disks, networks and copies, not by an adversary.
 """
 
 import concurrent.futures
@@ -28,7 +27,7 @@ EVERY = slice(None)
 
 
 class Damage(Exception):
-    """A step is not what was written: which file, and what is wrong with it."""
+    """A file of a step is lost, unreadable or changed; the message names it and the fault."""
 
 
 Entry = dict[str, Any]
@@ -101,8 +100,8 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
 def damages(
     folder: Path, share: slice = EVERY, done: Callable[[int], Any] = lambda size: None
 ) -> Iterator[str]:
-    """A line for each file of a step that is not what was written, none where the step is intact;
-    `share` of its files alone, in their order. `done` is called with the bytes of each file that
+    """A line for each lost, unreadable or changed file of a step, none where it is intact; `share`
+    of its files alone, in their order. `done` is called with the bytes of each file that
     was read."""
     try:
         entries = [*read(folder)[1].items()][share]

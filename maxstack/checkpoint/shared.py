@@ -29,8 +29,8 @@ warnings.filterwarnings("ignore", r"coroutine '\w*\.?save_checkpointables", Runt
 
 
 class Shared:
-    """The steps below `folder`. A step is a folder of that number with a manifest; what has none
-    was never finished.
+    """The steps below `folder`. A step is a folder of that number with a manifest; a folder without
+    one was never finished.
 
     `begin` and all that reads belong to one thread, `finish` to another, in all processes alike.
     """
@@ -74,7 +74,7 @@ class Shared:
 
     def begin(self, step: int, parts: Mapping[str, Any]) -> Callable[[], None]:
         """Copy the arrays off the devices and write on in the background -> a function that waits
-        for that, and raises what went wrong."""
+        for that, and raises its error."""
         try:
             if self._peers.number == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -126,7 +126,7 @@ class Shared:
     @contextlib.contextmanager
     def verified(self, step: int) -> Iterator[None]:
         """Check a step's files against their checksums while the block reads them, each process a
-        share. Damage, the same in every process, where a file is not what was written, whatever
+        share. Damage, the same in every process, where a file was lost or changed, whatever
         error reading it led to."""
         share = slice(self._peers.number, None, self._peers.count)
         raised = None

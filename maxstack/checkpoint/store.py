@@ -34,7 +34,7 @@ FORMAT = 2
 
 
 class Tier(NamedTuple):
-    """Storage of a run's checkpoints, and when and what it keeps."""
+    """Storage of a run's checkpoints, and the rule by which it saves and keeps them."""
 
     storage: Shared | Local
     rule: CheckpointConfig | TierConfig
@@ -49,8 +49,8 @@ class Tier(NamedTuple):
 class Checkpoints:
     """Saves and restores. One save at a time runs in the background; the next waits for it.
 
-    `say` is called, at once and from any thread, with what a user should not miss. A step that
-    could not be written, or is not what was written, is never the latest: the run goes on from the
+    `say` is called, at once and from any thread, with messages for the user. A step that could
+    not be written, or was damaged since, is never the latest: the run goes on from the
     newest intact one. `forced` are keys that may have changed since a checkpoint.
     """
 
@@ -59,7 +59,7 @@ class Checkpoints:
     saved_config: dict[str, Any]
     """The configuration that wrote that checkpoint."""
     summary: str
-    """A line about what was restored."""
+    """A line about the restored step."""
 
     def __init__(
         self, run: "Run", folder: Path, say: Callable[[str], None], forced: Sequence[str] = ()
@@ -324,8 +324,8 @@ class Checkpoints:
         return asked
 
     def _set_aside(self, step: int, damaged: list[tuple[Tier, int]]) -> None:
-        """Move what is damaged, and what is later than the step that the run goes on from, out of
-        the way of steps to come."""
+        """Move damaged steps, and steps after the one that the run goes on from, out of the way of
+        steps to come."""
         for tier in self._tiers:
             for other in tier.storage.present():
                 if (tier, other) in damaged:
@@ -343,8 +343,9 @@ class Checkpoints:
     def _load(
         self, storage: Shared | Local, step: int, feed: "Feed", elsewhere: bool = False
     ) -> Tree:
-        """A step of a tier; Damage where it is not what was written. Of another run's step that
-        lacks weights of this one, but has those that they are made of, the weights alone."""
+        """The state of a step of a tier; Damage where a file was lost or changed. Another run's
+        step that lacks this run's weights, but has those that they are made of, gives its weights
+        alone."""
         where, run = f"{storage.folder}/{step}", self._run
         with storage.verified(step):
             parts = storage.holds(step)

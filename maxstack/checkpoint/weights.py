@@ -93,8 +93,8 @@ class WeightsWriter:
 
 
 class WeightsReader:
-    """The weights of a checkpoint's step, whatever else it holds; ConfigError where its files are
-    not what was written."""
+    """The weights of a checkpoint's step, whatever else it holds; ConfigError where its files were
+    lost or changed."""
 
     def __init__(self, path: Path):
         folder, self.step = step_of(path, f"{path}:")

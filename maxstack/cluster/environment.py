@@ -1,6 +1,6 @@
 """This process's number among how many, from what its launcher left in the environment.
 
-jax's own cluster detection is not used: EXPERIMENTS.md has what it lacks.
+jax's own cluster detection is not used: EXPERIMENTS.md lists the cases that it lacks.
 """
 
 import hashlib
@@ -51,7 +51,7 @@ Variables = Mapping[str, str]
 def member(variables: Variables, on_tpu: bool) -> Member | None:
     """The member that the first launcher in the environment describes; None where this process is
     alone. `on_tpu`: TPUs are here, so that Google's metadata server may be asked. ConfigError where
-    a launcher left half of what is needed."""
+    a launcher set only some of its variables."""
     for launcher in (_plain, _torchrun, _open_mpi, _slurm, _jobset, _gke_tpu):
         if own := launcher(variables):
             if own.process >= own.processes:

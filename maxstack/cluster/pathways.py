@@ -16,8 +16,8 @@ WAIT = 120.0
 
 
 def environment() -> None:
-    """Set what jax reads from the environment when it is imported. ConfigError where the proxy's
-    address is not known."""
+    """Set the environment variables that jax reads when it is imported. ConfigError where the
+    proxy's address is not known."""
     address()
     os.environ["JAX_PLATFORMS"] = "proxy"
     os.environ.setdefault("PATHWAYS_PROXY_CONNECTION_TIMEOUT_SECS", str(round(WAIT)))

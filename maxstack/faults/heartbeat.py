@@ -98,7 +98,7 @@ class Heartbeat:
         return self
 
     def doing(self, phase: str, step: int | None = None, seconds: float = 0.0) -> None:
-        """Report a phase that the main thread begins: `steps`, or what may take longer; with
+        """Report a phase that the main thread begins: `steps`, or one that may take longer; with
         `step`, that this step is done and took `seconds`."""
         now, self._slowest = time.monotonic(), max(self._slowest, seconds)
         limit = max(self._cfg.step, 10 * self._slowest) if phase == "steps" else self._cfg.other

@@ -39,8 +39,8 @@ class Policy:
         """Decide by a step's numbers: step, skipped, refused, loss, grad_norm. ConfigError where
         the run is to end.
 
-        After a Rewind the run restores its state, but not this object: its ranges already hold what
-        is to be passed over.
+        After a Rewind the run restores its state, but not this object: its ranges already hold the
+        batches to pass over.
         """
         if row["skipped"] == ACCEPTED:
             self._spikes = []

@@ -1,10 +1,9 @@
-"""Silent data corruption: each device hashes what several devices hold alike, and the hashes are
-compared.
+"""Silent data corruption: each device hashes its copies of arrays that several devices hold, and
+the hashes are compared.
 
 A fault is seen where it changes one copy alone: in a device's memory, or in work that each replica
 does for itself, as the optimizer's update. A wrong share of a sum over devices reaches all replicas
-alike and is not seen; nor is a fault in what exists once.
-"""
+alike and is not seen; nor is a fault in what exists once."""
 
 import functools
 from collections import Counter
@@ -52,7 +51,7 @@ class Difference(NamedTuple):
     """Device's number in the mesh -> hash of its copy."""
 
     def outvoted(self) -> set[int]:
-        """The devices that do not hold what most hold; none where no value has the most copies."""
+        """The devices whose hash is not that of most; none where no hash has the most devices."""
         (majority, most), (_, next_most), *_ = Counter(self.hashes.values()).most_common()
         if most == next_most:
             return set()
@@ -158,7 +157,7 @@ class Replicas:
 
 
 class Corruption:
-    """Decides what follows from a difference: the steps since the last checkpoint are computed
+    """Decides after a difference between copies: the steps since the last checkpoint are computed
     again. Where the copies then agree the fault was a passing one, else the run ends. Every process
     reads the same hashes and decides alike. The constructor compiles a program."""
 

@@ -109,8 +109,8 @@ class Stragglers:
         return self.judge(step, speeds)
 
     def judge(self, step: int, speeds: Sequence[Speed]) -> Report:
-        """Compare the speeds of all processes, in their order, with what the last comparison
-        suspected."""
+        """Compare the speeds of all processes, in their order; named are those that the last
+        comparison suspected too."""
         reasons = slow_devices(speeds, self._slow) | slow_hosts(speeds, self._slow)
         lines = [
             f"step {step}: process {process} ({speeds[process].host}) is slow: {reason}"

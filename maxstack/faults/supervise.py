@@ -1,8 +1,7 @@
 """`maxstack train --supervise`: one parent a process, which starts the training as its child and
 starts it again after a crash or a preemption.
 
-The parent imports nothing heavy and knows of its child only how it left and what its goodput.jsonl
-says.
+The parent imports nothing heavy and knows of its child only the exit code and goodput.jsonl.
 """
 
 import contextlib
@@ -137,7 +136,7 @@ class Supervisor:
         return self._steps > before
 
     def _wait(self, code: int, lived: float) -> None:
-        """Say why and what follows, and wait, but no longer when a signal comes."""
+        """Print the reason and the pause before the restart, and wait; a signal ends the pause."""
         pause = min(LONGEST_PAUSE, self._pause * 2**self._in_a_row)
         self._restarts, self._in_a_row = self._restarts + 1, self._in_a_row + 1
         self._say(
@@ -150,7 +149,7 @@ class Supervisor:
             time.sleep(min(0.1, left))
 
     def _end(self, code: int) -> int:
-        """Say how it ended -> the code to leave with, 128 + its number for a signal."""
+        """Print how the run ended -> the exit code, 128 + its number for a signal."""
         restarts = f"{self._restarts} restart{'s' * (self._restarts != 1)}"
         if code == 0:
             self._say(f"done, after {restarts}")
