@@ -22,13 +22,8 @@ class Meter:
         cfg = run.cfg
         self._feed, self._steps = feed, cfg.train.steps
         self._tokens = cfg.train.batch_size * cfg.data.seq_len
-        peak = peak_flops(run.mesh.devices.flat[0].device_kind)
-        self._mfu = (
-            flops_per_token(cfg.model, cfg.data.seq_len, run.weights.adapters)
-            / (peak * run.mesh.size)
-            if peak
-            else None
-        )
+        self._flops = flops_per_token(cfg.model, cfg.data.seq_len, run.weights.adapters)
+        self._peak = run.mesh.size * (peak_flops(run.mesh.devices.flat[0].device_kind) or 0)
         self._pending: tuple[int, dict[str, jax.Array], float, float, Future[float]] | None = None
         self._thread = ThreadPoolExecutor(1, "meter")
         self._ready = self._waited = 0.0
@@ -68,8 +63,8 @@ class Meter:
             "tokens_per_second": self._tokens / seconds,
             "step_seconds": seconds,
         }
-        if self._mfu:
-            row["mfu"] = self._mfu * row["tokens_per_second"]
+        if self._peak:
+            row["mfu"] = self._flops * row["tokens_per_second"] / self._peak
         row["data_wait"] = starved / seconds
         self._busy, self._count = self._busy + seconds, self._count + 1
         lag = self._lag

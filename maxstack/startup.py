@@ -263,16 +263,14 @@ def fresh(run: Run) -> State:
     folder, adapter = run.cfg.model.weights, run.cfg.lora and run.cfg.lora.adapter
     if folder is None and not adapter:
         return run.init()
+    if folder is None:
+        return run.begun(flat(run.init().params))
     from maxstack.hf.contents import opened
     from maxstack.hf.reader import load_params
 
     finite = not run.cfg.checkpoint.allow_nonfinite
-    loaded = (
-        run.weights.rewritten(load_params(opened(folder), run.weights.original, finite=finite))
-        if folder
-        else flat(run.init().params)
-    )
-    return run.begun(loaded)
+    loaded = load_params(opened(folder), run.weights.original, finite=finite)
+    return run.begun(run.weights.rewritten(loaded))
 
 
 def frozen(run: Run) -> tuple[dict[str, Any], ...]:

@@ -149,6 +149,7 @@ def train(
     first = jax.process_index() == 0
     folder = run_folder.claim(cfg, first, ending)
     ledger = Ledger(folder, first, started, doing=heart.doing if heart else None)
+    ending.callback(ledger.stop)
     size, fields = cfg.train.batch_size, run.objective.fields
     feed = make_feed(cfg.data, run.rows(size), size, fields=fields)
     ending.callback(feed.close)
@@ -306,12 +307,7 @@ def _use_huge_pages() -> None:
     a fifth of the step (EXPERIMENTS.md).
     """
     choice = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    if (
-        sys.platform == "linux"
-        and "GLIBC_TUNABLES" not in os.environ
-        and choice.exists()
-        and "[madvise]" in choice.read_text()
-    ):
+    if "GLIBC_TUNABLES" not in os.environ and choice.exists() and "[madvise]" in choice.read_text():
         os.execve(
             sys.executable, sys.orig_argv, os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
         )

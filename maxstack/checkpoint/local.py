@@ -159,12 +159,12 @@ class Local:
 
             return jax.make_array_from_callback(abstract.shape, abstract.sharding, piece)
 
-        return {
-            part: saved["meta"]
-            if part == "meta"
-            else {name: array(f"{part}/{name}", leaf) for name, leaf in leaves.items()}
+        arrays = {
+            part: {name: array(f"{part}/{name}", leaf) for name, leaf in leaves.items()}
             for part, leaves in wanted.items()
+            if part != "meta"
         }
+        return {"meta": saved["meta"], **arrays}
 
     @contextlib.contextmanager
     def verified(self, step: int) -> Iterator[None]:

@@ -6,6 +6,7 @@ xxh3 with 64 bits: it finds damage by disks, networks and copies, not by an adve
 
 import concurrent.futures
 import contextlib
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -21,8 +22,8 @@ UNFINISHED = atomic.UNFINISHED
 """The end of a mark's name."""
 UNKNOWN = "0" * 16
 """The manifest's own checksum while that is computed."""
-READERS, BLOCK = 8, 1 << 22
-"""Threads that read files, and bytes of one read."""
+READERS = 8
+"""Threads that read files."""
 EVERY = slice(None)
 
 
@@ -131,12 +132,9 @@ def _fault(path: Path, written: Entry) -> str | None:
 
 
 def _entry(path: Path) -> Entry:
-    digest, size = xxhash.xxh3_64(), 0
-    with path.open("rb") as file:
-        while block := file.read(BLOCK):
-            digest.update(block)
-            size += len(block)
-    return {"bytes": size, "xxh3": digest.hexdigest()}
+    with path.open("rb", buffering=0) as file:
+        digest = hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
+        return {"bytes": file.tell(), "xxh3": digest}
 
 
 def _digest(text: str) -> str:

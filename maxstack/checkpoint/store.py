@@ -134,37 +134,14 @@ class Checkpoints:
         notes: Mapping[str, Any],
         eval_loss: float | None = None,
         last: bool = False,
+        tiers: Sequence[Tier] | None = None,
     ) -> None:
-        """Copy the arrays off the devices for each tier that is due, then write in the background;
-        a step counts where all of it is on disk, with its checksums. `notes` are plain data that
-        `restore` leaves in `self.notes`."""
-        due = [tier for tier in self._tiers if tier.due(step, last)]
-        self._save(due, step, state, feed, notes, eval_loss)
-
-    def complete(self, step: int, state: Tree, feed: "Feed", notes: Mapping[str, Any]) -> None:
-        """Save the last step of a run to the tiers that all processes see, where a kill kept it
-        from any of them, and wait for that."""
-        lacking = [
-            tier
-            for tier in self._tiers
-            if tier.rule.every
-            and isinstance(tier.storage, Shared)
-            and step not in tier.storage.steps()
-        ]
-        if lacking:
-            self._save(lacking, step, state, feed, notes, None)
-        self.close()
-
-    def _save(
-        self,
-        tiers: list[Tier],
-        step: int,
-        state: Tree,
-        feed: "Feed",
-        notes: Mapping[str, Any],
-        eval_loss: float | None,
-    ) -> None:
+        """Copy the arrays off the devices for `tiers`, by default those that are due, then write in
+        the background; a step counts where all of it is on disk, with its checksums. `notes` are
+        plain data that `restore` leaves in `self.notes`."""
         self.wait()
+        if tiers is None:
+            tiers = [tier for tier in self._tiers if tier.due(step, last)]
         meta = {
             "config": self._run.cfg.model_dump(mode="json"),
             "sources": feed.identity(),
@@ -180,6 +157,20 @@ class Checkpoints:
             target=self._finish, args=(step, begun, {"eval_loss": eval_loss}), name="checkpoint"
         )
         self._saving.start()
+
+    def complete(self, step: int, state: Tree, feed: "Feed", notes: Mapping[str, Any]) -> None:
+        """Save the last step of a run to the tiers that all processes see, where a kill kept it
+        from any of them, and wait for that."""
+        lacking = [
+            tier
+            for tier in self._tiers
+            if tier.rule.every
+            and isinstance(tier.storage, Shared)
+            and step not in tier.storage.steps()
+        ]
+        if lacking:
+            self.save(step, state, feed, notes, tiers=lacking)
+        self.close()
 
     def _finish(
         self, step: int, begun: list[tuple[Tier, Callable[[], None]]], facts: Mapping[str, Any]

@@ -60,14 +60,13 @@ class WeightsWriter:
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
             "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
         }
-        base = {
-            "driver": "ocdbt",
-            "base": f"file://{self._step}/state/",
-            "path": f"{PREFIX}{path}/",
-        }
         spec = {
             "driver": "zarr3",
-            "kvstore": base,
+            "kvstore": {
+                "driver": "ocdbt",
+                "base": f"file://{self._step}/state/",
+                "path": f"{PREFIX}{path}/",
+            },
             "metadata": metadata,
             "store_data_equal_to_fill_value": True,
         }
@@ -151,16 +150,16 @@ class WeightsReader:
             for path in {*wanted, *self.shapes}
             if path not in wanted or self.shapes.get(path) != tuple(wanted[path].shape)
         )
-        low = (
-            ", or its quantization and lora, where these are what differs (maxstack "
-            "export makes floats of all)"
-            if sources
-            else ""
-        )
-        raise ConfigError(
+        text = (
             f"{self._path}: holds the weights of another model: {', '.join(odd[:5])} "
-            f"differ; give the model that it is of{low}"
+            "differ; give the model that it is of"
         )
+        if sources:
+            text += (
+                ", or its quantization and lora, where these are what differs (maxstack export "
+                "makes floats of all)"
+            )
+        raise ConfigError(text)
 
     def _load(self, path: str, wanted: Any) -> Any:
         context = ocp.Context()

@@ -231,7 +231,6 @@ def test_a_file_that_cannot_grow_for_a_while_loses_no_row_and_is_told_once(tmp_p
 
 def test_a_run_that_ended_in_an_error_leaves_no_thread_behind(tmp_path):
     ledger = Ledger(tmp_path, True, every=0.01)
-    thread = ledger._thread
-    del ledger
-    thread.join(5)
-    assert not thread.is_alive()
+    ledger.stop()
+    ledger._thread.join(5)
+    assert not ledger._thread.is_alive()
