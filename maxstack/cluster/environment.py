@@ -114,10 +114,9 @@ def _slurm(variables: Variables) -> Member | None:
     needed = {"SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"}
     if not variables.keys() >= needed:
         if (tasks := int(variables.get("SLURM_NTASKS", "1"))) > 1:
-            print(
-                f"distributed: Slurm job {variables.get('SLURM_JOB_ID')} has {tasks} tasks, but "
-                "this is none of an srun step's; if nothing else says with whom, it trains alone",
-                file=sys.stderr,
+            say(
+                f"Slurm job {variables.get('SLURM_JOB_ID')} has {tasks} tasks, but "
+                "this is none of an srun step's; if nothing else says with whom, it trains alone"
             )
         return None
     job, step = _number(variables, "SLURM_JOB_ID"), int(variables.get("SLURM_STEP_ID", 0))
@@ -251,6 +250,11 @@ def _attribute(host: str, name: str) -> str | None:
             return answer.read().decode()
     except OSError:
         return None
+
+
+def say(text: str) -> None:
+    """Print to stderr: the log is not open yet."""
+    print(f"distributed: {text}", file=sys.stderr)
 
 
 def _port_of(job: str) -> int:

@@ -4,7 +4,6 @@ import glob
 import os
 import platform
 import resource
-import sys
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -40,7 +39,7 @@ def join(cfg: "Config") -> None:
         return None
     import jax
 
-    say(own.describe())
+    environment.say(own.describe())
     settings = cfg.model_dump(mode="json", exclude=OWN) | {"run": {"name": cfg.run.name}}
     packages = {name: version(name) for name in PACKAGES}
     card = Card(
@@ -52,7 +51,7 @@ def join(cfg: "Config") -> None:
     allow_connections(own.processes)
     wait = seconds_to_wait()
     try:
-        roll_call(card, own.coordinator, wait, WAITING, say)
+        roll_call(card, own.coordinator, wait, WAITING, environment.say)
     except Missing as error:
         raise Missing(
             f"{error}, in {wait:.0f} s; {WAIT} in the environment gives another number"
@@ -116,8 +115,3 @@ def devices_of(local: tuple[int, int]) -> list[int] | None:
         )
     share = gpus // count
     return [*range(number * share, (number + 1) * share)]
-
-
-def say(text: str) -> None:
-    """Print to stderr: the log is not open yet."""
-    print(f"distributed: {text}", file=sys.stderr)

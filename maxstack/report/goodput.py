@@ -261,15 +261,10 @@ def sentence(goodput: Goodput) -> str:
 def text(goodput: Goodput) -> str:
     """The sentence, a table of each cause with its seconds, its share and a bar, and the
     remarks."""
-
-    shares = {
-        cause: seconds / goodput.wall if goodput.wall else 0.0
-        for cause, seconds in goodput.seconds.items()
-    }
-    rows = (
-        (cause, f"{goodput.seconds[cause]:,.1f} s", f"{share:.1%}", "#" * round(40 * share))
-        for cause, share in shares.items()
-    )
+    rows = []
+    for cause, seconds in goodput.seconds.items():
+        share = seconds / goodput.wall if goodput.wall else 0.0
+        rows.append((cause, f"{seconds:,.1f} s", f"{share:.1%}", "#" * round(40 * share)))
     remarks = (f"  {remark}" for remark in goodput.remarks)
     return "\n".join((sentence(goodput), table("lrrl", rows), *remarks))
 

@@ -40,8 +40,8 @@ def claim(cfg: "Config", first: bool, ending: contextlib.ExitStack) -> Path:
     folder = folder_of(cfg)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT) if first else None
-        if lock is not None:
+        if first:
+            lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
             ending.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
