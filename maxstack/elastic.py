@@ -1,5 +1,5 @@
-"""A run of several slices that one process drives goes on without those that are lost: a smaller
-mesh, the newest checkpoint, the same batches."""
+"""Elastic runs: where one process drives several slices and loses some, it goes on without them, on
+a smaller mesh, from the newest checkpoint, with the same batches."""
 
 import contextlib
 import gc
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from maxstack.schema.config import Config
 
 LOSS = "DATA_LOSS", "DEADLINE_EXCEEDED", "NOT_FOUND", "UNAVAILABLE", "INTERNAL"
-"""What jax's errors begin with where a slice may be lost; whether one is, its devices are asked."""
+"""Beginnings of jax's errors that a lost slice may cause; a sum on its devices shows whether."""
 ANSWER = 60.0
 """Seconds that a slice has to compute something small."""
 
@@ -30,8 +30,8 @@ class TooFew(ValueError):
 
 
 def train(cfg: "Config", once: Callable[["Config", Sequence[Any] | None], int]) -> int:
-    """The run by `once(configuration, devices, None: all)`, again on the slices that are left
-    whenever some are lost. What is no such loss is raised, as is one of more slices, or more often,
+    """Run `once(configuration, devices or None for all)`, and again on the slices that are left
+    whenever some are lost. Other errors are raised, as is a loss of more slices, or more often,
     than faults.elastic allows."""
     elastic, lost = cfg.faults.elastic, frozenset[int]()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -43,7 +43,7 @@ def train(cfg: "Config", once: Callable[["Config", Sequence[Any] | None], int]) 
             if loss is None:
                 raise
         assert elastic
-        for number, handler in handlers.items():  # who handled them until now has ended
+        for number, handler in handlers.items():  # the attempt that set others has ended
             signal.signal(number, handler)
         clear()
         lost = gone(slices(cfg.mesh.slices))  # some may be back
@@ -52,20 +52,19 @@ def train(cfg: "Config", once: Callable[["Config", Sequence[Any] | None], int]) 
             f"{', '.join(map(str, sorted(lost))) or 'none'}; "
             f"attempt {attempt + 1} of at most {elastic.attempts} to go on",
             file=sys.stderr,
-            flush=True,
         )
     raise AssertionError("the last attempt returns or raises")
 
 
 def clear() -> None:
-    """Let go of what the attempt that ended leaves behind: its watchdog, a trace being recorded,
+    """Free what the attempt that ended leaves behind: its watchdog, a trace being recorded,
     programs, and the state that only they held."""
     import jax
 
     from maxstack.faults.heartbeat import retire
 
     retire()
-    with contextlib.suppress(RuntimeError):  # none is
+    with contextlib.suppress(RuntimeError):  # no trace is being recorded
         jax.profiler.stop_trace()
     jax.clear_caches()
     gc.collect()
@@ -79,10 +78,8 @@ def on_slices(cfg: "Config", lost: frozenset[int]) -> tuple["Config", Sequence[A
     from maxstack.schema import rules
 
     assert cfg.faults.elastic
-    left, least = (
-        [devices for number, devices in slices(cfg.mesh.slices).items() if number not in lost],
-        cfg.faults.elastic.least,
-    )
+    left = [devices for number, devices in slices(cfg.mesh.slices).items() if number not in lost]
+    least = cfg.faults.elastic.least
     for count in range(len(left), least - 1, -1):
         smaller = cfg.model_copy(update={"mesh": cfg.mesh.model_copy(update={"slices": count})})
         devices = [device for each in left[:count] for device in each]
@@ -97,22 +94,22 @@ def on_slices(cfg: "Config", lost: frozenset[int]) -> tuple["Config", Sequence[A
 
 
 def slices(count: int) -> dict[int, list[Any]]:
-    """Number -> devices. As the devices say; where they know of no slices, equal parts in their
-    order."""
+    """Number -> devices, by the devices' own numbers; where they know of no slices, equal parts in
+    their order."""
     import jax
 
-    found: dict[int, list[Any]] = {}
     devices = jax.devices()
-    if len({slice_of(device) for device in devices}) == count:
-        for device in devices:
-            found.setdefault(slice_of(device), []).append(device)
-        return found
-    each = len(devices) // count
-    return {number: devices[number * each : (number + 1) * each] for number in range(count)}
+    numbers = [slice_of(device) for device in devices]
+    if len({*numbers}) != count:
+        numbers = [i // (len(devices) // count) for i in range(len(devices))]
+    parts: dict[int, list[Any]] = {}
+    for number, device in zip(numbers, devices, strict=True):
+        parts.setdefault(number, []).append(device)
+    return parts
 
 
 def loss_in(error: BaseException | None) -> str | None:
-    """What an error of jax's says that may be of a lost slice, this one or one that it came of, as
+    """Text of an error of jax's that may be of a lost slice, this one or one that it came of, as
     where a save then failed too. Not the error, whose frames hold the state on the devices."""
     import jax
 
@@ -126,13 +123,11 @@ def loss_in(error: BaseException | None) -> str | None:
 def gone(asked: Mapping[int, Sequence[Any]]) -> frozenset[int]:
     """The numbers of the slices that do not answer in time."""
     answers: dict[int, bool] = {}
-    threads = [
-        threading.Thread(
-            target=lambda number=number: answers.update({number: answer(asked[number])}),
-            daemon=True,
-        )
-        for number in asked
-    ]
+
+    def ask(number: int) -> None:
+        answers[number] = answer(asked[number])
+
+    threads = [threading.Thread(target=ask, args=(number,), daemon=True) for number in asked]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + ANSWER
@@ -142,7 +137,7 @@ def gone(asked: Mapping[int, Sequence[Any]]) -> frozenset[int]:
 
 
 def answer(devices: Sequence[Any]) -> bool:
-    """Whether all devices of a slice compute a sum."""
+    """True where all devices of a slice compute a sum."""
     import jax
     import numpy as np
 

@@ -1,5 +1,5 @@
-"""What happens before the first step: processes, compilation cache, the run folder's records,
-compiling the step."""
+"""The parts of a run's start, before the first step: mesh, watchdog, checkpoints, first state,
+compilation."""
 
 import concurrent.futures
 import contextlib
@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from maxstack import config, optim, sharding
-from maxstack.cluster.peers import Processes
+from maxstack.cluster.peers import Peers
 from maxstack.config import ConfigError, shortened
 from maxstack.faults.policy import Rewind
 from maxstack.hardware import compiling
@@ -60,21 +60,18 @@ def make_mesh(cfg: "Config", devices: Sequence[Any] | None = None) -> jax.shardi
             "several; leave it out, they are started again"
         )
     mesh = sharding.make_mesh(cfg.mesh, devices or jax.devices())
-    if found := rules.check_devices(cfg, mesh.size):
-        raise ConfigError("\n".join(f"{key}: {message}" for key, message in found))
+    if faults := rules.check_devices(cfg, mesh.size):
+        raise ConfigError("\n".join(f"{key}: {message}" for key, message in faults))
     return mesh
 
 
 def watched(cfg: "Config", ending: contextlib.ExitStack) -> "Heartbeat | None":
-    """What tells the watchdog of this process what is being done, until `ending` is closed; None
-    where nobody watches."""
+    """The heartbeat of this process, until `ending` is closed; None where no watchdog is wanted."""
     if cfg.faults.watchdog is None:
         return None
     from maxstack.faults.heartbeat import Heartbeat
 
-    return ending.enter_context(
-        Heartbeat(cfg.faults.watchdog, folder_of(cfg) / "log.txt", Processes())
-    )
+    return ending.enter_context(Heartbeat(cfg.faults.watchdog, folder_of(cfg) / "log.txt", Peers()))
 
 
 def open_checkpoints(
@@ -96,29 +93,21 @@ def open_checkpoints(
 
 
 def introduce(run: Run, sources: list[str], log: Log, begins: bool = False) -> None:
-    """What is about to run, in a few lines; `begins`: from weights that no checkpoint holds."""
+    """Log the run that is about to begin, in a few lines; `begins`: from weights that no checkpoint
+    holds."""
     cfg = run.cfg
     size, opt_size = (count(tree)[1] for tree in (run.abstract.params, run.abstract.opt))
     trained = f", {run.trained:,} of them trained" if run.trained < run.weights.parameters else ""
-    types = ", ".join(
-        [
-            cfg.model.param_dtype,
-            *sorted(
-                {
-                    use.rule.weight_qtype or ""
-                    for use in run.weights.rewrite.matches.values()
-                    if use.mode == "ptq"
-                }
-            ),
-        ]
-    )
+    low = {
+        use.rule.weight_qtype for use in run.weights.rewrite.matches.values() if use.mode == "ptq"
+    }
+    types = ", ".join([cfg.model.param_dtype, *sorted(qtype or "" for qtype in low)])
     mesh = " x ".join(f"{axis}={n}" for axis, n in run.mesh.shape.items() if n > 1) or "one device"
     kind = run.mesh.devices.flat[0].device_kind
     peak = peak_flops(kind)
     log.say(
-        f"{cfg.run.name}: {run.weights.parameters:,} parameters{trained}, {size / 2**20:,.1f} "
-        f"MiB in {types}; "
-        f"optimizer state {opt_size / 2**20:,.1f} MiB"
+        f"{cfg.run.name}: {run.weights.parameters:,} parameters{trained}, {size / 2**20:,.1f} MiB "
+        f"in {types}; optimizer state {opt_size / 2**20:,.1f} MiB"
     )
     log.say(
         f"devices: {run.mesh.size} x {kind} ({mesh}); peak "
@@ -156,9 +145,10 @@ def introduce(run: Run, sources: list[str], log: Log, begins: bool = False) -> N
     for choice in run.kernels:
         log.say(f"kernel: {choice}")
     if cfg.xla.flags:
-        given = " ".join(f"{name}={value}" for name, value in cfg.xla.flags.items())
-        unused = not compiling.flags_for(cfg, run.mesh.devices.flat[0].platform)
-        log.say(f"xla: {f'flags for {cfg.xla.platform}, left out here: ' if unused else ''}{given}")
+        flags = " ".join(f"{name}={value}" for name, value in cfg.xla.flags.items())
+        if not compiling.flags_for(cfg, run.mesh.devices.flat[0].platform):
+            flags = f"flags for {cfg.xla.platform}, left out here: {flags}"
+        log.say(f"xla: {flags}")
     for line in sources:
         log.say(f"data: {line}")
     if any(holds_text(vars(source)) for source in cfg.data.sources):
@@ -182,33 +172,31 @@ def last_step(folder: Path) -> int:
 
 
 def check_steps(cfg: "Config", begin: int) -> None:
-    """ConfigError where the checkpoint is already past train.steps."""
+    """ConfigError where the checkpoint is beyond train.steps."""
     if begin > cfg.train.steps:
         raise ConfigError(
-            f"train.steps={cfg.train.steps}, but the run is already at step {begin}; "
-            "raise train.steps, set checkpoint.restore to an "
-            "earlier step, or choose another run.name"
+            f"train.steps={cfg.train.steps}, but the run is already at step {begin}; raise "
+            "train.steps, set checkpoint.restore to an earlier step, or choose another run.name"
         )
 
 
 def moved_rate(written: dict[str, Any], cfg: "Config", updates: int) -> str:
-    """What is said where the next update has another learning rate than by the configuration that
-    wrote the checkpoint; "" where it has not."""
-    if not written or not (
-        said := optim.moved_rate(written, cfg.optimizer, cfg.train.steps, updates)
-    ):
+    """A line where the next update has another learning rate than by the configuration that wrote
+    the checkpoint; "" where it has not."""
+    text = optim.moved_rate(written, cfg.optimizer, cfg.train.steps, updates) if written else ""
+    if not text:
         return ""
     changed = [
         f"{key}: {old} -> {new}"
         for key, old, new in config.difference(written, cfg.model_dump(mode="json"))
         if key == "train.steps" or key.startswith("optimizer.")
     ]
-    return f"{said}; changed: {shortened(', '.join(changed), 400)}"
+    return f"{text}; changed: {shortened(', '.join(changed), 400)}"
 
 
 def longer_rows(weights: str, seq_len: int) -> str:
-    """What is said where rows are longer than what the model of a folder was made for; "" where
-    they are not."""
+    """A line where rows are longer than the model of a folder was made for; "" where they are
+    not."""
     from maxstack.hf.contents import opened
 
     most = opened(weights).folder.config.get("max_position_embeddings")
@@ -220,26 +208,24 @@ def longer_rows(weights: str, seq_len: int) -> str:
     )
 
 
-def check(run: Run) -> None:
-    """Before anything is made: ConfigError where a kernel is asked for that cannot serve, or a flag
-    that the compiler does not know; for a run that has not begun, DataError where model.weights are
-    not of this model, and ConfigError where lora.adapter is not lora's."""
+def check_can_start(run: Run) -> None:
+    """Check a run before anything is made. ConfigError where a kernel is asked for that cannot
+    serve, or a flag that the compiler does not know; for a run that has not begun, DataError where
+    model.weights are not of this model, and ConfigError where lora.adapter is not lora's."""
     cfg, _ = run.cfg, run.kernels
     if (folder_of(cfg) / "quantization.json").is_file():
         raise ConfigError(
-            f"run.name: {folder_of(cfg)} holds weights in low precision that maxstack "
-            "quantize made, and stays as it is; give a "
-            f"run.name of its own: run.name={cfg.run.name}-lora"
+            f"run.name: {folder_of(cfg)} holds weights in low precision that maxstack quantize "
+            f"made, and stays as it is; give a run.name of its own: run.name={cfg.run.name}-lora"
         )
     compiling.check_flags(cfg, run.mesh)
-    kept = [path for path, use in run.weights.rewrite.matches.items() if use.mode == "ptq"]
+    frozen = [path for path, use in run.weights.rewrite.matches.items() if use.mode == "ptq"]
     _check_rank(run)
-    if kept and not cfg.lora and not cfg.optimizer.trainable:
+    if frozen and not cfg.lora and not cfg.optimizer.trainable:
         raise ConfigError(
-            f"quantization: {len(kept)} weights, {kept[0]} first, would be kept in low "
-            "precision and never trained (mode ptq), and the "
-            "rest would be; set lora to train adapters, mode: qt to train in low "
-            "precision, or optimizer.trainable for what is meant"
+            f"quantization: {len(frozen)} weights, {frozen[0]} first, would be kept in low "
+            "precision and never trained (mode ptq), and the rest would be; set lora to train "
+            "adapters, mode: qt to train in low precision, or optimizer.trainable for what is meant"
         )
     if (folder_of(cfg) / "checkpoints").exists():
         return
@@ -257,18 +243,18 @@ def check(run: Run) -> None:
 
 def _check_rank(run: Run) -> None:
     """ConfigError where an adapter has as many parameters as any weight that it could be beside."""
-    smaller = {
-        path: (min(place.matrix[0], math.prod(place.matrix[1:])), [*place.matrix])
-        for path, place in run.weights.rewrite.adapted.items()
-    }
-    if not smaller or not run.cfg.lora:
+    if not run.cfg.lora or not run.weights.rewrite.adapted:
         return
-    path, (most, shape) = max(smaller.items(), key=lambda item: item[1][0])
-    if run.cfg.lora.rank > most:
+    smaller = {
+        path: min(weight.matrix[0], math.prod(weight.matrix[1:]))
+        for path, weight in run.weights.rewrite.adapted.items()
+    }
+    path = max(smaller, key=smaller.__getitem__)
+    if run.cfg.lora.rank > smaller[path]:
         raise ConfigError(
-            f"lora.rank={run.cfg.lora.rank}: {path} has {shape}, and no target more; an "
-            f"adapter of rank {most} is the whole weight, so "
-            "give a smaller rank"
+            f"lora.rank={run.cfg.lora.rank}: {path} has "
+            f"{[*run.weights.rewrite.adapted[path].matrix]}, and no target more; an adapter of "
+            f"rank {smaller[path]} is the whole weight, so give a smaller rank"
         )
 
 
@@ -278,16 +264,14 @@ def fresh(run: Run) -> State:
     folder, adapter = run.cfg.model.weights, run.cfg.lora and run.cfg.lora.adapter
     if folder is None and not adapter:
         return run.init()
+    if folder is None:
+        return run.begin_with(flat(run.init().params))
     from maxstack.hf.contents import opened
     from maxstack.hf.reader import load_params
 
     finite = not run.cfg.checkpoint.allow_nonfinite
-    loaded = (
-        run.weights.rewritten(load_params(opened(folder), run.weights.original, finite=finite))
-        if folder
-        else flat(run.init().params)
-    )
-    return run.begin_with(loaded)
+    loaded = load_params(opened(folder), run.weights.original, finite=finite)
+    return run.begin_with(run.weights.rewritten(loaded))
 
 
 def frozen(run: Run) -> tuple[dict[str, Any], ...]:
@@ -300,7 +284,7 @@ def frozen(run: Run) -> tuple[dict[str, Any], ...]:
 
 
 def go_back(
-    found: "Rewind | Recompute",
+    decision: "Rewind | Recompute",
     run: Run,
     saves: "Checkpoints | None",
     feed: "Feed",
@@ -310,16 +294,16 @@ def go_back(
 ) -> State:
     """The state at the newest checkpoint before the batches of a rewind, or before the step to
     recompute, with the feed set to go on there. `start`: where the feed began."""
-    state = saves.restore(feed, before=found.first) if saves else None
+    state = saves.restore(feed, before=decision.first) if saves else None
     notes = saves.notes if saves and state is not None else {}
     if state is None:
         feed.restore(start)
         state = saves.restore(feed) if saves and run.cfg.checkpoint.elsewhere else fresh(run)
         assert state is not None, "a path gives a state or an error"
-    if isinstance(found, Rewind):
+    if isinstance(decision, Rewind):
         log.say(
-            f"rewound to step {int(state.step)}; the batches of steps {found.first} to "
-            f"{found.last} will be passed over (faults.spike)"
+            f"rewound to step {int(state.step)}; the batches of steps {decision.first} to "
+            f"{decision.last} will be passed over (faults.spike)"
         )
     else:
         policy.restore(notes)
@@ -333,11 +317,11 @@ def compile_step(run: Run) -> "concurrent.futures.Future[tuple[Any, float]]":
 
     def work() -> tuple[Any, float]:
         begin = time.perf_counter()
-        if run.cfg.run.executable:
-            return executable.load(
-                run, Path(run.cfg.run.executable).expanduser()
-            ), time.perf_counter() - begin
-        return compiling.compiled(run.lower(), run.mesh), time.perf_counter() - begin
+        if path := run.cfg.run.executable:
+            step = executable.load(run, Path(path).expanduser())
+        else:
+            step = compiling.compiled(run.lower(), run.mesh)
+        return step, time.perf_counter() - begin
 
     pool = concurrent.futures.ThreadPoolExecutor(1, "compile")
     future = pool.submit(work)

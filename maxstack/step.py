@@ -58,12 +58,11 @@ def training_step(
     norm = optax.tree.norm(grads)
     skipped, guarded = guard.judge(cfg.faults, state.guard, value, norm, summed.weight)
     accepted = skipped == guard.ACCEPTED
-    updates, opt = guard.update(
-        accepted, tx.update, grads, state.opt, params, value=value, grad=grads
-    )
+    updates, opt = tx.update(grads, state.opt, params, value=value, grad=grads)
+    opt = guard.where(accepted, opt, state.opt)
     params = joined(jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates), rest)
     carried, reported = model_of(cfg.model).after_step(cfg.model, params, summed.reports)
-    params = guard.chosen(accepted, params if cfg.lora else carried, state.params)
+    params = guard.where(accepted, params if cfg.lora else carried, state.params)
     scalars = {name: total / weight for name, total in summed.metrics.items()} | reported
     scalars |= {
         "weight": summed.weight,

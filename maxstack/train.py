@@ -46,12 +46,12 @@ def program(argv: Sequence[str]) -> int:
     try:
         return main(argv)
     except Exception as error:
-        told = (
+        explained = (
             hasattr(error, "exit_code") or isinstance(error, BrokenPipeError) or cli.lasting(error)
         )
         code = 1 if cli.lasting(error) else getattr(error, "exit_code", CRASHED)
         threading.Thread(target=_end_anyway, args=(code,), daemon=True).start()
-        if told:
+        if explained:
             raise
         traceback.print_exc()
         return code
@@ -128,7 +128,7 @@ def train(
     from maxstack.cluster import joining
     from maxstack.data import fits, make_feed
     from maxstack.evals.held_out import Evaluator
-    from maxstack.faults.policy import Policy
+    from maxstack.faults.policy import Policy, refusal
     from maxstack.faults.preemption import Preemption
     from maxstack.meter import Meter
     from maxstack.plan import fit
@@ -145,10 +145,11 @@ def train(
     fits(cfg.data, cfg.objective.token_ids(cfg.model.vocab))
     run = assemble(cfg, startup.make_mesh(cfg, left))
     fit.check_memory(run)
-    startup.check(run)
+    startup.check_can_start(run)
     first = jax.process_index() == 0
     folder = run_folder.claim(cfg, first, ending)
     ledger = Ledger(folder, first, started, doing=heart.doing if heart else None)
+    ending.callback(ledger.stop)
     size, fields = cfg.train.batch_size, run.objective.fields
     feed = make_feed(cfg.data, run.batches.rows(size), size, fields=fields)
     ending.callback(feed.close)
@@ -160,16 +161,14 @@ def train(
         if saves:
             ending.callback(saves.wait)
         state = saves.restore(feed) if saves else None
-    policy = (
-        Policy.from_json(cfg.faults, saves.notes) if saves and saves.notes else Policy(cfg.faults)
-    )
+    policy = Policy(cfg.faults, saves.notes if saves else None)
     begin = int(state.step) if state else 0
     startup.check_steps(cfg, begin)
 
     writer = Writer(folder, cfg.run.tensorboard, first)
     if saves and state is not None:
-        log.say(saves.told)
-        if moved := startup.moved_rate(saves.written, cfg, int(state.guard.updates)):
+        log.say(saves.summary)
+        if moved := startup.moved_rate(saves.saved_config, cfg, int(state.guard.updates)):
             log.say(moved)
     if begin == cfg.train.steps:
         log.say(f"nothing left to do: train.steps={begin} are done")
@@ -192,16 +191,31 @@ def train(
         compiled, seconds = compiling.result()
     log.say(f"{'loaded' if cfg.run.executable else 'compiled'} the step in {seconds:.1f} s")
 
-    stop, meter = (
-        Preemption(heart.interrupted) if heart else Preemption(),
-        Meter(run, feed, log, writer, ledger, policy),
-    )
-    checks = Checks(run, meter, log, writer)
+    stop = Preemption(heart.interrupted) if heart else Preemption()
+    meter = Meter(run, feed)
+    several = cfg.faults.check_every and run.mesh.size > 1
+    checks = Checks(run, meter, log, writer) if several else None
     profiler = Profiler(cfg.train.profile, folder, log)
     eval_loss = None
     if evaluator and begin == 0:
         with ledger.spent("evaluation"):
             eval_loss = evaluator(0, state)
+
+    def report(row: dict[str, Any] | None) -> "Rewind | None":
+        """Write a step's row -> where the policy for faults goes back to. ConfigError where it ends
+        the run."""
+        if row is None:
+            return None
+        seconds = row["step_seconds"]
+        ledger.step(row["step"], seconds, row["data_wait"] * seconds, counts=not row["skipped"])
+        writer.write(row)
+        if (share := ledger.news()) is not None:
+            writer.write({"step": row["step"], "goodput": share})
+        log.step(row, meter.left(row["step"]))
+        if row["skipped"]:
+            log.say(refusal(row))
+        return policy.read(row)
+
     step, preempted = begin, False
     back: Rewind | Recompute | None
     ledger.begin_steps()
@@ -213,21 +227,25 @@ def train(
         for line in feed.damaged():
             log.warn(line)
         if policy.skips(step):
-            state, back = run.skip_batch(state), meter.passed_over(step)
+            back = report(meter.flush())
+            state = run.skip_batch(state)
+            writer.write({"step": step, "passed_over": 1})
+            ledger.passed_over(step)
+            meter.restart()
         else:
             profiler.before(step)
             state, scalars = compiled(state, run.batches.place(batch, size), *frozen)
-            back = meter.add(step, scalars)
+            back = report(meter.add(step, scalars))
             profiler.after(step, scalars)
         done, preempted = step == cfg.train.steps, stop.requested(step)
         evaluate = evaluator and (done or step % cfg.eval.every == 0)
         save = saves and saves.due(step, done or preempted)
-        check = checks.due(step, bool(save))
-        if evaluate or save or check or done or preempted:
-            back = meter.flush() or back
-        if check and not back:
+        compare = checks and checks.due(step, bool(save))
+        if evaluate or save or compare or done or preempted:
+            back = report(meter.flush()) or back
+        if checks and compare and not back:
             with ledger.spent("check"):
-                back = checks(step, state, bool(save))
+                back = checks.compare(step, state, bool(save))
         if back:
             meter.drop()
             jax.tree.map(lambda leaf: leaf.delete(), state)  # else the devices would hold two
@@ -236,7 +254,7 @@ def train(
             step = int(state.step)
             ledger.resume(step)
             meter.restart()
-        elif evaluate or save or check:
+        elif evaluate or save or compare:
             if evaluator and evaluate:
                 with ledger.spent("evaluation"):
                     eval_loss = evaluator(step, state)
@@ -248,7 +266,8 @@ def train(
     with ledger.spent("save"):
         _close(feed, saves)
     finished = step == cfg.train.steps
-    meter.summary(finished)
+    if summary := meter.summary(finished):
+        log.say(summary)
     if finished and evaluator and cfg.eval.baselines:
         with ledger.spent("evaluation"):
             evaluator.compare()
@@ -266,15 +285,15 @@ def _close(*parts: "Feed | Checkpoints | Writer | Log | None") -> None:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """Before the loop there is nothing to save, and neither a compilation nor a restore under way
-    is worth waiting for."""
+    """Leave at once: before the loop there is nothing to save, and neither a compilation nor a
+    restore under way is worth waiting for."""
     tell("SIGTERM: leaving before the first step\n")
     os._exit(RETRY)
 
 
 def _end_anyway(code: int) -> None:
-    """A library may have left a thread behind that nobody ends, as Orbax does where it cannot
-    write."""
+    """End the process after GRACE seconds: a library may have left a thread behind that nobody
+    ends, as Orbax does where it cannot write."""
     time.sleep(GRACE)
     sys.stdout.flush()
     os._exit(code)
@@ -288,12 +307,7 @@ def _use_huge_pages() -> None:
     a fifth of the step (EXPERIMENTS.md).
     """
     choice = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    if (
-        sys.platform == "linux"
-        and "GLIBC_TUNABLES" not in os.environ
-        and choice.exists()
-        and "[madvise]" in choice.read_text()
-    ):
+    if "GLIBC_TUNABLES" not in os.environ and choice.exists() and "[madvise]" in choice.read_text():
         os.execve(
             sys.executable, sys.orig_argv, os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
         )

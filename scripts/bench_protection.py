@@ -28,8 +28,7 @@ from maxstack.report import metrics
 if sys.argv.pop(1) == "off":
     plain = guard.judge
     guard.judge = lambda cfg, state, *numbers: (guard.ACCEPTED + 0 * state.refused, state._replace(updates=state.updates + 1))
-    guard.update = lambda accepted, f, grads, opt, params, **extra: f(grads, opt, params, **extra)
-    guard.chosen = lambda condition, yes, no: yes
+    guard.where = lambda condition, yes, no: yes
 write = metrics.Writer.write
 def timed(self, row):
     write(self, row | {"at": time.monotonic()} if "loss" in row else row)

@@ -151,7 +151,7 @@ def test_a_rank_beyond_every_target_is_refused():
         ConfigError,
         match=r"lora.rank=33: blocks/\S+ has \[32, .*; an adapter of rank 32 is the whole weight",
     ):
-        startup.check(tiny.make_run(tiny.config(lora={"rank": 33})))
+        startup.check_can_start(tiny.make_run(tiny.config(lora={"rank": 33})))
 
 
 @pytest.mark.parametrize(("weights", "begins"), [(None, True), (None, False), (str(LLAMA), True)])

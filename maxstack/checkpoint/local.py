@@ -20,8 +20,9 @@ import numpy as np
 
 from maxstack.checkpoint import manifest
 from maxstack.checkpoint.manifest import Damage
-from maxstack.checkpoint.peer_files import Peers
-from maxstack.cluster.peers import Processes
+from maxstack.checkpoint.peer_files import PeerFiles
+from maxstack.cluster.peers import Peers
+from maxstack.config import atomic
 
 SHARDS, INDEX = "shards.bin", "index.json"
 ALIGNED = 64
@@ -32,69 +33,63 @@ class Local:
     """The steps on the disks of all hosts below `folder`, with `copies` of each process's shards on
     the disks of those after it."""
 
-    def __init__(self, folder: Path, processes: Processes, copies: int, layout: str):
-        self.folder, self._processes, self._layout = folder, processes, layout
-        self._own = folder / f"host_{processes.number}"
-        self._copies = min(copies, processes.count - 1)
-        self._peers = Peers(self._own, processes) if processes.count > 1 else None
+    def __init__(self, folder: Path, peers: Peers, copies: int, layout: str):
+        self.folder, self._peers, self._layout = folder, peers, layout
+        self._own = folder / f"host_{peers.number}"
+        self._copies = min(copies, peers.count - 1)
+        self._files = PeerFiles(self._own, peers) if peers.count > 1 else None
         self._holders: dict[int, list[list[int]]] = {}
         self._saves: dict[int, str] = {}
-        self._turn, self._began = 0, processes.tell("local began", f"{time.time_ns():020}")[0]
+        self._turn, self._began = 0, peers.exchange("local began", f"{time.time_ns():020}")[0]
 
     def clear(self) -> list[str]:
-        """Remove what was never finished, and put aside what has a damaged manifest -> a line for
-        each, of all processes."""
-        found = []
+        """Remove unfinished steps, and put aside steps with a damaged manifest -> a line for each,
+        of all processes."""
+        lines = []
         for path in sorted(self._own.glob("*/*")):
             try:
                 manifest.read(path)
             except Damage as error:
                 if (path / manifest.NAME).exists():
-                    found.append(
-                        f"DAMAGED CHECKPOINT: {error}; put aside as "
-                        f"{self._move(path, f'damaged_{self._processes.number}')}"
-                    )
+                    aside = self._move(path, f"damaged_{self._peers.number}")
+                    lines.append(f"DAMAGED CHECKPOINT: {error}; put aside as {aside}")
                 else:
                     shutil.rmtree(path)
-                    found.append(f"cleared away: {error}")
+                    lines.append(f"cleared away: {error}")
         for path in self._own.iterdir():
             if not any(path.iterdir()):
                 path.rmdir()
-        return [line for lines in self._processes.tell("local cleared", found) for line in lines]
+        return self._of_all("local cleared", lines)
 
     def steps(self) -> list[int]:
         """The whole steps, oldest first. Every process asks at the same time."""
-        here = {
+        own = {
             path.name: {
                 part.name[3:]: save for part in path.glob("of_*") if (save := self._save_of(part))
             }
             for path in self._own.iterdir()
         }
-        told = self._processes.tell("local steps", here)
+        disks = self._peers.exchange("local steps", own)
         self._holders, self._saves = {}, {}
-        for name in {name for one in told for name in one}:
-            for save in sorted(
-                {save for one in told for save in one.get(name, {}).values()}
-            ):  # of several whole ones the last
-                each = [
-                    [j for j, one in enumerate(told) if one.get(name, {}).get(f"{q}") == save]
-                    for q in range(self._processes.count)
+        for name in {name for disk in disks for name in disk}:
+            parts = [disk.get(name, {}) for disk in disks]
+            for save in sorted({save for part in parts for save in part.values()}):
+                holders = [
+                    [process for process, part in enumerate(parts) if part.get(f"{owner}") == save]
+                    for owner in range(self._peers.count)
                 ]
-                if all(each):
-                    self._holders[int(name)], self._saves[int(name)] = each, save
+                if all(holders):  # of several whole ones the last
+                    self._holders[int(name)], self._saves[int(name)] = holders, save
         return sorted(self._holders)
 
-    def there(self) -> list[int]:
-        """Every step of which anything lies on any disk, whole or not, oldest first. Every process
-        asks at the same time."""
-        told = self._processes.tell(
-            "local there", [int(path.name) for path in self._own.iterdir() if path.name.isdigit()]
-        )
-        return sorted({step for one in told for step in one})
+    def present(self) -> list[int]:
+        """Every step that lies on any disk, whole or in part, oldest first. Every process asks at
+        the same time."""
+        return sorted({*self._of_all("local present", self._on_disk())})
 
     def begin(self, step: int, parts: Mapping[str, Any]) -> Callable[[], None]:
-        """Copy this process's shards off its devices; what comes back writes them. On a CPU they
-        are looked at where they are: jax gives the next step other memory while somebody looks."""
+        """Copy this process's shards off its devices -> a function that writes them. On a CPU they
+        are not copied: jax gives the next step other memory while they are referenced."""
         arrays = {
             f"{part}/{name}": array
             for part in ("state", "data")
@@ -110,104 +105,95 @@ class Local:
         return lambda: self._write(step, shards, dict(parts["meta"]))
 
     def finish(self, step: int, written: Callable[[], None], facts: Mapping[str, Any]) -> None:
-        """Write, with checksums; then fetch the neighbours'. OSError where any process could
+        """Write, with checksums; then fetch the neighbours' shards. OSError where any process could
         not."""
-        each, wrong, self._turn = self._processes, "", self._turn + 1
+        number, count, failures = self._peers.number, self._peers.count, list[str]()
+        part, self._turn = self._part(step, number), self._turn + 1
         more = {
             "layout": self._layout,
-            "processes": each.count,
+            "processes": count,
             "save": f"{self._began} {self._turn:06}",
         }
         try:
             written()
-            self._seal(self._part(step, each.number), {**facts, **more})
+            manifest.write(part, manifest.checksums(part), {**facts, **more})
         except Exception as error:  # the others wait to hear of it
-            wrong = f"process {each.number}: {error}"
-        failures = [told for told in each.tell("local written", wrong) if told]
+            failures.append(f"process {number}: {error}")
+        failures = self._of_all("local written", failures)
         if not failures:
             for back in range(1, self._copies + 1):
+                owner = (number - back) % count
                 try:
-                    self._fetch(
-                        step, (each.number - back) % each.count, (each.number - back) % each.count
-                    )
+                    self._fetch(step, owner, owner)
                 except (OSError, Damage) as error:
-                    wrong = f"no copy on process {each.number}: {error}"
-            failures = [told for told in each.tell("local copied", wrong) if told]
+                    failures.append(f"no copy on process {number}: {error}")
+            failures = self._of_all("local copied", failures)
         if failures:
             shutil.rmtree(self._own / f"{step}", ignore_errors=True)
             raise OSError("; ".join(failures))
 
     def holds(self, step: int) -> Mapping[str, Any]:
-        """Names of a step's parts; of the state, name -> what has a shape."""
-        found = self._index(step)
-        shapes = {
-            entry["name"]: jax.ShapeDtypeStruct(tuple(entry["whole"]), jnp.dtype(entry["dtype"]))
-            for entry in found["shards"]
-        }
-        return {"meta": found["meta"]} | {
-            part: {
-                name.partition("/")[2]: shape
-                for name, shape in shapes.items()
-                if name.startswith(f"{part}/")
-            }
-            for part in ("state", "data")
-        }
+        """A step's parts: "meta", and of "state" and "data" name -> jax.ShapeDtypeStruct."""
+        index = self._index(step)
+        parts: dict[str, Any] = {"meta": index["meta"], "state": {}, "data": {}}
+        for entry in index["shards"]:
+            part, _, name = entry["name"].partition("/")
+            parts[part][name] = jax.ShapeDtypeStruct(
+                tuple(entry["whole"]), jnp.dtype(entry["dtype"])
+            )
+        return parts
 
     def load(self, step: int, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """Parts of a step: arrays where their shardings put them, from this process's shards."""
-        found, path = self._index(step), self._part(step, self._processes.number) / SHARDS
+        saved, path = self._index(step), self._part(step, self._peers.number) / SHARDS
         data = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.zeros(0, np.uint8)
-        shards = {(entry["name"], json.dumps(entry["index"])): entry for entry in found["shards"]}
+        shards = {(entry["name"], json.dumps(entry["index"])): entry for entry in saved["shards"]}
 
         def array(name: str, abstract: Any) -> jax.Array:
             def piece(index: tuple[slice, ...] | None) -> np.ndarray:
                 assert index is not None
                 entry = shards[name, json.dumps(_index(index, abstract.shape))]
                 dtype, shape = jnp.dtype(entry["dtype"]), entry["shape"]
-                return (
-                    data[entry["offset"] :][: int(np.prod(shape)) * dtype.itemsize]
-                    .view(dtype)
-                    .reshape(shape)
-                )
+                size = int(np.prod(shape)) * dtype.itemsize
+                return data[entry["offset"] :][:size].view(dtype).reshape(shape)
 
             return jax.make_array_from_callback(abstract.shape, abstract.sharding, piece)
 
-        return {
-            part: found["meta"]
-            if part == "meta"
-            else {name: array(f"{part}/{name}", leaf) for name, leaf in leaves.items()}
+        arrays = {
+            part: {name: array(f"{part}/{name}", leaf) for name, leaf in leaves.items()}
             for part, leaves in wanted.items()
+            if part != "meta"
         }
+        return {"meta": saved["meta"], **arrays}
 
     @contextlib.contextmanager
     def verified(self, step: int) -> Iterator[None]:
-        """Before the step is read inside, this process's shards are held against their checksums,
-        and fetched from a peer where they are lost or damaged. Damage, the same in every process,
+        """Check this process's shards against their checksums before the block reads them, and
+        fetch them from a peer where they are lost or damaged. Damage, the same in every process,
         where no intact ones are left."""
-        each, part = self._processes, self._part(step, self._processes.number)
-        found = list(manifest.damages(part)) or [f"{part}: is of another save"] * (
-            self._save_of(part) != self._saves.get(step)
-        )
-        sources = [
-            j for j in self._holders.get(step, [[]] * each.count)[each.number] if j != each.number
-        ]
-        while found and sources:
-            try:
-                self._fetch(step, sources[0], each.number)
-                found = []
-            except (OSError, Damage) as error:
-                found.append(str(error))
-            sources = sources[1:]
-        if told := [line for one in each.tell("local verified", found) for line in one]:
-            raise Damage("\n".join(told))
+        number = self._peers.number
+        part = self._part(step, number)
+        damages = list(manifest.damages(part))
+        if not damages and self._save_of(part) != self._saves.get(step):
+            damages = [f"{part}: is of another save"]
+        holders = self._holders[step][number] if step in self._holders else []
+        for process in holders:
+            if damages and process != number:
+                try:
+                    self._fetch(step, process, number)
+                    damages = []
+                except (OSError, Damage) as error:
+                    damages.append(str(error))
+        if damages := self._of_all("local verified", damages):
+            raise Damage("\n".join(damages))
         yield
 
     def set_aside(self, step: int, name: str) -> Path:
         """Move a step out of the way, where it no longer counts."""
-        name = f"{name}_{self._processes.number}"
+        name = f"{name}_{self._peers.number}"
         if (self._own / f"{step}").exists():
             self._move(self._own / f"{step}", name)
-        self._processes.wait("local aside")
+        self._peers.barrier("local aside")
         return self._own.parent / name / f"{step}"
 
     def _move(self, path: Path, name: str) -> Path:
@@ -217,42 +203,38 @@ class Local:
         return path.rename(to)
 
     def trim(self, chosen: Callable[[list[int]], list[int]]) -> None:
-        """Delete those of the whole steps that are chosen, and whatever is older than all that
-        stay: parts, and steps of another mesh. Every process does at the same time."""
-        gone = chosen(steps := self.steps())
+        """Delete the `chosen` ones of the whole steps, and whatever is older than all that stay:
+        parts, and steps of another mesh. Every process does at the same time."""
+        steps = self.steps()
+        gone = chosen(steps)
         oldest = min({*steps} - {*gone}, default=0)
-        self.remove(
-            [
-                step
-                for path in self._own.iterdir()
-                if path.name.isdigit() and ((step := int(path.name)) in gone or step < oldest)
-            ]
-        )
+        for step in self._on_disk():
+            if step in gone or step < oldest:
+                shutil.rmtree(self._own / f"{step}", ignore_errors=True)
 
-    def remove(self, steps: list[int]) -> None:
-        """Delete steps from this host's disk."""
-        for step in steps:
-            shutil.rmtree(self._own / f"{step}", ignore_errors=True)
+    def _on_disk(self) -> list[int]:
+        return [int(path.name) for path in self._own.iterdir() if path.name.isdigit()]
+
+    def _of_all(self, topic: str, own: list[Any]) -> list[Any]:
+        """The items of every process's list."""
+        return [item for items in self._peers.exchange(topic, own) for item in items]
 
     def _part(self, step: int, owner: int) -> Path:
         return self._own / f"{step}" / f"of_{owner}"
 
     def _save_of(self, part: Path) -> str | None:
-        """Which save wrote these shards, if they are for this mesh and number of processes; later
-        saves have greater names."""
+        """Name of the save that wrote these shards; later saves have greater names. None where they
+        are of another mesh or number of processes."""
         try:
             facts, _ = manifest.read(part)
         except Damage:
             return None
-        return (
-            facts.get("save", "0")
-            if (facts.get("layout"), facts.get("processes"))
-            == (self._layout, self._processes.count)
-            else None
-        )
+        if (facts.get("layout"), facts.get("processes")) != (self._layout, self._peers.count):
+            return None
+        return facts.get("save", "0")
 
     def _index(self, step: int) -> dict[str, Any]:
-        return json.loads((self._part(step, self._processes.number) / INDEX).read_text())
+        return json.loads((self._part(step, self._peers.number) / INDEX).read_text())
 
     def _write(
         self,
@@ -260,7 +242,7 @@ class Local:
         shards: list[tuple[str, Index, tuple[int, ...], np.ndarray]],
         meta: dict[str, Any],
     ) -> None:
-        part, entries, offset = self._part(step, self._processes.number), [], 0
+        part, entries, offset = self._part(step, self._peers.number), [], 0
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         with (part / SHARDS).open("wb") as file:
@@ -280,36 +262,25 @@ class Local:
                 offset += data.nbytes
         (part / INDEX).write_text(json.dumps({"meta": meta, "shards": entries}))
 
-    def _seal(self, part: Path, facts: Mapping[str, Any]) -> None:
-        manifest.write(part, manifest.checksums(part, manifest.files(part)), facts)
-
     def _fetch(self, step: int, process: int, owner: int) -> None:
         """Copy the shards of `owner` from a process's disk to this one's, each file checked on the
         way. OSError or Damage where that fails."""
-        assert self._peers
-        part, there = self._part(step, owner), f"{step}/of_{owner}"
+        assert self._files
+        part = self._part(step, owner)
         shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        sealed = part / manifest.NAME
-        unfinished = sealed.with_suffix(".fetched")
-        for name in (manifest.NAME, SHARDS, INDEX):
-            with (unfinished if name == manifest.NAME else part / name).open("wb") as file:
-                for block in self._peers.fetch(process, f"{there}/{name}"):
-                    file.write(block)
-        unfinished.replace(sealed)
-        if wrong := list(manifest.damages(part)):
-            sealed.unlink()
-            raise Damage(f"the copy of process {process}: " + "; ".join(wrong))
+        for name in (SHARDS, INDEX, manifest.NAME):  # with the manifest the shards count
+            with atomic.writing(part / name) as unfinished, unfinished.open("wb") as file:
+                file.writelines(self._files.fetch(process, f"{step}/of_{owner}/{name}"))
+        if damages := list(manifest.damages(part)):
+            (part / manifest.NAME).unlink()
+            raise Damage(f"the copy of process {process}: " + "; ".join(damages))
 
 
 def _own_shards(array: jax.Array) -> Iterator[tuple[Index, np.ndarray]]:
     """Each different part of an array that this process's devices hold."""
-    seen: set[str] = set()
-    for shard in array.addressable_shards:
-        index = _index(shard.index, array.shape)
-        if (key := json.dumps(index)) not in seen:
-            seen.add(key)
-            yield index, np.asarray(shard.data)
+    shards = {f"{shard.index}": shard for shard in array.addressable_shards}
+    for shard in shards.values():
+        yield _index(shard.index, array.shape), np.asarray(shard.data)
 
 
 def _index(index: tuple[slice, ...], shape: tuple[int, ...]) -> Index:

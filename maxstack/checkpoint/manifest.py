@@ -1,68 +1,68 @@
 """The manifest of a checkpoint's step: a checksum of every file. A step counts once its manifest is
-there, and is held against it when it is read.
+there, and is compared with it when it is read.
 
-xxh3 with 64 bits: it finds what disks, networks and copies do to files, not what an adversary
-would.
+xxh3 with 64 bits: it finds damage by disks, networks and copies, not by an adversary.
 """
 
 import concurrent.futures
 import contextlib
+import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from maxstack.config import atomic
+
 NAME = "manifest.json"
-UNFINISHED = ".unfinished"
+UNFINISHED = atomic.UNFINISHED
 """The end of a mark's name."""
 UNKNOWN = "0" * 16
-"""Stands for the manifest's own checksum where that is made."""
-READERS, BLOCK = 8, 1 << 22
-"""Files are read by so many threads, so many bytes at a time."""
+"""The manifest's own checksum while that is computed."""
+READERS = 8
+"""Threads that read files."""
+EVERY = slice(None)
 
 
 class Damage(Exception):
-    """A step is not what was written: which file, and what is wrong with it."""
+    """A file of a step is lost, unreadable or changed; the message names it and the fault."""
 
 
 Entry = dict[str, Any]
-"""What a file was when it was written: `bytes`, and `xxh3` in hexadecimal digits."""
+"""A file as it was written: `bytes`, and `xxh3` in hexadecimal digits."""
 
 
-def checksums(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
-    """Of some files of a folder, read as they lie on disk."""
+def checksums(folder: Path, share: slice = EVERY) -> dict[str, Entry]:
+    """The entry of each file of a folder, read as it lies on disk; `share` of them alone."""
     with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
-        return dict(pool.map(lambda name: (name, _entry(folder / name)), names))
+        return dict(pool.map(lambda name: (name, _entry(folder / name)), files(folder)[share]))
 
 
 def files(folder: Path) -> list[str]:
-    """Every file below `folder` but the manifest itself, by its path there."""
-    return sorted(
-        name
-        for path in folder.rglob("*")
-        if path.is_file() and not (name := path.relative_to(folder).as_posix()).startswith(NAME)
-    )
+    """Path of every file below `folder` but the manifest, relative to `folder`."""
+    names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(name for name in names if name != NAME and not name.endswith(UNFINISHED))
 
 
 def steps(folder: Path) -> list[int]:
     """The steps in a folder that have a manifest, oldest first; none where there is no folder."""
-    found = folder.iterdir() if folder.is_dir() else ()
+    paths = folder.iterdir() if folder.is_dir() else ()
     return sorted(
-        int(path.name) for path in found if path.name.isdigit() and (path / NAME).exists()
+        int(path.name) for path in paths if path.name.isdigit() and (path / NAME).exists()
     )
 
 
 def mark(step: Path) -> Path:
-    """STEP.unfinished, a file beside a step's folder: that is being written or deleted, or was when
-    its process was killed."""
+    """STEP.unfinished: a file beside a step's folder while that is written or deleted, which a
+    killed process leaves behind."""
     return step.with_name(f"{step.name}{UNFINISHED}")
 
 
 def delete(step: Path) -> None:
-    """Delete a finished step: first the manifest, so that half of one never counts."""
+    """Delete a finished step: its manifest first, so that half of a step never counts."""
     with contextlib.suppress(OSError):  # there may be no room
         mark(step).touch()
     (step / NAME).unlink(missing_ok=True)
@@ -71,32 +71,26 @@ def delete(step: Path) -> None:
         mark(step).unlink(missing_ok=True)
 
 
-def write(folder: Path, found: Mapping[str, Entry], facts: Mapping[str, Any]) -> None:
-    """Put the manifest into place, whole or not at all; with it the step counts. `facts` are plain
-    data about the step."""
-    unfinished = folder / f"{NAME}.unfinished"
+def write(folder: Path, entries: Mapping[str, Entry], facts: Mapping[str, Any]) -> None:
+    """Write the manifest, whole or not at all; with it the step counts. `facts` are plain data
+    about the step."""
     text = json.dumps(
-        {"xxh3": UNKNOWN, "facts": dict(facts), "files": dict(sorted(found.items()))}, indent=1
+        {"xxh3": UNKNOWN, "facts": dict(facts), "files": dict(sorted(entries.items()))}, indent=1
     )
-    unfinished.write_text(
-        text.replace(UNKNOWN, xxhash.xxh3_64_hexdigest(text.encode()), 1), encoding="utf-8"
-    )
-    unfinished.replace(folder / NAME)
+    with atomic.writing(folder / NAME) as unfinished:
+        unfinished.write_text(text.replace(UNKNOWN, _digest(text), 1), encoding="utf-8")
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
     """(facts, files). Damage where the manifest cannot be understood."""
     try:
         text = (folder / NAME).read_text(encoding="utf-8")
-        found = json.loads(text)
-        if (
-            xxhash.xxh3_64_hexdigest(text.replace(found["xxh3"], UNKNOWN, 1).encode())
-            != found["xxh3"]
-        ):
+        saved = json.loads(text)
+        if _digest(text.replace(saved["xxh3"], UNKNOWN, 1)) != saved["xxh3"]:
             raise ValueError("its own checksum is another one")
-        return found["facts"], {
+        return saved["facts"], {
             name: {"bytes": int(entry["bytes"]), "xxh3": str(entry["xxh3"])}
-            for name, entry in found["files"].items()
+            for name, entry in saved["files"].items()
         }
     except FileNotFoundError:
         raise Damage(f"{folder / NAME}: is missing, so the save was never finished") from None
@@ -105,46 +99,43 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
 
 
 def damages(
-    folder: Path, share: slice = slice(None), done: Callable[[int], Any] = lambda size: None
+    folder: Path, share: slice = EVERY, done: Callable[[int], Any] = lambda size: None
 ) -> Iterator[str]:
-    """What is wrong with the files of a step, each named, none where it is intact; `share` of its
-    files alone, in their order. `done` is told the bytes of each file that was read."""
+    """A line for each lost, unreadable or changed file of a step, none where it is intact; `share`
+    of its files alone, in their order. `done` is called with the bytes of each file that
+    was read."""
     try:
-        wanted = [*read(folder)[1].items()][share]
+        entries = [*read(folder)[1].items()][share]
     except Damage as error:
         yield str(error)
         return
     with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
-        for (name, entry), wrong in zip(
-            wanted, pool.map(lambda pair: _wrong(folder / pair[0], pair[1]), wanted), strict=True
-        ):
+        faults = pool.map(lambda item: _fault(folder / item[0], item[1]), entries)
+        for (name, entry), fault in zip(entries, faults, strict=True):
             done(entry["bytes"])
-            if wrong:
-                yield f"{folder / name}: {wrong}"
+            if fault:
+                yield f"{folder / name}: {fault}"
 
 
-def _wrong(path: Path, wanted: Entry) -> str | None:
+def _fault(path: Path, written: Entry) -> str | None:
     try:
-        found = _entry(path)
+        entry = _entry(path)
+    except FileNotFoundError:
+        return "is missing"
     except OSError as error:
-        return (
-            "is missing"
-            if isinstance(error, FileNotFoundError)
-            else f"cannot be read: {error.strerror}"
-        )
-    if found["bytes"] != wanted["bytes"]:
-        return f"has {found['bytes']:,} bytes, and {wanted['bytes']:,} were written"
-    return (
-        None
-        if found == wanted
-        else f"its checksum is {found['xxh3']}, and {wanted['xxh3']} was written"
-    )
+        return f"cannot be read: {error.strerror}"
+    if entry["bytes"] != written["bytes"]:
+        return f"has {entry['bytes']:,} bytes, and {written['bytes']:,} were written"
+    if entry != written:
+        return f"its checksum is {entry['xxh3']}, and {written['xxh3']} was written"
+    return None
 
 
 def _entry(path: Path) -> Entry:
-    digest, size = xxhash.xxh3_64(), 0
-    with path.open("rb") as file:
-        while block := file.read(BLOCK):
-            digest.update(block)
-            size += len(block)
-    return {"bytes": size, "xxh3": digest.hexdigest()}
+    with path.open("rb", buffering=0) as file:
+        digest = hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
+        return {"bytes": file.tell(), "xxh3": digest}
+
+
+def _digest(text: str) -> str:
+    return xxhash.xxh3_64_hexdigest(text.encode())

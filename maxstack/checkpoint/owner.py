@@ -1,4 +1,4 @@
-"""Whose the steps in a tier's folder are. Two runs of one name would take turns there, and each
+"""The run that a tier's folder belongs to. Two runs of one name would take turns there, and each
 would go on from the other's steps."""
 
 import json
@@ -13,30 +13,25 @@ def of(path: Path) -> Path | None:
     """The run's folder that a tier's folder names; None where it names none."""
     try:
         return Path(json.loads((path / NAME).read_text(encoding="utf-8"))["run"])
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-    ):  # before the first save, or cut off by a kill
-        return None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # before the first save, or cut off by a kill
 
 
 def claim(path: Path, run: Path) -> None:
     """Note that a tier's folder is this run's. OSError where it cannot be written; ConfigError
     where it is another run's that is still there."""
-    mark, own = path / NAME, run.resolve()
+    note, own = path / NAME, run.resolve()
+    text = json.dumps({"run": str(own)})
     try:
-        with mark.open("x", encoding="utf-8") as file:
-            file.write(json.dumps({"run": str(own)}))
+        with note.open("x", encoding="utf-8") as file:
+            file.write(text)
         return
     except FileExistsError:
         other = of(path)
     if other and other != own and other.exists():
         raise ConfigError(
-            f"checkpoint.tiers: {path} holds the steps of {other}; choose another "
-            "run.name, or another path for the tier. If it is "
-            f"a copy for this run, delete {mark}"
+            f"checkpoint.tiers: {path} holds the steps of {other}; choose another run.name, or "
+            f"another path for the tier. If it is a copy for this run, delete {note}"
         )
     if other != own:
-        mark.write_text(json.dumps({"run": str(own)}), encoding="utf-8")
+        note.write_text(text, encoding="utf-8")

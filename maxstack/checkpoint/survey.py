@@ -1,5 +1,5 @@
-"""The checkpoints of a run as this host's disks hold them, in all tiers: where each step lies, and
-what is wrong with it."""
+"""The checkpoints of a run on this host's disks, in all tiers: the folders of each step, and its
+faults."""
 
 import contextlib
 import re
@@ -128,5 +128,5 @@ def size(path: Path) -> int:
 
 
 def escaped(text: object) -> str:
-    """A path or a line with escapes for what is not printable."""
+    """A path or a line with escapes for characters that are not printable."""
     return shortened(line := str(text), len(line))

@@ -1,10 +1,11 @@
-"""As which of how many processes this one was started, from what its launcher left in the
-environment."""
+"""This process's number among how many, from what its launcher left in the environment.
+
+jax's own cluster detection is not used: EXPERIMENTS.md lists the cases that it lacks.
+"""
 
 import hashlib
 import re
 import sys
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,34 +13,34 @@ from dataclasses import dataclass
 from maxstack.config import ConfigError, quoted
 
 PORT = 8476
-"""Where process 0 is reached if nothing says otherwise."""
+"""Default port of process 0."""
 PORTS = range(61440, 65536)
-"""Of jobs that share hosts: one of these, by the job's number."""
+"""Ports for jobs that share hosts, chosen by the job's number."""
 TORCHRUN = {"MASTER_ADDR", "WORLD_SIZE", "RANK"}
 METADATA = "metadata.google.internal"
 METADATA_WAIT = 3.0
-"""Seconds that a machine of Google's cloud has to tell of itself."""
+"""Seconds that a metadata server of Google's cloud has to answer."""
 
 
 @dataclass(frozen=True)
 class Member:
     """One process of several."""
 
-    found: str
-    """What said so."""
+    source: str
+    """The launcher, or whatever else gave the numbers."""
     coordinator: str
     """host:port of process 0."""
     processes: int
     process: int
-    here: tuple[int, int] = (0, 1)
-    """The number of this one among those that share the devices of its host, and how many these
-    are."""
+    local: tuple[int, int] = (0, 1)
+    """(number, count) among the processes that share the devices of this host."""
 
-    def told(self) -> str:
-        """In a line."""
-        shared = f", {self.here[0]} of {self.here[1]} on this host" if self.here[1] > 1 else ""
+    def describe(self) -> str:
+        """A line for people."""
+        number, count = self.local
+        shared = f", {number} of {count} on this host" if count > 1 else ""
         return (
-            f"process {self.process} of {self.processes}{shared}, says {self.found}; process "
+            f"process {self.process} of {self.processes}{shared}, says {self.source}; process "
             f"0 at {self.coordinator}"
         )
 
@@ -48,21 +49,20 @@ Variables = Mapping[str, str]
 
 
 def member(variables: Variables, on_tpu: bool) -> Member | None:
-    """The first launcher that the environment tells of; None where this process is alone. `on_tpu`:
-    TPUs are here, so that Google's metadata server may be asked. ConfigError where a launcher left
-    half of what is needed."""
+    """The member that the first launcher in the environment describes; None where this process is
+    alone. `on_tpu`: TPUs are here, so that Google's metadata server may be asked. ConfigError where
+    a launcher set only some of its variables."""
     for launcher in (_plain, _torchrun, _open_mpi, _slurm, _jobset, _gke_tpu):
-        if found := launcher(variables):
-            if found.process >= found.processes:
+        if own := launcher(variables):
+            if own.process >= own.processes:
                 raise ConfigError(
-                    f"{found.told()}: there is no such process; look at what set these numbers"
+                    f"{own.describe()}: there is no such process; look at what set these numbers"
                 )
-            return found if found.processes > 1 else None
+            return own if own.processes > 1 else None
     if "JAX_COORDINATOR_ADDRESS" in variables:
         raise ConfigError(
-            "JAX_COORDINATOR_ADDRESS is in the environment, but not how many processes "
-            "there are and which this is; set "
-            "JAX_NUM_PROCESSES and JAX_PROCESS_ID, or unset it"
+            "JAX_COORDINATOR_ADDRESS is in the environment, but not how many processes there are "
+            "and which this is; set JAX_NUM_PROCESSES and JAX_PROCESS_ID, or unset it"
         )
     missing = TORCHRUN - variables.keys()
     if len(missing) == 1 and variables.get("WORLD_SIZE") != "1":
@@ -71,99 +71,84 @@ def member(variables: Variables, on_tpu: bool) -> Member | None:
             f"{', '.join(missing)}; set it, or unset them"
         )
     if on_tpu and "TPU_SKIP_MDS_QUERY" not in variables:
-        found = _tpu_pod(_metadata(variables.get("GCE_METADATA_HOST", METADATA)))
-        return found if found and found.processes > 1 else None
+        host = variables.get("GCE_METADATA_HOST", METADATA)
+        own = _tpu_pod(lambda name: _attribute(host, name))
+        return own if own and own.processes > 1 else None
     return None
 
 
 def _plain(variables: Variables) -> Member | None:
     """jax's own variable of the coordinator, with a number and a count by the names that launchers
-    give them."""
-    address, numbers = variables.get("JAX_COORDINATOR_ADDRESS"), ("JAX_PROCESS_ID", "NODE_RANK")
-    if not address or not any(name in variables for name in numbers):
+    use for them."""
+    numbers = ("JAX_PROCESS_ID", "NODE_RANK")
+    if not variables.get("JAX_COORDINATOR_ADDRESS") or variables.keys().isdisjoint(numbers):
         return None
     return Member(
         "variables (JAX_COORDINATOR_ADDRESS)",
-        _with_port(address, variables),
-        _first(variables, "JAX_NUM_PROCESSES", "NNODES"),
-        _first(variables, *numbers),
+        _coordinator(variables),
+        _number(variables, "JAX_NUM_PROCESSES", "NNODES"),
+        _number(variables, *numbers),
     )
 
 
 def _torchrun(variables: Variables) -> Member | None:
-    if not TORCHRUN <= variables.keys():
+    if not variables.keys() >= TORCHRUN:
         return None
-    here = (
-        (_first(variables, "LOCAL_RANK"), _first(variables, "LOCAL_WORLD_SIZE"))
-        if "LOCAL_WORLD_SIZE" in variables
-        else (0, 1)
-    )
-    port = variables.get("MASTER_PORT", str(PORT))
+    local = 0, 1
+    if "LOCAL_WORLD_SIZE" in variables:
+        local = _number(variables, "LOCAL_RANK"), _number(variables, "LOCAL_WORLD_SIZE")
+    port: str | int = variables.get("MASTER_PORT", PORT)
     if variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun itself listens there
         port = _port_of(f"{variables.get('TORCHELASTIC_RUN_ID')} {port}")
-    at = f"{variables['MASTER_ADDR']}:{port}"
     return Member(
         "variables (MASTER_ADDR, RANK)",
-        at,
-        _first(variables, "WORLD_SIZE"),
-        _first(variables, "RANK"),
-        here,
+        f"{variables['MASTER_ADDR']}:{port}",
+        _number(variables, "WORLD_SIZE"),
+        _number(variables, "RANK"),
+        local,
     )
 
 
 def _slurm(variables: Variables) -> Member | None:
     """A task of an srun step; not the batch script itself, which has no step's variables."""
-    if (
-        not {"SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"}
-        <= variables.keys()
-    ):
-        if int(many := variables.get("SLURM_NTASKS", "1")) > 1:
-            print(
-                f"distributed: Slurm job {variables.get('SLURM_JOB_ID')} has {many} "
-                "tasks, but this is none of an srun step's; if nothing else "
-                "says with whom, it trains alone",
-                file=sys.stderr,
-                flush=True,
+    needed = {"SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"}
+    if not variables.keys() >= needed:
+        if (tasks := int(variables.get("SLURM_NTASKS", "1"))) > 1:
+            say(
+                f"Slurm job {variables.get('SLURM_JOB_ID')} has {tasks} tasks, but "
+                "this is none of an srun step's; if nothing else says with whom, it trains alone"
             )
         return None
-    job = _first(variables, "SLURM_JOB_ID")
-    step = int(variables.get("SLURM_STEP_ID", 0))
-    address = (
-        variables.get("JAX_COORDINATOR_ADDRESS")
-        or f"{first_host(variables['SLURM_STEP_NODELIST'])}:{PORTS[(job + 97 * step) % len(PORTS)]}"
-    )
-    tasks = tasks_per_node(variables.get("SLURM_STEP_TASKS_PER_NODE", "1"))
-    node = int(variables.get("SLURM_NODEID", 0))
+    job, step = _number(variables, "SLURM_JOB_ID"), int(variables.get("SLURM_STEP_ID", 0))
+    port = PORTS[(job + 97 * step) % len(PORTS)]
     bind = variables.get("SLURM_GPU_BIND", "none")
-    bound = (
+    has_own_gpus = (
         not bind.startswith(("none", "verbose"))
         or "SLURM_GPUS_PER_TASK" in variables
         or "gpu" in variables.get("SLURM_TRES_PER_TASK", "")
     )
-    here = (
-        (0, 1)
-        if bound
-        else (int(variables.get("SLURM_LOCALID", 0)), tasks[node] if node < len(tasks) else 1)
-    )
-    number = _first(variables, "SLURM_PROCID")
+    tasks_of_nodes = tasks_per_node(variables.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    node, local = int(variables.get("SLURM_NODEID", 0)), (0, 1)
+    if not has_own_gpus and node < len(tasks_of_nodes):
+        local = int(variables.get("SLURM_LOCALID", 0)), tasks_of_nodes[node]
     return Member(
         f"Slurm job {job}",
-        _with_port(address, variables),
-        _first(variables, "SLURM_STEP_NUM_TASKS"),
-        number,
-        here,
+        _coordinator(variables) or f"{first_host(variables['SLURM_STEP_NODELIST'])}:{port}",
+        _number(variables, "SLURM_STEP_NUM_TASKS"),
+        _number(variables, "SLURM_PROCID"),
+        local,
     )
 
 
 def first_host(hosts: str) -> str:
-    """Of Slurm's list of hosts: `n[007-009,012],m3` begins with n007."""
-    found = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,]*))?", hosts)
-    if not found:
+    """First host of a list in Slurm's form: `n[007-009,012],m3` -> n007."""
+    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,]*))?", hosts)
+    if not match:
         raise ConfigError(
             f"SLURM_STEP_NODELIST={quoted(hosts)}: is no list of hosts; set "
             "JAX_COORDINATOR_ADDRESS=HOST:PORT of the first one"
         )
-    return found[1] + (found[2] or "") + (found[3] or "")
+    return "".join(group or "" for group in match.groups())
 
 
 def tasks_per_node(text: str) -> list[int]:
@@ -176,35 +161,27 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def _open_mpi(variables: Variables) -> Member | None:
-    if not {"OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"} <= variables.keys():
+    if not variables.keys() >= {"OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"}:
         return None
-    size, local = (
-        _first(variables, "OMPI_COMM_WORLD_SIZE"),
-        int(variables.get("OMPI_COMM_WORLD_LOCAL_SIZE", 1)),
-    )
-    job = (
-        variables.get("PMIX_NAMESPACE")
-        or variables.get("OMPI_MCA_orte_hnp_uri", "").partition(";")[0]
-    )
-    port = _port_of(job)
-    launcher = re.search(r"tcp://([\d.]+)", variables.get("OMPI_MCA_orte_hnp_uri", ""))
-    if address := variables.get("JAX_COORDINATOR_ADDRESS"):
-        address = _with_port(address, variables)
-    elif local == size:
-        address = f"localhost:{port}"
-    elif launcher:
-        address = f"{launcher[1]}:{port}"
-    else:
-        raise ConfigError(
-            "Open MPI does not say where process 0 runs; give it: mpirun -x "
-            "JAX_COORDINATOR_ADDRESS=HOST:PORT ..., the first host and "
-            "a free port there"
-        )
+    size = _number(variables, "OMPI_COMM_WORLD_SIZE")
+    local = int(variables.get("OMPI_COMM_WORLD_LOCAL_SIZE", 1))
+    launcher = variables.get("OMPI_MCA_orte_hnp_uri", "")
+    port = _port_of(variables.get("PMIX_NAMESPACE") or launcher.partition(";")[0])
+    if not (address := _coordinator(variables)):
+        if local == size:
+            address = f"localhost:{port}"
+        elif host := re.search(r"tcp://([\d.]+)", launcher):
+            address = f"{host[1]}:{port}"
+        else:
+            raise ConfigError(
+                "Open MPI does not say where process 0 runs; give it: mpirun -x "
+                "JAX_COORDINATOR_ADDRESS=HOST:PORT ..., the first host and a free port there"
+            )
     return Member(
         "Open MPI",
         address,
         size,
-        _first(variables, "OMPI_COMM_WORLD_RANK"),
+        _number(variables, "OMPI_COMM_WORLD_RANK"),
         (int(variables.get("OMPI_COMM_WORLD_LOCAL_RANK", 0)), local),
     )
 
@@ -212,30 +189,26 @@ def _open_mpi(variables: Variables) -> Member | None:
 def _jobset(variables: Variables) -> Member | None:
     """A pod of a JobSet whose manifest hands its annotations down (ours, xpk's for CPUs): of jobs
     with `PROCESSES_IN_JOB` pods each."""
-    if (
-        not {"JAX_COORDINATOR_ADDRESS", "PROCESSES_IN_JOB", "JOB_COMPLETION_INDEX"}
-        <= variables.keys()
-    ):
+    needed = {"JAX_COORDINATOR_ADDRESS", "PROCESSES_IN_JOB", "JOB_COMPLETION_INDEX"}
+    if not variables.keys() >= needed:
         return None
-    each = _first(variables, "PROCESSES_IN_JOB")
-    process = int(variables.get("JOB_INDEX", 0)) * each + _first(variables, "JOB_COMPLETION_INDEX")
+    jobs_before, pods = int(variables.get("JOB_INDEX", 0)), _number(variables, "PROCESSES_IN_JOB")
     return Member(
         f"JobSet {variables.get('JOBSET_NAME', '')}".strip(),
-        _with_port(variables["JAX_COORDINATOR_ADDRESS"], variables),
-        _first(variables, "JAX_PROCESS_COUNT"),
-        process,
+        _coordinator(variables),
+        _number(variables, "JAX_PROCESS_COUNT"),
+        jobs_before * pods + _number(variables, "JOB_COMPLETION_INDEX"),
     )
 
 
 def _gke_tpu(variables: Variables) -> Member | None:
-    """A pod of a TPU node pool: GKE adds the hosts of its slice and, of several slices, which one
-    this is."""
+    """A pod of a TPU node pool: GKE adds the hosts of its slice and, of several slices, which of
+    them this is."""
     hosts = variables.get("TPU_WORKER_HOSTNAMES", "").split(",")
-    if "TPU_WORKER_ID" not in variables or (
-        len(hosts) == 1 and "MEGASCALE_NUM_SLICES" not in variables
-    ):  # libtpu leaves both where it is alone
+    several = len(hosts) > 1 or "MEGASCALE_NUM_SLICES" in variables
+    if "TPU_WORKER_ID" not in variables or not several:  # libtpu sets both where it is alone
         return None
-    return _of_slices("GKE, TPU", hosts, _first(variables, "TPU_WORKER_ID"), variables)
+    return _of_slices("GKE, TPU", hosts, _number(variables, "TPU_WORKER_ID"), variables)
 
 
 def _tpu_pod(attribute: Callable[[str], str | None]) -> Member | None:
@@ -253,54 +226,53 @@ def _tpu_pod(attribute: Callable[[str], str | None]) -> Member | None:
     )
 
 
-def _of_slices(found: str, hosts: list[str], number: int, variables: Variables) -> Member:
-    slices, this = (
-        int(variables.get("MEGASCALE_NUM_SLICES") or 1),
-        int(variables.get("MEGASCALE_SLICE_ID") or 0),
-    )
+def _of_slices(source: str, hosts: list[str], number: int, variables: Variables) -> Member:
+    slices = int(variables.get("MEGASCALE_NUM_SLICES") or 1)
+    own = int(variables.get("MEGASCALE_SLICE_ID") or 0)
     first = (variables.get("MEGASCALE_COORDINATOR_ADDRESS") or hosts[0]).split(":")[0]
     return Member(
-        f"{found}, slice {this} of {slices}" if slices > 1 else found,
+        f"{source}, slice {own} of {slices}" if slices > 1 else source,
         f"{first}:{PORT}",
         slices * len(hosts),
-        this * len(hosts) + number,
+        own * len(hosts) + number,
     )
 
 
-def _metadata(host: str) -> Callable[[str], str | None]:
-    """Attributes of this machine; None for one that it has not, or where nobody answers."""
-
-    def attribute(name: str) -> str | None:
-        request = urllib.request.Request(
-            f"http://{host}/computeMetadata/v1/instance/attributes/{name}",
-            headers={"Metadata-Flavor": "Google"},
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=METADATA_WAIT) as answer:
-                return answer.read().decode()
-        except (urllib.error.URLError, TimeoutError, OSError):
-            return None
-
-    return attribute
-
-
-def _port_of(job: str) -> str:
-    """A port that follows from the name of a job."""
-    return str(
-        PORTS[int.from_bytes(hashlib.blake2b(job.encode(), digest_size=4).digest()) % len(PORTS)]
+def _attribute(host: str, name: str) -> str | None:
+    """An attribute of this machine by its metadata server; None where it has no such attribute, or
+    nobody answers."""
+    request = urllib.request.Request(
+        f"http://{host}/computeMetadata/v1/instance/attributes/{name}",
+        headers={"Metadata-Flavor": "Google"},
     )
+    try:
+        with urllib.request.urlopen(request, timeout=METADATA_WAIT) as answer:
+            return answer.read().decode()
+    except OSError:
+        return None
 
 
-def _with_port(address: str, variables: Variables) -> str:
-    return (
-        address
-        if re.search(r":\d+$", address)
-        else f"{address}:{variables.get('JAX_COORDINATOR_PORT', PORT)}"
-    )
+def say(text: str) -> None:
+    """Print to stderr: the log is not open yet."""
+    print(f"distributed: {text}", file=sys.stderr)
 
 
-def _first(variables: Variables, *names: str) -> int:
-    """The first of some variables, a whole number."""
+def _port_of(job: str) -> int:
+    """A port by the hash of a job's name."""
+    digest = hashlib.blake2b(job.encode(), digest_size=4).digest()
+    return PORTS[int.from_bytes(digest) % len(PORTS)]
+
+
+def _coordinator(variables: Variables) -> str:
+    """JAX_COORDINATOR_ADDRESS with its port; "" where it is not set."""
+    address = variables.get("JAX_COORDINATOR_ADDRESS", "")
+    if not address or re.search(r":\d+$", address):
+        return address
+    return f"{address}:{variables.get('JAX_COORDINATOR_PORT', PORT)}"
+
+
+def _number(variables: Variables, *names: str) -> int:
+    """The whole number in the first of some variables that is set."""
     for name in names:
         if name in variables:
             if not variables[name].isdecimal():

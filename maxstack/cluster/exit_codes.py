@@ -1,5 +1,5 @@
-"""How a training process leaves, beside 0: done, 1: a user's mistake and 2: bad data, which are the
-`exit_code` of their errors."""
+"""Exit codes of a training process, beside 0: done, 1: a user's mistake and 2: bad data, which are
+the `exit_code` of their errors."""
 
 RETRY = 42
 """Stopped by a signal, hung, or without one of its processes: the same command goes on."""

@@ -16,32 +16,31 @@ WAIT = 120.0
 
 
 def environment() -> None:
-    """What must stand in the environment before jax is imported. ConfigError where it is not known
-    where the proxy is."""
+    """Set the environment variables that jax reads when it is imported. ConfigError where the
+    proxy's address is not known."""
     address()
     os.environ["JAX_PLATFORMS"] = "proxy"
     os.environ.setdefault("PATHWAYS_PROXY_CONNECTION_TIMEOUT_SECS", str(round(WAIT)))
 
 
 def initialize() -> None:
-    """Make jax's devices those of the proxy, before any is touched. ConfigError where pathwaysutils
-    is missing; Missing, which ends the process so that it is started again, where no proxy answers
-    in time."""
+    """Make jax use the proxy's devices, before any is touched. ConfigError where pathwaysutils is
+    missing; Missing, which ends the process so that it is started again, where no proxy answers in
+    time."""
     if importlib.util.find_spec("pathwaysutils") is None:
         raise ConfigError("runtime: pathways needs pathwaysutils; pip install 'maxstack[pathways]'")
     host, port = address()
-    deadline, why = time.monotonic() + WAIT, "nobody answers"
+    deadline = time.monotonic() + WAIT
     while True:
         try:
             socket.create_connection((host, port), timeout=5.0).close()
             break
         except OSError as error:
-            why = error.strerror or why
+            why = error.strerror or "nobody answers"
         if time.monotonic() > deadline:
             raise Missing(
-                f"runtime: pathways: no proxy answers at {host}:{port} ({why}) in "
-                f"{WAIT:.0f} s; look whether its container runs, or "
-                f"correct {TARGET}={os.environ[TARGET]}"
+                f"runtime: pathways: no proxy answers at {host}:{port} ({why}) in {WAIT:.0f} s; "
+                f"look whether its container runs, or correct {TARGET}={os.environ[TARGET]}"
             )
         time.sleep(OFTEN)
     import pathwaysutils
@@ -50,13 +49,13 @@ def initialize() -> None:
 
 
 def address() -> tuple[str, int]:
-    """Of the proxy."""
-    given = os.environ.get(TARGET, "")
-    found = re.fullmatch(r"grpc://(.+):(\d+)", given)
-    if not found:
-        told = f"{TARGET}={given!r} is no such address" if given else f"{TARGET} is not set"
+    """Host and port of the proxy."""
+    target = os.environ.get(TARGET, "")
+    match = re.fullmatch(r"grpc://(.+):(\d+)", target)
+    if not match:
+        fault = f"{TARGET}={target!r} is no such address" if target else f"{TARGET} is not set"
         raise ConfigError(
-            f"runtime: pathways: {told}; give the proxy's, as in "
+            f"runtime: pathways: {fault}; give the proxy's, as in "
             f"{TARGET}=grpc://127.0.0.1:29000, or use runtime: jax"
         )
-    return found[1], int(found[2])
+    return match[1], int(match[2])

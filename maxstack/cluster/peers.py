@@ -1,8 +1,7 @@
-"""What the processes of a run tell each other beside the devices: small plain data, by way of jax's
-coordination service.
+"""Small plain data that the processes of a run exchange, by way of jax's coordination service.
 
-No device takes part, so a background thread may tell while steps run. Every process tells the same
-topics in the same order.
+No device takes part, so a background thread may exchange while steps run. Every process exchanges
+the same topics in the same order.
 """
 
 import itertools
@@ -17,17 +16,17 @@ import jax
 from maxstack.config import ConfigError
 
 WAIT_MS = 600_000
-"""How long a process waits for the slowest."""
+"""Milliseconds that a process waits for the slowest."""
 
 
-class Processes:
-    """This process and the others."""
+class Peers:
+    """The processes of the run: `number` is this one's, of `count`."""
 
     def __init__(self) -> None:
         self.number, self.count = jax.process_index(), jax.process_count()
         self._turns: dict[str, Iterator[int]] = defaultdict(itertools.count)
 
-    def tell(self, topic: str, value: Any, wait_ms: int = WAIT_MS) -> list[Any]:
+    def exchange(self, topic: str, value: Any, wait_ms: int = WAIT_MS) -> list[Any]:
         """Every process's `value`, plain data, in their order. A topic belongs to one thread.
         RuntimeError where a process stays away."""
         if self.count == 1:
@@ -39,21 +38,21 @@ class Processes:
         path = f"maxstack/{topic}"
         client.key_value_set(f"{path}/{turn}/{self.number}", json.dumps(value))
         client.wait_at_barrier(path, wait_ms)
-        told = {
+        texts = {
             int(key.rpartition("/")[2]): text
             for key, text in client.key_value_dir_get(f"{path}/{turn}")
         }
-        if turn:  # all have told this turn, so all have read the one before
+        if turn:  # all have set this turn's value, so all have read the one before
             client.key_value_delete(f"{path}/{turn - 1}/{self.number}")
-        return [json.loads(told[number]) for number in range(self.count)]
+        return [json.loads(texts[number]) for number in range(self.count)]
 
-    def wait(self, topic: str) -> None:
-        """Until all processes are here."""
-        self.tell(topic, None)
+    def barrier(self, topic: str) -> None:
+        """Wait until all processes are here."""
+        self.exchange(topic, None)
 
     def own_address(self) -> str:
-        """Of the interface by which process 0 is reached, IPv4; loopback where this one is alone.
-        ConfigError where there is none."""
+        """IPv4 address of the interface by which process 0 is reached; loopback where this process
+        is alone. ConfigError where there is none."""
         from jax._src import distributed
 
         host = (distributed.global_state.coordinator_address or "127.0.0.1:1").rpartition(":")[0]
@@ -63,8 +62,7 @@ class Processes:
             except OSError as error:
                 raise ConfigError(
                     f"distributed: {host}, where process 0 is, is not reached by IPv4 "
-                    f"({error.strerror}), which watchdogs and copies "
-                    "of checkpoints use; give the hosts such addresses, and one of them "
-                    "or its name as coordinator"
+                    f"({error.strerror}), which watchdogs and copies of checkpoints use; give the "
+                    "hosts such addresses, and one of them or its name as coordinator"
                 ) from error
             return probe.getsockname()[0]

@@ -1,10 +1,10 @@
-"""The roll call before jax joins the processes: process 0 hears of every other one, says who is
-missing, and that all were started alike.
+"""The roll call before jax joins the processes: process 0 waits for every other one, names the
+missing, and checks that all were started alike.
 
-jax itself says nothing while it waits, and in the end aborts. A caller sends one line of JSON, its
-`Card`; process 0 answers with lines: `{"missing": [...]}` now and then, `{"again": true}` for the
-same card once more, and at last `{"go": true}`, `{"replaced": host}` or `{"error": "..."}`. It
-listens where jax's service will afterwards.
+jax itself says nothing while it waits, and in the end aborts. Each other process sends one line of
+JSON, its `Card`; process 0 answers with lines: `{"missing": [...]}` now and then, `{"again": true}`
+for the same card once more, and at last `{"go": true}`, `{"replaced": host}` or
+`{"error": "..."}`. It listens where jax's service will afterwards.
 """
 
 import contextlib
@@ -25,10 +25,10 @@ OFTEN = 0.3
 LONGEST = 1 << 20
 """Bytes of a line."""
 NAMED = 8
-"""Missing processes that are named, of more."""
+"""Missing processes, or keys that differ, that a message names at most."""
 ALIVE = 5.0
-"""Seconds that a process has to say that it is still there, where another one comes with its
-number: its host may have lost its power."""
+"""Seconds that a process has to answer where another one comes with its number: its host may have
+lost its power."""
 LOOPBACK = "localhost", "127.0.0.1", "::1"
 
 Say = Callable[[str], None]
@@ -36,25 +36,25 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Card:
-    """What a process says of itself."""
+    """The description of itself that a process sends."""
 
     process: int
     processes: int
     host: str
     alike: dict[str, Any] = field(default_factory=dict)
-    """What must be the same in all, plain data."""
+    """Plain data that must be the same in all processes."""
 
 
 class Missing(ValueError):
-    """Not all came; the message says who did not."""
+    """Not all processes came; the message names those that did not."""
 
     exit_code = RETRY
 
 
 def roll_call(card: Card, at: str, wait: float, between: float, say: Say) -> None:
-    """Until all are there. ConfigError where two say that they are the same, or were started
+    """Wait until all processes are there. ConfigError where two have one number, or were started
     otherwise; Missing after `wait` seconds. `at`: host:port of process 0; every `between` seconds
-    it is said who is missing."""
+    `say` is called with the missing."""
     host, _, port = at.rpartition(":")
     host, deadline = host.strip("[]"), time.monotonic() + wait
     if card.process == 0:
@@ -64,14 +64,14 @@ def roll_call(card: Card, at: str, wait: float, between: float, say: Say) -> Non
 
 
 def bind_address(at: str) -> str | None:
-    """Where jax's service of process 0 is to listen: on loopback where it is reached by it; None:
-    everywhere."""
+    """The address for jax's service of process 0 to listen at: loopback where the others reach it
+    there; None: every interface."""
     host, _, port = at.rpartition(":")
     return f"127.0.0.1:{port}" if host in LOOPBACK else None
 
 
 class _Caller:
-    """Process 0."""
+    """The roll call in process 0."""
 
     def __init__(self, card: Card, deadline: float, between: float, say: Say):
         self._card, self._deadline, self._between, self._say = card, deadline, between, say
@@ -87,39 +87,38 @@ class _Caller:
         with contextlib.ExitStack() as ending, selectors.DefaultSelector() as ready:
             listener = ending.enter_context(self._listen(host, port))
             ready.register(listener, selectors.EVENT_READ)
-            told = time.monotonic()
+            reported = time.monotonic()
             while self._missing:
                 for key, _ in ready.select(OFTEN):
                     if key.fileobj is listener:
                         ending.enter_context(connection := listener.accept()[0])
                         connection.settimeout(ALIVE)
                         ready.register(connection, selectors.EVENT_READ)
-                    elif not self._hear(key.fileobj):  # type: ignore[arg-type]
+                    elif not self._read(key.fileobj):  # type: ignore[arg-type]
                         ready.unregister(key.fileobj)
                         key.fileobj.close()  # type: ignore[union-attr]
                 if (now := time.monotonic()) > self._deadline:
-                    self._tell({"missing": self._missing, "over": True})
+                    self._send_all({"missing": self._missing, "over": True})
                     raise Missing(_absent(self._missing, self._card.processes))
-                if now - told >= self._between:
-                    told = now
+                if now - reported >= self._between:
+                    reported = now
                     self._say(
                         f"{_absent(self._missing, self._card.processes)}, after "
                         f"{now - self._begin:.0f} s of at most "
                         f"{self._deadline - self._begin:.0f}; here: {self._present()}"
                     )
-                    self._tell({"missing": self._missing})
-            self._tell({"go": True})
+                    self._send_all({"missing": self._missing})
+            self._send_all({"go": True})
 
     def _listen(self, host: str, port: int) -> socket.socket:
         while True:
             try:
-                if host in LOOPBACK:
-                    return socket.create_server(("127.0.0.1", port), backlog=1024)
-                if socket.has_dualstack_ipv6():
+                if host not in LOOPBACK and socket.has_dualstack_ipv6():
                     return socket.create_server(
                         ("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True
                     )
-                return socket.create_server(("", port), backlog=1024)
+                address = "127.0.0.1" if host in LOOPBACK else ""
+                return socket.create_server((address, port), backlog=1024)
             except OSError as error:
                 what = f"process 0 cannot listen on port {port}: {error.strerror}"
                 if error.errno != errno.EADDRINUSE:
@@ -130,8 +129,8 @@ class _Caller:
                     raise Missing(f"{what}; end what has it, or choose another port") from error
                 time.sleep(OFTEN)  # the process before this one may not have ended
 
-    def _hear(self, connection: socket.socket) -> bool:
-        """A caller's card -> True, or that it has gone, or is none of ours."""
+    def _read(self, connection: socket.socket) -> bool:
+        """Read a card -> True; False where the caller has gone, or is none of this run's."""
         if connection in self._replaced:  # its host froze, and is back
             return False
         try:
@@ -141,61 +140,56 @@ class _Caller:
                 number: entry for number, entry in self._here.items() if entry[0] is not connection
             }
             return False
-        if wrong := self._wrong(card):
-            _send(connection, {"error": wrong})
-            self._tell({"error": wrong})
-            raise ConfigError(wrong)
+        if fault := self._fault(card):
+            _send(connection, {"error": fault})
+            self._send_all({"error": fault})
+            raise ConfigError(fault)
         if card.process in self._here and (old := self._here[card.process][0]) is not connection:
             _send(old, {"replaced": card.host})
             self._replaced.append(old)
         self._here[card.process] = connection, card
         return True
 
-    def _wrong(self, card: Card) -> str | None:
-        mine = self._card
-        if card.processes != mine.processes:
+    def _fault(self, card: Card) -> str | None:
+        own = self._card
+        if card.processes != own.processes:
             return (
                 f"distributed.processes: {card.processes} for process {card.process} on "
-                f"{card.host}, but {mine.processes} for process 0 on "
-                f"{mine.host}; give all the same"
+                f"{card.host}, but {own.processes} for process 0 on {own.host}; give all the same"
             )
-        if card.process == 0 or (
-            card.process in self._here and _alive(self._here[card.process][0])
-        ):
-            other = mine if card.process == 0 else self._here[card.process][1]
+        connection, other = self._here.get(card.process, (None, own))
+        if card.process == 0 or (connection and _alive(connection)):
             return (
                 f"distributed.process: two processes have number {card.process}, on "
                 f"{other.host} and on {card.host}; give each its own"
             )
-        if odd := difference(mine.alike, card.alike):
+        if odd := difference(own.alike, card.alike):
             pairs = "; ".join(
-                f"{key.replace('configuration.', '').replace('packages.', '')} {old!r} and {new!r}"
+                f"{key.removeprefix('configuration.').removeprefix('packages.')} "
+                f"{old!r} and {new!r}"
                 for key, old, new in odd[:NAMED]
             )
             return (
-                f"distributed: process 0 on {mine.host} and process {card.process} on "
-                f"{card.host} were started otherwise: {pairs}; "
-                "give all the same configuration and packages"
+                f"distributed: process 0 on {own.host} and process {card.process} on {card.host} "
+                f"were started otherwise: {pairs}; give all the same configuration and packages"
             )
         return None
 
     def _present(self) -> str:
-        hosts: dict[str, list[int]] = {}
-        for number, host in [
-            (0, self._card.host),
-            *((number, card.host) for number, (_, card) in sorted(self._here.items())),
-        ]:
-            hosts.setdefault(host, []).append(number)
+        hosts = {self._card.host: [0]}
+        for number, (_, card) in sorted(self._here.items()):
+            hosts.setdefault(card.host, []).append(number)
         return ", ".join(f"{_numbers(numbers)} on {host}" for host, numbers in hosts.items())
 
-    def _tell(self, word: dict[str, Any]) -> None:
+    def _send_all(self, word: dict[str, Any]) -> None:
         for connection, _ in self._here.values():
             _send(connection, word)
 
 
 def _answer(card: Card, host: str, port: int, deadline: float, between: float, say: Say) -> None:
-    """The other processes: call process 0, again if it goes away, until it says go."""
-    begin = told = time.monotonic()
+    """The roll call in the other processes: call process 0, again if it goes away, until it says
+    go."""
+    begin = reported = time.monotonic()
     why = "nobody answers"
     while time.monotonic() < deadline:
         try:
@@ -222,15 +216,15 @@ def _answer(card: Card, host: str, port: int, deadline: float, between: float, s
                         f"{_absent(word['missing'], card.processes)}, says process 0 at "
                         f"{host}:{port}"
                     )
-                    told = time.monotonic()
-        except ValueError as error:
-            if isinstance(error, ConfigError | Missing):
-                raise
+                    reported = time.monotonic()
+        except (ConfigError, Missing):
+            raise
+        except ValueError:
             why = "what answers is not process 0 of this run"
         except OSError as error:
             why = error.strerror or str(error) or "nobody answers"
-        if (now := time.monotonic()) - told >= between:
-            told = now
+        if (now := time.monotonic()) - reported >= between:
+            reported = now
             say(
                 f"process 0 is not reached at {host}:{port} ({why}), after "
                 f"{now - begin:.0f} s of at most {deadline - begin:.0f}"
@@ -240,7 +234,7 @@ def _answer(card: Card, host: str, port: int, deadline: float, between: float, s
 
 
 def _alive(connection: socket.socket) -> bool:
-    """Whether the other side answers."""
+    """True where the other side answers."""
     _send(connection, {"again": True})
     try:
         return bool(connection.makefile("rb").readline(LONGEST))

@@ -1,5 +1,5 @@
-"""The process's side of the watchdog: tells it what is being done, hands it the stacks, and leaves
-when it says so."""
+"""The process's side of the watchdog: reports the phase and step, hands over the stacks, and leaves
+when the watchdog says so."""
 
 import contextlib
 import json
@@ -16,19 +16,19 @@ from types import TracebackType
 from typing import Any
 
 from maxstack.cluster.exit_codes import CRASHED, RETRY
-from maxstack.cluster.peers import Processes
+from maxstack.cluster.peers import Peers
 from maxstack.faults import watchdog
 from maxstack.faults.preemption import INTERRUPTED
 from maxstack.report import stacks
 from maxstack.schema.faults import WatchdogConfig
 
 OFTEN = 0.2
-"""Seconds between two signs of life that say nothing new but a step's number."""
+"""Seconds between two signs of life that differ in the step's number alone."""
 VERDICT = 8.0
-"""Seconds to wait, after an error of jax's, for word that a peer is lost, which it then comes
-of."""
+"""Seconds to wait, after an error of jax's, for the watchdog to report a lost peer, which causes
+such errors."""
 JOINED_MS = 60_000
-"""How long those that have joined take at most to say so."""
+"""Milliseconds for the processes that have joined to meet."""
 
 
 _current: "Heartbeat | None" = None
@@ -41,34 +41,30 @@ def retire() -> None:
 
 
 class Heartbeat:
-    """A context: whatever ends it but `done` ends the other processes too."""
+    """A context for the run, with a watchdog process. Where the context ends in an error, the other
+    processes of the run end too."""
 
-    def __init__(self, cfg: WatchdogConfig, log: Path, processes: Processes):
-        self._cfg, self._several, self._first = cfg, processes.count > 1, processes.number == 0
-        self._said, self._slowest, self._alone, self._retired, self._doing = (
-            0.0,
-            0.0,
-            False,
-            False,
-            "",
-        )
+    def __init__(self, cfg: WatchdogConfig, log: Path, peers: Peers):
+        self._cfg, self._several, self._first = cfg, peers.count > 1, peers.number == 0
+        self._sent, self._slowest, self._phase = 0.0, 0.0, ""
+        self._watchdog_gone = self._retired = False
         file = stacks.new_file()
         stacks.show()
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 5, 0))
-        given = {
+        arguments = {
             "line": theirs.fileno(),
             "pid": os.getpid(),
-            "process": processes.number,
-            "processes": processes.count,
+            "process": peers.number,
+            "processes": peers.count,
             "log": str(log.absolute()),
             "stacks": str(file),
             "step": cfg.step,
             "retry": RETRY,
-            "host": processes.own_address() if self._several else None,
+            "host": peers.own_address() if self._several else None,
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", watchdog.__file__, json.dumps(given)],
+            [sys.executable, "-I", "-S", watchdog.__file__, json.dumps(arguments)],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -77,7 +73,7 @@ class Heartbeat:
         theirs.close()
         self.doing("start-up")
         if self._several:
-            self._connect(processes)
+            self._connect(peers)
         threading.Thread(target=self._obey, name="heartbeat", daemon=True).start()
         global _current
         _current = self
@@ -88,48 +84,42 @@ class Heartbeat:
         self._process.kill()
         self._process.wait()
 
-    def _connect(self, processes: Processes) -> None:
-        key = processes.tell(
-            "watchdog", secrets.token_hex(32) if processes.number == 0 else "", JOINED_MS
-        )[0]
-        at = None
-        if processes.number == 0:
+    def _connect(self, peers: Peers) -> None:
+        """Let the watchdogs of the run meet: process 0's listens, at an address that it sends."""
+        key, address = peers.exchange("watchdog", secrets.token_hex(32), JOINED_MS)[0], None
+        if self._first:
             self._send({"key": key, "at": None})
-            at = json.loads(self._line.recv(1 << 16))["at"]
-        at = processes.tell("watchdog", at, JOINED_MS)[0]
-        if processes.number:
-            self._send({"key": key, "at": at})
+            address = json.loads(self._line.recv(1 << 16))["at"]
+        address = peers.exchange("watchdog", address, JOINED_MS)[0]
+        if not self._first:
+            self._send({"key": key, "at": address})
 
     def __enter__(self) -> "Heartbeat":
         return self
 
-    def doing(self, what: str, step: int | None = None, seconds: float = 0.0) -> None:
-        """What the main thread begins: `steps`, or what may take longer; with `step`, that this
-        step is done and took `seconds`."""
+    def doing(self, phase: str, step: int | None = None, seconds: float = 0.0) -> None:
+        """Report a phase that the main thread begins: `steps`, or one that may take longer; with
+        `step`, that this step is done and took `seconds`."""
         now, self._slowest = time.monotonic(), max(self._slowest, seconds)
-        message: dict[str, Any] = {
-            "doing": what,
-            "limit": max(self._cfg.step, 10 * self._slowest)
-            if what == "steps"
-            else self._cfg.other,
-        }
+        limit = max(self._cfg.step, 10 * self._slowest) if phase == "steps" else self._cfg.other
+        message: dict[str, Any] = {"doing": phase, "limit": limit}
         if step is not None:
-            message |= {"step": step}
-            if now - self._said < OFTEN and what == self._doing:
+            message["step"] = step
+            if now - self._sent < OFTEN and phase == self._phase:
                 return
-        self._said, self._doing = now, what
+        self._sent, self._phase = now, phase
         self._send(message, socket.MSG_DONTWAIT)
 
     def done(self) -> None:
-        """All that is left is to end."""
+        """Report that the process has only to end."""
         self._send({"end": "done", "doing": "ending", "limit": self._cfg.other})
 
     def interrupted(self) -> None:
-        """The user ends this process at once."""
-        if not self._several:
-            self.done()
-        else:
+        """Report that the user ends this process at once."""
+        if self._several:
             self._send({"end": "failed", "code": INTERRUPTED, "why": "interrupted twice"})
+        else:
+            self.done()
 
     def __exit__(
         self,
@@ -142,11 +132,9 @@ class Heartbeat:
             return
         if isinstance(error, RuntimeError):
             time.sleep(VERDICT)
-        code = (
-            INTERRUPTED
-            if isinstance(error, KeyboardInterrupt)
-            else getattr(error, "exit_code", CRASHED)
-        )
+        code = getattr(error, "exit_code", CRASHED)
+        if isinstance(error, KeyboardInterrupt):
+            code = INTERRUPTED
         self._send(
             {"end": "failed", "code": code, "why": f"{type(error).__name__}: {error}"[:1000]}
         )
@@ -159,13 +147,12 @@ class Heartbeat:
         except BlockingIOError:
             pass  # it has enough to read
         except OSError:
-            if not self._alone:
+            if not self._watchdog_gone:
                 print(
                     "the watchdog is gone: nobody ends this run if it hangs",
                     file=sys.stderr,
-                    flush=True,
                 )
-            self._alone = True
+            self._watchdog_gone = True
 
     def _obey(self) -> None:
         with contextlib.suppress(OSError):

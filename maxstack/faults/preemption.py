@@ -14,22 +14,22 @@ INTERRUPTED = 130
 
 
 class Preemption:
-    """SIGTERM or SIGINT asks the run to save and leave; a second SIGINT leaves at once, once
-    `last_word` is said.
+    """SIGTERM or SIGINT asks the run to save and leave; a second SIGINT calls `before_leaving` and
+    leaves at once.
 
     With several processes one signalled process is enough: jax's preemption service makes all of
     them agree on one step.
     """
 
-    def __init__(self, last_word: Callable[[], None] = lambda: None) -> None:
-        self._asked, self._last_word = False, last_word
+    def __init__(self, before_leaving: Callable[[], None] = lambda: None) -> None:
+        self._asked, self._before_leaving = False, before_leaving
         self._several = jax.process_count() > 1
         if not self._several:
             signal.signal(signal.SIGTERM, self._ask)
         signal.signal(signal.SIGINT, self._ask)
 
     def requested(self, step: int) -> bool:
-        """Whether to save after `step` and leave; the same in every process."""
+        """True where to save after `step` and leave; the same in every process."""
         if self._several:
             from jax.experimental import multihost_utils
 
@@ -47,7 +47,7 @@ class Preemption:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _leave(self, number: int, frame: FrameType | None) -> None:
-        """Without an exception: the threads that it would wait for may hold locks."""
+        """Leave without an exception, which would wait for threads that may hold locks."""
         tell("\nSIGINT again: leaving at once; what was not saved before is lost\n")
-        self._last_word()
+        self._before_leaving()
         os._exit(INTERRUPTED)

@@ -1,10 +1,9 @@
-"""Silent data corruption: what several devices hold alike is hashed on each of them, and the hashes
-are compared.
+"""Silent data corruption: each device hashes its copies of arrays that several devices hold, and
+the hashes are compared.
 
-Seen is what happens to one copy alone: in a device's memory, or in work that each replica does for
-itself, as the optimizer's update. A wrong share of a sum over devices reaches all replicas alike
-and is not seen; nor is what exists once.
-"""
+A fault is seen where it changes one copy alone: in a device's memory, or in work that each replica
+does for itself, as the optimizer's update. A wrong share of a sum over devices reaches all replicas
+alike and is not seen; nor is a fault in what exists once."""
 
 import functools
 from collections import Counter
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
     from maxstack.state import State
 
 MOST = 3
-"""Faults that went away when the steps were computed again, in a process's life; one more ends the
-run."""
+"""Passing faults that a process accepts; one more ends the run."""
 GOLDEN, ODD = 0x9E3779B1, 0x85EBCA6B
 CHUNK = 1 << 13
 HOST = "pinned_host"
@@ -34,12 +32,13 @@ class Part(NamedTuple):
     """Leaves of one branch of the state that lie on the mesh in the same way."""
 
     name: str
-    where: np.ndarray
-    """[devices]: the number of the shard that each holds, in the order of the mesh; equal numbers
-    are replicas."""
+    shards: np.ndarray
+    """[devices]: number of the shard that each holds, in the order of the mesh; equal numbers are
+    replicas."""
     leaves: tuple[int, ...]
+    """Numbers of the state's leaves."""
     bytes: int
-    """Of what one device holds."""
+    """On one device."""
 
 
 class Difference(NamedTuple):
@@ -47,21 +46,21 @@ class Difference(NamedTuple):
 
     part: Part
     column: int
+    """Number of the part."""
     hashes: dict[int, int]
-    """By device, as its place in the mesh."""
+    """Device's number in the mesh -> hash of its copy."""
 
     def outvoted(self) -> set[int]:
-        """The devices that do not hold what most hold; none where no value has the most copies."""
-        (value, most), *rest = Counter(self.hashes.values()).most_common()
-        return (
-            {device for device, other in self.hashes.items() if other != value}
-            if most > rest[0][1]
-            else set()
-        )
+        """The devices whose hash is not that of most; none where no hash has the most devices."""
+        (majority, most), (_, next_most), *_ = Counter(self.hashes.values()).most_common()
+        if most == next_most:
+            return set()
+        return {device for device, value in self.hashes.items() if value != majority}
 
 
 class Recompute(NamedTuple):
-    """Go on from the newest checkpoint before step `first`, and train on all batches again."""
+    """Decision to go on from the newest checkpoint before step `first`, and to train on all batches
+    again."""
 
     first: int
 
@@ -71,30 +70,22 @@ class Replicas:
 
     def __init__(self, abstract: "State", mesh: Mesh):
         self._mesh, flat = mesh, jax.tree_util.tree_leaves_with_path(abstract)
-        found: dict[tuple[str, frozenset[str]], list[int]] = {}
+        split = frozenset(axis for axis, size in mesh.shape.items() if size > 1)
+        numbers: dict[tuple[str, frozenset[str]], list[int]] = {}
         for i, (path, leaf) in enumerate(flat):
-            axes = frozenset(
-                axis for part in leaf.sharding.spec for axis in names(part) if mesh.shape[axis] > 1
-            )
-            if leaf.sharding.memory_kind != HOST and any(
-                size > 1 and axis not in axes for axis, size in mesh.shape.items()
-            ):
-                found.setdefault(
-                    (path[0].name if path[0].name in ("params", "opt") else "counters", axes), []
-                ).append(i)
+            axes = split & {axis for part in leaf.sharding.spec for axis in names(part)}
+            if axes != split and leaf.sharding.memory_kind != HOST:
+                name = path[0].name if path[0].name in ("params", "opt") else "counters"
+                numbers.setdefault((name, axes), []).append(i)
         leaves = [leaf for _, leaf in flat]
         self.parts = [
-            Part(name, _places(mesh, axes), tuple(at), sum(_local_bytes(leaves[i]) for i in at))
-            for (name, axes), at in found.items()
+            Part(name, _shards(mesh, axes), tuple(own), sum(_local_bytes(leaves[i]) for i in own))
+            for (name, axes), own in numbers.items()
         ]
-        self._chosen = [leaves[i] for part in self.parts for i in part.leaves]
-        self._size, self._compared = sum(map(_bytes, leaves)), sum(map(_bytes, self._chosen))
-
-    @property
-    def covered(self) -> float:
-        """The share of the state's bytes that exist more than once, not counting what lies in the
-        host's memory."""
-        return self._compared / self._size
+        self._compared = [leaves[i] for part in self.parts for i in part.leaves]
+        self._size = _bytes(leaves)
+        self.covered = _bytes(self._compared) / self._size
+        """The share of the state's bytes that exist more than once in devices' memory."""
 
     def describe(self, every: int) -> str:
         """A line for the log: how much is compared."""
@@ -102,36 +93,35 @@ class Replicas:
             f"replicas: {self.covered:.1%} of the state's {_mib(self._size)} lie on several "
             f"devices and are compared every {every} steps"
         )
+        if self.covered > 0.5:
+            return text
         return (
-            text
-            if self.covered > 0.5
-            else f"{text}; of the rest there is one copy, or it lies in the host's memory, "
+            f"{text}; of the rest there is one copy, or it lies in the host's memory, "
             "and damage is not seen"
         )
 
     def hashes(self, state: "State") -> np.ndarray:
-        """uint32 [devices, parts], the same in every process: equal for equal bits, and different,
-        with certainty, where one element differs."""
+        """uint32 [devices, parts], the same in every process: equal for equal bits, and certainly
+        different where one element differs."""
         if not self.parts:
             return np.zeros((self._mesh.size, 0), np.uint32)
         leaves = jax.tree.leaves(state)
         return np.asarray(self.program([leaves[i] for part in self.parts for i in part.leaves]))
 
     def compare(self, hashes: np.ndarray) -> list[Difference]:
-        """Whatever differs in `hashes`; nothing, where all copies are the same."""
-        found = []
+        """The shards of which not all copies have the same hash."""
+        differences = []
         for column, part in enumerate(self.parts):
-            _, first, shards = np.unique(part.where, return_index=True, return_inverse=True)
-            for shard in np.unique(shards[hashes[:, column] != hashes[first[shards], column]]):
-                held = {
-                    int(device): int(hashes[device, column])
-                    for device in np.flatnonzero(shards == shard)
-                }
-                found.append(Difference(part, column, held))
-        return found
+            values = hashes[:, column]
+            _, first, inverse = np.unique(part.shards, return_index=True, return_inverse=True)
+            for shard in np.unique(part.shards[values != values[first[inverse]]]):
+                devices = np.flatnonzero(part.shards == shard)
+                copies = dict(zip(devices.tolist(), values[devices].tolist(), strict=True))
+                differences.append(Difference(part, column, copies))
+        return differences
 
     def named(self, devices: Iterable[int]) -> str:
-        """Devices by their places in the mesh -> `device 3 (cpu) of process 1 and ...`."""
+        """Devices by their numbers in the mesh -> `device 3 (cpu) of process 1 and ...`."""
         flat = self._mesh.devices.flat
         return " and ".join(
             f"device {d.id} ({d.device_kind}) of process {d.process_index}"
@@ -140,7 +130,7 @@ class Replicas:
 
     @functools.cached_property
     def program(self) -> Any:
-        """Compiled: leaves of all parts -> hashes, replicated."""
+        """Compiled function from the leaves of all parts to their hashes, replicated."""
         in_chunks = self._mesh.devices.flat[0].platform == "cpu"
 
         def local(leaves: list[jax.Array]) -> jax.Array:
@@ -151,7 +141,7 @@ class Replicas:
                 )
             return jnp.stack(hashes)[None]
 
-        specs = [leaf.sharding.spec for leaf in self._chosen]
+        specs = [leaf.sharding.spec for leaf in self._compared]
         mapped = jax.shard_map(
             local,
             mesh=self._mesh,
@@ -161,45 +151,40 @@ class Replicas:
         )
         return (
             jax.jit(mapped, out_shardings=NamedSharding(self._mesh, PartitionSpec()))
-            .lower(self._chosen)
+            .lower(self._compared)
             .compile()
         )
 
 
 class Corruption:
-    """What follows from a difference: the steps since the last checkpoint are computed again. Where
-    the copies then agree the fault was a passing one, else the run ends. Every process reads the
-    same hashes and decides alike. Making one compiles a program."""
+    """Decides after a difference between copies: the steps since the last checkpoint are computed
+    again. Where the copies then agree the fault was a passing one, else the run ends. Every process
+    reads the same hashes and decides alike. The constructor compiles a program."""
 
     def __init__(self, replicas: Replicas, every: int, say: Callable[[str], None]):
         self._replicas, self._every, self._say = replicas, every, say
         self._suspected: tuple[int, np.ndarray] | None = None
-        self._found = 0
+        self._faults = 0
         if replicas.parts:
             _ = replicas.program  # compiled now, and not in the middle of the run
 
     def due(self, step: int, saving: bool) -> bool:
-        """Whether to check after `step`: every so often, before each save, so that no checkpoint is
-        damaged, and where there was a difference."""
-        asked = (
-            saving
-            or step % self._every == 0
-            or (self._suspected is not None and step == self._suspected[0])
-        )
-        return bool(self._replicas.parts) and asked
+        """True where to check after `step`: every so often, before each save, so that no checkpoint
+        is damaged, and where there was a difference."""
+        differed = self._suspected is not None and step == self._suspected[0]
+        return bool(self._replicas.parts) and (saving or step % self._every == 0 or differed)
 
-    def check(self, step: int, state: "State") -> Recompute | None:
-        """Compare the copies in the state after `step` -> where to go back to, if need be.
-        ConfigError where a device is to be taken out."""
+    def compare_copies(self, step: int, state: "State") -> Recompute | None:
+        """Compare the copies in the state after `step` -> the step to go back to, if need be.
+        ConfigError where a device is to be taken out of service."""
         hashes = self._replicas.hashes(state)
-        found = self._replicas.compare(hashes)
+        differences = self._replicas.compare(hashes)
         if self._suspected is None:
-            return self._begin(step, hashes, found) if found else None
+            return self._recompute(step, hashes, differences) if differences else None
         first, before = self._suspected
-        if found:
-            raise ConfigError(
-                f"step {step}: {self._again(before, hashes if step == first else None, found)}"
-            )
+        if differences:
+            after = hashes if step == first else None
+            raise ConfigError(f"step {step}: {self._lasting(before, after, differences)}")
         if step >= first:
             self._suspected = None
             self._say(
@@ -209,77 +194,74 @@ class Corruption:
             )
         return None
 
-    def _begin(self, step: int, hashes: np.ndarray, found: list[Difference]) -> Recompute:
-        suspects, text = (
-            _suspects(found),
-            f"step {step}: SILENT DATA CORRUPTION in {self._told(found)}",
-        )
-        self._found += 1
-        if self._found > MOST:
+    def _recompute(self, step: int, hashes: np.ndarray, differences: list[Difference]) -> Recompute:
+        text = f"step {step}: SILENT DATA CORRUPTION in {_sizes(differences)}"
+        self._faults += 1
+        if self._faults > MOST:
             raise ConfigError(
-                f"{text}; it is the fault number {self._found} since this process began, "
+                f"{text}; it is the fault number {self._faults} since this process began, "
                 f"and {MOST} are passed over: test these "
                 "devices, or take them out of service, and run the same command again"
             )
-        which = (
-            "not as most replicas"
-            if _certain(found)
-            else "not alike, and nothing says yet which is right"
-        )
+        which = "not alike, and nothing says yet which is right"
+        if _certain(differences):
+            which = "not as most replicas"
         self._say(
-            f"{text}: {self._replicas.named(suspects)}: {which}; the steps since the "
+            f"{text}: {self._replicas.named(_suspects(differences))}: {which}; the steps since the "
             "last checkpoint are computed again"
         )
         self._suspected = step, hashes
         return Recompute(step)
 
     def _guilty(self, before: np.ndarray, after: np.ndarray) -> str:
-        """Whose: of suspects that are equally many, those who held something else than what was
-        computed now."""
-        found = self._replicas.compare(before)
-        guilty = _suspects(found) & (
-            {*range(len(before))} if _certain(found) else _changed(found, before, after)
-        )
-        if _certain(found) or 0 < len(guilty) < len(_suspects(found)):
+        """The devices that had a passing fault: those outvoted; of suspects that are equally many,
+        those whose hash is another one now."""
+        differences = self._replicas.compare(before)
+        suspects = _suspects(differences)
+        if _certain(differences):
+            return f"of {self._replicas.named(suspects)}"
+        guilty = suspects & _changed(differences, before, after)
+        if 0 < len(guilty) < len(suspects):
             return f"of {self._replicas.named(guilty)}"
         return (
-            f"of one of {self._replicas.named(_suspects(found))}; more replicas (mesh.data), "
+            f"of one of {self._replicas.named(suspects)}; more replicas (mesh.data), "
             "or a smaller faults.check_every, tell which"
         )
 
-    def _again(self, before: np.ndarray, after: np.ndarray | None, found: list[Difference]) -> str:
-        """What ends the run; `after`: the hashes where the steps were computed up to the same one
-        as before."""
+    def _lasting(
+        self, before: np.ndarray, after: np.ndarray | None, differences: list[Difference]
+    ) -> str:
+        """The error about a fault that stays; `after`: the hashes where the steps were computed up
+        to the same one as before."""
         first = self._replicas.compare(before)
-        both, text = (
-            _suspects(first) & _suspects(found),
+        both = _suspects(first) & _suspects(differences)
+        text = (
             "silent data corruption, and again after computing the steps again, in "
-            f"{self._told(found)}",
+            f"{_sizes(differences)}"
         )
         if not both:
             return (
                 f"{text}: {self._replicas.named(_suspects(first))} before, "
-                f"{self._replicas.named(_suspects(found))} now, so it is not one "
-                "device's; test these, or set faults.check_every=0 where the program "
-                "itself is not deterministic (on a GPU see "
-                "xla.flags.xla_gpu_deterministic_ops)"
+                f"{self._replicas.named(_suspects(differences))} now, so it is not one device's; "
+                "test these, or set faults.check_every=0 where the program itself is not "
+                "deterministic (on a GPU see xla.flags.xla_gpu_deterministic_ops)"
             )
-        if after is not None and not _certain(found):
+        if after is not None and not _certain(differences):
             both = both & _changed(first, before, after) or both
         return (
             f"{text}: the fault stays, in "
-            f"{'' if len(both) == 1 else 'one or more of '}{self._replicas.named(both)}; "
-            "take it out of service, "
-            "and run the same command again"
+            f"{'' if len(both) == 1 else 'one or more of '}{self._replicas.named(both)}; take it "
+            "out of service, and run the same command again"
         )
 
-    def _told(self, found: list[Difference]) -> str:
-        parts = {difference.column: difference.part for difference in found}
-        return " and ".join(f"{_mib(part.bytes)} of {part.name}" for part in parts.values())
+
+def _sizes(differences: list[Difference]) -> str:
+    parts = {difference.column: difference.part for difference in differences}
+    return " and ".join(f"{_mib(part.bytes)} of {part.name}" for part in parts.values())
 
 
 def _hash(number: int, leaf: jax.Array, in_chunks: bool) -> jax.Array:
-    """uint32: a sum over elements, modulo 2^32.
+    """uint32, a sum over elements modulo 2^32.
 
     Each summand is a bijection of the element's bits: xor, and multiplication by an odd number, can
     be undone, and so can x ^ (x >> n). Where one element differs, by one bit or more, the sum
@@ -300,10 +282,8 @@ def _hash(number: int, leaf: jax.Array, in_chunks: bool) -> jax.Array:
             _bits(piece), here + i.astype(jnp.uint32) * jnp.uint32(CHUNK * GOLDEN & 0xFFFFFFFF)
         )
 
-    sums, rest = (
-        jax.lax.fori_loop(0, rounds, add, jnp.zeros(CHUNK, jnp.uint32)),
-        _bits(flat[rounds * CHUNK :]),
-    )
+    sums = jax.lax.fori_loop(0, rounds, add, jnp.zeros(CHUNK, jnp.uint32))
+    rest = _bits(flat[rounds * CHUNK :])
     last = seed + _positions(rest.shape) + jnp.uint32(rounds * CHUNK * GOLDEN & 0xFFFFFFFF)
     return sums.sum(dtype=jnp.uint32) + _mixed(rest, last).sum(dtype=jnp.uint32)
 
@@ -317,7 +297,7 @@ def _mixed(bits: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def _positions(shape: tuple[int, ...]) -> jax.Array:
-    """uint32, of this shape: GOLDEN times the index in the flattened array. Made of iotas, which
+    """GOLDEN times the index in the flattened array, as uint32 of this shape. Made of iotas, which
     are fused and take no memory."""
     total, stride = jnp.zeros(shape, jnp.uint32), 1
     for dim in reversed(range(len(shape))):
@@ -329,58 +309,57 @@ def _positions(shape: tuple[int, ...]) -> jax.Array:
 
 
 def _bits(leaf: jax.Array) -> jax.Array:
-    """uint32, its elements' bits; two for one of 64 bits."""
+    """The elements' bits as uint32; two for one of 64 bits."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     if leaf.dtype == jnp.bool_:
         return leaf.astype(jnp.uint32)
-    width = (
-        jnp.finfo(leaf.dtype).bits
-        if jnp.issubdtype(leaf.dtype, jnp.floating)
-        else jnp.iinfo(leaf.dtype).bits
-    )
-    return jax.lax.bitcast_convert_type(leaf, getattr(jnp, f"uint{min(width, 32)}")).astype(
-        jnp.uint32
-    )
+    limits = jnp.finfo if jnp.issubdtype(leaf.dtype, jnp.floating) else jnp.iinfo
+    unsigned = getattr(jnp, f"uint{min(limits(leaf.dtype).bits, 32)}")
+    return jax.lax.bitcast_convert_type(leaf, unsigned).astype(jnp.uint32)
 
 
-def _suspects(found: list[Difference]) -> set[int]:
-    """The fewest devices that explain the differences: who is outvoted, and where nobody is,
-    all."""
-    known = {device for difference in found for device in difference.outvoted()}
-    left = [
-        {device: value for device, value in difference.hashes.items() if device not in known}
-        for difference in found
-    ]
-    return known | {device for hashes in left if len({*hashes.values()}) > 1 for device in hashes}
+def _outvoted(differences: list[Difference]) -> set[int]:
+    return {device for difference in differences for device in difference.outvoted()}
 
 
-def _certain(found: list[Difference]) -> bool:
-    """Whether a majority names every suspect."""
-    return _suspects(found) == {device for difference in found for device in difference.outvoted()}
+def _suspects(differences: list[Difference]) -> set[int]:
+    """The fewest devices that explain the differences: the outvoted ones, and where no other copies
+    are in the majority, all that are left."""
+    suspects = outvoted = _outvoted(differences)
+    for difference in differences:
+        left = {
+            device: value for device, value in difference.hashes.items() if device not in outvoted
+        }
+        if len({*left.values()}) > 1:
+            suspects = suspects | left.keys()
+    return suspects
 
 
-def _changed(found: list[Difference], before: np.ndarray, after: np.ndarray) -> set[int]:
+def _certain(differences: list[Difference]) -> bool:
+    """True where a majority names every suspect."""
+    return _suspects(differences) == _outvoted(differences)
+
+
+def _changed(differences: list[Difference], before: np.ndarray, after: np.ndarray) -> set[int]:
     """The devices that hold something else than before, where there were differences."""
     return {
         device
-        for difference in found
+        for difference in differences
         for device in difference.hashes
         if before[device, difference.column] != after[device, difference.column]
     }
 
 
-def _places(mesh: Mesh, axes: frozenset[str]) -> np.ndarray:
-    """[devices]: the shard of each device, where these axes split."""
+def _shards(mesh: Mesh, axes: frozenset[str]) -> np.ndarray:
+    """[devices]: number of each device's shard, where these axes split."""
     sizes = [size if axis in axes else 1 for axis, size in mesh.shape.items()]
-    coordinates = np.indices(tuple(mesh.shape.values())).reshape(len(sizes), -1)
-    return np.ravel_multi_index(
-        [np.minimum(c, size - 1) for c, size in zip(coordinates, sizes, strict=True)], sizes
-    )
+    shards = np.arange(np.prod(sizes)).reshape(sizes)
+    return np.broadcast_to(shards, tuple(mesh.shape.values())).ravel()
 
 
-def _bytes(leaf: jax.ShapeDtypeStruct) -> int:
-    return leaf.size * leaf.dtype.itemsize
+def _bytes(leaves: Iterable[jax.ShapeDtypeStruct]) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def _local_bytes(leaf: jax.ShapeDtypeStruct) -> int:

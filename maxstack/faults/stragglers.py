@@ -1,15 +1,13 @@
-"""The process that holds up the others, by name. All take equally long for a step, so what is
-compared is what each does for itself.
+"""Naming of the process that holds up the others. All take equally long for a step, so the work
+that each does for itself is compared.
 
 Devices: each works alone, at the same time as all others, on the same small problem. Hosts: how
 long a process's own devices had nothing to do because their next step was not yet dispatched. A
 slow network between processes is not seen.
 """
 
-import bisect
 import math
 import socket
-import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,14 +15,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from maxstack.cluster.peers import Processes
+from maxstack.cluster.peers import Peers
 
 PROBE = 0.05
 """Seconds that the problem takes; long enough to average over turns of a scheduler or a throttled
 clock."""
 TRIES = 3
-"""Of which a device's fastest counts, where it was slow in the one before."""
+"""Attempts at the problem where a device is slow; its fastest counts."""
 CPU_SIZE, SIZE = 256, 1024
 """Rows of the matrices."""
 
@@ -42,65 +41,60 @@ class Lag(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """What one process tells the others."""
+    """The times of one process."""
 
     host: str
     devices: dict[str, float]
     """Device -> seconds for the problem."""
     step: float
-    """Seconds a step, as are `late` and `starved`."""
+    """Seconds of a step, as are `late` and `starved`."""
     late: float
     starved: float
 
 
 class Report(NamedTuple):
-    """What one comparison found."""
+    """The result of one comparison."""
 
     lines: list[str]
-    """For the log: one for each process and each reason."""
+    """Lines for the log, one for each process and each reason."""
     numbers: dict[str, float]
-    """For the metrics: device_skew, the slowest device's time over the median of the others;
+    """Metrics: device_skew, the slowest device's time over the median of the others;
     host_skew, the largest share of a step in which the others waited for one process."""
 
 
 class Stragglers:
-    """Compares the processes' speeds; a call of one in all processes at the same step. `slow`: how
-    many times what the others need is slow.
+    """Compares the processes' speeds, in all of them at the same step. `slow`: the ratio to the
+    others' time from which a process counts as slow.
 
-    A process is named where two comparisons in a row find it, because other programs on its machine
-    can disturb a single one: a process that becomes slow is named within 2 * `every` steps.
+    A process is named where it is slow in two comparisons in a row, because other programs on its
+    machine can disturb a single one: a process that becomes slow is named within 2 * `every` steps.
     """
 
-    def __init__(self, slow: float, every: int, processes: Processes):
-        self._slow, self._every, self._processes = slow, every, processes
+    def __init__(self, slow: float, every: int, peers: Peers):
+        self._slow, self._every, self._peers = slow, every, peers
         self._suspected: set[tuple[int, str]] = set()
-        local = jax.local_devices()
-        cpu = (
-            local[0].platform == "cpu"
-        )  # its devices share the cores, so one of them speaks for all
-        self._devices = local[:1] if cpu else local
-        self._several = processes.count > 1 or len(self._devices) > 1
+        self._devices = jax.local_devices()
+        cpu = self._devices[0].platform == "cpu"
+        if cpu:  # its devices share the cores, so that of one is the time of all
+            del self._devices[1:]
+        self._several = peers.count > 1 or len(self._devices) > 1
         if self._several:
-            size = CPU_SIZE if cpu else SIZE
-            self._inputs = [
-                jax.device_put(
-                    jnp.full((size, size), 0.5, jnp.float32 if cpu else jnp.bfloat16), device
-                )
-                for device in self._devices
-            ]
+            size, dtype = (CPU_SIZE, jnp.float32) if cpu else (SIZE, jnp.bfloat16)
+            matrix = jnp.full((size, size), 0.5, dtype)
+            self._inputs = [jax.device_put(matrix, device) for device in self._devices]
             self._waiting = ThreadPoolExecutor(len(self._devices), "probe")
             self._rounds = self._calibrated()
 
     def due(self, step: int) -> bool:
-        """Whether to compare after `step`; never where there is nobody to compare with."""
+        """True where to compare after `step`; never where there is nobody to compare with."""
         return self._several and step % self._every == 0
 
-    def check(self, step: int, lag: Lag) -> Report:
-        """Work on the problem, tell the others, and compare; `lag`: of the steps since the last
-        time. The devices have nothing else to do."""
+    def compare_speeds(self, step: int, lag: Lag) -> Report:
+        """Work on the problem, exchange the times, and compare; `lag`: of the steps since the last
+        check. The devices have nothing else to do."""
         steps, best = max(lag.steps, 1), [math.inf] * len(self._devices)
         for _ in range(TRIES):
-            self._processes.wait("stragglers")
+            self._peers.barrier("stragglers")
             best = [min(pair) for pair in zip(best, self._probe(self._rounds), strict=True)]
             own = Speed(
                 socket.gethostname(),
@@ -109,102 +103,96 @@ class Stragglers:
                 lag.late / steps,
                 lag.starved / steps,
             )
-            speeds = [Speed(*told) for told in self._processes.tell("stragglers", own)]
+            speeds = [Speed(*each) for each in self._peers.exchange("stragglers", own)]
             if not slow_devices(speeds, self._slow):
                 break
         return self.judge(step, speeds)
 
     def judge(self, step: int, speeds: Sequence[Speed]) -> Report:
-        """What the numbers of all processes say, in their order, and those of the last time."""
-        devices, hosts = slow_devices(speeds, self._slow), slow_hosts(speeds, self._slow)
-        found = devices | hosts
+        """Compare the speeds of all processes, in their order; named are those that the last
+        comparison suspected too."""
+        reasons = slow_devices(speeds, self._slow) | slow_hosts(speeds, self._slow)
         lines = [
-            f"step {step}: process {process} ({speeds[process].host}) is slow: "
-            f"{found[process, what]}"
-            for process, what in sorted(found)
+            f"step {step}: process {process} ({speeds[process].host}) is slow: {reason}"
+            for (process, what), reason in sorted(reasons.items())
             if (process, what) in self._suspected
         ]
-        self._suspected = {*found}
+        self._suspected = {*reasons}
         times = [seconds for speed in speeds for seconds in speed.devices.values()]
-        numbers = {"device_skew": max(_over_others(times))} if len(times) > 1 else {}
-        return Report(
-            lines, numbers | ({"host_skew": max(_held_up(speeds))} if len(speeds) > 1 else {})
-        )
+        numbers = {}
+        if len(times) > 1:
+            numbers["device_skew"] = max(_over_others(times))
+        if len(speeds) > 1:
+            numbers["host_skew"] = max(_held_up(speeds))
+        return Report(lines, numbers)
 
     def _calibrated(self) -> int:
-        """How often the problem is repeated: the first process finds out, and all do as it does."""
+        """Number of times that all repeat the problem, by the speed of the first process."""
         self._probe(1)
         rounds = 1
-        if self._processes.number == 0:
+        if self._peers.number == 0:
             while (seconds := min(max(self._probe(rounds)) for _ in range(5))) < PROBE / 4:
                 rounds *= 2
             rounds = max(1, round(rounds * PROBE / seconds))
-        return self._processes.tell("stragglers", rounds)[0]
+        return self._peers.exchange("stragglers", rounds)[0]
 
     def _probe(self, rounds: int) -> list[float]:
-        """Seconds of each device, all at work at once."""
+        """Seconds of each device, all working at once."""
         begin = time.perf_counter()
-        made = [_work(x, rounds) for x in self._inputs]
+        results = [_work(x, rounds) for x in self._inputs]
 
         def finished(result: jax.Array) -> float:
             result.block_until_ready()
             return time.perf_counter() - begin
 
-        return list(self._waiting.map(finished, made))
+        return list(self._waiting.map(finished, results))
 
 
 def slow_devices(speeds: Sequence[Speed], slow: float) -> dict[tuple[int, str], str]:
-    """(process, "devices") -> what to say of it, where one of its devices took `slow` times the
-    median of all others."""
-    each = [
-        (process, name, seconds)
-        for process, speed in enumerate(speeds)
-        for name, seconds in speed.devices.items()
-    ]
-    ratios = _over_others([seconds for *_, seconds in each])
-    found: dict[tuple[int, str], str] = {}
+    """(process, "devices") -> reason, where one of its devices took `slow` times the median of all
+    others."""
+    devices = [(process, name) for process, speed in enumerate(speeds) for name in speed.devices]
+    times = [seconds for speed in speeds for seconds in speed.devices.values()]
+    ratios = dict(zip(devices, _over_others(times), strict=True))
+    reasons: dict[tuple[int, str], str] = {}
     for process, speed in enumerate(speeds):
-        mine = [
+        slow_ones = [
             (ratio, name, seconds)
-            for (of, name, seconds), ratio in zip(each, ratios, strict=True)
-            if of == process and ratio > slow
+            for name, seconds in speed.devices.items()
+            if (ratio := ratios[process, name]) > slow
         ]
-        if mine:
-            ratio, _, seconds = max(mine)
-            which = (
-                "its devices need"
-                if len(mine) == len(speed.devices)
-                else f"its device {', '.join(name for _, name, _ in mine)} needs"
-            )
-            found[process, "devices"] = (
+        if slow_ones:
+            ratio, _, seconds = max(slow_ones)
+            which = f"its device {', '.join(name for _, name, _ in slow_ones)} needs"
+            if len(slow_ones) == len(speed.devices):
+                which = "its devices need"
+            reasons[process, "devices"] = (
                 f"{which} {seconds * 1e3:.0f} ms for what the others do in "
-                f"{seconds / ratio * 1e3:.0f} ms, "
-                f"{ratio:.1f} times as long (their median)"
+                f"{seconds / ratio * 1e3:.0f} ms, {ratio:.1f} times as long (their median)"
             )
-    return found
+    return reasons
 
 
 def slow_hosts(speeds: Sequence[Speed], slow: float) -> dict[tuple[int, str], str]:
-    """(process, "host") -> what to say of it, where steps take `slow` times what they would if its
-    devices waited for their host no longer than the median of the others."""
-    found: dict[tuple[int, str], str] = {}
+    """(process, "host") -> reason, where steps take `slow` times what they would if its devices
+    waited for their host no longer than the median of the others."""
+    reasons: dict[tuple[int, str], str] = {}
     others = _medians([speed.late for speed in speeds])
     for process, (speed, held_up, other) in enumerate(
         zip(speeds, _held_up(speeds), others, strict=True)
     ):
         if held_up > 1.0 - 1.0 / slow:
             what = "its batches" if speed.starved > speed.late / 2 else "its Python thread"
-            found[process, "host"] = (
-                f"all wait for {what}; its devices have nothing to do for "
-                f"{speed.late:.3g} s of a step's "
-                f"{speed.step:.3g} s, the others' for {other:.3g} s (their median)"
+            reasons[process, "host"] = (
+                f"all wait for {what}; its devices have nothing to do for {speed.late:.3g} s of a "
+                f"step's {speed.step:.3g} s, the others' for {other:.3g} s (their median)"
             )
-    return found
+    return reasons
 
 
 def _held_up(speeds: Sequence[Speed]) -> list[float]:
-    """For each process, the share of a step in which its devices waited for their host longer than
-    the others did."""
+    """Share of a step in which the devices of each process waited for their host longer than the
+    others did."""
     others = _medians([speed.late for speed in speeds])
     return [
         max(0.0, speed.late - other) / speed.step if speed.step else 0.0
@@ -218,18 +206,12 @@ def _over_others(values: Sequence[float]) -> list[float]:
 
 
 def _medians(values: Sequence[float]) -> list[float]:
-    """For each value the median of all others; of a single one, itself."""
+    """The median of all others for each value; a single value itself."""
     if len(values) < 2:
         return [*values]
-    ordered, found = sorted(values), []
-    for value in values:
-        out = bisect.bisect_left(ordered, value)
-        found.append(
-            statistics.mean(
-                ordered[i + (i >= out)] for i in ((len(values) - 2) // 2, (len(values) - 1) // 2)
-            )
-        )
-    return found
+    ordered, middle = np.sort(values), ((len(values) - 2) // 2, (len(values) - 1) // 2)
+    own = np.searchsorted(ordered, values)
+    return np.mean([ordered[i + (i >= own)] for i in middle], axis=0).tolist()
 
 
 @jax.jit

@@ -1,8 +1,7 @@
 """`maxstack train --supervise`: one parent a process, which starts the training as its child and
 starts it again after a crash or a preemption.
 
-The parent imports nothing heavy and knows of its child only how it left and what its goodput.jsonl
-says.
+The parent imports nothing heavy and knows of its child only the exit code and goodput.jsonl.
 """
 
 import contextlib
@@ -22,14 +21,14 @@ from maxstack.report import goodput
 from maxstack.report.console import Lasting
 
 PARENT = "MAXSTACK_SUPERVISED"
-"""In the child's environment: the parent's process id."""
+"""Environment variable of the child with the parent's process id."""
 MISTAKES = {
-    1: "a mistake in the configuration, or what else a restart does not mend, told above",
+    1: "a mistake in the configuration, or what else a restart does not mend, reported above",
     2: "bad data",
 }
 REASONS = {
     RETRY: "stopped, hung or lost a peer",
-    CRASHED: "an error in the program, told above",
+    CRASHED: "an error in the program, reported above",
     130: "interrupted",
 }
 KILLED = {
@@ -38,7 +37,7 @@ KILLED = {
 }
 PAUSE, LONGEST_PAUSE = 1.0, 60.0
 LONG = 600.0
-"""Seconds that a child must have lived to have come further, where goodput.jsonl does not say."""
+"""Seconds of a child's life that count as progress where goodput.jsonl does not say."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -46,8 +45,8 @@ def run(command: Sequence[str], folder: Path, most: int = 10, pause: float = PAU
     """Run `command`, the training of the run in `folder`, until it is done -> the exit code.
 
     A child that leaves with 1 or 2 is not started again: a mistake does not go away by itself.
-    After anything else but 0 it is, in `pause` seconds, twice as long each time up to a minute, and
-    at most `most` times in a row without progress: steps that count beyond all earlier ones.
+    After any other code but 0 it is, in `pause` seconds, twice as long each time up to a minute,
+    and at most `most` times in a row without progress, which is steps beyond all earlier ones.
     SIGTERM and SIGINT are passed on, and end it; a second SIGINT kills the child. Call it from the
     main thread.
     """
@@ -55,8 +54,8 @@ def run(command: Sequence[str], folder: Path, most: int = 10, pause: float = PAU
 
 
 def follow_parent() -> None:
-    """In the child of `run`, once SIGTERM has its handler: make the parent's death a SIGTERM, so
-    that nothing is orphaned; else do nothing.
+    """Make the parent's death a SIGTERM, in the child of `run` and once SIGTERM has its handler, so
+    that nothing is orphaned; elsewhere do nothing.
 
     Linux sends the signal (PR_SET_PDEATHSIG); on other systems a thread looks every second.
     """
@@ -69,7 +68,7 @@ def follow_parent() -> None:
 
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
     else:
-        threading.Thread(target=_watch, args=(parent,), daemon=True, name="parent").start()
+        threading.Thread(target=_poll, args=(parent,), daemon=True, name="parent").start()
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -85,7 +84,7 @@ class Supervisor:
         self._steps = goodput.so_far(self._folder).steps
 
     def run(self) -> int:
-        """As the function."""
+        """Run the child until it is done, as the function `run` describes."""
         before = {
             number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)
         }
@@ -110,8 +109,8 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _live(self) -> int:
-        """One life of the child -> its return code. In a process group of its own it gets a
-        terminal's ^C from here alone, and once."""
+        """Run the child once -> its return code. In a process group of its own it gets a terminal's
+        ^C from here alone, and once."""
         environment = os.environ | {PARENT: str(os.getpid())}
         self._child = subprocess.Popen(
             self._command, stdin=subprocess.DEVNULL, env=environment, process_group=0
@@ -123,21 +122,21 @@ class Supervisor:
         return code
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        """Pass a signal on: each kind once, and for a second SIGINT SIGKILL."""
+        """Pass a signal on: each kind once, and a second SIGINT as SIGKILL."""
         again, self._asked = number in self._asked, [*self._asked, number]
         if self._child and (not again or number == signal.SIGINT):
             self._child.send_signal(signal.SIGKILL if again else number)
 
     def _progressed(self, size: int, lived: float) -> bool:
-        """Whether the child that ended came further than any before it. `size`: bytes in the books
-        before it."""
+        """True where the child that ended came further than any before it. `size`: bytes of
+        goodput.jsonl before it."""
         if self._size() == size:
             return lived >= LONG
-        steps, self._steps = self._steps, max(self._steps, goodput.so_far(self._folder).steps)
-        return self._steps > steps
+        before, self._steps = self._steps, max(self._steps, goodput.so_far(self._folder).steps)
+        return self._steps > before
 
     def _wait(self, code: int, lived: float) -> None:
-        """Say why and what follows, and wait, but no longer when a signal comes."""
+        """Print the reason and the pause before the restart, and wait; a signal ends the pause."""
         pause = min(LONGEST_PAUSE, self._pause * 2**self._in_a_row)
         self._restarts, self._in_a_row = self._restarts + 1, self._in_a_row + 1
         self._say(
@@ -150,38 +149,33 @@ class Supervisor:
             time.sleep(min(0.1, left))
 
     def _end(self, code: int) -> int:
-        """Say how it ended -> the code to leave with, 128 + its number for a signal."""
+        """Print how the run ended -> the exit code, 128 + its number for a signal."""
         restarts = f"{self._restarts} restart{'s' * (self._restarts != 1)}"
         if code == 0:
             self._say(f"done, after {restarts}")
         elif self._asked:
-            left = (
-                "killed at the second"
-                if code == -signal.SIGKILL and len(self._asked) > 1
-                else _reason(code)
-            )
+            second = code == -signal.SIGKILL and len(self._asked) > 1
             self._say(
                 f"{signal.Signals(self._asked[0]).name} was passed on, and no restart "
-                f"follows: {left}"
+                f"follows: {'killed at the second' if second else _reason(code)}"
             )
         elif code in MISTAKES:
             self._say(f"{_reason(code)}; a restart would not help")
         else:
-            many = (
-                f"{self._in_a_row} restart{'s' * (self._in_a_row != 1)} in a row "
-                "(--max-restarts) made no progress"
-            )
-            self._say(
-                f"gave up: {_reason(code)}; "
-                f"{many if self._most else '--max-restarts 0 allows no restart'}"
-            )
+            why = "--max-restarts 0 allows no restart"
+            if self._most:
+                why = (
+                    f"{self._in_a_row} restart{'s' * (self._in_a_row != 1)} in a row "
+                    "(--max-restarts) made no progress"
+                )
+            self._say(f"gave up: {_reason(code)}; {why}")
         return code if code >= 0 else 128 - code
 
     def _say(self, text: str) -> None:
-        found = goodput.so_far(self._folder)
-        books = f"; {goodput.sentence(found)}" if found.began else ""
+        so_far = goodput.so_far(self._folder)
+        goodput_line = f"; {goodput.sentence(so_far)}" if so_far.began else ""
         with contextlib.suppress(OSError):  # whoever read it may be gone
-            print(f"supervise: {text}{books}", file=sys.stderr, flush=True)
+            print(f"supervise: {text}{goodput_line}", file=sys.stderr)
 
     def _size(self) -> int:
         try:
@@ -191,7 +185,7 @@ class Supervisor:
 
 
 def _reason(code: int) -> str:
-    """How a process left, in words."""
+    """Description of an exit code; a negative one is a signal's."""
     if code < 0:
         number = signal.Signals(-code)
         return f"killed by {number.name}{KILLED.get(number, '')}"
@@ -202,7 +196,7 @@ def _reason(code: int) -> str:
     return f"left with {code}"
 
 
-def _watch(parent: int) -> None:
+def _poll(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -3,8 +3,8 @@ script, so it imports the standard library alone.
 
 It ends its process where no step is done in time, with the stacks of all threads in the log, and
 all processes of the run where one is lost: each watchdog has a line to that of process 0, which
-tells the others. What it needs of a process it reads from the system, so it does not matter what
-that hangs in.
+informs the others. It reads the state of a process from the system, so it does not matter what that
+hangs in.
 """
 
 import contextlib
@@ -24,26 +24,26 @@ from typing import Any
 
 TICK = 0.25
 SILENCE = 30.0
-"""Seconds after which a host that says nothing is lost: its network or its power is gone."""
+"""Seconds after which a silent host is lost: its network or its power is gone."""
 PAUSED = 5.0
-"""Seconds without a turn of its own after which a watchdog trusts no clock: a machine that was
-stopped or moved."""
+"""Seconds without a turn of its own after which a watchdog trusts no clock: the machine was stopped
+or moved."""
 ASKED, FAILED = 2.0, 10.0
 """Seconds that a process has to leave when asked to, and after an error of its own."""
 TOLD, LAST = 2.0, 8.0
-"""Seconds that process 0 has to tell the user of an error of its own, and at most for the others to
-leave before it: jax aborts those it leaves."""
+"""Seconds that process 0 has to print an error of its own, and at most for the others to leave
+before it: jax aborts those that it leaves behind."""
 
 
 class Watchdog:
-    """Of the process that started it. `line`: the socket to that; `given`: its pid (it may be gone
-    by now), process, processes, host (to listen at), log, stacks (a file), step (seconds that it
-    may be stopped), retry (the exit code where the run is to be started again)."""
+    """The watchdog of the process that started it. `line`: the socket to that; `arguments`: its pid
+    (it may be gone by now), process, processes, host (to listen at), log, stacks (a file), step
+    (seconds that it may be stopped), retry (the exit code where the run is to be started again)."""
 
-    def __init__(self, line: socket.socket, given: Mapping[str, Any]):
-        self._line, self._given, self._pid = line, given, given["pid"]
+    def __init__(self, line: socket.socket, arguments: Mapping[str, Any]):
+        self._line, self._arguments, self._pid = line, arguments, arguments["pid"]
         self._own: dict[str, Any] = {
-            "process": given["process"],
+            "process": arguments["process"],
             "host": platform.node(),
             "pid": self._pid,
             "doing": "start-up",
@@ -52,99 +52,101 @@ class Watchdog:
             "done": False,
         }
         self._beat, self._limit, self._failed = time.monotonic(), float("inf"), False
+        """The last sign of life, how long the next may take, and whether the process reported an
+        error."""
         self._first: Connection | None = None
         self._first_done = False
         self._others: dict[Connection, dict[str, Any]] = {}
         self._heard: dict[Connection, float] = {}
         self._joining: queue.SimpleQueue[Connection] = queue.SimpleQueue()
-        self._told = 0.0
+        self._sent = 0.0
         self._looked = self._ran = time.monotonic()
 
     def watch(self) -> None:
-        """Until the process has ended, by itself or by this."""
-        while True:
+        """Watch until the process has ended, by itself or by this."""
+        lives = True
+        while lives:
             for ready in wait([self._line, *self._heard], TICK):
-                self._listen() if ready is self._line else self._hear(ready)  # type: ignore[arg-type]
+                if ready is self._line:
+                    self._read_process()
+                else:
+                    self._read_watchdog(ready)  # type: ignore[arg-type]
             self._join()
-            now, self._own["state"] = time.monotonic(), state_of(self._pid)
-            if (
-                now - self._looked > PAUSED
-            ):  # the whole machine stood still, and may have done so to all
-                self._beat, self._heard = now, dict.fromkeys(self._heard, now)
-            self._looked = now
-            if os.getppid() != self._pid:
-                if not self._own["done"]:
-                    self._alarm(
-                        f"{_name(self._own)} ended without a word: killed, out of "
-                        "memory, or crashed",
-                        stacks=False,
-                    )
-                return
-            if self._own["state"] == "stopped" and self._given["processes"] == 1:
-                self._beat = self._ran = now  # by whoever wants it to be, and nobody waits
-            if self._own["state"] != "stopped":
-                self._ran = now
-            if now - self._ran > self._given["step"]:
-                self._alarm(
-                    f"{_name(self._own)} is stopped by a signal for {self._given['step']:.0f} s",
-                    stacks=True,
-                )
-            if now - self._beat > self._limit:
-                self._alarm(
-                    f"no sign of life from {_name(self._own)} for {self._limit:.0f} s "
-                    f"(faults.watchdog), in {self._own['doing']} after "
-                    f"step {self._own['step']}",
-                    stacks=True,
-                )
-            for link, heard in list(self._heard.items()):
-                if now - heard > SILENCE:
-                    self._alarm(
-                        f"{_name(self._others.get(link, {'process': 0}))}: its host was "
-                        f"silent for {SILENCE:.0f} s",
-                        stacks=False,
-                    )
-            if now - self._told >= 1.0:
-                self._told = now
-                self._tell({"status": self._own})
+            self._look()
+            lives = os.getppid() == self._pid
+        if not self._own["done"]:
+            self._alarm(
+                f"{_name(self._own)} ended without a word: killed, out of memory, or crashed",
+                stacks=False,
+            )
 
-    def _listen(self) -> None:
-        """What the process says."""
+    def _look(self) -> None:
+        """Raise an alarm where the process or another host is late, and report to the others."""
+        own, now, most = self._own, time.monotonic(), self._arguments["step"]
+        own["state"] = state_of(self._pid)
+        if (
+            now - self._looked > PAUSED
+        ):  # the whole machine stood still, and may have done so to all
+            self._beat, self._heard = now, dict.fromkeys(self._heard, now)
+        self._looked = now
+        if own["state"] != "stopped":
+            self._ran = now
+        elif self._arguments["processes"] == 1:
+            self._beat = self._ran = now  # by whoever wants it to be, and nobody waits
+        if now - self._ran > most:
+            self._alarm(f"{_name(own)} is stopped by a signal for {most:.0f} s", stacks=True)
+        if now - self._beat > self._limit:
+            self._alarm(
+                f"no sign of life from {_name(own)} for {self._limit:.0f} s "
+                f"(faults.watchdog), in {own['doing']} after step {own['step']}",
+                stacks=True,
+            )
+        for link, heard in list(self._heard.items()):
+            if now - heard > SILENCE:
+                name = _name(self._others.get(link, {"process": 0}))
+                self._alarm(f"{name}: its host was silent for {SILENCE:.0f} s", stacks=False)
+        if now - self._sent >= 1.0:
+            self._sent = now
+            self._send({"status": own})
+
+    def _read_process(self) -> None:
+        """Read a message of the process."""
         try:
-            said = json.loads(self._line.recv(1 << 16, socket.MSG_DONTWAIT))
+            message = json.loads(self._line.recv(1 << 16, socket.MSG_DONTWAIT))
         except OSError:  # its end of the line is closed
             return
         self._beat = time.monotonic()
-        if "key" in said:
-            self._open(bytes.fromhex(said["key"]), said["at"])
-        self._limit = said.get("limit", self._limit)
-        self._own |= {name: said[name] for name in ("doing", "step") if name in said}
-        if said.get("end") == "done":
+        if "key" in message:
+            self._open(bytes.fromhex(message["key"]), message["at"])
+        self._limit = message.get("limit", self._limit)
+        self._own |= {name: message[name] for name in ("doing", "step") if name in message}
+        if message.get("end") == "done":
             self._own["done"] = True
-            self._tell({"status": self._own})
-        elif said.get("end") == "failed":
+            self._send({"status": self._own})
+        elif message.get("end") == "failed":
             self._failed = True
             self._alarm(
-                f"{_name(self._own)} ended with an error: {said['why']}",
+                f"{_name(self._own)} ended with an error: {message['why']}",
                 stacks=False,
-                code=said["code"],
+                code=message["code"],
             )
 
     def _open(self, key: bytes, at: list[Any] | None) -> None:
-        """The lines between the watchdogs: process 0's listens and says where, the others call it
-        there."""
+        """Open the lines between the watchdogs: process 0's listens and sends its address, to which
+        the others connect."""
         if at is not None:
-            self._first = Client((at[0], at[1]), authkey=key)
+            self._first = Client(tuple(at), authkey=key)
             self._heard[self._first] = time.monotonic()
-            self._tell({"status": self._own})
+            self._send({"status": self._own})
             return
-        listener = Listener((self._given["host"], 0), authkey=key, backlog=self._given["processes"])
+        arguments = self._arguments
+        listener = Listener((arguments["host"], 0), authkey=key, backlog=arguments["processes"])
         self._line.send(json.dumps({"at": [*listener.address]}).encode())
 
         def accept() -> None:
             while True:
-                with contextlib.suppress(
-                    Exception
-                ):  # a stranger without the key, or a connection that broke
+                # A stranger without the key, or a connection that broke, ends nothing.
+                with contextlib.suppress(Exception):
                     self._joining.put(listener.accept())
 
         threading.Thread(target=accept, daemon=True).start()
@@ -154,10 +156,10 @@ class Watchdog:
             link = self._joining.get()
             self._others[link], self._heard[link] = {"process": "?"}, time.monotonic()
 
-    def _hear(self, link: Connection) -> None:
-        """What another watchdog says, or that it is gone."""
+    def _read_watchdog(self, link: Connection) -> None:
+        """Read a message of another watchdog, or notice that it is gone."""
         try:
-            said = json.loads(link.recv_bytes())
+            message = json.loads(link.recv_bytes())
         except (EOFError, OSError):
             self._heard.pop(link)
             status = self._others.pop(link, None)
@@ -168,56 +170,55 @@ class Watchdog:
                 self._alarm(f"the watchdog of {_name(status)} is gone", stacks=False)
             return
         self._heard[link] = time.monotonic()
-        if "verdict" in said:
-            self._end(**said["verdict"])
-        elif "alarm" in said:
-            self._alarm(**said["alarm"])
+        if "verdict" in message:
+            self._end(**message["verdict"])
+        elif "alarm" in message:
+            self._alarm(**message["alarm"])
         elif link is self._first:
-            self._first_done = said["status"]["done"]
+            self._first_done = message["status"]["done"]
         else:
-            self._others[link] = said["status"]
+            self._others[link] = message["status"]
 
-    def _tell(self, message: Mapping[str, Any]) -> None:
+    def _send(self, message: Mapping[str, Any]) -> None:
         data = json.dumps(message).encode()
         for link in self._heard:
             with contextlib.suppress(OSError):  # its end is noticed where it is read
                 link.send_bytes(data)
 
     def _alarm(self, text: str, stacks: bool, code: int | None = None) -> None:
-        """Something that ends the run. Process 0's watchdog decides for all; where it does not
-        answer, each for itself."""
-        found: dict[str, Any] = {
+        """End the run for the reason `text`. Process 0's watchdog decides for all; where it does
+        not answer, each for itself."""
+        alarm: dict[str, Any] = {
             "text": text,
-            "code": self._given["retry"] if code is None else code,
+            "code": self._arguments["retry"] if code is None else code,
             "stacks": stacks,
         }
         if self._first:
-            self._tell({"status": self._own})
-            self._tell({"alarm": found})
+            self._send({"status": self._own})
+            self._send({"alarm": alarm})
             for _ in range(20):
                 if self._first and wait([self._first], TICK):
-                    self._hear(self._first)
-        elif len(self._others):
-            all_of_us = sorted([self._own, *self._others.values()], key=_number)
+                    self._read_watchdog(self._first)
+        elif self._others:
+            statuses = sorted([self._own, *self._others.values()], key=_number)
             stopped = [
                 f"{_name(status)} is {status['state']}"
-                for status in all_of_us
+                for status in statuses
                 if status.get("state") not in (None, "", "ended")
             ]
-            found["text"] = "\n".join([": ".join([text, *stopped]), *map(_line, all_of_us)])
-            self._tell({"verdict": found})
-        self._end(**found)
+            alarm["text"] = "\n".join([": ".join([text, *stopped]), *map(_line, statuses)])
+            self._send({"verdict": alarm})
+        self._end(**alarm)
 
     def _end(self, text: str, code: int, stacks: bool) -> None:
         """End the process, and this one."""
-        gone = os.getppid() != self._pid
-        self._say(f"WATCHDOG: {text}", log=self._own["process"] == 0)
-        if stacks and not gone:
-            self._say("".join(stacks_of(self._pid, Path(self._given["stacks"]))), log=True)
-        first = self._given["process"] == 0
-        if first and not gone:
+        first, lives = self._own["process"] == 0, os.getppid() == self._pid
+        self._say(f"WATCHDOG: {text}", log=first)
+        if stacks and lives:
+            self._say("".join(stacks_of(self._pid, Path(self._arguments["stacks"]))), log=True)
+        if first and lives:
             self._let_others_leave()
-        if not gone and (first or not self._failed):
+        if lives and (first or not self._failed):
             with contextlib.suppress(OSError):
                 self._line.send(json.dumps({"leave": code}).encode())
         deadline = time.monotonic() + (FAILED if self._failed else ASKED)
@@ -240,10 +241,10 @@ class Watchdog:
 
     def _say(self, text: str, log: bool) -> None:
         with contextlib.suppress(OSError):  # who read it may be gone
-            print(text, file=sys.stderr, flush=True)
+            print(text, file=sys.stderr)
         if log:
             stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-            with contextlib.suppress(OSError), open(self._given["log"], "a") as file:
+            with contextlib.suppress(OSError), open(self._arguments["log"], "a") as file:
                 file.write("".join(f"{stamp} {line}\n" for line in text.splitlines()))
 
 
@@ -259,38 +260,28 @@ def _name(status: Mapping[str, Any]) -> str:
 def _line(status: Mapping[str, Any]) -> str:
     if "pid" not in status:
         return f"  {_name(status)}: has said nothing yet"
-    return (
-        f"  {_name(status)}: {status['doing']}, step "
-        f"{status['step']}{', ' + status['state'] if status['state'] else ''}"
-    )
+    state = f", {status['state']}" if status["state"] else ""
+    return f"  {_name(status)}: {status['doing']}, step {status['step']}{state}"
 
 
 def state_of(pid: int) -> str:
-    """What the system says of a process that does not run: stopped, held by a debugger, ended; else
-    nothing."""
-    found = _stat(pid)
-    return {"T": "stopped", "t": "held by a debugger", "Z": "ended", "X": "ended"}.get(
-        found[0] if found else "", ""
-    )
+    """State of a process that does not run, by the system: stopped, held by a debugger, ended; ""
+    for one that runs."""
+    states = {"T": "stopped", "t": "held by a debugger", "Z": "ended", "X": "ended"}
+    return states.get((_stat(pid) or [""])[0], "")
 
 
 def stacks_of(pid: int, file: Path) -> list[str]:
     """The stacks of all threads of a process and of those that it started. Each appends its own to
     `file` when it gets SIGUSR2."""
-    told = []
-    for one in [pid, *_children(pid)]:
-        try:
-            name = " ".join(
-                Path(f"/proc/{one}/cmdline")
-                .read_bytes()
-                .replace(b"\0", b" ")
-                .decode(errors="replace")
-                .split()
-            )[:150]
-        except OSError:
-            name = "this run's"
-        told.append(f"stacks of process {one} ({name}):\n{_stacks(one, file)}")
-    return told
+    texts = []
+    for each in [pid, *_children(pid)]:
+        name = "this run's"
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{each}/cmdline").read_bytes().decode(errors="replace")
+            name = " ".join(command.replace("\0", " ").split())[:150]
+        texts.append(f"stacks of process {each} ({name}):\n{_stacks(each, file)}")
+    return texts
 
 
 def _stacks(pid: int, file: Path) -> str:
@@ -312,7 +303,7 @@ def _stacks(pid: int, file: Path) -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """State, parent, and so on, of a process; empty where the system does not say."""
+    """State, parent, and so on, of a process; empty where there is no /proc."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     except OSError:
@@ -320,23 +311,21 @@ def _stat(pid: int) -> list[str]:
 
 
 def _children(pid: int) -> list[int]:
+    """Descendants of a process, but for this one."""
+    stats = {int(path.name): _stat(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
     parents = {
-        int(path.name): int(found[1])
-        for path in Path("/proc").glob("[0-9]*")
-        if (found := _stat(int(path.name)))
+        child: int(stat[1]) for child, stat in stats.items() if stat and child != os.getpid()
     }
-    family, more = {pid}, {pid}
+    family, more = set[int](), {pid}
     while more:
-        more = {
-            child for child, parent in parents.items() if parent in more and child != os.getpid()
-        }
+        more = {child for child, parent in parents.items() if parent in more}
         family |= more
-    return sorted(family - {pid})
+    return sorted(family)
 
 
 def _catches(pid: int) -> bool:
-    """Whether SIGUSR2 does not simply kill a process; without /proc, that of the process itself is
-    known to."""
+    """True where a process has a handler for SIGUSR2, which would kill it otherwise; without /proc,
+    for the process that is watched."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

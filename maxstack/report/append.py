@@ -28,7 +28,6 @@ class Appender:
                         f"{self._path}: {error.strerror}; the run goes on, and writes "
                         "there when it can",
                         file=sys.stderr,
-                        flush=True,
                     )
                 self._failing = True
 

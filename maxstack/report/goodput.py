@@ -181,15 +181,15 @@ class Account:
         of a row are taken to be equally long."""
         while self._steps and self._steps[-1][1] > step:
             first, last, stepping, waited = self._steps.pop()
-            kept = max(0, step - first + 1) / (last - first + 1)
-            if kept:
-                self._steps.append((first, int(step), stepping * kept, waited * kept))
+            share = max(0, step - first + 1) / (last - first + 1)
+            if share:
+                self._steps.append((first, int(step), stepping * share, waited * share))
             lost = last - max(int(step), first - 1)
             self._done -= lost
             self._lost += lost
             for cause, seconds in (
-                ("useful", (stepping - waited) * (1 - kept)),
-                ("data wait", waited * (1 - kept)),
+                ("useful", (stepping - waited) * (1 - share)),
+                ("data wait", waited * (1 - share)),
             ):
                 seconds = min(seconds, self._seconds[cause])
                 self._seconds[cause] -= seconds
@@ -205,9 +205,8 @@ class Account:
             )
         if back := self._back:
             remarks.append(
-                f"the clock went back between processes ({len(back)} x, by "
-                f"{max(back):,.0f} s or more); for how long no process ran there is "
-                "not known, and counts as 0"
+                f"the clock went back between processes ({len(back)} x, by {max(back):,.0f} s or "
+                "more); for how long no process ran there is not known, and counts as 0"
             )
         if self._damaged:
             remarks.append(
@@ -262,15 +261,10 @@ def sentence(goodput: Goodput) -> str:
 def text(goodput: Goodput) -> str:
     """The sentence, a table of each cause with its seconds, its share and a bar, and the
     remarks."""
-
-    shares = {
-        cause: seconds / goodput.wall if goodput.wall else 0.0
-        for cause, seconds in goodput.seconds.items()
-    }
-    rows = (
-        (cause, f"{goodput.seconds[cause]:,.1f} s", f"{share:.1%}", "#" * round(40 * share))
-        for cause, share in shares.items()
-    )
+    rows = []
+    for cause, seconds in goodput.seconds.items():
+        share = seconds / goodput.wall if goodput.wall else 0.0
+        rows.append((cause, f"{seconds:,.1f} s", f"{share:.1%}", "#" * round(40 * share)))
     remarks = (f"  {remark}" for remark in goodput.remarks)
     return "\n".join((sentence(goodput), table("lrrl", rows), *remarks))
 

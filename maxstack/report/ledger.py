@@ -6,7 +6,6 @@ import json
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -49,19 +48,13 @@ class Ledger:
                 print(
                     f"{self._path}: {error.strerror}; what was spent before is not counted",
                     file=sys.stderr,
-                    flush=True,
                 )
         self._began = now if started is None else started
         if self._began < (seen := self._account.seen_on(boot)) <= now:
             self._began = seen
         self._mark, self._clock = self._began, time.time() - now
         if first:
-            self._thread = threading.Thread(
-                target=_keep_writing,
-                args=(weakref.ref(self), self._stop),
-                daemon=True,
-                name="ledger",
-            )
+            self._thread = threading.Thread(target=self._keep_writing, daemon=True, name="ledger")
             self._note(
                 {
                     "event": "begin",
@@ -132,6 +125,10 @@ class Ledger:
             share, self._share = self._share, None
             return share
 
+    def stop(self) -> None:
+        """Write no more rows, where the run ended in an error."""
+        self._stop.set()
+
     def close(self) -> Goodput | None:
         """End the ledger, and return the goodput of the whole run; None in processes other than
         the first."""
@@ -147,13 +144,16 @@ class Ledger:
             self._write_rows()
         return self._account.goodput()
 
-    def _write(self) -> None:
-        """Write a row up to now."""
-        with self._lock:
-            self._charge()
-            self._cut("spent")
-            self._share = self._account.goodput().share
-        self._write_rows()
+    def _keep_writing(self) -> None:
+        """Write a row now and then, until the ledger ends."""
+        while not self._stop.wait(
+            max(self._every, min(30.0, (time.monotonic() - self._began) / 100))
+        ):
+            with self._lock:
+                self._charge()
+                self._cut("spent")
+                self._share = self._account.goodput().share
+            self._write_rows()
 
     def _charge(self) -> None:
         """Charge the time since the last call to the innermost cause."""
@@ -179,21 +179,6 @@ class Ledger:
         with self._lock:
             data, self._rows = self._rows, ""
         self._file.add(data)
-
-    def _pause(self) -> float:
-        return max(self._every, min(30.0, (time.monotonic() - self._began) / 100))
-
-
-def _keep_writing(ledger: "weakref.ref[Ledger]", stop: threading.Event) -> None:
-    """Write until the ledger is closed, or dropped because the run ended in an error."""
-    while (own := ledger()) is not None:
-        pause = own._pause()
-        del own
-        if stop.wait(pause):
-            return
-        if (own := ledger()) is not None:
-            own._write()
-        del own
 
 
 def _boot() -> str:

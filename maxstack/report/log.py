@@ -30,7 +30,7 @@ class Log:
     def warn(self, text: str) -> None:
         """`say` from any process; processes other than the first write to stderr."""
         if self._out is None:
-            print(text, file=sys.stderr, flush=True)
+            print(text, file=sys.stderr)
         self.say(text)
 
     def step(self, row: dict[str, Any], left: float) -> None:
@@ -42,9 +42,8 @@ class Log:
         mfu = f"  mfu {row['mfu']:.1%}" if "mfu" in row else ""
         wait = f"  data wait {row['data_wait']:.0%}" if row["data_wait"] >= 0.005 else ""
         text = (
-            f"step {number}/{self._steps} {number / self._steps:4.0%}  loss "
-            f"{row['loss']:.4f}  {row['tokens_per_second']:,.0f} tokens/s"
-            f"{mfu}{wait}  {_clock(left)} left"
+            f"step {number}/{self._steps} {number / self._steps:4.0%}  loss {row['loss']:.4f}  "
+            f"{row['tokens_per_second']:,.0f} tokens/s{mfu}{wait}  {_clock(left)} left"
         )
         if self._out.isatty():
             self._out.write(f"\r\x1b[K{text}")

@@ -17,7 +17,7 @@ import jax
 
 import maxstack
 from maxstack import config
-from maxstack.cluster.peers import Processes
+from maxstack.cluster.peers import Peers
 from maxstack.config import ConfigError
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ def claim(cfg: "Config", first: bool, ending: contextlib.ExitStack) -> Path:
     folder = folder_of(cfg)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT) if first else None
-        if lock is not None:
+        if first:
+            lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
             ending.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -61,17 +61,17 @@ def claim(cfg: "Config", first: bool, ending: contextlib.ExitStack) -> Path:
 def _check_seen_by_all(folder: Path) -> None:
     """ConfigError in a process that cannot read a file that process 0 has written and closed in the
     folder; a mounted bucket shows files once they are closed."""
-    if (processes := Processes()).count == 1:
+    if (peers := Peers()).count == 1:
         return
-    token, file = processes.tell("folder", secrets.token_hex(8))[0], folder / ".seen"
-    if processes.number == 0:
+    token, file = peers.exchange("folder", secrets.token_hex(8))[0], folder / ".seen"
+    if peers.number == 0:
         file.write_text(token)
-    processes.wait("folder")
+    peers.barrier("folder")
     deadline = time.monotonic() + SEEN
     while not (file.exists() and file.read_text() == token):
         if time.monotonic() > deadline:
             raise ConfigError(
-                f"run.output_dir: process {processes.number} on {platform.node()} does "
+                f"run.output_dir: process {peers.number} on {platform.node()} does "
                 f"not see in {folder} what process 0 writes "
                 "there; with several hosts, give a folder that all of them see"
             )

@@ -21,7 +21,7 @@ def new_file() -> Path:
 
 def show() -> None:
     """Register the signal handler, if there is a file."""
-    if hasattr(signal, "SIGUSR2") and os.path.exists(os.environ.get(FILE, "")):
+    if os.path.exists(os.environ.get(FILE, "")):
         faulthandler.register(
             signal.SIGUSR2,
             file=os.open(os.environ[FILE], os.O_WRONLY | os.O_APPEND),

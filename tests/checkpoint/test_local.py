@@ -13,30 +13,30 @@ class Two:
     def __init__(self):
         self.theirs = {}
 
-    def tell(self, topic, value):
+    def exchange(self, topic, value):
         return json.loads(json.dumps([value, self.theirs if topic == "local steps" else value]))
 
 
 def test_what_is_older_than_all_whole_steps_that_stay_goes(tmp_path, monkeypatch):
-    monkeypatch.setattr(local, "Peers", lambda *_: None)
-    processes = Two()
+    monkeypatch.setattr(local, "PeerFiles", lambda *_: None)
+    peers = Two()
     disk, steps = (
-        local.Local(tmp_path, processes, 0, "layout"),
+        local.Local(tmp_path, peers, 0, "layout"),
         {3: "another mesh", 4: "layout", 5: "another mesh", 6: "layout", 7: "another mesh"},
     )
     for step, layout in steps.items():
         part = tmp_path / "host_0" / f"{step}" / "of_0"
         part.mkdir(parents=True)
         manifest.write(part, {}, {"layout": layout, "processes": 2, "save": "7 000001"})
-    processes.theirs = {f"{step}": {"1": "7 000001"} for step in steps}
+    peers.theirs = {f"{step}": {"1": "7 000001"} for step in steps}
     disk.trim(lambda steps: steps[:-1])
     assert sorted(path.name for path in (tmp_path / "host_0").iterdir()) == ["6", "7"]
 
 
 def test_shards_of_different_saves_make_no_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(local, "Peers", lambda *_: None)
-    processes = Two()
-    disk = local.Local(tmp_path, processes, 1, "layout")
+    monkeypatch.setattr(local, "PeerFiles", lambda *_: None)
+    peers = Two()
+    disk = local.Local(tmp_path, peers, 1, "layout")
     for owner, save in ((0, "7 000002"), (1, "7 000001")):
         part = tmp_path / "host_0" / "5" / f"of_{owner}"
         part.mkdir(parents=True)
@@ -49,7 +49,7 @@ def test_shards_of_different_saves_make_no_step(tmp_path, monkeypatch):
         "whole, of an older one": {"0": "7 000001"},
         "both whole": {"0": "7 000001", "1": "7 000002"},
     }.items():
-        processes.theirs = {"5": theirs}
+        peers.theirs = {"5": theirs}
         steps[name] = [(step, disk._saves[step]) for step in disk.steps()]
     assert steps == {
         "none": [],

@@ -18,7 +18,8 @@ import pytest
 import tiny
 
 from maxstack.checkpoint import manifest
-from maxstack.checkpoint.store import FREE, Checkpoints, _refuse_changes, removable
+from maxstack.checkpoint.compatibility import FREE, Compatibility
+from maxstack.checkpoint.store import Checkpoints, removable
 from maxstack.config import ConfigError
 from maxstack.data import make_feed
 from maxstack.schema.checkpoint import CheckpointConfig
@@ -225,28 +226,27 @@ def test_a_checkpoint_of_before_a_key_of_text_goes_on_where_its_batches_are_the_
         del old["data"]["sources"][0][key]
     cfg = tiny.config(data={"sources": [text | chosen]})
     if refused is None:
-        _refuse_changes("1", old, cfg, FREE, False)
+        Compatibility("1", old, cfg, False).refuse_changes(FREE)
         return
-    _refuse_changes(
+    Compatibility(
         "1",
         tiny.config(data={"sources": [text]}).model_dump(mode="json"),
         tiny.config(data={"sources": [text | {"encoding_errors": "replace"}]}),
-        FREE,
         False,
-    )
+    ).refuse_changes(FREE)
     with pytest.raises(ConfigError, match=rf"data.sources.0.{refused}: \(absent\) -> "):
-        _refuse_changes("1", old, cfg, FREE, False)
+        Compatibility("1", old, cfg, False).refuse_changes(FREE)
 
 
 def test_a_checkpoint_of_before_the_key_causal_goes_on_with_a_causal_model_alone():
     old, cfg = tiny.config().model_dump(mode="json"), tiny.config()
     for block in old["model"]["blocks"].values():
         del block["mixer"]["causal"]
-    _refuse_changes("1", old, cfg, FREE, False)
+    Compatibility("1", old, cfg, False).refuse_changes(FREE)
     model = tiny.model()
     model["blocks"]["global"]["mixer"]["causal"] = False
     with pytest.raises(ConfigError, match=r"mixer.causal: \(absent\) -> false"):
-        _refuse_changes("1", old, tiny.config(model=model), FREE, False)
+        Compatibility("1", old, tiny.config(model=model), False).refuse_changes(FREE)
 
 
 def test_every_file_of_a_step_is_in_its_manifest(saved):
@@ -387,7 +387,7 @@ def tiered(seven, tmp_path, monkeypatch):
 
 def test_each_tier_has_its_own_pace_and_keeps_its_own(tiered):
     again, _, folder, said = tiered
-    assert [tier.place.steps() for tier in again()[0]._tiers] == [[6, 7], [3, 6], [2, 4, 6]]
+    assert [tier.storage.steps() for tier in again()[0]._tiers] == [[6, 7], [3, 6], [2, 4, 6]]
     assert {path.name for path in folder.glob("ssd/run/host_0/*")} == {"6", "7"}
 
 
@@ -395,7 +395,7 @@ def test_a_last_step_that_a_kill_left_on_a_host_s_own_disk_is_saved_where_all_se
     again, states, folder, _ = tiered
     saves, feed, _ = again()
     saves.complete(7, saves.restore(feed), feed, {})
-    assert [tier.place.steps()[-1] for tier in saves._tiers] == [7, 7, 7]
+    assert [tier.storage.steps()[-1] for tier in saves._tiers] == [7, 7, 7]
     shutil.rmtree(folder / "ssd")
     jax.tree.map(np.testing.assert_array_equal, again()[0].restore(feed), states[7])
 
@@ -428,7 +428,7 @@ def test_the_newest_step_of_the_nearest_tier_that_is_left_is_restored_bit_for_bi
             )
         )
     )
-    assert f"resumed from step {step} of {folder / place}" in saves.told
+    assert f"resumed from step {step} of {folder / place}" in saves.summary
     assert any("step 7 was saved, but no tier holds it" in line for line in said) is (step == 6)
 
 
@@ -464,10 +464,10 @@ def test_a_damaged_step_of_one_tier_is_taken_from_the_next(tiered):
     saves, feed, _ = again()
     jax.tree.map(np.testing.assert_array_equal, saves.restore(feed), states[6])
     assert (
-        str(folder / "run") in saves.told
+        str(folder / "run") in saves.summary
         and sum("DAMAGED CHECKPOINT" in line for line in said) == 2
     )
-    assert saves._tiers[0].place.steps() == []
+    assert saves._tiers[0].storage.steps() == []
 
 
 def test_another_mesh_reads_what_all_processes_see_and_not_a_disk_of_shards_cut_otherwise(tiered):

@@ -109,7 +109,7 @@ def test_open_mpi_says_where_process_0_is_on_one_host_or_by_its_launcher():
     assert (
         member(
             SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"} | MPI | URI, on_tpu=False
-        ).found
+        ).source
         == "Open MPI"
     )  # mpirun inside a job
     with pytest.raises(ConfigError, match="mpirun -x JAX_COORDINATOR_ADDRESS=HOST:PORT"):

@@ -157,17 +157,17 @@ def test_a_fault_that_a_recomputation_does_not_repeat_is_a_passing_one(
     (state, replicas), told = many, []
     health = Corruption(replicas, 10, told.append)
     assert (
-        health.check(10, state) is None
+        health.compare_copies(10, state) is None
         and not health.due(17, saving=False)
         and health.due(17, saving=True)
     )
-    assert health.check(17, flipped(state, "params/int8", 3, 5, 1)) == Recompute(17)
+    assert health.compare_copies(17, flipped(state, "params/int8", 3, 5, 1)) == Recompute(17)
     assert (
         told[0].startswith("step 17: SILENT DATA CORRUPTION in 0.000526 ")
         and "MiB of params: device 3 (cpu) of process 0: not as most" in told[0]
     )
-    assert health.check(10, state) is None and health.due(17, saving=False)
-    assert health.check(17, state) is None
+    assert health.compare_copies(10, state) is None and health.due(17, saving=False)
+    assert health.compare_copies(17, state) is None
     assert told[1].startswith(
         "step 17, computed again: all copies agree, so the fault was a passing one, of "
         "device 3 (cpu) of process 0;"
@@ -179,30 +179,30 @@ def test_of_two_replicas_both_are_suspects_until_the_steps_are_computed_again():
     (state, replicas), told = made({"data": 2, "fsdp": 2, "tensor": 2}), []
     damaged = flipped(state, "opt/split", 6, 0, 0)
     health = Corruption(replicas, 10, told.append)
-    assert health.check(20, damaged) == Recompute(20)
+    assert health.compare_copies(20, damaged) == Recompute(20)
     assert (
         "device 2 (cpu) of process 0 and device 6 (cpu) of process 0: not alike, and "
         "nothing says yet which is right" in told[0]
     )
     assert (
-        health.check(20, state) is None
+        health.compare_copies(20, state) is None
         and "a passing one, of device 6 (cpu) of process 0;" in told[1]
     )
-    assert health.check(30, damaged) == Recompute(30)
+    assert health.compare_copies(30, damaged) == Recompute(30)
     with pytest.raises(
         ConfigError,
         match=r"step 30: .*the fault stays, in device 6 \(cpu\) of process 0; take it out of "
         r"service",
     ):
-        health.check(30, flipped(state, "opt/split", 6, 0, 1))
+        health.compare_copies(30, flipped(state, "opt/split", 6, 0, 1))
 
 
 def test_where_the_whole_state_went_astray_with_the_damaged_copy_two_replicas_are_not_told_apart():
     (state, replicas), told = made({"data": 2, "fsdp": 2, "tensor": 2}), []
     health = Corruption(replicas, 10, told.append)
-    health.check(20, flipped(state, "opt/split", 6, 0, 0))
+    health.compare_copies(20, flipped(state, "opt/split", 6, 0, 0))
     other, _ = made({"data": 2, "fsdp": 2, "tensor": 2}, seed=1)
-    health.check(20, other)
+    health.compare_copies(20, other)
     assert (
         "of one of device 2 (cpu) of process 0 and device 6 (cpu) of process 0; more replicas"
         in told[1]
@@ -213,25 +213,25 @@ def test_where_the_whole_state_went_astray_with_the_damaged_copy_two_replicas_ar
 def test_a_fault_that_is_there_again_ends_the_run_and_names_the_device(many, again):
     state, replicas = many
     health = Corruption(replicas, 5, lambda text: None)
-    health.check(20, flipped(state, "params/float32", 5, 3, 30))
+    health.compare_copies(20, flipped(state, "params/float32", 5, 3, 30))
     with pytest.raises(
         ConfigError,
         match=rf"step {again}: .*the fault stays, in device 5 \(cpu\) of process 0; take it "
         r"out of service",
     ):
-        health.check(again, flipped(state, "params/float32", 5, 9, 2))
+        health.compare_copies(again, flipped(state, "params/float32", 5, 9, 2))
 
 
 def test_differences_on_other_devices_each_time_are_no_devices_fault(many):
     state, replicas = many
     health = Corruption(replicas, 5, lambda text: None)
-    health.check(20, flipped(state, "params/float32", 5, 3, 30))
+    health.compare_copies(20, flipped(state, "params/float32", 5, 3, 30))
     with pytest.raises(
         ConfigError,
         match=r"device 5 .* before, device 2 .* now, so it is not one device's; "
         r".*faults.check_every=0",
     ):
-        health.check(20, flipped(state, "params/float32", 2, 3, 30))
+        health.compare_copies(20, flipped(state, "params/float32", 2, 3, 30))
 
 
 def test_passing_faults_are_passed_over_three_times(many):
@@ -239,11 +239,11 @@ def test_passing_faults_are_passed_over_three_times(many):
     health = Corruption(replicas, 5, lambda text: None)
     for step in (5, 10, 15):
         assert (
-            health.check(step, flipped(state, "step", 1, 0, 7)) == Recompute(step)
-            and health.check(step, state) is None
+            health.compare_copies(step, flipped(state, "step", 1, 0, 7)) == Recompute(step)
+            and health.compare_copies(step, state) is None
         )
     with pytest.raises(ConfigError, match="step 20: .*fault number 4 since this process began"):
-        health.check(20, flipped(state, "step", 1, 0, 7))
+        health.compare_copies(20, flipped(state, "step", 1, 0, 7))
 
 
 def test_a_bit_of_a_gradient_flipped_inside_the_step_on_one_replica_is_found(monkeypatch):

@@ -14,7 +14,7 @@ import time
 import pytest
 from processes import environment
 
-from maxstack.cluster.peers import Processes
+from maxstack.cluster.peers import Peers
 from maxstack.faults.stragglers import Speed, Stragglers, _medians, slow_devices, slow_hosts
 
 CHECKS = 6
@@ -22,11 +22,11 @@ JOINED = f"""
 import sys
 import jax
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
-from maxstack.cluster.peers import Processes
+from maxstack.cluster.peers import Peers
 from maxstack.faults.stragglers import Lag, Stragglers
-watched = Stragglers(1.5, 1, Processes())
+watched = Stragglers(1.5, 1, Peers())
 for step in range(1, {CHECKS + 1}):
-    report = watched.check(step, Lag(1, 1.0, 0.01, 0.0))
+    report = watched.compare_speeds(step, Lag(1, 1.0, 0.01, 0.0))
     print(*report.lines, f"checked {{step}}: {{report.numbers}}", sep="\\n", flush=True)
     if step == 1:
         sys.stdin.readline()
@@ -137,7 +137,7 @@ def test_the_medians_of_the_others_are_those_of_the_lists_without_each():
 
 
 def test_a_process_is_named_where_two_comparisons_in_a_row_find_it_for_the_same_reason():
-    watched, good, slow = Stragglers(1.5, 10, Processes()), speeds(0.05, 0.05), speeds(0.05, 0.1)
+    watched, good, slow = Stragglers(1.5, 10, Peers()), speeds(0.05, 0.05), speeds(0.05, 0.1)
     late = speeds(0.05, 0.05, late=(0.0, 0.9))
     named = [
         bool(watched.judge(10 * i, one).lines)
@@ -151,7 +151,7 @@ def test_a_process_is_named_where_two_comparisons_in_a_row_find_it_for_the_same_
 
 
 def test_alone_there_is_nobody_to_compare_with():
-    assert not Stragglers(1.5, 1, Processes()).due(1)
+    assert not Stragglers(1.5, 1, Peers()).due(1)
 
 
 def test_of_two_real_processes_the_one_that_is_stopped_most_of_the_time_is_named():

@@ -26,21 +26,21 @@ from maxstack.faults.heartbeat import Heartbeat
 number, count, folder, fault, who = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], int(sys.argv[5])
 turn = iter(range(9))
 
-def tell(topic, value, wait_ms=0):
+def exchange(topic, value, wait_ms=0):
     at = next(turn)
     for path in (folder / f"{at}-{number}.tmp",):
         path.write_text(json.dumps(value))
-        path.rename(path.with_suffix(".told"))
-    while not all((folder / f"{at}-{n}.told").exists() for n in range(count)):
+        path.rename(path.with_suffix(".value"))
+    while not all((folder / f"{at}-{n}.value").exists() for n in range(count)):
         time.sleep(0.01)
-    return [json.loads((folder / f"{at}-{n}.told").read_text()) for n in range(count)]
+    return [json.loads((folder / f"{at}-{n}.value").read_text()) for n in range(count)]
 
 def hang_here():
     while True:
         time.sleep(1)
 
 def main(_):
-    others = SimpleNamespace(number=number, count=count, tell=tell, own_address=lambda: "127.0.0.1")
+    others = SimpleNamespace(number=number, count=count, exchange=exchange, own_address=lambda: "127.0.0.1")
     with Heartbeat(WatchdogConfig(step=3.0), folder / "log.txt", others) as heart:
         for step in range(1, 21 if fault == "none" else 10_000):
             heart.doing("steps", step, 0.01)

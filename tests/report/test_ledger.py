@@ -9,15 +9,11 @@ import sys
 import threading
 import time
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
-import tiny
 
-from maxstack.meter import Meter
 from maxstack.report.goodput import FILE, summary
 from maxstack.report.ledger import Ledger
-from maxstack.report.metrics import Writer
 
 
 def rows(folder):
@@ -155,15 +151,7 @@ def test_a_batch_that_is_passed_over_is_a_sign_of_life(tmp_path):
     told = []
     ledger = Ledger(tmp_path, False, doing=lambda *what: told.append(what))
     ledger.begin_steps()
-    meter = Meter(
-        tiny.make_run(tiny.config()),
-        SimpleNamespace(waited=0.0),
-        None,
-        Writer(tmp_path, False, False),
-        ledger,
-        None,
-    )
-    meter.passed_over(7)
+    ledger.passed_over(7)
     assert told == [("first step",), ("steps", 7)]
 
 
@@ -243,7 +231,6 @@ def test_a_file_that_cannot_grow_for_a_while_loses_no_row_and_is_told_once(tmp_p
 
 def test_a_run_that_ended_in_an_error_leaves_no_thread_behind(tmp_path):
     ledger = Ledger(tmp_path, True, every=0.01)
-    thread = ledger._thread
-    del ledger
-    thread.join(5)
-    assert not thread.is_alive()
+    ledger.stop()
+    ledger._thread.join(5)
+    assert not ledger._thread.is_alive()
