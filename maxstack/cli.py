@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from maxstack.errors import ConfigError
+from maxstack.errors import ConfigError, shortened
 
 COMMANDS = {
     "train": ("maxstack.train:program", "train a model from one YAML file"),
@@ -130,7 +130,7 @@ def _dispatch(argv: Sequence[str]) -> int:
     parser.add_argument("command", help=argparse.SUPPRESS)
     name = parser.parse_args(argv[:1]).command
     if name not in COMMANDS:
-        from maxstack.config import did_you_mean
+        from maxstack.config.spelling import did_you_mean
 
         raise ConfigError(
             f"no command {name}; the commands are "
@@ -141,8 +141,6 @@ def _dispatch(argv: Sequence[str]) -> int:
 
 
 def _fail(error: Exception, code: int) -> int:
-    from maxstack.config.quoting import shortened
-
     for line in str(error).splitlines():
         print(f"error: {shortened(line, LONGEST_LINE)}", file=sys.stderr)
     return code

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from maxstack import config
-from maxstack.config import ConfigError, Node, plain, shortened, storage, supply
+from maxstack.config import storage
+from maxstack.config.compose import plain, supply
+from maxstack.config.reader import Node
 from maxstack.data import hub
+from maxstack.errors import ConfigError, shortened
 from maxstack.schema import rules
 from maxstack.schema.config import Config
 from maxstack.schema.data import holds_text

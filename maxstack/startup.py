@@ -16,7 +16,7 @@ import numpy as np
 
 from maxstack import config, optim, sharding
 from maxstack.cluster.peers import Processes
-from maxstack.config import ConfigError, shortened
+from maxstack.errors import ConfigError, shortened
 from maxstack.faults.policy import Rewind
 from maxstack.hardware.chips import peak_flops
 from maxstack.hardware.compiling import flags_for

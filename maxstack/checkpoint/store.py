@@ -24,8 +24,10 @@ from maxstack.checkpoint.manifest import Damage
 from maxstack.checkpoint.shared import Shared
 from maxstack.checkpoint.weights import WeightsReader, step_of
 from maxstack.cluster.peers import Processes
-from maxstack.config import ConfigError, annotations, did_you_mean
+from maxstack.config import annotations
+from maxstack.config.spelling import did_you_mean
 from maxstack.config.writer import inline
+from maxstack.errors import ConfigError
 from maxstack.schema.checkpoint import CheckpointConfig, TierConfig
 
 if TYPE_CHECKING:

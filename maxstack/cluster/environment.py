@@ -9,7 +9,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from maxstack.config import ConfigError, quoted
+from maxstack.errors import ConfigError, quoted
 
 PORT = 8476
 """Where process 0 is reached if nothing says otherwise."""

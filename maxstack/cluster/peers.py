@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 
 WAIT_MS = 600_000
 """How long a process waits for the slowest."""

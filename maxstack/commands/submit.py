@@ -88,7 +88,7 @@ NAME = argument("name", metavar="NAME", help="as submit printed it")
 )
 def submit(args: argparse.Namespace) -> int:
     """Start a run where --target says; the exit code."""
-    from maxstack.config import quoted
+    from maxstack.errors import quoted
     from maxstack.submit import remote
 
     cfg = load_config(args)

@@ -9,43 +9,11 @@ import pydantic
 from pydantic_core import PydanticCustomError
 
 from maxstack.config.annotations import kinds, members, of_field, section
-from maxstack.config.compose import (
-    Presets,
-    Readers,
-    merged_tree,
-    plain,
-    presets_dir,
-    supply,
-    underlay,
-)
-from maxstack.config.errors import ConfigError
+from maxstack.config.compose import Presets, Readers, merged_tree, plain, underlay
 from maxstack.config.explain import explanation, paragraphs
-from maxstack.config.quoting import quoted, shortened
 from maxstack.config.reader import Node
-from maxstack.config.spelling import did_you_mean, nearest
 from maxstack.config.writer import write_yaml
-
-__all__ = [
-    "ConfigError",
-    "Items",
-    "Node",
-    "Readers",
-    "Section",
-    "annotated",
-    "did_you_mean",
-    "difference",
-    "dump",
-    "fault",
-    "load",
-    "load_tree",
-    "nearest",
-    "plain",
-    "plain_data",
-    "presets_dir",
-    "quoted",
-    "shortened",
-    "supply",
-]
+from maxstack.errors import ConfigError
 
 Item = TypeVar("Item")
 Items = Annotated[tuple[Item, ...], pydantic.Field(strict=False)]
@@ -131,10 +99,12 @@ def _keys(schema: type[Section]) -> dict[str, set[str]]:
     """The keys of each section, "" for those of the root."""
     keys = {"": {*schema.model_fields}}
     for name, field in schema.model_fields.items():
-        keys[name] = set()
-        for member in members(of_field(field)):
-            for model in (section(member), *kinds(member).values()):
-                keys[name] |= {*model.model_fields} if model else set()
+        models = [
+            model
+            for union in members(of_field(field))
+            for model in (section(union), *kinds(union).values())
+        ]
+        keys[name] = {key for model in models if model for key in model.model_fields}
     return keys
 
 

@@ -9,7 +9,7 @@ import pydantic
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema
 
-from maxstack.config.quoting import shortened
+from maxstack.errors import shortened
 
 _WORDS = {
     "integer": "a whole number",

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from maxstack.config import storage
-from maxstack.config.errors import ConfigError
-from maxstack.config.quoting import quoted, shortened
 from maxstack.config.reader import (
     MAX_BYTES,
     MAX_DEPTH,
@@ -20,6 +18,7 @@ from maxstack.config.reader import (
     read_yaml,
 )
 from maxstack.config.spelling import did_you_mean
+from maxstack.errors import ConfigError, quoted, shortened
 
 Presets = Mapping[str, Sequence[str]]
 """Top-level key -> folders of the presets folder that hold its presets; "" stands for the whole

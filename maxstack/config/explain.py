@@ -20,9 +20,9 @@ from maxstack.config.annotations import (
     section,
     shape,
 )
-from maxstack.config.quoting import quoted, shortened
 from maxstack.config.reader import Node
 from maxstack.config.spelling import did_you_mean
+from maxstack.errors import quoted, shortened
 
 SHOWN = 5
 Path = tuple[str | int, ...]

@@ -9,8 +9,7 @@ from typing import Any
 
 import yaml
 
-from maxstack.config.errors import ConfigError
-from maxstack.config.quoting import quoted, shortened
+from maxstack.errors import ConfigError, quoted, shortened
 
 MAX_BYTES = 1 << 20
 MAX_NODES = 100_000

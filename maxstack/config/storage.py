@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from maxstack.config import atomic
-from maxstack.config.errors import ConfigError
-from maxstack.config.quoting import shortened
+from maxstack.errors import ConfigError, shortened
 
 _VERSIONS = "etag", "ETag", "mtime", "LastModified", "created"
 """Keys by which stores tell that a file was written again, best first."""

@@ -10,7 +10,7 @@ import jax
 import jaxlib
 from jax.sharding import Mesh
 
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 
 if TYPE_CHECKING:
     from maxstack.schema.config import Config

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from maxstack.config import ConfigError, atomic
+from maxstack.config import atomic
+from maxstack.errors import ConfigError
 from maxstack.hf.binding import Bound, Target
 from maxstack.hf.folder import INDEX, SINGLE
 from maxstack.hf.rows import Shape

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from tqdm import tqdm
 
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.hardware.compiling import in_order
 from maxstack.objectives.masked_diffusion import EXCLUDED, MaskedDiffusion
 from maxstack.objectives.objective import row_keys

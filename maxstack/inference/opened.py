@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxstack import sharding
-from maxstack.config import ConfigError, shortened
 from maxstack.data import hub
+from maxstack.errors import ConfigError, shortened
 from maxstack.load import load
 from maxstack.schema.mesh import AXES
 from maxstack.state import flat, tree

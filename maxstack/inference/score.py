@@ -9,8 +9,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from maxstack.config import ConfigError, atomic
-from maxstack.config.errors import DataError
+from maxstack.config import atomic
+from maxstack.errors import ConfigError, DataError
 from maxstack.inference.opened import config_of
 
 if TYPE_CHECKING:

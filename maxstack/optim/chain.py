@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from pydantic_core import PydanticCustomError
 
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.optim import wrappers
 from maxstack.optim.rates import item_rate, shaped_rate
 from maxstack.schema.optimizer import (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.plan.estimate import SLACK, Estimate, Shapes, estimate
 from maxstack.plan.topology import Topology, links
 from maxstack.schema import mesh_rules, parallel_rules, rules

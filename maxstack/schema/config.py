@@ -8,10 +8,7 @@ from typing import ClassVar, Literal
 import pydantic
 from pydantic import Field
 
-from maxstack.config import (
-    Section,
-    fault,
-)
+from maxstack.config import Section, fault
 from maxstack.schema.checkpoint import CheckpointConfig
 from maxstack.schema.data import DataConfig
 from maxstack.schema.decoder import DecoderConfig

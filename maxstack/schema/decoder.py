@@ -5,8 +5,10 @@ from typing import ClassVar, Literal, NamedTuple
 import pydantic
 from pydantic import Field
 
-from maxstack.config import Items, Section, did_you_mean, fault, quoted
+from maxstack.config import Items, Section, fault
 from maxstack.config.annotations import listed
+from maxstack.config.spelling import did_you_mean
+from maxstack.errors import quoted
 from maxstack.schema import kernels as names
 from maxstack.schema.mixers import Mixer, NormConfig
 from maxstack.schema.mlps import MLPKind, MoEConfig

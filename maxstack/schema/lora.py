@@ -5,7 +5,8 @@ import re
 import pydantic
 from pydantic import Field
 
-from maxstack.config import Items, Section, fault, quoted
+from maxstack.config import Items, Section, fault
+from maxstack.errors import quoted
 
 
 class LoraConfig(Section):

@@ -5,7 +5,8 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from maxstack.config import did_you_mean, quoted
+from maxstack.config.spelling import did_you_mean
+from maxstack.errors import quoted
 from maxstack.schema import parallel_rules
 from maxstack.schema.mesh import AXES, RULES, Axes, names
 from maxstack.schema.parts import Dim, Weight, layers

@@ -6,7 +6,8 @@ from typing import Literal
 import pydantic
 from pydantic import Field
 
-from maxstack.config import Items, Section, fault, quoted
+from maxstack.config import Items, Section, fault
+from maxstack.errors import quoted
 
 QType = Literal[
     "int8",

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from pydantic_core import PydanticCustomError
 
-from maxstack.config import ConfigError, storage
+from maxstack.config import storage
+from maxstack.errors import ConfigError
 from maxstack.schema import mesh_rules
 from maxstack.schema.data import BytesTokenizer, DataConfig, SyntheticSource, holds_text
 from maxstack.schema.mesh_rules import Fault

@@ -19,8 +19,8 @@ import tiny
 
 from maxstack.checkpoint import manifest
 from maxstack.checkpoint.store import FREE, Checkpoints, _refuse_changes, removable
-from maxstack.config import ConfigError
 from maxstack.data import make_feed
+from maxstack.errors import ConfigError
 from maxstack.schema.checkpoint import CheckpointConfig
 
 

@@ -4,7 +4,8 @@ import pydantic
 import pytest
 from pydantic import Field
 
-from maxstack.config import ConfigError, Items, Section, fault, load, load_tree
+from maxstack.config import Items, Section, fault, load, load_tree
+from maxstack.errors import ConfigError
 
 
 class Text(Section):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tiny
 
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.plan import executable
 
 CONFIG = {"model": tiny.model(layers=1, pattern=["local"]), "mesh": {"data": 2, "fsdp": 4}}

@@ -7,7 +7,7 @@ import math
 import pytest
 import tiny
 
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.plan import search as module
 from maxstack.plan import topology
 from maxstack.plan.estimate import Shapes, estimate

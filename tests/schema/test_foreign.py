@@ -2,8 +2,9 @@ from typing import Any
 
 import pytest
 
-from maxstack.config import ConfigError, plain_data
+from maxstack.config import plain_data
 from maxstack.config.annotations import item, kinds, members, of_field, section, shape
+from maxstack.errors import ConfigError
 from maxstack.load import load
 from maxstack.schema.config import Config
 from maxstack.schema.foreign import ROWS, equivalent

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import pydantic
 from pydantic import Field, WithJsonSchema
 
-from maxstack.config import Items, Section, fault, quoted
+from maxstack.config import Items, Section, fault
+from maxstack.errors import quoted
 from maxstack.schema.optimizer.arguments import (
     Chain,
     Transform,
