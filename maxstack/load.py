@@ -36,7 +36,7 @@ def load_tree(
         overrides,
         readers={"model": model_of_folder},
         completed=_completed,
-        check=rules.check,
+        faults=rules.faults,
     )
 
 

@@ -59,7 +59,7 @@ def make_mesh(cfg: "Config", devices: Sequence[Any] | None = None) -> jax.shardi
             "several; leave it out, they are started again"
         )
     mesh = sharding.make_mesh(cfg.mesh, devices or jax.devices())
-    if found := rules.check_devices(cfg, mesh.size):
+    if found := rules.device_faults(cfg, mesh.size):
         raise ConfigError("\n".join(f"{key}: {message}" for key, message in found))
     return mesh
 

@@ -1,9 +1,10 @@
 """Composing, validating and explaining YAML configurations; knows no field names and imports
 nothing heavy."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import pydantic
 from pydantic_core import PydanticCustomError
@@ -13,11 +14,13 @@ from maxstack.config.compose import Presets, Readers, merged_tree, plain, underl
 from maxstack.config.explain import explanation, paragraphs
 from maxstack.config.reader import Node
 from maxstack.config.writer import write_yaml
-from maxstack.errors import ConfigError
+from maxstack.errors import ConfigError, quoted
 
 Item = TypeVar("Item")
 Items = Annotated[tuple[Item, ...], pydantic.Field(strict=False)]
 ABSENT = "(absent)"
+Fault = tuple[str, str]
+"""A key, as a dotted path, and what is wrong there and what to do."""
 
 
 class Section(pydantic.BaseModel):
@@ -34,6 +37,16 @@ class Section(pydantic.BaseModel):
     FROM: ClassVar[tuple[str, ...]] = ()
     """For a root section: top-level keys that may hold `from: path`."""
 
+    def own_faults(self) -> Iterable[Fault]:
+        """What is wrong between the values of this section."""
+        return ()
+
+    @pydantic.model_validator(mode="after")
+    def _has_no_fault(self) -> Self:
+        for key, message in self.own_faults():
+            raise fault(key, message)
+        return self
+
     @classmethod
     def foreign(cls, path: str) -> str:
         """For a root section: what another framework's key at a dotted path is called here; "" if
@@ -42,6 +55,17 @@ class Section(pydantic.BaseModel):
 
 
 Root = TypeVar("Root", bound=Section)
+
+
+def _compiled(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{quoted(pattern)} is no regular expression: {error}") from error
+    return pattern
+
+
+Regex = Annotated[str, pydantic.AfterValidator(_compiled)]
 
 
 def fault(key: str, message: str) -> PydanticCustomError:
@@ -67,13 +91,13 @@ def load_tree(
     *,
     readers: Readers | None = None,
     completed: Callable[[Node], Node] = lambda tree: tree,
-    check: Callable[[Root], Sequence[tuple[str, str]]] = lambda cfg: (),
+    faults: Callable[[Root], Sequence[Fault]] = lambda cfg: (),
 ) -> tuple[Root, Node]:
     """As `load`, with the merged tree that knows where each value came from.
 
     `readers` reads `from: path` for each key of `schema.FROM`, `completed` adds to the merged tree
-    what follows from it, and `check` finds the keys of a validated configuration that do not fit
-    together, as (dotted path, message).
+    what follows from it, and `faults` finds what does not go together in a validated
+    configuration.
     """
     defaults = {
         name: plain_data(field.default)
@@ -88,10 +112,8 @@ def load_tree(
         cfg = schema.model_validate(plain(tree))
     except pydantic.ValidationError as error:
         raise ConfigError(explanation(schema, tree, error, schema.foreign)) from None
-    if faults := check(cfg):
-        raise ConfigError(
-            paragraphs(tree, {tuple(key.split(".")): message for key, message in faults})
-        )
+    if wrong := faults(cfg):
+        raise ConfigError(paragraphs(tree, {(*key.split("."),): text for key, text in wrong}))
     return cfg, tree
 
 

@@ -2,12 +2,13 @@
 
 import posixpath
 import re
+from collections.abc import Iterator
 from typing import Annotated, ClassVar
 
 import pydantic
 from pydantic import Field
 
-from maxstack.config import Items, Section, fault
+from maxstack.config import Fault, Items, Section
 from maxstack.config.compose import Presets
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$", max_length=253)]
@@ -148,16 +149,14 @@ class VolumeConfig(Section):
     read_only: bool = False
     """Nothing is written there."""
 
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> "VolumeConfig":
+    def own_faults(self) -> Iterator[Fault]:
         kinds = "claim", "config_map", "secret", "size"
         if len(given := [kind for kind in kinds if getattr(self, kind) is not None]) != 1:
-            raise fault(
+            yield (
                 "mount",
                 f"{self.mount} has {' and '.join(given) or 'nothing to mount'}; "
                 f"give one of {', '.join(kinds)}",
             )
-        return self
 
 
 class PodConfig(Section):
@@ -272,10 +271,9 @@ class ClusterConfig(Section):
     pod: PodConfig = PodConfig()
     slurm: SlurmConfig = SlurmConfig()
 
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> "ClusterConfig":
+    def own_faults(self) -> Iterator[Fault]:
         if 0 < self.slurm.seconds <= self.grace + MARGIN:
-            raise fault(
+            yield (
                 "slurm.time",
                 f"{self.slurm.time} is {self.slurm.seconds} s, and the run would be "
                 f"asked to save {self.grace + MARGIN} s before its end: at once, again and again; "
@@ -283,39 +281,36 @@ class ClusterConfig(Section):
             )
         mounts = [volume.mount for volume in (self.bucket, *self.volumes) if volume]
         if twice := sorted({path for path in mounts if mounts.count(path) > 1}):
-            raise fault(
-                "volumes", f"{', '.join(twice)}: mounted twice; give each a folder of its own"
-            )
+            yield ("volumes", f"{', '.join(twice)}: mounted twice; give each a folder of its own")
         if ours := sorted(key for key in self.pod.labels if OURS.match(key)):
-            raise fault(
+            yield (
                 "pod.labels",
                 f"{', '.join(ours)}: written by submit or by the cluster's "
                 "controllers; leave it out",
             )
-        self._check_environment()
-        return self
+        yield from self._environment_faults()
 
-    def _check_environment(self) -> None:
+    def _environment_faults(self) -> Iterator[Fault]:
         keys = [f"env.{name}" for name in self.env] + [f"secrets.{name}" for name in self.secrets]
         for key in keys:
             section, _, name = key.partition(".")
             if RESERVED.match(name):
-                raise fault(
+                yield (
                     key,
                     "is how a process learns of the others, or of its configuration; leave it out",
                 )
             if section == "env" and name in self.secrets:
-                raise fault(key, f"{name} is in secrets too; give it once")
+                yield key, f"{name} is in secrets too; give it once"
         sizes = {name: len(f"{name}={value}".encode()) + 1 for name, value in self.env.items()}
         for name, size in sizes.items():
             if size > STRING:
-                raise fault(
+                yield (
                     f"env.{name}",
                     f"has {size:,} bytes with its name, and Linux gives a "
                     f"process {STRING:,} at most; put it into a file",
                 )
         if sum(sizes.values()) > ENVIRONMENT:
-            raise fault(
+            yield (
                 "env",
                 f"has {sum(sizes.values()):,} bytes, and {ENVIRONMENT:,} is the "
                 "most; put the values into a file",

@@ -3,12 +3,12 @@ package."""
 
 import logging
 import re
+from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-import pydantic
 from pydantic import Field
 
-from maxstack.config import Section, fault
+from maxstack.config import Fault, Section
 from maxstack.schema.checkpoint import CheckpointConfig
 from maxstack.schema.data import DataConfig
 from maxstack.schema.decoder import DecoderConfig
@@ -92,24 +92,22 @@ class XlaConfig(Section):
     """Flags of XLA, by name without dashes, for the step and for evaluation; the log shows them.
     One that this XLA does not know is an error."""
 
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> "XlaConfig":
+    def own_faults(self) -> Iterator[Fault]:
         for name in self.flags:
             if not re.fullmatch(r"\w+", name):
-                raise fault(
+                yield (
                     f"flags.{name}",
                     "is no flag's name; write it without dashes, as "
                     f"{name.strip('-').replace('-', '_')}",
                 )
             owner = re.match(r"xla_(cpu|gpu|tpu)_", name)
             if owner and owner[1] != self.platform:
-                raise fault(
+                yield (
                     f"flags.{name}",
                     f"is a flag for {owner[1]}, and xla.platform is "
                     f"{self.platform or 'null, for all'}; "
                     f"set xla.platform: {owner[1]}",
                 )
-        return self
 
 
 class EvalConfig(Section):

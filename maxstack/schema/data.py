@@ -1,13 +1,12 @@
 """The data pipeline's configuration, apart from its code so that it is checked before jax or grain
 is imported."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-import pydantic
 from pydantic import Field
 
-from maxstack.config import Items, Section, fault
+from maxstack.config import Fault, Items, Section
 
 
 class BytesTokenizer(Section):
@@ -181,14 +180,12 @@ class DataConfig(Section):
     prefetch: int = Field(2, ge=1)
     """Batches made ahead."""
 
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> "DataConfig":
+    def own_faults(self) -> Iterator[Fault]:
         for index, source in enumerate(self.sources):
             keeps = isinstance(source, Files) and source.encoding_errors == "keep"
             if keeps and self.tokenizer.kind != "bytes":
-                raise fault(
+                yield (
                     f"sources.{index}.encoding_errors",
                     f"is keep, but data.tokenizer is of kind "
                     f"{self.tokenizer.kind}, which reads UTF-8 alone; set refuse or replace",
                 )
-        return self

@@ -1,11 +1,11 @@
 """The models' configuration: a decoder is a pattern of named block specs."""
 
+from collections.abc import Iterator
 from typing import ClassVar, Literal, NamedTuple
 
-import pydantic
 from pydantic import Field
 
-from maxstack.config import Items, Section, fault
+from maxstack.config import Fault, Items, Section
 from maxstack.config.annotations import listed
 from maxstack.config.spelling import did_you_mean
 from maxstack.errors import quoted
@@ -124,15 +124,13 @@ class RematConfig(Section):
     mixer and MLP have (query, key, value, context; mlp_gate, mlp_up). The input is kept on the
     device, unless offload names it."""
 
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> "RematConfig":
+    def own_faults(self) -> Iterator[Fault]:
         if bool(self.names) != (self.policy in ("save", "offload")):
-            raise fault(
+            yield (
                 "names",
                 f"names={list(self.names)} with policy={self.policy}: save and offload "
                 "need names, the others take none",
             )
-        return self
 
     def keeps(self, name: str) -> bool:
         """True if a tensor of a block, `input` or `context`, is kept for the backward pass."""
@@ -192,11 +190,10 @@ class DecoderConfig(ModelPart):
     unroll: int = Field(1, ge=1)
     """Periods of the pattern unrolled in one step of the scan: more compile time, less copying."""
 
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> "DecoderConfig":
+    def own_faults(self) -> Iterator[Fault]:
         used = (*self.prefix, *self.pattern, *((self.mtp.block,) if self.mtp else ()))
         if not self.pattern and len({*self.blocks} - {*used}) > 1:
-            raise fault(
+            yield (
                 "pattern",
                 f"with {len(self.blocks)} blocks ({listed([*self.blocks])}) the pattern "
                 "must say their order",
@@ -208,21 +205,19 @@ class DecoderConfig(ModelPart):
         ):
             for name in given:
                 if name not in self.blocks:
-                    raise fault(
+                    yield (
                         key,
                         f"{key} names block {quoted(name)}, but blocks holds "
                         f"{listed([*self.blocks])}",
                     )
         if len(self.prefix) > self.layers:
-            raise fault(
-                "prefix", f"prefix names {len(self.prefix)} blocks, but layers={self.layers}"
-            )
+            yield ("prefix", f"prefix names {len(self.prefix)} blocks, but layers={self.layers}")
         tensors = [
             *dict.fromkeys(name for block in self.blocks.values() for name in block.saved(1))
         ]
         for name in self.remat.names:
             if name not in tensors:
-                raise fault(
+                yield (
                     "remat.names",
                     f"no block has a tensor {quoted(name)} to keep; allowed: {listed(tensors)}"
                     f"{did_you_mean(name, tensors)}",
@@ -230,13 +225,12 @@ class DecoderConfig(ModelPart):
         for name, block in self.blocks.items():
             shared = block.mixer.keys_of
             if shared is not None and shared not in self.prefix:
-                raise fault(
+                yield (
                     f"blocks.{name}.mixer.share_kv",
                     f"share_kv={quoted(shared)} is no block of the prefix "
                     f"({listed([*self.prefix]) or 'empty'}); "
                     "keys and values are kept of layers in the prefix alone",
                 )
-        return self
 
     @property
     def order(self) -> tuple[str, ...]:

@@ -1,9 +1,10 @@
 """The configuration of how a run meets faults."""
 
-import pydantic
+from collections.abc import Iterator
+
 from pydantic import Field
 
-from maxstack.config import Section, fault
+from maxstack.config import Fault, Section
 
 
 class SpikeConfig(Section):
@@ -69,14 +70,12 @@ class FaultsConfig(Section):
     where waiting for it makes steps this many times as long; two comparisons in a row must say
     so."""
 
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> "FaultsConfig":
+    def own_faults(self) -> Iterator[Fault]:
         if self.spike and self.spike.rewind_after and self.spike.rewind_after > self.max_skips:
-            raise fault(
+            yield (
                 "spike.rewind_after",
                 f"{self.spike.rewind_after} spikes in a row are never reached, because "
                 "faults.max_skips="
                 f"{self.max_skips} ends the run before; use {self.max_skips} or less, or "
                 "a larger faults.max_skips",
             )
-        return self

@@ -1,12 +1,10 @@
 """Low-rank adapters: what they are attached to, checked before jax is imported."""
 
-import re
+from collections.abc import Iterator
 
-import pydantic
 from pydantic import Field
 
-from maxstack.config import Items, Section, fault
-from maxstack.errors import quoted
+from maxstack.config import Fault, Items, Regex, Section
 
 
 class LoraConfig(Section):
@@ -21,7 +19,7 @@ class LoraConfig(Section):
     """How much an adapter counts."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Share of what adapters read that is set to zero in training: the same on any mesh."""
-    targets: Items[str] = (".*/(mixer|mlp)/.*",)
+    targets: Items[Regex] = (".*/(mixer|mlp)/.*",)
     """Regular expressions that a weight's whole path must match, or that of the module that holds
     it, as in quantization.rules: projections alone, neither experts nor tables."""
     rslora: bool = False
@@ -38,19 +36,10 @@ class LoraConfig(Section):
         """Factor of B A x."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> "LoraConfig":
+    def own_faults(self) -> Iterator[Fault]:
         if not self.targets:
-            raise fault(
+            yield (
                 "targets",
-                "targets=[]: give at least one pattern, such as "
-                "'.*/mixer/(query|value)', or drop lora",
+                "targets=[]: give at least one pattern, such as '.*/mixer/(query|value)', or drop "
+                "lora",
             )
-        for i, pattern in enumerate(self.targets):
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise fault(
-                    f"targets.{i}", f"{quoted(pattern)} is no regular expression: {error}"
-                ) from error
-        return self

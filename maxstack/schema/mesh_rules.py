@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from maxstack.config import Fault
 from maxstack.config.spelling import did_you_mean
 from maxstack.errors import quoted
 from maxstack.schema import parallel_rules
@@ -13,8 +14,6 @@ from maxstack.schema.parts import Dim, Weight, layers
 
 if TYPE_CHECKING:
     from maxstack.schema.config import Config
-
-Fault = tuple[str, str]
 
 
 def mesh_sizes(cfg: "Config", devices: int | None = None) -> dict[str, int]:
@@ -45,7 +44,7 @@ def sizes(cfg: "Config", devices: int | None = None) -> Iterator[Fault]:
     yield from broken
     yield from (
         fault
-        for fault in parallel_rules.check(cfg, found)
+        for fault in parallel_rules.faults(cfg, found)
         if not broken or fault[0] != "train.batch_size"
     )
 

@@ -2,12 +2,12 @@
 before jax is imported."""
 
 import math
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
-import pydantic
 from pydantic import Field
 
-from maxstack.config import Items, Section, fault
+from maxstack.config import Fault, Items, Section
 from maxstack.schema import kernels as names
 from maxstack.schema.parts import Count, Dim, Inner, Part, Parts, Weight, matrix, vector
 
@@ -288,18 +288,17 @@ class AttentionConfig(MixerPart):
         each = 12 * self.heads * self.head_dim
         return {"attention": Count(each * keys, each * seq_len)}
 
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> "AttentionConfig":
+    def own_faults(self) -> Iterator[Fault]:
         if self.heads % self.kv:
             below = max(k for k in range(1, self.kv) if self.heads % k == 0)
-            raise fault(
+            yield (
                 "kv_heads",
                 f"heads={self.heads} is not a multiple of kv_heads={self.kv} (ratio "
                 f"{self.heads / self.kv:.2f}); "
                 f"kv_heads={below} would share each among {self.heads // below} query heads",
             )
         if self.rope and self.head_dim * self.rope.fraction % 2:
-            raise fault(
+            yield (
                 "head_dim",
                 f"RoPE rotates pairs, but head_dim={self.head_dim} times "
                 f"fraction={self.rope.fraction} is not even; "
@@ -311,18 +310,17 @@ class AttentionConfig(MixerPart):
                 (len(self.rope.scaling.short_factor), len(self.rope.scaling.long_factor)),
             )
             if found != (pairs, pairs):
-                raise fault(
+                yield (
                     "rope.scaling",
                     f"short_factor and long_factor hold {found[0]} and {found[1]} "
                     f"divisors; head_dim={self.head_dim} with "
                     f"fraction={self.rope.fraction} rotates {pairs} pairs, and each needs one",
                 )
         if self.window and self.chunk:
-            raise fault(
+            yield (
                 "chunk",
                 f"chunk={self.chunk} and window={self.window} exclude each other; set one to null",
             )
-        return self
 
 
 class MLAConfig(MixerPart):
@@ -485,14 +483,12 @@ class GatedDeltaConfig(MixerPart):
         state = 18.0 * self.value_heads * self.key_dim * self.value_dim
         return {"recurrence": Count(state, state)}
 
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> "GatedDeltaConfig":
+    def own_faults(self) -> Iterator[Fault]:
         if self.value_heads % self.key_heads:
-            raise fault(
+            yield (
                 "value_heads",
                 f"value_heads={self.value_heads} is not a multiple of key_heads={self.key_heads}",
             )
-        return self
 
 
 Mixer = Annotated[AttentionConfig | MLAConfig | GatedDeltaConfig, Field(discriminator="kind")]

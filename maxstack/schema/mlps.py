@@ -2,12 +2,12 @@
 before jax is imported."""
 
 import math
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal, Optional
 
-import pydantic
 from pydantic import Field
 
-from maxstack.config import Section, fault
+from maxstack.config import Fault, Section
 from maxstack.schema import kernels as names
 from maxstack.schema.mixers import NormConfig
 from maxstack.schema.parts import Dim, Inner, Part, Parts, Weight, matrix, vector
@@ -217,21 +217,19 @@ class MoEConfig(MLPPart):
         hidden = (Dim("", self.top_k), Dim("mlp", self.hidden, "hidden"))
         return {"mlp_gate": hidden, "mlp_up": hidden}
 
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> "MoEConfig":
+    def own_faults(self) -> Iterator[Fault]:
         groups, chosen = self.router.groups or 1, self.router.top_groups or self.router.groups or 1
         if self.experts % groups:
-            raise fault("router.groups", f"groups={groups} does not divide experts={self.experts}")
+            yield "router.groups", f"groups={groups} does not divide experts={self.experts}"
         if chosen > groups:
-            raise fault("router.top_groups", f"top_groups={chosen} of groups={groups}")
+            yield "router.top_groups", f"top_groups={chosen} of groups={groups}"
         if self.top_k > self.experts // groups * chosen:
-            raise fault(
+            yield (
                 "top_k",
                 f"top_k={self.top_k} of {self.experts // groups * chosen} experts that "
                 f"can be chosen (experts={self.experts}"
                 f"{f', {chosen} of {groups} groups' if self.router.groups else ''})",
             )
-        return self
 
     def limit(self, length: int) -> int | None:
         """How many tokens of a row of `length` an expert takes; None: all."""

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from maxstack.config import Section
+from maxstack.config import Fault, Section
 
 if TYPE_CHECKING:
     from maxstack.schema.config import Config
@@ -19,7 +19,7 @@ class ObjectivePart(Section):
     RANDOM: ClassVar[bool] = False
     """True where a step draws random numbers."""
 
-    def faults(self, cfg: "Config") -> Iterator[tuple[str, str]]:
+    def faults(self, cfg: "Config") -> Iterator[Fault]:
         """(key, what is wrong and what to do) of a model or data that it cannot be used with."""
         yield from ()
 
@@ -38,7 +38,7 @@ class NextTokenConfig(ObjectivePart):
     z_loss: float = Field(0.0, ge=0)
     """Weight of the squared log-partition (PaLM, arXiv:2204.02311, section 5)."""
 
-    def faults(self, cfg: "Config") -> Iterator[tuple[str, str]]:
+    def faults(self, cfg: "Config") -> Iterator[Fault]:
         """A position that sees its target."""
         for name, block in cfg.model.blocks.items():
             if not block.mixer.causal:
@@ -71,7 +71,7 @@ class MaskedDiffusionConfig(ObjectivePart):
     eval_times: int = Field(8, ge=1)
     """Evaluation takes the mean of the bound over so many fixed t, the middles of equal parts."""
 
-    def faults(self, cfg: "Config") -> Iterator[tuple[str, str]]:
+    def faults(self, cfg: "Config") -> Iterator[Fault]:
         """A model that does not see both sides, or predicts further tokens."""
         for name, block in cfg.model.blocks.items():
             if block.mixer.causal:

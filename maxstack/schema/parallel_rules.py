@@ -4,15 +4,14 @@ wrong and what to do)."""
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from maxstack.config import Fault
 from maxstack.schema.mesh import names, parts
 
 if TYPE_CHECKING:
     from maxstack.schema.config import Config
 
-Fault = tuple[str, str]
 
-
-def check(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:
+def faults(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:
     """Every combination that is not supported, on a mesh of these sizes."""
     yield from _pipeline(cfg, sizes)
     if sizes["context"] > 1:

@@ -8,18 +8,17 @@ from typing import TYPE_CHECKING
 
 from pydantic_core import PydanticCustomError
 
-from maxstack.config import storage
+from maxstack.config import Fault, storage
 from maxstack.errors import ConfigError
 from maxstack.schema import mesh_rules
 from maxstack.schema.data import BytesTokenizer, DataConfig, SyntheticSource, holds_text
-from maxstack.schema.mesh_rules import Fault
 from maxstack.schema.optimizer import check_schedules
 
 if TYPE_CHECKING:
     from maxstack.schema.config import Config
 
 
-def check(cfg: "Config") -> list[Fault]:
+def faults(cfg: "Config") -> list[Fault]:
     """Every broken rule that can be found before the devices are counted."""
     rules = (
         mesh_rules.sizes,
@@ -33,12 +32,14 @@ def check(cfg: "Config") -> list[Fault]:
         _tiles,
         _elastic,
         _processes,
-        _objective,
     )
-    return list(mesh_rules.axes(cfg)) or [fault for rule in rules for fault in rule(cfg)]
+    return list(mesh_rules.axes(cfg)) or [
+        *(fault for rule in rules for fault in rule(cfg)),
+        *cfg.objective.faults(cfg),
+    ]
 
 
-def check_devices(cfg: "Config", devices: int) -> list[Fault]:
+def device_faults(cfg: "Config", devices: int) -> list[Fault]:
     """The broken rules about sizes on so many devices, which give every axis of the mesh."""
     return list(mesh_rules.sizes(cfg, devices))
 
@@ -52,13 +53,9 @@ def sizes_on(cfg: "Config", devices: int, where: str) -> dict[str, int]:
             f"mesh: {mesh_rules.product_of(sizes)} is {wanted} devices, but {where} has "
             f"{devices}; set one axis to -1"
         )
-    if faults := check_devices(cfg, devices):
+    if faults := device_faults(cfg, devices):
         raise ConfigError("\n".join(f"{key}: {message}" for key, message in faults))
     return sizes
-
-
-def _objective(cfg: "Config") -> Iterator[Fault]:
-    return cfg.objective.faults(cfg)
 
 
 def _data_sections(cfg: "Config") -> list[tuple[str, DataConfig]]:

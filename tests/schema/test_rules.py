@@ -344,8 +344,8 @@ def test_what_hangs_on_the_number_of_devices_is_checked_once_it_is_known(tiny):
     assert {axis: size for axis, size in mesh_rules.mesh_sizes(cfg, 4).items() if size > 1} == {
         "data": 4
     }
-    assert rules.check_devices(cfg, 3) == []
-    assert [key for key, _ in rules.check_devices(cfg, 4)] == ["train.batch_size"]
+    assert rules.device_faults(cfg, 3) == []
+    assert [key for key, _ in rules.device_faults(cfg, 4)] == ["train.batch_size"]
 
 
 def test_a_fault_inside_a_list_names_the_line_of_its_item(tiny, tmp_path):
