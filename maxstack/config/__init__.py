@@ -18,6 +18,10 @@ from maxstack.errors import ConfigError, quoted
 
 Item = TypeVar("Item")
 Items = Annotated[tuple[Item, ...], pydantic.Field(strict=False)]
+PositiveInt = Annotated[int, pydantic.Field(ge=1)]
+NonNegativeInt = Annotated[int, pydantic.Field(ge=0)]
+PositiveFloat = Annotated[float, pydantic.Field(gt=0)]
+NonNegativeFloat = Annotated[float, pydantic.Field(ge=0)]
 ABSENT = "(absent)"
 Fault = tuple[str, str]
 """A key, as a dotted path, and what is wrong there and what to do."""

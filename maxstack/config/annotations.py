@@ -26,17 +26,13 @@ _BOUNDS = {
     "exclusiveMinimum": " > {:g}",
     "maximum": " <= {:g}",
     "exclusiveMaximum": " < {:g}",
-    "ge": " >= {:g}",
-    "gt": " > {:g}",
-    "le": " <= {:g}",
-    "lt": " < {:g}",
     "minLength": " of at least {}",
     "minItems": " of at least {}",
     "minProperties": " of at least {}",
     "maxLength": " of at most {} characters",
     "pattern": " that matches {}",
 }
-"""By keyword of a JSON schema, or as pydantic writes the bounds of a union."""
+"""By keyword of a JSON schema."""
 
 
 def of_field(field: FieldInfo) -> Any:
@@ -121,8 +117,7 @@ def _described(schema: dict[str, Any]) -> str:
     if "discriminator" in schema:
         return f"a mapping whose kind is one of {listed([*schema['discriminator']['mapping']])}"
     if "anyOf" in schema:
-        shared = {key: bound for key, bound in schema.items() if key in _BOUNDS}
-        parts = dict.fromkeys(_described(shared | choice) for choice in schema["anyOf"])
+        parts = dict.fromkeys(map(_described, schema["anyOf"]))
         return ", or ".join(sorted(parts, key=lambda part: part == "null"))
     if "enum" in schema:
         return f"one of {', '.join(map(str, schema['enum']))}"

@@ -3,13 +3,12 @@
 import posixpath
 import re
 from collections.abc import Iterator
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import pydantic
 from pydantic import Field
 
-from maxstack.config import Fault, Items, Section
-from maxstack.config.compose import Presets
+from maxstack.config import Fault, Items, NonNegativeInt, PositiveInt, Section
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$", max_length=253)]
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$", max_length=63)]
@@ -168,7 +167,7 @@ class PodConfig(Section):
     """Memory that a pod asks for, and has at most; null: three quarters of what its machine has."""
     shared_memory: Quantity = "16Gi"
     """Size of /dev/shm, a part of the memory."""
-    user: int | None = Field(1000, ge=1)
+    user: PositiveInt | None = 1000
     """User and group of the processes, without any privilege, as the `restricted` Pod Security
     Standard asks. null: the image's own user, and what the cluster allows it."""
     service_account_token: bool = False
@@ -194,7 +193,7 @@ class SlurmConfig(Section):
     mem: Annotated[str, Field(pattern=r"^[0-9]+[KMGT]?$"), pydantic.BeforeValidator(_written)] = "0"
     """Memory of a node, as sbatch has it: megabytes, or a number with K, M, G or T; 0: all of
     it."""
-    cpus_per_task: int | None = Field(None, ge=1)
+    cpus_per_task: PositiveInt | None = None
     """CPUs of a process; null: what the cluster gives, of nodes that the job has for itself."""
     per_gpu: bool = False
     """One process a GPU in place of one a host."""
@@ -216,7 +215,7 @@ class SlurmConfig(Section):
 class ClusterConfig(Section):
     """One cluster. `maxstack submit CONFIG --target T --cluster FILE` reads it."""
 
-    PRESETS: ClassVar[Presets] = {"": ("clusters",)}
+    PRESETS = {"": ("clusters",)}
 
     topology: str
     """The hardware of a run, as `maxstack plan` writes it: v5p:8x8x16, v5e:16x16*4 (4 slices),
@@ -259,9 +258,9 @@ class ClusterConfig(Section):
     where it differs ends the run. null: the configuration is handed over with the job."""
     grace: int = Field(600, ge=30)
     """Seconds that a process has to save after SIGTERM, before it is killed."""
-    max_restarts: int = Field(100, ge=0)
+    max_restarts: NonNegativeInt = 100
     """How often a run is started again, after anything but its end (0) or a mistake (1, 2)."""
-    ttl_seconds_after_finished: int = Field(604_800, ge=0)
+    ttl_seconds_after_finished: NonNegativeInt = 604_800
     """Seconds for which gke and xpk keep what has ended, with its pods and their logs; a week."""
     restart_from_zero: bool = False
     """A restart may begin at step 0. Otherwise a run that saves nothing, or nothing that lasts, is

@@ -4,11 +4,11 @@ package."""
 import logging
 import re
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from maxstack.config import Fault, Section
+from maxstack.config import Fault, NonNegativeInt, PositiveInt, Section
 from maxstack.schema.checkpoint import CheckpointConfig
 from maxstack.schema.data import DataConfig
 from maxstack.schema.decoder import DecoderConfig
@@ -31,7 +31,7 @@ class RunConfig(Section):
     output_dir: str = Field("runs", max_length=1024)
     """The folder that holds runs, local or mounted. With several hosts it must be one that all of
     them see."""
-    virtual_devices: int | None = Field(None, ge=1)
+    virtual_devices: PositiveInt | None = None
     """Split the CPU into this many devices, to try a mesh; null: the real devices."""
     tensorboard: bool = True
     """Write TensorBoard events beside metrics.jsonl."""
@@ -51,30 +51,30 @@ class DistributedConfig(Section):
 
     coordinator: str = Field(pattern=r"^.+:[0-9]+$")
     """host:port on the host of process 0; the port is free there, and all processes reach it."""
-    processes: int = Field(ge=1)
+    processes: PositiveInt
     """How many."""
-    process: int = Field(ge=0)
+    process: NonNegativeInt
     """The number of this one, from 0."""
 
 
 class ProfileConfig(Section):
     """A jax profiler trace of some steps."""
 
-    start: int = Field(10, ge=1)
+    start: PositiveInt = 10
     """First step in the trace."""
-    steps: int = Field(3, ge=1)
+    steps: PositiveInt = 3
     """How many."""
 
 
 class TrainConfig(Section):
     """The loop."""
 
-    steps: int = Field(1000, ge=1)
+    steps: PositiveInt = 1000
     """Optimizer steps in the whole run. A run may be given more; where that moves the learning rate
     of its next step, the log says from what to what."""
-    batch_size: int = Field(8, ge=1)
+    batch_size: PositiveInt = 8
     """Rows in a step, over all devices and accumulation."""
-    accumulate: int = Field(1, ge=1)
+    accumulate: PositiveInt = 1
     """Microbatches a step is split into, one after the other; the update is that of the whole
     batch."""
     seed: int = 0
@@ -114,11 +114,11 @@ class EvalConfig(Section):
     """Loss and bits per byte on held-out documents: at the start, during and at the end of
     training. The bytes are those of the documents as UTF-8, whatever a tokenizer makes of them."""
 
-    every: int = Field(0, ge=0)
+    every: NonNegativeInt = 0
     """Steps between evaluations; 0: none at all, not even at start and end."""
-    steps: int | None = Field(None, ge=1)
+    steps: PositiveInt | None = None
     """Batches of an evaluation at most; null: all held-out documents."""
-    batch_size: int | None = Field(None, ge=1)
+    batch_size: PositiveInt | None = None
     """Rows in a batch; null: as in training."""
     data: DataConfig | None = None
     """Documents to evaluate on, with data.tokenizer unless another is given; null: what
@@ -130,7 +130,7 @@ class EvalConfig(Section):
 class Config(Section):
     """A whole run."""
 
-    PRESETS: ClassVar[dict[str, tuple[str, ...]]] = {
+    PRESETS = {
         "": ("recipes", "."),
         "model": ("models",),
         "mesh": ("meshes",),
@@ -139,7 +139,7 @@ class Config(Section):
         "optimizer": ("optimizers",),
     }
 
-    FROM: ClassVar[tuple[str, ...]] = ("model",)
+    FROM = ("model",)
 
     run: RunConfig = RunConfig()
     """Names and folders."""

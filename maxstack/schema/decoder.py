@@ -1,18 +1,18 @@
 """The models' configuration: a decoder is a pattern of named block specs."""
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import Field
 
-from maxstack.config import Fault, Items, Section
+from maxstack.config import Fault, Items, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 from maxstack.config.annotations import listed
 from maxstack.config.spelling import did_you_mean
 from maxstack.errors import quoted
 from maxstack.schema import kernels as names
 from maxstack.schema.mixers import Mixer, NormConfig
 from maxstack.schema.mlps import MLPKind, MoEConfig
-from maxstack.schema.parts import Dim, ModelPart, activations
+from maxstack.schema.parts import Dim, Dims, ModelPart, activations
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Remat = Literal["none", "full", "dots", "dots_no_batch", "save", "offload"]
@@ -38,7 +38,7 @@ class BlockConfig(Section):
         """The mixture of experts, wherever it stands in the block."""
         return self.mlp.mixture
 
-    def saved(self, embed: int) -> dict[str, tuple[Dim, ...]]:
+    def saved(self, embed: int) -> dict[str, Dims]:
         """Tensors that a remat policy may keep, by checkpoint name: dimensions beside batch and
         time."""
         width = Dim("embed", embed, "model.embed")
@@ -55,7 +55,7 @@ class HeadConfig(Section):
     """Use the embedding table, transposed."""
     bias: bool = False
     """A bias per vocabulary entry."""
-    soft_cap: float | None = Field(None, gt=0)
+    soft_cap: PositiveFloat | None = None
     """Logits l become soft_cap * tanh(l / soft_cap); null: unchanged."""
     backend: names.CrossEntropy = "auto"
     """The kernel that makes the loss of hidden states and this matrix; auto: the first that can
@@ -68,7 +68,7 @@ class PerLayerConfig(Section):
 
     vocab: int = Field(ge=2)
     """Rows of its table."""
-    size: int = Field(ge=1)
+    size: PositiveInt
     """Numbers a token and layer."""
     activation: Literal["gelu_tanh", "gelu", "silu"] = "gelu_tanh"
     """Activation of the gate."""
@@ -80,9 +80,9 @@ class MTPConfig(Section):
 
     block: str
     """The block spec that it uses."""
-    depth: int = Field(1, ge=1)
+    depth: PositiveInt = 1
     """How many tokens further, one block each."""
-    loss: float = Field(0.3, ge=0)
+    loss: NonNegativeFloat = 0.3
     """Weight of its mean cross-entropy; 0: carried along, neither computed nor changed."""
 
 
@@ -144,15 +144,15 @@ class RematConfig(Section):
 class DecoderConfig(ModelPart):
     """A decoder-only language model built from a repeated pattern of blocks."""
 
-    MODEL: ClassVar[str] = "maxstack.models.decoder:Decoder"
+    MODEL = "maxstack.models.decoder:Decoder"
 
     kind: Literal["decoder"] = "decoder"
     """The topology."""
     vocab: int = Field(ge=2)
     """Rows of the embedding table; at least the tokenizer's vocabulary."""
-    embed: int = Field(ge=1)
+    embed: PositiveInt
     """Size of the residual stream."""
-    layers: int = Field(ge=1)
+    layers: PositiveInt
     """Blocks in all."""
     blocks: dict[str, BlockConfig] = Field(min_length=1)
     """Block specs by name; a spec may say `like: other` and give only what differs."""
@@ -161,13 +161,13 @@ class DecoderConfig(ModelPart):
     only block."""
     prefix: Items[str] = ()
     """Names of blocks that come once before the pattern, unrolled."""
-    positions: int | None = Field(None, ge=1)
+    positions: PositiveInt | None = None
     """Rows of a learned table of positions that is added to the embeddings; null: none."""
     norm: NormConfig = NormConfig()
     """The last norm, before the head."""
     head: HeadConfig = HeadConfig()
     """The output head."""
-    embed_scale: float | None = Field(None, gt=0)
+    embed_scale: PositiveFloat | None = None
     """Multiplies the embeddings; null: 1."""
     per_layer: PerLayerConfig | None = None
     """Embeddings for every layer; null: none."""
@@ -176,7 +176,7 @@ class DecoderConfig(ModelPart):
     weights: str | None = None
     """Hugging Face folder, or model of the hub at a commit (Org/Name@COMMIT), whose weights a fresh
     run starts from; `from:` sets it; null: random weights."""
-    init_scale: float = Field(1.0, gt=0)
+    init_scale: PositiveFloat = 1.0
     """Multiplies the standard deviation of every initial matrix; 1: 1/sqrt(fan in), residual
     outputs divided by sqrt(2 layers)."""
     dtype: Dtype = "bfloat16"
@@ -187,7 +187,7 @@ class DecoderConfig(ModelPart):
     unless a transform says otherwise."""
     remat: RematConfig = RematConfig()
     """Recomputation in the backward pass."""
-    unroll: int = Field(1, ge=1)
+    unroll: PositiveInt = 1
     """Periods of the pattern unrolled in one step of the scan: more compile time, less copying."""
 
     def own_faults(self) -> Iterator[Fault]:

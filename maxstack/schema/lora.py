@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
-from maxstack.config import Fault, Items, Regex, Section
+from maxstack.config import Fault, Items, PositiveFloat, PositiveInt, Regex, Section
 
 
 class LoraConfig(Section):
@@ -13,9 +13,9 @@ class LoraConfig(Section):
     recipe keeps in low precision (quantization: nf4), QLoRA (Dettmers et al. 2023,
     arXiv:2305.14314)."""
 
-    rank: int = Field(8, ge=1)
+    rank: PositiveInt = 8
     """Columns of A and rows of B: W x becomes W x + alpha / rank B A x."""
-    alpha: float = Field(16.0, gt=0)
+    alpha: PositiveFloat = 16.0
     """How much an adapter counts."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Share of what adapters read that is set to zero in training: the same on any mesh."""

@@ -10,7 +10,7 @@ from maxstack.config.spelling import did_you_mean
 from maxstack.errors import quoted
 from maxstack.schema import parallel_rules
 from maxstack.schema.mesh import AXES, RULES, Axes, names
-from maxstack.schema.parts import Dim, Weight, layers
+from maxstack.schema.parts import Dim, Dims, Weight, layers
 
 if TYPE_CHECKING:
     from maxstack.schema.config import Config
@@ -137,7 +137,7 @@ def _sharding(cfg: "Config", sizes: dict[str, int], table: str = "rules") -> Ite
                 )
 
 
-def _tensors(cfg: "Config") -> Iterator[tuple[Dim, ...]]:
+def _tensors(cfg: "Config") -> Iterator[Dims]:
     """The weights and activations of the model, as far as their axes differ, with whole keys."""
     model = cfg.model
     embed, vocab = (

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from maxstack.config import Fault, Items, Regex, Section
+from maxstack.config import Fault, Items, PositiveFloat, PositiveInt, Regex, Section
 
 QType = Literal[
     "int8",
@@ -50,7 +50,7 @@ class RuleConfig(Section):
     bwd_qtype: QType | None = None
     """Type of the incoming gradient in both backward matmuls; null: the backward pass is not
     quantized."""
-    tile_size: int | float | None = Field(None, gt=0)
+    tile_size: PositiveInt | PositiveFloat | None = None
     """Values along the contracted axis that share a scale, or as a fraction the share of the axis;
     null: the whole axis."""
     weight_calibration_method: str = Field("absmax", pattern=CALIBRATION)
@@ -60,7 +60,7 @@ class RuleConfig(Section):
     """The same for activations."""
     bwd_calibration_method: str = Field("absmax", pattern=CALIBRATION)
     """The same for gradients."""
-    bwd_weight_grad_tile_size: int | float | None = Field(None, gt=0)
+    bwd_weight_grad_tile_size: PositiveInt | PositiveFloat | None = None
     """Positions of a sequence that share a scale, with those of the other sequences, where the
     gradient of the weights is made; null: all."""
     disable_channelwise_axes: bool = False

@@ -8,8 +8,8 @@ from maxstack.config import plain_data
 from maxstack.config.annotations import item, kinds, members, of_field, section, shape
 from maxstack.errors import ConfigError
 from maxstack.load import load
-from maxstack.schema.config import Config
 from maxstack.schema import foreign
+from maxstack.schema.config import Config
 from maxstack.schema.foreign import equivalent
 
 ROWS = yaml.safe_load(Path(foreign.__file__).with_name("foreign.yml").read_text())
@@ -35,7 +35,9 @@ def exists(annotation: Any, default: Any, path: list[str]) -> bool:
     return path[0] in keys and exists(Any, keys[path[0]], path[1:])
 
 
-@pytest.mark.parametrize("key", sorted({key for row in ROWS for key in row.get("ours", "").split()}))
+@pytest.mark.parametrize(
+    "key", sorted({key for row in ROWS for key in row.get("ours", "").split()})
+)
 def test_what_a_foreign_name_leads_to_is_a_key_of_the_schema(key):
     assert exists(Config, None, key.split("."))
 
