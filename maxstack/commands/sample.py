@@ -48,14 +48,11 @@ def main(args: argparse.Namespace) -> None:
         raise ConfigError(f"--temperature {args.temperature}: must be 0 or more")
     import numpy as np
 
-    from maxstack.data.tokenizers import open_tokenizer
     from maxstack.inference.diffusion import sample
-    from maxstack.inference.opened import open_model
+    from maxstack.inference.opened import open_model, open_prompt_tokenizer
 
     run, params = open_model(args.model, model_overrides(args))
-    settings = run.cfg.data.tokenizer
-    eos = None if settings.kind == "huggingface" else False
-    tokenizer = open_tokenizer(settings.model_copy(update={"eos": eos}))
+    tokenizer = open_prompt_tokenizer(run.cfg)
     prompt = tokenizer.encode(args.prompt.encode())
     length = args.length or run.cfg.data.seq_len
     if len(prompt) >= length:
