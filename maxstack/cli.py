@@ -3,9 +3,9 @@ mapping of errors to exit codes."""
 
 import argparse
 import errno
-import importlib
 import importlib.metadata
 import os
+import pkgutil
 import sys
 from collections.abc import Callable, Sequence
 
@@ -136,8 +136,7 @@ def _dispatch(argv: Sequence[str]) -> int:
             f"no command {name}; the commands are "
             f"{', '.join(COMMANDS)}{did_you_mean(name, COMMANDS)}"
         )
-    module, function = COMMANDS[name][0].split(":")
-    return getattr(importlib.import_module(module), function)(argv[1:])
+    return pkgutil.resolve_name(COMMANDS[name][0])(argv[1:])
 
 
 def _fail(error: Exception, code: int) -> int:

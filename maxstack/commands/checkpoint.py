@@ -1,10 +1,10 @@
 """`maxstack checkpoint`: list, verify, show, copy and prune the checkpoints of a run."""
 
-import argparse
 import json
 import math
 import shutil
 import time
+from argparse import Namespace
 from collections.abc import Sized
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ STEP = argument("--step", type=int, metavar="N", help="this step (default: the n
     "checkpoint list runs/quickstart",
     RUN,
 )
-def show_list(args: argparse.Namespace) -> None:
+def show_list(args: Namespace) -> None:
     """Print a table with a row for each folder of each step."""
     from maxstack.checkpoint import manifest, survey
 
@@ -53,7 +53,7 @@ def show_list(args: argparse.Namespace) -> None:
     RUN,
     argument("--step", type=int, metavar="N", help="this step (default: all)"),
 )
-def verify(args: argparse.Namespace) -> int:
+def verify(args: Namespace) -> int:
     """Print a line for each damaged file; 1 where there are any."""
     import tqdm
 
@@ -88,7 +88,7 @@ def verify(args: argparse.Namespace) -> int:
     STEP,
     on_cpu=True,
 )
-def show(args: argparse.Namespace) -> None:
+def show(args: Namespace) -> None:
     """Print the name, type and shape of each array, and the batches that were passed over."""
     from maxstack.checkpoint import survey
 
@@ -120,7 +120,7 @@ def show(args: argparse.Namespace) -> None:
     argument("to", metavar="FOLDER", type=Path, help="gets a folder of the step's number"),
     STEP,
 )
-def copy(args: argparse.Namespace) -> None:
+def copy(args: Namespace) -> None:
     """Copy the step; ConfigError where source or copy are damaged."""
     from maxstack.checkpoint import survey
     from maxstack.config import atomic
@@ -159,7 +159,7 @@ def copy(args: argparse.Namespace) -> None:
     ),
     argument("--dry-run", action="store_true", help="only say what would go"),
 )
-def prune(args: argparse.Namespace) -> None:
+def prune(args: Namespace) -> None:
     """Delete the steps and print how much room that made."""
     from maxstack.checkpoint import manifest, survey
 
@@ -193,7 +193,7 @@ main = group(
 )
 
 
-def _whole_step(args: argparse.Namespace) -> tuple[int, Path]:
+def _whole_step(args: Namespace) -> tuple[int, Path]:
     """The step of the arguments, and the folder that holds all of it. ConfigError where there is
     none."""
     from maxstack.checkpoint import survey

@@ -61,12 +61,12 @@ def main(args: argparse.Namespace) -> None:
         raise ConfigError("--prompt: with objective.shift the first token must be given")
     tokens = np.zeros((args.count, length), np.int32)
     tokens[:, : len(prompt)] = prompt
-    given = np.broadcast_to(np.arange(length) < len(prompt), tokens.shape)
+    in_prompt = np.broadcast_to(np.arange(length) < len(prompt), tokens.shape)
     rows = sample(
         run,
         params,
         tokens,
-        given,
+        in_prompt,
         steps=args.steps or length,
         order=args.order,
         temperature=args.temperature,

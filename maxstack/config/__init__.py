@@ -22,6 +22,8 @@ PositiveInt = Annotated[int, pydantic.Field(ge=1)]
 NonNegativeInt = Annotated[int, pydantic.Field(ge=0)]
 PositiveFloat = Annotated[float, pydantic.Field(gt=0)]
 NonNegativeFloat = Annotated[float, pydantic.Field(ge=0)]
+Source = str | Path | Mapping[str, Any]
+"""A file, a preset's name or the content of a file."""
 ABSENT = "(absent)"
 Fault = tuple[str, str]
 """A key, as a dotted path, and what is wrong there and what to do."""
@@ -42,7 +44,7 @@ class Section(pydantic.BaseModel):
     """For a root section: top-level keys that may hold `from: path`."""
 
     def own_faults(self) -> Iterable[Fault]:
-        """What is wrong between the values of this section."""
+        """Values of this section that do not go together."""
         return ()
 
     @pydantic.model_validator(mode="after")
@@ -80,7 +82,7 @@ def fault(key: str, message: str) -> PydanticCustomError:
 
 def load(
     schema: type[Root],
-    path: str | Path | Mapping[str, Any],
+    path: Source,
     overrides: Sequence[str] = (),
 ) -> Root:
     """The validated configuration of a file, a preset's name or a mapping, with `a.b.c=value`
@@ -90,14 +92,14 @@ def load(
 
 def load_tree(
     schema: type[Root],
-    path: str | Path | Mapping[str, Any],
+    path: Source,
     overrides: Sequence[str] = (),
     *,
     readers: Readers | None = None,
     completed: Callable[[Node], Node] = lambda tree: tree,
     faults: Callable[[Root], Sequence[Fault]] = lambda cfg: (),
 ) -> tuple[Root, Node]:
-    """As `load`, with the merged tree that knows where each value came from.
+    """The validated configuration, and the merged tree that knows where each value came from.
 
     `readers` reads `from: path` for each key of `schema.FROM`, `completed` adds to the merged tree
     what follows from it, and `faults` finds what does not go together in a validated
@@ -141,7 +143,7 @@ def dump(cfg: Section | Mapping[str, Any]) -> str:
 
 
 def annotated(cfg: Section, tree: Node) -> str:
-    """As `dump`, with each value's origin in a comment."""
+    """The YAML of `dump` with each value's origin in a comment."""
     lines = [
         (line, "" if path is None else _origin(tree, path))
         for line, path in write_yaml(plain_data(cfg))
@@ -188,12 +190,11 @@ def _beneath(
 
 
 def _differences(old: Any, new: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        old, new = dict(enumerate(old)), dict(enumerate(new))
     if isinstance(old, dict) and isinstance(new, dict):
         for key in old | new:
             yield from _differences(old.get(key, ABSENT), new.get(key, ABSENT), (*path, str(key)))
-    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        for index, (before, after) in enumerate(zip(old, new, strict=True)):
-            yield from _differences(before, after, (*path, str(index)))
     elif old != new or isinstance(old, bool) != isinstance(new, bool):
         yield ".".join(path), old, new
 

@@ -58,12 +58,9 @@ class Node:
         node: Node | None = self
         for key in path:
             inside = node.value if node else None
-            if isinstance(inside, dict):
-                node = inside.get(str(key))
-            elif isinstance(inside, list) and str(key).isdecimal() and int(key) < len(inside):
-                node = inside[int(key)]
-            else:
-                return None
+            if isinstance(inside, list):
+                inside = {f"{index}": item for index, item in enumerate(inside)}
+            node = inside.get(f"{key}") if isinstance(inside, dict) else None
         return node
 
 

@@ -89,7 +89,9 @@ def read(path: str, most: int = -1) -> bytes:
 def kind(path: str) -> str | None:
     """file, directory, or None for neither. ConfigError if a store does not answer."""
     if not is_url(path):
-        return "directory" if os.path.isdir(path) else "file" if os.path.exists(path) else None
+        if os.path.isdir(path):
+            return "directory"
+        return "file" if os.path.exists(path) else None
     try:
         with filesystem(path) as (files, inside):
             return files.info(inside)["type"]

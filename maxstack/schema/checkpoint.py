@@ -42,11 +42,11 @@ class CheckpointConfig(Section):
     keep_best: NonNegativeInt = 0
     """This many checkpoints with the lowest eval_loss stay too."""
     on_failure: Literal["continue", "stop"] = "continue"
-    """What a save that fails, for want of room or a lost disk, does to the run: it is told and the
-    run goes on, or it stops where the next one is due. The last save of a run, at its end or on a
+    """Consequence of a save that fails, for want of room or a lost disk: it is logged and the run
+    goes on, or it stops where the next one is due. The last save of a run, at its end or on a
     signal, must succeed."""
     restore: Literal["none", "latest"] | int | str = "latest"
-    """Where to start: none (from scratch; refused if the run already has checkpoints), latest, a
+    """Start of the run: none (from scratch; refused if the run already has checkpoints), latest, a
     step of this run (the first time; the same command again goes on from what was saved since), or
     the path of another run or of one of its steps, which is read only until this run has saved."""
 
@@ -57,8 +57,5 @@ class CheckpointConfig(Section):
     @property
     def elsewhere(self) -> str | None:
         """The path that `restore` names; None where it names none."""
-        return (
-            self.restore
-            if isinstance(self.restore, str) and self.restore not in ("none", "latest")
-            else None
-        )
+        is_path = isinstance(self.restore, str) and self.restore not in ("none", "latest")
+        return f"{self.restore}" if is_path else None

@@ -105,7 +105,7 @@ class SecretConfig(Section):
     name: Name
     """Name of the secret."""
     key: Name
-    """In it."""
+    """Key in the secret."""
 
 
 class BucketConfig(Section):
@@ -114,10 +114,10 @@ class BucketConfig(Section):
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]$")]
     """Without gs://."""
     mount: Mount = "/gcs"
-    """Where pods see it; run.output_dir lies below. No folder that the image or the system
+    """Folder in the pods; run.output_dir lies below. No folder that the image or the system
     needs."""
     storage: Name | None = None
-    """What `xpk storage attach` called it; xpk mounts it by that name."""
+    """Name that `xpk storage attach` gave it; xpk mounts it by that name."""
 
 
 class SidecarConfig(Section):
@@ -128,7 +128,7 @@ class SidecarConfig(Section):
     memory: Quantity = "4Gi"
     """Memory; 0: no limit."""
     disk: Quantity = "30Gi"
-    """Of the node's disk, for files that are being written; 0: no limit."""
+    """Part of the node's disk, for files that are being written; 0: no limit."""
 
 
 class VolumeConfig(Section):
@@ -136,7 +136,7 @@ class VolumeConfig(Section):
     size."""
 
     mount: Mount
-    """Where pods see it. No folder that the image or the system needs."""
+    """Folder in the pods. No folder that the image or the system needs."""
     claim: Name | None = None
     """A PersistentVolumeClaim; with several hosts one that all can write (ReadWriteMany)."""
     config_map: Name | None = None
@@ -150,10 +150,11 @@ class VolumeConfig(Section):
 
     def own_faults(self) -> Iterator[Fault]:
         kinds = "claim", "config_map", "secret", "size"
-        if len(given := [kind for kind in kinds if getattr(self, kind) is not None]) != 1:
+        chosen = [kind for kind in kinds if getattr(self, kind) is not None]
+        if len(chosen) != 1:
             yield (
                 "mount",
-                f"{self.mount} has {' and '.join(given) or 'nothing to mount'}; "
+                f"{self.mount} has {' and '.join(chosen) or 'nothing to mount'}; "
                 f"give one of {', '.join(kinds)}",
             )
 
@@ -223,18 +224,18 @@ class ClusterConfig(Section):
     project: Name | None = None
     """Google Cloud project; null: gcloud's own. For xpk."""
     zone: Name | None = None
-    """Of the cluster; for xpk."""
+    """Zone of the cluster; for xpk."""
     cluster: Name | None = None
-    """Its name; for xpk."""
+    """Name of the cluster; for xpk."""
     reservation: Label | None = None
     """Nodes that are kept for you (cloud.google.com/reservation-name)."""
     namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)] = (
         "default"
     )
-    """Of Kubernetes."""
+    """Namespace of Kubernetes."""
     context: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@/-]*$")] | None = None
-    """Of kubectl, such as gke_PROJECT_REGION_CLUSTER (`kubectl config get-contexts`); null: the
-    current one."""
+    """Context of kubectl, such as gke_PROJECT_REGION_CLUSTER (`kubectl config get-contexts`); null:
+    the current one."""
     queue: Label | None = None
     """Kueue's local queue."""
     priority: Label | None = None
@@ -247,19 +248,20 @@ class ClusterConfig(Section):
     service_account: Name | None = None
     """Kubernetes service account of the pods, which may read and write the bucket."""
     bucket: BucketConfig | None = None
-    """Where gke and xpk keep what a run writes."""
+    """Bucket in which gke and xpk keep what a run writes."""
     secrets: dict[Variable, SecretConfig] = {}
     """Environment variable -> where its value lies."""
     env: dict[Variable, Line] = {}
     """Environment variables of every process."""
     config: Annotated[str, Field(pattern=r"^/[A-Za-z0-9._/-]+$")] | None = None
-    """Where every host finds the resolved configuration, for one that is too large to be handed
+    """Path of the resolved configuration on every host, for a file that is too large to be handed
     over: the file that `maxstack submit --out` writes, copied into the bucket or the image. A host
     where it differs ends the run. null: the configuration is handed over with the job."""
     grace: int = Field(600, ge=30)
     """Seconds that a process has to save after SIGTERM, before it is killed."""
     max_restarts: NonNegativeInt = 100
-    """How often a run is started again, after anything but its end (0) or a mistake (1, 2)."""
+    """Number of times that a run is started again, after anything but its end (0) or a mistake (1,
+    2)."""
     ttl_seconds_after_finished: NonNegativeInt = 604_800
     """Seconds for which gke and xpk keep what has ended, with its pods and their logs; a week."""
     restart_from_zero: bool = False
@@ -290,16 +292,14 @@ class ClusterConfig(Section):
         yield from self._environment_faults()
 
     def _environment_faults(self) -> Iterator[Fault]:
-        keys = [f"env.{name}" for name in self.env] + [f"secrets.{name}" for name in self.secrets]
-        for key in keys:
-            section, _, name = key.partition(".")
-            if RESERVED.match(name):
+        for section in ("env", "secrets"):
+            for name in filter(RESERVED.match, getattr(self, section)):
                 yield (
-                    key,
+                    f"{section}.{name}",
                     "is how a process learns of the others, or of its configuration; leave it out",
                 )
-            if section == "env" and name in self.secrets:
-                yield key, f"{name} is in secrets too; give it once"
+        for name in self.env.keys() & self.secrets.keys():
+            yield f"env.{name}", f"{name} is in secrets too; give it once"
         sizes = {name: len(f"{name}={value}".encode()) + 1 for name, value in self.env.items()}
         for name, size in sizes.items():
             if size > STRING:

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class RunConfig(Section):
-    """Where the run lives."""
+    """Name and folders of the run."""
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)
     """The run's folder inside output_dir; the same name resumes."""
@@ -52,7 +52,7 @@ class DistributedConfig(Section):
     coordinator: str = Field(pattern=r"^.+:[0-9]+$")
     """host:port on the host of process 0; the port is free there, and all processes reach it."""
     processes: PositiveInt
-    """How many."""
+    """Number of processes."""
     process: NonNegativeInt
     """The number of this one, from 0."""
 
@@ -63,7 +63,7 @@ class ProfileConfig(Section):
     start: PositiveInt = 10
     """First step in the trace."""
     steps: PositiveInt = 3
-    """How many."""
+    """Number of steps in the trace."""
 
 
 class TrainConfig(Section):
@@ -87,7 +87,8 @@ class XlaConfig(Section):
     """Options of the compiler. None is needed for a correct run."""
 
     platform: Literal["cpu", "gpu", "tpu"] | None = None
-    """Where the flags count; elsewhere they are left out, and the log says so. null: everywhere."""
+    """Platform for which the flags count; elsewhere they are left out, and the log says so. null:
+    all."""
     flags: dict[str, bool | int | float | str] = {}
     """Flags of XLA, by name without dashes, for the step and for evaluation; the log shows them.
     One that this XLA does not know is an error."""
@@ -105,8 +106,7 @@ class XlaConfig(Section):
                 yield (
                     f"flags.{name}",
                     f"is a flag for {owner[1]}, and xla.platform is "
-                    f"{self.platform or 'null, for all'}; "
-                    f"set xla.platform: {owner[1]}",
+                    f"{self.platform or 'null, for all'}; set xla.platform: {owner[1]}",
                 )
 
 
@@ -152,7 +152,8 @@ class Config(Section):
     """The architecture: a preset's name, or a mapping that may hold `preset:`, or `from:` a Hugging
     Face folder, or Org/Name of the hub."""
     mesh: MeshConfig = MeshConfig()
-    """How devices are arranged and tensors spread over them: a preset's name or a mapping."""
+    """Arrangement of devices, and how tensors are spread over them: a preset's name or a
+    mapping."""
     xla: XlaConfig = XlaConfig()
     """Options of the compiler: a preset's name or a mapping."""
     quantization: QuantizationConfig = QuantizationConfig()
@@ -164,7 +165,7 @@ class Config(Section):
     objective: Objective = NextTokenConfig(kind="next_token")
     """Loss that is minimised."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """How: a preset's name or a mapping."""
+    """How weights follow from gradients: a preset's name or a mapping."""
     train: TrainConfig = TrainConfig()
     """The loop."""
     eval: EvalConfig = EvalConfig()
@@ -173,6 +174,11 @@ class Config(Section):
     """Saving and resuming."""
     faults: FaultsConfig = FaultsConfig()
     """Reactions to values that are not finite, and about spikes."""
+
+    @property
+    def data_sections(self) -> dict[str, DataConfig]:
+        """Data for training, and for evaluation where it has data of its own, by key."""
+        return {"data": self.data} | ({"eval.data": self.eval.data} if self.eval.data else {})
 
     @classmethod
     def foreign(cls, path: str) -> str:

@@ -9,7 +9,7 @@ from maxstack.config import Fault, Items, NonNegativeFloat, PositiveFloat, Posit
 from maxstack.config.annotations import listed
 from maxstack.config.spelling import did_you_mean
 from maxstack.errors import quoted
-from maxstack.schema import kernels as names
+from maxstack.schema.kernels import CrossEntropy
 from maxstack.schema.mixers import Mixer, NormConfig
 from maxstack.schema.mlps import MLPKind, MoEConfig
 from maxstack.schema.parts import Dim, Dims, ModelPart, activations
@@ -57,7 +57,7 @@ class HeadConfig(Section):
     """A bias per vocabulary entry."""
     soft_cap: PositiveFloat | None = None
     """Logits l become soft_cap * tanh(l / soft_cap); null: unchanged."""
-    backend: names.CrossEntropy = "auto"
+    backend: CrossEntropy = "auto"
     """The kernel that makes the loss of hidden states and this matrix; auto: the first that can
     serve."""
 
@@ -81,7 +81,7 @@ class MTPConfig(Section):
     block: str
     """The block spec that it uses."""
     depth: PositiveInt = 1
-    """How many tokens further, one block each."""
+    """Tokens that are predicted further, one block each."""
     loss: NonNegativeFloat = 0.3
     """Weight of its mean cross-entropy; 0: carried along, neither computed nor changed."""
 
@@ -109,7 +109,8 @@ REMAT = {
     "save": RematPolicy(0.2, 0.0, 1.0, context=False),
     "offload": RematPolicy(0.3, 0.0, 1.0, context=False),
 }
-"""By model.remat.policy; save and offload keep, beside this, the tensors in model.remat.names."""
+"""Costs by model.remat.policy; save and offload keep, beside this, the tensors in
+model.remat.names."""
 
 
 class RematConfig(Section):
@@ -191,19 +192,19 @@ class DecoderConfig(ModelPart):
     """Periods of the pattern unrolled in one step of the scan: more compile time, less copying."""
 
     def own_faults(self) -> Iterator[Fault]:
-        used = (*self.prefix, *self.pattern, *((self.mtp.block,) if self.mtp else ()))
-        if not self.pattern and len({*self.blocks} - {*used}) > 1:
+        named = {
+            "pattern": self.pattern,
+            "prefix": self.prefix,
+            "mtp.block": (self.mtp.block,) if self.mtp else (),
+        }
+        if not self.pattern and len(self.blocks.keys() - {*self.prefix, *named["mtp.block"]}) > 1:
             yield (
                 "pattern",
                 f"with {len(self.blocks)} blocks ({listed([*self.blocks])}) the pattern "
                 "must say their order",
             )
-        for key, given in (
-            ("pattern", self.pattern),
-            ("prefix", self.prefix),
-            ("mtp.block", used[len(self.prefix) + len(self.pattern) :]),
-        ):
-            for name in given:
+        for key, names in named.items():
+            for name in names:
                 if name not in self.blocks:
                     yield (
                         key,
@@ -211,7 +212,7 @@ class DecoderConfig(ModelPart):
                         f"{listed([*self.blocks])}",
                     )
         if len(self.prefix) > self.layers:
-            yield ("prefix", f"prefix names {len(self.prefix)} blocks, but layers={self.layers}")
+            yield "prefix", f"prefix names {len(self.prefix)} blocks, but layers={self.layers}"
         tensors = [
             *dict.fromkeys(name for block in self.blocks.values() for name in block.saved(1))
         ]
@@ -228,8 +229,8 @@ class DecoderConfig(ModelPart):
                 yield (
                     f"blocks.{name}.mixer.share_kv",
                     f"share_kv={quoted(shared)} is no block of the prefix "
-                    f"({listed([*self.prefix]) or 'empty'}); "
-                    "keys and values are kept of layers in the prefix alone",
+                    f"({listed([*self.prefix]) or 'empty'}); keys and values are kept of layers in "
+                    "the prefix alone",
                 )
 
     @property
@@ -242,9 +243,6 @@ class DecoderConfig(ModelPart):
     def period(self) -> tuple[str, ...]:
         """The pattern; where none is given, the one block that has no other use, or the only
         one."""
-        used = {*self.prefix, *((self.mtp.block,) if self.mtp else ())}
-        return (
-            self.pattern
-            or tuple(name for name in self.blocks if name not in used)[:1]
-            or tuple(self.blocks)[:1]
-        )
+        used = {*self.prefix, self.mtp.block if self.mtp else ""}
+        unused = (name for name in self.blocks if name not in used)
+        return self.pattern or (next(unused, next(iter(self.blocks))),)

@@ -1,4 +1,4 @@
-"""The configuration of how a run meets faults."""
+"""The configuration of faults: refused updates, spikes, hangs, lost slices."""
 
 from collections.abc import Iterator
 
@@ -46,7 +46,7 @@ class ElasticConfig(Section):
     least: PositiveInt = 1
     """Slices without which the run ends."""
     attempts: PositiveInt = 10
-    """How often one process goes on so."""
+    """Times that a process goes on so."""
 
 
 class FaultsConfig(Section):
@@ -75,7 +75,6 @@ class FaultsConfig(Section):
             yield (
                 "spike.rewind_after",
                 f"{self.spike.rewind_after} spikes in a row are never reached, because "
-                "faults.max_skips="
-                f"{self.max_skips} ends the run before; use {self.max_skips} or less, or "
-                "a larger faults.max_skips",
+                f"faults.max_skips={self.max_skips} ends the run before; use {self.max_skips} or "
+                "less, or a larger faults.max_skips",
             )

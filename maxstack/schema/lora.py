@@ -1,4 +1,4 @@
-"""Low-rank adapters: what they are attached to, checked before jax is imported."""
+"""The configuration of low-rank adapters, checked before jax is imported."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ class LoraConfig(Section):
     rank: PositiveInt = 8
     """Columns of A and rows of B: W x becomes W x + alpha / rank B A x."""
     alpha: PositiveFloat = 16.0
-    """How much an adapter counts."""
+    """Weight of an adapter, before it is divided by the rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Share of what adapters read that is set to zero in training: the same on any mesh."""
     targets: Items[Regex] = (".*/(mixer|mlp)/.*",)

@@ -74,19 +74,19 @@ class MeshConfig(Section):
     """Parts of the state that lie in the host's memory between steps and comes to the devices for
     the update (optimizer) or for the whole step (params)."""
     context_kind: Literal["ring", "ulysses"] = "ring"
-    """How attention sees a sequence that is split over context: keys and values go around in a
-    ring, tokens in a balanced order, or an all-to-all gives each device whole sequences of some
-    heads."""
+    """Way in which attention sees a sequence that is split over context: keys and values go around
+    in a ring, tokens in a balanced order, or an all-to-all gives each device whole sequences of
+    some heads."""
     microbatches: PositiveInt | None = None
     """Parts of a batch that follow each other through the stages; null: as many as stages."""
     rounds: PositiveInt = 1
-    """How often a microbatch passes through all stages, each holding as many separate runs of
+    """Times that a microbatch passes through all stages, each holding as many separate runs of
     layers: a smaller bubble, more traffic."""
 
     @pydantic.field_validator("rules", mode="before")
     @classmethod
-    def _over_defaults(cls, given: Any) -> Any:
-        return RULES | given if isinstance(given, dict) else given
+    def _over_defaults(cls, rules: Any) -> Any:
+        return RULES | rules if isinstance(rules, dict) else rules
 
 
 def parts(axes: Axes, sizes: Mapping[str, int]) -> int:
@@ -96,4 +96,4 @@ def parts(axes: Axes, sizes: Mapping[str, int]) -> int:
 
 def names(axes: Axes) -> tuple[str, ...]:
     """The mesh axes of a rule."""
-    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())

@@ -135,7 +135,7 @@ class RopeConfig(Section):
     interleaved: bool = False
     """Rotate the pairs (2i, 2i + 1) instead of (i, i + half)."""
     scaling: Scaling | None = None
-    """How frequencies change for long contexts; null: not."""
+    """Change of the frequencies for long contexts; null: none."""
 
 
 class TemperatureConfig(Section):
@@ -143,7 +143,7 @@ class TemperatureConfig(Section):
     where there is no RoPE."""
 
     scale: float = 0.1
-    """How much."""
+    """Strength of the change."""
     length: PositiveInt = 8192
     """Positions up to which nothing changes."""
 

@@ -86,7 +86,7 @@ class DenseMLPConfig(MLPPart):
 
 
 class RouterConfig(Section):
-    """Which experts a token goes to, and with what weights; computed in float32."""
+    """Choice of a token's experts, and their weights; computed in float32."""
 
     score: Literal["softmax", "sigmoid"] = "softmax"
     """Function of the logits: over all experts, or each alone."""
@@ -103,7 +103,7 @@ class RouterConfig(Section):
     groups: PositiveInt | None = None
     """Experts are chosen from the best top_groups of this many groups; null: from all."""
     top_groups: PositiveInt | None = None
-    """How many groups."""
+    """Groups from which experts are chosen."""
     group_score: Literal["max", "top2"] = "top2"
     """A group is as good as its best expert, or as the sum of its two best."""
     scale_input: bool = False
@@ -144,7 +144,7 @@ class MoEConfig(MLPPart):
     kind: Literal["moe"]
     """The feed-forward part of a block."""
     experts: PositiveInt
-    """How many."""
+    """Number of experts."""
     top_k: PositiveInt
     """Experts a token."""
     hidden: PositiveInt
@@ -157,7 +157,7 @@ class MoEConfig(MLPPart):
     bias: bool = False
     """Biases on the experts' projections."""
     router: RouterConfig = RouterConfig()
-    """Who goes where."""
+    """Choice of experts for each token."""
     capacity: PositiveFloat | None = None
     """An expert takes at most this many times its even share (seq_len * top_k / experts) of the
     tokens of a row, the earliest first, and the others do without it (Lepikhin et al. 2020,
@@ -230,7 +230,7 @@ class MoEConfig(MLPPart):
             )
 
     def limit(self, length: int) -> int | None:
-        """How many tokens of a row of `length` an expert takes; None: all."""
+        """Tokens of a row of `length` that an expert takes; None: all."""
         if self.capacity is None:
             return None
         return math.ceil(round(self.capacity * length * self.top_k / self.experts, 6))

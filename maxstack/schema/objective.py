@@ -24,7 +24,7 @@ class ObjectivePart(Section):
         yield from ()
 
     def token_ids(self, vocab: int) -> int:
-        """How many of the ids of a model's table a tokenizer may give."""
+        """Number of ids of a model's table that a tokenizer may give."""
         return vocab
 
 

@@ -104,7 +104,7 @@ class Inner:
 
 
 Parts = Mapping[str, Weight | Inner | None]
-"""By attribute of the layer; None for what this configuration leaves out."""
+"""Parts by attribute of the layer; None for a part that this configuration leaves out."""
 
 
 class Part(Section):

@@ -30,7 +30,8 @@ WEIGHTS_ALONE = {"nf4": "int4 or int8", "mxfp4": "mxfp8 or int8"}
 
 
 class RuleConfig(Section):
-    """Which weights are quantized, and how; the first rule that matches a weight takes it."""
+    """Quantization of the weights that a pattern matches; the first rule that matches a weight
+    takes it."""
 
     module_path: Regex = ".*"
     """Regular expression that a weight's whole path must match, or that of the module that holds
@@ -54,7 +55,7 @@ class RuleConfig(Section):
     """Values along the contracted axis that share a scale, or as a fraction the share of the axis;
     null: the whole axis."""
     weight_calibration_method: str = Field("absmax", pattern=CALIBRATION)
-    """How the scale of weights follows from them: absmax, minmax, `rms,7`, `fixed,-10,10`;
+    """The scale of weights as it follows from them: absmax, minmax, `rms,7`, `fixed,-10,10`;
     `absmax,0.8` takes 0.8 of the range."""
     act_calibration_method: str = Field("absmax", pattern=CALIBRATION)
     """The same for activations."""
@@ -107,7 +108,7 @@ class RuleConfig(Section):
             )
 
     def _range_problems(self, qtype: str, method: str, is_gradient: bool) -> Iterator[str]:
-        """What is wrong with the range of values that a calibration method scales to a type."""
+        """Mistakes in the range of values that a calibration method scales to a type."""
         numbers = [float(number) for number in method.split(",")[1:]]
         shifted = method.startswith("minmax") or (
             method.startswith("fixed") and len(numbers) == 2 and sum(numbers) != 0
@@ -135,7 +136,7 @@ class QuantizationConfig(Section):
     """Mode of rules that give none: train in low precision (qt), train for low precision (qat), or
     keep weights in low precision (ptq), for evaluation and under lora."""
     rules: Items[RuleConfig] = ()
-    """In order; no rules, no quantization."""
+    """Rules in order; no rules, no quantization."""
 
     def own_faults(self) -> Iterator[Fault]:
         if self.mode != "qt" and not self.rules:

@@ -6,13 +6,11 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from pydantic_core import PydanticCustomError
-
 from maxstack.config import Fault, storage
 from maxstack.errors import ConfigError
 from maxstack.schema import mesh_rules
-from maxstack.schema.data import BytesTokenizer, DataConfig, SyntheticSource, holds_text
-from maxstack.schema.optimizer import check_schedules
+from maxstack.schema.data import BytesTokenizer, SyntheticSource, holds_text
+from maxstack.schema.optimizer import schedule_faults
 
 if TYPE_CHECKING:
     from maxstack.schema.config import Config
@@ -58,14 +56,9 @@ def sizes_on(cfg: "Config", devices: int, where: str) -> dict[str, int]:
     return sizes
 
 
-def _data_sections(cfg: "Config") -> list[tuple[str, DataConfig]]:
-    sections = [("data", cfg.data), ("eval.data", cfg.eval.data)]
-    return [(key, data) for key, data in sections if data is not None]
-
-
 def _vocabulary(cfg: "Config") -> Iterator[Fault]:
     vocab = cfg.model.vocab
-    for key, data in _data_sections(cfg):
+    for key, data in cfg.data_sections.items():
         for index, source in enumerate(data.sources):
             if isinstance(source, SyntheticSource) and source.vocab > vocab:
                 yield (
@@ -84,7 +77,7 @@ def _vocabulary(cfg: "Config") -> Iterator[Fault]:
 
 def _positions(cfg: "Config") -> Iterator[Fault]:
     positions = cfg.model.positions
-    for key, data in _data_sections(cfg):
+    for key, data in cfg.data_sections.items():
         if positions and data.seq_len > positions:
             yield (
                 f"{key}.seq_len",
@@ -94,11 +87,8 @@ def _positions(cfg: "Config") -> Iterator[Fault]:
 
 
 def _schedules(cfg: "Config") -> Iterator[Fault]:
-    try:
-        check_schedules(cfg.optimizer, cfg.train.steps)
-    except PydanticCustomError as error:
-        fault = error.context or {}
-        yield f"optimizer.{fault['key']}", fault["message"]
+    for key, message in schedule_faults(cfg.optimizer, cfg.train.steps):
+        yield f"optimizer.{key}", message
 
 
 def _evaluation(cfg: "Config") -> Iterator[Fault]:

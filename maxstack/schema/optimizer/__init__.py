@@ -22,7 +22,7 @@ from maxstack.schema.optimizer.arguments import (
     transform_kinds,
 )
 from maxstack.schema.optimizer.paths import Selector, check_selectors
-from maxstack.schema.optimizer.schedules import Schedule, check_steps, steps_of
+from maxstack.schema.optimizer.schedules import Schedule, step_faults, steps_of
 
 
 def _kind_schema(kinds: list[str]) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class Optimizer:
 
 
 class OptimizerConfig(Section):
-    """How weights follow from gradients: Optax transforms by their own names, arguments checked
+    """The way from gradients to weights: Optax transforms by their own names, arguments checked
     against their signatures."""
 
     learning_rate: RateValue = 3e-4
@@ -228,27 +228,28 @@ class OptimizerConfig(Section):
         return self.learning_rate
 
 
-def check_schedules(cfg: OptimizerConfig, train_steps: int) -> None:
-    """Checks every schedule against the run's length; raises a fault whose key is relative to the
-    optimizer section."""
+def schedule_faults(cfg: OptimizerConfig, train_steps: int) -> Iterator[Fault]:
+    """Schedules that do not go with the run's length; keys are relative to the optimizer
+    section."""
     optimizer = cfg.parsed
     for item in optimizer.items():
         updates = updates_in(train_steps, item.every)
         for name, value in item.arguments.items():
             if isinstance(value, Schedule):
-                check_steps(value, updates)
+                yield from step_faults(value, updates)
             if name == "warmup_steps" and value and steps_of(value, updates) > updates:
-                raise fault(
+                yield (
                     f"{item.key}.{name}",
                     f"warmup_steps={value} is longer than train.steps={train_steps}; try 2%",
                 )
     shape = optimizer.schedule or optimizer.learning_rate
     if isinstance(shape, Schedule):
         for every in sorted({item.every for item in optimizer.rated()}):
-            check_steps(shape, updates_in(train_steps, every))
+            yield from step_faults(shape, updates_in(train_steps, every))
     if cfg.ema and steps_of(cfg.ema.start, train_steps) >= train_steps:
-        raise fault(
-            "ema.start", f"the average would start after the last step; train.steps={train_steps}"
+        yield (
+            "ema.start",
+            f"the average would start after the last step; train.steps={train_steps}",
         )
 
 
