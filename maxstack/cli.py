@@ -3,13 +3,13 @@ mapping of errors to exit codes."""
 
 import argparse
 import errno
-import importlib
 import importlib.metadata
 import os
+import pkgutil
 import sys
 from collections.abc import Callable, Sequence
 
-from maxstack.errors import ConfigError
+from maxstack.errors import ConfigError, shortened
 
 COMMANDS = {
     "train": ("maxstack.train:program", "train a model from one YAML file"),
@@ -130,19 +130,16 @@ def _dispatch(argv: Sequence[str]) -> int:
     parser.add_argument("command", help=argparse.SUPPRESS)
     name = parser.parse_args(argv[:1]).command
     if name not in COMMANDS:
-        from maxstack.config import did_you_mean
+        from maxstack.config.spelling import did_you_mean
 
         raise ConfigError(
             f"no command {name}; the commands are "
             f"{', '.join(COMMANDS)}{did_you_mean(name, COMMANDS)}"
         )
-    module, function = COMMANDS[name][0].split(":")
-    return getattr(importlib.import_module(module), function)(argv[1:])
+    return pkgutil.resolve_name(COMMANDS[name][0])(argv[1:])
 
 
 def _fail(error: Exception, code: int) -> int:
-    from maxstack.config.quoting import shortened
-
     for line in str(error).splitlines():
         print(f"error: {shortened(line, LONGEST_LINE)}", file=sys.stderr)
     return code

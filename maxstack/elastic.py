@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from maxstack.cluster.exit_codes import RETRY
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.hardware.devices import slice_of
 
 if TYPE_CHECKING:

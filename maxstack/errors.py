@@ -1,4 +1,12 @@
-"""Errors that a user can correct. This file imports nothing, so `--help` need not load more."""
+"""Errors that a user can correct, and values as their messages show them. Imports only the standard
+library, so `--help` need not load more."""
+
+import reprlib
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 80
+_REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = 4
+_REPR.maxlevel = 3
 
 
 class ConfigError(ValueError):
@@ -13,3 +21,16 @@ class DataError(ValueError):
     do. Exit code 2."""
 
     exit_code = 2
+
+
+def quoted(value: object) -> str:
+    """A value in Python's notation, with `...` for what is left out."""
+    return shortened(_REPR.repr(value))
+
+
+def shortened(text: str, most: int = 120) -> str:
+    """A name or a line, beyond `most` characters without its middle, and with escapes for
+    characters that are not printable."""
+    if len(text) > most:
+        text = f"{text[: most * 2 // 3]}...{text[-(most // 3) :]}"
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

@@ -3,13 +3,16 @@ validated and checked against the rules between its sections."""
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from maxstack import config
-from maxstack.config import ConfigError, Node, plain, shortened, storage, supply
+from maxstack.config import storage
+from maxstack.config.compose import plain, supply
+from maxstack.config.reader import Node
 from maxstack.data import hub
+from maxstack.errors import ConfigError, shortened
 from maxstack.schema import rules
 from maxstack.schema.config import Config
 from maxstack.schema.data import holds_text
@@ -17,23 +20,21 @@ from maxstack.schema.data import holds_text
 log = logging.getLogger(__name__)
 
 
-def load(path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+def load(path: config.Source, overrides: Sequence[str] = ()) -> Config:
     """The configuration of a run in a file, a preset's name or a mapping, with `a.b.c=value`
     overrides. ConfigError names every problem's place."""
     return load_tree(path, overrides)[0]
 
 
-def load_tree(
-    path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()
-) -> tuple[Config, Node]:
-    """As `load`, with the merged tree that knows where each value came from."""
+def load_tree(path: config.Source, overrides: Sequence[str] = ()) -> tuple[Config, Node]:
+    """The configuration, and the merged tree that knows where each value came from."""
     return config.load_tree(
         Config,
         path,
         overrides,
         readers={"model": model_of_folder},
         completed=_completed,
-        check=rules.check,
+        faults=rules.faults,
     )
 
 
@@ -58,12 +59,11 @@ def _completed(tree: Node) -> Node:
     the command line gives another, and with that for eval.data too. ConfigError where the folder
     has none to be read and there is text: tokens of another would spoil the weights."""
     tree = _with_tokenizer(tree)
-    tokenizer, evaluated = tree.at("data", "tokenizer"), tree.at("eval", "data")
-    if tokenizer is None or tokenizer.mapping is None:
+    path = "eval", "data", "tokenizer"
+    tokenizer = tree.at("data", "tokenizer")
+    if tokenizer is None or tokenizer.mapping is None or tree.at(*path):
         return tree
-    if evaluated is None or evaluated.at("tokenizer"):
-        return tree
-    return supply(tree, ("eval", "data", "tokenizer"), plain(tokenizer), tokenizer.where)
+    return supply(tree, path, plain(tokenizer), tokenizer.where)
 
 
 def _file(where: str) -> str:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.hardware.devices import arrange
 from maxstack.schema.mesh import AXES, MeshConfig, names
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from maxstack import config, optim, sharding
 from maxstack.cluster.peers import Peers
-from maxstack.config import ConfigError, shortened
+from maxstack.errors import ConfigError, shortened
 from maxstack.faults.policy import Rewind
 from maxstack.hardware import compiling
 from maxstack.hardware.chips import peak_flops
@@ -60,7 +60,7 @@ def make_mesh(cfg: "Config", devices: Sequence[Any] | None = None) -> jax.shardi
             "several; leave it out, they are started again"
         )
     mesh = sharding.make_mesh(cfg.mesh, devices or jax.devices())
-    if faults := rules.check_devices(cfg, mesh.size):
+    if faults := rules.device_faults(cfg, mesh.size):
         raise ConfigError("\n".join(f"{key}: {message}" for key, message in faults))
     return mesh
 

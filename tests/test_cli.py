@@ -6,8 +6,7 @@ import sys
 import pytest
 
 from maxstack import cli
-from maxstack.config import ConfigError
-from maxstack.config.errors import DataError
+from maxstack.errors import ConfigError, DataError
 
 
 def raising(error: BaseException):

@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 from maxstack import config, sharding
-from maxstack.config import presets_dir
+from maxstack.config.compose import presets_dir
 from maxstack.load import load
 from maxstack.run import assemble
 from maxstack.schema import mesh_rules

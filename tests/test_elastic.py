@@ -11,7 +11,7 @@ import tiny
 
 from maxstack import config, elastic, startup, train
 from maxstack.checkpoint.weights import WeightsReader
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.load import load
 
 STEPS = 12

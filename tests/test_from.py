@@ -19,9 +19,8 @@ import tokenizers
 from flax import nnx
 
 from maxstack import cli, config, startup, train
-from maxstack.config import ConfigError
-from maxstack.config.errors import DataError
 from maxstack.data.tokenizers import open_tokenizer
+from maxstack.errors import ConfigError, DataError
 from maxstack.hf.exported import choose, export
 from maxstack.hf.tokenizer import tokenizer_of
 from maxstack.load import load, load_tree

@@ -11,7 +11,7 @@ import tiny
 from processes import environment, write_config
 
 from maxstack import startup
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.optim import learning_rate_at
 from maxstack.plan import report
 from maxstack.plan.step import Step, TooLarge

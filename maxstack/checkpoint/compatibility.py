@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from maxstack import config
-from maxstack.config import ConfigError, did_you_mean
+from maxstack.config.spelling import did_you_mean
 from maxstack.config.writer import inline
+from maxstack.errors import ConfigError
 from maxstack.schema.quantization import RuleConfig
 
 if TYPE_CHECKING:

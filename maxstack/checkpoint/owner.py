@@ -4,7 +4,7 @@ would go on from the other's steps."""
 import json
 from pathlib import Path
 
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 
 NAME = "run.json"
 

@@ -22,7 +22,8 @@ from maxstack.checkpoint.manifest import Damage
 from maxstack.checkpoint.shared import Shared
 from maxstack.checkpoint.weights import WeightsReader, step_of
 from maxstack.cluster.peers import Peers
-from maxstack.config import ConfigError, atomic
+from maxstack.config import atomic
+from maxstack.errors import ConfigError
 from maxstack.schema.checkpoint import CheckpointConfig, TierConfig
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from maxstack.checkpoint import manifest, owner
-from maxstack.config import ConfigError, shortened
+from maxstack.errors import ConfigError, shortened
 
 Held = dict[int, list[Path]]
 """Step -> the folders that hold it, or the parts of it that are on this host."""

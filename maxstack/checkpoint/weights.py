@@ -15,7 +15,7 @@ import tensorstore
 from orbax.checkpoint import v1 as ocp
 
 from maxstack.checkpoint import manifest
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 
 Index = tuple[slice, ...]
 Made = Callable[[Iterable[tuple[str, jax.Array]]], dict[str, jax.Array]]

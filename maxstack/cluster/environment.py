@@ -10,7 +10,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from maxstack.config import ConfigError, quoted
+from maxstack.errors import ConfigError, quoted
 
 PORT = 8476
 """Default port of process 0."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from maxstack.cluster import environment, pathways
 from maxstack.cluster.roll_call import Card, Missing, bind_address, roll_call
-from maxstack.config import ConfigError, quoted
+from maxstack.errors import ConfigError, quoted
 from maxstack.hardware.devices import GPUS, visible_gpus
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import socket
 import time
 
 from maxstack.cluster.roll_call import OFTEN, Missing
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 
 TARGET = "JAX_BACKEND_TARGET"
 WAIT = 120.0

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 
 WAIT_MS = 600_000
 """Milliseconds that a process waits for the slowest."""

@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from maxstack.cluster.exit_codes import RETRY
-from maxstack.config import ConfigError, difference
+from maxstack.config import difference
+from maxstack.errors import ConfigError
 
 OFTEN = 0.3
 """Seconds between two attempts to reach process 0."""

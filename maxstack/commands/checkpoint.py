@@ -1,10 +1,10 @@
 """`maxstack checkpoint`: list, verify, show, copy and prune the checkpoints of a run."""
 
-import argparse
 import json
 import math
 import shutil
 import time
+from argparse import Namespace
 from collections.abc import Sized
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ STEP = argument("--step", type=int, metavar="N", help="this step (default: the n
     "checkpoint list runs/quickstart",
     RUN,
 )
-def show_list(args: argparse.Namespace) -> None:
+def show_list(args: Namespace) -> None:
     """Print a table with a row for each folder of each step."""
     from maxstack.checkpoint import manifest, survey
 
@@ -39,15 +39,9 @@ def show_list(args: argparse.Namespace) -> None:
                 continue
             loss = "" if facts.get("eval_loss") is None else f"{facts['eval_loss']:.4f}"
             saved = time.localtime((path / manifest.NAME).stat().st_mtime)
-            rows.append(
-                (
-                    f"{step}",
-                    _size(sum(entry["bytes"] for entry in files.values())),
-                    loss,
-                    time.strftime("%Y-%m-%d %H:%M:%S", saved),
-                    survey.escaped(path),
-                )
-            )
+            size = _size(sum(entry["bytes"] for entry in files.values()))
+            date = time.strftime("%Y-%m-%d %H:%M:%S", saved)
+            rows.append((f"{step}", size, loss, date, survey.escaped(path)))
     print(table("rrrll", rows, ("step", "size", "eval loss", "saved", "where")))
 
 
@@ -59,7 +53,7 @@ def show_list(args: argparse.Namespace) -> None:
     RUN,
     argument("--step", type=int, metavar="N", help="this step (default: all)"),
 )
-def verify(args: argparse.Namespace) -> int:
+def verify(args: Namespace) -> int:
     """Print a line for each damaged file; 1 where there are any."""
     import tqdm
 
@@ -71,19 +65,13 @@ def verify(args: argparse.Namespace) -> int:
     paths = [path for paths in held.values() for path in paths]
     damaged = [*survey.unsealed(folders, args.step), *survey.mixed(held)]
     unlisted = [line for path in paths for line in survey.unlisted(path)]
-    with tqdm.tqdm(
-        total=sum(map(survey.size, paths)),
-        unit="B",
-        unit_scale=True,
-        desc="verifying",
-        disable=None,
-    ) as bar:
+    total = sum(map(survey.size, paths))
+    with tqdm.tqdm(total=total, unit="B", unit_scale=True, desc="verifying", disable=None) as bar:
         for path in paths:
             damaged += manifest.damages(path, done=bar.update)
-    for line in damaged:
-        print(f"DAMAGED: {survey.escaped(line)}")
-    for line in unlisted:
-        print(f"UNLISTED: {survey.escaped(line)}")
+    for word, lines in (("DAMAGED", damaged), ("UNLISTED", unlisted)):
+        for line in lines:
+            print(f"{word}: {survey.escaped(line)}")
     for path in survey.stray(folders[0]) if args.step is None else ():
         print(f"stray: {survey.escaped(path)}: is of no step")
     state = _count(damaged, "damaged file") if damaged else "all intact"
@@ -100,17 +88,11 @@ def verify(args: argparse.Namespace) -> int:
     STEP,
     on_cpu=True,
 )
-def show(args: argparse.Namespace) -> None:
+def show(args: Namespace) -> None:
     """Print the name, type and shape of each array, and the batches that were passed over."""
     from maxstack.checkpoint import survey
 
-    step, paths = survey.step_of(args.run, survey.held_by(args.run), args.step)
-    folder = next((path for path in paths if (path / "_CHECKPOINT_METADATA").exists()), None)
-    if folder is None:
-        raise ConfigError(
-            f"{args.run}: step {step} is only on hosts' own disks here ({paths[0]}), which hold "
-            "shards; its files: maxstack checkpoint list"
-        )
+    step, folder = _whole_step(args)
     from orbax.checkpoint import v1 as ocp
 
     folder = folder.absolute()
@@ -125,8 +107,7 @@ def show(args: argparse.Namespace) -> None:
     )
     if "meta" in metadata:
         meta = json.loads(ocp.load_checkpointables(folder, {"meta": None})["meta"]["json"])
-        skipped = meta["notes"].get("skipped") if meta.get("notes") else None
-        for first, last in skipped or ():
+        for first, last in (meta.get("notes") or {}).get("skipped") or ():
             print(f"batches {first} to {last} were passed over")
     print(table("ll", ((name, f"{leaf.dtype}{list(leaf.shape)}") for name, leaf in arrays.items())))
 
@@ -139,22 +120,13 @@ def show(args: argparse.Namespace) -> None:
     argument("to", metavar="FOLDER", type=Path, help="gets a folder of the step's number"),
     STEP,
 )
-def copy(args: argparse.Namespace) -> None:
+def copy(args: Namespace) -> None:
     """Copy the step; ConfigError where source or copy are damaged."""
-    from maxstack.checkpoint import manifest, survey
+    from maxstack.checkpoint import survey
     from maxstack.config import atomic
 
-    step, paths = survey.step_of(args.run, survey.held_by(args.run), args.step)
-    source = next((path for path in paths if path.name == f"{step}"), None)
-    if source is None:
-        raise ConfigError(
-            f"{args.run}: step {step} is only on hosts' own disks, which hold shards; "
-            "copy a step of the run's own folder"
-        )
-    if damaged := list(manifest.damages(source)):
-        raise ConfigError(
-            "\n".join([f"{source} is damaged, and was not copied:", *map(survey.escaped, damaged)])
-        )
+    step, source = _whole_step(args)
+    _check_intact(source, f"{source} is damaged, and was not copied:")
     for folder in survey.folders_of(args.run):
         if args.to.resolve().is_relative_to(folder.resolve()):
             raise ConfigError(
@@ -166,12 +138,7 @@ def copy(args: argparse.Namespace) -> None:
     try:
         with atomic.writing(to) as unfinished:
             shutil.copytree(source, unfinished)
-            if wrong := list(manifest.damages(unfinished)):
-                raise ConfigError(
-                    "\n".join(
-                        [f"{to}: the copy is not what was read:", *map(survey.escaped, wrong)]
-                    )
-                )
+            _check_intact(unfinished, f"{to}: the copy is not what was read:")
     except OSError as error:
         raise ConfigError(f"{args.to}: cannot be written: {error}") from error
     shown = survey.escaped(to)
@@ -192,7 +159,7 @@ def copy(args: argparse.Namespace) -> None:
     ),
     argument("--dry-run", action="store_true", help="only say what would go"),
 )
-def prune(args: argparse.Namespace) -> None:
+def prune(args: Namespace) -> None:
     """Delete the steps and print how much room that made."""
     from maxstack.checkpoint import manifest, survey
 
@@ -224,6 +191,29 @@ main = group(
     copy,
     prune,
 )
+
+
+def _whole_step(args: Namespace) -> tuple[int, Path]:
+    """The step of the arguments, and the folder that holds all of it. ConfigError where there is
+    none."""
+    from maxstack.checkpoint import survey
+
+    step, paths = survey.step_of(args.run, survey.held_by(args.run), args.step)
+    for path in paths:
+        if path.name == f"{step}":
+            return step, path
+    raise ConfigError(
+        f"{args.run}: step {step} is only on hosts' own disks here ({paths[0]}), which hold "
+        "shards; give a step of the run's own folder; its files: maxstack checkpoint list"
+    )
+
+
+def _check_intact(folder: Path, problem: str) -> None:
+    """ConfigError with the problem and a line for each damaged file of a step."""
+    from maxstack.checkpoint import manifest, survey
+
+    if damaged := [*manifest.damages(folder)]:
+        raise ConfigError("\n".join([problem, *map(survey.escaped, damaged)]))
 
 
 def _count(items: Sized, noun: str) -> str:

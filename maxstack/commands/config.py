@@ -1,8 +1,8 @@
 """`maxstack config`: show where a configuration's values come from, compare two, write the JSON
 schema for editors."""
 
-import argparse
 import json
+from argparse import Namespace
 from pathlib import Path
 
 from maxstack.command import CONFIG, OVERRIDES, argument, command, group, write
@@ -15,7 +15,7 @@ from maxstack.command import CONFIG, OVERRIDES, argument, command, group, write
     CONFIG,
     OVERRIDES,
 )
-def show(args: argparse.Namespace) -> None:
+def show(args: Namespace) -> None:
     """Print the annotated YAML."""
     from maxstack import config
     from maxstack.load import load_tree
@@ -31,7 +31,7 @@ def show(args: argparse.Namespace) -> None:
     argument("b", help="another"),
     OVERRIDES,
 )
-def diff(args: argparse.Namespace) -> None:
+def diff(args: Namespace) -> None:
     """Print a line for each key."""
     from maxstack import config
     from maxstack.config.writer import inline
@@ -49,7 +49,7 @@ def diff(args: argparse.Namespace) -> None:
     "config schema --out schema.json",
     argument("--out", type=Path, help="the file to write; by default the schema is printed"),
 )
-def schema(args: argparse.Namespace) -> None:
+def schema(args: Namespace) -> None:
     """Print or write the schema."""
     from maxstack.config.json_schema import json_schema
     from maxstack.schema.config import Config

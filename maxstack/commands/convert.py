@@ -1,11 +1,10 @@
 """`maxstack import` and `maxstack export`: a Hugging Face model folder becomes a run's folder, and
 a run or checkpoint becomes a model folder."""
 
-import argparse
 import json
 import math
 import shutil
-import tempfile
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -67,7 +66,7 @@ ARCHITECTURE = argument(
     ALLOW_NONFINITE,
     on_cpu=True,
 )
-def import_model(args: argparse.Namespace) -> None:
+def import_model(args: Namespace) -> None:
     """Convert a model folder into a run at step 0. ConfigError or DataError, with nothing written,
     where the folder is refused."""
     from maxstack.hf.contents import Contents
@@ -120,7 +119,7 @@ def import_model(args: argparse.Namespace) -> None:
     ARCHITECTURE,
     on_cpu=True,
 )
-def export_model(args: argparse.Namespace) -> None:
+def export_model(args: Namespace) -> None:
     """Convert a run or checkpoint into a model folder. ConfigError where no architecture of
     transformers is the run's model."""
     from maxstack.hf.exported import export, shard_bytes
@@ -134,10 +133,11 @@ def export_model(args: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     from maxstack.checkpoint.weights import WeightsReader
+    from maxstack.schema.decoder import DecoderConfig
 
     reader = WeightsReader(args.run)
     data = configured(args.run, reader)
-    model, length, tokenizer = _model(data)
+    model = DecoderConfig.model_validate(data["model"])
     treated = data.get("lora") or data["quantization"]["rules"]
     shapes, read = _untreated(data, reader) if treated else (reader.shapes, reader.read)
     total = sum(map(math.prod, shapes.values()))
@@ -151,8 +151,8 @@ def export_model(args: argparse.Namespace) -> None:
             dtype=args.dtype,
             shard_size=size,
             architecture=args.architecture,
-            length=length,
-            tokenizer=tokenizer,
+            length=data["data"]["seq_len"],
+            tokenizer=_tokenizer(data["data"]),
             done=bar.update,
         )
     print(f"{args.run} step {reader.step} -> {args.out}: {family.architecture}")
@@ -192,8 +192,7 @@ def weights_of(model: "DecoderConfig") -> "dict[str, jax.ShapeDtypeStruct]":
     from maxstack.models.model import abstract
     from maxstack.state import flat
 
-    state = nnx.to_pure_dict(abstract(model)[1])
-    return flat(state)
+    return flat(nnx.to_pure_dict(abstract(model)[1]))
 
 
 def _configuration(contents: "Contents", out: Path, dtype: str, overrides: Sequence[str]) -> str:
@@ -218,10 +217,7 @@ def _configuration(contents: "Contents", out: Path, dtype: str, overrides: Seque
         "data": data,
         "checkpoint": {"restore": str(out.resolve())},
     }
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "config.yml"
-        file.write_text(json.dumps(tree))
-        cfg = load(file, overrides)
+    cfg = load(tree, overrides)
     if meaning(cfg.model) != meaning(contents.model):
         raise ConfigError(
             f"{' '.join(overrides)}: changes the architecture, and the weights in "
@@ -260,11 +256,12 @@ def _progress(
     out: Path, contents: "Contents", dtype: str | None
 ) -> Literal["new", "unfinished", "done"]:
     """State of the import into `out`; ConfigError where something else lies there."""
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return "new"
+    from maxstack.config import atomic
+
     mark = out / BESIDE / SOURCE
     if not mark.is_file():
-        raise ConfigError(f"--out {out}: is there already; choose another name, or delete it")
+        atomic.check_absent(out)
+        return "new"
     if json.loads(mark.read_text()) != _fingerprint(contents, dtype):
         raise ConfigError(
             f"--out {out}: holds an import of another folder or dtype, or of this one "
@@ -274,16 +271,15 @@ def _progress(
 
 
 def _fingerprint(contents: "Contents", dtype: str | None) -> dict[str, Any]:
-    """What must be the same for an import to go on."""
+    """Facts that must be the same for an import to go on."""
     from maxstack.hf.contents import states
 
     files = sorted(states(contents.folder.path).items())
+    ends = (".safetensors", ".json")
     return {
         "folder": str(contents.folder.path.resolve()),
         "dtype": dtype or "kept",
-        "files": {
-            name: [*state] for name, state in files if name.endswith((".safetensors", ".json"))
-        },
+        "files": {name: [*state] for name, state in files if name.endswith(ends)},
     }
 
 
@@ -329,20 +325,13 @@ def _untreated(
     return {path: leaf.shape for path, leaf in weights.items()}, read
 
 
-def _model(
-    data: Mapping[str, Any],
-) -> tuple["DecoderConfig", int, 'Path | Literal["source", "none"]']:
-    """The model of a run, the length of its rows, and its tokenizer: a file, "none" for bytes, or
-    "source" where the data held tokens."""
+def _tokenizer(data: Mapping[str, Any]) -> 'Path | Literal["source", "none"]':
+    """The tokenizer of a run: a file, "none" for bytes, or "source" where the data held tokens."""
     from maxstack.schema.data import holds_text
-    from maxstack.schema.decoder import DecoderConfig
 
-    tokenizer: Path | Literal["source", "none"]
-    if path := data["data"].get("tokenizer", {}).get("path"):
-        tokenizer = Path(path).expanduser()
-    else:
-        tokenizer = "none" if any(map(holds_text, data["data"]["sources"])) else "source"
-    return DecoderConfig.model_validate(data["model"]), data["data"]["seq_len"], tokenizer
+    if path := data.get("tokenizer", {}).get("path"):
+        return Path(path).expanduser()
+    return "none" if any(map(holds_text, data["sources"])) else "source"
 
 
 def source_of(path: Path, model: "DecoderConfig") -> Path | None:

@@ -1,8 +1,8 @@
 """`maxstack data tokenizer|prepare|show`: work on a run's data, from the same files that training
 reads."""
 
-import argparse
 import os
+from argparse import Namespace
 
 from maxstack.command import CONFIG, OVERRIDES, argument, command, group, load_config, positive
 
@@ -31,7 +31,7 @@ from maxstack.command import CONFIG, OVERRIDES, argument, command, group, load_c
         help="text to learn from at most, in MB, drawn evenly (default: 100)",
     ),
 )
-def tokenizer(args: argparse.Namespace) -> None:
+def tokenizer(args: Namespace) -> None:
     """Train the tokenizer and write it."""
     from maxstack.data.vocabulary import train
 
@@ -60,7 +60,7 @@ def tokenizer(args: argparse.Namespace) -> None:
         help="documents in a shard (default: a 16th of the source, 10000 at most)",
     ),
 )
-def prepare(args: argparse.Namespace) -> None:
+def prepare(args: Namespace) -> None:
     """Write the shards."""
     from maxstack.data.prepare import prepare
 
@@ -82,7 +82,7 @@ def prepare(args: argparse.Namespace) -> None:
     ),
     argument("--eval", action="store_true", help="what evaluation reads instead of training"),
 )
-def show(args: argparse.Namespace) -> None:
+def show(args: Namespace) -> None:
     """Print the rows."""
     from maxstack.commands.show import show
 

@@ -1,7 +1,7 @@
 """`maxstack lora`: adapters in PEFT's format out of runs, and into or out of model folders."""
 
-import argparse
 import json
+from argparse import Namespace
 from pathlib import Path
 
 from maxstack.command import ALLOW_NONFINITE, argument, command, group
@@ -35,7 +35,7 @@ MERGING = (
     OUT_FOLDER,
     on_cpu=True,
 )
-def export(args: argparse.Namespace) -> None:
+def export(args: Namespace) -> None:
     """Write the adapter of a checkpoint. ConfigError for a run without lora."""
     import numpy as np
 
@@ -88,7 +88,7 @@ def export(args: argparse.Namespace) -> None:
     *MERGING,
     on_cpu=True,
 )
-def merge(args: argparse.Namespace) -> None:
+def merge(args: Namespace) -> None:
     """Merge the adapter."""
     count = _merge(args, 1)
     print(f"{args.out}: {args.adapter} merged into {count} tensors of {args.model}")
@@ -101,13 +101,13 @@ def merge(args: argparse.Namespace) -> None:
     *MERGING,
     on_cpu=True,
 )
-def unmerge(args: argparse.Namespace) -> None:
+def unmerge(args: Namespace) -> None:
     """Take the adapter out again."""
     count = _merge(args, -1)
     print(f"{args.out}: {args.adapter} taken out of {count} tensors of {args.model}")
 
 
-def _merge(args: argparse.Namespace, sign: int) -> int:
+def _merge(args: Namespace, sign: int) -> int:
     """Add or subtract the adapter; the number of tensors that it changes."""
     from tqdm import tqdm
 

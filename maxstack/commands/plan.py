@@ -2,9 +2,9 @@
 
 The hardware need not be here."""
 
-import argparse
 import sys
 import tempfile
+from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -91,7 +91,7 @@ TOPOLOGY = argument(
         help="where search and batch write (default: planned.yml)",
     ),
 )
-def main(args: argparse.Namespace) -> int:
+def main(args: Namespace) -> int:
     """Print the plan; 0 where the run fits or its device's memory is not known, 1 where it does not
     fit."""
     from maxstack import config
@@ -99,7 +99,7 @@ def main(args: argparse.Namespace) -> int:
 
     asked = cost.request(args)
     cfg = configured(args)
-    _check(args)
+    _check_options(args)
     topology = topology_of(args, cfg)
     from maxstack.plan import report
 
@@ -120,7 +120,7 @@ def main(args: argparse.Namespace) -> int:
     return 1 if plan.fits is False else 0
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check_options(args: Namespace) -> None:
     """ConfigError for options that do not go together, and for files that could not be written in
     the end."""
     if args.search and args.batch:
@@ -137,12 +137,11 @@ def _check(args: argparse.Namespace) -> None:
             f"--out {args.out}: only --search and --batch max write a configuration; "
             "--json writes the figures"
         )
-    check_writable("--json", args.json)
-    check_writable("--out", args.out)
-    check_writable("--save-executable", args.save_executable)
+    for option in ("json", "out", "save_executable"):
+        check_writable(f"--{option.replace('_', '-')}", getattr(args, option))
 
 
-def configured(args: argparse.Namespace) -> "Config":
+def configured(args: Namespace) -> "Config":
     """The configuration, without virtual devices where the topology is not this machine."""
     from maxstack.load import load
 
@@ -150,7 +149,7 @@ def configured(args: argparse.Namespace) -> "Config":
     return load(args.config, [*args.overrides, *elsewhere])
 
 
-def topology_of(args: argparse.Namespace, cfg: "Config") -> "Topology":
+def topology_of(args: Namespace, cfg: "Config") -> "Topology":
     """The hardware that --topology names. From here on jax may be imported."""
     from maxstack.hardware import devices
     from maxstack.plan import topology
@@ -159,9 +158,7 @@ def topology_of(args: argparse.Namespace, cfg: "Config") -> "Topology":
     return topology.parse(args.topology)
 
 
-def _chosen(
-    args: argparse.Namespace, cfg: "Config", topology: "Topology"
-) -> tuple["Config", "Plan"]:
+def _chosen(args: Namespace, cfg: "Config", topology: "Topology") -> tuple["Config", "Plan"]:
     """The configuration that the arguments ask for, and its plan."""
     from maxstack.plan import search
 
@@ -174,15 +171,10 @@ def _chosen(
         print(f"compiling the step for {topology.name}", file=sys.stderr, flush=True)
         return cfg, make(cfg)
     ranked = search.search(cfg, topology, make, args.finalists or FINALISTS)
-    rows = (
-        (
-            f"{plan.tokens_per_second:,.0f} tokens/s",
-            f"{plan.needed / 2**30:.2f} GiB",
-            candidate.label,
-            "(as given)" if candidate.cfg == cfg else "",
-        )
-        for candidate, plan in ranked[:RANKED]
-    )
+    rows = []
+    for candidate, plan in ranked[:RANKED]:
+        speed, size = f"{plan.tokens_per_second:,.0f} tokens/s", f"{plan.needed / 2**30:.2f} GiB"
+        rows.append((speed, size, candidate.label, "(as given)" if candidate.cfg == cfg else ""))
     print(table("rrll", rows))
     return ranked[0][0].cfg, ranked[0][1]
 

@@ -1,12 +1,12 @@
 """`maxstack quantize`: a recipe applied to a trained model, with what that changes; `maxstack
 quantize show`: what a recipe takes."""
 
-import argparse
 import dataclasses
 import json
 import math
 import shlex
 import shutil
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,11 +65,13 @@ def main(argv: Sequence[str]) -> int:
     ALLOW_NONFINITE,
     on_cpu=True,
 )
-def quantize(args: argparse.Namespace) -> None:
+def quantize(args: Namespace) -> None:
     """Print the report, and make the run at --out."""
     model, out, overrides = args.model, args.out, model_overrides(args)
-    if out and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"--out {out}: is there already; choose another name, or delete it")
+    from maxstack.config import atomic
+
+    if out:
+        atomic.check_absent(out)
     if not Path(args.calibrate).is_file():
         raise ConfigError(
             f"--calibrate {args.calibrate}: no such file; give texts as JSONL, or tokens as npz"
@@ -116,7 +118,7 @@ def quantize(args: argparse.Namespace) -> None:
     OVERRIDES,
     on_cpu=True,
 )
-def show(args: argparse.Namespace) -> None:
+def show(args: Namespace) -> None:
     """Print a row for each weight."""
     from flax import nnx
 
@@ -135,33 +137,17 @@ def show(args: argparse.Namespace) -> None:
             _bytes(kept) for name, kept in after.items() if f"{name}/".startswith(f"{path}/")
         )
         total, total_after = total + size, total_after + size_after
-        adapter, use = path in rewrite.adapted, rewrite.matches.get(path)
-        if use:
-            tile = f" / {use.rule.tile_size}" if use.rule.tile_size else ""
-            treated = (
-                str(use.number),
-                f"{use.mode} + adapter" if adapter else use.mode,
-                f"{use.rule.weight_qtype}{tile}",
-                use.rule.act_qtype or "-",
-                use.rule.bwd_qtype or "-",
-            )
-        else:
-            treated = ("-", "adapter" if adapter else "-", str(leaf.dtype), "-", "-")
-        shape = "x".join(map(str, leaf.shape))
-        rows.append((path, shape, *treated, f"{size:,}", f"{size_after:,}"))
+        number, dtype, operands = "-", f"{leaf.dtype}", ("-", "-")
+        modes = ["adapter"] * (path in rewrite.adapted)
+        if use := rewrite.matches.get(path):
+            rule, number, modes = use.rule, f"{use.number}", [use.mode, *modes]
+            dtype = f"{rule.weight_qtype}" + (f" / {rule.tile_size}" if rule.tile_size else "")
+            operands = rule.act_qtype or "-", rule.bwd_qtype or "-"
+        shape, mode = "x".join(map(str, leaf.shape)), " + ".join(modes) or "-"
+        rows.append((path, shape, number, mode, dtype, *operands, f"{size:,}", f"{size_after:,}"))
     rows.append(("all", *[""] * 6, f"{total:,}", f"{total_after:,}"))
-    header = (
-        "weight",
-        "shape",
-        "rule",
-        "mode",
-        "weights",
-        "activations",
-        "gradients",
-        "bytes before",
-        "after",
-    )
-    print(table("lllllllrr", rows, header))
+    words = "weight shape rule mode weights activations gradients".split()
+    print(table("lllllllrr", rows, [*words, "bytes before", "after"]))
 
 
 def _bytes(leaf: Any) -> int:
@@ -257,14 +243,11 @@ def text(report: Mapping[str, Any]) -> str:
     size, perplexity = report["bytes"], report["perplexity"]
     change = perplexity["after"] / perplexity["before"] - 1
     worst = sorted(report["layers"], key=lambda row: -row["error"])[:WORST]
-    rows = (
-        (
-            f"{row['error']:.2%}",
-            row["weight"],
-            f"layer {row['layer']} of its stack" if row["weight"].startswith("blocks/") else "",
-        )
-        for row in worst
-    )
+    rows = []
+    for row in worst:
+        is_stacked = row["weight"].startswith("blocks/")
+        layer = f"layer {row['layer']} of its stack" if is_stacked else ""
+        rows.append((f"{row['error']:.2%}", row["weight"], layer))
     return (
         f"bytes of weights: {size['before']:,} -> {size['after']:,} "
         f"({size['before'] / size['after']:.2f} times smaller)\n"

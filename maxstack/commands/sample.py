@@ -48,14 +48,11 @@ def main(args: argparse.Namespace) -> None:
         raise ConfigError(f"--temperature {args.temperature}: must be 0 or more")
     import numpy as np
 
-    from maxstack.data.tokenizers import open_tokenizer
     from maxstack.inference.diffusion import sample
-    from maxstack.inference.opened import open_model
+    from maxstack.inference.opened import open_model, open_prompt_tokenizer
 
     run, params = open_model(args.model, model_overrides(args))
-    settings = run.cfg.data.tokenizer
-    eos = None if settings.kind == "huggingface" else False
-    tokenizer = open_tokenizer(settings.model_copy(update={"eos": eos}))
+    tokenizer = open_prompt_tokenizer(run.cfg)
     prompt = tokenizer.encode(args.prompt.encode())
     length = args.length or run.cfg.data.seq_len
     if len(prompt) >= length:
@@ -64,12 +61,12 @@ def main(args: argparse.Namespace) -> None:
         raise ConfigError("--prompt: with objective.shift the first token must be given")
     tokens = np.zeros((args.count, length), np.int32)
     tokens[:, : len(prompt)] = prompt
-    given = np.broadcast_to(np.arange(length) < len(prompt), tokens.shape)
+    in_prompt = np.broadcast_to(np.arange(length) < len(prompt), tokens.shape)
     rows = sample(
         run,
         params,
         tokens,
-        given,
+        in_prompt,
         steps=args.steps or length,
         order=args.order,
         temperature=args.temperature,

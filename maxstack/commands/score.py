@@ -1,6 +1,6 @@
 """`maxstack score`: log-probabilities and perplexity of texts under a model."""
 
-import argparse
+from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,9 +53,9 @@ if TYPE_CHECKING:
     BATCH_SIZE,
     ALLOW_NONFINITE,
 )
-def main(args: argparse.Namespace) -> None:
+def main(args: Namespace) -> None:
     """Score the texts, without and with each adapter."""
-    files = _check(args)
+    files = _files_by_adapter(args)
     from maxstack.inference.opened import adapted_run, assembled, read_weights, with_adapter
     from maxstack.inference.score import read_texts, read_tokens
 
@@ -73,7 +73,7 @@ def main(args: argparse.Namespace) -> None:
         _score(adapted[folder], both, rows, file, args)
 
 
-def _check(args: argparse.Namespace) -> dict[str, Path]:
+def _files_by_adapter(args: Namespace) -> dict[str, Path]:
     """The file for each adapter; ConfigError or DataError for arguments that are wrong whatever the
     model is."""
     if (args.data is None) == (args.tokens is None):
@@ -93,7 +93,7 @@ def _check(args: argparse.Namespace) -> dict[str, Path]:
     return files
 
 
-def _score(run: "Run", params: Any, rows: "Rows", out: Path, args: argparse.Namespace) -> None:
+def _score(run: "Run", params: Any, rows: "Rows", out: Path, args: Namespace) -> None:
     """Score, and print the perplexity. DataError for a token without a finite log-probability,
     unless weights that are not finite are allowed."""
     import numpy as np

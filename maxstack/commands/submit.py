@@ -1,7 +1,6 @@
 """`maxstack submit`, `status`, `logs` and `stop`: runs of several processes on this machine, and
 runs on clusters."""
 
-import argparse
 import contextlib
 import datetime
 import os
@@ -11,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,9 +86,9 @@ NAME = argument("name", metavar="NAME", help="as submit printed it")
     argument("--detach", action="store_true", help="start it in the background"),
     allow_abbrev=False,
 )
-def submit(args: argparse.Namespace) -> int:
+def submit(args: Namespace) -> int:
     """Start a run where --target says; the exit code."""
-    from maxstack.config import quoted
+    from maxstack.errors import quoted
     from maxstack.submit import remote
 
     cfg = load_config(args)
@@ -122,7 +122,7 @@ def submit(args: argparse.Namespace) -> int:
     return _local(name, cfg, args)
 
 
-def _local(name: str, cfg: "Config", args: argparse.Namespace) -> int:
+def _local(name: str, cfg: "Config", args: Namespace) -> int:
     """Run the processes on this machine; the exit code of the run."""
     from maxstack.schema import mesh_rules, rules
     from maxstack.submit import local, records, remote
@@ -137,13 +137,11 @@ def _local(name: str, cfg: "Config", args: argparse.Namespace) -> int:
     )
     restarts = 10 if args.max_restarts is None else args.max_restarts
     words = local.command(args.config, [*args.overrides, *overrides], restarts)
-    environments = [
-        own | member
-        for own, member in zip(environments, local.members(args.processes), strict=True)
-    ]
+    members = zip(environments, local.members(args.processes), strict=True)
+    environments = [own | member for own, member in members]
     if args.dry_run:
         for own in environments:
-            print(shlex.join(["env", *(f"{key}={value}" for key, value in own.items()), *words]))
+            print(shlex.join(["env", *(f"{key}={own[key]}" for key in own), *words]))
         return 0
     records.check_free(name)
     remote.check_ended(name, str(folder.resolve()), "local")
@@ -180,11 +178,8 @@ def _detach(name: str, log: Path, argv: list[str]) -> int:
     assert process.stderr
     while process.poll() is None:
         with contextlib.suppress(ConfigError):  # it is being written
-            if (
-                name in records.names()
-                and records.is_held(name)
-                and records.read(name)["pid"] == process.pid
-            ):
+            is_held = name in records.names() and records.is_held(name)
+            if is_held and records.read(name)["pid"] == process.pid:
                 print(
                     f"in the background: maxstack logs {name} --follow, maxstack status "
                     f"{name}, maxstack stop {name}; the log is {log}"
@@ -201,7 +196,7 @@ def _detach(name: str, log: Path, argv: list[str]) -> int:
     "status quickstart",
     argument("name", nargs="?", metavar="NAME", help="as submit printed it (default: all)"),
 )
-def status(args: argparse.Namespace) -> int:
+def status(args: Namespace) -> int:
     """Print the state of a run, or of all that were submitted."""
     from maxstack.submit import records, remote
 
@@ -229,7 +224,7 @@ def status(args: argparse.Namespace) -> int:
     NAME,
     argument("-f", "--follow", action="store_true", help="go on until it ends"),
 )
-def logs(args: argparse.Namespace) -> int:
+def logs(args: Namespace) -> int:
     """Print the log of a run."""
     from maxstack.submit import local, records, remote
 
@@ -256,7 +251,7 @@ def logs(args: argparse.Namespace) -> int:
     "stop quickstart",
     NAME,
 )
-def stop(args: argparse.Namespace) -> int:
+def stop(args: Namespace) -> int:
     """End a run; a run on this machine saves before."""
     from maxstack.submit import records, remote
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxstack.command import CONFIG, OVERRIDES, argument, command, load_config
+from maxstack.command import CONFIG, OVERRIDES, argument, command, load_config, positive
 from maxstack.errors import ConfigError
 from maxstack.report.table import table
 
@@ -30,7 +30,7 @@ class Measured:
     backend: str
     blocks: dict[str, int]
     seconds: float = float("inf")
-    """Of the fastest round, forward and backward; infinite where the backend failed."""
+    """Time of the fastest round, forward and backward; infinite where the backend failed."""
     problem: str = ""
     """Why it failed, or how wrong its values are."""
     wrong: bool = False
@@ -47,7 +47,7 @@ class Measured:
     argument("--ops", metavar="A,B", help="only these ops (default: all that the run uses)"),
     argument(
         "--rounds",
-        type=int,
+        type=positive,
         default=ROUNDS,
         help=f"how often each is timed, in turn; the fastest counts (default: {ROUNDS})",
     ),
@@ -58,13 +58,11 @@ def main(args: argparse.Namespace) -> int:
     from maxstack.hardware import devices
 
     cfg = load_config(args)
-    out = args.out or (Path(cfg.run.tuned).expanduser() if cfg.run.tuned else None)
-    if args.rounds < 1:
-        raise ConfigError(f"--rounds {args.rounds}: must be 1 or more")
-    if out is None:
+    if not args.out and not cfg.run.tuned:
         raise ConfigError(
             "run.tuned: is null, so there is no table to write; set it, or give --out FILE"
         )
+    out = args.out or Path(f"{cfg.run.tuned}").expanduser()
     devices.environment(cfg.run.virtual_devices)
     from maxstack.kernels import tuning
 
@@ -189,19 +187,14 @@ def report(choice: "Choice", results: list[Measured]) -> str:
 
     defaults = {result.backend: result for result in reversed(results)}
     ranked = sorted(results, key=lambda result: result.seconds)
-    rows = (
-        (
-            result.backend,
-            " ".join(f"{name}={size}" for name, size in result.blocks.items()),
-            result.problem or f"{result.seconds * 1e6:,.0f} us",
-            "(default)" if result.blocks and result is defaults[result.backend] else "",
-        )
-        for result in ranked
-    )
-    lines = [
-        f"{choice.op} on {choice.case.device.kind}: {describe(choice.case)}",
-        table("llll", rows),
-    ]
+    rows = []
+    for result in ranked:
+        sizes = " ".join(f"{name}={size}" for name, size in result.blocks.items())
+        speed = result.problem or f"{result.seconds * 1e6:,.0f} us"
+        is_default = result.blocks and result is defaults[result.backend]
+        rows.append((result.backend, sizes, speed, "(default)" if is_default else ""))
+    title = f"{choice.op} on {choice.case.device.kind}: {describe(choice.case)}"
+    lines = [title, table("llll", rows)]
     fastest = ranked[0].backend if ranked and ranked[0].seconds < float("inf") else choice.backend
     if choice.backend not in (fastest, REFERENCE):
         lines.append(

@@ -1,55 +1,32 @@
 """Composing, validating and explaining YAML configurations; knows no field names and imports
 nothing heavy."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import pydantic
 from pydantic_core import PydanticCustomError
 
 from maxstack.config.annotations import kinds, members, of_field, section
-from maxstack.config.compose import (
-    Presets,
-    Readers,
-    merged_tree,
-    plain,
-    presets_dir,
-    supply,
-    underlay,
-)
-from maxstack.config.errors import ConfigError
+from maxstack.config.compose import Presets, Readers, merged_tree, plain, underlay
 from maxstack.config.explain import explanation, paragraphs
-from maxstack.config.quoting import quoted, shortened
 from maxstack.config.reader import Node
-from maxstack.config.spelling import did_you_mean, nearest
 from maxstack.config.writer import write_yaml
-
-__all__ = [
-    "ConfigError",
-    "Items",
-    "Node",
-    "Readers",
-    "Section",
-    "annotated",
-    "did_you_mean",
-    "difference",
-    "dump",
-    "fault",
-    "load",
-    "load_tree",
-    "nearest",
-    "plain",
-    "plain_data",
-    "presets_dir",
-    "quoted",
-    "shortened",
-    "supply",
-]
+from maxstack.errors import ConfigError, quoted
 
 Item = TypeVar("Item")
 Items = Annotated[tuple[Item, ...], pydantic.Field(strict=False)]
+PositiveInt = Annotated[int, pydantic.Field(ge=1)]
+NonNegativeInt = Annotated[int, pydantic.Field(ge=0)]
+PositiveFloat = Annotated[float, pydantic.Field(gt=0)]
+NonNegativeFloat = Annotated[float, pydantic.Field(ge=0)]
+Source = str | Path | Mapping[str, Any]
+"""A file, a preset's name or the content of a file."""
 ABSENT = "(absent)"
+Fault = tuple[str, str]
+"""A key, as a dotted path, and what is wrong there and what to do."""
 
 
 class Section(pydantic.BaseModel):
@@ -66,6 +43,16 @@ class Section(pydantic.BaseModel):
     FROM: ClassVar[tuple[str, ...]] = ()
     """For a root section: top-level keys that may hold `from: path`."""
 
+    def own_faults(self) -> Iterable[Fault]:
+        """Values of this section that do not go together."""
+        return ()
+
+    @pydantic.model_validator(mode="after")
+    def _has_no_fault(self) -> Self:
+        for key, message in self.own_faults():
+            raise fault(key, message)
+        return self
+
     @classmethod
     def foreign(cls, path: str) -> str:
         """For a root section: what another framework's key at a dotted path is called here; "" if
@@ -76,6 +63,17 @@ class Section(pydantic.BaseModel):
 Root = TypeVar("Root", bound=Section)
 
 
+def _compiled(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{quoted(pattern)} is no regular expression: {error}") from error
+    return pattern
+
+
+Regex = Annotated[str, pydantic.AfterValidator(_compiled)]
+
+
 def fault(key: str, message: str) -> PydanticCustomError:
     """The error that a validator raises about `key`, a dotted path relative to the section that it
     validates."""
@@ -84,7 +82,7 @@ def fault(key: str, message: str) -> PydanticCustomError:
 
 def load(
     schema: type[Root],
-    path: str | Path | Mapping[str, Any],
+    path: Source,
     overrides: Sequence[str] = (),
 ) -> Root:
     """The validated configuration of a file, a preset's name or a mapping, with `a.b.c=value`
@@ -94,18 +92,18 @@ def load(
 
 def load_tree(
     schema: type[Root],
-    path: str | Path | Mapping[str, Any],
+    path: Source,
     overrides: Sequence[str] = (),
     *,
     readers: Readers | None = None,
     completed: Callable[[Node], Node] = lambda tree: tree,
-    check: Callable[[Root], Sequence[tuple[str, str]]] = lambda cfg: (),
+    faults: Callable[[Root], Sequence[Fault]] = lambda cfg: (),
 ) -> tuple[Root, Node]:
-    """As `load`, with the merged tree that knows where each value came from.
+    """The validated configuration, and the merged tree that knows where each value came from.
 
     `readers` reads `from: path` for each key of `schema.FROM`, `completed` adds to the merged tree
-    what follows from it, and `check` finds the keys of a validated configuration that do not fit
-    together, as (dotted path, message).
+    what follows from it, and `faults` finds what does not go together in a validated
+    configuration.
     """
     defaults = {
         name: plain_data(field.default)
@@ -120,10 +118,8 @@ def load_tree(
         cfg = schema.model_validate(plain(tree))
     except pydantic.ValidationError as error:
         raise ConfigError(explanation(schema, tree, error, schema.foreign)) from None
-    if faults := check(cfg):
-        raise ConfigError(
-            paragraphs(tree, {tuple(key.split(".")): message for key, message in faults})
-        )
+    if wrong := faults(cfg):
+        raise ConfigError(paragraphs(tree, {(*key.split("."),): text for key, text in wrong}))
     return cfg, tree
 
 
@@ -131,10 +127,12 @@ def _keys(schema: type[Section]) -> dict[str, set[str]]:
     """The keys of each section, "" for those of the root."""
     keys = {"": {*schema.model_fields}}
     for name, field in schema.model_fields.items():
-        keys[name] = set()
-        for member in members(of_field(field)):
-            for model in (section(member), *kinds(member).values()):
-                keys[name] |= {*model.model_fields} if model else set()
+        models = [
+            model
+            for union in members(of_field(field))
+            for model in (section(union), *kinds(union).values())
+        ]
+        keys[name] = {key for model in models if model for key in model.model_fields}
     return keys
 
 
@@ -145,7 +143,7 @@ def dump(cfg: Section | Mapping[str, Any]) -> str:
 
 
 def annotated(cfg: Section, tree: Node) -> str:
-    """As `dump`, with each value's origin in a comment."""
+    """The YAML of `dump` with each value's origin in a comment."""
     lines = [
         (line, "" if path is None else _origin(tree, path))
         for line, path in write_yaml(plain_data(cfg))
@@ -192,12 +190,11 @@ def _beneath(
 
 
 def _differences(old: Any, new: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        old, new = dict(enumerate(old)), dict(enumerate(new))
     if isinstance(old, dict) and isinstance(new, dict):
         for key in old | new:
             yield from _differences(old.get(key, ABSENT), new.get(key, ABSENT), (*path, str(key)))
-    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        for index, (before, after) in enumerate(zip(old, new, strict=True)):
-            yield from _differences(before, after, (*path, str(index)))
     elif old != new or isinstance(old, bool) != isinstance(new, bool):
         yield ".".join(path), old, new
 

@@ -9,7 +9,7 @@ import pydantic
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema
 
-from maxstack.config.quoting import shortened
+from maxstack.errors import shortened
 
 _WORDS = {
     "integer": "a whole number",
@@ -20,23 +20,19 @@ _WORDS = {
     "object": "a mapping",
     "array": "a list",
 }
-"""By type of a JSON schema."""
+"""Words for a type of a JSON schema."""
 _BOUNDS = {
     "minimum": " >= {:g}",
     "exclusiveMinimum": " > {:g}",
     "maximum": " <= {:g}",
     "exclusiveMaximum": " < {:g}",
-    "ge": " >= {:g}",
-    "gt": " > {:g}",
-    "le": " <= {:g}",
-    "lt": " < {:g}",
     "minLength": " of at least {}",
     "minItems": " of at least {}",
     "minProperties": " of at least {}",
     "maxLength": " of at most {} characters",
     "pattern": " that matches {}",
 }
-"""By keyword of a JSON schema, or as pydantic writes the bounds of a union."""
+"""Words for a keyword of a JSON schema."""
 
 
 def of_field(field: FieldInfo) -> Any:
@@ -121,8 +117,7 @@ def _described(schema: dict[str, Any]) -> str:
     if "discriminator" in schema:
         return f"a mapping whose kind is one of {listed([*schema['discriminator']['mapping']])}"
     if "anyOf" in schema:
-        shared = {key: bound for key, bound in schema.items() if key in _BOUNDS}
-        parts = dict.fromkeys(_described(shared | choice) for choice in schema["anyOf"])
+        parts = dict.fromkeys(map(_described, schema["anyOf"]))
         return ", or ".join(sorted(parts, key=lambda part: part == "null"))
     if "enum" in schema:
         return f"one of {', '.join(map(str, schema['enum']))}"
@@ -151,26 +146,21 @@ def listed(words: list[str], limit: int = 24) -> str:
 
 
 def _discriminators(annotation: Any) -> Iterator[str]:
+    inner, *extras = get_args(annotation) or (None,)
     if get_origin(annotation) is Annotated:
-        for extra in get_args(annotation)[1:]:
-            if isinstance(getattr(extra, "discriminator", None), str):
-                yield extra.discriminator
-        yield from _discriminators(get_args(annotation)[0])
-    elif _is_union(annotation):
-        rest = [member for member in get_args(annotation) if member is not type(None)]
-        if len(rest) == 1:
-            yield from _discriminators(rest[0])
+        yield from (extra.discriminator for extra in extras if getattr(extra, "discriminator", ""))
+        yield from _discriminators(inner)
+    elif _is_union(annotation) and extras == [type(None)]:
+        yield from _discriminators(inner)
 
 
 def _flat(annotation: Any) -> Iterator[Any]:
     """The members of unions in unions, without constraints."""
-    if get_origin(annotation) is Annotated:
-        yield from _flat(bare(annotation))
-    elif _is_union(annotation):
-        for member in get_args(annotation):
-            yield from _flat(member)
-    else:
-        yield annotation
+    if not _is_union(inner := bare(annotation)):
+        yield inner
+        return
+    for member in get_args(inner):
+        yield from _flat(member)
 
 
 def _is_union(annotation: Any) -> bool:

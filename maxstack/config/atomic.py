@@ -6,6 +6,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from maxstack.errors import ConfigError
+
 UNFINISHED = ".unfinished"
 """The end of a temporary's name."""
 
@@ -27,6 +29,12 @@ def writing(path: Path, shared: bool = False) -> Iterator[Path]:
         unfinished.replace(path)
     finally:
         _delete(unfinished)
+
+
+def check_absent(out: Path) -> None:
+    """ConfigError where something lies at the path of --out; an empty folder does not count."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out {out}: is there already; choose another name, or delete it")
 
 
 def _delete(path: Path) -> None:

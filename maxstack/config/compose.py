@@ -2,6 +2,7 @@
 only the words of composition."""
 
 import dataclasses
+import itertools
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -9,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from maxstack.config import storage
-from maxstack.config.errors import ConfigError
-from maxstack.config.quoting import quoted, shortened
 from maxstack.config.reader import (
     MAX_BYTES,
     MAX_DEPTH,
@@ -20,6 +19,7 @@ from maxstack.config.reader import (
     read_yaml,
 )
 from maxstack.config.spelling import did_you_mean
+from maxstack.errors import ConfigError, quoted, shortened
 
 Presets = Mapping[str, Sequence[str]]
 """Top-level key -> folders of the presets folder that hold its presets; "" stands for the whole
@@ -28,6 +28,8 @@ Readers = Mapping[str, Callable[[str, str], tuple[str, Mapping[str, Any]]]]
 """Top-level key -> the reader of its `from: name`: a function of the name as a path and the name
 itself, to the source's name and the section's content; ConfigError if it cannot be read."""
 
+SectionKeys = Mapping[str, Collection[str]]
+"""Keys of each section; "" stands for the whole file."""
 _WORDS = ("extends", "preset", "from", "kind")
 _SEGMENT = re.compile(r'"([^"]*)"|([^."=]+)')
 
@@ -46,17 +48,18 @@ def merged_tree(
     overrides: Sequence[str] = (),
     defaults: Any = None,
     readers: Readers | None = None,
-    known: Mapping[str, Collection[str]] | None = None,
+    section_keys: SectionKeys | None = None,
 ) -> Node:
     """The merged tree of a file, a preset's name or a file's content, and `a.b.c=value` overrides;
     each node knows what gave it.
 
     `defaults` is plain data: the lists that overrides with an index change where the file gives
-    none. `known` is the keys of each section, "" for the whole file: a file that is extended, or
-    that a section names, and has none of them is refused without quoting any of its own.
+    none. `section_keys` has the keys of each section, "" for the whole file: a file that is
+    extended, or that a section names, and has none of them is refused without quoting any of its
+    own.
     """
     readers = readers or {}
-    composer = _Composer(presets, readers, known or {})
+    composer = _Composer(presets, readers, section_keys or {})
     if isinstance(path, Mapping):
         tree = composer.expanded(_sourced(path, "arguments"), "")
     else:
@@ -77,20 +80,19 @@ def merged_tree(
 
 def plain(node: Node) -> Any:
     """Dicts, lists and scalars without their places."""
-    left = [2 * MAX_NODES]
+    count = itertools.count(1)
 
     def convert(node: Node) -> Any:
-        left[0] -= 1
-        if left[0] < 0:
+        if next(count) > 2 * MAX_NODES:
             raise ConfigError(
                 f"{node.where}: like: and aliases expand to more than {2 * MAX_NODES} "
                 "values; this is no configuration"
             )
         if isinstance(node.value, dict):
             return {key: convert(item) for key, item in node.value.items()}
-        return (
-            [convert(item) for item in node.value] if isinstance(node.value, list) else node.value
-        )
+        if isinstance(node.value, list):
+            return [convert(item) for item in node.value]
+        return node.value
 
     return convert(node)
 
@@ -110,31 +112,26 @@ def merge(below: Node | None, above: Node) -> Node:
 def underlay(tree: Node, path: Sequence[str], below: Mapping[str, Any]) -> Node:
     """The tree with a default mapping beneath the mapping at `path`, unless that names its own
     `kind` and so is complete."""
-    given = tree.at(*path)
-    if given is None or given.mapping is None or ("kind" in given.mapping and "kind" in below):
+    above = tree.at(*path)
+    if above is None or above.mapping is None or ("kind" in above.mapping and "kind" in below):
         return tree
-    above = dataclasses.replace(given, replaces=False)
+    above = dataclasses.replace(above, replaces=False)
     return _put(tree, path, merge(_sourced(below, "default"), above))
 
 
 def supply(tree: Node, path: Sequence[str], value: Mapping[str, Any], where: str) -> Node:
     """The tree with a mapping at `path`, below a mapping that is there."""
     above = tree.at(*path[:-1])
-    if above is None or above.mapping is None:
-        return tree
-    grown = dataclasses.replace(
-        above, value=above.mapping | {path[-1]: _sourced(dict(value), where)}
-    )
-    return _put(tree, path[:-1], grown)
+    is_inside = above is not None and above.mapping is not None
+    return _put(tree, path, _sourced(value, where)) if is_inside else tree
 
 
-def _put(tree: Node, path: Sequence[str], node: Node) -> Node:
+def _put(tree: Node | None, path: Sequence[str], node: Node) -> Node:
     if not path:
         return node
-    assert tree.mapping is not None
-    return dataclasses.replace(
-        tree, value=tree.mapping | {path[0]: _put(tree.mapping[path[0]], path[1:], node)}
-    )
+    assert tree is not None and tree.mapping is not None
+    inside = _put(tree.mapping.get(path[0]), path[1:], node)
+    return dataclasses.replace(tree, value=tree.mapping | {path[0]: inside})
 
 
 def _kind_changes(under: dict[str, Node], over: dict[str, Node]) -> bool:
@@ -144,8 +141,10 @@ def _kind_changes(under: dict[str, Node], over: dict[str, Node]) -> bool:
 class _Composer:
     """Reads files, each once, and puts what they extend beneath them."""
 
-    def __init__(self, presets: Presets, readers: Readers, known: Mapping[str, Collection[str]]):
-        self._presets, self._readers, self._known = presets, readers, known
+    def __init__(
+        self, presets: Presets, readers: Readers, section_keys: Mapping[str, Collection[str]]
+    ):
+        self._presets, self._readers, self._keys = presets, readers, section_keys
         self._shipped = presets_dir()
         self._trees: dict[tuple[str, str], Node] = {}
         self._open: list[str] = []
@@ -164,9 +163,9 @@ class _Composer:
             )
         if (real, section) not in self._trees:
             node = read_file(path)
-            entries, known = node.mapping or {}, self._known.get(section)
+            entries, keys = node.mapping or {}, self._keys.get(section)
             is_named = self._open or section
-            if is_named and known and entries and not entries.keys() & {*known, *_WORDS}:
+            if is_named and keys and entries and not entries.keys() & {*keys, *_WORDS}:
                 raise no_configuration(next(iter(entries.values())).where)
             self._open.append(real)
             self._trees[real, section] = self._extended(node, os.path.dirname(path), section)
@@ -174,7 +173,8 @@ class _Composer:
         return self._trees[real, section]
 
     def find(self, name: str, section: str, folder: str, where: str = "") -> str:
-        """The file that `name` means: a URL, a path relative to `folder`, or a preset's name."""
+        """The file that `name` means: a URL, a path relative to `folder`, or a preset's name.
+        `where` begins the message of the ConfigError where there is none."""
         is_path = "/" in name or name.endswith((".yml", ".yaml"))
         path = storage.join(folder, name)
         folders = [self._shipped / inside for inside in self._presets.get(section, ())]
@@ -184,23 +184,22 @@ class _Composer:
         for candidate in candidates:
             if storage.kind(candidate) == "file":
                 return candidate
-        prefix, name_shown = f"{where}: " if where else "", shortened(name)
+        name_shown = shortened(name)
         presets = sorted({file.stem for inside in folders for file in inside.glob("*.yml")})
         is_run = storage.kind(f"{path}/config.yml") == "file"
         if storage.kind(path) == "directory" and (is_path or is_run):
             instead = did_you_mean(Path(name).name, presets)
             if is_run:
                 instead = f"; give {name.rstrip('/')}/config.yml"
-            raise ConfigError(f"{prefix}{name_shown} is a folder, not a YAML file{instead}")
+            raise ConfigError(f"{where}{name_shown} is a folder, not a YAML file{instead}")
         hint = did_you_mean(re.sub(r"\.ya?ml$", "", Path(name).name), presets)
         if not hint and not is_path:
             hint = "; give one of these, or a path that ends in .yml"
         more = ", ..." if len(presets) > 20 else ""
         listed = f"; the presets are {', '.join(presets[:20])}{more}" if presets else ""
-        what = section if where else "configuration"
+        what = f"{section} ".lstrip() if where else "configuration "
         raise ConfigError(
-            f"{prefix}no {f'{what} ' if what else ''}{'file' if is_path else 'preset'} "
-            f"{name_shown}{listed}{hint}"
+            f"{where}no {what}{'file' if is_path else 'preset'} {name_shown}{listed}{hint}"
         )
 
     def expanded(self, node: Node, folder: str) -> Node:
@@ -220,7 +219,7 @@ class _Composer:
             text = _text(name, "extends", "a preset's name, a path, or a list of them")
             path = storage.join(folder, f"{text}.yml")
             if not (section and storage.kind(path) and _real(path) != self._open[-1]):
-                path = self.find(text, section, folder, name.where)
+                path = self.find(text, section, folder, f"{name.where}: ")
             below = merge(below, self.file(path, section))
         own = dataclasses.replace(node, value=entries)
         return merge(below, own if section else self.expanded(own, folder))
@@ -239,7 +238,7 @@ class _Composer:
         elif "preset" in entries:
             name, word = entries["preset"], "preset"
             text = _text(name, f"{section}.preset", "a preset's name or a path")
-            base = self.file(self.find(text, section, folder, name.where), section)
+            base = self.file(self.find(text, section, folder, f"{name.where}: "), section)
         else:
             return node
         rest = Node({key: item for key, item in entries.items() if key != word}, node.where)
@@ -257,11 +256,13 @@ class _Composer:
             source, content = self._readers[section](shown(storage.join(folder, text)), text)
         except ConfigError as error:
             raise ConfigError(f"{name.where}: {section}.from: {error}") from error
-        nodes = {key: _sourced(value, source) for key, value in content.items()}
-        for key, value in content.items():
-            if value == source:
-                nodes[key] = dataclasses.replace(nodes[key], where=name.where)
-        return Node(nodes, source)
+        return Node(
+            {
+                key: _sourced(value, name.where if value == source else source)
+                for key, value in content.items()
+            },
+            source,
+        )
 
 
 def _text(node: Node, key: str, allowed: str) -> str:
@@ -277,9 +278,9 @@ def _real(path: str) -> str:
 
 def read_file(path: str | Path) -> Node:
     """The mapping in one file, nothing merged."""
-    name = shown(str(path))
+    name = shown(f"{path}")
     try:
-        raw = storage.read(str(path), MAX_BYTES + 1)
+        raw = storage.read(f"{path}", MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{name}: cannot be read: {error.strerror or error}") from None
     if len(raw) > MAX_BYTES:
@@ -295,11 +296,10 @@ def read_file(path: str | Path) -> Node:
         ) from None
     node = read_yaml(text, name, sections=True)
     if node.mapping is None:
-        held = {list: "a list", str: "text", type(None): "nothing"}.get(
-            type(node.value), "a number or a switch"
-        )
+        words = {list: "a list", str: "text", type(None): "nothing"}
         raise ConfigError(
-            f"{node.where}: holds {held}; a configuration is a mapping of keys to values"
+            f"{node.where}: holds {words.get(type(node.value), 'a number or a switch')}; a "
+            "configuration is a mapping of keys to values"
         )
     return node
 
@@ -324,12 +324,8 @@ def _override(text: str) -> tuple[list[str], Node, str]:
         raise ConfigError(
             f"override {quoted(text)}: extends: cannot be overridden; name another file instead"
         )
-    value = text[at + 1 :]
-    node = (
-        read_yaml(value, f"override {shortened(text)}", lines=False)
-        if value.strip()
-        else Node(None, "override")
-    )
+    value = text[at + 1 :] if text[at + 1 :].strip() else "null"
+    node = read_yaml(value, f"override {shortened(text)}", lines=False)
     return keys, _sourced(plain(node), "override"), text
 
 
@@ -350,21 +346,19 @@ def _assign(
     if tree is None and isinstance(default, list | tuple):
         tree = _sourced(default, "default")
     tree = tree or Node(None, "override")
-    key, done, inside = keys[depth], shortened(".".join(keys[:depth])), tree.value
+    key, inside = keys[depth], tree.value
+    problem = f"override {quoted(text)}: {shortened('.'.join(keys[:depth]))} is"
     if isinstance(inside, list):
         if not re.fullmatch(r"[0-9]{1,6}", key) or int(key) >= len(inside):
             allowed = f"0 to {len(inside) - 1}" if inside else "nothing, as it is empty"
             raise ConfigError(
-                f"override {quoted(text)}: {done} is a list; after it came "
-                f"{shortened(key)}; allowed: {allowed}"
+                f"{problem} a list; after it came {shortened(key)}; allowed: {allowed}"
             )
         items = list(inside)
         items[int(key)] = _assign(items[int(key)], keys, node, text, depth + 1, None)
         return dataclasses.replace(tree, value=items)
     if inside is not None and not isinstance(inside, dict):
-        raise ConfigError(
-            f"override {quoted(text)}: {done} is {quoted(inside)}, which has no {shortened(key)}"
-        )
+        raise ConfigError(f"{problem} {quoted(inside)}, which has no {shortened(key)}")
     entries = inside or {}
     if depth + 1 == len(keys) and _kind_changes(entries, {key: node}):
         return Node({key: node}, "override", replaces=True)
@@ -384,12 +378,12 @@ def _inherited(node: Node, path: str, done: dict[int, tuple[Node, Node]]) -> Nod
     if id(node) not in done:
         value: dict[str, Node] | list[Node]
         if isinstance(node.value, list):
-            value = [
-                _inherited(item, f"{path}{index}.", done) for index, item in enumerate(node.value)
-            ]
+            value = [_inherited(item, f"{path}{i}.", done) for i, item in enumerate(node.value)]
         else:
-            entries = {key: _liked(key, node.value, (), path) for key in node.value}
-            value = {key: _inherited(item, f"{path}{key}.", done) for key, item in entries.items()}
+            value = {
+                key: _inherited(_liked(key, node.value, (), path), f"{path}{key}.", done)
+                for key in node.value
+            }
         done[id(node)] = node, dataclasses.replace(node, value=value)
     return done[id(node)][1]
 
@@ -400,8 +394,8 @@ def _liked(name: str, siblings: dict[str, Node], seen: tuple[str, ...], path: st
     if "like" not in entries:
         return node
     like = entries["like"]
-    if not isinstance(like.value, str) or like.value not in siblings or like.value in (name, *seen):
-        others = [other for other in siblings if other not in (name, *seen)]
+    others = [other for other in siblings if other not in (name, *seen)]
+    if like.value not in others:
         raise ConfigError(
             f"{like.where}: {shortened(path + name)}.like: got {quoted(like.value)}; allowed: "
             f"{shortened(', '.join(others)) or 'nothing, as there is no other'}, "
@@ -413,4 +407,4 @@ def _liked(name: str, siblings: dict[str, Node], seen: tuple[str, ...], path: st
             "are like one another in a row"
         )
     own = Node({key: item for key, item in entries.items() if key != "like"}, node.where)
-    return merge(_liked(like.value, siblings, (*seen, name), path), own)
+    return merge(_liked(f"{like.value}", siblings, (*seen, name), path), own)

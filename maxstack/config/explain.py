@@ -20,9 +20,9 @@ from maxstack.config.annotations import (
     section,
     shape,
 )
-from maxstack.config.quoting import quoted, shortened
 from maxstack.config.reader import Node
 from maxstack.config.spelling import did_you_mean
+from maxstack.errors import quoted, shortened
 
 SHOWN = 5
 Path = tuple[str | int, ...]
@@ -30,7 +30,7 @@ Foreign = Callable[[str], str]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
+class _Location:
     """The key path that an error's location leads to, and the annotation there."""
 
     path: Path
@@ -49,27 +49,32 @@ def explanation(
 ) -> str:
     """A paragraph for each problem, the first few of them; `foreign` says what a key of another
     framework is called here."""
-    found: dict[Path, str] = {}
+    messages: dict[Path, str] = {}
     vague: dict[Path, str] = {}
     lacking: dict[Path, list[str]] = {}
     for detail in error.errors(include_url=False):
-        place = _follow(schema, tree, detail["loc"])
-        path, message = _message(place, tree, dict(detail), foreign)
-        is_vague = place.vague or detail["type"] == "too_short"
-        (vague if is_vague else found).setdefault(path, message)
-        if place.entry and detail["type"] in ("missing", "union_tag_not_found"):
-            lacking.setdefault(place.entry, []).append(_dotted(path[len(place.entry) :]))
+        location = _follow(schema, tree, detail["loc"])
+        path, message = _message(location, tree, dict(detail), foreign)
+        is_vague = location.vague or detail["type"] == "too_short"
+        (vague if is_vague else messages).setdefault(path, message)
+        if location.entry and detail["type"] in ("missing", "union_tag_not_found"):
+            lacking.setdefault(location.entry, []).append(_dotted(path[len(location.entry) :]))
     for path, message in vague.items():
-        if not any(other[: len(path)] == path for other in found):
-            found[path] = message
+        if not any(_is_within(other, path) for other in messages):
+            messages[path] = message
     for entry, keys in lacking.items():
         if names := _names_of_other_files(tree, entry):
-            found = {path: said for path, said in found.items() if path[: len(entry)] != entry}
-            found[entry] = (
+            others = {path: messages[path] for path in messages if not _is_within(path, entry)}
+            problem = (
                 f"is not there; there is {listed(names)}; a new one needs {listed(keys)} "
                 f"too{did_you_mean(entry[-1], names)}"
             )
-    return paragraphs(tree, found)
+            messages = others | {entry: problem}
+    return paragraphs(tree, messages)
+
+
+def _is_within(path: Path, outer: Path) -> bool:
+    return path[: len(outer)] == outer
 
 
 def _dotted(path: Path) -> str:
@@ -89,15 +94,10 @@ def paragraphs(tree: Node, faults: Mapping[Path, str]) -> str:
 def _names_of_other_files(tree: Node, entry: Path) -> list[str]:
     """Names beside an entry that came from other files than it: the entry may be a misspelling of
     one."""
-    own, around = tree.at(*entry), tree.at(*entry[:-1])
-    if own is None or around is None:
-        return []
-    own_files = _files(own)
-    return [
-        name
-        for name, node in (around.mapping or {}).items()
-        if name != entry[-1] and _files(node) - own_files
-    ]
+    around = tree.at(*entry[:-1])
+    entries = (around.mapping or {}).copy() if around else {}
+    own = entries.pop(f"{entry[-1]}", None)
+    return [name for name, node in entries.items() if own and _files(node) - _files(own)]
 
 
 def _files(node: Node) -> set[str]:
@@ -115,29 +115,29 @@ def _where(tree: Node, path: Path) -> str:
     return tree.where
 
 
-def _follow(schema: Any, tree: Node, loc: Path) -> _Place:
+def _follow(schema: Any, tree: Node, loc: Path) -> _Location:
     """The place of pydantic's `loc`, which names keys and also alternatives of unions."""
-    place = _Place((), schema, None)
+    location = _Location((), schema, None)
     for segment in loc:
-        if table := kinds(place.annotation):
+        if table := kinds(location.annotation):
             if str(segment) in table:
-                place = dataclasses.replace(place, annotation=table[str(segment)])
+                location = dataclasses.replace(location, annotation=table[str(segment)])
             continue
-        alternatives = members(place.annotation)
+        alternatives = members(location.annotation)
         if len(alternatives) > 1:
             chosen = [member for member in alternatives if _labels(member, str(segment))][:1]
             shapes = {shape(member) for member in chosen} & {dict, list}
-            if not isinstance(_value(tree, place.path), tuple(shapes)):
-                return dataclasses.replace(place, vague=True)
-            place = dataclasses.replace(place, annotation=chosen[0])
+            if not isinstance(_value(tree, location.path), tuple(shapes)):
+                return dataclasses.replace(location, vague=True)
+            location = dataclasses.replace(location, annotation=chosen[0])
             continue
         only = alternatives[0] if alternatives else Any
-        path, inside = (*place.path, segment), _inside(only, segment)
+        path, inside = (*location.path, segment), _inside(only, segment)
         if inside is not None or tree.at(*path) is not None or segment == loc[-1]:
             is_named = shape(only) is dict and not section(only) and section(item(only)) is not None
-            entry = path if is_named else place.entry
-            place = _Place(path, Any if inside is None else inside, only, entry)
-    return place
+            entry = path if is_named else location.entry
+            location = _Location(path, Any if inside is None else inside, only, entry)
+    return location
 
 
 def _value(tree: Node, path: Path) -> Any:
@@ -165,19 +165,19 @@ def _inside(annotation: Any, segment: str | int) -> Any | None:
 
 
 def _message(
-    place: _Place, tree: Node, detail: dict[str, Any], foreign: Foreign
+    location: _Location, tree: Node, detail: dict[str, Any], foreign: Foreign
 ) -> tuple[Path, str]:
     """The path to name, and what is wrong there."""
     kind, context = detail["type"], detail.get("ctx") or {}
     if kind == "fault":
         below = tuple(part for part in context["key"].split(".") if part)
-        return place.path + below, context["message"]
+        return location.path + below, context["message"]
     if kind == "extra_forbidden":
-        return place.path, _unknown_key(place, tree, foreign)
+        return location.path, _unknown_key(location, tree, foreign)
     if kind == "missing":
-        return place.path, f"missing; wanted: {_wanted(place)}"
+        return location.path, f"missing; wanted: {_wanted(location)}"
     if kind in ("union_tag_invalid", "union_tag_not_found"):
-        path, tags = (*place.path, "kind"), list(kinds(place.annotation))
+        path, tags = (*location.path, "kind"), list(kinds(location.annotation))
         if not tags:
             tags = [tag.strip(" '") for tag in context.get("expected_tags", "").split(",")]
         if tree.at(*path) is None:
@@ -185,19 +185,17 @@ def _message(
         tag = _value(tree, path)
         return path, f"got {_got(tag)}; allowed: {listed(tags)}{did_you_mean(tag, tags)}"
     if kind in ("value_error", "assertion_error"):
-        return place.path, str(context.get("error", detail["msg"]))
-    return place.path, _wrong_value(place, _value(tree, place.path), detail["msg"])
+        return location.path, str(context.get("error", detail["msg"]))
+    return location.path, _wrong_value(location, _value(tree, location.path), detail["msg"])
 
 
-def _unknown_key(place: _Place, tree: Node, foreign: Foreign) -> str:
-    model = section(place.owner)
+def _unknown_key(location: _Location, tree: Node, foreign: Foreign) -> str:
+    model = section(location.owner)
     keys = list(model.model_fields) if model else []
-    paths = [_dotted(path) for path in _leaves(tree.at(*place.path), place.path)]
+    paths = [_dotted(path) for path in _leaves(tree.at(*location.path), location.path)]
     ours = {shortened(path): name for path in paths if (name := foreign(path))}
-    hints = [f"{path}: {name}" for path, name in ours.items()]
-    if len(paths) == 1:
-        hints = list(ours.values())
-    hint = f"; {'; '.join(hints[:SHOWN])}" if hints else did_you_mean(place.path[-1], keys)
+    hints = [name if len(paths) == 1 else f"{path}: {name}" for path, name in ours.items()]
+    hint = f"; {'; '.join(hints[:SHOWN])}" if hints else did_you_mean(location.path[-1], keys)
     return f"unknown key; allowed: {listed(keys, 40)}{hint}"
 
 
@@ -209,16 +207,16 @@ def _leaves(node: Node | None, path: Path) -> Iterator[Path]:
         yield path
 
 
-def _wanted(place: _Place) -> str:
-    model = section(place.owner)
-    field = model.model_fields.get(str(place.path[-1])) if model else None
+def _wanted(location: _Location) -> str:
+    model = section(location.owner)
+    field = model.model_fields.get(str(location.path[-1])) if model else None
     meaning = (field.description or "").replace("\n", " ") if field else ""
-    return f"{describe(place.annotation)}{f' ({meaning})' if meaning else ''}"
+    return f"{describe(location.annotation)}{f' ({meaning})' if meaning else ''}"
 
 
-def _wrong_value(place: _Place, value: Any, message: str) -> str:
-    allowed = describe(place.annotation) if place.annotation is not Any else message
-    hint = did_you_mean(value, choices(place.annotation))
+def _wrong_value(location: _Location, value: Any, message: str) -> str:
+    allowed = describe(location.annotation) if location.annotation is not Any else message
+    hint = did_you_mean(value, choices(location.annotation))
     if isinstance(value, float):
         if not math.isfinite(value):
             return f"got {_got(value)}; allowed: {allowed}, not infinite"

@@ -66,10 +66,11 @@ def _relaxed(node: Any) -> Any:
         return [_relaxed(item) for item in node]
     if not isinstance(node, dict):
         return node
-    kept = {
-        key: item
-        for key, item in node.items()
-        if not (key == "required" and isinstance(item, list))
-        and not (key == "discriminator" and isinstance(item, dict) and "propertyName" in item)
-    }
-    return {"anyOf" if key == "oneOf" else key: _relaxed(item) for key, item in kept.items()}
+    relaxed = {}
+    for key, item in node.items():
+        is_mapping_of_kinds = key == "discriminator" and isinstance(item, dict)
+        if is_mapping_of_kinds and "propertyName" in item:
+            continue
+        if key != "required" or not isinstance(item, list):
+            relaxed["anyOf" if key == "oneOf" else key] = _relaxed(item)
+    return relaxed

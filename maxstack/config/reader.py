@@ -4,13 +4,12 @@ each node with its line."""
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
 
-from maxstack.config.errors import ConfigError
-from maxstack.config.quoting import quoted, shortened
+from maxstack.errors import ConfigError, quoted, shortened
 
 MAX_BYTES = 1 << 20
 MAX_NODES = 100_000
@@ -59,12 +58,9 @@ class Node:
         node: Node | None = self
         for key in path:
             inside = node.value if node else None
-            if isinstance(inside, dict):
-                node = inside.get(str(key))
-            elif isinstance(inside, list) and str(key).isdecimal() and int(key) < len(inside):
-                node = inside[int(key)]
-            else:
-                return None
+            if isinstance(inside, list):
+                inside = {f"{index}": item for index, item in enumerate(inside)}
+            node = inside.get(f"{key}") if isinstance(inside, dict) else None
         return node
 
 
@@ -72,10 +68,9 @@ def read_yaml(text: str, name: str, *, lines: bool = True, sections: bool = Fals
     """The only document in `text`; origins are `name:line`, or `name` if not `lines`. ConfigError
     for anything but plain YAML, and, with `sections`, for a key at the top that is no identifier,
     which the message does not quote."""
-    builder = _Builder(name, lines, sections)
+    builder = _Builder(yaml.parse(text, Loader=_PARSER), name, lines, sections)
     try:
-        for event in yaml.parse(text, Loader=_PARSER):
-            builder.take(event)
+        return builder.document()
     except yaml.MarkedYAMLError as error:
         raise ConfigError(
             f"{builder.where(error.problem_mark or error.context_mark)}: {_problem(error, text)}"
@@ -88,9 +83,6 @@ def read_yaml(text: str, name: str, *, lines: bool = True, sections: bool = Fals
         ) from None
     except UnicodeError:
         raise ConfigError(f"{name}: not valid UTF-8 text") from None
-    if builder.root is None:
-        raise ConfigError(f"{name}: is empty; a configuration is a mapping of keys to values")
-    return builder.root
 
 
 def scalar(text: str) -> Scalar:
@@ -148,131 +140,112 @@ def _line_of(text: str, error: yaml.reader.ReaderError) -> int:
     return text.count("\n", 0, at if at >= 0 else error.position) + 1
 
 
-@dataclasses.dataclass(slots=True)
-class _Open:
-    """A mapping or list whose end has not come yet."""
-
-    value: "dict[str, Node] | list[Node]"
-    where: str
-    anchor: str | None
-    nodes_before: int
-    key: str | None = None
-    key_where: str = ""
-
-
 class _Builder:
-    """Nodes from parser events, without recursion; an alias counts as many nodes as its anchor."""
+    """Nodes from parser events; an alias counts as many nodes as its anchor."""
 
-    def __init__(self, name: str, lines: bool, sections: bool):
-        self.root: Node | None = None
-        self._name, self._lines, self._sections = name, lines, sections
-        self._stack: list[_Open] = []
-        self._anchors: dict[str, tuple[Node, int]] = {}
+    def __init__(self, events: Iterator[yaml.Event], name: str, lines: bool, sections: bool):
+        self._events, self._name, self._lines, self._sections = events, name, lines, sections
+        self._anchors: dict[str | None, tuple[Node, int]] = {}
         self._nodes = 0
-        self._documents = 0
 
     def where(self, mark: Any) -> str:
         return f"{self._name}:{mark.line + 1}" if self._lines and mark else self._name
 
-    def take(self, event: yaml.Event) -> None:
+    def document(self) -> Node:
+        """The only document."""
+        root: Node | None = None
+        for event in self._events:
+            if not isinstance(event, yaml.DocumentStartEvent):
+                continue
+            if root is not None:
+                raise ConfigError(
+                    f"{self.where(event.start_mark)}: a second document begins here; a "
+                    "configuration is one document, so remove this ---"
+                )
+            root = self._node(next(self._events), 0)
+        if root is None:
+            raise ConfigError(
+                f"{self._name}: is empty; a configuration is a mapping of keys to values"
+            )
+        return root
+
+    def _node(self, event: Any, depth: int, key: str = "") -> Node:
+        """The value that begins with an event, inside `depth` mappings and lists."""
+        where, before = self._checked(event), self._nodes
+        if isinstance(event, yaml.AliasEvent):
+            if event.anchor not in self._anchors:
+                raise ConfigError(
+                    f"{where}: *{shortened(str(event.anchor))} refers to no anchor that ends "
+                    "before it; text that begins with * must be quoted"
+                )
+            node, count = self._anchors[event.anchor]
+            node = dataclasses.replace(node, where=where)
+            self._nodes += count
+        else:
+            node = Node(self._value(event, where, depth, key), where)
+            self._nodes += 1
+            self._anchors[event.anchor] = node, self._nodes - before
+        if self._nodes > MAX_NODES:
+            raise ConfigError(
+                f"{where}: more than {MAX_NODES} values when aliases are written out; this is no "
+                "configuration"
+            )
+        return node
+
+    def _checked(self, event: yaml.Event) -> str:
+        """The place of an event that has no tag."""
         where = self.where(event.start_mark)
         if (tag := getattr(event, "tag", None)) is not None:
             raise ConfigError(
-                f"{where}: tag {shortened(tag)} is refused: a configuration holds plain "
-                "values only; quote text that begins with !"
+                f"{where}: tag {shortened(tag)} is refused: a configuration holds plain values "
+                "only; quote text that begins with !"
             )
-        if isinstance(event, yaml.DocumentStartEvent):
-            self._documents += 1
-            if self._documents > 1:
-                raise ConfigError(
-                    f"{where}: a second document begins here; a configuration is one "
-                    "document, so remove this ---"
-                )
-        elif isinstance(event, yaml.ScalarEvent):
-            self._scalar(event, where)
-        elif isinstance(event, yaml.AliasEvent):
-            self._alias(event, where)
-        elif isinstance(event, yaml.MappingStartEvent):
-            self._start({}, event.anchor, where)
-        elif isinstance(event, yaml.SequenceStartEvent):
-            self._start([], event.anchor, where)
-        elif isinstance(event, yaml.CollectionEndEvent):
-            self._end()
+        return where
 
-    def _scalar(self, event: yaml.ScalarEvent, where: str) -> None:
-        frame = self._stack[-1] if self._stack else None
-        if frame and isinstance(frame.value, dict) and frame.key is None:
-            self._key(frame, event, where)
-            return
-        try:
-            value = scalar(event.value) if event.implicit[0] else event.value
-        except ValueError as error:
-            key = f"{shortened(frame.key)}: " if frame and frame.key else ""
-            raise ConfigError(f"{where}: {key}{error}") from None
-        self._add(Node(value, where), event.anchor, 1)
+    def _value(self, event: yaml.Event, where: str, depth: int, key: str) -> Any:
+        if isinstance(event, yaml.ScalarEvent):
+            try:
+                return scalar(event.value) if event.implicit[0] else event.value
+            except ValueError as error:
+                subject = f"{shortened(key)}: " if key else ""
+                raise ConfigError(f"{where}: {subject}{error}") from None
+        if depth >= MAX_DEPTH:
+            raise ConfigError(f"{where}: nested more than {MAX_DEPTH} deep")
+        if isinstance(event, yaml.SequenceStartEvent):
+            return [self._node(item, depth + 1) for item in self._inside()]
+        entries: dict[str, Node] = {}
+        for name in self._inside():
+            key_where = self._checked(name)
+            key = self._key(name, key_where, entries, depth)
+            node = self._node(next(self._events), depth + 1, key)
+            entries[key] = dataclasses.replace(node, where=key_where)
+        return entries
 
-    def _key(self, frame: _Open, event: yaml.ScalarEvent, where: str) -> None:
-        if event.value == "<<" and event.implicit[0]:
+    def _inside(self) -> Iterator[yaml.Event]:
+        """The events up to the end of the mapping or list that has begun."""
+        while not isinstance(event := next(self._events), yaml.CollectionEndEvent):
+            yield event
+
+    def _key(self, event: yaml.Event, where: str, entries: dict[str, Node], depth: int) -> str:
+        if isinstance(event, yaml.AliasEvent):
+            raise ConfigError(f"{where}: a key must be text; an alias (*) cannot be one")
+        if not isinstance(event, yaml.ScalarEvent):
+            raise ConfigError(
+                f"{where}: a key must be text, not a list or a mapping; quote text that begins "
+                "with [ or {"
+            )
+        key = event.value
+        if key == "<<" and event.implicit[0]:
             raise ConfigError(
                 f"{where}: merge keys (<<) are refused; use extends:, preset: or like:"
             )
-        if event.value == "":
+        if key == "":
             raise ConfigError(f"{where}: a key is missing before the colon")
-        assert isinstance(frame.value, dict)
-        if self._sections and len(self._stack) == 1 and not _NAME.fullmatch(event.value):
+        if self._sections and depth == 0 and not _NAME.fullmatch(key):
             raise no_configuration(where)
-        if event.value in frame.value:
+        if key in entries:
             raise ConfigError(
-                f"{where}: key {shortened(event.value)} comes twice in one mapping (first at "
-                f"{frame.value[event.value].where}); keep one"
+                f"{where}: key {shortened(key)} comes twice in one mapping (first at "
+                f"{entries[key].where}); keep one"
             )
-        frame.key, frame.key_where = event.value, where
-
-    def _alias(self, event: yaml.AliasEvent, where: str) -> None:
-        if event.anchor not in self._anchors:
-            raise ConfigError(
-                f"{where}: *{shortened(str(event.anchor))} refers to no anchor that ends "
-                "before it; text that begins with * must be quoted"
-            )
-        node, count = self._anchors[event.anchor]
-        self._add(dataclasses.replace(node, where=where), None, count)
-
-    def _start(self, value: "dict[str, Node] | list[Node]", anchor: str | None, where: str) -> None:
-        frame = self._stack[-1] if self._stack else None
-        if frame and isinstance(frame.value, dict) and frame.key is None:
-            raise ConfigError(
-                f"{where}: a key must be text, not a list or a mapping; quote text that "
-                f"begins with [ or {{"
-            )
-        if len(self._stack) >= MAX_DEPTH:
-            raise ConfigError(f"{where}: nested more than {MAX_DEPTH} deep")
-        self._stack.append(
-            _Open(value, frame.key_where if frame and frame.key else where, anchor, self._nodes)
-        )
-
-    def _end(self) -> None:
-        frame = self._stack.pop()
-        inside = self._nodes - frame.nodes_before
-        self._nodes -= inside
-        self._add(Node(frame.value, frame.where), frame.anchor, inside + 1)
-
-    def _add(self, node: Node, anchor: str | None, count: int) -> None:
-        """A finished node, which with those inside it counts `count`."""
-        self._nodes += count
-        if self._nodes > MAX_NODES:
-            raise ConfigError(
-                f"{node.where}: more than {MAX_NODES} values when aliases are written "
-                "out; this is no configuration"
-            )
-        frame = self._stack[-1] if self._stack else None
-        if frame is None:
-            self.root = node
-        elif isinstance(frame.value, list):
-            frame.value.append(node)
-        elif frame.key is None:
-            raise ConfigError(f"{node.where}: a key must be text; an alias (*) cannot be one")
-        else:
-            frame.value[frame.key] = dataclasses.replace(node, where=frame.key_where)
-            frame.key = None
-        if anchor:
-            self._anchors[anchor] = (node, count)
+        return key

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from maxstack.config import atomic
-from maxstack.config.errors import ConfigError
-from maxstack.config.quoting import shortened
+from maxstack.errors import ConfigError, shortened
 
 _VERSIONS = "etag", "ETag", "mtime", "LastModified", "created"
 """Keys by which stores tell that a file was written again, best first."""
@@ -90,7 +89,9 @@ def read(path: str, most: int = -1) -> bytes:
 def kind(path: str) -> str | None:
     """file, directory, or None for neither. ConfigError if a store does not answer."""
     if not is_url(path):
-        return "directory" if os.path.isdir(path) else "file" if os.path.exists(path) else None
+        if os.path.isdir(path):
+            return "directory"
+        return "file" if os.path.exists(path) else None
     try:
         with filesystem(path) as (files, inside):
             return files.info(inside)["type"]

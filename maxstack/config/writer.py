@@ -72,9 +72,6 @@ def _is_text(text: str) -> bool:
 def _escaped(char: str) -> str:
     if char in _ESCAPES:
         return _ESCAPES[char]
-    code = ord(char)
-    if char == " " or (char.isprintable() and code != 0xFEFF):
+    if char.isprintable() and char != "\ufeff":
         return char
-    if code < 0x100:
-        return f"\\x{code:02x}"
-    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    return ascii(char)[1:-1]

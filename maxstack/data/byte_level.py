@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from maxstack.config import quoted
-from maxstack.config.errors import DataError
 from maxstack.data.json_files import read_object
+from maxstack.errors import DataError, quoted
 
 VOCAB, MERGES = "vocab.json", "merges.txt"
 LARGEST = 1 << 28

@@ -11,11 +11,11 @@ from typing import Any
 import grain
 import numpy as np
 
-from maxstack.config.errors import DataError
 from maxstack.data.documents import Documents
 from maxstack.data.lanes import Batch, EvaluationRows, Mixture, Rows, maker_of
 from maxstack.data.sources import open_sources
 from maxstack.data.workers import Made, Workers, made
+from maxstack.errors import DataError
 from maxstack.schema.data import DataConfig
 
 SAMPLED = 16

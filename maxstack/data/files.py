@@ -21,8 +21,8 @@ from typing import IO
 
 import numpy as np
 
-from maxstack.config import atomic, shortened, storage
-from maxstack.config.errors import DataError
+from maxstack.config import atomic, storage
+from maxstack.errors import DataError, shortened
 from maxstack.schema.data import Files
 
 log = logging.getLogger(__name__)

@@ -7,9 +7,8 @@ import os
 import re
 from pathlib import Path
 
-from maxstack.config import ConfigError, shortened
-from maxstack.config.errors import DataError
 from maxstack.data.json_files import read_object
+from maxstack.errors import ConfigError, DataError, shortened
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from maxstack.config import quoted
-from maxstack.config.errors import DataError
+from maxstack.errors import DataError, quoted
 
 LARGEST, SMALL = 64 << 20, 1 << 20
 

@@ -12,11 +12,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from maxstack.config.errors import ConfigError, DataError
 from maxstack.data.documents import Documents
 from maxstack.data.order import Order, number
 from maxstack.data.sources import Synthetic
 from maxstack.data.tokenizers import open_tokenizer, sized_tokens_of, tokens_of
+from maxstack.errors import ConfigError, DataError
 from maxstack.schema.data import DataConfig
 
 Batch = dict[str, np.ndarray]

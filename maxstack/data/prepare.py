@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from maxstack.config import ConfigError, atomic, storage
-from maxstack.config.errors import DataError
+from maxstack.config import atomic, storage
 from maxstack.data.documents import Documents, Split, Tokens, progress
 from maxstack.data.files import digest
 from maxstack.data.shards import MANIFEST, pack
 from maxstack.data.sources import open_source
 from maxstack.data.tokenizers import Tokenizer, bytes_of, open_tokenizer, sized_tokens_of
 from maxstack.data.workers import settle
+from maxstack.errors import ConfigError, DataError
 from maxstack.schema.data import DataConfig
 
 _LARGEST_SHARD = 10_000

@@ -14,7 +14,6 @@ import numpy as np
 
 from maxstack.config import storage
 from maxstack.config.annotations import listed
-from maxstack.config.errors import DataError
 from maxstack.data.documents import Document, Documents, file_hashes, record_hashes
 from maxstack.data.files import (
     DECODE_ERRORS,
@@ -32,6 +31,7 @@ from maxstack.data.files import (
     text_of,
 )
 from maxstack.data.shards import check_size, refuse_as_text, unpack
+from maxstack.errors import DataError
 from maxstack.schema.data import Files, JsonlSource, ParquetSource, TextSource
 
 _DOWNLOADS = 8

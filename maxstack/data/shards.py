@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from maxstack.config import quoted, storage
-from maxstack.config.errors import DataError
+from maxstack.config import storage
 from maxstack.data.documents import Tokens
+from maxstack.errors import DataError, quoted
 from maxstack.schema.data import Tokenizer as TokenizerConfig
 
 MANIFEST = "manifest.json"

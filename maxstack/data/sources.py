@@ -3,9 +3,9 @@ many documents each: records.py."""
 
 import numpy as np
 
-from maxstack.config.errors import DataError
 from maxstack.data.documents import Documents, Selection, Split, file_hashes, record_hashes
 from maxstack.data.files import digest, matched, read, text_of
+from maxstack.errors import DataError
 from maxstack.schema.data import (
     AnySource,
     ArrayRecordSource,

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from maxstack.config import quoted, storage
-from maxstack.config.errors import DataError
+from maxstack.config import storage
 from maxstack.data import byte_level, hub
 from maxstack.data.documents import Document, Documents, Tokens
 from maxstack.data.files import digest
+from maxstack.errors import DataError, quoted
 from maxstack.schema.data import BytesTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer
 from maxstack.schema.data import Tokenizer as TokenizerConfig
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from maxstack.config import ConfigError, storage
-from maxstack.config.errors import DataError
+from maxstack.config import storage
 from maxstack.data.documents import progress
 from maxstack.data.sources import open_sources
+from maxstack.errors import ConfigError, DataError
 from maxstack.schema.data import DataConfig
 
 _LONGEST_LINE = 4000

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from maxstack.config.errors import DataError
 from maxstack.data.lanes import Batch, EvaluationRows, News, Rows
+from maxstack.errors import DataError
 from maxstack.report import stacks
 
 _GRACE_SECONDS = 30

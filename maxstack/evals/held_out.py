@@ -8,8 +8,8 @@ import time
 from typing import Any
 
 from maxstack import optim
-from maxstack.config.errors import DataError
 from maxstack.data import make_feed
+from maxstack.errors import DataError
 from maxstack.report.log import Log
 from maxstack.report.metrics import Writer
 from maxstack.run import Run, State

@@ -4,7 +4,7 @@ run."""
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.schema.faults import FaultsConfig
 
 ACCEPTED, NOT_FINITE, SPIKE = 0, 1, 2

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.schema.mesh import names
 
 if TYPE_CHECKING:

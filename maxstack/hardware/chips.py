@@ -8,8 +8,11 @@ from typing import Any, Literal
 
 import pydantic
 
-from maxstack.config import ConfigError, Items, Section, did_you_mean, plain
+from maxstack.config import Items, Section
+from maxstack.config.compose import plain
 from maxstack.config.reader import read_yaml
+from maxstack.config.spelling import did_you_mean
+from maxstack.errors import ConfigError
 from maxstack.hardware.devices import GPU_SHARE
 
 PEAK_OF = {

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import jaxlib
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 
 if TYPE_CHECKING:
     from maxstack.schema.config import Config

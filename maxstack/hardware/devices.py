@@ -93,7 +93,7 @@ def over_slices(shape: Sequence[int], slices: int) -> list[int]:
         outer.append(math.gcd(size, left))
         left //= outer[-1]
     if left > 1:
-        from maxstack.config import ConfigError
+        from maxstack.errors import ConfigError
 
         raise ConfigError(
             f"mesh: sizes {'x'.join(map(str, shape))} cannot be laid over {slices} "

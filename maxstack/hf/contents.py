@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pydantic
 
-from maxstack.config import ConfigError
-from maxstack.config.errors import DataError
 from maxstack.data import hub
+from maxstack.errors import ConfigError, DataError
 from maxstack.hf import limits
 from maxstack.hf.binding import Bound
 from maxstack.hf.families import FAMILIES

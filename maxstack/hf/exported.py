@@ -13,9 +13,10 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
-from maxstack.config import ConfigError, did_you_mean
+from maxstack.config.spelling import did_you_mean
 from maxstack.data import byte_level
 from maxstack.data.hub import GENERATION, TOKENIZER
+from maxstack.errors import ConfigError
 from maxstack.hf.binding import bind
 from maxstack.hf.contents import Contents, check_tensors
 from maxstack.hf.families import ALL, FAMILIES

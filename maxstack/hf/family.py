@@ -5,8 +5,10 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from maxstack.config import ConfigError, did_you_mean, plain_data, quoted
+from maxstack.config import plain_data
 from maxstack.config.annotations import listed
+from maxstack.config.spelling import did_you_mean
+from maxstack.errors import ConfigError, quoted
 from maxstack.hf import table
 from maxstack.hf.blocks import Layers
 from maxstack.hf.rows import Row

@@ -7,11 +7,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from maxstack.config import ConfigError, quoted, shortened
-from maxstack.config.errors import DataError
 from maxstack.data import hub
 from maxstack.data.hub import GENERATION, INDEX, SINGLE
 from maxstack.data.json_files import read_object
+from maxstack.errors import ConfigError, DataError, quoted, shortened
 from maxstack.hf import limits
 from maxstack.hf.quantized import unpacking
 from maxstack.hf.safetensors_file import SafetensorsFile, check_name

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from maxstack.config import ConfigError, quoted
+from maxstack.errors import ConfigError, quoted
 
 
 class Limit(NamedTuple):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.hf.contents import FLOATS
 from maxstack.hf.folder import Folder, and_more
 from maxstack.hf.peft import Adapter

@@ -16,10 +16,9 @@ from typing import Any
 import einops
 import numpy as np
 
-from maxstack.config import ConfigError, quoted, shortened
-from maxstack.config.errors import DataError
 from maxstack.config.writer import inline
 from maxstack.data.json_files import read_object
+from maxstack.errors import ConfigError, DataError, quoted, shortened
 from maxstack.hf.binding import Bound, Target, bind
 from maxstack.hf.families import ALL
 from maxstack.hf.rows import Shape, axes_in

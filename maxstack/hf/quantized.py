@@ -7,8 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from maxstack.config import ConfigError, quoted, shortened
-from maxstack.config.errors import DataError
+from maxstack.errors import ConfigError, DataError, quoted, shortened
 from maxstack.hf.tensors import Tensor
 
 # e2m1: one bit of sign, two of exponent, one of mantissa.

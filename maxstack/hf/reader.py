@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from maxstack.config.errors import DataError
+from maxstack.errors import DataError
 from maxstack.hf.binding import Bound, Target, bind
 from maxstack.hf.contents import Contents, check_tensors
 from maxstack.hf.tensors import Tensor, check_finite

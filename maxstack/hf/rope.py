@@ -5,8 +5,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from maxstack.config import ConfigError, quoted
 from maxstack.config.annotations import listed
+from maxstack.errors import ConfigError, quoted
 from maxstack.hf import table
 from maxstack.hf.table import Mismatch, Sink, Source
 

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from maxstack.config import quoted
-from maxstack.config.errors import DataError
 from maxstack.data import json_files
+from maxstack.errors import DataError, quoted
 
 _KINDS: dict[str, Any] = {
     "F64": "<f8",

@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
-from maxstack.config import ConfigError, did_you_mean, quoted
+from maxstack.config.spelling import did_you_mean
+from maxstack.errors import ConfigError, quoted
 
 _MISSING = object()
 

@@ -5,7 +5,7 @@ from typing import Protocol
 import ml_dtypes
 import numpy as np
 
-from maxstack.config.errors import DataError
+from maxstack.errors import DataError
 from maxstack.hf.safetensors_file import SafetensorsFile
 
 EXPONENTS: dict[np.dtype, np.unsignedinteger] = {

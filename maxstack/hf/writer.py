@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from maxstack.config import ConfigError, atomic
+from maxstack.config import atomic
+from maxstack.errors import ConfigError
 from maxstack.hf.binding import Bound, Target
 from maxstack.hf.folder import INDEX, SINGLE
 from maxstack.hf.rows import Shape
@@ -58,8 +59,7 @@ class Shard:
 def new_folder(out: Path) -> Iterator[Path]:
     """A folder to fill, which appears as `out` only when all of it is there. ConfigError where
     something is there already, or it cannot be written."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"--out {out}: is there already; choose another name, or delete it")
+    atomic.check_absent(out)
     with contextlib.ExitStack() as ending:
         try:
             unfinished = ending.enter_context(atomic.writing(out))

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from tqdm import tqdm
 
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.hardware.compiling import in_order
 from maxstack.objectives.masked_diffusion import EXCLUDED, MaskedDiffusion
 from maxstack.objectives.objective import row_keys
@@ -102,7 +102,7 @@ def _step(
 
 
 def _score(order: Order, log_p_BTV: jax.Array, best_BT: jax.Array) -> jax.Array:
-    """How sure each position is, [B, T]."""
+    """Confidence in each position, [B, T]."""
     if order == "confidence":
         return jnp.take_along_axis(log_p_BTV, best_BT[..., None], axis=-1)[..., 0]
     if order == "margin":

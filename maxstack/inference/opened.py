@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxstack import sharding
-from maxstack.config import ConfigError, shortened
 from maxstack.data import hub
+from maxstack.errors import ConfigError, shortened
 from maxstack.load import load
 from maxstack.schema.mesh import AXES
 from maxstack.state import flat, tree
 
 if TYPE_CHECKING:
+    from maxstack.data.tokenizers import Tokenizer
     from maxstack.run import Run
     from maxstack.schema.config import Config
 
@@ -83,6 +84,16 @@ def read_weights(model: str, run: "Run", own: Path | None) -> Any:
     return tree(run.weights.rewritten(load_params(contents, run.weights.original, finite=finite)))
 
 
+def open_prompt_tokenizer(cfg: "Config") -> "Tokenizer":
+    """The tokenizer of a configuration, without EOS: it encodes texts that a model goes on from, or
+    scores."""
+    from maxstack.data.tokenizers import open_tokenizer
+
+    settings = cfg.data.tokenizer
+    eos = None if settings.kind == "huggingface" else False
+    return open_tokenizer(settings.model_copy(update={"eos": eos}))
+
+
 def config_of(model: str, overrides: Sequence[str]) -> tuple["Config", Path | None]:
     """The configuration of a model, and the run's folder, None for a Hugging Face folder."""
 
@@ -91,21 +102,14 @@ def config_of(model: str, overrides: Sequence[str]) -> tuple["Config", Path | No
             f"{shortened(model, 200)}: {hub.NOWHERE}; give a run's folder, one of its checkpoints, "
             "a Hugging Face folder, or such a name"
         )
-    if (Path(model) / "hf" / "source.json").is_file() and not (
-        Path(model) / "config.yml"
-    ).is_file():
+    folder = Path(model)
+    if (folder / "hf/source.json").is_file() and not (folder / "config.yml").is_file():
         raise ConfigError(
             f"{model}: an import that was not finished; give the same `maxstack import` again"
         )
-    folder = Path(model)
-    places = (folder, folder.parent, folder.parent.parent) if folder.is_dir() else ()
-    own = next((place for place in places if (place / "config.yml").is_file()), None)
-    if own is None:
-        data = {
-            "sources": [{"kind": "synthetic", "vocab": 2}],
-            "seq_len": 1,
-        }  # rows have lengths of their own
-        cfg = load({"model": {"from": model}, "data": data}, overrides)
-    else:
-        cfg = load(own / "config.yml", overrides)
-    return cfg, own
+    for own in (folder, folder.parent, folder.parent.parent) if folder.is_dir() else ():
+        if (own / "config.yml").is_file():
+            return load(own / "config.yml", overrides), own
+    source = {"kind": "synthetic", "vocab": 2}
+    data = {"sources": [source], "seq_len": 1}  # rows have lengths of their own
+    return load({"model": {"from": model}, "data": data}, overrides), None

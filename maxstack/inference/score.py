@@ -9,9 +9,9 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from maxstack.config import ConfigError, atomic
-from maxstack.config.errors import DataError
-from maxstack.inference.opened import config_of
+from maxstack.config import atomic
+from maxstack.errors import ConfigError, DataError
+from maxstack.inference.opened import config_of, open_prompt_tokenizer
 
 if TYPE_CHECKING:
     from maxstack.run import Run
@@ -50,16 +50,11 @@ def read_tokens(file: str, vocab: int) -> Rows:
         raise DataError(
             f"{file}: {error.args[0]}; wanted: tokens int32 [B, T] and lengths int32 [B]"
         ) from error
-    if (
-        tokens.ndim != 2
-        or lengths.shape != tokens.shape[:1]
-        or tokens.dtype.kind not in "iu"
-        or lengths.dtype.kind not in "iu"
-    ):
+    kinds = {tokens.dtype.kind, lengths.dtype.kind}
+    if tokens.ndim != 2 or lengths.shape != tokens.shape[:1] or not kinds <= {"i", "u"}:
         raise DataError(
             f"{file}: tokens {tokens.dtype}{[*tokens.shape]}, lengths "
-            f"{lengths.dtype}{[*lengths.shape]}; "
-            "wanted: int32 [B, T] and int32 [B]"
+            f"{lengths.dtype}{[*lengths.shape]}; wanted: int32 [B, T] and int32 [B]"
         )
     if lengths.size and not (0 <= lengths.min() and lengths.max() <= tokens.shape[1]):
         raise DataError(
@@ -82,7 +77,7 @@ def read_texts(file: str, model: str, overrides: Sequence[str], instead: str) ->
     without EOS. ConfigError where the model has no tokenizer, DataError where the tokenizer does
     not fit it; `instead` is the option that takes tokens, for these messages."""
     from maxstack.data.sources import open_source
-    from maxstack.data.tokenizers import open_tokenizer, tokens_of
+    from maxstack.data.tokenizers import tokens_of
     from maxstack.hf.tokenizer import unread
     from maxstack.schema.data import JsonlSource
 
@@ -91,9 +86,7 @@ def read_texts(file: str, model: str, overrides: Sequence[str], instead: str) ->
         beside = own / "hf" if own else Path(model)
         folder = beside if beside.is_dir() else Path(cfg.model.weights or model)
         raise ConfigError(f"{unread(folder)}; or give {instead}")
-    settings = cfg.data.tokenizer
-    eos = None if settings.kind == "huggingface" else False
-    tokenizer = open_tokenizer(settings.model_copy(update={"eos": eos}))
+    tokenizer = open_prompt_tokenizer(cfg)
     if tokenizer.vocab_size > cfg.model.vocab:
         raise DataError(
             f"data.tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens and "

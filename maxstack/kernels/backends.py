@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from maxstack import sharding
-from maxstack.config import ConfigError, did_you_mean
+from maxstack.config.spelling import did_you_mean
+from maxstack.errors import ConfigError
 from maxstack.kernels import tuning
 
 ALL = ("cpu", "gpu", "tpu")

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from maxstack.config import ConfigError, atomic
+from maxstack.config import atomic
+from maxstack.errors import ConfigError
 from maxstack.sharding import holding
 
 SHIPPED = Path(__file__).with_name("tuned.json")

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from maxstack import sharding
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.kernels.backends import config_scope
 from maxstack.layers import dispatch, router
 from maxstack.layers.context import Context

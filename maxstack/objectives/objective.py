@@ -2,7 +2,7 @@
 them."""
 
 import dataclasses
-import importlib
+import pkgutil
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -43,7 +43,7 @@ class Models:
 
     policy: Any
     frozen: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """By name, as in Objective.frozen."""
+    """Models by name, as in Objective.frozen."""
 
 
 class Objective:
@@ -83,15 +83,13 @@ class Objective:
 
 def objective_of(cfg: "Config") -> Objective:
     """The objective of a configuration."""
-    module, name = cfg.objective.OBJECTIVE.split(":")
-    kind: type[Objective] = getattr(importlib.import_module(module), name)
-    return kind(cfg)
+    return pkgutil.resolve_name(cfg.objective.OBJECTIVE)(cfg)
 
 
 def token_fields(cfg: "Config") -> dict[str, Field]:
     """Fields of rows of tokens: positions and segments where rows hold several documents; `real`
     where they do not, but padding must go to no expert."""
-    packed = any(data and data.packing != "none" for data in (cfg.data, cfg.eval.data))
+    packed = any(data.packing != "none" for data in cfg.data_sections.values())
     fields = {"tokens": "int32", "targets": "int32", "mask": "float32"}
     if packed:
         fields |= {"positions": "int32", "segments": "int32"}

@@ -2,21 +2,21 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from pydantic_core import PydanticCustomError
+from optax import GradientTransformation
 
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.optim import wrappers
 from maxstack.optim.rates import item_rate, shaped_rate
 from maxstack.schema.optimizer import (
     Optimizer,
     OptimizerConfig,
     Selectors,
-    check_schedules,
+    schedule_faults,
     updates_in,
 )
 from maxstack.schema.optimizer.arguments import (
@@ -32,7 +32,6 @@ from maxstack.schema.optimizer.schedules import Schedule, build_schedule, steps_
 
 SEQUENTIAL = ("galore", "scale_by_galore")
 Params = dict[str, ParamInfo]
-Transformation: TypeAlias = optax.GradientTransformation
 
 
 def build(
@@ -44,11 +43,8 @@ def build(
     Its update takes these, None in place of the others, and value=loss and grad=gradients as extra
     arguments. A pattern that matches no parameter, trained or not, is a ConfigError.
     """
-    try:
-        check_schedules(cfg, train_steps)
-    except PydanticCustomError as error:
-        context = error.context or {}
-        raise ConfigError(f"optimizer.{context['key']}: {context['message']}") from None
+    for key, message in schedule_faults(cfg, train_steps):
+        raise ConfigError(f"optimizer.{key}: {message}")
     optimizer, params = cfg.parsed, _by_path(params_info)
     chosen = _by_path(trained(cfg, params_info))
     for i, (selectors, _) in enumerate(optimizer.groups):
@@ -66,7 +62,7 @@ def build(
 
 
 class _Scope(NamedTuple):
-    """What the items of one chain act on."""
+    """Parameters that the items of a chain act on."""
 
     optimizer: Optimizer
     params: Params
@@ -113,9 +109,9 @@ def _by_path(tree: Any) -> dict[str, Any]:
     return dict(zip(paths, jax.tree.leaves(tree), strict=True))
 
 
-def _grouped(scope: _Scope) -> Transformation:
+def _grouped(scope: _Scope) -> GradientTransformation:
     rest = scope.params
-    chains: dict[str, Transformation] = {}
+    chains: dict[str, GradientTransformation] = {}
     labels: dict[str, str] = {}
     for i, (selectors, chain) in enumerate(scope.optimizer.groups):
         members = {path: info for path, info in rest.items() if selected(selectors, path, info)}
@@ -132,12 +128,12 @@ def _grouped(scope: _Scope) -> Transformation:
     return wrappers.partition(chains, labels)
 
 
-def _chain(chain: Chain, scope: _Scope) -> Transformation:
+def _chain(chain: Chain, scope: _Scope) -> GradientTransformation:
     built = [_transformation(item, scope) for item in chain]
     return built[0] if len(built) == 1 else optax.chain(*built)
 
 
-def _transformation(item: Transform, scope: _Scope) -> Transformation:
+def _transformation(item: Transform, scope: _Scope) -> GradientTransformation:
     name = item.signature.name
     arguments = {key: _value(item, key, scope) for key in item.arguments} | _implied(item, scope)
     package = optax.contrib if item.signature.package == "optax.contrib" else optax
@@ -205,18 +201,18 @@ def _implied(item: Transform, scope: _Scope) -> dict[str, Any]:
     return implied
 
 
-def _multi_steps(**arguments: Any) -> Transformation:
+def _multi_steps(**arguments: Any) -> GradientTransformation:
     return optax.MultiSteps(**arguments).gradient_transformation()
 
 
-def _sam(**arguments: Any) -> Transformation:
+def _sam(**arguments: Any) -> GradientTransformation:
     """Sharpness-aware minimization as a transformation without extra arguments: its update takes
     none, although its type says so."""
     sam = optax.contrib.sam(**arguments)
-    return optax.GradientTransformation(sam.init, sam.update)
+    return GradientTransformation(sam.init, sam.update)
 
 
-def _selective(optimizer: Transformation, freeze_mask: Any) -> Transformation:
+def _selective(optimizer: GradientTransformation, freeze_mask: Any) -> GradientTransformation:
     def labels(tree: Any) -> Any:
         flags = freeze_mask if callable(freeze_mask) else wrappers.of_paths(lambda _: freeze_mask)
         return jax.tree.map(lambda frozen: "frozen" if frozen else "trained", flags(tree))
@@ -228,7 +224,7 @@ def _selective(optimizer: Transformation, freeze_mask: Any) -> Transformation:
     )
 
 
-BUILDERS: dict[str, Callable[..., Transformation]] = {
+BUILDERS: dict[str, Callable[..., GradientTransformation]] = {
     "lookahead": wrappers.lookahead,
     "MultiSteps": _multi_steps,
     "sam": _sam,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from optax import GradientTransformation, GradientTransformationExtraArgs
 
 from maxstack.schema.optimizer import OptimizerConfig
 from maxstack.schema.optimizer.paths import ParamInfo
@@ -43,8 +44,8 @@ def of_paths(leaf: Callable[[str], Any]) -> Callable[[Any], Any]:
 
 
 def partition(
-    transforms: dict[str, optax.GradientTransformation], labels: dict[str, str]
-) -> optax.GradientTransformationExtraArgs:
+    transforms: dict[str, GradientTransformation], labels: dict[str, str]
+) -> GradientTransformationExtraArgs:
     """Applies to each parameter the transform of its path's label."""
     return optax.partition(
         transforms, of_paths(labels.__getitem__), mask_compatible_extra_args=True
@@ -52,11 +53,11 @@ def partition(
 
 
 def lookahead(
-    fast_optimizer: optax.GradientTransformation,
+    fast_optimizer: GradientTransformation,
     sync_period: int,
     slow_step_size: float,
     reset_state: bool = False,
-) -> optax.GradientTransformationExtraArgs:
+) -> GradientTransformationExtraArgs:
     """Lookahead (Zhang et al. 2019, arXiv:1907.08610): every sync_period steps the slow weights
     move by slow_step_size towards the fast ones, which then start again from there. As
     optax.lookahead, but the parameters are the fast weights alone and the slow ones are state. Its
@@ -86,10 +87,10 @@ def lookahead(
             )
         return updates, LookaheadState(fast_state, slow, (state.steps_since_sync + 1) % sync_period)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return GradientTransformationExtraArgs(init, update)
 
 
-def weight_ema(decay: float, start: int) -> optax.GradientTransformation:
+def weight_ema(decay: float, start: int) -> GradientTransformation:
     """Keeps an exponential moving average of the updated parameters, equal to them until step
     `start`, in float32 at least. It stands last in a chain and changes no update."""
 
@@ -109,10 +110,10 @@ def weight_ema(decay: float, start: int) -> optax.GradientTransformation:
         )
         return updates, WeightEmaState(optax.safe_increment(state.steps), average)
 
-    return optax.GradientTransformation(init, update)
+    return GradientTransformation(init, update)
 
 
-def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def in_float32(inner: GradientTransformation) -> GradientTransformationExtraArgs:
     """Shows a transform weights and gradients in float32 at least, so that its state and updates
     are in float32 at least."""
 
@@ -125,8 +126,8 @@ def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformat
 
 
 def per_layer(
-    inner: optax.GradientTransformation, params: dict[str, ParamInfo], *, sequential: bool = False
-) -> optax.GradientTransformationExtraArgs:
+    inner: GradientTransformation, params: dict[str, ParamInfo], *, sequential: bool = False
+) -> GradientTransformationExtraArgs:
     """Applies a transform that treats each tensor by itself to every layer (and expert) of stacked
     parameters separately.
 
@@ -134,7 +135,7 @@ def per_layer(
     hides in a lax.cond, which batching would always run.
     """
 
-    def transform_of(sizes: tuple[int, ...]) -> optax.GradientTransformation:
+    def transform_of(sizes: tuple[int, ...]) -> GradientTransformation:
         mapped = inner
         for _ in sizes:
             mapped = _over_leading_axis(mapped, sequential)
@@ -150,8 +151,8 @@ def per_layer(
 
 
 def as_matrices(
-    inner: optax.GradientTransformation, params: dict[str, ParamInfo]
-) -> optax.GradientTransformationExtraArgs:
+    inner: GradientTransformation, params: dict[str, ParamInfo]
+) -> GradientTransformationExtraArgs:
     """Shows a transform each tensor (of one layer) as a matrix or vector: query weights as
     embed x (heads * head_dim)."""
 
@@ -219,8 +220,8 @@ def _overlaid(
 
 
 def _viewed(
-    inner: optax.GradientTransformation, view: Callable[[Any], Any]
-) -> optax.GradientTransformationExtraArgs:
+    inner: GradientTransformation, view: Callable[[Any], Any]
+) -> GradientTransformationExtraArgs:
     """Applies a transform to views of gradients and parameters; its updates get the shapes of the
     gradients."""
     inner = optax.with_extra_args_support(inner)
@@ -229,12 +230,12 @@ def _viewed(
         moved, state = inner.update(view(updates), state, view(params), **extra)
         return jax.tree.map(lambda new, old: new.reshape(old.shape), moved, updates), state
 
-    return optax.GradientTransformationExtraArgs(lambda params: inner.init(view(params)), update)
+    return GradientTransformationExtraArgs(lambda params: inner.init(view(params)), update)
 
 
 def _over_leading_axis(
-    inner: optax.GradientTransformation, sequential: bool
-) -> optax.GradientTransformationExtraArgs:
+    inner: GradientTransformation, sequential: bool
+) -> GradientTransformationExtraArgs:
     transform = optax.with_extra_args_support(inner)
 
     def mapped(function: Callable[..., Any], *trees: Any) -> Any:
@@ -250,4 +251,4 @@ def _over_leading_axis(
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         return mapped(lambda u, s, p: transform.update(u, s, p, **extra), updates, state, params)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return GradientTransformationExtraArgs(init, update)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.hardware.chips import by_kind
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
-from maxstack.config import ConfigError, atomic, dump
+from maxstack.config import atomic, dump
+from maxstack.errors import ConfigError
 from maxstack.run import Run
 
 MAGIC = b"maxstack step 1\n"

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.hardware.chips import by_kind
 from maxstack.hardware.devices import host_memory
 from maxstack.run import Run

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.plan.estimate import SLACK, Estimate, Shapes, estimate
 from maxstack.plan.topology import Topology, links
 from maxstack.schema import mesh_rules, parallel_rules, rules
@@ -129,11 +129,11 @@ def _candidates(cfg: "Config", topology: Topology) -> Iterator[tuple["Config", d
     policies = dict.fromkeys([cfg.model.remat.policy, *searched])
     batches = [cfg.train.batch_size * factor for factor in (1, 2, 4)]
     fills = math.prod(own_sizes.values()) == topology.size
-    if fills and not rules.check_devices(cfg, topology.size):
+    if fills and not rules.device_faults(cfg, topology.size):
         yield cfg, own_sizes
     for sizes, policy, batch in itertools.product(_meshes(cfg, topology), policies, batches):
         changed = _changed(cfg, sizes, policy, batch)
-        if changed != resolved and not rules.check(changed):
+        if changed != resolved and not rules.faults(changed):
             yield changed, sizes
 
 

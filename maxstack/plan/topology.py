@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.hardware.chips import Chip, by_kind
 from maxstack.hardware.chips import chip as find_chip
 from maxstack.hardware.devices import arrange, box, slice_of

@@ -18,7 +18,7 @@ import jax
 import maxstack
 from maxstack import config
 from maxstack.cluster.peers import Peers
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 
 if TYPE_CHECKING:
     from maxstack.schema.config import Config

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from maxstack.config import Items, Section
+from maxstack.config import Items, NonNegativeInt, PositiveInt, Section
 
 
 class TierConfig(Section):
@@ -13,12 +13,12 @@ class TierConfig(Section):
     path: str = Field(min_length=1)
     """A folder. Without `replicate` all processes see the same there; with it, it is on each host's
     own disk."""
-    every: int = Field(100, ge=1)
+    every: PositiveInt = 100
     """Steps between saves there. The last save of a run goes to every tier that all processes
     see."""
-    keep: int = Field(2, ge=1)
+    keep: PositiveInt = 2
     """The newest checkpoints that stay there."""
-    replicate: int | None = Field(None, ge=0)
+    replicate: NonNegativeInt | None = None
     """On each host's own disk: how many other processes, those with the next numbers, get a copy of
     a process's shards; at least as many as a host has processes, or no copy is on another host.
     Such checkpoints are read on the mesh and by the number of processes that wrote them, each on
@@ -28,25 +28,25 @@ class TierConfig(Section):
 class CheckpointConfig(Section):
     """Model, optimizer, data position and step, saved together."""
 
-    every: int = Field(1000, ge=0)
+    every: NonNegativeInt = 1000
     """Steps between saves into the run's own folder; 0: never, not even at the end or on
     SIGTERM."""
     tiers: Items[TierConfig] = ()
     """More places, each with its own pace: `{path: /local/ssd, every: 20, keep: 2, replicate: 1}`.
     A run goes on from the newest intact step of all; of equal ones, from a host's own disk, then
     from the run's folder, then from the others in their order."""
-    keep: int = Field(3, ge=1)
+    keep: PositiveInt = 3
     """The newest checkpoints that stay."""
-    keep_every: int | None = Field(None, ge=1)
+    keep_every: PositiveInt | None = None
     """Checkpoints at multiples of this step stay for good; null: none."""
-    keep_best: int = Field(0, ge=0)
+    keep_best: NonNegativeInt = 0
     """This many checkpoints with the lowest eval_loss stay too."""
     on_failure: Literal["continue", "stop"] = "continue"
-    """What a save that fails, for want of room or a lost disk, does to the run: it is told and the
-    run goes on, or it stops where the next one is due. The last save of a run, at its end or on a
+    """Consequence of a save that fails, for want of room or a lost disk: it is logged and the run
+    goes on, or it stops where the next one is due. The last save of a run, at its end or on a
     signal, must succeed."""
     restore: Literal["none", "latest"] | int | str = "latest"
-    """Where to start: none (from scratch; refused if the run already has checkpoints), latest, a
+    """Start of the run: none (from scratch; refused if the run already has checkpoints), latest, a
     step of this run (the first time; the same command again goes on from what was saved since), or
     the path of another run or of one of its steps, which is read only until this run has saved."""
 
@@ -57,8 +57,5 @@ class CheckpointConfig(Section):
     @property
     def elsewhere(self) -> str | None:
         """The path that `restore` names; None where it names none."""
-        return (
-            self.restore
-            if isinstance(self.restore, str) and self.restore not in ("none", "latest")
-            else None
-        )
+        is_path = isinstance(self.restore, str) and self.restore not in ("none", "latest")
+        return f"{self.restore}" if is_path else None

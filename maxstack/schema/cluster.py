@@ -2,13 +2,13 @@
 
 import posixpath
 import re
-from typing import Annotated, ClassVar
+from collections.abc import Iterator
+from typing import Annotated
 
 import pydantic
 from pydantic import Field
 
-from maxstack.config import Items, Section, fault
-from maxstack.config.compose import Presets
+from maxstack.config import Fault, Items, NonNegativeInt, PositiveInt, Section
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$", max_length=253)]
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$", max_length=63)]
@@ -105,7 +105,7 @@ class SecretConfig(Section):
     name: Name
     """Name of the secret."""
     key: Name
-    """In it."""
+    """Key in the secret."""
 
 
 class BucketConfig(Section):
@@ -114,10 +114,10 @@ class BucketConfig(Section):
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]$")]
     """Without gs://."""
     mount: Mount = "/gcs"
-    """Where pods see it; run.output_dir lies below. No folder that the image or the system
+    """Folder in the pods; run.output_dir lies below. No folder that the image or the system
     needs."""
     storage: Name | None = None
-    """What `xpk storage attach` called it; xpk mounts it by that name."""
+    """Name that `xpk storage attach` gave it; xpk mounts it by that name."""
 
 
 class SidecarConfig(Section):
@@ -128,7 +128,7 @@ class SidecarConfig(Section):
     memory: Quantity = "4Gi"
     """Memory; 0: no limit."""
     disk: Quantity = "30Gi"
-    """Of the node's disk, for files that are being written; 0: no limit."""
+    """Part of the node's disk, for files that are being written; 0: no limit."""
 
 
 class VolumeConfig(Section):
@@ -136,7 +136,7 @@ class VolumeConfig(Section):
     size."""
 
     mount: Mount
-    """Where pods see it. No folder that the image or the system needs."""
+    """Folder in the pods. No folder that the image or the system needs."""
     claim: Name | None = None
     """A PersistentVolumeClaim; with several hosts one that all can write (ReadWriteMany)."""
     config_map: Name | None = None
@@ -148,16 +148,15 @@ class VolumeConfig(Section):
     read_only: bool = False
     """Nothing is written there."""
 
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> "VolumeConfig":
+    def own_faults(self) -> Iterator[Fault]:
         kinds = "claim", "config_map", "secret", "size"
-        if len(given := [kind for kind in kinds if getattr(self, kind) is not None]) != 1:
-            raise fault(
+        chosen = [kind for kind in kinds if getattr(self, kind) is not None]
+        if len(chosen) != 1:
+            yield (
                 "mount",
-                f"{self.mount} has {' and '.join(given) or 'nothing to mount'}; "
+                f"{self.mount} has {' and '.join(chosen) or 'nothing to mount'}; "
                 f"give one of {', '.join(kinds)}",
             )
-        return self
 
 
 class PodConfig(Section):
@@ -169,7 +168,7 @@ class PodConfig(Section):
     """Memory that a pod asks for, and has at most; null: three quarters of what its machine has."""
     shared_memory: Quantity = "16Gi"
     """Size of /dev/shm, a part of the memory."""
-    user: int | None = Field(1000, ge=1)
+    user: PositiveInt | None = 1000
     """User and group of the processes, without any privilege, as the `restricted` Pod Security
     Standard asks. null: the image's own user, and what the cluster allows it."""
     service_account_token: bool = False
@@ -195,7 +194,7 @@ class SlurmConfig(Section):
     mem: Annotated[str, Field(pattern=r"^[0-9]+[KMGT]?$"), pydantic.BeforeValidator(_written)] = "0"
     """Memory of a node, as sbatch has it: megabytes, or a number with K, M, G or T; 0: all of
     it."""
-    cpus_per_task: int | None = Field(None, ge=1)
+    cpus_per_task: PositiveInt | None = None
     """CPUs of a process; null: what the cluster gives, of nodes that the job has for itself."""
     per_gpu: bool = False
     """One process a GPU in place of one a host."""
@@ -217,7 +216,7 @@ class SlurmConfig(Section):
 class ClusterConfig(Section):
     """One cluster. `maxstack submit CONFIG --target T --cluster FILE` reads it."""
 
-    PRESETS: ClassVar[Presets] = {"": ("clusters",)}
+    PRESETS = {"": ("clusters",)}
 
     topology: str
     """The hardware of a run, as `maxstack plan` writes it: v5p:8x8x16, v5e:16x16*4 (4 slices),
@@ -225,18 +224,18 @@ class ClusterConfig(Section):
     project: Name | None = None
     """Google Cloud project; null: gcloud's own. For xpk."""
     zone: Name | None = None
-    """Of the cluster; for xpk."""
+    """Zone of the cluster; for xpk."""
     cluster: Name | None = None
-    """Its name; for xpk."""
+    """Name of the cluster; for xpk."""
     reservation: Label | None = None
     """Nodes that are kept for you (cloud.google.com/reservation-name)."""
     namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)] = (
         "default"
     )
-    """Of Kubernetes."""
+    """Namespace of Kubernetes."""
     context: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@/-]*$")] | None = None
-    """Of kubectl, such as gke_PROJECT_REGION_CLUSTER (`kubectl config get-contexts`); null: the
-    current one."""
+    """Context of kubectl, such as gke_PROJECT_REGION_CLUSTER (`kubectl config get-contexts`); null:
+    the current one."""
     queue: Label | None = None
     """Kueue's local queue."""
     priority: Label | None = None
@@ -249,20 +248,21 @@ class ClusterConfig(Section):
     service_account: Name | None = None
     """Kubernetes service account of the pods, which may read and write the bucket."""
     bucket: BucketConfig | None = None
-    """Where gke and xpk keep what a run writes."""
+    """Bucket in which gke and xpk keep what a run writes."""
     secrets: dict[Variable, SecretConfig] = {}
     """Environment variable -> where its value lies."""
     env: dict[Variable, Line] = {}
     """Environment variables of every process."""
     config: Annotated[str, Field(pattern=r"^/[A-Za-z0-9._/-]+$")] | None = None
-    """Where every host finds the resolved configuration, for one that is too large to be handed
+    """Path of the resolved configuration on every host, for a file that is too large to be handed
     over: the file that `maxstack submit --out` writes, copied into the bucket or the image. A host
     where it differs ends the run. null: the configuration is handed over with the job."""
     grace: int = Field(600, ge=30)
     """Seconds that a process has to save after SIGTERM, before it is killed."""
-    max_restarts: int = Field(100, ge=0)
-    """How often a run is started again, after anything but its end (0) or a mistake (1, 2)."""
-    ttl_seconds_after_finished: int = Field(604_800, ge=0)
+    max_restarts: NonNegativeInt = 100
+    """Number of times that a run is started again, after anything but its end (0) or a mistake (1,
+    2)."""
+    ttl_seconds_after_finished: NonNegativeInt = 604_800
     """Seconds for which gke and xpk keep what has ended, with its pods and their logs; a week."""
     restart_from_zero: bool = False
     """A restart may begin at step 0. Otherwise a run that saves nothing, or nothing that lasts, is
@@ -272,10 +272,9 @@ class ClusterConfig(Section):
     pod: PodConfig = PodConfig()
     slurm: SlurmConfig = SlurmConfig()
 
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> "ClusterConfig":
+    def own_faults(self) -> Iterator[Fault]:
         if 0 < self.slurm.seconds <= self.grace + MARGIN:
-            raise fault(
+            yield (
                 "slurm.time",
                 f"{self.slurm.time} is {self.slurm.seconds} s, and the run would be "
                 f"asked to save {self.grace + MARGIN} s before its end: at once, again and again; "
@@ -283,39 +282,34 @@ class ClusterConfig(Section):
             )
         mounts = [volume.mount for volume in (self.bucket, *self.volumes) if volume]
         if twice := sorted({path for path in mounts if mounts.count(path) > 1}):
-            raise fault(
-                "volumes", f"{', '.join(twice)}: mounted twice; give each a folder of its own"
-            )
+            yield ("volumes", f"{', '.join(twice)}: mounted twice; give each a folder of its own")
         if ours := sorted(key for key in self.pod.labels if OURS.match(key)):
-            raise fault(
+            yield (
                 "pod.labels",
                 f"{', '.join(ours)}: written by submit or by the cluster's "
                 "controllers; leave it out",
             )
-        self._check_environment()
-        return self
+        yield from self._environment_faults()
 
-    def _check_environment(self) -> None:
-        keys = [f"env.{name}" for name in self.env] + [f"secrets.{name}" for name in self.secrets]
-        for key in keys:
-            section, _, name = key.partition(".")
-            if RESERVED.match(name):
-                raise fault(
-                    key,
+    def _environment_faults(self) -> Iterator[Fault]:
+        for section in ("env", "secrets"):
+            for name in filter(RESERVED.match, getattr(self, section)):
+                yield (
+                    f"{section}.{name}",
                     "is how a process learns of the others, or of its configuration; leave it out",
                 )
-            if section == "env" and name in self.secrets:
-                raise fault(key, f"{name} is in secrets too; give it once")
+        for name in self.env.keys() & self.secrets.keys():
+            yield f"env.{name}", f"{name} is in secrets too; give it once"
         sizes = {name: len(f"{name}={value}".encode()) + 1 for name, value in self.env.items()}
         for name, size in sizes.items():
             if size > STRING:
-                raise fault(
+                yield (
                     f"env.{name}",
                     f"has {size:,} bytes with its name, and Linux gives a "
                     f"process {STRING:,} at most; put it into a file",
                 )
         if sum(sizes.values()) > ENVIRONMENT:
-            raise fault(
+            yield (
                 "env",
                 f"has {sum(sizes.values()):,} bytes, and {ENVIRONMENT:,} is the "
                 "most; put the values into a file",

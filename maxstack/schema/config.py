@@ -3,15 +3,12 @@ package."""
 
 import logging
 import re
-from typing import ClassVar, Literal
+from collections.abc import Iterator
+from typing import Literal
 
-import pydantic
 from pydantic import Field
 
-from maxstack.config import (
-    Section,
-    fault,
-)
+from maxstack.config import Fault, NonNegativeInt, PositiveInt, Section
 from maxstack.schema.checkpoint import CheckpointConfig
 from maxstack.schema.data import DataConfig
 from maxstack.schema.decoder import DecoderConfig
@@ -27,14 +24,14 @@ log = logging.getLogger(__name__)
 
 
 class RunConfig(Section):
-    """Where the run lives."""
+    """Name and folders of the run."""
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)
     """The run's folder inside output_dir; the same name resumes."""
     output_dir: str = Field("runs", max_length=1024)
     """The folder that holds runs, local or mounted. With several hosts it must be one that all of
     them see."""
-    virtual_devices: int | None = Field(None, ge=1)
+    virtual_devices: PositiveInt | None = None
     """Split the CPU into this many devices, to try a mesh; null: the real devices."""
     tensorboard: bool = True
     """Write TensorBoard events beside metrics.jsonl."""
@@ -54,30 +51,30 @@ class DistributedConfig(Section):
 
     coordinator: str = Field(pattern=r"^.+:[0-9]+$")
     """host:port on the host of process 0; the port is free there, and all processes reach it."""
-    processes: int = Field(ge=1)
-    """How many."""
-    process: int = Field(ge=0)
+    processes: PositiveInt
+    """Number of processes."""
+    process: NonNegativeInt
     """The number of this one, from 0."""
 
 
 class ProfileConfig(Section):
     """A jax profiler trace of some steps."""
 
-    start: int = Field(10, ge=1)
+    start: PositiveInt = 10
     """First step in the trace."""
-    steps: int = Field(3, ge=1)
-    """How many."""
+    steps: PositiveInt = 3
+    """Number of steps in the trace."""
 
 
 class TrainConfig(Section):
     """The loop."""
 
-    steps: int = Field(1000, ge=1)
+    steps: PositiveInt = 1000
     """Optimizer steps in the whole run. A run may be given more; where that moves the learning rate
     of its next step, the log says from what to what."""
-    batch_size: int = Field(8, ge=1)
+    batch_size: PositiveInt = 8
     """Rows in a step, over all devices and accumulation."""
-    accumulate: int = Field(1, ge=1)
+    accumulate: PositiveInt = 1
     """Microbatches a step is split into, one after the other; the update is that of the whole
     batch."""
     seed: int = 0
@@ -90,40 +87,38 @@ class XlaConfig(Section):
     """Options of the compiler. None is needed for a correct run."""
 
     platform: Literal["cpu", "gpu", "tpu"] | None = None
-    """Where the flags count; elsewhere they are left out, and the log says so. null: everywhere."""
+    """Platform for which the flags count; elsewhere they are left out, and the log says so. null:
+    all."""
     flags: dict[str, bool | int | float | str] = {}
     """Flags of XLA, by name without dashes, for the step and for evaluation; the log shows them.
     One that this XLA does not know is an error."""
 
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> "XlaConfig":
+    def own_faults(self) -> Iterator[Fault]:
         for name in self.flags:
             if not re.fullmatch(r"\w+", name):
-                raise fault(
+                yield (
                     f"flags.{name}",
                     "is no flag's name; write it without dashes, as "
                     f"{name.strip('-').replace('-', '_')}",
                 )
             owner = re.match(r"xla_(cpu|gpu|tpu)_", name)
             if owner and owner[1] != self.platform:
-                raise fault(
+                yield (
                     f"flags.{name}",
                     f"is a flag for {owner[1]}, and xla.platform is "
-                    f"{self.platform or 'null, for all'}; "
-                    f"set xla.platform: {owner[1]}",
+                    f"{self.platform or 'null, for all'}; set xla.platform: {owner[1]}",
                 )
-        return self
 
 
 class EvalConfig(Section):
     """Loss and bits per byte on held-out documents: at the start, during and at the end of
     training. The bytes are those of the documents as UTF-8, whatever a tokenizer makes of them."""
 
-    every: int = Field(0, ge=0)
+    every: NonNegativeInt = 0
     """Steps between evaluations; 0: none at all, not even at start and end."""
-    steps: int | None = Field(None, ge=1)
+    steps: PositiveInt | None = None
     """Batches of an evaluation at most; null: all held-out documents."""
-    batch_size: int | None = Field(None, ge=1)
+    batch_size: PositiveInt | None = None
     """Rows in a batch; null: as in training."""
     data: DataConfig | None = None
     """Documents to evaluate on, with data.tokenizer unless another is given; null: what
@@ -135,7 +130,7 @@ class EvalConfig(Section):
 class Config(Section):
     """A whole run."""
 
-    PRESETS: ClassVar[dict[str, tuple[str, ...]]] = {
+    PRESETS = {
         "": ("recipes", "."),
         "model": ("models",),
         "mesh": ("meshes",),
@@ -144,7 +139,7 @@ class Config(Section):
         "optimizer": ("optimizers",),
     }
 
-    FROM: ClassVar[tuple[str, ...]] = ("model",)
+    FROM = ("model",)
 
     run: RunConfig = RunConfig()
     """Names and folders."""
@@ -157,7 +152,8 @@ class Config(Section):
     """The architecture: a preset's name, or a mapping that may hold `preset:`, or `from:` a Hugging
     Face folder, or Org/Name of the hub."""
     mesh: MeshConfig = MeshConfig()
-    """How devices are arranged and tensors spread over them: a preset's name or a mapping."""
+    """Arrangement of devices, and how tensors are spread over them: a preset's name or a
+    mapping."""
     xla: XlaConfig = XlaConfig()
     """Options of the compiler: a preset's name or a mapping."""
     quantization: QuantizationConfig = QuantizationConfig()
@@ -169,7 +165,7 @@ class Config(Section):
     objective: Objective = NextTokenConfig(kind="next_token")
     """Loss that is minimised."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """How: a preset's name or a mapping."""
+    """How weights follow from gradients: a preset's name or a mapping."""
     train: TrainConfig = TrainConfig()
     """The loop."""
     eval: EvalConfig = EvalConfig()
@@ -178,6 +174,11 @@ class Config(Section):
     """Saving and resuming."""
     faults: FaultsConfig = FaultsConfig()
     """Reactions to values that are not finite, and about spikes."""
+
+    @property
+    def data_sections(self) -> dict[str, DataConfig]:
+        """Data for training, and for evaluation where it has data of its own, by key."""
+        return {"data": self.data} | ({"eval.data": self.eval.data} if self.eval.data else {})
 
     @classmethod
     def foreign(cls, path: str) -> str:

@@ -1,13 +1,12 @@
 """The data pipeline's configuration, apart from its code so that it is checked before jax or grain
 is imported."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-import pydantic
 from pydantic import Field
 
-from maxstack.config import Items, Section, fault
+from maxstack.config import Fault, Items, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 class BytesTokenizer(Section):
@@ -58,7 +57,7 @@ class Source(Section):
 
     name: str | None = None
     """Names the source in logs and metrics; null: its kind and place in the list."""
-    weight: float = Field(1.0, gt=0)
+    weight: PositiveFloat = 1.0
     """Share of the documents drawn from this source, relative to the others."""
     holdout: float = Field(0.0, ge=0, lt=1)
     """Share of its documents (whole files, where a file is a document) kept from training for
@@ -135,9 +134,9 @@ class SyntheticSource(Source):
 
     kind: Literal["synthetic"]
     """The source."""
-    documents: int = Field(1024, ge=1)
+    documents: PositiveInt = 1024
     """Number of documents."""
-    length: int = Field(512, ge=1)
+    length: PositiveInt = 512
     """Tokens in each, or at most if `ragged`."""
     ragged: bool = False
     """Lengths uniform in 1..length instead of equal."""
@@ -163,7 +162,7 @@ class DataConfig(Section):
     """Sources of documents, mixed by weight."""
     tokenizer: Tokenizer = BytesTokenizer(kind="bytes")
     """From text to token ids."""
-    seq_len: int = Field(1024, ge=1)
+    seq_len: PositiveInt = 1024
     """Tokens in a row."""
     packing: Literal["concat", "fit", "none"] = "concat"
     """concat: documents follow each other and are split where a row ends; fit: a document that does
@@ -173,22 +172,20 @@ class DataConfig(Section):
     """A new global order each epoch; false: the order of the source."""
     seed: int = 0
     """Seed of the shuffle and the mixture."""
-    quarantine: int = Field(0, ge=0)
+    quarantine: NonNegativeInt = 0
     """Records that each process may pass over because they cannot be read, each named in the log;
     one more ends the run. The order of the others does not change. 0: the first one ends it."""
-    workers: int = Field(0, ge=0)
+    workers: NonNegativeInt = 0
     """Background processes that read and tokenize; 0: a thread. The batches do not depend on it."""
-    prefetch: int = Field(2, ge=1)
+    prefetch: PositiveInt = 2
     """Batches made ahead."""
 
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> "DataConfig":
+    def own_faults(self) -> Iterator[Fault]:
         for index, source in enumerate(self.sources):
             keeps = isinstance(source, Files) and source.encoding_errors == "keep"
             if keeps and self.tokenizer.kind != "bytes":
-                raise fault(
+                yield (
                     f"sources.{index}.encoding_errors",
                     f"is keep, but data.tokenizer is of kind "
                     f"{self.tokenizer.kind}, which reads UTF-8 alone; set refuse or replace",
                 )
-        return self

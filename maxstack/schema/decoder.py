@@ -1,16 +1,18 @@
 """The models' configuration: a decoder is a pattern of named block specs."""
 
-from typing import ClassVar, Literal, NamedTuple
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
 
-import pydantic
 from pydantic import Field
 
-from maxstack.config import Items, Section, did_you_mean, fault, quoted
+from maxstack.config import Fault, Items, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 from maxstack.config.annotations import listed
-from maxstack.schema import kernels as names
+from maxstack.config.spelling import did_you_mean
+from maxstack.errors import quoted
+from maxstack.schema.kernels import CrossEntropy
 from maxstack.schema.mixers import Mixer, NormConfig
 from maxstack.schema.mlps import MLPKind, MoEConfig
-from maxstack.schema.parts import Dim, ModelPart, activations
+from maxstack.schema.parts import Dim, Dims, ModelPart, activations
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Remat = Literal["none", "full", "dots", "dots_no_batch", "save", "offload"]
@@ -36,7 +38,7 @@ class BlockConfig(Section):
         """The mixture of experts, wherever it stands in the block."""
         return self.mlp.mixture
 
-    def saved(self, embed: int) -> dict[str, tuple[Dim, ...]]:
+    def saved(self, embed: int) -> dict[str, Dims]:
         """Tensors that a remat policy may keep, by checkpoint name: dimensions beside batch and
         time."""
         width = Dim("embed", embed, "model.embed")
@@ -53,9 +55,9 @@ class HeadConfig(Section):
     """Use the embedding table, transposed."""
     bias: bool = False
     """A bias per vocabulary entry."""
-    soft_cap: float | None = Field(None, gt=0)
+    soft_cap: PositiveFloat | None = None
     """Logits l become soft_cap * tanh(l / soft_cap); null: unchanged."""
-    backend: names.CrossEntropy = "auto"
+    backend: CrossEntropy = "auto"
     """The kernel that makes the loss of hidden states and this matrix; auto: the first that can
     serve."""
 
@@ -66,7 +68,7 @@ class PerLayerConfig(Section):
 
     vocab: int = Field(ge=2)
     """Rows of its table."""
-    size: int = Field(ge=1)
+    size: PositiveInt
     """Numbers a token and layer."""
     activation: Literal["gelu_tanh", "gelu", "silu"] = "gelu_tanh"
     """Activation of the gate."""
@@ -78,9 +80,9 @@ class MTPConfig(Section):
 
     block: str
     """The block spec that it uses."""
-    depth: int = Field(1, ge=1)
-    """How many tokens further, one block each."""
-    loss: float = Field(0.3, ge=0)
+    depth: PositiveInt = 1
+    """Tokens that are predicted further, one block each."""
+    loss: NonNegativeFloat = 0.3
     """Weight of its mean cross-entropy; 0: carried along, neither computed nor changed."""
 
 
@@ -107,7 +109,8 @@ REMAT = {
     "save": RematPolicy(0.2, 0.0, 1.0, context=False),
     "offload": RematPolicy(0.3, 0.0, 1.0, context=False),
 }
-"""By model.remat.policy; save and offload keep, beside this, the tensors in model.remat.names."""
+"""Costs by model.remat.policy; save and offload keep, beside this, the tensors in
+model.remat.names."""
 
 
 class RematConfig(Section):
@@ -122,15 +125,13 @@ class RematConfig(Section):
     mixer and MLP have (query, key, value, context; mlp_gate, mlp_up). The input is kept on the
     device, unless offload names it."""
 
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> "RematConfig":
+    def own_faults(self) -> Iterator[Fault]:
         if bool(self.names) != (self.policy in ("save", "offload")):
-            raise fault(
+            yield (
                 "names",
                 f"names={list(self.names)} with policy={self.policy}: save and offload "
                 "need names, the others take none",
             )
-        return self
 
     def keeps(self, name: str) -> bool:
         """True if a tensor of a block, `input` or `context`, is kept for the backward pass."""
@@ -144,15 +145,15 @@ class RematConfig(Section):
 class DecoderConfig(ModelPart):
     """A decoder-only language model built from a repeated pattern of blocks."""
 
-    MODEL: ClassVar[str] = "maxstack.models.decoder:Decoder"
+    MODEL = "maxstack.models.decoder:Decoder"
 
     kind: Literal["decoder"] = "decoder"
     """The topology."""
     vocab: int = Field(ge=2)
     """Rows of the embedding table; at least the tokenizer's vocabulary."""
-    embed: int = Field(ge=1)
+    embed: PositiveInt
     """Size of the residual stream."""
-    layers: int = Field(ge=1)
+    layers: PositiveInt
     """Blocks in all."""
     blocks: dict[str, BlockConfig] = Field(min_length=1)
     """Block specs by name; a spec may say `like: other` and give only what differs."""
@@ -161,13 +162,13 @@ class DecoderConfig(ModelPart):
     only block."""
     prefix: Items[str] = ()
     """Names of blocks that come once before the pattern, unrolled."""
-    positions: int | None = Field(None, ge=1)
+    positions: PositiveInt | None = None
     """Rows of a learned table of positions that is added to the embeddings; null: none."""
     norm: NormConfig = NormConfig()
     """The last norm, before the head."""
     head: HeadConfig = HeadConfig()
     """The output head."""
-    embed_scale: float | None = Field(None, gt=0)
+    embed_scale: PositiveFloat | None = None
     """Multiplies the embeddings; null: 1."""
     per_layer: PerLayerConfig | None = None
     """Embeddings for every layer; null: none."""
@@ -176,7 +177,7 @@ class DecoderConfig(ModelPart):
     weights: str | None = None
     """Hugging Face folder, or model of the hub at a commit (Org/Name@COMMIT), whose weights a fresh
     run starts from; `from:` sets it; null: random weights."""
-    init_scale: float = Field(1.0, gt=0)
+    init_scale: PositiveFloat = 1.0
     """Multiplies the standard deviation of every initial matrix; 1: 1/sqrt(fan in), residual
     outputs divided by sqrt(2 layers)."""
     dtype: Dtype = "bfloat16"
@@ -187,40 +188,37 @@ class DecoderConfig(ModelPart):
     unless a transform says otherwise."""
     remat: RematConfig = RematConfig()
     """Recomputation in the backward pass."""
-    unroll: int = Field(1, ge=1)
+    unroll: PositiveInt = 1
     """Periods of the pattern unrolled in one step of the scan: more compile time, less copying."""
 
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> "DecoderConfig":
-        used = (*self.prefix, *self.pattern, *((self.mtp.block,) if self.mtp else ()))
-        if not self.pattern and len({*self.blocks} - {*used}) > 1:
-            raise fault(
+    def own_faults(self) -> Iterator[Fault]:
+        named = {
+            "pattern": self.pattern,
+            "prefix": self.prefix,
+            "mtp.block": (self.mtp.block,) if self.mtp else (),
+        }
+        if not self.pattern and len(self.blocks.keys() - {*self.prefix, *named["mtp.block"]}) > 1:
+            yield (
                 "pattern",
                 f"with {len(self.blocks)} blocks ({listed([*self.blocks])}) the pattern "
                 "must say their order",
             )
-        for key, given in (
-            ("pattern", self.pattern),
-            ("prefix", self.prefix),
-            ("mtp.block", used[len(self.prefix) + len(self.pattern) :]),
-        ):
-            for name in given:
+        for key, names in named.items():
+            for name in names:
                 if name not in self.blocks:
-                    raise fault(
+                    yield (
                         key,
                         f"{key} names block {quoted(name)}, but blocks holds "
                         f"{listed([*self.blocks])}",
                     )
         if len(self.prefix) > self.layers:
-            raise fault(
-                "prefix", f"prefix names {len(self.prefix)} blocks, but layers={self.layers}"
-            )
+            yield "prefix", f"prefix names {len(self.prefix)} blocks, but layers={self.layers}"
         tensors = [
             *dict.fromkeys(name for block in self.blocks.values() for name in block.saved(1))
         ]
         for name in self.remat.names:
             if name not in tensors:
-                raise fault(
+                yield (
                     "remat.names",
                     f"no block has a tensor {quoted(name)} to keep; allowed: {listed(tensors)}"
                     f"{did_you_mean(name, tensors)}",
@@ -228,13 +226,12 @@ class DecoderConfig(ModelPart):
         for name, block in self.blocks.items():
             shared = block.mixer.keys_of
             if shared is not None and shared not in self.prefix:
-                raise fault(
+                yield (
                     f"blocks.{name}.mixer.share_kv",
                     f"share_kv={quoted(shared)} is no block of the prefix "
-                    f"({listed([*self.prefix]) or 'empty'}); "
-                    "keys and values are kept of layers in the prefix alone",
+                    f"({listed([*self.prefix]) or 'empty'}); keys and values are kept of layers in "
+                    "the prefix alone",
                 )
-        return self
 
     @property
     def order(self) -> tuple[str, ...]:
@@ -246,9 +243,6 @@ class DecoderConfig(ModelPart):
     def period(self) -> tuple[str, ...]:
         """The pattern; where none is given, the one block that has no other use, or the only
         one."""
-        used = {*self.prefix, *((self.mtp.block,) if self.mtp else ())}
-        return (
-            self.pattern
-            or tuple(name for name in self.blocks if name not in used)[:1]
-            or tuple(self.blocks)[:1]
-        )
+        used = {*self.prefix, self.mtp.block if self.mtp else ""}
+        unused = (name for name in self.blocks if name not in used)
+        return self.pattern or (next(unused, next(iter(self.blocks))),)

@@ -1,11 +1,10 @@
-"""Low-rank adapters: what they are attached to, checked before jax is imported."""
+"""The configuration of low-rank adapters, checked before jax is imported."""
 
-import re
+from collections.abc import Iterator
 
-import pydantic
 from pydantic import Field
 
-from maxstack.config import Items, Section, fault, quoted
+from maxstack.config import Fault, Items, PositiveFloat, PositiveInt, Regex, Section
 
 
 class LoraConfig(Section):
@@ -14,13 +13,13 @@ class LoraConfig(Section):
     recipe keeps in low precision (quantization: nf4), QLoRA (Dettmers et al. 2023,
     arXiv:2305.14314)."""
 
-    rank: int = Field(8, ge=1)
+    rank: PositiveInt = 8
     """Columns of A and rows of B: W x becomes W x + alpha / rank B A x."""
-    alpha: float = Field(16.0, gt=0)
-    """How much an adapter counts."""
+    alpha: PositiveFloat = 16.0
+    """Weight of an adapter, before it is divided by the rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Share of what adapters read that is set to zero in training: the same on any mesh."""
-    targets: Items[str] = (".*/(mixer|mlp)/.*",)
+    targets: Items[Regex] = (".*/(mixer|mlp)/.*",)
     """Regular expressions that a weight's whole path must match, or that of the module that holds
     it, as in quantization.rules: projections alone, neither experts nor tables."""
     rslora: bool = False
@@ -37,19 +36,10 @@ class LoraConfig(Section):
         """Factor of B A x."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> "LoraConfig":
+    def own_faults(self) -> Iterator[Fault]:
         if not self.targets:
-            raise fault(
+            yield (
                 "targets",
-                "targets=[]: give at least one pattern, such as "
-                "'.*/mixer/(query|value)', or drop lora",
+                "targets=[]: give at least one pattern, such as '.*/mixer/(query|value)', or drop "
+                "lora",
             )
-        for i, pattern in enumerate(self.targets):
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise fault(
-                    f"targets.{i}", f"{quoted(pattern)} is no regular expression: {error}"
-                ) from error
-        return self

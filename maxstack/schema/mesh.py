@@ -2,16 +2,12 @@
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
 
-from maxstack.config import Items, Section
-
-if TYPE_CHECKING:
-    pass
-
+from maxstack.config import Items, PositiveInt, Section
 
 AXES = (
     "slices",
@@ -44,26 +40,29 @@ RULES: dict[str, Axes] = {
 }
 
 
+AxisSize = Annotated[int, Field(ge=-1)]
+
+
 class MeshConfig(Section):
     """Sizes of the mesh axes; their product is the number of devices. One of them may be -1:
     whatever devices are left."""
 
-    slices: int = Field(1, ge=-1)
+    slices: AxisSize = 1
     """Groups of devices with a slow network between them (TPU slices); the batch is split over
     them, and nothing else by default."""
-    stage: int = Field(1, ge=-1)
+    stage: AxisSize = 1
     """Stages of a pipeline: each holds a share of the repetitions of the pattern; outside the
     pipeline the batch is split over them."""
-    data: int = Field(-1, ge=-1)
+    data: AxisSize = -1
     """Replicas of the weights, each with its own rows."""
-    fsdp: int = Field(1, ge=-1)
+    fsdp: AxisSize = 1
     """Shards of the weights, gathered when used, each with its own rows."""
-    expert: int = Field(1, ge=-1)
+    expert: AxisSize = 1
     """Shards of the experts of a mixture, each with its own rows: tokens travel to their experts.
     Other weights are sharded as over fsdp."""
-    context: int = Field(1, ge=-1)
+    context: AxisSize = 1
     """Parts of each sequence."""
-    tensor: int = Field(1, ge=-1)
+    tensor: AxisSize = 1
     """Shards of heads, mlp hidden units and vocabulary."""
     rules: dict[str, Axes] = RULES
     """Logical axis -> mesh axis, list of mesh axes, or null; merged over the defaults. A mesh axis
@@ -75,19 +74,19 @@ class MeshConfig(Section):
     """Parts of the state that lie in the host's memory between steps and comes to the devices for
     the update (optimizer) or for the whole step (params)."""
     context_kind: Literal["ring", "ulysses"] = "ring"
-    """How attention sees a sequence that is split over context: keys and values go around in a
-    ring, tokens in a balanced order, or an all-to-all gives each device whole sequences of some
-    heads."""
-    microbatches: int | None = Field(None, ge=1)
+    """Way in which attention sees a sequence that is split over context: keys and values go around
+    in a ring, tokens in a balanced order, or an all-to-all gives each device whole sequences of
+    some heads."""
+    microbatches: PositiveInt | None = None
     """Parts of a batch that follow each other through the stages; null: as many as stages."""
-    rounds: int = Field(1, ge=1)
-    """How often a microbatch passes through all stages, each holding as many separate runs of
+    rounds: PositiveInt = 1
+    """Times that a microbatch passes through all stages, each holding as many separate runs of
     layers: a smaller bubble, more traffic."""
 
     @pydantic.field_validator("rules", mode="before")
     @classmethod
-    def _over_defaults(cls, given: Any) -> Any:
-        return RULES | given if isinstance(given, dict) else given
+    def _over_defaults(cls, rules: Any) -> Any:
+        return RULES | rules if isinstance(rules, dict) else rules
 
 
 def parts(axes: Axes, sizes: Mapping[str, int]) -> int:
@@ -97,4 +96,4 @@ def parts(axes: Axes, sizes: Mapping[str, int]) -> int:
 
 def names(axes: Axes) -> tuple[str, ...]:
     """The mesh axes of a rule."""
-    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())

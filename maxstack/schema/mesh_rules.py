@@ -5,22 +5,22 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from maxstack.config import did_you_mean, quoted
+from maxstack.config import Fault
+from maxstack.config.spelling import did_you_mean
+from maxstack.errors import quoted
 from maxstack.schema import parallel_rules
-from maxstack.schema.mesh import AXES, RULES, Axes, names
-from maxstack.schema.parts import Dim, Weight, layers
+from maxstack.schema.mesh import AXES, RULES, names, parts
+from maxstack.schema.parts import Dim, Dims, Weight, layers
 
 if TYPE_CHECKING:
     from maxstack.schema.config import Config
-
-Fault = tuple[str, str]
 
 
 def mesh_sizes(cfg: "Config", devices: int | None = None) -> dict[str, int]:
     """Mesh axis -> size as far as it is known: -1 counts as 1 unless the number of devices is
     given, or run.virtual_devices is."""
-    known = math.prod(size for size in _asked(cfg).values() if size > 0)
-    left = (devices or cfg.run.virtual_devices or known) // known
+    sized = math.prod(size for size in _asked(cfg).values() if size > 0)
+    left = (devices or cfg.run.virtual_devices or sized) // sized
     return {axis: left if size == -1 else size for axis, size in _asked(cfg).items()}
 
 
@@ -37,16 +37,13 @@ def _asked(cfg: "Config") -> dict[str, int]:
 
 def sizes(cfg: "Config", devices: int | None = None) -> Iterator[Fault]:
     """Every size that does not divide over the mesh, as far as the mesh is known."""
-    found = mesh_sizes(cfg, devices)
-    faults = list(_sharding(cfg, found))
-    yield from faults or _sharding(cfg, found, "optimizer_rules")
-    broken = list(_batch(cfg, found))
-    yield from broken
-    yield from (
-        fault
-        for fault in parallel_rules.check(cfg, found)
-        if not broken or fault[0] != "train.batch_size"
-    )
+    sizes = mesh_sizes(cfg, devices)
+    yield from [*_sharding(cfg, sizes)] or _sharding(cfg, sizes, "optimizer_rules")
+    batch = [*_batch(cfg, sizes)]
+    yield from batch
+    for key, message in parallel_rules.faults(cfg, sizes):
+        if not batch or key != "train.batch_size":
+            yield key, message
 
 
 def axes(cfg: "Config") -> Iterator[Fault]:
@@ -62,55 +59,41 @@ def axes(cfg: "Config") -> Iterator[Fault]:
     if len(free) > 1:
         yield (
             f"mesh.{free[-1]}",
-            f"{' and '.join(free)} are both -1, but only one axis can take whatever "
-            f"devices are left; give {free[-1]} a size",
+            f"{' and '.join(free)} are both -1, but only one axis can take whatever devices are "
+            f"left; give {free[-1]} a size",
         )
-    for key, logical, given in _rules(cfg):
-        if logical not in RULES:
-            yield (
-                f"mesh.{key}.{logical}",
-                f"unknown logical axis; allowed: {', '.join(RULES)}{did_you_mean(logical, RULES)}",
-            )
-        named = names(given)
-        for axis in dict.fromkeys(named):
-            if axis not in sizes:
-                yield (
-                    f"mesh.{key}.{logical}",
-                    (
-                        f"got mesh axis {quoted(axis)}; allowed: {', '.join(sizes)}, a "
-                        "list of them, or null"
-                        f"{did_you_mean(axis, sizes)}"
-                    ),
-                )
-            elif named.count(axis) > 1:
-                yield (
-                    f"mesh.{key}.{logical}",
-                    f"names mesh axis {axis} twice; a mesh axis splits a tensor once",
-                )
-    devices, known = cfg.run.virtual_devices, math.prod(size for size in sizes.values() if size > 0)
-    if (
-        devices
-        and known
-        and 0 not in sizes.values()
-        and (devices % known if free else devices != known)
-    ):
-        product = product_of({axis: size for axis, size in sizes.items() if size > 0})
-        wanted = f"a multiple of {known}" if free else f"{known}, or -1 as the size of one axis"
+    for table in ("rules", "optimizer_rules"):
+        for logical, split in getattr(cfg.mesh, table).items():
+            for message in _rule_problems(logical, names(split)):
+                yield f"mesh.{table}.{logical}", message
+    devices, sized = cfg.run.virtual_devices, {axis: n for axis, n in sizes.items() if n > 0}
+    needed = math.prod(sized.values())
+    if devices and 0 not in sizes.values() and (devices % needed if free else devices != needed):
+        wanted = f"a multiple of {needed}" if free else f"{needed}, or -1 as the size of one axis"
         yield (
             "run.virtual_devices",
-            f"{devices} devices do not fill the mesh {product} = {known}; use {wanted}",
+            f"{devices} devices do not fill the mesh {product_of(sized)} = {needed}; use {wanted}",
         )
 
 
-def _rules(cfg: "Config") -> Iterator[tuple[str, str, Axes]]:
-    """(key, logical axis, mesh axes) of both tables."""
-    for key in ("rules", "optimizer_rules"):
-        yield from ((key, logical, given) for logical, given in getattr(cfg.mesh, key).items())
+def _rule_problems(logical: str, axes: tuple[str, ...]) -> Iterator[str]:
+    """Mistakes in a rule: the mesh axes that split a logical axis."""
+    if logical not in RULES:
+        yield f"unknown logical axis; allowed: {', '.join(RULES)}{did_you_mean(logical, RULES)}"
+    for axis in dict.fromkeys(axes):
+        if axis not in AXES:
+            yield (
+                f"got mesh axis {quoted(axis)}; allowed: {', '.join(AXES)}, a list of them, or "
+                f"null{did_you_mean(axis, AXES)}"
+            )
+        elif axes.count(axis) > 1:
+            yield f"names mesh axis {axis} twice; a mesh axis splits a tensor once"
 
 
 def _sharding(cfg: "Config", sizes: dict[str, int], table: str = "rules") -> Iterator[Fault]:
-    """By one of the two tables; that of the optimizer is for weights alone."""
-    seen: set[str] = set()
+    """Sizes that one of the two tables of rules does not divide; that of the optimizer is for
+    weights alone."""
+    seen = {""}
     rules = cfg.mesh.rules | getattr(cfg.mesh, table)
     for tensor in _tensors(cfg):
         if table != "rules" and tensor[0].axis == "batch":
@@ -119,41 +102,28 @@ def _sharding(cfg: "Config", sizes: dict[str, int], table: str = "rules") -> Ite
         for logical, size, key in tensor:
             axes = [axis for axis in names(rules.get(logical)) if axis not in spent]
             spent.update(axes)
-            parts = math.prod(sizes[axis] for axis in axes)
-            if (
-                key and key not in seen and size % parts and axes != ["stage"]
-            ):  # that one is for parallel_rules
+            if axes == ["stage"]:
+                continue  # parallel_rules has that one
+            if key not in seen and size % parts(axes, sizes):
                 seen.add(key)
-                yield (
-                    key,
-                    _indivisible(
-                        key,
-                        size,
-                        logical,
-                        f"mesh.{table}",
-                        [axis for axis in axes if sizes[axis] > 1],
-                        sizes,
-                    ),
-                )
+                split = [axis for axis in axes if sizes[axis] > 1]
+                yield key, _indivisible(key, size, logical, f"mesh.{table}", split, sizes)
 
 
-def _tensors(cfg: "Config") -> Iterator[tuple[Dim, ...]]:
+def _tensors(cfg: "Config") -> Iterator[Dims]:
     """The weights and activations of the model, as far as their axes differ, with whole keys."""
     model = cfg.model
-    embed, vocab = (
-        Dim("embed", model.embed, "model.embed"),
-        Dim("vocab", model.vocab, "model.vocab"),
-    )
+    embed = Dim("embed", model.embed, "model.embed")
+    vocab = Dim("vocab", model.vocab, "model.vocab")
     batch = Dim("batch", 0)
     tokens = batch, Dim("seq", cfg.data.seq_len, "data.seq_len")
     periods = (model.layers - len(model.prefix)) // len(model.period)
     stacks = ((Dim("layers", periods, "model.layers"),), ()) if periods > 1 else ((),)
     yield from ((vocab, embed), (embed, vocab), (*tokens, vocab))
     yield (embed._replace(axis="norm"),)
-    for key, data in (("data", cfg.data), ("eval.data", cfg.eval.data)):
+    for key, data in cfg.data_sections.items():
         for axis in ("seq", "residual"):
-            if data:
-                yield batch, Dim(axis, data.seq_len, f"{key}.seq_len"), embed
+            yield batch, Dim(axis, data.seq_len, f"{key}.seq_len"), embed
     for name, block in model.blocks.items():
         for part, key in ((block.mixer, "mixer"), (block.mlp, "mlp")):
             for layer in layers(part, embed, f"model.blocks.{name}.{key}"):
@@ -167,22 +137,15 @@ def _tensors(cfg: "Config") -> Iterator[tuple[Dim, ...]]:
 def _indivisible(
     key: str, size: int, logical: str, table: str, axes: list[str], sizes: dict[str, int]
 ) -> str:
-    parts = math.prod(sizes[axis] for axis in axes)
-    by = " x ".join(f"mesh.{axis}={sizes[axis]}" for axis in axes) + (
-        f" = {parts}" if len(axes) > 1 else ""
-    )
-    fits = math.gcd(size, parts)
-    remedy = (
-        f"mesh.{axes[0]}={fits}"
-        if len(axes) == 1 and logical in ("heads", "kv_heads", "layers")
-        else f"{key}={-(-size // parts) * parts}"
-    )
-    kept = [
-        axis
-        for i, axis in enumerate(axes)
-        if size % math.prod(sizes[one] for one in axes[: i + 1]) == 0
-    ]
-    fewer = f"[{', '.join(kept)}]" if kept else "null"
+    pieces = parts(axes, sizes)
+    by = " x ".join(f"mesh.{axis}={sizes[axis]}" for axis in axes)
+    remedy = f"{key}={-(-size // pieces) * pieces}"
+    if len(axes) > 1:
+        by += f" = {pieces}"
+    elif logical in ("heads", "kv_heads", "layers"):
+        remedy = f"mesh.{axes[0]}={math.gcd(size, pieces)}"
+    fitting = [axis for i, axis in enumerate(axes) if size % parts(axes[: i + 1], sizes) == 0]
+    fewer = f"[{', '.join(fitting)}]" if fitting else "null"
     return (
         f"{key.rsplit('.', 1)[-1]}={size} is not divisible by {by}; use {remedy} or "
         f"{table}.{logical}: {fewer}"
@@ -190,34 +153,26 @@ def _indivisible(
 
 
 def _batch(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:
-    train = cfg.train
+    batch, microbatches = cfg.train.batch_size, cfg.train.accumulate
     axes = names(cfg.mesh.rules["batch"])
-    parts = math.prod(sizes[axis] for axis in axes)
-    over = (
-        f"the {parts} devices that share a batch (mesh "
-        f"{product_of({axis: sizes[axis] for axis in axes})})"
-    )
-    if train.batch_size % train.accumulate:
+    pieces = parts(axes, sizes)
+    mesh = product_of({axis: sizes[axis] for axis in axes})
+    over = f"does not divide over the {pieces} devices that share a batch (mesh {mesh})"
+    if batch % microbatches:
         yield (
             "train.accumulate",
-            f"batch_size={train.batch_size} does not split into "
-            f"accumulate={train.accumulate} equal microbatches; "
-            f"use a divisor of {train.batch_size}",
+            f"batch_size={batch} does not split into accumulate={microbatches} equal "
+            f"microbatches; use a divisor of {batch}",
         )
-    elif train.batch_size // train.accumulate % parts:
-        rows = f"batch_size={train.batch_size}" + (
-            f" / accumulate={train.accumulate} = {train.batch_size // train.accumulate} rows"
-            if train.accumulate > 1
-            else ""
-        )
+    elif batch // microbatches % pieces:
+        rows = f" / accumulate={microbatches} = {batch // microbatches} rows"
         yield (
             "train.batch_size",
-            f"{rows} does not divide over {over}; use a batch_size that is a multiple of "
-            f"{parts * train.accumulate}",
+            f"batch_size={batch}{rows if microbatches > 1 else ''} {over}; use a batch_size that "
+            f"is a multiple of {pieces * microbatches}",
         )
-    if cfg.eval.batch_size and cfg.eval.batch_size % parts:
+    if cfg.eval.batch_size and cfg.eval.batch_size % pieces:
         yield (
             "eval.batch_size",
-            f"batch_size={cfg.eval.batch_size} does not divide over {over}; use a "
-            f"multiple of {parts}",
+            f"batch_size={cfg.eval.batch_size} {over}; use a multiple of {pieces}",
         )

@@ -2,25 +2,28 @@
 before jax is imported."""
 
 import math
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
-import pydantic
 from pydantic import Field
 
-from maxstack.config import Items, Section, fault
+from maxstack.config import Fault, Items, PositiveFloat, PositiveInt, Section
 from maxstack.schema import kernels as names
-from maxstack.schema.parts import Count, Dim, Inner, Part, Parts, Weight, matrix, vector
+from maxstack.schema.parts import Count, Dim, Dims, Inner, Part, Parts, Weight, matrix, vector
+
+Heads = tuple[Dim, Dim]
+"""Heads, and their size."""
 
 
 class NormConfig(Part):
     """A normalisation over the last axis, computed in float32."""
 
-    LAYER: ClassVar[str] = "maxstack.layers.norm:Norm"
+    LAYER = "maxstack.layers.norm:Norm"
 
     kind: Literal["rms", "layer"] = "rms"
     """rms: root mean square (Zhang & Sennrich 2019, arXiv:1910.07467); layer: mean and variance (Ba
     2016, arXiv:1607.06450)."""
-    eps: float = Field(1e-6, gt=0)
+    eps: PositiveFloat = 1e-6
     """Added to the mean square or variance."""
     scale: bool = True
     """A learned factor per channel."""
@@ -44,7 +47,7 @@ class LinearScaling(Section):
 
     kind: Literal["linear"]
     """The scaling."""
-    factor: float = Field(gt=0)
+    factor: PositiveFloat
     """Divides the frequencies."""
 
 
@@ -54,7 +57,7 @@ class ProportionalScaling(Section):
 
     kind: Literal["proportional"]
     """The scaling."""
-    factor: float = Field(1.0, gt=0)
+    factor: PositiveFloat = 1.0
     """Divides the frequencies."""
 
 
@@ -63,13 +66,13 @@ class Llama3Scaling(Section):
 
     kind: Literal["llama3"]
     """The scaling."""
-    factor: float = Field(gt=0)
+    factor: PositiveFloat
     """Divides the frequencies of long wavelengths."""
-    low_freq_factor: float = Field(1.0, gt=0)
+    low_freq_factor: PositiveFloat = 1.0
     """Wavelengths above original_length / this are scaled."""
-    high_freq_factor: float = Field(4.0, gt=0)
+    high_freq_factor: PositiveFloat = 4.0
     """Wavelengths below original_length / this are kept."""
-    original_length: int = Field(8192, ge=1)
+    original_length: PositiveInt = 8192
     """The context length of pretraining."""
 
 
@@ -78,17 +81,17 @@ class YarnScaling(Section):
 
     kind: Literal["yarn"]
     """The scaling."""
-    factor: float = Field(gt=0)
+    factor: PositiveFloat
     """Extension of the context."""
-    original_length: int = Field(ge=1)
+    original_length: PositiveInt
     """The context length of pretraining."""
-    beta_fast: float = Field(32.0, gt=0)
+    beta_fast: PositiveFloat = 32.0
     """Dimensions that turn more often than this within original_length are kept."""
-    beta_slow: float = Field(1.0, gt=0)
+    beta_slow: PositiveFloat = 1.0
     """Dimensions that turn less often than this are scaled whole."""
     truncate: bool = True
     """Round the ends of the ramp to whole dimensions."""
-    attention_factor: float | None = Field(None, gt=0)
+    attention_factor: PositiveFloat | None = None
     """Multiplies cosines and sines; null: from mscale and mscale_all_dim where given, else 0.1
     ln(factor) + 1."""
     mscale: float | None = None
@@ -107,12 +110,12 @@ class LongRopeScaling(Section):
     """Divisors for documents of at most original_length tokens."""
     long_factor: Items[float]
     """Divisors for longer documents."""
-    original_length: int = Field(ge=1)
+    original_length: PositiveInt
     """The context length of pretraining."""
-    factor: float = Field(1.0, gt=0)
+    factor: PositiveFloat = 1.0
     """Extension of the context: sets the attention factor sqrt(1 + ln(factor) /
     ln(original_length))."""
-    attention_factor: float | None = Field(None, gt=0)
+    attention_factor: PositiveFloat | None = None
     """Multiplies cosines and sines; null: from factor."""
 
 
@@ -125,14 +128,14 @@ Scaling = Annotated[
 class RopeConfig(Section):
     """Rotary position embedding (Su et al. 2021, arXiv:2104.09864)."""
 
-    theta: float = Field(10_000.0, gt=0)
+    theta: PositiveFloat = 10_000.0
     """Base of the geometric series of wavelengths."""
     fraction: float = Field(1.0, gt=0, le=1)
     """Share of a head, from its start, that is rotated."""
     interleaved: bool = False
     """Rotate the pairs (2i, 2i + 1) instead of (i, i + half)."""
     scaling: Scaling | None = None
-    """How frequencies change for long contexts; null: not."""
+    """Change of the frequencies for long contexts; null: none."""
 
 
 class TemperatureConfig(Section):
@@ -140,15 +143,15 @@ class TemperatureConfig(Section):
     where there is no RoPE."""
 
     scale: float = 0.1
-    """How much."""
-    length: int = Field(8192, ge=1)
+    """Strength of the change."""
+    length: PositiveInt = 8192
     """Positions up to which nothing changes."""
 
 
 class MixerPart(Part):
     """The section of a kind of mixer."""
 
-    COMPONENT: ClassVar[str] = "projections"
+    COMPONENT = "projections"
     OVER_CONTEXT: ClassVar[tuple[str, ...]] = ("ring", "ulysses")
     """Ways of splitting sequences over mesh.context that it can do."""
 
@@ -171,30 +174,30 @@ class MixerPart(Part):
 class AttentionConfig(MixerPart):
     """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245)."""
 
-    LAYER: ClassVar[str] = "maxstack.layers.attention:Attention"
+    LAYER = "maxstack.layers.attention:Attention"
 
     kind: Literal["attention"]
     """The mixer."""
-    heads: int = Field(ge=1)
+    heads: PositiveInt
     """Query heads."""
-    kv_heads: int | None = Field(None, ge=1)
+    kv_heads: PositiveInt | None = None
     """Key and value heads, each shared by heads / kv_heads query heads; null: as many as heads."""
-    head_dim: int = Field(ge=1)
+    head_dim: PositiveInt
     """Size of a head."""
     rope: RopeConfig | None = RopeConfig()
     """Rotary positions; null: none."""
     causal: bool = True
     """A query sees its own position and those before it; false: also those after it, as masked
     diffusion and encoders do. Only of its own document either way."""
-    window: int | None = Field(None, ge=1)
+    window: PositiveInt | None = None
     """A query sees this many positions, itself included; with causal: false this many on either
     side, itself included in both (2 window - 1 in all); null: no limit."""
-    chunk: int | None = Field(None, ge=1)
+    chunk: PositiveInt | None = None
     """A query sees only the positions of its own chunk of this many, counted from the start of its
     document; null: no chunks."""
-    soft_cap: float | None = Field(None, gt=0)
+    soft_cap: PositiveFloat | None = None
     """Scores s become soft_cap * tanh(s / soft_cap); null: unchanged."""
-    scale: float | None = Field(None, gt=0)
+    scale: PositiveFloat | None = None
     """Multiplies the scores; null: 1 / sqrt(head_dim)."""
     sinks: bool = False
     """A learned score per head that takes a share of the softmax and gives nothing (gpt-oss)."""
@@ -240,7 +243,7 @@ class AttentionConfig(MixerPart):
     def keys_of(self) -> str | None:
         return self.share_kv
 
-    def _dims(self) -> tuple[tuple[Dim, Dim], tuple[Dim, Dim]]:
+    def _dims(self) -> tuple[Heads, Heads]:
         """A query, and a key or value, as heads and their size."""
         size = Dim("head_dim", self.head_dim, "head_dim")
         kv = Dim("kv_heads", self.kv, "kv_heads" if self.kv_heads else "heads")
@@ -252,7 +255,7 @@ class AttentionConfig(MixerPart):
         keys = self.share_kv is None
         values = keys and not self.values_are_keys
 
-        def norm(cfg: NormConfig | None, dims: tuple[Dim, Dim], over: str) -> Inner | None:
+        def norm(cfg: NormConfig | None, dims: Heads, over: str) -> Inner | None:
             size = math.prod(dim.size for dim in (dims if over == "all" else dims[1:]))
             return Inner(cfg, Dim("norm", size)) if cfg else None
 
@@ -272,7 +275,7 @@ class AttentionConfig(MixerPart):
             "sinks": vector(query[0]) if self.sinks else None,
         }
 
-    def saved(self) -> dict[str, tuple[Dim, ...]]:
+    def saved(self) -> dict[str, Dims]:
         query, key = self._dims()
         return {"query": query, "key": key, "value": key, "context": query}
 
@@ -288,64 +291,60 @@ class AttentionConfig(MixerPart):
         each = 12 * self.heads * self.head_dim
         return {"attention": Count(each * keys, each * seq_len)}
 
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> "AttentionConfig":
+    def own_faults(self) -> Iterator[Fault]:
         if self.heads % self.kv:
             below = max(k for k in range(1, self.kv) if self.heads % k == 0)
-            raise fault(
+            yield (
                 "kv_heads",
                 f"heads={self.heads} is not a multiple of kv_heads={self.kv} (ratio "
                 f"{self.heads / self.kv:.2f}); "
                 f"kv_heads={below} would share each among {self.heads // below} query heads",
             )
         if self.rope and self.head_dim * self.rope.fraction % 2:
-            raise fault(
+            yield (
                 "head_dim",
                 f"RoPE rotates pairs, but head_dim={self.head_dim} times "
                 f"fraction={self.rope.fraction} is not even; "
                 "use an even head_dim, another rope.fraction or rope: null",
             )
         if self.rope and isinstance(self.rope.scaling, LongRopeScaling):
-            pairs, found = (
-                int(self.head_dim * self.rope.fraction) // 2,
-                (len(self.rope.scaling.short_factor), len(self.rope.scaling.long_factor)),
-            )
-            if found != (pairs, pairs):
-                raise fault(
+            pairs, scaling = int(self.head_dim * self.rope.fraction) // 2, self.rope.scaling
+            short, long = len(scaling.short_factor), len(scaling.long_factor)
+            if (short, long) != (pairs, pairs):
+                yield (
                     "rope.scaling",
-                    f"short_factor and long_factor hold {found[0]} and {found[1]} "
-                    f"divisors; head_dim={self.head_dim} with "
-                    f"fraction={self.rope.fraction} rotates {pairs} pairs, and each needs one",
+                    f"short_factor and long_factor hold {short} and {long} divisors; "
+                    f"head_dim={self.head_dim} with fraction={self.rope.fraction} rotates {pairs} "
+                    "pairs, and each needs one",
                 )
         if self.window and self.chunk:
-            raise fault(
+            yield (
                 "chunk",
                 f"chunk={self.chunk} and window={self.window} exclude each other; set one to null",
             )
-        return self
 
 
 class MLAConfig(MixerPart):
     """Multi-head latent attention (DeepSeek-V2 2024, arXiv:2405.04434): keys and values come from a
     small shared latent."""
 
-    LAYER: ClassVar[str] = "maxstack.layers.mla:MLA"
+    LAYER = "maxstack.layers.mla:MLA"
 
     kind: Literal["mla"]
     """The mixer."""
-    heads: int = Field(ge=1)
+    heads: PositiveInt
     """Heads of queries, keys and values."""
-    q_lora: int | None = Field(None, ge=1)
+    q_lora: PositiveInt | None = None
     """Size of the queries' latent; null: projected from the residual stream at once."""
-    kv_lora: int = Field(ge=1)
+    kv_lora: PositiveInt
     """Size of the latent of keys and values."""
-    nope_dim: int = Field(ge=1)
+    nope_dim: PositiveInt
     """Part of a query and key head without positions."""
     rope_dim: int = Field(ge=2, multiple_of=2)
     """Part with RoPE; the key's is shared by all heads."""
     causal: bool = True
     """A query sees its own position and those before it; false: all positions of its document."""
-    value_dim: int = Field(ge=1)
+    value_dim: PositiveInt
     """Size of a value head."""
     rope: RopeConfig = RopeConfig()
     """Rotary positions of the rope part."""
@@ -364,7 +363,7 @@ class MLAConfig(MixerPart):
     def ropes(self) -> tuple[tuple[RopeConfig, int], ...]:
         return ((self.rope, self.rope_dim),)
 
-    def _heads(self, size: int, key: str) -> tuple[Dim, Dim]:
+    def _heads(self, size: int, key: str) -> Heads:
         return Dim("heads", self.heads, "heads"), Dim("head_dim", size, key)
 
     def parts(self, width: Dim) -> Parts:
@@ -372,29 +371,26 @@ class MLAConfig(MixerPart):
         kv = Dim("latent", self.kv_lora, "kv_lora")
         rope = Dim("head_dim", self.rope_dim, "rope_dim")
         query = self._heads(self.nope_dim + self.rope_dim, "nope_dim")
-        parts: dict[str, Weight | Inner | None] = {"query": matrix(width, *query)}
-        if self.q_lora:
-            latent = Dim("latent", self.q_lora, "q_lora")
-            parts = {
-                "query_down": matrix(width, latent),
-                "query_down_bias": vector(latent) if self.bias else None,
-                "query_norm": Inner(self.norm, Dim("norm", self.q_lora)),
-                "query_up": matrix(latent, *query),
-            }
+        value = self._heads(self.value_dim, "value_dim")
+        latent = Dim("latent", self.q_lora, "q_lora") if self.q_lora else None
         return {
-            **parts,
+            "query": None if latent else matrix(width, *query),
+            "query_down": matrix(width, latent) if latent else None,
+            "query_down_bias": vector(latent) if latent and self.bias else None,
+            "query_norm": Inner(self.norm, Dim("norm", latent.size)) if latent else None,
+            "query_up": matrix(latent, *query) if latent else None,
             "kv_down": matrix(width, kv),
             "kv_down_bias": vector(kv) if self.bias else None,
             "key_rope": matrix(width, rope),
             "key_rope_bias": vector(rope) if self.bias else None,
             "kv_norm": Inner(self.norm, Dim("norm", self.kv_lora)),
             "key_up": matrix(kv, *self._heads(self.nope_dim, "nope_dim")),
-            "value_up": matrix(kv, *self._heads(self.value_dim, "value_dim")),
-            "out": matrix(*self._heads(self.value_dim, "value_dim"), width, contract=2, out=True),
+            "value_up": matrix(kv, *value),
+            "out": matrix(*value, width, contract=2, out=True),
             "out_bias": vector(width._replace(axis="norm")) if self.bias else None,
         }
 
-    def saved(self) -> dict[str, tuple[Dim, ...]]:
+    def saved(self) -> dict[str, Dims]:
         key = self._heads(self.nope_dim + self.rope_dim, "nope_dim")
         value = self._heads(self.value_dim, "value_dim")
         return {"query": key, "key": key, "value": value, "context": value}
@@ -412,27 +408,27 @@ class GatedDeltaConfig(MixerPart):
     deviation being a factor of 5.5: the spread of the usual product of a time step log-uniform in
     [0.001, 0.1] and a rate uniform in [0, 16]."""
 
-    LAYER: ClassVar[str] = "maxstack.layers.gated_delta:GatedDelta"
-    OVER_CONTEXT: ClassVar[tuple[str, ...]] = ("ulysses",)
+    LAYER = "maxstack.layers.gated_delta:GatedDelta"
+    OVER_CONTEXT = ("ulysses",)
     causal: ClassVar[bool] = True
     RATE_SPREAD: ClassVar[float] = 1.7
     RATE_OFFSET: ClassVar[float] = -2.8
 
     kind: Literal["gated_delta"]
     """The mixer."""
-    key_heads: int = Field(ge=1)
+    key_heads: PositiveInt
     """Heads of queries and keys."""
-    value_heads: int = Field(ge=1)
+    value_heads: PositiveInt
     """Heads of values; a multiple of key_heads."""
-    key_dim: int = Field(ge=1)
+    key_dim: PositiveInt
     """Size of a key head."""
-    value_dim: int = Field(ge=1)
+    value_dim: PositiveInt
     """Size of a value head."""
-    conv: int = Field(4, ge=1)
+    conv: PositiveInt = 4
     """Width of the causal convolution over queries, keys and values."""
     norm: NormConfig = NormConfig()
     """Over each value head of the output, before its gate."""
-    chunk: int = Field(64, ge=1)
+    chunk: PositiveInt = 64
     """Positions handled as one block: a matter of speed, not of meaning."""
     backend: names.GatedDelta = "auto"
     """The kernel of the recurrence; auto: the first that can serve."""
@@ -441,14 +437,13 @@ class GatedDeltaConfig(MixerPart):
     def split_heads(self) -> int:
         return self.value_heads
 
-    def _dims(self) -> tuple[tuple[Dim, Dim], tuple[Dim, Dim]]:
+    def _dims(self) -> tuple[Heads, Heads]:
         """A query or key, and a value, as heads and their size."""
+        key = Dim("head_dim", self.key_dim, "key_dim")
+        value = Dim("head_dim", self.value_dim, "value_dim")
         return (
-            Dim("kv_heads", self.key_heads, "key_heads"),
-            Dim("head_dim", self.key_dim, "key_dim"),
-        ), (
-            Dim("heads", self.value_heads, "value_heads"),
-            Dim("head_dim", self.value_dim, "value_dim"),
+            (Dim("kv_heads", self.key_heads, "key_heads"), key),
+            (Dim("heads", self.value_heads, "value_heads"), value),
         )
 
     def parts(self, width: Dim) -> Parts:
@@ -475,7 +470,7 @@ class GatedDeltaConfig(MixerPart):
             "out": matrix(*value, width, contract=2, out=True),
         }
 
-    def saved(self) -> dict[str, tuple[Dim, ...]]:
+    def saved(self) -> dict[str, Dims]:
         key, value = self._dims()
         return {"query": key, "key": key, "value": value, "context": value}
 
@@ -485,14 +480,12 @@ class GatedDeltaConfig(MixerPart):
         state = 18.0 * self.value_heads * self.key_dim * self.value_dim
         return {"recurrence": Count(state, state)}
 
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> "GatedDeltaConfig":
+    def own_faults(self) -> Iterator[Fault]:
         if self.value_heads % self.key_heads:
-            raise fault(
+            yield (
                 "value_heads",
                 f"value_heads={self.value_heads} is not a multiple of key_heads={self.key_heads}",
             )
-        return self
 
 
 Mixer = Annotated[AttentionConfig | MLAConfig | GatedDeltaConfig, Field(discriminator="kind")]

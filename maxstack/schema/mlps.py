@@ -2,15 +2,15 @@
 before jax is imported."""
 
 import math
-from typing import Annotated, ClassVar, Literal, Optional
+from collections.abc import Iterator
+from typing import Annotated, Literal, Optional
 
-import pydantic
 from pydantic import Field
 
-from maxstack.config import Section, fault
+from maxstack.config import Fault, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 from maxstack.schema import kernels as names
 from maxstack.schema.mixers import NormConfig
-from maxstack.schema.parts import Dim, Inner, Part, Parts, Weight, matrix, vector
+from maxstack.schema.parts import Dim, Dims, Inner, Part, Parts, Weight, matrix, vector
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 
@@ -18,7 +18,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 class MLPPart(Part):
     """The section of a kind of MLP."""
 
-    COMPONENT: ClassVar[str] = "mlp"
+    COMPONENT = "mlp"
 
     @property
     def mixture(self) -> Optional["MoEConfig"]:
@@ -29,11 +29,11 @@ class MLPPart(Part):
 class GatedMLPConfig(MLPPart):
     """Gated MLP (Shazeer 2020, arXiv:2002.05202)."""
 
-    LAYER: ClassVar[str] = "maxstack.layers.mlp:GatedMLP"
+    LAYER = "maxstack.layers.mlp:GatedMLP"
 
     kind: Literal["gated"]
     """The feed-forward part of a block."""
-    hidden: int = Field(ge=1)
+    hidden: PositiveInt
     """Size of the hidden layer."""
     activation: Activation = "silu"
     """Applied to the gate."""
@@ -52,7 +52,7 @@ class GatedMLPConfig(MLPPart):
             "down_bias": vector(width._replace(axis="norm")) if self.bias else None,
         }
 
-    def saved(self) -> dict[str, tuple[Dim, ...]]:
+    def saved(self) -> dict[str, Dims]:
         hidden = (Dim("mlp", self.hidden, "hidden"),)
         return {"mlp_gate": hidden, "mlp_up": hidden}
 
@@ -60,11 +60,11 @@ class GatedMLPConfig(MLPPart):
 class DenseMLPConfig(MLPPart):
     """MLP of one hidden layer."""
 
-    LAYER: ClassVar[str] = "maxstack.layers.mlp:DenseMLP"
+    LAYER = "maxstack.layers.mlp:DenseMLP"
 
     kind: Literal["dense"]
     """The feed-forward part of a block."""
-    hidden: int = Field(ge=1)
+    hidden: PositiveInt
     """Size of the hidden layer."""
     activation: Activation = "gelu_tanh"
     """Activation of the hidden layer."""
@@ -81,29 +81,29 @@ class DenseMLPConfig(MLPPart):
             "down_bias": vector(width._replace(axis="norm")) if self.bias else None,
         }
 
-    def saved(self) -> dict[str, tuple[Dim, ...]]:
+    def saved(self) -> dict[str, Dims]:
         return {"mlp_up": (Dim("mlp", self.hidden, "hidden"),)}
 
 
 class RouterConfig(Section):
-    """Which experts a token goes to, and with what weights; computed in float32."""
+    """Choice of a token's experts, and their weights; computed in float32."""
 
     score: Literal["softmax", "sigmoid"] = "softmax"
     """Function of the logits: over all experts, or each alone."""
     normalize: bool = True
     """Divide the weights of the chosen experts by their sum. (The softmax over chosen logits alone
     is this with score softmax.)"""
-    scale: float = Field(1.0, gt=0)
+    scale: PositiveFloat = 1.0
     """Multiplies the weights of the chosen."""
     bias: bool = False
     """A learned bias on the logits."""
     selection_bias: bool = False
     """A bias that counts in choosing alone and follows the experts' load, not a gradient (Wang et
     al. 2024, arXiv:2408.15664)."""
-    groups: int | None = Field(None, ge=1)
+    groups: PositiveInt | None = None
     """Experts are chosen from the best top_groups of this many groups; null: from all."""
-    top_groups: int | None = Field(None, ge=1)
-    """How many groups."""
+    top_groups: PositiveInt | None = None
+    """Groups from which experts are chosen."""
     group_score: Literal["max", "top2"] = "top2"
     """A group is as good as its best expert, or as the sum of its two best."""
     scale_input: bool = False
@@ -111,54 +111,58 @@ class RouterConfig(Section):
     normed: bool = False
     """The router reads the residual stream, normalised and scaled per channel and by 1 /
     sqrt(embed); each expert's weight is scaled (Gemma 4)."""
-    norm_eps: float = Field(1e-6, gt=0)
+    norm_eps: PositiveFloat = 1e-6
     """Added to the mean square where the router's input is normed."""
-    balance_loss: float = Field(0.0, ge=0)
+    balance_loss: NonNegativeFloat = 0.0
     """Weight of the load-balancing loss of each row: experts * sum(share of tokens * mean score)
     (Fedus 2021, arXiv:2101.03961, eq. 4)."""
-    z_loss: float = Field(0.0, ge=0)
+    z_loss: NonNegativeFloat = 0.0
     """Weight of the squared log-partition of the logits (Zoph 2022, arXiv:2202.08906)."""
-    bias_update: float = Field(0.0, ge=0)
+    bias_update: NonNegativeFloat = 0.0
     """Step of the selection bias towards balance; 0: it stays."""
 
 
 class SharedExpertConfig(Section):
     """An expert that every token goes to."""
 
-    hidden: int = Field(ge=1)
+    hidden: PositiveInt
     """Size of its hidden layer."""
     gate: bool = False
     """Multiply its output by a sigmoid of a learned projection of the token (Qwen)."""
+
+    def mlp(self, activation: Activation) -> GatedMLPConfig:
+        """The layer, with the activation of the experts beside it."""
+        return GatedMLPConfig(kind="gated", hidden=self.hidden, activation=activation)
 
 
 class MoEConfig(MLPPart):
     """Mixture of gated experts."""
 
-    LAYER: ClassVar[str] = "maxstack.layers.moe:MoE"
-    COMPONENT: ClassVar[str] = "experts"
+    LAYER = "maxstack.layers.moe:MoE"
+    COMPONENT = "experts"
 
     kind: Literal["moe"]
     """The feed-forward part of a block."""
-    experts: int = Field(ge=1)
-    """How many."""
-    top_k: int = Field(ge=1)
+    experts: PositiveInt
+    """Number of experts."""
+    top_k: PositiveInt
     """Experts a token."""
-    hidden: int = Field(ge=1)
+    hidden: PositiveInt
     """Size of an expert's hidden layer."""
     activation: Activation = "silu"
     """Applied to the gate."""
-    clamp: float | None = Field(None, gt=0)
+    clamp: PositiveFloat | None = None
     """gpt-oss: gate and up are cut at this, the gate's sigmoid is of 1.702 times it, and 1 is added
     to up; null: a plain gated MLP."""
     bias: bool = False
     """Biases on the experts' projections."""
     router: RouterConfig = RouterConfig()
-    """Who goes where."""
-    capacity: float | None = Field(None, gt=0)
+    """Choice of experts for each token."""
+    capacity: PositiveFloat | None = None
     """An expert takes at most this many times its even share (seq_len * top_k / experts) of the
     tokens of a row, the earliest first, and the others do without it (Lepikhin et al. 2020,
     arXiv:2006.16668); null: every token reaches its experts."""
-    slack: float = Field(1.25, gt=0)
+    slack: PositiveFloat = 1.25
     """Without a capacity, over the mesh axis expert: rows that a device first sends to another, as
     a multiple of an even share; what does not fit follows in rounds a quarter as large, as many as
     it needs. Speed and memory hang on it, results do not."""
@@ -184,9 +188,9 @@ class MoEConfig(MLPPart):
         def bias(*dims: Dim) -> Weight | None:
             return vector(*dims) if self.bias else None
 
-        read = Weight((width, scores), std=width.size**-0.5, scaled="in", rows=1.0)
-        parts: dict[str, Weight | Inner | None] = {
-            "router": read,
+        shared, std = self.shared, width.size**-0.5
+        return {
+            "router": Weight((width, scores), std=std, scaled="in", rows=1.0),
             "router_bias": vector(scores) if router.bias else None,
             "selection_bias": Weight((scores,), carried=True) if router.selection_bias else None,
             "router_scale": vector(channel, fill=1.0) if router.normed else None,
@@ -197,55 +201,45 @@ class MoEConfig(MLPPart):
             "gate_bias": bias(expert, hidden),
             "up_bias": bias(expert, hidden),
             "down_bias": bias(expert, channel),
-        }
-        if self.shared:
-            shared = GatedMLPConfig(
-                kind="gated", hidden=self.shared.hidden, activation=self.activation
+            "shared": Inner(shared.mlp(self.activation), width, "shared", "shared experts")
+            if shared
+            else None,
+            "shared_gate": Weight(
+                (channel,), std=std, scaled="in", rows=1.0, component="shared experts"
             )
-            parts["shared"] = Inner(shared, width, "shared", "shared experts")
-            if self.shared.gate:
-                parts["shared_gate"] = Weight(
-                    (channel,),
-                    std=read.std,
-                    scaled="in",
-                    rows=1.0,
-                    component="shared experts",
-                )
-        return parts
+            if shared and shared.gate
+            else None,
+        }
 
-    def saved(self) -> dict[str, tuple[Dim, ...]]:
+    def saved(self) -> dict[str, Dims]:
         hidden = (Dim("", self.top_k), Dim("mlp", self.hidden, "hidden"))
         return {"mlp_gate": hidden, "mlp_up": hidden}
 
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> "MoEConfig":
+    def own_faults(self) -> Iterator[Fault]:
         groups, chosen = self.router.groups or 1, self.router.top_groups or self.router.groups or 1
         if self.experts % groups:
-            raise fault("router.groups", f"groups={groups} does not divide experts={self.experts}")
+            yield "router.groups", f"groups={groups} does not divide experts={self.experts}"
         if chosen > groups:
-            raise fault("router.top_groups", f"top_groups={chosen} of groups={groups}")
+            yield "router.top_groups", f"top_groups={chosen} of groups={groups}"
         if self.top_k > self.experts // groups * chosen:
-            raise fault(
+            yield (
                 "top_k",
                 f"top_k={self.top_k} of {self.experts // groups * chosen} experts that "
                 f"can be chosen (experts={self.experts}"
                 f"{f', {chosen} of {groups} groups' if self.router.groups else ''})",
             )
-        return self
 
     def limit(self, length: int) -> int | None:
-        """How many tokens of a row of `length` an expert takes; None: all."""
-        return (
-            None
-            if self.capacity is None
-            else math.ceil(round(self.capacity * length * self.top_k / self.experts, 6))
-        )
+        """Tokens of a row of `length` that an expert takes; None: all."""
+        if self.capacity is None:
+            return None
+        return math.ceil(round(self.capacity * length * self.top_k / self.experts, 6))
 
 
 class ParallelMLPConfig(MLPPart):
     """A gated MLP and a mixture of experts side by side, each with its own norms (Gemma 4)."""
 
-    LAYER: ClassVar[str] = "maxstack.layers.moe:ParallelMLP"
+    LAYER = "maxstack.layers.moe:ParallelMLP"
 
     kind: Literal["parallel"]
     """The feed-forward part of a block."""

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from maxstack.config import Section
+from maxstack.config import Fault, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 
 if TYPE_CHECKING:
     from maxstack.schema.config import Config
@@ -19,26 +19,26 @@ class ObjectivePart(Section):
     RANDOM: ClassVar[bool] = False
     """True where a step draws random numbers."""
 
-    def faults(self, cfg: "Config") -> Iterator[tuple[str, str]]:
+    def faults(self, cfg: "Config") -> Iterator[Fault]:
         """(key, what is wrong and what to do) of a model or data that it cannot be used with."""
         yield from ()
 
     def token_ids(self, vocab: int) -> int:
-        """How many of the ids of a model's table a tokenizer may give."""
+        """Number of ids of a model's table that a tokenizer may give."""
         return vocab
 
 
 class NextTokenConfig(ObjectivePart):
     """Next-token cross-entropy."""
 
-    OBJECTIVE: ClassVar[str] = "maxstack.objectives.next_token:NextToken"
+    OBJECTIVE = "maxstack.objectives.next_token:NextToken"
 
     kind: Literal["next_token"]
     """The objective."""
-    z_loss: float = Field(0.0, ge=0)
+    z_loss: NonNegativeFloat = 0.0
     """Weight of the squared log-partition (PaLM, arXiv:2204.02311, section 5)."""
 
-    def faults(self, cfg: "Config") -> Iterator[tuple[str, str]]:
+    def faults(self, cfg: "Config") -> Iterator[Fault]:
         """A position that sees its target."""
         for name, block in cfg.model.blocks.items():
             if not block.mixer.causal:
@@ -54,12 +54,12 @@ class MaskedDiffusionConfig(ObjectivePart):
     each token of a row is hidden with the row's probability t, and the hidden ones are predicted
     from both sides. The loss is a bound on the negative log-likelihood."""
 
-    OBJECTIVE: ClassVar[str] = "maxstack.objectives.masked_diffusion:MaskedDiffusion"
-    RANDOM: ClassVar[bool] = True
+    OBJECTIVE = "maxstack.objectives.masked_diffusion:MaskedDiffusion"
+    RANDOM = True
 
     kind: Literal["masked_diffusion"]
     """The objective."""
-    mask_token: int | None = Field(None, ge=0)
+    mask_token: NonNegativeInt | None = None
     """Id that stands for a hidden token; null: the last row of the model's table. The tokenizer
     must not give it."""
     least: float = Field(1e-3, gt=0, lt=1)
@@ -68,10 +68,10 @@ class MaskedDiffusionConfig(ObjectivePart):
     shift: bool = False
     """The state of position i predicts the token at i + 1, as an autoregressive model's does (Dream
     2025, arXiv:2508.15487), so that one can be started from."""
-    eval_times: int = Field(8, ge=1)
+    eval_times: PositiveInt = 8
     """Evaluation takes the mean of the bound over so many fixed t, the middles of equal parts."""
 
-    def faults(self, cfg: "Config") -> Iterator[tuple[str, str]]:
+    def faults(self, cfg: "Config") -> Iterator[Fault]:
         """A model that does not see both sides, or predicts further tokens."""
         for name, block in cfg.model.blocks.items():
             if block.mixer.causal:

@@ -1,18 +1,17 @@
-"""Which ways of spreading a model over a mesh do not go together; each rule yields (key, what is
-wrong and what to do)."""
+"""Rules between ways of spreading a model over a mesh; each yields (key, what is wrong and what to
+do)."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from maxstack.config import Fault
 from maxstack.schema.mesh import names, parts
 
 if TYPE_CHECKING:
     from maxstack.schema.config import Config
 
-Fault = tuple[str, str]
 
-
-def check(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:
+def faults(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:
     """Every combination that is not supported, on a mesh of these sizes."""
     yield from _pipeline(cfg, sizes)
     if sizes["context"] > 1:
@@ -23,15 +22,12 @@ def check(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:
 def _pipeline(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:
     stages, rounds, microbatches = sizes["stage"], cfg.mesh.rounds, cfg.mesh.microbatches
     if stages == 1:
-        for key, value in (
-            ("rounds", rounds if rounds > 1 else None),
-            ("microbatches", microbatches),
-        ):
-            if value and cfg.mesh.stage == 1:
+        for key, value, least in (("rounds", rounds, 2), ("microbatches", microbatches or 0, 1)):
+            if value >= least and cfg.mesh.stage == 1:
                 yield (
                     f"mesh.{key}",
-                    f"{key}={value} is of a pipeline, but mesh.stage is 1; set "
-                    f"mesh.stage, or leave {key} out",
+                    f"{key}={value} is of a pipeline, but mesh.stage is 1; set mesh.stage, or "
+                    f"leave {key} out",
                 )
         return
     model, over = cfg.model, stages * rounds
@@ -39,11 +35,8 @@ def _pipeline(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:
     if periods % over or not periods:
         by = f"mesh.stage={stages}" + (f" x mesh.rounds={rounds} = {over}" if rounds > 1 else "")
         fits = [size for size in range(1, periods + 1) if periods % (size * rounds) == 0]
-        remedy = (
-            f"mesh.stage={max(size for size in fits if size <= stages)}"
-            if fits
-            else "mesh.rounds=1"
-        )
+        fewer = max((size for size in fits if size <= stages), default=0)
+        remedy = f"mesh.stage={fewer}" if fits else "mesh.rounds=1"
         yield (
             "mesh.stage",
             f"the pattern of blocks repeats {periods} times, which is not divisible by "
@@ -76,10 +69,9 @@ def _pipeline(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:
 
 def batch_unit(cfg: "Config", sizes: dict[str, int]) -> int:
     """The smallest batch that divides over the mesh, accumulation and a pipeline's microbatches."""
-    groups = (
-        (cfg.mesh.microbatches or sizes["stage"]) // sizes["stage"] if sizes["stage"] > 1 else 1
-    )
-    return parts(cfg.mesh.rules["batch"], sizes) * max(groups, 1) * cfg.train.accumulate
+    stages = sizes["stage"]
+    groups = max((cfg.mesh.microbatches or 0) // stages, 1) if stages > 1 else 1
+    return parts(cfg.mesh.rules["batch"], sizes) * groups * cfg.train.accumulate
 
 
 def _experts(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:

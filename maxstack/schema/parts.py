@@ -24,6 +24,9 @@ class Dim(NamedTuple):
     begins with `model.`; "" where no key does."""
 
 
+Dims = tuple[Dim, ...]
+
+
 class Count(NamedTuple):
     """Training FLOPs a token, forward and backward. `causal` counts the keys that a query sees on
     average, `full` all of the sequence."""
@@ -36,7 +39,7 @@ class Count(NamedTuple):
 class Weight:
     """One weight of a layer."""
 
-    dims: tuple[Dim, ...]
+    dims: Dims
     use: Use | None = None
     """Operation that multiplies by it, if it may do so in another way than in the compute dtype."""
     contract: int = 1
@@ -101,7 +104,7 @@ class Inner:
 
 
 Parts = Mapping[str, Weight | Inner | None]
-"""By attribute of the layer; None for what this configuration leaves out."""
+"""Parts by attribute of the layer; None for a part that this configuration leaves out."""
 
 
 class Part(Section):
@@ -116,7 +119,7 @@ class Part(Section):
         """Weights and inner layers by name; `width` is the dimension of the input."""
         raise NotImplementedError
 
-    def saved(self) -> Mapping[str, tuple[Dim, ...]]:
+    def saved(self) -> Mapping[str, Dims]:
         """Tensors that a remat policy may keep, by checkpoint name: dimensions beside batch and
         time, without those of the residual stream's size."""
         return {}
@@ -144,12 +147,12 @@ class Layer(NamedTuple):
     """Path of its weights below the outermost layer: "" or as in `shared/`."""
     component: str
 
-    def whole(self, dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
+    def whole(self, dims: Dims) -> Dims:
         """Dimensions of the layer with keys from the root."""
         return tuple(
-            dim
-            if not dim.key or dim.key.startswith("model.")
-            else dim._replace(key=f"{self.key}.{dim.key}")
+            dim._replace(key=f"{self.key}.{dim.key}")
+            if dim.key and not dim.key.startswith("model.")
+            else dim
             for dim in dims
         )
 
@@ -173,7 +176,7 @@ def weights(section: Part, width: Dim) -> Iterator[tuple[str, Weight, str]]:
                 yield f"{layer.path}{name}", part, part.component or layer.component
 
 
-def activations(section: Part, width: Dim) -> Iterator[tuple[str, tuple[Dim, ...]]]:
+def activations(section: Part, width: Dim) -> Iterator[tuple[str, Dims]]:
     """(checkpoint name, dimensions beside batch and time) of every tensor that a remat policy may
     keep, of a layer and of those inside it."""
     for layer in layers(section, width):

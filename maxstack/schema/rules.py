@@ -6,19 +6,17 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from pydantic_core import PydanticCustomError
-
-from maxstack.config import ConfigError, storage
+from maxstack.config import Fault, storage
+from maxstack.errors import ConfigError
 from maxstack.schema import mesh_rules
-from maxstack.schema.data import BytesTokenizer, DataConfig, SyntheticSource, holds_text
-from maxstack.schema.mesh_rules import Fault
-from maxstack.schema.optimizer import check_schedules
+from maxstack.schema.data import BytesTokenizer, SyntheticSource, holds_text
+from maxstack.schema.optimizer import schedule_faults
 
 if TYPE_CHECKING:
     from maxstack.schema.config import Config
 
 
-def check(cfg: "Config") -> list[Fault]:
+def faults(cfg: "Config") -> list[Fault]:
     """Every broken rule that can be found before the devices are counted."""
     rules = (
         mesh_rules.sizes,
@@ -32,12 +30,14 @@ def check(cfg: "Config") -> list[Fault]:
         _tiles,
         _elastic,
         _processes,
-        _objective,
     )
-    return list(mesh_rules.axes(cfg)) or [fault for rule in rules for fault in rule(cfg)]
+    return list(mesh_rules.axes(cfg)) or [
+        *(fault for rule in rules for fault in rule(cfg)),
+        *cfg.objective.faults(cfg),
+    ]
 
 
-def check_devices(cfg: "Config", devices: int) -> list[Fault]:
+def device_faults(cfg: "Config", devices: int) -> list[Fault]:
     """The broken rules about sizes on so many devices, which give every axis of the mesh."""
     return list(mesh_rules.sizes(cfg, devices))
 
@@ -51,23 +51,14 @@ def sizes_on(cfg: "Config", devices: int, where: str) -> dict[str, int]:
             f"mesh: {mesh_rules.product_of(sizes)} is {wanted} devices, but {where} has "
             f"{devices}; set one axis to -1"
         )
-    if faults := check_devices(cfg, devices):
+    if faults := device_faults(cfg, devices):
         raise ConfigError("\n".join(f"{key}: {message}" for key, message in faults))
     return sizes
 
 
-def _objective(cfg: "Config") -> Iterator[Fault]:
-    return cfg.objective.faults(cfg)
-
-
-def _data_sections(cfg: "Config") -> list[tuple[str, DataConfig]]:
-    sections = [("data", cfg.data), ("eval.data", cfg.eval.data)]
-    return [(key, data) for key, data in sections if data is not None]
-
-
 def _vocabulary(cfg: "Config") -> Iterator[Fault]:
     vocab = cfg.model.vocab
-    for key, data in _data_sections(cfg):
+    for key, data in cfg.data_sections.items():
         for index, source in enumerate(data.sources):
             if isinstance(source, SyntheticSource) and source.vocab > vocab:
                 yield (
@@ -86,7 +77,7 @@ def _vocabulary(cfg: "Config") -> Iterator[Fault]:
 
 def _positions(cfg: "Config") -> Iterator[Fault]:
     positions = cfg.model.positions
-    for key, data in _data_sections(cfg):
+    for key, data in cfg.data_sections.items():
         if positions and data.seq_len > positions:
             yield (
                 f"{key}.seq_len",
@@ -96,11 +87,8 @@ def _positions(cfg: "Config") -> Iterator[Fault]:
 
 
 def _schedules(cfg: "Config") -> Iterator[Fault]:
-    try:
-        check_schedules(cfg.optimizer, cfg.train.steps)
-    except PydanticCustomError as error:
-        fault = error.context or {}
-        yield f"optimizer.{fault['key']}", fault["message"]
+    for key, message in schedule_faults(cfg.optimizer, cfg.train.steps):
+        yield f"optimizer.{key}", message
 
 
 def _evaluation(cfg: "Config") -> Iterator[Fault]:

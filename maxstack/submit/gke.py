@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 from maxstack.cluster.joining import WAIT
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.schema.cluster import SidecarConfig
 from maxstack.submit.job import Job, machine, machines
 from maxstack.submit.limits import check_object, check_strings

@@ -10,9 +10,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxstack.config import ConfigError, dump, plain
+from maxstack.config import dump
+from maxstack.config.compose import plain
 from maxstack.config.reader import read_yaml
 from maxstack.data import hub
+from maxstack.errors import ConfigError
 from maxstack.schema import rules
 from maxstack.schema.cluster import ClusterConfig
 

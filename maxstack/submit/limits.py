@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.schema.cluster import STRING
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.faults.supervise import PARENT
 from maxstack.hardware.devices import ACCELERATORS, visible_gpus
 from maxstack.schema import mesh_rules

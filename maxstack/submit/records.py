@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from maxstack.config import ConfigError, did_you_mean
+from maxstack.config.spelling import did_you_mean
+from maxstack.errors import ConfigError
 
 SUFFIX = ".json"
 RUNS = (

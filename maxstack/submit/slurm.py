@@ -3,7 +3,7 @@ decides whether the job is queued again."""
 
 import shlex
 
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.schema.cluster import MARGIN
 from maxstack.submit.job import CONFIG, Job
 from maxstack.submit.limits import check_script

@@ -1,7 +1,7 @@
 """Command line of xpk, which is no dependency: `xpk workload create` and `create-pathways`."""
 
 from maxstack.cluster.exit_codes import CRASHED, RETRY
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.submit.gke import mount_options
 from maxstack.submit.job import Job, machine, within
 from maxstack.submit.limits import STRING, WRAPPER, check_strings

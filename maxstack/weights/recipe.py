@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from maxstack.config import ConfigError, quoted
+from maxstack.errors import ConfigError, quoted
 from maxstack.schema.quantization import QuantizationConfig, RuleConfig
 from maxstack.weights.arithmetic import Operand, QuantSpec
 from maxstack.weights.observe import Errors, Observed

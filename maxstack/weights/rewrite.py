@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from maxstack.config import ConfigError, quoted
+from maxstack.errors import ConfigError, quoted
 from maxstack.layers.weight import Weight, draw
 from maxstack.models import decoder
 from maxstack.models.model import initial

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from maxstack.config import nearest
+from maxstack.config.spelling import nearest
 
 
 @dataclasses.dataclass(frozen=True)

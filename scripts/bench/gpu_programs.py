@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 
 LONG_ENOUGH = {"gpu": 0.03, "cpu": 0.0}
 """Seconds of work in one dispatch, by platform, that hide the dispatch."""

@@ -14,7 +14,7 @@ import yaml
 from bench.gpu_programs import Job, Ran
 
 from maxstack import sharding
-from maxstack.config import presets_dir
+from maxstack.config.compose import presets_dir
 from maxstack.hardware import compiling
 from maxstack.models.flops import flops_per_token
 from maxstack.run import Run, assemble

@@ -20,8 +20,8 @@ import tiny
 from maxstack.checkpoint import manifest
 from maxstack.checkpoint.compatibility import FREE, Compatibility
 from maxstack.checkpoint.store import Checkpoints, removable
-from maxstack.config import ConfigError
 from maxstack.data import make_feed
+from maxstack.errors import ConfigError
 from maxstack.schema.checkpoint import CheckpointConfig
 
 
@@ -285,7 +285,7 @@ from pathlib import Path
 sys.path[:0] = ["tests"]
 import conftest, tiny
 from maxstack.checkpoint.store import Checkpoints
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.data import make_feed
 run = tiny.make_run(tiny.config(checkpoint={"every": 1, "on_failure": "stop"}))
 feed, said = make_feed(run.cfg.data, run.batches.rows(8), 8), []

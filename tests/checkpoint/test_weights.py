@@ -7,7 +7,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxstack.checkpoint import weights
 from maxstack.checkpoint.weights import WeightsReader, WeightsWriter
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 
 WEIGHTS = {
     "blocks/block/up": np.arange(4 * 6 * 8, dtype=np.float32).reshape(4, 6, 8),

@@ -7,7 +7,7 @@ import pytest
 
 from maxstack.cluster.environment import PORT, PORTS, Member, first_host, member, tasks_per_node
 from maxstack.cluster.joining import devices_of
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 
 SLURM = {
     "SLURM_JOB_ID": "123456",

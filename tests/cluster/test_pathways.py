@@ -11,7 +11,7 @@ import pytest
 from processes import write_config
 
 from maxstack.cluster import pathways
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.load import load
 
 STAND_IN = """

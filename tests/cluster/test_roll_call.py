@@ -10,7 +10,7 @@ import pytest
 
 from maxstack.cluster import roll_call as roll_call_module
 from maxstack.cluster.roll_call import Card, Missing, roll_call
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 
 ALIKE = {"packages": {"jax": "1"}, "configuration": {"train": {"steps": 10}}}
 

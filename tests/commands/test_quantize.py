@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from maxstack import cli, config, train
 from maxstack.checkpoint.weights import WeightsReader
 from maxstack.commands.quantize import text
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.load import load
 
 MODEL = tiny.model(

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from maxstack.config import compose, storage
 from maxstack.config.compose import merged_tree, plain
-from maxstack.config.errors import ConfigError
 from maxstack.config.reader import MAX_BYTES
 from maxstack.config.writer import inline
+from maxstack.errors import ConfigError
 
 PRESETS = {"": ("recipes", "."), "model": ("models",)}
 

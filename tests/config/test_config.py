@@ -6,6 +6,7 @@ import pytest
 from tiny_config import TINY
 
 from maxstack import config
+from maxstack.errors import ConfigError
 from maxstack.load import load, load_tree
 
 
@@ -87,7 +88,7 @@ def test_a_run_whose_folder_no_system_takes_is_refused_by_key(tiny, key, most):
     load(tiny, [f"{key}={'x' * most}"])
     for letters in (most + 1, 300_000):
         with pytest.raises(
-            config.ConfigError,
+            ConfigError,
             match=rf"override: {key}: got 'x+\.\.\.x+' \(text\); allowed: text .*of at most "
             rf"{most} char",
         ):

@@ -4,7 +4,8 @@ import pydantic
 import pytest
 from pydantic import Field
 
-from maxstack.config import ConfigError, Items, Section, fault, load, load_tree
+from maxstack.config import Items, Section, fault, load, load_tree
+from maxstack.errors import ConfigError
 
 
 class Text(Section):
@@ -79,7 +80,7 @@ def problems(tmp_path, monkeypatch):
     def read(text: str, *overrides: str) -> list[str]:
         (tmp_path / "run.yml").write_text(text)
         with pytest.raises(ConfigError) as caught:
-            load_tree(Root, "run.yml", overrides, check=check)
+            load_tree(Root, "run.yml", overrides, faults=check)
         error = caught.value
         assert error.__context__ is None or (error.__cause__ is None and error.__suppress_context__)
         return str(error).splitlines()

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxstack.config.compose import plain
-from maxstack.config.errors import ConfigError
 from maxstack.config.reader import MAX_NODES, read_yaml
+from maxstack.errors import ConfigError
 
 
 def value(text: str) -> object:

@@ -9,7 +9,7 @@ import pytest
 
 from maxstack.config import storage
 from maxstack.config.compose import merged_tree, plain
-from maxstack.config.errors import ConfigError
+from maxstack.errors import ConfigError
 
 PRESETS = {"": (), "model": ("models",)}
 

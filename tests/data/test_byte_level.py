@@ -6,8 +6,8 @@ import json
 import pytest
 import tokenizers
 
-from maxstack.config.errors import DataError
 from maxstack.data.tokenizers import open_tokenizer
+from maxstack.errors import DataError
 from maxstack.hf.tokenizer import tokenizer_of, unread
 from maxstack.schema.data import HuggingFaceTokenizer
 

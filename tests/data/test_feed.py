@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import tiers
 
-from maxstack.config.errors import DataError
 from maxstack.data import feed as feed_module
 from maxstack.data import make_feed
 from maxstack.data.sources import Synthetic
+from maxstack.errors import DataError
 from maxstack.schema.data import (
     BytesTokenizer,
     DataConfig,

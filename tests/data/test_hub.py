@@ -14,9 +14,9 @@ from parity import GOLDENS
 
 from maxstack import cli, config
 from maxstack.commands import convert
-from maxstack.config import ConfigError
 from maxstack.data import hub
 from maxstack.data.tokenizers import open_tokenizer
+from maxstack.errors import ConfigError
 from maxstack.hf.contents import Contents
 from maxstack.inference.opened import config_of
 from maxstack.load import load

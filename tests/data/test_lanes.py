@@ -5,9 +5,9 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from maxstack.config.errors import DataError
 from maxstack.data.documents import Documents
 from maxstack.data.lanes import Mixture, Rows
+from maxstack.errors import DataError
 from maxstack.schema.data import DataConfig, SyntheticSource
 
 

@@ -12,12 +12,11 @@ import pytest
 import sentencepiece
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from maxstack.config import ConfigError
-from maxstack.config.errors import DataError
 from maxstack.data import make_feed
 from maxstack.data.prepare import prepare
 from maxstack.data.sources import open_source
 from maxstack.data.tokenizers import open_tokenizer
+from maxstack.errors import ConfigError, DataError
 from maxstack.evals.baselines import baselines
 from maxstack.schema.data import (
     ArrayRecordSource,

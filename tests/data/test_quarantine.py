@@ -13,11 +13,11 @@ import zstandard
 from array_record.python.array_record_module import ArrayRecordWriter
 from pydantic import TypeAdapter
 
-from maxstack.config.errors import DataError
 from maxstack.data import make_feed
 from maxstack.data.documents import Tokens
 from maxstack.data.shards import pack
 from maxstack.data.sources import open_source
+from maxstack.errors import DataError
 from maxstack.schema.data import AnySource, DataConfig, SyntheticSource
 
 BATCH, ROW = 4, 128

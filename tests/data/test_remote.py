@@ -15,13 +15,13 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from pydantic import TypeAdapter
 
 from maxstack.config import storage
-from maxstack.config.errors import DataError
 from maxstack.data import make_feed
 from maxstack.data.files import matched
 from maxstack.data.prepare import prepare
 from maxstack.data.sources import open_source
 from maxstack.data.tokenizers import open_tokenizer
 from maxstack.data.vocabulary import train
+from maxstack.errors import DataError
 from maxstack.schema.data import AnySource, DataConfig, HuggingFaceTokenizer, SentencePieceTokenizer
 
 TEXTS = [f"document {i} with some text" for i in range(20)]

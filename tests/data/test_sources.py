@@ -15,11 +15,11 @@ import zstandard
 from array_record.python.array_record_module import ArrayRecordWriter
 from pydantic import TypeAdapter
 
-from maxstack.config.errors import DataError
 from maxstack.data.documents import Tokens
 from maxstack.data.files import matched
 from maxstack.data.shards import pack
 from maxstack.data.sources import open_source
+from maxstack.errors import DataError
 from maxstack.schema.data import AnySource, DataConfig
 
 TEXTS = ["first\nlines", "zweites d\u00f6kument", "3rd", "\U0001f600 fourth"]

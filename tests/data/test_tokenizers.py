@@ -3,11 +3,11 @@ import pytest
 import sentencepiece
 import tokenizers
 
-from maxstack.config.errors import DataError
 from maxstack.data import fits
 from maxstack.data.sources import open_source
 from maxstack.data.tokenizers import open_tokenizer, sized_tokens_of
 from maxstack.data.vocabulary import train
+from maxstack.errors import DataError
 from maxstack.schema.data import (
     BytesTokenizer,
     DataConfig,

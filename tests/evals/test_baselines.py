@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from maxstack.config.errors import DataError
+from maxstack.errors import DataError
 from maxstack.evals.baselines import Order2, baselines
 from maxstack.schema.data import DataConfig, TextSource
 

@@ -5,7 +5,7 @@ import json
 import pydantic
 import pytest
 
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.faults.policy import ACCEPTED, NOT_FINITE, SPIKE, Policy, Rewind
 from maxstack.schema.faults import FaultsConfig
 

@@ -10,7 +10,7 @@ import tiny
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxstack import optim, sharding
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.faults.replicas import Corruption, Recompute, Replicas
 from maxstack.run import assemble
 from maxstack.schema.mesh import MeshConfig

@@ -19,7 +19,7 @@ import json, os, sys, time
 from pathlib import Path
 from types import SimpleNamespace
 from maxstack import cli
-from maxstack.config.errors import DataError
+from maxstack.errors import DataError
 from maxstack.schema.faults import WatchdogConfig
 from maxstack.faults.heartbeat import Heartbeat
 

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from maxstack.config import ConfigError, plain, plain_data
+from maxstack.config import plain_data
+from maxstack.config.compose import plain
 from maxstack.config.reader import read_yaml
+from maxstack.errors import ConfigError
 from maxstack.hardware import chips as module
 from maxstack.hardware.chips import by_kind, chip, chips
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental import mesh_utils
 
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.hardware.devices import arrange, over_slices
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.hf.binding import bind
 from maxstack.hf.blocks import arranged
 from maxstack.hf.contents import Contents

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from maxstack.config import ConfigError
-from maxstack.config.errors import DataError
+from maxstack.errors import ConfigError, DataError
 from maxstack.hf.contents import Contents
 from maxstack.hf.families import FAMILIES
 from maxstack.hf.family import of_config

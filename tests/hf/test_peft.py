@@ -13,7 +13,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from maxstack import cli
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.hf import peft
 from maxstack.hf.binding import bind
 from maxstack.hf.contents import Contents

@@ -16,8 +16,7 @@ from parity import loaded
 
 from maxstack import cli
 from maxstack.commands import convert
-from maxstack.config import ConfigError
-from maxstack.config.errors import DataError
+from maxstack.errors import ConfigError, DataError
 from maxstack.hf.binding import bind
 from maxstack.hf.contents import Contents
 from maxstack.hf.families import FAMILIES

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from parity import loaded, poisoned
 
-from maxstack.config.errors import DataError
+from maxstack.errors import DataError
 from maxstack.hf.contents import Contents
 from maxstack.hf.reader import load_params, pieces_of
 from maxstack.hf.tensors import check_finite

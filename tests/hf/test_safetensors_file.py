@@ -10,7 +10,7 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxstack.config.errors import DataError
+from maxstack.errors import DataError
 from maxstack.hf.safetensors_file import SafetensorsFile
 
 F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}

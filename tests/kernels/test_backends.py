@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from maxstack import cli, train
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.kernels import attention, cross_entropy, gated_delta, grouped_matmul, tuning
 from maxstack.kernels.attention.request import AttentionCase, Request
 from maxstack.kernels.backends import Device, config_scope, describe, recording

@@ -12,7 +12,7 @@ import jax
 import pytest
 from flax import nnx
 
-from maxstack.config import presets_dir
+from maxstack.config.compose import presets_dir
 from maxstack.hf.binding import bind
 from maxstack.hf.families import FAMILIES
 from maxstack.load import load

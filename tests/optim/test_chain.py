@@ -9,7 +9,7 @@ import optax
 import pytest
 from optimizer_trees import EMBED, INFO, MLP, SMALL, built, first, info, train, tree
 
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.optim import build, trained
 from maxstack.schema.optimizer import OptimizerConfig
 from maxstack.schema.optimizer.arguments import transform_kinds

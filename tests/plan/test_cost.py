@@ -6,7 +6,8 @@ import pytest
 import tiny
 
 from maxstack import cli
-from maxstack.config import ConfigError, dump
+from maxstack.config import dump
+from maxstack.errors import ConfigError
 from maxstack.models.flops import Count
 from maxstack.plan import cost, report
 from maxstack.plan.roofline import Roofline

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tiny
 
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.hardware import compiling
 from maxstack.plan import executable
 

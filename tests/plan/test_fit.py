@@ -3,7 +3,7 @@
 import pytest
 import tiny
 
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.plan import fit
 
 

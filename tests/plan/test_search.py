@@ -7,7 +7,7 @@ import math
 import pytest
 import tiny
 
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.plan import search as module
 from maxstack.plan import topology
 from maxstack.plan.estimate import Shapes, estimate
@@ -93,7 +93,7 @@ def test_every_candidate_runs_on_all_devices(name, model):
     )
     assert len(found) > 20
     for cfg, sizes in found:
-        assert rules.check(cfg) == [] == rules.check_devices(cfg, where.size)
+        assert rules.faults(cfg) == [] == rules.device_faults(cfg, where.size)
         assert math.prod(sizes.values()) == where.size and sizes["slices"] == where.slices
     assert any(sizes["expert"] > 1 for _, sizes in found) == bool(model)
 
@@ -146,7 +146,7 @@ def test_the_given_configuration_is_compiled_first_and_once(mesh, monkeypatch):
 
 def test_a_given_configuration_that_does_not_divide_is_left_out():
     cfg = config({"data": -1}, rows=8)
-    assert rules.check_devices(cfg, 16) and cfg not in [one for one, _ in candidates(cfg)] != []
+    assert rules.device_faults(cfg, 16) and cfg not in [one for one, _ in candidates(cfg)] != []
 
 
 def test_a_pipeline_that_is_given_does_not_keep_other_meshes_from_being_tried():

@@ -4,7 +4,7 @@ import jax
 import pytest
 import tiny
 
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.plan.step import TooLarge, check_mesh, compile_step, too_large
 from maxstack.plan.topology import parse
 

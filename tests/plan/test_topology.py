@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from topologies import needs
 
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.hardware.devices import arrange
 from maxstack.plan import topology
 from maxstack.plan.topology import Link, links, parse

@@ -1,12 +1,18 @@
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from maxstack.config import ConfigError, plain_data
+from maxstack.config import plain_data
 from maxstack.config.annotations import item, kinds, members, of_field, section, shape
+from maxstack.errors import ConfigError
 from maxstack.load import load
+from maxstack.schema import foreign
 from maxstack.schema.config import Config
-from maxstack.schema.foreign import ROWS, equivalent
+from maxstack.schema.foreign import equivalent
+
+ROWS = yaml.safe_load(Path(foreign.__file__).with_name("foreign.yml").read_text())
 
 
 def exists(annotation: Any, default: Any, path: list[str]) -> bool:
@@ -29,7 +35,9 @@ def exists(annotation: Any, default: Any, path: list[str]) -> bool:
     return path[0] in keys and exists(Any, keys[path[0]], path[1:])
 
 
-@pytest.mark.parametrize("key", sorted({key for row in ROWS for key in row[1].split()}))
+@pytest.mark.parametrize(
+    "key", sorted({key for row in ROWS for key in row.get("ours", "").split()})
+)
 def test_what_a_foreign_name_leads_to_is_a_key_of_the_schema(key):
     assert exists(Config, None, key.split("."))
 
@@ -41,12 +49,12 @@ def test_a_key_that_is_not_there_is_noticed():
 
 
 def test_no_foreign_name_stands_in_two_rows():
-    names = [name for row in ROWS for name in row[0].split()]
+    names = [name for row in ROWS for name in row["theirs"].split()]
     assert sorted(names) == sorted(set(names))
 
 
 def test_a_row_without_keys_says_why():
-    assert all(row[1] or row[2] for row in ROWS)
+    assert all(row.get("ours") or row.get("remark") for row in ROWS)
 
 
 @pytest.mark.parametrize(

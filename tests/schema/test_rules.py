@@ -1,7 +1,7 @@
 import pytest
 from tiny_config import TINY
 
-from maxstack import config
+from maxstack.errors import ConfigError
 from maxstack.load import load
 from maxstack.schema import mesh_rules, rules
 
@@ -290,7 +290,7 @@ def tiny(tmp_path, monkeypatch):
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_broken_rule_names_its_key_and_what_to_do(tiny, case):
     overrides, key, says, _ = BROKEN[case]
-    with pytest.raises(config.ConfigError) as caught:
+    with pytest.raises(ConfigError) as caught:
         load(tiny, overrides)
     first = str(caught.value).splitlines()[0]
     assert f": {key}: " in first and says in first
@@ -325,12 +325,12 @@ def test_a_mesh_axis_already_spent_on_a_tensor_does_not_constrain_its_later_axes
         "mesh.data=1",
     ]
     assert load(tiny, spent_on_vocab_and_batch)
-    with pytest.raises(config.ConfigError, match="embed=63 is not divisible by mesh.fsdp=2"):
+    with pytest.raises(ConfigError, match="embed=63 is not divisible by mesh.fsdp=2"):
         load(tiny, ["mesh.fsdp=2", "model.embed=63"])
 
 
 def test_several_broken_rules_are_told_together(tiny):
-    with pytest.raises(config.ConfigError) as caught:
+    with pytest.raises(ConfigError) as caught:
         load(tiny, ["eval.baselines=true", "checkpoint.keep_best=1", "train.accumulate=3"])
     assert [line.split(": ")[1] for line in str(caught.value).splitlines()] == [
         "train.accumulate",
@@ -344,8 +344,8 @@ def test_what_hangs_on_the_number_of_devices_is_checked_once_it_is_known(tiny):
     assert {axis: size for axis, size in mesh_rules.mesh_sizes(cfg, 4).items() if size > 1} == {
         "data": 4
     }
-    assert rules.check_devices(cfg, 3) == []
-    assert [key for key, _ in rules.check_devices(cfg, 4)] == ["train.batch_size"]
+    assert rules.device_faults(cfg, 3) == []
+    assert [key for key, _ in rules.device_faults(cfg, 4)] == ["train.batch_size"]
 
 
 def test_a_fault_inside_a_list_names_the_line_of_its_item(tiny, tmp_path):
@@ -353,5 +353,5 @@ def test_a_fault_inside_a_list_names_the_line_of_its_item(tiny, tmp_path):
         "extends: ./tiny.yml\noptimizer:\n  chain:\n  - kind: clip_by_global_norm\n    "
         "max_norm: 1.0\n  - kind: adamw\n    b3: 1\n"
     )
-    with pytest.raises(config.ConfigError, match=r"^run.yml:7: optimizer.chain.1.b3: "):
+    with pytest.raises(ConfigError, match=r"^run.yml:7: optimizer.chain.1.b3: "):
         load("run.yml")

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from processes import stand_ins, write_config
 
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.load import load
 from maxstack.plan.topology import parse
 from maxstack.schema.cluster import ClusterConfig

@@ -10,7 +10,7 @@ import yaml
 from processes import write_config
 
 from maxstack import cli
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.load import load
 from maxstack.plan.topology import parse
 from maxstack.schema.cluster import BucketConfig, ClusterConfig

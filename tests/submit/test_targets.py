@@ -22,8 +22,8 @@ from processes import stand_ins, write_config
 
 from maxstack import config
 from maxstack.cluster.environment import PORT, member
-from maxstack.config import ConfigError
 from maxstack.config.compose import presets_dir
+from maxstack.errors import ConfigError
 from maxstack.load import load
 from maxstack.plan.topology import parse
 from maxstack.schema.cluster import ClusterConfig

@@ -9,7 +9,7 @@ import tiny
 from flax import nnx
 
 from maxstack import config
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.load import load
 from maxstack.weights.rewrite import Rewrite
 

@@ -5,7 +5,7 @@ import pytest
 import tiny
 
 from maxstack import config
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.load import load
 from maxstack.weights.rewrite import Rewrite
 

@@ -7,8 +7,8 @@ import pytest
 import tiny
 from flax import nnx
 
-from maxstack.config import ConfigError
 from maxstack.config.compose import plain, presets_dir, read_file
+from maxstack.errors import ConfigError
 from maxstack.schema.optimizer import OptimizerConfig
 from maxstack.weights.rewrite import Rewrite
 

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import pydantic
 from pydantic import Field, WithJsonSchema
 
-from maxstack.config import Items, Section, fault, quoted
+from maxstack.config import Fault, Items, Section, fault
+from maxstack.errors import quoted
 from maxstack.schema.optimizer.arguments import (
     Chain,
     Transform,
@@ -21,7 +22,7 @@ from maxstack.schema.optimizer.arguments import (
     transform_kinds,
 )
 from maxstack.schema.optimizer.paths import Selector, check_selectors
-from maxstack.schema.optimizer.schedules import Schedule, check_steps, steps_of
+from maxstack.schema.optimizer.schedules import Schedule, step_faults, steps_of
 
 
 def _kind_schema(kinds: list[str]) -> dict[str, Any]:
@@ -66,12 +67,6 @@ class GroupConfig(Section):
     chain: ChainValue
     """Optax transforms, applied in order, as in optimizer.chain."""
 
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> "GroupConfig":
-        check_selectors(self.match, "match")
-        parse_chain(self.chain, "chain")
-        return self
-
 
 class EmaConfig(Section):
     """An exponential moving average of the weights, kept in the optimizer's state."""
@@ -84,10 +79,9 @@ class EmaConfig(Section):
     eval: bool = True
     """Evaluate with the average instead of the weights."""
 
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> "EmaConfig":
+    def own_faults(self) -> tuple[Fault, ...]:
         check_sort("steps", self.start, "start")
-        return self
+        return ()
 
 
 Selectors = tuple[Selector, ...]
@@ -101,9 +95,9 @@ class Optimizer:
     schedule: Schedule | None
     chain: Chain
     groups: tuple[tuple[Selectors, Chain], ...]
-    decay: Selectors | None
-    trainable: Selectors | None
-    frozen: Selectors | None
+    decay: Selectors | None = None
+    trainable: Selectors | None = None
+    frozen: Selectors | None = None
 
     def items(self) -> Iterator[Transform]:
         """Every item of every chain, those inside others too, in the order of the configuration."""
@@ -117,7 +111,7 @@ class Optimizer:
 
 
 class OptimizerConfig(Section):
-    """How weights follow from gradients: Optax transforms by their own names, arguments checked
+    """The way from gradients to weights: Optax transforms by their own names, arguments checked
     against their signatures."""
 
     learning_rate: RateValue = 3e-4
@@ -158,14 +152,13 @@ class OptimizerConfig(Section):
             data = data | {"schedule": WARMUP_COSINE | shape}
         return data
 
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> "OptimizerConfig":
+    def own_faults(self) -> Iterator[Fault]:
         """Every parameter must be moved against its gradient, once, by a learning rate that its
         transform can take."""
         optimizer = self.parsed
         for item in optimizer.chain if self.groups else ():
             if _descends(item):
-                raise fault(
+                yield (
                     item.key,
                     "applies the learning rate, and the groups do so again; move this item into "
                     "them",
@@ -173,7 +166,7 @@ class OptimizerConfig(Section):
         last = {f"groups.{i}.chain": chain for i, (_, chain) in enumerate(optimizer.groups)}
         for key, chain in (last or {"chain": optimizer.chain}).items():
             if not any(map(_descends, chain)):
-                raise fault(
+                yield (
                     key,
                     "no item moves weights against their gradients; end the chain with "
                     "{kind: scale_by_learning_rate}",
@@ -181,22 +174,21 @@ class OptimizerConfig(Section):
         varies = optimizer.schedule or isinstance(optimizer.learning_rate, Schedule)
         for item in optimizer.rated():
             if varies and item.constant_rate and "learning_rate" not in item.arguments:
-                raise fault(
+                yield (
                     item.key,
                     f"{item.signature.name} takes a constant learning rate only; set "
                     "optimizer.schedule: null with a number in "
                     "optimizer.learning_rate, or give this item its own learning_rate",
                 )
-        return self
 
     @functools.cached_property
     def parsed(self) -> Optimizer:
         """The optimizer that this section describes. Raises a fault for a mistake."""
-
-        def selectors(name: str) -> Selectors | None:
-            patterns = getattr(self, name)
-            return None if patterns is None else check_selectors(patterns, name)
-
+        patterns = {
+            name: check_selectors(given, name)
+            for name in ("decay", "trainable", "frozen")
+            if (given := getattr(self, name)) is not None
+        }
         return Optimizer(
             learning_rate=self._parsed_rate(),
             schedule=None
@@ -205,14 +197,12 @@ class OptimizerConfig(Section):
             chain=() if self.groups and self.chain == [] else parse_chain(self.chain, "chain"),
             groups=tuple(
                 (
-                    check_selectors(group.match, "match"),
+                    check_selectors(group.match, f"groups.{i}.match"),
                     parse_chain(group.chain, f"groups.{i}.chain"),
                 )
                 for i, group in enumerate(self.groups)
             ),
-            decay=selectors("decay"),
-            trainable=selectors("trainable"),
-            frozen=selectors("frozen"),
+            **patterns,
         )
 
     def model_copy(self, *, update: Any = None, deep: bool = False) -> "OptimizerConfig":
@@ -238,27 +228,28 @@ class OptimizerConfig(Section):
         return self.learning_rate
 
 
-def check_schedules(cfg: OptimizerConfig, train_steps: int) -> None:
-    """Checks every schedule against the run's length; raises a fault whose key is relative to the
-    optimizer section."""
+def schedule_faults(cfg: OptimizerConfig, train_steps: int) -> Iterator[Fault]:
+    """Schedules that do not go with the run's length; keys are relative to the optimizer
+    section."""
     optimizer = cfg.parsed
     for item in optimizer.items():
         updates = updates_in(train_steps, item.every)
         for name, value in item.arguments.items():
             if isinstance(value, Schedule):
-                check_steps(value, updates)
+                yield from step_faults(value, updates)
             if name == "warmup_steps" and value and steps_of(value, updates) > updates:
-                raise fault(
+                yield (
                     f"{item.key}.{name}",
                     f"warmup_steps={value} is longer than train.steps={train_steps}; try 2%",
                 )
     shape = optimizer.schedule or optimizer.learning_rate
     if isinstance(shape, Schedule):
         for every in sorted({item.every for item in optimizer.rated()}):
-            check_steps(shape, updates_in(train_steps, every))
+            yield from step_faults(shape, updates_in(train_steps, every))
     if cfg.ema and steps_of(cfg.ema.start, train_steps) >= train_steps:
-        raise fault(
-            "ema.start", f"the average would start after the last step; train.steps={train_steps}"
+        yield (
+            "ema.start",
+            f"the average would start after the last step; train.steps={train_steps}",
         )
 
 

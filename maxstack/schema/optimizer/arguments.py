@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from maxstack.config import did_you_mean, fault, quoted
+from maxstack.config import fault
+from maxstack.config.spelling import did_you_mean
+from maxstack.errors import quoted
 from maxstack.schema.foreign import equivalent
 from maxstack.schema.optimizer.paths import check_selectors
 from maxstack.schema.optimizer.schedules import (

@@ -5,7 +5,9 @@ import dataclasses
 import fnmatch
 from typing import Any
 
-from maxstack.config import ConfigError, did_you_mean, fault, nearest, quoted
+from maxstack.config import fault
+from maxstack.config.spelling import did_you_mean, nearest
+from maxstack.errors import ConfigError, quoted
 
 STACKED = ("layers", "expert")
 HEADS = ("heads", "kv_heads")

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-from maxstack.config import fault
+from maxstack.config import Fault
 from maxstack.schema.optimizer.signatures import Signature
 
 ALIASES = {
@@ -149,15 +149,15 @@ def resolve(
     return numbers
 
 
-def check_steps(schedule: Schedule, updates: int, span: int | None = None) -> None:
-    """Raises a fault where steps contradict each other or the length of the run."""
+def step_faults(schedule: Schedule, updates: int, span: int | None = None) -> Iterator[Fault]:
+    """The first place where steps contradict each other or the length of the run."""
     numbers = resolve(schedule, updates, 1.0, span)
-    for name, problem in _contradictions(
-        schedule.signature.name, numbers, updates, span or updates
-    ):
-        raise fault(f"{schedule.key}.{name}", problem)
+    name = schedule.signature.name
+    for key, problem in _contradictions(name, numbers, updates, span or updates):
+        yield f"{schedule.key}.{key}", problem
+        return
     for inner, covers in _joined(numbers, updates):
-        check_steps(inner, updates, covers)
+        yield from step_faults(inner, updates, covers)
 
 
 def build_schedule(
@@ -192,7 +192,7 @@ def _joined(numbers: dict[str, Any], updates: int) -> Iterator[tuple[Schedule, i
 
 def _contradictions(
     schedule: str, numbers: dict[str, Any], updates: int, span: int
-) -> Iterator[tuple[str, str]]:
+) -> Iterator[Fault]:
     warmup, decay = numbers.get("warmup_steps", 0), numbers.get("decay_steps", 0)
     for name in ("decay_steps", "transition_steps"):
         if numbers.get(name, 1) < 1:

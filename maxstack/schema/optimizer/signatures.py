@@ -16,7 +16,7 @@ class Argument:
     """One argument of a public function."""
 
     sort: str
-    """What a configuration writes for it: number, rate, mask, transform and so on."""
+    """Sort of value that a configuration writes: number, rate, mask, transform and so on."""
     required: bool = False
     nullable: bool = False
     default: Any = None
@@ -60,14 +60,12 @@ def is_other(name: str) -> bool:
 
 
 def version_note() -> str:
-    """What a message about a name that is not in the table adds where another Optax is installed
+    """The end of a message about a name that is not in the table, where another Optax is installed
     than the table is of; else ""."""
-    installed, known = metadata.version("optax"), _table()["version"]
-    return (
-        ""
-        if installed == known
-        else f"; maxstack knows what Optax {known} has, and {installed} is installed"
-    )
+    installed, listed = metadata.version("optax"), _table()["version"]
+    if installed == listed:
+        return ""
+    return f"; maxstack knows what Optax {listed} has, and {installed} is installed"
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxstack.config import ConfigError
+from maxstack.errors import ConfigError
 from maxstack.kernels.backends import Device
 from maxstack.kernels.grouped_matmul import OP, GroupedMatmulCase, grouped_matmul, megablox
 

@@ -6,21 +6,18 @@ import pydantic
 import pytest
 
 from maxstack.optim import learning_rate_at
-from maxstack.schema.optimizer import OptimizerConfig, check_schedules
+from maxstack.schema.optimizer import OptimizerConfig, schedule_faults
 
 
 def values(schedule, steps, *counts, learning_rate=1.0):
     cfg = OptimizerConfig(learning_rate=learning_rate, schedule=schedule)
-    check_schedules(cfg, steps)
+    assert list(schedule_faults(cfg, steps)) == []
     at = learning_rate_at(cfg, steps)
     return [float(at(count)) for count in counts]
 
 
 def problem(steps, **optimizer):
-    cfg = OptimizerConfig(**optimizer)
-    with pytest.raises(ValueError) as caught:
-        check_schedules(cfg, steps)
-    return caught.value.context["key"], str(caught.value)
+    return next(schedule_faults(OptimizerConfig(**optimizer), steps))
 
 
 def refused(**optimizer):

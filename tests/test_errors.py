@@ -3,7 +3,7 @@ import json
 import pytest
 
 from maxstack import cli
-from maxstack.config.quoting import quoted, shortened
+from maxstack.errors import quoted, shortened
 
 LONG = "x" * 200_000
 ODD = "\x1b[31mred\x1b[0m\u202eback"
