@@ -192,12 +192,12 @@ def tiled(t: int, s: int, request: Request, most: tuple[int, int]) -> list[Tiles
 Keys = tuple[jax.Array, jax.Array]
 """Keys [B, K, S, H] and values [B, K, S, V]."""
 Pair = tuple[Numbers, Numbers]
-"""Of the queries, and of the keys."""
+"""Numbers of the queries, and of the keys."""
 Output = tuple[jax.Array, jax.Array]
 """Output for the keys seen so far [B, K, G, T, V], and the log-sum-exp of their scores [B, K, G,
 T], both float32."""
 Gradients = tuple[jax.Array, Keys]
-"""Of queries [B, K, G, T, H], and of keys and values: float32."""
+"""Gradients of queries [B, K, G, T, H], and of keys and values: float32."""
 
 
 def by_head(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKV: jax.Array) -> tuple[jax.Array, Keys]:

@@ -22,7 +22,7 @@ LOG2E = float(np.log2(np.e))
 
 
 def supports(case: AttentionCase) -> str | None:
-    """Why the kernels cannot serve `case`; None: they can."""
+    """The reason why the kernels cannot serve `case`; None: they can."""
     device, request = case.device, case.request
     if device.capability[0] != 9:
         return (
@@ -86,8 +86,8 @@ def _attention(q, k, v, sinks_N, same, request, sizes, interpret):
 def _forward(q, k, v, sinks_N, same, request, sizes, interpret):
     from maxstack.kernels.attention.hopper_forward import forward
 
-    call, (q_BTNH, k_BSKH, v_BSKV), mine, theirs = _call(q, k, v, same, request, sizes, interpret)
-    o_BTNV, log_BNT = forward(call, q_BTNH, k_BSKH, v_BSKV, mine, theirs, 4 * _products(call))
+    call, arrays, numbers = _call(q, k, v, same, request, sizes, interpret)
+    o_BTNV, log_BNT = forward(call, [*arrays, *numbers])
     if sinks_N is not None:
         with_sinks_BNT = jnp.logaddexp2(log_BNT, (sinks_N * LOG2E)[:, None])
         o_BTNV = (o_BTNV * _by_time(jnp.exp2(log_BNT - with_sinks_BNT))).astype(o_BTNV.dtype)
@@ -100,19 +100,17 @@ def _backward(request, sizes, interpret, saved, do_BTNV):
     from maxstack.kernels.attention import hopper_backward
 
     q, k, v, sinks_N, same, o_BTNV, log_BNT = saved
-    call, inputs, mine, theirs = _call(q, k, v, same, request, sizes, interpret)
+    call, arrays, numbers = _call(q, k, v, same, request, sizes, interpret)
     delta_BNT = _padded(
         jnp.einsum("BTNV,BTNV->BNT", o_BTNV, do_BTNV, preferred_element_type=jnp.float32),
         call.queries,
         2,
     )
     seen_BNT = jnp.where(log_BNT == -jnp.inf, jnp.inf, log_BNT)
-    residual, flops = (
-        (_padded(do_BTNV.astype(q.dtype), call.queries, 1), seen_BNT, delta_BNT),
-        _products(call),
-    )
-    dk, dv = hopper_backward.of_keys(call, inputs, residual, mine, theirs, 8 * flops)
-    dq = hopper_backward.of_queries(call, inputs, residual, mine, theirs, 6 * flops)
+    do = _padded(do_BTNV.astype(q.dtype), call.queries, 1)
+    operands = [*arrays, do, seen_BNT, delta_BNT, *numbers]
+    dk, dv = hopper_backward.of_keys(call, operands)
+    dq = hopper_backward.of_queries(call, operands)
     dsinks_N = (
         None
         if sinks_N is None
@@ -132,9 +130,9 @@ def _call(
     request: Request,
     sizes: Sequence[tuple[str, int]],
     interpret: Any,
-) -> tuple[Any, list[jax.Array], list[jax.Array], list[jax.Array]]:
-    """-> the call, and its arrays padded to whole blocks: q, k and v, the numbers of the queries,
-    those of the keys."""
+) -> tuple[Any, list[jax.Array], list[jax.Array]]:
+    """-> the call, and its arrays padded to whole blocks: q, k and v; the numbers of the queries,
+    then those of the keys."""
     from maxstack.kernels.attention.hopper_tiles import BLOCK, Call
 
     (b, t, n, h), (_, s, kv, _), blocks = q.shape, k.shape, dict(sizes)
@@ -157,33 +155,13 @@ def _call(
         blocks["stages"],
         interpret,
     )
-    mine, theirs = (
-        [_padded(jnp.broadcast_to(pair[side], (b, length)), padded, 1) for pair in same]
+    numbers = [
+        _padded(jnp.broadcast_to(pair[side], (b, length)), padded, 1)
         for side, length, padded in ((0, t, padded_t), (1, s, padded_s))
-    )
-    return (
-        call,
-        [_padded(q, padded_t, 1), _padded(k, padded_s, 1), _padded(v, padded_s, 1)],
-        mine,
-        theirs,
-    )
-
-
-def _products(call: Any) -> float:
-    """Multiplications of q k^T over the tiles that the forward kernel visits."""
-    from maxstack.kernels.attention.hopper_tiles import BLOCK
-
-    spans = [
-        call.keys_of(start, BLOCK, call.forward_keys) for start in range(0, call.queries, BLOCK)
+        for pair in same
     ]
-    return float(
-        call.batch
-        * call.heads
-        * call.dim
-        * BLOCK
-        * call.forward_keys
-        * sum(end - lo for lo, _, _, end in spans)
-    )
+    arrays = [_padded(q, padded_t, 1), _padded(k, padded_s, 1), _padded(v, padded_s, 1)]
+    return call, arrays, numbers
 
 
 def _padded(x: jax.Array, length: int, axis: int) -> jax.Array:

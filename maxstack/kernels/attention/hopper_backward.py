@@ -31,23 +31,17 @@ from maxstack.kernels.attention.hopper_tiles import (
     walk,
 )
 
-Residual = tuple[jax.Array, jax.Array, jax.Array]
-"""Output's gradient [B, T, N, H]; log2 of the sum of exp(scores), inf where nothing is seen, and
-delta, float32 [B, N, T]."""
 STEP = 64
 """Keys or queries of a step."""
 
 
-def of_keys(
-    call: Call,
-    inputs: Sequence[jax.Array],
-    residual: Residual,
-    mine: Sequence[jax.Array],
-    theirs: Sequence[jax.Array],
-    flops: float,
-) -> tuple[jax.Array, jax.Array]:
+def of_keys(call: Call, operands: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """-> gradients of k and v. Each computing warpgroup has 64 keys and visits the queries of all
-    heads that share them."""
+    heads that share them.
+
+    `operands`: q, k, v; the output's gradient [B, T, N, H]; log2 of the sum of exp(scores), inf
+    where nothing is seen, and delta, float32 [B, N, T]; numbers of queries, then of keys.
+    """
     matrix, vector = ((STEP, call.dim), call.dtype), ((STEP,), jnp.float32)
     steps = [matrix, vector, *[((STEP,), jnp.int32)] * call.numbered]
     scratch = {
@@ -59,23 +53,15 @@ def of_keys(
         "gradients": Ring.scratch(call.stages, matrix, vector),
     }
     out = [jax.ShapeDtypeStruct((call.batch, call.keys, call.kv_heads, call.dim), call.dtype)] * 2
-
-    operands, tiles = (*inputs, *residual, *mine, *theirs), (call.kv_heads, call.keys // BLOCK)
+    tiles = call.kv_heads, call.keys // BLOCK
     return tuple(
-        launch(call, "attention_backward_keys", _keys_kernel, operands, out, tiles, scratch, flops)
+        launch(call, "attention_backward_keys", _keys_kernel, operands, out, tiles, scratch, 4)
     )
 
 
-def of_queries(
-    call: Call,
-    inputs: Sequence[jax.Array],
-    residual: Residual,
-    mine: Sequence[jax.Array],
-    theirs: Sequence[jax.Array],
-    flops: float,
-) -> jax.Array:
-    """-> the gradient of q. Each computing warpgroup has 64 queries of one head and visits their
-    keys."""
+def of_queries(call: Call, operands: Sequence[jax.Array]) -> jax.Array:
+    """-> the gradient of q, of the operands of `of_keys`. Each computing warpgroup has 64 queries
+    of one head and visits their keys."""
     matrix, vector = ((STEP, call.dim), call.dtype), ((STEP,), jnp.float32)
     steps = [matrix, *[((STEP,), jnp.int32)] * call.numbered]
     scratch = {
@@ -87,10 +73,9 @@ def of_queries(
         "values": Ring.scratch(call.stages, matrix),
     }
     out = [jax.ShapeDtypeStruct((call.batch, call.queries, call.heads, call.dim), call.dtype)]
-
-    operands, tiles = (*inputs, *residual, *mine, *theirs), (call.heads, call.queries // BLOCK)
+    tiles = call.heads, call.queries // BLOCK
     return launch(
-        call, "attention_backward_queries", _queries_kernel, operands, out, tiles, scratch, flops
+        call, "attention_backward_queries", _queries_kernel, operands, out, tiles, scratch, 3
     )[0]
 
 

@@ -32,17 +32,9 @@ LOWEST = -1e30
 """Maximum of no scores: finite, so that exp2(score - maximum) is 0 for a hidden one."""
 
 
-def forward(
-    call: Call,
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    mine: Sequence[jax.Array],
-    theirs: Sequence[jax.Array],
-    flops: float,
-) -> tuple[jax.Array, jax.Array]:
+def forward(call: Call, operands: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """-> (output like q, log2 of the sum of exp(scores) [B, N, T], -inf where a query sees
-    nothing). `mine`, `theirs`: int32 [B, T] and [B, S]."""
+    nothing). `operands`: q, k, v, then int32 numbers of queries [B, T] and of keys [B, S]."""
     tile = (ROWS, call.dim), call.dtype
     keys = (call.forward_keys, call.dim), call.dtype
     numbers = [((call.forward_keys,), jnp.int32)] * call.numbered
@@ -55,14 +47,11 @@ def forward(
         "values": Ring.scratch(call.stages, keys),
     }
     out = [
-        jax.ShapeDtypeStruct(q_BTNH.shape, call.dtype),
+        jax.ShapeDtypeStruct(operands[0].shape, call.dtype),
         jax.ShapeDtypeStruct((call.batch, call.heads, call.queries), jnp.float32),
     ]
-
-    operands, count = (q_BTNH, k_BSKH, v_BSKH, *mine, *theirs), (call.heads, call.queries // BLOCK)
-    return tuple(
-        tiles.launch(call, "attention_forward", _kernel, operands, out, count, scratch, flops)
-    )
+    count = call.heads, call.queries // BLOCK
+    return tuple(tiles.launch(call, "attention_forward", _kernel, operands, out, count, scratch, 2))
 
 
 def _kernel(call: Call, refs: Refs, scratch: Any) -> None:

@@ -71,7 +71,7 @@ class Call:
         return _tiles(start + self.request.offset, rows, low, high, self.real_keys, block)
 
     def queries_of(self, start: Bound, rows: int, block: int) -> Bounds:
-        """As `keys_of`: the query tiles that visit keys start..start + rows - 1."""
+        """The query tiles that visit keys start..start + rows - 1, in the order of `keys_of`."""
         low, high = (
             None if limit is None else -limit
             for limit in (self.request.furthest, self.request.nearest)
@@ -157,8 +157,8 @@ class Call:
         """A vector for the rows or the columns of tiles."""
         if self.interpret:
             return ref[...]
-        place = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
-        return plgpu.load(ref, *place, layout=layout, optimized=not device_memory)
+        index = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
+        return plgpu.load(ref, *index, layout=layout, optimized=not device_memory)
 
     def columns(self, refs: Refs) -> list[jax.Array]:
         """Vectors in shared memory for the columns of tiles, read so that the next copy may
@@ -267,17 +267,16 @@ def launch(
     out: Any,
     tiles: tuple[int, int],
     scratch: Any,
-    flops: float,
+    products: int,
 ) -> Any:
     """Runs `body` for every (head, tile, row of the batch); `tiles`: numbers of heads and tiles.
-    Newer jax takes the FLOPs too."""
-    moved = sum(x.size * x.dtype.itemsize for x in operands) + sum(
-        np.prod(x.shape) * np.dtype(x.dtype).itemsize for x in out
-    )
+    `products`: matrix products of a tile. Newer jax takes a cost estimate too."""
     more: dict[str, Any] = {}
     if "cost_estimate" in inspect.signature(plgpu.kernel).parameters:
         more["cost_estimate"] = pl.CostEstimate(
-            flops=int(flops), bytes_accessed=int(moved), transcendentals=0
+            flops=2 * products * _multiplications(call),
+            bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*operands, *out)),
+            transcendentals=0,
         )
 
     def kernel(*refs: Any) -> None:
@@ -297,6 +296,15 @@ def launch(
         **more,
     )
     return run(*operands)
+
+
+def _multiplications(call: Call) -> int:
+    """Multiplications of q k^T over the tiles that the forward kernel visits."""
+    spans = [
+        call.keys_of(start, BLOCK, call.forward_keys) for start in range(0, call.queries, BLOCK)
+    ]
+    tiles = sum(int(end - lo) for lo, _, _, end in spans)
+    return call.batch * call.heads * call.dim * BLOCK * call.forward_keys * tiles
 
 
 def axes() -> Any:

@@ -19,12 +19,12 @@ from jax.experimental import pallas as pl
 from maxstack.kernels.attention import pallas_gpu_backward as backward
 from maxstack.kernels.attention import pallas_gpu_tiles as tiles
 from maxstack.kernels.attention.pallas_gpu_tiles import LOG2E, NOTHING, ByQuery, Call, Sizes
-from maxstack.kernels.attention.request import AttentionCase, Request, Same
+from maxstack.kernels.attention.request import AttentionCase, Request, Same, needs_ampere
 from maxstack.kernels.backends import Device
 
 WIDEST = 256
 PREFIXES = ("", "dq_", "dkv_")
-"""Of the names of tuned sizes: the forward kernel's have none."""
+"""Prefixes of tuned sizes by kernel: forward, queries, keys and values."""
 SMALL = {
     128: ((128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2)),
     256: ((128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 1)),
@@ -40,25 +40,22 @@ LARGE = {
     320: ((128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 1)),
     512: ((128, 64, 8, 1), (64, 32, 8, 2), (32, 64, 8, 2)),
 }
-"""As SMALL, for the 227 KiB of Hopper and of data centre Blackwell."""
+"""Tiles for the 227 KiB of Hopper and of data centre Blackwell."""
 BLACKWELL = LARGE | {512: ((128, 64, 8, 1), (64, 32, 8, 2), (32, 32, 8, 1))}
-"""As LARGE: where both gradients are wide, tiles of 64 keys fill the tensor memory of compute
-capability 10."""
+"""Tiles of LARGE, but smaller where both gradients are wide: there tiles of 64 keys fill the tensor
+memory of compute capability 10."""
 FLOAT32 = {
     128: ((64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2)),
     256: ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1)),
     512: ((16, 32, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
 }
-"""As SMALL, for float32 everywhere."""
+"""Tiles of float32 on every GPU."""
 
 
 def supports(case: AttentionCase) -> str | None:
-    """Why these kernels cannot serve."""
-    if case.device.capability < (8, 0):
-        return (
-            f"needs a GPU of compute capability 8.0 (A100) or later; {case.device.kind} has "
-            f"{'.'.join(map(str, case.device.capability))}"
-        )
+    """The reason why these kernels cannot serve; None: they can."""
+    if reason := needs_ampere(case.device):
+        return reason
     if case.dtype not in ("bfloat16", "float32"):
         return f"dtype {case.dtype} is neither bfloat16 nor float32"
     for name, dim in (("head_dim", case.head_dim), ("value_dim", case.value_dim)):
@@ -80,7 +77,7 @@ def candidates(case: AttentionCase) -> list[dict[str, int]]:
     """Tiles worth measuring, the default first; of the others each differs from it in one kernel.
     Not all of them fit on every GPU."""
     first = _defaults(case.dtype, case.head_dim, case.value_dim, case.device.capability)
-    found = [_named(first)]
+    sizes = [_named(first)]
     for kernel, size in enumerate(first):
         others = [
             size._replace(warps=12 - size.warps),
@@ -89,8 +86,8 @@ def candidates(case: AttentionCase) -> list[dict[str, int]]:
             size._replace(q=max(16, size.q // 2), warps=4),
             size._replace(k=max(16, size.k // 2), stages=3),
         ]
-        found += [_named([*first[:kernel], other, *first[kernel + 1 :]]) for other in others]
-    return found
+        sizes += [_named([*first[:kernel], other, *first[kernel + 1 :]]) for other in others]
+    return sizes
 
 
 def _named(sizes: Sequence[Sizes]) -> dict[str, int]:
@@ -122,9 +119,9 @@ def run(
     """softmax(scores) v -> [B, T, N, V] in q's dtype; see kernels/attention/ for the meaning of the
     arguments, `candidates` for `blocks`."""
     (_, t, n, h), (_, s, kv, v), dtype = q_BTNH.shape, v_BSKV.shape, q_BTNH.dtype.name
-    found = blocks or _named(_defaults(dtype, h, v, Device.here().capability))
+    named = blocks or _named(_defaults(dtype, h, v, Device.here().capability))
     forward, dq, dkv = (
-        Sizes(*(found[prefix + name] for name in Sizes._fields)) for prefix in PREFIXES
+        Sizes(*(named[prefix + name] for name in Sizes._fields)) for prefix in PREFIXES
     )
     call = Call(request, t, s, n, kv, h, v, dtype, len(same), forward, dq, dkv, interpret)
     return _attention(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, call)
@@ -140,9 +137,14 @@ def _forward(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, call):
     b, t, n, h = q_BTNH.shape
     v, spans = call.value_dim, tiles.of_queries(call, call.forward, same)
     by = ByQuery(call, call.forward, spans)
-    given = [(q_BTNH, by.queries(h)), (k_BSKH, by.keys(h)), (v_BSKV, by.keys(v)), *by.masks(same)]
+    operands = [
+        (q_BTNH, by.queries(h)),
+        (k_BSKH, by.keys(h)),
+        (v_BSKV, by.keys(v)),
+        *by.masks(same),
+    ]
     if sinks_N is not None:
-        given.append((sinks_N.astype(jnp.float32), pl.BlockSpec((None,), lambda i, n, b: (n,))))
+        operands.append((sinks_N.astype(jnp.float32), pl.BlockSpec((None,), lambda i, n, b: (n,))))
     o_BTNV, log_BNT = tiles.kernel(
         call,
         functools.partial(attention_forward, by),
@@ -150,8 +152,8 @@ def _forward(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, call):
         spans.visits,
         (1, 1),
         grid=(by.count, n, b),
-        given=given,
-        wanted=[
+        operands=operands,
+        outs=[
             (jax.ShapeDtypeStruct((b, t, n, v), q_BTNH.dtype), by.queries(v)),
             (jax.ShapeDtypeStruct((b, n, t), jnp.float32), by.logs()),
         ],
@@ -162,13 +164,13 @@ def _forward(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, call):
 def _backward(call, saved, do_BTNV):
     q_BTNH, k_BSKH, v_BSKV, sinks_N, same, o_BTNV, log_BNT = saved
     spent_BNT = jnp.einsum("BTNV,BTNV->BNT", o_BTNV, do_BTNV, preferred_element_type=jnp.float32)
-    given = q_BTNH, k_BSKH, v_BSKV, do_BTNV.astype(q_BTNH.dtype), log_BNT, spent_BNT
+    operands = q_BTNH, k_BSKH, v_BSKV, do_BTNV.astype(q_BTNH.dtype), log_BNT, spent_BNT
     dsinks_N = None
     if sinks_N is not None:
         share_BNT = jnp.exp2(sinks_N.astype(jnp.float32)[None, :, None] * LOG2E - log_BNT)
         dsinks_N = -jnp.sum(share_BNT * spent_BNT, axis=(0, 2)).astype(sinks_N.dtype)
-    dq_BTNH = backward.of_queries(call, given, same)
-    return dq_BTNH, *backward.of_keys(call, given, same), dsinks_N, None
+    dq_BTNH = backward.of_queries(call, operands, same)
+    return dq_BTNH, *backward.of_keys(call, operands, same), dsinks_N, None
 
 
 _attention.defvjp(_forward, _backward)

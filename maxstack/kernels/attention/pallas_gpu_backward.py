@@ -35,8 +35,8 @@ def of_queries(call: Call, inputs: Inputs, same: Same) -> jax.Array:
         spans.visits,
         (2, 1),
         grid=(by.count, call.heads, q_BTNH.shape[0]),
-        given=[*zip(inputs, specs, strict=True), *by.masks(same)],
-        wanted=[(jax.ShapeDtypeStruct(q_BTNH.shape, q_BTNH.dtype), by.queries(h))],
+        operands=[*zip(inputs, specs, strict=True), *by.masks(same)],
+        outs=[(jax.ShapeDtypeStruct(q_BTNH.shape, q_BTNH.dtype), by.queries(h))],
     )
     return dq_BTNH
 
@@ -94,7 +94,7 @@ def of_keys(call: Call, inputs: Inputs, same: Same) -> tuple[jax.Array, jax.Arra
     logs = pl.BlockSpec((None, groups, columns), lambda j, n, b: (b, n, 0))
     arrays = [*zip(inputs, (queries(h), keys(h), keys(v), queries(v), logs, logs), strict=True)]
     arrays += tiles.masks(same, spans, (columns, size.k), lambda j: j, 1)
-    wanted = [(jax.ShapeDtypeStruct((b, s, kv, dim), inputs[1].dtype), keys(dim)) for dim in (h, v)]
+    outs = [(jax.ShapeDtypeStruct((b, s, kv, dim), inputs[1].dtype), keys(dim)) for dim in (h, v)]
     dk_BSKH, dv_BSKV = tiles.kernel(
         call,
         functools.partial(attention_dkv, call, spans),
@@ -102,8 +102,8 @@ def of_keys(call: Call, inputs: Inputs, same: Same) -> tuple[jax.Array, jax.Arra
         spans.visits,
         (2, 2),
         grid=(tiles.blocks(s, size.k), kv, b),
-        given=arrays,
-        wanted=wanted,
+        operands=arrays,
+        outs=outs,
     )
     return dk_BSKH, dv_BSKV
 

@@ -94,7 +94,7 @@ def padded(dim: int) -> int:
 
 
 def blocks(total: int, size: int) -> int:
-    """How many blocks of `size` hold `total`."""
+    """Number of blocks of `size` that hold `total`."""
     return -(-total // size)
 
 
@@ -188,13 +188,13 @@ def of_row(x: jax.Array, b: Any) -> Any:
     return b if x.shape[0] > 1 else 0
 
 
-Given = tuple[Any, pl.BlockSpec]
+Blocked = tuple[Any, pl.BlockSpec]
 """An array and its blocks."""
 
 
 def masks(
     same: Same, spans: Spans, sizes: tuple[int, int], row: Callable[[Any], Any], side: int
-) -> list[Given]:
+) -> list[Blocked]:
     """The numbers of queries and keys in turn, `sizes` at a time, then the spans. `row(i)`: block
     of program i along `side`, 0 queries, 1 keys; all of the other side is one block."""
     table = spans.table
@@ -235,24 +235,24 @@ class ByQuery:
         return self.count - 1 - i if self.call.request.causal else i
 
     def queries(self, dim: int) -> pl.BlockSpec:
-        """Of [B, T, N, dim]."""
+        """Blocks of [B, T, N, dim]."""
         return pl.BlockSpec(
             (None, self.sizes.q, None, padded(dim)), lambda i, n, b: (b, self.row(i), n, 0)
         )
 
     def keys(self, dim: int) -> pl.BlockSpec:
-        """Of [B, S, K, dim]: all keys of a head."""
+        """Blocks of [B, S, K, dim]: all keys of a head."""
         return pl.BlockSpec(
             (None, self._columns, None, padded(dim)),
             lambda i, n, b: (b, 0, n // self.call.groups, 0),
         )
 
     def logs(self) -> pl.BlockSpec:
-        """Of [B, N, T]."""
+        """Blocks of [B, N, T]."""
         return pl.BlockSpec((None, None, self.sizes.q), lambda i, n, b: (b, n, self.row(i)))
 
-    def masks(self, same: Same) -> list[Given]:
-        """As `masks`."""
+    def masks(self, same: Same) -> list[Blocked]:
+        """Numbers and spans."""
         return masks(same, self.spans, (self.sizes.q, self._columns), self.row, 0)
 
     @property
@@ -281,7 +281,7 @@ def block(
 
 
 def _mask(start: int, size: int, dim: int, inside: jax.Array | None) -> jax.Array | None:
-    """Of a piece of a tile: rows that are `inside`, columns below `dim`; None: all."""
+    """Mask of a piece of a tile: rows that are `inside`, columns below `dim`; None: all."""
     mask = None if inside is None else inside[:, None]
     if start + size <= dim:
         return mask
@@ -396,15 +396,15 @@ def kernel(
     products: tuple[int, int],
     *,
     grid: tuple[int, int, int],
-    given: Sequence[Given],
-    wanted: Sequence[Given],
+    operands: Sequence[Blocked],
+    outs: Sequence[Blocked],
 ) -> Any:
     """The outputs of `body`. `products`: products of each query and key over the head dim, and over
     the value's.
 
     Triton's custom call leaves the cost estimate out, but keeps the metadata.
     """
-    arrays, shapes = [x for x, _ in given], [x for x, _ in wanted]
+    arrays, shapes = [x for x, _ in operands], [x for x, _ in outs]
     area = arrays[0].shape[0] * call.heads * visits * sizes.q * sizes.k
     flops = 2 * area * (products[0] * call.head_dim + products[1] * call.value_dim)
     return triton.call(
@@ -412,8 +412,8 @@ def kernel(
         shapes,
         tuple(arrays),
         grid=grid,
-        in_specs=[spec for _, spec in given],
-        out_specs=[spec for _, spec in wanted],
+        in_specs=[spec for _, spec in operands],
+        out_specs=[spec for _, spec in outs],
         interpret=call.interpret,
         warps=sizes.warps,
         stages=sizes.stages,

@@ -26,7 +26,8 @@ AT_ONCE = 256
 MEMORY = 48 << 20
 """Bytes of vector memory that a kernel may take."""
 
-Given = tuple[jax.Array, pl.BlockSpec]
+Blocked = tuple[jax.Array, pl.BlockSpec]
+"""An array and its blocks."""
 Seen = Callable[[Any], jax.Array] | None
 """Mask of some rows of a tile; None: every query sees every key."""
 
@@ -91,19 +92,21 @@ def forward(
             log_ref[...] = jnp.where(weight == 0, 0, top[...] + jnp.log(weight)).T[:1]
 
     specs = Specs(tiling)
-    given = [
+    operands = [
         (q, specs.queries(q)),
         (k, specs.keys(k)),
         (v, specs.keys(v)),
         *specs.numbers(same),
     ]
     if sinks_N is not None:
-        given.append((sinks_N.astype(jnp.float32)[None], pl.BlockSpec(memory_space=pltpu.SMEM)))
+        operands.append((sinks_N.astype(jnp.float32)[None], pl.BlockSpec(memory_space=pltpu.SMEM)))
     o = jax.ShapeDtypeStruct((*q.shape[:4], width), q.dtype)
     log = jax.ShapeDtypeStruct((*q.shape[:3], 1, q.shape[3]), jnp.float32)
     outs = [(o, specs.queries(o)), (log, specs.lanes)]
     widths = width, LANES, LANES
-    return _call("attention_forward", kernel, specs, given, outs, widths, (1, 1), same, interpret)
+    return _call(
+        "attention_forward", kernel, specs, operands, outs, widths, (1, 1), same, interpret
+    )
 
 
 def of_queries(tiling: Tiling, inputs: Inputs, same: Same, interpret: Any) -> jax.Array:
@@ -204,26 +207,26 @@ class Specs:
         )
 
     def queries(self, x: Any) -> pl.BlockSpec:
-        """Of [B, K, C, blocks x R, H]."""
+        """Blocks of [B, K, C, blocks x R, H]."""
         return pl.BlockSpec(
             (None, None, None, self.tiling.rows, x.shape[4]),
             self._map(lambda b, h, c, i, j: (b, h, c, i, 0)),
         )
 
     def keys(self, x: Any) -> pl.BlockSpec:
-        """Of [B, K, S, H]."""
+        """Blocks of [B, K, S, H]."""
         return pl.BlockSpec(
             (None, None, self.tiling.block_k, x.shape[3]),
             self._map(lambda b, h, c, i, j: (b, h, j, 0)),
         )
 
-    def inputs(self, inputs: Inputs) -> list[Given]:
+    def inputs(self, inputs: Inputs) -> list[Blocked]:
         """In their order."""
         q, k, v, do, *lanes = inputs
         specs = self.queries(q), self.keys(k), self.keys(v), self.queries(do)
         return [*zip((q, k, v, do), specs, strict=True), *((x, self.lanes) for x in lanes)]
 
-    def numbers(self, same: Same) -> Iterator[Given]:
+    def numbers(self, same: Same) -> Iterator[Blocked]:
         """Each number of queries and of keys, in lanes, and its blocks."""
         tiling = self.tiling
         of_q = self._map(lambda b, h, c, i, j: (tiling.row(b), 0, i))
@@ -281,7 +284,7 @@ def _call(
     name: str,
     kernel: Callable[..., None],
     specs: Specs,
-    given: Sequence[Given],
+    operands: Sequence[Blocked],
     outs: Sequence[tuple[Any, pl.BlockSpec]],
     widths: Sequence[int],
     products: tuple[int, int],
@@ -290,7 +293,7 @@ def _call(
 ) -> list[jax.Array]:
     """`widths`: of float32 scratch with a row for each row of a major block. `products`: a tile's
     products over H and over V."""
-    tiling, (b, kv, *_), tiles = specs.tiling, given[0][0].shape, specs.tiling.tiles()
+    tiling, (b, kv, *_), tiles = specs.tiling, operands[0][0].shape, specs.tiling.tiles()
     shapes = [jax.ShapeDtypeStruct(shape.shape, shape.dtype) for shape, _ in outs]
     rows = tiling.block_k if tiling.by_keys else tiling.rows
     columns = tiling.block_k if tiling.by_keys else tiling.block_q
@@ -300,7 +303,7 @@ def _call(
     grid = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=2,
         grid=(b, kv, *steps),
-        in_specs=[spec for _, spec in given],
+        in_specs=[spec for _, spec in operands],
         out_specs=[spec for _, spec in outs],
         scratch_shapes=[
             *(pltpu.VMEM((rows, width), jnp.float32) for width in widths),
@@ -313,30 +316,28 @@ def _call(
         grid_spec=grid,
         name=name,
         interpret=interpret,
-        cost_estimate=_cost(tiling, given, shapes, products),
+        cost_estimate=_cost(tiling, operands, shapes, products),
         compiler_params=pltpu.CompilerParams(dimension_semantics=order, vmem_limit_bytes=MEMORY),
     )
     return call(
         jnp.asarray(tiles),
         tiling.ranges(same) if same else jnp.zeros(1, jnp.int32),
-        *(x for x, _ in given),
+        *(x for x, _ in operands),
     )
 
 
 def _cost(
-    tiling: Tiling, given: Sequence[Given], shapes: Sequence[Any], products: tuple[int, int]
+    tiling: Tiling, operands: Sequence[Blocked], shapes: Sequence[Any], products: tuple[int, int]
 ) -> pl.CostEstimate:
-    """Of the tiles within the bounds of positions, without those of numbers. Head dims count as
-    multiples of 128, as they lie."""
-    q, k, v = (x for x, _ in given[:3])
+    """Cost of the tiles within the bounds of positions, without those of numbers. Head dims count
+    as multiples of 128, as they lie."""
+    q, k, v = (x for x, _ in operands[:3])
     tiles = tiling.computed() * q.shape[0] * q.shape[1] * tiling.shares
     scores = tiles * tiling.rows * tiling.block_k
     whole = sum(x.size * x.dtype.itemsize for x in shapes)
-    fetched = (k, v) if not tiling.by_keys else (q, given[3][0])
+    fetched = (k, v) if not tiling.by_keys else (q, operands[3][0])
     block = tiling.block_k if not tiling.by_keys else tiling.rows
-    others = sum(
-        x.size * x.dtype.itemsize for x, _ in given if all(x is not one for one in fetched)
-    )
+    others = sum(x.size * x.dtype.itemsize for x, _ in operands if all(x is not y for y in fetched))
     moved = tiles * block * sum(x.shape[-1] * x.dtype.itemsize for x in fetched)
     return pl.CostEstimate(
         flops=2 * scores * (products[0] * q.shape[-1] + products[1] * v.shape[-1]),

@@ -38,12 +38,12 @@ class Tiling:
     block_k: int
     by_keys: bool = False
     pairs: int = 0
-    """Of numbers that must be equal."""
+    """Pairs of numbers that must be equal."""
     rows_of_numbers: int = 1
 
     @property
     def rows(self) -> int:
-        """Of a tile."""
+        """Rows of a tile."""
         return self.heads * self.block_q
 
     @property
@@ -73,9 +73,9 @@ class Tiling:
         A row that sees nothing has one, hidden."""
         seen, whole = (x.T if self.by_keys else x for x in self.bounded())
         lone: np.ndarray = np.logical_not(seen.any(axis=1))
-        kept = seen.copy()
-        kept[lone, 0] = True
-        major, minor = np.nonzero(kept)
+        listed = seen.copy()
+        listed[lone, 0] = True
+        major, minor = np.nonzero(listed)
         first = np.r_[True, major[1:] != major[:-1]]
         marks = (
             first * FIRST
@@ -141,7 +141,7 @@ class Tiling:
         return (held, j, side) if self.by_keys else (i, held, side)
 
     def row(self, row: jax.Array) -> jax.Array:
-        """Of numbers, for a row of the batch."""
+        """The row of numbers for a row of the batch."""
         return row if self.rows_of_numbers > 1 else row * 0
 
     def state(

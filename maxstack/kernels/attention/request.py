@@ -93,6 +93,16 @@ class AttentionCase:
         }
 
 
+def needs_ampere(device: Device) -> str | None:
+    """The reason of kernels for an A100 and later where the device is older."""
+    if device.capability >= (8, 0):
+        return None
+    return (
+        f"needs a GPU of compute capability 8.0 (A100) or later; {device.kind} has "
+        f"{'.'.join(map(str, device.capability))}"
+    )
+
+
 def within(request: Request, distance: jax.Array) -> list[jax.Array]:
     """Masks of the distances at which keys are seen, like `distance`; none where all are."""
     masks = [] if request.nearest is None else [distance >= request.nearest]

@@ -99,7 +99,7 @@ class Ring:
         return tiles
 
     def numbers(self, shift: Step) -> blocks.Pair:
-        """Of the queries, and of the keys of the device `shift` before this one."""
+        """Numbers of the queries, and of the keys of the device `shift` before this one."""
         return self._of(self.device), self._of((self.device - shift) % self.parts)
 
     def _of(self, device: jax.Array) -> Numbers:

@@ -1,5 +1,5 @@
-"""Attention on TPUs by jax's splash kernels (jax.experimental.pallas.ops.tpu.splash_attention),
-where their meaning is ours.
+"""Attention on TPUs by jax's splash kernels (jax.experimental.pallas.ops.tpu.splash_attention), for
+requests that they serve exactly.
 
 Shapes: B batch  T query time  S key time  N heads  K kv heads  H head dim  V value head dim.
 """
@@ -19,9 +19,9 @@ from maxstack.kernels.attention.request import AttentionCase, Request, Same
 LANES = 128
 BLOCKS = (512, 384, 256, 128)
 NO_SINK = -1e30
-"""A sink that takes no share, but for queries that see no key: without any, splash gives those the
-mean of values that are hidden."""
-MOST_PLACES = 1 << 32
+"""A sink without a share, except for queries that see no key: without a sink, splash gives those
+the mean of hidden values."""
+MOST_POSITIONS = 1 << 32
 
 
 def supports(case: AttentionCase) -> str | None:
@@ -30,7 +30,7 @@ def supports(case: AttentionCase) -> str | None:
     if case.dtype != "bfloat16":
         return f"rounds {case.dtype} to bfloat16 before it multiplies; bfloat16 would do"
     if case.numbered > 1:
-        return "takes one number for each place, and documents and chunks are two"
+        return "takes one number for each position, and documents and chunks are two"
     if case.sinks and jax.__version_info__ < (0, 12):
         return f"jax {jax.__version__} rounds the gradient of sinks to bfloat16; 0.12 does not"
     if max(case.head_dim, case.value_dim) > 256:
@@ -38,10 +38,10 @@ def supports(case: AttentionCase) -> str | None:
     for what, length in ("queries", case.queries), ("keys", case.keys):
         if not length or length % LANES:
             return f"{length} {what} are not a multiple of {LANES}"
-    if case.queries * case.keys > MOST_PLACES:
+    if case.queries * case.keys > MOST_POSITIONS:
         return (
-            f"jax goes over all of {case.queries} x {case.keys} places while it traces; up "
-            f"to {MOST_PLACES} would do"
+            f"jax goes over all of {case.queries} x {case.keys} positions while it traces; up "
+            f"to {MOST_POSITIONS} would do"
         )
     nearest, furthest = request.offset - case.keys + 1, request.offset + case.queries - 1
     window = request.window or case.queries + case.keys + abs(request.offset)
@@ -52,19 +52,17 @@ def supports(case: AttentionCase) -> str | None:
 
 def candidates(case: AttentionCase) -> list[dict[str, int]]:
     """Sizes worth measuring, the default first."""
-    found = [_default(case.queries, case.keys)]
+    default = _default(case.queries, case.keys)
+    candidates = [default]
     for q in (256, 512, 1024):
-        found += [{**found[0], "block_q": q, "block_k": k} for k in (512, 1024, 2048)]
-        found += [{**found[0], "block_q_dkv": q, "block_k_dkv": k} for k in (512, 1024)]
-    fits = [
-        sizes
-        for sizes in found
-        if all(
-            (case.queries if "_q" in name else case.keys) % size == 0
-            for name, size in sizes.items()
-        )
-    ]
-    return [dict(sizes) for sizes in dict.fromkeys(tuple(sizes.items()) for sizes in fits)]
+        candidates += [default | {"block_q": q, "block_k": k} for k in (512, 1024, 2048)]
+        candidates += [default | {"block_q_dkv": q, "block_k_dkv": k} for k in (512, 1024)]
+    fitting: list[dict[str, int]] = []
+    for sizes in candidates:
+        lengths = {name: case.queries if "_q" in name else case.keys for name in sizes}
+        if sizes not in fitting and not any(lengths[name] % sizes[name] for name in sizes):
+            fitting.append(sizes)
+    return fitting
 
 
 def run(

@@ -26,7 +26,7 @@ REFUSED = {
     "sinks": {"sinks": True},
     "without a causal mask": {"request": Request(0.25, window=512, causal=False)},
     "scale": {"request": Request(0.0)},
-    "from place 1": {"request": Request(0.25, offset=1)},
+    "from position 1": {"request": Request(0.25, offset=1)},
     "4096 causal queries of 8192": {"keys": 8192},
     "4000 queries": {"queries": 4000, "keys": 4000},
     "4032 keys": {"keys": 4032, "request": Request(0.25, causal=False)},
