@@ -3,30 +3,30 @@ its reference."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from maxstack.kernels import attention, cross_entropy, grouped_matmul
-from maxstack.kernels.attention.request import AttentionCase
+from maxstack.kernels.attention.request import AttentionCase, Inputs
 from maxstack.kernels.backends import Op
 from maxstack.kernels.cross_entropy import CrossEntropyCase
 from maxstack.kernels.grouped_matmul import GroupedMatmulCase
 
 DOCUMENTS, LONGEST = 3, 640
+Run = Callable[..., Any]
+"""The `run` of a backend."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Example:
-    """Arguments of an op's `run`."""
+class Example(NamedTuple):
+    """A call of an op."""
 
-    args: tuple[Any, ...]
-    floats: tuple[int, ...]
-    """Indices of the arguments that are differentiated."""
-    result: Callable[[Any], jax.Array] = lambda out: out
-    """The array, or number, that is differentiated."""
+    floats: tuple[jax.Array, ...]
+    """Arguments that are differentiated."""
+    outputs: Callable[..., jax.Array]
+    """(a backend's `run`, *floats) -> the array, or number, that is differentiated."""
 
 
 def of_attention(case: AttentionCase, batch: int = 1, seed: int = 0) -> Example:
@@ -38,15 +38,16 @@ def of_attention(case: AttentionCase, batch: int = 1, seed: int = 0) -> Example:
         numbers = np.sort(rng.integers(1, 1 + DOCUMENTS, (batch, length)), axis=1)
         return jnp.asarray(numbers, jnp.int32)
 
-    q, k, v = (
+    floats = [
         _normal(rng, (batch, length, heads, dim), case.dtype)
         for length, heads, dim in (
             (case.queries, case.heads, case.head_dim),
             (case.keys, case.kv_heads, case.head_dim),
             (case.keys, case.kv_heads, case.value_dim),
         )
-    )
-    sinks = _normal(rng, (case.heads,)) if case.sinks else None
+    ]
+    if case.sinks:
+        floats.append(_normal(rng, (case.heads,)))
     same = []
     if case.packed:
         mine = documents(case.queries)
@@ -54,8 +55,13 @@ def of_attention(case: AttentionCase, batch: int = 1, seed: int = 0) -> Example:
     if chunk := case.request.chunk:
         queries = jnp.arange(case.queries)[None] + case.request.offset
         same.append((queries // chunk, jnp.arange(case.keys)[None] // chunk))
-    floats = (0, 1, 2, 3) if case.sinks else (0, 1, 2)
-    return Example((q, k, v, sinks, tuple(same), case.request), floats)
+
+    def outputs(
+        run: Run, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None
+    ) -> jax.Array:
+        return run(Inputs(q, k, v, sinks, tuple(same)), case.request)
+
+    return Example(tuple(floats), outputs)
 
 
 def smaller_attention(case: AttentionCase) -> AttentionCase:
@@ -72,12 +78,14 @@ def of_cross_entropy(case: CrossEntropyCase, seed: int = 0) -> Example:
     head = _normal(rng, (case.embed, case.vocab), case.dtype, case.embed**0.5)
     targets = jnp.asarray(rng.integers(0, case.vocab, case.rows), jnp.int32)
     weights = jnp.asarray(rng.random(case.rows) > 0.1, jnp.float32)
-    bias = _normal(rng, (case.vocab,)) if case.bias else None
-    return Example(
-        (x, head, targets, weights, case.request, bias),
-        (0, 1, 5) if case.bias else (0, 1),
-        lambda losses: losses.total,
-    )
+    bias = [_normal(rng, (case.vocab,))] if case.bias else []
+
+    def outputs(
+        run: Run, x: jax.Array, head: jax.Array, bias: jax.Array | None = None
+    ) -> jax.Array:
+        return run(x, head, targets, weights, case.request, bias).total
+
+    return Example((x, head, *bias), outputs)
 
 
 def smaller_cross_entropy(case: CrossEntropyCase) -> CrossEntropyCase:
@@ -92,7 +100,8 @@ def of_grouped_matmul(case: GroupedMatmulCase, seed: int = 0) -> Example:
     shape = case.groups, case.contracted, case.columns
     w = _normal(rng, shape, case.dtype, case.contracted**0.5)
     share = rng.random(case.groups) + 0.5
-    return Example((x, w, jnp.asarray(0.95 * case.rows * share / share.sum(), jnp.int32)), (0, 1))
+    sizes = jnp.asarray(0.95 * case.rows * share / share.sum(), jnp.int32)
+    return Example((x, w), lambda run, x, w: run(x, w, sizes))
 
 
 def smaller_grouped_matmul(case: GroupedMatmulCase) -> GroupedMatmulCase:

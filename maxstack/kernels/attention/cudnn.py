@@ -19,7 +19,7 @@ from collections.abc import Mapping
 
 import jax
 
-from maxstack.kernels.attention.request import AttentionCase, Request, Same, needs_ampere
+from maxstack.kernels.attention.request import AttentionCase, Inputs, Request
 
 TILE = 128
 WIDEST = 128
@@ -38,7 +38,7 @@ def supports(case: AttentionCase) -> str | None:
 
 def _device(case: AttentionCase) -> str | None:
     if case.device.capability <= (10, 0):
-        return needs_ampere(case.device)
+        return case.device.older_than_ampere
     return (
         f"compute capability {'.'.join(map(str, case.device.capability))} is later than "
         "10.0 (B200), the last that it was compiled for"
@@ -107,17 +107,10 @@ def _version(package: str) -> str | None:
         return None
 
 
-def run(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKV: jax.Array,
-    sinks_N: jax.Array | None,
-    same: Same,
-    request: Request,
-    blocks: Mapping[str, int] | None = None,
-) -> jax.Array:
+def run(inputs: Inputs, request: Request, blocks: Mapping[str, int] | None = None) -> jax.Array:
     """softmax(scores) v -> [B, T, N, V] in q's dtype, of requests that `supports` takes; cuDNN
     chooses its own tiles."""
+    q_BTNH, k_BSKH, v_BSKV, sinks_N, same = inputs
     assert sinks_N is None and not same and not request.soft_cap and not request.chunk
     assert request.causal or not request.window, "supports refuses these"
     window = (

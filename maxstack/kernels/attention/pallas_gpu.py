@@ -7,7 +7,6 @@ without one. Shapes: B batch  T query time  S key time  N heads  K kv heads  H h
 head dim.
 """
 
-import functools
 import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,11 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
 
+from maxstack.kernels import triton
 from maxstack.kernels.attention import pallas_gpu_backward as backward
 from maxstack.kernels.attention import pallas_gpu_tiles as tiles
 from maxstack.kernels.attention.pallas_gpu_tiles import LOG2E, NOTHING, ByQuery, Call, Sizes
-from maxstack.kernels.attention.request import AttentionCase, Request, Same, needs_ampere
+from maxstack.kernels.attention.request import AttentionCase, Inputs, Request, differentiable
 from maxstack.kernels.backends import Device
 
 WIDEST = 256
@@ -54,7 +55,7 @@ FLOAT32 = {
 
 def supports(case: AttentionCase) -> str | None:
     """The reason why these kernels cannot serve; None: they can."""
-    if reason := needs_ampere(case.device):
+    if reason := case.device.older_than_ampere:
         return reason
     if case.dtype not in ("bfloat16", "float32"):
         return f"dtype {case.dtype} is neither bfloat16 nor float32"
@@ -76,7 +77,7 @@ def supports(case: AttentionCase) -> str | None:
 def candidates(case: AttentionCase) -> list[dict[str, int]]:
     """Tiles worth measuring, the default first; of the others each differs from it in one kernel.
     Not all of them fit on every GPU."""
-    first = _defaults(case.dtype, case.head_dim, case.value_dim, case.device.capability)
+    first = _defaults(case)
     sizes = [_named(first)]
     for kernel, size in enumerate(first):
         others = [
@@ -98,82 +99,56 @@ def _named(sizes: Sequence[Sizes]) -> dict[str, int]:
     }
 
 
-def _defaults(
-    dtype: str, head_dim: int, value_dim: int, capability: tuple[int, int]
-) -> list[Sizes]:
-    table = FLOAT32 if dtype == "float32" else {9: LARGE, 10: BLACKWELL}.get(capability[0], SMALL)
-    width = tiles.padded(head_dim) + tiles.padded(value_dim)
+def _defaults(case: AttentionCase) -> list[Sizes]:
+    table = {9: LARGE, 10: BLACKWELL}.get(case.device.capability[0], SMALL)
+    if case.dtype == "float32":
+        table = FLOAT32
+    width = tiles.padded(case.head_dim) + tiles.padded(case.value_dim)
     return [Sizes(*size) for size in table[min(most for most in table if width <= most)]]
 
 
 def run(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKV: jax.Array,
-    sinks_N: jax.Array | None,
-    same: Same,
+    inputs: Inputs,
     request: Request,
     blocks: Mapping[str, int] | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """softmax(scores) v -> [B, T, N, V] in q's dtype; see kernels/attention/ for the meaning of the
     arguments, `candidates` for `blocks`."""
-    (_, t, n, h), (_, s, kv, v), dtype = q_BTNH.shape, v_BSKV.shape, q_BTNH.dtype.name
-    named = blocks or _named(_defaults(dtype, h, v, Device.here().capability))
+    case = AttentionCase.of(inputs, request.narrowed, Device.here())
+    named = blocks or _named(_defaults(case))
     forward, dq, dkv = (
         Sizes(*(named[prefix + name] for name in Sizes._fields)) for prefix in PREFIXES
     )
-    call = Call(request, t, s, n, kv, h, v, dtype, len(same), forward, dq, dkv, interpret)
-    return _attention(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, call)
+    call = Call(**vars(case), forward=forward, dq=dq, dkv=dkv, interpret=interpret)
+    return _attention(inputs, call)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attention(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, call):
-    return _forward(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, call)[0]
-
-
-def _forward(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, call):
-    """`log_BNT`: base 2 logarithm of each query's softmax denominator, float32."""
-    b, t, n, h = q_BTNH.shape
-    v, spans = call.value_dim, tiles.of_queries(call, call.forward, same)
-    by = ByQuery(call, call.forward, spans)
-    operands = [
-        (q_BTNH, by.queries(h)),
-        (k_BSKH, by.keys(h)),
-        (v_BSKV, by.keys(v)),
-        *by.masks(same),
-    ]
+def _forward(inputs: Inputs, call: Call) -> tuple[jax.Array, jax.Array]:
+    q_BTNH, k_BSKH, v_BSKV, sinks_N, same = inputs
+    (b, t, n, h), v = q_BTNH.shape, call.value_dim
+    by = ByQuery(call, call.forward, tiles.of_queries(call, call.forward, same))
+    specs = by.queries(h), by.keys(h), by.keys(v)
+    operands = [*zip(inputs[:3], specs, strict=True), *by.masks(same)]
     if sinks_N is not None:
         operands.append((sinks_N.astype(jnp.float32), pl.BlockSpec((None,), lambda i, n, b: (n,))))
-    o_BTNV, log_BNT = tiles.kernel(
-        call,
-        functools.partial(attention_forward, by),
-        by.sizes,
-        spans.visits,
-        (1, 1),
-        grid=(by.count, n, b),
-        operands=operands,
-        outs=[
-            (jax.ShapeDtypeStruct((b, t, n, v), q_BTNH.dtype), by.queries(v)),
-            (jax.ShapeDtypeStruct((b, n, t), jnp.float32), by.logs()),
-        ],
-    )
-    return o_BTNV, (q_BTNH, k_BSKH, v_BSKV, sinks_N, same, o_BTNV, log_BNT)
+    outs = [
+        (jax.ShapeDtypeStruct((b, t, n, v), q_BTNH.dtype), by.queries(v)),
+        (jax.ShapeDtypeStruct((b, n, t), jnp.float32), by.logs()),
+    ]
+    o_BTNV, log_BNT = by.run(attention_forward, (1, 1), operands, outs)
+    return o_BTNV, log_BNT
 
 
-def _backward(call, saved, do_BTNV):
-    q_BTNH, k_BSKH, v_BSKV, sinks_N, same, o_BTNV, log_BNT = saved
-    spent_BNT = jnp.einsum("BTNV,BTNV->BNT", o_BTNV, do_BTNV, preferred_element_type=jnp.float32)
-    operands = q_BTNH, k_BSKH, v_BSKV, do_BTNV.astype(q_BTNH.dtype), log_BNT, spent_BNT
-    dsinks_N = None
-    if sinks_N is not None:
-        share_BNT = jnp.exp2(sinks_N.astype(jnp.float32)[None, :, None] * LOG2E - log_BNT)
-        dsinks_N = -jnp.sum(share_BNT * spent_BNT, axis=(0, 2)).astype(sinks_N.dtype)
-    dq_BTNH = backward.of_queries(call, operands, same)
-    return dq_BTNH, *backward.of_keys(call, operands, same), dsinks_N, None
+def _backward(
+    call: Call, inputs: Inputs, log_BNT: jax.Array, mean_BNT: jax.Array, do_BTNV: jax.Array
+) -> tuple[jax.Array, ...]:
+    arrays = *inputs[:3], do_BTNV.astype(inputs.q_BTNH.dtype), log_BNT, mean_BNT
+    dq_BTNH = backward.of_queries(call, arrays, inputs.same)
+    return dq_BTNH, *backward.of_keys(call, arrays, inputs.same)
 
 
-_attention.defvjp(_forward, _backward)
+_attention = differentiable(_forward, _backward, unit=1 / LOG2E)
 
 
 def attention_forward(by: ByQuery, q_ref: Any, k_ref: Any, v_ref: Any, *refs: Any) -> None:
@@ -183,7 +158,7 @@ def attention_forward(by: ByQuery, q_ref: Any, k_ref: Any, v_ref: Any, *refs: An
     pairs, (spans_ref, *sinks) = others[: 2 * call.numbered], others[2 * call.numbered :]
     _, at_q, rows = tiles.block(by.row(pl.program_id(0)), size.q, call.queries)
     q = tiles.read(q_ref, (slice(None),), call.head_dim, rows)
-    own = [tiles.read_row(ref, (slice(None),), rows)[:, None] for ref in pairs[::2]]
+    own = [triton.load(ref.at[:], rows)[:, None] for ref in pairs[::2]]
 
     def visit(masked: bool, at: Any, state: Any) -> Any:
         o, most, total = state
@@ -209,4 +184,4 @@ def attention_forward(by: ByQuery, q_ref: Any, k_ref: Any, v_ref: Any, *refs: An
     )
     total = jnp.where(total > 0, total, 1)
     tiles.write(o_ref, [x / total[:, None] for x in o], call.value_dim, rows)
-    tiles.write_row(log_ref, most * steep + jnp.log2(total), rows)
+    plgpu.store(log_ref.at[:], most * steep + jnp.log2(total), mask=rows)

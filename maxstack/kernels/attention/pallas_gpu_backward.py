@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from maxstack.kernels import triton
 from maxstack.kernels.attention import pallas_gpu_tiles as tiles
 from maxstack.kernels.attention.pallas_gpu_tiles import ByQuery, Call
 from maxstack.kernels.attention.request import Same
@@ -25,20 +26,10 @@ times its gradient [B, N, T]."""
 def of_queries(call: Call, inputs: Inputs, same: Same) -> jax.Array:
     """The gradient of the queries [B, T, N, H]."""
     q_BTNH, h, v = inputs[0], call.head_dim, call.value_dim
-    spans = tiles.of_queries(call, call.dq, same)
-    by = ByQuery(call, call.dq, spans)
+    by = ByQuery(call, call.dq, tiles.of_queries(call, call.dq, same))
     specs = by.queries(h), by.keys(h), by.keys(v), by.queries(v), by.logs(), by.logs()
-    [dq_BTNH] = tiles.kernel(
-        call,
-        functools.partial(attention_dq, by),
-        by.sizes,
-        spans.visits,
-        (2, 1),
-        grid=(by.count, call.heads, q_BTNH.shape[0]),
-        operands=[*zip(inputs, specs, strict=True), *by.masks(same)],
-        outs=[(jax.ShapeDtypeStruct(q_BTNH.shape, q_BTNH.dtype), by.queries(h))],
-    )
-    return dq_BTNH
+    operands = [*zip(inputs, specs, strict=True), *by.masks(same)]
+    return by.run(attention_dq, (2, 1), operands, [(q_BTNH, by.queries(h))])[0]
 
 
 def attention_dq(
@@ -58,7 +49,7 @@ def attention_dq(
     q = tiles.read(q_ref, everything, call.head_dim, rows)
     do = tiles.read(do_ref, everything, call.value_dim, rows)
     log, spent, *own = (
-        tiles.read_row(ref, everything, rows)[:, None] for ref in (log_ref, spent_ref, *pairs[::2])
+        triton.load(ref.at[:], rows)[:, None] for ref in (log_ref, spent_ref, *pairs[::2])
     )
 
     def visit(masked: bool, at: Any, dq: Any) -> Any:
@@ -126,7 +117,7 @@ def attention_dkv(
     _, at_k, rows = tiles.block(pl.program_id(0), size.k, call.keys)
     k = tiles.read(k_ref, everything, call.head_dim, rows)
     v = tiles.read(v_ref, everything, call.value_dim, rows)
-    own = [tiles.read_row(ref, everything, rows)[:, None] for ref in pairs[1::2]]
+    own = [triton.load(ref.at[:], rows)[:, None] for ref in pairs[1::2]]
 
     def visit(head: Any, masked: bool, at: Any, state: Any) -> Any:
         dk, dv = state
@@ -134,7 +125,7 @@ def attention_dkv(
         q = tiles.read(q_ref, (queries, head), call.head_dim, inside)
         do = tiles.read(do_ref, (queries, head), call.value_dim, inside)
         log, spent = (
-            tiles.read_row(ref, (head, queries), inside)[None, :] for ref in (log_ref, spent_ref)
+            triton.load(ref.at[head, queries], inside)[None, :] for ref in (log_ref, spent_ref)
         )
         bare = scores = tiles.score(call, tiles.across(call, k, q))
         if masked:

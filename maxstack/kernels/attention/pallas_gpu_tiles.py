@@ -16,16 +16,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from maxstack.kernels import triton
-from maxstack.kernels.attention.request import Request, Same, within
+from maxstack.kernels.attention import bounds
+from maxstack.kernels.attention.bounds import Bounds
+from maxstack.kernels.attention.request import AttentionCase, Same, within
+from maxstack.kernels.backends import size_of
 
 LOG2E = math.log2(math.e)
 NOTHING = -1e30
 """Largest score before the first key. Masked scores are -inf, below this, so that a query without
 keys adds nothing."""
-FAR = 1 << 40
 Parts = tuple[jax.Array, ...]
 """A tile, cut along the head dim into pieces whose sizes are powers of two."""
 
@@ -39,42 +40,19 @@ class Sizes(NamedTuple):
     stages: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """Request, shapes and sizes of one call, as its kernels are traced for them."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call(AttentionCase):
+    """A case, and the sizes for which its kernels are traced."""
 
-    request: Request
-    queries: int
-    keys: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    dtype: str
-    numbered: int
     forward: Sizes
     dq: Sizes
     dkv: Sizes
     interpret: bool = False
 
     @property
-    def groups(self) -> int:
-        """Heads that share keys and values."""
-        return self.heads // self.kv_heads
-
-    @property
     def steepness(self) -> float:
         """Factor that makes a `score` an exponent of 2."""
         return (self.request.soft_cap or self.request.scale) * LOG2E
-
-    @property
-    def distances(self) -> tuple[int, int]:
-        """Least and greatest distance from a query back to a key that it can see."""
-        request = self.request.narrowed
-        return (
-            -FAR if request.nearest is None else request.nearest,
-            FAR if request.furthest is None else request.furthest,
-        )
 
 
 def pieces(dim: int) -> list[tuple[int, int]]:
@@ -112,42 +90,31 @@ class Spans(NamedTuple):
 
 def of_queries(call: Call, sizes: Sizes, same: Same) -> Spans:
     """Blocks of keys for each block of queries."""
-    low, high = (limit - call.request.offset for limit in call.distances)
-    return _spans((call.queries, sizes.q), (call.keys, sizes.k), (low, high), same)
+    t, s, (q, k, *_) = call.queries, call.keys, sizes
+    visited = [
+        bounds.keys_of(call.request, start, min(q, t - start), s, k) for start in range(0, t, q)
+    ]
+    return _spans(visited, (q, k), blocks(s, k), same)
 
 
 def of_keys(call: Call, sizes: Sizes, same: Same) -> Spans:
     """Blocks of queries for each block of keys."""
-    low, high = (call.request.offset - limit for limit in reversed(call.distances))
-    return _spans(
-        (call.keys, sizes.k),
-        (call.queries, sizes.q),
-        (low, high),
-        tuple((theirs, mine) for mine, theirs in same),
-    )
+    t, s, (q, k, *_) = call.queries, call.keys, sizes
+    visited = [
+        bounds.queries_of(call.request, start, min(k, s - start), t, q) for start in range(0, s, k)
+    ]
+    return _spans(visited, (k, q), blocks(t, q), tuple((theirs, mine) for mine, theirs in same))
 
 
-def _spans(
-    rows: tuple[int, int], columns: tuple[int, int], limits: tuple[int, int], same: Same
-) -> Spans:
-    """Row r sees column c only where low <= r - c <= high, and their numbers are equal. `rows` and
-    `columns`: how many, and of a block."""
-    (r, row), (c, column), (low, high) = rows, columns, limits
-    begin = np.arange(blocks(r, row), dtype=np.int64) * row
-    end = np.minimum(begin + row, r) - 1
-    last = np.clip((end - low) // column + 1, 0, blocks(c, column))
-    first = np.minimum(np.maximum(begin - high, 0) // column, last)
-    whole = np.clip(-((high - end) // column), first, last)
-    broken = np.clip(np.minimum((begin - low + 1) // column, c // column), whole, last)
+def _spans(visited: list[Bounds], sizes: tuple[int, int], count: int, same: Same) -> Spans:
+    """`sizes`: rows and columns of a block; `count`: blocks of columns."""
+    first, whole, broken, last = np.array(visited).T
     whole, broken = np.where(whole < broken, (whole, broken), last)
     table = np.stack([first, whole, broken, last], axis=1)
     visits = int((last - first).sum())
     if same:
-        return Spans(
-            _where_numbers_meet(table, (row, column), blocks(c, column), same),
-            (True, True, True),
-            visits,
-        )
+        met = _where_numbers_meet(table, sizes, count, same)
+        return Spans(met, (True, True, True), visits)
     before, without, after = (bool((low < high).any()) for low, high in itertools.pairwise(table.T))
     return Spans(jnp.asarray(table[None], jnp.int32), (before, without, after), visits)
 
@@ -255,6 +222,20 @@ class ByQuery:
         """Numbers and spans."""
         return masks(same, self.spans, (self.sizes.q, self._columns), self.row, 0)
 
+    def run(
+        self,
+        body: Callable[..., None],
+        products: tuple[int, int],
+        operands: Sequence[Blocked],
+        outs: Sequence[Blocked],
+    ) -> Any:
+        """The outputs of `body`, as `kernel`."""
+        grid = self.count, self.call.heads, operands[0][0].shape[0]
+        body = functools.partial(body, self)
+        return kernel(
+            self.call, body, self.sizes, self.spans.visits, products, grid, operands, outs
+        )
+
     @property
     def _columns(self) -> int:
         return blocks(self.call.keys, self.sizes.k) * self.sizes.k
@@ -280,41 +261,22 @@ def block(
     return pl.ds(at * size, size), index, index < total if masked and total % size else None
 
 
-def _mask(start: int, size: int, dim: int, inside: jax.Array | None) -> jax.Array | None:
-    """Mask of a piece of a tile: rows that are `inside`, columns below `dim`; None: all."""
-    mask = None if inside is None else inside[:, None]
-    if start + size <= dim:
-        return mask
-    within = (start + jnp.arange(size) < dim)[None, :]
-    return within if mask is None else mask & within
-
-
 def read(ref: Any, index: tuple[Any, ...], dim: int, inside: jax.Array | None = None) -> Parts:
     """A tile [rows, dim] of `ref` at the rows (and head) `index`; zeros past `dim`, and at rows
     that are not `inside`."""
-    parts = []
-    for start, size in pieces(dim):
-        mask = _mask(start, size, dim, inside)
-        other = None if mask is None else 0.0
-        parts.append(plgpu.load(ref.at[(*index, pl.ds(start, size))], mask=mask, other=other))
-    return tuple(parts)
+    return tuple(
+        triton.load_tile(
+            ref.at[(*index, pl.ds(start, size))], inside, triton.inside(start, size, dim)
+        )
+        for start, size in pieces(dim)
+    )
 
 
 def write(ref: Any, tile: Sequence[jax.Array], dim: int, inside: jax.Array | None) -> None:
     """The reverse of `read`, to the rows of a block, in the dtype of `ref`."""
     for (start, size), part in zip(pieces(dim), tile, strict=True):
-        mask = _mask(start, size, dim, inside)
-        plgpu.store(ref.at[:, pl.ds(start, size)], part.astype(ref.dtype), mask=mask)
-
-
-def read_row(ref: Any, index: tuple[Any, ...], inside: jax.Array | None) -> jax.Array:
-    """One number for each row of a tile; 0 at rows that are not `inside`."""
-    return plgpu.load(ref.at[index], mask=inside, other=None if inside is None else 0)
-
-
-def write_row(ref: Any, row: jax.Array, inside: jax.Array | None) -> None:
-    """The reverse of `read_row`."""
-    plgpu.store(ref.at[:], row, mask=inside)
+        columns = triton.inside(start, size, dim)
+        triton.store_tile(ref.at[:, pl.ds(start, size)], part, inside, columns)
 
 
 def zeros(rows: int, dim: int) -> Parts:
@@ -381,7 +343,7 @@ def hide(
     of queries and keys broadcast against the scores."""
     masks = [] if inside is None else [inside[None, :]]
     for row, ref in zip(own, others, strict=True):
-        masks.append(row == read_row(ref, (columns,), inside)[None, :])
+        masks.append(row == triton.load(ref.at[columns], inside)[None, :])
     masks += within(call.request, at_q + call.request.offset - at_k)
     if not masks:
         return scores
@@ -394,7 +356,6 @@ def kernel(
     sizes: Sizes,
     visits: int,
     products: tuple[int, int],
-    *,
     grid: tuple[int, int, int],
     operands: Sequence[Blocked],
     outs: Sequence[Blocked],
@@ -404,7 +365,10 @@ def kernel(
 
     Triton's custom call leaves the cost estimate out, but keeps the metadata.
     """
-    arrays, shapes = [x for x, _ in operands], [x for x, _ in outs]
+    arrays, shapes = (
+        [x for x, _ in operands],
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x, _ in outs],
+    )
     area = arrays[0].shape[0] * call.heads * visits * sizes.q * sizes.k
     flops = 2 * area * (products[0] * call.head_dim + products[1] * call.value_dim)
     return triton.call(
@@ -419,5 +383,5 @@ def kernel(
         stages=sizes.stages,
         flops=flops,
         transcendentals=area,
-        moved=triton.size_of(*arrays, *shapes),
+        moved=size_of(*arrays, *shapes),
     )

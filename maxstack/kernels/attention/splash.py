@@ -4,6 +4,7 @@ requests that they serve exactly.
 Shapes: B batch  T query time  S key time  N heads  K kv heads  H head dim  V value head dim.
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-from maxstack.kernels.attention.request import AttentionCase, Request, Same
+from maxstack.kernels.attention.request import AttentionCase, Inputs, Request
 
 LANES = 128
 BLOCKS = (512, 384, 256, 128)
@@ -66,38 +67,26 @@ def candidates(case: AttentionCase) -> list[dict[str, int]]:
 
 
 def run(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKV: jax.Array,
-    sinks_N: jax.Array | None,
-    same: Same,
+    inputs: Inputs,
     request: Request,
     blocks: Mapping[str, int] | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """softmax(scores) v -> [B, T, N, V] in q's dtype, as reference.run."""
-    b, t, n, _ = q_BTNH.shape
-    s = k_BSKH.shape[1]
-    sizes = tuple({**_default(t, s), **(blocks or {})}.items())
-    attend = _kernel(
-        request.causal, request.window, request.offset, request.soft_cap, n, t, s, sizes, interpret
-    )
+    q_BTNH, k_BSKH, v_BSKV, sinks_N, same = inputs
+    (b, t, n, _), s = q_BTNH.shape, k_BSKH.shape[1]
+    sizes = tuple((_default(t, s) | dict(blocks or {})).items())
+    attend = _kernel(dataclasses.replace(request, scale=1.0), n, t, s, sizes, interpret)
     scaled = (q_BTNH.astype(jnp.float32) * request.scale).astype(q_BTNH.dtype)
-    q_BNTH, k_BKSH, v_BKSV = (x.transpose(0, 2, 1, 3) for x in (scaled, k_BSKH, v_BSKV))
-    sinks = (
-        jnp.full(n, NO_SINK, jnp.float32)
-        if sinks_N is None
-        else jnp.maximum(sinks_N.astype(jnp.float32), NO_SINK)
-    )
-    numbers = (
-        kernels.SegmentIds(*(jnp.broadcast_to(x, (b, x.shape[1])) for x in same[0]))
-        if same
-        else None
-    )
-    o_BNTV = jax.vmap(attend, in_axes=(0, 0, 0, numbers and 0, None))(
-        q_BNTH, k_BKSH, v_BKSV, numbers, sinks
-    )
-    return o_BNTV.transpose(0, 2, 1, 3)
+    q_BNTH, k_BKSH, v_BKSV = (x.swapaxes(1, 2) for x in (scaled, k_BSKH, v_BSKV))
+    sinks = jnp.full(n, NO_SINK, jnp.float32)
+    if sinks_N is not None:
+        sinks = jnp.maximum(sinks_N.astype(jnp.float32), NO_SINK)
+    numbers = None
+    if same:
+        numbers = kernels.SegmentIds(*(jnp.broadcast_to(x, (b, x.shape[1])) for x in same[0]))
+    rows = 0, 0, 0, numbers and 0, None
+    return jax.vmap(attend, in_axes=rows)(q_BNTH, k_BKSH, v_BKSV, numbers, sinks).swapaxes(1, 2)
 
 
 def _default(queries: int, keys: int) -> dict[str, int]:
@@ -107,10 +96,7 @@ def _default(queries: int, keys: int) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=64)
 def _kernel(
-    causal: bool,
-    window: int | None,
-    offset: int,
-    soft_cap: float | None,
+    request: Request,
     heads: int,
     t: int,
     s: int,
@@ -118,25 +104,25 @@ def _kernel(
     interpret: bool,
 ) -> Any:
     """Splash's kernels and their tables of tiles, which take long to make for long sequences."""
+    causal, window, offset = request.causal, request.window, request.offset
     mask: masks.Mask
     if window:
         mask = masks.LocalMask((t, s), (window - 1, 0 if causal else window - 1), offset)
     else:
         mask = masks.CausalMask((t, s), offset) if causal else masks.FullMask((t, s))
-    of = dict(sizes)
-    blocks = kernels.BlockSizes(
-        block_q=of["block_q"],
-        block_kv=of["block_k"],
-        block_q_dq=of["block_q"],
-        block_kv_dq=of["block_k"],
-        block_q_dkv=of["block_q_dkv"],
-        block_kv_dkv=of["block_k_dkv"],
-    )
+    q, k, q_dkv, k_dkv = dict(sizes).values()
     with jax.ensure_compile_time_eval():
         made = kernels.make_splash_mha(
             masks.MultiHeadMask([mask] * heads),
-            block_sizes=blocks,
-            attn_logits_soft_cap=soft_cap,
+            block_sizes=kernels.BlockSizes(
+                block_q=q,
+                block_kv=k,
+                block_q_dq=q,
+                block_kv_dq=k,
+                block_q_dkv=q_dkv,
+                block_kv_dkv=k_dkv,
+            ),
+            attn_logits_soft_cap=request.soft_cap,
             head_shards=1,
             q_seq_shards=1,
             interpret=interpret,

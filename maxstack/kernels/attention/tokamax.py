@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import jax
 
 from maxstack.kernels import tokamax
-from maxstack.kernels.attention.request import AttentionCase, Request, Same, needs_ampere
+from maxstack.kernels.attention.request import AttentionCase, Inputs, Request
 from maxstack.kernels.backends import Device
 
 HEAD_DIMS = {"gpu": (64, 128), "tpu": (128, 256)}
@@ -24,7 +24,7 @@ def supports(case: AttentionCase) -> str | None:
     request, device = case.request, case.device
     if reason := tokamax.absent():
         return reason
-    if device.platform == "gpu" and (reason := needs_ampere(device)):
+    if device.platform == "gpu" and (reason := device.older_than_ampere):
         return reason
     if case.numbered:
         return "documents and chunks would be a dense mask of [queries, keys] there"
@@ -48,11 +48,7 @@ def supports(case: AttentionCase) -> str | None:
 
 
 def run(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKV: jax.Array,
-    sinks_N: jax.Array | None,
-    same: Same,
+    inputs: Inputs,
     request: Request,
     blocks: Mapping[str, int] | None = None,
     implementation: str | None = None,
@@ -62,6 +58,7 @@ def run(
 
     `implementation` is for tests: on a CPU only xla and xla_chunked run.
     """
+    q_BTNH, k_BSKH, v_BSKV, sinks_N, same = inputs
     assert sinks_N is None and not same and not request.offset, "supports() refuses these"
     back = request.furthest
     return tokamax.package().dot_product_attention(

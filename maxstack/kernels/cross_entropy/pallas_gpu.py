@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from maxstack.kernels import triton
+from maxstack.kernels.backends import size_of
 from maxstack.kernels.cross_entropy.by_rows import graded_by_rows, scores_by_rows, sizes
 from maxstack.kernels.cross_entropy.differentiable import Scores, on_one_device
 from maxstack.kernels.cross_entropy.request import (
@@ -40,7 +41,7 @@ MOST_LOGITS = 2**31 - 1
 
 def supports(case: CrossEntropyCase) -> str | None:
     """Why the kernel cannot serve `case`; None if it can."""
-    if reason := triton.too_old(case.device):
+    if reason := case.device.older_than_ampere:
         return reason
     if case.dtype not in ("bfloat16", "float32"):
         return f"it computes in float32, and x is {case.dtype}"
@@ -139,8 +140,7 @@ def _call(
         stages=2,
         flops=0,
         transcendentals=passes * rows * vocab,
-        moved=passes * product_RV.nbytes
-        + triton.size_of(*(shape for shape in shapes if shape.ndim == 2)),
+        moved=passes * product_RV.nbytes + size_of(*(shape for shape in shapes if shape.ndim == 2)),
     )
 
 

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from maxstack.kernels import triton
-from maxstack.kernels.backends import Device
+from maxstack.kernels.backends import Device, size_of
 from maxstack.kernels.grouped_matmul.case import GroupedMatmulCase, differentiable, power_of_two
 
 LEAST = 16
@@ -50,7 +50,7 @@ class Blocks(NamedTuple):
 
 def supports(case: GroupedMatmulCase) -> str | None:
     """Why the kernels cannot serve `case`; None if they can."""
-    return triton.too_old(case.device) or case.unusual
+    return case.device.older_than_ampere or case.unusual
 
 
 def candidates(case: GroupedMatmulCase) -> list[dict[str, int]]:
@@ -161,7 +161,7 @@ def _call(
         stages=blocks.stages,
         flops=flops,
         transcendentals=0,
-        moved=triton.size_of(*arrays, out),
+        moved=size_of(*arrays, out),
     )
 
 
