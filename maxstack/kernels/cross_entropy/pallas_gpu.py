@@ -18,13 +18,14 @@ from jax.experimental.pallas import triton as plgpu
 from maxstack.kernels import triton
 from maxstack.kernels.backends import size_of
 from maxstack.kernels.cross_entropy.by_rows import graded_by_rows, scores_by_rows, sizes
-from maxstack.kernels.cross_entropy.differentiable import Scores, on_one_device
+from maxstack.kernels.cross_entropy.differentiable import differentiable
 from maxstack.kernels.cross_entropy.request import (
     Call,
     CrossEntropyCase,
     Gradients,
     Inputs,
     Request,
+    Scores,
 )
 from maxstack.kernels.cross_entropy.softmax import (
     LOWEST,
@@ -97,7 +98,7 @@ def graded(inputs: Inputs, call: Call) -> tuple[Scores, Gradients]:
     return graded_by_rows(step, inputs, call, per_row)
 
 
-run = on_one_device(forward, graded)
+run = differentiable(forward, graded)
 
 
 def _scores(
@@ -158,10 +159,9 @@ class _Row:
         """(columns, logits, mask where columns may lie past the end)."""
         columns_S = piece * self.span + jnp.arange(self.span, dtype=jnp.int32)
         mask_S = None if self.vocab % self.span == 0 else columns_S < self.vocab
-        other = None if mask_S is None else 0.0
-        logits_S = plgpu.load(self.product.at[self.row, columns_S], mask=mask_S, other=other)
+        logits_S = triton.load(self.product.at[self.row, columns_S], mask_S)
         if self.bias is not None:
-            logits_S = logits_S + plgpu.load(self.bias.at[columns_S], mask=mask_S, other=other)
+            logits_S = logits_S + triton.load(self.bias.at[columns_S], mask_S)
         return columns_S, capped(logits_S, self.request.soft_cap), mask_S
 
     def statistics(self, target: jax.Array) -> Statistics:
