@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from maxstack import sharding
+from maxstack.kernels.backends import size_of
 
 
 def call(
@@ -21,11 +22,14 @@ def call(
     stages: int,
     flops: int,
     transcendentals: int,
-    moved: int,
+    moved: int | None = None,
     **options: Any,
 ) -> Any:
     """`pl.pallas_call` on `arrays`. `flops` count matrix products, and are repeated in `metadata`,
-    because the compiled program drops the cost estimate. `moved` is in bytes."""
+    because the compiled program drops the cost estimate. `moved`: bytes; None: those of all arrays
+    once."""
+    if moved is None:
+        moved = size_of(*arrays, *jax.tree.leaves(out_shape))
     with _known_device():
         return pl.pallas_call(
             kernel,

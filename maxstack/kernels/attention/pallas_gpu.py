@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 from maxstack.kernels import triton
 from maxstack.kernels.attention import pallas_gpu_backward as backward
 from maxstack.kernels.attention import pallas_gpu_tiles as tiles
-from maxstack.kernels.attention.pallas_gpu_tiles import LOG2E, NOTHING, ByQuery, Call, Sizes
+from maxstack.kernels.attention.pallas_gpu_tiles import LOG2E, NOTHING, Call, Grid, Sizes
 from maxstack.kernels.attention.request import AttentionCase, Inputs, Request, differentiable
 from maxstack.kernels.backends import Device
 
@@ -125,18 +125,16 @@ def run(
 
 
 def _forward(inputs: Inputs, call: Call) -> tuple[jax.Array, jax.Array]:
-    q_BTNH, k_BSKH, v_BSKV, sinks_N, same = inputs
-    (b, t, n, h), v = q_BTNH.shape, call.value_dim
-    by = ByQuery(call, call.forward, tiles.of_queries(call, call.forward, same))
-    specs = by.queries(h), by.keys(h), by.keys(v)
-    operands = [*zip(inputs[:3], specs, strict=True), *by.masks(same)]
+    q_BTNH, _, _, sinks_N, same = inputs
+    (b, t, n, _), v, more = q_BTNH.shape, call.value_dim, []
+    by = Grid(call, call.forward, same)
     if sinks_N is not None:
-        operands.append((sinks_N.astype(jnp.float32), pl.BlockSpec((None,), lambda i, n, b: (n,))))
+        more.append((sinks_N.astype(jnp.float32), pl.BlockSpec((None,), lambda i, n, b: (n,))))
     outs = [
         (jax.ShapeDtypeStruct((b, t, n, v), q_BTNH.dtype), by.queries(v)),
         (jax.ShapeDtypeStruct((b, n, t), jnp.float32), by.logs()),
     ]
-    o_BTNV, log_BNT = by.run(attention_forward, (1, 1), operands, outs)
+    o_BTNV, log_BNT = by.run(attention_forward, (1, 1), inputs[:3], outs, *more)
     return o_BTNV, log_BNT
 
 
@@ -151,7 +149,7 @@ def _backward(
 _attention = differentiable(_forward, _backward, unit=1 / LOG2E)
 
 
-def attention_forward(by: ByQuery, q_ref: Any, k_ref: Any, v_ref: Any, *refs: Any) -> None:
+def attention_forward(by: Grid, q_ref: Any, k_ref: Any, v_ref: Any, *refs: Any) -> None:
     """One block of queries of one head."""
     *others, o_ref, log_ref = refs
     call, size, steep = by.call, by.sizes, by.call.steepness

@@ -21,7 +21,6 @@ from maxstack.kernels import triton
 from maxstack.kernels.attention import bounds
 from maxstack.kernels.attention.bounds import Bounds
 from maxstack.kernels.attention.request import AttentionCase, Same, within
-from maxstack.kernels.backends import size_of
 
 LOG2E = math.log2(math.e)
 NOTHING = -1e30
@@ -159,86 +158,115 @@ Blocked = tuple[Any, pl.BlockSpec]
 """An array and its blocks."""
 
 
-def masks(
-    same: Same, spans: Spans, sizes: tuple[int, int], row: Callable[[Any], Any], side: int
-) -> list[Blocked]:
-    """The numbers of queries and keys in turn, `sizes` at a time, then the spans. `row(i)`: block
-    of program i along `side`, 0 queries, 1 keys; all of the other side is one block."""
-    table = spans.table
-    numbers = [
-        (
-            x,
-            pl.BlockSpec(
-                (None, size),
-                lambda i, n, b, x=x, own=at == side: (of_row(x, b), row(i) if own else 0),
-            ),
-        )
-        for pair in same
-        for at, (x, size) in enumerate(zip(pair, sizes, strict=True))
-    ]
-    return [
-        *numbers,
-        (table, pl.BlockSpec((None, None, 4), lambda i, n, b: (of_row(table, b), row(i), 0))),
-    ]
-
-
 @dataclasses.dataclass(frozen=True)
-class ByQuery:
-    """Blocks of arrays for a kernel that takes a block of queries of one head and loops over keys.
-    Its grid is (blocks of queries, N, B)."""
+class Grid:
+    """Blocks of arrays for a kernel that takes a block of queries of one head and loops over keys,
+    or `by_keys` a block of keys of one kv head and loops over the queries of its heads. Its grid is
+    (blocks, heads or kv heads, B)."""
 
     call: Call
     sizes: Sizes
-    spans: Spans
+    same: Same
+    by_keys: bool = False
+
+    @functools.cached_property
+    def spans(self) -> Spans:
+        """Blocks that each block meets."""
+        return (of_keys if self.by_keys else of_queries)(self.call, self.sizes, self.same)
 
     @property
-    def count(self) -> int:
-        """Blocks of queries."""
-        return blocks(self.call.queries, self.sizes.q)
+    def counts(self) -> tuple[int, int]:
+        """Blocks of queries and of keys."""
+        return blocks(self.call.queries, self.sizes.q), blocks(self.call.keys, self.sizes.k)
 
     def row(self, i: Any) -> Any:
-        """The block of queries of program `i`: causal ones from the last, which sees most, to the
-        first."""
-        return self.count - 1 - i if self.call.request.causal else i
+        """The block of program `i`: causal queries from the last, which sees most, to the first."""
+        return self.counts[0] - 1 - i if self.call.request.causal and not self.by_keys else i
 
     def queries(self, dim: int) -> pl.BlockSpec:
         """Blocks of [B, T, N, dim]."""
+        size, groups = self._shape[0], self.call.groups if self.by_keys else None
         return pl.BlockSpec(
-            (None, self.sizes.q, None, padded(dim)), lambda i, n, b: (b, self.row(i), n, 0)
+            (None, size, groups, padded(dim)), lambda i, n, b: (b, self._at(i, 0), n, 0)
         )
 
     def keys(self, dim: int) -> pl.BlockSpec:
-        """Blocks of [B, S, K, dim]: all keys of a head."""
+        """Blocks of [B, S, K, dim]."""
+        size, groups = self._shape[1], 1 if self.by_keys else self.call.groups
         return pl.BlockSpec(
-            (None, self._columns, None, padded(dim)),
-            lambda i, n, b: (b, 0, n // self.call.groups, 0),
+            (None, size, None, padded(dim)), lambda i, n, b: (b, self._at(i, 1), n // groups, 0)
         )
 
     def logs(self) -> pl.BlockSpec:
         """Blocks of [B, N, T]."""
-        return pl.BlockSpec((None, None, self.sizes.q), lambda i, n, b: (b, n, self.row(i)))
-
-    def masks(self, same: Same) -> list[Blocked]:
-        """Numbers and spans."""
-        return masks(same, self.spans, (self.sizes.q, self._columns), self.row, 0)
+        groups = self.call.groups if self.by_keys else None
+        return pl.BlockSpec((None, groups, self._shape[0]), lambda i, n, b: (b, n, self._at(i, 0)))
 
     def run(
         self,
         body: Callable[..., None],
         products: tuple[int, int],
-        operands: Sequence[Blocked],
+        arrays: Sequence[jax.Array],
         outs: Sequence[Blocked],
+        *more: Blocked,
     ) -> Any:
-        """The outputs of `body`, as `kernel`."""
-        grid = self.count, self.call.heads, operands[0][0].shape[0]
-        body = functools.partial(body, self)
-        return kernel(
-            self.call, body, self.sizes, self.spans.visits, products, grid, operands, outs
+        """The outputs of `body`. Its references are those of `arrays`, a part of (q, k, v, the
+        gradient of the result, two numbers of each query [B, N, T]); the numbers of queries and
+        keys in turn; the spans; `more`; `outs`. `products`: products of each query and key over the
+        head dim, and over the value's.
+
+        Triton's custom call leaves the cost estimate out, but keeps the metadata.
+        """
+        call, sizes, h, v = self.call, self.sizes, self.call.head_dim, self.call.value_dim
+        specs = self.queries(h), self.keys(h), self.keys(v), self.queries(v), *[self.logs()] * 2
+        operands = [*zip(arrays, specs, strict=False), *self._masks(), *more]
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x, _ in outs]
+        inputs, b = tuple(x for x, _ in operands), arrays[0].shape[0]
+        area = b * call.heads * self.spans.visits * sizes.q * sizes.k
+        return triton.call(
+            functools.partial(body, self),
+            shapes,
+            inputs,
+            grid=(self.counts[self.by_keys], call.kv_heads if self.by_keys else call.heads, b),
+            in_specs=[spec for _, spec in operands],
+            out_specs=[spec for _, spec in outs],
+            interpret=call.interpret,
+            warps=sizes.warps,
+            stages=sizes.stages,
+            flops=2 * area * (products[0] * h + products[1] * v),
+            transcendentals=area,
         )
 
     @property
-    def _columns(self) -> int:
-        return blocks(self.call.keys, self.sizes.k) * self.sizes.k
+    def _shape(self) -> tuple[int, int]:
+        """Queries and keys of a block: one tile of one side, all of the other."""
+        (q, k, *_), (of_q, of_k) = self.sizes, self.counts
+        return (of_q * q, k) if self.by_keys else (q, of_k * k)
+
+    def _at(self, i: Any, side: int) -> Any:
+        """The block of queries (side 0) or keys (side 1) of program `i`."""
+        return self.row(i) if side == self.by_keys else 0
+
+    def _masks(self) -> list[Blocked]:
+        """The numbers of queries and keys in turn, then the spans."""
+        table = self.spans.table
+        return [
+            *(
+                (
+                    x,
+                    pl.BlockSpec(
+                        (None, size),
+                        lambda i, n, b, x=x, side=side: (of_row(x, b), self._at(i, side)),
+                    ),
+                )
+                for pair in self.same
+                for side, (x, size) in enumerate(zip(pair, self._shape, strict=True))
+            ),
+            (
+                table,
+                pl.BlockSpec((None, None, 4), lambda i, n, b: (of_row(table, b), self.row(i), 0)),
+            ),
+        ]
 
 
 def over(spans: Spans, spans_ref: Any, visit: Callable[..., Any], state: Any) -> Any:
@@ -348,40 +376,3 @@ def hide(
     if not masks:
         return scores
     return jnp.where(functools.reduce(jnp.logical_and, masks), scores, -jnp.inf)
-
-
-def kernel(
-    call: Call,
-    body: Callable[..., None],
-    sizes: Sizes,
-    visits: int,
-    products: tuple[int, int],
-    grid: tuple[int, int, int],
-    operands: Sequence[Blocked],
-    outs: Sequence[Blocked],
-) -> Any:
-    """The outputs of `body`. `products`: products of each query and key over the head dim, and over
-    the value's.
-
-    Triton's custom call leaves the cost estimate out, but keeps the metadata.
-    """
-    arrays, shapes = (
-        [x for x, _ in operands],
-        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x, _ in outs],
-    )
-    area = arrays[0].shape[0] * call.heads * visits * sizes.q * sizes.k
-    flops = 2 * area * (products[0] * call.head_dim + products[1] * call.value_dim)
-    return triton.call(
-        body,
-        shapes,
-        tuple(arrays),
-        grid=grid,
-        in_specs=[spec for _, spec in operands],
-        out_specs=[spec for _, spec in outs],
-        interpret=call.interpret,
-        warps=sizes.warps,
-        stages=sizes.stages,
-        flops=flops,
-        transcendentals=area,
-        moved=size_of(*arrays, *shapes),
-    )

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from maxstack.kernels.backends import Device, size_of
+from maxstack.kernels.backends import Device
 from maxstack.kernels.grouped_matmul.case import GroupedMatmulCase, differentiable, power_of_two
 from maxstack.kernels.triton import call, inside, load_tile, store_tile
 
@@ -160,7 +160,6 @@ def _call(
         stages=blocks.stages,
         flops=flops,
         transcendentals=0,
-        moved=size_of(*arrays, out),
     )
 
 
