@@ -103,18 +103,19 @@ class Backend:
             return f"runs on {' and '.join(self.platforms)}, and this is a {case.device.platform}"
         if self.refuses and (reason := self.refuses(case)):
             return reason
-        supports = getattr(importlib.import_module(self.module), "supports", None)
-        return supports(case) if supports else None
+        return self._of_module("supports", lambda case: None)(case)
 
     def candidates(self, case: Any) -> list[dict[str, int]]:
         """Block sizes worth measuring, the default first; none if the backend has no blocks."""
-        candidates = getattr(importlib.import_module(self.module), "candidates", None)
-        return candidates(case) if candidates else []
+        return self._of_module("candidates", lambda case: [])(case)
 
     @property
     def run(self) -> Callable[..., Any]:
         """The op's function."""
         return importlib.import_module(self.module).run
+
+    def _of_module(self, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        return getattr(importlib.import_module(self.module), name, default)
 
 
 @dataclasses.dataclass(frozen=True)

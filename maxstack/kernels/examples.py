@@ -64,13 +64,6 @@ def of_attention(case: AttentionCase, batch: int = 1, seed: int = 0) -> Example:
     return Example(tuple(floats), outputs)
 
 
-def smaller_attention(case: AttentionCase) -> AttentionCase:
-    """A case with fewer positions, since the reference makes every score."""
-    return dataclasses.replace(
-        case, queries=min(case.queries, LONGEST), keys=min(case.keys, LONGEST)
-    )
-
-
 def of_cross_entropy(case: CrossEntropyCase, seed: int = 0) -> Example:
     """Hidden states and logits of deviation 1; a tenth of the weights is 0."""
     rng = np.random.default_rng(seed)
@@ -88,11 +81,6 @@ def of_cross_entropy(case: CrossEntropyCase, seed: int = 0) -> Example:
     return Example((x, head, *bias), outputs)
 
 
-def smaller_cross_entropy(case: CrossEntropyCase) -> CrossEntropyCase:
-    """A case with fewer tokens."""
-    return dataclasses.replace(case, rows=min(case.rows, LONGEST))
-
-
 def of_grouped_matmul(case: GroupedMatmulCase, seed: int = 0) -> Example:
     """Groups of unequal sizes that hold most of the rows."""
     rng = np.random.default_rng(seed)
@@ -104,21 +92,25 @@ def of_grouped_matmul(case: GroupedMatmulCase, seed: int = 0) -> Example:
     return Example((x, w), lambda run, x, w: run(x, w, sizes))
 
 
-def smaller_grouped_matmul(case: GroupedMatmulCase) -> GroupedMatmulCase:
-    """A case with fewer rows, but some for each group."""
-    return dataclasses.replace(case, rows=min(case.rows, max(LONGEST, 8 * case.groups)))
-
-
 def _normal(
     rng: np.random.Generator, shape: tuple[int, ...], dtype: str = "float32", divisor: float = 1
 ) -> jax.Array:
     return jnp.asarray(rng.normal(size=shape) / divisor, dtype)
 
 
-OPS: dict[str, tuple[Op, Callable[..., Example], Callable[..., Any]]] = {
-    attention.OP.name: (attention.OP, of_attention, smaller_attention),
-    cross_entropy.OP.name: (cross_entropy.OP, of_cross_entropy, smaller_cross_entropy),
-    grouped_matmul.OP.name: (grouped_matmul.OP, of_grouped_matmul, smaller_grouped_matmul),
+def smaller(case: Any) -> Any:
+    """A case with fewer positions or rows, but some rows for each group: the reference makes every
+    score."""
+    most = {"queries": LONGEST, "keys": LONGEST, "rows": LONGEST}
+    if isinstance(case, GroupedMatmulCase):
+        most["rows"] = max(LONGEST, 8 * case.groups)
+    sizes = {name: min(size, most[name]) for name, size in vars(case).items() if name in most}
+    return dataclasses.replace(case, **sizes)
+
+
+OPS: dict[str, tuple[Op, Callable[..., Example]]] = {
+    attention.OP.name: (attention.OP, of_attention),
+    cross_entropy.OP.name: (cross_entropy.OP, of_cross_entropy),
+    grouped_matmul.OP.name: (grouped_matmul.OP, of_grouped_matmul),
 }
-"""Op -> (its backends, an example of a case, a similar case that is small enough for the
-reference)."""
+"""Op -> (its backends, an example of a case)."""

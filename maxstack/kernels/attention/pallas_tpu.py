@@ -13,7 +13,13 @@ from typing import Any, NamedTuple
 import jax
 
 from maxstack.kernels.attention import pallas_tpu_kernels as kernels
-from maxstack.kernels.attention.pallas_tpu_tiles import LANES, MOST_BLOCKS, MOST_TILES, Tiling
+from maxstack.kernels.attention.pallas_tpu_tiles import (
+    LANES,
+    MOST_BLOCKS,
+    MOST_TILES,
+    Tiling,
+    sizes_to_measure,
+)
 from maxstack.kernels.attention.request import (
     AttentionCase,
     Inputs,
@@ -56,14 +62,12 @@ def supports(case: AttentionCase) -> str | None:
 
 
 def candidates(case: AttentionCase) -> list[dict[str, int]]:
-    """Sizes worth measuring, the default first."""
+    """Sizes worth measuring, the default first: blocks of keys no longer than the keys."""
     case = dataclasses.replace(case, request=case.request.narrowed)
-    default, most = _default(case), -(-case.keys // LANES) * LANES
-    sizes = [default]
-    for q in (256, 512, 1024):
-        sizes += [default._replace(block_q=q, block_k=k) for k in (512, 1024, 2048) if k <= most]
-        sizes += [default._replace(block_q_dkv=q, block_k_dkv=k) for k in (512, 1024) if k <= most]
-    return [each._asdict() for each in dict.fromkeys(sizes)]
+    most = -(-case.keys // LANES) * LANES
+    return sizes_to_measure(
+        _default(case)._asdict(), lambda name, size: "_q" in name or size <= most
+    )
 
 
 def run(

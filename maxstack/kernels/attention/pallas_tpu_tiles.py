@@ -7,6 +7,7 @@ the heads of a kv head  R rows of a tile of queries  H head dim.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -202,3 +203,18 @@ class Tiling:
         s, h = x_BSKH.shape[1], x_BSKH.shape[3]
         rest = (0, 0), (0, self.padded[1] - s), (0, 0), (0, -h % LANES)
         return jnp.pad(x_BSKH, rest).swapaxes(1, 2)
+
+
+def sizes_to_measure(
+    default: dict[str, int], fits: Callable[[str, int], bool]
+) -> list[dict[str, int]]:
+    """Sizes of blocks, the default first; each of the others differs from it in one pass, and all
+    of its sizes fit."""
+    sizes = [default]
+    for q in (256, 512, 1024):
+        for keys, suffix in ((512, 1024, 2048), ""), ((512, 1024), "_dkv"):
+            for k in keys:
+                other = default | {f"block_q{suffix}": q, f"block_k{suffix}": k}
+                if other not in sizes and all(fits(*size) for size in other.items()):
+                    sizes.append(other)
+    return sizes

@@ -15,9 +15,9 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
+from maxstack.kernels.attention.pallas_tpu_tiles import LANES, sizes_to_measure
 from maxstack.kernels.attention.request import AttentionCase, Inputs, Request
 
-LANES = 128
 BLOCKS = (512, 384, 256, 128)
 NO_SINK = -1e30
 """A sink without a share, except for queries that see no key: without a sink, splash gives those
@@ -52,18 +52,12 @@ def supports(case: AttentionCase) -> str | None:
 
 
 def candidates(case: AttentionCase) -> list[dict[str, int]]:
-    """Sizes worth measuring, the default first."""
-    default = _default(case.queries, case.keys)
-    candidates = [default]
-    for q in (256, 512, 1024):
-        candidates += [default | {"block_q": q, "block_k": k} for k in (512, 1024, 2048)]
-        candidates += [default | {"block_q_dkv": q, "block_k_dkv": k} for k in (512, 1024)]
-    fitting: list[dict[str, int]] = []
-    for sizes in candidates:
-        lengths = {name: case.queries if "_q" in name else case.keys for name in sizes}
-        if sizes not in fitting and not any(lengths[name] % sizes[name] for name in sizes):
-            fitting.append(sizes)
-    return fitting
+    """Sizes worth measuring, the default first: whole blocks alone."""
+
+    def fits(name: str, size: int) -> bool:
+        return (case.queries if "_q" in name else case.keys) % size == 0
+
+    return sizes_to_measure(_default(case.queries, case.keys), fits)
 
 
 def run(
