@@ -1,6 +1,6 @@
-"""All fault drills at full count, on this machine's CPU: an hour or two on 2 cores. The table that
-results is written into docs/RELIABILITY.md, between its markers. A drill that is done stays done,
-in drills.json, until --again; the exit code is 1 where anything was lost.
+"""All fault drills at full count, on this machine's CPU: an hour or two on 2 cores. The table of
+results is written into docs/RELIABILITY.md, between its markers. Results of finished drills stay in
+drills.json until --again; the exit code is 1 if anything was lost.
 
 example: python scripts/drills.py --only 1,5 --jobs 1
 """
@@ -36,12 +36,12 @@ from drills.table import DRILLS  # noqa: E402
 
 BEGIN, END = "<!-- drills: begin -->", "<!-- drills: end -->"
 ALONE = 15
-"""The drill whose processes must not be slowed by others than its own."""
+"""The drill that runs without other drills beside it."""
 Done = dict[str, dict[str, Any]]
 
 
 def main() -> int:
-    """Run what is not done yet; 1 where a promise was broken."""
+    """Run the drills that are not done; 1 if a promise was broken."""
     parser = arguments.parser(__doc__)
     parser.add_argument("--only", metavar="N,N", help="these drills; 0: the skewed clock")
     parser.add_argument(
@@ -73,23 +73,17 @@ def main() -> int:
     args = parser.parse_args()
     if args.promises:
         print("| | Fault | What is promised |\n|---|---|---|")
-        print(
-            "\n".join(
-                f"| {promise.number or ''} | {promise.fault} | {promise.promise} |"
-                for promise in PROMISES
-            )
-        )
+        for promise in PROMISES:
+            print(f"| {promise.number or ''} | {promise.fault} | {promise.promise} |")
         return 0
     wanted = [int(number) for number in args.only.split(",")] if args.only else [*DRILLS]
     if unknown := {*wanted} - DRILLS.keys():
         parser.error(
             f"there are no drills {sorted(unknown)}; there are {', '.join(map(str, DRILLS))}"
         )
-    done: Done = (
-        json.loads(args.json.read_text())
-        if args.json.exists() and not args.again and not args.count
-        else {}
-    )
+    done: Done = {}
+    if args.json.exists() and not args.again and not args.count:
+        done = json.loads(args.json.read_text())
     left = [number for number in wanted if f"{number}" not in done]
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
@@ -105,16 +99,11 @@ def main() -> int:
         page = ROOT / "docs" / "RELIABILITY.md"
         arguments.write_block(page, BEGIN, END, table)
         print(f"wrote the table into {page.relative_to(ROOT)}")
-    return (
-        1
-        if any(done[f"{number}"]["lost"] for number in wanted if f"{number}" in done)
-        or any(f"{n}" not in done for n in wanted)
-        else 0
-    )
+    return 1 if any(done.get(f"{number}", {"lost": 1})["lost"] for number in wanted) else 0
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    """Leave nothing running; what is done is kept."""
+    """Leave no process running; finished results are kept."""
     for leader in [*RUNNING]:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(leader, signal.SIGKILL)
@@ -122,7 +111,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def _run(numbers: list[int], args: argparse.Namespace, top: Path, done: Done) -> None:
-    """All of them, the longest first, several at a time."""
+    """Run the drills, the longest first, several at a time."""
     seed = args.seed if args.seed is not None else random.randrange(10**6)
     running: dict[int, float] = {}
     lock, over = threading.Lock(), threading.Event()
@@ -135,16 +124,12 @@ def _run(numbers: list[int], args: argparse.Namespace, top: Path, done: Done) ->
         shutil.rmtree(folder, ignore_errors=True)
         begin = running[number] = time.monotonic()
         try:
-            found = drill.function(
-                folder, args.count or drill.full, random.Random(f"{seed} {number}")
-            )
+            rng = random.Random(f"{seed} {number}")
+            outcome = drill.function(folder, args.count or drill.full, rng)
             result = {
-                "injected": found.injected,
-                "survived": found.survived,
-                "lost": found.lost,
-                "notes": found.notes,
+                name: getattr(outcome, name) for name in ("injected", "survived", "lost", "notes")
             }
-        except Exception:  # told, and the others go on
+        except Exception:  # printed, and the other drills go on
             result = None
             traceback.print_exc()
         with lock:

@@ -1,10 +1,9 @@
-"""Write tests/submit/jobset-v1alpha2.json, the schema of a JobSet with its jobs and pods, strict:
+"""Writes tests/submit/jobset-v1alpha2.json, the schema of a JobSet with its jobs and pods, strict:
 unknown keys are refused.
 
 `pip install kubeflow-trainer-api==2.3.0` into an environment of its own, and run this there. That
-package holds the types that JobSet's own OpenAPI description gives for v1alpha2; what the CRD
-(kubernetes-sigs/jobset, config/components/crd/bases) says beyond types of our fields is in CRD
-below.
+package holds the types of JobSet's own OpenAPI description of v1alpha2; CRD below has the further
+rules for our fields from the CRD (kubernetes-sigs/jobset, config/components/crd/bases).
 
 example: python scripts/make_jobset_schema.py
 """
@@ -52,7 +51,7 @@ QUANTITY = {
 
 
 def main() -> int:
-    """Write the file; the exit code."""
+    """Write the file; returns the exit code."""
     arguments.parser(__doc__).parse_args()
     from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
@@ -66,18 +65,18 @@ def main() -> int:
             "additionalProperties": QUANTITY,
         }
     schema["$defs"]["IoK8sApimachineryPkgApiResourceQuantity"] = QUANTITY
-    found = {
+    document = {
         "$comment": f"kubeflow-trainer-api {version('kubeflow-trainer-api')} by "
         "scripts/make_jobset_schema.py",
         **_strict(schema),
     }
-    OUT.write_text(json.dumps(found, sort_keys=True, separators=(",", ":")) + "\n")
+    OUT.write_text(json.dumps(document, sort_keys=True, separators=(",", ":")) + "\n")
     print(f"{OUT}: {OUT.stat().st_size:,} bytes")
     return 0
 
 
 def _plain(schema: Any) -> Any:
-    """Without words for people, defaults, and null for what is left out."""
+    """A schema without descriptions, defaults, and null for optional fields."""
     if isinstance(schema, list):
         return [_plain(item) for item in schema]
     if not isinstance(schema, dict):
@@ -87,24 +86,22 @@ def _plain(schema: Any) -> Any:
         for key, value in schema.items()
         if key not in ("description", "title", "default") or isinstance(value, dict)
     }
-    some = [each for each in kept.get("anyOf", []) if each != {"type": "null"}]
-    if some and len(some) < len(kept["anyOf"]):
-        return _plain(some[0] if len(some) == 1 else {"anyOf": some})
+    types = [each for each in kept.get("anyOf", []) if each != {"type": "null"}]
+    if types and len(types) < len(kept["anyOf"]):
+        return _plain(types[0] if len(types) == 1 else {"anyOf": types})
     return {key: _plain(value) for key, value in kept.items()}
 
 
 def _strict(schema: Any) -> Any:
-    """No keys beside those that are named."""
+    """A schema that refuses unknown keys."""
     if isinstance(schema, list):
         return [_strict(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {key: _strict(value) for key, value in schema.items()}
-    return (
-        found | {"additionalProperties": False}
-        if "properties" in found and found.get("type") == "object"
-        else found
-    )
+    strict = {key: _strict(value) for key, value in schema.items()}
+    if "properties" in strict and strict.get("type") == "object":
+        strict["additionalProperties"] = False
+    return strict
 
 
 if __name__ == "__main__":

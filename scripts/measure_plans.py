@@ -1,5 +1,5 @@
-"""`maxstack plan` for published presets and for runs whose speed is published: its figures, how
-long it took and how much memory.
+"""`maxstack plan` for published presets and for runs whose speed is published: its figures, time
+and memory.
 
 Writes the tables of docs/PLAN.md between their marks. example: python scripts/measure_plans.py
 --only "8B" (needs the extras plan-tpu and plan-cuda)
@@ -25,15 +25,15 @@ GIB = 2**30
 
 
 def main() -> None:
-    """Run the cases, keep what they say beside those that ran before, and write both tables; rows
-    of cases that were not run stay as they are."""
+    """Run the cases, add them to earlier results, and write both tables; rows of cases that were
+    not run stay as they are."""
     parser = arguments.parser(__doc__)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument(
         "--kept",
         type=Path,
         default=Path("plans.json"),
-        help="results so far; what stands there is not run again",
+        help="results so far; cases that are there are not run again",
     )
     parser.add_argument("--page", type=Path, default=PAGE, help="the page that holds both tables")
     args = parser.parse_args()
@@ -69,10 +69,10 @@ def measure(arguments: str) -> dict:
         process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
-        said = process.stderr.read() if process.stderr else ""
+        errors = process.stderr.read() if process.stderr else ""
         _, status, used = os.wait4(process.pid, 0)
         if os.waitstatus_to_exitcode(status) > 1 or not target.exists():
-            raise SystemExit(f"maxstack plan {arguments}\n{said}")
+            raise SystemExit(f"maxstack plan {arguments}\n{errors}")
         return json.loads(target.read_text()) | {
             "command": arguments,
             "took": time.perf_counter() - begin,
@@ -81,7 +81,7 @@ def measure(arguments: str) -> dict:
 
 
 def preset_row(case: dict, found: dict) -> str:
-    """A preset: what it needs, and its bound."""
+    """Memory and bound of a preset."""
     fits = "" if found["fits"] else " **too much**"
     speed = (
         f"{found['tokens_per_second']:,.0f} | {found['mfu_causal']:.1%} | "
@@ -97,7 +97,7 @@ def preset_row(case: dict, found: dict) -> str:
 
 
 def published_row(case: dict, found: dict) -> str:
-    """A published run: its MFU and the bound."""
+    """Published MFU and bound of a run."""
     counts = case["counts"]
     return (
         f"{case['published']} % {counts} | {found[f'mfu_{counts}']:.1%} | "
@@ -142,8 +142,8 @@ def commands(cases: dict) -> list[str]:
 
 
 def replaced(page: str, table: str, kept: dict) -> str:
-    """The page with a row between the marks of `table` for each of its cases: as measured, or as it
-    stands there."""
+    """The page with a row between the marks of `table` for each of its cases, from new results or
+    as it was."""
     begin, end = f"<!-- {table} -->", f"<!-- end of {table} -->"
     before, rest = page.split(begin, 1)
     old, after = rest.split(end, 1)

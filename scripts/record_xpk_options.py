@@ -1,5 +1,5 @@
-"""Write tests/submit/xpk-options.json: the options of the xpk commands that maxstack writes, as
-xpk's own parser has them.
+"""Writes tests/submit/xpk-options.json: the options, by xpk's own parser, of the xpk commands that
+maxstack writes.
 
 `pip install xpk` into an environment of its own, and run this there. With --check that parser reads
 a command line from standard input; the exit code says whether it takes it.
@@ -23,7 +23,7 @@ COMMANDS = "create", "create-pathways", "list", "delete"
 
 
 def main() -> int:
-    """Write the file, or check a command line; the exit code."""
+    """Write the file, or check a command line; returns the exit code."""
     own = arguments.parser(__doc__)
     own.add_argument(
         "--check",
@@ -36,22 +36,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="xpk")
     set_parser(parser)
     if check:
-        found = parser.parse_args(shlex.split(sys.stdin.read())[1:])
+        parsed = parser.parse_args(shlex.split(sys.stdin.read())[1:])
         print(
-            f"xpk {version('xpk')} takes it: workload {found.workload} on "
-            f"{found.tpu_type or found.device_type}"
+            f"xpk {version('xpk')} takes it: workload {parsed.workload} on "
+            f"{parsed.tpu_type or parsed.device_type}"
         )
         return 0
     workload = _commands(_commands(parser)["workload"])
-    found: dict[str, Any] = {"version": version("xpk")}
+    options: dict[str, Any] = {"version": version("xpk")}
     for name in COMMANDS:
-        found[name] = [
+        options[name] = [
             _option(action)
             for action in workload[name]._actions
             if action.option_strings and action.dest != "help"
         ]
-    OUT.write_text(json.dumps(found, indent=1) + "\n")
-    print(f"{OUT}: {', '.join(f'{name}: {len(found[name])} options' for name in COMMANDS)}")
+    OUT.write_text(json.dumps(options, indent=1) + "\n")
+    print(f"{OUT}: {', '.join(f'{name}: {len(options[name])} options' for name in COMMANDS)}")
     return 0
 
 
@@ -64,7 +64,7 @@ def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPar
 
 
 def _option(action: argparse.Action) -> dict[str, Any]:
-    """Options of a recorded parser: names, values taken, how many, which."""
+    """An option's names, and the number and choices of its values."""
     return {
         "names": action.option_strings,
         "flag": action.nargs == 0,

@@ -9,5 +9,6 @@ def supports(case):
     return None
 
 
-def run(q, k, v, sinks, same, request, blocks=None):
-    return reference.run(q, k, v, sinks, (), dataclasses.replace(request, window=None))
+def run(inputs, request, blocks=None):
+    request = dataclasses.replace(request, window=None)
+    return reference.run(inputs._replace(same=()), request)

@@ -111,9 +111,9 @@ def measured(choice: "Choice", rounds: int) -> list[Measured]:
     import tqdm
 
     from maxstack.kernels import measure
-    from maxstack.kernels.examples import OPS
+    from maxstack.kernels.examples import OPS, smaller
 
-    op, example, smaller = OPS[choice.op]
+    op, example = OPS[choice.op]
     small, whole = example(smaller(choice.case)), example(choice.case)
     most = measure.TOLERANCE[choice.case.dtype]
     results: list[Measured] = []

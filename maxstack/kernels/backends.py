@@ -41,6 +41,16 @@ class Device:
         capability = (int(match[1]), int(match[2])) if match else (0, 0)
         return cls(device.platform, device.device_kind, capability)
 
+    @property
+    def older_than_ampere(self) -> str | None:
+        """Why kernels for an A100 and later cannot run here; None if they can."""
+        if self.capability >= (8, 0):
+            return None
+        capability = ".".join(map(str, self.capability))
+        return (
+            f"needs a GPU of compute capability 8.0 (A100) or later; {self.kind} has {capability}"
+        )
+
     @classmethod
     def here(cls) -> "Device":
         """The device kind of the current mesh, else jax's default device."""
@@ -52,6 +62,11 @@ def multiplied(dtype: Any) -> Any:
     """The dtype in which to multiply blocks of `dtype`: float32 on a CPU, where XLA would otherwise
     convert each block around each product."""
     return jnp.promote_types(dtype, jnp.float32) if Device.here().platform == "cpu" else dtype
+
+
+def size_of(*arrays: Any) -> int:
+    """Size of arrays or shapes in bytes."""
+    return sum(x.size * x.dtype.itemsize for x in arrays)
 
 
 class Case(Protocol):
@@ -80,27 +95,28 @@ class Backend:
     name: str
     module: str
     platforms: tuple[str, ...] = ALL
-    refuses: Callable[[Any], str | None] = lambda case: None
+    refuses: Callable[[Any], str | None] | None = None
     """A reason that is known without importing the module."""
 
     def supports(self, case: Any) -> str | None:
         """Why this backend cannot serve `case`; None if it can."""
         if case.device.platform not in self.platforms:
             return f"runs on {' and '.join(self.platforms)}, and this is a {case.device.platform}"
-        if reason := self.refuses(case):
+        if self.refuses and (reason := self.refuses(case)):
             return reason
-        supports = getattr(importlib.import_module(self.module), "supports", None)
-        return supports(case) if supports else None
+        return self._of_module("supports", lambda case: None)(case)
 
     def candidates(self, case: Any) -> list[dict[str, int]]:
         """Block sizes worth measuring, the default first; none if the backend has no blocks."""
-        candidates = getattr(importlib.import_module(self.module), "candidates", None)
-        return candidates(case) if candidates else []
+        return self._of_module("candidates", lambda case: [])(case)
 
     @property
     def run(self) -> Callable[..., Any]:
         """The op's function."""
         return importlib.import_module(self.module).run
+
+    def _of_module(self, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        return getattr(importlib.import_module(self.module), name, default)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,30 +3,30 @@ its reference."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from maxstack.kernels import attention, cross_entropy, grouped_matmul
-from maxstack.kernels.attention.request import AttentionCase
+from maxstack.kernels.attention.request import AttentionCase, Inputs
 from maxstack.kernels.backends import Op
 from maxstack.kernels.cross_entropy import CrossEntropyCase
 from maxstack.kernels.grouped_matmul import GroupedMatmulCase
 
 DOCUMENTS, LONGEST = 3, 640
+Run = Callable[..., Any]
+"""The `run` of a backend."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Example:
-    """Arguments of an op's `run`."""
+class Example(NamedTuple):
+    """A call of an op."""
 
-    args: tuple[Any, ...]
-    floats: tuple[int, ...]
-    """Indices of the arguments that are differentiated."""
-    result: Callable[[Any], jax.Array] = lambda out: out
-    """The array, or number, that is differentiated."""
+    floats: tuple[jax.Array, ...]
+    """Arguments that are differentiated."""
+    outputs: Callable[..., jax.Array]
+    """(a backend's `run`, *floats) -> the array, or number, that is differentiated."""
 
 
 def of_attention(case: AttentionCase, batch: int = 1, seed: int = 0) -> Example:
@@ -38,15 +38,16 @@ def of_attention(case: AttentionCase, batch: int = 1, seed: int = 0) -> Example:
         numbers = np.sort(rng.integers(1, 1 + DOCUMENTS, (batch, length)), axis=1)
         return jnp.asarray(numbers, jnp.int32)
 
-    q, k, v = (
+    floats = [
         _normal(rng, (batch, length, heads, dim), case.dtype)
         for length, heads, dim in (
             (case.queries, case.heads, case.head_dim),
             (case.keys, case.kv_heads, case.head_dim),
             (case.keys, case.kv_heads, case.value_dim),
         )
-    )
-    sinks = _normal(rng, (case.heads,)) if case.sinks else None
+    ]
+    if case.sinks:
+        floats.append(_normal(rng, (case.heads,)))
     same = []
     if case.packed:
         mine = documents(case.queries)
@@ -54,15 +55,13 @@ def of_attention(case: AttentionCase, batch: int = 1, seed: int = 0) -> Example:
     if chunk := case.request.chunk:
         queries = jnp.arange(case.queries)[None] + case.request.offset
         same.append((queries // chunk, jnp.arange(case.keys)[None] // chunk))
-    floats = (0, 1, 2, 3) if case.sinks else (0, 1, 2)
-    return Example((q, k, v, sinks, tuple(same), case.request), floats)
 
+    def outputs(
+        run: Run, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None
+    ) -> jax.Array:
+        return run(Inputs(q, k, v, sinks, tuple(same)), case.request)
 
-def smaller_attention(case: AttentionCase) -> AttentionCase:
-    """A case with fewer positions, since the reference makes every score."""
-    return dataclasses.replace(
-        case, queries=min(case.queries, LONGEST), keys=min(case.keys, LONGEST)
-    )
+    return Example(tuple(floats), outputs)
 
 
 def of_cross_entropy(case: CrossEntropyCase, seed: int = 0) -> Example:
@@ -72,17 +71,14 @@ def of_cross_entropy(case: CrossEntropyCase, seed: int = 0) -> Example:
     head = _normal(rng, (case.embed, case.vocab), case.dtype, case.embed**0.5)
     targets = jnp.asarray(rng.integers(0, case.vocab, case.rows), jnp.int32)
     weights = jnp.asarray(rng.random(case.rows) > 0.1, jnp.float32)
-    bias = _normal(rng, (case.vocab,)) if case.bias else None
-    return Example(
-        (x, head, targets, weights, case.request, bias),
-        (0, 1, 5) if case.bias else (0, 1),
-        lambda losses: losses.total,
-    )
+    bias = [_normal(rng, (case.vocab,))] if case.bias else []
 
+    def outputs(
+        run: Run, x: jax.Array, head: jax.Array, bias: jax.Array | None = None
+    ) -> jax.Array:
+        return run(x, head, targets, weights, case.request, bias).total
 
-def smaller_cross_entropy(case: CrossEntropyCase) -> CrossEntropyCase:
-    """A case with fewer tokens."""
-    return dataclasses.replace(case, rows=min(case.rows, LONGEST))
+    return Example((x, head, *bias), outputs)
 
 
 def of_grouped_matmul(case: GroupedMatmulCase, seed: int = 0) -> Example:
@@ -92,12 +88,8 @@ def of_grouped_matmul(case: GroupedMatmulCase, seed: int = 0) -> Example:
     shape = case.groups, case.contracted, case.columns
     w = _normal(rng, shape, case.dtype, case.contracted**0.5)
     share = rng.random(case.groups) + 0.5
-    return Example((x, w, jnp.asarray(0.95 * case.rows * share / share.sum(), jnp.int32)), (0, 1))
-
-
-def smaller_grouped_matmul(case: GroupedMatmulCase) -> GroupedMatmulCase:
-    """A case with fewer rows, but some for each group."""
-    return dataclasses.replace(case, rows=min(case.rows, max(LONGEST, 8 * case.groups)))
+    sizes = jnp.asarray(0.95 * case.rows * share / share.sum(), jnp.int32)
+    return Example((x, w), lambda run, x, w: run(x, w, sizes))
 
 
 def _normal(
@@ -106,10 +98,19 @@ def _normal(
     return jnp.asarray(rng.normal(size=shape) / divisor, dtype)
 
 
-OPS: dict[str, tuple[Op, Callable[..., Example], Callable[..., Any]]] = {
-    attention.OP.name: (attention.OP, of_attention, smaller_attention),
-    cross_entropy.OP.name: (cross_entropy.OP, of_cross_entropy, smaller_cross_entropy),
-    grouped_matmul.OP.name: (grouped_matmul.OP, of_grouped_matmul, smaller_grouped_matmul),
+def smaller(case: Any) -> Any:
+    """A case with fewer positions or rows, but some rows for each group: the reference makes every
+    score."""
+    most = {"queries": LONGEST, "keys": LONGEST, "rows": LONGEST}
+    if isinstance(case, GroupedMatmulCase):
+        most["rows"] = max(LONGEST, 8 * case.groups)
+    sizes = {name: min(size, most[name]) for name, size in vars(case).items() if name in most}
+    return dataclasses.replace(case, **sizes)
+
+
+OPS: dict[str, tuple[Op, Callable[..., Example]]] = {
+    attention.OP.name: (attention.OP, of_attention),
+    cross_entropy.OP.name: (cross_entropy.OP, of_cross_entropy),
+    grouped_matmul.OP.name: (grouped_matmul.OP, of_grouped_matmul),
 }
-"""Op -> (its backends, an example of a case, a similar case that is small enough for the
-reference)."""
+"""Op -> (its backends, an example of a case)."""

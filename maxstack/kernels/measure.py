@@ -1,5 +1,6 @@
 """Deviation of a backend from the reference, and its time on this machine's device."""
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,16 +26,8 @@ def call(
 ) -> tuple[Call, tuple[Any, ...]]:
     """A compiled function and its arguments; it computes the result and the gradients of the
     result's sum with fixed weights."""
-    floats = tuple(example.args[i] for i in example.floats)
-
-    def outputs(*floats: jax.Array) -> Any:
-        args = list(example.args)
-        for i, value in zip(example.floats, floats, strict=True):
-            args[i] = value
-        options = {} if blocks is None else {"blocks": blocks}
-        return example.result(backend.run(*args, **options))
-
-    return with_gradients(outputs, *floats), floats
+    run = functools.partial(backend.run, **({} if blocks is None else {"blocks": blocks}))
+    return with_gradients(functools.partial(example.outputs, run), *example.floats), example.floats
 
 
 def with_gradients(f: Call, *args: Any) -> Call:

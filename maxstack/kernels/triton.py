@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from maxstack import sharding
-from maxstack.kernels.backends import Device
+from maxstack.kernels.backends import size_of
 
 
 def call(
@@ -21,11 +22,14 @@ def call(
     stages: int,
     flops: int,
     transcendentals: int,
-    moved: int,
+    moved: int | None = None,
     **options: Any,
 ) -> Any:
     """`pl.pallas_call` on `arrays`. `flops` count matrix products, and are repeated in `metadata`,
-    because the compiled program drops the cost estimate. `moved` is in bytes."""
+    because the compiled program drops the cost estimate. `moved`: bytes; None: those of all arrays
+    once."""
+    if moved is None:
+        moved = size_of(*arrays, *jax.tree.leaves(out_shape))
     with _known_device():
         return pl.pallas_call(
             kernel,
@@ -39,17 +43,35 @@ def call(
         )(*arrays)
 
 
-def too_old(device: Device) -> str | None:
-    """Why a GPU without tensor cores for bfloat16 cannot run a kernel; None if it has them."""
-    if device.capability >= (8, 0):
+def inside(start: Any, size: int, limit: int) -> jax.Array | None:
+    """Mask of the indices start..start + size - 1 that are below `limit`; None: all are. A traced
+    `start` is a multiple of `size`."""
+    if limit % size == 0 or (isinstance(start, int) and start + size <= limit):
         return None
-    capability = ".".join(map(str, device.capability))
-    return f"needs a GPU of compute capability 8.0 (A100) or later; {device.kind} has {capability}"
+    return start + jnp.arange(size) < limit
 
 
-def size_of(*arrays: Any) -> int:
-    """Size of arrays or shapes in bytes."""
-    return sum(x.size * x.dtype.itemsize for x in arrays)
+def _mask(rows: jax.Array | None, columns: jax.Array | None) -> jax.Array | None:
+    if columns is None:
+        return None if rows is None else rows[:, None]
+    return columns[None, :] if rows is None else rows[:, None] & columns[None, :]
+
+
+def load(ref: Any, mask: jax.Array | None) -> jax.Array:
+    """The array at `ref`, 0 outside of the mask; None: no mask."""
+    return triton.load(ref, mask=mask, other=None if mask is None else 0)
+
+
+def load_tile(ref: Any, rows: jax.Array | None, columns: jax.Array | None) -> jax.Array:
+    """A tile, 0 outside of the masks of its rows and columns."""
+    return load(ref, _mask(rows, columns))
+
+
+def store_tile(
+    ref: Any, tile: jax.Array, rows: jax.Array | None, columns: jax.Array | None
+) -> None:
+    """The reverse of `load_tile`, in the dtype of `ref`."""
+    triton.store(ref, tile.astype(ref.dtype), mask=_mask(rows, columns))
 
 
 @contextlib.contextmanager

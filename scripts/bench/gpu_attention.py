@@ -18,7 +18,7 @@ from bench.gpu_ops import speeds as speeds_of
 from bench.gpu_programs import Job, Ran, drawn, passes
 
 from maxstack.kernels.attention import OP
-from maxstack.kernels.attention.request import AttentionCase, Request
+from maxstack.kernels.attention.request import AttentionCase, Inputs, Request
 from maxstack.kernels.backends import Device
 
 
@@ -88,7 +88,7 @@ class Asked:
         ) -> jax.Array:
             pairs = tuple((jnp.asarray(mine), jnp.asarray(theirs)) for mine, theirs in same)
             sinks_N = others[0] if self.sinks else None
-            return run(q_BTNH, k_BSKH, v_BSKV, sinks_N, pairs, self.request)
+            return run(Inputs(q_BTNH, k_BSKH, v_BSKV, sinks_N, pairs), self.request)
 
         return forward
 
@@ -237,19 +237,10 @@ def _measured(size: str, length: int, dim: int, mask: str) -> Asked:
     )
 
 
-def _peer(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKV: jax.Array,
-    sinks_N: None,
-    same: tuple[()],
-    request: Request,
-) -> jax.Array:
+def _peer(inputs: Inputs, request: Request) -> jax.Array:
     window = (request.window - 1, 0) if request.window else None
     return jax.nn.dot_product_attention(
-        q_BTNH,
-        k_BSKH,
-        v_BSKV,
+        *inputs[:3],
         scale=request.scale,
         is_causal=True,
         local_window_size=window,

@@ -1,5 +1,5 @@
 """Line charts and bar charts as SVG text: light background, the reader's own sans-serif font,
-colours that the colour-blind can tell apart."""
+colours that the colour-blind can distinguish."""
 
 import dataclasses
 import math
@@ -19,20 +19,19 @@ COLOURS = (
     "#6b4c9a",
     "#999999",
 )
-"""Okabe and Ito's, then some more."""
+"""The palette of Okabe and Ito, and more."""
 MARKS = ("circle", "square", "diamond", "triangle")
 PANEL, HEIGHT, MARGIN = 300, 230, (62, 70)
-"""Width and height of a panel's plane; what its labels take left and below."""
+"""Width and height of a panel's plane, and the space left of it and below for labels."""
 
 
 MANY = 20
-"""Points of a line, from which on a linear panel marks none of them."""
+"""Fewest points of a line that a linear panel draws without marks."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """One plane of a line chart; y is logarithmic where it says so, x by powers of two unless it is
-    linear."""
+    """One plane of a line chart; y is linear unless `log`, x in powers of two unless `linear`."""
 
     title: str
     x_label: str
@@ -40,9 +39,9 @@ class Panel:
     series: dict[str, list[tuple[float, float]]]
     log: bool = False
     dashed: tuple[str, ...] = ()
-    """Series that others published."""
+    """Names of published series."""
     linear: bool = False
-    """Of x: from 0 on, with round numbers below; a series of many points is a bare line."""
+    """x starts at 0, with round numbers below; a series of many points has no marks."""
 
 
 def line_chart(title: str, note: str, panels: Sequence[Panel]) -> str:
@@ -74,14 +73,10 @@ def bar_chart(
     parts: Sequence[str],
     rows: Sequence[tuple[str, Sequence[float]]],
 ) -> str:
-    """A horizontal bar for each row, its parts one after the other, their sum beside it. One part
-    alone needs no name."""
-    left, width, step, top = (
-        30 + 7 * max(len(name) for name, _ in rows),
-        560,
-        26,
-        86 if parts else 66,
-    )
+    """A horizontal bar for each row, its parts one after the other, their sum beside it. Without
+    `parts` there is no legend."""
+    left, width, step = 30 + 7 * max(len(name) for name, _ in rows), 560, 26
+    top = 86 if parts else 66
     ticks = _ticks(0, max(sum(values) for _, values in rows))
     scale = width / ticks[-1]
     body = [_legend(list(parts), set(), left + width)[0]] if parts else []
@@ -107,18 +102,12 @@ def bar_chart(
 
 
 def screen(title: str, lines: Sequence[str]) -> str:
-    """Lines of text as a terminal shows them; those that begin with `$` are commands, and
-    wrapped."""
+    """Lines of text as in a terminal; commands, which begin with `$`, are wrapped."""
     width = max(len(line) for line in lines if not line.startswith("$ "))
-    shown = [
-        part
-        for line in lines
-        for part in (
-            textwrap.wrap(line, width, subsequent_indent="    ")
-            if line.startswith("$ ")
-            else [line]
-        )
-    ]
+    shown: list[str] = []
+    for line in lines:
+        is_command = line.startswith("$ ")
+        shown += textwrap.wrap(line, width, subsequent_indent="    ") if is_command else [line]
     body = [
         f'<text x="16" y="{70 + 17 * n}" font-family="ui-monospace, Menlo, Consolas, '
         f'monospace" xml:space="preserve" fill="{INK}">'
@@ -153,7 +142,7 @@ def _text(x: float, y: float, text: str, anchor: str, colour: str = INK) -> str:
 
 
 def _legend(names: Sequence[str], dashed: set[str], width: float) -> tuple[str, int]:
-    """Names with their colours in as many lines as they need, and how many those are."""
+    """(names with their colours, number of lines)."""
     parts, x, line = [], 16.0, 0
     for name in names:
         wide = 34 + 6.6 * len(name)
@@ -171,8 +160,8 @@ def _legend(names: Sequence[str], dashed: set[str], width: float) -> tuple[str, 
 
 
 def _look(names: Sequence[str], name: str) -> tuple[str, str]:
-    place = names.index(name)
-    return COLOURS[place % len(COLOURS)], MARKS[place % len(MARKS)]
+    i = names.index(name)
+    return COLOURS[i % len(COLOURS)], MARKS[i % len(MARKS)]
 
 
 def _mark(kind: str, x: float, y: float, colour: str) -> str:
@@ -194,37 +183,41 @@ def _panel(panel: Panel, names: Sequence[str], left: float, top: float) -> str:
         first, span = math.log2(xs[0]), math.log2(xs[-1] / xs[0]) or 1.0
     ticks = _decades([y for _, y in points]) if panel.log else _ticks(0, max(y for _, y in points))
 
-    def place(x: float, y: float) -> tuple[float, float]:
+    def position(x: float, y: float) -> tuple[float, float]:
         across = x / xs[-1] if panel.linear else (math.log2(x) - first) / span
         up = math.log(y / ticks[0]) / math.log(ticks[-1] / ticks[0]) if panel.log else y / ticks[-1]
         return left + 14 + across * (PANEL - 28), top + HEIGHT * (1 - up)
 
     parts = [_text(left, top - 12, panel.title, "start")]
     for tick in ticks:
-        y = place(xs[0], tick)[1]
+        y = position(xs[0], tick)[1]
         parts += [
             f'<path d="M{left:.1f} {y:.1f}h{PANEL}" stroke="{GRID}"/>',
             _text(left - 6, y + 4, _number(tick), "end", SOFT),
         ]
     for x in xs:
-        parts.append(_text(place(x, ticks[-1])[0], top + HEIGHT + 18, _number(x), "middle", SOFT))
+        parts.append(
+            _text(position(x, ticks[-1])[0], top + HEIGHT + 18, _number(x), "middle", SOFT)
+        )
     parts.append(f'<path d="M{left:.1f} {top + HEIGHT:.1f}h{PANEL}" stroke="{SOFT}"/>')
     parts.append(_text(left + PANEL / 2, top + HEIGHT + 40, panel.x_label, "middle", SOFT))
     parts.append(_text(left + PANEL, top - 12, panel.y_label, "end", SOFT))
     for name, series in panel.series.items():
         colour, mark = _look(names, name)
-        places = [place(x, y) for x, y in sorted(series)]
+        positions = [position(x, y) for x, y in sorted(series)]
         stroke = ' stroke-dasharray="5 4"' if name in panel.dashed else ""
-        route = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+        route = "L".join(f"{x:.1f} {y:.1f}" for x, y in positions)
         parts.append(f'<path d="M{route}" fill="none" stroke="{colour}" stroke-width="2"{stroke}/>')
         parts += [
-            _mark(mark, x, y, colour) for x, y in places if not panel.linear or len(places) < MANY
+            _mark(mark, x, y, colour)
+            for x, y in positions
+            if not panel.linear or len(positions) < MANY
         ]
     return "\n".join(parts)
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers from `low` to `high` or a little above, about five steps."""
+    """Round numbers from `low` to `high` or slightly above, about five steps."""
     rough = (high - low) / 5 or 1.0
     size = 10.0 ** math.floor(math.log10(rough))
     step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= rough * 0.999)
@@ -232,7 +225,7 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _decades(values: Sequence[float]) -> list[float]:
-    """Powers of ten around all values; of four where those are few."""
+    """Powers of ten around all values; of four if those would be few."""
     base = 10.0 if max(values) / min(values) > 1000 else 4.0
     low, high = math.floor(math.log(min(values), base)), math.ceil(math.log(max(values), base))
     return [base**n for n in range(low, max(high, low + 1) + 1)]

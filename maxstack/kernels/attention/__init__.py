@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from maxstack import sharding
 from maxstack.kernels import sequences
 from maxstack.kernels.attention.on_mesh import on_mesh
-from maxstack.kernels.attention.request import AttentionCase, Request, Same
+from maxstack.kernels.attention.request import AttentionCase, Inputs, Request, Same
 from maxstack.kernels.attention.ring import ring_attention
-from maxstack.kernels.backends import Backend, Device, Op
+from maxstack.kernels.backends import ALL, Backend, Device, Op
 
 
 def _whole_sequences(case: AttentionCase) -> str | None:
@@ -28,15 +28,23 @@ def _whole_sequences(case: AttentionCase) -> str | None:
 
 OP = Op(
     "attention",
-    (
-        Backend("cudnn", "maxstack.kernels.attention.cudnn", ("gpu",), _whole_sequences),
-        Backend("pallas_gpu", "maxstack.kernels.attention.pallas_gpu", ("gpu",), _whole_sequences),
-        Backend("splash", "maxstack.kernels.attention.splash", ("tpu",), _whole_sequences),
-        Backend("pallas_tpu", "maxstack.kernels.attention.pallas_tpu", ("tpu",), _whole_sequences),
-        Backend("tokamax", "maxstack.kernels.attention.tokamax", ("gpu", "tpu"), _whole_sequences),
-        Backend("hopper", "maxstack.kernels.attention.hopper", ("gpu",), _whole_sequences),
-        Backend("blockwise", "maxstack.kernels.attention.blockwise"),
-        Backend("reference", "maxstack.kernels.attention.reference", refuses=_whole_sequences),
+    tuple(
+        Backend(
+            name,
+            f"{__name__}.{name}",
+            platforms,
+            None if name == "blockwise" else _whole_sequences,
+        )
+        for name, platforms in {
+            "cudnn": ("gpu",),
+            "pallas_gpu": ("gpu",),
+            "splash": ("tpu",),
+            "pallas_tpu": ("tpu",),
+            "tokamax": ("gpu", "tpu"),
+            "hopper": ("gpu",),
+            "blockwise": ALL,
+            "reference": ALL,
+        }.items()
     ),
 )
 """Preferred first: libraries that others have measured before our own kernels, which no hardware
@@ -63,12 +71,14 @@ def attention(
     [B, S] of the keys where they differ from the queries'. ConfigError if a backend is asked for
     that cannot serve.
     """
+    request = request.narrowed
     same = _same(segments_BT, positions_BT, q_BTNH.shape[1], keys, request)
+    inputs = Inputs(q_BTNH, k_BSKH, v_BSKV, sinks_N, same)
     with jax.named_scope("attention"):
         serve = functools.partial(_serve, backend, request)
         if sharding.current() is None:
-            return serve((), q_BTNH, k_BSKH, v_BSKV, sinks_N, same)
-        return on_mesh(serve, request, q_BTNH, k_BSKH, v_BSKV, sinks_N, same)
+            return serve((), inputs)
+        return on_mesh(serve, request, inputs)
 
 
 def _same(
@@ -92,39 +102,15 @@ def _same(
     return *same, (positions_BT // request.chunk, key_positions // request.chunk)
 
 
-def _serve(
-    backend: str,
-    request: Request,
-    ring: sequences.Axes,
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKV: jax.Array,
-    sinks_N: jax.Array | None,
-    same: Same,
-) -> jax.Array:
+def _serve(backend: str, request: Request, ring: sequences.Axes, inputs: Inputs) -> jax.Array:
     """One device's attention by the backend chosen for it; `ring`: mesh axes over which keys and
     values go around, if any."""
-    case = AttentionCase(
-        request,
-        q_BTNH.shape[1],
-        k_BSKH.shape[1],
-        q_BTNH.shape[2],
-        k_BSKH.shape[2],
-        q_BTNH.shape[3],
-        v_BSKV.shape[3],
-        q_BTNH.dtype.name,
-        len(same) > bool(request.chunk),
-        sinks_N is not None,
-        Device.here(),
-        bool(ring),
-    )
-    choice = OP.choose(case, backend)
+    choice = OP.choose(AttentionCase.of(inputs, request, Device.here(), bool(ring)), backend)
     if ring:
         assert choice.backend == "blockwise", "ring.py is made of it"
-        mine = tuple(numbers for numbers, _ in same)
-        return ring_attention(q_BTNH, k_BSKH, v_BSKV, sinks_N, mine, request.narrowed, ring)
-    run = OP[choice.backend].run
-    return run(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, request, blocks=choice.blocks)
+        own = tuple(numbers for numbers, _ in inputs.same)
+        return ring_attention(inputs._replace(same=own), request, ring)
+    return OP[choice.backend].run(inputs, request, blocks=choice.blocks)
 
 
 def _positions(segments_BT: jax.Array | None, t: int) -> jax.Array:

@@ -1,8 +1,7 @@
 """Attention a tile at a time, some queries against some keys, in plain XLA: tiles that the mask
 hides are skipped, and no score outlives its tile.
 
-The backward pass recomputes the scores from the saved log-sum-exp (FlashAttention, Dao et al. 2022,
-arXiv:2205.14135). Shapes: B batch  T query time  S key time  N heads  K kv heads  G heads / kv
+Shapes: B batch  T query time  S key time  N heads  K kv heads  G heads / kv
 heads  H head dim  V value head dim  Q rows of a tile, G x queries.
 """
 
@@ -14,7 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxstack.kernels.attention.request import AttentionCase, Request, Same, within
+from maxstack.kernels.attention.request import (
+    AttentionCase,
+    Inputs,
+    Request,
+    differentiable,
+    within,
+)
 from maxstack.kernels.backends import Device, multiplied
 
 MASKED, UNSEEN = -1e30, -5e29
@@ -41,11 +46,6 @@ _put = jax.lax.dynamic_update_slice_in_dim
 _dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
-def supports(case: AttentionCase) -> str | None:
-    """None: it serves everything, a ring of devices too."""
-    return None
-
-
 def candidates(case: AttentionCase) -> list[dict[str, int]]:
     """Sizes of a tile, the default first, without those that are equal for a short sequence."""
     span = int(case.shape_class["span"])
@@ -55,19 +55,11 @@ def candidates(case: AttentionCase) -> list[dict[str, int]]:
     return list(sizes.values())
 
 
-def run(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKV: jax.Array,
-    sinks_N: jax.Array | None,
-    same: Same,
-    request: Request,
-    blocks: Mapping[str, int] | None = None,
-) -> jax.Array:
+def run(inputs: Inputs, request: Request, blocks: Mapping[str, int] | None = None) -> jax.Array:
     """softmax(scores) v -> [B, T, N, V] in q's dtype, by tiles of at most blocks["rows"] queries
     and blocks["keys"] keys. No score array has more than one tile a head, whatever T."""
     most = (blocks["rows"], blocks["keys"]) if blocks else tile_sizes()
-    return _attention(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, request.narrowed, most)
+    return _attention(inputs, (request.narrowed, most))
 
 
 class Numbers(NamedTuple):
@@ -94,42 +86,41 @@ class Tiles(NamedTuple):
     """Every query sees every key, as far as positions go."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _attention(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, request, most):
-    return _forward(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, request, most)[0]
+Keys = tuple[jax.Array, jax.Array]
+"""Keys [B, K, S, H] and values [B, K, S, V]."""
+Pair = tuple[Numbers, Numbers]
+"""Numbers of the queries, and of the keys."""
+Output = tuple[jax.Array, jax.Array]
+"""Output for the keys seen so far [B, K, G, T, V], and the log-sum-exp of their scores [B, K, G,
+T], both float32."""
+Gradients = tuple[jax.Array, Keys]
+"""Gradients of queries [B, K, G, T, H], and of keys and values: float32."""
+Call = tuple[Request, tuple[int, int]]
+"""The request, and the most queries and keys of a tile."""
 
 
-def _forward(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, request, most):
-    q_BKGTH, kv = by_head(q_BTNH, k_BSKH, v_BSKV)
-    tiles, numbers = _whole(q_BTNH.shape[1], k_BSKH.shape[1], same, request, most)
-    o_BKGTV, log_BKGT = attend(initial(q_BKGTH, kv, sinks_N), q_BKGTH, kv, numbers, tiles, request)
-    o_BTNV = by_time(o_BKGTV).astype(q_BTNH.dtype)
-    return o_BTNV, (q_BTNH, k_BSKH, v_BSKV, sinks_N, same, o_BTNV, log_BKGT)
+def _forward(inputs: Inputs, call: Call) -> Output:
+    q_BKGTH, kv = by_head(inputs)
+    before = initial(q_BKGTH, kv, inputs.sinks_N)
+    return as_output(attend(before, q_BKGTH, kv, *_whole(inputs, call), call[0]), inputs)
 
 
-def _backward(request, most, saved, do_BTNV):
-    q_BTNH, k_BSKH, v_BSKV, sinks_N, same, o_BTNV, log_BKGT = saved
-    q_BKGTH, kv = by_head(q_BTNH, k_BSKH, v_BSKV)
-    tiles, numbers = _whole(q_BTNH.shape[1], k_BSKH.shape[1], same, request, most)
-    queries = with_gradient(q_BKGTH, o_BTNV, do_BTNV, log_BKGT)
-    before = zeros(q_BKGTH), (zeros(kv[0]), zeros(kv[1]))
-    gradients = add_gradients(before, queries, kv, numbers, tiles, request)
-    return as_arguments(gradients, queries, q_BTNH, k_BSKH, sinks_N)
+def _backward(
+    call: Call, inputs: Inputs, log_BNT: jax.Array, mean_BNT: jax.Array, do_BTNV: jax.Array
+) -> list[jax.Array]:
+    q_BKGTH, kv = by_head(inputs)
+    queries = with_gradient(q_BKGTH, do_BTNV, mean_BNT, log_BNT)
+    before = zeros(q_BKGTH), jax.tree.map(zeros, kv)
+    return as_arguments(add_gradients(before, queries, kv, *_whole(inputs, call), call[0]))
 
 
-_attention.defvjp(_forward, _backward)
-
-
-def _whole(
-    t: int, s: int, same: Same, request: Request, most: tuple[int, int]
-) -> "tuple[list[Tiles], Pair]":
-    """Tiles and numbers of whole sequences."""
-    of_q, of_k = (tuple(pair[side] for pair in same) for side in (0, 1))
-    numbers = (
-        Numbers(jnp.arange(t)[None] + request.offset, of_q),
-        Numbers(jnp.arange(s)[None], of_k),
-    )
-    return tiled(t, s, request, most), numbers
+def _whole(inputs: Inputs, call: Call) -> "tuple[Pair, list[Tiles]]":
+    """Numbers and tiles of whole sequences."""
+    request, most = call
+    t, s = inputs.q_BTNH.shape[1], inputs.k_BSKH.shape[1]
+    of_q, of_k = (tuple(pair[side] for pair in inputs.same) for side in (0, 1))
+    queries = Numbers(jnp.arange(t)[None] + request.offset, of_q)
+    return (queries, Numbers(jnp.arange(s)[None], of_k)), tiled(t, s, request, most)
 
 
 def tile_sizes() -> tuple[int, int]:
@@ -189,30 +180,22 @@ def tiled(t: int, s: int, request: Request, most: tuple[int, int]) -> list[Tiles
     return tiles
 
 
-Keys = tuple[jax.Array, jax.Array]
-"""Keys [B, K, S, H] and values [B, K, S, V]."""
-Pair = tuple[Numbers, Numbers]
-"""Of the queries, and of the keys."""
-Output = tuple[jax.Array, jax.Array]
-"""Output for the keys seen so far [B, K, G, T, V], and the log-sum-exp of their scores [B, K, G,
-T], both float32."""
-Gradients = tuple[jax.Array, Keys]
-"""Of queries [B, K, G, T, H], and of keys and values: float32."""
-
-
-def by_head(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKV: jax.Array) -> tuple[jax.Array, Keys]:
+def by_head(inputs: Inputs) -> tuple[jax.Array, Keys]:
     """[B, K, G, T, H] and keys and values, in the dtype of products."""
-    q_BTNH, k_BSKH, v_BSKV = (x.astype(multiplied(x.dtype)) for x in (q_BTNH, k_BSKH, v_BSKV))
-    return _grouped(q_BTNH, k_BSKH.shape[2]), (
-        k_BSKH.transpose(0, 2, 1, 3),
-        v_BSKV.transpose(0, 2, 1, 3),
-    )
+    q_BTNH, k_BSKH, v_BSKV = (x.astype(multiplied(x.dtype)) for x in inputs[:3])
+    return _grouped(q_BTNH, k_BSKH.shape[2]), (k_BSKH.swapaxes(1, 2), v_BSKV.swapaxes(1, 2))
 
 
 def by_time(x_BKGTH: jax.Array) -> jax.Array:
     """[B, T, N, H]."""
     b, k, g, t, h = x_BKGTH.shape
     return x_BKGTH.transpose(0, 3, 1, 2, 4).reshape(b, t, k * g, h)
+
+
+def as_output(output: Output, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
+    """The output [B, T, N, V] in q's dtype, and the log-sum-exp [B, N, T]."""
+    (b, t, n, _), (o_BKGTV, log_BKGT) = inputs.q_BTNH.shape, output
+    return by_time(o_BKGTV).astype(inputs.q_BTNH.dtype), log_BKGT.reshape(b, n, t)
 
 
 def _grouped(x_BTNH: jax.Array, kv: int) -> jax.Array:
@@ -228,11 +211,9 @@ def zeros(x: jax.Array) -> jax.Array:
 def initial(q_BKGTH: jax.Array, kv: Keys, sinks_N: jax.Array | None) -> Output:
     """The output before the first key: sinks give nothing, but take their share of the softmax."""
     k, g = q_BKGTH.shape[1:3]
-    log = (
-        jnp.asarray(UNSEEN, jnp.float32)
-        if sinks_N is None
-        else sinks_N.astype(jnp.float32).reshape(1, k, g, 1)
-    )
+    log = jnp.asarray(UNSEEN, jnp.float32)
+    if sinks_N is not None:
+        log = sinks_N.astype(jnp.float32).reshape(1, k, g, 1)
     o_BKGTV = jnp.zeros((*q_BKGTH.shape[:4], kv[1].shape[3]), jnp.float32)
     return o_BKGTV, jnp.broadcast_to(log, q_BKGTH.shape[:4])
 
@@ -287,17 +268,12 @@ class Queries(NamedTuple):
 
 
 def with_gradient(
-    q_BKGTH: jax.Array, o_BTNV: jax.Array, do_BTNV: jax.Array, log_BKGT: jax.Array
+    q_BKGTH: jax.Array, do_BTNV: jax.Array, mean_BNT: jax.Array, log_BNT: jax.Array
 ) -> Queries:
     """Queries of the backward pass."""
-    mean_BTN = (do_BTNV.astype(jnp.float32) * o_BTNV.astype(jnp.float32)).sum(axis=-1)
-    kv = q_BKGTH.shape[1]
-    return Queries(
-        q_BKGTH,
-        _grouped(do_BTNV.astype(q_BKGTH.dtype), kv),
-        _grouped(mean_BTN[..., None], kv)[..., 0],
-        log_BKGT,
-    )
+    shape = q_BKGTH.shape[:4]
+    do_BKGTV = _grouped(do_BTNV.astype(q_BKGTH.dtype), shape[1])
+    return Queries(q_BKGTH, do_BKGTV, mean_BNT.reshape(shape), log_BNT.reshape(shape))
 
 
 def add_gradients(
@@ -335,31 +311,10 @@ def add_gradients(
     return _over(tiles, tile, before)
 
 
-def as_arguments(
-    gradients: Gradients,
-    queries: Queries,
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    sinks_N: jax.Array | None,
-) -> tuple[jax.Array | None, ...]:
-    """Gradients of q, k, v, the sinks and the numbers.
-
-    A sink gives nothing, so its gradient is minus its share of the softmax times the output of the
-    keys.
-    """
-    dq, dkv = gradients
-    dsinks_N = None
-    if sinks_N is not None:
-        sinks = sinks_N.astype(jnp.float32).reshape(1, *queries.log_BKGT.shape[1:3], 1)
-        share_BKGT = jnp.exp(sinks - queries.log_BKGT)
-        dsinks_N = -(share_BKGT * queries.mean_BKGT).sum(axis=(0, 3)).reshape(-1)
-        dsinks_N = dsinks_N.astype(sinks_N.dtype)
-    return (
-        by_time(dq).astype(q_BTNH.dtype),
-        *(by_time(x[:, :, None]).astype(k_BSKH.dtype) for x in dkv),
-        dsinks_N,
-        None,
-    )
+def as_arguments(gradients: Gradients) -> list[jax.Array]:
+    """Gradients of q, k and v, each [B, T or S, heads, ..]."""
+    dq_BKGTH, dkv = gradients
+    return [by_time(dq_BKGTH), *(x_BKSH.swapaxes(1, 2) for x_BKSH in dkv)]
 
 
 def _scores(
@@ -415,25 +370,20 @@ def _over(tiles: list[Tiles], tile: Callable[..., Any], state: Any) -> Any:
         count = len(size.starts)
         if count == 1:
             state = tile(size, state, size.starts[0], size.firsts[0])
-            continue
-        starts, firsts = jnp.asarray(size.starts, jnp.int32), jnp.asarray(size.firsts, jnp.int32)
-
-        def next_tile(
-            at: tuple[jax.Array, Any],
-            size: Tiles = size,
-            starts: jax.Array = starts,
-            firsts: jax.Array = firsts,
-        ) -> Any:
-            n, state = at
-            return n + 1, tile(size, state, starts[n], firsts[n])
-
-        more = functools.partial(_before, count)
-        _, state = jax.lax.while_loop(more, next_tile, (jnp.zeros((), jnp.int32), state))
+        else:
+            state = _loop(count, functools.partial(tile, size), size, state)
     return state
 
 
-def _before(count: int, at: tuple[jax.Array, Any]) -> jax.Array:
-    return at[0] < count
+def _loop(count: int, tile: Callable[..., Any], size: Tiles, state: Any) -> Any:
+    starts, firsts = jnp.asarray(size.starts, jnp.int32), jnp.asarray(size.firsts, jnp.int32)
+
+    def next_tile(at: tuple[jax.Array, Any]) -> Any:
+        n, state = at
+        return n + 1, tile(state, starts[n], firsts[n])
+
+    start = jnp.zeros((), jnp.int32), state
+    return jax.lax.while_loop(lambda at: at[0] < count, next_tile, start)[1]
 
 
 def _rows(x_BKGTH: jax.Array, start: jax.Array, rows: int) -> jax.Array:
@@ -448,3 +398,6 @@ def _put_rows(x_BKGTH: jax.Array, start: jax.Array, part: jax.Array) -> jax.Arra
 
 def _add_keys(x_BKSH: jax.Array, first: jax.Array, part: jax.Array) -> jax.Array:
     return _put(x_BKSH, _cut(x_BKSH, first, part.shape[2], 2) + part, first, 2)
+
+
+_attention = differentiable(_forward, _backward)

@@ -1,10 +1,10 @@
-"""cuDNN's flash attention, through jax.nn.dot_product_attention: no more of it than can be relied
-on.
+"""cuDNN's flash attention, through jax.nn.dot_product_attention, for requests that it serves
+right.
 
-jax hands cuDNN a kind of mask (none, or causal from the first query and the first key), the length
-of a window to the left, and nothing of who is in which document: its custom call has no operand for
-that (jax/_src/cudnn/fused_attention_stablehlo.py in 0.10 and 0.12 alike). What is not listed as
-right below is refused, because cuDNN does not refuse it:
+jax hands cuDNN a kind of mask (none, or causal from the first query and the first key) and the
+length of a window to the left, but no numbers of documents: its custom call has no operand for them
+(jax/_src/cudnn/fused_attention_stablehlo.py in 0.10 and 0.12 alike). `supports` refuses the rest,
+because cuDNN does not:
 - a window without a causal mask bounds the left alone, and queries see all that follows (jax pull
   request 39576);
 - key lengths that end within a tile of 128 can make gradients NaN (pytorch issue 196678,
@@ -19,7 +19,7 @@ from collections.abc import Mapping
 
 import jax
 
-from maxstack.kernels.attention.request import AttentionCase, Request, Same
+from maxstack.kernels.attention.request import AttentionCase, Inputs, Request
 
 TILE = 128
 WIDEST = 128
@@ -32,22 +32,17 @@ PLUGINS, PACKAGES = (
 
 
 def supports(case: AttentionCase) -> str | None:
-    """Why cuDNN cannot serve, or cannot be relied on."""
+    """The reason why cuDNN cannot serve right; None: it can."""
     return _device(case) or _request(case) or _shape(case) or missing()
 
 
 def _device(case: AttentionCase) -> str | None:
-    if case.device.capability < (8, 0):
-        return (
-            f"needs a GPU of compute capability 8.0 (A100) or later; {case.device.kind} has "
-            f"{'.'.join(map(str, case.device.capability))}"
-        )
-    if case.device.capability > (10, 0):
-        return (
-            f"compute capability {'.'.join(map(str, case.device.capability))} is later than "
-            "10.0 (B200), the last that it was compiled for"
-        )
-    return None
+    if case.device.capability <= (10, 0):
+        return case.device.older_than_ampere
+    return (
+        f"compute capability {'.'.join(map(str, case.device.capability))} is later than "
+        "10.0 (B200), the last that it was compiled for"
+    )
 
 
 def _request(case: AttentionCase) -> str | None:
@@ -73,9 +68,9 @@ def _request(case: AttentionCase) -> str | None:
 def _shape(case: AttentionCase) -> str | None:
     if case.request.causal and (case.request.offset or case.queries != case.keys):
         return (
-            f"{case.queries} causal queries of {case.keys} keys from place {case.request.offset}: "
-            "cuDNN's causal mask is relied on only where query 0 stands at key 0 and "
-            "there are as many of both"
+            f"{case.queries} causal queries of {case.keys} keys from position "
+            f"{case.request.offset}: cuDNN's causal mask is relied on only where query 0 stands at "
+            "key 0 and there are as many of both"
         )
     for name, length in (("queries", case.queries), ("keys", case.keys)):
         if length % TILE:
@@ -97,7 +92,7 @@ def _shape(case: AttentionCase) -> str | None:
 
 @functools.cache
 def missing() -> str | None:
-    """What of cuDNN is not installed; needs no GPU."""
+    """The part of cuDNN that is not installed; needs no GPU."""
     if not any(map(importlib.util.find_spec, PLUGINS)):
         return "jax's CUDA plugin is not installed; pip install jax[cuda13]"
     if any(map(_version, PACKAGES)) or ctypes.util.find_library("cudnn"):
@@ -112,21 +107,12 @@ def _version(package: str) -> str | None:
         return None
 
 
-def run(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKV: jax.Array,
-    sinks_N: jax.Array | None,
-    same: Same,
-    request: Request,
-    blocks: Mapping[str, int] | None = None,
-) -> jax.Array:
+def run(inputs: Inputs, request: Request, blocks: Mapping[str, int] | None = None) -> jax.Array:
     """softmax(scores) v -> [B, T, N, V] in q's dtype, of requests that `supports` takes; cuDNN
     chooses its own tiles."""
-    assert sinks_N is None and not same and not request.soft_cap and not request.chunk, (
-        "supports refuses these"
-    )
-    assert request.causal or not request.window, "supports refuses this"
+    q_BTNH, k_BSKH, v_BSKV, sinks_N, same = inputs
+    assert sinks_N is None and not same and not request.soft_cap and not request.chunk
+    assert request.causal or not request.window, "supports refuses these"
     window = (
         (request.window - 1, 0) if request.window and request.window < k_BSKH.shape[1] else None
     )

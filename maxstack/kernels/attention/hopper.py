@@ -4,25 +4,25 @@ hopper_backward.py.
 Shapes: B batch  T query time  S key time  N heads  K kv heads  H head dim  V value head dim.
 """
 
-import functools
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from maxstack.kernels.attention.request import AttentionCase, Request, Same
+from maxstack.kernels.attention import hopper_backward as backward
+from maxstack.kernels.attention.hopper_forward import forward
+from maxstack.kernels.attention.hopper_tiles import BLOCK, LOG2E, Call
+from maxstack.kernels.attention.request import AttentionCase, Inputs, Request, differentiable
 
 DIMS = 64, 128
 DEFAULT = {"keys": 128, "stages": 2}
 """Keys of a forward step, and steps that are loaded ahead."""
-LOG2E = float(np.log2(np.e))
 
 
 def supports(case: AttentionCase) -> str | None:
-    """Why the kernels cannot serve `case`; None: they can."""
+    """The reason why the kernels cannot serve `case`; None: they can."""
     device, request = case.device, case.request
     if device.capability[0] != 9:
         return (
@@ -59,11 +59,7 @@ def candidates(case: AttentionCase) -> list[dict[str, int]]:
 
 
 def run(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKV: jax.Array,
-    sinks_N: jax.Array | None,
-    same: Same,
+    inputs: Inputs,
     request: Request,
     blocks: Mapping[str, int] | None = None,
     interpret: Any = None,
@@ -73,122 +69,57 @@ def run(
 
     `interpret`: jax's InterpretGPUParams, for tests.
     """
-    sizes = tuple(sorted({**DEFAULT, **(blocks or {})}.items()))
-    log_sinks = None if sinks_N is None else sinks_N.astype(jnp.float32)
-    return _attention(q_BTNH, k_BSKH, v_BSKV, log_sinks, same, request, sizes, interpret)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _attention(q, k, v, sinks_N, same, request, sizes, interpret):
-    return _forward(q, k, v, sinks_N, same, request, sizes, interpret)[0]
-
-
-def _forward(q, k, v, sinks_N, same, request, sizes, interpret):
-    from maxstack.kernels.attention.hopper_forward import forward
-
-    call, (q_BTNH, k_BSKH, v_BSKV), mine, theirs = _call(q, k, v, same, request, sizes, interpret)
-    o_BTNV, log_BNT = forward(call, q_BTNH, k_BSKH, v_BSKV, mine, theirs, 4 * _products(call))
-    if sinks_N is not None:
-        with_sinks_BNT = jnp.logaddexp2(log_BNT, (sinks_N * LOG2E)[:, None])
-        o_BTNV = (o_BTNV * _by_time(jnp.exp2(log_BNT - with_sinks_BNT))).astype(o_BTNV.dtype)
-        log_BNT = with_sinks_BNT
-    o_BTNV = o_BTNV[:, : q.shape[1]]
-    return o_BTNV, (q, k, v, sinks_N, same, o_BTNV, log_BNT)
-
-
-def _backward(request, sizes, interpret, saved, do_BTNV):
-    from maxstack.kernels.attention import hopper_backward
-
-    q, k, v, sinks_N, same, o_BTNV, log_BNT = saved
-    call, inputs, mine, theirs = _call(q, k, v, same, request, sizes, interpret)
-    delta_BNT = _padded(
-        jnp.einsum("BTNV,BTNV->BNT", o_BTNV, do_BTNV, preferred_element_type=jnp.float32),
-        call.queries,
-        2,
-    )
-    seen_BNT = jnp.where(log_BNT == -jnp.inf, jnp.inf, log_BNT)
-    residual, flops = (
-        (_padded(do_BTNV.astype(q.dtype), call.queries, 1), seen_BNT, delta_BNT),
-        _products(call),
-    )
-    dk, dv = hopper_backward.of_keys(call, inputs, residual, mine, theirs, 8 * flops)
-    dq = hopper_backward.of_queries(call, inputs, residual, mine, theirs, 6 * flops)
-    dsinks_N = (
-        None
-        if sinks_N is None
-        else -jnp.sum(jnp.exp2((sinks_N * LOG2E)[:, None] - seen_BNT) * delta_BNT, axis=(0, 2))
-    )
-    return dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : v.shape[1]], dsinks_N, None
-
-
-_attention.defvjp(_forward, _backward)
-
-
-def _call(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    same: Same,
-    request: Request,
-    sizes: Sequence[tuple[str, int]],
-    interpret: Any,
-) -> tuple[Any, list[jax.Array], list[jax.Array], list[jax.Array]]:
-    """-> the call, and its arrays padded to whole blocks: q, k and v, the numbers of the queries,
-    those of the keys."""
-    from maxstack.kernels.attention.hopper_tiles import BLOCK, Call
-
-    (b, t, n, h), (_, s, kv, _), blocks = q.shape, k.shape, dict(sizes)
-    assert blocks.keys() == DEFAULT.keys() and BLOCK % blocks["keys"] == 0 == blocks["keys"] % 64, (
-        blocks
-    )
+    sizes = DEFAULT | dict(blocks or {})
+    assert sizes.keys() == DEFAULT.keys() and sizes["keys"] in (64, BLOCK), sizes
+    (b, t, n, h), (_, s, kv, _) = inputs.q_BTNH.shape, inputs.k_BSKH.shape
     padded_t, padded_s = (-(-length // BLOCK) * BLOCK for length in (t, s))
-    call = Call(
-        b,
-        padded_t,
-        padded_s,
-        s,
-        n,
-        kv,
-        h,
-        q.dtype,
-        request,
-        len(same),
-        blocks["keys"],
-        blocks["stages"],
-        interpret,
-    )
-    mine, theirs = (
-        [_padded(jnp.broadcast_to(pair[side], (b, length)), padded, 1) for pair in same]
-        for side, length, padded in ((0, t, padded_t), (1, s, padded_s))
-    )
-    return (
-        call,
-        [_padded(q, padded_t, 1), _padded(k, padded_s, 1), _padded(v, padded_s, 1)],
-        mine,
-        theirs,
-    )
+    dtype, numbered = inputs.q_BTNH.dtype, len(inputs.same)
+    shape = b, padded_t, padded_s, s, n, kv, h, dtype
+    call = Call(*shape, request, numbered, sizes["keys"], sizes["stages"], interpret)
+    return _attention(inputs, call)
 
 
-def _products(call: Any) -> float:
-    """Multiplications of q k^T over the tiles that the forward kernel visits."""
-    from maxstack.kernels.attention.hopper_tiles import BLOCK
+def _forward(inputs: Inputs, call: Call) -> tuple[jax.Array, jax.Array]:
+    o_BTNV, log_BNT = forward(call, [*_arrays(inputs, call), *_numbers(inputs, call)])
+    if inputs.sinks_N is not None:
+        sinks_N1 = inputs.sinks_N.astype(jnp.float32)[:, None] * LOG2E
+        with_sinks_BNT = jnp.logaddexp2(log_BNT, sinks_N1)
+        share_BNT = jnp.exp2(log_BNT - with_sinks_BNT)
+        o_BTNV = (o_BTNV * share_BNT.swapaxes(1, 2)[..., None]).astype(o_BTNV.dtype)
+        log_BNT = with_sinks_BNT
+    t = inputs.q_BTNH.shape[1]
+    return o_BTNV[:, :t], log_BNT[:, :, :t]
 
-    spans = [
-        call.keys_of(start, BLOCK, call.forward_keys) for start in range(0, call.queries, BLOCK)
+
+def _backward(
+    call: Call, inputs: Inputs, log_BNT: jax.Array, mean_BNT: jax.Array, do_BTNV: jax.Array
+) -> list[jax.Array]:
+    (_, t, *_), s = inputs.q_BTNH.shape, inputs.k_BSKH.shape[1]
+    seen_BNT = jnp.where(log_BNT == -jnp.inf, jnp.inf, log_BNT)
+    rows = [_padded(do_BTNV.astype(call.dtype), call.queries, 1)]
+    rows += [_padded(x, call.queries, 2) for x in (seen_BNT, mean_BNT)]
+    operands = [*_arrays(inputs, call), *rows, *_numbers(inputs, call)]
+    dk, dv = backward.of_keys(call, operands)
+    return [backward.of_queries(call, operands)[:, :t], dk[:, :s], dv[:, :s]]
+
+
+_attention = differentiable(_forward, _backward, unit=1 / LOG2E)
+
+
+def _arrays(inputs: Inputs, call: Call) -> list[jax.Array]:
+    """q, k and v, padded to whole blocks."""
+    lengths = call.queries, call.keys, call.keys
+    return [_padded(x, size, 1) for x, size in zip(inputs[:3], lengths, strict=True)]
+
+
+def _numbers(inputs: Inputs, call: Call) -> list[jax.Array]:
+    """Numbers of the queries, then those of the keys."""
+    return [
+        _padded(jnp.broadcast_to(pair[side], (call.batch, pair[side].shape[1])), size, 1)
+        for side, size in enumerate((call.queries, call.keys))
+        for pair in inputs.same
     ]
-    return float(
-        call.batch
-        * call.heads
-        * call.dim
-        * BLOCK
-        * call.forward_keys
-        * sum(end - lo for lo, _, _, end in spans)
-    )
 
 
 def _padded(x: jax.Array, length: int, axis: int) -> jax.Array:
     return jnp.pad(x, [(0, length - x.shape[i] if i == axis else 0) for i in range(x.ndim)])
-
-
-def _by_time(x_BNT: jax.Array) -> jax.Array:
-    return x_BNT.transpose(0, 2, 1)[..., None]

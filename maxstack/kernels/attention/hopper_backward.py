@@ -25,72 +25,53 @@ from maxstack.kernels.attention.hopper_tiles import (
     Refs,
     Ring,
     axes,
-    buffers,
+    fetch,
     launch,
     load_keys,
+    own_tiles,
+    store,
     walk,
 )
 
-Residual = tuple[jax.Array, jax.Array, jax.Array]
-"""Output's gradient [B, T, N, H]; log2 of the sum of exp(scores), inf where nothing is seen, and
-delta, float32 [B, N, T]."""
 STEP = 64
 """Keys or queries of a step."""
 
 
-def of_keys(
-    call: Call,
-    inputs: Sequence[jax.Array],
-    residual: Residual,
-    mine: Sequence[jax.Array],
-    theirs: Sequence[jax.Array],
-    flops: float,
-) -> tuple[jax.Array, jax.Array]:
+def of_keys(call: Call, operands: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """-> gradients of k and v. Each computing warpgroup has 64 keys and visits the queries of all
-    heads that share them."""
+    heads that share them.
+
+    `operands`: q, k, v; the output's gradient [B, T, N, H]; log2 of the sum of exp(scores), inf
+    where nothing is seen, and delta, float32 [B, N, T]; numbers of queries, then of keys.
+    """
     matrix, vector = ((STEP, call.dim), call.dtype), ((STEP,), jnp.float32)
     steps = [matrix, vector, *[((STEP,), jnp.int32)] * call.numbered]
     scratch = {
-        "own": (
-            buffers(COMPUTE, matrix, matrix),
-            plgpu.Barrier(num_arrivals=2, num_barriers=COMPUTE),
-        ),
+        "own": own_tiles(matrix, matrix),
         "queries": Ring.scratch(call.stages, *steps),
         "gradients": Ring.scratch(call.stages, matrix, vector),
     }
     out = [jax.ShapeDtypeStruct((call.batch, call.keys, call.kv_heads, call.dim), call.dtype)] * 2
-
-    operands, tiles = (*inputs, *residual, *mine, *theirs), (call.kv_heads, call.keys // BLOCK)
+    tiles = call.kv_heads, call.keys // BLOCK
     return tuple(
-        launch(call, "attention_backward_keys", _keys_kernel, operands, out, tiles, scratch, flops)
+        launch(call, "attention_backward_keys", _keys_kernel, operands, out, tiles, scratch, 4)
     )
 
 
-def of_queries(
-    call: Call,
-    inputs: Sequence[jax.Array],
-    residual: Residual,
-    mine: Sequence[jax.Array],
-    theirs: Sequence[jax.Array],
-    flops: float,
-) -> jax.Array:
-    """-> the gradient of q. Each computing warpgroup has 64 queries of one head and visits their
-    keys."""
+def of_queries(call: Call, operands: Sequence[jax.Array]) -> jax.Array:
+    """-> the gradient of q, of the operands of `of_keys`. Each computing warpgroup has 64 queries
+    of one head and visits their keys."""
     matrix, vector = ((STEP, call.dim), call.dtype), ((STEP,), jnp.float32)
     steps = [matrix, *[((STEP,), jnp.int32)] * call.numbered]
     scratch = {
-        "own": (
-            buffers(COMPUTE, matrix, matrix, vector, vector),
-            plgpu.Barrier(num_arrivals=4, num_barriers=COMPUTE),
-        ),
+        "own": own_tiles(matrix, matrix, vector, vector),
         "keys": Ring.scratch(call.stages, *steps),
         "values": Ring.scratch(call.stages, matrix),
     }
     out = [jax.ShapeDtypeStruct((call.batch, call.queries, call.heads, call.dim), call.dtype)]
-
-    operands, tiles = (*inputs, *residual, *mine, *theirs), (call.heads, call.queries // BLOCK)
+    tiles = call.heads, call.queries // BLOCK
     return launch(
-        call, "attention_backward_queries", _queries_kernel, operands, out, tiles, scratch, flops
+        call, "attention_backward_queries", _queries_kernel, operands, out, tiles, scratch, 3
     )[0]
 
 
@@ -101,7 +82,6 @@ def _keys_kernel(call: Call, refs: Refs, scratch: Any) -> None:
     start = lax.axis_index("tile") * BLOCK
     block = call.queries_of(start, BLOCK, STEP)
     lo, _, _, end = block
-    (own_keys, own_values), arrived = scratch["own"]
     queries, gradients = (Ring(scratch[name], call.stages) for name in ("queries", "gradients"))
 
     @pl.when(warpgroup < COMPUTE)
@@ -109,11 +89,9 @@ def _keys_kernel(call: Call, refs: Refs, scratch: Any) -> None:
         plgpu.set_max_registers(232, action="increase")
         first = start + warpgroup * ROWS
         here = pl.ds(first, ROWS)
-        key_tile, value_tile = own_keys.at[warpgroup], own_values.at[warpgroup]
-        plgpu.copy_gmem_to_smem(k.at[row, here, head], key_tile, arrived.at[warpgroup])
-        plgpu.copy_gmem_to_smem(v.at[row, here, head], value_tile, arrived.at[warpgroup])
-        own = [call.load(x.at[row, here], OF_ROWS, device_memory=True) for x in theirs]
-        plgpu.barrier_wait(arrived.at[warpgroup])
+        sources = [x.at[row, here, head] for x in (k, v)]
+        numbers = [x.at[row, here] for x in theirs]
+        (key_tile, value_tile), own = fetch(call, scratch["own"], warpgroup, sources, numbers)
         bounds = call.queries_of(first, ROWS, STEP)
 
         def of_head(group: Any, carry: Any) -> Any:
@@ -133,10 +111,7 @@ def _keys_kernel(call: Call, refs: Refs, scratch: Any) -> None:
         of_k, of_v = lax.fori_loop(0, call.groups, of_head, (nothing, nothing))
         key_tile[...] = (of_k * call.request.scale).astype(call.dtype)
         value_tile[...] = of_v.astype(call.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(key_tile, dk.at[row, here, head])
-        plgpu.copy_smem_to_gmem(value_tile, dv.at[row, here, head])
-        plgpu.wait_smem_to_gmem(0)
+        store((key_tile, dk.at[row, here, head]), (value_tile, dv.at[row, here, head]))
 
     @pl.when(warpgroup == COMPUTE)
     def load_ahead() -> None:
@@ -203,8 +178,6 @@ def _queries_kernel(call: Call, refs: Refs, scratch: Any) -> None:
     head, row, warpgroup = axes()
     start = (call.queries // BLOCK - 1 - lax.axis_index("tile")) * BLOCK
     block = call.keys_of(start, BLOCK, STEP)
-    lo, _, _, end = block
-    shared, arrived = scratch["own"]
     keys, values = (Ring(scratch[name], call.stages) for name in ("keys", "values"))
 
     @pl.when(warpgroup < COMPUTE)
@@ -212,40 +185,29 @@ def _queries_kernel(call: Call, refs: Refs, scratch: Any) -> None:
         plgpu.set_max_registers(232, action="increase")
         first = start + warpgroup * ROWS
         here = pl.ds(first, ROWS)
-        query_tile, gradient_tile, log_tile, delta_tile = (x.at[warpgroup] for x in shared)
-        sources = (
-            q.at[row, here, head],
-            do.at[row, here, head],
-            log.at[row, head, here],
-            delta.at[row, head, here],
-        )
-        for source, tile in zip(
-            sources, (query_tile, gradient_tile, log_tile, delta_tile), strict=True
-        ):
-            plgpu.copy_gmem_to_smem(source, tile, arrived.at[warpgroup])
-        own = [call.load(x.at[row, here], OF_ROWS, device_memory=True) for x in mine]
-        plgpu.barrier_wait(arrived.at[warpgroup])
-        fixed = call.load(log_tile, OF_ROWS), call.load(delta_tile, OF_ROWS)
+        sources = [x.at[row, here, head] for x in (q, do)]
+        sources += [x.at[row, head, here] for x in (log, delta)]
+        numbers = [x.at[row, here] for x in mine]
+        tiles, own = fetch(call, scratch["own"], warpgroup, sources, numbers)
+        query_tile, fixed = tiles[0], [call.load(x, OF_ROWS) for x in tiles[2:]]
         visit = functools.partial(
-            _visit_keys, call, (query_tile, gradient_tile), fixed, own, keys, values, first, lo
+            _visit_keys, call, tiles[:2], fixed, own, keys, values, first, block.first
         )
         of_q = walk(
             call, call.keys_of(first, ROWS, STEP), block, visit, call.full((ROWS, call.dim), 0)
         )
         query_tile[...] = (of_q * call.request.scale).astype(call.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(query_tile, dq.at[row, here, head])
-        plgpu.wait_smem_to_gmem(0)
+        store((query_tile, dq.at[row, here, head]))
 
     @pl.when(warpgroup == COMPUTE)
     def load() -> None:
-        load_keys(call, keys, values, (k, v, theirs), (lo, end), STEP)
+        load_keys(call, keys, values, (k, v, theirs), block, STEP)
 
 
 def _visit_keys(
     call: Call,
-    tiles: tuple[Any, Any],
-    fixed: tuple[jax.Array, jax.Array],
+    tiles: Refs,
+    fixed: Sequence[jax.Array],
     own: Sequence[jax.Array],
     keys: Ring,
     values: Ring,

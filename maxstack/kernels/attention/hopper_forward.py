@@ -20,7 +20,6 @@ from maxstack.kernels.attention.hopper_tiles import (
     BLOCK,
     COMPUTE,
     LOG2E,
-    OF_ROWS,
     ROWS,
     Call,
     Refs,
@@ -32,37 +31,24 @@ LOWEST = -1e30
 """Maximum of no scores: finite, so that exp2(score - maximum) is 0 for a hidden one."""
 
 
-def forward(
-    call: Call,
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    mine: Sequence[jax.Array],
-    theirs: Sequence[jax.Array],
-    flops: float,
-) -> tuple[jax.Array, jax.Array]:
+def forward(call: Call, operands: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """-> (output like q, log2 of the sum of exp(scores) [B, N, T], -inf where a query sees
-    nothing). `mine`, `theirs`: int32 [B, T] and [B, S]."""
+    nothing). `operands`: q, k, v, then int32 numbers of queries [B, T] and of keys [B, S]."""
     tile = (ROWS, call.dim), call.dtype
     keys = (call.forward_keys, call.dim), call.dtype
     numbers = [((call.forward_keys,), jnp.int32)] * call.numbered
     scratch = {
-        "query": (
-            buffers(COMPUTE, tile, ((ROWS,), jnp.float32)),
-            plgpu.Barrier(num_barriers=COMPUTE),
-        ),
+        "query": tiles.own_tiles(tile),
+        "logs": buffers(COMPUTE, ((ROWS,), jnp.float32)),
         "keys": Ring.scratch(call.stages, keys, *numbers),
         "values": Ring.scratch(call.stages, keys),
     }
     out = [
-        jax.ShapeDtypeStruct(q_BTNH.shape, call.dtype),
+        jax.ShapeDtypeStruct(operands[0].shape, call.dtype),
         jax.ShapeDtypeStruct((call.batch, call.heads, call.queries), jnp.float32),
     ]
-
-    operands, count = (q_BTNH, k_BSKH, v_BSKH, *mine, *theirs), (call.heads, call.queries // BLOCK)
-    return tuple(
-        tiles.launch(call, "attention_forward", _kernel, operands, out, count, scratch, flops)
-    )
+    count = call.heads, call.queries // BLOCK
+    return tuple(tiles.launch(call, "attention_forward", _kernel, operands, out, count, scratch, 2))
 
 
 def _kernel(call: Call, refs: Refs, scratch: Any) -> None:
@@ -72,20 +58,17 @@ def _kernel(call: Call, refs: Refs, scratch: Any) -> None:
     # The last queries have the most keys, and go first.
     start = (call.queries // BLOCK - 1 - lax.axis_index("tile")) * BLOCK
     block = call.keys_of(start, BLOCK, call.forward_keys)
-    lo, _, _, end = block
-    (query, logs), arrived = scratch["query"]
     keys, values = (Ring(scratch[name], call.stages) for name in ("keys", "values"))
 
     @pl.when(warpgroup < COMPUTE)
     def compute() -> None:
         plgpu.set_max_registers(232, action="increase")
         first = start + warpgroup * ROWS
-        here, query_tile, log_tile = pl.ds(first, ROWS), query.at[warpgroup], logs.at[warpgroup]
-        plgpu.copy_gmem_to_smem(q.at[row, here, head], query_tile, arrived.at[warpgroup])
-        own = [call.load(x.at[row, here], OF_ROWS, device_memory=True) for x in mine]
-        plgpu.barrier_wait(arrived.at[warpgroup])
+        here, log_tile = pl.ds(first, ROWS), scratch["logs"][0].at[warpgroup]
+        sources, numbers = [q.at[row, here, head]], [x.at[row, here] for x in mine]
+        [query_tile], own = tiles.fetch(call, scratch["query"], warpgroup, sources, numbers)
         nothing = call.full((ROWS, call.dim), 0), call.full((ROWS,), LOWEST), call.full((ROWS,), 0)
-        visit = functools.partial(_visit, call, query_tile, own, keys, values, first, lo)
+        visit = functools.partial(_visit, call, query_tile, own, keys, values, first, block.first)
         gathered, highest, total = tiles.walk(
             call, call.keys_of(first, ROWS, call.forward_keys), block, visit, nothing
         )
@@ -94,14 +77,11 @@ def _kernel(call: Call, refs: Refs, scratch: Any) -> None:
             call.dtype
         )
         log_tile[...] = jnp.where(total > 0, highest + jnp.log(total) * LOG2E, -jnp.inf)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(query_tile, o.at[row, here, head])
-        plgpu.copy_smem_to_gmem(log_tile, log.at[row, head, here])
-        plgpu.wait_smem_to_gmem(0)
+        tiles.store((query_tile, o.at[row, here, head]), (log_tile, log.at[row, head, here]))
 
     @pl.when(warpgroup == COMPUTE)
     def load() -> None:
-        tiles.load_keys(call, keys, values, (k, v, theirs), (lo, end), call.forward_keys)
+        tiles.load_keys(call, keys, values, (k, v, theirs), block, call.forward_keys)
 
 
 def _visit(

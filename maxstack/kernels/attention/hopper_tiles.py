@@ -21,7 +21,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from maxstack.kernels.attention import bounds
+from maxstack.kernels.attention.bounds import Bounds, Index
 from maxstack.kernels.attention.request import Request, within
+from maxstack.kernels.backends import size_of
 
 ROWS = 64
 """Rows of a warpgroup's tile, those of one wgmma."""
@@ -29,9 +32,6 @@ COMPUTE = 2
 """Warpgroups that compute."""
 BLOCK = ROWS * COMPUTE
 LOG2E = float(np.log2(np.e))
-Bound = Any
-"""An int, or a traced one."""
-Bounds = tuple[Bound, Bound, Bound, Bound]
 Refs = Sequence[Any]
 TILED = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)  # type: ignore[abstract]  # newer jax types a protocol as abstract
 WGMMA = plgpu.Layout.WGMMA
@@ -64,23 +64,16 @@ class Call:
         """Query heads of a kv head."""
         return self.heads // self.kv_heads
 
-    def keys_of(self, start: Bound, rows: int, block: int) -> Bounds:
-        """The key tiles that queries start..start + rows - 1 visit: first, first without a mask,
-        first with one again, end."""
-        low, high = self.request.nearest, self.request.furthest
-        return _tiles(start + self.request.offset, rows, low, high, self.real_keys, block)
+    def keys_of(self, start: Index, rows: int, block: int) -> Bounds:
+        """The key tiles that queries start..start + rows - 1 visit."""
+        return bounds.keys_of(self.request, start, rows, self.real_keys, block)
 
-    def queries_of(self, start: Bound, rows: int, block: int) -> Bounds:
-        """As `keys_of`: the query tiles that visit keys start..start + rows - 1."""
-        low, high = (
-            None if limit is None else -limit
-            for limit in (self.request.furthest, self.request.nearest)
-        )
-        bounds = _tiles(start - self.request.offset, rows, low, high, self.queries, block)
-        if self.real_keys == self.keys:
-            return bounds
-        lo, whole, cut, end = bounds
-        return _ordered(lo, jnp.where(start + rows > self.real_keys, end, whole), cut, end)
+    def queries_of(self, start: Index, rows: int, block: int) -> Bounds:
+        """The query tiles that visit keys start..start + rows - 1."""
+        lo, whole, cut, end = bounds.queries_of(self.request, start, rows, self.queries, block)
+        if self.real_keys < self.keys:
+            whole = jnp.where(start + rows > self.real_keys, end, whole)
+        return bounds.ordered(lo, whole, cut, end)
 
     @property
     def bounded(self) -> bool:
@@ -92,8 +85,8 @@ class Call:
         self,
         s: jax.Array,
         masked: bool,
-        query: Bound,
-        key: Bound,
+        query: Index,
+        key: Index,
         own: Sequence[jax.Array],
         others: Sequence[jax.Array],
         keys_are_rows: bool = False,
@@ -157,8 +150,8 @@ class Call:
         """A vector for the rows or the columns of tiles."""
         if self.interpret:
             return ref[...]
-        place = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
-        return plgpu.load(ref, *place, layout=layout, optimized=not device_memory)
+        index = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
+        return plgpu.load(ref, *index, layout=layout, optimized=not device_memory)
 
     def columns(self, refs: Refs) -> list[jax.Array]:
         """Vectors in shared memory for the columns of tiles, read so that the next copy may
@@ -184,7 +177,7 @@ class Ring:
         free = plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=stages)
         return buffers(stages, *shapes), (full, free)
 
-    def fill(self, step: Bound, sources: Refs) -> None:
+    def fill(self, step: Index, sources: Refs) -> None:
         """Starts the copies of a step, once its slot is free."""
         slot = lax.rem(step, jnp.int32(self.stages))
 
@@ -195,7 +188,7 @@ class Ring:
         for source, buffer in zip(sources, self.buffers, strict=True):
             plgpu.copy_gmem_to_smem(source, buffer.at[slot], self.full.at[slot])
 
-    def take(self, step: Bound) -> tuple[Refs, Callable[[], None]]:
+    def take(self, step: Index) -> tuple[Refs, Callable[[], None]]:
         """Waits for a step's arrays -> them, and a call for when this warpgroup is done with
         them."""
         slot = lax.rem(step, jnp.int32(self.stages))
@@ -204,27 +197,22 @@ class Ring:
             self.free.at[slot]
         )
 
-    def drain(self, steps: Bound) -> None:
+    def drain(self, steps: Index) -> None:
         """Waits until the last steps, of so many in all, are read."""
 
-        def wait(step: Bound, _: None) -> None:
+        def wait(step: Index, _: None) -> None:
             plgpu.barrier_wait(self.free.at[lax.rem(step, jnp.int32(self.stages))])
 
-        lax.fori_loop(most(steps - self.stages, 0), steps, wait, None)
+        lax.fori_loop(bounds.most(steps - self.stages, 0), steps, wait, None)
 
 
 def load_keys(
-    call: Call,
-    keys: Ring,
-    values: Ring,
-    sources: tuple[Any, Any, Refs],
-    bounds: tuple[Bound, Bound],
-    block: int,
+    call: Call, keys: Ring, values: Ring, sources: Any, tiles: Bounds, block: int
 ) -> None:
     """The loading warpgroup of queries: `sources`, keys, values and the keys' numbers in device
     memory, go into the rings, tile by tile."""
     plgpu.set_max_registers(40, action="decrease")
-    (k, v, theirs), (lo, end) = sources, bounds
+    (k, v, theirs), (lo, _, _, end) = sources, tiles
     row, kv_head = lax.axis_index("batch"), lax.div(lax.axis_index("head"), jnp.int32(call.groups))
 
     def load(tile: Any, _: None) -> None:
@@ -238,7 +226,7 @@ def load_keys(
 
 
 def walk(
-    call: Call, own: Bounds, block: Bounds, visit: Callable[[bool, Bound, Any], Any], carry: Any
+    call: Call, own: Bounds, block: Bounds, visit: Callable[[bool, Index, Any], Any], carry: Any
 ) -> Any:
     """`visit(masked, tile, carry)` over the tiles of the `block` of threads, with masks only where
     the warpgroup's `own` rows need one."""
@@ -249,6 +237,31 @@ def walk(
     carry = lax.fori_loop(lo, whole, functools.partial(visit, True), carry)
     carry = lax.fori_loop(whole, cut, functools.partial(visit, False), carry)
     return lax.fori_loop(cut, end, functools.partial(visit, True), carry)
+
+
+def own_tiles(*shapes: tuple[tuple[int, ...], Any]) -> Any:
+    """Shared memory of each computing warpgroup for arrays of each (shape, dtype), and barriers."""
+    arrived = plgpu.Barrier(num_arrivals=len(shapes), num_barriers=COMPUTE)
+    return buffers(COMPUTE, *shapes), arrived
+
+
+def fetch(call: Call, scratch: Any, warpgroup: Any, sources: Refs, numbers: Refs) -> Any:
+    """(copies of `sources` in this warpgroup's own tiles, vectors of `numbers` for their rows)."""
+    shared, arrived = scratch
+    tiles, here = [x.at[warpgroup] for x in shared], arrived.at[warpgroup]
+    for source, tile in zip(sources, tiles, strict=True):
+        plgpu.copy_gmem_to_smem(source, tile, here)
+    own = [call.load(x, OF_ROWS, device_memory=True) for x in numbers]
+    plgpu.barrier_wait(here)
+    return tiles, own
+
+
+def store(*tiles: tuple[Any, Any]) -> None:
+    """Copies each (tile, its part of device memory), and waits."""
+    plgpu.commit_smem()
+    for tile, target in tiles:
+        plgpu.copy_smem_to_gmem(tile, target)
+    plgpu.wait_smem_to_gmem(0)
 
 
 def buffers(count: int, *shapes: tuple[tuple[int, ...], Any]) -> list[Any]:
@@ -267,17 +280,16 @@ def launch(
     out: Any,
     tiles: tuple[int, int],
     scratch: Any,
-    flops: float,
+    products: int,
 ) -> Any:
     """Runs `body` for every (head, tile, row of the batch); `tiles`: numbers of heads and tiles.
-    Newer jax takes the FLOPs too."""
-    moved = sum(x.size * x.dtype.itemsize for x in operands) + sum(
-        np.prod(x.shape) * np.dtype(x.dtype).itemsize for x in out
-    )
+    `products`: matrix products of a tile. Newer jax takes a cost estimate too."""
     more: dict[str, Any] = {}
     if "cost_estimate" in inspect.signature(plgpu.kernel).parameters:
         more["cost_estimate"] = pl.CostEstimate(
-            flops=int(flops), bytes_accessed=int(moved), transcendentals=0
+            flops=2 * products * _multiplications(call),
+            bytes_accessed=size_of(*operands, *out),
+            transcendentals=0,
         )
 
     def kernel(*refs: Any) -> None:
@@ -299,46 +311,15 @@ def launch(
     return run(*operands)
 
 
+def _multiplications(call: Call) -> int:
+    """Multiplications of q k^T over the tiles that the forward kernel visits."""
+    spans = [
+        call.keys_of(start, BLOCK, call.forward_keys) for start in range(0, call.queries, BLOCK)
+    ]
+    tiles = sum(int(end - lo) for lo, _, _, end in spans)
+    return call.batch * call.heads * call.dim * BLOCK * call.forward_keys * tiles
+
+
 def axes() -> Any:
     """Indices of a program along head, batch and warpgroup."""
     return [lax.axis_index(name) for name in ("head", "batch", "warpgroup")]
-
-
-def over(x: Bound, block: int) -> Bound:
-    """x // block, and 0 for negative x."""
-    if isinstance(x, int):
-        return max(x, 0) // block
-    return lax.div(jnp.maximum(x, 0), jnp.int32(block))
-
-
-def least(x: Bound, y: Bound) -> Bound:
-    """The smaller one, of numbers or traced numbers."""
-    return min(x, y) if isinstance(x, int) and isinstance(y, int) else jnp.minimum(x, y)
-
-
-def most(x: Bound, y: Bound) -> Bound:
-    """The larger one, of numbers or traced numbers."""
-    return max(x, y) if isinstance(x, int) and isinstance(y, int) else jnp.maximum(x, y)
-
-
-def _tiles(
-    first: Bound, rows: int, low: int | None, high: int | None, columns: int, block: int
-) -> Bounds:
-    """The tiles of `block` of so many columns that rows first..first + rows - 1 visit, as
-    `Call.keys_of`. Row r sees column c where low <= r - c <= high; None: no limit."""
-    last = first + rows - 1
-    lo: Bound = 0
-    whole: Bound = 0
-    cut, end = columns // block, -(-columns // block)
-    if low is not None:
-        cut = least(cut, over(first - low + 1, block))
-        end = least(end, over(last - low + block, block))
-    if high is not None:
-        lo, whole = over(first - high, block), over(last - high + block - 1, block)
-    return _ordered(lo, whole, cut, end)
-
-
-def _ordered(lo: Bound, whole: Bound, cut: Bound, end: Bound) -> Bounds:
-    end = most(lo, end)
-    whole = least(most(whole, lo), end)
-    return lo, whole, least(most(cut, whole), end), end

@@ -11,20 +11,17 @@ from jax.sharding import PartitionSpec
 
 from maxstack import sharding
 from maxstack.kernels import sequences
-from maxstack.kernels.attention.request import Request, Same
+from maxstack.kernels.attention.request import Inputs, Request
 
 
 def on_mesh(
     serve: Callable[..., jax.Array],
     request: Request,
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKV: jax.Array,
-    sinks_N: jax.Array | None,
-    same: Same,
+    inputs: Inputs,
 ) -> jax.Array:
-    """[B, T, N, V]. `serve(ring, q, k, v, sinks, same)` is the attention of one device, over the
-    mesh axes `ring` where keys and values go around them."""
+    """[B, T, N, V]. `serve(ring, inputs)` is the attention of one device, over the mesh axes `ring`
+    where keys and values go around them."""
+    q_BTNH, k_BSKH, *_ = inputs
     batch, seq = sharding.here("batch seq")
     heads, keys, inner = sequences.head_axes(q_BTNH.shape[2], k_BSKH.shape[2])
     groups, axes = q_BTNH.shape[2] // k_BSKH.shape[2], sequences.split_over()
@@ -34,26 +31,23 @@ def on_mesh(
 
     ulysses = sequences.kind() == "ulysses"
 
-    def local(
-        q_BTNH: jax.Array,
-        k_BSKH: jax.Array,
-        v_BSKV: jax.Array,
-        sinks_N: jax.Array | None,
-        same: Same,
-    ) -> jax.Array:
+    def local(inputs: Inputs) -> jax.Array:
+        q_BTNH, k_BSKH, v_BSKV, sinks_N, same = inputs
         k_BSKH, v_BSKV = (
             sequences.of_queries(x, q_BTNH.shape[2], groups, inner) for x in (k_BSKH, v_BSKV)
         )
         if not ulysses:
-            return serve(axes, q_BTNH, k_BSKH, v_BSKV, sinks_N, same)
+            return serve(axes, Inputs(q_BTNH, k_BSKH, v_BSKV, sinks_N, same))
         q_BTNH, k_BSKH, v_BSKV = (
             sequences.to_heads(x, axes)
             for x in (q_BTNH, *(sequences.repeated(x, axes) for x in (k_BSKH, v_BSKV)))
         )
         sinks_N = None if sinks_N is None else sequences.share(sinks_N, axes)
         same = jax.tree.map(lambda x_BT: sequences.whole(x_BT, axes), same)
-        return sequences.to_parts(serve((), q_BTNH, k_BSKH, v_BSKV, sinks_N, same), axes)
+        whole = Inputs(q_BTNH, k_BSKH, v_BSKV, sinks_N, same)
+        return sequences.to_parts(serve((), whole), axes)
 
     of_q, of_k = PartitionSpec(batch, seq, heads), PartitionSpec(batch, seq, keys)
-    specs = of_q, of_k, of_k, PartitionSpec(heads), jax.tree.map(sequences.place, same)
-    return sharding.per_device(local, specs, of_q)(q_BTNH, k_BSKH, v_BSKV, sinks_N, same)
+    numbers = jax.tree.map(sequences.place, inputs.same)
+    specs = Inputs._make([of_q, of_k, of_k, PartitionSpec(heads), numbers])
+    return sharding.per_device(local, (specs,), of_q)(inputs)

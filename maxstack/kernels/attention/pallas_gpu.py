@@ -7,7 +7,6 @@ without one. Shapes: B batch  T query time  S key time  N heads  K kv heads  H h
 head dim.
 """
 
-import functools
 import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,16 +14,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
 
+from maxstack.kernels import triton
 from maxstack.kernels.attention import pallas_gpu_backward as backward
 from maxstack.kernels.attention import pallas_gpu_tiles as tiles
-from maxstack.kernels.attention.pallas_gpu_tiles import LOG2E, NOTHING, ByQuery, Call, Sizes
-from maxstack.kernels.attention.request import AttentionCase, Request, Same
+from maxstack.kernels.attention.pallas_gpu_tiles import LOG2E, NOTHING, Call, Grid, Sizes
+from maxstack.kernels.attention.request import AttentionCase, Inputs, Request, differentiable
 from maxstack.kernels.backends import Device
 
 WIDEST = 256
 PREFIXES = ("", "dq_", "dkv_")
-"""Of the names of tuned sizes: the forward kernel's have none."""
+"""Prefixes of tuned sizes by kernel: forward, queries, keys and values."""
 SMALL = {
     128: ((128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2)),
     256: ((128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 1)),
@@ -40,25 +41,22 @@ LARGE = {
     320: ((128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 1)),
     512: ((128, 64, 8, 1), (64, 32, 8, 2), (32, 64, 8, 2)),
 }
-"""As SMALL, for the 227 KiB of Hopper and of data centre Blackwell."""
+"""Tiles for the 227 KiB of Hopper and of data centre Blackwell."""
 BLACKWELL = LARGE | {512: ((128, 64, 8, 1), (64, 32, 8, 2), (32, 32, 8, 1))}
-"""As LARGE: where both gradients are wide, tiles of 64 keys fill the tensor memory of compute
-capability 10."""
+"""Tiles of LARGE, but smaller where both gradients are wide: there tiles of 64 keys fill the tensor
+memory of compute capability 10."""
 FLOAT32 = {
     128: ((64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2)),
     256: ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1)),
     512: ((16, 32, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
 }
-"""As SMALL, for float32 everywhere."""
+"""Tiles of float32 on every GPU."""
 
 
 def supports(case: AttentionCase) -> str | None:
-    """Why these kernels cannot serve."""
-    if case.device.capability < (8, 0):
-        return (
-            f"needs a GPU of compute capability 8.0 (A100) or later; {case.device.kind} has "
-            f"{'.'.join(map(str, case.device.capability))}"
-        )
+    """The reason why these kernels cannot serve; None: they can."""
+    if reason := case.device.older_than_ampere:
+        return reason
     if case.dtype not in ("bfloat16", "float32"):
         return f"dtype {case.dtype} is neither bfloat16 nor float32"
     for name, dim in (("head_dim", case.head_dim), ("value_dim", case.value_dim)):
@@ -79,8 +77,8 @@ def supports(case: AttentionCase) -> str | None:
 def candidates(case: AttentionCase) -> list[dict[str, int]]:
     """Tiles worth measuring, the default first; of the others each differs from it in one kernel.
     Not all of them fit on every GPU."""
-    first = _defaults(case.dtype, case.head_dim, case.value_dim, case.device.capability)
-    found = [_named(first)]
+    first = _defaults(case)
+    sizes = [_named(first)]
     for kernel, size in enumerate(first):
         others = [
             size._replace(warps=12 - size.warps),
@@ -89,8 +87,8 @@ def candidates(case: AttentionCase) -> list[dict[str, int]]:
             size._replace(q=max(16, size.q // 2), warps=4),
             size._replace(k=max(16, size.k // 2), stages=3),
         ]
-        found += [_named([*first[:kernel], other, *first[kernel + 1 :]]) for other in others]
-    return found
+        sizes += [_named([*first[:kernel], other, *first[kernel + 1 :]]) for other in others]
+    return sizes
 
 
 def _named(sizes: Sequence[Sizes]) -> dict[str, int]:
@@ -101,87 +99,64 @@ def _named(sizes: Sequence[Sizes]) -> dict[str, int]:
     }
 
 
-def _defaults(
-    dtype: str, head_dim: int, value_dim: int, capability: tuple[int, int]
-) -> list[Sizes]:
-    table = FLOAT32 if dtype == "float32" else {9: LARGE, 10: BLACKWELL}.get(capability[0], SMALL)
-    width = tiles.padded(head_dim) + tiles.padded(value_dim)
+def _defaults(case: AttentionCase) -> list[Sizes]:
+    table = {9: LARGE, 10: BLACKWELL}.get(case.device.capability[0], SMALL)
+    if case.dtype == "float32":
+        table = FLOAT32
+    width = tiles.padded(case.head_dim) + tiles.padded(case.value_dim)
     return [Sizes(*size) for size in table[min(most for most in table if width <= most)]]
 
 
 def run(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKV: jax.Array,
-    sinks_N: jax.Array | None,
-    same: Same,
+    inputs: Inputs,
     request: Request,
     blocks: Mapping[str, int] | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """softmax(scores) v -> [B, T, N, V] in q's dtype; see kernels/attention/ for the meaning of the
     arguments, `candidates` for `blocks`."""
-    (_, t, n, h), (_, s, kv, v), dtype = q_BTNH.shape, v_BSKV.shape, q_BTNH.dtype.name
-    found = blocks or _named(_defaults(dtype, h, v, Device.here().capability))
+    case = AttentionCase.of(inputs, request.narrowed, Device.here())
+    named = blocks or _named(_defaults(case))
     forward, dq, dkv = (
-        Sizes(*(found[prefix + name] for name in Sizes._fields)) for prefix in PREFIXES
+        Sizes(*(named[prefix + name] for name in Sizes._fields)) for prefix in PREFIXES
     )
-    call = Call(request, t, s, n, kv, h, v, dtype, len(same), forward, dq, dkv, interpret)
-    return _attention(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, call)
+    call = Call(**vars(case), forward=forward, dq=dq, dkv=dkv, interpret=interpret)
+    return _attention(inputs, call)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attention(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, call):
-    return _forward(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, call)[0]
-
-
-def _forward(q_BTNH, k_BSKH, v_BSKV, sinks_N, same, call):
-    """`log_BNT`: base 2 logarithm of each query's softmax denominator, float32."""
-    b, t, n, h = q_BTNH.shape
-    v, spans = call.value_dim, tiles.of_queries(call, call.forward, same)
-    by = ByQuery(call, call.forward, spans)
-    given = [(q_BTNH, by.queries(h)), (k_BSKH, by.keys(h)), (v_BSKV, by.keys(v)), *by.masks(same)]
+def _forward(inputs: Inputs, call: Call) -> tuple[jax.Array, jax.Array]:
+    q_BTNH, _, _, sinks_N, same = inputs
+    (b, t, n, _), v, more = q_BTNH.shape, call.value_dim, []
+    by = Grid(call, call.forward, same)
     if sinks_N is not None:
-        given.append((sinks_N.astype(jnp.float32), pl.BlockSpec((None,), lambda i, n, b: (n,))))
-    o_BTNV, log_BNT = tiles.kernel(
-        call,
-        functools.partial(attention_forward, by),
-        by.sizes,
-        spans.visits,
-        (1, 1),
-        grid=(by.count, n, b),
-        given=given,
-        wanted=[
-            (jax.ShapeDtypeStruct((b, t, n, v), q_BTNH.dtype), by.queries(v)),
-            (jax.ShapeDtypeStruct((b, n, t), jnp.float32), by.logs()),
-        ],
-    )
-    return o_BTNV, (q_BTNH, k_BSKH, v_BSKV, sinks_N, same, o_BTNV, log_BNT)
+        more.append((sinks_N.astype(jnp.float32), pl.BlockSpec((None,), lambda i, n, b: (n,))))
+    outs = [
+        (jax.ShapeDtypeStruct((b, t, n, v), q_BTNH.dtype), by.queries(v)),
+        (jax.ShapeDtypeStruct((b, n, t), jnp.float32), by.logs()),
+    ]
+    o_BTNV, log_BNT = by.run(attention_forward, (1, 1), inputs[:3], outs, *more)
+    return o_BTNV, log_BNT
 
 
-def _backward(call, saved, do_BTNV):
-    q_BTNH, k_BSKH, v_BSKV, sinks_N, same, o_BTNV, log_BNT = saved
-    spent_BNT = jnp.einsum("BTNV,BTNV->BNT", o_BTNV, do_BTNV, preferred_element_type=jnp.float32)
-    given = q_BTNH, k_BSKH, v_BSKV, do_BTNV.astype(q_BTNH.dtype), log_BNT, spent_BNT
-    dsinks_N = None
-    if sinks_N is not None:
-        share_BNT = jnp.exp2(sinks_N.astype(jnp.float32)[None, :, None] * LOG2E - log_BNT)
-        dsinks_N = -jnp.sum(share_BNT * spent_BNT, axis=(0, 2)).astype(sinks_N.dtype)
-    dq_BTNH = backward.of_queries(call, given, same)
-    return dq_BTNH, *backward.of_keys(call, given, same), dsinks_N, None
+def _backward(
+    call: Call, inputs: Inputs, log_BNT: jax.Array, mean_BNT: jax.Array, do_BTNV: jax.Array
+) -> tuple[jax.Array, ...]:
+    arrays = *inputs[:3], do_BTNV.astype(inputs.q_BTNH.dtype), log_BNT, mean_BNT
+    dq_BTNH = backward.of_queries(call, arrays, inputs.same)
+    return dq_BTNH, *backward.of_keys(call, arrays, inputs.same)
 
 
-_attention.defvjp(_forward, _backward)
+_attention = differentiable(_forward, _backward, unit=1 / LOG2E)
 
 
-def attention_forward(by: ByQuery, q_ref: Any, k_ref: Any, v_ref: Any, *refs: Any) -> None:
+def attention_forward(by: Grid, q_ref: Any, k_ref: Any, v_ref: Any, *refs: Any) -> None:
     """One block of queries of one head."""
     *others, o_ref, log_ref = refs
     call, size, steep = by.call, by.sizes, by.call.steepness
     pairs, (spans_ref, *sinks) = others[: 2 * call.numbered], others[2 * call.numbered :]
     _, at_q, rows = tiles.block(by.row(pl.program_id(0)), size.q, call.queries)
     q = tiles.read(q_ref, (slice(None),), call.head_dim, rows)
-    own = [tiles.read_row(ref, (slice(None),), rows)[:, None] for ref in pairs[::2]]
+    own = [triton.load(ref.at[:], rows)[:, None] for ref in pairs[::2]]
 
     def visit(masked: bool, at: Any, state: Any) -> Any:
         o, most, total = state
@@ -207,4 +182,4 @@ def attention_forward(by: ByQuery, q_ref: Any, k_ref: Any, v_ref: Any, *refs: An
     )
     total = jnp.where(total > 0, total, 1)
     tiles.write(o_ref, [x / total[:, None] for x in o], call.value_dim, rows)
-    tiles.write_row(log_ref, most * steep + jnp.log2(total), rows)
+    plgpu.store(log_ref.at[:], most * steep + jnp.log2(total), mask=rows)

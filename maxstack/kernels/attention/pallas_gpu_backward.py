@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from maxstack.kernels import triton
 from maxstack.kernels.attention import pallas_gpu_tiles as tiles
-from maxstack.kernels.attention.pallas_gpu_tiles import ByQuery, Call
+from maxstack.kernels.attention.pallas_gpu_tiles import Call, Grid
 from maxstack.kernels.attention.request import Same
 
 Inputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
@@ -24,25 +25,12 @@ times its gradient [B, N, T]."""
 
 def of_queries(call: Call, inputs: Inputs, same: Same) -> jax.Array:
     """The gradient of the queries [B, T, N, H]."""
-    q_BTNH, h, v = inputs[0], call.head_dim, call.value_dim
-    spans = tiles.of_queries(call, call.dq, same)
-    by = ByQuery(call, call.dq, spans)
-    specs = by.queries(h), by.keys(h), by.keys(v), by.queries(v), by.logs(), by.logs()
-    [dq_BTNH] = tiles.kernel(
-        call,
-        functools.partial(attention_dq, by),
-        by.sizes,
-        spans.visits,
-        (2, 1),
-        grid=(by.count, call.heads, q_BTNH.shape[0]),
-        given=[*zip(inputs, specs, strict=True), *by.masks(same)],
-        wanted=[(jax.ShapeDtypeStruct(q_BTNH.shape, q_BTNH.dtype), by.queries(h))],
-    )
-    return dq_BTNH
+    by, q_BTNH = Grid(call, call.dq, same), inputs[0]
+    return by.run(attention_dq, (2, 1), inputs, [(q_BTNH, by.queries(call.head_dim))])[0]
 
 
 def attention_dq(
-    by: ByQuery,
+    by: Grid,
     q_ref: Any,
     k_ref: Any,
     v_ref: Any,
@@ -58,7 +46,7 @@ def attention_dq(
     q = tiles.read(q_ref, everything, call.head_dim, rows)
     do = tiles.read(do_ref, everything, call.value_dim, rows)
     log, spent, *own = (
-        tiles.read_row(ref, everything, rows)[:, None] for ref in (log_ref, spent_ref, *pairs[::2])
+        triton.load(ref.at[:], rows)[:, None] for ref in (log_ref, spent_ref, *pairs[::2])
     )
 
     def visit(masked: bool, at: Any, dq: Any) -> Any:
@@ -80,37 +68,14 @@ def attention_dq(
 
 def of_keys(call: Call, inputs: Inputs, same: Same) -> tuple[jax.Array, jax.Array]:
     """The gradients of keys [B, S, K, H] and values [B, S, K, V]."""
-    (b, s, kv, h), v, size, groups = inputs[1].shape, call.value_dim, call.dkv, call.groups
-    spans, columns = tiles.of_keys(call, size, same), tiles.blocks(call.queries, size.q) * size.q
-
-    def queries(dim: int) -> pl.BlockSpec:
-        return pl.BlockSpec(
-            (None, columns, groups, tiles.padded(dim)), lambda j, n, b: (b, 0, n, 0)
-        )
-
-    def keys(dim: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, size.k, None, tiles.padded(dim)), lambda j, n, b: (b, j, n, 0))
-
-    logs = pl.BlockSpec((None, groups, columns), lambda j, n, b: (b, n, 0))
-    arrays = [*zip(inputs, (queries(h), keys(h), keys(v), queries(v), logs, logs), strict=True)]
-    arrays += tiles.masks(same, spans, (columns, size.k), lambda j: j, 1)
-    wanted = [(jax.ShapeDtypeStruct((b, s, kv, dim), inputs[1].dtype), keys(dim)) for dim in (h, v)]
-    dk_BSKH, dv_BSKV = tiles.kernel(
-        call,
-        functools.partial(attention_dkv, call, spans),
-        size,
-        spans.visits,
-        (2, 2),
-        grid=(tiles.blocks(s, size.k), kv, b),
-        given=arrays,
-        wanted=wanted,
-    )
+    by = Grid(call, call.dkv, same, by_keys=True)
+    outs = [(inputs[1], by.keys(call.head_dim)), (inputs[2], by.keys(call.value_dim))]
+    dk_BSKH, dv_BSKV = by.run(attention_dkv, (2, 2), inputs, outs)
     return dk_BSKH, dv_BSKV
 
 
 def attention_dkv(
-    call: Call,
-    spans: tiles.Spans,
+    by: Grid,
     q_ref: Any,
     k_ref: Any,
     v_ref: Any,
@@ -122,11 +87,11 @@ def attention_dkv(
     """One block of keys and values of one kv head, and all heads that share it. Scores lie with the
     keys along the rows."""
     *pairs, spans_ref, dk_ref, dv_ref = refs
-    size, everything = call.dkv, (slice(None),)
+    call, size, everything = by.call, by.sizes, (slice(None),)
     _, at_k, rows = tiles.block(pl.program_id(0), size.k, call.keys)
     k = tiles.read(k_ref, everything, call.head_dim, rows)
     v = tiles.read(v_ref, everything, call.value_dim, rows)
-    own = [tiles.read_row(ref, everything, rows)[:, None] for ref in pairs[1::2]]
+    own = [triton.load(ref.at[:], rows)[:, None] for ref in pairs[1::2]]
 
     def visit(head: Any, masked: bool, at: Any, state: Any) -> Any:
         dk, dv = state
@@ -134,7 +99,7 @@ def attention_dkv(
         q = tiles.read(q_ref, (queries, head), call.head_dim, inside)
         do = tiles.read(do_ref, (queries, head), call.value_dim, inside)
         log, spent = (
-            tiles.read_row(ref, (head, queries), inside)[None, :] for ref in (log_ref, spent_ref)
+            triton.load(ref.at[head, queries], inside)[None, :] for ref in (log_ref, spent_ref)
         )
         bare = scores = tiles.score(call, tiles.across(call, k, q))
         if masked:
@@ -147,7 +112,7 @@ def attention_dkv(
         return tiles.add(call, dk, tiles.slope(call, grad, bare).astype(q[0].dtype), q), dv
 
     def visit_head(head: Any, state: Any) -> Any:
-        return tiles.over(spans, spans_ref, functools.partial(visit, head), state)
+        return tiles.over(by.spans, spans_ref, functools.partial(visit, head), state)
 
     zeros = tiles.zeros(size.k, call.head_dim), tiles.zeros(size.k, call.value_dim)
     dk, dv = jax.lax.fori_loop(0, call.groups, visit_head, zeros)

@@ -16,16 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from maxstack.kernels import triton
-from maxstack.kernels.attention.request import Request, Same, within
+from maxstack.kernels.attention import bounds
+from maxstack.kernels.attention.bounds import Bounds
+from maxstack.kernels.attention.request import AttentionCase, Same, within
 
 LOG2E = math.log2(math.e)
 NOTHING = -1e30
 """Largest score before the first key. Masked scores are -inf, below this, so that a query without
 keys adds nothing."""
-FAR = 1 << 40
 Parts = tuple[jax.Array, ...]
 """A tile, cut along the head dim into pieces whose sizes are powers of two."""
 
@@ -39,42 +39,19 @@ class Sizes(NamedTuple):
     stages: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """Request, shapes and sizes of one call, as its kernels are traced for them."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call(AttentionCase):
+    """A case, and the sizes for which its kernels are traced."""
 
-    request: Request
-    queries: int
-    keys: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    dtype: str
-    numbered: int
     forward: Sizes
     dq: Sizes
     dkv: Sizes
     interpret: bool = False
 
     @property
-    def groups(self) -> int:
-        """Heads that share keys and values."""
-        return self.heads // self.kv_heads
-
-    @property
     def steepness(self) -> float:
         """Factor that makes a `score` an exponent of 2."""
         return (self.request.soft_cap or self.request.scale) * LOG2E
-
-    @property
-    def distances(self) -> tuple[int, int]:
-        """Least and greatest distance from a query back to a key that it can see."""
-        request = self.request.narrowed
-        return (
-            -FAR if request.nearest is None else request.nearest,
-            FAR if request.furthest is None else request.furthest,
-        )
 
 
 def pieces(dim: int) -> list[tuple[int, int]]:
@@ -94,7 +71,7 @@ def padded(dim: int) -> int:
 
 
 def blocks(total: int, size: int) -> int:
-    """How many blocks of `size` hold `total`."""
+    """Number of blocks of `size` that hold `total`."""
     return -(-total // size)
 
 
@@ -112,42 +89,31 @@ class Spans(NamedTuple):
 
 def of_queries(call: Call, sizes: Sizes, same: Same) -> Spans:
     """Blocks of keys for each block of queries."""
-    low, high = (limit - call.request.offset for limit in call.distances)
-    return _spans((call.queries, sizes.q), (call.keys, sizes.k), (low, high), same)
+    t, s, (q, k, *_) = call.queries, call.keys, sizes
+    visited = [
+        bounds.keys_of(call.request, start, min(q, t - start), s, k) for start in range(0, t, q)
+    ]
+    return _spans(visited, (q, k), blocks(s, k), same)
 
 
 def of_keys(call: Call, sizes: Sizes, same: Same) -> Spans:
     """Blocks of queries for each block of keys."""
-    low, high = (call.request.offset - limit for limit in reversed(call.distances))
-    return _spans(
-        (call.keys, sizes.k),
-        (call.queries, sizes.q),
-        (low, high),
-        tuple((theirs, mine) for mine, theirs in same),
-    )
+    t, s, (q, k, *_) = call.queries, call.keys, sizes
+    visited = [
+        bounds.queries_of(call.request, start, min(k, s - start), t, q) for start in range(0, s, k)
+    ]
+    return _spans(visited, (k, q), blocks(t, q), tuple((theirs, mine) for mine, theirs in same))
 
 
-def _spans(
-    rows: tuple[int, int], columns: tuple[int, int], limits: tuple[int, int], same: Same
-) -> Spans:
-    """Row r sees column c only where low <= r - c <= high, and their numbers are equal. `rows` and
-    `columns`: how many, and of a block."""
-    (r, row), (c, column), (low, high) = rows, columns, limits
-    begin = np.arange(blocks(r, row), dtype=np.int64) * row
-    end = np.minimum(begin + row, r) - 1
-    last = np.clip((end - low) // column + 1, 0, blocks(c, column))
-    first = np.minimum(np.maximum(begin - high, 0) // column, last)
-    whole = np.clip(-((high - end) // column), first, last)
-    broken = np.clip(np.minimum((begin - low + 1) // column, c // column), whole, last)
+def _spans(visited: list[Bounds], sizes: tuple[int, int], count: int, same: Same) -> Spans:
+    """`sizes`: rows and columns of a block; `count`: blocks of columns."""
+    first, whole, broken, last = np.array(visited).T
     whole, broken = np.where(whole < broken, (whole, broken), last)
     table = np.stack([first, whole, broken, last], axis=1)
     visits = int((last - first).sum())
     if same:
-        return Spans(
-            _where_numbers_meet(table, (row, column), blocks(c, column), same),
-            (True, True, True),
-            visits,
-        )
+        met = _where_numbers_meet(table, sizes, count, same)
+        return Spans(met, (True, True, True), visits)
     before, without, after = (bool((low < high).any()) for low, high in itertools.pairwise(table.T))
     return Spans(jnp.asarray(table[None], jnp.int32), (before, without, after), visits)
 
@@ -188,76 +154,119 @@ def of_row(x: jax.Array, b: Any) -> Any:
     return b if x.shape[0] > 1 else 0
 
 
-Given = tuple[Any, pl.BlockSpec]
+Blocked = tuple[Any, pl.BlockSpec]
 """An array and its blocks."""
 
 
-def masks(
-    same: Same, spans: Spans, sizes: tuple[int, int], row: Callable[[Any], Any], side: int
-) -> list[Given]:
-    """The numbers of queries and keys in turn, `sizes` at a time, then the spans. `row(i)`: block
-    of program i along `side`, 0 queries, 1 keys; all of the other side is one block."""
-    table = spans.table
-    numbers = [
-        (
-            x,
-            pl.BlockSpec(
-                (None, size),
-                lambda i, n, b, x=x, own=at == side: (of_row(x, b), row(i) if own else 0),
-            ),
-        )
-        for pair in same
-        for at, (x, size) in enumerate(zip(pair, sizes, strict=True))
-    ]
-    return [
-        *numbers,
-        (table, pl.BlockSpec((None, None, 4), lambda i, n, b: (of_row(table, b), row(i), 0))),
-    ]
-
-
 @dataclasses.dataclass(frozen=True)
-class ByQuery:
-    """Blocks of arrays for a kernel that takes a block of queries of one head and loops over keys.
-    Its grid is (blocks of queries, N, B)."""
+class Grid:
+    """Blocks of arrays for a kernel that takes a block of queries of one head and loops over keys,
+    or `by_keys` a block of keys of one kv head and loops over the queries of its heads. Its grid is
+    (blocks, heads or kv heads, B)."""
 
     call: Call
     sizes: Sizes
-    spans: Spans
+    same: Same
+    by_keys: bool = False
+
+    @functools.cached_property
+    def spans(self) -> Spans:
+        """Blocks that each block meets."""
+        return (of_keys if self.by_keys else of_queries)(self.call, self.sizes, self.same)
 
     @property
-    def count(self) -> int:
-        """Blocks of queries."""
-        return blocks(self.call.queries, self.sizes.q)
+    def counts(self) -> tuple[int, int]:
+        """Blocks of queries and of keys."""
+        return blocks(self.call.queries, self.sizes.q), blocks(self.call.keys, self.sizes.k)
 
     def row(self, i: Any) -> Any:
-        """The block of queries of program `i`: causal ones from the last, which sees most, to the
-        first."""
-        return self.count - 1 - i if self.call.request.causal else i
+        """The block of program `i`: causal queries from the last, which sees most, to the first."""
+        return self.counts[0] - 1 - i if self.call.request.causal and not self.by_keys else i
 
     def queries(self, dim: int) -> pl.BlockSpec:
-        """Of [B, T, N, dim]."""
+        """Blocks of [B, T, N, dim]."""
+        size, groups = self._shape[0], self.call.groups if self.by_keys else None
         return pl.BlockSpec(
-            (None, self.sizes.q, None, padded(dim)), lambda i, n, b: (b, self.row(i), n, 0)
+            (None, size, groups, padded(dim)), lambda i, n, b: (b, self._at(i, 0), n, 0)
         )
 
     def keys(self, dim: int) -> pl.BlockSpec:
-        """Of [B, S, K, dim]: all keys of a head."""
+        """Blocks of [B, S, K, dim]."""
+        size, groups = self._shape[1], 1 if self.by_keys else self.call.groups
         return pl.BlockSpec(
-            (None, self._columns, None, padded(dim)),
-            lambda i, n, b: (b, 0, n // self.call.groups, 0),
+            (None, size, None, padded(dim)), lambda i, n, b: (b, self._at(i, 1), n // groups, 0)
         )
 
     def logs(self) -> pl.BlockSpec:
-        """Of [B, N, T]."""
-        return pl.BlockSpec((None, None, self.sizes.q), lambda i, n, b: (b, n, self.row(i)))
+        """Blocks of [B, N, T]."""
+        groups = self.call.groups if self.by_keys else None
+        return pl.BlockSpec((None, groups, self._shape[0]), lambda i, n, b: (b, n, self._at(i, 0)))
 
-    def masks(self, same: Same) -> list[Given]:
-        """As `masks`."""
-        return masks(same, self.spans, (self.sizes.q, self._columns), self.row, 0)
+    def run(
+        self,
+        body: Callable[..., None],
+        products: tuple[int, int],
+        arrays: Sequence[jax.Array],
+        outs: Sequence[Blocked],
+        *more: Blocked,
+    ) -> Any:
+        """The outputs of `body`. Its references are those of `arrays`, a part of (q, k, v, the
+        gradient of the result, two numbers of each query [B, N, T]); the numbers of queries and
+        keys in turn; the spans; `more`; `outs`. `products`: products of each query and key over the
+        head dim, and over the value's.
+
+        Triton's custom call leaves the cost estimate out, but keeps the metadata.
+        """
+        call, sizes, h, v = self.call, self.sizes, self.call.head_dim, self.call.value_dim
+        specs = self.queries(h), self.keys(h), self.keys(v), self.queries(v), *[self.logs()] * 2
+        operands = [*zip(arrays, specs, strict=False), *self._masks(), *more]
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x, _ in outs]
+        inputs, b = tuple(x for x, _ in operands), arrays[0].shape[0]
+        area = b * call.heads * self.spans.visits * sizes.q * sizes.k
+        return triton.call(
+            functools.partial(body, self),
+            shapes,
+            inputs,
+            grid=(self.counts[self.by_keys], call.kv_heads if self.by_keys else call.heads, b),
+            in_specs=[spec for _, spec in operands],
+            out_specs=[spec for _, spec in outs],
+            interpret=call.interpret,
+            warps=sizes.warps,
+            stages=sizes.stages,
+            flops=2 * area * (products[0] * h + products[1] * v),
+            transcendentals=area,
+        )
 
     @property
-    def _columns(self) -> int:
-        return blocks(self.call.keys, self.sizes.k) * self.sizes.k
+    def _shape(self) -> tuple[int, int]:
+        """Queries and keys of a block: one tile of one side, all of the other."""
+        (q, k, *_), (of_q, of_k) = self.sizes, self.counts
+        return (of_q * q, k) if self.by_keys else (q, of_k * k)
+
+    def _at(self, i: Any, side: int) -> Any:
+        """The block of queries (side 0) or keys (side 1) of program `i`."""
+        return self.row(i) if side == self.by_keys else 0
+
+    def _masks(self) -> list[Blocked]:
+        """The numbers of queries and keys in turn, then the spans."""
+        table = self.spans.table
+        return [
+            *(
+                (
+                    x,
+                    pl.BlockSpec(
+                        (None, size),
+                        lambda i, n, b, x=x, side=side: (of_row(x, b), self._at(i, side)),
+                    ),
+                )
+                for pair in self.same
+                for side, (x, size) in enumerate(zip(pair, self._shape, strict=True))
+            ),
+            (
+                table,
+                pl.BlockSpec((None, None, 4), lambda i, n, b: (of_row(table, b), self.row(i), 0)),
+            ),
+        ]
 
 
 def over(spans: Spans, spans_ref: Any, visit: Callable[..., Any], state: Any) -> Any:
@@ -280,41 +289,22 @@ def block(
     return pl.ds(at * size, size), index, index < total if masked and total % size else None
 
 
-def _mask(start: int, size: int, dim: int, inside: jax.Array | None) -> jax.Array | None:
-    """Of a piece of a tile: rows that are `inside`, columns below `dim`; None: all."""
-    mask = None if inside is None else inside[:, None]
-    if start + size <= dim:
-        return mask
-    within = (start + jnp.arange(size) < dim)[None, :]
-    return within if mask is None else mask & within
-
-
 def read(ref: Any, index: tuple[Any, ...], dim: int, inside: jax.Array | None = None) -> Parts:
     """A tile [rows, dim] of `ref` at the rows (and head) `index`; zeros past `dim`, and at rows
     that are not `inside`."""
-    parts = []
-    for start, size in pieces(dim):
-        mask = _mask(start, size, dim, inside)
-        other = None if mask is None else 0.0
-        parts.append(plgpu.load(ref.at[(*index, pl.ds(start, size))], mask=mask, other=other))
-    return tuple(parts)
+    return tuple(
+        triton.load_tile(
+            ref.at[(*index, pl.ds(start, size))], inside, triton.inside(start, size, dim)
+        )
+        for start, size in pieces(dim)
+    )
 
 
 def write(ref: Any, tile: Sequence[jax.Array], dim: int, inside: jax.Array | None) -> None:
     """The reverse of `read`, to the rows of a block, in the dtype of `ref`."""
     for (start, size), part in zip(pieces(dim), tile, strict=True):
-        mask = _mask(start, size, dim, inside)
-        plgpu.store(ref.at[:, pl.ds(start, size)], part.astype(ref.dtype), mask=mask)
-
-
-def read_row(ref: Any, index: tuple[Any, ...], inside: jax.Array | None) -> jax.Array:
-    """One number for each row of a tile; 0 at rows that are not `inside`."""
-    return plgpu.load(ref.at[index], mask=inside, other=None if inside is None else 0)
-
-
-def write_row(ref: Any, row: jax.Array, inside: jax.Array | None) -> None:
-    """The reverse of `read_row`."""
-    plgpu.store(ref.at[:], row, mask=inside)
+        columns = triton.inside(start, size, dim)
+        triton.store_tile(ref.at[:, pl.ds(start, size)], part, inside, columns)
 
 
 def zeros(rows: int, dim: int) -> Parts:
@@ -381,43 +371,8 @@ def hide(
     of queries and keys broadcast against the scores."""
     masks = [] if inside is None else [inside[None, :]]
     for row, ref in zip(own, others, strict=True):
-        masks.append(row == read_row(ref, (columns,), inside)[None, :])
+        masks.append(row == triton.load(ref.at[columns], inside)[None, :])
     masks += within(call.request, at_q + call.request.offset - at_k)
     if not masks:
         return scores
     return jnp.where(functools.reduce(jnp.logical_and, masks), scores, -jnp.inf)
-
-
-def kernel(
-    call: Call,
-    body: Callable[..., None],
-    sizes: Sizes,
-    visits: int,
-    products: tuple[int, int],
-    *,
-    grid: tuple[int, int, int],
-    given: Sequence[Given],
-    wanted: Sequence[Given],
-) -> Any:
-    """The outputs of `body`. `products`: products of each query and key over the head dim, and over
-    the value's.
-
-    Triton's custom call leaves the cost estimate out, but keeps the metadata.
-    """
-    arrays, shapes = [x for x, _ in given], [x for x, _ in wanted]
-    area = arrays[0].shape[0] * call.heads * visits * sizes.q * sizes.k
-    flops = 2 * area * (products[0] * call.head_dim + products[1] * call.value_dim)
-    return triton.call(
-        body,
-        shapes,
-        tuple(arrays),
-        grid=grid,
-        in_specs=[spec for _, spec in given],
-        out_specs=[spec for _, spec in wanted],
-        interpret=call.interpret,
-        warps=sizes.warps,
-        stages=sizes.stages,
-        flops=flops,
-        transcendentals=area,
-        moved=triton.size_of(*arrays, *shapes),
-    )

@@ -6,7 +6,8 @@ at once, J keys of a tile.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from maxstack.kernels.attention.pallas_tpu_tiles import FIRST, LANES, LAST, Tiling
 from maxstack.kernels.attention.request import Same, within
+from maxstack.kernels.backends import size_of
 
 FLOOR = -1e30
 UNSEEN = 2 * FLOOR
@@ -26,50 +28,35 @@ AT_ONCE = 256
 MEMORY = 48 << 20
 """Bytes of vector memory that a kernel may take."""
 
-Given = tuple[jax.Array, pl.BlockSpec]
 Seen = Callable[[Any], jax.Array] | None
 """Mask of some rows of a tile; None: every query sees every key."""
-
-
-class Inputs(NamedTuple):
-    """Arrays of the backward pass in the layout of a tiling: `do` is the gradient of the output,
-    `mean` its product with the output, summed over V."""
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    do: jax.Array
-    log: jax.Array
-    mean: jax.Array
+Refs = Sequence[Any]
+Steps = tuple[Callable[[], None], Callable[[Seen, Any], None], Callable[[], None]]
+"""Parts of a kernel: before the first tile of a major block; for some rows of a tile, with their
+mask; after the last tile."""
 
 
 def forward(
     tiling: Tiling,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    arrays: Sequence[jax.Array],
     sinks_N: jax.Array | None,
     same: Same,
     interpret: Any,
 ) -> list[jax.Array]:
     """The output [B, K, C, blocks x R, V], and log-sum-exp of the scores [B, K, C, 1, blocks x R],
-    float32, 0 where a query sees no key."""
+    float32, 0 where a query sees no key. `arrays`: q, k and v in the layout of the tiling."""
+    q, _, v = arrays
     width = v.shape[-1]
 
-    def kernel(tiles: Any, ranges: Any, q_ref: Any, k_ref: Any, v_ref: Any, *refs: Any) -> None:
-        mine, theirs, rest = _pairs(tiling, refs)
-        sinks, *rest = rest if sinks_N is not None else (None, *rest)
-        o_ref, log_ref, acc, top, total, *columns = rest
-        state = _now(tiling, tiles, ranges, 3)
+    def steps(ins: Refs, outs: Refs, sums: Refs) -> Steps:
+        (q_ref, k_ref, v_ref, *sinks), (o_ref, log_ref), (acc, top, total) = ins, outs, sums
         share = pl.program_id(1) * tiling.shares + pl.program_id(2)
 
-        @pl.when(state[0] & FIRST != 0)
         def begin() -> None:
             for ref, value in ((acc, 0), (top, FLOOR), (total, 0)):
                 ref[...] = jnp.full(ref.shape, value, jnp.float32)
-            if sinks is not None:
-                _sink(tiling, sinks, share, top, total)
-            _stand(mine, columns)
+            for ref in sinks:
+                _sink(tiling, ref, share, top, total)
 
         def part(seen: Seen, at: Any) -> None:
             s_WJ = _hide(seen, at, _scores(tiling, q_ref[at], k_ref[...]))
@@ -80,45 +67,35 @@ def forward(
             acc[at] = acc[at] * _wide(shrink_W, width) + _dot(p_WJ.astype(v_ref.dtype), v_ref[...])
             top[at] = top_W
 
-        _visit(tiling, state, columns, theirs, part)
-
-        @pl.when(state[0] & LAST != 0)
         def end() -> None:
             weight = total[...]
-            o_ref[...] = (acc[...] / _wide(jnp.where(weight == 0, 1, weight), width)).astype(
-                o_ref.dtype
-            )
+            o_V = acc[...] / _wide(jnp.where(weight == 0, 1, weight), width)
+            o_ref[...] = o_V.astype(o_ref.dtype)
             log_ref[...] = jnp.where(weight == 0, 0, top[...] + jnp.log(weight)).T[:1]
 
-    specs = Specs(tiling)
-    given = [
-        (q, specs.queries(q)),
-        (k, specs.keys(k)),
-        (v, specs.keys(v)),
-        *specs.numbers(same),
-    ]
-    if sinks_N is not None:
-        given.append((sinks_N.astype(jnp.float32)[None], pl.BlockSpec(memory_space=pltpu.SMEM)))
+        return begin, part, end
+
     o = jax.ShapeDtypeStruct((*q.shape[:4], width), q.dtype)
     log = jax.ShapeDtypeStruct((*q.shape[:3], 1, q.shape[3]), jnp.float32)
-    outs = [(o, specs.queries(o)), (log, specs.lanes)]
-    widths = width, LANES, LANES
-    return _call("attention_forward", kernel, specs, given, outs, widths, (1, 1), same, interpret)
+    outs, widths = [(o, "queries"), (log, "lanes")], (width, LANES, LANES)
+    call = Call("attention_forward", steps, outs, widths, (1, 1))
+    return _run(call, tiling, arrays, same, interpret, sinks_N)
 
 
-def of_queries(tiling: Tiling, inputs: Inputs, same: Same, interpret: Any) -> jax.Array:
-    """The gradient of queries, in their layout."""
+def of_queries(
+    tiling: Tiling, arrays: Sequence[jax.Array], same: Same, interpret: Any
+) -> jax.Array:
+    """The gradient of queries, in their layout. `arrays` are in the layout of the tiling: q, k, v,
+    the gradient of the output, the log-sum-exp, and the output times its gradient, summed over V.
+    """
 
-    def kernel(tiles: Any, ranges: Any, *refs: Any) -> None:
-        q_ref, k_ref, v_ref, do_ref, log_ref, mean_ref, *rest = refs
-        mine, theirs, rest = _pairs(tiling, rest)
-        dq_ref, acc, log_column, mean_column, *columns = rest
-        state = _now(tiling, tiles, ranges, 3)
+    def steps(ins: Refs, outs: Refs, sums: Refs) -> Steps:
+        (q_ref, k_ref, v_ref, do_ref, *lanes), [dq_ref], (acc, *columns) = ins, outs, sums
+        log_column, mean_column = columns
 
-        @pl.when(state[0] & FIRST != 0)
         def begin() -> None:
             acc[...] = jnp.zeros(acc.shape, jnp.float32)
-            _stand([log_ref, mean_ref, *mine], [log_column, mean_column, *columns])
+            _stand(lanes, columns)
 
         def part(seen: Seen, at: Any) -> None:
             s_WJ = _scores(tiling, q_ref[at], k_ref[...])
@@ -127,42 +104,30 @@ def of_queries(tiling: Tiling, inputs: Inputs, same: Same, interpret: Any) -> ja
             dp_WJ = _dot(do_ref[at], v_ref[...], 1) - _wide(mean_column[at], tiling.block_k)
             acc[at] += _dot((p_WJ * dp_WJ * slope).astype(k_ref.dtype), k_ref[...])
 
-        _visit(tiling, state, columns, theirs, part)
-
-        @pl.when(state[0] & LAST != 0)
         def end() -> None:
             dq_ref[...] = (acc[...] * tiling.request.scale).astype(dq_ref.dtype)
 
-    specs = Specs(tiling)
-    return _call(
-        "attention_of_queries",
-        kernel,
-        specs,
-        [*specs.inputs(inputs), *specs.numbers(same)],
-        [(inputs.q, specs.queries(inputs.q))],
-        (inputs.q.shape[4], LANES, LANES),
-        (2, 1),
-        same,
-        interpret,
-    )[0]
+        return begin, part, end
+
+    q = arrays[0]
+    widths = q.shape[4], LANES, LANES
+    call = Call("attention_of_queries", steps, [(q, "queries")], widths, (2, 1))
+    return _run(call, tiling, arrays, same, interpret)[0]
 
 
-def of_keys(tiling: Tiling, inputs: Inputs, same: Same, interpret: Any) -> list[jax.Array]:
-    """The gradients of keys and values, in their layout. Scores have keys as rows here, so that no
-    product is transposed."""
+def of_keys(
+    tiling: Tiling, arrays: Sequence[jax.Array], same: Same, interpret: Any
+) -> list[jax.Array]:
+    """The gradients of keys and values, in their layout, of the arrays of `of_queries`. Scores have
+    keys as rows here, so that no product is transposed."""
 
-    def kernel(tiles: Any, ranges: Any, *refs: Any) -> None:
-        q_ref, k_ref, v_ref, do_ref, log_ref, mean_ref, *rest = refs
-        mine, theirs, rest = _pairs(tiling, rest)
-        dk_ref, dv_ref, of_k, of_v, *columns = rest
-        state = _now(tiling, tiles, ranges, 2)
-        share = pl.program_id(3)
+    def steps(ins: Refs, outs: Refs, sums: Refs) -> Steps:
+        (q_ref, k_ref, v_ref, do_ref, log_ref, mean_ref), (of_k, of_v) = ins, sums
+        dk_ref, dv_ref = outs
 
-        @pl.when((state[0] & FIRST != 0) & (share == 0))
         def begin() -> None:
-            for ref in (of_k, of_v):
+            for ref in sums:
                 ref[...] = jnp.zeros(ref.shape, jnp.float32)
-            _stand(theirs, columns)
 
         def part(seen: Seen, at: Any) -> None:
             s_JW = _scores(tiling, k_ref[...], q_ref[at])
@@ -172,77 +137,144 @@ def of_keys(tiling: Tiling, inputs: Inputs, same: Same, interpret: Any) -> list[
             ds_JW = p_JW * (_dot(v_ref[...], do_ref[at], 1) - mean_ref[:, at]) * slope
             of_k[...] += _dot(ds_JW.astype(q_ref.dtype), q_ref[at])
 
-        _visit(tiling, state, mine, columns, part)
-
-        @pl.when((state[0] & LAST != 0) & (share == tiling.shares - 1))
         def end() -> None:
             dk_ref[...] = (of_k[...] * tiling.request.scale).astype(dk_ref.dtype)
             dv_ref[...] = of_v[...].astype(dv_ref.dtype)
 
-    specs, kv = Specs(tiling), (inputs.k, inputs.v)
-    return _call(
-        "attention_of_keys",
-        kernel,
-        specs,
-        [*specs.inputs(inputs), *specs.numbers(same)],
-        [(x, specs.keys(x)) for x in kv],
-        [x.shape[3] for x in kv],
-        (2, 2),
-        same,
-        interpret,
+        return begin, part, end
+
+    kv = arrays[1:3]
+    outs, widths = [(x, "keys") for x in kv], [x.shape[3] for x in kv]
+    call = Call("attention_of_keys", steps, outs, widths, (2, 2))
+    return _run(call, tiling, arrays, same, interpret)
+
+
+class Call(NamedTuple):
+    """A kernel over the tiles of a tiling."""
+
+    name: str
+    steps: Callable[[Refs, Refs, Refs], Steps]
+    """(inputs, outputs, sums) -> the kernel's parts."""
+    outs: Sequence[tuple[Any, str]]
+    """Shapes of the results, and how their blocks lie: see `_spec`."""
+    widths: Sequence[int]
+    """Widths of the sums: float32 scratch with a row for each row of a major block."""
+    products: tuple[int, int]
+    """A tile's products over H and over V."""
+
+
+def _run(
+    call: Call,
+    tiling: Tiling,
+    arrays: Sequence[jax.Array],
+    same: Same,
+    interpret: Any,
+    sinks_N: jax.Array | None = None,
+) -> list[jax.Array]:
+    layouts = "queries", "keys", "keys", "queries", "lanes", "lanes"
+    specs = [_spec(tiling, x, layout) for x, layout in zip(arrays, layouts, strict=False)]
+    operands = [*arrays]
+    if sinks_N is not None:
+        operands.append(sinks_N.astype(jnp.float32)[None])
+        specs.append(pl.BlockSpec(memory_space=pltpu.SMEM))
+    counts = [len(operands), 2 * tiling.pairs, len(call.outs), len(call.widths)]
+    for pair in same:
+        for x, layout, length in zip(
+            pair, ("query numbers", "key numbers"), tiling.padded, strict=True
+        ):
+            operands.append(tiling.numbers(x, length)[:, None])
+            specs.append(_spec(tiling, x, layout))
+
+    def kernel(tiles: Any, ranges: Any, *refs: Any) -> None:
+        ends = itertools.accumulate(counts, initial=0)
+        ins, pairs, outs, sums, columns = (
+            refs[start:end] for start, end in itertools.pairwise([*ends, len(refs)])
+        )
+        _over_tile(tiling, tiles, ranges, call.steps(ins, outs, sums), pairs, columns)
+
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x, _ in call.outs]
+    (b, kv, *_), tiles = arrays[0].shape, tiling.tiles()
+    rows, columns = tiling.rows, tiling.block_q
+    steps, third = (tiling.shares, len(tiles)), "parallel"
+    if tiling.by_keys:
+        rows = columns = tiling.block_k
+        steps, third = (len(tiles), tiling.shares), "arbitrary"
+    order: Any = ("parallel", "parallel", third, "arbitrary")
+    grid = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=2,
+        grid=(b, kv, *steps),
+        in_specs=specs,
+        out_specs=[_spec(tiling, *out) for out in call.outs],
+        scratch_shapes=[
+            *(pltpu.VMEM((rows, width), jnp.float32) for width in call.widths),
+            *[pltpu.VMEM((columns, LANES), jnp.int32)] * tiling.pairs,
+        ],
     )
+    ranges = tiling.ranges(same) if same else jnp.zeros(1, jnp.int32)
+    return pl.pallas_call(
+        kernel,
+        out_shape=shapes,
+        grid_spec=grid,
+        name=call.name,
+        interpret=interpret,
+        cost_estimate=_cost(tiling, operands, shapes, call.products),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=order, vmem_limit_bytes=MEMORY),
+    )(jnp.asarray(tiles), ranges, *operands)
 
 
-class Specs:
-    """Blocks of arrays for each step of the grid: row of the batch, kv head, share of its heads,
+def _spec(tiling: Tiling, x: Any, layout: str) -> pl.BlockSpec:
+    """Blocks of an array for each step of the grid: row of the batch, kv head, share of its heads,
     tile; by keys, tile and share."""
+    shape, block = {
+        "queries": (
+            (None, None, None, tiling.rows, x.shape[-1]),
+            lambda b, h, c, i, j: (b, h, c, i, 0),
+        ),
+        "keys": ((None, None, tiling.block_k, x.shape[-1]), lambda b, h, c, i, j: (b, h, j, 0)),
+        "lanes": ((None, None, None, 1, tiling.rows), lambda b, h, c, i, j: (b, h, c, 0, i)),
+        "query numbers": ((None, 1, tiling.block_q), lambda b, h, c, i, j: (tiling.row(b), 0, i)),
+        "key numbers": ((None, 1, tiling.block_k), lambda b, h, c, i, j: (tiling.row(b), 0, j)),
+    }[layout]
 
-    def __init__(self, tiling: Tiling):
-        self.tiling = tiling
-        self.lanes = pl.BlockSpec(
-            (None, None, None, 1, tiling.rows), self._map(lambda b, h, c, i, j: (b, h, c, 0, i))
-        )
+    def at(b: Any, h: Any, outer: Any, inner: Any, tiles: Any, ranges: Any) -> tuple[Any, ...]:
+        t, c = (outer, inner) if tiling.by_keys else (inner, outer)
+        i, j, side = tiling.clipped(tiles[t], ranges, b)
+        if tiling.by_keys and tiling.shares > 1:
+            c = jnp.where(side < 0, 0, jnp.where(side > 0, tiling.shares - 1, c))
+        return block(b, h, c, i, j)
 
-    def queries(self, x: Any) -> pl.BlockSpec:
-        """Of [B, K, C, blocks x R, H]."""
-        return pl.BlockSpec(
-            (None, None, None, self.tiling.rows, x.shape[4]),
-            self._map(lambda b, h, c, i, j: (b, h, c, i, 0)),
-        )
+    return pl.BlockSpec(shape, at)
 
-    def keys(self, x: Any) -> pl.BlockSpec:
-        """Of [B, K, S, H]."""
-        return pl.BlockSpec(
-            (None, None, self.tiling.block_k, x.shape[3]),
-            self._map(lambda b, h, c, i, j: (b, h, j, 0)),
-        )
 
-    def inputs(self, inputs: Inputs) -> list[Given]:
-        """In their order."""
-        q, k, v, do, *lanes = inputs
-        specs = self.queries(q), self.keys(k), self.keys(v), self.queries(do)
-        return [*zip((q, k, v, do), specs, strict=True), *((x, self.lanes) for x in lanes)]
+def _over_tile(
+    tiling: Tiling, tiles: Any, ranges: Any, steps: Steps, pairs: Refs, columns: Refs
+) -> None:
+    """The parts of a kernel that a tile needs: `part` over its rows where some query sees some key,
+    without a mask where every query sees every key. `columns` hold the major blocks' numbers."""
+    begin, part, end = steps
+    tile, mine, theirs = tiles[pl.program_id(2 if tiling.by_keys else 3)], pairs[::2], pairs[1::2]
+    first, last = tile & FIRST != 0, tile & LAST != 0
+    some, every = tiling.state(tile, ranges, pl.program_id(0))
+    if tiling.by_keys:
+        share = pl.program_id(3)
+        first, last = first & (share == 0), last & (share == tiling.shares - 1)
 
-    def numbers(self, same: Same) -> Iterator[Given]:
-        """Each number of queries and of keys, in lanes, and its blocks."""
-        tiling = self.tiling
-        of_q = self._map(lambda b, h, c, i, j: (tiling.row(b), 0, i))
-        of_k = self._map(lambda b, h, c, i, j: (tiling.row(b), 0, j))
-        for pair in same:
-            for x, count, size, at in zip(
-                pair, tiling.counts, (tiling.block_q, tiling.block_k), (of_q, of_k), strict=True
-            ):
-                yield tiling.numbers(x, count * size)[:, None], pl.BlockSpec((None, 1, size), at)
+    @pl.when(first)
+    def _() -> None:
+        begin()
+        _stand(theirs if tiling.by_keys else mine, columns)
 
-    def _map(self, block: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-        def at(b: Any, h: Any, outer: Any, inner: Any, tiles: Any, ranges: Any) -> tuple[Any, ...]:
-            t, c = (outer, inner) if self.tiling.by_keys else (inner, outer)
-            i, j, side = self.tiling.clipped(tiles[t], ranges, b)
-            if self.tiling.by_keys and self.tiling.shares > 1:
-                c = jnp.where(side < 0, 0, jnp.where(side > 0, self.tiling.shares - 1, c))
-            return block(b, h, c, i, j)
+    mine, theirs = (mine, columns) if tiling.by_keys else (columns, theirs)
 
-        return at
+    @pl.when(some & every)
+    def _() -> None:
+        _by_parts(tiling, functools.partial(part, None))
+
+    @pl.when(some & ~every)
+    def _() -> None:
+        _by_parts(tiling, functools.partial(part, _mask(tiling, tile, mine, theirs)))
+
+    pl.when(last)(end)
 
 
 def _mask(
@@ -277,100 +309,22 @@ def _hide(seen: Seen, at: Any, scores: jax.Array) -> jax.Array:
     return jnp.where(seen(at), scores, UNSEEN) if seen else scores
 
 
-def _call(
-    name: str,
-    kernel: Callable[..., None],
-    specs: Specs,
-    given: Sequence[Given],
-    outs: Sequence[tuple[Any, pl.BlockSpec]],
-    widths: Sequence[int],
-    products: tuple[int, int],
-    same: Same,
-    interpret: Any,
-) -> list[jax.Array]:
-    """`widths`: of float32 scratch with a row for each row of a major block. `products`: a tile's
-    products over H and over V."""
-    tiling, (b, kv, *_), tiles = specs.tiling, given[0][0].shape, specs.tiling.tiles()
-    shapes = [jax.ShapeDtypeStruct(shape.shape, shape.dtype) for shape, _ in outs]
-    rows = tiling.block_k if tiling.by_keys else tiling.rows
-    columns = tiling.block_k if tiling.by_keys else tiling.block_q
-    steps = (len(tiles), tiling.shares) if tiling.by_keys else (tiling.shares, len(tiles))
-    third = "arbitrary" if tiling.by_keys else "parallel"
-    order: Any = ("parallel", "parallel", third, "arbitrary")
-    grid = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=2,
-        grid=(b, kv, *steps),
-        in_specs=[spec for _, spec in given],
-        out_specs=[spec for _, spec in outs],
-        scratch_shapes=[
-            *(pltpu.VMEM((rows, width), jnp.float32) for width in widths),
-            *[pltpu.VMEM((columns, LANES), jnp.int32)] * tiling.pairs,
-        ],
-    )
-    call = pl.pallas_call(
-        kernel,
-        out_shape=shapes,
-        grid_spec=grid,
-        name=name,
-        interpret=interpret,
-        cost_estimate=_cost(tiling, given, shapes, products),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=order, vmem_limit_bytes=MEMORY),
-    )
-    return call(
-        jnp.asarray(tiles),
-        tiling.ranges(same) if same else jnp.zeros(1, jnp.int32),
-        *(x for x, _ in given),
-    )
-
-
 def _cost(
-    tiling: Tiling, given: Sequence[Given], shapes: Sequence[Any], products: tuple[int, int]
+    tiling: Tiling, operands: Sequence[jax.Array], shapes: Sequence[Any], products: tuple[int, int]
 ) -> pl.CostEstimate:
-    """Of the tiles within the bounds of positions, without those of numbers. Head dims count as
-    multiples of 128, as they lie."""
-    q, k, v = (x for x, _ in given[:3])
+    """Cost of the tiles within the bounds of positions, without those of numbers. Head dims count
+    as multiples of 128, as they lie."""
+    q, k, v = operands[:3]
     tiles = tiling.computed() * q.shape[0] * q.shape[1] * tiling.shares
     scores = tiles * tiling.rows * tiling.block_k
-    whole = sum(x.size * x.dtype.itemsize for x in shapes)
-    fetched = (k, v) if not tiling.by_keys else (q, given[3][0])
-    block = tiling.block_k if not tiling.by_keys else tiling.rows
-    others = sum(
-        x.size * x.dtype.itemsize for x, _ in given if all(x is not one for one in fetched)
-    )
+    fetched, block = ((q, operands[3]), tiling.rows) if tiling.by_keys else ((k, v), tiling.block_k)
+    others = [x for x in operands if all(x is not y for y in fetched)]
     moved = tiles * block * sum(x.shape[-1] * x.dtype.itemsize for x in fetched)
     return pl.CostEstimate(
         flops=2 * scores * (products[0] * q.shape[-1] + products[1] * v.shape[-1]),
         transcendentals=scores * (2 if tiling.request.soft_cap else 1),
-        bytes_accessed=whole + others + moved,
+        bytes_accessed=size_of(*shapes, *others) + moved,
     )
-
-
-State = tuple[jax.Array, jax.Array, jax.Array]
-"""A tile; does some query see some key; does every query see every key."""
-
-
-def _now(tiling: Tiling, tiles: Any, ranges: Any, axis: int) -> State:
-    tile = tiles[pl.program_id(axis)]
-    return tile, *tiling.state(tile, ranges, pl.program_id(0))
-
-
-def _visit(
-    tiling: Tiling,
-    state: State,
-    mine: Sequence[Any],
-    theirs: Sequence[Any],
-    part: Callable[[Seen, Any], None],
-) -> None:
-    """`part(mask, rows)` over the rows of a tile in which some query sees some key."""
-    tile, some, every = state
-
-    @pl.when(some & every)
-    def whole() -> None:
-        _by_parts(tiling, functools.partial(part, None))
-
-    @pl.when(some & ~every)
-    def masked() -> None:
-        _by_parts(tiling, functools.partial(part, _mask(tiling, tile, mine, theirs)))
 
 
 def _by_parts(tiling: Tiling, part: Callable[[Any], None]) -> None:
@@ -381,12 +335,6 @@ def _by_parts(tiling: Tiling, part: Callable[[Any], None]) -> None:
     jax.lax.fori_loop(
         0, tiling.rows // size, lambda n, _: part(pl.ds(pl.multiple_of(n * size, size), size)), None
     )
-
-
-def _pairs(tiling: Tiling, refs: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
-    """Numbers of queries, those of keys, and what follows them."""
-    pairs = refs[: 2 * tiling.pairs]
-    return pairs[::2], pairs[1::2], [*refs[2 * tiling.pairs :]]
 
 
 def _sink(tiling: Tiling, sinks: Any, share: jax.Array, top: Any, total: Any) -> None:

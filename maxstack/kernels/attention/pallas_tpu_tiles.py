@@ -7,13 +7,14 @@ the heads of a kv head  R rows of a tile of queries  H head dim.
 """
 
 import dataclasses
-import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxstack.kernels.attention.request import Request, Same
+from maxstack.kernels.attention.bounds import keys_of
+from maxstack.kernels.attention.request import Inputs, Request, Same
 
 LANES = 128
 FIRST, LAST, WHOLE, HIDDEN = 1, 2, 4, 8
@@ -38,12 +39,12 @@ class Tiling:
     block_k: int
     by_keys: bool = False
     pairs: int = 0
-    """Of numbers that must be equal."""
+    """Pairs of numbers that must be equal."""
     rows_of_numbers: int = 1
 
     @property
     def rows(self) -> int:
-        """Of a tile."""
+        """Rows of a tile."""
         return self.heads * self.block_q
 
     @property
@@ -51,31 +52,36 @@ class Tiling:
         """Blocks of queries and blocks of keys."""
         return -(-self.queries // self.block_q), -(-self.keys // self.block_k)
 
+    @property
+    def padded(self) -> tuple[int, int]:
+        """Queries and keys in whole blocks."""
+        return self.counts[0] * self.block_q, self.counts[1] * self.block_k
+
     def bounded(self) -> tuple[np.ndarray, np.ndarray]:
         """bool [blocks of queries, blocks of keys]: some query may see some key, and every query
         sees every key, numbers apart."""
-        first_q, first_k = (
-            np.arange(n) * size
-            for n, size in zip(self.counts, (self.block_q, self.block_k), strict=True)
-        )
-        last_q = np.minimum(first_q + self.block_q, self.queries) - 1 + self.request.offset
-        last_k = np.minimum(first_k + self.block_k, self.keys) - 1
-        least, most = (first_q + self.request.offset)[:, None] - last_k, last_q[:, None] - first_k
-        nearest, furthest = self.request.nearest, self.request.furthest
-        near = -math.inf if nearest is None else nearest
-        far = math.inf if furthest is None else furthest
-        return (most >= near) & (least <= far), (least >= near) & (most <= far) & (
-            first_k + self.block_k <= self.keys
-        )
+        visited = [
+            keys_of(
+                self.request,
+                start,
+                min(self.block_q, self.queries - start),
+                self.keys,
+                self.block_k,
+            )
+            for start in range(0, self.queries, self.block_q)
+        ]
+        first, whole, broken, last = np.array(visited).T[:, :, None]
+        at = np.arange(self.counts[1])
+        return (first <= at) & (at < last), (whole <= at) & (at < broken)
 
     def tiles(self) -> np.ndarray:
         """int32 [tiles]: block of queries << 18 | block of keys << 4 | marks, row by row of tiles.
         A row that sees nothing has one, hidden."""
         seen, whole = (x.T if self.by_keys else x for x in self.bounded())
         lone: np.ndarray = np.logical_not(seen.any(axis=1))
-        kept = seen.copy()
-        kept[lone, 0] = True
-        major, minor = np.nonzero(kept)
+        listed = seen.copy()
+        listed[lone, 0] = True
+        major, minor = np.nonzero(listed)
         first = np.r_[True, major[1:] != major[:-1]]
         marks = (
             first * FIRST
@@ -87,10 +93,8 @@ class Tiling:
         return (i << 18 | j << 4 | marks).astype(np.int32)
 
     def computed(self) -> int:
-        """Tiles within `request.reach`, without the bounds of numbers, of one head and row of the
-        batch."""
-        narrowed = dataclasses.replace(self, request=self.request.narrowed)
-        return int(narrowed.bounded()[0].sum())
+        """Tiles within the bounds of positions, of one head and row of the batch."""
+        return int(self.bounded()[0].sum())
 
     def ranges(self, same: Same) -> jax.Array:
         """int32: for each major block the first and last minor block whose numbers may meet its
@@ -141,7 +145,7 @@ class Tiling:
         return (held, j, side) if self.by_keys else (i, held, side)
 
     def row(self, row: jax.Array) -> jax.Array:
-        """Of numbers, for a row of the batch."""
+        """The row of numbers for a row of the batch."""
         return row if self.rows_of_numbers > 1 else row * 0
 
     def state(
@@ -162,14 +166,19 @@ class Tiling:
             every = every & (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
         return some, every
 
+    def arrays(self, inputs: Inputs) -> list[jax.Array]:
+        """q, k and v in the layout of the tiles."""
+        q, k, v, *_ = inputs
+        return [self.of_queries(q), self.of_keys(k), self.of_keys(v)]
+
     def of_queries(self, x_BTNH: jax.Array) -> jax.Array:
         """[B, K, C, blocks x R, H]: the rows of one tile lie together. H becomes a multiple of
         128."""
         return self._rows(jnp.pad(x_BTNH, ((0, 0),) * 3 + ((0, -x_BTNH.shape[3] % LANES),)))
 
-    def in_lanes(self, x_BTN: jax.Array) -> jax.Array:
+    def in_lanes(self, x_BNT: jax.Array) -> jax.Array:
         """[B, K, C, 1, blocks x R]: a number for each row of the tiles."""
-        return self._rows(x_BTN)[:, :, :, None]
+        return self._rows(x_BNT.swapaxes(1, 2))[:, :, :, None]
 
     def _rows(self, x_BTN: jax.Array) -> jax.Array:
         """[B, T, N, ..] -> [B, K, C, blocks x R, ..]."""
@@ -192,6 +201,20 @@ class Tiling:
     def of_keys(self, x_BSKH: jax.Array) -> jax.Array:
         """[B, K, S, H] with S a multiple of the block and H of 128."""
         s, h = x_BSKH.shape[1], x_BSKH.shape[3]
-        return jnp.pad(
-            x_BSKH, ((0, 0), (0, self.counts[1] * self.block_k - s), (0, 0), (0, -h % LANES))
-        ).transpose(0, 2, 1, 3)
+        rest = (0, 0), (0, self.padded[1] - s), (0, 0), (0, -h % LANES)
+        return jnp.pad(x_BSKH, rest).swapaxes(1, 2)
+
+
+def sizes_to_measure(
+    default: dict[str, int], fits: Callable[[str, int], bool]
+) -> list[dict[str, int]]:
+    """Sizes of blocks, the default first; each of the others differs from it in one pass, and all
+    of its sizes fit."""
+    sizes = [default]
+    for q in (256, 512, 1024):
+        for keys, suffix in ((512, 1024, 2048), ""), ((512, 1024), "_dkv"):
+            for k in keys:
+                other = default | {f"block_q{suffix}": q, f"block_k{suffix}": k}
+                if other not in sizes and all(fits(*size) for size in other.items()):
+                    sizes.append(other)
+    return sizes

@@ -1,4 +1,4 @@
-"""The definition of attention, with the whole score matrix in memory.
+"""The definition of attention, which serves everything, with the whole score matrix in memory.
 
 Shapes: B batch  T query time  S key time  N heads  K kv heads  G heads / kv heads  H head dim  V
 value head dim.
@@ -9,29 +9,16 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from maxstack.kernels.attention.request import AttentionCase, Request, Same, visible
+from maxstack.kernels.attention.request import Inputs, Request, visible
 
 MASKED = -1e30
 
 
-def supports(case: AttentionCase) -> str | None:
-    """It serves everything, in memory that grows with the square of the sequence."""
-    return None
-
-
-def run(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKV: jax.Array,
-    sinks_N: jax.Array | None,
-    same: Same,
-    request: Request,
-    blocks: Mapping[str, int] | None = None,
-) -> jax.Array:
+def run(inputs: Inputs, request: Request, blocks: Mapping[str, int] | None = None) -> jax.Array:
     """softmax(scores) v -> [B, T, N, V] in q's dtype. Scores and softmax are float32, or float64
     where q is."""
-    b, t, n, h = q_BTNH.shape
-    s, kv = k_BSKH.shape[1:3]
+    q_BTNH, k_BSKH, v_BSKV, sinks_N, same = inputs
+    (b, t, n, h), (_, s, kv, _) = q_BTNH.shape, k_BSKH.shape
     number = jnp.promote_types(q_BTNH.dtype, jnp.float32)
     q_BTKGH = q_BTNH.reshape(b, t, kv, n // kv, h)
     s_BKGTS = (

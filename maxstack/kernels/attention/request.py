@@ -1,16 +1,28 @@
 """The request that attention serves, and the case by which a backend decides whether it can."""
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from maxstack.kernels.backends import Device
 
-Same = tuple[tuple[jax.Array, jax.Array], ...]
+Same = tuple[Any, ...]
 """Pairs of numbers of queries [B or 1, T] and of keys [B or 1, S], int32: a query sees keys with
-equal numbers in each."""
+equal numbers in each. In a ring an item is the numbers of one device's positions."""
+
+
+class Inputs(NamedTuple):
+    """Arrays of one call."""
+
+    q_BTNH: jax.Array
+    k_BSKH: jax.Array
+    v_BSKV: jax.Array
+    sinks_N: jax.Array | None = None
+    same: Same = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,15 +43,11 @@ class Request:
     offset: int = 0
 
     @property
-    def reach(self) -> int | None:
-        """Positions on one side of a query that it can see, its own included; None: no limit."""
-        return min((limit for limit in (self.window, self.chunk) if limit), default=None)
-
-    @property
     def narrowed(self) -> "Request":
-        """The request with `reach` as its window: the same with the numbers of chunks, and a bound
-        without them."""
-        return dataclasses.replace(self, window=self.reach)
+        """The same request with a window no wider than a chunk, so that backends skip keys beyond
+        it."""
+        limits = [limit for limit in (self.window, self.chunk) if limit]
+        return dataclasses.replace(self, window=min(limits, default=None))
 
     @property
     def nearest(self) -> int | None:
@@ -75,6 +83,22 @@ class AttentionCase:
     ring: bool = False
     """Keys and values go around a ring of devices."""
 
+    @classmethod
+    def of(
+        cls, inputs: Inputs, request: Request, device: Device, ring: bool = False
+    ) -> "AttentionCase":
+        """The case of a call."""
+        q_BTNH, k_BSKH, v_BSKV, sinks_N, same = inputs
+        (_, queries, heads, head_dim), (_, keys, kv_heads, value_dim) = q_BTNH.shape, v_BSKV.shape
+        dtype, packed = q_BTNH.dtype.name, len(same) > bool(request.chunk)
+        shape = queries, keys, heads, kv_heads, head_dim, value_dim
+        return cls(request, *shape, dtype, packed, sinks_N is not None, device, ring)
+
+    @property
+    def groups(self) -> int:
+        """Query heads that share a kv head."""
+        return self.heads // self.kv_heads
+
     @property
     def numbered(self) -> int:
         """Pairs of numbers (of documents, of chunks) in `Same`."""
@@ -83,12 +107,12 @@ class AttentionCase:
     @property
     def shape_class(self) -> Mapping[str, int | str]:
         """Properties by which measured block sizes are stored."""
-        span = min(self.keys, self.request.reach or self.keys)
+        span = min(self.keys, self.request.narrowed.window or self.keys)
         return {
             "dtype": self.dtype,
             "head_dim": self.head_dim,
             "value_dim": self.value_dim,
-            "groups": self.heads // self.kv_heads,
+            "groups": self.groups,
             "span": 1 << (span - 1).bit_length(),
         }
 
@@ -109,3 +133,41 @@ def visible(request: Request, at_T: jax.Array, at_S: jax.Array, same: Same) -> j
     for mine, theirs in same:
         seen_BTS = seen_BTS & (mine[:, :, None] == theirs[:, None, :])
     return seen_BTS
+
+
+def differentiable(
+    forward: Callable[..., Any], backward: Callable[..., Any], unit: float = 1.0
+) -> Callable[[Inputs, Any], jax.Array]:
+    """attention(inputs, call) -> [B, T, N, V] in q's dtype, whose backward pass recomputes the
+    scores from the saved log-sum-exp (FlashAttention, Dao et al. 2022, arXiv:2205.14135).
+
+    `forward(inputs, call)` gives the output and the log-sum-exp [B, N, T] in units of `unit` nats,
+    `backward(call, inputs, log, mean, do)` the gradients of q, k and v; `mean` [B, N, T] is the
+    output times its gradient `do`, summed over V. A sink gives nothing, so its gradient is minus
+    its share of the softmax times `mean`.
+    """
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+    def attention(inputs: Inputs, call: Any) -> jax.Array:
+        return forward(inputs, call)[0]
+
+    def save(inputs: Inputs, call: Any) -> Any:
+        o_BTNV, log_BNT = forward(inputs, call)
+        return o_BTNV, (inputs, o_BTNV, log_BNT)
+
+    def gradients(call: Any, saved: Any, do_BTNV: jax.Array) -> Any:
+        inputs, o_BTNV, log_BNT = saved
+        products_BTNV = do_BTNV.astype(jnp.float32) * o_BTNV.astype(jnp.float32)
+        mean_BNT = products_BTNV.sum(axis=-1).swapaxes(1, 2)
+        floats: list[Any] = [*backward(call, inputs, log_BNT, mean_BNT, do_BTNV), None]
+        if inputs.sinks_N is not None:
+            share_BNT = jnp.exp(inputs.sinks_N.astype(jnp.float32)[:, None] - log_BNT * unit)
+            floats[3] = -(share_BNT * mean_BNT).sum(axis=(0, 2))
+        cast = (
+            None if d is None else d.astype(x.dtype)
+            for d, x in zip(floats, inputs[:4], strict=True)
+        )
+        return (Inputs._make([*cast, None]),)
+
+    attention.defvjp(save, gradients)
+    return attention

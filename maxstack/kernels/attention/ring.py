@@ -9,6 +9,7 @@ time, of one device  N heads  K kv heads  G heads / kv heads  H head dim  V valu
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,9 +17,10 @@ import jax.numpy as jnp
 
 from maxstack.kernels.attention import blockwise as blocks
 from maxstack.kernels.attention.blockwise import Gradients, Keys, Numbers, Output, Tiles, zeros
-from maxstack.kernels.attention.request import Request
+from maxstack.kernels.attention.request import Inputs, Request, differentiable
 from maxstack.kernels.sequences import Axes, whole
 
+Call = tuple[Request, Axes]
 Step = Any
 """An int, or a traced one."""
 _sum = functools.partial(jax.tree.map, jnp.add)
@@ -43,20 +45,11 @@ def routes(parts: int, chunk: int, window: int | None) -> list[tuple[int, int]]:
     return [(1, reach), (-1, reach)] if reach else []
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def ring_attention(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKV: jax.Array,
-    sinks_N: jax.Array | None,
-    numbers: tuple[jax.Array, ...],
-    request: Request,
-    axes: Axes,
-) -> jax.Array:
+def ring_attention(inputs: Inputs, request: Request, axes: Axes) -> jax.Array:
     """softmax(scores) v -> [B, T, N, V] for this device's part of sequences that lie in the order
-    of `sequences.zigzag` over mesh axes `axes`. `numbers`: int32 [B or 1, T], the part's numbers of
-    documents and chunks."""
-    return _forward(q_BTNH, k_BSKH, v_BSKV, sinks_N, numbers, request, axes)[0]
+    of `sequences.zigzag` over mesh axes `axes`. `inputs.same`: int32 [B or 1, T] each, the part's
+    numbers of documents and chunks."""
+    return _attention(inputs, (request, axes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +92,7 @@ class Ring:
         return tiles
 
     def numbers(self, shift: Step) -> blocks.Pair:
-        """Of the queries, and of the keys of the device `shift` before this one."""
+        """Numbers of the queries, and of the keys of the device `shift` before this one."""
         return self._of(self.device), self._of((self.device - shift) % self.parts)
 
     def _of(self, device: jax.Array) -> Numbers:
@@ -118,75 +111,73 @@ class Ring:
             x, self.axes, [(i, (i + steps) % self.parts) for i in range(self.parts)]
         )
 
+    def around(self, visit: Callable[..., Any], state: Any, own: Keys, cargo: Any) -> Any:
+        """(state after the keys of all other devices, this device's cargo with what they add).
 
-def _ring(q_BTNH: jax.Array, numbers: tuple[jax.Array, ...], request: Request, axes: Axes) -> Ring:
+        `visit(state, keys, shift)` gives (state, what to add to the cargo of these keys). It goes
+        around with them, one step behind: no device waits for it before its own work.
+        """
+        total, empty = cargo, jax.tree.map(jnp.zeros_like, cargo)
+        arriving = [self.send(own, direction) for direction, _ in self.routes]
+        for (direction, steps), kv in zip(self.routes, arriving, strict=True):
+            added = empty
+
+            def step(carry: Any, shift: Step, direction: int = direction) -> tuple[Any, None]:
+                state, kv, cargo = carry
+                onward, cargo = self.send(kv, direction), self.send(cargo, direction)
+                state, added = visit(state, kv, shift)
+                return (state, onward, _sum(cargo, added)), None
+
+            if steps > 1:
+                shifts = direction * jnp.arange(1, steps)
+                (state, kv, added), _ = jax.lax.scan(step, (state, kv, empty), shifts)
+                added = self.send(added, direction)
+            state, last = visit(state, kv, direction * steps)
+            total = _sum(total, self.send(_sum(added, last), -direction * steps))
+        return state, total
+
+
+def _ring(inputs: Inputs, call: Call) -> Ring:
+    request, axes = call
     return Ring(
         axes,
         jax.lax.axis_size(axes),
         jax.lax.axis_index(axes),
-        q_BTNH.shape[1] // 2,
+        inputs.q_BTNH.shape[1] // 2,
         request,
-        tuple(whole(x, axes) for x in numbers),
+        tuple(whole(x, axes) for x in inputs.same),
     )
 
 
-def _forward(q_BTNH, k_BSKH, v_BSKV, sinks_N, numbers, request, axes):
-    ring = _ring(q_BTNH, numbers, request, axes)
-    q_BKGTH, own = blocks.by_head(q_BTNH, k_BSKH, v_BSKV)
-    arriving = [ring.send(own, direction) for direction, _ in ring.routes]
-    before = blocks.initial(q_BKGTH, own, sinks_N)
-    output = blocks.attend(before, q_BKGTH, own, ring.numbers(0), ring.own(), request)
+def _forward(inputs: Inputs, call: Call) -> Output:
+    ring, (q_BKGTH, own) = _ring(inputs, call), blocks.by_head(inputs)
 
-    def visit(output: Output, kv: Keys, shift: Step) -> Output:
-        return blocks.attend(output, q_BKGTH, kv, ring.numbers(shift), ring.visited(shift), request)
+    def visit(output: Output, kv: Keys, shift: Step) -> tuple[Output, tuple[()]]:
+        numbers, tiles = ring.numbers(shift), ring.visited(shift)
+        return blocks.attend(output, q_BKGTH, kv, numbers, tiles, ring.request), ()
 
-    for (direction, steps), kv in zip(ring.routes, arriving, strict=True):
-
-        def step(state: Any, shift: Step, direction: int = direction) -> tuple[Any, None]:
-            output, kv = state
-            onward = ring.send(kv, direction)
-            return (visit(output, kv, shift), onward), None
-
-        if steps > 1:
-            (output, kv), _ = jax.lax.scan(step, (output, kv), direction * jnp.arange(1, steps))
-        output = visit(output, kv, direction * steps)
-    o_BTNV = blocks.by_time(output[0]).astype(q_BTNH.dtype)
-    return o_BTNV, (q_BTNH, k_BSKH, v_BSKV, sinks_N, numbers, o_BTNV, output[1])
+    before = blocks.initial(q_BKGTH, own, inputs.sinks_N)
+    output = blocks.attend(before, q_BKGTH, own, ring.numbers(0), ring.own(), ring.request)
+    output, _ = ring.around(visit, output, own, ())
+    return blocks.as_output(output, inputs)
 
 
-def _backward(request, axes, saved, do_BTNV):
-    """Gradients of keys and values go around with them, one step behind: no device waits for them
-    before its own work."""
-    q_BTNH, k_BSKH, v_BSKV, sinks_N, numbers, o_BTNV, log_BKGT = saved
-    ring = _ring(q_BTNH, numbers, request, axes)
-    q_BKGTH, own = blocks.by_head(q_BTNH, k_BSKH, v_BSKV)
-    queries = blocks.with_gradient(q_BKGTH, o_BTNV, do_BTNV, log_BKGT)
-    arriving = [ring.send(own, direction) for direction, _ in ring.routes]
-    none = zeros(own[0]), zeros(own[1])
-    dq, own_gradients = blocks.add_gradients(
-        (zeros(q_BKGTH), none), queries, own, ring.numbers(0), ring.own(), request
-    )
+def _backward(
+    call: Call, inputs: Inputs, log_BNT: jax.Array, mean_BNT: jax.Array, do_BTNV: jax.Array
+) -> list[jax.Array]:
+    ring, (q_BKGTH, own) = _ring(inputs, call), blocks.by_head(inputs)
+    queries = blocks.with_gradient(q_BKGTH, do_BTNV, mean_BNT, log_BNT)
+    none = jax.tree.map(zeros, own)
 
     def visit(dq: jax.Array, kv: Keys, shift: Step) -> Gradients:
         return blocks.add_gradients(
-            (dq, none), queries, kv, ring.numbers(shift), ring.visited(shift), request
+            (dq, none), queries, kv, ring.numbers(shift), ring.visited(shift), ring.request
         )
 
-    for (direction, steps), kv in zip(ring.routes, arriving, strict=True):
-
-        def step(state: Any, shift: Step, direction: int = direction) -> tuple[Any, None]:
-            dq, kv, dkv = state
-            onward, dkv = ring.send(kv, direction), ring.send(dkv, direction)
-            dq, added = visit(dq, kv, shift)
-            return (dq, onward, _sum(dkv, added)), None
-
-        dkv = none
-        if steps > 1:
-            (dq, kv, dkv), _ = jax.lax.scan(step, (dq, kv, dkv), direction * jnp.arange(1, steps))
-            dkv = ring.send(dkv, direction)
-        dq, added = visit(dq, kv, direction * steps)
-        own_gradients = _sum(own_gradients, ring.send(_sum(dkv, added), -direction * steps))
-    return blocks.as_arguments((dq, own_gradients), queries, q_BTNH, k_BSKH, sinks_N)
+    dq, of_own = blocks.add_gradients(
+        (zeros(q_BKGTH), none), queries, own, ring.numbers(0), ring.own(), ring.request
+    )
+    return blocks.as_arguments(ring.around(visit, dq, own, of_own))
 
 
-ring_attention.defvjp(_forward, _backward)
+_attention = differentiable(_forward, _backward)

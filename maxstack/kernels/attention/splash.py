@@ -1,9 +1,10 @@
-"""Attention on TPUs by jax's splash kernels (jax.experimental.pallas.ops.tpu.splash_attention),
-where their meaning is ours.
+"""Attention on TPUs by jax's splash kernels (jax.experimental.pallas.ops.tpu.splash_attention), for
+requests that they serve exactly.
 
 Shapes: B batch  T query time  S key time  N heads  K kv heads  H head dim  V value head dim.
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -14,14 +15,14 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-from maxstack.kernels.attention.request import AttentionCase, Request, Same
+from maxstack.kernels.attention.pallas_tpu_tiles import LANES, sizes_to_measure
+from maxstack.kernels.attention.request import AttentionCase, Inputs, Request
 
-LANES = 128
 BLOCKS = (512, 384, 256, 128)
 NO_SINK = -1e30
-"""A sink that takes no share, but for queries that see no key: without any, splash gives those the
-mean of values that are hidden."""
-MOST_PLACES = 1 << 32
+"""A sink without a share, except for queries that see no key: without a sink, splash gives those
+the mean of hidden values."""
+MOST_POSITIONS = 1 << 32
 
 
 def supports(case: AttentionCase) -> str | None:
@@ -30,7 +31,7 @@ def supports(case: AttentionCase) -> str | None:
     if case.dtype != "bfloat16":
         return f"rounds {case.dtype} to bfloat16 before it multiplies; bfloat16 would do"
     if case.numbered > 1:
-        return "takes one number for each place, and documents and chunks are two"
+        return "takes one number for each position, and documents and chunks are two"
     if case.sinks and jax.__version_info__ < (0, 12):
         return f"jax {jax.__version__} rounds the gradient of sinks to bfloat16; 0.12 does not"
     if max(case.head_dim, case.value_dim) > 256:
@@ -38,10 +39,10 @@ def supports(case: AttentionCase) -> str | None:
     for what, length in ("queries", case.queries), ("keys", case.keys):
         if not length or length % LANES:
             return f"{length} {what} are not a multiple of {LANES}"
-    if case.queries * case.keys > MOST_PLACES:
+    if case.queries * case.keys > MOST_POSITIONS:
         return (
-            f"jax goes over all of {case.queries} x {case.keys} places while it traces; up "
-            f"to {MOST_PLACES} would do"
+            f"jax goes over all of {case.queries} x {case.keys} positions while it traces; up "
+            f"to {MOST_POSITIONS} would do"
         )
     nearest, furthest = request.offset - case.keys + 1, request.offset + case.queries - 1
     window = request.window or case.queries + case.keys + abs(request.offset)
@@ -51,55 +52,35 @@ def supports(case: AttentionCase) -> str | None:
 
 
 def candidates(case: AttentionCase) -> list[dict[str, int]]:
-    """Sizes worth measuring, the default first."""
-    found = [_default(case.queries, case.keys)]
-    for q in (256, 512, 1024):
-        found += [{**found[0], "block_q": q, "block_k": k} for k in (512, 1024, 2048)]
-        found += [{**found[0], "block_q_dkv": q, "block_k_dkv": k} for k in (512, 1024)]
-    fits = [
-        sizes
-        for sizes in found
-        if all(
-            (case.queries if "_q" in name else case.keys) % size == 0
-            for name, size in sizes.items()
-        )
-    ]
-    return [dict(sizes) for sizes in dict.fromkeys(tuple(sizes.items()) for sizes in fits)]
+    """Sizes worth measuring, the default first: whole blocks alone."""
+
+    def fits(name: str, size: int) -> bool:
+        return (case.queries if "_q" in name else case.keys) % size == 0
+
+    return sizes_to_measure(_default(case.queries, case.keys), fits)
 
 
 def run(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKV: jax.Array,
-    sinks_N: jax.Array | None,
-    same: Same,
+    inputs: Inputs,
     request: Request,
     blocks: Mapping[str, int] | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """softmax(scores) v -> [B, T, N, V] in q's dtype, as reference.run."""
-    b, t, n, _ = q_BTNH.shape
-    s = k_BSKH.shape[1]
-    sizes = tuple({**_default(t, s), **(blocks or {})}.items())
-    attend = _kernel(
-        request.causal, request.window, request.offset, request.soft_cap, n, t, s, sizes, interpret
-    )
+    q_BTNH, k_BSKH, v_BSKV, sinks_N, same = inputs
+    (b, t, n, _), s = q_BTNH.shape, k_BSKH.shape[1]
+    sizes = tuple((_default(t, s) | dict(blocks or {})).items())
+    attend = _kernel(dataclasses.replace(request, scale=1.0), n, t, s, sizes, interpret)
     scaled = (q_BTNH.astype(jnp.float32) * request.scale).astype(q_BTNH.dtype)
-    q_BNTH, k_BKSH, v_BKSV = (x.transpose(0, 2, 1, 3) for x in (scaled, k_BSKH, v_BSKV))
-    sinks = (
-        jnp.full(n, NO_SINK, jnp.float32)
-        if sinks_N is None
-        else jnp.maximum(sinks_N.astype(jnp.float32), NO_SINK)
-    )
-    numbers = (
-        kernels.SegmentIds(*(jnp.broadcast_to(x, (b, x.shape[1])) for x in same[0]))
-        if same
-        else None
-    )
-    o_BNTV = jax.vmap(attend, in_axes=(0, 0, 0, numbers and 0, None))(
-        q_BNTH, k_BKSH, v_BKSV, numbers, sinks
-    )
-    return o_BNTV.transpose(0, 2, 1, 3)
+    q_BNTH, k_BKSH, v_BKSV = (x.swapaxes(1, 2) for x in (scaled, k_BSKH, v_BSKV))
+    sinks = jnp.full(n, NO_SINK, jnp.float32)
+    if sinks_N is not None:
+        sinks = jnp.maximum(sinks_N.astype(jnp.float32), NO_SINK)
+    numbers = None
+    if same:
+        numbers = kernels.SegmentIds(*(jnp.broadcast_to(x, (b, x.shape[1])) for x in same[0]))
+    rows = 0, 0, 0, numbers and 0, None
+    return jax.vmap(attend, in_axes=rows)(q_BNTH, k_BKSH, v_BKSV, numbers, sinks).swapaxes(1, 2)
 
 
 def _default(queries: int, keys: int) -> dict[str, int]:
@@ -109,10 +90,7 @@ def _default(queries: int, keys: int) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=64)
 def _kernel(
-    causal: bool,
-    window: int | None,
-    offset: int,
-    soft_cap: float | None,
+    request: Request,
     heads: int,
     t: int,
     s: int,
@@ -120,25 +98,25 @@ def _kernel(
     interpret: bool,
 ) -> Any:
     """Splash's kernels and their tables of tiles, which take long to make for long sequences."""
+    causal, window, offset = request.causal, request.window, request.offset
     mask: masks.Mask
     if window:
         mask = masks.LocalMask((t, s), (window - 1, 0 if causal else window - 1), offset)
     else:
         mask = masks.CausalMask((t, s), offset) if causal else masks.FullMask((t, s))
-    of = dict(sizes)
-    blocks = kernels.BlockSizes(
-        block_q=of["block_q"],
-        block_kv=of["block_k"],
-        block_q_dq=of["block_q"],
-        block_kv_dq=of["block_k"],
-        block_q_dkv=of["block_q_dkv"],
-        block_kv_dkv=of["block_k_dkv"],
-    )
+    q, k, q_dkv, k_dkv = dict(sizes).values()
     with jax.ensure_compile_time_eval():
         made = kernels.make_splash_mha(
             masks.MultiHeadMask([mask] * heads),
-            block_sizes=blocks,
-            attn_logits_soft_cap=soft_cap,
+            block_sizes=kernels.BlockSizes(
+                block_q=q,
+                block_kv=k,
+                block_q_dq=q,
+                block_kv_dq=k,
+                block_q_dkv=q_dkv,
+                block_kv_dkv=k_dkv,
+            ),
+            attn_logits_soft_cap=request.soft_cap,
             head_shards=1,
             q_seq_shards=1,
             interpret=interpret,

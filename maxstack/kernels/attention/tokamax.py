@@ -1,10 +1,9 @@
 """Attention by tokamax's kernels: Mosaic on Hopper, Blackwell and TPUs, Triton on other NVIDIA
 GPUs. An optional package; nothing else needs it.
 
-The implementation is named in each call, so that tokamax raises where it would otherwise take
-another one. Its public function knows documents only as a dense mask, which is why packed batches
-are refused. Shapes: B batch  T query time  S key time  N heads  K kv heads  H head dim  V value
-head dim.
+Each call names its implementation, so that tokamax raises where it would otherwise take another
+one. Its public function takes documents only as a dense mask, so packed batches are refused.
+Shapes: B batch  T query time  S key time  N heads  K kv heads  H head dim  V value head dim.
 """
 
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from collections.abc import Mapping
 import jax
 
 from maxstack.kernels import tokamax
-from maxstack.kernels.attention.request import AttentionCase, Request, Same
+from maxstack.kernels.attention.request import AttentionCase, Inputs, Request
 from maxstack.kernels.backends import Device
 
 HEAD_DIMS = {"gpu": (64, 128), "tpu": (128, 256)}
@@ -21,15 +20,12 @@ MULTIPLE = 128
 
 
 def supports(case: AttentionCase) -> str | None:
-    """Why tokamax cannot serve `case`; None: it can."""
+    """The reason why tokamax cannot serve `case`; None: it can."""
     request, device = case.request, case.device
     if reason := tokamax.absent():
         return reason
-    if device.platform == "gpu" and device.capability < (8, 0):
-        return (
-            f"its kernels need compute capability 8.0, and {device.kind} has "
-            f"{device.capability[0]}.{device.capability[1]}"
-        )
+    if device.platform == "gpu" and (reason := device.older_than_ampere):
+        return reason
     if case.numbered:
         return "documents and chunks would be a dense mask of [queries, keys] there"
     if case.sinks:
@@ -52,22 +48,19 @@ def supports(case: AttentionCase) -> str | None:
 
 
 def run(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKV: jax.Array,
-    sinks_N: jax.Array | None,
-    same: Same,
+    inputs: Inputs,
     request: Request,
     blocks: Mapping[str, int] | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """softmax(scores) v -> [B, T, N, V] in q's dtype, differentiable. What it cannot do raises
-    NotImplementedError.
+    """softmax(scores) v -> [B, T, N, V] in q's dtype, differentiable. NotImplementedError for a
+    request that the implementation cannot serve.
 
-    Tests give `implementation`: on a CPU only xla and xla_chunked run.
+    `implementation` is for tests: on a CPU only xla and xla_chunked run.
     """
+    q_BTNH, k_BSKH, v_BSKV, sinks_N, same = inputs
     assert sinks_N is None and not same and not request.offset, "supports() refuses these"
-    back = None if request.window is None else request.window - 1
+    back = request.furthest
     return tokamax.package().dot_product_attention(
         q_BTNH,
         k_BSKH,
@@ -81,7 +74,7 @@ def run(
 
 
 def _named(device: Device) -> str:
-    """What tokamax calls its kernels for the device."""
+    """tokamax's name of its kernels for the device."""
     return "mosaic" if device.platform == "tpu" or device.capability[0] in (9, 10) else "triton"
 
 

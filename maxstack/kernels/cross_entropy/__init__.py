@@ -4,14 +4,12 @@
 Shapes: B batch  T time  D embed  V vocab.
 """
 
-import importlib
-
 import jax
 
 from maxstack import sharding
 from maxstack.kernels.backends import Backend, Device, Op
+from maxstack.kernels.cross_entropy.layout import Layout
 from maxstack.kernels.cross_entropy.logits import cross_entropy
-from maxstack.kernels.cross_entropy.on_mesh import Layout, on_mesh
 from maxstack.kernels.cross_entropy.request import CrossEntropyCase, Losses, Request
 
 __all__ = [
@@ -66,20 +64,12 @@ def linear_cross_entropy(
         columns > 1,
         Device.here(),
     )
-    choice = OP.choose(case, backend)
-    module = importlib.import_module(OP[choice.backend].module)
+    choice, arrays = OP.choose(case, backend), (x_BTD, targets_BT, weights_BT)
+    if not layout:
+        arrays = x_BTD.reshape(-1, embed), targets_BT.reshape(-1), weights_BT.reshape(-1)
+    x, targets, weights = arrays
     with jax.named_scope("cross_entropy"):
-        if layout:
-            return on_mesh(module.forward, module.graded, layout, request, choice.blocks)(
-                x_BTD, head_DV, bias_V, targets_BT, weights_BT
-            )
-        total, *per_token = module.run(
-            x_BTD.reshape(-1, embed),
-            head_DV,
-            targets_BT.reshape(-1),
-            weights_BT.reshape(-1),
-            request,
-            bias_V,
-            choice.blocks,
+        total, *per_token = OP[choice.backend].run(
+            x, head_DV, targets, weights, request, bias_V, choice.blocks, layout=layout
         )
-        return Losses(total, *(x.reshape(targets_BT.shape) for x in per_token))
+    return Losses(total, *(x.reshape(targets_BT.shape) for x in per_token))

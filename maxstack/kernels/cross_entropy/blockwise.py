@@ -8,8 +8,14 @@ import jax.numpy as jnp
 
 from maxstack.kernels.backends import multiplied
 from maxstack.kernels.cross_entropy.by_rows import graded_by_rows, scores_by_rows, sizes
-from maxstack.kernels.cross_entropy.differentiable import Scores, on_one_device
-from maxstack.kernels.cross_entropy.request import Call, CrossEntropyCase, Gradients, Inputs
+from maxstack.kernels.cross_entropy.differentiable import differentiable
+from maxstack.kernels.cross_entropy.request import (
+    Call,
+    CrossEntropyCase,
+    Gradients,
+    Inputs,
+    Scores,
+)
 from maxstack.kernels.cross_entropy.softmax import gradient, scores, statistics, together
 
 
@@ -49,4 +55,4 @@ def _multiplied(inputs: Inputs) -> Inputs:
     return inputs._replace(x_MD=inputs.x_MD.astype(dtype), head_DV=inputs.head_DV.astype(dtype))
 
 
-run = on_one_device(forward, graded)
+run = differentiable(forward, graded)

@@ -5,80 +5,60 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from maxstack.kernels.cross_entropy.request import Call, Gradients, Inputs, Losses, Request
-
-Scores = tuple[jax.Array, jax.Array]
-"""(nll [M], log Z [M])."""
-Forward = Callable[[Inputs, Call], Scores]
-Graded = Callable[[Inputs, Call], tuple[Scores, Gradients]]
+from maxstack import sharding
+from maxstack.kernels.cross_entropy.layout import Layout
+from maxstack.kernels.cross_entropy.request import Call, Gradients, Inputs, Losses, Request, Scores
 
 
 def differentiable(
-    plain: Callable[..., Losses], graded: Callable[..., tuple[Losses, Gradients]]
+    forward: Callable[[Inputs, Call], Scores],
+    graded: Callable[[Inputs, Call], tuple[Scores, Gradients]],
 ) -> Callable[..., Losses]:
-    """op(x, head, bias, targets, weights) -> Losses; `plain` serves calls that nothing
-    differentiates.
-
-    `graded` gives gradients in the dtypes of their arguments. Targets and weights have no
-    gradient, and neither have nll and log_z.
-    """
-    op = jax.custom_vjp(plain)
-
-    def backward(gradients: Gradients, cotangents: Losses) -> tuple[Any, ...]:
-        scaled = jax.tree.map(lambda g: (g * cotangents.total).astype(g.dtype), tuple(gradients))
-        return *scaled, None, None
-
-    op.defvjp(graded, backward)
-
-    def losses(*inputs: Any) -> Losses:
-        total, nll, log_z = op(*inputs)
-        return Losses(total, jax.lax.stop_gradient(nll), jax.lax.stop_gradient(log_z))
-
-    return losses
-
-
-def on_one_device(forward: Forward, graded: Graded) -> Callable[..., Losses]:
     """The `run` of a backend, from its `forward` and `graded`."""
 
     def run(
-        x_MD: jax.Array,
+        x: jax.Array,
         head_DV: jax.Array,
-        targets_M: jax.Array,
-        weights_M: jax.Array,
+        targets: jax.Array,
+        weights: jax.Array,
         request: Request,
         bias_V: jax.Array | None = None,
         blocks: Mapping[str, int] | None = None,
         interpret: bool = False,
+        layout: Layout | None = None,
     ) -> Losses:
-        """x [M, D], head [D, V], targets and weights [M] -> Losses with nll and log_z [M];
-        differentiable by x, head and bias."""
-        call = Call(request, blocks=blocks or {}, interpret=interpret)
+        """x [M, D], head [D, V], targets and weights [M] -> Losses with nll and log_z [M]; on a
+        mesh with `layout`, [B, T] instead of [M]. Differentiable by x, head and bias; `forward`
+        serves calls that nothing differentiates."""
+        part = layout or Layout()
+        call = Call(request, part.vocab, blocks or {}, interpret)
 
         def plain(x, head, bias, targets, weights):
-            inputs = Inputs(x, head.astype(x.dtype), bias, targets, weights)
-            return summed(*forward(inputs, call), weights, request)
+            scores = forward(part.inputs(x, head, bias, targets, weights), call)
+            return part.losses(scores, weights, request)
 
         def with_gradients(x, head, bias, targets, weights):
-            inputs = Inputs(x, head.astype(x.dtype), bias, targets, weights)
-            scores, gradients = graded(inputs, call)
-            return summed(*scores, weights, request), in_dtypes_of(gradients, x, head, bias)
+            scores, gradients = graded(part.inputs(x, head, bias, targets, weights), call)
+            if layout:
+                gradients = layout.reduced(gradients, x)
+            floats = zip(gradients, (x, head, bias), strict=True)
+            cast = (None if d is None else d.astype(like.dtype) for d, like in floats)
+            return part.losses(scores, weights, request), Gradients._make(cast)
 
-        return differentiable(plain, with_gradients)(x_MD, head_DV, bias_V, targets_M, weights_M)
+        if layout:
+            specs, losses, gradients = layout.specs
+            plain = sharding.per_device(plain, specs, losses)
+            with_gradients = sharding.per_device(with_gradients, specs, (losses, gradients))
+
+        def backward(gradients: Gradients, cotangents: Losses) -> tuple[Any, ...]:
+            total = cotangents.total
+            scaled = jax.tree.map(lambda g: (g * total).astype(g.dtype), tuple(gradients))
+            return *scaled, None, None
+
+        op = jax.custom_vjp(plain)
+        op.defvjp(with_gradients, backward)
+        total, nll, log_z = op(x, head_DV, bias_V, targets, weights)
+        return Losses(total, jax.lax.stop_gradient(nll), jax.lax.stop_gradient(log_z))
 
     return run
-
-
-def summed(nll: jax.Array, log_z: jax.Array, weights: jax.Array, request: Request) -> Losses:
-    """Losses with the total over these rows."""
-    loss = nll + request.z_loss * jnp.square(log_z) if request.z_loss else nll
-    return Losses((weights.astype(loss.dtype) * loss).sum(), nll, log_z)
-
-
-def in_dtypes_of(
-    gradients: Gradients, x: jax.Array, head: jax.Array, bias: jax.Array | None
-) -> Gradients:
-    """Each gradient in the dtype of its argument."""
-    d_bias = None if bias is None or gradients.bias is None else gradients.bias.astype(bias.dtype)
-    return Gradients(gradients.x.astype(x.dtype), gradients.head.astype(head.dtype), d_bias)

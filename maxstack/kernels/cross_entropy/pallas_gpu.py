@@ -16,14 +16,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from maxstack.kernels import triton
+from maxstack.kernels.backends import size_of
 from maxstack.kernels.cross_entropy.by_rows import graded_by_rows, scores_by_rows, sizes
-from maxstack.kernels.cross_entropy.differentiable import Scores, on_one_device
+from maxstack.kernels.cross_entropy.differentiable import differentiable
 from maxstack.kernels.cross_entropy.request import (
     Call,
     CrossEntropyCase,
     Gradients,
     Inputs,
     Request,
+    Scores,
 )
 from maxstack.kernels.cross_entropy.softmax import (
     LOWEST,
@@ -40,7 +42,7 @@ MOST_LOGITS = 2**31 - 1
 
 def supports(case: CrossEntropyCase) -> str | None:
     """Why the kernel cannot serve `case`; None if it can."""
-    if reason := triton.too_old(case.device):
+    if reason := case.device.older_than_ampere:
         return reason
     if case.dtype not in ("bfloat16", "float32"):
         return f"it computes in float32, and x is {case.dtype}"
@@ -96,7 +98,7 @@ def graded(inputs: Inputs, call: Call) -> tuple[Scores, Gradients]:
     return graded_by_rows(step, inputs, call, per_row)
 
 
-run = on_one_device(forward, graded)
+run = differentiable(forward, graded)
 
 
 def _scores(
@@ -139,8 +141,7 @@ def _call(
         stages=2,
         flops=0,
         transcendentals=passes * rows * vocab,
-        moved=passes * product_RV.nbytes
-        + triton.size_of(*(shape for shape in shapes if shape.ndim == 2)),
+        moved=passes * product_RV.nbytes + size_of(*(shape for shape in shapes if shape.ndim == 2)),
     )
 
 
@@ -158,10 +159,9 @@ class _Row:
         """(columns, logits, mask where columns may lie past the end)."""
         columns_S = piece * self.span + jnp.arange(self.span, dtype=jnp.int32)
         mask_S = None if self.vocab % self.span == 0 else columns_S < self.vocab
-        other = None if mask_S is None else 0.0
-        logits_S = plgpu.load(self.product.at[self.row, columns_S], mask=mask_S, other=other)
+        logits_S = triton.load(self.product.at[self.row, columns_S], mask_S)
         if self.bias is not None:
-            logits_S = logits_S + plgpu.load(self.bias.at[columns_S], mask=mask_S, other=other)
+            logits_S = logits_S + triton.load(self.bias.at[columns_S], mask_S)
         return columns_S, capped(logits_S, self.request.soft_cap), mask_S
 
     def statistics(self, target: jax.Array) -> Statistics:

@@ -17,13 +17,14 @@ from jax.experimental.pallas import tpu as pltpu
 
 from maxstack.kernels.backends import Device
 from maxstack.kernels.cross_entropy.by_rows import graded_by_rows, sizes
-from maxstack.kernels.cross_entropy.differentiable import Scores, on_one_device
+from maxstack.kernels.cross_entropy.differentiable import differentiable
 from maxstack.kernels.cross_entropy.request import (
     Call,
     CrossEntropyCase,
     Gradients,
     Inputs,
     Request,
+    Scores,
 )
 from maxstack.kernels.cross_entropy.softmax import LOWEST, Statistics, capped, gradient, together
 
@@ -71,7 +72,7 @@ def graded(inputs: Inputs, call: Call) -> tuple[Scores, Gradients]:
     return (nll_M, log_z_M), graded_by_rows(step, inputs, call, per_row)[1]
 
 
-run = on_one_device(forward, graded)
+run = differentiable(forward, graded)
 
 
 def _depth(embed: int, most: int) -> int:

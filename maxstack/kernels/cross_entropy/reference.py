@@ -6,8 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxstack.kernels.cross_entropy.differentiable import Scores, on_one_device, summed
-from maxstack.kernels.cross_entropy.request import Call, Gradients, Inputs
+from maxstack.kernels.cross_entropy.differentiable import differentiable
+from maxstack.kernels.cross_entropy.layout import total
+from maxstack.kernels.cross_entropy.request import Call, Gradients, Inputs, Scores
 from maxstack.kernels.cross_entropy.softmax import scores
 
 
@@ -29,12 +30,12 @@ def forward(inputs: Inputs, call: Call) -> Scores:
 def graded(inputs: Inputs, call: Call) -> tuple[Scores, Gradients]:
     """`forward` and the gradients of the total."""
 
-    def total(x_MD: Any, head_DV: Any, bias_V: Any) -> tuple[jax.Array, Scores]:
-        result = forward(inputs._replace(x_MD=x_MD, head_DV=head_DV, bias_V=bias_V), call)
-        return summed(*result, inputs.weights_M, call.request).total, result
+    def of_total(*floats: Any) -> tuple[jax.Array, Scores]:
+        result = forward(Inputs._make([*floats, *inputs[3:]]), call)
+        return total(*result, inputs.weights_M, call.request), result
 
-    gradients, result = jax.grad(total, (0, 1, 2), has_aux=True)(*inputs[:3])
+    gradients, result = jax.grad(of_total, (0, 1, 2), has_aux=True)(*inputs[:3])
     return result, Gradients(*gradients)
 
 
-run = on_one_device(forward, graded)
+run = differentiable(forward, graded)

@@ -71,6 +71,10 @@ class Call:
     """Runs kernels without their hardware, for tests."""
 
 
+Scores = tuple[jax.Array, jax.Array]
+"""(nll [M], log Z [M])."""
+
+
 class Losses(NamedTuple):
     """float32, or float64 where x is."""
 

@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from maxstack.kernels import tokamax
-from maxstack.kernels.cross_entropy.differentiable import Scores, on_one_device
+from maxstack.kernels.cross_entropy.differentiable import differentiable
 from maxstack.kernels.cross_entropy.request import (
     Call,
     CrossEntropyCase,
     Gradients,
     Inputs,
     Request,
+    Scores,
 )
 
 LEAST = (0, 0, 17)
@@ -76,7 +77,7 @@ def graded(inputs: Inputs, call: Call) -> tuple[Scores, Gradients]:
     return _with_log_z(nll_M, inputs), Gradients(d_x, d_head, None)
 
 
-run = on_one_device(forward, graded)
+run = differentiable(forward, graded)
 
 
 def _version() -> tuple[int, ...]:

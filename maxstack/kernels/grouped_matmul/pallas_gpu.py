@@ -13,11 +13,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
-from maxstack.kernels import triton
 from maxstack.kernels.backends import Device
 from maxstack.kernels.grouped_matmul.case import GroupedMatmulCase, differentiable, power_of_two
+from maxstack.kernels.triton import call, inside, load_tile, store_tile
 
 LEAST = 16
 """Tensor cores multiply no smaller tiles."""
@@ -50,7 +49,7 @@ class Blocks(NamedTuple):
 
 def supports(case: GroupedMatmulCase) -> str | None:
     """Why the kernels cannot serve `case`; None if they can."""
-    return triton.too_old(case.device) or case.unusual
+    return case.device.older_than_ampere or case.unusual
 
 
 def candidates(case: GroupedMatmulCase) -> list[dict[str, int]]:
@@ -150,7 +149,7 @@ def _call(
     flops: int,
     arrays: tuple[jax.Array, ...],
 ) -> jax.Array:
-    return triton.call(
+    return call(
         functools.partial(kernel, blocks=blocks),
         out,
         arrays,
@@ -161,7 +160,6 @@ def _call(
         stages=blocks.stages,
         flops=flops,
         transcendentals=0,
-        moved=triton.size_of(*arrays, out),
     )
 
 
@@ -191,18 +189,18 @@ def _rows_kernel(
     group, first, end = group_ref[tile], first_ref[tile], end_ref[tile]
     contracted = x_ref.shape[1]
     inside_R = first + jnp.arange(blocks.rows) < end
-    inside_C = _inside(column * blocks.columns, blocks.columns, out_ref.shape[1])
+    inside_C = inside(column * blocks.columns, blocks.columns, out_ref.shape[1])
     rows, columns = pl.ds(first, blocks.rows), pl.ds(column * blocks.columns, blocks.columns)
 
     def step(i, sum_RC):
         start = i * blocks.contracted
         inner = pl.ds(start, blocks.contracted)
-        inside_D = _inside(start, blocks.contracted, contracted)
-        x_RD = _load(x_ref.at[rows, inner], inside_R, inside_D)
+        inside_D = inside(start, blocks.contracted, contracted)
+        x_RD = load_tile(x_ref.at[rows, inner], inside_R, inside_D)
         if transposed:
-            w_CD = _load(w_ref.at[group, columns, inner], inside_C, inside_D)
+            w_CD = load_tile(w_ref.at[group, columns, inner], inside_C, inside_D)
             return sum_RC + _product(x_RD, w_CD, 1, 1)
-        w_DC = _load(w_ref.at[group, inner, columns], inside_D, inside_C)
+        w_DC = load_tile(w_ref.at[group, inner, columns], inside_D, inside_C)
         return sum_RC + _product(x_RD, w_DC, 1, 0)
 
     @pl.when(first < end)
@@ -211,7 +209,7 @@ def _rows_kernel(
         sum_RC = jax.lax.fori_loop(
             0, steps, step, jnp.zeros((blocks.rows, blocks.columns), jnp.float32)
         )
-        _store(out_ref.at[rows, columns], sum_RC, inside_R, inside_C)
+        store_tile(out_ref.at[rows, columns], sum_RC, inside_R, inside_C)
 
 
 def _matrices_kernel(first_ref, end_ref, x_ref, dy_ref, out_ref, *, blocks: Blocks) -> None:
@@ -221,21 +219,21 @@ def _matrices_kernel(first_ref, end_ref, x_ref, dy_ref, out_ref, *, blocks: Bloc
     tile_row, tile_column = _divided(tile, wide)
     row, column = tile_row * blocks.rows, tile_column * blocks.columns
     first, end = first_ref[group], end_ref[group]
-    inside_R, inside_C = _inside(row, blocks.rows, k), _inside(column, blocks.columns, n)
+    inside_R, inside_C = inside(row, blocks.rows, k), inside(column, blocks.columns, n)
 
     def step(i, sum_RC):
         start = first + i * blocks.contracted
         inside_D = start + jnp.arange(blocks.contracted) < end
         inner = pl.ds(start, blocks.contracted)
-        x_DR = _load(x_ref.at[inner, pl.ds(row, blocks.rows)], inside_D, inside_R)
-        dy_DC = _load(dy_ref.at[inner, pl.ds(column, blocks.columns)], inside_D, inside_C)
+        x_DR = load_tile(x_ref.at[inner, pl.ds(row, blocks.rows)], inside_D, inside_R)
+        dy_DC = load_tile(dy_ref.at[inner, pl.ds(column, blocks.columns)], inside_D, inside_C)
         return sum_RC + _product(x_DR, dy_DC, 0, 0)
 
     steps = jax.lax.div(end - first + blocks.contracted - 1, blocks.contracted)
     sum_RC = jax.lax.fori_loop(
         0, steps, step, jnp.zeros((blocks.rows, blocks.columns), jnp.float32)
     )
-    _store(
+    store_tile(
         out_ref.at[group, pl.ds(row, blocks.rows), pl.ds(column, blocks.columns)],
         sum_RC,
         inside_R,
@@ -261,24 +259,3 @@ def _product(a: jax.Array, b: jax.Array, a_dim: int, b_dim: int) -> jax.Array:
     return jax.lax.dot_general(
         a, b, (((a_dim,), (b_dim,)), ((), ())), preferred_element_type=jnp.float32
     )
-
-
-def _inside(start: jax.Array, size: int, limit: int) -> jax.Array | None:
-    """Which of [start, start + size) are below the limit; None for all, where tiles fill it."""
-    return None if limit % size == 0 else start + jnp.arange(size) < limit
-
-
-def _mask(down: jax.Array | None, across: jax.Array | None) -> jax.Array | None:
-    if across is None:
-        return None if down is None else down[:, None]
-    return across[None, :] if down is None else down[:, None] & across[None, :]
-
-
-def _load(ref, down: jax.Array | None, across: jax.Array | None) -> jax.Array:
-    """A tile, with zeros outside the masks."""
-    mask = _mask(down, across)
-    return plgpu.load(ref, mask=mask, other=None if mask is None else 0.0)
-
-
-def _store(ref, tile: jax.Array, down: jax.Array | None, across: jax.Array | None) -> None:
-    plgpu.store(ref, tile.astype(ref.dtype), mask=_mask(down, across))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxstack.kernels.attention import OP, attention, blockwise
-from maxstack.kernels.attention.request import AttentionCase, Request, visible
+from maxstack.kernels.attention.request import AttentionCase, Inputs, Request, visible
 from maxstack.kernels.backends import Device
 
 BACKENDS = ["reference", "blockwise"]
@@ -162,8 +162,8 @@ def test_blockwise_serves_queries_anywhere_among_other_keys(name):
         more = {"blocks": {"rows": 16, "keys": 8}} if backend == "blockwise" else {}
         floats = (q, k, v) if sinks is None else (q, k, v, sinks)
         out, pull = jax.vjp(
-            lambda *given: OP[backend].run(
-                *given, *(() if sinks is not None else (None,)), same, asked, **more
+            lambda q, k, v, sinks=None: OP[backend].run(
+                Inputs(q, k, v, sinks, same), asked, **more
             ),
             *floats,
         )

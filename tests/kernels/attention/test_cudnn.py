@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from maxstack.kernels.attention import cudnn
-from maxstack.kernels.attention.request import AttentionCase, Request
+from maxstack.kernels.attention.request import AttentionCase, Inputs, Request
 from maxstack.kernels.backends import Device
 
 H100 = Device("gpu", "NVIDIA H100", (9, 0))
@@ -26,7 +26,7 @@ REFUSED = {
     "sinks": {"sinks": True},
     "without a causal mask": {"request": Request(0.25, window=512, causal=False)},
     "scale": {"request": Request(0.0)},
-    "from place 1": {"request": Request(0.25, offset=1)},
+    "from position 1": {"request": Request(0.25, offset=1)},
     "4096 causal queries of 8192": {"keys": 8192},
     "4000 queries": {"queries": 4000, "keys": 4000},
     "4032 keys": {"keys": 4032, "request": Request(0.25, causal=False)},
@@ -83,7 +83,7 @@ def test_mask_scale_and_window_reach_both_kernels(request_, mask, window, monkey
     q, k = (jax.ShapeDtypeStruct((2, 256, heads, 64), jnp.bfloat16) for heads in (4, 2))
 
     def step(q, k, v):
-        o, back = jax.vjp(lambda q, k, v: cudnn.run(q, k, v, None, (), request_), q, k, v)
+        o, back = jax.vjp(lambda q, k, v: cudnn.run(Inputs(q, k, v), request_), q, k, v)
         return o, back(o)
 
     text = jax.jit(step).trace(q, k, k).lower(lowering_platforms=("cuda",)).as_text()
@@ -109,4 +109,4 @@ def test_mask_scale_and_window_reach_both_kernels(request_, mask, window, monkey
 def test_what_was_not_checked_is_not_dropped(wrong):
     x = jnp.zeros((1, 128, 2, 64), jnp.bfloat16)
     with pytest.raises(AssertionError):
-        cudnn.run(x, x, x, None, (), Request(0.25, **wrong))
+        cudnn.run(Inputs(x, x, x), Request(0.25, **wrong))

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from maxstack.kernels.attention import OP
-from maxstack.kernels.attention.request import AttentionCase, Request
+from maxstack.kernels.attention.request import AttentionCase, Inputs, Request
 from maxstack.kernels.backends import Device
 from maxstack.kernels.examples import of_attention
 
@@ -67,23 +67,13 @@ def cases(draw, device):
 
 def outputs(run, example, dtype):
     """The result and all gradients of it, weighted at random."""
-    args = [
-        jax.tree.map(lambda x: x.astype(dtype), arg) if i in example.floats else arg
-        for i, arg in enumerate(example.args)
-    ]
-
-    def of(*floats):
-        for place, value in zip(example.floats, floats, strict=True):
-            args[place] = value
-        return run(*args)
 
     def both(*floats):
-        out, pull = jax.vjp(of, *floats)
+        out, pull = jax.vjp(functools.partial(example.outputs, run), *floats)
         return out, *pull(jnp.asarray(np.random.default_rng(1).normal(size=out.shape), out.dtype))
 
-    return [
-        np.asarray(x, np.float64) for x in jax.jit(both)(*(args[place] for place in example.floats))
-    ]
+    floats = (x.astype(dtype) for x in example.floats)
+    return [np.asarray(x, np.float64) for x in jax.jit(both)(*floats)]
 
 
 @pytest.mark.parametrize("name", tiers.of(DEVICES, "blockwise"))
@@ -127,20 +117,23 @@ def test_changing_one_document_never_changes_another(name):
         if device.platform == "cpu"
         else functools.partial(OP[name].run, interpret=True)
     )
-    example = of_attention(case)
+    floats = of_attention(case).floats
     first = np.asarray(jnp.arange(384) < 170)
     numbers = jnp.where(first, 7, 3)[None].astype(jnp.int32)
 
     @jax.jit
     def both(q, k, v):
         out, pull = jax.vjp(
-            lambda *floats: run(*floats, None, ((numbers, numbers),), case.request), q, k, v
+            lambda *floats: run(Inputs(*floats, None, ((numbers, numbers),)), case.request),
+            q,
+            k,
+            v,
         )
         return out, *pull(jnp.ones_like(out))
 
-    before = both(*example.args[:3])
+    before = both(*floats)
     for changed in (first, ~first):
-        after = both(*(jnp.where(changed[None, :, None, None], x + 1, x) for x in example.args[:3]))
+        after = both(*(jnp.where(changed[None, :, None, None], x + 1, x) for x in floats))
         for old, new in zip(before, after, strict=True):
             np.testing.assert_array_equal(old[:, ~changed], new[:, ~changed])
             assert not np.array_equal(old[:, changed], new[:, changed])

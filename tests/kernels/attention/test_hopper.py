@@ -12,7 +12,7 @@ from topologies import needs
 
 from maxstack.kernels.attention import hopper, reference
 from maxstack.kernels.attention.hopper_tiles import BLOCK, Call
-from maxstack.kernels.attention.request import AttentionCase, Request, visible
+from maxstack.kernels.attention.request import AttentionCase, Inputs, Request, visible
 from maxstack.kernels.backends import Device
 from maxstack.plan.topology import parse
 
@@ -95,7 +95,7 @@ def inputs(t, s, heads, kv_heads, dim):
 
 def with_gradients(run, arguments, do, same, request, **options):
     def of(q, k, v, sinks=None):
-        return run(q, k, v, sinks, same, request, **options).astype(jnp.float32)
+        return run(Inputs(q, k, v, sinks, same), request, **options).astype(jnp.float32)
 
     o, pull = jax.vjp(of, *arguments)
     return o, *pull(do.astype(jnp.float32))

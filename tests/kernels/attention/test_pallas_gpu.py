@@ -14,7 +14,7 @@ from topologies import needs
 from maxstack import sharding
 from maxstack.kernels.attention import pallas_gpu, reference
 from maxstack.kernels.attention import pallas_gpu_tiles as tiles
-from maxstack.kernels.attention.request import AttentionCase, Request, visible
+from maxstack.kernels.attention.request import AttentionCase, Inputs, Request, visible
 from maxstack.kernels.backends import Device
 from maxstack.plan.topology import parse
 from maxstack.schema.mesh import MeshConfig
@@ -52,7 +52,7 @@ def gradients(run, given, request, **options):
     )
 
     def total(*floats):
-        o = run(*floats, same, request, **options)
+        o = run(Inputs(*floats, same), request, **options)
         return (o.astype(jnp.float32) * weight).sum(), o
 
     wanted = tuple(n for n, x in enumerate(floats) if x is not None)
@@ -100,7 +100,7 @@ def test_values_and_gradients_are_those_of_the_reference(name):
     given = inputs(*shape, **features)
     ours, theirs = (
         gradients(pallas_gpu.run, given, request, blocks=SMALL, interpret=True),
-        gradients(reference.run, given, request),
+        gradients(reference.run, given, request.narrowed),
     )
     tolerance = 0.04 if given[0].dtype == jnp.bfloat16 else 1e-5
     for got, want in zip(ours, theirs, strict=True):
@@ -110,12 +110,18 @@ def test_values_and_gradients_are_those_of_the_reference(name):
         )
 
 
+def sized(t, s, size, request):
+    """A call whose three kernels have tiles of one size."""
+    case = AttentionCase(request, t, s, 1, 1, 16, 16, "float32", False, False, H100)
+    return tiles.Call(**vars(case), forward=size, dq=size, dkv=size)
+
+
 def test_changing_one_document_never_changes_its_neighbour():
     q, k, v, _, _ = inputs(48, 48, 2, 1, 16, 16)
     numbers = jnp.asarray([[1] * 20 + [2] * 28], jnp.int32)
     run = jax.jit(
         lambda k, v: pallas_gpu.run(
-            q, k, v, None, ((numbers, numbers),), Request(0.4), SMALL, interpret=True
+            Inputs(q, k, v, None, ((numbers, numbers),)), Request(0.4), SMALL, interpret=True
         )
     )
     before, after = run(k, v), run(k.at[:, :20].add(1), v.at[:, :20].add(1))
@@ -134,7 +140,7 @@ def test_changing_one_document_never_changes_its_neighbour():
 )
 def test_the_tiles_that_are_visited_are_those_that_are_seen_and_whole_ones_need_no_mask(request_):
     t, s, size = 100, 90, tiles.Sizes(16, 32, 4, 1)
-    call = tiles.Call(request_, t, s, 1, 1, 16, 16, "float32", 0, size, size, size)
+    call = sized(t, s, size, request_)
     seen = np.asarray(visible(request_, jnp.arange(t), jnp.arange(s), ()))[0]
     for spans, of, row, column in (
         (tiles.of_queries(call, size, ()), seen, 16, 32),
@@ -153,7 +159,7 @@ def test_the_tiles_that_are_visited_are_those_that_are_seen_and_whole_ones_need_
 
 def test_blocks_of_other_documents_are_skipped_and_blocks_of_one_need_no_mask():
     size = tiles.Sizes(16, 16, 4, 1)
-    call = tiles.Call(Request(1.0), 64, 64, 1, 1, 16, 16, "float32", 1, size, size, size)
+    call = sized(64, 64, size, Request(1.0))
     numbers = jnp.asarray([[0] * 16 + [1] * 40 + [2] * 8], jnp.int32)
     spans = tiles.of_queries(call, size, ((numbers, numbers),))
     assert spans.table[0].tolist() == [[0, 1, 1, 1], [1, 2, 2, 2], [1, 1, 2, 3], [1, 4, 4, 4]]
@@ -193,7 +199,9 @@ def compiled(name, dtype, h, v, request, numbered=0, sinks=False, t=1000):
     same = ((jax.ShapeDtypeStruct((1, t), jnp.int32, sharding=of),) * 2,) * numbered
 
     def step(q, k, v, sinks, same):
-        o, back = jax.vjp(lambda *floats: pallas_gpu.run(*floats, same, request), q, k, v, sinks)
+        o, back = jax.vjp(
+            lambda *floats: pallas_gpu.run(Inputs(*floats, same), request), q, k, v, sinks
+        )
         return o, back(o)
 
     with sharding.use(mesh, MeshConfig()):

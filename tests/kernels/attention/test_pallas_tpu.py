@@ -14,7 +14,7 @@ from topologies import needs
 
 from maxstack.kernels.attention import pallas_tpu, reference
 from maxstack.kernels.attention.pallas_tpu_tiles import HIDDEN, WHOLE, Tiling
-from maxstack.kernels.attention.request import AttentionCase, Request, visible
+from maxstack.kernels.attention.request import AttentionCase, Inputs, Request, visible
 from maxstack.kernels.backends import Device
 from maxstack.plan import program, topology, work
 
@@ -42,7 +42,7 @@ def results(run, q, k, v, weights, sinks, same, request):
     floats = (q, k, v) if sinks is None else (q, k, v, sinks)
 
     def loss(*floats):
-        o = run(*floats[:3], floats[3] if sinks is not None else None, same, request)
+        o = run(Inputs(*floats[:3], sinks if sinks is None else floats[3], same), request)
         return jnp.vdot(o.astype(jnp.float32), weights.astype(jnp.float32)), o
 
     (_, o), grads = jax.jit(
@@ -168,7 +168,7 @@ def test_no_array_has_a_place_for_each_query_and_key():
 
     def loss(q, k, v, number):
         return (
-            pallas_tpu.run(q, k, v, None, ((number, number),), Request(0.1, window=3000))
+            pallas_tpu.run(Inputs(q, k, v, None, ((number, number),)), Request(0.1, window=3000))
             .astype(jnp.float32)
             .sum()
         )
@@ -239,7 +239,7 @@ def test_both_passes_compile_for_tpus_and_declare_their_products(name):
 
     def loss(floats, same):
         return (
-            pallas_tpu.run(*floats[:3], floats[3] if sinks else None, same, request)
+            pallas_tpu.run(Inputs(*floats[:3], floats[3] if sinks else None, same), request)
             .astype(jnp.float32)
             .sum()
         )
@@ -250,9 +250,10 @@ def test_both_passes_compile_for_tpus_and_declare_their_products(name):
         for one in work.operations(program.parse(compiled.as_text()))
         if one.kernel == "tpu_custom_call"
     )
-    tilings = pallas_tpu._tilings(
-        t, t, heads // kv, request, pallas_tpu._sizes(heads // kv, request.reach or t)
+    case = AttentionCase(
+        request, t, t, heads, kv, h, v, dtype, pairs > 0, sinks, Device("tpu", name)
     )
+    tilings = pallas_tpu._tilings(case, pallas_tpu._default(case))
     tile = [2 * tiling.computed() * tiling.block_q * tiling.block_k * heads for tiling in tilings]
     h, v = (-(-size // 128) * 128 for size in (h, v))
     assert flops == tile[0] * (3 * h + 2 * v) + tile[1] * (2 * h + 2 * v)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from maxstack.kernels.attention import reference, splash
-from maxstack.kernels.attention.request import AttentionCase, Request
+from maxstack.kernels.attention.request import AttentionCase, Inputs, Request
 from maxstack.kernels.backends import Device
 
 SMALL = dict(block_q=128, block_k=128, block_q_dkv=128, block_k_dkv=128)
@@ -55,7 +55,7 @@ def test_values_and_gradients_are_the_reference_also_where_documents_hide_all_ke
 
     def results(run):
         def loss(q, k, v):
-            o = run(q, k, v, None, same, request)
+            o = run(Inputs(q, k, v, None, same), request)
             return jnp.vdot(o, weights), o
 
         (_, o), grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(q, k, v)
@@ -89,6 +89,6 @@ def test_what_it_cannot_do_is_refused(change, reason):
 
 def test_its_tables_grow_with_tiles_and_not_with_places():
     kernel = splash._kernel(
-        True, 1000, 0, None, 2, 4096, 4096, tuple(splash._default(4096, 4096).items()), False
+        Request(1.0, window=1000), 2, 4096, 4096, tuple(splash._default(4096, 4096).items()), False
     )
     assert max(x.size for x in jax.tree.leaves(kernel)) <= 4096

@@ -11,7 +11,7 @@ import pytest
 
 from maxstack.kernels import tokamax as library
 from maxstack.kernels.attention import reference, tokamax
-from maxstack.kernels.attention.request import AttentionCase, Request
+from maxstack.kernels.attention.request import AttentionCase, Inputs, Request
 from maxstack.kernels.backends import Device
 
 H100, A100, TPU = (
@@ -78,7 +78,7 @@ def test_values_and_gradients_are_the_reference_s(request_):
     )
 
     def with_gradients(run, **options):
-        o, pull = jax.vjp(lambda *x: run(*x, None, (), request_, **options), q, k, v)
+        o, pull = jax.vjp(lambda *x: run(Inputs(*x), request_, **options), q, k, v)
         return o, *pull(jnp.cos(o))
 
     for ours, theirs in zip(
