@@ -4,19 +4,19 @@ embeddings for every layer, experts beside the MLP."""
 import dataclasses
 from typing import Any
 
-from maxstack.hf.blocks import Layers, Names, Types
+from maxstack.hf.blocks import Layers, Names
+from maxstack.hf.families.gemma import EMBED_SCALE
 from maxstack.hf.families.parts import (
-    ATTENTION,
     BIASED,
-    GATED,
-    OUTER,
-    SANDWICH_NORMS,
+    SANDWICHED,
     SILU,
-    WINDOWS,
     attention,
     block,
     decoder,
+    experts,
+    full_every,
     gated,
+    gelu,
     rms,
 )
 from maxstack.hf.family import Family
@@ -84,17 +84,10 @@ class Width:
         sink.put("use_double_wide_mlp", value != sink.get("intermediate_size", value))
 
 
-def _types(source: Source, layers: int) -> list[str]:
-    return [
-        "sliding_attention" if i % 6 and i < layers else "full_attention"
-        for i in range(1, layers + 1)
-    ]
-
-
 class Shared:
     """layer_types, with the last num_kv_shared_layers layers sharing."""
 
-    types = Types(WINDOWS, _types)
+    types = full_every(6, last=True)
 
     def read(self, source: Source, layers: int) -> list[str]:
         own = layers - source.get("num_kv_shared_layers", 0)
@@ -147,24 +140,22 @@ def _mixer(full: bool, owner: object) -> Any:
 
 
 def _mlp(hidden: Any = "intermediate_size") -> Case:
-    dense = gated("hidden_activation", hidden, "gelu_pytorch_tanh")
-    experts = {
-        "kind": "moe",
-        "experts": Key("num_experts"),
-        "top_k": Key("top_k_experts"),
-        "hidden": Key("moe_intermediate_size"),
-        "activation": Key("hidden_activation", "gelu_pytorch_tanh", words=SILU),
-        "router": {
+    dense = gated(gelu("hidden_activation"), hidden)
+    moe = experts(
+        "num_experts",
+        {
             "score": "softmax",
             "normalize": True,
             "normed": True,
             "norm_eps": Key("rms_norm_eps", 1e-6),
         },
-        "shared": None,
-    }
+        top_k=Key("top_k_experts"),
+        activation=dense["activation"],
+        shared=None,
+    )
     return Case(
         "enable_moe_block",
-        {False: dense, True: {"kind": "parallel", "dense": dense, "moe": experts, "norm": rms()}},
+        {False: dense, True: {"kind": "parallel", "dense": dense, "moe": moe, "norm": rms()}},
         False,
     )
 
@@ -198,13 +189,10 @@ GEMMA4 = Family(
         tied=True,
         soft_cap=Key("final_logit_softcapping", None),
         per_layer=PER_LAYER,
-        embed_scale=Derived(lambda source: source.need("hidden_size") ** 0.5),
+        embed_scale=EMBED_SCALE,
     ),
     Layers(BLOCKS, Shared(), unrolled=_unrolled),
-    OUTER
-    + SANDWICH_NORMS
-    + ATTENTION
-    + GATED
+    SANDWICHED
     + rows("""
 {layer}.layer_scalar                      | out_scalar               | 1 ->
 model.embed_tokens_per_layer.weight       | per_layer_embed          | v (l p) -> v l p
@@ -233,5 +221,3 @@ model.per_layer_projection_norm.weight    | per_layer_norm/scale     | p
     """.split(),
     unused=(r"model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.weight",),
 )
-
-FAMILIES = (GEMMA4,)

@@ -2,18 +2,16 @@
 
 from maxstack.hf.blocks import Layers, Names, Types
 from maxstack.hf.families.parts import (
-    ATTENTION,
     BIASED,
     EXPERTS,
-    GATED,
-    OUTER,
-    PRE_NORMS,
+    LLAMA_ROWS,
     WINDOWS,
     attention,
     block,
     decoder,
     experts,
     rms,
+    windowed,
 )
 from maxstack.hf.family import Family
 from maxstack.hf.rope import Rope
@@ -44,20 +42,15 @@ class Sparse:
         sink.put("mlp_only_layers", [i for i, name in enumerate(names) if name == "dense"])
 
 
-def _full_and_sliding(**mixer: object) -> Layers:
-    tables = {
-        name: block(attention(Rope(), window=window, **mixer))
-        for name, window in (("full", None), ("sliding", SLIDING))
-    }
-    return Layers(tables, Types(WINDOWS, _types))
-
+ORDER = Types(WINDOWS, _types)
+ROPES = Rope(), Rope()
 
 QWEN2 = Family(
     "Qwen2ForCausalLM",
     "qwen2",
     decoder(),
-    _full_and_sliding(qkv_bias=True, out_bias=False),
-    OUTER + PRE_NORMS + ATTENTION + GATED,
+    windowed(ORDER, SLIDING, ROPES, {"qkv_bias": True, "out_bias": False}),
+    LLAMA_ROWS,
     fixed={"use_mrope": False},
     silent=SILENT,
 )
@@ -66,8 +59,8 @@ QWEN3 = Family(
     "Qwen3ForCausalLM",
     "qwen3",
     decoder(),
-    _full_and_sliding(qk_norm=rms(), **BIASED),
-    OUTER + PRE_NORMS + ATTENTION + GATED,
+    windowed(ORDER, SLIDING, ROPES, {"qk_norm": rms(), **BIASED}),
+    LLAMA_ROWS,
     silent=SILENT,
 )
 
@@ -89,9 +82,7 @@ QWEN3_MOE = Family(
         },
         Sparse(),
     ),
-    OUTER + PRE_NORMS + ATTENTION + GATED + EXPERTS,
+    LLAMA_ROWS + EXPERTS,
     fixed={"use_sliding_window": False},
     silent="intermediate_size max_window_layers sliding_window".split(),
 )
-
-FAMILIES = (QWEN2, QWEN3, QWEN3_MOE)

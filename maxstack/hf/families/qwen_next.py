@@ -1,7 +1,7 @@
 """Qwen3-Next and Qwen3.5 (text, dense and MoE): three layers of gated delta rule to one of gated
 attention."""
 
-from maxstack.hf.blocks import Layers, Types
+from maxstack.hf.blocks import Layers
 from maxstack.hf.families.parts import (
     BIASED,
     EXPERTS,
@@ -16,13 +16,14 @@ from maxstack.hf.families.parts import (
     block,
     decoder,
     experts,
+    full_every,
     gated,
     rms,
 )
 from maxstack.hf.family import Family
 from maxstack.hf.rope import Rope
 from maxstack.hf.rows import only, rows
-from maxstack.hf.table import Key, Source
+from maxstack.hf.table import Key
 
 NORM = rms(zero_centered=True)
 DELTA = {
@@ -34,6 +35,7 @@ DELTA = {
     "conv": Key("linear_conv_kernel_dim", 4),
     "norm": rms(),
 }
+WORDS = {"linear_attention": "linear", "full_attention": "full"}
 SHARED = {"hidden": Key("shared_expert_intermediate_size"), "gate": True}
 OUTSIDE = decoder(norm=NORM, mtp=Further("full"))
 
@@ -89,11 +91,6 @@ mtp.norm.weight                  | mtp/0/norm/scale        | d
 COMMON_ROWS = OUTER + PRE_NORMS + FULL_ROWS + LINEAR_ROWS + MLP_ROWS + FURTHER_ROWS
 
 
-def _types(source: Source, layers: int) -> list[str]:
-    step = source.get("full_attention_interval", 4)
-    return ["linear_attention" if (i + 1) % step else "full_attention" for i in range(layers)]
-
-
 def _layers(mlp: Table) -> Layers:
     full = attention(
         Rope(fraction=0.25),
@@ -103,11 +100,8 @@ def _layers(mlp: Table) -> Layers:
         **BIASED,
     )
     return Layers(
-        {
-            "linear": block(DELTA, mlp, NORM),
-            "full": block(full, mlp, NORM),
-        },
-        Types({"linear_attention": "linear", "full_attention": "full"}, _types),
+        {"linear": block(DELTA, mlp, NORM), "full": block(full, mlp, NORM)},
+        full_every(4, "full_attention_interval", WORDS),
     )
 
 
@@ -155,5 +149,3 @@ QWEN3_5_MOE = Family(
     silent=(*SILENT, "norm_topk_prob", "intermediate_size"),
     further="mtp.layers.{}",
 )
-
-FAMILIES = (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
