@@ -18,6 +18,7 @@ SILU = {
     "gelu": "gelu",
     "relu": "relu",
 }
+ACTIVATION = Key("hidden_act", "silu", words=SILU)
 HEAD_DIM = Key(
     "head_dim", lambda source: source.need("hidden_size") // source.need("num_attention_heads")
 )
@@ -107,7 +108,7 @@ def full_every(
 
 
 def gated(
-    activation: Any = Key("hidden_act", "silu", words=SILU),
+    activation: Any = ACTIVATION,
     hidden: Any = "intermediate_size",
     **more: Any,
 ) -> Table:
