@@ -15,6 +15,7 @@ from typing import Any
 
 import einops
 import numpy as np
+from safetensors.numpy import save_file
 
 from maxstack.config import ConfigError, quoted, shortened
 from maxstack.config.errors import DataError
@@ -26,7 +27,6 @@ from maxstack.hf.rows import Shape, axes_in
 from maxstack.hf.safetensors_file import SafetensorsFile
 from maxstack.hf.table import Mismatch
 from maxstack.hf.tensors import check_finite
-from maxstack.hf.writer import Shard
 from maxstack.schema.decoder import DecoderConfig
 from maxstack.schema.lora import LoraConfig
 
@@ -44,6 +44,14 @@ REWRITING = ("pissa", "corda", "olora", "loftq")
 weights whenever it loads the adapter."""
 FUSED = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 LARGEST = float(np.finfo(np.float32).max)
+SETTINGS = {
+    "rank": "r",
+    "alpha": "lora_alpha",
+    "dropout": "lora_dropout",
+    "rslora": "use_rslora",
+    "dora": "use_dora",
+}
+"""Keys of a LoraConfig -> those of PEFT."""
 Read = Callable[[str], np.ndarray]
 
 
@@ -81,7 +89,12 @@ class Adapter:
                 raise ConfigError(
                     f"{folder}: holds {name}, which is no part of an adapter of a linear module"
                 )
-        self.dora, self.rslora = bool(self.said.get("use_dora")), bool(self.said.get("use_rslora"))
+        self.lora: dict[str, Any] = {
+            key: self.said.get(theirs) or LoraConfig.model_fields[key].default
+            for key, theirs in SETTINGS.items()
+        }
+        """The mapping of a LoraConfig, without targets."""
+        self.dora = bool(self.lora["dora"])
         self.inputs_first = bool(self.said.get("fan_in_fan_out"))
         self._check_tensors()
 
@@ -91,9 +104,11 @@ class Adapter:
         if said.get("peft_type") != "LORA":
             kind = shortened(str(said.get("peft_type")))
             raise ConfigError(f"{self.folder}: peft_type {kind} is not LORA")
-        refused = {key: said.get(key) for key in REFUSED} | {"bias": said.get("bias", "none")}
+        refused = {key: said.get(key) for key in REFUSED}
+        if said.get("bias") != "none":
+            refused["bias"] = said.get("bias")
         for key, value in refused.items():
-            if value not in (None, [], False) and (key, value) != ("bias", "none"):
+            if value not in (None, [], False):
                 raise ConfigError(f"{self.folder}: {key}={quoted(value)} {where} is not supported")
         if str(init := said.get("init_lora_weights")).lower().startswith(REWRITING):
             raise ConfigError(
@@ -150,19 +165,12 @@ class Adapter:
             if re.fullmatch(rf"(.*\.)?({name})", module):
                 alpha = value
                 break
-        return alpha / (rank**0.5 if self.rslora else rank)
+        return alpha / (rank**0.5 if self.lora["rslora"] else rank)
 
     def settings(self, adapted: Sequence[str]) -> dict[str, Any]:
         """The mapping of a LoraConfig that starts from it, for weights of these paths."""
-        return {
-            "rank": self.said["r"],
-            "alpha": float(self.said["lora_alpha"]),
-            "dropout": float(self.said.get("lora_dropout") or 0.0),
-            "rslora": self.rslora,
-            "dora": self.dora,
-            "targets": [re.escape(path) for path in adapted],
-            "adapter": str(self.folder),
-        }
+        targets = [re.escape(path) for path in adapted]
+        return self.lora | {"targets": targets, "adapter": str(self.folder)}
 
 
 class _Module:
@@ -287,11 +295,8 @@ def write(
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": source,
-        "r": lora.rank,
+        **{theirs: getattr(lora, key) for key, theirs in SETTINGS.items()},
         "lora_alpha": _whole(lora.alpha),
-        "lora_dropout": lora.dropout,
-        "use_rslora": lora.rslora,
-        "use_dora": lora.dora,
         "bias": "none",
         "fan_in_fan_out": inputs_first,
         "inference_mode": True,
@@ -305,11 +310,8 @@ def write(
         "target_modules": _target_modules(modules, bound),
     }
     (out / CONFIG).write_text(json.dumps(said, indent=2) + "\n")
-    float32 = np.dtype(np.float32)
-    file = Shard(out / TENSORS, {name: (float32, array.shape) for name, array in tensors.items()})
-    for name, array in tensors.items():
-        file.arrays[name][...] = array
-    file.forget()
+    contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+    save_file(contiguous, out / TENSORS, {"format": "pt"})
     return len(modules)
 
 
@@ -387,13 +389,11 @@ def _refuse_others(
     adapter: Adapter, lora: LoraConfig, adapted: Mapping[str, int], bound: Sequence[Bound]
 ) -> None:
     """ConfigError with all settings in which the adapter and `lora` differ."""
-    theirs = {
-        "rank": adapter.said["r"],
-        "alpha": adapter.said["lora_alpha"],
-        "rslora": adapter.rslora,
-        "dora": adapter.dora,
+    wrong = {
+        key: value
+        for key, value in adapter.lora.items()
+        if key != "dropout" and getattr(lora, key) != value
     }
-    wrong = {key: value for key, value in theirs.items() if getattr(lora, key) != value}
     targets: set[str] = set()
     for tensor in bound:
         if _name(tensor) in adapter.modules:
@@ -410,8 +410,9 @@ def _name(tensor: Bound) -> str:
     return tensor.name.removesuffix(".weight")
 
 
-def _whole(number: float) -> float | int:
-    return int(number) if number == int(number) else number
+def _whole(number: float) -> float:
+    """A whole number as an integer."""
+    return int(number) if number.is_integer() else number
 
 
 def _target_modules(modules: Sequence[_Module], bound: Sequence[Bound]) -> list[str]:

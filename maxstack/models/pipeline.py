@@ -67,40 +67,23 @@ def moves(stages: int, rounds: int) -> tuple[tuple[tuple[int, ...], ...], np.nda
     permutations[i][s]; what stage s uses in round v came with move kept[s, v]. A bipartite graph
     with `rounds` edges at every node is a union of so many perfect matchings (Koenig 1916).
     """
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import maximum_bipartite_matching
+
     left = [
         {chunk: chunk % stages for chunk in range(s * rounds, (s + 1) * rounds)}
         for s in range(stages)
     ]
-    permutations, sent, kept = (
-        [],
-        np.zeros((stages, rounds), np.int32),
-        np.zeros((stages, rounds), np.int32),
-    )
+    permutations, (sent, kept) = [], np.zeros((2, stages, rounds), np.int32)
     for move in range(rounds):
-        arriving = _matching(left, rounds)
-        permutations.append(tuple(sorted(range(stages), key=lambda target: arriving[target])))
-        for target, chunk in arriving.items():
-            sent[chunk // rounds, move], kept[target, chunk // stages] = chunk % rounds, move
-            del left[chunk // rounds][chunk]
+        edges = [[target in chunks.values() for target in range(stages)] for chunks in left]
+        targets = maximum_bipartite_matching(csr_array(edges), perm_type="column").tolist()
+        permutations.append(tuple(targets))
+        for source, target in enumerate(targets):
+            chunk = next(chunk for chunk, to in left[source].items() if to == target)
+            sent[source, move], kept[target, chunk // stages] = chunk % rounds, move
+            del left[source][chunk]
     return tuple(permutations), sent, kept
-
-
-def _matching(left: list[dict[int, int]], rounds: int) -> dict[int, int]:
-    """Target -> chunk, one from each source and to each target, by augmenting paths. `left` holds
-    chunk -> target of each source."""
-    found: dict[int, int] = {}
-
-    def placed(source: int, tried: set[int]) -> bool:
-        for chunk, target in left[source].items():
-            if target not in tried:
-                tried.add(target)
-                if target not in found or placed(found[target] // rounds, tried):
-                    found[target] = chunk
-                    return True
-        return False
-
-    assert all(placed(source, set()) for source in range(len(left)))
-    return found
 
 
 @dataclasses.dataclass(frozen=True)
