@@ -6,6 +6,7 @@ Shapes: B batch  T query time  S key time  D embed  N heads  K kv heads  H head 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from maxstack.kernels.attention import attention
@@ -25,7 +26,7 @@ class Attention(Layer):
 
     cfg: AttentionConfig
 
-    def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
+    def __call__(self, x_BTD: Array, context: Context) -> Array:
         """Attention of each position over the positions of its document that it sees: [B, T, D]."""
         cfg = self.cfg
         q_BTNH = self._placed(
@@ -59,7 +60,7 @@ class Attention(Layer):
             )
         return checkpoint_name(project(o_BTNH, self.out, self.out_bias), "mixer_out")
 
-    def keys_values(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
+    def keys_values(self, x_BTD: Array, context: Context) -> tuple[Array, Array]:
         """Keys, normed and rotated, and values, normed: each [B, S, K, H]."""
         assert self.key is not None, "a block with share_kv has no keys of its own"
         raw_BSKH = _projected(x_BTD, self.key, self.key_bias, "kv_heads")
@@ -77,12 +78,12 @@ class Attention(Layer):
         )
         return k_BSKH, checkpoint_name(constrain(v_BSKH, "batch seq kv_heads head_dim"), "value")
 
-    def _placed(self, x_BTNH: jax.Array, norm: Norm | None, context: Context) -> jax.Array:
+    def _placed(self, x_BTNH: Array, norm: Norm | None, context: Context) -> Array:
         """Queries or keys with their norm and rotation, in the order that the configuration
         says."""
         cfg = self.cfg
 
-        def normed(x_BTNH: jax.Array) -> jax.Array:
+        def normed(x_BTNH: Array) -> Array:
             if norm is None:
                 return x_BTNH
             return (
@@ -112,14 +113,14 @@ def request(cfg: AttentionConfig) -> Request:
     )
 
 
-def temperature(cfg: TemperatureConfig, positions_BT: jax.Array) -> jax.Array:
+def temperature(cfg: TemperatureConfig, positions_BT: Array) -> Array:
     """The factor of the queries at each position, float32 [B, T] (Nakanishi 2025, arXiv:2501.19399,
     in steps as Llama 4 takes it)."""
     steps_BT = jnp.floor((positions_BT.astype(jnp.float32) + 1) / cfg.length)
     return 1 + cfg.scale * jnp.log1p(steps_BT)
 
 
-def _projected(x_BTD: jax.Array, w: nnx.Param, bias: nnx.Param | None, axis: str) -> jax.Array:
+def _projected(x_BTD: Array, w: nnx.Param, bias: nnx.Param | None, axis: str) -> Array:
     """Heads, pinned to the mesh before norm and rotation, which are float32: else XLA may move them
     after."""
     return constrain(project(x_BTD, w, bias), f"batch seq {axis} head_dim")

@@ -8,6 +8,7 @@ convolution.
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
@@ -22,7 +23,7 @@ from maxstack.sharding import constrain
 
 RATE_SPREAD, RATE_OFFSET = 1.7, -2.8
 NORM_EPS = 1e-6
-Arrays = tuple[jax.Array, ...]
+Arrays = tuple[Array, ...]
 
 
 class GatedDelta(Layer):
@@ -35,10 +36,10 @@ class GatedDelta(Layer):
 
     cfg: GatedDeltaConfig
 
-    def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
+    def __call__(self, x_BTD: Array, context: Context) -> Array:
         """Gated read of each position from the state of its document: [B, T, D]."""
 
-        def projected(matrix: nnx.Param, axis: str, name: str) -> jax.Array:
+        def projected(matrix: nnx.Param, axis: str, name: str) -> Array:
             return checkpoint_name(
                 constrain(project(x_BTD, matrix), f"batch seq {axis} head_dim"), name
             )
@@ -69,12 +70,12 @@ class GatedDelta(Layer):
 
 
 def _mix(
-    cfg: GatedDeltaConfig, of_keys: Arrays, of_values: Arrays, segments_BT: jax.Array | None
-) -> jax.Array:
+    cfg: GatedDeltaConfig, of_keys: Arrays, of_values: Arrays, segments_BT: Array | None
+) -> Array:
     """Convolutions and the recurrence over whole sequences: [B, T, N, V]."""
     (q_BTKH, k_BTKH, *taps), (v_BTNV, decay_BTN, beta_BTN, taps_v) = of_keys, of_values
 
-    def convolved(x_BTKH: jax.Array, taps_WKH: jax.Array) -> jax.Array:
+    def convolved(x_BTKH: Array, taps_WKH: Array) -> Array:
         return jax.nn.silu(convolve(x_BTKH, taps_WKH, segments_BT))
 
     q, k, v = (
@@ -87,8 +88,8 @@ def _mix(
 
 
 def _on_own_heads(
-    cfg: GatedDeltaConfig, of_keys: Arrays, of_values: Arrays, segments_BT: jax.Array | None
-) -> jax.Array:
+    cfg: GatedDeltaConfig, of_keys: Arrays, of_values: Arrays, segments_BT: Array | None
+) -> Array:
     """`_mix` by each device for its own rows and heads. Parts of sequences become whole ones of
     some of the heads, and parts again."""
     if sharding.current() is None:
@@ -98,7 +99,7 @@ def _on_own_heads(
     axes = sequences.split_over()
     assert sequences.kind() != "ring", "a recurrence needs whole sequences, in order"
 
-    def local(of_keys: Arrays, of_values: Arrays, segments_BT: jax.Array | None) -> jax.Array:
+    def local(of_keys: Arrays, of_values: Arrays, segments_BT: Array | None) -> Array:
         queries, groups = of_values[0].shape[2], cfg.value_heads // cfg.key_heads
         of_keys = tuple(
             sequences.of_queries(x, queries, groups, inner, axis)
@@ -139,7 +140,7 @@ def _on_own_heads(
     )(of_keys, of_values, segments_BT)
 
 
-def convolve(x_BTKH: jax.Array, taps_WKH: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
+def convolve(x_BTKH: Array, taps_WKH: Array, segments_BT: Array | None) -> Array:
     """The causal convolution of each channel with its own taps, the last for the position itself:
     float32 [B, T, K, H].
 
@@ -157,5 +158,5 @@ def convolve(x_BTKH: jax.Array, taps_WKH: jax.Array, segments_BT: jax.Array | No
     return y_BTKH
 
 
-def _unit(x_BTKH: jax.Array) -> jax.Array:
+def _unit(x_BTKH: Array) -> Array:
     return x_BTKH * jax.lax.rsqrt(jnp.sum(x_BTKH * x_BTKH, axis=-1, keepdims=True) + NORM_EPS)

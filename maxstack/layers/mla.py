@@ -5,8 +5,8 @@ Shapes: B batch  T query time  S key time  D embed  N heads  H key head dim, wit
 positions  R its part with positions  V value head dim L latent.
 """
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from maxstack.kernels.attention import attention
@@ -26,7 +26,7 @@ class MLA(Layer):
 
     cfg: MLAConfig
 
-    def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
+    def __call__(self, x_BTD: Array, context: Context) -> Array:
         """Attention of each position over the positions of its document that it sees: [B, T, D]."""
         k_BSNH, v_BSNV = self._keys_values(x_BTD, context)
         o_BTNV = attention(
@@ -40,7 +40,7 @@ class MLA(Layer):
         o_BTNV = checkpoint_name(constrain(o_BTNV, "batch seq heads head_dim"), "context")
         return checkpoint_name(project(o_BTNV, self.out, self.out_bias), "mixer_out")
 
-    def _queries(self, x_BTD: jax.Array, context: Context) -> jax.Array:
+    def _queries(self, x_BTD: Array, context: Context) -> Array:
         if self.cfg.q_lora:
             latent_BTL = self.query_norm(project(x_BTD, self.query_down, self.query_down_bias))
             q_BTNH = project(constrain(latent_BTL, "batch seq latent"), self.query_up)
@@ -51,7 +51,7 @@ class MLA(Layer):
         q_BTNH = jnp.concatenate([nope, self._rotated(rope, context)], axis=-1)
         return checkpoint_name(constrain(q_BTNH, "batch seq heads head_dim"), "query")
 
-    def _keys_values(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
+    def _keys_values(self, x_BTD: Array, context: Context) -> tuple[Array, Array]:
         latent_BSL = self.kv_norm(project(x_BTD, self.kv_down, self.kv_down_bias))
         latent_BSL = constrain(latent_BSL, "batch seq latent")
         shared_BSR = constrain(
@@ -71,7 +71,7 @@ class MLA(Layer):
             constrain(v_BSNV, "batch seq heads head_dim"), "value"
         )
 
-    def _rotated(self, x_BTNR: jax.Array, context: Context) -> jax.Array:
+    def _rotated(self, x_BTNR: Array, context: Context) -> Array:
         return rotate(x_BTNR, context.tables[self.cfg.rope, self.cfg.rope_dim], self.cfg.rope)
 
 

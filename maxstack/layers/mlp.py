@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from maxstack.layers.context import Context
@@ -28,8 +29,8 @@ class GatedMLP(Layer):
     cfg: GatedMLPConfig
 
     def __call__(
-        self, x_BTD: jax.Array, residual_BTD: jax.Array, context: Context
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        self, x_BTD: Array, residual_BTD: Array, context: Context
+    ) -> tuple[Array, dict[str, Array]]:
         """-> ([B, T, D], no report); reads x alone."""
         gate_BTF = checkpoint_name(project(x_BTD, self.gate, self.gate_bias), "mlp_gate")
         up_BTF = checkpoint_name(project(x_BTD, self.up, self.up_bias), "mlp_up")
@@ -44,8 +45,8 @@ class DenseMLP(Layer):
     cfg: DenseMLPConfig
 
     def __call__(
-        self, x_BTD: jax.Array, residual_BTD: jax.Array, context: Context
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        self, x_BTD: Array, residual_BTD: Array, context: Context
+    ) -> tuple[Array, dict[str, Array]]:
         """-> ([B, T, D], no report); reads x alone."""
         up_BTF = checkpoint_name(project(x_BTD, self.up, self.up_bias), "mlp_up")
         h_BTF = constrain(ACTIVATIONS[self.cfg.activation](up_BTF), "batch seq mlp")
@@ -53,9 +54,7 @@ class DenseMLP(Layer):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def gated(
-    act: Callable[[jax.Array], jax.Array], gate_BTF: jax.Array, up_BTF: jax.Array
-) -> jax.Array:
+def gated(act: Callable[[Array], Array], gate_BTF: Array, up_BTF: Array) -> Array:
     """act(gate) * up. Its backward pass keeps gate and up alone and does the activation again,
     which costs less than to keep what it went through."""
     return act(gate_BTF) * up_BTF

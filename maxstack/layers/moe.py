@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
@@ -25,10 +26,10 @@ from maxstack.layers.weight import experts, multiply_each
 from maxstack.schema.mesh import names
 from maxstack.schema.mlps import MoEConfig, ParallelMLPConfig
 
-Report = dict[str, jax.Array]
+Report = dict[str, Array]
 Weights = dict[str, Any]
 """Arrays, and what `experts` makes of the matrices, by name."""
-Mixed = tuple[jax.Array, jax.Array, jax.Array]
+Mixed = tuple[Array, Array, Array]
 HIDDEN = {
     "gate": 2,
     "up": 2,
@@ -45,9 +46,7 @@ class MoE(Layer):
 
     cfg: MoEConfig
 
-    def __call__(
-        self, x_BTD: jax.Array, residual_BTD: jax.Array, context: Context
-    ) -> tuple[jax.Array, Report]:
+    def __call__(self, x_BTD: Array, residual_BTD: Array, context: Context) -> tuple[Array, Report]:
         """-> ([B, T, D], report).
 
         `load`, float32 [E], is how many real tokens chose each expert; `dropped`, float32, how many
@@ -89,7 +88,7 @@ class MoE(Layer):
             {"rounds": rounds} if place.experts and cfg.capacity is None else {}
         )
 
-    def _report(self, logits_BTE: jax.Array, experts_BTC: jax.Array, real_BT: jax.Array) -> Report:
+    def _report(self, logits_BTE: Array, experts_BTC: Array, real_BT: Array) -> Report:
         counts_BE = router.counts(experts_BTC, self.cfg.experts, real_BT)
         report = {"load": counts_BE.sum(axis=0)}
         if limit := self.cfg.limit(experts_BTC.shape[1]):
@@ -106,9 +105,7 @@ class ParallelMLP(Layer):
 
     cfg: ParallelMLPConfig
 
-    def __call__(
-        self, x_BTD: jax.Array, residual_BTD: jax.Array, context: Context
-    ) -> tuple[jax.Array, Report]:
+    def __call__(self, x_BTD: Array, residual_BTD: Array, context: Context) -> tuple[Array, Report]:
         """-> ([B, T, D], the report of the experts)."""
         dense_BTD, _ = self.dense(x_BTD, residual_BTD, context)
         with config_scope("moe"):
@@ -153,9 +150,9 @@ def _on_own_tokens(
     cfg: MoEConfig,
     place: ExpertSharding,
     given: Weights,
-    x_BTD: jax.Array,
-    logits_BTE: jax.Array,
-    real_BT: jax.Array,
+    x_BTD: Array,
+    logits_BTE: Array,
+    real_BT: Array,
 ) -> Mixed:
     """`_mixture` of each device's own tokens. Weights are gathered for it, but for experts and
     hidden units over axes of their own.
@@ -177,7 +174,7 @@ def _on_own_tokens(
     )
 
 
-def _part(name: str, place: ExpertSharding, value: jax.Array) -> PartitionSpec:
+def _part(name: str, place: ExpertSharding, value: Array) -> PartitionSpec:
     """Share of a weight that a device works with: its experts, and of those its hidden units."""
     parts = {HIDDEN[name]: place.hidden, 0: place.experts} if name in HIDDEN else {}
     for i, axes in parts.items():
@@ -198,9 +195,9 @@ def _mixture(
     limit: int | None,
     place: ExpertSharding,
     given: Weights,
-    x_BTD: jax.Array,
-    logits_BTE: jax.Array,
-    real_BT: jax.Array,
+    x_BTD: Array,
+    logits_BTE: Array,
+    real_BT: Array,
 ) -> Mixed:
     """-> (the weighted sum over the chosen experts; the chosen; how many windows the dispatch
     took)."""
@@ -246,11 +243,11 @@ def _mixture(
     return out_BTD, experts_BTC, rounds
 
 
-def _experts(cfg: MoEConfig, given: Weights, x_SD: jax.Array, sizes_E: jax.Array) -> jax.Array:
+def _experts(cfg: MoEConfig, given: Weights, x_SD: Array, sizes_E: Array) -> Array:
     """Each expert of its own rows, without the bias of its output."""
     ends_E = jnp.cumsum(sizes_E)
 
-    def times(x: jax.Array, name: str) -> jax.Array:
+    def times(x: Array, name: str) -> Array:
         out = multiply_each(x, given[name], sizes_E, cfg.backend)
         if f"{name}_bias" not in given:
             return out
@@ -270,7 +267,7 @@ def _experts(cfg: MoEConfig, given: Weights, x_SD: jax.Array, sizes_E: jax.Array
     return times(_gated(cfg, gate_SF, up_SF), "down")
 
 
-def _gated(cfg: MoEConfig, gate_MF: jax.Array, up_MF: jax.Array) -> jax.Array:
+def _gated(cfg: MoEConfig, gate_MF: Array, up_MF: Array) -> Array:
     if cfg.clamp is None:
         return ACTIVATIONS[cfg.activation](gate_MF) * up_MF
     gate_MF, up_MF = jnp.minimum(gate_MF, cfg.clamp), jnp.clip(up_MF, -cfg.clamp, cfg.clamp)

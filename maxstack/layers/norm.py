@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from maxstack.layers.layer import Layer
 from maxstack.schema.mixers import NormConfig
@@ -15,7 +16,7 @@ class Norm(Layer):
 
     cfg: NormConfig
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Array) -> Array:
         """[..., size] -> the same shape and dtype."""
         scale = (
             self.scale[...].astype(jnp.float32) + float(self.cfg.zero_centered)
@@ -29,7 +30,7 @@ class Norm(Layer):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _normed(x: jax.Array, scale: jax.Array | None, centered: bool, eps: float) -> jax.Array:
+def _normed(x: Array, scale: Array | None, centered: bool, eps: float) -> Array:
     """float32 [..., size]. Its backward pass keeps x and one number a row, not the normed x in
     float32 that automatic differentiation keeps."""
     return _forward(x, scale, centered, eps)[0]

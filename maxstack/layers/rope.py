@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from maxstack.schema.mixers import (
     LinearScaling,
@@ -23,8 +24,8 @@ from maxstack.schema.mixers import (
 
 
 def rope_table(
-    cfg: RopeConfig, positions_BT: jax.Array, segments_BT: jax.Array | None, head_dim: int
-) -> tuple[jax.Array, jax.Array]:
+    cfg: RopeConfig, positions_BT: Array, segments_BT: Array | None, head_dim: int
+) -> tuple[Array, Array]:
     """Cosines and sines of position * frequency, times the attention factor: float32 [B, T, 1, R].
 
     `segments_BT` numbers the documents of a row, None: one a row. It counts where a document's
@@ -40,7 +41,7 @@ def rope_table(
     return jnp.cos(angle) * factor, jnp.sin(angle) * factor
 
 
-def rotate(x_BTNH: jax.Array, table: tuple[jax.Array, jax.Array], cfg: RopeConfig) -> jax.Array:
+def rotate(x_BTNH: Array, table: tuple[Array, Array], cfg: RopeConfig) -> Array:
     """Turn the first 2R dimensions of each head by their angles, in float32, and cast back; the
     other dimensions pass.
 
@@ -143,7 +144,7 @@ SCALINGS: dict[type, Callable[[Any, RopeConfig, np.ndarray], np.ndarray]] = {
 }
 
 
-def _document_length(positions_BT: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
+def _document_length(positions_BT: Array, segments_BT: Array | None) -> Array:
     """[B, T or 1]: positions up to the end of each token's document."""
     if segments_BT is None:
         return positions_BT.max(axis=1, keepdims=True) + 1

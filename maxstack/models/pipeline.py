@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import PartitionSpec
 
 from maxstack import sharding
@@ -21,8 +22,8 @@ from maxstack.layers.context import Context
 from maxstack.schema.mesh import MeshConfig, names
 
 Tree = Any
-Read = Callable[[int], tuple[Any, Context, jax.Array | None]]
-Period = Callable[[jax.Array, Read], tuple[jax.Array, Tree]]
+Read = Callable[[int], tuple[Any, Context, Array | None]]
+Period = Callable[[Array, Read], tuple[Array, Tree]]
 STAGE = "stage"
 MOVING = frozenset(
     {
@@ -126,11 +127,11 @@ class Rows:
             *(None,) * dim, *(axis if axis in self.by_hand else None for axis in self.sizes)
         )
 
-    def split(self, x: jax.Array, dim: int = 0) -> jax.Array:
+    def split(self, x: Array, dim: int = 0) -> Array:
         """[B, ...] -> [A..., G, n, ...] with one dimension A for each axis."""
         return x.reshape(*x.shape[:dim], *self.sizes.values(), self.groups, -1, *x.shape[dim + 1 :])
 
-    def by_microbatch(self, x: jax.Array, dim: int = 0) -> jax.Array:
+    def by_microbatch(self, x: Array, dim: int = 0) -> Array:
         """[A..., G, n, ...] as it lies by hand -> [G, 1 or stages, N, ...]."""
         end = dim + len(self.sizes)
         x = jnp.moveaxis(x, (end, dim + self.stage), (dim, dim + 1))
@@ -138,7 +139,7 @@ class Rows:
             *x.shape[: dim + 2], math.prod(x.shape[dim + 2 : end + 2]), *x.shape[end + 2 :]
         )
 
-    def of_device(self, x_GN: jax.Array, like: jax.Array) -> jax.Array:
+    def of_device(self, x_GN: Array, like: Array) -> Array:
         """[G, N, ...], a stage's own rows, in the shape of `like`, as which they came in."""
         rest = [*like.shape]
         groups, one = rest.pop(len(self.sizes)), rest.pop(self.stage)
@@ -153,12 +154,12 @@ def computed(primitive: Any, *_: Any, **__: Any) -> bool:
 
 def pipelined(
     period: Period,
-    x_BTD: jax.Array,
+    x_BTD: Array,
     stacked: Tree,
     context: Context,
-    extra_PKBTE: jax.Array | None,
+    extra_PKBTE: Array | None,
     unroll: int,
-) -> tuple[jax.Array, Tree]:
+) -> tuple[Array, Tree]:
     """`period` repeated along the first axis of `stacked`, on a mesh with stages -> (x, what the
     periods report, summed over the batch).
 
@@ -177,8 +178,8 @@ def pipelined(
     per_row = jax.tree.map(lambda leaf: leaf.ndim > 1 and leaf.shape[0] == x_BTD.shape[0], context)
 
     def inside(
-        x: jax.Array, stacked: Tree, context: Context, extra: jax.Array | None
-    ) -> tuple[jax.Array, Tree]:
+        x: Array, stacked: Tree, context: Context, extra: Array | None
+    ) -> tuple[Array, Tree]:
         stacked = _moved(jax.tree.map(lambda w: w[0], stacked), stages, cfg.rounds)
         context = jax.tree.map(
             lambda leaf, own: rows.by_microbatch(_of_all_stages(leaf, rows.stage)) if own else leaf,
@@ -192,8 +193,8 @@ def pipelined(
         length = jax.tree.leaves(stacked)[0].shape[0] // cfg.rounds
 
         def work(
-            x_NTD: jax.Array, group: jax.Array, turn: jax.Array, member: jax.Array, i: jax.Array
-        ) -> tuple[jax.Array, Tree]:
+            x_NTD: Array, group: Array, turn: Array, member: Array, i: Array
+        ) -> tuple[Array, Tree]:
             mine = (
                 jnp.asarray(moves(stages, cfg.rounds)[2])[jax.lax.axis_index(STAGE), turn] * length
                 + i
@@ -201,7 +202,7 @@ def pipelined(
 
             period_of_all = (turn * stages + jax.lax.axis_index(STAGE)) * length + i
 
-            def read(place: int) -> tuple[Any, Context, jax.Array | None]:
+            def read(place: int) -> tuple[Any, Context, Array | None]:
                 here: Context = jax.tree.map(
                     lambda leaf, own: leaf[group, member] if own else leaf, context, per_row
                 )
@@ -249,7 +250,7 @@ def pipelined(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _of_all_stages(x: jax.Array, dim: int) -> jax.Array:
+def _of_all_stages(x: Array, dim: int) -> Array:
     """Gathered along a dimension; the gradient is summed over the stages in float32."""
     return jax.lax.all_gather(x, STAGE, axis=dim, tiled=True)
 
@@ -280,7 +281,7 @@ def _moved(stacked: Tree, stages: int, rounds: int) -> Tree:
     own_R = jnp.asarray(sent, jnp.uint32)[jax.lax.axis_index(STAGE)]
     sends = [(own_R[i], list(enumerate(targets))) for i, targets in enumerate(permutations)]
 
-    def moved(w: jax.Array) -> jax.Array:
+    def moved(w: Array) -> Array:
         chunks = w.reshape(rounds, -1, *w.shape[1:])
         return jnp.concatenate(
             [
@@ -295,13 +296,13 @@ def _moved(stacked: Tree, stages: int, rounds: int) -> Tree:
 
 
 def _through(
-    work: Callable[..., tuple[jax.Array, Tree]],
-    x_GNTD: jax.Array,
+    work: Callable[..., tuple[Array, Tree]],
+    x_GNTD: Array,
     stages: int,
     rounds: int,
     length: int,
     unroll: int,
-) -> tuple[jax.Array, Tree]:
+) -> tuple[Array, Tree]:
     """All microbatches through all stages, in ticks of `length` periods -> (x, in the places where
     it was; reports [rounds, length, ...]).
 
@@ -316,12 +317,10 @@ def _through(
     stage, busy = jax.lax.axis_index(STAGE), x_GNTD.shape[0] * stages * rounds
     up, down = ([(s, (s + step) % stages) for s in range(stages)] for step in (1, -1))
 
-    def enter(
-        x_NTD: jax.Array, waiting_GNTD: jax.Array, now: Any, i: Any
-    ) -> tuple[jax.Array, jax.Array]:
+    def enter(x_NTD: Array, waiting_GNTD: Array, now: Any, i: Any) -> tuple[Array, Array]:
         group, turn, _ = task(now, stages, rounds)
 
-        def exchanged(x_NTD: jax.Array, own_NTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def exchanged(x_NTD: Array, own_NTD: Array) -> tuple[Array, Array]:
             x_NTD, here = jax.lax.ppermute(x_NTD, STAGE, up), (stage == 0) & (turn == 0)
             return jnp.where(here, own_NTD, x_NTD), jax.lax.ppermute(
                 jnp.where(here, x_NTD, own_NTD), STAGE, down
@@ -335,9 +334,7 @@ def _through(
         )
         return x_NTD, waiting_GNTD.at[group].set(own_NTD)
 
-    def step(
-        carry: tuple[jax.Array, jax.Array], n: jax.Array
-    ) -> tuple[tuple[jax.Array, jax.Array], Tree]:
+    def step(carry: tuple[Array, Array], n: Array) -> tuple[tuple[Array, Array], Tree]:
         now, i = n // length, n % length
         x_NTD, waiting_GNTD = enter(*carry, now, i)
         x_NTD, reports = work(x_NTD, *task(jnp.clip(now - stage, 0, busy - 1), stages, rounds), i)
@@ -347,7 +344,7 @@ def _through(
     together = max(n for n in range(1, min(unroll, length) + 1) if length % n == 0)
     done, reports = jax.lax.scan(step, start, jnp.arange(total * length), unroll=together)
 
-    def summed(report: jax.Array) -> jax.Array:
+    def summed(report: Array) -> Array:
         mine = jax.lax.dynamic_slice_in_dim(report, stage * length, busy * length)
         return mine.reshape(-1, rounds, stages, length, *report.shape[1:]).sum(axis=(0, 2))
 

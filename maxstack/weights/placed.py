@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 from flax import nnx
+from jax import Array
 from jax.sharding import Mesh
 
 from maxstack.hardware import compiling
@@ -62,7 +63,7 @@ class PlacedWeights:
         return self._placed(abstract(self.cfg.model)[1])
 
     @property
-    def sources(self) -> tuple[tuple[Mapping[str, Any], Callable[..., dict[str, jax.Array]]], ...]:
+    def sources(self) -> tuple[tuple[Mapping[str, Any], Callable[..., dict[str, Array]]], ...]:
         """Weights that those of the run can be made of, and how: original ones, and without
         adapters."""
         if not self.rewrite.replaced:
@@ -71,8 +72,8 @@ class PlacedWeights:
         return (self.original, self.rewritten), (quantized, self.beside)
 
     def beside(
-        self, weights: Iterable[tuple[str, jax.Array]] | Mapping[str, jax.Array]
-    ) -> dict[str, jax.Array]:
+        self, weights: Iterable[tuple[str, Array]] | Mapping[str, Array]
+    ) -> dict[str, Array]:
         """Fresh adapters beside weights of the run's quantization, by path."""
         found = self.rewrite.under_adapters(dict(weights))
         for path in self.rewrite.adapted:
@@ -82,10 +83,10 @@ class PlacedWeights:
             found |= self._made(functools.partial(self.rewrite.adapters, path), base)
         return found
 
-    def rewritten(self, weights: Iterable[tuple[str, jax.Array]]) -> dict[str, jax.Array]:
+    def rewritten(self, weights: Iterable[tuple[str, Array]]) -> dict[str, Array]:
         """What the run keeps of original weights, by path, where it will live; one is rewritten
         before the next is read."""
-        found: dict[str, jax.Array] = {}
+        found: dict[str, Array] = {}
         for path, array in weights:
             if path in self.shapes:
                 found[path] = array
@@ -143,7 +144,7 @@ class PlacedWeights:
             )
         )
 
-    def _made(self, make: Callable[..., dict[str, jax.Array]], given: Any) -> dict[str, jax.Array]:
+    def _made(self, make: Callable[..., dict[str, Array]], given: Any) -> dict[str, Array]:
         shardings = {path: self.shapes[path].sharding for path in jax.eval_shape(make, given)}
         options = compiling.in_order(self.mesh)
         return jax.jit(make, out_shardings=shardings, compiler_options=options)(given)

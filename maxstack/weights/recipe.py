@@ -4,9 +4,9 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
-import jax
 import numpy as np
 from flax import nnx
+from jax import Array
 
 from maxstack.config import ConfigError, quoted
 from maxstack.schema.quantization import QuantizationConfig, RuleConfig
@@ -49,11 +49,11 @@ class RuleMatch:
             return Stored(param, self.quant)
         return Trained(param.get_value(), quant=self.quant, **param.get_metadata())
 
-    def stored(self, array: jax.Array) -> dict[str, jax.Array]:
+    def stored(self, array: Array) -> dict[str, Array]:
         """Leaves of the weight in low precision, where the mode is ptq."""
         return stored(array, self.spec, self.quant)
 
-    def floats(self, leaves: Mapping[str, jax.Array | np.ndarray]) -> jax.Array:
+    def floats(self, leaves: Mapping[str, Array | np.ndarray]) -> Array:
         """The weight that such leaves stand for."""
         return floats(leaves, self.spec, self.quant)
 
