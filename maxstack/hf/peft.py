@@ -6,10 +6,9 @@ side: A's rows one below the other, B's blocks on a diagonal. Shapes: I inputs  
 module  R rank.
 """
 
-import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from maxstack.hf.rows import Shape, axes_in
 from maxstack.hf.safetensors_file import SafetensorsFile
 from maxstack.hf.table import Mismatch
 from maxstack.hf.tensors import check_finite
+from maxstack.hf.writer import Read, write_json
 from maxstack.schema.decoder import DecoderConfig
 from maxstack.schema.lora import LoraConfig
 
@@ -52,7 +52,6 @@ SETTINGS = {
     "dora": "use_dora",
 }
 """Keys of a LoraConfig -> those of PEFT."""
-Read = Callable[[str], np.ndarray]
 
 
 class Adapter:
@@ -309,7 +308,7 @@ def write(
         },
         "target_modules": _target_modules(modules, bound),
     }
-    (out / CONFIG).write_text(json.dumps(said, indent=2) + "\n")
+    write_json(out / CONFIG, said)
     contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
     save_file(contiguous, out / TENSORS, {"format": "pt"})
     return len(modules)

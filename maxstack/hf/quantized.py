@@ -68,9 +68,8 @@ class MXFP4(Quantized):
         if index is None:
             return np.stack([self.array(expert) for expert in range(self.shape[0])])
         blocks, scales = (part.array(index) for part in self._parts)
-        values = np.stack([E2M1[blocks & 15], E2M1[blocks >> 4]], axis=-1)
         exponents = scales[..., None].astype(np.int32) - E8M0_BIAS
-        scaled = np.ldexp(values.reshape(*scales.shape, 32), exponents)
+        scaled = np.ldexp(E2M1[_nibbles(blocks)], exponents)
         return scaled.astype(self.dtype).reshape(scales.shape[0], -1).T
 
 
@@ -132,9 +131,8 @@ class GroupInt4(Quantized):
                 f"{shape.where}: says {list(map(int, sizes))}, and the numbers are of "
                 f"{list(self.shape)}"
             )
-        codes = packed.array().view(np.uint8)
-        halves = np.stack([codes & 15, codes >> 4], axis=-1)
-        values = halves.reshape(len(codes), -1)[:, : self.shape[1]].astype(np.float32)
+        codes = _nibbles(packed.array().view(np.uint8))
+        values = codes[:, : self.shape[1]].astype(np.float32)
         scale = _finite(scales).repeat(self._group, axis=1)[:, : self.shape[1]]
         values = ((values - INT4_ZERO) * scale).astype(self.dtype)
         return values if index is None else values[index]
@@ -241,6 +239,11 @@ def _check_scale(
             f"{scale.where}: is {_kind(scale)}; {setting} in config.json, on a weight "
             f"{list(weight)}, needs {' or '.join(SCALES)} {list(shape)}"
         )
+
+
+def _nibbles(codes: np.ndarray) -> np.ndarray:
+    """Numbers of four bits, two in each byte, the low half first: [..., n] -> [..., 2n]."""
+    return np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
 
 
 def _finite(scale: Tensor) -> np.ndarray:

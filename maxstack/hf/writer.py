@@ -102,6 +102,11 @@ def write_tensors(
             shard.forget()
 
 
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON file for people to read."""
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
 def _shards(
     folder: Path, bound: Sequence[Bound], dtypes: Mapping[str, np.dtype], shard_size: int
 ) -> dict[str, Shard]:
@@ -128,7 +133,7 @@ def _shards(
             "metadata": {"total_size": total},
             "weight_map": dict(sorted(weight_map.items())),
         }
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        write_json(folder / INDEX, index)
     return {
         name: shard
         for file, group in zip(files, groups, strict=True)

@@ -47,7 +47,7 @@ class Decoder(Model):
             self.per_layer_project = drawn((cfg.embed, *sizes), "embed latent latent", use="matmul")
             self.per_layer_norm = Norm(cfg.norm, extra.size, dtype=dtype)
 
-        first, period, repeats = len(cfg.prefix), pattern_keys(cfg), periods(cfg)
+        first, period, repeats = len(cfg.prefix), cfg.stacks, cfg.repetitions
         rest = cfg.order[first + repeats * len(period) :]
         self.prefix = nnx.Dict({f"{i}": Block(name, cfg) for i, name in enumerate(cfg.prefix)})
         stacks = {key: _stack(Block(name, cfg), repeats) for key, name in period.items() if repeats}
@@ -121,7 +121,7 @@ class Decoder(Model):
                     context, kept={**context.kept, cfg.prefix[i]: block.keys_values(x_BTD, context)}
                 )
             x_BTD, aux["prefix"][key] = run(block, x_BTD, _layer(extra_LBTP, i))
-        if periods(cfg):
+        if cfg.repetitions:
             x_BTD, aux["blocks"] = self._repeated(x_BTD, context, extra_LBTP)
         done = cfg.layers - len(self.rest)
         for i, (key, block) in enumerate(_numbered(self.rest)):
@@ -133,7 +133,7 @@ class Decoder(Model):
     ) -> tuple[Array, Aux]:
         """The repetitions of the pattern, one after the other -> (x, reports, each with a leading
         axis of repetitions)."""
-        cfg, repeats, keys = self.cfg, periods(self.cfg), [*pattern_keys(self.cfg)]
+        cfg, repeats, keys = self.cfg, self.cfg.repetitions, [*self.cfg.stacks]
         graphs, stacked = zip(*(nnx.split(self.blocks[key]) for key in keys), strict=True)
         staged = size_of(pipeline.STAGE) > 1
 
@@ -251,28 +251,13 @@ def mixture(cfg: DecoderConfig, path: tuple[str, ...]) -> MoEConfig:
         assert cfg.mtp
         name = cfg.mtp.block
     elif part == "blocks":
-        name = pattern_keys(cfg)[key]
+        name = cfg.stacks[key]
     else:
-        first = len(cfg.prefix) + periods(cfg) * len(cfg.period) if part == "rest" else 0
+        first = len(cfg.prefix) + cfg.repetitions * len(cfg.period) if part == "rest" else 0
         name = cfg.order[first + int(key)]
     moe = cfg.blocks[name].experts
     assert moe
     return moe
-
-
-def periods(cfg: DecoderConfig) -> int:
-    """How often the whole pattern repeats."""
-    return (cfg.layers - len(cfg.prefix)) // len(pattern_keys(cfg))
-
-
-def pattern_keys(cfg: DecoderConfig) -> dict[str, str]:
-    """A unique key for each place of the pattern -> its block's name: the name itself, numbered
-    where it repeats."""
-    names = cfg.period
-    return {
-        name if names.count(name) == 1 else f"{name}_{names[:i].count(name)}": name
-        for i, name in enumerate(names)
-    }
 
 
 def _numbered(blocks: nnx.Dict) -> list[tuple[str, Any]]:

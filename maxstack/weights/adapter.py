@@ -17,6 +17,8 @@ from maxstack.schema.lora import LoraConfig
 from maxstack.weights.spec import WeightSpec, stacked
 
 TINY = 1e-12
+LEAVES = "lora_a", "lora_b", "magnitude"
+"""Names of an adapter's weights, the last with DoRA alone."""
 
 
 class Adapted(Substitute, nnx.Module):

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from maxstack.hardware import compiling
 from maxstack.models.model import abstract
 from maxstack.state import count, flat, of_weights, sharding_of_weights
+from maxstack.weights.adapter import LEAVES
 from maxstack.weights.rewrite import Rewrite
 
 if TYPE_CHECKING:
@@ -38,23 +39,19 @@ class PlacedWeights:
     @property
     def adapters(self) -> int:
         """Parameters of low-rank adapters."""
-        return sum(
-            leaf.size
-            for path, leaf in self.shapes.items()
-            if path.rpartition("/")[2] in ("lora_a", "lora_b")
-        )
+        return self._size_of("lora_a", "lora_b")
 
     @functools.cached_property
     def parameters(self) -> int:
         """Parameters of the model, whatever is kept in their place, and of adapters."""
-        added = {
-            path: leaf
-            for path, leaf in self.shapes.items()
-            if path.rpartition("/")[2] in ("lora_a", "lora_b", "magnitude")
-        }
         if not self.rewrite.replaced:
             return count(self.shapes)[0]
-        return count(self.original)[0] + count(added)[0]
+        return count(self.original)[0] + self._size_of(*LEAVES)
+
+    def _size_of(self, *names: str) -> int:
+        """Numbers in all leaves of these names."""
+        leaves = self.shapes.items()
+        return sum(leaf.size for path, leaf in leaves if path.rpartition("/")[2] in names)
 
     @functools.cached_property
     def original(self) -> dict[str, Any]:
@@ -103,7 +100,7 @@ class PlacedWeights:
         adapted = {path: spec.contract for path, spec in self.rewrite.adapted.items()}
         assert lora
         adapter = peft.Adapter(Path(folder), finite=not self.cfg.checkpoint.allow_nonfinite)
-        names = {f"{path}/{name}" for path in adapted for name in ("lora_a", "lora_b", "magnitude")}
+        names = {f"{path}/{name}" for path in adapted for name in LEAVES}
         shapes = {path: leaf.shape for path, leaf in self.shapes.items() if path in names}
         return peft.read(
             adapter,

@@ -103,7 +103,7 @@ class Rewrite:
         spec, seed = self.adapted[path], self._cfg.train.seed
         made = {
             f"{path}/{name}": draw(self._params[f"{path}/{name}"], (path, name), seed)
-            for name in ("lora_a", "lora_b")
+            for name in adapter.LEAVES[:2]
         }
         if f"{path}/magnitude" in self._params:
             whole = jnp.asarray(self.floats(path, leaves), jnp.float32)
@@ -136,8 +136,8 @@ class Rewrite:
         merge = functools.partial(adapter.merged, lora, spec.contract)
         for _ in range(whole.ndim - len(spec.shape)):
             merge = jax.vmap(merge)
-        names = ("lora_a", "lora_b", "magnitude") if lora.dora else ("lora_a", "lora_b")
-        own = (jnp.asarray(leaves[f"{path}/{name}"]) for name in names)
+        names = (f"{path}/{name}" for name in adapter.LEAVES)
+        own = (jnp.asarray(leaves[name]) for name in names if name in self._params)
         return merge(jnp.asarray(whole, jnp.float32), *own)
 
     def _built(self) -> decoder.Decoder:
