@@ -47,7 +47,7 @@ class _Block(NamedTuple):
     lead: tuple[int, ...]
     """Its repetition if it is stacked."""
     name: str
-    """In a file."""
+    """Name of the block in a file."""
 
 
 def bind(family: Family, model: DecoderConfig, shapes: Mapping[str, Shape]) -> list[Bound]:

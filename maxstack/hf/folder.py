@@ -181,7 +181,7 @@ class Folder:
 
 
 def and_more(names: list[str], shown: int = 1) -> str:
-    """How many names are left out where the first few are shown."""
+    """Number of names that are left out where the first few are shown, in words."""
     return f" (and {len(names) - shown} more)" if len(names) > shown else ""
 
 

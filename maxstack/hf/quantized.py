@@ -26,7 +26,7 @@ class Quantized:
     """A weight made of several tensors of a file: numbers of few bits, and their scales."""
 
     dtype = np.dtype(ml_dtypes.bfloat16)
-    """Of the weight in the unquantized folder; `array` is float32 where the product with the
+    """Dtype of the weight in the unquantized folder; `array` is float32 where the product with the
     scale has more digits than that."""
     shape: tuple[int, ...]
 

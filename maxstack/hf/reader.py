@@ -86,7 +86,7 @@ def pieces_of(contents: Contents, shapes: Mapping[str, tuple[int, ...]]) -> dict
 
 
 def leading(pieces: Sequence[Piece]) -> int:
-    """How many of a weight's first dimensions are of layers and experts."""
+    """Number of a weight's first dimensions that are of layers and experts."""
     return len(pieces[0].target.lead) + (pieces[0].bound.experts is not None)
 
 

@@ -39,16 +39,14 @@ class Context:
     in; None: nothing is drawn."""
 
     def drawing(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, what draws random numbers does so by these keys."""
+        """Context in which random numbers are drawn by these keys."""
         return holding(_keys, self.keys_BT2)
 
     def repeated(self, index: Array) -> "Context":
         """The context in repetition `index` of the pattern."""
-        return (
-            self
-            if self.keys_BT2 is None
-            else dataclasses.replace(self, keys_BT2=_folded(self.keys_BT2, index))
-        )
+        if self.keys_BT2 is None:
+            return self
+        return dataclasses.replace(self, keys_BT2=_folded(self.keys_BT2, index))
 
 
 def position_keys() -> Array | None:
@@ -64,12 +62,11 @@ def keys_of(rows_B2: Array, length: int) -> Array:
 def _folded(keys: Array, number: Array) -> Array:
     """Raw keys [..., 2], each with a number folded in; both are broadcast."""
 
-    def one(key: Array, number: Array) -> Array:
-        return jax.random.key_data(
-            jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), number)
-        )
+    def folded(key: Array, number: Array) -> Array:
+        whole = jax.random.wrap_key_data(key, impl="threefry2x32")
+        return jax.random.key_data(jax.random.fold_in(whole, number))
 
-    return jnp.vectorize(one, signature="(k),()->(k)")(keys, number)
+    return jnp.vectorize(folded, signature="(k),()->(k)")(keys, number)
 
 
 def _flat(context: Context) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -1,4 +1,4 @@
-"""How tokens travel to their experts and back; run by each device on its own tokens, inside
+"""Travel of tokens to their experts and back; run by each device on its own tokens, inside
 `sharding.per_device` where there is a mesh.
 
 The experts lie over P peers, L on each. A device lists its tokens' choices by expert, and so by
@@ -26,7 +26,7 @@ rows of no expert give zeros."""
 FURTHER = 4  # a window after the first is this many times smaller
 TILE = 8
 FURTHER_SCOPE = "further_windows"
-"""In the names of a compiled program's operations: what an even load does not run."""
+"""Scope of operations of a compiled program that an even load does not run."""
 
 
 class Travel(NamedTuple):
@@ -38,7 +38,7 @@ class Travel(NamedTuple):
     first: int
     """Rows for each peer in the first window."""
     further: int
-    """And in those after it; 0: the first one always holds everything."""
+    """Rows for each peer in those after it; 0: the first one always holds everything."""
     scale_input: bool
     """Weights multiply what an expert reads, not what it gives."""
 
@@ -50,16 +50,16 @@ class Lists(NamedTuple):
     """Choices by expert; those of no expert come last."""
     peer_NC: Array
     place_NC: Array
-    """In the peer's list; -1: of no expert."""
+    """Index in the peer's list; -1: of no expert."""
     start_P: Array
     """Start of each peer's list in `sorted_M`."""
     length_P: Array
     coming_PL: Array
-    """How many rows each peer has for each expert that is here."""
+    """Number of rows that each peer has for each expert that is here."""
 
 
 class Slots(NamedTuple):
-    """Which choice each slot of a window holds, and where each choice went."""
+    """Choice that each slot of a window holds, and the slot of each choice."""
 
     choice_S: Array
     filled_S: Array
@@ -102,19 +102,19 @@ def mixture(
     A choice of expert E is of none.
     """
     lists = _listed(expert_NC, how)
-    one = functools.partial(_window, run, how)
+    window = functools.partial(_window, run, how)
     if not how.further:
-        return one(how.first, 0, weights, x_ND, weight_NC, lists), jnp.ones((), jnp.int32)
+        return window(how.first, 0, weights, x_ND, weight_NC, lists), jnp.ones((), jnp.int32)
     more = jnp.maximum(-(-(lists.length_P.max() - how.first) // how.further), 0)
     more = jax.lax.pmax(
         more, tuple(jax.sharding.get_abstract_mesh().manual_axes)
     )  # no device may wait for another's window alone
-    return _windows(one, how, weights, x_ND, weight_NC, lists, more), 1 + more
+    return _windows(window, how, weights, x_ND, weight_NC, lists, more), 1 + more
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _windows(
-    one: Callable[..., Array],
+    window: Callable[..., Array],
     how: Travel,
     weights: Any,
     x_ND: Array,
@@ -124,27 +124,29 @@ def _windows(
 ) -> Array:
     """The first window, differentiated as it stands, and a loop over further ones, which the
     backward pass computes again."""
-    return _forward(one, how, weights, x_ND, weight_NC, lists, more)[0]
+    return _forward(window, how, weights, x_ND, weight_NC, lists, more)[0]
 
 
-def _forward(one, how, weights, x_ND, weight_NC, lists, more):
-    given = weights, x_ND, weight_NC
-    out_ND, pull = jax.vjp(lambda *given: one(how.first, 0, *given, lists), *given)
+def _forward(window, how, weights, x_ND, weight_NC, lists, more):
+    operands = weights, x_ND, weight_NC
+    out_ND, pull = jax.vjp(lambda *operands: window(how.first, 0, *operands, lists), *operands)
     with jax.named_scope(FURTHER_SCOPE):
         out_ND = jax.lax.fori_loop(
             0,
             more,
-            lambda i, out_ND: out_ND + one(how.further, _begin(how, i), *given, lists),
+            lambda i, out_ND: out_ND + window(how.further, _begin(how, i), *operands, lists),
             out_ND,
         )
-    return out_ND, (pull, given, lists, more)
+    return out_ND, (pull, operands, lists, more)
 
 
-def _backward(one, how, saved, dout_ND):
-    pull, given, lists, more = saved
+def _backward(window, how, saved, dout_ND):
+    pull, operands, lists, more = saved
 
     def add(i, grads):
-        again = jax.vjp(lambda *given: one(how.further, _begin(how, i), *given, lists), *given)[1]
+        again = jax.vjp(
+            lambda *operands: window(how.further, _begin(how, i), *operands, lists), *operands
+        )[1]
         return jax.tree.map(jnp.add, grads, again(dout_ND))
 
     grads = pull(dout_ND)
@@ -226,8 +228,8 @@ def _slots(lists: Lists, begin: Array | int, rows: int) -> Slots:
 
 
 def _arrivals(lists: Lists, begin: Array | int, rows: int) -> tuple[Array, Array]:
-    """Of the rows that come in a window: which of this device's experts they are for (L: none), and
-    how many for each."""
+    """Experts of this device that the rows coming in a window are for (L: none), and the number of
+    rows of each."""
     ends_PL = jnp.cumsum(lists.coming_PL, axis=1)
     inside_PL = jnp.clip(
         jnp.minimum(ends_PL, begin + rows) - jnp.maximum(ends_PL - lists.coming_PL, begin), 0
@@ -240,7 +242,7 @@ def _arrivals(lists: Lists, begin: Array | int, rows: int) -> tuple[Array, Array
 # same in every order.
 @jax.custom_vjp
 def _spread(x_ND: Array, weight_NC: Array | None, slots: Slots) -> Array:
-    """The token of each slot's choice, times its weight if that is given [S, D]; zeros in free
+    """The token of each slot's choice, times its weight if there is one [S, D]; zeros in free
     slots."""
     x_SD = x_ND[slots.choice_S // slots.slot_NC.shape[1]]
     if weight_NC is not None:
@@ -260,7 +262,7 @@ def _spread_backward(saved, dx_SD):
 
 @jax.custom_vjp
 def _combine(y_SD: Array, weight_NC: Array | None, slots: Slots) -> Array:
-    """The sum of the rows of each token's choices, times their weights if those are given, float32
+    """The sum of the rows of each token's choices, times their weights if there are any, float32
     [N, D]."""
     y_CND = _rows(y_SD, slots)
     return (y_CND if weight_NC is None else y_CND * weight_NC.T[:, :, None]).sum(axis=0)

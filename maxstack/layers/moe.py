@@ -65,15 +65,17 @@ class MoE(Layer):
             read_BTD, self.router[...], None if self.router_bias is None else self.router_bias[...]
         )
         names = ("gate", "up", "down", *(("gate_bias", "up_bias", "down_bias") if cfg.bias else ()))
-        given = {name: experts(getattr(self, name), x_BTD.dtype) for name in names}
-        given |= {
+        weights = {name: experts(getattr(self, name), x_BTD.dtype) for name in names}
+        weights |= {
             name: getattr(self, name)[...]
             for name in ("selection_bias", "expert_scale")
             if getattr(self, name) is not None
         }
         real_BT = jnp.ones(x_BTD.shape[:2], bool) if context.real_BT is None else context.real_BT
-        place = _place(cfg, x_BTD.shape[1])
-        out_BTD, experts_BTC, rounds = _on_own_tokens(cfg, place, given, x_BTD, logits_BTE, real_BT)
+        split = _expert_sharding(cfg, x_BTD.shape[1])
+        out_BTD, experts_BTC, rounds = _on_own_tokens(
+            cfg, split, weights, x_BTD, logits_BTE, real_BT
+        )
         out_BTD = sharding.constrain(out_BTD, "batch residual embed")
         if cfg.shared:
             shared_BTD = self.shared(x_BTD, residual_BTD, context)[0]
@@ -85,7 +87,7 @@ class MoE(Layer):
             out_BTD = out_BTD + shared_BTD
         report = self._report(logits_BTE, experts_BTC, real_BT)
         return checkpoint_name(out_BTD, "mlp_out"), report | (
-            {"rounds": rounds} if place.experts and cfg.capacity is None else {}
+            {"rounds": rounds} if split.experts and cfg.capacity is None else {}
         )
 
     def _report(self, logits_BTE: Array, experts_BTC: Array, real_BT: Array) -> Report:
@@ -115,7 +117,7 @@ class ParallelMLP(Layer):
 
 @dataclasses.dataclass(frozen=True)
 class ExpertSharding:
-    """How the mesh splits the work; by default not."""
+    """Split of the work over the mesh; by default none."""
 
     experts: tuple[str, ...] = ()
     """Mesh axes that the experts are split over, and so their tokens travel over."""
@@ -126,7 +128,7 @@ class ExpertSharding:
     not."""
 
 
-def _place(cfg: MoEConfig, length: int) -> ExpertSharding:
+def _expert_sharding(cfg: MoEConfig, length: int) -> ExpertSharding:
     """`ExpertSharding` on the current mesh, for rows of `length`."""
     if sharding.current() is None:
         return ExpertSharding()
@@ -148,8 +150,8 @@ def _place(cfg: MoEConfig, length: int) -> ExpertSharding:
 
 def _on_own_tokens(
     cfg: MoEConfig,
-    place: ExpertSharding,
-    given: Weights,
+    split: ExpertSharding,
+    weights: Weights,
     x_BTD: Array,
     logits_BTE: Array,
     real_BT: Array,
@@ -159,24 +161,24 @@ def _on_own_tokens(
 
     Left to itself, XLA would gather all tokens on every device, to sort them.
     """
-    mixture = functools.partial(_mixture, cfg, cfg.limit(x_BTD.shape[1]), place)
+    mixture = functools.partial(_mixture, cfg, cfg.limit(x_BTD.shape[1]), split)
     if sharding.current() is None:
-        return mixture(given, x_BTD, logits_BTE, real_BT)
-    places = {
-        name: jax.tree.map(functools.partial(_part, name, place), value)
-        for name, value in given.items()
+        return mixture(weights, x_BTD, logits_BTE, real_BT)
+    specs = {
+        name: jax.tree.map(functools.partial(_part, name, split), value)
+        for name, value in weights.items()
     }
     batch, seq = sharding.here("batch seq")
     tokens, own = PartitionSpec(batch, seq), PartitionSpec(batch, seq, None)
-    left = PartitionSpec(batch, place.residual, None) if place.residual else own
-    return sharding.per_device(mixture, (places, own, own, tokens), (left, own, PartitionSpec()))(
-        given, x_BTD, logits_BTE, real_BT
+    left = PartitionSpec(batch, split.residual, None) if split.residual else own
+    return sharding.per_device(mixture, (specs, own, own, tokens), (left, own, PartitionSpec()))(
+        weights, x_BTD, logits_BTE, real_BT
     )
 
 
-def _part(name: str, place: ExpertSharding, value: Array) -> PartitionSpec:
+def _part(name: str, split: ExpertSharding, value: Array) -> PartitionSpec:
     """Share of a weight that a device works with: its experts, and of those its hidden units."""
-    parts = {HIDDEN[name]: place.hidden, 0: place.experts} if name in HIDDEN else {}
+    parts = {HIDDEN[name]: split.hidden, 0: split.experts} if name in HIDDEN else {}
     for i, axes in parts.items():
         if value.shape[i] > 1 and value.shape[i] % sharding.size_of(*axes):
             raise ConfigError(
@@ -193,8 +195,8 @@ def _part(name: str, place: ExpertSharding, value: Array) -> PartitionSpec:
 def _mixture(
     cfg: MoEConfig,
     limit: int | None,
-    place: ExpertSharding,
-    given: Weights,
+    split: ExpertSharding,
+    weights: Weights,
     x_BTD: Array,
     logits_BTE: Array,
     real_BT: Array,
@@ -202,7 +204,11 @@ def _mixture(
     """-> (the weighted sum over the chosen experts; the chosen; how many windows the dispatch
     took)."""
     experts_BTC, weights_BTC = router.route(
-        cfg.router, cfg.top_k, logits_BTE, given.get("selection_bias"), given.get("expert_scale")
+        cfg.router,
+        cfg.top_k,
+        logits_BTE,
+        weights.get("selection_bias"),
+        weights.get("expert_scale"),
     )
     counted_BTC = router.within(experts_BTC, cfg.experts, real_BT, limit)
     x_ND, weight_NC = (
@@ -212,19 +218,19 @@ def _mixture(
     expert_NC = jnp.where(counted_BTC, experts_BTC, cfg.experts).reshape(weight_NC.shape)
     how = dispatch.travel(
         cfg.experts,
-        place.experts,
+        split.experts,
         x_ND.shape[0],
         cfg.top_k,
         cfg.slack,
         limit and limit * x_BTD.shape[0],
         cfg.router.scale_input,
     )
-    own = {name: given[name] for name in HIDDEN if name in given}
+    own = {name: weights[name] for name in HIDDEN if name in weights}
     out_ND, rounds = dispatch.mixture(
         functools.partial(_experts, cfg), how, own, x_ND, weight_NC, expert_NC
     )
     if cfg.bias:
-        once = jax.lax.axis_index(place.hidden) == 0 if place.hidden else True
+        once = jax.lax.axis_index(split.hidden) == 0 if split.hidden else True
         chosen_NCE = (expert_NC[:, :, None] == jnp.arange(cfg.experts)) & once
         share_NE = jnp.where(
             chosen_NCE, 1.0 if cfg.router.scale_input else weight_NC[:, :, None], 0.0
@@ -232,31 +238,31 @@ def _mixture(
         out_ND = out_ND + jnp.einsum(
             "NE,ED->ND",
             share_NE,
-            given["down_bias"].astype(jnp.float32),
+            weights["down_bias"].astype(jnp.float32),
             precision=jax.lax.Precision.HIGHEST,
         )
     out_BTD = out_ND.astype(x_BTD.dtype).reshape(x_BTD.shape)
-    if place.residual:
-        out_BTD = jax.lax.psum_scatter(out_BTD, place.hidden, scatter_dimension=1, tiled=True)
-    elif place.hidden:
-        out_BTD = jax.lax.psum(out_BTD, place.hidden)
+    if split.residual:
+        out_BTD = jax.lax.psum_scatter(out_BTD, split.hidden, scatter_dimension=1, tiled=True)
+    elif split.hidden:
+        out_BTD = jax.lax.psum(out_BTD, split.hidden)
     return out_BTD, experts_BTC, rounds
 
 
-def _experts(cfg: MoEConfig, given: Weights, x_SD: Array, sizes_E: Array) -> Array:
+def _experts(cfg: MoEConfig, weights: Weights, x_SD: Array, sizes_E: Array) -> Array:
     """Each expert of its own rows, without the bias of its output."""
     ends_E = jnp.cumsum(sizes_E)
 
     def times(x: Array, name: str) -> Array:
-        out = multiply_each(x, given[name], sizes_E, cfg.backend)
-        if f"{name}_bias" not in given:
+        out = multiply_each(x, weights[name], sizes_E, cfg.backend)
+        if f"{name}_bias" not in weights:
             return out
         row_S1 = jnp.arange(x.shape[0])[:, None]
         mine_SE = (row_S1 >= ends_E - sizes_E) & (row_S1 < ends_E)
         return out + jnp.einsum(
             "SE,EF->SF",
             mine_SE.astype(x.dtype),
-            given[f"{name}_bias"],
+            weights[f"{name}_bias"],
             precision=jax.lax.Precision.HIGHEST,
         )
 

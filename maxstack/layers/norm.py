@@ -18,11 +18,9 @@ class Norm(Layer):
 
     def __call__(self, x: Array) -> Array:
         """[..., size] -> the same shape and dtype."""
-        scale = (
-            self.scale[...].astype(jnp.float32) + float(self.cfg.zero_centered)
-            if self.cfg.scale
-            else None
-        )
+        scale = None
+        if self.cfg.scale:
+            scale = self.scale[...].astype(jnp.float32) + float(self.cfg.zero_centered)
         y = _normed(x, scale, self.cfg.kind == "layer", self.cfg.eps)
         if self.cfg.bias:
             y = y + self.bias[...].astype(jnp.float32)
@@ -46,8 +44,8 @@ def _forward(x, scale, centered, eps):
 
 
 def _backward(centered, eps, saved, dy):
-    """With n = (x - mean) * inverse and g = dy * scale: dx = inverse * (g - mean(g) - n * mean(g *
-    n)), mean(g) where the mean was taken from x."""
+    """Gradients of x and scale: with n = (x - mean) * inverse and g = dy * scale, dx = inverse *
+    (g - mean(g) - n * mean(g * n)), mean(g) where the mean was taken from x."""
     x, scale, mean, inverse = saved
     n = (x.astype(jnp.float32) if mean is None else x.astype(jnp.float32) - mean) * inverse
     g = dy if scale is None else dy * scale

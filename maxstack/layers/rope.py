@@ -52,16 +52,12 @@ def rotate(x_BTNH: Array, table: tuple[Array, Array], cfg: RopeConfig) -> Array:
     x, rest = x_BTNH[..., :size].astype(jnp.float32), x_BTNH[..., size:]
     first, second = (x[..., 0::2], x[..., 1::2]) if cfg.interleaved else jnp.split(x, 2, axis=-1)
     turned = first * cos - second * sin, second * cos + first * sin
-    joined = (
-        jnp.stack(turned, axis=-1).reshape(x.shape)
-        if cfg.interleaved
-        else jnp.concatenate(turned, axis=-1)
-    )
-    return (
-        jnp.concatenate([joined.astype(x_BTNH.dtype), rest], axis=-1)
-        if rest.shape[-1]
-        else joined.astype(x_BTNH.dtype)
-    )
+    if cfg.interleaved:
+        joined = jnp.stack(turned, axis=-1).reshape(x.shape)
+    else:
+        joined = jnp.concatenate(turned, axis=-1)
+    joined = joined.astype(x_BTNH.dtype)
+    return jnp.concatenate([joined, rest], axis=-1) if rest.shape[-1] else joined
 
 
 def frequencies(cfg: RopeConfig, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
@@ -77,7 +73,7 @@ def frequencies(cfg: RopeConfig, head_dim: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def attention_factor(cfg: RopeConfig) -> float:
-    """What cosines and sines are multiplied by, so that scores grow by its square; 1 but for YaRN
+    """Factor of cosines and sines, so that scores grow by its square; 1 but for YaRN
     and LongRoPE."""
     scaling = cfg.scaling
     if not isinstance(scaling, YarnScaling | LongRopeScaling):
@@ -111,9 +107,7 @@ def _proportional(scaling: ProportionalScaling, cfg: RopeConfig, rates: np.ndarr
 def _llama3(scaling: Llama3Scaling, cfg: RopeConfig, rates: np.ndarray) -> np.ndarray:
     turns = scaling.original_length * rates / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = (
-        np.clip((turns - low) / (high - low), 0, 1) if high > low else (turns > low).astype(float)
-    )
+    kept = np.clip((turns - low) / (high - low), 0, 1) if high > low else turns > low
     return rates * (kept + (1 - kept) / scaling.factor)
 
 
@@ -122,11 +116,8 @@ def _yarn(scaling: YarnScaling, cfg: RopeConfig, rates: np.ndarray) -> np.ndarra
     beta_slow times in the original length."""
 
     def pair(turns: float) -> float:
-        return (
-            len(rates)
-            * math.log(scaling.original_length / (turns * 2 * math.pi))
-            / math.log(cfg.theta)
-        )
+        around = math.log(scaling.original_length / (turns * 2 * math.pi))
+        return len(rates) * around / math.log(cfg.theta)
 
     low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
     if scaling.truncate:

@@ -1,4 +1,4 @@
-"""Which experts each token goes to, with what weights, and how even that is; all in float32.
+"""Choice of experts for each token, their weights, and the balance of the load; in float32.
 
 Shapes: B batch  T time  D embed  E experts  C chosen experts of a token  G groups of experts  I
 experts of a group.
@@ -30,13 +30,13 @@ def normed(x_BTD: Array, scale_D: Array, eps: float) -> Array:
 def logits(x_BTD: Array, router_DE: Array, bias_E: Array | None) -> Array:
     """x router + bias, float32 [B, T, E] at full precision on every device: a rounding here sends a
     token elsewhere."""
-    found_BTE = jnp.einsum(
+    logits_BTE = jnp.einsum(
         "BTD,DE->BTE",
         x_BTD.astype(jnp.float32),
         router_DE.astype(jnp.float32),
         precision=jax.lax.Precision.HIGHEST,
     )
-    return found_BTE if bias_E is None else found_BTE + bias_E.astype(jnp.float32)
+    return logits_BTE if bias_E is None else logits_BTE + bias_E.astype(jnp.float32)
 
 
 def route(
@@ -62,7 +62,7 @@ def route(
 
 
 def _pick(values_BTE: Array, experts_BTC: Array) -> Array:
-    """By comparison, not by index, so that the gradient is no scatter."""
+    """Values of the chosen experts; compared, not indexed, so that the gradient is no scatter."""
     mine_BTCE = experts_BTC[..., None] == jnp.arange(values_BTE.shape[-1])
     return jnp.where(mine_BTCE, values_BTE[:, :, None], 0.0).sum(axis=-1)
 
@@ -85,14 +85,14 @@ def _choose(
 
 
 def counts(experts_BTC: Array, experts: int, real_BT: Array) -> Array:
-    """How many real tokens of each row chose each expert, float32 [B, E]; `real_BT` is true where a
-    token is no padding."""
+    """Number of real tokens of each row that chose each expert, float32 [B, E]; `real_BT` is true
+    where a token is no padding."""
     return (jax.nn.one_hot(experts_BTC, experts) * real_BT[:, :, None, None]).sum(axis=(1, 2))
 
 
 def within(experts_BTC: Array, experts: int, real_BT: Array, limit: int | None) -> Array:
-    """Which choices count, bool [B, T, C]: those of real tokens, and of each row the first `limit`
-    of an expert, if that is not None."""
+    """Mask of the choices that count, bool [B, T, C]: those of real tokens, and of each row the
+    first `limit` of an expert, if that is not None."""
     real_BT1 = real_BT[:, :, None]
     if limit is None:
         return jnp.broadcast_to(real_BT1, experts_BTC.shape)

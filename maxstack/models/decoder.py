@@ -261,7 +261,7 @@ def mixture(cfg: DecoderConfig, path: tuple[str, ...]) -> MoEConfig:
 
 
 def _numbered(blocks: nnx.Dict) -> list[tuple[str, Any]]:
-    """In the order of their numbers, in which a merged graph need not hold them."""
+    """Blocks in the order of their numbers, in which a merged graph need not hold them."""
     return sorted(blocks.items(), key=lambda item: int(item[0]))
 
 
@@ -270,7 +270,7 @@ def _layer(extra: Array | None, index: int) -> Array | None:
 
 
 def _context(cfg: DecoderConfig, batch: Batch, length: int) -> Context:
-    """From a batch in natural order; what it holds is arranged."""
+    """Context of a batch in natural order; what it holds is arranged."""
     positions_BT = batch.get("positions", jnp.arange(length)[None])
     segments_BT = batch.get("segments")
     places_BT, documents_BT = arrange(positions_BT), arrange(segments_BT)

@@ -39,7 +39,7 @@ MOVING = frozenset(
 
 
 def ticks(stages: int, rounds: int, microbatches: int) -> int:
-    """How many runs of a stage's layers, one after the other, a forward pass takes."""
+    """Number of runs of a stage's layers, one after the other, in a forward pass."""
     return microbatches * rounds + stages - 1
 
 
@@ -50,7 +50,7 @@ def bubble(stages: int, rounds: int, microbatches: int) -> float:
 
 
 def task(tick: Any, stages: int, rounds: int) -> tuple[Any, Any, Any]:
-    """What a stage works on, `tick` ticks after its first: the microbatch of (group, member) in a
+    """Work of a stage, `tick` ticks after its first: the microbatch of (group, member) in a
     round, which is chunk round * stages + stage.
 
     As many microbatches as stages make a group; it goes around `rounds` times before the next one
@@ -61,7 +61,7 @@ def task(tick: Any, stages: int, rounds: int) -> tuple[Any, Any, Any]:
 
 @functools.cache
 def moves(stages: int, rounds: int) -> tuple[tuple[tuple[int, ...], ...], np.ndarray, np.ndarray]:
-    """How chunks of weights, of which each stage holds `rounds` in order, come to where they are
+    """Moves of chunks of weights, of which each stage holds `rounds` in order, to where they are
     used: chunk c to stage c % stages.
 
     -> (permutations, sent, kept): move i takes chunk sent[s, i] of those on stage s to stage
@@ -89,8 +89,8 @@ def moves(stages: int, rounds: int) -> tuple[tuple[tuple[int, ...], ...], np.nda
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """How the rows of a batch lie on the mesh. A microbatch is the rows of one stage and group, so
-    on their way in and out none is moved."""
+    """Layout of the rows of a batch on the mesh. A microbatch is the rows of one stage and group,
+    so none is moved on the way in and out."""
 
     sizes: dict[str, int]
     """The mesh axes that split the batch, in order, the stages among them."""
@@ -122,7 +122,7 @@ class Rows:
         return list(self.sizes).index(STAGE)
 
     def spec(self, dim: int = 0) -> PartitionSpec:
-        """Where rows from `split` lie by hand."""
+        """Partition by hand of rows from `split`."""
         return PartitionSpec(
             *(None,) * dim, *(axis if axis in self.by_hand else None for axis in self.sizes)
         )
@@ -168,13 +168,11 @@ def pipelined(
     kept for the backward pass, which needs x alone of each period. Every stage has the context of
     all rows, and the rows of `extra_PKBTE` for its own periods.
     """
-    found = sharding.current()
-    assert found
-    (mesh, cfg), rows = found, Rows.on(*found)
-    stages, replicas = (
-        mesh.shape[STAGE],
-        tuple(axis for axis in rows.sizes if axis in rows.by_hand and axis != STAGE),
-    )
+    current = sharding.current()
+    assert current
+    (mesh, cfg), rows = current, Rows.on(*current)
+    stages = mesh.shape[STAGE]
+    replicas = tuple(axis for axis in rows.sizes if axis in rows.by_hand and axis != STAGE)
     per_row = jax.tree.map(lambda leaf: leaf.ndim > 1 and leaf.shape[0] == x_BTD.shape[0], context)
 
     def inside(

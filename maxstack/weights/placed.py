@@ -32,7 +32,7 @@ class PlacedWeights:
     cfg: "Config"
     mesh: Mesh
     rewrite: Rewrite
-    """Which weights are quantized or have adapters."""
+    """The weights that are quantized or have adapters."""
     shapes: Mapping[str, Any]
     """Shapes, dtypes and shardings by path."""
 
@@ -72,28 +72,30 @@ class PlacedWeights:
         self, weights: Iterable[tuple[str, Array]] | Mapping[str, Array]
     ) -> dict[str, Array]:
         """Fresh adapters beside weights of the run's quantization, by path."""
-        found = self.rewrite.under_adapters(dict(weights))
+        leaves = self.rewrite.under_adapters(dict(weights))
         for path in self.rewrite.adapted:
             base = {
-                name: leaf for name, leaf in found.items() if f"{name}/".startswith(f"{path}/base/")
+                name: leaf
+                for name, leaf in leaves.items()
+                if f"{name}/".startswith(f"{path}/base/")
             }
-            found |= self._made(functools.partial(self.rewrite.adapters, path), base)
-        return found
+            leaves |= self._made(functools.partial(self.rewrite.adapters, path), base)
+        return leaves
 
     def rewritten(self, weights: Iterable[tuple[str, Array]]) -> dict[str, Array]:
-        """What the run keeps of original weights, by path, where it will live; one is rewritten
-        before the next is read."""
-        found: dict[str, Array] = {}
+        """Weights of the run, made of original ones, by path and sharded; each is rewritten before
+        the next is read."""
+        leaves: dict[str, Array] = {}
         for path, array in weights:
             if path in self.shapes:
-                found[path] = array
+                leaves[path] = array
             else:
-                found |= self._made(functools.partial(self.rewrite.kept, path), array)
-        return found
+                leaves |= self._made(functools.partial(self.rewrite.kept, path), array)
+        return leaves
 
     def adapter(self, folder: str) -> dict[str, np.ndarray]:
-        """What a folder in PEFT's format holds of the run's adapters, by path. ConfigError where it
-        is not lora's."""
+        """The run's adapters out of a folder in PEFT's format, by path. ConfigError where it is not
+        lora's."""
         from maxstack.hf import peft
 
         lora = self.cfg.lora
@@ -141,7 +143,7 @@ class PlacedWeights:
             )
         )
 
-    def _made(self, make: Callable[..., dict[str, Array]], given: Any) -> dict[str, Array]:
-        shardings = {path: self.shapes[path].sharding for path in jax.eval_shape(make, given)}
+    def _made(self, make: Callable[..., dict[str, Array]], operands: Any) -> dict[str, Array]:
+        shardings = {path: self.shapes[path].sharding for path in jax.eval_shape(make, operands)}
         options = compiling.in_order(self.mesh)
-        return jax.jit(make, out_shardings=shardings, compiler_options=options)(given)
+        return jax.jit(make, out_shardings=shardings, compiler_options=options)(operands)

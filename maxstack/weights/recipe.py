@@ -97,7 +97,7 @@ def _applies(rule: RuleConfig, path: str, spec: WeightSpec) -> bool:
 def _no_match(
     rule: RuleConfig, params: Mapping[str, nnx.Param], specs: Mapping[str, WeightSpec]
 ) -> str:
-    """Why a rule matches no weight, and what to do."""
+    """Reason why a rule matches no weight, and a remedy."""
     if any(matches(rule.module_path, path) for path in specs):
         return (
             "takes nothing: no weight that module_path matches is used so (op_names "

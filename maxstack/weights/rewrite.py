@@ -38,7 +38,7 @@ class Rewrite:
     """
 
     def __init__(self, cfg: "Config", errors: "Errors | None" = None):
-        """With `errors` the model computes as the original one does, and adds the changes that its
+        """`errors`: the model computes as the original one does, and adds the changes that its
         recipe would make to them."""
         self._cfg, self._errors = cfg, errors
         self.matches: dict[str, RuleMatch] = {}
