@@ -3,7 +3,6 @@
 from maxstack.hf.families import (
     deepseek,
     gemma,
-    gemma4,
     gpt2,
     gpt_oss,
     llama,
@@ -11,7 +10,6 @@ from maxstack.hf.families import (
     olmo,
     phi3,
     qwen,
-    qwen_next,
     smollm3,
 )
 from maxstack.hf.family import Family
@@ -27,8 +25,6 @@ _MODULES = (
     llama4,
     phi3,
     smollm3,
-    qwen_next,
-    gemma4,
 )
 ALL: tuple[Family, ...] = tuple(
     value for module in _MODULES for value in vars(module).values() if isinstance(value, Family)
