@@ -26,10 +26,9 @@ UNSAFE = {
     ".py": "code",
 }
 INSTEAD = (
-    "maxstack reads safetensors and never runs what a folder brings. Use the safetensors "
-    "version of the model (transformers writes it with "
-    "save_pretrained), or, where the safetensors are there, delete the rest, or leave it "
-    "aside with `maxstack import --ignore-unsafe`"
+    "maxstack reads safetensors and never runs what a folder brings. Use the safetensors version "
+    "of the model (transformers writes it with save_pretrained), or, where the safetensors are "
+    "there, delete the rest, or leave it aside with `maxstack import --ignore-unsafe`"
 )
 # Prefixes of the language model's tensors in a model with vision or audio, and what they become.
 WRAPPERS = (

@@ -111,10 +111,9 @@ class Adapter:
                 raise ConfigError(f"{self.folder}: {key}={quoted(value)} {where} is not supported")
         if str(init := said.get("init_lora_weights")).lower().startswith(REWRITING):
             raise ConfigError(
-                f"{self.folder}: init_lora_weights={quoted(init)} {where} means that "
-                "peft changes the base's weights when it loads the "
-                "adapter, which is not supported; let peft save it as plain LoRA first "
-                "(path_initial_model_for_weight_conversion)"
+                f"{self.folder}: init_lora_weights={quoted(init)} {where} means that peft changes "
+                "the base's weights when it loads the adapter, which is not supported; let peft "
+                "save it as plain LoRA first (path_initial_model_for_weight_conversion)"
             )
 
         def need(key: str, value: Any, valid: bool, kind: str) -> None:

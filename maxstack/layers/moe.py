@@ -182,10 +182,9 @@ def _part(name: str, split: ExpertSharding, value: Array) -> PartitionSpec:
     for i, axes in parts.items():
         if value.shape[i] > 1 and value.shape[i] % sharding.size_of(*axes):
             raise ConfigError(
-                f"quantization: {value.shape[i]} scales along the hidden units of "
-                f"experts' {name} do not divide over the mesh's "
-                f"{' x '.join(axes)} of {sharding.size_of(*axes)}; choose a tile_size "
-                "that divides the hidden units of one device"
+                f"quantization: {value.shape[i]} scales along the hidden units of experts' {name} "
+                f"do not divide over the mesh's {' x '.join(axes)} of {sharding.size_of(*axes)}; "
+                "choose a tile_size that divides the hidden units of one device"
             )
     return PartitionSpec(
         *(parts.get(i) if size > 1 else None for i, size in enumerate(value.shape))

@@ -109,20 +109,16 @@ class Stored(Quantized, nnx.Module):
     @property
     def array(self) -> QArray:
         """The matrix as an array of Qwix."""
-        return _read(self.leaves, self.spec, self.quant.weight)
+        return self._read(self.leaves)
 
     def project(self, x: Array) -> Array:
         """See weight.project."""
-
-        def matrix(leaves: dict[str, Array]) -> QArray:
-            return _read(leaves, self.spec, self.quant.weight)
-
-        return _projected(self.quant, self.spec, x, self.leaves, matrix)
+        return _projected(self.quant, self.spec, x, self.leaves, self._read)
 
     def lookup(self, index: Array, dtype: Any) -> Array:
         """See weight.lookup."""
         rows = {name: leaf[index] for name, leaf in self.leaves.items()}
-        return dequantize(_read(rows, self.spec, self.quant.weight), dtype)
+        return dequantize(self._read(rows), dtype)
 
     def values(self, dtype: Any) -> Array:
         """See weight.values."""
@@ -134,6 +130,9 @@ class Stored(Quantized, nnx.Module):
             whole = self.array
             return QuantizedExperts(whole.qvalue.astype(dtype), whole.scale, self.quant)
         return RoundedExperts(self.values(dtype), self.quant)
+
+    def _read(self, leaves: dict[str, Array]) -> QArray:
+        return _read(leaves, self.spec, self.quant.weight)
 
 
 def stored(w: Array, spec: WeightSpec, quant: QuantSpec) -> dict[str, Array]:

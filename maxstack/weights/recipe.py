@@ -124,9 +124,8 @@ def _match(number: int, rule: RuleConfig, mode: str, path: str, spec: WeightSpec
     size = round(inputs * tile) if isinstance(tile, float) else tile
     if size is not None and (not size or inputs % size):
         raise ConfigError(
-            f"{where}.tile_size: {tile} does not divide the {inputs} inputs of {path}; "
-            f"use a divisor, or give {path} a rule of its own "
-            "before this one"
+            f"{where}.tile_size: {tile} does not divide the {inputs} inputs of {path}; use a "
+            f"divisor, or give {path} a rule of its own before this one"
         )
     if rule.weight_qtype in HALF and mode == "ptq" and spec.matrix[spec.packed] % 2:
         raise ConfigError(
@@ -142,9 +141,8 @@ def _match(number: int, rule: RuleConfig, mode: str, path: str, spec: WeightSpec
         )
     if rule.bwd_weight_grad_tile_size and spec.use == "experts":
         raise ConfigError(
-            f"{where}.bwd_weight_grad_tile_size: {path} is of experts, whose rows lie in "
-            "no sequence; give it a rule of its own before "
-            "this one, without tiles"
+            f"{where}.bwd_weight_grad_tile_size: {path} is of experts, whose rows lie in no "
+            "sequence; give it a rule of its own before this one, without tiles"
         )
     if rule.bwd_qtype and spec.use in ("rows", "head"):
         head = "the head, which the loss multiplies in the compute dtype, forward and backward"
