@@ -51,22 +51,18 @@ class Block(nnx.Module):
         self, x_BTD: Array, context: Context, extra_BTP: Array | None = None
     ) -> tuple[Array, Aux]:
         """-> (x, what the MLP reports); `extra_BTP` is the layer's own embedding of the tokens."""
-        with context.drawing():
-            return self._computed(x_BTD, context, extra_BTP)
-
-    def _computed(
-        self, x_BTD: Array, context: Context, extra_BTP: Array | None
-    ) -> tuple[Array, Aux]:
-        x_BTD = checkpoint_name(x_BTD, "input")
-        with config_scope(f"model.blocks.{self.name}.mixer"):
+        x_BTD, scope = checkpoint_name(x_BTD, "input"), f"model.blocks.{self.name}"
+        with context.drawing(), config_scope(f"{scope}.mixer"):
             mixed_BTD = self.mixer(_apply(self.mixer_norm, x_BTD), context)
         x_BTD = constrain(x_BTD + _apply(self.mixer_out_norm, mixed_BTD), "batch residual embed")
-        with config_scope(f"model.blocks.{self.name}.mlp"):
+        with context.drawing(), config_scope(f"{scope}.mlp"):
             out_BTD, aux = self.mlp(_apply(self.mlp_norm, x_BTD), x_BTD, context)
         x_BTD = constrain(x_BTD + _apply(self.mlp_out_norm, out_BTD), "batch residual embed")
         if extra_BTP is not None:
-            gated_BTP = self.act(project(x_BTD, self.per_layer_gate)) * extra_BTP
-            x_BTD = x_BTD + self.per_layer_norm(project(gated_BTP, self.per_layer_out))
+            with context.drawing():
+                gated_BTP = self.act(project(x_BTD, self.per_layer_gate)) * extra_BTP
+                out_BTD = project(gated_BTP, self.per_layer_out)
+            x_BTD = x_BTD + self.per_layer_norm(out_BTD)
         if self.out_scalar is not None:
             x_BTD = x_BTD * self.out_scalar[...].astype(x_BTD.dtype)
         return x_BTD, {"mlp": aux} if aux else {}

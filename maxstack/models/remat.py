@@ -14,14 +14,14 @@ def remat(cfg: RematConfig, f: Callable[..., Any], staged: bool = False) -> Call
     `f` takes its weights out of a stack."""
     if cfg.policy == "none" and not staged:
         return f
-    policies_of_jax = jax.checkpoint_policies
+    of_jax = jax.checkpoint_policies
     policies = {
         "none": lambda: pipeline.computed,
-        "full": lambda: policies_of_jax.nothing_saveable,
-        "dots": lambda: policies_of_jax.dots_saveable,
-        "dots_no_batch": lambda: policies_of_jax.dots_with_no_batch_dims_saveable,
-        "save": lambda: policies_of_jax.save_only_these_names(*cfg.names),
-        "offload": lambda: policies_of_jax.save_and_offload_only_these_names(
+        "full": lambda: of_jax.nothing_saveable,
+        "dots": lambda: of_jax.dots_saveable,
+        "dots_no_batch": lambda: of_jax.dots_with_no_batch_dims_saveable,
+        "save": lambda: of_jax.save_only_these_names(*cfg.names),
+        "offload": lambda: of_jax.save_and_offload_only_these_names(
             names_which_can_be_saved=[],
             names_which_can_be_offloaded=list(cfg.names),
             offload_src="device",

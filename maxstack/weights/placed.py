@@ -132,16 +132,8 @@ class PlacedWeights:
 
     def _placed(self, state: nnx.State) -> dict[str, Any]:
         params, info = of_weights(state)
-        shardings = sharding_of_weights(info, self.mesh, self.cfg.mesh.rules)
-        return flat(
-            jax.tree.map(
-                lambda leaf, sharding: jax.ShapeDtypeStruct(
-                    leaf.shape, leaf.dtype, sharding=sharding
-                ),
-                params,
-                shardings,
-            )
-        )
+        shardings = flat(sharding_of_weights(info, self.mesh, self.cfg.mesh.rules))
+        return {path: leaf.update(sharding=shardings[path]) for path, leaf in flat(params).items()}
 
     def _made(self, make: Callable[..., dict[str, Array]], operands: Any) -> dict[str, Array]:
         shardings = {path: self.shapes[path].sharding for path in jax.eval_shape(make, operands)}
