@@ -64,8 +64,11 @@ class MoE(Layer):
         logits_BTE = router.logits(
             read_BTD, self.router[...], None if self.router_bias is None else self.router_bias[...]
         )
-        names = ("gate", "up", "down", *(("gate_bias", "up_bias", "down_bias") if cfg.bias else ()))
-        weights = {name: experts(getattr(self, name), x_BTD.dtype) for name in names}
+        weights = {
+            name: experts(getattr(self, name), x_BTD.dtype)
+            for name in (*HIDDEN, "down_bias")
+            if getattr(self, name) is not None
+        }
         weights |= {
             name: getattr(self, name)[...]
             for name in ("selection_bias", "expert_scale")
