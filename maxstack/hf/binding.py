@@ -130,7 +130,7 @@ def location(model: DecoderConfig, layer: int) -> tuple[str, tuple[int, ...]]:
     first, keys = len(model.prefix), [*model.stacks]
     if layer < first:
         return f"prefix/{layer}", ()
-    repetition, place = divmod(layer - first, len(keys))
+    repetition, index = divmod(layer - first, len(keys))
     if repetition == model.repetitions:
-        return f"rest/{place}", ()
-    return f"blocks/{keys[place]}", (repetition,)
+        return f"rest/{index}", ()
+    return f"blocks/{keys[index]}", (repetition,)

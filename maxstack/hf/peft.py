@@ -207,7 +207,7 @@ class _Module:
         first, *others = self.inputs
         return {**self.tensor.sizes, **dict.fromkeys(others, 1), first: rank}
 
-    def place(self, parts: Mapping[Target, np.ndarray]) -> np.ndarray:
+    def in_tensor(self, parts: Mapping[Target, np.ndarray]) -> np.ndarray:
         """[R, outputs...] of some parts -> [O, R] of the tensor, zero elsewhere."""
         rank = next(iter(parts.values())).shape[0]
         sizes = self._sizes(rank)
@@ -215,10 +215,10 @@ class _Module:
         for target, b in parts.items():
             inputs = axes_in(target.part.ours)[: self.contract]
             dims = [math.prod(sizes[name] for name in axis) for axis in inputs]
-            self.tensor.row.place(target.part, b.reshape(*dims, *b.shape[1:]), whole, sizes)
+            self.tensor.row.write(target.part, b.reshape(*dims, *b.shape[1:]), whole, sizes)
         return whole.T if self.inputs_first else whole
 
-    def take(self, target: Target, b: np.ndarray) -> np.ndarray:
+    def of_part(self, target: Target, b: np.ndarray) -> np.ndarray:
         """[O, R] of the tensor -> [R, outputs...] of a part."""
         rank = b.shape[1]
         whole = np.ascontiguousarray(b.T if self.inputs_first else b)
@@ -232,7 +232,7 @@ class _Module:
         where other parts use these too."""
         begin = self.targets.index(target) * rank
         own = slice(begin, begin + rank)
-        others = (self.take(other, b[:, own]) for other in self.targets if other != target)
+        others = (self.of_part(other, b[:, own]) for other in self.targets if other != target)
         return (a, b) if any(other.any() for other in others) else (a[own], b[:, own])
 
     def check_sizes(self, adapter: Adapter, where: str) -> None:
@@ -275,7 +275,7 @@ def write(
             for target in module.targets
         ]
         columns = [
-            module.place({target: read(f"{target.path}/lora_b")[target.lead]})
+            module.in_tensor({target: read(f"{target.path}/lora_b")[target.lead]})
             for target in module.targets
         ]
         name = f"{OUTER}{module.name}"
@@ -286,7 +286,7 @@ def write(
                 target: _lengths(target, module.contract, adapted, read, base)[None]
                 for target in module.tensor.targets
             }
-            tensors[f"{name}.{MAGNITUDE}"] = module.place(lengths)[:, 0]
+            tensors[f"{name}.{MAGNITUDE}"] = module.in_tensor(lengths)[:, 0]
     (inputs_first,) = {module.inputs_first for module in modules}
     counts = {module.name: len(module.targets) for module in modules if len(module.targets) > 1}
     said = {
@@ -351,10 +351,10 @@ def read(
                     f"lora by {lora.scale:g}; merge it instead: maxstack lora merge"
                 )
             leaves[f"{target.path}/lora_a"][target.lead] = module.our_a(a)
-            leaves[f"{target.path}/lora_b"][target.lead] = module.take(target, b)
+            leaves[f"{target.path}/lora_b"][target.lead] = module.of_part(target, b)
             if lora.dora:
                 lengths = adapter.tensors[f"{name}.{MAGNITUDE}"].reshape(-1, 1)
-                leaves[f"{target.path}/magnitude"][target.lead] = module.take(target, lengths)[0]
+                leaves[f"{target.path}/magnitude"][target.lead] = module.of_part(target, lengths)[0]
     return leaves
 
 

@@ -96,7 +96,7 @@ def write_tensors(
             out, slab = shards[tensor.name].arrays[tensor.name], np.asarray(weight[target.lead])
             slabs = [(out, slab)] if tensor.experts is None else zip(out, slab, strict=True)
             for part, values in slabs:
-                tensor.row.place(target.part, values, part, tensor.sizes)
+                tensor.row.write(target.part, values, part, tensor.sizes)
         done(weight.size)
         for shard in {shards[tensor.name] for tensor, _ in uses}:
             shard.forget()

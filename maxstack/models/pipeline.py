@@ -231,14 +231,14 @@ def pipelined(
         extra_PKBTE = rows.split(
             extra_PKBTE.reshape(cfg.rounds, stages, -1, *extra_PKBTE.shape[1:]), 4
         )
-    places = (
+    specs = (
         rows.spec(),
         PartitionSpec(replicas, STAGE),
         jax.tree.map(lambda own: rows.spec() if own else PartitionSpec(), per_row),
         rows.spec(4),
     )
     run = sharding.per_device(
-        inside, places, (rows.spec(), PartitionSpec(None, STAGE, replicas)), rows.by_hand
+        inside, specs, (rows.spec(), PartitionSpec(None, STAGE, replicas)), rows.by_hand
     )
     out, reports = run(rows.split(x_BTD), stacked, context, extra_PKBTE)
     reports = jax.tree.map(
