@@ -21,14 +21,14 @@ class Norm(Layer):
         scale = None
         if self.cfg.scale:
             scale = self.scale[...].astype(jnp.float32) + float(self.cfg.zero_centered)
-        y = _normed(x, scale, self.cfg.kind == "layer", self.cfg.eps)
+        y = normed(x, scale, self.cfg.kind == "layer", self.cfg.eps)
         if self.cfg.bias:
             y = y + self.bias[...].astype(jnp.float32)
         return y.astype(x.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _normed(x: Array, scale: Array | None, centered: bool, eps: float) -> Array:
+def normed(x: Array, scale: Array | None, centered: bool, eps: float) -> Array:
     """float32 [..., size]. Its backward pass keeps x and one number a row, not the normed x in
     float32 that automatic differentiation keeps."""
     return _forward(x, scale, centered, eps)[0]
@@ -56,4 +56,4 @@ def _backward(centered, eps, saved, dy):
     )
 
 
-_normed.defvjp(_forward, _backward)
+normed.defvjp(_forward, _backward)

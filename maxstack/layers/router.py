@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from maxstack.layers import norm
 from maxstack.schema.mlps import RouterConfig
 
 SCORES = {
@@ -19,12 +20,8 @@ LEAST_SUM = 1e-20
 
 def normed(x_BTD: Array, scale_D: Array, eps: float) -> Array:
     """x / rms(x) * scale / sqrt(D), float32: what Gemma 4's router reads."""
-    x = x_BTD.astype(jnp.float32)
-    return (
-        x
-        * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
-        * (scale_D.astype(jnp.float32) * x.shape[-1] ** -0.5)
-    )
+    scale_D = scale_D.astype(jnp.float32) * x_BTD.shape[-1] ** -0.5
+    return norm.normed(x_BTD, scale_D, False, eps)
 
 
 def logits(x_BTD: Array, router_DE: Array, bias_E: Array | None) -> Array:
