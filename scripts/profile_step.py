@@ -244,10 +244,8 @@ def blocks(cfg: Any, model: Any, x_BTD: Any, context: Any) -> dict[str, tuple[in
     import jax
     from flax import nnx
 
-    from maxstack.models.decoder import pattern_keys
-
     first = {}
-    for key, name in pattern_keys(cfg).items():
+    for key, name in cfg.stacks.items():
         if key in model.blocks:
             graph, state = nnx.split(model.blocks[key])
             first.setdefault(name, nnx.merge(graph, jax.tree.map(lambda x: x[0], state)))

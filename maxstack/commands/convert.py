@@ -13,7 +13,6 @@ from maxstack.command import ALLOW_NONFINITE, OVERRIDES, argument, command
 from maxstack.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    import jax
     import numpy as np
 
     from maxstack.checkpoint.weights import WeightsReader
@@ -166,6 +165,7 @@ def _convert(contents: "Contents", out: Path, dtype: str | None, finite: bool) -
     from maxstack.checkpoint.weights import WeightsWriter
     from maxstack.hf.exported import record
     from maxstack.hf.reader import leading, pieces_of, reading
+    from maxstack.models.model import weights_of
 
     weights = weights_of(contents.model.model_copy(update={"param_dtype": dtype or contents.dtype}))
     pieces = pieces_of(contents, {path: leaf.shape for path, leaf in weights.items()})
@@ -183,16 +183,6 @@ def _convert(contents: "Contents", out: Path, dtype: str | None, finite: bool) -
                 writer.fill(path, leading(pieces[path]), read)
             bar.update(leaf.size)
     writer.finish()
-
-
-def weights_of(model: "DecoderConfig") -> "dict[str, jax.ShapeDtypeStruct]":
-    """Shape and type of each weight of a model by path, neither quantized nor with adapters."""
-    from flax import nnx
-
-    from maxstack.models.model import abstract
-    from maxstack.state import flat
-
-    return flat(nnx.to_pure_dict(abstract(model)[1]))
 
 
 def _configuration(contents: "Contents", out: Path, dtype: str, overrides: Sequence[str]) -> str:
@@ -312,6 +302,7 @@ def _untreated(
     function that reads a weight, dequantized and with its adapter merged into it."""
     import numpy as np
 
+    from maxstack.models.model import weights_of
     from maxstack.schema.config import Config
     from maxstack.weights.rewrite import Rewrite
 

@@ -40,11 +40,12 @@ def export(args: Namespace) -> None:
     import numpy as np
 
     from maxstack.checkpoint.weights import WeightsReader
-    from maxstack.commands.convert import configured, source_of, weights_of
+    from maxstack.commands.convert import configured, source_of
     from maxstack.hf import peft
     from maxstack.hf.binding import bind
     from maxstack.hf.exported import choose
     from maxstack.hf.writer import new_folder
+    from maxstack.models.model import weights_of
     from maxstack.schema.config import Config
     from maxstack.weights.rewrite import Rewrite
 

@@ -122,7 +122,7 @@ def show(args: Namespace) -> None:
     """Print a row for each weight."""
     from flax import nnx
 
-    from maxstack.commands.convert import weights_of
+    from maxstack.models.model import weights_of
     from maxstack.state import flat
     from maxstack.weights.rewrite import Rewrite
 

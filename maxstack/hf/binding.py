@@ -47,7 +47,7 @@ class _Block(NamedTuple):
     lead: tuple[int, ...]
     """Its repetition if it is stacked."""
     name: str
-    """In a file."""
+    """Name of the block in a file."""
 
 
 def bind(family: Family, model: DecoderConfig, shapes: Mapping[str, Shape]) -> list[Bound]:
@@ -127,12 +127,10 @@ def _blocks(row: Row, family: Family, model: DecoderConfig) -> Iterator[_Block]:
 
 def location(model: DecoderConfig, layer: int) -> tuple[str, tuple[int, ...]]:
     """The path of a layer's block, and its repetition where it is one of a stack."""
-    first, period = len(model.prefix), model.period
+    first, keys = len(model.prefix), [*model.stacks]
     if layer < first:
         return f"prefix/{layer}", ()
-    repetition, place = divmod(layer - first, len(period))
-    if repetition == (model.layers - first) // len(period):
-        return f"rest/{place}", ()
-    name = period[place]
-    key = name if period.count(name) == 1 else f"{name}_{period[:place].count(name)}"
-    return f"blocks/{key}", (repetition,)
+    repetition, index = divmod(layer - first, len(keys))
+    if repetition == model.repetitions:
+        return f"rest/{index}", ()
+    return f"blocks/{keys[index]}", (repetition,)

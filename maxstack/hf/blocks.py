@@ -20,16 +20,6 @@ class Order(Protocol):
         """Put the keys that express this order; Mismatch where none can."""
 
 
-class Same:
-    """All layers are one block."""
-
-    def read(self, source: Source, layers: int) -> list[str]:
-        return ["block"] * layers
-
-    def write(self, names: Names, sink: Sink) -> None:
-        pass
-
-
 @dataclasses.dataclass(frozen=True)
 class Types:
     """layer_types, a word a layer."""
@@ -120,7 +110,8 @@ class Layers:
 
     tables: Mapping[str, Any]
     """One for each block."""
-    order: Order = Same()
+    order: Order | None = None
+    """None: all layers are one block."""
     key: str = "num_hidden_layers"
     unrolled: Callable[[Source, int], int] = lambda source, layers: 0
     """Number of layers at the start that must be in the prefix."""
@@ -130,7 +121,7 @@ class Layers:
         layers = source.need(self.key)
         if type(layers) is not int or not 0 < layers < 10_000:
             raise source.fail(self.key, "must be the number of layers")
-        names = self.order.read(source, layers)
+        names = self.order.read(source, layers) if self.order else [*self.tables] * layers
         prefix, pattern = arranged(names, self.unrolled(source, layers))
         blocks = {name: read(self.tables[name], source) for name in dict.fromkeys(names)}
         return {"layers": layers, "blocks": blocks, "prefix": prefix, "pattern": pattern}
@@ -143,7 +134,8 @@ class Layers:
             names = [write_first(self.tables, block, sink) for block in blocks]
         except Mismatch as error:
             raise Mismatch(f"a block fits no kind of this family's: {error}") from None
-        self.order.write(names, sink)
+        if self.order:
+            self.order.write(names, sink)
 
 
 def arranged(names: Names, unrolled: int = 0) -> tuple[list[str], list[str]]:

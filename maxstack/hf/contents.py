@@ -1,7 +1,9 @@
 """A model folder's meaning: its family, its model's configuration and its tensors; without jax, so
 that errors are quick."""
 
+import collections
 import functools
+import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -35,7 +37,7 @@ class Contents:
     def __init__(self, path: str | Path, *, ignore_unsafe: bool = False, weights: bool = True):
         self.folder = Folder(path, ignore_unsafe=ignore_unsafe, weights=weights)
         self.family: Family = of_config(self.folder.config, FAMILIES, self.folder.where)
-        limits.check(self.folder.config, self.folder.where)
+        limits.check_numbers(self.folder.config, self.folder.where)
         self.folder.check_generation()
         self.tensors = self.folder.tensors(self.family.body) if weights else {}
         names = self.tensors if weights else self.folder.listed(self.family.body)
@@ -58,10 +60,10 @@ class Contents:
         """The dtype that most numbers of the folder have, as a config calls it; without weights,
         what config.json says."""
         said = self.folder.config.get("dtype") or self.folder.config.get("torch_dtype") or "float32"
-        sizes: dict[str, int] = {} if self.tensors else {str(said): 1}
+        sizes: collections.Counter[str] = collections.Counter()
         for tensor in self.tensors.values():
-            sizes[tensor.dtype.name] = sizes.get(tensor.dtype.name, 0) + int(np.prod(tensor.shape))
-        most = max(sizes, key=lambda name: sizes[name])
+            sizes[tensor.dtype.name] += math.prod(tensor.shape)
+        most = max(sizes, key=sizes.__getitem__, default=said)
         return most if most in ("float32", "bfloat16", "float16") else "float32"
 
     def _check_head(self) -> None:

@@ -23,7 +23,7 @@ from maxstack.hf.families import ALL, FAMILIES
 from maxstack.hf.family import SILENT, Family
 from maxstack.hf.rows import Shape
 from maxstack.hf.table import Mismatch
-from maxstack.hf.writer import Read, new_folder, write_tensors
+from maxstack.hf.writer import Read, new_folder, write_json, write_tensors
 from maxstack.schema.decoder import DecoderConfig
 from maxstack.schema.mixers import LongRopeScaling
 
@@ -74,7 +74,7 @@ def export(
         "dtype": max({*names}, key=names.count),
     }
     with new_folder(out) as folder:
-        _write_json(folder / "config.json", dict(sorted(config.items())))
+        write_json(folder / "config.json", dict(sorted(config.items())))
         _copy_tokenizer(source, tokenizer, folder)
         _write_generation(source, folder, config)
         write_tensors(folder, bound, dtypes, read, shard_size, done)
@@ -118,7 +118,7 @@ def choose(model: DecoderConfig, wanted: str | None, must: bool) -> tuple[Family
 def record(contents: Contents, folder: Path) -> None:
     """Keep what an export will give back: config.json, tokenizer files, dtypes of tensors."""
     folder.mkdir(parents=True, exist_ok=True)
-    _write_json(folder / "config.json", contents.folder.config)
+    write_json(folder / "config.json", contents.folder.config)
     for name in (*TOKENIZER, GENERATION):
         if os.path.lexists(contents.folder.path / name):
             shutil.copyfile(contents.folder.file(name), folder / name)
@@ -167,11 +167,7 @@ def _write_generation(source: Path | None, folder: Path, config: Mapping[str, An
     if not (folder / GENERATION).exists():
         ids = {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         given = {key: value for key, value in ids.items() if value is not None}
-        _write_json(folder / GENERATION, {"_from_model_config": True, **given})
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")
+        write_json(folder / GENERATION, {"_from_model_config": True, **given})
 
 
 def shard_bytes(text: str) -> int:

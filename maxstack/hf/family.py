@@ -158,7 +158,7 @@ def _block(block: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mlp(mlp: dict[str, Any]) -> dict[str, Any]:
-    """Without settings of training alone."""
+    """An MLP's mapping without settings of training alone."""
     if mlp["kind"] == "parallel":
         return mlp | {"moe": _mlp(mlp["moe"])}
     if mlp["kind"] != "moe":
@@ -173,14 +173,14 @@ def _mlp(mlp: dict[str, Any]) -> dict[str, Any]:
     return _without(mlp, ["backend"]) | {"router": router}
 
 
-def _different(one: Any, other: Any, path: str) -> set[str]:
+def _different(first: Any, second: Any, path: str) -> set[str]:
     """Paths with the first of two values that differ."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        pairs = [(f"{path}.{key}", one.get(key), other.get(key)) for key in one | other]
-    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        pairs = [(path, *pair) for pair in zip(one, other, strict=True)]
+    if isinstance(first, dict) and isinstance(second, dict):
+        pairs = [(f"{path}.{key}", first.get(key), second.get(key)) for key in first | second]
+    elif isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
+        pairs = [(path, *pair) for pair in zip(first, second, strict=True)]
     else:
-        return set() if table.same(one, other) else {f"{path.removeprefix('.')}={one!r}"}
+        return set() if table.same(first, second) else {f"{path.removeprefix('.')}={first!r}"}
     return {different for inner, a, b in pairs for different in _different(a, b, inner)}
 
 

@@ -25,10 +25,9 @@ UNSAFE = {
     ".py": "code",
 }
 INSTEAD = (
-    "maxstack reads safetensors and never runs what a folder brings. Use the safetensors "
-    "version of the model (transformers writes it with "
-    "save_pretrained), or, where the safetensors are there, delete the rest, or leave it "
-    "aside with `maxstack import --ignore-unsafe`"
+    "maxstack reads safetensors and never runs what a folder brings. Use the safetensors version "
+    "of the model (transformers writes it with save_pretrained), or, where the safetensors are "
+    "there, delete the rest, or leave it aside with `maxstack import --ignore-unsafe`"
 )
 # Prefixes of the language model's tensors in a model with vision or audio, and what they become.
 WRAPPERS = (
@@ -180,7 +179,7 @@ class Folder:
 
 
 def and_more(names: list[str], shown: int = 1) -> str:
-    """How many names are left out where the first few are shown."""
+    """Number of names that are left out where the first few are shown, in words."""
     return f" (and {len(names) - shown} more)" if len(names) > shown else ""
 
 

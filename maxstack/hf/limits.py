@@ -34,7 +34,7 @@ LIMITS = (
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def check(config: Mapping[str, Any], where: str) -> None:
+def check_numbers(config: Mapping[str, Any], where: str) -> None:
     """ConfigError for a number that is out of LIMITS or infinite, and for ids of special tokens
     outside of the vocabulary; -1 for padding is transformers' word for none."""
     for path, key, value in _values(config, ""):

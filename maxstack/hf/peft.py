@@ -6,15 +6,15 @@ side: A's rows one below the other, B's blocks on a diagonal. Shapes: I inputs  
 module  R rank.
 """
 
-import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import einops
 import numpy as np
+from safetensors.numpy import save_file
 
 from maxstack.config.writer import inline
 from maxstack.data.json_files import read_object
@@ -25,7 +25,7 @@ from maxstack.hf.rows import Shape, axes_in
 from maxstack.hf.safetensors_file import SafetensorsFile
 from maxstack.hf.table import Mismatch
 from maxstack.hf.tensors import check_finite
-from maxstack.hf.writer import Shard
+from maxstack.hf.writer import Read, write_json
 from maxstack.schema.decoder import DecoderConfig
 from maxstack.schema.lora import LoraConfig
 
@@ -43,7 +43,14 @@ REWRITING = ("pissa", "corda", "olora", "loftq")
 weights whenever it loads the adapter."""
 FUSED = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 LARGEST = float(np.finfo(np.float32).max)
-Read = Callable[[str], np.ndarray]
+SETTINGS = {
+    "rank": "r",
+    "alpha": "lora_alpha",
+    "dropout": "lora_dropout",
+    "rslora": "use_rslora",
+    "dora": "use_dora",
+}
+"""Keys of a LoraConfig -> those of PEFT."""
 
 
 class Adapter:
@@ -80,7 +87,12 @@ class Adapter:
                 raise ConfigError(
                     f"{folder}: holds {name}, which is no part of an adapter of a linear module"
                 )
-        self.dora, self.rslora = bool(self.said.get("use_dora")), bool(self.said.get("use_rslora"))
+        self.lora: dict[str, Any] = {
+            key: self.said.get(theirs) or LoraConfig.model_fields[key].default
+            for key, theirs in SETTINGS.items()
+        }
+        """The mapping of a LoraConfig, without targets."""
+        self.dora = bool(self.lora["dora"])
         self.inputs_first = bool(self.said.get("fan_in_fan_out"))
         self._check_tensors()
 
@@ -90,16 +102,17 @@ class Adapter:
         if said.get("peft_type") != "LORA":
             kind = shortened(str(said.get("peft_type")))
             raise ConfigError(f"{self.folder}: peft_type {kind} is not LORA")
-        refused = {key: said.get(key) for key in REFUSED} | {"bias": said.get("bias", "none")}
+        refused = {key: said.get(key) for key in REFUSED}
+        if said.get("bias") != "none":
+            refused["bias"] = said.get("bias")
         for key, value in refused.items():
-            if value not in (None, [], False) and (key, value) != ("bias", "none"):
+            if value not in (None, [], False):
                 raise ConfigError(f"{self.folder}: {key}={quoted(value)} {where} is not supported")
         if str(init := said.get("init_lora_weights")).lower().startswith(REWRITING):
             raise ConfigError(
-                f"{self.folder}: init_lora_weights={quoted(init)} {where} means that "
-                "peft changes the base's weights when it loads the "
-                "adapter, which is not supported; let peft save it as plain LoRA first "
-                "(path_initial_model_for_weight_conversion)"
+                f"{self.folder}: init_lora_weights={quoted(init)} {where} means that peft changes "
+                "the base's weights when it loads the adapter, which is not supported; let peft "
+                "save it as plain LoRA first (path_initial_model_for_weight_conversion)"
             )
 
         def need(key: str, value: Any, valid: bool, kind: str) -> None:
@@ -149,19 +162,12 @@ class Adapter:
             if re.fullmatch(rf"(.*\.)?({name})", module):
                 alpha = value
                 break
-        return alpha / (rank**0.5 if self.rslora else rank)
+        return alpha / (rank**0.5 if self.lora["rslora"] else rank)
 
     def settings(self, adapted: Sequence[str]) -> dict[str, Any]:
         """The mapping of a LoraConfig that starts from it, for weights of these paths."""
-        return {
-            "rank": self.said["r"],
-            "alpha": float(self.said["lora_alpha"]),
-            "dropout": float(self.said.get("lora_dropout") or 0.0),
-            "rslora": self.rslora,
-            "dora": self.dora,
-            "targets": [re.escape(path) for path in adapted],
-            "adapter": str(self.folder),
-        }
+        targets = [re.escape(path) for path in adapted]
+        return self.lora | {"targets": targets, "adapter": str(self.folder)}
 
 
 class _Module:
@@ -200,7 +206,7 @@ class _Module:
         first, *others = self.inputs
         return {**self.tensor.sizes, **dict.fromkeys(others, 1), first: rank}
 
-    def place(self, parts: Mapping[Target, np.ndarray]) -> np.ndarray:
+    def in_tensor(self, parts: Mapping[Target, np.ndarray]) -> np.ndarray:
         """[R, outputs...] of some parts -> [O, R] of the tensor, zero elsewhere."""
         rank = next(iter(parts.values())).shape[0]
         sizes = self._sizes(rank)
@@ -208,10 +214,10 @@ class _Module:
         for target, b in parts.items():
             inputs = axes_in(target.part.ours)[: self.contract]
             dims = [math.prod(sizes[name] for name in axis) for axis in inputs]
-            self.tensor.row.place(target.part, b.reshape(*dims, *b.shape[1:]), whole, sizes)
+            self.tensor.row.write(target.part, b.reshape(*dims, *b.shape[1:]), whole, sizes)
         return whole.T if self.inputs_first else whole
 
-    def take(self, target: Target, b: np.ndarray) -> np.ndarray:
+    def of_part(self, target: Target, b: np.ndarray) -> np.ndarray:
         """[O, R] of the tensor -> [R, outputs...] of a part."""
         rank = b.shape[1]
         whole = np.ascontiguousarray(b.T if self.inputs_first else b)
@@ -225,7 +231,7 @@ class _Module:
         where other parts use these too."""
         begin = self.targets.index(target) * rank
         own = slice(begin, begin + rank)
-        others = (self.take(other, b[:, own]) for other in self.targets if other != target)
+        others = (self.of_part(other, b[:, own]) for other in self.targets if other != target)
         return (a, b) if any(other.any() for other in others) else (a[own], b[:, own])
 
     def check_sizes(self, adapter: Adapter, where: str) -> None:
@@ -268,7 +274,7 @@ def write(
             for target in module.targets
         ]
         columns = [
-            module.place({target: read(f"{target.path}/lora_b")[target.lead]})
+            module.in_tensor({target: read(f"{target.path}/lora_b")[target.lead]})
             for target in module.targets
         ]
         name = f"{OUTER}{module.name}"
@@ -279,18 +285,15 @@ def write(
                 target: _lengths(target, module.contract, adapted, read, base)[None]
                 for target in module.tensor.targets
             }
-            tensors[f"{name}.{MAGNITUDE}"] = module.place(lengths)[:, 0]
+            tensors[f"{name}.{MAGNITUDE}"] = module.in_tensor(lengths)[:, 0]
     (inputs_first,) = {module.inputs_first for module in modules}
     counts = {module.name: len(module.targets) for module in modules if len(module.targets) > 1}
     said = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": source,
-        "r": lora.rank,
+        **{theirs: getattr(lora, key) for key, theirs in SETTINGS.items()},
         "lora_alpha": _whole(lora.alpha),
-        "lora_dropout": lora.dropout,
-        "use_rslora": lora.rslora,
-        "use_dora": lora.dora,
         "bias": "none",
         "fan_in_fan_out": inputs_first,
         "inference_mode": True,
@@ -303,12 +306,9 @@ def write(
         },
         "target_modules": _target_modules(modules, bound),
     }
-    (out / CONFIG).write_text(json.dumps(said, indent=2) + "\n")
-    float32 = np.dtype(np.float32)
-    file = Shard(out / TENSORS, {name: (float32, array.shape) for name, array in tensors.items()})
-    for name, array in tensors.items():
-        file.arrays[name][...] = array
-    file.forget()
+    write_json(out / CONFIG, said)
+    contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+    save_file(contiguous, out / TENSORS, {"format": "pt"})
     return len(modules)
 
 
@@ -350,10 +350,10 @@ def read(
                     f"lora by {lora.scale:g}; merge it instead: maxstack lora merge"
                 )
             leaves[f"{target.path}/lora_a"][target.lead] = module.our_a(a)
-            leaves[f"{target.path}/lora_b"][target.lead] = module.take(target, b)
+            leaves[f"{target.path}/lora_b"][target.lead] = module.of_part(target, b)
             if lora.dora:
                 lengths = adapter.tensors[f"{name}.{MAGNITUDE}"].reshape(-1, 1)
-                leaves[f"{target.path}/magnitude"][target.lead] = module.take(target, lengths)[0]
+                leaves[f"{target.path}/magnitude"][target.lead] = module.of_part(target, lengths)[0]
     return leaves
 
 
@@ -386,13 +386,11 @@ def _refuse_others(
     adapter: Adapter, lora: LoraConfig, adapted: Mapping[str, int], bound: Sequence[Bound]
 ) -> None:
     """ConfigError with all settings in which the adapter and `lora` differ."""
-    theirs = {
-        "rank": adapter.said["r"],
-        "alpha": adapter.said["lora_alpha"],
-        "rslora": adapter.rslora,
-        "dora": adapter.dora,
+    wrong = {
+        key: value
+        for key, value in adapter.lora.items()
+        if key != "dropout" and getattr(lora, key) != value
     }
-    wrong = {key: value for key, value in theirs.items() if getattr(lora, key) != value}
     targets: set[str] = set()
     for tensor in bound:
         if _name(tensor) in adapter.modules:
@@ -409,8 +407,9 @@ def _name(tensor: Bound) -> str:
     return tensor.name.removesuffix(".weight")
 
 
-def _whole(number: float) -> float | int:
-    return int(number) if number == int(number) else number
+def _whole(number: float) -> float:
+    """A whole number as an integer."""
+    return int(number) if number.is_integer() else number
 
 
 def _target_modules(modules: Sequence[_Module], bound: Sequence[Bound]) -> list[str]:

@@ -25,7 +25,7 @@ class Quantized:
     """A weight made of several tensors of a file: numbers of few bits, and their scales."""
 
     dtype = np.dtype(ml_dtypes.bfloat16)
-    """Of the weight in the unquantized folder; `array` is float32 where the product with the
+    """Dtype of the weight in the unquantized folder; `array` is float32 where the product with the
     scale has more digits than that."""
     shape: tuple[int, ...]
 
@@ -67,9 +67,8 @@ class MXFP4(Quantized):
         if index is None:
             return np.stack([self.array(expert) for expert in range(self.shape[0])])
         blocks, scales = (part.array(index) for part in self._parts)
-        values = np.stack([E2M1[blocks & 15], E2M1[blocks >> 4]], axis=-1)
         exponents = scales[..., None].astype(np.int32) - E8M0_BIAS
-        scaled = np.ldexp(values.reshape(*scales.shape, 32), exponents)
+        scaled = np.ldexp(E2M1[_nibbles(blocks)], exponents)
         return scaled.astype(self.dtype).reshape(scales.shape[0], -1).T
 
 
@@ -131,9 +130,8 @@ class GroupInt4(Quantized):
                 f"{shape.where}: says {list(map(int, sizes))}, and the numbers are of "
                 f"{list(self.shape)}"
             )
-        codes = packed.array().view(np.uint8)
-        halves = np.stack([codes & 15, codes >> 4], axis=-1)
-        values = halves.reshape(len(codes), -1)[:, : self.shape[1]].astype(np.float32)
+        codes = _nibbles(packed.array().view(np.uint8))
+        values = codes[:, : self.shape[1]].astype(np.float32)
         scale = _finite(scales).repeat(self._group, axis=1)[:, : self.shape[1]]
         values = ((values - INT4_ZERO) * scale).astype(self.dtype)
         return values if index is None else values[index]
@@ -240,6 +238,11 @@ def _check_scale(
             f"{scale.where}: is {_kind(scale)}; {setting} in config.json, on a weight "
             f"{list(weight)}, needs {' or '.join(SCALES)} {list(shape)}"
         )
+
+
+def _nibbles(codes: np.ndarray) -> np.ndarray:
+    """Numbers of four bits, two in each byte, the low half first: [..., n] -> [..., 2n]."""
+    return np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
 
 
 def _finite(scale: Tensor) -> np.ndarray:

@@ -2,7 +2,6 @@
 hold, one weight at a time."""
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -86,7 +85,7 @@ def pieces_of(contents: Contents, shapes: Mapping[str, tuple[int, ...]]) -> dict
 
 
 def leading(pieces: Sequence[Piece]) -> int:
-    """How many of a weight's first dimensions are of layers and experts."""
+    """Number of a weight's first dimensions that are of layers and experts."""
     return len(pieces[0].target.lead) + (pieces[0].bound.experts is not None)
 
 
@@ -100,9 +99,9 @@ def reading(
     def values(index: Index) -> np.ndarray:
         spans = [range(*cut.indices(size)) for cut, size in zip(index, shape, strict=True)]
         out = np.empty([len(span) for span in spans], dtype)
-        for place in itertools.product(*(range(len(span)) for span in spans[:lead])):
-            piece = by_lead[tuple(span[i] for span, i in zip(spans, place, strict=False))]
-            slab: Any = (*place, ...)
+        for indices in np.ndindex(*map(len, spans[:lead])):
+            piece = by_lead[tuple(span[i] for span, i in zip(spans, indices, strict=False))]
+            slab: Any = (*indices, ...)
             piece.fill(out[slab], index[lead:])
             if finite:
                 check_finite(out[slab], piece.tensor.where)

@@ -5,41 +5,44 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from maxstack.config import Section
 from maxstack.config.annotations import listed
 from maxstack.errors import ConfigError, quoted
 from maxstack.hf import table
 from maxstack.hf.table import Mismatch, Sink, Source
+from maxstack.schema.mixers import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ProportionalScaling,
+    YarnScaling,
+)
 
 ORIGINAL = "original_max_position_embeddings"
-# Kind -> our key -> (theirs, default); a key without a default is needed, one whose default is null
-# may stay away.
-SCALINGS: Mapping[str, Mapping[str, tuple[str, Any]]] = {
-    "linear": {"factor": ("factor", ...)},
-    "proportional": {"factor": ("factor", 1.0)},
-    "llama3": {
-        "factor": ("factor", ...),
-        "low_freq_factor": ("low_freq_factor", ...),
-        "high_freq_factor": ("high_freq_factor", ...),
-        "original_length": (ORIGINAL, ...),
-    },
-    "yarn": {
-        "factor": ("factor", ...),
-        "original_length": (ORIGINAL, ...),
-        "beta_fast": ("beta_fast", 32.0),
-        "beta_slow": ("beta_slow", 1.0),
-        "truncate": ("truncate", True),
-        "attention_factor": ("attention_factor", None),
-        "mscale": ("mscale", None),
-        "mscale_all_dim": ("mscale_all_dim", None),
-    },
-    "longrope": {
-        "short_factor": ("short_factor", ...),
-        "long_factor": ("long_factor", ...),
-        "original_length": (ORIGINAL, ...),
-        "factor": ("factor", ...),
-        "attention_factor": ("attention_factor", None),
-    },
+KINDS: dict[str, type[Section]] = {
+    "linear": LinearScaling,
+    "proportional": ProportionalScaling,
+    "llama3": Llama3Scaling,
+    "yarn": YarnScaling,
+    "longrope": LongRopeScaling,
 }
+NEEDED = {
+    "llama3": ("low_freq_factor", "high_freq_factor", "original_length"),
+    "longrope": ("factor",),
+}
+"""Keys that config.json must have though our sections have defaults for them."""
+SCALINGS: Mapping[str, Mapping[str, tuple[str, Any]]] = {
+    kind: {
+        name: (
+            ORIGINAL if name == "original_length" else name,
+            ... if field.is_required() or name in NEEDED.get(kind, ()) else field.default,
+        )
+        for name, field in section.model_fields.items()
+        if name != "kind"
+    }
+    for kind, section in KINDS.items()
+}
+"""Kind -> our key -> (theirs, default); `...`: the key is needed; null: it may stay away."""
 OTHER_NAMES = {"su": "longrope", "mrope": "default"}
 # Known with every kind; multimodal sections of the frequencies turn alike for text alone.
 HARMLESS = {

@@ -98,7 +98,7 @@ class Row:
         layout = f"{self._layout(part)} -> {part.ours}"
         return einops.rearrange(self._cut(part, tensor, sizes), layout, **_used(sizes, layout))
 
-    def place(
+    def write(
         self, part: Part, weight: np.ndarray, tensor: np.ndarray, sizes: Mapping[str, int]
     ) -> None:
         """Write a weight of ours into its part of a tensor."""

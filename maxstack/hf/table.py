@@ -86,7 +86,7 @@ class Key:
     also: Sequence[str] = ()
     """Keys that are written with the same value."""
     to: Callable[[Any], Any] = lambda value: value
-    """From their value to ours."""
+    """Function from their value to ours."""
     back: Callable[[Any], Any] = lambda value: value
 
     def read(self, source: Source) -> Any:
@@ -206,12 +206,12 @@ def write_first(tables: Mapping[Any, Any], value: Any, sink: Sink, key: str | No
     raise Mismatch("; ".join(dict.fromkeys(reasons)))
 
 
-def same(one: Any, other: Any) -> bool:
+def same(first: Any, second: Any) -> bool:
     """Equal, numbers up to rounding."""
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    if type(one) in (int, float) and type(other) in (int, float):
-        return math.isclose(one, other, rel_tol=1e-6)
-    return type(one) is type(other) and one == other
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        return len(first) == len(second) and all(map(same, first, second))
+    if type(first) in (int, float) and type(second) in (int, float):
+        return math.isclose(first, second, rel_tol=1e-6)
+    return type(first) is type(second) and first == second

@@ -28,7 +28,7 @@ class Tensor(Protocol):
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the weight; `array` may have more digits."""
+        """Dtype of the weight; `array` may have more digits."""
 
     @property
     def where(self) -> str:

@@ -96,10 +96,15 @@ def write_tensors(
             out, slab = shards[tensor.name].arrays[tensor.name], np.asarray(weight[target.lead])
             slabs = [(out, slab)] if tensor.experts is None else zip(out, slab, strict=True)
             for part, values in slabs:
-                tensor.row.place(target.part, values, part, tensor.sizes)
+                tensor.row.write(target.part, values, part, tensor.sizes)
         done(weight.size)
         for shard in {shards[tensor.name] for tensor, _ in uses}:
             shard.forget()
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON file for people to read."""
+    path.write_text(json.dumps(value, indent=2) + "\n")
 
 
 def _shards(
@@ -128,7 +133,7 @@ def _shards(
             "metadata": {"total_size": total},
             "weight_map": dict(sorted(weight_map.items())),
         }
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        write_json(folder / INDEX, index)
     return {
         name: shard
         for file, group in zip(files, groups, strict=True)

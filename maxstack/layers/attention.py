@@ -6,6 +6,7 @@ Shapes: B batch  T query time  S key time  D embed  N heads  K kv heads  H head 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from maxstack.kernels.attention import attention
@@ -25,22 +26,19 @@ class Attention(Layer):
 
     cfg: AttentionConfig
 
-    def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
+    def __call__(self, x_BTD: Array, context: Context) -> Array:
         """Attention of each position over the positions of its document that it sees: [B, T, D]."""
         cfg = self.cfg
-        q_BTNH = self._placed(
-            _projected(x_BTD, self.query, self.query_bias, "heads"), self.query_norm, context
-        )
+        q_BTNH = _projected(x_BTD, self.query, self.query_bias, "heads")
+        q_BTNH = self._placed(q_BTNH, self.query_norm, context)
         if cfg.temperature:
-            q_BTNH = (
-                q_BTNH * temperature(cfg.temperature, context.positions_BT)[:, :, None, None]
-            ).astype(x_BTD.dtype)
+            factor_BT = temperature(cfg.temperature, context.positions_BT)
+            q_BTNH = (q_BTNH * factor_BT[:, :, None, None]).astype(x_BTD.dtype)
         q_BTNH = checkpoint_name(constrain(q_BTNH, "batch seq heads head_dim"), "query")
-        k_BSKH, v_BSKH = (
-            context.kept[cfg.share_kv]
-            if cfg.share_kv is not None
-            else self.keys_values(x_BTD, context)
-        )
+        if cfg.share_kv is None:
+            k_BSKH, v_BSKH = self.keys_values(x_BTD, context)
+        else:
+            k_BSKH, v_BSKH = context.kept[cfg.share_kv]
         sinks_N = None if self.sinks is None else self.sinks[...]
         o_BTNH = attention(
             q_BTNH,
@@ -54,51 +52,39 @@ class Attention(Layer):
         )
         o_BTNH = checkpoint_name(constrain(o_BTNH, "batch seq heads head_dim"), "context")
         if self.gate is not None:
-            o_BTNH = o_BTNH * jax.nn.sigmoid(
-                constrain(project(x_BTD, self.gate), "batch seq heads head_dim")
-            )
+            o_BTNH = o_BTNH * jax.nn.sigmoid(_projected(x_BTD, self.gate, None, "heads"))
         return checkpoint_name(project(o_BTNH, self.out, self.out_bias), "mixer_out")
 
-    def keys_values(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
+    def keys_values(self, x_BTD: Array, context: Context) -> tuple[Array, Array]:
         """Keys, normed and rotated, and values, normed: each [B, S, K, H]."""
         assert self.key is not None, "a block with share_kv has no keys of its own"
-        raw_BSKH = _projected(x_BTD, self.key, self.key_bias, "kv_heads")
-        v_BSKH = (
-            raw_BSKH
-            if self.value is None
-            else _projected(x_BTD, self.value, self.value_bias, "kv_heads")
-        )
-        v_BSKH = v_BSKH if self.value_norm is None else self.value_norm(v_BSKH)
-        k_BSKH = checkpoint_name(
-            constrain(
-                self._placed(raw_BSKH, self.key_norm, context), "batch seq kv_heads head_dim"
-            ),
-            "key",
-        )
-        return k_BSKH, checkpoint_name(constrain(v_BSKH, "batch seq kv_heads head_dim"), "value")
+        raw_BSKH = v_BSKH = _projected(x_BTD, self.key, self.key_bias, "kv_heads")
+        if self.value is not None:
+            v_BSKH = _projected(x_BTD, self.value, self.value_bias, "kv_heads")
+        if self.value_norm is not None:
+            v_BSKH = self.value_norm(v_BSKH)
+        axes = "batch seq kv_heads head_dim"
+        k_BSKH = constrain(self._placed(raw_BSKH, self.key_norm, context), axes)
+        return checkpoint_name(k_BSKH, "key"), checkpoint_name(constrain(v_BSKH, axes), "value")
 
-    def _placed(self, x_BTNH: jax.Array, norm: Norm | None, context: Context) -> jax.Array:
+    def _placed(self, x_BTNH: Array, norm: Norm | None, context: Context) -> Array:
         """Queries or keys with their norm and rotation, in the order that the configuration
         says."""
         cfg = self.cfg
 
-        def normed(x_BTNH: jax.Array) -> jax.Array:
+        def normed(x_BTNH: Array) -> Array:
             if norm is None:
                 return x_BTNH
-            return (
-                norm(x_BTNH.reshape(*x_BTNH.shape[:2], -1)).reshape(x_BTNH.shape)
-                if cfg.qk_norm_over == "all"
-                else norm(x_BTNH)
-            )
+            if cfg.qk_norm_over == "all":
+                return norm(x_BTNH.reshape(*x_BTNH.shape[:2], -1)).reshape(x_BTNH.shape)
+            return norm(x_BTNH)
 
         if cfg.rope is None:
             return normed(x_BTNH)
         table = context.tables[cfg.rope, cfg.head_dim]
-        return (
-            normed(rotate(x_BTNH, table, cfg.rope))
-            if cfg.qk_norm_after_rope
-            else rotate(normed(x_BTNH), table, cfg.rope)
-        )
+        if cfg.qk_norm_after_rope:
+            return normed(rotate(x_BTNH, table, cfg.rope))
+        return rotate(normed(x_BTNH), table, cfg.rope)
 
 
 def request(cfg: AttentionConfig) -> Request:
@@ -112,14 +98,14 @@ def request(cfg: AttentionConfig) -> Request:
     )
 
 
-def temperature(cfg: TemperatureConfig, positions_BT: jax.Array) -> jax.Array:
+def temperature(cfg: TemperatureConfig, positions_BT: Array) -> Array:
     """The factor of the queries at each position, float32 [B, T] (Nakanishi 2025, arXiv:2501.19399,
     in steps as Llama 4 takes it)."""
     steps_BT = jnp.floor((positions_BT.astype(jnp.float32) + 1) / cfg.length)
     return 1 + cfg.scale * jnp.log1p(steps_BT)
 
 
-def _projected(x_BTD: jax.Array, w: nnx.Param, bias: nnx.Param | None, axis: str) -> jax.Array:
+def _projected(x_BTD: Array, w: nnx.Param, bias: nnx.Param | None, axis: str) -> Array:
     """Heads, pinned to the mesh before norm and rotation, which are float32: else XLA may move them
     after."""
     return constrain(project(x_BTD, w, bias), f"batch seq {axis} head_dim")

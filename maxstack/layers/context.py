@@ -9,66 +9,64 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from maxstack.schema.mixers import RopeConfig
 from maxstack.sharding import holding
 
-Table = tuple[jax.Array, jax.Array]
-_keys: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar("keys", default=None)
+Table = tuple[Array, Array]
+_keys: contextvars.ContextVar[Array | None] = contextvars.ContextVar("keys", default=None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Context:
     """Positions and documents of the tokens, and what follows from them."""
 
-    positions_BT: jax.Array
+    positions_BT: Array
     """int32 [B or 1, T]: places within the document, from 0; in the order of kernels/sequences.py,
     as all that follows."""
-    segments_BT: jax.Array | None = None
+    segments_BT: Array | None = None
     """int32 [B, T]: equal numbers belong to one document, 0 is padding; None: one document a row,
     padding after it."""
     tables: Mapping[tuple[RopeConfig, int], Table] = dataclasses.field(default_factory=dict)
     """Cosines and sines by RoPE and head size."""
-    kept: Mapping[str, tuple[jax.Array, jax.Array]] = dataclasses.field(default_factory=dict)
+    kept: Mapping[str, tuple[Array, Array]] = dataclasses.field(default_factory=dict)
     """Keys and values of earlier layers, by block, for layers that have none of their own."""
-    real_BT: jax.Array | None = None
+    real_BT: Array | None = None
     """bool [B, T]: what is no padding; None: nothing depends on it, or all is real."""
-    keys_BT2: jax.Array | None = None
+    keys_BT2: Array | None = None
     """uint32 [B, T, 2]: random keys of row and position, with the repetition of the pattern folded
     in; None: nothing is drawn."""
 
     def drawing(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, what draws random numbers does so by these keys."""
+        """Context in which random numbers are drawn by these keys."""
         return holding(_keys, self.keys_BT2)
 
-    def repeated(self, index: jax.Array) -> "Context":
+    def repeated(self, index: Array) -> "Context":
         """The context in repetition `index` of the pattern."""
-        return (
-            self
-            if self.keys_BT2 is None
-            else dataclasses.replace(self, keys_BT2=_folded(self.keys_BT2, index))
-        )
+        if self.keys_BT2 is None:
+            return self
+        return dataclasses.replace(self, keys_BT2=_folded(self.keys_BT2, index))
 
 
-def position_keys() -> jax.Array | None:
+def position_keys() -> Array | None:
     """The keys [B, T, 2] of the positions that are being computed; None where nothing is drawn."""
     return _keys.get()
 
 
-def keys_of(rows_B2: jax.Array, length: int) -> jax.Array:
+def keys_of(rows_B2: Array, length: int) -> Array:
     """Keys of rows -> those of their positions [B, T, 2], in natural order."""
     return _folded(rows_B2[:, None], jnp.arange(length))
 
 
-def _folded(keys: jax.Array, number: jax.Array) -> jax.Array:
+def _folded(keys: Array, number: Array) -> Array:
     """Raw keys [..., 2], each with a number folded in; both are broadcast."""
 
-    def one(key: jax.Array, number: jax.Array) -> jax.Array:
-        return jax.random.key_data(
-            jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), number)
-        )
+    def folded(key: Array, number: Array) -> Array:
+        whole = jax.random.wrap_key_data(key, impl="threefry2x32")
+        return jax.random.key_data(jax.random.fold_in(whole, number))
 
-    return jnp.vectorize(one, signature="(k),()->(k)")(keys, number)
+    return jnp.vectorize(folded, signature="(k),()->(k)")(keys, number)
 
 
 def _flat(context: Context) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -1,4 +1,4 @@
-"""How tokens travel to their experts and back; run by each device on its own tokens, inside
+"""Travel of tokens to their experts and back; run by each device on its own tokens, inside
 `sharding.per_device` where there is a mesh.
 
 The experts lie over P peers, L on each. A device lists its tokens' choices by expert, and so by
@@ -16,16 +16,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from maxstack import sharding
 
-Run = Callable[[Any, jax.Array, jax.Array], jax.Array]
+Run = Callable[[Any, Array, Array], Array]
 """(weights of the experts that are here, rows sorted by expert [S, D], rows of each [L]) -> [S, D];
 rows of no expert give zeros."""
 FURTHER = 4  # a window after the first is this many times smaller
 TILE = 8
 FURTHER_SCOPE = "further_windows"
-"""In the names of a compiled program's operations: what an even load does not run."""
+"""Scope of operations of a compiled program that an even load does not run."""
 
 
 class Travel(NamedTuple):
@@ -37,7 +38,7 @@ class Travel(NamedTuple):
     first: int
     """Rows for each peer in the first window."""
     further: int
-    """And in those after it; 0: the first one always holds everything."""
+    """Rows for each peer in those after it; 0: the first one always holds everything."""
     scale_input: bool
     """Weights multiply what an expert reads, not what it gives."""
 
@@ -45,25 +46,25 @@ class Travel(NamedTuple):
 class Lists(NamedTuple):
     """The choices of this device's tokens by peer."""
 
-    sorted_M: jax.Array
+    sorted_M: Array
     """Choices by expert; those of no expert come last."""
-    peer_NC: jax.Array
-    place_NC: jax.Array
-    """In the peer's list; -1: of no expert."""
-    start_P: jax.Array
+    peer_NC: Array
+    place_NC: Array
+    """Index in the peer's list; -1: of no expert."""
+    start_P: Array
     """Start of each peer's list in `sorted_M`."""
-    length_P: jax.Array
-    coming_PL: jax.Array
-    """How many rows each peer has for each expert that is here."""
+    length_P: Array
+    coming_PL: Array
+    """Number of rows that each peer has for each expert that is here."""
 
 
 class Slots(NamedTuple):
-    """Which choice each slot of a window holds, and where each choice went."""
+    """Choice that each slot of a window holds, and the slot of each choice."""
 
-    choice_S: jax.Array
-    filled_S: jax.Array
-    slot_NC: jax.Array
-    here_NC: jax.Array
+    choice_S: Array
+    filled_S: Array
+    slot_NC: Array
+    here_NC: Array
 
 
 def travel(
@@ -93,57 +94,59 @@ def _tiles(rows: float) -> int:
 
 
 def mixture(
-    run: Run, how: Travel, weights: Any, x_ND: jax.Array, weight_NC: jax.Array, expert_NC: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+    run: Run, how: Travel, weights: Any, x_ND: Array, weight_NC: Array, expert_NC: Array
+) -> tuple[Array, Array]:
     """-> (float32 [N, D], the sum over each token's experts by weight; how many windows it took,
     the same on all devices).
 
     A choice of expert E is of none.
     """
     lists = _listed(expert_NC, how)
-    one = functools.partial(_window, run, how)
+    window = functools.partial(_window, run, how)
     if not how.further:
-        return one(how.first, 0, weights, x_ND, weight_NC, lists), jnp.ones((), jnp.int32)
+        return window(how.first, 0, weights, x_ND, weight_NC, lists), jnp.ones((), jnp.int32)
     more = jnp.maximum(-(-(lists.length_P.max() - how.first) // how.further), 0)
     more = jax.lax.pmax(
         more, tuple(jax.sharding.get_abstract_mesh().manual_axes)
     )  # no device may wait for another's window alone
-    return _windows(one, how, weights, x_ND, weight_NC, lists, more), 1 + more
+    return _windows(window, how, weights, x_ND, weight_NC, lists, more), 1 + more
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _windows(
-    one: Callable[..., jax.Array],
+    window: Callable[..., Array],
     how: Travel,
     weights: Any,
-    x_ND: jax.Array,
-    weight_NC: jax.Array,
+    x_ND: Array,
+    weight_NC: Array,
     lists: Lists,
-    more: jax.Array,
-) -> jax.Array:
+    more: Array,
+) -> Array:
     """The first window, differentiated as it stands, and a loop over further ones, which the
     backward pass computes again."""
-    return _forward(one, how, weights, x_ND, weight_NC, lists, more)[0]
+    return _forward(window, how, weights, x_ND, weight_NC, lists, more)[0]
 
 
-def _forward(one, how, weights, x_ND, weight_NC, lists, more):
-    given = weights, x_ND, weight_NC
-    out_ND, pull = jax.vjp(lambda *given: one(how.first, 0, *given, lists), *given)
+def _forward(window, how, weights, x_ND, weight_NC, lists, more):
+    operands = weights, x_ND, weight_NC
+    out_ND, pull = jax.vjp(lambda *operands: window(how.first, 0, *operands, lists), *operands)
     with jax.named_scope(FURTHER_SCOPE):
         out_ND = jax.lax.fori_loop(
             0,
             more,
-            lambda i, out_ND: out_ND + one(how.further, _begin(how, i), *given, lists),
+            lambda i, out_ND: out_ND + window(how.further, _begin(how, i), *operands, lists),
             out_ND,
         )
-    return out_ND, (pull, given, lists, more)
+    return out_ND, (pull, operands, lists, more)
 
 
-def _backward(one, how, saved, dout_ND):
-    pull, given, lists, more = saved
+def _backward(window, how, saved, dout_ND):
+    pull, operands, lists, more = saved
 
     def add(i, grads):
-        again = jax.vjp(lambda *given: one(how.further, _begin(how, i), *given, lists), *given)[1]
+        again = jax.vjp(
+            lambda *operands: window(how.further, _begin(how, i), *operands, lists), *operands
+        )[1]
         return jax.tree.map(jnp.add, grads, again(dout_ND))
 
     grads = pull(dout_ND)
@@ -155,7 +158,7 @@ def _backward(one, how, saved, dout_ND):
 _windows.defvjp(_forward, _backward)
 
 
-def _begin(how: Travel, i: jax.Array) -> jax.Array:
+def _begin(how: Travel, i: Array) -> Array:
     return how.first + i * how.further
 
 
@@ -163,12 +166,12 @@ def _window(
     run: Run,
     how: Travel,
     rows: int,
-    begin: jax.Array | int,
+    begin: Array | int,
     weights: Any,
-    x_ND: jax.Array,
-    weight_NC: jax.Array,
+    x_ND: Array,
+    weight_NC: Array,
     lists: Lists,
-) -> jax.Array:
+) -> Array:
     """Sum of the entries `begin` to `begin + rows` of the lists, float32 [N, D]."""
     slots = _slots(lists, begin, rows)
     x_SD = _spread(x_ND, weight_NC if how.scale_input else None, slots)
@@ -184,12 +187,12 @@ def _window(
     return _combine(y_SD, None if how.scale_input else weight_NC, slots)
 
 
-def _exchange(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def _exchange(x: Array, axes: tuple[str, ...]) -> Array:
     """Equal parts of the first dimension, one to each peer, for one from each."""
     return jax.lax.all_to_all(x, axes, 0, 0, tiled=True) if axes else x
 
 
-def _listed(expert_NC: jax.Array, how: Travel) -> Lists:
+def _listed(expert_NC: Array, how: Travel) -> Lists:
     peers = sharding.size_of(*how.axes)
     expert_M = expert_NC.reshape(-1)
     sorted_M = jnp.argsort(expert_M)
@@ -206,7 +209,7 @@ def _listed(expert_NC: jax.Array, how: Travel) -> Lists:
     return Lists(sorted_M, peer_NC, place_NC, start_P, length_P, _exchange(counts_PL, how.axes))
 
 
-def _inverse(order: jax.Array) -> jax.Array:
+def _inverse(order: Array) -> Array:
     """Inverse of a permutation."""
     return (
         jnp.zeros_like(order)
@@ -215,7 +218,7 @@ def _inverse(order: jax.Array) -> jax.Array:
     )
 
 
-def _slots(lists: Lists, begin: jax.Array | int, rows: int) -> Slots:
+def _slots(lists: Lists, begin: Array | int, rows: int) -> Slots:
     place_PR = begin + jnp.broadcast_to(jnp.arange(rows), (lists.start_P.size, rows))
     filled_PR = place_PR < lists.length_P[:, None]
     choice_PR = lists.sorted_M[jnp.where(filled_PR, lists.start_P[:, None] + place_PR, 0)]
@@ -224,9 +227,9 @@ def _slots(lists: Lists, begin: jax.Array | int, rows: int) -> Slots:
     return Slots(choice_PR.reshape(-1), filled_PR.reshape(-1), slot_NC, here_NC)
 
 
-def _arrivals(lists: Lists, begin: jax.Array | int, rows: int) -> tuple[jax.Array, jax.Array]:
-    """Of the rows that come in a window: which of this device's experts they are for (L: none), and
-    how many for each."""
+def _arrivals(lists: Lists, begin: Array | int, rows: int) -> tuple[Array, Array]:
+    """Experts of this device that the rows coming in a window are for (L: none), and the number of
+    rows of each."""
     ends_PL = jnp.cumsum(lists.coming_PL, axis=1)
     inside_PL = jnp.clip(
         jnp.minimum(ends_PL, begin + rows) - jnp.maximum(ends_PL - lists.coming_PL, begin), 0
@@ -238,8 +241,8 @@ def _arrivals(lists: Lists, begin: jax.Array | int, rows: int) -> tuple[jax.Arra
 # The two below are each other's gradient, and a gather each way: a scatter is slow, and not the
 # same in every order.
 @jax.custom_vjp
-def _spread(x_ND: jax.Array, weight_NC: jax.Array | None, slots: Slots) -> jax.Array:
-    """The token of each slot's choice, times its weight if that is given [S, D]; zeros in free
+def _spread(x_ND: Array, weight_NC: Array | None, slots: Slots) -> Array:
+    """The token of each slot's choice, times its weight if there is one [S, D]; zeros in free
     slots."""
     x_SD = x_ND[slots.choice_S // slots.slot_NC.shape[1]]
     if weight_NC is not None:
@@ -258,8 +261,8 @@ def _spread_backward(saved, dx_SD):
 
 
 @jax.custom_vjp
-def _combine(y_SD: jax.Array, weight_NC: jax.Array | None, slots: Slots) -> jax.Array:
-    """The sum of the rows of each token's choices, times their weights if those are given, float32
+def _combine(y_SD: Array, weight_NC: Array | None, slots: Slots) -> Array:
+    """The sum of the rows of each token's choices, times their weights if there are any, float32
     [N, D]."""
     y_CND = _rows(y_SD, slots)
     return (y_CND if weight_NC is None else y_CND * weight_NC.T[:, :, None]).sum(axis=0)
@@ -275,18 +278,18 @@ def _combine_backward(saved, dout_ND):
     return _spread(dout_ND.astype(y_SD.dtype), weight_NC, slots), dweight_NC, None
 
 
-def _rows(y_SD: jax.Array, slots: Slots) -> jax.Array:
+def _rows(y_SD: Array, slots: Slots) -> Array:
     """The row of each choice, zeros where it is not here; float32 [C, N, D], because a TPU pads the
     last two dimensions."""
     return jnp.where(slots.here_NC.T[:, :, None], y_SD[slots.slot_NC.T], 0).astype(jnp.float32)
 
 
-def _products(x_ND: jax.Array, y_SD: jax.Array, slots: Slots) -> jax.Array:
+def _products(x_ND: Array, y_SD: Array, slots: Slots) -> Array:
     return (x_ND.astype(jnp.float32) * _rows(y_SD, slots)).sum(axis=-1).T
 
 
 @jax.custom_vjp
-def _reorder(x_SD: jax.Array, order_S: jax.Array, inverse_S: jax.Array) -> jax.Array:
+def _reorder(x_SD: Array, order_S: Array, inverse_S: Array) -> Array:
     """Rows in the order of a permutation; its gradient is a gather by the inverse, not a
     scatter."""
     return x_SD[order_S]

@@ -8,6 +8,7 @@ convolution.
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
@@ -22,7 +23,7 @@ from maxstack.sharding import constrain
 
 RATE_SPREAD, RATE_OFFSET = 1.7, -2.8
 NORM_EPS = 1e-6
-Arrays = tuple[jax.Array, ...]
+Arrays = tuple[Array, ...]
 
 
 class GatedDelta(Layer):
@@ -35,60 +36,49 @@ class GatedDelta(Layer):
 
     cfg: GatedDeltaConfig
 
-    def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
+    def __call__(self, x_BTD: Array, context: Context) -> Array:
         """Gated read of each position from the state of its document: [B, T, D]."""
 
-        def projected(matrix: nnx.Param, axis: str, name: str) -> jax.Array:
-            return checkpoint_name(
-                constrain(project(x_BTD, matrix), f"batch seq {axis} head_dim"), name
-            )
+        def projected(matrix: nnx.Param, axis: str, name: str) -> Array:
+            out = constrain(project(x_BTD, matrix), f"batch seq {axis} head_dim")
+            return checkpoint_name(out, name)
 
-        q_BTKH, k_BTKH = (
-            projected(self.query, "kv_heads", "query"),
-            projected(self.key, "kv_heads", "key"),
-        )
+        q_BTKH = projected(self.query, "kv_heads", "query")
+        k_BTKH = projected(self.key, "kv_heads", "key")
+        v_BTNV = projected(self.value, "heads", "value")
         beta_BTN = jax.nn.sigmoid(project(x_BTD, self.beta).astype(jnp.float32))
         step_BTN = jax.nn.softplus(
             project(x_BTD, self.decay).astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32)
         )
         decay_BTN = -jnp.exp(self.a_log[...].astype(jnp.float32)) * step_BTN
         of_keys = q_BTKH, k_BTKH, self.conv_query[...], self.conv_key[...]
-        of_values = (
-            projected(self.value, "heads", "value"),
-            decay_BTN,
-            beta_BTN,
-            self.conv_value[...],
-        )
+        of_values = v_BTNV, decay_BTN, beta_BTN, self.conv_value[...]
         o_BTNV = _on_own_heads(self.cfg, of_keys, of_values, context.segments_BT)
         o_BTNV = checkpoint_name(constrain(o_BTNV, "batch seq heads head_dim"), "context")
-        gate_BTNV = constrain(project(x_BTD, self.gate), "batch seq heads head_dim").astype(
-            jnp.float32
-        )
-        o_BTNV = (self.norm(o_BTNV) * jax.nn.silu(gate_BTNV)).astype(x_BTD.dtype)
+        gate_BTNV = constrain(project(x_BTD, self.gate), "batch seq heads head_dim")
+        o_BTNV = self.norm(o_BTNV) * jax.nn.silu(gate_BTNV.astype(jnp.float32))
+        o_BTNV = o_BTNV.astype(x_BTD.dtype)
         return checkpoint_name(project(o_BTNV, self.out), "mixer_out")
 
 
 def _mix(
-    cfg: GatedDeltaConfig, of_keys: Arrays, of_values: Arrays, segments_BT: jax.Array | None
-) -> jax.Array:
+    cfg: GatedDeltaConfig, of_keys: Arrays, of_values: Arrays, segments_BT: Array | None
+) -> Array:
     """Convolutions and the recurrence over whole sequences: [B, T, N, V]."""
     (q_BTKH, k_BTKH, *taps), (v_BTNV, decay_BTN, beta_BTN, taps_v) = of_keys, of_values
 
-    def convolved(x_BTKH: jax.Array, taps_WKH: jax.Array) -> jax.Array:
+    def convolved(x_BTKH: Array, taps_WKH: Array) -> Array:
         return jax.nn.silu(convolve(x_BTKH, taps_WKH, segments_BT))
 
-    q, k, v = (
-        _unit(convolved(q_BTKH, taps[0])) * cfg.key_dim**-0.5,
-        _unit(convolved(k_BTKH, taps[1])),
-        convolved(v_BTNV, taps_v),
-    )
+    q = _unit(convolved(q_BTKH, taps[0])) * cfg.key_dim**-0.5
+    k, v = _unit(convolved(k_BTKH, taps[1])), convolved(v_BTNV, taps_v)
     q, k, v = (x.astype(v_BTNV.dtype) for x in (q, k, v))
     return gated_delta(q, k, v, decay_BTN, beta_BTN, segments_BT, cfg.chunk, cfg.backend)
 
 
 def _on_own_heads(
-    cfg: GatedDeltaConfig, of_keys: Arrays, of_values: Arrays, segments_BT: jax.Array | None
-) -> jax.Array:
+    cfg: GatedDeltaConfig, of_keys: Arrays, of_values: Arrays, segments_BT: Array | None
+) -> Array:
     """`_mix` by each device for its own rows and heads. Parts of sequences become whole ones of
     some of the heads, and parts again."""
     if sharding.current() is None:
@@ -98,48 +88,32 @@ def _on_own_heads(
     axes = sequences.split_over()
     assert sequences.kind() != "ring", "a recurrence needs whole sequences, in order"
 
-    def local(of_keys: Arrays, of_values: Arrays, segments_BT: jax.Array | None) -> jax.Array:
+    def local(of_keys: Arrays, of_values: Arrays, segments_BT: Array | None) -> Array:
         queries, groups = of_values[0].shape[2], cfg.value_heads // cfg.key_heads
         of_keys = tuple(
-            sequences.of_queries(x, queries, groups, inner, axis)
-            for x, axis in zip(of_keys, (2, 2, 1, 1), strict=True)
+            sequences.of_queries(x, queries, groups, inner, x.ndim - 2) for x in of_keys
         )
         if not axes:
             return _mix(cfg, of_keys, of_values, segments_BT)
-        q, k, taps_q, taps_k = (
-            sequences.repeated(x, axes, axis) for x, axis in zip(of_keys, (2, 2, 1, 1), strict=True)
-        )
-        of_keys = (
-            *(sequences.to_heads(x, axes) for x in (q, k)),
-            *(sequences.share(x, axes, 1) for x in (taps_q, taps_k)),
-        )
-        of_values = (
-            *(sequences.to_heads(x, axes) for x in of_values[:3]),
-            sequences.share(of_values[3], axes, 1),
-        )
-        return sequences.to_parts(
-            _mix(
-                cfg,
-                of_keys,
-                of_values,
-                None if segments_BT is None else sequences.whole(segments_BT, axes),
-            ),
-            axes,
-        )
+        of_keys = tuple(sequences.repeated(x, axes, x.ndim - 2) for x in of_keys)
+
+        def of_own_heads(x: Array, taps: bool) -> Array:
+            return sequences.share(x, axes, 1) if taps else sequences.to_heads(x, axes)
+
+        of_keys = tuple(map(of_own_heads, of_keys, (False, False, True, True)))
+        of_values = tuple(map(of_own_heads, of_values, (False, False, False, True)))
+        if segments_BT is not None:
+            segments_BT = sequences.whole(segments_BT, axes)
+        return sequences.to_parts(_mix(cfg, of_keys, of_values, segments_BT), axes)
 
     own, shared = PartitionSpec(batch, seq, heads), PartitionSpec(batch, seq, kv)
-    specs = (
-        (shared, shared, PartitionSpec(None, kv), PartitionSpec(None, kv)),
-        (own, own, own, PartitionSpec(None, heads)),
-    )
-    return sharding.per_device(
-        local,
-        (*specs, PartitionSpec() if segments_BT is None else sequences.place(segments_BT)),
-        own,
-    )(of_keys, of_values, segments_BT)
+    taps, taps_v = PartitionSpec(None, kv), PartitionSpec(None, heads)
+    documents = PartitionSpec() if segments_BT is None else sequences.place(segments_BT)
+    specs = (shared, shared, taps, taps), (own, own, own, taps_v), documents
+    return sharding.per_device(local, specs, own)(of_keys, of_values, segments_BT)
 
 
-def convolve(x_BTKH: jax.Array, taps_WKH: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
+def convolve(x_BTKH: Array, taps_WKH: Array, segments_BT: Array | None) -> Array:
     """The causal convolution of each channel with its own taps, the last for the position itself:
     float32 [B, T, K, H].
 
@@ -157,5 +131,5 @@ def convolve(x_BTKH: jax.Array, taps_WKH: jax.Array, segments_BT: jax.Array | No
     return y_BTKH
 
 
-def _unit(x_BTKH: jax.Array) -> jax.Array:
+def _unit(x_BTKH: Array) -> Array:
     return x_BTKH * jax.lax.rsqrt(jnp.sum(x_BTKH * x_BTKH, axis=-1, keepdims=True) + NORM_EPS)

@@ -1,6 +1,6 @@
 """The base of every layer: it is built of the parts that its configuration declares."""
 
-import importlib
+import pkgutil
 from typing import TYPE_CHECKING, Any
 
 from flax import nnx
@@ -54,6 +54,5 @@ class Layer(nnx.Module):
 
 def layer_of(section: Part) -> type[Layer]:
     """The class of the layer that a section configures."""
-    module, name = section.LAYER.split(":")
-    layer: type[Layer] = getattr(importlib.import_module(module), name)
+    layer: type[Layer] = pkgutil.resolve_name(section.LAYER)
     return layer

@@ -5,8 +5,8 @@ Shapes: B batch  T query time  S key time  D embed  N heads  H key head dim, wit
 positions  R its part with positions  V value head dim L latent.
 """
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from maxstack.kernels.attention import attention
@@ -18,6 +18,8 @@ from maxstack.layers.weight import project
 from maxstack.schema.mixers import MLAConfig, YarnScaling
 from maxstack.sharding import constrain
 
+HEADS = "batch seq heads head_dim"
+
 
 class MLA(Layer):
     """Self-attention whose keys and values are projections of one normed latent, but for a
@@ -26,52 +28,39 @@ class MLA(Layer):
 
     cfg: MLAConfig
 
-    def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
+    def __call__(self, x_BTD: Array, context: Context) -> Array:
         """Attention of each position over the positions of its document that it sees: [B, T, D]."""
         k_BSNH, v_BSNV = self._keys_values(x_BTD, context)
-        o_BTNV = attention(
-            self._queries(x_BTD, context),
-            k_BSNH,
-            v_BSNV,
-            context.segments_BT,
-            request(self.cfg),
-            self.cfg.backend,
-        )
-        o_BTNV = checkpoint_name(constrain(o_BTNV, "batch seq heads head_dim"), "context")
+        q_BTNH, ask = self._queries(x_BTD, context), request(self.cfg)
+        o_BTNV = attention(q_BTNH, k_BSNH, v_BSNV, context.segments_BT, ask, self.cfg.backend)
+        o_BTNV = checkpoint_name(constrain(o_BTNV, HEADS), "context")
         return checkpoint_name(project(o_BTNV, self.out, self.out_bias), "mixer_out")
 
-    def _queries(self, x_BTD: jax.Array, context: Context) -> jax.Array:
+    def _queries(self, x_BTD: Array, context: Context) -> Array:
         if self.cfg.q_lora:
             latent_BTL = self.query_norm(project(x_BTD, self.query_down, self.query_down_bias))
             q_BTNH = project(constrain(latent_BTL, "batch seq latent"), self.query_up)
         else:
             q_BTNH = project(x_BTD, self.query)
-        q_BTNH = constrain(q_BTNH, "batch seq heads head_dim")
+        q_BTNH = constrain(q_BTNH, HEADS)
         nope, rope = q_BTNH[..., : self.cfg.nope_dim], q_BTNH[..., self.cfg.nope_dim :]
         q_BTNH = jnp.concatenate([nope, self._rotated(rope, context)], axis=-1)
-        return checkpoint_name(constrain(q_BTNH, "batch seq heads head_dim"), "query")
+        return checkpoint_name(constrain(q_BTNH, HEADS), "query")
 
-    def _keys_values(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
+    def _keys_values(self, x_BTD: Array, context: Context) -> tuple[Array, Array]:
         latent_BSL = self.kv_norm(project(x_BTD, self.kv_down, self.kv_down_bias))
         latent_BSL = constrain(latent_BSL, "batch seq latent")
-        shared_BSR = constrain(
-            project(x_BTD, self.key_rope, self.key_rope_bias), "batch seq head_dim"
-        )
-        own_BSNH, v_BSNV = (
-            constrain(project(latent_BSL, self.key_up), "batch seq heads head_dim"),
-            project(latent_BSL, self.value_up),
-        )
+        shared_BSR = project(x_BTD, self.key_rope, self.key_rope_bias)
+        shared_BSR = constrain(shared_BSR, "batch seq head_dim")
+        own_BSNH = constrain(project(latent_BSL, self.key_up), HEADS)
         shared_BSNR = jnp.broadcast_to(
             self._rotated(shared_BSR[:, :, None], context), (*own_BSNH.shape[:3], self.cfg.rope_dim)
         )
-        k_BSNH = constrain(
-            jnp.concatenate([own_BSNH, shared_BSNR], axis=-1), "batch seq heads head_dim"
-        )
-        return checkpoint_name(k_BSNH, "key"), checkpoint_name(
-            constrain(v_BSNV, "batch seq heads head_dim"), "value"
-        )
+        k_BSNH = constrain(jnp.concatenate([own_BSNH, shared_BSNR], axis=-1), HEADS)
+        v_BSNV = constrain(project(latent_BSL, self.value_up), HEADS)
+        return checkpoint_name(k_BSNH, "key"), checkpoint_name(v_BSNV, "value")
 
-    def _rotated(self, x_BTNR: jax.Array, context: Context) -> jax.Array:
+    def _rotated(self, x_BTNR: Array, context: Context) -> Array:
         return rotate(x_BTNR, context.tables[self.cfg.rope, self.cfg.rope_dim], self.cfg.rope)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from maxstack.layers.context import Context
@@ -25,37 +26,31 @@ ACTIVATIONS = {
 class GatedMLP(Layer):
     """act(x gate) * (x up) down (Shazeer 2020, arXiv:2002.05202)."""
 
-    cfg: GatedMLPConfig
+    cfg: GatedMLPConfig | DenseMLPConfig
 
     def __call__(
-        self, x_BTD: jax.Array, residual_BTD: jax.Array, context: Context
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        self, x_BTD: Array, residual_BTD: Array, context: Context
+    ) -> tuple[Array, dict[str, Array]]:
         """-> ([B, T, D], no report); reads x alone."""
+        h_BTF = constrain(self._hidden(x_BTD), "batch seq mlp")
+        return checkpoint_name(project(h_BTF, self.down, self.down_bias), "mlp_out"), {}
+
+    def _hidden(self, x_BTD: Array) -> Array:
         gate_BTF = checkpoint_name(project(x_BTD, self.gate, self.gate_bias), "mlp_gate")
         up_BTF = checkpoint_name(project(x_BTD, self.up, self.up_bias), "mlp_up")
-        h_BTF = gated(ACTIVATIONS[self.cfg.activation], gate_BTF, up_BTF)
-        out_BTD = project(constrain(h_BTF, "batch seq mlp"), self.down, self.down_bias)
-        return checkpoint_name(out_BTD, "mlp_out"), {}
+        return gated(ACTIVATIONS[self.cfg.activation], gate_BTF, up_BTF)
 
 
-class DenseMLP(Layer):
+class DenseMLP(GatedMLP):
     """act(x up) down."""
 
-    cfg: DenseMLPConfig
-
-    def __call__(
-        self, x_BTD: jax.Array, residual_BTD: jax.Array, context: Context
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """-> ([B, T, D], no report); reads x alone."""
+    def _hidden(self, x_BTD: Array) -> Array:
         up_BTF = checkpoint_name(project(x_BTD, self.up, self.up_bias), "mlp_up")
-        h_BTF = constrain(ACTIVATIONS[self.cfg.activation](up_BTF), "batch seq mlp")
-        return checkpoint_name(project(h_BTF, self.down, self.down_bias), "mlp_out"), {}
+        return ACTIVATIONS[self.cfg.activation](up_BTF)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def gated(
-    act: Callable[[jax.Array], jax.Array], gate_BTF: jax.Array, up_BTF: jax.Array
-) -> jax.Array:
+def gated(act: Callable[[Array], Array], gate_BTF: Array, up_BTF: Array) -> Array:
     """act(gate) * up. Its backward pass keeps gate and up alone and does the activation again,
     which costs less than to keep what it went through."""
     return act(gate_BTF) * up_BTF

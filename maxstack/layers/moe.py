@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
@@ -25,10 +26,10 @@ from maxstack.layers.weight import experts, multiply_each
 from maxstack.schema.mesh import names
 from maxstack.schema.mlps import MoEConfig, ParallelMLPConfig
 
-Report = dict[str, jax.Array]
+Report = dict[str, Array]
 Weights = dict[str, Any]
 """Arrays, and what `experts` makes of the matrices, by name."""
-Mixed = tuple[jax.Array, jax.Array, jax.Array]
+Mixed = tuple[Array, Array, Array]
 HIDDEN = {
     "gate": 2,
     "up": 2,
@@ -45,9 +46,7 @@ class MoE(Layer):
 
     cfg: MoEConfig
 
-    def __call__(
-        self, x_BTD: jax.Array, residual_BTD: jax.Array, context: Context
-    ) -> tuple[jax.Array, Report]:
+    def __call__(self, x_BTD: Array, residual_BTD: Array, context: Context) -> tuple[Array, Report]:
         """-> ([B, T, D], report).
 
         `load`, float32 [E], is how many real tokens chose each expert; `dropped`, float32, how many
@@ -65,16 +64,21 @@ class MoE(Layer):
         logits_BTE = router.logits(
             read_BTD, self.router[...], None if self.router_bias is None else self.router_bias[...]
         )
-        names = ("gate", "up", "down", *(("gate_bias", "up_bias", "down_bias") if cfg.bias else ()))
-        given = {name: experts(getattr(self, name), x_BTD.dtype) for name in names}
-        given |= {
+        weights = {
+            name: experts(getattr(self, name), x_BTD.dtype)
+            for name in (*HIDDEN, "down_bias")
+            if getattr(self, name) is not None
+        }
+        weights |= {
             name: getattr(self, name)[...]
             for name in ("selection_bias", "expert_scale")
             if getattr(self, name) is not None
         }
         real_BT = jnp.ones(x_BTD.shape[:2], bool) if context.real_BT is None else context.real_BT
-        place = _place(cfg, x_BTD.shape[1])
-        out_BTD, experts_BTC, rounds = _on_own_tokens(cfg, place, given, x_BTD, logits_BTE, real_BT)
+        split = _expert_sharding(cfg, x_BTD.shape[1])
+        out_BTD, experts_BTC, rounds = _on_own_tokens(
+            cfg, split, weights, x_BTD, logits_BTE, real_BT
+        )
         out_BTD = sharding.constrain(out_BTD, "batch residual embed")
         if cfg.shared:
             shared_BTD = self.shared(x_BTD, residual_BTD, context)[0]
@@ -86,10 +90,10 @@ class MoE(Layer):
             out_BTD = out_BTD + shared_BTD
         report = self._report(logits_BTE, experts_BTC, real_BT)
         return checkpoint_name(out_BTD, "mlp_out"), report | (
-            {"rounds": rounds} if place.experts and cfg.capacity is None else {}
+            {"rounds": rounds} if split.experts and cfg.capacity is None else {}
         )
 
-    def _report(self, logits_BTE: jax.Array, experts_BTC: jax.Array, real_BT: jax.Array) -> Report:
+    def _report(self, logits_BTE: Array, experts_BTC: Array, real_BT: Array) -> Report:
         counts_BE = router.counts(experts_BTC, self.cfg.experts, real_BT)
         report = {"load": counts_BE.sum(axis=0)}
         if limit := self.cfg.limit(experts_BTC.shape[1]):
@@ -106,9 +110,7 @@ class ParallelMLP(Layer):
 
     cfg: ParallelMLPConfig
 
-    def __call__(
-        self, x_BTD: jax.Array, residual_BTD: jax.Array, context: Context
-    ) -> tuple[jax.Array, Report]:
+    def __call__(self, x_BTD: Array, residual_BTD: Array, context: Context) -> tuple[Array, Report]:
         """-> ([B, T, D], the report of the experts)."""
         dense_BTD, _ = self.dense(x_BTD, residual_BTD, context)
         with config_scope("moe"):
@@ -118,7 +120,7 @@ class ParallelMLP(Layer):
 
 @dataclasses.dataclass(frozen=True)
 class ExpertSharding:
-    """How the mesh splits the work; by default not."""
+    """Split of the work over the mesh; by default none."""
 
     experts: tuple[str, ...] = ()
     """Mesh axes that the experts are split over, and so their tokens travel over."""
@@ -129,7 +131,7 @@ class ExpertSharding:
     not."""
 
 
-def _place(cfg: MoEConfig, length: int) -> ExpertSharding:
+def _expert_sharding(cfg: MoEConfig, length: int) -> ExpertSharding:
     """`ExpertSharding` on the current mesh, for rows of `length`."""
     if sharding.current() is None:
         return ExpertSharding()
@@ -151,42 +153,41 @@ def _place(cfg: MoEConfig, length: int) -> ExpertSharding:
 
 def _on_own_tokens(
     cfg: MoEConfig,
-    place: ExpertSharding,
-    given: Weights,
-    x_BTD: jax.Array,
-    logits_BTE: jax.Array,
-    real_BT: jax.Array,
+    split: ExpertSharding,
+    weights: Weights,
+    x_BTD: Array,
+    logits_BTE: Array,
+    real_BT: Array,
 ) -> Mixed:
     """`_mixture` of each device's own tokens. Weights are gathered for it, but for experts and
     hidden units over axes of their own.
 
     Left to itself, XLA would gather all tokens on every device, to sort them.
     """
-    mixture = functools.partial(_mixture, cfg, cfg.limit(x_BTD.shape[1]), place)
+    mixture = functools.partial(_mixture, cfg, cfg.limit(x_BTD.shape[1]), split)
     if sharding.current() is None:
-        return mixture(given, x_BTD, logits_BTE, real_BT)
-    places = {
-        name: jax.tree.map(functools.partial(_part, name, place), value)
-        for name, value in given.items()
+        return mixture(weights, x_BTD, logits_BTE, real_BT)
+    specs = {
+        name: jax.tree.map(functools.partial(_part, name, split), value)
+        for name, value in weights.items()
     }
     batch, seq = sharding.here("batch seq")
     tokens, own = PartitionSpec(batch, seq), PartitionSpec(batch, seq, None)
-    left = PartitionSpec(batch, place.residual, None) if place.residual else own
-    return sharding.per_device(mixture, (places, own, own, tokens), (left, own, PartitionSpec()))(
-        given, x_BTD, logits_BTE, real_BT
+    left = PartitionSpec(batch, split.residual, None) if split.residual else own
+    return sharding.per_device(mixture, (specs, own, own, tokens), (left, own, PartitionSpec()))(
+        weights, x_BTD, logits_BTE, real_BT
     )
 
 
-def _part(name: str, place: ExpertSharding, value: jax.Array) -> PartitionSpec:
+def _part(name: str, split: ExpertSharding, value: Array) -> PartitionSpec:
     """Share of a weight that a device works with: its experts, and of those its hidden units."""
-    parts = {HIDDEN[name]: place.hidden, 0: place.experts} if name in HIDDEN else {}
+    parts = {HIDDEN[name]: split.hidden, 0: split.experts} if name in HIDDEN else {}
     for i, axes in parts.items():
         if value.shape[i] > 1 and value.shape[i] % sharding.size_of(*axes):
             raise ConfigError(
-                f"quantization: {value.shape[i]} scales along the hidden units of "
-                f"experts' {name} do not divide over the mesh's "
-                f"{' x '.join(axes)} of {sharding.size_of(*axes)}; choose a tile_size "
-                "that divides the hidden units of one device"
+                f"quantization: {value.shape[i]} scales along the hidden units of experts' {name} "
+                f"do not divide over the mesh's {' x '.join(axes)} of {sharding.size_of(*axes)}; "
+                "choose a tile_size that divides the hidden units of one device"
             )
     return PartitionSpec(
         *(parts.get(i) if size > 1 else None for i, size in enumerate(value.shape))
@@ -196,16 +197,20 @@ def _part(name: str, place: ExpertSharding, value: jax.Array) -> PartitionSpec:
 def _mixture(
     cfg: MoEConfig,
     limit: int | None,
-    place: ExpertSharding,
-    given: Weights,
-    x_BTD: jax.Array,
-    logits_BTE: jax.Array,
-    real_BT: jax.Array,
+    split: ExpertSharding,
+    weights: Weights,
+    x_BTD: Array,
+    logits_BTE: Array,
+    real_BT: Array,
 ) -> Mixed:
     """-> (the weighted sum over the chosen experts; the chosen; how many windows the dispatch
     took)."""
     experts_BTC, weights_BTC = router.route(
-        cfg.router, cfg.top_k, logits_BTE, given.get("selection_bias"), given.get("expert_scale")
+        cfg.router,
+        cfg.top_k,
+        logits_BTE,
+        weights.get("selection_bias"),
+        weights.get("expert_scale"),
     )
     counted_BTC = router.within(experts_BTC, cfg.experts, real_BT, limit)
     x_ND, weight_NC = (
@@ -215,19 +220,19 @@ def _mixture(
     expert_NC = jnp.where(counted_BTC, experts_BTC, cfg.experts).reshape(weight_NC.shape)
     how = dispatch.travel(
         cfg.experts,
-        place.experts,
+        split.experts,
         x_ND.shape[0],
         cfg.top_k,
         cfg.slack,
         limit and limit * x_BTD.shape[0],
         cfg.router.scale_input,
     )
-    own = {name: given[name] for name in HIDDEN if name in given}
+    own = {name: weights[name] for name in HIDDEN if name in weights}
     out_ND, rounds = dispatch.mixture(
         functools.partial(_experts, cfg), how, own, x_ND, weight_NC, expert_NC
     )
     if cfg.bias:
-        once = jax.lax.axis_index(place.hidden) == 0 if place.hidden else True
+        once = jax.lax.axis_index(split.hidden) == 0 if split.hidden else True
         chosen_NCE = (expert_NC[:, :, None] == jnp.arange(cfg.experts)) & once
         share_NE = jnp.where(
             chosen_NCE, 1.0 if cfg.router.scale_input else weight_NC[:, :, None], 0.0
@@ -235,31 +240,31 @@ def _mixture(
         out_ND = out_ND + jnp.einsum(
             "NE,ED->ND",
             share_NE,
-            given["down_bias"].astype(jnp.float32),
+            weights["down_bias"].astype(jnp.float32),
             precision=jax.lax.Precision.HIGHEST,
         )
     out_BTD = out_ND.astype(x_BTD.dtype).reshape(x_BTD.shape)
-    if place.residual:
-        out_BTD = jax.lax.psum_scatter(out_BTD, place.hidden, scatter_dimension=1, tiled=True)
-    elif place.hidden:
-        out_BTD = jax.lax.psum(out_BTD, place.hidden)
+    if split.residual:
+        out_BTD = jax.lax.psum_scatter(out_BTD, split.hidden, scatter_dimension=1, tiled=True)
+    elif split.hidden:
+        out_BTD = jax.lax.psum(out_BTD, split.hidden)
     return out_BTD, experts_BTC, rounds
 
 
-def _experts(cfg: MoEConfig, given: Weights, x_SD: jax.Array, sizes_E: jax.Array) -> jax.Array:
+def _experts(cfg: MoEConfig, weights: Weights, x_SD: Array, sizes_E: Array) -> Array:
     """Each expert of its own rows, without the bias of its output."""
     ends_E = jnp.cumsum(sizes_E)
 
-    def times(x: jax.Array, name: str) -> jax.Array:
-        out = multiply_each(x, given[name], sizes_E, cfg.backend)
-        if f"{name}_bias" not in given:
+    def times(x: Array, name: str) -> Array:
+        out = multiply_each(x, weights[name], sizes_E, cfg.backend)
+        if f"{name}_bias" not in weights:
             return out
         row_S1 = jnp.arange(x.shape[0])[:, None]
         mine_SE = (row_S1 >= ends_E - sizes_E) & (row_S1 < ends_E)
         return out + jnp.einsum(
             "SE,EF->SF",
             mine_SE.astype(x.dtype),
-            given[f"{name}_bias"],
+            weights[f"{name}_bias"],
             precision=jax.lax.Precision.HIGHEST,
         )
 
@@ -270,7 +275,7 @@ def _experts(cfg: MoEConfig, given: Weights, x_SD: jax.Array, sizes_E: jax.Array
     return times(_gated(cfg, gate_SF, up_SF), "down")
 
 
-def _gated(cfg: MoEConfig, gate_MF: jax.Array, up_MF: jax.Array) -> jax.Array:
+def _gated(cfg: MoEConfig, gate_MF: Array, up_MF: Array) -> Array:
     if cfg.clamp is None:
         return ACTIVATIONS[cfg.activation](gate_MF) * up_MF
     gate_MF, up_MF = jnp.minimum(gate_MF, cfg.clamp), jnp.clip(up_MF, -cfg.clamp, cfg.clamp)

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from maxstack.layers.layer import Layer
 from maxstack.schema.mixers import NormConfig
@@ -15,21 +16,19 @@ class Norm(Layer):
 
     cfg: NormConfig
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Array) -> Array:
         """[..., size] -> the same shape and dtype."""
-        scale = (
-            self.scale[...].astype(jnp.float32) + float(self.cfg.zero_centered)
-            if self.cfg.scale
-            else None
-        )
-        y = _normed(x, scale, self.cfg.kind == "layer", self.cfg.eps)
+        scale = None
+        if self.cfg.scale:
+            scale = self.scale[...].astype(jnp.float32) + float(self.cfg.zero_centered)
+        y = normed(x, scale, self.cfg.kind == "layer", self.cfg.eps)
         if self.cfg.bias:
             y = y + self.bias[...].astype(jnp.float32)
         return y.astype(x.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _normed(x: jax.Array, scale: jax.Array | None, centered: bool, eps: float) -> jax.Array:
+def normed(x: Array, scale: Array | None, centered: bool, eps: float) -> Array:
     """float32 [..., size]. Its backward pass keeps x and one number a row, not the normed x in
     float32 that automatic differentiation keeps."""
     return _forward(x, scale, centered, eps)[0]
@@ -45,8 +44,8 @@ def _forward(x, scale, centered, eps):
 
 
 def _backward(centered, eps, saved, dy):
-    """With n = (x - mean) * inverse and g = dy * scale: dx = inverse * (g - mean(g) - n * mean(g *
-    n)), mean(g) where the mean was taken from x."""
+    """Gradients of x and scale: with n = (x - mean) * inverse and g = dy * scale, dx = inverse *
+    (g - mean(g) - n * mean(g * n)), mean(g) where the mean was taken from x."""
     x, scale, mean, inverse = saved
     n = (x.astype(jnp.float32) if mean is None else x.astype(jnp.float32) - mean) * inverse
     g = dy if scale is None else dy * scale
@@ -57,4 +56,4 @@ def _backward(centered, eps, saved, dy):
     )
 
 
-_normed.defvjp(_forward, _backward)
+normed.defvjp(_forward, _backward)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from maxstack.schema.mixers import (
     LinearScaling,
@@ -23,8 +24,8 @@ from maxstack.schema.mixers import (
 
 
 def rope_table(
-    cfg: RopeConfig, positions_BT: jax.Array, segments_BT: jax.Array | None, head_dim: int
-) -> tuple[jax.Array, jax.Array]:
+    cfg: RopeConfig, positions_BT: Array, segments_BT: Array | None, head_dim: int
+) -> tuple[Array, Array]:
     """Cosines and sines of position * frequency, times the attention factor: float32 [B, T, 1, R].
 
     `segments_BT` numbers the documents of a row, None: one a row. It counts where a document's
@@ -40,7 +41,7 @@ def rope_table(
     return jnp.cos(angle) * factor, jnp.sin(angle) * factor
 
 
-def rotate(x_BTNH: jax.Array, table: tuple[jax.Array, jax.Array], cfg: RopeConfig) -> jax.Array:
+def rotate(x_BTNH: Array, table: tuple[Array, Array], cfg: RopeConfig) -> Array:
     """Turn the first 2R dimensions of each head by their angles, in float32, and cast back; the
     other dimensions pass.
 
@@ -51,16 +52,12 @@ def rotate(x_BTNH: jax.Array, table: tuple[jax.Array, jax.Array], cfg: RopeConfi
     x, rest = x_BTNH[..., :size].astype(jnp.float32), x_BTNH[..., size:]
     first, second = (x[..., 0::2], x[..., 1::2]) if cfg.interleaved else jnp.split(x, 2, axis=-1)
     turned = first * cos - second * sin, second * cos + first * sin
-    joined = (
-        jnp.stack(turned, axis=-1).reshape(x.shape)
-        if cfg.interleaved
-        else jnp.concatenate(turned, axis=-1)
-    )
-    return (
-        jnp.concatenate([joined.astype(x_BTNH.dtype), rest], axis=-1)
-        if rest.shape[-1]
-        else joined.astype(x_BTNH.dtype)
-    )
+    if cfg.interleaved:
+        joined = jnp.stack(turned, axis=-1).reshape(x.shape)
+    else:
+        joined = jnp.concatenate(turned, axis=-1)
+    joined = joined.astype(x_BTNH.dtype)
+    return jnp.concatenate([joined, rest], axis=-1) if rest.shape[-1] else joined
 
 
 def frequencies(cfg: RopeConfig, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
@@ -76,7 +73,7 @@ def frequencies(cfg: RopeConfig, head_dim: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def attention_factor(cfg: RopeConfig) -> float:
-    """What cosines and sines are multiplied by, so that scores grow by its square; 1 but for YaRN
+    """Factor of cosines and sines, so that scores grow by its square; 1 but for YaRN
     and LongRoPE."""
     scaling = cfg.scaling
     if not isinstance(scaling, YarnScaling | LongRopeScaling):
@@ -110,9 +107,7 @@ def _proportional(scaling: ProportionalScaling, cfg: RopeConfig, rates: np.ndarr
 def _llama3(scaling: Llama3Scaling, cfg: RopeConfig, rates: np.ndarray) -> np.ndarray:
     turns = scaling.original_length * rates / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = (
-        np.clip((turns - low) / (high - low), 0, 1) if high > low else (turns > low).astype(float)
-    )
+    kept = np.clip((turns - low) / (high - low), 0, 1) if high > low else turns > low
     return rates * (kept + (1 - kept) / scaling.factor)
 
 
@@ -121,11 +116,8 @@ def _yarn(scaling: YarnScaling, cfg: RopeConfig, rates: np.ndarray) -> np.ndarra
     beta_slow times in the original length."""
 
     def pair(turns: float) -> float:
-        return (
-            len(rates)
-            * math.log(scaling.original_length / (turns * 2 * math.pi))
-            / math.log(cfg.theta)
-        )
+        around = math.log(scaling.original_length / (turns * 2 * math.pi))
+        return len(rates) * around / math.log(cfg.theta)
 
     low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
     if scaling.truncate:
@@ -143,7 +135,7 @@ SCALINGS: dict[type, Callable[[Any, RopeConfig, np.ndarray], np.ndarray]] = {
 }
 
 
-def _document_length(positions_BT: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
+def _document_length(positions_BT: Array, segments_BT: Array | None) -> Array:
     """[B, T or 1]: positions up to the end of each token's document."""
     if segments_BT is None:
         return positions_BT.max(axis=1, keepdims=True) + 1

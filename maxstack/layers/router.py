@@ -1,4 +1,4 @@
-"""Which experts each token goes to, with what weights, and how even that is; all in float32.
+"""Choice of experts for each token, their weights, and the balance of the load; in float32.
 
 Shapes: B batch  T time  D embed  E experts  C chosen experts of a token  G groups of experts  I
 experts of a group.
@@ -6,7 +6,9 @@ experts of a group.
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
+from maxstack.layers import norm
 from maxstack.schema.mlps import RouterConfig
 
 SCORES = {
@@ -16,35 +18,31 @@ SCORES = {
 LEAST_SUM = 1e-20
 
 
-def normed(x_BTD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
+def normed(x_BTD: Array, scale_D: Array, eps: float) -> Array:
     """x / rms(x) * scale / sqrt(D), float32: what Gemma 4's router reads."""
-    x = x_BTD.astype(jnp.float32)
-    return (
-        x
-        * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
-        * (scale_D.astype(jnp.float32) * x.shape[-1] ** -0.5)
-    )
+    scale_D = scale_D.astype(jnp.float32) * x_BTD.shape[-1] ** -0.5
+    return norm.normed(x_BTD, scale_D, False, eps)
 
 
-def logits(x_BTD: jax.Array, router_DE: jax.Array, bias_E: jax.Array | None) -> jax.Array:
+def logits(x_BTD: Array, router_DE: Array, bias_E: Array | None) -> Array:
     """x router + bias, float32 [B, T, E] at full precision on every device: a rounding here sends a
     token elsewhere."""
-    found_BTE = jnp.einsum(
+    logits_BTE = jnp.einsum(
         "BTD,DE->BTE",
         x_BTD.astype(jnp.float32),
         router_DE.astype(jnp.float32),
         precision=jax.lax.Precision.HIGHEST,
     )
-    return found_BTE if bias_E is None else found_BTE + bias_E.astype(jnp.float32)
+    return logits_BTE if bias_E is None else logits_BTE + bias_E.astype(jnp.float32)
 
 
 def route(
     cfg: RouterConfig,
     top_k: int,
-    logits_BTE: jax.Array,
-    selection_bias_E: jax.Array | None = None,
-    expert_scale_E: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
+    logits_BTE: Array,
+    selection_bias_E: Array | None = None,
+    expert_scale_E: Array | None = None,
+) -> tuple[Array, Array]:
     """-> (experts int32 [B, T, C], weights float32 [B, T, C]). Gradients reach the logits through
     the weights alone."""
     scores_BTE = SCORES[cfg.score](logits_BTE)
@@ -60,15 +58,15 @@ def route(
     return experts_BTC, weights_BTC
 
 
-def _pick(values_BTE: jax.Array, experts_BTC: jax.Array) -> jax.Array:
-    """By comparison, not by index, so that the gradient is no scatter."""
+def _pick(values_BTE: Array, experts_BTC: Array) -> Array:
+    """Values of the chosen experts; compared, not indexed, so that the gradient is no scatter."""
     mine_BTCE = experts_BTC[..., None] == jnp.arange(values_BTE.shape[-1])
     return jnp.where(mine_BTCE, values_BTE[:, :, None], 0.0).sum(axis=-1)
 
 
 def _choose(
-    cfg: RouterConfig, top_k: int, scores_BTE: jax.Array, selection_bias_E: jax.Array | None
-) -> jax.Array:
+    cfg: RouterConfig, top_k: int, scores_BTE: Array, selection_bias_E: Array | None
+) -> Array:
     """The best by score + selection bias, among the best groups where there are groups (DeepSeek-V3
     2024, arXiv:2412.19437, section 2.1.2)."""
     if selection_bias_E is not None:
@@ -83,17 +81,15 @@ def _choose(
     return jax.lax.top_k(scores_BTE, top_k)[1]
 
 
-def counts(experts_BTC: jax.Array, experts: int, real_BT: jax.Array) -> jax.Array:
-    """How many real tokens of each row chose each expert, float32 [B, E]; `real_BT` is true where a
-    token is no padding."""
+def counts(experts_BTC: Array, experts: int, real_BT: Array) -> Array:
+    """Number of real tokens of each row that chose each expert, float32 [B, E]; `real_BT` is true
+    where a token is no padding."""
     return (jax.nn.one_hot(experts_BTC, experts) * real_BT[:, :, None, None]).sum(axis=(1, 2))
 
 
-def within(
-    experts_BTC: jax.Array, experts: int, real_BT: jax.Array, limit: int | None
-) -> jax.Array:
-    """Which choices count, bool [B, T, C]: those of real tokens, and of each row the first `limit`
-    of an expert, if that is not None."""
+def within(experts_BTC: Array, experts: int, real_BT: Array, limit: int | None) -> Array:
+    """Mask of the choices that count, bool [B, T, C]: those of real tokens, and of each row the
+    first `limit` of an expert, if that is not None."""
     real_BT1 = real_BT[:, :, None]
     if limit is None:
         return jnp.broadcast_to(real_BT1, experts_BTC.shape)
@@ -103,8 +99,8 @@ def within(
 
 
 def loss(
-    cfg: RouterConfig, top_k: int, logits_BTE: jax.Array, counts_BE: jax.Array, real_BT: jax.Array
-) -> jax.Array:
+    cfg: RouterConfig, top_k: int, logits_BTE: Array, counts_BE: Array, real_BT: Array
+) -> Array:
     """balance_loss * balance + z_loss * z, a float32 scalar that is a sum over real tokens, so that
     parts of a batch add up.
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array
 
 from maxstack.kernels.backends import Device
 from maxstack.kernels.grouped_matmul import grouped_matmul
@@ -52,15 +53,15 @@ class Substitute:
     """Replacement for a weight that is stored, or multiplied by, in a way of its own. A layer need
     not know that it holds one."""
 
-    def project(self, x: jax.Array) -> jax.Array:
+    def project(self, x: Array) -> Array:
         """See `project`."""
         raise NotImplementedError
 
-    def lookup(self, index: jax.Array, dtype: Any) -> jax.Array:
+    def lookup(self, index: Array, dtype: Any) -> Array:
         """See `lookup`."""
         raise NotImplementedError
 
-    def values(self, dtype: Any) -> jax.Array:
+    def values(self, dtype: Any) -> Array:
         """All of it as an array, for what multiplies in full precision."""
         raise NotImplementedError
 
@@ -68,7 +69,7 @@ class Substitute:
         """See `experts`."""
         raise NotImplementedError
 
-    def read(self, x: jax.Array) -> jax.Array:
+    def read(self, x: Array) -> Array:
         """Rows as what multiplies them by `values` is to read them."""
         return x
 
@@ -79,7 +80,7 @@ class Experts:
 
     ndim = 3
 
-    def multiply(self, x: jax.Array, sizes: jax.Array, backend: GroupedMatmul) -> jax.Array:
+    def multiply(self, x: Array, sizes: Array, backend: GroupedMatmul) -> Array:
         """See grouped_matmul."""
         raise NotImplementedError
 
@@ -87,7 +88,7 @@ class Experts:
 Weight = nnx.Param | Substitute
 
 
-def draw(param: nnx.Param, path: Sequence[object], seed: int) -> jax.Array:
+def draw(param: nnx.Param, path: Sequence[object], seed: int) -> Array:
     """Initial values for `param`: they depend on the seed, the path and the shape alone, so neither
     the mesh nor other weights change them."""
     std, shape = param.get_metadata()["std"], param.get_value().shape
@@ -99,24 +100,22 @@ def draw(param: nnx.Param, path: Sequence[object], seed: int) -> jax.Array:
     return std * jax.random.truncated_normal(key, -3.0, 3.0, shape, param.get_value().dtype)
 
 
-def values(w: Weight, dtype: Any) -> jax.Array:
+def values(w: Weight, dtype: Any) -> Array:
     """All of a weight."""
     return w.values(dtype) if isinstance(w, Substitute) else w[...].astype(dtype)
 
 
-def lookup(w: Weight, index: jax.Array, dtype: Any) -> jax.Array:
+def lookup(w: Weight, index: Array, dtype: Any) -> Array:
     """The rows of a table [rows, ...] at `index` [...]: [..., ...]."""
     return w.lookup(index, dtype) if isinstance(w, Substitute) else w[...].astype(dtype)[index]
 
 
-def experts(w: Weight, dtype: Any) -> jax.Array | Experts:
+def experts(w: Weight, dtype: Any) -> Array | Experts:
     """The matrices of all experts [E, in, out], for `multiply_each`."""
     return w.experts(dtype) if isinstance(w, Substitute) else w[...].astype(dtype)
 
 
-def multiply_each(
-    x: jax.Array, w: jax.Array | Experts, sizes: jax.Array, backend: GroupedMatmul
-) -> jax.Array:
+def multiply_each(x: Array, w: Array | Experts, sizes: Array, backend: GroupedMatmul) -> Array:
     """The rows of each expert [rows, in], sorted, by its matrix: [rows, out]; see
     grouped_matmul."""
     return (
@@ -126,7 +125,7 @@ def multiply_each(
     )
 
 
-def project(x: jax.Array, w: Weight, bias: nnx.Param | None = None) -> jax.Array:
+def project(x: Array, w: Weight, bias: nnx.Param | None = None) -> Array:
     """Contract the last dimensions of x with the first ones of w, in x's dtype, and add the bias:
     [..., in] x [in, out] + [out] -> [..., out].
 
@@ -140,13 +139,13 @@ def project(x: jax.Array, w: Weight, bias: nnx.Param | None = None) -> jax.Array
     return product if bias is None else product + bias[...].astype(x.dtype)
 
 
-def _product(x: jax.Array, w: nnx.Param) -> jax.Array:
+def _product(x: Array, w: nnx.Param) -> Array:
     contract = w.get_metadata()["contract"]
     rows, out = x.shape[: x.ndim - contract], w.shape[contract:]
     if current():
         axes = whole(axes_of(w))
 
-        def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        def product(x: Array, w: Array) -> Array:
             used = constrain(w.astype(x.dtype), axes)
             return jax.lax.dot_general(
                 x, used, ((tuple(range(len(rows), x.ndim)), tuple(range(contract))), ((), ()))
@@ -156,7 +155,7 @@ def _product(x: jax.Array, w: nnx.Param) -> jax.Array:
     return multiply(x.reshape(*rows, -1), w[...].reshape(-1, *out))
 
 
-def multiply(x: jax.Array, w: jax.Array) -> jax.Array:
+def multiply(x: Array, w: Array) -> Array:
     """[..., in] x [in, ...] -> [..., ...], in x's dtype."""
     if current():
         return jax.lax.dot_general(x, w.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())))
@@ -180,7 +179,7 @@ def whole(axes: Sequence[str]) -> str:
 
 
 @jax.custom_vjp
-def _with_turned_gradient(matrix: jax.Array) -> jax.Array:
+def _with_turned_gradient(matrix: Array) -> Array:
     """The matrix [in, out], whose gradient is multiplied as [out, in] and then turned: on a CPU,
     XLA takes 1.5 x as long for it where in > out."""
     return matrix

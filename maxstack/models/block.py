@@ -1,10 +1,11 @@
 """A block: a mixer and an MLP with norms and residuals."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 from flax import nnx
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from maxstack.kernels.backends import config_scope
@@ -17,9 +18,7 @@ from maxstack.layers.weight import project, weight
 from maxstack.schema.decoder import DecoderConfig
 from maxstack.sharding import constrain
 
-Batch = Mapping[str, jax.Array]
-
-
+Batch = Mapping[str, Array]
 Aux = dict[str, Any]
 
 
@@ -42,48 +41,38 @@ class Block(nnx.Module):
         self.out_scalar = weight((), "", dtype=dtype, fill=1.0) if cfg.out_scalar else None
         if extra := model.per_layer:
             self.act = ACTIVATIONS[extra.activation]
-            self.per_layer_gate = weight(
-                (size, extra.size), "embed latent", std=scale / size**0.5, dtype=dtype, use="matmul"
-            )
-            self.per_layer_out = weight(
-                (extra.size, size),
-                "latent embed",
-                std=stds["out_std"] / extra.size**0.5,
-                dtype=dtype,
-                use="matmul",
-            )
+            matmul = functools.partial(weight, dtype=dtype, use="matmul")
+            self.per_layer_gate = matmul((size, extra.size), "embed latent", std=scale / size**0.5)
+            std = stds["out_std"] / extra.size**0.5
+            self.per_layer_out = matmul((extra.size, size), "latent embed", std=std)
             self.per_layer_norm = Norm(cfg.norm, size, dtype=dtype)
 
     def __call__(
-        self, x_BTD: jax.Array, context: Context, extra_BTP: jax.Array | None = None
-    ) -> tuple[jax.Array, Aux]:
+        self, x_BTD: Array, context: Context, extra_BTP: Array | None = None
+    ) -> tuple[Array, Aux]:
         """-> (x, what the MLP reports); `extra_BTP` is the layer's own embedding of the tokens."""
-        with context.drawing():
-            return self._computed(x_BTD, context, extra_BTP)
-
-    def _computed(
-        self, x_BTD: jax.Array, context: Context, extra_BTP: jax.Array | None
-    ) -> tuple[jax.Array, Aux]:
-        x_BTD = checkpoint_name(x_BTD, "input")
-        with config_scope(f"model.blocks.{self.name}.mixer"):
+        x_BTD, scope = checkpoint_name(x_BTD, "input"), f"model.blocks.{self.name}"
+        with context.drawing(), config_scope(f"{scope}.mixer"):
             mixed_BTD = self.mixer(_apply(self.mixer_norm, x_BTD), context)
         x_BTD = constrain(x_BTD + _apply(self.mixer_out_norm, mixed_BTD), "batch residual embed")
-        with config_scope(f"model.blocks.{self.name}.mlp"):
+        with context.drawing(), config_scope(f"{scope}.mlp"):
             out_BTD, aux = self.mlp(_apply(self.mlp_norm, x_BTD), x_BTD, context)
         x_BTD = constrain(x_BTD + _apply(self.mlp_out_norm, out_BTD), "batch residual embed")
         if extra_BTP is not None:
-            gated_BTP = self.act(project(x_BTD, self.per_layer_gate)) * extra_BTP
-            x_BTD = x_BTD + self.per_layer_norm(project(gated_BTP, self.per_layer_out))
+            with context.drawing():
+                gated_BTP = self.act(project(x_BTD, self.per_layer_gate)) * extra_BTP
+                out_BTD = project(gated_BTP, self.per_layer_out)
+            x_BTD = x_BTD + self.per_layer_norm(out_BTD)
         if self.out_scalar is not None:
             x_BTD = x_BTD * self.out_scalar[...].astype(x_BTD.dtype)
         return x_BTD, {"mlp": aux} if aux else {}
 
-    def keys_values(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
+    def keys_values(self, x_BTD: Array, context: Context) -> tuple[Array, Array]:
         """Keys and values for later layers that have none of their own."""
         assert isinstance(self.mixer, Attention)
         with context.drawing():
             return self.mixer.keys_values(_apply(self.mixer_norm, x_BTD), context)
 
 
-def _apply(norm: Norm | None, x: jax.Array) -> jax.Array:
+def _apply(norm: Norm | None, x: Array) -> Array:
     return norm(x) if norm is not None else x

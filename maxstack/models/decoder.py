@@ -2,11 +2,13 @@
 vocab  P per-layer embedding  L layers."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from maxstack.kernels.sequences import arrange, natural
 from maxstack.layers.context import Context, Table, keys_of
@@ -18,10 +20,7 @@ from maxstack.models.block import Aux, Batch, Block
 from maxstack.models.model import Model, Reports
 from maxstack.models.remat import remat
 from maxstack.schema.decoder import DecoderConfig
-from maxstack.schema.mixers import (
-    LongRopeScaling,
-    RopeConfig,
-)
+from maxstack.schema.mixers import LongRopeScaling, RopeConfig
 from maxstack.schema.mlps import MoEConfig
 from maxstack.sharding import constrain, size_of
 
@@ -36,36 +35,23 @@ class Decoder(Model):
     def __init__(self, cfg: DecoderConfig):
         self.cfg = cfg
         dtype, std = cfg.param_dtype, cfg.init_scale / cfg.embed**0.5
-        self.embed = weight((cfg.vocab, cfg.embed), "vocab embed", std=std, dtype=dtype, use="rows")
+        drawn = functools.partial(weight, std=std, dtype=dtype)
+        self.embed = drawn((cfg.vocab, cfg.embed), "vocab embed", use="rows")
         if cfg.positions:
-            self.positions = weight(
-                (cfg.positions, cfg.embed), "latent embed", std=std, dtype=dtype
-            )
+            self.positions = drawn((cfg.positions, cfg.embed), "latent embed")
         if extra := cfg.per_layer:
-            self.per_layer_embed = weight(
-                (extra.vocab, cfg.layers, extra.size),
-                "vocab latent latent",
-                std=extra.size**-0.5,
-                dtype=dtype,
-                use="rows",
+            sizes = cfg.layers, extra.size
+            self.per_layer_embed = drawn(
+                (extra.vocab, *sizes), "vocab latent latent", std=extra.size**-0.5, use="rows"
             )
-            self.per_layer_project = weight(
-                (cfg.embed, cfg.layers, extra.size),
-                "embed latent latent",
-                std=std,
-                dtype=dtype,
-                use="matmul",
-            )
+            self.per_layer_project = drawn((cfg.embed, *sizes), "embed latent latent", use="matmul")
             self.per_layer_norm = Norm(cfg.norm, extra.size, dtype=dtype)
 
-        first, period, repeats = len(cfg.prefix), pattern_keys(cfg), periods(cfg)
+        first, period, repeats = len(cfg.prefix), cfg.stacks, cfg.repetitions
         rest = cfg.order[first + repeats * len(period) :]
         self.prefix = nnx.Dict({f"{i}": Block(name, cfg) for i, name in enumerate(cfg.prefix)})
-        self.blocks = nnx.Dict(
-            {key: _stack(Block(name, cfg), repeats) for key, name in period.items()}
-            if repeats
-            else {}
-        )
+        stacks = {key: _stack(Block(name, cfg), repeats) for key, name in period.items() if repeats}
+        self.blocks = nnx.Dict(stacks)
         self.rest = nnx.Dict({f"{i}": Block(name, cfg) for i, name in enumerate(rest)})
         self.norm = Norm(cfg.norm, cfg.embed, dtype=dtype)
         self.mtp = nnx.Dict(
@@ -73,20 +59,17 @@ class Decoder(Model):
         )
         for _, param in nnx.iter_graph(self.mtp) if cfg.mtp and not cfg.mtp.loss else ():
             if isinstance(param, nnx.Param):
-                param.set_metadata(
-                    frozen=True
-                )  # no gradient reaches it, and weight decay alone would shrink it
+                # no gradient reaches it, and weight decay alone would shrink it
+                param.set_metadata(frozen=True)
         if not cfg.head.tied:
-            self.head = weight(
-                (cfg.embed, cfg.vocab), "embed vocab", std=std, dtype=dtype, use="head"
-            )
+            self.head = drawn((cfg.embed, cfg.vocab), "embed vocab", use="head")
         if cfg.head.bias:
             self.head_bias = weight((cfg.vocab,), "vocab", dtype=dtype)
 
     @staticmethod
     def after_step(
         cfg: DecoderConfig, params: dict[str, Any], reports: Reports
-    ) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+    ) -> tuple[dict[str, Any], dict[str, Array]]:
         """Each selection bias one step nearer to balance: up where fewer tokens than the mean chose
         the expert, down where more (Wang et al. 2024, arXiv:2408.15664, algorithm 1). Scalars:
         expert_load, the fullest expert's tokens over the mean; dropped, the share of choices beyond
@@ -107,7 +90,7 @@ class Decoder(Model):
             scalars["dropped"] = sum(dropped) / sum(load.sum() for load in loads.values())
         return nnx.traversals.unflatten_mapping(flat), scalars
 
-    def trunk(self, batch: Batch) -> tuple[jax.Array, Aux, Context]:
+    def trunk(self, batch: Batch) -> tuple[Array, Aux, Context]:
         """The residual stream after the last block [B, T, D] in the compute dtype, what the blocks
         report by their paths, and the context.
 
@@ -126,9 +109,7 @@ class Decoder(Model):
         aux: Aux = {"prefix": {}, "blocks": {}, "rest": {}}
         kept_names = {block.mixer.keys_of for block in cfg.blocks.values()}
 
-        def run(
-            block: Block, x_BTD: jax.Array, extra_BTP: jax.Array | None
-        ) -> tuple[jax.Array, Aux]:
+        def run(block: Block, x_BTD: Array, extra_BTP: Array | None) -> tuple[Array, Aux]:
             graph, state = nnx.split(block)
             return remat(
                 cfg.remat, lambda state, x, extra: nnx.merge(graph, state)(x, context, extra)
@@ -140,7 +121,7 @@ class Decoder(Model):
                     context, kept={**context.kept, cfg.prefix[i]: block.keys_values(x_BTD, context)}
                 )
             x_BTD, aux["prefix"][key] = run(block, x_BTD, _layer(extra_LBTP, i))
-        if periods(cfg):
+        if cfg.repetitions:
             x_BTD, aux["blocks"] = self._repeated(x_BTD, context, extra_LBTP)
         done = cfg.layers - len(self.rest)
         for i, (key, block) in enumerate(_numbered(self.rest)):
@@ -148,43 +129,35 @@ class Decoder(Model):
         return x_BTD, aux, context
 
     def _repeated(
-        self, x_BTD: jax.Array, context: Context, extra_LBTP: jax.Array | None
-    ) -> tuple[jax.Array, Aux]:
+        self, x_BTD: Array, context: Context, extra_LBTP: Array | None
+    ) -> tuple[Array, Aux]:
         """The repetitions of the pattern, one after the other -> (x, reports, each with a leading
         axis of repetitions)."""
-        cfg, first, repeats, keys = (
-            self.cfg,
-            len(self.prefix),
-            periods(self.cfg),
-            [*pattern_keys(self.cfg)],
-        )
+        cfg, repeats, keys = self.cfg, self.cfg.repetitions, [*self.cfg.stacks]
         graphs, stacked = zip(*(nnx.split(self.blocks[key]) for key in keys), strict=True)
         staged = size_of(pipeline.STAGE) > 1
 
-        def period(x_BTD: jax.Array, read: pipeline.Read) -> tuple[jax.Array, Aux]:
+        def period(x_BTD: Array, read: pipeline.Read) -> tuple[Array, Aux]:
             reports = {}
             for place, key in enumerate(keys):
 
-                def block(x_BTD: jax.Array, place: int = place) -> tuple[jax.Array, Aux]:
+                def block(x_BTD: Array, place: int = place) -> tuple[Array, Aux]:
                     state, context, extra_BTP = read(place)
                     return nnx.merge(graphs[place], state)(x_BTD, context, extra_BTP)
 
                 x_BTD, reports[key] = remat(cfg.remat, block, staged)(x_BTD)
             return x_BTD, reports
 
-        extra = (
-            None
-            if extra_LBTP is None
-            else extra_LBTP[first : first + repeats * len(keys)].reshape(
-                repeats, len(keys), *extra_LBTP.shape[1:]
-            )
-        )
+        extra = extra_LBTP
+        if extra is not None:
+            extra = extra[len(self.prefix) :][: repeats * len(keys)]
+            extra = extra.reshape(repeats, len(keys), *extra.shape[1:])
         if staged:
             return pipeline.pipelined(period, x_BTD, stacked, context, extra, cfg.unroll)
 
         def repetition(
-            x_BTD: jax.Array, xs: tuple[Any, jax.Array | None, jax.Array | None]
-        ) -> tuple[jax.Array, Aux]:
+            x_BTD: Array, xs: tuple[Any, Array | None, Array | None]
+        ) -> tuple[Array, Aux]:
             states, extra, number = xs
             here = context if number is None else context.repeated(number)
             return period(x_BTD, lambda place: (states[place], here, _layer(extra, place)))
@@ -194,35 +167,29 @@ class Decoder(Model):
             repetition, x_BTD, (stacked, extra, numbers), unroll=min(cfg.unroll, repeats)
         )
 
-    def hidden(self, batch: Batch) -> jax.Array:
+    def hidden(self, batch: Batch) -> Array:
         """The normed residual stream that the head reads [B, T, D], in natural order."""
         return natural(self.norm(self.trunk(batch)[0]))
 
-    def embedded(self, tokens_BT: jax.Array) -> jax.Array:
+    def embedded(self, tokens_BT: Array) -> Array:
         """Tokens -> [B, T, D] in the compute dtype."""
         x_BTD = constrain(lookup(self.embed, tokens_BT, self.cfg.dtype), "batch residual embed")
-        return (
-            x_BTD * jnp.asarray(self.cfg.embed_scale, x_BTD.dtype)
-            if self.cfg.embed_scale
-            else x_BTD
-        )
+        return x_BTD * self.cfg.embed_scale if self.cfg.embed_scale else x_BTD
 
-    def readout(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None, str]:
+    def readout(self, x_BTD: Array) -> tuple[Array, Array, Array | None, str]:
         """The normed residual stream as the head reads it, its matrix [D, V], its bias [V], and the
         logical axes by which the matrix is kept."""
-        kept: Weight = self.embed if self.cfg.head.tied else self.head
-        table, bias_V = (
-            values(kept, self.cfg.param_dtype),
-            self.head_bias[...] if self.cfg.head.bias else None,
-        )
-        x_BTD = kept.read(x_BTD) if isinstance(kept, Substitute) else x_BTD
-        return (
-            (x_BTD, table.T, bias_V, "vocab embed")
-            if self.cfg.head.tied
-            else (x_BTD, table, bias_V, "embed vocab")
-        )
+        head = self.cfg.head
+        kept: Weight = self.embed if head.tied else self.head
+        table = values(kept, self.cfg.param_dtype)
+        bias_V = self.head_bias[...] if head.bias else None
+        if isinstance(kept, Substitute):
+            x_BTD = kept.read(x_BTD)
+        if head.tied:
+            return x_BTD, table.T, bias_V, "vocab embed"
+        return x_BTD, table, bias_V, "embed vocab"
 
-    def logits(self, x_BTD: jax.Array) -> jax.Array:
+    def logits(self, x_BTD: Array) -> Array:
         """Normed residual stream -> float32 logits [B, T, V]."""
         x_BTD, head_DV, bias_V, _ = self.readout(x_BTD)
         logits_BTV = constrain(multiply(x_BTD, head_DV), "batch seq vocab").astype(jnp.float32)
@@ -231,18 +198,14 @@ class Decoder(Model):
         cap = self.cfg.head.soft_cap
         return cap * jnp.tanh(logits_BTV / cap) if cap else logits_BTV
 
-    def _per_layer(self, tokens_BT: jax.Array, x_BTD: jax.Array) -> jax.Array:
+    def _per_layer(self, tokens_BT: Array, x_BTD: Array) -> Array:
         """[L, B, T, P]: the mean, times sqrt 2, of the layer's embedding of each token and of a
         projection of the model's (Gemma 4)."""
         assert self.cfg.per_layer
         size = self.cfg.per_layer.size
-        own_BTLP = lookup(self.per_layer_embed, tokens_BT, x_BTD.dtype) * jnp.asarray(
-            size**0.5, x_BTD.dtype
-        )
-        seen_BTLP = self.per_layer_norm(
-            project(x_BTD, self.per_layer_project) * jnp.asarray(self.cfg.embed**-0.5, x_BTD.dtype)
-        )
-        return jnp.moveaxis((own_BTLP + seen_BTLP) * jnp.asarray(0.5**0.5, x_BTD.dtype), 2, 0)
+        own_BTLP = lookup(self.per_layer_embed, tokens_BT, x_BTD.dtype) * size**0.5
+        seen_BTLP = project(x_BTD, self.per_layer_project) * self.cfg.embed**-0.5
+        return jnp.moveaxis((own_BTLP + self.per_layer_norm(seen_BTLP)) * 0.5**0.5, 2, 0)
 
 
 class FurtherToken(nnx.Module):
@@ -263,20 +226,17 @@ class FurtherToken(nnx.Module):
             use="matmul",
             contract=2,
         )
-        self.block = Block(
-            cfg.mtp.block, cfg.model_copy(update={"per_layer": None})
-        )  # its token is in no layer's table
+        # its token is in no layer's table
+        self.block = Block(cfg.mtp.block, cfg.model_copy(update={"per_layer": None}))
 
-    def __call__(
-        self, x_BTD: jax.Array, next_BTD: jax.Array, context: Context
-    ) -> tuple[jax.Array, Aux]:
+    def __call__(self, x_BTD: Array, next_BTD: Array, context: Context) -> tuple[Array, Aux]:
         """(state, embedding of the next token) -> (state one token further, the block's report)."""
         both_BT2D = jnp.stack([self.embed_norm(next_BTD), self.hidden_norm(x_BTD)], axis=2)
         with context.drawing():
             return self.block(project(both_BT2D, self.project), context)
 
 
-def losses_and_reports(aux: Aux) -> tuple[dict[str, jax.Array], dict[tuple[str, ...], jax.Array]]:
+def losses_and_reports(aux: Aux) -> tuple[dict[str, Array], dict[tuple[str, ...], Array]]:
     """Reports of the blocks: summands of the loss by name, and those that `after_step` reads."""
     flat = nnx.traversals.flatten_mapping(aux)
     router = [value.sum() for path, value in flat.items() if path[-1] == "router_loss"]
@@ -287,66 +247,45 @@ def losses_and_reports(aux: Aux) -> tuple[dict[str, jax.Array], dict[tuple[str, 
 def mixture(cfg: DecoderConfig, path: tuple[str, ...]) -> MoEConfig:
     """The mixture of experts that holds the weight, or is, at a path."""
     part, key = path[:2]
-    names = {
-        "prefix": lambda: cfg.order[int(key)],
-        "blocks": lambda: pattern_keys(cfg)[key],
-        "mtp": lambda: cfg.mtp.block,  # type: ignore[union-attr]
-        "rest": lambda: cfg.order[len(cfg.prefix) + periods(cfg) * len(cfg.period) + int(key)],
-    }
-    moe = cfg.blocks[names[part]()].experts
+    if part == "mtp":
+        assert cfg.mtp
+        name = cfg.mtp.block
+    elif part == "blocks":
+        name = cfg.stacks[key]
+    else:
+        first = len(cfg.prefix) + cfg.repetitions * len(cfg.period) if part == "rest" else 0
+        name = cfg.order[first + int(key)]
+    moe = cfg.blocks[name].experts
     assert moe
     return moe
 
 
-def periods(cfg: DecoderConfig) -> int:
-    """How often the whole pattern repeats."""
-    return (cfg.layers - len(cfg.prefix)) // len(pattern_keys(cfg))
-
-
-def pattern_keys(cfg: DecoderConfig) -> dict[str, str]:
-    """A unique key for each place of the pattern -> its block's name: the name itself, numbered
-    where it repeats."""
-    names = cfg.period
-    return {
-        name if names.count(name) == 1 else f"{name}_{names[:i].count(name)}": name
-        for i, name in enumerate(names)
-    }
-
-
 def _numbered(blocks: nnx.Dict) -> list[tuple[str, Any]]:
-    """In the order of their numbers, in which a merged graph need not hold them."""
+    """Blocks in the order of their numbers, in which a merged graph need not hold them."""
     return sorted(blocks.items(), key=lambda item: int(item[0]))
 
 
-def _layer(extra: jax.Array | None, index: int) -> jax.Array | None:
+def _layer(extra: Array | None, index: int) -> Array | None:
     return None if extra is None else extra[index]
 
 
 def _context(cfg: DecoderConfig, batch: Batch, length: int) -> Context:
-    """From a batch in natural order; what it holds is arranged."""
-    positions_BT, segments_BT = (
-        batch.get("positions", jnp.arange(length)[None]),
-        batch.get("segments"),
-    )
+    """Context of a batch in natural order; what it holds is arranged."""
+    positions_BT = batch.get("positions", jnp.arange(length)[None])
+    segments_BT = batch.get("segments")
     places_BT, documents_BT = arrange(positions_BT), arrange(segments_BT)
     real_BT = arrange(batch.get("real")) if documents_BT is None else documents_BT > 0
 
     def table(rope: RopeConfig, size: int) -> Table:
-        if isinstance(
-            rope.scaling, LongRopeScaling
-        ):  # it depends on where documents end, which only the natural order shows
+        # it depends on where documents end, which only the natural order shows
+        if isinstance(rope.scaling, LongRopeScaling):
             return arrange(rope_table(rope, positions_BT, segments_BT, size))
         return rope_table(rope, places_BT, documents_BT, size)
 
     ropes = [rope for block in cfg.blocks.values() for rope in block.mixer.ropes]
     keys_BT2 = arrange(keys_of(batch["keys"], length)) if "keys" in batch else None
-    return Context(
-        places_BT,
-        documents_BT,
-        {key: table(*key) for key in ropes},
-        real_BT=real_BT,
-        keys_BT2=keys_BT2,
-    )
+    tables = {key: table(*key) for key in ropes}
+    return Context(places_BT, documents_BT, tables, real_BT=real_BT, keys_BT2=keys_BT2)
 
 
 def _stack(block: Block, repeats: int) -> Block:

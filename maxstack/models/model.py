@@ -1,6 +1,6 @@
 """The protocol of models: an nnx module built from its section of the configuration."""
 
-import importlib
+import pkgutil
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,14 +31,18 @@ class Model(nnx.Module):
 
 def model_of(cfg: ModelPart) -> type[Model]:
     """The class of the model that a section configures."""
-    module, name = cfg.MODEL.split(":")
-    model: type[Model] = getattr(importlib.import_module(module), name)
+    model: type[Model] = pkgutil.resolve_name(cfg.MODEL)
     return model
 
 
 def abstract(cfg: ModelPart) -> tuple[Any, nnx.State]:
     """The model's graph and its weights as shapes."""
     return nnx.split(nnx.eval_shape(lambda: model_of(cfg)(cfg)))
+
+
+def weights_of(cfg: ModelPart) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and dtype of each weight by path, neither quantized nor with adapters."""
+    return nnx.traversals.flatten_mapping(nnx.to_pure_dict(abstract(cfg)[1]), sep="/")
 
 
 def initial(cfg: ModelPart, seed: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import PartitionSpec
 
 from maxstack import sharding
@@ -21,8 +22,8 @@ from maxstack.layers.context import Context
 from maxstack.schema.mesh import MeshConfig, names
 
 Tree = Any
-Read = Callable[[int], tuple[Any, Context, jax.Array | None]]
-Period = Callable[[jax.Array, Read], tuple[jax.Array, Tree]]
+Read = Callable[[int], tuple[Any, Context, Array | None]]
+Period = Callable[[Array, Read], tuple[Array, Tree]]
 STAGE = "stage"
 MOVING = frozenset(
     {
@@ -38,7 +39,7 @@ MOVING = frozenset(
 
 
 def ticks(stages: int, rounds: int, microbatches: int) -> int:
-    """How many runs of a stage's layers, one after the other, a forward pass takes."""
+    """Number of runs of a stage's layers, one after the other, in a forward pass."""
     return microbatches * rounds + stages - 1
 
 
@@ -49,7 +50,7 @@ def bubble(stages: int, rounds: int, microbatches: int) -> float:
 
 
 def task(tick: Any, stages: int, rounds: int) -> tuple[Any, Any, Any]:
-    """What a stage works on, `tick` ticks after its first: the microbatch of (group, member) in a
+    """Work of a stage, `tick` ticks after its first: the microbatch of (group, member) in a
     round, which is chunk round * stages + stage.
 
     As many microbatches as stages make a group; it goes around `rounds` times before the next one
@@ -60,53 +61,36 @@ def task(tick: Any, stages: int, rounds: int) -> tuple[Any, Any, Any]:
 
 @functools.cache
 def moves(stages: int, rounds: int) -> tuple[tuple[tuple[int, ...], ...], np.ndarray, np.ndarray]:
-    """How chunks of weights, of which each stage holds `rounds` in order, come to where they are
+    """Moves of chunks of weights, of which each stage holds `rounds` in order, to where they are
     used: chunk c to stage c % stages.
 
     -> (permutations, sent, kept): move i takes chunk sent[s, i] of those on stage s to stage
     permutations[i][s]; what stage s uses in round v came with move kept[s, v]. A bipartite graph
     with `rounds` edges at every node is a union of so many perfect matchings (Koenig 1916).
     """
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import maximum_bipartite_matching
+
     left = [
         {chunk: chunk % stages for chunk in range(s * rounds, (s + 1) * rounds)}
         for s in range(stages)
     ]
-    permutations, sent, kept = (
-        [],
-        np.zeros((stages, rounds), np.int32),
-        np.zeros((stages, rounds), np.int32),
-    )
+    permutations, (sent, kept) = [], np.zeros((2, stages, rounds), np.int32)
     for move in range(rounds):
-        arriving = _matching(left, rounds)
-        permutations.append(tuple(sorted(range(stages), key=lambda target: arriving[target])))
-        for target, chunk in arriving.items():
-            sent[chunk // rounds, move], kept[target, chunk // stages] = chunk % rounds, move
-            del left[chunk // rounds][chunk]
+        edges = [[target in chunks.values() for target in range(stages)] for chunks in left]
+        targets = maximum_bipartite_matching(csr_array(edges), perm_type="column").tolist()
+        permutations.append(tuple(targets))
+        for source, target in enumerate(targets):
+            chunk = next(chunk for chunk, to in left[source].items() if to == target)
+            sent[source, move], kept[target, chunk // stages] = chunk % rounds, move
+            del left[source][chunk]
     return tuple(permutations), sent, kept
-
-
-def _matching(left: list[dict[int, int]], rounds: int) -> dict[int, int]:
-    """Target -> chunk, one from each source and to each target, by augmenting paths. `left` holds
-    chunk -> target of each source."""
-    found: dict[int, int] = {}
-
-    def placed(source: int, tried: set[int]) -> bool:
-        for chunk, target in left[source].items():
-            if target not in tried:
-                tried.add(target)
-                if target not in found or placed(found[target] // rounds, tried):
-                    found[target] = chunk
-                    return True
-        return False
-
-    assert all(placed(source, set()) for source in range(len(left)))
-    return found
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """How the rows of a batch lie on the mesh. A microbatch is the rows of one stage and group, so
-    on their way in and out none is moved."""
+    """Layout of the rows of a batch on the mesh. A microbatch is the rows of one stage and group,
+    so none is moved on the way in and out."""
 
     sizes: dict[str, int]
     """The mesh axes that split the batch, in order, the stages among them."""
@@ -138,16 +122,16 @@ class Rows:
         return list(self.sizes).index(STAGE)
 
     def spec(self, dim: int = 0) -> PartitionSpec:
-        """Where rows from `split` lie by hand."""
+        """Partition by hand of rows from `split`."""
         return PartitionSpec(
             *(None,) * dim, *(axis if axis in self.by_hand else None for axis in self.sizes)
         )
 
-    def split(self, x: jax.Array, dim: int = 0) -> jax.Array:
+    def split(self, x: Array, dim: int = 0) -> Array:
         """[B, ...] -> [A..., G, n, ...] with one dimension A for each axis."""
         return x.reshape(*x.shape[:dim], *self.sizes.values(), self.groups, -1, *x.shape[dim + 1 :])
 
-    def by_microbatch(self, x: jax.Array, dim: int = 0) -> jax.Array:
+    def by_microbatch(self, x: Array, dim: int = 0) -> Array:
         """[A..., G, n, ...] as it lies by hand -> [G, 1 or stages, N, ...]."""
         end = dim + len(self.sizes)
         x = jnp.moveaxis(x, (end, dim + self.stage), (dim, dim + 1))
@@ -155,7 +139,7 @@ class Rows:
             *x.shape[: dim + 2], math.prod(x.shape[dim + 2 : end + 2]), *x.shape[end + 2 :]
         )
 
-    def of_device(self, x_GN: jax.Array, like: jax.Array) -> jax.Array:
+    def of_device(self, x_GN: Array, like: Array) -> Array:
         """[G, N, ...], a stage's own rows, in the shape of `like`, as which they came in."""
         rest = [*like.shape]
         groups, one = rest.pop(len(self.sizes)), rest.pop(self.stage)
@@ -170,12 +154,12 @@ def computed(primitive: Any, *_: Any, **__: Any) -> bool:
 
 def pipelined(
     period: Period,
-    x_BTD: jax.Array,
+    x_BTD: Array,
     stacked: Tree,
     context: Context,
-    extra_PKBTE: jax.Array | None,
+    extra_PKBTE: Array | None,
     unroll: int,
-) -> tuple[jax.Array, Tree]:
+) -> tuple[Array, Tree]:
     """`period` repeated along the first axis of `stacked`, on a mesh with stages -> (x, what the
     periods report, summed over the batch).
 
@@ -184,18 +168,16 @@ def pipelined(
     kept for the backward pass, which needs x alone of each period. Every stage has the context of
     all rows, and the rows of `extra_PKBTE` for its own periods.
     """
-    found = sharding.current()
-    assert found
-    (mesh, cfg), rows = found, Rows.on(*found)
-    stages, replicas = (
-        mesh.shape[STAGE],
-        tuple(axis for axis in rows.sizes if axis in rows.by_hand and axis != STAGE),
-    )
+    current = sharding.current()
+    assert current
+    (mesh, cfg), rows = current, Rows.on(*current)
+    stages = mesh.shape[STAGE]
+    replicas = tuple(axis for axis in rows.sizes if axis in rows.by_hand and axis != STAGE)
     per_row = jax.tree.map(lambda leaf: leaf.ndim > 1 and leaf.shape[0] == x_BTD.shape[0], context)
 
     def inside(
-        x: jax.Array, stacked: Tree, context: Context, extra: jax.Array | None
-    ) -> tuple[jax.Array, Tree]:
+        x: Array, stacked: Tree, context: Context, extra: Array | None
+    ) -> tuple[Array, Tree]:
         stacked = _moved(jax.tree.map(lambda w: w[0], stacked), stages, cfg.rounds)
         context = jax.tree.map(
             lambda leaf, own: rows.by_microbatch(_of_all_stages(leaf, rows.stage)) if own else leaf,
@@ -209,8 +191,8 @@ def pipelined(
         length = jax.tree.leaves(stacked)[0].shape[0] // cfg.rounds
 
         def work(
-            x_NTD: jax.Array, group: jax.Array, turn: jax.Array, member: jax.Array, i: jax.Array
-        ) -> tuple[jax.Array, Tree]:
+            x_NTD: Array, group: Array, turn: Array, member: Array, i: Array
+        ) -> tuple[Array, Tree]:
             mine = (
                 jnp.asarray(moves(stages, cfg.rounds)[2])[jax.lax.axis_index(STAGE), turn] * length
                 + i
@@ -218,7 +200,7 @@ def pipelined(
 
             period_of_all = (turn * stages + jax.lax.axis_index(STAGE)) * length + i
 
-            def read(place: int) -> tuple[Any, Context, jax.Array | None]:
+            def read(place: int) -> tuple[Any, Context, Array | None]:
                 here: Context = jax.tree.map(
                     lambda leaf, own: leaf[group, member] if own else leaf, context, per_row
                 )
@@ -249,14 +231,14 @@ def pipelined(
         extra_PKBTE = rows.split(
             extra_PKBTE.reshape(cfg.rounds, stages, -1, *extra_PKBTE.shape[1:]), 4
         )
-    places = (
+    specs = (
         rows.spec(),
         PartitionSpec(replicas, STAGE),
         jax.tree.map(lambda own: rows.spec() if own else PartitionSpec(), per_row),
         rows.spec(4),
     )
     run = sharding.per_device(
-        inside, places, (rows.spec(), PartitionSpec(None, STAGE, replicas)), rows.by_hand
+        inside, specs, (rows.spec(), PartitionSpec(None, STAGE, replicas)), rows.by_hand
     )
     out, reports = run(rows.split(x_BTD), stacked, context, extra_PKBTE)
     reports = jax.tree.map(
@@ -266,7 +248,7 @@ def pipelined(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _of_all_stages(x: jax.Array, dim: int) -> jax.Array:
+def _of_all_stages(x: Array, dim: int) -> Array:
     """Gathered along a dimension; the gradient is summed over the stages in float32."""
     return jax.lax.all_gather(x, STAGE, axis=dim, tiled=True)
 
@@ -297,7 +279,7 @@ def _moved(stacked: Tree, stages: int, rounds: int) -> Tree:
     own_R = jnp.asarray(sent, jnp.uint32)[jax.lax.axis_index(STAGE)]
     sends = [(own_R[i], list(enumerate(targets))) for i, targets in enumerate(permutations)]
 
-    def moved(w: jax.Array) -> jax.Array:
+    def moved(w: Array) -> Array:
         chunks = w.reshape(rounds, -1, *w.shape[1:])
         return jnp.concatenate(
             [
@@ -312,13 +294,13 @@ def _moved(stacked: Tree, stages: int, rounds: int) -> Tree:
 
 
 def _through(
-    work: Callable[..., tuple[jax.Array, Tree]],
-    x_GNTD: jax.Array,
+    work: Callable[..., tuple[Array, Tree]],
+    x_GNTD: Array,
     stages: int,
     rounds: int,
     length: int,
     unroll: int,
-) -> tuple[jax.Array, Tree]:
+) -> tuple[Array, Tree]:
     """All microbatches through all stages, in ticks of `length` periods -> (x, in the places where
     it was; reports [rounds, length, ...]).
 
@@ -333,12 +315,10 @@ def _through(
     stage, busy = jax.lax.axis_index(STAGE), x_GNTD.shape[0] * stages * rounds
     up, down = ([(s, (s + step) % stages) for s in range(stages)] for step in (1, -1))
 
-    def enter(
-        x_NTD: jax.Array, waiting_GNTD: jax.Array, now: Any, i: Any
-    ) -> tuple[jax.Array, jax.Array]:
+    def enter(x_NTD: Array, waiting_GNTD: Array, now: Any, i: Any) -> tuple[Array, Array]:
         group, turn, _ = task(now, stages, rounds)
 
-        def exchanged(x_NTD: jax.Array, own_NTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def exchanged(x_NTD: Array, own_NTD: Array) -> tuple[Array, Array]:
             x_NTD, here = jax.lax.ppermute(x_NTD, STAGE, up), (stage == 0) & (turn == 0)
             return jnp.where(here, own_NTD, x_NTD), jax.lax.ppermute(
                 jnp.where(here, x_NTD, own_NTD), STAGE, down
@@ -352,9 +332,7 @@ def _through(
         )
         return x_NTD, waiting_GNTD.at[group].set(own_NTD)
 
-    def step(
-        carry: tuple[jax.Array, jax.Array], n: jax.Array
-    ) -> tuple[tuple[jax.Array, jax.Array], Tree]:
+    def step(carry: tuple[Array, Array], n: Array) -> tuple[tuple[Array, Array], Tree]:
         now, i = n // length, n % length
         x_NTD, waiting_GNTD = enter(*carry, now, i)
         x_NTD, reports = work(x_NTD, *task(jnp.clip(now - stage, 0, busy - 1), stages, rounds), i)
@@ -364,7 +342,7 @@ def _through(
     together = max(n for n in range(1, min(unroll, length) + 1) if length % n == 0)
     done, reports = jax.lax.scan(step, start, jnp.arange(total * length), unroll=together)
 
-    def summed(report: jax.Array) -> jax.Array:
+    def summed(report: Array) -> Array:
         mine = jax.lax.dynamic_slice_in_dim(report, stage * length, busy * length)
         return mine.reshape(-1, rounds, stages, length, *report.shape[1:]).sum(axis=(0, 2))
 

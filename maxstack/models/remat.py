@@ -14,18 +14,18 @@ def remat(cfg: RematConfig, f: Callable[..., Any], staged: bool = False) -> Call
     `f` takes its weights out of a stack."""
     if cfg.policy == "none" and not staged:
         return f
-    known = jax.checkpoint_policies
+    of_jax = jax.checkpoint_policies
     policies = {
-        "none": lambda: pipeline.computed,
-        "full": lambda: known.nothing_saveable,
-        "dots": lambda: known.dots_saveable,
-        "dots_no_batch": lambda: known.dots_with_no_batch_dims_saveable,
-        "save": lambda: known.save_only_these_names(*cfg.names),
-        "offload": lambda: known.save_and_offload_only_these_names(
+        "none": pipeline.computed,
+        "full": of_jax.nothing_saveable,
+        "dots": of_jax.dots_saveable,
+        "dots_no_batch": of_jax.dots_with_no_batch_dims_saveable,
+        "save": of_jax.save_only_these_names(*cfg.names),
+        "offload": of_jax.save_and_offload_only_these_names(
             names_which_can_be_saved=[],
             names_which_can_be_offloaded=list(cfg.names),
             offload_src="device",
             offload_dst="pinned_host",
         ),
     }
-    return jax.checkpoint(f, policy=policies[cfg.policy](), prevent_cse=False)
+    return jax.checkpoint(f, policy=policies[cfg.policy], prevent_cse=False)

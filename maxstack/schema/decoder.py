@@ -240,6 +240,21 @@ class DecoderConfig(ModelPart):
         return self.prefix + tuple(self.period[i % len(self.period)] for i in range(rest))
 
     @property
+    def repetitions(self) -> int:
+        """Repetitions of the whole pattern."""
+        return (self.layers - len(self.prefix)) // len(self.period)
+
+    @property
+    def stacks(self) -> dict[str, str]:
+        """A unique key for each place of the pattern -> its block's name: the name itself, numbered
+        where it repeats."""
+        names = self.period
+        return {
+            name if names.count(name) == 1 else f"{name}_{names[:i].count(name)}": name
+            for i, name in enumerate(names)
+        }
+
+    @property
     def period(self) -> tuple[str, ...]:
         """The pattern; where none is given, the one block that has no other use, or the only
         one."""

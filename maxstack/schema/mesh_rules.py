@@ -117,7 +117,7 @@ def _tensors(cfg: "Config") -> Iterator[Dims]:
     vocab = Dim("vocab", model.vocab, "model.vocab")
     batch = Dim("batch", 0)
     tokens = batch, Dim("seq", cfg.data.seq_len, "data.seq_len")
-    periods = (model.layers - len(model.prefix)) // len(model.period)
+    periods = model.repetitions
     stacks = ((Dim("layers", periods, "model.layers"),), ()) if periods > 1 else ((),)
     yield from ((vocab, embed), (embed, vocab), (*tokens, vocab))
     yield (embed._replace(axis="norm"),)

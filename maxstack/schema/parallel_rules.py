@@ -31,7 +31,7 @@ def _pipeline(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:
                 )
         return
     model, over = cfg.model, stages * rounds
-    periods = (model.layers - len(model.prefix)) // len(model.period)
+    periods = model.repetitions
     if periods % over or not periods:
         by = f"mesh.stage={stages}" + (f" x mesh.rounds={rounds} = {over}" if rounds > 1 else "")
         fits = [size for size in range(1, periods + 1) if periods % (size * rounds) == 0]

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from maxstack.layers.context import position_keys
 from maxstack.layers.weight import Substitute, Weight, multiply, project, values, weight
@@ -16,6 +17,8 @@ from maxstack.schema.lora import LoraConfig
 from maxstack.weights.spec import WeightSpec, stacked
 
 TINY = 1e-12
+LEAVES = "lora_a", "lora_b", "magnitude"
+"""Names of an adapter's weights, the last with DoRA alone."""
 
 
 class Adapted(Substitute, nnx.Module):
@@ -36,58 +39,58 @@ class Adapted(Substitute, nnx.Module):
         if cfg.dora:
             self.magnitude = stacked(make(outputs, after), lead)
 
-    def project(self, x: jax.Array) -> jax.Array:
+    def project(self, x: Array) -> Array:
         """See weight.project."""
         change = project(project(self._dropped(x), self.lora_a), self.lora_b)
-        y = project(x, self.base) + change * jnp.asarray(self.cfg.scale, x.dtype)
+        y = project(x, self.base) + change * self.cfg.scale
         if not self.cfg.dora:
             return y
         # the length is no variable of the gradient (section 4.3 of the paper)
         whole = jax.lax.stop_gradient(self._merged(None))
         return y * _lengthening(whole, self.magnitude[...], self.contract).astype(x.dtype)
 
-    def values(self, dtype: Any) -> jax.Array:
+    def values(self, dtype: Any) -> Array:
         """The merged weight."""
         return self._merged(self.magnitude[...] if self.cfg.dora else None).astype(dtype)
 
-    def _merged(self, magnitude: jax.Array | None) -> jax.Array:
+    def _merged(self, magnitude: Array | None) -> Array:
         w, a, b = values(self.base, jnp.float32), self.lora_a[...], self.lora_b[...]
         return merged(self.cfg, self.contract, w, a, b, magnitude)
 
-    def _dropped(self, x: jax.Array) -> jax.Array:
+    def _dropped(self, x: Array) -> Array:
         """x [B, T, ...] after dropout in training, drawn by the key of the position, which has the
         layer in it, and by the weight's path."""
         if not self.cfg.dropout or (keys_BT2 := position_keys()) is None:
             return x
         word = int.from_bytes(hashlib.blake2b(self.path.encode(), digest_size=4).digest(), "little")
 
-        def mask(key: jax.Array) -> jax.Array:
+        def mask(key: Array) -> Array:
             own = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), word)
             return jax.random.bernoulli(own, 1 - self.cfg.dropout, x.shape[2:])
 
         keep = jax.vmap(jax.vmap(mask))(keys_BT2)
-        return jnp.where(keep, x / jnp.asarray(1 - self.cfg.dropout, x.dtype), 0)
+        return jnp.where(keep, x / (1 - self.cfg.dropout), 0)
 
 
 def merged(
     cfg: LoraConfig,
     contract: int,
-    w: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
-    magnitude: jax.Array | None = None,
-) -> jax.Array:
+    w: Array,
+    a: Array,
+    b: Array,
+    magnitude: Array | None = None,
+) -> Array:
     """W + scale B A in float32, with columns of the lengths `magnitude` if there are any; the first
     `contract` dimensions are contracted."""
     whole = w + cfg.scale * multiply(a, b)
     return whole if magnitude is None else whole * _lengthening(whole, magnitude, contract)
 
 
-def _lengthening(whole: jax.Array, magnitude: jax.Array, contract: int) -> jax.Array:
+def _lengthening(whole: Array, magnitude: Array, contract: int) -> Array:
     """Factors that make each column as long as `magnitude`."""
     return magnitude / jnp.maximum(column_lengths(whole, range(contract)), TINY)
 
 
-def column_lengths(w: jax.Array, contracted: Iterable[int]) -> jax.Array:
+def column_lengths(w: Array, contracted: Iterable[int]) -> Array:
     """Euclidean length of each column, over the contracted dimensions."""
     return jnp.sqrt(jnp.sum(w * w, axis=tuple(contracted)))

@@ -10,12 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import qwix
+from jax import Array
 from qwix import QArray
 
 from maxstack.layers.weight import multiply
 from maxstack.sharding import constrain, current
 
-Array = Any
+MaybeQuantized = Any
+"""An array, or a QArray."""
 BITS = {f"int{bits}": bits for bits in range(2, 9)}
 FLOATS = {"mxfp8": "float8_e4m3fn", "mxfp4": "float4_e2m1fn"}
 
@@ -69,7 +71,7 @@ class QuantSpec:
         return self.act is not None and self.act.multiplies and self.weight.multiplies
 
 
-def quantize(x: jax.Array, how: Operand, *axes: int) -> QArray:
+def quantize(x: Array, how: Operand, *axes: int) -> QArray:
     """x in low precision, its scales float32; `axes` are contracted, tiles lie along the last of
     them. Calibration and rounding are done in float32, whatever x is."""
     contracted = [axis % x.ndim for axis in axes]
@@ -83,12 +85,12 @@ def quantize(x: jax.Array, how: Operand, *axes: int) -> QArray:
     )
 
 
-def dequantize(x: Array, dtype: Any) -> jax.Array:
+def dequantize(x: MaybeQuantized, dtype: Any) -> Array:
     """The values that a QArray stands for; other arrays as they are."""
     return (qwix.dequantize(x) if isinstance(x, QArray) else x).astype(dtype)
 
 
-def inside(x: jax.Array, q: QArray, how: Operand) -> jax.Array:
+def inside(x: Array, q: QArray, how: Operand) -> Array:
     """True where x lies in the range of `q`, which is quantized from it."""
     low, high = _bounds(how)
     zero = 0.0 if q.zero_point is None else spread(q.zero_point.astype(jnp.float32), x.shape)
@@ -96,7 +98,7 @@ def inside(x: jax.Array, q: QArray, how: Operand) -> jax.Array:
     return (x >= (low - zero) * scale) & (x <= (high - zero) * scale)
 
 
-def clipped(gradient: jax.Array, x: jax.Array, how: Operand | None, axis: int) -> jax.Array:
+def clipped(gradient: Array, x: Array, how: Operand | None, axis: int) -> Array:
     """The gradient of x, zero where quantizing clips x."""
     if how is None or not how.clips:
         return gradient
@@ -113,7 +115,7 @@ def _bounds(how: Operand) -> tuple[float, float]:
     return -largest, largest
 
 
-def spread(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def spread(scale: Array, shape: tuple[int, ...]) -> Array:
     """The scale of each value of an array of `shape`."""
     for i, size in enumerate(shape):
         if scale.shape[i] != size:
@@ -122,20 +124,18 @@ def spread(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def faked(x: jax.Array, how: Operand, axis: int) -> jax.Array:
+def faked(x: Array, how: Operand, axis: int) -> Array:
     """The values that x in low precision stands for, in x's dtype; the gradient passes straight
     through where x is in range."""
     return dequantize(quantize(x, how, axis), x.dtype)
 
 
-def _faked_forward(x: jax.Array, how: Operand, axis: int) -> tuple[jax.Array, jax.Array | None]:
+def _faked_forward(x: Array, how: Operand, axis: int) -> tuple[Array, Array | None]:
     q = quantize(x, how, axis)
     return dequantize(q, x.dtype), inside(x, q, how) if how.clips else None
 
 
-def _faked_backward(
-    how: Operand, axis: int, within: jax.Array | None, g: jax.Array
-) -> tuple[jax.Array]:
+def _faked_backward(how: Operand, axis: int, within: Array | None, g: Array) -> tuple[Array]:
     return (g if within is None else jnp.where(within, g, 0),)
 
 
@@ -143,7 +143,7 @@ faked.defvjp(_faked_forward, _faked_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def product(quant: QuantSpec, axes: str, x: jax.Array, w: Array) -> jax.Array:
+def product(quant: QuantSpec, axes: str, x: Array, w: MaybeQuantized) -> Array:
     """x [..., K] times w [K, ...], an array in float32 or one that is quantized already -> [...,
     ...] in x's dtype.
 
@@ -154,7 +154,7 @@ def product(quant: QuantSpec, axes: str, x: jax.Array, w: Array) -> jax.Array:
     return _forward(quant, axes, x, w)[0]
 
 
-def _forward(quant: QuantSpec, axes: str, x: jax.Array, w: Array) -> tuple[jax.Array, Any]:
+def _forward(quant: QuantSpec, axes: str, x: Array, w: MaybeQuantized) -> tuple[Array, Any]:
     qw = _gathered(w if isinstance(w, QArray) else quantize(w, quant.weight, 0), axes)
     qx = quantize(x, quant.act, -1) if quant.act else None
     if quant.low:
@@ -164,7 +164,7 @@ def _forward(quant: QuantSpec, axes: str, x: jax.Array, w: Array) -> tuple[jax.A
     return out, (x, w, *((qx, qw) if quant.grad else (None, None)))
 
 
-def _backward(quant: QuantSpec, axes: str, saved: Any, g: jax.Array) -> tuple[jax.Array, Any]:
+def _backward(quant: QuantSpec, axes: str, saved: Any, g: Array) -> tuple[Array, Any]:
     x, w, qx, qw = saved
     rows, columns = tuple(range(x.ndim - 1)), tuple(range(x.ndim - 1, g.ndim))
     stored = isinstance(w, QArray)
@@ -185,12 +185,12 @@ product.defvjp(_forward, _backward)
 
 
 def _times(
-    g: jax.Array,
-    y: Array,
+    g: Array,
+    y: MaybeQuantized,
     contracted: tuple[tuple[int, ...], tuple[int, ...]],
     how: Operand | None,
     dtype: Any,
-) -> jax.Array:
+) -> Array:
     """The gradient times the other operand of the forward pass. Scales of a quantized operand go
     into the gradient before it is quantized itself, because they lie along the contracted axes."""
     dims = (contracted, ((), ()))
@@ -213,13 +213,13 @@ def _one_scale(q: QArray, how: Operand, axis: int) -> bool:
     return how.multiplies and q.scale.shape[axis] == 1
 
 
-def _gathered(w: Array, axes: str) -> Array:
+def _gathered(w: MaybeQuantized, axes: str) -> MaybeQuantized:
     """A weight with the sharding of `axes`; a dimension along which scales are fewer than values is
     whole on every device."""
     if current() is None:
         return w
 
-    def pin(leaf: jax.Array) -> jax.Array:
+    def pin(leaf: Array) -> Array:
         sizes = zip(axes.split(), leaf.shape, w.shape, strict=True)
         return constrain(leaf, " ".join(axis if n == whole else "norm" for axis, n, whole in sizes))
 

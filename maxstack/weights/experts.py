@@ -8,6 +8,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import qwix
+from jax import Array
 from qwix import QArray
 
 from maxstack.kernels.grouped_matmul import grouped_matmul
@@ -22,13 +23,13 @@ class QuantizedExperts(Experts):
     """Matrices in low precision, as numbers of the compute dtype, where `quant.low`:
     differentiable, where integers are not."""
 
-    codes_EKN: jax.Array
+    codes_EKN: Array
     """Numbers that are multiplied before they are scaled; the compute dtype holds each exactly."""
-    scale_EKN: jax.Array
+    scale_EKN: Array
     """float32; [E, K or its tiles or 1, N]."""
     quant: QuantSpec = flax.struct.field(pytree_node=False)
 
-    def multiply(self, x_SK: jax.Array, sizes_E: jax.Array, backend: GroupedMatmul) -> jax.Array:
+    def multiply(self, x_SK: Array, sizes_E: Array, backend: GroupedMatmul) -> Array:
         return _multiplied(
             self.quant,
             backend,
@@ -44,26 +45,26 @@ class RoundedExperts(Experts):
     """Matrices whose values are those of low precision, multiplied in the compute dtype by rows
     that a rule may round too."""
 
-    values_EKN: jax.Array
+    values_EKN: Array
     quant: QuantSpec = flax.struct.field(pytree_node=False)
 
-    def multiply(self, x_SK: jax.Array, sizes_E: jax.Array, backend: GroupedMatmul) -> jax.Array:
+    def multiply(self, x_SK: Array, sizes_E: Array, backend: GroupedMatmul) -> Array:
         rows_SK = faked(x_SK, self.quant.act, -1) if self.quant.act else x_SK
         return _in_compute_dtype(self.quant, backend, rows_SK, self.values_EKN, sizes_E)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _in_compute_dtype(
-    quant: QuantSpec, backend: GroupedMatmul, x_SK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array
-) -> jax.Array:
+    quant: QuantSpec, backend: GroupedMatmul, x_SK: Array, w_EKN: Array, sizes_E: Array
+) -> Array:
     return grouped_matmul(x_SK, w_EKN, sizes_E, backend)
 
 
 def _of_rounded(
     quant: QuantSpec,
     backend: GroupedMatmul,
-    saved: tuple[jax.Array, jax.Array, jax.Array],
-    g_SN: jax.Array,
+    saved: tuple[Array, Array, Array],
+    g_SN: Array,
 ) -> tuple[Any, ...]:
     """Gradients in the compute dtype, from incoming ones that are rounded where a rule says so."""
     x_SK, w_EKN, sizes_E = saved
@@ -80,18 +81,18 @@ _in_compute_dtype.defvjp(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def codes(w_EKN: jax.Array, how: Operand, dtype: Any) -> jax.Array:
+def codes(w_EKN: Array, how: Operand, dtype: Any) -> Array:
     """float32 matrices as the numbers that stand for them; the gradient passes straight through the
     rounding, divided by the scale."""
     return quantize(w_EKN, how, 1).qvalue.astype(dtype)
 
 
-def _codes_forward(w_EKN: jax.Array, how: Operand, dtype: Any) -> tuple[jax.Array, Any]:
+def _codes_forward(w_EKN: Array, how: Operand, dtype: Any) -> tuple[Array, Any]:
     q = quantize(w_EKN, how, 1)
     return q.qvalue.astype(dtype), (q.scale, inside(w_EKN, q, how) if how.clips else None)
 
 
-def _codes_backward(how: Operand, dtype: Any, saved: Any, g_EKN: jax.Array) -> tuple[jax.Array]:
+def _codes_backward(how: Operand, dtype: Any, saved: Any, g_EKN: Array) -> tuple[Array]:
     scale_EKN, within = saved
     g_EKN = g_EKN.astype(jnp.float32) / spread(scale_EKN, g_EKN.shape)
     return (g_EKN if within is None else jnp.where(within, g_EKN, 0),)
@@ -101,15 +102,15 @@ codes.defvjp(_codes_forward, _codes_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _multiplied(quant: QuantSpec, backend: GroupedMatmul, *operands: jax.Array) -> jax.Array:
+def _multiplied(quant: QuantSpec, backend: GroupedMatmul, *operands: Array) -> Array:
     """(rows [S, K], codes [E, K, N], their scale, sizes [E]) -> [S, N]; rows of no group give
     zeros."""
     return _forward(quant, backend, *operands)[0]
 
 
 def _forward(
-    quant: QuantSpec, backend: GroupedMatmul, x_SK: jax.Array, *rest: jax.Array
-) -> tuple[jax.Array, Any]:
+    quant: QuantSpec, backend: GroupedMatmul, x_SK: Array, *rest: Array
+) -> tuple[Array, Any]:
     codes_EKN, scale_EKN, sizes_E = rest
     assert quant.act
     grouped_S1 = grouped(x_SK.shape[0], sizes_E)
@@ -120,9 +121,7 @@ def _forward(
     return jnp.where(grouped_S1, out_SN, 0).astype(x_SK.dtype), (x_SK, *rest)
 
 
-def _backward(
-    quant: QuantSpec, backend: GroupedMatmul, saved: Any, g_SN: jax.Array
-) -> tuple[Any, ...]:
+def _backward(quant: QuantSpec, backend: GroupedMatmul, saved: Any, g_SN: Array) -> tuple[Any, ...]:
     """Gradients as in `_of_rounded`."""
     x_SK, codes_EKN, scale_EKN, sizes_E = saved
     scales_EKN = spread(scale_EKN, codes_EKN.shape)

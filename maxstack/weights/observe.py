@@ -12,6 +12,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from maxstack.layers.weight import (
     Experts,
@@ -29,10 +30,10 @@ from maxstack.weights.arithmetic import QuantSpec
 from maxstack.weights.quantized import Stored, stored
 from maxstack.weights.spec import WeightSpec, stacked
 
-_real: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar("real", default=None)
+_real: contextvars.ContextVar[Array | None] = contextvars.ContextVar("real", default=None)
 
 
-def counting(real_BT: jax.Array) -> contextlib.AbstractContextManager[None]:
+def counting(real_BT: Array) -> contextlib.AbstractContextManager[None]:
     """Context in which outputs at other positions than these are padding, and count for nothing."""
     return holding(_real, real_BT)
 
@@ -72,15 +73,15 @@ class Observed(Substitute, nnx.Module):
         self.layer = stacked(weight((), "", dtype="int32"), lead, frozen=True)
         """The layer's number in its stack."""
 
-    def project(self, x: jax.Array) -> jax.Array:
+    def project(self, x: Array) -> Array:
         """See weight.project."""
         return self._compared(project(x, self.base), self._changed().project(x))
 
-    def lookup(self, index: jax.Array, dtype: Any) -> jax.Array:
+    def lookup(self, index: Array, dtype: Any) -> Array:
         """See weight.lookup."""
         return self._compared(lookup(self.base, index, dtype), self._changed().lookup(index, dtype))
 
-    def values(self, dtype: Any) -> jax.Array:
+    def values(self, dtype: Any) -> Array:
         """See weight.values; the change is that of the weight itself."""
         return self._compared(values(self.base, dtype), self._changed().values(dtype))
 
@@ -95,7 +96,7 @@ class Observed(Substitute, nnx.Module):
             getattr(weight, name).set_value(leaf)
         return weight
 
-    def _compared(self, output: jax.Array, changed: jax.Array) -> jax.Array:
+    def _compared(self, output: Array, changed: Array) -> Array:
         return _compared(self.errors, self.path, self.layer[...], output, changed)
 
 
@@ -105,18 +106,16 @@ class ObservedExperts(Experts):
 
     base: Any
     changed: Any
-    layer: jax.Array
+    layer: Array
     path: str = flax.struct.field(pytree_node=False)
     errors: Errors = flax.struct.field(pytree_node=False)
 
-    def multiply(self, x: jax.Array, sizes: jax.Array, backend: GroupedMatmul) -> jax.Array:
+    def multiply(self, x: Array, sizes: Array, backend: GroupedMatmul) -> Array:
         outputs = (multiply_each(x, w, sizes, backend) for w in (self.base, self.changed))
         return _compared(self.errors, self.path, self.layer.reshape(()), *outputs)
 
 
-def _compared(
-    errors: Errors, path: str, layer: jax.Array, output: jax.Array, changed: jax.Array
-) -> jax.Array:
+def _compared(errors: Errors, path: str, layer: Array, output: Array, changed: Array) -> Array:
     """The output; its squares and those of the change are added to `errors`."""
     exact, real_BT = output.astype(jnp.float32), _real.get()
     change = changed.astype(jnp.float32) - exact

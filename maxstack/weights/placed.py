@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 from flax import nnx
+from jax import Array
 from jax.sharding import Mesh
 
 from maxstack.hardware import compiling
 from maxstack.models.model import abstract
 from maxstack.state import count, flat, of_weights, sharding_of_weights
+from maxstack.weights.adapter import LEAVES
 from maxstack.weights.rewrite import Rewrite
 
 if TYPE_CHECKING:
@@ -30,30 +32,26 @@ class PlacedWeights:
     cfg: "Config"
     mesh: Mesh
     rewrite: Rewrite
-    """Which weights are quantized or have adapters."""
+    """The weights that are quantized or have adapters."""
     shapes: Mapping[str, Any]
     """Shapes, dtypes and shardings by path."""
 
     @property
     def adapters(self) -> int:
         """Parameters of low-rank adapters."""
-        return sum(
-            leaf.size
-            for path, leaf in self.shapes.items()
-            if path.rpartition("/")[2] in ("lora_a", "lora_b")
-        )
+        return self._size_of("lora_a", "lora_b")
 
     @functools.cached_property
     def parameters(self) -> int:
         """Parameters of the model, whatever is kept in their place, and of adapters."""
-        added = {
-            path: leaf
-            for path, leaf in self.shapes.items()
-            if path.rpartition("/")[2] in ("lora_a", "lora_b", "magnitude")
-        }
         if not self.rewrite.replaced:
             return count(self.shapes)[0]
-        return count(self.original)[0] + count(added)[0]
+        return count(self.original)[0] + self._size_of(*LEAVES)
+
+    def _size_of(self, *names: str) -> int:
+        """Numbers in all leaves of these names."""
+        leaves = self.shapes.items()
+        return sum(leaf.size for path, leaf in leaves if path.rpartition("/")[2] in names)
 
     @functools.cached_property
     def original(self) -> dict[str, Any]:
@@ -62,7 +60,7 @@ class PlacedWeights:
         return self._placed(abstract(self.cfg.model)[1])
 
     @property
-    def sources(self) -> tuple[tuple[Mapping[str, Any], Callable[..., dict[str, jax.Array]]], ...]:
+    def sources(self) -> tuple[tuple[Mapping[str, Any], Callable[..., dict[str, Array]]], ...]:
         """Weights that those of the run can be made of, and how: original ones, and without
         adapters."""
         if not self.rewrite.replaced:
@@ -71,38 +69,40 @@ class PlacedWeights:
         return (self.original, self.rewritten), (quantized, self.beside)
 
     def beside(
-        self, weights: Iterable[tuple[str, jax.Array]] | Mapping[str, jax.Array]
-    ) -> dict[str, jax.Array]:
+        self, weights: Iterable[tuple[str, Array]] | Mapping[str, Array]
+    ) -> dict[str, Array]:
         """Fresh adapters beside weights of the run's quantization, by path."""
-        found = self.rewrite.under_adapters(dict(weights))
+        leaves = self.rewrite.under_adapters(dict(weights))
         for path in self.rewrite.adapted:
             base = {
-                name: leaf for name, leaf in found.items() if f"{name}/".startswith(f"{path}/base/")
+                name: leaf
+                for name, leaf in leaves.items()
+                if f"{name}/".startswith(f"{path}/base/")
             }
-            found |= self._made(functools.partial(self.rewrite.adapters, path), base)
-        return found
+            leaves |= self._made(functools.partial(self.rewrite.adapters, path), base)
+        return leaves
 
-    def rewritten(self, weights: Iterable[tuple[str, jax.Array]]) -> dict[str, jax.Array]:
-        """What the run keeps of original weights, by path, where it will live; one is rewritten
-        before the next is read."""
-        found: dict[str, jax.Array] = {}
+    def rewritten(self, weights: Iterable[tuple[str, Array]]) -> dict[str, Array]:
+        """Weights of the run, made of original ones, by path and sharded; each is rewritten before
+        the next is read."""
+        leaves: dict[str, Array] = {}
         for path, array in weights:
             if path in self.shapes:
-                found[path] = array
+                leaves[path] = array
             else:
-                found |= self._made(functools.partial(self.rewrite.kept, path), array)
-        return found
+                leaves |= self._made(functools.partial(self.rewrite.kept, path), array)
+        return leaves
 
     def adapter(self, folder: str) -> dict[str, np.ndarray]:
-        """What a folder in PEFT's format holds of the run's adapters, by path. ConfigError where it
-        is not lora's."""
+        """The run's adapters out of a folder in PEFT's format, by path. ConfigError where it is not
+        lora's."""
         from maxstack.hf import peft
 
         lora = self.cfg.lora
         adapted = {path: spec.contract for path, spec in self.rewrite.adapted.items()}
         assert lora
         adapter = peft.Adapter(Path(folder), finite=not self.cfg.checkpoint.allow_nonfinite)
-        names = {f"{path}/{name}" for path in adapted for name in ("lora_a", "lora_b", "magnitude")}
+        names = {f"{path}/{name}" for path in adapted for name in LEAVES}
         shapes = {path: leaf.shape for path, leaf in self.shapes.items() if path in names}
         return peft.read(
             adapter,
@@ -132,18 +132,10 @@ class PlacedWeights:
 
     def _placed(self, state: nnx.State) -> dict[str, Any]:
         params, info = of_weights(state)
-        shardings = sharding_of_weights(info, self.mesh, self.cfg.mesh.rules)
-        return flat(
-            jax.tree.map(
-                lambda leaf, sharding: jax.ShapeDtypeStruct(
-                    leaf.shape, leaf.dtype, sharding=sharding
-                ),
-                params,
-                shardings,
-            )
-        )
+        shardings = flat(sharding_of_weights(info, self.mesh, self.cfg.mesh.rules))
+        return {path: leaf.update(sharding=shardings[path]) for path, leaf in flat(params).items()}
 
-    def _made(self, make: Callable[..., dict[str, jax.Array]], given: Any) -> dict[str, jax.Array]:
-        shardings = {path: self.shapes[path].sharding for path in jax.eval_shape(make, given)}
+    def _made(self, make: Callable[..., dict[str, Array]], operands: Any) -> dict[str, Array]:
+        shardings = {path: self.shapes[path].sharding for path in jax.eval_shape(make, operands)}
         options = compiling.in_order(self.mesh)
-        return jax.jit(make, out_shardings=shardings, compiler_options=options)(given)
+        return jax.jit(make, out_shardings=shardings, compiler_options=options)(operands)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array
 from qwix import QArray
 
 from maxstack.layers.weight import Experts, Substitute, weight, whole
@@ -40,7 +41,7 @@ class Quantized(Substitute):
 
     quant: QuantSpec
 
-    def read(self, x: jax.Array) -> jax.Array:
+    def read(self, x: Array) -> Array:
         """x, rounded as the rule says of activations."""
         return faked(x, self.quant.act, -1) if self.quant.act else x
 
@@ -53,16 +54,16 @@ class Trained(Quantized, nnx.Param):
     def quant(self) -> QuantSpec:  # type: ignore[override]
         return self.get_metadata()["quant"]
 
-    def project(self, x: jax.Array) -> jax.Array:
+    def project(self, x: Array) -> Array:
         """See weight.project."""
         spec = WeightSpec.of(self)
         return _projected(self.quant, spec, x, self[...], lambda w: w.reshape(spec.matrix))
 
-    def lookup(self, index: jax.Array, dtype: Any) -> jax.Array:
+    def lookup(self, index: Array, dtype: Any) -> Array:
         """See weight.lookup; the rows are rounded after they are taken."""
         return faked(self[...][index], self.quant.weight, -1).astype(dtype)
 
-    def values(self, dtype: Any) -> jax.Array:
+    def values(self, dtype: Any) -> Array:
         """See weight.values."""
         spec = WeightSpec.of(self)
         matrix = faked(self[...].reshape(spec.matrix), self.quant.weight, spec.contracted)
@@ -97,7 +98,7 @@ class Stored(Quantized, nnx.Module):
             setattr(self, name, stacked(made, leaf.shape[:dims], frozen=True))
 
     @property
-    def leaves(self) -> dict[str, jax.Array]:
+    def leaves(self) -> dict[str, Array]:
         """Leaves as `stored` gives them."""
         return {
             name: getattr(self, name)[...]
@@ -108,22 +109,18 @@ class Stored(Quantized, nnx.Module):
     @property
     def array(self) -> QArray:
         """The matrix as an array of Qwix."""
-        return _read(self.leaves, self.spec, self.quant.weight)
+        return self._read(self.leaves)
 
-    def project(self, x: jax.Array) -> jax.Array:
+    def project(self, x: Array) -> Array:
         """See weight.project."""
+        return _projected(self.quant, self.spec, x, self.leaves, self._read)
 
-        def matrix(leaves: dict[str, jax.Array]) -> QArray:
-            return _read(leaves, self.spec, self.quant.weight)
-
-        return _projected(self.quant, self.spec, x, self.leaves, matrix)
-
-    def lookup(self, index: jax.Array, dtype: Any) -> jax.Array:
+    def lookup(self, index: Array, dtype: Any) -> Array:
         """See weight.lookup."""
         rows = {name: leaf[index] for name, leaf in self.leaves.items()}
-        return dequantize(_read(rows, self.spec, self.quant.weight), dtype)
+        return dequantize(self._read(rows), dtype)
 
-    def values(self, dtype: Any) -> jax.Array:
+    def values(self, dtype: Any) -> Array:
         """See weight.values."""
         return dequantize(self.array, dtype).reshape(self.spec.shape)
 
@@ -134,8 +131,11 @@ class Stored(Quantized, nnx.Module):
             return QuantizedExperts(whole.qvalue.astype(dtype), whole.scale, self.quant)
         return RoundedExperts(self.values(dtype), self.quant)
 
+    def _read(self, leaves: dict[str, Array]) -> QArray:
+        return _read(leaves, self.spec, self.quant.weight)
 
-def stored(w: jax.Array, spec: WeightSpec, quant: QuantSpec) -> dict[str, jax.Array]:
+
+def stored(w: Array, spec: WeightSpec, quant: QuantSpec) -> dict[str, Array]:
     """Leaves that a Stored weight keeps of a float one [..., shape], whatever dimensions a stack
     puts before it. The values are called by their type, so that a checkpoint says what its bytes
     mean."""
@@ -146,15 +146,13 @@ def stored(w: jax.Array, spec: WeightSpec, quant: QuantSpec) -> dict[str, jax.Ar
     return leaves if q.zero_point is None else leaves | {"zero_point": q.zero_point.astype("int8")}
 
 
-def floats(
-    leaves: Mapping[str, jax.Array | np.ndarray], spec: WeightSpec, quant: QuantSpec
-) -> jax.Array:
+def floats(leaves: Mapping[str, Array | np.ndarray], spec: WeightSpec, quant: QuantSpec) -> Array:
     """The float32 weight [..., shape] that leaves of a Stored one stand for."""
     matrix = dequantize(_read(leaves, spec, quant.weight), jnp.float32)
     return matrix.reshape(*matrix.shape[: matrix.ndim - len(spec.matrix)], *spec.shape)
 
 
-def _read(leaves: Mapping[str, jax.Array | np.ndarray], spec: WeightSpec, how: Operand) -> QArray:
+def _read(leaves: Mapping[str, Array | np.ndarray], spec: WeightSpec, how: Operand) -> QArray:
     values, zero = leaves[how.qtype], leaves.get("zero_point")
     if how.qtype in HALF:
         values = _unpacked(values, spec.packed, HALF[how.qtype])
@@ -163,7 +161,7 @@ def _read(leaves: Mapping[str, jax.Array | np.ndarray], spec: WeightSpec, how: O
     return QArray(values, leaves["scale"], zero, qtype)
 
 
-def _packed(x: jax.Array, dim: int) -> jax.Array:
+def _packed(x: Array, dim: int) -> Array:
     """Neighbours along a dimension, counted from the end, as the halves of a byte: uint8."""
     nibbles = jax.lax.bitcast_convert_type(x, jnp.uint4).astype(jnp.uint8)
     pairs = nibbles.reshape(*x.shape[:dim], x.shape[dim] // 2, 2, *x.shape[x.ndim + dim + 1 :])
@@ -171,15 +169,15 @@ def _packed(x: jax.Array, dim: int) -> jax.Array:
     return (low | (high << 4)).squeeze(dim)
 
 
-def _unpacked(x: jax.Array | np.ndarray, dim: int, dtype: Any) -> jax.Array:
+def _unpacked(x: Array | np.ndarray, dim: int, dtype: Any) -> Array:
     pairs = jnp.stack([x & 15, x >> 4], axis=x.ndim + dim + 1)
     nibbles = pairs.reshape(*x.shape[:dim], 2 * x.shape[dim], *x.shape[x.ndim + dim + 1 :])
     return jax.lax.bitcast_convert_type(nibbles.astype(jnp.uint4), dtype)
 
 
 def _projected(
-    quant: QuantSpec, spec: WeightSpec, x: jax.Array, kept: Any, matrix: Callable[[Any], Any]
-) -> jax.Array:
+    quant: QuantSpec, spec: WeightSpec, x: Array, kept: Any, matrix: Callable[[Any], Any]
+) -> Array:
     """x times the weight that `matrix` makes of what is kept. It is made once more for the backward
     pass where it would else be kept for that."""
     rows = x.shape[: x.ndim - spec.contract]
@@ -188,7 +186,7 @@ def _projected(
     x = x.reshape(*(rows if apart else (math.prod(rows),)), -1)
     axes = whole(spec.matrix_axes)
 
-    def run(x: jax.Array, kept: Any) -> jax.Array:
+    def run(x: Array, kept: Any) -> Array:
         return product(quant, axes, x, matrix(kept))
 
     if current() is not None or isinstance(kept, dict):

@@ -4,9 +4,9 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
-import jax
 import numpy as np
 from flax import nnx
+from jax import Array
 
 from maxstack.errors import ConfigError, quoted
 from maxstack.schema.quantization import QuantizationConfig, RuleConfig
@@ -49,11 +49,11 @@ class RuleMatch:
             return Stored(param, self.quant)
         return Trained(param.get_value(), quant=self.quant, **param.get_metadata())
 
-    def stored(self, array: jax.Array) -> dict[str, jax.Array]:
+    def stored(self, array: Array) -> dict[str, Array]:
         """Leaves of the weight in low precision, where the mode is ptq."""
         return stored(array, self.spec, self.quant)
 
-    def floats(self, leaves: Mapping[str, jax.Array | np.ndarray]) -> jax.Array:
+    def floats(self, leaves: Mapping[str, Array | np.ndarray]) -> Array:
         """The weight that such leaves stand for."""
         return floats(leaves, self.spec, self.quant)
 
@@ -97,7 +97,7 @@ def _applies(rule: RuleConfig, path: str, spec: WeightSpec) -> bool:
 def _no_match(
     rule: RuleConfig, params: Mapping[str, nnx.Param], specs: Mapping[str, WeightSpec]
 ) -> str:
-    """Why a rule matches no weight, and what to do."""
+    """Reason why a rule matches no weight, and a remedy."""
     if any(matches(rule.module_path, path) for path in specs):
         return (
             "takes nothing: no weight that module_path matches is used so (op_names "
@@ -124,9 +124,8 @@ def _match(number: int, rule: RuleConfig, mode: str, path: str, spec: WeightSpec
     size = round(inputs * tile) if isinstance(tile, float) else tile
     if size is not None and (not size or inputs % size):
         raise ConfigError(
-            f"{where}.tile_size: {tile} does not divide the {inputs} inputs of {path}; "
-            f"use a divisor, or give {path} a rule of its own "
-            "before this one"
+            f"{where}.tile_size: {tile} does not divide the {inputs} inputs of {path}; use a "
+            f"divisor, or give {path} a rule of its own before this one"
         )
     if rule.weight_qtype in HALF and mode == "ptq" and spec.matrix[spec.packed] % 2:
         raise ConfigError(
@@ -142,9 +141,8 @@ def _match(number: int, rule: RuleConfig, mode: str, path: str, spec: WeightSpec
         )
     if rule.bwd_weight_grad_tile_size and spec.use == "experts":
         raise ConfigError(
-            f"{where}.bwd_weight_grad_tile_size: {path} is of experts, whose rows lie in "
-            "no sequence; give it a rule of its own before "
-            "this one, without tiles"
+            f"{where}.bwd_weight_grad_tile_size: {path} is of experts, whose rows lie in no "
+            "sequence; give it a rule of its own before this one, without tiles"
         )
     if rule.bwd_qtype and spec.use in ("rows", "head"):
         head = "the head, which the loss multiplies in the compute dtype, forward and backward"

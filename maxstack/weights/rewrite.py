@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array
 
 from maxstack.errors import ConfigError, quoted
 from maxstack.layers.weight import Weight, draw
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from maxstack.weights.recipe import RuleMatch
 
 Tree = dict[str, Any]
-Array = jax.Array | np.ndarray
+AnyArray = Array | np.ndarray
 
 
 class Rewrite:
@@ -37,7 +38,7 @@ class Rewrite:
     """
 
     def __init__(self, cfg: "Config", errors: "Errors | None" = None):
-        """With `errors` the model computes as the original one does, and adds the changes that its
+        """`errors`: the model computes as the original one does, and adds the changes that its
         recipe would make to them."""
         self._cfg, self._errors = cfg, errors
         self.matches: dict[str, RuleMatch] = {}
@@ -49,7 +50,7 @@ class Rewrite:
             "/".join(map(str, path)): param for path, param in nnx.to_flat_state(self.state)
         }
 
-    def counting(self, real_BT: jax.Array) -> contextlib.AbstractContextManager[None]:
+    def counting(self, real_BT: Array) -> contextlib.AbstractContextManager[None]:
         """Context in which errors are those of these positions alone."""
         if self._errors is None:
             return contextlib.nullcontext()
@@ -77,7 +78,7 @@ class Rewrite:
             leaves |= self.kept(path, array)
         return nnx.traversals.unflatten_mapping(leaves, sep="/")
 
-    def kept(self, path: str, array: jax.Array) -> dict[str, jax.Array]:
+    def kept(self, path: str, array: Array) -> dict[str, Array]:
         """Leaves that are kept of an original weight; a new adapter is drawn by train.seed."""
         match, leaves = self.matches.get(path), {path: array}
         if match and self._errors is not None:
@@ -97,12 +98,12 @@ class Rewrite:
             moved[name if path is None else f"{path}/base{name.removeprefix(path)}"] = leaf
         return moved
 
-    def adapters(self, path: str, leaves: Mapping[str, Array]) -> dict[str, jax.Array]:
+    def adapters(self, path: str, leaves: Mapping[str, AnyArray]) -> dict[str, Array]:
         """A fresh adapter of the weight at `path`, of which `leaves` are kept."""
         spec, seed = self.adapted[path], self._cfg.train.seed
         made = {
             f"{path}/{name}": draw(self._params[f"{path}/{name}"], (path, name), seed)
-            for name in ("lora_a", "lora_b")
+            for name in adapter.LEAVES[:2]
         }
         if f"{path}/magnitude" in self._params:
             whole = jnp.asarray(self.floats(path, leaves), jnp.float32)
@@ -111,7 +112,7 @@ class Rewrite:
             made[f"{path}/magnitude"] = lengths
         return made
 
-    def floats(self, path: str, leaves: Mapping[str, Array]) -> Array:
+    def floats(self, path: str, leaves: Mapping[str, AnyArray]) -> AnyArray:
         """The original weight that leaves of the rewritten model stand for, without its adapter."""
         base = f"{path}/base" if path in self.adapted else path
         match = self.matches.get(path)
@@ -125,7 +126,7 @@ class Rewrite:
             }
         )
 
-    def original(self, path: str, leaves: Mapping[str, Array]) -> Array:
+    def original(self, path: str, leaves: Mapping[str, AnyArray]) -> AnyArray:
         """The original weight that leaves of the rewritten model stand for, with its adapter merged
         into it in float32."""
         whole, lora = self.floats(path, leaves), self._cfg.lora
@@ -135,8 +136,8 @@ class Rewrite:
         merge = functools.partial(adapter.merged, lora, spec.contract)
         for _ in range(whole.ndim - len(spec.shape)):
             merge = jax.vmap(merge)
-        names = ("lora_a", "lora_b", "magnitude") if lora.dora else ("lora_a", "lora_b")
-        own = (jnp.asarray(leaves[f"{path}/{name}"]) for name in names)
+        names = (f"{path}/{name}" for name in adapter.LEAVES)
+        own = (jnp.asarray(leaves[name]) for name in names if name in self._params)
         return merge(jnp.asarray(whole, jnp.float32), *own)
 
     def _built(self) -> decoder.Decoder:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from flax import nnx
 
 from maxstack.errors import ConfigError
 from maxstack.hf.binding import bind
@@ -16,7 +15,7 @@ from maxstack.hf.exported import choose, export
 from maxstack.hf.families import ALL, FAMILIES
 from maxstack.hf.family import meaning
 from maxstack.hf.reader import pieces_of, reading
-from maxstack.models.model import abstract
+from maxstack.models.model import weights_of
 from maxstack.schema.decoder import DecoderConfig
 
 GOLDENS = {
@@ -26,11 +25,7 @@ GOLDENS = {
 
 
 def shapes_of(model):
-    state = nnx.to_pure_dict(abstract(model)[1])
-    return {
-        "/".join(map(str, path)): leaf.shape
-        for path, leaf in nnx.traversals.flatten_mapping(state).items()
-    }
+    return {path: leaf.shape for path, leaf in weights_of(model).items()}
 
 
 def test_every_family_has_a_golden():

@@ -12,7 +12,6 @@ from flax import nnx
 from maxstack.hf.contents import Contents
 from maxstack.kernels.attention.request import visible
 from maxstack.layers.attention import request
-from maxstack.models.decoder import pattern_keys, periods
 from maxstack.models.flops import components, flops_per_token
 from maxstack.models.model import abstract
 from maxstack.schema.mixers import AttentionConfig, MLAConfig
@@ -114,9 +113,9 @@ def share(path: str, model) -> float:
     ):
         return 1.0
     part, key = path.split("/")[:2]
-    first_of_rest = len(model.prefix) + periods(model) * len(model.period)
+    first_of_rest = len(model.prefix) + model.repetitions * len(model.period)
     block = model.blocks[
-        pattern_keys(model)[key]
+        model.stacks[key]
         if part == "blocks"
         else model.order[int(key) + (first_of_rest if part == "rest" else 0)]
     ]

@@ -3,7 +3,6 @@
 from maxstack.hf.families import (
     deepseek,
     gemma,
-    gemma4,
     gpt2,
     gpt_oss,
     llama,
@@ -11,7 +10,6 @@ from maxstack.hf.families import (
     olmo,
     phi3,
     qwen,
-    qwen_next,
     smollm3,
 )
 from maxstack.hf.family import Family
@@ -27,10 +25,11 @@ _MODULES = (
     llama4,
     phi3,
     smollm3,
-    qwen_next,
-    gemma4,
 )
-ALL: tuple[Family, ...] = tuple(family for module in _MODULES for family in module.FAMILIES)
+ALL: tuple[Family, ...] = tuple(
+    value for module in _MODULES for value in vars(module).values() if isinstance(value, Family)
+)
+"""Every Family that a module declares; the first that can express a model is written."""
 _OTHER_TYPES = {"kimi_k2": deepseek.DEEPSEEK_V3}
 """Further values of model_type: Kimi K2 is published with the architecture of DeepSeek V3 and a
 type of its own."""

@@ -5,9 +5,9 @@ from typing import Any
 
 from maxstack.hf.blocks import FirstDense, Layers
 from maxstack.hf.families.parts import (
-    ATTENTION,
     EXPERTS,
     GATED,
+    LLAMA_ROWS,
     OUTER,
     PRE_NORMS,
     Further,
@@ -58,6 +58,7 @@ FURTHER_ROWS = rows("""
 {further}.embed_tokens.weight       | embed             | v d        | copy
 {further}.shared_head.head.weight   | head              | v d -> d v | copy
 """)
+ROWS = OUTER + PRE_NORMS + LATENT_ROWS + GATED + EXPERTS + SHARED_ROWS
 
 
 def _latent(interleaved: object) -> Table:
@@ -112,7 +113,7 @@ DEEPSEEK_V2 = Family(
             "greedy",
         ),
     ),
-    OUTER + PRE_NORMS + LATENT_ROWS + GATED + EXPERTS + SHARED_ROWS,
+    ROWS,
     fixed={
         "hidden_act": "silu",
         "mlp_bias": False,
@@ -128,7 +129,7 @@ DEEPSEEK_V3 = Family(
     "deepseek_v3",
     decoder(mtp=Further("moe", "num_nextn_predict_layers")),
     _layers(_latent(Key("rope_interleave", True)), BY_TOP_TWO),
-    OUTER + PRE_NORMS + LATENT_ROWS + GATED + EXPERTS + SHARED_ROWS + FURTHER_ROWS,
+    ROWS + FURTHER_ROWS,
     fixed={
         "hidden_act": "silu",
         "moe_layer_freq": 1,
@@ -155,10 +156,8 @@ GLM4_MOE = Family(
         BY_TOP_TWO,
         GLM_NORM,
     ),
-    OUTER + PRE_NORMS + ATTENTION + GATED + EXPERTS + SHARED_ROWS + FURTHER_ROWS,
+    LLAMA_ROWS + EXPERTS + SHARED_ROWS + FURTHER_ROWS,
     fixed={"hidden_act": "silu", "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     further="model.layers.{}",
     further_after=True,
 )
-
-FAMILIES = (DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE)

@@ -2,59 +2,32 @@
 one."""
 
 from maxstack.hf.blocks import Layers
-from maxstack.hf.families.parts import SILU, Table
+from maxstack.hf.families.parts import SILU, attention, block, decoder, gated, rms
 from maxstack.hf.family import Family
 from maxstack.hf.rows import rows
-from maxstack.hf.table import Derived, Key, Source
+from maxstack.hf.table import Derived, Key
 
-NORM: Table = {
-    "kind": "layer",
-    "eps": Key("layer_norm_epsilon", 1e-5),
-    "scale": True,
-    "zero_centered": False,
-    "bias": True,
-}
-
-
-def _head_dim(source: Source) -> int:
-    return source.need("n_embd") // source.need("n_head")
-
+NORM = rms(kind="layer", eps=Key("layer_norm_epsilon", 1e-5), bias=True)
+MIXER = attention(
+    None,
+    heads=Key("n_head"),
+    kv_heads=Derived(lambda source: source.need("n_head")),
+    head_dim=Derived(lambda source: source.need("n_embd") // source.need("n_head")),
+    qkv_bias=True,
+    out_bias=True,
+)
+MLP = gated(
+    kind="dense",
+    hidden=Key("n_inner", lambda source: 4 * source.need("n_embd")),
+    bias=True,
+    activation=Key("activation_function", "gelu_new", words={"gelu_new": "gelu_tanh", **SILU}),
+)
 
 GPT2 = Family(
     "GPT2LMHeadModel",
     "gpt2",
-    {
-        "vocab": Key("vocab_size"),
-        "embed": Key("n_embd"),
-        "positions": Key("n_positions", 1024),
-        "norm": NORM,
-        "head": {"tied": Key("tie_word_embeddings", True), "bias": False, "soft_cap": None},
-    },
-    Layers(
-        {
-            "block": {
-                "mixer": {
-                    "kind": "attention",
-                    "heads": Key("n_head"),
-                    "kv_heads": Derived(lambda source: source.need("n_head")),
-                    "head_dim": Derived(_head_dim),
-                    "rope": None,
-                    "qkv_bias": True,
-                    "out_bias": True,
-                },
-                "mlp": {
-                    "kind": "dense",
-                    "hidden": Key("n_inner", lambda source: 4 * source.need("n_embd")),
-                    "bias": True,
-                    "activation": Key(
-                        "activation_function", "gelu_new", words={"gelu_new": "gelu_tanh", **SILU}
-                    ),
-                },
-                "norm": NORM,
-            }
-        },
-        key="n_layer",
-    ),
+    decoder(tied=True, norm=NORM, embed=Key("n_embd"), positions=Key("n_positions", 1024)),
+    Layers({"block": block(MIXER, MLP, NORM)}, key="n_layer"),
     rows("""
 transformer.wte.weight     | embed            | v d
 transformer.wpe.weight     | positions        | l d
@@ -83,5 +56,3 @@ lm_head.weight             | head             | v d -> d v
     body="transformer.",
     unused=(r".*\.attn\.(bias|masked_bias)",),
 )
-
-FAMILIES = (GPT2,)

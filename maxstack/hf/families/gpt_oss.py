@@ -1,16 +1,13 @@
 """gpt-oss: attention sinks, windows on every other layer, experts with biases and a clamped
 activation, gate and up interleaved."""
 
-from maxstack.hf.blocks import Layers
 from maxstack.hf.families.parts import (
-    ATTENTION,
-    OUTER,
-    PRE_NORMS,
-    attention,
-    block,
+    PRE_NORMED,
     decoder,
+    experts,
     full_every,
     rms,
+    windowed,
 )
 from maxstack.hf.family import Family
 from maxstack.hf.rope import ORIGINAL, Rope
@@ -30,35 +27,29 @@ ROPE = Rope(
         ORIGINAL: 4096,
     },
 )
-EXPERTS = {
-    "kind": "moe",
-    "experts": Key("num_local_experts", lambda source: source.need("num_experts")),
-    "top_k": Key("num_experts_per_tok", lambda source: source.need("experts_per_token")),
-    "hidden": Key("intermediate_size"),
-    "activation": "silu",
-    "clamp": Key("swiglu_limit", 7.0),
-    "bias": True,
-    "router": {"score": "softmax", "normalize": True, "bias": True},
-}
+EXPERTS = experts(
+    Key("num_local_experts", lambda source: source.need("num_experts")),
+    {"score": "softmax", "normalize": True, "bias": True},
+    "intermediate_size",
+    top_k=Key("num_experts_per_tok", lambda source: source.need("experts_per_token")),
+    activation="silu",
+    clamp=Key("swiglu_limit", 7.0),
+    bias=True,
+)
 
 GPT_OSS = Family(
     "GptOssForCausalLM",
     "gpt_oss",
     decoder(norm=NORM),
-    Layers(
-        {
-            name: block(
-                attention(ROPE, window=window, sinks=True, qkv_bias=BIAS, out_bias=BIAS),
-                EXPERTS,
-                NORM,
-            )
-            for name, window in (("full", None), ("sliding", Key("sliding_window", 128)))
-        },
+    windowed(
         full_every(2),
+        Key("sliding_window", 128),
+        (ROPE, ROPE),
+        {"sinks": True, "qkv_bias": BIAS, "out_bias": BIAS},
+        mlp=EXPERTS,
+        norm=NORM,
     ),
-    OUTER
-    + PRE_NORMS
-    + ATTENTION
+    PRE_NORMED
     + rows("""
 {layer}.mlp.router.weight                | mlp/router                         | e d -> d e
 {layer}.mlp.router.bias                  | mlp/router_bias                    | e
@@ -70,5 +61,3 @@ GPT_OSS = Family(
     fixed={"hidden_act": "silu", "swiglu_alpha": 1.702},
     silent=("initial_context_length", "experts_per_token"),
 )
-
-FAMILIES = (GPT_OSS,)

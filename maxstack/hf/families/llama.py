@@ -1,14 +1,11 @@
 """Llama 2 and 3, Mistral, Mixtral."""
 
-from maxstack.hf.blocks import Layers
 from maxstack.hf.families.parts import (
-    ATTENTION,
     BIASED,
-    GATED,
-    OUTER,
-    PRE_NORMS,
+    LLAMA_ROWS,
+    PRE_NORMED,
+    alike,
     attention,
-    block,
     decoder,
     experts,
     gated,
@@ -25,14 +22,8 @@ LLAMA = Family(
     "LlamaForCausalLM",
     "llama",
     decoder(),
-    Layers(
-        {
-            "block": block(
-                attention(Rope(), window=None, **BIASED), gated(bias=Key("mlp_bias", False))
-            )
-        }
-    ),
-    OUTER + PRE_NORMS + ATTENTION + GATED,
+    alike(attention(Rope(), window=None, **BIASED), gated(bias=Key("mlp_bias", False))),
+    LLAMA_ROWS,
     silent=("pretraining_tp",),
 )
 
@@ -40,30 +31,20 @@ MISTRAL = Family(
     "MistralForCausalLM",
     "mistral",
     decoder(),
-    Layers({"block": block(attention(Rope(), window=WINDOW))}),
-    OUTER + PRE_NORMS + ATTENTION + GATED,
+    alike(attention(Rope(), window=WINDOW)),
+    LLAMA_ROWS,
 )
 
 MIXTRAL = Family(
     "MixtralForCausalLM",
     "mixtral",
     decoder(norm=rms(1e-5)),
-    Layers(
-        {
-            "block": block(
-                attention(Rope(theta=1e6), window=WINDOW),
-                experts(
-                    "num_local_experts",
-                    {"score": "softmax", "normalize": True},
-                    "intermediate_size",
-                ),
-                rms(1e-5),
-            )
-        }
+    alike(
+        attention(Rope(theta=1e6), window=WINDOW),
+        experts("num_local_experts", {"score": "softmax", "normalize": True}, "intermediate_size"),
+        rms(1e-5),
     ),
-    OUTER
-    + PRE_NORMS
-    + ATTENTION
+    PRE_NORMED
     + rows("""
 {layer}.block_sparse_moe.gate.weight           | mlp/router | e d -> d e
 {layer}.block_sparse_moe.experts.{e}.w1.weight | mlp/gate   | f d -> d f
@@ -71,5 +52,3 @@ MIXTRAL = Family(
 {layer}.block_sparse_moe.experts.{e}.w2.weight | mlp/down   | d f -> f d
 """),
 )
-
-FAMILIES = (LLAMA, MISTRAL, MIXTRAL)

@@ -3,13 +3,12 @@ of experts, each in its own rhythm."""
 
 from maxstack.hf.blocks import Both, Every, Layers
 from maxstack.hf.families.parts import (
-    ATTENTION,
     BIASED,
-    OUTER,
-    PRE_NORMS,
+    PRE_NORMED,
     attention,
     block,
     decoder,
+    experts,
     gated,
     rms,
 )
@@ -43,11 +42,11 @@ MIXERS = {
 }
 MLPS = {
     "dense": gated(hidden="intermediate_size_mlp"),
-    "moe": gated(
-        kind="moe",
-        experts=Key("num_local_experts"),
+    "moe": experts(
+        "num_local_experts",
+        {"score": "sigmoid", "normalize": False, "scale_input": True},
+        "intermediate_size",
         top_k=Key("num_experts_per_tok", 1),
-        router={"score": "sigmoid", "normalize": False, "scale_input": True},
         shared={"hidden": Derived(lambda source: source.need("intermediate_size")), "gate": False},
     ),
 }
@@ -74,9 +73,7 @@ LLAMA4 = Family(
             ),
         ),
     ),
-    OUTER
-    + PRE_NORMS
-    + ATTENTION
+    PRE_NORMED
     + rows("""
 {layer}.feed_forward.gate_proj.weight               | mlp/gate             | f d -> d f
 {layer}.feed_forward.up_proj.weight                 | mlp/up               | f d -> d f
@@ -93,5 +90,3 @@ LLAMA4 = Family(
     intermediate_size_mlp attn_scale floor_scale attn_temperature_tuning
     """.split(),
 )
-
-FAMILIES = (LLAMA4,)

@@ -1,20 +1,17 @@
 """OLMo 2 and 3: norms after the parts alone, queries and keys normed over all heads together."""
 
-from typing import Any
-
-from maxstack.hf.blocks import Layers
 from maxstack.hf.families.parts import (
     ATTENTION,
     BIASED,
     GATED,
     OUTER,
     POST_NORMS,
-    Table,
+    alike,
     attention,
-    block,
     decoder,
     full_every,
     rms,
+    windowed,
 )
 from maxstack.hf.family import Family
 from maxstack.hf.rope import Rope
@@ -22,18 +19,13 @@ from maxstack.hf.table import Key
 
 NORM = rms(1e-5)
 ROWS = OUTER + POST_NORMS + ATTENTION + GATED
-
-
-def _block(rope: Rope, window: Any) -> Table:
-    mixer = attention(rope, window=window, qk_norm=NORM, qk_norm_over="all", **BIASED)
-    return block(mixer, norm=NORM, placement="post")
-
+MIXER = {"qk_norm": NORM, "qk_norm_over": "all", **BIASED}
 
 OLMO2 = Family(
     "Olmo2ForCausalLM",
     "olmo2",
     decoder(norm=NORM),
-    Layers({"block": _block(Rope(theta=500_000.0), None)}),
+    alike(attention(Rope(theta=500_000.0), window=None, **MIXER), norm=NORM, placement="post"),
     ROWS,
 )
 
@@ -41,17 +33,16 @@ OLMO3 = Family(
     "Olmo3ForCausalLM",
     "olmo3",
     decoder(norm=NORM),
-    Layers(
-        {
-            "full": _block(Rope("full_attention", theta=500_000.0), None),
-            "sliding": _block(
-                Rope("sliding_attention", theta=500_000.0, old_scaling=False),
-                Key("sliding_window", 4096),
-            ),
-        },
+    windowed(
         full_every(4),
+        Key("sliding_window", 4096),
+        (
+            Rope("full_attention", theta=500_000.0),
+            Rope("sliding_attention", theta=500_000.0, old_scaling=False),
+        ),
+        MIXER,
+        norm=NORM,
+        placement="post",
     ),
     ROWS,
 )
-
-FAMILIES = (OLMO2, OLMO3)

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from maxstack.hf.blocks import Types
+from maxstack.hf.blocks import Layers, Order, Types
 from maxstack.hf.rows import rows
 from maxstack.hf.table import Key, Mismatch, Sink, Source
 
@@ -18,6 +18,7 @@ SILU = {
     "gelu": "gelu",
     "relu": "relu",
 }
+ACTIVATION = Key("hidden_act", "silu", words=SILU)
 HEAD_DIM = Key(
     "head_dim", lambda source: source.need("hidden_size") // source.need("num_attention_heads")
 )
@@ -27,11 +28,11 @@ BIASED: Table = dict.fromkeys(("qkv_bias", "out_bias"), Key("attention_bias", Fa
 WINDOWS = {"sliding_attention": "sliding", "full_attention": "full"}
 
 
-def rms(eps: float = 1e-6, **more: Any) -> Table:
-    """A root-mean-square norm; `eps` is what an absent key means."""
+def rms(eps: Any = 1e-6, **more: Any) -> Table:
+    """A root-mean-square norm; `eps` is an entry, or what an absent key means."""
     return {
         "kind": "rms",
-        "eps": Key("rms_norm_eps", eps),
+        "eps": Key("rms_norm_eps", eps) if isinstance(eps, float) else eps,
         "scale": True,
         "zero_centered": False,
         "bias": False,
@@ -65,46 +66,69 @@ def attention(rope: Any, **more: Any) -> Table:
     }
 
 
+def gelu(key: str) -> Key:
+    """The activation that a key names, by default the approximate GELU."""
+    return Key(key, "gelu_pytorch_tanh", words=SILU)
+
+
 def block(mixer: Table, mlp: Any = None, norm: Table | None = None, **more: Any) -> Table:
     """A mixer and an MLP, by default gated, each with a norm, by default `rms()`."""
     return {"mixer": mixer, "mlp": mlp or gated(), "norm": norm or rms(), **more}
 
 
-def full_every(step: int, key: str | None = None) -> Types:
-    """Full attention in every `step`-th layer, or as `key` says, and windows in the others."""
+def alike(*parts: Any, **more: Any) -> Layers:
+    """Layers that are all the same `block`."""
+    return Layers({"block": block(*parts, **more)})
+
+
+def windowed(
+    order: Order, window: Any, ropes: tuple[Any, Any], mixer: Table, **more: Any
+) -> Layers:
+    """Full and sliding layers, with a RoPE for each, which are otherwise the same."""
+    full, sliding = (
+        block(attention(rope, window=size, **mixer), **more)
+        for rope, size in zip(ropes, (None, window), strict=True)
+    )
+    return Layers({"full": full, "sliding": sliding}, order)
+
+
+def full_every(
+    step: int, key: str | None = None, words: Mapping[str, str] = WINDOWS, last: bool = False
+) -> Types:
+    """The second kind of `words` in every `step`-th layer, or as `key` says, and in the last one
+    where that `last` is always full; the first kind in the others."""
+    other, full = words
 
     def absent(source: Source, layers: int) -> list[str]:
         n = source.get(key, step) if key else step
-        return ["sliding_attention" if i % n else "full_attention" for i in range(1, layers + 1)]
+        numbers = range(1, layers + 1)
+        return [full if i % n == 0 or (last and i == layers) else other for i in numbers]
 
-    return Types(WINDOWS, absent)
+    return Types(words, absent)
 
 
 def gated(
-    activation: str = "hidden_act",
+    activation: Any = ACTIVATION,
     hidden: Any = "intermediate_size",
-    default: Any = "silu",
     **more: Any,
 ) -> Table:
-    """A gated MLP."""
+    """A gated MLP; `hidden` is the key with its size, or an entry."""
     return {
         "kind": "gated",
         "hidden": Key(hidden) if isinstance(hidden, str) else hidden,
-        "activation": Key(activation, default, words=SILU),
-        **more,
-    }
+        "activation": activation,
+    } | more
 
 
 def experts(count: Any, router: Any, hidden: Any = "moe_intermediate_size", **more: Any) -> Table:
     """Gated MLPs that a router chooses among; `count` is the key with their number, or an entry."""
-    return gated(
-        kind="moe",
-        experts=Key(count) if isinstance(count, str) else count,
-        top_k=Key("num_experts_per_tok"),
-        hidden=hidden,
-        router=router,
-        **more,
-    )
+    own = {
+        "kind": "moe",
+        "experts": Key(count) if isinstance(count, str) else count,
+        "top_k": Key("num_experts_per_tok"),
+        "router": router,
+    }
+    return gated(hidden=hidden, **own | more)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,3 +227,6 @@ EXPERTS = rows("""
 {layer}.mlp.experts.{e}.up_proj.weight   | mlp/up     | f d -> d f
 {layer}.mlp.experts.{e}.down_proj.weight | mlp/down   | d f -> f d
 """)
+PRE_NORMED = OUTER + PRE_NORMS + ATTENTION
+LLAMA_ROWS = PRE_NORMED + GATED
+SANDWICHED = OUTER + SANDWICH_NORMS + ATTENTION + GATED

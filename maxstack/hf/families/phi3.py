@@ -1,12 +1,11 @@
 """Phi-3: queries, keys and values in one matrix, gate and up in another, LongRoPE."""
 
-from maxstack.hf.blocks import Layers
 from maxstack.hf.families.parts import (
     OUT,
     OUTER,
     PRE_NORMS,
+    alike,
     attention,
-    block,
     decoder,
     rms,
 )
@@ -21,13 +20,8 @@ PHI3 = Family(
     "Phi3ForCausalLM",
     "phi3",
     decoder(norm=NORM),
-    Layers(
-        {
-            "block": block(
-                attention(Rope(partial=True, outside=True), window=Key("sliding_window", None)),
-                norm=NORM,
-            )
-        }
+    alike(
+        attention(Rope(partial=True, outside=True), window=Key("sliding_window", None)), norm=NORM
     ),
     OUTER
     + PRE_NORMS
@@ -40,5 +34,3 @@ PHI3 = Family(
     fixed={"attention_bias": False, "mlp_bias": False, "lm_head_bias": False},
     silent=("full_attn_mod", "interpolate_factor"),
 )
-
-FAMILIES = (PHI3,)

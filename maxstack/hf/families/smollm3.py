@@ -2,11 +2,8 @@
 
 from maxstack.hf.blocks import Every, Layers
 from maxstack.hf.families.parts import (
-    ATTENTION,
     BIASED,
-    GATED,
-    OUTER,
-    PRE_NORMS,
+    LLAMA_ROWS,
     attention,
     block,
     decoder,
@@ -27,11 +24,9 @@ SMOLLM3 = Family(
         },
         Every("nope", "rope", of="no_rope_layer_interval", default=4, flags="no_rope_layers"),
     ),
-    OUTER + PRE_NORMS + ATTENTION + GATED,
+    LLAMA_ROWS,
     fixed={"use_sliding_window": False},
     silent="""
     layer_types sliding_window max_window_layers no_rope_layer_interval pretraining_tp
     """.split(),
 )
-
-FAMILIES = (SMOLLM3,)
