@@ -332,7 +332,7 @@ def compile_step(run: Run) -> "concurrent.futures.Future[tuple[Any, float]]":
         begin = time.perf_counter()
         if run.cfg.run.executable:
             return executable.load(
-                run, Path(run.cfg.run.executable).expanduser()
+                run, os.path.expanduser(run.cfg.run.executable)
             ), time.perf_counter() - begin
         return run.compile(run.lower()), time.perf_counter() - begin
 

@@ -125,8 +125,12 @@ def names_below(folder: str, depth: int | None = None) -> list[str]:
 @contextlib.contextmanager
 def replacing(path: str) -> Iterator[Path]:
     """A local file to write in the block, which becomes `path` at its end: nobody sees it half
-    written. Its folder is made. OSError if that fails."""
+    written. Its folder is made. What is no file, such as /dev/stdout, is written directly. OSError
+    if that fails."""
     if not is_url(path):
+        if os.path.exists(path) and not os.path.isfile(path):
+            yield Path(path)
+            return
         with atomic.writing(Path(path), shared=True) as unfinished:
             yield unfinished
         return

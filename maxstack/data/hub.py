@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from maxstack.config import ConfigError, shortened
+from maxstack.config import ConfigError, shortened, storage
 from maxstack.config.errors import DataError
 from maxstack.data.json_files import read_object
 
@@ -65,6 +65,15 @@ def file_of(path: str) -> str:
     repo, _, commit = model.partition("@")
     cached = try_to_load_from_cache(repo, file, revision=commit)
     return cached if isinstance(cached, str) else str(snapshot(model, weights=False) / file)
+
+
+def model_folder(path: str, weights: bool) -> Path:
+    """Local folder of a model that is a folder, a folder at a URL or Org/Name of the hub; of the
+    latter two, files that are read are copied to a cache, safetensors only for `weights`."""
+    if named(path):
+        return snapshot(path, weights)
+    tensors = ("*.safetensors",) if weights else ()
+    return storage.local_folder(path, ("config.json", INDEX, GENERATION, *TOKENIZER, *tensors))
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxstack import sharding
-from maxstack.config import ConfigError, shortened
+from maxstack.config import ConfigError, shortened, storage
 from maxstack.data import hub
 from maxstack.load import load
 from maxstack.schema.mesh import AXES
@@ -28,7 +28,7 @@ def adapted_run(run: "Run", folder: str) -> "Run":
             "--adapter: the run has adapters of its own; merge them first: maxstack "
             "export RUN --out FOLDER"
         )
-    adapter = Adapter(Path(folder), finite=not run.cfg.checkpoint.allow_nonfinite)
+    adapter = Adapter(folder, finite=not run.cfg.checkpoint.allow_nonfinite)
     tensors = (
         tensor
         for tensor in run.weights.bound(adapter)
@@ -86,7 +86,7 @@ def read_weights(model: str, run: "Run", own: Path | None) -> Any:
 def config_of(model: str, overrides: Sequence[str]) -> tuple["Config", Path | None]:
     """The configuration of a model, and the run's folder, None for a Hugging Face folder."""
 
-    if not Path(model).is_dir() and not hub.named(model):
+    if storage.kind(model) != "directory" and not hub.named(model):
         raise ConfigError(
             f"{shortened(model, 200)}: {hub.NOWHERE}; give a run's folder, one of its checkpoints, "
             "a Hugging Face folder, or such a name"

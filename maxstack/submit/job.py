@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxstack.config import ConfigError, dump, plain
+from maxstack.config import ConfigError, dump, plain, storage
 from maxstack.config.reader import read_yaml
 from maxstack.data import hub
 from maxstack.schema import rules
@@ -149,6 +149,7 @@ def elsewhere(job: Job) -> list[str]:
         path
         for path in dict.fromkeys(filter(None, paths))
         if not path.startswith("{stdlib}")
+        and not storage.is_url(path)
         and not hub.PINNED.fullmatch(path)
         and not any(within(path, mount) for mount in mounts)
     ]
