@@ -126,7 +126,8 @@ def train(
     from maxstack import startup
     from maxstack.checks import Checks
     from maxstack.cluster import joining
-    from maxstack.data import fits, make_feed
+    from maxstack.data import fits
+    from maxstack.data.feed import Feed
     from maxstack.evals.held_out import Evaluator
     from maxstack.faults.policy import Policy
     from maxstack.faults.preemption import Preemption
@@ -150,7 +151,7 @@ def train(
     folder = run_folder.claim(cfg, first, ending)
     ledger = Ledger(folder, first, started, doing=heart.doing if heart else None)
     size, fields = cfg.train.batch_size, run.objective.fields
-    feed = make_feed(cfg.data, run.rows(size), size, fields=fields)
+    feed = Feed(cfg.data, run.rows(size), size, fields=fields)
     ending.callback(feed.close)
     log = Log(folder, cfg.train.steps, first)
     ending.push(log.ended)

@@ -177,28 +177,28 @@ def _failed(repo: str, revision: str, error: Exception) -> ConfigError:
     elsewhere = "where there is a network, and bring the cache here (HF_HUB_CACHE says where)"
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, errors.GatedRepoError):
-        said = f"is gated: ask for access at {page}, and log in with {log_in}{download}"
+        problem = f"is gated: ask for access at {page}, and log in with {log_in}{download}"
     elif isinstance(error, errors.RevisionNotFoundError):
-        said = f"has no revision {revision}; {page}/commits lists them"
+        problem = f"has no revision {revision}; {page}/commits lists them"
     elif isinstance(error, errors.RepositoryNotFoundError):
-        said = (
+        problem = (
             f"no such folder, and no model at {page}; check the name, or, if it is a private "
             f"one, log in with {log_in}"
         )
     elif status == 404:
-        said = f"has no config.json at {page}, so it is no model that maxstack can read"
+        problem = f"has no config.json at {page}, so it is no model that maxstack can read"
     elif status in (401, 403):
-        said = f"{page} answers {status}: log in with {log_in}{download}"
+        problem = f"{page} answers {status}: log in with {log_in}{download}"
     elif isinstance(error, errors.HFValidationError):
-        said = f"no such folder, and no name that the hub allows: {_line(error)}"
+        problem = f"no such folder, and no name that the hub allows: {_line(error)}"
     elif any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in _causes(error)):
-        said = (
+        problem = (
             f"no such folder, and HF_HUB_OFFLINE is set while the model is not (or not all) in "
             f"the cache, {constants.HF_HUB_CACHE}: unset it, or run {command} {elsewhere}"
         )
     else:
-        said = (
+        problem = (
             f"no such folder, and not to be had from {page} ({_line(error)}); download it "
             f"{elsewhere}{download}"
         )
-    return ConfigError(f"{repo}: {said}")
+    return ConfigError(f"{repo}: {problem}")

@@ -37,15 +37,15 @@ class Order:
         self._small = functools.lru_cache(max(2, _CACHED_ENTRIES // documents))(self._shuffled)
 
     def __getitem__(self, position: int) -> int:
-        epoch, place = divmod(position, self._documents)
+        epoch, index = divmod(position, self._documents)
         if self._documents <= _SMALL:
-            return int(self._small(epoch)[place])
+            return int(self._small(epoch)[index])
         if self._left_over:
             last, exchanged = self._documents - 1, number(f"{self._seed} {epoch}") % self._documents
-            if place == exchanged:
+            if index == exchanged:
                 return last
-            place = exchanged if place == last else place
-        return int(self._large[epoch * len(self._large) + place])
+            index = exchanged if index == last else index
+        return int(self._large[epoch * len(self._large) + index])
 
     def _shuffled(self, epoch: int) -> np.ndarray:
         return np.argsort(

@@ -203,8 +203,8 @@ def open_tokenizer(cfg: TokenizerConfig) -> Tokenizer:
 
 
 def bytes_of(token_bytes: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """How many bytes of text each id stands for; 0 for ids beyond the tokenizer's vocabulary, which
-    synthetic sources may have."""
+    """Number of bytes of text that each id stands for; 0 for ids beyond the tokenizer's
+    vocabulary, which synthetic sources may have."""
     return np.where(ids < len(token_bytes), token_bytes[np.minimum(ids, len(token_bytes) - 1)], 0)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from maxstack.plan.hlo import PLAIN, Computation, Instruction, Program
 
@@ -48,24 +48,14 @@ _VALUE = re.compile(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Memory:
+class Memory(NamedTuple):
     """Bytes on each device, from `jax.stages.Compiled.memory_analysis`, without estimates of our
     own."""
 
     arguments: int
-    outputs: int
-    aliased: int
-    """Outputs that are written into donated arguments."""
-    temporaries: int
     code: int
     """The program itself, in a TPU's memory; 0 on a CPU and for CUDA, whose compilers do not
     say."""
-    host: int
-    """Pinned host memory: arguments, outputs and temporaries there."""
-    peak: int | None
-    """The most in use at one time, of all but code; None on a CPU, where XLA leaves temporaries
-    out, and where jaxlib does not tell."""
     needed: int
     """Bytes that the device must have. TPU: peak and code, since temporaries are packed as loosely
     as the chip allows, and the compiler holds the peak against its memory; where the host's
@@ -108,30 +98,17 @@ def memory(compiled: Any) -> Memory:
     stats = compiled.memory_analysis()
     if stats is None:
         raise ValueError("this backend gives no memory analysis")
-    platform = _platform(compiled)
     code, temporaries = stats.generated_code_size_in_bytes, stats.temp_size_in_bytes
     arguments = stats.argument_size_in_bytes
-    whole = arguments + stats.output_size_in_bytes - stats.alias_size_in_bytes + temporaries
-    peak = getattr(stats, "peak_memory_in_bytes", None) if platform != "cpu" else None
-    if peak and platform == "tpu":
+    runs = temporaries + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    peak = getattr(stats, "peak_memory_in_bytes", None) if _platform(compiled) == "tpu" else None
+    if peak:
         # measured: all arguments, the host's too, and the temporaries of that memory which has more
         # of them
         at_once = peak - arguments - stats.host_argument_size_in_bytes
         hidden = at_once <= 1.01 * stats.host_temp_size_in_bytes
-        peak = arguments + (temporaries if hidden else at_once)
-    return Memory(
-        arguments=arguments,
-        outputs=stats.output_size_in_bytes,
-        aliased=stats.alias_size_in_bytes,
-        temporaries=temporaries,
-        code=code,
-        host=stats.host_argument_size_in_bytes
-        + stats.host_output_size_in_bytes
-        - stats.host_alias_size_in_bytes
-        + stats.host_temp_size_in_bytes,
-        peak=peak or None,
-        needed=code + (peak if peak and platform == "tpu" else whole),
-    )
+        runs = temporaries if hidden else at_once
+    return Memory(arguments, code, code + arguments + runs)
 
 
 def largest(program: Program, count: int, folder: Path | None = None) -> list[Buffer]:

@@ -69,7 +69,7 @@ def load(run: Run, path: str) -> Any:
 
 
 def _made_for(run: Run) -> dict[str, Any]:
-    """What decides the program, and where it can run; the program of a run that draws random
+    """Facts that decide the program and where it can run; the program of a run that draws random
     numbers holds its seed."""
     cfg, device = run.cfg, run.mesh.devices.flat[0]
     shape = {name: list(leaf.shape) for name, leaf in run.abstract_batch().items()}

@@ -162,7 +162,8 @@ def _compiled(
     cfg: "Config", topology: Topology, step: Step, state: dict[str, int], dump: Path | None
 ) -> dict[str, Any]:
     """Figures read from the compiled program; `state`: bytes of its parts on a device."""
-    program, sizes = parse(step.compiled.as_text()), dict(step.run.mesh.shape)
+    program, chip = parse(step.compiled.as_text()), topology.chip
+    sizes = dict(step.run.mesh.shape)
     total = memory(step.compiled)
     link = groups(topology, tuple(sizes.values()))
     sent = tuple(flows(collectives(program, sizes, without=(OVERFLOW,)), link))
@@ -176,7 +177,7 @@ def _compiled(
         "buffers": tuple(largest(program, SHOWN, dump)),
         "products": {dtype: flops for dtype, flops in products.items() if flops},
         "flows": sent,
-        "roofline": topology.chip and roofline(cfg, topology.chip, topology.size, work, sent),
+        "roofline": roofline(cfg, chip, topology.size, work, sent) if chip else None,
     }
 
 

@@ -8,7 +8,7 @@ import hashlib
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from maxstack.config import ConfigError, dump, plain, storage
 from maxstack.config.reader import read_yaml
@@ -45,6 +45,22 @@ MATTER = {"secrets", "accelerator", "bucket", "volumes"}
 
 NODES_OWN = "/tmp", "/var/tmp", "/dev/shm", "/run"
 """Folders that each node has for itself (Filesystem Hierarchy Standard 3.0)."""
+
+
+NUMBER = "{job}"
+"""Placeholder in a command for the number that Slurm gives the job."""
+
+
+class Submission(NamedTuple):
+    """The way to submit a job by a cluster's own commands, which each target's module makes."""
+
+    command: list[str]
+    """The command that submits it."""
+    text: str
+    """Its input; for xpk, which takes none, the command as text."""
+    later: dict[str, list[str]]
+    """Later commands: `there` (prints something while the job exists), status, logs, follow,
+    stop."""
 
 
 @dataclasses.dataclass(frozen=True)

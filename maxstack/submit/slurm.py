@@ -2,11 +2,30 @@
 decides whether the job is queued again."""
 
 import shlex
+from pathlib import Path
 
 from maxstack.config import ConfigError
 from maxstack.schema.cluster import MARGIN
-from maxstack.submit.job import CONFIG, Job
-from maxstack.submit.limits import check_script
+from maxstack.submit.job import CONFIG, NUMBER, Job, Submission
+from maxstack.submit.limits import SCRIPT, check_size
+
+STOP = (
+    'touch "$1" || exit; scancel --state=PENDING "$2"; scancel --signal=TERM --state=RUNNING "$2"'
+)
+"""Slurm gives a job that waits no other signal than SIGKILL."""
+
+
+def submission(job: Job) -> Submission:
+    """Commands of Slurm."""
+    log = str(Path.cwd() / f"{job.name}-{NUMBER}.log")
+    later = {
+        "there": ["squeue", "--me", "--noheader", "--name", job.name],
+        "status": ["squeue", "--jobs", NUMBER],
+        "logs": ["cat", log],
+        "follow": ["tail", "--lines=+1", "--follow", log],
+        "stop": ["bash", "-c", STOP, "stop", log.removesuffix("log") + "stop", NUMBER],
+    }
+    return Submission(["sbatch", "--parsable"], script(job), later)
 
 
 def script(job: Job) -> str:
@@ -88,5 +107,5 @@ def script(job: Job) -> str:
             "",
         ]
     )
-    check_script(job, text)
+    check_size(job, "slurm", "the script", text, SCRIPT)
     return text
