@@ -86,8 +86,12 @@ class Selection(Documents):
 
 def file_hashes(files: Sequence[File]) -> np.ndarray:
     """The uint64 hash of each file's key."""
-    digests = b"".join(hashlib.blake2b(file.key.encode(), digest_size=8).digest() for file in files)
-    return np.frombuffer(digests, "<u8").astype(np.uint64)
+    return np.array([text_hash(file.key) for file in files], np.uint64)
+
+
+def text_hash(text: str) -> int:
+    """A hash of 64 bits, the same on every machine."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def record_hashes(file: np.uint64, count: int) -> np.ndarray:

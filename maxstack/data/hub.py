@@ -73,7 +73,8 @@ def model_folder(path: str, weights: bool) -> Path:
     if named(path):
         return snapshot(path, weights)
     tensors = ("*.safetensors",) if weights else ()
-    return storage.local_folder(path, ("config.json", INDEX, GENERATION, *TOKENIZER, *tensors))
+    patterns = ("config.json", INDEX, GENERATION, *TOKENIZER, *tensors)
+    return storage.local_folder(path, patterns, depth=1)
 
 
 @functools.cache

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from maxstack.config.errors import ConfigError, DataError
-from maxstack.data import order
-from maxstack.data.documents import Documents
+from maxstack.data.documents import Documents, text_hash
+from maxstack.data.order import Order
 from maxstack.data.sources import Synthetic
 from maxstack.data.tokenizers import open_tokenizer, sized_tokens_of, tokens_of
 from maxstack.schema.data import DataConfig
@@ -107,7 +107,7 @@ class Mixture:
         """float64 per source in [0, 1): a lane's start in the mixture's cycle, so that lanes do not
         all draw from the same source at once."""
         seeds = [f"{self.cfg.seed} mixture {lane} {source}" for source in range(self.counters)]
-        return np.array([order.number(seed) * 2.0**-64 for seed in seeds])
+        return np.array([text_hash(seed) * 2.0**-64 for seed in seeds])
 
     def pick(self, finished: np.ndarray, phase: np.ndarray) -> int:
         """The counter of the next document: the source that is furthest behind its share of the
@@ -149,10 +149,10 @@ class Mixture:
             return None
 
     @functools.cached_property
-    def _orders(self) -> list[order.Order]:
+    def _orders(self) -> list[Order]:
         """The global order of each source, which no pickle holds."""
         return [
-            order.Order(f"{self.cfg.seed} shuffle {index}", len(source))
+            Order(f"{self.cfg.seed} shuffle {index}", len(source))
             for index, source in enumerate(self.sources)
         ]
 

@@ -2,11 +2,13 @@
 Bagz."""
 
 import contextlib
+import functools
 import json
 import os
 import re
 from abc import abstractmethod
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -53,7 +55,6 @@ class Records(Documents):
         if self.LOCAL:
             with ThreadPoolExecutor(_DOWNLOADS) as pool:
                 self._paths = list(pool.map(plain, self._paths))
-        self._opened: OrderedDict[int, Any] = OrderedDict()
         self._sizes: list[int] = []
         counts = [self._counted(file) for file in range(len(self.files))]
         self._ends = np.cumsum(counts, dtype=np.int64)
@@ -77,12 +78,7 @@ class Records(Documents):
     def __getitem__(self, index: int) -> Document:
         file, record = self._locate(index)
         try:
-            if file not in self._opened:
-                if len(self._opened) == _OPEN_FILES:
-                    self._opened.popitem(last=False)
-                self._opened[file] = self._open(file)
-            self._opened.move_to_end(file)
-            document = self._read(self._opened[file], file, record)
+            document = self._read(self._reader(file), file, record)
             if isinstance(document, bytes):
                 return text_of(document, self._cfg, self.files[file].path)
             return document
@@ -103,8 +99,13 @@ class Records(Documents):
         described = "\0".join(f"{file.key} {end}" for file, end in files)
         return digest(described.encode())
 
+    @functools.cached_property
+    def _reader(self) -> Callable[[int], Any]:
+        """`_open` that keeps the latest files open; no pickle holds it."""
+        return functools.lru_cache(_OPEN_FILES)(self._open)
+
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_opened": OrderedDict()}
+        return {key: value for key, value in self.__dict__.items() if key != "_reader"}
 
     def _counted(self, file: int) -> int:
         try:

@@ -14,26 +14,12 @@ DUMP = "xla_dump_to"
 """Compiler option that names a folder for what XLA writes about a compilation; `largest` reads the
 assignment of buffers there."""
 
-PASSES_ON = {
-    "tuple",
-    "get-tuple-element",
-    "bitcast",
-    "parameter",
-    "constant",
-    "while",
-    "conditional",
-    "call",
-    "opt-barrier",
-    "copy",
-    "copy-start",
-    "broadcast",
-    "custom-call",
-    "async-done",
-    "copy-done",
-    "transpose",
-    "convert",
-    "reshape",
-}
+PASSES_ON = set(
+    """
+    tuple get-tuple-element bitcast parameter constant while conditional call opt-barrier copy
+    copy-start broadcast custom-call async-done copy-done transpose convert reshape
+    """.split()
+)
 KINDS = {
     ", parameter ": "argument",
     ", constant": "constant",

@@ -7,16 +7,7 @@ from collections.abc import Callable
 from maxstack.plan.hlo import Computation, Instruction, Program
 
 MOST = 100_000
-SAME = {
-    "copy",
-    "bitcast",
-    "convert",
-    "reshape",
-    "copy-start",
-    "copy-done",
-    "broadcast",
-    "opt-barrier",
-}
+SAME = set("copy bitcast convert reshape copy-start copy-done broadcast opt-barrier".split())
 ARITHMETIC: dict[str, Callable[[int, int], int]] = {
     "add": operator.add,
     "subtract": operator.sub,

@@ -9,38 +9,18 @@ from collections.abc import Iterator, Sequence
 from maxstack.plan.hlo import PLAIN, Computation, Instruction, Program, Shape
 from maxstack.plan.traffic import KINDS
 
-FREE = {
-    "tuple",
-    "get-tuple-element",
-    "bitcast",
-    "parameter",
-    "constant",
-    "after-all",
-    "partition-id",
-    "replica-id",
-    "while",
-    "conditional",
-    "call",
-    "opt-barrier",
-    "add-dependency",
-    "domain",
-    "send",
-    "recv",
-    "async-update",
-}
-FREE_CALLS = {
-    "AllocateBuffer",
-    "ConcatBitcast",
-    "SliceId",
-    "ZeroCrop",
-    "AssumeGatherIndicesInBound",
-    "AsyncCollectiveStart",
-    "AsyncCollectiveDone",
-    "Sharding",
-    "LayoutConstraint",
-    "PrepareAsyncCallStart",
-    "PrepareAsyncCallDone",
-}
+FREE = set(
+    """
+    tuple get-tuple-element bitcast parameter constant after-all partition-id replica-id while
+    conditional call opt-barrier add-dependency domain send recv async-update
+    """.split()
+)
+FREE_CALLS = set(
+    """
+    AllocateBuffer ConcatBitcast SliceId ZeroCrop AssumeGatherIndicesInBound AsyncCollectiveStart
+    AsyncCollectiveDone Sharding LayoutConstraint PrepareAsyncCallStart PrepareAsyncCallDone
+    """.split()
+)
 SELECTS = {"slice", "dynamic-slice", "gather"}
 VIEWS = {"bitcast", "reshape", "get-tuple-element"}
 RELAYOUT = {*VIEWS, "copy", "parameter"}

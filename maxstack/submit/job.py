@@ -24,18 +24,10 @@ if TYPE_CHECKING:
 CONFIG = "run.yml"
 EVERY = {"topology", "env", "grace", "max_restarts", "restart_from_zero", "config"}
 USED = {
-    "xpk": EVERY
-    | {
-        "project",
-        "zone",
-        "cluster",
-        "context",
-        "namespace",
-        "priority",
-        "image",
-        "bucket",
-        "ttl_seconds_after_finished",
-    },
+    "xpk": EVERY.union(
+        "project zone cluster context namespace priority image bucket".split(),
+        {"ttl_seconds_after_finished"},
+    ),
     "gke": {*ClusterConfig.model_fields} - {"slurm", "project", "zone", "cluster"},
     "slurm": EVERY | {"reservation", "slurm"},
 }
