@@ -45,7 +45,7 @@ TAIL = 1 << 16
 def cache(folder: str | None) -> None:
     """Keep compiled programs in `folder`, for the next start."""
     if folder:
-        jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 

@@ -7,7 +7,6 @@ import datetime
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxstack.command import CONFIG, OVERRIDES, argument, command, load_config
@@ -51,14 +50,14 @@ class Measured:
         default=ROUNDS,
         help=f"how often each is timed, in turn; the fastest counts (default: {ROUNDS})",
     ),
-    argument("--out", metavar="FILE", type=Path, help="the table (default: run.tuned)"),
+    argument("--out", metavar="FILE", help="the table (default: run.tuned)"),
 )
 def main(args: argparse.Namespace) -> int:
     """Measure, print tables and keep the best sizes; 1 where a backend gave wrong values."""
     from maxstack.hardware import devices
 
     cfg = load_config(args)
-    out = args.out or (Path(cfg.run.tuned).expanduser() if cfg.run.tuned else None)
+    out = args.out or (os.path.expanduser(cfg.run.tuned) if cfg.run.tuned else None)
     if args.rounds < 1:
         raise ConfigError(f"--rounds {args.rounds}: must be 1 or more")
     if out is None:

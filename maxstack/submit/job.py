@@ -283,7 +283,11 @@ def warn_of_changes(job: Job, target: str) -> None:
             "when its tag moves; give NAME@sha256:...",
             file=sys.stderr,
         )
-    if cache and not any(within(cache, mount) for mount in job.lasting) and job.lasting:
+    if (
+        cache
+        and job.lasting
+        and not (storage.is_url(cache) or any(within(cache, mount) for mount in job.lasting))
+    ):
         print(
             f"run.compilation_cache={cache}: is lost with the container, so that each restart "
             f"compiles again; give a folder below {job.lasting[0]}",

@@ -18,6 +18,7 @@ from maxstack.config.compose import merged_tree, plain
 from maxstack.config.errors import ConfigError
 from maxstack.hf.contents import opened
 from maxstack.hf.peft import Adapter
+from maxstack.kernels import tuning
 from maxstack.load import load
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -144,6 +145,13 @@ def test_an_output_of_a_command_is_written_at_a_url(bucket):
     check_writable("--json", f"{bucket}/new/figures.json")
     write_json(f"{bucket}/new/figures.json", {"a": 1})
     assert json.loads(storage.read(f"{bucket}/new/figures.json")) == {"a": 1}
+
+
+def test_a_table_of_block_sizes_at_a_url_is_written_and_read(bucket):
+    row = {"device": "cpu", "op": "attention", "backend": "b", "shape": {}, "blocks": {"rows": 8}}
+    tuning.add(f"{bucket}/tuned.json", [row])
+    tuning.add(f"{bucket}/tuned.json", [row | {"device": "another"}])
+    assert [each["device"] for each in tuning.rows(f"{bucket}/tuned.json")] == ["cpu", "another"]
 
 
 def test_a_pipe_is_written_and_not_replaced(tmp_path):
