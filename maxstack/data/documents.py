@@ -89,6 +89,12 @@ def file_hashes(files: Sequence[File]) -> np.ndarray:
     return np.array([text_hash(file.key) for file in files], np.uint64)
 
 
+def part_at(ends: np.ndarray, index: int) -> tuple[int, int]:
+    """(part, index within it) of an index into parts that follow each other and end at `ends`."""
+    part = int(np.searchsorted(ends, index, side="right"))
+    return part, index - (int(ends[part - 1]) if part else 0)
+
+
 def text_hash(text: str) -> int:
     """A hash of 64 bits, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -38,6 +38,8 @@ TOKENIZER = (
     "chat_template.json",
 )
 GENERATION = "generation_config.json"
+SMALL = "config.json", INDEX, GENERATION, *TOKENIZER
+"""Files that are read of a model beside its weights."""
 READ = "*.json", "model*.safetensors", "tokenizer*", "merges.txt"
 """Patterns of the files that are read of nearly every model; without consolidated.safetensors,
 which holds the same weights again."""
@@ -73,8 +75,7 @@ def model_folder(path: str, weights: bool) -> Path:
     if named(path):
         return snapshot(path, weights)
     tensors = ("*.safetensors",) if weights else ()
-    patterns = ("config.json", INDEX, GENERATION, *TOKENIZER, *tensors)
-    return storage.local_folder(path, patterns, depth=1)
+    return storage.local_folder(path, (*SMALL, *tensors), depth=1)
 
 
 @functools.cache
@@ -134,9 +135,8 @@ def _download(repo: str, commit: str, files: set[str], weights: bool) -> Path:
     from huggingface_hub import hf_hub_download
 
     get = functools.partial(hf_hub_download, repo, revision=commit)
-    small = ["config.json", *files.intersection((INDEX, GENERATION, *TOKENIZER))]
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
-        folder = Path([*pool.map(get, small)][0]).parent
+        folder = Path([*pool.map(get, files.intersection(SMALL))][0]).parent
         if weights:
             if not {INDEX, SINGLE} & files:
                 raise ConfigError(

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from maxstack.config.errors import ConfigError, DataError
-from maxstack.data.documents import Documents, text_hash
+from maxstack.data.documents import Documents, part_at, text_hash
 from maxstack.data.order import Order
 from maxstack.data.sources import Synthetic
 from maxstack.data.tokenizers import open_tokenizer, sized_tokens_of, tokens_of
@@ -87,10 +87,10 @@ class Mixture:
         sources: list[Documents],
         batch_size: int,
         evaluation: bool,
-        section: str = "data",
-        maker: "type[Lane] | None" = None,
+        section: str,
+        maker: "type[Lane]",
     ):
-        self.maker = maker or Lane
+        self.maker = maker
         self.cfg, self.sources, self.batch_size = cfg, sources, batch_size
         self.evaluation, self.section = evaluation, section
         self.counters = 1 if evaluation else len(sources)
@@ -126,8 +126,7 @@ class Mixture:
         if self.evaluation:
             if position >= self.documents:
                 return None
-            source = int(np.searchsorted(self._ends, position, side="right"))
-            return source, position - (int(self._ends[source - 1]) if source else 0)
+            return part_at(self._ends, position)
         if self.cfg.shuffle:
             return counter, self._orders[counter][position]
         return counter, position % len(self.sources[counter])

@@ -17,7 +17,7 @@ import numpy as np
 from maxstack.config import storage
 from maxstack.config.annotations import listed
 from maxstack.config.errors import DataError
-from maxstack.data.documents import Document, Documents, file_hashes, record_hashes
+from maxstack.data.documents import Document, Documents, file_hashes, part_at, record_hashes
 from maxstack.data.files import (
     DECODE_ERRORS,
     Bounds,
@@ -76,7 +76,7 @@ class Records(Documents):
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> Document:
-        file, record = self._locate(index)
+        file, record = part_at(self._ends, index)
         try:
             document = self._read(self._reader(file), file, record)
             if isinstance(document, bytes):
@@ -86,7 +86,7 @@ class Records(Documents):
             raise DataError(f"{self._where(file, record)}: {self._reason(error, file)}") from error
 
     def where(self, index: int) -> str:
-        file, record = self._locate(index)
+        file, record = part_at(self._ends, index)
         return self._where(file, record)
 
     def hashes(self) -> np.ndarray:
@@ -128,10 +128,6 @@ class Records(Documents):
         """DataError if a file has fewer bytes than when its records were counted."""
         if os.path.getsize(self._paths[file]) < self._sizes[file]:
             raise DataError(_SHORTER)
-
-    def _locate(self, index: int) -> tuple[int, int]:
-        file = int(np.searchsorted(self._ends, index, side="right"))
-        return file, index - (int(self._ends[file - 1]) if file else 0)
 
     def _where(self, file: int, record: int) -> str:
         return f"{self.files[file].path}: record {record}"
@@ -276,7 +272,7 @@ class Parquet(Records):
         return opened
 
     def _read(self, opened: Any, file: int, record: int) -> bytes:
-        group = int(np.searchsorted(self._groups[file], record, side="right"))
+        group, row = part_at(self._groups[file], record)
         if (file, group) not in self._decoded:
             self._decoded[file, group] = self._column(opened, file, group)
             while (
@@ -285,7 +281,6 @@ class Parquet(Records):
             ):
                 self._decoded.popitem(last=False)
         self._decoded.move_to_end((file, group))
-        row = record - (int(self._groups[file][group - 1]) if group else 0)
         return self._utf8(self._decoded[file, group][row].as_py())
 
     def _column(self, opened: Any, file: int, group: int) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from maxstack.plan.hlo import PLAIN, Computation, Instruction, Program
+from maxstack.plan.hlo import PLAIN, Instruction, Program
 
 DUMP = "xla_dump_to"
 """Compiler option that names a folder for what XLA writes about a compilation; `largest` reads the
@@ -112,7 +112,7 @@ def largest(program: Program, count: int, folder: Path | None = None) -> list[Bu
     exact = bool(rows)
     rows = sorted(rows or _by_size(program), key=lambda row: -row[0])[:count]
     made = {
-        i.name: (computation, i)
+        i.name: i
         for computation in program.computations.values()
         for i in computation.instructions.values()
     }
@@ -186,7 +186,7 @@ def _by_size(program: Program) -> Iterator[tuple[int, str, list[str]]]:
 
 def _buffer(
     program: Program,
-    made: dict[str, tuple[Computation, Instruction]],
+    made: dict[str, Instruction],
     size: int,
     kind: str,
     names: list[str],
@@ -198,34 +198,32 @@ def _buffer(
     if not values:
         return Buffer(size, "".join(names[:1]), "", "", kind, exact)
     if kind == "argument":
-        arguments = [i for c, i in values if i.opcode == "parameter" and c is program.entry]
-        argument = (arguments or [values[0][1]])[0]
+        arguments = [
+            i for i in values if i.opcode == "parameter" and i.computation is program.entry
+        ]
+        argument = (arguments or values)[0]
         name = argument.op_name or argument.name
         return Buffer(size, name, argument.op_name, "", kind, exact)
-    computation, value = min(
-        values, key=lambda row: (row[1].opcode in PASSES_ON, not program.source(row[1]))
-    )
-    maker = _saved(program, computation, value) or value
+    value = min(values, key=lambda i: (i.opcode in PASSES_ON, not program.source(i)))
+    maker = _saved(program, value) or value
     return Buffer(size, value.name, maker.op_name, program.source(maker), kind, exact)
 
 
-def _saved(program: Program, computation: Computation, made: Instruction) -> Instruction | None:
+def _saved(program: Program, made: Instruction) -> Instruction | None:
     """The instruction that made the slice written into a scan's stack of results; None for other
     values."""
-    called = program.inside(made)
-    where = called or computation
-    root = where.instructions[called.root] if called else made
+    called = made.inside
+    root = called.result if called else made
     while root.opcode in ("bitcast", "convert", "copy", "tuple") and root.operands:
-        root = where.instructions[root.operands[0]]
+        root = root.inputs[0]
     if root.opcode != "dynamic-update-slice":
         return None
-    maker = where.instructions[root.operands[1]]
+    maker = root.inputs[1]
     for _ in range(20):
-        if maker.opcode == "parameter" and where is called:
-            operand = made.operands[int(maker.literal)]
-            where, maker = computation, computation.instructions[operand]
+        if maker.opcode == "parameter" and maker.computation is called:
+            maker = made.inputs[int(maker.literal)]
         elif maker.opcode in PASSES_ON - {"tuple"} and maker.operands:
-            maker = where.instructions[maker.operands[0]]
+            maker = maker.inputs[0]
         else:
             break
     return maker if program.source(maker) else None

@@ -117,7 +117,7 @@ def read(
         "batch": run.abstract_batch(),
         "frozen": run.abstract_arguments[2:],
     }
-    state = {part: fit.shard_bytes(tree, host=False) for part, tree in trees.items() if tree}
+    state = {part: fit.shard_bytes(tree) for part, tree in trees.items() if tree}
     figures = (
         _refused(step.too_large, state)
         if step.too_large
@@ -261,8 +261,8 @@ def _memory(plan: Plan) -> Iterator[str]:
         yield table("llll", rows)
 
 
-def _short(name: str, most: int = 70) -> str:
-    return name if len(name) <= most else f"...{name[-most + 3 :]}"
+def _short(name: str) -> str:
+    return name if len(name) <= 70 else f"...{name[-67:]}"
 
 
 def _flops(plan: Plan) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 import argparse
 import datetime
-import importlib
 import shlex
 import shutil
 import subprocess
@@ -24,6 +23,7 @@ def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
     submitted."""
     from maxstack import config
     from maxstack.schema.cluster import ClusterConfig
+    from maxstack.submit import gke, slurm, xpk
     from maxstack.submit import job as jobs
 
     if not args.cluster:
@@ -41,7 +41,7 @@ def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
     jobs.check_facts(cluster, args.target)
     cfg = jobs.with_cache(cfg, cluster)
     job, estimate = jobs.checked(name, cfg, cluster, args.force)
-    submission = importlib.import_module(f"maxstack.submit.{args.target}").submission(job)
+    submission = {"xpk": xpk, "gke": gke, "slurm": slurm}[args.target].submission(job)
     words, text, commands = submission
     jobs.check_restarts(job, args.target)
     jobs.warn_of_changes(job, args.target)
