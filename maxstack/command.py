@@ -43,8 +43,8 @@ CONFIG = argument(
 MODEL = argument(
     "model",
     metavar="MODEL",
-    help="a run's folder, one of its checkpoints, a Hugging Face model folder, or Org/Name of the "
-    "hub",
+    help="a run's folder, one of its checkpoints, a Hugging Face model folder (a path or URL), or "
+    "Org/Name of the hub",
 )
 ALLOW_NONFINITE = argument(
     "--allow-nonfinite",
@@ -52,9 +52,7 @@ ALLOW_NONFINITE = argument(
     help="take NaN and infinities among weights, instead of refusing them",
 )
 BATCH_SIZE = argument("--batch-size", type=positive, default=8, help="rows at a time (default: 8)")
-JSON = argument(
-    "--json", metavar="FILE", type=Path, help="write all of it to FILE too, in full precision"
-)
+JSON = argument("--json", metavar="FILE", help="write all of it to FILE too, in full precision")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,10 +137,17 @@ def model_overrides(args: argparse.Namespace) -> list[str]:
     return [*args.overrides, *["checkpoint.allow_nonfinite=true"] * args.allow_nonfinite]
 
 
-def check_writable(option: str, path: Path | None) -> None:
-    """ConfigError for an option's file that could not be written, before work is done for it."""
-    if path is None:
+def check_writable(option: str, file: str | None) -> None:
+    """ConfigError for an option's file, at a path or URL, that could not be written, before work is
+    done for it."""
+    from maxstack.config import storage
+
+    if file is None:
         return
+    if storage.is_url(file):
+        with storage.filesystem(file):
+            return
+    path = Path(file)
     if path.is_dir():
         problem = "is a folder"
     elif not path.parent.is_dir():
@@ -154,17 +159,20 @@ def check_writable(option: str, path: Path | None) -> None:
     raise ConfigError(f"{option} {path}: {problem}; give a file in a folder that exists")
 
 
-def write(option: str, path: Path, text: str) -> None:
-    """Write an option's file; ConfigError where the system refuses."""
+def write(option: str, path: str, text: str) -> None:
+    """Write an option's file, at a path or URL; ConfigError where the system refuses."""
+    from maxstack.config import storage
+
     try:
-        path.write_text(text, encoding="utf-8")
+        with storage.replacing(path) as unfinished:
+            unfinished.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"{option} {path}: cannot be written: {error.strerror or error}"
         ) from error
 
 
-def write_json(path: Path | None, figures: Any) -> None:
+def write_json(path: str | None, figures: Any) -> None:
     """Write the file of JSON, if there is one."""
     if path:
         write("--json", path, json.dumps(figures, indent=1) + "\n")

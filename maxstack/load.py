@@ -83,12 +83,9 @@ def _with_tokenizer(tree: Node) -> Node:
         return tree
     from maxstack.hf.tokenizer import tokenizer_of, unread
 
-    if of_hub := hub.named(folder.value):
-        local = hub.snapshot(folder.value, weights=False)
-    else:
-        local = storage.local_folder(folder.value, ("config.json", *hub.TOKENIZER))
+    local = hub.model_folder(folder.value, weights=False)
     if tokenizer := tokenizer_of(local):
-        if of_hub or storage.is_url(folder.value):
+        if hub.named(folder.value) or storage.is_url(folder.value):
             tokenizer["path"] = f"{folder.value}/{Path(tokenizer['path']).name}"
         if given:
             log.warning(

@@ -46,7 +46,7 @@ TAIL = 1 << 16
 def cache(folder: str | None) -> None:
     """Keep compiled programs in `folder`, for the next start."""
     if folder:
-        jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
@@ -318,7 +318,7 @@ def compile_step(run: Run) -> "concurrent.futures.Future[tuple[Any, float]]":
     def work() -> tuple[Any, float]:
         begin = time.perf_counter()
         if path := run.cfg.run.executable:
-            step = executable.load(run, Path(path).expanduser())
+            step = executable.load(run, os.path.expanduser(path))
         else:
             step = compiling.compiled(run.lower(), run.mesh)
         return step, time.perf_counter() - begin

@@ -126,7 +126,8 @@ def train(
     from maxstack import startup
     from maxstack.checks import Checks
     from maxstack.cluster import joining
-    from maxstack.data import fits, make_feed
+    from maxstack.data import fits
+    from maxstack.data.feed import Feed
     from maxstack.evals.held_out import Evaluator
     from maxstack.faults.policy import Policy, refusal
     from maxstack.faults.preemption import Preemption
@@ -151,7 +152,7 @@ def train(
     ledger = Ledger(folder, first, started, doing=heart.doing if heart else None)
     ending.callback(ledger.stop)
     size, fields = cfg.train.batch_size, run.objective.fields
-    feed = make_feed(cfg.data, run.batches.rows(size), size, fields=fields)
+    feed = Feed(cfg.data, run.batches.rows(size), size, fields=fields)
     ending.callback(feed.close)
     log = Log(folder, cfg.train.steps, first)
     ending.push(log.ended)

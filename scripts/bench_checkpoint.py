@@ -28,7 +28,7 @@ from orbax.checkpoint import v1 as ocp  # noqa: E402
 
 from maxstack import sharding  # noqa: E402
 from maxstack.checkpoint.store import Checkpoints, _flat  # noqa: E402
-from maxstack.data import make_feed  # noqa: E402
+from maxstack.data.feed import Feed  # noqa: E402
 from maxstack.run import Run, assemble  # noqa: E402
 from maxstack.schema.config import Config  # noqa: E402
 
@@ -116,7 +116,7 @@ def _ours(run: Run, state: Any, folder: Path, kind: str) -> tuple[Any, dict[str,
         | {"checkpoint": {"every": 0 if own else 1, "keep": 1, "tiers": own}}
     )
     run = assemble(cfg, run.mesh)
-    feed = make_feed(cfg.data, run.batches.rows(1), 1)
+    feed = Feed(cfg.data, run.batches.rows(1), 1)
     saves = Checkpoints(run, folder / "checkpoints", print)
     return _timed(
         state, lambda state: saves.save(1, state, feed, {}), saves.wait, lambda: saves.restore(feed)

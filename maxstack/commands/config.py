@@ -3,7 +3,6 @@ schema for editors."""
 
 import json
 from argparse import Namespace
-from pathlib import Path
 
 from maxstack.command import CONFIG, OVERRIDES, argument, command, group, write
 
@@ -47,7 +46,7 @@ def diff(args: Namespace) -> None:
     "config schema",
     "Write the JSON schema for editors.",
     "config schema --out schema.json",
-    argument("--out", type=Path, help="the file to write; by default the schema is printed"),
+    argument("--out", metavar="FILE", help="the file to write; by default the schema is printed"),
 )
 def schema(args: Namespace) -> None:
     """Print or write the schema."""

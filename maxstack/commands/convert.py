@@ -51,8 +51,8 @@ ARCHITECTURE = argument(
     argument(
         "folder",
         metavar="FOLDER",
-        help="holds config.json and safetensors; or a model of the hub, Org/Name or "
-        "Org/Name@REVISION",
+        help="holds config.json and safetensors, at a path or URL; or a model of the hub, "
+        "Org/Name or Org/Name@REVISION",
     ),
     OVERRIDES,
     argument("--out", required=True, metavar="RUN", type=Path, help="the run's folder, to be made"),
@@ -335,7 +335,5 @@ def source_of(path: Path, model: "DecoderConfig") -> Path | None:
         return beside
     if not model.weights:
         return None
-    if hub.named(model.weights):
-        return hub.snapshot(model.weights, weights=True)
-    folder = Path(model.weights)
+    folder = hub.model_folder(model.weights, weights=True)
     return folder if (folder / "config.json").is_file() else None

@@ -21,7 +21,6 @@ WIDTH = max(map(len, CAUSES))
     argument(
         "--json",
         metavar="FILE",
-        type=Path,
         help="write every figure to FILE: an object by RUN, seconds in full precision",
     ),
     formatter_class=argparse.RawDescriptionHelpFormatter,

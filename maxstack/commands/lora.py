@@ -2,7 +2,6 @@
 
 import json
 from argparse import Namespace
-from pathlib import Path
 
 from maxstack.command import ALLOW_NONFINITE, argument, command, group
 from maxstack.commands.convert import ARCHITECTURE, CHECKPOINT, OUT_FOLDER
@@ -14,7 +13,7 @@ MERGING = (
         metavar="FOLDER",
         help="a Hugging Face model folder, or a model of the hub, Org/Name",
     ),
-    argument("--adapter", required=True, metavar="FOLDER", type=Path, help="in PEFT's format"),
+    argument("--adapter", required=True, metavar="FOLDER", help="in PEFT's format"),
     ALLOW_NONFINITE,
     OUT_FOLDER,
 )

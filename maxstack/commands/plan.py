@@ -81,13 +81,11 @@ TOPOLOGY = argument(
     argument(
         "--save-executable",
         metavar="FILE",
-        type=Path,
         help="write the compiled step, for run.executable of `maxstack train`",
     ),
     argument(
         "--out",
         metavar="FILE",
-        type=Path,
         help="where search and batch write (default: planned.yml)",
     ),
 )
@@ -107,7 +105,7 @@ def main(args: Namespace) -> int:
     cfg, plan = _chosen(args, cfg, topology)
     print(report.text(plan, [*cost.lines(plan, asked)] if asked else []))
     if args.search or args.batch:
-        out = args.out or Path("planned.yml")
+        out = args.out or "planned.yml"
         write("--out", out, config.dump(cfg))
         print(f"written to {out}: maxstack train {out}")
     if args.save_executable:
@@ -213,7 +211,7 @@ def _make(name: str, cfg: "Config", topology: "Topology", exact: bool) -> "Plan"
         return report.read(name, cfg, topology, compiled, dump)
 
 
-def _save(cfg: "Config", topology: "Topology", path: Path) -> int:
+def _save(cfg: "Config", topology: "Topology", path: str) -> int:
     """Write the step, compiled with all effort, to a file; its bytes."""
     from maxstack.plan import executable, step
 

@@ -67,12 +67,14 @@ def main(argv: Sequence[str]) -> int:
 )
 def quantize(args: Namespace) -> None:
     """Print the report, and make the run at --out."""
+    from maxstack.config import storage
+
     model, out, overrides = args.model, args.out, model_overrides(args)
     from maxstack.config import atomic
 
     if out:
         atomic.check_absent(out)
-    if not Path(args.calibrate).is_file():
+    if storage.kind(args.calibrate) != "file":
         raise ConfigError(
             f"--calibrate {args.calibrate}: no such file; give texts as JSONL, or tokens as npz"
         )
@@ -100,7 +102,7 @@ def quantize(args: Namespace) -> None:
     report = _measured(whole, params, cfg, rows, args.batch_size, out)
     print(text(report))
     if out:
-        _finish(Path(model), own, out, cfg, report)
+        _finish(model, own, out, cfg, report)
         run, file = shlex.quote(f"{out}"), shlex.quote(f"{out / 'config.yml'}")
         data = "" if own else f"; first give data.sources in {out / 'config.yml'}"
         print(
@@ -214,7 +216,7 @@ def _perplexity(run: "Run", params: Any, rows: "Rows", batch_size: int) -> float
 
 
 def _finish(
-    model: Path, own: Path | None, out: Path, cfg: "Config", report: Mapping[str, Any]
+    model: str, own: Path | None, out: Path, cfg: "Config", report: Mapping[str, Any]
 ) -> None:
     """Write the run's configuration, what the model was imported with, and the report."""
     from maxstack.commands.convert import BESIDE, PLACEHOLDER, settings_of

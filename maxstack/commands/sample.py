@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from pathlib import Path
 
 from maxstack.command import (
     ALLOW_NONFINITE,
@@ -36,9 +35,7 @@ from maxstack.errors import ConfigError
     argument("--temperature", type=float, default=1.0, help="0: the likeliest token (default: 1)"),
     argument("--seed", type=int, default=0, help="of all random numbers (default: 0)"),
     argument("--prompt", default="", metavar="TEXT", help="how every text begins"),
-    argument(
-        "--out", type=Path, metavar="FILE.jsonl", help='write {"text", "tokens"} a line instead'
-    ),
+    argument("--out", metavar="FILE.jsonl", help='write {"text", "tokens"} a line instead'),
     ALLOW_NONFINITE,
 )
 def main(args: argparse.Namespace) -> None:

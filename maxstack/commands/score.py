@@ -1,5 +1,6 @@
 """`maxstack score`: log-probabilities and perplexity of texts under a model."""
 
+import os
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
         "--out",
         required=True,
         metavar="FILE.npz",
-        type=Path,
         help="logprobs float32 [B, T], tokens and lengths",
     ),
     argument("--logits", action="store_true", help="also logits float32 [B, T, V]"),
@@ -73,27 +73,27 @@ def main(args: Namespace) -> None:
         _score(adapted[folder], both, rows, file, args)
 
 
-def _files_by_adapter(args: Namespace) -> dict[str, Path]:
+def _files_by_adapter(args: Namespace) -> dict[str, str]:
     """The file for each adapter; ConfigError or DataError for arguments that are wrong whatever the
     model is."""
+    from maxstack.config import storage
+
     if (args.data is None) == (args.tokens is None):
         raise ConfigError("maxstack score: give either --data FILE.jsonl or --tokens FILE.npz")
     check_writable("--out", args.out)
     texts = args.data or args.tokens
-    if not Path(texts).is_file():
+    if storage.kind(texts) != "file":
         raise DataError(f"{texts}: no such file")
     if args.data and args.data.endswith(".npz"):
         raise ConfigError(f"--data {args.data}: npz goes to --tokens; --data takes texts as JSONL")
-    files = {
-        folder: args.out.with_suffix(f".{Path(folder).resolve().name}{args.out.suffix}")
-        for folder in args.adapter
-    }
+    stem, suffix = os.path.splitext(args.out)
+    files = {folder: f"{stem}.{Path(folder).resolve().name}{suffix}" for folder in args.adapter}
     if len({args.out, *files.values()}) <= len(files):
         raise ConfigError("--adapter: two folders of one name; their results would lie in one file")
     return files
 
 
-def _score(run: "Run", params: Any, rows: "Rows", out: Path, args: Namespace) -> None:
+def _score(run: "Run", params: Any, rows: "Rows", out: str, args: Namespace) -> None:
     """Score, and print the perplexity. DataError for a token without a finite log-probability,
     unless weights that are not finite are allowed."""
     import numpy as np

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from maxstack.data import make_feed
+from maxstack.data.feed import Feed
 from maxstack.data.lanes import Batch
 from maxstack.data.tokenizers import Tokenizer, open_tokenizer
 
@@ -23,7 +23,7 @@ def show(cfg: "Config", batches: int, rows: int, *, full: bool, evaluation: bool
     data, batch_size = cfg.data, cfg.train.batch_size
     if evaluation:
         data, batch_size = cfg.eval.data or data, cfg.eval.batch_size or batch_size
-    feed = make_feed(
+    feed = Feed(
         data,
         range(min(rows, batch_size)),
         batch_size,

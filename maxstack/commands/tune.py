@@ -7,7 +7,6 @@ import datetime
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxstack.command import CONFIG, OVERRIDES, argument, command, load_config, positive
@@ -51,18 +50,18 @@ class Measured:
         default=ROUNDS,
         help=f"how often each is timed, in turn; the fastest counts (default: {ROUNDS})",
     ),
-    argument("--out", metavar="FILE", type=Path, help="the table (default: run.tuned)"),
+    argument("--out", metavar="FILE", help="the table (default: run.tuned)"),
 )
 def main(args: argparse.Namespace) -> int:
     """Measure, print tables and keep the best sizes; 1 where a backend gave wrong values."""
     from maxstack.hardware import devices
 
     cfg = load_config(args)
-    if not args.out and not cfg.run.tuned:
+    out = args.out or (os.path.expanduser(cfg.run.tuned) if cfg.run.tuned else None)
+    if out is None:
         raise ConfigError(
             "run.tuned: is null, so there is no table to write; set it, or give --out FILE"
         )
-    out = args.out or Path(f"{cfg.run.tuned}").expanduser()
     devices.environment(cfg.run.virtual_devices)
     from maxstack.kernels import tuning
 

@@ -126,8 +126,12 @@ def names_below(folder: str, depth: int | None = None) -> list[str]:
 @contextlib.contextmanager
 def replacing(path: str) -> Iterator[Path]:
     """A local file to write in the block, which becomes `path` at its end: nobody sees it half
-    written. Its folder is made. OSError if that fails."""
+    written. Its folder is made. What is no file, such as /dev/stdout, is written directly. OSError
+    if that fails."""
     if not is_url(path):
+        if os.path.exists(path) and not os.path.isfile(path):
+            yield Path(path)
+            return
         with atomic.writing(Path(path), shared=True) as unfinished:
             yield unfinished
         return
@@ -145,13 +149,16 @@ def cache_folder() -> Path:
     return Path(os.environ.get("MAXSTACK_CACHE", "~/.cache/maxstack")).expanduser()
 
 
-def local_folder(path: str, patterns: Sequence[str] = ("*",)) -> Path:
+def local_folder(path: str, patterns: Sequence[str] = ("*",), depth: int | None = None) -> Path:
     """A folder itself, or at a URL a copy in the cache of those of its files that match, made once
-    and shared by all processes; it belongs to their versions. ConfigError if it cannot be made."""
+    and shared by all processes; it belongs to their versions. ConfigError if it cannot be made.
+
+    `depth`: levels of the folder that are listed; None: all.
+    """
     if not is_url(path):
         return Path(path).expanduser()
     try:
-        names = names_below(path)
+        names = names_below(path, depth)
         if not names:
             raise ConfigError(f"{path}: no such folder, or no file is in it")
         names = [name for name in names if any(fnmatch.fnmatch(name, p) for p in patterns)]

@@ -64,7 +64,9 @@ def tokenizer_json(vocab: Path) -> bytes:
     folder, split = vocab.parent, split_of(vocab.parent)
     if split is None:
         raise DataError(f"{vocab}: {unknown(folder)}")
-    _check_vocabulary(vocab)
+    if not (ids := read(vocab)):
+        raise DataError(f"{vocab}: holds no token; get the file anew")
+    _check_ids(ids, vocab)  # the tokenizers library would drop some of them
     tokenizer: Any = Tokenizer(BPE.from_file(str(vocab), str(folder / MERGES)))
     space = bool(read(folder / "tokenizer_config.json").get("add_prefix_space"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
@@ -114,13 +116,6 @@ def content(token: Any) -> str | None:
 def read(path: Path) -> dict[str, Any]:
     """A JSON object beside a model, empty where there is no such file; DataError for damage."""
     return read_object(path, LARGEST) if os.path.lexists(path) else {}
-
-
-def _check_vocabulary(vocab: Path) -> None:
-    """DataError for a vocabulary from which the tokenizers library would drop tokens."""
-    if not (ids := read(vocab)):
-        raise DataError(f"{vocab}: holds no token; get the file anew")
-    _check_ids(ids, vocab)
 
 
 def _check_ids(ids: dict[str, Any], path: Path) -> None:

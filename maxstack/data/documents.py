@@ -3,6 +3,7 @@
 import hashlib
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -33,10 +34,11 @@ class Documents(ABC):
     at first use."""
 
     name: str = ""
+    files: Sequence[File] = ()
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many documents."""
+        """Number of documents."""
 
     @abstractmethod
     def __getitem__(self, index: int) -> Document:
@@ -46,9 +48,9 @@ class Documents(ABC):
     def where(self, index: int) -> str:
         """A document's file and record, for messages."""
 
-    @abstractmethod
     def paths(self) -> list[str]:
-        """The source's files."""
+        """Paths of the source's files."""
+        return [file.path for file in self.files]
 
     @abstractmethod
     def hashes(self) -> np.ndarray:
@@ -63,7 +65,7 @@ class Selection(Documents):
     """Another source's documents at `indices`."""
 
     def __init__(self, documents: Documents, indices: np.ndarray):
-        self.name = documents.name
+        self.name, self.files = documents.name, documents.files
         self._documents, self._indices = documents, indices
 
     def __len__(self) -> int:
@@ -75,9 +77,6 @@ class Selection(Documents):
     def where(self, index: int) -> str:
         return self._documents.where(int(self._indices[index]))
 
-    def paths(self) -> list[str]:
-        return self._documents.paths()
-
     def hashes(self) -> np.ndarray:
         return self._documents.hashes()[self._indices]
 
@@ -85,10 +84,20 @@ class Selection(Documents):
         return digest(self._indices.tobytes() + self._documents.identity().encode())
 
 
-def file_hashes(files: list[File]) -> np.ndarray:
+def file_hashes(files: Sequence[File]) -> np.ndarray:
     """The uint64 hash of each file's key."""
-    digests = b"".join(hashlib.blake2b(file.key.encode(), digest_size=8).digest() for file in files)
-    return np.frombuffer(digests, "<u8").astype(np.uint64)
+    return np.array([text_hash(file.key) for file in files], np.uint64)
+
+
+def part_at(ends: np.ndarray, index: int) -> tuple[int, int]:
+    """(part, index within it) of an index into parts that follow each other and end at `ends`."""
+    part = int(np.searchsorted(ends, index, side="right"))
+    return part, index - (int(ends[part - 1]) if part else 0)
+
+
+def text_hash(text: str) -> int:
+    """A hash of 64 bits, the same on every machine."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def record_hashes(file: np.uint64, count: int) -> np.ndarray:

@@ -25,8 +25,13 @@ PATIENCE = 5.0
 
 
 class Feed:
-    """Iterates over batches of what the row maker for `fields` gives (tokens, targets, positions,
-    segments, mask), and bytes in an evaluation: arrays [lanes, ...].
+    """Iterates over batches of the rows `lanes` of each global batch of `batch_size` rows, with at
+    least the `fields` that an objective needs: arrays [lanes, ...].
+
+    Training repeats forever. With `evaluation` the held-out documents pass once, in order, and
+    batches carry `bytes`, how many bytes of text each target stands for (NaN: not known); rows past
+    the end are padding. `whole` also evaluates all documents of sources that hold nothing out (for
+    `eval.data`). DataError if a source or tokenizer cannot be used.
 
     `waited` is the seconds that next() has spent waiting in all. Order and state do not depend on
     `workers`, `prefetch` or which lanes are held.
@@ -178,7 +183,7 @@ class Feed:
         positions."""
         return " ".join(source.identity() for source in self._mixture.sources)
 
-    def _maker(self, part: slice) -> Rows | EvaluationRows:
+    def _maker(self, part: slice) -> Rows:
         """The maker of the rows of some of the lanes, from the feed's position on."""
         lanes, state = self._lanes[part], self._state[part]
         if self._mixture.evaluation:
@@ -188,7 +193,7 @@ class Feed:
 
 def _marks(source: Documents) -> str:
     """Byte order marks and CRLF in a few documents, spread over a source, with advice."""
-    said: dict[str, str] = {}
+    marks: dict[str, str] = {}
     for index in range(0, len(source), max(1, -(-len(source) // SAMPLED))):
         try:
             document = source[index]
@@ -197,18 +202,18 @@ def _marks(source: Documents) -> str:
         if not isinstance(document, bytes):
             break  # no document of such a source is text
         if document.startswith(codecs.BOM_UTF8):
-            said.setdefault(
+            marks.setdefault(
                 "a byte order mark", f"{source.where(index)} (normalize: [bom] drops it)"
             )
         if b"\r\n" in document:
-            said.setdefault("CRLF", f"{source.where(index)} (normalize: [newlines] makes it LF)")
-    return "".join(f"; {mark} is kept, as in {where}" for mark, where in said.items())
+            marks.setdefault("CRLF", f"{source.where(index)} (normalize: [newlines] makes it LF)")
+    return "".join(f"; {mark} is kept, as in {where}" for mark, where in marks.items())
 
 
 class _Batches(grain.IterDataset):
     """A maker's batches as a grain dataset."""
 
-    def __init__(self, maker: Rows | EvaluationRows):
+    def __init__(self, maker: Rows):
         super().__init__()
         self._maker = maker
 
@@ -217,7 +222,7 @@ class _Batches(grain.IterDataset):
 
 
 class _BatchIterator(grain.DatasetIterator):
-    def __init__(self, maker: Rows | EvaluationRows):
+    def __init__(self, maker: Rows):
         super().__init__()
         self._maker = maker
 

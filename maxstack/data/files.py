@@ -314,9 +314,9 @@ def _pieces(path: str) -> Iterator[bytes]:
     try:
         with storage.open_file(path) as file:
             stream: IO[bytes] | gzip.GzipFile = file
-            if path.endswith((".gz", ".zst")) and not file.read(1):
-                raise DataError(f"{path}: empty, which no compressed file is; it was cut short")
             if path.endswith((".gz", ".zst")):
+                if not file.read(1):
+                    raise DataError(f"{path}: empty, which no compressed file is; it was cut short")
                 file.seek(0)
             if path.endswith(".zst"):
                 yield from _zstd_pieces(path, file)

@@ -7,6 +7,7 @@ import os
 import re
 from pathlib import Path
 
+from maxstack.config import storage
 from maxstack.data.json_files import read_object
 from maxstack.errors import ConfigError, DataError, shortened
 
@@ -37,6 +38,8 @@ TOKENIZER = (
     "chat_template.json",
 )
 GENERATION = "generation_config.json"
+SMALL = "config.json", INDEX, GENERATION, *TOKENIZER
+"""Files that are read of a model beside its weights."""
 READ = "*.json", "model*.safetensors", "tokenizer*", "merges.txt"
 """Patterns of the files that are read of nearly every model; without consolidated.safetensors,
 which holds the same weights again."""
@@ -64,6 +67,15 @@ def file_of(path: str) -> str:
     repo, _, commit = model.partition("@")
     cached = try_to_load_from_cache(repo, file, revision=commit)
     return cached if isinstance(cached, str) else str(snapshot(model, weights=False) / file)
+
+
+def model_folder(path: str, weights: bool) -> Path:
+    """Local folder of a model that is a folder, a folder at a URL or Org/Name of the hub; of the
+    latter two, files that are read are copied to a cache, safetensors only for `weights`."""
+    if named(path):
+        return snapshot(path, weights)
+    tensors = ("*.safetensors",) if weights else ()
+    return storage.local_folder(path, (*SMALL, *tensors), depth=1)
 
 
 @functools.cache
@@ -123,9 +135,8 @@ def _download(repo: str, commit: str, files: set[str], weights: bool) -> Path:
     from huggingface_hub import hf_hub_download
 
     get = functools.partial(hf_hub_download, repo, revision=commit)
-    small = ["config.json", *files.intersection((INDEX, GENERATION, *TOKENIZER))]
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
-        folder = Path([*pool.map(get, small)][0]).parent
+        folder = Path([*pool.map(get, files.intersection(SMALL))][0]).parent
         if weights:
             if not {INDEX, SINGLE} & files:
                 raise ConfigError(
@@ -167,28 +178,28 @@ def _failed(repo: str, revision: str, error: Exception) -> ConfigError:
     elsewhere = "where there is a network, and bring the cache here (HF_HUB_CACHE says where)"
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, errors.GatedRepoError):
-        said = f"is gated: ask for access at {page}, and log in with {log_in}{download}"
+        problem = f"is gated: ask for access at {page}, and log in with {log_in}{download}"
     elif isinstance(error, errors.RevisionNotFoundError):
-        said = f"has no revision {revision}; {page}/commits lists them"
+        problem = f"has no revision {revision}; {page}/commits lists them"
     elif isinstance(error, errors.RepositoryNotFoundError):
-        said = (
+        problem = (
             f"no such folder, and no model at {page}; check the name, or, if it is a private "
             f"one, log in with {log_in}"
         )
     elif status == 404:
-        said = f"has no config.json at {page}, so it is no model that maxstack can read"
+        problem = f"has no config.json at {page}, so it is no model that maxstack can read"
     elif status in (401, 403):
-        said = f"{page} answers {status}: log in with {log_in}{download}"
+        problem = f"{page} answers {status}: log in with {log_in}{download}"
     elif isinstance(error, errors.HFValidationError):
-        said = f"no such folder, and no name that the hub allows: {_line(error)}"
+        problem = f"no such folder, and no name that the hub allows: {_line(error)}"
     elif any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in _causes(error)):
-        said = (
+        problem = (
             f"no such folder, and HF_HUB_OFFLINE is set while the model is not (or not all) in "
             f"the cache, {constants.HF_HUB_CACHE}: unset it, or run {command} {elsewhere}"
         )
     else:
-        said = (
+        problem = (
             f"no such folder, and not to be had from {page} ({_line(error)}); download it "
             f"{elsewhere}{download}"
         )
-    return ConfigError(f"{repo}: {said}")
+    return ConfigError(f"{repo}: {problem}")

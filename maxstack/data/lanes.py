@@ -7,13 +7,13 @@ tokens already used of the current document.
 """
 
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from maxstack.data.documents import Documents
-from maxstack.data.order import Order, number
+from maxstack.data.documents import Documents, part_at, text_hash
+from maxstack.data.order import Order
 from maxstack.data.sources import Synthetic
 from maxstack.data.tokenizers import open_tokenizer, sized_tokens_of, tokens_of
 from maxstack.errors import ConfigError, DataError
@@ -87,10 +87,10 @@ class Mixture:
         sources: list[Documents],
         batch_size: int,
         evaluation: bool,
-        section: str = "data",
-        maker: "type[Lane] | None" = None,
+        section: str,
+        maker: "type[Lane]",
     ):
-        self.maker = maker or Lane
+        self.maker = maker
         self.cfg, self.sources, self.batch_size = cfg, sources, batch_size
         self.evaluation, self.section = evaluation, section
         self.counters = 1 if evaluation else len(sources)
@@ -98,7 +98,7 @@ class Mixture:
         self._shares = weights / weights.sum()
         self._ends = np.cumsum([len(source) for source in sources])
         self.documents = int(self._ends[-1])
-        """Of all sources."""
+        """Number of documents in all sources."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_orders"}
@@ -107,7 +107,7 @@ class Mixture:
         """float64 per source in [0, 1): a lane's start in the mixture's cycle, so that lanes do not
         all draw from the same source at once."""
         seeds = [f"{self.cfg.seed} mixture {lane} {source}" for source in range(self.counters)]
-        return np.array([number(seed) * 2.0**-64 for seed in seeds])
+        return np.array([text_hash(seed) * 2.0**-64 for seed in seeds])
 
     def pick(self, finished: np.ndarray, phase: np.ndarray) -> int:
         """The counter of the next document: the source that is furthest behind its share of the
@@ -126,8 +126,7 @@ class Mixture:
         if self.evaluation:
             if position >= self.documents:
                 return None
-            source = int(np.searchsorted(self._ends, position, side="right"))
-            return source, position - (int(self._ends[source - 1]) if source else 0)
+            return part_at(self._ends, position)
         if self.cfg.shuffle:
             return counter, self._orders[counter][position]
         return counter, position % len(self.sources[counter])
@@ -162,7 +161,7 @@ class Lane:
     it and stand in MAKERS."""
 
     REFRESHED: ClassVar[bool] = False
-    """Whether rows depend on the current weights; then they are made between steps, by
+    """True where rows depend on the current weights; they are then made between steps, by
     `refresh`ed lanes, and not ahead."""
 
     @classmethod
@@ -237,11 +236,12 @@ class Lane:
         while self._document is None:
             self._counter = mixture.pick(self._finished, self._phase)
             position = int(self._finished[self._counter]) * mixture.batch_size + self._lane
-            place = mixture.locate(self._counter, position)
-            if place is None:
+            location = mixture.locate(self._counter, position)
+            if location is None:
                 break
-            source, index = mixture.sources[place[0]], place[1]
-            document, sizes = mixture.tokens(*place, self._quarantine) or (None, None)
+            number, index = location
+            source = mixture.sources[number]
+            document, sizes = mixture.tokens(number, index, self._quarantine) or (None, None)
             if document is not None:
                 if len(document) - self._offset > 1:
                     self._document, self._sizes = document, sizes
@@ -265,44 +265,12 @@ class Lane:
         return self._document
 
 
-class EvaluationRows:
-    """A single pass over the documents, packed into rows one after the other; a batch is the next
-    rows, so that long documents spread over all lanes.
-
-    Every process packs all rows and keeps those of its lanes. Each lane's state is the pass's.
-    """
-
-    def __init__(self, mixture: Mixture, lanes: list[int], batch_size: int, state: np.ndarray):
-        self._lanes, self._batch_size = lanes, batch_size
-        self.quarantine = mixture.quarantine()
-        sizes = np.dtype((np.float32, (mixture.cfg.seq_len,)))
-        self._arrays = mixture.maker.arrays(mixture.cfg) | {"bytes": sizes}
-        self.row_type = _row_type(mixture, self._arrays)
-        self._pass = mixture.maker(mixture, 0, self.quarantine)
-        self._pass.restore(state[0])
-
-    def __len__(self) -> int:
-        return len(self._lanes)
-
-    def next(self) -> Batch:
-        """As Rows.next, and `bytes` float32: how many bytes of text each target stands for."""
-        batch = {key: np.zeros(self._batch_size, kind) for key, kind in self._arrays.items()}
-        for i in range(self._batch_size):
-            self._pass.fill({key: array[i, ...] for key, array in batch.items()})
-        state = np.tile(self._pass.state(), (len(self._lanes), 1))
-        return {key: array[self._lanes] for key, array in batch.items()} | {"state": state}
-
-    def refresh(self, state: Any) -> None:
-        """Lane.refresh of the pass."""
-        self._pass.refresh(state)
-
-
 class Rows:
-    """The rows that some lanes make, batch after batch, with each lane's state after its row."""
+    """The rows of some lanes, batch after batch, each with its lane's state after it."""
 
     def __init__(self, mixture: Mixture, lanes: list[int], state: np.ndarray):
-        self.quarantine, self._arrays = mixture.quarantine(), mixture.maker.arrays(mixture.cfg)
-        self.row_type = _row_type(mixture, self._arrays)
+        self.quarantine, self.arrays = mixture.quarantine(), mixture.maker.arrays(mixture.cfg)
+        self._state_size = state.shape[1]
         self._lanes = [mixture.maker(mixture, lane, self.quarantine) for lane in lanes]
         for lane, after in zip(self._lanes, state, strict=True):
             lane.restore(after)
@@ -310,18 +278,51 @@ class Rows:
     def __len__(self) -> int:
         return len(self._lanes)
 
+    @property
+    def row_type(self) -> np.dtype:
+        """A row and the state after it, as one record."""
+        return np.dtype([*self.arrays.items(), ("state", np.int64, (self._state_size,))])
+
     def next(self) -> Batch:
         """Arrays [lanes, ...] by name, and `state` int64 [lanes, K]."""
-        batch = {key: np.zeros(len(self._lanes), kind) for key, kind in self._arrays.items()}
-        for i, lane in enumerate(self._lanes):
-            lane.fill({key: array[i, ...] for key, array in batch.items()})
-        batch["state"] = np.stack([lane.state() for lane in self._lanes])
+        batch = self._filled(self._lanes)
+        return batch | {"state": np.stack([lane.state() for lane in self._lanes])}
+
+    def _filled(self, lanes: list[Lane]) -> Batch:
+        """Arrays with the next row of each of `lanes`."""
+        batch = {name: np.zeros(len(lanes), kind) for name, kind in self.arrays.items()}
+        for i, lane in enumerate(lanes):
+            lane.fill({name: array[i, ...] for name, array in batch.items()})
         return batch
 
     def refresh(self, state: Any) -> None:
-        """Lane.refresh of all lanes."""
+        """Call Lane.refresh of all lanes."""
         for lane in self._lanes:
             lane.refresh(state)
+
+
+class EvaluationRows(Rows):
+    """A single pass over the documents by one lane; a batch is the lane's next rows, so that long
+    documents spread over all rows.
+
+    Every process packs all rows and keeps those numbered `rows`. The state is that of the pass, the
+    same for each row.
+    """
+
+    def __init__(self, mixture: Mixture, rows: list[int], batch_size: int, state: np.ndarray):
+        super().__init__(mixture, [0], state[:1])
+        self._rows, self._batch_size = rows, batch_size
+        self.arrays = self.arrays | {"bytes": np.dtype((np.float32, (mixture.cfg.seq_len,)))}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def next(self) -> Batch:
+        """Arrays as of Rows.next, and `bytes` float32: bytes of text that each target stands
+        for."""
+        batch = self._filled(self._lanes * self._batch_size)
+        state = np.tile(self._lanes[0].state(), (len(self), 1))
+        return {name: array[self._rows] for name, array in batch.items()} | {"state": state}
 
 
 MAKERS: list[type[Lane]] = [Lane]
@@ -337,8 +338,3 @@ def maker_of(fields: Collection[str], cfg: DataConfig) -> type[Lane]:
     raise ConfigError(
         f"objective.kind: a batch must hold {', '.join(missing)}, which no kind of data gives"
     )
-
-
-def _row_type(mixture: Mixture, arrays: Mapping[str, np.dtype]) -> np.dtype:
-    """A row of a batch with the position after it, as one record."""
-    return np.dtype([*arrays.items(), ("state", np.int64, (mixture.counters + 1,))])

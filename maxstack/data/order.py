@@ -2,11 +2,10 @@
 storage."""
 
 import functools
-import hashlib
 
 import numpy as np
 
-from maxstack.data.documents import record_hashes
+from maxstack.data.documents import record_hashes, text_hash
 
 _SMALL = 1 << 16
 _CACHED_ENTRIES = 1 << 20
@@ -32,28 +31,24 @@ class Order:
             import grain
 
             self._large = grain.MapDataset.range(documents - self._left_over).shuffle(
-                seed=number(seed) >> 32
+                seed=text_hash(seed) >> 32
             )
         self._small = functools.lru_cache(max(2, _CACHED_ENTRIES // documents))(self._shuffled)
 
     def __getitem__(self, position: int) -> int:
-        epoch, place = divmod(position, self._documents)
+        epoch, index = divmod(position, self._documents)
         if self._documents <= _SMALL:
-            return int(self._small(epoch)[place])
+            return int(self._small(epoch)[index])
         if self._left_over:
-            last, exchanged = self._documents - 1, number(f"{self._seed} {epoch}") % self._documents
-            if place == exchanged:
+            last = self._documents - 1
+            exchanged = text_hash(f"{self._seed} {epoch}") % self._documents
+            if index == exchanged:
                 return last
-            place = exchanged if place == last else place
-        return int(self._large[epoch * len(self._large) + place])
+            index = exchanged if index == last else index
+        return int(self._large[epoch * len(self._large) + index])
 
     def _shuffled(self, epoch: int) -> np.ndarray:
         return np.argsort(
-            record_hashes(np.uint64(number(f"{self._seed} {epoch}")), self._documents),
+            record_hashes(np.uint64(text_hash(f"{self._seed} {epoch}")), self._documents),
             kind="stable",
         )
-
-
-def number(text: str) -> int:
-    """A 64-bit hash, the same on every machine."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

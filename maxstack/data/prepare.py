@@ -20,7 +20,7 @@ from maxstack.data.documents import Documents, Split, Tokens, progress
 from maxstack.data.files import digest
 from maxstack.data.shards import MANIFEST, pack
 from maxstack.data.sources import open_source
-from maxstack.data.tokenizers import Tokenizer, bytes_of, open_tokenizer, sized_tokens_of
+from maxstack.data.tokenizers import Tokenizer, open_tokenizer, sized_tokens_of
 from maxstack.data.workers import settle
 from maxstack.errors import ConfigError, DataError
 from maxstack.schema.data import DataConfig
@@ -234,7 +234,7 @@ def _write_records(
             )
         counts["tokens"] += len(ids)
         counts["bytes"] += int(sizes.sum(dtype=np.float64))
-        special = np.flatnonzero(sizes != bytes_of(tokenizer.token_bytes, ids))
+        special = np.flatnonzero(sizes != tokenizer.bytes_of(ids))
         writer.write(pack(Tokens(ids, np.stack([special, sizes[special]], 1))))
     writer.close()
     with open(path, "rb") as file:

@@ -2,11 +2,13 @@
 Bagz."""
 
 import contextlib
+import functools
 import json
 import os
 import re
 from abc import abstractmethod
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,11 +16,10 @@ import numpy as np
 
 from maxstack.config import storage
 from maxstack.config.annotations import listed
-from maxstack.data.documents import Document, Documents, file_hashes, record_hashes
+from maxstack.data.documents import Document, Documents, file_hashes, part_at, record_hashes
 from maxstack.data.files import (
     DECODE_ERRORS,
     Bounds,
-    File,
     brief,
     decoded,
     digest,
@@ -49,19 +50,18 @@ class Records(Documents):
 
     def __init__(self, cfg: Files):
         self._cfg: Any = cfg
-        self._files: list[File] = matched(cfg)
-        self._paths = [file.path for file in self._files]
+        self.files = matched(cfg)
+        self._paths = [file.path for file in self.files]
         if self.LOCAL:
             with ThreadPoolExecutor(_DOWNLOADS) as pool:
                 self._paths = list(pool.map(plain, self._paths))
-        self._opened: OrderedDict[int, Any] = OrderedDict()
         self._sizes: list[int] = []
-        counts = [self._counted(file) for file in range(len(self._files))]
+        counts = [self._counted(file) for file in range(len(self.files))]
         self._ends = np.cumsum(counts, dtype=np.int64)
 
     @abstractmethod
     def _count(self, file: int) -> int:
-        """How many records `file` holds."""
+        """Number of records in `file`."""
 
     @abstractmethod
     def _open(self, file: int) -> Any:
@@ -76,39 +76,36 @@ class Records(Documents):
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> Document:
-        file, record = self._locate(index)
+        file, record = part_at(self._ends, index)
         try:
-            if file not in self._opened:
-                if len(self._opened) == _OPEN_FILES:
-                    self._opened.popitem(last=False)
-                self._opened[file] = self._open(file)
-            self._opened.move_to_end(file)
-            document = self._read(self._opened[file], file, record)
+            document = self._read(self._reader(file), file, record)
             if isinstance(document, bytes):
-                return text_of(document, self._cfg, self._files[file].path)
+                return text_of(document, self._cfg, self.files[file].path)
             return document
         except Exception as error:  # readers raise all kinds of exceptions over damaged bytes
             raise DataError(f"{self._where(file, record)}: {self._reason(error, file)}") from error
 
     def where(self, index: int) -> str:
-        file, record = self._locate(index)
+        file, record = part_at(self._ends, index)
         return self._where(file, record)
-
-    def paths(self) -> list[str]:
-        return [file.path for file in self._files]
 
     def hashes(self) -> np.ndarray:
         counts = np.diff(self._ends, prepend=0)
-        files = zip(file_hashes(self._files), counts, strict=True)
+        files = zip(file_hashes(self.files), counts, strict=True)
         return np.concatenate([record_hashes(key, int(count)) for key, count in files])
 
     def identity(self) -> str:
-        files = zip(self._files, self._ends, strict=True)
+        files = zip(self.files, self._ends, strict=True)
         described = "\0".join(f"{file.key} {end}" for file, end in files)
         return digest(described.encode())
 
+    @functools.cached_property
+    def _reader(self) -> Callable[[int], Any]:
+        """`_open` that keeps the latest files open; no pickle holds it."""
+        return functools.lru_cache(_OPEN_FILES)(self._open)
+
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_opened": OrderedDict()}
+        return {key: value for key, value in self.__dict__.items() if key != "_reader"}
 
     def _counted(self, file: int) -> int:
         try:
@@ -116,12 +113,12 @@ class Records(Documents):
                 self._sizes.append(os.path.getsize(self._paths[file]))
             return self._count(file)
         except OSError as error:
-            raise DataError(f"{self._files[file].path}: {self._reason(error, file)}") from error
+            raise DataError(f"{self.files[file].path}: {self._reason(error, file)}") from error
 
     def _reason(self, error: Exception, file: int) -> str:
         """An error's message without the file's name."""
         if isinstance(error, DataError):
-            return brief(str(error).removeprefix(f"{self._files[file].path}: "))
+            return brief(str(error).removeprefix(f"{self.files[file].path}: "))
         message = f"{type(error).__name__}: {error}"
         if isinstance(error, OSError) and error.strerror:
             message = error.strerror
@@ -132,12 +129,8 @@ class Records(Documents):
         if os.path.getsize(self._paths[file]) < self._sizes[file]:
             raise DataError(_SHORTER)
 
-    def _locate(self, index: int) -> tuple[int, int]:
-        file = int(np.searchsorted(self._ends, index, side="right"))
-        return file, index - (int(self._ends[file - 1]) if file else 0)
-
     def _where(self, file: int, record: int) -> str:
-        return f"{self._files[file].path}: record {record}"
+        return f"{self.files[file].path}: record {record}"
 
     def _utf8(self, value: object) -> bytes:
         """The bytes of a record's text field."""
@@ -209,7 +202,7 @@ class Jsonl(Spans):
         return line_bounds(path)
 
     def _read(self, opened: Any, file: int, record: int) -> bytes:
-        line = decoded(super()._read(opened, file, record), self._cfg, self._files[file].path)
+        line = decoded(super()._read(opened, file, record), self._cfg, self.files[file].path)
         try:
             value = json.loads(line.removeprefix("\ufeff"))
         except (ValueError, RecursionError) as error:
@@ -230,7 +223,7 @@ class Jsonl(Spans):
             number = line_number(self._paths[file], int(self._spans[file][0][record]))
         except (OSError, DataError):
             return super()._where(file, record)
-        return f"{self._files[file].path}: line {number}"
+        return f"{self.files[file].path}: line {number}"
 
 
 class Parquet(Records):
@@ -279,7 +272,7 @@ class Parquet(Records):
         return opened
 
     def _read(self, opened: Any, file: int, record: int) -> bytes:
-        group = int(np.searchsorted(self._groups[file], record, side="right"))
+        group, row = part_at(self._groups[file], record)
         if (file, group) not in self._decoded:
             self._decoded[file, group] = self._column(opened, file, group)
             while (
@@ -288,7 +281,6 @@ class Parquet(Records):
             ):
                 self._decoded.popitem(last=False)
         self._decoded.move_to_end((file, group))
-        row = record - (int(self._groups[file][group - 1]) if group else 0)
         return self._utf8(self._decoded[file, group][row].as_py())
 
     def _column(self, opened: Any, file: int, group: int) -> Any:
@@ -311,7 +303,7 @@ class ArrayRecords(Records):
 
     def _count(self, file: int) -> int:
         check = check_size if self._cfg.content == "tokens" else refuse_as_text
-        check(self._files[file].path)
+        check(self.files[file].path)
         reader = self._open(file)
         count = reader.num_records()
         reader.close()
@@ -323,7 +315,7 @@ class ArrayRecords(Records):
         reader = ArrayRecordReader(self._paths[file], "readahead_buffer_size:0")
         if not reader.ok():
             raise DataError(
-                f"{self._files[file].path}: not an intact ArrayRecord file "
+                f"{self.files[file].path}: not an intact ArrayRecord file "
                 f"({os.path.getsize(self._paths[file])} bytes; cut short, or of another format)"
             )
         return reader
@@ -335,7 +327,7 @@ class ArrayRecords(Records):
             raise DataError(f"corrupt: {error}") from error
         if not data:  # the library's answer for what lies past the end of the file
             self._refuse_shorter(file)
-        return data if self._cfg.content == "text" else unpack(data, self._files[file].path)
+        return data if self._cfg.content == "text" else unpack(data, self.files[file].path)
 
 
 class Bagz(Records):
@@ -354,7 +346,7 @@ class Bagz(Records):
         try:
             return bagz.Reader(self._paths[file])
         except (ValueError, OSError, RuntimeError) as error:
-            path = self._files[file].path
+            path = self.files[file].path
             raise DataError(f"{path}: not an intact Bagz file: {brief(error)}") from error
 
     def _read(self, opened: Any, file: int, record: int) -> bytes:

@@ -39,8 +39,8 @@ def unpack(record: bytes, where: str) -> Tokens:
     if kind & _SIZED and len(record) >= 5:
         at = 5 + 8 * int.from_bytes(record[1:5], "little")
         sizes = np.frombuffer(record[5:at], np.uint8)
-    known = width in (2, 4) and (sizes is not None) == bool(kind & _SIZED)
-    if not known or len(record) < at or (len(record) - at) % width:
+    intact = width in (2, 4) and (sizes is not None) == bool(kind & _SIZED)
+    if not intact or len(record) < at or (len(record) - at) % width:
         raise DataError(
             f"{where}: not a record of tokens as `maxstack data prepare` writes them; "
             "set `content: text` if these are texts"

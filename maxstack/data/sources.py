@@ -19,26 +19,23 @@ class WholeFiles(Documents):
     """Each file is a document."""
 
     def __init__(self, cfg: TextSource):
-        self._cfg, self._files = cfg, matched(cfg)
+        self._cfg, self.files = cfg, matched(cfg)
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self.files)
 
     def __getitem__(self, index: int) -> bytes:
-        path = self._files[index].path
+        path = self.files[index].path
         return text_of(read(path), self._cfg, path)
 
     def where(self, index: int) -> str:
-        return self._files[index].path
-
-    def paths(self) -> list[str]:
-        return [file.path for file in self._files]
+        return self.files[index].path
 
     def hashes(self) -> np.ndarray:
-        return file_hashes(self._files)
+        return file_hashes(self.files)
 
     def identity(self) -> str:
-        keys = "\0".join(file.key for file in self._files)
+        keys = "\0".join(file.key for file in self.files)
         return digest(keys.encode())
 
 
@@ -59,9 +56,6 @@ class Synthetic(Documents):
 
     def where(self, index: int) -> str:
         return f"synthetic document {index}"
-
-    def paths(self) -> list[str]:
-        return []
 
     def hashes(self) -> np.ndarray:
         return record_hashes(np.uint64(0), len(self))

@@ -50,6 +50,12 @@ class Tokenizer(ABC):
         special = np.zeros(len(self._bos), np.int64), np.full(len(self._eos), len(document))
         return np.concatenate([special[0], np.maximum.accumulate(ends), special[1]])
 
+    def bytes_of(self, ids: np.ndarray) -> np.ndarray:
+        """Number of bytes of text that each id stands for; 0 for ids beyond the vocabulary, which
+        synthetic sources may have."""
+        last = self.vocab_size - 1
+        return np.where(ids <= last, self.token_bytes[np.minimum(ids, last)], 0)
+
     @abstractmethod
     def decode(self, ids: np.ndarray) -> bytes:
         """The text of the ids, without special tokens."""
@@ -141,7 +147,7 @@ class HuggingFace(Tokenizer):
         folder, name = os.path.split(hub.file_of(cfg.path))
         if is_vocab := name == byte_level.VOCAB:
             files = f"not a {name} with {byte_level.MERGES} beside it"
-            vocab = storage.local_folder(folder, ("config.json", *hub.TOKENIZER)) / name
+            vocab = hub.model_folder(folder, weights=False) / name
         try:
             if is_vocab:
                 text = byte_level.tokenizer_json(vocab)
@@ -202,12 +208,6 @@ def open_tokenizer(cfg: TokenizerConfig) -> Tokenizer:
     return SentencePiece(cfg) if isinstance(cfg, SentencePieceTokenizer) else HuggingFace(cfg)
 
 
-def bytes_of(token_bytes: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """How many bytes of text each id stands for; 0 for ids beyond the tokenizer's vocabulary, which
-    synthetic sources may have."""
-    return np.where(ids < len(token_bytes), token_bytes[np.minimum(ids, len(token_bytes) - 1)], 0)
-
-
 def tokens_of(documents: Documents, index: int, tokenizer: Tokenizer) -> np.ndarray:
     """The int32 ids of a document of text or tokens. DataError, naming its file and record, if it
     cannot be read."""
@@ -229,7 +229,7 @@ def sized_tokens_of(
     with _naming(documents, index):
         document = documents[index]
         ids = _ids(document, tokenizer)
-        sizes = bytes_of(tokenizer.token_bytes, ids)
+        sizes = tokenizer.bytes_of(ids)
         if isinstance(document, bytes) and sizes.sum() != len(document):
             sizes = np.diff(tokenizer.ends(document), prepend=0)
         sizes = sizes.astype(np.float32)

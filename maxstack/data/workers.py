@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from maxstack.data.lanes import Batch, EvaluationRows, News, Rows
+from maxstack.data.lanes import Batch, News, Rows
 from maxstack.errors import DataError
 from maxstack.report import stacks
 
@@ -29,7 +29,7 @@ class Workers:
     With n makers, row i of the whole batch is row i // n of maker i % n.
     """
 
-    def __init__(self, makers: Sequence[Rows | EvaluationRows], ahead: int):
+    def __init__(self, makers: Sequence[Rows], ahead: int):
         context = get_context("spawn")
         sizes = [len(maker) * maker.row_type.itemsize for maker in makers]
         memories = [context.RawArray("b", size * ahead) for size in sizes]
@@ -90,7 +90,7 @@ class Workers:
             ) from error
 
 
-def made(rows: Rows | EvaluationRows) -> Made:
+def made(rows: Rows) -> Made:
     """The next batch of a maker. A DataError is returned as text, which an exception would lose
     between threads and processes."""
     try:
@@ -113,7 +113,7 @@ def settle() -> None:
     threading.Thread(target=_follow_parent, daemon=True).start()
 
 
-def _serve(connection: Any, memory: Any, maker: Rows | EvaluationRows) -> None:
+def _serve(connection: Any, memory: Any, maker: Rows) -> None:
     """Main function of a process: fill the slots in turn, each after it was read, and send a note
     for each."""
     settle()
@@ -130,7 +130,7 @@ def _serve(connection: Any, memory: Any, maker: Rows | EvaluationRows) -> None:
         return
 
 
-def _slots(maker: Rows | EvaluationRows, memory: Any) -> np.ndarray:
+def _slots(maker: Rows, memory: Any) -> np.ndarray:
     """Batches in shared memory: records of the maker's row_type, [slots, rows]."""
     return np.frombuffer(memory, maker.row_type).reshape(-1, len(maker))
 

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from maxstack import optim
-from maxstack.data import make_feed
+from maxstack.data.feed import Feed
 from maxstack.errors import DataError
 from maxstack.report.log import Log
 from maxstack.report.metrics import Writer
@@ -26,7 +26,7 @@ class Evaluator:
         self._run, self._log, self._writer = run, log, writer
         self._data = cfg.eval.data or cfg.data
         self._batch_size = cfg.eval.batch_size or cfg.train.batch_size
-        self._feed = make_feed(
+        self._feed = Feed(
             self._data,
             run.batches.rows(self._batch_size),
             self._batch_size,

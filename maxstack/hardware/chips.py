@@ -16,19 +16,11 @@ from maxstack.errors import ConfigError
 from maxstack.hardware.devices import GPU_SHARE
 
 PEAK_OF = {
-    "bfloat16": "bf16",
-    "float16": "bf16",
-    "int8": "int8",
-    "uint8": "int8",
-    "int4": "int8",
-    "uint4": "int8",
-    "float32": "tf32",
-    "s8": "int8",
-    "u8": "int8",
-    "s4": "int8",
-    "u4": "int8",
-    "f32": "tf32",
+    **dict.fromkeys(("int8", "uint8", "int4", "uint4", "s8", "u8", "s4", "u4"), "int8"),
+    **dict.fromkeys(("float32", "f32"), "tf32"),
 }
+"""Name of a dtype in jax or XLA -> the figure in `peak` at which products of it run; bf16 for all
+others."""
 
 
 class Torus(Section):

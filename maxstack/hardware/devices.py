@@ -27,13 +27,17 @@ def environment(virtual_devices: int | None) -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_SHARE))
     if virtual_devices:
-        flags = f"--xla_force_host_platform_device_count={virtual_devices}"
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
-        os.environ["JAX_PLATFORMS"] = "cpu"
+        os.environ |= cpu_devices(virtual_devices)
     elif sys.platform == "linux" and not any(
         map(glob.glob, ACCELERATORS)
     ):  # where plan's compilers are installed, jax would complain of each
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def cpu_devices(count: int) -> dict[str, str]:
+    """Environment variables by which the CPU counts as so many devices."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
+    return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
 
 
 def visible_gpus() -> list[str]:

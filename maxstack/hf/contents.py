@@ -27,8 +27,9 @@ HEAD, ROWS_AT_ONCE = "lm_head.weight", 4096
 
 
 class Contents:
-    """Meaning of a folder, or of a model of the hub by its name. ConfigError for a family or key
-    that is not supported, DataError for damage.
+    """Meaning of a folder, at a path or URL, or of a model of the hub by its name.
+
+    ConfigError for a family or key that is not supported, DataError for damage.
 
     Without `weights` no tensor is read, or downloaded: `tensors` is empty, and config.json and the
     index are believed.
@@ -94,7 +95,7 @@ class Contents:
 def opened(path: str | Path) -> Contents:
     """Contents with weights; those of the last call where no file of the same folder has changed
     since, so that a start of train opens each file once."""
-    folder = hub.snapshot(str(path), weights=True) if hub.named(path) else Path(path)
+    folder = hub.model_folder(str(path), weights=True)
     return _unchanged(str(path), folder.absolute(), frozenset(states(folder).items()))
 
 

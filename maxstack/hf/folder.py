@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from maxstack.config import storage
 from maxstack.data import hub
 from maxstack.data.hub import GENERATION, INDEX, SINGLE
 from maxstack.data.json_files import read_object
@@ -50,17 +51,16 @@ OF_WRAPPER = (
 
 
 class Folder:
-    """A folder, or a model of the hub by its name, checked. ConfigError for a mistake of its user,
-    DataError for damage.
+    """A folder, at a path or URL, or a model of the hub by its name, checked. ConfigError for a
+    mistake of its user, DataError for damage.
 
-    Of the hub, only files that are read are downloaded, safetensors only for `weights`; pickles
-    and code in its repository are ignored.
+    Of the hub and at a URL, only files that are read are downloaded, safetensors only for
+    `weights`; pickles and code beside them are ignored.
     """
 
     def __init__(self, path: str | Path, *, ignore_unsafe: bool = False, weights: bool = True):
-        self.path = Path(path)
-        if hub.named(path):
-            self.path, ignore_unsafe = hub.snapshot(str(path), weights), True
+        self.path = hub.model_folder(str(path), weights)
+        ignore_unsafe = ignore_unsafe or hub.named(path) or storage.is_url(path)
         if not os.path.isdir(self.path):  # False, too, for what can be no path
             what = "is a file; give the folder of a model" if os.path.exists(path) else hub.NOWHERE
             raise ConfigError(f"{shortened(str(path), 200)}: {what}")

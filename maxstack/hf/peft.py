@@ -16,6 +16,7 @@ import einops
 import numpy as np
 from safetensors.numpy import save_file
 
+from maxstack.config import storage
 from maxstack.config.writer import inline
 from maxstack.data.json_files import read_object
 from maxstack.errors import ConfigError, DataError, quoted, shortened
@@ -54,14 +55,15 @@ SETTINGS = {
 
 
 class Adapter:
-    """A folder in PEFT's format, checked; ConfigError where it is none, or has settings that are
-    not supported.
+    """A folder in PEFT's format, at a path or URL, checked.
+
+    ConfigError where it is none, or has settings that are not supported.
 
     DataError for a tensor with NaN or infinities, if `finite`.
     """
 
-    def __init__(self, folder: Path, *, finite: bool = True):
-        self.folder = folder
+    def __init__(self, path: str | Path, *, finite: bool = True):
+        folder = self.folder = storage.local_folder(str(path), (CONFIG, TENSORS))
         if not folder.is_dir():
             raise ConfigError(
                 f"{folder}: no such folder; give one in PEFT's format, with {CONFIG} and {TENSORS}"

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxstack import sharding
+from maxstack.config import storage
 from maxstack.data import hub
 from maxstack.errors import ConfigError, shortened
 from maxstack.load import load
@@ -29,7 +30,7 @@ def adapted_run(run: "Run", folder: str) -> "Run":
             "--adapter: the run has adapters of its own; merge them first: maxstack "
             "export RUN --out FOLDER"
         )
-    adapter = Adapter(Path(folder), finite=not run.cfg.checkpoint.allow_nonfinite)
+    adapter = Adapter(folder, finite=not run.cfg.checkpoint.allow_nonfinite)
     tensors = (
         tensor
         for tensor in run.weights.bound(adapter)
@@ -97,7 +98,7 @@ def open_prompt_tokenizer(cfg: "Config") -> "Tokenizer":
 def config_of(model: str, overrides: Sequence[str]) -> tuple["Config", Path | None]:
     """The configuration of a model, and the run's folder, None for a Hugging Face folder."""
 
-    if not Path(model).is_dir() and not hub.named(model):
+    if storage.kind(model) != "directory" and not hub.named(model):
         raise ConfigError(
             f"{shortened(model, 200)}: {hub.NOWHERE}; give a run's folder, one of its checkpoints, "
             "a Hugging Face folder, or such a name"

@@ -9,7 +9,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from maxstack.config import atomic
+from maxstack.config import storage
+from maxstack.data import hub
 from maxstack.errors import ConfigError, DataError
 from maxstack.inference.opened import config_of, open_prompt_tokenizer
 
@@ -40,7 +41,7 @@ def read_tokens(file: str, vocab: int) -> Rows:
     """The arrays `tokens` and `lengths` of an npz file. DataError if they are missing, misshapen or
     beyond the vocabulary."""
     try:
-        with np.load(file, allow_pickle=False) as arrays:
+        with storage.open_file(file) as stored, np.load(stored, allow_pickle=False) as arrays:
             tokens, lengths = arrays["tokens"], arrays["lengths"]
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         raise DataError(
@@ -84,8 +85,9 @@ def read_texts(file: str, model: str, overrides: Sequence[str], instead: str) ->
     cfg, own = config_of(model, overrides)
     if not _names_tokenizer(cfg, own, overrides):
         beside = own / "hf" if own else Path(model)
-        folder = beside if beside.is_dir() else Path(cfg.model.weights or model)
-        raise ConfigError(f"{unread(folder)}; or give {instead}")
+        if not beside.is_dir():
+            beside = hub.model_folder(cfg.model.weights or model, weights=False)
+        raise ConfigError(f"{unread(beside)}; or give {instead}")
     tokenizer = open_prompt_tokenizer(cfg)
     if tokenizer.vocab_size > cfg.model.vocab:
         raise DataError(
@@ -122,12 +124,12 @@ def _checked(file: str, tokens: np.ndarray, lengths: np.ndarray) -> Rows:
 
 
 def score(
-    run: "Run", params: Any, rows: Rows, out: Path, *, batch_size: int, logits: bool
+    run: "Run", params: Any, rows: Rows, out: str, *, batch_size: int, logits: bool
 ) -> np.ndarray:
     """Write `out`, an npz file of logprobs, tokens, lengths and, if asked for, logits; return
     logprobs."""
     shape = (*rows.tokens.shape, run.cfg.model.vocab)
-    with atomic.writing(out) as unfinished, zipfile.ZipFile(unfinished, "w") as archive:
+    with storage.replacing(out) as unfinished, zipfile.ZipFile(unfinished, "w") as archive:
         if logits:
             with archive.open("logits.npy", "w", force_zip64=True) as file:
                 header = {"descr": "<f4", "fortran_order": False, "shape": shape}

@@ -9,24 +9,25 @@ import contextlib
 import contextvars
 import functools
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pydantic
 
-from maxstack.config import atomic
+from maxstack.config import storage
 from maxstack.errors import ConfigError
 from maxstack.sharding import holding
 
 SHIPPED = Path(__file__).with_name("tuned.json")
 KEYS = ("device", "op", "backend", "shape")
-_own: contextvars.ContextVar[Path | None] = contextvars.ContextVar("tuned", default=None)
+_own: contextvars.ContextVar[str | None] = contextvars.ContextVar("tuned", default=None)
 
 
 def use(path: str | None) -> contextlib.AbstractContextManager[None]:
     """The user's own table for kernels that are traced inside; it need not exist."""
-    return holding(_own, Path(path).expanduser() if path else None)
+    return holding(_own, os.path.expanduser(path) if path else None)
 
 
 def blocks(
@@ -42,10 +43,11 @@ def blocks(
     return None
 
 
-def rows(path: Path) -> list[Mapping[str, Any]]:
-    """The rows of a table, none where there is no file; ConfigError for anything but a table."""
+def rows(path: str | Path) -> list[Mapping[str, Any]]:
+    """The rows of a table at a path or URL, none where there is no file; ConfigError for anything
+    but a table."""
     try:
-        return _read(path, path.stat().st_mtime_ns)
+        return _read(str(path), *storage.stamp(str(path)))
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -75,9 +77,9 @@ _TABLE = pydantic.TypeAdapter(list[_Row])
 
 
 @functools.lru_cache(maxsize=4)
-def _read(path: Path, changed: int) -> list[Mapping[str, Any]]:
+def _read(path: str, *version: object) -> list[Mapping[str, Any]]:
     try:
-        return [row.model_dump() for row in _TABLE.validate_json(path.read_bytes())]
+        return [row.model_dump() for row in _TABLE.validate_json(storage.read(path))]
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         row, *key = first["loc"] or ("",)
@@ -89,12 +91,14 @@ def _read(path: Path, changed: int) -> list[Mapping[str, Any]]:
         ) from error
 
 
-def check_writable(path: Path) -> None:
+def check_writable(path: str) -> None:
     """ConfigError where the file at `path` is no table, or cannot be written."""
     rows(path)
+    if storage.is_url(path):
+        return
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(".unfinished")
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(path).with_suffix(".unfinished")
         unfinished.touch()
         unfinished.unlink()
     except OSError as error:
@@ -103,11 +107,11 @@ def check_writable(path: Path) -> None:
         ) from error
 
 
-def add(path: Path, new: list[dict[str, Any]]) -> None:
+def add(path: str, new: list[dict[str, Any]]) -> None:
     """Write rows into a table, in place of those with the same keys; other rows stay, and a reader
     never sees half a file."""
     replaced = [_key(row) for row in new]
     table = [*(row for row in rows(path) if _key(row) not in replaced), *new]
     lines = ",\n".join(f"  {json.dumps(row)}" for row in table)
-    with atomic.writing(path) as unfinished:
+    with storage.replacing(path) as unfinished:
         unfinished.write_text(f"[\n{lines}\n]\n", encoding="utf-8")

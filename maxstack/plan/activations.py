@@ -29,8 +29,8 @@ def activations(program: Program) -> int:
     return sum(
         shape.padded
         for computation, _ in program.running()
-        for made in _made_forward(program, computation)
-        if _read_backward(computation, made.name) and _of_batch(program, computation, made.name)
+        for made in _made_forward(computation)
+        if _read_backward(made) and _of_batch(program, made)
         for shape in made.shapes
         if program.in_device_memory(shape.space)
     )
@@ -40,17 +40,17 @@ def _backward(instruction: Instruction) -> bool:
     return "transpose(" in instruction.op_name
 
 
-def _made_forward(program: Program, computation: Computation) -> Iterator[Instruction]:
+def _made_forward(computation: Computation) -> Iterator[Instruction]:
     """Values that the forward pass makes, not those that it only passes on."""
     for made in computation.instructions.values():
         source = made
         if made.opcode == "get-tuple-element":
-            source = computation.instructions[made.operands[0]]
+            source = made.inputs[0]
             index = int(made.attribute("index") or 0)
             if (
                 source.opcode in PASSES_ON | ORIGINS
                 or source.opcode == "while"
-                and loops.passes_through(program, source, index)
+                and loops.passes_through(source, index)
             ):
                 continue
         elif made.opcode in PASSES_ON | ORIGINS or len(made.shapes) != 1:
@@ -59,21 +59,20 @@ def _made_forward(program: Program, computation: Computation) -> Iterator[Instru
             yield made
 
 
-def _read_backward(computation: Computation, name: str) -> bool:
+def _read_backward(made: Instruction) -> bool:
     return any(
-        _read_backward(computation, user.name) if user.opcode in PASSES_ON else _backward(user)
-        for user, _ in computation.users[name]
+        _read_backward(user) if user.opcode in PASSES_ON else _backward(user)
+        for user, _ in made.users
     )
 
 
-def _of_batch(program: Program, computation: Computation, name: str) -> bool:
+def _of_batch(program: Program, value: Instruction) -> bool:
     """True of a value that depends on the rows of the batch."""
 
     @functools.cache
-    def depends(name: str) -> bool:
-        made = computation.instructions[name]
+    def depends(made: Instruction) -> bool:
         if made.opcode == "parameter":
-            return computation is not program.entry or made.op_name.startswith(BATCH)
-        return any(depends(operand) for operand in made.operands)
+            return made.computation is not program.entry or made.op_name.startswith(BATCH)
+        return any(map(depends, made.inputs))
 
-    return depends(name)
+    return depends(value)

@@ -6,34 +6,20 @@ import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from maxstack.plan.hlo import PLAIN, Computation, Instruction, Program
+from maxstack.plan.hlo import PLAIN, Instruction, Program
 
 DUMP = "xla_dump_to"
 """Compiler option that names a folder for what XLA writes about a compilation; `largest` reads the
 assignment of buffers there."""
 
-PASSES_ON = {
-    "tuple",
-    "get-tuple-element",
-    "bitcast",
-    "parameter",
-    "constant",
-    "while",
-    "conditional",
-    "call",
-    "opt-barrier",
-    "copy",
-    "copy-start",
-    "broadcast",
-    "custom-call",
-    "async-done",
-    "copy-done",
-    "transpose",
-    "convert",
-    "reshape",
-}
+PASSES_ON = set(
+    """
+    tuple get-tuple-element bitcast parameter constant while conditional call opt-barrier copy
+    copy-start broadcast custom-call async-done copy-done transpose convert reshape
+    """.split()
+)
 KINDS = {
     ", parameter ": "argument",
     ", constant": "constant",
@@ -48,24 +34,14 @@ _VALUE = re.compile(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Memory:
+class Memory(NamedTuple):
     """Bytes on each device, from `jax.stages.Compiled.memory_analysis`, without estimates of our
     own."""
 
     arguments: int
-    outputs: int
-    aliased: int
-    """Outputs that are written into donated arguments."""
-    temporaries: int
     code: int
     """The program itself, in a TPU's memory; 0 on a CPU and for CUDA, whose compilers do not
     say."""
-    host: int
-    """Pinned host memory: arguments, outputs and temporaries there."""
-    peak: int | None
-    """The most in use at one time, of all but code; None on a CPU, where XLA leaves temporaries
-    out, and where jaxlib does not tell."""
     needed: int
     """Bytes that the device must have. TPU: peak and code, since temporaries are packed as loosely
     as the chip allows, and the compiler holds the peak against its memory; where the host's
@@ -108,30 +84,17 @@ def memory(compiled: Any) -> Memory:
     stats = compiled.memory_analysis()
     if stats is None:
         raise ValueError("this backend gives no memory analysis")
-    platform = _platform(compiled)
     code, temporaries = stats.generated_code_size_in_bytes, stats.temp_size_in_bytes
     arguments = stats.argument_size_in_bytes
-    whole = arguments + stats.output_size_in_bytes - stats.alias_size_in_bytes + temporaries
-    peak = getattr(stats, "peak_memory_in_bytes", None) if platform != "cpu" else None
-    if peak and platform == "tpu":
+    runs = temporaries + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    peak = getattr(stats, "peak_memory_in_bytes", None) if _platform(compiled) == "tpu" else None
+    if peak:
         # measured: all arguments, the host's too, and the temporaries of that memory which has more
         # of them
         at_once = peak - arguments - stats.host_argument_size_in_bytes
         hidden = at_once <= 1.01 * stats.host_temp_size_in_bytes
-        peak = arguments + (temporaries if hidden else at_once)
-    return Memory(
-        arguments=arguments,
-        outputs=stats.output_size_in_bytes,
-        aliased=stats.alias_size_in_bytes,
-        temporaries=temporaries,
-        code=code,
-        host=stats.host_argument_size_in_bytes
-        + stats.host_output_size_in_bytes
-        - stats.host_alias_size_in_bytes
-        + stats.host_temp_size_in_bytes,
-        peak=peak or None,
-        needed=code + (peak if peak and platform == "tpu" else whole),
-    )
+        runs = temporaries if hidden else at_once
+    return Memory(arguments, code, code + arguments + runs)
 
 
 def largest(program: Program, count: int, folder: Path | None = None) -> list[Buffer]:
@@ -149,7 +112,7 @@ def largest(program: Program, count: int, folder: Path | None = None) -> list[Bu
     exact = bool(rows)
     rows = sorted(rows or _by_size(program), key=lambda row: -row[0])[:count]
     made = {
-        i.name: (computation, i)
+        i.name: i
         for computation in program.computations.values()
         for i in computation.instructions.values()
     }
@@ -223,7 +186,7 @@ def _by_size(program: Program) -> Iterator[tuple[int, str, list[str]]]:
 
 def _buffer(
     program: Program,
-    made: dict[str, tuple[Computation, Instruction]],
+    made: dict[str, Instruction],
     size: int,
     kind: str,
     names: list[str],
@@ -235,34 +198,32 @@ def _buffer(
     if not values:
         return Buffer(size, "".join(names[:1]), "", "", kind, exact)
     if kind == "argument":
-        arguments = [i for c, i in values if i.opcode == "parameter" and c is program.entry]
-        argument = (arguments or [values[0][1]])[0]
+        arguments = [
+            i for i in values if i.opcode == "parameter" and i.computation is program.entry
+        ]
+        argument = (arguments or values)[0]
         name = argument.op_name or argument.name
         return Buffer(size, name, argument.op_name, "", kind, exact)
-    computation, value = min(
-        values, key=lambda row: (row[1].opcode in PASSES_ON, not program.source(row[1]))
-    )
-    maker = _saved(program, computation, value) or value
+    value = min(values, key=lambda i: (i.opcode in PASSES_ON, not program.source(i)))
+    maker = _saved(program, value) or value
     return Buffer(size, value.name, maker.op_name, program.source(maker), kind, exact)
 
 
-def _saved(program: Program, computation: Computation, made: Instruction) -> Instruction | None:
+def _saved(program: Program, made: Instruction) -> Instruction | None:
     """The instruction that made the slice written into a scan's stack of results; None for other
     values."""
-    called = program.inside(made)
-    where = called or computation
-    root = where.instructions[called.root] if called else made
+    called = made.inside
+    root = called.result if called else made
     while root.opcode in ("bitcast", "convert", "copy", "tuple") and root.operands:
-        root = where.instructions[root.operands[0]]
+        root = root.inputs[0]
     if root.opcode != "dynamic-update-slice":
         return None
-    maker = where.instructions[root.operands[1]]
+    maker = root.inputs[1]
     for _ in range(20):
-        if maker.opcode == "parameter" and where is called:
-            operand = made.operands[int(maker.literal)]
-            where, maker = computation, computation.instructions[operand]
+        if maker.opcode == "parameter" and maker.computation is called:
+            maker = made.inputs[int(maker.literal)]
         elif maker.opcode in PASSES_ON - {"tuple"} and maker.operands:
-            maker = where.instructions[maker.operands[0]]
+            maker = maker.inputs[0]
         else:
             break
     return maker if program.source(maker) else None

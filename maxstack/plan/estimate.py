@@ -31,8 +31,8 @@ better."""
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """What of a run does not depend on the mesh: (logical axes, elements, bytes, whether it is
-    trained) of each weight, (logical axes, bytes) of the optimizer's state beside it, and by type
+    """Sizes that do not depend on the mesh: (logical axes, elements, bytes, True if it is trained)
+    of each weight, (logical axes, bytes) of the optimizer's state beside it, and by type
     the FLOPs of a token that a recipe has in low precision."""
 
     weights: tuple[tuple[tuple[str | None, ...], int, int, bool], ...]
@@ -52,13 +52,8 @@ class Shapes:
         params, info = state.of_weights(rewrite.state, rewrite.replaced)
         trained = optim.trained(cfg.optimizer, info)
         weights = tuple(
-            (
-                i.axes,
-                math.prod(i.shape),
-                math.prod(i.shape) * jax.numpy.dtype(i.dtype).itemsize,
-                updated,
-            )
-            for i, updated in zip(jax.tree.leaves(info), jax.tree.leaves(trained), strict=True)
+            (i.axes, leaf.size, leaf.size * leaf.dtype.itemsize, updated)
+            for i, leaf, updated in zip(*map(jax.tree.leaves, (info, params, trained)), strict=True)
         )
         tx = optim.build(cfg.optimizer, cfg.train.steps, info)
         state = jax.eval_shape(tx.init, step.only(trained, params))
@@ -101,30 +96,28 @@ def _low(cfg: "Config", rewrite: "Rewrite") -> Mapping[str, float]:
     from maxstack import state
     from maxstack.models import decoder
 
-    found: collections.Counter[str] = collections.Counter()
+    flops: collections.Counter[str] = collections.Counter()
     plain = nnx.traversals.flatten_mapping(state.of_weights(abstract(cfg.model)[1])[0], sep="/")
     for path, use in rewrite.matches.items():
         if not use.quant.low or use.spec.use not in ("matmul", "experts"):
             continue
-        mixture = (
-            decoder.mixture(cfg.model, tuple(path.split("/")))
-            if use.spec.use == "experts"
-            else None
-        )
-        products = [
-            use.quant.weight,
-            None if mixture else use.quant.grad,
-            None if mixture or cfg.lora else use.quant.weight_grad,
-        ]
-        for operand in filter(None, products):
-            found[operand.qtype] += (
-                2 * plain[path].size * (mixture.top_k / mixture.experts if mixture else 1)
-            )
-    return found
+        quant, share = use.quant, 1.0
+        operands = [quant.weight, quant.grad, None if cfg.lora else quant.weight_grad]
+        if use.spec.use == "experts":
+            mixture = decoder.mixture(cfg.model, tuple(path.split("/")))
+            operands, share = operands[:1], mixture.top_k / mixture.experts
+        for operand in filter(None, operands):
+            flops[operand.qtype] += 2 * plain[path].size * share
+    return flops
+
+
+def _mesh_axes(axes: tuple[str | None, ...], rules: Mapping[str, Any]) -> list[str]:
+    """Mesh axes over which the rules split an array of these logical axes."""
+    return [axis for entry in spec(axes, rules) for axis in names(entry)]
 
 
 def _parts(axes: tuple[str | None, ...], rules: Mapping[str, Any], sizes: Mapping[str, int]) -> int:
-    return math.prod(sizes[axis] for entry in spec(axes, rules) for axis in names(entry))
+    return math.prod(sizes[axis] for axis in _mesh_axes(axes, rules))
 
 
 def _memory(
@@ -132,51 +125,41 @@ def _memory(
 ) -> float:
     from maxstack.kernels.cross_entropy.by_rows import rows_of
 
-    mesh, model = cfg.mesh, cfg.model
-    kept = {
-        "params": sum(
-            size / _parts(axes, mesh.rules, sizes) for axes, _, size, _ in shapes.weights
-        ),
+    mesh, model, tensor, stages = cfg.mesh, cfg.model, sizes["tensor"], sizes["stage"]
+    weights = [
+        (size / _parts(axes, mesh.rules, sizes), updated)
+        for axes, _, size, updated in shapes.weights
+    ]
+    optimizer_rules = mesh.rules | mesh.optimizer_rules
+    state = {
+        "params": sum(size for size, _ in weights),
         "optimizer": sum(
-            size / _parts(axes, mesh.rules | mesh.optimizer_rules, sizes)
-            for axes, size in shapes.state
+            size / _parts(axes, optimizer_rules, sizes) for axes, size in shapes.state
         ),
     }
-    gradients = sum(
-        size / _parts(axes, mesh.rules, sizes)
-        for axes, _, size, updated in shapes.weights
-        if updated
-    )
+    gradients = sum(size for size, updated in weights if updated)
     if "params" not in mesh.offload:
-        kept["frozen"] = gradients * len(objective_of(cfg).frozen)
-    state = sum(size for part, size in kept.items() if part not in mesh.offload)
-    at_once = here * sizes["stage"] / cfg.train.accumulate
-    width, tensor = 4 if model.dtype == "float32" else 2, sizes["tensor"]
+        state["frozen"] = gradients * len(objective_of(cfg).frozen)
+    on_device = sum(size for part, size in state.items() if part not in mesh.offload)
+    at_once = here * stages / cfg.train.accumulate
+    width = _width(cfg)
     blocks = [model.blocks[name] for name in model.order]
-    layers = (
-        sum(_saved(block, model.embed, model.remat) for block in blocks)
-        / tensor
-        / sizes["stage"]
-        * at_once
-        * width
-    )
+    saved = sum(_saved(block, model.embed, model.remat) for block in blocks)
+    layers = saved / tensor / stages * at_once * width
     vocab = model.vocab // tensor
-    logits = (
-        min(at_once / sizes["stage"], rows_of(vocab, {"cuda": "gpu"}.get(platform, platform)))
-        * vocab
-        * (width + 8)
-    )
-    widest = (
-        max(_saved(block, model.embed, RematConfig()) for block in blocks)
-        / tensor
-        * at_once
-        / (cfg.mesh.microbatches or sizes["stage"])
-        * width
-    )
-    return state + gradients + layers + max(logits, widest) + _gathered(shapes, cfg, sizes, width)
+    rows = min(at_once / stages, rows_of(vocab, {"cuda": "gpu"}.get(platform, platform)))
+    widest = max(_saved(block, model.embed, RematConfig()) for block in blocks)
+    recomputed = widest / tensor * at_once / (mesh.microbatches or stages) * width
+    gathered = _gathered(shapes, cfg, sizes)
+    return on_device + gradients + layers + max(rows * vocab * (width + 8), recomputed) + gathered
 
 
-def _gathered(shapes: Shapes, cfg: "Config", sizes: Mapping[str, int], width: int) -> float:
+def _width(cfg: "Config") -> int:
+    """Bytes of a number in the forward pass."""
+    return 4 if cfg.model.dtype == "float32" else 2
+
+
+def _gathered(shapes: Shapes, cfg: "Config", sizes: Mapping[str, int]) -> float:
     """The weights of two layers of the mean size, gathered over everything but tensor and
     expert."""
     stacked = sum(
@@ -184,7 +167,7 @@ def _gathered(shapes: Shapes, cfg: "Config", sizes: Mapping[str, int], width: in
         for axes, number, *_ in shapes.weights
         if "layers" in axes
     )
-    return 2 * stacked / cfg.model.layers * width / sizes["tensor"]
+    return 2 * stacked / cfg.model.layers * _width(cfg) / sizes["tensor"]
 
 
 def _saved(block: BlockConfig, embed: int, remat: RematConfig) -> float:
@@ -214,80 +197,51 @@ def _work(
         low / chip.flops(dtype) for dtype, low in shapes.low.items()
     )
     products = each * again * tokens / math.prod(sizes.values())
-    stream = (
-        here
-        * sizes["stage"]
-        * cfg.model.embed
-        * 2
-        / sizes["tensor"]
-        * cfg.model.layers
-        / sizes["stage"]
-    )
-    turns = (cfg.mesh.microbatches or sizes["stage"]) * cfg.mesh.rounds
-    return (products + ELEMENTWISE * again * stream / chip.memory_bandwidth_per_device) * (
-        1 + (sizes["stage"] - 1) / turns
-    )
+    stages, stream = sizes["stage"], here * cfg.model.embed * 2 / sizes["tensor"] * cfg.model.layers
+    turns = (cfg.mesh.microbatches or stages) * cfg.mesh.rounds
+    elementwise = ELEMENTWISE * again * stream / chip.memory_bandwidth_per_device
+    return (products + elementwise) * (1 + (stages - 1) / turns)
 
 
 def _networks(
     shapes: Shapes, cfg: "Config", sizes: Mapping[str, int], links: Mapping[str, Link], here: float
 ) -> list[float]:
     """Seconds on each kind of link."""
-    width, model = 4 if cfg.model.dtype == "float32" else 2, cfg.model
-    total: dict[str, float] = {}
+    width, model, mesh, stages = _width(cfg), cfg.model, cfg.mesh, sizes["stage"]
     again = 2 + REMAT[model.remat.policy].recomputed
     sent: dict[str, float] = dict.fromkeys(sizes, 0.0)
     for axes, number, _, updated in shapes.weights:
-        gradient = 4 * updated
-        over = [axis for entry in spec(axes, cfg.mesh.rules) for axis in names(entry)]
-        own = number / math.prod(
-            sizes[axis]
-            for axis in over
-            if axis in ("tensor", "expert", "stage") and ("layers" in axes or axis != "stage")
-        )
-        for axis in ("fsdp", "context"):
-            if axis in over:
-                times = (
-                    (cfg.mesh.microbatches or sizes["stage"])
-                    if "layers" in axes and sizes["stage"] > 1
-                    else 1
-                )
-                sent[axis] += (
-                    own * (2 * width + gradient) * _ring(sizes[axis]) * cfg.train.accumulate * times
-                )
+        gradient, stacked = 4 * updated, "layers" in axes
+        over = _mesh_axes(axes, mesh.rules)
+        within = ("tensor", "expert", "stage") if stacked else ("tensor", "expert")
+        own = number / math.prod(sizes[axis] for axis in over if axis in within)
+        times = mesh.microbatches or stages if stacked and stages > 1 else 1
+        gathered = own * (2 * width + gradient) * cfg.train.accumulate * times
+        for axis in {"fsdp", "context"}.intersection(over):
+            sent[axis] += gathered * _ring(sizes[axis])
         for axis in ("data", "slices"):
-            sent[axis] += (
-                2 * gradient * number / _parts(axes, cfg.mesh.rules, sizes) * _ring(sizes[axis])
-            )
-    layers, stream = model.layers / sizes["stage"], here * sizes["stage"] * model.embed * width
-    sent["tensor"] += 4 * (again + 1) * layers * stream * _ring(sizes["tensor"])
-    saved = [model.blocks[name].mixer.saved() for name in model.order]
-    keys = (
-        sum(
-            math.prod(dim.size for dim in dims)
-            for tensors in saved
-            for name, dims in tensors.items()
-            if name in ("key", "value")
-        )
-        / sizes["stage"]
+            parts = _parts(axes, mesh.rules, sizes)
+            sent[axis] += 2 * gradient * number / parts * _ring(sizes[axis])
+    stream = here * model.embed * width
+    sent["tensor"] += 4 * (again + 1) * model.layers * stream * _ring(sizes["tensor"])
+    keys = sum(
+        math.prod(dim.size for dim in dims)
+        for name in model.order
+        for tensor, dims in model.blocks[name].mixer.saved().items()
+        if tensor in ("key", "value")
     )
-    sent["context"] += (
-        (again + 1)
-        * keys
-        * here
-        * sizes["stage"]
-        * width
-        * (sizes["context"] - 1)
-        / sizes["tensor"]
-    )
+    context = sizes["context"] - 1
+    sent["context"] += (again + 1) * keys * here * width * context / sizes["tensor"]
     chosen = sum(moe.top_k for name in model.order if (moe := model.blocks[name].experts))
-    sent["expert"] += chosen / sizes["stage"] * stream * 2 * (again + 1) * _ring(sizes["expert"])
-    sent["stage"] += 2 * cfg.mesh.rounds * stream
+    sent["expert"] += chosen * stream * 2 * (again + 1) * _ring(sizes["expert"])
+    sent["stage"] += 2 * mesh.rounds * stages * stream
+    seconds: dict[str, float] = collections.defaultdict(float)
     for axis, size in sent.items():
         if axis in links and (bandwidth := links[axis].bandwidth):
-            total[links[axis].kind] = total.get(links[axis].kind, 0.0) + size / bandwidth
-    return [*total.values(), 0.0]
+            seconds[links[axis].kind] += size / bandwidth
+    return [*seconds.values(), 0.0]
 
 
 def _ring(size: int) -> float:
+    """Share of the bytes that each of `size` devices sends around a ring."""
     return (size - 1) / size

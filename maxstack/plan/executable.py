@@ -4,13 +4,12 @@ writes one, run.executable names it."""
 import hashlib
 import json
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
 
-from maxstack.config import atomic, dump
+from maxstack.config import dump, storage
 from maxstack.errors import ConfigError
 from maxstack.run import Run
 
@@ -18,7 +17,7 @@ MAGIC = b"maxstack step 1\n"
 SECTIONS = ("model", "mesh", "quantization", "lora", "objective", "optimizer", "faults")
 
 
-def save(run: Run, compiled: Any, path: Path) -> int:
+def save(run: Run, compiled: Any, path: str) -> int:
     """Write the step with what it was compiled for -> bytes written. ConfigError where the file
     cannot be written."""
     payload, _, out_tree = serialize_executable.serialize(compiled)
@@ -26,7 +25,7 @@ def save(run: Run, compiled: Any, path: Path) -> int:
     header = json.dumps({"made_for": _made_for(run), "scalars": [*scalars]}).encode() + b"\n"
     content = MAGIC + header + payload
     try:
-        with atomic.writing(path) as unfinished:
+        with storage.replacing(path) as unfinished:
             unfinished.write_bytes(content)
     except OSError as error:
         raise ConfigError(
@@ -35,7 +34,7 @@ def save(run: Run, compiled: Any, path: Path) -> int:
     return len(content)
 
 
-def load(run: Run, path: Path) -> Any:
+def load(run: Run, path: str) -> Any:
     """The step in `path`, to be called as run.step is. It is a program: load only what you made.
     ConfigError where it is of another run, version or hardware, with what differs."""
 
@@ -47,7 +46,7 @@ def load(run: Run, path: Path) -> Any:
         )
 
     try:
-        magic, header, payload = path.read_bytes().split(b"\n", 2)
+        magic, header, payload = storage.read(path).split(b"\n", 2)
         made = json.loads(header)
     except OSError as error:
         raise refusal(f"cannot read {path}: {error.strerror}") from error
@@ -71,7 +70,7 @@ def load(run: Run, path: Path) -> Any:
 
 
 def _made_for(run: Run) -> dict[str, Any]:
-    """What decides the program, and where it can run; the program of a run that draws random
+    """Facts that decide the program and where it can run; the program of a run that draws random
     numbers holds its seed."""
     cfg, device = run.cfg, run.mesh.devices.flat[0]
     shape = {name: list(leaf.shape) for name, leaf in run.batches.abstract().items()}

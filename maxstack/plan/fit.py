@@ -39,31 +39,24 @@ def least(run: Run) -> dict[str, int]:
         "int32",
         sharding=run.batches.sharding("tokens"),
     )
-    stream = (
-        shard_bytes(rows, host=False)
-        // 4
-        * cfg.model.embed
-        * jax.numpy.dtype(cfg.model.dtype).itemsize
-    )
+    stream = shard_bytes(rows) // 4 * cfg.model.embed * jax.numpy.dtype(cfg.model.dtype).itemsize
     inputs = (
         0
         if cfg.model.remat.offloads("input")
         else stream * cfg.model.layers // run.mesh.shape["tensor"]
     )
     return {
-        "parameters": shard_bytes(run.abstract.params, host=False),
-        "optimizer": shard_bytes(run.abstract.opt, host=False),
+        "parameters": shard_bytes(run.abstract.params),
+        "optimizer": shard_bytes(run.abstract.opt),
         "gradients": sum(map(_shard_size, jax.tree.leaves(run.abstract.params))),
         "layer inputs": inputs,
     }
 
 
-def shard_bytes(tree: Any, *, host: bool) -> int:
-    """Bytes of one device's shards of a tree of shapes, in the host's memory or in its own."""
+def shard_bytes(tree: Any) -> int:
+    """Bytes of one device's shards of a tree of shapes, without those in the host's memory."""
     return sum(
-        _shard_size(leaf)
-        for leaf in jax.tree.leaves(tree)
-        if (leaf.sharding.memory_kind == HOST) == host
+        _shard_size(leaf) for leaf in jax.tree.leaves(tree) if leaf.sharding.memory_kind != HOST
     )
 
 

@@ -35,7 +35,7 @@ class Shape:
     padded: int
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class Instruction:
     """One line of the program. `shape` and `attributes` are XLA's text; `literal` stands between
     the parentheses of a constant or parameter."""
@@ -45,7 +45,25 @@ class Instruction:
     shape: str
     operands: tuple[str, ...]
     attributes: str
+    computation: "Computation" = dataclasses.field(repr=False)
     literal: str = ""
+
+    @property
+    def inputs(self) -> list["Instruction"]:
+        """Instructions that make its operands."""
+        return [self.computation.instructions[name] for name in self.operands]
+
+    @property
+    def users(self) -> list[tuple["Instruction", int]]:
+        """Instructions that take it as an operand, each with the number of that operand."""
+        return self.computation.users[self.name]
+
+    @property
+    def inside(self) -> "Computation | None":
+        """The computation of a fusion or asynchronous call; None for other instructions."""
+        if self.opcode not in WRAPPERS:
+            return None
+        return self.computation.others[next(self.called())[1]]
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
@@ -83,13 +101,28 @@ class Instruction:
                 yield key, name
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Computation:
     """Instructions by name, in the order in which they run."""
 
     name: str
     instructions: dict[str, Instruction]
     root: str
+    others: dict[str, "Computation"] = dataclasses.field(repr=False)
+    """All computations of the program by name."""
+    caller: Instruction | None = None
+    """The instruction that calls it (the last of several)."""
+
+    @property
+    def wrapper(self) -> Instruction | None:
+        """The instruction that it is the inside of: a fusion, or an operation wrapped to run
+        asynchronously; None for other computations."""
+        return self.caller if self.caller and self.caller.opcode in WRAPPERS else None
+
+    @property
+    def result(self) -> Instruction:
+        """The instruction that makes its result."""
+        return self.instructions[self.root]
 
     @property
     def parameters(self) -> list[Instruction]:
@@ -120,8 +153,6 @@ class Program:
     frames: dict[int, tuple[str, int, int]]
     """Stack frame -> (file, line, frame of the caller or 0)."""
     times: dict[str, float] = dataclasses.field(default_factory=dict)
-    callers: dict[str, tuple[Computation, Instruction]] = dataclasses.field(default_factory=dict)
-    """Computation -> its caller and the calling instruction (the last of several)."""
     uncounted: list[str] = dataclasses.field(default_factory=list)
     """Loops whose number of turns cannot be read from the program: they count as one turn."""
 
@@ -149,19 +180,8 @@ class Program:
         """(computation, times that it runs), without those inside fusions: computations whose
         instructions the device is given one by one."""
         for computation in self.computations.values():
-            if self.times.get(computation.name) and not self.fused(computation.name):
+            if self.times.get(computation.name) and not computation.wrapper:
                 yield computation, self.times[computation.name]
-
-    def fused(self, computation: str) -> bool:
-        """True of the inside of one instruction: a fusion, or an operation wrapped to run
-        asynchronously."""
-        return computation in self.callers and self.callers[computation][1].opcode in WRAPPERS
-
-    def inside(self, instruction: Instruction) -> Computation | None:
-        """The computation of a fusion or asynchronous call; None for other instructions."""
-        if instruction.opcode not in WRAPPERS:
-            return None
-        return self.computations[next(instruction.called())[1]]
 
 
 @functools.lru_cache(maxsize=65536)

@@ -4,19 +4,10 @@ import operator
 import re
 from collections.abc import Callable
 
-from maxstack.plan.hlo import Computation, Instruction, Program
+from maxstack.plan.hlo import Computation, Instruction
 
 MOST = 100_000
-SAME = {
-    "copy",
-    "bitcast",
-    "convert",
-    "reshape",
-    "copy-start",
-    "copy-done",
-    "broadcast",
-    "opt-barrier",
-}
+SAME = set("copy bitcast convert reshape copy-start copy-done broadcast opt-barrier".split())
 ARITHMETIC: dict[str, Callable[[int, int], int]] = {
     "add": operator.add,
     "subtract": operator.sub,
@@ -33,8 +24,8 @@ Parameter = Callable[[int, int | None], int | None]
 integer."""
 
 
-def turns(program: Program, computation: Computation, loop: Instruction) -> int | None:
-    """Turns of `loop`, an instruction of `computation`; None where they depend on what only the run
+def turns(loop: Instruction) -> int | None:
+    """Turns of a while loop; None where they depend on what only the run
     knows.
 
     XLA notes the number on a CPU and for CUDA (known_trip_count). A TPU program does not carry it:
@@ -42,32 +33,27 @@ def turns(program: Program, computation: Computation, loop: Instruction) -> int 
     """
     if noted := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
         return int(noted[1])
-    computations = {key: program.computations[name] for key, name in loop.called()}
+    computations = {key: loop.computation.others[name] for key, name in loop.called()}
     condition, body = computations["condition"], computations["body"]
     counters: Counters = {}
 
     def before(_: int, index: int | None) -> int | None:
         if index not in counters:
             counters[index] = None
-            counters[index] = _value(
-                program, computation, loop.operands[0], _of_caller(program, computation), index
-            )
+            counters[index] = _value(loop.inputs[0], _of_caller(loop.computation), index)
         return counters[index]
 
-    _value(program, condition, condition.root, before)
+    _value(condition.result, before)
     size = 0
     while len(counters) > size:  # what the condition reads, and what that is computed from
         size = len(counters)
         for index in list(counters):
-            _value(program, body, body.root, before, index)
+            _value(body.result, before, index)
     for turn in range(MOST):
-        going = _value(program, condition, condition.root, _element_of(counters))
+        going = _value(condition.result, _element_of(counters))
         if not going:
             return None if going is None else turn
-        counters = {
-            index: _value(program, body, body.root, _element_of(counters), index)
-            for index in counters
-        }
+        counters = {index: _value(body.result, _element_of(counters), index) for index in counters}
     return None
 
 
@@ -76,20 +62,13 @@ def _element_of(counters: Counters) -> Parameter:
     return lambda _, index: counters.get(index)
 
 
-def _value(
-    program: Program,
-    computation: Computation,
-    name: str,
-    parameter: Parameter,
-    index: int | None = None,
-) -> int | None:
-    """The integer that instruction `name` makes, or its tuple holds at `index`; `parameter` gives
-    the values of the computation's parameters."""
-    instruction = computation.instructions[name]
-    kind, operands = instruction.opcode, instruction.operands
+def _value(instruction: Instruction, parameter: Parameter, index: int | None = None) -> int | None:
+    """The integer that an instruction makes, or its tuple holds at `index`; `parameter` gives the
+    values of the computation's parameters."""
+    kind, operands = instruction.opcode, instruction.inputs
 
     def operand(number: int, index: int | None = None) -> int | None:
-        return _value(program, computation, operands[number], parameter, index)
+        return _value(operands[number], parameter, index)
 
     if kind == "constant":
         literal = {"true": "1", "false": "0"}.get(instruction.literal, instruction.literal)
@@ -103,8 +82,8 @@ def _value(
     if kind in SAME and operands:
         return operand(0, index)
     if kind in ("fusion", "call"):
-        inner = program.computations[next(instruction.called())[1]]
-        return _value(program, inner, inner.root, operand, index)
+        inner = instruction.computation.others[next(instruction.called())[1]]
+        return _value(inner.result, operand, index)
     if kind not in (*ARITHMETIC, "compare", "select", "not"):
         return None
     return _arithmetic(instruction, [operand(number) for number in range(len(operands))])
@@ -124,38 +103,33 @@ def _arithmetic(instruction: Instruction, values: list[int | None]) -> int | Non
     return ARITHMETIC[instruction.opcode](numbers[0], numbers[1])
 
 
-def _of_caller(program: Program, computation: Computation) -> Parameter:
+def _of_caller(computation: Computation) -> Parameter:
     """Parameters of a computation that is called, where every turn of a loop around gets the
     same."""
 
     def value(number: int, index: int | None) -> int | None:
-        if computation.name not in program.callers:
+        if (caller := computation.caller) is None:
             return None
-        caller, instruction = program.callers[computation.name]
-        unchanged = instruction.opcode == "call" or (
-            instruction.opcode == "while"
-            and index is not None
-            and passes_through(program, instruction, index)
+        unchanged = caller.opcode == "call" or (
+            caller.opcode == "while" and index is not None and passes_through(caller, index)
         )
         if not unchanged:
             return None
-        argument = instruction.operands[number]
-        return _value(program, caller, argument, _of_caller(program, caller), index)
+        return _value(caller.inputs[number], _of_caller(caller.computation), index)
 
     return value
 
 
-def passes_through(program: Program, loop: Instruction, index: int) -> bool:
+def passes_through(loop: Instruction, index: int) -> bool:
     """True where a while loop leaves element `index` of its tuple as it was."""
-    body = program.computations[loop.attribute("body") or ""]
-    root = body.instructions[body.root]
+    root = loop.computation.others[loop.attribute("body") or ""].result
     if root.opcode != "tuple":
         return False
-    last = body.instructions[root.operands[index]]
+    last = root.inputs[index]
     while last.opcode in SAME:
-        last = body.instructions[last.operands[0]]
+        last = last.inputs[0]
     return (
         last.opcode == "get-tuple-element"
-        and body.instructions[last.operands[0]].opcode == "parameter"
+        and last.inputs[0].opcode == "parameter"
         and last.attribute("index") == str(index)
     )

@@ -25,7 +25,7 @@ def parse(text: str) -> Program:
             _read(current, line)
         elif line.endswith("{") and line[:1] in "%E":
             name = _NAME.findall(line)[0]
-            current = computations[name] = Computation(name, {}, "")
+            current = computations[name] = Computation(name, {}, "", computations)
             entry = name if line.startswith("ENTRY") else entry
         elif line.startswith("}"):
             current = None
@@ -71,6 +71,7 @@ def _read(computation: Computation, line: str) -> None:
         shape=line[head.end() : opcode.start()],
         operands=() if literal else tuple(_NAME.findall(inside)),
         attributes=line[end + 1 :].lstrip(", "),
+        computation=computation,
         literal=inside if literal else "",
     )
     if head[1]:
@@ -111,21 +112,23 @@ def _frames(tables: dict[str, list[str]]) -> dict[int, tuple[str, int, int]]:
 
 
 def _count(program: Program) -> None:
-    """Fill `callers`, then `times`, from the entry down. XLA prints what is called before what
+    """Fill callers, then `times`, from the entry down. XLA prints what is called before what
     calls it."""
     calls = [
-        (caller, i, called)
+        (i, called)
         for caller in program.computations.values()
         for i in caller.instructions.values()
         if (called := [*i.called()])
     ]
-    program.callers = {name: (caller, i) for caller, i, called in calls for _, name in called}
+    for instruction, called in calls:
+        for _, name in called:
+            program.computations[name].caller = instruction
     program.times = dict.fromkeys(program.computations, 0.0) | {program.entry.name: 1.0}
-    for caller, instruction, called in reversed(calls):
-        times = program.times[caller.name]
+    for instruction, called in reversed(calls):
+        times = program.times[instruction.computation.name]
         if not times:
             continue
-        turns = loops.turns(program, caller, instruction) if instruction.opcode == "while" else 1
+        turns = loops.turns(instruction) if instruction.opcode == "while" else 1
         if turns is None:
             program.uncounted.append(instruction.name)
             turns = 1

@@ -117,7 +117,7 @@ def read(
         "batch": run.batches.abstract(),
         "frozen": run.abstract_arguments[2:],
     }
-    state = {part: fit.shard_bytes(tree, host=False) for part, tree in trees.items() if tree}
+    state = {part: fit.shard_bytes(tree) for part, tree in trees.items() if tree}
     figures = (
         _refused(step.too_large, state)
         if step.too_large
@@ -162,7 +162,8 @@ def _compiled(
     cfg: "Config", topology: Topology, step: Step, state: dict[str, int], dump: Path | None
 ) -> dict[str, Any]:
     """Figures read from the compiled program; `state`: bytes of its parts on a device."""
-    program, sizes = parse(step.compiled.as_text()), dict(step.run.mesh.shape)
+    program, chip = parse(step.compiled.as_text()), topology.chip
+    sizes = dict(step.run.mesh.shape)
     total = memory(step.compiled)
     link = groups(topology, tuple(sizes.values()))
     sent = tuple(flows(collectives(program, sizes, without=(OVERFLOW,)), link))
@@ -176,7 +177,7 @@ def _compiled(
         "buffers": tuple(largest(program, SHOWN, dump)),
         "products": {dtype: flops for dtype, flops in products.items() if flops},
         "flows": sent,
-        "roofline": topology.chip and roofline(cfg, topology.chip, topology.size, work, sent),
+        "roofline": roofline(cfg, chip, topology.size, work, sent) if chip else None,
     }
 
 
@@ -260,8 +261,8 @@ def _memory(plan: Plan) -> Iterator[str]:
         yield table("llll", rows)
 
 
-def _short(name: str, most: int = 70) -> str:
-    return name if len(name) <= most else f"...{name[-most + 3 :]}"
+def _short(name: str) -> str:
+    return name if len(name) <= 70 else f"...{name[-67:]}"
 
 
 def _flops(plan: Plan) -> Iterator[str]:

@@ -167,8 +167,8 @@ def _rule(chip: Chip) -> str:
     )
 
 
-def _nearest(chip: Chip, sides: tuple[int, ...], count: int = 4) -> list[tuple[int, ...]]:
-    """The `count` possible shapes nearest to `sides`: itself, then by number of chips and likeness
+def _nearest(chip: Chip, sides: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The four possible shapes nearest to `sides`: itself, then by number of chips and likeness
     to a cube; of GPUs, large hosts first."""
     asked = max(1, math.prod(sides))
 
@@ -178,7 +178,7 @@ def _nearest(chip: Chip, sides: tuple[int, ...], count: int = 4) -> list[tuple[i
             return shape != sides, -min(shape[-1], chip.chips_per_host), size
         return shape != sides, size, sum(shape)
 
-    return sorted(_shapes(chip, asked), key=distance)[:count]
+    return sorted(_shapes(chip, asked), key=distance)[:4]
 
 
 def _shapes(chip: Chip, asked: int) -> Iterator[tuple[int, ...]]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from maxstack.plan.hlo import Computation, Instruction, Program
+from maxstack.plan.hlo import Instruction, Program
 
 KINDS = (
     "all-gather",
@@ -77,7 +77,7 @@ def collectives(
     all-to-all counts as if its buffers were full.
     """
     rows = [
-        _collective(program, computation, instruction, mesh)
+        _collective(program, instruction, mesh)
         for computation in program.computations.values()
         for instruction in computation.instructions.values()
         if program.times[computation.name] and _sends(instruction)
@@ -111,16 +111,14 @@ def sent(kind: str, payload: int, size: int) -> float:
     return payload * (size - 1) / size * (2 if kind == "all-reduce" else 1)
 
 
-def _collective(
-    program: Program, computation: Computation, instruction: Instruction, mesh: Mapping[str, int]
-) -> Collective:
+def _collective(program: Program, instruction: Instruction, mesh: Mapping[str, int]) -> Collective:
     between_slices = instruction.opcode == "send"
     if between_slices:
         kind, groups = _between_slices(program, instruction)
     else:
-        kind, groups = _within_slice(program, computation, instruction, math.prod(mesh.values()))
-    size, times = groups.shape[1], program.times[computation.name]
-    payload = sum(computation.instructions[name].bytes for name in instruction.operands)
+        kind, groups = _within_slice(program, instruction, math.prod(mesh.values()))
+    size, times = groups.shape[1], program.times[instruction.computation.name]
+    payload = sum(made.bytes for made in instruction.inputs)
     payload *= size if kind == "all-gather" else 1
     return Collective(
         kind=kind,
@@ -129,14 +127,14 @@ def _collective(
         times=times,
         payload=payload,
         sent=times * sent(kind, payload, size),
-        op_name=_scope(program, computation, instruction),
+        op_name=_scope(instruction),
         name=instruction.attribute("_xla_host_transfer_rendezvous") or instruction.name,
         between_slices=between_slices,
     )
 
 
 def _within_slice(
-    program: Program, computation: Computation, instruction: Instruction, devices: int
+    program: Program, instruction: Instruction, devices: int
 ) -> tuple[str, np.ndarray]:
     """Kind and groups of devices, [groups, size]."""
     attributes, kind = instruction.attributes, instruction.opcode.removesuffix("-start")
@@ -147,8 +145,8 @@ def _within_slice(
         groups = np.zeros((1, 1), np.int64)  # groups of replicas, and a partitioned program has one
     if (
         kind == "all-reduce"
-        and program.fused(computation.name)
-        and _scatters(computation, instruction, groups.shape[1])
+        and instruction.computation.wrapper
+        and _scatters(instruction, groups.shape[1])
     ):
         kind = "reduce-scatter"
     return kind, groups
@@ -236,17 +234,17 @@ def _axes(groups: np.ndarray, mesh: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(axis for axis, x in zip(mesh, coords, strict=True) if (x != x[:, :1]).any())
 
 
-def _scope(program: Program, computation: Computation, instruction: Instruction) -> str:
+def _scope(instruction: Instruction) -> str:
     """The op_name of an instruction, or of what it is wrapped in."""
-    while not instruction.op_name and program.fused(computation.name):
-        computation, instruction = program.callers[computation.name]
+    while not instruction.op_name and (wrapper := instruction.computation.wrapper):
+        instruction = wrapper
     return instruction.op_name
 
 
-def _scatters(computation: Computation, reduced: Instruction, size: int) -> bool:
+def _scatters(reduced: Instruction, size: int) -> bool:
     """True where every use of an all-reduce cuts a device's piece out of it."""
     names, cuts = {reduced.name}, 0
-    for instruction in computation.instructions.values():
+    for instruction in reduced.computation.instructions.values():
         if names.intersection(instruction.operands):
             if instruction.opcode in VIEWS:
                 names.add(instruction.name)
@@ -257,4 +255,4 @@ def _scatters(computation: Computation, reduced: Instruction, size: int) -> bool
                 cuts += 1
             else:
                 return False
-    return cuts > 0 and computation.root not in names
+    return cuts > 0 and reduced.computation.root not in names

@@ -6,41 +6,21 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
-from maxstack.plan.hlo import PLAIN, Computation, Instruction, Program, Shape
+from maxstack.plan.hlo import PLAIN, Instruction, Program, Shape
 from maxstack.plan.traffic import KINDS
 
-FREE = {
-    "tuple",
-    "get-tuple-element",
-    "bitcast",
-    "parameter",
-    "constant",
-    "after-all",
-    "partition-id",
-    "replica-id",
-    "while",
-    "conditional",
-    "call",
-    "opt-barrier",
-    "add-dependency",
-    "domain",
-    "send",
-    "recv",
-    "async-update",
-}
-FREE_CALLS = {
-    "AllocateBuffer",
-    "ConcatBitcast",
-    "SliceId",
-    "ZeroCrop",
-    "AssumeGatherIndicesInBound",
-    "AsyncCollectiveStart",
-    "AsyncCollectiveDone",
-    "Sharding",
-    "LayoutConstraint",
-    "PrepareAsyncCallStart",
-    "PrepareAsyncCallDone",
-}
+FREE = set(
+    """
+    tuple get-tuple-element bitcast parameter constant after-all partition-id replica-id while
+    conditional call opt-barrier add-dependency domain send recv async-update
+    """.split()
+)
+FREE_CALLS = set(
+    """
+    AllocateBuffer ConcatBitcast SliceId ZeroCrop AssumeGatherIndicesInBound AsyncCollectiveStart
+    AsyncCollectiveDone Sharding LayoutConstraint PrepareAsyncCallStart PrepareAsyncCallDone
+    """.split()
+)
 SELECTS = {"slice", "dynamic-slice", "gather"}
 VIEWS = {"bitcast", "reshape", "get-tuple-element"}
 RELAYOUT = {*VIEWS, "copy", "parameter"}
@@ -85,16 +65,14 @@ def operations(program: Program, without: Sequence[str] = ()) -> list[Operation]
     """Operations that run, in the program's order, but collectives and what costs nothing; leaves
     out what has one of `without` in its op_name."""
     rows = (
-        _operation(program, computation, instruction, times)
+        _operation(program, instruction, times)
         for computation, times in program.running()
         for instruction in computation.instructions.values()
     )
     return [row for row in rows if row and not any(scope in row.op_name for scope in without)]
 
 
-def _operation(
-    program: Program, computation: Computation, instruction: Instruction, times: float
-) -> Operation | None:
+def _operation(program: Program, instruction: Instruction, times: float) -> Operation | None:
     kind = instruction.opcode
     target = instruction.attribute("custom_call_target") or ""
     if (
@@ -104,19 +82,16 @@ def _operation(
         or kind.removesuffix("-start") in KINDS
     ):
         return None
-    products = sorted(_products(program, computation, instruction), reverse=True)
+    products = sorted(_products(instruction), reverse=True)
     _, dtype, op_name = products[0] if products else (0, "", "")
-    moved = [
-        *_reads(program, computation, instruction),
-        *_writes(program, computation, instruction),
-    ]
+    moved = [*_reads(instruction), *_writes(instruction)]
     return Operation(
         name=instruction.name,
         opcode=kind,
         op_name=op_name
         or instruction.op_name
-        or _op_name_inside(program, instruction)
-        or _op_name_near(computation, instruction),
+        or _op_name_inside(instruction)
+        or _op_name_near(instruction),
         times=times,
         flops=times * sum(flops for flops, _, _ in products),
         bytes=times * sum(size for space, size in moved if program.in_device_memory(space)),
@@ -125,46 +100,39 @@ def _operation(
     )
 
 
-def _op_name_inside(program: Program, instruction: Instruction) -> str:
+def _op_name_inside(instruction: Instruction) -> str:
     """The op_name nearest to the result of a fusion that has none."""
-    called = program.inside(instruction)
+    called = instruction.inside
     names = [inner.op_name for inner in reversed(called.instructions.values())] if called else []
     return next(filter(None, names), "")
 
 
-def _op_name_near(computation: Computation, instruction: Instruction) -> str:
+def _op_name_near(instruction: Instruction) -> str:
     """The op_name of what makes its operands, or else of what takes its result, a few steps away:
     for copies that the compiler put in."""
     for towards_users in (False, True):
-        names = [instruction.name]
+        near = [instruction]
         for _ in range(4):
-            names = [x for name in names for x in _neighbours(computation, name, towards_users)]
-            op_names = (computation.instructions[name].op_name for name in names[:8])
-            if op_name := next(filter(None, op_names), ""):
+            near = [x for made in near for x in _neighbours(made, towards_users)]
+            if op_name := next(filter(None, (made.op_name for made in near[:8])), ""):
                 return op_name
     return ""
 
 
-def _neighbours(computation: Computation, name: str, towards_users: bool) -> Sequence[str]:
-    if towards_users:
-        return [user.name for user, _ in computation.users[name]]
-    return computation.instructions[name].operands
+def _neighbours(made: Instruction, towards_users: bool) -> list[Instruction]:
+    return [user for user, _ in made.users] if towards_users else made.inputs
 
 
-def _products(
-    program: Program, computation: Computation, instruction: Instruction
-) -> Iterator[tuple[float, str, str]]:
+def _products(instruction: Instruction) -> Iterator[tuple[float, str, str]]:
     """(FLOPs, element type, op_name) of every product in an instruction."""
     kind = instruction.opcode
-    if called := program.inside(instruction):
+    if called := instruction.inside:
         for inner in called.instructions.values():
-            yield from _products(program, called, inner)
+            yield from _products(inner)
         return
     if kind not in PRODUCTS:
         return
-    operands = [
-        shape for name in instruction.operands for shape in computation.instructions[name].shapes
-    ]
+    operands = [shape for made in instruction.inputs for shape in made.shapes]
     target = instruction.attribute("custom_call_target") or ""
     if kind == "custom-call" and not target.startswith(MATMULS):
         declared = DECLARED.search(instruction.attributes)
@@ -214,22 +182,20 @@ def _number(instruction: Instruction, key: str) -> int:
     return int(instruction.attribute(key) or 1)
 
 
-def _reads(
-    program: Program, computation: Computation, instruction: Instruction
-) -> Iterator[tuple[int, float]]:
+def _reads(instruction: Instruction) -> Iterator[tuple[int, float]]:
     """(memory space, bytes) that one run reads."""
-    for name in dict.fromkeys(instruction.operands):
-        shapes = computation.instructions[name].shapes
+    for made in dict.fromkeys(instruction.inputs):
+        shapes = made.shapes
         read = sum(
-            _read(program, instruction, number)
-            for number, operand in enumerate(instruction.operands)
-            if operand == name
+            _read(instruction, number)
+            for number, other in enumerate(instruction.inputs)
+            if other is made
         )
         space = shapes[0].space if shapes else PLAIN
         yield space, min(read, sum(shape.padded for shape in shapes))
 
 
-def _read(program: Program, user: Instruction, number: int) -> float:
+def _read(user: Instruction, number: int) -> float:
     """Bytes of operand `number` that `user` looks at; infinite: all."""
     kind = user.opcode
     if kind in SELECTS and number == 0:
@@ -244,72 +210,65 @@ def _read(program: Program, user: Instruction, number: int) -> float:
         or user.attribute("custom_call_target") in FREE_CALLS
     ):
         return 0
-    called = program.inside(user)
-    return _seen(program, called, called.parameters[number]) if called else math.inf
+    called = user.inside
+    return _seen(called.parameters[number]) if called else math.inf
 
 
-def _seen(program: Program, computation: Computation, made: Instruction) -> float:
+def _seen(made: Instruction) -> float:
     """Bytes of a value inside a fusion that its users look at; infinite: all."""
     total = 0.0
-    for user, number in computation.users[made.name]:
-        if _relayout(program, user):
-            total += _seen(program, computation, user)
+    for user, number in made.users:
+        if _relayout(user):
+            total += _seen(user)
         elif (
             user.opcode in IN_PLACE
             and number == 0
-            and any(
-                later.opcode not in (*VIEWS, "tuple") for later, _ in computation.users[user.name]
-            )
+            and any(later.opcode not in (*VIEWS, "tuple") for later, _ in user.users)
         ):
             return math.inf  # what was not overwritten is looked at later
         else:
-            total += _read(program, user, number)
+            total += _read(user, number)
     return total
 
 
-def _relayout(program: Program, user: Instruction) -> bool:
+def _relayout(user: Instruction) -> bool:
     """True of an instruction inside a fusion that changes nothing but the layout of its operand;
     alone or as a fusion of its own."""
-    called = program.inside(user)
+    called = user.inside
     inner = called.instructions.values() if called else [user]
     return all(instruction.opcode in RELAYOUT for instruction in inner)
 
 
-def _writes(
-    program: Program, computation: Computation, made: Instruction
-) -> Iterator[tuple[int, int]]:
+def _writes(made: Instruction) -> Iterator[tuple[int, int]]:
     """(memory space, bytes) that one run writes."""
     kind, shapes = made.opcode, made.shapes
-    if called := program.inside(made):
-        for space, size in _results(program, called, called.instructions[called.root]):
+    if called := made.inside:
+        for space, size in _results(called.result):
             yield shapes[0].space if len(shapes) == 1 else space, size
         return
     if kind in IN_PLACE:
-        update = computation.instructions[made.operands[IN_PLACE[kind]]].shapes[0]
+        update = made.inputs[IN_PLACE[kind]].shapes[0]
         yield shapes[0].space, update.padded
         return
     if kind == "copy-start":
         shapes = shapes[:1]
     elif kind.endswith("-start"):
         # it makes its operands again, then the result, then scalars that the end waits for
-        again = sum(len(computation.instructions[name].shapes) for name in made.operands)
+        again = sum(len(operand.shapes) for operand in made.inputs)
         shapes = tuple(shape for shape in shapes[again:] if shape.dims)
     yield from ((shape.space, shape.padded) for shape in shapes)
 
 
-def _results(
-    program: Program, computation: Computation, made: Instruction
-) -> Iterator[tuple[int, int]]:
+def _results(made: Instruction) -> Iterator[tuple[int, int]]:
     """(memory space, bytes) of a result inside a fusion, less what is passed through."""
-    operands = [computation.instructions[name] for name in made.operands]
     if made.opcode == "tuple":
-        for operand in operands:
-            yield from _results(program, computation, operand)
+        for operand in made.inputs:
+            yield from _results(operand)
     elif made.opcode in ("bitcast", "reshape"):  # the outermost view says where the result lies
-        for _, size in _results(program, computation, operands[0]):
+        for _, size in _results(made.inputs[0]):
             yield made.shapes[0].space, size
     elif (
         made.opcode not in ("parameter", "constant", *KINDS)
         and made.attribute("custom_call_target") not in FREE_CALLS
     ):
-        yield from _writes(program, computation, made)
+        yield from _writes(made)

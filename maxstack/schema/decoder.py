@@ -175,8 +175,8 @@ class DecoderConfig(ModelPart):
     mtp: MTPConfig | None = None
     """Heads that predict further tokens in training; null: none."""
     weights: str | None = None
-    """Hugging Face folder, or model of the hub at a commit (Org/Name@COMMIT), whose weights a fresh
-    run starts from; `from:` sets it; null: random weights."""
+    """Hugging Face folder, at a path or URL, or model of the hub at a commit (Org/Name@COMMIT),
+    whose weights a fresh run starts from; `from:` sets it; null: random weights."""
     init_scale: PositiveFloat = 1.0
     """Multiplies the standard deviation of every initial matrix; 1: 1/sqrt(fan in), residual
     outputs divided by sqrt(2 layers)."""

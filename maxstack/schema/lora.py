@@ -28,8 +28,8 @@ class LoraConfig(Section):
     dora: bool = False
     """Also train the length of each column of W + B A (Liu et al. 2024, arXiv:2402.09353)."""
     adapter: str | None = None
-    """Folder in PEFT's format whose adapter a fresh run starts from; its rank, alpha and targets
-    must be these. null: A random, B zero."""
+    """Folder in PEFT's format, at a path or URL, whose adapter a fresh run starts from; its rank,
+    alpha and targets must be these. null: A random, B zero."""
 
     @property
     def scale(self) -> float:

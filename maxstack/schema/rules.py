@@ -121,13 +121,19 @@ def _folder(cfg: "Config") -> Iterator[Fault]:
             "run.output_dir",
             f"{cfg.run.output_dir} is a URL, and object storage has no locks and no appending, "
             "which a run's folder needs; give a local path, or one where the bucket is mounted "
-            "(gcsfuse, mount-s3), and a tier of checkpoints the URL: checkpoint.tiers",
+            "(gcsfuse, mount-s3)",
         )
 
 
 def _tiers(cfg: "Config") -> Iterator[Fault]:
     taken = {os.path.realpath(os.path.expanduser(cfg.run.output_dir)): "run.output_dir"}
     for index, tier in enumerate(cfg.checkpoint.tiers):
+        if storage.is_url(tier.path):
+            yield (
+                f"checkpoint.tiers.{index}.path",
+                f"{tier.path} is a URL, and a step is finished by renaming files, which object "
+                "storage cannot; give a local path where the bucket is mounted (gcsfuse, mount-s3)",
+            )
         key, path = f"checkpoint.tiers.{index}", os.path.realpath(os.path.expanduser(tier.path))
         if path in taken:
             yield (

@@ -1,15 +1,16 @@
 """A JobSet for GKE: a job per slice, a pod per host. It is restarted as a whole after any exit code
 but 0 and those of a user's mistake."""
 
+import json
 from typing import Any
 
 import yaml
 
 from maxstack.cluster.joining import WAIT
 from maxstack.errors import ConfigError
-from maxstack.schema.cluster import SidecarConfig
-from maxstack.submit.job import Job, machine, machines
-from maxstack.submit.limits import check_object, check_strings
+from maxstack.schema.cluster import STRING, SidecarConfig
+from maxstack.submit.job import Job, Submission, machine, machines
+from maxstack.submit.limits import OBJECT, check_size
 
 TEXT = "MAXSTACK_CONFIG"
 WORKERS, CONTAINER = "w", "train"
@@ -21,10 +22,44 @@ HOME = "/tmp"
 INDEX = "metadata.annotations['jobset.sigs.k8s.io/job-index']"
 
 
+def submission(job: Job) -> Submission:
+    """Commands of kubectl."""
+    kubectl = _kubectl(job)
+    later = {
+        "status": [*kubectl, "get", "jobset", job.name],
+        "stop": [*kubectl, "delete", "jobset", job.name, "--cascade=foreground"],
+    }
+    return Submission(
+        [*kubectl, "create", "--filename", "-"],
+        manifest(job),
+        watching(job, ["--container", CONTAINER], job.topology.hosts) | later,
+    )
+
+
+def watching(job: Job, containers: list[str], streams: int) -> dict[str, list[str]]:
+    """Commands of kubectl that look after a JobSet. `streams`: containers whose logs are
+    followed."""
+    kubectl, jobset = _kubectl(job), f"jobset.sigs.k8s.io/jobset-name={job.name}"
+    logs = [*kubectl, "logs", "--selector", jobset, *containers, "--prefix", "--tail=-1"]
+    logs.append(f"--max-log-requests={streams}")
+    return {
+        "there": [*kubectl, "get", "jobset", job.name, "--ignore-not-found", "--output=name"],
+        "logs": logs,
+        "follow": [*logs, "--follow"],
+    }
+
+
+def _kubectl(job: Job) -> list[str]:
+    """kubectl with the cluster's context and namespace."""
+    context = [f"--context={job.cluster.context}"] if job.cluster.context else []
+    return ["kubectl", *context, f"--namespace={job.cluster.namespace}"]
+
+
 def manifest(job: Job) -> str:
     """The YAML of the JobSet, with the run's configuration packed into it."""
     tree = jobset(job)
-    check_object(job, tree)
+    stored = json.dumps(tree, ensure_ascii=False, separators=(",", ":"))
+    check_size(job, "gke", "the JobSet", stored, OBJECT)
     return yaml.safe_dump(tree, sort_keys=False, width=10**6)
 
 
@@ -190,14 +225,14 @@ def _volumes(job: Job) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         volumes.append({"name": "bucket", "csi": source})
         mounts.append({"name": "bucket", "mountPath": bucket.mount})
     for index, volume in enumerate(cluster.volumes):
-        kinds = {
-            "persistentVolumeClaim": volume.claim and {"claimName": volume.claim},
-            "configMap": volume.config_map and {"name": volume.config_map},
-            "secret": volume.secret and {"secretName": volume.secret},
-            "emptyDir": volume.size and {"sizeLimit": volume.size},
-        }
+        kinds = (
+            ("persistentVolumeClaim", "claimName", volume.claim),
+            ("configMap", "name", volume.config_map),
+            ("secret", "secretName", volume.secret),
+            ("emptyDir", "sizeLimit", volume.size),
+        )
         name = {"name": f"volume-{index}"}
-        volumes.append(name | {kind: settings for kind, settings in kinds.items() if settings})
+        volumes.append(name | {kind: {key: value} for kind, key, value in kinds if value})
         mounts.append(name | {"mountPath": volume.mount})
         if volume.read_only:
             mounts[-1]["readOnly"] = True
@@ -253,7 +288,8 @@ def _environment(job: Job) -> list[dict[str, Any]]:
     }
     if not job.cluster.config:
         plain[TEXT] = job.packed
-    check_strings(job, "gke", ((name, f"{name}={value}") for name, value in plain.items()))
+    for name, value in plain.items():
+        check_size(job, "gke", name, f"{name}={value}\0", STRING)
     variables: list[dict[str, Any]] = [
         {"name": name, "value": value.replace("$", "$$")} for name, value in plain.items()
     ]

@@ -8,9 +8,9 @@ import hashlib
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from maxstack.config import dump
+from maxstack.config import dump, storage
 from maxstack.config.compose import plain
 from maxstack.config.reader import read_yaml
 from maxstack.data import hub
@@ -26,18 +26,10 @@ if TYPE_CHECKING:
 CONFIG = "run.yml"
 EVERY = {"topology", "env", "grace", "max_restarts", "restart_from_zero", "config"}
 USED = {
-    "xpk": EVERY
-    | {
-        "project",
-        "zone",
-        "cluster",
-        "context",
-        "namespace",
-        "priority",
-        "image",
-        "bucket",
-        "ttl_seconds_after_finished",
-    },
+    "xpk": EVERY.union(
+        "project zone cluster context namespace priority image bucket".split(),
+        {"ttl_seconds_after_finished"},
+    ),
     "gke": {*ClusterConfig.model_fields} - {"slurm", "project", "zone", "cluster"},
     "slurm": EVERY | {"reservation", "slurm"},
 }
@@ -47,6 +39,22 @@ MATTER = {"secrets", "accelerator", "bucket", "volumes"}
 
 NODES_OWN = "/tmp", "/var/tmp", "/dev/shm", "/run"
 """Folders that each node has for itself (Filesystem Hierarchy Standard 3.0)."""
+
+
+NUMBER = "{job}"
+"""Placeholder in a command for the number that Slurm gives the job."""
+
+
+class Submission(NamedTuple):
+    """The way to submit a job by a cluster's own commands, which each target's module makes."""
+
+    command: list[str]
+    """The command that submits it."""
+    text: str
+    """Its input; for xpk, which takes none, the command as text."""
+    later: dict[str, list[str]]
+    """Later commands: `there` (prints something while the job exists), status, logs, follow,
+    stop."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +159,7 @@ def elsewhere(job: Job) -> list[str]:
         path
         for path in dict.fromkeys(filter(None, paths))
         if not path.startswith("{stdlib}")
+        and not storage.is_url(path)
         and not hub.PINNED.fullmatch(path)
         and not any(within(path, mount) for mount in mounts)
     ]
@@ -276,7 +285,11 @@ def warn_of_changes(job: Job, target: str) -> None:
             "when its tag moves; give NAME@sha256:...",
             file=sys.stderr,
         )
-    if cache and not any(within(cache, mount) for mount in job.lasting) and job.lasting:
+    if (
+        cache
+        and job.lasting
+        and not (storage.is_url(cache) or any(within(cache, mount) for mount in job.lasting))
+    ):
         print(
             f"run.compilation_cache={cache}: is lost with the container, so that each restart "
             f"compiles again; give a folder below {job.lasting[0]}",

@@ -2,12 +2,9 @@
 
 A value that is too large would otherwise fail on the cluster, once for each restart."""
 
-import json
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from maxstack.errors import ConfigError
-from maxstack.schema.cluster import STRING
 
 if TYPE_CHECKING:
     from maxstack.submit.job import Job
@@ -23,34 +20,15 @@ WRAPPER = 4096
 container (xpk 1.16.0, core/docker_container.py)."""
 
 
-def check_strings(
-    job: "Job", target: str, named: Iterable[tuple[str, str]], limit: int = STRING
-) -> None:
-    """ConfigError for a (name, text) that is too long for a process's arguments or environment."""
-    for name, text in named:
-        if (size := len(text.encode()) + 1) > limit:
-            raise _too_large(job, target, name, size, limit)
-
-
-def check_object(job: "Job", manifest: Mapping[str, Any]) -> None:
-    """ConfigError for a Kubernetes object that is larger than etcd stores."""
-    text = json.dumps(manifest, ensure_ascii=False, separators=(",", ":"))
-    if (size := len(text.encode())) > OBJECT:
-        raise _too_large(job, "gke", "the JobSet", size, OBJECT)
-
-
-def check_script(job: "Job", script: str) -> None:
-    """ConfigError for a script that is larger than sbatch accepts."""
-    if (size := len(script.encode())) > SCRIPT:
-        raise _too_large(job, "slurm", "the script", size, SCRIPT)
-
-
-def _too_large(job: "Job", target: str, what: str, size: int, limit: int) -> ConfigError:
-    """Error that says what is too large, by how much, and how to avoid it."""
+def check_size(job: "Job", target: str, what: str, text: str, limit: int) -> None:
+    """ConfigError, with how to avoid it, for a text of more than `limit` bytes in UTF-8. A string
+    for a process's arguments or environment counts with the NUL at its end."""
+    if (size := len(text.encode())) <= limit:
+        return
     problem = f"--target {target}: {what} has {size:,} bytes, and {limit:,} is the most"
     if job.cluster.config or len(job.packed) < limit // 2:
-        return ConfigError(f"{problem}; shorten env and secrets of the cluster's file")
-    return ConfigError(
+        raise ConfigError(f"{problem}; shorten env and secrets of the cluster's file")
+    raise ConfigError(
         f"{problem} (the configuration is {len(job.packed):,} of them, packed from "
         f"{len(job.text.encode()):,}); name the sources by fewer patterns, or put it where every "
         f"host sees it: --dry-run --out DIR --set config=/PATH/{job.name}.yml writes it as "

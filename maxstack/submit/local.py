@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from maxstack.errors import ConfigError
 from maxstack.faults.supervise import PARENT
-from maxstack.hardware.devices import ACCELERATORS, visible_gpus
+from maxstack.hardware.devices import ACCELERATORS, cpu_devices, visible_gpus
 from maxstack.schema import mesh_rules
 
 if TYPE_CHECKING:
@@ -54,11 +54,7 @@ def shares(cfg: "Config", count: int) -> tuple[int, list[str], list[dict[str, st
     processes share this machine's GPUs, or the run's virtual devices, or have one CPU device
     each."""
     virtual = cfg.run.virtual_devices or count
-    flags = (
-        os.environ.get("XLA_FLAGS", ""),
-        f"--xla_force_host_platform_device_count={virtual // count}",
-    )
-    on_cpu = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(filter(None, flags))}
+    on_cpu = cpu_devices(virtual // count)
     if virtual % count:
         raise ConfigError(
             f"--processes {count}: do not divide run.virtual_devices={virtual}; give a divisor"

@@ -14,16 +14,8 @@ from maxstack.errors import ConfigError
 from maxstack.submit import records
 
 if TYPE_CHECKING:
-    from maxstack.schema.cluster import ClusterConfig
     from maxstack.schema.config import Config
-    from maxstack.submit.job import Job
-
-JOB = "{job}"
-"""Placeholder in a command for the number that Slurm gives the job."""
-STOP = (
-    'touch "$1" || exit; scancel --state=PENDING "$2"; scancel --signal=TERM --state=RUNNING "$2"'
-)
-"""Slurm gives a job that waits no other signal than SIGKILL."""
+    from maxstack.submit.job import Job, Submission
 
 
 def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
@@ -31,6 +23,7 @@ def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
     submitted."""
     from maxstack import config
     from maxstack.schema.cluster import ClusterConfig
+    from maxstack.submit import gke, slurm, xpk
     from maxstack.submit import job as jobs
 
     if not args.cluster:
@@ -48,7 +41,7 @@ def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
     jobs.check_facts(cluster, args.target)
     cfg = jobs.with_cache(cfg, cluster)
     job, estimate = jobs.checked(name, cfg, cluster, args.force)
-    submission = {"xpk": _xpk, "gke": _gke, "slurm": _slurm}[args.target](job)
+    submission = {"xpk": xpk, "gke": gke, "slurm": slurm}[args.target].submission(job)
     words, text, commands = submission
     jobs.check_restarts(job, args.target)
     jobs.warn_of_changes(job, args.target)
@@ -84,7 +77,8 @@ def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
         )
     number = done.stdout.strip().split(";")[0] if done.stdout else ""
     commands = {
-        verb: [word.replace(JOB, number) for word in command] for verb, command in commands.items()
+        verb: [word.replace(jobs.NUMBER, number) for word in command]
+        for verb, command in commands.items()
     }
     records.write(
         name,
@@ -187,92 +181,6 @@ def look(verb: str, record: dict[str, Any]) -> int:
     if verb not in record["commands"]:
         raise ConfigError(f"{verb}: {record['target']} has no command for that")
     return _run(record["commands"][verb]).returncode
-
-
-Submission = tuple[list[str], str, dict[str, list[str]]]
-"""The command that submits; its input, or for xpk the command as text; the later commands by
-verb."""
-
-
-def _xpk(job: "Job") -> Submission:
-    from maxstack.submit import xpk
-
-    words = xpk.command(job)
-    cluster = [
-        word
-        for word in words
-        if word.startswith(("--cluster=", "--project=", "--zone=", "--namespace="))
-    ]
-    return (
-        words,
-        f"{shlex.join(words)}\n",
-        {
-            **_jobset(job, ["--all-containers"], 4 * job.topology.hosts + 4),
-            "status": ["xpk", "workload", "list", *cluster, f"--filter-by-job=^{job.name}$"],
-            "stop": ["xpk", "workload", "delete", f"--workload={job.name}", *cluster, "--force"],
-        },
-    )
-
-
-def _gke(job: "Job") -> Submission:
-    from maxstack.submit import gke
-
-    kubectl = _kubectl(job.cluster)
-    return (
-        [*kubectl, "create", "--filename", "-"],
-        gke.manifest(job),
-        {
-            **_jobset(job, ["--container", gke.CONTAINER], job.topology.hosts),
-            "status": [*kubectl, "get", "jobset", job.name],
-            "stop": [*kubectl, "delete", "jobset", job.name, "--cascade=foreground"],
-        },
-    )
-
-
-def _jobset(job: "Job", containers: list[str], streams: int) -> dict[str, list[str]]:
-    """Commands of kubectl for a JobSet."""
-    kubectl = _kubectl(job.cluster)
-    logs = [
-        *kubectl,
-        "logs",
-        "--selector",
-        f"jobset.sigs.k8s.io/jobset-name={job.name}",
-        *containers,
-        "--prefix",
-        "--tail=-1",
-        f"--max-log-requests={streams}",
-    ]
-    return {
-        "there": [*kubectl, "get", "jobset", job.name, "--ignore-not-found", "--output=name"],
-        "logs": logs,
-        "follow": [*logs, "--follow"],
-    }
-
-
-def _kubectl(cluster: "ClusterConfig") -> list[str]:
-    """kubectl with the cluster's context and namespace."""
-    return [
-        "kubectl",
-        *([f"--context={cluster.context}"] if cluster.context else []),
-        f"--namespace={cluster.namespace}",
-    ]
-
-
-def _slurm(job: "Job") -> Submission:
-    from maxstack.submit import slurm
-
-    log = str(Path.cwd() / f"{job.name}-{JOB}.log")
-    return (
-        ["sbatch", "--parsable"],
-        slurm.script(job),
-        {
-            "there": ["squeue", "--me", "--noheader", "--name", job.name],
-            "status": ["squeue", "--jobs", JOB],
-            "logs": ["cat", log],
-            "follow": ["tail", "--lines=+1", "--follow", log],
-            "stop": ["bash", "-c", STOP, "stop", log.removesuffix("log") + "stop", JOB],
-        },
-    )
 
 
 def _run(

@@ -2,11 +2,30 @@
 decides whether the job is queued again."""
 
 import shlex
+from pathlib import Path
 
 from maxstack.errors import ConfigError
 from maxstack.schema.cluster import MARGIN
-from maxstack.submit.job import CONFIG, Job
-from maxstack.submit.limits import check_script
+from maxstack.submit.job import CONFIG, NUMBER, Job, Submission
+from maxstack.submit.limits import SCRIPT, check_size
+
+STOP = (
+    'touch "$1" || exit; scancel --state=PENDING "$2"; scancel --signal=TERM --state=RUNNING "$2"'
+)
+"""Slurm gives a job that waits no other signal than SIGKILL."""
+
+
+def submission(job: Job) -> Submission:
+    """Commands of Slurm."""
+    log = str(Path.cwd() / f"{job.name}-{NUMBER}.log")
+    later = {
+        "there": ["squeue", "--me", "--noheader", "--name", job.name],
+        "status": ["squeue", "--jobs", NUMBER],
+        "logs": ["cat", log],
+        "follow": ["tail", "--lines=+1", "--follow", log],
+        "stop": ["bash", "-c", STOP, "stop", log.removesuffix("log") + "stop", NUMBER],
+    }
+    return Submission(["sbatch", "--parsable"], script(job), later)
 
 
 def script(job: Job) -> str:
@@ -41,52 +60,44 @@ def script(job: Job) -> str:
     cpus = f" --cpus-per-task={slurm.cpus_per_task}" if slurm.cpus_per_task else ""
     copy = f'"$SLURM_SUBMIT_DIR/{job.name}-{CONFIG}"'
     unpack, path = job.unpacking(f"echo {job.packed}", copy)
-    text = "\n".join(
-        [
-            "#!/usr/bin/env bash",
-            *lines,
-            "#SBATCH --exclusive",
-            "#SBATCH --requeue",
-            "",
-            f'stop="$SLURM_SUBMIT_DIR/{job.name}-$SLURM_JOB_ID.stop"',
-            'if [ -e "$stop" ]; then',
-            '  echo "stopped before it began again" >&2',
-            "  exit 0",
-            "fi",
-            *exports,
-            *slurm.setup,
-            "# The job's own copy of the configuration, in the folder that it was "
-            "submitted from, which all nodes see.",
-            f"{unpack} || exit 1",
-            f"config={path}",
-            "# Whether maxstack runs and reads this on every host: of several codes srun "
-            "tells the largest, and those who wait would leave with 42.",
-            f'srun --label {hosts} maxstack config show "$config" > /dev/null',
-            "code=$?",
-            'case "$code" in',
-            '  1 | 2 | 126 | 127) exit "$code" ;;',
-            "esac",
-            "# Each task is maxstack itself, with no shell around it that would get "
-            "Slurm's SIGTERM in its place.",
-            f'srun --label --kill-on-bad-exit=0{cpus} maxstack train "$config"',
-            "code=$?",
-            "# 0: done. 1, 2: a mistake, 126, 127: no such program, which a restart does "
-            "not mend. Anything else goes on from the last checkpoint.",
-            'case "$code" in',
-            '  0 | 1 | 2 | 126 | 127) exit "$code" ;;',
-            "esac",
-            'if [ -e "$stop" ]; then',
-            '  echo "left with $code; stopped, and not queued again" >&2',
-            "  exit 0",
-            "fi",
-            f'if [ "${{SLURM_RESTART_COUNT:-0}}" -ge {cluster.max_restarts} ]; then',
-            f'  echo "left with $code after {cluster.max_restarts} restarts; not queued again" >&2',
-            '  exit "$code"',
-            "fi",
-            'echo "left with $code; queued again" >&2',
-            'scontrol requeue "$SLURM_JOB_ID"',
-            "",
-        ]
-    )
-    check_script(job, text)
+    head = "\n".join(["#!/usr/bin/env bash", *lines, "#SBATCH --exclusive", "#SBATCH --requeue"])
+    setup = "".join(f"{line}\n" for line in (*exports, *slurm.setup))
+    text = f"""{head}
+
+stop="$SLURM_SUBMIT_DIR/{job.name}-$SLURM_JOB_ID.stop"
+if [ -e "$stop" ]; then
+  echo "stopped before it began again" >&2
+  exit 0
+fi
+{setup}# The job's own copy of the configuration, in the folder that it was submitted from, which
+# all nodes see.
+{unpack} || exit 1
+config={path}
+# Check that maxstack runs and reads this on every host: of several codes srun tells the largest,
+# and those who wait would leave with 42.
+srun --label {hosts} maxstack config show "$config" > /dev/null
+code=$?
+case "$code" in
+  1 | 2 | 126 | 127) exit "$code" ;;
+esac
+# Each task is maxstack itself, with no shell around it that would get Slurm's SIGTERM in its place.
+srun --label --kill-on-bad-exit=0{cpus} maxstack train "$config"
+code=$?
+# 0: done. 1, 2: a mistake, 126, 127: no such program, which a restart does not mend. Anything else
+# goes on from the last checkpoint.
+case "$code" in
+  0 | 1 | 2 | 126 | 127) exit "$code" ;;
+esac
+if [ -e "$stop" ]; then
+  echo "left with $code; stopped, and not queued again" >&2
+  exit 0
+fi
+if [ "${{SLURM_RESTART_COUNT:-0}}" -ge {cluster.max_restarts} ]; then
+  echo "left with $code after {cluster.max_restarts} restarts; not queued again" >&2
+  exit "$code"
+fi
+echo "left with $code; queued again" >&2
+scontrol requeue "$SLURM_JOB_ID"
+"""
+    check_size(job, "slurm", "the script", text, SCRIPT)
     return text

@@ -1,15 +1,31 @@
 """Command line of xpk, which is no dependency: `xpk workload create` and `create-pathways`."""
 
+import shlex
+
 from maxstack.cluster.exit_codes import CRASHED, RETRY
 from maxstack.errors import ConfigError
-from maxstack.submit.gke import mount_options
-from maxstack.submit.job import Job, machine, within
-from maxstack.submit.limits import STRING, WRAPPER, check_strings
+from maxstack.schema.cluster import STRING
+from maxstack.submit.gke import mount_options, watching
+from maxstack.submit.job import Job, Submission, machine, within
+from maxstack.submit.limits import WRAPPER, check_size
 
 UNSAFE = set("\"'\\`$")
 """Characters that xpk passes into YAML and a shell unquoted, as it does unprintable ones."""
 HEAD = "/tmp"
 """The only folder that xpk mounts with Pathways."""
+
+
+def submission(job: Job) -> Submission:
+    """Commands of xpk, and of kubectl for the JobSet that xpk makes."""
+    words = command(job)
+    options = ("--cluster=", "--project=", "--zone=", "--namespace=")
+    cluster = [word for word in words if word.startswith(options)]
+    later = {
+        "status": ["xpk", "workload", "list", *cluster, f"--filter-by-job=^{job.name}$"],
+        "stop": ["xpk", "workload", "delete", f"--workload={job.name}", *cluster, "--force"],
+    }
+    logs = watching(job, ["--all-containers"], 4 * job.topology.hosts + 4)
+    return Submission(words, f"{shlex.join(words)}\n", logs | later)
 
 
 def command(job: Job) -> list[str]:
@@ -73,7 +89,8 @@ def command(job: Job) -> list[str]:
         *(f"--env={name}={value}" for name, value in cluster.env.items()),
         f"--command={_inside(job)}",
     ]
-    check_strings(job, "xpk", ((word.partition("=")[0], word) for word in words), STRING - WRAPPER)
+    for word in words:
+        check_size(job, "xpk", word.partition("=")[0], f"{word}\0", STRING - WRAPPER)
     return words
 
 

@@ -4,7 +4,6 @@ weights of the model and of adapters."""
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -101,7 +100,7 @@ class PlacedWeights:
         lora = self.cfg.lora
         adapted = {path: spec.contract for path, spec in self.rewrite.adapted.items()}
         assert lora
-        adapter = peft.Adapter(Path(folder), finite=not self.cfg.checkpoint.allow_nonfinite)
+        adapter = peft.Adapter(folder, finite=not self.cfg.checkpoint.allow_nonfinite)
         names = {f"{path}/{name}" for path in adapted for name in LEAVES}
         shapes = {path: leaf.shape for path, leaf in self.shapes.items() if path in names}
         return peft.read(

@@ -20,7 +20,7 @@ import tiny
 from maxstack.checkpoint import manifest
 from maxstack.checkpoint.compatibility import FREE, Compatibility
 from maxstack.checkpoint.store import Checkpoints, removable
-from maxstack.data import make_feed
+from maxstack.data.feed import Feed
 from maxstack.errors import ConfigError
 from maxstack.schema.checkpoint import CheckpointConfig
 
@@ -28,7 +28,7 @@ from maxstack.schema.checkpoint import CheckpointConfig
 def checkpoints(folder, said, **changes):
     """(the run's checkpoints in a folder, its feed, the run) as a new process would make them."""
     run = tiny.make_run(tiny.config(checkpoint={"every": 1} | changes))
-    feed = make_feed(run.cfg.data, run.batches.rows(8), 8)
+    feed = Feed(run.cfg.data, run.batches.rows(8), 8)
     return Checkpoints(run, folder, said), feed, run
 
 
@@ -204,7 +204,7 @@ def test_positions_in_other_sources_cannot_be_forced(saved):
         ConfigError, match="has positions in another number of data.sources, which cannot be forced"
     ):
         Checkpoints(run, folder, print, ["data"]).restore(
-            make_feed(run.cfg.data, run.batches.rows(8), 8)
+            Feed(run.cfg.data, run.batches.rows(8), 8)
         )
 
 
@@ -286,9 +286,9 @@ sys.path[:0] = ["tests"]
 import conftest, tiny
 from maxstack.checkpoint.store import Checkpoints
 from maxstack.errors import ConfigError
-from maxstack.data import make_feed
+from maxstack.data.feed import Feed
 run = tiny.make_run(tiny.config(checkpoint={"every": 1, "on_failure": "stop"}))
-feed, said = make_feed(run.cfg.data, run.batches.rows(8), 8), []
+feed, said = Feed(run.cfg.data, run.batches.rows(8), 8), []
 room, state = Path(sys.argv[1]), run.init()
 saves = Checkpoints(run, room / "checkpoints", said.append)
 saves.save(20, state, feed, {})
@@ -352,7 +352,7 @@ def tiers_of(folder, said, tiers=TIERS, **changes):
     third, another at every second."""
     sections = {"checkpoint": {"every": 3, "tiers": tiers} | changes}
     run = tiny.make_run(tiny.config(mesh=MESH, **sections), 8)
-    feed = make_feed(run.cfg.data, run.batches.rows(8), 8)
+    feed = Feed(run.cfg.data, run.batches.rows(8), 8)
     return Checkpoints(run, folder / "run" / "checkpoints", said), feed, run
 
 
@@ -475,7 +475,7 @@ def test_another_mesh_reads_what_all_processes_see_and_not_a_disk_of_shards_cut_
     run = tiny.make_run(tiny.config(mesh={"data": 2, "fsdp": 4}, checkpoint={"tiers": TIERS}), 8)
     saves, feed = (
         Checkpoints(run, folder / "run" / "checkpoints", print),
-        make_feed(run.cfg.data, run.batches.rows(8), 8),
+        Feed(run.cfg.data, run.batches.rows(8), 8),
     )
     jax.tree.map(np.testing.assert_array_equal, saves.restore(feed), states[6])
 

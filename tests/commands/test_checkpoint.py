@@ -10,7 +10,7 @@ from maxstack import cli
 from maxstack.checkpoint import manifest
 from maxstack.checkpoint.store import Checkpoints
 from maxstack.config import dump
-from maxstack.data import make_feed
+from maxstack.data.feed import Feed
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def made(tmp_path_factory):
     made, folder = tiny.make_run(cfg), top / "runs" / "tiny"
     folder.mkdir(parents=True)
     (folder / "config.yml").write_text(dump(cfg))
-    feed, state = make_feed(cfg.data, made.batches.rows(8), 8), made.init()
+    feed, state = Feed(cfg.data, made.rows(8), 8), made.init()
     saves = Checkpoints(made, folder / "checkpoints", print)
     for step in (1, 2, 3):
         saves.save(step, state, feed, {"skipped": [[4, 6]]}, 2.5)

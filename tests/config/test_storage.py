@@ -1,16 +1,27 @@
 """Paths and URLs through one opener: fsspec's memory:// and file:// stand for gs:// and s3://."""
 
+import json
+import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import fsspec
+import numpy as np
 import pytest
 
+from maxstack import cli
+from maxstack.command import check_writable, write_json
 from maxstack.config import storage
 from maxstack.config.compose import merged_tree, plain
 from maxstack.errors import ConfigError
+from maxstack.hf.contents import opened
+from maxstack.hf.peft import Adapter
+from maxstack.kernels import tuning
+from maxstack.load import load
 
+GOLDENS = Path(__file__).parents[1] / "goldens"
 PRESETS = {"": (), "model": ("models",)}
 
 
@@ -84,6 +95,71 @@ def test_a_folder_is_copied_once_and_again_when_a_file_changes(bucket):
     write(f"{bucket}/model/config.json", '{"a": 1}')
     again = storage.local_folder(f"{bucket}/model", ("*.json",))
     assert again != copy and (again / "config.json").read_text() == '{"a": 1}'
+
+
+def put(bucket, name, folder):
+    """Copy a folder's files to the bucket; the URL."""
+    for path in folder.iterdir():
+        with storage.replacing(f"{bucket}/{name}/{path.name}") as copy:
+            copy.write_bytes(path.read_bytes())
+    return f"{bucket}/{name}"
+
+
+def test_a_model_folder_at_a_url_is_read_as_at_a_path(bucket):
+    model = put(bucket, "llama", GOLDENS / "llama")
+    write(f"{model}/pytorch_model.bin", "a pickle, which is not downloaded")
+    write(f"{model}/checkpoint-100/model.safetensors", "nor is another model below it")
+    data = {"sources": [{"kind": "synthetic", "vocab": 2}], "seq_len": 16}
+    cfg = load({"model": {"from": model}, "data": data})
+    local = load({"model": {"from": str(GOLDENS / "llama")}, "data": data})
+    assert cfg.model.weights == model
+    assert cfg.model.model_copy(update={"weights": local.model.weights}) == local.model
+    read, wanted = opened(model), opened(GOLDENS / "llama")
+    names = sorted(path.name for path in read.folder.path.iterdir())
+    assert names == ["config.json", "model.safetensors"]
+    for name, tensor in wanted.tensors.items():
+        np.testing.assert_array_equal(read.tensors[name].array(), tensor.array())
+
+
+def test_a_model_folder_at_a_url_is_scored_and_imported(bucket, tmp_path):
+    model = put(bucket, "llama", GOLDENS / "llama")
+    tokens = np.arange(8, dtype=np.int32).reshape(1, 8)
+    np.savez(tmp_path / "tokens.npz", tokens=tokens, lengths=np.array([8]))
+    for source, out in ((model, f"{bucket}/out.npz"), (GOLDENS / "llama", "local.npz")):
+        words = ["score", str(source), "--tokens", "tokens.npz", "--out", out]
+        assert cli.main([*words, "model.dtype=float32"]) == 0
+    with storage.open_file(f"{bucket}/out.npz") as file:
+        found = np.load(file)["logprobs"]
+    np.testing.assert_array_equal(found, np.load("local.npz")["logprobs"])
+    assert cli.main(["import", model, "--out", "imported"]) == 0
+    assert load("imported/config.yml").model.embed == opened(model).model.embed
+
+
+def test_an_adapter_at_a_url_is_read(bucket):
+    ours = GOLDENS / "adapters" / "lora-llama"
+    read, wanted = Adapter(put(bucket, "adapter", ours)), Adapter(ours)
+    assert read.tensors.keys() == wanted.tensors.keys() and read.said == wanted.said
+
+
+def test_an_output_of_a_command_is_written_at_a_url(bucket):
+    check_writable("--json", f"{bucket}/new/figures.json")
+    write_json(f"{bucket}/new/figures.json", {"a": 1})
+    assert json.loads(storage.read(f"{bucket}/new/figures.json")) == {"a": 1}
+
+
+def test_a_table_of_block_sizes_at_a_url_is_written_and_read(bucket):
+    row = {"device": "cpu", "op": "attention", "backend": "b", "shape": {}, "blocks": {"rows": 8}}
+    tuning.add(f"{bucket}/tuned.json", [row])
+    tuning.add(f"{bucket}/tuned.json", [row | {"device": "another"}])
+    assert [each["device"] for each in tuning.rows(f"{bucket}/tuned.json")] == ["cpu", "another"]
+
+
+def test_a_pipe_is_written_and_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    reader = subprocess.Popen(["cat", tmp_path / "pipe"], stdout=subprocess.PIPE)
+    write(str(tmp_path / "pipe"), "text")
+    assert reader.communicate(timeout=10)[0] == b"text"
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_a_folder_that_is_not_there_is_refused(bucket):

@@ -12,7 +12,7 @@ import pytest
 import tiers
 
 from maxstack.data import feed as feed_module
-from maxstack.data import make_feed
+from maxstack.data.feed import Feed
 from maxstack.data.sources import Synthetic
 from maxstack.errors import DataError
 from maxstack.schema.data import (
@@ -68,7 +68,7 @@ def feeds():
     made = []
 
     def make(*args, **kwargs):
-        made.append(make_feed(*args, **kwargs))
+        made.append(Feed(*args, **kwargs))
         return made[-1]
 
     yield make
@@ -157,11 +157,11 @@ def test_restoring_rewinds_a_feed_in_use(feeds):
 
 
 def test_the_identity_changes_with_the_documents(corpus):
-    before = make_feed(config(), range(BATCH), BATCH).identity()
-    assert make_feed(config(seq_len=7), [2], 3).identity() == before
+    before = Feed(config(), range(BATCH), BATCH).identity()
+    assert Feed(config(seq_len=7), [2], 3).identity() == before
     (corpus / "texts" / "new.txt").write_text("one more")
     try:
-        assert make_feed(config(), range(BATCH), BATCH).identity() != before
+        assert Feed(config(), range(BATCH), BATCH).identity() != before
     finally:
         (corpus / "texts" / "new.txt").unlink()
 
@@ -219,7 +219,7 @@ def test_the_bytes_of_an_evaluation_are_those_of_the_documents(feeds):
 
 def test_evaluation_without_held_out_documents_is_an_error():
     with pytest.raises(DataError, match="holdout"):
-        make_feed(
+        Feed(
             DataConfig(sources=[JsonlSource(kind="jsonl", files=["lines.jsonl"])]),
             range(2),
             2,
@@ -261,16 +261,16 @@ def test_waiting_is_measured(feeds):
 
 def test_lanes_outside_the_batch_are_refused():
     with pytest.raises(ValueError, match="not rows of a batch of 8"):
-        make_feed(config(), [7, 8], BATCH)
+        Feed(config(), [7, 8], BATCH)
 
 
 PROGRAM = """
 import time
-from maxstack.data import make_feed
+from maxstack.data.feed import Feed
 from maxstack.schema.data import DataConfig, SyntheticSource
 
 def main():
-    feed = make_feed(DataConfig(sources=[SyntheticSource(kind="synthetic")], seq_len=8, workers=2), range(4), 4)
+    feed = Feed(DataConfig(sources=[SyntheticSource(kind="synthetic")], seq_len=8, workers=2), range(4), 4)
     print(next(feed)["tokens"].shape, flush=True)
     time.sleep(60)
 
@@ -322,7 +322,8 @@ def test_workers_end_when_the_main_process_is_killed(program):
 HANGING = """
 import multiprocessing, os, signal, sys, time
 from pathlib import Path
-from maxstack.data import make_feed, sources
+from maxstack.data import sources
+from maxstack.data.feed import Feed
 from maxstack.schema.data import DataConfig, SyntheticSource
 
 asked, plain = [0], sources.Synthetic.__getitem__
@@ -338,7 +339,7 @@ sources.Synthetic.__getitem__ = standing
 
 def main():
     cfg = DataConfig(sources=[SyntheticSource(kind="synthetic")], seq_len=8, packing="none", workers=int(sys.argv[2]))
-    feed = make_feed(cfg, range(4), 4, evaluation=sys.argv[1] == "evaluation", whole=sys.argv[1] == "evaluation")
+    feed = Feed(cfg, range(4), 4, evaluation=sys.argv[1] == "evaluation", whole=sys.argv[1] == "evaluation")
     next(feed)
     workers = multiprocessing.active_children()
     print(*(worker.pid for worker in workers), flush=True)

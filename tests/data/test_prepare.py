@@ -12,7 +12,7 @@ import pytest
 import sentencepiece
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from maxstack.data import make_feed
+from maxstack.data.feed import Feed
 from maxstack.data.prepare import prepare
 from maxstack.data.sources import open_source
 from maxstack.data.tokenizers import open_tokenizer
@@ -103,7 +103,7 @@ def test_the_shards_feed_the_same_batches_as_the_text():
     text = DataConfig(sources=[TextSource(kind="text", files=["texts/*.txt"])], seq_len=16)
     prepare(text, "out", shard_size=4)
     feeds = [
-        make_feed(cfg, range(2), 2)
+        Feed(cfg, range(2), 2)
         for cfg in (text, DataConfig(sources=[tokens("out/*.array_record")], seq_len=16))
     ]
     for _ in range(20):
@@ -115,7 +115,7 @@ def test_the_shards_feed_the_same_batches_as_the_text():
 
 def passed(cfg, lanes=2):
     """The batches of one pass over everything."""
-    feed, made = make_feed(cfg, range(lanes), lanes, evaluation=True, whole=True), []
+    feed, made = Feed(cfg, range(lanes), lanes, evaluation=True, whole=True), []
     while (batch := next(feed))["mask"].any():
         made.append(batch)
     feed.close()
@@ -268,7 +268,7 @@ def test_shards_of_another_tokenizer_are_refused_by_name():
         sources=[tokens("out/*-train-*")], tokenizer=BytesTokenizer(kind="bytes", eos=True)
     )
     with pytest.raises(DataError) as caught:
-        make_feed(other, range(2), 2)
+        Feed(other, range(2), 2)
     assert all(
         open_tokenizer(cfg.tokenizer).fingerprint in str(caught.value) for cfg in (config(), other)
     )

@@ -13,8 +13,8 @@ import zstandard
 from array_record.python.array_record_module import ArrayRecordWriter
 from pydantic import TypeAdapter
 
-from maxstack.data import make_feed
 from maxstack.data.documents import Tokens
+from maxstack.data.feed import Feed
 from maxstack.data.shards import pack
 from maxstack.data.sources import open_source
 from maxstack.errors import DataError
@@ -170,7 +170,7 @@ def feeds(tmp_path, monkeypatch):
             ],
             **{"seq_len": ROW, "packing": "none"} | fields,
         )
-        made.append(make_feed(cfg, lanes, BATCH, evaluation=evaluation, whole=whole))
+        made.append(Feed(cfg, lanes, BATCH, evaluation=evaluation, whole=whole))
         return made[-1]
 
     yield make

@@ -15,7 +15,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from pydantic import TypeAdapter
 
 from maxstack.config import storage
-from maxstack.data import make_feed
+from maxstack.data.feed import Feed
 from maxstack.data.files import matched
 from maxstack.data.prepare import prepare
 from maxstack.data.sources import open_source
@@ -95,7 +95,7 @@ def test_batches_of_data_at_a_url_are_those_of_the_same_data_in_a_folder(bucket,
     for folder in ("files", bucket):
         given = cfg | {"files": [cfg["files"].format(folder)], "name": "texts", "holdout": 0.2}
         data = DataConfig(sources=[source(**given)], seq_len=64)
-        train_feed, eval_feed = make_feed(data, [0, 1], 2), make_feed(data, [0], 1, evaluation=True)
+        train_feed, eval_feed = Feed(data, [0, 1], 2), Feed(data, [0], 1, evaluation=True)
         batches[folder] = [next(train_feed), next(train_feed), next(eval_feed)]
         train_feed.close()
         eval_feed.close()

@@ -103,8 +103,8 @@ ROW = {
 
 
 def test_measured_sizes_are_found_by_device_op_and_shape_class(tmp_path):
-    path = tmp_path / "own" / "tuned.json"
-    with tuning.use(str(path)):
+    path = str(tmp_path / "own" / "tuned.json")
+    with tuning.use(path):
         assert attention.OP.choose(CASE).blocks is None
         tuning.check_writable(path)
         tuning.add(path, [ROW | {"blocks": {"rows": 8, "keys": 8}}])

@@ -5,7 +5,6 @@ import pytest
 import tiny
 
 from maxstack.errors import ConfigError
-from maxstack.hardware import compiling
 from maxstack.plan import executable
 
 CONFIG = {"model": tiny.model(layers=1, pattern=["local"]), "mesh": {"data": 2, "fsdp": 4}}
@@ -17,7 +16,7 @@ def saved(tmp_path_factory):
     run = tiny.make_run(tiny.config(**CONFIG), 8)
     compiled = run.step.lower(run.abstract, run.batches.abstract()).compile()
     path = tmp_path_factory.mktemp("steps") / "step"
-    assert executable.save(run, compiled, path) == path.stat().st_size
+    assert executable.save(run, compiled, str(path)) == path.stat().st_size
     return run, compiled, path
 
 
@@ -25,7 +24,7 @@ def test_a_loaded_step_gives_what_the_compiled_one_gave(saved):
     run, compiled, path = saved
     batch = run.batches.place(tiny.batch(run.cfg), 8)
     (state, ours), (_, theirs) = (
-        step(run.init(), batch) for step in (executable.load(run, path), compiled)
+        step(run.init(), batch) for step in (executable.load(run, str(path)), compiled)
     )
     assert {name: float(value) for name, value in ours.items()} == {
         name: float(value) for name, value in theirs.items()
@@ -39,7 +38,7 @@ def test_a_step_of_another_configuration_is_refused_with_what_differs(saved):
     with pytest.raises(
         ConfigError, match=r"compiled for batch \{'tokens': \[8, 48\].*make it again"
     ):
-        executable.load(other, path)
+        executable.load(other, str(path))
 
 
 def test_a_step_of_other_adapters_or_of_dropout_by_another_seed_is_refused(tmp_path):
@@ -51,19 +50,19 @@ def test_a_step_of_other_adapters_or_of_dropout_by_another_seed_is_refused(tmp_p
         )
 
     run = made(16.0, 0)
-    executable.save(run, compiling.compiled(run.lower(), run.mesh), tmp_path / "step")
+    executable.save(run, compiling.compiled(run.lower(), run.mesh), str(tmp_path / "step"))
     for other, says in (
         (made(8.0, 0), "compiled for configuration"),
         (made(16.0, 1), "compiled for seed 0, not 1; make it again"),
     ):
         with pytest.raises(ConfigError, match=says):
-            executable.load(other, tmp_path / "step")
+            executable.load(other, str(tmp_path / "step"))
 
 
 def test_what_is_no_step_is_refused(saved, tmp_path):
     run, _, path = saved
     (tmp_path / "text").write_text("no step")
     with pytest.raises(ConfigError, match="is no compiled step"):
-        executable.load(run, tmp_path / "text")
+        executable.load(run, str(tmp_path / "text"))
     with pytest.raises(ConfigError, match="cannot read"):
-        executable.load(run, tmp_path / "missing")
+        executable.load(run, str(tmp_path / "missing"))

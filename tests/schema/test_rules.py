@@ -211,6 +211,12 @@ BROKEN = {
         "gs://bucket/runs is a URL, and object storage has no locks and no appending",
         ["run.output_dir=/mnt/bucket/runs"],
     ),
+    "a_tier_in_a_bucket": (
+        ["checkpoint.tiers=[{path: 'gs://bucket/runs'}]"],
+        "checkpoint.tiers.0.path",
+        "gs://bucket/runs is a URL, and a step is finished by renaming files",
+        ["checkpoint.tiers.0.path=/mnt/bucket/runs"],
+    ),
     "two_tiers_in_one_folder": (
         ["checkpoint.tiers=[{path: a}, {path: ./a}]"],
         "checkpoint.tiers.1.path",

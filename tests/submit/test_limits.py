@@ -14,7 +14,7 @@ from processes import stand_ins, write_config
 from maxstack.errors import ConfigError
 from maxstack.load import load
 from maxstack.plan.topology import parse
-from maxstack.schema.cluster import ClusterConfig
+from maxstack.schema.cluster import STRING, ClusterConfig
 from maxstack.submit import gke, limits, slurm, xpk
 from maxstack.submit.job import Job
 
@@ -88,7 +88,7 @@ def started(words, folder, **environment):
 
 def test_thousands_of_sources_reach_the_processes_of_every_target(cfg, tmp_path):
     many = job(cfg, sources=MANY)
-    assert len(many.text) > 4 * limits.STRING  # as it is, no process could be started with it
+    assert len(many.text) > 4 * STRING  # as it is, no process could be started with it
     given = {entry["name"]: entry["value"] for entry in container(many)["env"] if "value" in entry}
     assert started(container(many)["command"], tmp_path, **given) == (0, many.text)
     (tmp_path / "seen").unlink()
@@ -103,7 +103,7 @@ def test_thousands_of_sources_reach_the_processes_of_every_target(cfg, tmp_path)
 
 
 def test_a_variable_at_the_limit_starts_a_process_and_a_byte_more_is_refused(cfg):
-    room = limits.STRING - len("MAXSTACK_CONFIG=") - 1
+    room = STRING - len("MAXSTACK_CONFIG=") - 1
     one = job(cfg)
     (value,) = (
         entry["value"]
@@ -131,8 +131,8 @@ def test_a_variable_at_the_limit_starts_a_process_and_a_byte_more_is_refused(cfg
 
 def test_the_command_of_xpk_leaves_room_for_the_script_around_it(cfg):
     one = job(cfg)
-    room = limits.STRING - limits.WRAPPER - len(xpk.command(padded(one, 0))[-1]) - 1
-    assert len(xpk.command(padded(one, room))[-1]) == limits.STRING - limits.WRAPPER - 1
+    room = STRING - limits.WRAPPER - len(xpk.command(padded(one, 0))[-1]) - 1
+    assert len(xpk.command(padded(one, room))[-1]) == STRING - limits.WRAPPER - 1
     with pytest.raises(
         ConfigError, match="--target xpk: --command has 126,977 bytes, and 126,976 is the most"
     ):
@@ -158,7 +158,7 @@ def test_a_script_and_an_object_that_no_cluster_stores_are_refused(cfg):
 
 
 def test_variables_that_no_process_can_be_given_are_refused():
-    room = limits.STRING - len("A=") - 1
+    room = STRING - len("A=") - 1
     ClusterConfig.model_validate(
         {"topology": "v5e:4x4", "env": {"A": "é" * (room // 2) + "a" * (room % 2)}}
     )
