@@ -5,6 +5,7 @@ import pytest
 import tiny
 
 from maxstack.errors import ConfigError
+from maxstack.hardware import compiling
 from maxstack.plan import executable
 
 CONFIG = {"model": tiny.model(layers=1, pattern=["local"]), "mesh": {"data": 2, "fsdp": 4}}
