@@ -23,8 +23,8 @@ from maxstack.schema.parts import Count, Dim, Parts, matrix
 class MeanConfig(MixerPart):
     """Mean over the earlier positions of a document."""
 
-    LAYER: ClassVar[str] = "toys:Mean"
-    OVER_CONTEXT: ClassVar[tuple[str, ...]] = ()
+    LAYER = "toys:Mean"
+    OVER_CONTEXT = ()
     causal: ClassVar[bool] = True
 
     kind: Literal["mean"]
@@ -64,8 +64,8 @@ class Mean(Layer):
 class NearConfig(ObjectivePart):
     """Emphasised tokens, near a reference, through noise."""
 
-    OBJECTIVE: ClassVar[str] = "toys:Near"
-    RANDOM: ClassVar[bool] = True
+    OBJECTIVE = "toys:Near"
+    RANDOM = True
 
     kind: Literal["near"]
 

@@ -24,9 +24,9 @@ def json_schema(schema: type[Section]) -> dict[str, Any]:
             "type": "string",
             "description": "A folder that gives this section.",
         }
-    for key in schema.PRESETS:
+    for key, folders in schema.PRESETS.items():
         if key:
-            _accept_presets(whole, key, schema.PRESETS[key])
+            _accept_presets(whole, key, folders)
     whole["properties"]["extends"] = {
         "anyOf": [_NAME, {"type": "array", "items": _NAME}],
         "description": "What this file is merged over.",

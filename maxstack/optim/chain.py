@@ -45,8 +45,8 @@ def build(
     """
     for key, message in schedule_faults(cfg, train_steps):
         raise ConfigError(f"optimizer.{key}: {message}")
-    optimizer, params = cfg.parsed, _by_path(params_info)
-    chosen = _by_path(trained(cfg, params_info))
+    optimizer, params = cfg.parsed, wrappers.by_path(params_info)
+    chosen = wrappers.by_path(trained(cfg, params_info))
     for i, (selectors, _) in enumerate(optimizer.groups):
         check_matches(selectors, params, f"groups.{i}.match")
     untrained = {path: info for path, info in params.items() if not chosen[path]}
@@ -83,7 +83,7 @@ class _Scope(NamedTuple):
 def trained(cfg: OptimizerConfig, params_info: Any) -> Any:
     """A tree of flags: True for a parameter that the optimizer updates. A pattern that matches no
     parameter, or none that is left to train, is a ConfigError."""
-    optimizer, params = cfg.parsed, _by_path(params_info)
+    optimizer, params = cfg.parsed, wrappers.by_path(params_info)
     chosen = {path for path, info in params.items() if not info.carried and not info.frozen}
     for name, selectors in (("trainable", optimizer.trainable), ("frozen", optimizer.frozen)):
         if selectors is not None:
@@ -94,19 +94,16 @@ def trained(cfg: OptimizerConfig, params_info: Any) -> Any:
         check_matches(optimizer.decay, params, "decay")
     if not chosen:
         untrainable = all(info.carried or info.frozen for info in params.values())
+        if untrainable:
+            raise ConfigError(
+                "quantization.mode: ptq keeps every weight as it is, and none is left to train; "
+                "add lora, or use mode: qat"
+            )
         raise ConfigError(
-            "quantization.mode: ptq keeps every weight as it is, and none is left to "
-            "train; add lora, or use mode: qat"
-            if untrainable
-            else "optimizer.frozen: no parameter is left to train; freeze fewer, or make "
+            "optimizer.frozen: no parameter is left to train; freeze fewer, or make "
             "optimizer.trainable wider"
         )
     return wrappers.of_paths(chosen.__contains__)(params_info)
-
-
-def _by_path(tree: Any) -> dict[str, Any]:
-    paths = jax.tree.leaves(wrappers.tree_paths(tree))
-    return dict(zip(paths, jax.tree.leaves(tree), strict=True))
 
 
 def _grouped(scope: _Scope) -> GradientTransformation:

@@ -38,6 +38,11 @@ def tree_paths(tree: Any) -> Any:
     )
 
 
+def by_path(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by path."""
+    return dict(zip(jax.tree.leaves(tree_paths(tree)), jax.tree.leaves(tree), strict=True))
+
+
 def of_paths(leaf: Callable[[str], Any]) -> Callable[[Any], Any]:
     """A function from a tree to one of its structure with `leaf(path)` for each leaf."""
     return lambda tree: jax.tree.map(leaf, tree_paths(tree))
@@ -211,7 +216,7 @@ def _overlaid(
     params: Any, part: Any, combine: Callable[[Any, Any], Any] = lambda _, new: new
 ) -> Any:
     """The parameters, combined with those in `part`, a tree with holes."""
-    parts = dict(zip(jax.tree.leaves(tree_paths(part)), jax.tree.leaves(part), strict=True))
+    parts = by_path(part)
 
     def overlay(path: str, old: Any) -> Any:
         return combine(old, parts[path]).astype(old.dtype) if path in parts else old

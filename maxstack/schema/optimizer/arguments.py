@@ -173,22 +173,17 @@ def parse_schedule(item: Any, key: str, has_base: bool) -> Schedule:
         hint = did_you_mean(kind, schedule_kinds(), 3) or "; warmup_cosine and wsd are two of them"
         raise fault(f"{key}.kind", f"no schedule {quoted(kind)}{hint}{version_note()}")
     peak = peak_argument(signature)
-    peak_value = item.get(peak)
+    has_peak = has_base or (is_number(item.get(peak)) and item[peak])
     for name in signature.of_sort("value"):
-        if (
-            not has_base
-            and share(item.get(name)) is not None
-            and (name == peak or not is_number(peak_value) or not peak_value)
-        ):
+        if share(item.get(name)) is not None and not has_peak:
             raise fault(
                 f"{key}.{name}",
                 f"{item[name]} is a share of a learning rate, and none is given here; "
                 f"write {peak} as a number",
             )
     supplied = filled(signature) | ({peak} if has_base else set())
-    return Schedule(
-        signature, _arguments(signature, item, key, supplied, _Around(has_base=has_base)), key
-    )
+    arguments = _arguments(signature, item, key, supplied, _Around(has_base=has_base))
+    return Schedule(signature, arguments, key)
 
 
 def _transform(item: Any, key: str, around: _Around) -> Transform:
@@ -197,15 +192,11 @@ def _transform(item: Any, key: str, around: _Around) -> Transform:
         raise fault(f"{key}.kind", f"{kind} cannot be used here: {REFUSED[kind]}")
     signature = lookup("transform", kind)
     if signature is None:
-        problem = (
-            f"{quoted(kind)} is a public name of Optax but not a transform"
-            if is_other(kind)
-            else f"no transform {quoted(kind)} in optax or optax.contrib"
-        )
-        hint = (
-            did_you_mean(kind, transform_kinds(), 3)
-            or "; see the API reference of Optax for the names"
-        )
+        problem = f"no transform {quoted(kind)} in optax or optax.contrib"
+        if is_other(kind):
+            problem = f"{quoted(kind)} is a public name of Optax but not a transform"
+        reference = "; see the API reference of Optax for the names"
+        hint = did_you_mean(kind, transform_kinds(), 3) or reference
         raise fault(f"{key}.kind", f"{problem}{hint}{version_note()}")
     wrapped = _wrapped(signature)
     if wrapped != "inner" and {"inner", wrapped} <= item.keys():
