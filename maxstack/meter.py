@@ -10,7 +10,6 @@ import jax
 from maxstack.data.feed import Feed
 from maxstack.faults.stragglers import Lag
 from maxstack.hardware.chips import peak_flops
-from maxstack.models.flops import flops_per_token
 from maxstack.run import Run
 
 
@@ -22,7 +21,7 @@ class Meter:
         cfg = run.cfg
         self._feed, self._steps = feed, cfg.train.steps
         self._tokens = cfg.train.batch_size * cfg.data.seq_len
-        self._flops = flops_per_token(cfg.model, cfg.data.seq_len, run.weights.adapters)
+        self._flops = run.flops_per_token
         self._peak = run.mesh.size * (peak_flops(run.mesh.devices.flat[0].device_kind) or 0)
         self._pending: tuple[int, dict[str, jax.Array], float, float, Future[float]] | None = None
         self._thread = ThreadPoolExecutor(1, "meter")

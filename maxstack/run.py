@@ -17,6 +17,7 @@ from maxstack.data.batches import Batches
 from maxstack.faults import guard
 from maxstack.hardware import compiling
 from maxstack.kernels.backends import Choice, recording
+from maxstack.models.flops import Count, components
 from maxstack.objectives.objective import Batch, Loss, Models, Objective, objective_of
 from maxstack.state import Moves, State, Tree, count, flat, of_state, of_weights, tree
 from maxstack.step import joined, only, traced_within, training_step
@@ -65,6 +66,21 @@ class Run:
     def trained(self) -> int:
         """Parameters that a step changes."""
         return count(only(self.changed, self.abstract.params))[0]
+
+    @functools.cached_property
+    def flops(self) -> dict[str, Count]:
+        """Training FLOPs a token by component."""
+        return components(
+            self.cfg.model,
+            self.cfg.data.seq_len,
+            self.weights.adapters,
+            len(self.objective.frozen),
+        )
+
+    @property
+    def flops_per_token(self) -> float:
+        """Causal training FLOPs a token."""
+        return sum(count.causal for count in self.flops.values())
 
     def begin_with(self, weights: dict[str, Any]) -> State:
         """The state before the first step: the weights by path, with the adapter that lora.adapter

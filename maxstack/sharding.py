@@ -74,6 +74,11 @@ def spec(axes: Sequence[str | None], rules: Mapping[str, Any]) -> "PartitionSpec
     spent: set[str] = set()
     parts: list[Any] = []
     for axis in axes:
+        if axis and axis not in rules:
+            raise ConfigError(
+                f"mesh.rules: no logical axis {axis!r}, which a layer or objective declares; there "
+                f"are {', '.join(rules)}"
+            )
         free = [name for name in names(rules[axis] if axis else None) if name not in spent]
         spent.update(free)
         parts.append(tuple(free) if len(free) > 1 else free[0] if free else None)

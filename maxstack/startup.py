@@ -20,7 +20,6 @@ from maxstack.errors import ConfigError, shortened
 from maxstack.faults.policy import Rewind
 from maxstack.hardware import compiling
 from maxstack.hardware.chips import peak_flops
-from maxstack.models.flops import flops_per_token
 from maxstack.models.pipeline import bubble
 from maxstack.plan import executable
 from maxstack.report.log import Log
@@ -112,7 +111,7 @@ def introduce(run: Run, sources: list[str], log: Log, begins: bool = False) -> N
     log.say(
         f"devices: {run.mesh.size} x {kind} ({mesh}); peak "
         f"{f'{peak / 1e12:.0f} TFLOP/s' if peak else 'unknown, so no MFU'}; "
-        f"{flops_per_token(cfg.model, cfg.data.seq_len, run.weights.adapters) / 1e6:,.1f} MFLOP "
+        f"{run.flops_per_token / 1e6:,.1f} MFLOP "
         "a token, with the keys that a query sees"
     )
     if (stages := run.mesh.shape["stage"]) > 1:

@@ -52,6 +52,7 @@ def training_step(
         batch,
         cfg.train.accumulate,
     )
+    assert "loss" in summed.metrics, f"objective.kind={cfg.objective.kind}: no metrics['loss']"
     weight = jnp.maximum(summed.weight, 1.0)
     grads = moves.like_optimizer(jax.tree.map(lambda g: g / weight, grads))
     value = summed.total / weight
@@ -92,14 +93,21 @@ def _gradient(
     if pieces == 1:
         return one(batch)
     # Row r goes to microbatch r % pieces, so that each device cuts its own rows and none moves.
-    cut = {name: x.reshape(-1, pieces, *x.shape[1:]).swapaxes(0, 1) for name, x in batch.items()}
+    cut = {
+        name: x.reshape(-1, pieces, *x.shape[1:]).swapaxes(0, 1)
+        for name, x in batch.items()
+        if x.ndim
+    }
+    whole = {name: x for name, x in batch.items() if not x.ndim}
     zero = jax.tree.map(
         lambda a: jnp.zeros(a.shape, jnp.float32),
-        jax.eval_shape(one, jax.tree.map(lambda x: x[0], cut)),
+        jax.eval_shape(one, jax.tree.map(lambda x: x[0], cut) | whole),
     )
-    return jax.lax.scan(lambda sums, cut: (jax.tree.map(jnp.add, sums, one(cut)), None), zero, cut)[
-        0
-    ]
+
+    def add(sums: Tree, cut: Batch) -> tuple[Tree, None]:
+        return jax.tree.map(jnp.add, sums, one({**cut, **whole})), None
+
+    return jax.lax.scan(add, zero, cut)[0]
 
 
 def traced_within(mesh: Mesh, cfg: "Config", f: Callable) -> Callable:

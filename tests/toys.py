@@ -2,7 +2,7 @@
 `maxstack` with them: python toys.py COMMAND ..."""
 
 import sys
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,6 @@ class MeanConfig(MixerPart):
     """Mean over the earlier positions of a document."""
 
     LAYER = "toys:Mean"
-    OVER_CONTEXT = ()
-    causal: ClassVar[bool] = True
 
     kind: Literal["mean"]
     heads: int

@@ -24,6 +24,7 @@ FREE = (
     "data.workers",
     "data.prefetch",
     "data.quarantine",
+    "objective.eval_times",
     "lora.dropout",
     "lora.adapter",
 )

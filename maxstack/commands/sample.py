@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import math
+import os
 
 from maxstack.command import (
     ALLOW_NONFINITE,
@@ -41,20 +43,24 @@ from maxstack.errors import ConfigError
 def main(args: argparse.Namespace) -> None:
     """Sample; ConfigError for a model that was not trained so, or a prompt that does not fit."""
     check_writable("--out", args.out)
-    if args.temperature < 0:
-        raise ConfigError(f"--temperature {args.temperature}: must be 0 or more")
+    if not 0 <= args.temperature < math.inf:
+        raise ConfigError(f"--temperature {args.temperature}: must be a number, 0 or more")
+    for override in args.overrides:
+        if override.startswith("objective"):
+            raise ConfigError(f"{override}: a trained model's objective cannot be changed")
     import numpy as np
 
     from maxstack.inference.diffusion import sample
     from maxstack.inference.opened import open_model, open_prompt_tokenizer
 
     run, params = open_model(args.model, model_overrides(args))
-    tokenizer = open_prompt_tokenizer(run.cfg)
-    prompt = tokenizer.encode(args.prompt.encode())
+    shift = getattr(run.cfg.objective, "shift", False)
+    tokenizer = open_prompt_tokenizer(run.cfg, bos=shift)  # without shift no sequence holds BOS
+    prompt = tokenizer.encode(os.fsencode(args.prompt))
     length = args.length or run.cfg.data.seq_len
     if len(prompt) >= length:
         raise ConfigError(f"--prompt: is {len(prompt)} tokens long, and --length is {length}")
-    if not len(prompt) and getattr(run.cfg.objective, "shift", False):
+    if shift and not len(prompt):
         raise ConfigError("--prompt: with objective.shift the first token must be given")
     tokens = np.zeros((args.count, length), np.int32)
     tokens[:, : len(prompt)] = prompt

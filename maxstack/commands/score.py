@@ -61,6 +61,11 @@ def main(args: Namespace) -> None:
 
     overrides = model_overrides(args)
     run, own = assembled(args.model, overrides)
+    if (kind := run.cfg.objective.kind) != "next_token":
+        raise ConfigError(
+            f"{args.model}: was trained by objective.kind={kind}, and only next_token gives tokens "
+            "a probability by those before them; eval_loss in metrics.jsonl is its figure"
+        )
     adapted = {folder: adapted_run(run, folder) for folder in files}
     if args.tokens:
         rows = read_tokens(args.tokens, run.cfg.model.vocab)

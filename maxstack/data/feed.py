@@ -5,8 +5,8 @@ import codecs
 import sys
 import threading
 import time
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import grain
 import numpy as np
@@ -17,6 +17,9 @@ from maxstack.data.sources import open_sources
 from maxstack.data.workers import Made, Workers, made
 from maxstack.errors import DataError
 from maxstack.schema.data import DataConfig
+
+if TYPE_CHECKING:
+    from maxstack.objectives.objective import Field
 
 SAMPLED = 16
 """At most so many documents of a source are looked at when a run begins."""
@@ -45,7 +48,7 @@ class Feed:
         *,
         evaluation: bool = False,
         whole: bool = False,
-        fields: Collection[str] = (),
+        fields: Mapping[str, "Field"] | None = None,
     ):
         if not lanes or min(lanes) < 0 or max(lanes) >= batch_size:
             raise ValueError(f"lanes {list(lanes)} are not rows of a batch of {batch_size}")
@@ -57,7 +60,7 @@ class Feed:
             1 if evaluation else batch_size,
             evaluation,
             section,
-            maker_of(fields, cfg),
+            maker_of(fields or {}, cfg),
         )
         self._quarantine = self._mixture.quarantine()
         self._batch_size = batch_size

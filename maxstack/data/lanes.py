@@ -7,8 +7,8 @@ tokens already used of the current document.
 """
 
 import functools
-from collections.abc import Collection
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from maxstack.data.sources import Synthetic
 from maxstack.data.tokenizers import open_tokenizer, sized_tokens_of, tokens_of
 from maxstack.errors import ConfigError, DataError
 from maxstack.schema.data import DataConfig
+
+if TYPE_CHECKING:
+    from maxstack.objectives.objective import Field
 
 Batch = dict[str, np.ndarray]
 _NAMED = 5
@@ -329,10 +332,15 @@ MAKERS: list[type[Lane]] = [Lane]
 """The row makers that there are."""
 
 
-def maker_of(fields: Collection[str], cfg: DataConfig) -> type[Lane]:
+def maker_of(fields: Mapping[str, "Field"], cfg: DataConfig) -> type[Lane]:
     """The first row maker that gives all fields of an objective; ConfigError where none does."""
     for maker in MAKERS:
-        if {*fields} <= {*maker.arrays(cfg), "real"}:
+        arrays = maker.arrays(cfg)
+        if {*fields} <= {*arrays, "real"}:
+            for name, field in fields.items():
+                assert arrays.get(name, field.dtype) == field.dtype, (
+                    f"field {name}: {field.dtype}, but {maker.__name__} makes {arrays[name]}"
+                )
             return maker
     missing = sorted({*fields} - {*Lane.arrays(cfg), "real"})
     raise ConfigError(

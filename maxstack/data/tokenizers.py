@@ -15,7 +15,12 @@ from maxstack.data import byte_level, hub
 from maxstack.data.documents import Document, Documents, Tokens
 from maxstack.data.files import digest
 from maxstack.errors import DataError, quoted
-from maxstack.schema.data import BytesTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer
+from maxstack.schema.data import (
+    BYTE_IDS,
+    BytesTokenizer,
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+)
 from maxstack.schema.data import Tokenizer as TokenizerConfig
 
 _LARGEST_FILE = 1 << 28
@@ -73,7 +78,7 @@ class Bytes(Tokenizer):
     """Each byte is an id; 256 begins and ends a document."""
 
     def __init__(self, cfg: BytesTokenizer):
-        self.name, self.vocab_size = "bytes", 257
+        self.name, self.vocab_size = "bytes", BYTE_IDS
         self.token_bytes = np.append(np.ones(256, np.int32), np.int32(0))
         self.fingerprint = digest(f"bytes {cfg.bos} {cfg.eos}".encode())
         self._bos, self._eos = [256] * cfg.bos, [256] * cfg.eos

@@ -85,14 +85,15 @@ def read_weights(model: str, run: "Run", own: Path | None) -> Any:
     return tree(run.weights.rewritten(load_params(contents, run.weights.original, finite=finite)))
 
 
-def open_prompt_tokenizer(cfg: "Config") -> "Tokenizer":
-    """The tokenizer of a configuration, without EOS: it encodes texts that a model goes on from, or
-    scores."""
+def open_prompt_tokenizer(cfg: "Config", bos: bool = True) -> "Tokenizer":
+    """The tokenizer of a configuration, without EOS, and with BOS as it says or not at all: it
+    encodes texts that a model goes on from, or scores."""
     from maxstack.data.tokenizers import open_tokenizer
 
     settings = cfg.data.tokenizer
-    eos = None if settings.kind == "huggingface" else False
-    return open_tokenizer(settings.model_copy(update={"eos": eos}))
+    none = None if settings.kind == "huggingface" else False
+    changes = {"eos": none} if bos else {"eos": none, "bos": none}
+    return open_tokenizer(settings.model_copy(update=changes))
 
 
 def config_of(model: str, overrides: Sequence[str]) -> tuple["Config", Path | None]:

@@ -21,7 +21,6 @@ from maxstack.layers.weight import project
 from maxstack.schema.mixers import GatedDeltaConfig
 from maxstack.sharding import constrain
 
-RATE_SPREAD, RATE_OFFSET = 1.7, -2.8
 NORM_EPS = 1e-6
 Arrays = tuple[Array, ...]
 

@@ -9,33 +9,45 @@ from maxstack.schema.decoder import BlockConfig, DecoderConfig
 from maxstack.schema.parts import Count, Dim, weights
 
 
-def flops_per_token(model: DecoderConfig, seq_len: int, adapters: int = 0) -> float:
+def flops_per_token(
+    model: DecoderConfig, seq_len: int, adapters: int = 0, frozen: int = 0
+) -> float:
     """Causal training FLOPs a token, all components."""
-    return sum(count.causal for count in components(model, seq_len, adapters).values())
+    return sum(count.causal for count in components(model, seq_len, adapters, frozen).values())
 
 
-def components(model: DecoderConfig, seq_len: int, adapters: int = 0) -> dict[str, Count]:
+def components(
+    model: DecoderConfig, seq_len: int, adapters: int = 0, frozen: int = 0
+) -> dict[str, Count]:
     """6 per weight that multiplies a token (forward 2, backward 4), and what attention does with
     the keys that it sees, by component.
 
     With `adapters`, parameters of low-rank adapters, these count so, and other weights, which are
     frozen and have no gradient of their own, 4. Source: Kaplan et al. 2020, arXiv:2001.08361,
-    section 2.1, with the mean number of visible keys in place of the context.
+    section 2.1, with the mean number of visible keys in place of the context. Each of the `frozen`
+    second sets of weights is a forward pass more.
     """
     total: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
-    for name, count in [
+    parts = [
         *_parts(model, seq_len, 4.0 if adapters else 6.0),
         *([("adapters", _weights(adapters, 6.0))] if adapters else []),
-    ]:
+    ]
+    if frozen:
+        forward = [*_parts(model, seq_len, 2.0, 1 / 3), ("adapters", _weights(adapters, 2.0))]
+        parts += [*forward * frozen]
+    for name, count in parts:
         total[name][0] += count.causal
         total[name][1] += count.full
     return {name: Count(*sums) for name, sums in total.items()}
 
 
-def _parts(model: DecoderConfig, seq_len: int, each: float) -> Iterator[tuple[str, Count]]:
+def _parts(
+    model: DecoderConfig, seq_len: int, each: float, share: float = 1.0
+) -> Iterator[tuple[str, Count]]:
+    """Counts by component: `each` for a weight, and a share of what mixers add."""
     yield "head", _weights(model.embed * model.vocab, each)
     for name in model.order:
-        yield from _block(model.blocks[name], model.embed, seq_len, each)
+        yield from _block(model.blocks[name], model.embed, seq_len, each, share)
     if extra := model.per_layer:
         yield "per-layer embeddings", _weights(model.layers * 3 * model.embed * extra.size, each)
     if model.mtp and model.mtp.loss:
@@ -43,7 +55,9 @@ def _parts(model: DecoderConfig, seq_len: int, each: float) -> Iterator[tuple[st
             yield "further tokens", _weights(2 * model.embed**2 + model.embed * model.vocab, each)
             yield from (
                 ("further tokens", count)
-                for _, count in _block(model.blocks[model.mtp.block], model.embed, seq_len, each)
+                for _, count in _block(
+                    model.blocks[model.mtp.block], model.embed, seq_len, each, share
+                )
             )
 
 
@@ -52,9 +66,10 @@ def _weights(number: float, each: float) -> Count:
 
 
 def _block(
-    block: BlockConfig, embed: int, seq_len: int, each: float
+    block: BlockConfig, embed: int, seq_len: int, each: float, share: float
 ) -> Iterator[tuple[str, Count]]:
     for part in (block.mixer, block.mlp):
         for _, weight, component in weights(part, Dim("embed", embed)):
             yield component, _weights(weight.products, each)
-        yield from part.attended(seq_len).items()
+        for component, count in part.attended(seq_len).items():
+            yield component, Count(*(share * number for number in count))

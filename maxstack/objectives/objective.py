@@ -62,8 +62,8 @@ class Objective:
 
     def prepare(self, batch: Batch, key: jax.Array) -> Batch:
         """The whole global batch of a step with what is drawn or counted over all of it, before it
-        is cut into microbatches. `key` is of seed and step; fold in the row for what belongs to
-        one."""
+        is cut into microbatches: arrays [B, ...], and scalars that every microbatch gets. `key` is
+        of seed and step; fold in the row for what belongs to one."""
         return batch
 
     def loss(self, models: Models, batch: Batch) -> Loss:
@@ -72,8 +72,8 @@ class Objective:
 
     def evaluate(self, models: Models, batch: Batch) -> dict[str, jax.Array]:
         """Sums over a held-out batch: `nll` and its `weight`, `bytes` of text; of any other figure
-        x, `x` and `x/weight`."""
-        result = self.loss(models, batch)
+        x, `x` and `x/weight`. Here: the loss, with the same random numbers each time."""
+        result = self.loss(models, self.prepare(batch, jax.random.key(0, impl="threefry2x32")))
         return {
             "nll": result.metrics["loss"],
             "weight": result.weight,

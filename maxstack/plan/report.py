@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxstack.hardware import chips
-from maxstack.models.flops import Count, components
+from maxstack.models.flops import Count
 from maxstack.plan.activations import activations
 from maxstack.plan.buffers import Buffer, Memory, largest, memory
 from maxstack.plan.program import parse
@@ -124,7 +124,6 @@ def read(
         else _compiled(cfg, topology, step, state, dump)
     )
     tokens = cfg.train.batch_size * cfg.data.seq_len
-    flops = components(cfg.model, cfg.data.seq_len, run.weights.adapters)
     return Plan(
         config=name,
         topology=topology.name,
@@ -135,7 +134,9 @@ def read(
         seq_len=cfg.data.seq_len,
         parameters=run.weights.parameters,
         usable=fit.usable(run.mesh.devices.flat[0], topology.size),
-        flops={part: Count(*(number * tokens for number in each)) for part, each in flops.items()},
+        flops={
+            part: Count(*(number * tokens for number in each)) for part, each in run.flops.items()
+        },
         peak=chip.peak_flops if chip else None,
         bubble=bubble(sizes["stage"], cfg.mesh.rounds, cfg.mesh.microbatches or sizes["stage"]),
         seconds={"lowering": step.lowering, "compiling": step.compiling},

@@ -8,6 +8,9 @@ from pydantic import Field
 
 from maxstack.config import Fault, Items, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
+BYTE_IDS = 257
+"""Ids of the tokenizer of kind bytes."""
+
 
 class BytesTokenizer(Section):
     """Each byte is a token: ids 0-255, then 256 for the beginning and end of a document."""
@@ -179,6 +182,12 @@ class DataConfig(Section):
     """Background processes that read and tokenize; 0: a thread. The batches do not depend on it."""
     prefetch: PositiveInt = 2
     """Batches made ahead."""
+
+    @property
+    def cut_into_bytes(self) -> bool:
+        """True where texts become ids of single bytes."""
+        has_text = any(holds_text(vars(source)) for source in self.sources)
+        return has_text and self.tokenizer.kind == "bytes"
 
     def own_faults(self) -> Iterator[Fault]:
         for index, source in enumerate(self.sources):

@@ -152,8 +152,13 @@ class MixerPart(Part):
     """The section of a kind of mixer."""
 
     COMPONENT = "projections"
-    OVER_CONTEXT: ClassVar[tuple[str, ...]] = ("ring", "ulysses")
-    """Ways of splitting sequences over mesh.context that it can do."""
+    OVER_CONTEXT: ClassVar[tuple[str, ...]] = ()
+    """Ways of splitting sequences over mesh.context that it can do: ring, ulysses."""
+
+    @property
+    def two_sided(self) -> bool:
+        """True where a position sees later ones."""
+        return False
 
     @property
     def split_heads(self) -> int:
@@ -175,6 +180,7 @@ class AttentionConfig(MixerPart):
     """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245)."""
 
     LAYER = "maxstack.layers.attention:Attention"
+    OVER_CONTEXT = ("ring", "ulysses")
 
     kind: Literal["attention"]
     """The mixer."""
@@ -230,6 +236,10 @@ class AttentionConfig(MixerPart):
     def kv(self) -> int:
         """Key and value heads."""
         return self.kv_heads or self.heads
+
+    @property
+    def two_sided(self) -> bool:
+        return not self.causal
 
     @property
     def split_heads(self) -> int:
@@ -329,6 +339,7 @@ class MLAConfig(MixerPart):
     small shared latent."""
 
     LAYER = "maxstack.layers.mla:MLA"
+    OVER_CONTEXT = ("ring", "ulysses")
 
     kind: Literal["mla"]
     """The mixer."""
@@ -354,6 +365,10 @@ class MLAConfig(MixerPart):
     """Biases on the projections out of the residual stream and on the output."""
     backend: names.Attention = "auto"
     """The attention kernel; auto: the first that can serve."""
+
+    @property
+    def two_sided(self) -> bool:
+        return not self.causal
 
     @property
     def split_heads(self) -> int:
@@ -410,7 +425,6 @@ class GatedDeltaConfig(MixerPart):
 
     LAYER = "maxstack.layers.gated_delta:GatedDelta"
     OVER_CONTEXT = ("ulysses",)
-    causal: ClassVar[bool] = True
     RATE_SPREAD: ClassVar[float] = 1.7
     RATE_OFFSET: ClassVar[float] = -2.8
 

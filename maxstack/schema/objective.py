@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from maxstack.config import Fault, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
+from maxstack.schema.data import BYTE_IDS
 
 if TYPE_CHECKING:
     from maxstack.schema.config import Config
@@ -41,7 +42,7 @@ class NextTokenConfig(ObjectivePart):
     def faults(self, cfg: "Config") -> Iterator[Fault]:
         """A position that sees its target."""
         for name, block in cfg.model.blocks.items():
-            if not block.mixer.causal:
+            if block.mixer.two_sided:
                 yield (
                     f"model.blocks.{name}.mixer.causal",
                     "without a causal mask a position sees the token that next_token asks it for; "
@@ -74,7 +75,7 @@ class MaskedDiffusionConfig(ObjectivePart):
     def faults(self, cfg: "Config") -> Iterator[Fault]:
         """A model that does not see both sides, or predicts further tokens."""
         for name, block in cfg.model.blocks.items():
-            if block.mixer.causal:
+            if not block.mixer.two_sided:
                 yield (
                     f"model.blocks.{name}.mixer.causal",
                     "masked_diffusion predicts a hidden token from both sides; "
@@ -88,6 +89,14 @@ class MaskedDiffusionConfig(ObjectivePart):
             yield (
                 "model.mtp",
                 "predicts further tokens, which masked_diffusion has none of; drop it",
+            )
+        if self.mask_token is not None and any(
+            self.mask_token < BYTE_IDS for data in cfg.data_sections.values() if data.cut_into_bytes
+        ):
+            yield (
+                "objective.mask_token",
+                f"mask_token={self.mask_token} is an id that data.tokenizer kind bytes gives; use "
+                f"{BYTE_IDS} or more, or null: the last row of the model's table",
             )
         if self.mask_token is not None and self.mask_token >= cfg.model.vocab:
             yield (

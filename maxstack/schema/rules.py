@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from maxstack.config import Fault, storage
 from maxstack.errors import ConfigError
 from maxstack.schema import mesh_rules
-from maxstack.schema.data import BytesTokenizer, SyntheticSource, holds_text
+from maxstack.schema.data import BYTE_IDS, SyntheticSource
 from maxstack.schema.optimizer import schedule_faults
 
 if TYPE_CHECKING:
@@ -66,12 +66,13 @@ def _vocabulary(cfg: "Config") -> Iterator[Fault]:
                     f"vocab={source.vocab} makes token ids that model.vocab={vocab} has no "
                     f"embedding for; use {vocab} or less",
                 )
-        has_text = any(holds_text(vars(source)) for source in data.sources)
-        if has_text and isinstance(data.tokenizer, BytesTokenizer) and vocab < 257:
+        spare = vocab - cfg.objective.token_ids(vocab)
+        if data.cut_into_bytes and vocab < BYTE_IDS + spare:
+            beside = f" beside {spare} of objective.kind={cfg.objective.kind}" if spare else ""
             yield (
                 "model.vocab",
-                f"vocab={vocab} is too small for {key}.tokenizer kind bytes, which has 257 "
-                "ids; use model.vocab=257 or more",
+                f"vocab={vocab} is too small for {key}.tokenizer kind bytes, which has {BYTE_IDS} "
+                f"ids{beside}; use model.vocab={BYTE_IDS + spare} or more",
             )
 
 
