@@ -337,10 +337,10 @@ def maker_of(fields: Mapping[str, "Field"], cfg: DataConfig) -> type[Lane]:
     for maker in MAKERS:
         arrays = maker.arrays(cfg)
         if {*fields} <= {*arrays, "real"}:
-            for name, field in fields.items():
-                assert arrays.get(name, field.dtype) == field.dtype, (
-                    f"field {name}: {field.dtype}, but {maker.__name__} makes {arrays[name]}"
-                )
+            for name in fields.keys() & arrays.keys():
+                made = np.dtype(arrays[name]).base
+                wanted = fields[name].dtype
+                assert made == wanted, f"field {name}: {wanted}, but {maker.__name__} gives {made}"
             return maker
     missing = sorted({*fields} - {*Lane.arrays(cfg), "real"})
     raise ConfigError(

@@ -79,7 +79,9 @@ _TABLE = pydantic.TypeAdapter(list[_Row])
 @functools.lru_cache(maxsize=4)
 def _read(path: str, *version: object) -> list[Mapping[str, Any]]:
     try:
-        return [row.model_dump() for row in _TABLE.validate_json(storage.read(path))]
+        text = storage.read(path)
+        _TABLE.validate_json(text)
+        return json.loads(text)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         row, *key = first["loc"] or ("",)
