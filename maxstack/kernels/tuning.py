@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pydantic
-
 from maxstack.config import storage
 from maxstack.errors import ConfigError
 from maxstack.sharding import holding
@@ -61,36 +59,41 @@ def _key(row: Mapping[str, Any]) -> list[Any]:
     return [row[name] for name in KEYS]
 
 
-class _Row(pydantic.BaseModel):
-    """A row of a table; other keys say how it was measured."""
-
-    model_config = pydantic.ConfigDict(strict=True, extra="allow")
-
-    device: str
-    op: str
-    backend: str
-    shape: dict[str, Any]
-    blocks: dict[str, pydantic.PositiveInt]
-
-
-_TABLE = pydantic.TypeAdapter(list[_Row])
-
-
 @functools.lru_cache(maxsize=4)
 def _read(path: str, *version: object) -> list[Mapping[str, Any]]:
     try:
-        text = storage.read(path)
-        _TABLE.validate_json(text)
-        return json.loads(text)
-    except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        row, *key = first["loc"] or ("",)
-        where = f"row {row + 1}: " if isinstance(row, int) else ""
-        name = f"{'.'.join(map(str, key))}={first['input']!r}: " if key else ""
+        table = json.loads(storage.read(path))
+        problem = _table_problem(table)
+    except ValueError as error:
+        problem = f"no JSON: {error}"
+    if problem:
         raise ConfigError(
-            f"{path}: is no table of block sizes ({where}{name}{first['msg']}); delete it, and "
-            "maxstack tune makes it anew"
-        ) from error
+            f"{path}: is no table of block sizes ({problem}); delete it, and maxstack tune "
+            "makes it anew"
+        )
+    return table
+
+
+def _table_problem(table: Any) -> str | None:
+    if not isinstance(table, list):
+        return "it is no list"
+    problems = ((number, _row_problem(row)) for number, row in enumerate(table, 1))
+    return next((f"row {number}: {problem}" for number, problem in problems if problem), None)
+
+
+def _row_problem(row: Any) -> str | None:
+    if not isinstance(row, dict):
+        return "no mapping"
+    for name in ("device", "op", "backend"):
+        if not isinstance(row.get(name), str):
+            return f"{name} is no text"
+    for name in ("shape", "blocks"):
+        if not isinstance(row.get(name), dict):
+            return f"{name} is no mapping"
+    for name, size in row["blocks"].items():
+        if type(size) is not int or size < 1:
+            return f"blocks.{name}={size!r} is no whole number of 1 or more"
+    return None
 
 
 def check_writable(path: str) -> None:

@@ -35,8 +35,6 @@ def install() -> bool:
         BaseModel=BaseModel,
         ConfigDict=dict,
         Field=field,
-        PositiveInt=int,
-        TypeAdapter=TypeAdapter,
         AfterValidator=lambda check: check,
         BeforeValidator=lambda check: check,
         ValidationError=type("ValidationError", (ValueError,), {}),
@@ -69,13 +67,6 @@ class FieldInfo:
 def field(default: Any = ..., **constraints: Any) -> FieldInfo:
     """pydantic.Field, its constraints forgotten."""
     return FieldInfo(default)
-
-
-class TypeAdapter:
-    """pydantic.TypeAdapter, which checks nothing."""
-
-    def __init__(self, annotation: Any) -> None:
-        self.validate_json = lambda text: None
 
 
 class BaseModel:

@@ -145,8 +145,8 @@ def test_a_wrong_kernel_is_called_wrong_and_its_speed_is_not_measured(monkeypatc
     }
 
 
-def _without_documents(run, q, k, v, sinks, same, request, **kinds):
-    return run(q, k, v, sinks, (), request, **kinds)
+def _without_documents(run, inputs, request, **options):
+    return run(inputs._replace(same=()), request, **options)
 
 
 def test_no_speed_without_a_check_that_passed():

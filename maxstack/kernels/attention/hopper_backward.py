@@ -51,11 +51,8 @@ def of_keys(call: Call, operands: Sequence[jax.Array]) -> tuple[jax.Array, jax.A
         "queries": Ring.scratch(call.stages, *steps),
         "gradients": Ring.scratch(call.stages, matrix, vector),
     }
-    out = [jax.ShapeDtypeStruct((call.batch, call.keys, call.kv_heads, call.dim), call.dtype)] * 2
-    tiles = call.kv_heads, call.keys // BLOCK
-    return tuple(
-        launch(call, "attention_backward_keys", _keys_kernel, operands, out, tiles, scratch, 4)
-    )
+    tiles, name = (call.kv_heads, call.keys // BLOCK), "attention_backward_keys"
+    return tuple(launch(call, name, _keys_kernel, operands, operands[1:3], tiles, scratch, 4))
 
 
 def of_queries(call: Call, operands: Sequence[jax.Array]) -> jax.Array:
@@ -68,11 +65,8 @@ def of_queries(call: Call, operands: Sequence[jax.Array]) -> jax.Array:
         "keys": Ring.scratch(call.stages, *steps),
         "values": Ring.scratch(call.stages, matrix),
     }
-    out = [jax.ShapeDtypeStruct((call.batch, call.queries, call.heads, call.dim), call.dtype)]
-    tiles = call.heads, call.queries // BLOCK
-    return launch(
-        call, "attention_backward_queries", _queries_kernel, operands, out, tiles, scratch, 3
-    )[0]
+    tiles, name = (call.heads, call.queries // BLOCK), "attention_backward_queries"
+    return launch(call, name, _queries_kernel, operands, operands[:1], tiles, scratch, 3)[0]
 
 
 def _keys_kernel(call: Call, refs: Refs, scratch: Any) -> None:

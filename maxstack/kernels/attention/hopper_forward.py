@@ -43,10 +43,8 @@ def forward(call: Call, operands: Sequence[jax.Array]) -> tuple[jax.Array, jax.A
         "keys": Ring.scratch(call.stages, keys, *numbers),
         "values": Ring.scratch(call.stages, keys),
     }
-    out = [
-        jax.ShapeDtypeStruct(operands[0].shape, call.dtype),
-        jax.ShapeDtypeStruct((call.batch, call.heads, call.queries), jnp.float32),
-    ]
+    log = jax.ShapeDtypeStruct((call.batch, call.heads, call.queries), jnp.float32)
+    out = [operands[0], log]
     count = call.heads, call.queries // BLOCK
     return tuple(tiles.launch(call, "attention_forward", _kernel, operands, out, count, scratch, 2))
 

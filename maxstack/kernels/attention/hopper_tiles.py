@@ -282,8 +282,9 @@ def launch(
     scratch: Any,
     products: int,
 ) -> Any:
-    """Runs `body` for every (head, tile, row of the batch); `tiles`: numbers of heads and tiles.
-    `products`: matrix products of a tile. Newer jax takes a cost estimate too."""
+    """Runs `body` for every (head, tile, row of the batch). `tiles`: numbers of heads and tiles;
+    `out`: arrays like the results; `products`: matrix products of a tile. Newer jax takes a cost
+    estimate too."""
     more: dict[str, Any] = {}
     if "cost_estimate" in inspect.signature(plgpu.kernel).parameters:
         more["cost_estimate"] = pl.CostEstimate(
@@ -298,7 +299,7 @@ def launch(
     run = plgpu.kernel(
         kernel,
         kernel_name=name,
-        out_type=out,
+        out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in out],
         scratch_types=[scratch],
         grid=(*tiles, call.batch),
         grid_names=("head", "tile", "batch"),
