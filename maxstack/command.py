@@ -30,6 +30,17 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def local_folder(text: str) -> Path:
+    """Path of a folder on this machine, as the type of an argument."""
+    from maxstack.config import storage
+
+    if storage.is_url(text):
+        raise argparse.ArgumentTypeError(
+            f"{text}: must lie on this machine; copy the folder to or from the URL"
+        )
+    return Path(text)
+
+
 OVERRIDES = argument(
     "overrides",
     nargs="*",

@@ -79,8 +79,10 @@ def _with_tokenizer(tree: Node) -> Node:
         folder = dataclasses.replace(restored, value=str(beside)) if beside.is_dir() else None
     if not folder or not isinstance(folder.value, str):
         return tree
-    if given and _file(given.where) in ("override", _file(folder.where)):
-        return tree
+    if given:
+        origins = {_file(node.where) for node in (given, *(given.mapping or {}).values())}
+        if "override" in origins or _file(given.where) == _file(folder.where):
+            return tree
     from maxstack.hf.tokenizer import tokenizer_of, unread
 
     local = hub.model_folder(folder.value, weights=False)

@@ -32,14 +32,21 @@ RUN = {
     "mesh": {"data": 2, "fsdp": 2, "tensor": 2},
     "data": {
         "sources": [
-            {"kind": "synthetic", "documents": 64, "length": 40, "ragged": True, "vocab": 64}
+            {
+                "kind": "synthetic",
+                "documents": 64,
+                "length": 40,
+                "ragged": True,
+                "vocab": 64,
+                "holdout": 0.2,
+            }
         ],
         "seq_len": 32,
     },
     "objective": {"kind": "near"},
     "train": {"steps": 60, "batch_size": 8, "accumulate": 2},
     "checkpoint": {"every": 2},
-    "eval": {"every": 0},
+    "eval": {"every": 30},
 }
 
 
@@ -56,7 +63,9 @@ def toys(tmp_path):
 
 
 def losses(folder):
-    return {row["step"]: (row["loss"], row["distance"]) for row in processes.rows(folder)}
+    rows = [row for row in processes.rows(folder) if "loss" in row]
+    assert {row["rows"] for row in rows} == {RUN["train"]["batch_size"]}  # counted before the cut
+    return {row["step"]: (row["loss"], row["distance"]) for row in rows}
 
 
 def test_a_kind_of_each_trains_on_a_mesh_and_resumes_from_a_kill_to_the_same_bits(toys, tmp_path):
@@ -110,6 +119,13 @@ def test_a_wrong_kind_names_those_that_there_are(toys):
 def test_a_size_that_does_not_divide_is_told_by_the_mixers_key(toys):
     said = toys("config", "show", "run.yml", "model.blocks.block.mixer.heads=3", code=1)
     assert "model.blocks.block.mixer.heads: heads=3 is not divisible by mesh.tensor=2" in said
+
+
+@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+def test_a_mixer_is_split_over_the_context_only_where_it_says_so(toys, kind):
+    mesh = ("mesh.data=1", "mesh.context=2", f"mesh.context_kind={kind}")
+    said = toys("config", "show", "run.yml", *mesh, code=1)
+    assert f"(kind mean) cannot be split by {kind}; use mesh.context=1" in said
 
 
 def test_a_tensor_that_no_layer_has_cannot_be_kept(toys):

@@ -83,7 +83,7 @@ class Near(Objective):
         noise_BT = jax.vmap(lambda row: jax.random.normal(jax.random.fold_in(key, row), (length,)))(
             jnp.arange(rows)
         )
-        return {**batch, "noise": noise_BT}
+        return {**batch, "noise": noise_BT, "real_rows": (batch["mask"].max(1) > 0).sum()}
 
     def loss(self, models: Models, batch: Any) -> Loss:
         logits_BTV, reference_BTV = (
@@ -95,7 +95,11 @@ class Near(Objective):
         nll_BT = -(jax.nn.log_softmax(noisy_BTV) * chosen_BTV).sum(-1) * batch["mask"]
         distance = (jnp.square(logits_BTV - reference_BTV).mean(-1) * batch["mask"]).sum()
         total = (nll_BT * batch["emphasis"][:, None]).sum()
-        metrics = {"loss": total, "distance": distance}
+        metrics = {
+            "loss": total,
+            "distance": distance,
+            "rows": batch["real_rows"] * batch["mask"].sum(),
+        }
         return Loss(total + 0.01 * distance, batch["mask"].sum(), metrics, {})
 
 

@@ -9,12 +9,12 @@ from collections.abc import Sized
 from pathlib import Path
 from typing import Any
 
-from maxstack.command import argument, command, group
+from maxstack.command import argument, command, group, local_folder
 from maxstack.errors import ConfigError
 from maxstack.report.table import table
 
 RUN = argument(
-    "run", metavar="RUN", type=Path, help="a run's folder, or where a step was copied to"
+    "run", metavar="RUN", type=local_folder, help="a run's folder, or where a step was copied to"
 )
 STEP = argument("--step", type=int, metavar="N", help="this step (default: the newest)")
 
@@ -117,7 +117,7 @@ def show(args: Namespace) -> None:
     "Copy a step to another folder, and verify the copy.",
     "checkpoint copy runs/quickstart /backup/quickstart --step 400",
     RUN,
-    argument("to", metavar="FOLDER", type=Path, help="gets a folder of the step's number"),
+    argument("to", metavar="FOLDER", type=local_folder, help="gets a folder of the step's number"),
     STEP,
 )
 def copy(args: Namespace) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from maxstack.command import ALLOW_NONFINITE, OVERRIDES, argument, command
+from maxstack.command import ALLOW_NONFINITE, OVERRIDES, argument, command, local_folder
 from maxstack.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -28,12 +28,12 @@ PLACEHOLDER = (
     "training.\n"
 )
 OUT_FOLDER = argument(
-    "--out", required=True, metavar="FOLDER", type=Path, help="the folder to make"
+    "--out", required=True, metavar="FOLDER", type=local_folder, help="the folder to make"
 )
 CHECKPOINT = argument(
     "run",
     metavar="RUN_OR_CHECKPOINT",
-    type=Path,
+    type=local_folder,
     help="a run's folder (its newest checkpoint), or one step inside",
 )
 ARCHITECTURE = argument(
@@ -55,7 +55,13 @@ ARCHITECTURE = argument(
         "Org/Name or Org/Name@REVISION",
     ),
     OVERRIDES,
-    argument("--out", required=True, metavar="RUN", type=Path, help="the run's folder, to be made"),
+    argument(
+        "--out",
+        required=True,
+        metavar="RUN",
+        type=local_folder,
+        help="the run's folder, to be made",
+    ),
     argument("--dtype", choices=DTYPES, help="of the weights (default: as in the folder)"),
     argument(
         "--ignore-unsafe",

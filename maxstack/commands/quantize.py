@@ -20,6 +20,7 @@ from maxstack.command import (
     argument,
     command,
     load_config,
+    local_folder,
     model_overrides,
 )
 from maxstack.errors import ConfigError
@@ -59,7 +60,10 @@ def main(argv: Sequence[str]) -> int:
         "as maxstack score takes them",
     ),
     argument(
-        "--out", metavar="RUN", type=Path, help="the run to make; without it, only the report"
+        "--out",
+        metavar="RUN",
+        type=local_folder,
+        help="the run to make; without it, only the report",
     ),
     BATCH_SIZE,
     ALLOW_NONFINITE,

@@ -104,6 +104,12 @@ def choose(model: DecoderConfig, wanted: str | None, must: bool) -> tuple[Family
         raise ConfigError(
             f"--architecture {wanted}: not known; known: {known}{did_you_mean(wanted, FAMILIES)}"
         )
+    two_sided = [name for name, block in model.blocks.items() if block.mixer.two_sided]
+    if two_sided:
+        raise ConfigError(
+            f"model.blocks.{two_sided[0]}.mixer.causal=false: no architecture of transformers that "
+            "maxstack knows sees later positions, so this model cannot be exported"
+        )
     first = [FAMILIES[wanted]] if wanted in FAMILIES else []
     reasons = []
     for family in first if must else [*first, *(other for other in ALL if other not in first)]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from maxstack import sharding
 from maxstack.config import storage
+from maxstack.config.spelling import did_you_mean
 from maxstack.data import hub
 from maxstack.errors import ConfigError, shortened
 from maxstack.load import load
@@ -99,7 +100,14 @@ def open_prompt_tokenizer(cfg: "Config", bos: bool = True) -> "Tokenizer":
 def config_of(model: str, overrides: Sequence[str]) -> tuple["Config", Path | None]:
     """The configuration of a model, and the run's folder, None for a Hugging Face folder."""
 
-    if storage.kind(model) != "directory" and not hub.named(model):
+    kind = storage.kind(model)
+    runs = [path.parent.name for path in Path(model).parent.glob("*/config.yml")]
+    if kind is None and runs:
+        raise ConfigError(
+            f"{shortened(model, 200)}: no such run beside {', '.join(sorted(runs)[:8])}"
+            f"{did_you_mean(Path(model).name, runs)}"
+        )
+    if kind != "directory" and not hub.named(model):
         raise ConfigError(
             f"{shortened(model, 200)}: {hub.NOWHERE}; give a run's folder, one of its checkpoints, "
             "a Hugging Face folder, or such a name"

@@ -111,13 +111,14 @@ def _context(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:
         )
     for name, block in cfg.model.blocks.items():
         where, mixer = f"model.blocks.{name}.mixer", block.mixer
-        if ring and "ring" not in mixer.OVER_CONTEXT:
+        if cfg.mesh.context_kind not in mixer.OVER_CONTEXT:
+            ways = [*mixer.OVER_CONTEXT, "mesh.context=1"]
             yield (
                 "mesh.context_kind",
-                f"a ring cannot carry the recurrence of {where} ({mixer.kind}); use "
-                "ulysses, or mesh.context=1",
+                f"{where} (kind {mixer.kind}) cannot be split by {cfg.mesh.context_kind}; use "
+                f"{' or '.join(ways)}",
             )
-        if not ring:
+        elif not ring:
             over = pieces * parts(cfg.mesh.rules["heads"], sizes)
             if mixer.split_heads % over:
                 yield (

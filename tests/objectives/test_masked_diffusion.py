@@ -1,7 +1,11 @@
 """Masked diffusion: the bound, what it is a sum over, its random numbers, and samples."""
 
+import json
+import sys
+
 import jax
 import numpy as np
+import processes
 import pytest
 import tiny
 from flax import nnx
@@ -110,13 +114,20 @@ def test_samples_keep_what_is_given_fill_the_rest_and_depend_on_no_mesh(order):
     [
         ("model.blocks.local.mixer.causal=true", "set model.blocks.local.mixer.causal=false"),
         ("objective.mask_token=320", "mask_token=320 is no row of model.vocab=320; use 319"),
+        ("objective.mask_token=256", "is an id that data.tokenizer kind bytes gives; use 257"),
+        (
+            "model.vocab=257",
+            "257 ids beside 1 of objective.kind=masked_diffusion; use model.vocab=258",
+        ),
         ("objective.kind=next_token", "use causal: true, or objective.kind=masked_diffusion"),
         ("model.mtp={block: local}", "predicts further tokens"),
     ],
 )
 def test_a_model_that_the_objective_cannot_be_of_is_refused_by_key(tmp_path, override, says):
-    (tmp_path / "run.yml").write_text(dump(config()))
-    with pytest.raises(ValueError, match="causal|mask_token|mtp") as caught:
+    (tmp_path / "a.txt").write_text("text")
+    text = {"sources": [{"kind": "text", "files": [str(tmp_path / "a.txt")]}], "seq_len": 32}
+    (tmp_path / "run.yml").write_text(dump(config(data=text)))
+    with pytest.raises(ValueError, match="causal|mask|mtp") as caught:
         load(tmp_path / "run.yml", [override])
     assert says in str(caught.value)
 
@@ -128,3 +139,38 @@ def test_a_model_of_next_tokens_is_not_sampled(tmp_path, capsys):
         sample(run, None, tokens, tokens > 0, steps=1, order="random", temperature=1.0, seed=0)
     assert cli.main(["sample", str(tmp_path / "nothing")]) == 1
     assert "no such folder" in capsys.readouterr().err
+
+
+def test_a_sample_begins_with_the_prompt_as_training_has_it_and_the_run_is_not_scored(
+    tmp_path, capsys
+):
+    (tmp_path / "a.txt").write_text("some text, and more of it. " * 20)
+    (tmp_path / "prompts.jsonl").write_text('{"text": "ab"}\n')
+    text = {"sources": [{"kind": "text", "files": [str(tmp_path / "a.txt")]}], "seq_len": 32}
+    run = {"name": "md", "output_dir": str(tmp_path), "tensorboard": False}
+    train = {"steps": 1, "batch_size": 2}
+    checkpoint = {"every": 1}
+    cfg = config(data=text, run=run, train=train, checkpoint=checkpoint, eval={"every": 0})
+    (tmp_path / "run.yml").write_text(dump(cfg))
+    call = [sys.executable, "-m", "maxstack.cli"]
+    processes.run([*call, "train", str(tmp_path / "run.yml")], processes.environment())
+    out, trained = tmp_path / "out.jsonl", str(tmp_path / "md")
+    asked = ["sample", trained, "--prompt", "ab", "--count", "1", "--length", "8"]
+    processes.run([*call, *asked, "--out", str(out)], processes.environment())
+    tokens = json.loads(out.read_text())["tokens"]
+    assert len(tokens) == 8 and tokens[:2] == [*b"ab"]  # no BOS: targets never hold one
+    scores = ["--data", str(tmp_path / "prompts.jsonl"), "--out", str(tmp_path / "s.npz")]
+    for words, says in (
+        (["score", trained, *scores], "was trained by objective.kind=masked_diffusion"),
+        ([*asked, "objective.shift=true"], "a trained model's objective cannot be changed"),
+        ([*asked, "--temperature", "nan"], "must be a number, 0 or more"),
+        (["sample", trained + "d"], "no such run beside md; did you mean md?"),
+        (["export", trained, "--out", str(tmp_path / "hf")], "cannot be exported"),
+        (
+            ["export", trained, "--out", "gs://bucket/hf"],
+            "gs://bucket/hf: must lie on this machine",
+        ),
+    ):
+        capsys.readouterr()
+        assert cli.main(words) in (1, 2)
+        assert says in capsys.readouterr().err
