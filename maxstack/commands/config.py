@@ -4,7 +4,7 @@ schema for editors."""
 import json
 from argparse import Namespace
 
-from maxstack.command import CONFIG, OVERRIDES, argument, command, group, write
+from maxstack.command import CONFIG, OVERRIDES, argument, check_writable, command, group, write
 
 
 @command(
@@ -53,6 +53,7 @@ def schema(args: Namespace) -> None:
     from maxstack.config.json_schema import json_schema
     from maxstack.schema.config import Config
 
+    check_writable("--out", args.out)
     text = json.dumps(json_schema(Config), indent=2)
     if args.out is None:
         print(text)

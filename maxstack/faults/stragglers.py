@@ -73,10 +73,10 @@ class Stragglers:
     def __init__(self, slow: float, every: int, peers: Peers):
         self._slow, self._every, self._peers = slow, every, peers
         self._suspected: set[tuple[int, str]] = set()
-        self._devices = jax.local_devices()
-        cpu = self._devices[0].platform == "cpu"
-        if cpu:  # its devices share the cores, so that of one is the time of all
-            del self._devices[1:]
+        local = jax.local_devices()
+        cpu = local[0].platform == "cpu"
+        # Devices of a CPU share its cores, so that the time of one is the time of all.
+        self._devices = local[:1] if cpu else local
         self._several = peers.count > 1 or len(self._devices) > 1
         if self._several:
             size, dtype = (CPU_SIZE, jnp.float32) if cpu else (SIZE, jnp.bfloat16)

@@ -22,7 +22,7 @@ def made(tmp_path_factory):
     made, folder = tiny.make_run(cfg), top / "runs" / "tiny"
     folder.mkdir(parents=True)
     (folder / "config.yml").write_text(dump(cfg))
-    feed, state = Feed(cfg.data, made.rows(8), 8), made.init()
+    feed, state = Feed(cfg.data, made.batches.rows(8), 8), made.init()
     saves = Checkpoints(made, folder / "checkpoints", print)
     for step in (1, 2, 3):
         saves.save(step, state, feed, {"skipped": [[4, 6]]}, 2.5)

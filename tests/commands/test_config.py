@@ -41,7 +41,8 @@ def test_an_unwritable_schema_file_is_a_users_error(tiny, capsys):
     assert cli.main(["config", "schema", "--out", "no/such/folder.json"]) == 1
     assert (
         capsys.readouterr().err
-        == "error: --out no/such/folder.json: cannot be written: No such file or directory\n"
+        == "error: --out no/such/folder.json: the folder no/such does not exist; give a file in a "
+        "folder that exists\n"
     )
 
 

@@ -12,7 +12,7 @@ class Text(Section):
     kind: Literal["text"]
     """The source."""
     text: str
-    """The lines that explain prints."""
+    """The text."""
 
 
 class Number(Section):
@@ -155,7 +155,7 @@ KEYS = "name, flag, mode, rate, sources, pair, named, axes, size, broken"
         ),
         (
             "size: 1\nsources:\n- {kind: text, text: a}\n- {kind: text}",
-            "run.yml:4: sources.1.text: missing; wanted: text (What it says.)",
+            "run.yml:4: sources.1.text: missing; wanted: text (The text.)",
         ),
         (
             "size: 1\nsources:\n- 3",
