@@ -1,0 +1,70 @@
+"""Requests to the engine, and what it answers. Imports no jax."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the tokens of an answer are chosen. Filters apply in the order of transformers: bias,
+    penalties, grammar, temperature, top_k, top_p, min_p."""
+
+    max_tokens: int = 16
+    """Tokens of the answer at most."""
+    temperature: float = 1.0
+    """Divides the logits; 0: the likeliest token."""
+    top_k: int = 0
+    """Only so many of the likeliest tokens; 0: all."""
+    top_p: float = 1.0
+    """Only the likeliest tokens that together have this probability."""
+    min_p: float = 0.0
+    """Only tokens with this share of the likeliest token's probability."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits, and multiplies others, of tokens of prompt and answer."""
+    presence_penalty: float = 0.0
+    """Subtracted from logits of tokens of the answer."""
+    frequency_penalty: float = 0.0
+    """Subtracted from logits of tokens of the answer, times their number."""
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    """Added to the logits of tokens."""
+    seed: int = 0
+    """Seed of this request's random numbers, which no other request changes."""
+    choice: int = 0
+    """Number of this answer among those to one prompt."""
+    stop_tokens: frozenset[int] = frozenset()
+    """Tokens that end the answer, which holds them as its last."""
+    min_tokens: int = 0
+    """Tokens before which no stop token is chosen."""
+    logprobs: int | None = None
+    """Likeliest tokens to report beside each token of the answer; None: not even its own
+    log-probability."""
+    prompt_logprobs: int | None = None
+    """The same for each token of the prompt but the first."""
+    grammar: Any = None
+    """`grammar.Matcher` that says which tokens may follow; None: all."""
+
+
+class Token(NamedTuple):
+    """A token with its log-probability by the unfiltered float32 logits."""
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    """Likeliest tokens with their log-probabilities, the likeliest first."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """Progress of a request in one step."""
+
+    request: int
+    """The number that `Engine.add` gave."""
+    tokens: tuple[Token, ...]
+    """New tokens of the answer."""
+    prompt: tuple[Token, ...] = ()
+    """Tokens of the prompt that were computed, where their log-probabilities were asked for; the
+    first has none."""
+    finish: str | None = None
+    """stop: a stop token or the grammar's end; length: max_tokens or the model's length; abort; None:
+    goes on."""
