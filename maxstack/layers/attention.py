@@ -35,25 +35,42 @@ class Attention(Layer):
             factor_BT = temperature(cfg.temperature, context.positions_BT)
             q_BTNH = (q_BTNH * factor_BT[:, :, None, None]).astype(x_BTD.dtype)
         q_BTNH = checkpoint_name(constrain(q_BTNH, "batch seq heads head_dim"), "query")
-        if cfg.share_kv is None:
-            k_BSKH, v_BSKH = self.keys_values(x_BTD, context)
-        else:
-            k_BSKH, v_BSKH = context.kept[cfg.share_kv]
         sinks_N = None if self.sinks is None else self.sinks[...]
-        o_BTNH = attention(
-            q_BTNH,
-            k_BSKH,
-            v_BSKH,
-            context.segments_BT,
-            request(cfg),
-            cfg.backend,
-            sinks_N,
-            context.positions_BT,
-        )
+        if context.cache is not None:
+            o_BTNH = self._cached(q_BTNH, x_BTD, context, sinks_N)
+        else:
+            if cfg.share_kv is None:
+                k_BSKH, v_BSKH = self.keys_values(x_BTD, context)
+            else:
+                k_BSKH, v_BSKH = context.kept[cfg.share_kv]
+            o_BTNH = attention(
+                q_BTNH,
+                k_BSKH,
+                v_BSKH,
+                context.segments_BT,
+                request(cfg),
+                cfg.backend,
+                sinks_N,
+                context.positions_BT,
+            )
         o_BTNH = checkpoint_name(constrain(o_BTNH, "batch seq heads head_dim"), "context")
         if self.gate is not None:
             o_BTNH = o_BTNH * jax.nn.sigmoid(_projected(x_BTD, self.gate, None, "heads"))
         return checkpoint_name(project(o_BTNH, self.out, self.out_bias), "mixer_out")
+
+    def _cached(
+        self, q_BTNH: Array, x_BTD: Array, context: Context, sinks_N: Array | None
+    ) -> Array:
+        """Attention of rows [R, 1, ..] over their requests' pages."""
+        assert context.cache is not None
+        new_RCH = None
+        if self.cfg.share_kv is None:
+            both = jnp.stack(self.keys_values(x_BTD, context), axis=3)
+            new_RCH = both.reshape(both.shape[0], -1, self.cfg.head_dim)
+        o_RNH = context.cache.attend(
+            q_BTNH[:, 0], new_RCH, request(self.cfg), self.cfg.cache_backend, sinks_N=sinks_N
+        )
+        return o_RNH[:, None]
 
     def keys_values(self, x_BTD: Array, context: Context) -> tuple[Array, Array]:
         """Keys, normed and rotated, and values, normed: each [B, S, K, H]."""

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from maxstack.layers.cache import LayerCache
 from maxstack.schema.mixers import RopeConfig
 from maxstack.sharding import holding
 
@@ -34,6 +35,8 @@ class Context:
     """Keys and values of earlier layers, by block, for layers that have none of their own."""
     real_BT: Array | None = None
     """bool [B, T]: what is no padding; None: nothing depends on it, or all is real."""
+    cache: LayerCache | None = None
+    """Inference's cache of the layer that is being computed; None in training."""
     keys_BT2: Array | None = None
     """uint32 [B, T, 2]: random keys of row and position, with the repetition of the pattern folded
     in; None: nothing is drawn."""
@@ -83,8 +86,9 @@ def _flat(context: Context) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 
 def _whole(keys: tuple[Any, ...], parts: tuple[Any, ...]) -> Context:
-    positions_BT, segments_BT, tables, kept, *more = parts
-    return Context(positions_BT, segments_BT, dict(zip(keys, tables, strict=True)), kept, *more)
+    positions_BT, segments_BT, tables, kept, real_BT, keys_BT2 = parts
+    named = dict(zip(keys, tables, strict=True))
+    return Context(positions_BT, segments_BT, named, kept, real_BT, keys_BT2=keys_BT2)
 
 
 jax.tree_util.register_pytree_node(Context, _flat, _whole)

@@ -5,6 +5,8 @@ Shapes: B batch  T time  D embed  K key heads  N value heads  H key dim  V value
 convolution.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -15,6 +17,7 @@ from jax.sharding import PartitionSpec
 from maxstack import sharding
 from maxstack.kernels import sequences
 from maxstack.kernels.gated_delta import gated_delta
+from maxstack.layers.cache import LayerCache, Rows
 from maxstack.layers.context import Context
 from maxstack.layers.layer import Layer
 from maxstack.layers.weight import project
@@ -22,6 +25,7 @@ from maxstack.schema.mixers import GatedDeltaConfig
 from maxstack.sharding import constrain
 
 NORM_EPS = 1e-6
+TAILS = "query", "key", "value"
 Arrays = tuple[Array, ...]
 
 
@@ -52,7 +56,10 @@ class GatedDelta(Layer):
         decay_BTN = -jnp.exp(self.a_log[...].astype(jnp.float32)) * step_BTN
         of_keys = q_BTKH, k_BTKH, self.conv_query[...], self.conv_key[...]
         of_values = v_BTNV, decay_BTN, beta_BTN, self.conv_value[...]
-        o_BTNV = _on_own_heads(self.cfg, of_keys, of_values, context.segments_BT)
+        if context.cache is None:
+            o_BTNV = _on_own_heads(self.cfg, of_keys, of_values, context.segments_BT)
+        else:
+            o_BTNV = _cached(self.cfg, of_keys, of_values, context.cache)
         o_BTNV = checkpoint_name(constrain(o_BTNV, "batch seq heads head_dim"), "context")
         gate_BTNV = constrain(project(x_BTD, self.gate), "batch seq heads head_dim")
         o_BTNV = self.norm(o_BTNV) * jax.nn.silu(gate_BTNV.astype(jnp.float32))
@@ -110,6 +117,70 @@ def _on_own_heads(
     documents = PartitionSpec() if segments_BT is None else sequences.place(segments_BT)
     specs = (shared, shared, taps, taps), (own, own, own, taps_v), documents
     return sharding.per_device(local, specs, own)(of_keys, of_values, segments_BT)
+
+
+def _cached(
+    cfg: GatedDeltaConfig, of_keys: Arrays, of_values: Arrays, cache: LayerCache
+) -> Array:
+    """Convolutions and the recurrence of rows [R, 1, ..], one row after the other, from the states
+    of their requests: [R, 1, N, V]. What a row gives does not depend on how its request was cut
+    into steps."""
+    q_R1KH, k_R1KH, *taps = of_keys
+    v_R1NV, decay_R1N, beta_R1N, taps_v = of_values
+
+    def local(
+        state: dict[str, Array], x: Arrays, taps: Arrays, rows: Rows
+    ) -> tuple[Array, dict[str, Array]]:
+        q_RKH, k_RKH, v_RNV, decay_RN, beta_RN = x
+        groups = v_RNV.shape[1] // q_RKH.shape[1]
+
+        def row(r: Array, carry: tuple[dict[str, Array], Array]) -> Any:
+            state, o_RNV = carry
+            slot, fresh = rows.slots_R[r], rows.positions_R[r] == 0
+            mixed, state = {}, dict(state)
+            for name, x_RKH, taps_WKH in zip(TAILS, (q_RKH, k_RKH, v_RNV), taps, strict=True):
+                last_WKH = jnp.where(fresh, 0, state[f"last_{name}"][slot])
+                seen_WKH = jnp.concatenate([last_WKH, x_RKH[r][None].astype(last_WKH.dtype)])
+                state[f"last_{name}"] = state[f"last_{name}"].at[slot].set(seen_WKH[1:])
+                product_WKH = seen_WKH.astype(jnp.float32) * taps_WKH.astype(jnp.float32)
+                mixed[name] = jax.nn.silu(product_WKH.sum(axis=0))
+            q_KH = _unit(mixed["query"]) * cfg.key_dim**-0.5
+            q_NH, k_NH = (
+                jnp.repeat(x.astype(v_RNV.dtype).astype(jnp.float32), groups, axis=0)
+                for x in (q_KH, _unit(mixed["key"]))
+            )
+            s_NHV = jnp.where(fresh, 0, state["state"][slot]) * jnp.exp(decay_RN[r])[:, None, None]
+            missed_NV = mixed["value"].astype(v_RNV.dtype) - (s_NHV * k_NH[:, :, None]).sum(axis=1)
+            s_NHV += k_NH[:, :, None] * (beta_RN[r][:, None] * missed_NV)[:, None]
+            state["state"] = state["state"].at[slot].set(s_NHV)
+            read_NV = (s_NHV * q_NH[:, :, None]).sum(axis=1)
+            return state, o_RNV.at[r].set(read_NV.astype(o_RNV.dtype))
+
+        real = (rows.positions_R >= 0).sum()
+        state, o_RNV = jax.lax.fori_loop(0, real, row, (state, jnp.zeros_like(v_RNV)))
+        return o_RNV, state
+
+    x = tuple(x[:, 0] for x in (q_R1KH, k_R1KH, v_R1NV, decay_R1N, beta_R1N))
+    run, weights = local, (*taps, taps_v)
+    if sharding.current() is not None:
+        batch = sharding.here("batch")[0]
+        heads, kv, inner = sequences.head_axes(cfg.value_heads, cfg.key_heads)
+        assert not inner, "mesh rules split key heads and value heads alike"
+        of_head, of_kv = PartitionSpec(batch, heads), PartitionSpec(batch, kv)
+        kept = {
+            "state": of_head,
+            **{f"last_{name}": PartitionSpec(batch, None, kv) for name in TAILS[:2]},
+            "last_value": PartitionSpec(batch, None, heads),
+        }
+        specs = (
+            kept,
+            (of_kv, of_kv, of_head, of_head, of_head),
+            (PartitionSpec(None, kv), PartitionSpec(None, kv), PartitionSpec(None, heads)),
+            PartitionSpec(batch),
+        )
+        run = sharding.per_device(local, specs, (of_head, kept))
+    o_RNV, cache.arrays = run(cache.arrays, x, weights, cache.rows)
+    return o_RNV[:, None]
 
 
 def convolve(x_BTKH: Array, taps_WKH: Array, segments_BT: Array | None) -> Array:

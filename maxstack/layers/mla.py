@@ -14,7 +14,7 @@ from maxstack.kernels.attention.request import Request
 from maxstack.layers.context import Context
 from maxstack.layers.layer import Layer
 from maxstack.layers.rope import rotate, yarn_mscale
-from maxstack.layers.weight import project
+from maxstack.layers.weight import project, values
 from maxstack.schema.mixers import MLAConfig, YarnScaling
 from maxstack.sharding import constrain
 
@@ -30,11 +30,30 @@ class MLA(Layer):
 
     def __call__(self, x_BTD: Array, context: Context) -> Array:
         """Attention of each position over the positions of its document that it sees: [B, T, D]."""
-        k_BSNH, v_BSNV = self._keys_values(x_BTD, context)
         q_BTNH, ask = self._queries(x_BTD, context), request(self.cfg)
-        o_BTNV = attention(q_BTNH, k_BSNH, v_BSNV, context.segments_BT, ask, self.cfg.backend)
+        if context.cache is not None:
+            o_BTNV = self._cached(q_BTNH, x_BTD, context, ask)
+        else:
+            k_BSNH, v_BSNV = self._keys_values(x_BTD, context)
+            o_BTNV = attention(q_BTNH, k_BSNH, v_BSNV, context.segments_BT, ask, self.cfg.backend)
         o_BTNV = checkpoint_name(constrain(o_BTNV, HEADS), "context")
         return checkpoint_name(project(o_BTNV, self.out, self.out_bias), "mixer_out")
+
+    def _cached(self, q_BTNH: Array, x_BTD: Array, context: Context, ask: Request) -> Array:
+        """Attention of rows [R, 1, ..] in the space of latents, which are all that is cached: keys'
+        projection goes into the queries, values' comes after (arXiv:2405.04434, section 2.1.2)."""
+        assert context.cache is not None
+        latent_R1L, shared_R1R = self._latents(x_BTD, context)
+        new_RCH = jnp.concatenate([latent_R1L, shared_R1R], axis=-1)
+        nope, rope = q_BTNH[..., : self.cfg.nope_dim], q_BTNH[..., self.cfg.nope_dim :]
+        key_up_LNH = values(self.key_up, q_BTNH.dtype)
+        inner_RTNL = constrain(jnp.einsum("RTNH,LNH->RTNL", nope, key_up_LNH), HEADS)
+        q_RTNL = jnp.concatenate([inner_RTNL, rope], axis=-1)
+        o_RNL = context.cache.attend(
+            q_RTNL[:, 0], new_RCH, ask, self.cfg.cache_backend, value_dim=self.cfg.kv_lora
+        )
+        value_up_LNV = values(self.value_up, q_BTNH.dtype)
+        return jnp.einsum("RNL,LNV->RNV", o_RNL, value_up_LNV)[:, None]
 
     def _queries(self, x_BTD: Array, context: Context) -> Array:
         if self.cfg.q_lora:
@@ -47,14 +66,19 @@ class MLA(Layer):
         q_BTNH = jnp.concatenate([nope, self._rotated(rope, context)], axis=-1)
         return checkpoint_name(constrain(q_BTNH, HEADS), "query")
 
-    def _keys_values(self, x_BTD: Array, context: Context) -> tuple[Array, Array]:
+    def _latents(self, x_BTD: Array, context: Context) -> tuple[Array, Array]:
+        """The normed latent [B, S, L], and the rotated key that all heads share [B, S, R]."""
         latent_BSL = self.kv_norm(project(x_BTD, self.kv_down, self.kv_down_bias))
-        latent_BSL = constrain(latent_BSL, "batch seq latent")
         shared_BSR = project(x_BTD, self.key_rope, self.key_rope_bias)
         shared_BSR = constrain(shared_BSR, "batch seq head_dim")
+        shared_BSR = self._rotated(shared_BSR[:, :, None], context)[:, :, 0]
+        return constrain(latent_BSL, "batch seq latent"), shared_BSR
+
+    def _keys_values(self, x_BTD: Array, context: Context) -> tuple[Array, Array]:
+        latent_BSL, shared_BSR = self._latents(x_BTD, context)
         own_BSNH = constrain(project(latent_BSL, self.key_up), HEADS)
         shared_BSNR = jnp.broadcast_to(
-            self._rotated(shared_BSR[:, :, None], context), (*own_BSNH.shape[:3], self.cfg.rope_dim)
+            shared_BSR[:, :, None], (*own_BSNH.shape[:3], self.cfg.rope_dim)
         )
         k_BSNH = constrain(jnp.concatenate([own_BSNH, shared_BSNR], axis=-1), HEADS)
         v_BSNV = constrain(project(latent_BSL, self.value_up), HEADS)

@@ -24,17 +24,25 @@ from maxstack.schema.mixers import (
 
 
 def rope_table(
-    cfg: RopeConfig, positions_BT: Array, segments_BT: Array | None, head_dim: int
+    cfg: RopeConfig,
+    positions_BT: Array,
+    segments_BT: Array | None,
+    head_dim: int,
+    length: int | None = None,
 ) -> tuple[Array, Array]:
     """Cosines and sines of position * frequency, times the attention factor: float32 [B, T, 1, R].
 
     `segments_BT` numbers the documents of a row, None: one a row. It counts where a document's
-    length chooses its frequencies (LongRoPE).
+    length chooses its frequencies (LongRoPE); `length` is then the length of all documents, None:
+    found from the positions.
     """
     short_R, long_R = (jnp.asarray(rates, jnp.float32) for rates in frequencies(cfg, head_dim))
     rate = short_R
     if isinstance(cfg.scaling, LongRopeScaling):
-        long_BT = _document_length(positions_BT, segments_BT) > cfg.scaling.original_length
+        lengths_BT = (
+            jnp.full((1, 1), length) if length else _document_length(positions_BT, segments_BT)
+        )
+        long_BT = lengths_BT > cfg.scaling.original_length
         rate = jnp.where(long_BT[:, :, None, None], long_R, short_R)
     angle = positions_BT.astype(jnp.float32)[:, :, None, None] * rate
     factor = attention_factor(cfg)

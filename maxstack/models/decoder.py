@@ -3,6 +3,7 @@ vocab  P per-layer embedding  L layers."""
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from flax import nnx
 from jax import Array
 
 from maxstack.kernels.sequences import arrange, natural
+from maxstack.layers.cache import Cache, Rows
 from maxstack.layers.context import Context, Table, keys_of
 from maxstack.layers.norm import Norm
 from maxstack.layers.rope import rope_table
@@ -101,11 +103,7 @@ class Decoder(Model):
         """
         cfg, tokens_BT = self.cfg, arrange(batch["tokens"])
         context = _context(cfg, batch, tokens_BT.shape[1])
-        x_BTD = self.embedded(tokens_BT)
-        if cfg.positions:
-            x_BTD = x_BTD + self.positions[...].astype(cfg.dtype)[context.positions_BT]
-        with context.drawing():
-            extra_LBTP = self._per_layer(tokens_BT, x_BTD) if cfg.per_layer else None
+        x_BTD, extra_LBTP = self._entered(tokens_BT, context)
         aux: Aux = {"prefix": {}, "blocks": {}, "rest": {}}
         kept_names = {block.mixer.keys_of for block in cfg.blocks.values()}
 
@@ -127,6 +125,51 @@ class Decoder(Model):
         for i, (key, block) in enumerate(_numbered(self.rest)):
             x_BTD, aux["rest"][key] = run(block, x_BTD, _layer(extra_LBTP, done + i))
         return x_BTD, aux, context
+
+    def _entered(self, tokens_BT: Array, context: Context) -> tuple[Array, Array | None]:
+        """The residual stream before the first block, and the layers' own embeddings."""
+        x_BTD = self.embedded(tokens_BT)
+        if self.cfg.positions:
+            x_BTD = x_BTD + self.positions[...].astype(self.cfg.dtype)[context.positions_BT]
+        with context.drawing():
+            return x_BTD, self._per_layer(tokens_BT, x_BTD) if self.cfg.per_layer else None
+
+    def decode(self, rows: Rows, cache: Cache, length: int) -> Array:
+        """The normed residual stream [R, 1, D] of a step of inference, whose rows read and write
+        `cache`; `length` is the most tokens that a request may have.
+
+        Weights of the pattern's blocks are tuples by repetition in place of stacks: each layer reads
+        arrays of its own.
+        """
+        cfg, real_R = self.cfg, rows.positions_R >= 0
+        batch = {
+            "tokens": rows.tokens_R[:, None],
+            "positions": jnp.maximum(rows.positions_R, 0)[:, None],
+            "real": real_R[:, None],
+        }
+        context = _context(cfg, batch, 1, length)
+        x_R1D, extra_LR1P = self._entered(batch["tokens"], context)
+        for i, block in enumerate(self._unrolled()):
+            layer = cache.layer(i, rows)
+            here = dataclasses.replace(context, cache=layer)
+            x_R1D, _ = block(x_R1D, here, _layer(extra_LR1P, i))
+            cache.replace(i, layer.arrays)
+        return self.norm(x_R1D)
+
+    def _unrolled(self) -> Iterator[Block]:
+        """All blocks in their order."""
+        yield from (block for _, block in _numbered(self.prefix))
+        keys = self.cfg.stacks if self.cfg.repetitions else ()
+        parts = [nnx.split(self.blocks[key]) for key in keys]
+        for repetition in range(self.cfg.repetitions):
+            for graph, state in parts:
+                own = jax.tree.map(
+                    lambda leaf, i=repetition: leaf[i],
+                    nnx.to_pure_dict(state),
+                    is_leaf=lambda leaf: isinstance(leaf, tuple),
+                )
+                yield nnx.merge(graph, nnx.State(own))
+        yield from (block for _, block in _numbered(self.rest))
 
     def _repeated(
         self, x_BTD: Array, context: Context, extra_LBTP: Array | None
@@ -269,8 +312,10 @@ def _layer(extra: Array | None, index: int) -> Array | None:
     return None if extra is None else extra[index]
 
 
-def _context(cfg: DecoderConfig, batch: Batch, length: int) -> Context:
-    """Context of a batch in natural order; what it holds is arranged."""
+def _context(
+    cfg: DecoderConfig, batch: Batch, length: int, longest: int | None = None
+) -> Context:
+    """Context of a batch in natural order; what it holds is arranged. `longest`: see rope_table."""
     positions_BT = batch.get("positions", jnp.arange(length)[None])
     segments_BT = batch.get("segments")
     places_BT, documents_BT = arrange(positions_BT), arrange(segments_BT)
@@ -279,7 +324,7 @@ def _context(cfg: DecoderConfig, batch: Batch, length: int) -> Context:
     def table(rope: RopeConfig, size: int) -> Table:
         # it depends on where documents end, which only the natural order shows
         if isinstance(rope.scaling, LongRopeScaling):
-            return arrange(rope_table(rope, positions_BT, segments_BT, size))
+            return arrange(rope_table(rope, positions_BT, segments_BT, size, longest))
         return rope_table(rope, places_BT, documents_BT, size)
 
     ropes = [rope for block in cfg.blocks.values() for rope in block.mixer.ropes]

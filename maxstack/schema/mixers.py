@@ -3,13 +3,13 @@ before jax is imported."""
 
 import math
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
 from maxstack.config import Fault, Items, PositiveFloat, PositiveInt, Section
 from maxstack.schema import kernels as names
-from maxstack.schema.parts import Count, Dim, Dims, Inner, Part, Parts, Weight, matrix, vector
+from maxstack.schema.parts import Cached, Count, Dim, Dims, Inner, Part, Parts, Weight, matrix, vector
 
 Heads = tuple[Dim, Dim]
 """Heads, and their size."""
@@ -148,6 +148,20 @@ class TemperatureConfig(Section):
     """Positions up to which nothing changes."""
 
 
+class Reach(NamedTuple):
+    """Earlier tokens that a position reads: `window` positions that end with its own, or those of
+    its own chunk; all without either."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def first(self, position: int) -> int:
+        """The earliest position that is read from `position`."""
+        if self.window:
+            return max(0, position - self.window + 1)
+        return position // self.chunk * self.chunk if self.chunk else 0
+
+
 class MixerPart(Part):
     """The section of a kind of mixer."""
 
@@ -174,6 +188,15 @@ class MixerPart(Part):
     def keys_of(self) -> str | None:
         """The block whose keys and values it reads in place of its own."""
         return None
+
+    def cached(self) -> dict[str, Cached]:
+        """Arrays that inference keeps, by name; none where it reads another block's."""
+        raise NotImplementedError
+
+    @property
+    def reach(self) -> Reach:
+        """Tokens whose cached arrays a position reads."""
+        return Reach()
 
 
 class AttentionConfig(MixerPart):
@@ -231,6 +254,8 @@ class AttentionConfig(MixerPart):
     backend: names.Attention = "auto"
     """The attention kernel; auto: the first that can serve, which `maxstack kernels` and the log
     name."""
+    cache_backend: names.PagedAttention = "auto"
+    """The attention kernel of inference, over cached pages."""
 
     @property
     def kv(self) -> int:
@@ -252,6 +277,16 @@ class AttentionConfig(MixerPart):
     @property
     def keys_of(self) -> str | None:
         return self.share_kv
+
+    def cached(self) -> dict[str, Cached]:
+        if self.share_kv is not None:
+            return {}
+        both = Dim("kv_heads", 2 * self.kv, "kv_heads" if self.kv_heads else "heads")
+        return {"pages": Cached((both, Dim("head_dim", self.head_dim, "head_dim")))}
+
+    @property
+    def reach(self) -> Reach:
+        return Reach(self.window, self.chunk)
 
     def _dims(self) -> tuple[Heads, Heads]:
         """A query, and a key or value, as heads and their size."""
@@ -365,6 +400,8 @@ class MLAConfig(MixerPart):
     """Biases on the projections out of the residual stream and on the output."""
     backend: names.Attention = "auto"
     """The attention kernel; auto: the first that can serve."""
+    cache_backend: names.PagedAttention = "auto"
+    """The attention kernel of inference, over cached pages."""
 
     @property
     def two_sided(self) -> bool:
@@ -377,6 +414,11 @@ class MLAConfig(MixerPart):
     @property
     def ropes(self) -> tuple[tuple[RopeConfig, int], ...]:
         return ((self.rope, self.rope_dim),)
+
+    def cached(self) -> dict[str, Cached]:
+        """The normed latent, and the rotated key that all heads share."""
+        size = Dim("latent", self.kv_lora + self.rope_dim)
+        return {"pages": Cached((Dim("", 1), size))}
 
     def _heads(self, size: int, key: str) -> Heads:
         return Dim("heads", self.heads, "heads"), Dim("head_dim", size, key)
@@ -450,6 +492,16 @@ class GatedDeltaConfig(MixerPart):
     @property
     def split_heads(self) -> int:
         return self.value_heads
+
+    def cached(self) -> dict[str, Cached]:
+        """The recurrence's state, and what the convolutions read of the last tokens."""
+        key, value = self._dims()
+        before = Dim("", self.conv - 1)
+        tails = {"query": key, "key": key, "value": value}
+        return {
+            "state": Cached((value[0], key[1], value[1]), True, "float32"),
+            **{f"last_{name}": Cached((before, *dims), True) for name, dims in tails.items()},
+        }
 
     def _dims(self) -> tuple[Heads, Heads]:
         """A query or key, and a value, as heads and their size."""

@@ -103,6 +103,16 @@ class Inner:
     """Component that its FLOPs belong to; "": its own."""
 
 
+class Cached(NamedTuple):
+    """An array that inference keeps of tokens that a later one reads."""
+
+    dims: Dims
+    per_request: bool = False
+    """Kept once for each request; else once for each token."""
+    dtype: str = ""
+    """"": that of the activations."""
+
+
 Parts = Mapping[str, Weight | Inner | None]
 """Parts by attribute of the layer; None for a part that this configuration leaves out."""
 

@@ -1,0 +1,150 @@
+"""Attention of single tokens over the keys and values of their requests, which lie in pages.
+
+Shapes: R rows  S slots  W pages of a request at most  P pages  L tokens of a page  N heads  K kv
+heads  C arrays of a token (2K: keys and values in turn; 1: a key whose first V numbers are the
+value)  H head dim  V value dim.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from maxstack import sharding
+from maxstack.kernels import sequences
+from maxstack.kernels.attention.request import Request
+from maxstack.kernels.backends import Backend, Device, Op
+
+OP = Op(
+    "paged_attention",
+    (
+        Backend("blockwise", f"{__name__}.blockwise"),
+        Backend("reference", f"{__name__}.reference"),
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedCase:
+    """One call on one device."""
+
+    request: Request
+    rows: int
+    keys: int
+    """Keys of a request at most."""
+    page: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: str
+    latent: bool
+    sinks: bool
+    device: Device
+
+    @property
+    def shape_class(self) -> Mapping[str, int | str]:
+        """Empty: no backend has block sizes to measure."""
+        return {}
+
+
+def paged_attention(
+    q_RNH: jax.Array,
+    new_RCH: jax.Array | None,
+    pages_PLCH: jax.Array,
+    tables_SW: jax.Array,
+    slots_R: jax.Array,
+    positions_R: jax.Array,
+    request: Request,
+    backend: str = "auto",
+    *,
+    sinks_N: jax.Array | None = None,
+    value_dim: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """(softmax(scores) v [R, N, V] in q's dtype, the pages with `new_RCH` at its places).
+
+    Row r is the token at `positions_R[r]` (-1: nobody's, gives zeros) of the request whose pages
+    are `tables_SW[slots_R[r]]`: position p lies in the page at p // L. It sees the keys of its
+    request that `Request` lets it see, those of other rows of this call too; None for `new_RCH`
+    writes nothing. What a row gives does not depend on other requests. `sinks_N` as in `attention`.
+    On a mesh each device has its own rows, slots and pages, and its heads of these.
+    """
+
+    def local(q, new, pages, tables, slots, positions, sinks, kv_heads=None):
+        pages = pages if new is None else _written(new, pages, tables, slots, positions)
+        kv = kv_heads.shape[0] if kv_heads is not None else -(-pages.shape[2] // 2)
+        latent = value_dim is not None
+        case = PagedCase(
+            request,
+            q.shape[0],
+            tables.shape[1] * pages.shape[1],
+            pages.shape[1],
+            q.shape[1],
+            kv,
+            pages.shape[3],
+            value_dim or pages.shape[3],
+            q.dtype.name,
+            latent,
+            sinks is not None,
+            Device.here(),
+        )
+        run = OP[OP.choose(case, backend).backend].run
+        return run(q, pages, tables[slots], positions, request, sinks, value_dim, kv_heads), pages
+
+    with jax.named_scope("paged_attention"):
+        if sharding.current() is None:
+            return local(q_RNH, new_RCH, pages_PLCH, tables_SW, slots_R, positions_R, sinks_N)
+        kv = -(-pages_PLCH.shape[2] // 2)
+        batch = sharding.here("batch")[0]
+        heads, keys, inner = sequences.head_axes(q_RNH.shape[1], kv)
+        if value_dim is not None:
+            keys, inner = None, ()
+        groups = q_RNH.shape[1] // kv
+
+        def own(q, new, pages, *others):
+            if not inner:
+                return local(q, new, pages, *others)
+            first = jax.lax.axis_index(inner) * q.shape[1]
+            if q.shape[1] % groups and groups % q.shape[1]:
+                index = (first + jnp.arange(q.shape[1])) // groups
+            else:
+                index = first // groups + jnp.arange(max(1, q.shape[1] // groups))
+            return local(q, new, pages, *others, kv_heads=index)
+
+        rows, tokens = PartitionSpec(batch, heads), PartitionSpec(batch)
+        pages = PartitionSpec(batch, None, keys)
+        new = None if new_RCH is None else PartitionSpec(batch, keys)
+        specs = rows, new, pages, tokens, tokens, tokens, PartitionSpec(heads)
+        return sharding.per_device(own, specs, (rows, pages))(
+            q_RNH, new_RCH, pages_PLCH, tables_SW, slots_R, positions_R, sinks_N
+        )
+
+
+def _written(
+    new_RCH: jax.Array,
+    pages_PLCH: jax.Array,
+    tables_SW: jax.Array,
+    slots_R: jax.Array,
+    positions_R: jax.Array,
+) -> jax.Array:
+    """The pages with the rows' arrays; those of rows that are nobody's go to page 0 as zeros."""
+    length, real_R = pages_PLCH.shape[1], positions_R >= 0
+    at_R = jnp.maximum(positions_R, 0)
+    page_R = jnp.where(real_R, tables_SW[slots_R, at_R // length], 0)
+    new_RCH = jnp.where(real_R[:, None, None], new_RCH, 0).astype(pages_PLCH.dtype)
+    return pages_PLCH.at[page_R, at_R % length].set(new_RCH)
+
+
+def keys_and_values(
+    kept: jax.Array, value_dim: int | None, kv_heads: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Cached arrays [.., C, H] -> keys [.., K, H] and values [.., K, V]; of the kv heads with these
+    numbers, None: all."""
+    if value_dim is not None:
+        return kept, kept[..., :value_dim]
+    kept = kept.reshape(*kept.shape[:-2], -1, 2, kept.shape[-1])
+    if kv_heads is not None:
+        kept = jnp.take(kept, kv_heads, axis=-3)
+    return kept[..., 0, :], kept[..., 1, :]

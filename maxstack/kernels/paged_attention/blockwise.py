@@ -1,0 +1,93 @@
+"""Paged attention in XLA's operations, a block of keys at a time: memory is linear in the rows.
+
+Shapes as in the package, and B keys of a block, G query heads of a kv head.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from maxstack.kernels.attention.request import Request
+from maxstack.kernels.backends import multiplied
+from maxstack.kernels.paged_attention import keys_and_values
+
+BLOCK = 128
+"""Keys of a block. Blocks lie at fixed positions of a request and one that a row does not see
+changes nothing in it, so a row's bits do not depend on how many blocks others need."""
+LOWEST = -1e30
+
+
+def run(
+    q_RNH: jax.Array,
+    pages_PLCH: jax.Array,
+    tables_RW: jax.Array,
+    positions_R: jax.Array,
+    request: Request,
+    sinks_N: jax.Array | None,
+    value_dim: int | None,
+    kv_heads: jax.Array | None,
+) -> jax.Array:
+    """Online softmax (Milakov & Gimelshein 2018, arXiv:1805.02867) over the blocks from the first
+    to the last that any row sees."""
+    rows, heads, size = q_RNH.shape
+    length = pages_PLCH.shape[1]
+    pages = max(1, BLOCK // length)
+    block, dtype = pages * length, multiplied(q_RNH.dtype)
+    tables_RW = jnp.pad(tables_RW, ((0, 0), (0, -tables_RW.shape[1] % pages)))
+    real_R, first_R = positions_R >= 0, first_seen(request, positions_R)
+    last = jnp.max(positions_R // block)
+    first = jnp.min(jnp.where(real_R, first_R // block, last))
+    sample = jax.eval_shape(lambda: keys_and_values(pages_PLCH[0], value_dim, kv_heads))
+    kv, value_size = sample[1].shape[1:]
+    q_RKGH = q_RNH.astype(dtype).reshape(rows, kv, heads // kv, size)
+
+    def step(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        most_RKG, sum_RKG, o_RKGV = carry
+        ids = jax.lax.dynamic_slice_in_dim(tables_RW, j * pages, pages, axis=1)
+        kept = pages_PLCH[ids].reshape(rows, block, *pages_PLCH.shape[2:]).astype(dtype)
+        k_RBKH, v_RBKV = keys_and_values(kept, value_dim, kv_heads)
+        scores = jnp.einsum(
+            "RKGH,RBKH->RKGB", q_RKGH, k_RBKH, preferred_element_type=jnp.float32
+        )
+        scores = capped(scores * request.scale, request)
+        at_B = j * block + jnp.arange(block)
+        seen_RB = (at_B <= positions_R[:, None]) & (at_B >= first_R[:, None])
+        # what was never written may be anything, and 0 times infinity is not 0
+        v_RBKV = jnp.where(seen_RB[:, :, None, None], v_RBKV, 0)
+        seen = seen_RB[:, None, None]
+        higher_RKG = jnp.maximum(most_RKG, jnp.where(seen, scores, LOWEST).max(-1))
+        share = jnp.where(seen, jnp.exp(scores - higher_RKG[..., None]), 0.0)
+        left_RKG = jnp.exp(most_RKG - higher_RKG)
+        added = jnp.einsum(
+            "RKGB,RBKV->RKGV", share.astype(dtype), v_RBKV, preferred_element_type=jnp.float32
+        )
+        return (
+            higher_RKG,
+            sum_RKG * left_RKG + share.sum(-1),
+            o_RKGV * left_RKG[..., None] + added,
+        )
+
+    groups = (rows, kv, heads // kv)
+    start = jnp.full(groups, LOWEST), jnp.zeros(groups), jnp.zeros((*groups, value_size))
+    if sinks_N is not None:
+        sinks = jnp.broadcast_to(sinks_N.astype(jnp.float32).reshape(groups[1:]), groups)
+        start = sinks, jnp.ones(groups), start[2]
+    _, sum_RKG, o_RKGV = jax.lax.fori_loop(first, last + 1, step, start)
+    o_RKGV = o_RKGV / jnp.where(sum_RKG == 0, 1.0, sum_RKG)[..., None]
+    o_RKGV = jnp.where(real_R[:, None, None, None], o_RKGV, 0.0)
+    return o_RKGV.reshape(rows, heads, value_size).astype(q_RNH.dtype)
+
+
+def first_seen(request: Request, positions_R: jax.Array) -> jax.Array:
+    """The earliest position that each row sees."""
+    first_R = jnp.zeros_like(positions_R)
+    if request.window:
+        first_R = jnp.maximum(first_R, positions_R - request.window + 1)
+    if request.chunk:
+        first_R = jnp.maximum(first_R, positions_R // request.chunk * request.chunk)
+    return first_R
+
+
+def capped(scores: jax.Array, request: Request) -> jax.Array:
+    """Scores with the soft cap, if there is one."""
+    cap = request.soft_cap
+    return cap * jnp.tanh(scores / cap) if cap else scores

@@ -1,0 +1,42 @@
+"""Paged attention by its definition: all pages of a request at once. Shapes as in the package."""
+
+import jax
+import jax.numpy as jnp
+
+from maxstack.kernels.attention.request import Request
+from maxstack.kernels.paged_attention import keys_and_values
+from maxstack.kernels.paged_attention.blockwise import capped, first_seen
+
+
+def run(
+    q_RNH: jax.Array,
+    pages_PLCH: jax.Array,
+    tables_RW: jax.Array,
+    positions_R: jax.Array,
+    request: Request,
+    sinks_N: jax.Array | None,
+    value_dim: int | None,
+    kv_heads: jax.Array | None,
+) -> jax.Array:
+    """Softmax over the keys of each row's request, in float32."""
+    rows, heads, size = q_RNH.shape
+    kept = pages_PLCH[tables_RW].reshape(rows, -1, *pages_PLCH.shape[2:]).astype(jnp.float32)
+    k_RSKH, v_RSKV = keys_and_values(kept, value_dim, kv_heads)
+    q_RKGH = q_RNH.astype(jnp.float32).reshape(rows, k_RSKH.shape[2], -1, size)
+    exact = jax.lax.Precision.HIGHEST
+    scores = jnp.einsum("RKGH,RSKH->RKGS", q_RKGH, k_RSKH, precision=exact) * request.scale
+    at_S = jnp.arange(kept.shape[1])
+    first_R = first_seen(request, positions_R)
+    seen_RS = (at_S <= positions_R[:, None]) & (at_S >= first_R[:, None])
+    scores = jnp.where(seen_RS[:, None, None], capped(scores, request), -jnp.inf)
+    sinks = jnp.full(scores.shape[:3], -jnp.inf)
+    if sinks_N is not None:
+        sinks = jnp.broadcast_to(sinks_N.astype(jnp.float32).reshape(sinks.shape[1:]), sinks.shape)
+    most = jnp.maximum(scores.max(-1), sinks)
+    most = jnp.where(jnp.isfinite(most), most, 0.0)
+    share = jnp.exp(scores - most[..., None])
+    total = share.sum(-1) + jnp.exp(sinks - most)
+    v_RSKV = jnp.where(seen_RS[:, :, None, None], v_RSKV, 0.0)
+    o = jnp.einsum("RKGS,RSKV->RKGV", share, v_RSKV, precision=exact)
+    o = o / jnp.where(total == 0, 1.0, total)[..., None]
+    return o.reshape(rows, heads, -1).astype(q_RNH.dtype)

@@ -1,0 +1,83 @@
+"""Inference's cache, as one layer sees it while a step is traced.
+
+Shapes: R rows, each a token of some request  S slots, one a request  W pages of a request at most
+P pages  L tokens of a page  N heads  K kv heads  H head dim  V value dim.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jax import Array
+
+from maxstack.kernels.attention.request import Request
+from maxstack.kernels.paged_attention import paged_attention
+
+
+class Rows(NamedTuple):
+    """The rows of a step: on each device, real rows come first, and those of one request stand
+    together in the order of their positions."""
+
+    tokens_R: Array
+    positions_R: Array
+    """-1: the row is nobody's."""
+    slots_R: Array
+    """Number of the request among those of the device; slot 0 is nobody's."""
+
+
+@dataclasses.dataclass
+class LayerCache:
+    """Arrays that a layer reads and replaces."""
+
+    rows: Rows
+    tables_SW: Array
+    """int32: the pages of each request, in the order of its tokens; page 0 is nobody's."""
+    arrays: dict[str, Array]
+
+    def attend(
+        self,
+        q_RNH: Array,
+        new_RCH: Array | None,
+        request: Request,
+        backend: str,
+        *,
+        sinks_N: Array | None = None,
+        value_dim: int | None = None,
+    ) -> Array:
+        """Attention of each row over the pages of its request, into which `new_RCH` is written
+        before: [R, N, V]. C are keys and values in turn, or with `value_dim` a key for all heads
+        whose first numbers are the value."""
+        o_RNV, self.arrays["pages"] = paged_attention(
+            q_RNH,
+            new_RCH,
+            self.arrays["pages"],
+            self.tables_SW,
+            self.rows.slots_R,
+            self.rows.positions_R,
+            request,
+            backend,
+            sinks_N=sinks_N,
+            value_dim=value_dim,
+        )
+        return o_RNV
+
+
+@dataclasses.dataclass
+class Cache:
+    """Arrays of all layers while a step is traced."""
+
+    owners: Sequence[int]
+    """The layer whose arrays each layer reads."""
+    tables: Sequence[Array]
+    """By layer: pages of requests [S, W]."""
+    arrays: list[dict[str, Array]]
+    """By layer; empty where another owns them."""
+
+    def layer(self, i: int, rows: Rows) -> LayerCache:
+        """Arrays that layer `i` reads and replaces."""
+        owner = self.owners[i]
+        return LayerCache(rows, self.tables[owner], dict(self.arrays[owner]))
+
+    def replace(self, i: int, arrays: dict[str, Array]) -> None:
+        """Keep what layer `i` wrote."""
+        self.arrays[self.owners[i]] = arrays
