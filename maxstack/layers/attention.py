@@ -68,7 +68,7 @@ class Attention(Layer):
             both = jnp.stack(self.keys_values(x_BTD, context), axis=3)
             new_RCH = both.reshape(both.shape[0], -1, self.cfg.head_dim)
         o_RNH = context.cache.attend(
-            q_BTNH[:, 0], new_RCH, request(self.cfg), self.cfg.cache_backend, sinks_N=sinks_N
+            q_BTNH[:, 0], new_RCH, request(self.cfg), sinks_N=sinks_N
         )
         return o_RNH[:, None]
 

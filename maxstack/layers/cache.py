@@ -33,13 +33,14 @@ class LayerCache:
     tables_SW: Array
     """int32: the pages of each request, in the order of its tokens; page 0 is nobody's."""
     arrays: dict[str, Array]
+    backend: str
+    """Of attention over pages."""
 
     def attend(
         self,
         q_RNH: Array,
         new_RCH: Array | None,
         request: Request,
-        backend: str,
         *,
         sinks_N: Array | None = None,
         value_dim: int | None = None,
@@ -55,7 +56,7 @@ class LayerCache:
             self.rows.slots_R,
             self.rows.positions_R,
             request,
-            backend,
+            self.backend,
             sinks_N=sinks_N,
             value_dim=value_dim,
         )
@@ -72,11 +73,12 @@ class Cache:
     """By layer: pages of requests [S, W]."""
     arrays: list[dict[str, Array]]
     """By layer; empty where another owns them."""
+    backend: str = "auto"
 
     def layer(self, i: int, rows: Rows) -> LayerCache:
         """Arrays that layer `i` reads and replaces."""
         owner = self.owners[i]
-        return LayerCache(rows, self.tables[owner], dict(self.arrays[owner]))
+        return LayerCache(rows, self.tables[owner], dict(self.arrays[owner]), self.backend)
 
     def replace(self, i: int, arrays: dict[str, Array]) -> None:
         """Keep what layer `i` wrote."""

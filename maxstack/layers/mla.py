@@ -50,7 +50,7 @@ class MLA(Layer):
         inner_RTNL = constrain(jnp.einsum("RTNH,LNH->RTNL", nope, key_up_LNH), HEADS)
         q_RTNL = jnp.concatenate([inner_RTNL, rope], axis=-1)
         o_RNL = context.cache.attend(
-            q_RTNL[:, 0], new_RCH, ask, self.cfg.cache_backend, value_dim=self.cfg.kv_lora
+            q_RTNL[:, 0], new_RCH, ask, value_dim=self.cfg.kv_lora
         )
         value_up_LNV = values(self.value_up, q_BTNH.dtype)
         return jnp.einsum("RNL,LNV->RNV", o_RNL, value_up_LNV)[:, None]

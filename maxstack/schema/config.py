@@ -19,6 +19,7 @@ from maxstack.schema.mesh import MeshConfig
 from maxstack.schema.objective import NextTokenConfig, Objective
 from maxstack.schema.optimizer import OptimizerConfig
 from maxstack.schema.quantization import QuantizationConfig
+from maxstack.schema.serve import ServeConfig
 
 log = logging.getLogger(__name__)
 
@@ -174,6 +175,8 @@ class Config(Section):
     """Saving and resuming."""
     faults: FaultsConfig = FaultsConfig()
     """Reactions to values that are not finite, and about spikes."""
+    serve: ServeConfig = ServeConfig()
+    """Generation and the server."""
 
     @property
     def data_sections(self) -> dict[str, DataConfig]:

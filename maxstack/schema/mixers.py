@@ -254,8 +254,6 @@ class AttentionConfig(MixerPart):
     backend: names.Attention = "auto"
     """The attention kernel; auto: the first that can serve, which `maxstack kernels` and the log
     name."""
-    cache_backend: names.PagedAttention = "auto"
-    """The attention kernel of inference, over cached pages."""
 
     @property
     def kv(self) -> int:
@@ -400,8 +398,6 @@ class MLAConfig(MixerPart):
     """Biases on the projections out of the residual stream and on the output."""
     backend: names.Attention = "auto"
     """The attention kernel; auto: the first that can serve."""
-    cache_backend: names.PagedAttention = "auto"
-    """The attention kernel of inference, over cached pages."""
 
     @property
     def two_sided(self) -> bool:

@@ -3,7 +3,7 @@ before jax is imported."""
 
 import math
 from collections.abc import Iterator
-from typing import Annotated, Literal, Optional
+from typing import Annotated, Literal, Optional, Self
 
 from pydantic import Field
 
@@ -24,6 +24,10 @@ class MLPPart(Part):
     def mixture(self) -> Optional["MoEConfig"]:
         """The mixture of experts that it is or holds."""
         return None
+
+    def dropless(self) -> Self:
+        """The same without a capacity of experts."""
+        return self
 
 
 class GatedMLPConfig(MLPPart):
@@ -175,6 +179,9 @@ class MoEConfig(MLPPart):
     def mixture(self) -> "MoEConfig":
         return self
 
+    def dropless(self) -> Self:
+        return self.model_copy(update={"capacity": None})
+
     def parts(self, width: Dim) -> Parts:
         """The router, the matrices of all experts, their biases, and the shared expert."""
         expert = Dim("expert", self.experts, "experts")
@@ -253,6 +260,9 @@ class ParallelMLPConfig(MLPPart):
     @property
     def mixture(self) -> MoEConfig:
         return self.moe
+
+    def dropless(self) -> Self:
+        return self.model_copy(update={"moe": self.moe.dropless()})
 
     def parts(self, width: Dim) -> Parts:
         """Both, and the norms around them."""

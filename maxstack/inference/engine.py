@@ -1,0 +1,189 @@
+"""The engine: requests in, tokens out, one step after the other.
+
+Every step computes the same number of rows by the same program, each row a token of some request:
+what a request is answered depends on itself alone, not on what is computed beside it.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from maxstack.errors import ConfigError, DataError
+from maxstack.inference.drafts import ngram
+from maxstack.inference.layout import Layout
+from maxstack.inference.programs import Batch, Programs
+from maxstack.inference.request import Output, Sampling, Token
+from maxstack.inference.sampler import Sampler, Wanted
+from maxstack.inference.sampling import is_adjusted
+from maxstack.inference.scheduler import Limits, Piece, Scheduler, Task
+from maxstack.layers.cache import Rows
+
+if TYPE_CHECKING:
+    from maxstack.run import Run
+
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    """Generates for any number of requests at a time. Not safe to call from several threads."""
+
+    def __init__(self, run: "Run", params: Any, limits: Limits, max_length: int):
+        """`run` is assembled from `programs.serving(cfg)`; `params` are taken over, and deleted
+        where they are replaced."""
+        self.cfg, self.max_length = run.cfg, max_length
+        self._layout = Layout.of(run.cfg.model)
+        self.programs = Programs(run, params, self._layout, limits, max_length)
+        self._sampler = Sampler(run.cfg.model.vocab, max_length)
+        draft = self._drafts if run.cfg.serve.speculate else None
+        self.scheduler = Scheduler(self._layout, limits, self.programs.replicas, draft)
+        self._tasks: dict[int, Task] = {}
+        self._added = 0
+        self.drafted = self.accepted = 0
+
+    def add(self, prompt: Sequence[int], sampling: Sampling, priority: int = 0) -> int:
+        """Queue a request -> its number. DataError for a prompt that cannot be answered."""
+        vocab = self.cfg.model.vocab
+        if not prompt:
+            raise DataError("the prompt is empty; give at least one token")
+        outside = next((token for token in prompt if not 0 <= token < vocab), None)
+        if outside is not None:
+            raise DataError(f"token {outside} is outside the model's vocabulary of {vocab}")
+        if len(prompt) >= self.max_length:
+            raise DataError(
+                f"the prompt is {len(prompt)} tokens long, and serve.max_length="
+                f"{self.max_length} holds prompt and answer; shorten it, or raise serve.max_length"
+            )
+        self._added += 1
+        task = Task(self._added, list(prompt), len(prompt), sampling, priority)
+        self._tasks[task.number] = task
+        self.scheduler.add(task)
+        return task.number
+
+    def abort(self, number: int) -> None:
+        """End a request; nothing where it has ended."""
+        task = self._tasks.pop(number, None)
+        if task is not None:
+            self.scheduler.remove(task)
+
+    @property
+    def busy(self) -> bool:
+        """True while a request waits or runs."""
+        return bool(self._tasks)
+
+    def task(self, number: int) -> Task | None:
+        """The state of a request; None where it has ended."""
+        return self._tasks.get(number)
+
+    def step(self) -> list[Output]:
+        """Compute one step -> the progress of the requests in it."""
+        pieces, copies = self.scheduler.schedule()
+        self.programs.copy(copies)
+        if not pieces:
+            assert not self._tasks, "requests wait, and none can run"
+            return []
+        batch, wanted = self._batch(pieces)
+        logits_OV = self.programs.forward(batch)
+        after = self._sampler.tokens(logits_OV, wanted)
+        tokens = {
+            (row.task.number, row.position): token for row, token in zip(wanted, after, strict=True)
+        }
+        return [output for piece in pieces if (output := self._finished(piece, tokens)) is not None]
+
+    def _batch(self, pieces: Sequence[Piece]) -> tuple[Batch, list[Wanted]]:
+        """Rows of the pieces, each replica's from its own first row."""
+        programs, limits = self.programs, self.programs.limits
+        rows = np.zeros((3, programs.replicas * limits.rows), np.int32)
+        rows[1] = -1
+        tables = [
+            np.zeros((programs.replicas * programs.slots, programs.width), np.int32)
+            for _ in self._layout.reaches
+        ]
+        filled, wanted = [limits.rows * i for i in range(programs.replicas)], []
+        for task, start, count, drafts in pieces:
+            first = filled[task.replica]
+            own = slice(first, first + count)
+            filled[task.replica] += count
+            tokens = [*task.tokens[start : start + count], *drafts]
+            rows[:, own] = tokens, np.arange(start, start + count), np.full(count, task.slot)
+            for table, pages in zip(tables, task.tables, strict=True):
+                table[task.replica * programs.slots + task.slot, : len(pages)] = pages
+            for i in range(count):
+                position = start + i
+                if position >= len(task.tokens) - 1:
+                    wanted.append(Wanted(task, position, first + i, None))
+                elif (
+                    task.sampling.prompt_logprobs is not None
+                    and task.reported <= position < task.prompt - 1
+                ):
+                    target = task.tokens[position + 1]
+                    wanted.append(Wanted(task, position, first + i, target))
+        wanted_O = np.zeros(rows.shape[1], np.int32)
+        wanted_O[: len(wanted)] = [row.row for row in wanted]
+        return Batch(Rows(*rows), wanted_O, tuple(tables)), wanted
+
+    def _finished(
+        self, piece: Piece, tokens: dict[tuple[int, int], Token]
+    ) -> Output | None:
+        """Note what a piece gave; end its task where it is complete."""
+        task, start = piece.task, piece.start
+        prompt: list[Token] = []
+        if task.sampling.prompt_logprobs is not None and task.reported < task.prompt:
+            if not task.reported:
+                prompt.append(Token(task.tokens[0]))
+            end = min(start + piece.count, task.prompt - 1)
+            prompt += [tokens[task.number, i] for i in range(task.reported, end)]
+            task.reported = end if end < task.prompt - 1 else task.prompt
+        new, finish = self._accepted(piece, tokens)
+        self.programs.copy(self.scheduler.done(piece, [token.token for token in new]))
+        if finish:
+            self.scheduler.remove(task)
+            del self._tasks[task.number]
+        if not new and not prompt and not finish:
+            return None
+        return Output(task.number, tuple(new), tuple(prompt), finish)
+
+    def _accepted(
+        self, piece: Piece, tokens: dict[tuple[int, int], Token]
+    ) -> tuple[list[Token], str | None]:
+        """New tokens of the answer: that after the last known one, and those after drafts as long
+        as each draft is what would have been chosen."""
+        task, known = piece.task, len(piece.task.tokens)
+        end = piece.start + piece.count
+        new: list[Token] = []
+        self.drafted += len(piece.drafts)
+        for position in range(known - 1, end):
+            token = tokens[task.number, position]
+            new.append(token)
+            finish = self._ends(task, known + len(new), token.token)
+            draft = position - known + 1
+            agreed = draft < len(piece.drafts) and piece.drafts[draft] == token.token
+            if finish or not agreed:
+                return new, finish
+            self.accepted += 1
+        return new, None
+
+    def _ends(self, task: Task, length: int, token: int) -> str | None:
+        """Why the answer ends with `token`, which makes the text `length` tokens long; None: it
+        goes on."""
+        rules = task.sampling
+        if rules.grammar is not None:
+            rules.grammar.accept(token)
+            if rules.grammar.finished:
+                return "stop"
+        if token in rules.stop_tokens:
+            return "stop"
+        if length - task.prompt >= rules.max_tokens or length >= self.max_length:
+            return "length"
+        return None
+
+    def _drafts(self, task: Task) -> Sequence[int]:
+        """Guesses of the next tokens of a request, none where choosing depends on more than the
+        logits of each place."""
+        rules, length = task.sampling, len(task.tokens)
+        if is_adjusted(rules, length - task.prompt):
+            return ()
+        left = min(task.prompt + rules.max_tokens, self.max_length) - length - 1
+        return ngram(task.tokens, min(self.cfg.serve.speculate, left))
+

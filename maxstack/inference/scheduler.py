@@ -1,0 +1,280 @@
+"""Scheduler of inference: which tokens of which requests a step computes, and in which pages.
+
+Requests that have begun come first, each with its next token; what rows are left go to prompts in
+the order of their priority and arrival. A request that finds no page makes the youngest of the
+lowest priority give its own back and wait; it computes its tokens again later.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from maxstack.inference.layout import Layout
+from maxstack.inference.pool import Pool, page_hash
+from maxstack.inference.request import Sampling
+
+RESERVE = 100
+"""A new request is admitted while one page in so many is left for those that run."""
+
+
+@dataclasses.dataclass(eq=False)
+class Task:
+    """A request on the host."""
+
+    number: int
+    tokens: list[int]
+    """The prompt, and what was generated."""
+    prompt: int
+    """Tokens of the prompt."""
+    sampling: Sampling
+    priority: int = 0
+    """Lower goes first."""
+    adapter: int = 0
+    replica: int = 0
+    slot: int = 0
+    computed: int = 0
+    """Tokens whose arrays are cached."""
+    tables: list[list[int]] = dataclasses.field(default_factory=list)
+    """By group: the page of each piece of the tokens; 0 where it was given back."""
+    hashes: list[bytes] = dataclasses.field(default_factory=list)
+    """Of its full pages."""
+    reported: int = 0
+    """Tokens of the prompt whose log-probabilities were reported."""
+    cached: int = 0
+    """Tokens of the prompt that were found in the cache at first."""
+    preempted: int = 0
+    """Times that it gave its pages back."""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sorts the tasks that go first to the front."""
+        return self.priority, self.number
+
+
+class Piece(NamedTuple):
+    """Tokens `start` to `start + count - 1` of a task, which a step computes, and of these drafts
+    that the task does not hold yet."""
+
+    task: Task
+    start: int
+    count: int
+    drafts: tuple[int, ...] = ()
+
+
+class Limits(NamedTuple):
+    """Sizes of an engine, each for one replica."""
+
+    rows: int
+    page: int
+    pages: tuple[int, ...]
+    """By group, without page 0."""
+    requests: int
+    snapshots: int = 0
+    snapshot: int = 512
+    """Tokens between snapshots of the states of recurrent layers."""
+    prefix_cache: bool = True
+
+
+class Copy(NamedTuple):
+    """A copy of the states of all recurrent layers, between slots of one replica."""
+
+    replica: int
+    source: int
+    target: int
+
+
+class Scheduler:
+    """Tasks that wait and run, and pages, over one or more replicas of the model."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        limits: Limits,
+        replicas: int = 1,
+        draft: Callable[[Task], Sequence[int]] | None = None,
+    ):
+        self.limits, self._layout, self._draft = limits, layout, draft
+        self.waiting: list[Task] = []
+        self.running: list[Task] = []
+        self.pools = [[Pool(size) for size in limits.pages] for _ in range(replicas)]
+        self._slots = [list(range(limits.requests, 0, -1)) for _ in range(replicas)]
+        self._snapshots = [Pool(limits.snapshots, limits.requests + 1) for _ in range(replicas)]
+        self.preemptions = self.queried = self.hits = 0
+
+    def add(self, task: Task) -> None:
+        """Queue a task."""
+        self.waiting.append(task)
+        self.waiting.sort(key=lambda task: task.order)
+
+    def remove(self, task: Task) -> None:
+        """End a task: its pages are free, and their contents may be found again."""
+        if task in self.running:
+            self.running.remove(task)
+            self._give_back(task)
+        else:
+            self.waiting.remove(task)
+
+    def schedule(self) -> tuple[list[Piece], list[Copy]]:
+        """Pieces of the next step, those of a replica within its rows, and copies to make before
+        it."""
+        left = [self.limits.rows] * len(self.pools)
+        pieces: list[Piece] = []
+        begun = sorted(self.running, key=lambda task: (len(task.tokens) - task.computed > 1, task.order))
+        for task in begun:
+            if task in self.running and left[task.replica]:
+                piece = self._next(task, left[task.replica])
+                if piece:
+                    left[task.replica] -= piece.count
+                    pieces.append(piece)
+        copies: list[Copy] = []
+        while self.waiting and (copy := self._admit(self.waiting[0], left)) is not None:
+            task = self.waiting.pop(0)
+            copies += copy
+            self.running.append(task)
+            piece = self._next(task, left[task.replica], spare=True)
+            if piece is None:
+                break
+            left[task.replica] -= piece.count
+            pieces.append(piece)
+        # a task that was preempted after its turn computes nothing
+        return [piece for piece in pieces if piece.task in self.running], copies
+
+    def done(self, piece: Piece, new: Sequence[int]) -> list[Copy]:
+        """Note that a piece was computed and that `new` follows its task's tokens -> copies to make
+        before the next step."""
+        task, page = piece.task, self.limits.page
+        task.tokens += new
+        drafts = len(piece.drafts)
+        task.computed = piece.start + piece.count - drafts + (max(0, len(new) - 1) if drafts else 0)
+        if not self.limits.prefix_cache:
+            return []
+        hashes = self._hashes(task, task.computed // page)
+        for i in range(piece.start // page, len(hashes)):
+            for pool, table in zip(self.pools[task.replica], task.tables, strict=True):
+                if table[i]:
+                    pool.describe(table[i], hashes[i])
+        snapshots = self._snapshots[task.replica]
+        if not snapshots.size or task.computed % self.limits.snapshot:
+            return []
+        key = hashes[-1]
+        if snapshots.find(key) is not None:
+            return []
+        target = snapshots.take()
+        snapshots.describe(target, key)
+        snapshots.release([target])
+        return [Copy(task.replica, task.slot, target)]
+
+    def _next(self, task: Task, rows: int, spare: bool = False) -> Piece | None:
+        """The next piece of a running task, with pages for it; None where it has to wait."""
+        drafts: tuple[int, ...] = ()
+        remaining = len(task.tokens) - task.computed
+        if remaining == 1 and self._draft and rows > 1:
+            drafts = tuple(self._draft(task))[: rows - 1]
+        count = min(remaining + len(drafts), rows)
+        if self._snapshots[task.replica].size:
+            count = min(count, self.limits.snapshot - task.computed % self.limits.snapshot)
+        while not self._grow(task, task.computed + count):
+            victims = [other for other in self.running if other.replica == task.replica]
+            victim = max(victims, key=lambda other: other.order)
+            if spare and victim is not task:
+                victim = task
+            self._preempt(victim)
+            if victim is task:
+                return None
+        return Piece(task, task.computed, count, drafts)
+
+    def _grow(self, task: Task, length: int) -> bool:
+        """Pages for the first `length` tokens, without those that are not read any more; False
+        where too few are left, and then nothing is taken."""
+        pools, page = self.pools[task.replica], self.limits.page
+        wanted = -(-length // page)
+        for pool, table, reach in zip(pools, task.tables, self._layout.reaches, strict=True):
+            behind = reach.first(task.computed) // page
+            gone = [i for i in range(min(behind, len(table))) if table[i]]
+            pool.release(table[i] for i in gone)
+            for i in gone:
+                table[i] = 0
+            if pool.available < wanted - len(table):
+                return False
+        for pool, table in zip(pools, task.tables, strict=True):
+            table += [pool.take() for _ in range(wanted - len(table))]
+        return True
+
+    def _admit(self, task: Task, left: Sequence[int]) -> list[Copy] | None:
+        """Give a waiting task a slot and the pages of its prefix that are cached; None where there
+        is no room. The copies bring the state of its recurrent layers."""
+        fitting = [i for i in range(len(left)) if left[i] and self._slots[i]]
+        if not fitting:
+            return None
+        prefixes = {i: self._prefix(task, i) for i in fitting}
+        best = max(fitting, key=lambda i: (prefixes[i], self.pools[i][0].available))
+        pools, page = self.pools[best], self.limits.page
+        hit = prefixes[best]
+        rest = min(left[best], len(task.tokens) - hit * page)
+        tables = []
+        for pool, reach in zip(pools, self._layout.reaches, strict=True):
+            first = reach.first(hit * page) // page
+            shared = [pool.find(task.hashes[i]) or 0 for i in range(first, hit)]
+            tables.append([0] * first + shared)
+            free = pool.available - sum(not pool.users(held) for held in shared)
+            reserve = pool.size // RESERVE if self.running else 0
+            if free < -(-rest // page) + reserve:
+                return None
+        task.replica, task.slot, task.computed = best, self._slots[best].pop(), hit * page
+        task.tables = tables
+        for pool, table in zip(pools, tables, strict=True):
+            for held in filter(None, table):
+                pool.share(held)
+        self.queried += len(task.tokens)
+        self.hits += task.computed
+        if not task.preempted:
+            task.cached = task.computed
+        snapshots = self._snapshots[best]
+        if not hit or not snapshots.size:
+            return []
+        source = snapshots.find(task.hashes[hit - 1])
+        assert source is not None
+        snapshots.share(source)
+        snapshots.release([source])
+        return [Copy(best, source, task.slot)]
+
+    def _prefix(self, task: Task, replica: int) -> int:
+        """Pages of the task's tokens that a replica has, all that its layers read of them; at least
+        one token is left to compute."""
+        if not self.limits.prefix_cache or task.sampling.prompt_logprobs is not None:
+            return 0
+        page = self.limits.page
+        hashes = self._hashes(task, (len(task.tokens) - 1) // page)
+        snapshots, pools = self._snapshots[replica], self.pools[replica]
+        for length in range(len(hashes), 0, -1):
+            if snapshots.size and snapshots.find(hashes[length - 1]) is None:
+                continue
+            if all(
+                pool.find(hashes[i]) is not None
+                for pool, reach in zip(pools, self._layout.reaches, strict=True)
+                for i in range(reach.first(length * page) // page, length)
+            ):
+                return length
+        return 0
+
+    def _hashes(self, task: Task, pages: int) -> list[bytes]:
+        """Hashes of the first pages of a task's tokens."""
+        page, salt = self.limits.page, task.adapter.to_bytes(4, "little")
+        for i in range(len(task.hashes), pages):
+            parent = task.hashes[-1] if task.hashes else b""
+            task.hashes.append(page_hash(parent, task.tokens[i * page : (i + 1) * page], salt))
+        return task.hashes[:pages]
+
+    def _preempt(self, task: Task) -> None:
+        self.running.remove(task)
+        self._give_back(task)
+        task.computed, task.preempted = 0, task.preempted + 1
+        self.preemptions += 1
+        self.add(task)
+
+    def _give_back(self, task: Task) -> None:
+        """Free pages and slot; the end of a text goes before its beginning."""
+        for pool, table in zip(self.pools[task.replica], task.tables, strict=True):
+            pool.release(page for page in reversed(table) if page)
+        self._slots[task.replica].append(task.slot)
+        task.tables = []

@@ -1,0 +1,49 @@
+"""The configuration of inference: generation and the server."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field
+
+from maxstack.config import Fault, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from maxstack.schema.kernels import PagedAttention
+
+
+class ServeConfig(Section):
+    """Sizes and rules of the engine that generates."""
+
+    rows: PositiveInt = 32
+    """Tokens that a step computes, of prompts and answers alike, on each replica of the model; a
+    step with fewer costs as much, unless identical is off."""
+    page: PositiveInt = 16
+    """Tokens of a page of the cache, which requests with one beginning share."""
+    cache: PositiveFloat | None = None
+    """Size of the cache in GiB a replica; null: for max_requests of max_length, at most half of the
+    memory that is free."""
+    max_length: PositiveInt | None = None
+    """Tokens of a prompt and its answer together at most; null: as many as the model was made for,
+    where its folder or its run say so."""
+    max_requests: PositiveInt = 32
+    """Requests that run at a time on each replica; others wait."""
+    queue: NonNegativeInt = 1024
+    """Requests that may wait; the server refuses more with status 429."""
+    identical: Literal["strict", "check", "off"] = "check"
+    """Same bits for a request whatever else is computed beside it. strict: tried at the start on
+    the real shapes, and refused where it does not hold; check: a warning then; off: steps with few
+    tokens have fewer rows, which is faster and rounds in other ways."""
+    prefix_cache: bool = True
+    """Keep pages of ended requests, for others that begin alike."""
+    snapshot: PositiveInt = 512
+    """Tokens between two snapshots of the state of recurrent layers, at which alone other requests
+    can take it up; a multiple of page."""
+    snapshots: NonNegativeInt = 64
+    """Snapshots that are kept on each replica, of models that have recurrent layers."""
+    attention: PagedAttention = "auto"
+    """The kernel of attention over cached pages; auto: the first that can serve."""
+    speculate: NonNegativeInt = 0
+    """Tokens that are guessed from what came before (n-grams) and computed in one step; the answer
+    stays the same. 0: none."""
+
+    def own_faults(self) -> Iterator[Fault]:
+        if self.snapshot % self.page:
+            yield "snapshot", f"snapshot={self.snapshot} is not a multiple of page={self.page}"
