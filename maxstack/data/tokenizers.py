@@ -41,6 +41,11 @@ class Tokenizer(ABC):
     _bos: Sequence[int]
     _eos: Sequence[int]
 
+    @property
+    def eos(self) -> tuple[int, ...]:
+        """Ids that end a document."""
+        return tuple(self._eos)
+
     def encode(self, document: bytes) -> np.ndarray:
         """int32 ids, with the configured beginning and end. UnicodeDecodeError for other bytes than
         the UTF-8 that it needs."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from maxstack.errors import ConfigError, DataError
+from maxstack.errors import DataError
 from maxstack.inference.drafts import ngram
 from maxstack.inference.layout import Layout
 from maxstack.inference.programs import Batch, Programs
@@ -123,9 +123,7 @@ class Engine:
         wanted_O[: len(wanted)] = [row.row for row in wanted]
         return Batch(Rows(*rows), wanted_O, tuple(tables)), wanted
 
-    def _finished(
-        self, piece: Piece, tokens: dict[tuple[int, int], Token]
-    ) -> Output | None:
+    def _finished(self, piece: Piece, tokens: dict[tuple[int, int], Token]) -> Output | None:
         """Note what a piece gave; end its task where it is complete."""
         task, start = piece.task, piece.start
         prompt: list[Token] = []
@@ -186,4 +184,3 @@ class Engine:
             return ()
         left = min(task.prompt + rules.max_tokens, self.max_length) - length - 1
         return ngram(task.tokens, min(self.cfg.serve.speculate, left))
-

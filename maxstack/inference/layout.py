@@ -46,9 +46,11 @@ class Layout:
                     "generate; give its section a method `cached`"
                 ) from None
             shared = mixer.keys_of
-            owner = max(j for j in range(len(cfg.prefix)) if cfg.prefix[j] == shared and j < i) if (
-                shared is not None
-            ) else i
+            owner = (
+                max(j for j in range(len(cfg.prefix)) if cfg.prefix[j] == shared and j < i)
+                if (shared is not None)
+                else i
+            )
             owners.append(owner)
             reaches.append(mixer.reach)
         paged = [

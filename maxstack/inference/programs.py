@@ -66,7 +66,10 @@ class Programs:
             compiler_options=ordered,
         )
         self._copy = jax.jit(
-            self._copied, donate_argnums=0, out_shardings=self._shardings(), compiler_options=ordered
+            self._copied,
+            donate_argnums=0,
+            out_shardings=self._shardings(),
+            compiler_options=ordered,
         )
 
     @property

@@ -62,9 +62,7 @@ class Sampler:
             tokens.append(Token(int(chosen[i]), own, best))
         return tokens
 
-    def _adjust(
-        self, logits_OV: Any, settings: sampling.Settings, wanted: Sequence[Wanted]
-    ) -> Any:
+    def _adjust(self, logits_OV: Any, settings: sampling.Settings, wanted: Sequence[Wanted]) -> Any:
         """Logits with biases, penalties and grammars; as they are where no request has any."""
         count, vocab = logits_OV.shape
         made: list[Any] = [None] * count

@@ -119,7 +119,9 @@ class Scheduler:
         it."""
         left = [self.limits.rows] * len(self.pools)
         pieces: list[Piece] = []
-        begun = sorted(self.running, key=lambda task: (len(task.tokens) - task.computed > 1, task.order))
+        begun = sorted(
+            self.running, key=lambda task: (len(task.tokens) - task.computed > 1, task.order)
+        )
         for task in begun:
             if task in self.running and left[task.replica]:
                 piece = self._next(task, left[task.replica])

@@ -67,9 +67,7 @@ class Attention(Layer):
         if self.cfg.share_kv is None:
             both = jnp.stack(self.keys_values(x_BTD, context), axis=3)
             new_RCH = both.reshape(both.shape[0], -1, self.cfg.head_dim)
-        o_RNH = context.cache.attend(
-            q_BTNH[:, 0], new_RCH, request(self.cfg), sinks_N=sinks_N
-        )
+        o_RNH = context.cache.attend(q_BTNH[:, 0], new_RCH, request(self.cfg), sinks_N=sinks_N)
         return o_RNH[:, None]
 
     def keys_values(self, x_BTD: Array, context: Context) -> tuple[Array, Array]:

@@ -119,9 +119,7 @@ def _on_own_heads(
     return sharding.per_device(local, specs, own)(of_keys, of_values, segments_BT)
 
 
-def _cached(
-    cfg: GatedDeltaConfig, of_keys: Arrays, of_values: Arrays, cache: LayerCache
-) -> Array:
+def _cached(cfg: GatedDeltaConfig, of_keys: Arrays, of_values: Arrays, cache: LayerCache) -> Array:
     """Convolutions and the recurrence of rows [R, 1, ..], one row after the other, from the states
     of their requests: [R, 1, N, V]. What a row gives does not depend on how its request was cut
     into steps."""

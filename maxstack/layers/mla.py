@@ -49,9 +49,7 @@ class MLA(Layer):
         key_up_LNH = values(self.key_up, q_BTNH.dtype)
         inner_RTNL = constrain(jnp.einsum("RTNH,LNH->RTNL", nope, key_up_LNH), HEADS)
         q_RTNL = jnp.concatenate([inner_RTNL, rope], axis=-1)
-        o_RNL = context.cache.attend(
-            q_RTNL[:, 0], new_RCH, ask, value_dim=self.cfg.kv_lora
-        )
+        o_RNL = context.cache.attend(q_RTNL[:, 0], new_RCH, ask, value_dim=self.cfg.kv_lora)
         value_up_LNV = values(self.value_up, q_BTNH.dtype)
         return jnp.einsum("RNL,LNV->RNV", o_RNL, value_up_LNV)[:, None]
 

@@ -312,9 +312,7 @@ def _layer(extra: Array | None, index: int) -> Array | None:
     return None if extra is None else extra[index]
 
 
-def _context(
-    cfg: DecoderConfig, batch: Batch, length: int, longest: int | None = None
-) -> Context:
+def _context(cfg: DecoderConfig, batch: Batch, length: int, longest: int | None = None) -> Context:
     """Context of a batch in natural order; what it holds is arranged. `longest`: see rope_table."""
     positions_BT = batch.get("positions", jnp.arange(length)[None])
     segments_BT = batch.get("segments")

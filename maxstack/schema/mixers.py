@@ -9,7 +9,18 @@ from pydantic import Field
 
 from maxstack.config import Fault, Items, PositiveFloat, PositiveInt, Section
 from maxstack.schema import kernels as names
-from maxstack.schema.parts import Cached, Count, Dim, Dims, Inner, Part, Parts, Weight, matrix, vector
+from maxstack.schema.parts import (
+    Cached,
+    Count,
+    Dim,
+    Dims,
+    Inner,
+    Part,
+    Parts,
+    Weight,
+    matrix,
+    vector,
+)
 
 Heads = tuple[Dim, Dim]
 """Heads, and their size."""

@@ -3,8 +3,6 @@
 from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field
-
 from maxstack.config import Fault, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from maxstack.schema.kernels import PagedAttention
 

@@ -45,9 +45,7 @@ def run(
         ids = jax.lax.dynamic_slice_in_dim(tables_RW, j * pages, pages, axis=1)
         kept = pages_PLCH[ids].reshape(rows, block, *pages_PLCH.shape[2:]).astype(dtype)
         k_RBKH, v_RBKV = keys_and_values(kept, value_dim, kv_heads)
-        scores = jnp.einsum(
-            "RKGH,RBKH->RKGB", q_RKGH, k_RBKH, preferred_element_type=jnp.float32
-        )
+        scores = jnp.einsum("RKGH,RBKH->RKGB", q_RKGH, k_RBKH, preferred_element_type=jnp.float32)
         scores = capped(scores * request.scale, request)
         at_B = j * block + jnp.arange(block)
         seen_RB = (at_B <= positions_R[:, None]) & (at_B >= first_R[:, None])
