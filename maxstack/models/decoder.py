@@ -138,8 +138,8 @@ class Decoder(Model):
         """The normed residual stream [R, 1, D] of a step of inference, whose rows read and write
         `cache`; `length` is the most tokens that a request may have.
 
-        Weights of the pattern's blocks are tuples by repetition in place of stacks: each layer reads
-        arrays of its own.
+        Weights of the pattern's blocks are tuples by repetition in place of stacks: each layer
+        reads arrays of its own.
         """
         cfg, real_R = self.cfg, rows.positions_R >= 0
         batch = {
