@@ -1,0 +1,253 @@
+"""Choice of the next tokens by logits, on the device. A row's token depends on its own logits and
+settings alone. Shapes: O rows  V vocab  T history  B biased tokens  W words of a mask, V / 32
+rounded up  C candidates  N weights."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxstack.inference.request import Sampling
+
+CANDIDATES = 1024
+"""Likeliest tokens that are sorted. A filter that keeps more takes 32 passes over the row."""
+BLOCK = 128
+"""Tokens of a block: a block is drawn first, then a token of it."""
+
+
+class Settings(NamedTuple):
+    """Numbers of `Sampling` for each row."""
+
+    temperature: jax.Array
+    """float32 [O], as top_p to frequency; 0: the likeliest token."""
+    top_k: jax.Array
+    """int32 [O]; 0: all."""
+    top_p: jax.Array
+    min_p: jax.Array
+    repetition: jax.Array
+    presence: jax.Array
+    frequency: jax.Array
+    seed: jax.Array
+    """uint32 [O, 2]: the seed modulo 2**64, its high half first, as in jax.random.key."""
+    choice: jax.Array
+    """int32 [O], as position."""
+    position: jax.Array
+    """Position in the sequence of the token that is chosen."""
+
+
+def settings(rows: Sequence[tuple[Sampling, int] | None]) -> Settings:
+    """The settings of each row's request and position, as numpy arrays; a row of None is greedy."""
+    greedy = Sampling(temperature=0.0), 0
+    samplings, positions = zip(*(row or greedy for row in rows), strict=True)
+
+    def packed(name: str, dtype: type = np.float32) -> Any:
+        return np.array([getattr(sampling, name) for sampling in samplings], dtype)
+
+    halves = [divmod(sampling.seed % 2**64, 2**32) for sampling in samplings]
+    seeds: Any = np.array(halves, np.uint32)
+    places: Any = np.array(positions, np.int32)
+    return Settings(
+        packed("temperature"),
+        packed("top_k", np.int32),
+        packed("top_p"),
+        packed("min_p"),
+        packed("repetition_penalty"),
+        packed("presence_penalty"),
+        packed("frequency_penalty"),
+        seeds,
+        packed("choice", np.int32),
+        places,
+    )
+
+
+def is_adjusted(sampling: Sampling, made: int) -> bool:
+    """True if `adjusted` changes the logits of a request that has `made` tokens of its answer."""
+    penalties = sampling.presence_penalty or sampling.frequency_penalty
+    if penalties or sampling.repetition_penalty != 1:
+        return True
+    return sampling.grammar is not None or bool(_biases(sampling, made))
+
+
+def biases(rows: Sequence[tuple[Sampling, int] | None]) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens, int32 [O, B] padded with -1, and what is added to their logits, float32 [O, B], for
+    each row's request and the number of tokens that its answer has: logit_bias, and -inf for stop
+    tokens before min_tokens. B is a power of two, so that few shapes are compiled."""
+    biased = [_biases(*row) if row else {} for row in rows]
+    size = 1 << max(max(map(len, biased)) - 1, 0).bit_length()
+    tokens = np.full((len(rows), size), -1, np.int32)
+    values = np.zeros((len(rows), size), np.float32)
+    for row, bias in enumerate(biased):
+        tokens[row, : len(bias)] = list(bias)
+        values[row, : len(bias)] = list(bias.values())
+    return tokens, values
+
+
+def _biases(sampling: Sampling, made: int) -> dict[int, float]:
+    barred = sampling.stop_tokens if made < sampling.min_tokens else ()
+    return {**sampling.logit_bias, **dict.fromkeys(barred, -np.inf)}
+
+
+def adjusted(
+    logits_OV: jax.Array,
+    history_OT: jax.Array,
+    prompt_lengths_O: jax.Array,
+    settings: Settings,
+    bias: tuple[jax.Array, jax.Array],
+    mask_OW: jax.Array,
+) -> jax.Array:
+    """Logits, float32 [O, V], after bias, penalties and grammar. Bits of a row without any stay.
+
+    `history_OT` has the tokens of prompt and answer, padded with -1; `bias` is of `biases`; a bit
+    of `mask_OW` (int32, the lowest bit first) that is 0 bars its token. Penalties: Keskar et al.
+    2019, arXiv:1909.05858, as in transformers, for `repetition`; `presence` and `frequency` by the
+    reference of OpenAI's API.
+    """
+    rows, vocab = logits_OV.shape
+
+    def added(to_OV: jax.Array, tokens_ON: jax.Array, values: jax.Array | int) -> jax.Array:
+        columns_ON = jnp.where(tokens_ON < 0, vocab, tokens_ON)
+        return to_OV.at[jnp.arange(rows)[:, None], columns_ON].add(values, mode="drop")
+
+    none_OV = jnp.zeros((rows, vocab), jnp.int32)
+    in_answer_OT = jnp.arange(history_OT.shape[1]) >= prompt_lengths_O[:, None]
+    seen_OV = added(none_OV, history_OT, 1) > 0
+    counts_OV = added(none_OV, jnp.where(in_answer_OT, history_OT, -1), 1)
+    x_OV = added(logits_OV.astype(jnp.float32), *bias)
+    factor_O1 = settings.repetition[:, None]
+    penalized_OV = jnp.where(x_OV < 0, x_OV * factor_O1, x_OV / factor_O1)
+    x_OV = jnp.where(seen_OV & (factor_O1 != 1), penalized_OV, x_OV)
+    once_OV = settings.presence[:, None] + settings.frequency[:, None] * counts_OV
+    once_OV = jnp.where(counts_OV > 0, once_OV, 0)
+    x_OV = jnp.where(once_OV != 0, x_OV - once_OV, x_OV)
+    bits_OV = jnp.repeat(mask_OW, 32, axis=1)[:, :vocab] >> (jnp.arange(vocab) % 32)
+    return jnp.where((bits_OV & 1) == 1, x_OV, -jnp.inf)
+
+
+def chosen(logits_OV: jax.Array, settings: Settings) -> jax.Array:
+    """The next token of each row, int32 [O], by temperature, top_k, top_p and min_p.
+
+    Temperature 0: the likeliest token, of equal ones the first. Else a draw from the tokens that
+    the filters keep, by two uniform numbers of the key fold_in(fold_in(seed, choice), position).
+    Tokens with equal logits are kept or dropped together: top_k may keep more than k (as in
+    transformers), and top_p more than it needs (transformers drops some by their order).
+    """
+    logits_OV = logits_OV.astype(jnp.float32)
+    samples_O = settings.temperature > 0
+    filters_O = samples_O & ((settings.top_k > 0) | (settings.top_p < 1))
+
+    def drawn() -> jax.Array:
+        weights_OV = _weights(logits_OV, settings)
+        none_O = jnp.full(len(logits_OV), -jnp.inf)
+        threshold_O = jax.lax.cond(
+            filters_O.any(),
+            lambda: jnp.where(filters_O, _threshold(logits_OV, weights_OV, settings), none_O),
+            lambda: none_O,
+        )
+        kept_OV = logits_OV >= threshold_O[:, None]
+        kept_OV &= weights_OV >= settings.min_p[:, None]
+        return _draw(jnp.where(kept_OV, weights_OV, 0), _uniforms(settings))
+
+    greedy_O = jnp.argmax(logits_OV, -1).astype(jnp.int32)
+    drawn_O = jax.lax.cond(samples_O.any(), drawn, lambda: greedy_O)
+    return jnp.where(samples_O, drawn_O, greedy_O)
+
+
+def logprobs(
+    logits_OV: jax.Array, tokens_O: jax.Array, top: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Log-probability of each row's token, float32 [O]; the `top` likeliest tokens, int32
+    [O, top], the likeliest and of equal ones the first in front; and theirs, float32 [O, top]. A
+    token's are the same bits in both."""
+    logits_OV = logits_OV.astype(jnp.float32)
+    top_OC, tokens_OC = jax.lax.top_k(logits_OV, top)
+    own_O1 = jnp.take_along_axis(logits_OV, tokens_O[:, None], 1)
+    most_O1 = logits_OV.max(-1, keepdims=True)
+    total_O1 = jnp.exp(logits_OV - most_O1).sum(-1, keepdims=True)
+    values_OC = jnp.concatenate([own_O1, top_OC], 1) - most_O1 - jnp.log(total_O1)
+    return values_OC[:, 0], tokens_OC, values_OC[:, 1:]
+
+
+def _weights(logits_OV: jax.Array, settings: Settings) -> jax.Array:
+    """Probabilities as multiples of the likeliest token's."""
+    scale_O = jnp.where(settings.temperature > 0, settings.temperature, 1)
+    return jnp.exp((logits_OV - logits_OV.max(-1, keepdims=True)) / scale_O[:, None])
+
+
+def _threshold(logits_OV: jax.Array, weights_OV: jax.Array, settings: Settings) -> jax.Array:
+    """The least logit, [O], of the tokens that top_k and then top_p keep."""
+    rows, vocab = logits_OV.shape
+    k_O = jnp.where(settings.top_k > 0, jnp.minimum(settings.top_k, vocab), vocab)
+    best_OC, tokens_OC = jax.lax.top_k(logits_OV, min(CANDIDATES, vocab))
+    last = best_OC.shape[1] - 1
+
+    def searched(short_O: jax.Array, values_OV: jax.Array, least_O: jax.Array) -> jax.Array:
+        return jax.lax.cond(
+            short_O.any(),
+            lambda: _searched(logits_OV, values_OV, least_O),
+            lambda: jnp.full(rows, -jnp.inf),
+        )
+
+    kth_O = jnp.take_along_axis(best_OC, jnp.clip(k_O - 1, 0, last)[:, None], 1)[:, 0]
+    long_O = (k_O > last + 1) & (k_O < vocab)
+    counted_O = searched(long_O, jnp.ones_like(logits_OV), k_O.astype(jnp.float32))
+    kth_O = jnp.where(k_O > last + 1, jnp.where(long_O, counted_O, -jnp.inf), kth_O)
+
+    weights_OV = jnp.where(logits_OV >= kth_O[:, None], weights_OV, 0)
+    mass_O = settings.top_p * weights_OV.sum(-1)
+    sums_OC = jnp.cumsum(jnp.take_along_axis(weights_OV, tokens_OC, 1), 1)
+    enough_OC = sums_OC >= mass_O[:, None]
+    first_O = jnp.take_along_axis(best_OC, jnp.argmax(enough_OC, 1)[:, None], 1)[:, 0]
+    has_p_O = settings.top_p < 1
+    short_O = has_p_O & ~enough_OC.any(1)
+    nucleus_O = jnp.where(short_O, searched(short_O, weights_OV, mass_O), first_O)
+    return jnp.maximum(kth_O, jnp.where(has_p_O, nucleus_O, -jnp.inf))
+
+
+def _searched(logits_OV: jax.Array, values_OV: jax.Array, least_O: jax.Array) -> jax.Array:
+    """The largest logit, [O], for which the values of all tokens with at least that logit add up to
+    `least_O`; found by the bits of an order-preserving uint32, the highest first."""
+    top_bit = jnp.uint32(1 << 31)
+    bits_OV = jax.lax.bitcast_convert_type(logits_OV, jnp.uint32)
+    order_OV = jnp.where(bits_OV >= top_bit, ~bits_OV, bits_OV | top_bit)
+
+    def with_bit(index: int, found_O: jax.Array) -> jax.Array:
+        tried_O = found_O | (top_bit >> index)
+        sums_O = jnp.where(order_OV >= tried_O[:, None], values_OV, 0).sum(-1)
+        return jnp.where(sums_O >= least_O, tried_O, found_O)
+
+    none_O = jnp.zeros(len(logits_OV), jnp.uint32)
+    found_O = jax.lax.fori_loop(0, 32, with_bit, none_O)
+    bits_O = jnp.where(found_O >= top_bit, found_O ^ top_bit, ~found_O)
+    values_O = jax.lax.bitcast_convert_type(bits_O, jnp.float32)
+    return jnp.where(jnp.isnan(values_O), -jnp.inf, values_O)
+
+
+def _uniforms(settings: Settings) -> jax.Array:
+    """float32 [O, 2] in [0, 1)."""
+
+    def of_row(seed: jax.Array, choice: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+        key = jax.random.fold_in(jax.random.fold_in(key, choice), position)
+        return jax.random.uniform(key, (2,))
+
+    return jax.vmap(of_row)(settings.seed, settings.choice, settings.position)
+
+
+def _draw(weights_OV: jax.Array, uniforms_O2: jax.Array) -> jax.Array:
+    """A token of each row with a probability in proportion to its weight, int32 [O]."""
+    rows, vocab = weights_OV.shape
+    blocks_ONB = jnp.pad(weights_OV, ((0, 0), (0, -vocab % BLOCK))).reshape(rows, -1, BLOCK)
+    block_O = _inverse(blocks_ONB.sum(-1), uniforms_O2[:, 0])
+    weights_OB = jnp.take_along_axis(blocks_ONB, block_O[:, None, None], 1)[:, 0]
+    return block_O * BLOCK + _inverse(weights_OB, uniforms_O2[:, 1])
+
+
+def _inverse(weights_ON: jax.Array, uniform_O: jax.Array) -> jax.Array:
+    """The first index whose cumulative weight is above the uniform's share of the total. Never an
+    index without weight, though rounded sums need not increase."""
+    sums_ON = jnp.where(weights_ON > 0, jnp.cumsum(weights_ON, 1), 0)
+    total_O = sums_ON.max(1)
+    share_O = jnp.minimum(uniform_O * total_O, jnp.nextafter(total_O, 0.0))
+    return jnp.argmax(sums_ON > share_O[:, None], 1).astype(jnp.int32)
