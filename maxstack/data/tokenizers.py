@@ -229,7 +229,7 @@ class HuggingFace(Tokenizer):
     def raw(self, token: int) -> bytes | None:
         piece = self._model.id_to_token(token) or ""
         if self._byte_level:
-            return byte_level.raw(piece)
+            return byte_level.bytes_of(piece)
         is_byte = self._byte_fallback and re.fullmatch("<0x[0-9a-fA-F]{2}>", piece)
         return bytes.fromhex(piece[3:5]) if is_byte else None
 
