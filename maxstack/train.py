@@ -18,7 +18,7 @@ from maxstack.cluster.exit_codes import CRASHED, RETRY
 from maxstack.command import CONFIG, OVERRIDES, argument, command, load_config
 from maxstack.errors import ConfigError
 from maxstack.faults import supervise
-from maxstack.hardware import devices
+from maxstack.hardware import compiling, devices
 from maxstack.report.console import tell
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def train(
 
     joining.join(cfg)
     heart = startup.watched(cfg, ending)
-    startup.cache(cfg.run.compilation_cache)
+    compiling.keep_programs(cfg.run.compilation_cache)
     fits(cfg.data, cfg.objective.token_ids(cfg.model.vocab))
     run = assemble(cfg, startup.make_mesh(cfg, left))
     fit.check_memory(run)

@@ -8,17 +8,14 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from maxstack.errors import DataError
+from maxstack.errors import ConfigError, DataError
 from maxstack.inference.drafts import ngram
 from maxstack.inference.layout import Layout
-from maxstack.inference.programs import Batch, Programs
+from maxstack.inference.programs import Batch, Programs, Rowed
 from maxstack.inference.request import Output, Sampling, Token
 from maxstack.inference.sampler import Sampler, Wanted
 from maxstack.inference.sampling import is_adjusted
 from maxstack.inference.scheduler import Limits, Piece, Scheduler, Task
-from maxstack.layers.cache import Rows
 
 if TYPE_CHECKING:
     from maxstack.run import Run
@@ -36,6 +33,11 @@ class Engine:
         self._layout = Layout.of(run.cfg.model)
         self.programs = Programs(run, params, self._layout, limits, max_length)
         self._sampler = Sampler(run.cfg.model.vocab, max_length)
+        if run.cfg.serve.speculate and self._layout.recurrent:
+            raise ConfigError(
+                f"serve.speculate={run.cfg.serve.speculate}: the model has recurrent layers, whose "
+                "state cannot take back a guess that was wrong; set it to 0"
+            )
         draft = self._drafts if run.cfg.serve.speculate else None
         self.scheduler = Scheduler(self._layout, limits, self.programs.replicas, draft)
         self._tasks: dict[int, Task] = {}
@@ -92,36 +94,24 @@ class Engine:
         return [output for piece in pieces if (output := self._finished(piece, tokens)) is not None]
 
     def _batch(self, pieces: Sequence[Piece]) -> tuple[Batch, list[Wanted]]:
-        """Rows of the pieces, each replica's from its own first row."""
-        programs, limits = self.programs, self.programs.limits
-        rows = np.zeros((3, programs.replicas * limits.rows), np.int32)
-        rows[1] = -1
-        tables = [
-            np.zeros((programs.replicas * programs.slots, programs.width), np.int32)
-            for _ in self._layout.reaches
-        ]
-        filled, wanted = [limits.rows * i for i in range(programs.replicas)], []
-        for task, start, count, drafts in pieces:
-            first = filled[task.replica]
-            own = slice(first, first + count)
-            filled[task.replica] += count
-            tokens = [*task.tokens[start : start + count], *drafts]
-            rows[:, own] = tokens, np.arange(start, start + count), np.full(count, task.slot)
-            for table, pages in zip(tables, task.tables, strict=True):
-                table[task.replica * programs.slots + task.slot, : len(pages)] = pages
-            for i in range(count):
-                position = start + i
+        """A step of the pieces, and the rows whose logits are wanted."""
+        rowed, wanted = [], []
+        for task, start, size, drafts in pieces:
+            tokens = [*task.tokens[start : start + size], *drafts]
+            rowed.append(Rowed(task.replica, task.slot, start, tokens, task.tables))
+            for position in range(start, start + size):
                 if position >= len(task.tokens) - 1:
-                    wanted.append(Wanted(task, position, first + i, None))
+                    wanted.append(Wanted(task, position, len(rowed) - 1, None))
                 elif (
                     task.sampling.prompt_logprobs is not None
                     and task.reported <= position < task.prompt - 1
                 ):
                     target = task.tokens[position + 1]
-                    wanted.append(Wanted(task, position, first + i, target))
-        wanted_O = np.zeros(rows.shape[1], np.int32)
-        wanted_O[: len(wanted)] = [row.row for row in wanted]
-        return Batch(Rows(*rows), wanted_O, tuple(tables)), wanted
+                    wanted.append(Wanted(task, position, len(rowed) - 1, target))
+        batch, firsts = self.programs.batch(rowed, len(wanted))
+        for i, row in enumerate(wanted):
+            batch.wanted_O[i] = firsts[row.piece] + row.position - rowed[row.piece].start
+        return batch, wanted
 
     def _finished(self, piece: Piece, tokens: dict[tuple[int, int], Token]) -> Output | None:
         """Note what a piece gave; end its task where it is complete."""

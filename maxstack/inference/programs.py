@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -25,16 +26,20 @@ if TYPE_CHECKING:
 
 
 def serving(cfg: "Config") -> "Config":
-    """The configuration with what inference does otherwise than training: rows are split where
-    batches are, no token is dropped by a capacity, and each layer's arrays stand alone."""
-    rules = {**cfg.mesh.rules, "seq": (), "residual": ()}
+    """The configuration with what inference does otherwise than training: no token is dropped by a
+    capacity."""
     blocks = {
         name: block.model_copy(update={"mlp": block.mlp.dropless()})
         for name, block in cfg.model.blocks.items()
     }
     model = cfg.model.model_copy(update={"blocks": blocks})
-    mesh = cfg.mesh.model_copy(update={"rules": rules})
-    return cfg.model_copy(update={"model": model, "mesh": mesh})
+    return cfg.model_copy(update={"model": model})
+
+
+def sizes_of(limits: Limits) -> tuple[int, ...]:
+    """Numbers of rows that steps may have: the most, and a quarter and a sixteenth of it. Fewer
+    cost as much on most devices."""
+    return tuple(sorted({max(1, limits.rows // share) for share in (16, 4, 1)}))
 
 
 class Batch(NamedTuple):
@@ -47,6 +52,17 @@ class Batch(NamedTuple):
     """By group: int32 [S, W]."""
 
 
+class Rowed(NamedTuple):
+    """Tokens of a request, to be rows of a step."""
+
+    replica: int
+    slot: int
+    start: int
+    tokens: Sequence[int]
+    pages: Sequence[Sequence[int]]
+    """By group."""
+
+
 class Programs:
     """Programs for the weights of a run on its mesh, and the cache that they read and replace."""
 
@@ -54,8 +70,10 @@ class Programs:
         self._run, self._layout, self.limits = run, layout, limits
         self.replicas = parts(run.cfg.mesh.rules["batch"], run.mesh.shape)
         self.width = -(-max_length // limits.page)
+        self.sizes = sizes_of(limits)
         self._max_length = max_length
-        self._graph, panels = run.graph, {}
+        self._graph = run.graph
+        panels: dict[str, Panels] = {}
         if run.mesh.size == 1 and run.mesh.devices.flat[0].platform == "cpu":
             from maxstack.weights.panels import in_panels
 
@@ -77,6 +95,31 @@ class Programs:
             out_shardings=self._shardings(),
             compiler_options=ordered,
         )
+
+    def batch(self, pieces: Sequence[Rowed], wanted: int) -> tuple[Batch, list[int]]:
+        """Pieces as a step of the smallest size that holds them, each replica's from its own first
+        row on, with room for `wanted` logits; and the first row of each piece."""
+        used = [0] * self.replicas
+        for piece in pieces:
+            used[piece.replica] += len(piece.tokens)
+        size = next(size for size in self.sizes if size >= max(used))
+        rows = np.zeros((3, self.replicas * size), np.int32)
+        rows[1] = -1
+        tables = np.zeros(
+            (len(self._layout.reaches), self.replicas * self.slots, self.width), np.int32
+        )
+        filled, firsts = [size * replica for replica in range(self.replicas)], []
+        for replica, slot, start, tokens, pages in pieces:
+            first = filled[replica]
+            firsts.append(first)
+            filled[replica] += len(tokens)
+            own = slice(first, filled[replica])
+            rows[:, own] = tokens, np.arange(start, start + len(tokens)), [slot] * len(tokens)
+            for table, held in zip(tables, pages, strict=True):
+                table[replica * self.slots + slot, : len(held)] = held
+        few = rows.shape[1] // 4
+        outputs = few if size == self.sizes[-1] and wanted <= few else rows.shape[1]
+        return Batch(Rows(*rows), np.zeros(outputs, np.int32), tuple(tables)), firsts
 
     @property
     def slots(self) -> int:

@@ -11,6 +11,7 @@ from maxstack.errors import ConfigError
 from maxstack.inference.layout import Layout
 from maxstack.inference.opened import config_of, open_prompt_tokenizer, read_weights
 from maxstack.inference.scheduler import Limits
+from maxstack.schema.mesh import AXES
 
 if TYPE_CHECKING:
     from maxstack.data.tokenizers import Tokenizer
@@ -21,6 +22,14 @@ log = logging.getLogger(__name__)
 GIB = 2**30
 SHARE = 0.5
 """Share of the memory that is free beside the weights that a cache takes by itself."""
+OVERRIDES = (
+    "run.virtual_devices=null",
+    *(f"mesh.{axis}=1" for axis in AXES),
+    "mesh.tensor=-1",
+    "mesh.rules.seq=null",
+    "mesh.rules.residual=null",
+)
+"""A run's own mesh is for training; rows of inference have no sequence to split."""
 USUAL = 2048
 """serve.max_length of a model that says nothing of its length."""
 
@@ -45,7 +54,7 @@ def start(model: str, overrides: Sequence[str]) -> Served:
     generate or does not fit."""
     from maxstack.inference.programs import serving
 
-    cfg, own = config_of(model, ["run.virtual_devices=null", *overrides])
+    cfg, own = config_of(model, [*OVERRIDES, *overrides])
     if cfg.objective.kind == "masked_diffusion":
         raise ConfigError(f"{model}: was trained by masked diffusion; `maxstack sample` is for it")
     cfg = serving(cfg)
@@ -56,9 +65,11 @@ def start(model: str, overrides: Sequence[str]) -> Served:
     import jax
 
     from maxstack import sharding
+    from maxstack.hardware.compiling import keep_programs
     from maxstack.inference.engine import Engine
     from maxstack.run import assemble
 
+    keep_programs(cfg.run.compilation_cache)
     run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()), trains=False)
     params = read_weights(model, run, own)
     limits, max_length = limits_of(cfg, layout, longest, _free(run))
@@ -113,18 +124,26 @@ def limits_of(cfg: "Config", layout: Layout, longest: int, free: int | None) -> 
 
 
 def _check_identical(engine: "Engine", layout: Layout) -> None:
-    """ConfigError or a warning where a request's bits depend on its company."""
+    """ConfigError or a warning where a request's bits depend on its company. Where only the size of
+    steps matters, all get the same."""
     from maxstack.inference.identity import differing
 
-    asked = engine.cfg.serve.identical
+    asked, programs = engine.cfg.serve.identical, engine.programs
     if asked == "off":
         return
-    ways = differing(engine.programs, layout, engine.cfg.model.vocab, engine.max_length)
+    ways = differing(programs, layout, engine.cfg.model.vocab, engine.max_length)
+    if ways:
+        told = " and ".join(ways)
+        log.info(
+            "serve.identical: bits differ %s; all steps have %d rows", told, programs.sizes[-1]
+        )
+        programs.sizes = programs.sizes[-1:]
+        ways = differing(programs, layout, engine.cfg.model.vocab, engine.max_length)
     if not ways:
         return
     message = (
         f"serve.identical={asked}: on this device a request's logits change in their last bits "
-        f"when it is {' and '.join(ways)}"
+        f"when they are computed {' and '.join(ways)}"
     )
     if asked == "strict":
         raise ConfigError(f"{message}; set serve.identical=check to serve nevertheless")
