@@ -41,6 +41,13 @@ SPLITS = {"gpt2": _GPT2} | dict.fromkeys(_QWENS, _QWEN2)
 """By `model_type` of config.json. Other models name these classes of tokenizers too, with a pattern
 of their own in tokenizer.json."""
 
+_PRINTABLE = {*range(33, 127), *range(161, 173), *range(174, 256)}
+_OTHERS = sorted({*range(256)} - _PRINTABLE)
+_BYTES = {chr(byte): byte for byte in _PRINTABLE}
+_BYTES |= {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
+"""The character that stands for each byte (Radford et al.'s encoder.py): itself if it is printable
+in Latin-1, else one from 256 on."""
+
 
 def split_of(folder: Path) -> Split | None:
     """The split of a folder's vocab.json and merges.txt; None if config.json and
@@ -86,6 +93,14 @@ def tokenizer_json(vocab: Path) -> bytes:
                 f"{VOCAB} and those before it comes {number}; give it that id, or fill the gap"
             )
     return tokenizer.to_str().encode()
+
+
+def raw(piece: str) -> bytes:
+    """Bytes of a token: each is written as one character; a token with any other character, which
+    was added to the vocabulary, is written in UTF-8."""
+    if _BYTES.keys() >= set(piece):
+        return bytes(_BYTES[char] for char in piece)
+    return piece.encode()
 
 
 def unknown(folder: Path) -> str:

@@ -4,8 +4,9 @@ import contextlib
 import functools
 import json
 import os
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,8 @@ class Tokenizer(ABC):
     """int32 [vocab_size]: UTF-8 bytes of text that each id stands for; 0 for special tokens."""
     fingerprint: str
     """A hash of everything that a document's ids depend on."""
+    special: Mapping[int, str]
+    """Tokens that `decode` leaves out, and how they are written."""
     _bos: Sequence[int]
     _eos: Sequence[int]
 
@@ -71,6 +74,21 @@ class Tokenizer(ABC):
         """The text of the ids, without special tokens."""
 
     @abstractmethod
+    def raw(self, token: int) -> bytes | None:
+        """Bytes of a token that may hold a part of a character; None for a token of text, which
+        may depend on the tokens before it."""
+
+    def encode_marked(self, text: str) -> list[int]:
+        """Ids of a text in which special tokens, where they are spelt out, stand for themselves;
+        without beginning and end. The texts between them are encoded each by itself."""
+        names = {name: token for token, name in self.special.items()}
+        marks = "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)"
+        ids: list[int] = []
+        for part in re.split(f"({marks})", text):
+            ids += [names[part]] if part in names else map(int, self._text_ids(part.encode()))
+        return ids
+
+    @abstractmethod
     def _text_ids(self, document: bytes) -> Sequence[int] | np.ndarray:
         """Ids without beginning and end."""
 
@@ -87,9 +105,13 @@ class Bytes(Tokenizer):
         self.token_bytes = np.append(np.ones(256, np.int32), np.int32(0))
         self.fingerprint = digest(f"bytes {cfg.bos} {cfg.eos}".encode())
         self._bos, self._eos = [256] * cfg.bos, [256] * cfg.eos
+        self.special = {}
 
     def decode(self, ids: np.ndarray) -> bytes:
         return ids[ids < 256].astype(np.uint8).tobytes()
+
+    def raw(self, token: int) -> bytes:
+        return bytes([token] if token < 256 else [])
 
     def _text_ids(self, document: bytes) -> np.ndarray:
         return np.frombuffer(document, np.uint8)
@@ -118,9 +140,15 @@ class SentencePiece(Tokenizer):
         self._bos = self._special("bos", cfg.bos, self._model.bos_id())
         self._eos = self._special("eos", cfg.eos, self._model.eos_id())
         self.token_bytes = np.array([self._bytes(i) for i in range(self.vocab_size)], np.int32)
+        ids = filter(self._model.is_control, range(self.vocab_size))
+        self.special = {i: self._model.id_to_piece(i) for i in ids}
 
     def decode(self, ids: np.ndarray) -> bytes:
         return self._model.decode([int(i) for i in ids]).encode()
+
+    def raw(self, token: int) -> bytes | None:
+        piece = self._model.id_to_piece(token) if self._model.is_byte(token) else None
+        return piece and bytes.fromhex(piece[3:5])
 
     def _text_ids(self, document: bytes) -> list[int]:
         return self._model.encode(document.decode())
@@ -183,9 +211,33 @@ class HuggingFace(Tokenizer):
         self.fingerprint = digest(text + f" {cfg.bos} {cfg.eos}".encode())
         self._bos, self._eos = self._special("bos", cfg.bos), self._special("eos", cfg.eos)
         self.token_bytes = _hugging_face_bytes(spec, ids, self.vocab_size)
+        added = self._model.get_added_tokens_decoder().items()
+        self.special = {i: token.content for i, token in added if token.special}
+        decoder = spec.get("decoder") or {}
+        kinds = {part.get("type") for part in decoder.get("decoders", [decoder])}
+        self._byte_level, self._byte_fallback = kinds == {"ByteLevel"}, "ByteFallback" in kinds
 
     def decode(self, ids: np.ndarray) -> bytes:
         return self._model.decode([int(i) for i in ids], skip_special_tokens=True).encode()
+
+    def raw(self, token: int) -> bytes | None:
+        piece = self._model.id_to_token(token) or ""
+        if self._byte_level:
+            return byte_level.raw(piece)
+        is_byte = self._byte_fallback and re.fullmatch("<0x[0-9a-fA-F]{2}>", piece)
+        return bytes.fromhex(piece[3:5]) if is_byte else None
+
+    def encode_marked(self, text: str) -> list[int]:
+        return self._marked.encode(text, add_special_tokens=False).ids
+
+    @functools.cached_property
+    def _marked(self) -> Any:
+        """The model with special tokens as such where a text spells them out."""
+        import tokenizers
+
+        model = tokenizers.Tokenizer.from_str(self._model.to_str())
+        model.encode_special_tokens = False
+        return model
 
     def _text_ids(self, document: bytes) -> list[int]:
         return self._model.encode(document.decode(), add_special_tokens=False).ids

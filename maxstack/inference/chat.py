@@ -1,0 +1,188 @@
+"""Chat templates: conversations become the text that a model was trained on."""
+
+import datetime
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from maxstack.data.byte_level import NAMED, content, read, special_tokens
+from maxstack.data.tokenizers import Tokenizer
+from maxstack.errors import ConfigError, DataError, quoted, shortened
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+CONFIG, JINJA, JSON = "tokenizer_config.json", "chat_template.jinja", "chat_template.json"
+DEFAULT, WITH_TOOLS = "default", "tool_use"
+"""Names of templates where a model has several."""
+LARGEST = 1 << 25
+"""Characters of a rendered conversation."""
+
+
+class ChatTemplate:
+    """A chat template of Hugging Face's dialect of Jinja, rendered in a sandbox.
+
+    `sources` maps names to templates, of which `default` is used, or `tool_use`, if there is one,
+    for conversations with tools; `tokens` are variables such as bos_token. DataError, which begins
+    with `where`, for a template that cannot be parsed.
+    """
+
+    def __init__(self, sources: Mapping[str, str], tokens: Mapping[str, str], where: str):
+        if DEFAULT not in sources:
+            raise ConfigError(
+                f"{where}: has chat templates {', '.join(map(quoted, sources))} and none named "
+                f"{DEFAULT}; write one of them to a file and give it: --chat-template FILE"
+            )
+        self.sources, self.where = sources, where
+        self._tokens = tokens
+        self._templates = {name: self._parsed(text) for name, text in sources.items()}
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **extra: Any,
+    ) -> str:
+        """The text of a conversation, with BOS where the template writes it. Messages, tools and
+        `extra`, further variables, are plain JSON. DataError for what the template refuses, and
+        for a template that does what the sandbox refuses."""
+        name = WITH_TOOLS if tools and WITH_TOOLS in self._templates else DEFAULT
+        variables = {
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **self._tokens,
+            **extra,
+        }
+        parts, size = [], 0
+        try:
+            for part in self._templates[name].generate(variables):
+                parts.append(part)
+                size += len(part)
+                if size > LARGEST:
+                    raise OverflowError(f"it writes more than {LARGEST} characters")
+        except Exception as error:  # a template can do anything
+            raise self._refused(error) from error
+        return "".join(parts)
+
+    def _parsed(self, source: str) -> "Template":
+        environment = _environment()
+        try:
+            return environment.from_string(source)
+        except Exception as error:  # TemplateSyntaxError, and Python's for deep nesting
+            raise self._refused(error) from error
+
+    def _refused(self, error: Exception) -> DataError:
+        line = f" line {lineno}:" if (lineno := getattr(error, "lineno", None)) else ""
+        words = " ".join(str(error).split()) or type(error).__name__
+        return DataError(f"{self.where}: the chat template:{line} {shortened(words, 500)}")
+
+
+def read_chat_template(folder: Path, file: str | None = None) -> ChatTemplate:
+    """The chat template of a Hugging Face folder, or of a run that was imported from one, or that
+    in `file`, with the folder's special tokens. ConfigError where there is none."""
+    beside = folder / "hf" if (folder / "hf").is_dir() else folder
+    config = special_tokens(beside)
+    tokens = {name: text for name in NAMED if (text := content(config.get(name))) is not None}
+    path = Path(file) if file else beside / JINJA
+    if file or path.is_file():
+        return ChatTemplate({DEFAULT: _text(path)}, tokens, str(path))
+    for name in (JSON, CONFIG):
+        path = beside / name
+        template = read(path).get("chat_template")
+        if template is not None:
+            return ChatTemplate(_named(template, path), tokens, str(path))
+    raise ConfigError(
+        f"{folder}: has no chat template, neither {JINJA}, nor chat_template in {JSON} or "
+        f"{CONFIG}; give one: --chat-template FILE, or ask for completions of text: /v1/completions"
+    )
+
+
+def encode_chat(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ids of a rendered conversation, without another BOS.
+
+    Special tokens that are spelt out in it become their ids, in what people wrote too, as in
+    transformers. Of a SentencePiece model these are the control tokens, between which each text is
+    encoded by itself, with the space that the model puts before a text. The tokenizer of kind
+    bytes has no special tokens with names: all is plain text.
+    """
+    return tokenizer.encode_marked(text)
+
+
+def _named(template: Any, path: Path) -> dict[str, str]:
+    """Name -> template of a chat_template, which is a text or a list of named ones."""
+    if isinstance(template, str):
+        return {DEFAULT: template}
+    try:
+        named = {entry["name"]: entry["template"] for entry in template}
+    except (TypeError, KeyError):
+        named = {}
+    if not named or not all(isinstance(text, str) for pair in named.items() for text in pair):
+        raise DataError(
+            f"{path}: chat_template={quoted(template)}: must be a text, or a list of mappings with "
+            "name and template"
+        )
+    return named
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: the chat template cannot be read: {error}") from error
+
+
+@functools.cache
+def _environment() -> "ImmutableSandboxedEnvironment":
+    """Jinja as transformers sets it up (utils/chat_template_utils.py). ConfigError where it is not
+    installed."""
+    try:
+        from jinja2 import TemplateError, nodes
+        from jinja2.ext import Extension
+        from jinja2.parser import Parser
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError:
+        raise ConfigError(
+            "chat templates are rendered by jinja2: pip install 'maxstack[serve]'"
+        ) from None
+
+    class Generation(Extension):
+        """`{% generation %}`, which marks what is trained on: the block as it is."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body).set_lineno(line)
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    def to_json(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment

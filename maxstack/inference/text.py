@@ -1,0 +1,99 @@
+"""The text of an answer while its tokens arrive."""
+
+import codecs
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from maxstack.data.tokenizers import Tokenizer
+
+_CONTEXT = 4
+"""Tokens of the prompt with text that are read; those of an unfinished character are fewer."""
+
+
+class TextStream:
+    """From tokens to text, which is given as soon as it is certain: characters with all their
+    bytes, and nothing that may be the start of a stop string.
+
+    The pieces joined are the tokenizer's text of prompt and answer, without the prompt's but with
+    the character that the prompt leaves unfinished. Bytes that are no UTF-8 become U+FFFD, and
+    valid ones beside them stay, unlike in `decode` of some tokenizer.json. Special tokens have no
+    text, but for those in `shown`. Each token costs the same, however long the answer is.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_tokens: Sequence[int] = (),
+        stops: Sequence[str] = (),
+        include_stop: bool = False,
+        shown: Collection[int] = (),
+    ):
+        self.stopped: str | None = None
+        """The stop string that ended the text."""
+        self._tokenizer, self._shown = tokenizer, shown
+        self._stops, self._include_stop = [stop for stop in stops if stop], include_stop
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""
+        self._anchor: list[int] = []  # the last token that has text alone
+        self._after: list[int] = []  # the last token, where it has none, as a stripped space
+        start, with_text = len(prompt_tokens), 0
+        while start and with_text < _CONTEXT:
+            start -= 1
+            with_text += bool(self._decode([prompt_tokens[start]]))
+        for token in prompt_tokens[start:]:
+            self._text(token)
+
+    def feed(self, token: int) -> str:
+        """The text that became certain with the next token; none after a stop string."""
+        return self._until_stop(self._text(token), last=False)
+
+    def flush(self) -> str:
+        """The rest of the text, after the last token."""
+        return self._until_stop(self._utf8.decode(b"", final=True), last=True)
+
+    def _text(self, token: int) -> str:
+        """Text of the next token, and of bytes before it."""
+        special = self._tokenizer.special
+        if token in self._shown and token in special:
+            return self._utf8.decode(b"", final=True) + special[token]
+        if token in special or token >= self._tokenizer.vocab_size:
+            return ""
+        raw = self._tokenizer.raw(token)
+        if raw is not None and self._anchor:
+            return self._utf8.decode(raw)
+        context = self._anchor + self._after
+        text = self._decode([*context, token])
+        if self._decode([token]):
+            self._anchor, self._after = [token], []
+        else:
+            self._after = [token]
+        if raw is not None:
+            return self._utf8.decode(raw if text else b"")
+        return self._utf8.decode(b"", final=True) + text[len(self._decode(context)) :]
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        known = [token for token in tokens if token < self._tokenizer.vocab_size]
+        return self._tokenizer.decode(np.array(known, np.int32)).decode(errors="replace")
+
+    def _until_stop(self, text: str, last: bool) -> str:
+        """Text to give out. The stop string that ends first ends the text, so it is the same
+        however the text is divided."""
+        if self.stopped is not None:
+            return ""
+        text = self._held + text
+        matches = [
+            (text.index(stop) + len(stop), -len(stop), stop) for stop in self._stops if stop in text
+        ]
+        if matches:
+            end, length, self.stopped = min(matches)
+            return text[: end if self._include_stop else end + length]
+        held = [
+            size
+            for stop in self._stops
+            for size in range(1, len(stop))
+            if not last and text.endswith(stop[:size])
+        ]
+        certain = len(text) - max(held, default=0)
+        self._held = text[certain:]
+        return text[:certain]

@@ -1,0 +1,157 @@
+import json
+import sys
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from maxstack.data.tokenizers import open_tokenizer
+from maxstack.errors import ConfigError, DataError
+from maxstack.inference import chat
+from maxstack.inference.chat import ChatTemplate, encode_chat, read_chat_template
+from maxstack.schema.data import HuggingFaceTokenizer
+
+HELLO = [{"role": "user", "content": "Grüß <b>Gott</b>"}]
+SIMPLE = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+)
+
+
+def rendered(source, messages=HELLO, **settings):
+    return ChatTemplate({"default": source}, {"bos_token": "<s>"}, "here").render(
+        messages, **settings
+    )
+
+
+def write(folder, name, value):
+    folder.mkdir(exist_ok=True)
+    text = value if isinstance(value, str) else json.dumps(value)
+    (folder / name).write_text(text, encoding="utf-8")
+
+
+def test_blocks_leave_no_blank_lines():
+    source = "{% for m in messages %}\n {% if m %}\n{{ m.role }}\n {% endif %}\n{% endfor %}\nend"
+    assert rendered(source) == "user\nend"
+
+
+def test_json_is_written_as_it_is():
+    tool = {"name": "f", "text": "é <b> 'x'"}
+    assert rendered("{{ tools[0] | tojson }}", tools=[tool]) == json.dumps(tool, ensure_ascii=False)
+    assert rendered("{{ {'b': 1, 'a': 2} | tojson(indent=1, sort_keys=true) }}") == json.dumps(
+        {"a": 2, "b": 1}, indent=1
+    )
+
+
+def test_text_is_not_escaped():
+    assert rendered("{{ messages[0].content }}") == HELLO[0]["content"]
+
+
+def test_generation_blocks_are_text_with_variables_of_their_own():
+    source = (
+        "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}"
+        "{% for m in messages %}{% generation %}{{ loop.index }}{{ m.role }}{% endgeneration %}"
+        "{% break %}{% endfor %}"
+    )
+    assert rendered(source) == "211user"
+
+
+def test_further_variables_reach_the_template():
+    source = "{{ enable_thinking }} {{ add_generation_prompt }} {{ tools is none }}"
+    assert rendered(source, enable_thinking=False) == "False True True"
+
+
+def test_without_jinja2_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    chat._environment.cache_clear()
+    with pytest.raises(ConfigError, match=r"pip install 'maxstack\[serve\]'"):
+        rendered("text")
+
+
+def test_the_date_can_be_asked_for():
+    assert rendered("{{ strftime_now('%Y') | int > 2000 }}") == "True"
+
+
+def test_what_a_template_raises_is_an_error_with_its_words():
+    with pytest.raises(DataError, match="here: the chat template: roles must alternate"):
+        rendered("{{ raise_exception('roles must alternate') }}")
+
+
+@pytest.mark.parametrize(
+    "source, words",
+    [
+        ("{{ messages.__class__.__mro__ }}", "__class__"),
+        ("{{ ''['__class__'].mro }}", "__class__"),
+        ("{{ ('' | attr('__class__')).x }}", "__class__"),
+        ("{{ '{0.__class__.__name__}'.format(messages) }}", "__class__"),
+        ("{% for i in range(10**9) %}{% endfor %}", "range"),
+        ("{{ messages.append(1) }}", "append"),
+        ("{% for i in range(99) %}{{ 'x' * 1000000 }}{% endfor %}", "more than"),
+        ("{{ messages.missing.deeper }}", "missing"),
+        ("{{ raise_exception", "line 1"),
+        ("{% include '/etc/passwd' %}", "loader"),
+    ],
+)
+def test_what_the_sandbox_refuses_is_an_error(source, words):
+    with pytest.raises(DataError, match=f"here: the chat template:.*{words}"):
+        rendered(source)
+
+
+@pytest.mark.parametrize("own", ["", "hf"])
+@pytest.mark.parametrize("name", ["chat_template.jinja", "chat_template.json", "config"])
+def test_the_template_of_a_folder_gets_its_special_tokens(tmp_path, own, name):
+    config = {"bos_token": "<s>", "eos_token": {"content": "</s>", "special": True}}
+    if name == "config":
+        config["chat_template"] = SIMPLE
+    else:
+        write(tmp_path / own, name, SIMPLE if "jinja" in name else {"chat_template": SIMPLE})
+    write(tmp_path / own, "tokenizer_config.json", config)
+    assert read_chat_template(tmp_path).render(HELLO) == "<s>user: Grüß <b>Gott</b></s>"
+
+
+def test_a_template_of_ones_own_gets_the_folders_special_tokens(tmp_path):
+    write(tmp_path, "tokenizer_config.json", {"bos_token": "<s>", "chat_template": "no"})
+    write(tmp_path, "my.jinja", "{{ bos_token }}mine")
+    assert read_chat_template(tmp_path, str(tmp_path / "my.jinja")).render([]) == "<s>mine"
+
+
+def test_conversations_with_tools_use_the_template_for_them(tmp_path):
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    write(tmp_path, "tokenizer_config.json", {"chat_template": named})
+    template = read_chat_template(tmp_path)
+    assert template.render(HELLO) == "plain"
+    assert template.render(HELLO, tools=[{"name": "f"}]) == "tools"
+
+
+@pytest.mark.parametrize(
+    "config, error, words",
+    [
+        ({}, ConfigError, "--chat-template FILE.*/v1/completions"),
+        ({"chat_template": 3}, DataError, "chat_template=3"),
+        ({"chat_template": [{"name": "default"}]}, DataError, "name and template"),
+        ({"chat_template": [{"name": "rag", "template": "x"}]}, ConfigError, "'rag'.*default"),
+        ({"chat_template": "\n{% x"}, DataError, "line 2"),
+    ],
+)
+def test_a_folder_without_a_usable_template_is_an_error(tmp_path, config, error, words):
+    write(tmp_path, "tokenizer_config.json", config)
+    with pytest.raises(error, match=words):
+        read_chat_template(tmp_path)
+
+
+def test_a_template_file_that_is_missing_is_an_error_that_names_it(tmp_path):
+    with pytest.raises(ConfigError, match="gone.jinja"):
+        read_chat_template(tmp_path, str(tmp_path / "gone.jinja"))
+
+
+def test_special_tokens_of_a_rendered_text_are_ids_and_no_bos_is_added(tmp_path):
+    made = tokenizers.Tokenizer(models.BPE({"h": 0, "i": 1, "<": 2, "s": 3, ">": 4}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<s>"])
+    made.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", None, [("<s>", 5)])
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = open_tokenizer(
+        HuggingFaceTokenizer(kind="huggingface", path=str(tmp_path / "tokenizer.json"), bos="<s>")
+    )
+    assert encode_chat(tokenizer, "<s>hi<s>") == [5, 0, 1, 5]
+    assert tokenizer.encode(b"<s>hi").tolist() == [5, 2, 3, 4, 0, 1]
