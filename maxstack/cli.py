@@ -33,6 +33,10 @@ COMMANDS = {
         "maxstack.commands.tune:main",
         "measure the kernels of a run on this device, and keep their best block sizes",
     ),
+    "serve": (
+        "maxstack.commands.serve:main",
+        "answer requests of OpenAI's API over HTTP by a trained model",
+    ),
     "sample": ("maxstack.commands.sample:main", "texts by a model trained by masked diffusion"),
     "score": (
         "maxstack.commands.score:main",
