@@ -26,6 +26,7 @@ from maxstack.schema.data import Tokenizer as TokenizerConfig
 
 _LARGEST_FILE = 1 << 28
 _SPACE = "\u2581"
+_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer(ABC):
@@ -35,8 +36,10 @@ class Tokenizer(ABC):
     """The file or kind, for messages."""
     vocab_size: int
     """Ids are below this."""
+    pieces: list[bytes]
+    """[vocab_size] UTF-8 bytes of text that each id stands for; none for special tokens."""
     token_bytes: np.ndarray
-    """int32 [vocab_size]: UTF-8 bytes of text that each id stands for; 0 for special tokens."""
+    """int32 [vocab_size]: their number."""
     fingerprint: str
     """A hash of everything that a document's ids depend on."""
     special: Mapping[int, str]
@@ -102,7 +105,8 @@ class Bytes(Tokenizer):
 
     def __init__(self, cfg: BytesTokenizer):
         self.name, self.vocab_size = "bytes", BYTE_IDS
-        self.token_bytes = np.append(np.ones(256, np.int32), np.int32(0))
+        self.pieces = [bytes([byte]) for byte in range(256)] + [b""]
+        self.token_bytes = _sizes(self.pieces)
         self.fingerprint = digest(f"bytes {cfg.bos} {cfg.eos}".encode())
         self._bos, self._eos = [256] * cfg.bos, [256] * cfg.eos
         self.special = {}
@@ -139,7 +143,8 @@ class SentencePiece(Tokenizer):
         self.fingerprint = digest(model + f" {cfg.bos} {cfg.eos}".encode())
         self._bos = self._special("bos", cfg.bos, self._model.bos_id())
         self._eos = self._special("eos", cfg.eos, self._model.eos_id())
-        self.token_bytes = np.array([self._bytes(i) for i in range(self.vocab_size)], np.int32)
+        self.pieces = [self._piece(token) for token in range(self.vocab_size)]
+        self.token_bytes = _sizes(self.pieces)
         ids = filter(self._model.is_control, range(self.vocab_size))
         self.special = {i: self._model.id_to_piece(i) for i in ids}
 
@@ -165,11 +170,11 @@ class SentencePiece(Tokenizer):
             )
         return [token] if wanted else []
 
-    def _bytes(self, token: int) -> int:
+    def _piece(self, token: int) -> bytes:
         model = self._model
         if model.is_control(token) or model.is_unknown(token) or model.is_unused(token):
-            return 0
-        return 1 if model.is_byte(token) else _text_bytes(model.id_to_piece(token))
+            return b""
+        return _text(model.id_to_piece(token))
 
 
 class HuggingFace(Tokenizer):
@@ -210,7 +215,8 @@ class HuggingFace(Tokenizer):
         self.name, self.vocab_size = cfg.path, max(ids.values()) + 1
         self.fingerprint = digest(text + f" {cfg.bos} {cfg.eos}".encode())
         self._bos, self._eos = self._special("bos", cfg.bos), self._special("eos", cfg.eos)
-        self.token_bytes = _hugging_face_bytes(spec, ids, self.vocab_size)
+        self.pieces = _hugging_face_pieces(spec, ids, self.vocab_size)
+        self.token_bytes = _sizes(self.pieces)
         added = self._model.get_added_tokens_decoder().items()
         self.special = {i: token.content for i, token in added if token.special}
         decoder = spec.get("decoder") or {}
@@ -346,24 +352,28 @@ def _read(path: str) -> bytes:
         ) from error
 
 
-def _hugging_face_bytes(spec: dict[str, Any], vocab: dict[str, int], size: int) -> np.ndarray:
+def _hugging_face_pieces(spec: dict[str, Any], vocab: dict[str, int], size: int) -> list[bytes]:
     """Byte-level vocabularies write a byte as one character; the others write text, with marks for
     spaces and word beginnings."""
     described = json.dumps([spec.get("decoder"), spec.get("pre_tokenizer")])
-    byte_level, word_piece = '"ByteLevel"' in described, '"WordPiece"' in described
-    counts = np.zeros(size, np.int32)
+    is_byte_level, word_piece = '"ByteLevel"' in described, '"WordPiece"' in described
+    pieces = [b""] * size
     for text, token in vocab.items():
-        if byte_level:
-            counts[token] = len(text)
-        elif len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
-            counts[token] = 1
+        if is_byte_level:
+            pieces[token] = byte_level.bytes_of(text)
         else:
-            counts[token] = _text_bytes(text.removeprefix("##") if word_piece else text)
+            pieces[token] = _text(text.removeprefix("##") if word_piece else text)
     for token in spec.get("added_tokens") or ():
-        counts[token["id"]] = 0 if token.get("special") else len(token["content"].encode())
-    return counts
+        pieces[token["id"]] = b"" if token.get("special") else token["content"].encode()
+    return pieces
 
 
-def _text_bytes(piece: str) -> int:
-    """UTF-8 bytes of the text of a piece, whose spaces are marked."""
-    return len(piece.replace(_SPACE, " ").encode())
+def _sizes(pieces: list[bytes]) -> np.ndarray:
+    return np.array(list(map(len, pieces)), np.int32)
+
+
+def _text(piece: str) -> bytes:
+    """The text of a piece, whose spaces are marked, or the byte of one like <0x0A>."""
+    if byte := _BYTE.fullmatch(piece):
+        return bytes.fromhex(byte[1])
+    return piece.replace(_SPACE, " ").encode()

@@ -46,8 +46,8 @@ def settings(rows: Sequence[tuple[Sampling, int] | None]) -> Settings:
         return np.array([getattr(sampling, name) for sampling in samplings], dtype)
 
     halves = [divmod(sampling.seed % 2**64, 2**32) for sampling in samplings]
-    seeds: Any = np.array(halves, np.uint32)
-    places: Any = np.array(positions, np.int32)
+    seed: Any = np.array(halves, np.uint32)
+    position: Any = np.array(positions, np.int32)
     return Settings(
         packed("temperature"),
         packed("top_k", np.int32),
@@ -56,9 +56,9 @@ def settings(rows: Sequence[tuple[Sampling, int] | None]) -> Settings:
         packed("repetition_penalty"),
         packed("presence_penalty"),
         packed("frequency_penalty"),
-        seeds,
+        seed,
         packed("choice", np.int32),
-        places,
+        position,
     )
 
 

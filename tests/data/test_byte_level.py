@@ -6,6 +6,7 @@ import json
 import pytest
 import tokenizers
 
+from maxstack.data import byte_level
 from maxstack.data.tokenizers import open_tokenizer
 from maxstack.errors import DataError
 from maxstack.hf.tokenizer import tokenizer_of, unread
@@ -156,3 +157,11 @@ def test_ids_that_are_not_distinct_whole_numbers_are_refused_by_file_and_token(
     say(folder, file, **keys)
     with pytest.raises(DataError, match=says):
         opened(folder)
+
+
+def test_characters_of_tokens_are_the_bytes_of_the_tokenizers_library():
+    text = "".join(map(chr, (*range(1, 0xD800), *range(0xFFFD, 0x110000, 4096))))
+    split = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    ((written, _),) = split.pre_tokenize_str(text)
+    assert byte_level.bytes_of(written) == text.encode()
+    assert byte_level.bytes_of("\u4e2d a") == "\u4e2d a".encode()

@@ -89,6 +89,13 @@ def test_decoding_gives_back_the_text_and_token_bytes_add_up_to_its_size(name):
     assert tokenizer.token_bytes[ids[0]] == tokenizer.token_bytes[ids[-1]] == 0
 
 
+@pytest.mark.parametrize("name", ["bytes", "sentencepiece", "byte_level", "metaspace"])
+def test_pieces_of_a_texts_ids_make_up_the_text(name):
+    tokenizer = opened(name)
+    ids = tokenizer.encode(TEXT.encode())
+    assert b"".join(tokenizer.pieces[token] for token in ids) == TEXT.encode()
+
+
 def lossy(kind):
     """A tokenizer that normalises, collapses or drops spaces, and does not know all characters."""
     text = (folder_text := "hello world how are you the fi world is x ") * 20

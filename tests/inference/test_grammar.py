@@ -1,0 +1,320 @@
+"""Grammars over real tokenizers: whatever is drawn under the masks follows them."""
+
+import json
+import re
+import sys
+
+import jsonschema
+import numpy as np
+import pytest
+import tokenizers
+
+from maxstack.data.tokenizers import open_tokenizer
+from maxstack.data.vocabulary import train
+from maxstack.errors import ConfigError
+from maxstack.inference.grammar import Compiler
+from maxstack.schema.data import (
+    BytesTokenizer,
+    DataConfig,
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    TextSource,
+)
+
+NAMES = ["bytes", "byte_level", "metaspace", "sentencepiece"]
+CORPUS = '{"name": "Ada the first", "age": 36, "tags": ["red", "gr\u00fcn"]} 12345\n' * 30
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": -3, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["red", "gr\u00fcn", None]}, "maxItems": 3},
+        "zip": {"type": "string", "pattern": "^[0-9]{5}$"},
+        "more": {"anyOf": [{"$ref": "#"}, {"type": "boolean"}]},
+    },
+    "required": ["name", "age", "tags", "zip"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def compilers(tmp_path_factory):
+    """Tokenizer, stop token and compiler by name; each has ids that the model's vocabulary pads."""
+    folder = tmp_path_factory.mktemp("grammar")
+    (folder / "corpus.txt").write_text(CORPUS)
+    sources = [TextSource(kind="text", files=[str(folder / "corpus.txt")])]
+    train(DataConfig(sources=sources), str(folder / "sp.model"), vocab=320)
+
+    byte_level = tokenizers.Tokenizer(tokenizers.models.BPE())
+    byte_level.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    byte_level.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=330,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["</s>"],
+        show_progress=False,
+    )
+    byte_level.train_from_iterator([CORPUS], trainer)
+    byte_level.save(str(folder / "byte_level.json"))
+
+    pieces = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["\u2581", *'abcdenrtAT0123456789{}[]:,"', '{"', "na", "\u2581t", '":']
+    merges = [("{", '"'), ("n", "a"), ("\u2581", "t"), ('"', ":")]
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    metaspace = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True)
+    )
+    metaspace.add_special_tokens(["<unk>", "</s>"])
+    metaspace.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(split=False)
+    metaspace.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace("\u2581", " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+            tokenizers.decoders.Strip(" ", 1, 0),
+        ]
+    )
+    metaspace.save(str(folder / "metaspace.json"))
+
+    def hugging_face(name):
+        path = str(folder / f"{name}.json")
+        return open_tokenizer(HuggingFaceTokenizer(kind="huggingface", path=path, eos="</s>"))
+
+    made = {
+        "bytes": open_tokenizer(BytesTokenizer(kind="bytes", eos=True)),
+        "byte_level": hugging_face("byte_level"),
+        "metaspace": hugging_face("metaspace"),
+        "sentencepiece": open_tokenizer(
+            SentencePieceTokenizer(kind="sentencepiece", path=str(folder / "sp.model"), eos=True)
+        ),
+    }
+    stops = {name: int(tokenizer.encode(b"a")[-1]) for name, tokenizer in made.items()}
+    return {
+        name: (
+            tokenizer,
+            stops[name],
+            Compiler(tokenizer, [stops[name]], tokenizer.vocab_size + 70),
+        )
+        for name, tokenizer in made.items()
+    }
+
+
+def allowed(matcher):
+    mask = matcher.mask()
+    assert mask.dtype == np.int32
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+
+
+def drawn(matcher, stop, rng):
+    """Ids of an answer, each of the allowed ones as likely, without its stop token."""
+    ids = []
+    while not matcher.finished:
+        token = rng.choice(allowed(matcher))
+        matcher.accept(token)
+        if token != stop:
+            ids.append(token)
+    return np.array(ids, np.int32)
+
+
+def is_whole(pattern, text):
+    try:
+        return re.fullmatch(pattern, text.decode(), re.DOTALL) is not None
+    except UnicodeDecodeError:
+        return False
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_text_drawn_under_a_json_schema_follows_it(compilers, name):
+    tokenizer, stop, compiler = compilers[name]
+    rng = np.random.default_rng(0)
+    for _ in range(15):
+        text = tokenizer.decode(drawn(compiler.json_schema(SCHEMA), stop, rng))
+        jsonschema.validate(json.loads(text), SCHEMA)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "pattern", [r"[A-Z][a-z]{2,5}( [a-z]{1,3}){0,2}", "-?[0-9]{1,4}(\\.[0-9]+)?", '\u00e9?[^"a]{3}']
+)
+def test_an_answer_may_stop_exactly_where_the_regex_matches_the_whole_of_it(
+    compilers, name, pattern
+):
+    tokenizer, stop, compiler = compilers[name]
+    rng = np.random.default_rng(1)
+    for _ in range(10):
+        matcher, text = compiler.regex(pattern), b""
+        while not matcher.finished:
+            tokens = allowed(matcher)
+            assert (stop in tokens) is matcher.complete is is_whole(pattern, text)
+            token = rng.choice(tokens)
+            matcher.accept(token)
+            text += tokenizer.pieces[token] if token != stop else b""
+        assert is_whole(pattern, text)
+
+
+def test_the_tokens_allowed_are_those_that_a_choice_goes_on_with(compilers):
+    _, stop, compiler = compilers["bytes"]
+    matcher = compiler.choices(["ab", "a\n\u00e9", "b[.*", "ab(c"])
+    assert {*allowed(matcher)} == {*b"ab"}
+    matcher.accept(ord("a"))
+    assert {*allowed(matcher)} == {*b"b\n"} and not matcher.complete
+    matcher.accept(ord("b"))
+    assert {*allowed(matcher)} == {ord("("), stop} and matcher.complete and not matcher.finished
+    matcher.accept(ord("("))
+    matcher.accept(ord("c"))
+    assert {*allowed(matcher)} == {stop} and matcher.finished
+
+
+def test_all_tokens_of_the_same_bytes_are_allowed(compilers):
+    tokenizer, _, compiler = compilers["metaspace"]
+    tokens = [token for token, piece in enumerate(tokenizer.pieces) if piece in (b"A", b"B")]
+    assert len(tokens) == 3
+    assert [*allowed(compiler.regex("[AB]x?"))] == tokens
+
+
+def test_forced_text_takes_the_tokenizers_own_tokens(compilers):
+    tokenizer, _, compiler = compilers["byte_level"]
+    text = b'{"name": "Ada the first"}'
+    matcher = compiler.choices([text.decode()])
+    ids = []
+    while not matcher.finished:
+        (token,) = allowed(matcher)
+        matcher.accept(token)
+        ids.append(token)
+    assert ids == tokenizer.encode(text).tolist()[:-1] and len(ids) < len(text) / 2
+
+
+def test_a_lark_grammar_is_followed(compilers):
+    tokenizer, stop, compiler = compilers["byte_level"]
+    rng = np.random.default_rng(2)
+    grammar = 'start: "(" start ")" | WORD\nWORD: /[a-c]{1,3}/'
+    for _ in range(20):
+        text = tokenizer.decode(drawn(compiler.lark(grammar), stop, rng)).decode()
+        word = text.strip("()")
+        depth = (len(text) - len(word)) // 2
+        assert text == "(" * depth + word + ")" * depth and re.fullmatch("[a-c]{1,3}", word)
+
+
+def test_every_stop_token_may_end_an_answer(compilers):
+    tokenizer, stop, _ = compilers["bytes"]
+    compiler = Compiler(tokenizer, [stop, 7], 257)
+    for end in (stop, 7):
+        matcher = compiler.regex("[\\x00-z]")
+        assert 7 not in allowed(matcher)
+        matcher.accept(ord("a"))
+        assert {*allowed(matcher)} == {stop, 7}
+        matcher.accept(end)
+        assert matcher.finished
+
+
+def test_masks_are_as_wide_as_the_models_vocabulary(compilers):
+    tokenizer, stop, _ = compilers["bytes"]
+    mask = Compiler(tokenizer, [stop], 257 + 100).regex("(?s:.)*").mask()
+    assert mask.shape == (12,)
+    assert np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).max() == stop
+
+
+def test_tokens_that_were_taken_back_leave_no_trace(compilers):
+    *_, compiler = compilers["bytes"]
+    matcher = compiler.regex("ab*c")
+    matcher.accept(ord("a"))
+    before = matcher.mask()
+    assert matcher.allowed(list(b"bbcb")) == 3 and matcher.allowed(list(b"x")) == 0
+    np.testing.assert_array_equal(matcher.mask(), before)
+    for byte in b"bc":
+        matcher.accept(byte)
+    matcher.rollback(2)
+    np.testing.assert_array_equal(matcher.mask(), before)
+    assert not matcher.finished
+
+
+def test_a_copy_goes_on_by_itself(compilers):
+    *_, compiler = compilers["bytes"]
+    matcher = compiler.regex("ab|cd")
+    copy = matcher.copy()
+    matcher.accept(ord("a"))
+    copy.accept(ord("c"))
+    assert {*allowed(matcher)} == {ord("b")} and {*allowed(copy)} == {ord("d")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "grammar", "message"),
+    [
+        ("json_schema", {"type": "objec"}, "JSON schema .*Invalid type: objec"),
+        ("json_schema", {"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ("json_schema", {"$ref": "http://example.com/schema"}, "not fetch"),
+        ("json_schema", {"$ref": "#"}, "no text fits it"),
+        ("json_schema", False, "Unsatisfiable"),
+        ("regex", "a(", "regular expression .*unclosed group"),
+        ("regex", "(?=a)b", "look-around"),
+        ("regex", "[^\\s\\S]", "no text fits it"),
+        ("lark", "start: word", "Lark grammar .*unknown name"),
+        ("choices", [], "empty"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(compilers, kind, grammar, message):
+    *_, compiler = compilers["bytes"]
+    with pytest.raises(ConfigError, match=message):
+        getattr(compiler, kind)(grammar)
+
+
+def test_a_schema_nested_too_deeply_is_refused(compilers):
+    *_, compiler = compilers["bytes"]
+    schema = {}
+    for _ in range(100):
+        schema = {"properties": {"a": schema}}
+    with pytest.raises(ConfigError, match="recursion limit"):
+        compiler.json_schema(schema)
+    for _ in range(sys.getrecursionlimit() * 2):
+        schema = {"properties": {"a": schema}}
+    with pytest.raises(ConfigError, match="too deeply"):
+        compiler.json_schema(schema)
+
+
+def test_a_token_that_may_not_follow_is_refused(compilers):
+    *_, compiler = compilers["bytes"]
+    matcher = compiler.regex("a+")
+    with pytest.raises(ConfigError, match="doesn't satisfy the grammar"):
+        matcher.accept(ord("b"))
+    with pytest.raises(ConfigError, match="cannot go on"):
+        matcher.mask()
+
+
+def test_an_answer_that_the_tokenizer_cannot_write_is_refused_where_it_gets_stuck(tmp_path):
+    vocab = {"</s>": 0, "a": 1, "b": 2}
+    model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token="</s>"))
+    model.add_special_tokens(["</s>"])
+    model.decoder = tokenizers.decoders.Fuse()
+    model.save(path := str(tmp_path / "letters.json"))
+    tokenizer = open_tokenizer(HuggingFaceTokenizer(kind="huggingface", path=path))
+    compiler = Compiler(tokenizer, [0], 3)
+    assert {*allowed(compiler.regex("a(z|b)|z"))} == {1}
+    with pytest.raises(ConfigError, match="no text fits it"):
+        compiler.regex("z")
+    matcher = compiler.regex("az")
+    matcher.accept(1)
+    with pytest.raises(ConfigError, match="the answer cannot go on: no text fits it"):
+        matcher.mask()
+
+
+def test_a_tokenizer_that_changes_text_between_its_tokens_is_refused(tmp_path):
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    model.save(str(tmp_path / "words.json"))
+    path = str(tmp_path / "words.json")
+    tokenizer = open_tokenizer(HuggingFaceTokenizer(kind="huggingface", path=path))
+    with pytest.raises(ConfigError, match="words.json: grammars need a tokenizer"):
+        Compiler(tokenizer, [1], 2)
+
+
+def test_a_tokenizer_without_a_stop_token_is_refused(compilers):
+    tokenizer, *_ = compilers["bytes"]
+    with pytest.raises(ConfigError, match="bytes: a grammar needs a token that ends"):
+        Compiler(tokenizer, [], 257)
+
+
+def test_the_missing_library_is_named(compilers, monkeypatch):
+    tokenizer, stop, _ = compilers["bytes"]
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ConfigError, match=r"maxstack\[serve\]"):
+        Compiler(tokenizer, [stop], 257)
