@@ -14,12 +14,6 @@ LARGEST = 1 << 28
 END = "<|endoftext|>"
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
-_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
-_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-# GPT-2's: a printable byte is the character of its number, the others follow from 256 on.
-_BYTES = {256 + index: byte for index, byte in enumerate(_OTHERS)}
-_ALPHABET = frozenset(map(chr, (*_PRINTABLE, *_BYTES)))
-
 
 class Split(NamedTuple):
     """The division of text into words before merges are applied, which the two files lack."""
@@ -53,14 +47,6 @@ _BYTES = {chr(byte): byte for byte in _PRINTABLE}
 _BYTES |= {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
 """The character that stands for each byte (Radford et al.'s encoder.py): itself if it is printable
 in Latin-1, else one from 256 on."""
-
-
-def bytes_of(token: str) -> bytes:
-    """The bytes that a token of a vocabulary writes as one character each; those of a token with
-    other characters are its UTF-8."""
-    if _ALPHABET.issuperset(token):
-        return token.translate(_BYTES).encode("latin-1")
-    return token.encode()
 
 
 def split_of(folder: Path) -> Split | None:

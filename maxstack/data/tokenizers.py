@@ -360,7 +360,7 @@ def _hugging_face_pieces(spec: dict[str, Any], vocab: dict[str, int], size: int)
     pieces = [b""] * size
     for text, token in vocab.items():
         if is_byte_level:
-            pieces[token] = byte_level.bytes_of(text)
+            pieces[token] = byte_level.raw(text)
         else:
             pieces[token] = _text(text.removeprefix("##") if word_piece else text)
     for token in spec.get("added_tokens") or ():

@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from maxstack.inference.server.errors import Refusal, refusal_of
 from maxstack.inference.server.schemas import AnyBody, parsed
 from maxstack.inference.server.state import BODY, State
+from maxstack.inference.server.writer import Writer
 from maxstack.inference.service import Answers
 
 BODY_SECONDS = 60
@@ -54,7 +55,14 @@ async def read_body(request: Request, kind: type[AnyBody]) -> AnyBody:
     return body
 
 
-async def whole(request: Request, answers: Answers, work: Coroutine[Any, Any, Any]) -> Response:
+async def respond(request: Request, answers: Answers, writer: Writer) -> Response:
+    """The answers, whole or as events, as the body asks."""
+    if writer.body.stream:
+        return EventStream(answers, writer.events(answers))
+    return await _whole(request, answers, writer.whole(answers))
+
+
+async def _whole(request: Request, answers: Answers, work: Coroutine[Any, Any, Any]) -> Response:
     """The JSON that `work` makes of the answers, which are closed at its end, and when the client
     leaves."""
     task = asyncio.create_task(work)

@@ -15,6 +15,7 @@ from starlette.routing import Route
 from maxstack.errors import quoted
 from maxstack.inference.server.answering import read_body, state_of
 from maxstack.inference.server.asks import encode, encode_messages
+from maxstack.inference.server.chat import chat
 from maxstack.inference.server.completions import completions
 from maxstack.inference.server.errors import Refusal, refusal_of
 from maxstack.inference.server.schemas import DetokenizeBody, TokenizeBody
@@ -35,6 +36,7 @@ def make_app(state: State) -> Starlette:
             Route("/v1/models", models),
             Route("/v1/models/{model:path}", model),
             Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/embeddings", embeddings, methods=["POST"]),
             Route("/tokenize", tokenize, methods=["POST"]),
             Route("/detokenize", detokenize, methods=["POST"]),
@@ -77,19 +79,12 @@ async def embeddings(request: Request) -> Response:
 async def tokenize(request: Request) -> Response:
     """Tokens of a text or a conversation."""
     state, body = state_of(request), await read_body(request, TokenizeBody)
-    if (body.prompt is None) == (body.messages is None):
+    if (body.prompt is None) == (not body.messages):
         raise Refusal(400, "give either prompt or messages", param="prompt")
     if body.prompt is not None:
         tokens = await asyncio.to_thread(encode, state, body.prompt, body.add_special_tokens)
     else:
-        tokens = await asyncio.to_thread(
-            encode_messages,
-            state,
-            body.messages or [],
-            body.tools,
-            body.add_generation_prompt,
-            body.chat_template_kwargs,
-        )
+        tokens = await asyncio.to_thread(encode_messages, state, body, body.tools)
     content: dict[str, Any] = {
         "count": len(tokens),
         "max_model_len": state.served.engine.max_length,

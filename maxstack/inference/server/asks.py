@@ -2,19 +2,21 @@
 
 import dataclasses
 import json
+import random
 import secrets
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from maxstack.errors import ConfigError
-from maxstack.inference.chat import encode_chat
+from maxstack.inference.chat import encode_chat, template_messages
 from maxstack.inference.request import Sampling
 from maxstack.inference.server.choices import Choice
 from maxstack.inference.server.errors import Refusal
-from maxstack.inference.server.schemas import Message, Sampled, Tool
+from maxstack.inference.server.schemas import Conversation, Sampled, Tool
 from maxstack.inference.server.state import State
 from maxstack.inference.service import Ask
 from maxstack.inference.text import TextStream
+from maxstack.inference.tools import ToolFormat, ToolStream, marker_tokens
 
 
 class Prompt(NamedTuple):
@@ -31,11 +33,13 @@ class Wish:
     max_tokens: int | None
     """None: all that the model's length allows."""
     logprobs: int | None
-    prompt_logprobs: int | None
+    prompt_logprobs: int | None = None
+    tools: ToolFormat | None = None
+    """How calls of tools are written, where they are read."""
     schema: Any = None
-    """JSON schema of the calls of tools that an answer is."""
-    shown: frozenset[int] = frozenset()
-    """Special tokens that its text shows."""
+    """JSON schema of the calls that an answer must be."""
+    parallel: bool = True
+    """More than one call."""
 
 
 def encode(state: State, text: str, special: bool = True) -> list[int]:
@@ -46,11 +50,7 @@ def encode(state: State, text: str, special: bool = True) -> list[int]:
 
 
 def encode_messages(
-    state: State,
-    messages: Sequence[Message],
-    tools: Sequence[Tool],
-    add_generation_prompt: bool,
-    extra: dict[str, Any],
+    state: State, body: Conversation, tools: Sequence[Tool], **extra: Any
 ) -> list[int]:
     """Tokens of a conversation. Refusal for a model without chat template."""
     if state.template is None:
@@ -59,10 +59,13 @@ def encode_messages(
             f"{state.name} has no chat template; start the server with --chat-template FILE, or "
             "ask /v1/completions",
         )
-    described = [tool.model_dump(exclude_none=True, exclude_unset=True) for tool in tools]
-    plain = [_plain(message) for message in messages]
+    described = [tool.model_dump(exclude_unset=True) for tool in tools]
+    extra |= body.chat_template_kwargs
+    messages = [message.model_dump(exclude_unset=True) for message in body.messages]
     try:
-        text = state.template.render(plain, described or None, add_generation_prompt, **extra)
+        text = state.template.render(
+            template_messages(messages), described or None, body.add_generation_prompt, **extra
+        )
     except TypeError as error:
         raise Refusal(400, f"chat_template_kwargs: {error}") from None
     return encode_chat(state.tokenizer, text)
@@ -76,33 +79,38 @@ def asks_of(
     if state.served.tokenizer is None and body.stops:
         raise Refusal(400, f"stop: {state.name} has no tokenizer; use stop_token_ids", param="stop")
     grammar = _grammar(state, body, wish.schema)
-    own = frozenset() if body.ignore_eos else state.served.stop_tokens
-    shown = wish.shown if body.skip_special_tokens else frozenset(state.tokenizer.special)
     asks, choices = [], []
     for prompt in prompts:
         sampling = _sampling(state, body, prompt.tokens, wish)
-        for choice in range(body.n):
-            each = dataclasses.replace(
-                sampling, choice=choice, grammar=None if grammar is None else grammar.copy()
-            )
-            stream = None
-            if state.served.tokenizer is not None:
-                include = body.include_stop_str_in_output
-                stream = TextStream(state.tokenizer, prompt.tokens, body.stops, include, shown)
+        for number in range(body.n):
+            matcher = None if grammar is None else grammar.copy()
+            each = dataclasses.replace(sampling, choice=number, grammar=matcher)
             asks.append(Ask(prompt.tokens, each))
-            choices.append(
-                Choice(
-                    state.served.tokenizer,
-                    prompt.tokens,
-                    each,
-                    stream,
-                    own_stops=own,
-                    shows_stop=body.include_stop_str_in_output,
-                    echo=prompt.echo,
-                    empty=wish.max_tokens == 0,
-                )
-            )
+            choices.append(_choice(state, body, prompt, each, wish))
     return asks, choices
+
+
+def _choice(state: State, body: Sampled, prompt: Prompt, sampling: Sampling, wish: Wish) -> Choice:
+    tokenizer, stream, tools = state.served.tokenizer, None, None
+    if tokenizer is not None:
+        shown = set() if body.skip_special_tokens else {*tokenizer.special}
+        if wish.tools:
+            shown |= marker_tokens(tokenizer, wish.tools)
+            tools = ToolStream(wish.tools, random.SystemRandom(), bare=wish.schema is not None)
+        include = body.include_stop_str_in_output
+        stream = TextStream(tokenizer, prompt.tokens, body.stops, include, shown)
+    return Choice(
+        tokenizer,
+        prompt.tokens,
+        sampling,
+        stream,
+        shows_stop=body.include_stop_str_in_output,
+        own_stops=frozenset() if body.ignore_eos else state.served.stop_tokens,
+        echo=prompt.echo,
+        empty=wish.max_tokens == 0,
+        tools=tools,
+        parallel=wish.parallel,
+    )
 
 
 def _sampling(state: State, body: Sampled, prompt: Sequence[int], wish: Wish) -> Sampling:
@@ -179,25 +187,3 @@ def _schema(given: Any) -> Any:
         return json.loads(given)
     except ValueError as error:
         raise Refusal(400, f"guided_json: is not JSON: {error}", param="guided_json") from None
-
-
-def _plain(message: Message) -> dict[str, Any]:
-    """A message as templates take it: parts joined to a text, arguments of calls as objects."""
-    plain = message.model_dump(exclude_unset=True)
-    if isinstance(message.content, list):
-        plain["content"] = "".join(part.text for part in message.content)
-    plain.setdefault("content", None)
-    if calls := plain.get("tool_calls"):
-        try:
-            for call in calls:
-                function = call["function"]
-                if isinstance(function["arguments"], str):
-                    function["arguments"] = json.loads(function["arguments"] or "{}")
-        except (KeyError, TypeError, ValueError) as error:
-            raise Refusal(
-                400,
-                f"messages: tool_calls need function.name and function.arguments, a JSON object as "
-                f"text: {error!r}",
-                param="messages",
-            ) from None
-    return plain

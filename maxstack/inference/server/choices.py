@@ -5,12 +5,11 @@ import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from maxstack.data.tokenizers import Tokenizer
 from maxstack.inference.request import Output, Sampling, Token
 from maxstack.inference.service import Answers
 from maxstack.inference.text import TextStream
+from maxstack.inference.tools import ToolCall, ToolStream
 
 
 @dataclasses.dataclass
@@ -23,13 +22,16 @@ class Delta:
     finish: str | None = None
     stopped: int | str | None = None
     """The stop token or string that ended it, but for the model's own."""
+    calls: tuple[ToolCall, ...] = ()
 
     def __add__(self, other: "Delta") -> "Delta":
-        finish, stopped = other.finish or self.finish, other.stopped or self.stopped
-        return Delta(self.text + other.text, self.tokens + other.tokens, finish, stopped)
-
-    def __bool__(self) -> bool:
-        return bool(self.text or self.tokens or self.finish)
+        return Delta(
+            self.text + other.text,
+            self.tokens + other.tokens,
+            other.finish or self.finish,
+            self.stopped if other.stopped is None else other.stopped,
+            self.calls + other.calls,
+        )
 
 
 class Choice:
@@ -42,28 +44,44 @@ class Choice:
         sampling: Sampling,
         stream: TextStream | None,
         *,
-        own_stops: frozenset[int] = frozenset(),
         shows_stop: bool = False,
+        own_stops: frozenset[int] = frozenset(),
         echo: str | None = None,
         empty: bool = False,
+        tools: ToolStream | None = None,
+        parallel: bool = True,
     ):
         """`own_stops` are stop tokens that the model has by itself; `echo` is the prompt's text,
-        which the answer begins with; `empty` drops the generated tokens, of which
-        the engine makes one at least."""
+        which the answer begins with; `empty` drops the generated tokens, of which the engine makes
+        at least one; `tools` reads calls of tools in the text, and without `parallel` the first
+        ends it."""
         self.tokenizer, self.prompt, self.sampling = tokenizer, prompt, sampling
         self.prompt_tokens: list[Token] = []
-        self.generated = 0
+        self.generated = self.called = 0
         self._stream, self._own_stops, self._shows_stop = stream, own_stops, shows_stop
         self._echo, self._empty = echo, empty
+        self._tools, self._parallel = tools, parallel
         self._characters = codecs.getincrementaldecoder("utf-8")("ignore")
         self._offset = 0
 
     def feed(self, output: Output) -> Delta:
-        """What the answer grew by with the progress of its request."""
+        """The growth of the answer by the progress of its request."""
         self.prompt_tokens += output.prompt
-        delta = Delta()
-        if not (output.tokens or output.finish):
+        delta = self._grown(output) if output.tokens or output.finish else Delta()
+        if self._tools is None:
             return delta
+        delta.text, calls = self._tools.feed(delta.text)
+        if delta.finish:
+            rest, last = self._tools.flush()
+            delta.text, calls = delta.text + rest, calls + last
+        if calls and not self._parallel:
+            delta.finish, calls = "stop", calls[:1]
+        delta.calls = tuple(calls)
+        self.called += len(calls)
+        return delta
+
+    def _grown(self, output: Output) -> Delta:
+        delta = Delta()
         if self._echo is not None:
             known = self.prompt_tokens or [Token(token) for token in self.prompt]
             delta, self._echo = Delta(self._echo, tuple(known)), None
@@ -75,8 +93,7 @@ class Choice:
             if delta.finish:
                 return delta
         if output.finish:
-            rest = self._stream.flush() if self._stream else ""
-            delta += self._ended(rest, output.finish)
+            delta += self._ended(self._stream.flush() if self._stream else "", output.finish)
         return delta
 
     def _fed(self, token: Token, finish: str | None) -> Delta:
@@ -107,10 +124,7 @@ class Choice:
             return f"token_id:{token}".encode()
         if token in tokenizer.special:
             return tokenizer.special[token].encode()
-        if token >= tokenizer.vocab_size:
-            return b""
-        raw = tokenizer.raw(token)
-        return tokenizer.decode(np.array([token], np.int32)) if raw is None else raw
+        return tokenizer.pieces[token] if token < tokenizer.vocab_size else b""
 
     def completion_logprobs(self, tokens: Sequence[Token]) -> dict[str, list[Any]]:
         """As /v1/completions has them: a token whose text another one has too counts once, with the
@@ -168,8 +182,7 @@ async def deltas(answers: Answers, choices: Sequence[Choice]) -> AsyncIterator[t
         delta = choices[index].feed(output)
         if delta.finish and not output.finish:
             answers.stop(index)
-        if delta:
-            yield index, delta
+        yield index, delta
 
 
 def usage(choices: Sequence[Choice], choices_each: int) -> dict[str, int]:

@@ -39,21 +39,23 @@ def bound_socket(host: str, port: int) -> socket.socket:
 def serve(state: State, sock: socket.socket) -> None:
     """Answer requests until SIGTERM or SIGINT; then refuse new ones, and end when those that run
     have finished. A second signal ends at once."""
-    config = uvicorn.Config(
-        make_app(state),
-        http="h11",
-        ws="none",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=KEEP_ALIVE,
-        timeout_graceful_shutdown=GRACE,
-    )
-    _Server(config, state).run([sock])
+    Server(state).run([sock])
 
 
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, state: State):
+class Server(uvicorn.Server):
+    """uvicorn's server, which a signal drains before it ends."""
+
+    def __init__(self, state: State):
+        config = uvicorn.Config(
+            make_app(state),
+            http="h11",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE,
+            timeout_graceful_shutdown=GRACE,
+        )
         super().__init__(config)
         self._state = state
         self._draining: asyncio.Task[None] | None = None

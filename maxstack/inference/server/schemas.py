@@ -135,13 +135,36 @@ class Part(Body):
     text: str
 
 
+class CalledFunction(Body):
+    """A function and its arguments, a JSON object or its text."""
+
+    model: None = None
+    name: str
+    arguments: str | dict[str, Any]
+
+
+class Called(Body):
+    """A call of a tool in a message."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    model: None = None
+    function: CalledFunction
+
+
 class Message(Body):
-    """A message of a conversation; the template reads other fields too."""
+    """A message of a conversation; the template reads other fields too, and tells null from
+    nothing."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     model: None = None
     role: str
     content: str | list[Part] | None = None
+    tool_calls: list[Called] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, data: Any) -> Any:
+        return data
 
 
 class Function(Body):
@@ -189,25 +212,34 @@ class Conversation(Body):
 class ChatBody(Conversation, Sampled):
     """Of /v1/chat/completions."""
 
-    max_completion_tokens: Count | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Top | None = None
+    prompt_logprobs: None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
     modalities: list[Literal["text"]] = ["text"]
     reasoning_effort: str | None = None
     """Given to the chat template."""
 
+    @model_validator(mode="after")
+    def _check_pairs(self) -> "ChatBody":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: is for logprobs=true")
+        if None not in (self.max_tokens, self.max_completion_tokens):
+            raise ValueError("max_tokens: is max_completion_tokens; give one of them")
+        if self.tool_choice not in (None, "none") and not self.tools:
+            raise ValueError("tool_choice: is for tools, and there are none")
+        return self
 
-class TokenizeBody(Body):
+
+class TokenizeBody(Conversation):
     """Of /tokenize: a text, or a conversation."""
 
     prompt: str | None = None
-    messages: list[Message] | None = None
-    tools: list[Tool] = []
-    add_generation_prompt: bool = True
+    messages: list[Message] = []
     add_special_tokens: bool = True
-    chat_template_kwargs: dict[str, Any] = {}
     return_token_strs: bool = False
 
 

@@ -65,8 +65,9 @@ class State:
 
     def check_key(self, header: str) -> None:
         """Refusal with status 401 for a request without a key. Takes as long for each wrong key."""
-        given = header.removeprefix("Bearer ").encode()
-        if self.keys and not any([hmac.compare_digest(given, key) for key in self.keys]):
+        scheme, _, given = header.partition(" ")
+        key = given.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+        if self.keys and not any([hmac.compare_digest(key, own) for own in self.keys]):
             raise Refusal(
                 401,
                 "the API key is missing or wrong; send it as Authorization: Bearer KEY",
