@@ -33,6 +33,7 @@ COMMANDS = {
         "maxstack.commands.tune:main",
         "measure the kernels of a run on this device, and keep their best block sizes",
     ),
+    "generate": ("maxstack.commands.generate:main", "go on from prompts by a trained model"),
     "serve": (
         "maxstack.commands.serve:main",
         "answer requests of OpenAI's API over HTTP by a trained model",

@@ -1,11 +1,19 @@
-"""Makes tests/goldens: for every model family of goldens.yml a tiny random transformers model, and
-its logits and gradient on a few documents.
+"""Makes tests/goldens: for every model family of goldens.yml a tiny random transformers model, its
+logits and gradient on a few documents, and its greedy continuations of a few prompts.
 
 A folder holds config.json and model.safetensors as transformers writes them, and golden.npz:
 `tokens` int32 [B, T] padded on the right, `lengths` int32 [B], `logits` float32 [B, T, V] (zero at
 padding) and `embed_grad` float32 [V, D], the gradient of the mean negative log-likelihood of all
-next tokens with respect to the embedding table (the head's share included where it is tied). Needs
-torch and transformers.
+next tokens with respect to the embedding table (the head's share included where it is tied).
+
+greedy.npz holds what transformers' generate gives with its cache in float32, each prompt alone and
+unpadded: `prompts` int32 [B, T] padded on the right with -1, `lengths` int32 [B], `tokens` int32
+[B, G], of which none ends a continuation (the end of text is a token like others), and `logprobs`
+float32 [B, G] of these tokens, by log_softmax of the model's logits. With LongRoPE the prompts are
+beyond the original length, and `short_prompts`, `short_lengths`, `short_tokens` and
+`short_logprobs` stay within it, since transformers' Phi3 computes all cached keys anew with the
+long factors where it is crossed. That length is the file's `original` (int32), not config.json's.
+Needs torch and transformers.
 
 example: python scripts/make_goldens.py --family gemma2 --check
 """
@@ -37,6 +45,14 @@ the original RoPE length."""
 CLEAR = 2e-3
 """Least lead of the best logit of every position, in standard deviations of the logits, so that
 rounding cannot change the argmax."""
+TRIES = 64
+"""Random prompts of a length; the one with the most varied clear continuation is kept."""
+CLEAR_STEP = 4e-3
+"""The same lead for every step of a continuation. No lead that decides between the prompts is
+within 5e-5 of it, so that rounding cannot change the choice."""
+ORIGINAL = 16
+"""Original length of LongRoPE for greedy.npz. Phi3Config puts its default of 4,096, which these
+models cannot reach, in place of the one in goldens.yml."""
 
 TABLE = yaml.safe_load((ROOT / "scripts" / "goldens.yml").read_text(encoding="utf-8"))
 FAMILIES: dict[str, dict[str, Any]] = TABLE["families"]
@@ -135,6 +151,7 @@ def make(family: str, folder: Path) -> tuple[int, int]:
         logits=logits,
         embed_grad=grad,
     )
+    np.savez_compressed(folder / "greedy.npz", **continuations(folder, seed))
     saved = load_file(folder / "model.safetensors").values()
     return len(saved), sum(tensor.size for tensor in saved)
 
@@ -190,6 +207,92 @@ def evaluate(model: Any, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return logits, grad
 
 
+def continuations(folder: Path, seed: int) -> dict[str, np.ndarray]:
+    """The arrays of greedy.npz for the model of a folder."""
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    context = config.max_position_embeddings
+    longest, steps = context * 3 // 8 - 1, context // 2
+    sets, arrays = {"": ((1, 5, longest), steps)}, {}
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        rope["original_max_position_embeddings"] = ORIGINAL
+        config.original_max_position_embeddings = ORIGINAL
+        arrays["original"] = np.array(ORIGINAL, np.int32)
+        sets = {
+            "": ((ORIGINAL + 1, ORIGINAL + 3, longest), steps),
+            "short_": ((1, 5, ORIGINAL // 2), ORIGINAL // 2),
+        }
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        config=config,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        dtype=torch.float32,
+    ).eval()
+    model.generation_config.eos_token_id = None
+    for prefix, (lengths, steps) in sets.items():
+        prompts = np.full((len(lengths), max(lengths)), -1, np.int32)
+        rows = []
+        for row, length in enumerate(lengths):
+            prompts[row, :length], *answer = clear_continuation(model, length, steps, seed)
+            rows.append(answer)
+        tokens, logprobs = (np.stack(values) for values in zip(*rows, strict=True))
+        named = {"prompts": prompts, "lengths": np.array(lengths, np.int32)}
+        named |= {"tokens": tokens, "logprobs": logprobs}
+        arrays |= {prefix + name: array for name, array in named.items()}
+    return arrays
+
+
+def clear_continuation(
+    model: Any, length: int, steps: int, seed: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A prompt [length], its tokens [steps] and their log-probabilities [steps]."""
+    import torch
+
+    draws = np.random.default_rng((seed, length)).integers(3, VOCAB, (TRIES, length))
+    tokens, logits = generate(model, draws, steps)
+    varied = [len(set(row)) for row in tokens.tolist()]
+    prompt = draws[np.argmax(np.where(lead(logits) > CLEAR_STEP, varied, 0))][None]
+    tokens, logits = generate(model, prompt, steps)
+    with torch.no_grad():
+        whole = torch.from_numpy(np.concatenate([prompt, tokens[:, :-1]], axis=1))
+        uncached = model(input_ids=whole, use_cache=False).logits[:, length - 1 :]
+    name = f"{type(model).__name__}: a prompt of {length} tokens"
+    if lead(logits)[0] <= CLEAR_STEP:
+        raise SystemExit(f"{name}: none of {TRIES} is continued clearly")
+    if np.abs(uncached.numpy() - logits).max() > ROUNDING * logits.std():
+        raise SystemExit(f"{name}: logits with and without transformers' cache differ")
+    logprobs = torch.log_softmax(torch.from_numpy(logits), -1).numpy()
+    chosen = np.take_along_axis(logprobs, tokens[..., None], -1)[0, :, 0]
+    return prompt[0], tokens[0].astype(np.int32), chosen
+
+
+def generate(model: Any, prompts: np.ndarray, steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """Greedy tokens [B, steps] after prompts [B, T], and the logits [B, steps, V] of each step."""
+    import torch
+
+    ids = torch.from_numpy(prompts)
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        use_cache=True,
+        max_new_tokens=steps,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return out.sequences[:, -steps:].numpy(), torch.stack(out.logits, 1).float().numpy()
+
+
+def lead(logits: np.ndarray) -> np.ndarray:
+    """Least lead [B] of the best of logits [B, T, V], in standard deviations of the row."""
+    best = np.sort(logits, axis=-1)
+    return (best[..., -1] - best[..., -2]).min(-1) / logits.std((1, 2))
+
+
 def differences(made: Path, kept: Path) -> list[str]:
     """Differences of two folders, apart from rounding and the version of transformers."""
     from safetensors.numpy import load_file
@@ -205,6 +308,7 @@ def differences(made: Path, kept: Path) -> list[str]:
     for name, load in (
         ("model.safetensors", load_file),
         ("golden.npz", lambda path: dict(np.load(path))),
+        ("greedy.npz", lambda path: dict(np.load(path))),
     ):
         if filecmp.cmp(made / name, kept / name, shallow=False):
             continue

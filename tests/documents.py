@@ -113,7 +113,8 @@ def make_folder(folder: Path) -> None:
     (folder / "configs").symlink_to(ROOT / "configs")
     (folder / "scripts").symlink_to(ROOT / "scripts")
     model = shutil.copytree(parity.GOLDENS / "qwen3", folder / "Qwen3-0.6B")
-    (model / "golden.npz").unlink()
+    for name in ("golden.npz", "greedy.npz"):
+        (model / name).unlink()
     write_tokenizer(model)
     shutil.copytree(parity.GOLDENS / "adapters" / "dora-qwen3", folder / "adapter")
     (folder / "adapter" / "golden.npz").unlink()

@@ -104,21 +104,14 @@ def _read_keys(file: str | None) -> list[bytes]:
 
 def _read_template(served: "Served", file: str | None) -> "ChatTemplate | None":
     """The chat template; None for a model that has none."""
-    from maxstack.inference.chat import ChatTemplate, read_chat_template
+    from maxstack.inference.chat import read_chat_template
 
-    if served.folder is None and file is not None:
-        try:
-            return ChatTemplate({"default": Path(file).read_text(encoding="utf-8")}, {}, file)
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--chat-template {file}: cannot be read: {error}") from error
-    if served.folder is None:
-        return None
     try:
-        return read_chat_template(served.folder, file)
+        return read_chat_template(served.folder or Path(served.model), file)
     except ConfigError:
         if file is not None:
             raise
-        log.info("%s has no chat template; /v1/chat/completions is refused", served.model)
+        log.warning("%s has no chat template; only /v1/completions answers", served.model)
         return None
 
 

@@ -14,6 +14,12 @@ LARGEST = 1 << 28
 END = "<|endoftext|>"
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
+_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+# GPT-2's: a printable byte is the character of its number, the others follow from 256 on.
+_BYTES = {256 + index: byte for index, byte in enumerate(_OTHERS)}
+_ALPHABET = frozenset(map(chr, (*_PRINTABLE, *_BYTES)))
+
 
 class Split(NamedTuple):
     """The division of text into words before merges are applied, which the two files lack."""
@@ -41,12 +47,13 @@ SPLITS = {"gpt2": _GPT2} | dict.fromkeys(_QWENS, _QWEN2)
 """By `model_type` of config.json. Other models name these classes of tokenizers too, with a pattern
 of their own in tokenizer.json."""
 
-_PRINTABLE = {*range(33, 127), *range(161, 173), *range(174, 256)}
-_OTHERS = sorted({*range(256)} - _PRINTABLE)
-_BYTES = {chr(byte): byte for byte in _PRINTABLE}
-_BYTES |= {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
-"""The character that stands for each byte (Radford et al.'s encoder.py): itself if it is printable
-in Latin-1, else one from 256 on."""
+
+def bytes_of(token: str) -> bytes:
+    """The bytes that a token of a vocabulary writes as one character each; those of a token with
+    other characters are its UTF-8."""
+    if _ALPHABET.issuperset(token):
+        return token.translate(_BYTES).encode("latin-1")
+    return token.encode()
 
 
 def split_of(folder: Path) -> Split | None:
@@ -93,14 +100,6 @@ def tokenizer_json(vocab: Path) -> bytes:
                 f"{VOCAB} and those before it comes {number}; give it that id, or fill the gap"
             )
     return tokenizer.to_str().encode()
-
-
-def raw(piece: str) -> bytes:
-    """Bytes of a token: each is written as one character; a token with any other character, which
-    was added to the vocabulary, is written in UTF-8."""
-    if _BYTES.keys() >= set(piece):
-        return bytes(_BYTES[char] for char in piece)
-    return piece.encode()
 
 
 def unknown(folder: Path) -> str:

@@ -229,7 +229,7 @@ class HuggingFace(Tokenizer):
     def raw(self, token: int) -> bytes | None:
         piece = self._model.id_to_token(token) or ""
         if self._byte_level:
-            return byte_level.raw(piece)
+            return byte_level.bytes_of(piece)
         is_byte = self._byte_fallback and re.fullmatch("<0x[0-9a-fA-F]{2}>", piece)
         return bytes.fromhex(piece[3:5]) if is_byte else None
 
@@ -360,7 +360,7 @@ def _hugging_face_pieces(spec: dict[str, Any], vocab: dict[str, int], size: int)
     pieces = [b""] * size
     for text, token in vocab.items():
         if is_byte_level:
-            pieces[token] = byte_level.raw(text)
+            pieces[token] = byte_level.bytes_of(text)
         else:
             pieces[token] = _text(text.removeprefix("##") if word_piece else text)
     for token in spec.get("added_tokens") or ():

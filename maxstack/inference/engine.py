@@ -134,7 +134,7 @@ class Engine:
         if task.sampling.prompt_logprobs is not None and task.reported < task.prompt:
             if not task.reported:
                 prompt.append(Token(task.tokens[0]))
-            end = min(start + piece.count, task.prompt - 1)
+            end = min(start + piece.size, task.prompt - 1)
             prompt += [tokens[task.number, i] for i in range(task.reported, end)]
             task.reported = end if end < task.prompt - 1 else task.prompt
         new, finish = self._accepted(piece, tokens)
@@ -152,7 +152,7 @@ class Engine:
         """New tokens of the answer: that after the last known one, and those after drafts as long
         as each draft is what would have been chosen."""
         task, known = piece.task, len(piece.task.tokens)
-        end = piece.start + piece.count
+        end = piece.start + piece.size
         new: list[Token] = []
         self.drafted += len(piece.drafts)
         for position in range(known - 1, end):

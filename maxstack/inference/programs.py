@@ -1,7 +1,7 @@
 """Compiled programs of inference. Shapes: R rows and O outputs of all replicas  S slots  W pages of
 a request at most  V vocab."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -21,6 +21,7 @@ from maxstack.state import flat, tree
 if TYPE_CHECKING:
     from maxstack.run import Run
     from maxstack.schema.config import Config
+    from maxstack.weights.panels import Panels
 
 
 def serving(cfg: "Config") -> "Config":
@@ -54,7 +55,12 @@ class Programs:
         self.replicas = parts(run.cfg.mesh.rules["batch"], run.mesh.shape)
         self.width = -(-max_length // limits.page)
         self._max_length = max_length
-        self._params = prepared(run, params)
+        self._graph, panels = run.graph, {}
+        if run.mesh.size == 1 and run.mesh.devices.flat[0].platform == "cpu":
+            from maxstack.weights.panels import in_panels
+
+            self._graph, panels = in_panels(run.graph, run.weights.rewrite.state)
+        self._params = prepared(run, params, panels)
         ordered = in_order(run.mesh)
         self.cache = jax.jit(
             self._empty, out_shardings=self._shardings(), compiler_options=ordered
@@ -93,7 +99,7 @@ class Programs:
             self.cache = self._copy(self.cache, first + copy.source, first + copy.target)
 
     def _step(self, params: Any, cache: Any, batch: Batch) -> tuple[jax.Array, Any]:
-        model = nnx.merge(self._run.graph, nnx.State(params))
+        model = nnx.merge(self._graph, nnx.State(params))
         tables = [batch.tables[group] for group in self._layout.groups]
         backend = self._run.cfg.serve.attention
         kept = Cache(self._layout.owners, tables, list(cache), backend)
@@ -146,22 +152,28 @@ class Programs:
         ]
 
 
-def prepared(run: "Run", params: Any) -> Any:
-    """Weights as steps of inference read them: stacks of the pattern's repetitions as tuples, and
-    what is multiplied in the compute dtype kept in it, which changes no bit. Deletes the arrays
-    that it replaces."""
+def prepared(run: "Run", params: Any, panels: Mapping[str, "Panels"]) -> Any:
+    """Weights as steps of inference read them: stacks of the pattern's repetitions as tuples, what
+    is multiplied in the compute dtype kept in it, which changes no bit, and some in panels. Deletes
+    the arrays that it replaces."""
     uses = {
         "/".join(map(str, path)): param.get_metadata().get("use")
         for path, param in nnx.to_flat_state(run.weights.rewrite.state)
     }
     original, weights = weights_of(run.cfg.model), {}
     for path, array in flat(params).items():
-        kept = array
+        kept: Any = array
         if uses[path] and path in original:
             kept = array.astype(run.cfg.model.dtype)
         if path.startswith("blocks/"):
-            kept = jax.block_until_ready(tuple(kept[i] for i in range(kept.shape[0])))
+            kept = tuple(kept[i] for i in range(kept.shape[0]))
+        name = path
+        if path in panels:
+            name = f"{path}/panels"
+            make = jax.jit(panels[path].made)
+            kept = jax.tree.map(make, kept)
         if kept is not array:
+            jax.block_until_ready(kept)
             array.delete()
-        weights[path] = kept
+        weights[name] = kept
     return tree(weights)

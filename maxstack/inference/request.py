@@ -66,5 +66,5 @@ class Output:
     """Tokens of the prompt that were computed, where their log-probabilities were asked for; the
     first has none."""
     finish: str | None = None
-    """stop: a stop token or the grammar's end; length: max_tokens or the model's length; abort; None:
+    """stop: a stop token, or the grammar's end; length: max_tokens, or the model's length; None: it
     goes on."""

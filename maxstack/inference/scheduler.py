@@ -52,12 +52,12 @@ class Task:
 
 
 class Piece(NamedTuple):
-    """Tokens `start` to `start + count - 1` of a task, which a step computes, and of these drafts
+    """Tokens `start` to `start + size - 1` of a task, which a step computes, and of these drafts
     that the task does not hold yet."""
 
     task: Task
     start: int
-    count: int
+    size: int
     drafts: tuple[int, ...] = ()
 
 
@@ -126,7 +126,7 @@ class Scheduler:
             if task in self.running and left[task.replica]:
                 piece = self._next(task, left[task.replica])
                 if piece:
-                    left[task.replica] -= piece.count
+                    left[task.replica] -= piece.size
                     pieces.append(piece)
         copies: list[Copy] = []
         while self.waiting and (copy := self._admit(self.waiting[0], left)) is not None:
@@ -136,7 +136,7 @@ class Scheduler:
             piece = self._next(task, left[task.replica], spare=True)
             if piece is None:
                 break
-            left[task.replica] -= piece.count
+            left[task.replica] -= piece.size
             pieces.append(piece)
         # a task that was preempted after its turn computes nothing
         return [piece for piece in pieces if piece.task in self.running], copies
@@ -147,7 +147,7 @@ class Scheduler:
         task, page = piece.task, self.limits.page
         task.tokens += new
         drafts = len(piece.drafts)
-        task.computed = piece.start + piece.count - drafts + (max(0, len(new) - 1) if drafts else 0)
+        task.computed = piece.start + piece.size - drafts + (max(0, len(new) - 1) if drafts else 0)
         if not self.limits.prefix_cache:
             return []
         hashes = self._hashes(task, task.computed // page)

@@ -163,5 +163,5 @@ def test_characters_of_tokens_are_the_bytes_of_the_tokenizers_library():
     text = "".join(map(chr, (*range(1, 0xD800), *range(0xFFFD, 0x110000, 4096))))
     split = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     ((written, _),) = split.pre_tokenize_str(text)
-    assert byte_level.raw(written) == text.encode()
-    assert byte_level.raw("\u4e2d a") == "\u4e2d a".encode()
+    assert byte_level.bytes_of(written) == text.encode()
+    assert byte_level.bytes_of("\u4e2d a") == "\u4e2d a".encode()

@@ -103,7 +103,8 @@ def paged_attention(
             keys, inner = None, ()
         groups = q_RNH.shape[1] // kv
 
-        def own(q, new, pages, *others):
+        def own(q, new, pages, tables, slots, positions, sinks):
+            others = tables, slots, positions, sinks
             if not inner:
                 return local(q, new, pages, *others)
             first = jax.lax.axis_index(inner) * q.shape[1]
@@ -111,7 +112,7 @@ def paged_attention(
                 index = (first + jnp.arange(q.shape[1])) // groups
             else:
                 index = first // groups + jnp.arange(max(1, q.shape[1] // groups))
-            return local(q, new, pages, *others, kv_heads=index)
+            return local(q, new, pages, *others, index)
 
         rows, tokens = PartitionSpec(batch, heads), PartitionSpec(batch)
         pages = PartitionSpec(batch, None, keys)

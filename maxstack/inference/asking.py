@@ -1,0 +1,291 @@
+"""Prompts for an engine in this process: one answered as a stream of text, or a file of them."""
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from maxstack.config import storage
+from maxstack.errors import ConfigError, DataError, shortened
+from maxstack.inference.chat import ChatTemplate, encode_chat, read_chat_template
+from maxstack.inference.request import Sampling, Token
+from maxstack.inference.text import TextStream
+
+if TYPE_CHECKING:
+    from maxstack.inference.started import Served
+
+AHEAD = 4
+"""Requests that are handed to the engine at a time, as a multiple of those that it runs."""
+KINDS = "prompt", "tokens", "messages"
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A line of a file of prompts."""
+
+    where: str
+    id: Any
+    kind: str
+    value: Any
+
+
+def read_prompts(file: str) -> list[Prompt]:
+    """The prompts of a JSONL file, in their order; DataError for a line that is none, and where
+    two have the same id. A line without id has its number, from 0."""
+    if storage.kind(file) != "file":
+        raise DataError(f"{file}: no such file")
+    prompts: list[Prompt] = []
+    lines: dict[str, int] = {}
+    with storage.open_file(file) as stored:
+        for number, line in enumerate(stored):
+            where = f"{file}:{number + 1}"
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise DataError(f"{where}: no JSON: {error}") from None
+            kinds = [kind for kind in KINDS if isinstance(row, dict) and row.get(kind) is not None]
+            if len(kinds) != 1:
+                raise DataError(
+                    f"{where}: holds {' and '.join(kinds) or 'no prompt'}; wanted: an object with "
+                    f"one of {', '.join(KINDS)}, and an id"
+                )
+            kind = kinds[0]
+            check_prompt(where, kind, row[kind])
+            own = row.get("id", number)
+            key = json.dumps(own)
+            if key in lines:
+                raise DataError(
+                    f"{where}: id {shortened(key, 80)} is that of line {lines[key]} too"
+                )
+            lines[key] = number + 1
+            prompts.append(Prompt(where, own, kind, row[kind]))
+    if not prompts:
+        raise DataError(f"{file}: holds no prompt")
+    return prompts
+
+
+def check_prompt(where: str, kind: str, value: Any) -> None:
+    """DataError where the value is none of its kind."""
+    if kind == "prompt" and not isinstance(value, str):
+        raise DataError(f"{where}: prompt is {shortened(json.dumps(value), 80)}, and must be text")
+    if kind == "tokens" and not (
+        isinstance(value, list) and all(type(token) is int for token in value)
+    ):
+        raise DataError(f"{where}: tokens must be a list of whole numbers")
+    if kind == "messages" and not (
+        isinstance(value, list) and value and all(isinstance(item, dict) for item in value)
+    ):
+        raise DataError(f'{where}: messages must be a list of {{"role", "content"}}')
+
+
+class Asker:
+    """Prompts become tokens, and tokens of answers become text."""
+
+    def __init__(
+        self,
+        served: "Served",
+        sampling: Sampling,
+        chat_template: str | None = None,
+        stops: Sequence[str] = (),
+        ignore_eos: bool = False,
+    ):
+        self._served, self._stops, self._chat_template = served, stops, chat_template
+        self._template: ChatTemplate | None = None
+        ends = frozenset() if ignore_eos else served.stop_tokens
+        self.sampling = dataclasses.replace(sampling, stop_tokens=ends)
+
+    def encode(self, text: str, chat: bool, system: str | None) -> list[int]:
+        """Tokens of a text, or of a user's message in a new conversation."""
+        if chat:
+            messages = [{"role": "system", "content": system}] if system else []
+            return self.encode_messages([*messages, {"role": "user", "content": text}])
+        return self._tokenizer("--prompt").encode(os.fsencode(text)).tolist()
+
+    def encode_messages(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """Tokens of a conversation, up to where the model's answer begins."""
+        tokenizer = self._tokenizer("--chat")
+        if self._template is None:
+            folder = self._served.folder or Path(self._served.model)
+            self._template = read_chat_template(folder, self._chat_template)
+        return encode_chat(tokenizer, self._template.render(messages))
+
+    def stream(self, prompt: Sequence[int], choice: int = 0) -> Iterator[str]:
+        """The answer to a prompt, in pieces as they become certain."""
+        engine = self._served.engine
+        text = TextStream(self._tokenizer("--prompt"), prompt, self._stops)
+        number = engine.add(prompt, dataclasses.replace(self.sampling, choice=choice))
+        try:
+            while engine.task(number) is not None and text.stopped is None:
+                for output in engine.step():
+                    for token in output.tokens:
+                        yield text.feed(token.token)
+        finally:
+            engine.abort(number)
+        yield text.flush()
+
+    def answer_file(
+        self, prompts: Sequence[Prompt], out: str, count: int, chat: bool, system: str | None
+    ) -> None:
+        """Write `count` answers to each prompt to the file `out`, in the order of the prompts.
+        Answers are appended to a file beside it as they end, from which a later call goes on."""
+        answers = _Answers(out, self._settings(prompts, count, chat, system))
+        encoded = {}
+        for i, prompt in enumerate(prompts):
+            for choice in range(count):
+                if (i, choice) not in answers.lines:
+                    encoded[i, choice] = self._encoded(prompt, chat, system)
+        self._answer(prompts, encoded, count, answers)
+        answers.write()
+
+    def _answer(
+        self,
+        prompts: Sequence[Prompt],
+        encoded: dict[tuple[int, int], list[int]],
+        count: int,
+        answers: "_Answers",
+    ) -> None:
+        import tqdm
+
+        engine, limit = self._served.engine, self._served.cfg.serve.max_requests * AHEAD
+        waiting, running = list(encoded), dict[int, _Answer]()
+        waiting.reverse()
+        shown = tqdm.tqdm(
+            total=len(prompts) * count, desc="generating", unit=" answers", disable=None
+        )
+        made = 0
+        with shown:
+            shown.update(len(answers.lines))
+            while waiting or running:
+                while waiting and len(running) < limit:
+                    i, choice = key = waiting.pop()
+                    # a number of its own for each answer of the file: equal prompts differ
+                    sampling = dataclasses.replace(
+                        self.sampling, choice=i * count + choice, logprobs=0
+                    )
+                    try:
+                        number = engine.add(encoded[key], sampling)
+                    except DataError as error:
+                        raise DataError(f"{prompts[i].where}: {error}") from None
+                    running[number] = _Answer(key, self._text(encoded[key]))
+                for output in engine.step():
+                    answer = running[output.request]
+                    made += len(output.tokens)
+                    if answer.add(output.tokens) and output.finish is None:
+                        engine.abort(output.request)
+                    elif output.finish is None:
+                        continue
+                    del running[output.request]
+                    i, choice = answer.key
+                    row = {"id": prompts[i].id} | ({"choice": choice} if count > 1 else {})
+                    answers.append(answer.key, row | answer.row(output.finish))
+                    shown.update()
+                if shown.format_dict["elapsed"]:
+                    shown.set_postfix_str(f"{made / shown.format_dict['elapsed']:.1f} tokens/s")
+
+    def _encoded(self, prompt: Prompt, chat: bool, system: str | None) -> list[int]:
+        if prompt.kind == "tokens":
+            return prompt.value
+        try:
+            if prompt.kind == "prompt":
+                return self.encode(prompt.value, chat, system)
+            return self.encode_messages(prompt.value)
+        except DataError as error:
+            raise DataError(f"{prompt.where}: {error}") from None
+
+    def _text(self, prompt: Sequence[int]) -> TextStream | None:
+        if self._served.tokenizer is None and not self._stops:
+            return None
+        return TextStream(self._tokenizer("--stop"), prompt, self._stops)
+
+    def _tokenizer(self, option: str) -> Any:
+        if self._served.tokenizer is None:
+            raise ConfigError(
+                f"{option}: {self._served.model} brings no tokenizer; give one in data.tokenizer, "
+                'or prompts as {"id", "tokens"} in --prompts'
+            )
+        return self._served.tokenizer
+
+    def _settings(self, prompts: Sequence[Prompt], *others: Any) -> str:
+        """Hash of all that answers depend on."""
+        told = [dataclasses.astuple(prompt)[1:] for prompt in prompts], others, self._stops
+        sampling = dataclasses.asdict(self.sampling)
+        sampling["stop_tokens"] = sorted(sampling["stop_tokens"])
+        del sampling["grammar"]
+        words = json.dumps([self._served.model, told, sampling], sort_keys=True)
+        return hashlib.sha256(words.encode()).hexdigest()
+
+
+class _Answer:
+    """An answer while it is made."""
+
+    def __init__(self, key: tuple[int, int], text: TextStream | None):
+        self.key, self._text = key, text
+        self._tokens: list[Token] = []
+        self._parts: list[str] = []
+
+    def add(self, tokens: Sequence[Token]) -> bool:
+        """Add tokens -> True where a stop string ended the text."""
+        for token in tokens:
+            self._tokens.append(token)
+            if self._text is not None:
+                self._parts.append(self._text.feed(token.token))
+                if self._text.stopped is not None:
+                    return True
+        return False
+
+    def row(self, finish: str | None) -> dict[str, Any]:
+        text = None
+        if self._text is not None:
+            text = "".join(self._parts) + self._text.flush()
+        return {
+            "text": text,
+            "tokens": [token.token for token in self._tokens],
+            "logprobs": [token.logprob for token in self._tokens],
+            "finish_reason": finish or "stop",
+        }
+
+
+class _Answers:
+    """Lines of finished answers, appended to FILE.unfinished until all are there."""
+
+    def __init__(self, out: str, settings: str):
+        self._out, self._unfinished = out, Path(f"{out}.unfinished")
+        self.lines: dict[tuple[int, int], str] = {}
+        if storage.is_url(out):
+            raise ConfigError(f"--out {out}: must lie on this machine, to go on after a kill")
+        header = json.dumps({"settings": settings})
+        if self._unfinished.is_file():
+            self._read(header)
+        else:
+            self._unfinished.write_text(header + "\n", encoding="utf-8")
+
+    def _read(self, header: str) -> None:
+        """Answers of an earlier call; a line that was not written whole is dropped."""
+        whole = self._unfinished.read_bytes().rpartition(b"\n")[0].decode().splitlines()
+        if not whole or whole[0] != header:
+            raise ConfigError(
+                f"{self._unfinished}: was begun with another model, other prompts or other "
+                "settings; give these again, or delete it, or give another --out"
+            )
+        for line in whole[1:]:
+            key, row = json.loads(line)
+            self.lines[key[0], key[1]] = json.dumps(row, ensure_ascii=False)
+        self._unfinished.write_text("\n".join(whole) + "\n", encoding="utf-8")
+
+    def append(self, key: tuple[int, int], row: dict[str, Any]) -> None:
+        """Keep an answer."""
+        self.lines[key] = json.dumps(row, ensure_ascii=False)
+        with self._unfinished.open("a", encoding="utf-8") as file:
+            file.write(json.dumps([key, row], ensure_ascii=False) + "\n")
+
+    def write(self) -> None:
+        """All answers in their order."""
+        with storage.replacing(self._out) as file:
+            lines = [line for _, line in sorted(self.lines.items())]
+            file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        self._unfinished.unlink()
