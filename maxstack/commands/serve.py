@@ -74,9 +74,11 @@ def main(args: Namespace) -> None:
     sock = bound_socket(args.host, args.port)
     served = start(args.model, model_overrides(args))
     template = _read_template(served, args.chat_template)
+    service = Service(served.engine, served.cfg.serve.queue)
+    service.warm()
     state = State(
         served,
-        Service(served.engine, served.cfg.serve.queue),
+        service,
         args.served_model_name or args.model,
         template,
         _tool_parser(args.tool_parser, template),

@@ -104,6 +104,13 @@ class Service:
         self._requests: dict[int, _Request] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
+    def warm(self) -> None:
+        """Compile what most requests need, before the first. Not after `start`."""
+        for sampling in (Sampling(), Sampling(logprobs=1), Sampling(presence_penalty=1)):
+            self.engine.add([0], dataclasses.replace(sampling, max_tokens=2))
+            while self.engine.busy:
+                self.engine.step()
+
     def start(self) -> None:
         """Start the thread, for the event loop that runs."""
         self._loop = asyncio.get_running_loop()
