@@ -44,8 +44,8 @@ class Engine:
         self._added = 0
         self.drafted = self.accepted = 0
 
-    def add(self, prompt: Sequence[int], sampling: Sampling, priority: int = 0) -> int:
-        """Queue a request -> its number. DataError for a prompt that cannot be answered."""
+    def check(self, prompt: Sequence[int]) -> None:
+        """DataError for a prompt that cannot be answered. Safe to call from any thread."""
         vocab = self.cfg.model.vocab
         if not prompt:
             raise DataError("the prompt is empty; give at least one token")
@@ -57,6 +57,10 @@ class Engine:
                 f"the prompt is {len(prompt)} tokens long, and serve.max_length="
                 f"{self.max_length} holds prompt and answer; shorten it, or raise serve.max_length"
             )
+
+    def add(self, prompt: Sequence[int], sampling: Sampling, priority: int = 0) -> int:
+        """Queue a request -> its number. DataError for a prompt that cannot be answered."""
+        self.check(prompt)
         self._added += 1
         task = Task(self._added, list(prompt), len(prompt), sampling, priority)
         self._tasks[task.number] = task
