@@ -179,7 +179,7 @@ def train(
         ledger.close()
         return 0
     ledger.resume(begin)
-    compiling = startup.compile_step(run)
+    compilation = startup.compile_step(run)
     startup.introduce(run, feed.describe(), log, begins=state is None)
     feed.start()
     frozen = startup.frozen(run)
@@ -189,7 +189,7 @@ def train(
         run_folder.write_records(run.cfg, run.kernels, folder)
     evaluator = Evaluator(run, log, writer, frozen) if cfg.eval.every else None
     with ledger.spent("compile"):
-        compiled, seconds = compiling.result()
+        compiled, seconds = compilation.result()
     log.say(f"{'loaded' if cfg.run.executable else 'compiled'} the step in {seconds:.1f} s")
 
     stop = Preemption(heart.interrupted) if heart else Preemption()
