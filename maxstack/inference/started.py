@@ -1,5 +1,6 @@
 """An engine for a model: its weights read, its cache sized, its program checked."""
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -24,8 +25,8 @@ SHARE = 0.5
 """Share of the memory that is free beside the weights that a cache takes by itself."""
 OVERRIDES = (
     "run.virtual_devices=null",
+    "train.accumulate=1",
     *(f"mesh.{axis}=1" for axis in AXES),
-    "mesh.tensor=-1",
     "mesh.rules.seq=null",
     "mesh.rules.residual=null",
 )
@@ -52,17 +53,17 @@ class Served:
 def start(model: str, overrides: Sequence[str]) -> Served:
     """The engine of a run, a checkpoint or a Hugging Face folder. ConfigError where it cannot
     generate or does not fit."""
+    import jax
+
     from maxstack.inference.programs import serving
 
-    cfg, own = config_of(model, [*OVERRIDES, *overrides])
+    cfg, own = _placed(model, overrides, jax.device_count())
     if cfg.objective.kind == "masked_diffusion":
         raise ConfigError(f"{model}: was trained by masked diffusion; `maxstack sample` is for it")
     cfg = serving(cfg)
     folder = _files(cfg, own)
     layout, longest = Layout.of(cfg.model), _longest(cfg, own, folder)
     tokenizer, stop_tokens = _tokenizer(cfg, own, folder)
-
-    import jax
 
     from maxstack import sharding
     from maxstack.hardware.compiling import keep_programs
@@ -76,6 +77,20 @@ def start(model: str, overrides: Sequence[str]) -> Served:
     engine = Engine(run, params, limits, max_length)
     _check_identical(engine, layout)
     return Served(model, cfg, engine, folder, tokenizer, stop_tokens)
+
+
+def _placed(model: str, overrides: Sequence[str], devices: int) -> tuple["Config", Path | None]:
+    """The configuration with the mesh that `overrides` ask for, else the largest share of the
+    devices over `tensor` that the model's sizes divide by, and replicas over the rest."""
+    if any(override.startswith("mesh") for override in overrides):
+        return config_of(model, [*OVERRIDES, *overrides])
+    each = *OVERRIDES, f"train.batch_size={devices}"
+    for tensor in range(devices, 1, -1):
+        sizes = f"mesh.tensor={tensor}", f"mesh.data={devices // tensor}"
+        if devices % tensor == 0:
+            with contextlib.suppress(ConfigError):
+                return config_of(model, [*each, *sizes, *overrides])
+    return config_of(model, [*each, f"mesh.data={devices}", *overrides])
 
 
 def limits_of(cfg: "Config", layout: Layout, longest: int, free: int | None) -> tuple[Limits, int]:
@@ -129,7 +144,7 @@ def _check_identical(engine: "Engine", layout: Layout) -> None:
     from maxstack.inference.identity import differing
 
     asked, programs = engine.cfg.serve.identical, engine.programs
-    if asked == "off":
+    if asked == "any":
         return
     ways = differing(programs, layout, engine.cfg.model.vocab, engine.max_length)
     if ways:
