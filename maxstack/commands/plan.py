@@ -2,9 +2,11 @@
 
 The hardware need not be here."""
 
+import math
 import sys
 import tempfile
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,7 @@ from maxstack.command import (
     argument,
     check_writable,
     command,
+    positive,
     write,
     write_json,
 )
@@ -27,6 +30,9 @@ if TYPE_CHECKING:
     from maxstack.schema.config import Config
 
 RANKED, FINALISTS = 10, 3
+TRAINING = (
+    "tokens", "mfu", "price", "exact", "search", "finalists", "batch", "save_executable", "out"
+)  # fmt: skip
 TOPOLOGY = argument(
     "--topology",
     default="here",
@@ -84,6 +90,18 @@ TOPOLOGY = argument(
         help="write the compiled step, for run.executable of `maxstack train`",
     ),
     argument(
+        "--serve",
+        action="store_true",
+        help="say how many requests `maxstack serve` has room for, and the most tokens/s; CONFIG "
+        "may be a model's folder too. Compiles nothing",
+    ),
+    argument(
+        "--length", type=positive, metavar="N", help="with --serve: tokens of a prompt and answer"
+    ),
+    argument(
+        "--prompt", type=positive, metavar="N", help="with --serve: those of the prompt (half)"
+    ),
+    argument(
         "--out",
         metavar="FILE",
         help="where search and batch write (default: planned.yml)",
@@ -96,6 +114,8 @@ def main(args: Namespace) -> int:
     from maxstack.plan import cost
 
     asked = cost.request(args)
+    if args.serve:
+        return _serve(args)
     cfg = configured(args)
     _check_options(args)
     topology = topology_of(args, cfg)
@@ -121,6 +141,15 @@ def main(args: Namespace) -> int:
 def _check_options(args: Namespace) -> None:
     """ConfigError for options that do not go together, and for files that could not be written in
     the end."""
+    for option in ("length", "prompt"):
+        if not args.serve and getattr(args, option) is not None:
+            raise ConfigError(
+                f"--{option} {getattr(args, option)}: is of requests; give --serve too"
+            )
+    alone = [option for option in TRAINING if getattr(args, option) not in (None, False)]
+    if args.serve and alone:
+        option = alone[0].replace("_", "-")
+        raise ConfigError(f"--{option}: is about training; leave it out, or --serve")
     if args.search and args.batch:
         raise ConfigError(
             "--search and --batch max exclude each other; search tries batch sizes too"
@@ -154,6 +183,67 @@ def topology_of(args: Namespace, cfg: "Config") -> "Topology":
 
     devices.environment(cfg.run.virtual_devices)
     return topology.parse(args.topology)
+
+
+def _serve(args: Namespace) -> int:
+    """Print the capacity of an engine."""
+    from maxstack.config import storage
+    from maxstack.data import hub
+
+    _check_options(args)
+    elsewhere = [] if args.topology == "here" else ["run.virtual_devices=null"]
+    trained = storage.kind(args.config) == "directory" or hub.named(args.config)
+
+    def configured(more: Sequence[str]) -> "Config":
+        from maxstack.inference.programs import serving
+
+        return serving(_opened([*args.overrides, *elsewhere, *more])[0])
+
+    def _opened(overrides: Sequence[str]) -> "tuple[Config, Path | None]":
+        from maxstack.inference.opened import config_of
+        from maxstack.load import load
+
+        return (
+            config_of(args.config, overrides) if trained else (load(args.config, overrides), None)
+        )
+
+    cfg, own = _opened([*args.overrides, *elsewhere])
+    where = topology_of(args, cfg)
+    from maxstack.inference import capacity
+
+    made = capacity.capacity(args.config, configured, where, _lengths(args, cfg, own), args.prompt)
+    print(capacity.text(made))
+    write_json(args.json, made.json())
+    return 0
+
+
+def _lengths(args: Namespace, cfg: "Config", own: Path | None) -> list[int]:
+    """Tokens of the requests to count with. ConfigError for what no request has."""
+    from maxstack.inference import capacity, started
+
+    longest = cfg.serve.max_length or cfg.model.positions
+    if longest is None and (own is not None or cfg.model.weights):
+        longest = started.longest_of(cfg, own, started.files_of(cfg, own))
+    if args.length and longest and args.length > longest:
+        raise ConfigError(
+            f"--length {args.length}: the model takes {longest} tokens at most; give fewer, or "
+            "a larger serve.max_length"
+        )
+    lengths = (
+        [args.length]
+        if args.length
+        else sorted(
+            {
+                *(n for n in capacity.LENGTHS if n < (longest or math.inf)),
+                *([longest] if longest else []),
+            }
+        )
+    )
+    if args.prompt and args.prompt >= lengths[0]:
+        lengths = [n for n in lengths if n > args.prompt]
+    if not lengths or lengths[-1] < 2:
+        raise ConfigError(f"--prompt {args.prompt}: leaves no room for an answer; give fewer")
+    return lengths
 
 
 def _chosen(args: Namespace, cfg: "Config", topology: "Topology") -> tuple["Config", "Plan"]:
