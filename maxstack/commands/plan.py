@@ -2,7 +2,6 @@
 
 The hardware need not be here."""
 
-import math
 import sys
 import tempfile
 from argparse import Namespace
@@ -172,8 +171,11 @@ def configured(args: Namespace) -> "Config":
     """The configuration, without virtual devices where the topology is not this machine."""
     from maxstack.load import load
 
-    elsewhere = [] if args.topology == "here" else ["run.virtual_devices=null"]
-    return load(args.config, [*args.overrides, *elsewhere])
+    return load(args.config, [*args.overrides, *_elsewhere(args)])
+
+
+def _elsewhere(args: Namespace) -> list[str]:
+    return [] if args.topology == "here" else ["run.virtual_devices=null"]
 
 
 def topology_of(args: Namespace, cfg: "Config") -> "Topology":
@@ -186,64 +188,23 @@ def topology_of(args: Namespace, cfg: "Config") -> "Topology":
 
 
 def _serve(args: Namespace) -> int:
-    """Print the capacity of an engine."""
-    from maxstack.config import storage
-    from maxstack.data import hub
-
+    """Print the capacity of an engine; 0, since one that has room for nothing is refused."""
     _check_options(args)
-    elsewhere = [] if args.topology == "here" else ["run.virtual_devices=null"]
-    trained = storage.kind(args.config) == "directory" or hub.named(args.config)
-
-    def configured(more: Sequence[str]) -> "Config":
-        from maxstack.inference.programs import serving
-
-        return serving(_opened([*args.overrides, *elsewhere, *more])[0])
-
-    def _opened(overrides: Sequence[str]) -> "tuple[Config, Path | None]":
-        from maxstack.inference.opened import config_of
-        from maxstack.load import load
-
-        return (
-            config_of(args.config, overrides) if trained else (load(args.config, overrides), None)
-        )
-
-    cfg, own = _opened([*args.overrides, *elsewhere])
-    where = topology_of(args, cfg)
     from maxstack.inference import capacity
 
-    made = capacity.capacity(args.config, configured, where, _lengths(args, cfg, own), args.prompt)
-    print(capacity.text(made))
-    write_json(args.json, made.json())
+    overrides = [*args.overrides, *_elsewhere(args)]
+    cfg, longest = capacity.opened(args.config, overrides)
+    lengths = capacity.lengths_of(args.length, args.prompt, longest)
+    topology = topology_of(args, cfg)
+    from maxstack.inference.programs import serving
+
+    def configured(more: Sequence[str]) -> "Config":
+        return serving(capacity.opened(args.config, [*overrides, *more])[0])
+
+    plan = capacity.capacity(args.config, configured, topology, lengths, args.prompt)
+    print(capacity.text(plan))
+    write_json(args.json, plan.json())
     return 0
-
-
-def _lengths(args: Namespace, cfg: "Config", own: Path | None) -> list[int]:
-    """Tokens of the requests to count with. ConfigError for what no request has."""
-    from maxstack.inference import capacity, started
-
-    longest = cfg.serve.max_length or cfg.model.positions
-    if longest is None and (own is not None or cfg.model.weights):
-        longest = started.longest_of(cfg, own, started.files_of(cfg, own))
-    if args.length and longest and args.length > longest:
-        raise ConfigError(
-            f"--length {args.length}: the model takes {longest} tokens at most; give fewer, or "
-            "a larger serve.max_length"
-        )
-    lengths = (
-        [args.length]
-        if args.length
-        else sorted(
-            {
-                *(n for n in capacity.LENGTHS if n < (longest or math.inf)),
-                *([longest] if longest else []),
-            }
-        )
-    )
-    if args.prompt and args.prompt >= lengths[0]:
-        lengths = [n for n in lengths if n > args.prompt]
-    if not lengths or lengths[-1] < 2:
-        raise ConfigError(f"--prompt {args.prompt}: leaves no room for an answer; give fewer")
-    return lengths
 
 
 def _chosen(args: Namespace, cfg: "Config", topology: "Topology") -> tuple["Config", "Plan"]:
