@@ -61,8 +61,8 @@ def start(model: str, overrides: Sequence[str]) -> Served:
     if cfg.objective.kind == "masked_diffusion":
         raise ConfigError(f"{model}: was trained by masked diffusion; `maxstack sample` is for it")
     cfg = serving(cfg)
-    folder = _files(cfg, own)
-    layout, longest = Layout.of(cfg.model), _longest(cfg, own, folder)
+    folder = files_of(cfg, own)
+    layout, longest = Layout.of(cfg.model), longest_of(cfg, own, folder)
     tokenizer, stop_tokens = _tokenizer(cfg, own, folder)
 
     from maxstack import sharding
@@ -73,7 +73,7 @@ def start(model: str, overrides: Sequence[str]) -> Served:
     keep_programs(cfg.run.compilation_cache)
     run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()), trains=False)
     params = read_weights(model, run, own)
-    limits, max_length = limits_of(cfg, layout, longest, _free(run))
+    limits, max_length = limits_of(cfg, layout, longest, _free(run, layout))
     engine = Engine(run, params, limits, max_length)
     _check_identical(engine, layout)
     return Served(model, cfg, engine, folder, tokenizer, stop_tokens)
@@ -95,16 +95,11 @@ def _placed(model: str, overrides: Sequence[str], devices: int) -> tuple["Config
 
 def limits_of(cfg: "Config", layout: Layout, longest: int, free: int | None) -> tuple[Limits, int]:
     """Sizes of the engine by serve.*, and the most tokens of a request, at most `longest` unless
-    serve.max_length says so; `free` are bytes of a device beside the weights, None: not known.
+    serve.max_length says so; `free` are bytes of a replica beside the weights, None: not known.
     ConfigError where not one request fits."""
     serve = cfg.serve
     length = serve.max_length or longest
-    pages = [-(-length // serve.page)] * len(layout.reaches)
-    reads = [reach.window or reach.chunk or length for reach in layout.reaches]
-    bounded = [
-        min(whole, -(-(read + serve.rows) // serve.page) + 1)
-        for whole, read in zip(pages, reads, strict=True)
-    ]
+    bounded = layout.pages(length, serve.page, serve.rows)
     page_bytes = [layout.token_bytes(i) * serve.page for i in range(len(bounded))]
     snapshots = serve.snapshots if layout.recurrent and serve.prefix_cache else 0
     states = layout.request_bytes * (1 + serve.max_requests + snapshots)
@@ -165,15 +160,19 @@ def _check_identical(engine: "Engine", layout: Layout) -> None:
     log.warning("%s", message)
 
 
-def _free(run: Any) -> int | None:
-    """Bytes of a device that the weights leave; None where it does not say."""
+def _free(run: Any, layout: Layout) -> int | None:
+    """Bytes that the weights leave on the devices over which a replica's cache is sharded; None
+    where a device does not say."""
     from maxstack.plan.fit import shard_bytes, usable
 
     limit = usable(run.mesh.local_devices[0], run.mesh.size)
-    return None if limit is None else int(limit) - shard_bytes(run.abstract.params)
+    if limit is None:
+        return None
+    shards = layout.shards(run.cfg.mesh, run.mesh.shape)
+    return int((limit - shard_bytes(run.abstract.params)) * shards)
 
 
-def _files(cfg: "Config", own: Path | None) -> Path | None:
+def files_of(cfg: "Config", own: Path | None) -> Path | None:
     """The folder with a model's config.json and tokenizer."""
     from maxstack.data import hub
 
@@ -188,7 +187,7 @@ def _json(file: Path) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
-def _longest(cfg: "Config", own: Path | None, folder: Path | None) -> int:
+def longest_of(cfg: "Config", own: Path | None, folder: Path | None) -> int:
     """Most tokens of a text that the model was made for."""
     outer = _json(folder / "config.json") if folder else {}
     config = outer.get("text_config") or outer
