@@ -24,7 +24,7 @@ def model(tmp_path_factory):
 
 
 def generate(model, *words):
-    return cli.main(["generate", model, *words, *F32])
+    return cli.main(["generate", model, *F32, *words])
 
 
 def write_prompts(path, rows):
@@ -89,9 +89,10 @@ def test_a_stop_string_ends_an_answer_and_is_not_in_it(model, tmp_path):
 def test_a_killed_command_goes_on_to_the_same_bytes(model, tmp_path):
     rows = [{"id": i, "prompt": f"Text {i}"} for i in range(24)]
     prompts, out = write_prompts(tmp_path / "p.jsonl", rows), tmp_path / "o.jsonl"
-    words = ["--prompts", prompts, "--max-tokens", "40", "--ignore-eos", "serve.max_requests=2"]
+    words = ["--prompts", prompts, "--max-tokens", "40", "--ignore-eos"]
+    words += ["serve.max_requests=2", "serve.identical=strict"]
     assert generate(model, *words, "--out", str(tmp_path / "whole.jsonl")) == 0
-    command = [sys.executable, "-m", "maxstack.cli", "generate", model, *words, *F32]
+    command = [sys.executable, "-m", "maxstack.cli", "generate", model, *F32, *words]
     unfinished = tmp_path / "o.jsonl.unfinished"
     process = subprocess.Popen([*command, "--out", str(out)])
     while not unfinished.exists() or unfinished.read_bytes().count(b"\n") < 5:
@@ -114,7 +115,7 @@ def test_a_killed_command_goes_on_to_the_same_bytes(model, tmp_path):
 def generate_raising(model, *words):
     from maxstack.commands.generate import main
 
-    return main([model, *words, *F32])
+    return main([model, *F32, *words])
 
 
 @pytest.mark.parametrize(

@@ -40,9 +40,9 @@ def run(q, new, pages, tables, slots, positions, request, backend, sinks=None, v
     )
 
 
-def inputs(arrays=2 * KV, rows=len(SLOTS), seed=0):
+def inputs(arrays=2 * KV):
     """Queries, new arrays, pages and tables; unwritten places hold large numbers."""
-    rng = np.random.default_rng(seed)
+    rng, rows = np.random.default_rng(0), len(SLOTS)
     tables = np.zeros((4, WIDTH), np.int32)
     tables[1:] = 1 + rng.permutation(3 * WIDTH).reshape(3, WIDTH)
     pages = rng.normal(size=(1 + 3 * WIDTH, PAGE, arrays, SIZE)) * 3
