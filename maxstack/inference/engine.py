@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from maxstack.errors import DataError
+from maxstack.errors import DataError, quoted
+from maxstack.inference.adapters import Adapters
 from maxstack.inference.drafts import ngram
 from maxstack.inference.layout import Layout
 from maxstack.inference.programs import Batch, Programs
@@ -29,12 +30,21 @@ log = logging.getLogger(__name__)
 class Engine:
     """Generates for any number of requests at a time. Not safe to call from several threads."""
 
-    def __init__(self, run: "Run", params: Any, limits: Limits, max_length: int):
+    def __init__(
+        self,
+        run: "Run",
+        params: Any,
+        limits: Limits,
+        max_length: int,
+        adapters: Adapters = Adapters(),  # noqa: B008 (it holds nothing)
+    ):
         """`run` is assembled from `programs.serving(cfg)`; `params` are taken over, and deleted
         where they are replaced."""
         self.cfg, self.max_length = run.cfg, max_length
         self._layout = Layout.of(run.cfg.model)
-        self.programs = Programs(run, params, self._layout, limits, max_length)
+        self.adapters = adapters.names
+        weights = adapters.weights
+        self.programs = Programs(run, params, self._layout, limits, max_length, weights)
         self._sampler = Sampler(run.cfg.model.vocab, max_length)
         draft = self._drafts if run.cfg.serve.speculate else None
         self.scheduler = Scheduler(self._layout, limits, self.programs.replicas, draft)
@@ -42,8 +52,15 @@ class Engine:
         self._added = 0
         self.drafted = self.accepted = 0
 
-    def add(self, prompt: Sequence[int], sampling: Sampling, priority: int = 0) -> int:
-        """Queue a request -> its number. DataError for a prompt that cannot be answered."""
+    def add(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        priority: int = 0,
+        adapter: str | None = None,
+    ) -> int:
+        """Queue a request, answered with the adapter of this name -> its number. DataError for a
+        prompt that cannot be answered, and where there is no such adapter."""
         vocab = self.cfg.model.vocab
         if not prompt:
             raise DataError("the prompt is empty; give at least one token")
@@ -55,8 +72,12 @@ class Engine:
                 f"the prompt is {len(prompt)} tokens long, and serve.max_length="
                 f"{self.max_length} holds prompt and answer; shorten it, or raise serve.max_length"
             )
+        if adapter is not None and adapter not in self.adapters:
+            there = ", ".join(self.adapters) or "none; name their folders in serve.adapters"
+            raise DataError(f"adapter {quoted(adapter)}: no such adapter; there are {there}")
+        chosen = 0 if adapter is None else 1 + self.adapters.index(adapter)
         self._added += 1
-        task = Task(self._added, list(prompt), len(prompt), sampling, priority)
+        task = Task(self._added, list(prompt), len(prompt), sampling, priority, chosen)
         self._tasks[task.number] = task
         self.scheduler.add(task)
         return task.number
@@ -94,7 +115,7 @@ class Engine:
     def _batch(self, pieces: Sequence[Piece]) -> tuple[Batch, list[Wanted]]:
         """Rows of the pieces, each replica's from its own first row."""
         programs, limits = self.programs, self.programs.limits
-        rows = np.zeros((3, programs.replicas * limits.rows), np.int32)
+        rows = np.zeros((4, programs.replicas * limits.rows), np.int32)
         rows[1] = -1
         tables = [
             np.zeros((programs.replicas * programs.slots, programs.width), np.int32)
@@ -106,7 +127,8 @@ class Engine:
             own = slice(first, first + count)
             filled[task.replica] += count
             tokens = [*task.tokens[start : start + count], *drafts]
-            rows[:, own] = tokens, np.arange(start, start + count), np.full(count, task.slot)
+            rows[0, own], rows[1, own] = tokens, np.arange(start, start + count)
+            rows[2, own], rows[3, own] = task.slot, task.adapter
             for table, pages in zip(tables, task.tables, strict=True):
                 table[task.replica * programs.slots + task.slot, : len(pages)] = pages
             for i in range(count):

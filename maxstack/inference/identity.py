@@ -49,7 +49,7 @@ def _logits(
     """Logits of all tokens of request 0, computed in pieces; those that fit share a step."""
     done, parts = [0] * len(tokens), []
     for step in _steps(cuts, programs.limits):
-        rows = np.zeros((3, programs.replicas * programs.limits.rows), np.int32)
+        rows = np.zeros((4, programs.replicas * programs.limits.rows), np.int32)
         rows[1], filled, own = -1, 0, slice(0, 0)
         for request, count in step:
             start = done[request]
@@ -59,6 +59,7 @@ def _logits(
                 tokens[request][start : start + count],
                 np.arange(start, start + count),
                 np.full(count, request + 1),
+                np.full(count, 0 if request else programs.adapters),
             )
             done[request], filled = start + count, filled + count
             own = piece if request == 0 else own

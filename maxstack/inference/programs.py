@@ -1,7 +1,7 @@
 """Compiled programs of inference. Shapes: R rows and O outputs of all replicas  S slots  W pages of
 a request at most  V vocab."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -17,6 +17,7 @@ from maxstack.models.model import weights_of
 from maxstack.schema.mesh import parts
 from maxstack.sharding import spec
 from maxstack.state import flat, tree
+from maxstack.weights.adapted_rows import choosing, install
 
 if TYPE_CHECKING:
     from maxstack.run import Run
@@ -49,12 +50,21 @@ class Batch(NamedTuple):
 class Programs:
     """Programs for the weights of a run on its mesh, and the cache that they read and replace."""
 
-    def __init__(self, run: "Run", params: Any, layout: Layout, limits: Limits, max_length: int):
+    def __init__(
+        self,
+        run: "Run",
+        params: Any,
+        layout: Layout,
+        limits: Limits,
+        max_length: int,
+        adapters: Mapping[str, Any],
+    ):
+        """`adapters`: see adapters.Adapters."""
         self._run, self._layout, self.limits = run, layout, limits
         self.replicas = parts(run.cfg.mesh.rules["batch"], run.mesh.shape)
         self.width = -(-max_length // limits.page)
         self._max_length = max_length
-        self._params = prepared(run, params)
+        self._params, self._adapters = prepared(run, params), adapters
         ordered = in_order(run.mesh)
         self.cache = jax.jit(
             self._empty, out_shardings=self._shardings(), compiler_options=ordered
@@ -73,6 +83,11 @@ class Programs:
         )
 
     @property
+    def adapters(self) -> int:
+        """Number of an adapter that changes something; 0 where there is none."""
+        return int(bool(self._adapters))
+
+    @property
     def slots(self) -> int:
         """Slots of a replica: nobody's, of requests, of snapshots."""
         return 1 + self.limits.requests + self.limits.snapshots
@@ -83,7 +98,7 @@ class Programs:
 
     def forward(self, batch: Batch) -> jax.Array:
         """Logits float32 [O, V] of the wanted rows of a step; keys and values go to the cache."""
-        logits_OV, self.cache = self._forward(self._params, self.cache, batch)
+        logits_OV, self.cache = self._forward(self._params, self.cache, batch, self._adapters)
         return logits_OV
 
     def copy(self, copies: Sequence[Copy]) -> None:
@@ -92,12 +107,16 @@ class Programs:
             first = copy.replica * self.slots
             self.cache = self._copy(self.cache, first + copy.source, first + copy.target)
 
-    def _step(self, params: Any, cache: Any, batch: Batch) -> tuple[jax.Array, Any]:
+    def _step(
+        self, params: Any, cache: Any, batch: Batch, adapters: Mapping[str, Any]
+    ) -> tuple[jax.Array, Any]:
         model = nnx.merge(self._run.graph, nnx.State(params))
+        install(model, adapters)
         tables = [batch.tables[group] for group in self._layout.groups]
         backend = self._run.cfg.serve.attention
         kept = Cache(self._layout.owners, tables, list(cache), backend)
-        x_R1D = model.decode(batch.rows, kept, self._max_length)
+        with choosing(batch.rows.adapters_R):
+            x_R1D = model.decode(batch.rows, kept, self._max_length)
         return model.logits(x_R1D[batch.wanted_O])[:, 0], kept.arrays
 
     def _empty(self) -> list[dict[str, jax.Array]]:

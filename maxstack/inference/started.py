@@ -40,8 +40,9 @@ class Served:
     """Tokens that end an answer."""
 
 
-def start(model: str, overrides: Sequence[str]) -> Served:
-    """The engine of a run, a checkpoint or a Hugging Face folder. ConfigError where it cannot
+def start(model: str, overrides: Sequence[str], adapter: str | None = None) -> Served:
+    """The engine of a run, a checkpoint or a Hugging Face folder, with the adapters of
+    serve.adapters and that of the folder `adapter`, which is its name. ConfigError where it cannot
     generate or does not fit."""
     from maxstack.inference.programs import serving
 
@@ -56,13 +57,16 @@ def start(model: str, overrides: Sequence[str]) -> Served:
     import jax
 
     from maxstack import sharding
+    from maxstack.inference.adapters import read_adapters
     from maxstack.inference.engine import Engine
     from maxstack.run import assemble
 
     run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()), trains=False)
     params = read_weights(model, run, own)
-    limits, max_length = limits_of(cfg, layout, longest, _free(run))
-    engine = Engine(run, params, limits, max_length)
+    folders = cfg.serve.adapters | ({adapter: adapter} if adapter else {})
+    adapters = read_adapters(run, params, folders)
+    limits, max_length = limits_of(cfg, layout, longest, _free(run, adapters.weights))
+    engine = Engine(run, params, limits, max_length, adapters)
     _check_identical(engine, layout)
     return Served(model, cfg, engine, folder, tokenizer, stop_tokens)
 
@@ -131,12 +135,15 @@ def _check_identical(engine: "Engine", layout: Layout) -> None:
     log.warning("%s", message)
 
 
-def _free(run: Any) -> int | None:
-    """Bytes of a device that the weights leave; None where it does not say."""
+def _free(run: Any, adapters: Any) -> int | None:
+    """Bytes of a device that the weights, and those of adapters, leave; None where it does not
+    say."""
     from maxstack.plan.fit import shard_bytes, usable
+    from maxstack.state import count
 
     limit = usable(run.mesh.local_devices[0], run.mesh.size)
-    return None if limit is None else int(limit) - shard_bytes(run.abstract.params)
+    weights = shard_bytes(run.abstract.params) + count(adapters)[1]
+    return None if limit is None else int(limit) - weights
 
 
 def _files(cfg: "Config", own: Path | None) -> Path | None:
