@@ -60,7 +60,11 @@ def _temperature(text: str) -> float:
         help="of --prompts: id, text, tokens, logprobs and finish_reason a line; the same command "
         "goes on after a kill",
     ),
-    argument("--adapter", metavar="FOLDER", help="in PEFT's format: answer with it"),
+    argument(
+        "--adapter",
+        metavar="FOLDER",
+        help="in PEFT's format, or its name in serve.adapters: answer with it",
+    ),
     argument("--chat", action="store_true", help="prompts are messages of a user, by the template"),
     argument("--chat-template", metavar="FILE", help="Jinja; default: that of the model's folder"),
     argument("--system", metavar="TEXT", help="the system's message, with --chat"),

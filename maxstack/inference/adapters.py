@@ -73,18 +73,18 @@ def _leaves(run: "Run", params: Any, folder: str) -> dict[str, Leaves]:
 
 
 def _stacked(leaves: Sequence[Leaves | None]) -> Leaves:
-    """Leaves of one weight with a leading dimension of adapters; the first changes nothing, nor do
-    those that are None. Ranks are padded to the largest."""
-    count, present = len(leaves) + 1, [own for own in leaves if own]
+    """Leaves of one weight with a dimension of adapters; those that are None change nothing. Ranks
+    are padded to the largest."""
+    present = [own for own in leaves if own]
     rank = max(own["a"].shape[-1] for own in present)
     inputs, outputs = present[0]["a"].shape[:-1], present[0]["b"].shape[1:]
-    a = np.zeros((count, *inputs, rank), np.float32)
-    b = np.zeros((count, rank, *outputs), np.float32)
-    factor = np.ones((count, *outputs), np.float32)
+    a = np.zeros((*inputs, len(leaves), rank), np.float32)
+    b = np.zeros((len(leaves), rank, *outputs), np.float32)
+    factor = np.ones((1 + len(leaves), *outputs), np.float32)
     for i, own in enumerate(leaves):
         if own:
             size = own["a"].shape[-1]
-            a[i + 1, ..., :size], b[i + 1, :size] = own["a"], own["b"]
+            a[..., i, :size], b[i, :size] = own["a"], own["b"]
             factor[i + 1] = own.get("factor", 1.0)
     dora = any("factor" in own for own in present)
     return {"a": a, "b": b} | ({"factor": factor} if dora else {})

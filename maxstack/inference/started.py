@@ -42,8 +42,8 @@ class Served:
 
 def start(model: str, overrides: Sequence[str], adapter: str | None = None) -> Served:
     """The engine of a run, a checkpoint or a Hugging Face folder, with the adapters of
-    serve.adapters and that of the folder `adapter`, which is its name. ConfigError where it cannot
-    generate or does not fit."""
+    serve.adapters and `adapter`, a name there or a folder, which is its name then. ConfigError
+    where it cannot generate or does not fit."""
     from maxstack.inference.programs import serving
 
     cfg, own = config_of(model, ["run.virtual_devices=null", *overrides])
@@ -63,7 +63,7 @@ def start(model: str, overrides: Sequence[str], adapter: str | None = None) -> S
 
     run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()), trains=False)
     params = read_weights(model, run, own)
-    folders = cfg.serve.adapters | ({adapter: adapter} if adapter else {})
+    folders = ({adapter: adapter} if adapter else {}) | cfg.serve.adapters
     adapters = read_adapters(run, params, folders)
     limits, max_length = limits_of(cfg, layout, longest, _free(run, adapters.weights))
     engine = Engine(run, params, limits, max_length, adapters)

@@ -1,5 +1,5 @@
 """Weights with several adapters (LoRA, DoRA), of which each row of a step of inference has its own.
-Shapes: R rows  A adapters, the first for rows without  Z rank."""
+Shapes: R rows  T 1  A adapters  Z rank."""
 
 import contextlib
 import contextvars
@@ -35,11 +35,15 @@ def install(model: nnx.Module, adapters: Mapping[str, Mapping[str, Any]]) -> Non
 
 class AdaptedRows(Substitute, nnx.Module):
     """W x + B A x with the A and B of the row's adapter, and with DoRA that times a factor of each
-    column; W x, bit for bit, for rows without. W may be kept in any way."""
+    column; W x, bit for bit, for rows without. W may be kept in any way.
+
+    Rows are multiplied by the A of all adapters, and what is not their own's is dropped: for as
+    many adapters as rows at most that reads less than the A and B of each row.
+    """
 
     def __init__(self, base: Weight, leaves: Mapping[str, Any]):
-        """`leaves`: a [A, in..., Z], b [A, Z, out...], which holds the scale, and where an adapter
-        is DoRA `factor` [A, out...]."""
+        """`leaves`: a [in..., A, Z]; b [A, Z, out...], which holds the scale; where an adapter is
+        DoRA, `factor` [1 + A, out...], the first for rows without."""
         self.base = base
         self.a, self.b = nnx.Param(leaves["a"]), nnx.Param(leaves["b"])
         self.factor = nnx.Param(leaves["factor"]) if "factor" in leaves else None
@@ -67,7 +71,17 @@ class AdaptedRows(Substitute, nnx.Module):
 
         x = lengthened(x, read)
         y = base(x)
-        a, b = (leaf[...][numbers_R].astype(dtype) for leaf in (self.a, self.b))
-        change = jnp.einsum(f"{read},R{inputs}Z,RZ{outputs}->{written}", x, a, b)
-        adapted = numbers_R.reshape(-1, *(1,) * (y.ndim - 1)) > 0
-        return jnp.where(adapted, lengthened(y + change, written), y)
+        (first, m), (second, n) = (f"{inputs}AZ", self.a), (f"AZ{outputs}", self.b)
+        if not {*inputs} <= {*read}:
+            (first, m), (second, n) = (second, n), (first, m)
+        kept = "".join(dim for dim in read if dim in written or dim not in first)
+        h = jnp.einsum(f"{read},{first}->{kept}AZ", x, m[...].astype(dtype))
+        own = _beside(numbers_R, h) == jnp.arange(1, h.shape[-2] + 1)[:, None]
+        h = jnp.where(own, h, 0)
+        y_adapted = y + jnp.einsum(f"{kept}AZ,{second}->{written}", h, n[...].astype(dtype))
+        return jnp.where(_beside(numbers_R, y) > 0, lengthened(y_adapted, written), y)
+
+
+def _beside(numbers_R: Array, x: Array) -> Array:
+    """[R, 1, ..] of as many dimensions as x."""
+    return numbers_R.reshape(-1, *(1,) * (x.ndim - 1))
