@@ -60,6 +60,11 @@ def _temperature(text: str) -> float:
         help="of --prompts: id, text, tokens, logprobs and finish_reason a line; the same command "
         "goes on after a kill",
     ),
+    argument(
+        "--adapter",
+        metavar="FOLDER",
+        help="in PEFT's format, or its name in serve.adapters: answer with it",
+    ),
     argument("--chat", action="store_true", help="prompts are messages of a user, by the template"),
     argument("--chat-template", metavar="FILE", help="Jinja; default: that of the model's folder"),
     argument("--system", metavar="TEXT", help="the system's message, with --chat"),
@@ -94,8 +99,10 @@ def main(args: argparse.Namespace) -> None:
     from maxstack.inference.started import start
 
     rows = read_prompts(args.prompts) if args.prompts else []
-    served = start(args.model, model_overrides(args))
-    asker = Asker(served, _sampling(args), args.chat_template, args.stop, args.ignore_eos)
+    served = start(args.model, model_overrides(args), args.adapter)
+    asker = Asker(
+        served, _sampling(args), args.chat_template, args.stop, args.ignore_eos, args.adapter
+    )
     if args.prompts:
         asker.answer_file(rows, args.out, args.n, args.chat, args.system)
     elif args.prompt is not None:

@@ -93,9 +93,11 @@ class Asker:
         chat_template: str | None = None,
         stops: Sequence[str] = (),
         ignore_eos: bool = False,
+        adapter: str | None = None,
     ):
         self._served, self._stops, self._chat_template = served, stops, chat_template
         self._template: ChatTemplate | None = None
+        self._adapter = adapter
         ends = frozenset() if ignore_eos else served.stop_tokens
         self.sampling = dataclasses.replace(sampling, stop_tokens=ends)
 
@@ -118,7 +120,8 @@ class Asker:
         """The answer to a prompt, in pieces as they become certain."""
         engine = self._served.engine
         text = TextStream(self._tokenizer("--prompt"), prompt, self._stops)
-        number = engine.add(prompt, dataclasses.replace(self.sampling, choice=choice))
+        sampling = dataclasses.replace(self.sampling, choice=choice)
+        number = engine.add(prompt, sampling, adapter=self._adapter)
         try:
             while engine.task(number) is not None and text.stopped is None:
                 for output in engine.step():
@@ -168,7 +171,7 @@ class Asker:
                         self.sampling, choice=i * count + choice, logprobs=0
                     )
                     try:
-                        number = engine.add(encoded[key], sampling)
+                        number = engine.add(encoded[key], sampling, adapter=self._adapter)
                     except DataError as error:
                         raise DataError(f"{prompts[i].where}: {error}") from None
                     running[number] = _Answer(key, self._text(encoded[key]))
@@ -216,7 +219,7 @@ class Asker:
         sampling = dataclasses.asdict(self.sampling)
         sampling["stop_tokens"] = sorted(sampling["stop_tokens"])
         del sampling["grammar"]
-        words = json.dumps([self._served.model, told, sampling], sort_keys=True)
+        words = json.dumps([self._served.model, self._adapter, told, sampling], sort_keys=True)
         return hashlib.sha256(words.encode()).hexdigest()
 
 

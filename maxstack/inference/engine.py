@@ -8,7 +8,8 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from maxstack.errors import ConfigError, DataError
+from maxstack.errors import ConfigError, DataError, quoted
+from maxstack.inference.adapters import Adapters
 from maxstack.inference.drafts import ngram
 from maxstack.inference.layout import Layout
 from maxstack.inference.programs import Batch, Programs, Rowed
@@ -26,12 +27,21 @@ log = logging.getLogger(__name__)
 class Engine:
     """Generates for any number of requests at a time. Not safe to call from several threads."""
 
-    def __init__(self, run: "Run", params: Any, limits: Limits, max_length: int):
+    def __init__(
+        self,
+        run: "Run",
+        params: Any,
+        limits: Limits,
+        max_length: int,
+        adapters: Adapters = Adapters(),  # noqa: B008 (it holds nothing)
+    ):
         """`run` is assembled from `programs.serving(cfg)`; `params` are taken over, and deleted
         where they are replaced."""
         self.cfg, self.max_length = run.cfg, max_length
         self._layout = Layout.of(run.cfg.model)
-        self.programs = Programs(run, params, self._layout, limits, max_length)
+        self.adapters = adapters.names
+        weights = adapters.weights
+        self.programs = Programs(run, params, self._layout, limits, max_length, weights)
         self._sampler = Sampler(run.cfg.model.vocab, max_length)
         if run.cfg.serve.speculate and self._layout.recurrent:
             raise ConfigError(
@@ -58,11 +68,22 @@ class Engine:
                 f"{self.max_length} holds prompt and answer; shorten it, or raise serve.max_length"
             )
 
-    def add(self, prompt: Sequence[int], sampling: Sampling, priority: int = 0) -> int:
-        """Queue a request -> its number. DataError for a prompt that cannot be answered."""
+    def add(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        priority: int = 0,
+        adapter: str | None = None,
+    ) -> int:
+        """Queue a request, answered with the adapter of this name -> its number. DataError for a
+        prompt that cannot be answered, and where there is no such adapter."""
         self.check(prompt)
+        if adapter is not None and adapter not in self.adapters:
+            there = ", ".join(self.adapters) or "none; name their folders in serve.adapters"
+            raise DataError(f"adapter {quoted(adapter)}: no such adapter; there are {there}")
+        chosen = 0 if adapter is None else 1 + self.adapters.index(adapter)
         self._added += 1
-        task = Task(self._added, list(prompt), len(prompt), sampling, priority)
+        task = Task(self._added, list(prompt), len(prompt), sampling, priority, chosen)
         self._tasks[task.number] = task
         self.scheduler.add(task)
         return task.number
@@ -102,7 +123,8 @@ class Engine:
         rowed, wanted = [], []
         for task, start, size, drafts in pieces:
             tokens = [*task.tokens[start : start + size], *drafts]
-            rowed.append(Rowed(task.replica, task.slot, start, tokens, task.tables))
+            where = task.replica, task.slot, start
+            rowed.append(Rowed(*where, tokens, task.tables, task.adapter))
             for position in range(start, start + size):
                 if position >= len(task.tokens) - 1:
                     wanted.append(Wanted(task, position, len(rowed) - 1, None))

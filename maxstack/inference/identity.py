@@ -21,7 +21,8 @@ def differing(programs: Programs, layout: Layout, vocab: int, max_length: int) -
     def rowed(request: int, start: int, count: int) -> Rowed:
         held = [1 + request * pages + page for page in range(pages)]
         piece = tokens[request][start : start + count]
-        return Rowed(0, request + 1, start, piece, [held] * len(layout.reaches))
+        adapter = 0 if request else programs.adapters
+        return Rowed(0, request + 1, start, piece, [held] * len(layout.reaches), adapter)
 
     def logits(size: int, beside: int = 0) -> list[bytes]:
         """Of the first request, computed in pieces of `size`, after `beside` rows of the other."""

@@ -28,7 +28,7 @@ def adapted_run(run: "Run", folder: str) -> "Run":
 
     if run.cfg.lora:
         raise ConfigError(
-            "--adapter: the run has adapters of its own; merge them first: maxstack "
+            f"adapter {folder}: the run has adapters of its own; merge them first: maxstack "
             "export RUN --out FOLDER"
         )
     adapter = Adapter(folder, finite=not run.cfg.checkpoint.allow_nonfinite)

@@ -18,6 +18,7 @@ from maxstack.models.model import weights_of
 from maxstack.schema.mesh import parts
 from maxstack.sharding import spec
 from maxstack.state import flat, tree
+from maxstack.weights.adapted_rows import choosing, install
 
 if TYPE_CHECKING:
     from maxstack.run import Run
@@ -61,18 +62,28 @@ class Rowed(NamedTuple):
     tokens: Sequence[int]
     pages: Sequence[Sequence[int]]
     """By group."""
+    adapter: int = 0
 
 
 class Programs:
     """Programs for the weights of a run on its mesh, and the cache that they read and replace."""
 
-    def __init__(self, run: "Run", params: Any, layout: Layout, limits: Limits, max_length: int):
+    def __init__(
+        self,
+        run: "Run",
+        params: Any,
+        layout: Layout,
+        limits: Limits,
+        max_length: int,
+        adapters: Mapping[str, Any],
+    ):
+        """`adapters`: see adapters.Adapters."""
         self._run, self._layout, self.limits = run, layout, limits
         self.replicas = parts(run.cfg.mesh.rules["batch"], run.mesh.shape)
         self.width = -(-max_length // limits.page)
         self.sizes = sizes_of(limits)
         self._max_length = max_length
-        self._graph = run.graph
+        self._graph, self._adapters = run.graph, adapters
         panels: dict[str, Panels] = {}
         if run.mesh.size == 1 and run.mesh.devices.flat[0].platform == "cpu":
             from maxstack.weights.panels import in_panels
@@ -103,23 +114,29 @@ class Programs:
         for piece in pieces:
             used[piece.replica] += len(piece.tokens)
         size = next(size for size in self.sizes if size >= max(used))
-        rows = np.zeros((3, self.replicas * size), np.int32)
+        rows = np.zeros((4, self.replicas * size), np.int32)
         rows[1] = -1
         tables = np.zeros(
             (len(self._layout.reaches), self.replicas * self.slots, self.width), np.int32
         )
         filled, firsts = [size * replica for replica in range(self.replicas)], []
-        for replica, slot, start, tokens, pages in pieces:
+        for replica, slot, start, tokens, pages, adapter in pieces:
             first = filled[replica]
             firsts.append(first)
             filled[replica] += len(tokens)
             own = slice(first, filled[replica])
-            rows[:, own] = tokens, np.arange(start, start + len(tokens)), [slot] * len(tokens)
+            rows[0, own], rows[1, own] = tokens, np.arange(start, start + len(tokens))
+            rows[2, own], rows[3, own] = slot, adapter
             for table, held in zip(tables, pages, strict=True):
                 table[replica * self.slots + slot, : len(held)] = held
         few = rows.shape[1] // 4
         outputs = few if size == self.sizes[-1] and wanted <= few else rows.shape[1]
         return Batch(Rows(*rows), np.zeros(outputs, np.int32), tuple(tables)), firsts
+
+    @property
+    def adapters(self) -> int:
+        """Number of an adapter that changes something; 0 where there is none."""
+        return int(bool(self._adapters))
 
     @property
     def slots(self) -> int:
@@ -132,7 +149,7 @@ class Programs:
 
     def forward(self, batch: Batch) -> jax.Array:
         """Logits float32 [O, V] of the wanted rows of a step; keys and values go to the cache."""
-        logits_OV, self.cache = self._forward(self._params, self.cache, batch)
+        logits_OV, self.cache = self._forward(self._params, self.cache, batch, self._adapters)
         return logits_OV
 
     def copy(self, copies: Sequence[Copy]) -> None:
@@ -141,12 +158,16 @@ class Programs:
             first = copy.replica * self.slots
             self.cache = self._copy(self.cache, first + copy.source, first + copy.target)
 
-    def _step(self, params: Any, cache: Any, batch: Batch) -> tuple[jax.Array, Any]:
+    def _step(
+        self, params: Any, cache: Any, batch: Batch, adapters: Mapping[str, Any]
+    ) -> tuple[jax.Array, Any]:
         model = nnx.merge(self._graph, nnx.State(params))
+        install(model, adapters)
         tables = [batch.tables[group] for group in self._layout.groups]
         backend = self._run.cfg.serve.attention
         kept = Cache(self._layout.owners, tables, list(cache), backend)
-        x_R1D = model.decode(batch.rows, kept, self._max_length)
+        with choosing(batch.rows.adapters_R):
+            x_R1D = model.decode(batch.rows, kept, self._max_length)
         return model.logits(x_R1D[batch.wanted_O])[:, 0], kept.arrays
 
     def _empty(self) -> list[dict[str, jax.Array]]:

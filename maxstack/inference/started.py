@@ -50,9 +50,10 @@ class Served:
     """Tokens that end an answer."""
 
 
-def start(model: str, overrides: Sequence[str]) -> Served:
-    """The engine of a run, a checkpoint or a Hugging Face folder. ConfigError where it cannot
-    generate or does not fit."""
+def start(model: str, overrides: Sequence[str], adapter: str | None = None) -> Served:
+    """The engine of a run, a checkpoint or a Hugging Face folder, with the adapters of
+    serve.adapters and `adapter`, a name there or a folder, which is its name then. ConfigError
+    where it cannot generate or does not fit."""
     import jax
 
     from maxstack.inference.programs import serving
@@ -67,14 +68,18 @@ def start(model: str, overrides: Sequence[str]) -> Served:
 
     from maxstack import sharding
     from maxstack.hardware.compiling import keep_programs
+    from maxstack.inference.adapters import read_adapters
     from maxstack.inference.engine import Engine
     from maxstack.run import assemble
 
     keep_programs(cfg.run.compilation_cache)
     run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()), trains=False)
     params = read_weights(model, run, own)
-    limits, max_length = limits_of(cfg, layout, longest, _free(run, layout))
-    engine = Engine(run, params, limits, max_length)
+    folders = ({adapter: adapter} if adapter else {}) | cfg.serve.adapters
+    adapters = read_adapters(run, params, folders)
+    free = _free(run, layout, adapters.weights)
+    limits, max_length = limits_of(cfg, layout, longest, free)
+    engine = Engine(run, params, limits, max_length, adapters)
     _check_identical(engine, layout)
     return Served(model, cfg, engine, folder, tokenizer, stop_tokens)
 
@@ -160,16 +165,17 @@ def _check_identical(engine: "Engine", layout: Layout) -> None:
     log.warning("%s", message)
 
 
-def _free(run: Any, layout: Layout) -> int | None:
-    """Bytes that the weights leave on the devices over which a replica's cache is sharded; None
-    where a device does not say."""
+def _free(run: Any, layout: Layout, adapters: Any) -> int | None:
+    """Bytes that the weights, and those of adapters, leave on the devices over which a replica's
+    cache is sharded; None where a device does not say."""
     from maxstack.plan.fit import shard_bytes, usable
+    from maxstack.state import count
 
     limit = usable(run.mesh.local_devices[0], run.mesh.size)
     if limit is None:
         return None
-    shards = layout.shards(run.cfg.mesh, run.mesh.shape)
-    return int((limit - shard_bytes(run.abstract.params)) * shards)
+    weights = shard_bytes(run.abstract.params) + count(adapters)[1]
+    return int((limit - weights) * layout.shards(run.cfg.mesh, run.mesh.shape))
 
 
 def files_of(cfg: "Config", own: Path | None) -> Path | None:

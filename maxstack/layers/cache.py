@@ -23,6 +23,8 @@ class Rows(NamedTuple):
     """-1: the row is nobody's."""
     slots_R: Array
     """Number of the request among those of the device; slot 0 is nobody's."""
+    adapters_R: Array
+    """Number of the request's adapter; 0: none."""
 
 
 @dataclasses.dataclass

@@ -14,7 +14,7 @@ from maxstack.kernels.attention.request import Request
 from maxstack.layers.context import Context
 from maxstack.layers.layer import Layer
 from maxstack.layers.rope import rotate, yarn_mscale
-from maxstack.layers.weight import project, values
+from maxstack.layers.weight import product, project
 from maxstack.schema.mixers import MLAConfig, YarnScaling
 from maxstack.sharding import constrain
 
@@ -46,12 +46,10 @@ class MLA(Layer):
         latent_R1L, shared_R1R = self._latents(x_BTD, context)
         new_RCH = jnp.concatenate([latent_R1L, shared_R1R], axis=-1)
         nope, rope = q_BTNH[..., : self.cfg.nope_dim], q_BTNH[..., self.cfg.nope_dim :]
-        key_up_LNH = values(self.key_up, q_BTNH.dtype)
-        inner_RTNL = constrain(jnp.einsum("RTNH,LNH->RTNL", nope, key_up_LNH), HEADS)
+        inner_RTNL = constrain(product("RTNH,LNH->RTNL", nope, self.key_up), HEADS)
         q_RTNL = jnp.concatenate([inner_RTNL, rope], axis=-1)
         o_RNL = context.cache.attend(q_RTNL[:, 0], new_RCH, ask, value_dim=self.cfg.kv_lora)
-        value_up_LNV = values(self.value_up, q_BTNH.dtype)
-        return jnp.einsum("RNL,LNV->RNV", o_RNL, value_up_LNV)[:, None]
+        return product("RNL,LNV->RNV", o_RNL, self.value_up)[:, None]
 
     def _queries(self, x_BTD: Array, context: Context) -> Array:
         if self.cfg.q_lora:

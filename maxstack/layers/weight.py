@@ -57,6 +57,10 @@ class Substitute:
         """See `project`."""
         raise NotImplementedError
 
+    def product(self, equation: str, x: Array) -> Array:
+        """See `product`."""
+        return jnp.einsum(equation, x, self.values(x.dtype))
+
     def lookup(self, index: Array, dtype: Any) -> Array:
         """See `lookup`."""
         raise NotImplementedError
@@ -108,6 +112,14 @@ def draw(param: nnx.Param, path: Sequence[object], seed: int) -> Array:
 def values(w: Weight, dtype: Any) -> Array:
     """All of a weight."""
     return w.values(dtype) if isinstance(w, Substitute) else w[...].astype(dtype)
+
+
+def product(equation: str, x: Array, w: Weight) -> Array:
+    """The einsum of x and a weight, in x's dtype; the first dimension of x and of what comes out
+    are rows."""
+    if isinstance(w, Substitute):
+        return w.product(equation, x)
+    return jnp.einsum(equation, x, values(w, x.dtype))
 
 
 def lookup(w: Weight, index: Array, dtype: Any) -> Array:

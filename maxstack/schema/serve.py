@@ -42,6 +42,10 @@ class ServeConfig(Section):
     """Tokens that are guessed from what came before (n-grams) and computed in one step; the answer
     stays the same. 0: none."""
 
+    adapters: dict[str, str] = {}
+    """Adapters by the names that requests choose them by: folders in PEFT's format, at paths or
+    URLs."""
+
     def own_faults(self) -> Iterator[Fault]:
         if self.snapshot % self.page:
             yield "snapshot", f"snapshot={self.snapshot} is not a multiple of page={self.page}"

@@ -86,6 +86,13 @@ def merged(
     return whole if magnitude is None else whole * _lengthening(whole, magnitude, contract)
 
 
+def lengthening(
+    cfg: LoraConfig, contract: int, w: Array, a: Array, b: Array, magnitude: Array
+) -> Array:
+    """Factors by which DoRA multiplies the columns of W + scale B A."""
+    return _lengthening(merged(cfg, contract, w, a, b), magnitude, contract)
+
+
 def _lengthening(whole: Array, magnitude: Array, contract: int) -> Array:
     """Factors that make each column as long as `magnitude`."""
     return magnitude / jnp.maximum(column_lengths(whole, range(contract)), TINY)
