@@ -13,6 +13,7 @@ from maxstack.inference.capacity import capacity
 from maxstack.inference.programs import serving
 from maxstack.plan import topology
 from maxstack.schema.config import Config
+from maxstack.schema.mesh import AXES
 
 MIXER = {"kind": "attention", "heads": 4, "kv_heads": 2, "head_dim": 8}
 MLA = {
