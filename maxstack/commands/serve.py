@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 LONGEST_KEY = 1024
+LOOPBACK = "127.0.0.1", "::1", "localhost"
 
 
 @command(
@@ -69,7 +70,7 @@ def main(args: Namespace) -> None:
         raise ConfigError(f"--port {args.port}: must be a number from 0 to 65535")
     if args.tool_parser not in (None, "none", *FORMATS):
         raise ConfigError(f"--tool-parser {args.tool_parser}: is none of {', '.join(FORMATS)}")
-    if not keys and args.host not in ("127.0.0.1", "::1", "localhost"):
+    if not keys and args.host not in LOOPBACK:
         log.warning("--host %s: everybody who can reach it may ask; see --api-key-file", args.host)
     sock = bound_socket(args.host, args.port)
     served = start(args.model, model_overrides(args))
@@ -83,6 +84,7 @@ def main(args: Namespace) -> None:
         template,
         _tool_parser(args.tool_parser, template),
         keys,
+        LOOPBACK if args.host in LOOPBACK else (),
         int(time.time()),
     )
     serve(state, sock)

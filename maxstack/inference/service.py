@@ -119,18 +119,9 @@ class Service:
     def submit(self, asks: Sequence[Ask]) -> Answers:
         """Ask the engine, all or nothing. DataError for a prompt that it cannot answer, Full,
         Closed, Failed."""
-        self.check()
+        self.check(len(asks))
         for ask in asks:
             self.engine.check(ask.prompt)
-        if len(asks) > self.capacity:
-            raise ConfigError(
-                f"{len(asks)} answers are asked for at once, and serve.queue lets {self.capacity} "
-                "run and wait; ask for fewer, or raise serve.queue"
-            )
-        if len(self._open) + len(asks) > self.capacity:
-            raise Full(
-                f"{len(self._open)} requests run and wait, of {self.capacity} that may; try later"
-            )
         guarded = [Ask(prompt, _guarded(sampling)) for prompt, sampling in asks]
         answers = Answers(self, guarded)
         self._open.update(answers.requests)
@@ -139,12 +130,22 @@ class Service:
         self._command(*(lambda request=request: self._add(request) for request in answers.requests))
         return answers
 
-    def check(self) -> None:
-        """Closed or Failed where no request is taken."""
+    def check(self, count: int = 0) -> None:
+        """Closed or Failed where no request is taken; Full where so many more may not wait now, and
+        ConfigError where they never may."""
         if self.failure is not None:
             raise Failed(f"the engine failed: {self.failure!r}")
         if self._closed:
             raise Closed("the server is shutting down")
+        if count > self.capacity:
+            raise ConfigError(
+                f"{count} answers are asked for at once, and serve.queue lets {self.capacity} run "
+                "and wait; ask for fewer, or raise serve.queue"
+            )
+        if len(self._open) + count > self.capacity:
+            raise Full(
+                f"{len(self._open)} requests run and wait, of {self.capacity} that may; try later"
+            )
 
     def end(self, request: _Request, reason: str) -> None:
         """Note the end of a request, and take it from the engine where it goes on there."""

@@ -11,14 +11,19 @@ import time
 import types
 
 import httpx
+import numpy as np
 import openai
 import processes
 import pytest
 import served_folder
 
 from maxstack import cli
-from maxstack.errors import DataError
+from maxstack.errors import ConfigError, DataError
 from maxstack.inference.request import Output, Sampling, Token
+from maxstack.inference.server.app import make_app
+from maxstack.inference.server.errors import Refusal
+from maxstack.inference.server.schemas import CompletionBody, parsed
+from maxstack.inference.server.state import State
 from maxstack.inference.service import Ask, Failed, Service
 
 LENGTH = 4096
@@ -105,6 +110,7 @@ def server(folder, tmp_path_factory):
     log = tmp_path_factory.mktemp("log") / "log"
     with serving(folder, log, "serve.max_requests=8") as server:
         yield server
+        assert "Traceback" not in log.read_text()
 
 
 def joined(stream):
@@ -272,6 +278,28 @@ def test_a_body_that_is_no_request_is_refused(server, content, headers, status):
     assert {*answer.json()["error"]} == {"message", "type", "param", "code"}
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"prompt": [[1]] * 100_000}, "at most 16384 items"),
+        ({"prompt": ["x"] * 100_000 + [1]}, "at most 16384 items"),
+        ({str(i): 0 for i in range(3000)}, "more than 2048 keys"),
+        ({"logit_bias": {str(i): "x" for i in range(3000)}}, "more than 2048 keys"),
+        ({"guided_choice": [1] * 100_000}, "guided_choice.0=1: Input should be a valid string"),
+    ],
+)
+def test_a_body_of_many_faults_is_read_to_the_first(fields, words):
+    with pytest.raises(Refusal, match=words) as refusal:
+        parsed(CompletionBody, json.dumps({"prompt": "x"} | fields).encode())
+    assert refusal.value.status == 400 and len(str(refusal.value)) < 400
+
+
+def test_a_page_of_another_site_cannot_ask(server):
+    named = {"Host": "pages.example:80"}
+    assert server.http.get("/v1/models", headers=named).status_code == 403
+    assert server.http.get("/v1/models", headers={"Host": "localhost:1"}).status_code == 200
+
+
 def test_paths_and_methods_that_are_not_there_are_refused(server):
     assert server.http.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
     assert server.http.get("/v1/completions").status_code == 405
@@ -387,21 +415,22 @@ def test_keys_a_full_queue_and_the_end_by_a_signal(folder, tmp_path):
             server.openai.with_options(api_key="third").models.list()
         assert server.http.get("/health", headers={"Authorization": ""}).status_code == 200
 
-        streams = [server.complete(max_tokens=2000, ignore_eos=True, stream=True) for _ in range(2)]
+        streams = [server.complete(max_tokens=600, ignore_eos=True, stream=True) for _ in range(2)]
         with pytest.raises(openai.RateLimitError) as full:
             server.complete()
         assert full.value.response.headers["Retry-After"] == "1"
         streams[1].close()
 
         next(iter(streams[0]))
-        server.process.send_signal(signal.SIGTERM)
+        for _ in range(2):  # as some send it to a process and to its group
+            server.process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + 5
         while server.http.get("/health").status_code == 200:
             assert time.monotonic() < deadline
         with pytest.raises(openai.InternalServerError, match="shutting down"):
             server.complete()
         assert joined(streams[0])[1] == "length"
-        assert server.process.wait(10) == 0
+        assert server.process.wait(30) == 0 and "Traceback" not in server.output.read_text()
 
 
 @pytest.mark.parametrize(
@@ -425,15 +454,16 @@ class Engine:
     def __init__(self, fails=None):
         limits = types.SimpleNamespace(requests=2)
         self.scheduler = types.SimpleNamespace(limits=limits, pools=[[]], running=[])
-        self.tasks, self.fails, self.steps = {}, fails, 0
+        self.tasks, self.fails, self.steps, self.added = {}, fails, 0, 0
 
     def check(self, prompt):
         if not prompt:
             raise DataError("the prompt is empty")
 
     def add(self, prompt, sampling):
-        self.tasks[len(self.tasks)] = sampling.max_tokens
-        return len(self.tasks) - 1
+        self.added += 1
+        self.tasks[self.added] = sampling
+        return self.added
 
     def abort(self, number):
         self.tasks.pop(number, None)
@@ -447,7 +477,15 @@ class Engine:
         time.sleep(0.001)
         if self.steps == self.fails:
             raise RuntimeError("out of memory")
-        return [Output(number, (Token(7),)) for number in self.tasks]
+        outputs = []
+        for number, sampling in [*self.tasks.items()]:
+            if sampling.grammar:
+                sampling.grammar.accept(7)
+            finish = "stop" if sampling.grammar and sampling.grammar.finished else None
+            outputs.append(Output(number, (Token(7),), finish=finish))
+            if finish:
+                del self.tasks[number]
+        return outputs
 
 
 def test_a_failing_engine_fails_all_requests_and_hangs_none():
@@ -463,6 +501,54 @@ def test_a_failing_engine_fails_all_requests_and_hangs_none():
         with pytest.raises(Failed):
             service.submit([ask])
         await asyncio.wait_for(service.drain(), 5)
+        await service.stop()
+
+    asyncio.run(asyncio.wait_for(ask(), 20))
+
+
+def test_a_server_whose_engine_failed_is_not_healthy_and_says_why():
+    async def ask():
+        service = Service(Engine(), queue=2)
+        service.failure = RuntimeError("out of memory")
+        app = make_app(State(types.SimpleNamespace(engine=service.engine), service, "tiny"))
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            health = await client.get("/health")
+            answer = await client.post("/v1/completions", json={"prompt": [1]})
+        for response in (health, answer):
+            assert response.status_code == 503
+            assert "out of memory" in response.json()["error"]["message"]
+
+    asyncio.run(ask())
+
+
+class Broken:
+    """A grammar that cannot go on after a token."""
+
+    finished = False
+
+    def mask(self):
+        return np.full(1, -1, np.int32)
+
+    def accept(self, token):
+        raise ConfigError("grammar: the answer cannot go on")
+
+
+def test_a_grammar_that_fails_ends_its_own_request_only():
+    async def ask():
+        engine = Engine()
+        service = Service(engine, queue=2)
+        service.start()
+        answers = service.submit([Ask([1], Sampling(max_tokens=10**9, grammar=Broken()))])
+        other = service.submit([Ask([1], Sampling(max_tokens=10**9))])
+        with pytest.raises(ConfigError, match="cannot go on"):
+            async for _ in answers:
+                pass
+        steps = engine.steps
+        async for _ in other:
+            if engine.steps > steps + 5:
+                break
+        other.close()
         await service.stop()
 
     asyncio.run(asyncio.wait_for(ask(), 20))

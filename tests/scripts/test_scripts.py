@@ -264,7 +264,7 @@ def test_clients_soak_a_server_and_nothing_is_lost(tmp_path):
     folder = served_folder.make(tmp_path / "model", length=128)
     process(
         "soak_server.py",
-        *("--model", folder, "--minutes", "0.05", "--clients", "8"),
+        *("--model", folder, "--minutes", "0.05", "--clients", "8", "--answer", "20"),
         *("--json", tmp_path / "found.json", "model.dtype=float32", "serve.max_requests=2"),
     )
     found = json.loads((tmp_path / "found.json").read_text())

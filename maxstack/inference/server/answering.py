@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -28,11 +28,21 @@ def state_of(request: Request) -> State:
     return request.app.state.server
 
 
+def check_access(request: Request) -> State:
+    """The same, for a request that may be answered. Refusal for a wrong key; without keys, for a
+    name of the host that another site could have given to this machine."""
+    state = state_of(request)
+    if state.keys:
+        state.check_key(request.headers.get("authorization", ""))
+    elif state.hosts and request.url.hostname not in state.hosts:
+        raise Refusal(403, "Host: must name this machine; see --host and --api-key-file")
+    return state
+
+
 async def read_body(request: Request, kind: type[AnyBody]) -> AnyBody:
     """The body of a request, which names the model that is served. Refusal for a wrong key, another
     model, and a body that is too large, too slow or wrong."""
-    state = state_of(request)
-    state.check_key(request.headers.get("authorization", ""))
+    state = check_access(request)
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json":
         # a page of another site cannot send this one without asking first
@@ -46,6 +56,8 @@ async def read_body(request: Request, kind: type[AnyBody]) -> AnyBody:
                     parts.append(part)
                 elif size > BODY * DISCARDED:
                     break
+    except ClientDisconnect:
+        raise Refusal(499, "the client left") from None
     except TimeoutError:
         raise Refusal(408, f"the body took more than {BODY_SECONDS} seconds") from None
     if size > BODY:

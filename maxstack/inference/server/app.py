@@ -13,11 +13,11 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from maxstack.errors import quoted
-from maxstack.inference.server.answering import read_body, state_of
+from maxstack.inference.server.answering import check_access, read_body, state_of
 from maxstack.inference.server.asks import encode, encode_messages
 from maxstack.inference.server.chat import chat
 from maxstack.inference.server.completions import completions
-from maxstack.inference.server.errors import Refusal, refusal_of
+from maxstack.inference.server.errors import HANDLED, Refusal, refusal_of
 from maxstack.inference.server.schemas import DetokenizeBody, TokenizeBody
 from maxstack.inference.server.state import State
 
@@ -44,11 +44,7 @@ def make_app(state: State) -> Starlette:
             Route("/health", health),
             Route("/metrics", metrics),
         ],
-        exception_handlers={
-            HTTPException: _http_error,
-            Refusal: _refused,
-            Exception: _refused,
-        },
+        exception_handlers={HTTPException: _http_error} | dict.fromkeys(HANDLED, _refused),
         lifespan=lifespan,
     )
     app.state.server = state
@@ -57,22 +53,20 @@ def make_app(state: State) -> Starlette:
 
 async def models(request: Request) -> Response:
     """The model that is served."""
-    state = state_of(request)
-    state.check_key(request.headers.get("authorization", ""))
+    state = check_access(request)
     return JSONResponse({"object": "list", "data": [_card(state)]})
 
 
 async def model(request: Request) -> Response:
     """The same, by its name."""
-    state = state_of(request)
-    state.check_key(request.headers.get("authorization", ""))
+    state = check_access(request)
     state.check_model(request.path_params["model"])
     return JSONResponse(_card(state))
 
 
 async def embeddings(request: Request) -> Response:
     """Refusal: there are none yet."""
-    state_of(request).check_key(request.headers.get("authorization", ""))
+    check_access(request)
     raise Refusal(501, "/v1/embeddings: this server makes no embeddings")
 
 
@@ -107,8 +101,7 @@ async def detokenize(request: Request) -> Response:
 
 async def tokenizer_info(request: Request) -> Response:
     """Special tokens and chat template, by the names of tokenizer_config.json."""
-    state = state_of(request)
-    state.check_key(request.headers.get("authorization", ""))
+    state = check_access(request)
     special = state.tokenizer.special
     starts = state.tokenizer.encode(b"").tolist()
     ends = sorted(state.served.stop_tokens)

@@ -78,6 +78,7 @@ def asks_of(
     DataError for what cannot be answered. May take a while: not for the event loop."""
     if state.served.tokenizer is None and body.stops:
         raise Refusal(400, f"stop: {state.name} has no tokenizer; use stop_token_ids", param="stop")
+    state.service.check(len(prompts) * body.n)
     grammar = _grammar(state, body, wish.schema)
     asks, choices = [], []
     for prompt in prompts:

@@ -3,7 +3,7 @@
 import logging
 from typing import Any
 
-from maxstack.errors import shortened
+from maxstack.errors import ConfigError, DataError, shortened
 from maxstack.inference.service import Closed, Failed, Full
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,11 @@ def refusal_of(error: BaseException) -> Refusal:
         return Refusal(429, str(error), kind="rate_limit_error", code="queue_full", headers=wait)
     if isinstance(error, Closed | Failed):
         return Refusal(503, str(error), kind="service_unavailable_error")
-    if isinstance(error, ValueError) and hasattr(error, "exit_code"):
+    if isinstance(error, ConfigError | DataError):
         return Refusal(400, str(error))
     log.error("a request failed", exc_info=error)
     return Refusal(500, "the server failed; its log says why", kind="server_error")
+
+
+HANDLED = (Refusal, Full, Closed, Failed, ConfigError, DataError, Exception)
+"""Errors that become refusals."""

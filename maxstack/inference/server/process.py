@@ -38,7 +38,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 def serve(state: State, sock: socket.socket) -> None:
     """Answer requests until SIGTERM or SIGINT; then refuse new ones, and end when those that run
-    have finished. A second signal ends at once."""
+    have finished. A SIGINT meanwhile ends at once."""
     Server(state).run([sock])
 
 
@@ -69,7 +69,8 @@ class Server(uvicorn.Server):
         print(f"{self._state.name}: http://{shown}:{port}/v1", flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._draining or not self.started:
+        again = self._draining is not None and sig == signal.SIGINT
+        if again or not self.started:
             self.should_exit = self.force_exit = True
         else:
             self._loop.call_soon_threadsafe(self._begin_drain, signal.Signals(sig).name)

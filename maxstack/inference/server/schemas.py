@@ -13,14 +13,19 @@ from maxstack.inference.server.errors import Refusal
 LOGPROBS = 20
 """Likeliest tokens that a request may ask for."""
 CHOICES = 128
-STOPS, STOP_LENGTH = 16, 1000
+STOPS, STOP_LENGTH = 16, 256
+BIASES = 1024
+PROMPTS = 1 << 14
+FIELDS = 2048
+"""Keys of a body, and of an object in it."""
 
 Count = Annotated[int, Field(ge=0)]
 Top = Annotated[int, Field(ge=0, le=LOGPROBS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Stop = Annotated[str, Field(min_length=1, max_length=STOP_LENGTH)]
-Token = Annotated[int, Field(strict=False)]
-"""Also as a key of JSON, which is a text."""
+Key = Annotated[int, Field(strict=False)]
+"""An integer as a key of JSON, which is a text."""
+Tokens = Annotated[list[int], Field(fail_fast=True)]
 
 
 class Body(BaseModel):
@@ -68,18 +73,20 @@ class Sampled(Body):
     `prompt_cache_key` and `service_tier` are taken and change nothing."""
 
     max_tokens: Count | None = None
-    temperature: Annotated[float, Field(ge=0)] = 1.0
+    temperature: Annotated[float, Field(ge=0, le=1000)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=-1)] = 0
+    top_k: Annotated[int, Field(ge=-1, le=1 << 30)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    logit_bias: dict[Token, Annotated[float, Field(ge=-100, le=100)]] = {}
+    logit_bias: Annotated[
+        dict[Key, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=BIASES)
+    ] = {}
     seed: int | None = None
     n: Annotated[int, Field(ge=1, le=CHOICES)] = 1
     stop: Stop | Annotated[list[Stop], Field(max_length=STOPS)] = []
-    stop_token_ids: list[int] = []
+    stop_token_ids: Annotated[Tokens, Field(max_length=BIASES)] = []
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: Count = 0
@@ -91,9 +98,8 @@ class Sampled(Body):
     response_format: ResponseFormat | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
     guided_grammar: str | None = None
-    priority: int = 0
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: Literal[False] = False
@@ -118,7 +124,12 @@ class Sampled(Body):
 class CompletionBody(Sampled):
     """Of /v1/completions."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: (
+        str
+        | Tokens
+        | Annotated[list[str], Field(fail_fast=True, max_length=PROMPTS)]
+        | Annotated[list[Tokens], Field(fail_fast=True, max_length=PROMPTS)]
+    )
     max_tokens: Count = 16
     echo: bool = False
     logprobs: Top | None = None
@@ -158,8 +169,8 @@ class Message(Body):
     model_config = ConfigDict(extra="allow", strict=True)
     model: None = None
     role: str
-    content: str | list[Part] | None = None
-    tool_calls: list[Called] | None = None
+    content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[Called], Field(fail_fast=True)] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -203,8 +214,8 @@ class NamedTool(Body):
 class Conversation(Body):
     """What becomes a prompt by the model's chat template."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
-    tools: list[Tool] = []
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
+    tools: Annotated[list[Tool], Field(fail_fast=True)] = []
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = {}
 
@@ -238,7 +249,7 @@ class TokenizeBody(Conversation):
     """Of /tokenize: a text, or a conversation."""
 
     prompt: str | None = None
-    messages: list[Message] = []
+    messages: Annotated[list[Message], Field(fail_fast=True)] = []
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
@@ -246,7 +257,7 @@ class TokenizeBody(Conversation):
 class DetokenizeBody(Body):
     """Of /detokenize."""
 
-    tokens: list[int]
+    tokens: Tokens
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)
@@ -260,11 +271,20 @@ MEANINGS: Mapping[str, str] = {
 def parsed(kind: type[AnyBody], data: bytes) -> AnyBody:
     """The body of a request. Refusal with status 400 that names a wrong field."""
     try:
-        return kind.model_validate(pydantic_core.from_json(data, allow_inf_nan=False))
+        content = pydantic_core.from_json(data, allow_inf_nan=False)
+        _check_sizes(content)
+        return kind.model_validate(content)
     except ValidationError as error:
         raise _refused(error) from None
     except ValueError as error:
         raise Refusal(400, f"the body is not JSON: {error}") from None
+
+
+def _check_sizes(content: Any) -> None:
+    """Refusal for objects with so many keys that each of them would be a fault."""
+    objects = [content, *content.values()] if isinstance(content, dict) else []
+    if any(isinstance(each, dict) and len(each) > FIELDS for each in objects):
+        raise Refusal(400, f"the body has an object of more than {FIELDS} keys")
 
 
 def _refused(error: ValidationError) -> Refusal:

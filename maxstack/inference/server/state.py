@@ -33,6 +33,8 @@ class State:
     """Name in `tools.FORMATS`; None: calls of tools are not read."""
     keys: Sequence[bytes] = ()
     """Those that clients may show; none: all clients may ask."""
+    hosts: Sequence[str] = ()
+    """Names of the host that requests may have; none: any."""
     started: int = 0
     """Time of the start in seconds since 1970."""
 
@@ -67,7 +69,7 @@ class State:
         """Refusal with status 401 for a request without a key. Takes as long for each wrong key."""
         scheme, _, given = header.partition(" ")
         key = given.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
-        if self.keys and not any([hmac.compare_digest(key, own) for own in self.keys]):
+        if not any([hmac.compare_digest(key, own) for own in self.keys]):
             raise Refusal(
                 401,
                 "the API key is missing or wrong; send it as Authorization: Bearer KEY",
