@@ -13,6 +13,7 @@ import types
 import httpx
 import numpy as np
 import openai
+import parity
 import processes
 import pytest
 import served_folder
@@ -108,7 +109,8 @@ def serving(folder, log, *options, **more):
 @pytest.fixture(scope="module")
 def server(folder, tmp_path_factory):
     log = tmp_path_factory.mktemp("log") / "log"
-    with serving(folder, log, "serve.max_requests=8") as server:
+    adapter = parity.GOLDENS / "adapters" / "lora-llama"
+    with serving(folder, log, "serve.max_requests=8", f"serve.adapters.tuned={adapter}") as server:
         yield server
         assert "Traceback" not in log.read_text()
 
@@ -125,10 +127,17 @@ def joined(stream):
 
 
 def test_the_model_is_listed_and_found_by_its_name(server):
-    assert [model.id for model in server.openai.models.list()] == ["tiny"]
+    assert [model.id for model in server.openai.models.list()] == ["tiny", "tuned"]
+    assert server.openai.models.retrieve("tuned").parent == "tiny"
     assert server.openai.models.retrieve("tiny").max_model_len == LENGTH
     with pytest.raises(openai.NotFoundError, match="no model 'other'"):
         server.openai.models.retrieve("other")
+
+
+def test_an_adapter_answers_by_its_name(server):
+    own = server.complete(temperature=0).choices[0].text
+    tuned = server.complete(temperature=0, model="tuned").choices[0].text
+    assert tuned != own == server.complete(temperature=0).choices[0].text
 
 
 def test_a_stream_joined_is_the_answer_that_is_not_streamed(server):
@@ -238,6 +247,7 @@ def test_biased_tokens_are_chosen_and_barred_ones_are_not(server):
         ({"logprobs": 21}, "logprobs=21: Input should be less than or equal to 20"),
         ({"temperature": -1}, "temperature=-1"),
         ({"n": 0}, "n=0"),
+        ({"priority": -1}, "priority=-1"),
         ({"stream": "yes"}, "stream='yes': Input should be a valid boolean"),
         ({"prompt": []}, "prompt: is empty"),
         ({"prompt": [[]]}, "the prompt is empty"),
@@ -453,6 +463,7 @@ class Engine:
 
     def __init__(self, fails=None):
         limits = types.SimpleNamespace(requests=2)
+        self.adapters = ()
         self.scheduler = types.SimpleNamespace(limits=limits, pools=[[]], running=[])
         self.tasks, self.fails, self.steps, self.added = {}, fails, 0, 0
 
@@ -460,7 +471,7 @@ class Engine:
         if not prompt:
             raise DataError("the prompt is empty")
 
-    def add(self, prompt, sampling):
+    def add(self, prompt, sampling, priority, adapter):
         self.added += 1
         self.tasks[self.added] = sampling
         return self.added
