@@ -37,7 +37,9 @@ def engine_of(folder, adapters, *mesh, **limits):
     served = read_adapters(run, params, adapters)
     pages = (40,) * len(Layout.of(cfg.model).reaches)
     sizes = {"rows": 8, "page": 4, "pages": pages, "requests": 4}
-    return Engine(run, params, Limits(**{**sizes, **limits}), 40, served)
+    engine = Engine(run, params, Limits(**{**sizes, **limits}), 40, served)
+    engine.programs.sizes = engine.programs.sizes[-1:]
+    return engine
 
 
 def answers(engine, asked):
