@@ -11,6 +11,7 @@ from maxstack.kernels.backends import multiplied
 from maxstack.kernels.paged_attention import keys_and_values
 from maxstack.kernels.paged_attention.blockwise import (
     BLOCK,
+    Softmax,
     absorbed,
     begun,
     capped,
