@@ -132,6 +132,7 @@ def train(
     from maxstack.faults.policy import Policy, refusal
     from maxstack.faults.preemption import Preemption
     from maxstack.hardware.compiling import keep_programs
+    from maxstack.inference.samples import Samples
     from maxstack.meter import Meter
     from maxstack.plan import fit
     from maxstack.report import goodput, run_folder
@@ -189,6 +190,7 @@ def train(
     if first:
         run_folder.write_records(run.cfg, run.kernels, folder)
     evaluator = Evaluator(run, log, writer, frozen) if cfg.eval.every else None
+    samples = Samples(run, log, writer) if cfg.eval.samples else None
     with ledger.spent("compile"):
         compiled, seconds = compiling.result()
     log.say(f"{'loaded' if cfg.run.executable else 'compiled'} the step in {seconds:.1f} s")
@@ -260,6 +262,8 @@ def train(
             if evaluator and evaluate:
                 with ledger.spent("evaluation"):
                     eval_loss = evaluator(step, state)
+                    if samples:
+                        samples(step, state)
             if saves and save:
                 with ledger.spent("save"):
                     saves.save(step, state, feed, policy.to_json(), eval_loss, done or preempted)

@@ -97,6 +97,26 @@ def _schedules(cfg: "Config") -> Iterator[Fault]:
         yield f"optimizer.{key}", message
 
 
+def _samples(cfg: "Config") -> Iterator[Fault]:
+    if not cfg.eval.every:
+        yield "eval.samples", "samples are written at evaluations, but eval.every is 0"
+    if cfg.objective.kind != "next_token":
+        yield (
+            "eval.samples",
+            f"objective.kind={cfg.objective.kind} gives no model that goes on from a prompt; leave "
+            "it out",
+        )
+    for axis in ("stage", "context"):
+        if getattr(cfg.mesh, axis) > 1:
+            yield (
+                "eval.samples",
+                f"weights on a mesh with {axis}={getattr(cfg.mesh, axis)} cannot generate; leave it "
+                "out, and use `maxstack generate` on a checkpoint",
+            )
+    if "params" in cfg.mesh.offload:
+        yield "eval.samples", "weights in the host's memory cannot generate; leave it out"
+
+
 def _evaluation(cfg: "Config") -> Iterator[Fault]:
     held_out = any(source.holdout > 0 for source in cfg.data.sources)
     if cfg.eval.every:
@@ -107,6 +127,8 @@ def _evaluation(cfg: "Config") -> Iterator[Fault]:
                 "eval.data, or eval.every: 0",
             )
         return
+    if cfg.eval.samples:
+        yield from _samples(cfg)
     if cfg.eval.baselines:
         yield (
             "eval.baselines",
