@@ -39,7 +39,10 @@ LOOPBACK = "127.0.0.1", "::1", "localhost"
         help="keys of clients, one a line; others are refused (default: none is asked for)",
     ),
     argument(
-        "--served-model-name", metavar="NAME", help="the model's name in the API (default: MODEL)"
+        "--served-model-name",
+        metavar="NAME",
+        help="the model's name in the API (default: its folder's); adapters have those of "
+        "serve.adapters",
     ),
     argument("--chat-template", metavar="FILE", help="instead of the model's own"),
     argument(
@@ -75,12 +78,16 @@ def main(args: Namespace) -> None:
     sock = bound_socket(args.host, args.port)
     served = start(args.model, model_overrides(args))
     template = _read_template(served, args.chat_template)
+    folder = Path(args.model)
+    name = args.served_model_name or (folder.resolve().name if folder.is_dir() else args.model)
+    if name in served.engine.adapters:
+        raise ConfigError(f"{name}: is an adapter's name too; give --served-model-name")
     service = Service(served.engine, served.cfg.serve.queue)
     service.warm()
     state = State(
         served,
         service,
-        args.served_model_name or args.model,
+        name,
         template,
         _tool_parser(args.tool_parser, template),
         keys,

@@ -31,10 +31,12 @@ class Failed(Exception):
 
 
 class Ask(NamedTuple):
-    """A prompt and how to answer it."""
+    """What `Engine.add` takes."""
 
     prompt: Sequence[int]
     sampling: Sampling
+    priority: int = 0
+    adapter: str | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -122,7 +124,7 @@ class Service:
         self.check(len(asks))
         for ask in asks:
             self.engine.check(ask.prompt)
-        guarded = [Ask(prompt, _guarded(sampling)) for prompt, sampling in asks]
+        guarded = [ask._replace(sampling=_guarded(ask.sampling)) for ask in asks]
         answers = Answers(self, guarded)
         self._open.update(answers.requests)
         self._idle.clear()

@@ -1,6 +1,5 @@
 """`maxstack serve` as real processes, asked by the unchanged openai client and by plain HTTP."""
 
-import asyncio
 import contextlib
 import json
 import re
@@ -8,23 +7,15 @@ import signal
 import subprocess
 import sys
 import time
-import types
 
 import httpx
-import numpy as np
 import openai
+import parity
 import processes
 import pytest
 import served_folder
 
 from maxstack import cli
-from maxstack.errors import ConfigError, DataError
-from maxstack.inference.request import Output, Sampling, Token
-from maxstack.inference.server.app import make_app
-from maxstack.inference.server.errors import Refusal
-from maxstack.inference.server.schemas import CompletionBody, parsed
-from maxstack.inference.server.state import State
-from maxstack.inference.service import Ask, Failed, Service
 
 LENGTH = 4096
 SPACES = {token: -100 for token in (220, 197, 198, 201)}
@@ -108,7 +99,8 @@ def serving(folder, log, *options, **more):
 @pytest.fixture(scope="module")
 def server(folder, tmp_path_factory):
     log = tmp_path_factory.mktemp("log") / "log"
-    with serving(folder, log, "serve.max_requests=8") as server:
+    adapter = parity.GOLDENS / "adapters" / "lora-llama"
+    with serving(folder, log, "serve.max_requests=8", f"serve.adapters.tuned={adapter}") as server:
         yield server
         assert "Traceback" not in log.read_text()
 
@@ -125,10 +117,17 @@ def joined(stream):
 
 
 def test_the_model_is_listed_and_found_by_its_name(server):
-    assert [model.id for model in server.openai.models.list()] == ["tiny"]
+    assert [model.id for model in server.openai.models.list()] == ["tiny", "tuned"]
+    assert server.openai.models.retrieve("tuned").parent == "tiny"
     assert server.openai.models.retrieve("tiny").max_model_len == LENGTH
     with pytest.raises(openai.NotFoundError, match="no model 'other'"):
         server.openai.models.retrieve("other")
+
+
+def test_an_adapter_answers_by_its_name(server):
+    own = server.complete(temperature=0).choices[0].text
+    tuned = server.complete(temperature=0, model="tuned").choices[0].text
+    assert tuned != own == server.complete(temperature=0).choices[0].text
 
 
 def test_a_stream_joined_is_the_answer_that_is_not_streamed(server):
@@ -214,6 +213,28 @@ def test_a_prompt_is_scored_without_an_answer(server):
     assert scored.usage.completion_tokens == 0
 
 
+def test_prompts_are_scored_as_lm_evaluation_harness_asks(server):
+    def scored(*prompts):
+        """Whether the last four tokens of each are the likeliest, and all log-probabilities."""
+        ask = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+        answer = server.http.post("/v1/completions", json={"prompt": prompts, **ask}).json()
+        rows = [choice["logprobs"] for choice in answer["choices"]]
+        tails = [
+            zip(row["token_logprobs"][-5:-1], row["top_logprobs"][-5:-1], strict=True)
+            for row in rows
+        ]
+        greedy = [all(own == max(top.values()) for own, top in tail) for tail in tails]
+        return greedy, [row["token_logprobs"] for row in rows]
+
+    prompt = [5, 6, 7]
+    likeliest = server.complete(prompt, temperature=0, max_tokens=4, return_token_ids=True)
+    whole = prompt + likeliest.choices[0].token_ids
+    other = [*whole[:-1], (whole[-1] + 1) % 200]
+    greedy, logprobs = scored(whole, other, [9] * 20)
+    assert greedy[:2] == [True, False]
+    assert logprobs == [*scored(whole)[1], *scored(other)[1], *scored([9] * 20)[1]]
+
+
 def test_log_probabilities_of_a_stream_are_those_of_the_whole(server):
     options = {"seed": 2, "logprobs": 1}
     whole = server.complete(**options).choices[0].logprobs
@@ -238,6 +259,7 @@ def test_biased_tokens_are_chosen_and_barred_ones_are_not(server):
         ({"logprobs": 21}, "logprobs=21: Input should be less than or equal to 20"),
         ({"temperature": -1}, "temperature=-1"),
         ({"n": 0}, "n=0"),
+        ({"priority": -1}, "priority=-1"),
         ({"stream": "yes"}, "stream='yes': Input should be a valid boolean"),
         ({"prompt": []}, "prompt: is empty"),
         ({"prompt": [[]]}, "the prompt is empty"),
@@ -276,22 +298,6 @@ def test_a_body_that_is_no_request_is_refused(server, content, headers, status):
     answer = server.http.post("/v1/completions", content=content, headers=headers)
     assert answer.status_code == status
     assert {*answer.json()["error"]} == {"message", "type", "param", "code"}
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"prompt": [[1]] * 100_000}, "at most 16384 items"),
-        ({"prompt": ["x"] * 100_000 + [1]}, "at most 16384 items"),
-        ({str(i): 0 for i in range(3000)}, "more than 2048 keys"),
-        ({"logit_bias": {str(i): "x" for i in range(3000)}}, "more than 2048 keys"),
-        ({"guided_choice": [1] * 100_000}, "guided_choice.0=1: Input should be a valid string"),
-    ],
-)
-def test_a_body_of_many_faults_is_read_to_the_first(fields, words):
-    with pytest.raises(Refusal, match=words) as refusal:
-        parsed(CompletionBody, json.dumps({"prompt": "x"} | fields).encode())
-    assert refusal.value.status == 400 and len(str(refusal.value)) < 400
 
 
 def test_a_page_of_another_site_cannot_ask(server):
@@ -446,127 +452,3 @@ def test_keys_a_full_queue_and_the_end_by_a_signal(folder, tmp_path):
 def test_wrong_arguments_are_refused_before_the_model_is_read(capsys, options, words):
     assert cli.main(["serve", "no-such-folder", *options]) == 1
     assert words in capsys.readouterr().err
-
-
-class Engine:
-    """An engine that gives a token a step, and fails at a step."""
-
-    def __init__(self, fails=None):
-        limits = types.SimpleNamespace(requests=2)
-        self.scheduler = types.SimpleNamespace(limits=limits, pools=[[]], running=[])
-        self.tasks, self.fails, self.steps, self.added = {}, fails, 0, 0
-
-    def check(self, prompt):
-        if not prompt:
-            raise DataError("the prompt is empty")
-
-    def add(self, prompt, sampling):
-        self.added += 1
-        self.tasks[self.added] = sampling
-        return self.added
-
-    def abort(self, number):
-        self.tasks.pop(number, None)
-
-    @property
-    def busy(self):
-        return bool(self.tasks)
-
-    def step(self):
-        self.steps += 1
-        time.sleep(0.001)
-        if self.steps == self.fails:
-            raise RuntimeError("out of memory")
-        outputs = []
-        for number, sampling in [*self.tasks.items()]:
-            if sampling.grammar:
-                sampling.grammar.accept(7)
-            finish = "stop" if sampling.grammar and sampling.grammar.finished else None
-            outputs.append(Output(number, (Token(7),), finish=finish))
-            if finish:
-                del self.tasks[number]
-        return outputs
-
-
-def test_a_failing_engine_fails_all_requests_and_hangs_none():
-    async def ask():
-        service = Service(Engine(fails=20), queue=2)
-        service.start()
-        ask = Ask([1], Sampling(max_tokens=10**9))
-        answers = [service.submit([ask, ask]), service.submit([ask])]
-        for each in answers:
-            with pytest.raises(Failed, match="out of memory"):
-                async for _ in each:
-                    pass
-        with pytest.raises(Failed):
-            service.submit([ask])
-        await asyncio.wait_for(service.drain(), 5)
-        await service.stop()
-
-    asyncio.run(asyncio.wait_for(ask(), 20))
-
-
-def test_a_server_whose_engine_failed_is_not_healthy_and_says_why():
-    async def ask():
-        service = Service(Engine(), queue=2)
-        service.failure = RuntimeError("out of memory")
-        app = make_app(State(types.SimpleNamespace(engine=service.engine), service, "tiny"))
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            health = await client.get("/health")
-            answer = await client.post("/v1/completions", json={"prompt": [1]})
-        for response in (health, answer):
-            assert response.status_code == 503
-            assert "out of memory" in response.json()["error"]["message"]
-
-    asyncio.run(ask())
-
-
-class Broken:
-    """A grammar that cannot go on after a token."""
-
-    finished = False
-
-    def mask(self):
-        return np.full(1, -1, np.int32)
-
-    def accept(self, token):
-        raise ConfigError("grammar: the answer cannot go on")
-
-
-def test_a_grammar_that_fails_ends_its_own_request_only():
-    async def ask():
-        engine = Engine()
-        service = Service(engine, queue=2)
-        service.start()
-        answers = service.submit([Ask([1], Sampling(max_tokens=10**9, grammar=Broken()))])
-        other = service.submit([Ask([1], Sampling(max_tokens=10**9))])
-        with pytest.raises(ConfigError, match="cannot go on"):
-            async for _ in answers:
-                pass
-        steps = engine.steps
-        async for _ in other:
-            if engine.steps > steps + 5:
-                break
-        other.close()
-        await service.stop()
-
-    asyncio.run(asyncio.wait_for(ask(), 20))
-
-
-def test_closed_answers_leave_the_engine():
-    async def ask():
-        engine = Engine()
-        service = Service(engine, queue=2)
-        service.start()
-        answers = service.submit([Ask([1], Sampling(max_tokens=10**9))] * 3)
-        async for index, _ in answers:
-            if index == 1:
-                break
-        answers.close()
-        await asyncio.wait_for(service.drain(), 5)
-        while engine.busy:
-            await asyncio.sleep(0.01)
-        await service.stop()
-
-    asyncio.run(asyncio.wait_for(ask(), 20))

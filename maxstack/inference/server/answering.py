@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
@@ -34,9 +35,14 @@ def check_access(request: Request) -> State:
     state = state_of(request)
     if state.keys:
         state.check_key(request.headers.get("authorization", ""))
-    elif state.hosts and request.url.hostname not in state.hosts:
+    elif state.hosts and _host(request) not in state.hosts:
         raise Refusal(403, "Host: must name this machine; see --host and --api-key-file")
     return state
+
+
+def _host(request: Request) -> str:
+    """The header's name, without port and brackets."""
+    return re.sub(r":\d*$", "", request.headers.get("host", "")).strip("[]").lower()
 
 
 async def read_body(request: Request, kind: type[AnyBody]) -> AnyBody:
@@ -63,7 +69,7 @@ async def read_body(request: Request, kind: type[AnyBody]) -> AnyBody:
     if size > BODY:
         raise Refusal(413, f"the body is larger than {BODY} bytes; send less at a time")
     body = await asyncio.to_thread(parsed, kind, b"".join(parts))
-    state.check_model(body.model)
+    state.adapter_of(body.model)
     return body
 
 

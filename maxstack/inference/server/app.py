@@ -52,16 +52,17 @@ def make_app(state: State) -> Starlette:
 
 
 async def models(request: Request) -> Response:
-    """The model that is served."""
+    """The model that is served, and its adapters."""
     state = check_access(request)
-    return JSONResponse({"object": "list", "data": [_card(state)]})
+    return JSONResponse({"object": "list", "data": [_card(state, name) for name in state.models]})
 
 
 async def model(request: Request) -> Response:
-    """The same, by its name."""
+    """The same, by name."""
     state = check_access(request)
-    state.check_model(request.path_params["model"])
-    return JSONResponse(_card(state))
+    name = request.path_params["model"]
+    state.adapter_of(name)
+    return JSONResponse(_card(state, name))
 
 
 async def embeddings(request: Request) -> Response:
@@ -131,14 +132,14 @@ async def metrics(request: Request) -> Response:
     return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 
-def _card(state: State) -> dict[str, Any]:
+def _card(state: State, name: str) -> dict[str, Any]:
     return {
-        "id": state.name,
+        "id": name,
         "object": "model",
         "created": state.started,
         "owned_by": "maxstack",
         "root": state.served.model,
-        "parent": None,
+        "parent": None if name == state.name else state.name,
         "max_model_len": state.served.engine.max_length,
     }
 

@@ -80,13 +80,14 @@ def asks_of(
         raise Refusal(400, f"stop: {state.name} has no tokenizer; use stop_token_ids", param="stop")
     state.service.check(len(prompts) * body.n)
     grammar = _grammar(state, body, wish.schema)
+    adapter = state.adapter_of(body.model)
     asks, choices = [], []
     for prompt in prompts:
         sampling = _sampling(state, body, prompt.tokens, wish)
         for number in range(body.n):
             matcher = None if grammar is None else grammar.copy()
             each = dataclasses.replace(sampling, choice=number, grammar=matcher)
-            asks.append(Ask(prompt.tokens, each))
+            asks.append(Ask(prompt.tokens, each, body.priority, adapter))
             choices.append(_choice(state, body, prompt, each, wish))
     return asks, choices
 

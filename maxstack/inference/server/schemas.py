@@ -100,6 +100,8 @@ class Sampled(Body):
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
     guided_grammar: str | None = None
+    priority: Annotated[int, Field(ge=0, le=1000)] = 0
+    """Lower goes first."""
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: Literal[False] = False

@@ -78,16 +78,25 @@ class State:
                 headers={"WWW-Authenticate": "Bearer"},
             )
 
-    def check_model(self, model: str | None) -> None:
-        """Refusal with status 404 for another model."""
-        if model not in (None, self.name):
+    @property
+    def models(self) -> list[str]:
+        """The model and its adapters, by the names that requests give."""
+        return [self.name, *self.service.engine.adapters]
+
+    def adapter_of(self, model: str | None) -> str | None:
+        """The adapter that a request asks for, None for the model itself. Refusal with status 404
+        for another name."""
+        if model in (None, self.name):
+            return None
+        if model not in self.models:
             raise Refusal(
                 404,
-                f"no model {quoted(model)} is served here; the model is {self.name}",
+                f"no model {quoted(model)} is served here; there are {', '.join(self.models)}",
                 kind="not_found_error",
                 param="model",
                 code="model_not_found",
             )
+        return model
 
     def grammar(self, kind: str, value: Any) -> Any:
         """The matcher that a method of `grammar.Compiler` makes. Safe to call from any thread."""

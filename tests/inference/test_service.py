@@ -1,0 +1,159 @@
+"""The service of a server with engines that fail, and what a wrong body costs."""
+
+import asyncio
+import json
+import time
+import types
+
+import httpx
+import numpy as np
+import pytest
+
+from maxstack.errors import ConfigError, DataError
+from maxstack.inference.request import Output, Sampling, Token
+from maxstack.inference.server.app import make_app
+from maxstack.inference.server.errors import Refusal
+from maxstack.inference.server.schemas import CompletionBody, parsed
+from maxstack.inference.server.state import State
+from maxstack.inference.service import Ask, Failed, Service
+
+
+class Engine:
+    """An engine that gives a token a step, and fails at a step."""
+
+    def __init__(self, fails=None):
+        limits = types.SimpleNamespace(requests=2)
+        self.adapters = ()
+        self.scheduler = types.SimpleNamespace(limits=limits, pools=[[]], running=[])
+        self.tasks, self.fails, self.steps, self.added = {}, fails, 0, 0
+
+    def check(self, prompt):
+        if not prompt:
+            raise DataError("the prompt is empty")
+
+    def add(self, prompt, sampling, priority, adapter):
+        self.added += 1
+        self.tasks[self.added] = sampling
+        return self.added
+
+    def abort(self, number):
+        self.tasks.pop(number, None)
+
+    @property
+    def busy(self):
+        return bool(self.tasks)
+
+    def step(self):
+        self.steps += 1
+        time.sleep(0.001)
+        if self.steps == self.fails:
+            raise RuntimeError("out of memory")
+        outputs = []
+        for number, sampling in [*self.tasks.items()]:
+            if sampling.grammar:
+                sampling.grammar.accept(7)
+            finish = "stop" if sampling.grammar and sampling.grammar.finished else None
+            outputs.append(Output(number, (Token(7),), finish=finish))
+            if finish:
+                del self.tasks[number]
+        return outputs
+
+
+def test_a_failing_engine_fails_all_requests_and_hangs_none():
+    async def ask():
+        service = Service(Engine(fails=20), queue=2)
+        service.start()
+        ask = Ask([1], Sampling(max_tokens=10**9))
+        answers = [service.submit([ask, ask]), service.submit([ask])]
+        for each in answers:
+            with pytest.raises(Failed, match="out of memory"):
+                async for _ in each:
+                    pass
+        with pytest.raises(Failed):
+            service.submit([ask])
+        await asyncio.wait_for(service.drain(), 5)
+        await service.stop()
+
+    asyncio.run(asyncio.wait_for(ask(), 20))
+
+
+def test_a_server_whose_engine_failed_is_not_healthy_and_says_why():
+    async def ask():
+        service = Service(Engine(), queue=2)
+        service.failure = RuntimeError("out of memory")
+        app = make_app(State(types.SimpleNamespace(engine=service.engine), service, "tiny"))
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            health = await client.get("/health")
+            answer = await client.post("/v1/completions", json={"prompt": [1]})
+        for response in (health, answer):
+            assert response.status_code == 503
+            assert "out of memory" in response.json()["error"]["message"]
+
+    asyncio.run(ask())
+
+
+class Broken:
+    """A grammar that cannot go on after a token."""
+
+    finished = False
+
+    def mask(self):
+        return np.full(1, -1, np.int32)
+
+    def accept(self, token):
+        raise ConfigError("grammar: the answer cannot go on")
+
+
+def test_a_grammar_that_fails_ends_its_own_request_only():
+    async def ask():
+        engine = Engine()
+        service = Service(engine, queue=2)
+        service.start()
+        answers = service.submit([Ask([1], Sampling(max_tokens=10**9, grammar=Broken()))])
+        other = service.submit([Ask([1], Sampling(max_tokens=10**9))])
+        with pytest.raises(ConfigError, match="cannot go on"):
+            async for _ in answers:
+                pass
+        steps = engine.steps
+        async for _ in other:
+            if engine.steps > steps + 5:
+                break
+        other.close()
+        await service.stop()
+
+    asyncio.run(asyncio.wait_for(ask(), 20))
+
+
+def test_closed_answers_leave_the_engine():
+    async def ask():
+        engine = Engine()
+        service = Service(engine, queue=2)
+        service.start()
+        answers = service.submit([Ask([1], Sampling(max_tokens=10**9))] * 3)
+        async for index, _ in answers:
+            if index == 1:
+                break
+        answers.close()
+        await asyncio.wait_for(service.drain(), 5)
+        while engine.busy:
+            await asyncio.sleep(0.01)
+        await service.stop()
+
+    asyncio.run(asyncio.wait_for(ask(), 20))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"prompt": [[1]] * 100_000}, "at most 16384 items"),
+        ({"prompt": ["x"] * 100_000 + [1]}, "at most 16384 items"),
+        ({str(i): 0 for i in range(3000)}, "more than 2048 keys"),
+        ({"logit_bias": {str(i): "x" for i in range(3000)}}, "more than 2048 keys"),
+        ({"guided_choice": [1] * 100_000}, "guided_choice.0=1: Input should be a valid string"),
+    ],
+)
+def test_a_body_of_many_faults_is_read_to_the_first(fields, words):
+    with pytest.raises(Refusal, match=words) as refusal:
+        parsed(CompletionBody, json.dumps({"prompt": "x"} | fields).encode())
+    assert refusal.value.status == 400 and len(str(refusal.value)) < 400
