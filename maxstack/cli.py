@@ -34,6 +34,10 @@ COMMANDS = {
         "measure the kernels of a run on this device, and keep their best block sizes",
     ),
     "generate": ("maxstack.commands.generate:main", "go on from prompts by a trained model"),
+    "serve": (
+        "maxstack.commands.serve:main",
+        "answer requests of OpenAI's API over HTTP by a trained model",
+    ),
     "sample": ("maxstack.commands.sample:main", "texts by a model trained by masked diffusion"),
     "score": (
         "maxstack.commands.score:main",

@@ -42,14 +42,6 @@ TAIL = 1 << 16
 """Bytes at the end of metrics.jsonl that hold a row."""
 
 
-def cache(folder: str | None) -> None:
-    """Keep compiled programs in `folder`, for the next start."""
-    if folder:
-        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
 def make_mesh(cfg: "Config", devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
     """The mesh over all devices, or these; ConfigError where a size does not divide by it, now that
     their number is known."""

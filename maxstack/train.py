@@ -18,7 +18,7 @@ from maxstack.cluster.exit_codes import CRASHED, RETRY
 from maxstack.command import CONFIG, OVERRIDES, argument, command, load_config
 from maxstack.errors import ConfigError
 from maxstack.faults import supervise
-from maxstack.hardware import devices
+from maxstack.hardware import compiling, devices
 from maxstack.report.console import tell
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def train(
 
     joining.join(cfg)
     heart = startup.watched(cfg, ending)
-    startup.cache(cfg.run.compilation_cache)
+    compiling.keep_programs(cfg.run.compilation_cache)
     fits(cfg.data, cfg.objective.token_ids(cfg.model.vocab))
     run = assemble(cfg, startup.make_mesh(cfg, left))
     fit.check_memory(run)
@@ -179,7 +179,7 @@ def train(
         ledger.close()
         return 0
     ledger.resume(begin)
-    compiling = startup.compile_step(run)
+    compilation = startup.compile_step(run)
     startup.introduce(run, feed.describe(), log, begins=state is None)
     feed.start()
     frozen = startup.frozen(run)
@@ -189,7 +189,7 @@ def train(
         run_folder.write_records(run.cfg, run.kernels, folder)
     evaluator = Evaluator(run, log, writer, frozen) if cfg.eval.every else None
     with ledger.spent("compile"):
-        compiled, seconds = compiling.result()
+        compiled, seconds = compilation.result()
     log.say(f"{'loaded' if cfg.run.executable else 'compiled'} the step in {seconds:.1f} s")
 
     stop = Preemption(heart.interrupted) if heart else Preemption()

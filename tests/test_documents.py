@@ -54,6 +54,7 @@ LATER = (
     "maxstack train runs/quickstart-int4/config.yml",
     "maxstack train planned.yml",
     "maxstack sample runs/masked-diffusion",
+    "maxstack serve",
     "maxstack status",
     "maxstack logs",
     "maxstack stop",

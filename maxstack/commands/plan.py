@@ -5,6 +5,7 @@ The hardware need not be here."""
 import sys
 import tempfile
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from maxstack.command import (
     argument,
     check_writable,
     command,
+    positive,
     write,
     write_json,
 )
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from maxstack.schema.config import Config
 
 RANKED, FINALISTS = 10, 3
+TRAINING = (
+    "tokens", "mfu", "price", "exact", "search", "finalists", "batch", "save_executable", "out"
+)  # fmt: skip
 TOPOLOGY = argument(
     "--topology",
     default="here",
@@ -84,6 +89,18 @@ TOPOLOGY = argument(
         help="write the compiled step, for run.executable of `maxstack train`",
     ),
     argument(
+        "--serve",
+        action="store_true",
+        help="say how many requests `maxstack serve` has room for, and the most tokens/s; CONFIG "
+        "may be a model's folder too. Compiles nothing",
+    ),
+    argument(
+        "--length", type=positive, metavar="N", help="with --serve: tokens of a prompt and answer"
+    ),
+    argument(
+        "--prompt", type=positive, metavar="N", help="with --serve: those of the prompt (half)"
+    ),
+    argument(
         "--out",
         metavar="FILE",
         help="where search and batch write (default: planned.yml)",
@@ -96,6 +113,8 @@ def main(args: Namespace) -> int:
     from maxstack.plan import cost
 
     asked = cost.request(args)
+    if args.serve:
+        return _serve(args)
     cfg = configured(args)
     _check_options(args)
     topology = topology_of(args, cfg)
@@ -121,6 +140,15 @@ def main(args: Namespace) -> int:
 def _check_options(args: Namespace) -> None:
     """ConfigError for options that do not go together, and for files that could not be written in
     the end."""
+    for option in ("length", "prompt"):
+        if not args.serve and getattr(args, option) is not None:
+            raise ConfigError(
+                f"--{option} {getattr(args, option)}: is of requests; give --serve too"
+            )
+    alone = [option for option in TRAINING if getattr(args, option) not in (None, False)]
+    if args.serve and alone:
+        option = alone[0].replace("_", "-")
+        raise ConfigError(f"--{option}: is about training; leave it out, or --serve")
     if args.search and args.batch:
         raise ConfigError(
             "--search and --batch max exclude each other; search tries batch sizes too"
@@ -143,8 +171,11 @@ def configured(args: Namespace) -> "Config":
     """The configuration, without virtual devices where the topology is not this machine."""
     from maxstack.load import load
 
-    elsewhere = [] if args.topology == "here" else ["run.virtual_devices=null"]
-    return load(args.config, [*args.overrides, *elsewhere])
+    return load(args.config, [*args.overrides, *_elsewhere(args)])
+
+
+def _elsewhere(args: Namespace) -> list[str]:
+    return [] if args.topology == "here" else ["run.virtual_devices=null"]
 
 
 def topology_of(args: Namespace, cfg: "Config") -> "Topology":
@@ -154,6 +185,26 @@ def topology_of(args: Namespace, cfg: "Config") -> "Topology":
 
     devices.environment(cfg.run.virtual_devices)
     return topology.parse(args.topology)
+
+
+def _serve(args: Namespace) -> int:
+    """Print the capacity of an engine; 0, since one that has room for nothing is refused."""
+    _check_options(args)
+    from maxstack.inference import capacity
+
+    overrides = [*args.overrides, *_elsewhere(args)]
+    cfg, longest = capacity.opened(args.config, overrides)
+    lengths = capacity.lengths_of(args.length, args.prompt, longest)
+    topology = topology_of(args, cfg)
+    from maxstack.inference.programs import serving
+
+    def configured(more: Sequence[str]) -> "Config":
+        return serving(capacity.opened(args.config, [*overrides, *more])[0])
+
+    plan = capacity.capacity(args.config, configured, topology, lengths, args.prompt)
+    print(capacity.text(plan))
+    write_json(args.json, plan.json())
+    return 0
 
 
 def _chosen(args: Namespace, cfg: "Config", topology: "Topology") -> tuple["Config", "Plan"]:

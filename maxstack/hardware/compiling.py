@@ -1,6 +1,7 @@
 """Compiler options of a run's programs, and XLA's errors for flags that it does not know."""
 
 import functools
+import os
 import re
 import warnings
 from collections.abc import Mapping
@@ -26,6 +27,14 @@ process."""
 _REFUSED = re.compile(
     r"No such compile option: '(\w+)'|While setting option (\w+), ('.*?') is not a valid (\w+)"
 )
+
+
+def keep_programs(folder: str | None) -> None:
+    """Keep compiled programs in `folder`, for the next start."""
+    if folder:
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def flags_for(cfg: "Config", platform: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxstack.data.byte_level import NAMED, content, read, special_tokens
+from maxstack.data.json_files import parse
 from maxstack.data.tokenizers import Tokenizer
 from maxstack.errors import ConfigError, DataError, quoted, shortened
 
@@ -109,9 +110,45 @@ def encode_chat(tokenizer: Tokenizer, text: str) -> list[int]:
     Special tokens that are spelt out in it become their ids, in what people wrote too, as in
     transformers. Of a SentencePiece model these are the control tokens, between which each text is
     encoded by itself, with the space that the model puts before a text. The tokenizer of kind
-    bytes has no special tokens with names: all is plain text.
+    bytes has no special tokens with names: all is plain text. DataError for half of a pair of
+    surrogates, which JSON can hold and UTF-8 cannot.
     """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"messages: are not Unicode text: {error}; send whole characters") from None
     return tokenizer.encode_marked(text)
+
+
+def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages of OpenAI's API as templates take them: parts of content as one text, a line each,
+    and arguments of tool calls as objects. DataError for parts that are no text, and for arguments
+    that are no JSON object."""
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    changed = dict(message)
+    if isinstance(message.get("content"), list):
+        parts = message["content"]
+        for part in parts:
+            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+                kind = part.get("type") if isinstance(part, dict) else part
+                raise DataError(f"{where}.content: a part {quoted(kind)}; only text can be read")
+        changed["content"] = "\n".join(part["text"] for part in parts)
+    if message.get("tool_calls"):
+        changed["tool_calls"] = [_call(call, where) for call in message["tool_calls"]]
+    return changed
+
+
+def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
+    function = dict(call["function"])
+    where = f"{where}.tool_calls: arguments of {quoted(function['name'])}"
+    if isinstance(function["arguments"], str):
+        function["arguments"] = parse((function["arguments"] or "{}").encode(), where)
+    if not isinstance(function["arguments"], dict):
+        raise DataError(f"{where}: are no JSON object")
+    return {**call, "function": function}
 
 
 def _named(template: Any, path: Path) -> dict[str, str]:

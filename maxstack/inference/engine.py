@@ -8,18 +8,15 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from maxstack.errors import DataError, quoted
+from maxstack.errors import ConfigError, DataError, quoted
 from maxstack.inference.adapters import Adapters
 from maxstack.inference.drafts import ngram
 from maxstack.inference.layout import Layout
-from maxstack.inference.programs import Batch, Programs
+from maxstack.inference.programs import Batch, Programs, Rowed
 from maxstack.inference.request import Output, Sampling, Token
 from maxstack.inference.sampler import Sampler, Wanted
 from maxstack.inference.sampling import is_adjusted
 from maxstack.inference.scheduler import Limits, Piece, Scheduler, Task
-from maxstack.layers.cache import Rows
 
 if TYPE_CHECKING:
     from maxstack.run import Run
@@ -46,21 +43,19 @@ class Engine:
         weights = adapters.weights
         self.programs = Programs(run, params, self._layout, limits, max_length, weights)
         self._sampler = Sampler(run.cfg.model.vocab, max_length)
+        if run.cfg.serve.speculate and self._layout.recurrent:
+            raise ConfigError(
+                f"serve.speculate={run.cfg.serve.speculate}: the model has recurrent layers, whose "
+                "state cannot take back a guess that was wrong; set it to 0"
+            )
         draft = self._drafts if run.cfg.serve.speculate else None
         self.scheduler = Scheduler(self._layout, limits, self.programs.replicas, draft)
         self._tasks: dict[int, Task] = {}
         self._added = 0
         self.drafted = self.accepted = 0
 
-    def add(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        priority: int = 0,
-        adapter: str | None = None,
-    ) -> int:
-        """Queue a request, answered with the adapter of this name -> its number. DataError for a
-        prompt that cannot be answered, and where there is no such adapter."""
+    def check(self, prompt: Sequence[int]) -> None:
+        """DataError for a prompt that cannot be answered. Safe to call from any thread."""
         vocab = self.cfg.model.vocab
         if not prompt:
             raise DataError("the prompt is empty; give at least one token")
@@ -72,6 +67,17 @@ class Engine:
                 f"the prompt is {len(prompt)} tokens long, and serve.max_length="
                 f"{self.max_length} holds prompt and answer; shorten it, or raise serve.max_length"
             )
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        priority: int = 0,
+        adapter: str | None = None,
+    ) -> int:
+        """Queue a request, answered with the adapter of this name -> its number. DataError for a
+        prompt that cannot be answered, and where there is no such adapter."""
+        self.check(prompt)
         if adapter is not None and adapter not in self.adapters:
             there = ", ".join(self.adapters) or "none; name their folders in serve.adapters"
             raise DataError(f"adapter {quoted(adapter)}: no such adapter; there are {there}")
@@ -113,37 +119,25 @@ class Engine:
         return [output for piece in pieces if (output := self._finished(piece, tokens)) is not None]
 
     def _batch(self, pieces: Sequence[Piece]) -> tuple[Batch, list[Wanted]]:
-        """Rows of the pieces, each replica's from its own first row."""
-        programs, limits = self.programs, self.programs.limits
-        rows = np.zeros((4, programs.replicas * limits.rows), np.int32)
-        rows[1] = -1
-        tables = [
-            np.zeros((programs.replicas * programs.slots, programs.width), np.int32)
-            for _ in self._layout.reaches
-        ]
-        filled, wanted = [limits.rows * i for i in range(programs.replicas)], []
-        for task, start, count, drafts in pieces:
-            first = filled[task.replica]
-            own = slice(first, first + count)
-            filled[task.replica] += count
-            tokens = [*task.tokens[start : start + count], *drafts]
-            rows[0, own], rows[1, own] = tokens, np.arange(start, start + count)
-            rows[2, own], rows[3, own] = task.slot, task.adapter
-            for table, pages in zip(tables, task.tables, strict=True):
-                table[task.replica * programs.slots + task.slot, : len(pages)] = pages
-            for i in range(count):
-                position = start + i
+        """A step of the pieces, and the rows whose logits are wanted."""
+        rowed, wanted = [], []
+        for task, start, size, drafts in pieces:
+            tokens = [*task.tokens[start : start + size], *drafts]
+            where = task.replica, task.slot, start
+            rowed.append(Rowed(*where, tokens, task.tables, task.adapter))
+            for position in range(start, start + size):
                 if position >= len(task.tokens) - 1:
-                    wanted.append(Wanted(task, position, first + i, None))
+                    wanted.append(Wanted(task, position, len(rowed) - 1, None))
                 elif (
                     task.sampling.prompt_logprobs is not None
                     and task.reported <= position < task.prompt - 1
                 ):
                     target = task.tokens[position + 1]
-                    wanted.append(Wanted(task, position, first + i, target))
-        wanted_O = np.zeros(rows.shape[1], np.int32)
-        wanted_O[: len(wanted)] = [row.row for row in wanted]
-        return Batch(Rows(*rows), wanted_O, tuple(tables)), wanted
+                    wanted.append(Wanted(task, position, len(rowed) - 1, target))
+        batch, firsts = self.programs.batch(rowed, len(wanted))
+        for i, row in enumerate(wanted):
+            batch.wanted_O[i] = firsts[row.piece] + row.position - rowed[row.piece].start
+        return batch, wanted
 
     def _finished(self, piece: Piece, tokens: dict[tuple[int, int], Token]) -> Output | None:
         """Note what a piece gave; end its task where it is complete."""

@@ -2,7 +2,7 @@
 llguidance library. Runs on the host, imports no jax."""
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -98,11 +98,6 @@ class Matcher:
         ConfigError if the grammar grows beyond the library's limits, or no token fits it."""
         mask = np.frombuffer(self._state.compute_bitmask(), np.int32)
         self._check()
-        if not mask.any():
-            raise ConfigError(
-                "grammar: no token of the vocabulary goes on with the answer; the tokenizer lacks "
-                "characters that the grammar asks for"
-            )
         return mask
 
     def allowed(self, tokens: Sequence[int]) -> int:
@@ -142,8 +137,8 @@ class _Vocabulary:
         self.tokens = [*tokenizer.pieces, *[b""] * (vocab - tokenizer.vocab_size)]
         for token in stop_tokens:
             self.tokens[token] = b"<|stop|>"
-        self.greedy: Any = None
-        """From text to the longest tokens from left to right."""
+        self.greedy: Callable[[str], list[int]] = lambda text: []
+        """The longest tokens from left to right; LLTokenizer has it once it is made."""
 
     def __call__(self, text: bytes) -> list[int]:
         pieces, sizes = self._tokenizer.pieces, self._tokenizer.token_bytes

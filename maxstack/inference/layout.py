@@ -3,13 +3,32 @@ of pages. Imports no jax."""
 
 import dataclasses
 import math
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from maxstack.errors import ConfigError
 from maxstack.schema.decoder import DecoderConfig
+from maxstack.schema.mesh import AXES, MeshConfig, names, parts
 from maxstack.schema.mixers import Reach
 from maxstack.schema.parts import Cached
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Kept(NamedTuple):
+    """Bytes of the cache on one device."""
+
+    tokens: tuple[float, ...]
+    """By group: a token."""
+    reads: tuple[float, ...]
+    """By group: a token as layers read it; those that share keys read it again."""
+    request: float
+    """A request, beside its tokens."""
+
+    @property
+    def all(self) -> float:
+        """A token that all layers keep, and what a request takes beside its tokens."""
+        return sum(self.tokens) + self.request
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,18 +88,48 @@ class Layout:
     def token_bytes(self, group: int) -> int:
         """Bytes that a token takes in the layers of a group."""
         return sum(
-            self._bytes(array)
+            self.array_bytes(array)
             for kept, own in zip(self.arrays, self.groups, strict=True)
             if own == group
             for array in kept.values()
             if not array.per_request
         )
 
+    def pages(self, length: int, page: int, rows: int) -> list[int]:
+        """By group: pages that a request of `length` tokens holds at most, of which a step computes
+        `rows`."""
+        reads = [reach.window or reach.chunk or length for reach in self.reaches]
+        return [min(-(-length // page), -(-(read + rows) // page) + 1) for read in reads]
+
+    def on(self, mesh: MeshConfig, sizes: Mapping[str, int]) -> Kept:
+        """The cache of one device of a mesh of these sizes; arrays are sharded by their axes."""
+        from maxstack.sharding import spec
+
+        def size(arrays: Iterable[Cached], per_request: bool) -> float:
+            total = 0.0
+            for array in arrays:
+                if array.per_request == per_request:
+                    axes = ["batch", *(dim.axis for dim in array.dims)]
+                    own = [axis for entry in spec(axes, mesh.rules)[1:] for axis in names(entry)]
+                    total += self.array_bytes(array) / parts(own, sizes)
+            return total
+
+        tokens, reads = [0.0] * len(self.reaches), [0.0] * len(self.reaches)
+        for own, owner, group in zip(self.arrays, self.owners, self.groups, strict=True):
+            tokens[group] += size(own.values(), False)
+            reads[group] += size(self.arrays[owner].values(), False)
+        request = sum(size(own.values(), True) for own in self.arrays)
+        return Kept(tuple(tokens), tuple(reads), request)
+
+    def shards(self, mesh: MeshConfig, sizes: Mapping[str, int]) -> float:
+        """Bytes of the cache by those that each device of a replica holds of them."""
+        return self.on(mesh, dict.fromkeys(AXES, 1)).all / self.on(mesh, sizes).all
+
     @property
     def request_bytes(self) -> int:
         """Bytes that a request takes, beside its tokens."""
         return sum(
-            self._bytes(array)
+            self.array_bytes(array)
             for kept in self.arrays
             for array in kept.values()
             if array.per_request
@@ -92,5 +141,6 @@ class Layout:
         can make."""
         return self.request_bytes > 0
 
-    def _bytes(self, array: Cached) -> int:
+    def array_bytes(self, array: Cached) -> int:
+        """Bytes of an array for a token or a request."""
         return math.prod(dim.size for dim in array.dims) * BYTES[array.dtype or self.dtype]

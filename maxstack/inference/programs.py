@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -22,19 +23,24 @@ from maxstack.weights.adapted_rows import choosing, install
 if TYPE_CHECKING:
     from maxstack.run import Run
     from maxstack.schema.config import Config
+    from maxstack.weights.panels import Panels
 
 
 def serving(cfg: "Config") -> "Config":
-    """The configuration with what inference does otherwise than training: rows are split where
-    batches are, no token is dropped by a capacity, and each layer's arrays stand alone."""
-    rules = {**cfg.mesh.rules, "seq": (), "residual": ()}
+    """The configuration with what inference does otherwise than training: no token is dropped by a
+    capacity."""
     blocks = {
         name: block.model_copy(update={"mlp": block.mlp.dropless()})
         for name, block in cfg.model.blocks.items()
     }
     model = cfg.model.model_copy(update={"blocks": blocks})
-    mesh = cfg.mesh.model_copy(update={"rules": rules})
-    return cfg.model_copy(update={"model": model, "mesh": mesh})
+    return cfg.model_copy(update={"model": model})
+
+
+def sizes_of(limits: Limits) -> tuple[int, ...]:
+    """Numbers of rows that steps may have: the most, and a quarter and a sixteenth of it. Fewer
+    cost as much on most devices."""
+    return tuple(sorted({max(1, limits.rows // share) for share in (16, 4, 1)}))
 
 
 class Batch(NamedTuple):
@@ -45,6 +51,18 @@ class Batch(NamedTuple):
     """Index of a row; 0 where no logits are wanted."""
     tables: tuple[Any, ...]
     """By group: int32 [S, W]."""
+
+
+class Rowed(NamedTuple):
+    """Tokens of a request, to be rows of a step."""
+
+    replica: int
+    slot: int
+    start: int
+    tokens: Sequence[int]
+    pages: Sequence[Sequence[int]]
+    """By group."""
+    adapter: int = 0
 
 
 class Programs:
@@ -63,8 +81,15 @@ class Programs:
         self._run, self._layout, self.limits = run, layout, limits
         self.replicas = parts(run.cfg.mesh.rules["batch"], run.mesh.shape)
         self.width = -(-max_length // limits.page)
+        self.sizes = sizes_of(limits)
         self._max_length = max_length
-        self._params, self._adapters = prepared(run, params), adapters
+        self._graph, self._adapters = run.graph, adapters
+        panels: dict[str, Panels] = {}
+        if run.mesh.size == 1 and run.mesh.devices.flat[0].platform == "cpu":
+            from maxstack.weights.panels import in_panels
+
+            self._graph, panels = in_panels(run.graph, run.weights.rewrite.state)
+        self._params = prepared(run, params, panels)
         ordered = in_order(run.mesh)
         self.cache = jax.jit(
             self._empty, out_shardings=self._shardings(), compiler_options=ordered
@@ -81,6 +106,32 @@ class Programs:
             out_shardings=self._shardings(),
             compiler_options=ordered,
         )
+
+    def batch(self, pieces: Sequence[Rowed], wanted: int) -> tuple[Batch, list[int]]:
+        """Pieces as a step of the smallest size that holds them, each replica's from its own first
+        row on, with room for `wanted` logits; and the first row of each piece."""
+        used = [0] * self.replicas
+        for piece in pieces:
+            used[piece.replica] += len(piece.tokens)
+        size = next(size for size in self.sizes if size >= max(used))
+        rows = np.zeros((4, self.replicas * size), np.int32)
+        rows[1] = -1
+        tables = np.zeros(
+            (len(self._layout.reaches), self.replicas * self.slots, self.width), np.int32
+        )
+        filled, firsts = [size * replica for replica in range(self.replicas)], []
+        for replica, slot, start, tokens, pages, adapter in pieces:
+            first = filled[replica]
+            firsts.append(first)
+            filled[replica] += len(tokens)
+            own = slice(first, filled[replica])
+            rows[0, own], rows[1, own] = tokens, np.arange(start, start + len(tokens))
+            rows[2, own], rows[3, own] = slot, adapter
+            for table, held in zip(tables, pages, strict=True):
+                table[replica * self.slots + slot, : len(held)] = held
+        few = rows.shape[1] // 4
+        outputs = few if size == self.sizes[-1] and wanted <= few else rows.shape[1]
+        return Batch(Rows(*rows), np.zeros(outputs, np.int32), tuple(tables)), firsts
 
     @property
     def adapters(self) -> int:
@@ -110,7 +161,7 @@ class Programs:
     def _step(
         self, params: Any, cache: Any, batch: Batch, adapters: Mapping[str, Any]
     ) -> tuple[jax.Array, Any]:
-        model = nnx.merge(self._run.graph, nnx.State(params))
+        model = nnx.merge(self._graph, nnx.State(params))
         install(model, adapters)
         tables = [batch.tables[group] for group in self._layout.groups]
         backend = self._run.cfg.serve.attention
@@ -165,22 +216,28 @@ class Programs:
         ]
 
 
-def prepared(run: "Run", params: Any) -> Any:
-    """Weights as steps of inference read them: stacks of the pattern's repetitions as tuples, and
-    what is multiplied in the compute dtype kept in it, which changes no bit. Deletes the arrays
-    that it replaces."""
+def prepared(run: "Run", params: Any, panels: Mapping[str, "Panels"]) -> Any:
+    """Weights as steps of inference read them: stacks of the pattern's repetitions as tuples, what
+    is multiplied in the compute dtype kept in it, which changes no bit, and some in panels. Deletes
+    the arrays that it replaces."""
     uses = {
         "/".join(map(str, path)): param.get_metadata().get("use")
         for path, param in nnx.to_flat_state(run.weights.rewrite.state)
     }
     original, weights = weights_of(run.cfg.model), {}
     for path, array in flat(params).items():
-        kept = array
+        kept: Any = array
         if uses[path] and path in original:
             kept = array.astype(run.cfg.model.dtype)
         if path.startswith("blocks/"):
-            kept = jax.block_until_ready(tuple(kept[i] for i in range(kept.shape[0])))
+            kept = tuple(kept[i] for i in range(kept.shape[0]))
+        name = path
+        if path in panels:
+            name = f"{path}/panels"
+            make = jax.jit(panels[path].made)
+            kept = jax.tree.map(make, kept)
         if kept is not array:
+            jax.block_until_ready(kept)
             array.delete()
-        weights[path] = kept
+        weights[name] = kept
     return tree(weights)

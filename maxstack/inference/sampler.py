@@ -18,8 +18,8 @@ class Wanted(NamedTuple):
     task: Task
     position: int
     """Position of the row's token; the next token stands after it."""
-    row: int
-    """Index among the rows of the step."""
+    piece: int
+    """Index of the row's piece in the step."""
     target: int | None
     """The token of the prompt after it; None: it is to be chosen."""
 

@@ -46,8 +46,8 @@ def settings(rows: Sequence[tuple[Sampling, int] | None]) -> Settings:
         return np.array([getattr(sampling, name) for sampling in samplings], dtype)
 
     halves = [divmod(sampling.seed % 2**64, 2**32) for sampling in samplings]
-    seeds: Any = np.array(halves, np.uint32)
-    places: Any = np.array(positions, np.int32)
+    seed: Any = np.array(halves, np.uint32)
+    position: Any = np.array(positions, np.int32)
     return Settings(
         packed("temperature"),
         packed("top_k", np.int32),
@@ -56,9 +56,9 @@ def settings(rows: Sequence[tuple[Sampling, int] | None]) -> Settings:
         packed("repetition_penalty"),
         packed("presence_penalty"),
         packed("frequency_penalty"),
-        seeds,
+        seed,
         packed("choice", np.int32),
-        places,
+        position,
     )
 
 
@@ -139,11 +139,10 @@ def chosen(logits_OV: jax.Array, settings: Settings) -> jax.Array:
 
     def drawn() -> jax.Array:
         weights_OV = _weights(logits_OV, settings)
-        none_O = jnp.full(len(logits_OV), -jnp.inf)
         threshold_O = jax.lax.cond(
             filters_O.any(),
-            lambda: jnp.where(filters_O, _threshold(logits_OV, weights_OV, settings), none_O),
-            lambda: none_O,
+            lambda: _threshold(logits_OV, weights_OV, settings),
+            lambda: jnp.full(len(logits_OV), -jnp.inf),
         )
         kept_OV = logits_OV >= threshold_O[:, None]
         kept_OV &= weights_OV >= settings.min_p[:, None]
@@ -176,7 +175,8 @@ def _weights(logits_OV: jax.Array, settings: Settings) -> jax.Array:
 
 
 def _threshold(logits_OV: jax.Array, weights_OV: jax.Array, settings: Settings) -> jax.Array:
-    """The least logit, [O], of the tokens that top_k and then top_p keep."""
+    """The least logit, [O], of the tokens that top_k and then top_p keep; of a row without
+    them, of all tokens."""
     rows, vocab = logits_OV.shape
     k_O = jnp.where(settings.top_k > 0, jnp.minimum(settings.top_k, vocab), vocab)
     best_OC, tokens_OC = jax.lax.top_k(logits_OV, min(CANDIDATES, vocab))

@@ -9,9 +9,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from maxstack.errors import ConfigError
 from maxstack.inference.layout import Layout
 from maxstack.inference.pool import Pool, page_hash
 from maxstack.inference.request import Sampling
+from maxstack.schema.mixers import Reach
 
 RESERVE = 100
 """A new request is admitted while one page in so many is left for those that run."""
@@ -93,6 +95,13 @@ class Scheduler:
         replicas: int = 1,
         draft: Callable[[Task], Sequence[int]] | None = None,
     ):
+        """`draft` guesses the next tokens of a task. ConfigError where a wrong guess cannot be
+        undone."""
+        if draft and layout.recurrent:
+            raise ConfigError(
+                "serve.speculate: the model has recurrent layers, whose states a wrong guess would "
+                "change for good; set it to 0"
+            )
         self.limits, self._layout, self._draft = limits, layout, draft
         self.waiting: list[Task] = []
         self.running: list[Task] = []
@@ -128,18 +137,18 @@ class Scheduler:
                 if piece:
                     left[task.replica] -= piece.size
                     pieces.append(piece)
+        # a task that was preempted after its turn may be admitted again, from its beginning
+        pieces = [piece for piece in pieces if piece.task in self.running]
         copies: list[Copy] = []
         while self.waiting and (copy := self._admit(self.waiting[0], left)) is not None:
             task = self.waiting.pop(0)
             copies += copy
             self.running.append(task)
-            piece = self._next(task, left[task.replica], spare=True)
-            if piece is None:
-                break
+            piece = self._next(task, left[task.replica])
+            assert piece, "a task was admitted without pages for its first piece"
             left[task.replica] -= piece.size
             pieces.append(piece)
-        # a task that was preempted after its turn computes nothing
-        return [piece for piece in pieces if piece.task in self.running], copies
+        return pieces, copies
 
     def done(self, piece: Piece, new: Sequence[int]) -> list[Copy]:
         """Note that a piece was computed and that `new` follows its task's tokens -> copies to make
@@ -166,7 +175,7 @@ class Scheduler:
         snapshots.release([target])
         return [Copy(task.replica, task.slot, target)]
 
-    def _next(self, task: Task, rows: int, spare: bool = False) -> Piece | None:
+    def _next(self, task: Task, rows: int) -> Piece | None:
         """The next piece of a running task, with pages for it; None where it has to wait."""
         drafts: tuple[int, ...] = ()
         remaining = len(task.tokens) - task.computed
@@ -175,11 +184,11 @@ class Scheduler:
         count = min(remaining + len(drafts), rows)
         if self._snapshots[task.replica].size:
             count = min(count, self.limits.snapshot - task.computed % self.limits.snapshot)
+        if drafts and not self._grow(task, task.computed + count):
+            drafts, count = (), remaining  # a guess takes no pages from other tasks
         while not self._grow(task, task.computed + count):
             victims = [other for other in self.running if other.replica == task.replica]
             victim = max(victims, key=lambda other: other.order)
-            if spare and victim is not task:
-                victim = task
             self._preempt(victim)
             if victim is task:
                 return None
@@ -205,59 +214,75 @@ class Scheduler:
     def _admit(self, task: Task, left: Sequence[int]) -> list[Copy] | None:
         """Give a waiting task a slot and the pages of its prefix that are cached; None where there
         is no room. The copies bring the state of its recurrent layers."""
-        fitting = [i for i in range(len(left)) if left[i] and self._slots[i]]
-        if not fitting:
-            return None
-        prefixes = {i: self._prefix(task, i) for i in fitting}
-        best = max(fitting, key=lambda i: (prefixes[i], self.pools[i][0].available))
-        pools, page = self.pools[best], self.limits.page
-        hit = prefixes[best]
-        rest = min(left[best], len(task.tokens) - hit * page)
-        tables = []
-        for pool, reach in zip(pools, self._layout.reaches, strict=True):
+        fitting = [
+            (self._prefix(task, i), self.pools[i][0].available, i)
+            for i in range(len(left))
+            if left[i] and self._slots[i]
+        ]
+        for hit, _, replica in sorted(fitting, reverse=True):
+            tables = self._tables(task, replica, hit, left[replica])
+            if tables is not None:
+                return self._begin(task, replica, hit, tables)
+        return None
+
+    def _tables(self, task: Task, replica: int, hit: int, rows: int) -> list[list[int]] | None:
+        """The pages of the first `hit` pages of a task's tokens; None where too few are left for
+        what its first step computes after them."""
+        page, tables = self.limits.page, []
+        rest = min(rows, len(task.tokens) - hit * page)
+        busy = any(other.replica == replica for other in self.running)
+        for pool, reach in zip(self.pools[replica], self._layout.reaches, strict=True):
             first = reach.first(hit * page) // page
             shared = [pool.find(task.hashes[i]) or 0 for i in range(first, hit)]
             tables.append([0] * first + shared)
             free = pool.available - sum(not pool.users(held) for held in shared)
-            reserve = pool.size // RESERVE if self.running else 0
-            if free < -(-rest // page) + reserve:
+            if free < -(-rest // page) + (pool.size // RESERVE if busy else 0):
                 return None
-        task.replica, task.slot, task.computed = best, self._slots[best].pop(), hit * page
-        task.tables = tables
-        for pool, table in zip(pools, tables, strict=True):
+        return tables
+
+    def _begin(self, task: Task, replica: int, hit: int, tables: list[list[int]]) -> list[Copy]:
+        """Give a task a slot and its first pages."""
+        task.replica, task.slot = replica, self._slots[replica].pop()
+        task.computed, task.tables = hit * self.limits.page, tables
+        for pool, table in zip(self.pools[replica], tables, strict=True):
             for held in filter(None, table):
                 pool.share(held)
         self.queried += len(task.tokens)
         self.hits += task.computed
         if not task.preempted:
             task.cached = task.computed
-        snapshots = self._snapshots[best]
-        if not hit or not snapshots.size:
+        if not hit or not self._layout.recurrent:
             return []
+        snapshots = self._snapshots[replica]
         source = snapshots.find(task.hashes[hit - 1])
         assert source is not None
         snapshots.share(source)
         snapshots.release([source])
-        return [Copy(best, source, task.slot)]
+        return [Copy(replica, source, task.slot)]
 
     def _prefix(self, task: Task, replica: int) -> int:
         """Pages of the task's tokens that a replica has, all that its layers read of them; at least
         one token is left to compute."""
         if not self.limits.prefix_cache or task.sampling.prompt_logprobs is not None:
             return 0
-        page = self.limits.page
+        page, found = self.limits.page, 0
         hashes = self._hashes(task, (len(task.tokens) - 1) // page)
-        snapshots, pools = self._snapshots[replica], self.pools[replica]
-        for length in range(len(hashes), 0, -1):
-            if snapshots.size and snapshots.find(hashes[length - 1]) is None:
+        groups = list(zip(self.pools[replica], self._layout.reaches, strict=True))
+        begins = [0] * len(groups)  # of the cached pages without a gap that end here, by group
+        for length, key in enumerate(hashes, 1):
+            for i, (pool, reach) in enumerate(groups):
+                if pool.find(key) is None:
+                    begins[i] = length
+                    if reach == Reach():
+                        return found
+            if self._layout.recurrent and self._snapshots[replica].find(key) is None:
                 continue
             if all(
-                pool.find(hashes[i]) is not None
-                for pool, reach in zip(pools, self._layout.reaches, strict=True)
-                for i in range(reach.first(length * page) // page, length)
+                begin <= reach.first(length * page) // page
+                for begin, (_, reach) in zip(begins, groups, strict=True)
             ):
-                return length
-        return 0
+                found = length
+        return found
 
     def _hashes(self, task: Task, pages: int) -> list[bytes]:
         """Hashes of the first pages of a task's tokens."""

@@ -1,5 +1,6 @@
 """An engine for a model: its weights read, its cache sized, its program checked."""
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -11,6 +12,7 @@ from maxstack.errors import ConfigError
 from maxstack.inference.layout import Layout
 from maxstack.inference.opened import config_of, open_prompt_tokenizer, read_weights
 from maxstack.inference.scheduler import Limits
+from maxstack.schema.mesh import AXES
 
 if TYPE_CHECKING:
     from maxstack.data.tokenizers import Tokenizer
@@ -21,6 +23,14 @@ log = logging.getLogger(__name__)
 GIB = 2**30
 SHARE = 0.5
 """Share of the memory that is free beside the weights that a cache takes by itself."""
+OVERRIDES = (
+    "run.virtual_devices=null",
+    "train.accumulate=1",
+    *(f"mesh.{axis}=1" for axis in AXES),
+    "mesh.rules.seq=null",
+    "mesh.rules.residual=null",
+)
+"""A run's own mesh is for training; rows of inference have no sequence to split."""
 USUAL = 2048
 """serve.max_length of a model that says nothing of its length."""
 
@@ -44,45 +54,57 @@ def start(model: str, overrides: Sequence[str], adapter: str | None = None) -> S
     """The engine of a run, a checkpoint or a Hugging Face folder, with the adapters of
     serve.adapters and `adapter`, a name there or a folder, which is its name then. ConfigError
     where it cannot generate or does not fit."""
+    import jax
+
     from maxstack.inference.programs import serving
 
-    cfg, own = config_of(model, ["run.virtual_devices=null", *overrides])
+    cfg, own = _placed(model, overrides, jax.device_count())
     if cfg.objective.kind == "masked_diffusion":
         raise ConfigError(f"{model}: was trained by masked diffusion; `maxstack sample` is for it")
     cfg = serving(cfg)
-    folder = _files(cfg, own)
-    layout, longest = Layout.of(cfg.model), _longest(cfg, own, folder)
+    folder = files_of(cfg, own)
+    layout, longest = Layout.of(cfg.model), longest_of(cfg, own, folder)
     tokenizer, stop_tokens = _tokenizer(cfg, own, folder)
 
-    import jax
-
     from maxstack import sharding
+    from maxstack.hardware.compiling import keep_programs
     from maxstack.inference.adapters import read_adapters
     from maxstack.inference.engine import Engine
     from maxstack.run import assemble
 
+    keep_programs(cfg.run.compilation_cache)
     run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()), trains=False)
     params = read_weights(model, run, own)
     folders = ({adapter: adapter} if adapter else {}) | cfg.serve.adapters
     adapters = read_adapters(run, params, folders)
-    limits, max_length = limits_of(cfg, layout, longest, _free(run, adapters.weights))
+    free = _free(run, layout, adapters.weights)
+    limits, max_length = limits_of(cfg, layout, longest, free)
     engine = Engine(run, params, limits, max_length, adapters)
     _check_identical(engine, layout)
     return Served(model, cfg, engine, folder, tokenizer, stop_tokens)
 
 
+def _placed(model: str, overrides: Sequence[str], devices: int) -> tuple["Config", Path | None]:
+    """The configuration with the mesh that `overrides` ask for, else the largest share of the
+    devices over `tensor` that the model's sizes divide by, and replicas over the rest."""
+    if any(override.startswith("mesh") for override in overrides):
+        return config_of(model, [*OVERRIDES, *overrides])
+    each = *OVERRIDES, f"train.batch_size={devices}"
+    for tensor in range(devices, 1, -1):
+        sizes = f"mesh.tensor={tensor}", f"mesh.data={devices // tensor}"
+        if devices % tensor == 0:
+            with contextlib.suppress(ConfigError):
+                return config_of(model, [*each, *sizes, *overrides])
+    return config_of(model, [*each, f"mesh.data={devices}", *overrides])
+
+
 def limits_of(cfg: "Config", layout: Layout, longest: int, free: int | None) -> tuple[Limits, int]:
     """Sizes of the engine by serve.*, and the most tokens of a request, at most `longest` unless
-    serve.max_length says so; `free` are bytes of a device beside the weights, None: not known.
+    serve.max_length says so; `free` are bytes of a replica beside the weights, None: not known.
     ConfigError where not one request fits."""
     serve = cfg.serve
     length = serve.max_length or longest
-    pages = [-(-length // serve.page)] * len(layout.reaches)
-    reads = [reach.window or reach.chunk or length for reach in layout.reaches]
-    bounded = [
-        min(whole, -(-(read + serve.rows) // serve.page) + 1)
-        for whole, read in zip(pages, reads, strict=True)
-    ]
+    bounded = layout.pages(length, serve.page, serve.rows)
     page_bytes = [layout.token_bytes(i) * serve.page for i in range(len(bounded))]
     snapshots = serve.snapshots if layout.recurrent and serve.prefix_cache else 0
     states = layout.request_bytes * (1 + serve.max_requests + snapshots)
@@ -117,36 +139,46 @@ def limits_of(cfg: "Config", layout: Layout, longest: int, free: int | None) -> 
 
 
 def _check_identical(engine: "Engine", layout: Layout) -> None:
-    """ConfigError or a warning where a request's bits depend on its company."""
+    """ConfigError or a warning where a request's bits depend on its company. Where only the size of
+    steps matters, all get the same."""
     from maxstack.inference.identity import differing
 
-    asked = engine.cfg.serve.identical
-    if asked == "off":
+    asked, programs = engine.cfg.serve.identical, engine.programs
+    if asked == "any":
         return
-    ways = differing(engine.programs, layout, engine.cfg.model.vocab, engine.max_length)
+    ways = differing(programs, layout, engine.cfg.model.vocab, engine.max_length)
+    if ways:
+        told = " and ".join(ways)
+        log.info(
+            "serve.identical: bits differ %s; all steps have %d rows", told, programs.sizes[-1]
+        )
+        programs.sizes = programs.sizes[-1:]
+        ways = differing(programs, layout, engine.cfg.model.vocab, engine.max_length)
     if not ways:
         return
     message = (
         f"serve.identical={asked}: on this device a request's logits change in their last bits "
-        f"when it is {' and '.join(ways)}"
+        f"when they are computed {' and '.join(ways)}"
     )
     if asked == "strict":
         raise ConfigError(f"{message}; set serve.identical=check to serve nevertheless")
     log.warning("%s", message)
 
 
-def _free(run: Any, adapters: Any) -> int | None:
-    """Bytes of a device that the weights, and those of adapters, leave; None where it does not
-    say."""
+def _free(run: Any, layout: Layout, adapters: Any) -> int | None:
+    """Bytes that the weights, and those of adapters, leave on the devices over which a replica's
+    cache is sharded; None where a device does not say."""
     from maxstack.plan.fit import shard_bytes, usable
     from maxstack.state import count
 
     limit = usable(run.mesh.local_devices[0], run.mesh.size)
+    if limit is None:
+        return None
     weights = shard_bytes(run.abstract.params) + count(adapters)[1]
-    return None if limit is None else int(limit) - weights
+    return int((limit - weights) * layout.shards(run.cfg.mesh, run.mesh.shape))
 
 
-def _files(cfg: "Config", own: Path | None) -> Path | None:
+def files_of(cfg: "Config", own: Path | None) -> Path | None:
     """The folder with a model's config.json and tokenizer."""
     from maxstack.data import hub
 
@@ -161,7 +193,7 @@ def _json(file: Path) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
-def _longest(cfg: "Config", own: Path | None, folder: Path | None) -> int:
+def longest_of(cfg: "Config", own: Path | None, folder: Path | None) -> int:
     """Most tokens of a text that the model was made for."""
     outer = _json(folder / "config.json") if folder else {}
     config = outer.get("text_config") or outer

@@ -77,6 +77,11 @@ class Substitute:
         """Rows as what multiplies them by `values` is to read them."""
         return x
 
+    def scores(self, x: Array, tied: bool, dtype: Any) -> Array:
+        """x [.., D] times the head [D, V], of which a `tied` one is kept transposed: [.., V]."""
+        table = self.values(dtype)
+        return multiply(self.read(x), table.T if tied else table)
+
 
 class Experts:
     """Replacement for the matrices of all experts [E, in, out]: a pytree of arrays of as many

@@ -234,10 +234,14 @@ class Decoder(Model):
 
     def logits(self, x_BTD: Array) -> Array:
         """Normed residual stream -> float32 logits [B, T, V]."""
-        x_BTD, head_DV, bias_V, _ = self.readout(x_BTD)
-        logits_BTV = constrain(multiply(x_BTD, head_DV), "batch seq vocab").astype(jnp.float32)
-        if bias_V is not None:
-            logits_BTV = logits_BTV + bias_V.astype(jnp.float32)
+        kept: Weight = self.embed if self.cfg.head.tied else self.head
+        if isinstance(kept, Substitute):
+            logits_BTV = kept.scores(x_BTD, self.cfg.head.tied, self.cfg.param_dtype)
+        else:
+            logits_BTV = multiply(x_BTD, self.readout(x_BTD)[1])
+        logits_BTV = constrain(logits_BTV, "batch seq vocab").astype(jnp.float32)
+        if self.cfg.head.bias:
+            logits_BTV = logits_BTV + self.head_bias[...].astype(jnp.float32)
         cap = self.cfg.head.soft_cap
         return cap * jnp.tanh(logits_BTV / cap) if cap else logits_BTV
 

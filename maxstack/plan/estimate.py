@@ -4,7 +4,7 @@ second, to choose what is worth compiling."""
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from maxstack.hardware.chips import Chip
@@ -61,7 +61,7 @@ class Shapes:
             ((i.axes if i else (None,) * leaf.ndim), leaf.size * leaf.dtype.itemsize)
             for i, leaf in zip(weights_behind(state, info), jax.tree.leaves(state), strict=True)
         ]
-        return cls(weights, tuple(kept), _low(cfg, rewrite))
+        return cls(weights, tuple(kept), low_flops(cfg, rewrite))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,9 +88,9 @@ def estimate(
     return Estimate(_memory(shapes, cfg, sizes, here, chip.platform), max(seconds))
 
 
-def _low(cfg: "Config", rewrite: "Rewrite") -> Mapping[str, float]:
+def low_flops(cfg: "Config", rewrite: "Rewrite", trains: bool = True) -> Mapping[str, float]:
     """FLOPs of a token by type, of the products that run in low precision: 2 per weight forward,
-    and for each gradient that a rule quantizes, but for those of experts."""
+    and in training for each gradient that a rule quantizes, but for those of experts."""
     from flax import nnx
 
     from maxstack import state
@@ -106,18 +106,18 @@ def _low(cfg: "Config", rewrite: "Rewrite") -> Mapping[str, float]:
         if use.spec.use == "experts":
             mixture = decoder.mixture(cfg.model, tuple(path.split("/")))
             operands, share = operands[:1], mixture.top_k / mixture.experts
-        for operand in filter(None, operands):
+        for operand in filter(None, operands if trains else operands[:1]):
             flops[operand.qtype] += 2 * plain[path].size * share
     return flops
 
 
-def _mesh_axes(axes: tuple[str | None, ...], rules: Mapping[str, Any]) -> list[str]:
+def mesh_axes(axes: Sequence[str | None], rules: Mapping[str, Any]) -> list[str]:
     """Mesh axes over which the rules split an array of these logical axes."""
     return [axis for entry in spec(axes, rules) for axis in names(entry)]
 
 
 def _parts(axes: tuple[str | None, ...], rules: Mapping[str, Any], sizes: Mapping[str, int]) -> int:
-    return math.prod(sizes[axis] for axis in _mesh_axes(axes, rules))
+    return math.prod(sizes[axis] for axis in mesh_axes(axes, rules))
 
 
 def _memory(
@@ -212,7 +212,7 @@ def _networks(
     sent: dict[str, float] = dict.fromkeys(sizes, 0.0)
     for axes, number, _, updated in shapes.weights:
         gradient, stacked = 4 * updated, "layers" in axes
-        over = _mesh_axes(axes, mesh.rules)
+        over = mesh_axes(axes, mesh.rules)
         within = ("tensor", "expert", "stage") if stacked else ("tensor", "expert")
         own = number / math.prod(sizes[axis] for axis in over if axis in within)
         times = mesh.microbatches or stages if stacked and stages > 1 else 1

@@ -224,13 +224,13 @@ def _verdict(plan: Plan) -> str:
     if plan.usable is None:
         return f"needs {plan.needed / GIB:.2f} GiB a device; how much the device has is not known"
     left = plan.usable - plan.needed
-    share = f"{_size(plan.needed)} of {_size(plan.usable)} a device"
+    share = f"{bytes_text(plan.needed)} of {bytes_text(plan.usable)} a device"
     if left >= 0:
-        return f"FITS: {share}, {_size(left)} ({left / plan.usable:.0%}) left"
-    return f"DOES NOT FIT: {share}, {_size(-left)} ({-left / plan.usable:.0%}) too much"
+        return f"FITS: {share}, {bytes_text(left)} ({left / plan.usable:.0%}) left"
+    return f"DOES NOT FIT: {share}, {bytes_text(-left)} ({-left / plan.usable:.0%}) too much"
 
 
-def _size(number: float) -> str:
+def bytes_text(number: float) -> str:
     """Bytes in GiB, or in smaller units where they are few."""
     units = (("GiB", GIB), ("MiB", 2**20))
     unit, scale = next((row for row in units if number >= row[1] / 10), ("KiB", 2**10))
@@ -246,13 +246,13 @@ def _amount(number: float) -> str:
 
 def _memory(plan: Plan) -> Iterator[str]:
     yield "memory of one device"
-    yield table("lr", ((name, _size(size)) for name, size in plan.memory.items() if size))
+    yield table("lr", ((name, bytes_text(size)) for name, size in plan.memory.items() if size))
     if plan.buffers:
         guessed = ", from the text of the program, not from its assignment of memory"
         yield f"its largest buffers{'' if plan.buffers[0].exact else guessed}"
         rows = [
             (
-                _size(buffer.bytes),
+                bytes_text(buffer.bytes),
                 "" if buffer.kind == "temporary" else buffer.kind,
                 _short(buffer.op_name or buffer.name),
                 re.sub(".*/maxstack/", "maxstack/", buffer.source),
@@ -293,7 +293,7 @@ def _traffic(plan: Plan) -> Iterator[str]:
             " x ".join(flow.axes) or "none",
             flow.link,
             f"{flow.times:,.0f}",
-            _size(flow.bytes),
+            bytes_text(flow.bytes),
             f"{flow.seconds * 1e3:,.1f}" if flow.seconds is not None else "?",
         )
         for flow in ordered[: 2 * SHOWN]

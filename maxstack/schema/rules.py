@@ -42,16 +42,21 @@ def device_faults(cfg: "Config", devices: int) -> list[Fault]:
     return list(mesh_rules.sizes(cfg, devices))
 
 
-def sizes_on(cfg: "Config", devices: int, where: str) -> dict[str, int]:
+def sizes_on(cfg: "Config", devices: int, where: str, trains: bool = True) -> dict[str, int]:
     """Mesh axis -> size on so many devices. ConfigError where the mesh does not fill them, or the
-    model or the batch does not divide."""
+    model does not divide, or in training the batch."""
     sizes = mesh_rules.mesh_sizes(cfg, devices)
     if (wanted := math.prod(sizes.values())) != devices:
         raise ConfigError(
             f"mesh: {mesh_rules.product_of(sizes)} is {wanted} devices, but {where} has "
             f"{devices}; set one axis to -1"
         )
-    if faults := device_faults(cfg, devices):
+    faults = [
+        (key, message)
+        for key, message in device_faults(cfg, devices)
+        if trains or key.startswith(("mesh.", "model."))
+    ]
+    if faults:
         raise ConfigError("\n".join(f"{key}: {message}" for key, message in faults))
     return sizes
 

@@ -8,8 +8,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from maxstack.data.tokenizers import open_tokenizer
 from maxstack.errors import ConfigError, DataError
 from maxstack.inference import chat
-from maxstack.inference.chat import ChatTemplate, encode_chat, read_chat_template
-from maxstack.schema.data import HuggingFaceTokenizer
+from maxstack.inference.chat import ChatTemplate, encode_chat, read_chat_template, template_messages
+from maxstack.schema.data import BytesTokenizer, HuggingFaceTokenizer
 
 HELLO = [{"role": "user", "content": "Grüß <b>Gott</b>"}]
 SIMPLE = (
@@ -155,3 +155,32 @@ def test_special_tokens_of_a_rendered_text_are_ids_and_no_bos_is_added(tmp_path)
     )
     assert encode_chat(tokenizer, "<s>hi<s>") == [5, 0, 1, 5]
     assert tokenizer.encode(b"<s>hi").tolist() == [5, 2, 3, 4, 0, 1]
+
+
+def test_half_a_pair_of_surrogates_is_an_error():
+    with pytest.raises(DataError, match="Unicode.*surrogates"):
+        encode_chat(open_tokenizer(BytesTokenizer(kind="bytes")), "a\ud83d")
+
+
+def call(arguments):
+    function = {"name": "f", "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"id": "1", "function": function}]}
+
+
+def test_messages_of_the_api_become_those_of_templates():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = template_messages([{"role": "user", "content": parts}, call('{"x": [1]}'), *HELLO])
+    assert messages == [{"role": "user", "content": "a\nb"}, call({"x": [1]}), *HELLO]
+
+
+@pytest.mark.parametrize(
+    "message, words",
+    [
+        ({"role": "user", "content": [{"type": "image_url"}]}, r"messages\[0\].*'image_url'"),
+        (call("{x"), r"messages\[0\].tool_calls: arguments of 'f': not JSON"),
+        (call("[]"), r"messages\[0\].tool_calls: arguments of 'f': are no JSON object"),
+    ],
+)
+def test_messages_that_templates_cannot_take_are_errors(message, words):
+    with pytest.raises(DataError, match=words):
+        template_messages([message])

@@ -280,6 +280,23 @@ def test_a_token_that_may_not_follow_is_refused(compilers):
         matcher.mask()
 
 
+def test_an_answer_that_the_tokenizer_cannot_write_is_refused_where_it_gets_stuck(tmp_path):
+    vocab = {"</s>": 0, "a": 1, "b": 2}
+    model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token="</s>"))
+    model.add_special_tokens(["</s>"])
+    model.decoder = tokenizers.decoders.Fuse()
+    model.save(path := str(tmp_path / "letters.json"))
+    tokenizer = open_tokenizer(HuggingFaceTokenizer(kind="huggingface", path=path))
+    compiler = Compiler(tokenizer, [0], 3)
+    assert {*allowed(compiler.regex("a(z|b)|z"))} == {1}
+    with pytest.raises(ConfigError, match="no text fits it"):
+        compiler.regex("z")
+    matcher = compiler.regex("az")
+    matcher.accept(1)
+    with pytest.raises(ConfigError, match="the answer cannot go on: no text fits it"):
+        matcher.mask()
+
+
 def test_a_tokenizer_that_changes_text_between_its_tokens_is_refused(tmp_path):
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
     model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()

@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import served_folder
 import yaml
 from flags import flags
 
@@ -256,6 +257,19 @@ def test_a_step_is_measured_by_component(tmp_path):
     )
     parts = json.loads((tmp_path / "step.json").read_text())["components"]
     assert any("attention" in part["name"] for part in parts)
+
+
+@pytest.mark.slow
+def test_clients_soak_a_server_and_nothing_is_lost(tmp_path):
+    folder = served_folder.make(tmp_path / "model", length=128)
+    process(
+        "soak_server.py",
+        *("--model", folder, "--minutes", "0.05", "--clients", "8", "--answer", "20"),
+        *("--json", tmp_path / "found.json", "model.dtype=float32", "serve.max_requests=2"),
+    )
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["lost"] == 0 and found["requests"] > 8 and found["exit code"] == 0
+    assert found["all pages free at the end"] and found["seconds to first token"]["p50"] > 0
 
 
 def test_plans_that_were_kept_are_written_into_the_page_and_not_made_again(tmp_path, monkeypatch):

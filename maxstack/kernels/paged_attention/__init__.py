@@ -20,6 +20,7 @@ from maxstack.kernels.backends import Backend, Device, Op
 OP = Op(
     "paged_attention",
     (
+        Backend("tiles", f"{__name__}.tiles", ("cpu",)),
         Backend("blockwise", f"{__name__}.blockwise"),
         Backend("reference", f"{__name__}.reference"),
     ),
@@ -130,11 +131,15 @@ def _written(
     slots_R: jax.Array,
     positions_R: jax.Array,
 ) -> jax.Array:
-    """The pages with the rows' arrays; those of rows that are nobody's go to page 0 as zeros."""
+    """The pages with the rows' arrays; those of rows that are nobody's go to page 0 as zeros.
+
+    What is not finite becomes 0: a page may be read by its next owner, masked, before it is written
+    anew, and 0 times infinity is not 0. The row itself has it in its residual stream."""
     length, real_R = pages_PLCH.shape[1], positions_R >= 0
     at_R = jnp.maximum(positions_R, 0)
     page_R = jnp.where(real_R, tables_SW[slots_R, at_R // length], 0)
-    new_RCH = jnp.where(real_R[:, None, None], new_RCH, 0).astype(pages_PLCH.dtype)
+    new_RCH = new_RCH.astype(pages_PLCH.dtype)
+    new_RCH = jnp.where(real_R[:, None, None] & jnp.isfinite(new_RCH), new_RCH, 0)
     return pages_PLCH.at[page_R, at_R % length].set(new_RCH)
 
 

@@ -49,8 +49,6 @@ def run(
         scores = capped(scores * request.scale, request)
         at_B = j * block + jnp.arange(block)
         seen_RB = (at_B <= positions_R[:, None]) & (at_B >= first_R[:, None])
-        # what was never written may be anything, and 0 times infinity is not 0
-        v_RBKV = jnp.where(seen_RB[:, :, None, None], v_RBKV, 0)
         seen = seen_RB[:, None, None]
         higher_RKG = jnp.maximum(most_RKG, jnp.where(seen, scores, LOWEST).max(-1))
         share = jnp.where(seen, jnp.exp(scores - higher_RKG[..., None]), 0.0)

@@ -36,7 +36,6 @@ def run(
     most = jnp.where(jnp.isfinite(most), most, 0.0)
     share = jnp.exp(scores - most[..., None])
     total = share.sum(-1) + jnp.exp(sinks - most)
-    v_RSKV = jnp.where(seen_RS[:, :, None, None], v_RSKV, 0.0)
     o = jnp.einsum("RKGS,RSKV->RKGV", share, v_RSKV, precision=exact)
     o = o / jnp.where(total == 0, 1.0, total)[..., None]
     return o.reshape(rows, heads, -1).astype(q_RNH.dtype)

@@ -1,0 +1,127 @@
+"""`maxstack serve`: OpenAI's API for a trained model."""
+
+import logging
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from maxstack.command import (
+    ALLOW_NONFINITE,
+    MODEL,
+    OVERRIDES,
+    argument,
+    command,
+    model_overrides,
+)
+from maxstack.errors import ConfigError
+
+if TYPE_CHECKING:
+    from maxstack.inference.chat import ChatTemplate
+    from maxstack.inference.started import Served
+
+log = logging.getLogger(__name__)
+LONGEST_KEY = 1024
+LOOPBACK = "127.0.0.1", "::1", "localhost"
+
+
+@command(
+    "serve",
+    "Answer requests of OpenAI's API over HTTP, until SIGTERM or Ctrl-C.",
+    "serve runs/quickstart --port 8000 serve.max_requests=16",
+    MODEL,
+    OVERRIDES,
+    argument("--host", default="127.0.0.1", help="address (default: 127.0.0.1, this machine only)"),
+    argument("--port", type=int, default=8000, help="0: any that is free (default: 8000)"),
+    argument(
+        "--api-key-file",
+        metavar="FILE",
+        help="keys of clients, one a line; others are refused (default: none is asked for)",
+    ),
+    argument(
+        "--served-model-name", metavar="NAME", help="the model's name in the API (default: MODEL)"
+    ),
+    argument("--chat-template", metavar="FILE", help="instead of the model's own"),
+    argument(
+        "--tool-parser",
+        metavar="NAME",
+        help="how the model writes calls of tools: hermes, llama3, mistral or none (default: as "
+        "its chat template shows)",
+    ),
+    ALLOW_NONFINITE,
+)
+def main(args: Namespace) -> None:
+    """Serve; ConfigError for arguments that are wrong, before the model is read."""
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"maxstack serve needs the {error.name} package: pip install 'maxstack[serve]'"
+        ) from None
+    from maxstack.inference.server.process import bound_socket, serve
+    from maxstack.inference.server.state import State
+    from maxstack.inference.service import Service
+    from maxstack.inference.started import start
+    from maxstack.inference.tools import FORMATS
+
+    keys = _read_keys(args.api_key_file)
+    if not 0 <= args.port < 65536:
+        raise ConfigError(f"--port {args.port}: must be a number from 0 to 65535")
+    if args.tool_parser not in (None, "none", *FORMATS):
+        raise ConfigError(f"--tool-parser {args.tool_parser}: is none of {', '.join(FORMATS)}")
+    if not keys and args.host not in LOOPBACK:
+        log.warning("--host %s: everybody who can reach it may ask; see --api-key-file", args.host)
+    sock = bound_socket(args.host, args.port)
+    served = start(args.model, model_overrides(args))
+    template = _read_template(served, args.chat_template)
+    service = Service(served.engine, served.cfg.serve.queue)
+    service.warm()
+    state = State(
+        served,
+        service,
+        args.served_model_name or args.model,
+        template,
+        _tool_parser(args.tool_parser, template),
+        keys,
+        LOOPBACK if args.host in LOOPBACK else (),
+        int(time.time()),
+    )
+    serve(state, sock)
+
+
+def _read_keys(file: str | None) -> list[bytes]:
+    """The keys of a file; ConfigError where it has none."""
+    if file is None:
+        return []
+    try:
+        lines = Path(file).read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"--api-key-file {file}: cannot be read: {error.strerror}") from error
+    keys = [line.strip() for line in lines if line.strip()]
+    if not keys:
+        raise ConfigError(f"--api-key-file {file}: has no key; write one a line")
+    if max(map(len, keys)) > LONGEST_KEY:
+        raise ConfigError(f"--api-key-file {file}: a key is longer than {LONGEST_KEY} bytes")
+    return keys
+
+
+def _read_template(served: "Served", file: str | None) -> "ChatTemplate | None":
+    """The chat template; None for a model that has none."""
+    from maxstack.inference.chat import read_chat_template
+
+    try:
+        return read_chat_template(served.folder or Path(served.model), file)
+    except ConfigError:
+        if file is not None:
+            raise
+        log.warning("%s has no chat template; only /v1/completions answers", served.model)
+        return None
+
+
+def _tool_parser(name: str | None, template: "ChatTemplate | None") -> str | None:
+    from maxstack.inference.tools import guess_format
+
+    if name is not None or template is None:
+        return None if name == "none" else name
+    return guess_format("\n".join(template.sources.values()))

@@ -1,0 +1,159 @@
+"""Bound on the speed of a step of inference, by what one device reads, multiplies and receives
+(roofline). Sums over shapes; the hardware need not be here."""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from maxstack.hardware.chips import Chip
+from maxstack.plan.estimate import low_flops, mesh_axes
+from maxstack.plan.topology import Link, Topology, groups
+from maxstack.schema.mesh import names, parts
+
+if TYPE_CHECKING:
+    from maxstack.schema.config import Config
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """Least time of a step, and tokens a second of all devices at most."""
+
+    seconds: float
+    tokens_per_second: float
+    limit: str
+    """What would have to be faster: memory, compute or a kind of link."""
+
+
+class Held(NamedTuple):
+    """A weight on one device."""
+
+    kept: float
+    """Bytes that lie there between steps."""
+    read: float
+    """Bytes that a step multiplies by, with the shards that other devices send; of experts, if it
+    needs all of them."""
+    gathered: tuple[str, ...]
+    """Mesh axes whose devices send their shards."""
+    chosen: float = 1.0
+    """Share of the experts that a token needs; 1: no experts."""
+    spread: int = 1
+    """Replicas whose rows come to the experts of this device."""
+
+    def needed(self, rows: int) -> float:
+        """Bytes that `rows` rows of each replica need on average, of experts that are chosen evenly
+        and independently."""
+        return self.read * (1 - (1 - self.chosen) ** (rows * self.spread))
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What bounds the steps of one device."""
+
+    held: Sequence[Held]
+    low: Mapping[str, float]
+    """FLOPs of a token by type of low precision."""
+    dtype: str
+    share: float
+    """Part of a replica's products that the device computes."""
+    chip: Chip
+    link: Callable[[tuple[str, ...]], Link]
+    sizes: Mapping[str, int]
+    replicas: int
+
+    @classmethod
+    def of(cls, cfg: "Config", topology: Topology, sizes: Mapping[str, int]) -> "Device | None":
+        """A device of a mesh of these sizes; None where its chip is not known."""
+        from maxstack.weights.rewrite import Rewrite
+
+        if topology.chip is None:
+            return None
+        replicas = parts(cfg.mesh.rules["batch"], sizes)
+        return cls(
+            held(cfg, sizes),
+            low_flops(cfg, Rewrite(cfg), trains=False),
+            cfg.model.dtype,
+            replicas / topology.size,
+            topology.chip,
+            groups(topology, tuple(sizes.values())),
+            sizes,
+            replicas,
+        )
+
+    def compute(self, flops: float) -> float:
+        """Seconds of products for a row that has so many FLOPs."""
+        low = sum(each / self.chip.flops(dtype) for dtype, each in self.low.items())
+        rest = max(0.0, flops - sum(self.low.values()))
+        return self.share * (low + rest / self.chip.flops(self.dtype))
+
+    def reading(self, rows: int) -> float:
+        """Seconds of reading the weights that so many rows need."""
+        return sum(each.needed(rows) for each in self.held) / self.chip.memory_bandwidth_per_device
+
+    def balance(self, flops: float) -> float:
+        """Rows whose products take as long as reading all weights; fewer take as long."""
+        whole = sum(each.read for each in self.held)
+        return whole / self.chip.memory_bandwidth_per_device / self.compute(flops)
+
+    def speed(self, rows: int, flops: float, cached: float) -> Speed:
+        """The bound of a step of `rows` rows, each of so many FLOPs, that reads `cached` bytes of
+        the cache: the longest of memory, products and networks, taken to overlap (Williams et al.
+        2009, Roofline)."""
+        seconds: dict[str, float] = collections.defaultdict(float)
+        seconds["memory"] = self.reading(rows) + cached / self.chip.memory_bandwidth_per_device
+        seconds["compute"] = rows * self.compute(flops)
+        for each in self.held:
+            if (number := parts(each.gathered, self.sizes)) > 1:
+                over = self.link(each.gathered)
+                if over.bandwidth:
+                    received = each.read * (number - 1) / number
+                    seconds[over.kind] += received / over.bandwidth
+        limit = max(seconds, key=lambda kind: seconds[kind])
+        return Speed(seconds[limit], rows * self.replicas / seconds[limit], limit)
+
+
+def held(cfg: "Config", sizes: Mapping[str, int]) -> list[Held]:
+    """Each weight on one device of a mesh, in the types that inference keeps."""
+    from flax import nnx
+
+    from maxstack import state
+    from maxstack.models import decoder
+    from maxstack.models.model import weights_of
+    from maxstack.weights.rewrite import Rewrite
+
+    rewrite, original, rules = Rewrite(cfg), weights_of(cfg.model), cfg.mesh.rules
+    width, batch = 4 if cfg.model.dtype == "float32" else 2, names(rules["batch"])
+    info = state.flat(state.of_weights(rewrite.state, rewrite.replaced)[1])
+    rows = []
+    for keys, param in nnx.to_flat_state(rewrite.state):
+        path, leaf = "/".join(map(str, keys)), param.get_value()
+        match = next(
+            (m for key, m in rewrite.matches.items() if f"{path}/".startswith(f"{key}/")), None
+        )
+        use = match.spec.use if match else param.get_metadata().get("use")
+        cast = use and path in original
+        size = leaf.size * (width if cast else leaf.dtype.itemsize)
+        axes = mesh_axes(info[path].axes, rules)
+        kept = size / parts(axes, sizes)
+        over = [axis for axis in names(rules["expert"]) if use == "experts" and axis in axes]
+        gathered = tuple(axis for axis in axes if axis in batch and axis not in over)
+        unread = path.startswith("mtp/") or (use == "rows" and not cfg.model.head.tied)
+        read = 0.0 if unread or "per_layer_embed" in path else kept * parts(gathered, sizes)
+        chosen, spread = 1.0, parts([axis for axis in over if axis in batch], sizes)
+        if use == "experts":
+            mixture = decoder.mixture(cfg.model, tuple(path.split("/")))
+            chosen = mixture.top_k / mixture.experts
+        rows.append(Held(kept, read, gathered, chosen, spread))
+    return rows
+
+
+def forward_flops(cfg: "Config", start: int, end: int) -> float:
+    """FLOPs of a token forward, on average over positions `start` to `end - 1` of a text."""
+    from maxstack.models.flops import components
+
+    def total(length: int) -> float:
+        counts = components(cfg.model, length) if length else {}
+        each = sum(count.causal for name, count in counts.items() if name != "further tokens")
+        return length * each / 3  # training's, of which a third is forward
+
+    return (total(end) - total(start)) / (end - start)

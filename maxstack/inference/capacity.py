@@ -1,0 +1,345 @@
+"""Capacity of an engine on hardware that need not be here: memory, requests that fit and the most
+tokens a second, by sums over shapes that take no compiler."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from maxstack.errors import ConfigError
+from maxstack.inference.bound import Device, Speed, forward_flops, held
+from maxstack.inference.layout import Kept, Layout
+from maxstack.inference.started import GIB, SHARE, files_of, longest_of
+from maxstack.plan.report import bytes_text
+from maxstack.plan.topology import Topology
+from maxstack.report.table import table
+from maxstack.schema.mesh import AXES, parts
+from maxstack.schema.parts import Dim, weights
+from maxstack.schema.rules import sizes_on
+
+if TYPE_CHECKING:
+    from maxstack.schema.config import Config
+
+Configured = Callable[[Sequence[str]], "Config"]
+"""The configuration of an engine with overrides."""
+LENGTHS = 1024, 4096, 16384
+"""Tokens of a request, prompt and answer together, where the command line says none."""
+COUNTS = 1, 8, 32, 128
+"""Requests at a time on each replica whose speed is said, as far as they fit."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of one device."""
+
+    usable: int
+    weights: float
+    step: float
+    cache: float
+    fixed: float
+    """Of the cache: snapshots of recurrent states, and nobody's."""
+
+    def requests(self, each: float) -> int:
+        """Requests that fit the cache."""
+        return max(0, int((self.cache - self.fixed) / each))
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Requests of one length."""
+
+    length: int
+    prompt: int
+    """Tokens of it that are given; the others are generated."""
+    bytes: float
+    """What a device keeps of one request."""
+    fit: int
+    """Requests at a time on each replica."""
+    decode: dict[int, Speed]
+    """By requests at a time on each replica, as far as they fit."""
+    prefill: Speed | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Capacity:
+    """Figures of one device unless the name says otherwise, in bytes."""
+
+    model: str
+    topology: str
+    chip: str
+    devices: int
+    mesh: dict[str, int]
+    replicas: int
+    rows: int
+    """serve.rows: tokens that a step of a replica computes."""
+    requests: int
+    """serve.max_requests."""
+    parameters: int
+    memory: Memory
+    token: float
+    """A token in the cache, as long as all layers keep it."""
+    state: float
+    """States of a request in recurrent layers."""
+    lengths: tuple[Row, ...]
+    balance: float | None
+    """Rows whose products take as long as reading the weights: fewer cost as much."""
+
+    def json(self) -> dict[str, Any]:
+        """Every figure, as JSON takes it."""
+        return dataclasses.asdict(self)
+
+
+def read_bytes(layout: Layout, cache: Kept, start: int, end: int) -> float:
+    """Bytes of the cache that a row reads, on average over positions `start` to `end - 1`; states
+    are read and written."""
+    positions = range(start, end)
+    keys = (
+        sum(position - reach.first(position) + 1 for position in positions) / len(positions)
+        for reach in layout.reaches
+    )
+    return sum(map(math.prod, zip(keys, cache.reads, strict=True))) + 2 * cache.request
+
+
+def request_bytes(cfg: "Config", layout: Layout, cache: Kept, length: int) -> float:
+    """Bytes of a device that a request of `length` tokens takes."""
+    page = cfg.serve.page
+    pages = layout.pages(length, page, cfg.serve.rows)
+    tokens = sum(count * size for count, size in zip(pages, cache.tokens, strict=True))
+    return tokens * page + cache.request
+
+
+def step_bytes(cfg: "Config", sizes: Mapping[str, int]) -> float:
+    """Bytes of a step's arrays at the least: logits of all rows, and the products of the widest
+    layer."""
+    model, rows = cfg.model, cfg.serve.rows
+    replicas = parts(cfg.mesh.rules["batch"], sizes)
+    widest = max(
+        sum(
+            weight.outputs
+            for part in (block.mixer, block.mlp)
+            for _, weight, _ in weights(part, Dim("embed", model.embed))
+        )
+        for block in model.blocks.values()
+    )
+    width = 4 if model.dtype == "float32" else 2
+    return rows * (4 * model.vocab * replicas + widest * width / sizes["tensor"])
+
+
+def usable_bytes(topology: Topology) -> int:
+    """Bytes that programs may use on a device. ConfigError where they are not known."""
+    from maxstack.plan.fit import usable
+
+    if topology.chip:
+        return topology.chip.for_programs
+    size = usable(topology.devices()[0], topology.size)
+    if size is None:
+        raise ConfigError(
+            "--serve: how much memory a device here has is not known; give --topology, such as "
+            "h100:1x8"
+        )
+    return size
+
+
+def opened(config: str, overrides: Sequence[str]) -> tuple["Config", int | None]:
+    """The configuration of a file, a preset or a model, and the most tokens that it takes, None
+    where nothing says."""
+    from maxstack.config import storage
+    from maxstack.data import hub
+    from maxstack.inference.opened import config_of
+    from maxstack.load import load
+
+    own = None
+    if storage.kind(config) == "directory" or hub.named(config):
+        cfg, own = config_of(config, overrides)
+    else:
+        cfg = load(config, overrides)
+    longest = cfg.serve.max_length or cfg.model.positions
+    if longest is None and (own or cfg.model.weights):
+        longest = longest_of(cfg, own, files_of(cfg, own))
+    return cfg, longest
+
+
+def lengths_of(asked: int | None, prompt: int | None, longest: int | None) -> list[int]:
+    """Lengths to count with, of which `asked` and `prompt` are those of the command line.
+    ConfigError for what no request has."""
+    if asked and longest and asked > longest:
+        raise ConfigError(
+            f"--length {asked}: the model takes {longest} tokens at most; give fewer, or a larger "
+            "serve.max_length"
+        )
+    usual = [*(length for length in LENGTHS if not longest or length < longest), longest]
+    lengths = [asked] if asked else usual
+    fitting = [length for length in lengths if length and length > (prompt or 1)]
+    if not fitting:
+        raise ConfigError(
+            f"--prompt {prompt or 1}: leaves no room for an answer in {max(filter(None, lengths))} "
+            "tokens; give a smaller one, or a larger --length"
+        )
+    return fitting
+
+
+def capacity(
+    name: str,
+    configured: Configured,
+    topology: Topology,
+    lengths: Sequence[int],
+    prompt: int | None,
+) -> Capacity:
+    """The capacity of an engine for requests of these lengths; `prompt`: tokens of them that are
+    given, None: half. ConfigError where not one of the shortest fits, with what would."""
+    from maxstack.models.model import weights_of
+
+    cfg = configured(())
+    layout = Layout.of(cfg.model)
+    sizes = sizes_on(cfg, topology.size, topology.name, trains=False)
+    cache, memory = layout.on(cfg.mesh, sizes), _memory(cfg, layout, topology, sizes)
+    least = request_bytes(cfg, layout, cache, min(lengths))
+    if not memory.requests(least):
+        raise ConfigError(_refusal(configured, topology, memory, least, min(lengths)))
+    device = Device.of(cfg, topology, sizes)
+    rows = []
+    for length in lengths:
+        given = max(1, length // 2) if prompt is None else prompt
+        each = request_bytes(cfg, layout, cache, length)
+        fit = memory.requests(each)
+        row = Row(length, given, each, fit, {}, None)
+        if device:
+            flops = forward_flops(cfg, given, length)
+            read = read_bytes(layout, cache, given, length)
+            row.decode.update(
+                (count, device.speed(count, flops, count * read))
+                for count in sorted({*COUNTS, fit})
+                if 0 < count <= fit
+            )
+            flops, read = forward_flops(cfg, 0, given), read_bytes(layout, cache, 0, given)
+            row = dataclasses.replace(row, prefill=device.speed(cfg.serve.rows, flops, read))
+        rows.append(row)
+    return Capacity(
+        model=name,
+        topology=topology.name,
+        chip=topology.chip.kinds[0] if topology.chip else topology.devices()[0].device_kind,
+        devices=topology.size,
+        mesh={axis: size for axis, size in sizes.items() if size > 1},
+        replicas=parts(cfg.mesh.rules["batch"], sizes),
+        rows=cfg.serve.rows,
+        requests=cfg.serve.max_requests,
+        parameters=sum(leaf.size for leaf in weights_of(cfg.model).values()),
+        memory=memory,
+        token=sum(cache.tokens),
+        state=cache.request,
+        lengths=tuple(rows),
+        balance=device.balance(forward_flops(cfg, 0, 1)) if device else None,
+    )
+
+
+def _memory(cfg: "Config", layout: Layout, topology: Topology, sizes: Mapping[str, int]) -> Memory:
+    """Sizes of a device, as the engine divides it. ConfigError where serve.cache is more than is
+    left."""
+    serve, cache, size = cfg.serve, layout.on(cfg.mesh, sizes), usable_bytes(topology)
+    stored, step = sum(each.kept for each in held(cfg, sizes)), step_bytes(cfg, sizes)
+    free = max(0.0, size - stored - step)
+    taken = free * SHARE
+    if serve.cache is not None:
+        shards = layout.shards(cfg.mesh, sizes)
+        taken = serve.cache * GIB / shards
+        if taken > free > 0:
+            raise ConfigError(
+                f"serve.cache={serve.cache:g}: a device has {free / GIB:.2f} GiB beside "
+                f"{stored / GIB:.2f} of weights and {step / GIB:.2f} of a step, so a replica has "
+                f"{free * shards / GIB:.2f}; make it smaller, or leave it out"
+            )
+    snapshots = serve.snapshots if layout.recurrent and serve.prefix_cache else 0
+    return Memory(size, stored, step, min(taken, free), (1 + snapshots) * cache.request)
+
+
+def _refusal(
+    configured: Configured, topology: Topology, memory: Memory, least: float, length: int
+) -> str:
+    """Message where not one request of `length` tokens fits: the numbers, and what would fit."""
+    cfg = configured(())
+    changes = [
+        f"mesh.data={topology.size // size} mesh.fsdp=1 mesh.expert=1 mesh.tensor={size}"
+        for size in range(2, topology.size + 1)
+        if topology.size % size == 0
+    ]
+    low = "quantization=int8-weights quantization.mode=ptq"
+    remedies = [words for words in changes if _fits(configured, topology, length, words)][:1]
+    if not cfg.quantization.rules:
+        also = [low, *(f"{words} {low}" for words in changes)]
+        remedies += [words for words in also if _fits(configured, topology, length, words)][:1]
+    ones = dict.fromkeys(AXES, 1)
+    layout = Layout.of(cfg.model)
+    whole = sum(each.kept for each in held(cfg, ones))
+    each = request_bytes(cfg, layout, layout.on(cfg.mesh, ones), length) + memory.fixed
+    devices = math.ceil((whole + each / SHARE) / (memory.usable - memory.step))
+    remedies.append(f"{devices} or more such devices that share the weights (mesh.tensor)")
+    return (
+        f"--serve: not one request of {length:,} tokens fits {topology.name}: a device has "
+        f"{memory.usable / GIB:.2f} GiB, and needs {memory.weights / GIB:.2f} for weights, "
+        f"{memory.step / GIB:.2f} for a step and {(least + memory.fixed) / GIB:.2f} of cache, "
+        f"which gets {memory.cache / GIB:.2f}; use {', or '.join(remedies)}"
+    )
+
+
+def _fits(configured: Configured, topology: Topology, length: int, words: str) -> bool:
+    """True where a request fits with these overrides."""
+    try:
+        cfg = configured(words.split())
+        sizes = sizes_on(cfg, topology.size, topology.name, trains=False)
+        layout = Layout.of(cfg.model)
+        each = request_bytes(cfg, layout, layout.on(cfg.mesh, sizes), length)
+        return _memory(cfg, layout, topology, sizes).requests(each) > 0
+    except ConfigError:
+        return False
+
+
+def text(made: Capacity) -> str:
+    """One screen."""
+    mesh = " x ".join(f"{axis}={size}" for axis, size in made.mesh.items()) or "one device"
+    memory = made.memory
+    left = memory.usable - memory.weights - memory.step - memory.cache
+    rows = [
+        ("weights", memory.weights),
+        ("step", memory.step),
+        ("cache", memory.cache),
+        ("left", left),
+    ]
+    lines = [
+        f"{made.model} on {made.topology}: {made.devices:,} x {made.chip}, mesh {mesh}",
+        f"{made.parameters:,} parameters; replicas: {made.replicas:,}, each of serve.rows="
+        f"{made.rows} tokens a step",
+        "",
+        f"memory of one device, of {bytes_text(memory.usable)}",
+        table("lr", ((name, bytes_text(size)) for name, size in rows)),
+        f"a token of the cache takes {bytes_text(made.token)} of it",
+        "",
+        "requests at a time on each replica, and tokens/s of all replicas at most",
+        table("r" * (6 + len(COUNTS)) + "l", *_speeds(made)),
+    ]
+    if made.balance:
+        lines.append(
+            f"reading the weights takes as long as the products of {made.balance:,.0f} rows: up to "
+            "that many a step, more serve.rows make prompts faster"
+        )
+    else:
+        lines.append("this device has no figures in chips.yml, so its speed has no bound")
+    if max(row.fit for row in made.lengths) > min(made.rows, made.requests):
+        lines.append(
+            f"more at a time than serve.rows={made.rows} and serve.max_requests={made.requests} "
+            "take larger ones"
+        )
+    return "\n".join(lines)
+
+
+def _speeds(made: Capacity) -> tuple[Iterable[Sequence[str]], Sequence[str]]:
+    """Rows of the table, and its header."""
+    rows = []
+    for row in made.lengths:
+        speeds = [row.prefill, *(row.decode.get(count) for count in (*COUNTS, row.fit))]
+        cells = [f"{speed.tokens_per_second:,.0f}" if speed else "-" for speed in speeds]
+        size = bytes_text(row.bytes)
+        last = row.decode.get(row.fit)
+        limit = f"limited by {last.limit}" if last else ""
+        rows.append((f"{row.prompt:,}", f"{row.length:,}", size, f"{row.fit:,}", *cells, limit))
+    decode = (f"decode of {COUNTS[0]}", *(f"of {count}" for count in COUNTS[1:]), "of all", "")
+    return rows, ("prompt", "with answer", "cache", "fit", "prefill", *decode)

@@ -1,0 +1,160 @@
+"""The routes of a server."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from maxstack.errors import quoted
+from maxstack.inference.server.answering import check_access, read_body, state_of
+from maxstack.inference.server.asks import encode, encode_messages
+from maxstack.inference.server.chat import chat
+from maxstack.inference.server.completions import completions
+from maxstack.inference.server.errors import HANDLED, Refusal, refusal_of
+from maxstack.inference.server.schemas import DetokenizeBody, TokenizeBody
+from maxstack.inference.server.state import State
+
+
+def make_app(state: State) -> Starlette:
+    """The application, whose lifespan starts and ends the service."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        state.service.start()
+        yield
+        await state.service.stop()
+
+    app = Starlette(
+        routes=[
+            Route("/v1/models", models),
+            Route("/v1/models/{model:path}", model),
+            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/embeddings", embeddings, methods=["POST"]),
+            Route("/tokenize", tokenize, methods=["POST"]),
+            Route("/detokenize", detokenize, methods=["POST"]),
+            Route("/tokenizer_info", tokenizer_info),
+            Route("/health", health),
+            Route("/metrics", metrics),
+        ],
+        exception_handlers={HTTPException: _http_error} | dict.fromkeys(HANDLED, _refused),
+        lifespan=lifespan,
+    )
+    app.state.server = state
+    return app
+
+
+async def models(request: Request) -> Response:
+    """The model that is served."""
+    state = check_access(request)
+    return JSONResponse({"object": "list", "data": [_card(state)]})
+
+
+async def model(request: Request) -> Response:
+    """The same, by its name."""
+    state = check_access(request)
+    state.check_model(request.path_params["model"])
+    return JSONResponse(_card(state))
+
+
+async def embeddings(request: Request) -> Response:
+    """Refusal: there are none yet."""
+    check_access(request)
+    raise Refusal(501, "/v1/embeddings: this server makes no embeddings")
+
+
+async def tokenize(request: Request) -> Response:
+    """Tokens of a text or a conversation."""
+    state, body = state_of(request), await read_body(request, TokenizeBody)
+    if (body.prompt is None) == (not body.messages):
+        raise Refusal(400, "give either prompt or messages", param="prompt")
+    if body.prompt is not None:
+        tokens = await asyncio.to_thread(encode, state, body.prompt, body.add_special_tokens)
+    else:
+        tokens = await asyncio.to_thread(encode_messages, state, body, body.tools)
+    content: dict[str, Any] = {
+        "count": len(tokens),
+        "max_model_len": state.served.engine.max_length,
+        "tokens": tokens,
+    }
+    if body.return_token_strs:
+        content["token_strs"] = [_text(state, [token]) for token in tokens]
+    return JSONResponse(content)
+
+
+async def detokenize(request: Request) -> Response:
+    """The text of tokens."""
+    state, body = state_of(request), await read_body(request, DetokenizeBody)
+    size = state.tokenizer.vocab_size
+    outside = next((token for token in body.tokens if not 0 <= token < size), None)
+    if outside is not None:
+        raise Refusal(400, f"tokens: {outside} is outside the tokenizer's {size}", param="tokens")
+    return JSONResponse({"prompt": await asyncio.to_thread(_text, state, body.tokens)})
+
+
+async def tokenizer_info(request: Request) -> Response:
+    """Special tokens and chat template, by the names of tokenizer_config.json."""
+    state = check_access(request)
+    special = state.tokenizer.special
+    starts = state.tokenizer.encode(b"").tolist()
+    ends = sorted(state.served.stop_tokens)
+    content = {
+        "tokenizer_class": type(state.tokenizer).__name__,
+        "vocab_size": state.tokenizer.vocab_size,
+        "model_max_length": state.served.engine.max_length,
+        "bos_token": special.get(starts[0]) if starts else None,
+        "bos_token_id": starts[0] if starts else None,
+        "eos_token": special.get(ends[0]) if ends else None,
+        "eos_token_id": ends[0] if ends else None,
+        "chat_template": state.template and state.template.sources["default"],
+    }
+    return JSONResponse(content)
+
+
+async def health(request: Request) -> Response:
+    """Status 200 while requests are taken."""
+    state_of(request).service.check()
+    return Response()
+
+
+async def metrics(request: Request) -> Response:
+    """Figures for Prometheus."""
+    state = state_of(request)
+    text = state.service.metrics.text(state.service.engine, state.name)
+    return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+
+def _card(state: State) -> dict[str, Any]:
+    return {
+        "id": state.name,
+        "object": "model",
+        "created": state.started,
+        "owned_by": "maxstack",
+        "root": state.served.model,
+        "parent": None,
+        "max_model_len": state.served.engine.max_length,
+    }
+
+
+def _text(state: State, tokens: list[int]) -> str:
+    return state.tokenizer.decode(np.array(tokens, np.int32)).decode(errors="replace")
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    refusal = refusal_of(error)
+    return JSONResponse(refusal.body, refusal.status, refusal.headers)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Starlette's own, for paths and methods that do not exist."""
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {quoted(request.url.path)}"
+    refusal = Refusal(error.status_code, f"{what}: {error.detail}", kind="not_found_error")
+    return JSONResponse(refusal.body, refusal.status, error.headers)

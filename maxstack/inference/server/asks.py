@@ -1,0 +1,190 @@
+"""Bodies of requests become prompts and settings of the engine."""
+
+import dataclasses
+import json
+import random
+import secrets
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from maxstack.errors import ConfigError
+from maxstack.inference.chat import encode_chat, template_messages
+from maxstack.inference.request import Sampling
+from maxstack.inference.server.choices import Choice
+from maxstack.inference.server.errors import Refusal
+from maxstack.inference.server.schemas import Conversation, Sampled, Tool
+from maxstack.inference.server.state import State
+from maxstack.inference.service import Ask
+from maxstack.inference.text import TextStream
+from maxstack.inference.tools import ToolFormat, ToolStream, marker_tokens
+
+
+class Prompt(NamedTuple):
+    """A prompt, and its text where the answer begins with it."""
+
+    tokens: Sequence[int]
+    echo: str | None = None
+
+
+@dataclasses.dataclass
+class Wish:
+    """What a route adds to the settings of a body."""
+
+    max_tokens: int | None
+    """None: all that the model's length allows."""
+    logprobs: int | None
+    prompt_logprobs: int | None = None
+    tools: ToolFormat | None = None
+    """How calls of tools are written, where they are read."""
+    schema: Any = None
+    """JSON schema of the calls that an answer must be."""
+    parallel: bool = True
+    """More than one call."""
+
+
+def encode(state: State, text: str, special: bool = True) -> list[int]:
+    """Tokens of a text, in which special tokens that are spelt out stand for themselves; `special`:
+    with BOS, where the model has it."""
+    start = state.tokenizer.encode(b"").tolist() if special else []
+    return start + state.tokenizer.encode_marked(text)
+
+
+def encode_messages(
+    state: State, body: Conversation, tools: Sequence[Tool], **extra: Any
+) -> list[int]:
+    """Tokens of a conversation. Refusal for a model without chat template."""
+    if state.template is None:
+        raise Refusal(
+            400,
+            f"{state.name} has no chat template; start the server with --chat-template FILE, or "
+            "ask /v1/completions",
+        )
+    described = [tool.model_dump(exclude_unset=True) for tool in tools]
+    extra |= body.chat_template_kwargs
+    messages = [message.model_dump(exclude_unset=True) for message in body.messages]
+    try:
+        text = state.template.render(
+            template_messages(messages), described or None, body.add_generation_prompt, **extra
+        )
+    except TypeError as error:
+        raise Refusal(400, f"chat_template_kwargs: {error}") from None
+    return encode_chat(state.tokenizer, text)
+
+
+def asks_of(
+    state: State, body: Sampled, prompts: Sequence[Prompt], wish: Wish
+) -> tuple[list[Ask], list[Choice]]:
+    """The n answers to each prompt, those to one prompt side by side. Refusal, ConfigError or
+    DataError for what cannot be answered. May take a while: not for the event loop."""
+    if state.served.tokenizer is None and body.stops:
+        raise Refusal(400, f"stop: {state.name} has no tokenizer; use stop_token_ids", param="stop")
+    state.service.check(len(prompts) * body.n)
+    grammar = _grammar(state, body, wish.schema)
+    asks, choices = [], []
+    for prompt in prompts:
+        sampling = _sampling(state, body, prompt.tokens, wish)
+        for number in range(body.n):
+            matcher = None if grammar is None else grammar.copy()
+            each = dataclasses.replace(sampling, choice=number, grammar=matcher)
+            asks.append(Ask(prompt.tokens, each))
+            choices.append(_choice(state, body, prompt, each, wish))
+    return asks, choices
+
+
+def _choice(state: State, body: Sampled, prompt: Prompt, sampling: Sampling, wish: Wish) -> Choice:
+    tokenizer, stream, tools = state.served.tokenizer, None, None
+    if tokenizer is not None:
+        shown = set() if body.skip_special_tokens else {*tokenizer.special}
+        if wish.tools:
+            shown |= marker_tokens(tokenizer, wish.tools)
+            tools = ToolStream(wish.tools, random.SystemRandom(), bare=wish.schema is not None)
+        include = body.include_stop_str_in_output
+        stream = TextStream(tokenizer, prompt.tokens, body.stops, include, shown)
+    return Choice(
+        tokenizer,
+        prompt.tokens,
+        sampling,
+        stream,
+        shows_stop=body.include_stop_str_in_output,
+        own_stops=frozenset() if body.ignore_eos else state.served.stop_tokens,
+        echo=prompt.echo,
+        empty=wish.max_tokens == 0,
+        tools=tools,
+        parallel=wish.parallel,
+    )
+
+
+def _sampling(state: State, body: Sampled, prompt: Sequence[int], wish: Wish) -> Sampling:
+    """Settings without a grammar; a seed is drawn where none is given."""
+    for name, tokens in {
+        "stop_token_ids": body.stop_token_ids,
+        "logit_bias": [*body.logit_bias],
+    }.items():
+        if outside := [token for token in tokens if not 0 <= token < state.vocab]:
+            raise Refusal(
+                400,
+                f"{name}: token {outside[0]} is outside the model's vocabulary of {state.vocab}",
+                param=name,
+            )
+    rest = state.served.engine.max_length - len(prompt)
+    own = frozenset() if body.ignore_eos else state.served.stop_tokens
+    return Sampling(
+        max_tokens=max(1, rest if wish.max_tokens is None else wish.max_tokens),
+        temperature=body.temperature,
+        top_k=max(0, body.top_k),
+        top_p=body.top_p,
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logit_bias=body.logit_bias,
+        seed=secrets.randbits(48) if body.seed is None else body.seed,
+        stop_tokens=own | {*body.stop_token_ids},
+        min_tokens=body.min_tokens,
+        logprobs=wish.logprobs,
+        prompt_logprobs=wish.prompt_logprobs,
+    )
+
+
+def _grammar(state: State, body: Sampled, schema: Any) -> Any:
+    """The grammar that answers follow, None for any text. Refusal where several are asked for."""
+    given = {
+        name: rule
+        for name, rule in {
+            "tool_choice": ("json_schema", schema),
+            "response_format": ("json_schema", _format_schema(body)),
+            "guided_json": ("json_schema", _schema(body.guided_json)),
+            "guided_regex": ("regex", body.guided_regex),
+            "guided_choice": ("choices", body.guided_choice),
+            "guided_grammar": ("lark", body.guided_grammar),
+        }.items()
+        if rule[1] is not None
+    }
+    if len(given) > 1:
+        raise Refusal(400, f"{' and '.join(given)}: an answer follows one of them")
+    for name, rule in given.items():
+        try:
+            return state.grammar(*rule)
+        except ConfigError as error:
+            raise Refusal(400, f"{name}: {error}", param=name) from None
+    return None
+
+
+def _format_schema(body: Sampled) -> Any:
+    form = body.response_format
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return {"type": "object"}
+    if form.json_schema is None:
+        raise Refusal(400, "response_format.json_schema: is missing", param="response_format")
+    return form.json_schema.schema_
+
+
+def _schema(given: Any) -> Any:
+    if not isinstance(given, str):
+        return given
+    try:
+        return json.loads(given)
+    except ValueError as error:
+        raise Refusal(400, f"guided_json: is not JSON: {error}", param="guided_json") from None

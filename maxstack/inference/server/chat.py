@@ -1,0 +1,96 @@
+"""/v1/chat/completions."""
+
+import asyncio
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from maxstack.inference.server.answering import read_body, respond, state_of
+from maxstack.inference.server.asks import Prompt, Wish, asks_of, encode_messages
+from maxstack.inference.server.choices import Choice, Delta
+from maxstack.inference.server.schemas import ChatBody, NamedTool
+from maxstack.inference.server.state import State
+from maxstack.inference.server.writer import Writer
+from maxstack.inference.service import Ask
+from maxstack.inference.tools import ToolCall, required_schema
+
+
+async def chat(request: Request) -> Response:
+    """Answer with the next message of a conversation."""
+    state, body = state_of(request), await read_body(request, ChatBody)
+    state.service.check()
+    asks, choices = await asyncio.to_thread(_asked, state, body)
+    answers = state.service.submit(asks)
+    return await respond(request, answers, _Writer(state.name, body, choices))
+
+
+def _asked(state: State, body: ChatBody) -> tuple[list[Ask], list[Choice]]:
+    tools = body.tools if body.tool_choice != "none" else []
+    extra = {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}
+    prompt = Prompt(encode_messages(state, body, tools, **extra))
+    wish = Wish(
+        body.max_completion_tokens or body.max_tokens,
+        (body.top_logprobs or 0) if body.logprobs else None,
+        parallel=body.parallel_tool_calls,
+    )
+    if tools:
+        wish.tools = state.tool_format
+        named = body.tool_choice if isinstance(body.tool_choice, NamedTool) else None
+        if named or body.tool_choice == "required":
+            name = named.function.name if named else None
+            described = [tool.model_dump(exclude_unset=True) for tool in tools]
+            wish.schema = required_schema(described, name, wish.tools)
+    return asks_of(state, body, [prompt], wish)
+
+
+class _Writer(Writer):
+    prefix, name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, model: str, body: ChatBody, choices: list[Choice]):
+        super().__init__(model, body, choices)
+        self._begun: set[int] = set()
+
+    def choice(self, index: int, delta: Delta) -> dict[str, Any]:
+        calls = [_written(call) for call in delta.calls]
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": None if calls and not delta.text else delta.text,
+            "refusal": None,
+        }
+        return self._around(index, delta, {"message": message | _calls(calls)})
+
+    def chunk(self, index: int, delta: Delta) -> dict[str, Any]:
+        first = self.choices[index].called - len(delta.calls)
+        calls = [{"index": first + i} | _written(call) for i, call in enumerate(delta.calls)]
+        grown: dict[str, Any] = {"content": delta.text} if delta.text else {}
+        if index not in self._begun:
+            self._begun.add(index)
+            grown = {"role": "assistant", "content": "" if not calls else None} | grown
+        return self._around(index, delta, {"delta": grown | _calls(calls)})
+
+    def _around(self, index: int, delta: Delta, message: dict[str, Any]) -> dict[str, Any]:
+        choice = self.choices[index]
+        named = isinstance(self.body.tool_choice, NamedTool)
+        ids = self.body.return_token_ids
+        return {
+            "index": index,
+            **message,
+            "logprobs": choice.chat_logprobs(delta.tokens) if self.body.logprobs else None,
+            # a named tool ends with stop in OpenAI's API
+            "finish_reason": "tool_calls"
+            if delta.finish == "stop" and choice.called and not named
+            else delta.finish,
+            "stop_reason": delta.stopped,
+            "seed": choice.sampling.seed,
+            **({"token_ids": [token.token for token in delta.tokens]} if ids else {}),
+        }
+
+
+def _calls(calls: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"tool_calls": calls} if calls else {}
+
+
+def _written(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}

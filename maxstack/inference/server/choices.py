@@ -1,0 +1,196 @@
+"""The text and the log-probabilities of an answer, while its tokens arrive."""
+
+import codecs
+import dataclasses
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from maxstack.data.tokenizers import Tokenizer
+from maxstack.inference.request import Output, Sampling, Token
+from maxstack.inference.service import Answers
+from maxstack.inference.text import TextStream
+from maxstack.inference.tools import ToolCall, ToolStream
+
+
+@dataclasses.dataclass
+class Delta:
+    """What an answer grew by."""
+
+    text: str = ""
+    tokens: tuple[Token, ...] = ()
+    """Of the text, or of what will become text when more is known."""
+    finish: str | None = None
+    stopped: int | str | None = None
+    """The stop token or string that ended it, but for the model's own."""
+    calls: tuple[ToolCall, ...] = ()
+
+    def __add__(self, other: "Delta") -> "Delta":
+        return Delta(
+            self.text + other.text,
+            self.tokens + other.tokens,
+            other.finish or self.finish,
+            self.stopped if other.stopped is None else other.stopped,
+            self.calls + other.calls,
+        )
+
+
+class Choice:
+    """An answer to a prompt."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        stream: TextStream | None,
+        *,
+        shows_stop: bool = False,
+        own_stops: frozenset[int] = frozenset(),
+        echo: str | None = None,
+        empty: bool = False,
+        tools: ToolStream | None = None,
+        parallel: bool = True,
+    ):
+        """`own_stops` are stop tokens that the model has by itself; `echo` is the prompt's text,
+        which the answer begins with; `empty` drops the generated tokens, of which the engine makes
+        at least one; `tools` reads calls of tools in the text, and without `parallel` the first
+        ends it."""
+        self.tokenizer, self.prompt, self.sampling = tokenizer, prompt, sampling
+        self.prompt_tokens: list[Token] = []
+        self.generated = self.called = 0
+        self._stream, self._own_stops, self._shows_stop = stream, own_stops, shows_stop
+        self._echo, self._empty = echo, empty
+        self._tools, self._parallel = tools, parallel
+        self._characters = codecs.getincrementaldecoder("utf-8")("ignore")
+        self._offset = 0
+
+    def feed(self, output: Output) -> Delta:
+        """The growth of the answer by the progress of its request."""
+        self.prompt_tokens += output.prompt
+        delta = self._grown(output) if output.tokens or output.finish else Delta()
+        if self._tools is None:
+            return delta
+        delta.text, calls = self._tools.feed(delta.text)
+        if delta.finish:
+            rest, last = self._tools.flush()
+            delta.text, calls = delta.text + rest, calls + last
+        if calls and not self._parallel:
+            delta.finish, calls = "stop", calls[:1]
+        delta.calls = tuple(calls)
+        self.called += len(calls)
+        return delta
+
+    def _grown(self, output: Output) -> Delta:
+        delta = Delta()
+        if self._echo is not None:
+            known = self.prompt_tokens or [Token(token) for token in self.prompt]
+            delta, self._echo = Delta(self._echo, tuple(known)), None
+        if self._empty:
+            return delta + Delta(finish="length")
+        for token in output.tokens:
+            self.generated += 1
+            delta += self._fed(token, output.finish)
+            if delta.finish:
+                return delta
+        if output.finish:
+            delta += self._ended(self._stream.flush() if self._stream else "", output.finish)
+        return delta
+
+    def _fed(self, token: Token, finish: str | None) -> Delta:
+        hidden = finish == "stop" and token.token in self.sampling.stop_tokens
+        if hidden and not self._shows_stop:
+            own = token.token in self._own_stops
+            return Delta(tokens=(token,), stopped=None if own else token.token)
+        text = self._stream.feed(token.token) if self._stream else ""
+        return self._ended(text, None) + Delta(tokens=(token,))
+
+    def _ended(self, text: str, finish: str | None) -> Delta:
+        """The text, with the end that a stop string in it brings."""
+        stopped = self._stream.stopped if self._stream else None
+        return Delta(text, finish="stop" if stopped is not None else finish, stopped=stopped)
+
+    def token_text(self, token: int) -> str:
+        """A token by itself; bytes that are no text as `bytes:\\\\x..`."""
+        raw = self.token_bytes(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def token_bytes(self, token: int) -> bytes:
+        """Bytes of a token by itself."""
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            return f"token_id:{token}".encode()
+        if token in tokenizer.special:
+            return tokenizer.special[token].encode()
+        return tokenizer.pieces[token] if token < tokenizer.vocab_size else b""
+
+    def completion_logprobs(self, tokens: Sequence[Token]) -> dict[str, list[Any]]:
+        """As /v1/completions has them: a token whose text another one has too counts once, with the
+        larger probability."""
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offset)
+            self._offset += len(self._characters.decode(self.token_bytes(token.token)))
+        return {
+            "tokens": [self.token_text(token.token) for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [self._top(token) for token in tokens],
+            "text_offset": offsets,
+        }
+
+    def chat_logprobs(self, tokens: Sequence[Token]) -> dict[str, list[Any]]:
+        """As /v1/chat/completions has them."""
+        content = []
+        for token in tokens:
+            top = [self._described(*pair) for pair in token.top]
+            assert token.logprob is not None
+            content.append(self._described(token.token, token.logprob) | {"top_logprobs": top})
+        return {"content": content}
+
+    def prompt_logprobs(self) -> list[dict[int, dict[str, Any]] | None]:
+        """As vLLM has them: by token, with ranks where they are known."""
+        rows: list[dict[int, dict[str, Any]] | None] = []
+        for token in self.prompt_tokens:
+            pairs = [*token.top]
+            pairs += [(token.token, token.logprob)] if token.logprob is not None else []
+            row: dict[int, dict[str, Any]] = {}
+            for i, (key, value) in enumerate(pairs):
+                rank = i + 1 if i < len(token.top) else None
+                text = self.token_text(key)
+                row.setdefault(key, {"logprob": value, "rank": rank, "decoded_token": text})
+            rows.append(row or None)
+        return rows
+
+    def _described(self, token: int, logprob: float) -> dict[str, Any]:
+        raw = [*self.token_bytes(token)]
+        return {"token": self.token_text(token), "logprob": logprob, "bytes": raw}
+
+    def _top(self, token: Token) -> dict[str, float] | None:
+        if token.logprob is None:
+            return None
+        top: dict[str, float] = {}
+        for key, value in (*token.top, (token.token, token.logprob)):
+            top.setdefault(self.token_text(key), value)
+        return top
+
+
+async def deltas(answers: Answers, choices: Sequence[Choice]) -> AsyncIterator[tuple[int, Delta]]:
+    """(index, growth) of all answers; requests whose text has ended are ended too."""
+    async for index, output in answers:
+        delta = choices[index].feed(output)
+        if delta.finish and not output.finish:
+            answers.stop(index)
+        yield index, delta
+
+
+def usage(choices: Sequence[Choice], choices_each: int) -> dict[str, int]:
+    """Numbers of tokens; a prompt counts once."""
+    prompt = sum(len(choice.prompt) for choice in choices[::choices_each])
+    completion = sum(choice.generated for choice in choices)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }

@@ -1,0 +1,80 @@
+"""/v1/completions."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from maxstack.inference.server.answering import read_body, respond, state_of
+from maxstack.inference.server.asks import Prompt, Wish, asks_of, encode
+from maxstack.inference.server.choices import Choice, Delta
+from maxstack.inference.server.errors import Refusal
+from maxstack.inference.server.schemas import CompletionBody
+from maxstack.inference.server.state import State
+from maxstack.inference.server.writer import Writer
+from maxstack.inference.service import Ask
+from maxstack.inference.text import TextStream
+
+
+async def completions(request: Request) -> Response:
+    """Answer with texts that go on from prompts."""
+    state, body = state_of(request), await read_body(request, CompletionBody)
+    state.service.check()
+    asks, choices = await asyncio.to_thread(_asked, state, body)
+    answers = state.service.submit(asks)
+    return await respond(request, answers, _Writer(state.name, body, choices))
+
+
+def _asked(state: State, body: CompletionBody) -> tuple[list[Ask], list[Choice]]:
+    prompts = [_prompt(state, body, prompt) for prompt in _prompts(body)]
+    prompt_logprobs = body.prompt_logprobs
+    if body.echo and body.logprobs is not None:
+        prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
+    return asks_of(state, body, prompts, Wish(body.max_tokens, body.logprobs, prompt_logprobs))
+
+
+def _prompts(body: CompletionBody) -> Sequence[str | list[int]]:
+    prompt = body.prompt
+    if not prompt:
+        raise Refusal(400, "prompt: is empty; give at least one token", param="prompt")
+    if isinstance(prompt, str) or isinstance(prompt[0], int):
+        return [prompt]  # type: ignore[list-item]
+    return prompt  # type: ignore[return-value]
+
+
+def _prompt(state: State, body: CompletionBody, given: str | list[int]) -> Prompt:
+    if isinstance(given, str):
+        tokens = encode(state, given, body.add_special_tokens)
+        return Prompt(tokens, given if body.echo else None)
+    state.served.engine.check(given)
+    if not body.echo:
+        return Prompt(given)
+    if state.served.tokenizer is None:
+        return Prompt(given, "")
+    stream = TextStream(state.tokenizer)
+    return Prompt(given, "".join(map(stream.feed, given)))
+
+
+class _Writer(Writer):
+    prefix, name, chunk_name = "cmpl", "text_completion", "text_completion"
+
+    def choice(self, index: int, delta: Delta) -> dict[str, Any]:
+        choice, body = self.choices[index], self.body
+        logprobs = body.logprobs is not None
+        content: dict[str, Any] = {
+            "index": index,
+            "text": delta.text,
+            "logprobs": choice.completion_logprobs(delta.tokens) if logprobs else None,
+            "finish_reason": delta.finish,
+            "stop_reason": delta.stopped,
+            "seed": choice.sampling.seed,
+        }
+        if body.prompt_logprobs is not None and delta.finish:
+            content["prompt_logprobs"] = choice.prompt_logprobs()
+        if body.return_token_ids or choice.tokenizer is None:
+            content["token_ids"] = [token.token for token in delta.tokens]
+        return content
+
+    chunk = choice

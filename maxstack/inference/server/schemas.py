@@ -1,0 +1,301 @@
+"""Bodies of requests, as OpenAI's API and vLLM's additions have them. Fields that this server does
+not know, and values that it cannot follow, are refused by name."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+import pydantic_core
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from maxstack.errors import quoted
+from maxstack.inference.server.errors import Refusal
+
+LOGPROBS = 20
+"""Likeliest tokens that a request may ask for."""
+CHOICES = 128
+STOPS, STOP_LENGTH = 16, 256
+BIASES = 1024
+PROMPTS = 1 << 14
+FIELDS = 2048
+"""Keys of a body, and of an object in it."""
+
+Count = Annotated[int, Field(ge=0)]
+Top = Annotated[int, Field(ge=0, le=LOGPROBS)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Stop = Annotated[str, Field(min_length=1, max_length=STOP_LENGTH)]
+Key = Annotated[int, Field(strict=False)]
+"""An integer as a key of JSON, which is a text."""
+Tokens = Annotated[list[int], Field(fail_fast=True)]
+
+
+class Body(BaseModel):
+    """A JSON object; null is the same as nothing."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {key: value for key, value in data.items() if value is not None}
+
+
+class StreamOptions(Body):
+    """What a stream tells beside the answer."""
+
+    model: None = None
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class JsonSchema(Body):
+    """A schema that an answer follows."""
+
+    model: None = None
+    name: str
+    description: str = ""
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+    strict: bool = True
+
+
+class ResponseFormat(Body):
+    """Form of an answer."""
+
+    model: None = None
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Sampled(Body):
+    """How an answer is sampled. `user`, `metadata`, `store`, `safety_identifier`,
+    `prompt_cache_key` and `service_tier` are taken and change nothing."""
+
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Field(ge=0, le=1000)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, le=1 << 30)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: Annotated[
+        dict[Key, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=BIASES)
+    ] = {}
+    seed: int | None = None
+    n: Annotated[int, Field(ge=1, le=CHOICES)] = 1
+    stop: Stop | Annotated[list[Stop], Field(max_length=STOPS)] = []
+    stop_token_ids: Annotated[Tokens, Field(max_length=BIASES)] = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: Count = 0
+    skip_special_tokens: bool = True
+    prompt_logprobs: Top | None = None
+    return_token_ids: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
+    guided_grammar: str | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: Literal[False] = False
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: Literal["auto", "default"] = "auto"
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @model_validator(mode="after")
+    def _check_agreement(self) -> "Sampled":
+        if self.stops and self.min_tokens:
+            raise ValueError("min_tokens: cannot be kept beside stop strings; give one of them")
+        if self.stream_options and not self.stream:
+            raise ValueError("stream_options: is for stream=true")
+        return self
+
+
+class CompletionBody(Sampled):
+    """Of /v1/completions."""
+
+    prompt: (
+        str
+        | Tokens
+        | Annotated[list[str], Field(fail_fast=True, max_length=PROMPTS)]
+        | Annotated[list[Tokens], Field(fail_fast=True, max_length=PROMPTS)]
+    )
+    max_tokens: Count = 16
+    echo: bool = False
+    logprobs: Top | None = None
+    add_special_tokens: bool = True
+    best_of: Literal[1] = 1
+    suffix: Literal[""] = ""
+
+
+class Part(Body):
+    """A part of a message."""
+
+    model: None = None
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Body):
+    """A function and its arguments, a JSON object or its text."""
+
+    model: None = None
+    name: str
+    arguments: str | dict[str, Any]
+
+
+class Called(Body):
+    """A call of a tool in a message."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    model: None = None
+    function: CalledFunction
+
+
+class Message(Body):
+    """A message of a conversation; the template reads other fields too, and tells null from
+    nothing."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    model: None = None
+    role: str
+    content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[Called], Field(fail_fast=True)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, data: Any) -> Any:
+        return data
+
+
+class Function(Body):
+    """A function that the model may call."""
+
+    model: None = None
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] | None = None
+    strict: bool = False
+
+
+class Tool(Body):
+    """A tool."""
+
+    model: None = None
+    type: Literal["function"]
+    function: Function
+
+
+class Named(Body):
+    """A function by its name."""
+
+    model: None = None
+    name: str
+
+
+class NamedTool(Body):
+    """A tool by its name."""
+
+    model: None = None
+    type: Literal["function"] = "function"
+    function: Named
+
+
+class Conversation(Body):
+    """What becomes a prompt by the model's chat template."""
+
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
+    tools: Annotated[list[Tool], Field(fail_fast=True)] = []
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = {}
+
+
+class ChatBody(Conversation, Sampled):
+    """Of /v1/chat/completions."""
+
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Top | None = None
+    prompt_logprobs: None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
+    modalities: list[Literal["text"]] = ["text"]
+    reasoning_effort: str | None = None
+    """Given to the chat template."""
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> "ChatBody":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: is for logprobs=true")
+        if None not in (self.max_tokens, self.max_completion_tokens):
+            raise ValueError("max_tokens: is max_completion_tokens; give one of them")
+        if self.tool_choice not in (None, "none") and not self.tools:
+            raise ValueError("tool_choice: is for tools, and there are none")
+        return self
+
+
+class TokenizeBody(Conversation):
+    """Of /tokenize: a text, or a conversation."""
+
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True)] = []
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    """Of /detokenize."""
+
+    tokens: Tokens
+
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+MEANINGS: Mapping[str, str] = {
+    "extra_forbidden": "this server does not know it; leave it out",
+    "none_required": "this server does not support it; leave it out",
+    "missing": "is missing",
+}
+
+
+def parsed(kind: type[AnyBody], data: bytes) -> AnyBody:
+    """The body of a request. Refusal with status 400 that names a wrong field."""
+    try:
+        content = pydantic_core.from_json(data, allow_inf_nan=False)
+        _check_sizes(content)
+        return kind.model_validate(content)
+    except ValidationError as error:
+        raise _refused(error) from None
+    except ValueError as error:
+        raise Refusal(400, f"the body is not JSON: {error}") from None
+
+
+def _check_sizes(content: Any) -> None:
+    """Refusal for objects with so many keys that each of them would be a fault."""
+    objects = [content, *content.values()] if isinstance(content, dict) else []
+    if any(isinstance(each, dict) and len(each) > FIELDS for each in objects):
+        raise Refusal(400, f"the body has an object of more than {FIELDS} keys")
+
+
+def _refused(error: ValidationError) -> Refusal:
+    """A refusal that names the first wrong field, with all that it could have been."""
+    faults = error.errors(include_url=False)
+    path = faults[0]["loc"][:1]
+    same = [fault for fault in faults if fault["loc"][:1] == path]
+    words = dict.fromkeys(MEANINGS.get(fault["type"], fault["msg"]) for fault in same)
+    deepest = max(same, key=lambda fault: len(fault["loc"]))
+    name = ".".join(map(str, deepest["loc"]))
+    given = f"={quoted(deepest['input'])}" if deepest["type"] != "missing" and name else ""
+    message = "; ".join(list(words)[:4]).replace("Value error, ", "")
+    param = str(path[0]) if path else None
+    return Refusal(400, f"{name}{given}: {message}" if name else message, param=param)

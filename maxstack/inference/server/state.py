@@ -1,0 +1,101 @@
+"""What the routes of a server share: the model, its service, keys and limits."""
+
+import dataclasses
+import functools
+import hmac
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from maxstack.errors import quoted
+from maxstack.inference.chat import ChatTemplate
+from maxstack.inference.server.errors import Refusal
+from maxstack.inference.service import Service
+from maxstack.inference.started import Served
+from maxstack.inference.tools import FORMATS, ToolFormat
+
+if TYPE_CHECKING:
+    from maxstack.data.tokenizers import Tokenizer
+
+BODY = 8 << 20
+"""Bytes of a request's body at most."""
+
+
+@dataclasses.dataclass
+class State:
+    """A model that is served."""
+
+    served: Served
+    service: Service
+    name: str
+    template: ChatTemplate | None = None
+    tool_parser: str | None = None
+    """Name in `tools.FORMATS`; None: calls of tools are not read."""
+    keys: Sequence[bytes] = ()
+    """Those that clients may show; none: all clients may ask."""
+    hosts: Sequence[str] = ()
+    """Names of the host that requests may have; none: any."""
+    started: int = 0
+    """Time of the start in seconds since 1970."""
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+
+    @property
+    def vocab(self) -> int:
+        """Rows of the model's embedding."""
+        return self.served.cfg.model.vocab
+
+    @property
+    def tokenizer(self) -> "Tokenizer":
+        """The model's tokenizer; Refusal where it has none."""
+        if self.served.tokenizer is None:
+            raise Refusal(400, f"{self.name} has no tokenizer; give prompts as lists of tokens")
+        return self.served.tokenizer
+
+    @property
+    def tool_format(self) -> ToolFormat:
+        """How the model writes calls of tools; Refusal where that is not known."""
+        if self.tool_parser is None:
+            raise Refusal(
+                400,
+                f"tools: the chat template of {self.name} does not show how it calls tools; start "
+                f"the server with --tool-parser {'|'.join(FORMATS)}",
+                param="tools",
+            )
+        return FORMATS[self.tool_parser]
+
+    def check_key(self, header: str) -> None:
+        """Refusal with status 401 for a request without a key. Takes as long for each wrong key."""
+        scheme, _, given = header.partition(" ")
+        key = given.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+        if not any([hmac.compare_digest(key, own) for own in self.keys]):
+            raise Refusal(
+                401,
+                "the API key is missing or wrong; send it as Authorization: Bearer KEY",
+                kind="authentication_error",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    def check_model(self, model: str | None) -> None:
+        """Refusal with status 404 for another model."""
+        if model not in (None, self.name):
+            raise Refusal(
+                404,
+                f"no model {quoted(model)} is served here; the model is {self.name}",
+                kind="not_found_error",
+                param="model",
+                code="model_not_found",
+            )
+
+    def grammar(self, kind: str, value: Any) -> Any:
+        """The matcher that a method of `grammar.Compiler` makes. Safe to call from any thread."""
+        with self._lock:
+            return getattr(self._compiler, kind)(value)
+
+    @functools.cached_property
+    def _compiler(self) -> Any:
+        from maxstack.inference.grammar import Compiler
+
+        return Compiler(self.tokenizer, self.served.stop_tokens, self.vocab)

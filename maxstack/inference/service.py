@@ -1,0 +1,296 @@
+"""The engine in a thread of its own, asked from an event loop."""
+
+import asyncio
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, NamedTuple
+
+from maxstack.errors import ConfigError
+from maxstack.inference.engine import Engine
+from maxstack.inference.request import Output, Sampling
+from maxstack.inference.server.metrics import Metrics
+
+log = logging.getLogger(__name__)
+STOP_SECONDS = 30
+"""How long the last step of an engine is waited for."""
+
+
+class Full(Exception):
+    """As many requests wait as may."""
+
+
+class Closed(Exception):
+    """The service ends, and takes no more requests."""
+
+
+class Failed(Exception):
+    """The engine failed, and answers nothing any more."""
+
+
+class Ask(NamedTuple):
+    """A prompt and how to answer it."""
+
+    prompt: Sequence[int]
+    sampling: Sampling
+
+
+@dataclasses.dataclass(eq=False)
+class _Request:
+    answers: "Answers"
+    index: int
+    ask: Ask
+    arrived: float
+    ended: bool = False
+    """True once nothing of it is waited for; event loop only, as `latest`."""
+    latest: float = 0.0
+    """Time of its latest token."""
+    number: int | None = None
+    """That of the engine; engine thread only, as `begun`."""
+    begun: bool = False
+
+
+class Answers:
+    """Progress of requests that were submitted together. For the event loop; `close` it."""
+
+    def __init__(self, service: "Service", asks: Sequence[Ask]):
+        now = time.monotonic()
+        self._service = service
+        self.requests = [_Request(self, i, ask, now) for i, ask in enumerate(asks)]
+        self.events: asyncio.Queue[tuple[int, Output | Exception]] = asyncio.Queue()
+        self._unread = {*range(len(asks))}
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Output]]:
+        """(index, progress) until each has finished or was stopped. Failed where the engine does,
+        ConfigError for a grammar that cannot go on."""
+        while self._unread:
+            index, event = await self.events.get()
+            if isinstance(event, Exception):
+                raise event
+            if index in self._unread:
+                if event.finish:
+                    self._unread.discard(index)
+                yield index, event
+
+    def stop(self, index: int, reason: str = "stop") -> None:
+        """End a request, whose further tokens are not wanted; its pages become free."""
+        self._unread.discard(index)
+        self._service.end(self.requests[index], reason)
+
+    def close(self) -> None:
+        """End all that go on, for a client that has left."""
+        for request in self.requests:
+            self.stop(request.index, "abort")
+
+
+class Service:
+    """Answers requests of an event loop by an engine that runs in a thread."""
+
+    def __init__(self, engine: Engine, queue: int):
+        """`queue`: requests that may wait beside those that the engine runs at a time."""
+        self.engine, self.metrics = engine, Metrics()
+        running = engine.scheduler.limits.requests * len(engine.scheduler.pools)
+        self.capacity = running + queue
+        self.failure: BaseException | None = None
+        self._closed = False
+        self._open: set[_Request] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._changed = threading.Condition()
+        self._commands: list[Callable[[], None]] = []
+        self._stopped = False
+        self._requests: dict[int, _Request] = {}
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def warm(self) -> None:
+        """Compile what most requests need, before the first. Not after `start`."""
+        for sampling in (Sampling(), Sampling(logprobs=1), Sampling(presence_penalty=1)):
+            self.engine.add([0], dataclasses.replace(sampling, max_tokens=2))
+            while self.engine.busy:
+                self.engine.step()
+
+    def start(self) -> None:
+        """Start the thread, for the event loop that runs."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def submit(self, asks: Sequence[Ask]) -> Answers:
+        """Ask the engine, all or nothing. DataError for a prompt that it cannot answer, Full,
+        Closed, Failed."""
+        self.check(len(asks))
+        for ask in asks:
+            self.engine.check(ask.prompt)
+        guarded = [Ask(prompt, _guarded(sampling)) for prompt, sampling in asks]
+        answers = Answers(self, guarded)
+        self._open.update(answers.requests)
+        self._idle.clear()
+        self.metrics.prompt_tokens += sum(len(ask.prompt) for ask in asks)
+        self._command(*(lambda request=request: self._add(request) for request in answers.requests))
+        return answers
+
+    def check(self, count: int = 0) -> None:
+        """Closed or Failed where no request is taken; Full where so many more may not wait now, and
+        ConfigError where they never may."""
+        if self.failure is not None:
+            raise Failed(f"the engine failed: {self.failure!r}")
+        if self._closed:
+            raise Closed("the server is shutting down")
+        if count > self.capacity:
+            raise ConfigError(
+                f"{count} answers are asked for at once, and serve.queue lets {self.capacity} run "
+                "and wait; ask for fewer, or raise serve.queue"
+            )
+        if len(self._open) + count > self.capacity:
+            raise Full(
+                f"{len(self._open)} requests run and wait, of {self.capacity} that may; try later"
+            )
+
+    def end(self, request: _Request, reason: str) -> None:
+        """Note the end of a request, and take it from the engine where it goes on there."""
+        if request.ended:
+            return
+        self._ended(request, reason)
+        self._command(lambda: self._abort(request))
+
+    async def drain(self) -> None:
+        """Take no more requests, and wait until all have ended."""
+        self._closed = True
+        await self._idle.wait()
+
+    async def stop(self) -> None:
+        """End the thread after its step."""
+        self._closed = True
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+        await asyncio.to_thread(self._thread.join, STOP_SECONDS)
+        self._fail(Closed("the server is shutting down"))
+
+    def _command(self, *commands: Callable[[], None]) -> None:
+        with self._changed:
+            self._commands += commands
+            self._changed.notify()
+
+    def _ended(self, request: _Request, reason: str) -> None:
+        request.ended = True
+        self.metrics.finished[reason] += 1
+        self._open.discard(request)
+        if not self._open:
+            self._idle.set()
+
+    def _deliver(self, outputs: Sequence[tuple[_Request, Output | Exception]]) -> None:
+        now = time.monotonic()
+        for request, output in outputs:
+            if request.ended:
+                continue
+            request.answers.events.put_nowait((request.index, output))
+            if isinstance(output, Exception):
+                self._ended(request, "error")
+                continue
+            self._observe(request, output, now)
+            if output.finish:
+                self.metrics.whole.observe(now - request.arrived)
+                self._ended(request, output.finish)
+
+    def _observe(self, request: _Request, output: Output, now: float) -> None:
+        if not output.tokens:
+            return
+        self.metrics.generation_tokens += len(output.tokens)
+        if request.latest:
+            self.metrics.between.observe(now - request.latest)
+        else:
+            self.metrics.first.observe(now - request.arrived)
+        request.latest = now
+
+    def _fail(self, error: Exception) -> None:
+        self._deliver([(request, error) for request in [*self._open]])
+
+    # The rest runs in the engine's thread.
+
+    def _run(self) -> None:
+        try:
+            while self._wait():
+                began = time.monotonic()
+                outputs = self.engine.step()
+                self._note_begun(began)
+                delivered = [self._delivered(output) for output in outputs]
+                self._loop.call_soon_threadsafe(self._deliver, delivered)
+        except BaseException as error:
+            log.exception("the engine failed")
+            self.failure = error
+            self._loop.call_soon_threadsafe(self._fail, Failed(f"the engine failed: {error!r}"))
+
+    def _wait(self) -> bool:
+        """Do what was commanded, until a request waits or runs; False to end."""
+        while not self._stopped:
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopped or self._commands or self.engine.busy)
+                commands, self._commands = self._commands, []
+            for command in commands:
+                command()
+            if self.engine.busy:
+                return not self._stopped
+        return False
+
+    def _add(self, request: _Request) -> None:
+        request.number = self.engine.add(*request.ask)
+        self._requests[request.number] = request
+
+    def _abort(self, request: _Request) -> None:
+        assert request.number is not None
+        self.engine.abort(request.number)
+        self._requests.pop(request.number, None)
+
+    def _note_begun(self, began: float) -> None:
+        """Observe how long the requests waited that the last step took up."""
+        for task in self.engine.scheduler.running:
+            request = self._requests[task.number]
+            if not request.begun:
+                request.begun = True
+                self._loop.call_soon_threadsafe(
+                    self.metrics.queued.observe, began - request.arrived
+                )
+
+    def _delivered(self, output: Output) -> tuple[_Request, Output | Exception]:
+        request = self._requests[output.request]
+        if output.finish:
+            del self._requests[output.request]
+        grammar = request.ask.sampling.grammar
+        if output.finish and grammar is not None and grammar.error is not None:
+            return request, grammar.error
+        return request, output
+
+
+class _Guarded:
+    """A grammar whose error ends its own request only: the engine sees its end."""
+
+    def __init__(self, grammar: Any):
+        self._grammar = grammar
+        self._mask = grammar.mask()
+        self.error: ConfigError | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.error is not None or self._grammar.finished
+
+    def mask(self) -> Any:
+        try:
+            self._mask = self._grammar.mask()
+        except ConfigError as error:
+            self.error = error
+        return self._mask
+
+    def accept(self, token: int) -> None:
+        if self.error is None:
+            try:
+                self._grammar.accept(token)
+            except ConfigError as error:
+                self.error = error
+
+
+def _guarded(sampling: Sampling) -> Sampling:
+    if sampling.grammar is None:
+        return sampling
+    return dataclasses.replace(sampling, grammar=_Guarded(sampling.grammar))

@@ -1,0 +1,109 @@
+"""Paged attention for CPUs: a few rows of one request at a time, each tile over its own keys alone.
+
+Shapes as in the package, and T rows of a tile, B keys of a block, G query heads of a kv head.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from maxstack.kernels.attention.request import Request
+from maxstack.kernels.backends import multiplied
+from maxstack.kernels.paged_attention import keys_and_values
+from maxstack.kernels.paged_attention.blockwise import BLOCK, LOWEST, capped, first_seen
+
+TILE = 4
+"""Rows of a tile: with more, a prompt reads its keys less often, and a row alone computes more for
+nothing."""
+
+
+def run(
+    q_RNH: jax.Array,
+    pages_PLCH: jax.Array,
+    tables_RW: jax.Array,
+    positions_R: jax.Array,
+    request: Request,
+    sinks_N: jax.Array | None,
+    value_dim: int | None,
+    kv_heads: jax.Array | None,
+) -> jax.Array:
+    """Online softmax (Milakov & Gimelshein 2018, arXiv:1805.02867) over the blocks that a tile
+    sees. Each row is computed as one of TILE rows, whatever stands beside it."""
+    rows, heads, size = q_RNH.shape
+    length, dtype = pages_PLCH.shape[1], multiplied(q_RNH.dtype)
+    pages = max(1, BLOCK // length)
+    block = pages * length
+    tables_RW = jnp.pad(tables_RW, ((0, 0), (0, -tables_RW.shape[1] % pages)))
+    sample = jax.eval_shape(lambda: keys_and_values(pages_PLCH[0], value_dim, kv_heads))
+    kv, value_size = sample[1].shape[1:]
+    groups = heads // kv
+    starts_R, count = _tiles(tables_RW, positions_R)
+    first_R = first_seen(request, positions_R)
+
+    def padded(x: jax.Array, fill: int) -> jax.Array:
+        return jnp.pad(x, ((0, TILE), *((0, 0),) * (x.ndim - 1)), constant_values=fill)
+
+    q, at, first = padded(q_RNH.astype(dtype), 0), padded(positions_R, -1), padded(first_R, 0)
+    sinks_KM = None
+    if sinks_N is not None:
+        sinks = jnp.broadcast_to(
+            sinks_N.astype(jnp.float32).reshape(kv, 1, groups), (kv, TILE, groups)
+        )
+        sinks_KM = sinks.reshape(kv, -1)
+
+    def tile(i: jax.Array, o_RNV: jax.Array) -> jax.Array:
+        start = starts_R[i]
+        q_TNH, at_T, first_T = (
+            jax.lax.dynamic_slice_in_dim(x, start, TILE) for x in (q, at, first)
+        )
+        # consecutive positions are one request's: others begin anew, or are nobody's
+        mine_T = at_T == at_T[0] + jnp.arange(TILE)
+        mine_T &= jnp.arange(TILE) + start < jnp.append(starts_R, rows)[i + 1]
+        last = jnp.where(mine_T, at_T, 0).max() // block
+        lowest = jnp.where(mine_T, first_T, first_T[0]).min() // block
+        q_KMH = q_TNH.reshape(TILE, kv, groups, size).swapaxes(0, 1).reshape(kv, -1, size)
+
+        def step(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            most_KM, sum_KM, o_KMV = carry
+            ids = jax.lax.dynamic_slice_in_dim(tables_RW[start], j * pages, pages)
+            kept = pages_PLCH[ids].reshape(block, *pages_PLCH.shape[2:]).astype(dtype)
+            # XLA on a CPU is twice as fast where heads come first in memory already
+            k_KBH, v_KBV = (x.swapaxes(0, 1) for x in keys_and_values(kept, value_dim, kv_heads))
+            key_B = j * block + jnp.arange(block)
+            scores = jnp.einsum("KMH,KBH->KMB", q_KMH, k_KBH, preferred_element_type=jnp.float32)
+            scores = capped(scores * request.scale, request)
+            seen_TB = (key_B <= at_T[:, None]) & (key_B >= first_T[:, None])
+            seen = jnp.repeat(seen_TB, groups, axis=0)
+            higher_KM = jnp.maximum(most_KM, jnp.where(seen, scores, LOWEST).max(-1))
+            share = jnp.where(seen, jnp.exp(scores - higher_KM[..., None]), 0.0)
+            left_KM = jnp.exp(most_KM - higher_KM)
+            added = jnp.einsum(
+                "KMB,KBV->KMV", share.astype(dtype), v_KBV, preferred_element_type=jnp.float32
+            )
+            sum_KM = sum_KM * left_KM + share.sum(-1)
+            return higher_KM, sum_KM, o_KMV * left_KM[..., None] + added
+
+        many = kv, TILE * groups
+        begin = jnp.full(many, LOWEST), jnp.zeros(many), jnp.zeros((*many, value_size))
+        if sinks_KM is not None:
+            begin = sinks_KM, jnp.ones(many), begin[2]
+        _, sum_KM, o_KMV = jax.lax.fori_loop(lowest, last + 1, step, begin)
+        o_KMV = o_KMV / jnp.where(sum_KM == 0, 1.0, sum_KM)[..., None]
+        o_TNV = o_KMV.reshape(kv, TILE, groups, -1).swapaxes(0, 1).reshape(TILE, heads, -1)
+        before = jax.lax.dynamic_slice_in_dim(o_RNV, start, TILE)
+        o_TNV = jnp.where(mine_T[:, None, None], o_TNV.astype(o_RNV.dtype), before)
+        return jax.lax.dynamic_update_slice_in_dim(o_RNV, o_TNV, start, 0)
+
+    none = jnp.zeros((rows + TILE, heads, value_size), q_RNH.dtype)
+    return jax.lax.fori_loop(0, count, tile, none)[:rows]
+
+
+def _tiles(tables_RW: jax.Array, positions_R: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The first row of each tile, in order, [R] and `rows` beyond the last; and how many there are.
+    A tile has rows of one request, at consecutive positions."""
+    rows = positions_R.shape[0]
+    index_R = jnp.arange(rows)
+    before_R = jnp.roll(positions_R, 1)
+    same_R = (positions_R == before_R + 1) & (tables_RW == jnp.roll(tables_RW, 1, axis=0)).all(1)
+    begin_R = jax.lax.cummax(jnp.where(same_R & (index_R > 0), 0, index_R))
+    first_R = ((index_R - begin_R) % TILE == 0) & (positions_R >= 0)
+    return jnp.sort(jnp.where(first_R, index_R, rows)), first_R.sum()

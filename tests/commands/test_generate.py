@@ -1,0 +1,159 @@
+"""`maxstack generate` in the terminal, over files, and after a kill."""
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import processes
+import pytest
+import served_folder
+
+from maxstack import cli
+from maxstack.errors import ConfigError, DataError
+
+SMALL = ("serve.rows=8", "serve.page=4", "serve.max_length=192", "serve.identical=any")
+F32 = ("model.dtype=float32", f"run.compilation_cache={processes.COMPILED}", *SMALL)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(served_folder.make(tmp_path_factory.mktemp("generate") / "model"))
+
+
+def generate(model, *words):
+    return cli.main(["generate", model, *F32, *words])
+
+
+def write_prompts(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_prompt_is_gone_on_from_the_same_way_each_time(model, capsys):
+    texts = []
+    for _ in range(2):
+        assert generate(model, "--prompt", "Hello", "--max-tokens", "12", "--seed", "3") == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and len(texts[0]) > 3
+
+
+def test_several_answers_to_a_prompt_differ(model, capsys):
+    assert generate(model, "--prompt", "Hello", "--n", "2", "--max-tokens", "12") == 0
+    first, second = capsys.readouterr().out.split("--- 1 ---")
+    assert first.removeprefix("--- 0 ---") != second
+
+
+def test_the_terminal_holds_a_conversation(model, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n\nMore\n"))
+    assert generate(model, "--chat", "--system", "Be brief.", "--max-tokens", "4") == 0
+    assert len(capsys.readouterr().out.splitlines()) >= 2
+
+
+def test_a_file_of_prompts_is_answered_in_its_order_with_tokens_and_logprobs(model, tmp_path):
+    rows = [
+        {"id": "a", "prompt": "Once"},
+        {"id": 7, "tokens": [5, 6, 7]},
+        {"messages": [{"role": "user", "content": "Hi"}]},
+    ]
+    prompts, out = write_prompts(tmp_path / "p.jsonl", rows), tmp_path / "o.jsonl"
+    words = ["--prompts", prompts, "--out", str(out), "--max-tokens", "5", "--ignore-eos"]
+    assert generate(model, *words, "--n", "2") == 0
+    answers = read(out)
+    assert [(row["id"], row["choice"]) for row in answers] == [
+        (key, choice) for key in ("a", 7, 2) for choice in (0, 1)
+    ]
+    for row in answers:
+        assert len(row["tokens"]) == len(row["logprobs"]) == 5
+        assert isinstance(row["text"], str) and row["finish_reason"] == "length"
+
+
+def test_a_stop_string_ends_an_answer_and_is_not_in_it(model, tmp_path):
+    prompts = write_prompts(tmp_path / "p.jsonl", [{"prompt": "Once"}])
+    out = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
+    words = ["--prompts", prompts, "--max-tokens", "20", "--temperature", "0", "--ignore-eos"]
+    assert generate(model, *words, "--out", str(out[0])) == 0
+    whole = read(out[0])[0]["text"]
+    assert generate(model, *words, "--out", str(out[1]), "--stop", whole[3:5]) == 0
+    cut = read(out[1])[0]
+    assert cut["finish_reason"] == "stop"
+    assert cut["text"] == whole[: whole.index(whole[3:5])]
+
+
+def test_a_killed_command_goes_on_to_the_same_bytes(model, tmp_path):
+    rows = [{"id": i, "prompt": f"Text {i}"} for i in range(24)]
+    prompts, out = write_prompts(tmp_path / "p.jsonl", rows), tmp_path / "o.jsonl"
+    words = ["--prompts", prompts, "--max-tokens", "40", "--ignore-eos"]
+    words += ["serve.max_requests=2", "serve.identical=strict"]
+    assert generate(model, *words, "--out", str(tmp_path / "whole.jsonl")) == 0
+    command = [sys.executable, "-m", "maxstack.cli", "generate", model, *F32, *words]
+    unfinished = tmp_path / "o.jsonl.unfinished"
+    process = subprocess.Popen([*command, "--out", str(out)])
+    while not unfinished.exists() or unfinished.read_bytes().count(b"\n") < 5:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not out.exists()
+    with unfinished.open("ab") as file:
+        file.write(b'[[3, 0], {"id": 3, "te')
+    begun = unfinished.read_bytes().count(b"\n")
+    assert 5 <= begun < 25
+    with pytest.raises(ConfigError, match="was begun with another model, other prompts or other"):
+        generate_raising(model, *words, "--out", str(out), "--seed", "1")
+    assert generate(model, *words, "--out", str(out)) == 0
+    assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert not unfinished.exists()
+
+
+def generate_raising(model, *words):
+    from maxstack.commands.generate import main
+
+    return main([model, *F32, *words])
+
+
+@pytest.mark.parametrize(
+    "lines, message",
+    [
+        ("", "holds no prompt"),
+        ("{", "p.jsonl:1: no JSON"),
+        ('{"id": 1}', "p.jsonl:1: holds no prompt"),
+        ('{"prompt": "a", "tokens": [1]}', "holds prompt and tokens"),
+        ('{"prompt": 3}', "p.jsonl:1: prompt is 3, and must be text"),
+        ('{"tokens": [1.5]}', "p.jsonl:1: tokens must be a list of whole numbers"),
+        ('{"messages": []}', "p.jsonl:1: messages must be a list"),
+        ('{"id": 1, "prompt": "a"}\n{"id": 1, "prompt": "b"}', "p.jsonl:2: id 1 is that of line 1"),
+    ],
+)
+def test_a_file_of_prompts_with_a_mistake_is_refused_by_its_line(model, tmp_path, lines, message):
+    (tmp_path / "p.jsonl").write_text(lines)
+    with pytest.raises(DataError, match=message):
+        generate_raising(
+            model, "--prompts", str(tmp_path / "p.jsonl"), "--out", str(tmp_path / "o.jsonl")
+        )
+
+
+def test_a_prompt_that_the_engine_refuses_is_named_by_its_line(model, tmp_path):
+    prompts = write_prompts(tmp_path / "p.jsonl", [{"tokens": [1]}, {"tokens": [99_999]}])
+    with pytest.raises(DataError, match="p.jsonl:2: token 99999 is outside the model's vocabulary"):
+        generate_raising(model, "--prompts", prompts, "--out", str(tmp_path / "o.jsonl"))
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--prompts", "p.jsonl"], "--prompts needs --out"),
+        (["--prompt", "a", "--prompts", "p.jsonl"], "either --prompt or --prompts"),
+        (["--system", "a"], "give --chat too"),
+        (["--prompts", "p.jsonl", "--out", "none/o.jsonl"], "the folder none does not exist"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(model, words, message):
+    with pytest.raises(ConfigError, match=message):
+        generate_raising(model, *words)

@@ -1,0 +1,221 @@
+"""The engine against transformers, against itself and against `score`."""
+
+import dataclasses
+import json
+import math
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from maxstack import sharding
+from maxstack.errors import ConfigError, DataError
+from maxstack.inference.engine import Engine
+from maxstack.inference.layout import Layout
+from maxstack.inference.opened import config_of, open_model, read_weights
+from maxstack.inference.programs import serving
+from maxstack.inference.request import Sampling
+from maxstack.inference.scheduler import Limits
+from maxstack.inference.score import Rows, logprobs_of
+from maxstack.inference.started import OVERRIDES
+from maxstack.run import assemble
+from maxstack.schema.mesh import AXES
+
+GOLDENS = {
+    path.parent.name: path.parent
+    for path in sorted((Path(__file__).parents[1] / "goldens").glob("*/greedy.npz"))
+}
+LENGTH = 64
+GREEDY = Sampling(max_tokens=32, temperature=0.0, logprobs=0)
+KINDS = ["llama", "gpt_oss", "llama4", "deepseek_v3", "qwen3_next"]
+"""Models with full and windowed attention, sinks, chunks, latents, experts and recurrence."""
+
+
+def engine_of(name, max_length=LENGTH, overrides=(), folder=None, **limits):
+    """An engine of 8 rows and pages of 4 tokens, for few requests. Its steps have all 8 rows, which
+    the start of an engine sets where bits ask for it."""
+    folder = folder or GOLDENS[name]
+    overrides = [*OVERRIDES, "mesh.tensor=1", "model.dtype=float32", *overrides]
+    cfg, own = config_of(str(folder), overrides)
+    cfg = serving(cfg)
+    devices = jax.devices()[: math.prod(getattr(cfg.mesh, axis) for axis in AXES)]
+    run = assemble(cfg, sharding.make_mesh(cfg.mesh, devices), trains=False)
+    layout = Layout.of(cfg.model)
+    sizes = {
+        "rows": 8,
+        "page": 4,
+        "pages": (100,) * len(layout.reaches),
+        "requests": 4,
+        "snapshots": 16 if layout.recurrent else 0,
+        "snapshot": 8,
+    }
+    params = read_weights(str(folder), run, own)
+    engine = Engine(run, params, Limits(**{**sizes, **limits}), max_length)
+    engine.programs.sizes = engine.programs.sizes[-1:]
+    return engine
+
+
+def with_original_length(folder, length, copy):
+    """A copy of a model with LongRoPE, whose original length is one that the golden answers go
+    beyond."""
+    shutil.copytree(folder, copy)
+    config = json.loads((copy / "config.json").read_text())
+    config["original_max_position_embeddings"] = length
+    config["rope_parameters"]["original_max_position_embeddings"] = length
+    (copy / "config.json").write_text(json.dumps(config))
+    return copy
+
+
+def finish(engine):
+    """Run all requests to their end -> tokens of each by number."""
+    tokens = {}
+    while engine.busy:
+        for output in engine.step():
+            tokens.setdefault(output.request, []).extend(output.tokens)
+    return tokens
+
+
+def answers(engine, prompts, sampling):
+    numbers = [engine.add(prompt, sampling) for prompt in prompts]
+    tokens = finish(engine)
+    return [tokens[number] for number in numbers]
+
+
+def prompts_of(golden, part=""):
+    lengths = golden[f"{part}lengths"]
+    return [
+        row[:length].tolist() for row, length in zip(golden[f"{part}prompts"], lengths, strict=True)
+    ]
+
+
+def random_prompts(*lengths):
+    rng = np.random.default_rng(1)
+    return [rng.integers(0, 128, length).tolist() for length in lengths]
+
+
+def leaked(engine):
+    """Pages that have users."""
+    scheduler = engine.scheduler
+    return sum(pool.size - pool.available for pools in scheduler.pools for pool in pools)
+
+
+def slow_but(names, fast):
+    """Parameters of which only some run in `make test`."""
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", slow_but(GOLDENS, [*KINDS, "gemma3", "phi3"]))
+def test_greedy_answers_to_prompts_of_unequal_length_are_those_of_transformers(name, tmp_path):
+    golden, folder = np.load(GOLDENS[name] / "greedy.npz"), GOLDENS[name]
+    if "original" in golden:
+        folder = with_original_length(folder, int(golden["original"]), tmp_path / name)
+    for part, length in {"": LENGTH, "short_": int(golden.get("original", 0))}.items():
+        if not length:
+            continue
+        engine = engine_of(name, length, folder=folder)
+        sampling = dataclasses.replace(GREEDY, max_tokens=golden[f"{part}tokens"].shape[1])
+        made = answers(engine, prompts_of(golden, part), sampling)
+        for tokens, wanted, logprobs in zip(
+            made, golden[f"{part}tokens"], golden[f"{part}logprobs"], strict=True
+        ):
+            assert [token.token for token in tokens] == wanted.tolist()
+            assert np.allclose([token.logprob for token in tokens], logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_request_has_the_same_bits_alone_in_company_preempted_and_after_a_prefix_hit(name):
+    sampling = Sampling(max_tokens=20, temperature=0.8, top_p=0.9, logprobs=3, seed=-5)
+    prompts = random_prompts(19, 1, 26, 7, 30, 3)
+    roomy = engine_of(name)
+    alone = [answers(roomy, [prompt], sampling)[0] for prompt in prompts]
+    hits = roomy.scheduler.hits
+    assert answers(roomy, prompts, sampling) == alone
+    assert roomy.scheduler.hits > hits
+    tight = engine_of(name, pages=(16,) * len(roomy.scheduler.pools[0]))
+    assert answers(tight, prompts, sampling) == alone
+    assert tight.scheduler.preemptions > 0
+    assert leaked(roomy) == leaked(tight) == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "qwen3_next"])
+def test_log_probabilities_of_prompt_and_answer_are_those_of_score(name):
+    prompts = random_prompts(17, 9)
+    engine = engine_of(name)
+    numbers = [
+        engine.add(prompt, dataclasses.replace(GREEDY, prompt_logprobs=0)) for prompt in prompts
+    ]
+    given, made = {}, {}
+    while engine.busy:
+        for output in engine.step():
+            given.setdefault(output.request, []).extend(output.prompt)
+            made.setdefault(output.request, []).extend(output.tokens)
+    texts = [[*given[number], *made[number]] for number in numbers]
+    tokens = np.zeros((2, max(map(len, texts))), np.int32)
+    for row, text in zip(tokens, texts, strict=True):
+        row[: len(text)] = [token.token for token in text]
+    lengths = np.array([len(text) for text in texts], np.int32)
+    run, params = open_model(str(GOLDENS[name]), ["model.dtype=float32"])
+    scored = logprobs_of(run, params, Rows(tokens, lengths), 2)
+    for text, row in zip(texts, scored, strict=True):
+        assert text[0].logprob is None
+        own = [token.logprob for token in text[1:]]
+        assert np.abs(own - row[1 : len(text)]).max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [["mesh.tensor=2", "mesh.data=2"], ["mesh.expert=2", "mesh.tensor=2", "mesh.data=2"]],
+    ids=["tensor and data", "expert, tensor and data"],
+)
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "qwen3_next"])
+def test_a_mesh_of_devices_gives_the_tokens_of_one(name, mesh):
+    prompts = random_prompts(11, 2, 21, 5, 13)
+    sampling = dataclasses.replace(GREEDY, max_tokens=12)
+    whole, split = (
+        answers(engine_of(name, overrides=over), prompts, sampling) for over in ([], mesh)
+    )
+    assert [[token.token for token in tokens] for tokens in split] == [
+        [token.token for token in tokens] for tokens in whole
+    ]
+
+
+def test_guesses_change_neither_greedy_nor_sampled_answers_and_save_steps():
+    prompts = [[5, 6, 7, 8] * 4, random_prompts(9)[0]]
+    for sampling in (GREEDY, dataclasses.replace(GREEDY, temperature=0.3, top_k=3, seed=2)):
+        plain = engine_of("llama")
+        guessing = engine_of("llama", overrides=["serve.speculate=3"])
+        assert answers(guessing, prompts, sampling) == answers(plain, prompts, sampling)
+        assert 0 < guessing.accepted <= guessing.drafted
+
+
+def test_recurrent_layers_take_no_guesses():
+    with pytest.raises(ConfigError, match="serve.speculate"):
+        engine_of("qwen3_next", overrides=["serve.speculate=3"])
+
+
+@pytest.mark.parametrize(
+    "prompt, message",
+    [
+        ([], "the prompt is empty"),
+        ([3, 128], "token 128 is outside the model's vocabulary of 128"),
+        ([3, -1], "token -1 is outside"),
+        ([3] * 64, "64 tokens long, and serve.max_length=64"),
+    ],
+)
+def test_prompts_that_cannot_be_answered_are_refused(prompt, message):
+    engine = engine_of("llama")
+    with pytest.raises(DataError, match=message):
+        engine.add(prompt, GREEDY)
+    assert not engine.busy
+
+
+def test_an_aborted_request_frees_its_pages_and_others_go_on():
+    engine = engine_of("llama")
+    kept, gone = engine.add([1, 2, 3], GREEDY), engine.add([4, 5], GREEDY)
+    engine.step()
+    engine.abort(gone)
+    engine.abort(gone)
+    assert [*finish(engine)] == [kept]
+    assert leaked(engine) == 0

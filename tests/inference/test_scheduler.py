@@ -1,0 +1,338 @@
+"""The scheduler alone, beside a cache that remembers what was written into every page."""
+
+import dataclasses
+import hashlib
+from collections import Counter
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+from maxstack.errors import ConfigError
+from maxstack.inference.layout import Layout
+from maxstack.inference.request import Sampling
+from maxstack.inference.scheduler import Limits, Scheduler, Task
+from maxstack.schema.mixers import Reach
+from maxstack.schema.parts import Cached, Dim
+
+LONGEST, VOCAB = 40, 3
+PAGED = {"pages": Cached((Dim("", 4),))}
+STATE = {"state": Cached((Dim("", 4),), per_request=True)}
+REACHES = (
+    (Reach(),),
+    (Reach(window=5),),
+    (Reach(chunk=8),),
+    (Reach(), Reach(window=3)),
+    (Reach(), Reach(chunk=8)),
+    (Reach(window=6), Reach(chunk=4)),
+)
+
+
+def layout_of(reaches, recurrent=False):
+    arrays = (*[PAGED] * len(reaches), *[STATE] * recurrent)
+    groups = (*range(len(reaches)), *[0] * recurrent)
+    return Layout(tuple(range(len(arrays))), arrays, groups, reaches, "float32")
+
+
+def least_pages(reach, rows, page):
+    """Pages with which a request of any length can run alone."""
+    read = reach.window or reach.chunk or LONGEST
+    return min(-(-LONGEST // page), -(-(read + rows) // page) + 1)
+
+
+def after(tokens, adapter):
+    """Contents of the cache, or the state, after these tokens of a text."""
+    return hashlib.blake2b(bytes([adapter, *tokens]), digest_size=16).digest()
+
+
+def chosen(tokens):
+    """The token that follows a text."""
+    return hashlib.blake2b(bytes(tokens), digest_size=1).digest()[0] % VOCAB
+
+
+def drafts(task):
+    """Guesses of the next tokens, one in a few of them wrong."""
+    text, guesses = list(task.tokens), []
+    left = min(task.prompt + task.sampling.max_tokens, LONGEST) - len(text) - 1
+    for _ in range(min(3, left)):
+        text.append((chosen(text) + (len(text) % 4 == 0)) % VOCAB)
+        guesses.append(text[-1])
+    return guesses
+
+
+class Simulation:
+    """Runs the scheduler as the engine does, and checks every step."""
+
+    def __init__(self, layout, limits, replicas=1, draft=None):
+        self.layout, self.limits = layout, limits
+        self.scheduler = Scheduler(layout, limits, replicas, draft)
+        self.written, self.states = {}, {}
+        self.tasks, self.prompts, self.ended, self.counts = {}, {}, {}, Counter()
+
+    def add(self, number, prompt, priority=0, adapter=0, **rules):
+        task = Task(number, list(prompt), len(prompt), Sampling(**rules), priority, adapter)
+        self.tasks[number], self.prompts[number] = task, list(prompt)
+        self.scheduler.add(task)
+
+    def abort(self, number):
+        if task := self.tasks.pop(number, None):
+            self.scheduler.remove(task)
+
+    def finish(self, steps):
+        for _ in range(steps):
+            if not self.tasks:
+                return
+            self.step()
+        raise AssertionError(f"{len(self.tasks)} requests have not ended after {steps} steps")
+
+    def step(self):
+        pieces, copies = self.scheduler.schedule()
+        assert pieces or not self.tasks, "requests wait, and none is computed"
+        self._copy(copies)
+        self._check_pieces(pieces)
+        self._check_pages()
+        texts = [
+            [*piece.task.tokens[: piece.start + piece.size], *piece.drafts] for piece in pieces
+        ]
+        for piece, text in zip(pieces, texts, strict=True):
+            self._write(piece, text)
+        for piece, text in zip(pieces, texts, strict=True):
+            self._read(piece, text)
+        for piece in pieces:
+            self._end_piece(piece)
+        self._check_pages()
+
+    def _copy(self, copies):
+        for copy in copies:
+            self.states[copy.replica, copy.target] = self.states.get((copy.replica, copy.source))
+
+    def _check_pieces(self, pieces):
+        rows = Counter()
+        assert len({piece.task.number for piece in pieces}) == len(pieces)
+        for piece in pieces:
+            task, end = piece.task, piece.start + piece.size
+            rows[task.replica] += piece.size
+            assert task in self.scheduler.running and piece.start == task.computed
+            assert piece.size > len(piece.drafts) and end - len(piece.drafts) <= len(task.tokens)
+            assert not piece.drafts or end - len(piece.drafts) == len(task.tokens)
+        assert max(rows.values(), default=0) <= self.limits.rows
+
+    def _check_pages(self):
+        running = self.scheduler.running
+        slots = [(task.replica, task.slot) for task in running]
+        assert len({*slots}) == len(slots)
+        assert all(1 <= slot <= self.limits.requests for _, slot in slots)
+        for replica, pools in enumerate(self.scheduler.pools):
+            for group, pool in enumerate(pools):
+                tables = [task.tables[group] for task in running if task.replica == replica]
+                users = Counter(page for table in tables for page in table if page)
+                assert all(1 <= page <= pool.size for page in users)
+                assert all(pool.users(page) == users[page] for page in range(pool.size + 1))
+                assert pool.available == pool.size - len(users)
+
+    def _where(self, task, group, position):
+        page, offset = divmod(position, self.limits.page)
+        number = task.tables[group][page]
+        assert number, "a page that is needed was given back"
+        return task.replica, group, number, offset
+
+    def _write(self, piece, text):
+        task, slot = piece.task, (piece.task.replica, piece.task.slot)
+        for position in range(piece.start, piece.start + piece.size):
+            before, value = (after(text[:i], task.adapter) for i in (position, position + 1))
+            for group in range(len(self.layout.reaches)):
+                where = self._where(task, group, position)
+                pool = self.scheduler.pools[task.replica][group]
+                assert pool.users(where[2]) == 1, "a page is shared while it is written"
+                self.written[where] = value
+            if self.layout.recurrent:
+                assert position == 0 or self.states[slot] == before
+                self.states[slot] = value
+
+    def _read(self, piece, text):
+        task = piece.task
+        for position in range(piece.start, piece.start + piece.size):
+            for group, reach in enumerate(self.layout.reaches):
+                for i in range(reach.first(position), position + 1):
+                    kept = self.written[self._where(task, group, i)]
+                    assert kept == after(text[: i + 1], task.adapter)
+
+    def _end_piece(self, piece):
+        task, end = piece.task, piece.start + piece.size
+        text, new, finish = list(task.tokens), [], False
+        while len(text) <= end and not finish:
+            new.append(chosen(text))
+            text.append(new[-1])
+            length = len(text)
+            finish = length - task.prompt >= task.sampling.max_tokens or length >= LONGEST
+            if piece.drafts[len(new) - 1 : len(new)] != (new[-1],):
+                break
+            self.counts["accepted"] += 1
+        self._copy(self.scheduler.done(piece, new))
+        if finish:
+            self.scheduler.remove(task)
+            self.ended[task.number] = self.tasks.pop(task.number)
+
+    def check_end(self):
+        assert not self.scheduler.running and not self.scheduler.waiting
+        for pools in self.scheduler.pools:
+            assert all(pool.available == pool.size for pool in pools)
+        for number, task in self.ended.items():
+            text = self.prompts[number]
+            while len(text) < min(task.prompt + task.sampling.max_tokens, LONGEST):
+                text.append(chosen(text))
+            assert task.tokens == text
+
+
+@dataclasses.dataclass
+class Arrival:
+    step: int
+    prompt: list[int]
+    priority: int
+    adapter: int
+    max_tokens: int
+    prompt_logprobs: int | None
+    abort: int | None
+
+
+@st.composite
+def arrivals(draw):
+    """Requests whose prompts begin alike, with the step in which each comes, and may leave."""
+    text = draw(st.lists(st.integers(0, VOCAB - 1), min_size=LONGEST, max_size=LONGEST))
+    made = []
+    for _ in range(draw(st.integers(1, 7))):
+        same = draw(st.integers(0, 25))
+        own = draw(st.lists(st.integers(0, VOCAB - 1), min_size=not same, max_size=8))
+        made.append(
+            Arrival(
+                step=draw(st.integers(0, 12)),
+                prompt=[*text[:same], *own],
+                priority=draw(st.sampled_from([0, 0, 0, 1, -1])),
+                adapter=draw(st.sampled_from([0, 0, 0, 1])),
+                max_tokens=draw(st.integers(1, 20)),
+                prompt_logprobs=draw(st.sampled_from([None, None, None, 1])),
+                abort=draw(st.none() | st.integers(0, 20)),
+            )
+        )
+    return made
+
+
+@st.composite
+def engines(draw):
+    """A layout, and limits with hardly more pages than a single request needs."""
+    recurrent, page = draw(st.booleans()), draw(st.sampled_from([2, 4]))
+    layout, rows = layout_of(draw(st.sampled_from(REACHES)), recurrent), draw(st.integers(1, 9))
+    pages = tuple(
+        least_pages(reach, rows, page) + draw(st.integers(0, 8)) for reach in layout.reaches
+    )
+    limits = Limits(
+        rows, page, pages, requests=draw(st.integers(1, 4)),
+        snapshots=draw(st.integers(0, 3)) if recurrent else 0,
+        snapshot=page * draw(st.integers(1, 3)),
+        prefix_cache=draw(st.sampled_from([True, True, False])),
+    )  # fmt: skip
+    return layout, limits, draw(st.integers(1, 2)), drafts if draw(st.booleans()) else None
+
+
+@hypothesis.settings(max_examples=500, deadline=None)
+@hypothesis.given(engines(), arrivals())
+def test_every_request_reads_its_own_tokens_and_ends(engine, requests):
+    layout, limits, replicas, draft = engine
+    made = Simulation(layout, limits, replicas, None if layout.recurrent else draft)
+    for now in range(33):
+        for number, request in enumerate(requests, 1):
+            if request.step == now:
+                rules = {"max_tokens": request.max_tokens}
+                rules["prompt_logprobs"] = request.prompt_logprobs
+                made.add(number, request.prompt, request.priority, request.adapter, **rules)
+            elif request.abort is not None and request.step + request.abort == now:
+                made.abort(number)
+        made.step()
+    made.finish(4 * LONGEST * len(requests))
+    made.check_end()
+
+
+def simulation(pages, requests=4, draft=None, recurrent=False, replicas=1, **rules):
+    """Of full attention, with pages of 2 tokens and 4 rows."""
+    limits = Limits(4, 2, (pages,), requests, **rules)
+    return Simulation(layout_of((Reach(),), recurrent), limits, replicas, draft)
+
+
+def test_a_prompt_that_begins_as_another_computes_only_the_rest():
+    made = simulation(pages=20)
+    made.add(1, [0, 1, 2, 0, 1], max_tokens=2)
+    made.finish(10)
+    made.add(2, [0, 1, 2, 0, 2], max_tokens=1)
+    made.step()
+    assert made.ended[2].cached == made.scheduler.hits == 4
+
+
+def test_a_snapshot_lets_a_recurrent_model_take_up_a_prefix():
+    made = simulation(pages=20, recurrent=True, snapshots=1, snapshot=6)
+    made.add(1, [0, 1, 2, 0, 1, 1, 2, 2], max_tokens=1)
+    made.finish(10)
+    made.add(2, [0, 1, 2, 0, 1, 1, 2, 2], max_tokens=1)
+    made.finish(10)
+    assert made.ended[2].cached == 6
+
+
+def test_without_snapshots_a_recurrent_model_computes_every_prefix():
+    made = simulation(pages=20, recurrent=True)
+    for number in (1, 2):
+        made.add(number, [0, 1, 2, 0, 1], max_tokens=1)
+        made.finish(10)
+    assert made.ended[2].cached == 0
+
+
+def test_right_drafts_save_steps():
+    made = simulation(pages=20, draft=drafts)
+    made.add(1, [0, 1], max_tokens=12)
+    made.finish(8)
+    assert made.counts["accepted"] >= 4
+
+
+def test_drafts_for_recurrent_layers_are_refused():
+    with pytest.raises(ConfigError, match="serve.speculate: the model has recurrent layers"):
+        simulation(pages=20, draft=drafts, recurrent=True)
+
+
+@pytest.mark.parametrize("priorities, first", [((0, 0), 2), ((1, 0), 1)])
+def test_the_youngest_of_the_lowest_priority_gives_its_pages_back(priorities, first):
+    made = simulation(pages=5, prefix_cache=False)
+    for number, priority in enumerate(priorities, 1):
+        made.add(number, [0, 1], priority, max_tokens=6)
+    tasks = dict(made.tasks)
+    made.finish(40)
+    assert {number for number, task in tasks.items() if task.preempted} == {first}
+    made.check_end()
+
+
+def test_drafts_take_no_pages_from_other_requests():
+    made = simulation(pages=4, draft=lambda task: [VOCAB] * 3 * (task.number - 1))
+    made.add(1, [0, 1, 2, 0], max_tokens=3)
+    made.step()
+    made.add(2, [2], max_tokens=4)
+    made.finish(10)
+    assert made.scheduler.preemptions == 0
+
+
+def test_a_request_preempted_after_its_turn_is_computed_once_in_a_step():
+    made = simulation(pages=5, prefix_cache=False)
+    made.add(2, [0, 1, 2, 0], max_tokens=4)
+    made.step()
+    made.add(1, [1] * 5, max_tokens=1)
+    made.step()
+    made.step()
+    assert made.scheduler.preemptions == 1 and made.tasks[2] in made.scheduler.running
+    made.finish(20)
+    made.check_end()
+
+
+def test_a_request_goes_to_a_replica_with_room_before_one_with_its_prefix():
+    made = simulation(pages=4, replicas=2)
+    made.add(1, [0, 1, 2, 0, 1], max_tokens=3)
+    made.step()
+    made.step()
+    made.add(2, [0, 1, 2, 0, 1, 1, 2, 2], max_tokens=1)
+    made.step()
+    assert len({task.replica for task in made.scheduler.running}) == 2

@@ -1,0 +1,572 @@
+"""`maxstack serve` as real processes, asked by the unchanged openai client and by plain HTTP."""
+
+import asyncio
+import contextlib
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+import types
+
+import httpx
+import numpy as np
+import openai
+import processes
+import pytest
+import served_folder
+
+from maxstack import cli
+from maxstack.errors import ConfigError, DataError
+from maxstack.inference.request import Output, Sampling, Token
+from maxstack.inference.server.app import make_app
+from maxstack.inference.server.errors import Refusal
+from maxstack.inference.server.schemas import CompletionBody, parsed
+from maxstack.inference.server.state import State
+from maxstack.inference.service import Ask, Failed, Service
+
+LENGTH = 4096
+SPACES = {token: -100 for token in (220, 197, 198, 201)}
+"""Blanks of the folder's tokenizer, which a model of random weights likes in JSON."""
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"enum": [1, 2]}},
+            "required": ["a"],
+            "additionalProperties": False,
+        },
+    },
+}
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+class Served:
+    """A server's process, its address and clients."""
+
+    def __init__(self, folder, log, *options, key="none"):
+        words = [str(folder), "--port", "0", "--served-model-name", "tiny", *options]
+        self.output = log
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "maxstack.cli", "serve", *words, "model.dtype=float32"],
+            env=processes.environment(),
+            stdout=log.open("w"),
+            stderr=subprocess.STDOUT,
+        )
+        deadline = time.monotonic() + 120
+        while not (found := re.search(r"http://\S+:\d+", log.read_text())):
+            assert self.process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+        self.http = httpx.Client(base_url=found[0], headers={"Authorization": f"Bearer {key}"})
+        self.openai = openai.OpenAI(base_url=f"{found[0]}/v1", api_key=key, max_retries=0)
+
+    def complete(self, prompt="Hello", **options):
+        """A completion; fields that the client does not know go into the body."""
+        own = {"top_k", "min_tokens", "ignore_eos", "guided_regex", "return_token_ids"}
+        extra = {name: options.pop(name) for name in own & {*options}}
+        options = {"model": "tiny", "prompt": prompt, "max_tokens": 12} | options
+        return self.openai.completions.create(**options, extra_body=extra)
+
+    def chat(self, **options):
+        """An answer to HELLO."""
+        options = {"model": "tiny", "messages": HELLO, "max_tokens": 24, "seed": 3} | options
+        return self.openai.chat.completions.create(**options)
+
+    def metric(self, name):
+        """The value of a metric; `name` may end with labels."""
+        label, _, more = name.partition("{")
+        pattern = rf'^vllm:{label}\{{model_name="tiny"{"," + more if more else "}"} (\S+)$'
+        return float(re.search(pattern, self.http.get("/metrics").text, re.M)[1])
+
+    def wait_until_idle(self):
+        """Fails unless all requests end, and all pages are free, in a few seconds."""
+        names = "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"
+        deadline = time.monotonic() + 10
+        while any(map(self.metric, names)):
+            assert time.monotonic() < deadline, "requests or pages are left"
+            time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return served_folder.make(tmp_path_factory.mktemp("served") / "model", LENGTH)
+
+
+@contextlib.contextmanager
+def serving(folder, log, *options, **more):
+    server = Served(folder, log, *options, **more)
+    try:
+        yield server
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(folder, tmp_path_factory):
+    log = tmp_path_factory.mktemp("log") / "log"
+    with serving(folder, log, "serve.max_requests=8") as server:
+        yield server
+        assert "Traceback" not in log.read_text()
+
+
+def joined(stream):
+    """The text of a stream, its last reason to finish, and its usage."""
+    text, reason, usage = "", None, None
+    for chunk in stream:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            text += choice.text
+            reason = choice.finish_reason or reason
+    return text, reason, usage
+
+
+def test_the_model_is_listed_and_found_by_its_name(server):
+    assert [model.id for model in server.openai.models.list()] == ["tiny"]
+    assert server.openai.models.retrieve("tiny").max_model_len == LENGTH
+    with pytest.raises(openai.NotFoundError, match="no model 'other'"):
+        server.openai.models.retrieve("other")
+
+
+def test_a_stream_joined_is_the_answer_that_is_not_streamed(server):
+    options = {"seed": 5, "n": 1, "max_tokens": 40}
+    whole = server.complete(**options)
+    text, reason, usage = joined(
+        server.complete(**options, stream=True, stream_options={"include_usage": True})
+    )
+    assert (text, reason, usage) == (
+        whole.choices[0].text,
+        whole.choices[0].finish_reason,
+        whole.usage,
+    )
+    assert len(text) > 10 and usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+
+
+def test_a_seed_repeats_an_answer_and_the_seed_that_was_drawn_does_too(server):
+    drawn = server.complete().choices[0]
+    again = server.complete(seed=drawn.seed).choices[0]
+    other = server.complete().choices[0]
+    assert again.text == drawn.text != other.text
+
+
+def test_several_choices_differ_and_the_first_is_the_only_answer(server):
+    several = server.complete(n=3, seed=1)
+    assert len({choice.text for choice in several.choices}) == 3
+    assert several.choices[0].text == server.complete(seed=1).choices[0].text
+    assert several.usage.prompt_tokens == 5 and several.usage.completion_tokens == 36
+
+
+def test_a_prompt_is_a_text_or_tokens_or_a_list_of_either(server):
+    tokens = server.http.post("/tokenize", json={"prompt": "Hello"}).json()["tokens"]
+    forms = ["Hello", tokens, ["Hello"], [tokens], ["x", "Hello"], [[1, 2], tokens]]
+    texts = [server.complete(form, temperature=0).choices[-1].text for form in forms]
+    assert len(set(texts)) == 1
+
+
+def test_tokens_become_their_text_again(server):
+    for text in ("Grüße\n", "<|im_start|>x"):
+        tokens = server.http.post("/tokenize", json={"prompt": text}).json()["tokens"]
+        back = server.http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
+        assert back == text.replace("<|im_start|>", "")
+    info = server.http.get("/tokenizer_info").json()
+    assert info["eos_token"] == "<|im_end|>" and "assistant" in info["chat_template"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_part_of_a_stop_string_is_given_out(server, stream):
+    def text(**options):
+        answer = server.complete(guided_regex="abcdabcef", stream=stream, **options)
+        pieces = answer if stream else [answer]
+        return "".join(choice.text for piece in pieces for choice in piece.choices)
+
+    assert text() == "abcdabcef"
+    assert text(stop="abce") == text(stop=["abcex", "abce"]) == "abcd"
+    assert text(stop="nothing") == "abcdabcef"
+
+
+def test_an_answer_tells_why_it_ended(server):
+    by_string = server.complete(guided_regex="abcdef", stop="d").choices[0]
+    by_token = server.complete(guided_regex="ab").choices[0]
+    by_length = server.complete(guided_regex="abcdef", max_tokens=2).choices[0]
+    assert (by_string.finish_reason, by_string.stop_reason) == ("stop", "d")
+    assert (by_token.finish_reason, by_token.text) == ("stop", "ab")
+    assert (by_length.finish_reason, by_length.text) == ("length", "ab")
+
+
+def test_log_probabilities_of_an_echoed_prompt_begin_with_null(server):
+    answer = server.complete("Hello", echo=True, logprobs=2, temperature=0, max_tokens=3)
+    found = answer.choices[0].logprobs
+    assert answer.choices[0].text.startswith("Hello") and found.tokens[:5] == [*"Hello"]
+    assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+    assert found.text_offset[:5] == [0, 1, 2, 3, 4] and len(found.tokens) == 8
+    for chosen, top in zip(found.token_logprobs[5:], found.top_logprobs[5:], strict=True):
+        assert chosen == max(top.values()) and len(top) == 2
+
+
+def test_a_prompt_is_scored_without_an_answer(server):
+    scored = server.complete("Hello", echo=True, logprobs=0, max_tokens=0)
+    longer = server.complete("Hello", echo=True, logprobs=0, max_tokens=1, temperature=0)
+    found, both = (answer.choices[0].logprobs.token_logprobs for answer in (scored, longer))
+    assert scored.choices[0].text == "Hello" and found == both[:-1]
+    assert scored.usage.completion_tokens == 0
+
+
+def test_log_probabilities_of_a_stream_are_those_of_the_whole(server):
+    options = {"seed": 2, "logprobs": 1}
+    whole = server.complete(**options).choices[0].logprobs
+    chunks = [chunk.choices[0].logprobs for chunk in server.complete(**options, stream=True)]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert sum((getattr(chunk, name) for chunk in chunks), []) == getattr(whole, name)
+
+
+def test_biased_tokens_are_chosen_and_barred_ones_are_not(server):
+    forced = server.complete(logit_bias={"64": 100}, max_tokens=6, return_token_ids=True)
+    assert forced.choices[0].token_ids == [64] * 6
+    barred = server.complete(logit_bias={"64": -100}, max_tokens=50, return_token_ids=True)
+    assert 64 not in barred.choices[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"max_tokenz": 3}, "max_tokenz=3: this server does not know it"),
+        ({"best_of": 2}, "best_of=2: Input should be 1"),
+        ({"suffix": "x"}, "suffix='x'"),
+        ({"logprobs": 21}, "logprobs=21: Input should be less than or equal to 20"),
+        ({"temperature": -1}, "temperature=-1"),
+        ({"n": 0}, "n=0"),
+        ({"stream": "yes"}, "stream='yes': Input should be a valid boolean"),
+        ({"prompt": []}, "prompt: is empty"),
+        ({"prompt": [[]]}, "the prompt is empty"),
+        ({"prompt": [1, 5000]}, "token 5000 is outside the model's vocabulary of 260"),
+        ({"prompt": [1] * LENGTH}, "serve.max_length=4096 holds prompt and answer"),
+        ({"prompt": [1, "x"]}, "prompt"),
+        ({"stop_token_ids": [999]}, "stop_token_ids: token 999 is outside"),
+        ({"guided_regex": "("}, "guided_regex: grammar: not a regular expression"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "an answer follows one of them"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema: is missing"),
+        ({"stream_options": {"include_usage": True}}, "stream_options: is for stream=true"),
+        ({"prompt": ["x"] * 2000}, "serve.queue lets 1032 run and wait"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(server, fields, words):
+    with pytest.raises(openai.BadRequestError, match=re.escape(words)):
+        server.openai.completions.create(model="tiny", prompt="x", extra_body=fields)
+    server.wait_until_idle()
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "status"),
+    [
+        (b'{"prompt": ', {}, 400),
+        (b"[1]", {}, 400),
+        (b'{"prompt": "\xff"}', {}, 400),
+        (b'{"prompt": "\\ud800"}', {}, 400),
+        (b'{"prompt": ' + b"[" * 100_000, {}, 400),
+        (b'{"prompt": "x", "temperature": NaN}', {}, 400),
+        (b'{"prompt": "x"}', {"Content-Type": "text/plain"}, 415),
+        (b'{"prompt": "' + b"x" * (9 << 20) + b'"}', {}, 413),
+    ],
+)
+def test_a_body_that_is_no_request_is_refused(server, content, headers, status):
+    headers = {"Content-Type": "application/json"} | headers
+    answer = server.http.post("/v1/completions", content=content, headers=headers)
+    assert answer.status_code == status
+    assert {*answer.json()["error"]} == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"prompt": [[1]] * 100_000}, "at most 16384 items"),
+        ({"prompt": ["x"] * 100_000 + [1]}, "at most 16384 items"),
+        ({str(i): 0 for i in range(3000)}, "more than 2048 keys"),
+        ({"logit_bias": {str(i): "x" for i in range(3000)}}, "more than 2048 keys"),
+        ({"guided_choice": [1] * 100_000}, "guided_choice.0=1: Input should be a valid string"),
+    ],
+)
+def test_a_body_of_many_faults_is_read_to_the_first(fields, words):
+    with pytest.raises(Refusal, match=words) as refusal:
+        parsed(CompletionBody, json.dumps({"prompt": "x"} | fields).encode())
+    assert refusal.value.status == 400 and len(str(refusal.value)) < 400
+
+
+def test_a_page_of_another_site_cannot_ask(server):
+    named = {"Host": "pages.example:80"}
+    assert server.http.get("/v1/models", headers=named).status_code == 403
+    assert server.http.get("/v1/models", headers={"Host": "localhost:1"}).status_code == 200
+
+
+def test_paths_and_methods_that_are_not_there_are_refused(server):
+    assert server.http.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
+    assert server.http.get("/v1/completions").status_code == 405
+    with pytest.raises(openai.InternalServerError, match="makes no embeddings"):
+        server.openai.embeddings.create(model="tiny", input="x")
+
+
+def leave_stream(server):
+    stream = server.complete(max_tokens=LENGTH - 10, ignore_eos=True, stream=True)
+    next(iter(stream))
+    stream.close()
+
+
+def leave_answer(server):
+    with pytest.raises(openai.APITimeoutError):
+        server.complete(max_tokens=LENGTH - 10, ignore_eos=True, n=4, timeout=0.5)
+
+
+def leave_prefill(server):
+    with pytest.raises(openai.APITimeoutError):
+        server.complete([[i] * (LENGTH - 10) for i in range(8)], max_tokens=1, timeout=0.3)
+
+
+@pytest.mark.parametrize("leave", [leave_stream, leave_answer, leave_prefill])
+def test_a_client_that_leaves_frees_its_pages(server, leave):
+    before = server.metric('request_success_total{finished_reason="abort"}')
+    leave(server)
+    server.wait_until_idle()
+    assert server.metric('request_success_total{finished_reason="abort"}') > before
+
+
+def test_figures_count_requests_and_tokens(server):
+    names = "prompt_tokens_total", "generation_tokens_total", "e2e_request_latency_seconds_count"
+    before = [*map(server.metric, names)]
+    server.complete("Hello", max_tokens=7, ignore_eos=True, n=2)
+    after = [*map(server.metric, names)]
+    assert [new - old for new, old in zip(after, before, strict=True)] == [10, 14, 2]
+
+
+def test_a_conversation_streamed_is_the_answer_that_is_not_streamed(server):
+    whole = server.chat(logprobs=True, top_logprobs=2)
+    chunks = [chunk.choices[0] for chunk in server.chat(stream=True, logprobs=True, top_logprobs=2)]
+    text = "".join(chunk.delta.content or "" for chunk in chunks)
+    assert text == whole.choices[0].message.content and chunks[0].delta.role == "assistant"
+    assert chunks[-1].finish_reason == whole.choices[0].finish_reason
+    content = [token for chunk in chunks for token in chunk.logprobs.content]
+    assert content == whole.choices[0].logprobs.content and len(content[0].top_logprobs) == 2
+
+
+def test_a_conversation_becomes_the_templates_text(server):
+    body = {"messages": HELLO}
+    tokens = server.http.post("/tokenize", json=body).json()["tokens"]
+    marked = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    assert tokens == server.http.post("/tokenize", json={"prompt": marked}).json()["tokens"]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
+    assert server.chat().usage.prompt_tokens == len(tokens)
+    assert server.chat(messages=parts).choices == server.chat().choices
+
+
+def test_an_answer_follows_a_json_schema(server):
+    schema = {
+        "type": "object",
+        "properties": {"kind": {"enum": ["a", "b"]}, "n": {"type": "integer", "maximum": 99}},
+        "required": ["kind", "n"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    answer = server.chat(response_format=form, max_tokens=60, logit_bias=SPACES)
+    value = json.loads(answer.choices[0].message.content)
+    assert value["kind"] in ("a", "b") and isinstance(value["n"], int)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+def test_a_tool_that_is_asked_for_is_called(server, choice):
+    options = {"tools": [TOOL], "tool_choice": choice, "max_tokens": 80, "logit_bias": SPACES}
+    answer = server.chat(**options).choices[0]
+    (call,) = answer.message.tool_calls
+    assert call.function.name == "add" and json.loads(call.function.arguments)["a"] in (1, 2)
+    assert answer.finish_reason == ("tool_calls" if choice == "required" else "stop")
+    chunks = [chunk.choices[0] for chunk in server.chat(**options, stream=True)]
+    (streamed,) = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
+    for name in ("name", "arguments"):
+        assert getattr(streamed.function, name) == getattr(call.function, name)
+    assert not any(chunk.delta.content for chunk in chunks)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0"),
+        ({"top_logprobs": 3}, "top_logprobs: is for logprobs=true"),
+        ({"tool_choice": "required"}, "tool_choice: is for tools, and there are none"),
+        ({"audio": {}}, "audio={}: this server does not know it"),
+        ({"prompt_logprobs": 2}, "prompt_logprobs=2: this server does not support it"),
+    ],
+)
+def test_what_a_conversation_cannot_have_is_refused_by_name(server, fields, words):
+    with pytest.raises(openai.BadRequestError, match=re.escape(words)):
+        server.openai.chat.completions.create(model="tiny", messages=HELLO, extra_body=fields)
+
+
+def test_keys_a_full_queue_and_the_end_by_a_signal(folder, tmp_path):
+    """One process, because each takes seconds to start."""
+    (tmp_path / "keys").write_text("first\n\n second \n")
+    options = ["--api-key-file", str(tmp_path / "keys"), "serve.max_requests=1", "serve.queue=1"]
+    with serving(folder, tmp_path / "log", *options, key="second") as server:
+        for header in ("", "second", "Bearer firs", "Bearer third"):
+            headers = {"Authorization": header}
+            for path in ("/v1/models", "/tokenizer_info"):
+                assert server.http.get(path, headers=headers).status_code == 401
+        with pytest.raises(openai.AuthenticationError):
+            server.openai.with_options(api_key="third").models.list()
+        assert server.http.get("/health", headers={"Authorization": ""}).status_code == 200
+
+        streams = [server.complete(max_tokens=600, ignore_eos=True, stream=True) for _ in range(2)]
+        with pytest.raises(openai.RateLimitError) as full:
+            server.complete()
+        assert full.value.response.headers["Retry-After"] == "1"
+        streams[1].close()
+
+        next(iter(streams[0]))
+        for _ in range(2):  # as some send it to a process and to its group
+            server.process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + 5
+        while server.http.get("/health").status_code == 200:
+            assert time.monotonic() < deadline
+        with pytest.raises(openai.InternalServerError, match="shutting down"):
+            server.complete()
+        assert joined(streams[0])[1] == "length"
+        assert server.process.wait(30) == 0 and "Traceback" not in server.output.read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--api-key-file", "none"], "--api-key-file none: cannot be read"),
+        (["--api-key-file", "/dev/null"], "has no key"),
+        (["--port", "70000"], "--port 70000: must be a number from 0 to 65535"),
+        (["--tool-parser", "x"], "--tool-parser x: is none of hermes"),
+        (["--host", "203.0.113.1"], "cannot listen there"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_the_model_is_read(capsys, options, words):
+    assert cli.main(["serve", "no-such-folder", *options]) == 1
+    assert words in capsys.readouterr().err
+
+
+class Engine:
+    """An engine that gives a token a step, and fails at a step."""
+
+    def __init__(self, fails=None):
+        limits = types.SimpleNamespace(requests=2)
+        self.scheduler = types.SimpleNamespace(limits=limits, pools=[[]], running=[])
+        self.tasks, self.fails, self.steps, self.added = {}, fails, 0, 0
+
+    def check(self, prompt):
+        if not prompt:
+            raise DataError("the prompt is empty")
+
+    def add(self, prompt, sampling):
+        self.added += 1
+        self.tasks[self.added] = sampling
+        return self.added
+
+    def abort(self, number):
+        self.tasks.pop(number, None)
+
+    @property
+    def busy(self):
+        return bool(self.tasks)
+
+    def step(self):
+        self.steps += 1
+        time.sleep(0.001)
+        if self.steps == self.fails:
+            raise RuntimeError("out of memory")
+        outputs = []
+        for number, sampling in [*self.tasks.items()]:
+            if sampling.grammar:
+                sampling.grammar.accept(7)
+            finish = "stop" if sampling.grammar and sampling.grammar.finished else None
+            outputs.append(Output(number, (Token(7),), finish=finish))
+            if finish:
+                del self.tasks[number]
+        return outputs
+
+
+def test_a_failing_engine_fails_all_requests_and_hangs_none():
+    async def ask():
+        service = Service(Engine(fails=20), queue=2)
+        service.start()
+        ask = Ask([1], Sampling(max_tokens=10**9))
+        answers = [service.submit([ask, ask]), service.submit([ask])]
+        for each in answers:
+            with pytest.raises(Failed, match="out of memory"):
+                async for _ in each:
+                    pass
+        with pytest.raises(Failed):
+            service.submit([ask])
+        await asyncio.wait_for(service.drain(), 5)
+        await service.stop()
+
+    asyncio.run(asyncio.wait_for(ask(), 20))
+
+
+def test_a_server_whose_engine_failed_is_not_healthy_and_says_why():
+    async def ask():
+        service = Service(Engine(), queue=2)
+        service.failure = RuntimeError("out of memory")
+        app = make_app(State(types.SimpleNamespace(engine=service.engine), service, "tiny"))
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            health = await client.get("/health")
+            answer = await client.post("/v1/completions", json={"prompt": [1]})
+        for response in (health, answer):
+            assert response.status_code == 503
+            assert "out of memory" in response.json()["error"]["message"]
+
+    asyncio.run(ask())
+
+
+class Broken:
+    """A grammar that cannot go on after a token."""
+
+    finished = False
+
+    def mask(self):
+        return np.full(1, -1, np.int32)
+
+    def accept(self, token):
+        raise ConfigError("grammar: the answer cannot go on")
+
+
+def test_a_grammar_that_fails_ends_its_own_request_only():
+    async def ask():
+        engine = Engine()
+        service = Service(engine, queue=2)
+        service.start()
+        answers = service.submit([Ask([1], Sampling(max_tokens=10**9, grammar=Broken()))])
+        other = service.submit([Ask([1], Sampling(max_tokens=10**9))])
+        with pytest.raises(ConfigError, match="cannot go on"):
+            async for _ in answers:
+                pass
+        steps = engine.steps
+        async for _ in other:
+            if engine.steps > steps + 5:
+                break
+        other.close()
+        await service.stop()
+
+    asyncio.run(asyncio.wait_for(ask(), 20))
+
+
+def test_closed_answers_leave_the_engine():
+    async def ask():
+        engine = Engine()
+        service = Service(engine, queue=2)
+        service.start()
+        answers = service.submit([Ask([1], Sampling(max_tokens=10**9))] * 3)
+        async for index, _ in answers:
+            if index == 1:
+                break
+        answers.close()
+        await asyncio.wait_for(service.drain(), 5)
+        while engine.busy:
+            await asyncio.sleep(0.01)
+        await service.stop()
+
+    asyncio.run(asyncio.wait_for(ask(), 20))

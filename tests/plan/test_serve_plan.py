@@ -1,0 +1,185 @@
+"""`maxstack plan --serve`: memory, room for requests and bounds on speed, counted by hand."""
+
+import json
+
+import pytest
+import tiny
+
+from maxstack import cli
+from maxstack.config import dump
+from maxstack.errors import ConfigError
+from maxstack.inference.bound import Device, Held
+from maxstack.inference.capacity import capacity
+from maxstack.inference.programs import serving
+from maxstack.plan import topology
+from maxstack.schema.config import Config
+from maxstack.schema.mesh import AXES
+
+MIXER = {"kind": "attention", "heads": 4, "kv_heads": 2, "head_dim": 8}
+MLA = {
+    "kind": "mla", "heads": 4, "kv_lora": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 8,
+}  # fmt: skip
+LAYER = 2 * 32 * 4 * 8 + 2 * 32 * 2 * 8 + 3 * 32 * 64
+"""Weights of a layer that are multiplied."""
+TABLE, NORMS = 32 * tiny.VOCAB, 4 * (4 * 2 * 32 + 32)
+BANDWIDTH, PEAK = 819e9, 197e12
+"""Of a v5e chip."""
+
+
+def config(mixer=MIXER, mesh=None, serve=None, **changes):
+    block = {"mixer": mixer, "mlp": {"kind": "gated", "hidden": 64}}
+    model = {"layers": 4, "pattern": ["block"], "dtype": "bfloat16", "blocks": {"block": block}}
+    return tiny.config(model=tiny.model(**model | changes), mesh=mesh or {}, serve=serve or {})
+
+
+def planned(cfg, where="v5e:1x1", lengths=(64,), prompt=None):
+    return capacity("tiny", lambda _: serving(cfg), topology.parse(where), lengths, prompt)
+
+
+def test_memory_and_requests_are_those_counted_by_hand():
+    made = planned(config())
+    memory, (row,) = made.memory, made.lengths
+    assert memory.weights == 2 * (4 * LAYER + 2 * TABLE) + NORMS
+    assert memory.step == 32 * (4 * tiny.VOCAB + 2 * (32 + 16 + 16 + 32 + 64 + 64 + 32))
+    assert memory.cache == (memory.usable - memory.weights - memory.step) / 2
+    assert made.token == 4 * 2 * 2 * 8 * 2 and row.bytes == 64 * made.token
+    assert row.fit == memory.cache // row.bytes
+
+
+def test_decode_reads_the_weights_once_and_the_cache_of_each_request():
+    speed = planned(config()).lengths[0].decode[8]
+    keys = (33 + 64) / 2
+    read = 2 * (4 * LAYER + TABLE) + NORMS + 8 * keys * 256
+    assert speed.limit == "memory" and speed.seconds == pytest.approx(read / BANDWIDTH)
+    assert speed.tokens_per_second == pytest.approx(8 / speed.seconds)
+
+
+def test_prefill_of_many_rows_is_bound_by_its_products():
+    speed = planned(config(serve={"rows": 4096}), prompt=32).lengths[0].prefill
+    flops = 2 * (4 * LAYER + TABLE) + 4 * 4 * 4 * 8 * (1 + 32) / 2
+    assert speed.limit == "compute" and speed.seconds == pytest.approx(4096 * flops / PEAK)
+
+
+def test_a_window_bounds_what_a_request_keeps_and_reads():
+    whole, window = (planned(config(m), lengths=(4096,)) for m in (MIXER, MIXER | {"window": 64}))
+    assert window.token == whole.token
+    assert window.lengths[0].bytes == (64 + 32 + 16) * whole.token
+    assert window.lengths[0].fit > 30 * whole.lengths[0].fit
+    assert window.lengths[0].decode[128].seconds < whole.lengths[0].decode[128].seconds / 10
+
+
+def test_mla_keeps_its_latent_and_one_rotated_key():
+    assert planned(config(MLA)).token == 4 * (16 + 4) * 2
+
+
+def test_recurrent_layers_keep_a_state_of_each_request_and_snapshots():
+    mixer = {
+        "kind": "gated_delta", "key_heads": 2, "key_dim": 8, "value_heads": 4, "value_dim": 8,
+        "conv": 4,
+    }  # fmt: skip
+    made = planned(config(mixer, serve={"snapshots": 5}))
+    state = 4 * (4 * 8 * 8 * 4 + 3 * (2 * 8 + 2 * 8 + 4 * 8) * 2)
+    assert made.token == 0 and made.lengths[0].bytes == state == made.state
+    assert made.memory.fixed == 6 * state
+
+
+def test_tensor_shards_weights_and_cache_of_one_replica():
+    one, two = planned(config()), planned(config(mesh={"data": 1, "tensor": 2}), "h100:1x2")
+    assert (one.replicas, two.replicas) == (1, 1) and two.token == one.token / 2
+    assert two.memory.weights == (one.memory.weights - NORMS) / 2 + NORMS
+
+
+def test_replicas_add_their_tokens():
+    one, four = planned(config()), planned(config(mesh={"data": 4}), "v5e:2x2")
+    speed, sum_of_four = (made.lengths[0].decode[32].tokens_per_second for made in (one, four))
+    assert four.replicas == 4 and sum_of_four == pytest.approx(4 * speed)
+
+
+def test_fsdp_shards_weights_that_the_network_brings():
+    made = planned(config(mesh={"data": 1, "fsdp": 4}), "v5e:2x2")
+    assert made.memory.weights < planned(config()).memory.weights / 3
+    assert made.lengths[0].decode[1].limit == "ICI"
+
+
+def test_rows_need_the_experts_that_they_choose_on_average():
+    held = Held(kept=80.0, read=80.0, gathered=(), chosen=2 / 8)
+    assert held.needed(1) == pytest.approx(20.0)
+    assert held.needed(2) == pytest.approx(80 * (1 - 0.75**2))
+    assert held._replace(spread=2).needed(1) == held.needed(2)
+
+
+def test_experts_come_from_the_devices_that_hold_them():
+    mlp = {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 32}
+    blocks = {"block": {"mixer": MIXER, "mlp": mlp}}
+    cfg = serving(config(blocks=blocks, mesh={"data": 1, "expert": 4}))
+    sizes = dict.fromkeys(AXES, 1) | {"expert": 4}
+    device = Device.of(cfg, topology.parse("v5e:2x2"), sizes)
+    experts = [held for held in device.held if held.chosen < 1]
+    assert {held.spread for held in experts} == {4} and len(experts) == 3
+    assert all(held.kept == held.read == 4 * 32 * 32 * 2 for held in experts)
+
+
+def test_weights_in_eight_bits_are_read_as_such():
+    cfg = config()
+    low = {"mode": "ptq", "rules": [{"module_path": ".*/(mixer|mlp)/.*", "weight_qtype": "int8"}]}
+    quantized = Config.model_validate(cfg.model_dump() | {"quantization": low})
+    seconds = [planned(each).lengths[0].decode[1].seconds for each in (cfg, quantized)]
+    assert seconds[1] < 0.75 * seconds[0]
+
+
+def test_a_cache_that_is_given_is_shared_by_the_devices_of_a_replica():
+    cfg = config(mesh={"data": 1, "tensor": 2}, serve={"cache": 8.0})
+    assert planned(cfg, "h100:1x2").memory.cache == 4 * 2**30
+
+
+def test_a_cache_beyond_the_memory_is_refused():
+    with pytest.raises(ConfigError, match=r"serve.cache=100: a device has 15\.\d+ GiB beside"):
+        planned(config(serve={"cache": 100.0}))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """The figures of a 70B model on eight H100."""
+    file = tmp_path_factory.mktemp("plan") / "plan.json"
+    words = ["plan", "synthetic", "model=llama-3.1-70b", "mesh.data=1", "mesh.tensor=8", "--serve"]
+    assert cli.main([*words, "--topology", "h100:1x8", "--json", str(file)]) == 0
+    return json.loads(file.read_text())
+
+
+def test_70b_fits_eight_h100_without_any_here(llama):
+    row = llama["lengths"][1]
+    assert llama["memory"]["weights"] == pytest.approx(2 * 70.55e9 / 8, rel=0.001)
+    assert llama["token"] == 80 * 2 * 8 * 128 * 2 / 8
+    assert [each["length"] for each in llama["lengths"]] == [1024, 4096, 16384]
+    assert 100 < row["fit"] < 300
+    assert row["decode"]["1"]["tokens_per_second"] == pytest.approx(190, rel=0.05)
+
+
+def test_what_does_not_fit_is_refused_with_what_would(capsys):
+    words = ["plan", "synthetic", "model=llama-3.1-70b", "--serve", "--topology", "h100:1x8"]
+    assert cli.main(words) == 1
+    message = capsys.readouterr().err
+    assert "not one request of 1,024 tokens fits h100:1x8: a device has 72.78 GiB" in message
+    assert "use mesh.data=4 mesh.fsdp=1 mesh.expert=1 mesh.tensor=2" in message
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--length", "100"], "--length 100: is of requests; give --serve too"),
+        (["--serve", "--search"], "--search: is about training"),
+        (["--serve", "--length", "8", "--prompt", "8"], "--prompt 8: leaves no room for an answer"),
+        (["--serve", "--length", "99", "serve.max_length=64"], "--length 99: the model takes 64"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options, message, tmp_path, capsys):
+    (tmp_path / "tiny.yml").write_text(dump(config()))
+    assert cli.main(["plan", str(tmp_path / "tiny.yml"), "--topology", "v5e:1x1", *options]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_runs_folder_says_how_long_its_requests_are(tmp_path, capsys):
+    (tmp_path / "config.yml").write_text(dump(config()))
+    assert cli.main(["plan", str(tmp_path), "--serve", "--topology", "v5e:1x1"]) == 0
+    printed = capsys.readouterr().out
+    assert "1 x TPU v5 lite" in printed and "24           48" in printed
