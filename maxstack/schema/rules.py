@@ -24,6 +24,7 @@ def faults(cfg: "Config") -> list[Fault]:
         _positions,
         _schedules,
         _evaluation,
+        _samples,
         _steps,
         _folder,
         _tiers,
@@ -98,6 +99,8 @@ def _schedules(cfg: "Config") -> Iterator[Fault]:
 
 
 def _samples(cfg: "Config") -> Iterator[Fault]:
+    if cfg.eval.samples is None:
+        return
     if not cfg.eval.every:
         yield "eval.samples", "samples are written at evaluations, but eval.every is 0"
     if cfg.objective.kind != "next_token":
@@ -110,8 +113,8 @@ def _samples(cfg: "Config") -> Iterator[Fault]:
         if getattr(cfg.mesh, axis) > 1:
             yield (
                 "eval.samples",
-                f"weights on a mesh with {axis}={getattr(cfg.mesh, axis)} cannot generate; leave it "
-                "out, and use `maxstack generate` on a checkpoint",
+                f"weights on a mesh with {axis}={getattr(cfg.mesh, axis)} cannot generate; leave "
+                "it out, and use `maxstack generate` on a checkpoint",
             )
     if "params" in cfg.mesh.offload:
         yield "eval.samples", "weights in the host's memory cannot generate; leave it out"
@@ -127,8 +130,6 @@ def _evaluation(cfg: "Config") -> Iterator[Fault]:
                 "eval.data, or eval.every: 0",
             )
         return
-    if cfg.eval.samples:
-        yield from _samples(cfg)
     if cfg.eval.baselines:
         yield (
             "eval.baselines",
