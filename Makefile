@@ -34,6 +34,7 @@ docs: .venv/installed
 
 bench: .venv/installed
 	$(BIN)/python scripts/bench_cpu.py
+	$(BIN)/python scripts/bench_serve.py
 
 clean:
 	rm -rf .venv .venv-oracle .venv-xpk

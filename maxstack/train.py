@@ -18,7 +18,7 @@ from maxstack.cluster.exit_codes import CRASHED, RETRY
 from maxstack.command import CONFIG, OVERRIDES, argument, command, load_config
 from maxstack.errors import ConfigError
 from maxstack.faults import supervise
-from maxstack.hardware import compiling, devices
+from maxstack.hardware import devices
 from maxstack.report.console import tell
 
 if TYPE_CHECKING:
@@ -131,6 +131,8 @@ def train(
     from maxstack.evals.held_out import Evaluator
     from maxstack.faults.policy import Policy, refusal
     from maxstack.faults.preemption import Preemption
+    from maxstack.hardware.compiling import keep_programs
+    from maxstack.inference.samples import Samples
     from maxstack.meter import Meter
     from maxstack.plan import fit
     from maxstack.report import goodput, run_folder
@@ -142,7 +144,7 @@ def train(
 
     joining.join(cfg)
     heart = startup.watched(cfg, ending)
-    compiling.keep_programs(cfg.run.compilation_cache)
+    keep_programs(cfg.run.compilation_cache)
     fits(cfg.data, cfg.objective.token_ids(cfg.model.vocab))
     run = assemble(cfg, startup.make_mesh(cfg, left))
     fit.check_memory(run)
@@ -179,7 +181,7 @@ def train(
         ledger.close()
         return 0
     ledger.resume(begin)
-    compilation = startup.compile_step(run)
+    compiling = startup.compile_step(run)
     startup.introduce(run, feed.describe(), log, begins=state is None)
     feed.start()
     frozen = startup.frozen(run)
@@ -188,8 +190,9 @@ def train(
     if first:
         run_folder.write_records(run.cfg, run.kernels, folder)
     evaluator = Evaluator(run, log, writer, frozen) if cfg.eval.every else None
+    samples = Samples(run, log, writer) if cfg.eval.samples else None
     with ledger.spent("compile"):
-        compiled, seconds = compilation.result()
+        compiled, seconds = compiling.result()
     log.say(f"{'loaded' if cfg.run.executable else 'compiled'} the step in {seconds:.1f} s")
 
     stop = Preemption(heart.interrupted) if heart else Preemption()
@@ -259,6 +262,8 @@ def train(
             if evaluator and evaluate:
                 with ledger.spent("evaluation"):
                     eval_loss = evaluator(step, state)
+                    if samples:
+                        samples(step, state)
             if saves and save:
                 with ledger.spent("save"):
                     saves.save(step, state, feed, policy.to_json(), eval_loss, done or preempted)

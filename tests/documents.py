@@ -107,7 +107,7 @@ def make_folder(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text(
             rows if name == "mine" else rows[:2000].rpartition("\n")[0] + "\n"
         )
-    (folder / "prompts.jsonl").write_text('{"id": 1, "prompt": "alpha"}\n{"tokens": [3, 4]}\n')
+    (folder / "prompts.jsonl").write_text('{"id": "a", "prompt": "alpha"}\n{"tokens": [3, 4]}\n')
     for name in ("text", "held-out"):
         (folder / "gcs" / name).mkdir(parents=True)
         (folder / "gcs" / name / "a.jsonl").write_text(rows)

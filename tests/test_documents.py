@@ -65,6 +65,7 @@ INSTEAD = {
     "--step 400": "--step 0",
     "--recipe int4": "--recipe int8",
     "--workers 32": "--workers 1",
+    "--length 128 --prompt 64": "--length 64 --prompt 32",
 }
 """Options that fit the stand-in runs, by the options of a page."""
 PAGES = {

@@ -171,11 +171,8 @@ def configured(args: Namespace) -> "Config":
     """The configuration, without virtual devices where the topology is not this machine."""
     from maxstack.load import load
 
-    return load(args.config, [*args.overrides, *_elsewhere(args)])
-
-
-def _elsewhere(args: Namespace) -> list[str]:
-    return [] if args.topology == "here" else ["run.virtual_devices=null"]
+    elsewhere = [] if args.topology == "here" else ["run.virtual_devices=null"]
+    return load(args.config, [*args.overrides, *elsewhere])
 
 
 def topology_of(args: Namespace, cfg: "Config") -> "Topology":
@@ -191,17 +188,17 @@ def _serve(args: Namespace) -> int:
     """Print the capacity of an engine; 0, since one that has room for nothing is refused."""
     _check_options(args)
     from maxstack.inference import capacity
-
-    overrides = [*args.overrides, *_elsewhere(args)]
-    cfg, longest = capacity.opened(args.config, overrides)
-    lengths = capacity.lengths_of(args.length, args.prompt, longest)
-    topology = topology_of(args, cfg)
     from maxstack.inference.programs import serving
+    from maxstack.plan import topology
+
+    where = topology.parse(args.topology)
+    longest = capacity.opened(args.config, args.overrides, where.size)[1]
+    lengths = capacity.lengths_of(args.length, args.prompt, longest)
 
     def configured(more: Sequence[str]) -> "Config":
-        return serving(capacity.opened(args.config, [*overrides, *more])[0])
+        return serving(capacity.opened(args.config, [*args.overrides, *more], where.size)[0])
 
-    plan = capacity.capacity(args.config, configured, topology, lengths, args.prompt)
+    plan = capacity.capacity(args.config, configured, where, lengths, args.prompt)
     print(capacity.text(plan))
     write_json(args.json, plan.json())
     return 0

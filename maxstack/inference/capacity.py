@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from maxstack.errors import ConfigError
 from maxstack.inference.bound import Device, Speed, forward_flops, held
 from maxstack.inference.layout import Kept, Layout
-from maxstack.inference.started import GIB, SHARE, files_of, longest_of
+from maxstack.inference.started import GIB, SHARE, Opened, files_of, longest_of, placed
 from maxstack.plan.report import bytes_text
 from maxstack.plan.topology import Topology
 from maxstack.report.table import table
@@ -140,19 +140,20 @@ def usable_bytes(topology: Topology) -> int:
     return size
 
 
-def opened(config: str, overrides: Sequence[str]) -> tuple["Config", int | None]:
-    """The configuration of a file, a preset or a model, and the most tokens that it takes, None
-    where nothing says."""
+def opened(config: str, overrides: Sequence[str], devices: int) -> tuple["Config", int | None]:
+    """The configuration of a file, a preset or a model, placed over devices as an engine places it,
+    and the most tokens that it takes, None where nothing says."""
     from maxstack.config import storage
     from maxstack.data import hub
     from maxstack.inference.opened import config_of
     from maxstack.load import load
 
-    own = None
-    if storage.kind(config) == "directory" or hub.named(config):
-        cfg, own = config_of(config, overrides)
-    else:
-        cfg = load(config, overrides)
+    def read(words: Sequence[str]) -> Opened:
+        if storage.kind(config) == "directory" or hub.named(config):
+            return config_of(config, words)
+        return load(config, words), None
+
+    cfg, own = placed(read, overrides, devices)
     longest = cfg.serve.max_length or cfg.model.positions
     if longest is None and (own or cfg.model.weights):
         longest = longest_of(cfg, own, files_of(cfg, own))

@@ -36,12 +36,13 @@ class Engine:
         adapters: Adapters = Adapters(),  # noqa: B008 (it holds nothing)
     ):
         """`run` is assembled from `programs.serving(cfg)`; `params` are taken over, and deleted
-        where they are replaced."""
+        where they are replaced; None: `load` brings them."""
         self.cfg, self.max_length = run.cfg, max_length
         self._layout = Layout.of(run.cfg.model)
         self.adapters = adapters.names
         weights = adapters.weights
-        self.programs = Programs(run, params, self._layout, limits, max_length, weights)
+        self.programs = Programs(run, self._layout, limits, max_length, weights)
+        self.programs.load(params)
         self._sampler = Sampler(run.cfg.model.vocab, max_length)
         if run.cfg.serve.speculate and self._layout.recurrent:
             raise ConfigError(
@@ -53,6 +54,13 @@ class Engine:
         self._tasks: dict[int, Task] = {}
         self._added = 0
         self.drafted = self.accepted = 0
+
+    def load(self, params: Any) -> None:
+        """Other weights, which are kept as they are, or None to forget them; nothing that was
+        cached is used again."""
+        assert not self._tasks, "requests began with other weights"
+        self.programs.load(params, keep=True)
+        self.scheduler.forget()
 
     def check(self, prompt: Sequence[int]) -> None:
         """DataError for a prompt that cannot be answered. Safe to call from any thread."""

@@ -71,7 +71,6 @@ class Programs:
     def __init__(
         self,
         run: "Run",
-        params: Any,
         layout: Layout,
         limits: Limits,
         max_length: int,
@@ -84,12 +83,12 @@ class Programs:
         self.sizes = sizes_of(limits)
         self._max_length = max_length
         self._graph, self._adapters = run.graph, adapters
-        panels: dict[str, Panels] = {}
+        self._params: Any = None
+        self._panels: dict[str, Panels] = {}
         if run.mesh.size == 1 and run.mesh.devices.flat[0].platform == "cpu":
             from maxstack.weights.panels import in_panels
 
-            self._graph, panels = in_panels(run.graph, run.weights.rewrite.state)
-        self._params = prepared(run, params, panels)
+            self._graph, self._panels = in_panels(run.graph, run.weights.rewrite.state)
         ordered = in_order(run.mesh)
         self.cache = jax.jit(
             self._empty, out_shardings=self._shardings(), compiler_options=ordered
@@ -106,6 +105,13 @@ class Programs:
             out_shardings=self._shardings(),
             compiler_options=ordered,
         )
+
+    def load(self, params: Any, keep: bool = False) -> None:
+        """Take the weights of the run in place of those before; unless they are to be kept, arrays
+        are deleted as others are made of them. None: forget them."""
+        self._params = None
+        if params is not None:
+            self._params = prepared(self._run, params, self._panels, keep)
 
     def batch(self, pieces: Sequence[Rowed], wanted: int) -> tuple[Batch, list[int]]:
         """Pieces as a step of the smallest size that holds them, each replica's from its own first
@@ -216,10 +222,10 @@ class Programs:
         ]
 
 
-def prepared(run: "Run", params: Any, panels: Mapping[str, "Panels"]) -> Any:
+def prepared(run: "Run", params: Any, panels: Mapping[str, "Panels"], keep: bool) -> Any:
     """Weights as steps of inference read them: stacks of the pattern's repetitions as tuples, what
-    is multiplied in the compute dtype kept in it, which changes no bit, and some in panels. Deletes
-    the arrays that it replaces."""
+    is multiplied in the compute dtype kept in it, which changes no bit, and some in panels. Arrays
+    that are replaced are deleted, unless they are to be kept."""
     uses = {
         "/".join(map(str, path)): param.get_metadata().get("use")
         for path, param in nnx.to_flat_state(run.weights.rewrite.state)
@@ -238,6 +244,7 @@ def prepared(run: "Run", params: Any, panels: Mapping[str, "Panels"]) -> Any:
             kept = jax.tree.map(make, kept)
         if kept is not array:
             jax.block_until_ready(kept)
-            array.delete()
+            if not keep:
+                array.delete()
         weights[name] = kept
     return tree(weights)

@@ -123,6 +123,11 @@ class Scheduler:
         else:
             self.waiting.remove(task)
 
+    def forget(self) -> None:
+        """Contents of all pages and snapshots."""
+        for pool in [*self._snapshots, *(pool for pools in self.pools for pool in pools)]:
+            pool.forget_all()
+
     def schedule(self) -> tuple[list[Piece], list[Copy]]:
         """Pieces of the next step, those of a replica within its rows, and copies to make before
         it."""

@@ -2,9 +2,10 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,8 @@ OVERRIDES = (
     "mesh.rules.residual=null",
 )
 """A run's own mesh is for training; rows of inference have no sequence to split."""
+Opened = tuple["Config", Path | None]
+"""A configuration, and the run's folder, None for a Hugging Face folder."""
 USUAL = 2048
 """serve.max_length of a model that says nothing of its length."""
 
@@ -58,7 +61,7 @@ def start(model: str, overrides: Sequence[str], adapter: str | None = None) -> S
 
     from maxstack.inference.programs import serving
 
-    cfg, own = _placed(model, overrides, jax.device_count())
+    cfg, own = placed(functools.partial(config_of, model), overrides, jax.device_count())
     if cfg.objective.kind == "masked_diffusion":
         raise ConfigError(f"{model}: was trained by masked diffusion; `maxstack sample` is for it")
     cfg = serving(cfg)
@@ -84,18 +87,21 @@ def start(model: str, overrides: Sequence[str], adapter: str | None = None) -> S
     return Served(model, cfg, engine, folder, tokenizer, stop_tokens)
 
 
-def _placed(model: str, overrides: Sequence[str], devices: int) -> tuple["Config", Path | None]:
-    """The configuration with the mesh that `overrides` ask for, else the largest share of the
-    devices over `tensor` that the model's sizes divide by, and replicas over the rest."""
-    if any(override.startswith("mesh") for override in overrides):
-        return config_of(model, [*OVERRIDES, *overrides])
+def placed(
+    opened: Callable[[Sequence[str]], Opened], overrides: Sequence[str], devices: int
+) -> Opened:
+    """What `opened` makes of overrides, with the mesh that `overrides` ask for, else the largest
+    share of the devices over `tensor` that the model's sizes divide by, and replicas over the
+    rest."""
     each = *OVERRIDES, f"train.batch_size={devices}"
+    if any(override.startswith("mesh") for override in overrides):
+        return opened([*each, *overrides])
     for tensor in range(devices, 1, -1):
         sizes = f"mesh.tensor={tensor}", f"mesh.data={devices // tensor}"
         if devices % tensor == 0:
             with contextlib.suppress(ConfigError):
-                return config_of(model, [*each, *sizes, *overrides])
-    return config_of(model, [*each, f"mesh.data={devices}", *overrides])
+                return opened([*each, *sizes, *overrides])
+    return opened([*each, f"mesh.data={devices}", *overrides])
 
 
 def limits_of(cfg: "Config", layout: Layout, longest: int, free: int | None) -> tuple[Limits, int]:

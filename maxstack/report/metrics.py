@@ -28,6 +28,9 @@ class Writer:
                 if name != "step" and isinstance(value, int | float):
                     section = "eval" if name.startswith("eval_") else "train"
                     self._board.add_scalar(f"{section}/{name}", value, row["step"])
+                elif isinstance(value, list):
+                    texts = "\n\n---\n\n".join(map(str, value))
+                    self._board.add_text(name, texts, row["step"])
 
     def close(self) -> None:
         """Flush and close TensorBoard's file."""

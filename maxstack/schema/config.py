@@ -8,7 +8,14 @@ from typing import Literal
 
 from pydantic import Field
 
-from maxstack.config import Fault, NonNegativeInt, PositiveInt, Section
+from maxstack.config import (
+    Fault,
+    Items,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    Section,
+)
 from maxstack.schema.checkpoint import CheckpointConfig
 from maxstack.schema.data import DataConfig
 from maxstack.schema.decoder import DecoderConfig
@@ -111,6 +118,17 @@ class XlaConfig(Section):
                 )
 
 
+class SamplesConfig(Section):
+    """Texts that a model writes while it is trained."""
+
+    prompts: Items[str] = Field(min_length=1)
+    """How the texts begin."""
+    tokens: PositiveInt = 64
+    """Tokens of each, after its prompt."""
+    temperature: NonNegativeFloat = 0.8
+    """Divides the logits; 0: the likeliest token."""
+
+
 class EvalConfig(Section):
     """Loss and bits per byte on held-out documents: at the start, during and at the end of
     training. The bytes are those of the documents as UTF-8, whatever a tokenizer makes of them."""
@@ -126,6 +144,9 @@ class EvalConfig(Section):
     data.sources hold out."""
     baselines: bool = False
     """At the end, print what gzip -9 and an order-2 byte model reach on the same documents."""
+    samples: SamplesConfig | None = None
+    """Texts that the model writes at each evaluation, to the log, metrics.jsonl and TensorBoard;
+    null: none."""
 
 
 class Config(Section):

@@ -24,6 +24,7 @@ def faults(cfg: "Config") -> list[Fault]:
         _positions,
         _schedules,
         _evaluation,
+        _samples,
         _steps,
         _folder,
         _tiers,
@@ -95,6 +96,28 @@ def _positions(cfg: "Config") -> Iterator[Fault]:
 def _schedules(cfg: "Config") -> Iterator[Fault]:
     for key, message in schedule_faults(cfg.optimizer, cfg.train.steps):
         yield f"optimizer.{key}", message
+
+
+def _samples(cfg: "Config") -> Iterator[Fault]:
+    if cfg.eval.samples is None:
+        return
+    if not cfg.eval.every:
+        yield "eval.samples", "samples are written at evaluations, but eval.every is 0"
+    if cfg.objective.kind != "next_token":
+        yield (
+            "eval.samples",
+            f"objective.kind={cfg.objective.kind} gives no model that goes on from a prompt; leave "
+            "it out",
+        )
+    for axis in ("stage", "context"):
+        if getattr(cfg.mesh, axis) > 1:
+            yield (
+                "eval.samples",
+                f"weights on a mesh with {axis}={getattr(cfg.mesh, axis)} cannot generate; leave "
+                "it out, and use `maxstack generate` on a checkpoint",
+            )
+    if "params" in cfg.mesh.offload:
+        yield "eval.samples", "weights in the host's memory cannot generate; leave it out"
 
 
 def _evaluation(cfg: "Config") -> Iterator[Fault]:

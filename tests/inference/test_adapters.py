@@ -37,7 +37,9 @@ def engine_of(folder, adapters, *mesh, **limits):
     served = read_adapters(run, params, adapters)
     pages = (40,) * len(Layout.of(cfg.model).reaches)
     sizes = {"rows": 8, "page": 4, "pages": pages, "requests": 4}
-    return Engine(run, params, Limits(**{**sizes, **limits}), 40, served)
+    engine = Engine(run, params, Limits(**{**sizes, **limits}), 40, served)
+    engine.programs.sizes = engine.programs.sizes[-1:]
+    return engine
 
 
 def answers(engine, asked):
@@ -78,20 +80,38 @@ def served(other):
     return engine_of(parity.GOLDENS / "llama", {"x": LORA, "y": other})
 
 
+def dora(name, folder):
+    """A golden adapter with lengths of columns drawn at random."""
+    rng, folder = np.random.default_rng(0), folder / "dora"
+    folder.mkdir()
+    said = json.loads((ADAPTERS / name / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(said | {"use_dora": True}))
+    tensors = load_file(ADAPTERS / name / TENSORS)
+    for key, b in [*tensors.items()]:
+        if key.endswith("lora_B.weight"):
+            lengths = rng.uniform(0.5, 1.5, b.shape[0]).astype(np.float32)
+            tensors[key.replace("lora_B.weight", "lora_magnitude_vector")] = lengths
+    save_file(tensors, folder / TENSORS)
+    return folder
+
+
 @pytest.mark.parametrize(
-    "name",
+    ("name", "lengths"),
     [
-        "lora-llama",
-        "dora-qwen3",
-        "latent-deepseek_v3",
-        pytest.param("fused-phi3", marks=pytest.mark.slow),
-        pytest.param("turned-gpt2", marks=pytest.mark.slow),
+        ("lora-llama", False),
+        ("dora-qwen3", True),
+        ("latent-deepseek_v3", True),
+        pytest.param("fused-phi3", False, marks=pytest.mark.slow),
+        pytest.param("turned-gpt2", False, marks=pytest.mark.slow),
     ],
 )
-def test_an_adapter_beside_the_model_answers_as_the_model_that_it_is_merged_into(name, tmp_path):
+def test_an_adapter_beside_the_model_answers_as_the_model_that_it_is_merged_into(
+    name, lengths, tmp_path
+):
     model = parity.GOLDENS / name.partition("-")[2]
-    merge(model, Adapter(ADAPTERS / name), tmp_path / "merged", 1, lambda size: None)
-    beside = engine_of(model, {"x": str(ADAPTERS / name)})
+    adapter = dora(name, tmp_path) if lengths else ADAPTERS / name
+    merge(model, Adapter(adapter), tmp_path / "merged", 1, lambda size: None)
+    beside = engine_of(model, {"x": str(adapter)})
     made = answers(beside, [(prompt, "x") for prompt in PROMPTS])
     merged = engine_of(tmp_path / "merged", {})
     assert_alike(made, answers(merged, [(prompt, None) for prompt in PROMPTS]))

@@ -2,6 +2,7 @@
 
 import json
 
+import parity
 import pytest
 import tiny
 
@@ -10,7 +11,9 @@ from maxstack.config import dump
 from maxstack.errors import ConfigError
 from maxstack.inference.bound import Device, Held
 from maxstack.inference.capacity import capacity
+from maxstack.inference.layout import Layout
 from maxstack.inference.programs import serving
+from maxstack.inference.started import limits_of
 from maxstack.plan import topology
 from maxstack.schema.config import Config
 from maxstack.schema.mesh import AXES
@@ -29,7 +32,9 @@ BANDWIDTH, PEAK = 819e9, 197e12
 def config(mixer=MIXER, mesh=None, serve=None, **changes):
     block = {"mixer": mixer, "mlp": {"kind": "gated", "hidden": 64}}
     model = {"layers": 4, "pattern": ["block"], "dtype": "bfloat16", "blocks": {"block": block}}
-    return tiny.config(model=tiny.model(**model | changes), mesh=mesh or {}, serve=serve or {})
+    return tiny.config(
+        model=tiny.model(**model | changes), mesh=mesh or {}, serve={"rows": 32} | (serve or {})
+    )
 
 
 def planned(cfg, where="v5e:1x1", lengths=(64,), prompt=None):
@@ -44,6 +49,15 @@ def test_memory_and_requests_are_those_counted_by_hand():
     assert memory.cache == (memory.usable - memory.weights - memory.step) / 2
     assert made.token == 4 * 2 * 2 * 8 * 2 and row.bytes == 64 * made.token
     assert row.fit == memory.cache // row.bytes
+
+
+def test_the_engine_makes_room_for_as_many_requests():
+    cfg = config(mesh={"data": 1, "tensor": 2}, serve={"max_requests": 10**7, "max_length": 64})
+    made, layout = planned(cfg, "h100:1x2"), Layout.of(cfg.model)
+    shards = layout.shards(cfg.mesh, dict.fromkeys(AXES, 1) | {"tensor": 2})
+    free = int((made.memory.usable - made.memory.weights) * shards)
+    limits, _ = limits_of(cfg, layout, 64, free)
+    assert shards == 2 and limits.pages[0] / 4 == pytest.approx(made.lengths[0].fit, rel=1e-4)
 
 
 def test_decode_reads_the_weights_once_and_the_cache_of_each_request():
@@ -141,7 +155,7 @@ def test_a_cache_beyond_the_memory_is_refused():
 def llama(tmp_path_factory):
     """The figures of a 70B model on eight H100."""
     file = tmp_path_factory.mktemp("plan") / "plan.json"
-    words = ["plan", "synthetic", "model=llama-3.1-70b", "mesh.data=1", "mesh.tensor=8", "--serve"]
+    words = ["plan", "synthetic", "model=llama-3.1-70b", "--serve"]
     assert cli.main([*words, "--topology", "h100:1x8", "--json", str(file)]) == 0
     return json.loads(file.read_text())
 
@@ -156,8 +170,8 @@ def test_70b_fits_eight_h100_without_any_here(llama):
 
 
 def test_what_does_not_fit_is_refused_with_what_would(capsys):
-    words = ["plan", "synthetic", "model=llama-3.1-70b", "--serve", "--topology", "h100:1x8"]
-    assert cli.main(words) == 1
+    words = ["plan", "synthetic", "model=llama-3.1-70b", "mesh.data=8", "--serve"]
+    assert cli.main([*words, "--topology", "h100:1x8"]) == 1
     message = capsys.readouterr().err
     assert "not one request of 1,024 tokens fits h100:1x8: a device has 72.78 GiB" in message
     assert "use mesh.data=4 mesh.fsdp=1 mesh.expert=1 mesh.tensor=2" in message
@@ -176,6 +190,12 @@ def test_options_that_do_not_go_together_are_refused(options, message, tmp_path,
     (tmp_path / "tiny.yml").write_text(dump(config()))
     assert cli.main(["plan", str(tmp_path / "tiny.yml"), "--topology", "v5e:1x1", *options]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_a_model_folder_is_placed_over_tensor_as_the_engine_places_it(capsys):
+    words = ["plan", str(parity.GOLDENS / "qwen3"), "--serve"]
+    assert cli.main([*words, "--topology", "h100:1x2"]) == 0
+    assert "mesh tensor=2" in capsys.readouterr().out
 
 
 def test_a_runs_folder_says_how_long_its_requests_are(tmp_path, capsys):

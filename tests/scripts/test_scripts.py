@@ -146,6 +146,20 @@ def test_bench_cpu_measures_steps_starts_and_attention(tmp_path):
 
 
 @pytest.mark.slow
+def test_bench_serve_measures_prefill_and_decode_beside_the_bandwidth(tmp_path):
+    process(
+        "bench_serve.py",
+        *("--size", "tiny", "--dtype", "f32", "--batch", "1", "--rounds", "1", "--tokens", "3"),
+        *("--peer-python", "no-such-python", "--json", tmp_path / "found.json"),
+    )
+    found = json.loads((tmp_path / "found.json").read_text())["tiny f32"]["tokens_per_second"]
+    assert {task: [*speeds] for task, speeds in found.items()} == {
+        "prefill 1 x 512": ["maxstack"],
+        "decode 1 x 16": ["maxstack", "bandwidth"],
+    }
+
+
+@pytest.mark.slow
 def test_bench_protection_compares_on_and_off(tmp_path):
     said = process(
         "bench_protection.py",

@@ -14,6 +14,9 @@ BLOCK = 128
 """Keys of a block. Blocks lie at fixed positions of a request and one that a row does not see
 changes nothing in it, so a row's bits do not depend on how many blocks others need."""
 LOWEST = -1e30
+Softmax = tuple[jax.Array, jax.Array, jax.Array]
+"""The largest score [..], the sum of exponentials above it [..], and of values weighed by them
+[.., V] (Milakov & Gimelshein 2018, arXiv:1805.02867)."""
 
 
 def run(
@@ -26,8 +29,7 @@ def run(
     value_dim: int | None,
     kv_heads: jax.Array | None,
 ) -> jax.Array:
-    """Online softmax (Milakov & Gimelshein 2018, arXiv:1805.02867) over the blocks from the first
-    to the last that any row sees."""
+    """Online softmax over the blocks from the first to the last that any row sees."""
     rows, heads, size = q_RNH.shape
     length = pages_PLCH.shape[1]
     pages = max(1, BLOCK // length)
@@ -40,35 +42,19 @@ def run(
     kv, value_size = sample[1].shape[1:]
     q_RKGH = q_RNH.astype(dtype).reshape(rows, kv, heads // kv, size)
 
-    def step(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        most_RKG, sum_RKG, o_RKGV = carry
+    def step(j: jax.Array, carry: Softmax) -> Softmax:
         ids = jax.lax.dynamic_slice_in_dim(tables_RW, j * pages, pages, axis=1)
         kept = pages_PLCH[ids].reshape(rows, block, *pages_PLCH.shape[2:]).astype(dtype)
         k_RBKH, v_RBKV = keys_and_values(kept, value_dim, kv_heads)
         scores = jnp.einsum("RKGH,RBKH->RKGB", q_RKGH, k_RBKH, preferred_element_type=jnp.float32)
         scores = capped(scores * request.scale, request)
         at_B = j * block + jnp.arange(block)
-        seen_RB = (at_B <= positions_R[:, None]) & (at_B >= first_R[:, None])
-        seen = seen_RB[:, None, None]
-        higher_RKG = jnp.maximum(most_RKG, jnp.where(seen, scores, LOWEST).max(-1))
-        share = jnp.where(seen, jnp.exp(scores - higher_RKG[..., None]), 0.0)
-        left_RKG = jnp.exp(most_RKG - higher_RKG)
-        added = jnp.einsum(
-            "RKGB,RBKV->RKGV", share.astype(dtype), v_RBKV, preferred_element_type=jnp.float32
-        )
-        return (
-            higher_RKG,
-            sum_RKG * left_RKG + share.sum(-1),
-            o_RKGV * left_RKG[..., None] + added,
-        )
+        seen = (at_B <= positions_R[:, None]) & (at_B >= first_R[:, None])
+        return absorbed(carry, scores, seen[:, None, None], v_RBKV, "RKGB,RBKV->RKGV")
 
     groups = (rows, kv, heads // kv)
-    start = jnp.full(groups, LOWEST), jnp.zeros(groups), jnp.zeros((*groups, value_size))
-    if sinks_N is not None:
-        sinks = jnp.broadcast_to(sinks_N.astype(jnp.float32).reshape(groups[1:]), groups)
-        start = sinks, jnp.ones(groups), start[2]
-    _, sum_RKG, o_RKGV = jax.lax.fori_loop(first, last + 1, step, start)
-    o_RKGV = o_RKGV / jnp.where(sum_RKG == 0, 1.0, sum_RKG)[..., None]
+    start = begun(groups, value_size, sinks_N if sinks_N is None else sinks_N.reshape(groups[1:]))
+    o_RKGV = mean(jax.lax.fori_loop(first, last + 1, step, start))
     o_RKGV = jnp.where(real_R[:, None, None, None], o_RKGV, 0.0)
     return o_RKGV.reshape(rows, heads, value_size).astype(q_RNH.dtype)
 
@@ -87,3 +73,30 @@ def capped(scores: jax.Array, request: Request) -> jax.Array:
     """Scores with the soft cap, if there is one."""
     cap = request.soft_cap
     return cap * jnp.tanh(scores / cap) if cap else scores
+
+
+def begun(groups: tuple[int, ...], value_size: int, sinks: jax.Array | None) -> Softmax:
+    """An online softmax before any key, for each of `groups`; `sinks` are broadcast to them."""
+    none = jnp.zeros((*groups, value_size))
+    if sinks is None:
+        return jnp.full(groups, LOWEST), jnp.zeros(groups), none
+    return jnp.broadcast_to(sinks.astype(jnp.float32), groups), jnp.ones(groups), none
+
+
+def absorbed(
+    softmax: Softmax, scores: jax.Array, seen: jax.Array, v: jax.Array, equation: str
+) -> Softmax:
+    """An online softmax after a block of keys with these scores [.., B], of which some are seen;
+    `equation` weighs the values by their shares."""
+    most, total, o = softmax
+    higher = jnp.maximum(most, jnp.where(seen, scores, LOWEST).max(-1))
+    share = jnp.where(seen, jnp.exp(scores - higher[..., None]), 0.0)
+    left = jnp.exp(most - higher)
+    added = jnp.einsum(equation, share.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return higher, total * left + share.sum(-1), o * left[..., None] + added
+
+
+def mean(softmax: Softmax) -> jax.Array:
+    """The weighed values; zeros where no key was seen."""
+    _, total, o = softmax
+    return o / jnp.where(total == 0, 1.0, total)[..., None]

@@ -9,7 +9,15 @@ import jax.numpy as jnp
 from maxstack.kernels.attention.request import Request
 from maxstack.kernels.backends import multiplied
 from maxstack.kernels.paged_attention import keys_and_values
-from maxstack.kernels.paged_attention.blockwise import BLOCK, LOWEST, capped, first_seen
+from maxstack.kernels.paged_attention.blockwise import (
+    BLOCK,
+    Softmax,
+    absorbed,
+    begun,
+    capped,
+    first_seen,
+    mean,
+)
 
 TILE = 4
 """Rows of a tile: with more, a prompt reads its keys less often, and a row alone computes more for
@@ -26,8 +34,8 @@ def run(
     value_dim: int | None,
     kv_heads: jax.Array | None,
 ) -> jax.Array:
-    """Online softmax (Milakov & Gimelshein 2018, arXiv:1805.02867) over the blocks that a tile
-    sees. Each row is computed as one of TILE rows, whatever stands beside it."""
+    """Online softmax over the blocks that a tile sees. Each row is computed as one of TILE rows,
+    whatever stands beside it."""
     rows, heads, size = q_RNH.shape
     length, dtype = pages_PLCH.shape[1], multiplied(q_RNH.dtype)
     pages = max(1, BLOCK // length)
@@ -45,10 +53,7 @@ def run(
     q, at, first = padded(q_RNH.astype(dtype), 0), padded(positions_R, -1), padded(first_R, 0)
     sinks_KM = None
     if sinks_N is not None:
-        sinks = jnp.broadcast_to(
-            sinks_N.astype(jnp.float32).reshape(kv, 1, groups), (kv, TILE, groups)
-        )
-        sinks_KM = sinks.reshape(kv, -1)
+        sinks_KM = jnp.tile(sinks_N.reshape(kv, groups), (1, TILE))
 
     def tile(i: jax.Array, o_RNV: jax.Array) -> jax.Array:
         start = starts_R[i]
@@ -62,8 +67,7 @@ def run(
         lowest = jnp.where(mine_T, first_T, first_T[0]).min() // block
         q_KMH = q_TNH.reshape(TILE, kv, groups, size).swapaxes(0, 1).reshape(kv, -1, size)
 
-        def step(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            most_KM, sum_KM, o_KMV = carry
+        def step(j: jax.Array, carry: Softmax) -> Softmax:
             ids = jax.lax.dynamic_slice_in_dim(tables_RW[start], j * pages, pages)
             kept = pages_PLCH[ids].reshape(block, *pages_PLCH.shape[2:]).astype(dtype)
             # XLA on a CPU is twice as fast where heads come first in memory already
@@ -73,21 +77,10 @@ def run(
             scores = capped(scores * request.scale, request)
             seen_TB = (key_B <= at_T[:, None]) & (key_B >= first_T[:, None])
             seen = jnp.repeat(seen_TB, groups, axis=0)
-            higher_KM = jnp.maximum(most_KM, jnp.where(seen, scores, LOWEST).max(-1))
-            share = jnp.where(seen, jnp.exp(scores - higher_KM[..., None]), 0.0)
-            left_KM = jnp.exp(most_KM - higher_KM)
-            added = jnp.einsum(
-                "KMB,KBV->KMV", share.astype(dtype), v_KBV, preferred_element_type=jnp.float32
-            )
-            sum_KM = sum_KM * left_KM + share.sum(-1)
-            return higher_KM, sum_KM, o_KMV * left_KM[..., None] + added
+            return absorbed(carry, scores, seen, v_KBV, "KMB,KBV->KMV")
 
-        many = kv, TILE * groups
-        begin = jnp.full(many, LOWEST), jnp.zeros(many), jnp.zeros((*many, value_size))
-        if sinks_KM is not None:
-            begin = sinks_KM, jnp.ones(many), begin[2]
-        _, sum_KM, o_KMV = jax.lax.fori_loop(lowest, last + 1, step, begin)
-        o_KMV = o_KMV / jnp.where(sum_KM == 0, 1.0, sum_KM)[..., None]
+        begin = begun((kv, TILE * groups), value_size, sinks_KM)
+        o_KMV = mean(jax.lax.fori_loop(lowest, last + 1, step, begin))
         o_TNV = o_KMV.reshape(kv, TILE, groups, -1).swapaxes(0, 1).reshape(TILE, heads, -1)
         before = jax.lax.dynamic_slice_in_dim(o_RNV, start, TILE)
         o_TNV = jnp.where(mine_T[:, None, None], o_TNV.astype(o_RNV.dtype), before)

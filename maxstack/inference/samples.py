@@ -1,0 +1,81 @@
+"""Texts that a model writes while it is trained."""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+
+from maxstack import optim
+from maxstack.errors import ConfigError
+from maxstack.inference.engine import Engine
+from maxstack.inference.layout import Layout
+from maxstack.inference.opened import open_prompt_tokenizer
+from maxstack.inference.programs import serving
+from maxstack.inference.request import Sampling
+from maxstack.inference.started import limits_of
+from maxstack.run import assemble
+from maxstack.state import State
+
+if TYPE_CHECKING:
+    from maxstack.report.log import Log
+    from maxstack.report.metrics import Writer
+    from maxstack.run import Run
+
+
+class Samples:
+    """Answers to the prompts of eval.samples by the weights of a step, on the mesh of the run."""
+
+    def __init__(self, run: "Run", log: "Log", writer: "Writer"):
+        """ConfigError where the run has several processes."""
+        settings = run.cfg.eval.samples
+        assert settings
+        if jax.process_count() > 1:
+            raise ConfigError(
+                "eval.samples: is for a run of one process; leave it out, and use `maxstack "
+                "generate` on a checkpoint"
+            )
+        self._run, self._log, self._writer, self._settings = run, log, writer, settings
+        self._tokenizer = open_prompt_tokenizer(run.cfg)
+        self._prompts = [
+            self._tokenizer.encode(text.encode()).tolist() for text in settings.prompts
+        ]
+        length = max(map(len, self._prompts)) + settings.tokens
+        rules = {**run.cfg.mesh.rules, "seq": (), "residual": ()}
+        serve = run.cfg.serve.model_copy(
+            update={"max_requests": len(self._prompts), "max_length": length, "prefix_cache": False}
+        )
+        mesh = run.cfg.mesh.model_copy(update={"rules": rules})
+        cfg = serving(run.cfg.model_copy(update={"mesh": mesh, "serve": serve}))
+        limits, length = limits_of(cfg, Layout.of(cfg.model), length, None)
+        self._engine = Engine(assemble(cfg, run.mesh, trains=False), None, limits, length)
+
+    def __call__(self, step: int, state: State) -> None:
+        """Write a text for each prompt to the log, metrics.jsonl and TensorBoard; the random
+        numbers are those of train.seed at every step, so that texts can be compared."""
+        engine, settings = self._engine, self._settings
+        engine.load(optim.eval_params(self._run.cfg.optimizer, state.opt, state.params))
+        sampling = Sampling(
+            max_tokens=settings.tokens,
+            temperature=settings.temperature,
+            seed=self._run.cfg.train.seed,
+        )
+        numbers = [
+            engine.add(prompt, dataclasses.replace(sampling, choice=i))
+            for i, prompt in enumerate(self._prompts)
+        ]
+        tokens: dict[int, list[int]] = {number: [] for number in numbers}
+        while engine.busy:
+            for output in engine.step():
+                tokens[output.request] += [token.token for token in output.tokens]
+        engine.load(None)
+        texts = [
+            prompt + self._text(tokens[n])
+            for prompt, n in zip(settings.prompts, numbers, strict=True)
+        ]
+        self._writer.write({"step": step, "samples": texts})
+        for text in texts:
+            self._log.say(f"sample at step {step}: {text}")
+
+    def _text(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(np.array(tokens, np.int32)).decode(errors="replace")

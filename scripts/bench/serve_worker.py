@@ -1,0 +1,83 @@
+"""A program of bench_serve.py that stays alive: opens a model, then measures what it is asked, a
+line of JSON each. A program is a module with `opened(folder, dtype, threads, length)`, which gives
+a function from (prompts, tokens) to (tokens of each answer, seconds from the start to the moment
+when every request has its first, second, ... token); NotImplementedError for a dtype that it has
+not. Greedy, and no token ends an answer.
+
+example: cd scripts; python -m bench.serve_worker transformers MODEL_FOLDER f32 2 600
+"""
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+import numpy as np
+
+MARK = "@bench "
+"""Start of the lines for bench_serve.py, since libraries print too."""
+MODULES = {
+    "maxstack": "bench.serve_maxstack",
+    "transformers": "bench.serve_transformers",
+    "vllm": "bench.serve_vllm",
+    "llama.cpp": "bench.serve_llama_cpp",
+    "bandwidth": "bench.serve_bandwidth",
+}
+Measured = tuple[list[list[int]], list[float]]
+Answer = Callable[[list[list[int]], int], Measured]
+
+
+def answer(ask: Answer, vocab: int, asked: dict[str, int]) -> dict[str, object]:
+    """Seconds to the first token of all `batch` prompts, and of the steps after it together."""
+    rng = np.random.default_rng(asked["seed"])
+    prompts = rng.integers(0, vocab, (asked["batch"], asked["prompt"])).tolist()
+    tokens, seconds = ask(prompts, asked["tokens"])
+    return {
+        "first": seconds[0],
+        "after": seconds[-1] - seconds[0],
+        "tokens": tokens,
+        "whole": len(tokens) == len(prompts) and all(len(t) == asked["tokens"] for t in tokens),
+    }
+
+
+def main() -> None:
+    """Open the model, say so, and answer until the input ends."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("program", choices=[*MODULES])
+    parser.add_argument("folder")
+    parser.add_argument("dtype", choices=("f32", "bf16", "int8"))
+    parser.add_argument("threads", type=int)
+    parser.add_argument("length", type=int, help="longest prompt with its answer")
+    parser.add_argument("overrides", nargs="*", help="key=value, for maxstack")
+    args = parser.parse_args()
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.threads])
+    module = importlib.import_module(MODULES[args.program])
+    with open(f"{args.folder}/config.json", encoding="utf-8") as file:
+        vocab = json.load(file)["vocab_size"]
+    try:
+        given = args.folder, args.dtype, args.threads, args.length
+        ask = module.opened(*given, *[args.overrides] * (args.program == "maxstack"))
+    except NotImplementedError as error:
+        tell(left_out=str(error))
+        return
+    tell(ready=args.program)
+    for line in sys.stdin:
+        tell(**answer(ask, vocab, json.loads(line)))
+
+
+def tell(**event: object) -> None:
+    """Print an event."""
+    print(MARK + json.dumps(event), flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except Exception:
+        tell(failed=traceback.format_exc())
+        raise

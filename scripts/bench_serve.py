@@ -1,0 +1,231 @@
+"""The engine of `maxstack generate` and `serve` on this machine's CPU beside transformers, vLLM and
+llama.cpp: prefill and decode in tokens/s, and the most that the memory's bandwidth allows.
+
+Every program loads the same folder of random weights and stays alive; all are asked in turn, in
+several rounds, and compared pair by pair, so that a machine that slows down does so for all. A
+program that none of the interpreters has is named and left out. The limit of decoding is the
+reading of an array of the weights' size, each weight in the dtype's bytes, once for each step.
+
+example: python scripts/bench_serve.py --peer-python ../torch/bin/python --json bench.json
+         python scripts/bench_serve.py --size 0.1 --dtype f32 --batch 1 --rounds 1
+         python scripts/bench_serve.py --size 0.5 --batch 32 serve.rows=32
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench import arguments, serve_folder
+from bench.gpu_processes import ROOT, lacks
+from bench.serve_worker import MARK
+
+OURS, LIMIT = "maxstack", "bandwidth"
+PEERS = {
+    "transformers": ["torch", "transformers"],
+    "vllm": ["vllm"],
+    "llama.cpp": ["llama_cpp", "gguf", "safetensors"],
+}
+"""Packages of each."""
+PROMPTS = {1: 512, 8: 128, 32: 128}
+"""Tokens of a prompt in prefill by batch."""
+SHORT = 16
+"""Tokens of a prompt before decoding."""
+
+
+class Task(NamedTuple):
+    """Requests that begin together."""
+
+    kind: str
+    batch: int
+    prompt: int
+    tokens: int
+    """Tokens of each answer."""
+
+    def speed(self, said: dict[str, Any]) -> float:
+        """Tokens/s: of the prompts up to all first tokens, or of the answers after these."""
+        if self.kind == "prefill":
+            return self.batch * self.prompt / said["first"]
+        return self.batch * (self.tokens - 1) / said["after"]
+
+
+class Program:
+    """A process of bench/serve_worker.py."""
+
+    def __init__(self, name: str, command: list[str], log: Path):
+        paths = [str(ROOT / "scripts"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        own = {"PYTHONPATH": os.pathsep.join(paths)}
+        if name == LIMIT:  # it has threads of its own
+            own |= {"OPENBLAS_NUM_THREADS": "1"}
+        self.name, self._log = name, log
+        with log.open("w", encoding="utf-8") as errors:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=os.environ | own,
+            )
+
+    def ask(self, **task: int) -> dict[str, Any]:
+        """What the process says to a task."""
+        assert self._process.stdin
+        try:
+            self._process.stdin.write(json.dumps(task) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it says why
+        return self.says()
+
+    def says(self) -> dict[str, Any]:
+        """The next event of the process; `failed` where it ended."""
+        assert self._process.stdout
+        for line in self._process.stdout:
+            if line.startswith(MARK):
+                return json.loads(line.removeprefix(MARK))
+        return {"failed": f"the process ended: {self._log.read_text(encoding='utf-8')[-2000:]}"}
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe:
+                pipe.close()
+
+
+def main() -> None:
+    """Measure every size and dtype, print the tables, write the JSON."""
+    parser = arguments.parser(__doc__)
+    arguments.takes_overrides(parser, "the engine's configuration")
+    parser.add_argument("--size", nargs="+", choices=[*serve_folder.SIZES], default=["0.1", "0.5"])
+    parser.add_argument("--dtype", nargs="+", default=["f32", "bf16", "int8"])
+    parser.add_argument("--batch", nargs="+", type=int, choices=[*PROMPTS], default=[*PROMPTS])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=17, help="of an answer in decoding")
+    parser.add_argument("--only", nargs="+", choices=["prefill", "decode"])
+    parser.add_argument(
+        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="of every program"
+    )
+    parser.add_argument(
+        "--peer-python",
+        nargs="+",
+        default=[sys.executable],
+        help="interpreters; a peer runs in the first that has its packages",
+    )
+    parser.add_argument("--folder", type=Path, help="keep the models here")
+    arguments.takes_json(parser)
+    args = parser.parse_args()
+    tasks = [
+        task
+        for batch in args.batch
+        for task in (
+            Task("prefill", batch, PROMPTS[batch], 1),
+            Task("decode", batch, SHORT, args.tokens),
+        )
+        if task.kind in (args.only or task.kind)
+    ]
+    pythons = {OURS: sys.executable, LIMIT: sys.executable, **_peers(args.peer_python)}
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        for size in args.size:
+            folder = (args.folder or Path(temporary)) / size
+            weights = serve_folder.write(folder, size)
+            for dtype in args.dtype:
+                with tempfile.TemporaryDirectory() as logs:
+                    programs = _started(pythons, folder, dtype, args, Path(logs))
+                    try:
+                        figures = _measured(programs, tasks, args.rounds)
+                    finally:
+                        for program in programs:
+                            program.close()
+                found[f"{size} {dtype}"] = {"weights": weights, **figures}
+                _print(f"{size} B {dtype}, {weights:,} weights, {args.threads} threads", figures)
+                arguments.write_json(args.json, found)
+
+
+def _peers(pythons: list[str]) -> dict[str, str]:
+    """The interpreter of every peer that is here."""
+    here = {}
+    for name, packages in PEERS.items():
+        having = [python for python in pythons if not lacks(python, packages)]
+        if having:
+            here[name] = having[0]
+        else:
+            print(f"{name} is left out: no interpreter has {', '.join(packages)}", file=sys.stderr)
+    return here
+
+
+def _started(
+    pythons: dict[str, str], folder: Path, dtype: str, args: Any, logs: Path
+) -> list[Program]:
+    """The programs that opened the model; a peer that cannot is named. SystemExit where ours
+    cannot."""
+    length = max(*PROMPTS.values(), SHORT + args.tokens) + SHORT
+    programs = []
+    for name, python in pythons.items():
+        words = [name, str(folder), dtype, str(args.threads), str(length), *args.overrides]
+        program = Program(name, [python, "-m", "bench.serve_worker", *words], logs / name)
+        said = program.says()
+        if "ready" in said:
+            programs.append(program)
+            continue
+        program.close()
+        if name in (OURS, LIMIT):
+            sys.exit(f"{name} failed: {said}")
+        reason = said.get("left_out") or said["failed"]
+        print(f"{name} {dtype} is left out: {reason}", file=sys.stderr)
+    return programs
+
+
+def _measured(programs: list[Program], tasks: list[Task], rounds: int) -> dict[str, Any]:
+    """Tokens/s of every task and program by round, after a round that is not counted; and the share
+    of first tokens that are as ours."""
+    speeds: dict[str, dict[str, list[float]]] = {}
+    same: dict[str, list[bool]] = {}
+    for number in range(rounds + 1):
+        print(f"round {number}/{rounds}", file=sys.stderr, flush=True)
+        for task in tasks:
+            tokens = min(task.tokens, 2) if number == 0 else task.tokens
+            asked = {"batch": task.batch, "prompt": task.prompt, "tokens": tokens, "seed": number}
+            firsts = {}
+            for program in programs[:: 1 if number % 2 else -1]:
+                if task.kind == "prefill" and program.name == LIMIT:
+                    continue
+                said = program.ask(**asked)
+                if not said.get("whole"):
+                    sys.exit(f"{program.name} failed at {task}: {said}")
+                firsts[program.name] = [answer[0] for answer in said["tokens"]]
+                if number:
+                    of_task = speeds.setdefault(f"{task.kind} {task.batch} x {task.prompt}", {})
+                    of_task.setdefault(program.name, []).append(task.speed(said))
+            for name in firsts.keys() - {OURS, LIMIT}:
+                pairs = zip(firsts[name], firsts[OURS], strict=True)
+                same.setdefault(name, []).extend(one == other for one, other in pairs)
+    return {
+        "tokens_per_second": speeds,
+        "same_first_token": {name: statistics.mean(values) for name, values in same.items()},
+    }
+
+
+def _print(title: str, figures: dict[str, Any]) -> None:
+    """A table of medians, and of ratios pair by pair with their quartiles."""
+    print(f"\n{title}\n{'task':20} {'program':14} {'tokens/s':>10}   {OURS} is x times as fast")
+    for task, speeds in figures["tokens_per_second"].items():
+        for name, values in speeds.items():
+            ratios = [ours / other for ours, other in zip(speeds[OURS], values, strict=True)]
+            many = ratios if len(ratios) > 1 else ratios * 2
+            low, middle, high = statistics.quantiles(many, n=4, method="inclusive")
+            compared = "" if name == OURS else f"{middle:8.2f}  ({low:.2f} to {high:.2f})"
+            print(f"{task:20} {name:14} {statistics.median(values):10,.1f} {compared}")
+    for name, share in figures["same_first_token"].items():
+        print(f"first tokens of {name} that are as {OURS}'s: {share:.0%}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
