@@ -31,6 +31,7 @@ OURS = {
     "include_stop_str_in_output",
     "return_token_ids",
     "stop_token_ids",
+    "structured_outputs",
 }
 """Fields of requests that OpenAI's API lacks."""
 HELLO = [{"role": "user", "content": "Hello"}]

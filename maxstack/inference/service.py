@@ -178,6 +178,8 @@ class Service:
     def _ended(self, request: _Request, reason: str) -> None:
         request.ended = True
         self.metrics.finished[reason] += 1
+        if reason in ("stop", "length"):
+            self.metrics.whole.observe(time.monotonic() - request.arrived)
         self._open.discard(request)
         if not self._open:
             self._idle.set()
@@ -193,7 +195,6 @@ class Service:
                 continue
             self._observe(request, output, now)
             if output.finish:
-                self.metrics.whole.observe(now - request.arrived)
                 self._ended(request, output.finish)
 
     def _observe(self, request: _Request, output: Output, now: float) -> None:
@@ -216,7 +217,7 @@ class Service:
             while self._wait():
                 began = time.monotonic()
                 outputs = self.engine.step()
-                self._note_begun(began)
+                self._note_begun(began, outputs)
                 delivered = [self._delivered(output) for output in outputs]
                 self._loop.call_soon_threadsafe(self._deliver, delivered)
         except BaseException as error:
@@ -245,10 +246,11 @@ class Service:
         self.engine.abort(request.number)
         self._requests.pop(request.number, None)
 
-    def _note_begun(self, began: float) -> None:
+    def _note_begun(self, began: float, outputs: Sequence[Output]) -> None:
         """Observe how long the requests waited that the last step took up."""
-        for task in self.engine.scheduler.running:
-            request = self._requests[task.number]
+        running = {task.number for task in self.engine.scheduler.running}
+        for number in running.union(output.request for output in outputs):
+            request = self._requests[number]
             if not request.begun:
                 request.begun = True
                 self._loop.call_soon_threadsafe(
@@ -266,12 +268,13 @@ class Service:
 
 
 class _Guarded:
-    """A grammar whose error ends its own request only: the engine sees its end."""
+    """A grammar of a library, any error of which ends its own request only: the engine sees its
+    end."""
 
     def __init__(self, grammar: Any):
         self._grammar = grammar
         self._mask = grammar.mask()
-        self.error: ConfigError | None = None
+        self.error: Exception | None = None
 
     @property
     def finished(self) -> bool:
@@ -280,7 +283,7 @@ class _Guarded:
     def mask(self) -> Any:
         try:
             self._mask = self._grammar.mask()
-        except ConfigError as error:
+        except Exception as error:
             self.error = error
         return self._mask
 
@@ -288,7 +291,7 @@ class _Guarded:
         if self.error is None:
             try:
                 self._grammar.accept(token)
-            except ConfigError as error:
+            except Exception as error:
                 self.error = error
 
 

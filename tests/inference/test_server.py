@@ -82,6 +82,27 @@ def test_a_stream_joined_is_the_answer_that_is_not_streamed(server):
     assert len(text) > 10 and usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
 
 
+def test_usage_grows_with_a_stream(server):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = [*server.complete(guided_regex="abc", stream=True, stream_options=options)]
+    assert [chunk.usage.completion_tokens for chunk in chunks] == [1, 2, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("structure", "text"),
+    [
+        ({"json": {"const": 7}}, "7"),
+        ({"json": '{"const": 7}'}, "7"),
+        ({"regex": "ab+c"}, "ab+c"),
+        ({"choice": ["no", "no way"]}, "no( way)?"),
+        ({"grammar": 'start: "x" "y"'}, "xy"),
+    ],
+)
+def test_an_answer_follows_a_structure(server, structure, text):
+    found = server.complete(structured_outputs=structure, max_tokens=50).choices[0].text
+    assert re.fullmatch(text, found)
+
+
 def test_a_seed_repeats_an_answer_and_the_seed_that_was_drawn_does_too(server):
     drawn = server.complete().choices[0]
     again = server.complete(seed=drawn.seed).choices[0]
@@ -281,11 +302,16 @@ def test_a_client_that_leaves_frees_its_pages(server, leave):
 
 
 def test_figures_count_requests_and_tokens(server):
-    names = "prompt_tokens_total", "generation_tokens_total", "e2e_request_latency_seconds_count"
+    names = (
+        "prompt_tokens_total",
+        "generation_tokens_total",
+        "e2e_request_latency_seconds_count",
+        "request_queue_time_seconds_count",
+    )
     before = [*map(server.metric, names)]
     server.complete("Hello", max_tokens=7, ignore_eos=True, n=2)
     after = [*map(server.metric, names)]
-    assert [new - old for new, old in zip(after, before, strict=True)] == [10, 14, 2]
+    assert [new - old for new, old in zip(after, before, strict=True)] == [10, 14, 2, 2]
 
 
 def test_a_conversation_streamed_is_the_answer_that_is_not_streamed(server):

@@ -12,7 +12,7 @@ from maxstack.inference.chat import encode_chat, template_messages
 from maxstack.inference.request import Sampling
 from maxstack.inference.server.choices import Choice
 from maxstack.inference.server.errors import Refusal
-from maxstack.inference.server.schemas import Conversation, Sampled, Tool
+from maxstack.inference.server.schemas import Conversation, Sampled, Structure, Tool
 from maxstack.inference.server.state import State
 from maxstack.inference.service import Ask
 from maxstack.inference.text import TextStream
@@ -149,6 +149,7 @@ def _sampling(state: State, body: Sampled, prompt: Sequence[int], wish: Wish) ->
 
 def _grammar(state: State, body: Sampled, schema: Any) -> Any:
     """The grammar that answers follow, None for any text. Refusal where several are asked for."""
+    own = body.structured_outputs or Structure()
     given = {
         name: rule
         for name, rule in {
@@ -158,6 +159,10 @@ def _grammar(state: State, body: Sampled, schema: Any) -> Any:
             "guided_regex": ("regex", body.guided_regex),
             "guided_choice": ("choices", body.guided_choice),
             "guided_grammar": ("lark", body.guided_grammar),
+            "structured_outputs.json": ("json_schema", _schema(own.json_)),
+            "structured_outputs.regex": ("regex", own.regex),
+            "structured_outputs.choice": ("choices", own.choice),
+            "structured_outputs.grammar": ("lark", own.grammar),
         }.items()
         if rule[1] is not None
     }
@@ -188,4 +193,4 @@ def _schema(given: Any) -> Any:
     try:
         return json.loads(given)
     except ValueError as error:
-        raise Refusal(400, f"guided_json: is not JSON: {error}", param="guided_json") from None
+        raise Refusal(400, f"the JSON schema is not JSON: {error}") from None

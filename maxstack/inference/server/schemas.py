@@ -47,6 +47,8 @@ class StreamOptions(Body):
 
     model: None = None
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """Usage in every chunk."""
     include_obfuscation: Literal[False] = False
 
 
@@ -66,6 +68,19 @@ class ResponseFormat(Body):
     model: None = None
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+
+
+Choices = Annotated[list[str], Field(fail_fast=True)]
+
+
+class Structure(Body):
+    """What an answer follows; the fields guided_* of a request are its older names in vLLM."""
+
+    model: None = None
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
 
 
 class Sampled(Body):
@@ -96,9 +111,10 @@ class Sampled(Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: Structure | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
+    guided_choice: Choices | None = None
     guided_grammar: str | None = None
     priority: Annotated[int, Field(ge=0, le=1000)] = 0
     """Lower goes first."""

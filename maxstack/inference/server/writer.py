@@ -44,21 +44,26 @@ class Writer(ABC):
             **self._head,
             "object": self.name,
             "choices": [self.choice(index, delta) for index, delta in enumerate(grown)],
-            "usage": usage(self.choices, self.body.n),
+            "usage": self._usage(),
         }
 
     async def events(self, answers: Answers) -> AsyncIterator[dict[str, Any]]:
         """Chunks, each of an answer; the last has the usage, where it is asked for."""
         options = self.body.stream_options
         counts = options is not None and options.include_usage
-        head = {**self._head, "object": self.chunk_name} | ({"usage": None} if counts else {})
+        always = counts and options.continuous_usage_stats
+        head = {**self._head, "object": self.chunk_name}
         tokens_count = self.body.return_token_ids or self.body.logprobs not in (None, False)
         waiting: dict[int, Delta] = {}
         async for index, delta in deltas(answers, self.choices):
             delta = waiting.pop(index, Delta()) + delta
             if delta.text or delta.calls or delta.finish or tokens_count and delta.tokens:
-                yield {**head, "choices": [self.chunk(index, delta)]}
+                told = {"usage": self._usage() if always else None} if counts else {}
+                yield {**head, "choices": [self.chunk(index, delta)], **told}
             else:
                 waiting[index] = delta
         if counts:
-            yield {**head, "choices": [], "usage": usage(self.choices, self.body.n)}
+            yield {**head, "choices": [], "usage": self._usage()}
+
+    def _usage(self) -> dict[str, int]:
+        return usage(self.choices, self.body.n)
