@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from maxstack.hardware.compiling import in_order
 from maxstack.inference.layout import Layout
 from maxstack.inference.scheduler import Copy, Limits
+from maxstack.kernels.backends import Choice, recording
 from maxstack.layers.cache import Cache, Rows
 from maxstack.models.model import weights_of
 from maxstack.schema.mesh import parts
@@ -90,9 +91,8 @@ class Programs:
 
             self._graph, self._panels = in_panels(run.graph, run.weights.rewrite.state)
         ordered = in_order(run.mesh)
-        self.cache = jax.jit(
-            self._empty, out_shardings=self._shardings(), compiler_options=ordered
-        )()
+        self._made = jax.jit(self._empty, out_shardings=self._shardings(), compiler_options=ordered)
+        self.cache: Any = None
         self._forward = jax.jit(
             run.within(self._step),
             donate_argnums=1,
@@ -110,8 +110,22 @@ class Programs:
         """Take the weights of the run in place of those before; unless they are to be kept, arrays
         are deleted as others are made of them. None: forget them."""
         self._params = None
+        if self.cache is None:
+            self.cache = self._made()
         if params is not None:
             self._params = prepared(self._run, params, self._panels, keep)
+
+    def kernels(self) -> list[Choice]:
+        """The kernels that serve the largest step; no array is made."""
+        batch, _ = self.batch([], 0)
+        with recording() as choices:
+            params = jax.eval_shape(
+                lambda params: prepared(self._run, params, self._panels, keep=True),
+                self._run.abstract.params,
+            )
+            cache = jax.eval_shape(self._empty)
+            jax.eval_shape(self._run.within(self._step), params, cache, batch, self._adapters)
+        return choices
 
     def batch(self, pieces: Sequence[Rowed], wanted: int) -> tuple[Batch, list[int]]:
         """Pieces as a step of the smallest size that holds them, each replica's from its own first
@@ -119,7 +133,7 @@ class Programs:
         used = [0] * self.replicas
         for piece in pieces:
             used[piece.replica] += len(piece.tokens)
-        size = next(size for size in self.sizes if size >= max(used))
+        size = next(size for size in self.sizes if size >= max(used)) if pieces else self.sizes[-1]
         rows = np.zeros((4, self.replicas * size), np.int32)
         rows[1] = -1
         tables = np.zeros(
@@ -243,8 +257,8 @@ def prepared(run: "Run", params: Any, panels: Mapping[str, "Panels"], keep: bool
             make = jax.jit(panels[path].made)
             kept = jax.tree.map(make, kept)
         if kept is not array:
-            jax.block_until_ready(kept)
             if not keep:
+                jax.block_until_ready(kept)
                 array.delete()
         weights[name] = kept
     return tree(weights)
