@@ -1,19 +1,14 @@
 """`maxstack serve` as real processes, asked by the unchanged openai client and by plain HTTP."""
 
-import contextlib
 import json
 import re
 import signal
-import subprocess
-import sys
 import time
 
-import httpx
 import openai
 import parity
-import processes
 import pytest
-import served_folder
+from served import HELLO, make, serving
 
 from maxstack import cli
 
@@ -32,68 +27,11 @@ TOOL = {
         },
     },
 }
-HELLO = [{"role": "user", "content": "Hello"}]
-
-
-class Served:
-    """A server's process, its address and clients."""
-
-    def __init__(self, folder, log, *options, key="none"):
-        words = [str(folder), "--port", "0", "--served-model-name", "tiny", *options]
-        self.output = log
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "maxstack.cli", "serve", *words, "model.dtype=float32"],
-            env=processes.environment(),
-            stdout=log.open("w"),
-            stderr=subprocess.STDOUT,
-        )
-        deadline = time.monotonic() + 120
-        while not (found := re.search(r"http://\S+:\d+", log.read_text())):
-            assert self.process.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.05)
-        self.http = httpx.Client(base_url=found[0], headers={"Authorization": f"Bearer {key}"})
-        self.openai = openai.OpenAI(base_url=f"{found[0]}/v1", api_key=key, max_retries=0)
-
-    def complete(self, prompt="Hello", **options):
-        """A completion; fields that the client does not know go into the body."""
-        own = {"top_k", "min_tokens", "ignore_eos", "guided_regex", "return_token_ids"}
-        extra = {name: options.pop(name) for name in own & {*options}}
-        options = {"model": "tiny", "prompt": prompt, "max_tokens": 12} | options
-        return self.openai.completions.create(**options, extra_body=extra)
-
-    def chat(self, **options):
-        """An answer to HELLO."""
-        options = {"model": "tiny", "messages": HELLO, "max_tokens": 24, "seed": 3} | options
-        return self.openai.chat.completions.create(**options)
-
-    def metric(self, name):
-        """The value of a metric; `name` may end with labels."""
-        label, _, more = name.partition("{")
-        pattern = rf'^vllm:{label}\{{model_name="tiny"{"," + more if more else "}"} (\S+)$'
-        return float(re.search(pattern, self.http.get("/metrics").text, re.M)[1])
-
-    def wait_until_idle(self):
-        """Fails unless all requests end, and all pages are free, in a few seconds."""
-        names = "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"
-        deadline = time.monotonic() + 10
-        while any(map(self.metric, names)):
-            assert time.monotonic() < deadline, "requests or pages are left"
-            time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return served_folder.make(tmp_path_factory.mktemp("served") / "model", LENGTH)
-
-
-@contextlib.contextmanager
-def serving(folder, log, *options, **more):
-    server = Served(folder, log, *options, **more)
-    try:
-        yield server
-    finally:
-        server.process.kill()
-        server.process.wait()
+    return make(tmp_path_factory.mktemp("served") / "model", LENGTH)
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +125,11 @@ def test_no_part_of_a_stop_string_is_given_out(server, stream):
 
 
 def test_an_answer_tells_why_it_ended(server):
+    forced = {"logit_bias": {"64": 100}, "stop_token_ids": [64]}
+    by_stop_token = server.complete(**forced).choices[0]
+    with_it = server.complete(**forced, include_stop_str_in_output=True).choices[0]
+    assert (by_stop_token.finish_reason, by_stop_token.stop_reason) == ("stop", 64)
+    assert (by_stop_token.text, with_it.text) == ("", "a")
     by_string = server.complete(guided_regex="abcdef", stop="d").choices[0]
     by_token = server.complete(guided_regex="ab").choices[0]
     by_length = server.complete(guided_regex="abcdef", max_tokens=2).choices[0]
@@ -390,6 +333,31 @@ def test_a_tool_that_is_asked_for_is_called(server, choice):
     for name in ("name", "arguments"):
         assert getattr(streamed.function, name) == getattr(call.function, name)
     assert not any(chunk.delta.content for chunk in chunks)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_that_the_model_makes_are_told_from_its_text(server, stream):
+    call = r'<tool_call>\{"name": "add", "arguments": \{"a": 1\}\}</tool_call>'
+
+    def parts(text, **options):
+        answer = server.chat(
+            tools=[TOOL],
+            stream=stream,
+            max_tokens=200,
+            extra_body={"guided_regex": text},
+            **options,
+        )
+        choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+        messages = [choice.delta if stream else choice.message for choice in choices]
+        calls = [call for message in messages for call in message.tool_calls or ()]
+        content = "".join(message.content or "" for message in messages)
+        arguments = [json.loads(call.function.arguments) for call in calls]
+        return content, arguments, choices[-1].finish_reason
+
+    assert parts("Sums: " + call + call) == ("Sums:", [{"a": 1}] * 2, "tool_calls")
+    assert parts("No sum < 3") == ("No sum < 3", [], "stop")
+    assert parts(call + call, parallel_tool_calls=False) == ("", [{"a": 1}], "tool_calls")
+    assert parts(call, tool_choice="none")[0].startswith("<tool_call>")
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import served_folder
 import yaml
 from flags import flags
+from served import make
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
@@ -275,7 +275,7 @@ def test_a_step_is_measured_by_component(tmp_path):
 
 @pytest.mark.slow
 def test_clients_soak_a_server_and_nothing_is_lost(tmp_path):
-    folder = served_folder.make(tmp_path / "model", length=128)
+    folder = make(tmp_path / "model", length=128)
     process(
         "soak_server.py",
         *("--model", folder, "--minutes", "0.05", "--clients", "8", "--answer", "20"),

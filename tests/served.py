@@ -1,0 +1,122 @@
+"""Servers for tests: a Hugging Face folder with random weights, a byte-level tokenizer and a chat
+template, and a process that serves it, with clients."""
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import numpy as np
+import openai
+import parity
+import processes
+import tokenizers
+from safetensors.numpy import load_file, save_file
+from tokenizers import decoders, models, pre_tokenizers
+
+MARKS = ["<|im_start|>", "<|im_end|>"]
+TEMPLATE = """\
+{% if tools %}Tools, as <tool_call>{"name": ..., "arguments": ...}</tool_call>: {{ tools | tojson }}
+{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+OURS = {
+    "guided_regex",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "return_token_ids",
+    "stop_token_ids",
+}
+"""Fields of requests that OpenAI's API lacks."""
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def make(folder: Path, length: int = 8192) -> Path:
+    """The folder, for texts of at most `length` tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(MARKS)
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": MARKS[1]}))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    golden = parity.GOLDENS / "llama"
+    config = json.loads((golden / "config.json").read_text())
+    config |= {
+        "vocab_size": tokenizer.get_vocab_size(),
+        "max_position_embeddings": length,
+        "eos_token_id": tokenizer.token_to_id(MARKS[1]),
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(golden / "model.safetensors")
+    rng = np.random.default_rng(0)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        shape = config["vocab_size"], config["hidden_size"]
+        tensors[name] = rng.standard_normal(shape).astype(np.float32)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+class Served:
+    """A server's process, its address and clients."""
+
+    def __init__(self, folder, log, *options, key="none"):
+        words = [str(folder), "--port", "0", "--served-model-name", "tiny", *options]
+        self.output = log
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "maxstack.cli", "serve", *words, "model.dtype=float32"],
+            env=processes.environment(),
+            stdout=log.open("w"),
+            stderr=subprocess.STDOUT,
+        )
+        deadline = time.monotonic() + 120
+        while not (found := re.search(r"http://\S+:\d+", log.read_text())):
+            assert self.process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+        self.http = httpx.Client(base_url=found[0], headers={"Authorization": f"Bearer {key}"})
+        self.openai = openai.OpenAI(base_url=f"{found[0]}/v1", api_key=key, max_retries=0)
+
+    def complete(self, prompt="Hello", **options):
+        """A completion; fields that the client does not know go into the body."""
+        extra = {name: options.pop(name) for name in OURS & {*options}}
+        options = {"model": "tiny", "prompt": prompt, "max_tokens": 12} | options
+        return self.openai.completions.create(**options, extra_body=extra)
+
+    def chat(self, **options):
+        """An answer to HELLO."""
+        options = {"model": "tiny", "messages": HELLO, "max_tokens": 24, "seed": 3} | options
+        return self.openai.chat.completions.create(**options)
+
+    def metric(self, name):
+        """The value of a metric; `name` may end with labels."""
+        label, _, more = name.partition("{")
+        pattern = rf'^vllm:{label}\{{model_name="tiny"{"," + more if more else "}"} (\S+)$'
+        return float(re.search(pattern, self.http.get("/metrics").text, re.M)[1])
+
+    def wait_until_idle(self):
+        """Fails unless all requests end, and all pages are free, in a few seconds."""
+        names = "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"
+        deadline = time.monotonic() + 10
+        while any(map(self.metric, names)):
+            assert time.monotonic() < deadline, "requests or pages are left"
+            time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def serving(folder, log, *options, **more):
+    server = Served(folder, log, *options, **more)
+    try:
+        yield server
+    finally:
+        server.process.kill()
+        server.process.wait()
