@@ -1,7 +1,7 @@
 """Compiled programs of inference. Shapes: R rows and O outputs of all replicas  S slots  W pages of
 a request at most  V vocab."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -19,9 +19,11 @@ from maxstack.models.model import weights_of
 from maxstack.schema.mesh import parts
 from maxstack.sharding import spec
 from maxstack.state import flat, tree
-from maxstack.weights.adapted_rows import choosing, install
+from maxstack.weights.adapted_rows import choosing, with_adapters
+from maxstack.weights.rewrite import beside
 
 if TYPE_CHECKING:
+    from maxstack.inference.adapters import Adapters
     from maxstack.run import Run
     from maxstack.schema.config import Config
     from maxstack.weights.panels import Panels
@@ -75,14 +77,14 @@ class Programs:
         layout: Layout,
         limits: Limits,
         max_length: int,
-        adapters: Mapping[str, Any],
+        adapters: "Adapters",
     ):
-        """`adapters`: see adapters.Adapters."""
         self._run, self._layout, self.limits = run, layout, limits
         self.replicas = parts(run.cfg.mesh.rules["batch"], run.mesh.shape)
         self.width = -(-max_length // limits.page)
         self.sizes = sizes_of(limits)
         self._max_length = max_length
+<<<<<<< HEAD
         self._graph, self._adapters = run.graph, adapters
         self._params: Any = None
         self._panels: dict[str, Panels] = {}
@@ -90,6 +92,22 @@ class Programs:
             from maxstack.weights.panels import in_panels
 
             self._graph, self._panels = in_panels(run.graph, run.weights.rewrite.state)
+=======
+        self._graph, state = run.graph, run.weights.rewrite.state
+        self.adapters = len(adapters.names)
+        original = {*weights_of(run.cfg.model)}
+        if adapters.specs:
+            specs, weights = adapters.specs, adapters.weights
+            self._graph, state = with_adapters(self._graph, state, specs, weights)
+            params = tree({**beside(flat(params), specs), **weights})
+            original |= {f"{path}/base" for path in specs}
+        panels: dict[str, Panels] = {}
+        if run.mesh.size == 1 and run.mesh.devices.flat[0].platform == "cpu":
+            from maxstack.weights.panels import in_panels
+
+            self._graph, panels = in_panels(self._graph, state)
+        self._params = prepared(state, params, panels, original, run.cfg.model.dtype)
+>>>>>>> i20-lora
         ordered = in_order(run.mesh)
         self._made = jax.jit(self._empty, out_shardings=self._shardings(), compiler_options=ordered)
         self.cache: Any = None
@@ -154,11 +172,6 @@ class Programs:
         return Batch(Rows(*rows), np.zeros(outputs, np.int32), tuple(tables)), firsts
 
     @property
-    def adapters(self) -> int:
-        """Number of an adapter that changes something; 0 where there is none."""
-        return int(bool(self._adapters))
-
-    @property
     def slots(self) -> int:
         """Slots of a replica: nobody's, of requests, of snapshots."""
         return 1 + self.limits.requests + self.limits.snapshots
@@ -169,7 +182,7 @@ class Programs:
 
     def forward(self, batch: Batch) -> jax.Array:
         """Logits float32 [O, V] of the wanted rows of a step; keys and values go to the cache."""
-        logits_OV, self.cache = self._forward(self._params, self.cache, batch, self._adapters)
+        logits_OV, self.cache = self._forward(self._params, self.cache, batch)
         return logits_OV
 
     def copy(self, copies: Sequence[Copy]) -> None:
@@ -178,11 +191,8 @@ class Programs:
             first = copy.replica * self.slots
             self.cache = self._copy(self.cache, first + copy.source, first + copy.target)
 
-    def _step(
-        self, params: Any, cache: Any, batch: Batch, adapters: Mapping[str, Any]
-    ) -> tuple[jax.Array, Any]:
+    def _step(self, params: Any, cache: Any, batch: Batch) -> tuple[jax.Array, Any]:
         model = nnx.merge(self._graph, nnx.State(params))
-        install(model, adapters)
         tables = [batch.tables[group] for group in self._layout.groups]
         backend = self._run.cfg.serve.attention
         kept = Cache(self._layout.owners, tables, list(cache), backend)
@@ -236,19 +246,32 @@ class Programs:
         ]
 
 
+<<<<<<< HEAD
 def prepared(run: "Run", params: Any, panels: Mapping[str, "Panels"], keep: bool) -> Any:
     """Weights as steps of inference read them: stacks of the pattern's repetitions as tuples, what
     is multiplied in the compute dtype kept in it, which changes no bit, and some in panels. Arrays
     that are replaced are deleted, unless they are to be kept."""
+=======
+def prepared(
+    state: nnx.State,
+    params: Any,
+    panels: Mapping[str, "Panels"],
+    original: Collection[str],
+    dtype: str,
+) -> Any:
+    """Weights as steps of inference read them: stacks of the pattern's repetitions as tuples, what
+    is multiplied in the compute dtype kept in it if it is `original`, which changes no bit, and
+    some in panels. Deletes the arrays that it replaces."""
+>>>>>>> i20-lora
     uses = {
         "/".join(map(str, path)): param.get_metadata().get("use")
-        for path, param in nnx.to_flat_state(run.weights.rewrite.state)
+        for path, param in nnx.to_flat_state(state)
     }
-    original, weights = weights_of(run.cfg.model), {}
+    weights = {}
     for path, array in flat(params).items():
         kept: Any = array
         if uses[path] and path in original:
-            kept = array.astype(run.cfg.model.dtype)
+            kept = array.astype(dtype)
         if path.startswith("blocks/"):
             kept = tuple(kept[i] for i in range(kept.shape[0]))
         name = path
