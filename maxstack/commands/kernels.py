@@ -64,6 +64,7 @@ def _of_serving(args: argparse.Namespace) -> list["Choice"]:
     where = topology.parse(args.topology)
     cfg, longest = capacity.opened(args.config, args.overrides, where.size)
     from maxstack import sharding
+    from maxstack.inference.adapters import Adapters
     from maxstack.inference.layout import Layout
     from maxstack.inference.programs import Programs, serving
     from maxstack.inference.started import USUAL, limits_of
@@ -72,7 +73,7 @@ def _of_serving(args: argparse.Namespace) -> list["Choice"]:
     cfg = serving(cfg)
     layout, mesh = Layout.of(cfg.model), sharding.make_mesh(cfg.mesh, where.devices())
     limits, length = limits_of(cfg, layout, longest or USUAL, None)
-    return Programs(assemble(cfg, mesh, trains=False), layout, limits, length, {}).kernels()
+    return Programs(assemble(cfg, mesh, trains=False), layout, limits, length, Adapters()).kernels()
 
 
 def text(choice: "Choice") -> str:

@@ -40,13 +40,8 @@ class Engine:
         self.cfg, self.max_length = run.cfg, max_length
         self._layout = Layout.of(run.cfg.model)
         self.adapters = adapters.names
-<<<<<<< HEAD
-        weights = adapters.weights
-        self.programs = Programs(run, self._layout, limits, max_length, weights)
+        self.programs = Programs(run, self._layout, limits, max_length, adapters)
         self.programs.load(params)
-=======
-        self.programs = Programs(run, params, self._layout, limits, max_length, adapters)
->>>>>>> i20-lora
         self._sampler = Sampler(run.cfg.model.vocab, max_length)
         if run.cfg.serve.speculate and self._layout.recurrent:
             raise ConfigError(

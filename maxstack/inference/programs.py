@@ -84,30 +84,19 @@ class Programs:
         self.width = -(-max_length // limits.page)
         self.sizes = sizes_of(limits)
         self._max_length = max_length
-<<<<<<< HEAD
-        self._graph, self._adapters = run.graph, adapters
+        self._graph, self._state = run.graph, run.weights.rewrite.state
+        self._adapters = adapters
+        self._original = {*weights_of(run.cfg.model)}
         self._params: Any = None
+        if adapters.specs:
+            specs, weights = adapters.specs, adapters.weights
+            self._graph, self._state = with_adapters(self._graph, self._state, specs, weights)
+            self._original |= {f"{path}/base" for path in specs}
         self._panels: dict[str, Panels] = {}
         if run.mesh.size == 1 and run.mesh.devices.flat[0].platform == "cpu":
             from maxstack.weights.panels import in_panels
 
-            self._graph, self._panels = in_panels(run.graph, run.weights.rewrite.state)
-=======
-        self._graph, state = run.graph, run.weights.rewrite.state
-        self.adapters = len(adapters.names)
-        original = {*weights_of(run.cfg.model)}
-        if adapters.specs:
-            specs, weights = adapters.specs, adapters.weights
-            self._graph, state = with_adapters(self._graph, state, specs, weights)
-            params = tree({**beside(flat(params), specs), **weights})
-            original |= {f"{path}/base" for path in specs}
-        panels: dict[str, Panels] = {}
-        if run.mesh.size == 1 and run.mesh.devices.flat[0].platform == "cpu":
-            from maxstack.weights.panels import in_panels
-
-            self._graph, panels = in_panels(self._graph, state)
-        self._params = prepared(state, params, panels, original, run.cfg.model.dtype)
->>>>>>> i20-lora
+            self._graph, self._panels = in_panels(self._graph, self._state)
         ordered = in_order(run.mesh)
         self._made = jax.jit(self._empty, out_shardings=self._shardings(), compiler_options=ordered)
         self.cache: Any = None
@@ -131,18 +120,24 @@ class Programs:
         if self.cache is None:
             self.cache = self._made()
         if params is not None:
-            self._params = prepared(self._run, params, self._panels, keep)
+            self._params = self._prepared(params, keep)
+
+    def _prepared(self, params: Any, keep: bool) -> Any:
+        specs, weights = self._adapters.specs, self._adapters.weights
+        if specs:
+            params = tree({**beside(flat(params), specs), **weights})
+        dtype = self._run.cfg.model.dtype
+        return prepared(self._state, params, self._panels, self._original, dtype, keep)
 
     def kernels(self) -> list[Choice]:
         """The kernels that serve the largest step; no array is made."""
         batch, _ = self.batch([], 0)
         with recording() as choices:
             params = jax.eval_shape(
-                lambda params: prepared(self._run, params, self._panels, keep=True),
-                self._run.abstract.params,
+                lambda params: self._prepared(params, keep=True), self._run.abstract.params
             )
             cache = jax.eval_shape(self._empty)
-            jax.eval_shape(self._run.within(self._step), params, cache, batch, self._adapters)
+            jax.eval_shape(self._run.within(self._step), params, cache, batch)
         return choices
 
     def batch(self, pieces: Sequence[Rowed], wanted: int) -> tuple[Batch, list[int]]:
@@ -170,6 +165,11 @@ class Programs:
         few = rows.shape[1] // 4
         outputs = few if size == self.sizes[-1] and wanted <= few else rows.shape[1]
         return Batch(Rows(*rows), np.zeros(outputs, np.int32), tuple(tables)), firsts
+
+    @property
+    def adapters(self) -> int:
+        """Number of adapters."""
+        return len(self._adapters.names)
 
     @property
     def slots(self) -> int:
@@ -246,23 +246,17 @@ class Programs:
         ]
 
 
-<<<<<<< HEAD
-def prepared(run: "Run", params: Any, panels: Mapping[str, "Panels"], keep: bool) -> Any:
-    """Weights as steps of inference read them: stacks of the pattern's repetitions as tuples, what
-    is multiplied in the compute dtype kept in it, which changes no bit, and some in panels. Arrays
-    that are replaced are deleted, unless they are to be kept."""
-=======
 def prepared(
     state: nnx.State,
     params: Any,
     panels: Mapping[str, "Panels"],
     original: Collection[str],
     dtype: str,
+    keep: bool,
 ) -> Any:
     """Weights as steps of inference read them: stacks of the pattern's repetitions as tuples, what
     is multiplied in the compute dtype kept in it if it is `original`, which changes no bit, and
-    some in panels. Deletes the arrays that it replaces."""
->>>>>>> i20-lora
+    some in panels. Arrays that are replaced are deleted, unless they are to be kept."""
     uses = {
         "/".join(map(str, path)): param.get_metadata().get("use")
         for path, param in nnx.to_flat_state(state)
@@ -279,9 +273,8 @@ def prepared(
             name = f"{path}/panels"
             make = jax.jit(panels[path].made)
             kept = jax.tree.map(make, kept)
-        if kept is not array:
-            if not keep:
-                jax.block_until_ready(kept)
-                array.delete()
+        if kept is not array and not keep:
+            jax.block_until_ready(kept)
+            array.delete()
         weights[name] = kept
     return tree(weights)
