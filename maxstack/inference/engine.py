@@ -8,7 +8,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from maxstack.errors import ConfigError, DataError, quoted
+from maxstack.errors import DataError, quoted
 from maxstack.inference.adapters import Adapters
 from maxstack.inference.drafts import ngram
 from maxstack.inference.layout import Layout
@@ -43,11 +43,6 @@ class Engine:
         self.programs = Programs(run, self._layout, limits, max_length, adapters)
         self.programs.load(params)
         self._sampler = Sampler(run.cfg.model.vocab, max_length)
-        if run.cfg.serve.speculate and self._layout.recurrent:
-            raise ConfigError(
-                f"serve.speculate={run.cfg.serve.speculate}: the model has recurrent layers, whose "
-                "state cannot take back a guess that was wrong; set it to 0"
-            )
         draft = self._drafts if run.cfg.serve.speculate else None
         self.scheduler = Scheduler(self._layout, limits, self.programs.replicas, draft)
         self._tasks: dict[int, Task] = {}
