@@ -148,7 +148,8 @@ class Engine:
         if task.sampling.prompt_logprobs is not None and task.reported < task.prompt:
             if not task.reported:
                 prompt.append(Token(task.tokens[0]))
-            end = min(start + piece.size, task.prompt - 1)
+            # after a preemption the pieces begin anew
+            end = max(task.reported, min(start + piece.size, task.prompt - 1))
             prompt += [tokens[task.number, i] for i in range(task.reported, end)]
             task.reported = end if end < task.prompt - 1 else task.prompt
         new, finish = self._accepted(piece, tokens)

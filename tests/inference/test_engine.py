@@ -198,6 +198,19 @@ def test_recurrent_layers_take_no_guesses():
         engine_of("qwen3_next", overrides=["serve.speculate=3"])
 
 
+def test_a_preempted_request_reports_each_token_of_its_prompt_once():
+    engine = engine_of("llama", pages=(16,))
+    prompts = random_prompts(40, 38)
+    sampling = dataclasses.replace(GREEDY, prompt_logprobs=0, max_tokens=8)
+    numbers = [engine.add(prompt, sampling) for prompt in prompts]
+    given = {number: [] for number in numbers}
+    while engine.busy:
+        for output in engine.step():
+            given[output.request] += [token.token for token in output.prompt]
+    assert engine.scheduler.preemptions > 0
+    assert [given[number] for number in numbers] == prompts
+
+
 @pytest.mark.parametrize(
     "prompt, message",
     [
