@@ -4,7 +4,15 @@ not; for hardware that need not be here."""
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from maxstack.command import CONFIG, JSON, OVERRIDES, check_writable, command, write_json
+from maxstack.command import (
+    CONFIG,
+    JSON,
+    OVERRIDES,
+    argument,
+    check_writable,
+    command,
+    write_json,
+)
 from maxstack.commands.plan import TOPOLOGY, configured, topology_of
 from maxstack.report.table import table
 
@@ -20,15 +28,23 @@ if TYPE_CHECKING:
     "kernels synthetic model=gpt-oss-20b mesh=v5p-64 train.batch_size=64 --topology v5p:4x4x4",
     CONFIG,
     OVERRIDES,
+    argument("--serve", action="store_true", help="the step that generates, not one of training"),
     TOPOLOGY,
     JSON,
 )
 def main(args: argparse.Namespace) -> None:
     """Print the choices, and write them where --json says."""
+    check_writable("--json", args.json)
+    choices = _of_serving(args) if args.serve else _of_training(args)
+    for choice in choices:
+        print(text(choice))
+    write_json(args.json, [as_json(choice) for choice in choices])
+
+
+def _of_training(args: argparse.Namespace) -> list["Choice"]:
     from maxstack.hardware import compiling
     from maxstack.plan import step
 
-    check_writable("--json", args.json)
     cfg = configured(args)
     topology = topology_of(args, cfg)
     step.check_mesh(cfg, topology)
@@ -37,9 +53,27 @@ def main(args: argparse.Namespace) -> None:
 
     run = assemble(cfg, sharding.make_mesh(cfg.mesh, topology.devices()))
     compiling.check_flags(run.cfg, run.mesh)
-    for choice in run.kernels:
-        print(text(choice))
-    write_json(args.json, [as_json(choice) for choice in run.kernels])
+    return run.kernels
+
+
+def _of_serving(args: argparse.Namespace) -> list["Choice"]:
+    """Choices of the largest step of inference."""
+    from maxstack.inference import capacity
+    from maxstack.plan import topology
+
+    where = topology.parse(args.topology)
+    cfg, longest = capacity.opened(args.config, args.overrides, where.size)
+    from maxstack import sharding
+    from maxstack.inference.adapters import Adapters
+    from maxstack.inference.layout import Layout
+    from maxstack.inference.programs import Programs, serving
+    from maxstack.inference.started import USUAL, limits_of
+    from maxstack.run import assemble
+
+    cfg = serving(cfg)
+    layout, mesh = Layout.of(cfg.model), sharding.make_mesh(cfg.mesh, where.devices())
+    limits, length = limits_of(cfg, layout, longest or USUAL, None)
+    return Programs(assemble(cfg, mesh, trains=False), layout, limits, length, Adapters()).kernels()
 
 
 def text(choice: "Choice") -> str:

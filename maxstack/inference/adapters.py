@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from maxstack.inference.opened import adapted_run
 from maxstack.state import flat
 from maxstack.weights.adapter import lengthening
+from maxstack.weights.spec import WeightSpec
 
 if TYPE_CHECKING:
     from maxstack.run import Run
@@ -22,42 +23,38 @@ class Adapters(NamedTuple):
     """Adapters by number, from 1."""
 
     names: tuple[str, ...] = ()
-    weights: Mapping[str, Leaves] = {}
-    """By path of a weight: leaves of adapted_rows.AdaptedRows, on every device; as tuples where the
-    pattern repeats the weight."""
+    specs: Mapping[str, WeightSpec] = {}
+    """By path: the weights that they change."""
+    weights: Mapping[str, Any] = {}
+    """By path: leaves of adapted_rows.AdaptedRows, on every device, with a dimension in front for
+    the repetitions of the pattern where there are any."""
 
 
 def read_adapters(run: "Run", params: Any, folders: Mapping[str, str]) -> Adapters:
     """The adapters in folders, by name, for the weights `params` of a run. ConfigError for a folder
     that holds none of this model's, or one that cannot be served."""
-    read = [_leaves(run, params, folder) for folder in folders.values()]
+    specs: dict[str, WeightSpec] = {}
+    read = [_leaves(run, params, folder, specs) for folder in folders.values()]
     everywhere = NamedSharding(run.mesh, PartitionSpec())
-    weights: dict[str, Leaves] = {}
-    for path in dict.fromkeys(path for leaves in read for path in leaves):
-        own = [leaves.get(path) for leaves in read]
-        if path.startswith("blocks/"):
-            repeats = next(len(leaves["a"]) for leaves in own if leaves)
-            layers = [
-                _stacked([leaves and {k: v[i] for k, v in leaves.items()} for leaves in own])
-                for i in range(repeats)
-            ]
-            together = {name: tuple(layer[name] for layer in layers) for name in layers[0]}
-        else:
-            together = _stacked(own)
-        weights[path] = jax.device_put(
-            jax.tree.map(lambda leaf: leaf.astype(run.cfg.model.dtype), together), everywhere
-        )
-    return Adapters(tuple(folders), weights)
+    weights = {
+        f"{path}/{name}": jax.device_put(leaf.astype(run.cfg.model.dtype), everywhere)
+        for path, spec in specs.items()
+        for name, leaf in _stacked([own.get(path) for own in read], spec.contract).items()
+    }
+    return Adapters(tuple(folders), specs, weights)
 
 
-def _leaves(run: "Run", params: Any, folder: str) -> dict[str, Leaves]:
+def _leaves(
+    run: "Run", params: Any, folder: str, specs: dict[str, WeightSpec]
+) -> dict[str, Leaves]:
     """By path: a [..., in..., rank] and b [..., rank, out...] times the scale, with DoRA `factor`
-    [..., out...]; in front the repetitions of the pattern, if any."""
+    [..., out...]; in front the repetitions of the pattern, if any. Adds the weights to `specs`."""
     adapted = adapted_run(run, folder)
     lora, weights = adapted.cfg.lora, adapted.weights
     assert lora
     read, rewrite = weights.adapter(folder), weights.rewrite
     bases = rewrite.under_adapters(flat(params))
+    specs |= rewrite.adapted
     leaves: dict[str, Leaves] = {}
     for path, spec in rewrite.adapted.items():
         a, b = read[f"{path}/lora_a"], read[f"{path}/lora_b"]
@@ -72,19 +69,23 @@ def _leaves(run: "Run", params: Any, folder: str) -> dict[str, Leaves]:
     return leaves
 
 
-def _stacked(leaves: Sequence[Leaves | None]) -> Leaves:
+def _stacked(leaves: Sequence[Leaves | None], contract: int) -> Leaves:
     """Leaves of one weight with a dimension of adapters; those that are None change nothing. Ranks
     are padded to the largest."""
     present = [own for own in leaves if own]
     rank = max(own["a"].shape[-1] for own in present)
-    inputs, outputs = present[0]["a"].shape[:-1], present[0]["b"].shape[1:]
-    a = np.zeros((*inputs, len(leaves), rank), np.float32)
-    b = np.zeros((len(leaves), rank, *outputs), np.float32)
+    a, b = present[0]["a"], present[0]["b"]
+    lead = a.ndim - contract - 1
+    outputs = *b.shape[:lead], *b.shape[lead + 1 :]
+    whole_a = np.zeros((*a.shape[:-1], len(leaves), rank), np.float32)
+    whole_b = np.zeros((len(leaves), rank, *outputs), np.float32)
     factor = np.ones((1 + len(leaves), *outputs), np.float32)
     for i, own in enumerate(leaves):
         if own:
             size = own["a"].shape[-1]
-            a[..., i, :size], b[i, :size] = own["a"], own["b"]
+            whole_a[..., i, :size] = own["a"]
+            whole_b[i, :size] = np.moveaxis(own["b"], lead, 0)
             factor[i + 1] = own.get("factor", 1.0)
+    made = {"a": whole_a, "b": np.moveaxis(whole_b, (0, 1), (lead, lead + 1))}
     dora = any("factor" in own for own in present)
-    return {"a": a, "b": b} | ({"factor": factor} if dora else {})
+    return made | ({"factor": np.moveaxis(factor, 0, lead)} if dora else {})

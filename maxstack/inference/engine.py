@@ -8,7 +8,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from maxstack.errors import ConfigError, DataError, quoted
+from maxstack.errors import DataError, quoted
 from maxstack.inference.adapters import Adapters
 from maxstack.inference.drafts import ngram
 from maxstack.inference.layout import Layout
@@ -40,15 +40,9 @@ class Engine:
         self.cfg, self.max_length = run.cfg, max_length
         self._layout = Layout.of(run.cfg.model)
         self.adapters = adapters.names
-        weights = adapters.weights
-        self.programs = Programs(run, self._layout, limits, max_length, weights)
+        self.programs = Programs(run, self._layout, limits, max_length, adapters)
         self.programs.load(params)
         self._sampler = Sampler(run.cfg.model.vocab, max_length)
-        if run.cfg.serve.speculate and self._layout.recurrent:
-            raise ConfigError(
-                f"serve.speculate={run.cfg.serve.speculate}: the model has recurrent layers, whose "
-                "state cannot take back a guess that was wrong; set it to 0"
-            )
         draft = self._drafts if run.cfg.serve.speculate else None
         self.scheduler = Scheduler(self._layout, limits, self.programs.replicas, draft)
         self._tasks: dict[int, Task] = {}
@@ -154,7 +148,8 @@ class Engine:
         if task.sampling.prompt_logprobs is not None and task.reported < task.prompt:
             if not task.reported:
                 prompt.append(Token(task.tokens[0]))
-            end = min(start + piece.size, task.prompt - 1)
+            # after a preemption the pieces begin anew
+            end = max(task.reported, min(start + piece.size, task.prompt - 1))
             prompt += [tokens[task.number, i] for i in range(task.reported, end)]
             task.reported = end if end < task.prompt - 1 else task.prompt
         new, finish = self._accepted(piece, tokens)

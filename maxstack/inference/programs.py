@@ -1,7 +1,7 @@
 """Compiled programs of inference. Shapes: R rows and O outputs of all replicas  S slots  W pages of
 a request at most  V vocab."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -13,14 +13,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 from maxstack.hardware.compiling import in_order
 from maxstack.inference.layout import Layout
 from maxstack.inference.scheduler import Copy, Limits
+from maxstack.kernels.backends import Choice, recording
 from maxstack.layers.cache import Cache, Rows
 from maxstack.models.model import weights_of
 from maxstack.schema.mesh import parts
 from maxstack.sharding import spec
 from maxstack.state import flat, tree
-from maxstack.weights.adapted_rows import choosing, install
+from maxstack.weights.adapted_rows import choosing, with_adapters
+from maxstack.weights.rewrite import beside
 
 if TYPE_CHECKING:
+    from maxstack.inference.adapters import Adapters
     from maxstack.run import Run
     from maxstack.schema.config import Config
     from maxstack.weights.panels import Panels
@@ -74,25 +77,29 @@ class Programs:
         layout: Layout,
         limits: Limits,
         max_length: int,
-        adapters: Mapping[str, Any],
+        adapters: "Adapters",
     ):
-        """`adapters`: see adapters.Adapters."""
         self._run, self._layout, self.limits = run, layout, limits
         self.replicas = parts(run.cfg.mesh.rules["batch"], run.mesh.shape)
         self.width = -(-max_length // limits.page)
         self.sizes = sizes_of(limits)
         self._max_length = max_length
-        self._graph, self._adapters = run.graph, adapters
+        self._graph, self._state = run.graph, run.weights.rewrite.state
+        self._adapters = adapters
+        self._original = {*weights_of(run.cfg.model)}
         self._params: Any = None
+        if adapters.specs:
+            specs, weights = adapters.specs, adapters.weights
+            self._graph, self._state = with_adapters(self._graph, self._state, specs, weights)
+            self._original |= {f"{path}/base" for path in specs}
         self._panels: dict[str, Panels] = {}
         if run.mesh.size == 1 and run.mesh.devices.flat[0].platform == "cpu":
             from maxstack.weights.panels import in_panels
 
-            self._graph, self._panels = in_panels(run.graph, run.weights.rewrite.state)
+            self._graph, self._panels = in_panels(self._graph, self._state)
         ordered = in_order(run.mesh)
-        self.cache = jax.jit(
-            self._empty, out_shardings=self._shardings(), compiler_options=ordered
-        )()
+        self._made = jax.jit(self._empty, out_shardings=self._shardings(), compiler_options=ordered)
+        self.cache: Any = None
         self._forward = jax.jit(
             run.within(self._step),
             donate_argnums=1,
@@ -110,8 +117,28 @@ class Programs:
         """Take the weights of the run in place of those before; unless they are to be kept, arrays
         are deleted as others are made of them. None: forget them."""
         self._params = None
+        if self.cache is None:
+            self.cache = self._made()
         if params is not None:
-            self._params = prepared(self._run, params, self._panels, keep)
+            self._params = self._prepared(params, keep)
+
+    def _prepared(self, params: Any, keep: bool) -> Any:
+        specs, weights = self._adapters.specs, self._adapters.weights
+        if specs:
+            params = tree({**beside(flat(params), specs), **weights})
+        dtype = self._run.cfg.model.dtype
+        return prepared(self._state, params, self._panels, self._original, dtype, keep)
+
+    def kernels(self) -> list[Choice]:
+        """The kernels that serve the largest step; no array is made."""
+        batch, _ = self.batch([], 0)
+        with recording() as choices:
+            params = jax.eval_shape(
+                lambda params: self._prepared(params, keep=True), self._run.abstract.params
+            )
+            cache = jax.eval_shape(self._empty)
+            jax.eval_shape(self._run.within(self._step), params, cache, batch)
+        return choices
 
     def batch(self, pieces: Sequence[Rowed], wanted: int) -> tuple[Batch, list[int]]:
         """Pieces as a step of the smallest size that holds them, each replica's from its own first
@@ -119,7 +146,7 @@ class Programs:
         used = [0] * self.replicas
         for piece in pieces:
             used[piece.replica] += len(piece.tokens)
-        size = next(size for size in self.sizes if size >= max(used))
+        size = next(size for size in self.sizes if size >= max(used)) if pieces else self.sizes[-1]
         rows = np.zeros((4, self.replicas * size), np.int32)
         rows[1] = -1
         tables = np.zeros(
@@ -141,8 +168,8 @@ class Programs:
 
     @property
     def adapters(self) -> int:
-        """Number of an adapter that changes something; 0 where there is none."""
-        return int(bool(self._adapters))
+        """Number of adapters."""
+        return len(self._adapters.names)
 
     @property
     def slots(self) -> int:
@@ -155,7 +182,7 @@ class Programs:
 
     def forward(self, batch: Batch) -> jax.Array:
         """Logits float32 [O, V] of the wanted rows of a step; keys and values go to the cache."""
-        logits_OV, self.cache = self._forward(self._params, self.cache, batch, self._adapters)
+        logits_OV, self.cache = self._forward(self._params, self.cache, batch)
         return logits_OV
 
     def copy(self, copies: Sequence[Copy]) -> None:
@@ -164,11 +191,8 @@ class Programs:
             first = copy.replica * self.slots
             self.cache = self._copy(self.cache, first + copy.source, first + copy.target)
 
-    def _step(
-        self, params: Any, cache: Any, batch: Batch, adapters: Mapping[str, Any]
-    ) -> tuple[jax.Array, Any]:
+    def _step(self, params: Any, cache: Any, batch: Batch) -> tuple[jax.Array, Any]:
         model = nnx.merge(self._graph, nnx.State(params))
-        install(model, adapters)
         tables = [batch.tables[group] for group in self._layout.groups]
         backend = self._run.cfg.serve.attention
         kept = Cache(self._layout.owners, tables, list(cache), backend)
@@ -222,19 +246,26 @@ class Programs:
         ]
 
 
-def prepared(run: "Run", params: Any, panels: Mapping[str, "Panels"], keep: bool) -> Any:
+def prepared(
+    state: nnx.State,
+    params: Any,
+    panels: Mapping[str, "Panels"],
+    original: Collection[str],
+    dtype: str,
+    keep: bool,
+) -> Any:
     """Weights as steps of inference read them: stacks of the pattern's repetitions as tuples, what
-    is multiplied in the compute dtype kept in it, which changes no bit, and some in panels. Arrays
-    that are replaced are deleted, unless they are to be kept."""
+    is multiplied in the compute dtype kept in it if it is `original`, which changes no bit, and
+    some in panels. Arrays that are replaced are deleted, unless they are to be kept."""
     uses = {
         "/".join(map(str, path)): param.get_metadata().get("use")
-        for path, param in nnx.to_flat_state(run.weights.rewrite.state)
+        for path, param in nnx.to_flat_state(state)
     }
-    original, weights = weights_of(run.cfg.model), {}
+    weights = {}
     for path, array in flat(params).items():
         kept: Any = array
         if uses[path] and path in original:
-            kept = array.astype(run.cfg.model.dtype)
+            kept = array.astype(dtype)
         if path.startswith("blocks/"):
             kept = tuple(kept[i] for i in range(kept.shape[0]))
         name = path
@@ -242,9 +273,8 @@ def prepared(run: "Run", params: Any, panels: Mapping[str, "Panels"], keep: bool
             name = f"{path}/panels"
             make = jax.jit(panels[path].made)
             kept = jax.tree.map(make, kept)
-        if kept is not array:
+        if kept is not array and not keep:
             jax.block_until_ready(kept)
-            if not keep:
-                array.delete()
+            array.delete()
         weights[name] = kept
     return tree(weights)

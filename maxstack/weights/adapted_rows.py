@@ -5,19 +5,19 @@ import contextlib
 import contextvars
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from maxstack.layers.weight import Substitute, Weight, product, project
+from maxstack.layers.weight import Substitute, Weight, product, project, values
 from maxstack.sharding import holding
+from maxstack.weights.spec import WeightSpec
 
 _numbers: contextvars.ContextVar[Array] = contextvars.ContextVar("numbers")
-INPUTS, OUTPUTS = "IJK", "OPQ"
-"""Dimensions of a weight in an einsum."""
 
 
 def choosing(numbers_R: Array) -> contextlib.AbstractContextManager[None]:
@@ -25,12 +25,18 @@ def choosing(numbers_R: Array) -> contextlib.AbstractContextManager[None]:
     return holding(_numbers, numbers_R)
 
 
-def install(model: nnx.Module, adapters: Mapping[str, Mapping[str, Any]]) -> None:
-    """Replace the weights of a model, by path, by such with adapters, whose leaves are given."""
-    for path, leaves in adapters.items():
+def with_adapters(
+    graph: Any, state: nnx.State, specs: Mapping[str, WeightSpec], leaves: Mapping[str, Any]
+) -> tuple[Any, nnx.State]:
+    """The graph and the shapes of a model with adapters for the weights of `specs`, by path;
+    `leaves` are those of AdaptedRows, by path, with a stack's dimension in front."""
+    model = nnx.merge(graph, state)
+    for path, spec in specs.items():
         *owners, name = path.split("/")
         module = functools.reduce(getattr, owners, model)
-        setattr(module, name, AdaptedRows(getattr(module, name), leaves))
+        own = {leaf: leaves.get(f"{path}/{leaf}") for leaf in ("a", "b", "factor")}
+        setattr(module, name, AdaptedRows(getattr(module, name), spec, own))
+    return nnx.split(model)
 
 
 class AdaptedRows(Substitute, nnx.Module):
@@ -41,47 +47,61 @@ class AdaptedRows(Substitute, nnx.Module):
     many adapters as rows at most that reads less than the A and B of each row.
     """
 
-    def __init__(self, base: Weight, leaves: Mapping[str, Any]):
-        """`leaves`: a [in..., A, Z]; b [A, Z, out...], which holds the scale; where an adapter is
-        DoRA, `factor` [1 + A, out...], the first for rows without."""
-        self.base = base
-        self.a, self.b = nnx.Param(leaves["a"]), nnx.Param(leaves["b"])
-        self.factor = nnx.Param(leaves["factor"]) if "factor" in leaves else None
+    def __init__(self, base: Weight, spec: WeightSpec, leaves: Mapping[str, Any]):
+        """Shapes of `leaves`: a [in..., A, Z]; b [A, Z, out...], which holds the scale; where an
+        adapter is DoRA, `factor` [1 + A, out...], the first for rows without."""
+        self.base, self.contract = base, spec.contract
+        before, after = spec.axes[: spec.contract], spec.axes[spec.contract :]
+        inner = "latent", "latent"
+        self.a: Weight = _placeholder(leaves["a"], (*before, *inner), "matmul", spec.contract)
+        self.b: Weight = _placeholder(leaves["b"], (*inner, *after), "matmul", 2)
+        factor = leaves["factor"]
+        self.factor = None if factor is None else _placeholder(factor, ("latent", *after), None, 1)
 
     def project(self, x: Array) -> Array:
         """See weight.project; x is [R, T, in...]."""
-        inputs, outputs = INPUTS[: self.a.ndim - 2], OUTPUTS[: self.b.ndim - 2]
-        equation = f"RT{inputs},{inputs}{outputs}->RT{outputs}"
-        return self._adapted(equation, x, lambda x: project(x, self.base))
+        y = project(x, self.base)
+        adapted = y + project(_own(project(x, self.a)), self.b)
+        if self.factor is not None:
+            adapted *= self.factor[...][_numbers.get()][:, None].astype(x.dtype)
+        return _chosen(adapted, y)
 
     def product(self, equation: str, x: Array) -> Array:
         """See weight.product."""
-        return self._adapted(equation, x, lambda x: product(equation, x, self.base))
-
-    def _adapted(self, equation: str, x: Array, base: Callable[[Array], Array]) -> Array:
         read, w, written = re.split(",|->", equation)
-        inputs, outputs = w[: self.a.ndim - 2], w[self.a.ndim - 2 :]
-        numbers_R, dtype = _numbers.get(), x.dtype
+        inputs, outputs = w[: self.contract], w[self.contract :]
 
         def lengthened(x: Array, dims: str) -> Array:
             if self.factor is None or not {*outputs} <= {*dims}:
                 return x
-            own = self.factor[...][numbers_R].astype(dtype)
+            own = self.factor[...][_numbers.get()].astype(x.dtype)
             return jnp.einsum(f"{dims},R{outputs}->{dims}", x, own)
 
         x = lengthened(x, read)
-        y = base(x)
+        y = product(equation, x, self.base)
         (first, m), (second, n) = (f"{inputs}AZ", self.a), (f"AZ{outputs}", self.b)
         if not {*inputs} <= {*read}:
             (first, m), (second, n) = (second, n), (first, m)
         kept = "".join(dim for dim in read if dim in written or dim not in first)
-        h = jnp.einsum(f"{read},{first}->{kept}AZ", x, m[...].astype(dtype))
-        own = _beside(numbers_R, h) == jnp.arange(1, h.shape[-2] + 1)[:, None]
-        h = jnp.where(own, h, 0)
-        y_adapted = y + jnp.einsum(f"{kept}AZ,{second}->{written}", h, n[...].astype(dtype))
-        return jnp.where(_beside(numbers_R, y) > 0, lengthened(y_adapted, written), y)
+        h = _own(jnp.einsum(f"{read},{first}->{kept}AZ", x, values(m, x.dtype)))
+        adapted = y + jnp.einsum(f"{kept}AZ,{second}->{written}", h, values(n, x.dtype))
+        return _chosen(lengthened(adapted, written), y)
 
 
-def _beside(numbers_R: Array, x: Array) -> Array:
-    """[R, 1, ..] of as many dimensions as x."""
-    return numbers_R.reshape(-1, *(1,) * (x.ndim - 1))
+def _placeholder(leaf: Any, axes: tuple[str, ...], use: str | None, contract: int) -> nnx.Param:
+    shape = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    return nnx.Param(shape, axes=axes, use=use, contract=contract)
+
+
+def _own(h: Array) -> Array:
+    """[R, .., A, Z] with zeros for other adapters than the row's."""
+    return jnp.where(_beside(h) == jnp.arange(1, h.shape[-2] + 1)[:, None], h, 0)
+
+
+def _chosen(adapted: Array, plain: Array) -> Array:
+    return jnp.where(_beside(plain) > 0, adapted, plain)
+
+
+def _beside(x: Array) -> Array:
+    """Numbers of the rows' adapters [R, 1, ..], of as many dimensions as x."""
+    return _numbers.get().reshape(-1, *(1,) * (x.ndim - 1))

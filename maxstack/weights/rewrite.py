@@ -4,7 +4,7 @@ have adapters. Models know nothing of it."""
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -92,11 +92,7 @@ class Rewrite:
 
     def under_adapters(self, leaves: Mapping[str, Any]) -> dict[str, Any]:
         """Leaves of weights without adapters, by the paths that they have beside adapters."""
-        moved: dict[str, Any] = {}
-        for name, leaf in leaves.items():
-            path = next((path for path in (name, module_of(name)) if path in self.adapted), None)
-            moved[name if path is None else f"{path}/base{name.removeprefix(path)}"] = leaf
-        return moved
+        return beside(leaves, self.adapted)
 
     def adapters(self, path: str, leaves: Mapping[str, AnyArray]) -> dict[str, Array]:
         """A fresh adapter of the weight at `path`, of which `leaves` are kept."""
@@ -195,6 +191,15 @@ class Rewrite:
                 raise ConfigError(f"lora.targets.{i}: {quoted(pattern)} {why}")
             targets |= dict.fromkeys(own)
         return [*targets]
+
+
+def beside(leaves: Mapping[str, Any], adapted: Collection[str]) -> dict[str, Any]:
+    """Leaves of a model by the paths that they have where weights `adapted` have adapters."""
+    moved: dict[str, Any] = {}
+    for name, leaf in leaves.items():
+        path = next((path for path in (name, module_of(name)) if path in adapted), None)
+        moved[name if path is None else f"{path}/base{name.removeprefix(path)}"] = leaf
+    return moved
 
 
 def _params(model: nnx.Module) -> Iterator[tuple[str, Any, str]]:

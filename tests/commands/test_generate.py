@@ -9,7 +9,7 @@ import time
 
 import processes
 import pytest
-import served_folder
+import served
 
 from maxstack import cli
 from maxstack.errors import ConfigError, DataError
@@ -20,7 +20,7 @@ F32 = ("model.dtype=float32", f"run.compilation_cache={processes.COMPILED}", *SM
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return str(served_folder.make(tmp_path_factory.mktemp("generate") / "model"))
+    return str(served.make(tmp_path_factory.mktemp("generate") / "model"))
 
 
 def generate(model, *words):

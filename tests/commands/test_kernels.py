@@ -126,3 +126,11 @@ def test_a_pinned_kernel_that_cannot_serve_and_a_flag_that_is_none_are_errors(
     (tmp_path / "run.yml").write_text(dump(tiny.config()))
     assert cli.main(["kernels", str(tmp_path / "run.yml"), *words]) == 1
     assert told in capsys.readouterr().err
+
+
+def test_the_step_that_generates_names_its_kernels(tmp_path, capsys):
+    (tmp_path / "run.yml").write_text(dump(tiny.config()))
+    assert cli.main(["kernels", str(tmp_path / "run.yml"), "--serve", "serve.rows=16"]) == 0
+    printed = capsys.readouterr().out
+    assert "paged_attention on cpu" in printed and "rows=16" in printed
+    assert "for model.blocks.local.mixer" in printed and "tiles      chosen" in printed

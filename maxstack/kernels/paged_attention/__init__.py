@@ -7,6 +7,7 @@ value)  H head dim  V value dim.
 
 import dataclasses
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,19 @@ OP = Op(
         Backend("reference", f"{__name__}.reference"),
     ),
 )
+
+
+class Inputs(NamedTuple):
+    """Arrays of one call on one device, for a backend's `run(inputs, request, value_dim)`."""
+
+    q_RNH: jax.Array
+    pages_PLCH: jax.Array
+    tables_RW: jax.Array
+    """Pages of each row's request."""
+    positions_R: jax.Array
+    sinks_N: jax.Array | None
+    kv_heads: jax.Array | None
+    """Numbers of the kv heads that the queries read; None: all in their order."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +106,8 @@ def paged_attention(
             Device.here(),
         )
         run = OP[OP.choose(case, backend).backend].run
-        return run(q, pages, tables[slots], positions, request, sinks, value_dim, kv_heads), pages
+        inputs = Inputs(q, pages, tables[slots], positions, sinks, kv_heads)
+        return run(inputs, request, value_dim), pages
 
     with jax.named_scope("paged_attention"):
         if sharding.current() is None:

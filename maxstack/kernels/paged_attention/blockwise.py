@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from maxstack.kernels.attention.request import Request
 from maxstack.kernels.backends import multiplied
-from maxstack.kernels.paged_attention import keys_and_values
+from maxstack.kernels.paged_attention import Inputs, keys_and_values
 
 BLOCK = 128
 """Keys of a block. Blocks lie at fixed positions of a request and one that a row does not see
@@ -19,17 +19,9 @@ Softmax = tuple[jax.Array, jax.Array, jax.Array]
 [.., V] (Milakov & Gimelshein 2018, arXiv:1805.02867)."""
 
 
-def run(
-    q_RNH: jax.Array,
-    pages_PLCH: jax.Array,
-    tables_RW: jax.Array,
-    positions_R: jax.Array,
-    request: Request,
-    sinks_N: jax.Array | None,
-    value_dim: int | None,
-    kv_heads: jax.Array | None,
-) -> jax.Array:
+def run(inputs: Inputs, request: Request, value_dim: int | None) -> jax.Array:
     """Online softmax over the blocks from the first to the last that any row sees."""
+    q_RNH, pages_PLCH, tables_RW, positions_R, sinks_N, kv_heads = inputs
     rows, heads, size = q_RNH.shape
     length = pages_PLCH.shape[1]
     pages = max(1, BLOCK // length)

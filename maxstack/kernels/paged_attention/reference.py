@@ -4,21 +4,13 @@ import jax
 import jax.numpy as jnp
 
 from maxstack.kernels.attention.request import Request
-from maxstack.kernels.paged_attention import keys_and_values
+from maxstack.kernels.paged_attention import Inputs, keys_and_values
 from maxstack.kernels.paged_attention.blockwise import capped, first_seen
 
 
-def run(
-    q_RNH: jax.Array,
-    pages_PLCH: jax.Array,
-    tables_RW: jax.Array,
-    positions_R: jax.Array,
-    request: Request,
-    sinks_N: jax.Array | None,
-    value_dim: int | None,
-    kv_heads: jax.Array | None,
-) -> jax.Array:
+def run(inputs: Inputs, request: Request, value_dim: int | None) -> jax.Array:
     """Softmax over the keys of each row's request, in float32."""
+    q_RNH, pages_PLCH, tables_RW, positions_R, sinks_N, kv_heads = inputs
     rows, heads, size = q_RNH.shape
     kept = pages_PLCH[tables_RW].reshape(rows, -1, *pages_PLCH.shape[2:]).astype(jnp.float32)
     k_RSKH, v_RSKV = keys_and_values(kept, value_dim, kv_heads)

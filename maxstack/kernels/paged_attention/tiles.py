@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from maxstack.kernels.attention.request import Request
 from maxstack.kernels.backends import multiplied
-from maxstack.kernels.paged_attention import keys_and_values
+from maxstack.kernels.paged_attention import Inputs, keys_and_values
 from maxstack.kernels.paged_attention.blockwise import (
     BLOCK,
     Softmax,
@@ -24,18 +24,10 @@ TILE = 4
 nothing."""
 
 
-def run(
-    q_RNH: jax.Array,
-    pages_PLCH: jax.Array,
-    tables_RW: jax.Array,
-    positions_R: jax.Array,
-    request: Request,
-    sinks_N: jax.Array | None,
-    value_dim: int | None,
-    kv_heads: jax.Array | None,
-) -> jax.Array:
+def run(inputs: Inputs, request: Request, value_dim: int | None) -> jax.Array:
     """Online softmax over the blocks that a tile sees. Each row is computed as one of TILE rows,
     whatever stands beside it."""
+    q_RNH, pages_PLCH, tables_RW, positions_R, sinks_N, kv_heads = inputs
     rows, heads, size = q_RNH.shape
     length, dtype = pages_PLCH.shape[1], multiplied(q_RNH.dtype)
     pages = max(1, BLOCK // length)
