@@ -116,6 +116,7 @@ class Soak:
         self.first: list[float] = []
         self.between: list[float] = []
         self.same: set[str] = set()
+        self.same_tokens: set[str] = set()
         rng = random.Random(0)
         self._shared = [rng.randrange(args.tokens) for _ in range(args.prompt)]
 
@@ -179,6 +180,7 @@ class Soak:
         choice = (await connection.whole())["choices"][0]
         if same:
             self.same.add(json.dumps(choice))
+            self.same_tokens.add(json.dumps(choice["token_ids"]))
         count = len(choice["token_ids"])
         return self._checked(
             count == json.loads(body)["max_tokens"], "answered", f"{status}, {count} tokens"
@@ -264,6 +266,7 @@ async def soak(port: int, pid: int, args: argparse.Namespace) -> dict[str, Any]:
         "lost": total["lost"],
         "problems": clients.problems[:10],
         "same request, different answers": max(0, len(clients.same) - 1),
+        "of these with different tokens": max(0, len(clients.same_tokens) - 1),
         "all pages free at the end": freed,
         "pages in use at the end": found["kv_cache_usage_perc"],
         "preemptions": found["num_preemptions_total"],
