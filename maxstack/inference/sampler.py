@@ -1,15 +1,19 @@
 """Choice of the tokens of a step: `sampling` on the device, for tasks on the host. Shapes: O rows
 V vocab."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from maxstack.inference import sampling
 from maxstack.inference.request import Token
 from maxstack.inference.scheduler import Task
+
+GROUP = 4
 
 
 class Wanted(NamedTuple):
@@ -24,14 +28,36 @@ class Wanted(NamedTuple):
     """The token of the prompt after it; None: it is to be chosen."""
 
 
+def in_groups(f: Callable[..., Any]) -> Callable[..., Any]:
+    """`f` of trees of arrays [O, ..], computed for GROUP rows at a time: sums over the vocabulary
+    round otherwise where there are other numbers of rows."""
+
+    def run(*trees: Any) -> Any:
+        rows = jax.tree.leaves(trees)[0].shape[0]
+
+        def grouped(x: jax.Array) -> jax.Array:
+            x = jnp.pad(x, ((0, -rows % GROUP), *((0, 0),) * (x.ndim - 1)))
+            return x.reshape(-1, GROUP, *x.shape[1:])
+
+        results = jax.lax.map(lambda group: f(*group), jax.tree.map(grouped, trees))
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:rows], results)
+
+    return run
+
+
 class Sampler:
     """Compiled programs that choose tokens and give log-probabilities."""
 
     def __init__(self, vocab: int, max_length: int):
         self._vocab, self._max_length = vocab, max_length
-        self._chosen = jax.jit(sampling.chosen)
+        self._chosen = jax.jit(in_groups(sampling.chosen))
         self._adjusted = jax.jit(sampling.adjusted)
-        self._logprobs = jax.jit(sampling.logprobs, static_argnums=2)
+        self._logprobs = jax.jit(
+            lambda logits_OV, tokens_O, top: in_groups(
+                functools.partial(sampling.logprobs, top=top)
+            )(logits_OV, tokens_O),
+            static_argnums=2,
+        )
 
     def tokens(self, logits_OV: Any, wanted: Sequence[Wanted]) -> list[Token]:
         """The token after each wanted row, with log-probabilities where its request asks for

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from maxstack.inference import sampling
+from maxstack.inference import sampler, sampling
 from maxstack.inference.request import Sampling
 
 CHOSEN = jax.jit(sampling.chosen)
@@ -240,7 +240,7 @@ def test_stop_tokens_are_barred_before_min_tokens():
         ({"presence_penalty": 0.1}, 0, True),
         ({"frequency_penalty": -0.1}, 0, True),
         ({"logit_bias": {1: 1.0}}, 0, True),
-        ({"grammar": object()}, 0, True),
+        ({"grammar": "any"}, 0, True),
         ({"stop_tokens": frozenset({1}), "min_tokens": 2}, 1, True),
         ({"stop_tokens": frozenset({1}), "min_tokens": 2}, 2, False),
         ({"stop_tokens": frozenset({1})}, 0, False),
@@ -264,3 +264,19 @@ def test_logprobs_are_log_softmax_and_the_same_bits_as_chosen_and_as_likely():
     own, tokens, values = LOGPROBS(logits, likeliest[:, 0].astype(np.int32), 0)
     assert tokens.shape == values.shape == (6, 0)
     np.testing.assert_array_equal(own, LOGPROBS(logits, likeliest[:, 0].astype(np.int32), 1)[0])
+
+
+@pytest.mark.parametrize("vocab", [260, 5003])
+def test_a_row_has_the_same_bits_among_any_number_of_rows(vocab):
+    rng = np.random.default_rng(3)
+    logits = (rng.standard_normal((64, vocab)) * 3).astype(np.float32)
+    rows = [(Sampling(temperature=0.7, top_p=0.9, seed=i), 5) for i in range(64)]
+    choose = jax.jit(sampler.in_groups(sampling.chosen))
+    report = jax.jit(sampler.in_groups(lambda x, tokens: sampling.logprobs(x, tokens, 3)))
+    whole = choose(logits, sampling.settings(rows))
+    reported = report(logits, whole)
+    for size in (1, 4, 6, 16):
+        tokens = choose(logits[:size], sampling.settings(rows[:size]))
+        assert (np.asarray(tokens) == np.asarray(whole[:size])).all()
+        for part, other in zip(report(logits[:size], tokens), reported, strict=True):
+            assert np.asarray(part).tobytes() == np.asarray(other[:size]).tobytes()
