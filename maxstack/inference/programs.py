@@ -41,9 +41,9 @@ def serving(cfg: "Config") -> "Config":
 
 
 def sizes_of(limits: Limits) -> tuple[int, ...]:
-    """Numbers of rows that steps may have: the most, and a quarter and a sixteenth of it. Fewer
-    cost as much on most devices."""
-    return tuple(sorted({max(1, limits.rows // share) for share in (16, 4, 1)}))
+    """Numbers of rows that steps may have: the most, and a half, a quarter and a sixteenth of it.
+    Fewer cost as much on most devices."""
+    return tuple(sorted({max(1, limits.rows // share) for share in (16, 4, 2, 1)}))
 
 
 class Batch(NamedTuple):

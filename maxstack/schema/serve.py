@@ -12,8 +12,8 @@ class ServeConfig(Section):
 
     rows: PositiveInt = 64
     """Tokens that a step computes at most, of prompts and answers alike, on each replica of the
-    model. Steps with few have a quarter or a sixteenth of these rows, where that changes no bit, or
-    identical is any."""
+    model. Steps with fewer have a half, a quarter or a sixteenth of these rows, where that changes
+    no bit, or identical is any."""
     page: PositiveInt = 16
     """Tokens of a page of the cache, which requests with one beginning share."""
     cache: PositiveFloat | None = None
