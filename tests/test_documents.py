@@ -13,6 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
 
 import documents
@@ -261,7 +262,27 @@ def test_a_page_works_from_top_to_bottom(page, here):
         words = in_small(shlex.split(line))
         if words[0] == "maxstack" and words[1:] and not needs_a_cluster(words):
             command = [sys.executable, "-m", "maxstack.cli", *words[1:]]
-            processes.run(command, os.environ | ENVIRONMENT)
+            if words[1] == "serve":
+                serve(command, here / "serve.log")
+            else:
+                processes.run(command, os.environ | ENVIRONMENT)
+
+
+def serve(command, log):
+    """A server comes up, and ends when it is asked to."""
+    command = [*command, "--port", "0"]
+    process = subprocess.Popen(
+        command, env=os.environ | ENVIRONMENT, stdout=log.open("w"), stderr=subprocess.STDOUT
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while "http://" not in log.read_text():
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        process.terminate()
+        assert process.wait(60) == 0, log.read_text()
+    finally:
+        process.kill()
 
 
 def needs_a_cluster(words):
