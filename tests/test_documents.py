@@ -70,7 +70,7 @@ INSTEAD = {
 }
 """Options that fit the stand-in runs, by the options of a page."""
 PAGES = {
-    "README.md": (),
+    "README.md": ("maxstack train quickstart",),
     "CLUSTER.md": (),
     "KERNELS.md": (),
     "QUANTIZATION.md": (),

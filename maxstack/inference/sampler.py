@@ -40,7 +40,7 @@ def in_groups(f: Callable[..., Any]) -> Callable[..., Any]:
             return x.reshape(-1, GROUP, *x.shape[1:])
 
         results = jax.lax.map(lambda group: f(*group), jax.tree.map(grouped, trees))
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:rows], results)
+        return jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2)[:rows], results)
 
     return run
 

@@ -275,6 +275,7 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(vocab):
     report = jax.jit(sampler.in_groups(lambda x, tokens: sampling.logprobs(x, tokens, 3)))
     whole = choose(logits, sampling.settings(rows))
     reported = report(logits, whole)
+    assert sampler.in_groups(lambda x: x[:, :0])(logits[:5]).shape == (5, 0)
     for size in (1, 4, 6, 16):
         tokens = choose(logits[:size], sampling.settings(rows[:size]))
         assert (np.asarray(tokens) == np.asarray(whole[:size])).all()
