@@ -94,9 +94,18 @@ class Tab:
 
     def open(self, url):
         """Load a page."""
-        self.run("window.before = true")
-        self.call("Page.navigate", url=url)
-        self.wait("!window.before && document.readyState == 'complete'")
+        self._load("Page.navigate", url=url)
+
+    def reload(self):
+        """Load the page anew."""
+        self._load("Page.reload")
+
+    def _load(self, method, **params):
+        """Forget the events before, and wait for that of the new page."""
+        self.events.clear()
+        self.call(method, **params)
+        while not any(event["method"] == "Page.loadEventFired" for event in self.events):
+            self.events.append(self._read())
 
     def text(self, selector):
         """The text of an element."""
