@@ -43,6 +43,7 @@ class Tab:
         self._session = {"sessionId": attached["sessionId"]}
         for domain in ("Page", "Runtime", "Network", "Accessibility"):
             self.call(f"{domain}.enable")
+        self.call("Emulation.setFocusEmulationEnabled", enabled=True)
 
     def close(self):
         """End the browser."""
