@@ -62,6 +62,13 @@ def test_the_model_is_listed_and_found_by_its_name(server):
         server.openai.models.retrieve("other")
 
 
+def test_the_page_is_sent_with_the_policy_that_it_asks_its_own_server_alone(server):
+    answer = server.http.get("/")
+    policy = answer.headers["Content-Security-Policy"]
+    assert answer.text.startswith("<!doctype html>") and "unsafe" not in policy
+    assert policy.startswith("default-src 'none'; connect-src 'self'; ")
+
+
 def test_an_adapter_answers_by_its_name(server):
     own = server.complete(temperature=0).choices[0].text
     tuned = server.complete(temperature=0, model="tuned").choices[0].text

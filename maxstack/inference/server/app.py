@@ -18,6 +18,7 @@ from maxstack.inference.server.asks import encode, encode_messages
 from maxstack.inference.server.chat import chat
 from maxstack.inference.server.completions import completions
 from maxstack.inference.server.errors import HANDLED, Refusal, refusal_of
+from maxstack.inference.server.page import page
 from maxstack.inference.server.schemas import DetokenizeBody, TokenizeBody
 from maxstack.inference.server.state import State
 
@@ -33,6 +34,7 @@ def make_app(state: State) -> Starlette:
 
     app = Starlette(
         routes=[
+            Route("/", page),
             Route("/v1/models", models),
             Route("/v1/models/{model:path}", model),
             Route("/v1/completions", completions, methods=["POST"]),

@@ -66,7 +66,8 @@ class Server(uvicorn.Server):
         assert sockets
         host, port = sockets[0].getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        print(f"{self._state.name}: http://{shown}:{port}/v1", flush=True)
+        origin = f"http://{shown}:{port}"
+        print(f"{self._state.name}: {origin}/v1, and in a browser {origin}", flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         again = self._draining is not None and sig == signal.SIGINT

@@ -1,0 +1,51 @@
+"""The page to talk to the model in a browser."""
+
+import base64
+import functools
+import hashlib
+import re
+from importlib import resources
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+
+
+async def page(request: Request) -> Response:
+    """The page, for everybody: it holds nothing, and its calls of the API show the key."""
+    text, policy = _read()
+    headers = {
+        "Content-Security-Policy": policy,
+        "Cross-Origin-Opener-Policy": "same-origin",
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+        "Cache-Control": "no-cache",
+    }
+    return HTMLResponse(text, headers=headers)
+
+
+@functools.cache
+def _read() -> tuple[str, str]:
+    """The page, and the policy that lets it run its own script and ask its own server alone."""
+    text = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    own = {tag: _digest(text, tag) for tag in ("script", "style")}
+    rules = [
+        "default-src 'none'",
+        "connect-src 'self'",
+        "img-src data:",
+        f"script-src {own['script']}",
+        f"style-src {own['style']}",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    ]
+    return text, "; ".join(rules)
+
+
+def _digest(text: str, tag: str) -> str:
+    """The source expression of an inline element (Content Security Policy Level 3, 2.3.1)."""
+    content = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.S)
+    assert len(content) == 1, tag
+    digest = hashlib.sha256(content[0].encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
