@@ -98,9 +98,9 @@ def cfg(tmp_path_factory):
 def job(cfg, topology="v5e:4x4", **facts):
     return Job(
         "a-run",
-        cfg,
         ClusterConfig.model_validate(FACTS | {"topology": topology} | facts),
         parse(topology),
+        cfg,
     )
 
 
