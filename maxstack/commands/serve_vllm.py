@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import secrets
 import shlex
 import shutil
 from argparse import Namespace
@@ -66,6 +67,7 @@ def run_vllm(
         "--served-model-name": name,
         "--dtype": cfg.model.dtype,
         "--chat-template": args.chat_template,
+        "--seed": secrets.randbits(31),  # vLLM's own is 0, for all requests that have none
     }
     if keys:
         environment["VLLM_API_KEY"] = keys[0].decode()

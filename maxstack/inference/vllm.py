@@ -2,7 +2,6 @@
 serve"; --shutdown-timeout is there since 0.18."""
 
 import json
-import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -87,7 +86,7 @@ def serve_flags(serve: ServeConfig, mesh: MeshSettings) -> list[str]:
         )
     for note in notes:
         print(note, file=sys.stderr)
-    flags = {
+    flags: dict[str, object] = {
         "--max-num-seqs": serve.max_requests,
         "--max-model-len": serve.max_length,
         "--kv-cache-memory-bytes": serve.cache and int(serve.cache * 2**30 / mesh.tensor),
@@ -101,16 +100,9 @@ def serve_flags(serve: ServeConfig, mesh: MeshSettings) -> list[str]:
 
 
 def answer_flags(timeout: int) -> list[str]:
-    """Flags for what our server does of itself: requests without a seed get one at random, and
-    those without sampling parameters OpenAI's; SIGTERM lets requests finish. `timeout`: the
-    seconds that they have."""
-    return words_of(
-        {
-            "--seed": secrets.randbits(31),
-            "--generation-config": "vllm",
-            "--shutdown-timeout": timeout,
-        }
-    )
+    """Flags for what our server does of itself: requests without sampling parameters get OpenAI's,
+    and SIGTERM lets requests finish. `timeout`: the seconds that they have."""
+    return words_of({"--generation-config": "vllm", "--shutdown-timeout": timeout})
 
 
 def adapter_flags(adapters: Mapping[str, str]) -> list[str]:

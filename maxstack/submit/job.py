@@ -330,7 +330,7 @@ def machines() -> dict[str, dict[str, str]]:
     return plain(read_yaml(path.read_text(encoding="utf-8"), path.name))
 
 
-def machine(job: Job, key: str) -> str:
+def machine(job: Placement, key: str) -> str:
     """A column of machines.yml for the job's chip; ConfigError where it has no row."""
     if job.chip.name not in machines():
         raise ConfigError(
