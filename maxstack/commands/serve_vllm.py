@@ -50,8 +50,6 @@ def run_vllm(
     asked = vllm.read_overrides(args.overrides)
     of_model = [each for each in model_overrides(args) if not each.startswith("mesh.")]
     cfg, own = config_of(args.model, of_model)
-    if cfg.objective.kind == "masked_diffusion":
-        raise ConfigError(f"{args.model}: was trained by masked diffusion, which vLLM lacks")
     if cfg.quantization.rules:
         raise ConfigError(
             "quantization: vLLM would get dequantized weights; where that is meant: maxstack export"

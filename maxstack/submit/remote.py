@@ -14,6 +14,7 @@ from maxstack.errors import ConfigError
 from maxstack.submit import records
 
 if TYPE_CHECKING:
+    from maxstack.schema.cluster import ClusterConfig
     from maxstack.schema.config import Config
     from maxstack.submit.job import Submission
 
@@ -21,24 +22,10 @@ if TYPE_CHECKING:
 def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
     """Check the run against the cluster, and submit it; with --dry-run print what would be
     submitted."""
-    from maxstack import config
-    from maxstack.schema.cluster import ClusterConfig
     from maxstack.submit import gke, slurm, xpk
     from maxstack.submit import job as jobs
 
-    if not args.cluster:
-        raise ConfigError(
-            f"--target {args.target}: give --cluster FILE, the facts of the cluster; "
-            "configs/clusters has examples"
-        )
-    if args.detach or args.processes != 1:
-        raise ConfigError(
-            f"--processes and --detach: are of --target local; on {args.target} the "
-            "topology says how many processes there are"
-        )
-    more = [] if args.max_restarts is None else [f"max_restarts={args.max_restarts}"]
-    cluster = config.load(ClusterConfig, args.cluster, [*args.set, *more])
-    jobs.check_facts(cluster, args.target)
+    cluster = read_cluster(args)
     cfg = jobs.with_cache(cfg, cluster)
     job, estimate = jobs.checked(name, cfg, cluster, args.force)
     submission = {"xpk": xpk, "gke": gke, "slurm": slurm}[args.target].submission(job)
@@ -75,6 +62,28 @@ def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
     facts = {"cluster": args.cluster, "topology": job.topology.name}
     hand_over(name, args.target, submission, facts, str(Path(cfg.run.output_dir) / cfg.run.name))
     return 0
+
+
+def read_cluster(args: argparse.Namespace) -> "ClusterConfig":
+    """The facts of --cluster; ConfigError for options that no cluster has."""
+    from maxstack import config
+    from maxstack.schema.cluster import ClusterConfig
+    from maxstack.submit.job import check_facts
+
+    if not args.cluster:
+        raise ConfigError(
+            f"--target {args.target}: give --cluster FILE, the facts of the cluster; "
+            "configs/clusters has examples"
+        )
+    if args.detach or args.processes != 1:
+        raise ConfigError(
+            f"--processes and --detach: are of --target local; on {args.target} the "
+            "topology says how many processes there are"
+        )
+    more = [] if args.max_restarts is None else [f"max_restarts={args.max_restarts}"]
+    cluster = config.load(ClusterConfig, args.cluster, [*args.set, *more])
+    check_facts(cluster, args.target)
+    return cluster
 
 
 def hand_over(

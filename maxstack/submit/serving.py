@@ -17,7 +17,7 @@ from maxstack.errors import ConfigError
 from maxstack.inference import vllm
 from maxstack.schema.cluster import ClusterConfig
 from maxstack.submit import gke, remote
-from maxstack.submit.job import Placement, Submission, check_facts, within
+from maxstack.submit.job import Placement, Submission, within
 
 PORT, RAY_PORT = 8000, 6379
 PROPAGATION = 15
@@ -66,14 +66,9 @@ def submit(name: str, args: Namespace) -> int:
     """Hand a server over; with --dry-run print what would be handed over."""
     if args.target != "gke":
         raise ConfigError(f"--serve: is of --target gke, not of {args.target}")
-    if args.processes != 1 or args.detach or args.max_restarts is not None or args.force:
-        raise ConfigError(
-            "--processes, --detach, --max-restarts and --force: are of training; leave them out"
-        )
-    if not args.cluster:
-        raise ConfigError("--target gke: give --cluster FILE, the facts of the cluster")
-    cluster = config.load(ClusterConfig, args.cluster, args.set)
-    check_facts(cluster, args.target)
+    if args.max_restarts is not None or args.force:
+        raise ConfigError("--max-restarts and --force: are of training; leave them out")
+    cluster = remote.read_cluster(args)
     job = server(name, cluster, args)
     given = submission(job)
     print(
@@ -153,21 +148,14 @@ def _vllm_command(job: Server, args: Namespace) -> str:
     if "VLLM_API_KEY" not in job.cluster.secrets:
         print(f"{job.name}: everybody who reaches it may ask; see secrets", file=sys.stderr)
     asked = vllm.read_overrides(args.overrides)
-    if asked.serve.adapters:
-        raise ConfigError("serve.adapters: --serve --engine vllm takes none; merge it (lora merge)")
-    hosts, devices = job.topology.hosts, job.topology.size
-    mesh = asked.mesh
-    if not any(override.startswith("mesh.") for override in args.overrides):
-        pipelined = hosts if not job.tpu else 1
-        mesh = mesh.model_copy(update={"tensor": devices // pipelined})
-    stages = devices // (mesh.tensor * mesh.data)
-    fills = mesh.tensor * mesh.data * stages == devices and stages in (1, hosts)
-    if not fills or (hosts > 1 and mesh.data > 1):
+    if asked.serve.adapters or asked.mesh != vllm.MeshSettings():
         raise ConfigError(
-            f"mesh.tensor={mesh.tensor}, mesh.data={mesh.data}: {job.topology.name} has {devices} "
-            f"devices on {hosts} host{'s' * (hosts > 1)}; give sizes that fill it, and over "
-            "several hosts mesh.tensor alone"
+            "serve.adapters and mesh.*: submit --engine vllm takes none; merge adapters (maxstack "
+            "lora merge); the mesh is the topology's"
         )
+    hosts = job.topology.hosts
+    stages = 1 if job.tpu else hosts
+    mesh = vllm.MeshSettings(tensor=job.topology.size // stages)
     flags = {
         "--host": "0.0.0.0",
         "--port": PORT,
@@ -212,27 +200,18 @@ def service(job: Server) -> dict[str, Any]:
     """The Service, which the cluster reaches by its name and namespace."""
     port = {"name": "http", "port": PORT, "targetPort": "http"}
     spec = {"type": "ClusterIP", "selector": _labels(job, "server"), "ports": [port]}
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": gke.object_metadata(job) | {"name": job.service},
-        "spec": spec,
-    }
+    return _object(job, "v1", "Service", {"name": job.service}, spec)
 
 
 def deployment(job: Server) -> dict[str, Any]:
     """The Deployment, of a pod for each replica."""
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": gke.object_metadata(job),
-        "spec": {
-            "replicas": job.replicas,
-            "progressDeadlineSeconds": STARTING,
-            "selector": {"matchLabels": _labels(job, "server")},
-            "template": _answering(job, _shell(f"exec {job.command}")),
-        },
+    spec = {
+        "replicas": job.replicas,
+        "progressDeadlineSeconds": STARTING,
+        "selector": {"matchLabels": _labels(job, "server")},
+        "template": _answering(job, f"exec {job.command}"),
     }
+    return _object(job, "apps/v1", "Deployment", {}, spec)
 
 
 def leader_worker_set(job: Server) -> dict[str, Any]:
@@ -254,32 +233,34 @@ def leader_worker_set(job: Server) -> dict[str, Any]:
         "env": _environment(job),
         "lifecycle": {"preStop": {"exec": {"command": _shell(drained)}}},
     }
-    metadata = gke.object_metadata(job)
-    if job.tpu:
-        key = "leaderworkerset.sigs.k8s.io/exclusive-topology"
-        metadata["annotations"] = {key: "cloud.google.com/gke-nodepool"}
-    return {
-        "apiVersion": "leaderworkerset.x-k8s.io/v1",
-        "kind": "LeaderWorkerSet",
-        "metadata": metadata,
-        "spec": {
-            "replicas": job.replicas,
-            "startupPolicy": "LeaderCreated",
-            "leaderWorkerTemplate": {
-                "size": job.topology.hosts,
-                "restartPolicy": "RecreateGroupOnPodRestart",
-                "leaderTemplate": _answering(job, _shell(leader)),
-                "workerTemplate": gke.pod_template(job, container, _labels(job, "worker"), {}),
-            },
-        },
+    key = "leaderworkerset.sigs.k8s.io/exclusive-topology"
+    alone = {"annotations": {key: "cloud.google.com/gke-nodepool"}} if job.tpu else {}
+    group = {
+        "size": job.topology.hosts,
+        "restartPolicy": "RecreateGroupOnPodRestart",
+        "leaderTemplate": _answering(job, leader),
+        "workerTemplate": gke.pod_template(job, container, _labels(job, "worker"), {}),
     }
+    spec = {
+        "replicas": job.replicas,
+        "startupPolicy": "LeaderCreated",
+        "leaderWorkerTemplate": group,
+    }
+    return _object(job, "leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", alone, spec)
 
 
-def _answering(job: Server, command: list[str]) -> dict[str, Any]:
+def _object(
+    job: Server, version: str, kind: str, metadata: dict[str, Any], spec: dict[str, Any]
+) -> dict[str, Any]:
+    metadata = gke.object_metadata(job) | metadata
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
+
+
+def _answering(job: Server, command: str) -> dict[str, Any]:
     """Template of a pod that answers, which Prometheus finds by its annotations."""
     container = {
         "name": "server",
-        "command": command,
+        "command": _shell(command),
         "env": _environment(job),
         "ports": [{"name": "http", "containerPort": PORT}],
         "startupProbe": _probe(10, STARTING // 10),

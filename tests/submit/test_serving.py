@@ -232,7 +232,7 @@ def test_a_worker_stays_until_its_leader_has_ended(shown, tmp_path, monkeypatch)
         (["--max-restarts", "3"], "--max-restarts and --force: are of training"),
         (["--engine", "vllm", "serve.identical=strict"], "vLLM does not promise it"),
         (["--engine", "vllm", "quantization=int8"], "quantization=int8: vLLM cannot take it"),
-        (["--engine", "vllm", "mesh.tensor=3"], "give sizes that fill it"),
+        (["--engine", "vllm", "mesh.tensor=3"], "the mesh is the topology's"),
         (["--engine", "vllm", "--api-key-file", "/keys/k"], "the variable VLLM_API_KEY"),
     ],
 )
