@@ -69,7 +69,10 @@ def run_vllm(
     }
     if keys:
         environment["VLLM_API_KEY"] = keys[0].decode()
-        print("--api-key-file: vLLM asks for the key below /v1 alone, not for /tokenize")
+        print(
+            "--api-key-file: vLLM asks for the key below /v1 and /v2 alone; /invocations, which "
+            "generates too, answers everybody who reaches it"
+        )
     words = ["vllm", "serve", str(folder), *vllm.words_of(own_flags), *settings]
     words += vllm.answer_flags(DRAIN) + vllm.tool_flags(tools(folder))
     print(shlex.join(words), flush=True)

@@ -1,5 +1,5 @@
 """vLLM's command line for what `maxstack serve` is asked to do. Its flags: docs.vllm.ai, "vllm
-serve"; --shutdown-timeout is there since 0.18."""
+serve", and the sources of 0.32; --shutdown-timeout is there since 0.18."""
 
 import json
 import sys
@@ -26,7 +26,8 @@ TOOL_PARSERS = {"hermes": "hermes", "llama3": "llama3_json", "mistral": "mistral
 RANKS = 1, 8, 16, 32, 64, 128, 256, 320, 512
 """Values of --max-lora-rank (vllm/config/lora.py)."""
 REFUSED = "use_dora", "rank_pattern", "alpha_pattern"
-"""Settings of PEFT's adapters that vLLM refuses or does not read (vllm/lora/peft_helper.py)."""
+"""Settings of PEFT's adapters that vLLM refuses, or that older ones do not read
+(vllm/lora/peft_helper.py)."""
 
 
 class ModelSettings(Section):
