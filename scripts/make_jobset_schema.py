@@ -48,6 +48,7 @@ QUANTITY = {
         {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?([KMGTPE]i?|[munk])?$"},
     ]
 }
+INTEGER_OR_NAME = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
 
 
 def main() -> int:
@@ -65,6 +66,7 @@ def main() -> int:
             "additionalProperties": QUANTITY,
         }
     schema["$defs"]["IoK8sApimachineryPkgApiResourceQuantity"] = QUANTITY
+    schema["$defs"]["IoK8sApimachineryPkgUtilIntstrIntOrString"] = INTEGER_OR_NAME
     document = {
         "$comment": f"kubeflow-trainer-api {version('kubeflow-trainer-api')} by "
         "scripts/make_jobset_schema.py",

@@ -127,21 +127,33 @@ def import_model(args: Namespace) -> None:
 def export_model(args: Namespace) -> None:
     """Convert a run or checkpoint into a model folder. ConfigError where no architecture of
     transformers is the run's model."""
-    from maxstack.hf.exported import export, shard_bytes
+    from maxstack.hf.exported import shard_bytes
 
     size = shard_bytes(args.shard_size)
-    if not args.run.is_dir():
+    write_folder(args.run, args.out, args.dtype, size, args.architecture)
+
+
+def write_folder(
+    run: Path,
+    out: Path,
+    dtype: str | None = None,
+    shard_size: int = 5 * 10**9,
+    architecture: str | None = None,
+) -> None:
+    """Export a run or checkpoint into a new folder, with a progress bar. `shard_size`: bytes of a
+    file at most."""
+    if not run.is_dir():
         raise ConfigError(
-            f"{args.run}: no such folder; give a run's folder, or one step inside its "
-            "checkpoints folder"
+            f"{run}: no such folder; give a run's folder, or one step inside its checkpoints folder"
         )
     from tqdm import tqdm
 
     from maxstack.checkpoint.weights import WeightsReader
+    from maxstack.hf.exported import export
     from maxstack.schema.decoder import DecoderConfig
 
-    reader = WeightsReader(args.run)
-    data = configured(args.run, reader)
+    reader = WeightsReader(run)
+    data = configured(run, reader)
     model = DecoderConfig.model_validate(data["model"])
     treated = data.get("lora") or data["quantization"]["rules"]
     shapes, read = _untreated(data, reader) if treated else (reader.shapes, reader.read)
@@ -151,16 +163,16 @@ def export_model(args: Namespace) -> None:
             model,
             shapes,
             read,
-            args.out,
-            source=source_of(args.run, model),
-            dtype=args.dtype,
-            shard_size=size,
-            architecture=args.architecture,
+            out,
+            source=source_of(run, model),
+            dtype=dtype,
+            shard_size=shard_size,
+            architecture=architecture,
             length=data["data"]["seq_len"],
             tokenizer=_tokenizer(data["data"]),
             done=bar.update,
         )
-    print(f"{args.run} step {reader.step} -> {args.out}: {family.architecture}")
+    print(f"{run} step {reader.step} -> {out}: {family.architecture}")
 
 
 def _convert(contents: "Contents", out: Path, dtype: str | None, finite: bool) -> None:

@@ -12,13 +12,13 @@ from maxstack.command import (
     OVERRIDES,
     argument,
     command,
+    local_folder,
     model_overrides,
 )
 from maxstack.errors import ConfigError
 
 if TYPE_CHECKING:
     from maxstack.inference.chat import ChatTemplate
-    from maxstack.inference.started import Served
 
 log = logging.getLogger(__name__)
 LONGEST_KEY = 1024
@@ -51,10 +51,47 @@ LOOPBACK = "127.0.0.1", "::1", "localhost"
         help="how the model writes calls of tools: hermes, llama3, mistral or none (default: as "
         "its chat template shows)",
     ),
+    argument(
+        "--engine",
+        choices=["maxstack", "vllm"],
+        default="maxstack",
+        help="vllm: export the model and hand it with the same settings to an installed vLLM",
+    ),
+    argument(
+        "--export-to",
+        metavar="DIR",
+        type=local_folder,
+        help="for vllm: the folder of the export (default: RUN-vllm beside the run)",
+    ),
     ALLOW_NONFINITE,
 )
 def main(args: Namespace) -> None:
     """Serve; ConfigError for arguments that are wrong, before the model is read."""
+    from maxstack.inference.tools import FORMATS
+
+    keys = _read_keys(args.api_key_file)
+    if not 0 <= args.port < 65536:
+        raise ConfigError(f"--port {args.port}: must be a number from 0 to 65535")
+    if args.tool_parser not in (None, "none", *FORMATS):
+        raise ConfigError(f"--tool-parser {args.tool_parser}: is none of {', '.join(FORMATS)}")
+    if not keys and args.host not in LOOPBACK:
+        log.warning("--host %s: everybody who can reach it may ask; see --api-key-file", args.host)
+    if args.engine == "vllm":
+        from maxstack.commands.serve_vllm import run_vllm
+
+        return run_vllm(
+            args,
+            keys,
+            _model_name(args),
+            lambda folder: _tool_parser(args, _read_template(folder, args.chat_template)),
+        )
+    if args.export_to:
+        raise ConfigError("--export-to: is of --engine vllm; leave it out")
+    _serve(args, keys)
+
+
+def _serve(args: Namespace, keys: list[bytes]) -> None:
+    """Serve by our own engine."""
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
@@ -66,20 +103,11 @@ def main(args: Namespace) -> None:
     from maxstack.inference.server.state import State
     from maxstack.inference.service import Service
     from maxstack.inference.started import start
-    from maxstack.inference.tools import FORMATS
 
-    keys = _read_keys(args.api_key_file)
-    if not 0 <= args.port < 65536:
-        raise ConfigError(f"--port {args.port}: must be a number from 0 to 65535")
-    if args.tool_parser not in (None, "none", *FORMATS):
-        raise ConfigError(f"--tool-parser {args.tool_parser}: is none of {', '.join(FORMATS)}")
-    if not keys and args.host not in LOOPBACK:
-        log.warning("--host %s: everybody who can reach it may ask; see --api-key-file", args.host)
     sock = bound_socket(args.host, args.port)
     served = start(args.model, model_overrides(args))
-    template = _read_template(served, args.chat_template)
-    folder = Path(args.model)
-    name = args.served_model_name or (folder.resolve().name if folder.is_dir() else args.model)
+    template = _read_template(served.folder or Path(served.model), args.chat_template)
+    name = _model_name(args)
     if name in served.engine.adapters:
         raise ConfigError(f"{name}: is an adapter's name too; give --served-model-name")
     service = Service(served.engine, served.cfg.serve.queue)
@@ -89,12 +117,18 @@ def main(args: Namespace) -> None:
         service,
         name,
         template,
-        _tool_parser(args.tool_parser, template),
+        _tool_parser(args, template),
         keys,
         LOOPBACK if args.host in LOOPBACK else (),
         int(time.time()),
     )
     serve(state, sock)
+
+
+def _model_name(args: Namespace) -> str:
+    """The model's name in the API."""
+    folder = Path(args.model)
+    return args.served_model_name or (folder.resolve().name if folder.is_dir() else args.model)
 
 
 def _read_keys(file: str | None) -> list[bytes]:
@@ -113,22 +147,24 @@ def _read_keys(file: str | None) -> list[bytes]:
     return keys
 
 
-def _read_template(served: "Served", file: str | None) -> "ChatTemplate | None":
-    """The chat template; None for a model that has none."""
+def _read_template(folder: Path, file: str | None) -> "ChatTemplate | None":
+    """The chat template in `file` or of a model's folder; None for a model that has none."""
     from maxstack.inference.chat import read_chat_template
 
     try:
-        return read_chat_template(served.folder or Path(served.model), file)
+        return read_chat_template(folder, file)
     except ConfigError:
         if file is not None:
             raise
-        log.warning("%s has no chat template; only /v1/completions answers", served.model)
+        log.warning("%s has no chat template; only /v1/completions answers", folder)
         return None
 
 
-def _tool_parser(name: str | None, template: "ChatTemplate | None") -> str | None:
+def _tool_parser(args: Namespace, template: "ChatTemplate | None") -> str | None:
+    """The format of tools by --tool-parser, or the one that the chat template shows; None: none."""
     from maxstack.inference.tools import guess_format
 
+    name = args.tool_parser
     if name is not None or template is None:
         return None if name == "none" else name
     return guess_format("\n".join(template.sources.values()))

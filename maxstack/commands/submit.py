@@ -29,8 +29,8 @@ NAME = argument("name", metavar="NAME", help="as submit printed it")
 @command(
     "submit",
     "Start the run of a configuration: as several processes on this machine, supervised, with one "
-    "log, or on a cluster, by its own commands. `maxstack status`, `logs` and `stop` look after "
-    "it.",
+    "log, or on a cluster, by its own commands; or, with --serve, servers of a model on a cluster. "
+    "`maxstack status`, `logs` and `stop` look after it.",
     "submit configs/quickstart.yml --target local --processes 2; "
     "maxstack submit run.yml --target gke --cluster tpu-v5e --dry-run",
     CONFIG,
@@ -84,24 +84,43 @@ NAME = argument("name", metavar="NAME", help="as submit printed it")
         "into a folder, to be read",
     ),
     argument("--detach", action="store_true", help="start it in the background"),
+    argument(
+        "--serve",
+        action="store_true",
+        help="serve a model in place of training: CONFIG is a run, a Hugging Face folder (of the "
+        "cluster) or a name of the hub; gke: a Deployment and a Service",
+    ),
+    argument(
+        "--engine",
+        choices=["maxstack", "vllm"],
+        default="maxstack",
+        help="with --serve; vllm: over several hosts too, of a Hugging Face folder",
+    ),
+    argument(
+        "--replicas", type=positive, default=1, metavar="N", help="with --serve: servers of it"
+    ),
+    argument(
+        "--api-key-file", metavar="FILE", help="with --serve: keys of clients, in a volume there"
+    ),
+    argument("--tool-parser", metavar="NAME", help="with --serve: as of maxstack serve"),
     allow_abbrev=False,
 )
 def submit(args: Namespace) -> int:
     """Start a run where --target says; the exit code."""
-    from maxstack.errors import quoted
-    from maxstack.submit import remote
+    from maxstack.submit import remote, serving
 
+    if args.serve:
+        return serving.submit(_name(args, f"{Path(args.config).name}-serve"), args)
+    if args.engine != "maxstack" or args.replicas > 1 or args.api_key_file or args.tool_parser:
+        raise ConfigError(
+            "--engine, --replicas, --api-key-file and --tool-parser: are of --serve; leave them out"
+        )
     cfg = load_config(args)
     if cfg.distributed:
         raise ConfigError(
             "distributed: is what submit finds out by itself; leave it out of the configuration"
         )
-    name = safe(cfg.run.name) if args.name is None else args.name
-    if name != safe(name):
-        raise ConfigError(
-            f"--name {quoted(name)}: give at most 40 lower case letters, digits and "
-            f"hyphens, beginning with a letter, such as {safe(name)}"
-        )
+    name = _name(args, cfg.run.name)
     if cfg.runtime == "pathways" and args.target != "xpk":
         raise ConfigError(
             "runtime: pathways: needs a proxy and servers, which --target xpk starts, "
@@ -120,6 +139,19 @@ def submit(args: Namespace) -> int:
             "machine; leave them out"
         )
     return _local(name, cfg, args)
+
+
+def _name(args: Namespace, usual: str) -> str:
+    """The name to submit by; ConfigError for one that DNS does not take."""
+    from maxstack.errors import quoted
+
+    name = safe(usual) if args.name is None else args.name
+    if name != safe(name):
+        raise ConfigError(
+            f"--name {quoted(name)}: give at most 40 lower case letters, digits and "
+            f"hyphens, beginning with a letter, such as {safe(name)}"
+        )
+    return name
 
 
 def _local(name: str, cfg: "Config", args: Namespace) -> int:

@@ -94,7 +94,7 @@ LabelKey = Annotated[
 ]
 OURS = re.compile(
     r"(kueue\.x-k8s\.io|jobset\.sigs\.k8s\.io|batch\.kubernetes\.io)/|"
-    r"app\.kubernetes\.io/(name|instance|managed-by)$"
+    r"app\.kubernetes\.io/(name|instance|managed-by|component)$"
 )
 """Labels that submit or a controller writes."""
 

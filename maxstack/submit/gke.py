@@ -2,6 +2,7 @@
 but 0 and those of a user's mistake."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -9,7 +10,7 @@ import yaml
 from maxstack.cluster.joining import WAIT
 from maxstack.errors import ConfigError
 from maxstack.schema.cluster import STRING, SidecarConfig
-from maxstack.submit.job import Job, Submission, machine, machines
+from maxstack.submit.job import Job, Placement, Submission, machine, machines
 from maxstack.submit.limits import OBJECT, check_size
 
 TEXT = "MAXSTACK_CONFIG"
@@ -24,13 +25,13 @@ INDEX = "metadata.annotations['jobset.sigs.k8s.io/job-index']"
 
 def submission(job: Job) -> Submission:
     """Commands of kubectl."""
-    kubectl = _kubectl(job)
+    words = kubectl(job)
     later = {
-        "status": [*kubectl, "get", "jobset", job.name],
-        "stop": [*kubectl, "delete", "jobset", job.name, "--cascade=foreground"],
+        "status": [*words, "get", "jobset", job.name],
+        "stop": [*words, "delete", "jobset", job.name, "--cascade=foreground"],
     }
     return Submission(
-        [*kubectl, "create", "--filename", "-"],
+        [*words, "create", "--filename", "-"],
         manifest(job),
         watching(job, ["--container", CONTAINER], job.topology.hosts) | later,
     )
@@ -39,17 +40,17 @@ def submission(job: Job) -> Submission:
 def watching(job: Job, containers: list[str], streams: int) -> dict[str, list[str]]:
     """Commands of kubectl that look after a JobSet. `streams`: containers whose logs are
     followed."""
-    kubectl, jobset = _kubectl(job), f"jobset.sigs.k8s.io/jobset-name={job.name}"
-    logs = [*kubectl, "logs", "--selector", jobset, *containers, "--prefix", "--tail=-1"]
+    words, jobset = kubectl(job), f"jobset.sigs.k8s.io/jobset-name={job.name}"
+    logs = [*words, "logs", "--selector", jobset, *containers, "--prefix", "--tail=-1"]
     logs.append(f"--max-log-requests={streams}")
     return {
-        "there": [*kubectl, "get", "jobset", job.name, "--ignore-not-found", "--output=name"],
+        "there": [*words, "get", "jobset", job.name, "--ignore-not-found", "--output=name"],
         "logs": logs,
         "follow": [*logs, "--follow"],
     }
 
 
-def _kubectl(job: Job) -> list[str]:
+def kubectl(job: Placement) -> list[str]:
     """kubectl with the cluster's context and namespace."""
     context = [f"--context={job.cluster.context}"] if job.cluster.context else []
     return ["kubectl", *context, f"--namespace={job.cluster.namespace}"]
@@ -75,15 +76,7 @@ def command(job: Job) -> str:
 def jobset(job: Job) -> dict[str, Any]:
     """The JobSet as a tree."""
     cluster = job.cluster
-    queue = {
-        "kueue.x-k8s.io/queue-name": cluster.queue,
-        "kueue.x-k8s.io/priority-class": cluster.priority,
-    }
-    metadata: dict[str, Any] = {
-        "name": job.name,
-        "namespace": cluster.namespace,
-        "labels": labels(job) | {key: value for key, value in queue.items() if value},
-    }
+    metadata = object_metadata(job)
     if job.tpu and job.hosts > 1:  # a slice is a node pool: no two jobs share one
         metadata["annotations"] = {
             "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
@@ -138,25 +131,35 @@ def jobset(job: Job) -> dict[str, Any]:
 
 
 def _pod(job: Job) -> dict[str, Any]:
-    """Template of a pod, which the `restricted` Pod Security Standard accepts, unless pod.user is
-    null."""
-    cluster, pod = job.cluster, job.cluster.pod
-    volumes, mounts = _volumes(job)
-    container: dict[str, Any] = {
+    """Template of a pod that trains."""
+    job.check_output()
+    container = {
         "name": CONTAINER,
-        "image": job.needs("image"),
         "command": ["sh", "-c", command(job)],
         "env": _environment(job),
+    }
+    return pod_template(job, container, labels(job), {"restartPolicy": "Never"})
+
+
+def pod_template(
+    job: Placement, container: dict[str, Any], labels: dict[str, str], more: dict[str, Any]
+) -> dict[str, Any]:
+    """Template of a pod with the cluster's facts, which the `restricted` Pod Security Standard
+    accepts, unless pod.user is null. `more` are further keys of its spec."""
+    cluster, pod = job.cluster, job.cluster.pod
+    volumes, mounts = _volumes(job)
+    container = container | {
+        "image": job.needs("image"),
         "resources": _resources(job),
         "volumeMounts": mounts,
     }
     spec: dict[str, Any] = {
-        "restartPolicy": "Never",
         "terminationGracePeriodSeconds": cluster.grace,
         "automountServiceAccountToken": pod.service_account_token,
         "nodeSelector": _nodes(job),
         "containers": [container],
         "volumes": volumes,
+        **more,
     }
     if pod.user:
         spec["securityContext"] = {
@@ -178,11 +181,24 @@ def _pod(job: Job) -> dict[str, Any]:
             {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
         ]
     annotations = {"annotations": _sidecar(pod.sidecar)} if cluster.bucket else {}
-    return {"metadata": {"labels": labels(job), **annotations}, "spec": spec}
+    return {"metadata": {"labels": labels, **annotations}, "spec": spec}
 
 
-def labels(job: Job) -> dict[str, str]:
-    """Labels of the JobSet and its pods: those that Kubernetes recommends, and pod.labels."""
+def object_metadata(job: Placement) -> dict[str, Any]:
+    """Name, namespace and labels, with those of Kueue."""
+    queue = {
+        "kueue.x-k8s.io/queue-name": job.cluster.queue,
+        "kueue.x-k8s.io/priority-class": job.cluster.priority,
+    }
+    return {
+        "name": job.name,
+        "namespace": job.cluster.namespace,
+        "labels": labels(job) | {key: value for key, value in queue.items() if value},
+    }
+
+
+def labels(job: Placement) -> dict[str, str]:
+    """Labels of an object and its pods: those that Kubernetes recommends, and pod.labels."""
     return {
         "app.kubernetes.io/name": "maxstack",
         "app.kubernetes.io/instance": job.name,
@@ -191,7 +207,7 @@ def labels(job: Job) -> dict[str, str]:
     }
 
 
-def _resources(job: Job) -> dict[str, dict[str, Any]]:
+def _resources(job: Placement) -> dict[str, dict[str, Any]]:
     """Requests and limits of the container, which are equal."""
     pod, chips = job.cluster.pod, job.chips_of_a_host
     amounts: dict[str, Any] = {"google.com/tpu" if job.tpu else "nvidia.com/gpu": chips}
@@ -207,10 +223,9 @@ def _resources(job: Job) -> dict[str, dict[str, Any]]:
     return {"limits": amounts, "requests": dict(amounts)}
 
 
-def _volumes(job: Job) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _volumes(job: Placement) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Volumes of a pod, and their mounts in its container."""
     cluster, pod = job.cluster, job.cluster.pod
-    job.check_output()
     memory = {"medium": "Memory", "sizeLimit": pod.shared_memory}
     volumes: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": memory}]
     mounts: list[dict[str, Any]] = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
@@ -259,7 +274,7 @@ def _sidecar(limits: SidecarConfig) -> dict[str, str]:
     }
 
 
-def _nodes(job: Job) -> dict[str, str]:
+def _nodes(job: Placement) -> dict[str, str]:
     """Labels that a pod's node must have."""
     name = job.cluster.accelerator or machine(job, "accelerator")
     if job.tpu:
@@ -276,7 +291,7 @@ def _nodes(job: Job) -> dict[str, str]:
 
 def _environment(job: Job) -> list[dict[str, Any]]:
     """Variables that cluster/environment.py reads, except JOB_COMPLETION_INDEX, which Kubernetes
-    sets, and those of the cluster's file; Kubernetes reads $$ as $."""
+    sets, and those of the cluster's file."""
     plain = {
         "JOBSET_NAME": job.name,
         "JAX_COORDINATOR_ADDRESS": f"{job.name}-{WORKERS}-0-0.{job.name}",
@@ -290,12 +305,20 @@ def _environment(job: Job) -> list[dict[str, Any]]:
         plain[TEXT] = job.packed
     for name, value in plain.items():
         check_size(job, "gke", name, f"{name}={value}\0", STRING)
-    variables: list[dict[str, Any]] = [
-        {"name": name, "value": value.replace("$", "$$")} for name, value in plain.items()
+    index = {"name": "JOB_INDEX", "valueFrom": {"fieldRef": {"fieldPath": INDEX}}}
+    return [*variables(job, plain), index]
+
+
+def variables(job: Placement, plain: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Variables of a container: `plain`, and the cluster's secrets. Kubernetes reads $$ as $."""
+    values = [{"name": name, "value": escaped(value)} for name, value in plain.items()]
+    secrets = [
+        {"name": name, "valueFrom": {"secretKeyRef": {"name": secret.name, "key": secret.key}}}
+        for name, secret in job.cluster.secrets.items()
     ]
-    variables.append({"name": "JOB_INDEX", "valueFrom": {"fieldRef": {"fieldPath": INDEX}}})
-    for name, secret in job.cluster.secrets.items():
-        variables.append(
-            {"name": name, "valueFrom": {"secretKeyRef": {"name": secret.name, "key": secret.key}}}
-        )
-    return variables
+    return [*values, *secrets]
+
+
+def escaped(text: str) -> str:
+    """A text of which Kubernetes replaces nothing, in a variable or a command."""
+    return text.replace("$", "$$")

@@ -58,11 +58,10 @@ class Submission(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
-    """A run, and the cluster and hardware that it is submitted to."""
+class Placement:
+    """A name, and the cluster and hardware that are to run what has it."""
 
     name: str
-    cfg: "Config"
     cluster: ClusterConfig
     topology: "Topology"
 
@@ -89,6 +88,27 @@ class Job:
             return min(self.topology.sides[-1], self.chip.chips_per_host)
         chips = self.topology.size // self.topology.slices // self.chip.devices
         return min(chips, self.chip.chips_per_host)
+
+    @property
+    def mounts(self) -> list[str]:
+        """Folders of the pods that are the bucket or a volume."""
+        return [each.mount for each in (self.cluster.bucket, *self.cluster.volumes) if each]
+
+    def needs(self, key: str) -> Any:
+        """A fact of the cluster; ConfigError where its file gives none."""
+        if (value := getattr(self.cluster, key)) is None:
+            raise ConfigError(
+                f"{key}: the cluster's file gives none, and this target needs it; add "
+                f"`{key}: ...`, or give --set {key}=..."
+            )
+        return value
+
+
+@dataclasses.dataclass(frozen=True)
+class Job(Placement):
+    """A run, and the cluster and hardware that it is submitted to."""
+
+    cfg: "Config"
 
     @functools.cached_property
     def text(self) -> str:
@@ -126,15 +146,6 @@ class Job:
                 f"container; give a folder in the bucket, {self.lasting[0]}/..."
             )
 
-    def needs(self, key: str) -> Any:
-        """A fact of the cluster; ConfigError where its file gives none."""
-        if (value := getattr(self.cluster, key)) is None:
-            raise ConfigError(
-                f"{key}: the cluster's file gives none, and this target needs it; add "
-                f"`{key}: ...`, or give --set {key}=..."
-            )
-        return value
-
 
 def within(path: str, folder: str) -> bool:
     """True if a path lies in a folder of the cluster."""
@@ -154,14 +165,13 @@ def elsewhere(job: Job) -> list[str]:
         cfg.run.executable,
         job.cluster.config,
     ]
-    mounts = [each.mount for each in (job.cluster.bucket, *job.cluster.volumes) if each]
     return [
         path
         for path in dict.fromkeys(filter(None, paths))
         if not path.startswith("{stdlib}")
         and not storage.is_url(path)
         and not hub.PINNED.fullmatch(path)
-        and not any(within(path, mount) for mount in mounts)
+        and not any(within(path, mount) for mount in job.mounts)
     ]
 
 
@@ -184,7 +194,7 @@ def checked(
             f"topology: {cluster.topology} is this machine; give the cluster's, such as "
             "v5e:8x8 or h100:4x8"
         )
-    job = Job(name, cfg, cluster, topology)
+    job = Job(name, cluster, topology, cfg)
     if job.tpu and cfg.mesh.slices != topology.slices:
         raise ConfigError(
             f"mesh.slices={cfg.mesh.slices}: but {topology.name} has {topology.slices}; "
@@ -320,7 +330,7 @@ def machines() -> dict[str, dict[str, str]]:
     return plain(read_yaml(path.read_text(encoding="utf-8"), path.name))
 
 
-def machine(job: Job, key: str) -> str:
+def machine(job: Placement, key: str) -> str:
     """A column of machines.yml for the job's chip; ConfigError where it has no row."""
     if job.chip.name not in machines():
         raise ConfigError(

@@ -6,7 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,31 +14,18 @@ from maxstack.errors import ConfigError
 from maxstack.submit import records
 
 if TYPE_CHECKING:
+    from maxstack.schema.cluster import ClusterConfig
     from maxstack.schema.config import Config
-    from maxstack.submit.job import Job, Submission
+    from maxstack.submit.job import Submission
 
 
 def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
     """Check the run against the cluster, and submit it; with --dry-run print what would be
     submitted."""
-    from maxstack import config
-    from maxstack.schema.cluster import ClusterConfig
     from maxstack.submit import gke, slurm, xpk
     from maxstack.submit import job as jobs
 
-    if not args.cluster:
-        raise ConfigError(
-            f"--target {args.target}: give --cluster FILE, the facts of the cluster; "
-            "configs/clusters has examples"
-        )
-    if args.detach or args.processes != 1:
-        raise ConfigError(
-            f"--processes and --detach: are of --target local; on {args.target} the "
-            "topology says how many processes there are"
-        )
-    more = [] if args.max_restarts is None else [f"max_restarts={args.max_restarts}"]
-    cluster = config.load(ClusterConfig, args.cluster, [*args.set, *more])
-    jobs.check_facts(cluster, args.target)
+    cluster = read_cluster(args)
     cfg = jobs.with_cache(cfg, cluster)
     job, estimate = jobs.checked(name, cfg, cluster, args.force)
     submission = {"xpk": xpk, "gke": gke, "slurm": slurm}[args.target].submission(job)
@@ -57,18 +44,59 @@ def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     if args.out:
-        for path, what in _write(Path(args.out), job, args.target, submission):
-            print(f"wrote {path}: {what}")
-    if args.dry_run and not args.out:
+        files = [(f"{job.name}.yml", "the configuration, resolved", job.text)]
+        to_submit = words
+        if args.target == "gke":
+            files.append(("jobset.yml", "what kubectl reads", text))
+            to_submit = [*words[:-1], "jobset.yml"]
+        elif args.target == "slurm":
+            files.append(("job.sbatch", "the script", text))
+            to_submit = [*words, "job.sbatch"]
+        write_files(args.out, files, to_submit, commands)
+    elif args.dry_run:
         sys.stdout.write(text)
     if args.dry_run:
         return 0
     if args.target == "xpk":
         sys.stderr.write(text)
-    folder = str(Path(cfg.run.output_dir) / cfg.run.name)
+    facts = {"cluster": args.cluster, "topology": job.topology.name}
+    hand_over(name, args.target, submission, facts, str(Path(cfg.run.output_dir) / cfg.run.name))
+    return 0
+
+
+def read_cluster(args: argparse.Namespace) -> "ClusterConfig":
+    """The facts of --cluster; ConfigError for options that no cluster has."""
+    from maxstack import config
+    from maxstack.schema.cluster import ClusterConfig
+    from maxstack.submit.job import check_facts
+
+    if not args.cluster:
+        raise ConfigError(
+            f"--target {args.target}: give --cluster FILE, the facts of the cluster; "
+            "configs/clusters has examples"
+        )
+    if args.detach or args.processes != 1:
+        raise ConfigError(
+            f"--processes and --detach: are of --target local; on {args.target} the "
+            "topology says how many processes there are"
+        )
+    more = [] if args.max_restarts is None else [f"max_restarts={args.max_restarts}"]
+    cluster = config.load(ClusterConfig, args.cluster, [*args.set, *more])
+    check_facts(cluster, args.target)
+    return cluster
+
+
+def hand_over(
+    name: str, target: str, submission: "Submission", facts: dict[str, Any], folder: str
+) -> None:
+    """Run the command that submits, and note what looks after it later. `folder`: where it writes,
+    or answers, which no other may."""
+    from maxstack.submit.job import NUMBER
+
+    words, text, commands = submission
     records.check_free(name)
-    check_ended(name, folder, args.target)
-    done = _run(words, text if args.target != "xpk" else None, capture=args.target == "slurm")
+    check_ended(name, folder, target)
+    done = _run(words, text if target != "xpk" else None, capture=target == "slurm")
     if done.returncode:
         raise ConfigError(
             f"{words[0]} left with {done.returncode}; what it said is above, and nothing "
@@ -77,57 +105,45 @@ def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
         )
     number = done.stdout.strip().split(";")[0] if done.stdout else ""
     commands = {
-        verb: [word.replace(jobs.NUMBER, number) for word in command]
+        verb: [word.replace(NUMBER, number) for word in command]
         for verb, command in commands.items()
     }
-    records.write(
-        name,
-        {
-            "target": args.target,
-            "cluster": args.cluster,
-            "topology": job.topology.name,
-            "commands": commands,
-            "folder": folder,
-            "started": datetime.datetime.now().isoformat(timespec="seconds"),
-        },
-    )
+    started = datetime.datetime.now().isoformat(timespec="seconds")
+    own = {"target": target, "commands": commands, "folder": folder, "started": started}
+    records.write(name, own | facts)
     print(
         f"{name}: submitted{f' as job {number}' * bool(number)}; maxstack status {name}, "
         f"logs {name} or stop {name}",
         file=sys.stderr,
     )
-    return 0
 
 
-def _write(
-    folder: Path, job: "Job", target: str, submission: "Submission"
-) -> list[tuple[Path, str]]:
-    """Write all that a cluster would get; the path of each file, and what it is."""
-    words, text, commands = submission
-    files = [(f"{job.name}.yml", "the configuration, resolved", job.text)]
-    if target == "gke":
-        files.append(("jobset.yml", "what kubectl reads", text))
-        words = [*words[:-1], "jobset.yml"]
-    elif target == "slurm":
-        files.append(("job.sbatch", "the script", text))
-        words = [*words, "job.sbatch"]
-    later = "".join(f"# {verb}: {shlex.join(command)}\n" for verb, command in commands.items())
-    files.append(
-        (
-            "submit.sh",
-            "the command that hands it over, and those for later in comments",
-            f"#!/usr/bin/env bash\n# In this folder.\n{shlex.join(words)}\n{later}",
-        )
+def write_files(
+    out: str,
+    files: Sequence[tuple[str, str, str]],
+    words: Sequence[str],
+    later: Mapping[str, Sequence[str]],
+) -> None:
+    """Write all that a cluster would get into a folder: `files` by name, with what each is and its
+    text, and the commands. Prints the path of each."""
+    comments = "".join(f"# {verb}: {shlex.join(command)}\n" for verb, command in later.items())
+    script = (
+        "submit.sh",
+        "the command that hands it over, and those for later in comments",
+        f"#!/usr/bin/env bash\n# In this folder.\n{shlex.join(words)}\n{comments}",
     )
-    if existing := [str(folder / name) for name, _, _ in files if (folder / name).exists()]:
+    folder = Path(out)
+    if existing := [
+        str(folder / name) for name, _, _ in (*files, script) if (folder / name).exists()
+    ]:
         raise ConfigError(
             f"--out {folder}: {', '.join(existing)}: there already; remove it, or give another "
             "folder"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    for name, _, content in files:
+    for name, what, content in (*files, script):
         (folder / name).write_text(content, encoding="utf-8")
-    return [(folder / name, what) for name, what, _ in files]
+        print(f"wrote {folder / name}: {what}")
 
 
 def check_ended(name: str, folder: str, target: str) -> None:

@@ -48,7 +48,7 @@ def job(cfg, topology="v5e:4x4", sources=2, **facts):
         }
     )
     facts = ClusterConfig.model_validate(FACTS | {"topology": topology} | facts)
-    return Job("a-run", cfg.model_copy(update={"data": data}), facts, parse(topology))
+    return Job("a-run", facts, parse(topology), cfg.model_copy(update={"data": data}))
 
 
 def padded(one, size):

@@ -1,0 +1,300 @@
+"""Objects for GKE that serve a model: a Deployment, or for vLLM over several hosts a
+LeaderWorkerSet, and a Service. Requests go on while a pod ends."""
+
+import dataclasses
+import shlex
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from maxstack import config
+from maxstack.config import storage
+from maxstack.data import hub
+from maxstack.errors import ConfigError
+from maxstack.inference import vllm
+from maxstack.schema.cluster import ClusterConfig
+from maxstack.submit import gke, remote
+from maxstack.submit.job import Placement, Submission, within
+
+PORT, RAY_PORT = 8000, 6379
+PROPAGATION = 15
+"""Seconds that a pod serves on after its end was asked for, until no Service sends it requests."""
+READING = 35
+"""Seconds for clients to read their last answers: server/process.py's GRACE, and the process's
+end."""
+LEAST = 30
+"""Seconds for the answers themselves, at least."""
+STARTING = 3600
+"""Seconds that a pod may take to read its weights and compile."""
+SEED = '"$(shuf --input-range=0-2147483647 --head-count=1)"'
+"""Seed of requests that have none, another for each process; vLLM's own is 0."""
+ROLE = "app.kubernetes.io/component"
+CONNECTS = (
+    "import os, socket; "
+    f"socket.create_connection((os.environ['LWS_LEADER_ADDRESS'], {RAY_PORT}), 5)"
+)
+GATHERED = (
+    "import os, ray, time\nray.init(address='auto')\n"
+    "while sum(node['Alive'] for node in ray.nodes()) < int(os.environ['LWS_GROUP_SIZE']):\n"
+    "    time.sleep(2)"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Server(Placement):
+    """A model to be served, and where."""
+
+    command: str
+    """The process that answers, for a shell."""
+    replicas: int
+
+    @property
+    def kind(self) -> str:
+        """The object that makes its pods."""
+        return "deployment" if self.topology.hosts == 1 else "leaderworkerset"
+
+    @property
+    def service(self) -> str:
+        """Name of the Service; a LeaderWorkerSet makes one of its own name."""
+        return self.name if self.kind == "deployment" else f"{self.name}-leader"
+
+
+def submit(name: str, args: Namespace) -> int:
+    """Hand a server over; with --dry-run print what would be handed over."""
+    if args.target != "gke":
+        raise ConfigError(f"--serve: is of --target gke, not of {args.target}")
+    if args.max_restarts is not None or args.force:
+        raise ConfigError("--max-restarts and --force: are of training; leave them out")
+    cluster = remote.read_cluster(args)
+    job = server(name, cluster, args)
+    given = submission(job)
+    print(
+        f"{name}: {args.replicas} of {args.config} on {job.topology.name}; maxstack plan --serve "
+        "says what fits",
+        file=sys.stderr,
+    )
+    if args.out:
+        files = [("serving.yml", "what kubectl reads", given.text)]
+        remote.write_files(args.out, files, [*given.command[:-1], "serving.yml"], given.later)
+    elif args.dry_run:
+        sys.stdout.write(given.text)
+    if args.dry_run:
+        return 0
+    facts = {"cluster": args.cluster, "topology": job.topology.name}
+    remote.hand_over(
+        name, args.target, given, facts, f"http://{job.service}.{cluster.namespace}:{PORT}"
+    )
+    return 0
+
+
+def server(name: str, cluster: ClusterConfig, args: Namespace) -> Server:
+    """The server that the arguments ask for; ConfigError for what the pods could not run."""
+    from maxstack.plan.topology import parse
+
+    topology = parse(cluster.topology, "topology:")
+    if not topology.chip:
+        raise ConfigError(f"topology: {cluster.topology} is this machine; give the cluster's")
+    if topology.slices > 1:
+        raise ConfigError(
+            f"topology: {topology.name} has {topology.slices} slices, and a replica is served by "
+            "one; give one, and --replicas"
+        )
+    if cluster.grace < (least := PROPAGATION + READING + LEAST):
+        raise ConfigError(f"grace={cluster.grace}: requests need {least} s to end; give more")
+    job = Server(name, cluster, topology, "", args.replicas)
+    job = dataclasses.replace(job, command=COMMANDS[args.engine](job, args))
+    is_path = not storage.is_url(args.config) and not hub.named(args.config)
+    if is_path and not any(within(args.config, mount) for mount in job.mounts):
+        print(
+            f"not in the bucket, so the image must have it on every host: {args.config}",
+            file=sys.stderr,
+        )
+    return job
+
+
+def _our_command(job: Server, args: Namespace) -> str:
+    if job.topology.hosts > 1:
+        raise ConfigError(
+            f"topology: {job.topology.name} has {job.topology.hosts} hosts, and maxstack's server "
+            "runs on the devices of one process; give a topology of one host, and --replicas, or "
+            "--engine vllm, for which a LeaderWorkerSet is written"
+        )
+    if not args.api_key_file:
+        print(f"{job.name}: everybody who reaches it may ask; see --api-key-file", file=sys.stderr)
+    config.load(vllm.VllmConfig, {}, [each for each in args.overrides if each[:5] == "serve"])
+    cache = []
+    if job.cluster.bucket and not any("compilation_cache" in each for each in args.overrides):
+        cache.append(f"run.compilation_cache={job.cluster.bucket.mount}/.cache/maxstack/xla")
+    flags = {
+        "--host": "0.0.0.0",
+        "--port": PORT,
+        "--served-model-name": _model_name(args.config),
+        "--api-key-file": args.api_key_file,
+        "--tool-parser": args.tool_parser,
+    }
+    words = "maxstack", "serve", args.config, *vllm.words_of(flags)
+    return shlex.join([*words, *args.overrides, *cache])
+
+
+def _vllm_command(job: Server, args: Namespace) -> str:
+    if args.api_key_file:
+        raise ConfigError(
+            "--api-key-file: vLLM reads its key of the variable VLLM_API_KEY; give it in secrets "
+            "of the cluster's file"
+        )
+    if "VLLM_API_KEY" not in job.cluster.secrets:
+        print(f"{job.name}: everybody who reaches it may ask; see secrets", file=sys.stderr)
+    asked = vllm.read_overrides(args.overrides)
+    if asked.serve.adapters or asked.mesh != vllm.MeshSettings():
+        raise ConfigError(
+            "serve.adapters and mesh.*: submit --engine vllm takes none; merge adapters (maxstack "
+            "lora merge); the mesh is the topology's"
+        )
+    hosts = job.topology.hosts
+    stages = 1 if job.tpu else hosts
+    mesh = vllm.MeshSettings(tensor=job.topology.size // stages)
+    flags = {
+        "--host": "0.0.0.0",
+        "--port": PORT,
+        "--served-model-name": _model_name(args.config),
+        "--dtype": asked.model.dtype,
+        "--pipeline-parallel-size": stages if stages > 1 else None,
+        "--distributed-executor-backend": "ray" if hosts > 1 else None,
+    }
+    drain = job.cluster.grace - PROPAGATION - READING
+    words = [*vllm.words_of(flags), *vllm.serve_flags(asked.serve, mesh)]
+    words += vllm.answer_flags(drain) + vllm.tool_flags(args.tool_parser)
+    return f"{shlex.join(['vllm', 'serve', args.config, *words])} --seed {SEED}"
+
+
+COMMANDS = {"maxstack": _our_command, "vllm": _vllm_command}
+
+
+def submission(job: Server) -> Submission:
+    """Commands of kubectl."""
+    words = gke.kubectl(job)
+    pods = f"app.kubernetes.io/instance={job.name},{ROLE}=server"
+    logs = [*words, "logs", "--selector", pods, "--prefix", "--tail=-1"]
+    logs.append(f"--max-log-requests={job.replicas}")
+    both = f"{job.kind}/{job.name}", f"service/{job.service}"
+    later = {
+        "there": [*words, "get", both[0], "--ignore-not-found", "--output=name"],
+        "status": [*words, "get", *both],
+        "logs": logs,
+        "follow": [*logs, "--follow"],
+        "stop": [*words, "delete", *both, "--cascade=foreground"],
+    }
+    return Submission([*words, "create", "--filename", "-"], manifest(job), later)
+
+
+def manifest(job: Server) -> str:
+    """The YAML of both objects."""
+    trees = [deployment(job) if job.kind == "deployment" else leader_worker_set(job), service(job)]
+    return yaml.safe_dump_all(trees, sort_keys=False, width=10**6)
+
+
+def service(job: Server) -> dict[str, Any]:
+    """The Service, which the cluster reaches by its name and namespace."""
+    port = {"name": "http", "port": PORT, "targetPort": "http"}
+    spec = {"type": "ClusterIP", "selector": _labels(job, "server"), "ports": [port]}
+    return _object(job, "v1", "Service", {"name": job.service}, spec)
+
+
+def deployment(job: Server) -> dict[str, Any]:
+    """The Deployment, of a pod for each replica."""
+    spec = {
+        "replicas": job.replicas,
+        "progressDeadlineSeconds": STARTING,
+        "selector": {"matchLabels": _labels(job, "server")},
+        "template": _answering(job, f"exec {job.command}"),
+    }
+    return _object(job, "apps/v1", "Deployment", {}, spec)
+
+
+def leader_worker_set(job: Server) -> dict[str, Any]:
+    """The LeaderWorkerSet, of a leader that answers and its workers for each replica, joined by
+    Ray."""
+    leader = (
+        f"ray start --head --port={RAY_PORT} && python3 -c {shlex.quote(GATHERED)} && "
+        f"exec {job.command}"
+    )
+    connects = f"python3 -c {shlex.quote(CONNECTS)} 2>/dev/null"
+    worker = (
+        f"until {connects}; do sleep 5; done; "
+        f'exec ray start --address="$LWS_LEADER_ADDRESS:{RAY_PORT}" --block'
+    )
+    drained = f"while {connects}; do sleep 2; done"
+    container = {
+        "name": "worker",
+        "command": _shell(worker),
+        "env": _environment(job),
+        "lifecycle": {"preStop": {"exec": {"command": _shell(drained)}}},
+    }
+    key = "leaderworkerset.sigs.k8s.io/exclusive-topology"
+    alone = {"annotations": {key: "cloud.google.com/gke-nodepool"}} if job.tpu else {}
+    group = {
+        "size": job.topology.hosts,
+        "restartPolicy": "RecreateGroupOnPodRestart",
+        "leaderTemplate": _answering(job, leader),
+        "workerTemplate": gke.pod_template(job, container, _labels(job, "worker"), {}),
+    }
+    spec = {
+        "replicas": job.replicas,
+        "startupPolicy": "LeaderCreated",
+        "leaderWorkerTemplate": group,
+    }
+    return _object(job, "leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", alone, spec)
+
+
+def _object(
+    job: Server, version: str, kind: str, metadata: dict[str, Any], spec: dict[str, Any]
+) -> dict[str, Any]:
+    metadata = gke.object_metadata(job) | metadata
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
+
+
+def _answering(job: Server, command: str) -> dict[str, Any]:
+    """Template of a pod that answers, which Prometheus finds by its annotations."""
+    container = {
+        "name": "server",
+        "command": _shell(command),
+        "env": _environment(job),
+        "ports": [{"name": "http", "containerPort": PORT}],
+        "startupProbe": _probe(10, STARTING // 10),
+        "readinessProbe": _probe(5, 3),
+        "livenessProbe": _probe(10, 6),
+        "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(PROPAGATION)]}}},
+    }
+    template = gke.pod_template(job, container, _labels(job, "server"), {})
+    scraped = {"scrape": "true", "port": str(PORT), "path": "/metrics"}
+    annotations = {f"prometheus.io/{key}": value for key, value in scraped.items()}
+    template["metadata"].setdefault("annotations", {}).update(annotations)
+    return template
+
+
+def _probe(period: int, failures: int) -> dict[str, Any]:
+    return {
+        "httpGet": {"path": "/health", "port": "http"},
+        "timeoutSeconds": 5,
+        "periodSeconds": period,
+        "failureThreshold": failures,
+    }
+
+
+def _model_name(model: str) -> str:
+    return model if hub.named(model) else Path(model).name
+
+
+def _labels(job: Server, role: str) -> dict[str, str]:
+    return gke.labels(job) | {ROLE: role}
+
+
+def _environment(job: Server) -> list[dict[str, Any]]:
+    return gke.variables(job, {"HOME": gke.HOME, **job.cluster.env})
+
+
+def _shell(text: str) -> list[str]:
+    return ["sh", "-c", gke.escaped(text)]
