@@ -15,6 +15,7 @@ from maxstack.inference.layout import Layout
 from maxstack.inference.scheduler import Copy, Limits
 from maxstack.kernels.backends import Choice, recording
 from maxstack.layers.cache import Cache, Rows
+from maxstack.layers.norm import by_rows
 from maxstack.models.model import weights_of
 from maxstack.schema.mesh import parts
 from maxstack.sharding import spec
@@ -196,7 +197,7 @@ class Programs:
         tables = [batch.tables[group] for group in self._layout.groups]
         backend = self._run.cfg.serve.attention
         kept = Cache(self._layout.owners, tables, list(cache), backend)
-        with choosing(batch.rows.adapters_R):
+        with choosing(batch.rows.adapters_R), by_rows():
             x_R1D = model.decode(batch.rows, kept, self._max_length)
         return model.logits(x_R1D[batch.wanted_O])[:, 0], kept.arrays
 

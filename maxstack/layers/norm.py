@@ -1,5 +1,7 @@
 """Normalisation over the last dimension, in float32."""
 
+import contextlib
+import contextvars
 import functools
 
 import jax
@@ -8,6 +10,11 @@ from jax import Array
 
 from maxstack.layers.layer import Layer
 from maxstack.schema.mixers import NormConfig
+from maxstack.sharding import holding
+
+COLUMNS = 64
+"""Of the product that adds up rows: with one, it is another kernel on a CPU."""
+_by_rows: contextvars.ContextVar[bool] = contextvars.ContextVar("by_rows", default=False)
 
 
 class Norm(Layer):
@@ -27,6 +34,12 @@ class Norm(Layer):
         return y.astype(x.dtype)
 
 
+def by_rows() -> contextlib.AbstractContextManager[None]:
+    """Context in which a row's mean has the same bits however many rows there are. XLA's sums along
+    rows do not: on a CPU it adds in another order where rows are few."""
+    return holding(_by_rows, True)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def normed(x: Array, scale: Array | None, centered: bool, eps: float) -> Array:
     """float32 [..., size]. Its backward pass keeps x and one number a row, not the normed x in
@@ -36,11 +49,23 @@ def normed(x: Array, scale: Array | None, centered: bool, eps: float) -> Array:
 
 def _forward(x, scale, centered, eps):
     y = x.astype(jnp.float32)
-    mean = jnp.mean(y, axis=-1, keepdims=True) if centered else None
+    mean = _mean(y) if centered else None
     y = y if mean is None else y - mean
-    inverse = jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    inverse = jax.lax.rsqrt(_mean(y * y) + eps)
     y = y * inverse
     return y if scale is None else y * scale, (x, scale, mean, inverse)
+
+
+def _mean(x: Array) -> Array:
+    """Mean over the last axis, which stays."""
+    if not _by_rows.get():
+        return jnp.mean(x, axis=-1, keepdims=True)
+    rows = x.reshape(-1, x.shape[-1])
+    # XLA on a CPU has another kernel for a product of one row
+    padded = jnp.pad(rows, ((0, max(0, 2 - len(rows))), (0, 0)))
+    ones = jnp.ones((x.shape[-1], COLUMNS), x.dtype)
+    sums = jnp.matmul(padded, ones, precision=jax.lax.Precision.HIGHEST)
+    return sums[: len(rows), :1].reshape(*x.shape[:-1], 1) / x.shape[-1]
 
 
 def _backward(centered, eps, saved, dy):
