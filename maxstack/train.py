@@ -132,7 +132,6 @@ def train(
     from maxstack.faults.policy import Policy, refusal
     from maxstack.faults.preemption import Preemption
     from maxstack.hardware.compiling import keep_programs
-    from maxstack.inference.samples import Samples
     from maxstack.meter import Meter
     from maxstack.plan import fit
     from maxstack.report import goodput, run_folder
@@ -190,7 +189,11 @@ def train(
     if first:
         run_folder.write_records(run.cfg, run.kernels, folder)
     evaluator = Evaluator(run, log, writer, frozen) if cfg.eval.every else None
-    samples = Samples(run, log, writer) if cfg.eval.samples else None
+    samples = None
+    if cfg.eval.samples:
+        from maxstack.inference.samples import Samples  # every other run starts without it
+
+        samples = Samples(run, log, writer)
     with ledger.spent("compile"):
         compiled, seconds = compiling.result()
     log.say(f"{'loaded' if cfg.run.executable else 'compiled'} the step in {seconds:.1f} s")

@@ -115,7 +115,7 @@ class Bytes(Tokenizer):
         return ids[ids < 256].astype(np.uint8).tobytes()
 
     def raw(self, token: int) -> bytes:
-        return bytes([token] if token < 256 else [])
+        return self.pieces[token]
 
     def _text_ids(self, document: bytes) -> np.ndarray:
         return np.frombuffer(document, np.uint8)
@@ -152,8 +152,7 @@ class SentencePiece(Tokenizer):
         return self._model.decode([int(i) for i in ids]).encode()
 
     def raw(self, token: int) -> bytes | None:
-        piece = self._model.id_to_piece(token) if self._model.is_byte(token) else None
-        return piece and bytes.fromhex(piece[3:5])
+        return self.pieces[token] if self._model.is_byte(token) else None
 
     def _text_ids(self, document: bytes) -> list[int]:
         return self._model.encode(document.decode())
@@ -230,8 +229,8 @@ class HuggingFace(Tokenizer):
         piece = self._model.id_to_token(token) or ""
         if self._byte_level:
             return byte_level.bytes_of(piece)
-        is_byte = self._byte_fallback and re.fullmatch("<0x[0-9a-fA-F]{2}>", piece)
-        return bytes.fromhex(piece[3:5]) if is_byte else None
+        byte = _BYTE.fullmatch(piece) if self._byte_fallback else None
+        return bytes.fromhex(byte[1]) if byte else None
 
     def encode_marked(self, text: str) -> list[int]:
         return self._marked.encode(text, add_special_tokens=False).ids

@@ -249,8 +249,8 @@ def _memory(cfg: "Config", layout: Layout, topology: Topology, sizes: Mapping[st
                 f"{stored / GIB:.2f} of weights and {step / GIB:.2f} of a step, so a replica has "
                 f"{free * shards / GIB:.2f}; make it smaller, or leave it out"
             )
-    snapshots = serve.snapshots if layout.recurrent and serve.prefix_cache else 0
-    return Memory(size, stored, step, min(taken, free), (1 + snapshots) * cache.request)
+    fixed = (1 + layout.snapshots(serve)) * cache.request
+    return Memory(size, stored, step, min(taken, free), fixed)
 
 
 def _refusal(

@@ -1,10 +1,9 @@
 """The engine: requests in, tokens out, one step after the other.
 
-Every step computes the same number of rows by the same program, each row a token of some request:
-what a request is answered depends on itself alone, not on what is computed beside it.
+A step computes rows, each a token of some request, by one of a few programs: what a request is
+answered depends on itself alone, not on what is computed beside it.
 """
 
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +19,6 @@ from maxstack.inference.scheduler import Limits, Piece, Scheduler, Task
 
 if TYPE_CHECKING:
     from maxstack.run import Run
-
-log = logging.getLogger(__name__)
 
 
 class Engine:

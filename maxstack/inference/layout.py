@@ -11,6 +11,7 @@ from maxstack.schema.decoder import DecoderConfig
 from maxstack.schema.mesh import AXES, MeshConfig, names, parts
 from maxstack.schema.mixers import Reach
 from maxstack.schema.parts import Cached
+from maxstack.schema.serve import ServeConfig
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -140,6 +141,10 @@ class Layout:
         """True where a layer keeps a state of each request, which only the tokens in their order
         can make."""
         return self.request_bytes > 0
+
+    def snapshots(self, serve: ServeConfig) -> int:
+        """Snapshots of states that a replica keeps."""
+        return serve.snapshots if self.recurrent and serve.prefix_cache else 0
 
     def array_bytes(self, array: Cached) -> int:
         """Bytes of an array for a token or a request."""

@@ -14,6 +14,7 @@ from maxstack.inference.request import Token
 from maxstack.inference.scheduler import Task
 
 GROUP = 4
+"""Rows that are computed together."""
 
 
 class Wanted(NamedTuple):
@@ -92,19 +93,19 @@ class Sampler:
         """Logits with biases, penalties and grammars; as they are where no request has any."""
         count, vocab = logits_OV.shape
         made: list[Any] = [None] * count
+        for i, (task, position, _, target) in enumerate(wanted):
+            answered = position + 1 - task.prompt
+            if target is None and sampling.is_adjusted(task.sampling, answered):
+                made[i] = task.sampling, answered
+        if not any(made):
+            return logits_OV
         history = np.full((count, self._max_length), -1, np.int32)
         lengths = np.zeros(count, np.int32)
         mask = np.full((count, -(-vocab // 32)), -1, np.int32)
-        for i, (task, position, _, target) in enumerate(wanted):
-            answered = position + 1 - task.prompt
-            if target is not None or not sampling.is_adjusted(task.sampling, answered):
-                continue
-            made[i] = task.sampling, answered
-            history[i, : position + 1] = task.tokens[: position + 1]
-            lengths[i] = task.prompt
-            if task.sampling.grammar is not None:
-                mask[i] = task.sampling.grammar.mask()
-        if not any(made):
-            return logits_OV
-        bias = sampling.biases(made)
-        return self._adjusted(logits_OV, history, lengths, settings, bias, mask)
+        for i, (task, position, _, _) in enumerate(wanted):
+            if made[i]:
+                history[i, : position + 1] = task.tokens[: position + 1]
+                lengths[i] = task.prompt
+                if task.sampling.grammar is not None:
+                    mask[i] = task.sampling.grammar.mask()
+        return self._adjusted(logits_OV, history, lengths, settings, sampling.biases(made), mask)

@@ -3,12 +3,12 @@
 import contextlib
 import dataclasses
 import functools
-import json
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from maxstack.data.byte_level import read
 from maxstack.errors import ConfigError
 from maxstack.inference.layout import Layout
 from maxstack.inference.opened import config_of, open_prompt_tokenizer, read_weights
@@ -112,7 +112,7 @@ def limits_of(cfg: "Config", layout: Layout, longest: int, free: int | None) -> 
     length = serve.max_length or longest
     bounded = layout.pages(length, serve.page, serve.rows)
     page_bytes = [layout.token_bytes(i) * serve.page for i in range(len(bounded))]
-    snapshots = serve.snapshots if layout.recurrent and serve.prefix_cache else 0
+    snapshots = layout.snapshots(serve)
     states = layout.request_bytes * (1 + serve.max_requests + snapshots)
     each = sum(count * size for count, size in zip(bounded, page_bytes, strict=True))
     wanted = each * serve.max_requests
@@ -195,13 +195,9 @@ def files_of(cfg: "Config", own: Path | None) -> Path | None:
     return folder if folder.is_dir() else hub.model_folder(cfg.model.weights, weights=False)
 
 
-def _json(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-
-
 def longest_of(cfg: "Config", own: Path | None, folder: Path | None) -> int:
     """Most tokens of a text that the model was made for."""
-    outer = _json(folder / "config.json") if folder else {}
+    outer = read(folder / "config.json") if folder else {}
     config = outer.get("text_config") or outer
     lengths = [
         cfg.model.positions or 0,
@@ -219,7 +215,7 @@ def _tokenizer(
 
     stops: set[int] = set()
     for name in ("config.json", "generation_config.json"):
-        ends = _json(folder / name).get("eos_token_id") if folder else None
+        ends = read(folder / name).get("eos_token_id") if folder else None
         stops.update(ends if isinstance(ends, list) else [] if ends is None else [ends])
     if own is None and "tokenizer" not in cfg.data.model_fields_set:
         return None, frozenset(stops)
