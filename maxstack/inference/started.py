@@ -155,7 +155,7 @@ def _check_identical(engine: "Engine", layout: Layout) -> None:
     ways = differing(programs, layout, engine.cfg.model.vocab, engine.max_length)
     if ways:
         told = " and ".join(ways)
-        log.info(
+        log.warning(
             "serve.identical: bits differ %s; all steps have %d rows", told, programs.sizes[-1]
         )
         programs.sizes = programs.sizes[-1:]
