@@ -104,21 +104,24 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Compute one step -> the progress of the requests in it."""
-        pieces, copies = self.scheduler.schedule()
+        pieces, copies = self.scheduler.schedule(self.programs.sizes)
         self.programs.copy(copies)
         if not pieces:
             assert not self._tasks, "requests wait, and none can run"
             return []
-        batch, wanted = self._batch(pieces)
-        logits_OV = self.programs.forward(batch)
-        after = self._sampler.tokens(logits_OV, wanted)
-        tokens = {
-            (row.task.number, row.position): token for row, token in zip(wanted, after, strict=True)
-        }
+        batch, wanted, rows = self._batch(pieces)
+        x_RD, most = self.programs.forward(batch), self.programs.outputs[-1]
+        tokens: dict[tuple[int, int], Token] = {}
+        for start in range(0, len(wanted), most):
+            some = wanted[start : start + most]
+            logits_OV = self.programs.logits(x_RD, rows[start : start + most])
+            after = self._sampler.tokens(logits_OV, some)
+            for row, token in zip(some, after, strict=True):
+                tokens[row.task.number, row.position] = token
         return [output for piece in pieces if (output := self._finished(piece, tokens)) is not None]
 
-    def _batch(self, pieces: Sequence[Piece]) -> tuple[Batch, list[Wanted]]:
-        """A step of the pieces, and the rows whose logits are wanted."""
+    def _batch(self, pieces: Sequence[Piece]) -> tuple[Batch, list[Wanted], list[int]]:
+        """A step of the pieces, and the rows whose logits are wanted, with their indices in it."""
         rowed, wanted = [], []
         for task, start, size, drafts in pieces:
             tokens = [*task.tokens[start : start + size], *drafts]
@@ -133,10 +136,9 @@ class Engine:
                 ):
                     target = task.tokens[position + 1]
                     wanted.append(Wanted(task, position, len(rowed) - 1, target))
-        batch, firsts = self.programs.batch(rowed, len(wanted))
-        for i, row in enumerate(wanted):
-            batch.wanted_O[i] = firsts[row.piece] + row.position - rowed[row.piece].start
-        return batch, wanted
+        batch, firsts = self.programs.batch(rowed)
+        rows = [firsts[row.piece] + row.position - rowed[row.piece].start for row in wanted]
+        return batch, wanted, rows
 
     def _finished(self, piece: Piece, tokens: dict[tuple[int, int], Token]) -> Output | None:
         """Note what a piece gave; end its task where it is complete."""

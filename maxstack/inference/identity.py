@@ -7,13 +7,17 @@ import numpy as np
 from maxstack.inference.layout import Layout
 from maxstack.inference.programs import Programs, Rowed
 
+SMALL = 32
+"""Rows up to which two steps are tried of a size, with more a single one."""
 
-def differing(programs: Programs, layout: Layout, vocab: int, max_length: int) -> list[str]:
-    """Ways of computing the same request that change bits of its logits: in steps of each size, and
-    beside another request; empty where none does. Uses the first pages of an empty cache."""
+
+def differing(programs: Programs, layout: Layout, vocab: int, max_length: int) -> list[int]:
+    """Sizes of steps in which bits of a request's logits, computed beside another request, are
+    others than in the largest and alone; empty where none are. Uses the first pages of an empty
+    cache."""
     limits = programs.limits
     room = limits.page * min(limits.pages) // 2
-    length = max(1, min(limits.rows * 3 // 2 + 3, max_length, room))
+    length = max(1, min(limits.rows, max_length, room))
     rng = np.random.default_rng(0)
     tokens = [rng.integers(0, vocab, length).tolist() for _ in range(min(2, limits.requests))]
     pages = -(-length // limits.page)
@@ -24,23 +28,25 @@ def differing(programs: Programs, layout: Layout, vocab: int, max_length: int) -
         adapter = 0 if request else programs.adapters
         return Rowed(0, request + 1, start, piece, [held] * len(layout.reaches), adapter)
 
-    def logits(size: int, beside: int = 0) -> list[bytes]:
-        """Of the first request, computed in pieces of `size`, after `beside` rows of the other."""
-        rows = []
-        for start in range(0, length, size):
+    def logits(size: int, beside: int, count: int) -> list[bytes]:
+        """Of the first tokens of the first request, `count` steps of so many rows, each after
+        `beside` rows of the other."""
+        rows: list[bytes] = []
+        for start in range(0, min(length, size * count), size):
             pieces = [rowed(0, start, size)]
             if beside:
                 pieces.insert(0, rowed(1, start // size * beside % length, beside))
-            count = len(pieces[-1].tokens)
-            batch, firsts = programs.batch(pieces, count)
-            batch.wanted_O[:count] = np.arange(firsts[-1], firsts[-1] + count)
-            made = np.asarray(programs.forward(batch))
-            rows += [row.tobytes() for row in made[:count]]
+            batch, firsts = programs.batch(pieces)
+            x_RD = programs.forward(batch)
+            wanted = len(pieces[-1].tokens[: programs.outputs[-1]])
+            made = np.asarray(programs.logits(x_RD, range(firsts[-1], firsts[-1] + wanted)))
+            rows += [row.tobytes() for row in made[:wanted]]
         return rows
 
-    alone = logits(limits.rows)
-    ways = {f"in steps of {size} rows": logits(size) for size in programs.sizes[:-1]}
-    third = limits.rows // 3
-    if third and len(tokens) > 1:
-        ways["beside another request"] = logits(third, third)
-    return [way for way, rows in ways.items() if rows != alone]
+    alone, different = logits(limits.rows, 0, 1), []
+    for size in programs.sizes:
+        beside = size // 3 if len(tokens) > 1 else 0
+        made = logits(size - beside, beside, 1 if size > SMALL else 2)
+        if any(row != own for row, own in zip(made, alone, strict=False)):
+            different.append(size)
+    return different

@@ -1,5 +1,5 @@
-"""Compiled programs of inference. Shapes: R rows and O outputs of all replicas  S slots  W pages of
-a request at most  V vocab."""
+"""Compiled programs of inference. Shapes: R rows of all replicas  O outputs  S slots  W pages of a
+request at most  D embed  V vocab."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -41,18 +41,20 @@ def serving(cfg: "Config") -> "Config":
     return cfg.model_copy(update={"model": model})
 
 
+OUTPUTS = 128
+"""Rows whose logits are computed at a time, at most; the rest of a step follows."""
+
+
 def sizes_of(limits: Limits) -> tuple[int, ...]:
-    """Numbers of rows that steps may have: the most, and a half, a quarter and a sixteenth of it.
-    Fewer cost as much on most devices."""
-    return tuple(sorted({max(1, limits.rows // share) for share in (16, 4, 2, 1)}))
+    """Numbers of rows that steps may have: the most, and shares of it. Answers of a few requests
+    need few rows, which cost less on a CPU; each number is another program to compile."""
+    return tuple(sorted({max(1, limits.rows // share) for share in (128, 64, 32, 16, 4, 1)}))
 
 
 class Batch(NamedTuple):
-    """Rows of a step, and the rows whose logits are wanted."""
+    """Rows of a step."""
 
     rows: Rows
-    wanted_O: Any
-    """Index of a row; 0 where no logits are wanted."""
     tables: tuple[Any, ...]
     """By group: int32 [S, W]."""
 
@@ -101,11 +103,15 @@ class Programs:
         ordered = in_order(run.mesh)
         self._made = jax.jit(self._empty, out_shardings=self._shardings(), compiler_options=ordered)
         self.cache: Any = None
+        everywhere = NamedSharding(run.mesh, PartitionSpec())
         self._forward = jax.jit(
             run.within(self._step),
             donate_argnums=1,
-            out_shardings=(self._everywhere, self._shardings()),
+            out_shardings=(everywhere, self._shardings()),
             compiler_options=ordered,
+        )
+        self._head = jax.jit(
+            run.within(self._scores), out_shardings=everywhere, compiler_options=ordered
         )
         self._copy = jax.jit(
             self._copied,
@@ -132,7 +138,7 @@ class Programs:
 
     def kernels(self) -> list[Choice]:
         """The kernels that serve the largest step; no array is made."""
-        batch, _ = self.batch([], 0)
+        batch, _ = self.batch([])
         with recording() as choices:
             params = jax.eval_shape(
                 lambda params: self._prepared(params, keep=True), self._run.abstract.params
@@ -141,9 +147,9 @@ class Programs:
             jax.eval_shape(self._run.within(self._step), params, cache, batch)
         return choices
 
-    def batch(self, pieces: Sequence[Rowed], wanted: int) -> tuple[Batch, list[int]]:
+    def batch(self, pieces: Sequence[Rowed]) -> tuple[Batch, list[int]]:
         """Pieces as a step of the smallest size that holds them, each replica's from its own first
-        row on, with room for `wanted` logits; and the first row of each piece."""
+        row on; and the first row of each piece."""
         used = [0] * self.replicas
         for piece in pieces:
             used[piece.replica] += len(piece.tokens)
@@ -163,9 +169,7 @@ class Programs:
             rows[2, own], rows[3, own] = slot, adapter
             for table, held in zip(tables, pages, strict=True):
                 table[replica * self.slots + slot, : len(held)] = held
-        few = rows.shape[1] // 4
-        outputs = few if size == self.sizes[-1] and wanted <= few else rows.shape[1]
-        return Batch(Rows(*rows), np.zeros(outputs, np.int32), tuple(tables)), firsts
+        return Batch(Rows(*rows), tuple(tables)), firsts
 
     @property
     def adapters(self) -> int:
@@ -177,14 +181,23 @@ class Programs:
         """Slots of a replica: nobody's, of requests, of snapshots."""
         return 1 + self.limits.requests + self.limits.snapshots
 
-    @property
-    def _everywhere(self) -> NamedSharding:
-        return NamedSharding(self._run.mesh, PartitionSpec())
-
     def forward(self, batch: Batch) -> jax.Array:
-        """Logits float32 [O, V] of the wanted rows of a step; keys and values go to the cache."""
-        logits_OV, self.cache = self._forward(self._params, self.cache, batch)
-        return logits_OV
+        """What the last layer gives for each row of a step [R, D]; keys and values go to the
+        cache."""
+        x_RD, self.cache = self._forward(self._params, self.cache, batch)
+        return x_RD
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """Numbers of rows whose logits are computed at a time."""
+        return tuple(size for size in self.sizes if size <= OUTPUTS) or (OUTPUTS,)
+
+    def logits(self, x_RD: jax.Array, rows: Sequence[int]) -> jax.Array:
+        """Logits float32 [O, V] of at most outputs[-1] rows of a step, and of others after
+        them."""
+        wanted_O = np.zeros(next(size for size in self.outputs if size >= len(rows)), np.int32)
+        wanted_O[: len(rows)] = rows
+        return self._head(self._params, x_RD, wanted_O)
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Copies of states between slots, one after the other."""
@@ -199,7 +212,12 @@ class Programs:
         kept = Cache(self._layout.owners, tables, list(cache), backend)
         with choosing(batch.rows.adapters_R), by_rows():
             x_R1D = model.decode(batch.rows, kept, self._max_length)
-        return model.logits(x_R1D[batch.wanted_O])[:, 0], kept.arrays
+        return x_R1D[:, 0], kept.arrays
+
+    def _scores(self, params: Any, x_RD: jax.Array, wanted_O: jax.Array) -> jax.Array:
+        model = nnx.merge(self._graph, nnx.State(params))
+        with by_rows():
+            return model.logits(x_RD[wanted_O][:, None])[:, 0]
 
     def _empty(self) -> list[dict[str, jax.Array]]:
         cfg, layout = self._run.cfg.model, self._layout

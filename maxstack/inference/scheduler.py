@@ -128,10 +128,10 @@ class Scheduler:
         for pool in [*self._snapshots, *(pool for pools in self.pools for pool in pools)]:
             pool.forget_all()
 
-    def schedule(self) -> tuple[list[Piece], list[Copy]]:
+    def schedule(self, sizes: Sequence[int] = ()) -> tuple[list[Piece], list[Copy]]:
         """Pieces of the next step, those of a replica within its rows, and copies to make before
-        it."""
-        left = [self.limits.rows] * len(self.pools)
+        it. `sizes` are the numbers of rows that steps may have."""
+        left = [self._rows(sizes)] * len(self.pools)
         pieces: list[Piece] = []
         begun = sorted(
             self.running, key=lambda task: (len(task.tokens) - task.computed > 1, task.order)
@@ -179,6 +179,17 @@ class Scheduler:
         snapshots.describe(target, key)
         snapshots.release([target])
         return [Copy(task.replica, task.slot, target)]
+
+    def _rows(self, sizes: Sequence[int]) -> int:
+        """Rows of the next step: of the size below where prompts would fill no more than half of
+        the smallest that holds all tokens."""
+        running = [len(task.tokens) - task.computed for task in self.running]
+        pending = sum(running) + sum(len(task.tokens) for task in self.waiting)
+        lower = [size for size in sizes if size < pending]
+        above = sizes[len(lower)] if len(lower) < len(sizes) else self.limits.rows
+        if lower and lower[-1] >= running.count(1) and 2 * pending <= above:
+            return lower[-1]
+        return above
 
     def _next(self, task: Task, rows: int) -> Piece | None:
         """The next piece of a running task, with pages for it; None where it has to wait."""

@@ -145,26 +145,29 @@ def limits_of(cfg: "Config", layout: Layout, longest: int, free: int | None) -> 
 
 
 def _check_identical(engine: "Engine", layout: Layout) -> None:
-    """ConfigError or a warning where a request's bits depend on its company. Where only the size of
-    steps matters, all get the same."""
+    """ConfigError or a warning where a request's bits depend on its company. Sizes of steps in which
+    they are others are given up."""
     from maxstack.inference.identity import differing
 
     asked, programs = engine.cfg.serve.identical, engine.programs
     if asked == "any":
         return
-    ways = differing(programs, layout, engine.cfg.model.vocab, engine.max_length)
-    if ways:
-        told = " and ".join(ways)
+    different = differing(programs, layout, engine.cfg.model.vocab, engine.max_length)
+    if not different:
+        return
+    most = programs.sizes[-1]
+    programs.sizes = tuple(size for size in programs.sizes if size not in different) or (most,)
+    if most not in different:
+        counts = ", ".join(map(str, different))
         log.warning(
-            "serve.identical: bits differ %s; all steps have %d rows", told, programs.sizes[-1]
+            "serve.identical: bits differ in steps of %s rows; they are not used, and few requests "
+            "are answered more slowly",
+            counts,
         )
-        programs.sizes = programs.sizes[-1:]
-        ways = differing(programs, layout, engine.cfg.model.vocab, engine.max_length)
-    if not ways:
         return
     message = (
         f"serve.identical={asked}: on this device a request's logits change in their last bits "
-        f"when they are computed {' and '.join(ways)}"
+        f"when they are computed beside another request in steps of {most} rows"
     )
     if asked == "strict":
         raise ConfigError(f"{message}; set serve.identical=check to serve nevertheless")

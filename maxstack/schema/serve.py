@@ -10,10 +10,10 @@ from maxstack.schema.kernels import PagedAttention
 class ServeConfig(Section):
     """Sizes and rules of the engine that generates."""
 
-    rows: PositiveInt = 64
+    rows: PositiveInt = 512
     """Tokens that a step computes at most, of prompts and answers alike, on each replica of the
-    model. Steps with fewer have a half, a quarter or a sixteenth of these rows, where that changes
-    no bit, or identical is any."""
+    model. Steps with fewer have 1/4 to 1/128 of these rows, where that changes no bit, or identical
+    is any."""
     page: PositiveInt = 16
     """Tokens of a page of the cache, which requests with one beginning share."""
     cache: PositiveFloat | None = None

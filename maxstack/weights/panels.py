@@ -16,9 +16,9 @@ from maxstack.layers.weight import Substitute
 from maxstack.weights.spec import WeightSpec
 
 COLUMNS = 64
-AT_ONCE = 16
-"""Rows up to which all panels are one batched product; with more, the copies of the rows cost
-more than a loop over panels."""
+AT_ONCE = 32
+"""Rows up to which the panels are one batched product; with more, one product over all columns is
+faster, although the panels are laid side by side for it."""
 
 
 class Panels(Substitute, nnx.Module):
@@ -80,12 +80,15 @@ class Panels(Substitute, nnx.Module):
         one, which rounds otherwise."""
         rows, panels_PIC = x_MI.shape[0], self.panels[...]
         x = jnp.pad(x_MI.astype(jnp.float32), ((0, max(0, 2 - rows)), (0, 0)))
-        if panels_PIC.dtype == jnp.float32 and rows <= AT_ONCE:
+        if rows > AT_ONCE:
+            y_MPC = jax.lax.dot_general(x, _floats(panels_PIC), (((1,), (1,)), ((), ())))
+        elif panels_PIC.dtype == jnp.float32:
             many = jnp.broadcast_to(x, (panels_PIC.shape[0], *x.shape))
             y_PMC = jax.lax.dot_general(many, panels_PIC, (((2,), (1,)), ((0,), (0,))))
+            y_MPC = y_PMC.swapaxes(0, 1)
         else:
-            y_PMC = jax.lax.map(lambda panel: x @ _floats(panel), panels_PIC)
-        y = y_PMC.swapaxes(0, 1).reshape(x.shape[0], -1)
+            y_MPC = jax.lax.map(lambda panel: x @ _floats(panel), panels_PIC).swapaxes(0, 1)
+        y = y_MPC.reshape(x.shape[0], -1)
         return y[:rows, : self._matrix[1]].astype(x_MI.dtype)
 
 

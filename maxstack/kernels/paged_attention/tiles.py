@@ -3,6 +3,8 @@
 Shapes as in the package, and T rows of a tile, B keys of a block, G query heads of a kv head.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -19,13 +21,13 @@ from maxstack.kernels.paged_attention.blockwise import (
     mean,
 )
 
-TILE = 4
-"""Rows of a tile: with more, a prompt reads its keys less often, and a row alone computes more for
-nothing."""
+TILE, LONG = 4, 32
+"""Rows of a tile, and of those of long pieces of prompts, which read their keys less often; a row
+alone computes more for nothing. A row's bits are the same in both."""
 
 
 def run(inputs: Inputs, request: Request, value_dim: int | None) -> jax.Array:
-    """Online softmax over the blocks that a tile sees. Each row is computed as one of TILE rows,
+    """Online softmax over the blocks that a tile sees. A row is computed as one of a tile's,
     whatever stands beside it."""
     q_RNH, pages_PLCH, tables_RW, positions_R, sinks_N, kv_heads = inputs
     rows, heads, size = q_RNH.shape
@@ -36,59 +38,88 @@ def run(inputs: Inputs, request: Request, value_dim: int | None) -> jax.Array:
     sample = jax.eval_shape(lambda: keys_and_values(pages_PLCH[0], value_dim, kv_heads))
     kv, value_size = sample[1].shape[1:]
     groups = heads // kv
-    starts_R, count = _tiles(tables_RW, positions_R)
     first_R = first_seen(request, positions_R)
 
     def padded(x: jax.Array, fill: int) -> jax.Array:
-        return jnp.pad(x, ((0, TILE), *((0, 0),) * (x.ndim - 1)), constant_values=fill)
+        return jnp.pad(x, ((0, LONG), *((0, 0),) * (x.ndim - 1)), constant_values=fill)
 
     q, at, first = padded(q_RNH.astype(dtype), 0), padded(positions_R, -1), padded(first_R, 0)
-    sinks_KM = None
-    if sinks_N is not None:
-        sinks_KM = jnp.tile(sinks_N.reshape(kv, groups), (1, TILE))
 
-    def tile(i: jax.Array, o_RNV: jax.Array) -> jax.Array:
-        start = starts_R[i]
-        q_TNH, at_T, first_T = (
-            jax.lax.dynamic_slice_in_dim(x, start, TILE) for x in (q, at, first)
-        )
-        # consecutive positions are one request's: others begin anew, or are nobody's
-        mine_T = at_T == at_T[0] + jnp.arange(TILE)
-        mine_T &= jnp.arange(TILE) + start < jnp.append(starts_R, rows)[i + 1]
-        last = jnp.where(mine_T, at_T, 0).max() // block
-        lowest = jnp.where(mine_T, first_T, first_T[0]).min() // block
-        q_KMH = q_TNH.reshape(TILE, kv, groups, size).swapaxes(0, 1).reshape(kv, -1, size)
+    def over(tile_rows: int, tiles: Tiles, o_RNV: jax.Array) -> jax.Array:
+        sinks_KM = None
+        if sinks_N is not None:
+            sinks_KM = jnp.tile(sinks_N.reshape(kv, groups), (1, tile_rows))
 
-        def step(j: jax.Array, carry: Softmax) -> Softmax:
-            ids = jax.lax.dynamic_slice_in_dim(tables_RW[start], j * pages, pages)
-            kept = pages_PLCH[ids].reshape(block, *pages_PLCH.shape[2:]).astype(dtype)
-            # XLA on a CPU is twice as fast where heads come first in memory already
-            k_KBH, v_KBV = (x.swapaxes(0, 1) for x in keys_and_values(kept, value_dim, kv_heads))
-            key_B = j * block + jnp.arange(block)
-            scores = jnp.einsum("KMH,KBH->KMB", q_KMH, k_KBH, preferred_element_type=jnp.float32)
-            scores = capped(scores * request.scale, request)
-            seen_TB = (key_B <= at_T[:, None]) & (key_B >= first_T[:, None])
-            seen = jnp.repeat(seen_TB, groups, axis=0)
-            return absorbed(carry, scores, seen, v_KBV, "KMB,KBV->KMV")
+        def tile(i: jax.Array, o_RNV: jax.Array) -> jax.Array:
+            start = tiles.starts_R[i]
+            q_TNH, at_T, first_T = (
+                jax.lax.dynamic_slice_in_dim(x, start, tile_rows) for x in (q, at, first)
+            )
+            mine_T = jnp.arange(tile_rows) < tiles.ends_R[start] - start
+            last = jnp.where(mine_T, at_T, 0).max() // block
+            lowest = jnp.where(mine_T, first_T, first_T[0]).min() // block
+            q_KMH = q_TNH.reshape(tile_rows, kv, groups, size).swapaxes(0, 1)
+            q_KMH = q_KMH.reshape(kv, -1, size)
 
-        begin = begun((kv, TILE * groups), value_size, sinks_KM)
-        o_KMV = mean(jax.lax.fori_loop(lowest, last + 1, step, begin))
-        o_TNV = o_KMV.reshape(kv, TILE, groups, -1).swapaxes(0, 1).reshape(TILE, heads, -1)
-        before = jax.lax.dynamic_slice_in_dim(o_RNV, start, TILE)
-        o_TNV = jnp.where(mine_T[:, None, None], o_TNV.astype(o_RNV.dtype), before)
-        return jax.lax.dynamic_update_slice_in_dim(o_RNV, o_TNV, start, 0)
+            def step(j: jax.Array, carry: Softmax) -> Softmax:
+                ids = jax.lax.dynamic_slice_in_dim(tables_RW[start], j * pages, pages)
+                kept = pages_PLCH[ids].reshape(block, *pages_PLCH.shape[2:]).astype(dtype)
+                # XLA on a CPU is twice as fast where heads come first in memory already
+                k_KBH, v_KBV = (
+                    x.swapaxes(0, 1) for x in keys_and_values(kept, value_dim, kv_heads)
+                )
+                key_B = j * block + jnp.arange(block)
+                scores = jnp.einsum(
+                    "KMH,KBH->KMB", q_KMH, k_KBH, preferred_element_type=jnp.float32
+                )
+                scores = capped(scores * request.scale, request)
+                seen_TB = (key_B <= at_T[:, None]) & (key_B >= first_T[:, None])
+                seen = jnp.repeat(seen_TB, groups, axis=0)
+                return absorbed(carry, scores, seen, v_KBV, "KMB,KBV->KMV")
 
-    none = jnp.zeros((rows + TILE, heads, value_size), q_RNH.dtype)
-    return jax.lax.fori_loop(0, count, tile, none)[:rows]
+            begin = begun((kv, tile_rows * groups), value_size, sinks_KM)
+            o_KMV = mean(jax.lax.fori_loop(lowest, last + 1, step, begin))
+            o_TNV = o_KMV.reshape(kv, tile_rows, groups, -1).swapaxes(0, 1)
+            o_TNV = o_TNV.reshape(tile_rows, heads, -1)
+            before = jax.lax.dynamic_slice_in_dim(o_RNV, start, tile_rows)
+            o_TNV = jnp.where(mine_T[:, None, None], o_TNV.astype(o_RNV.dtype), before)
+            return jax.lax.dynamic_update_slice_in_dim(o_RNV, o_TNV, start, 0)
+
+        return jax.lax.fori_loop(0, tiles.count, tile, o_RNV)
+
+    o_RNV = jnp.zeros((rows + LONG, heads, value_size), q_RNH.dtype)
+    long, short = _tiles(tables_RW, positions_R)
+    if rows > LONG:
+        o_RNV = over(LONG, long, o_RNV)
+    return over(TILE, short, o_RNV)[:rows]
 
 
-def _tiles(tables_RW: jax.Array, positions_R: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The first row of each tile, in order, [R] and `rows` beyond the last; and how many there are.
-    A tile has rows of one request, at consecutive positions."""
+class Tiles(NamedTuple):
+    """Runs of rows of one request at consecutive positions, cut into tiles."""
+
+    starts_R: jax.Array
+    """The first row of each tile, in order, and what is beyond the last row after them."""
+    count: jax.Array
+    ends_R: jax.Array
+    """By row: the end of its run."""
+
+
+def _tiles(tables_RW: jax.Array, positions_R: jax.Array) -> tuple[Tiles, Tiles]:
+    """Tiles of LONG rows, of which more than TILE are filled, and tiles of TILE rows for the rest;
+    all of these where there are few rows."""
     rows = positions_R.shape[0]
     index_R = jnp.arange(rows)
     before_R = jnp.roll(positions_R, 1)
     same_R = (positions_R == before_R + 1) & (tables_RW == jnp.roll(tables_RW, 1, axis=0)).all(1)
-    begin_R = jax.lax.cummax(jnp.where(same_R & (index_R > 0), 0, index_R))
-    first_R = ((index_R - begin_R) % TILE == 0) & (positions_R >= 0)
-    return jnp.sort(jnp.where(first_R, index_R, rows)), first_R.sum()
+    same_R &= index_R > 0
+    begin_R = jax.lax.cummax(jnp.where(same_R, 0, index_R))
+    next_R = jnp.append(jnp.where(same_R, rows, index_R)[1:], rows)
+    end_R = jax.lax.cummin(next_R, reverse=True)
+    inside_R = index_R - begin_R
+    long_R = (end_R - (index_R - inside_R % LONG) > TILE) & (rows > LONG)
+
+    def tiles(first_R: jax.Array) -> Tiles:
+        first_R &= positions_R >= 0
+        return Tiles(jnp.sort(jnp.where(first_R, index_R, rows)), first_R.sum(), end_R)
+
+    return tiles(long_R & (inside_R % LONG == 0)), tiles(~long_R & (inside_R % TILE == 0))
