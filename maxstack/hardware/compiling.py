@@ -24,6 +24,7 @@ IN_ORDER = "xla_cpu_enable_concurrency_optimized_scheduler"
 """XLA's flag by which CPU devices may begin independent collectives at once. Each then holds a
 thread of a pool that all devices share; where threads run out, all wait until XLA aborts the
 process."""
+SCHEDULER = "xla_cpu_scheduler_type"
 _REFUSED = re.compile(
     r"No such compile option: '(\w+)'|While setting option (\w+), ('.*?') is not a valid (\w+)"
 )
@@ -51,21 +52,30 @@ def options_for(cfg: "Config", mesh: Mesh) -> dict[str, Any]:
 def in_order(mesh: Mesh) -> dict[str, Any]:
     """Options by which the devices of a CPU mesh run one collective after the other; else none."""
     several = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
-    return {IN_ORDER: False} if several and _knows_order() else {}
+    told = (
+        "several collectives at once on CPU devices may wait for each other until XLA ends the "
+        "process"
+    )
+    return {IN_ORDER: False} if several and _knows(IN_ORDER, False, told) else {}
+
+
+def sparing(mesh: Mesh) -> dict[str, Any]:
+    """Options by which a CPU makes each intermediate array just before it is needed, while it is in
+    its caches, and not as early as it can; else none."""
+    value, told = "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED", "long prompts take more time and memory"
+    here = mesh.devices.flat[0].platform == "cpu"
+    return {SCHEDULER: value} if here and _knows(SCHEDULER, value, told) else {}
 
 
 @functools.cache
-def _knows_order() -> bool:
+def _knows(option: str, value: Any, told: str) -> bool:
+    """False, and a warning with what comes of it, where the compiler lacks an option."""
     try:
-        jax.jit(lambda: 0, compiler_options={IN_ORDER: False}).lower().compile()
+        jax.jit(lambda: 0, compiler_options={option: value}).lower().compile()
     except jax.errors.JaxRuntimeError as error:
         if not _REFUSED.search(str(error)):
             raise
-        warnings.warn(
-            f"jaxlib {jaxlib.__version__} has no {IN_ORDER}: several collectives at once on CPU "
-            "devices may wait for each other until XLA ends the process",
-            stacklevel=2,
-        )
+        warnings.warn(f"jaxlib {jaxlib.__version__} has no {option}: {told}", stacklevel=3)
         return False
     return True
 

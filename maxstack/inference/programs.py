@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxstack.hardware.compiling import in_order
+from maxstack.hardware.compiling import in_order, sparing
 from maxstack.inference.layout import Layout
 from maxstack.inference.scheduler import Copy, Limits
 from maxstack.kernels.backends import Choice, recording
@@ -108,7 +108,7 @@ class Programs:
             run.within(self._step),
             donate_argnums=1,
             out_shardings=(everywhere, self._shardings()),
-            compiler_options=ordered,
+            compiler_options=ordered | sparing(run.mesh),
         )
         self._head = jax.jit(
             run.within(self._scores), out_shardings=everywhere, compiler_options=ordered

@@ -16,7 +16,7 @@ from maxstack.layers.weight import Substitute
 from maxstack.weights.spec import WeightSpec
 
 COLUMNS = 64
-AT_ONCE = 32
+AT_ONCE = 16
 """Rows up to which the panels are one batched product; with more, one product over all columns is
 faster, although the panels are laid side by side for it."""
 

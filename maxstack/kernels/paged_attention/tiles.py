@@ -21,7 +21,7 @@ from maxstack.kernels.paged_attention.blockwise import (
     mean,
 )
 
-TILE, LONG = 4, 32
+TILE, LONG = 4, 64
 """Rows of a tile, and of those of long pieces of prompts, which read their keys less often; a row
 alone computes more for nothing. A row's bits are the same in both."""
 
