@@ -15,9 +15,9 @@ def differing(programs: Programs, layout: Layout, vocab: int, max_length: int) -
     """Sizes of steps in which bits of a request's logits, computed beside another request, are
     others than in the largest and alone; empty where none are. Uses the first pages of an empty
     cache."""
-    limits = programs.limits
+    limits, most = programs.limits, programs.sizes[-1]
     room = limits.page * min(limits.pages) // 2
-    length = max(1, min(limits.rows, max_length, room))
+    length = max(1, min(most, max_length, room))
     rng = np.random.default_rng(0)
     tokens = [rng.integers(0, vocab, length).tolist() for _ in range(min(2, limits.requests))]
     pages = -(-length // limits.page)
@@ -43,7 +43,7 @@ def differing(programs: Programs, layout: Layout, vocab: int, max_length: int) -
             rows += [row.tobytes() for row in made[:wanted]]
         return rows
 
-    alone, different = logits(limits.rows, 0, 1), []
+    alone, different = logits(most, 0, 1), []
     for size in programs.sizes:
         beside = size // 3 if len(tokens) > 1 else 0
         made = logits(size - beside, beside, 1 if size > SMALL else 2)

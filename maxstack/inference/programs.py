@@ -1,6 +1,7 @@
 """Compiled programs of inference. Shapes: R rows of all replicas  O outputs  S slots  W pages of a
 request at most  D embed  V vocab."""
 
+import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,8 +15,8 @@ from maxstack.hardware.compiling import in_order, sparing
 from maxstack.inference.layout import Layout
 from maxstack.inference.scheduler import Copy, Limits
 from maxstack.kernels.backends import Choice, recording
+from maxstack.layers.by_rows import by_rows
 from maxstack.layers.cache import Cache, Rows
-from maxstack.layers.norm import by_rows
 from maxstack.models.model import weights_of
 from maxstack.schema.mesh import parts
 from maxstack.sharding import spec
@@ -41,6 +42,8 @@ def serving(cfg: "Config") -> "Config":
     return cfg.model_copy(update={"model": model})
 
 
+GROUP = 16
+"""Rows that experts and projections of latents compute at a time on a CPU."""
 OUTPUTS = 128
 """Rows whose logits are computed at a time, at most; the rest of a step follows."""
 
@@ -210,13 +213,16 @@ class Programs:
         tables = [batch.tables[group] for group in self._layout.groups]
         backend = self._run.cfg.serve.attention
         kept = Cache(self._layout.owners, tables, list(cache), backend)
-        with choosing(batch.rows.adapters_R), by_rows():
+        with choosing(batch.rows.adapters_R), self._by_rows():
             x_R1D = model.decode(batch.rows, kept, self._max_length)
         return x_R1D[:, 0], kept.arrays
 
+    def _by_rows(self) -> contextlib.AbstractContextManager[None]:
+        return by_rows(GROUP if self._panels else 0)
+
     def _scores(self, params: Any, x_RD: jax.Array, wanted_O: jax.Array) -> jax.Array:
         model = nnx.merge(self._graph, nnx.State(params))
-        with by_rows():
+        with self._by_rows():
             return model.logits(x_RD[wanted_O][:, None])[:, 0]
 
     def _empty(self) -> list[dict[str, jax.Array]]:

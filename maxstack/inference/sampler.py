@@ -2,19 +2,19 @@
 V vocab."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from maxstack.inference import sampling
 from maxstack.inference.request import Token
 from maxstack.inference.scheduler import Task
+from maxstack.layers.by_rows import in_groups
 
 GROUP = 4
-"""Rows that are computed together."""
+"""Rows that are computed together: sums over the vocabulary round otherwise for other numbers."""
 
 
 class Wanted(NamedTuple):
@@ -29,33 +29,16 @@ class Wanted(NamedTuple):
     """The token of the prompt after it; None: it is to be chosen."""
 
 
-def in_groups(f: Callable[..., Any]) -> Callable[..., Any]:
-    """`f` of trees of arrays [O, ..], computed for GROUP rows at a time: sums over the vocabulary
-    round otherwise where there are other numbers of rows."""
-
-    def run(*trees: Any) -> Any:
-        rows = jax.tree.leaves(trees)[0].shape[0]
-
-        def grouped(x: jax.Array) -> jax.Array:
-            x = jnp.pad(x, ((0, -rows % GROUP), *((0, 0),) * (x.ndim - 1)))
-            return x.reshape(-1, GROUP, *x.shape[1:])
-
-        results = jax.lax.map(lambda group: f(*group), jax.tree.map(grouped, trees))
-        return jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2)[:rows], results)
-
-    return run
-
-
 class Sampler:
     """Compiled programs that choose tokens and give log-probabilities."""
 
     def __init__(self, vocab: int, max_length: int):
         self._vocab, self._max_length = vocab, max_length
-        self._chosen = jax.jit(in_groups(sampling.chosen))
+        self._chosen = jax.jit(in_groups(sampling.chosen, GROUP))
         self._adjusted = jax.jit(sampling.adjusted)
         self._logprobs = jax.jit(
             lambda logits_OV, tokens_O, top: in_groups(
-                functools.partial(sampling.logprobs, top=top)
+                functools.partial(sampling.logprobs, top=top), GROUP
             )(logits_OV, tokens_O),
             static_argnums=2,
         )

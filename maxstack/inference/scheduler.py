@@ -186,7 +186,9 @@ class Scheduler:
         running = [len(task.tokens) - task.computed for task in self.running]
         pending = sum(running) + sum(len(task.tokens) for task in self.waiting)
         lower = [size for size in sizes if size < pending]
-        above = sizes[len(lower)] if len(lower) < len(sizes) else self.limits.rows
+        if not sizes:
+            return self.limits.rows
+        above = sizes[min(len(lower), len(sizes) - 1)]
         if lower and lower[-1] >= running.count(1) and 2 * pending <= above:
             return lower[-1]
         return above

@@ -152,18 +152,21 @@ def _check_identical(engine: "Engine", layout: Layout) -> None:
     asked, programs = engine.cfg.serve.identical, engine.programs
     if asked == "any":
         return
-    different = differing(programs, layout, engine.cfg.model.vocab, engine.max_length)
-    if not different:
-        return
+    vocab, sizes = engine.cfg.model.vocab, programs.sizes
+    different = differing(programs, layout, vocab, engine.max_length)
+    if 2 * len(different) > len(sizes):
+        programs.sizes = tuple(different)
+        different = differing(programs, layout, vocab, engine.max_length)
     most = programs.sizes[-1]
-    programs.sizes = tuple(size for size in programs.sizes if size not in different) or (most,)
-    if most not in different:
-        counts = ", ".join(map(str, different))
+    agreeing = tuple(size for size in programs.sizes if size not in different)
+    programs.sizes = agreeing or (most,)
+    if programs.sizes != sizes:
         log.warning(
-            "serve.identical: bits differ in steps of %s rows; they are not used, and few requests "
-            "are answered more slowly",
-            counts,
+            "serve.identical: bits depend on the number of rows of a step; of %s rows, %s are used",
+            ", ".join(map(str, sizes)),
+            ", ".join(map(str, programs.sizes)),
         )
+    if most not in different:
         return
     message = (
         f"serve.identical={asked}: on this device a request's logits change in their last bits "

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from maxstack import sharding
 from maxstack.errors import ConfigError
 from maxstack.kernels.backends import config_scope
-from maxstack.layers import dispatch, router
+from maxstack.layers import by_rows, dispatch, router
 from maxstack.layers.context import Context
 from maxstack.layers.layer import Layer
 from maxstack.layers.mlp import ACTIVATIONS
@@ -55,6 +55,16 @@ class MoE(Layer):
         `router_loss` is a sum over real tokens, and there where it has a weight. A token is real
         unless its segment is 0; no expert sees the others.
         """
+        if not by_rows.active():
+            return self._mixed(x_BTD, residual_BTD, context)
+
+        def own(x_BTD: Array, residual_BTD: Array, real_BT: Array) -> Array:
+            here = dataclasses.replace(context, real_BT=real_BT)
+            return self._mixed(x_BTD, residual_BTD, here)[0]
+
+        return by_rows.in_groups(own)(x_BTD, residual_BTD, context.real_BT), {}
+
+    def _mixed(self, x_BTD: Array, residual_BTD: Array, context: Context) -> tuple[Array, Report]:
         cfg, rules = self.cfg, self.cfg.router
         read_BTD = (
             router.normed(residual_BTD, self.router_scale[...], rules.norm_eps)

@@ -1,20 +1,17 @@
 """Normalisation over the last dimension, in float32."""
 
-import contextlib
-import contextvars
 import functools
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from maxstack.layers import by_rows
 from maxstack.layers.layer import Layer
 from maxstack.schema.mixers import NormConfig
-from maxstack.sharding import holding
 
 COLUMNS = 64
 """Of the product that adds up rows: with one, it is another kernel on a CPU."""
-_by_rows: contextvars.ContextVar[bool] = contextvars.ContextVar("by_rows", default=False)
 
 
 class Norm(Layer):
@@ -32,12 +29,6 @@ class Norm(Layer):
         if self.cfg.bias:
             y = y + self.bias[...].astype(jnp.float32)
         return y.astype(x.dtype)
-
-
-def by_rows() -> contextlib.AbstractContextManager[None]:
-    """Context in which a row's mean has the same bits however many rows there are. XLA's sums along
-    rows do not: on a CPU it adds in another order where rows are few."""
-    return holding(_by_rows, True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -58,7 +49,7 @@ def _forward(x, scale, centered, eps):
 
 def _mean(x: Array) -> Array:
     """Mean over the last axis, which stays."""
-    if not _by_rows.get():
+    if not by_rows.active():
         return jnp.mean(x, axis=-1, keepdims=True)
     rows = x.reshape(-1, x.shape[-1])
     # XLA on a CPU has another kernel for a product of one row

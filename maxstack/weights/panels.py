@@ -16,9 +16,10 @@ from maxstack.layers.weight import Substitute
 from maxstack.weights.spec import WeightSpec
 
 COLUMNS = 64
-AT_ONCE = 16
-"""Rows up to which the panels are one batched product; with more, one product over all columns is
-faster, although the panels are laid side by side for it."""
+AT_ONCE, AT_ONCE_NARROW, NARROW = 16, 64, 768
+"""Rows up to which the panels are one batched product, of matrices with so many inputs and of
+narrower ones; with more, one product over all columns is faster, although the panels are laid side
+by side for it. It rounds otherwise where a narrow matrix has few rows."""
 
 
 class Panels(Substitute, nnx.Module):
@@ -80,7 +81,7 @@ class Panels(Substitute, nnx.Module):
         one, which rounds otherwise."""
         rows, panels_PIC = x_MI.shape[0], self.panels[...]
         x = jnp.pad(x_MI.astype(jnp.float32), ((0, max(0, 2 - rows)), (0, 0)))
-        if rows > AT_ONCE:
+        if rows > (AT_ONCE if x.shape[1] >= NARROW else AT_ONCE_NARROW):
             y_MPC = jax.lax.dot_general(x, _floats(panels_PIC), (((1,), (1,)), ((), ())))
         elif panels_PIC.dtype == jnp.float32:
             many = jnp.broadcast_to(x, (panels_PIC.shape[0], *x.shape))

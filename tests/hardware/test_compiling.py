@@ -45,10 +45,10 @@ def test_every_program_of_a_run_is_compiled_in_order(name, monkeypatch):
 
 def test_a_flag_that_xla_no_longer_has_is_left_out_by_name(monkeypatch):
     monkeypatch.setattr(compiling, "IN_ORDER", "xla_nonsense")
-    compiling._knows_order.cache_clear()
+    compiling._knows.cache_clear()
     with pytest.warns(UserWarning, match="has no xla_nonsense: several collectives at once on CPU"):
         assert compiling.in_order(meshes()[1]) == {}
-    compiling._knows_order.cache_clear()
+    compiling._knows.cache_clear()
 
 
 def test_weights_are_treated_in_order(monkeypatch):

@@ -8,6 +8,7 @@ import scipy.stats
 
 from maxstack.inference import sampler, sampling
 from maxstack.inference.request import Sampling
+from maxstack.layers.by_rows import in_groups
 
 CHOSEN = jax.jit(sampling.chosen)
 ADJUSTED = jax.jit(sampling.adjusted)
@@ -271,11 +272,11 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(vocab):
     rng = np.random.default_rng(3)
     logits = (rng.standard_normal((64, vocab)) * 3).astype(np.float32)
     rows = [(Sampling(temperature=0.7, top_p=0.9, seed=i), 5) for i in range(64)]
-    choose = jax.jit(sampler.in_groups(sampling.chosen))
-    report = jax.jit(sampler.in_groups(lambda x, tokens: sampling.logprobs(x, tokens, 3)))
+    choose = jax.jit(in_groups(sampling.chosen, sampler.GROUP))
+    report = jax.jit(in_groups(lambda x, tokens: sampling.logprobs(x, tokens, 3), sampler.GROUP))
     whole = choose(logits, sampling.settings(rows))
     reported = report(logits, whole)
-    assert sampler.in_groups(lambda x: x[:, :0])(logits[:5]).shape == (5, 0)
+    assert in_groups(lambda x: x[:, :0], sampler.GROUP)(logits[:5]).shape == (5, 0)
     for size in (1, 4, 6, 16):
         tokens = choose(logits[:size], sampling.settings(rows[:size]))
         assert (np.asarray(tokens) == np.asarray(whole[:size])).all()

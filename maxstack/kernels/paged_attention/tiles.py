@@ -21,10 +21,6 @@ from maxstack.kernels.paged_attention.blockwise import (
     mean,
 )
 
-TILE, LONG = 4, 64
-"""Rows of a tile, and of those of long pieces of prompts, which read their keys less often; a row
-alone computes more for nothing. A row's bits are the same in both."""
-
 
 def run(inputs: Inputs, request: Request, value_dim: int | None) -> jax.Array:
     """Online softmax over the blocks that a tile sees. A row is computed as one of a tile's,
@@ -39,9 +35,10 @@ def run(inputs: Inputs, request: Request, value_dim: int | None) -> jax.Array:
     kv, value_size = sample[1].shape[1:]
     groups = heads // kv
     first_R = first_seen(request, positions_R)
+    short_rows, long_rows = _tile_rows(heads, groups, value_size)
 
     def padded(x: jax.Array, fill: int) -> jax.Array:
-        return jnp.pad(x, ((0, LONG), *((0, 0),) * (x.ndim - 1)), constant_values=fill)
+        return jnp.pad(x, ((0, long_rows), *((0, 0),) * (x.ndim - 1)), constant_values=fill)
 
     q, at, first = padded(q_RNH.astype(dtype), 0), padded(positions_R, -1), padded(first_R, 0)
 
@@ -87,11 +84,11 @@ def run(inputs: Inputs, request: Request, value_dim: int | None) -> jax.Array:
 
         return jax.lax.fori_loop(0, tiles.count, tile, o_RNV)
 
-    o_RNV = jnp.zeros((rows + LONG, heads, value_size), q_RNH.dtype)
-    long, short = _tiles(tables_RW, positions_R)
-    if rows > LONG:
-        o_RNV = over(LONG, long, o_RNV)
-    return over(TILE, short, o_RNV)[:rows]
+    o_RNV = jnp.zeros((rows + long_rows, heads, value_size), q_RNH.dtype)
+    long, short = _tiles(tables_RW, positions_R, short_rows, long_rows)
+    if rows > long_rows:
+        o_RNV = over(long_rows, long, o_RNV)
+    return over(short_rows, short, o_RNV)[:rows]
 
 
 class Tiles(NamedTuple):
@@ -104,9 +101,26 @@ class Tiles(NamedTuple):
     """By row: the end of its run."""
 
 
-def _tiles(tables_RW: jax.Array, positions_R: jax.Array) -> tuple[Tiles, Tiles]:
-    """Tiles of LONG rows, of which more than TILE are filled, and tiles of TILE rows for the rest;
-    all of these where there are few rows."""
+def _tile_rows(heads: int, groups: int, value_size: int) -> tuple[int, int]:
+    """Rows of a tile: few, as a row alone computes more for nothing, and more for pieces of
+    prompts, which then read their keys less often. A row has the same bits in both: XLA on a CPU
+    adds up fewer than 32 rows of heads otherwise, and its products change with more rows at sizes
+    that were measured (EXPERIMENTS.md, "Few rows on a CPU")."""
+    short = max(4, -(-32 // heads))
+    if groups >= 16:
+        most = 1024
+    elif value_size % 64 == 0 and value_size <= 256:
+        most = 64 * groups
+    else:
+        most = 48
+    return short, max(short, most // groups)
+
+
+def _tiles(
+    tables_RW: jax.Array, positions_R: jax.Array, short_rows: int, long_rows: int
+) -> tuple[Tiles, Tiles]:
+    """Long tiles, of which more than a short one is filled, and short tiles for the rest; all are
+    short where there are few rows."""
     rows = positions_R.shape[0]
     index_R = jnp.arange(rows)
     before_R = jnp.roll(positions_R, 1)
@@ -116,10 +130,13 @@ def _tiles(tables_RW: jax.Array, positions_R: jax.Array) -> tuple[Tiles, Tiles]:
     next_R = jnp.append(jnp.where(same_R, rows, index_R)[1:], rows)
     end_R = jax.lax.cummin(next_R, reverse=True)
     inside_R = index_R - begin_R
-    long_R = (end_R - (index_R - inside_R % LONG) > TILE) & (rows > LONG)
+    long_R = (end_R - (index_R - inside_R % long_rows) > short_rows) & (rows > long_rows)
 
     def tiles(first_R: jax.Array) -> Tiles:
         first_R &= positions_R >= 0
         return Tiles(jnp.sort(jnp.where(first_R, index_R, rows)), first_R.sum(), end_R)
 
-    return tiles(long_R & (inside_R % LONG == 0)), tiles(~long_R & (inside_R % TILE == 0))
+    return (
+        tiles(long_R & (inside_R % long_rows == 0)),
+        tiles(~long_R & (inside_R % long_rows % short_rows == 0)),
+    )
