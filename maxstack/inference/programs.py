@@ -1,7 +1,6 @@
 """Compiled programs of inference. Shapes: R rows of all replicas  O outputs  S slots  W pages of a
 request at most  D embed  V vocab."""
 
-import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +20,7 @@ from maxstack.models.model import weights_of
 from maxstack.schema.mesh import parts
 from maxstack.sharding import spec
 from maxstack.state import flat, tree
-from maxstack.weights.adapted_rows import choosing, with_adapters
+from maxstack.weights.adapted_rows import with_adapters
 from maxstack.weights.rewrite import beside
 
 if TYPE_CHECKING:
@@ -103,6 +102,7 @@ class Programs:
             from maxstack.weights.panels import in_panels
 
             self._graph, self._panels = in_panels(self._graph, self._state)
+        self._group = GROUP if self._panels else 0
         ordered = in_order(run.mesh)
         self._made = jax.jit(self._empty, out_shardings=self._shardings(), compiler_options=ordered)
         self.cache: Any = None
@@ -213,16 +213,13 @@ class Programs:
         tables = [batch.tables[group] for group in self._layout.groups]
         backend = self._run.cfg.serve.attention
         kept = Cache(self._layout.owners, tables, list(cache), backend)
-        with choosing(batch.rows.adapters_R), self._by_rows():
+        with by_rows(self._group, batch.rows.adapters_R):
             x_R1D = model.decode(batch.rows, kept, self._max_length)
         return x_R1D[:, 0], kept.arrays
 
-    def _by_rows(self) -> contextlib.AbstractContextManager[None]:
-        return by_rows(GROUP if self._panels else 0)
-
     def _scores(self, params: Any, x_RD: jax.Array, wanted_O: jax.Array) -> jax.Array:
         model = nnx.merge(self._graph, nnx.State(params))
-        with self._by_rows():
+        with by_rows(self._group):
             return model.logits(x_RD[wanted_O][:, None])[:, 0]
 
     def _empty(self) -> list[dict[str, jax.Array]]:

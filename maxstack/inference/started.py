@@ -145,32 +145,35 @@ def limits_of(cfg: "Config", layout: Layout, longest: int, free: int | None) -> 
 
 
 def _check_identical(engine: "Engine", layout: Layout) -> None:
-    """ConfigError or a warning where a request's bits depend on its company. Sizes of steps in which
-    they are others are given up."""
+    """ConfigError or a warning where a request's bits depend on its company. Sizes of steps in
+    which they are others are given up."""
     from maxstack.inference.identity import differing
 
     asked, programs = engine.cfg.serve.identical, engine.programs
     if asked == "any":
         return
-    vocab, sizes = engine.cfg.model.vocab, programs.sizes
-    different = differing(programs, layout, vocab, engine.max_length)
-    if 2 * len(different) > len(sizes):
-        programs.sizes = tuple(different)
-        different = differing(programs, layout, vocab, engine.max_length)
-    most = programs.sizes[-1]
-    agreeing = tuple(size for size in programs.sizes if size not in different)
-    programs.sizes = agreeing or (most,)
+    sizes = programs.sizes
+
+    def different() -> list[int]:
+        return differing(programs, layout, engine.cfg.model.vocab, engine.max_length)
+
+    left = different()
+    if 2 * len(left) > len(sizes):
+        programs.sizes = tuple(left)
+        left = different()
+    programs.sizes = tuple(size for size in programs.sizes if size not in left) or sizes[-1:]
     if programs.sizes != sizes:
         log.warning(
-            "serve.identical: bits depend on the number of rows of a step; of %s rows, %s are used",
+            "serve.identical: bits depend on the number of rows of a step; of %s, %s are used",
             ", ".join(map(str, sizes)),
             ", ".join(map(str, programs.sizes)),
         )
-    if most not in different:
+        left = different()
+    if not left:
         return
     message = (
         f"serve.identical={asked}: on this device a request's logits change in their last bits "
-        f"when they are computed beside another request in steps of {most} rows"
+        f"when they are computed beside another request in steps of {left[-1]} rows"
     )
     if asked == "strict":
         raise ConfigError(f"{message}; set serve.identical=check to serve nevertheless")

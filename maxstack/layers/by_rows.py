@@ -3,7 +3,7 @@ XLA adds and multiplies in another order where rows are few."""
 
 import contextlib
 import contextvars
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -12,12 +12,23 @@ import jax.numpy as jnp
 from maxstack.sharding import holding
 
 _group: contextvars.ContextVar[int | None] = contextvars.ContextVar("by_rows", default=None)
+_adapters: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar(
+    "adapters", default=None
+)
 
 
-def by_rows(group: int = 0) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def by_rows(group: int = 0, adapters_R: jax.Array | None = None) -> Iterator[None]:
     """Context in which layers keep the bits of a row whatever the number of rows; those that can by
-    no other means compute `group` rows at a time. 0: they need not."""
-    return holding(_group, group)
+    no other means compute `group` rows at a time (0: they need not). `adapters_R`: numbers of the
+    rows' adapters, 0: none."""
+    with holding(_group, group), holding(_adapters, adapters_R):
+        yield
+
+
+def adapters() -> Any:
+    """Numbers of the adapters of the rows that are computed here [R], where they have some."""
+    return _adapters.get()
 
 
 def active() -> bool:
@@ -39,7 +50,12 @@ def in_groups(f: Callable[..., Any], size: int | None = None) -> Callable[..., A
             x = jnp.pad(x, ((0, -rows % size), *((0, 0),) * (x.ndim - 1)))
             return x.reshape(-1, size, *x.shape[1:])
 
-        results = jax.lax.map(lambda group: f(*group), jax.tree.map(grouped, trees))
+        def one(group: Any) -> Any:
+            own, adapters_R = group
+            with holding(_adapters, adapters_R):
+                return f(*own)
+
+        results = jax.lax.map(one, jax.tree.map(grouped, (trees, adapters())))
         return jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2)[:rows], results)
 
     return run

@@ -1,8 +1,6 @@
 """Weights with several adapters (LoRA, DoRA), of which each row of a step of inference has its own.
 Shapes: R rows  T 1  A adapters  Z rank."""
 
-import contextlib
-import contextvars
 import functools
 import re
 from collections.abc import Mapping
@@ -13,16 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from maxstack.layers import by_rows
 from maxstack.layers.weight import Substitute, Weight, product, project, values
-from maxstack.sharding import holding
 from maxstack.weights.spec import WeightSpec
-
-_numbers: contextvars.ContextVar[Array] = contextvars.ContextVar("numbers")
-
-
-def choosing(numbers_R: Array) -> contextlib.AbstractContextManager[None]:
-    """Context in which rows are computed with the adapters of these numbers; 0: none."""
-    return holding(_numbers, numbers_R)
 
 
 def with_adapters(
@@ -63,7 +54,7 @@ class AdaptedRows(Substitute, nnx.Module):
         y = project(x, self.base)
         adapted = y + project(_own(project(x, self.a)), self.b)
         if self.factor is not None:
-            adapted *= self.factor[...][_numbers.get()][:, None].astype(x.dtype)
+            adapted *= self.factor[...][by_rows.adapters()][:, None].astype(x.dtype)
         return _chosen(adapted, y)
 
     def product(self, equation: str, x: Array) -> Array:
@@ -74,7 +65,7 @@ class AdaptedRows(Substitute, nnx.Module):
         def lengthened(x: Array, dims: str) -> Array:
             if self.factor is None or not {*outputs} <= {*dims}:
                 return x
-            own = self.factor[...][_numbers.get()].astype(x.dtype)
+            own = self.factor[...][by_rows.adapters()].astype(x.dtype)
             return jnp.einsum(f"{dims},R{outputs}->{dims}", x, own)
 
         x = lengthened(x, read)
@@ -104,4 +95,4 @@ def _chosen(adapted: Array, plain: Array) -> Array:
 
 def _beside(x: Array) -> Array:
     """Numbers of the rows' adapters [R, 1, ..], of as many dimensions as x."""
-    return _numbers.get().reshape(-1, *(1,) * (x.ndim - 1))
+    return by_rows.adapters().reshape(-1, *(1,) * (x.ndim - 1))

@@ -82,7 +82,7 @@ def run(inputs: Inputs, request: Request, value_dim: int | None) -> jax.Array:
             o_TNV = jnp.where(mine_T[:, None, None], o_TNV.astype(o_RNV.dtype), before)
             return jax.lax.dynamic_update_slice_in_dim(o_RNV, o_TNV, start, 0)
 
-        return jax.lax.fori_loop(0, tiles.count, tile, o_RNV)
+        return jax.lax.fori_loop(0, tiles.number, tile, o_RNV)
 
     o_RNV = jnp.zeros((rows + long_rows, heads, value_size), q_RNH.dtype)
     long, short = _tiles(tables_RW, positions_R, short_rows, long_rows)
@@ -96,7 +96,7 @@ class Tiles(NamedTuple):
 
     starts_R: jax.Array
     """The first row of each tile, in order, and what is beyond the last row after them."""
-    count: jax.Array
+    number: jax.Array
     ends_R: jax.Array
     """By row: the end of its run."""
 
