@@ -135,7 +135,7 @@ def test_tokens_become_their_text_again(server):
     for text in ("Grüße\n", "<|im_start|>x"):
         tokens = server.http.post("/tokenize", json={"prompt": text}).json()["tokens"]
         back = server.http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
-        assert back == text.replace("<|im_start|>", "")
+        assert back == text
     info = server.http.get("/tokenizer_info").json()
     assert info["eos_token"] == "<|im_end|>" and "assistant" in info["chat_template"]
 

@@ -5,7 +5,6 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -14,7 +13,7 @@ from starlette.routing import Route
 
 from maxstack.errors import quoted
 from maxstack.inference.server.answering import check_access, read_body, state_of
-from maxstack.inference.server.asks import encode, encode_messages
+from maxstack.inference.server.asks import decode, encode, encode_messages
 from maxstack.inference.server.chat import chat
 from maxstack.inference.server.completions import completions
 from maxstack.inference.server.errors import HANDLED, Refusal, refusal_of
@@ -88,7 +87,7 @@ async def tokenize(request: Request) -> Response:
         "tokens": tokens,
     }
     if body.return_token_strs:
-        content["token_strs"] = [_text(state, [token]) for token in tokens]
+        content["token_strs"] = [decode(state, [token]) for token in tokens]
     return JSONResponse(content)
 
 
@@ -99,7 +98,7 @@ async def detokenize(request: Request) -> Response:
     outside = next((token for token in body.tokens if not 0 <= token < size), None)
     if outside is not None:
         raise Refusal(400, f"tokens: {outside} is outside the tokenizer's {size}", param="tokens")
-    return JSONResponse({"prompt": await asyncio.to_thread(_text, state, body.tokens)})
+    return JSONResponse({"prompt": await asyncio.to_thread(decode, state, body.tokens)})
 
 
 async def tokenizer_info(request: Request) -> Response:
@@ -144,10 +143,6 @@ def _card(state: State, name: str) -> dict[str, Any]:
         "parent": None if name == state.name else state.name,
         "max_model_len": state.served.engine.max_length,
     }
-
-
-def _text(state: State, tokens: list[int]) -> str:
-    return state.tokenizer.decode(np.array(tokens, np.int32)).decode(errors="replace")
 
 
 async def _refused(request: Request, error: Exception) -> Response:

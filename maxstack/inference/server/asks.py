@@ -49,6 +49,12 @@ def encode(state: State, text: str, special: bool = True) -> list[int]:
     return start + state.tokenizer.encode_marked(text)
 
 
+def decode(state: State, tokens: Sequence[int]) -> str:
+    """The text of tokens, in which special ones are spelt out: `encode` makes them of it again."""
+    stream = TextStream(state.tokenizer, shown={*state.tokenizer.special})
+    return "".join(map(stream.feed, tokens)) + stream.flush()
+
+
 def encode_messages(
     state: State, body: Conversation, tools: Sequence[Tool], **extra: Any
 ) -> list[int]:

@@ -8,14 +8,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from maxstack.inference.server.answering import read_body, respond, state_of
-from maxstack.inference.server.asks import Prompt, Wish, asks_of, encode
+from maxstack.inference.server.asks import Prompt, Wish, asks_of, decode, encode
 from maxstack.inference.server.choices import Choice, Delta
 from maxstack.inference.server.errors import Refusal
 from maxstack.inference.server.schemas import CompletionBody
 from maxstack.inference.server.state import State
 from maxstack.inference.server.writer import Writer
 from maxstack.inference.service import Ask
-from maxstack.inference.text import TextStream
 
 
 async def completions(request: Request) -> Response:
@@ -53,8 +52,7 @@ def _prompt(state: State, body: CompletionBody, given: str | list[int]) -> Promp
         return Prompt(given)
     if state.served.tokenizer is None:
         return Prompt(given, "")
-    stream = TextStream(state.tokenizer)
-    return Prompt(given, "".join(map(stream.feed, given)))
+    return Prompt(given, decode(state, given))
 
 
 class _Writer(Writer):
