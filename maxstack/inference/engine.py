@@ -4,8 +4,11 @@ A step computes rows, each a token of some request, by one of a few programs: wh
 answered depends on itself alone, not on what is computed beside it.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from maxstack.errors import DataError, quoted
 from maxstack.inference.adapters import Adapters
@@ -110,12 +113,21 @@ class Engine:
             assert not self._tasks, "requests wait, and none can run"
             return []
         batch, wanted = self._batch(pieces)
-        logits_OV = self.programs.forward(batch)
+        logits_OV, x_OD = self.programs.forward(batch)
         after = self._sampler.tokens(logits_OV, wanted)
         tokens = {
             (row.task.number, row.position): token for row, token in zip(wanted, after, strict=True)
         }
-        return [output for piece in pieces if (output := self._finished(piece, tokens)) is not None]
+        outputs = [self._finished(piece, tokens) for piece in pieces]
+        embedded = {row.task.number: i for i, row in enumerate(wanted) if row.task.sampling.embed}
+        x = np.asarray(x_OD, np.float32) if embedded else None
+        return [
+            output
+            if x is None or output.request not in embedded
+            else dataclasses.replace(output, tokens=(), embedding=x[embedded[output.request]])
+            for output in outputs
+            if output is not None
+        ]
 
     def _batch(self, pieces: Sequence[Piece]) -> tuple[Batch, list[Wanted]]:
         """A step of the pieces, and the rows whose logits are wanted."""
@@ -156,7 +168,7 @@ class Engine:
             del self._tasks[task.number]
         if not new and not prompt and not finish:
             return None
-        return Output(task.number, tuple(new), tuple(prompt), finish)
+        return Output(task.number, tuple(new), tuple(prompt), finish, task.cached)
 
     def _accepted(
         self, piece: Piece, tokens: dict[tuple[int, int], Token]

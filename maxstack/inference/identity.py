@@ -34,7 +34,7 @@ def differing(programs: Programs, layout: Layout, vocab: int, max_length: int) -
             count = len(pieces[-1].tokens)
             batch, firsts = programs.batch(pieces, count)
             batch.wanted_O[:count] = np.arange(firsts[-1], firsts[-1] + count)
-            made = np.asarray(programs.forward(batch))
+            made = np.asarray(programs.forward(batch)[0])
             rows += [row.tobytes() for row in made[:count]]
         return rows
 

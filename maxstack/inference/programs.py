@@ -1,5 +1,5 @@
 """Compiled programs of inference. Shapes: R rows and O outputs of all replicas  S slots  W pages of
-a request at most  V vocab."""
+a request at most  D embed  V vocab."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -104,7 +104,7 @@ class Programs:
         self._forward = jax.jit(
             run.within(self._step),
             donate_argnums=1,
-            out_shardings=(self._everywhere, self._shardings()),
+            out_shardings=(self._everywhere, self._everywhere, self._shardings()),
             compiler_options=ordered,
         )
         self._copy = jax.jit(
@@ -181,10 +181,11 @@ class Programs:
     def _everywhere(self) -> NamedSharding:
         return NamedSharding(self._run.mesh, PartitionSpec())
 
-    def forward(self, batch: Batch) -> jax.Array:
-        """Logits float32 [O, V] of the wanted rows of a step; keys and values go to the cache."""
-        logits_OV, self.cache = self._forward(self._params, self.cache, batch)
-        return logits_OV
+    def forward(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """Logits float32 [O, V] and normed residual stream [O, D] of the wanted rows of a step;
+        keys and values go to the cache."""
+        logits_OV, x_OD, self.cache = self._forward(self._params, self.cache, batch)
+        return logits_OV, x_OD
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Copies of states between slots, one after the other."""
@@ -192,14 +193,15 @@ class Programs:
             first = copy.replica * self.slots
             self.cache = self._copy(self.cache, first + copy.source, first + copy.target)
 
-    def _step(self, params: Any, cache: Any, batch: Batch) -> tuple[jax.Array, Any]:
+    def _step(self, params: Any, cache: Any, batch: Batch) -> tuple[jax.Array, jax.Array, Any]:
         model = nnx.merge(self._graph, nnx.State(params))
         tables = [batch.tables[group] for group in self._layout.groups]
         backend = self._run.cfg.serve.attention
         kept = Cache(self._layout.owners, tables, list(cache), backend)
         with choosing(batch.rows.adapters_R), by_rows():
             x_R1D = model.decode(batch.rows, kept, self._max_length)
-        return model.logits(x_R1D[batch.wanted_O])[:, 0], kept.arrays
+        x_O1D = x_R1D[batch.wanted_O]
+        return model.logits(x_O1D)[:, 0], x_O1D[:, 0], kept.arrays
 
     def _empty(self) -> list[dict[str, jax.Array]]:
         cfg, layout = self._run.cfg.model, self._layout

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import parity
 import pytest
+from flax import nnx
 
 from maxstack import sharding
 from maxstack.errors import ConfigError, DataError
@@ -137,6 +139,30 @@ def test_a_request_has_the_same_bits_alone_in_company_preempted_and_after_a_pref
     assert answers(tight, prompts, sampling) == alone
     assert tight.scheduler.preemptions > 0
     assert leaked(roomy) == leaked(tight) == 0
+
+
+@pytest.mark.parametrize("name", slow_but(KINDS, ["llama"]))
+def test_an_embedding_is_the_state_that_gives_the_logits_of_transformers(name):
+    golden = np.load(GOLDENS[name] / "golden.npz")
+    prompts = [
+        row[:length].tolist()
+        for row, length in zip(golden["tokens"], golden["lengths"], strict=True)
+    ]
+    sampling = Sampling(max_tokens=1, embed=True)
+    made = []
+    for limits in ({}, {"pages": (12,) * len(engine_of(name).scheduler.pools[0])}):
+        engine = engine_of(name, **limits)
+        numbers = [engine.add(prompt, sampling) for prompt in prompts]
+        outputs = {}
+        while engine.busy:
+            outputs |= {output.request: output for output in engine.step()}
+        made.append(np.stack([outputs[number].embedding for number in numbers]))
+        assert all(not output.tokens and output.finish for output in outputs.values())
+    assert np.array_equal(*made)
+    _, graph, params = parity.model_and_params(GOLDENS[name])
+    logits = nnx.merge(graph, nnx.State(params)).logits(made[0][:, None])[:, 0]
+    for own, row, length in zip(logits, golden["logits"], golden["lengths"], strict=True):
+        np.testing.assert_allclose(own, row[length - 1], atol=2e-4 * row.std(), rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", slow_but(["llama", "deepseek_v3", "qwen3_next"], ["llama"]))

@@ -77,10 +77,10 @@ async def respond(request: Request, answers: Answers, writer: Writer) -> Respons
     """The answers, whole or as events, as the body asks."""
     if writer.body.stream:
         return EventStream(answers, writer.events(answers))
-    return await _whole(request, answers, writer.whole(answers))
+    return await whole(request, answers, writer.whole(answers))
 
 
-async def _whole(request: Request, answers: Answers, work: Coroutine[Any, Any, Any]) -> Response:
+async def whole(request: Request, answers: Answers, work: Coroutine[Any, Any, Any]) -> Response:
     """The JSON that `work` makes of the answers, which are closed at its end, and when the client
     leaves."""
     task = asyncio.create_task(work)

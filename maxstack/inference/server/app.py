@@ -16,6 +16,7 @@ from maxstack.inference.server.answering import check_access, read_body, state_o
 from maxstack.inference.server.asks import decode, encode, encode_messages
 from maxstack.inference.server.chat import chat
 from maxstack.inference.server.completions import completions
+from maxstack.inference.server.embeddings import embeddings
 from maxstack.inference.server.errors import HANDLED, Refusal, refusal_of
 from maxstack.inference.server.page import page
 from maxstack.inference.server.schemas import DetokenizeBody, TokenizeBody
@@ -64,12 +65,6 @@ async def model(request: Request) -> Response:
     name = request.path_params["model"]
     state.adapter_of(name)
     return JSONResponse(_card(state, name))
-
-
-async def embeddings(request: Request) -> Response:
-    """Refusal: there are none yet."""
-    check_access(request)
-    raise Refusal(501, "/v1/embeddings: this server makes no embeddings")
 
 
 async def tokenize(request: Request) -> Response:
