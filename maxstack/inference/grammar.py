@@ -35,6 +35,7 @@ class Compiler:
             )
         _check_text(tokenizer)
         self._matcher: Any = llguidance.LLMatcher
+        self._words = -(-vocab // 32)
         vocabulary = _Vocabulary(tokenizer, sorted(stop_tokens), vocab)
         self._tokens = llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(vocabulary), eos_token=sorted(stop_tokens)
@@ -73,14 +74,14 @@ class Compiler:
             state.compute_bitmask()  # which finds what no text follows
         if state.is_error():
             raise ConfigError(f"grammar: not a {kind} that can be followed: {_error(state)}")
-        return Matcher(state)
+        return Matcher(state, self._words)
 
 
 class Matcher:
     """The state of a grammar after some tokens of an answer."""
 
-    def __init__(self, state: Any):
-        self._state = state
+    def __init__(self, state: Any, words: int):
+        self._state, self._words = state, words
 
     @property
     def complete(self) -> bool:
@@ -96,7 +97,8 @@ class Matcher:
     def mask(self) -> np.ndarray:
         """int32 [vocab / 32, rounded up]: a bit, the lowest first, for each token that may follow.
         ConfigError if the grammar grows beyond the library's limits, or no token fits it."""
-        mask = np.frombuffer(self._state.compute_bitmask(), np.int32)
+        # the library adds a word where the vocabulary fills the last one
+        mask = np.frombuffer(self._state.compute_bitmask(), np.int32, self._words)
         self._check()
         return mask
 
@@ -117,7 +119,7 @@ class Matcher:
 
     def copy(self) -> "Matcher":
         """A matcher in the same state that goes on by itself."""
-        return Matcher(self._state.deep_copy())
+        return Matcher(self._state.deep_copy(), self._words)
 
     def _check(self) -> None:
         if self._state.is_error():

@@ -207,10 +207,11 @@ def test_every_stop_token_may_end_an_answer(compilers):
         assert matcher.finished
 
 
-def test_masks_are_as_wide_as_the_models_vocabulary(compilers):
+@pytest.mark.parametrize("vocab", [257 + 100, 352])
+def test_masks_are_as_wide_as_the_models_vocabulary(compilers, vocab):
     tokenizer, stop, _ = compilers["bytes"]
-    mask = Compiler(tokenizer, [stop], 257 + 100).regex("(?s:.)*").mask()
-    assert mask.shape == (12,)
+    mask = Compiler(tokenizer, [stop], vocab).regex("(?s:.)*").copy().mask()
+    assert mask.shape == (-(-vocab // 32),)
     assert np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).max() == stop
 
 

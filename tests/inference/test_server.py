@@ -208,28 +208,6 @@ def test_a_prompt_is_scored_without_an_answer(server):
     assert scored.usage.completion_tokens == 0
 
 
-def test_prompts_are_scored_as_lm_evaluation_harness_asks(server):
-    def scored(*prompts):
-        """Whether the last four tokens of each are the likeliest, and all log-probabilities."""
-        ask = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
-        answer = server.http.post("/v1/completions", json={"prompt": prompts, **ask}).json()
-        rows = [choice["logprobs"] for choice in answer["choices"]]
-        tails = [
-            zip(row["token_logprobs"][-5:-1], row["top_logprobs"][-5:-1], strict=True)
-            for row in rows
-        ]
-        greedy = [all(own == max(top.values()) for own, top in tail) for tail in tails]
-        return greedy, [row["token_logprobs"] for row in rows]
-
-    prompt = [5, 6, 7]
-    likeliest = server.complete(prompt, temperature=0, max_tokens=4, return_token_ids=True)
-    whole = prompt + likeliest.choices[0].token_ids
-    other = [*whole[:-1], (whole[-1] + 1) % 200]
-    greedy, logprobs = scored(whole, other, [9] * 20)
-    assert greedy[:2] == [True, False]
-    assert logprobs == [*scored(whole)[1], *scored(other)[1], *scored([9] * 20)[1]]
-
-
 def test_log_probabilities_of_a_stream_are_those_of_the_whole(server):
     options = {"seed": 2, "logprobs": 1}
     whole = server.complete(**options).choices[0].logprobs
