@@ -11,6 +11,7 @@ from maxstack.data.tokenizers import Tokenizer
 from maxstack.errors import ConfigError, shortened
 
 _SEPARATOR = b"\x02"
+_BLANKS = r"[ \t\n\r]{0,32}"
 _PROBE = '{"a b": [1, "\u00e9"]}\n'
 
 
@@ -43,8 +44,11 @@ class Compiler:
         vocabulary.greedy = self._tokens.greedy_tokenize
 
     def json_schema(self, schema: Mapping[str, Any] | bool) -> "Matcher":
-        """Matcher of JSON that follows a schema. ConfigError if the library does not know all of
-        the schema's keys, or nothing follows it."""
+        """Matcher of JSON that follows a schema, with at most 32 blanks in a row, since a model may
+        go on with blanks for ever; the schema's own `x-guidance` says otherwise. ConfigError if the
+        library does not know all of the schema's keys, or nothing follows it."""
+        if isinstance(schema, Mapping):
+            schema = {"x-guidance": {"whitespace_pattern": _BLANKS}, **schema}
         try:
             text = json.dumps(schema)
         except RecursionError as error:

@@ -259,6 +259,19 @@ def test_what_cannot_be_followed_is_refused(compilers, kind, grammar, message):
         getattr(compiler, kind)(grammar)
 
 
+def test_blanks_between_the_parts_of_json_are_bounded(compilers):
+    _, stop, compiler = compilers["bytes"]
+
+    def following(schema, text):
+        return compiler.json_schema(schema).allowed([*text.encode(), stop])
+
+    schema = {"$defs": {"a": {"type": "integer"}}, "properties": {"a": {"$ref": "#/$defs/a"}}}
+    spread = "{" + " " * 32 + '"a": 1,\n\t"b": [ 1 ] }'
+    assert following(schema, spread) == len(spread) + 1
+    assert following(schema, "{" + " " * 99) == 33
+    assert following({**schema, "x-guidance": {}}, "{" + " " * 99) == 100
+
+
 def test_a_schema_nested_too_deeply_is_refused(compilers):
     *_, compiler = compilers["bytes"]
     schema = {}
