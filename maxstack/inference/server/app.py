@@ -80,6 +80,7 @@ async def tokenize(request: Request) -> Response:
         "count": len(tokens),
         "max_model_len": state.served.engine.max_length,
         "tokens": tokens,
+        "token_strs": None,
     }
     if body.return_token_strs:
         content["token_strs"] = [decode(state, [token]) for token in tokens]
@@ -134,7 +135,7 @@ def _card(state: State, name: str) -> dict[str, Any]:
         "object": "model",
         "created": state.started,
         "owned_by": "maxstack",
-        "root": state.served.model,
+        "root": state.served.cfg.serve.adapters.get(name, state.served.model),
         "parent": None if name == state.name else state.name,
         "max_model_len": state.served.engine.max_length,
     }
