@@ -1,12 +1,11 @@
 """/v1/completions."""
 
-import asyncio
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from maxstack.inference.server.answering import read_body, respond, state_of
+from maxstack.inference.server.answering import answer
 from maxstack.inference.server.asks import Prompt, Wish, asks_of, decode, encode, separate
 from maxstack.inference.server.choices import Choice, Delta
 from maxstack.inference.server.schemas import CompletionBody
@@ -17,11 +16,7 @@ from maxstack.inference.service import Ask
 
 async def completions(request: Request) -> Response:
     """Answer with texts that go on from prompts."""
-    state, body = state_of(request), await read_body(request, CompletionBody)
-    state.service.check()
-    asks, choices = await asyncio.to_thread(_asked, state, body)
-    answers = state.service.submit(asks)
-    return await respond(request, answers, _Writer(state.name, body, choices))
+    return await answer(request, CompletionBody, _asked, _Writer)
 
 
 def _asked(state: State, body: CompletionBody) -> tuple[list[Ask], list[Choice]]:
