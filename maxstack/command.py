@@ -2,6 +2,7 @@
 it. Imports only the standard library, so that `--help` is quick."""
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from maxstack.schema.config import Config
 
 Argument = Callable[[argparse.ArgumentParser], object]
+HOTTEST = 1000
+"""Temperature of sampling at most."""
 
 
 def argument(*names: str, **options: Any) -> Argument:
@@ -28,6 +31,18 @@ def positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text} is no number above 0")
     return int(text)
+
+
+def up_to(most: float) -> Callable[[str], float]:
+    """Number from 0 to `most`, as the type of an argument."""
+
+    def parsed(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if 0 <= (number := float(text)) <= most:
+                return number
+        raise argparse.ArgumentTypeError(f"{text} is no number from 0 to {most}")
+
+    return parsed
 
 
 def local_folder(text: str) -> Path:

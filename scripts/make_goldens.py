@@ -12,7 +12,7 @@ unpadded: `prompts` int32 [B, T] padded on the right with -1, `lengths` int32 [B
 float32 [B, G] of these tokens, by log_softmax of the model's logits. With LongRoPE the prompts are
 beyond the original length, and `short_prompts`, `short_lengths`, `short_tokens` and
 `short_logprobs` stay within it, since transformers' Phi3 computes all cached keys anew with the
-long factors where it is crossed. That length is the file's `original` (int32), not config.json's.
+long factors where it is crossed. That length is the file's `original` (int32).
 Needs torch and transformers.
 
 example: python scripts/make_goldens.py --family gemma2 --check
@@ -50,9 +50,6 @@ TRIES = 64
 CLEAR_STEP = 4e-3
 """The same lead for every step of a continuation. No lead that decides between the prompts is
 within 5e-5 of it, so that rounding cannot change the choice."""
-ORIGINAL = 16
-"""Original length of LongRoPE for greedy.npz. Phi3Config puts its default of 4,096, which these
-models cannot reach, in place of the one in goldens.yml."""
 
 TABLE = yaml.safe_load((ROOT / "scripts" / "goldens.yml").read_text(encoding="utf-8"))
 FAMILIES: dict[str, dict[str, Any]] = TABLE["families"]
@@ -218,12 +215,11 @@ def continuations(folder: Path, seed: int) -> dict[str, np.ndarray]:
     sets, arrays = {"": ((1, 5, longest), steps)}, {}
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
-        rope["original_max_position_embeddings"] = ORIGINAL
-        config.original_max_position_embeddings = ORIGINAL
-        arrays["original"] = np.array(ORIGINAL, np.int32)
+        original = config.original_max_position_embeddings
+        arrays["original"] = np.array(original, np.int32)
         sets = {
-            "": ((ORIGINAL + 1, ORIGINAL + 3, longest), steps),
-            "short_": ((1, 5, ORIGINAL // 2), ORIGINAL // 2),
+            "": ((original + 1, original + 3, longest), steps),
+            "short_": ((1, 5, original // 2), original // 2),
         }
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder,

@@ -34,6 +34,7 @@ COMMIT = "a" * 40
 NOT_RUN = {
     "docker": "there is no Docker here; the file that it builds must exist",
     "gcloud": "there is no cloud here",
+    "lm_eval": "tests/inference/test_lm_eval.py runs it where it is installed",
 }
 """Programs that are no part of the project, and why they are not run."""
 LATER = (

@@ -2,10 +2,12 @@
 
 import argparse
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxstack.command import (
     ALLOW_NONFINITE,
+    HOTTEST,
     MODEL,
     OVERRIDES,
     argument,
@@ -13,32 +15,12 @@ from maxstack.command import (
     command,
     model_overrides,
     positive,
+    up_to,
 )
 from maxstack.errors import ConfigError
 
 if TYPE_CHECKING:
     from maxstack.inference.asking import Asker
-
-
-def _share(text: str) -> float:
-    """Number from 0 to 1, as the type of an argument."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is no number from 0 to 1")
-    return number
-
-
-def _temperature(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no number, 0 or more")
-    return number
 
 
 @command(
@@ -70,11 +52,14 @@ def _temperature(text: str) -> float:
     argument("--system", metavar="TEXT", help="the system's message, with --chat"),
     argument("--max-tokens", type=positive, default=256, help="of an answer (default: 256)"),
     argument(
-        "--temperature", type=_temperature, default=1.0, help="0: the likeliest token (default: 1)"
+        "--temperature",
+        type=up_to(HOTTEST),
+        default=1.0,
+        help="0: the likeliest token (default: 1)",
     ),
     argument("--top-k", type=int, default=0, metavar="K", help="only the K likeliest; 0: all"),
-    argument("--top-p", type=_share, default=1.0, metavar="P", help="likeliest of probability P"),
-    argument("--min-p", type=_share, default=0.0, metavar="P", help="share of the likeliest's"),
+    argument("--top-p", type=up_to(1), default=1.0, metavar="P", help="likeliest of probability P"),
+    argument("--min-p", type=up_to(1), default=0.0, metavar="P", help="share of the likeliest's"),
     argument("--repetition-penalty", type=float, default=1.0, metavar="F", help="1: none"),
     argument("--seed", type=int, default=0, help="of all random numbers (default: 0)"),
     argument("--n", type=positive, default=1, help="answers to each prompt (default: 1)"),
@@ -96,13 +81,17 @@ def main(args: argparse.Namespace) -> None:
         raise ConfigError("--top-k must be 0 or more, and --repetition-penalty above 0")
     check_writable("--out", args.out)
     from maxstack.inference.asking import Asker, read_prompts
-    from maxstack.inference.started import start
+    from maxstack.inference.chat import read_chat_template
+    from maxstack.inference.opened import config_of
+    from maxstack.inference.started import files_of, start
 
     rows = read_prompts(args.prompts) if args.prompts else []
+    template = None
+    if args.chat or any(row.kind == "messages" for row in rows):
+        folder = files_of(*config_of(args.model, model_overrides(args)))
+        template = read_chat_template(folder or Path(args.model), args.chat_template)
     served = start(args.model, model_overrides(args), args.adapter)
-    asker = Asker(
-        served, _sampling(args), args.chat_template, args.stop, args.ignore_eos, args.adapter
-    )
+    asker = Asker(served, _sampling(args), template, args.stop, args.ignore_eos, args.adapter)
     if args.prompts:
         asker.answer_file(rows, args.out, args.n, args.chat, args.system)
     elif args.prompt is not None:

@@ -2,11 +2,11 @@
 
 import argparse
 import json
-import math
 import os
 
 from maxstack.command import (
     ALLOW_NONFINITE,
+    HOTTEST,
     MODEL,
     OVERRIDES,
     argument,
@@ -14,6 +14,7 @@ from maxstack.command import (
     command,
     model_overrides,
     positive,
+    up_to,
     write,
 )
 from maxstack.errors import ConfigError
@@ -34,7 +35,12 @@ from maxstack.errors import ConfigError
         default="random",
         help="which positions are filled first (default: random)",
     ),
-    argument("--temperature", type=float, default=1.0, help="0: the likeliest token (default: 1)"),
+    argument(
+        "--temperature",
+        type=up_to(HOTTEST),
+        default=1.0,
+        help="0: the likeliest token (default: 1)",
+    ),
     argument("--seed", type=int, default=0, help="of all random numbers (default: 0)"),
     argument("--prompt", default="", metavar="TEXT", help="how every text begins"),
     argument("--out", metavar="FILE.jsonl", help='write {"text", "tokens"} a line instead'),
@@ -43,8 +49,6 @@ from maxstack.errors import ConfigError
 def main(args: argparse.Namespace) -> None:
     """Sample; ConfigError for a model that was not trained so, or a prompt that does not fit."""
     check_writable("--out", args.out)
-    if not 0 <= args.temperature < math.inf:
-        raise ConfigError(f"--temperature {args.temperature}: must be a number, 0 or more")
     for override in args.overrides:
         if override.startswith("objective"):
             raise ConfigError(f"{override}: a trained model's objective cannot be changed")

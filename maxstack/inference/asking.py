@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from maxstack.config import storage
 from maxstack.errors import ConfigError, DataError, shortened
-from maxstack.inference.chat import ChatTemplate, encode_chat, read_chat_template
+from maxstack.inference.chat import ChatTemplate, encode_chat
 from maxstack.inference.request import Sampling, Token
 from maxstack.inference.text import TextStream
 
@@ -90,13 +90,13 @@ class Asker:
         self,
         served: "Served",
         sampling: Sampling,
-        chat_template: str | None = None,
+        template: ChatTemplate | None = None,
         stops: Sequence[str] = (),
         ignore_eos: bool = False,
         adapter: str | None = None,
     ):
-        self._served, self._stops, self._chat_template = served, stops, chat_template
-        self._template: ChatTemplate | None = None
+        """`template` is for prompts that are messages."""
+        self._served, self._stops, self._template = served, stops, template
         self._adapter = adapter
         ends = frozenset() if ignore_eos else served.stop_tokens
         self.sampling = dataclasses.replace(sampling, stop_tokens=ends)
@@ -111,9 +111,7 @@ class Asker:
     def encode_messages(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Tokens of a conversation, up to where the model's answer begins."""
         tokenizer = self._tokenizer("--chat")
-        if self._template is None:
-            folder = self._served.folder or Path(self._served.model)
-            self._template = read_chat_template(folder, self._chat_template)
+        assert self._template, "messages without a chat template"
         return encode_chat(tokenizer, self._template.render(messages))
 
     def stream(self, prompt: Sequence[int], choice: int = 0) -> Iterator[str]:

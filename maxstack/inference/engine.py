@@ -4,8 +4,11 @@ A step computes rows, each a token of some request, by one of a few programs: wh
 answered depends on itself alone, not on what is computed beside it.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from maxstack.errors import DataError, quoted
 from maxstack.inference.adapters import Adapters
@@ -112,13 +115,23 @@ class Engine:
         batch, wanted, rows = self._batch(pieces)
         x_RD, most = self.programs.forward(batch), self.programs.outputs[-1]
         tokens: dict[tuple[int, int], Token] = {}
+        embeddings: dict[int, Any] = {}
         for start in range(0, len(wanted), most):
             some = wanted[start : start + most]
-            logits_OV = self.programs.logits(x_RD, rows[start : start + most])
+            normed_OD, logits_OV = self.programs.head(x_RD, rows[start : start + most])
             after = self._sampler.tokens(logits_OV, some)
-            for row, token in zip(some, after, strict=True):
+            for i, (row, token) in enumerate(zip(some, after, strict=True)):
                 tokens[row.task.number, row.position] = token
-        return [output for piece in pieces if (output := self._finished(piece, tokens)) is not None]
+                if row.task.sampling.embed:
+                    embeddings[row.task.number] = np.asarray(normed_OD, np.float32)[i]
+        outputs = [self._finished(piece, tokens) for piece in pieces]
+        return [
+            dataclasses.replace(output, tokens=(), embedding=embeddings[output.request])
+            if output.request in embeddings
+            else output
+            for output in outputs
+            if output is not None
+        ]
 
     def _batch(self, pieces: Sequence[Piece]) -> tuple[Batch, list[Wanted], list[int]]:
         """A step of the pieces, and the rows whose logits are wanted, with their indices in it."""
@@ -158,7 +171,7 @@ class Engine:
             del self._tasks[task.number]
         if not new and not prompt and not finish:
             return None
-        return Output(task.number, tuple(new), tuple(prompt), finish)
+        return Output(task.number, tuple(new), tuple(prompt), finish, task.cached)
 
     def _accepted(
         self, piece: Piece, tokens: dict[tuple[int, int], Token]

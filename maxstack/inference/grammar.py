@@ -11,6 +11,7 @@ from maxstack.data.tokenizers import Tokenizer
 from maxstack.errors import ConfigError, shortened
 
 _SEPARATOR = b"\x02"
+_BLANKS = r"[ \t\n\r]{0,32}"
 _PROBE = '{"a b": [1, "\u00e9"]}\n'
 
 
@@ -35,6 +36,7 @@ class Compiler:
             )
         _check_text(tokenizer)
         self._matcher: Any = llguidance.LLMatcher
+        self._words = -(-vocab // 32)
         vocabulary = _Vocabulary(tokenizer, sorted(stop_tokens), vocab)
         self._tokens = llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(vocabulary), eos_token=sorted(stop_tokens)
@@ -42,8 +44,11 @@ class Compiler:
         vocabulary.greedy = self._tokens.greedy_tokenize
 
     def json_schema(self, schema: Mapping[str, Any] | bool) -> "Matcher":
-        """Matcher of JSON that follows a schema. ConfigError if the library does not know all of
-        the schema's keys, or nothing follows it."""
+        """Matcher of JSON that follows a schema, with at most 32 blanks in a row, since a model may
+        go on with blanks for ever; the schema's own `x-guidance` says otherwise. ConfigError if the
+        library does not know all of the schema's keys, or nothing follows it."""
+        if isinstance(schema, Mapping):
+            schema = {"x-guidance": {"whitespace_pattern": _BLANKS}, **schema}
         try:
             text = json.dumps(schema)
         except RecursionError as error:
@@ -73,14 +78,14 @@ class Compiler:
             state.compute_bitmask()  # which finds what no text follows
         if state.is_error():
             raise ConfigError(f"grammar: not a {kind} that can be followed: {_error(state)}")
-        return Matcher(state)
+        return Matcher(state, self._words)
 
 
 class Matcher:
     """The state of a grammar after some tokens of an answer."""
 
-    def __init__(self, state: Any):
-        self._state = state
+    def __init__(self, state: Any, words: int):
+        self._state, self._words = state, words
 
     @property
     def complete(self) -> bool:
@@ -96,7 +101,8 @@ class Matcher:
     def mask(self) -> np.ndarray:
         """int32 [vocab / 32, rounded up]: a bit, the lowest first, for each token that may follow.
         ConfigError if the grammar grows beyond the library's limits, or no token fits it."""
-        mask = np.frombuffer(self._state.compute_bitmask(), np.int32)
+        # the library adds a word where the vocabulary fills the last one
+        mask = np.frombuffer(self._state.compute_bitmask(), np.int32, self._words)
         self._check()
         return mask
 
@@ -117,7 +123,7 @@ class Matcher:
 
     def copy(self) -> "Matcher":
         """A matcher in the same state that goes on by itself."""
-        return Matcher(self._state.deep_copy())
+        return Matcher(self._state.deep_copy(), self._words)
 
     def _check(self) -> None:
         if self._state.is_error():

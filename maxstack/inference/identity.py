@@ -39,8 +39,8 @@ def differing(programs: Programs, layout: Layout, vocab: int, max_length: int) -
             batch, firsts = programs.batch(pieces)
             x_RD = programs.forward(batch)
             wanted = len(pieces[-1].tokens[: programs.outputs[-1]])
-            made = np.asarray(programs.logits(x_RD, range(firsts[-1], firsts[-1] + wanted)))
-            rows += [row.tobytes() for row in made[:wanted]]
+            _, logits_OV = programs.head(x_RD, range(firsts[-1], firsts[-1] + wanted))
+            rows += [row.tobytes() for row in np.asarray(logits_OV)[:wanted]]
         return rows
 
     alone, different = logits(most, 0, 1), []

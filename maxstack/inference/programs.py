@@ -114,7 +114,7 @@ class Programs:
             compiler_options=ordered | sparing(run.mesh),
         )
         self._head = jax.jit(
-            run.within(self._scores), out_shardings=everywhere, compiler_options=ordered
+            run.within(self._outputs), out_shardings=everywhere, compiler_options=ordered
         )
         self._copy = jax.jit(
             self._copied,
@@ -195,9 +195,9 @@ class Programs:
         """Numbers of rows whose logits are computed at a time."""
         return tuple(size for size in self.sizes if size <= OUTPUTS) or (OUTPUTS,)
 
-    def logits(self, x_RD: jax.Array, rows: Sequence[int]) -> jax.Array:
-        """Logits float32 [O, V] of at most outputs[-1] rows of a step, and of others after
-        them."""
+    def head(self, x_RD: jax.Array, rows: Sequence[int]) -> tuple[jax.Array, jax.Array]:
+        """(normed states [O, D], logits float32 [O, V]) of at most outputs[-1] rows of a step, and
+        of others after them."""
         wanted_O = np.zeros(next(size for size in self.outputs if size >= len(rows)), np.int32)
         wanted_O[: len(rows)] = rows
         return self._head(self._params, x_RD, wanted_O)
@@ -217,10 +217,10 @@ class Programs:
             x_R1D = model.decode(batch.rows, kept, self._max_length)
         return x_R1D[:, 0], kept.arrays
 
-    def _scores(self, params: Any, x_RD: jax.Array, wanted_O: jax.Array) -> jax.Array:
-        model = nnx.merge(self._graph, nnx.State(params))
+    def _outputs(self, params: Any, x_RD: jax.Array, wanted_O: jax.Array) -> Any:
+        model, x_O1D = nnx.merge(self._graph, nnx.State(params)), x_RD[wanted_O][:, None]
         with by_rows(self._group):
-            return model.logits(x_RD[wanted_O][:, None])[:, 0]
+            return x_O1D[:, 0], model.logits(x_O1D)[:, 0]
 
     def _empty(self) -> list[dict[str, jax.Array]]:
         cfg, layout = self._run.cfg.model, self._layout

@@ -43,6 +43,8 @@ class Sampling:
     """The same for each token of the prompt but the first."""
     grammar: Any = None
     """`grammar.Matcher` that says which tokens may follow; None: all."""
+    embed: bool = False
+    """Answer with the hidden state of the prompt's last token, and no token; for max_tokens=1."""
 
 
 class Token(NamedTuple):
@@ -68,3 +70,7 @@ class Output:
     finish: str | None = None
     """stop: a stop token, or the grammar's end; length: max_tokens, or the model's length; None: it
     goes on."""
+    cached: int = 0
+    """Tokens of the prompt that were found in the cache."""
+    embedding: Any = None
+    """float32 [D]: the normed residual stream at the prompt's last token, if it was asked for."""

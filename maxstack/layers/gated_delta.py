@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from maxstack import sharding
 from maxstack.kernels import sequences
 from maxstack.kernels.gated_delta import gated_delta
+from maxstack.kernels.gated_delta.reference import step
 from maxstack.layers.cache import LayerCache, Rows
 from maxstack.layers.context import Context
 from maxstack.layers.layer import Layer
@@ -147,11 +148,10 @@ def _cached(cfg: GatedDeltaConfig, of_keys: Arrays, of_values: Arrays, cache: La
                 jnp.repeat(x.astype(v_RNV.dtype).astype(jnp.float32), groups, axis=0)
                 for x in (q_KH, _unit(mixed["key"]))
             )
-            s_NHV = jnp.where(fresh, 0, state["state"][slot]) * jnp.exp(decay_RN[r])[:, None, None]
-            missed_NV = mixed["value"].astype(v_RNV.dtype) - (s_NHV * k_NH[:, :, None]).sum(axis=1)
-            s_NHV += k_NH[:, :, None] * (beta_RN[r][:, None] * missed_NV)[:, None]
+            s_NHV = jnp.where(fresh, 0, state["state"][slot])
+            v_NV = mixed["value"].astype(v_RNV.dtype)
+            s_NHV, read_NV = step(s_NHV, q_NH, k_NH, v_NV, decay_RN[r], beta_RN[r])
             state["state"] = state["state"].at[slot].set(s_NHV)
-            read_NV = (s_NHV * q_NH[:, :, None]).sum(axis=1)
             return state, o_RNV.at[r].set(read_NV.astype(o_RNV.dtype))
 
         real = (rows.positions_R >= 0).sum()

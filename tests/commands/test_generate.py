@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import parity
 import processes
 import pytest
 import served
@@ -143,6 +144,14 @@ def test_a_prompt_that_the_engine_refuses_is_named_by_its_line(model, tmp_path):
     prompts = write_prompts(tmp_path / "p.jsonl", [{"tokens": [1]}, {"tokens": [99_999]}])
     with pytest.raises(DataError, match="p.jsonl:2: token 99999 is outside the model's vocabulary"):
         generate_raising(model, "--prompts", prompts, "--out", str(tmp_path / "o.jsonl"))
+
+
+def test_a_missing_chat_template_is_named_before_weights_are_read(tmp_path):
+    parity.poisoned(parity.GOLDENS / "llama", tmp_path / "bare", float("nan"))
+    rows = write_prompts(tmp_path / "p.jsonl", [{"messages": [{"role": "user", "content": "a"}]}])
+    for words in (["--chat"], ["--prompts", rows, "--out", str(tmp_path / "o.jsonl")]):
+        with pytest.raises(ConfigError, match="bare: has no chat template"):
+            generate_raising(str(tmp_path / "bare"), *words)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,14 @@
 """The engine against transformers, against itself and against `score`."""
 
 import dataclasses
-import json
 import math
-import shutil
 from pathlib import Path
 
 import jax
 import numpy as np
+import parity
 import pytest
+from flax import nnx
 
 from maxstack import sharding
 from maxstack.errors import ConfigError, DataError
@@ -33,12 +33,11 @@ KINDS = ["llama", "gpt_oss", "llama4", "deepseek_v3", "qwen3_next"]
 """Models with full and windowed attention, sinks, chunks, latents, experts and recurrence."""
 
 
-def engine_of(name, max_length=LENGTH, overrides=(), folder=None, **limits):
+def engine_of(name, max_length=LENGTH, overrides=(), **limits):
     """An engine of 8 rows and pages of 4 tokens, for few requests. Its steps have all 8 rows, which
     the start of an engine sets where bits ask for it."""
-    folder = folder or GOLDENS[name]
     overrides = [*OVERRIDES, "mesh.tensor=1", "model.dtype=float32", *overrides]
-    cfg, own = config_of(str(folder), overrides)
+    cfg, own = config_of(str(GOLDENS[name]), overrides)
     cfg = serving(cfg)
     devices = jax.devices()[: math.prod(getattr(cfg.mesh, axis) for axis in AXES)]
     run = assemble(cfg, sharding.make_mesh(cfg.mesh, devices), trains=False)
@@ -51,21 +50,10 @@ def engine_of(name, max_length=LENGTH, overrides=(), folder=None, **limits):
         "snapshots": 16 if layout.recurrent else 0,
         "snapshot": 8,
     }
-    params = read_weights(str(folder), run, own)
+    params = read_weights(str(GOLDENS[name]), run, own)
     engine = Engine(run, params, Limits(**{**sizes, **limits}), max_length)
     engine.programs.sizes = engine.programs.sizes[-1:]
     return engine
-
-
-def with_original_length(folder, length, copy):
-    """A copy of a model with LongRoPE, whose original length is one that the golden answers go
-    beyond."""
-    shutil.copytree(folder, copy)
-    config = json.loads((copy / "config.json").read_text())
-    config["original_max_position_embeddings"] = length
-    config["rope_parameters"]["original_max_position_embeddings"] = length
-    (copy / "config.json").write_text(json.dumps(config))
-    return copy
 
 
 def finish(engine):
@@ -107,14 +95,12 @@ def slow_but(names, fast):
 
 
 @pytest.mark.parametrize("name", slow_but(GOLDENS, ["gemma3", "deepseek_v3", "phi3"]))
-def test_greedy_answers_to_prompts_of_unequal_length_are_those_of_transformers(name, tmp_path):
-    golden, folder = np.load(GOLDENS[name] / "greedy.npz"), GOLDENS[name]
-    if "original" in golden:
-        folder = with_original_length(folder, int(golden["original"]), tmp_path / name)
+def test_greedy_answers_to_prompts_of_unequal_length_are_those_of_transformers(name):
+    golden = np.load(GOLDENS[name] / "greedy.npz")
     for part, length in {"": LENGTH, "short_": int(golden.get("original", 0))}.items():
         if not length:
             continue
-        engine = engine_of(name, length, folder=folder)
+        engine = engine_of(name, length)
         sampling = dataclasses.replace(GREEDY, max_tokens=golden[f"{part}tokens"].shape[1])
         made = answers(engine, prompts_of(golden, part), sampling)
         for tokens, wanted, logprobs in zip(
@@ -137,6 +123,30 @@ def test_a_request_has_the_same_bits_alone_in_company_preempted_and_after_a_pref
     assert answers(tight, prompts, sampling) == alone
     assert tight.scheduler.preemptions > 0
     assert leaked(roomy) == leaked(tight) == 0
+
+
+@pytest.mark.parametrize("name", slow_but(KINDS, ["llama"]))
+def test_an_embedding_is_the_state_that_gives_the_logits_of_transformers(name):
+    golden = np.load(GOLDENS[name] / "golden.npz")
+    prompts = [
+        row[:length].tolist()
+        for row, length in zip(golden["tokens"], golden["lengths"], strict=True)
+    ]
+    sampling = Sampling(max_tokens=1, embed=True)
+    made = []
+    for limits in ({}, {"pages": (12,) * len(engine_of(name).scheduler.pools[0])}):
+        engine = engine_of(name, **limits)
+        numbers = [engine.add(prompt, sampling) for prompt in prompts]
+        outputs = {}
+        while engine.busy:
+            outputs |= {output.request: output for output in engine.step()}
+        made.append(np.stack([outputs[number].embedding for number in numbers]))
+        assert all(not output.tokens and output.finish for output in outputs.values())
+    assert np.array_equal(*made)
+    _, graph, params = parity.model_and_params(GOLDENS[name])
+    logits = nnx.merge(graph, nnx.State(params)).logits(made[0][:, None])[:, 0]
+    for own, row, length in zip(logits, golden["logits"], golden["lengths"], strict=True):
+        np.testing.assert_allclose(own, row[length - 1], atol=2e-4 * row.std(), rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", slow_but(["llama", "deepseek_v3", "qwen3_next"], ["llama"]))

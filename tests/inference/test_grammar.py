@@ -207,10 +207,11 @@ def test_every_stop_token_may_end_an_answer(compilers):
         assert matcher.finished
 
 
-def test_masks_are_as_wide_as_the_models_vocabulary(compilers):
+@pytest.mark.parametrize("vocab", [257 + 100, 352])
+def test_masks_are_as_wide_as_the_models_vocabulary(compilers, vocab):
     tokenizer, stop, _ = compilers["bytes"]
-    mask = Compiler(tokenizer, [stop], 257 + 100).regex("(?s:.)*").mask()
-    assert mask.shape == (12,)
+    mask = Compiler(tokenizer, [stop], vocab).regex("(?s:.)*").copy().mask()
+    assert mask.shape == (-(-vocab // 32),)
     assert np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).max() == stop
 
 
@@ -256,6 +257,19 @@ def test_what_cannot_be_followed_is_refused(compilers, kind, grammar, message):
     *_, compiler = compilers["bytes"]
     with pytest.raises(ConfigError, match=message):
         getattr(compiler, kind)(grammar)
+
+
+def test_blanks_between_the_parts_of_json_are_bounded(compilers):
+    _, stop, compiler = compilers["bytes"]
+
+    def following(schema, text):
+        return compiler.json_schema(schema).allowed([*text.encode(), stop])
+
+    schema = {"$defs": {"a": {"type": "integer"}}, "properties": {"a": {"$ref": "#/$defs/a"}}}
+    spread = "{" + " " * 32 + '"a": 1,\n\t"b": [ 1 ] }'
+    assert following(schema, spread) == len(spread) + 1
+    assert following(schema, "{" + " " * 99) == 33
+    assert following({**schema, "x-guidance": {}}, "{" + " " * 99) == 100
 
 
 def test_a_schema_nested_too_deeply_is_refused(compilers):

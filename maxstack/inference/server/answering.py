@@ -4,18 +4,19 @@ import asyncio
 import contextlib
 import json
 import re
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from maxstack.inference.server.choices import Choice
 from maxstack.inference.server.errors import Refusal, refusal_of
 from maxstack.inference.server.schemas import AnyBody, parsed
 from maxstack.inference.server.state import BODY, State
 from maxstack.inference.server.writer import Writer
-from maxstack.inference.service import Answers
+from maxstack.inference.service import Answers, Ask
 
 BODY_SECONDS = 60
 """How long a body may take to arrive."""
@@ -73,14 +74,23 @@ async def read_body(request: Request, kind: type[AnyBody]) -> AnyBody:
     return body
 
 
-async def respond(request: Request, answers: Answers, writer: Writer) -> Response:
-    """The answers, whole or as events, as the body asks."""
+async def answer(
+    request: Request,
+    kind: type[AnyBody],
+    asked: Callable[[State, AnyBody], tuple[list[Ask], list[Choice]]],
+    written: Callable[[str, AnyBody, list[Choice]], Writer],
+) -> Response:
+    """The answers to what `asked` makes of a body, whole or as events, as the body asks."""
+    state, body = state_of(request), await read_body(request, kind)
+    state.service.check()
+    asks, choices = await asyncio.to_thread(asked, state, body)
+    answers, writer = state.service.submit(asks), written(state.name, body, choices)
     if writer.body.stream:
         return EventStream(answers, writer.events(answers))
-    return await _whole(request, answers, writer.whole(answers))
+    return await whole(request, answers, writer.whole(answers))
 
 
-async def _whole(request: Request, answers: Answers, work: Coroutine[Any, Any, Any]) -> Response:
+async def whole(request: Request, answers: Answers, work: Coroutine[Any, Any, Any]) -> Response:
     """The JSON that `work` makes of the answers, which are closed at its end, and when the client
     leaves."""
     task = asyncio.create_task(work)

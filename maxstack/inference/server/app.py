@@ -5,7 +5,6 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -14,9 +13,10 @@ from starlette.routing import Route
 
 from maxstack.errors import quoted
 from maxstack.inference.server.answering import check_access, read_body, state_of
-from maxstack.inference.server.asks import encode, encode_messages
+from maxstack.inference.server.asks import decode, encode, encode_messages
 from maxstack.inference.server.chat import chat
 from maxstack.inference.server.completions import completions
+from maxstack.inference.server.embeddings import embeddings
 from maxstack.inference.server.errors import HANDLED, Refusal, refusal_of
 from maxstack.inference.server.page import page
 from maxstack.inference.server.schemas import DetokenizeBody, TokenizeBody
@@ -67,12 +67,6 @@ async def model(request: Request) -> Response:
     return JSONResponse(_card(state, name))
 
 
-async def embeddings(request: Request) -> Response:
-    """Refusal: there are none yet."""
-    check_access(request)
-    raise Refusal(501, "/v1/embeddings: this server makes no embeddings")
-
-
 async def tokenize(request: Request) -> Response:
     """Tokens of a text or a conversation."""
     state, body = state_of(request), await read_body(request, TokenizeBody)
@@ -86,9 +80,10 @@ async def tokenize(request: Request) -> Response:
         "count": len(tokens),
         "max_model_len": state.served.engine.max_length,
         "tokens": tokens,
+        "token_strs": None,
     }
     if body.return_token_strs:
-        content["token_strs"] = [_text(state, [token]) for token in tokens]
+        content["token_strs"] = [decode(state, [token]) for token in tokens]
     return JSONResponse(content)
 
 
@@ -99,7 +94,7 @@ async def detokenize(request: Request) -> Response:
     outside = next((token for token in body.tokens if not 0 <= token < size), None)
     if outside is not None:
         raise Refusal(400, f"tokens: {outside} is outside the tokenizer's {size}", param="tokens")
-    return JSONResponse({"prompt": await asyncio.to_thread(_text, state, body.tokens)})
+    return JSONResponse({"prompt": await asyncio.to_thread(decode, state, body.tokens)})
 
 
 async def tokenizer_info(request: Request) -> Response:
@@ -140,14 +135,10 @@ def _card(state: State, name: str) -> dict[str, Any]:
         "object": "model",
         "created": state.started,
         "owned_by": "maxstack",
-        "root": state.served.model,
+        "root": state.served.cfg.serve.adapters.get(name, state.served.model),
         "parent": None if name == state.name else state.name,
         "max_model_len": state.served.engine.max_length,
     }
-
-
-def _text(state: State, tokens: list[int]) -> str:
-    return state.tokenizer.decode(np.array(tokens, np.int32)).decode(errors="replace")
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -12,7 +12,7 @@ from maxstack.inference.chat import encode_chat, template_messages
 from maxstack.inference.request import Sampling
 from maxstack.inference.server.choices import Choice
 from maxstack.inference.server.errors import Refusal
-from maxstack.inference.server.schemas import Conversation, Sampled, Structure, Tool
+from maxstack.inference.server.schemas import Conversation, Prompts, Sampled, Structure, Tool
 from maxstack.inference.server.state import State
 from maxstack.inference.service import Ask
 from maxstack.inference.text import TextStream
@@ -42,11 +42,26 @@ class Wish:
     """More than one call."""
 
 
+def separate(given: Prompts, name: str) -> Sequence[str | list[int]]:
+    """The prompts in the field `name` of a body. Refusal where there is none."""
+    if not given:
+        raise Refusal(400, f"{name}: is empty; give at least one token", param=name)
+    if isinstance(given, str) or isinstance(given[0], int):
+        return [given]  # type: ignore[list-item]
+    return given  # type: ignore[return-value]
+
+
 def encode(state: State, text: str, special: bool = True) -> list[int]:
     """Tokens of a text, in which special tokens that are spelt out stand for themselves; `special`:
     with BOS, where the model has it."""
     start = state.tokenizer.encode(b"").tolist() if special else []
     return start + state.tokenizer.encode_marked(text)
+
+
+def decode(state: State, tokens: Sequence[int]) -> str:
+    """The text of tokens, in which special ones are spelt out: `encode` makes them of it again."""
+    stream = TextStream(state.tokenizer, shown={*state.tokenizer.special})
+    return "".join(map(stream.feed, tokens)) + stream.flush()
 
 
 def encode_messages(

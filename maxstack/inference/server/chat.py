@@ -1,12 +1,11 @@
 """/v1/chat/completions."""
 
-import asyncio
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from maxstack.inference.server.answering import read_body, respond, state_of
+from maxstack.inference.server.answering import answer
 from maxstack.inference.server.asks import Prompt, Wish, asks_of, encode_messages
 from maxstack.inference.server.choices import Choice, Delta
 from maxstack.inference.server.schemas import ChatBody, NamedTool
@@ -18,11 +17,7 @@ from maxstack.inference.tools import ToolCall, required_schema
 
 async def chat(request: Request) -> Response:
     """Answer with the next message of a conversation."""
-    state, body = state_of(request), await read_body(request, ChatBody)
-    state.service.check()
-    asks, choices = await asyncio.to_thread(_asked, state, body)
-    answers = state.service.submit(asks)
-    return await respond(request, answers, _Writer(state.name, body, choices))
+    return await answer(request, ChatBody, _asked, _Writer)
 
 
 def _asked(state: State, body: ChatBody) -> tuple[list[Ask], list[Choice]]:

@@ -57,7 +57,7 @@ class Choice:
         ends it."""
         self.tokenizer, self.prompt, self.sampling = tokenizer, prompt, sampling
         self.prompt_tokens: list[Token] = []
-        self.generated = self.called = 0
+        self.generated = self.called = self.cached = 0
         self._stream, self._own_stops, self._shows_stop = stream, own_stops, shows_stop
         self._echo, self._empty = echo, empty
         self._tools, self._parallel = tools, parallel
@@ -67,6 +67,7 @@ class Choice:
     def feed(self, output: Output) -> Delta:
         """The growth of the answer by the progress of its request."""
         self.prompt_tokens += output.prompt
+        self.cached = output.cached
         delta = self._grown(output) if output.tokens or output.finish else Delta()
         if self._tools is None:
             return delta
@@ -185,7 +186,7 @@ async def deltas(answers: Answers, choices: Sequence[Choice]) -> AsyncIterator[t
         yield index, delta
 
 
-def usage(choices: Sequence[Choice], choices_each: int) -> dict[str, int]:
+def usage(choices: Sequence[Choice], choices_each: int) -> dict[str, Any]:
     """Numbers of tokens; a prompt counts once."""
     prompt = sum(len(choice.prompt) for choice in choices[::choices_each])
     completion = sum(choice.generated for choice in choices)
@@ -193,4 +194,7 @@ def usage(choices: Sequence[Choice], choices_each: int) -> dict[str, int]:
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(choice.cached for choice in choices[::choices_each])
+        },
     }

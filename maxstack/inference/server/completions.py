@@ -1,47 +1,30 @@
 """/v1/completions."""
 
-import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from maxstack.inference.server.answering import read_body, respond, state_of
-from maxstack.inference.server.asks import Prompt, Wish, asks_of, encode
+from maxstack.inference.server.answering import answer
+from maxstack.inference.server.asks import Prompt, Wish, asks_of, decode, encode, separate
 from maxstack.inference.server.choices import Choice, Delta
-from maxstack.inference.server.errors import Refusal
 from maxstack.inference.server.schemas import CompletionBody
 from maxstack.inference.server.state import State
 from maxstack.inference.server.writer import Writer
 from maxstack.inference.service import Ask
-from maxstack.inference.text import TextStream
 
 
 async def completions(request: Request) -> Response:
     """Answer with texts that go on from prompts."""
-    state, body = state_of(request), await read_body(request, CompletionBody)
-    state.service.check()
-    asks, choices = await asyncio.to_thread(_asked, state, body)
-    answers = state.service.submit(asks)
-    return await respond(request, answers, _Writer(state.name, body, choices))
+    return await answer(request, CompletionBody, _asked, _Writer)
 
 
 def _asked(state: State, body: CompletionBody) -> tuple[list[Ask], list[Choice]]:
-    prompts = [_prompt(state, body, prompt) for prompt in _prompts(body)]
+    prompts = [_prompt(state, body, prompt) for prompt in separate(body.prompt, "prompt")]
     prompt_logprobs = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
     return asks_of(state, body, prompts, Wish(body.max_tokens, body.logprobs, prompt_logprobs))
-
-
-def _prompts(body: CompletionBody) -> Sequence[str | list[int]]:
-    prompt = body.prompt
-    if not prompt:
-        raise Refusal(400, "prompt: is empty; give at least one token", param="prompt")
-    if isinstance(prompt, str) or isinstance(prompt[0], int):
-        return [prompt]  # type: ignore[list-item]
-    return prompt  # type: ignore[return-value]
 
 
 def _prompt(state: State, body: CompletionBody, given: str | list[int]) -> Prompt:
@@ -53,8 +36,7 @@ def _prompt(state: State, body: CompletionBody, given: str | list[int]) -> Promp
         return Prompt(given)
     if state.served.tokenizer is None:
         return Prompt(given, "")
-    stream = TextStream(state.tokenizer)
-    return Prompt(given, "".join(map(stream.feed, given)))
+    return Prompt(given, decode(state, given))
 
 
 class _Writer(Writer):
@@ -62,7 +44,7 @@ class _Writer(Writer):
 
     def choice(self, index: int, delta: Delta) -> dict[str, Any]:
         choice, body = self.choices[index], self.body
-        logprobs = body.logprobs is not None
+        logprobs, asked = body.logprobs is not None, body.prompt_logprobs is not None
         content: dict[str, Any] = {
             "index": index,
             "text": delta.text,
@@ -70,9 +52,8 @@ class _Writer(Writer):
             "finish_reason": delta.finish,
             "stop_reason": delta.stopped,
             "seed": choice.sampling.seed,
+            "prompt_logprobs": choice.prompt_logprobs() if asked and delta.finish else None,
         }
-        if body.prompt_logprobs is not None and delta.finish:
-            content["prompt_logprobs"] = choice.prompt_logprobs()
         if body.return_token_ids or choice.tokenizer is None:
             content["token_ids"] = [token.token for token in delta.tokens]
         return content

@@ -26,6 +26,12 @@ Stop = Annotated[str, Field(min_length=1, max_length=STOP_LENGTH)]
 Key = Annotated[int, Field(strict=False)]
 """An integer as a key of JSON, which is a text."""
 Tokens = Annotated[list[int], Field(fail_fast=True)]
+Prompts = (
+    str
+    | Tokens
+    | Annotated[list[str], Field(fail_fast=True, max_length=PROMPTS)]
+    | Annotated[list[Tokens], Field(fail_fast=True, max_length=PROMPTS)]
+)
 
 
 class Body(BaseModel):
@@ -139,15 +145,20 @@ class Sampled(Body):
         return self
 
 
+class EmbeddingBody(Body):
+    """Of /v1/embeddings."""
+
+    input: Prompts
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    add_special_tokens: bool = True
+    user: str | None = None
+
+
 class CompletionBody(Sampled):
     """Of /v1/completions."""
 
-    prompt: (
-        str
-        | Tokens
-        | Annotated[list[str], Field(fail_fast=True, max_length=PROMPTS)]
-        | Annotated[list[Tokens], Field(fail_fast=True, max_length=PROMPTS)]
-    )
+    prompt: Prompts
     max_tokens: Count = 16
     echo: bool = False
     logprobs: Top | None = None

@@ -65,5 +65,5 @@ class Writer(ABC):
         if counts:
             yield {**head, "choices": [], "usage": self._usage()}
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, Any]:
         return usage(self.choices, self.body.n)

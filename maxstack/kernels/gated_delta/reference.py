@@ -24,18 +24,30 @@ def run(
     runs_BT = jnp.broadcast_to(runs(segments_BT, v_BTNV.shape[1]), v_BTNV.shape[:2])
     fresh_BT = jnp.diff(runs_BT, axis=1, prepend=-1) != 0
 
-    def step(s_BNHV: jax.Array, now: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        q_BNH, k_BNH, v_BNV, decay_BN, beta_BN, fresh_B = now
-        s_BNHV = jnp.where(fresh_B[:, None, None, None], 0.0, s_BNHV)
-        s_BNHV = s_BNHV * jnp.exp(decay_BN)[..., None, None]
-        missed_BNV = v_BNV - jnp.einsum("BNHV,BNH->BNV", s_BNHV, k_BNH, precision=EXACT)
-        s_BNHV = s_BNHV + (beta_BN[..., None] * k_BNH)[..., None] * missed_BNV[..., None, :]
-        return s_BNHV, jnp.einsum("BNHV,BNH->BNV", s_BNHV, q_BNH, precision=EXACT)
+    def scanned(s_BNHV: jax.Array, now: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        *position, fresh_B = now
+        return jax.vmap(step)(jnp.where(fresh_B[:, None, None, None], 0.0, s_BNHV), *position)
 
     inputs = [q, key, *(x.astype(jnp.float32) for x in (v_BTNV, decay_BTN, beta_BTN)), fresh_BT]
     start = jnp.zeros((v_BTNV.shape[0], n, k_BTKH.shape[3], v_BTNV.shape[3]))
-    _, o_TBNV = jax.lax.scan(step, start, tuple(jnp.moveaxis(x, 1, 0) for x in inputs))
+    _, o_TBNV = jax.lax.scan(scanned, start, tuple(jnp.moveaxis(x, 1, 0) for x in inputs))
     return jnp.moveaxis(o_TBNV, 0, 1).astype(v_BTNV.dtype)
+
+
+def step(
+    s_NHV: jax.Array,
+    q_NH: jax.Array,
+    k_NH: jax.Array,
+    v_NV: jax.Array,
+    decay_N: jax.Array,
+    beta_N: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """State [N, H, V] after a position, and what it reads [N, V], in float32 without matmuls: the
+    bits do not depend on what is computed beside it."""
+    s_NHV = s_NHV * jnp.exp(decay_N)[:, None, None]
+    missed_NV = v_NV - (s_NHV * k_NH[:, :, None]).sum(axis=1)
+    s_NHV += k_NH[:, :, None] * (beta_N[:, None] * missed_NV)[:, None]
+    return s_NHV, (s_NHV * q_NH[:, :, None]).sum(axis=1)
 
 
 def runs(segments_BT: jax.Array | None, length: int) -> jax.Array:

@@ -1,0 +1,84 @@
+"""From a decoder's hidden states to the embedding of a text, as sentence-transformers' files in a
+model's folder describe it. Runs on the host, imports no jax."""
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxstack.data.byte_level import read
+from maxstack.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Pooling:
+    """The hidden state of the last token becomes a vector."""
+
+    after: tuple[int, ...] = ()
+    """Tokens that the tokenizer writes after a text, of which the last is pooled."""
+    normalize: bool = True
+    """Divide by the Euclidean norm."""
+    sizes: Collection[int] | None = ()
+    """Sizes that a vector may be cut to (matryoshka, arXiv:2205.13147); None: any."""
+
+    def check(self, size: int | None) -> None:
+        """ConfigError for a size that the model was not trained for."""
+        if size is not None and self.sizes is not None and size not in self.sizes:
+            known = ", ".join(map(str, sorted(self.sizes))) or "none"
+            raise ConfigError(
+                f"dimensions={size}: config.json must name the sizes that vectors may be cut to "
+                f"(matryoshka_dimensions, or is_matryoshka: true); it names {known}"
+            )
+
+    def vector(self, hidden: np.ndarray, size: int | None) -> np.ndarray:
+        """float32 [size] of the last token's hidden state [D]."""
+        vector = hidden[:size]
+        if not self.normalize and size is None:
+            return vector
+        return vector / max(float(np.linalg.norm(vector)), 1e-12)
+
+
+def read_pooling(folder: Path) -> Pooling:
+    """The pooling of a model's folder: as modules.json says, else normalized. ConfigError for
+    modules that are not followed."""
+    config, normalize = read(folder / "config.json"), True
+    file = folder / "modules.json"
+    if file.is_file():
+        kinds = {}
+        for module in json.loads(file.read_text(encoding="utf-8")):
+            kinds[module["type"].rpartition(".")[2]] = folder / module["path"]
+        normalize = "Normalize" in kinds
+        _check(file, kinds)
+    sizes = config.get("matryoshka_dimensions") or ()
+    return Pooling(
+        tuple(_after(read(folder / "tokenizer.json").get("post_processor") or {})),
+        normalize,
+        None if config.get("is_matryoshka") and not sizes else frozenset(sizes),
+    )
+
+
+def _check(file: Path, kinds: dict[str, Path]) -> None:
+    if others := {*kinds} - {"Transformer", "Pooling", "Normalize"}:
+        raise ConfigError(f"{file}: {', '.join(sorted(others))}: such modules are not supported")
+    pooling = read(kinds["Pooling"] / "config.json") if "Pooling" in kinds else {}
+    modes = [key.removeprefix("pooling_mode_") for key, value in pooling.items() if value is True]
+    if "Pooling" in kinds and (modes or [str(pooling.get("pooling_mode"))]) != ["lasttoken"]:
+        raise ConfigError(
+            f"{kinds['Pooling']}: its config.json asks for another pooling than that of the last "
+            "token (pooling_mode_lasttoken), which alone is supported"
+        )
+
+
+def _after(processor: dict[str, Any]) -> list[int]:
+    """Tokens after a text by the post-processor of tokenizer.json."""
+    return [
+        token
+        for each in processor.get("processors", [processor])
+        for part in itertools.dropwhile(lambda part: "Sequence" not in part, each.get("single", ()))
+        if "SpecialToken" in part
+        for token in each["special_tokens"][part["SpecialToken"]["id"]]["ids"]
+    ]
