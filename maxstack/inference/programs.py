@@ -14,10 +14,12 @@ from maxstack.hardware.compiling import in_order
 from maxstack.inference.layout import Layout
 from maxstack.inference.scheduler import Copy, Limits
 from maxstack.kernels.backends import Choice, recording
+from maxstack.kernels.paged_attention import BITS
 from maxstack.layers.cache import Cache, Rows
 from maxstack.layers.norm import by_rows
 from maxstack.models.model import weights_of
 from maxstack.schema.mesh import parts
+from maxstack.schema.parts import Cached
 from maxstack.sharding import spec
 from maxstack.state import flat, tree
 from maxstack.weights.adapted_rows import choosing, with_adapters
@@ -202,17 +204,22 @@ class Programs:
         return model.logits(x_R1D[batch.wanted_O])[:, 0], kept.arrays
 
     def _empty(self) -> list[dict[str, jax.Array]]:
-        cfg, layout = self._run.cfg.model, self._layout
+        layout = self._layout
         return [
             {
                 name: jnp.zeros(
                     (*self._leading(group, array.per_request), *(dim.size for dim in array.dims)),
-                    array.dtype or cfg.dtype,
+                    self._dtype(array),
                 )
                 for name, array in arrays.items()
             }
             for arrays, group in zip(layout.arrays, layout.groups, strict=True)
         ]
+
+    def _dtype(self, array: Cached) -> str:
+        dtype = array.dtype or self._run.cfg.model.dtype
+        on_cpu = self._run.mesh.devices.flat[0].platform == "cpu"
+        return BITS.get(dtype, dtype) if on_cpu and not array.per_request else dtype
 
     def _leading(self, group: int, per_request: bool) -> tuple[int, ...]:
         if per_request:

@@ -19,6 +19,9 @@ class ServeConfig(Section):
     cache: PositiveFloat | None = None
     """Size of the cache in GiB a replica; null: for max_requests of max_length, at most half of the
     memory that is free."""
+    cache_dtype: Literal["int8", "fp8"] | None = None
+    """Type of cached keys, values and latents, with a scale for each token and head; fp8 is
+    float8_e4m3fn; null: that of the activations. States of recurrent layers stay as they are."""
     max_length: PositiveInt | None = None
     """Tokens of a prompt and its answer together at most; null: as many as the model was made for,
     where its folder or its run say so."""

@@ -21,6 +21,7 @@ from maxstack.schema.serve import ServeConfig
 NOTE = 'printf "%s\\n" "$@" > "$NOTED"; env > "$NOTED.env"; echo $$ > "$NOTED.pid"'
 HANDED = {
     "cache",
+    "cache_dtype",
     "max_length",
     "max_requests",
     "identical",
@@ -72,6 +73,7 @@ def options(words):
 def test_a_hugging_face_folder_is_handed_as_it_is_with_the_same_settings(folder, vllm):
     before = sorted(path.name for path in folder.iterdir())
     settings = ["serve.max_requests=7", "serve.max_length=99", "serve.cache=0.5", "mesh.tensor=2"]
+    settings.append("serve.cache_dtype=int8")
     words, environment, printed = vllm(
         folder, "--host", "127.0.0.1", "--port", "8123", "model.dtype=float32", *settings
     )
@@ -86,6 +88,7 @@ def test_a_hugging_face_folder_is_handed_as_it_is_with_the_same_settings(folder,
         "--max-num-seqs": "7",
         "--max-model-len": "99",
         "--kv-cache-memory-bytes": str(2**28),
+        "--kv-cache-dtype": "int8_per_token_head",
         "--tensor-parallel-size": "2",
         "--generation-config": "vllm",
         "--shutdown-timeout": "3600",
