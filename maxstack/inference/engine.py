@@ -7,6 +7,8 @@ answered depends on itself alone, not on what is computed beside it.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from maxstack.errors import DataError, quoted
 from maxstack.inference.adapters import Adapters
 from maxstack.inference.drafts import ngram
@@ -109,16 +111,51 @@ class Engine:
         if not pieces:
             assert not self._tasks, "requests wait, and none can run"
             return []
-        batch, wanted = self._batch(pieces)
+        batch, wanted, firsts = self._batch(pieces)
         logits_OV = self.programs.forward(batch)
         after = self._sampler.tokens(logits_OV, wanted)
         tokens = {
             (row.task.number, row.position): token for row, token in zip(wanted, after, strict=True)
         }
-        return [output for piece in pieces if (output := self._finished(piece, tokens)) is not None]
+        outputs = [self._finished(piece, tokens) for piece in pieces]
+        if self.cfg.serve.modules:
+            self._look_further(batch, pieces, firsts)
+        return [output for output in outputs if output is not None]
 
-    def _batch(self, pieces: Sequence[Piece]) -> tuple[Batch, list[Wanted]]:
-        """A step of the pieces, and the rows whose logits are wanted."""
+    def _look_further(self, batch: Batch, pieces: Sequence[Piece], firsts: Sequence[int]) -> None:
+        """Guesses of the tokens after those that a step gave, by modules of multi-token prediction;
+        they compute all its rows but those of wrong guesses, since they read their own keys.
+
+        A key of module m at p is of the token at p + 1 + m too: where that was a wrong guess, or
+        lies behind a cached prefix and another request went on otherwise, the key stays as it was.
+        That makes guesses a little worse, and changes no answer."""
+        next_R: Any = np.zeros_like(batch.rows.tokens_R)
+        positions_R: Any = np.array(batch.rows.positions_R)
+        rows = np.zeros_like(batch.wanted_O)
+        asked: list[Task] = []
+        for (task, start, size, _), first in zip(pieces, firsts, strict=True):
+            task.drafts = []
+            end = first + task.computed - start
+            positions_R[end : first + size] = -1
+            last = len(task.tokens) - task.computed == 1 and task.number in self._tasks
+            if last and not is_adjusted(task.sampling, len(task.tokens) - task.prompt):
+                rows[len(asked)] = end - 1
+                asked.append(task)
+        for module in range(self.cfg.serve.modules):
+            for (task, start, _, _), first in zip(pieces, firsts, strict=True):
+                known = [*task.tokens, *task.drafts]
+                after = known[start + 1 + module : task.computed + 1 + module]
+                next_R[first : first + len(after)] = after
+            own = batch.rows._replace(tokens_R=next_R.copy(), positions_R=positions_R)
+            further = batch._replace(rows=own, wanted_O=rows)
+            logits_OV = self.programs.forward_further(further, module)
+            wanted = [Wanted(task, len(task.tokens) - 1 + module, 0, None) for task in asked]
+            for task, token in zip(asked, self._sampler.tokens(logits_OV, wanted), strict=True):
+                task.drafts.append(token.token)
+
+    def _batch(self, pieces: Sequence[Piece]) -> tuple[Batch, list[Wanted], list[int]]:
+        """A step of the pieces, the rows whose logits are wanted, and the first row of each
+        piece."""
         rowed, wanted = [], []
         for task, start, size, drafts in pieces:
             tokens = [*task.tokens[start : start + size], *drafts]
@@ -136,7 +173,7 @@ class Engine:
         batch, firsts = self.programs.batch(rowed, len(wanted))
         for i, row in enumerate(wanted):
             batch.wanted_O[i] = firsts[row.piece] + row.position - rowed[row.piece].start
-        return batch, wanted
+        return batch, wanted, firsts
 
     def _finished(self, piece: Piece, tokens: dict[tuple[int, int], Token]) -> Output | None:
         """Note what a piece gave; end its task where it is complete."""
@@ -199,4 +236,5 @@ class Engine:
         if is_adjusted(rules, length - task.prompt):
             return ()
         left = min(task.prompt + rules.max_tokens, self.max_length) - length - 1
-        return ngram(task.tokens, min(self.cfg.serve.speculate, left))
+        count = max(0, min(self.cfg.serve.speculate, left))
+        return task.drafts[:count] if self.cfg.serve.modules else ngram(task.tokens, count)

@@ -36,7 +36,7 @@ class Kept(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Cached arrays of every layer, in their order."""
+    """Cached arrays of every layer, in their order, then of modules of multi-token prediction."""
 
     owners: tuple[int, ...]
     """The layer whose arrays each layer reads."""
@@ -52,7 +52,15 @@ class Layout:
     def of(cls, cfg: DecoderConfig, serve: ServeConfig = ServeConfig()) -> "Layout":  # noqa: B008
         """The layout of a model. ConfigError where it cannot generate."""
         owners, arrays, reaches = [], [], []
-        for i, name in enumerate(cfg.order):
+        depth = cfg.mtp.depth if cfg.mtp else 0
+        if serve.modules > depth:
+            raise ConfigError(
+                f"serve.speculate={serve.speculate}: serve.draft=mtp guesses a token with each "
+                f"module of multi-token prediction, and the model has {depth}; use "
+                f"serve.speculate={depth}, or serve.draft=ngram"
+            )
+        further = [cfg.mtp.block] * serve.modules if cfg.mtp else []
+        for i, name in enumerate([*cfg.order, *further]):
             mixer = cfg.blocks[name].mixer
             key = f"model.blocks.{name}.mixer"
             if mixer.two_sided:

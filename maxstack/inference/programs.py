@@ -106,9 +106,17 @@ class Programs:
         self._forward = jax.jit(
             run.within(self._step),
             donate_argnums=1,
-            out_shardings=(self._everywhere, self._shardings()),
+            out_shardings=self._results(),
             compiler_options=ordered,
         )
+        self._further = jax.jit(
+            run.within(self._further_step),
+            static_argnums=4,
+            donate_argnums=1,
+            out_shardings=self._results(),
+            compiler_options=ordered,
+        )
+        self._states: Any = None
         self._copy = jax.jit(
             self._copied,
             donate_argnums=0,
@@ -185,7 +193,15 @@ class Programs:
 
     def forward(self, batch: Batch) -> jax.Array:
         """Logits float32 [O, V] of the wanted rows of a step; keys and values go to the cache."""
-        logits_OV, self.cache = self._forward(self._params, self.cache, batch)
+        logits_OV, self._states, self.cache = self._forward(self._params, self.cache, batch)
+        return logits_OV
+
+    def forward_further(self, batch: Batch, module: int) -> jax.Array:
+        """Logits of a module of multi-token prediction for rows of the step that `forward`, or the
+        module before, computed; `batch` holds the tokens as `Decoder.decode_further` reads them."""
+        logits_OV, self._states, self.cache = self._further(
+            self._params, self.cache, batch, self._states, module
+        )
         return logits_OV
 
     def copy(self, copies: Sequence[Copy]) -> None:
@@ -194,14 +210,33 @@ class Programs:
             first = copy.replica * self.slots
             self.cache = self._copy(self.cache, first + copy.source, first + copy.target)
 
-    def _step(self, params: Any, cache: Any, batch: Batch) -> tuple[jax.Array, Any]:
-        model = nnx.merge(self._graph, nnx.State(params))
+    def _step(self, params: Any, cache: Any, batch: Batch) -> tuple[jax.Array, Any, Any]:
+        model, kept = self._opened(params, cache, batch)
+        with choosing(batch.rows.adapters_R), by_rows():
+            x_R1D = model.decode(batch.rows, kept, self._max_length)
+            normed_R1D = model.norm(x_R1D)
+        states = x_R1D if self._run.cfg.serve.modules else None
+        return model.logits(normed_R1D[batch.wanted_O])[:, 0], states, kept.arrays
+
+    def _further_step(
+        self, params: Any, cache: Any, batch: Batch, x_R1D: jax.Array, module: int
+    ) -> tuple[jax.Array, Any, Any]:
+        model, kept = self._opened(params, cache, batch)
+        with choosing(batch.rows.adapters_R), by_rows():
+            x_R1D = model.decode_further(module, x_R1D, batch.rows, kept, self._max_length)
+            normed_R1D = model.mtp[f"{module}"].norm(x_R1D)
+        return model.logits(normed_R1D[batch.wanted_O])[:, 0], x_R1D, kept.arrays
+
+    def _opened(self, params: Any, cache: Any, batch: Batch) -> tuple[Any, Cache]:
         tables = [batch.tables[group] for group in self._layout.groups]
         backend = self._run.cfg.serve.attention
         kept = Cache(self._layout.owners, tables, list(cache), backend)
-        with choosing(batch.rows.adapters_R), by_rows():
-            x_R1D = model.decode(batch.rows, kept, self._max_length)
-        return model.logits(x_R1D[batch.wanted_O])[:, 0], kept.arrays
+        return nnx.merge(self._graph, nnx.State(params)), kept
+
+    def _results(self) -> tuple[Any, Any, Any]:
+        """Shardings of logits, states of rows and cache."""
+        rows = NamedSharding(self._run.mesh, spec(("batch",), self._run.cfg.mesh.rules))
+        return self._everywhere, rows, self._shardings()
 
     def _empty(self) -> list[dict[str, jax.Array]]:
         layout = self._layout

@@ -96,7 +96,7 @@ def serve_flags(serve: ServeConfig, mesh: MeshSettings) -> list[str]:
         "--data-parallel-size": mesh.data if mesh.data > 1 else None,
     }
     if serve.speculate:
-        drafts = {"method": "ngram", "num_speculative_tokens": serve.speculate}
+        drafts = {"method": serve.draft, "num_speculative_tokens": serve.speculate}
         flags["--speculative-config"] = json.dumps(drafts)
     return [*words_of(flags), *["--no-enable-prefix-caching"] * (not serve.prefix_cache)]
 

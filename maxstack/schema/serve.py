@@ -42,12 +42,19 @@ class ServeConfig(Section):
     attention: PagedAttention = "auto"
     """The kernel of attention over cached pages; auto: the first that can serve."""
     speculate: NonNegativeInt = 0
-    """Tokens that are guessed from what came before (n-grams) and computed in one step; the answer
-    stays the same. 0: none."""
+    """Tokens that are guessed, and computed in one step; the answer stays the same. 0: none."""
+    draft: Literal["ngram", "mtp"] = "ngram"
+    """Source of guesses. ngram: what followed the same tokens earlier in the text; mtp: the model's
+    own modules of multi-token prediction, each of which guesses one token."""
 
     adapters: dict[str, str] = {}
     """Adapters by the names that requests choose them by: folders in PEFT's format, at paths or
     URLs."""
+
+    @property
+    def modules(self) -> int:
+        """Modules of multi-token prediction that run."""
+        return self.speculate if self.draft == "mtp" else 0
 
     def own_faults(self) -> Iterator[Fault]:
         if self.snapshot % self.page:

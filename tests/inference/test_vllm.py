@@ -27,6 +27,7 @@ HANDED = {
     "identical",
     "prefix_cache",
     "speculate",
+    "draft",
     "adapters",
 }
 
@@ -161,12 +162,17 @@ def test_what_vllm_cannot_take_is_refused_by_name(word, says, folder, vllm):
 
 def test_what_changes_no_answer_is_said_by_name(folder, vllm):
     words, _, printed = vllm(
-        folder, "serve.rows=32", "serve.queue=3", "serve.speculate=4", "serve.prefix_cache=false"
+        folder,
+        "serve.rows=32",
+        "serve.queue=3",
+        "serve.speculate=4",
+        "serve.draft=mtp",
+        "serve.prefix_cache=false",
     )
     assert "serve.rows=32: vLLM chooses" in printed and "serve.queue=3: with vLLM" in printed
     assert "serve.identical=check: not tried" in printed
     drafts = options(words)["--speculative-config"]
-    assert json.loads(drafts) == {"method": "ngram", "num_speculative_tokens": 4}
+    assert json.loads(drafts) == {"method": "mtp", "num_speculative_tokens": 4}
     assert "--no-enable-prefix-caching" in words
 
 
