@@ -22,13 +22,15 @@ from maxstack.schema.mesh import AXES
 
 GREEDY = Sampling(max_tokens=24, temperature=0.0)
 PROMPTS = [[7, 3, 9, 200, 31, 8, 77, 5, 6, 1, 90], [4, 5], [300] * 5, [11, 12, 13]]
+MLA = {"kind": "mla", "heads": 4, "kv_lora": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 8}
 SETTINGS = {"greedy": GREEDY, "sampled": dataclasses.replace(GREEDY, temperature=0.7, seed=3)}
 
 
-def engine_of(speculate, depth=1, bigram=False, mesh=(), **limits):
+def engine_of(speculate, depth=1, bigram=False, mesh=(), mixer=None, **limits):
     """An engine of a tiny model with random weights, or with those of a bigram: nothing but the
     last token counts, and each module knows it, so that its guesses are right."""
-    blocks = {"block": tiny.model()["blocks"]["global"]}
+    block = tiny.model()["blocks"]["global"]
+    blocks = {"block": block | {"mixer": mixer or block["mixer"]}}
     layers = {"layers": 1, "pattern": ["block"], "blocks": blocks}
     model = tiny.model(**layers, mtp={"block": "block", "depth": depth})
     serve = {"speculate": speculate, "draft": "mtp", "rows": 8, "page": 4}
@@ -64,8 +66,9 @@ def answers(engine, prompts, sampling):
     return [tokens[number] for number in numbers], steps
 
 
-def test_a_guess_is_what_training_predicts_from_the_same_tokens():
-    engine = engine_of(1)
+@pytest.mark.parametrize("mixer", [None, MLA], ids=["keys and values", "latents"])
+def test_a_guess_is_what_training_predicts_from_the_same_tokens(mixer):
+    engine = engine_of(1, mixer=mixer)
     model = nnx.merge(engine.programs._run.graph, nnx.State(initial(engine.cfg.model, 0)))
     number, compared = engine.add(PROMPTS[0], GREEDY), 0
     engine.add(PROMPTS[1], GREEDY)
