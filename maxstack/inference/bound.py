@@ -137,7 +137,8 @@ def held(cfg: "Config", sizes: Mapping[str, int]) -> list[Held]:
         kept = size / parts(axes, sizes)
         over = [axis for axis in names(rules["expert"]) if use == "experts" and axis in axes]
         gathered = tuple(axis for axis in axes if axis in batch and axis not in over)
-        unread = path.startswith("mtp/") or (use == "rows" and not cfg.model.head.tied)
+        unread = use == "rows" and not cfg.model.head.tied
+        unread |= path.startswith("mtp/") and not cfg.serve.modules
         read = 0.0 if unread or "per_layer_embed" in path else kept * parts(gathered, sizes)
         chosen, spread = 1.0, parts([axis for axis in over if axis in batch], sizes)
         if use == "experts":

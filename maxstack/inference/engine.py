@@ -5,7 +5,8 @@ answered depends on itself alone, not on what is computed beside it.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,7 +39,7 @@ class Engine:
         """`run` is assembled from `programs.serving(cfg)`; `params` are taken over, and deleted
         where they are replaced; None: `load` brings them."""
         self.cfg, self.max_length = run.cfg, max_length
-        self._layout = Layout.of(run.cfg.model)
+        self._layout = Layout.of(run.cfg.model, run.cfg.serve)
         self.adapters = adapters.names
         self.programs = Programs(run, self._layout, limits, max_length, adapters)
         self.programs.load(params)
@@ -112,19 +113,18 @@ class Engine:
         if not pieces:
             assert not self._tasks, "requests wait, and none can run"
             return []
-        batch, wanted, rows = self._batch(pieces)
-        x_RD, most = self.programs.forward(batch), self.programs.outputs[-1]
+        batch, wanted, firsts = self._batch(pieces)
+        x_RD = self.programs.forward(batch)
+        rows = [firsts[row.piece] + row.position - pieces[row.piece].start for row in wanted]
         tokens: dict[tuple[int, int], Token] = {}
         embeddings: dict[int, Any] = {}
-        for start in range(0, len(wanted), most):
-            some = wanted[start : start + most]
-            normed_OD, logits_OV = self.programs.head(x_RD, rows[start : start + most])
-            after = self._sampler.tokens(logits_OV, some)
-            for i, (row, token) in enumerate(zip(some, after, strict=True)):
-                tokens[row.task.number, row.position] = token
-                if row.task.sampling.embed:
-                    embeddings[row.task.number] = np.asarray(normed_OD, np.float32)[i]
+        for row, token, normed_D in self._chosen(x_RD, wanted, rows):
+            tokens[row.task.number, row.position] = token
+            if row.task.sampling.embed:
+                embeddings[row.task.number] = np.asarray(normed_D(), np.float32)
         outputs = [self._finished(piece, tokens) for piece in pieces]
+        if self.cfg.serve.modules:
+            self._look_further(x_RD, batch, pieces, firsts)
         return [
             dataclasses.replace(output, tokens=(), embedding=embeddings[output.request])
             if output.request in embeddings
@@ -133,8 +133,53 @@ class Engine:
             if output is not None
         ]
 
+    def _chosen(
+        self, x_RD: Any, wanted: Sequence[Wanted], rows: Sequence[int], module: int | None = None
+    ) -> Iterator[tuple[Wanted, Token, Callable[[], Any]]]:
+        """Wanted rows, the tokens after them by the model or a module of multi-token prediction,
+        and their normed states [D] for who asks; `rows` are their indices in the step."""
+        most = self.programs.outputs[-1]
+        for start in range(0, len(wanted), most):
+            some = wanted[start : start + most]
+            normed_OD, logits_OV = self.programs.head(x_RD, rows[start : start + most], module)
+            after = self._sampler.tokens(logits_OV, some)
+            for i, (row, token) in enumerate(zip(some, after, strict=True)):
+                yield row, token, functools.partial(normed_OD.__getitem__, i)
+
+    def _look_further(
+        self, x_RD: Any, batch: Batch, pieces: Sequence[Piece], firsts: Sequence[int]
+    ) -> None:
+        """Guesses of the tokens after those that a step gave, by modules of multi-token prediction;
+        they compute all its rows but those of wrong guesses, since they read their own keys.
+
+        A key of module m at p is of the token at p + 1 + m too: where that was a wrong guess, or
+        lies behind a cached prefix and another request went on otherwise, the key stays as it was.
+        That makes guesses a little worse, and changes no answer."""
+        next_R: Any = np.zeros_like(batch.rows.tokens_R)
+        positions_R: Any = np.array(batch.rows.positions_R)
+        rows, asked = [], []
+        for (task, start, size, _), first in zip(pieces, firsts, strict=True):
+            task.drafts = []
+            end = first + task.computed - start
+            positions_R[end : first + size] = -1
+            last = len(task.tokens) - task.computed == 1 and task.number in self._tasks
+            if last and not is_adjusted(task.sampling, len(task.tokens) - task.prompt):
+                rows.append(end - 1)
+                asked.append(task)
+        for module in range(self.cfg.serve.modules):
+            for (task, start, _, _), first in zip(pieces, firsts, strict=True):
+                known = [*task.tokens, *task.drafts]
+                after = known[start + 1 + module : task.computed + 1 + module]
+                next_R[first : first + len(after)] = after
+            own = batch.rows._replace(tokens_R=next_R.copy(), positions_R=positions_R)
+            x_RD = self.programs.forward(batch._replace(rows=own), x_RD, module)
+            wanted = [Wanted(task, len(task.tokens) - 1 + module, 0, None) for task in asked]
+            for row, token, _ in self._chosen(x_RD, wanted, rows, module):
+                row.task.drafts.append(token.token)
+
     def _batch(self, pieces: Sequence[Piece]) -> tuple[Batch, list[Wanted], list[int]]:
-        """A step of the pieces, and the rows whose logits are wanted, with their indices in it."""
+        """A step of the pieces, the rows whose logits are wanted, and the first row of each
+        piece."""
         rowed, wanted = [], []
         for task, start, size, drafts in pieces:
             tokens = [*task.tokens[start : start + size], *drafts]
@@ -150,8 +195,7 @@ class Engine:
                     target = task.tokens[position + 1]
                     wanted.append(Wanted(task, position, len(rowed) - 1, target))
         batch, firsts = self.programs.batch(rowed)
-        rows = [firsts[row.piece] + row.position - rowed[row.piece].start for row in wanted]
-        return batch, wanted, rows
+        return batch, wanted, firsts
 
     def _finished(self, piece: Piece, tokens: dict[tuple[int, int], Token]) -> Output | None:
         """Note what a piece gave; end its task where it is complete."""
@@ -214,4 +258,5 @@ class Engine:
         if is_adjusted(rules, length - task.prompt):
             return ()
         left = min(task.prompt + rules.max_tokens, self.max_length) - length - 1
-        return ngram(task.tokens, min(self.cfg.serve.speculate, left))
+        count = max(0, min(self.cfg.serve.speculate, left))
+        return task.drafts[:count] if self.cfg.serve.modules else ngram(task.tokens, count)

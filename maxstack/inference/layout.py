@@ -13,7 +13,9 @@ from maxstack.schema.mixers import Reach
 from maxstack.schema.parts import Cached
 from maxstack.schema.serve import ServeConfig
 
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
+QUANTIZED = {"int8": "int8", "fp8": "float8_e4m3fn"}
+"""serve.cache_dtype -> the type of the pages."""
 
 
 class Kept(NamedTuple):
@@ -34,7 +36,7 @@ class Kept(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Cached arrays of every layer, in their order."""
+    """Cached arrays of every layer, in their order, then of modules of multi-token prediction."""
 
     owners: tuple[int, ...]
     """The layer whose arrays each layer reads."""
@@ -47,10 +49,18 @@ class Layout:
     dtype: str
 
     @classmethod
-    def of(cls, cfg: DecoderConfig) -> "Layout":
+    def of(cls, cfg: DecoderConfig, serve: ServeConfig = ServeConfig()) -> "Layout":  # noqa: B008
         """The layout of a model. ConfigError where it cannot generate."""
         owners, arrays, reaches = [], [], []
-        for i, name in enumerate(cfg.order):
+        depth = cfg.mtp.depth if cfg.mtp else 0
+        if serve.modules > depth:
+            raise ConfigError(
+                f"serve.speculate={serve.speculate}: serve.draft=mtp guesses a token with each "
+                f"module of multi-token prediction, and the model has {depth}; use "
+                f"serve.speculate={depth}, or serve.draft=ngram"
+            )
+        further = [cfg.mtp.block] * serve.modules if cfg.mtp else []
+        for i, name in enumerate([*cfg.order, *further]):
             mixer = cfg.blocks[name].mixer
             key = f"model.blocks.{name}.mixer"
             if mixer.two_sided:
@@ -59,7 +69,7 @@ class Layout:
                     "token; `maxstack sample` is for models of masked diffusion"
                 )
             try:
-                arrays.append(mixer.cached())
+                arrays.append(_stored(mixer.cached(), serve.cache_dtype))
             except NotImplementedError:
                 raise ConfigError(
                     f"{key}: mixers of kind={mixer.kind} declare no cache, so the model cannot "
@@ -149,3 +159,13 @@ class Layout:
     def array_bytes(self, array: Cached) -> int:
         """Bytes of an array for a token or a request."""
         return math.prod(dim.size for dim in array.dims) * BYTES[array.dtype or self.dtype]
+
+
+def _stored(arrays: dict[str, Cached], cache_dtype: str | None) -> dict[str, Cached]:
+    """Arrays of a layer in the types that they are kept in: pages in low precision have a scale
+    for each array of each token beside them."""
+    if cache_dtype is None or "pages" not in arrays:
+        return arrays
+    dims = arrays["pages"].dims
+    pages = Cached(dims, dtype=QUANTIZED[cache_dtype])
+    return arrays | {"pages": pages, "scales": Cached(dims[:1], dtype="float32")}

@@ -1,6 +1,7 @@
 """Compiled programs of inference. Shapes: R rows of all replicas  O outputs  S slots  W pages of a
 request at most  D embed  V vocab."""
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,10 +15,12 @@ from maxstack.hardware.compiling import in_order, sparing
 from maxstack.inference.layout import Layout
 from maxstack.inference.scheduler import Copy, Limits
 from maxstack.kernels.backends import Choice, recording
+from maxstack.kernels.paged_attention import BITS
 from maxstack.layers.by_rows import by_rows
 from maxstack.layers.cache import Cache, Rows
 from maxstack.models.model import weights_of
 from maxstack.schema.mesh import parts
+from maxstack.schema.parts import Cached
 from maxstack.sharding import spec
 from maxstack.state import flat, tree
 from maxstack.weights.adapted_rows import with_adapters
@@ -109,12 +112,16 @@ class Programs:
         everywhere = NamedSharding(run.mesh, PartitionSpec())
         self._forward = jax.jit(
             run.within(self._step),
+            static_argnums=4,
             donate_argnums=1,
             out_shardings=(everywhere, self._shardings()),
             compiler_options=ordered | sparing(run.mesh),
         )
         self._head = jax.jit(
-            run.within(self._outputs), out_shardings=everywhere, compiler_options=ordered
+            run.within(self._outputs),
+            static_argnums=3,
+            out_shardings=everywhere,
+            compiler_options=ordered,
         )
         self._copy = jax.jit(
             self._copied,
@@ -147,7 +154,8 @@ class Programs:
                 lambda params: self._prepared(params, keep=True), self._run.abstract.params
             )
             cache = jax.eval_shape(self._empty)
-            jax.eval_shape(self._run.within(self._step), params, cache, batch)
+            step = functools.partial(self._run.within(self._step), x_RD=None, module=None)
+            jax.eval_shape(step, params, cache, batch)
         return choices
 
     def batch(self, pieces: Sequence[Rowed]) -> tuple[Batch, list[int]]:
@@ -184,10 +192,13 @@ class Programs:
         """Slots of a replica: nobody's, of requests, of snapshots."""
         return 1 + self.limits.requests + self.limits.snapshots
 
-    def forward(self, batch: Batch) -> jax.Array:
-        """What the last layer gives for each row of a step [R, D]; keys and values go to the
-        cache."""
-        x_RD, self.cache = self._forward(self._params, self.cache, batch)
+    def forward(
+        self, batch: Batch, x_RD: jax.Array | None = None, module: int | None = None
+    ) -> jax.Array:
+        """What the last block gives for each row of a step [R, D], or with `x_RD`, which is that of
+        the model or the module before, a module of multi-token prediction, for which `batch` holds
+        the tokens as `Decoder.decode_further` reads them; keys and values go to the cache."""
+        x_RD, self.cache = self._forward(self._params, self.cache, batch, x_RD, module)
         return x_RD
 
     @property
@@ -195,12 +206,14 @@ class Programs:
         """Numbers of rows whose logits are computed at a time."""
         return tuple(size for size in self.sizes if size <= OUTPUTS) or (OUTPUTS,)
 
-    def head(self, x_RD: jax.Array, rows: Sequence[int]) -> tuple[jax.Array, jax.Array]:
-        """(normed states [O, D], logits float32 [O, V]) of at most outputs[-1] rows of a step, and
-        of others after them."""
+    def head(
+        self, x_RD: jax.Array, rows: Sequence[int], module: int | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """(normed states [O, D], logits float32 [O, V]) of at most outputs[-1] rows, and of others
+        after them, of what `forward` or a module gave."""
         wanted_O = np.zeros(next(size for size in self.outputs if size >= len(rows)), np.int32)
         wanted_O[: len(rows)] = rows
-        return self._head(self._params, x_RD, wanted_O)
+        return self._head(self._params, x_RD, wanted_O, module)
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Copies of states between slots, one after the other."""
@@ -208,32 +221,47 @@ class Programs:
             first = copy.replica * self.slots
             self.cache = self._copy(self.cache, first + copy.source, first + copy.target)
 
-    def _step(self, params: Any, cache: Any, batch: Batch) -> tuple[jax.Array, Any]:
+    def _step(
+        self, params: Any, cache: Any, batch: Batch, x_RD: jax.Array | None, module: int | None
+    ) -> tuple[jax.Array, Any]:
         model = nnx.merge(self._graph, nnx.State(params))
         tables = [batch.tables[group] for group in self._layout.groups]
         backend = self._run.cfg.serve.attention
         kept = Cache(self._layout.owners, tables, list(cache), backend)
         with by_rows(self._group, batch.rows.adapters_R):
-            x_R1D = model.decode(batch.rows, kept, self._max_length)
+            if x_RD is None:
+                x_R1D = model.decode(batch.rows, kept, self._max_length)
+            else:
+                before, length = x_RD[:, None], self._max_length
+                x_R1D = model.decode_further(module, before, batch.rows, kept, length)
         return x_R1D[:, 0], kept.arrays
 
-    def _outputs(self, params: Any, x_RD: jax.Array, wanted_O: jax.Array) -> Any:
-        model, x_O1D = nnx.merge(self._graph, nnx.State(params)), x_RD[wanted_O][:, None]
+    def _outputs(
+        self, params: Any, x_RD: jax.Array, wanted_O: jax.Array, module: int | None
+    ) -> tuple[jax.Array, jax.Array]:
+        model = nnx.merge(self._graph, nnx.State(params))
+        norm = model.norm if module is None else model.mtp[f"{module}"].norm
         with by_rows(self._group):
+            x_O1D = norm(x_RD[wanted_O][:, None])
             return x_O1D[:, 0], model.logits(x_O1D)[:, 0]
 
     def _empty(self) -> list[dict[str, jax.Array]]:
-        cfg, layout = self._run.cfg.model, self._layout
+        layout = self._layout
         return [
             {
                 name: jnp.zeros(
                     (*self._leading(group, array.per_request), *(dim.size for dim in array.dims)),
-                    array.dtype or cfg.dtype,
+                    self._dtype(array),
                 )
                 for name, array in arrays.items()
             }
             for arrays, group in zip(layout.arrays, layout.groups, strict=True)
         ]
+
+    def _dtype(self, array: Cached) -> str:
+        dtype = array.dtype or self._run.cfg.model.dtype
+        on_cpu = self._run.mesh.devices.flat[0].platform == "cpu"
+        return BITS.get(dtype, dtype) if on_cpu and not array.per_request else dtype
 
     def _leading(self, group: int, per_request: bool) -> tuple[int, ...]:
         if per_request:

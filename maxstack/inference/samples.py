@@ -47,7 +47,7 @@ class Samples:
         )
         mesh = run.cfg.mesh.model_copy(update={"rules": rules})
         cfg = serving(run.cfg.model_copy(update={"mesh": mesh, "serve": serve}))
-        limits, length = limits_of(cfg, Layout.of(cfg.model), length, None)
+        limits, length = limits_of(cfg, Layout.of(cfg.model, cfg.serve), length, None)
         self._engine = Engine(assemble(cfg, run.mesh, trains=False), None, limits, length)
 
     def __call__(self, step: int, state: State) -> None:

@@ -40,6 +40,8 @@ class Task:
     """By group: the page of each piece of the tokens; 0 where it was given back."""
     hashes: list[bytes] = dataclasses.field(default_factory=list)
     """Of its full pages."""
+    drafts: list[int] = dataclasses.field(default_factory=list)
+    """Guesses of the next tokens by modules of multi-token prediction."""
     reported: int = 0
     """Tokens of the prompt whose log-probabilities were reported."""
     cached: int = 0

@@ -91,11 +91,12 @@ def serve_flags(serve: ServeConfig, mesh: MeshSettings) -> list[str]:
         "--max-num-seqs": serve.max_requests,
         "--max-model-len": serve.max_length,
         "--kv-cache-memory-bytes": serve.cache and int(serve.cache * 2**30 / mesh.tensor),
+        "--kv-cache-dtype": serve.cache_dtype and f"{serve.cache_dtype}_per_token_head",
         "--tensor-parallel-size": mesh.tensor,
         "--data-parallel-size": mesh.data if mesh.data > 1 else None,
     }
     if serve.speculate:
-        drafts = {"method": "ngram", "num_speculative_tokens": serve.speculate}
+        drafts = {"method": serve.draft, "num_speculative_tokens": serve.speculate}
         flags["--speculative-config"] = json.dumps(drafts)
     return [*words_of(flags), *["--no-enable-prefix-caching"] * (not serve.prefix_cache)]
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from jax import Array
 
 from maxstack.kernels.attention.request import Request
-from maxstack.kernels.paged_attention import paged_attention
+from maxstack.kernels.paged_attention import Quantized, paged_attention
 
 
 class Rows(NamedTuple):
@@ -50,10 +50,12 @@ class LayerCache:
         """Attention of each row over the pages of its request, into which `new_RCH` is written
         before: [R, N, V]. C are keys and values in turn, or with `value_dim` a key for all heads
         whose first numbers are the value."""
-        o_RNV, self.arrays["pages"] = paged_attention(
+        scales, kept = self.arrays.get("scales"), self.arrays["pages"]
+        pages = kept if scales is None else Quantized(kept, scales)
+        o_RNV, pages = paged_attention(
             q_RNH,
             new_RCH,
-            self.arrays["pages"],
+            pages,
             self.tables_SW,
             self.rows.slots_R,
             self.rows.positions_R,
@@ -62,6 +64,10 @@ class LayerCache:
             sinks_N=sinks_N,
             value_dim=value_dim,
         )
+        if isinstance(pages, Quantized):
+            self.arrays["pages"], self.arrays["scales"] = pages
+        else:
+            self.arrays["pages"] = pages
         return o_RNV
 
 

@@ -135,26 +135,40 @@ class Decoder(Model):
             return x_BTD, self._per_layer(tokens_BT, x_BTD) if self.cfg.per_layer else None
 
     def decode(self, rows: Rows, cache: Cache, length: int) -> Array:
-        """The normed residual stream [R, 1, D] of a step of inference, whose rows read and write
-        `cache`; `length` is the most tokens that a request may have.
+        """The residual stream [R, 1, D] after the last block of a step of inference; its rows read
+        and write `cache`; `length` is the most tokens that a request may have.
 
         Weights of the pattern's blocks are tuples by repetition in place of stacks: each layer
         reads arrays of its own.
         """
-        cfg, real_R = self.cfg, rows.positions_R >= 0
-        batch = {
-            "tokens": rows.tokens_R[:, None],
-            "positions": jnp.maximum(rows.positions_R, 0)[:, None],
-            "real": real_R[:, None],
-        }
-        context = _context(cfg, batch, 1, length)
-        x_R1D, extra_LR1P = self._entered(batch["tokens"], context)
+        context = self._decoding(rows, length)
+        x_R1D, extra_LR1P = self._entered(rows.tokens_R[:, None], context)
         for i, block in enumerate(self._unrolled()):
             layer = cache.layer(i, rows)
             here = dataclasses.replace(context, cache=layer)
             x_R1D, _ = block(x_R1D, here, _layer(extra_LR1P, i))
             cache.replace(i, layer.arrays)
-        return self.norm(x_R1D)
+        return x_R1D
+
+    def decode_further(
+        self, module: int, x_R1D: Array, rows: Rows, cache: Cache, length: int
+    ) -> Array:
+        """The state [R, 1, D] of a module of multi-token prediction, from what `decode`, or the
+        module before, gave for these rows; `rows` holds the tokens of which the module reads the
+        embeddings: module 0 that after each row's own, and so on."""
+        layer = cache.layer(self.cfg.layers + module, rows)
+        context = dataclasses.replace(self._decoding(rows, length), cache=layer)
+        next_R1D = self.embedded(rows.tokens_R[:, None])
+        x_R1D, _ = self.mtp[f"{module}"](x_R1D, next_R1D, context)
+        cache.replace(self.cfg.layers + module, layer.arrays)
+        return x_R1D
+
+    def _decoding(self, rows: Rows, length: int) -> Context:
+        batch = {
+            "positions": jnp.maximum(rows.positions_R, 0)[:, None],
+            "real": (rows.positions_R >= 0)[:, None],
+        }
+        return _context(self.cfg, batch, 1, length)
 
     def _unrolled(self) -> Iterator[Block]:
         """All blocks in their order."""

@@ -19,6 +19,9 @@ class ServeConfig(Section):
     cache: PositiveFloat | None = None
     """Size of the cache in GiB a replica; null: for max_requests of max_length, at most half of the
     memory that is free."""
+    cache_dtype: Literal["int8", "fp8"] | None = None
+    """Type of cached keys, values and latents, with a scale for each token and head; fp8 is
+    float8_e4m3fn; null: that of the activations. States of recurrent layers stay as they are."""
     max_length: PositiveInt | None = None
     """Tokens of a prompt and its answer together at most; null: as many as the model was made for,
     where its folder or its run say so."""
@@ -39,12 +42,19 @@ class ServeConfig(Section):
     attention: PagedAttention = "auto"
     """The kernel of attention over cached pages; auto: the first that can serve."""
     speculate: NonNegativeInt = 0
-    """Tokens that are guessed from what came before (n-grams) and computed in one step; the answer
-    stays the same. 0: none."""
+    """Tokens that are guessed, and computed in one step; the answer stays the same. 0: none."""
+    draft: Literal["ngram", "mtp"] = "ngram"
+    """Source of guesses. ngram: what followed the same tokens earlier in the text; mtp: the model's
+    own modules of multi-token prediction, each of which guesses one token."""
 
     adapters: dict[str, str] = {}
     """Adapters by the names that requests choose them by: folders in PEFT's format, at paths or
     URLs."""
+
+    @property
+    def modules(self) -> int:
+        """Modules of multi-token prediction that run."""
+        return self.speculate if self.draft == "mtp" else 0
 
     def own_faults(self) -> Iterator[Fault]:
         if self.snapshot % self.page:

@@ -21,11 +21,13 @@ from maxstack.schema.serve import ServeConfig
 NOTE = 'printf "%s\\n" "$@" > "$NOTED"; env > "$NOTED.env"; echo $$ > "$NOTED.pid"'
 HANDED = {
     "cache",
+    "cache_dtype",
     "max_length",
     "max_requests",
     "identical",
     "prefix_cache",
     "speculate",
+    "draft",
     "adapters",
 }
 
@@ -72,6 +74,7 @@ def options(words):
 def test_a_hugging_face_folder_is_handed_as_it_is_with_the_same_settings(folder, vllm):
     before = sorted(path.name for path in folder.iterdir())
     settings = ["serve.max_requests=7", "serve.max_length=99", "serve.cache=0.5", "mesh.tensor=2"]
+    settings.append("serve.cache_dtype=int8")
     words, environment, printed = vllm(
         folder, "--host", "127.0.0.1", "--port", "8123", "model.dtype=float32", *settings
     )
@@ -86,6 +89,7 @@ def test_a_hugging_face_folder_is_handed_as_it_is_with_the_same_settings(folder,
         "--max-num-seqs": "7",
         "--max-model-len": "99",
         "--kv-cache-memory-bytes": str(2**28),
+        "--kv-cache-dtype": "int8_per_token_head",
         "--tensor-parallel-size": "2",
         "--generation-config": "vllm",
         "--shutdown-timeout": "3600",
@@ -158,12 +162,17 @@ def test_what_vllm_cannot_take_is_refused_by_name(word, says, folder, vllm):
 
 def test_what_changes_no_answer_is_said_by_name(folder, vllm):
     words, _, printed = vllm(
-        folder, "serve.rows=32", "serve.queue=3", "serve.speculate=4", "serve.prefix_cache=false"
+        folder,
+        "serve.rows=32",
+        "serve.queue=3",
+        "serve.speculate=4",
+        "serve.draft=mtp",
+        "serve.prefix_cache=false",
     )
     assert "serve.rows=32: vLLM chooses" in printed and "serve.queue=3: with vLLM" in printed
     assert "serve.identical=check: not tried" in printed
     drafts = options(words)["--speculative-config"]
-    assert json.loads(drafts) == {"method": "ngram", "num_speculative_tokens": 4}
+    assert json.loads(drafts) == {"method": "mtp", "num_speculative_tokens": 4}
     assert "--no-enable-prefix-caching" in words
 
 

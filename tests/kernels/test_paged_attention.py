@@ -9,7 +9,7 @@ import pytest
 
 from maxstack.kernels.attention import attention
 from maxstack.kernels.attention.request import Request
-from maxstack.kernels.paged_attention import OP, paged_attention
+from maxstack.kernels.paged_attention import BITS, OP, Quantized, paged_attention, quantized
 
 PAGE, WIDTH, HEADS, KV, SIZE = 4, 80, 6, 2, 8
 SLOTS, POSITIONS = (
@@ -64,6 +64,48 @@ def test_a_backend_computes_the_definition_and_writes_the_same_pages(backend, na
     assert (ours[1] == wanted[1]).all()
 
 
+def in_low_precision(pages, dtype):
+    """Pages as the cache keeps them, and the numbers that they stand for."""
+    numbers, scales = quantized(pages, jnp.dtype(dtype))
+    kept = numbers.view(BITS[dtype]) if dtype in BITS else numbers
+    return Quantized(kept, scales), numbers.astype(jnp.float32) * scales[..., None]
+
+
+@pytest.mark.parametrize("dtype, step", [("int8", 1 / 254), ("float8_e4m3fn", 1 / 28)])
+def test_low_precision_is_within_half_a_step_of_the_largest_number(dtype, step):
+    # int8: 127 steps; e4m3: the largest numbers, 256 to 448, lie 32 apart
+    x = inputs()[2]
+    error = np.abs(in_low_precision(x, dtype)[1] - x)
+    assert (error <= np.abs(x).max(-1, keepdims=True) * step * 1.0001).all()
+    assert (error > 0).any()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("latent", [False, True], ids=["keys and values", "latents"])
+@pytest.mark.parametrize("backend", OP.names)
+def test_low_precision_is_attention_over_what_it_stands_for(backend, latent, dtype):
+    q, new, pages, tables = inputs(1 if latent else 2 * KV)
+    kept, pages = in_low_precision(pages, dtype)
+    new = in_low_precision(new, dtype)[1]
+    rest = tables, SLOTS, POSITIONS, REQUESTS["window"]
+    value_dim = SIZE - 3 if latent else None
+    wanted, after = run(q, new, pages, *rest, "reference", value_dim=value_dim)
+    o, (numbers, scales) = run(q, new, kept, *rest, backend, value_dim=value_dim)
+    assert np.abs(o - wanted).max() < 1e-5
+    stood = numbers.view(dtype).astype(jnp.float32) * scales[..., None]
+    assert np.allclose(stood, after, rtol=1e-6, atol=1e-20)
+
+
+@pytest.mark.parametrize("backend", OP.names)
+def test_bits_of_small_floats_are_those_floats(backend):
+    q, new, pages, tables = (x.astype(jnp.bfloat16) for x in inputs())
+    tables, pages = inputs()[3], pages.astype(jnp.bfloat16)
+    rest = tables, SLOTS, POSITIONS, Request(0.3), backend
+    wanted, after = run(q, new, pages, *rest)
+    o, bits = run(q, new, pages.view(BITS["bfloat16"]), *rest)
+    assert (o == wanted).all() and (bits.view("bfloat16") == after).all()
+
+
 @pytest.mark.parametrize("backend", OP.names)
 def test_a_latent_is_the_key_of_all_heads_and_its_first_numbers_the_value(backend):
     q, new, pages, tables = inputs(1)
@@ -86,9 +128,12 @@ def test_the_definition_is_attention_over_the_whole_text():
     assert np.abs(o[:6] - wanted[0, 150:]).max() < 2e-6
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("backend", OP.names)
-def test_a_row_has_the_same_bits_alone_and_beside_others(backend):
+def test_a_row_has_the_same_bits_alone_and_beside_others(backend, dtype):
     q, new, pages, tables = inputs()
+    if dtype != "float32":
+        pages, _ = in_low_precision(pages, dtype)
     together = run(q, new, pages, tables, SLOTS, POSITIONS, Request(0.3), backend)[0]
     alone = np.where(np.arange(len(SLOTS)) == 2, POSITIONS, -1)
     # its request's earlier rows are in the pages already

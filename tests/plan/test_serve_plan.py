@@ -86,6 +86,13 @@ def test_mla_keeps_its_latent_and_one_rotated_key():
     assert planned(config(MLA)).token == 4 * (16 + 4) * 2
 
 
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_a_cache_in_low_precision_keeps_a_byte_a_number_and_scales(dtype):
+    keys_values, latents = (planned(config(m, serve={"cache_dtype": dtype})) for m in (MIXER, MLA))
+    assert keys_values.token == 4 * 2 * 2 * (8 + 4)
+    assert latents.token == 4 * (16 + 4 + 4)
+
+
 def test_recurrent_layers_keep_a_state_of_each_request_and_snapshots():
     mixer = {
         "kind": "gated_delta", "key_heads": 2, "key_dim": 8, "value_heads": 4, "value_dim": 8,

@@ -7,7 +7,7 @@ value)  H head dim  V value dim.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,25 @@ OP = Op(
 )
 
 
+BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}
+"""Type of numbers -> integers that pages on CPUs hold in their place: XLA would convert the whole
+cache, there and back, around each gather and scatter of such numbers."""
+
+
+class Quantized(NamedTuple):
+    """Pages in low precision: the numbers times the scales are what is kept."""
+
+    numbers_PLCH: jax.Array
+    """int8 or float8_e4m3fn, that on CPUs by `BITS`."""
+    scales_PLC: jax.Array
+    """float32: of each token's each array."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[P, L, C, H]."""
+        return self.numbers_PLCH.shape
+
+
 class Inputs(NamedTuple):
     """Arrays of one call on one device, for a backend's `run(inputs, request, value_dim)`."""
 
@@ -39,6 +58,8 @@ class Inputs(NamedTuple):
     sinks_N: jax.Array | None
     kv_heads: jax.Array | None
     """Numbers of the kv heads that the queries read; None: all in their order."""
+    scales_PLC: jax.Array | None = None
+    """Those of `Quantized`; None: the pages are as they are."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +76,7 @@ class PagedCase:
     head_dim: int
     value_dim: int
     dtype: str
+    cache_dtype: str
     latent: bool
     sinks: bool
     device: Device
@@ -68,7 +90,7 @@ class PagedCase:
 def paged_attention(
     q_RNH: jax.Array,
     new_RCH: jax.Array | None,
-    pages_PLCH: jax.Array,
+    pages_PLCH: jax.Array | Quantized,
     tables_SW: jax.Array,
     slots_R: jax.Array,
     positions_R: jax.Array,
@@ -77,7 +99,7 @@ def paged_attention(
     *,
     sinks_N: jax.Array | None = None,
     value_dim: int | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, Any]:
     """(softmax(scores) v [R, N, V] in q's dtype, the pages with `new_RCH` at its places).
 
     Row r is the token at `positions_R[r]` (-1: nobody's, gives zeros) of the request whose pages
@@ -91,6 +113,7 @@ def paged_attention(
         pages = pages if new is None else _written(new, pages, tables, slots, positions)
         kv = kv_heads.shape[0] if kv_heads is not None else -(-pages.shape[2] // 2)
         latent = value_dim is not None
+        kept, scales = pages if isinstance(pages, Quantized) else (pages, None)
         case = PagedCase(
             request,
             q.shape[0],
@@ -101,12 +124,13 @@ def paged_attention(
             pages.shape[3],
             value_dim or pages.shape[3],
             q.dtype.name,
+            number_type(kept).name,
             latent,
             sinks is not None,
             Device.here(),
         )
         run = OP[OP.choose(case, backend).backend].run
-        inputs = Inputs(q, pages, tables[slots], positions, sinks, kv_heads)
+        inputs = Inputs(q, kept, tables[slots], positions, sinks, kv_heads, scales)
         return run(inputs, request, value_dim), pages
 
     with jax.named_scope("paged_attention"):
@@ -141,21 +165,59 @@ def paged_attention(
 
 def _written(
     new_RCH: jax.Array,
-    pages_PLCH: jax.Array,
+    pages_PLCH: jax.Array | Quantized,
     tables_SW: jax.Array,
     slots_R: jax.Array,
     positions_R: jax.Array,
-) -> jax.Array:
+) -> jax.Array | Quantized:
     """The pages with the rows' arrays; those of rows that are nobody's go to page 0 as zeros.
 
     What is not finite becomes 0: a page may be read by its next owner, masked, before it is written
     anew, and 0 times infinity is not 0. The row itself has it in its residual stream."""
     length, real_R = pages_PLCH.shape[1], positions_R >= 0
     at_R = jnp.maximum(positions_R, 0)
-    page_R = jnp.where(real_R, tables_SW[slots_R, at_R // length], 0)
-    new_RCH = new_RCH.astype(pages_PLCH.dtype)
-    new_RCH = jnp.where(real_R[:, None, None] & jnp.isfinite(new_RCH), new_RCH, 0)
-    return pages_PLCH.at[page_R, at_R % length].set(new_RCH)
+    where = jnp.where(real_R, tables_SW[slots_R, at_R // length], 0), at_R % length
+
+    def finite(x_RCH: jax.Array) -> jax.Array:
+        return jnp.where(real_R[:, None, None] & jnp.isfinite(x_RCH), x_RCH, 0)
+
+    if not isinstance(pages_PLCH, Quantized):
+        new_RCH = _as_kept(finite(new_RCH.astype(number_type(pages_PLCH))), pages_PLCH)
+        return pages_PLCH.at[where].set(new_RCH)
+    numbers_PLCH, scales_PLC = pages_PLCH
+    numbers_RCH, scales_RC = quantized(finite(new_RCH), number_type(numbers_PLCH))
+    numbers_PLCH = numbers_PLCH.at[where].set(_as_kept(numbers_RCH, numbers_PLCH))
+    return Quantized(numbers_PLCH, scales_PLC.at[where].set(scales_RC))
+
+
+def number_type(pages_PLCH: jax.Array) -> Any:
+    """Type of the numbers that pages hold, as they are or as `BITS`."""
+    name = pages_PLCH.dtype.name
+    return jnp.dtype({bits: number for number, bits in BITS.items()}.get(name, name))
+
+
+def _as_kept(x: jax.Array, pages_PLCH: jax.Array) -> jax.Array:
+    same = x.dtype == pages_PLCH.dtype
+    return x if same else jax.lax.bitcast_convert_type(x, pages_PLCH.dtype)
+
+
+def quantized(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Numbers of `dtype` [.., H] and float32 scales [..], whose products are nearly `x`: the
+    largest number of each row becomes that of the type."""
+    x, whole = x.astype(jnp.float32), jnp.issubdtype(dtype, jnp.integer)
+    most = jnp.iinfo(dtype).max if whole else jnp.finfo(dtype).max
+    scales = jnp.maximum(jnp.abs(x).max(-1), 1e-30) / float(most)
+    numbers = x / scales[..., None]
+    return (jnp.round(numbers) if whole else numbers).astype(dtype), scales
+
+
+def read_pages(inputs: Inputs, ids: jax.Array, dtype: Any) -> jax.Array:
+    """Pages with these numbers [.., L, C, H] in `dtype`."""
+    kept, own = inputs.pages_PLCH[ids], number_type(inputs.pages_PLCH)
+    kept = kept if kept.dtype == own else jax.lax.bitcast_convert_type(kept, own)
+    if inputs.scales_PLC is not None:
+        kept = kept.astype(jnp.float32) * inputs.scales_PLC[ids][..., None]
+    return kept.astype(dtype)
 
 
 def keys_and_values(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from maxstack.kernels.attention.request import Request
 from maxstack.kernels.backends import multiplied
-from maxstack.kernels.paged_attention import Inputs, keys_and_values
+from maxstack.kernels.paged_attention import Inputs, keys_and_values, read_pages
 
 BLOCK = 128
 """Keys of a block. Blocks lie at fixed positions of a request and one that a row does not see
@@ -21,7 +21,7 @@ Softmax = tuple[jax.Array, jax.Array, jax.Array]
 
 def run(inputs: Inputs, request: Request, value_dim: int | None) -> jax.Array:
     """Online softmax over the blocks from the first to the last that any row sees."""
-    q_RNH, pages_PLCH, tables_RW, positions_R, sinks_N, kv_heads = inputs
+    q_RNH, pages_PLCH, tables_RW, positions_R, sinks_N, kv_heads, _ = inputs
     rows, heads, size = q_RNH.shape
     length = pages_PLCH.shape[1]
     pages = max(1, BLOCK // length)
@@ -36,7 +36,7 @@ def run(inputs: Inputs, request: Request, value_dim: int | None) -> jax.Array:
 
     def step(j: jax.Array, carry: Softmax) -> Softmax:
         ids = jax.lax.dynamic_slice_in_dim(tables_RW, j * pages, pages, axis=1)
-        kept = pages_PLCH[ids].reshape(rows, block, *pages_PLCH.shape[2:]).astype(dtype)
+        kept = read_pages(inputs, ids, dtype).reshape(rows, block, *pages_PLCH.shape[2:])
         k_RBKH, v_RBKV = keys_and_values(kept, value_dim, kv_heads)
         scores = jnp.einsum("RKGH,RBKH->RKGB", q_RKGH, k_RBKH, preferred_element_type=jnp.float32)
         scores = capped(scores * request.scale, request)

@@ -4,15 +4,15 @@ import jax
 import jax.numpy as jnp
 
 from maxstack.kernels.attention.request import Request
-from maxstack.kernels.paged_attention import Inputs, keys_and_values
+from maxstack.kernels.paged_attention import Inputs, keys_and_values, read_pages
 from maxstack.kernels.paged_attention.blockwise import capped, first_seen
 
 
 def run(inputs: Inputs, request: Request, value_dim: int | None) -> jax.Array:
     """Softmax over the keys of each row's request, in float32."""
-    q_RNH, pages_PLCH, tables_RW, positions_R, sinks_N, kv_heads = inputs
+    q_RNH, pages_PLCH, tables_RW, positions_R, sinks_N, kv_heads, _ = inputs
     rows, heads, size = q_RNH.shape
-    kept = pages_PLCH[tables_RW].reshape(rows, -1, *pages_PLCH.shape[2:]).astype(jnp.float32)
+    kept = read_pages(inputs, tables_RW, jnp.float32).reshape(rows, -1, *pages_PLCH.shape[2:])
     k_RSKH, v_RSKV = keys_and_values(kept, value_dim, kv_heads)
     q_RKGH = q_RNH.astype(jnp.float32).reshape(rows, k_RSKH.shape[2], -1, size)
     exact = jax.lax.Precision.HIGHEST

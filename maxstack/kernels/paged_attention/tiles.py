@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from maxstack.kernels.attention.request import Request
 from maxstack.kernels.backends import multiplied
-from maxstack.kernels.paged_attention import Inputs, keys_and_values
+from maxstack.kernels.paged_attention import Inputs, keys_and_values, read_pages
 from maxstack.kernels.paged_attention.blockwise import (
     BLOCK,
     Softmax,
@@ -25,7 +25,7 @@ from maxstack.kernels.paged_attention.blockwise import (
 def run(inputs: Inputs, request: Request, value_dim: int | None) -> jax.Array:
     """Online softmax over the blocks that a tile sees. A row is computed as one of a tile's,
     whatever stands beside it."""
-    q_RNH, pages_PLCH, tables_RW, positions_R, sinks_N, kv_heads = inputs
+    q_RNH, pages_PLCH, tables_RW, positions_R, sinks_N, kv_heads, _ = inputs
     rows, heads, size = q_RNH.shape
     length, dtype = pages_PLCH.shape[1], multiplied(q_RNH.dtype)
     pages = max(1, BLOCK // length)
@@ -60,7 +60,7 @@ def run(inputs: Inputs, request: Request, value_dim: int | None) -> jax.Array:
 
             def step(j: jax.Array, carry: Softmax) -> Softmax:
                 ids = jax.lax.dynamic_slice_in_dim(tables_RW[start], j * pages, pages)
-                kept = pages_PLCH[ids].reshape(block, *pages_PLCH.shape[2:]).astype(dtype)
+                kept = read_pages(inputs, ids, dtype).reshape(block, *pages_PLCH.shape[2:])
                 # XLA on a CPU is twice as fast where heads come first in memory already
                 k_KBH, v_KBV = (
                     x.swapaxes(0, 1) for x in keys_and_values(kept, value_dim, kv_heads)

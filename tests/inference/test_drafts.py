@@ -1,0 +1,125 @@
+"""Guesses by modules of multi-token prediction: those of training's forward pass, and answers as
+without them."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from flax import nnx
+
+from maxstack import sharding
+from maxstack.errors import ConfigError
+from maxstack.inference.engine import Engine
+from maxstack.inference.layout import Layout
+from maxstack.inference.programs import serving
+from maxstack.inference.request import Sampling
+from maxstack.inference.scheduler import Limits
+from maxstack.models.model import initial
+from maxstack.run import assemble
+from maxstack.schema.mesh import AXES
+
+GREEDY = Sampling(max_tokens=24, temperature=0.0)
+PROMPTS = [[7, 3, 9, 200, 31, 8, 77, 5, 6, 1, 90], [4, 5], [300] * 5, [11, 12, 13]]
+MLA = {"kind": "mla", "heads": 4, "kv_lora": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 8}
+SETTINGS = {"greedy": GREEDY, "sampled": dataclasses.replace(GREEDY, temperature=0.7, seed=3)}
+
+
+def engine_of(speculate, depth=1, bigram=False, mesh=(), mixer=None, **limits):
+    """An engine of a tiny model with random weights, or with those of a bigram: nothing but the
+    last token counts, and each module knows it, so that its guesses are right."""
+    block = tiny.model()["blocks"]["global"]
+    blocks = {"block": block | {"mixer": mixer or block["mixer"]}}
+    layers = {"layers": 1, "pattern": ["block"], "blocks": blocks}
+    model = tiny.model(**layers, mtp={"block": "block", "depth": depth})
+    serve = {"speculate": speculate, "draft": "mtp", "rows": 8, "page": 4}
+    sizes = dict.fromkeys(AXES, 1) | dict(mesh)
+    rules = {"seq": (), "residual": ()}
+    cfg = serving(tiny.config(model=model, serve=serve, mesh=sizes | {"rules": rules}))
+    devices = jax.devices()[: np.prod([*sizes.values()])]
+    run = assemble(cfg, sharding.make_mesh(cfg.mesh, devices), trains=False)
+    params = nnx.traversals.flatten_mapping(initial(cfg.model, 0))
+    for path in params if bigram else ():
+        if path[-1] in ("out", "down"):
+            params[path] = params[path] * 0
+        if path[0] == "mtp" and path[-1] == "project":
+            params[path] = params[path].at[:].set(0).at[0].set(np.eye(cfg.model.embed))
+    params = nnx.traversals.unflatten_mapping(params)
+    params = jax.tree.map(
+        lambda x, like: jax.device_put(x, like.sharding), params, run.abstract.params
+    )
+    pages = (60,) * len(Layout.of(cfg.model, cfg.serve).reaches)
+    given = Limits(**{"rows": 8, "page": 4, "pages": pages, "requests": 4, **limits})
+    engine = Engine(run, params, given, 64)
+    engine.programs.sizes = engine.programs.sizes[-1:]
+    return engine
+
+
+def answers(engine, prompts, sampling):
+    """Tokens of each answer, and the number of steps."""
+    numbers, tokens, steps = [engine.add(prompt, sampling) for prompt in prompts], {}, 0
+    while engine.busy:
+        steps += 1
+        for output in engine.step():
+            tokens.setdefault(output.request, []).extend(token.token for token in output.tokens)
+    return [tokens[number] for number in numbers], steps
+
+
+@pytest.mark.parametrize("mixer", [None, MLA], ids=["keys and values", "latents"])
+def test_a_guess_is_what_training_predicts_from_the_same_tokens(mixer):
+    engine = engine_of(1, mixer=mixer)
+    model = nnx.merge(engine.programs._run.graph, nnx.State(initial(engine.cfg.model, 0)))
+    number, compared = engine.add(PROMPTS[0], GREEDY), 0
+    engine.add(PROMPTS[1], GREEDY)
+    while task := engine.task(number):
+        engine.step()
+        if not task.drafts:
+            continue
+        tokens = np.array([task.tokens])
+        x, _, context = model.trunk({"tokens": tokens[:, :-1]})
+        x, _ = model.mtp["0"](x, model.embedded(tokens[:, 1:]), context)
+        logits = model.logits(model.mtp["0"].norm(x))[0, -1]
+        assert task.drafts == [int(logits.argmax())]
+        compared += 1
+    assert compared > 20
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_guesses_that_are_right_save_steps_and_change_no_answer(name, depth):
+    plain, long = answers(engine_of(0, depth, True), PROMPTS, SETTINGS[name])
+    engine = engine_of(depth, depth, True)
+    made, steps = answers(engine, PROMPTS, SETTINGS[name])
+    assert made == plain and engine.accepted > 0.8 * engine.drafted > 0
+    assert steps < 0.8 * long
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_guesses_that_are_wrong_change_no_answer(name):
+    plain, _ = answers(engine_of(0), PROMPTS, SETTINGS[name])
+    engine = engine_of(1)
+    assert answers(engine, PROMPTS, SETTINGS[name])[0] == plain
+    assert engine.drafted > engine.accepted
+
+
+def test_answers_with_guesses_are_the_same_alone_preempted_and_after_a_prefix_hit():
+    sampling = dataclasses.replace(SETTINGS["sampled"], logprobs=2)
+    roomy = engine_of(1, bigram=True)
+    alone = [answers(roomy, [prompt], sampling)[0][0] for prompt in PROMPTS]
+    assert answers(roomy, PROMPTS, sampling)[0] == alone
+    assert roomy.scheduler.hits > 0
+    tight = engine_of(1, bigram=True, pages=(14,) * len(roomy.scheduler.pools[0]))
+    assert answers(tight, PROMPTS, sampling)[0] == alone
+    assert tight.scheduler.preemptions > 0
+
+
+def test_a_mesh_of_devices_guesses_as_one_device_does():
+    whole, split = (engine_of(1, bigram=True, mesh=mesh) for mesh in ({}, {"tensor": 2, "data": 2}))
+    assert answers(split, PROMPTS, GREEDY)[0] == answers(whole, PROMPTS, GREEDY)[0]
+    assert split.accepted > 0
+
+
+def test_more_guesses_than_modules_are_refused():
+    with pytest.raises(ConfigError, match="the model has 1; use serve.speculate=1"):
+        engine_of(2)
