@@ -18,6 +18,7 @@ from maxstack.kernels.paged_attention.blockwise import (
     first_seen,
     mean,
 )
+from maxstack.kernels.paged_attention.runs import tiles
 
 TILE = 4
 """Rows of a tile: with more, a prompt reads its keys less often, and a row alone computes more for
@@ -36,7 +37,7 @@ def run(inputs: Inputs, request: Request, value_dim: int | None) -> jax.Array:
     sample = jax.eval_shape(lambda: keys_and_values(pages_PLCH[0], value_dim, kv_heads))
     kv, value_size = sample[1].shape[1:]
     groups = heads // kv
-    starts_R, count = _tiles(tables_RW, positions_R)
+    starts_R, counts_R, _, count = tiles(tables_RW, positions_R, TILE)
     first_R = first_seen(request, positions_R)
 
     def padded(x: jax.Array, fill: int) -> jax.Array:
@@ -52,9 +53,7 @@ def run(inputs: Inputs, request: Request, value_dim: int | None) -> jax.Array:
         q_TNH, at_T, first_T = (
             jax.lax.dynamic_slice_in_dim(x, start, TILE) for x in (q, at, first)
         )
-        # consecutive positions are one request's: others begin anew, or are nobody's
-        mine_T = at_T == at_T[0] + jnp.arange(TILE)
-        mine_T &= jnp.arange(TILE) + start < jnp.append(starts_R, rows)[i + 1]
+        mine_T = jnp.arange(TILE) < counts_R[i]
         last = jnp.where(mine_T, at_T, 0).max() // block
         lowest = jnp.where(mine_T, first_T, first_T[0]).min() // block
         q_KMH = q_TNH.reshape(TILE, kv, groups, size).swapaxes(0, 1).reshape(kv, -1, size)
@@ -80,15 +79,3 @@ def run(inputs: Inputs, request: Request, value_dim: int | None) -> jax.Array:
 
     none = jnp.zeros((rows + TILE, heads, value_size), q_RNH.dtype)
     return jax.lax.fori_loop(0, count, tile, none)[:rows]
-
-
-def _tiles(tables_RW: jax.Array, positions_R: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The first row of each tile, in order, [R] and `rows` beyond the last; and how many there are.
-    A tile has rows of one request, at consecutive positions."""
-    rows = positions_R.shape[0]
-    index_R = jnp.arange(rows)
-    before_R = jnp.roll(positions_R, 1)
-    same_R = (positions_R == before_R + 1) & (tables_RW == jnp.roll(tables_RW, 1, axis=0)).all(1)
-    begin_R = jax.lax.cummax(jnp.where(same_R & (index_R > 0), 0, index_R))
-    first_R = ((index_R - begin_R) % TILE == 0) & (positions_R >= 0)
-    return jnp.sort(jnp.where(first_R, index_R, rows)), first_R.sum()
