@@ -22,6 +22,8 @@ OP = Op(
     "paged_attention",
     (
         Backend("tiles", f"{__name__}.tiles", ("cpu",)),
+        Backend("pallas_gpu", f"{__name__}.pallas_gpu", ("gpu",)),
+        Backend("pallas_tpu", f"{__name__}.pallas_tpu", ("tpu",)),
         Backend("blockwise", f"{__name__}.blockwise"),
         Backend("reference", f"{__name__}.reference"),
     ),
@@ -58,6 +60,8 @@ class PagedCase:
     latent: bool
     sinks: bool
     device: Device
+    numbered: bool = False
+    """The queries read some of the kv heads, by their numbers."""
 
     @property
     def shape_class(self) -> Mapping[str, int | str]:
@@ -104,6 +108,7 @@ def paged_attention(
             latent,
             sinks is not None,
             Device.here(),
+            kv_heads is not None,
         )
         run = OP[OP.choose(case, backend).backend].run
         inputs = Inputs(q, pages, tables[slots], positions, sinks, kv_heads)

@@ -13,39 +13,34 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from maxstack.kernels.attention.pallas_tpu_kernels import MEMORY
+from maxstack.kernels.attention.pallas_tpu_tiles import LANES
 from maxstack.kernels.attention.request import Request
 from maxstack.kernels.paged_attention import Inputs, PagedCase
 from maxstack.kernels.paged_attention.blockwise import BLOCK, LOWEST, capped
 from maxstack.kernels.paged_attention.runs import tiles
 
-LANES, SUBLANES = 128, 8
+SUBLANES = 8
 TALL = 64
 """Rows times heads that are multiplied together, or the heads of a row where they are more."""
-MEMORY = 48 << 20
-"""Bytes of vector memory that the kernel may take."""
 
 
 def supports(case: PagedCase) -> str | None:
-    """Pages that XLA keeps in the order in which the kernel fetches them: it would copy the whole
-    cache in each step otherwise."""
-    arrays = 1 if case.latent else 2 * case.kv_heads
+    """The reason why this kernel cannot serve; None: it can. Other numbers of kv heads XLA keeps in
+    an order in which no page can be fetched, and would copy the whole cache for."""
     if case.dtype not in ("bfloat16", "float32"):
         return f"{case.dtype} is neither bfloat16 nor float32"
-    if False:
-        return "its devices have some of the kv heads of their pages; mesh.tensor would have to " \
-            "divide kv_heads"
-    if case.head_dim % LANES or case.value_dim % LANES:
-        return f"head_dim {case.head_dim} is not a multiple of {LANES}: XLA would copy the cache"
+    if case.numbered:
+        return f"each device reads some of the {case.kv_heads} kv_heads that its pages hold"
+    arrays = 1 if case.latent else 2 * case.kv_heads
     if arrays > 4 and arrays % SUBLANES:
         return f"{case.kv_heads} kv_heads are not 1, 2 or a multiple of 4: XLA would copy the cache"
     if case.page % SUBLANES:
-        return f"serve.page {case.page} is not a multiple of {SUBLANES}"
-    size = 2 if case.dtype == "bfloat16" else 4
-    wide, tall = _tall(case.heads // (arrays // 2 or 1))
-    block = 2 * max(BLOCK, case.page) * arrays * case.head_dim * size
-    rows = 20 * wide * tall * (arrays // 2 or 1) * max(LANES, case.head_dim)
-    if block + rows > MEMORY // 2:
-        return f"pages of {case.page} tokens or {case.heads} heads do not fit into vector memory"
+        return f"page {case.page} is not a multiple of {SUBLANES}"
+    (tall, groups), size = _tall(case.heads // case.kv_heads), max(LANES, case.head_dim)
+    fetched = 2 * max(BLOCK, case.page) * arrays * size * jnp.dtype(case.dtype).itemsize
+    if fetched + 40 * case.kv_heads * tall * groups * size > MEMORY // 2:
+        return f"page {case.page} and {case.heads} heads take more than {MEMORY // 2} bytes of VMEM"
     return None
 
 
@@ -63,8 +58,8 @@ def run(
     tall, groups = _tall(heads // kv)
     tables_RW = jnp.pad(tables_RW, ((0, 0), (0, -tables_RW.shape[1] % per_block)))
     width = tables_RW.shape[1]
-    starts_R, counts_R, tile_R, count = tiles(tables_RW, positions_R, tall)
-    at_R = positions_R[jnp.minimum(starts_R, rows - 1)]
+    starts_R, counts_R, tile_R, number = tiles(tables_RW, positions_R, tall)
+    starts_R = jnp.minimum(starts_R, rows - 1)
 
     def by_head(x: jax.Array, fill: float) -> jax.Array:
         """[.., N, ?] -> [K, .., G, ?]"""
@@ -81,10 +76,11 @@ def run(
         functools.partial(_kernel, request=request, dtype=q_RNH.dtype, sinks=sinks_N is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(count,),
+            grid=(jnp.maximum(number, 1),),
             in_specs=[
                 pl.BlockSpec(
-                    (None, 1, width), lambda i, starts, *_: (starts[i], 0, 0),
+                    (None, 1, width),
+                    lambda i, starts, *_: (starts[i], 0, 0),
                     memory_space=pltpu.SMEM,
                 ),
                 pl.BlockSpec(
@@ -105,7 +101,7 @@ def run(
         out_shape=jax.ShapeDtypeStruct((rows, *shape), q_RNH.dtype),
         name="paged_attention",
         interpret=interpret,
-    )(starts_R, counts_R, at_R, tables_RW[:, None], q_KRGH, begin_KM, pages)
+    )(starts_R, counts_R, positions_R[starts_R], tables_RW[:, None], q_KRGH, begin_KM, pages)
     o_RKGV = o_XKTGV[tile_R, :, jnp.arange(rows) - starts_R[tile_R], : heads // kv]
     o_RKGV = jnp.where((positions_R >= 0)[:, None, None, None], o_RKGV, 0)
     return o_RKGV.reshape(rows, heads, value_size)
@@ -118,21 +114,22 @@ def _tall(groups: int) -> tuple[int, int]:
 
 
 def _kernel(
-    starts_R, counts_R, at_R, table_ref, q_ref, begin_ref, pages_ref, o_ref,
+    starts_ref, counts_ref, at_ref, table_ref, q_ref, begin_ref, pages_ref, o_ref,
     fetched, semaphores, most, total, sums, *, request: Request, dtype: Any, sinks: bool,
-):
+) -> None:  # fmt: skip
     """One tile."""
     _, per_block, length = fetched.shape[:3]
     kv, tall, groups, size = q_ref.shape
     rows, block, value_size = tall * groups, per_block * length, sums.shape[2]
-    at = at_R[pl.program_id(0)]
-    last = at + counts_R[pl.program_id(0)] - 1
+    at = at_ref[pl.program_id(0)]
+    last = at + counts_ref[pl.program_id(0)] - 1
 
     def fetches(j: Any) -> list[Any]:
         slot = jax.lax.rem(j, 2)
         return [
             pltpu.make_async_copy(
-                pages_ref.at[table_ref[0, j * per_block + n]], fetched.at[slot, n],
+                pages_ref.at[table_ref[0, j * per_block + n]],
+                fetched.at[slot, n],
                 semaphores.at[slot],
             )
             for n in range(per_block)

@@ -15,7 +15,7 @@ class Tiles(NamedTuple):
     """Rows of each tile; 0 beyond the last."""
     tile_R: jax.Array
     """The tile of each row; of a row that is nobody's, any."""
-    count: jax.Array
+    number: jax.Array
     """Number of tiles."""
 
 
