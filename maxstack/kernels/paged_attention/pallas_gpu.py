@@ -15,9 +15,10 @@ from jax.experimental import pallas as pl
 from maxstack.kernels import triton
 from maxstack.kernels.attention import pallas_gpu_tiles as parts
 from maxstack.kernels.attention.pallas_gpu_tiles import LOG2E, NOTHING, Call, Sizes
-from maxstack.kernels.attention.request import Request, within
+from maxstack.kernels.attention.request import Request
 from maxstack.kernels.backends import Device
 from maxstack.kernels.paged_attention import Inputs, PagedCase
+from maxstack.kernels.paged_attention.blockwise import first_seen
 from maxstack.kernels.paged_attention.runs import tiles
 
 WIDEST = 1088
@@ -88,31 +89,25 @@ def _kernel(
     *sinks_ref, o_ref = refs
     request, length, block = call.request, pages_ref.shape[1], call.forward.k
     groups, steep, tile = call.heads // call.kv_heads, call.steepness, pl.program_id(0)
-    kv, share = _divided(pl.program_id(1), pl.cdiv(groups, together))
+    kv, share = triton.divided(pl.program_id(1), pl.cdiv(groups, together))
     start, count, at = starts_ref[tile], counts_ref[tile], at_ref[tile]
     last = at + count - 1
-    row_M, head_M = _divided(jnp.arange(call.forward.q), together)
+    row_M, head_M = triton.divided(jnp.arange(call.forward.q), together)
     head_M += share * together
     inside_M = (row_M < count) & (head_M < groups)
     at_M, row_M, head_M = at + row_M, start + row_M, kv * groups + head_M
     q = _read(q_ref, (row_M, head_M), call.head_dim, inside_M)
     column = 0 if latent else 2 * kv_heads_ref[kv]
-    first = jnp.int32(0)
-    if request.window:
-        first = jnp.maximum(first, at - request.window + 1)
-    if request.chunk:
-        first = jnp.maximum(first, at - jax.lax.rem(at, request.chunk))
+    first_M = first_seen(request, at_M)
 
     def step(i: Any, state: Any) -> Any:
         o, most, total = state
         at_B = i * block + jnp.arange(block)
-        page_B, token_B = _divided(at_B, length)
+        page_B, token_B = triton.divided(at_B, length)
         page_B = triton.load(tables_ref.at[start, page_B], at_B <= last)
         k = _read(pages_ref, (page_B, token_B, column), call.head_dim, at_B <= last)
         scores = parts.score(call, parts.across(call, q, k))
-        seen = functools.reduce(jnp.logical_and, within(request, at_M[:, None] - at_B[None]))
-        if request.chunk:
-            seen &= at_B[None] >= (at_M - jax.lax.rem(at_M, request.chunk))[:, None]
+        seen = (at_B <= at_M[:, None]) & (at_B >= first_M[:, None])
         scores = jnp.where(seen, scores, -jnp.inf)
         new = jnp.maximum(most, scores.max(axis=1))
         p = jnp.exp2(scores * steep - new[:, None] * steep)
@@ -128,8 +123,9 @@ def _kernel(
         for ref in sinks_ref:
             most, total = triton.load(ref.at[head_M], inside_M) * (LOG2E / steep), total + 1
         zeros = parts.zeros(call.forward.q, call.value_dim)
-        bounds = jax.lax.div(first, block), jax.lax.div(last, block) + 1
-        o, _, total = jax.lax.fori_loop(*bounds, step, (zeros, most, total))
+        first = jax.lax.div(first_seen(request, at), block)
+        blocks = first, jax.lax.div(last, block) + 1
+        o, _, total = jax.lax.fori_loop(*blocks, step, (zeros, most, total))
         total = jnp.where(total > 0, total, 1)
         for columns, part in zip(_columns(call.value_dim), o, strict=True):
             at_o = row_M[:, None], head_M[:, None], columns[None]
@@ -149,8 +145,3 @@ def _read(ref: Any, index: tuple[Any, ...], dim: int, inside: jax.Array) -> part
 def _columns(dim: int) -> list[jax.Array]:
     """Indices of each piece of an axis."""
     return [start + jnp.arange(size) for start, size in parts.pieces(dim)]
-
-
-def _divided(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
-    """Quotient and remainder."""
-    return jax.lax.div(a, b), jax.lax.rem(a, b)

@@ -17,7 +17,7 @@ from maxstack.kernels.attention.pallas_tpu_kernels import MEMORY
 from maxstack.kernels.attention.pallas_tpu_tiles import LANES
 from maxstack.kernels.attention.request import Request
 from maxstack.kernels.paged_attention import Inputs, PagedCase
-from maxstack.kernels.paged_attention.blockwise import BLOCK, LOWEST, capped
+from maxstack.kernels.paged_attention.blockwise import BLOCK, LOWEST, capped, first_seen
 from maxstack.kernels.paged_attention.runs import tiles
 
 SUBLANES = 8
@@ -143,14 +143,8 @@ def _kernel(
 
         for fetch in fetches(j):
             fetch.wait()
-        index = jax.lax.broadcasted_iota(jnp.int32, (tall, groups, block), 0)
-        at_MB = at + index.reshape(rows, block)
         key_MB = j * block + jax.lax.broadcasted_iota(jnp.int32, (rows, block), 1)
-        seen = key_MB <= at_MB
-        if request.window:
-            seen &= key_MB > at_MB - request.window
-        if request.chunk:
-            seen &= key_MB >= at_MB - jax.lax.rem(at_MB, request.chunk)
+        seen = (key_MB <= at_MB) & (key_MB >= first_MB)
         for head in range(kv):
             k_BH, v_BV = _of_head(fetched, jax.lax.rem(j, 2), head, value_size)
             q_MH = q_ref[head].reshape(rows, size).astype(dtype)
@@ -162,12 +156,10 @@ def _kernel(
             sums[head] = sums[head] * left + _product(share.astype(v_BV.dtype), v_BV, 0)
             most[head] = higher
 
-    first = jnp.int32(0)
-    if request.window:
-        first = jnp.maximum(first, at - request.window + 1)
-    if request.chunk:
-        first = jnp.maximum(first, at - jax.lax.rem(at, request.chunk))
-    first = jax.lax.div(first, block)
+    index = jax.lax.broadcasted_iota(jnp.int32, (tall, groups, block), 0)
+    at_MB = at + index.reshape(rows, block)
+    first_MB = first_seen(request, at_MB)
+    first = jax.lax.div(first_seen(request, at), block)
     most[...] = begin_ref[...]
     total[...] = jnp.full(total.shape, float(sinks))
     sums[...] = jnp.zeros(sums.shape)
