@@ -51,6 +51,11 @@ def inside(start: Any, size: int, limit: int) -> jax.Array | None:
     return start + jnp.arange(size) < limit
 
 
+def divided(a: jax.Array, b: jax.Array | int) -> tuple[jax.Array, jax.Array]:
+    """Quotient and remainder."""
+    return jax.lax.div(a, b), jax.lax.rem(a, b)
+
+
 def _mask(rows: jax.Array | None, columns: jax.Array | None) -> jax.Array | None:
     if columns is None:
         return None if rows is None else rows[:, None]

@@ -18,5 +18,5 @@ CrossEntropy = Literal["auto", "pallas_gpu", "pallas_tpu", "blockwise", "tokamax
 GroupedMatmul = Literal[
     "auto", "pallas_gpu", "megablox", "tokamax", "blocks", "ragged_dot", "reference"
 ]
-PagedAttention = Literal["auto", "tiles", "blockwise", "reference"]
+PagedAttention = Literal["auto", "tiles", "pallas_gpu", "pallas_tpu", "blockwise", "reference"]
 GatedDelta = Literal["auto", "chunked", "reference"]

@@ -133,4 +133,4 @@ def test_the_step_that_generates_names_its_kernels(tmp_path, capsys):
     assert cli.main(["kernels", str(tmp_path / "run.yml"), "--serve", "serve.rows=16"]) == 0
     printed = capsys.readouterr().out
     assert "paged_attention on cpu" in printed and "rows=16" in printed
-    assert "for model.blocks.local.mixer" in printed and "tiles      chosen" in printed
+    assert "for model.blocks.local.mixer" in printed and "tiles       chosen" in printed

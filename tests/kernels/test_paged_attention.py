@@ -1,16 +1,33 @@
 """Attention over pages by each backend against its definition, and a row's bits in company."""
 
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from topologies import needs
 
+from maxstack import sharding
 from maxstack.kernels.attention import attention
 from maxstack.kernels.attention.request import Request
-from maxstack.kernels.paged_attention import BITS, OP, Quantized, paged_attention, quantized
+from maxstack.kernels.backends import Device, recording
+from maxstack.kernels.paged_attention import (
+    BITS,
+    OP,
+    Inputs,
+    PagedCase,
+    Quantized,
+    paged_attention,
+    quantized,
+)
+from maxstack.plan.topology import parse
+from maxstack.schema.mesh import MeshConfig
 
+ANY_PAGES = [name for name in OP.names if not name.startswith("pallas_")]
+"""Backends that read pages in low precision."""
 PAGE, WIDTH, HEADS, KV, SIZE = 4, 80, 6, 2, 8
 SLOTS, POSITIONS = (
     np.array([1, 1, 1, 1, 1, 1, 3, 2, 2, 0, 0], np.int32),
@@ -26,7 +43,9 @@ REQUESTS = {
 
 @functools.partial(jax.jit, static_argnames=("request", "backend", "value_dim"))
 def run(q, new, pages, tables, slots, positions, request, backend, sinks=None, value_dim=None):
-    return paged_attention(
+    """Kernels for hardware that is not here are interpreted."""
+    elsewhere = backend.startswith("pallas")
+    o, pages = paged_attention(
         q,
         new,
         pages,
@@ -34,9 +53,19 @@ def run(q, new, pages, tables, slots, positions, request, backend, sinks=None, v
         slots,
         positions,
         request,
-        backend,
+        "reference" if elsewhere else backend,
         sinks_N=sinks,
         value_dim=value_dim,
+    )
+    if elsewhere:
+        arrays = Inputs(q, pages, tables[slots], positions, sinks, None)
+        o = interpreted(backend, arrays, request, value_dim)
+    return o, pages
+
+
+def interpreted(backend, arrays, request, value_dim=None):
+    return importlib.import_module(OP[backend].module).run(
+        arrays, request, value_dim, interpret=True
     )
 
 
@@ -82,7 +111,7 @@ def test_low_precision_is_within_half_a_step_of_the_largest_number(dtype, step):
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("latent", [False, True], ids=["keys and values", "latents"])
-@pytest.mark.parametrize("backend", OP.names)
+@pytest.mark.parametrize("backend", ANY_PAGES)
 def test_low_precision_is_attention_over_what_it_stands_for(backend, latent, dtype):
     q, new, pages, tables = inputs(1 if latent else 2 * KV)
     kept, pages = in_low_precision(pages, dtype)
@@ -96,7 +125,7 @@ def test_low_precision_is_attention_over_what_it_stands_for(backend, latent, dty
     assert np.allclose(stood, after, rtol=1e-6, atol=1e-20)
 
 
-@pytest.mark.parametrize("backend", OP.names)
+@pytest.mark.parametrize("backend", ANY_PAGES)
 def test_bits_of_small_floats_are_those_floats(backend):
     q, new, pages, tables = (x.astype(jnp.bfloat16) for x in inputs())
     tables, pages = inputs()[3], pages.astype(jnp.bfloat16)
@@ -128,8 +157,11 @@ def test_the_definition_is_attention_over_the_whole_text():
     assert np.abs(o[:6] - wanted[0, 150:]).max() < 2e-6
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8", "float8_e4m3fn"])
-@pytest.mark.parametrize("backend", OP.names)
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [(name, "float32") for name in OP.names]
+    + [(name, dtype) for name in ANY_PAGES for dtype in ("int8", "float8_e4m3fn")],
+)
 def test_a_row_has_the_same_bits_alone_and_beside_others(backend, dtype):
     q, new, pages, tables = inputs()
     if dtype != "float32":
@@ -151,3 +183,106 @@ def test_what_is_not_finite_is_not_left_to_the_next_owner_of_a_page():
         q, new.at[:].set(jnp.nan), pages, tables, SLOTS, POSITIONS, Request(0.3), "tiles"
     )
     assert np.isfinite(pages).all()
+
+
+@pytest.mark.parametrize("backend", ["pallas_gpu", "pallas_tpu"])
+def test_keys_and_values_in_bfloat16_are_the_definition_in_float32(backend):
+    q, _, pages, tables = inputs()
+    cut = [x.astype(jnp.bfloat16) for x in (q, pages)]
+    arrays = Inputs(*cut, tables[SLOTS], jnp.asarray(POSITIONS), None, None)
+    wanted = OP["reference"].run(
+        arrays._replace(q_RNH=cut[0].astype(jnp.float32)), REQUESTS["window"], None
+    )
+    assert np.abs(interpreted(backend, arrays, REQUESTS["window"]) - wanted).max() < 3e-2
+
+
+@pytest.mark.parametrize("backend", ["pallas_gpu", "pallas_tpu"])
+def test_a_step_without_rows_gives_zeros(backend):
+    q, new, pages, tables = inputs()
+    assert (run(q, new, pages, tables, SLOTS, SLOTS * 0 - 1, Request(0.3), backend)[0] == 0).all()
+
+
+def test_the_kernel_for_gpus_reads_the_kv_heads_that_a_device_names():
+    q, _, pages, tables = inputs()
+    numbers = jnp.asarray([1, 1, 0], jnp.int32)
+    arrays = Inputs(q, pages, tables[SLOTS], jnp.asarray(POSITIONS), None, numbers)
+    wanted = OP["reference"].run(arrays, Request(0.3), None)
+    assert np.abs(interpreted("pallas_gpu", arrays, Request(0.3)) - wanted).max() < 2e-6
+
+
+TPU, GPU = Device("tpu", "TPU v5p"), Device("gpu", "NVIDIA H100 80GB HBM3", (9, 0))
+
+
+@pytest.mark.parametrize(
+    ("device", "change", "reason"),
+    [
+        (TPU, {"kv_heads": 6, "heads": 12}, "6 kv_heads"),
+        (TPU, {"numbered": True}, "some of the 8 kv_heads"),
+        (TPU, {"page": 12}, "page 12"),
+        (TPU, {"page": 4096}, "VMEM"),
+        (TPU, {"dtype": "float16", "cache_dtype": "float16"}, "float16 is neither"),
+        (GPU, {"dtype": "float16", "cache_dtype": "float16"}, "float16 is neither"),
+        (TPU, {"cache_dtype": "int8"}, "pages are int8"),
+        (GPU, {"cache_dtype": "float8_e4m3fn"}, "pages are float8_e4m3fn"),
+        (GPU, {"head_dim": 640, "value_dim": 512, "latent": True}, "head_dim 640"),
+        (GPU, {"device": Device("gpu", "Tesla V100", (7, 0))}, "8.0"),
+    ],
+)
+def test_what_a_kernel_cannot_serve_is_refused_with_the_reason(device, change, reason):
+    case = dict(
+        request=Request(1.0),
+        rows=64,
+        keys=4096,
+        page=16,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        value_dim=128,
+        dtype="bfloat16",
+        cache_dtype="bfloat16",
+        latent=False,
+        sinks=True,
+        device=device,
+    )
+    backend = OP[f"pallas_{device.platform}"]
+    assert backend.supports(PagedCase(**case)) is None
+    assert reason in backend.supports(PagedCase(**{**case, **change}))
+
+
+FEATURES = Request(0.1, window=300, soft_cap=30.0, chunk=1000)
+COMPILED = {
+    "v5e:2x2": ((8, 2, 128, 128), "bfloat16", Request(0.1)),
+    "v5p:2x2x1": ((8, 4, 256, 256), "bfloat16", FEATURES),
+    "v6e:2x2": ((16, 1, 640, 512), "bfloat16", Request(0.1)),
+    "tpu7x:2x2x1": ((6, 2, 128, 128), "float32", FEATURES),
+    "a100-80:1x1": ((8, 2, 64, 64), "bfloat16", FEATURES),
+    "h100:1x1": ((128, 1, 576, 512), "bfloat16", Request(0.1)),
+    "b200:1x1": ((14, 2, 128, 128), "float32", FEATURES),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs(name)) for name in COMPILED])
+def test_it_compiles_for_hardware_that_is_not_here_and_copies_no_cache(name):
+    (heads, kv, size, value_size), dtype, request = COMPILED[name]
+    rows, arrays, pages = 16, 2 * kv if size == value_size else 1, 1 << 14
+    cfg = MeshConfig(fsdp=1)
+    mesh = sharding.make_mesh(cfg, parse(name).devices()[:1])
+
+    def shape(*sizes, dtype="int32"):
+        whole = NamedSharding(mesh, PartitionSpec())
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=whole)
+
+    def step(q, new, pages, tables, slots, positions, sinks):
+        more = {"sinks_N": sinks, "value_dim": None if size == value_size else value_size}
+        return paged_attention(q, new, pages, tables, slots, positions, request, **more)
+
+    floats = (rows, heads, size), (rows, arrays, size), (pages, 16, arrays, size)
+    given = [shape(*sizes, dtype=dtype) for sizes in floats]
+    given += [shape(9, 64), shape(rows), shape(rows), shape(heads, dtype="float32")]
+    with sharding.use(mesh, cfg), recording() as choices:
+        compiled = jax.jit(step, donate_argnums=2).lower(*given).compile()
+    platform = "gpu" if parse(name).chip.platform == "cuda" else "tpu"
+    assert [choice.backend for choice in choices] == [f"pallas_{platform}"]
+    assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == (platform == "tpu")
+    assert compiled.memory_analysis().temp_size_in_bytes < pages * 16 * arrays * size

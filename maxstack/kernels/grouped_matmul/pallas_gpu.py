@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 
 from maxstack.kernels.backends import Device
 from maxstack.kernels.grouped_matmul.case import GroupedMatmulCase, differentiable, power_of_two
-from maxstack.kernels.triton import call, inside, load_tile, store_tile
+from maxstack.kernels.triton import call, divided, inside, load_tile, store_tile
 
 LEAST = 16
 """Tensor cores multiply no smaller tiles."""
@@ -215,8 +215,8 @@ def _rows_kernel(
 def _matrices_kernel(first_ref, end_ref, x_ref, dy_ref, out_ref, *, blocks: Blocks) -> None:
     _, k, n = out_ref.shape
     high, wide = pl.cdiv(k, blocks.rows), pl.cdiv(n, blocks.columns)
-    group, tile = _divided(pl.program_id(0), high * wide)
-    tile_row, tile_column = _divided(tile, wide)
+    group, tile = divided(pl.program_id(0), high * wide)
+    tile_row, tile_column = divided(tile, wide)
     row, column = tile_row * blocks.rows, tile_column * blocks.columns
     first, end = first_ref[group], end_ref[group]
     inside_R, inside_C = inside(row, blocks.rows, k), inside(column, blocks.columns, n)
@@ -244,14 +244,9 @@ def _matrices_kernel(first_ref, end_ref, x_ref, dy_ref, out_ref, *, blocks: Bloc
 def _tile_of_program(tiles: int, wide: int) -> tuple[jax.Array, jax.Array]:
     """(tile of rows, tile of columns) of this program: TOGETHER tiles of rows down each column,
     then the next column."""
-    band, rest = _divided(pl.program_id(0), TOGETHER * wide)
-    column, row = _divided(rest, jnp.minimum(tiles - band * TOGETHER, TOGETHER))
+    band, rest = divided(pl.program_id(0), TOGETHER * wide)
+    column, row = divided(rest, jnp.minimum(tiles - band * TOGETHER, TOGETHER))
     return band * TOGETHER + row, column
-
-
-def _divided(a: jax.Array, b: jax.Array | int) -> tuple[jax.Array, jax.Array]:
-    """Quotient and remainder."""
-    return jax.lax.div(a, b), jax.lax.rem(a, b)
 
 
 def _product(a: jax.Array, b: jax.Array, a_dim: int, b_dim: int) -> jax.Array:

@@ -22,6 +22,8 @@ OP = Op(
     "paged_attention",
     (
         Backend("tiles", f"{__name__}.tiles", ("cpu",)),
+        Backend("pallas_gpu", f"{__name__}.pallas_gpu", ("gpu",)),
+        Backend("pallas_tpu", f"{__name__}.pallas_tpu", ("tpu",)),
         Backend("blockwise", f"{__name__}.blockwise"),
         Backend("reference", f"{__name__}.reference"),
     ),
@@ -80,6 +82,15 @@ class PagedCase:
     latent: bool
     sinks: bool
     device: Device
+    numbered: bool = False
+    """The queries read some of the kv heads, by their numbers."""
+
+    @property
+    def unlike_pages(self) -> str | None:
+        """Why kernels that multiply pages as they are cannot serve; None if they can."""
+        if self.cache_dtype == self.dtype:
+            return None
+        return f"pages are {self.cache_dtype}, and the queries {self.dtype}"
 
     @property
     def shape_class(self) -> Mapping[str, int | str]:
@@ -128,6 +139,7 @@ def paged_attention(
             latent,
             sinks is not None,
             Device.here(),
+            kv_heads is not None,
         )
         run = OP[OP.choose(case, backend).backend].run
         inputs = Inputs(q, kept, tables[slots], positions, sinks, kv_heads, scales)

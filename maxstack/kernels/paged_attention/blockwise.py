@@ -51,14 +51,14 @@ def run(inputs: Inputs, request: Request, value_dim: int | None) -> jax.Array:
     return o_RKGV.reshape(rows, heads, value_size).astype(q_RNH.dtype)
 
 
-def first_seen(request: Request, positions_R: jax.Array) -> jax.Array:
+def first_seen(request: Request, positions: jax.Array) -> jax.Array:
     """The earliest position that each row sees."""
-    first_R = jnp.zeros_like(positions_R)
+    first = jnp.zeros_like(positions)
     if request.window:
-        first_R = jnp.maximum(first_R, positions_R - request.window + 1)
+        first = jnp.maximum(first, positions - request.window + 1)
     if request.chunk:
-        first_R = jnp.maximum(first_R, positions_R // request.chunk * request.chunk)
-    return first_R
+        first = jnp.maximum(first, positions - jax.lax.rem(positions, request.chunk))
+    return first
 
 
 def capped(scores: jax.Array, request: Request) -> jax.Array:

@@ -3,8 +3,6 @@
 Shapes as in the package, and T rows of a tile, B keys of a block, G query heads of a kv head.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 
@@ -20,6 +18,7 @@ from maxstack.kernels.paged_attention.blockwise import (
     first_seen,
     mean,
 )
+from maxstack.kernels.paged_attention.runs import Tiles, long_and_short_tiles, tiles
 
 
 def run(inputs: Inputs, request: Request, value_dim: int | None) -> jax.Array:
@@ -42,17 +41,17 @@ def run(inputs: Inputs, request: Request, value_dim: int | None) -> jax.Array:
 
     q, at, first = padded(q_RNH.astype(dtype), 0), padded(positions_R, -1), padded(first_R, 0)
 
-    def over(tile_rows: int, tiles: Tiles, o_RNV: jax.Array) -> jax.Array:
+    def over(tile_rows: int, each: Tiles, o_RNV: jax.Array) -> jax.Array:
         sinks_KM = None
         if sinks_N is not None:
             sinks_KM = jnp.tile(sinks_N.reshape(kv, groups), (1, tile_rows))
 
         def tile(i: jax.Array, o_RNV: jax.Array) -> jax.Array:
-            start = tiles.starts_R[i]
+            start = each.starts_R[i]
             q_TNH, at_T, first_T = (
                 jax.lax.dynamic_slice_in_dim(x, start, tile_rows) for x in (q, at, first)
             )
-            mine_T = jnp.arange(tile_rows) < tiles.ends_R[start] - start
+            mine_T = jnp.arange(tile_rows) < each.counts_R[i]
             last = jnp.where(mine_T, at_T, 0).max() // block
             lowest = jnp.where(mine_T, first_T, first_T[0]).min() // block
             q_KMH = q_TNH.reshape(tile_rows, kv, groups, size).swapaxes(0, 1)
@@ -82,23 +81,13 @@ def run(inputs: Inputs, request: Request, value_dim: int | None) -> jax.Array:
             o_TNV = jnp.where(mine_T[:, None, None], o_TNV.astype(o_RNV.dtype), before)
             return jax.lax.dynamic_update_slice_in_dim(o_RNV, o_TNV, start, 0)
 
-        return jax.lax.fori_loop(0, tiles.number, tile, o_RNV)
+        return jax.lax.fori_loop(0, each.number, tile, o_RNV)
 
     o_RNV = jnp.zeros((rows + long_rows, heads, value_size), q_RNH.dtype)
-    long, short = _tiles(tables_RW, positions_R, short_rows, long_rows)
-    if rows > long_rows:
-        o_RNV = over(long_rows, long, o_RNV)
-    return over(short_rows, short, o_RNV)[:rows]
-
-
-class Tiles(NamedTuple):
-    """Runs of rows of one request at consecutive positions, cut into tiles."""
-
-    starts_R: jax.Array
-    """The first row of each tile, in order, and what is beyond the last row after them."""
-    number: jax.Array
-    ends_R: jax.Array
-    """By row: the end of its run."""
+    if rows <= long_rows:
+        return over(short_rows, tiles(tables_RW, positions_R, short_rows), o_RNV)[:rows]
+    long, short = long_and_short_tiles(tables_RW, positions_R, long_rows, short_rows)
+    return over(short_rows, short, over(long_rows, long, o_RNV))[:rows]
 
 
 def _tile_rows(heads: int, groups: int, value_size: int) -> tuple[int, int]:
@@ -114,29 +103,3 @@ def _tile_rows(heads: int, groups: int, value_size: int) -> tuple[int, int]:
     else:
         most = 48
     return short, max(short, most // groups)
-
-
-def _tiles(
-    tables_RW: jax.Array, positions_R: jax.Array, short_rows: int, long_rows: int
-) -> tuple[Tiles, Tiles]:
-    """Long tiles, of which more than a short one is filled, and short tiles for the rest; all are
-    short where there are few rows."""
-    rows = positions_R.shape[0]
-    index_R = jnp.arange(rows)
-    before_R = jnp.roll(positions_R, 1)
-    same_R = (positions_R == before_R + 1) & (tables_RW == jnp.roll(tables_RW, 1, axis=0)).all(1)
-    same_R &= index_R > 0
-    begin_R = jax.lax.cummax(jnp.where(same_R, 0, index_R))
-    next_R = jnp.append(jnp.where(same_R, rows, index_R)[1:], rows)
-    end_R = jax.lax.cummin(next_R, reverse=True)
-    inside_R = index_R - begin_R
-    long_R = (end_R - (index_R - inside_R % long_rows) > short_rows) & (rows > long_rows)
-
-    def tiles(first_R: jax.Array) -> Tiles:
-        first_R &= positions_R >= 0
-        return Tiles(jnp.sort(jnp.where(first_R, index_R, rows)), first_R.sum(), end_R)
-
-    return (
-        tiles(long_R & (inside_R % long_rows == 0)),
-        tiles(~long_R & (inside_R % long_rows % short_rows == 0)),
-    )
