@@ -108,7 +108,7 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Compute one step -> the progress of the requests in it."""
-        pieces, copies = self.scheduler.schedule(self.programs.sizes)
+        pieces, copies = self.scheduler.schedule(self.programs.sizes, self.cfg.serve.speculate)
         self.programs.copy(copies)
         if not pieces:
             assert not self._tasks, "requests wait, and none can run"

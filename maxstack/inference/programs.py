@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from maxstack.inference.adapters import Adapters
     from maxstack.run import Run
     from maxstack.schema.config import Config
-    from maxstack.weights.panels import Panels
+    from maxstack.weights.cpu_matrix import CpuMatrix
 
 
 def serving(cfg: "Config") -> "Config":
@@ -100,12 +100,12 @@ class Programs:
             specs, weights = adapters.specs, adapters.weights
             self._graph, self._state = with_adapters(self._graph, self._state, specs, weights)
             self._original |= {f"{path}/base" for path in specs}
-        self._panels: dict[str, Panels] = {}
+        self._matrices: dict[str, CpuMatrix] = {}
         if run.mesh.size == 1 and run.mesh.devices.flat[0].platform == "cpu":
-            from maxstack.weights.panels import in_panels
+            from maxstack.weights.cpu_matrix import with_cpu_matrices
 
-            self._graph, self._panels = in_panels(self._graph, self._state)
-        self._group = GROUP if self._panels else 0
+            self._graph, self._matrices = with_cpu_matrices(self._graph, self._state)
+        self._group = GROUP if self._matrices else 0
         ordered = in_order(run.mesh)
         self._made = jax.jit(self._empty, out_shardings=self._shardings(), compiler_options=ordered)
         self.cache: Any = None
@@ -144,7 +144,7 @@ class Programs:
         if specs:
             params = tree({**beside(flat(params), specs), **weights})
         dtype = self._run.cfg.model.dtype
-        return prepared(self._state, params, self._panels, self._original, dtype, keep)
+        return prepared(self._state, params, self._matrices, self._original, dtype, keep)
 
     def kernels(self) -> list[Choice]:
         """The kernels that serve the largest step; no array is made."""
@@ -299,14 +299,14 @@ class Programs:
 def prepared(
     state: nnx.State,
     params: Any,
-    panels: Mapping[str, "Panels"],
+    matrices: Mapping[str, "CpuMatrix"],
     original: Collection[str],
     dtype: str,
     keep: bool,
 ) -> Any:
     """Weights as steps of inference read them: stacks of the pattern's repetitions as tuples, what
     is multiplied in the compute dtype kept in it if it is `original`, which changes no bit, and
-    some in panels. Arrays that are replaced are deleted, unless they are to be kept."""
+    some as CPUs read them. Arrays that are replaced are deleted, unless they are to be kept."""
     uses = {
         "/".join(map(str, path)): param.get_metadata().get("use")
         for path, param in nnx.to_flat_state(state)
@@ -319,9 +319,9 @@ def prepared(
         if path.startswith("blocks/"):
             kept = tuple(kept[i] for i in range(kept.shape[0]))
         name = path
-        if path in panels:
-            name = f"{path}/panels"
-            make = jax.jit(panels[path].made)
+        if path in matrices:
+            name = f"{path}/kept"
+            make = jax.jit(matrices[path].made)
             kept = jax.tree.map(make, kept)
         if kept is not array and not keep:
             jax.block_until_ready(kept)

@@ -130,10 +130,13 @@ class Scheduler:
         for pool in [*self._snapshots, *(pool for pools in self.pools for pool in pools)]:
             pool.forget_all()
 
-    def schedule(self, sizes: Sequence[int] = ()) -> tuple[list[Piece], list[Copy]]:
+    def schedule(
+        self, sizes: Sequence[int] = (), guesses: int = 0
+    ) -> tuple[list[Piece], list[Copy]]:
         """Pieces of the next step, those of a replica within its rows, and copies to make before
-        it. `sizes` are the numbers of rows that steps may have."""
-        left = [self._rows(sizes)] * len(self.pools)
+        it. `sizes` are the numbers of rows that steps may have, `guesses` the tokens that are
+        guessed of each request at most."""
+        left = [self._rows(sizes, guesses)] * len(self.pools)
         pieces: list[Piece] = []
         begun = sorted(
             self.running, key=lambda task: (len(task.tokens) - task.computed > 1, task.order)
@@ -182,16 +185,18 @@ class Scheduler:
         snapshots.release([target])
         return [Copy(task.replica, task.slot, target)]
 
-    def _rows(self, sizes: Sequence[int]) -> int:
+    def _rows(self, sizes: Sequence[int], guesses: int) -> int:
         """Rows of the next step: of the size below where prompts would fill no more than half of
         the smallest that holds all tokens."""
-        running = [len(task.tokens) - task.computed for task in self.running]
-        pending = sum(running) + sum(len(task.tokens) for task in self.waiting)
-        lower = [size for size in sizes if size < pending]
         if not sizes:
             return self.limits.rows
+        running = [len(task.tokens) - task.computed for task in self.running]
+        decoding = running.count(1)
+        pending = sum(running) + sum(len(task.tokens) for task in self.waiting)
+        pending += decoding * guesses
+        lower = [size for size in sizes if size < pending]
         above = sizes[min(len(lower), len(sizes) - 1)]
-        if lower and lower[-1] >= running.count(1) and 2 * pending <= above:
+        if lower and lower[-1] >= decoding * (1 + guesses) and 2 * pending <= above:
             return lower[-1]
         return above
 

@@ -2,6 +2,9 @@
 
 import dataclasses
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -208,6 +211,24 @@ def test_the_start_finds_no_different_bits_with_a_cache_in_low_precision(dtype):
     engine = engine_of("llama", overrides=[f"serve.cache_dtype={dtype}"])
     layout = Layout.of(engine.cfg.model, engine.cfg.serve)
     assert differing(engine.programs, layout, engine.cfg.model.vocab, LENGTH) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "qwen3_next"])
+def test_steps_of_all_sizes_have_equal_bits_on_a_cpu(name, tmp_path):
+    """By one device and XLA's usual optimizations, in a process of their own."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"tokens": [1, 2, 3]}\n')
+    command = [sys.executable, "-m", "maxstack.cli", "generate", str(GOLDENS[name])]
+    command += ["--prompts", str(prompts), "--out", str(tmp_path / "out.jsonl"), "serve.rows=128"]
+    ended = subprocess.run(
+        [*command, "model.dtype=float32", "serve.max_length=200", "serve.identical=strict"],
+        env=os.environ | {"XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "bits depend" not in ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -63,8 +63,8 @@ def drafts(task):
 class Simulation:
     """Runs the scheduler as the engine does, and checks every step."""
 
-    def __init__(self, layout, limits, replicas=1, draft=None):
-        self.layout, self.limits = layout, limits
+    def __init__(self, layout, limits, replicas=1, draft=None, sizes=()):
+        self.layout, self.limits, self.draft, self.sizes = layout, limits, draft, sizes
         self.scheduler = Scheduler(layout, limits, replicas, draft)
         self.written, self.states = {}, {}
         self.tasks, self.prompts, self.ended, self.counts = {}, {}, {}, Counter()
@@ -86,7 +86,7 @@ class Simulation:
         raise AssertionError(f"{len(self.tasks)} requests have not ended after {steps} steps")
 
     def step(self):
-        pieces, copies = self.scheduler.schedule()
+        pieces, copies = self.scheduler.schedule(self.sizes, 3 if self.draft else 0)
         assert pieces or not self.tasks, "requests wait, and none is computed"
         self._copy(copies)
         self._check_pieces(pieces)
@@ -231,14 +231,15 @@ def engines(draw):
         snapshot=page * draw(st.integers(1, 3)),
         prefix_cache=draw(st.sampled_from([True, True, False])),
     )  # fmt: skip
-    return layout, limits, draw(st.integers(1, 2)), drafts if draw(st.booleans()) else None
+    sizes = draw(st.sampled_from([(), (1, rows), (1, 1 + rows // 2, rows)]))
+    return layout, limits, draw(st.integers(1, 2)), drafts if draw(st.booleans()) else None, sizes
 
 
 @hypothesis.settings(max_examples=500, deadline=None)
 @hypothesis.given(engines(), arrivals())
 def test_every_request_reads_its_own_tokens_and_ends(engine, requests):
-    layout, limits, replicas, draft = engine
-    made = Simulation(layout, limits, replicas, None if layout.recurrent else draft)
+    layout, limits, replicas, draft, sizes = engine
+    made = Simulation(layout, limits, replicas, None if layout.recurrent else draft, sizes)
     for now in range(33):
         for number, request in enumerate(requests, 1):
             if request.step == now:
@@ -252,9 +253,9 @@ def test_every_request_reads_its_own_tokens_and_ends(engine, requests):
     made.check_end()
 
 
-def simulation(pages, requests=4, draft=None, recurrent=False, replicas=1, **rules):
-    """Of full attention, with pages of 2 tokens and 4 rows."""
-    limits = Limits(4, 2, (pages,), requests, **rules)
+def simulation(pages, requests=4, draft=None, recurrent=False, replicas=1, rows=4, **rules):
+    """Of full attention, with pages of 2 tokens."""
+    limits = Limits(rows, 2, (pages,), requests, **rules)
     return Simulation(layout_of((Reach(),), recurrent), limits, replicas, draft)
 
 
@@ -282,6 +283,28 @@ def test_without_snapshots_a_recurrent_model_computes_every_prefix():
         made.add(number, [0, 1, 2, 0, 1], max_tokens=1)
         made.finish(10)
     assert made.ended[2].cached == 0
+
+
+@pytest.mark.parametrize(
+    ("waiting", "guesses", "rows"),
+    [
+        (0, 0, [1, 1]),
+        (0, 3, [4, 4]),  # each has room for its guesses
+        (5, 0, [1, 1, 5]),  # 7 tokens: a step of 8
+        (14, 0, [1, 1, 6]),  # 16 tokens would fill half of 32: a step of 8
+        (15, 0, [1, 1, 15]),
+    ],
+)
+def test_a_step_has_the_rows_of_the_size_that_costs_least(waiting, guesses, rows):
+    made = simulation(pages=60, rows=32, draft=drafts if guesses else None)
+    made.sizes = 1, 2, 8, 32
+    for number in (1, 2):
+        made.add(number, [number], max_tokens=9)
+    made.step()
+    if waiting:
+        made.add(3, [0] * waiting, max_tokens=9)
+    pieces, _ = made.scheduler.schedule(made.sizes, guesses)
+    assert [piece.size for piece in pieces] == rows
 
 
 def test_right_drafts_save_steps():

@@ -23,6 +23,7 @@ from maxstack.kernels.paged_attention import (
     paged_attention,
     quantized,
 )
+from maxstack.kernels.paged_attention.runs import long_and_short_tiles
 from maxstack.plan.topology import parse
 from maxstack.schema.mesh import MeshConfig
 
@@ -69,9 +70,9 @@ def interpreted(backend, arrays, request, value_dim=None):
     )
 
 
-def inputs(arrays=2 * KV):
+def inputs(arrays=2 * KV, rows=11):
     """Queries, new arrays, pages and tables; unwritten places hold large numbers."""
-    rng, rows = np.random.default_rng(0), len(SLOTS)
+    rng = np.random.default_rng(0)
     tables = np.zeros((4, WIDTH), np.int32)
     tables[1:] = 1 + rng.permutation(3 * WIDTH).reshape(3, WIDTH)
     pages = rng.normal(size=(1 + 3 * WIDTH, PAGE, arrays, SIZE)) * 3
@@ -91,6 +92,23 @@ def test_a_backend_computes_the_definition_and_writes_the_same_pages(backend, na
     assert np.abs(ours[0] - wanted[0]).max() < 2e-6
     assert (ours[0][POSITIONS < 0] == 0).all()
     assert (ours[1] == wanted[1]).all()
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("name", REQUESTS)
+def test_pieces_of_prompts_are_computed_in_long_tiles_and_their_rest_in_short_ones(name, sinks):
+    # for 6 heads, 3 to a kv head, a long tile has 16 rows and a short one 2
+    slots = np.repeat([1, 3, 2, 1, 0], [34, 1, 9, 1, 2])
+    positions = np.concatenate([np.arange(113, 147), [300], np.arange(9), [150], [-1, -1]])
+    biases = jnp.linspace(-1, 2, HEADS) if sinks else None
+    ours, wanted = (
+        run(*inputs(rows=47), slots, positions, REQUESTS[name], each, biases)[0]
+        for each in ("tiles", "reference")
+    )
+    assert np.abs(ours - wanted).max() < 1e-6 * np.abs(wanted).max()
+    long, short = long_and_short_tiles(inputs()[3][slots], jnp.asarray(positions), 16, 2)
+    assert [int(long.number), int(short.number)] == [3, 3]
+    assert [*long.counts_R[:3]] == [16, 16, 9] and [*short.counts_R[:3]] == [2, 1, 1]
 
 
 def in_low_precision(pages, dtype):

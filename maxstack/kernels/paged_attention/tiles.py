@@ -1,7 +1,10 @@
 """Paged attention for CPUs: a few rows of one request at a time, each tile over its own keys alone.
 
-Shapes as in the package, and T rows of a tile, B keys of a block, G query heads of a kv head.
+Shapes as in the package, and T rows of a tile, X tiles that are computed together, B keys of a
+block, G query heads of a kv head, M = T * G.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,82 +23,149 @@ from maxstack.kernels.paged_attention.blockwise import (
 )
 from maxstack.kernels.paged_attention.runs import Tiles, long_and_short_tiles, tiles
 
+FEW_TOGETHER, TOGETHER = 4, 8
+"""Short tiles that are computed together, in steps of as many rows at most and in others."""
+
+
+class Call(NamedTuple):
+    """Rows with what is beyond the last, where a long tile may end."""
+
+    inputs: Inputs
+    request: Request
+    value_dim: int | None
+    heads: tuple[int, int]
+    """kv heads, and G."""
+    value_size: int
+    q_RNH: jax.Array
+    at_R: jax.Array
+    first_R: jax.Array
+    """The earliest position that each row sees."""
+    tables_RW: jax.Array
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Pages and keys of a block."""
+        length = self.inputs.pages_PLCH.shape[1]
+        pages = max(1, BLOCK // length)
+        return pages, pages * length
+
 
 def run(inputs: Inputs, request: Request, value_dim: int | None) -> jax.Array:
     """Online softmax over the blocks that a tile sees. A row is computed as one of a tile's,
     whatever stands beside it."""
-    q_RNH, pages_PLCH, tables_RW, positions_R, sinks_N, kv_heads, _ = inputs
-    rows, heads, size = q_RNH.shape
-    length, dtype = pages_PLCH.shape[1], multiplied(q_RNH.dtype)
-    pages = max(1, BLOCK // length)
-    block = pages * length
-    tables_RW = jnp.pad(tables_RW, ((0, 0), (0, -tables_RW.shape[1] % pages)))
+    q_RNH, pages_PLCH, tables_RW, positions_R, _, kv_heads, _ = inputs
+    rows, heads, _ = q_RNH.shape
     sample = jax.eval_shape(lambda: keys_and_values(pages_PLCH[0], value_dim, kv_heads))
     kv, value_size = sample[1].shape[1:]
-    groups = heads // kv
-    first_R = first_seen(request, positions_R)
-    short_rows, long_rows = _tile_rows(heads, groups, value_size)
+    short_rows, long_rows = _tile_rows(heads, heads // kv, value_size)
 
     def padded(x: jax.Array, fill: int) -> jax.Array:
         return jnp.pad(x, ((0, long_rows), *((0, 0),) * (x.ndim - 1)), constant_values=fill)
 
-    q, at, first = padded(q_RNH.astype(dtype), 0), padded(positions_R, -1), padded(first_R, 0)
-
-    def over(tile_rows: int, each: Tiles, o_RNV: jax.Array) -> jax.Array:
-        sinks_KM = None
-        if sinks_N is not None:
-            sinks_KM = jnp.tile(sinks_N.reshape(kv, groups), (1, tile_rows))
-
-        def tile(i: jax.Array, o_RNV: jax.Array) -> jax.Array:
-            start = each.starts_R[i]
-            q_TNH, at_T, first_T = (
-                jax.lax.dynamic_slice_in_dim(x, start, tile_rows) for x in (q, at, first)
-            )
-            mine_T = jnp.arange(tile_rows) < each.counts_R[i]
-            last = jnp.where(mine_T, at_T, 0).max() // block
-            lowest = jnp.where(mine_T, first_T, first_T[0]).min() // block
-            q_KMH = q_TNH.reshape(tile_rows, kv, groups, size).swapaxes(0, 1)
-            q_KMH = q_KMH.reshape(kv, -1, size)
-
-            def step(j: jax.Array, carry: Softmax) -> Softmax:
-                ids = jax.lax.dynamic_slice_in_dim(tables_RW[start], j * pages, pages)
-                kept = read_pages(inputs, ids, dtype).reshape(block, *pages_PLCH.shape[2:])
-                # XLA on a CPU is twice as fast where heads come first in memory already
-                k_KBH, v_KBV = (
-                    x.swapaxes(0, 1) for x in keys_and_values(kept, value_dim, kv_heads)
-                )
-                key_B = j * block + jnp.arange(block)
-                scores = jnp.einsum(
-                    "KMH,KBH->KMB", q_KMH, k_KBH, preferred_element_type=jnp.float32
-                )
-                scores = capped(scores * request.scale, request)
-                seen_TB = (key_B <= at_T[:, None]) & (key_B >= first_T[:, None])
-                seen = jnp.repeat(seen_TB, groups, axis=0)
-                return absorbed(carry, scores, seen, v_KBV, "KMB,KBV->KMV")
-
-            begin = begun((kv, tile_rows * groups), value_size, sinks_KM)
-            o_KMV = mean(jax.lax.fori_loop(lowest, last + 1, step, begin))
-            o_TNV = o_KMV.reshape(kv, tile_rows, groups, -1).swapaxes(0, 1)
-            o_TNV = o_TNV.reshape(tile_rows, heads, -1)
-            before = jax.lax.dynamic_slice_in_dim(o_RNV, start, tile_rows)
-            o_TNV = jnp.where(mine_T[:, None, None], o_TNV.astype(o_RNV.dtype), before)
-            return jax.lax.dynamic_update_slice_in_dim(o_RNV, o_TNV, start, 0)
-
-        return jax.lax.fori_loop(0, each.number, tile, o_RNV)
-
+    call = Call(
+        inputs,
+        request,
+        value_dim,
+        (kv, heads // kv),
+        value_size,
+        padded(q_RNH.astype(multiplied(q_RNH.dtype)), 0),
+        padded(positions_R, -1),
+        padded(first_seen(request, positions_R), 0),
+        tables_RW,
+    )
+    width = -tables_RW.shape[1] % call.block[0]
+    call = call._replace(tables_RW=jnp.pad(tables_RW, ((0, 0), (0, width))))
     o_RNV = jnp.zeros((rows + long_rows, heads, value_size), q_RNH.dtype)
+    together = FEW_TOGETHER if rows <= FEW_TOGETHER else TOGETHER
     if rows <= long_rows:
-        return over(short_rows, tiles(tables_RW, positions_R, short_rows), o_RNV)[:rows]
-    long, short = long_and_short_tiles(tables_RW, positions_R, long_rows, short_rows)
-    return over(short_rows, short, over(long_rows, long, o_RNV))[:rows]
+        short = tiles(tables_RW, positions_R, short_rows)
+    else:
+        long, short = long_and_short_tiles(tables_RW, positions_R, long_rows, short_rows)
+        o_RNV = _over(call, long, long_rows, 1, o_RNV)
+    return _over(call, short, short_rows, together, o_RNV)[:rows]
+
+
+def _over(call: Call, each: Tiles, tile_rows: int, together: int, o_RNV: jax.Array) -> jax.Array:
+    """The rows of these tiles written."""
+    (kv, groups), (_, block) = call.heads, call.block
+    starts_R, counts_R = _by_length(each, call.at_R, together)
+
+    def compute(i: jax.Array, o_RNV: jax.Array) -> jax.Array:
+        start_X, count_X = (
+            jax.lax.dynamic_slice_in_dim(x, i * together, together) for x in (starts_R, counts_R)
+        )
+        index_XT = start_X[:, None] + jnp.arange(tile_rows)
+        mine_XT = jnp.arange(tile_rows) < count_X[:, None]
+        last = jnp.where(mine_XT, call.at_R[index_XT], 0).max() // block
+        lowest = jnp.where(mine_XT, call.first_R[index_XT], call.at_R.max()).min() // block
+        o_XKMV = _weighed(call, index_XT, (lowest, last + 1))
+        o_XTNV = o_XKMV.reshape(together, kv, tile_rows, groups, -1).swapaxes(1, 2)
+        o_XTNV = o_XTNV.reshape(together, tile_rows, kv * groups, -1).astype(o_RNV.dtype)
+        for x in range(together):
+            before = jax.lax.dynamic_slice_in_dim(o_RNV, start_X[x], tile_rows)
+            o_TNV = jnp.where(mine_XT[x, :, None, None], o_XTNV[x], before)
+            o_RNV = jax.lax.dynamic_update_slice_in_dim(o_RNV, o_TNV, start_X[x], 0)
+        return o_RNV
+
+    return jax.lax.fori_loop(0, -(-each.number // together), compute, o_RNV)
+
+
+def _weighed(call: Call, index_XT: jax.Array, blocks: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Values weighed by the shares of tiles with these rows, over blocks from the first to before
+    the last: float32 [X, K, M, V]."""
+    (kv, groups), (pages, block), (together, tile_rows) = call.heads, call.block, index_XT.shape
+    at_XT, first_XT, tables_XW = (
+        call.at_R[index_XT],
+        call.first_R[index_XT],
+        call.tables_RW[index_XT[:, 0]],
+    )
+    q_XKMH = call.q_RNH[index_XT].reshape(together, tile_rows, kv, groups, -1).swapaxes(1, 2)
+    q_XKMH = q_XKMH.reshape(together, kv, tile_rows * groups, -1)
+
+    def step(j: jax.Array, carry: Softmax) -> Softmax:
+        ids = jax.lax.dynamic_slice_in_dim(tables_XW, j * pages, pages, axis=1)
+        kept = read_pages(call.inputs, ids, call.q_RNH.dtype)
+        kept = kept.reshape(together, block, *kept.shape[-2:])
+        # XLA on a CPU is twice as fast where heads come first in memory already
+        k_XKBH, v_XKBV = (
+            x.swapaxes(1, 2) for x in keys_and_values(kept, call.value_dim, call.inputs.kv_heads)
+        )
+        key_B = j * block + jnp.arange(block)
+        scores = jnp.einsum("XKMH,XKBH->XKMB", q_XKMH, k_XKBH, preferred_element_type=jnp.float32)
+        scores = capped(scores * call.request.scale, call.request)
+        seen_XTB = (key_B <= at_XT[..., None]) & (key_B >= first_XT[..., None])
+        seen = jnp.repeat(seen_XTB, groups, axis=1)[:, None]
+        return absorbed(carry, scores, seen, v_XKBV, "XKMB,XKBV->XKMV")
+
+    sinks_KM = None
+    if call.inputs.sinks_N is not None:
+        sinks_KM = jnp.tile(call.inputs.sinks_N.reshape(kv, groups), (1, tile_rows))
+    begin = begun(q_XKMH.shape[:-1], call.value_size, sinks_KM)
+    return mean(jax.lax.fori_loop(*blocks, step, begin))
+
+
+def _by_length(each: Tiles, at: jax.Array, together: int) -> tuple[jax.Array, jax.Array]:
+    """First rows and rows of the tiles, those with few keys first, since tiles that are computed
+    together walk as many blocks as the longest; as many as a multiple of `together`."""
+    starts_R, counts_R = (
+        jnp.pad(x, (0, -x.shape[0] % together), constant_values=fill)
+        for x, fill in ((each.starts_R, each.starts_R.shape[0]), (each.counts_R, 0))
+    )
+    if together == 1:
+        return starts_R, counts_R
+    keys_R = jnp.where(counts_R > 0, at[starts_R], jnp.iinfo(jnp.int32).max)
+    order = jnp.argsort(keys_R)
+    return starts_R[order], counts_R[order]
 
 
 def _tile_rows(heads: int, groups: int, value_size: int) -> tuple[int, int]:
-    """Rows of a tile: few, as a row alone computes more for nothing, and more for pieces of
-    prompts, which then read their keys less often. A row has the same bits in both: XLA on a CPU
-    adds up fewer than 32 rows of heads otherwise, and its products change with more rows at sizes
+    """Rows of short and long tiles: few, as a row alone computes more for nothing, and many for
+    pieces of prompts, which then read their keys less often. A row has the same bits in both: XLA
+    on a CPU adds up otherwise fewer than 32 rows of heads together, a product of one row, and with
+    many heads to a kv head one of fewer than 64; and its products change with more rows at sizes
     that were measured (EXPERIMENTS.md, "Few rows on a CPU")."""
-    short = max(4, -(-32 // heads))
+    least = 64 if groups >= 16 else 2
+    short = max(-(-32 // (FEW_TOGETHER * heads)), -(-least // groups))
     if groups >= 16:
         most = 1024
     elif value_size % 64 == 0 and value_size <= 256:
