@@ -15,7 +15,7 @@ from maxstack.layers.weight import Substitute
 from maxstack.weights.spec import WeightSpec
 
 COLUMNS = 64
-AT_ONCE, AT_ONCE_NARROW, NARROW = 16, 64, 768
+AT_ONCE, AT_ONCE_NARROW, NARROW = 32, 64, 768
 """Rows up to which the panels are one batched product, of matrices with so many inputs and of
 narrower ones; with more, one product over all columns is faster, although the panels are laid side
 by side for it. It rounds otherwise where a narrow matrix has few rows."""
