@@ -191,7 +191,7 @@ def capacity(
     from maxstack.models.model import weights_of
 
     cfg = configured(())
-    layout = Layout.of(cfg.model, cfg.serve)
+    layout = Layout.of(cfg.model, cfg.serve, topology.platform)
     sizes = sizes_on(cfg, topology.size, topology.name, trains=False)
     cache, memory = layout.on(cfg.mesh, sizes), _memory(cfg, layout, topology, sizes)
     least = request_bytes(cfg, layout, cache, min(lengths))
@@ -269,7 +269,7 @@ def _refusal(
         also = [low, *(f"{words} {low}" for words in changes)]
         remedies += [words for words in also if _fits(configured, topology, length, words)][:1]
     ones = dict.fromkeys(AXES, 1)
-    layout = Layout.of(cfg.model, cfg.serve)
+    layout = Layout.of(cfg.model, cfg.serve, topology.platform)
     whole = sum(each.kept for each in held(cfg, ones))
     each = request_bytes(cfg, layout, layout.on(cfg.mesh, ones), length) + memory.fixed
     devices = math.ceil((whole + each / SHARE) / (memory.usable - memory.step))
@@ -287,7 +287,7 @@ def _fits(configured: Configured, topology: Topology, length: int, words: str) -
     try:
         cfg = configured(words.split())
         sizes = sizes_on(cfg, topology.size, topology.name, trains=False)
-        layout = Layout.of(cfg.model, cfg.serve)
+        layout = Layout.of(cfg.model, cfg.serve, topology.platform)
         each = request_bytes(cfg, layout, layout.on(cfg.mesh, sizes), length)
         return _memory(cfg, layout, topology, sizes).requests(each) > 0
     except ConfigError:

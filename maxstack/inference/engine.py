@@ -39,7 +39,7 @@ class Engine:
         """`run` is assembled from `programs.serving(cfg)`; `params` are taken over, and deleted
         where they are replaced; None: `load` brings them."""
         self.cfg, self.max_length = run.cfg, max_length
-        self._layout = Layout.of(run.cfg.model, run.cfg.serve)
+        self._layout = Layout.of(run.cfg.model, run.cfg.serve, run.mesh.devices.flat[0].platform)
         self.adapters = adapters.names
         self.programs = Programs(run, self._layout, limits, max_length, adapters)
         self.programs.load(params)

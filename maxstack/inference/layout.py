@@ -14,6 +14,8 @@ from maxstack.schema.parts import Cached
 from maxstack.schema.serve import ServeConfig
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
+LANES = 128
+"""Numbers of a row of a TPU's memory."""
 QUANTIZED = {"int8": "int8", "fp8": "float8_e4m3fn"}
 """serve.cache_dtype -> the type of the pages."""
 
@@ -47,9 +49,16 @@ class Layout:
     reaches: tuple[Reach, ...]
     """Distinct reaches of layers that keep an array for each token."""
     dtype: str
+    platform: str = "cpu"
+    """Kind of the devices."""
 
     @classmethod
-    def of(cls, cfg: DecoderConfig, serve: ServeConfig = ServeConfig()) -> "Layout":  # noqa: B008
+    def of(
+        cls,
+        cfg: DecoderConfig,
+        serve: ServeConfig = ServeConfig(),  # noqa: B008
+        platform: str = "cpu",
+    ) -> "Layout":
         """The layout of a model. ConfigError where it cannot generate."""
         owners, arrays, reaches = [], [], []
         depth = cfg.mtp.depth if cfg.mtp else 0
@@ -94,7 +103,7 @@ class Layout:
             distinct.index(reach) if reach in distinct else 0
             for reach in (reaches[owner] for owner in owners)
         )
-        return cls(tuple(owners), tuple(arrays), groups, distinct, cfg.dtype)
+        return cls(tuple(owners), tuple(arrays), groups, distinct, cfg.dtype, platform)
 
     def token_bytes(self, group: int) -> int:
         """Bytes that a token takes in the layers of a group."""
@@ -158,7 +167,19 @@ class Layout:
 
     def array_bytes(self, array: Cached) -> int:
         """Bytes of an array for a token or a request."""
-        return math.prod(dim.size for dim in array.dims) * BYTES[array.dtype or self.dtype]
+        sizes = [dim.size for dim in array.dims]
+        if self.page_order(array):
+            sizes[-1] += -sizes[-1] % LANES
+        return math.prod(sizes) * BYTES[array.dtype or self.dtype]
+
+    def page_order(self, array: Cached) -> tuple[int, ...] | None:
+        """The order of dimensions in which pages [P, L, C, H] are kept where it is not XLA's own:
+        on a TPU that would copy the cache at each step, for the sake of rows that are not whole
+        lanes. They are padded to lanes so."""
+        paged = not array.per_request and not array.dtype and len(array.dims) == 2
+        if self.platform != "tpu" or not paged or array.dims[1].size % LANES == 0:
+            return None
+        return (0, 2, 1, 3) if array.dims[0].size == 1 else (0, 1, 2, 3)
 
 
 def _stored(arrays: dict[str, Cached], cache_dtype: str | None) -> dict[str, Cached]:

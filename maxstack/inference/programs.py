@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental import layout as jax_layout
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxstack.hardware.compiling import in_order, sparing
@@ -101,7 +102,7 @@ class Programs:
             self._graph, self._state = with_adapters(self._graph, self._state, specs, weights)
             self._original |= {f"{path}/base" for path in specs}
         self._matrices: dict[str, CpuMatrix] = {}
-        if run.mesh.size == 1 and run.mesh.devices.flat[0].platform == "cpu":
+        if run.mesh.size == 1 and layout.platform == "cpu":
             from maxstack.weights.cpu_matrix import with_cpu_matrices
 
             self._graph, self._matrices = with_cpu_matrices(self._graph, self._state)
@@ -154,7 +155,7 @@ class Programs:
                 lambda params: self._prepared(params, keep=True), self._run.abstract.params
             )
             cache = jax.eval_shape(self._empty)
-            step = functools.partial(self._run.within(self._step), x_RD=None, module=None)
+            step = self._run.within(functools.partial(self._step, x_RD=None, module=None))
             jax.eval_shape(step, params, cache, batch)
         return choices
 
@@ -260,7 +261,7 @@ class Programs:
 
     def _dtype(self, array: Cached) -> str:
         dtype = array.dtype or self._run.cfg.model.dtype
-        on_cpu = self._run.mesh.devices.flat[0].platform == "cpu"
+        on_cpu = self._layout.platform == "cpu"
         return BITS.get(dtype, dtype) if on_cpu and not array.per_request else dtype
 
     def _leading(self, group: int, per_request: bool) -> tuple[int, ...]:
@@ -268,21 +269,17 @@ class Programs:
             return (self.replicas * self.slots,)
         return self.replicas * (1 + self.limits.pages[group]), self.limits.page
 
-    def _shardings(self) -> list[dict[str, NamedSharding]]:
-        rules, mesh = self._run.cfg.mesh.rules, self._run.mesh
+    def _shardings(self) -> list[dict[str, Any]]:
+        rules = self._run.cfg.mesh.rules
+
+        def placed(array: Cached) -> Any:
+            axes = ("batch", *("",) * (not array.per_request), *(dim.axis for dim in array.dims))
+            sharding = NamedSharding(self._run.mesh, spec(axes, rules))
+            order = self._layout.page_order(array)
+            return jax_layout.Format(jax_layout.Layout(order), sharding) if order else sharding
+
         return [
-            {
-                name: NamedSharding(
-                    mesh,
-                    spec(
-                        ("batch",)
-                        + ("",) * (not array.per_request)
-                        + tuple(dim.axis for dim in array.dims),
-                        rules,
-                    ),
-                )
-                for name, array in arrays.items()
-            }
+            {name: placed(array) for name, array in arrays.items()}
             for arrays in self._layout.arrays
         ]
 

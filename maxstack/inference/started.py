@@ -66,7 +66,8 @@ def start(model: str, overrides: Sequence[str], adapter: str | None = None) -> S
         raise ConfigError(f"{model}: was trained by masked diffusion; `maxstack sample` is for it")
     cfg = serving(cfg)
     folder = files_of(cfg, own)
-    layout, longest = Layout.of(cfg.model, cfg.serve), longest_of(cfg, own, folder)
+    layout = Layout.of(cfg.model, cfg.serve, jax.devices()[0].platform)
+    longest = longest_of(cfg, own, folder)
     tokenizer, stop_tokens = _tokenizer(cfg, own, folder)
 
     from maxstack import sharding

@@ -53,6 +53,11 @@ class Topology:
         return self.slices * math.prod(self.sides) * (self.chip.devices if self.chip else 1)
 
     @property
+    def platform(self) -> str:
+        """tpu, cuda, or where the table does not have the chip cpu."""
+        return self.chip.platform if self.chip else "cpu"
+
+    @property
     def hosts(self) -> int:
         """Number of hosts, which is how many processes jax would have."""
         chip = self.chip

@@ -27,6 +27,8 @@ LAYER = 2 * 32 * 4 * 8 + 2 * 32 * 2 * 8 + 3 * 32 * 64
 TABLE, NORMS = 32 * tiny.VOCAB, 4 * (4 * 2 * 32 + 32)
 BANDWIDTH, PEAK = 819e9, 197e12
 """Of a v5e chip."""
+LANES = 128
+"""Numbers that a row of a page is padded to on it."""
 
 
 def config(mixer=MIXER, mesh=None, serve=None, **changes):
@@ -47,7 +49,7 @@ def test_memory_and_requests_are_those_counted_by_hand():
     assert memory.weights == 2 * (4 * LAYER + 2 * TABLE) + NORMS
     assert memory.step == 32 * (4 * tiny.VOCAB + 2 * (32 + 16 + 16 + 32 + 64 + 64 + 32))
     assert memory.cache == (memory.usable - memory.weights - memory.step) / 2
-    assert made.token == 4 * 2 * 2 * 8 * 2 and row.bytes == 64 * made.token
+    assert made.token == 4 * 2 * 2 * LANES * 2 and row.bytes == 64 * made.token
     assert row.fit == memory.cache // row.bytes
 
 
@@ -63,7 +65,7 @@ def test_the_engine_makes_room_for_as_many_requests():
 def test_decode_reads_the_weights_once_and_the_cache_of_each_request():
     speed = planned(config()).lengths[0].decode[8]
     keys = (33 + 64) / 2
-    read = 2 * (4 * LAYER + TABLE) + NORMS + 8 * keys * 256
+    read = 2 * (4 * LAYER + TABLE) + NORMS + 8 * keys * 4 * 2 * 2 * LANES * 2
     assert speed.limit == "memory" and speed.seconds == pytest.approx(read / BANDWIDTH)
     assert speed.tokens_per_second == pytest.approx(8 / speed.seconds)
 
@@ -83,7 +85,8 @@ def test_a_window_bounds_what_a_request_keeps_and_reads():
 
 
 def test_mla_keeps_its_latent_and_one_rotated_key():
-    assert planned(config(MLA)).token == 4 * (16 + 4) * 2
+    assert planned(config(MLA)).token == 4 * LANES * 2
+    assert planned(config(MLA), "h100:1x1").token == 4 * (16 + 4) * 2
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
@@ -105,7 +108,8 @@ def test_recurrent_layers_keep_a_state_of_each_request_and_snapshots():
 
 
 def test_tensor_shards_weights_and_cache_of_one_replica():
-    one, two = planned(config()), planned(config(mesh={"data": 1, "tensor": 2}), "h100:1x2")
+    split = config(mesh={"data": 1, "tensor": 2})
+    one, two = planned(config(), "h100:1x1"), planned(split, "h100:1x2")
     assert (one.replicas, two.replicas) == (1, 1) and two.token == one.token / 2
     assert two.memory.weights == (one.memory.weights - NORMS) / 2 + NORMS
 
@@ -144,7 +148,7 @@ def test_weights_in_eight_bits_are_read_as_such():
     cfg = config()
     low = {"mode": "ptq", "rules": [{"module_path": ".*/(mixer|mlp)/.*", "weight_qtype": "int8"}]}
     quantized = Config.model_validate(cfg.model_dump() | {"quantization": low})
-    seconds = [planned(each).lengths[0].decode[1].seconds for each in (cfg, quantized)]
+    seconds = [planned(each, "h100:1x1").lengths[0].decode[1].seconds for each in (cfg, quantized)]
     assert seconds[1] < 0.75 * seconds[0]
 
 
