@@ -75,12 +75,14 @@ def main(args: argparse.Namespace) -> None:
     if bool(args.prompts) != bool(args.out):
         missing, given = ("--out", "--prompts") if args.prompts else ("--prompts", "--out")
         raise ConfigError(f"maxstack generate: {given} needs {missing} FILE.jsonl too")
+    if args.prompt == "":
+        raise ConfigError("--prompt: is empty; give at least one character")
     if args.system and not args.chat:
         raise ConfigError("--system: only a conversation has a system's message; give --chat too")
     if args.top_k < 0 or args.repetition_penalty <= 0:
         raise ConfigError("--top-k must be 0 or more, and --repetition-penalty above 0")
     check_writable("--out", args.out)
-    from maxstack.inference.asking import Asker, read_prompts
+    from maxstack.inference.asking import Asker, check_prompts, read_prompts
     from maxstack.inference.chat import read_chat_template
     from maxstack.inference.opened import config_of
     from maxstack.inference.started import files_of, start
@@ -90,7 +92,12 @@ def main(args: argparse.Namespace) -> None:
     if args.chat or any(row.kind == "messages" for row in rows):
         folder = files_of(*config_of(args.model, model_overrides(args)))
         template = read_chat_template(folder or Path(args.model), args.chat_template)
-    served = start(args.model, model_overrides(args), args.adapter)
+    reads_text = not args.prompts or bool(args.stop)
+
+    def check(tokenizer: Any, vocab: int) -> None:
+        check_prompts(args.model, tokenizer, vocab, rows, reads_text)
+
+    served = start(args.model, model_overrides(args), args.adapter, check)
     asker = Asker(served, _sampling(args), template, args.stop, args.ignore_eos, args.adapter)
     if args.prompts:
         asker.answer_file(rows, args.out, args.n, args.chat, args.system)

@@ -1,13 +1,11 @@
 """Documents of a source, as tokens or texts, and which of them are held out."""
 
 import hashlib
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
-import tqdm
 
 from maxstack.data.files import File, digest
 
@@ -108,11 +106,3 @@ def record_hashes(file: np.uint64, count: int) -> np.ndarray:
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
-
-
-def progress(documents: int, description: str, done: int = 0) -> tqdm.tqdm:
-    """A progress bar over documents, which writes a line every ten seconds into a file."""
-    interval = 0.1 if sys.stderr.isatty() else 10
-    return tqdm.tqdm(
-        total=documents, unit=" documents", desc=description, initial=done, mininterval=interval
-    )

@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 
 from maxstack.config import atomic, storage
-from maxstack.data.documents import Documents, Split, Tokens, progress
+from maxstack.data.documents import Documents, Split, Tokens
 from maxstack.data.files import digest
 from maxstack.data.shards import MANIFEST, pack
 from maxstack.data.sources import open_source
 from maxstack.data.tokenizers import Tokenizer, open_tokenizer, sized_tokens_of
 from maxstack.data.workers import settle
 from maxstack.errors import ConfigError, DataError
+from maxstack.report.progress import progress
 from maxstack.schema.data import DataConfig
 
 _LARGEST_SHARD = 10_000
@@ -68,7 +69,7 @@ def prepare(cfg: DataConfig, out: str, *, workers: int = 1, shard_size: int | No
     missing = [shard for shard in shards if shard.name not in made]
     documents = sum(shard.stop - shard.start for shard in shards)
     done = sum(counts["documents"] for counts in made.values())
-    with progress(documents, f"to {out}", done) as bar:
+    with progress(documents, f"to {out}", "documents", done) as bar:
         for shard, counts in _write_all(cfg, splits, missing, out, plan, workers):
             made[shard.name] = counts
             bar.update(counts["documents"])

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from maxstack.config import storage
-from maxstack.data.documents import progress
 from maxstack.data.sources import open_sources
 from maxstack.errors import ConfigError, DataError
+from maxstack.report.progress import progress
 from maxstack.schema.data import DataConfig
 
 _LONGEST_LINE = 4000
@@ -73,7 +73,7 @@ def _explained(error: RuntimeError, vocab: int) -> ValueError:
 def _lines(cfg: DataConfig, limit: int) -> Iterator[str]:
     """Lines of documents in random order until `limit` bytes, with a progress bar."""
     documents = [(source, index) for source in open_sources(cfg) for index in range(len(source))]
-    with progress(len(documents), "reading") as bar:
+    with progress(len(documents), "reading", "documents") as bar:
         for i in np.random.default_rng(cfg.seed).permutation(len(documents)):
             source, index = documents[i]
             document = source[index]

@@ -13,6 +13,7 @@ from maxstack.errors import ConfigError, DataError, shortened
 from maxstack.inference.chat import ChatTemplate, encode_chat
 from maxstack.inference.request import Sampling, Token
 from maxstack.inference.text import TextStream
+from maxstack.report.progress import progress
 
 if TYPE_CHECKING:
     from maxstack.inference.started import Served
@@ -69,6 +70,24 @@ def read_prompts(file: str) -> list[Prompt]:
     return prompts
 
 
+def check_prompts(
+    model: str, tokenizer: Any, vocab: int, prompts: Sequence[Prompt], text: bool
+) -> None:
+    """ConfigError or DataError where the prompts, or what else is `text`, are not for the model."""
+    if tokenizer is None and (text or any(prompt.kind != "tokens" for prompt in prompts)):
+        raise ConfigError(
+            f"{model} brings no tokenizer; give one in data.tokenizer, or prompts as "
+            '{"id", "tokens"} in --prompts'
+        )
+    for prompt in prompts:
+        tokens = prompt.value if prompt.kind == "tokens" else ()
+        outside = next((token for token in tokens if not 0 <= token < vocab), None)
+        if outside is not None:
+            raise DataError(
+                f"{prompt.where}: token {outside} is outside the model's vocabulary of {vocab}"
+            )
+
+
 def check_prompt(where: str, kind: str, value: Any) -> None:
     """DataError where the value is none of its kind."""
     if kind == "prompt" and not isinstance(value, str):
@@ -106,18 +125,17 @@ class Asker:
         if chat:
             messages = [{"role": "system", "content": system}] if system else []
             return self.encode_messages([*messages, {"role": "user", "content": text}])
-        return self._tokenizer("--prompt").encode(os.fsencode(text)).tolist()
+        return self._tokenizer.encode(os.fsencode(text)).tolist()
 
     def encode_messages(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Tokens of a conversation, up to where the model's answer begins."""
-        tokenizer = self._tokenizer("--chat")
         assert self._template, "messages without a chat template"
-        return encode_chat(tokenizer, self._template.render(messages))
+        return encode_chat(self._tokenizer, self._template.render(messages))
 
     def stream(self, prompt: Sequence[int], choice: int = 0) -> Iterator[str]:
         """The answer to a prompt, in pieces as they become certain."""
         engine = self._served.engine
-        text = TextStream(self._tokenizer("--prompt"), prompt, self._stops)
+        text = TextStream(self._tokenizer, prompt, self._stops)
         sampling = dataclasses.replace(self.sampling, choice=choice)
         number = engine.add(prompt, sampling, adapter=self._adapter)
         try:
@@ -150,17 +168,12 @@ class Asker:
         count: int,
         answers: "_Answers",
     ) -> None:
-        import tqdm
-
         engine, limit = self._served.engine, self._served.cfg.serve.max_requests * AHEAD
         waiting, running = list(encoded), dict[int, _Answer]()
         waiting.reverse()
-        shown = tqdm.tqdm(
-            total=len(prompts) * count, desc="generating", unit=" answers", disable=None
-        )
+        shown = progress(len(prompts) * count, "generating", "answers", len(answers.lines))
         made = 0
         with shown:
-            shown.update(len(answers.lines))
             while waiting or running:
                 while waiting and len(running) < limit:
                     i, choice = key = waiting.pop()
@@ -186,7 +199,8 @@ class Asker:
                     answers.append(answer.key, row | answer.row(output.finish))
                     shown.update()
                 if shown.format_dict["elapsed"]:
-                    shown.set_postfix_str(f"{made / shown.format_dict['elapsed']:.1f} tokens/s")
+                    speed = f"{made / shown.format_dict['elapsed']:.1f} tokens/s"
+                    shown.set_postfix_str(speed, refresh=False)
 
     def _encoded(self, prompt: Prompt, chat: bool, system: str | None) -> list[int]:
         if prompt.kind == "tokens":
@@ -201,14 +215,11 @@ class Asker:
     def _text(self, prompt: Sequence[int]) -> TextStream | None:
         if self._served.tokenizer is None and not self._stops:
             return None
-        return TextStream(self._tokenizer("--stop"), prompt, self._stops)
+        return TextStream(self._tokenizer, prompt, self._stops)
 
-    def _tokenizer(self, option: str) -> Any:
-        if self._served.tokenizer is None:
-            raise ConfigError(
-                f"{option}: {self._served.model} brings no tokenizer; give one in data.tokenizer, "
-                'or prompts as {"id", "tokens"} in --prompts'
-            )
+    @property
+    def _tokenizer(self) -> Any:
+        assert self._served.tokenizer, "text without a tokenizer"
         return self._served.tokenizer
 
     def _settings(self, prompts: Sequence[Prompt], *others: Any) -> str:

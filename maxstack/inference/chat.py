@@ -100,7 +100,8 @@ def read_chat_template(folder: Path, file: str | None = None) -> ChatTemplate:
             return ChatTemplate(_named(template, path), tokens, str(path))
     raise ConfigError(
         f"{folder}: has no chat template, neither {JINJA}, nor chat_template in {JSON} or "
-        f"{CONFIG}; give one: --chat-template FILE, or ask for completions of text: /v1/completions"
+        f"{CONFIG}; give one: --chat-template FILE, or ask for "
+        "completions of text: /v1/completions, or generate without --chat"
     )
 
 

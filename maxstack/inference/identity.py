@@ -6,6 +6,7 @@ import numpy as np
 
 from maxstack.inference.layout import Layout
 from maxstack.inference.programs import Programs, Rowed
+from maxstack.report.progress import progress
 
 SMALL = 32
 """Rows up to which two steps are tried of a size, with more a single one."""
@@ -43,10 +44,13 @@ def differing(programs: Programs, layout: Layout, vocab: int, max_length: int) -
             rows += [row.tobytes() for row in np.asarray(logits_OV)[:wanted]]
         return rows
 
-    alone, different = logits(most, 0, 1), []
-    for size in programs.sizes:
-        beside = size // 3 if len(tokens) > 1 else 0
-        made = logits(size - beside, beside, 1 if size > SMALL else 2)
-        if any(row != own for row, own in zip(made, alone, strict=False)):
-            different.append(size)
+    different = []
+    with progress(len(programs.sizes), "compiling", "programs") as shown:
+        alone = logits(most, 0, 1)
+        for size in programs.sizes:
+            beside = size // 3 if len(tokens) > 1 else 0
+            made = logits(size - beside, beside, 1 if size > SMALL else 2)
+            if any(row != own for row, own in zip(made, alone, strict=False)):
+                different.append(size)
+            shown.update()
     return different

@@ -53,9 +53,15 @@ class Served:
     """Tokens that end an answer."""
 
 
-def start(model: str, overrides: Sequence[str], adapter: str | None = None) -> Served:
+def start(
+    model: str,
+    overrides: Sequence[str],
+    adapter: str | None = None,
+    check: Callable[["Tokenizer | None", int], None] = lambda tokenizer, vocab: None,
+) -> Served:
     """The engine of a run, a checkpoint or a Hugging Face folder, with the adapters of
-    serve.adapters and `adapter`, a name there or a folder, which is its name then. ConfigError
+    serve.adapters and `adapter`, a name there or a folder, which is its name then. `check` may
+    raise for the tokenizer and the size of the vocabulary, before weights are read. ConfigError
     where it cannot generate or does not fit."""
     import jax
 
@@ -69,6 +75,7 @@ def start(model: str, overrides: Sequence[str], adapter: str | None = None) -> S
     layout = Layout.of(cfg.model, cfg.serve, jax.devices()[0].platform)
     longest = longest_of(cfg, own, folder)
     tokenizer, stop_tokens = _tokenizer(cfg, own, folder)
+    check(tokenizer, cfg.model.vocab)
 
     from maxstack import sharding
     from maxstack.hardware.compiling import keep_programs

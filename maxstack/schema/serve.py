@@ -58,4 +58,8 @@ class ServeConfig(Section):
 
     def own_faults(self) -> Iterator[Fault]:
         if self.snapshot % self.page:
-            yield "snapshot", f"snapshot={self.snapshot} is not a multiple of page={self.page}"
+            yield (
+                "snapshot",
+                f"snapshot={self.snapshot} is not a multiple of page={self.page}; give "
+                f"serve.snapshot={-(-self.snapshot // self.page) * self.page} too",
+            )

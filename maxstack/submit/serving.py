@@ -117,10 +117,11 @@ def server(name: str, cluster: ClusterConfig, args: Namespace) -> Server:
 
 def _our_command(job: Server, args: Namespace) -> str:
     if job.topology.hosts > 1:
+        chips = f" ({chip.chips_per_host} chips)" if (chip := job.topology.chip) else ""
         raise ConfigError(
             f"topology: {job.topology.name} has {job.topology.hosts} hosts, and maxstack's server "
-            "runs on the devices of one process; give a topology of one host, and --replicas, or "
-            "--engine vllm, for which a LeaderWorkerSet is written"
+            f"runs on the devices of one process; give a topology of one host{chips}, and "
+            "--replicas, or --engine vllm, for which a LeaderWorkerSet is written"
         )
     if not args.api_key_file:
         print(f"{job.name}: everybody who reaches it may ask; see --api-key-file", file=sys.stderr)

@@ -141,8 +141,8 @@ def test_a_file_of_prompts_with_a_mistake_is_refused_by_its_line(model, tmp_path
 
 
 def test_a_prompt_that_the_engine_refuses_is_named_by_its_line(model, tmp_path):
-    prompts = write_prompts(tmp_path / "p.jsonl", [{"tokens": [1]}, {"tokens": [99_999]}])
-    with pytest.raises(DataError, match="p.jsonl:2: token 99999 is outside the model's vocabulary"):
+    prompts = write_prompts(tmp_path / "p.jsonl", [{"tokens": [1]}, {"tokens": [1] * 99_999}])
+    with pytest.raises(DataError, match="p.jsonl:2: the prompt is 99999 tokens long"):
         generate_raising(model, "--prompts", prompts, "--out", str(tmp_path / "o.jsonl"))
 
 
@@ -154,12 +154,23 @@ def test_a_missing_chat_template_is_named_before_weights_are_read(tmp_path):
             generate_raising(str(tmp_path / "bare"), *words)
 
 
+def test_a_missing_tokenizer_and_wrong_tokens_are_named_before_weights_are_read(tmp_path):
+    bare, out = tmp_path / "bare", ["--out", str(tmp_path / "o.jsonl")]
+    parity.poisoned(parity.GOLDENS / "llama", bare, float("nan"))
+    with pytest.raises(ConfigError, match="bare brings no tokenizer"):
+        generate_raising(str(bare), "--prompt", "a")
+    rows = write_prompts(tmp_path / "p.jsonl", [{"tokens": [1]}, {"tokens": [99_999]}])
+    with pytest.raises(DataError, match="p.jsonl:2: token 99999 is outside"):
+        generate_raising(str(bare), "--prompts", rows, *out)
+
+
 @pytest.mark.parametrize(
     "words, message",
     [
         (["--prompts", "p.jsonl"], "--prompts needs --out"),
         (["--prompt", "a", "--prompts", "p.jsonl"], "either --prompt or --prompts"),
         (["--system", "a"], "give --chat too"),
+        (["--prompt", ""], "--prompt: is empty"),
         (["--prompts", "p.jsonl", "--out", "none/o.jsonl"], "the folder none does not exist"),
     ],
 )

@@ -321,6 +321,8 @@ def _refused(error: ValidationError) -> Refusal:
     faults = error.errors(include_url=False)
     path = faults[0]["loc"][:1]
     same = [fault for fault in faults if fault["loc"][:1] == path]
+    if missing := [fault for fault in same if fault["type"] == "missing"]:
+        same = missing
     words = dict.fromkeys(MEANINGS.get(fault["type"], fault["msg"]) for fault in same)
     deepest = max(same, key=lambda fault: len(fault["loc"]))
     name = ".".join(map(str, deepest["loc"]))
