@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +36,8 @@ PROMPTS = {1: 512, 8: 128, 32: 128}
 """Tokens of a prompt in prefill by batch."""
 SHORT = 16
 """Tokens of a prompt before decoding."""
+REST = 0.5
+"""Seconds before each task: OpenMP's threads spin for 0.2 s after a program's work."""
 
 
 class Task(NamedTuple):
@@ -197,6 +200,7 @@ def _measured(programs: list[Program], tasks: list[Task], rounds: int) -> dict[s
             for program in programs[:: 1 if number % 2 else -1]:
                 if task.kind == "prefill" and program.name == LIMIT:
                     continue
+                time.sleep(REST)
                 said = program.ask(**asked)
                 if not said.get("whole"):
                     sys.exit(f"{program.name} failed at {task}: {said}")
