@@ -25,7 +25,8 @@ from bench import arguments, serve_folder
 from bench.gpu_processes import ROOT, lacks
 from bench.serve_worker import MARK
 
-OURS, LIMIT = "maxstack", "bandwidth"
+OURS, ANY, LIMIT = "maxstack", "maxstack any", "bandwidth"
+"""ANY: with serve.identical=any, which shows the cost of equal bits."""
 PEERS = {
     "transformers": ["torch", "transformers"],
     "vllm": ["vllm"],
@@ -133,7 +134,8 @@ def main() -> None:
         )
         if task.kind in (args.only or task.kind)
     ]
-    pythons = {OURS: sys.executable, LIMIT: sys.executable, **_peers(args.peer_python)}
+    own = dict.fromkeys((OURS, ANY, LIMIT), sys.executable)
+    pythons = own | _peers(args.peer_python)
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary:
         for size in args.size:
@@ -172,14 +174,15 @@ def _started(
     length = max(*PROMPTS.values(), SHORT + args.tokens) + SHORT
     programs = []
     for name, python in pythons.items():
-        words = [name, str(folder), dtype, str(args.threads), str(length), *args.overrides]
+        words = [name.split()[0], str(folder), dtype, str(args.threads), str(length)]
+        words += [*args.overrides, *["serve.identical=any"] * (name == ANY)]
         program = Program(name, [python, "-m", "bench.serve_worker", *words], logs / name)
         said = program.says()
         if "ready" in said:
             programs.append(program)
             continue
         program.close()
-        if name in (OURS, LIMIT):
+        if name in (OURS, ANY, LIMIT):
             sys.exit(f"{name} failed: {said}")
         reason = said.get("left_out") or said["failed"]
         print(f"{name} {dtype} is left out: {reason}", file=sys.stderr)

@@ -106,7 +106,9 @@ class Programs:
             from maxstack.weights.cpu_matrix import with_cpu_matrices
 
             self._graph, self._matrices = with_cpu_matrices(self._graph, self._state)
-        self._group = GROUP if self._matrices else 0
+        self._group: int | None = GROUP if self._matrices else 0
+        if run.cfg.serve.identical == "any":
+            self._group = None
         ordered = in_order(run.mesh)
         self._made = jax.jit(self._empty, out_shardings=self._shardings(), compiler_options=ordered)
         self.cache: Any = None

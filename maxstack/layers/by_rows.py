@@ -18,10 +18,10 @@ _adapters: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar(
 
 
 @contextlib.contextmanager
-def by_rows(group: int = 0, adapters_R: jax.Array | None = None) -> Iterator[None]:
+def by_rows(group: int | None, adapters_R: jax.Array | None = None) -> Iterator[None]:
     """Context in which layers keep the bits of a row whatever the number of rows; those that can by
-    no other means compute `group` rows at a time (0: they need not). `adapters_R`: numbers of the
-    rows' adapters, 0: none."""
+    no other means compute `group` rows at a time (0: they need not; None: layers do neither, and
+    compute as in training). `adapters_R`: numbers of the rows' adapters, 0: none."""
     with holding(_group, group), holding(_adapters, adapters_R):
         yield
 
@@ -32,7 +32,7 @@ def adapters() -> Any:
 
 
 def active() -> bool:
-    """True in the context."""
+    """True where layers keep the bits of a row."""
     return _group.get() is not None
 
 

@@ -31,7 +31,8 @@ class ServeConfig(Section):
     """Requests that may wait; the server refuses more with status 429."""
     identical: Literal["strict", "check", "any"] = "check"
     """Same bits for a request whatever else is computed beside it. strict: tried at the start on
-    the real shapes, and refused where it does not hold; check: a warning then; any: not tried."""
+    the real shapes, and refused where it does not hold; check: a warning then; any: not tried, and
+    layers compute as in training."""
     prefix_cache: bool = True
     """Keep pages of ended requests, for others that begin alike."""
     snapshot: PositiveInt = 512
