@@ -32,18 +32,31 @@ def load_tree(path: config.Source, overrides: Sequence[str] = ()) -> tuple[Confi
         Config,
         path,
         overrides,
-        readers={"model": model_of_folder},
+        readers={"model": model_of_folder, "teacher": model_of_folder},
         completed=_completed,
         faults=rules.faults,
     )
 
 
+def run_folder(path: str) -> Path | None:
+    """The folder of a run that `path` is, or one of whose checkpoints it is; None for others."""
+    if storage.is_url(path) or not (folder := Path(path)).is_dir():
+        return None
+    inside = folder.parent if folder.name.isdigit() else folder
+    own = inside.parent if inside.name == "checkpoints" else folder
+    return own if (own / "config.yml").is_file() else None
+
+
 def model_of_folder(path: str, name: str) -> tuple[str, dict[str, Any]]:
     """The folder at `path`, or else the model of the hub, pinned, that `name` is; and the model
     section for it: the architecture that its config.json says, computed in float32 if its weights
-    are that and in bfloat16 if not, and its weights to start from."""
+    are that and in bfloat16 if not, and its weights to start from; or those of a run, or one of its
+    checkpoints."""
     from maxstack.hf.contents import Contents, opened
 
+    if own := run_folder(path):
+        model = config.plain_data(load(own / "config.yml").model)
+        return path, model | {"weights": path}
     is_path = storage.kind(path) is not None
     of_hub = hub.NAME.fullmatch(name) is not None and not is_path
     if not of_hub and not is_path:
@@ -58,12 +71,22 @@ def _completed(tree: Node) -> Node:
     """The tree with the tokenizer of the folder that the weights come from, unless the same file or
     the command line gives another, and with that for eval.data too. ConfigError where the folder
     has none to be read and there is text: tokens of another would spoil the weights."""
-    tree = _with_tokenizer(tree)
+    tree = _with_tokenizer(_with_score(tree))
     path = "eval", "data", "tokenizer"
     tokenizer = tree.at("data", "tokenizer")
     if tokenizer is None or tokenizer.mapping is None or tree.at(*path):
         return tree
     return supply(tree, path, plain(tokenizer), tokenizer.where)
+
+
+def _with_score(tree: Node) -> Node:
+    """The tree with a score for head, where the objective is that of a reward model."""
+    kind, path = tree.at("objective", "kind"), ("model", "head")
+    if kind is None or kind.value != "reward":
+        return tree
+    if tree.at(*path) is None:
+        tree = supply(tree, path, {}, kind.where)
+    return supply(tree, (*path, "scores"), True, kind.where)
 
 
 def _file(where: str) -> str:
@@ -85,6 +108,12 @@ def _with_tokenizer(tree: Node) -> Node:
             return tree
     from maxstack.hf.tokenizer import tokenizer_of, unread
 
+    if own := run_folder(folder.value):
+        data = load(own / "config.yml").data
+        tree = supply(tree, ("data", "tokenizer"), config.plain_data(data.tokenizer), str(own))
+        if data.template and not tree.at("data", "template"):
+            tree = supply(tree, ("data", "template"), data.template, str(own))
+        return tree
     local = hub.model_folder(folder.value, weights=False)
     if tokenizer := tokenizer_of(local):
         if hub.named(folder.value) or storage.is_url(folder.value):

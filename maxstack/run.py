@@ -3,7 +3,7 @@ runs it, tests lower it."""
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,8 +17,9 @@ from maxstack.data.batches import Batches
 from maxstack.faults import guard
 from maxstack.hardware import compiling
 from maxstack.kernels.backends import Choice, recording
-from maxstack.models.flops import Count, components
-from maxstack.objectives.objective import Batch, Loss, Models, Objective, objective_of
+from maxstack.models.flops import Count, components, forward_pass
+from maxstack.objectives.objective import Batch, Models, Objective, objective_of
+from maxstack.schema.objective import NextTokenConfig
 from maxstack.state import Moves, State, Tree, count, flat, of_state, of_weights, tree
 from maxstack.step import joined, only, traced_within, training_step
 from maxstack.weights.placed import PlacedWeights
@@ -53,6 +54,8 @@ class Run:
     """Fresh weights and optimizer state, made where they will live."""
     start: Callable[[Tree], State]
     """Given weights, which are donated, with fresh optimizer state."""
+    others: Mapping[str, "Run"]
+    """Models beside this one that have an architecture of their own: the teacher."""
     step: Any
     """jitted (state, batch[, frozen]) -> (state, scalars); the state is donated. scalars: loss,
     weight, grad_norm, learning_rate, ...; skipped (0: the update was accepted, 1: not finite, 2: a
@@ -70,12 +73,16 @@ class Run:
     @functools.cached_property
     def flops(self) -> dict[str, Count]:
         """Training FLOPs a token by component."""
-        return components(
+        own = components(
             self.cfg.model,
             self.cfg.data.seq_len,
             self.weights.adapters,
-            len(self.objective.frozen),
+            self.objective.forward_passes,
         )
+        return own | {
+            name: forward_pass(other.cfg.model, self.cfg.data.seq_len)
+            for name, other in self.others.items()
+        }
 
     @property
     def flops_per_token(self) -> float:
@@ -93,7 +100,10 @@ class Run:
         """Arguments of `step`: the state, a batch, and where the objective has second sets
         of weights, these by name: of each, the weights that a step changes in the first."""
         second = only(self.changed, self.abstract.params)
-        frozen = {name: second for name in self.objective.frozen}
+        frozen = {
+            name: self.others[name].abstract.params if name in self.others else second
+            for name in self.objective.frozen
+        }
         return self.abstract, self.batches.abstract(), *((frozen,) if frozen else ())
 
     @property
@@ -114,6 +124,19 @@ class Run:
     def within(self, f: Callable) -> Callable:
         """`f`, traced as the step is: on the run's mesh, with its table of block sizes."""
         return traced_within(self.mesh, self.cfg, f)
+
+
+def of_teacher(cfg: "Config") -> "Config":
+    """The configuration of the teacher of a run, on the run's mesh."""
+    return cfg.model_copy(
+        update={
+            "model": cfg.teacher,
+            "teacher": None,
+            "lora": None,
+            "quantization": type(cfg.quantization)(),
+            "objective": NextTokenConfig(kind="next_token"),
+        }
+    )
 
 
 def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
@@ -149,23 +172,23 @@ def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
         return start(rewrite.initial(cfg.train.seed))
 
     objective = objective_of(cfg)
+    others = {"teacher": assemble(of_teacher(cfg), mesh, trains=False)} if cfg.teacher else {}
     moves = Moves(shardings, abstract, info, mesh, cfg.mesh)
 
     def models(params: Tree, frozen: Tree) -> Models:
-        trees = {} if frozen is None else frozen
-        others = {
-            name: nnx.merge(graph, nnx.State(joined(moves.weights_to_devices(tree), params)))
-            for name, tree in trees.items()
-        }
-        return Models(nnx.merge(graph, nnx.State(params)), others)
-
-    def loss(params: Tree, frozen: Tree, batch: Batch) -> Loss:
-        return objective.loss(models(params, frozen), batch)
+        second = {}
+        for name, given in ({} if frozen is None else frozen).items():
+            if name in others:
+                second[name] = nnx.merge(others[name].graph, nnx.State(given))
+            else:
+                whole = joined(moves.weights_to_devices(given), params)
+                second[name] = nnx.merge(graph, nnx.State(whole))
+        return Models(nnx.merge(graph, nnx.State(params)), second)
 
     def evaluate(params: Tree, batch: Batch, frozen: Tree = None) -> dict[str, jax.Array]:
         return objective.evaluate(models(moves.weights_to_devices(params), frozen), batch)
 
-    step = functools.partial(training_step, cfg, tx, trained, loss, objective.prepare, moves)
+    step = functools.partial(training_step, cfg, tx, trained, objective, models, moves)
     options, ordered = compiling.options_for(cfg, mesh), compiling.in_order(mesh)
     quick = compiling.QUICK if mesh.devices.flat[0].platform == "cpu" else {}
     following = jax.jit(lambda step: step + 1, out_shardings=everywhere)
@@ -179,6 +202,7 @@ def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
         batches=Batches(cfg, mesh, objective.fields),
         weights=PlacedWeights(cfg, mesh, rewrite, flat(abstract.params)),
         graph=graph,
+        others=others,
         start=jax.jit(
             traced_within(mesh, cfg, start),
             donate_argnums=0,

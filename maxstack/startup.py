@@ -20,6 +20,7 @@ from maxstack.errors import ConfigError, shortened
 from maxstack.faults.policy import Rewind
 from maxstack.hardware import compiling
 from maxstack.hardware.chips import peak_flops
+from maxstack.load import run_folder
 from maxstack.models.pipeline import bubble
 from maxstack.plan import executable
 from maxstack.report.log import Log
@@ -190,6 +191,8 @@ def longer_rows(weights: str, seq_len: int) -> str:
     not."""
     from maxstack.hf.contents import opened
 
+    if run_folder(weights):
+        return ""
     most = opened(weights).folder.config.get("max_position_embeddings")
     if not isinstance(most, int) or seq_len <= most:
         return ""
@@ -209,6 +212,11 @@ def check_can_start(run: Run) -> None:
             f"run.name: {folder_of(cfg)} holds weights in low precision that maxstack quantize "
             f"made, and stays as it is; give a run.name of its own: run.name={cfg.run.name}-lora"
         )
+    if cfg.model.head.scores and not cfg.objective.SCORES:
+        raise ConfigError(
+            f"model.head.scores: objective.kind={cfg.objective.kind} needs logits, and a reward "
+            "model gives none; leave it out, or set objective.kind=reward"
+        )
     compiling.check_flags(cfg, run.mesh)
     frozen = [path for path, use in run.weights.rewrite.matches.items() if use.mode == "ptq"]
     _check_rank(run)
@@ -222,14 +230,10 @@ def check_can_start(run: Run) -> None:
         return
     if cfg.lora and cfg.lora.adapter:
         run.weights.adapter(cfg.lora.adapter)
-    if cfg.model.weights is None:
-        return
-    from maxstack.hf.contents import opened
-    from maxstack.hf.reader import pieces_of
+    if cfg.model.weights is not None:
+        from maxstack import starting_weights
 
-    pieces_of(
-        opened(cfg.model.weights), {path: leaf.shape for path, leaf in run.weights.original.items()}
-    )
+        starting_weights.check(run)
 
 
 def _check_rank(run: Run) -> None:
@@ -257,21 +261,26 @@ def fresh(run: Run) -> State:
         return run.init()
     if folder is None:
         return run.begin_with(flat(run.init().params))
-    from maxstack.hf.contents import opened
-    from maxstack.hf.reader import load_params
+    from maxstack import starting_weights
 
-    finite = not run.cfg.checkpoint.allow_nonfinite
-    loaded = load_params(opened(folder), run.weights.original, finite=finite)
+    loaded = starting_weights.original(run, finite=not run.cfg.checkpoint.allow_nonfinite)
     return run.begin_with(run.weights.rewritten(loaded))
 
 
 def frozen(run: Run) -> tuple[dict[str, Any], ...]:
     """The last argument of the step, where the objective has second sets of weights: by name, as
-    the run began with them, the weights that a step changes. The others are those of the state."""
+    the run began with them, the weights that a step changes, or all of another model. The others
+    are those of the state."""
     if not run.objective.frozen:
         return ()
-    second = only(run.changed, fresh(run).params)
-    return ({name: second for name in run.objective.frozen},)
+    own = {*run.objective.frozen} - {*run.others}
+    second = only(run.changed, fresh(run).params) if own else None
+    return (
+        {
+            name: fresh(run.others[name]).params if name in run.others else second
+            for name in run.objective.frozen
+        },
+    )
 
 
 def go_back(

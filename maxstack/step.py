@@ -14,7 +14,7 @@ from maxstack import optim, sharding
 from maxstack.faults import guard
 from maxstack.kernels import tuning
 from maxstack.models.model import model_of
-from maxstack.objectives.objective import Batch, Loss, row_keys
+from maxstack.objectives.objective import Batch, Loss, Models, Objective, row_keys
 from maxstack.state import Moves, State, Tree
 
 if TYPE_CHECKING:
@@ -25,16 +25,16 @@ def training_step(
     cfg: "Config",
     tx: optax.GradientTransformationExtraArgs,
     trained: Tree,
-    loss: Callable[..., Loss],
-    prepare: Callable[..., Batch],
+    objective: Objective,
+    models: Callable[[Tree, Tree], Models],
     moves: Moves,
     state: State,
     batch: Batch,
     frozen: Tree = None,
 ) -> tuple[State, dict[str, jax.Array]]:
     """One update from a batch -> the next state and its scalars. `tx` updates the weights that are
-    `trained`, `loss(params, frozen, batch)` is summed over microbatches of what `prepare(batch,
-    key)` returns, and a refused update changes neither weights nor optimizer state."""
+    `trained`, the loss of `models(params, frozen)` is summed over microbatches, and a refused
+    update changes neither weights nor optimizer state."""
     state = moves.to_devices(state)
     params, rest = (
         only(trained, state.params),
@@ -42,12 +42,19 @@ def training_step(
     )
     key = jax.random.key(cfg.train.seed, impl="threefry2x32")
     key = jax.random.fold_in(key, state.step)
-    batch = prepare(batch, key)
+    batch = objective.prepare(batch, key)
     if cfg.lora and cfg.lora.dropout:
         keys = row_keys(key, cfg.train.batch_size)
         batch = {**batch, "keys": sharding.constrain(keys, "batch")}
+    if objective.coupled and cfg.train.accumulate > 1:
+        measured = _by_microbatches(
+            lambda batch: objective.measure(models(joined(params, rest), frozen), batch),
+            batch,
+            cfg.train.accumulate,
+        )
+        batch = objective.weigh(measured)
     summed, grads = _gradient(
-        lambda params, batch: loss(joined(params, rest), frozen, batch),
+        lambda params, batch: objective.loss(models(joined(params, rest), frozen), batch),
         params,
         batch,
         cfg.train.accumulate,
@@ -64,7 +71,7 @@ def training_step(
     params = joined(jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates), rest)
     carried, reported = model_of(cfg.model).after_step(cfg.model, params, summed.reports)
     params = guard.where(accepted, params if cfg.lora else carried, state.params)
-    scalars = {name: total / weight for name, total in summed.metrics.items()} | reported
+    scalars = _means(summed.metrics, weight) | reported
     scalars |= {
         "weight": summed.weight,
         "grad_norm": norm,
@@ -92,13 +99,7 @@ def _gradient(
 
     if pieces == 1:
         return one(batch)
-    # Row r goes to microbatch r % pieces, so that each device cuts its own rows and none moves.
-    cut = {
-        name: x.reshape(-1, pieces, *x.shape[1:]).swapaxes(0, 1)
-        for name, x in batch.items()
-        if x.ndim
-    }
-    whole = {name: x for name, x in batch.items() if not x.ndim}
+    cut, whole = _cut(batch, pieces)
     zero = jax.tree.map(
         lambda a: jnp.zeros(a.shape, jnp.float32),
         jax.eval_shape(one, jax.tree.map(lambda x: x[0], cut) | whole),
@@ -108,6 +109,41 @@ def _gradient(
         return jax.tree.map(jnp.add, sums, one({**cut, **whole})), None
 
     return jax.lax.scan(add, zero, cut)[0]
+
+
+def _by_microbatches(f: Callable[[Batch], Batch], batch: Batch, pieces: int) -> Batch:
+    """`f`, which gives arrays of rows, of each microbatch -> its arrays of the whole batch."""
+    cut, whole = _cut(batch, pieces)
+
+    def one(_: None, cut: Batch) -> tuple[None, Batch]:
+        return None, {name: x for name, x in f({**cut, **whole}).items() if x.ndim}
+
+    _, made = jax.lax.scan(one, None, cut)
+    rows = {name: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]) for name, x in made.items()}
+    return {**whole, **rows}
+
+
+def _cut(batch: Batch, pieces: int) -> tuple[Batch, Batch]:
+    """Arrays of rows with a leading axis of microbatches, and those that all get. Row r goes to
+    microbatch r % pieces, so that each device cuts its own rows and none moves."""
+    cut = {
+        name: x.reshape(-1, pieces, *x.shape[1:]).swapaxes(0, 1)
+        for name, x in batch.items()
+        if x.ndim
+    }
+    return cut, {name: x for name, x in batch.items() if not x.ndim}
+
+
+def _means(metrics: Batch, weight: jax.Array) -> dict[str, jax.Array]:
+    """Sums divided by the weight, or by their own, by name."""
+    suffix = "/weight"
+    return {
+        name: total / jnp.maximum(metrics[name + suffix], 1.0)
+        if name + suffix in metrics
+        else total / weight
+        for name, total in metrics.items()
+        if not name.endswith(suffix)
+    }
 
 
 def traced_within(mesh: Mesh, cfg: "Config", f: Callable) -> Callable:

@@ -41,15 +41,15 @@ def defaults_yml() -> str:
     """Every key but the model's, with its meaning in a comment and its default; keys without a
     default are commented out."""
     head = [
-        "Every key but the model's (docs/CONFIG.md has those), with its meaning and its "
-        "default. A run needs only the keys that differ.",
+        "Every key but those of model and teacher (docs/CONFIG.md has those), with its meaning and "
+        "its default. A run needs only the keys that differ.",
         "A key without a default, and the keys of a section that is null by default, are "
         "commented out.",
         ANNOUNCE,
     ]
     lines, seen = [f"# {line}" for line in head], Seen()
     for name, field in Config.model_fields.items():
-        if name != "model":
+        if name not in ("model", "teacher"):
             lines += ["", *_entry(name, field, _default(field), seen, name)]
     return "\n".join(lines) + "\n"
 

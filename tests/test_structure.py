@@ -33,6 +33,7 @@ LEVELS = (
     ("elastic", "cli", "faults.supervise"),
     ("command",),
     ("startup", "inference", "evals", "checks"),
+    ("starting_weights",),
     ("meter", "plan"),
     ("run",),
     ("weights.placed", "step"),

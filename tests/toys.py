@@ -110,8 +110,8 @@ class EmphasisedLane(lanes.Lane):
     _drift = 0.0
 
     @classmethod
-    def arrays(cls, cfg: Any) -> dict[str, np.dtype]:
-        return super().arrays(cfg) | {"emphasis": np.dtype(np.float32)}
+    def arrays(cls, cfg: Any, fields: Any) -> dict[str, np.dtype]:
+        return super().arrays(cfg, fields) | {"emphasis": np.dtype(np.float32)}
 
     def refresh(self, state: Any) -> None:
         self._drift = float(np.abs(np.asarray(state.params["norm"]["scale"]) - 1).mean())

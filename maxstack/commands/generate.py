@@ -2,7 +2,6 @@
 
 import argparse
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxstack.command import (
@@ -83,15 +82,14 @@ def main(args: argparse.Namespace) -> None:
         raise ConfigError("--top-k must be 0 or more, and --repetition-penalty above 0")
     check_writable("--out", args.out)
     from maxstack.inference.asking import Asker, check_prompts, read_prompts
-    from maxstack.inference.chat import read_chat_template
     from maxstack.inference.opened import config_of
-    from maxstack.inference.started import files_of, start
+    from maxstack.inference.started import chat_template, start
 
     rows = read_prompts(args.prompts) if args.prompts else []
     template = None
     if args.chat or any(row.kind == "messages" for row in rows):
-        folder = files_of(*config_of(args.model, model_overrides(args)))
-        template = read_chat_template(folder or Path(args.model), args.chat_template)
+        opened = config_of(args.model, model_overrides(args))
+        template = chat_template(args.model, *opened, args.chat_template)
     reads_text = not args.prompts or bool(args.stop)
 
     def check(tokenizer: Any, vocab: int) -> None:

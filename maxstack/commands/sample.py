@@ -54,12 +54,15 @@ def main(args: argparse.Namespace) -> None:
             raise ConfigError(f"{override}: a trained model's objective cannot be changed")
     import numpy as np
 
+    from maxstack.data.tokenizers import open_prompt_tokenizer
     from maxstack.inference.diffusion import sample
-    from maxstack.inference.opened import open_model, open_prompt_tokenizer
+    from maxstack.inference.opened import open_model
 
     run, params = open_model(args.model, model_overrides(args))
     shift = getattr(run.cfg.objective, "shift", False)
-    tokenizer = open_prompt_tokenizer(run.cfg, bos=shift)  # without shift no sequence holds BOS
+    tokenizer = open_prompt_tokenizer(
+        run.cfg.data.tokenizer, bos=shift
+    )  # without shift no sequence holds BOS
     prompt = tokenizer.encode(os.fsencode(args.prompt))
     length = args.length or run.cfg.data.seq_len
     if len(prompt) >= length:

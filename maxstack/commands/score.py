@@ -14,6 +14,7 @@ from maxstack.command import (
     check_writable,
     command,
     model_overrides,
+    positive,
 )
 from maxstack.errors import ConfigError, DataError
 
@@ -37,10 +38,35 @@ if TYPE_CHECKING:
         "--tokens", metavar="FILE.npz", help="instead: tokens int32 [B, T] and lengths int32 [B]"
     ),
     argument(
+        "--records",
+        metavar="FILE.jsonl",
+        help="instead: conversations, preferences or labelled answers; written to --out FILE.jsonl "
+        "with the log-probability of each answer (objective.reference=stored), or its reward",
+    ),
+    argument(
+        "--kind",
+        choices=("chat", "pairs", "labelled"),
+        default="pairs",
+        help="of these records (default: pairs)",
+    ),
+    argument(
+        "--train",
+        choices=("assistant", "last", "all"),
+        default="assistant",
+        help="tokens of a conversation that count (default: assistant)",
+    ),
+    argument(
+        "--top",
+        type=positive,
+        default=0,
+        metavar="K",
+        help="also the K likeliest tokens at each of them (objective.top)",
+    ),
+    argument(
         "--out",
         required=True,
-        metavar="FILE.npz",
-        help="logprobs float32 [B, T], tokens and lengths",
+        metavar="FILE",
+        help="npz of logprobs float32 [B, T], tokens and lengths; of records, JSON lines",
     ),
     argument("--logits", action="store_true", help="also logits float32 [B, T, V]"),
     argument(
@@ -61,11 +87,16 @@ def main(args: Namespace) -> None:
 
     overrides = model_overrides(args)
     run, own = assembled(args.model, overrides)
-    if (kind := run.cfg.objective.kind) != "next_token":
+    if not run.cfg.objective.FORWARD:
         raise ConfigError(
-            f"{args.model}: was trained by objective.kind={kind}, and only next_token gives tokens "
-            "a probability by those before them; eval_loss in metrics.jsonl is its figure"
+            f"{args.model}: was trained by objective.kind={run.cfg.objective.kind}, which gives no "
+            "token a probability by those before it; eval_loss in metrics.jsonl is its figure"
         )
+    if args.records:
+        _score_records(run, read_weights(args.model, run, own), args)
+        return
+    if run.cfg.model.head.scores:
+        raise ConfigError(f"{args.model}: is a reward model, which scores records; give --records")
     adapted = {folder: adapted_run(run, folder) for folder in files}
     if args.tokens:
         rows = read_tokens(args.tokens, run.cfg.model.vocab)
@@ -78,15 +109,37 @@ def main(args: Namespace) -> None:
         _score(adapted[folder], both, rows, file, args)
 
 
+def _score_records(run: "Run", params: Any, args: Namespace) -> None:
+    from pydantic import TypeAdapter
+
+    from maxstack.inference.records import score_records
+    from maxstack.schema.data import Record
+
+    kind = {"kind": args.kind} | ({"train": args.train} if args.kind == "chat" else {})
+    record = TypeAdapter(Record).validate_python(kind)
+    count = score_records(
+        run, params, args.records, record, args.out, batch_size=args.batch_size, top=args.top
+    )
+    print(f"{args.out}: {count:,} records")
+
+
 def _files_by_adapter(args: Namespace) -> dict[str, str]:
     """The file for each adapter; ConfigError or DataError for arguments that are wrong whatever the
     model is."""
     from maxstack.config import storage
 
-    if (args.data is None) == (args.tokens is None):
-        raise ConfigError("maxstack score: give either --data FILE.jsonl or --tokens FILE.npz")
+    given = [file for file in (args.data, args.tokens, args.records) if file is not None]
+    if len(given) != 1:
+        raise ConfigError(
+            "maxstack score: give one of --data FILE.jsonl, --tokens FILE.npz and --records "
+            "FILE.jsonl"
+        )
+    if args.records and (args.adapter or args.logits):
+        raise ConfigError("--records: goes with neither --adapter nor --logits")
+    if args.top and not args.records:
+        raise ConfigError("--top: is of the tokens of --records FILE.jsonl")
     check_writable("--out", args.out)
-    texts = args.data or args.tokens
+    (texts,) = given
     if storage.kind(texts) != "file":
         raise DataError(f"{texts}: no such file")
     if args.data and args.data.endswith(".npz"):

@@ -1,8 +1,10 @@
 """`maxstack serve`: OpenAI's API for a trained model."""
 
+import functools
 import logging
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +20,7 @@ from maxstack.command import (
 from maxstack.errors import ConfigError
 
 if TYPE_CHECKING:
-    from maxstack.inference.chat import ChatTemplate
+    from maxstack.data.chat import ChatTemplate
 
 log = logging.getLogger(__name__)
 LONGEST_KEY = 1024
@@ -78,12 +80,15 @@ def main(args: Namespace) -> None:
         log.warning("--host %s: everybody who can reach it may ask; see --api-key-file", args.host)
     if args.engine == "vllm":
         from maxstack.commands.serve_vllm import run_vllm
+        from maxstack.data.chat import read_chat_template
 
         return run_vllm(
             args,
             keys,
             _model_name(args),
-            lambda folder: _tool_parser(args, _read_template(folder, args.chat_template)),
+            lambda folder: _tool_parser(
+                args, _if_any(functools.partial(read_chat_template, folder), folder, args)
+            ),
         )
     if args.export_to:
         raise ConfigError("--export-to: is of --engine vllm; leave it out")
@@ -102,11 +107,12 @@ def _serve(args: Namespace, keys: list[bytes]) -> None:
     from maxstack.inference.server.process import bound_socket, serve
     from maxstack.inference.server.state import State
     from maxstack.inference.service import Service
-    from maxstack.inference.started import start
+    from maxstack.inference.started import chat_template, start
 
     sock = bound_socket(args.host, args.port)
     served = start(args.model, model_overrides(args))
-    template = _read_template(served.folder or Path(served.model), args.chat_template)
+    read = functools.partial(chat_template, served.model, served.cfg, served.own)
+    template = _if_any(read, served.model, args)
     name = _model_name(args)
     if name in served.engine.adapters:
         raise ConfigError(f"{name}: is an adapter's name too; give --served-model-name")
@@ -147,16 +153,16 @@ def _read_keys(file: str | None) -> list[bytes]:
     return keys
 
 
-def _read_template(folder: Path, file: str | None) -> "ChatTemplate | None":
-    """The chat template in `file` or of a model's folder; None for a model that has none."""
-    from maxstack.inference.chat import read_chat_template
-
+def _if_any(
+    read: Callable[[str | None], "ChatTemplate"], model: str | Path, args: Namespace
+) -> "ChatTemplate | None":
+    """What `read` makes of --chat-template, or the model's own; None for a model that has none."""
     try:
-        return read_chat_template(folder, file)
+        return read(args.chat_template)
     except ConfigError:
-        if file is not None:
+        if args.chat_template is not None:
             raise
-        log.warning("%s has no chat template; only /v1/completions answers", folder)
+        log.warning("%s has no chat template; only /v1/completions answers", model)
         return None
 
 

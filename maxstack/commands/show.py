@@ -1,5 +1,6 @@
 """Printing what a configuration feeds the model."""
 
+import itertools
 import sys
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
 
 SHOWN = 240
 """Characters at the beginning and at the end of a document that is not printed in full."""
-HEAD, MARK, FAINT = "\033[1m", "\033[36m", "\033[2m"
+HEAD, MARK, FAINT, COUNTED = "\033[1m", "\033[36m", "\033[2m", "\033[32m"
+EXTRAS = "label", "margin", "mismatched", "reference"
 
 
 def show(cfg: "Config", batches: int, rows: int, *, full: bool, evaluation: bool) -> None:
@@ -29,6 +31,7 @@ def show(cfg: "Config", batches: int, rows: int, *, full: bool, evaluation: bool
         batch_size,
         evaluation=evaluation,
         whole=evaluation and cfg.eval.data is not None,
+        fields=cfg.objective.row_fields,
     )
     tokenizer = open_tokenizer(data.tokenizer)
     print("\n".join(feed.describe()))
@@ -61,19 +64,46 @@ def _print_row(row: Batch, tokenizer: Tokenizer, full: bool) -> None:
         line = (
             f"-- document {segment}: columns {first}..{last}, positions "
             f"{row['positions'][first]}..{row['positions'][last]}, "
-            f"{int(row['mask'][columns].sum())} of {len(columns)} targets count --"
+            f"{int(row['mask'][columns].sum())} of {len(columns)} targets count"
+            + "".join(f", {name} {row[name][first]:g}" for name in EXTRAS if name in row)
+            + " --"
         )
         print(_styled(MARK, line))
         ids = np.append(row["tokens"][columns], row["targets"][last])
-        if ids.max() < tokenizer.vocab_size:
+        counted = np.append(False, row["mask"][columns] > 0)
+        if ids.max() >= tokenizer.vocab_size:
+            text = " ".join(map(str, ids))
+        elif counted[1:].all():
             text = tokenizer.decode(ids).decode(errors="replace")
         else:
-            text = " ".join(map(str, ids))
+            print(_marked(ids, counted, tokenizer))
+            continue
         if not full and (left_out := len(text) - 2 * SHOWN) > 0:
             gap = _styled(FAINT, f" [... {left_out} characters ...] ")
             print(_visible(text[:SHOWN]) + gap + _visible(text[-SHOWN:]))
         else:
             print(_visible(text))
+
+
+def _marked(ids: np.ndarray, counted: np.ndarray, tokenizer: Tokenizer) -> str:
+    """The text of the ids with special tokens, and with what counts marked: [[so]], or on a
+    terminal in another colour."""
+    parts = []
+    for counts, group in itertools.groupby(range(len(ids)), key=lambda i: bool(counted[i])):
+        text = ""
+        for special, run in itertools.groupby(
+            group, key=lambda i: int(ids[i]) in tokenizer.special
+        ):
+            own = ids[[*run]]
+            if special:
+                text += "".join(tokenizer.special[int(token)] for token in own)
+            else:
+                text += tokenizer.decode(own).decode(errors="replace")
+        text = _visible(text)
+        if counts:
+            text = _styled(COUNTED, text) if sys.stdout.isatty() else f"[[{text}]]"
+        parts.append(text)
+    return "".join(parts)
 
 
 def _visible(text: str) -> str:

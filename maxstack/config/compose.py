@@ -119,8 +119,8 @@ def underlay(tree: Node, path: Sequence[str], below: Mapping[str, Any]) -> Node:
     return _put(tree, path, merge(_sourced(below, "default"), above))
 
 
-def supply(tree: Node, path: Sequence[str], value: Mapping[str, Any], where: str) -> Node:
-    """The tree with a mapping at `path`, below a mapping that is there."""
+def supply(tree: Node, path: Sequence[str], value: Any, where: str) -> Node:
+    """The tree with a value at `path`, below a mapping that is there."""
     above = tree.at(*path[:-1])
     is_inside = above is not None and above.mapping is not None
     return _put(tree, path, _sourced(value, where)) if is_inside else tree

@@ -19,7 +19,7 @@ def json_schema(schema: type[Section]) -> dict[str, Any]:
             "description": "Another entry beside this one, whose keys this one takes over.",
         }
     for key in schema.FROM:
-        definition = whole["properties"][key]["$ref"].rsplit("/", 1)[-1]
+        definition = _reference(whole["properties"][key]).rsplit("/", 1)[-1]
         definitions[definition]["properties"]["from"] = {
             "type": "string",
             "description": "A folder that gives this section.",
@@ -39,12 +39,18 @@ def _accept_presets(whole: dict[str, Any], key: str, folders: Any) -> None:
         {file.stem for folder in folders for file in (presets_dir() / folder).glob("*.yml")}
     )
     section = whole["properties"][key]
-    whole["$defs"][section["$ref"].rsplit("/", 1)[-1]]["properties"]["preset"] = _NAME
+    reference = _reference(section)
+    whole["$defs"][reference.rsplit("/", 1)[-1]]["properties"]["preset"] = _NAME
     choices = [{"enum": names}] if names else []
     whole["properties"][key] = {
-        "anyOf": [*choices, _NAME, {"$ref": section["$ref"]}],
+        "anyOf": [*choices, _NAME, *section.get("anyOf", [{"$ref": reference}])],
         "description": section.get("description", ""),
     }
+
+
+def _reference(section: dict[str, Any]) -> str:
+    """The definition that a section, which may be null, refers to."""
+    return section.get("$ref") or section["anyOf"][0]["$ref"]
 
 
 def _named_items(node: Any) -> set[str]:

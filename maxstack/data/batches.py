@@ -11,8 +11,8 @@ from jax.sharding import Mesh, NamedSharding
 from maxstack import sharding
 
 if TYPE_CHECKING:
-    from maxstack.objectives.objective import Field
     from maxstack.schema.config import Config
+    from maxstack.schema.objective import RowField as Field
 
 
 class Batches:
@@ -41,7 +41,7 @@ class Batches:
         """Shapes and shardings of a training batch."""
         return {
             name: jax.ShapeDtypeStruct(
-                [self._sizes[axis] for axis in field.axes.split()],
+                [*(self._sizes[axis] for axis in field.axes.split()), *field.size],
                 jnp.dtype(field.dtype),
                 sharding=self.sharding(name),
             )
@@ -60,11 +60,11 @@ class Batches:
         ...], of whatever the step has use for."""
         if "real" in self._fields and "segments" in local:
             local = {"real": local["segments"] > 0, **local}
-        unused = {"positions", "segments"} - {*self._fields}
+        used = {*self._fields, "bytes"}
         return {
             name: self.put(rows, batch_size, self.sharding(name))
             for name, rows in local.items()
-            if name not in unused
+            if name in used
         }
 
     def put(self, local: np.ndarray, batch_size: int, placement: NamedSharding) -> jax.Array:

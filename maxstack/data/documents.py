@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from maxstack.data.files import File, digest
+from maxstack.schema.data import Record
 
 Split = Literal["train", "eval", "all"]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -33,6 +34,8 @@ class Documents(ABC):
 
     name: str = ""
     files: Sequence[File] = ()
+    record: Record | None = None
+    """Kind of record that each document is, as the text of a JSON object."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -64,6 +67,7 @@ class Selection(Documents):
 
     def __init__(self, documents: Documents, indices: np.ndarray):
         self.name, self.files = documents.name, documents.files
+        self.record = documents.record
         self._documents, self._indices = documents, indices
 
     def __len__(self) -> int:

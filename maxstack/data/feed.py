@@ -12,14 +12,14 @@ import grain
 import numpy as np
 
 from maxstack.data.documents import Documents
-from maxstack.data.lanes import Batch, EvaluationRows, Mixture, Rows, maker_of
+from maxstack.data.lanes import Batch, EvaluationRows, Mixture, Rows
 from maxstack.data.sources import open_sources
 from maxstack.data.workers import Made, Workers, made
 from maxstack.errors import DataError
 from maxstack.schema.data import DataConfig
 
 if TYPE_CHECKING:
-    from maxstack.objectives.objective import Field
+    from maxstack.schema.objective import RowField as Field
 
 SAMPLED = 16
 """At most so many documents of a source are looked at when a run begins."""
@@ -60,7 +60,7 @@ class Feed:
             1 if evaluation else batch_size,
             evaluation,
             section,
-            maker_of(fields or {}, cfg),
+            fields or {},
         )
         self._quarantine = self._mixture.quarantine()
         self._batch_size = batch_size
@@ -68,6 +68,7 @@ class Feed:
         self._batches: Any = None
         self._rows: Any = None
         self._closing: threading.Thread | None = None
+        self._long: dict[str, int] = {}
         self.waited = 0.0
 
     def __iter__(self) -> "Feed":
@@ -85,6 +86,8 @@ class Feed:
                 raise DataError(error)
             for source, document in news.empty.items():
                 self._quarantine.empty(source, document)
+            for source, (record, count) in news.long.items():
+                self._quarantine.long(source, record, count)
             for record, reason in news.damaged.items():
                 self._quarantine.add(record, reason)
         except DataError:
@@ -99,8 +102,8 @@ class Feed:
 
     def damaged(self) -> list[str]:
         """Lines about documents passed over since the last call, each once in the life of this
-        feed: for every record that cannot be read, and for each source's first document without
-        anything to predict."""
+        feed: for every record that cannot be read, for each source's first document without
+        anything to predict, and its 1st, 10th, 100th, ... that is too long for a row."""
         news, section = self._quarantine.news(), self._mixture.section
         lines = [f"{section}.quarantine: passed over {reason}" for reason in news.damaged.values()]
         lines += [
@@ -108,6 +111,15 @@ class Feed:
             f"passed over, as all such documents of {source} are"
             for source, document in news.empty.items()
         ]
+        for source, (record, count) in news.long.items():
+            before = self._long.get(source, 0)
+            self._long[source] = before + count
+            if not before or len(str(before + count)) > len(str(before)):
+                lines.append(
+                    f"{section}.overlong={self._cfg.overlong}: {before + count} records of "
+                    f"{source} so far are longer than data.seq_len={self._cfg.seq_len}, such as "
+                    f"{record}"
+                )
         return [line.encode(errors="backslashreplace").decode() for line in lines]
 
     def restore(self, state: np.ndarray) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 
 from maxstack.data.documents import Documents, part_at, text_hash
+from maxstack.data.examples import EXTRAS, Segment, Unit, units_of
 from maxstack.data.order import Order
 from maxstack.data.sources import Synthetic
 from maxstack.data.tokenizers import open_tokenizer, sized_tokens_of, tokens_of
@@ -20,9 +21,10 @@ from maxstack.errors import ConfigError, DataError
 from maxstack.schema.data import DataConfig
 
 if TYPE_CHECKING:
-    from maxstack.objectives.objective import Field
+    from maxstack.schema.objective import RowField as Field
 
 Batch = dict[str, np.ndarray]
+TOKENS = "tokens", "targets", "positions", "segments"
 _NAMED = 5
 
 
@@ -33,6 +35,13 @@ class News(NamedTuple):
     """Records that cannot be read, and why."""
     empty: dict[str, str]
     """Sources, and their first document without anything to predict."""
+    long: dict[str, tuple[str, int]]
+    """Sources, their first record that was too long, and how many of them there were."""
+
+
+def no_news() -> News:
+    """None so far."""
+    return News({}, {}, {})
 
 
 class Quarantine:
@@ -44,7 +53,7 @@ class Quarantine:
         self._most, self._key = most, key
         self._damaged: set[str] = set()
         self._empty: set[str] = set()
-        self._news = News({}, {})
+        self._news = no_news()
 
     def add(self, record: str, reason: str) -> None:
         """Pass over a record; `reason` names its file and number. DataError if there are too
@@ -71,9 +80,14 @@ class Quarantine:
             self._empty.add(source)
             self._news.empty[source] = document
 
+    def long(self, source: str, record: str, count: int = 1) -> None:
+        """Count records of a source that were dropped or cut."""
+        first, before = self._news.long.get(source, (record, 0))
+        self._news.long[source] = first, before + count
+
     def news(self) -> News:
         """Documents passed over since the last call."""
-        news, self._news = self._news, News({}, {})
+        news, self._news = self._news, no_news()
         return news
 
 
@@ -91,9 +105,9 @@ class Mixture:
         batch_size: int,
         evaluation: bool,
         section: str,
-        maker: "type[Lane]",
+        fields: Mapping[str, "Field"],
     ):
-        self.maker = maker
+        self.maker, self.fields = maker_of(fields, cfg), fields
         self.cfg, self.sources, self.batch_size = cfg, sources, batch_size
         self.evaluation, self.section = evaluation, section
         self.counters = 1 if evaluation else len(sources)
@@ -134,21 +148,48 @@ class Mixture:
             return counter, self._orders[counter][position]
         return counter, position % len(self.sources[counter])
 
-    def tokens(
-        self, source: int, index: int, quarantine: Quarantine
-    ) -> tuple[np.ndarray, np.ndarray | None] | None:
-        """A document's ids, and in an evaluation the bytes of text that each stands for.
+    def units(self, source: int, index: int, quarantine: Quarantine) -> list[Unit]:
+        """A document as units of rows; in an evaluation with `bytes`, of text, that each token
+        stands for.
 
-        None if it cannot be read and is passed over. DataError if it may not be passed over.
+        Empty if it cannot be read and is passed over. DataError if it may not be passed over.
         """
-        tokenizer = open_tokenizer(self.cfg.tokenizer)
+        documents = self.sources[source]
         try:
-            if self.evaluation:
-                return sized_tokens_of(self.sources[source], index, tokenizer)
-            return tokens_of(self.sources[source], index, tokenizer), None
+            if documents.record:
+                units = units_of(documents, index, self.cfg, self.fields)
+                return self._fitting(units, documents, index, quarantine)
+            tokenizer = open_tokenizer(self.cfg.tokenizer)
+            if not self.evaluation:
+                return [Unit([Segment(tokens_of(documents, index, tokenizer), {})], whole=False)]
+            ids, sizes = sized_tokens_of(documents, index, tokenizer)
+            return [Unit([Segment(ids, {"bytes": sizes})], whole=False)]
+        except TooLong:
+            raise
         except DataError as error:
             quarantine.add(f"{source} {index}", str(error))
-            return None
+            return []
+
+    def _fitting(
+        self, units: list[Unit], documents: Documents, index: int, quarantine: Quarantine
+    ) -> list[Unit]:
+        """The units that fit in a row, the others dropped or cut."""
+        fitting, most = [], self.cfg.seq_len
+        for unit in units:
+            if unit.length <= most:
+                fitting.append(unit)
+                continue
+            where = documents.where(index)
+            text = f"{where}: {unit.length + len(unit.segments)} tokens"
+            if self.cfg.overlong == "error":
+                raise TooLong(
+                    f"{text}, but data.seq_len={most}; raise it, or set {self.section}.overlong to "
+                    "drop or cut"
+                )
+            quarantine.long(documents.name, text)
+            if self.cfg.overlong == "cut" and (short := unit.cut(most)):
+                fitting.append(short)
+        return fitting
 
     @functools.cached_property
     def _orders(self) -> list[Order]:
@@ -157,6 +198,10 @@ class Mixture:
             Order(f"{self.cfg.seed} shuffle {index}", len(source))
             for index, source in enumerate(self.sources)
         ]
+
+
+class TooLong(DataError):
+    """A record does not fit in a row, and data.overlong is error."""
 
 
 class Lane:
@@ -168,12 +213,12 @@ class Lane:
     `refresh`ed lanes, and not ahead."""
 
     @classmethod
-    def arrays(cls, cfg: DataConfig) -> dict[str, np.dtype]:
+    def arrays(cls, cfg: DataConfig, fields: Mapping[str, "Field"]) -> dict[str, np.dtype]:
         """Arrays of a row, by name, with their shapes."""
-        kinds = dict.fromkeys(("tokens", "targets", "positions", "segments"), np.int32)
-        return {
-            name: np.dtype((kind, (cfg.seq_len,)))
-            for name, kind in (kinds | {"mask": np.float32}).items()
+        kinds: dict[str, Any] = dict.fromkeys(TOKENS, np.int32) | {"mask": np.float32}
+        own = {name: fields[name] for name in EXTRAS if name in fields}
+        return {name: np.dtype((kind, (cfg.seq_len,))) for name, kind in kinds.items()} | {
+            name: np.dtype((field.dtype, (cfg.seq_len, *field.size))) for name, field in own.items()
         }
 
     def refresh(self, state: Any) -> None:
@@ -185,58 +230,60 @@ class Lane:
         self._phase = mixture.phase(lane)
         self._finished = np.zeros(mixture.counters, np.int64)
         self._offset = 0
-        self._document: np.ndarray | None = None
-        self._sizes: np.ndarray | None = None
+        self._units: list[Unit] = []
         self._counter = 0
 
     def state(self) -> np.ndarray:
-        """int64 [K]: documents finished of each source, then tokens used of the current one."""
+        """int64 [K]: documents finished of each source, then tokens used of the current one, or
+        units of the current record."""
         return np.append(self._finished, self._offset)
 
     def restore(self, state: np.ndarray) -> None:
         """Continue after the row that `state` was taken after; the current document is read again
         when needed."""
         self._finished, self._offset = state[:-1].astype(np.int64), int(state[-1])
-        self._document = None
+        self._units = []
 
     def fill(self, row: Batch) -> None:
-        """Write the next row into zeroed arrays of shape [seq_len].
+        """Write the next row into zeroed arrays of shape [seq_len, ...].
 
         A document of n tokens is n - 1 pairs of an input and its target, so each target counts
-        once, in this row or the next.
+        once, in this row or the next. A record's units are written whole.
         """
-        at, segment = 0, 0
-        while at < self._seq_len:
-            document = self._current()
-            if document is None:
+        at, segments = 0, 0
+        while at < self._seq_len and (unit := self._current()):
+            start = 0 if unit.whole else self._offset
+            left, room = unit.length - start, self._seq_len - at
+            if (unit.whole or self._packing == "fit") and at and left > room:
                 return
-            left = len(document) - 1 - self._offset
-            if self._packing == "fit" and at and left > self._seq_len - at:
-                return
-            count, segment = min(left, self._seq_len - at), segment + 1
-            span = slice(at, at + count)
-            row["tokens"][span] = document[self._offset : self._offset + count]
-            row["targets"][span] = document[self._offset + 1 : self._offset + count + 1]
-            row["positions"][span] = np.arange(count)
-            row["segments"][span] = segment
-            row["mask"][span] = 1
-            if self._sizes is not None and "bytes" in row:
-                row["bytes"][span] = self._sizes[self._offset + 1 : self._offset + count + 1]
-            at, self._offset = at + count, self._offset + count
-            if count == left or self._packing == "none":
+            for segment in unit.segments:
+                segments += 1
+                count = min(len(segment.ids) - 1 - start, self._seq_len - at)
+                span = slice(at, at + count)
+                row["tokens"][span] = segment.ids[start : start + count]
+                row["targets"][span] = segment.ids[start + 1 : start + count + 1]
+                row["positions"][span] = np.arange(count)
+                row["segments"][span] = segments
+                row["mask"][span] = 1
+                for name in segment.values.keys() & row.keys():
+                    row[name][span] = segment.values[name][start + 1 : start + count + 1]
+                at += count
+            self._offset += 1 if unit.whole else min(left, room)
+            ended = self._offset == (len(self._units) if unit.whole else unit.length)
+            if ended or (self._packing == "none" and not unit.whole):
                 self._finish()
             if self._packing == "none":
                 return
 
     def _finish(self) -> None:
         self._finished[self._counter] += 1
-        self._offset, self._document = 0, None
+        self._offset, self._units = 0, []
 
-    def _current(self) -> np.ndarray | None:
-        """The document to read on in; documents without a target, or that cannot be read, are
-        passed over. None at the end of an evaluation."""
+    def _current(self) -> Unit | None:
+        """The unit to read on in; documents without a target, or that cannot be read, are passed
+        over. None at the end of an evaluation."""
         mixture, passed = self._mixture, 0
-        while self._document is None:
+        while not self._units:
             self._counter = mixture.pick(self._finished, self._phase)
             position = int(self._finished[self._counter]) * mixture.batch_size + self._lane
             location = mixture.locate(self._counter, position)
@@ -244,19 +291,17 @@ class Lane:
                 break
             number, index = location
             source = mixture.sources[number]
-            document, sizes = mixture.tokens(number, index, self._quarantine) or (None, None)
-            if document is not None:
-                if len(document) - self._offset > 1:
-                    self._document, self._sizes = document, sizes
-                    break
-                if self._offset:
-                    raise DataError(
-                        f"the data changed since the checkpoint: document {position} of source "
-                        f"{mixture.sources[self._counter].name} has {len(document)} "
-                        "tokens, fewer than were already read"
-                    )
-                if not isinstance(source, Synthetic):
-                    self._quarantine.empty(source.name, source.where(index))
+            units = mixture.units(number, index, self._quarantine)
+            if units and _size(units) > self._offset:
+                self._units = units
+                break
+            if units and self._offset:
+                raise DataError(
+                    f"the data changed since the checkpoint: document {position} of source "
+                    f"{mixture.sources[self._counter].name} is shorter than what was already read"
+                )
+            if units and not isinstance(source, Synthetic):
+                self._quarantine.empty(source.name, source.where(index))
             self._finish()
             passed += 1
             if passed > 2 * mixture.documents + 100:
@@ -265,14 +310,23 @@ class Lane:
                     "nothing to predict: every document that was drawn is shorter than "
                     f"2 tokens, from {short}"
                 )
-        return self._document
+        if not self._units:
+            return None
+        return self._units[self._offset if self._units[0].whole else 0]
+
+
+def _size(units: list[Unit]) -> int:
+    """Units of a record, or pairs of input and target in a document that may be split; 0 where
+    there is nothing to predict."""
+    return len(units) if units[0].whole else units[0].length
 
 
 class Rows:
     """The rows of some lanes, batch after batch, each with its lane's state after it."""
 
     def __init__(self, mixture: Mixture, lanes: list[int], state: np.ndarray):
-        self.quarantine, self.arrays = mixture.quarantine(), mixture.maker.arrays(mixture.cfg)
+        self.quarantine = mixture.quarantine()
+        self.arrays = mixture.maker.arrays(mixture.cfg, mixture.fields)
         self._state_size = state.shape[1]
         self._lanes = [mixture.maker(mixture, lane, self.quarantine) for lane in lanes]
         for lane, after in zip(self._lanes, state, strict=True):
@@ -335,14 +389,14 @@ MAKERS: list[type[Lane]] = [Lane]
 def maker_of(fields: Mapping[str, "Field"], cfg: DataConfig) -> type[Lane]:
     """The first row maker that gives all fields of an objective; ConfigError where none does."""
     for maker in MAKERS:
-        arrays = maker.arrays(cfg)
+        arrays = maker.arrays(cfg, fields)
         if {*fields} <= {*arrays, "real"}:
             for name in fields.keys() & arrays.keys():
                 made = np.dtype(arrays[name]).base
                 wanted = fields[name].dtype
                 assert made == wanted, f"field {name}: {wanted}, but {maker.__name__} gives {made}"
             return maker
-    missing = sorted({*fields} - {*Lane.arrays(cfg), "real"})
+    missing = sorted({*fields} - {*Lane.arrays(cfg, fields), "real"})
     raise ConfigError(
         f"objective.kind: a batch must hold {', '.join(missing)}, which no kind of data gives"
     )

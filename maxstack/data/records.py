@@ -1,6 +1,7 @@
 """Sources whose files hold many documents each: JSON lines, separated text, Parquet, ArrayRecord,
 Bagz."""
 
+import codecs
 import contextlib
 import functools
 import json
@@ -202,7 +203,10 @@ class Jsonl(Spans):
         return line_bounds(path)
 
     def _read(self, opened: Any, file: int, record: int) -> bytes:
-        line = decoded(super()._read(opened, file, record), self._cfg, self.files[file].path)
+        data = super()._read(opened, file, record)
+        if self._cfg.record:
+            return data.removeprefix(codecs.BOM_UTF8)
+        line = decoded(data, self._cfg, self.files[file].path)
         try:
             value = json.loads(line.removeprefix("\ufeff"))
         except (ValueError, RecursionError) as error:
@@ -227,8 +231,8 @@ class Jsonl(Spans):
 
 
 class Parquet(Records):
-    """A string column of Parquet files. Row groups are decoded whole; the latest 256 MiB of them
-    are kept."""
+    """A string column of Parquet files, or whole rows as JSON. Row groups are decoded whole; the
+    latest 256 MiB of them are kept."""
 
     LOCAL = False
 
@@ -264,7 +268,7 @@ class Parquet(Records):
             names = opened.schema_arrow.names
         except (OSError, ValueError, pyarrow.ArrowException) as error:
             raise DataError(f"{path}: not a readable Parquet file: {brief(error)}") from error
-        if self._cfg.field not in names:
+        if not self._cfg.record and self._cfg.field not in names:
             raise DataError(
                 f"{path}: no column '{self._cfg.field}'; it has {listed(names)}. Set "
                 "`field` to the column of the text"
@@ -281,12 +285,17 @@ class Parquet(Records):
             ):
                 self._decoded.popitem(last=False)
         self._decoded.move_to_end((file, group))
+        if self._cfg.record:
+            (value,) = self._decoded[file, group].slice(row, 1).to_pylist()
+            return json.dumps(value, ensure_ascii=False, default=str).encode()
         return self._utf8(self._decoded[file, group][row].as_py())
 
     def _column(self, opened: Any, file: int, group: int) -> Any:
         import pyarrow
 
         try:
+            if self._cfg.record:
+                return opened.read_row_group(group)
             column = opened.read_row_group(group, columns=[self._cfg.field]).column(0)
             if pyarrow.types.is_dictionary(column.type):
                 column = column.cast(column.type.value_type)

@@ -1,15 +1,30 @@
 """Opening sources of documents, and their splits by a stable hash of each document's key. Files of
 many documents each: records.py."""
 
+import functools
+import json
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
-from maxstack.data.documents import Documents, Selection, Split, file_hashes, record_hashes
+from maxstack.data.documents import (
+    Documents,
+    Selection,
+    Split,
+    file_hashes,
+    record_hashes,
+    text_hash,
+)
 from maxstack.data.files import digest, matched, read, text_of
 from maxstack.errors import DataError
 from maxstack.schema.data import (
     AnySource,
     ArrayRecordSource,
     DataConfig,
+    Files,
+    FunctionSource,
     SyntheticSource,
     TextSource,
 )
@@ -64,6 +79,44 @@ class Synthetic(Documents):
         return repr(self._cfg)
 
 
+class Called(Documents):
+    """Documents made by a function."""
+
+    def __init__(self, cfg: FunctionSource):
+        self._cfg = cfg
+        self._call  # noqa: B018  names a function that is not there
+
+    def __len__(self) -> int:
+        return self._cfg.documents
+
+    def __getitem__(self, index: int) -> bytes:
+        made = self._call(index)
+        text = json.dumps(made, ensure_ascii=False) if self._cfg.record else made
+        if not isinstance(text, str):
+            raise DataError(f"{self.where(index)}: is a {type(made).__name__}, not text")
+        return text.encode()
+
+    def where(self, index: int) -> str:
+        return f"{self._cfg.call}({index})"
+
+    def hashes(self) -> np.ndarray:
+        return record_hashes(np.uint64(text_hash(self._cfg.call)), len(self))
+
+    def identity(self) -> str:
+        return repr(self._cfg)
+
+    @functools.cached_property
+    def _call(self) -> Callable[[int], Any]:
+        """The function, which no pickle holds."""
+        try:
+            return pkgutil.resolve_name(self._cfg.call)
+        except (ImportError, AttributeError) as error:
+            raise DataError(f"data.sources: call: {self._cfg.call}: {error}") from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_call"}
+
+
 def open_source(cfg: AnySource, index: int = 0, split: Split = "train") -> Documents:
     """The documents of one split of the source at an index of data.sources. DataError if the
     source, or the split, is empty."""
@@ -75,6 +128,7 @@ def open_source(cfg: AnySource, index: int = 0, split: Split = "train") -> Docum
         "parquet": records.Parquet,
         "array_record": records.ArrayRecords,
         "bagz": records.Bagz,
+        "function": Called,
         "synthetic": Synthetic,
     }
     kind = kinds[cfg.kind]
@@ -82,8 +136,9 @@ def open_source(cfg: AnySource, index: int = 0, split: Split = "train") -> Docum
         kind = records.Separated
     documents: Documents = kind(cfg)  # type: ignore[abstract, arg-type]
     documents.name = cfg.name or f"{cfg.kind}-{index}"
+    documents.record = cfg.record
     if not len(documents):
-        files = f" ({', '.join(cfg.files)})" if not isinstance(cfg, SyntheticSource) else ""
+        files = f" ({', '.join(cfg.files)})" if isinstance(cfg, Files) else ""
         raise DataError(f"source {documents.name}{files}: no document in it; every file is empty")
     if split == "all" or (split == "train" and not cfg.holdout):
         return documents

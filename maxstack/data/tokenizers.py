@@ -61,10 +61,17 @@ class Tokenizer(ABC):
     def ends(self, document: bytes) -> np.ndarray:
         """int64 [N]: the byte of the document at which the text of each id of `encode` ends; they
         increase, and the last is the document's size."""
-        ends = np.array(self._text_ends(document), np.int64)
-        ends[-1:] = len(document)
-        special = np.zeros(len(self._bos), np.int64), np.full(len(self._eos), len(document))
-        return np.concatenate([special[0], np.maximum.accumulate(ends), special[1]])
+        ends = self.spans(document)[:, 1]
+        ends[len(self._bos) :][-1 - len(self._eos) :] = len(document)
+        return np.maximum.accumulate(ends)
+
+    def spans(self, document: bytes) -> np.ndarray:
+        """int64 [N, 2]: the bytes of the document from and up to which the text of each id of
+        `encode` goes, without white space that the tokenizer leaves out; none for beginning and
+        end."""
+        size = len(document)
+        before, after = [(0, 0)] * len(self._bos), [(size, size)] * len(self._eos)
+        return np.array([*before, *self._text_spans(document), *after], np.int64).reshape(-1, 2)
 
     def bytes_of(self, ids: np.ndarray) -> np.ndarray:
         """Number of bytes of text that each id stands for; 0 for ids beyond the vocabulary, which
@@ -81,27 +88,37 @@ class Tokenizer(ABC):
         """Bytes of a token that may hold a part of a character; None for a token of text, which
         may depend on the tokens before it."""
 
-    def encode_marked(self, text: str) -> list[int]:
-        """Ids of a text in which special tokens, where they are spelt out, stand for themselves;
-        without beginning and end. The texts between them are encoded each by itself."""
+    def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """(ids int32 [N], the bytes from and up to which the text of each goes, int64 [N, 2]) of a
+        text in which special tokens, where they are spelt out, stand for themselves; without
+        beginning and end. The texts between them are encoded each by itself."""
         names = {name: token for token, name in self.special.items()}
         marks = "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)"
-        ids: list[int] = []
+        ids, spans, done = [np.zeros(0, np.int32)], [np.zeros((0, 2), np.int64)], 0
         for part in re.split(f"({marks})", text):
-            ids += [names[part]] if part in names else map(int, self._text_ids(part.encode()))
-        return ids
+            encoded = part.encode()
+            if part in names:
+                ids.append(np.array([names[part]], np.int32))
+                spans.append(np.array([(done, done + len(encoded))]))
+            elif part:
+                ids.append(np.asarray(self._text_ids(encoded), np.int32))
+                spans.append(done + np.array(self._text_spans(encoded)).reshape(-1, 2))
+            done += len(encoded)
+        return np.concatenate(ids), np.concatenate(spans)
 
     @abstractmethod
     def _text_ids(self, document: bytes) -> Sequence[int] | np.ndarray:
         """Ids without beginning and end."""
 
     @abstractmethod
-    def _text_ends(self, document: bytes) -> Sequence[int] | np.ndarray:
-        """The byte at which the text of each of these ids ends, as the library says."""
+    def _text_spans(self, document: bytes) -> Sequence[tuple[int, int]] | np.ndarray:
+        """The bytes from and up to which the text of each of these ids goes, as the library
+        says."""
 
 
 class Bytes(Tokenizer):
-    """Each byte is an id; 256 begins and ends a document."""
+    """Each byte is an id; 256, which chat templates write as <|endoftext|>, begins and ends a
+    document."""
 
     def __init__(self, cfg: BytesTokenizer):
         self.name, self.vocab_size = "bytes", BYTE_IDS
@@ -109,7 +126,7 @@ class Bytes(Tokenizer):
         self.token_bytes = _sizes(self.pieces)
         self.fingerprint = digest(f"bytes {cfg.bos} {cfg.eos}".encode())
         self._bos, self._eos = [256] * cfg.bos, [256] * cfg.eos
-        self.special = {}
+        self.special = {256: byte_level.END}
 
     def decode(self, ids: np.ndarray) -> bytes:
         return ids[ids < 256].astype(np.uint8).tobytes()
@@ -120,8 +137,8 @@ class Bytes(Tokenizer):
     def _text_ids(self, document: bytes) -> np.ndarray:
         return np.frombuffer(document, np.uint8)
 
-    def _text_ends(self, document: bytes) -> np.ndarray:
-        return np.arange(1, len(document) + 1)
+    def _text_spans(self, document: bytes) -> np.ndarray:
+        return np.arange(len(document))[:, None] + np.arange(2)
 
 
 class SentencePiece(Tokenizer):
@@ -157,9 +174,8 @@ class SentencePiece(Tokenizer):
     def _text_ids(self, document: bytes) -> list[int]:
         return self._model.encode(document.decode())
 
-    def _text_ends(self, document: bytes) -> list[int]:
-        offsets = self._model.encode(document, return_type="offset_mapping")["offsets"]
-        return [end for _, end in offsets]
+    def _text_spans(self, document: bytes) -> list[tuple[int, int]]:
+        return self._model.encode(document, return_type="offset_mapping")["offsets"]
 
     def _special(self, key: str, wanted: bool, token: int) -> list[int]:
         if wanted and token < 0:
@@ -232,8 +248,9 @@ class HuggingFace(Tokenizer):
         byte = _BYTE.fullmatch(piece) if self._byte_fallback else None
         return bytes.fromhex(byte[1]) if byte else None
 
-    def encode_marked(self, text: str) -> list[int]:
-        return self._marked.encode(text, add_special_tokens=False).ids
+    def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        encoded = self._marked.encode(text, add_special_tokens=False)
+        return np.array(encoded.ids, np.int32), _in_bytes(encoded.offsets, text.encode())
 
     @functools.cached_property
     def _marked(self) -> Any:
@@ -247,11 +264,9 @@ class HuggingFace(Tokenizer):
     def _text_ids(self, document: bytes) -> list[int]:
         return self._model.encode(document.decode(), add_special_tokens=False).ids
 
-    def _text_ends(self, document: bytes) -> np.ndarray:
-        offsets = self._model.encode(document.decode(), add_special_tokens=False).offsets
-        continued = np.frombuffer(document, np.uint8) & 0xC0 == 0x80
-        characters = np.append(np.flatnonzero(~continued), len(document))
-        return characters[[end for _, end in offsets]]
+    def _text_spans(self, document: bytes) -> np.ndarray:
+        encoded = self._model.encode(document.decode(), add_special_tokens=False)
+        return _in_bytes(encoded.offsets, document)
 
     def _special(self, key: str, token: str | None) -> list[int]:
         if token is None:
@@ -275,10 +290,18 @@ def open_tokenizer(cfg: TokenizerConfig) -> Tokenizer:
     return SentencePiece(cfg) if isinstance(cfg, SentencePieceTokenizer) else HuggingFace(cfg)
 
 
+def open_prompt_tokenizer(cfg: TokenizerConfig, bos: bool = True) -> Tokenizer:
+    """The tokenizer of a configuration, without EOS, and with BOS as it says or not at all: it
+    encodes texts that a model goes on from, or scores."""
+    none = None if cfg.kind == "huggingface" else False
+    changes = {"eos": none} if bos else {"eos": none, "bos": none}
+    return open_tokenizer(cfg.model_copy(update=changes))
+
+
 def tokens_of(documents: Documents, index: int, tokenizer: Tokenizer) -> np.ndarray:
     """The int32 ids of a document of text or tokens. DataError, naming its file and record, if it
     cannot be read."""
-    with _naming(documents, index):
+    with naming(documents, index):
         return _ids(documents[index], tokenizer)
 
 
@@ -293,7 +316,7 @@ def sized_tokens_of(
     id before it to its own.
     """
 
-    with _naming(documents, index):
+    with naming(documents, index):
         document = documents[index]
         ids = _ids(document, tokenizer)
         sizes = tokenizer.bytes_of(ids)
@@ -314,7 +337,7 @@ def _ids(document: Document, tokenizer: Tokenizer) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def _naming(documents: Documents, index: int) -> Iterator[None]:
+def naming(documents: Documents, index: int) -> Iterator[None]:
     """DataError, with the document's file and record, for any error in the block."""
     try:
         yield
@@ -365,6 +388,13 @@ def _hugging_face_pieces(spec: dict[str, Any], vocab: dict[str, int], size: int)
     for token in spec.get("added_tokens") or ():
         pieces[token["id"]] = b"" if token.get("special") else token["content"].encode()
     return pieces
+
+
+def _in_bytes(characters: list[tuple[int, int]], document: bytes) -> np.ndarray:
+    """Spans of characters of a UTF-8 text as spans of bytes, int64 [N, 2]."""
+    continued = np.frombuffer(document, np.uint8) & 0xC0 == 0x80
+    begins = np.append(np.flatnonzero(~continued), len(document))
+    return begins[np.array(characters, np.int64).reshape(-1, 2)]
 
 
 def _sizes(pieces: list[bytes]) -> np.ndarray:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from maxstack.data.lanes import Batch, News, Rows
+from maxstack.data.lanes import Batch, News, Rows, no_news
 from maxstack.errors import DataError
 from maxstack.report import stacks
 
@@ -54,7 +54,7 @@ class Workers:
         notes = [self._note(worker) for worker in range(len(self._processes))]
         for _, error in notes:
             if error is not None:
-                return {}, News({}, {}), error
+                return {}, no_news(), error
         row_type, rows = self._slots[0].dtype, sum(slots.shape[1] for slots in self._slots)
         batch = {
             key: np.empty((rows, *row_type[key].shape), row_type[key].base)
@@ -68,11 +68,14 @@ class Workers:
             with contextlib.suppress(OSError):  # a process that died, which the next batch reports
                 connection.send_bytes(b"read")
         self._made += 1
-        damaged, empty = (
-            {key: line for news, _ in notes for key, line in news[kind].items()}
-            for kind in range(2)
-        )
-        return batch, News(damaged, empty), None
+        together = no_news()
+        for news, _ in notes:
+            together.damaged.update(news.damaged)
+            together.empty.update(news.empty)
+            for source, (record, count) in news.long.items():
+                first, before = together.long.get(source, (record, 0))
+                together.long[source] = first, before + count
+        return batch, together, None
 
     def close(self) -> None:
         """Kill the processes, without waiting for the batches being made."""
@@ -96,7 +99,7 @@ def made(rows: Rows) -> Made:
     try:
         batch = rows.next()
     except DataError as error:
-        return {}, News({}, {}), str(error)
+        return {}, no_news(), str(error)
     return batch, rows.quarantine.news(), None
 
 

@@ -38,7 +38,8 @@ class Evaluator:
         self._bits: float | None = None
 
     def __call__(self, step: int, state: State) -> float:
-        """Mean loss in nats a token, over at most eval.steps batches; written and said."""
+        """Mean loss in nats a token, or whatever the objective counts, over at most eval.steps
+        batches; written and said."""
         begin = time.perf_counter()
         params = optim.eval_params(self._run.cfg.optimizer, state.opt, state.params)
         self._feed.restore(self._start)
@@ -64,7 +65,7 @@ class Evaluator:
         row: dict[str, Any] = {
             "step": step,
             "eval_loss": loss,
-            "eval_tokens": int(total["weight"]),
+            f"eval_{self._run.objective.counted}": int(total["weight"]),
             "eval_seconds": time.perf_counter() - begin,
         }
         if self._bits is not None:
@@ -80,7 +81,7 @@ class Evaluator:
         more = "".join(f", {name} {share:.4f}" for name, share in shares.items())
         self._log.say(
             f"eval at step {step}: loss {loss:.4f}{bits}{more} over {int(total['weight']):,} "
-            "held-out tokens"
+            f"held-out {self._run.objective.counted}"
         )
         return loss
 

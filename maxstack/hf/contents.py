@@ -5,7 +5,7 @@ import collections
 import functools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,8 @@ class Contents:
     def _check_head(self) -> None:
         """DataError where config.json says that the head is the embedding table and the tensors
         say that it is not, or the other way round; a head that repeats the table is dropped."""
+        if self.model.head.scores:
+            return
         head, tied = self.tensors.get(HEAD), self.model.head.tied
         if head is None and not tied:
             raise DataError(
@@ -111,10 +113,12 @@ def states(folder: Path) -> dict[str, tuple[int, int]]:
     return {file.name: (file.stat().st_size, file.stat().st_mtime_ns) for file in files}
 
 
-def check_tensors(contents: Contents, bound: Iterable[Bound]) -> None:
-    """DataError with every tensor that is missing, unknown or not shaped as config.json says."""
+def check_tensors(contents: Contents, bound: Iterable[Bound], left: Collection[str] = ()) -> None:
+    """DataError with every tensor that is missing, unknown or not shaped as config.json says;
+    those of the patterns `left` may be there."""
     wanted = {tensor.name: tensor for tensor in bound}
-    held, unused = contents.tensors, [re.compile(pattern) for pattern in contents.family.unused]
+    patterns = (*contents.family.unused, *left)
+    held, unused = contents.tensors, [re.compile(pattern) for pattern in patterns]
     missing = [name for name, tensor in wanted.items() if name not in held and not tensor.row.copy]
     unknown = [
         tensor.where

@@ -22,7 +22,7 @@ SILENT = frozenset(
     bad_words_ids begin_suppress_tokens bos_token_id cache_implementation
     chunk_size_feed_forward classifier_dropout dtype embd_pdrop embedding_dropout eos_token_id
     ep_size finetuning_task hidden_dropout id2label initializer_range is_decoder label2id
-    max_position_embeddings model_type output_attentions output_hidden_states
+    max_position_embeddings model_type num_labels output_attentions output_hidden_states
     output_router_logits pad_token_id problem_type resid_pdrop return_dict router_aux_loss_coef
     router_jitter_noise sep_token_id seq_aux task_specific_params tokenizer_class torch_dtype
     transformers_version transformers.js_config unsloth_fixed use_cache vision_start_token_id
@@ -41,6 +41,8 @@ STALE = frozenset(
     typical_p use_bfloat16
     """.split()
 )
+CAUSAL, SCORING = "ForCausalLM", "ForSequenceClassification"
+"""Ends of the names of architectures with a language model's head, and a reward model's."""
 NEVER = {"add_cross_attention": False, "is_encoder_decoder": False}
 NO_MEANING = frozenset(
     """
@@ -85,6 +87,9 @@ class Family:
         not supported."""
         source = Source(config, where, mtp)
         model = table.read(self.model, source) | self.layers.read(source)
+        if scores(config):
+            _check_labels(config, where)
+            model["head"] = {**model["head"], "scores": True, "tied": False}
         self._refuse(source, config)
         return {key: value for key, value in model.items() if value is not None}
 
@@ -93,7 +98,11 @@ class Family:
         wanted, sink = meaning(model), Sink()
         table.write(self.model, wanted, sink)
         self.layers.write(wanted["layers"], sink)
-        config = {"architectures": [self.architecture], "model_type": self.model_type, **sink}
+        architecture = self.architecture
+        if model.head.scores:
+            architecture = architecture.replace(CAUSAL, SCORING)
+            sink |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        config = {"architectures": [architecture], "model_type": self.model_type, **sink}
         mtp = model.mtp.depth if model.mtp and self.further else 0
         again = meaning(DecoderConfig.model_validate(self.read(config, self.architecture, mtp)))
         if different := sorted(_different(wanted, again, "")):
@@ -121,6 +130,23 @@ class Family:
                 f"not compute: {'; '.join(reasons)}. "
                 "Remove a key only if it does not change the model's output"
             )
+
+
+def scores(config: Mapping[str, Any]) -> bool:
+    """True if a config.json is of a reward model."""
+    architectures = config.get("architectures")
+    names = architectures if isinstance(architectures, list) else [architectures]
+    return any(isinstance(name, str) and name.endswith(SCORING) for name in names)
+
+
+def _check_labels(config: Mapping[str, Any], where: str) -> None:
+    """ConfigError where a classifier has more than one label."""
+    labels = config.get("num_labels") or len(config.get("id2label") or ("", ""))
+    if labels != 1:
+        raise ConfigError(
+            f"{where}: a classifier of {labels} labels; a reward model, which is supported, has "
+            'one: "id2label": {"0": "LABEL_0"}'
+        )
 
 
 def meaning(model: DecoderConfig) -> dict[str, Any]:
@@ -193,6 +219,7 @@ def of_config(config: Mapping[str, Any], families: Mapping[str, Family], where: 
     said = f"{where}: architectures={quoted(architectures)}, model_type={quoted(model_type)}"
     if not all(isinstance(name, str | None) for name in names):
         raise ConfigError(f"{said}: these are names, written as text")
+    names = [name.replace(SCORING, CAUSAL) if name else name for name in names]
     named = [families[name] for name in names if name in families]
     if not named:
         supported = sorted({family.architecture for family in families.values()})

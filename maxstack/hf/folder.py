@@ -194,6 +194,6 @@ def _of_language_model(tensors: dict[str, T], body: str) -> dict[str, T]:
     if any(name.startswith(body) for name in tensors):
         return tensors
     return {
-        name if name.startswith(("lm_head.", "mtp.")) else body + name: tensor
+        name if name.startswith(("lm_head.", "score.", "mtp.")) else body + name: tensor
         for name, tensor in tensors.items()
     }

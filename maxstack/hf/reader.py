@@ -2,6 +2,7 @@
 hold, one weight at a time."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,10 +12,12 @@ from tqdm import tqdm
 
 from maxstack.errors import DataError
 from maxstack.hf.binding import Bound, Target, bind
-from maxstack.hf.contents import Contents, check_tensors
+from maxstack.hf.contents import HEAD, Contents, check_tensors
 from maxstack.hf.tensors import Tensor, check_finite
 
 Index = tuple[slice, ...]
+SCORE = "score"
+"""Path of a reward model's head."""
 
 
 def load_params(
@@ -25,7 +28,7 @@ def load_params(
     finite: bool = True,
 ) -> Iterator[tuple[str, jax.Array]]:
     """The weights of a model folder by path, one after the other, as jax.ShapeDtypeStruct with a
-    sharding (or none: one device) ask for them.
+    sharding (or none: one device) ask for them; all but those that `pieces_of` leaves out.
 
     Numbers are cast to the dtype of each leaf. DataError, before anything is read, lists tensors
     that are missing, unknown or of another shape; and, if `finite`, names the first tensor with a
@@ -41,7 +44,8 @@ def load_params(
         disable=not progress or jax.process_index() > 0,
     ) as bar:
         for path, leaf in wanted.items():
-            yield path, _sharded(pieces[path], leaf, finite)
+            if path in pieces:
+                yield path, _sharded(pieces[path], leaf, finite)
             bar.update(leaf.size)
 
 
@@ -67,7 +71,11 @@ class Piece:
 
 
 def pieces_of(contents: Contents, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[Piece]]:
-    """Our path -> the pieces that make it up. DataError as in load_params."""
+    """Our path -> the pieces that make it up. DataError as in load_params. A reward model's score
+    has none in the folder of a language model, whose head is left."""
+    new_head = SCORE in shapes and not contents.model.head.scores
+    if new_head:
+        shapes = {path: shape for path, shape in shapes.items() if path != SCORE}
     try:
         bound = bind(contents.family, contents.model, shapes)
     except ValueError as error:
@@ -76,7 +84,7 @@ def pieces_of(contents: Contents, shapes: Mapping[str, tuple[int, ...]]) -> dict
             f"{error}; with `model: {{from: {contents.folder.path}}}` alone, the architecture, "
             "the number of layers and the names of blocks are those of the folder"
         ) from error
-    check_tensors(contents, bound)
+    check_tensors(contents, bound, (re.escape(HEAD),) if new_head else ())
     pieces: dict[str, list[Piece]] = {path: [] for path in shapes}
     for tensor in bound:
         for target in () if tensor.row.copy else tensor.targets:

@@ -5,14 +5,14 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxstack.config import storage
+from maxstack.data.chat import ChatTemplate, encode_chat
 from maxstack.errors import ConfigError, DataError, shortened
-from maxstack.inference.chat import ChatTemplate, encode_chat
 from maxstack.inference.request import Sampling, Token
 from maxstack.inference.text import TextStream
+from maxstack.inference.unfinished import Unfinished
 from maxstack.report.progress import progress
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class Asker:
     def encode_messages(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Tokens of a conversation, up to where the model's answer begins."""
         assert self._template, "messages without a chat template"
-        return encode_chat(self._tokenizer, self._template.render(messages))
+        return encode_chat(self._tokenizer, self._template.render(messages))[0].tolist()
 
     def stream(self, prompt: Sequence[int], choice: int = 0) -> Iterator[str]:
         """The answer to a prompt, in pieces as they become certain."""
@@ -152,7 +152,7 @@ class Asker:
     ) -> None:
         """Write `count` answers to each prompt to the file `out`, in the order of the prompts.
         Answers are appended to a file beside it as they end, from which a later call goes on."""
-        answers = _Answers(out, self._settings(prompts, count, chat, system))
+        answers = Unfinished(out, self._settings(prompts, count, chat, system))
         encoded = {}
         for i, prompt in enumerate(prompts):
             for choice in range(count):
@@ -166,7 +166,7 @@ class Asker:
         prompts: Sequence[Prompt],
         encoded: dict[tuple[int, int], list[int]],
         count: int,
-        answers: "_Answers",
+        answers: Unfinished,
     ) -> None:
         engine, limit = self._served.engine, self._served.cfg.serve.max_requests * AHEAD
         waiting, running = list(encoded), dict[int, _Answer]()
@@ -260,44 +260,3 @@ class _Answer:
             "logprobs": [token.logprob for token in self._tokens],
             "finish_reason": finish or "stop",
         }
-
-
-class _Answers:
-    """Lines of finished answers, appended to FILE.unfinished until all are there."""
-
-    def __init__(self, out: str, settings: str):
-        self._out, self._unfinished = out, Path(f"{out}.unfinished")
-        self.lines: dict[tuple[int, int], str] = {}
-        if storage.is_url(out):
-            raise ConfigError(f"--out {out}: must lie on this machine, to go on after a kill")
-        header = json.dumps({"settings": settings})
-        if self._unfinished.is_file():
-            self._read(header)
-        else:
-            self._unfinished.write_text(header + "\n", encoding="utf-8")
-
-    def _read(self, header: str) -> None:
-        """Answers of an earlier call; a line that was not written whole is dropped."""
-        whole = self._unfinished.read_bytes().rpartition(b"\n")[0].decode().splitlines()
-        if not whole or whole[0] != header:
-            raise ConfigError(
-                f"{self._unfinished}: was begun with another model, other prompts or other "
-                "settings; give these again, or delete it, or give another --out"
-            )
-        for line in whole[1:]:
-            key, row = json.loads(line)
-            self.lines[key[0], key[1]] = json.dumps(row, ensure_ascii=False)
-        self._unfinished.write_text("\n".join(whole) + "\n", encoding="utf-8")
-
-    def append(self, key: tuple[int, int], row: dict[str, Any]) -> None:
-        """Keep an answer."""
-        self.lines[key] = json.dumps(row, ensure_ascii=False)
-        with self._unfinished.open("a", encoding="utf-8") as file:
-            file.write(json.dumps([key, row], ensure_ascii=False) + "\n")
-
-    def write(self) -> None:
-        """All answers in their order."""
-        with storage.replacing(self._out) as file:
-            lines = [line for _, line in sorted(self.lines.items())]
-            file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        self._unfinished.unlink()

@@ -14,7 +14,6 @@ from maxstack.schema.mesh import AXES
 from maxstack.state import flat, tree
 
 if TYPE_CHECKING:
-    from maxstack.data.tokenizers import Tokenizer
     from maxstack.run import Run
     from maxstack.schema.config import Config
 
@@ -84,17 +83,6 @@ def read_weights(model: str, run: "Run", own: Path | None) -> Any:
     finite = not run.cfg.checkpoint.allow_nonfinite
     contents = opened(run.cfg.model.weights)
     return tree(run.weights.rewritten(load_params(contents, run.weights.original, finite=finite)))
-
-
-def open_prompt_tokenizer(cfg: "Config", bos: bool = True) -> "Tokenizer":
-    """The tokenizer of a configuration, without EOS, and with BOS as it says or not at all: it
-    encodes texts that a model goes on from, or scores."""
-    from maxstack.data.tokenizers import open_tokenizer
-
-    settings = cfg.data.tokenizer
-    none = None if settings.kind == "huggingface" else False
-    changes = {"eos": none} if bos else {"eos": none, "bos": none}
-    return open_tokenizer(settings.model_copy(update=changes))
 
 
 def config_of(model: str, overrides: Sequence[str]) -> tuple["Config", Path | None]:

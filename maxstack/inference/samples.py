@@ -7,10 +7,10 @@ import jax
 import numpy as np
 
 from maxstack import optim
+from maxstack.data.tokenizers import open_prompt_tokenizer
 from maxstack.errors import ConfigError
 from maxstack.inference.engine import Engine
 from maxstack.inference.layout import Layout
-from maxstack.inference.opened import open_prompt_tokenizer
 from maxstack.inference.programs import serving
 from maxstack.inference.request import Sampling
 from maxstack.inference.started import limits_of
@@ -36,7 +36,7 @@ class Samples:
                 "generate` on a checkpoint"
             )
         self._run, self._log, self._writer, self._settings = run, log, writer, settings
-        self._tokenizer = open_prompt_tokenizer(run.cfg)
+        self._tokenizer = open_prompt_tokenizer(run.cfg.data.tokenizer)
         self._prompts = [
             self._tokenizer.encode(text.encode()).tolist() for text in settings.prompts
         ]

@@ -12,7 +12,7 @@ import numpy as np
 from maxstack.config import storage
 from maxstack.data import hub
 from maxstack.errors import ConfigError, DataError
-from maxstack.inference.opened import config_of, open_prompt_tokenizer
+from maxstack.inference.opened import config_of
 
 if TYPE_CHECKING:
     from maxstack.run import Run
@@ -78,7 +78,7 @@ def read_texts(file: str, model: str, overrides: Sequence[str], instead: str) ->
     without EOS. ConfigError where the model has no tokenizer, DataError where the tokenizer does
     not fit it; `instead` is the option that takes tokens, for these messages."""
     from maxstack.data.sources import open_source
-    from maxstack.data.tokenizers import tokens_of
+    from maxstack.data.tokenizers import open_prompt_tokenizer, tokens_of
     from maxstack.hf.tokenizer import unread
     from maxstack.schema.data import JsonlSource
 
@@ -88,7 +88,7 @@ def read_texts(file: str, model: str, overrides: Sequence[str], instead: str) ->
         if not beside.is_dir():
             beside = hub.model_folder(cfg.model.weights or model, weights=False)
         raise ConfigError(f"{unread(beside)}; or give {instead}")
-    tokenizer = open_prompt_tokenizer(cfg)
+    tokenizer = open_prompt_tokenizer(cfg.data.tokenizer)
     if tokenizer.vocab_size > cfg.model.vocab:
         raise DataError(
             f"data.tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens and "

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxstack.data.byte_level import read
+from maxstack.data.chat import ChatTemplate, read_chat_template, template_of
 from maxstack.errors import ConfigError
 from maxstack.inference.layout import Layout
-from maxstack.inference.opened import config_of, open_prompt_tokenizer, read_weights
+from maxstack.inference.opened import config_of, read_weights
 from maxstack.inference.scheduler import Limits
 from maxstack.schema.mesh import AXES
 
@@ -45,6 +46,8 @@ class Served:
     model: str
     cfg: "Config"
     engine: "Engine"
+    own: Path | None
+    """The run's folder; None for a Hugging Face folder."""
     folder: Path | None
     """Folder with config.json and the files of a tokenizer; None for a run that has none."""
     tokenizer: "Tokenizer | None"
@@ -68,7 +71,9 @@ def start(
     from maxstack.inference.programs import serving
 
     cfg, own = placed(functools.partial(config_of, model), overrides, jax.device_count())
-    if cfg.objective.kind == "masked_diffusion":
+    if cfg.model.head.scores:
+        raise ConfigError(f"{model}: is a reward model; `maxstack score --records` is for it")
+    if not cfg.objective.FORWARD:
         raise ConfigError(f"{model}: was trained by masked diffusion; `maxstack sample` is for it")
     cfg = serving(cfg)
     folder = files_of(cfg, own)
@@ -92,7 +97,7 @@ def start(
     limits, max_length = limits_of(cfg, layout, longest, free)
     engine = Engine(run, params, limits, max_length, adapters)
     _check_identical(engine, layout)
-    return Served(model, cfg, engine, folder, tokenizer, stop_tokens)
+    return Served(model, cfg, engine, own, folder, tokenizer, stop_tokens)
 
 
 def placed(
@@ -212,6 +217,19 @@ def files_of(cfg: "Config", own: Path | None) -> Path | None:
     return folder if folder.is_dir() else hub.model_folder(cfg.model.weights, weights=False)
 
 
+def chat_template(
+    model: str, cfg: "Config", own: Path | None, file: str | None = None
+) -> ChatTemplate:
+    """The chat template in `file`, or that which a run was trained with, or the model's own.
+    ConfigError where there is none."""
+    folder, data = files_of(cfg, own), cfg.data
+    if own is not None and (data.template or folder is None):
+        named = file or data.template
+        if named or data.tokenizer.kind != "bytes":
+            return template_of(data.model_copy(update={"template": named}))
+    return read_chat_template(folder or Path(model), file)
+
+
 def longest_of(cfg: "Config", own: Path | None, folder: Path | None) -> int:
     """Most tokens of a text that the model was made for."""
     outer = read(folder / "config.json") if folder else {}
@@ -228,7 +246,7 @@ def _tokenizer(
     cfg: "Config", own: Path | None, folder: Path | None
 ) -> tuple["Tokenizer | None", frozenset[int]]:
     """The model's tokenizer, and the tokens that end its answers."""
-    from maxstack.data.tokenizers import open_tokenizer
+    from maxstack.data.tokenizers import open_prompt_tokenizer, open_tokenizer
 
     stops: set[int] = set()
     for name in ("config.json", "generation_config.json"):
@@ -236,5 +254,9 @@ def _tokenizer(
         stops.update(ends if isinstance(ends, list) else [] if ends is None else [ends])
     if own is None and "tokenizer" not in cfg.data.model_fields_set:
         return None, frozenset(stops)
-    stops.update(open_tokenizer(cfg.data.tokenizer).eos)
-    return open_prompt_tokenizer(cfg), frozenset(stops)
+    tokenizer = open_tokenizer(cfg.data.tokenizer)
+    stops.update(tokenizer.eos)
+    if own is not None and cfg.data.has_records:
+        with contextlib.suppress(ConfigError):  # records of texts need no template
+            stops.update(chat_template("", cfg, own).ends(tokenizer))
+    return open_prompt_tokenizer(cfg.data.tokenizer), frozenset(stops)

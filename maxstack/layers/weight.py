@@ -28,13 +28,15 @@ def weight(
     carried: bool = False,
     use: Use | None = None,
     contract: int = 1,
+    beside_adapters: bool = False,
 ) -> nnx.Param:
     """A parameter of `shape` with one logical axis name a dimension. `draw` fills it from a normal
     of `std` cut at three of it, or with `fill`.
 
     A `carried` one is not the optimizer's: the step updates it by a rule of its own. `use` says
     what multiplies by it, if what does may do so in another way than in the compute dtype; a matmul
-    contracts its first `contract` dimensions.
+    contracts its first `contract` dimensions. One that is trained `beside_adapters` is not frozen
+    where others have them, and has none itself.
     """
     assert len(shape) == len(axes.split()), (shape, axes)
     return nnx.Param(
@@ -45,6 +47,7 @@ def weight(
         carried=carried,
         use=use,
         contract=contract,
+        beside_adapters=beside_adapters,
         frozen=False,
     )
 

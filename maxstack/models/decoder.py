@@ -63,7 +63,16 @@ class Decoder(Model):
             if isinstance(param, nnx.Param):
                 # no gradient reaches it, and weight decay alone would shrink it
                 param.set_metadata(frozen=True)
-        if not cfg.head.tied:
+        if cfg.head.scores:
+            self.score = weight(
+                (cfg.embed, 1),
+                "embed latent",
+                std=std,
+                dtype=dtype,
+                use="matmul",
+                beside_adapters=True,
+            )
+        elif not cfg.head.tied:
             self.head = drawn((cfg.embed, cfg.vocab), "embed vocab", use="head")
         if cfg.head.bias:
             self.head_bias = weight((cfg.vocab,), "vocab", dtype=dtype)
@@ -98,12 +107,14 @@ class Decoder(Model):
 
         `batch` holds tokens [B, T] and, where rows hold several documents, positions and segments
         [B, T]; where they hold one and padding, and that counts, `real`, bool [B, T]; in training
-        with dropout `keys`, uint32 [B, 2], random keys of rows. What comes back lies in the order
-        of kernels/sequences.py, `arrange`.
+        with dropout `keys`, uint32 [B, 2], random keys of rows; `embedding_noise` [B, T, D], added
+        to the embeddings. What comes back lies in the order of kernels/sequences.py, `arrange`.
         """
         cfg, tokens_BT = self.cfg, arrange(batch["tokens"])
         context = _context(cfg, batch, tokens_BT.shape[1])
         x_BTD, extra_LBTP = self._entered(tokens_BT, context)
+        if "embedding_noise" in batch:
+            x_BTD = x_BTD + arrange(batch["embedding_noise"]).astype(x_BTD.dtype)
         aux: Aux = {"prefix": {}, "blocks": {}, "rest": {}}
         kept_names = {block.mixer.keys_of for block in cfg.blocks.values()}
 
@@ -258,6 +269,11 @@ class Decoder(Model):
             logits_BTV = logits_BTV + self.head_bias[...].astype(jnp.float32)
         cap = self.cfg.head.soft_cap
         return cap * jnp.tanh(logits_BTV / cap) if cap else logits_BTV
+
+    def scores(self, x_BTD: Array) -> Array:
+        """Normed residual stream -> float32 scores [B, T], in natural order."""
+        scores_BT1 = project(x_BTD, self.score)
+        return natural(scores_BT1[:, :, 0].astype(jnp.float32))
 
     def _per_layer(self, tokens_BT: Array, x_BTD: Array) -> Array:
         """[L, B, T, P]: the mean, times sqrt 2, of the layer's embedding of each token and of a

@@ -16,6 +16,12 @@ def flops_per_token(
     return sum(count.causal for count in components(model, seq_len, adapters, frozen).values())
 
 
+def forward_pass(model: DecoderConfig, seq_len: int) -> Count:
+    """FLOPs a token of a forward pass."""
+    whole = components(model, seq_len).values()
+    return Count(*(sum(counts) / 3 for counts in zip(*whole, strict=True)))
+
+
 def components(
     model: DecoderConfig, seq_len: int, adapters: int = 0, frozen: int = 0
 ) -> dict[str, Count]:
@@ -45,7 +51,7 @@ def _parts(
     model: DecoderConfig, seq_len: int, each: float, share: float = 1.0
 ) -> Iterator[tuple[str, Count]]:
     """Counts by component: `each` for a weight, and a share of what mixers add."""
-    yield "head", _weights(model.embed * model.vocab, each)
+    yield "head", _weights(model.embed * (1 if model.head.scores else model.vocab), each)
     for name in model.order:
         yield from _block(model.blocks[name], model.embed, seq_len, each, share)
     if extra := model.per_layer:

@@ -34,8 +34,7 @@ class NextToken(Objective):
         if z_loss:
             metrics["z_loss"] = z_loss * (jnp.square(log_z_BT) * mask_BT).sum()
         if model.cfg.mtp and model.cfg.mtp.loss:
-            further, aux["mtp"] = _further_tokens(model, x_BTD, batch, context)
-            metrics["mtp_loss"] = model.cfg.mtp.loss / model.cfg.mtp.depth * further
+            metrics["mtp_loss"], aux["mtp"] = further_loss(model, x_BTD, batch, context)
             total = total + metrics["mtp_loss"]
         added, reports = losses_and_reports(aux)
         total = sum(added.values(), total)
@@ -49,12 +48,15 @@ def head_losses(
     weights_BT: jax.Array,
     z_loss: float = 0.0,
     bias_V: jax.Array | None = None,
+    still: bool = False,
 ) -> Losses:
     """Weighted cross-entropy of a normed residual stream by the model's head, with `bias_V` added
-    to its logits."""
+    to its logits; `still`: without gradient, which spares its making."""
     x_BTD, head_DV, own_V, kept = model.readout(x_BTD)
     if bias_V is not None:
         own_V = bias_V if own_V is None else own_V + bias_V
+    if still:
+        x_BTD, head_DV, own_V = jax.lax.stop_gradient((x_BTD, head_DV, own_V))
     request, backend = Request(model.cfg.head.soft_cap, z_loss), model.cfg.head.backend
     with config_scope("model.head"):
         return linear_cross_entropy(
@@ -62,11 +64,12 @@ def head_losses(
         )
 
 
-def _further_tokens(
+def further_loss(
     model: "Decoder", x_BTD: jax.Array, batch: Batch, context: "Context"
 ) -> tuple[jax.Array, dict[str, Any]]:
-    """Sum over all depths of -log p of the token that lies one further each time, where it is in
-    the same document; what the blocks report."""
+    """model.mtp.loss times the mean over all depths of the sum of -log p of the token that lies one
+    further each time, where it is in the same document; what the blocks report."""
+    assert model.cfg.mtp
     targets_BT, mask_BT, reports = batch["targets"], batch["mask"].astype(jnp.float32), {}
     segments_BT, total = batch.get("segments"), jnp.zeros((), jnp.float32)
     same_BT = 1.0 if segments_BT is None else following(segments_BT) == segments_BT
@@ -76,7 +79,7 @@ def _further_tokens(
         targets_BT, mask_BT = following(targets_BT), mask_BT * following(mask_BT) * same_BT
         losses = head_losses(model, further.norm(x_BTD), arrange(targets_BT), arrange(mask_BT))
         total = total + losses.total
-    return total, reports
+    return model.cfg.mtp.loss / model.cfg.mtp.depth * total, reports
 
 
 def following(x_BT: jax.Array) -> jax.Array:

@@ -9,19 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import jax
 
 from maxstack.models.model import Reports
+from maxstack.schema.objective import RowField as Field
 
 if TYPE_CHECKING:
     from maxstack.schema.config import Config
 
 Batch = Mapping[str, jax.Array]
-
-
-class Field(NamedTuple):
-    """One array of a batch."""
-
-    axes: str
-    """Logical axes, separated by spaces: `batch seq`, or `batch`."""
-    dtype: str
 
 
 class Loss(NamedTuple):
@@ -32,7 +25,8 @@ class Loss(NamedTuple):
     weight: jax.Array
     """Divisor of the sums: counted tokens."""
     metrics: dict[str, jax.Array]
-    """The summands of `total` and other sums to report, by name; the log shows `loss`."""
+    """The summands of `total` and other sums to report, by name; the log shows `loss`. Those of `x`
+    are divided by `x/weight` where there is one."""
     reports: Reports
     """Reports of the model's layers, for Model.after_step."""
 
@@ -49,11 +43,21 @@ class Models:
 class Objective:
     """A loss over batches of certain fields; objective.kind chooses it."""
 
-    frozen: ClassVar[tuple[str, ...]] = ()
+    frozen: tuple[str, ...] = ()
     """Names of second sets of weights, which begin as the trained ones do and never change."""
+    coupled: bool = False
+    """True where the loss of a row depends on other rows: `measure` then comes before the batch is
+    cut into microbatches."""
+    counted: ClassVar[str] = "tokens"
+    """What `Loss.weight` counts."""
 
     def __init__(self, cfg: "Config"):
         self.cfg = cfg
+
+    @property
+    def forward_passes(self) -> int:
+        """Forward passes of a step beside that of the model that is trained."""
+        return len(self.frozen)
 
     @property
     def fields(self) -> Mapping[str, Field]:
@@ -64,6 +68,14 @@ class Objective:
         """The whole global batch of a step with what is drawn or counted over all of it, before it
         is cut into microbatches: arrays [B, ...], and scalars that every microbatch gets. `key` is
         of seed and step; fold in the row for what belongs to one."""
+        return batch
+
+    def measure(self, models: Models, batch: Batch) -> Batch:
+        """A microbatch with what `weigh` reads of all of them, where `coupled`; no gradient."""
+        return batch
+
+    def weigh(self, batch: Batch) -> Batch:
+        """The global batch, measured, with what `loss` reads of it, where `coupled`."""
         return batch
 
     def loss(self, models: Models, batch: Batch) -> Loss:
@@ -89,13 +101,15 @@ def objective_of(cfg: "Config") -> Objective:
 def token_fields(cfg: "Config") -> dict[str, Field]:
     """Fields of rows of tokens: positions and segments where rows hold several documents; `real`
     where they do not, but padding must go to no expert."""
-    packed = any(data.packing != "none" for data in cfg.data_sections.values())
+    packed = any(data.packing != "none" or data.has_records for data in cfg.data_sections.values())
     fields = {"tokens": "int32", "targets": "int32", "mask": "float32"}
     if packed:
         fields |= {"positions": "int32", "segments": "int32"}
     elif any(block.experts for block in cfg.model.blocks.values()):
         fields |= {"real": "bool"}
-    return {name: Field("batch seq", dtype) for name, dtype in fields.items()}
+    return {
+        name: Field("batch seq", dtype) for name, dtype in fields.items()
+    } | cfg.objective.row_fields
 
 
 def row_keys(key: jax.Array, rows: int) -> jax.Array:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from maxstack.hardware.chips import Chip
-from maxstack.models.flops import components
+from maxstack.models.flops import components, forward_pass
 from maxstack.models.model import abstract
 from maxstack.objectives.objective import objective_of
 from maxstack.plan.topology import Link
@@ -38,6 +38,8 @@ class Shapes:
     weights: tuple[tuple[tuple[str | None, ...], int, int, bool], ...]
     state: tuple[tuple[tuple[str | None, ...], int], ...]
     low: Mapping[str, float]
+    teacher: tuple[tuple[tuple[str | None, ...], int], ...] = ()
+    """(logical axes, bytes) of each weight of the teacher."""
 
     @classmethod
     def of(cls, cfg: "Config") -> "Shapes":
@@ -61,7 +63,7 @@ class Shapes:
             ((i.axes if i else (None,) * leaf.ndim), leaf.size * leaf.dtype.itemsize)
             for i, leaf in zip(weights_behind(state, info), jax.tree.leaves(state), strict=True)
         ]
-        return cls(weights, tuple(kept), low_flops(cfg, rewrite))
+        return cls(weights, tuple(kept), low_flops(cfg, rewrite), _of_teacher(cfg))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +88,20 @@ def estimate(
         *_networks(shapes, cfg, sizes, links, here),
     )
     return Estimate(_memory(shapes, cfg, sizes, here, chip.platform), max(seconds))
+
+
+def _of_teacher(cfg: "Config") -> tuple[tuple[tuple[str | None, ...], int], ...]:
+    import jax
+
+    from maxstack.state import of_weights
+
+    if not cfg.teacher:
+        return ()
+    params, info = of_weights(abstract(cfg.teacher)[1])
+    return tuple(
+        (i.axes, leaf.size * leaf.dtype.itemsize)
+        for i, leaf in zip(*map(jax.tree.leaves, (info, params)), strict=True)
+    )
 
 
 def low_flops(cfg: "Config", rewrite: "Rewrite", trains: bool = True) -> Mapping[str, float]:
@@ -139,7 +155,8 @@ def _memory(
     }
     gradients = sum(size for size, updated in weights if updated)
     if "params" not in mesh.offload:
-        state["frozen"] = gradients * len(objective_of(cfg).frozen)
+        state["frozen"] = gradients * len({*objective_of(cfg).frozen} - {"teacher"})
+    state["teacher"] = sum(size / _parts(axes, mesh.rules, sizes) for axes, size in shapes.teacher)
     on_device = sum(size for part, size in state.items() if part not in mesh.offload)
     at_once = here * stages / cfg.train.accumulate
     width = _width(cfg)
@@ -188,10 +205,11 @@ def _work(
 ) -> float:
     """Matrix products and elementwise traffic of one device, stretched by the pipeline's idle
     turns."""
-    flops = sum(
-        count.causal
-        for count in components(cfg.model, cfg.data.seq_len, int(cfg.lora is not None)).values()
-    )  # an adapter's own are few
+    passes, length = objective_of(cfg).forward_passes, cfg.data.seq_len
+    counts = components(cfg.model, length, int(cfg.lora is not None), passes)
+    flops = sum(count.causal for count in counts.values())  # an adapter's own are few
+    if cfg.teacher:
+        flops += forward_pass(cfg.teacher, length).causal
     again = 1 + REMAT[cfg.model.remat.policy].recomputed / 3
     each = (flops - sum(shapes.low.values())) / chip.flops(cfg.model.dtype) + sum(
         low / chip.flops(dtype) for dtype, low in shapes.low.items()

@@ -155,13 +155,14 @@ class Config(Section):
     PRESETS = {
         "": ("recipes", "."),
         "model": ("models",),
+        "teacher": ("models",),
         "mesh": ("meshes",),
         "xla": ("xla",),
         "quantization": ("quantization",),
         "optimizer": ("optimizers",),
     }
 
-    FROM = ("model",)
+    FROM = ("model", "teacher")
 
     run: RunConfig = RunConfig()
     """Names and folders."""
@@ -172,7 +173,9 @@ class Config(Section):
     through the proxy at JAX_BACKEND_TARGET."""
     model: DecoderConfig
     """The architecture: a preset's name, or a mapping that may hold `preset:`, or `from:` a Hugging
-    Face folder, or Org/Name of the hub."""
+    Face folder, Org/Name of the hub, or another run or one of its checkpoints."""
+    teacher: DecoderConfig | None = None
+    """The model that objective.kind=distill learns from, as `model:` names one; null: none."""
     mesh: MeshConfig = MeshConfig()
     """Arrangement of devices, and how tensors are spread over them: a preset's name or a
     mapping."""

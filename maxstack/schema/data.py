@@ -55,6 +55,47 @@ Tokenizer = Annotated[
 ]
 
 
+class ChatRecord(Section):
+    """A conversation: `messages` (role and content, with tool_calls and beside them `tools`), or
+    ShareGPT's `conversations`; or a `prompt` and its `completion`, each a text, which no template
+    changes, or messages."""
+
+    kind: Literal["chat"]
+    """The record."""
+    train: Literal["assistant", "last", "each", "all"] = "assistant"
+    """Tokens that are trained on. assistant: all turns of the assistant; last: the last of them;
+    each: all, each in a row of its own as the template writes the conversation up to there; all:
+    the whole conversation."""
+
+
+class PairsRecord(Section):
+    """A preference: `chosen` and `rejected` with their `prompt`, or with the prompt that both begin
+    with; or the best and the worst of `completions` by their `scores`. `margin` says by how much
+    the chosen one is better."""
+
+    kind: Literal["pairs"]
+    """The record."""
+
+
+class LabelledRecord(Section):
+    """An answer that is wanted or not: `prompt`, `completion` and `label`, true or false."""
+
+    kind: Literal["labelled"]
+    """The record."""
+
+
+class PromptsRecord(Section):
+    """A `prompt` alone, a text or messages, of which nothing is trained on."""
+
+    kind: Literal["prompts"]
+    """The record."""
+
+
+Record = Annotated[
+    ChatRecord | PairsRecord | LabelledRecord | PromptsRecord, Field(discriminator="kind")
+]
+
+
 class Source(Section):
     """Keys of every source of documents."""
 
@@ -65,6 +106,8 @@ class Source(Section):
     holdout: float = Field(0.0, ge=0, lt=1)
     """Share of its documents (whole files, where a file is a document) kept from training for
     evaluation, chosen by a hash of their key."""
+    record: Record | None = None
+    """Content of each document: a JSON object, or a row of Parquet, of this kind; null: text."""
 
 
 class Files(Source):
@@ -146,9 +189,31 @@ class SyntheticSource(Source):
     vocab: int = Field(256, ge=2)
     """Token ids are below this."""
 
+    def own_faults(self) -> Iterator[Fault]:
+        if self.record:
+            yield "record", "random tokens are no records; leave it out"
+
+
+class FunctionSource(Source):
+    """Documents that a Python function makes, the same at each call."""
+
+    kind: Literal["function"]
+    """The source."""
+    call: str = Field(pattern=r"^[\w.]+:\w+$")
+    """module:function, which maps a number below `documents` to a text, or to a mapping where
+    `record` is set."""
+    documents: PositiveInt = 4096
+    """Number of documents."""
+
 
 AnySource = Annotated[
-    TextSource | JsonlSource | ParquetSource | ArrayRecordSource | BagzSource | SyntheticSource,
+    TextSource
+    | JsonlSource
+    | ParquetSource
+    | ArrayRecordSource
+    | BagzSource
+    | FunctionSource
+    | SyntheticSource,
     Field(discriminator="kind"),
 ]
 
@@ -170,7 +235,14 @@ class DataConfig(Section):
     packing: Literal["concat", "fit", "none"] = "concat"
     """concat: documents follow each other and are split where a row ends; fit: a document that does
     not fit whole starts the next row, and is split only if longer than a row; none: one document a
-    row, cut at seq_len. Attention never crosses documents."""
+    row, cut at seq_len. Attention never crosses documents. Records are not split: they need fit or
+    none."""
+    template: str | None = None
+    """Chat template of conversations: chatml, plain, or a file of Jinja; null: the model's own,
+    beside its tokenizer."""
+    overlong: Literal["error", "drop", "cut"] = "error"
+    """Records longer than seq_len. error: the first one ends the run; drop: they are left out; cut:
+    their ends are. What is dropped or cut is counted in the log."""
     shuffle: bool = True
     """A new global order each epoch; false: the order of the source."""
     seed: int = 0
@@ -184,13 +256,26 @@ class DataConfig(Section):
     """Batches made ahead."""
 
     @property
+    def has_records(self) -> bool:
+        """True where a source holds records."""
+        return any(source.record for source in self.sources)
+
+    @property
     def cut_into_bytes(self) -> bool:
         """True where texts become ids of single bytes."""
         has_text = any(holds_text(vars(source)) for source in self.sources)
         return has_text and self.tokenizer.kind == "bytes"
 
     def own_faults(self) -> Iterator[Fault]:
+        if self.has_records and self.packing == "concat":
+            yield (
+                "packing",
+                "concat splits documents where a row ends, which records are not; set fit, several "
+                "in a row, or none, one in a row",
+            )
         for index, source in enumerate(self.sources):
+            if isinstance(source, ArrayRecordSource) and source.record and source.content != "text":
+                yield f"sources.{index}.record", "is of JSON: set content: text, or leave it out"
             keeps = isinstance(source, Files) and source.encoding_errors == "keep"
             if keeps and self.tokenizer.kind != "bytes":
                 yield (

@@ -51,6 +51,9 @@ class BlockConfig(Section):
 class HeadConfig(Section):
     """From the last hidden state to logits."""
 
+    scores: bool = False
+    """One score a position in place of logits: a reward model, as transformers'
+    ForSequenceClassification with one label."""
     tied: bool = False
     """Use the embedding table, transposed."""
     bias: bool = False

@@ -1,28 +1,92 @@
 """The sections of the objectives."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
-from maxstack.config import Fault, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
-from maxstack.schema.data import BYTE_IDS
+from maxstack.config import (
+    Fault,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
+from maxstack.config.annotations import listed
+from maxstack.config.spelling import did_you_mean
+from maxstack.errors import quoted
+from maxstack.schema.data import BYTE_IDS, SyntheticSource
 
 if TYPE_CHECKING:
     from maxstack.schema.config import Config
 
 
+class RowField(NamedTuple):
+    """One array of a batch."""
+
+    axes: str
+    """Logical axes, separated by spaces: `batch seq`, or `batch`."""
+    dtype: str
+    size: tuple[int, ...] = ()
+    """Sizes of further dimensions."""
+
+
 class ObjectivePart(Section):
     """The section of a kind of objective."""
 
+    kind: str
     OBJECTIVE: ClassVar[str] = ""
     """module:class that computes it."""
     RANDOM: ClassVar[bool] = False
     """True where a step draws random numbers."""
+    RECORDS: ClassVar[tuple[str | None, ...]] = (None,)
+    """Kinds of records that it learns from; None: text."""
+    FORWARD: ClassVar[bool] = True
+    """True where the model gives a token a probability, or a score, by those before it alone."""
+    SCORES: ClassVar[bool] = False
+    """True where the model gives a score a position, and no logits."""
 
     def faults(self, cfg: "Config") -> Iterator[Fault]:
         """(key, what is wrong and what to do) of a model or data that it cannot be used with."""
-        yield from ()
+        yield from self.causal_faults(cfg)
+        if cfg.teacher and not isinstance(self, DistillConfig):
+            yield "teacher", f"objective.kind={self.kind} has no teacher; use distill, or drop it"
+        if self.SCORES and not cfg.model.head.scores:
+            yield (
+                "model.head.scores",
+                f"objective.kind={self.kind} needs a score: set model.head.scores=true",
+            )
+        for key, data in cfg.data_sections.items():
+            for index, source in enumerate(data.sources):
+                kind = source.record and source.record.kind
+                if kind not in self.RECORDS and not isinstance(source, SyntheticSource):
+                    wanted = " or ".join(f"{{kind: {name}}}" for name in self.RECORDS if name)
+                    yield (
+                        f"{key}.sources.{index}.record",
+                        f"objective.kind={self.kind} learns from "
+                        + (f"records: set {wanted}" if wanted else "text: leave it out"),
+                    )
+
+    def causal_faults(self, cfg: "Config") -> Iterator[Fault]:
+        """A position that sees what it is asked for."""
+        for name, block in cfg.model.blocks.items():
+            if block.mixer.two_sided:
+                yield (
+                    f"model.blocks.{name}.mixer.causal",
+                    f"without a causal mask a position sees the token that {self.kind} "
+                    "asks it for; use causal: true, or objective.kind=masked_diffusion",
+                )
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """Numbers of each position beside its token, from data/examples.EXTRAS."""
+        return ()
+
+    @property
+    def row_fields(self) -> dict[str, RowField]:
+        """Arrays of rows beside those of tokens."""
+        return {name: RowField("batch seq", "float32") for name in self.extras}
 
     def token_ids(self, vocab: int) -> int:
         """Number of ids of a model's table that a tokenizer may give."""
@@ -39,15 +103,273 @@ class NextTokenConfig(ObjectivePart):
     z_loss: NonNegativeFloat = 0.0
     """Weight of the squared log-partition (PaLM, arXiv:2204.02311, section 5)."""
 
+
+class SFTConfig(NextTokenConfig):
+    """Supervised fine-tuning: next-token cross-entropy of the answers in conversations, and of text
+    beside them."""
+
+    OBJECTIVE = "maxstack.objectives.sft:SFT"
+    RANDOM = True
+    RECORDS = (None, "chat")
+
+    kind: Literal["sft"]  # type: ignore[assignment]
+    """The objective."""
+    weigh: Literal["token", "sequence"] = "token"
+    """Mean over all tokens that count, or over sequences, each the mean over its own."""
+    dft: bool = False
+    """Multiply each token's loss by its probability, without gradient (Dynamic Fine-Tuning, Wu et
+    al. 2025, arXiv:2508.05629)."""
+    neftune: NonNegativeFloat = 0.0
+    """Noise added to embeddings in training, uniform in +-neftune / sqrt(tokens of the sequence x
+    embed) (NEFTune, Jain et al. 2023, arXiv:2310.05914); 0: none."""
+    statistics: bool = False
+    """Also log each step's entropy and token_accuracy, at the cost of one more forward pass of the
+    head; evaluation always does."""
+
+
+PREFERENCES = {
+    "sigmoid": "DPO (Rafailov et al. 2023, arXiv:2305.18290), with smoothing cDPO",
+    "hinge": "SLiC (Zhao et al. 2023, arXiv:2305.10425)",
+    "ipo": "IPO (Azar et al. 2023, arXiv:2310.12036), of means over tokens",
+    "sigmoid_norm": "DPO of means over tokens",
+    "robust": "rDPO (Chowdhury et al. 2024, arXiv:2403.00409); needs smoothing below 0.5",
+    "exo_pair": "EXO (Ji et al. 2024, arXiv:2402.00856); needs smoothing above 0",
+    "nca_pair": "NCA (Chen et al. 2024, arXiv:2402.05369)",
+    "bco_pair": "BCO (Jung et al. 2024, arXiv:2404.04656) without a shift",
+    "sppo_hard": "SPPO (Wu et al. 2024, arXiv:2405.00675)",
+    "aot": "AOT, paired (Melnyk et al. 2024, arXiv:2406.05882)",
+    "aot_unpaired": "AOT, unpaired",
+    "apo_zero": "APO-zero (D'Oosterlinck et al. 2024, arXiv:2408.06266)",
+    "apo_down": "APO-down",
+    "discopop": "DiscoPOP (Lu et al. 2024, arXiv:2406.08414)",
+    "simpo": "SimPO (Meng et al. 2024, arXiv:2405.14734), of means over tokens; no reference",
+    "orpo": "the odds ratio of ORPO (Hong et al. 2024, arXiv:2403.07691), whose other part is sft; "
+    "no reference",
+    "sft": "mean over tokens of the chosen answers' negative log-likelihood",
+}
+"""Losses of preferences, with their sources."""
+WITHOUT_REFERENCE = {"simpo", "orpo", "sft"}
+
+
+class ReferenceConfig(ObjectivePart):
+    """Keys of objectives that compare the model with a reference."""
+
+    beta: PositiveFloat = 0.1
+    """Weight of the log-ratios to the reference."""
+    reference: Literal["start", "adapter_off", "stored", "none"] = "start"
+    """The reference. start: the weights that the run begins with, kept beside; adapter_off: the
+    model without its adapter, which costs no memory; stored: log-probabilities in the records,
+    which `maxstack score --records` writes; none: probability 1 (CPO, Xu et al. 2024,
+    arXiv:2401.08417)."""
+
     def faults(self, cfg: "Config") -> Iterator[Fault]:
-        """A position that sees its target."""
-        for name, block in cfg.model.blocks.items():
-            if block.mixer.two_sided:
+        yield from super().faults(cfg)
+        if self.reference == "adapter_off" and not cfg.lora:
+            yield (
+                "objective.reference",
+                "adapter_off is the model without its adapter, and lora gives it none; use start",
+            )
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        return ("reference",) if self.reference == "stored" else ()
+
+
+class PreferenceConfig(ReferenceConfig):
+    """Preference optimization of pairs: a sum of losses of log-probabilities of chosen and rejected
+    answers under the model and under a reference (docs/POSTTRAINING.md has the formulas)."""
+
+    OBJECTIVE = "maxstack.objectives.preference:Preference"
+    RECORDS = ("pairs",)
+
+    kind: Literal["preference"]
+    """The objective."""
+    loss: str | dict[str, float] = "sigmoid"
+    """A loss, or several with their weights: {sigmoid: 0.8, bco_pair: 0.2, sft: 1}."""
+    smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """Probability that a preference is the wrong way round: of sigmoid, robust, exo_pair, aot,
+    aot_unpaired and simpo."""
+    divergence: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = (
+        "reverse_kl"
+    )
+    """Divergence from the reference (f-DPO, Wang et al. 2023, arXiv:2309.16240)."""
+    divergence_alpha: PositiveFloat = 0.5
+    """Coefficient of alpha_divergence; not 1."""
+    gamma: NonNegativeFloat = 0.5
+    """Margin of simpo."""
+    tau: PositiveFloat = 0.05
+    """Temperature of discopop."""
+    reward_alpha: NonNegativeFloat = 0.0
+    """Log-probabilities l of simpo, and of other losses without a reference, become
+    (1 - exp(-reward_alpha l)) / reward_alpha (AlphaPO, Gupta et al. 2025, arXiv:2501.03884); 0: as
+    they are."""
+    desensitize: float | None = Field(None, ge=0, le=1)
+    """Weight of tokens beyond the length of the pair's shorter answer (LD-DPO, Liu et al. 2024,
+    arXiv:2409.06411); null: 1."""
+    weigh: bool = False
+    """Multiply each pair's loss by how likely the model makes both answers (WPO, Zhou et al. 2024,
+    arXiv:2406.11827)."""
+    sft_on: Literal["completion", "sequence"] = "completion"
+    """Tokens of the loss sft: the chosen answer, or the prompt too (as TRL's ORPO has it)."""
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """Weights by name of a loss."""
+        return {self.loss: 1.0} if isinstance(self.loss, str) else dict(self.loss)
+
+    @property
+    def compares(self) -> bool:
+        """True where the reference is looked at."""
+        return bool({*self.losses} - WITHOUT_REFERENCE) and self.reference != "none"
+
+    def faults(self, cfg: "Config") -> Iterator[Fault]:
+        yield from super().faults(cfg)
+        for name in self.losses:
+            if name not in PREFERENCES:
                 yield (
-                    f"model.blocks.{name}.mixer.causal",
-                    "without a causal mask a position sees the token that next_token asks it for; "
-                    "use causal: true, or objective.kind=masked_diffusion",
+                    "objective.loss",
+                    f"{quoted(name)} is no loss of preferences; allowed: {listed([*PREFERENCES])}"
+                    f"{did_you_mean(name, PREFERENCES)}",
                 )
+        if not self.losses:
+            yield "objective.loss", "names no loss; give at least one"
+        if "exo_pair" in self.losses and not self.smoothing:
+            yield "objective.smoothing", "exo_pair needs it above 0; TRL takes 0.001"
+        if self.divergence == "alpha_divergence" and self.divergence_alpha == 1:
+            yield "objective.divergence_alpha", "must not be 1: use divergence: forward_kl"
+        if self.weigh and any(name.startswith("aot") for name in self.losses):
+            yield "objective.weigh", "is of pairs, which aot sorts apart; leave one out"
+        if self.reward_alpha and self.compares:
+            yield (
+                "objective.reward_alpha",
+                "is of losses without a reference; set reference: none, or loss: simpo",
+            )
+        if self.reference == "stored" and self.desensitize is not None:
+            yield (
+                "objective.desensitize",
+                "weighs tokens, and stored log-probabilities are of whole answers; use "
+                "reference: start or adapter_off",
+            )
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        return super().extras if self.compares else ()
+
+
+class UnpairedConfig(ReferenceConfig):
+    """Optimization of answers that are wanted or not, each by itself."""
+
+    OBJECTIVE = "maxstack.objectives.unpaired:Unpaired"
+    RECORDS = ("labelled",)
+
+    kind: Literal["unpaired"]
+    """The objective."""
+    loss: Literal["kto", "apo_zero", "bco"] = "kto"
+    """kto (Ethayarajh et al. 2024, arXiv:2402.01306), with the divergence from the reference
+    estimated by answers to other prompts; apo_zero: without it (D'Oosterlinck et al. 2024,
+    arXiv:2408.06266); bco: rewards less their mean over the batch (Jung et al. 2024,
+    arXiv:2404.04656, which takes a moving mean)."""
+    desirable_weight: PositiveFloat = 1.0
+    """Weight of wanted answers."""
+    undesirable_weight: PositiveFloat = 1.0
+    """Weight of the others."""
+
+    def faults(self, cfg: "Config") -> Iterator[Fault]:
+        yield from super().faults(cfg)
+        if self.reference == "none":
+            yield "objective.reference", "unpaired compares with a reference; use start"
+        if self.loss == "kto" and self.reference == "stored":
+            yield (
+                "objective.reference",
+                "kto compares answers to other prompts too, of which nothing is stored; use start "
+                "or adapter_off, or loss: apo_zero",
+            )
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        mismatched = ("mismatched",) if self.loss == "kto" else ()
+        return (*super().extras, "label", *mismatched)
+
+
+class RewardConfig(ObjectivePart):
+    """A reward model: a score of the last token, higher for chosen answers than for rejected ones
+    (Bradley-Terry; Ouyang et al. 2022, arXiv:2203.02155, eq. 1)."""
+
+    OBJECTIVE = "maxstack.objectives.reward:Reward"
+    RECORDS = ("pairs",)
+    SCORES = True
+
+    kind: Literal["reward"]
+    """The objective."""
+    centre: NonNegativeFloat = 0.0
+    """Weight of the square of the sum of a pair's scores, which keeps them around 0 (Eisenstein et
+    al. 2023, arXiv:2312.09244)."""
+    margins: bool = False
+    """Chosen answers are to be better by the records' `margin` (Touvron et al. 2023,
+    arXiv:2307.09288, eq. 2)."""
+
+    def faults(self, cfg: "Config") -> Iterator[Fault]:
+        yield from super().faults(cfg)
+        for key, data in cfg.data_sections.items():
+            if data.overlong == "cut":
+                yield (
+                    f"{key}.overlong",
+                    "a score is of a whole answer, which cut takes the end of; use drop",
+                )
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        return ("ends", "margin") if self.margins else ("ends",)
+
+
+class DistillConfig(ObjectivePart):
+    """Distillation: the model learns the distributions of a teacher, which `teacher:` names, or of
+    which the likeliest tokens are stored in the records."""
+
+    OBJECTIVE = "maxstack.objectives.distill:Distill"
+    RECORDS = (None, "chat")
+
+    kind: Literal["distill"]
+    """The objective."""
+    beta: float = Field(0.5, ge=0, le=1)
+    """0: KL(teacher | student); 1: KL(student | teacher); between them the generalized
+    Jensen-Shannon divergence (Agarwal et al. 2024, arXiv:2306.13649)."""
+    temperature: PositiveFloat = 1.0
+    """Divides the logits of both."""
+    next_token: NonNegativeFloat = 0.0
+    """Weight of the cross-entropy of the targets, which is added."""
+    top: PositiveInt | None = None
+    """Tokens whose probabilities under the teacher are stored at each position, as `maxstack score
+    --top` writes them; all others count as one. null: the teacher runs beside."""
+
+    def faults(self, cfg: "Config") -> Iterator[Fault]:
+        yield from super().faults(cfg)
+        if bool(self.top) == bool(cfg.teacher):
+            yield (
+                "teacher",
+                "objective.kind=distill needs a teacher: teacher.from=FOLDER, or objective.top "
+                "with records that hold its probabilities"
+                if not self.top
+                else "is not used where objective.top reads stored probabilities; leave one out",
+            )
+        if self.top and self.temperature != 1:
+            yield (
+                "objective.temperature",
+                "stored probabilities have the temperature that they were made with; leave it out",
+            )
+        if self.top and any(
+            not source.record for data in cfg.data_sections.values() for source in data.sources
+        ):
+            yield "objective.top", "probabilities are stored in records; a source has none"
+
+    @property
+    def row_fields(self) -> dict[str, RowField]:
+        if not self.top:
+            return {}
+        return {
+            "teacher_tokens": RowField("batch seq", "int32", (self.top,)),
+            "teacher_logps": RowField("batch seq", "float32", (self.top,)),
+        }
 
 
 class MaskedDiffusionConfig(ObjectivePart):
@@ -56,6 +378,7 @@ class MaskedDiffusionConfig(ObjectivePart):
     from both sides. The loss is a bound on the negative log-likelihood."""
 
     OBJECTIVE = "maxstack.objectives.masked_diffusion:MaskedDiffusion"
+    FORWARD = False
     RANDOM = True
 
     kind: Literal["masked_diffusion"]
@@ -72,7 +395,7 @@ class MaskedDiffusionConfig(ObjectivePart):
     eval_times: PositiveInt = 8
     """Evaluation takes the mean of the bound over so many fixed t, the middles of equal parts."""
 
-    def faults(self, cfg: "Config") -> Iterator[Fault]:
+    def causal_faults(self, cfg: "Config") -> Iterator[Fault]:
         """A model that does not see both sides, or predicts further tokens."""
         for name, block in cfg.model.blocks.items():
             if not block.mixer.two_sided:
@@ -110,4 +433,13 @@ class MaskedDiffusionConfig(ObjectivePart):
         return vocab - 1 if self.mask_token in (None, vocab - 1) else vocab
 
 
-Objective = Annotated[NextTokenConfig | MaskedDiffusionConfig, Field(discriminator="kind")]
+Objective = Annotated[
+    NextTokenConfig
+    | SFTConfig
+    | PreferenceConfig
+    | UnpairedConfig
+    | RewardConfig
+    | DistillConfig
+    | MaskedDiffusionConfig,
+    Field(discriminator="kind"),
+]

@@ -103,7 +103,7 @@ def _samples(cfg: "Config") -> Iterator[Fault]:
         return
     if not cfg.eval.every:
         yield "eval.samples", "samples are written at evaluations, but eval.every is 0"
-    if cfg.objective.kind != "next_token":
+    if not cfg.objective.FORWARD or cfg.model.head.scores:
         yield (
             "eval.samples",
             f"objective.kind={cfg.objective.kind} gives no model that goes on from a prompt; leave "

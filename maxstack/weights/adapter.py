@@ -1,5 +1,7 @@
 """Weights with an adapter (LoRA, DoRA). Shapes: K contracted dimensions  N others  R rank."""
 
+import contextlib
+import contextvars
 import functools
 import hashlib
 import math
@@ -14,11 +16,18 @@ from jax import Array
 from maxstack.layers.context import position_keys
 from maxstack.layers.weight import Substitute, Weight, multiply, project, values, weight
 from maxstack.schema.lora import LoraConfig
+from maxstack.sharding import holding
 from maxstack.weights.spec import WeightSpec, stacked
 
 TINY = 1e-12
+_off: contextvars.ContextVar[bool] = contextvars.ContextVar("adapters_off", default=False)
 LEAVES = "lora_a", "lora_b", "magnitude"
 """Names of an adapter's weights, the last with DoRA alone."""
+
+
+def switched_off() -> contextlib.AbstractContextManager[None]:
+    """Context in which weights are traced without their adapters."""
+    return holding(_off, True)
 
 
 class Adapted(Substitute, nnx.Module):
@@ -41,6 +50,8 @@ class Adapted(Substitute, nnx.Module):
 
     def project(self, x: Array) -> Array:
         """See weight.project."""
+        if _off.get():
+            return project(x, self.base)
         change = project(project(self._dropped(x), self.lora_a), self.lora_b)
         y = project(x, self.base) + change * self.cfg.scale
         if not self.cfg.dora:
@@ -51,6 +62,8 @@ class Adapted(Substitute, nnx.Module):
 
     def values(self, dtype: Any) -> Array:
         """The merged weight."""
+        if _off.get():
+            return values(self.base, dtype)
         return self._merged(self.magnitude[...] if self.cfg.dora else None).astype(dtype)
 
     def _merged(self, magnitude: Array | None) -> Array:

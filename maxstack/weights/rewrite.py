@@ -148,7 +148,7 @@ class Rewrite:
         self._check_magnitudes()
         for path, (module, name) in owners.items():
             param = params[path]
-            if cfg.lora:
+            if cfg.lora and not param.get_metadata()["beside_adapters"]:
                 param.set_metadata(frozen=True)
             weight: Weight = param
             if path in self.matches:
@@ -174,11 +174,15 @@ class Rewrite:
     def _targets(self, params: Mapping[str, nnx.Param]) -> list[str]:
         """Paths of the weights that get adapters."""
         uses = {path: param.get_metadata()["use"] for path, param in params.items()}
-        matmuls = [path for path, use in uses.items() if use == "matmul"]
+        matmuls = [
+            path
+            for path, use in uses.items()
+            if use == "matmul" and not params[path].get_metadata()["beside_adapters"]
+        ]
         targets: dict[str, None] = {}
         for i, pattern in enumerate(self._cfg.lora.targets if self._cfg.lora else ()):
             matching = [path for path in params if matches(pattern, path)]
-            own = [path for path in matching if uses[path] == "matmul"]
+            own = [path for path in matching if path in matmuls]
             others = [path for path in matching if uses[path] in ("experts", "rows", "head")]
             self.skipped |= dict.fromkeys(others)
             if not own:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxstack.data.documents import Documents
-from maxstack.data.lanes import Lane, Mixture, Rows
+from maxstack.data.lanes import Mixture, Rows
 from maxstack.errors import DataError
 from maxstack.schema.data import DataConfig, SyntheticSource
 
@@ -49,7 +49,7 @@ def rows(sources, lanes=1, evaluation=False, weights=None, **fields):
     cfg = DataConfig(
         sources=[SyntheticSource(kind="synthetic", weight=weight) for weight in weights], **fields
     )
-    mixture = Mixture(cfg, sources, lanes, evaluation, "data", Lane)
+    mixture = Mixture(cfg, sources, lanes, evaluation, "data", {})
     return Rows(mixture, list(range(lanes)), np.zeros((lanes, mixture.counters + 1), np.int64))
 
 

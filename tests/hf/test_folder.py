@@ -312,7 +312,7 @@ def test_padding_may_be_none_in_either_spelling(folder, value):
 @pytest.mark.parametrize(
     "names",
     [
-        {"architectures": ["LlamaForSequenceClassification"]},
+        {"architectures": ["LlamaForQuestionAnswering"]},
         {"architectures": None},
         {"model_type": None},
         {"model_type": ...},

@@ -177,7 +177,7 @@ def test_special_tokens_have_no_text_unless_they_are_shown(opened, name):
     for token, written in tokenizer.special.items():
         assert pieces(tokenizer, [], [token]) == ["", ""]
         assert pieces(tokenizer, [], [token], shown=[token]) == [written, ""]
-    assert (name == "bytes") == (not tokenizer.special)
+    assert tokenizer.special
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -240,7 +240,7 @@ def test_special_tokens_spelt_out_in_marked_text_become_their_ids(opened, name):
     tokenizer = opened(name)
     special = [*tokenizer.special.items()][-1:]
     for token, written in special:
-        ids = tokenizer.encode_marked(f"hi{written}a")
+        ids = tokenizer.encode_marked(f"hi{written}a")[0].tolist()
         assert ids.count(token) == 1
-        assert token not in tokenizer.encode(f"hi{written}a".encode())
-    assert tokenizer.encode_marked("hi") == tokenizer.encode(b"hi")[1:].tolist()
+        assert token not in tokenizer.encode(f"hi{written}a".encode())[1:]
+    assert tokenizer.encode_marked("hi")[0].tolist() == tokenizer.encode(b"hi")[1:].tolist()

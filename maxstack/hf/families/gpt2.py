@@ -34,6 +34,7 @@ transformer.wpe.weight     | positions        | l d
 transformer.ln_f.weight    | norm/scale       | d
 transformer.ln_f.bias      | norm/bias        | d
 lm_head.weight             | head             | v d -> d v
+score.weight               | score            | l d -> d l
 {layer}.ln_1.weight        | mixer_norm/scale | d
 {layer}.ln_1.bias          | mixer_norm/bias  | d
 {layer}.ln_2.weight        | mlp_norm/scale   | d

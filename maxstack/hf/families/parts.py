@@ -177,6 +177,7 @@ OUTER = rows("""
 model.embed_tokens.weight | embed      | v d
 model.norm.weight         | norm/scale | d
 lm_head.weight            | head       | v d -> d v
+score.weight              | score      | l d -> d l
 """)
 PRE_NORMS = rows("""
 {layer}.input_layernorm.weight          | mixer_norm/scale | d

@@ -7,8 +7,8 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from maxstack.data.chat import encode_chat, template_messages
 from maxstack.errors import ConfigError
-from maxstack.inference.chat import encode_chat, template_messages
 from maxstack.inference.request import Sampling
 from maxstack.inference.server.choices import Choice
 from maxstack.inference.server.errors import Refusal
@@ -55,7 +55,7 @@ def encode(state: State, text: str, special: bool = True) -> list[int]:
     """Tokens of a text, in which special tokens that are spelt out stand for themselves; `special`:
     with BOS, where the model has it."""
     start = state.tokenizer.encode(b"").tolist() if special else []
-    return start + state.tokenizer.encode_marked(text)
+    return start + state.tokenizer.encode_marked(text)[0].tolist()
 
 
 def decode(state: State, tokens: Sequence[int]) -> str:
@@ -83,7 +83,7 @@ def encode_messages(
         )
     except TypeError as error:
         raise Refusal(400, f"chat_template_kwargs: {error}") from None
-    return encode_chat(state.tokenizer, text)
+    return encode_chat(state.tokenizer, text)[0].tolist()
 
 
 def asks_of(

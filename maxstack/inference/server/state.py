@@ -7,8 +7,8 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from maxstack.data.chat import ChatTemplate
 from maxstack.errors import quoted
-from maxstack.inference.chat import ChatTemplate
 from maxstack.inference.server.errors import Refusal
 from maxstack.inference.service import Service
 from maxstack.inference.started import Served

@@ -3,14 +3,22 @@
 import datetime
 import functools
 import json
+import os
+import re
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from maxstack.data import hub
+from maxstack.data.byte_level import END as BYTES_END
 from maxstack.data.byte_level import NAMED, content, read, special_tokens
 from maxstack.data.json_files import parse
 from maxstack.data.tokenizers import Tokenizer
 from maxstack.errors import ConfigError, DataError, quoted, shortened
+from maxstack.schema.data import DataConfig
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -21,6 +29,16 @@ DEFAULT, WITH_TOOLS = "default", "tool_use"
 """Names of templates where a model has several."""
 LARGEST = 1 << 25
 """Characters of a rendered conversation."""
+NAMED_TEMPLATES = Path(__file__).parent / "templates"
+BEGIN, END = "generation_begins", "generation_ends"
+"""Variables of a template that are written before and after what is trained on."""
+MARKER = re.compile(r"\{%[-+]?\s*generation\b")
+Span = tuple[int, int]
+ASKED = (
+    "give one: --chat-template FILE, or ask for completions of text: /v1/completions, or generate "
+    "without --chat"
+)
+REMEDY = "name one in data.template: chatml, plain, or a file of Jinja"
 
 
 class ChatTemplate:
@@ -51,7 +69,7 @@ class ChatTemplate:
         """The text of a conversation, with BOS where the template writes it. Messages, tools and
         `extra`, further variables, are plain JSON. DataError for what the template refuses, and
         for a template that does what the sandbox refuses."""
-        name = WITH_TOOLS if tools and WITH_TOOLS in self._templates else DEFAULT
+        name = self._name(tools)
         variables = {
             "messages": messages,
             "tools": tools,
@@ -71,6 +89,48 @@ class ChatTemplate:
             raise self._refused(error) from error
         return "".join(parts)
 
+    def marked(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> tuple[str, list[Span]] | None:
+        """The text of a conversation and what its `{% generation %}` blocks wrote, from character
+        to character; None where the template has none. DataError where it changes what a block
+        wrote."""
+        if not MARKER.search(self.sources[self._name(tools)]):
+            return None
+        marks = [f"\ue000{secrets.token_hex(8)}\ue000" for _ in range(2)]
+        parts = self.render(
+            messages,
+            tools,
+            add_generation_prompt=False,
+            **dict(zip((BEGIN, END), marks, strict=True)),
+        )
+        text, spans = "", []
+        before, *blocks = parts.split(marks[0])
+        text += before
+        for block in blocks:
+            inside, _, after = block.partition(marks[1])
+            spans.append((len(text), len(text) + len(inside)))
+            text += inside + after
+        if text != self.render(messages, tools, add_generation_prompt=False):
+            raise DataError(
+                f"{self.where}: the chat template changes what a {{% generation %}} block "
+                "wrote, so it is not known what is trained on; move the block outside of filters"
+            )
+        return text, spans
+
+    def ends(self, tokenizer: Tokenizer) -> set[int]:
+        """Special tokens that end a turn of the assistant."""
+        question = [{"role": "user", "content": "a"}]
+        messages = [*question, {"role": "assistant", "content": "b"}]
+        text = self.render(messages, add_generation_prompt=False)
+        ids, _ = tokenizer.encode_marked(text[text.rfind("b") + 1 :])
+        return {int(token) for token in ids[:1]} & {*tokenizer.special}
+
+    def _name(self, tools: Any) -> str:
+        return WITH_TOOLS if tools and WITH_TOOLS in self._templates else DEFAULT
+
     def _parsed(self, source: str) -> "Template":
         environment = _environment()
         try:
@@ -84,9 +144,12 @@ class ChatTemplate:
         return DataError(f"{self.where}: the chat template:{line} {shortened(words, 500)}")
 
 
-def read_chat_template(folder: Path, file: str | None = None) -> ChatTemplate:
+def read_chat_template(
+    folder: Path, file: str | Path | None = None, remedy: str = ""
+) -> ChatTemplate:
     """The chat template of a Hugging Face folder, or of a run that was imported from one, or that
-    in `file`, with the folder's special tokens. ConfigError where there is none."""
+    in `file`, with the folder's special tokens. ConfigError, with a remedy, where there is
+    none."""
     beside = folder / "hf" if (folder / "hf").is_dir() else folder
     config = special_tokens(beside)
     tokens = {name: text for name in NAMED if (text := content(config.get(name))) is not None}
@@ -100,19 +163,38 @@ def read_chat_template(folder: Path, file: str | None = None) -> ChatTemplate:
             return ChatTemplate(_named(template, path), tokens, str(path))
     raise ConfigError(
         f"{folder}: has no chat template, neither {JINJA}, nor chat_template in {JSON} or "
-        f"{CONFIG}; give one: --chat-template FILE, or ask for "
-        "completions of text: /v1/completions, or generate without --chat"
+        f"{CONFIG}; {remedy or ASKED}"
     )
 
 
-def encode_chat(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids of a rendered conversation, without another BOS.
+def template_of(data: DataConfig) -> ChatTemplate:
+    """The chat template that data.template names, or that of the tokenizer's folder. ConfigError
+    where there is none."""
+    path, named = getattr(data.tokenizer, "path", None), data.template
+    file = NAMED_TEMPLATES / f"{named}.jinja" if named in named_templates() else named
+    if path is not None:
+        folder = hub.model_folder(os.path.dirname(path) or ".", weights=False)
+        return read_chat_template(folder, file, REMEDY)
+    if file is None:
+        raise ConfigError(f"data.template: a tokenizer of kind bytes has none; {REMEDY}")
+    tokens = {"bos_token": BYTES_END, "eos_token": BYTES_END}
+    return ChatTemplate({DEFAULT: _text(Path(file))}, tokens, str(file))
+
+
+def named_templates() -> list[str]:
+    """Names of the templates that come with maxstack."""
+    return sorted(file.stem for file in NAMED_TEMPLATES.glob("*.jinja"))
+
+
+def encode_chat(tokenizer: Tokenizer, text: str) -> tuple[np.ndarray, np.ndarray]:
+    """Ids of a rendered conversation, without another BOS, and the bytes from and up to which the
+    text of each goes: int32 [N] and int64 [N, 2].
 
     Special tokens that are spelt out in it become their ids, in what people wrote too, as in
     transformers. Of a SentencePiece model these are the control tokens, between which each text is
     encoded by itself, with the space that the model puts before a text. The tokenizer of kind
-    bytes has no special tokens with names: all is plain text. DataError for half of a pair of
-    surrogates, which JSON can hold and UTF-8 cannot.
+    bytes has one, <|endoftext|>. DataError for half of a pair of surrogates, which JSON can hold
+    and UTF-8 cannot.
     """
     try:
         text.encode()
@@ -190,14 +272,15 @@ def _environment() -> "ImmutableSandboxedEnvironment":
         ) from None
 
     class Generation(Extension):
-        """`{% generation %}`, which marks what is trained on: the block as it is."""
+        """`{% generation %}`, which marks what is trained on: the block between BEGIN and END."""
 
         tags = {"generation"}
 
         def parse(self, parser: Parser) -> nodes.Node:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body).set_lineno(line)
+            begin, end = (nodes.Output([nodes.Name(name, "load")]) for name in (BEGIN, END))
+            return nodes.Scope([begin, *body, end]).set_lineno(line)
 
     def refuse(message: str) -> None:
         raise TemplateError(message)

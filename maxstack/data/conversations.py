@@ -1,0 +1,260 @@
+"""Conversations, completions and preferences in the forms that data sets have, as messages or
+texts."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from maxstack.data.chat import template_messages
+from maxstack.errors import DataError, quoted, shortened
+
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "function_response": "tool",
+    "observation": "tool",
+    "function_call": "assistant",
+}
+"""Roles by what ShareGPT's `from` calls them."""
+Messages = list[dict[str, Any]]
+
+
+class Conversation(NamedTuple):
+    """Messages of a chat, of which the last ones, from `trained` on, may be trained on."""
+
+    messages: Messages
+    tools: list[Any] | None
+    trained: int = 0
+
+
+class Completion(NamedTuple):
+    """A text and how it goes on, without a template."""
+
+    prompt: str
+    completion: str
+
+
+Example = Conversation | Completion
+
+
+def example(record: Mapping[str, Any]) -> Example:
+    """The conversation of a record with `messages`, or ShareGPT's `conversations`, or `prompt` and
+    `completion`, each of them a text or messages. DataError for anything else."""
+    if "completion" in record:
+        return continued(record, "completion")
+    for key in ("messages", "conversations"):
+        if record.get(key) is not None:
+            return Conversation(_messages(record, key), _tools(record))
+    raise _without(record, "messages, conversations, or prompt and completion")
+
+
+def continued(record: Mapping[str, Any], key: str) -> Example:
+    """`prompt` and how it goes on under `key`."""
+    prompt = record.get("prompt")
+    if prompt is None:
+        raise _without(record, "prompt")
+    if isinstance(prompt, str) and isinstance(record.get(key), str):
+        return Completion(prompt, record[key])
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    before = _messages({**record, "prompt": prompt}, "prompt")
+    answer = record.get(key)
+    if isinstance(answer, str):
+        answer = [{"role": "assistant", "content": answer}]
+    elif isinstance(answer, dict):
+        answer = [answer]
+    after = _messages({key: answer}, key)
+    return Conversation(before + after, _tools(record), len(before))
+
+
+def alone(record: Mapping[str, Any]) -> Example:
+    """`prompt` of a record, without an answer."""
+    if isinstance(record.get("prompt"), str):
+        return Completion(record["prompt"], "")
+    messages = _messages(record, "prompt")
+    return Conversation(messages, _tools(record), len(messages))
+
+
+def prompt_of(given: Example) -> Any:
+    """What an example's answer answers."""
+    return given.prompt if isinstance(given, Completion) else given.messages[: _answer(given)]
+
+
+def with_answer_of(given: Example, other: Example) -> Example:
+    """The prompt of one example with the answer of another. DataError where one is a text and the
+    other messages."""
+    if isinstance(given, Completion) and isinstance(other, Completion):
+        return Completion(given.prompt, other.completion)
+    if isinstance(given, Conversation) and isinstance(other, Conversation):
+        before = given.messages[: _answer(given)]
+        return Conversation(before + other.messages[_answer(other) :], given.tools, len(before))
+    raise DataError("some records are texts and others are messages; make them all one kind")
+
+
+def _answer(given: Conversation) -> int:
+    """The number of the first message of the answer: the last of the assistant, unless the answer
+    is given by itself."""
+    answers = [i for i, message in enumerate(given.messages) if message["role"] == "assistant"]
+    return given.trained or (answers[-1] if answers else len(given.messages))
+
+
+def preference(record: Mapping[str, Any]) -> tuple[Example, Example]:
+    """(chosen, rejected) of a record: with a `prompt`, or each with the prompt that both begin
+    with, or best and worst of `completions` by their `scores`."""
+    if "completions" in record:
+        record = {**record, **_best_and_worst(record)}
+    for key in ("chosen", "rejected"):
+        if record.get(key) is None:
+            raise _without(record, "chosen and rejected, or completions and scores")
+    if record.get("prompt") is not None:
+        return continued(record, "chosen"), continued(record, "rejected")
+    chosen, rejected = record["chosen"], record["rejected"]
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        return _parted(chosen, rejected)
+    both = [_messages(record, key) for key in ("chosen", "rejected")]
+    shared = 0
+    for ours, theirs in zip(*both, strict=False):
+        if ours != theirs:
+            break
+        shared += 1
+    if shared == 0 or shared in map(len, both):
+        raise DataError(
+            "chosen and rejected share no prompt, or one holds the other; give the prompt by itself"
+        )
+    tools = _tools(record)
+    return Conversation(both[0], tools, shared), Conversation(both[1], tools, shared)
+
+
+def margin(record: Mapping[str, Any]) -> float:
+    """By how much the chosen answer is better: `margin`, or the difference of the scores; 0 where
+    nothing is said."""
+    if "completions" in record and "margin" not in record:
+        scores = _scores(record)
+        return max(scores) - min(scores)
+    return number(record, "margin") if record.get("margin") is not None else 0.0
+
+
+def desirable(record: Mapping[str, Any]) -> bool:
+    """The `label` of a record: true for an answer that is wanted."""
+    label = record.get("label")
+    if label not in (True, False):
+        raise DataError(f"label={quoted(label)}: must be true (wanted) or false")
+    return bool(label)
+
+
+def number(record: Mapping[str, Any], key: str) -> float:
+    """A finite number of a record. DataError for anything else."""
+    value = record.get(key)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e30:
+        raise DataError(f"{key}={quoted(value)}: must be a number")
+    return float(value)
+
+
+def _parted(chosen: str, rejected: str) -> tuple[Completion, Completion]:
+    """Two texts from where they part, which is the last space that both have before."""
+    shared = 0
+    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
+        shared += 1
+    space = max(chosen.rfind(" ", 0, shared), chosen.rfind("\n", 0, shared))
+    if space < 0 or chosen == rejected:
+        raise DataError("chosen and rejected share no prompt, or are equal; give the prompt itself")
+    # The space begins the answers, as tokenizers would have it.
+    cut = space + (chosen[space] == "\n")
+    return tuple(Completion(text[:cut], text[cut:]) for text in (chosen, rejected))  # type: ignore[return-value]
+
+
+def _best_and_worst(record: Mapping[str, Any]) -> dict[str, Any]:
+    scores = _scores(record)
+    best, worst = scores.index(max(scores)), scores.index(min(scores))
+    if scores[best] == scores[worst]:
+        raise DataError("completions: all have one score, so none is chosen")
+    return {"chosen": record["completions"][best], "rejected": record["completions"][worst]}
+
+
+def _scores(record: Mapping[str, Any]) -> list[float]:
+    completions, scores = record.get("completions"), record.get("scores")
+    if not isinstance(completions, list) or not isinstance(scores, list):
+        raise DataError("completions and scores: must be lists")
+    if len(completions) != len(scores) or len(scores) < 2:
+        raise DataError(
+            f"{len(completions)} completions and {len(scores)} scores; there must be as many, and "
+            "2 or more"
+        )
+    return [number({f"scores[{i}]": score}, f"scores[{i}]") for i, score in enumerate(scores)]
+
+
+def _messages(record: Mapping[str, Any], key: str) -> Messages:
+    given = record.get(key)
+    if not isinstance(given, list) or not given:
+        raise DataError(f"{key}: is {_kind(given)}; must be a list of messages")
+    messages = [_message(message, f"{key}[{i}]") for i, message in enumerate(given)]
+    system = record.get("system")
+    if isinstance(system, str) and system and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    return template_messages(messages)
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    """A message with its role and content, of OpenAI's form or ShareGPT's."""
+    if not isinstance(message, dict):
+        raise DataError(f"{where}: is {_kind(message)}; must be a mapping with role and content")
+    if "from" in message and "value" in message:
+        role, value = message["from"], message["value"]
+        if role not in ROLES:
+            raise DataError(f"{where}.from={quoted(role)}: must be one of {', '.join(ROLES)}")
+        if role == "function_call":
+            return {"role": "assistant", "content": "", "tool_calls": _calls(value, where)}
+        return {"role": ROLES[role], "content": value}
+    if not isinstance(message.get("role"), str):
+        raise DataError(f"{where}: has no role; must be a mapping with role and content")
+    plain = {name: value for name, value in message.items() if value is not None}
+    return {"content": "", **plain}
+
+
+def _calls(value: Any, where: str) -> list[dict[str, Any]]:
+    """Tool calls of ShareGPT's function_call: JSON of one, or of a list, of name and arguments."""
+    try:
+        calls = json.loads(value) if isinstance(value, str) else value
+        calls = calls if isinstance(calls, list) else [calls]
+        return [
+            {
+                "type": "function",
+                "function": {"name": call["name"], "arguments": call["arguments"]},
+            }
+            for call in calls
+        ]
+    except (ValueError, TypeError, KeyError) as error:
+        raise DataError(
+            f"{where}.value: a function_call must be JSON with name and arguments: "
+            f"{shortened(str(error), 100)}"
+        ) from error
+
+
+def _tools(record: Mapping[str, Any]) -> list[Any] | None:
+    tools = record.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise DataError(f"tools: not JSON: {shortened(str(error), 100)}") from error
+    if not tools:
+        return None
+    if not isinstance(tools, list):
+        raise DataError(f"tools: is {_kind(tools)}; must be a list")
+    return tools
+
+
+def _kind(value: Any) -> str:
+    return "missing" if value is None else f"a {type(value).__name__}"
+
+
+def _without(record: Mapping[str, Any], wanted: str) -> DataError:
+    keys: Sequence[str] = [*map(str, record)]
+    return DataError(f"no {wanted} in it; it has {shortened(', '.join(keys), 200) or 'nothing'}")

@@ -1,0 +1,180 @@
+"""Records with what a model says of them: log-probabilities of answers, scores, likeliest tokens.
+Shapes: B rows  T time  K likeliest tokens.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from maxstack.data.examples import Segment, units_of
+from maxstack.data.sources import open_source
+from maxstack.errors import ConfigError, DataError
+from maxstack.inference.score import ROUND
+from maxstack.inference.unfinished import Unfinished
+from maxstack.report.progress import progress
+from maxstack.schema.data import DataConfig, JsonlSource, Record
+
+if TYPE_CHECKING:
+    from maxstack.data.documents import Documents
+    from maxstack.run import Run
+
+NAMES = {"pairs": ("chosen", "rejected"), "labelled": ("",), "chat": ("",)}
+"""What the segments of a record are, by its kind."""
+AT_ONCE = 64
+"""Batches whose rows are ordered by length."""
+
+
+def score_records(
+    run: "Run", params: Any, file: str, record: Record, out: str, *, batch_size: int, top: int
+) -> int:
+    """Write the records of a JSONL file to `out`, each with the log-probability of its answer
+    (`ref_logps`, or `ref_chosen_logps` and `ref_rejected_logps`), or by a reward model its `reward`
+    (or `chosen_reward` and `rejected_reward`); with `top`, also the K likeliest tokens at each
+    token (`top_tokens` and `top_logprobs`, [tokens, K]). Records are kept in FILE.unfinished as
+    they are done, from which a later call goes on -> their number."""
+    if record.kind not in NAMES:
+        raise ConfigError(f"--kind {record.kind}: has no answer to score")
+    source = JsonlSource(kind="jsonl", files=(file,), record=record)
+    cfg = run.cfg.data.model_copy(update={"sources": (source,), "packing": "none"})
+    documents = open_source(source, split="all")
+    said = [file, record.model_dump(), documents.identity(), str(run.cfg.model.weights), top]
+    settings = hashlib.sha256(json.dumps(said).encode()).hexdigest()
+    done = Unfinished(out, settings)
+    left = [index for index in range(len(documents)) if (index, 0) not in done.lines]
+    step = _Step(run, params, batch_size, top)
+    with progress(len(documents), "scoring", "records", len(done.lines)) as shown:
+        for begin in range(0, len(left), batch_size * AT_ONCE):
+            part = left[begin : begin + batch_size * AT_ONCE]
+            read = {index: _read(documents, index, cfg, run, record) for index in part}
+            rows = [(index, i) for index in part for i in range(len(read[index][1]))]
+            rows.sort(key=lambda row: len(read[row[0]][1][row[1]].ids))
+            found: dict[int, dict[str, Any]] = {index: {} for index in part}
+            for at in range(0, len(rows), batch_size):
+                batch = rows[at : at + batch_size]
+                segments = [read[index][1][i] for index, i in batch]
+                for (index, i), values in zip(batch, step(segments), strict=True):
+                    name = NAMES[record.kind][i]
+                    found[index] |= {_key(key, name): value for key, value in values.items()}
+                    if len(found[index]) == len(values) * len(read[index][1]):
+                        done.append((index, 0), {**read[index][0], **found[index]})
+                        shown.update()
+    done.write()
+    return len(documents)
+
+
+def _key(key: str, name: str) -> str:
+    if not name or key.startswith("top_"):
+        return key
+    return f"{name}_reward" if key == "reward" else f"ref_{name}_logps"
+
+
+def _read(
+    documents: "Documents", index: int, cfg: DataConfig, run: "Run", record: Record
+) -> tuple[Mapping[str, Any], list[Segment]]:
+    """A record, and its segments. DataError where there are not as many as its kind has."""
+    fields = {"ends": None} if run.cfg.model.head.scores else {}
+    units = units_of(documents, index, cfg, fields)  # type: ignore[arg-type]
+    if len(units) != 1:
+        raise DataError(
+            f"{documents.where(index)}: has {len(units)} answers in rows of their own; score them "
+            "with --train assistant or last"
+        )
+    text = documents[index]
+    assert isinstance(text, bytes)
+    return json.loads(text), units[0].segments
+
+
+class _Step:
+    """The compiled step: segments -> what is said of each."""
+
+    def __init__(self, run: "Run", params: Any, batch_size: int, top: int):
+        import jax
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        from maxstack.hardware.compiling import in_order
+        from maxstack.schema.mesh import parts
+
+        rules, shape = run.cfg.mesh.rules, run.mesh.shape
+        over, pieces = parts(rules["batch"], shape), parts(rules["seq"], shape)
+        self._height = -(-batch_size // over) * over
+        self._multiple = math.lcm(ROUND, 2 * pieces)
+        self._everywhere = NamedSharding(run.mesh, PartitionSpec())
+        self._params, self._top = params, top
+        self._scores = run.cfg.model.head.scores
+        compute = run.within(_computed(run, top))
+        self._compute = jax.jit(compute, compiler_options=in_order(run.mesh))
+
+    def __call__(self, segments: list[Segment]) -> Iterator[dict[str, Any]]:
+        """What is said of each segment, by name."""
+        import jax
+
+        longest = max(len(segment.ids) for segment in segments) - 1
+        width = -(-longest // self._multiple) * self._multiple
+        arrays = {
+            "tokens": np.zeros((self._height, width), np.int32),
+            "targets": np.zeros((self._height, width), np.int32),
+            "positions": np.zeros((self._height, width), np.int32),
+            "segments": np.zeros((self._height, width), np.int32),
+            "mask": np.zeros((self._height, width), np.float32),
+        }
+        for i, segment in enumerate(segments):
+            size = len(segment.ids) - 1
+            arrays["tokens"][i, :size], arrays["targets"][i, :size] = (
+                segment.ids[:-1],
+                segment.ids[1:],
+            )
+            arrays["positions"][i, :size], arrays["segments"][i, :size] = np.arange(size), 1
+            arrays["mask"][i, :size] = segment.values["mask"][1:]
+        batch = jax.device_put(arrays, self._everywhere)
+        made = jax.device_get(self._compute(self._params, batch))
+        for i, segment in enumerate(segments):
+            size = len(segment.ids) - 1
+            if self._scores:
+                yield {"reward": _brief(made["sum"][i])}
+                continue
+            values: dict[str, Any] = {"ref_logps": _brief(made["sum"][i])}
+            if self._top:
+                tokens = made["top_tokens"][i, :size].tolist()
+                logps = made["top_logprobs"][i, :size]
+                nothing = [[0] * self._top]
+                values["top_tokens"] = nothing + tokens
+                values["top_logprobs"] = nothing + [[_brief(x) for x in row] for row in logps]
+            yield values
+
+
+def _computed(run: "Run", top: int) -> Any:
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    from maxstack.kernels.sequences import natural
+    from maxstack.objectives.log_probs import log_probs
+    from maxstack.objectives.statistics import by_blocks
+
+    def likeliest(logits_BtV: jax.Array) -> tuple[jax.Array, jax.Array]:
+        values_BtK, tokens_BtK = jax.lax.top_k(logits_BtV, top)
+        log_z_Bt = jax.nn.logsumexp(logits_BtV, axis=-1, keepdims=True)
+        return tokens_BtK, values_BtK - log_z_Bt
+
+    def compute(params: Any, batch: Any) -> dict[str, jax.Array]:
+        model = nnx.merge(run.graph, nnx.State(params))
+        normed_BTD = model.norm(model.trunk(batch)[0])
+        if run.cfg.model.head.scores:
+            return {"sum": (model.scores(normed_BTD) * batch["mask"]).sum(axis=1)}
+        logps_BT = jnp.where(batch["mask"] > 0, log_probs(model, normed_BTD, batch["targets"]), 0)
+        made = {"sum": logps_BT.sum(axis=1)}
+        if top:
+            found = by_blocks([model], likeliest, [natural(normed_BTD)])
+            made["top_tokens"], made["top_logprobs"] = found
+        return made
+
+    return compute
+
+
+def _brief(value: Any) -> float:
+    """A float32 in as many digits as tell it from others."""
+    return float(f"{float(value):.9g}")

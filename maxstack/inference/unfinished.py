@@ -1,0 +1,49 @@
+"""Files of JSON lines that take long to make, and go on after a kill."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from maxstack.config import storage
+from maxstack.errors import ConfigError
+
+
+class Unfinished:
+    """Lines of finished answers, appended to FILE.unfinished until all are there."""
+
+    def __init__(self, out: str, settings: str):
+        self._out, self._unfinished = out, Path(f"{out}.unfinished")
+        self.lines: dict[tuple[int, int], str] = {}
+        if storage.is_url(out):
+            raise ConfigError(f"--out {out}: must lie on this machine, to go on after a kill")
+        header = json.dumps({"settings": settings})
+        if self._unfinished.is_file():
+            self._read(header)
+        else:
+            self._unfinished.write_text(header + "\n", encoding="utf-8")
+
+    def _read(self, header: str) -> None:
+        """Answers of an earlier call; a line that was not written whole is dropped."""
+        whole = self._unfinished.read_bytes().rpartition(b"\n")[0].decode().splitlines()
+        if not whole or whole[0] != header:
+            raise ConfigError(
+                f"{self._unfinished}: was begun with another model, other prompts or other "
+                "settings; give these again, or delete it, or give another --out"
+            )
+        for line in whole[1:]:
+            key, row = json.loads(line)
+            self.lines[key[0], key[1]] = json.dumps(row, ensure_ascii=False)
+        self._unfinished.write_text("\n".join(whole) + "\n", encoding="utf-8")
+
+    def append(self, key: tuple[int, int], row: dict[str, Any]) -> None:
+        """Keep an answer."""
+        self.lines[key] = json.dumps(row, ensure_ascii=False)
+        with self._unfinished.open("a", encoding="utf-8") as file:
+            file.write(json.dumps([key, row], ensure_ascii=False) + "\n")
+
+    def write(self) -> None:
+        """All answers in their order."""
+        with storage.replacing(self._out) as file:
+            lines = [line for _, line in sorted(self.lines.items())]
+            file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        self._unfinished.unlink()

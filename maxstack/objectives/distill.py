@@ -1,0 +1,134 @@
+"""Distillation of a teacher's distributions. Shapes: B batch  T time  t time of a block  V vocab
+K stored tokens."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from maxstack.kernels.sequences import natural
+from maxstack.models.decoder import losses_and_reports
+from maxstack.objectives.objective import Batch, Loss, Models, Objective
+from maxstack.objectives.statistics import by_blocks
+from maxstack.schema.objective import DistillConfig
+
+TINY = 1e-7
+"""Least probability of the tokens that are not stored."""
+
+
+class Distill(Objective):
+    """Sum over targets that count of the generalized Jensen-Shannon divergence between teacher and
+    student (Agarwal et al. 2024, arXiv:2306.13649, eq. 1): beta 0 is KL(teacher | student), beta 1
+    KL(student | teacher)."""
+
+    @property
+    def section(self) -> DistillConfig:
+        """objective: of the configuration."""
+        assert isinstance(self.cfg.objective, DistillConfig)
+        return self.cfg.objective
+
+    @property
+    def frozen(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The teacher, unless its probabilities are stored."""
+        return () if self.section.top else ("teacher",)
+
+    @property
+    def forward_passes(self) -> int:
+        """None of this model; the teacher's is counted by its own size."""
+        return 0
+
+    def loss(self, models: Models, batch: Batch) -> Loss:
+        """Metrics: loss, nll (of the targets), agreement (share of targets whose likeliest token is
+        the teacher's); and router_loss where the model has one."""
+        cfg, model, mask_BT = self.section, models.policy, batch["mask"]
+        x_BTD, aux, _ = model.trunk(batch)
+        student_BTD = natural(model.norm(x_BTD))
+        if cfg.top:
+            divergence_BT, nll_BT, agrees_BT = by_blocks(
+                [model],
+                self._from_stored,
+                [student_BTD],
+                batch["targets"],
+                batch["teacher_tokens"],
+                batch["teacher_logps"],
+            )
+        else:
+            teacher = models.frozen["teacher"]
+            plain = {name: x for name, x in batch.items() if name != "keys"}
+            teacher_BTD = natural(teacher.norm(teacher.trunk(plain)[0]))
+            divergence_BT, nll_BT, agrees_BT = by_blocks(
+                [model, teacher],
+                self._from_logits,
+                [student_BTD, jax.lax.stop_gradient(teacher_BTD)],
+                batch["targets"],
+            )
+        sums = {
+            name: (x_BT * mask_BT).sum()
+            for name, x_BT in (
+                ("loss", divergence_BT + cfg.next_token * nll_BT),
+                ("nll", nll_BT),
+                ("agreement", agrees_BT),
+            )
+        }
+        added, reports = losses_and_reports(aux)
+        total = sum(added.values(), sums["loss"])
+        return Loss(total, mask_BT.sum(), sums | added, reports)
+
+    def evaluate(self, models: Models, batch: Batch) -> dict[str, Array]:
+        """The loss, and agreement."""
+        result = self.loss(models, batch)
+        return {
+            "nll": result.metrics["loss"],
+            "weight": result.weight,
+            "agreement": result.metrics["agreement"],
+            "agreement/weight": result.weight,
+        }
+
+    def _from_logits(
+        self, student_BtV: Array, teacher_BtV: Array, targets_Bt: Array
+    ) -> tuple[Array, Array, Array]:
+        """(divergence, -log p(target), 1 where both find the same token likeliest)."""
+        temperature = self.section.temperature
+        shared = min(student_BtV.shape[-1], teacher_BtV.shape[-1])  # others are no tokens
+        student_BtV = student_BtV[..., :shared]
+        teacher_BtV = jax.lax.stop_gradient(teacher_BtV[..., :shared])
+        divergence_Bt = divergence(
+            jax.nn.log_softmax(student_BtV / temperature),
+            jax.nn.log_softmax(teacher_BtV / temperature),
+            self.section.beta,
+        )
+        agrees_Bt = student_BtV.argmax(-1) == teacher_BtV.argmax(-1)
+        return divergence_Bt, _nll(student_BtV, targets_Bt), agrees_Bt.astype(jnp.float32)
+
+    def _from_stored(
+        self, student_BtV: Array, targets_Bt: Array, tokens_BtK: Array, logps_BtK: Array
+    ) -> tuple[Array, Array, Array]:
+        """As `_from_logits`, with all tokens that are not stored as one."""
+        log_z_Bt = jax.nn.logsumexp(student_BtV, axis=-1, keepdims=True)
+        own_BtK = jnp.take_along_axis(student_BtV, tokens_BtK, axis=-1) - log_z_Bt
+        # Where nothing is stored all is the rest, of which the divergence is 0.
+        divergence_Bt = divergence(_with_rest(own_BtK), _with_rest(logps_BtK), self.section.beta)
+        agrees_Bt = student_BtV.argmax(-1) == tokens_BtK[..., 0]
+        return divergence_Bt, _nll(student_BtV, targets_Bt), agrees_Bt.astype(jnp.float32)
+
+
+def divergence(student_V: Array, teacher_V: Array, beta: float) -> Array:
+    """Generalized Jensen-Shannon divergence of log-probabilities [..., V] -> [...]."""
+    if beta in (0.0, 1.0):
+        p, q = (teacher_V, student_V) if beta == 0.0 else (student_V, teacher_V)
+        return (jnp.exp(p) * (p - q)).sum(-1)
+    mixed_V = jnp.logaddexp(student_V + jnp.log1p(-beta), teacher_V + jnp.log(beta))
+    of_teacher = (jnp.exp(teacher_V) * (teacher_V - mixed_V)).sum(-1)
+    of_student = (jnp.exp(student_V) * (student_V - mixed_V)).sum(-1)
+    return beta * of_teacher + (1 - beta) * of_student
+
+
+def _with_rest(logps_K: Array) -> Array:
+    """[..., K + 1]: with the log-probability of all others."""
+    rest = jnp.maximum(1 - jnp.exp(logps_K).sum(-1, keepdims=True), TINY)
+    return jnp.concatenate([logps_K, jnp.log(rest)], axis=-1)
+
+
+def _nll(logits_BtV: Array, targets_Bt: Array) -> Array:
+    is_target_BtV = jnp.arange(logits_BtV.shape[-1]) == targets_Bt[..., None]
+    picked_Bt = jnp.where(is_target_BtV, logits_BtV, 0.0).sum(-1)
+    return jax.nn.logsumexp(logits_BtV, axis=-1) - picked_Bt

@@ -1,0 +1,129 @@
+"""Losses of the log-probabilities of tokens. Shapes: B batch  T time  D embed.
+
+A loss of log-probabilities L(l) has the gradient sum_t (dL/dl_t) dl_t: its derivatives are the
+weights of a linear cross-entropy, whose logits are not kept either. That costs one more forward
+pass of the head.
+"""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from maxstack.kernels.sequences import arrange, natural
+from maxstack.models.decoder import losses_and_reports
+from maxstack.objectives.next_token import head_losses
+from maxstack.objectives.objective import Batch, Loss, Models, Objective
+from maxstack.objectives.statistics import statistics
+from maxstack.weights.adapter import switched_off
+
+if TYPE_CHECKING:
+    from maxstack.models.decoder import Decoder
+
+Sums = dict[str, Array]
+"""Arrays [B, T] whose sums are a loss or a metric, by name."""
+
+
+class Terms(NamedTuple):
+    """A loss of log-probabilities."""
+
+    total: Array
+    """[B, T]; its sum is the loss."""
+    metrics: Sums
+
+
+class LogProbs(Objective):
+    """An objective whose loss is a function of the model's log-probabilities of targets, those of a
+    reference, and what is in the batch."""
+
+    def terms(self, batch: Batch) -> Terms:
+        """The loss of a batch with `logps`, and where they are asked for `reference_logps` and
+        `sharpness`, of all targets [B, T]; natural order. `logps` are 0 in padding."""
+        raise NotImplementedError
+
+    def weight(self, batch: Batch) -> Array:
+        """Divisor of all sums."""
+        raise NotImplementedError
+
+    @property
+    def forward_passes(self) -> int:
+        """That of the reference; that of the head alone is not counted."""
+        return int(self.refers)
+
+    @property
+    def refers(self) -> bool:
+        """True where the loss needs the log-probabilities of a reference, of tokens."""
+        return False
+
+    @property
+    def sharpens(self) -> bool:
+        """True where the loss needs log sum p^2."""
+        return False
+
+    def measure(self, models: Models, batch: Batch) -> Batch:
+        """The batch with what `terms` reads."""
+        x_BTD, _, _ = models.policy.trunk(batch)
+        return self._measured(models, batch, models.policy.norm(x_BTD))
+
+    def weigh(self, batch: Batch) -> Batch:
+        """The batch with `coefficients`, the derivatives of the loss by `logps`, and the summands
+        of loss and metrics."""
+
+        def loss(logps_BT: Array) -> tuple[Array, Terms]:
+            terms = self.terms({**batch, "logps": logps_BT})
+            return terms.total.sum(), terms
+
+        coefficients_BT, terms = jax.grad(loss, has_aux=True)(batch["logps"])
+        named = {f"sum/{name}": x for name, x in {"loss": terms.total, **terms.metrics}.items()}
+        return jax.lax.stop_gradient({**batch, "coefficients": coefficients_BT, **named})
+
+    def loss(self, models: Models, batch: Batch) -> Loss:
+        """Metrics: loss, those of `terms`, and router_loss where the model has one."""
+        model = models.policy
+        x_BTD, aux, _ = model.trunk(batch)
+        normed_BTD = model.norm(x_BTD)
+        if "coefficients" not in batch:
+            batch = self.weigh(self._measured(models, batch, normed_BTD))
+        pulled = head_losses(
+            model, normed_BTD, arrange(batch["targets"]), -arrange(batch["coefficients"])
+        ).total
+        metrics = {
+            name.removeprefix("sum/"): x.sum()
+            for name, x in batch.items()
+            if name.startswith("sum/")
+        }
+        added, reports = losses_and_reports(aux)
+        # The value is the loss's, the gradient that of the weighed log-probabilities.
+        total = metrics["loss"] + pulled - jax.lax.stop_gradient(pulled)
+        return Loss(sum(added.values(), total), self.weight(batch), metrics | added, reports)
+
+    def _measured(self, models: Models, batch: Batch, normed_BTD: Array) -> Batch:
+        model, real_BT = models.policy, batch["segments"] > 0
+        measured = {"logps": log_probs(model, normed_BTD, batch["targets"]) * real_BT}
+        if self.sharpens:
+            found = statistics(model, natural(normed_BTD), batch["targets"])
+            measured["sharpness"] = found.sharpness
+        if self.refers:
+            measured["reference_logps"] = self._reference(models, batch)
+        return {**batch, **jax.lax.stop_gradient(measured)}
+
+    def _reference(self, models: Models, batch: Batch) -> Array:
+        if "reference" in models.frozen:
+            return _of(models.frozen["reference"], batch)
+        with switched_off():
+            return _of(models.policy, batch)
+
+
+def log_probs(model: "Decoder", normed_BTD: Array, targets_BT: Array) -> Array:
+    """log p(target) [B, T] in natural order, without gradient."""
+    targets_BT = arrange(targets_BT)
+    unweighed_BT = jnp.zeros(targets_BT.shape, jnp.float32)
+    return -natural(head_losses(model, normed_BTD, targets_BT, unweighed_BT, still=True).nll)
+
+
+def _of(model: "Decoder", batch: Batch) -> Array:
+    """log p(target) under a model that is not trained."""
+    keyless = {name: x for name, x in batch.items() if name not in ("keys", "embedding_noise")}
+    x_BTD, _, _ = model.trunk(keyless)
+    return jax.lax.stop_gradient(log_probs(model, model.norm(x_BTD), batch["targets"]))

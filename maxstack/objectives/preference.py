@@ -1,0 +1,330 @@
+"""Preference optimization. Shapes: B batch  T time.
+
+Values of a pair stand at its last position [B, T]; `c` and `r` are sums of log-probabilities of the
+chosen and the rejected answer, `C` and `R` those of the reference.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.nn import log_sigmoid, sigmoid
+
+from maxstack.objectives.log_probs import LogProbs, Terms
+from maxstack.objectives.objective import Batch, Models
+from maxstack.objectives.sequences import (
+    Pair,
+    is_second,
+    lasts,
+    pair_sums,
+    pairs_of,
+    running_sums,
+    spread,
+)
+from maxstack.schema.objective import PreferenceConfig
+
+FAR = 1e9
+"""What sorts behind every pair."""
+
+
+class Preference(LogProbs):
+    """Sum over pairs of the losses that are asked for, each with its weight."""
+
+    counted = "pairs"
+
+    @property
+    def section(self) -> PreferenceConfig:
+        """objective: of the configuration."""
+        assert isinstance(self.cfg.objective, PreferenceConfig)
+        return self.cfg.objective
+
+    @property
+    def frozen(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The reference, where it is the weights that the run begins with."""
+        return ("reference",) if self.refers and self.section.reference == "start" else ()
+
+    @property
+    def coupled(self) -> bool:  # type: ignore[override]
+        """aot and aot_unpaired sort the whole batch."""
+        return any(name.startswith("aot") for name in self.section.losses)
+
+    @property
+    def refers(self) -> bool:
+        return self.section.compares and self.section.reference != "stored"
+
+    @property
+    def sharpens(self) -> bool:
+        return self.section.weigh
+
+    def prepare(self, batch: Batch, key: Array) -> Batch:
+        """With `pairs` and `chosen_tokens`, how many there are in the whole batch."""
+        pairs = lasts(pairs_of(batch["segments"])).sum().astype(jnp.float32)
+        return {**batch, "pairs": pairs, "chosen_tokens": self._learnt(batch).sum()}
+
+    def weight(self, batch: Batch) -> Array:
+        return lasts(pairs_of(batch["segments"])).sum().astype(jnp.float32)
+
+    def terms(self, batch: Batch) -> Terms:
+        """Metrics: rewards/chosen, rewards/rejected, rewards/margins, rewards/accuracies,
+        logps/chosen, logps/rejected (sums over answers)."""
+        cfg, segments_BT, mask_BT = self.section, batch["segments"], batch["mask"]
+        last_BT = lasts(pairs_of(segments_BT))
+        if "reference" in batch:  # of whole answers
+            begins_BT = batch["positions"] == 0
+            reference_BT = jnp.where(begins_BT, batch["reference"], 0.0)
+        else:
+            reference_BT = batch.get("reference_logps", jnp.zeros_like(mask_BT))
+        weights_BT = self._desensitized(mask_BT, segments_BT)
+        policy = pair_sums(batch["logps"] * weights_BT, segments_BT)
+        reference = pair_sums(
+            reference_BT if "reference" in batch else reference_BT * weights_BT, segments_BT
+        )
+        tokens = pair_sums(mask_BT, segments_BT)
+        # What is no pair gets values whose losses and derivatives are finite.
+        compared = Compared(
+            cfg,
+            last_BT,
+            *(jnp.where(last_BT, x, -1.0) for x in (*policy, *reference)),
+            *(jnp.where(last_BT, x, 1.0) for x in tokens),
+        )
+        total_BT = jnp.zeros_like(mask_BT)
+        for name, weight in cfg.losses.items():
+            if name == "sft":
+                learnt_BT = self._learnt(batch)
+                share = batch["pairs"] / jnp.maximum(batch["chosen_tokens"], 1.0)
+                loss_BT = -batch["logps"] * learnt_BT * share
+            else:
+                loss_BT = jnp.where(last_BT, LOSSES[name](compared), 0.0)
+                if cfg.weigh:
+                    loss_BT = loss_BT * self._likely(batch, tokens, last_BT)
+            total_BT = total_BT + weight * loss_BT
+        chosen_BT, rejected_BT = (cfg.beta * x for x in (compared.u, compared.v))
+        named = {
+            "rewards/chosen": chosen_BT,
+            "rewards/rejected": rejected_BT,
+            "rewards/margins": chosen_BT - rejected_BT,
+            "rewards/accuracies": (chosen_BT > rejected_BT).astype(jnp.float32),
+            "logps/chosen": compared.c,
+            "logps/rejected": compared.r,
+        }
+        return Terms(total_BT, {name: jnp.where(last_BT, x, 0.0) for name, x in named.items()})
+
+    def evaluate(self, models: Models, batch: Batch) -> dict[str, Array]:
+        """The loss, and rewards/accuracies and rewards/margins."""
+        result = self.loss(models, self.prepare(batch, jax.random.key(0, impl="threefry2x32")))
+        shares = {
+            name.replace("/", "_"): result.metrics[name]
+            for name in ("rewards/accuracies", "rewards/margins")
+        }
+        return {
+            "nll": result.metrics["loss"],
+            "weight": result.weight,
+            **shares,
+            **{f"{name}/weight": result.weight for name in shares},
+        }
+
+    def _learnt(self, batch: Batch) -> Array:
+        """1 at the targets of the loss sft."""
+        chosen_BT = (batch["segments"] > 0) & ~is_second(batch["segments"])
+        if self.section.sft_on == "sequence":
+            return chosen_BT.astype(jnp.float32)
+        return chosen_BT * batch["mask"]
+
+    def _desensitized(self, mask_BT: Array, segments_BT: Array) -> Array:
+        """The mask, with the weight of LD-DPO beyond the length of the shorter answer."""
+        if self.section.desensitize is None:
+            return mask_BT
+        shorter_BT = spread(jnp.minimum(*pair_sums(mask_BT, segments_BT)), pairs_of(segments_BT))
+        beyond_BT = running_sums(mask_BT, segments_BT) > shorter_BT
+        return mask_BT * jnp.where(beyond_BT, self.section.desensitize, 1.0)
+
+    @staticmethod
+    def _likely(batch: Batch, tokens: Pair, last_BT: Array) -> Array:
+        """exp of the mean over tokens of log p - log sum p^2, of both answers."""
+        aligned_BT = jax.lax.stop_gradient(batch["logps"] - batch["sharpness"])
+        both = pair_sums(aligned_BT * batch["mask"], batch["segments"])
+        means = (x / jnp.maximum(n, 1.0) for x, n in zip(both, tokens, strict=True))
+        return jnp.where(last_BT, jnp.exp(sum(means)), 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """Both answers of pairs under the model and the reference."""
+
+    cfg: PreferenceConfig
+    last: Array
+    """True where there is a pair."""
+    c: Array
+    r: Array
+    C: Array
+    R: Array
+    chosen_tokens: Array
+    rejected_tokens: Array
+
+    @property
+    def u(self) -> Array:
+        """Log-ratio of the chosen answer."""
+        return self.rewarded(self.c) - self.C
+
+    @property
+    def v(self) -> Array:
+        """Log-ratio of the rejected answer."""
+        return self.rewarded(self.r) - self.R
+
+    @functools.cached_property
+    def scores(self) -> Pair:
+        """Derivative of the divergence at both ratios, less its constants (f-DPO)."""
+        return Pair(*(self._score(ratio) for ratio in (self.u, self.v)))
+
+    @property
+    def z(self) -> Array:
+        """beta times the difference of the scores."""
+        first, second = self.scores
+        return self.cfg.beta * (first - second)
+
+    @property
+    def mean_scores(self) -> Pair:
+        """Scores divided by tokens."""
+        first, second = self.scores
+        return Pair(first / self.chosen_tokens, second / self.rejected_tokens)
+
+    def smoothed(self, z: Array) -> Array:
+        """-log sigmoid(z), the other way round with probability `smoothing`."""
+        s = self.cfg.smoothing
+        return -(1 - s) * log_sigmoid(z) - s * log_sigmoid(-z)
+
+    def rewarded(self, logp: Array) -> Array:
+        """AlphaPO's transformation of log-probabilities."""
+        alpha = self.cfg.reward_alpha
+        return (1 - jnp.exp(-alpha * logp)) / alpha if alpha else logp
+
+    def sorted(self, x: Array) -> Array:
+        """The pairs' values in order, what is no pair after them."""
+        return jnp.sort(jnp.where(self.last, x, FAR).reshape(-1))
+
+    def by_rank(self, differences: Array) -> Array:
+        """Smoothed loss of differences of sorted values, each at one of the pairs."""
+        ranks = jnp.cumsum(self.last.reshape(-1)) - 1
+        own = differences[jnp.maximum(ranks, 0)].reshape(self.last.shape)
+        return self.smoothed(self.cfg.beta * own)
+
+    def _score(self, ratio: Array) -> Array:
+        alpha = self.cfg.divergence_alpha
+        match self.cfg.divergence:
+            case "forward_kl":
+                return -jnp.exp(-ratio)
+            case "js_divergence":
+                return log_sigmoid(ratio)
+            case "alpha_divergence":
+                return jnp.exp((alpha - 1) * ratio) / (alpha - 1)
+        return ratio
+
+
+def _sigmoid(pair: Compared) -> Array:
+    return pair.smoothed(pair.z)
+
+
+def _hinge(pair: Compared) -> Array:
+    return jnp.maximum(0.0, 1 - pair.z)
+
+
+def _ipo(pair: Compared) -> Array:
+    first, second = pair.mean_scores
+    if pair.cfg.reward_alpha:
+        first, second = (pair.rewarded(mean) for mean in _means(pair))
+    return jnp.square(first - second - 1 / (2 * pair.cfg.beta))
+
+
+def _sigmoid_norm(pair: Compared) -> Array:
+    first, second = pair.mean_scores
+    return -log_sigmoid(pair.cfg.beta * (first - second))
+
+
+def _robust(pair: Compared) -> Array:
+    s, z = pair.cfg.smoothing, pair.z
+    return (-(1 - s) * log_sigmoid(z) + s * log_sigmoid(-z)) / (1 - 2 * s)
+
+
+def _exo_pair(pair: Compared) -> Array:
+    s, z = pair.cfg.smoothing, pair.z
+    right = sigmoid(z) * (log_sigmoid(z) - jnp.log1p(-s))
+    return right + sigmoid(-z) * (log_sigmoid(-z) - jnp.log(s))
+
+
+def _nca_pair(pair: Compared) -> Array:
+    a, b = (pair.cfg.beta * score for score in pair.scores)
+    return -log_sigmoid(a) - 0.5 * log_sigmoid(-a) - 0.5 * log_sigmoid(-b)
+
+
+def _bco_pair(pair: Compared) -> Array:
+    a, b = (pair.cfg.beta * score for score in pair.scores)
+    return -log_sigmoid(a) - log_sigmoid(-b)
+
+
+def _sppo_hard(pair: Compared) -> Array:
+    a, b = pair.scores
+    half = 0.5 / pair.cfg.beta
+    return jnp.square(a - half) + jnp.square(b + half)
+
+
+def _aot(pair: Compared) -> Array:
+    return pair.by_rank(pair.sorted(pair.c - pair.r) - pair.sorted(pair.C - pair.R))
+
+
+def _aot_unpaired(pair: Compared) -> Array:
+    return pair.by_rank(pair.sorted(pair.u) - pair.sorted(pair.v))
+
+
+def _apo_zero(pair: Compared) -> Array:
+    beta = pair.cfg.beta
+    return 1 - sigmoid(beta * pair.u) + sigmoid(beta * pair.v)
+
+
+def _apo_down(pair: Compared) -> Array:
+    return sigmoid(pair.cfg.beta * pair.u) + 1 - sigmoid(pair.z)
+
+
+def _discopop(pair: Compared) -> Array:
+    share = sigmoid(pair.z / pair.cfg.tau)
+    return -log_sigmoid(pair.z) * (1 - share) + jnp.exp(-pair.z) * share
+
+
+def _simpo(pair: Compared) -> Array:
+    first, second = _means(pair)
+    beta, gamma = pair.cfg.beta, pair.cfg.gamma
+    return pair.smoothed(beta * (pair.rewarded(first) - pair.rewarded(second)) - gamma)
+
+
+def _orpo(pair: Compared) -> Array:
+    odds = (mean - jnp.log(-jnp.expm1(jnp.minimum(mean, -1e-6))) for mean in _means(pair))
+    first, second = odds
+    return -pair.cfg.beta * log_sigmoid(first - second)
+
+
+def _means(pair: Compared) -> Pair:
+    """Mean log-probability of a token."""
+    return Pair(pair.c / pair.chosen_tokens, pair.r / pair.rejected_tokens)
+
+
+LOSSES: Mapping[str, Callable[[Compared], Array]] = {
+    "sigmoid": _sigmoid,
+    "hinge": _hinge,
+    "ipo": _ipo,
+    "sigmoid_norm": _sigmoid_norm,
+    "robust": _robust,
+    "exo_pair": _exo_pair,
+    "nca_pair": _nca_pair,
+    "bco_pair": _bco_pair,
+    "sppo_hard": _sppo_hard,
+    "aot": _aot,
+    "aot_unpaired": _aot_unpaired,
+    "apo_zero": _apo_zero,
+    "apo_down": _apo_down,
+    "discopop": _discopop,
+    "simpo": _simpo,
+    "orpo": _orpo,
+}
+"""Losses [B, T] of pairs, by name; sft is a sum over tokens."""

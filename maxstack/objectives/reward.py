@@ -1,0 +1,58 @@
+"""Reward models. Shapes: B batch  T time."""
+
+import jax.numpy as jnp
+from jax import Array
+from jax.nn import log_sigmoid
+
+from maxstack.models.decoder import losses_and_reports
+from maxstack.objectives.objective import Batch, Loss, Models, Objective
+from maxstack.objectives.sequences import lasts, pair_sums, pairs_of
+from maxstack.schema.objective import RewardConfig
+
+
+class Reward(Objective):
+    """Sum over pairs of -log sigmoid(a - b - margin) + centre (a + b)^2, with a and b the scores of
+    the last tokens of the chosen and the rejected answer."""
+
+    counted = "pairs"
+
+    def loss(self, models: Models, batch: Batch) -> Loss:
+        """Metrics: loss, rewards/chosen, rewards/rejected, rewards/margins, rewards/accuracies; and
+        router_loss where the model has one."""
+        model = models.policy
+        x_BTD, aux, _ = model.trunk(batch)
+        sums = self.sums(batch, model.scores(model.norm(x_BTD)))
+        added, reports = losses_and_reports(aux)
+        total = sum(added.values(), sums["loss"])
+        pairs = lasts(pairs_of(batch["segments"])).sum().astype(jnp.float32)
+        return Loss(total, pairs, sums | added, reports)
+
+    def sums(self, batch: Batch, scores_BT: Array) -> dict[str, Array]:
+        """The loss and the figures of a batch, by the score of each position."""
+        cfg, segments_BT = self.cfg.objective, batch["segments"]
+        assert isinstance(cfg, RewardConfig)
+        last_BT = lasts(pairs_of(segments_BT))
+        chosen_BT, rejected_BT = (
+            jnp.where(last_BT, x, 0.0) for x in pair_sums(scores_BT * batch["ends"], segments_BT)
+        )
+        gap_BT = chosen_BT - rejected_BT
+        loss_BT = -log_sigmoid(gap_BT - (batch["margin"] if cfg.margins else 0.0))
+        loss_BT = loss_BT + cfg.centre * jnp.square(chosen_BT + rejected_BT)
+        figures = {
+            "loss": loss_BT,
+            "rewards/chosen": chosen_BT,
+            "rewards/rejected": rejected_BT,
+            "rewards/margins": gap_BT,
+            "rewards/accuracies": (gap_BT > 0).astype(jnp.float32),
+        }
+        return {name: jnp.where(last_BT, x, 0.0).sum() for name, x in figures.items()}
+
+    def evaluate(self, models: Models, batch: Batch) -> dict[str, Array]:
+        """The loss, and the share of pairs whose chosen answer has the higher score."""
+        result = self.loss(models, batch)
+        return {
+            "nll": result.metrics["loss"],
+            "weight": result.weight,
+            "accuracy": result.metrics["rewards/accuracies"],
+            "accuracy/weight": result.weight,
+        }

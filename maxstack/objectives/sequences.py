@@ -1,0 +1,62 @@
+"""Sums over the sequences of packed rows, without leaving the rows. Shapes: B batch  T time.
+
+Every array is in natural order; what belongs to a sequence, or to a pair of them, stands at its
+last position.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+class Pair(NamedTuple):
+    """Sums over the two sequences of each pair, at the pair's last position [B, T]."""
+
+    first: Array
+    second: Array
+
+
+def pairs_of(segments_BT: Array) -> Array:
+    """The number of the pair of each position: segments 1 and 2 are pair 1; 0 in padding."""
+    return (segments_BT + 1) // 2
+
+
+def is_second(segments_BT: Array) -> Array:
+    """True in the second sequence of each pair."""
+    return (segments_BT > 0) & (segments_BT % 2 == 0)
+
+
+def lasts(groups_BT: Array) -> Array:
+    """True at the last position of each group of equal numbers that are not 0."""
+    after_BT = jnp.pad(groups_BT[:, 1:], ((0, 0), (0, 1)))
+    return (groups_BT > 0) & (groups_BT != after_BT)
+
+
+def running_sums(x_BT: Array, groups_BT: Array) -> Array:
+    """Sum of x over a group up to each position, that included; at its last position, over all of
+    it. Added up as a tree, in the same order on every device."""
+    before_BT = jnp.pad(groups_BT[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+
+    def add(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
+        (left_begins, left_sum), (right_begins, right_sum) = left, right
+        total = jnp.where(right_begins, right_sum, left_sum + right_sum)
+        return left_begins | right_begins, total
+
+    return jax.lax.associative_scan(add, (groups_BT != before_BT, x_BT), axis=1)[1]
+
+
+def spread(x_BT: Array, groups_BT: Array) -> Array:
+    """At every position what stands at the last one of its group."""
+    at_last_BT = jnp.where(lasts(groups_BT), x_BT, 0)
+    return jnp.flip(running_sums(jnp.flip(at_last_BT, 1), jnp.flip(groups_BT, 1)), 1)
+
+
+def pair_sums(x_BT: Array, segments_BT: Array) -> Pair:
+    """Sums of x over both sequences of each pair."""
+    pairs_BT, second_BT = pairs_of(segments_BT), is_second(segments_BT)
+    return Pair(
+        running_sums(jnp.where(second_BT, 0, x_BT), pairs_BT),
+        running_sums(jnp.where(second_BT, x_BT, 0), pairs_BT),
+    )

@@ -1,0 +1,98 @@
+"""Supervised fine-tuning. Shapes: B batch  T time  D embed."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from maxstack.kernels.sequences import arrange, natural
+from maxstack.models.decoder import losses_and_reports
+from maxstack.objectives.log_probs import log_probs
+from maxstack.objectives.next_token import NextToken, further_loss, head_losses
+from maxstack.objectives.objective import Batch, Loss, Models, row_keys
+from maxstack.objectives.sequences import lasts, running_sums, spread
+from maxstack.objectives.statistics import statistics
+from maxstack.schema.objective import SFTConfig
+
+
+class SFT(NextToken):
+    """Sum over targets that count of -log p(target), each with its weight."""
+
+    @property
+    def section(self) -> SFTConfig:
+        """objective: of the configuration."""
+        assert isinstance(self.cfg.objective, SFTConfig)
+        return self.cfg.objective
+
+    def prepare(self, batch: Batch, key: Array) -> Batch:
+        """With random keys of rows for NEFTune."""
+        if not self.section.neftune:
+            return batch
+        return {**batch, "neftune": row_keys(key, batch["tokens"].shape[0])}
+
+    def loss(self, models: Models, batch: Batch) -> Loss:
+        """Metrics: those of next_token, and where they are asked for entropy and token_accuracy."""
+        cfg, model, mask_BT = self.section, models.policy, batch["mask"]
+        if "neftune" in batch:
+            batch = {**batch, "embedding_noise": self._noise(batch)}
+        x_BTD, aux, context = model.trunk(batch)
+        normed_BTD = model.norm(x_BTD)
+        weights_BT, weight = mask_BT, mask_BT.sum()
+        if cfg.weigh == "sequence":
+            weights_BT, weight = self._by_sequence(batch)
+        if cfg.dft:
+            weights_BT = weights_BT * jnp.exp(log_probs(model, normed_BTD, batch["targets"]))
+        total, nll_BT, log_z_BT = head_losses(
+            model, normed_BTD, arrange(batch["targets"]), arrange(weights_BT), cfg.z_loss
+        )
+        metrics = {"loss": (natural(nll_BT) * weights_BT).sum()}
+        if cfg.z_loss:
+            metrics["z_loss"] = cfg.z_loss * (jnp.square(natural(log_z_BT)) * weights_BT).sum()
+        if model.cfg.mtp and model.cfg.mtp.loss:
+            metrics["mtp_loss"], aux["mtp"] = further_loss(model, x_BTD, batch, context)
+            total = total + metrics["mtp_loss"]
+        if cfg.statistics:
+            metrics |= self._statistics(models, batch, normed_BTD)
+        added, reports = losses_and_reports(aux)
+        return Loss(sum(added.values(), total), weight, metrics | added, reports)
+
+    def evaluate(self, models: Models, batch: Batch) -> dict[str, Array]:
+        """The loss, entropy and token_accuracy."""
+        x_BTD, _, _ = models.policy.trunk(batch)
+        normed_BTD = models.policy.norm(x_BTD)
+        logps_BT = log_probs(models.policy, normed_BTD, batch["targets"])
+        return {
+            "nll": -(logps_BT * batch["mask"]).sum(),
+            "weight": batch["mask"].sum(),
+            **self._statistics(models, batch, normed_BTD),
+        }
+
+    def _statistics(self, models: Models, batch: Batch, normed_BTD: Array) -> dict[str, Array]:
+        found, mask_BT = (
+            statistics(models.policy, natural(normed_BTD), batch["targets"]),
+            batch["mask"],
+        )
+        figures = {"entropy": found.entropy, "token_accuracy": found.right}
+        sums = {name: (x_BT * mask_BT).sum() for name, x_BT in figures.items()}
+        return sums | {f"{name}/weight": mask_BT.sum() for name in figures}
+
+    @staticmethod
+    def _by_sequence(batch: Batch) -> tuple[Array, Array]:
+        """Weights of targets that make each sequence's loss a mean, and the number of sequences
+        with targets that count."""
+        mask_BT = batch["mask"]
+        segments_BT = batch.get("segments", jnp.ones_like(batch["tokens"]))
+        counts_BT = running_sums(mask_BT, segments_BT)
+        sequences = (lasts(segments_BT) & (counts_BT > 0)).sum().astype(jnp.float32)
+        return mask_BT / jnp.maximum(spread(counts_BT, segments_BT), 1.0), sequences
+
+    def _noise(self, batch: Batch) -> Array:
+        """Noise of embeddings [B, T, D]."""
+        embed, length = self.cfg.model.embed, batch["tokens"].shape[1]
+        segments_BT = batch.get("segments", jnp.ones_like(batch["tokens"]))
+        sizes_BT = spread(running_sums(jnp.ones_like(batch["mask"]), segments_BT), segments_BT)
+        keys_B = jax.random.wrap_key_data(batch["neftune"], impl="threefry2x32")
+        noise_BTD = jax.vmap(
+            lambda key: jax.random.uniform(key, (length, embed), minval=-1.0, maxval=1.0)
+        )(keys_B)
+        scale_BT = self.section.neftune / jnp.sqrt(jnp.maximum(sizes_BT, 1.0) * embed)
+        return noise_BTD * scale_BT[:, :, None]

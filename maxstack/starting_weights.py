@@ -1,0 +1,105 @@
+"""The weights that a run starts from: those of a Hugging Face folder, or of another run."""
+
+import functools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from maxstack.errors import DataError
+from maxstack.load import load, run_folder
+from maxstack.models.model import initial
+from maxstack.state import flat
+
+if TYPE_CHECKING:
+    from maxstack.run import Run
+    from maxstack.schema.config import Config
+
+DRAWN = "score"
+"""The weight that a reward model has and a language model has not: drawn where it is missing."""
+LEFT = {"head", "head_bias"}
+"""Weights of a language model that a reward model leaves."""
+
+
+def check(run: "Run") -> None:
+    """DataError where model.weights are not those of the run's model."""
+    folder = run.cfg.model.weights
+    assert folder
+    if own := run_folder(folder):
+        _check_shapes(run, folder, _source(run, own).weights.original)
+        return
+    from maxstack.hf.contents import opened
+    from maxstack.hf.reader import pieces_of
+
+    pieces_of(opened(folder), {path: leaf.shape for path, leaf in run.weights.original.items()})
+
+
+def original(run: "Run", finite: bool = True) -> Iterator[tuple[str, jax.Array]]:
+    """The weights that model.weights names, before they are quantized and get adapters, by path and
+    placed as the run's are, one after the other. DataError as in `check`; and, if `finite`, for
+    numbers of a Hugging Face folder that are not."""
+    folder, wanted = run.cfg.model.weights, run.weights.original
+    assert folder
+    held = set()
+    for path, array in _of_run(run, folder) if run_folder(folder) else _of_folder(run, finite):
+        held.add(path)
+        yield path, array
+    for path in wanted.keys() - held:
+        assert path == DRAWN, path
+        draw = functools.partial(_drawn, run.cfg, path)
+        yield path, jax.jit(draw, out_shardings=wanted[path].sharding)()
+
+
+def _drawn(cfg: "Config", path: str) -> jax.Array:
+    return flat(initial(cfg.model, cfg.train.seed))[path]
+
+
+def _of_folder(run: "Run", finite: bool) -> Iterator[tuple[str, jax.Array]]:
+    from maxstack.hf.contents import opened
+    from maxstack.hf.reader import load_params
+
+    assert run.cfg.model.weights
+    yield from load_params(opened(run.cfg.model.weights), run.weights.original, finite=finite)
+
+
+def _of_run(run: "Run", folder: str) -> Iterator[tuple[str, jax.Array]]:
+    """Weights of a run, with its adapters merged and without its quantization."""
+    from maxstack.checkpoint.weights import WeightsReader
+
+    own = run_folder(folder)
+    assert own
+    source, wanted = _source(run, own), run.weights.original
+    _check_shapes(run, folder, source.weights.original)
+    leaves = WeightsReader(Path(folder)).load(source.weights.shapes, source.weights.sources)
+    for path in wanted.keys() & source.weights.original.keys():
+        of_path = {name: leaf for name, leaf in leaves.items() if f"{name}/".startswith(f"{path}/")}
+        make = functools.partial(_merged, source, path, wanted[path].dtype)
+        yield path, jax.jit(make, out_shardings=wanted[path].sharding)(of_path)
+
+
+def _merged(source: "Run", path: str, dtype: Any, leaves: Mapping[str, Any]) -> jax.Array:
+    return jax.numpy.asarray(source.weights.rewrite.original(path, leaves)).astype(dtype)
+
+
+def _source(run: "Run", own: Path) -> "Run":
+    """The run whose weights are read, on the mesh of the run that starts."""
+    from maxstack.run import assemble
+
+    cfg = load(own / "config.yml", ["run.virtual_devices=null"])
+    return assemble(cfg.model_copy(update={"mesh": run.cfg.mesh}), run.mesh, trains=False)
+
+
+def _check_shapes(run: "Run", folder: str, held: Mapping[str, Any]) -> None:
+    wanted = {path: tuple(leaf.shape) for path, leaf in run.weights.original.items()}
+    shapes = {path: tuple(leaf.shape) for path, leaf in held.items()}
+    if DRAWN in wanted and DRAWN not in shapes:
+        shapes = {path: shape for path, shape in shapes.items() if path not in LEFT}
+        del wanted[DRAWN]
+    odd = sorted(path for path in {*wanted, *shapes} if wanted.get(path) != shapes.get(path))
+    if odd:
+        raise DataError(
+            f"{folder}: holds the weights of another model than the configured one: "
+            f"{', '.join(odd[:5])} differ; with `model: {{from: {folder}}}` alone the architecture "
+            "is that of the run"
+        )

@@ -1,0 +1,335 @@
+"""Records as rows: what of a conversation, a pair or an answer counts."""
+
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers
+
+from maxstack.data.feed import Feed
+from maxstack.errors import ConfigError, DataError
+from maxstack.objectives.objective import Field
+from maxstack.schema.data import DataConfig
+
+WORDS = "<pad> <eos> <user> <assistant> <end> <think> 0 1 2 3 4 5 6 7 8 9 + = a b c d e f".split()
+SPECIAL = ("<eos>", "<user>", "<assistant>", "<end>", "<think>")
+PREFIX = (
+    "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> {% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<{{ m.role }}> {% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content }} <end>{% endgeneration %}{% else %}{{ m.content }} <end>{% endif %} "
+    "{% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+THINKS = (
+    "{% for m in messages %}<{{ m.role }}> {% if m.role == 'assistant' and loop.last %}<think> "
+    "{% endif %}{{ m.content }} <end> {% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+SUM = [
+    {"role": "user", "content": "1 + 2 ="},
+    {"role": "assistant", "content": "3"},
+    {"role": "user", "content": "a b"},
+    {"role": "assistant", "content": "b a"},
+]
+EXTRA = {
+    name: Field("batch seq", "float32")
+    for name in ("ends", "label", "margin", "mismatched", "reference")
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A folder with a tokenizer of words and the chat template PREFIX."""
+    folder = tmp_path_factory.mktemp("model")
+    vocabulary = {word: i for i, word in enumerate(WORDS)}
+    made = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens(list(SPECIAL))
+    made.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": "<eos>", "chat_template": PREFIX}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def data(folder, model, records, record, **settings):
+    """The configuration of rows of some records in a file."""
+    file = folder / "records.jsonl"
+    file.write_text("".join(json.dumps(value) + "\n" for value in records))
+    if isinstance(settings.get("template"), str) and "{" in settings["template"]:
+        template = folder / "template.jinja"
+        template.write_text(settings["template"])
+        settings["template"] = str(template)
+    tokenizer = {"kind": "huggingface", "path": str(model / "tokenizer.json"), "eos": "<eos>"}
+    source = {"kind": "jsonl", "files": [str(file)], "record": record}
+    return DataConfig.model_validate(
+        {
+            "sources": [source],
+            "tokenizer": tokenizer,
+            "seq_len": 32,
+            "packing": "none",
+            "shuffle": False,
+            **settings,
+        }
+    )
+
+
+def rows(cfg, count=1, fields=()):
+    """The first rows, each as lists of words of (inputs, counted targets) by segment, and the
+    arrays."""
+    feed = Feed(cfg, [0], 1, fields={name: EXTRA[name] for name in fields})
+    made = []
+    for _ in range(count):
+        row = {name: array[0] for name, array in next(feed).items()}
+        parts = []
+        for segment in range(1, row["segments"].max() + 1):
+            own = row["segments"] == segment
+            counted = own & (row["mask"] > 0)
+            parts.append((words(row["tokens"][own]), words(row["targets"][counted])))
+        made.append((parts, row))
+    feed.close()
+    return made
+
+
+def words(ids):
+    return " ".join(WORDS[i] for i in ids)
+
+
+@pytest.mark.parametrize("template", [PREFIX, MARKED])
+@pytest.mark.parametrize(
+    ("train", "counted"),
+    [("assistant", "3 <end> b a <end>"), ("last", "b a <end>")],
+)
+def test_answers_of_a_conversation_count(tmp_path, model, template, train, counted):
+    record = {"kind": "chat", "train": train}
+    cfg = data(tmp_path, model, [{"messages": SUM}], record, template=template)
+    (((inputs, targets),), _), *_ = rows(cfg)
+    assert inputs == "<user> 1 + 2 = <end> <assistant> 3 <end> <user> a b <end> <assistant> b a"
+    assert targets == counted
+
+
+def test_all_of_a_conversation_counts_where_it_is_asked_for(tmp_path, model):
+    cfg = data(tmp_path, model, [{"messages": SUM[:2]}], {"kind": "chat", "train": "all"})
+    (((_, targets),), _), *_ = rows(cfg)
+    assert targets == "1 + 2 = <end> <assistant> 3 <end>"
+
+
+def test_each_answer_has_a_row_as_the_template_writes_it_there(tmp_path, model):
+    record = {"kind": "chat", "train": "each"}
+    cfg = data(tmp_path, model, [{"messages": SUM}], record, template=THINKS)
+    first, second, again = (parts[0] for parts, _ in rows(cfg, 3))
+    assert first == ("<user> 1 + 2 = <end> <assistant> <think> 3", "<think> 3 <end>")
+    assert second == (
+        "<user> 1 + 2 = <end> <assistant> 3 <end> <user> a b <end> <assistant> <think> b a",
+        "<think> b a <end>",
+    )
+    assert again == first
+
+
+def test_a_template_that_writes_earlier_turns_otherwise_is_refused(tmp_path, model):
+    cfg = data(tmp_path, model, [{"messages": SUM}], {"kind": "chat"}, template=THINKS)
+    with pytest.raises(DataError, match=r"records.jsonl: line 1.*set record.train=each"):
+        rows(cfg)
+
+
+def test_a_turn_that_ends_in_no_special_token_is_refused(tmp_path, model):
+    template = PREFIX.replace(" <end> ", " ")
+    cfg = data(tmp_path, model, [{"messages": SUM}], {"kind": "chat"}, template=template)
+    with pytest.raises(DataError, match="ends in '3 ', which is no special token"):
+        rows(cfg)
+
+
+def test_what_follows_the_end_of_a_turn_does_not_count(tmp_path, model):
+    """White space after the end of a turn is never generated."""
+    template = MARKED.replace("<end>{% endgeneration %}", "<end> \n{% endgeneration %}")
+    cfg = data(tmp_path, model, [{"messages": SUM}], {"kind": "chat"}, template=template)
+    (((_, targets),), _), *_ = rows(cfg)
+    assert targets == "3 <end> b a <end>"
+
+
+def test_markers_inside_a_filter_are_refused(tmp_path, model):
+    template = (
+        "{% filter trim %}{% for m in messages %}{% if m.role == 'assistant' %}"
+        "{% generation %} {{ m.content }} <end>  {% endgeneration %}{% endif %}{% endfor %}"
+        "{% endfilter %}"
+    )
+    cfg = data(tmp_path, model, [{"messages": SUM[:2]}], {"kind": "chat"}, template=template)
+    with pytest.raises(DataError, match="changes what a {% generation %} block wrote"):
+        rows(cfg)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+        {"prompt": [{"role": "user", "content": "a"}], "completion": "b"},
+        {
+            "prompt": [{"role": "user", "content": "a"}],
+            "completion": [{"role": "assistant", "content": "b"}],
+        },
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+    ],
+)
+def test_conversations_have_several_forms(tmp_path, model, record):
+    cfg = data(tmp_path, model, [record], {"kind": "chat"})
+    (((inputs, targets),), _), *_ = rows(cfg)
+    assert (inputs, targets) == ("<user> a <end> <assistant> b", "b <end>")
+
+
+def test_a_completion_has_no_template_and_ends_in_eos(tmp_path, model):
+    cfg = data(tmp_path, model, [{"prompt": "1 + 2 =", "completion": " 3"}], {"kind": "chat"})
+    (((inputs, targets),), _), *_ = rows(cfg)
+    assert (inputs, targets) == ("1 + 2 = 3", "3 <eos>")
+
+
+PAIR = {"prompt": "1 + 2 =", "chosen": " 3", "rejected": " 4 5"}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        PAIR,
+        {"chosen": "1 + 2 = 3", "rejected": "1 + 2 = 4 5"},
+        {"prompt": "1 + 2 =", "completions": [" 4 5", " 6", " 3"], "scores": [0, 1, 2.5]},
+    ],
+)
+def test_a_pair_is_two_segments_of_one_row(tmp_path, model, record):
+    cfg = data(tmp_path, model, [record], {"kind": "pairs"})
+    (parts, row), *_ = rows(cfg)
+    assert parts == [("1 + 2 = 3", "3 <eos>"), ("1 + 2 = 4 5", "4 5 <eos>")]
+    assert row["positions"][:11].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5]
+
+
+def test_pairs_of_messages_share_their_prompt(tmp_path, model):
+    chosen, rejected = SUM, [*SUM[:3], {"role": "assistant", "content": "a"}]
+    cfg = data(tmp_path, model, [{"chosen": chosen, "rejected": rejected}], {"kind": "pairs"})
+    (((_, first), (_, second)), _), *_ = rows(cfg)
+    assert (first, second) == ("b a <end>", "a <end>")
+
+
+def test_what_is_known_of_a_pair_lies_beside_its_tokens(tmp_path, model):
+    record = PAIR | {"margin": 2, "ref_chosen_logps": -1.5, "ref_rejected_logps": -7}
+    cfg = data(tmp_path, model, [record], {"kind": "pairs"})
+    _, row = rows(cfg, fields=("margin", "reference"))[0]
+    assert row["margin"][:12].tolist() == [2] * 11 + [0]
+    assert row["reference"][:12].tolist() == [-1.5] * 5 + [-7] * 6 + [0]
+
+
+def test_a_sequence_that_is_rated_has_its_last_token_among_the_inputs(tmp_path, model):
+    cfg = data(tmp_path, model, [PAIR], {"kind": "pairs"})
+    ((first, _), (second, _)), row = rows(cfg, fields=("ends",))[0]
+    assert (first, second) == ("1 + 2 = 3 <eos>", "1 + 2 = 4 5 <eos>")
+    assert np.flatnonzero(row["ends"]).tolist() == [5, 12]
+    assert (row["mask"] == row["ends"]).all()
+
+
+def test_a_labelled_answer_is_followed_by_another_to_its_prompt(tmp_path, model):
+    prompts = ["1 +", "1 +", "a"]
+    records = [
+        {"prompt": prompt, "completion": f" {i}", "label": i == 1}
+        for i, prompt in enumerate(prompts)
+    ]
+    cfg = data(tmp_path, model, records, {"kind": "labelled"})
+    made = rows(cfg, 2, fields=("label", "mismatched"))
+    assert [parts for parts, _ in made] == [
+        [("1 + 0", "0 <eos>"), ("1 + 2", "2 <eos>")],
+        [("1 + 1", "1 <eos>"), ("1 + 2", "2 <eos>")],
+    ]
+    assert [row["label"][0] for _, row in made] == [-1, 1]
+    assert made[0][1]["mismatched"][:7].tolist() == [0, 0, 0, 1, 1, 1, 0]
+    assert made[0][1]["label"][3] == 0
+    plain, _ = rows(cfg, fields=("label",))[0]
+    assert len(plain) == 1
+
+
+def test_of_a_prompt_nothing_counts(tmp_path, model):
+    cfg = data(tmp_path, model, [{"prompt": "1 + 2 ="}], {"kind": "prompts"})
+    assert rows(cfg)[0][0] == [("1 + 2", "")]
+
+
+@pytest.mark.parametrize(
+    ("overlong", "kept"),
+    [("drop", ["a a a"]), ("cut", ["a a a a a a a a", "a a a"])],
+)
+def test_what_is_too_long_is_counted_and_told(tmp_path, model, overlong, kept):
+    records = [{"prompt": "a a", "completion": " a" * size} for size in (20, 1)]
+    cfg = data(tmp_path, model, records, {"kind": "chat"}, overlong=overlong, seq_len=8)
+    feed = Feed(cfg, [0], 1)
+    seen = [words(next(feed)["tokens"][0]).replace(" <pad>", "") for _ in range(len(kept))]
+    assert seen == kept
+    (line,) = feed.damaged()
+    assert line.startswith(f"data.overlong={overlong}: 1 records of jsonl-0 so far are longer than")
+    assert line.endswith("records.jsonl: line 1: 23 tokens")
+    lines = []
+    for _ in range(40):
+        next(feed)
+        lines += feed.damaged()
+    assert [line.split(": ")[1][:10] for line in lines] == ["10 records"]
+    feed.close()
+
+
+def test_a_record_that_is_too_long_ends_the_run_unless_it_is_allowed(tmp_path, model):
+    records = [{"prompt": "a a", "completion": " a" * 20}]
+    cfg = data(tmp_path, model, records, {"kind": "chat"}, seq_len=8, quarantine=5)
+    with pytest.raises(DataError, match=r"line 1: 23 tokens, but data.seq_len=8; raise it, or set"):
+        rows(cfg)
+
+
+def test_a_pair_that_is_cut_keeps_something_of_both(tmp_path, model):
+    records = [{"prompt": "a", "chosen": " b" * 20, "rejected": " c c"}]
+    cfg = data(tmp_path, model, records, {"kind": "pairs"}, seq_len=12, overlong="cut")
+    parts, _ = rows(cfg)[0]
+    assert [len(inputs.split()) for inputs, _ in parts] == [9, 3]
+
+
+def test_units_are_packed_whole_and_resumed_in_the_middle_of_a_record(tmp_path, model):
+    records = [{"messages": SUM}, {"messages": SUM[:2]}]
+    record = {"kind": "chat", "train": "each"}
+    cfg = data(tmp_path, model, records, record, packing="fit", template=THINKS, seq_len=27)
+    feed = Feed(cfg, [0], 1)
+    seen, states = [], [feed.state()]
+    for _ in range(5):
+        seen.append(next(feed)["tokens"])
+        states.append(feed.state())
+    assert any(state[0, -1] for state in states)
+    for number, state in enumerate(states[:-1]):
+        feed.restore(state)
+        assert (next(feed)["tokens"] == seen[number]).all()
+    feed.close()
+
+
+@pytest.mark.parametrize(
+    ("record", "kind", "error"),
+    [
+        ({"text": "a"}, "chat", "no messages, conversations, or prompt and completion in it; it"),
+        ({"messages": []}, "chat", "messages: is a list; must be a list of messages"),
+        ({"messages": [{"content": "a"}]}, "chat", r"messages\[0\]: has no role"),
+        ({"messages": SUM[:1]}, "chat", "no message of the assistant"),
+        ({"conversations": [{"from": "x", "value": "a"}]}, "chat", r"conversations\[0\].from='x'"),
+        ({"prompt": "a", "chosen": " b"}, "pairs", "no chosen and rejected"),
+        ({"chosen": "a", "rejected": "b"}, "pairs", "share no prompt"),
+        ({"prompt": "a", "completions": [" b"], "scores": [1]}, "pairs", "1 completions and 1"),
+        ({"prompt": "a", "completions": [" b", "c"], "scores": [1, 1]}, "pairs", "have one score"),
+        ({"prompt": "a", "completion": " b", "label": "yes"}, "labelled", "label='yes': must be"),
+        ({"completion": "a"}, "chat", "no prompt in it"),
+    ],
+)
+def test_records_of_another_form_are_refused_by_line(tmp_path, model, record, kind, error):
+    cfg = data(tmp_path, model, [record], {"kind": kind})
+    with pytest.raises(DataError, match=f"records.jsonl: line 1: .*{error}"):
+        rows(cfg)
+
+
+def test_bytes_have_the_template_that_is_named(tmp_path, model):
+    cfg = data(tmp_path, model, [{"messages": SUM[:2]}], {"kind": "chat"}, template="plain")
+    cfg = DataConfig.model_validate(cfg.model_dump() | {"tokenizer": {"kind": "bytes"}})
+    feed = Feed(cfg, [0], 1)
+    row = {name: array[0] for name, array in next(feed).items()}
+    feed.close()
+    assert row["tokens"][:10].tolist() == [256, *b"1 + 2 =\n3"]
+    assert row["targets"][row["mask"] > 0].tolist() == [*b"3", 256]
+    nameless = DataConfig.model_validate(cfg.model_dump() | {"template": None})
+    with pytest.raises((ConfigError, DataError), match="data.template: a tokenizer of kind bytes"):
+        next(Feed(nameless, [0], 1))

@@ -1,0 +1,214 @@
+"""Objectives of post-training on real rows: their gradients, and that neither microbatches, nor
+devices, nor packing, nor the kind of reference change them."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from flax import nnx
+
+from maxstack import startup
+from maxstack.data.feed import Feed
+from maxstack.objectives.objective import Models
+
+PEOPLE = "maxstack.data.people"
+SGD = {"learning_rate": 0.3, "chain": [{"kind": "sgd"}], "schedule": None}
+MESH = {"data": 2, "fsdp": 2, "tensor": 2}
+RING = {"context": 4, "data": 2}
+RECORDS = {
+    "sft": "chat",
+    "preference": "pairs",
+    "unpaired": "labelled",
+    "reward": "pairs",
+    "distill": "chat",
+}
+KINDS = {
+    "sft": {"kind": "sft"},
+    "sft of sequences": {"kind": "sft", "weigh": "sequence", "dft": True, "statistics": True},
+    "dpo": {"kind": "preference"},
+    "sum": {"kind": "preference", "loss": {"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1}},
+    "wpo": {"kind": "preference", "weigh": True, "desensitize": 0.5},
+    "aot": {"kind": "preference", "loss": "aot"},
+    "orpo": {"kind": "preference", "loss": {"orpo": 1, "sft": 1}, "sft_on": "sequence"},
+    "kto": {"kind": "unpaired"},
+    "bco": {"kind": "unpaired", "loss": "bco"},
+    "reward": {"kind": "reward", "centre": 0.01},
+    "distill": {"kind": "distill", "next_token": 0.5},
+}
+
+QUICK = "sft of sequences", "sum", "kto", "reward"
+
+
+def config(objective, **changes):
+    """A tiny model on made-up people, several records in a row."""
+    record = RECORDS[objective["kind"]]
+    model = tiny.model(head={"scores": objective["kind"] == "reward"})
+    source = {
+        "kind": "function",
+        "call": f"{PEOPLE}:{record}",
+        "documents": 64,
+        "record": {"kind": record},
+        "holdout": 0.25,
+    }
+    data = {
+        "sources": [source],
+        "tokenizer": {"kind": "bytes"},
+        "template": "plain",
+        "packing": "fit",
+        "seq_len": 96,
+    } | changes.pop("data", {})
+    teacher = {"teacher": model | {"layers": 2}} if objective["kind"] == "distill" else {}
+    sections = {"model": model, "data": data, "objective": objective, "optimizer": SGD}
+    return tiny.config(**sections | teacher | changes)
+
+
+def losses(cfg, devices=1, steps=3):
+    """The scalars of the first steps."""
+    run, size = tiny.make_run(cfg, devices), cfg.train.batch_size
+    state, beside, found = run.init(), startup.frozen(run), []
+    feed = Feed(cfg.data, range(size), size, fields=run.objective.fields)
+    with contextlib.closing(feed):
+        for _ in range(steps):
+            batch = run.batches.place(next(feed), size)
+            state, scalars = run.step(state, batch, *beside)
+            found.append({name: float(value) for name, value in scalars.items()})
+    return found
+
+
+def same(first, second, tolerance=1e-5):
+    for one, other in zip(first, second, strict=True):
+        assert one == pytest.approx(other, rel=tolerance, abs=tolerance)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in KINDS],
+)
+def test_microbatches_and_devices_change_nothing(name):
+    """Losses, norms of gradients and metrics of three steps."""
+    alone = losses(config(KINDS[name]))
+    assert all(row["grad_norm"] > 0 for row in alone)
+    same(losses(config(KINDS[name], train={"accumulate": 8})), alone)
+    same(losses(config(KINDS[name], train={"accumulate": 2}, mesh=MESH), 8), alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sft of sequences", "sum", "kto", "reward", "distill"])
+def test_sequences_split_over_a_ring_change_nothing(name):
+    same(losses(config(KINDS[name], mesh=RING), 8), losses(config(KINDS[name])))
+
+
+@pytest.mark.parametrize("name", ["sft", "sft of sequences", "dpo", "wpo", "reward", "distill"])
+def test_packing_changes_no_sum(name):
+    """Over all held-out records, of losses that are sums over them: others are means over a
+    batch."""
+    objective = KINDS[name]
+    found = []
+    for packing in ("fit", "none"):
+        cfg = config(objective, data={"packing": packing})
+        run, size = tiny.make_run(cfg), cfg.train.batch_size
+        params, beside, sums = run.init().params, startup.frozen(run), {}
+        feed = Feed(cfg.data, range(size), size, evaluation=True, fields=run.objective.fields)
+        with contextlib.closing(feed):
+            while (batch := next(feed))["segments"].any():
+                for key, value in run.eval_step(
+                    params, run.batches.place(batch, size), *beside
+                ).items():
+                    sums[key] = sums.get(key, 0.0) + float(value)
+        found.append(sums)
+    first, second = found
+    assert first["weight"] > 0 and first == pytest.approx(second, rel=2e-5)
+
+
+@pytest.mark.parametrize("name", ["dpo", "sum", "wpo", "orpo", "kto"])
+def test_the_gradient_is_that_of_the_loss_by_logits(name):
+    """Weights of a linear cross-entropy stand for the derivative of the loss."""
+    cfg = config(KINDS[name])
+    run, size = tiny.make_run(cfg), cfg.train.batch_size
+    params, objective = run.init().params, run.objective
+    changed = jax.tree.map(lambda x: x * 1.1, params)
+    with contextlib.closing(Feed(cfg.data, range(size), size, fields=objective.fields)) as feed:
+        batch = run.batches.place(next(feed), size)
+    batch = objective.prepare(batch, jax.random.key(0))
+
+    def model(params):
+        return nnx.merge(run.graph, nnx.State(params))
+
+    def ours(params):
+        frozen = {"reference": model(changed)} if objective.frozen else {}
+        return objective.loss(Models(model(params), frozen), batch).total
+
+    def logps(params):
+        logits_BTV = model(params).logits(model(params).hidden(batch))
+        logps_BTV = jax.nn.log_softmax(logits_BTV)
+        picked = jnp.take_along_axis(logps_BTV, batch["targets"][..., None], -1)[..., 0]
+        sharpness = jax.nn.logsumexp(2 * logps_BTV, axis=-1)
+        return picked * (batch["segments"] > 0), jax.lax.stop_gradient(sharpness)
+
+    def direct(params):
+        (own, sharpness), (other, _) = logps(params), logps(changed)
+        known = {"logps": own, "sharpness": sharpness, "reference_logps": other}
+        return objective.terms({**batch, **known}).total.sum()
+
+    (value, gradient), (wanted, expected) = (
+        jax.jit(jax.value_and_grad(f))(params) for f in (ours, direct)
+    )
+    assert float(value) == pytest.approx(float(wanted), rel=1e-5)
+    for one, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5 * float(jnp.abs(other).max()) + 1e-7)
+
+
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_reference_by_switching_the_adapter_off_is_the_one_that_is_kept(name, dora):
+    lora = {"rank": 2, "dora": dora}
+    rows = [
+        losses(config(KINDS[name] | {"reference": reference}, lora=lora))
+        for reference in ("start", "adapter_off")
+    ]
+    for row in (*rows[0], *rows[1]):
+        row.pop("rewards/accuracies", None)  # at first all rewards are 0, but for rounding
+    same(*rows)
+    assert rows[0][0]["loss"] != rows[0][-1]["loss"]
+
+
+def test_a_score_is_trained_beside_adapters():
+    cfg = config(KINDS["reward"], lora={"rank": 2})
+    run = tiny.make_run(cfg)
+    assert run.changed["score"] and not run.changed["norm"]["scale"]
+    assert losses(cfg)[0]["grad_norm"] > 0
+
+
+def test_noise_of_embeddings_is_the_same_in_any_microbatch_and_none_in_evaluation():
+    noisy = {"kind": "sft", "neftune": 5.0}
+    alone = losses(config(noisy))
+    same(losses(config(noisy, train={"accumulate": 4})), alone)
+    assert abs(alone[0]["loss"] - losses(config(KINDS["sft"]))[0]["loss"]) > 1e-4
+    run = tiny.make_run(config(noisy))
+    with contextlib.closing(Feed(run.cfg.data, range(8), 8, fields=run.objective.fields)) as feed:
+        batch = run.batches.place(next(feed), 8)
+    params = run.init().params
+    plain = tiny.make_run(config(KINDS["sft"]))
+    assert float(run.eval_step(params, batch)["nll"]) == pytest.approx(
+        float(plain.eval_step(params, batch)["nll"])
+    )
+
+
+def test_statistics_are_those_of_the_whole_distribution():
+    run = tiny.make_run(config(KINDS["sft"]))
+    with contextlib.closing(Feed(run.cfg.data, range(8), 8, fields=run.objective.fields)) as feed:
+        batch = run.batches.place(next(feed), 8)
+    params = run.init().params
+    model = nnx.merge(run.graph, nnx.State(params))
+    logits = np.asarray(model.logits(model.hidden(batch)), np.float64)
+    p = np.exp(logits - logits.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    mask = np.asarray(batch["mask"])
+    found = run.eval_step(params, batch)
+    assert float(found["entropy"]) == pytest.approx((-(p * np.log(p)).sum(-1) * mask).sum(), 1e-5)
+    right = (logits.argmax(-1) == np.asarray(batch["targets"])) * mask
+    assert float(found["token_accuracy"]) == right.sum()
+    assert float(found["entropy/weight"]) == mask.sum()
