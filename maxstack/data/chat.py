@@ -268,7 +268,7 @@ def _environment() -> "ImmutableSandboxedEnvironment":
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError:
         raise ConfigError(
-            "chat templates are rendered by jinja2: pip install 'maxstack[serve]'"
+            "chat templates are rendered by jinja2: pip install jinja2"
         ) from None
 
     class Generation(Extension):
