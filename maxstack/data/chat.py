@@ -267,9 +267,7 @@ def _environment() -> "ImmutableSandboxedEnvironment":
         from jinja2.parser import Parser
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError:
-        raise ConfigError(
-            "chat templates are rendered by jinja2: pip install jinja2"
-        ) from None
+        raise ConfigError("chat templates are rendered by jinja2: pip install jinja2") from None
 
     class Generation(Extension):
         """`{% generation %}`, which marks what is trained on: the block between BEGIN and END."""
