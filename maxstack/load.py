@@ -40,8 +40,9 @@ def load_tree(path: config.Source, overrides: Sequence[str] = ()) -> tuple[Confi
 
 def run_folder(path: str) -> Path | None:
     """The folder of a run that `path` is, or one of whose checkpoints it is; None for others."""
-    if storage.is_url(path) or not (folder := Path(path)).is_dir():
+    if storage.is_url(path) or storage.kind(path) != "directory":
         return None
+    folder = Path(path)
     inside = folder.parent if folder.name.isdigit() else folder
     own = inside.parent if inside.name == "checkpoints" else folder
     return own if (own / "config.yml").is_file() else None

@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from maxstack.errors import DataError
+from maxstack.hf.reader import SCORE
 from maxstack.load import load, run_folder
-from maxstack.models.model import initial
+from maxstack.models.model import initial, weights_of
 from maxstack.state import flat
 
 if TYPE_CHECKING:
     from maxstack.run import Run
     from maxstack.schema.config import Config
 
-DRAWN = "score"
-"""The weight that a reward model has and a language model has not: drawn where it is missing."""
 LEFT = {"head", "head_bias"}
 """Weights of a language model that a reward model leaves."""
 
@@ -27,7 +26,7 @@ def check(run: "Run") -> None:
     folder = run.cfg.model.weights
     assert folder
     if own := run_folder(folder):
-        _check_shapes(run, folder, _source(run, own).weights.original)
+        _check_shapes(run, folder, load(own / "config.yml"))
         return
     from maxstack.hf.contents import opened
     from maxstack.hf.reader import pieces_of
@@ -46,7 +45,7 @@ def original(run: "Run", finite: bool = True) -> Iterator[tuple[str, jax.Array]]
         held.add(path)
         yield path, array
     for path in wanted.keys() - held:
-        assert path == DRAWN, path
+        assert path == SCORE, path
         draw = functools.partial(_drawn, run.cfg, path)
         yield path, jax.jit(draw, out_shardings=wanted[path].sharding)()
 
@@ -69,8 +68,9 @@ def _of_run(run: "Run", folder: str) -> Iterator[tuple[str, jax.Array]]:
 
     own = run_folder(folder)
     assert own
-    source, wanted = _source(run, own), run.weights.original
-    _check_shapes(run, folder, source.weights.original)
+    cfg = load(own / "config.yml", ["run.virtual_devices=null"])
+    _check_shapes(run, folder, cfg)
+    source, wanted = _source(run, cfg), run.weights.original
     leaves = WeightsReader(Path(folder)).load(source.weights.shapes, source.weights.sources)
     for path in wanted.keys() & source.weights.original.keys():
         of_path = {name: leaf for name, leaf in leaves.items() if f"{name}/".startswith(f"{path}/")}
@@ -82,20 +82,19 @@ def _merged(source: "Run", path: str, dtype: Any, leaves: Mapping[str, Any]) -> 
     return jax.numpy.asarray(source.weights.rewrite.original(path, leaves)).astype(dtype)
 
 
-def _source(run: "Run", own: Path) -> "Run":
+def _source(run: "Run", cfg: "Config") -> "Run":
     """The run whose weights are read, on the mesh of the run that starts."""
     from maxstack.run import assemble
 
-    cfg = load(own / "config.yml", ["run.virtual_devices=null"])
     return assemble(cfg.model_copy(update={"mesh": run.cfg.mesh}), run.mesh, trains=False)
 
 
-def _check_shapes(run: "Run", folder: str, held: Mapping[str, Any]) -> None:
+def _check_shapes(run: "Run", folder: str, source: "Config") -> None:
     wanted = {path: tuple(leaf.shape) for path, leaf in run.weights.original.items()}
-    shapes = {path: tuple(leaf.shape) for path, leaf in held.items()}
-    if DRAWN in wanted and DRAWN not in shapes:
+    shapes = {path: tuple(leaf.shape) for path, leaf in weights_of(source.model).items()}
+    if SCORE in wanted and SCORE not in shapes:
         shapes = {path: shape for path, shape in shapes.items() if path not in LEFT}
-        del wanted[DRAWN]
+        del wanted[SCORE]
     odd = sorted(path for path in {*wanted, *shapes} if wanted.get(path) != shapes.get(path))
     if odd:
         raise DataError(

@@ -33,7 +33,9 @@ WIDE = tiny.model(
         }
     },
 )  # recipes share scales among up to 128 inputs
-SECTIONS = {folder: section for section, folders in Config.PRESETS.items() for folder in folders}
+SECTIONS = {
+    folder: section for section, folders in reversed(Config.PRESETS.items()) for folder in folders
+}  # the first section that takes a folder's files
 
 
 def loaded(path, folder) -> Config:
@@ -82,7 +84,7 @@ def test_a_shipped_file_loads_assembles_and_lowers(path, tmp_path):
             cfg.mesh, jax.devices()[: math.prod(mesh_rules.mesh_sizes(cfg).values())]
         ),
     )
-    state, scalars = run.step.lower(run.abstract, run.batches.abstract()).out_info
+    state, scalars = run.step.lower(*run.abstract_arguments).out_info
     assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(
         lambda x: (x.shape, x.dtype), run.abstract
     )

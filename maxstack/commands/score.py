@@ -118,7 +118,14 @@ def _score_records(run: "Run", params: Any, args: Namespace) -> None:
     kind = {"kind": args.kind} | ({"train": args.train} if args.kind == "chat" else {})
     record = TypeAdapter(Record).validate_python(kind)
     count = score_records(
-        run, params, args.records, record, args.out, batch_size=args.batch_size, top=args.top
+        run,
+        params,
+        f"{args.model} {args.overrides}",
+        args.records,
+        record,
+        args.out,
+        batch_size=args.batch_size,
+        top=args.top,
     )
     print(f"{args.out}: {count:,} records")
 

@@ -29,19 +29,27 @@ AT_ONCE = 64
 
 
 def score_records(
-    run: "Run", params: Any, file: str, record: Record, out: str, *, batch_size: int, top: int
+    run: "Run",
+    params: Any,
+    model: str,
+    file: str,
+    record: Record,
+    out: str,
+    *,
+    batch_size: int,
+    top: int,
 ) -> int:
     """Write the records of a JSONL file to `out`, each with the log-probability of its answer
     (`ref_logps`, or `ref_chosen_logps` and `ref_rejected_logps`), or by a reward model its `reward`
     (or `chosen_reward` and `rejected_reward`); with `top`, also the K likeliest tokens at each
     token (`top_tokens` and `top_logprobs`, [tokens, K]). Records are kept in FILE.unfinished as
-    they are done, from which a later call goes on -> their number."""
+    they are done, from which a later call of the same `model` goes on -> their number."""
     if record.kind not in NAMES:
         raise ConfigError(f"--kind {record.kind}: has no answer to score")
     source = JsonlSource(kind="jsonl", files=(file,), record=record)
     cfg = run.cfg.data.model_copy(update={"sources": (source,), "packing": "none"})
     documents = open_source(source, split="all")
-    said = [file, record.model_dump(), documents.identity(), str(run.cfg.model.weights), top]
+    said = [file, record.model_dump(), documents.identity(), model, top]
     settings = hashlib.sha256(json.dumps(said).encode()).hexdigest()
     done = Unfinished(out, settings)
     left = [index for index in range(len(documents)) if (index, 0) not in done.lines]

@@ -75,13 +75,7 @@ class Distill(Objective):
 
     def evaluate(self, models: Models, batch: Batch) -> dict[str, Array]:
         """The loss, and agreement."""
-        result = self.loss(models, batch)
-        return {
-            "nll": result.metrics["loss"],
-            "weight": result.weight,
-            "agreement": result.metrics["agreement"],
-            "agreement/weight": result.weight,
-        }
+        return self.evaluated(models, batch, agreement="agreement")
 
     def _from_logits(
         self, student_BtV: Array, teacher_BtV: Array, targets_Bt: Array

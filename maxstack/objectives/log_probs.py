@@ -16,6 +16,7 @@ from maxstack.models.decoder import losses_and_reports
 from maxstack.objectives.next_token import head_losses
 from maxstack.objectives.objective import Batch, Loss, Models, Objective
 from maxstack.objectives.statistics import statistics
+from maxstack.schema.objective import ReferenceConfig
 from maxstack.weights.adapter import switched_off
 
 if TYPE_CHECKING:
@@ -45,6 +46,13 @@ class LogProbs(Objective):
     def weight(self, batch: Batch) -> Array:
         """Divisor of all sums."""
         raise NotImplementedError
+
+    @property
+    def frozen(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The reference, where it is the weights that the run begins with."""
+        section = self.cfg.objective
+        assert isinstance(section, ReferenceConfig)
+        return ("reference",) if self.refers and section.reference == "start" else ()
 
     @property
     def forward_passes(self) -> int:

@@ -85,12 +85,17 @@ class Objective:
     def evaluate(self, models: Models, batch: Batch) -> dict[str, jax.Array]:
         """Sums over a held-out batch: `nll` and its `weight`, `bytes` of text; of any other figure
         x, `x` and `x/weight`. Here: the loss, with the same random numbers each time."""
+        return self.evaluated(models, batch) | {"bytes": batch["bytes"].sum()}
+
+    def evaluated(self, models: Models, batch: Batch, **figures: str) -> dict[str, jax.Array]:
+        """The loss of a held-out batch with the same random numbers each time, and metrics of it by
+        the names of `figures`."""
         result = self.loss(models, self.prepare(batch, jax.random.key(0, impl="threefry2x32")))
-        return {
-            "nll": result.metrics["loss"],
-            "weight": result.weight,
-            "bytes": batch["bytes"].sum(),
-        }
+        sums = {"nll": result.metrics["loss"], "weight": result.weight}
+        for name, metric in figures.items():
+            sums[name] = result.metrics[metric]
+            sums[f"{name}/weight"] = result.metrics.get(f"{metric}/weight", result.weight)
+        return sums
 
 
 def objective_of(cfg: "Config") -> Objective:

@@ -17,6 +17,7 @@ from maxstack.objectives.log_probs import LogProbs, Terms
 from maxstack.objectives.objective import Batch, Models
 from maxstack.objectives.sequences import (
     Pair,
+    count_pairs,
     is_second,
     lasts,
     pair_sums,
@@ -42,11 +43,6 @@ class Preference(LogProbs):
         return self.cfg.objective
 
     @property
-    def frozen(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The reference, where it is the weights that the run begins with."""
-        return ("reference",) if self.refers and self.section.reference == "start" else ()
-
-    @property
     def coupled(self) -> bool:  # type: ignore[override]
         """aot and aot_unpaired sort the whole batch."""
         return any(name.startswith("aot") for name in self.section.losses)
@@ -61,27 +57,27 @@ class Preference(LogProbs):
 
     def prepare(self, batch: Batch, key: Array) -> Batch:
         """With `pairs` and `chosen_tokens`, how many there are in the whole batch."""
-        pairs = lasts(pairs_of(batch["segments"])).sum().astype(jnp.float32)
-        return {**batch, "pairs": pairs, "chosen_tokens": self._learnt(batch).sum()}
+        return {
+            **batch,
+            "pairs": count_pairs(batch["segments"]),
+            "chosen_tokens": self._learnt(batch).sum(),
+        }
 
     def weight(self, batch: Batch) -> Array:
-        return lasts(pairs_of(batch["segments"])).sum().astype(jnp.float32)
+        return count_pairs(batch["segments"])
 
     def terms(self, batch: Batch) -> Terms:
         """Metrics: rewards/chosen, rewards/rejected, rewards/margins, rewards/accuracies,
         logps/chosen, logps/rejected (sums over answers)."""
         cfg, segments_BT, mask_BT = self.section, batch["segments"], batch["mask"]
         last_BT = lasts(pairs_of(segments_BT))
-        if "reference" in batch:  # of whole answers
-            begins_BT = batch["positions"] == 0
-            reference_BT = jnp.where(begins_BT, batch["reference"], 0.0)
-        else:
-            reference_BT = batch.get("reference_logps", jnp.zeros_like(mask_BT))
         weights_BT = self._desensitized(mask_BT, segments_BT)
+        if "reference" in batch:  # of whole answers
+            reference_BT = jnp.where(batch["positions"] == 0, batch["reference"], 0.0)
+        else:
+            reference_BT = batch.get("reference_logps", jnp.zeros_like(mask_BT)) * weights_BT
         policy = pair_sums(batch["logps"] * weights_BT, segments_BT)
-        reference = pair_sums(
-            reference_BT if "reference" in batch else reference_BT * weights_BT, segments_BT
-        )
+        reference = pair_sums(reference_BT, segments_BT)
         tokens = pair_sums(mask_BT, segments_BT)
         # What is no pair gets values whose losses and derivatives are finite.
         compared = Compared(
@@ -90,6 +86,7 @@ class Preference(LogProbs):
             *(jnp.where(last_BT, x, -1.0) for x in (*policy, *reference)),
             *(jnp.where(last_BT, x, 1.0) for x in tokens),
         )
+        likely_BT = self._likely(batch, tokens, last_BT) if cfg.weigh else 1.0
         total_BT = jnp.zeros_like(mask_BT)
         for name, weight in cfg.losses.items():
             if name == "sft":
@@ -97,9 +94,7 @@ class Preference(LogProbs):
                 share = batch["pairs"] / jnp.maximum(batch["chosen_tokens"], 1.0)
                 loss_BT = -batch["logps"] * learnt_BT * share
             else:
-                loss_BT = jnp.where(last_BT, LOSSES[name](compared), 0.0)
-                if cfg.weigh:
-                    loss_BT = loss_BT * self._likely(batch, tokens, last_BT)
+                loss_BT = jnp.where(last_BT, LOSSES[name](compared), 0.0) * likely_BT
             total_BT = total_BT + weight * loss_BT
         chosen_BT, rejected_BT = (cfg.beta * x for x in (compared.u, compared.v))
         named = {
@@ -114,17 +109,12 @@ class Preference(LogProbs):
 
     def evaluate(self, models: Models, batch: Batch) -> dict[str, Array]:
         """The loss, and rewards/accuracies and rewards/margins."""
-        result = self.loss(models, self.prepare(batch, jax.random.key(0, impl="threefry2x32")))
-        shares = {
-            name.replace("/", "_"): result.metrics[name]
-            for name in ("rewards/accuracies", "rewards/margins")
-        }
-        return {
-            "nll": result.metrics["loss"],
-            "weight": result.weight,
-            **shares,
-            **{f"{name}/weight": result.weight for name in shares},
-        }
+        return self.evaluated(
+            models,
+            batch,
+            rewards_accuracies="rewards/accuracies",
+            rewards_margins="rewards/margins",
+        )
 
     def _learnt(self, batch: Batch) -> Array:
         """1 at the targets of the loss sft."""

@@ -6,7 +6,7 @@ from jax.nn import log_sigmoid
 
 from maxstack.models.decoder import losses_and_reports
 from maxstack.objectives.objective import Batch, Loss, Models, Objective
-from maxstack.objectives.sequences import lasts, pair_sums, pairs_of
+from maxstack.objectives.sequences import count_pairs, lasts, pair_sums, pairs_of
 from maxstack.schema.objective import RewardConfig
 
 
@@ -24,8 +24,7 @@ class Reward(Objective):
         sums = self.sums(batch, model.scores(model.norm(x_BTD)))
         added, reports = losses_and_reports(aux)
         total = sum(added.values(), sums["loss"])
-        pairs = lasts(pairs_of(batch["segments"])).sum().astype(jnp.float32)
-        return Loss(total, pairs, sums | added, reports)
+        return Loss(total, count_pairs(batch["segments"]), sums | added, reports)
 
     def sums(self, batch: Batch, scores_BT: Array) -> dict[str, Array]:
         """The loss and the figures of a batch, by the score of each position."""
@@ -49,10 +48,4 @@ class Reward(Objective):
 
     def evaluate(self, models: Models, batch: Batch) -> dict[str, Array]:
         """The loss, and the share of pairs whose chosen answer has the higher score."""
-        result = self.loss(models, batch)
-        return {
-            "nll": result.metrics["loss"],
-            "weight": result.weight,
-            "accuracy": result.metrics["rewards/accuracies"],
-            "accuracy/weight": result.weight,
-        }
+        return self.evaluated(models, batch, accuracy="rewards/accuracies")

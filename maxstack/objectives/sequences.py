@@ -23,6 +23,11 @@ def pairs_of(segments_BT: Array) -> Array:
     return (segments_BT + 1) // 2
 
 
+def count_pairs(segments_BT: Array) -> Array:
+    """Number of pairs of all rows, float32."""
+    return lasts(pairs_of(segments_BT)).sum().astype(jnp.float32)
+
+
 def is_second(segments_BT: Array) -> Array:
     """True in the second sequence of each pair."""
     return (segments_BT > 0) & (segments_BT % 2 == 0)

@@ -28,11 +28,6 @@ class Unpaired(LogProbs):
         return self.cfg.objective
 
     @property
-    def frozen(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The reference, where it is the weights that the run begins with."""
-        return ("reference",) if self.section.reference == "start" else ()
-
-    @property
     def coupled(self) -> bool:  # type: ignore[override]
         """k and d are means over the batch."""
         return self.section.loss != "apo_zero"
@@ -75,13 +70,9 @@ class Unpaired(LogProbs):
 
     def evaluate(self, models: Models, batch: Batch) -> dict[str, Array]:
         """The loss, and the mean rewards of both kinds."""
-        result = self.loss(models, self.prepare(batch, jax.random.key(0, impl="threefry2x32")))
-        rewards = {
-            name.replace("/", "_", 1): x
-            for name, x in result.metrics.items()
-            if name.startswith("rewards/")
-        }
-        return {"nll": result.metrics["loss"], "weight": result.weight, **rewards}
+        return self.evaluated(
+            models, batch, rewards_chosen="rewards/chosen", rewards_rejected="rewards/rejected"
+        )
 
     def _answers(self, batch: Batch) -> Array:
         """True at the last position of each answer that has a label."""

@@ -1,5 +1,5 @@
-"""Losses of post-training on fixed arrays, against the numbers of TRL's own code in
-tests/goldens/trl (`make oracle` makes them again and compares)."""
+"""Losses of post-training on fixed arrays, against the numbers that TRL 1.16's own code gave, in
+tests/goldens/trl."""
 
 import json
 from pathlib import Path
