@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from maxstack.checkpoint.weights import WeightsReader
     from maxstack.hf.contents import Contents
+    from maxstack.hf.exported import Answers
     from maxstack.schema.config import Config
     from maxstack.schema.decoder import DecoderConfig
 
@@ -170,6 +171,7 @@ def write_folder(
             architecture=architecture,
             length=data["data"]["seq_len"],
             tokenizer=_tokenizer(data["data"]),
+            answers=_answers(data["data"]),
             done=bar.update,
         )
     print(f"{run} step {reader.step} -> {out}: {family.architecture}")
@@ -334,24 +336,41 @@ def _untreated(
     return {path: leaf.shape for path, leaf in weights.items()}, read
 
 
-def _tokenizer(data: Mapping[str, Any]) -> 'Path | Literal["source", "none"]':
-    """The tokenizer of a run: a file, "none" for bytes, or "source" where the data held tokens."""
+def _tokenizer(data: Mapping[str, Any]) -> 'Path | Literal["source", "bytes"]':
+    """The tokenizer of a run: a file, bytes, or "source" where the data held tokens."""
     from maxstack.schema.data import holds_text
 
     if path := data.get("tokenizer", {}).get("path"):
         return Path(path).expanduser()
-    return "none" if any(map(holds_text, data["sources"])) else "source"
+    return "bytes" if any(map(holds_text, data["sources"])) else "source"
+
+
+def _answers(data: Mapping[str, Any]) -> "Answers":
+    """How a run on conversations was trained to answer; nothing of any other run."""
+    from maxstack.data.chat import DEFAULT, answer_ends, template_of
+    from maxstack.data.tokenizers import open_tokenizer
+    from maxstack.hf.exported import Answers
+    from maxstack.schema.data import DataConfig
+
+    cfg = DataConfig.model_validate(data)
+    if not cfg.has_records:
+        return Answers()
+    template = template_of(cfg).sources[DEFAULT] if cfg.template else None
+    return Answers(template, frozenset(answer_ends(cfg, open_tokenizer(cfg.tokenizer))))
 
 
 def source_of(path: Path, model: "DecoderConfig") -> Path | None:
     """The folder with the config.json and tokenizer that the model was imported with, or began
-    from; None for a model of its own."""
+    from, itself or by the runs before it; None for a model of its own."""
     from maxstack.data import hub
+    from maxstack.load import load, run_folder
 
     beside = _run_folder(path) / BESIDE
     if (beside / "config.json").is_file():
         return beside
     if not model.weights:
         return None
+    if before := run_folder(model.weights):
+        return source_of(before, load(before / "config.yml").model)
     folder = hub.model_folder(model.weights, weights=True)
     return folder if (folder / "config.json").is_file() else None

@@ -1,5 +1,6 @@
 """Byte-level BPE (Radford et al. 2019) in vocab.json and merges.txt, without tokenizer.json."""
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -100,6 +101,24 @@ def tokenizer_json(vocab: Path) -> bytes:
                 f"{VOCAB} and those before it comes {number}; give it that id, or fill the gap"
             )
     return tokenizer.to_str().encode()
+
+
+def of_bytes() -> dict[str, Any]:
+    """Files that make transformers' tokenizer of single bytes, whose id 256 is END."""
+    from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+
+    others = {byte: code for code, byte in _BYTES.items()}
+    vocab = {chr(others.get(byte, byte)): byte for byte in range(256)}
+    tokenizer: Any = Tokenizer(BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(END, normalized=False)])
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END, "eos_token": END}
+    return {
+        "tokenizer.json": json.loads(tokenizer.to_str()),
+        "tokenizer_config.json": named | {"clean_up_tokenization_spaces": False},
+    }
 
 
 def unknown(folder: Path) -> str:

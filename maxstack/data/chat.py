@@ -1,5 +1,6 @@
 """Chat templates: conversations become the text that a model was trained on."""
 
+import contextlib
 import datetime
 import functools
 import json
@@ -179,6 +180,15 @@ def template_of(data: DataConfig) -> ChatTemplate:
         raise ConfigError(f"data.template: a tokenizer of kind bytes has none; {REMEDY}")
     tokens = {"bos_token": BYTES_END, "eos_token": BYTES_END}
     return ChatTemplate({DEFAULT: _text(Path(file))}, tokens, str(file))
+
+
+def answer_ends(data: DataConfig, tokenizer: Tokenizer) -> set[int]:
+    """Tokens that end an answer in a run's data: EOS, and what its chat template writes there."""
+    ends = {*tokenizer.eos}
+    if data.has_records:
+        with contextlib.suppress(ConfigError):  # records of texts need no template
+            ends |= template_of(data).ends(tokenizer)
+    return ends
 
 
 def named_templates() -> list[str]:

@@ -8,13 +8,14 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from maxstack.config.spelling import did_you_mean
 from maxstack.data import byte_level
+from maxstack.data.chat import JINJA
 from maxstack.data.hub import GENERATION, TOKENIZER
 from maxstack.errors import ConfigError
 from maxstack.hf.binding import bind
@@ -30,6 +31,18 @@ from maxstack.schema.mixers import LongRopeScaling
 RECORD = "tensors.json"
 
 
+class Answers(NamedTuple):
+    """How a model was trained to answer."""
+
+    template: str | None = None
+    """The chat template, where it is not that which the model came with."""
+    ends: frozenset[int] = frozenset()
+    """Tokens at which an answer ends."""
+
+
+NO_ANSWERS = Answers()
+
+
 def export(
     model: DecoderConfig,
     shapes: Mapping[str, Shape],
@@ -41,7 +54,8 @@ def export(
     shard_size: int = 5 * 10**9,
     architecture: str | None = None,
     length: int | None = None,
-    tokenizer: Path | Literal["source", "none"] = "source",
+    tokenizer: Path | Literal["source", "bytes"] = "source",
+    answers: Answers = NO_ANSWERS,
     done: Callable[[int], object] = lambda count: None,
 ) -> Family:
     """Write `out`, whole or not at all. `shapes` are those of our weights by path, `read` gives a
@@ -49,8 +63,8 @@ def export(
 
     `source` is a folder with the config.json, tokenizer and dtypes that the model once came with;
     `length` the longest input that it was trained on; `tokenizer` the file of that which the model
-    was trained with, or that of `source`, or none that has a file. ConfigError where no family, or
-    not the one of that architecture, can express the model.
+    was trained with, or that of `source`, or one of single bytes; `answers` are its conversations.
+    ConfigError where no family, or not the one of that architecture, can express the model.
     """
     came_with = byte_level.read(source / "config.json") if source else {}
     family, config = choose(
@@ -76,7 +90,9 @@ def export(
     with new_folder(out) as folder:
         write_json(folder / "config.json", dict(sorted(config.items())))
         _copy_tokenizer(source, tokenizer, folder)
-        _write_generation(source, folder, config)
+        if answers.template is not None:
+            (folder / JINJA).write_text(answers.template, encoding="utf-8")
+        _write_generation(source, folder, config, answers.ends)
         write_tensors(folder, bound, dtypes, read, shard_size, done)
         check_tensors(Contents(folder), bound)
     return family
@@ -151,9 +167,12 @@ def _copy_tokenizer(source: Path | None, tokenizer: Path | str, folder: Path) ->
     path = tokenizer if isinstance(tokenizer, Path) and tokenizer.is_file() else None
     came = source / path.name if source and path else None
     if path is None or (came and came.is_file() and filecmp.cmp(path, came, shallow=False)):
-        if source and tokenizer != "none":
+        if tokenizer == "bytes":
+            for name, content in byte_level.of_bytes().items():
+                write_json(folder / name, content)
+        elif source:
             _copy(source, TOKENIZER, folder)
-    elif path.name == byte_level.VOCAB:
+    elif path.name in TOKENIZER:
         _copy(path.parent, TOKENIZER, folder)
     else:
         name = "tokenizer.json" if path.suffix == ".json" else "tokenizer.model"
@@ -166,14 +185,28 @@ def _copy(source: Path, names: tuple[str, ...], folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
 
-def _write_generation(source: Path | None, folder: Path, config: Mapping[str, Any]) -> None:
-    """Copy generation_config.json, or make it of the special tokens of config.json."""
+def _write_generation(
+    source: Path | None, folder: Path, config: Mapping[str, Any], ends: frozenset[int]
+) -> None:
+    """Copy generation_config.json, or make it of the special tokens of config.json, with `ends`
+    among those at which generation stops."""
     if source:
         _copy(source, (GENERATION,), folder)
-    if not (folder / GENERATION).exists():
+    path = folder / GENERATION
+    settings = byte_level.read(path)
+    if not path.exists():
         ids = {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         given = {key: value for key, value in ids.items() if value is not None}
-        write_json(folder / GENERATION, {"_from_model_config": True, **given})
+        settings = {"_from_model_config": True, **given}
+    stops = settings.get("eos_token_id", config.get("eos_token_id"))
+    known = stops if isinstance(stops, list) else [] if stops is None else [stops]
+    if added := sorted(ends - {*known}):
+        settings = {key: value for key, value in settings.items() if key != "_from_model_config"}
+        stops = [*known, *added]
+        settings["eos_token_id"] = stops if len(stops) > 1 else stops[0]
+    elif path.exists():
+        return
+    write_json(path, settings)
 
 
 def shard_bytes(text: str) -> int:

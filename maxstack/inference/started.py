@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxstack.data.byte_level import read
-from maxstack.data.chat import ChatTemplate, read_chat_template, template_of
+from maxstack.data.chat import ChatTemplate, answer_ends, read_chat_template, template_of
 from maxstack.errors import ConfigError
 from maxstack.inference.layout import Layout
 from maxstack.inference.opened import config_of, read_weights
@@ -255,8 +255,5 @@ def _tokenizer(
     if own is None and "tokenizer" not in cfg.data.model_fields_set:
         return None, frozenset(stops)
     tokenizer = open_tokenizer(cfg.data.tokenizer)
-    stops.update(tokenizer.eos)
-    if own is not None and cfg.data.has_records:
-        with contextlib.suppress(ConfigError):  # records of texts need no template
-            stops.update(chat_template("", cfg, own).ends(tokenizer))
+    stops.update(answer_ends(cfg.data, tokenizer) if own is not None else tokenizer.eos)
     return open_prompt_tokenizer(cfg.data.tokenizer), frozenset(stops)

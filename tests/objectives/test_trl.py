@@ -15,8 +15,8 @@ from maxstack.objectives.objective import objective_of
 from maxstack.schema.objective import PREFERENCES
 
 FOLDER = Path(__file__).parent.parent / "goldens/trl"
-KNOWN = json.loads((FOLDER / "oracle.json").read_text())["losses"]
-ARRAYS = np.load(FOLDER / "oracle.npz")
+KNOWN = json.loads((FOLDER / "losses.json").read_text())["losses"]
+ARRAYS = np.load(FOLDER / "arrays.npz")
 CLOSE = 1e-5
 OTHER_NAMES = {
     "robust@0.1": {"loss": "robust", "smoothing": 0.1},
