@@ -129,6 +129,8 @@ def _problem(error: yaml.MarkedYAMLError, text: str) -> str:
     line = text.splitlines()[error.problem_mark.line :][:1] if error.problem_mark else []
     if "\\t" in said or (line and line[0][: len(line[0]) - len(line[0].lstrip())].count("\t")):
         return "a tab where YAML wants spaces; indent with spaces"
+    if "nesting depth" in said:
+        return f"nested more than {MAX_DEPTH} deep"
     if "alias" in said or "anchor" in said:
         return f"not valid YAML: {said}; text that begins with * or & must be quoted"
     return f"not valid YAML: {said}; text with special characters must be quoted"
