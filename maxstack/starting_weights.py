@@ -6,11 +6,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+from pydantic import TypeAdapter
 
-from maxstack.errors import DataError
+from maxstack.data.hub import model_folder
+from maxstack.data.tokenizers import open_tokenizer
+from maxstack.errors import ConfigError, DataError
 from maxstack.hf.reader import SCORE
+from maxstack.hf.tokenizer import tokenizer_of
 from maxstack.load import load, run_folder
 from maxstack.models.model import initial, weights_of
+from maxstack.schema.data import Tokenizer, holds_text
 from maxstack.state import flat
 
 if TYPE_CHECKING:
@@ -32,6 +37,31 @@ def check(run: "Run") -> None:
     from maxstack.hf.reader import pieces_of
 
     pieces_of(opened(folder), {path: leaf.shape for path, leaf in run.weights.original.items()})
+
+
+def check_teacher(run: "Run", teacher: "Run") -> None:
+    """DataError as in `check`; ConfigError where the teacher is known to read other tokens."""
+    folder = teacher.cfg.model.weights
+    if not folder:
+        return
+    check(teacher)
+    if not any(holds_text(vars(source)) for source in run.cfg.data.sources):
+        return
+    if own := run_folder(folder):
+        section = load(own / "config.yml").data.tokenizer
+    elif settings := tokenizer_of(model_folder(folder, weights=False)):
+        section = TypeAdapter(Tokenizer).validate_python(settings)
+    else:
+        return
+    ours, theirs = open_tokenizer(run.cfg.data.tokenizer), open_tokenizer(section)
+    for token in range(min(ours.vocab_size, theirs.vocab_size)):
+        one, other = (x.special.get(token) or x.pieces[token] for x in (ours, theirs))
+        if one != other:
+            raise ConfigError(
+                f"teacher.from={folder}: its tokenizer is not that of the run, {ours.name}: token "
+                f"{token} is {other!r}, and {one!r} in the run, so their distributions cannot be "
+                "compared; give a teacher with the same tokenizer"
+            )
 
 
 def original(run: "Run", finite: bool = True) -> Iterator[tuple[str, jax.Array]]:

@@ -230,10 +230,13 @@ def check_can_start(run: Run) -> None:
         return
     if cfg.lora and cfg.lora.adapter:
         run.weights.adapter(cfg.lora.adapter)
-    if cfg.model.weights is not None:
+    if cfg.model.weights is not None or run.others:
         from maxstack import starting_weights
 
-        starting_weights.check(run)
+        if cfg.model.weights is not None:
+            starting_weights.check(run)
+        for teacher in run.others.values():
+            starting_weights.check_teacher(run, teacher)
 
 
 def _check_rank(run: Run) -> None:

@@ -10,6 +10,7 @@ example: python scripts/measure_recipes.py --run runs/quickstart --out measured
 """
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -128,12 +129,14 @@ def wins(answers: Answers, others: Answers) -> float:
 
 
 def divergence(answers: Answers, asked: list[dict[str, Any]], base: Path, out: Path) -> float:
-    """Mean of log p(answer) over that of `base`, of answers that ended."""
+    """Mean of log p(answer) over that of `base`, of answers that ended; NaN where none did."""
     ended = [
         (row, about)
         for row, about in zip(answers.rows, asked, strict=True)
         if row["finish_reason"] == "stop" and row["text"]
     ]
+    if not ended:
+        return math.nan
     records, scored = out / "answers.jsonl", out / "scored.jsonl"
     records.write_text(
         "".join(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from maxstack.data.examples import EXTRAS
 from maxstack.data.feed import Feed
 from maxstack.data.lanes import Batch
 from maxstack.data.tokenizers import Tokenizer, open_tokenizer
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 SHOWN = 240
 """Characters at the beginning and at the end of a document that is not printed in full."""
 HEAD, MARK, FAINT, COUNTED = "\033[1m", "\033[36m", "\033[2m", "\033[32m"
-EXTRAS = "label", "margin", "mismatched", "reference"
+OF_TOKENS = "ends", "teacher_tokens", "teacher_logps"
+"""Extras that are not the same on a whole document."""
 
 
 def show(cfg: "Config", batches: int, rows: int, *, full: bool, evaluation: bool) -> None:
@@ -65,7 +67,11 @@ def _print_row(row: Batch, tokenizer: Tokenizer, full: bool) -> None:
             f"-- document {segment}: columns {first}..{last}, positions "
             f"{row['positions'][first]}..{row['positions'][last]}, "
             f"{int(row['mask'][columns].sum())} of {len(columns)} targets count"
-            + "".join(f", {name} {row[name][first]:g}" for name in EXTRAS if name in row)
+            + "".join(
+                f", {name} {row[name][first]:g}"
+                for name in EXTRAS
+                if name in row and name not in OF_TOKENS
+            )
             + " --"
         )
         print(_styled(MARK, line))

@@ -39,6 +39,8 @@ wanted or not; margin: of a preference; mismatched: 1 on a prompt with another's
 the log-probability of an answer under a reference; teacher_tokens and teacher_logps [K]: the
 likeliest tokens under a teacher, and their log-probabilities. label, margin, mismatched and
 reference are the same on a whole sequence."""
+Raw = Mapping[str, Any]
+Another = Callable[[int], Raw]
 TRIES = 8
 """Other records that are looked at for an answer to another prompt."""
 
@@ -87,9 +89,7 @@ class Examples:
         self._cfg, self._fields, self._train = cfg, fields, train
         self._tokenizer = open_tokenizer(cfg.tokenizer)
 
-    def units(
-        self, record: Mapping[str, Any], another: Callable[[int], Mapping[str, Any]]
-    ) -> list[Unit]:
+    def units(self, record: Raw, another: Another) -> list[Unit]:
         """The units of a record; `another` gives some other record of the source for each
         number."""
         raise NotImplementedError
@@ -215,7 +215,7 @@ class Examples:
 class Chats(Examples):
     """A conversation, or a prompt with its completion."""
 
-    def units(self, record, another):  # type: ignore[no-untyped-def]
+    def units(self, record: Raw, another: Another) -> list[Unit]:
         """One unit, or with train=each one for each answer."""
         segments = self._segments(example(record))
         if "teacher_tokens" in self._fields:
@@ -226,7 +226,7 @@ class Chats(Examples):
 class Pairs(Examples):
     """A chosen and a rejected answer to one prompt, one after the other."""
 
-    def units(self, record, another):  # type: ignore[no-untyped-def]
+    def units(self, record: Raw, another: Another) -> list[Unit]:
         """One unit of two segments."""
         segments = []
         for name, given in zip(("chosen", "rejected"), preference(record), strict=True):
@@ -241,7 +241,7 @@ class Labelled(Examples):
     """An answer that is wanted or not, and where it is asked for, an answer to another prompt after
     it."""
 
-    def units(self, record, another):  # type: ignore[no-untyped-def]
+    def units(self, record: Raw, another: Another) -> list[Unit]:
         """One unit of one segment or two."""
         given, values = example(record), {"label": 1.0 if desirable(record) else -1.0}
         if "reference" in self._fields:
@@ -259,7 +259,7 @@ class Labelled(Examples):
 class Prompts(Examples):
     """A prompt alone; nothing of it counts."""
 
-    def units(self, record, another):  # type: ignore[no-untyped-def]
+    def units(self, record: Raw, another: Another) -> list[Unit]:
         """One unit of one segment."""
         given = alone(record)
         if isinstance(given, Completion):
@@ -284,7 +284,7 @@ def units_of(
 ) -> list[Unit]:
     """The units of a record. DataError, naming its file and record, if it cannot be read."""
 
-    def another(attempt: int) -> Mapping[str, Any]:
+    def another(attempt: int) -> Raw:
         # Spread over the source, so that neighbours, which often share a prompt, are far.
         step = 1 + (attempt + 1) * len(documents) // (TRIES + 1)
         return _record(documents, (index + step) % len(documents))

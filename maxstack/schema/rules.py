@@ -3,7 +3,8 @@
 
 import math
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from maxstack.config import Fault, storage
@@ -19,9 +20,7 @@ if TYPE_CHECKING:
 def faults(cfg: "Config") -> list[Fault]:
     """Every broken rule that can be found before the devices are counted."""
     rules = (
-        mesh_rules.sizes,
-        _vocabulary,
-        _positions,
+        *map(_with_teacher, (mesh_rules.sizes, _vocabulary, _positions)),
         _schedules,
         _evaluation,
         _samples,
@@ -40,7 +39,25 @@ def faults(cfg: "Config") -> list[Fault]:
 
 def device_faults(cfg: "Config", devices: int) -> list[Fault]:
     """The broken rules about sizes on so many devices, which give every axis of the mesh."""
-    return list(mesh_rules.sizes(cfg, devices))
+    return list(_with_teacher(mesh_rules.sizes)(cfg, devices))
+
+
+def _with_teacher(rule: Callable[..., Iterator[Fault]]) -> Callable[..., Iterator[Fault]]:
+    """The rule for the model, and for a teacher in its place."""
+
+    def both(cfg: "Config", *devices: int) -> Iterator[Fault]:
+        found = [*rule(cfg, *devices)]
+        yield from found
+        if cfg.teacher:
+            other = cfg.model_copy(update={"model": cfg.teacher, "teacher": None})
+            for key, message in rule(other, *devices):
+                if (key, message) not in found:
+                    yield (
+                        re.sub("^model[.]", "teacher.", key),
+                        message.replace("model.", "teacher."),
+                    )
+
+    return both
 
 
 def sizes_on(cfg: "Config", devices: int, where: str, trains: bool = True) -> dict[str, int]:

@@ -5,6 +5,7 @@ example: python scripts/bench/post_trl.py --folder FOLDER --objective dpo --mode
 """
 
 import argparse
+import copy
 import json
 import os
 import sys
@@ -62,9 +63,10 @@ def trained(args: argparse.Namespace) -> dict[str, Any]:
         "dpo": (trl.DPOTrainer, trl.DPOConfig, {"beta": 0.1}),
     }[args.objective]
     lines = (args.folder / f"{args.objective}.jsonl").read_text().splitlines()
-    clock = Clock()
+    clock, model = Clock(), transformers.Qwen3ForCausalLM(config).float()
+    reference = {"ref_model": copy.deepcopy(model)} if args.objective == "dpo" else {}
     trainer = trainer_class(
-        model=transformers.Qwen3ForCausalLM(config).float(),
+        model=model,
         args=settings(
             output_dir=str(args.folder / "trl"),
             max_steps=args.steps,
@@ -83,6 +85,7 @@ def trained(args: argparse.Namespace) -> dict[str, Any]:
         train_dataset=Dataset.from_list([*map(json.loads, lines)]),
         processing_class=transformers.AutoTokenizer.from_pretrained(args.folder),
         callbacks=[clock],
+        **reference,
     )
     trainer.remove_callback(transformers.PrinterCallback)
     tokens = [int(batch["attention_mask"].sum()) for batch in trainer.get_train_dataloader()]

@@ -1,9 +1,8 @@
 """Every program of scripts/: its --help, a refusal, and a real run at its smallest size.
 
 Of these only the arguments are tried: what needs torch, transformers or peft (make_goldens,
-make_adapter_goldens, make_preset_goldens, oracle, torch_*; `make oracle` runs them), another
-package (make_jobset_schema: kubeflow; record_xpk_options: xpk), or hours (drills; tests/drills
-runs each).
+make_adapter_goldens, make_preset_goldens, make_trl_goldens, oracle, oracle_trl, torch_*, post_trl;
+`make oracle` runs them), another package (make_jobset_schema: kubeflow; record_xpk_options: xpk), or hours (drills; tests/drills runs each).
 bench_gpu with its worker, plot_performance, generate_docs and make_optax_signatures have tests of
 their own.
 """
@@ -17,10 +16,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 import yaml
 from flags import flags
 from served import make
+
+from maxstack.data import people
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
@@ -157,6 +159,48 @@ def test_bench_serve_measures_prefill_and_decode_beside_the_bandwidth(tmp_path):
         "prefill 1 x 512": ["maxstack", "maxstack any"],
         "decode 1 x 16": ["maxstack", "maxstack any", "bandwidth"],
     }
+
+
+@pytest.mark.slow
+def test_bench_post_measures_sft_and_dpo_packed_and_not(tmp_path):
+    said = process(
+        *("bench_post.py", "--tiny", "--peer-python", "no-such-python"),
+        *("--json", tmp_path / "found.json"),
+    )
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert "left out: TRL" in said and [*found] == ["sft", "dpo"]
+    for figures in found.values():
+        assert [*figures] == ["maxstack, packed", "maxstack, one a row"]
+        assert all(row["tokens_per_second"] > 0 for [row] in figures.values())
+
+
+@pytest.mark.slow
+def test_recipes_of_post_training_are_measured_from_a_run_on(tmp_path):
+    """From weights that say nothing: every figure is there, and KL of a model to itself is 0."""
+    config = (
+        *("quickstart", *SMALL, TEXT, "train.steps=2", f"run.output_dir={tmp_path}"),
+        *("eval={every: 0, baselines: false}", "run.tensorboard=false"),
+    )
+    processes.run(
+        [sys.executable, "-m", "maxstack.train", *config], processes.environment(), cwd=ROOT
+    )
+    said = process(
+        "measure_recipes.py",
+        *("--run", tmp_path / "quickstart", "--out", tmp_path / "out", "--questions", "12"),
+        *("--recipes", "sft", "dpo", "--", "train.steps=20", "checkpoint.every=20"),
+        *("eval={every: 0, baselines: false}", "run.tensorboard=false"),
+    )
+    rows = dict(re.findall(r"^\| (\w+) \|(.*)\|$", said, re.M))
+    assert {"quickstart", "sft", "dpo"} <= rows.keys()
+
+
+def test_made_up_people_are_records_of_every_kind(tmp_path):
+    process("make_people.py", "--out", tmp_path / "people", "--records", "3", "--first", "5")
+    for kind in ("chat", "pairs", "labelled", "prompts"):
+        lines = (tmp_path / f"people/{kind}.jsonl").read_text().splitlines()
+        assert [json.loads(line) for line in lines] == [
+            getattr(people, kind)(index) for index in (5, 6, 7)
+        ]
 
 
 @pytest.mark.slow

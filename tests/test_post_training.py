@@ -1,0 +1,219 @@
+"""From one run to the next: a model learns from conversations, then from preferences, is scored,
+exported, and taught from, by the commands that a user gives."""
+
+import json
+import shutil
+
+import documents
+import numpy as np
+import parity
+import pytest
+import tokenizers
+
+from maxstack import cli, train
+from maxstack.data import people
+from maxstack.data.tokenizers import open_tokenizer
+from maxstack.inference import records as scoring
+from maxstack.load import load
+
+MODEL = {
+    "vocab": 264,
+    "embed": 32,
+    "layers": 2,
+    "dtype": "float32",
+    "blocks": {
+        "block": {
+            "mixer": {"kind": "attention", "heads": 4, "kv_heads": 2, "head_dim": 8},
+            "mlp": {"kind": "gated", "hidden": 64},
+        }
+    },
+}
+RUN = {
+    "model": MODEL,
+    "data": {
+        "sources": [
+            {
+                "kind": "function",
+                "call": "maxstack.data.people:chat",
+                "documents": 64,
+                "record": {"kind": "chat"},
+            }
+        ],
+        "template": "plain",
+        "packing": "fit",
+        "seq_len": 96,
+    },
+    "objective": {"kind": "sft"},
+    "optimizer": {"preset": "adamw", "learning_rate": 0.01},
+    "train": {"steps": 4, "batch_size": 8},
+    "checkpoint": {"every": 4},
+}
+PAIRS = (
+    "data.sources=[{kind: function, call: 'maxstack.data.people:pairs', documents: 64, "
+    "record: {kind: pairs}}]"
+)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder with two runs: conversations, and an adapter on top of them; and pairs.jsonl."""
+    folder = tmp_path_factory.mktemp("post-training")
+    (folder / "run.yml").write_text(json.dumps(RUN))
+    rows = "".join(json.dumps(people.pairs(i)) + "\n" for i in range(11))
+    (folder / "pairs.jsonl").write_text(rows)
+    trained(folder, "sft")
+    trained(folder, "adapted", f"model.from={folder}/sft", "lora={rank: 2}")
+    return folder
+
+
+def trained(folder, name, *overrides):
+    """The scalars of a run's steps."""
+    words = [f"run.output_dir={folder}", f"run.name={name}", "run.tensorboard=false", *overrides]
+    assert train.main([str(folder / "run.yml"), *words]) == 0
+    lines = map(json.loads, (folder / name / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if "loss" in line]
+
+
+def maxstack(*words):
+    """A command that succeeds."""
+    assert cli.main([*map(str, words)]) == 0
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("model", ["sft", "sft/checkpoints/4", "adapted"])
+def test_preferences_begin_where_another_run_ended(made, tmp_path, model):
+    """The reference is where the run begins: the first loss is ln 2, at stored log-probabilities
+    of that run too."""
+    objective = "objective={kind: preference}"
+    first, *_, last = trained(made, tmp_path.name, f"model.from={made / model}", PAIRS, objective)
+    assert first["loss"] == pytest.approx(np.log(2), abs=1e-6) and last["loss"] < first["loss"]
+    assert load(made / tmp_path.name / "config.yml").data.template == "plain"
+    stored = tmp_path / "stored.jsonl"
+    maxstack(
+        *("score", made / model, "--records", made / "pairs.jsonl", "--kind", "pairs"),
+        *("--out", stored),
+    )
+    source = f"data.sources=[{{kind: jsonl, files: [{stored}], record: {{kind: pairs}}}}]"
+    again = trained(
+        *(made, f"{tmp_path.name}-stored", f"model.from={made / model}", source),
+        "objective={kind: preference, reference: stored}",
+    )
+    assert again[0]["loss"] == pytest.approx(np.log(2), abs=1e-6)
+    assert again[0]["rewards/margins"] == pytest.approx(0, abs=1e-5)
+
+
+def test_scores_of_records_go_on_where_they_ended(made, tmp_path, monkeypatch):
+    words = ("score", made / "sft", "--records", made / "pairs.jsonl", "--kind", "pairs")
+    maxstack(*words, "--out", tmp_path / "whole.jsonl")
+    monkeypatch.setattr(scoring, "AT_ONCE", 1)
+    real, calls = scoring._Step.__call__, []
+
+    def interrupted(step, segments):
+        calls.append(len(segments))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(step, segments)
+
+    monkeypatch.setattr(scoring._Step, "__call__", interrupted)
+    out = tmp_path / "out.jsonl"
+    again = [*map(str, words), "--out", str(out), "--batch-size", "4"]
+    assert cli.main(again) == 130 and not out.exists()
+    maxstack(*again)
+    assert 0 < sum(calls[2:]) < 2 * 11
+    for ours, whole in zip(lines_of(out), lines_of(tmp_path / "whole.jsonl"), strict=True):
+        assert ours["prompt"] == whole["prompt"]
+        assert ours["ref_chosen_logps"] == pytest.approx(whole["ref_chosen_logps"], rel=1e-5)
+
+
+def test_a_reward_model_scores_records_and_is_exported(made, tmp_path):
+    """The folder of transformers' sequence classification gives the same rewards."""
+    objective = "objective={kind: reward}"
+    trained(made, tmp_path.name, f"model.from={made}/sft", PAIRS, objective)
+    maxstack("export", made / tmp_path.name, "--out", tmp_path / "folder")
+    config = json.loads((tmp_path / "folder/config.json").read_text())
+    assert config["architectures"][0].endswith("ForSequenceClassification")
+    found = []
+    for model in (made / tmp_path.name, tmp_path / "folder"):
+        out = tmp_path / f"{model.name}.jsonl"
+        maxstack(
+            *("score", model, "--records", made / "pairs.jsonl", "--kind", "pairs"),
+            *("--out", out, "model.dtype=float32"),
+        )
+        found.append([(row["chosen_reward"], row["rejected_reward"]) for row in lines_of(out)])
+    np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-6)
+    assert len({*found[0]}) == 11
+
+
+def test_a_student_learns_from_stored_tokens_of_its_teacher(made, tmp_path):
+    chats, out = tmp_path / "chats.jsonl", tmp_path / "taught.jsonl"
+    chats.write_text("".join(json.dumps(people.chat(i)) + "\n" for i in range(16)))
+    words = ("score", made / "sft", "--records", chats, "--kind", "chat", "--top", 4)
+    maxstack(*words, "--out", out)
+    source = f"data.sources=[{{kind: jsonl, files: [{out}], record: {{kind: chat}}}}]"
+    (loss, *_) = trained(
+        *(made, tmp_path.name, f"model.from={made}/sft", source),
+        "objective={kind: distill, top: 4, beta: 0}",
+    )
+    assert loss["loss"] == pytest.approx(0, abs=1e-4) and loss["agreement"] == 1
+    assert len(lines_of(out)[0]["top_tokens"][1]) == 4
+
+
+def test_a_teacher_that_reads_other_tokens_is_refused(made, tmp_path, capsys):
+    folder = shutil.copytree(parity.GOLDENS / "qwen3", tmp_path / "qwen3")
+    documents.write_tokenizer(folder)
+    other = tmp_path / "other.json"
+    other.write_text((folder / "tokenizer.json").read_text().replace('"alpha"', '"omega"'))
+    words = [made / "run.yml", f"run.output_dir={tmp_path}", "objective={kind: distill}"]
+    words += [f"teacher.from={folder}"]
+    words += [f"data.tokenizer={{kind: huggingface, path: {other}, eos: </s>}}"]
+    assert cli.run(train.main, [*map(str, words)]) == 1
+    said = capsys.readouterr().err
+    assert "its tokenizer is not that of the run" in said and "b'alpha', and b'omega'" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("teacher.blocks.block.mixer.kv_heads=1", "kv_heads=1 is not divisible by mesh.tensor=2"),
+        ("teacher.vocab=100", "use teacher.vocab=257 or more"),
+    ],
+)
+def test_a_teacher_has_to_fit_the_run(made, capsys, change, says):
+    words = [str(made / "run.yml"), "objective={kind: distill}", f"teacher={json.dumps(MODEL)}"]
+    assert cli.run(train.main, [*words, "mesh.tensor=2", change]) == 1
+    said = capsys.readouterr().err
+    assert change.split("=")[0] in said and says in said
+
+
+def test_rows_of_conversations_are_shown_with_what_counts(made, capsys):
+    maxstack("data", "show", made / "run.yml", "--rows", 1)
+    said = capsys.readouterr().out
+    assert "[[" in said and said.count("[[") == said.count("]]")
+    counted = said.split("[[")[1].split("]]")[0]
+    assert counted.startswith(("{", "The "))
+
+
+def test_an_export_holds_the_template_and_the_end_of_answers(made, tmp_path, capsys):
+    """So the folder answers as the run does."""
+    out = tmp_path / "folder"
+    maxstack("export", made / "sft", "--out", out)
+    assert "{%- generation %}" in (out / "chat_template.jinja").read_text()
+    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == 256
+    own = open_tokenizer(load(made / "sft/config.yml").data.tokenizer)
+    theirs = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
+    text = "Žluťoučký kůň<|endoftext|>\n\0 36"
+    ids, _ = own.encode_marked(text)
+    assert theirs.encode(text).ids == ids.tolist()
+    assert theirs.decode(ids, skip_special_tokens=False) == text
+    capsys.readouterr()
+    said = []
+    for model in (made / "sft", out):
+        maxstack(
+            *("generate", model, "--chat", "--prompt", "Ada, 36, Rome. age?"),
+            *("--max-tokens", 8, "--temperature", 0, "model.dtype=float32"),
+        )
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
