@@ -56,6 +56,11 @@ LATER = (
     "maxstack train runs/quickstart-int4/config.yml",
     "maxstack train planned.yml",
     "maxstack sample runs/masked-diffusion",
+    "maxstack generate runs/dpo",
+    "maxstack score runs/sft",
+    "maxstack score runs/reward",
+    "maxstack export runs/dpo",
+    "maxstack export runs/reward",
     "maxstack serve",
     "maxstack status",
     "maxstack logs",
@@ -77,6 +82,7 @@ PAGES = {
     "QUANTIZATION.md": (),
     "RELIABILITY.md": ("maxstack train mine.yml train.steps=500 checkpoint.every=100",),
     "FINE_TUNING.md": (),
+    "POSTTRAINING.md": ("maxstack train quickstart",),
     "70B.md": (),
 }
 """Pages whose commands are run one after the other, and what comes before them."""
@@ -261,6 +267,8 @@ def test_a_page_works_from_top_to_bottom(page, here):
     shown = [command.line for command in COMMANDS if command.page == page]
     for line in (*PAGES[page], *shown):
         words = in_small(shlex.split(line))
+        if words[:2] == ["python", "scripts/make_people.py"]:
+            processes.run([sys.executable, *words[1:]], os.environ | ENVIRONMENT)
         if words[0] == "maxstack" and words[1:] and not needs_a_cluster(words):
             command = [sys.executable, "-m", "maxstack.cli", *words[1:]]
             if words[1] == "serve":
@@ -305,7 +313,9 @@ def in_small(words):
         return [*words, "model.layers=1", "data.seq_len=64", "--rounds", "1"]
     local = words[1] == "submit" and "local" in words
     if words[1] == "train" or local:
-        words += [*SHORT, *(["train.steps=12"] if "train.steps" not in " ".join(words) else [])]
+        is_recipe = any(word.startswith("configs/recipes/") for word in words)
+        words += [word for word in SHORT if not (is_recipe and word.startswith("data.seq_len"))]
+        words += ["train.steps=12"] if "train.steps" not in " ".join(words) else []
         if any(word.endswith(("mine.yml", "quickstart", "quickstart.yml")) for word in words):
             words += TINY if "model.from" not in " ".join(words) else TINY[-1:]
         if "planned.yml" in words:

@@ -79,6 +79,16 @@ def maxstack(*words):
     assert cli.main([*map(str, words)]) == 0
 
 
+def scored(model, made, folder):
+    """The pairs with what a model says of them."""
+    out = folder / f"by-{model.name}.jsonl"
+    maxstack(
+        *("score", model, "--records", made / "pairs.jsonl", "--kind", "pairs"),
+        *("--out", out, "model.dtype=float32"),
+    )
+    return lines_of(out)
+
+
 def lines_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -135,14 +145,10 @@ def test_a_reward_model_scores_records_and_is_exported(made, tmp_path):
     maxstack("export", made / tmp_path.name, "--out", tmp_path / "folder")
     config = json.loads((tmp_path / "folder/config.json").read_text())
     assert config["architectures"][0].endswith("ForSequenceClassification")
-    found = []
-    for model in (made / tmp_path.name, tmp_path / "folder"):
-        out = tmp_path / f"{model.name}.jsonl"
-        maxstack(
-            *("score", model, "--records", made / "pairs.jsonl", "--kind", "pairs"),
-            *("--out", out, "model.dtype=float32"),
-        )
-        found.append([(row["chosen_reward"], row["rejected_reward"]) for row in lines_of(out)])
+    found = [
+        [(row["chosen_reward"], row["rejected_reward"]) for row in scored(model, made, tmp_path)]
+        for model in (made / tmp_path.name, tmp_path / "folder")
+    ]
     np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-6)
     assert len({*found[0]}) == 11
 
@@ -172,6 +178,24 @@ def test_a_teacher_that_reads_other_tokens_is_refused(made, tmp_path, capsys):
     assert cli.run(train.main, [*map(str, words)]) == 1
     said = capsys.readouterr().err
     assert "its tokenizer is not that of the run" in said and "b'alpha', and b'omega'" in said
+
+
+def test_a_head_that_is_trained_beside_an_adapter_is_exported_merged(made, tmp_path, capsys):
+    lora = "lora={rank: 2, modules_to_save: [head]}"
+    words = [str(made / "run.yml"), f"model.from={made}/sft", PAIRS, lora]
+    off = "objective={kind: preference, reference: adapter_off}"
+    assert cli.run(train.main, [*words, f"run.output_dir={tmp_path}", off]) == 1
+    assert "adapter_off leaves lora.modules_to_save as they are" in capsys.readouterr().err
+    trained(made, tmp_path.name, *words[1:], "objective={kind: preference}")
+    run = made / tmp_path.name
+    assert cli.main(["lora", "export", str(run), "--out", str(tmp_path / "adapter")]) == 1
+    assert "head is trained whole beside the adapter" in capsys.readouterr().err
+    maxstack("export", run, "--out", tmp_path / "folder")
+    found = [
+        [row["ref_chosen_logps"] for row in scored(model, made, tmp_path)]
+        for model in (run, tmp_path / "folder")
+    ]
+    np.testing.assert_allclose(*found, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

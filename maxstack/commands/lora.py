@@ -60,6 +60,11 @@ def export(args: Namespace) -> None:
         settings = json.loads((source / "config.json").read_text())
         architecture = settings.get("architectures", [None])[0]
     rewrite = Rewrite(cfg)
+    if rewrite.saved:
+        raise ConfigError(
+            f"{args.run}: {', '.join(sorted(rewrite.saved))} is trained whole beside the adapter, "
+            "and an adapter's folder would leave it out; maxstack export gives the merged model"
+        )
     family, _ = choose(cfg.model, architecture, must=args.architecture is not None)
     shapes = {path: leaf.shape for path, leaf in weights_of(cfg.model).items()}
     try:

@@ -22,6 +22,9 @@ class LoraConfig(Section):
     targets: Items[Regex] = (".*/(mixer|mlp)/.*",)
     """Regular expressions that a weight's whole path must match, or that of the module that holds
     it, as in quantization.rules: projections alone, neither experts nor tables."""
+    modules_to_save: Items[Regex] = ()
+    """Patterns, as in targets, of weights that are trained whole beside the adapters: head and
+    embedding, where the base has never learnt the tokens of the chat template."""
     rslora: bool = False
     """alpha / sqrt(rank) in place of alpha / rank, so that larger ranks do not learn more slowly
     (Kalajdzievski 2023, arXiv:2312.03732)."""

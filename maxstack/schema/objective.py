@@ -169,6 +169,11 @@ class ReferenceConfig(ObjectivePart):
                 "objective.reference",
                 "adapter_off is the model without its adapter, and lora gives it none; use start",
             )
+        if self.reference == "adapter_off" and cfg.lora and cfg.lora.modules_to_save:
+            yield (
+                "objective.reference",
+                "adapter_off leaves lora.modules_to_save as they are trained; use start",
+            )
 
     @property
     def extras(self) -> tuple[str, ...]:

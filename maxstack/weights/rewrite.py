@@ -144,11 +144,16 @@ class Rewrite:
             from maxstack.weights.recipe import match_rules
 
             self.matches = match_rules(cfg.quantization, params)
-        self.adapted = {path: WeightSpec.of(params[path]) for path in self._targets(params)}
+        self.saved = self._saved(params)
+        self.adapted = {
+            path: WeightSpec.of(params[path])
+            for path in self._targets(params)
+            if path not in self.saved
+        }
         self._check_magnitudes()
         for path, (module, name) in owners.items():
             param = params[path]
-            if cfg.lora and not param.get_metadata()["beside_adapters"]:
+            if cfg.lora and path not in self.saved:
                 param.set_metadata(frozen=True)
             weight: Weight = param
             if path in self.matches:
@@ -170,6 +175,25 @@ class Rewrite:
                     "columns have no length of their own; keep it in low precision with "
                     "mode: ptq, or set lora.dora=false"
                 )
+
+    def _saved(self, params: Mapping[str, nnx.Param]) -> frozenset[str]:
+        """Paths of the weights that are trained whole beside adapters."""
+        saved = {path for path, param in params.items() if param.get_metadata()["beside_adapters"]}
+        for i, pattern in enumerate(self._cfg.lora.modules_to_save if self._cfg.lora else ()):
+            where = f"lora.modules_to_save.{i}: {quoted(pattern)}"
+            matching = {path for path in params if matches(pattern, path)}
+            if not matching:
+                raise ConfigError(
+                    f"{where} matches no weight; nearest paths: {near(pattern, [*params])}"
+                )
+            for path in sorted(matching):
+                if path in self.matches and self.matches[path].kept_low:
+                    raise ConfigError(
+                        f"{where} matches {path}, which is kept in low precision and cannot be "
+                        "trained; narrow quantization.rules"
+                    )
+            saved |= matching
+        return frozenset(saved)
 
     def _targets(self, params: Mapping[str, nnx.Param]) -> list[str]:
         """Paths of the weights that get adapters."""

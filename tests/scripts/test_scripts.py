@@ -1,10 +1,10 @@
 """Every program of scripts/: its --help, a refusal, and a real run at its smallest size.
 
-Of these only the arguments are tried: what needs torch, transformers or peft (make_goldens,
+Of these only the arguments are tried: what needs torch, transformers, peft or trl (make_goldens,
 make_adapter_goldens, make_preset_goldens, make_trl_goldens, oracle, oracle_trl, torch_*, post_trl;
-`make oracle` runs them), another package (make_jobset_schema: kubeflow; record_xpk_options: xpk), or hours (drills; tests/drills runs each).
-bench_gpu with its worker, plot_performance, generate_docs and make_optax_signatures have tests of
-their own.
+`make oracle` runs them), another package (make_jobset_schema: kubeflow; record_xpk_options: xpk),
+or hours (drills; tests/drills runs each). bench_gpu with its worker, plot_performance,
+generate_docs and make_optax_signatures have tests of their own.
 """
 
 import json

@@ -50,8 +50,9 @@ def test_a_fresh_adapter_changes_nothing(lora, quantization):
     )  # a length over itself need not be 1 to the last place
 
 
-def test_adapters_alone_are_trained_and_have_optimizer_state():
-    run = run_of({"targets": [".*/mixer", ".*/mlp/gate"]}, quantization=NF4)
+@pytest.mark.parametrize("saved", [{}, {"modules_to_save": ["head"]}], ids=["alone", "head"])
+def test_adapters_and_what_is_named_are_trained_and_have_optimizer_state(saved):
+    run = run_of({"targets": [".*/mixer", ".*/mlp/gate"], **saved}, quantization=NF4)
     before = flat(jax.device_get(run.init().params))
     state = run.init()
     for i in range(2):  # A has no gradient before B is something
@@ -60,13 +61,14 @@ def test_adapters_alone_are_trained_and_have_optimizer_state():
         path for path, leaf in flat(state.params).items() if not np.array_equal(leaf, before[path])
     }
     adapters = {path for path in before if path.endswith(("lora_a", "lora_b"))}
-    assert moved == adapters and len(adapters) == 2 * 2 * 5
+    whole = {*saved.get("modules_to_save", ())}
+    assert moved == adapters | whole and len(adapters) == 2 * 2 * 5
     leaves = jax.tree_util.tree_leaves_with_path(run.abstract.opt)
     states = {
         jax.tree_util.keystr(path, simple=True, separator="/") for path, leaf in leaves if leaf.ndim
     }
     assert {name.split("/", 2)[-1].partition("/")[2] for name in states} and all(
-        name.endswith(("lora_a", "lora_b")) for name in states
+        name.endswith(("lora_a", "lora_b", *whole)) for name in states
     )
 
 
@@ -250,6 +252,18 @@ def test_the_gradient_of_dora_is_that_of_the_formula_with_its_length_held():
 def test_a_target_that_takes_nothing_is_refused_by_name(targets, says):
     with pytest.raises(ConfigError, match=says):
         Rewrite(tiny.config(lora={"targets": targets}))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "says"),
+    [
+        ("heed", "lora.modules_to_save.0: 'heed' matches no weight; nearest paths: head"),
+        (".*/gate", ".* matches blocks/global/mlp/gate, which is kept in low precision"),
+    ],
+)
+def test_what_cannot_be_trained_whole_is_refused_by_name(pattern, says):
+    with pytest.raises(ConfigError, match=says):
+        Rewrite(tiny.config(lora={"modules_to_save": [pattern]}, quantization=NF4))
 
 
 def test_lengths_of_columns_that_are_rounded_as_they_are_used_are_refused():
