@@ -80,7 +80,7 @@ def main() -> None:
         answers = found[name] = ask(runs[name], questions, asked, args.out / f"{name}.jsonl")
         shares = [answers.grades.count(grade) / len(asked) for grade in (2, 1, 0)]
         cells = [name, *(f"{share:.3f}" for share in shares), f"{answers.right / len(asked):.3f}"]
-        compared = name != "quickstart" and "sft" in found
+        compared = name not in ("quickstart", "sft") and "sft" in found
         cells.append(f"{wins(answers, found['sft']):.3f}" if compared else "")
         cells.append(f"{divergence(answers, asked, runs['sft'], args.out):.2f}" if compared else "")
         lines.append(f"| {' | '.join(cells)} |")
