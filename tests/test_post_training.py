@@ -115,6 +115,24 @@ def test_preferences_begin_where_another_run_ended(made, tmp_path, model):
     assert again[0]["rewards/margins"] == pytest.approx(0, abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("record", "objective"),
+    [("pairs", "{kind: preference}"), ("labelled", "{kind: unpaired}")],
+)
+def test_a_run_with_a_reference_resumes_bit_for_bit(made, tmp_path, record, objective):
+    source = f"{{kind: function, call: 'maxstack.data.people:{record}', documents: 64, "
+    source += f"record: {{kind: {record}}}}}"
+    words = [f"model.from={made}/sft", f"data.sources=[{source}]", f"objective={objective}"]
+    words += ["checkpoint.every=2", "train.accumulate=2", "mesh.tensor=2"]
+    whole = trained(made, tmp_path.name, *words)
+    shutil.rmtree(made / tmp_path.name / "checkpoints" / "4")
+    again = trained(made, tmp_path.name, *words)[len(whole) :]
+    figures = ("loss", "grad_norm", "rewards/chosen")
+    assert [row["step"] for row in again] == [3, 4]
+    for row, wanted in zip(again, whole[2:], strict=True):
+        assert [row[name] for name in figures] == [wanted[name] for name in figures]
+
+
 def test_scores_of_records_go_on_where_they_ended(made, tmp_path, monkeypatch):
     words = ("score", made / "sft", "--records", made / "pairs.jsonl", "--kind", "pairs")
     maxstack(*words, "--out", tmp_path / "whole.jsonl")

@@ -40,8 +40,8 @@ class Unpaired(LogProbs):
         return self._answers(batch).sum().astype(jnp.float32)
 
     def terms(self, batch: Batch) -> Terms:
-        """Metrics: rewards/chosen and rewards/rejected (means over answers of that kind),
-        rewards/margins, logps/chosen, logps/rejected, and kl, or of bco shift."""
+        """Metrics: rewards/chosen, rewards/rejected, logps/chosen, logps/rejected (means over
+        answers of that kind), and kl, or of bco shift."""
         cfg, segments_BT = self.section, batch["segments"]
         answers_BT, mask_BT = self._answers(batch), batch["mask"]
         own_BT = running_sums(batch["logps"] * mask_BT, segments_BT)
