@@ -1,0 +1,1 @@
+"""Rewards of completions, and environments of several turns, computed in worker processes."""

@@ -1,0 +1,105 @@
+"""The processes that descend from a worker, found and ended. What is of Linux alone (adoption of
+orphans, /proc) does nothing on other systems."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import NamedTuple
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PAUSE = 0.001
+_LINUX = sys.platform == "linux"
+
+
+class Process(NamedTuple):
+    """A process, told apart from a later one of the same number."""
+
+    pid: int
+    started: str
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose parent ends, instead of process 1."""
+    if _LINUX:
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_with_parent(parent: int) -> None:
+    """Get SIGKILL when the parent, whose number was `parent`, ends."""
+    if _LINUX:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def descendants(spared: Collection[Process] = ()) -> list[Process]:
+    """Living descendants of this process, parents first, without those that are spared and their
+    descendants."""
+    found, parents = [], [os.getpid()]
+    while parents:
+        for pid in _children(parents.pop()):
+            process = _living(pid)
+            if process and process not in spared:
+                found.append(process)
+                parents.append(pid)
+    return found
+
+
+def kill(processes: Collection[Process]) -> None:
+    """SIGKILL to each."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process.pid, signal.SIGKILL)
+
+
+def kill_all(seconds: float) -> None:
+    """Kill and reap the descendants until none is left, for so many seconds at most."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        kill(descendants())
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(_PAUSE)
+
+
+def address_space() -> int:
+    """Bytes of this process's address space; 0 where that is not known."""
+    if not _LINUX:
+        return 0
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _children(pid: int) -> list[int]:
+    """Children of all threads of a process, from the kernel's lists, or where it keeps none
+    (CONFIG_PROC_CHILDREN) by asking every process for its parent."""
+    if not os.path.exists(f"/proc/{os.getpid()}/task/{os.getpid()}/children"):
+        numbers = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+        return [number for number in numbers if (_stat(number) or [b"", b""])[1] == b"%d" % pid]
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            found += map(int, task.read_bytes().split())
+    return found
+
+
+def _living(pid: int) -> Process | None:
+    fields = _stat(pid)
+    return None if fields is None or fields[0] in b"ZX" else Process(pid, fields[19].decode())
+
+
+def _stat(pid: int) -> list[bytes] | None:
+    """A process's state, parent and so on, what follows its name in /proc/PID/stat."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    return stat[stat.rindex(b")") + 2 :].split()

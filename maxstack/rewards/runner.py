@@ -1,0 +1,229 @@
+"""The process that runs rewards and environments: forked by a worker, which ends it at will."""
+
+import contextlib
+import hashlib
+import json
+import math
+import numbers
+import os
+import pkgutil
+import random
+import resource
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, NoReturn
+
+from maxstack.errors import ConfigError, quoted, shortened
+from maxstack.rewards import processes
+from maxstack.rewards.lines import Lines
+
+CLOSED = 75
+"""Exit code of a runner whose socket was closed by what it ran."""
+_GIB = 2**30
+
+
+class Session(NamedTuple):
+    """An environment and the texts that it has seen."""
+
+    environment: Any
+    texts: tuple[str, ...]
+
+
+class Runner:
+    """Answers requests: each is a mapping whose `do` names a method."""
+
+    def __init__(self, lines: Lines):
+        self._lines, self._pid, self._folder = lines, os.getpid(), os.getcwd()
+        self._calls: dict[str, Any] = {}
+        self._sessions: dict[str, Session] = {}
+        self._imported = processes.address_space()
+        """Bytes of address space after importing what is called."""
+
+    def serve(self) -> NoReturn:
+        """Answer until the worker ends."""
+        actions = {name: getattr(self, name) for name in ("load", "reward", "turn", "forget")}
+        while True:
+            request = self._receive()
+            try:
+                answer = actions[request["do"]](request)
+                json.dumps(answer)
+            except BaseException as error:
+                answer = {"failure": described(error, request), "over": True}
+                self._sessions.pop(request.get("session", ""), None)
+            grown = processes.address_space() - self._imported
+            self._send(answer | {"grown": grown > request.get("memory", math.inf) * _GIB})
+
+    def load(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Import a call. TypeError if it is no function, or no environment where `methods` names
+        what that has."""
+        call = request["call"]
+        found = self._resolved(call)
+        if not callable(found):
+            raise TypeError(f"{call} is a {type(found).__name__}, no function")
+        for name in request.get("methods", ()):
+            if not callable(getattr(found, name, None)):
+                raise TypeError(f"{call} has no method {name}")
+        return {}
+
+    def reward(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The value of a completion."""
+        function = self._resolved(request["call"])
+        case = request["prompt"], request["completion"], request["row"]
+        with self._limits(request, request["call"], request["settings"], *case):
+            given = function(*case, **request["settings"])
+        return rewarded(given)
+
+    def turn(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The answer of an environment to the last text, or to its reset where there is none. One
+        that has not seen the texts before it is made anew and sees them all."""
+        make, name = self._resolved(request["call"]), request["session"]
+        texts = (*request["texts"],)
+        about = request["call"], request["seed"], request["row"]
+        session = self._sessions.pop(name, None)
+        answer: dict[str, Any] = {}
+        if session is None or session.texts != texts[:-1] or not texts:
+            with self._limits(request, *about):
+                environment = make()
+                answer = observed(environment.reset(request["row"], request["seed"]))
+            session = Session(environment, ())
+        for seen in range(len(session.texts) + 1, len(texts) + 1):
+            text, tools = texts[seen - 1], request["tools"][seen - 1]
+            with self._limits(request, *about, *texts[:seen]):
+                given = session.environment.step(text, tools)
+            if not isinstance(given, tuple) or len(given) != 3:
+                raise TypeError(f"step returned {quoted(given)}, not (observation, reward, done)")
+            answer = observed(given[0]) | rewarded(given[1]) | {"over": bool(given[2])}
+        if not answer.get("over"):
+            self._sessions[name] = Session(session.environment, texts)
+        return answer
+
+    def forget(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Give up a session."""
+        self._sessions.pop(request["session"], None)
+        return {"over": True}
+
+    def _resolved(self, call: str) -> Any:
+        if call not in self._calls:
+            before = processes.address_space()
+            self._calls[call] = pkgutil.resolve_name(call)
+            self._imported += processes.address_space() - before
+        return self._calls[call]
+
+    @contextlib.contextmanager
+    def _limits(self, request: dict[str, Any], *about: Any) -> Iterator[None]:
+        """A call: begun for the worker, with a seed of what it is about, with the memory that it
+        may add, and without an alarm or another working folder after it."""
+        self._send({"begin": True})
+        digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).digest()
+        random.seed(digest)
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed(int.from_bytes(digest[:4], "little"))
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        if used := processes.address_space():
+            most = used + int(request["memory"] * _GIB)
+            hard = before[1] if before[1] != resource.RLIM_INFINITY else most
+            resource.setrlimit(resource.RLIMIT_AS, (min(most, hard), before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, before)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            os.chdir(self._folder)
+
+    def _receive(self) -> dict[str, Any]:
+        try:
+            return self._lines.receive()
+        except EOFError:
+            os._exit(CLOSED)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        if os.getpid() != self._pid:  # a fork of what was called, which returned as that did
+            os._exit(0)
+        try:
+            self._lines.send(message)
+        except EOFError:
+            os._exit(CLOSED)
+
+
+def main(lines: Lines, worker: int) -> NoReturn:
+    """Run in a fork of the process `worker`. What is written to stdout or stderr is lost. Where
+    memory becomes short, the kernel kills this process before others."""
+    processes.end_with_parent(worker)
+    os.setsid()
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(nowhere, number)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError):  # not every system has it
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+    Runner(lines).serve()
+
+
+def rewarded(given: Any) -> dict[str, Any]:
+    """A number, or a mapping of names to numbers, whose sum is the value. TypeError or ValueError
+    for anything else."""
+    if not isinstance(given, Mapping):
+        return {"value": _finite(given, "returned"), "components": {}}
+    for name in given:
+        if not isinstance(name, str):
+            raise TypeError(f"returned a mapping with the key {quoted(name)}, which is no text")
+    parts = {name: _finite(part, f"returned for {name!r}") for name, part in given.items()}
+    return {"value": _finite(math.fsum(parts.values()), "returned, in sum,"), "components": parts}
+
+
+def observed(given: Any) -> dict[str, Any]:
+    """What an environment shows: text, messages or None. TypeError for anything else."""
+    messages = isinstance(given, list) and all(isinstance(item, Mapping) for item in given)
+    if given is not None and not isinstance(given, str) and not messages:
+        raise TypeError(f"showed {quoted(given)}, not text, a list of messages, or None")
+    return {"messages": given}
+
+
+def described(error: BaseException, request: Mapping[str, Any]) -> str:
+    """An exception's type, message and last line of the user's code, in one line."""
+    if isinstance(error, ConfigError):
+        return str(error)
+    try:
+        message = shortened(str(error), 300)
+    except Exception:  # a __str__ that raises
+        message = "without a message"
+    if isinstance(error, MemoryError):
+        message = f"{message} memory={request.get('memory', math.nan):g} GiB exceeded".strip()
+    return f"{type(error).__name__}: {message}{_place(error)}"
+
+
+def _finite(given: Any, verb: str) -> float:
+    if getattr(given, "shape", None) == () and hasattr(given, "item"):  # of numpy or the like
+        given = given.item()
+    if not isinstance(given, numbers.Real):
+        raise TypeError(f"{verb} {quoted(given)}, which is no number")
+    try:
+        value = float(given)
+    except OverflowError:
+        value = math.inf
+    if not math.isfinite(value):
+        raise ValueError(f"{verb} {quoted(given)}, which is not finite")
+    return value
+
+
+def _place(error: BaseException) -> str:
+    """The last line of the user's code in a traceback, else of an installed package."""
+    import linecache
+    import sysconfig
+    import traceback
+
+    own, paths = os.path.dirname(__file__), sysconfig.get_paths()
+    packages, standard = (paths["purelib"], paths["platlib"]), (paths["stdlib"], own, "<")
+    frames = [
+        (frame.f_code.co_filename, line, frame.f_code.co_name)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    installed = [frame for frame in frames if frame[0].startswith(packages)]
+    users = [frame for frame in frames if not frame[0].startswith((*packages, *standard))]
+    if not (users or installed):
+        return ""
+    file, line, function = (users or installed)[-1]
+    code = shortened(linecache.getline(file, line or 0).strip())
+    return f" ({os.path.relpath(file)}:{line}, in {function}: {code})"

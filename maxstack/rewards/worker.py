@@ -1,0 +1,186 @@
+"""A worker: `python -m maxstack.rewards.worker SOCKET PARENT`. It runs no code of the user's, but
+forks a process that does (runner.py), and ends that, with all that descends from it, where it takes
+too long, dies or leaves processes behind, and when the parent ends."""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from typing import Any, NoReturn
+
+from maxstack.rewards import processes, runner
+from maxstack.rewards.lines import Lines
+from maxstack.rewards.processes import Process
+
+LOAD_SECONDS = 300.0
+"""For importing a function."""
+KILL_SECONDS = 5.0
+_TICK, _IDLE_TICK = 0.02, 1.0
+"""Seconds between looks at whether the parent and the runner live."""
+
+
+class Lost(Exception):
+    """Why a runner gave no answer, in words that follow the name of what was called; `killed`: by a
+    signal, which this module sends only where it knows another reason."""
+
+    def __init__(self, reason: str, killed: bool = False):
+        super().__init__(reason)
+        self.killed = killed
+
+
+class Worker:
+    """Passes requests on to a runner, and its answers back."""
+
+    def __init__(self, requests: Lines, parent: int):
+        self._requests, self._parent = requests, parent
+        self._answers: Lines | None = None
+        self._runner, self._status = 0, 0
+        self._dead = True
+        self._kept: dict[str, set[Process]] = {}
+        """Processes that a session began, which stay until it is over."""
+
+    def serve(self) -> NoReturn:
+        """Answer requests until the parent ends."""
+        sys.path[:] = self._requests.receive(LOAD_SECONDS)["path"]
+        self._requests.send({"ready": True})
+        with contextlib.suppress(EOFError):
+            while not self._orphaned():
+                try:
+                    request = self._requests.receive(_IDLE_TICK)
+                except TimeoutError:
+                    self._reap()
+                else:
+                    self._requests.send(self._answer(request))
+        self.end()
+
+    def end(self) -> NoReturn:
+        """End the runner and this process."""
+        self._end_runner()
+        os._exit(0)
+
+    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            answer = self._ask(request)
+        except Lost as reason:
+            self._end_runner()
+            return {"failure": str(reason), "over": True, "killed": reason.killed}
+        session = request.get("session")
+        if session and not answer.get("over"):
+            self._kept.setdefault(session, set()).update(self._left_over())
+        elif session:
+            self._kept.pop(session, None)
+        deadline = time.monotonic() + KILL_SECONDS
+        while (found := self._left_over()) and time.monotonic() < deadline:
+            processes.kill(found)
+            self._reap()
+        if answer.pop("grown", False):
+            self._end_runner()
+        return answer
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The runner's answer. It gets the request's `timeout` from each time that it begins a
+        call, and before that time to import it."""
+        timeout, begun = request.get("timeout", LOAD_SECONDS), False
+        answers, deadline = self._started(), time.monotonic() + LOAD_SECONDS
+        try:
+            answers.send(request, LOAD_SECONDS)
+            while True:
+                dead = self._reap()
+                try:
+                    message = answers.receive(min(_TICK, deadline - time.monotonic()))
+                except TimeoutError:
+                    if dead:
+                        raise self._death() from None
+                    if self._orphaned():
+                        self.end()
+                    if time.monotonic() >= deadline:
+                        took = f"took longer than timeout={timeout:g} s"
+                        long = f"was not imported within {LOAD_SECONDS:g} s"
+                        raise Lost(took if begun else long) from None
+                    continue
+                if not isinstance(message, dict):
+                    raise ValueError(message)
+                if not message.get("begin"):
+                    return message
+                begun, deadline = True, time.monotonic() + timeout
+        except EOFError:
+            raise self._death() from None
+        except TimeoutError:
+            raise Lost(f"did not take a request within {LOAD_SECONDS:g} s") from None
+        except (ValueError, RecursionError):
+            raise Lost("answered with too much, or wrote to the socket of its worker") from None
+
+    def _started(self) -> Lines:
+        """The socket to the runner, which is forked if there is none."""
+        if self._answers and not self._reap():
+            return self._answers
+        self._end_runner()
+        ours, theirs = socket.socketpair()
+        worker = os.getpid()
+        self._runner = os.fork()
+        if not self._runner:
+            try:
+                ours.close()
+                self._requests.close()
+                runner.main(Lines(theirs), worker)
+            finally:
+                os._exit(1)
+        theirs.close()
+        self._dead, self._answers = False, Lines(ours)
+        return self._answers
+
+    def _end_runner(self) -> None:
+        """Kill the runner and all that descends from it."""
+        if self._answers:
+            self._answers.close()
+            self._answers = None
+        if not self._reap():
+            os.kill(self._runner, signal.SIGKILL)
+        processes.kill_all(KILL_SECONDS)
+        self._dead = True
+        self._kept.clear()
+
+    def _left_over(self) -> list[Process]:
+        """Descendants that no session keeps, apart from the runner."""
+        spared = {process for kept in self._kept.values() for process in kept}
+        return [found for found in processes.descendants(spared) if found.pid != self._runner]
+
+    def _reap(self) -> bool:
+        """Take note of children that ended -> whether the runner has."""
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == self._runner:
+                    self._dead, self._status = True, ended[1]
+        return self._dead
+
+    def _death(self) -> Lost:
+        """How the runner ended, for which it gets a second."""
+        deadline = time.monotonic() + 1
+        while not self._reap() and time.monotonic() < deadline:
+            time.sleep(_TICK)
+        code = os.waitstatus_to_exitcode(self._status)
+        if not self._dead or code == runner.CLOSED:
+            return Lost("closed the socket of its worker")
+        if code >= 0:
+            return Lost(f"ended its process with exit code {code}")
+        name = signal.Signals(-code).name if -code in {*signal.Signals} else str(-code)
+        memory = " (out of memory?)" if -code == signal.SIGKILL else ""
+        return Lost(f"ended its process by signal {name}{memory}", killed=True)
+
+    def _orphaned(self) -> bool:
+        return self._requests.hung_up() or os.getppid() != self._parent
+
+
+def main() -> NoReturn:
+    """Serve the parent. A signal to end is left to it, because it may still want answers."""
+    processes.adopt_orphans()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs started here inherit
+    end, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    Worker(Lines(end), parent).serve()
+
+
+if __name__ == "__main__":
+    main()

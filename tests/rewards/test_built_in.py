@@ -1,0 +1,119 @@
+import importlib.util
+
+import pytest
+from rewards.cases import case
+
+from maxstack.errors import ConfigError
+from maxstack.rewards import built_in
+from maxstack.schema.rewards import ANSWER_FORM, MathReward
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "value"),
+    [("Paris", "Paris", 1.0), (" Paris\n", "Paris ", 1.0), ("paris", "Paris", 0.0), ("7", 7, 1.0)],
+)
+def test_exact(completion, answer, value):
+    assert built_in.exact("", completion, {"answer": answer}) == value
+
+
+def test_a_missing_field_is_named():
+    with pytest.raises(KeyError, match="no field 'answer', but question, solution"):
+        built_in.exact("", "", {"question": "", "solution": ""})
+
+
+def test_regex_is_found_anywhere():
+    assert built_in.regex("", "so: 4\n", {}, pattern=r"\d") == 1.0
+    assert built_in.regex("", "a\nb", {}, pattern="a.b") == 0.0
+    assert built_in.regex("", "a\nb", {}, pattern="(?s)a.b") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("completion", "value"),
+    [
+        ("<think>a\nb</think>\n<answer>4</answer>", 1.0),
+        ("\n<think></think><answer></answer>\n", 1.0),
+        ("<think>a</think> so <answer>4</answer>", 0.0),
+        ("<answer>4</answer>", 0.0),
+        ("<think>a<think>b</think><answer>4</answer>", 0.0),
+        ("<think>a</think><answer>4</answer><answer>5</answer>", 0.0),
+        ("<think>a</think><answer>4", 0.0),
+    ],
+)
+def test_form_of_reasoning_and_answer(completion, value):
+    assert built_in.form("", completion, {}, pattern=ANSWER_FORM) == value
+
+
+@pytest.mark.parametrize(
+    ("completion", "keys", "value"),
+    [
+        ('{"a": 1}', (), 1.0),
+        (" [1, 2]\n", (), 1.0),
+        ("7" * 5000, (), 1.0),
+        ("NaN", (), 0.0),
+        ('{"a": 1', (), 0.0),
+        ("[" * 100_000, (), 0.0),
+        ("", (), 0.0),
+        ('{"a": 1, "b": 2}', ("a",), 1.0),
+        ('{"b": 2}', ("a",), 0.0),
+        ('["a"]', ("a",), 0.0),
+    ],
+)
+def test_valid_json(completion, keys, value):
+    assert built_in.valid_json("", completion, {}, keys=keys) == value
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "value"),
+    [
+        ("It is 72.", "#### 72", 1.0),
+        ("72, or 73?", 72, 0.0),
+        ("$1,234.50", 1234.5, 1.0),
+        ("1,2", 2, 1.0),
+        ("-5", "-5", 1.0),
+        ("\u22125", -5, 1.0),
+        ("10-5", 5, 1.0),
+        ("f(x)-5", 5, 1.0),
+        ("1e3", 1000, 1.0),
+        (".5", 0.5, 1.0),
+        ("1e999999999", 1, 0.0),
+        ("none", 0, 0.0),
+    ],
+)
+def test_last_number(completion, answer, value):
+    assert built_in.number("", completion, {"answer": answer}) == value
+
+
+def test_an_answer_without_a_number_is_an_error():
+    with pytest.raises(ValueError, match="row\\['answer'\\] is 'five', which has no number"):
+        built_in.number("", "5", {"answer": "five"})
+
+
+def test_overlong_completions_are_punished_softly():
+    values = [built_in.soft_overlong(tokens, 20, 10) for tokens in (0, 10, 11, 15, 20, 21, 1000)]
+    assert values == [0.0, 0.0, -0.1, -0.5, -1.0, -1.0, -1.0]
+
+
+def test_a_missing_library_is_told_before_the_first_reward(pool, monkeypatch, tmp_path):
+    (tmp_path / "math_verify.py").write_text("raise ImportError('No module named math_verify')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"rewards\.0: .*pip install 'maxstack\[math\]'"):
+        pool(MathReward(kind="math")).check()
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("math_verify"), reason="the extra math is missing")
+def test_math(pool):
+    rewards = pool(MathReward(kind="math", timeout=20.0))
+    rewards.check()
+    cases = {
+        ("so $x=\\frac12$", "1/2"): 1.0,
+        ("\\boxed{0.5}", "\\frac{1}{2}"): 1.0,
+        ("\\boxed{1234}", "1,234"): 1.0,
+        ("$$1+x^2$$", "$x^2+1$"): 1.0,
+        ("\\boxed{5} then 6", 5): 1.0,
+        ("\\boxed{5}" + " and so on " * 20 + "\\boxed{6}", 5): 0.0,
+        ("\\boxed{5}" + " and so on " * 20 + "\\boxed{6}", 6): 1.0,
+        ("nothing", 5): 0.0,
+        ("\\boxed{9^{9^{9^9}}}", 5): 0.0,
+    }
+    found = {key: rewards.submit(case(key[0], answer=key[1])).result(60)[0].value for key in cases}
+    assert found == cases
