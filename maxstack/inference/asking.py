@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from maxstack.config import storage
 from maxstack.data.chat import ChatTemplate, encode_chat
 from maxstack.errors import ConfigError, DataError, shortened
+from maxstack.inference.bursts import STEPS
 from maxstack.inference.request import Sampling, Token
 from maxstack.inference.text import TextStream
 from maxstack.inference.unfinished import Unfinished
@@ -186,7 +187,7 @@ class Asker:
                     except DataError as error:
                         raise DataError(f"{prompts[i].where}: {error}") from None
                     running[number] = _Answer(key, self._text(encoded[key]))
-                for output in engine.step():
+                for output in engine.step(many=STEPS):
                     answer = running[output.request]
                     made += len(output.tokens)
                     if answer.add(output.tokens) and output.finish is None:

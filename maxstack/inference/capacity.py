@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from maxstack.errors import ConfigError
 from maxstack.inference.bound import Device, Speed, forward_flops, held
 from maxstack.inference.layout import Kept, Layout
+from maxstack.inference.programs import OUTPUTS
+from maxstack.inference.scheduler import Limits
 from maxstack.inference.started import GIB, SHARE, Opened, files_of, longest_of, placed
 from maxstack.plan.report import bytes_text
 from maxstack.plan.topology import Topology
@@ -100,6 +102,15 @@ def read_bytes(layout: Layout, cache: Kept, start: int, end: int) -> float:
     return sum(map(math.prod, zip(keys, cache.reads, strict=True))) + 2 * cache.request
 
 
+def cache_bytes(cache: Kept, limits: Limits) -> int:
+    """Bytes of the cache on a device, pages and slots of nobody included."""
+    pages = sum(
+        (1 + count) * limits.page * size
+        for count, size in zip(limits.pages, cache.tokens, strict=True)
+    )
+    return round(pages + (1 + limits.requests + limits.snapshots) * cache.request)
+
+
 def request_bytes(cfg: "Config", layout: Layout, cache: Kept, length: int) -> float:
     """Bytes of a device that a request of `length` tokens takes."""
     page = cfg.serve.page
@@ -109,10 +120,9 @@ def request_bytes(cfg: "Config", layout: Layout, cache: Kept, length: int) -> fl
 
 
 def step_bytes(cfg: "Config", sizes: Mapping[str, int]) -> float:
-    """Bytes of a step's arrays at the least: logits of all rows, and the products of the widest
-    layer."""
+    """Bytes of a step's arrays at the least: logits of as many rows as are looked at at a time, and
+    the products of the widest layer."""
     model, rows = cfg.model, cfg.serve.rows
-    replicas = parts(cfg.mesh.rules["batch"], sizes)
     widest = max(
         sum(
             weight.outputs
@@ -122,7 +132,7 @@ def step_bytes(cfg: "Config", sizes: Mapping[str, int]) -> float:
         for block in model.blocks.values()
     )
     width = 4 if model.dtype == "float32" else 2
-    return rows * (4 * model.vocab * replicas + widest * width / sizes["tensor"])
+    return min(rows, OUTPUTS) * 4 * model.vocab + rows * widest * width / sizes["tensor"]
 
 
 def usable_bytes(topology: Topology) -> int:
@@ -149,7 +159,8 @@ def opened(config: str, overrides: Sequence[str], devices: int) -> tuple["Config
     from maxstack.load import load
 
     def read(words: Sequence[str]) -> Opened:
-        if storage.kind(config) == "directory" or hub.named(config):
+        is_file = config.endswith((".yml", ".yaml"))
+        if storage.kind(config) == "directory" or (hub.named(config) and not is_file):
             return config_of(config, words)
         return load(config, words), None
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from maxstack.errors import DataError, quoted
+from maxstack.inference import bursts
 from maxstack.inference.adapters import Adapters
 from maxstack.inference.drafts import ngram
 from maxstack.inference.layout import Layout
@@ -45,7 +46,7 @@ class Engine:
         self.programs.load(params)
         self._sampler = Sampler(run.cfg.model.vocab, max_length)
         draft = self._drafts if run.cfg.serve.speculate else None
-        self.scheduler = Scheduler(self._layout, limits, self.programs.replicas, draft)
+        self.scheduler = Scheduler(self._layout, limits, self.programs.replicas, draft, twins=True)
         self._tasks: dict[int, Task] = {}
         self._added = 0
         self.drafted = self.accepted = 0
@@ -106,13 +107,18 @@ class Engine:
         """The state of a request; None where it has ended."""
         return self._tasks.get(number)
 
-    def step(self) -> list[Output]:
-        """Compute one step -> the progress of the requests in it."""
-        pieces, copies = self.scheduler.schedule(self.programs.sizes, self.cfg.serve.speculate)
+    def step(self, many: int = 1) -> list[Output]:
+        """Compute one step -> the progress of the requests in it; or where nothing stands against
+        it, up to `many` at once."""
+        pieces, copies = self.scheduler.schedule(
+            self.programs.sizes, self.cfg.serve.speculate, prompts=many > 1
+        )
         self.programs.copy(copies)
         if not pieces:
             assert not self._tasks, "requests wait, and none can run"
             return []
+        if many > 1 and (steps := self._ahead(pieces, many)) > 1:
+            return self._burst(pieces, steps)
         batch, wanted, firsts = self._batch(pieces)
         x_RD = self.programs.forward(batch)
         rows = [firsts[row.piece] + row.position - pieces[row.piece].start for row in wanted]
@@ -132,6 +138,45 @@ class Engine:
             for output in outputs
             if output is not None
         ]
+
+    def _ahead(self, pieces: Sequence[Piece], many: int) -> int:
+        """Steps that may be computed at once after these pieces were scheduled."""
+        if self.cfg.serve.speculate:
+            return 1
+        for task, start, size, _ in pieces:
+            if size > 1 or len(task.tokens) > start + 1 or not bursts.allows(task):
+                return 1
+        left = [
+            bursts.last_of(task, self.max_length) + 1 - len(task.tokens)
+            for task in (p.task for p in pieces)
+        ]
+        steps = min(many, bursts.STEPS, max(left))
+        return self.scheduler.ahead(pieces, left, steps) if steps > 1 else 1
+
+    def _burst(self, pieces: Sequence[Piece], steps: int) -> list[Output]:
+        """Several steps in one program. It ends early where so few requests are left that a smaller
+        step holds them, and with the first answer where others want its place."""
+        batch, _, firsts = self._batch(pieces)
+        tasks = {first: piece.task for first, piece in zip(firsts, pieces, strict=True)}
+        rows = len(batch.rows.tokens_R)
+        each = rows // self.programs.replicas
+        fewest = max((size for size in self.programs.sizes if size < each), default=0)
+        others = self.scheduler.waiting or len(self.scheduler.running) > len(pieces)
+        bounds = bursts.Bounds(steps, fewest, len(pieces) - 1 if others else 0)
+        tops = [piece.task.sampling.logprobs for piece in pieces]
+        rules = bursts.rules_of(tasks, rows, self.max_length)
+        made = self.programs.burst(batch, rules, bounds, self._sampler.kept(tops))
+        return [
+            self._went_on(piece, bursts.tokens_of(made, first, piece.task.sampling.logprobs))
+            for piece, first in zip(pieces, firsts, strict=True)
+        ]
+
+    def _went_on(self, piece: Piece, new: Sequence[Token]) -> Output:
+        """Note the tokens of a burst."""
+        task = piece.task
+        finish = self._ends(task, len(task.tokens) + len(new), new[-1].token)
+        self._end(piece._replace(size=len(new)), new, finish)
+        return Output(task.number, tuple(new), (), finish, task.cached)
 
     def _chosen(
         self, x_RD: Any, wanted: Sequence[Wanted], rows: Sequence[int], module: int | None = None
@@ -198,7 +243,7 @@ class Engine:
         return batch, wanted, firsts
 
     def _finished(self, piece: Piece, tokens: dict[tuple[int, int], Token]) -> Output | None:
-        """Note what a piece gave; end its task where it is complete."""
+        """Note what a piece gave."""
         task, start = piece.task, piece.start
         prompt: list[Token] = []
         if task.sampling.prompt_logprobs is not None and task.reported < task.prompt:
@@ -209,13 +254,18 @@ class Engine:
             prompt += [tokens[task.number, i] for i in range(task.reported, end)]
             task.reported = end if end < task.prompt - 1 else task.prompt
         new, finish = self._accepted(piece, tokens)
-        self.programs.copy(self.scheduler.done(piece, [token.token for token in new]))
-        if finish:
-            self.scheduler.remove(task)
-            del self._tasks[task.number]
+        self._end(piece, new, finish)
         if not new and not prompt and not finish:
             return None
         return Output(task.number, tuple(new), tuple(prompt), finish, task.cached)
+
+    def _end(self, piece: Piece, new: Sequence[Token], finish: str | None) -> None:
+        """Note that a piece was computed; end its task where it is complete."""
+        if copies := self.scheduler.done(piece, [token.token for token in new]):
+            self.programs.copy(copies)
+        if finish:
+            self.scheduler.remove(piece.task)
+            del self._tasks[piece.task.number]
 
     def _accepted(
         self, piece: Piece, tokens: dict[tuple[int, int], Token]
@@ -247,9 +297,7 @@ class Engine:
                 return "stop"
         if token in rules.stop_tokens:
             return "stop"
-        if length - task.prompt >= rules.max_tokens or length >= self.max_length:
-            return "length"
-        return None
+        return "length" if length > bursts.last_of(task, self.max_length) else None
 
     def _drafts(self, task: Task) -> Sequence[int]:
         """Guesses of the next tokens of a request, none where choosing depends on more than the

@@ -2,7 +2,7 @@
 request at most  D embed  V vocab."""
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -13,8 +13,10 @@ from jax.experimental import layout as jax_layout
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxstack.hardware.compiling import in_order, sparing
+from maxstack.inference import bursts
+from maxstack.inference.bursts import Bounds, Made, Rules
 from maxstack.inference.layout import Layout
-from maxstack.inference.scheduler import Copy, Limits
+from maxstack.inference.scheduler import Copy, Limits, PageCopy
 from maxstack.kernels.backends import Choice, recording
 from maxstack.kernels.paged_attention import BITS
 from maxstack.layers.by_rows import by_rows
@@ -49,6 +51,9 @@ GROUP = 16
 """Rows that experts and projections of latents compute at a time on a CPU."""
 OUTPUTS = 128
 """Rows whose logits are computed at a time, at most; the rest of a step follows."""
+
+COPIES = 64
+"""Pages that are copied at a time."""
 
 
 def sizes_of(limits: Limits) -> tuple[int, ...]:
@@ -95,7 +100,7 @@ class Programs:
         self._max_length = max_length
         self._graph, self._state = run.graph, run.weights.rewrite.state
         self._adapters = adapters
-        self._original = {*weights_of(run.cfg.model)}
+        self._original = originals(run)
         self._params: Any = None
         if adapters.specs:
             specs, weights = adapters.specs, adapters.weights
@@ -106,6 +111,7 @@ class Programs:
             from maxstack.weights.cpu_matrix import with_cpu_matrices
 
             self._graph, self._matrices = with_cpu_matrices(self._graph, self._state)
+        self._makers = {path: jax.jit(matrix.made) for path, matrix in self._matrices.items()}
         self._group: int | None = GROUP if self._matrices else 0
         if run.cfg.serve.identical == "any":
             self._group = None
@@ -126,8 +132,22 @@ class Programs:
             out_shardings=everywhere,
             compiler_options=ordered,
         )
+        self._burst = jax.jit(
+            run.within(self._steps),
+            static_argnums=5,
+            donate_argnums=1,
+            out_shardings=(everywhere, self._shardings()),
+            compiler_options=ordered | sparing(run.mesh),
+        )
         self._copy = jax.jit(
             self._copied,
+            donate_argnums=0,
+            out_shardings=self._shardings(),
+            compiler_options=ordered,
+        )
+        self._copy_pages = jax.jit(
+            self._with_copies,
+            static_argnums=3,
             donate_argnums=0,
             out_shardings=self._shardings(),
             compiler_options=ordered,
@@ -147,7 +167,7 @@ class Programs:
         if specs:
             params = tree({**beside(flat(params), specs), **weights})
         dtype = self._run.cfg.model.dtype
-        return prepared(self._state, params, self._matrices, self._original, dtype, keep)
+        return prepared(self._state, params, self._makers, self._original, dtype, keep)
 
     def kernels(self) -> list[Choice]:
         """The kernels that serve the largest step; no array is made."""
@@ -218,11 +238,29 @@ class Programs:
         wanted_O[: len(rows)] = rows
         return self._head(self._params, x_RD, wanted_O, module)
 
-    def copy(self, copies: Sequence[Copy]) -> None:
-        """Copies of states between slots, one after the other."""
+    def burst(self, batch: Batch, rules: Rules, bounds: Bounds, top: int | None) -> Made:
+        """Tokens of several steps, from a batch of the last known token of each request; `top`:
+        likeliest tokens to report, None: no log-probabilities."""
+        made, self.cache = self._burst(self._params, self.cache, batch, rules, bounds, top)
+        return jax.device_get(made)
+
+    def copy(self, copies: Sequence[Copy | PageCopy]) -> None:
+        """Copies of states between slots, one after the other, and of pages."""
+        pages = []
         for copy in copies:
-            first = copy.replica * self.slots
-            self.cache = self._copy(self.cache, first + copy.source, first + copy.target)
+            if isinstance(copy, PageCopy):
+                first = copy.replica * (1 + self.limits.pages[copy.group])
+                pages.append((copy.group, first + copy.source, first + copy.target))
+            else:
+                first = copy.replica * self.slots
+                self.cache = self._copy(self.cache, first + copy.source, first + copy.target)
+        for group in range(len(self._layout.reaches)):
+            own = [ids for of, *ids in pages if of == group]
+            for start in range(0, len(own), COPIES):
+                ids = np.zeros((2, COPIES), np.int32)  # page 0 is nobody's
+                some = own[start : start + COPIES]
+                ids[:, : len(some)] = np.transpose(some)
+                self.cache = self._copy_pages(self.cache, *ids, group)
 
     def _step(
         self, params: Any, cache: Any, batch: Batch, x_RD: jax.Array | None, module: int | None
@@ -238,6 +276,28 @@ class Programs:
                 before, length = x_RD[:, None], self._max_length
                 x_R1D = model.decode_further(module, before, batch.rows, kept, length)
         return x_R1D[:, 0], kept.arrays
+
+    def _steps(
+        self,
+        params: Any,
+        cache: Any,
+        batch: Batch,
+        rules: Rules,
+        bounds: Bounds,
+        top: int | None,
+    ) -> tuple[Made, Any]:
+        everywhere = NamedSharding(self._run.mesh, PartitionSpec())
+        whole = functools.partial(jax.lax.with_sharding_constraint, shardings=everywhere)
+
+        def forward(rows: Rows, cache: Any) -> tuple[jax.Array, Any]:
+            x_RD, cache = self._step(params, cache, batch._replace(rows=rows), None, None)
+            return whole(x_RD), cache
+
+        def head(x_OD: jax.Array) -> jax.Array:
+            return whole(self._outputs(params, x_OD, jnp.arange(x_OD.shape[0]), None)[1])
+
+        sizes = self.replicas, self.outputs[-1]
+        return bursts.run(forward, head, batch.rows, cache, rules, bounds, top, sizes)
 
     def _outputs(
         self, params: Any, x_RD: jax.Array, wanted_O: jax.Array, module: int | None
@@ -285,6 +345,18 @@ class Programs:
             for arrays in self._layout.arrays
         ]
 
+    def _with_copies(self, cache: Any, source: jax.Array, target: jax.Array, group: int) -> Any:
+        """The cache with pages of a group copied over others."""
+
+        def copied(array: jax.Array, per_request: bool, own: int) -> jax.Array:
+            return array if per_request or own != group else array.at[target].set(array[source])
+
+        layout = self._layout
+        return [
+            {name: copied(array, kept[name].per_request, own) for name, array in arrays.items()}
+            for arrays, kept, own in zip(cache, layout.arrays, layout.groups, strict=True)
+        ]
+
     def _copied(self, cache: Any, source: jax.Array, target: jax.Array) -> Any:
         return [
             {
@@ -295,17 +367,24 @@ class Programs:
         ]
 
 
+def originals(run: "Run") -> set[str]:
+    """Paths of weights that are kept in the compute dtype: the model's own, beside adapters too."""
+    own = {*weights_of(run.cfg.model)}
+    return own | {f"{path}/base" for path in run.weights.rewrite.adapted}
+
+
 def prepared(
     state: nnx.State,
     params: Any,
-    matrices: Mapping[str, "CpuMatrix"],
+    makers: Mapping[str, Callable[[jax.Array], jax.Array]],
     original: Collection[str],
     dtype: str,
     keep: bool,
 ) -> Any:
     """Weights as steps of inference read them: stacks of the pattern's repetitions as tuples, what
     is multiplied in the compute dtype kept in it if it is `original`, which changes no bit, and
-    some as CPUs read them. Arrays that are replaced are deleted, unless they are to be kept."""
+    some as CPUs read them, by the `makers` of their paths. Arrays that are replaced are deleted,
+    unless they are to be kept."""
     uses = {
         "/".join(map(str, path)): param.get_metadata().get("use")
         for path, param in nnx.to_flat_state(state)
@@ -318,10 +397,9 @@ def prepared(
         if path.startswith("blocks/"):
             kept = tuple(kept[i] for i in range(kept.shape[0]))
         name = path
-        if path in matrices:
+        if path in makers:
             name = f"{path}/kept"
-            make = jax.jit(matrices[path].made)
-            kept = jax.tree.map(make, kept)
+            kept = jax.tree.map(makers[path], kept)
         if kept is not array and not keep:
             jax.block_until_ready(kept)
             array.delete()

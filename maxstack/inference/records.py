@@ -53,7 +53,7 @@ def score_records(
     settings = hashlib.sha256(json.dumps(said).encode()).hexdigest()
     done = Unfinished(out, settings)
     left = [index for index in range(len(documents)) if (index, 0) not in done.lines]
-    step = _Step(run, params, batch_size, top)
+    step = Step(run, params, batch_size, top)
     with progress(len(documents), "scoring", "records", len(done.lines)) as shown:
         for begin in range(0, len(left), batch_size * AT_ONCE):
             part = left[begin : begin + batch_size * AT_ONCE]
@@ -96,7 +96,7 @@ def _read(
     return json.loads(text), units[0].segments
 
 
-class _Step:
+class Step:
     """The compiled step: segments -> what is said of each."""
 
     def __init__(self, run: "Run", params: Any, batch_size: int, top: int):

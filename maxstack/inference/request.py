@@ -39,6 +39,8 @@ class Sampling:
     logprobs: int | None = None
     """Likeliest tokens to report beside each token of the answer; None: not even its own
     log-probability."""
+    scaled: bool = False
+    """Report log-probabilities of logits divided by the temperature."""
     prompt_logprobs: int | None = None
     """The same for each token of the prompt but the first."""
     grammar: Any = None
@@ -48,7 +50,8 @@ class Sampling:
 
 
 class Token(NamedTuple):
-    """A token with its log-probability by the unfiltered float32 logits."""
+    """A token with its log-probability by the unfiltered float32 logits, as the model gives them
+    unless `Sampling.scaled`."""
 
     token: int
     logprob: float | None = None

@@ -1,15 +1,14 @@
 """Choice of the tokens of a step: `sampling` on the device, for tasks on the host. Shapes: O rows
 V vocab."""
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from maxstack.inference import sampling
-from maxstack.inference.request import Token
+from maxstack.inference.request import Sampling, Token
 from maxstack.inference.scheduler import Task
 from maxstack.layers.by_rows import in_groups
 
@@ -29,6 +28,24 @@ class Wanted(NamedTuple):
     """The token of the prompt after it; None: it is to be chosen."""
 
 
+def logprobs(
+    logits_OV: jax.Array, tokens_O: jax.Array, scale_O: jax.Array, top: int | None
+) -> tuple[jax.Array, ...]:
+    """Those of `sampling`; none for None."""
+    if top is None:
+        return ()
+
+    def of_group(x_OV: jax.Array, tokens_O: jax.Array, scale_O: jax.Array) -> Any:
+        return sampling.logprobs(x_OV, tokens_O, top, scale_O)
+
+    return in_groups(of_group, GROUP)(logits_OV, tokens_O, scale_O)
+
+
+def scale_of(rules: Sampling) -> float:
+    """What a request's logits are divided by for its log-probabilities."""
+    return rules.temperature if rules.scaled and rules.temperature else 1.0
+
+
 class Sampler:
     """Compiled programs that choose tokens and give log-probabilities."""
 
@@ -36,12 +53,7 @@ class Sampler:
         self._vocab, self._max_length = vocab, max_length
         self._chosen = jax.jit(in_groups(sampling.chosen, GROUP))
         self._adjusted = jax.jit(sampling.adjusted)
-        self._logprobs = jax.jit(
-            lambda logits_OV, tokens_O, top: in_groups(
-                functools.partial(sampling.logprobs, top=top), GROUP
-            )(logits_OV, tokens_O),
-            static_argnums=2,
-        )
+        self._logprobs = jax.jit(logprobs, static_argnums=3)
 
     def tokens(self, logits_OV: Any, wanted: Sequence[Wanted]) -> list[Token]:
         """The token after each wanted row, with log-probabilities where its request asks for
@@ -60,10 +72,12 @@ class Sampler:
                 chosen[i] = target
         if all(top is None for top in tops):
             return [Token(int(token)) for token in chosen[: len(wanted)]]
-        most = max(top for top in tops if top is not None)
-        # few values, so that few programs are compiled
-        kept = min(self._vocab, 1 << max(most - 1, 0).bit_length()) if most else 0
-        logprob_O, top_OT, values_OT = jax.device_get(self._logprobs(logits_OV, chosen, kept))
+        kept = self.kept(tops)
+        scale_O = np.ones(count, np.float32)
+        scale_O[: len(wanted)] = [scale_of(row.task.sampling) for row in wanted]
+        logprob_O, top_OT, values_OT = jax.device_get(
+            self._logprobs(logits_OV, chosen, scale_O, kept)
+        )
         tokens = []
         for i, top in enumerate(tops):
             pairs = zip(top_OT[i, : top or 0], values_OT[i, : top or 0], strict=True)
@@ -71,6 +85,15 @@ class Sampler:
             own = None if top is None else float(logprob_O[i])
             tokens.append(Token(int(chosen[i]), own, best))
         return tokens
+
+    def kept(self, tops: Iterable[int | None]) -> int | None:
+        """Likeliest tokens that a program gives for all who ask for so many; few values, so that
+        few programs are compiled. None: nobody asks."""
+        asked = [top for top in tops if top is not None]
+        if not asked:
+            return None
+        most = max(asked)
+        return min(self._vocab, 1 << max(most - 1, 0).bit_length()) if most else 0
 
     def _adjust(self, logits_OV: Any, settings: sampling.Settings, wanted: Sequence[Wanted]) -> Any:
         """Logits with biases, penalties and grammars; as they are where no request has any."""

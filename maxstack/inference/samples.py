@@ -9,6 +9,7 @@ import numpy as np
 from maxstack import optim
 from maxstack.data.tokenizers import open_prompt_tokenizer
 from maxstack.errors import ConfigError
+from maxstack.inference.bursts import STEPS
 from maxstack.inference.engine import Engine
 from maxstack.inference.layout import Layout
 from maxstack.inference.programs import serving
@@ -68,7 +69,7 @@ class Samples:
         ]
         tokens: dict[int, list[int]] = {number: [] for number in numbers}
         while engine.busy:
-            for output in engine.step():
+            for output in engine.step(many=STEPS):
                 tokens[output.request] += [token.token for token in output.tokens]
         engine.load(None)
         texts = [

@@ -154,12 +154,12 @@ def chosen(logits_OV: jax.Array, settings: Settings) -> jax.Array:
 
 
 def logprobs(
-    logits_OV: jax.Array, tokens_O: jax.Array, top: int
+    logits_OV: jax.Array, tokens_O: jax.Array, top: int, scale_O: jax.Array | float = 1.0
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Log-probability of each row's token, float32 [O]; the `top` likeliest tokens, int32
-    [O, top], the likeliest and of equal ones the first in front; and theirs, float32 [O, top]. A
-    token's are the same bits in both."""
-    logits_OV = logits_OV.astype(jnp.float32)
+    """Log-probability of each row's token by its logits over `scale_O`, float32 [O]; the `top`
+    likeliest tokens, int32 [O, top], the likeliest and of equal ones the first in front; and
+    theirs, float32 [O, top]. A token's are the same bits in both."""
+    logits_OV = logits_OV.astype(jnp.float32) / jnp.reshape(scale_O, (-1, 1))
     top_OC, tokens_OC = jax.lax.top_k(logits_OV, top)
     own_O1 = jnp.take_along_axis(logits_OV, tokens_O[:, None], 1)
     most_O1 = logits_OV.max(-1, keepdims=True)

@@ -5,7 +5,9 @@ the order of their priority and arrival. A request that finds no page makes the 
 lowest priority give its own back and wait; it computes its tokens again later.
 """
 
+import bisect
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -49,6 +51,11 @@ class Task:
     preempted: int = 0
     """Times that it gave its pages back."""
 
+    @functools.cached_property
+    def alike(self) -> tuple[int, ...]:
+        """Equal for tasks whose prompts have equal arrays."""
+        return self.adapter, *self.tokens[: self.prompt]
+
     @property
     def order(self) -> tuple[int, int]:
         """Sorts the tasks that go first to the front."""
@@ -87,6 +94,15 @@ class Copy(NamedTuple):
     target: int
 
 
+class PageCopy(NamedTuple):
+    """A copy of a page of all layers of a group."""
+
+    replica: int
+    group: int
+    source: int
+    target: int
+
+
 class Scheduler:
     """Tasks that wait and run, and pages, over one or more replicas of the model."""
 
@@ -96,15 +112,19 @@ class Scheduler:
         limits: Limits,
         replicas: int = 1,
         draft: Callable[[Task], Sequence[int]] | None = None,
+        twins: bool = False,
     ):
-        """`draft` guesses the next tokens of a task. ConfigError where a wrong guess cannot be
-        undone."""
+        """`draft` guesses the next tokens of a task; `twins`: tasks with equal prompts wait until
+        one of them has computed it, and take copies of what is no full page. ConfigError where a
+        wrong guess cannot be undone."""
         if draft and layout.recurrent:
             raise ConfigError(
                 "serve.speculate: the model has recurrent layers, whose states a wrong guess would "
                 "change for good; set it to 0"
             )
         self.limits, self._layout, self._draft = limits, layout, draft
+        self._twins = twins and limits.prefix_cache and not layout.recurrent
+        self._alike: dict[tuple[int, ...], list[Task]] = {}
         self.waiting: list[Task] = []
         self.running: list[Task] = []
         self.pools = [[Pool(size) for size in limits.pages] for _ in range(replicas)]
@@ -114,8 +134,7 @@ class Scheduler:
 
     def add(self, task: Task) -> None:
         """Queue a task."""
-        self.waiting.append(task)
-        self.waiting.sort(key=lambda task: task.order)
+        bisect.insort(self.waiting, task, key=lambda task: task.order)
 
     def remove(self, task: Task) -> None:
         """End a task: its pages are free, and their contents may be found again."""
@@ -131,34 +150,91 @@ class Scheduler:
             pool.forget_all()
 
     def schedule(
-        self, sizes: Sequence[int] = (), guesses: int = 0
-    ) -> tuple[list[Piece], list[Copy]]:
+        self, sizes: Sequence[int] = (), guesses: int = 0, prompts: bool = False
+    ) -> tuple[list[Piece], list[Copy | PageCopy]]:
         """Pieces of the next step, those of a replica within its rows, and copies to make before
         it. `sizes` are the numbers of rows that steps may have, `guesses` the tokens that are
-        guessed of each request at most."""
+        guessed of each request at most; `prompts`: as long as there are prompts to compute, and
+        pages for them, these alone."""
         left = [self._rows(sizes, guesses)] * len(self.pools)
-        pieces: list[Piece] = []
         begun = sorted(
             self.running, key=lambda task: (len(task.tokens) - task.computed > 1, task.order)
         )
-        for task in begun:
+        if prompts:
+            long = [task for task in begun if len(task.tokens) - task.computed > 1]
+            pieces, copies = self._pieces(long, left, gently=True), list[Copy | PageCopy]()
+            pieces += self._admitted(left, copies, prompts=True)
+            if pieces:
+                return pieces, copies
+        pieces, copies = self._pieces(begun, left), []
+        return pieces + self._admitted(left, copies), copies
+
+    def _pieces(self, tasks: Sequence[Task], left: list[int], gently: bool = False) -> list[Piece]:
+        """The next pieces of running tasks, whose rows are taken from those that are left;
+        `gently`: none gives its pages back for them."""
+        pieces: list[Piece] = []
+        for task in tasks:
             if task in self.running and left[task.replica]:
-                piece = self._next(task, left[task.replica])
+                piece = self._next(task, left[task.replica], gently)
                 if piece:
                     left[task.replica] -= piece.size
                     pieces.append(piece)
         # a task that was preempted after its turn may be admitted again, from its beginning
-        pieces = [piece for piece in pieces if piece.task in self.running]
-        copies: list[Copy] = []
-        while self.waiting and (copy := self._admit(self.waiting[0], left)) is not None:
-            task = self.waiting.pop(0)
+        return [piece for piece in pieces if piece.task in self.running]
+
+    def _admitted(
+        self, left: list[int], copies: list[Copy | PageCopy], prompts: bool = False
+    ) -> list[Piece]:
+        """First pieces of waiting tasks for which there is room, and the copies before them;
+        `prompts`: tasks wait whose twins have computed their prompts, and who gave pages back."""
+        pieces: list[Piece] = []
+        held, index = [0] * len(left), 0  # slots that are kept for tasks that wait for twins
+        while index < len(self.waiting):
+            task = self.waiting[index]
+            if (replica := self._awaited(task, held, prompts)) is not None:
+                held[replica] += 1
+                index += 1
+                continue
+            copy = None if prompts and task.preempted else self._admit(task, left, held)
+            if copy is None:
+                break
+            del self.waiting[index]
             copies += copy
             self.running.append(task)
             piece = self._next(task, left[task.replica])
             assert piece, "a task was admitted without pages for its first piece"
             left[task.replica] -= piece.size
             pieces.append(piece)
-        return pieces, copies
+        return pieces
+
+    def ahead(self, pieces: Sequence[Piece], left: Sequence[int], steps: int) -> int:
+        """Steps, at most so many, for which there are pages after those of pieces of one token,
+        whose tasks may have so many tokens more; the tasks have these pages then."""
+        tasks, page = [piece.task for piece in pieces], self.limits.page
+        if self._snapshots[0].size:
+            every = self.limits.snapshot
+            steps = min(steps, *(every - task.computed % every for task in tasks))
+
+        def lengths() -> list[int]:
+            return [task.computed + min(steps, own) for task, own in zip(tasks, left, strict=True)]
+
+        def fit() -> bool:
+            short = [[0] * len(pools) for pools in self.pools]
+            for task, length in zip(tasks, lengths(), strict=True):
+                for group, table in enumerate(task.tables):
+                    short[task.replica][group] += max(0, -(-length // page) - len(table))
+            return all(
+                wanted <= pool.available
+                for counts, pools in zip(short, self.pools, strict=True)
+                for wanted, pool in zip(counts, pools, strict=True)
+            )
+
+        while steps > 1 and not fit():
+            steps //= 2
+        for task, length in zip(tasks, lengths(), strict=True):
+            grown = self._grow(task, length)
+            assert grown, "pages that were there are gone"
+        return steps
 
     def done(self, piece: Piece, new: Sequence[int]) -> list[Copy]:
         """Note that a piece was computed and that `new` follows its task's tokens -> copies to make
@@ -200,7 +276,7 @@ class Scheduler:
             return lower[-1]
         return above
 
-    def _next(self, task: Task, rows: int) -> Piece | None:
+    def _next(self, task: Task, rows: int, gently: bool = False) -> Piece | None:
         """The next piece of a running task, with pages for it; None where it has to wait."""
         drafts: tuple[int, ...] = ()
         remaining = len(task.tokens) - task.computed
@@ -212,6 +288,8 @@ class Scheduler:
         if drafts and not self._grow(task, task.computed + count):
             drafts, count = (), remaining  # a guess takes no pages from other tasks
         while not self._grow(task, task.computed + count):
+            if gently:
+                return None
             victims = [other for other in self.running if other.replica == task.replica]
             victim = max(victims, key=lambda other: other.order)
             self._preempt(victim)
@@ -236,39 +314,72 @@ class Scheduler:
             table += [pool.take() for _ in range(wanted - len(table))]
         return True
 
-    def _admit(self, task: Task, left: Sequence[int]) -> list[Copy] | None:
+    def _awaited(self, task: Task, held: Sequence[int], longer: bool) -> int | None:
+        """The replica where a twin of a waiting task computes their prompt, or with `longer` has
+        computed it, and a slot is left."""
+        twins = self._twins_of(task)
+        if not longer and any(twin.computed >= twin.prompt for twin in twins):
+            return None
+        replicas = (twin.replica for twin in twins)
+        return next((i for i in replicas if len(self._slots[i]) > held[i]), None)
+
+    def _twins_of(self, task: Task) -> list[Task]:
+        """Running tasks with the same prompt and adapter, of which this one may take pages."""
+        if not self._twins or task.sampling.prompt_logprobs is not None:
+            return []
+        return self._alike.get(task.alike, [])
+
+    def _admit(
+        self, task: Task, left: Sequence[int], held: Sequence[int]
+    ) -> Sequence[Copy | PageCopy] | None:
         """Give a waiting task a slot and the pages of its prefix that are cached; None where there
-        is no room. The copies bring the state of its recurrent layers."""
+        is no room. The copies bring the state of its recurrent layers, or a page in part."""
+        open_ = [left[i] and len(self._slots[i]) > held[i] for i in range(len(left))]
+        for twin in self._twins_of(task):
+            if open_[twin.replica] and twin.computed >= twin.prompt:
+                known = task.prompt - 1
+                tables = self._tables(task, twin.replica, known, left[twin.replica], twin.tables)
+                if tables is not None:
+                    self._begin(task, twin.replica, known, tables)
+                    return self._split(task, twin)
         fitting = [
             (self._prefix(task, i), self.pools[i][0].available, i)
             for i in range(len(left))
-            if left[i] and self._slots[i]
+            if open_[i]
         ]
         for hit, _, replica in sorted(fitting, reverse=True):
-            tables = self._tables(task, replica, hit, left[replica])
+            known, pools = hit * self.limits.page, self.pools[replica]
+            found = [[pool.find(key) or 0 for key in task.hashes[:hit]] for pool in pools]
+            tables = self._tables(task, replica, known, left[replica], found)
             if tables is not None:
-                return self._begin(task, replica, hit, tables)
+                self._begin(task, replica, known, tables)
+                return self._restored(task, hit)
         return None
 
-    def _tables(self, task: Task, replica: int, hit: int, rows: int) -> list[list[int]] | None:
-        """The pages of the first `hit` pages of a task's tokens; None where too few are left for
-        what its first step computes after them."""
+    def _tables(
+        self, task: Task, replica: int, known: int, rows: int, found: Sequence[Sequence[int]]
+    ) -> list[list[int]] | None:
+        """The full ones of pages with the first `known` tokens of a task, by group, that are read;
+        None where some are gone, or too few are left for what its first step computes."""
         page, tables = self.limits.page, []
-        rest = min(rows, len(task.tokens) - hit * page)
+        full, end = known // page, known + min(rows, len(task.tokens) - known)
         busy = any(other.replica == replica for other in self.running)
-        for pool, reach in zip(self.pools[replica], self._layout.reaches, strict=True):
-            first = reach.first(hit * page) // page
-            shared = [pool.find(task.hashes[i]) or 0 for i in range(first, hit)]
+        groups = zip(self.pools[replica], self._layout.reaches, found, strict=True)
+        for pool, reach, pages in groups:
+            first = min(reach.first(known) // page, full)
+            shared = [*pages[first:full]]
+            if not all(pages[first : -(-known // page)]):
+                return None
             tables.append([0] * first + shared)
             free = pool.available - sum(not pool.users(held) for held in shared)
-            if free < -(-rest // page) + (pool.size // RESERVE if busy else 0):
+            if free < -(-end // page) - full + (pool.size // RESERVE if busy else 0):
                 return None
         return tables
 
-    def _begin(self, task: Task, replica: int, hit: int, tables: list[list[int]]) -> list[Copy]:
+    def _begin(self, task: Task, replica: int, known: int, tables: list[list[int]]) -> None:
         """Give a task a slot and its first pages."""
         task.replica, task.slot = replica, self._slots[replica].pop()
-        task.computed, task.tables = hit * self.limits.page, tables
+        task.computed, task.tables = known, tables
         for pool, table in zip(self.pools[replica], tables, strict=True):
             for held in filter(None, table):
                 pool.share(held)
@@ -276,14 +387,31 @@ class Scheduler:
         self.hits += task.computed
         if not task.preempted:
             task.cached = task.computed
+        if self._twins:
+            self._alike.setdefault(task.alike, []).append(task)
+
+    def _split(self, task: Task, twin: Task) -> list[PageCopy]:
+        """Copies of the pages that a task has in part in common with its twin."""
+        page, copies = self.limits.page, []
+        if task.computed % page:
+            for group, (pool, table) in enumerate(
+                zip(self.pools[task.replica], task.tables, strict=True)
+            ):
+                table.append(pool.take())
+                source = twin.tables[group][task.computed // page]
+                copies.append(PageCopy(task.replica, group, source, table[-1]))
+        return copies
+
+    def _restored(self, task: Task, hit: int) -> list[Copy]:
+        """The copy of the snapshot of recurrent layers after so many pages."""
         if not hit or not self._layout.recurrent:
             return []
-        snapshots = self._snapshots[replica]
+        snapshots = self._snapshots[task.replica]
         source = snapshots.find(task.hashes[hit - 1])
         assert source is not None
         snapshots.share(source)
         snapshots.release([source])
-        return [Copy(replica, source, task.slot)]
+        return [Copy(task.replica, source, task.slot)]
 
     def _prefix(self, task: Task, replica: int) -> int:
         """Pages of the task's tokens that a replica has, all that its layers read of them; at least
@@ -330,3 +458,7 @@ class Scheduler:
             pool.release(page for page in reversed(table) if page)
         self._slots[task.replica].append(task.slot)
         task.tables = []
+        if self._twins:
+            self._alike[task.alike].remove(task)
+            if not self._alike[task.alike]:
+                del self._alike[task.alike]

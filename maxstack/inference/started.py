@@ -106,7 +106,7 @@ def placed(
     """What `opened` makes of overrides, with the mesh that `overrides` ask for, else the largest
     share of the devices over `tensor` that the model's sizes divide by, and replicas over the
     rest."""
-    each = *OVERRIDES, f"train.batch_size={devices}"
+    each = *OVERRIDES, *_of_rollouts(opened, devices), f"train.batch_size={devices}"
     if any(override.startswith("mesh") for override in overrides):
         return opened([*each, *overrides])
     for tensor in range(devices, 1, -1):
@@ -115,6 +115,15 @@ def placed(
             with contextlib.suppress(ConfigError):
                 return opened([*each, *sizes, *overrides])
     return opened([*each, f"mesh.data={devices}", *overrides])
+
+
+def _of_rollouts(opened: Callable[[Sequence[str]], Opened], devices: int) -> Sequence[str]:
+    """Sizes of rollouts that fit any batch, for a run that learnt from its samples."""
+    with contextlib.suppress(ConfigError):  # which is told where the sizes are right
+        if opened(["run.virtual_devices=null"])[0].rollout:
+            sizes = f"prompts={devices}", "samples=2", "minibatches=1", "max_tokens=1"
+            return [f"rollout.{size}" for size in sizes]
+    return ()
 
 
 def limits_of(cfg: "Config", layout: Layout, longest: int, free: int | None) -> tuple[Limits, int]:

@@ -15,8 +15,9 @@ from maxstack.kernels.paged_attention import Quantized, paged_attention
 
 
 class Rows(NamedTuple):
-    """The rows of a step: on each device, real rows come first, and those of one request stand
-    together in the order of their positions."""
+    """The rows of a step: on each device, those of one request stand together in the order of their
+    positions. Rows that are nobody's come last, but for those of requests that ended in a burst,
+    whose slot is 0 too."""
 
     tokens_R: Array
     positions_R: Array

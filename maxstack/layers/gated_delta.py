@@ -154,8 +154,9 @@ def _cached(cfg: GatedDeltaConfig, of_keys: Arrays, of_values: Arrays, cache: La
             state["state"] = state["state"].at[slot].set(s_NHV)
             return state, o_RNV.at[r].set(read_NV.astype(o_RNV.dtype))
 
-        real = (rows.positions_R >= 0).sum()
-        state, o_RNV = jax.lax.fori_loop(0, real, row, (state, jnp.zeros_like(v_RNV)))
+        numbers_R = jnp.arange(1, rows.positions_R.shape[0] + 1)
+        end = jnp.where(rows.positions_R >= 0, numbers_R, 0).max()
+        state, o_RNV = jax.lax.fori_loop(0, end, row, (state, jnp.zeros_like(v_RNV)))
         return o_RNV, state
 
     x = tuple(x[:, 0] for x in (q_R1KH, k_R1KH, v_R1NV, decay_R1N, beta_R1N))

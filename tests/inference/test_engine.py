@@ -15,6 +15,7 @@ from flax import nnx
 
 from maxstack import sharding
 from maxstack.errors import ConfigError, DataError
+from maxstack.inference.bursts import STEPS
 from maxstack.inference.engine import Engine
 from maxstack.inference.identity import differing
 from maxstack.inference.layout import Layout
@@ -33,6 +34,10 @@ GOLDENS = {
 }
 LENGTH = 64
 GREEDY = Sampling(max_tokens=32, temperature=0.0, logprobs=0)
+STOPPING = Sampling(
+    max_tokens=24, temperature=0.8, top_p=0.9, logprobs=3, seed=4,
+    stop_tokens=frozenset(range(0, 128, 32)),
+)  # fmt: skip
 KINDS = ["llama", "gpt_oss", "llama4", "deepseek_v3", "qwen3_next"]
 """Models with full and windowed attention, sinks, chunks, latents, experts and recurrence."""
 
@@ -315,3 +320,69 @@ def test_an_aborted_request_frees_its_pages_and_others_go_on():
     engine.abort(gone)
     assert [*finish(engine)] == [kept]
     assert leaked(engine) == 0
+
+
+def answers_and_ends(engine, prompts, sampling, many=1):
+    """Tokens and ends of answers to equal prompts too; numbers of their choices differ."""
+    tokens, ends, steps = {}, {}, 0
+    for choice, prompt in enumerate(prompts):
+        engine.add(prompt, dataclasses.replace(sampling, choice=choice))
+    first = min(engine._tasks)
+    while engine.busy:
+        steps += 1
+        for output in engine.step(many):
+            tokens.setdefault(output.request - first, []).extend(output.tokens)
+            ends[output.request - first] = output.finish
+    assert leaked(engine) == 0
+    return (tokens, ends), steps
+
+
+@pytest.mark.parametrize("dtype", ["null", "int8"])
+@pytest.mark.parametrize("name", slow_but(KINDS, ["llama", "qwen3_next"]))
+def test_many_steps_at_once_give_the_bits_of_one_at_a_time(name, dtype):
+    overrides, prompts = [f"serve.cache_dtype={dtype}"], random_prompts(19, 1, 26, 7, 30, 3)
+    single, steps = answers_and_ends(engine_of(name, overrides=overrides), prompts, STOPPING)
+    assert {*single[1].values()} == {"stop", "length"}
+    engine = engine_of(name, overrides=overrides)
+    many, fewer = answers_and_ends(engine, prompts, STOPPING, STEPS)
+    assert many == single and fewer < 0.7 * steps
+    groups = len(engine.scheduler.pools[0])
+    tight = engine_of(name, overrides=overrides, pages=(16,) * groups)
+    assert answers_and_ends(tight, prompts, STOPPING, STEPS)[0] == single
+    assert tight.scheduler.preemptions > 0
+
+
+@pytest.mark.parametrize("name", slow_but(["llama", "gpt_oss"], ["llama"]))
+def test_many_steps_at_once_on_a_mesh_give_its_bits_of_one_at_a_time(name):
+    mesh, prompts = ["mesh.tensor=2", "mesh.data=4"], random_prompts(11, 2, 21, 5, 13, 9)
+    single, many = (
+        answers_and_ends(engine_of(name, overrides=mesh), prompts, STOPPING, n)[0]
+        for n in (1, STEPS)
+    )
+    assert many == single
+
+
+def test_requests_that_need_the_host_at_each_token_are_answered_step_by_step():
+    prompts = random_prompts(9, 4)
+    for more in ({"presence_penalty": 0.5}, {"min_tokens": 12}, {"logit_bias": {5: 1.0}}):
+        sampling = dataclasses.replace(STOPPING, **more)
+        single, many = (
+            answers_and_ends(engine_of("llama"), prompts, sampling, n)[0] for n in (1, STEPS)
+        )
+        assert many == single
+
+
+@pytest.mark.parametrize("mesh", [[], ["mesh.tensor=2", "mesh.data=2"]], ids=["one", "mesh"])
+@pytest.mark.parametrize("name", slow_but(KINDS, ["llama", "gpt_oss"]))
+def test_equal_prompts_are_computed_once_and_change_no_bit(name, mesh):
+    one, other = random_prompts(11, 17)
+    prompts = [one, one, other, one, other, one, other, one]
+    engine = engine_of(name, overrides=mesh, requests=8)
+    plain, alone = engine_of(name, overrides=mesh), []
+    for choice, prompt in enumerate(prompts):
+        plain.add(prompt, dataclasses.replace(STOPPING, choice=choice))
+        alone += finish(plain).values()
+    together, _ = answers_and_ends(engine, prompts, STOPPING, STEPS)
+    assert [together[0][choice] for choice in range(len(prompts))] == alone
+    if not engine._layout.recurrent:
+        assert engine.scheduler.hits >= 4 * 10 + 2 * 16

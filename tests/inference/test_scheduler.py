@@ -11,7 +11,7 @@ import pytest
 from maxstack.errors import ConfigError
 from maxstack.inference.layout import Layout
 from maxstack.inference.request import Sampling
-from maxstack.inference.scheduler import Limits, Scheduler, Task
+from maxstack.inference.scheduler import Limits, PageCopy, Piece, Scheduler, Task
 from maxstack.schema.mixers import Reach
 from maxstack.schema.parts import Cached, Dim
 
@@ -63,9 +63,9 @@ def drafts(task):
 class Simulation:
     """Runs the scheduler as the engine does, and checks every step."""
 
-    def __init__(self, layout, limits, replicas=1, draft=None, sizes=()):
+    def __init__(self, layout, limits, replicas=1, draft=None, sizes=(), twins=False, many=1):
         self.layout, self.limits, self.draft, self.sizes = layout, limits, draft, sizes
-        self.scheduler = Scheduler(layout, limits, replicas, draft)
+        self.scheduler, self.many = Scheduler(layout, limits, replicas, draft, twins), many
         self.written, self.states = {}, {}
         self.tasks, self.prompts, self.ended, self.counts = {}, {}, {}, Counter()
 
@@ -86,11 +86,18 @@ class Simulation:
         raise AssertionError(f"{len(self.tasks)} requests have not ended after {steps} steps")
 
     def step(self):
-        pieces, copies = self.scheduler.schedule(self.sizes, 3 if self.draft else 0)
+        guesses = 3 if self.draft else 0
+        pieces, copies = self.scheduler.schedule(self.sizes, guesses, prompts=self.many > 1)
         assert pieces or not self.tasks, "requests wait, and none is computed"
         self._copy(copies)
         self._check_pieces(pieces)
         self._check_pages()
+        if (
+            pieces
+            and self.many > 1
+            and all(len(task.tokens) == end + 1 for task, end, _, _ in pieces)
+        ):
+            return self._burst(pieces)
         texts = [
             [*piece.task.tokens[: piece.start + piece.size], *piece.drafts] for piece in pieces
         ]
@@ -102,8 +109,35 @@ class Simulation:
             self._end_piece(piece)
         self._check_pages()
 
+    def _burst(self, pieces):
+        """Several steps at once, after which every other task has as many tokens as it may."""
+        left = [self._most(piece.task) - len(piece.task.tokens) for piece in pieces]
+        steps = self.scheduler.ahead(pieces, left, self.many)
+        self._check_pages()
+        for (task, start, _, _), own in zip(pieces, left, strict=True):
+            text = list(task.tokens)
+            for _ in range(min(steps, own)):
+                text.append(chosen(text))
+            piece, new = Piece(task, start, len(text) - start - 1), text[start + 1 :]
+            self._write(piece, text)
+            self._read(piece, text)
+            self._copy(self.scheduler.done(piece, new))
+            self.counts["at once"] += len(new) > 1
+            self._end(task, len(new) == own)
+        self._check_pages()
+
+    def _most(self, task):
+        return min(task.prompt + task.sampling.max_tokens, LONGEST)
+
     def _copy(self, copies):
         for copy in copies:
+            if isinstance(copy, PageCopy):
+                replica, group, *pages = copy
+                self.counts["pages"] += 1
+                for i in range(self.limits.page):
+                    source, target = ((replica, group, page, i) for page in pages)
+                    self.written[target] = self.written.get(source)
+                continue
             self.states[copy.replica, copy.target] = self.states.get((copy.replica, copy.source))
 
     def _check_pieces(self, pieces):
@@ -164,11 +198,14 @@ class Simulation:
             new.append(chosen(text))
             text.append(new[-1])
             length = len(text)
-            finish = length - task.prompt >= task.sampling.max_tokens or length >= LONGEST
+            finish = length >= self._most(task)
             if piece.drafts[len(new) - 1 : len(new)] != (new[-1],):
                 break
             self.counts["accepted"] += 1
         self._copy(self.scheduler.done(piece, new))
+        self._end(task, finish)
+
+    def _end(self, task, finish):
         if finish:
             self.scheduler.remove(task)
             self.ended[task.number] = self.tasks.pop(task.number)
@@ -179,7 +216,7 @@ class Simulation:
             assert all(pool.available == pool.size for pool in pools)
         for number, task in self.ended.items():
             text = self.prompts[number]
-            while len(text) < min(task.prompt + task.sampling.max_tokens, LONGEST):
+            while len(text) < self._most(task):
                 text.append(chosen(text))
             assert task.tokens == text
 
@@ -206,7 +243,7 @@ def arrivals(draw):
         made.append(
             Arrival(
                 step=draw(st.integers(0, 12)),
-                prompt=[*text[:same], *own],
+                prompt=draw(st.sampled_from([[*text[:same], *own], *(old.prompt for old in made)])),
                 priority=draw(st.sampled_from([0, 0, 0, 1, -1])),
                 adapter=draw(st.sampled_from([0, 0, 0, 1])),
                 max_tokens=draw(st.integers(1, 20)),
@@ -236,10 +273,11 @@ def engines(draw):
 
 
 @hypothesis.settings(max_examples=500, deadline=None)
-@hypothesis.given(engines(), arrivals())
-def test_every_request_reads_its_own_tokens_and_ends(engine, requests):
+@hypothesis.given(engines(), arrivals(), st.booleans(), st.sampled_from([1, 2, 7]))
+def test_every_request_reads_its_own_tokens_and_ends(engine, requests, twins, many):
     layout, limits, replicas, draft, sizes = engine
-    made = Simulation(layout, limits, replicas, None if layout.recurrent else draft, sizes)
+    draft = None if layout.recurrent or many > 1 else draft
+    made = Simulation(layout, limits, replicas, draft, sizes, twins, many)
     for now in range(33):
         for number, request in enumerate(requests, 1):
             if request.step == now:

@@ -1,0 +1,151 @@
+"""Bursts: steps of decoding in one program, each of which chooses the tokens that the next one
+reads, so that the host hears of all of them at once. Shapes: R rows of all replicas  P replicas
+N steps at most  O rows of the head  E tokens that end an answer  D embed  V vocab  C likeliest
+tokens."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxstack.inference import sampling
+from maxstack.inference.request import Token
+from maxstack.inference.sampler import GROUP, logprobs, scale_of
+from maxstack.inference.scheduler import Task
+from maxstack.layers.by_rows import in_groups
+from maxstack.layers.cache import Rows
+
+STEPS = 16
+"""Steps of a burst at most."""
+
+
+class Rules(NamedTuple):
+    """How the rows of a burst go on, and when they end."""
+
+    settings: sampling.Settings
+    scale_R: Any
+    """What logits are divided by for log-probabilities, float32."""
+    stops_RE: Any
+    """Tokens that end the answer, int32 padded with -1."""
+    last_R: Any
+    """Position of the last token that the request may have, int32."""
+
+
+class Bounds(NamedTuple):
+    """When a burst ends."""
+
+    steps: int
+    """Steps at most."""
+    fewest: int
+    """It goes on while a replica has more rows that have not ended,"""
+    fewest_in_all: int
+    """and all together have more."""
+
+
+class Made(NamedTuple):
+    """Tokens of a burst."""
+
+    counts_R: Any
+    """Of each row."""
+    tokens_NR: Any
+    logprobs_NR: Any = None
+    """None where no request asks for log-probabilities; so are those of the likeliest tokens."""
+    top_NRC: Any = None
+    values_NRC: Any = None
+
+
+def last_of(task: Task, max_length: int) -> int:
+    """Position of the last token that a request may have."""
+    return min(task.prompt + task.sampling.max_tokens, max_length) - 1
+
+
+def allows(task: Task) -> bool:
+    """True where the next tokens of a request follow from logits and settings alone, so that it may
+    be in a burst."""
+    rules, made = task.sampling, len(task.tokens) - task.prompt
+    reports = rules.prompt_logprobs is not None and task.reported < task.prompt
+    return not (reports or rules.embed or sampling.is_adjusted(rules, made))
+
+
+def rules_of(tasks: Mapping[int, Task], rows: int, max_length: int) -> Rules:
+    """The rules of so many rows, some of which are those of requests."""
+    longest = max(len(task.sampling.stop_tokens) for task in tasks.values())
+    stops = np.full((rows, 1 << max(longest - 1, 0).bit_length()), -1, np.int32)
+    last, scale = np.full(rows, -1, np.int32), np.ones(rows, np.float32)
+    given: list[Any] = [None] * rows
+    for row, task in tasks.items():
+        own = task.sampling
+        given[row] = own, 0
+        stops[row, : len(own.stop_tokens)] = list(own.stop_tokens)
+        last[row] = last_of(task, max_length)
+        scale[row] = scale_of(own)
+    return Rules(sampling.settings(given), scale, stops, last)
+
+
+def tokens_of(made: Made, row: int, top: int | None) -> list[Token]:
+    """The tokens of a row, with log-probabilities where its request asks for them."""
+    count = int(made.counts_R[row])
+    tokens = made.tokens_NR[:count, row].tolist()
+    if top is None:
+        return [Token(token) for token in tokens]
+    own = made.logprobs_NR[:count, row].tolist()
+    if not top:
+        return list(map(Token, tokens, own))
+    best, values = (x[:count, row, :top].tolist() for x in (made.top_NRC, made.values_NRC))
+    return [
+        Token(token, logprob, tuple(zip(*pair, strict=True)))
+        for token, logprob, *pair in zip(tokens, own, best, values, strict=True)
+    ]
+
+
+def run(
+    forward: Callable[[Rows, Any], tuple[jax.Array, Any]],
+    head: Callable[[jax.Array], jax.Array],
+    rows: Rows,
+    cache: Any,
+    rules: Rules,
+    bounds: Bounds,
+    top: int | None,
+    sizes: tuple[int, int],
+) -> tuple[Made, Any]:
+    """A burst from `rows`, the last known token of each request, and the cache after it. `forward`
+    gives the states of rows [R, D], `head` logits of a few; `sizes`: replicas, and how many rows at
+    most these are."""
+    replicas, outputs = sizes
+
+    def chosen(x_OD: jax.Array, rules: Rules) -> tuple[jax.Array, ...]:
+        logits_OV = head(x_OD)
+        tokens_O = in_groups(sampling.chosen, GROUP)(logits_OV, rules.settings)
+        return tokens_O, *logprobs(logits_OV, tokens_O, rules.scale_R, top)
+
+    def going(carry: Any) -> jax.Array:
+        step, rows = carry[:2]
+        live_PR = (rows.positions_R >= 0).reshape(replicas, -1)
+        enough = (live_PR.sum(1).max() > bounds.fewest) & (live_PR.sum() > bounds.fewest_in_all)
+        return (step < bounds.steps) & enough
+
+    def advanced(carry: Any) -> Any:
+        step, rows, cache, counts_R, made = carry
+        x_RD, cache = forward(rows, cache)
+        next_R, live_R = rows.positions_R + 1, rows.positions_R >= 0
+        own = rules._replace(settings=rules.settings._replace(position=next_R))
+        new = in_groups(chosen, min(outputs, len(next_R)))(x_RD, own)
+        made = jax.tree.map(lambda x_NR, x_R: x_NR.at[step].set(x_R), made, new)
+        counts_R += live_R
+        tokens_R = new[0]
+        live_R &= (tokens_R[:, None] != rules.stops_RE).all(1) & (next_R < rules.last_R)
+        positions_R, slots_R = jnp.where(live_R, next_R, -1), jnp.where(live_R, rows.slots_R, 0)
+        rows = Rows(tokens_R, positions_R, slots_R, rows.adapters_R)
+        return step + 1, rows, cache, counts_R, made
+
+    count = rows.tokens_R.shape[0]
+    begun = [jnp.zeros((STEPS, count), jnp.int32)]
+    if top is not None:
+        begun += [jnp.zeros((STEPS, count))]
+        begun += [jnp.zeros((STEPS, count, top), dtype) for dtype in (jnp.int32, jnp.float32)]
+    none_R = jnp.zeros(count, jnp.int32)
+    begin = jnp.int32(0), rows, cache, none_R, tuple(begun)
+    _, _, cache, counts_R, made = jax.lax.while_loop(going, advanced, begin)
+    return Made(counts_R, *made), cache
