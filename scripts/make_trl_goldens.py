@@ -24,9 +24,12 @@ def main() -> int:
     parser = arguments.parser(__doc__)
     parser.add_argument("--check", action="store_true", help="compare, and write nothing")
     check = parser.parse_args().check
-    from bench.trl_losses import goldens
+    from bench import trl_losses, trl_policies
 
-    losses, arrays = goldens()
+    made = trl_losses.Goldens()
+    for add in (*trl_losses.FAMILIES, *trl_policies.FAMILIES):
+        add(made)
+    losses, arrays = made.losses, made.arrays
     if check:
         known = json.loads((OUT / "losses.json").read_text())["losses"]
         held = dict(np.load(OUT / "arrays.npz"))

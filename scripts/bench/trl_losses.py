@@ -256,9 +256,4 @@ def of_tokens(goldens: Goldens) -> None:
     goldens.keep("dft", loss, logits=model.logits)
 
 
-def goldens() -> tuple[dict[str, float], dict[str, np.ndarray]]:
-    """(value of each loss, arrays that go in and gradients that come out), by name."""
-    made = Goldens()
-    for make in (preferences, without_reference, labelled, rewards, of_tokens):
-        make(made)
-    return made.losses, made.arrays
+FAMILIES = (preferences, without_reference, labelled, rewards, of_tokens)
